@@ -13,11 +13,12 @@ use std::time::Duration;
 use tokio::runtime::{Builder, Runtime};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// For a process whose arithmetic has threads of its own: these only move bytes. One that is confined to one CPU has one,
-/// since a thread that is woken to help there takes the CPU from the one that woke it.
-pub(crate) fn runtime_beside_arithmetic() -> std::io::Result<Runtime> {
+/// For a process whose arithmetic has threads of its own: these only move bytes, weights over so many lanes, of which one
+/// keeps two threads busy at its fastest: one that reads the socket, or writes to it, and one that decrypts or encrypts. One
+/// that is confined to one CPU has one, since a thread that is woken to help there takes the CPU from the one that woke it.
+pub(crate) fn runtime_beside_arithmetic(lanes: usize) -> std::io::Result<Runtime> {
     let cpus = std::thread::available_parallelism().map_or(1, NonZero::get);
-    Builder::new_multi_thread().worker_threads(cpus.min(2)).enable_all().build()
+    Builder::new_multi_thread().worker_threads(cpus.min(2 * lanes.max(1))).enable_all().build()
 }
 
 /// Flags of every node besides its settings.

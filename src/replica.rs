@@ -37,7 +37,7 @@ pub(crate) fn start(
     activations: ActivationType,
 ) -> anyhow::Result<(LaterProcesses, Replica)> {
     let dir = tempfile::tempdir().context("a directory for the identities of stages")?;
-    let runtime = node::runtime_beside_arithmetic()?;
+    let runtime = node::runtime_beside_arithmetic(1)?;
     let ca = Authority::new(ClusterName::new("shards")?, SystemTime::now())?;
     let model = path.to_str().context("a model path that is not UTF-8")?;
     let (mut children, mut later) = (Vec::new(), Vec::new());

@@ -1,6 +1,7 @@
 //! Models that other workers have: their names, where they are asked for, where what they send is kept.
 
 use crate::config::{ByteSize, ConfigError};
+use crate::cpus;
 use crate::home;
 use crate::models::{Resolved, resolve_named};
 use anyhow::Context;
@@ -10,6 +11,7 @@ use proto::shard::ModelRefV1;
 use proto::transport::Identity;
 use std::net::SocketAddr;
 use std::path::Path;
+use worker::defaults::Explained;
 use worker::shipping::{self, ShippingConfig};
 
 /// What stands before a digest in the place of MODEL.
@@ -17,13 +19,21 @@ pub(crate) const DIGEST: &str = "blake3:";
 /// Bytes of the shard store unless they are set.
 pub(crate) const STORE_BYTES: ByteSize = ByteSize(256 << 30);
 
+/// Lanes that may be asked for: of 256 connections that a source takes of one host, some are for others.
+pub(crate) const MAX_LANES: usize = 16;
+
+/// Lanes of a worker that shares this machine's CPUs with others, `workers` together.
+pub(crate) fn lanes(workers: usize) -> Explained<usize> {
+    worker::defaults::shipping_lanes(cpus::capacity(), workers)
+}
+
 /// The store of this host, for so many bytes.
 pub(crate) fn store(bytes: Option<ByteSize>) -> anyhow::Result<ShardStore> {
     let root = home::home()?.join("shards");
     Ok(ShardStore::open(root, bytes.unwrap_or(STORE_BYTES).0)?)
 }
 
-/// MODEL as a file and its name, and where it comes from.
+/// MODEL as a file and its name, and where it comes from, over one lane.
 ///
 /// A file, or a name of the catalog, is what it is without `from`. Otherwise it is a model of the workers `from`, by its
 /// digest (`blake3:HEX`, `ID=blake3:HEX`) or by the name under which they serve it; what the store of this host has of it
@@ -38,7 +48,7 @@ pub(crate) fn resolve(
     let digest = digest(model)?;
     let is_here = digest.is_none() && (from.is_empty() || Path::new(model).exists());
     if is_here {
-        let shipping = ShippingConfig { store: None, from: from.to_vec() };
+        let shipping = ShippingConfig { from: from.to_vec(), ..ShippingConfig::default() };
         return Ok((resolve_named(model)?, shipping));
     }
     let store = store(bytes)?;
@@ -56,7 +66,7 @@ pub(crate) fn resolve(
         runtime.block_on(shipping::find(&wanted, &store, from, listen, &identity)).context("no manifest")?;
     tracing::info!(%id, digest = %ChunkId(held.manifest().digest()), "the model comes from other workers");
     let resolved = Resolved { path: held.path().to_owned(), id };
-    Ok((resolved, ShippingConfig { store: Some(store), from: from.to_vec() }))
+    Ok((resolved, ShippingConfig { store: Some(store), from: from.to_vec(), ..ShippingConfig::default() }))
 }
 
 /// The digest that MODEL names, and what the model is called in the API.

@@ -11,6 +11,7 @@ use std::io::Write;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use worker::load::EngineOptions;
+use worker::shipping::ShippingConfig;
 use worker::stage::{StageConfig, StageService};
 
 /// Holds a layer range of a model for whoever leads the replica, such as `kvasir logits --shards 2`
@@ -27,6 +28,10 @@ pub(crate) struct Stage {
     /// What all workers of this host may keep of models that they got from others [default: 256GiB]
     #[arg(long, value_name = "SIZE", env = "KVASIR_SHARD_BYTES")]
     shard_bytes: Option<ByteSize>,
+    /// Sockets that a model from other workers comes to, each with a connection to every one of them, so that several CPUs
+    /// receive [default: computed from the CPUs]
+    #[arg(long, value_name = "N", env = "KVASIR_SHIPPING_LANES", value_parser = clap::value_parser!(u8).range(1..=shipped::MAX_LANES as i64))]
+    shipping_lanes: Option<u8>,
     /// Directory with node.crt, node.key and ca.crt, as `kvasir ca issue` makes it
     #[arg(long, value_name = "DIR", env = "KVASIR_IDENTITY")]
     identity: PathBuf,
@@ -62,6 +67,7 @@ impl Stage {
         let own = identity.clone();
         let (model, shipping) =
             shipped::resolve(&self.model, &self.from, self.shard_bytes, self.quic, || Ok(own))?;
+        let lanes = self.shipping_lanes.map_or_else(|| shipped::lanes(1).value, usize::from);
         let config = StageConfig {
             model_path: Some(model.path),
             listen: self.quic,
@@ -70,12 +76,12 @@ impl Stage {
                 guesses: self.spec.guesses()?,
                 ..self.engine.options()?
             },
-            shipping,
+            shipping: ShippingConfig { lanes, ..shipping },
         };
         let node = &identity.name().node;
         let (endpoint, certificates) = (self.otlp_endpoint.as_deref(), self.otlp_certificate.as_deref());
         let _exporting = otlp::start(endpoint, certificates, None, "kvasir-worker", node)?;
-        let runtime = node::runtime_beside_arithmetic()?;
+        let runtime = node::runtime_beside_arithmetic(lanes)?;
         runtime.block_on(async {
             let mut signals = StopSignals::listen()?;
             node::keep_renewed(&identity, &self.identity);

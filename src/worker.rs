@@ -77,6 +77,10 @@ pub(crate) struct WorkerSettings {
     /// What all workers of this host may keep of models that they got from others [default: 256GiB].
     #[arg(long, value_name = "SIZE", env = "KVASIR_SHARD_BYTES")]
     pub(crate) shard_bytes: Option<ByteSize>,
+    /// Sockets that a model from other workers comes to, each with a connection to every one of them, so that several CPUs
+    /// receive [default: computed, see --explain].
+    #[arg(long, value_name = "N", env = "KVASIR_SHIPPING_LANES")]
+    pub(crate) shipping_lanes: Option<usize>,
     /// Keep repacked weights in a file that all workers of this machine map, and later starts: one copy in memory, and a
     /// start that reads nothing [default: where several workers share this machine, or the model comes from others].
     #[arg(long, value_name = "true|false", env = "KVASIR_WEIGHT_CACHE")]
@@ -196,6 +200,7 @@ impl WorkerSettings {
         within("max_seqs", self.max_seqs, 1, MAX_SEQS)?;
         within("chunk", self.chunk, 1, 1 << 20)?;
         within("workers_here", self.workers_here, 1, 1024)?;
+        within("shipping_lanes", self.shipping_lanes, 1, shipped::MAX_LANES)?;
         if let Some(tokens) = self.block_tokens.filter(|tokens| !BLOCK_TOKENS.contains(tokens)) {
             return Err(ConfigError::field("block_tokens", tokens, "16, 32 or 64"));
         }
@@ -221,7 +226,8 @@ impl WorkerSettings {
             }
             // What coordinators place on it.
             None if self.pool == Some(true) => {
-                (None, ShippingConfig { store: Some(shipped::store(self.shard_bytes)?), from: from.to_vec() })
+                let store = Some(shipped::store(self.shard_bytes)?);
+                (None, ShippingConfig { store, from: from.to_vec(), ..ShippingConfig::default() })
             }
             None if self.operation.is_some() => (None, ShippingConfig::default()),
             None => {
@@ -239,7 +245,7 @@ impl WorkerSettings {
             model,
             bundles,
             sessions: SessionLimits::default(),
-            shipping,
+            shipping: ShippingConfig { lanes: settings.shipping_lanes.unwrap_or(1), ..shipping },
             coordinators: settings.coordinators.clone().unwrap_or_default(),
             listen: settings.quic.map_or(Ok(local(0)), |quic| quic.address("quic"))?,
             ops: settings.ops.unwrap_or(local(0)),
@@ -314,6 +320,7 @@ impl WorkerSettings {
             }
             _ => (self.memory, self.bandwidth),
         };
+        let lanes = shipped::lanes(self.workers_here.unwrap_or(1));
         let quarter = ByteSize(kv_bytes.map_or(0, |bytes| bytes.0) / 4);
         let complete = Self {
             identity: self.identity.clone(),
@@ -332,6 +339,7 @@ impl WorkerSettings {
                 "one copy where others would have one of their own"
             ),
             shard_bytes: or!(shard_bytes, shipped::STORE_BYTES, "little beside the disks of such machines"),
+            shipping_lanes: or!(shipping_lanes, lanes.value, &lanes.reason),
             role: or!(role, RoleArg::Both, "a worker that can do everything is never missing for something"),
             cpus: self.cpus.clone(),
             pool: pooled,
@@ -464,7 +472,7 @@ impl Worker {
             }
             _ => {}
         }
-        let runtime = runtime_beside_arithmetic()?;
+        let runtime = runtime_beside_arithmetic(config.shipping.lanes)?;
         runtime.block_on(async {
             let mut signals = StopSignals::listen()?;
             let front = match settings.http {
@@ -547,6 +555,7 @@ mod tests {
         assert!(!plan.explained.iter().any(|e| e.field == "chunk"));
         let kv = plan.explained.iter().find(|e| e.field == "kv_bytes").unwrap();
         assert_eq!(plan.config.engine.kv_bytes, plan.settings.kv_bytes.map(|size| size.0));
+        assert_eq!(Some(plan.config.shipping.lanes), plan.settings.shipping_lanes);
         assert!(!kv.reason.is_empty());
         // Nothing is left to compute the second time, and the file that is printed reads back.
         let file = toml::to_string(&plan.settings).unwrap();
@@ -607,6 +616,8 @@ mod tests {
             (WorkerSettings { block_tokens: Some(17), ..Default::default() }, "`block_tokens`: 17"),
             (WorkerSettings { max_seqs: Some(1 << 20), ..Default::default() }, "`max_seqs`: 1048576"),
             (WorkerSettings { cpus: "0".parse().ok(), threads: Some(2), ..Default::default() }, "`cpus`: 0"),
+            (WorkerSettings { shipping_lanes: Some(0), ..Default::default() }, "`shipping_lanes`: 0"),
+            (WorkerSettings { shipping_lanes: Some(17), ..Default::default() }, "`shipping_lanes`: 17"),
             (WorkerSettings::default(), "`model`"),
         ];
         for (settings, expected) in cases {

@@ -17,7 +17,7 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Sender, channel};
 use std::time::{Instant, SystemTime};
-use tokio::runtime::Runtime;
+use tokio::runtime::{Builder, Runtime};
 use worker::engine::{Engine, EngineRequest, StepOutcome};
 use worker::load::{self, EngineOptions};
 use worker::stage::Replica;
@@ -42,6 +42,12 @@ enum Tool {
         /// Rows of each
         #[arg(long, default_value_t = 128)]
         rows: usize,
+        /// Pairs of endpoints that the steps are shared out to, all at a time
+        #[arg(long, default_value_t = 1)]
+        lanes: usize,
+        /// Threads that move the bytes [default: one for one lane, else as many as there are CPUs]
+        #[arg(long)]
+        threads: Option<usize>,
     },
 }
 
@@ -71,15 +77,19 @@ impl Drop for Stages {
 }
 
 fn main() -> Result<()> {
-    // One thread moves the bytes: it shares a CPU with the one that computes.
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     match Tool::parse() {
-        Tool::Engine(args) => engine(&args, &runtime),
-        Tool::Wire { steps, rows } => {
-            println!("{}", runtime.block_on(wire::run(steps, rows))?);
+        // One thread moves the bytes: it shares a CPU with the one that computes.
+        Tool::Engine(args) => engine(&args, &runtime(1)?),
+        Tool::Wire { steps, rows, lanes, threads } => {
+            let threads = threads.unwrap_or_else(|| wire::threads(lanes));
+            println!("{}", runtime(threads)?.block_on(wire::run(steps, rows, lanes))?);
             Ok(())
         }
     }
+}
+
+fn runtime(threads: usize) -> std::io::Result<Runtime> {
+    Builder::new_multi_thread().worker_threads(threads.max(1)).enable_all().build()
 }
 
 fn engine(args: &Args, runtime: &Runtime) -> Result<()> {

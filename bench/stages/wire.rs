@@ -1,31 +1,92 @@
 //! What a byte costs on its way from stage to stage: both ends in this process, over loopback, with encryption and the
-//! conversion from and to f32, and nothing computed.
+//! conversion from and to f32, and nothing computed. Over one pair of endpoints, or over several at a time (lanes).
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use proto::ca::Authority;
 use proto::ids::{ClusterName, Epoch, NodeId, Role};
 use proto::stage::{ReplicaId, StageFeed, StageFeedV1, StageStep, StageStepV1, StageStepV2};
-use proto::transport::{Endpoint, EndpointConfig, Expected, Identity, Incoming};
+use proto::transport::{
+    ActivationSender, Connection, Endpoint, EndpointConfig, Expected, Identity, Incoming,
+};
 use serde_json::{Value, json};
+use std::num::NonZero;
 use std::time::{Instant, SystemTime};
+use tokio::task::JoinSet;
 
 /// Rows of 1,024 values.
 const HIDDEN: usize = 1024;
 
-/// Sends `count` steps of `rows` rows, one behind the other.
-pub(crate) async fn run(count: usize, rows: usize) -> Result<Value> {
+/// Both ends of a lane, each an endpoint of its own.
+struct Lane {
+    sender: ActivationSender,
+    theirs: Connection,
+    /// Until all is sent.
+    _endpoints: [Endpoint; 2],
+}
+
+/// Threads that move the bytes, besides the one that sends over the last lane: one as between two stages, which share a
+/// CPU with arithmetic, and with several lanes as many as there are CPUs.
+pub(crate) fn threads(lanes: usize) -> usize {
+    if lanes > 1 { cpus() } else { 1 }
+}
+
+/// That this process may use.
+fn cpus() -> usize {
+    std::thread::available_parallelism().map_or(1, NonZero::get)
+}
+
+/// Sends `count` steps of `rows` rows, shared out to so many lanes, on each one behind the other.
+pub(crate) async fn run(count: usize, rows: usize, lanes: usize) -> Result<Value> {
+    ensure!((1..=64).contains(&lanes), "`lanes`: {lanes}, 1 to 64 are possible");
     let ca = Authority::new(ClusterName::new("bench")?, SystemTime::now())?;
-    let [first, second] = ["w1", "w2"].map(|name| endpoint(&ca, name));
+    let mut opened = Vec::new();
+    for _ in 0..lanes {
+        opened.push(open(&ca).await?);
+    }
+    let (cpu, start) = (cpu_seconds()?, Instant::now());
+    let last = opened.pop().context("no lane")?;
+    let mut ends = JoinSet::new();
+    for (number, lane) in opened.into_iter().enumerate() {
+        // The first ones have one more where it does not come out even.
+        let count = count / lanes + usize::from(number < count % lanes);
+        ends.spawn(carry(lane, count, rows));
+    }
+    let (mut bytes, mut received) = carry(last, count / lanes, rows).await?;
+    while let Some(carried) = ends.join_next().await {
+        let (sent, values) = carried??;
+        bytes += sent;
+        received += values;
+    }
+    let (seconds, cpu) = (start.elapsed().as_secs_f64(), cpu_seconds()? - cpu);
+    let cost = cpu / bytes as f64;
+    // Either end has a half of it to do, on a core of its own.
+    let per_core = 2.0 / cost;
+    Ok(json!({
+        "rows": rows, "bytes": bytes, "values": received, "gb_per_s": bytes as f64 / seconds / 1e9,
+        "cpu_ns_per_byte": cost * 1e9, "gb_per_s_and_core": per_core / 1e9,
+        "of_200_gbit_per_core": per_core * 8.0 / 200e9,
+        "lanes": lanes, "cpus": cpus(), "cpus_busy": cpu / seconds,
+    }))
+}
+
+/// Two nodes that have found each other, and the stream between them.
+async fn open(ca: &Authority) -> Result<Lane> {
+    let [first, second] = ["w1", "w2"].map(|name| endpoint(ca, name));
     let (first, second) = (first?, second?);
     let expected = Expected::node(Role::Worker, NodeId::new("w2")?);
     let (ours, theirs) = tokio::join!(first.connect(second.address(), &expected), second.accept());
     let (ours, theirs) = (ours?, theirs.context("no connection")?);
     let feed = StageFeed::V1(StageFeedV1 { replica: ReplicaId([1; 16]) });
-    let mut sender = ours.open_activations(&feed).await?;
+    let sender = ours.open_activations(&feed).await?;
+    Ok(Lane { sender, theirs, _endpoints: [first, second] })
+}
+
+/// Sends over one lane, and gives the bytes sent and the values received.
+async fn carry(lane: Lane, count: usize, rows: usize) -> Result<(usize, usize)> {
+    let Lane { mut sender, theirs, _endpoints } = lane;
     let plan = StageStepV1 { tokens: vec![1; rows], ..StageStepV1::default() };
     let step = StageStep::V2(StageStepV2 { plan, ..StageStepV2::default() });
     let values = vec![0.5f32; rows * HIDDEN];
-    let (cpu, start) = (cpu_seconds()?, Instant::now());
     let receiving = tokio::spawn(async move {
         let Incoming::Activations(mut receiver) = theirs.accept().await? else { bail!("another stream") };
         let mut checked = 0usize;
@@ -46,16 +107,7 @@ pub(crate) async fn run(count: usize, rows: usize) -> Result<Value> {
         encoded.as_chunks_mut().0.iter_mut().zip(&values).for_each(|(out, x)| *out = x.to_le_bytes());
         bytes += sender.send(&step, encoded).await?;
     }
-    let received = receiving.await??;
-    let (seconds, cpu) = (start.elapsed().as_secs_f64(), cpu_seconds()? - cpu);
-    let cost = cpu / bytes as f64;
-    // Either end has a half of it to do, on a core of its own.
-    let per_core = 2.0 / cost;
-    Ok(json!({
-        "rows": rows, "bytes": bytes, "values": received, "gb_per_s": bytes as f64 / seconds / 1e9,
-        "cpu_ns_per_byte": cost * 1e9, "gb_per_s_and_core": per_core / 1e9,
-        "of_200_gbit_per_core": per_core * 8.0 / 200e9,
-    }))
+    Ok((bytes, receiving.await??))
 }
 
 fn endpoint(ca: &Authority, name: &str) -> Result<Endpoint> {

@@ -15,6 +15,10 @@ pub(crate) const STATES_PER_SEQUENCE: u64 = 9;
 pub(crate) const TOKENS_PER_SEQUENCE: u64 = 512;
 /// Rows of a step that decode at most: more fill no unit of a machine better, and only lengthen every step.
 pub(crate) const MOST_SEQUENCES: u64 = 64;
+/// For each of these there is a lane for weights, see [`shipping_lanes`].
+const CPUS_PER_LANE: usize = 4;
+/// Lanes for weights unless they are set.
+const MOST_LANES: usize = 8;
 
 /// What the machine offers to this worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -143,6 +147,25 @@ pub fn floor(host: Host) -> Explained<u64> {
     Explained { value, reason: format!("512 MiB or a twentieth of {}, at most a quarter", human(total)) }
 }
 
+/// UDP sockets that weights from other workers come to, for a worker of a machine on which this many `workers` may use this
+/// many `cpus` together.
+///
+/// A lane takes two CPUs at its fastest, one that reads the socket and one that decrypts, and what it brings is hashed,
+/// written and loaded by others. With three CPUs and fewer a second lane has nothing to run on; from eight lanes on a link
+/// of 200 Gbit/s is not bounded by them alone.
+pub fn shipping_lanes(cpus: usize, workers: usize) -> Explained<usize> {
+    let cpus = cpus / workers.max(1);
+    let value = (1 + cpus / CPUS_PER_LANE).min(MOST_LANES);
+    let reason = match value {
+        1 => format!("{cpus} CPUs have enough to do with one"),
+        MOST_LANES => {
+            format!("one for each {CPUS_PER_LANE} of {cpus} CPUs and one more, at most {MOST_LANES}")
+        }
+        _ => format!("one for each {CPUS_PER_LANE} of {cpus} CPUs and one more"),
+    };
+    Explained { value, reason }
+}
+
 fn chunk(host: Host, model: ModelNeeds) -> Explained<u32> {
     let threads = host.threads.max(1);
     let rows_per_second =
@@ -214,6 +237,36 @@ mod tests {
             );
             assert_eq!(actual, expected, "{host:?}");
         }
+    }
+
+    #[test]
+    fn lanes_for_weights() {
+        // (CPUs, workers) -> lanes
+        let cases = [
+            ((0, 0), 1),
+            ((1, 1), 1),
+            ((2, 1), 1),
+            ((3, 1), 1),
+            ((4, 1), 2),
+            ((7, 1), 2),
+            ((8, 1), 3),
+            ((20, 1), 6),
+            ((27, 1), 7),
+            ((28, 1), 8),
+            ((192, 1), 8),
+            ((usize::MAX, 1), 8),
+            // They share the CPUs.
+            ((20, 2), 3),
+            ((20, 4), 2),
+            ((20, 8), 1),
+            ((4, 8), 1),
+        ];
+        for ((cpus, workers), lanes) in cases {
+            let explained = shipping_lanes(cpus, workers);
+            assert_eq!(explained.value, lanes, "{cpus} CPUs, {workers} workers: {}", explained.reason);
+        }
+        assert_eq!(shipping_lanes(20, 1).reason, "one for each 4 of 20 CPUs and one more");
+        assert_eq!(shipping_lanes(2, 1).reason, "2 CPUs have enough to do with one");
     }
 
     #[test]

@@ -35,12 +35,21 @@ pub(crate) use holdings::Holdings;
 use links::Links;
 
 /// Where a worker's model comes from if it is not in a file.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ShippingConfig {
     /// Where manifests and chunks are kept; none: nothing is fetched, and of what is served only the model's file.
     pub store: Option<ShardStore>,
     /// Workers that hold the model, or part of it, `host:port`; resolved anew for every attempt.
     pub from: Vec<String>,
+    /// UDP sockets that chunks come to, each with a connection to every source: at least one, the node's own.
+    pub lanes: usize,
+}
+
+impl Default for ShippingConfig {
+    /// Nothing from nobody, over one lane.
+    fn default() -> Self {
+        Self { store: None, from: Vec::new(), lanes: 1 }
+    }
 }
 
 /// Why a model cannot be had from other workers.
@@ -116,7 +125,7 @@ pub async fn find(
     // The node's own address is not open yet.
     let any_port = SocketAddr::new(listen.ip(), 0);
     let endpoint = Endpoint::bind(any_port, identity, EndpointConfig::new(Epoch(0), [Role::Worker]))?;
-    let links = Arc::new(Links::new(Arc::new(endpoint), from));
+    let links = Arc::new(Links::new(Arc::new(endpoint), from, 1));
     seek(model, store, || Arc::clone(&links)).await
 }
 
@@ -142,7 +151,7 @@ async fn seek(
 }
 
 async fn ask_manifest(links: &Links, source: usize, model: &ModelRefV1) -> Result<Option<Manifest>, String> {
-    let connection = links.connect(source).await?;
+    let connection = links.connect(source, 0).await?;
     let request = ShardRequest::Manifest(model.clone());
     let mut stream = connection.open_shard(&request).await.map_err(|error| error.to_string())?;
     let bytes = stream.next(model::shard::MANIFEST_BYTES).await.map_err(|error| error.to_string())?;
@@ -162,6 +171,7 @@ pub(crate) struct Shipper {
     endpoint: Arc<Endpoint>,
     /// Who is always asked.
     from: Vec<String>,
+    lanes: usize,
     /// Who coordinators say has what this worker is to hold.
     told: watch::Sender<Vec<String>>,
     metrics: ShippingMetrics,
@@ -187,8 +197,8 @@ struct Missing {
 
 impl Shipper {
     pub(crate) fn new(endpoint: Arc<Endpoint>, config: &ShippingConfig, metrics: ShippingMetrics) -> Self {
-        let (store, from) = (config.store.clone(), config.from.clone());
-        Self { store, endpoint, from, told: watch::Sender::default(), metrics, held: Mutex::new(None) }
+        let (store, from, lanes) = (config.store.clone(), config.from.clone(), config.lanes);
+        Self { store, endpoint, from, lanes, told: watch::Sender::default(), metrics, held: Mutex::new(None) }
     }
 
     /// A coordinator says who has the model that this worker is to hold a part of.
@@ -206,7 +216,7 @@ impl Shipper {
     fn links(&self) -> Arc<Links> {
         let mut targets = self.from.clone();
         targets.extend(self.told.borrow().iter().filter(|target| !self.from.contains(target)).cloned());
-        Arc::new(Links::new(Arc::clone(&self.endpoint), &targets))
+        Arc::new(Links::new(Arc::clone(&self.endpoint), &targets, self.lanes))
     }
 
     /// The file of a model in the store, got from others if it is not there. Waits for one of them as long as it takes.

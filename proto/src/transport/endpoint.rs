@@ -18,7 +18,8 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::task::{JoinHandle, JoinSet};
 
-/// Kernel buffers asked for, so that a burst is not dropped while both cores compute. Best effort.
+/// Kernel buffers asked for, so that a burst is not dropped while both cores compute: 3 ms of the 1.4 GB/s that a CPU can
+/// carry. Best effort: systems that allow 208 KiB give that, with which two CPUs carried a sixth less.
 const SOCKET_BUFFER_BYTES: usize = 4 << 20;
 /// Longest UDP payload that is tried, on links with jumbo frames; where the path carries less, discovery settles for less.
 /// QUIC hands the kernel up to ten datagrams at once, and the kernel takes 65,507 bytes: of longer ones a burst would be
@@ -94,8 +95,12 @@ impl EndpointConfig {
             .keep_alive_interval(Some(self.keep_alive))
             .max_concurrent_bidi_streams(self.max_bidi_streams.into())
             .max_concurrent_uni_streams(self.max_uni_streams.into())
-            // The defaults are for 100 Mbit/s; a cluster's links carry 10 to 200 Gbit/s. One slow reader
-            // may hold a stream's window, not the connection's.
+            // The defaults are for 100 Mbit/s; a cluster's links carry 10 to 200 Gbit/s, with 0.2 to 1 ms there and back.
+            // 200 Gbit/s times 0.2 ms are 5 MB, times 1 ms 25 MB: a stream's window covers the one, a connection's both.
+            // What one connection brings is bounded by a CPU before, at 1.4 GB/s, of which 1 ms is 1.4 MB. What a reader
+            // leaves lies here: one slow reader may hold a stream's window, not the connection's, which is the most that
+            // a peer can have us hold. Larger is no better: with 32 MiB a stream two CPUs carried a sixth less, with
+            // 1 MiB a twelfth (docs/measurements/stages.md).
             .stream_receive_window(VarInt::from_u32(8 << 20))
             .receive_window(VarInt::from_u32(64 << 20))
             .send_window(64 << 20)
@@ -151,7 +156,8 @@ pub struct Endpoint {
     local: Arc<Local>,
     address: SocketAddr,
     accepted: tokio::sync::Mutex<mpsc::Receiver<Connection>>,
-    acceptor: JoinHandle<()>,
+    /// None: it only dials.
+    acceptor: Option<JoinHandle<()>>,
 }
 
 /// What every connection of an endpoint needs of it.
@@ -198,8 +204,25 @@ impl Endpoint {
         let local =
             Arc::new(Local { identity: identity.clone(), config, transport, counters: Counters::default() });
         let (sender, accepted) = mpsc::channel(ACCEPT_BACKLOG);
-        let acceptor = tokio::spawn(accept_all(quic.clone(), local.clone(), sender));
+        let acceptor = Some(tokio::spawn(accept_all(quic.clone(), local.clone(), sender)));
         Ok(Self { quic, local, address, accepted: tokio::sync::Mutex::new(accepted), acceptor })
+    }
+
+    /// Another UDP socket of this node, on the same address and a port of its own, that only dials. What comes to a socket
+    /// is read by one task: who wants more bytes than a CPU reads dials from several. Its connections are this node's like
+    /// all others, and are counted with them. Must be called inside a tokio runtime.
+    pub fn another(&self) -> Result<Self, Error> {
+        let address = SocketAddr::new(self.address.ip(), 0);
+        let bind_error = |source| Error::Bind { address, source };
+        let settings = reset::endpoint_config(self.local.identity())?;
+        let quic = socket(address)
+            .and_then(|socket| quinn::Endpoint::new(settings, None, socket, Arc::new(quinn::TokioRuntime)));
+        let quic = quic.map_err(bind_error)?;
+        let address = quic.local_addr().map_err(bind_error)?;
+        // Nobody sends: there is nothing to accept.
+        let (_, accepted) = mpsc::channel(1);
+        let (local, accepted) = (Arc::clone(&self.local), tokio::sync::Mutex::new(accepted));
+        Ok(Self { quic, local, address, accepted, acceptor: None })
     }
 
     /// Where it listens, with the port really taken.
@@ -270,7 +293,9 @@ impl Endpoint {
 
 impl Drop for Endpoint {
     fn drop(&mut self) {
-        self.acceptor.abort();
+        if let Some(acceptor) = &self.acceptor {
+            acceptor.abort();
+        }
     }
 }
 

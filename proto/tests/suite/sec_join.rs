@@ -435,3 +435,30 @@ async fn sec_quic_flood() {
     flood.join().unwrap();
     assert_eq!(coordinator.stats().accepted, joined);
 }
+
+/// A further socket of a node dials as that node, and nobody gets in by it.
+#[tokio::test]
+async fn another_socket_dials_as_the_node_and_takes_nobody() {
+    let ca = authority("c");
+    let [w1, w2] = ["w1", "w2"].map(|name| endpoint(&ca, Role::Worker, name, config()));
+    let another = w2.another().unwrap();
+    assert_eq!(another.name(), w2.name());
+    assert_ne!(another.address(), w2.address());
+    // Both roads lead to the same node, from different sockets.
+    for dials in [&w2, &another] {
+        let expected = Expected::node(Role::Worker, node("w1"));
+        let (ours, theirs) =
+            soon("joining", async { tokio::join!(dials.connect(w1.address(), &expected), w1.accept()) })
+                .await;
+        let (_ours, theirs) = (ours.unwrap(), theirs.unwrap());
+        assert_eq!((theirs.peer(), theirs.remote_address()), (w2.name(), dials.address()));
+    }
+    let brief = EndpointConfig { handshake_timeout: Duration::from_millis(300), ..config() };
+    let w3 = endpoint(&ca, Role::Worker, "w3", brief);
+    w3.connect(another.address(), &Expected::any(Role::Worker)).await.unwrap_err();
+    assert!(soon("saying so", another.accept()).await.is_none());
+    // It does not need the one that it is another of.
+    drop(w2);
+    let expected = Expected::node(Role::Worker, node("w1"));
+    soon("dialling", another.connect(w1.address(), &expected)).await.unwrap();
+}

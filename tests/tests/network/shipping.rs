@@ -20,8 +20,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 use tempfile::TempDir;
 
-/// What a worker has under way at most (`worker::shipping::schedule::Limits`).
+/// What a worker of one lane has under way at most (`worker::shipping::schedule::Limits`), and one of four.
 const WINDOW: u64 = 32 << 20;
+const WINDOW_OF_FOUR: u64 = 64 << 20;
 const QUIC: u16 = 7001;
 const PATIENCE: Duration = Duration::from_secs(180);
 
@@ -94,10 +95,16 @@ impl Site {
         worker
     }
 
-    /// Starts a worker that has not, and does not wait for it.
+    /// Starts a worker that has not, and does not wait for it. It has one lane, on hosts of many CPUs too.
     fn receiver(&self, host: usize, from: &[usize]) -> Worker {
+        self.receiver_over("1", host, from)
+    }
+
+    fn receiver_over(&self, lanes: &str, host: usize, from: &[usize]) -> Worker {
         let from: Vec<String> = from.iter().map(|host| self.address(*host)).collect();
-        self.spawn(host, &format!("m=blake3:{}", self.digest), &["--from", &from.join(",")])
+        let from = from.join(",");
+        let more: [&str; 4] = ["--from", &from, "--shipping-lanes", lanes];
+        self.spawn(host, &format!("m=blake3:{}", self.digest), &more)
     }
 
     fn spawn(&self, host: usize, model: &str, more: &[&str]) -> Worker {
@@ -217,17 +224,26 @@ fn generate(path: &Path, hidden: u64, layers: u64) {
 
 #[test]
 fn a_receiver_killed_at_any_point_goes_on_where_it_was() {
+    kill_a_receiver("1", WINDOW);
+}
+
+#[test]
+fn a_receiver_killed_at_any_point_over_four_lanes_goes_on_where_it_was() {
+    kill_a_receiver("4", WINDOW_OF_FOUR);
+}
+
+fn kill_a_receiver(lanes: &str, window: u64) {
     let site = Site::new(2, 768, 8);
     let holder = site.holder(0);
     let mut resent = 0;
     for share in [0.1, 0.5, 0.99] {
-        let receiver = site.receiver(1, &[0]);
+        let receiver = site.receiver_over(lanes, 1, &[0]);
         site.until(&receiver, share);
         receiver.kill();
         let (served, kept) = (site.metric(&holder, "kvasir_shard_served_bytes_total"), site.kept(1));
         let lost = served.saturating_sub(kept + resent);
         println!("killed at {:.0} %: {kept} of {} bytes kept, {lost} lost", share * 100.0, site.bytes);
-        assert!(lost <= WINDOW, "{lost} bytes have to be sent again");
+        assert!(lost <= window, "{lost} bytes have to be sent again");
         assert!(kept as f64 >= site.bytes as f64 * share - 1.0, "what it said to have is gone");
         resent += lost;
         if kept < site.bytes {
@@ -238,7 +254,7 @@ fn a_receiver_killed_at_any_point_goes_on_where_it_was() {
         }
     }
     let before = site.kept(1);
-    let mut receiver = site.receiver(1, &[0]);
+    let mut receiver = site.receiver_over(lanes, 1, &[0]);
     receiver.listens();
     let fetched = site.metric(&receiver, "kvasir_shard_fetched_bytes_total");
     assert_eq!(fetched, site.bytes - before, "only what was not there");

@@ -35,7 +35,7 @@ pub(crate) async fn fetch(
     metrics: &ShippingMetrics,
 ) -> Result<(), ShippingError> {
     let buffers = Buffers::<ChunkBuffer>::default();
-    let mut schedule = Schedule::new(Limits::default(), chunks.iter().copied(), links.len());
+    let mut schedule = Schedule::new(Limits::of_lanes(links.lanes()), chunks.iter().copied(), links.len());
     let (events, mut inbox) = mpsc::unbounded_channel();
     let mut tasks = JoinSet::new();
     let mut struck = 0;
@@ -129,7 +129,7 @@ impl Job {
     }
 
     async fn receive(&self, ask: &Ask, metrics: &ShippingMetrics) -> Result<(), String> {
-        let connection = self.links.connect(ask.source).await?;
+        let connection = self.links.connect(ask.source, ask.lane).await?;
         let names = ask.chunks.iter().map(|(_, id, _)| id.0).collect();
         let request = ShardRequest::Chunks(ChunksV1 { names });
         let words = |error: Error| error.to_string();

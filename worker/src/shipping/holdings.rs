@@ -18,8 +18,10 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::Semaphore;
 
-/// Requests that are answered at a time; each has two chunks in memory.
+/// Requests that are answered at a time, at least; each has two chunks in memory.
 const MAX_SENDS: usize = 16;
+/// And for each lane of ours: two workers with as many lanes, which have two requests each, are answered at a time.
+const SENDS_PER_LANE: usize = 4;
 /// A worker that does not read makes room for others after this long.
 const SEND_LIMIT: Duration = Duration::from_secs(60);
 
@@ -34,6 +36,8 @@ pub(crate) struct Holdings {
     /// Opened when it is first asked for.
     file: Mutex<Option<Arc<HeldFile>>>,
     sends: Semaphore,
+    /// All of them.
+    max_sends: usize,
     buffers: Buffers<Vec<u8>>,
     metrics: ShippingMetrics,
 }
@@ -91,9 +95,11 @@ impl Holdings {
         shipping: &ShippingConfig,
         metrics: ShippingMetrics,
     ) -> Self {
-        let (store, sends) = (shipping.store.clone(), Semaphore::new(MAX_SENDS));
+        let max_sends =
+            shipping.lanes.saturating_mul(SENDS_PER_LANE).clamp(MAX_SENDS, Semaphore::MAX_PERMITS);
+        let (store, sends) = (shipping.store.clone(), Semaphore::new(max_sends));
         let (file, buffers) = (Mutex::default(), Buffers::default());
-        Self { model, path, digests, store, file, sends, buffers, metrics }
+        Self { model, path, digests, store, file, sends, max_sends, buffers, metrics }
     }
 
     /// Answers one request to its end.
@@ -104,7 +110,7 @@ impl Holdings {
             sent = self.give(request, reply) => sent,
             () = cancelled => Ok(()),
         };
-        if self.sends.available_permits() == MAX_SENDS {
+        if self.sends.available_permits() == self.max_sends {
             self.buffers.clear();
         }
         if let Err(error) = sent {

@@ -1,9 +1,12 @@
-//! Which chunks are asked of which source, and when: the state of one fetch, without clock and sockets.
+//! Which chunks are asked of which source, over which lane, and when: the state of one fetch, without clock and sockets.
 //!
 //! A chunk is *wanted* until somebody is asked for it, *asked for* until its bytes are here, *held* until they are
 //! checked and on the disk, and then done. What is asked for or held counts against the window: that is what a crash
 //! costs. A source that sends other bytes than a chunk's name says gets a strike, and after [`STRIKES`] is not asked any
 //! more; what a source does not hold, or could not send, others are asked for.
+//!
+//! A *lane* is a socket of ours, with a connection to each source. It is no more than a way: strikes and failures are the
+//! source's, whichever lane they came over.
 
 use model::shard::ChunkId;
 use std::collections::{HashMap, VecDeque};
@@ -30,11 +33,29 @@ pub struct Limits {
     pub chunks: usize,
     /// Requests to one source at a time.
     pub requests: usize,
+    /// Lanes that requests are spread over, at least one.
+    pub lanes: usize,
 }
 
-impl Default for Limits {
-    fn default() -> Self {
-        Self { window: 32 << 20, request: 8 << 20, chunks: 256, requests: 3 }
+/// Bytes of one request.
+const REQUEST: u64 = 8 << 20;
+
+impl Limits {
+    /// For so many lanes.
+    ///
+    /// The link's own product of bandwidth and delay, 200 Gbit/s times 0.2 to 1 ms, is 5 to 25 MB, which one window of
+    /// 32 MiB covers. But bytes count against it until they are checked and written: a chunk of 4 MiB takes 3 ms to come at
+    /// the 1.4 GB/s that a CPU carries, some more to be hashed and written, and the source has to read and hash the first
+    /// chunk of a request before it sends anything. So each lane has two requests under way, one that comes and one behind
+    /// it: 16 MiB, 12 ms of what a lane carries. The least is what one lane has always had, since it may be of several
+    /// sources.
+    ///
+    /// A crash costs one window: with more lanes more bytes, and less time, since 128 MiB are 12 ms of eight lanes and
+    /// 32 MiB 24 ms of one.
+    pub fn of_lanes(lanes: usize) -> Self {
+        let lanes = lanes.max(1);
+        let window = (2 * REQUEST).saturating_mul(lanes as u64).max(32 << 20);
+        Self { window, request: REQUEST, chunks: 256, requests: lanes.saturating_mul(2).max(3), lanes }
     }
 }
 
@@ -54,6 +75,8 @@ pub struct Ask {
     pub request: RequestId,
     /// Who is asked.
     pub source: SourceIndex,
+    /// Over which lane.
+    pub lane: usize,
     /// For what: number, name and bytes of each chunk.
     pub chunks: Vec<(ChunkIndex, ChunkId, usize)>,
 }
@@ -89,6 +112,14 @@ impl Source {
     }
 }
 
+/// What is still to come of one.
+#[derive(Debug)]
+struct Request {
+    source: SourceIndex,
+    lane: usize,
+    chunks: Vec<ChunkIndex>,
+}
+
 /// See the module.
 #[derive(Debug)]
 pub struct Schedule {
@@ -97,7 +128,9 @@ pub struct Schedule {
     /// Chunks that are wanted, the next one first.
     wanted: VecDeque<ChunkIndex>,
     sources: Vec<Source>,
-    requests: HashMap<RequestId, (SourceIndex, Vec<ChunkIndex>)>,
+    requests: HashMap<RequestId, Request>,
+    /// Bytes that are asked for over each lane, of all sources.
+    lanes: Vec<u64>,
     next_request: u64,
     under_way: u64,
     done_bytes: u64,
@@ -111,8 +144,9 @@ impl Schedule {
         let chunks: Vec<Chunk> = chunks.into_iter().map(chunk).collect();
         let (wanted, left) = ((0..chunks.len()).collect(), chunks.len());
         let sources = vec![Source::default(); sources];
-        let requests = HashMap::new();
-        Self { limits, chunks, wanted, sources, requests, next_request: 0, under_way: 0, done_bytes: 0, left }
+        let (requests, lanes) = (HashMap::new(), vec![0; limits.lanes.max(1)]);
+        let (next_request, under_way, done_bytes) = (0, 0, 0);
+        Self { limits, chunks, wanted, sources, requests, lanes, next_request, under_way, done_bytes, left }
     }
 
     /// The next request to be made now, if there is one.
@@ -160,11 +194,26 @@ impl Schedule {
         self.under_way += bytes;
         let request = RequestId(self.next_request);
         self.next_request += 1;
-        self.requests.insert(request, (source, taken.iter().map(|(index, ..)| *index).collect()));
+        let lane = self.freest_lane();
+        self.load(lane, |load| load + bytes);
+        let left = taken.iter().map(|(index, ..)| *index).collect();
+        self.requests.insert(request, Request { source, lane, chunks: left });
         if let Some(source) = self.sources.get_mut(source) {
             source.requests += 1;
         }
-        Some(Ask { request, source, chunks: taken })
+        Some(Ask { request, source, lane, chunks: taken })
+    }
+
+    /// The lane over which the least is to come, of whichever sources, since what a lane carries is bounded by the CPU that
+    /// reads its socket; of equals the first, so that no more are opened than have something to carry.
+    fn freest_lane(&self) -> usize {
+        self.lanes.iter().enumerate().min_by_key(|(_, bytes)| **bytes).map_or(0, |(lane, _)| lane)
+    }
+
+    fn load(&mut self, lane: usize, change: impl FnOnce(u64) -> u64) {
+        if let Some(load) = self.lanes.get_mut(lane) {
+            *load = change(*load);
+        }
     }
 
     /// The bytes of a chunk have come and are being checked.
@@ -211,8 +260,9 @@ impl Schedule {
 
     /// A request has ended; what has not come of it is wanted again. A source that has failed is left alone for a while.
     pub fn ended(&mut self, request: RequestId, failed: bool, now: Instant) {
-        let Some((source, chunks)) = self.requests.remove(&request) else { return };
+        let Some(Request { source, lane, chunks }) = self.requests.remove(&request) else { return };
         for chunk in chunks.into_iter().rev() {
+            self.come(lane, chunk);
             self.give_back(chunk, None);
         }
         let Some(source) = self.sources.get_mut(source) else { return };
@@ -225,10 +275,18 @@ impl Schedule {
 
     /// Takes a chunk out of its request, and says who was asked; none if it is not in it any more.
     fn leave(&mut self, request: RequestId, chunk: ChunkIndex) -> Option<SourceIndex> {
-        let (source, chunks) = self.requests.get_mut(&request)?;
+        let Request { source, lane, chunks } = self.requests.get_mut(&request)?;
         let place = chunks.iter().position(|other| *other == chunk)?;
         chunks.remove(place);
-        Some(*source)
+        let (source, lane) = (*source, *lane);
+        self.come(lane, chunk);
+        Some(source)
+    }
+
+    /// A chunk is not to come over this lane any more.
+    fn come(&mut self, lane: usize, chunk: ChunkIndex) {
+        let bytes = self.chunks.get(chunk).map_or(0, |chunk| chunk.bytes as u64);
+        self.load(lane, |load| load.saturating_sub(bytes));
     }
 
     /// A chunk that was asked for, or held, is wanted again.

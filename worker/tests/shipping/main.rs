@@ -5,6 +5,7 @@
 #[path = "../pulls/cluster.rs"]
 #[allow(dead_code, reason = "some of it is for pulls only")]
 mod cluster;
+mod lanes;
 mod peer;
 
 use cluster::{Answer, Cluster, any_port, options, path, soon};
@@ -55,6 +56,10 @@ async fn find(cluster: &Cluster, model: &ModelRefV1, store: &ShardStore, from: &
     soon("a manifest", shipping::find(model, store, from, any_port(), &identity)).await.unwrap()
 }
 
+fn shipping(store: &ShardStore, from: &[String]) -> ShippingConfig {
+    ShippingConfig { store: Some(store.clone()), from: from.to_vec(), ..ShippingConfig::default() }
+}
+
 /// The answer of a worker that has nothing but what it gets from `from`; also the bytes of chunks that it got.
 async fn shipped(
     cluster: &Cluster,
@@ -64,7 +69,7 @@ async fn shipped(
     from: &[String],
 ) -> (Answer, f64) {
     let held = find(cluster, &ModelRefV1::Digest(manifest(model).digest()), store, from).await;
-    let shipping = ShippingConfig { store: Some(store.clone()), from: from.to_vec() };
+    let shipping = shipping(store, from);
     let engine = options(KvType::F32);
     let worker = soon("a start", cluster.worker_of(name, held.path().to_owned(), shipping, engine)).await;
     let answer = worker.ask(&prompt(), None).await;
@@ -122,7 +127,7 @@ async fn who_was_sent_a_model_sends_it_on() {
     let (_first, store) = empty();
     let from = vec![holds.service.quic_address().to_string()];
     let held = find(&cluster, &digest, &store, &from).await;
-    let shipping = ShippingConfig { store: Some(store), from };
+    let shipping = shipping(&store, &from);
     let second = cluster.worker_of("second", held.path().to_owned(), shipping, options(KvType::F32)).await;
     holds.service.stop().await;
     let (_dir, store) = empty();
@@ -195,7 +200,7 @@ async fn a_stage_without_the_file_fetches_its_layers_only() {
         let (_dir, store) = empty();
         let digest = ModelRefV1::Digest(manifest(model).digest());
         let held = find(&cluster, &digest, &store, &from).await;
-        let shipping = ShippingConfig { store: Some(store.clone()), from };
+        let shipping = shipping(&store, &from);
         let (service, address) = stage(&cluster, "stage-1", &held, shipping);
         let replica = Replica::new(
             tokio::runtime::Handle::current(),
@@ -271,7 +276,7 @@ async fn of_two_sources_one_of_which_lies_the_other_is_believed() {
         let from = vec![liar.address(), holds.service.quic_address().to_string()];
         let digest = ModelRefV1::Digest(manifest(LLAMA).digest());
         let held = find(&cluster, &digest, &store, &from).await;
-        let shipping = ShippingConfig { store: Some(store), from };
+        let shipping = shipping(&store, &from);
         let engine = options(KvType::F32);
         let worker = cluster.worker_of("fetches", held.path().to_owned(), shipping, engine).await;
         assert_eq!(worker.ask(&prompt(), None).await, want, "{fault:?}");
@@ -306,7 +311,7 @@ async fn who_gets_nothing_but_lies_says_so_and_keeps_nothing() {
     let (_dir, store) = empty();
     let from = vec![liar.address()];
     let held = find(&cluster, &ModelRefV1::Digest(manifest(LLAMA).digest()), &store, &from).await;
-    let shipping = ShippingConfig { store: Some(store.clone()), from };
+    let shipping = shipping(&store, &from);
     let started = cluster.try_worker("fetches", held.path().to_owned(), shipping, options(KvType::F32));
     let error = soon("a refusal", started).await.err().unwrap().to_string();
     assert!(error.contains("no source is left"), "{error}");
@@ -375,7 +380,7 @@ async fn what_was_fetched_is_served_before_it_is_repacked_and_answers_the_same_b
         let digest = ModelRefV1::Digest(manifest(model).digest());
         let held = find(&cluster, &digest, &store, &from).await;
         let start = async |name: &str, from: &[String]| {
-            let shipping = ShippingConfig { store: Some(store.clone()), from: from.to_vec() };
+            let shipping = shipping(&store, from);
             let engine = EngineOptions { packed: Some(store.clone()), ..options(KvType::F32) };
             cluster.worker_of(name, held.path().to_owned(), shipping, engine).await
         };

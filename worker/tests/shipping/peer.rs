@@ -1,16 +1,25 @@
 //! A worker that has a model and does not always send what it should.
 
-use crate::cluster::{Cluster, path};
+use crate::cluster::{Cluster, any_port, path};
 use model::ModelFile;
 use model::shard::{ChunkId, Manifest};
+use proto::ids::{Epoch, Role};
 use proto::shard::{ChunksV1, ShardRefusal, ShardRequest};
-use proto::transport::{CloseCode, Connection, Endpoint, Incoming, ShardCall};
-use std::collections::HashMap;
-use std::sync::Arc;
+use proto::transport::{CloseCode, Connection, Endpoint, EndpointConfig, Incoming, ShardCall};
+use std::collections::{BTreeMap, HashMap};
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 
 /// What it does wrong; manifests it sends as they are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fault {
+    /// Nothing.
+    Honest,
+    /// Once, when it has sent over two connections, it ends the one over which it sends then.
+    LosesALane,
+    /// Nothing, but it takes no more than two connections of a host.
+    TakesTwo,
     /// A bit of each chunk.
     FlippedBits,
     /// Another chunk of the same model instead of each.
@@ -30,6 +39,7 @@ pub(crate) enum Fault {
 /// See the module.
 pub(crate) struct Peer {
     endpoint: Arc<Endpoint>,
+    held: Arc<Held>,
     task: tokio::task::JoinHandle<()>,
 }
 
@@ -42,6 +52,9 @@ impl Drop for Peer {
 struct Held {
     manifest: Vec<u8>,
     chunks: HashMap<ChunkId, Vec<u8>>,
+    /// Chunks that it has sent, by where to.
+    sent: Mutex<BTreeMap<SocketAddr, usize>>,
+    lost: AtomicBool,
 }
 
 impl Peer {
@@ -56,15 +69,35 @@ impl Peer {
                 chunks.insert(place.id, bytes[start..start + place.bytes].to_vec());
             }
         }
-        let held = Arc::new(Held { manifest: manifest.encoded().to_vec(), chunks });
-        let endpoint = Arc::new(cluster.bare(name));
-        let accepting = Arc::clone(&endpoint);
+        let manifest = manifest.encoded().to_vec();
+        let held = Arc::new(Held { manifest, chunks, sent: Mutex::default(), lost: AtomicBool::new(false) });
+        let mut config = EndpointConfig::new(Epoch(1), [Role::Worker]);
+        if fault == Fault::TakesTwo {
+            config.max_connections_per_ip = 2;
+        }
+        let endpoint = Arc::new(Endpoint::bind(any_port(), &cluster.identity(name), config).unwrap());
+        let (accepting, holds) = (Arc::clone(&endpoint), Arc::clone(&held));
         let task = tokio::spawn(async move {
             while let Some(connection) = accepting.accept().await {
-                tokio::spawn(serve(connection, Arc::clone(&held), fault));
+                tokio::spawn(serve(connection, Arc::clone(&holds), fault));
             }
         });
-        Self { endpoint, task }
+        Self { endpoint, held, task }
+    }
+
+    /// Chunks that it has sent over each connection, by the other end's address.
+    pub(crate) fn sent(&self) -> BTreeMap<SocketAddr, usize> {
+        self.held.sent.lock().unwrap().clone()
+    }
+
+    /// Whether it has ended a connection over which it was sending.
+    pub(crate) fn has_lost_a_lane(&self) -> bool {
+        self.held.lost.load(Ordering::SeqCst)
+    }
+
+    /// Connections that it has not taken.
+    pub(crate) fn turned_away(&self) -> u64 {
+        self.endpoint.stats().over_limit
     }
 
     pub(crate) fn address(&self) -> String {
@@ -109,11 +142,18 @@ async fn answer(connection: Connection, call: ShardCall, held: Arc<Held>, fault:
                 }
                 continue;
             }
+            Fault::LosesALane if held.sent.lock().unwrap().len() >= 2 => {
+                if !held.lost.swap(true, Ordering::SeqCst) {
+                    return connection.close(CloseCode::Shutdown);
+                }
+            }
             Fault::Dies | Fault::Silent | Fault::Busy => {}
+            Fault::Honest | Fault::LosesALane | Fault::TakesTwo => {}
         }
         if reply.bytes(bytes).await.is_err() {
             return;
         }
+        *held.sent.lock().unwrap().entry(connection.remote_address()).or_default() += 1;
     }
     reply.finish();
 }

@@ -2,14 +2,18 @@ use super::*;
 use proptest::prelude::*;
 use std::collections::{BTreeMap, HashSet};
 
-const LIMITS: Limits = Limits { window: 100, request: 40, chunks: 3, requests: 2 };
+const LIMITS: Limits = Limits { window: 100, request: 40, chunks: 3, requests: 2, lanes: 1 };
 
 fn id(number: usize) -> ChunkId {
     ChunkId::of(&number.to_le_bytes())
 }
 
 fn schedule(bytes: &[usize], sources: usize) -> Schedule {
-    Schedule::new(LIMITS, bytes.iter().enumerate().map(|(number, bytes)| (id(number), *bytes)), sources)
+    of(LIMITS, bytes, sources)
+}
+
+fn of(limits: Limits, bytes: &[usize], sources: usize) -> Schedule {
+    Schedule::new(limits, bytes.iter().enumerate().map(|(number, bytes)| (id(number), *bytes)), sources)
 }
 
 fn indices(ask: &Ask) -> Vec<ChunkIndex> {
@@ -32,6 +36,67 @@ fn requests_are_cut_by_bytes_and_count_and_spread_over_sources_within_the_window
     (0..3).for_each(|chunk| schedule.kept(0, chunk));
     assert_eq!(schedule.next(now).map(|ask| indices(&ask)), Some(vec![5]));
     assert_eq!(schedule.done_bytes(), 30);
+}
+
+#[test]
+fn each_lane_has_two_requests_of_the_window_and_one_lane_is_as_it_was() {
+    let one = Limits { window: 32 << 20, request: 8 << 20, chunks: 256, requests: 3, lanes: 1 };
+    // (lanes, window in MiB, requests)
+    let cases = [(0, 32, 3), (1, 32, 3), (2, 32, 4), (3, 48, 6), (6, 96, 12), (8, 128, 16), (16, 256, 32)];
+    for (lanes, window, requests) in cases {
+        let limits = Limits { window: window << 20, requests, lanes: lanes.max(1), ..one };
+        assert_eq!(Limits::of_lanes(lanes), limits, "{lanes}");
+        assert!(limits.window >= 2 * limits.request * limits.lanes as u64);
+    }
+    assert_eq!(Limits::of_lanes(usize::MAX).lanes, usize::MAX, "no arithmetic overflows");
+}
+
+#[test]
+fn requests_go_over_the_lane_with_least_to_come_whichever_source_it_is_of() {
+    let now = Instant::now();
+    let limits = Limits { window: 1000, request: 40, chunks: 3, requests: 3, lanes: 3 };
+    let mut schedule = of(limits, &[40, 10, 10, 10, 20, 20, 40, 40, 40, 5], 2);
+    let made: Vec<_> = std::iter::from_fn(|| schedule.next(now)).collect();
+    let lanes: Vec<_> = made.iter().map(|ask| (ask.source, ask.lane, indices(ask))).collect();
+    let want = [
+        (0, 0, vec![0]),
+        (1, 1, vec![1, 2, 3]),
+        (0, 2, vec![4, 5]),
+        // 40, 30 and 40 are to come.
+        (1, 1, vec![6]),
+        (0, 0, vec![7]),
+        (1, 2, vec![8]),
+    ];
+    assert_eq!(lanes, want);
+    // What has come is not to come any more, though it is not on the disk; what has failed neither.
+    schedule.received(made[1].request, 1);
+    schedule.received(made[1].request, 2);
+    schedule.received(made[1].request, 3);
+    schedule.ended(made[1].request, false, now);
+    schedule.not_held(made[3].request, 6, now);
+    schedule.ended(made[3].request, true, now);
+    let next = schedule.next(now + ASK_AGAIN).unwrap();
+    assert_eq!((next.source, next.lane), (1, 1));
+}
+
+#[test]
+fn a_lane_that_fails_is_its_sources_failure_and_a_lie_its_lie() {
+    let now = Instant::now();
+    let limits = Limits { window: 1000, request: 10, chunks: 1, requests: 4, lanes: 4 };
+    let mut schedule = of(limits, &[10; 5], 1);
+    let asks: Vec<_> = std::iter::from_fn(|| schedule.next(now)).collect();
+    assert_eq!(asks.iter().map(|ask| ask.lane).collect::<Vec<_>>(), [0, 1, 2, 3]);
+    schedule.ended(asks[1].request, true, now);
+    assert_eq!(schedule.next(now), None, "it is left alone, over other lanes too");
+    // The others' requests go on, and count as one source's.
+    let mut lie = |ask: &Ask| {
+        schedule.received(ask.request, ask.chunks[0].0);
+        let out = schedule.damaged(ask.source, ask.chunks[0].0, now);
+        schedule.ended(ask.request, false, now);
+        out
+    };
+    assert_eq!([&asks[0], &asks[2], &asks[3]].map(&mut lie), [false, false, true]);
+    assert!(schedule.is_hopeless());
 }
 
 #[test]
@@ -129,16 +194,17 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
 
     /// Whatever sources do: nothing is asked for twice at a time, the window holds, nobody who is out is asked, and as
-    /// long as one source is honest everything comes.
+    /// long as one source is honest everything comes. Requests go over the lane with the least to come.
     #[test]
     fn everything_comes_in_the_end(
         bytes in proptest::collection::vec(1usize..60, 1..40),
         fates in proptest::collection::vec(fate(), 1..200),
         sources in 1usize..4,
+        lanes in 1usize..5,
         picks in proptest::collection::vec(any::<u8>(), 400),
     ) {
         let mut now = Instant::now();
-        let mut schedule = schedule(&bytes, sources + 1);
+        let mut schedule = of(Limits { lanes, ..LIMITS }, &bytes, sources + 1);
         // The last one is honest.
         let mut fates = fates.into_iter().chain(std::iter::repeat(Fate::Comes));
         let mut picks = picks.into_iter().cycle();
@@ -157,6 +223,12 @@ proptest! {
                 }
                 let under_way: usize = asked.iter().map(|chunk: &usize| bytes[*chunk]).sum();
                 prop_assert!(under_way <= LIMITS.window as usize || asked.len() == 1);
+                let to_come = |lane: usize| -> usize {
+                    let asks = open.values().filter(|ask| ask.lane == lane);
+                    asks.flat_map(|ask| &ask.chunks).map(|(.., bytes)| *bytes).sum()
+                };
+                let least = (0..lanes).min_by_key(|lane| to_come(*lane));
+                prop_assert_eq!(Some(ask.lane), least);
                 open.insert(ask.request, ask);
             }
             let pick = usize::from(picks.next().unwrap());
