@@ -1,6 +1,7 @@
 //! What the memory gives: a read probe, so that every speed can stand beside the bandwidth of its own run.
 #![allow(unsafe_code, reason = "wide loads")]
 
+use crate::aligned::CACHE_LINE;
 use crate::isa::Isa;
 use crate::pool::Pool;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -56,6 +57,11 @@ impl BandwidthProbe {
             // SAFETY: `Isa::detect` found AVX-512F on this machine.
             return unsafe { sum_avx512(part) };
         }
+        #[cfg(target_arch = "x86_64")]
+        if self.isa == Isa::Avx2 {
+            // SAFETY: `Isa::detect` found AVX2 on this machine.
+            return unsafe { sum_avx2(part) };
+        }
         part.iter().fold(0, |sum: u64, word| sum.wrapping_add(*word))
     }
 }
@@ -87,4 +93,52 @@ fn sum_avx512(part: &[u64]) -> u64 {
         total = total.wrapping_add(_mm512_reduce_add_epi64(sum) as u64);
     }
     tail.iter().fold(total, |sum, word| sum.wrapping_add(*word))
+}
+
+/// Sums with eight independent 32-byte accumulators, and asks for every cache line ahead, as the products with one token
+/// do: without that Zen 3 reads a seventh less.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn sum_avx2(part: &[u64]) -> u64 {
+    use std::arch::x86_64::{
+        _MM_HINT_T1, _mm_prefetch, _mm256_add_epi64, _mm256_loadu_si256, _mm256_setzero_si256,
+        _mm256_storeu_si256,
+    };
+    const AHEAD: usize = 8192;
+    let (chunks, tail) = part.as_chunks::<32>();
+    let mut sums = [_mm256_setzero_si256(); 8];
+    for chunk in chunks {
+        for line in (0..size_of_val(chunk)).step_by(CACHE_LINE) {
+            // A hint, which may name any address.
+            _mm_prefetch::<_MM_HINT_T1>(chunk.as_ptr().wrapping_byte_add(AHEAD + line).cast());
+        }
+        for (lane, sum) in sums.iter_mut().enumerate() {
+            // SAFETY: lane * 4 + 4 <= 32 words of `chunk`; unaligned loads are allowed.
+            let words = unsafe { _mm256_loadu_si256(chunk.as_ptr().add(lane * 4).cast()) };
+            *sum = _mm256_add_epi64(*sum, words);
+        }
+    }
+    let mut words = [0u64; 32];
+    for (words, sum) in words.as_chunks_mut::<4>().0.iter_mut().zip(sums) {
+        // SAFETY: four words are 32 bytes.
+        unsafe { _mm256_storeu_si256(words.as_mut_ptr().cast(), sum) };
+    }
+    words.iter().chain(tail).fold(0, |sum, word| sum.wrapping_add(*word))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_word_is_read_once() {
+        let words: Vec<u64> = (0..1003).map(|word: u64| word.wrapping_mul(0x9e37_79b9_7f4a_7c15)).collect();
+        let sum = |part: &[u64]| part.iter().fold(0u64, |sum, word| sum.wrapping_add(*word));
+        for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
+            let probe = BandwidthProbe { words: words.clone(), isa };
+            for part in [&probe.words[..], &probe.words[1..130], &probe.words[..31], &[]] {
+                assert_eq!(probe.sum(part), sum(part), "{isa}, {} words", part.len());
+            }
+        }
+    }
 }
