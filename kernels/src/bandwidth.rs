@@ -1,7 +1,6 @@
 //! What the memory gives: a read probe, so that every speed can stand beside the bandwidth of its own run.
 #![allow(unsafe_code, reason = "wide loads")]
 
-use crate::aligned::CACHE_LINE;
 use crate::isa::Isa;
 use crate::pool::Pool;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -100,6 +99,7 @@ fn sum_avx512(part: &[u64]) -> u64 {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
 fn sum_avx2(part: &[u64]) -> u64 {
+    use crate::aligned::CACHE_LINE;
     use std::arch::x86_64::{
         _MM_HINT_T1, _mm_prefetch, _mm256_add_epi64, _mm256_loadu_si256, _mm256_setzero_si256,
         _mm256_storeu_si256,
