@@ -5,7 +5,7 @@ use super::guess;
 use super::held::{Desk, Errand};
 use super::lead::{arena, dial};
 use super::lease::Claims;
-use super::patience::Patience;
+use super::patience::{Patience, step_aside};
 use super::step::{self, Uncounted};
 use crate::Error;
 use crate::decoder::{Blocks, Decoder};
@@ -583,6 +583,7 @@ impl Stage {
     fn pass(&self, outcome: Outcome) {
         // Whoever cannot send it any more tells why, which ends the stage.
         let _ = self.output.send(outcome);
+        step_aside();
     }
 
     /// What draws each sample, and from which row.

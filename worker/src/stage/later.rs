@@ -11,7 +11,7 @@ use super::head_share::HeadShare;
 use super::lead::LostStage;
 use super::pace::{Choice, Pace};
 use super::parts::Parts;
-use super::patience::Patience;
+use super::patience::{Patience, step_aside};
 use super::step::{self, WantedRows};
 use crate::Error;
 use crate::decoder::{Blocks, Decoder, LayerState};
@@ -350,6 +350,7 @@ impl LaterStages {
         };
         // Whoever cannot pass it on any more tells why, as others do that have lost a stage.
         let _ = self.steps.send((StageStep::V2(step), bytes));
+        step_aside();
         self.under_way.push_back(under_way);
         Ok(())
     }

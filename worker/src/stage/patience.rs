@@ -70,6 +70,13 @@ impl Patience {
     }
 }
 
+/// Behind something that was handed to the threads that move bytes: one that shares this thread's CPU has it now. Else it
+/// would wait until this thread waits or its turn is over, which is milliseconds where the next step is there already. Where
+/// none waits for this CPU it is a system call.
+pub(super) fn step_aside() {
+    std::thread::yield_now();
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
