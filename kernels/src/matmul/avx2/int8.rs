@@ -15,8 +15,8 @@ use std::arch::x86_64::{
     _mm256_sign_epi8, _mm256_storeu_ps,
 };
 
-/// How far ahead of use the weights of a single token are asked for. Half and twice that are as good on Zen 3; asking for
-/// one line of each block only, which serves AVX-512 on Zen 4, halves the rate there.
+/// How far ahead of use the weights of a single token are asked for. Half of that was as good on Zen 3; asking for one
+/// line of each block only, which serves AVX-512 on Zen 4, halved the rate there.
 const PREFETCH: usize = 8192;
 
 /// Accumulators of a token: of the first eight rows and of the last.
