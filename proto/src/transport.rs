@@ -95,6 +95,7 @@
 mod bulk;
 mod connection;
 mod dialer;
+mod driver;
 mod encode;
 mod endpoint;
 mod generate;
@@ -120,6 +121,7 @@ mod tls;
 pub use bulk::{BulkReceiver, BulkSender, Tensor, TensorHeader, TensorHeaderV1, TensorType};
 pub use connection::{CloseCode, Connection};
 pub use dialer::{Backoff, Dialer};
+pub use driver::Handover;
 pub use encode::{EncodeCall, EncodeReplier};
 pub use endpoint::{Endpoint, EndpointConfig, EndpointStats};
 pub use generate::{GenerateCall, GenerateReply, GenerateStream};

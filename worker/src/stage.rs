@@ -19,6 +19,7 @@ mod keeper;
 mod later;
 mod lead;
 mod lease;
+mod outlet;
 mod pace;
 mod parts;
 mod patience;

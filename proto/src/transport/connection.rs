@@ -1,6 +1,7 @@
 //! A connection between two nodes that have accepted each other.
 
 use super::BulkSender;
+use super::driver::Driver;
 use super::encode;
 use super::endpoint::{Counters, Local};
 use super::generate::GenerateStream;
@@ -118,6 +119,7 @@ pub struct Connection(Arc<Inner>);
 #[derive(Debug)]
 struct Inner {
     quic: quinn::Connection,
+    driver: Arc<Driver>,
     local: Arc<Local>,
     peer: PeerIdentity,
     agreement: Agreement,
@@ -138,17 +140,20 @@ impl Drop for Inner {
 impl Connection {
     pub(super) fn new(
         quic: quinn::Connection,
+        driver: Arc<Driver>,
         local: Arc<Local>,
         peer: PeerIdentity,
         agreement: Agreement,
         slot: Option<Slot>,
     ) -> Self {
-        let (demultiplexer, incoming) = incoming::demultiplex(quic.clone(), local.clone(), peer.clone());
+        let (demultiplexer, incoming) =
+            incoming::demultiplex(quic.clone(), &driver, local.clone(), peer.clone());
         let incoming = Mutex::new(incoming);
         let revocations = revocation::watch(quic.clone(), local.clone(), peer.clone(), agreement.version);
         let prefixes = SentPrefixes::default();
         Self(Arc::new(Inner {
             quic,
+            driver,
             local,
             peer,
             agreement,
@@ -316,7 +321,8 @@ impl Connection {
 
     /// Opens a stream of steps and activations to the worker at the other end, the stage behind ours.
     pub async fn open_activations(&self, feed: &StageFeed) -> Result<ActivationSender, Error> {
-        ActivationSender::start(self.open_one_way(StreamKind::Activations).await?, feed).await
+        let send = self.open_one_way(StreamKind::Activations).await?;
+        ActivationSender::start(send, &self.0.driver, feed).await
     }
 
     /// Opens a stream for our KV events to the coordinator at the other end.

@@ -1,6 +1,7 @@
 //! A node's QUIC endpoint: one UDP socket that both dials and listens.
 
 use super::connection::{CloseCode, Connection, Slot};
+use super::driver::{Driver, Drivers};
 use super::hello::{Agreement, Hello, HelloV1, VersionRange, agree};
 use super::identity::{Expected, Identity, PeerIdentity};
 use super::streams::{FrameReader, FrameWriter, StreamKind, read_error, within, write_error};
@@ -196,10 +197,7 @@ impl Endpoint {
         server.transport_config(transport.clone()).migration(false).max_incoming(config.max_connections);
         let bind_error = |source| Error::Bind { address, source };
         let settings = reset::endpoint_config(identity)?;
-        let quic = socket(address).and_then(|socket| {
-            quinn::Endpoint::new(settings, Some(server), socket, Arc::new(quinn::TokioRuntime))
-        });
-        let quic = quic.map_err(bind_error)?;
+        let quic = driven(address, settings, Some(server)).map_err(bind_error)?;
         let address = quic.local_addr().map_err(bind_error)?;
         let local =
             Arc::new(Local { identity: identity.clone(), config, transport, counters: Counters::default() });
@@ -215,9 +213,7 @@ impl Endpoint {
         let address = SocketAddr::new(self.address.ip(), 0);
         let bind_error = |source| Error::Bind { address, source };
         let settings = reset::endpoint_config(self.local.identity())?;
-        let quic = socket(address)
-            .and_then(|socket| quinn::Endpoint::new(settings, None, socket, Arc::new(quinn::TokioRuntime)));
-        let quic = quic.map_err(bind_error)?;
+        let quic = driven(address, settings, None).map_err(bind_error)?;
         let address = quic.local_addr().map_err(bind_error)?;
         // Nobody sends: there is nothing to accept.
         let (_, accepted) = mpsc::channel(1);
@@ -249,6 +245,7 @@ impl Endpoint {
             .quic
             .connect_with(config, address, tls::SERVER_NAME)
             .map_err(|source| Error::Connect { address, source })?;
+        let driver = Driver::spawned()?;
         let quic = connecting.await.map_err(|error| handshake_error(address, &error))?;
         let peer = certified(&quic)?;
         let agreement = dialer_hello(&self.local, &quic, &peer).await.map_err(|error| {
@@ -259,7 +256,7 @@ impl Endpoint {
             }
         });
         let agreement = agreement.inspect_err(|error| close_for(&quic, error))?;
-        Ok(Connection::new(quic, self.local.clone(), peer, agreement, None))
+        Ok(Connection::new(quic, driver, self.local.clone(), peer, agreement, None))
     }
 
     /// The next connection that a peer has made to us, or `None` once the endpoint is closed. Dropping the
@@ -297,6 +294,17 @@ impl Drop for Endpoint {
             acceptor.abort();
         }
     }
+}
+
+fn driven(
+    address: SocketAddr,
+    settings: quinn::EndpointConfig,
+    server: Option<quinn::ServerConfig>,
+) -> std::io::Result<quinn::Endpoint> {
+    let endpoint = quinn::Endpoint::new(settings, server, socket(address)?, Arc::new(Drivers));
+    // The endpoint's own task is of no interest.
+    let _ = Driver::spawned();
+    endpoint
 }
 
 fn socket(address: SocketAddr) -> std::io::Result<UdpSocket> {
@@ -373,11 +381,13 @@ fn take_slot(open: &Arc<Mutex<HashMap<IpAddr, usize>>>, ip: IpAddr, config: &End
 
 async fn welcome(local: &Arc<Local>, incoming: quinn::Incoming, slot: Slot) -> Result<Connection, Error> {
     let address = incoming.remote_address();
-    let quic = incoming.await.map_err(|error| handshake_error(address, &error))?;
+    let connecting = incoming.accept().map_err(|error| handshake_error(address, &error))?;
+    let driver = Driver::spawned()?;
+    let quic = connecting.await.map_err(|error| handshake_error(address, &error))?;
     let peer = certified(&quic)?;
     let agreement = listener_hello(local, &quic, &peer).await;
     let agreement = agreement.inspect_err(|error| close_for(&quic, error))?;
-    Ok(Connection::new(quic, local.clone(), peer, agreement, Some(slot)))
+    Ok(Connection::new(quic, driver, local.clone(), peer, agreement, Some(slot)))
 }
 
 async fn dialer_hello(

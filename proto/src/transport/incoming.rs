@@ -2,6 +2,7 @@
 //! handed on as something that can be served.
 
 use super::BulkReceiver;
+use super::driver::Driver;
 use super::encode::EncodeCall;
 use super::endpoint::{Counters, Local};
 use super::generate::GenerateCall;
@@ -74,11 +75,12 @@ pub enum Incoming {
 /// Starts to accept streams, until the connection is gone or the task is aborted.
 pub(super) fn demultiplex(
     quic: quinn::Connection,
+    driver: &Arc<Driver>,
     local: Arc<Local>,
     peer: PeerIdentity,
 ) -> (JoinHandle<()>, mpsc::Receiver<Incoming>) {
     let (ready, incoming) = mpsc::channel(INCOMING_BACKLOG);
-    (tokio::spawn(accept_all(quic, local, peer, ready)), incoming)
+    (tokio::spawn(accept_all(quic, Arc::clone(driver), local, peer, ready)), incoming)
 }
 
 /// Each stream is identified in its own task, within [`OPENING_LIMIT`]; QUIC's stream limits bound the tasks.
@@ -86,6 +88,7 @@ pub(super) fn demultiplex(
 /// of what is cached holds only if the request that computes a prefix arrives before those that wait for it.
 async fn accept_all(
     quic: quinn::Connection,
+    driver: Arc<Driver>,
     local: Arc<Local>,
     peer: PeerIdentity,
     ready: mpsc::Sender<Incoming>,
@@ -108,7 +111,7 @@ async fn accept_all(
             Some(_) = openings.join_next() => continue,
         };
         let (local, peer, ready) = (local.clone(), peer.clone(), ready.clone());
-        let (kept, hears) = (kept.clone(), hears.clone());
+        let (kept, hears, driver) = (kept.clone(), hears.clone(), driver.clone());
         let (turn, handed_on) = match send.is_some() {
             true => {
                 let (done, next) = oneshot::channel::<()>();
@@ -117,7 +120,7 @@ async fn accept_all(
             false => (None, None),
         };
         openings.spawn(async move {
-            let identified = identify(&local, &peer, (&kept, &hears), send, receive);
+            let identified = identify(&local, &driver, &peer, (&kept, &hears), send, receive);
             let opened = within("opening of a stream", OPENING_LIMIT, identified).await;
             if let Some(turn) = turn {
                 // An error means that the task before has ended.
@@ -138,6 +141,7 @@ async fn accept_all(
 /// open already.
 async fn identify(
     local: &Arc<Local>,
+    driver: &Arc<Driver>,
     peer: &PeerIdentity,
     (kept, hears): (&KeptPrefixes, &AtomicBool),
     send: Option<SendStream>,
@@ -193,7 +197,7 @@ async fn identify(
             return PeerIndexCall::read(send, receive).await.map(|call| Some(Incoming::PeerIndex(call)));
         }
         (Ok(StreamKind::Stage), Some(send)) => {
-            return Ok(Some(Incoming::Stage(StageCall::new(send, receive))));
+            return Ok(Some(Incoming::Stage(StageCall::new(send, receive, driver))));
         }
         (Ok(StreamKind::StageLease), Some(send)) => {
             return LeaseCall::read(send, receive).await.map(|call| Some(Incoming::StageLease(call)));

@@ -1,11 +1,13 @@
 //! Streams between the stages of a replica: control, both ways, and activations, one way.
 
+use super::driver::{Driver, Handover};
 use super::streams::{FrameReader, FrameWriter, StreamCode};
 use crate::Error;
 use crate::codec::Cap;
 use crate::stage::{StageFeed, StageOrder, StageReport, StageStep};
 use bytes::Bytes;
 use quinn::{RecvStream, SendStream};
+use std::sync::Arc;
 
 mod blocks;
 
@@ -76,10 +78,13 @@ pub struct StageCall {
 }
 
 impl StageCall {
-    pub(super) fn new(send: SendStream, receive: RecvStream) -> Self {
+    pub(super) fn new(send: SendStream, receive: RecvStream, driver: &Arc<Driver>) -> Self {
         Self {
             orders: StageOrderReceiver { frames: FrameReader::new(receive, Cap::Stream) },
-            reporter: StageReporter { frames: FrameWriter::new(send, Cap::Stream) },
+            reporter: StageReporter {
+                frames: FrameWriter::new(send, Cap::Stream),
+                handover: Handover::new(driver),
+            },
         }
     }
 }
@@ -101,9 +106,15 @@ impl StageOrderReceiver {
 #[derive(Debug)]
 pub struct StageReporter {
     frames: FrameWriter<StageReport>,
+    handover: Handover,
 }
 
 impl StageReporter {
+    /// Has what is written sent at once.
+    pub fn handover(&self) -> Handover {
+        self.handover.clone()
+    }
+
     /// Sends a report and the rows, f32 little endian, of which it says that they follow; no others may. When the
     /// future is dropped halfway the stream is unusable.
     pub async fn send(&mut self, report: &StageReport, rows: Vec<u8>) -> Result<(), Error> {
@@ -121,13 +132,23 @@ impl StageReporter {
 #[derive(Debug)]
 pub struct ActivationSender {
     frames: FrameWriter<StageStep>,
+    handover: Handover,
 }
 
 impl ActivationSender {
-    pub(super) async fn start(send: SendStream, feed: &StageFeed) -> Result<Self, Error> {
+    pub(super) async fn start(
+        send: SendStream,
+        driver: &Arc<Driver>,
+        feed: &StageFeed,
+    ) -> Result<Self, Error> {
         let mut head = FrameWriter::new(send, Cap::Stream);
         head.write(feed).await?;
-        Ok(Self { frames: head.retyped(Cap::Control) })
+        Ok(Self { frames: head.retyped(Cap::Control), handover: Handover::new(driver) })
+    }
+
+    /// Has what is written sent at once.
+    pub fn handover(&self) -> Handover {
+        self.handover.clone()
     }
 
     /// Sends a step and the residual stream of its rows at once. Returns how many bytes that is.

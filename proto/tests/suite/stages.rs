@@ -8,7 +8,12 @@ use kvasir_proto::ids::{Epoch, Role};
 use kvasir_proto::placement::ClaimRefusal;
 use kvasir_proto::stage::blocks::{StageBlockV1, StageBlocksOrder, StageBlocksReport};
 use kvasir_proto::stage::{ReplicaId, StageFailure, StageFeed, StageFeedV1, StageReport};
-use kvasir_proto::transport::{Connection, Endpoint, Expected, Incoming};
+use kvasir_proto::transport::{
+    ActivationReceiver, ActivationSender, Connection, Endpoint, Expected, Incoming,
+};
+use std::pin::pin;
+use std::task::Poll;
+use tokio::runtime::{Builder, Runtime};
 
 struct Workers {
     first: Connection,
@@ -85,6 +90,86 @@ async fn activations_arrive_behind_their_step_and_no_more_rows_than_agreed_on_ar
     };
     soon("both", async { tokio::join!(sent, received) }).await;
     soon("the refusal", sender.cancelled()).await;
+}
+
+/// One thread, which a test may keep busy.
+fn runtime() -> Runtime {
+    Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap()
+}
+
+/// Two workers, each on a runtime of its own, and a stream from the first to the second.
+fn stream_between(
+    first: &Runtime,
+    second: &Runtime,
+) -> ([Endpoint; 2], [Connection; 2], ActivationSender, ActivationReceiver) {
+    let ca = authority("c");
+    let expected = Expected::node(Role::Worker, node("w2"));
+    let b = second.block_on(async { endpoint(&ca, Role::Worker, "w2", config()) });
+    let a = first.block_on(async { endpoint(&ca, Role::Worker, "w1", config()) });
+    let address = b.address();
+    let accepting = second.spawn(async move {
+        let accepted = soon("accepting", b.accept()).await.unwrap();
+        (b, accepted)
+    });
+    let dialed = first.block_on(soon("dialing", a.connect(address, &expected))).unwrap();
+    let feed = StageFeed::V1(StageFeedV1 { replica: ReplicaId([6; 16]) });
+    let sender = first.block_on(dialed.open_activations(&feed)).unwrap();
+    let (b, accepted) = second.block_on(accepting).unwrap();
+    let Incoming::Activations(receiver) = second.block_on(soon("the stream", accepted.accept())).unwrap()
+    else {
+        panic!("a stream of activations");
+    };
+    ([a, b], [dialed, accepted], sender, receiver)
+}
+
+#[test]
+fn what_is_handed_over_leaves_though_no_thread_of_the_runtime_has_time() {
+    let (first, second) = (runtime(), runtime());
+    let (_endpoints, _connections, mut sender, mut receiver) = stream_between(&first, &second);
+    let (begun, begins) = std::sync::mpsc::channel();
+    let (free, held) = std::sync::mpsc::channel::<()>();
+    first.spawn(async move {
+        begun.send(()).unwrap();
+        held.recv().unwrap();
+    });
+    begins.recv().unwrap();
+    let handover = sender.handover();
+    let step = samples::stage_step_v2();
+    let mut read = |times: u8| {
+        second.block_on(soon("the step", async {
+            for time in 0..times {
+                let mut got = Vec::new();
+                let mut sink = |part: &[u8]| got.extend_from_slice(part);
+                assert_eq!(receiver.next(4, 3, &mut sink).await.unwrap(), Some(step.clone()));
+                assert_eq!(got, [time; 12]);
+            }
+        }));
+    };
+    let hand_over = |sender: &mut ActivationSender, time: u8| {
+        let sent = handover.poll(first.handle(), pin!(sender.send(&step, vec![time; 12])));
+        assert!(matches!(sent, Poll::Ready(Ok(_))), "{sent:?}");
+    };
+    hand_over(&mut sender, 0);
+    read(1);
+    free.send(()).unwrap();
+    // Beside the runtime's thread, which hears acknowledgements meanwhile.
+    for time in 0..200 {
+        hand_over(&mut sender, time);
+    }
+    read(200);
+    drop(receiver);
+    first.block_on(soon("the end", sender.cancelled()));
+}
+
+#[test]
+fn a_runtime_that_ends_leaves_nothing_of_a_connection_to_whoever_could_send_there() {
+    let (first, second) = (runtime(), runtime());
+    let (endpoints, connections, sender, receiver) = stream_between(&first, &second);
+    let (handover, address) = (sender.handover(), endpoints[0].address());
+    drop((endpoints, connections, sender, receiver));
+    drop(first);
+    std::net::UdpSocket::bind(address).expect("its socket is closed");
+    drop(handover);
 }
 
 #[tokio::test]

@@ -5,7 +5,8 @@ use super::guess;
 use super::held::{Desk, Errand};
 use super::lead::{arena, dial};
 use super::lease::Claims;
-use super::patience::{Patience, step_aside};
+use super::outlet::{Outlet, Writes};
+use super::patience::Patience;
 use super::step::{self, Uncounted};
 use crate::Error;
 use crate::decoder::{Blocks, Decoder};
@@ -302,10 +303,17 @@ async fn take_part(
         error = gone(orders) => return Err(neighbour(&error)),
     };
     let progress = Arc::new(Mutex::new(StageProgress::default()));
-    let (output, to_send) = mpsc::unbounded_channel();
-    let mut sending = JoinSet::new();
     let is_last = next.is_none();
-    sending.spawn(pass_results(next, Arc::clone(reporter), to_send));
+    let (sink, handover) = match next {
+        Some(next) => {
+            let handover = next.handover();
+            (Sink::Next(next), handover)
+        }
+        None => (Sink::First(Arc::clone(reporter)), reporter.lock().await.handover()),
+    };
+    let (output, queue) = Outlet::new(Handle::current(), sink, handover);
+    let mut sending = JoinSet::new();
+    sending.spawn(queue.write_all());
     let stage = Stage {
         decoder,
         slabs,
@@ -422,31 +430,40 @@ enum Outcome {
     Drawn(StageDrawnV2, Vec<u8>),
 }
 
-/// Writes the stream to the next stage, or to the first one. The thread that computes does not: it would have the
-/// connection's lock when those that move its bytes wake.
-async fn pass_results(
-    mut next: Option<ActivationSender>,
-    first: Reporter,
-    mut results: mpsc::UnboundedReceiver<Outcome>,
-) -> Result<(), proto::Error> {
-    while let Some(outcome) = results.recv().await {
-        match (outcome, &mut next) {
-            (Outcome::Passed(step, activations), Some(next)) => {
-                next.send(&step, activations).await?;
-            }
-            (Outcome::Passed(..), None) => {
-                return Err(proto::Error::Protocol("nobody is behind the last stage"));
-            }
-            (Outcome::Drawn(drawn, rows), _) => {
-                first.lock().await.send(&StageReport::DrawnV2(drawn), rows).await?;
-            }
-        }
-    }
-    Ok(())
+/// Where outcomes go.
+enum Sink {
+    Next(ActivationSender),
+    /// Of the last stage.
+    First(Reporter),
 }
 
-/// A layer range at work, on a thread of its own, which reads its stream itself and hands what it sends to the threads
-/// that QUIC has anyway: a step passes no other.
+impl Writes for Sink {
+    type Message = Outcome;
+
+    async fn write(&mut self, outcome: Outcome) -> Result<(), proto::Error> {
+        match (outcome, self) {
+            (Outcome::Passed(step, activations), Self::Next(next)) => {
+                next.send(&step, activations).await.map(drop)
+            }
+            (Outcome::Drawn(drawn, rows), Self::First(first)) => {
+                first.lock().await.send(&StageReport::DrawnV2(drawn), rows).await
+            }
+            (Outcome::Passed(..), Self::First(_)) => {
+                Err(proto::Error::Protocol("nobody is behind the last stage"))
+            }
+            (Outcome::Drawn(..), Self::Next(_)) => Err(proto::Error::Protocol("only the last stage draws")),
+        }
+    }
+
+    fn bytes(outcome: &Outcome) -> usize {
+        match outcome {
+            Outcome::Passed(_, bytes) | Outcome::Drawn(_, bytes) => bytes.len(),
+        }
+    }
+}
+
+/// A layer range at work, on a thread of its own, which reads its stream itself and sends what is small itself
+/// (`outlet.rs`).
 struct Stage {
     decoder: Decoder,
     slabs: Slabs,
@@ -459,7 +476,7 @@ struct Stage {
     /// The last step of which it has heard how many rows count.
     counted: watch::Sender<u64>,
     is_last: bool,
-    output: mpsc::UnboundedSender<Outcome>,
+    output: Outlet<Sink>,
     progress: Arc<Mutex<StageProgress>>,
     runtime: Handle,
     /// Given back with the memory.
@@ -543,7 +560,7 @@ impl Stage {
             let residual = self.decoder.residual(0..step.plan.tokens.len()).map_err(failed)?;
             let bytes = activations::encode(self.element, &residual);
             step.spent.push(spent());
-            self.pass(Outcome::Passed(StageStep::V2(step), bytes));
+            self.output.send(Outcome::Passed(StageStep::V2(step), bytes));
             return Ok(());
         }
         let samplers = self.samplers(std::mem::take(&mut step.samples))?;
@@ -551,14 +568,14 @@ impl Stage {
         self.guess(&step, &samplers, &mut drawn).map_err(failed)?;
         drawn.spent = step.spent;
         drawn.spent.push(spent());
-        self.pass(Outcome::Drawn(drawn, rows));
+        self.output.send(Outcome::Drawn(drawn, rows));
         Ok(())
     }
 
     /// Passes on which rows of a step count, and has the states of this stage follow them.
     fn count(&mut self, counted: StageCountedV1) -> Result<(), StageFailure> {
         if !self.is_last {
-            self.pass(Outcome::Passed(StageStep::Counted(counted.clone()), Vec::new()));
+            self.output.send(Outcome::Passed(StageStep::Counted(counted.clone()), Vec::new()));
         }
         self.uncounted.count(&mut self.decoder, &counted).map_err(failed)?;
         self.counted.send_replace(counted.step);
@@ -578,12 +595,6 @@ impl Stage {
             Some(span)
         };
         step.traces.iter().filter_map(span).collect()
-    }
-
-    fn pass(&self, outcome: Outcome) {
-        // Whoever cannot send it any more tells why, which ends the stage.
-        let _ = self.output.send(outcome);
-        step_aside();
     }
 
     /// What draws each sample, and from which row.

@@ -1,17 +1,18 @@
 //! All stages of a replica but the first, as its engine sees them: steps go out, several at a time, and answers come
 //! back in the same order.
 //!
-//! The engine's thread reads the stream of the last stage itself and hands what it sends to the threads that QUIC has
-//! anyway: a step passes no other.
+//! The engine's thread reads the stream of the last stage itself, and sends what is small itself (`outlet.rs`): a step of
+//! some streams passes no other thread than those that QUIC has at the other end.
 
 use super::activations;
 use super::deadline::Deadline;
 use super::guess;
 use super::head_share::HeadShare;
 use super::lead::LostStage;
+use super::outlet::{Outlet, Queue, Writes};
 use super::pace::{Choice, Pace};
 use super::parts::Parts;
-use super::patience::{Patience, step_aside};
+use super::patience::Patience;
 use super::step::{self, WantedRows};
 use crate::Error;
 use crate::decoder::{Blocks, Decoder, LayerState};
@@ -57,7 +58,7 @@ pub(crate) struct LaterStages {
     parts: Parts,
     patience: Patience,
     /// To the second stage.
-    steps: mpsc::UnboundedSender<(StageStep, Vec<u8>)>,
+    steps: Outlet<ActivationSender>,
     /// Of the last stage.
     reports: StageReports,
     /// Of the stages between.
@@ -195,8 +196,9 @@ impl LaterStages {
         controls: impl Iterator<Item = StageControl>,
     ) -> Result<Self, Error> {
         let (tell, heard) = mpsc::unbounded_channel();
-        let (steps, to_send) = mpsc::unbounded_channel();
-        let mut tasks = vec![runtime.spawn(pass_steps(sender, to_send, tell.clone()))];
+        let handover = sender.handover();
+        let (steps, queue) = Outlet::new(runtime.clone(), sender, handover);
+        let mut tasks = vec![runtime.spawn(pass_steps(queue, tell.clone()))];
         let (mut asks, mut last) = (Vec::new(), None);
         for (stage, StageControl { orders, reports }) in (1..).zip(controls) {
             let (ask, asked) = mpsc::channel(1);
@@ -296,8 +298,7 @@ impl LaterStages {
     /// at once: the stages are done with it when the next one comes.
     pub(crate) fn counted(&mut self, step: u64, rows: &[usize]) {
         let rows = rows.iter().map(|rows| *rows as u32).collect();
-        // As with steps.
-        let _ = self.steps.send((StageStep::Counted(StageCountedV1 { step, rows }), Vec::new()));
+        self.steps.send((StageStep::Counted(StageCountedV1 { step, rows }), Vec::new()));
         self.parts.counted(step);
     }
 
@@ -348,9 +349,7 @@ impl LaterStages {
             computed: since.elapsed(),
             alone: self.under_way.is_empty(),
         };
-        // Whoever cannot pass it on any more tells why, as others do that have lost a stage.
-        let _ = self.steps.send((StageStep::V2(step), bytes));
-        step_aside();
+        self.steps.send((StageStep::V2(step), bytes));
         self.under_way.push_back(under_way);
         Ok(())
     }
@@ -557,19 +556,23 @@ fn not_awaited(report: Result<StageReport, proto::Error>) -> proto::Error {
     report.map_or_else(|error| error, |_| proto::Error::Protocol("a report at the wrong time"))
 }
 
-/// Writes the stream to the second stage. The thread that computes does not: it would have the connection's lock when
-/// those that move its bytes wake.
-async fn pass_steps(
-    mut sender: ActivationSender,
-    mut steps: mpsc::UnboundedReceiver<(StageStep, Vec<u8>)>,
-    heard: mpsc::UnboundedSender<Heard>,
-) {
-    while let Some((step, activations)) = steps.recv().await {
-        if let Err(source) = sender.send(&step, activations).await {
-            // An engine that is gone need not hear it.
-            let _ = heard.send(Heard::Lost(LostStage { stage: 1, source }));
-            return;
-        }
+impl Writes for ActivationSender {
+    type Message = (StageStep, Vec<u8>);
+
+    async fn write(&mut self, (step, activations): Self::Message) -> Result<(), proto::Error> {
+        self.send(&step, activations).await.map(drop)
+    }
+
+    fn bytes((_, activations): &Self::Message) -> usize {
+        activations.len()
+    }
+}
+
+/// Writes what does not leave at once.
+async fn pass_steps(queue: Queue<ActivationSender>, heard: mpsc::UnboundedSender<Heard>) {
+    if let Err(source) = queue.write_all().await {
+        // An engine that is gone need not hear it.
+        let _ = heard.send(Heard::Lost(LostStage { stage: 1, source }));
     }
 }
 

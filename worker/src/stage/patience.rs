@@ -66,6 +66,9 @@ impl Patience {
             while !signal.given.swap(false, Ordering::Acquire) {
                 std::thread::park();
             }
+            // Whoever has told holds what it has told of until it is done with it.
+            keeps.take().inspect(|keeper: &&Keeper| keeper.end());
+            step_aside();
         }
     }
 }

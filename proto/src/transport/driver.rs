@@ -1,0 +1,170 @@
+//! What moves the bytes of a connection, so that whoever writes something small may send it itself.
+//!
+//! QUIC has a task for each connection: who writes wakes it, and it sends. For a thread outside the runtime that is a wake
+//! and a change of threads before the first byte leaves, a good part of a short message's way. So the task's future lies
+//! here, where the thread that writes can take its turn ([`Handover::poll`]); what wakes the task meanwhile is remembered,
+//! and that thread sees to it.
+
+use crate::Error;
+use std::cell::RefCell;
+use std::io;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::task::{Context, Poll, Wake, Waker};
+use std::time::Instant;
+use tokio::runtime::Handle;
+
+/// [`Driver::state`]: whoever wakes it wakes its task.
+const FREE: u8 = 0;
+/// A thread takes its turn, and sees to what wakes it.
+const TAKEN: u8 = 1;
+/// As before, and something has.
+const WOKEN: u8 = 2;
+
+type Task = Pin<Box<dyn Future<Output = ()> + Send>>;
+
+/// Tokio's runtime for QUIC, but that the tasks of connections are [`Driver`]s.
+#[derive(Debug)]
+pub(super) struct Drivers;
+
+thread_local! {
+    /// The last one that this thread has spawned.
+    static SPAWNED: RefCell<Option<Arc<Driver>>> = const { RefCell::new(None) };
+}
+
+impl quinn::Runtime for Drivers {
+    fn new_timer(&self, at: Instant) -> Pin<Box<dyn quinn::AsyncTimer>> {
+        quinn::TokioRuntime.new_timer(at)
+    }
+
+    fn spawn(&self, future: Task) {
+        let driver = Arc::new(Driver {
+            task: Mutex::new(Some(future)),
+            spawned: Mutex::new(None),
+            state: AtomicU8::new(FREE),
+        });
+        SPAWNED.set(Some(Arc::clone(&driver)));
+        tokio::spawn(Background(driver));
+    }
+
+    fn wrap_udp_socket(&self, socket: std::net::UdpSocket) -> io::Result<Arc<dyn quinn::AsyncUdpSocket>> {
+        quinn::TokioRuntime.wrap_udp_socket(socket)
+    }
+
+    fn now(&self) -> Instant {
+        quinn::TokioRuntime.now()
+    }
+}
+
+/// Takes the turns that nobody else takes. A runtime that ends drops it, and the task with it.
+struct Background(Arc<Driver>);
+
+impl Future for Background {
+    type Output = ();
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
+        self.0.poll(context)
+    }
+}
+
+impl Drop for Background {
+    fn drop(&mut self) {
+        let task = self.0.task.lock().unwrap_or_else(PoisonError::into_inner).take();
+        drop(task);
+    }
+}
+
+/// The task of a connection.
+pub(super) struct Driver {
+    /// None once it has ended.
+    task: Mutex<Option<Task>>,
+    /// Wakes what polls it in the background.
+    spawned: Mutex<Option<Waker>>,
+    state: AtomicU8,
+}
+
+impl std::fmt::Debug for Driver {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Driver")
+    }
+}
+
+impl Wake for Driver {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        let woken = |state| (state != FREE).then_some(WOKEN);
+        if self.state.fetch_update(Ordering::AcqRel, Ordering::Acquire, woken).is_err() {
+            self.wake_task();
+        }
+    }
+}
+
+impl Driver {
+    /// That of the connection which this thread has just begun.
+    pub(super) fn spawned() -> Result<Arc<Self>, Error> {
+        SPAWNED.take().ok_or(Error::Protocol("a connection that nothing drives"))
+    }
+
+    fn wake_task(&self) {
+        let waker = self.spawned.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        waker.inspect(Waker::wake_by_ref);
+    }
+
+    fn poll(self: &Arc<Self>, context: &Context<'_>) -> Poll<()> {
+        {
+            let mut spawned = self.spawned.lock().unwrap_or_else(PoisonError::into_inner);
+            if spawned.as_ref().is_none_or(|waker| !waker.will_wake(context.waker())) {
+                *spawned = Some(context.waker().clone());
+            }
+        }
+        self.turn(&mut self.task.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn turn(self: &Arc<Self>, task: &mut MutexGuard<'_, Option<Task>>) -> Poll<()> {
+        let Some(future) = task.as_mut() else { return Poll::Ready(()) };
+        let turn = future.as_mut().poll(&mut Context::from_waker(&Waker::from(Arc::clone(self))));
+        if turn.is_ready() {
+            **task = None;
+        }
+        turn
+    }
+}
+
+/// Sends what is written to one connection at once, from the thread that writes.
+#[derive(Debug, Clone)]
+pub struct Handover(Arc<Driver>);
+
+impl Handover {
+    pub(super) fn new(driver: &Arc<Driver>) -> Self {
+        Self(Arc::clone(driver))
+    }
+
+    /// Polls a future that writes to the connection, once, and sends what it has written, up to some datagrams. Whoever
+    /// gets [`Poll::Pending`] has it polled to its end elsewhere: nothing wakes this thread. `runtime` is the connection's,
+    /// none of whose threads this need be.
+    pub fn poll<F: Future>(&self, runtime: &Handle, write: Pin<&mut F>) -> Poll<F::Output> {
+        let driver = &self.0;
+        let _runtime = runtime.enter();
+        let mut context = Context::from_waker(Waker::noop());
+        let mut task = match driver.task.try_lock() {
+            Ok(task) => task,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            // Another thread has it, which sends this, too, when it is woken.
+            Err(TryLockError::WouldBlock) => return write.poll(&mut context),
+        };
+        driver.state.store(TAKEN, Ordering::Release);
+        let written = write.poll(&mut context);
+        let woken = driver.state.swap(TAKEN, Ordering::AcqRel) == WOKEN;
+        let ended = woken && driver.turn(&mut task).is_ready();
+        drop(task);
+        // What is more than a turn's worth is the task's, and its own end.
+        if driver.state.swap(FREE, Ordering::AcqRel) == WOKEN || ended {
+            driver.wake_task();
+        }
+        written
+    }
+}
