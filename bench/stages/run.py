@@ -12,7 +12,7 @@ CPUs and their memory have to give. That may change from one second to the next 
 compared with what the two do right before and right after it. One stream over stages is on each of the CPUs in turn, so it
 is compared with one engine on the one and one on the other, by turns, three times in a round. A process may be some
 percent faster or slower than another of its kind for as long as it lives, by where its memory lies, so every round of
-this has new ones. A third stage shares the first one's CPU.
+this has new ones. A third stage shares the second one's CPU: the first and the last make the logits of one stream together.
 
 Where `bench/setup_peers.sh --only llama.cpp` has been run, llama.cpp does the same in the same rounds: one engine with a
 thread, and the model split over two of its RPC servers with a thread and a CPU each.
@@ -84,9 +84,9 @@ def between(pair, two, streams, prompt, tokens, key):
 
 def one_stream(args, tokens):
     """Tokens per second of one stream on new processes, which take turns; of a token, how long each stage computes and
-    how long none does, in ms."""
+    how much more it takes, in ms: less than nothing where stages compute at the same time."""
     engines = {"first": Engine(args, 0), "two": Engine(args, 0, [1]),
-               "second": Engine(args, 1), "three": Engine(args, 0, [1, 0])}
+               "second": Engine(args, 1), "three": Engine(args, 0, [1, 1])}
     answers = {name: [] for name in engines}
     for turn in range(TURNS + 1):
         for name, engine in engines.items():

@@ -292,6 +292,17 @@ pub trait Backend: Send {
     /// Products of the rows of `x`, all in one go.
     fn matmul(&mut self, x: BufferId, jobs: &[MatmulJob]) -> Result<(), Error>;
 
+    /// Whether it serves [`Self::matmul_part`] and what else is done with a part of a row.
+    fn serves_parts(&self) -> bool {
+        false
+    }
+
+    /// As [`Self::matmul`] of one job that does not accumulate, but only for rows `part` of its matrix: other values of
+    /// `out` may be anything.
+    fn matmul_part(&mut self, _x: BufferId, _job: &MatmulJob, _part: Range<usize>) -> Result<(), Error> {
+        Err(Error::Unsupported { what: "a part of a product" })
+    }
+
     /// See [`QkvOp`].
     fn qkv(&mut self, op: &QkvOp) -> Result<(), Error>;
 
@@ -358,6 +369,21 @@ pub trait Backend: Send {
 
     /// Copies one row to the host.
     fn read_row(&mut self, x: BufferId, row: usize, out: &mut [f32]) -> Result<(), Error>;
+
+    /// The largest value of a part of a row, which must not be empty, and its place in the row; of equals the lowest one.
+    fn best_of_part(&mut self, _x: BufferId, _row: usize, _part: Range<usize>) -> Result<(u32, f32), Error> {
+        Err(Error::Unsupported { what: "a part of a row" })
+    }
+
+    /// Copies one row to the host, from its value `from` on.
+    fn read_part(&mut self, _x: BufferId, _row: usize, _from: usize, _out: &mut [f32]) -> Result<(), Error> {
+        Err(Error::Unsupported { what: "a part of a row" })
+    }
+
+    /// Copies values from the host to one row, from its value `from` on.
+    fn write_part(&mut self, _x: BufferId, _row: usize, _from: usize, _values: &[f32]) -> Result<(), Error> {
+        Err(Error::Unsupported { what: "a part of a row" })
+    }
 
     /// Copies all current rows from the host (layer shards, tests).
     fn write_rows(&mut self, x: BufferId, values: &[f32]) -> Result<(), Error>;

@@ -21,6 +21,7 @@ use crate::quant::GgmlType;
 use crate::recurrent::StateLayout;
 use attend::KvLayer;
 use rows::Buffer;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use step::Step;
 
@@ -303,7 +304,15 @@ impl Backend for CpuBackend {
     }
 
     fn matmul(&mut self, x: BufferId, jobs: &[MatmulJob]) -> Result<(), Error> {
-        product::matmul(self, x, jobs)
+        product::matmul(self, x, jobs, None)
+    }
+
+    fn serves_parts(&self) -> bool {
+        true
+    }
+
+    fn matmul_part(&mut self, x: BufferId, job: &MatmulJob, part: Range<usize>) -> Result<(), Error> {
+        product::matmul(self, x, std::slice::from_ref(job), Some(part))
     }
 
     fn qkv(&mut self, op: &QkvOp) -> Result<(), Error> {
@@ -371,6 +380,29 @@ impl Backend for CpuBackend {
             return Err(Error::Length { what: "row to read into", expected: values.len(), found: out.len() });
         }
         out.copy_from_slice(values);
+        Ok(())
+    }
+
+    fn best_of_part(&mut self, x: BufferId, row: usize, part: Range<usize>) -> Result<(u32, f32), Error> {
+        let x = &self.buffers[x.0 as usize];
+        let (from, place) = (part.start, x.part(row, part)?);
+        let values = &x.values()[place];
+        let best = ops::argmax(self.config.rows, values);
+        let none = || Error::OutOfRange { what: "value of a part", index: 0, len: 0 };
+        Ok(((from + best) as u32, *values.get(best).ok_or_else(none)?))
+    }
+
+    fn read_part(&mut self, x: BufferId, row: usize, from: usize, out: &mut [f32]) -> Result<(), Error> {
+        let x = &self.buffers[x.0 as usize];
+        let place = x.part(row, from..from.saturating_add(out.len()))?;
+        out.copy_from_slice(&x.values()[place]);
+        Ok(())
+    }
+
+    fn write_part(&mut self, x: BufferId, row: usize, from: usize, values: &[f32]) -> Result<(), Error> {
+        let x = &mut self.buffers[x.0 as usize];
+        let place = x.part(row, from..from.saturating_add(values.len()))?;
+        x.values_mut()[place].copy_from_slice(values);
         Ok(())
     }
 

@@ -144,6 +144,22 @@ pub enum StageReport {
     DrawnV2(StageDrawnV2),
     /// How far the stage is, because it was asked.
     Progress(StageProgressV1),
+    /// From the last stage, behind the report of a step that asks for it: of the row that went back, the logits of the
+    /// tokens from [`StageStepV3::head_from`] on follow the frame, f32 little endian, or it says the largest of them.
+    Rest(StageRestV1),
+}
+
+/// See [`StageReport::Rest`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct StageRestV1 {
+    /// The step.
+    pub step: u64,
+    /// How many logits follow.
+    pub logits: u32,
+    /// The token of the largest logit, and that, where nothing else is wanted.
+    pub best: Option<(u32, f32)>,
+    /// Microseconds that they took.
+    pub computed_us: u32,
 }
 
 /// See [`StageReport::Joined`].
@@ -307,13 +323,17 @@ pub enum StageStep {
     V2(StageStepV2),
     /// No step, but which rows of one before it count. Nothing follows.
     Counted(StageCountedV1),
+    /// Third version.
+    V3(StageStepV3),
 }
 
 impl StageStep {
     /// How many rows it has.
     pub fn rows(&self) -> usize {
         match self {
-            Self::V1(plan) | Self::V2(StageStepV2 { plan, .. }) => plan.tokens.len(),
+            Self::V1(plan)
+            | Self::V2(StageStepV2 { plan, .. })
+            | Self::V3(StageStepV3 { step: StageStepV2 { plan, .. }, .. }) => plan.tokens.len(),
             Self::Counted(_) => 0,
         }
     }
@@ -365,6 +385,18 @@ pub struct StageStepV2 {
         deserialize_with = "bounded::deserialize::<_, _, MAX_SEQUENCES>"
     )]
     pub guesses: Vec<StageGuessV1>,
+}
+
+/// A step whose logits the first and the last stage make together: [`StageStepV2::returned`] is one row, of which the first
+/// stage makes the logits of the tokens before `head_from`, and the last one those of the others.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct StageStepV3 {
+    /// What the second version says.
+    pub step: StageStepV2,
+    /// The last stage's first token; below the vocabulary's size.
+    pub head_from: u32,
+    /// Whether nothing but the largest logit is wanted of its part.
+    pub best: bool,
 }
 
 /// Guesses that are asked for of a sequence. A row counts if the token behind it is the one drawn from it, and the last that

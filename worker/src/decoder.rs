@@ -67,6 +67,8 @@ pub struct Decoder {
     assistant: Option<Assistant>,
     /// What guesses behind the last layer.
     appended: Option<Appended>,
+    /// Rows whose logits are made already, in their order; none if that is not known.
+    made: Vec<u32>,
 }
 
 /// A row of logits, as far as it was read.
@@ -136,6 +138,7 @@ impl Decoder {
             places,
             assistant: None,
             appended: None,
+            made: Vec::new(),
         })
     }
 
@@ -286,10 +289,12 @@ impl Decoder {
     /// As if a step of `residual`'s rows had just left the model's last layer: what [`Decoder::residual`] gave where
     /// that layer is.
     pub fn resume_behind(&mut self, residual: &[f32]) -> Result<(), Error> {
+        self.made.clear();
         Ok(self.backend.write_rows(self.buffers.x, residual)?)
     }
 
     fn begin(&mut self, copies: &[KvCopy], step: &StepInput<'_>) -> Result<(), Error> {
+        self.made.clear();
         if let Some(repacking) = &self.weights.repacking
             && repacking.adopt(self.backend.as_mut())?
         {
@@ -441,7 +446,50 @@ impl Decoder {
         Ok(())
     }
 
+    /// Whether it can make the logits of some tokens by themselves.
+    pub(crate) fn splits_head(&self) -> bool {
+        self.has_head() && self.backend.serves_parts()
+    }
+
+    /// Makes the logits of a row of the last step for the tokens of `part`; no others are made then.
+    pub(crate) fn make_part(&mut self, row: u32, part: &Range<usize>) -> Result<(), Error> {
+        self.made.clear();
+        self.head(&[row], Some(part.clone()))
+    }
+
+    /// The logits that [`Decoder::make_part`] has made last, which was told the same.
+    pub(crate) fn part(&mut self, part: Range<usize>) -> Result<Vec<f32>, Error> {
+        let mut values = vec![0f32; part.len()];
+        self.backend.read_part(self.buffers.logits, 0, part.start, &mut values)?;
+        Ok(values)
+    }
+
+    /// The token of the largest of them, and that logit, as [`Decoder::argmax`] has it.
+    pub(crate) fn best_of_part(&mut self, part: Range<usize>) -> Result<(u32, f32), Error> {
+        Ok(self.backend.best_of_part(self.buffers.logits, 0, part)?)
+    }
+
+    /// Takes the logits of the tokens from `from` to the last one, which another decoder has made of the same row: with
+    /// those before `from`, which this one has made last, these are all of it.
+    pub(crate) fn complete(&mut self, row: u32, from: usize, values: &[f32]) -> Result<(), Error> {
+        if from.checked_add(values.len()) != Some(self.spec.vocab) {
+            let found = values.len();
+            return Err(Error::Invariant(format!("{found} logits behind {from} of {}", self.spec.vocab)));
+        }
+        self.backend.write_part(self.buffers.logits, 0, from, values)?;
+        self.made = vec![row];
+        Ok(())
+    }
+
     fn compute_logits(&mut self, rows: &[u32]) -> Result<(), Error> {
+        match self.made == rows && !rows.is_empty() {
+            true => Ok(()),
+            false => self.head(rows, None),
+        }
+    }
+
+    /// Makes the logits of rows, or those of a part of the vocabulary.
+    fn head(&mut self, rows: &[u32], part: Option<Range<usize>>) -> Result<(), Error> {
         let (Some(Head::Logits { norm, linear }), Some(output)) = (&self.weights.head, self.spec.logits())
         else {
             return Err(Error::NoOutputHead);
@@ -449,7 +497,11 @@ impl Decoder {
         let b = &self.buffers;
         self.backend.gather_rows(b.x, rows, b.picked)?;
         self.backend.norm(b.picked, norm, b.picked_normed)?;
-        self.backend.matmul(b.picked_normed, &[job(linear, b.logits, false)])?;
+        let job = job(linear, b.logits, false);
+        match part {
+            None => self.backend.matmul(b.picked_normed, &[job])?,
+            Some(part) => self.backend.matmul_part(b.picked_normed, &job, part)?,
+        }
         if output.scale != 1.0 || output.softcap.is_some() {
             self.backend.finish_logits(b.logits, output.scale, output.softcap)?;
         }

@@ -13,6 +13,7 @@ mod activations;
 mod deadline;
 mod guess;
 mod head_share;
+mod head_split;
 mod held;
 mod host;
 mod keeper;
@@ -27,7 +28,7 @@ pub(crate) mod step;
 
 pub(crate) use host::{Holds, Host};
 pub use host::{StageConfig, StageService};
-pub(crate) use later::{Answer, Asks, LaterStages, Spent, StageCounts};
+pub(crate) use later::{Answer, Asks, LaterStages, Rest, Spent, StageCounts};
 pub use lead::{LostStage, Replica};
 pub(crate) use lease::{Claim, Claims};
 

@@ -3,7 +3,9 @@
 use super::{CpuBackend, try_each};
 use crate::Error;
 use crate::backend::{BufferId, MatmulJob};
-use crate::matmul::{ActivationMode, Activations, Epilogue, MatmulKernels, MatrixView, SharedOut};
+use crate::matmul::{
+    ActivationMode, Activations, Epilogue, MatmulKernels, MatrixView, PANEL_ROWS, SharedOut,
+};
 use crate::pool::Pool;
 use std::ops::Range;
 
@@ -32,22 +34,37 @@ pub(super) fn run(
     mode: ActivationMode,
     products: &[Product<'_>],
 ) -> Result<(), Error> {
+    run_panels(pool, kernels, mode, products, None)
+}
+
+/// The same for those of the panels that each has.
+fn run_panels(
+    pool: &Pool,
+    kernels: MatmulKernels,
+    mode: ActivationMode,
+    products: &[Product<'_>],
+    only: Option<Range<usize>>,
+) -> Result<(), Error> {
+    let of = |product: &Product<'_>| {
+        let all = product.view.panels();
+        only.as_ref().map_or(0..all, |only| only.start.min(all)..only.end.min(all))
+    };
     let part = |product: &Product<'_>, panels: Range<usize>| {
         let Product { view, activations, out, epilogue } = product;
         kernels.run(*view, panels, activations, mode, *out, epilogue)
     };
     if pool.threads() == 1 {
-        return products.iter().try_for_each(|product| part(product, 0..product.view.panels()));
+        return products.iter().try_for_each(|product| part(product, of(product)));
     }
-    let cost: usize = products.iter().map(|product| product.view.panels() * product.panel_cost()).sum();
+    let cost: usize = products.iter().map(|product| of(product).len() * product.panel_cost()).sum();
     let share = cost.div_ceil(pool.threads() * PARTS_PER_THREAD).max(1);
     let parts: Vec<(usize, Range<usize>)> = products
         .iter()
         .enumerate()
         .flat_map(|(index, product)| {
             let step = (share / product.panel_cost().max(1)).max(1);
-            let panels = product.view.panels();
-            (0..panels).step_by(step).map(move |start| (index, start..panels.min(start + step)))
+            let Range { start, end } = of(product);
+            (start..end).step_by(step).map(move |start| (index, start..end.min(start + step)))
         })
         .collect();
     try_each(pool, parts.len(), |index| {
@@ -56,8 +73,13 @@ pub(super) fn run(
     })
 }
 
-/// See [`crate::backend::Backend::matmul`].
-pub(super) fn matmul(backend: &mut CpuBackend, x: BufferId, jobs: &[MatmulJob]) -> Result<(), Error> {
+/// See [`crate::backend::Backend::matmul`]; with `part` [`crate::backend::Backend::matmul_part`].
+pub(super) fn matmul(
+    backend: &mut CpuBackend,
+    x: BufferId,
+    jobs: &[MatmulJob],
+    part: Option<Range<usize>>,
+) -> Result<(), Error> {
     let mode = backend.config.activations;
     let int8 =
         jobs.iter().any(|job| MatmulKernels::reads_int8(backend.matrices[job.matrix.0 as usize].ty(), mode));
@@ -85,5 +107,7 @@ pub(super) fn matmul(backend: &mut CpuBackend, x: BufferId, jobs: &[MatmulJob]) 
             epilogue: Epilogue { scale: job.scale, bias, accumulate: job.accumulate },
         });
     }
-    run(&backend.pool, backend.kernels, mode, &products)
+    // Whole panels, of which more may be than was asked for.
+    let only = part.map(|part| part.start / PANEL_ROWS..part.end.div_ceil(PANEL_ROWS));
+    run_panels(&backend.pool, backend.kernels, mode, &products, only)
 }

@@ -82,6 +82,18 @@ impl Buffer {
         }
     }
 
+    /// Where values `part` of a row stand.
+    pub(super) fn part(&self, row: usize, part: Range<usize>) -> Result<Range<usize>, Error> {
+        let (rows, cols) = (self.rows, self.cols);
+        if row >= rows {
+            return Err(Error::OutOfRange { what: "row", index: row, len: rows });
+        }
+        if part.start > part.end || part.end > cols {
+            return Err(Error::OutOfRange { what: "value of a row", index: part.end, len: cols });
+        }
+        Ok(row * cols + part.start..row * cols + part.end)
+    }
+
     /// The rows for several threads; what the 8-bit form holds is stale.
     pub(super) fn share(&mut self) -> SharedRows<'_> {
         self.fresh = false;

@@ -108,6 +108,51 @@ fn the_arena_is_read_and_written_in_bounds_only() {
 }
 
 #[test]
+fn parts_of_a_product_are_those_of_the_whole() {
+    let mut random = Random(7);
+    let (rows, cols, outputs) = (3, 64, 150);
+    let (weights, x) = (random.values(outputs * cols), random.values(rows * cols));
+    for threads in [1, 3] {
+        let mut backend = device(Isa::detect(), ActivationMode::F32, threads);
+        let matrix = matrix(&mut backend, 1, cols, &weights);
+        let input = buffer(&mut backend, cols, &x);
+        let out = backend.create_buffer(rows, outputs).unwrap();
+        let job = MatmulJob { matrix, out, bias: None, scale: 0.5, accumulate: false };
+        backend.matmul(input, &[job]).unwrap();
+        let whole = values(&backend, out);
+        assert!(backend.serves_parts());
+        // Ends inside panels, at their edges, nothing, and the last one, which is not whole.
+        for part in [0..150, 0..16, 16..32, 5..20, 63..64, 40..40, 140..150] {
+            backend.write_rows(out, &vec![f32::NAN; rows * outputs]).unwrap();
+            backend.matmul_part(input, &job, part.clone()).unwrap();
+            let got = values(&backend, out);
+            for row in 0..rows {
+                let of = |all: &[f32]| bits(&all[row * outputs..][part.clone()]);
+                assert_eq!(of(&got), of(&whole), "row {row}, {part:?}");
+            }
+        }
+        backend.write_rows(out, &whole).unwrap();
+        backend.write_part(out, 1, 148, &[1.0, 2.0]).unwrap();
+        let (mut part, best) = ([0.0; 5], |range: Range<usize>| {
+            let of = &whole[range.clone()];
+            let highest = of.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            (range.start + of.iter().position(|x| *x == highest).unwrap(), highest)
+        });
+        backend.read_part(out, 0, 145, &mut part).unwrap();
+        assert_eq!(bits(&part), bits(&whole[145..150]));
+        let (place, value) = best(10..140);
+        assert_eq!(backend.best_of_part(out, 0, 10..140).unwrap(), (place as u32, value));
+        assert!(backend.best_of_part(out, 0, 10..10).is_err());
+        assert!(backend.read_part(out, 0, 146, &mut part).is_err());
+        let mut want = whole.clone();
+        want[outputs + 148..2 * outputs].copy_from_slice(&[1.0, 2.0]);
+        assert_eq!(bits(&values(&backend, out)), bits(&want));
+        assert!(backend.write_part(out, 1, 149, &[1.0, 2.0]).is_err());
+        assert!(backend.write_part(out, rows, 0, &[1.0]).is_err());
+    }
+}
+
+#[test]
 fn a_step_s_sequences_cover_its_tokens() {
     let mut backend = device(Isa::detect(), ActivationMode::Int8, 1);
     let sequence = |rows| StepSequence { rows, context: 0, segment_start: None };

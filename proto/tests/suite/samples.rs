@@ -543,7 +543,7 @@ pub(crate) fn all() -> Vec<Samples> {
             ],
         ),
         samples("StageBlocksReport", Control, stage_blocks_reports()),
-        samples("StageStep", Control, [stage_step(), stage_step_v2(), stage_counted()]),
+        samples("StageStep", Control, [stage_step(), stage_step_v2(), stage_counted(), stage_step_v3()]),
         samples("ShardRequest", Request, shard_requests()),
         samples(
             "ModelRefV1",

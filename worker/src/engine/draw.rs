@@ -6,8 +6,8 @@ use crate::Error;
 use crate::decoder::RowLogits;
 use crate::sampling::Sampler;
 use crate::scheduler::{SeqId, StepPlan};
-use crate::stage::Answer;
 use crate::stage::step::WantedRows;
+use crate::stage::{Answer, Rest};
 use std::borrow::Cow;
 use std::time::Instant;
 
@@ -183,6 +183,33 @@ impl Engine {
         if let Some((rows, returned)) = answer.returned {
             let since = Instant::now();
             self.decoder.resume_behind(&returned)?;
+            if let Some((from, later)) = answer.head_from.zip(self.later.as_mut()) {
+                let from = from as usize;
+                self.decoder.make_part(0, &(0..from))?;
+                let own = match targets.plain.is_empty() {
+                    true => None,
+                    false => Some(self.decoder.best_of_part(0..from)?),
+                };
+                return match (later.rest(since.elapsed())?, own) {
+                    (Rest::Logits(rest), _) => {
+                        self.decoder.complete(0, from, &rest)?;
+                        self.draw(targets, |_| 0)
+                    }
+                    (Rest::Best(..), None) => {
+                        Err(Error::Invariant("more than the best was wanted".to_owned()))
+                    }
+                    (Rest::Best(token, logit), Some((first, highest))) => {
+                        // As with the whole row: the lowest of equals, and what is no number is less than all.
+                        let other = logit > highest || (highest.is_nan() && !logit.is_nan());
+                        let token = if other { token } else { first };
+                        let mut drawn = Vec::new();
+                        for target in &targets.plain {
+                            keep(&mut drawn, target, || Some(target.draw(token)));
+                        }
+                        Ok(drawn)
+                    }
+                };
+            }
             let drawn = self.draw(targets, |row| rows.partition_point(|other| *other < row) as u32)?;
             if let Some(later) = &mut self.later {
                 later.helped(since.elapsed());

@@ -22,7 +22,8 @@ use proto::message::GenerateError;
 use proto::stage::{
     ActivationType, ReplicaId, StageBeginV1, StageCountedV1, StageDrafterV1, StageDrawnV1, StageDrawnV2,
     StageFailure, StageFeed, StageFeedV1, StageJoinV1, StageJoinedV1, StageOrder, StageProgressV1,
-    StageReport, StageSampleV1, StageSampledV1, StageSpentV1, StageStep, StageStepV2,
+    StageReport, StageRestV1, StageSampleV1, StageSampledV1, StageSpentV1, StageStep, StageStepV2,
+    StageStepV3,
 };
 use proto::trace::{self, Span, TraceContext};
 use proto::transport::{
@@ -428,6 +429,8 @@ enum Outcome {
     Passed(StageStep, Vec<u8>),
     /// For the first one, of the last.
     Drawn(StageDrawnV2, Vec<u8>),
+    /// The same: its part of logits that both make.
+    Rest(StageRestV1, Vec<u8>),
 }
 
 /// Where outcomes go.
@@ -448,16 +451,21 @@ impl Writes for Sink {
             (Outcome::Drawn(drawn, rows), Self::First(first)) => {
                 first.lock().await.send(&StageReport::DrawnV2(drawn), rows).await
             }
+            (Outcome::Rest(rest, logits), Self::First(first)) => {
+                first.lock().await.send(&StageReport::Rest(rest), logits).await
+            }
             (Outcome::Passed(..), Self::First(_)) => {
                 Err(proto::Error::Protocol("nobody is behind the last stage"))
             }
-            (Outcome::Drawn(..), Self::Next(_)) => Err(proto::Error::Protocol("only the last stage draws")),
+            (Outcome::Drawn(..) | Outcome::Rest(..), Self::Next(_)) => {
+                Err(proto::Error::Protocol("only the last stage draws"))
+            }
         }
     }
 
     fn bytes(outcome: &Outcome) -> usize {
         match outcome {
-            Outcome::Passed(_, bytes) | Outcome::Drawn(_, bytes) => bytes.len(),
+            Outcome::Passed(_, bytes) | Outcome::Drawn(_, bytes) | Outcome::Rest(_, bytes) => bytes.len(),
         }
     }
 }
@@ -511,10 +519,13 @@ impl Stage {
                     }
                 }
             });
-            let step = match next {
+            let (step, head_from) = match next {
                 None => return StageFailure::Stops,
-                Some(Ok(Some(StageStep::V1(plan)))) => StageStepV2 { plan, ..StageStepV2::default() },
-                Some(Ok(Some(StageStep::V2(step)))) => step,
+                Some(Ok(Some(StageStep::V1(plan)))) => (StageStepV2 { plan, ..StageStepV2::default() }, None),
+                Some(Ok(Some(StageStep::V2(step)))) => (step, None),
+                Some(Ok(Some(StageStep::V3(StageStepV3 { step, head_from, best })))) => {
+                    (step, Some((head_from, best)))
+                }
                 Some(Ok(Some(StageStep::Counted(counted)))) => match self.count(counted) {
                     Ok(()) => continue,
                     Err(failure) => return failure,
@@ -528,7 +539,7 @@ impl Stage {
             let spent = StageSpentV1 { stalled_us: micros(stalled), computed_us: 0, received };
             let (number, since) = (step.plan.step, Instant::now());
             self.progress.lock().computes = Some((number, since));
-            if let Err(failure) = self.step(step, &gathered.take(), spent, since) {
+            if let Err(failure) = self.step((step, head_from), &gathered.take(), spent, since) {
                 return failure;
             }
             *self.progress.lock() = StageProgress { done: number, computes: None };
@@ -537,22 +548,23 @@ impl Stage {
 
     fn step(
         &mut self,
-        mut step: StageStepV2,
+        (mut step, head_from): (StageStepV2, Option<(u32, bool)>),
         activations: &[f32],
         spent: StageSpentV1,
         since: Instant,
     ) -> Result<(), StageFailure> {
         let _spans = self.record(&step, spent, since);
         let spent = || StageSpentV1 { computed_us: micros(since.elapsed()), ..spent };
+        if self.is_last {
+            guess::asked(&step, &self.decoder).map_err(failed)?;
+            self.check_part(&step, head_from)?;
+        }
         let errands = &mut self.errands;
         let mut beside = |mut blocks: Blocks<'_>| {
             while let Ok(errand) = errands.try_recv() {
                 errand(&mut blocks);
             }
         };
-        if self.is_last {
-            guess::asked(&step, &self.decoder).map_err(failed)?;
-        }
         step::forward(&mut self.decoder, &self.slabs, &step, Some(activations), &mut beside)
             .map_err(failed)?;
         self.uncounted.ran(&step.plan);
@@ -560,7 +572,11 @@ impl Stage {
             let residual = self.decoder.residual(0..step.plan.tokens.len()).map_err(failed)?;
             let bytes = activations::encode(self.element, &residual);
             step.spent.push(spent());
-            self.output.send(Outcome::Passed(StageStep::V2(step), bytes));
+            let step = match head_from {
+                Some((head_from, best)) => StageStep::V3(StageStepV3 { step, head_from, best }),
+                None => StageStep::V2(step),
+            };
+            self.output.send(Outcome::Passed(step, bytes));
             return Ok(());
         }
         let samplers = self.samplers(std::mem::take(&mut step.samples))?;
@@ -569,6 +585,38 @@ impl Stage {
         drawn.spent = step.spent;
         drawn.spent.push(spent());
         self.output.send(Outcome::Drawn(drawn, rows));
+        match (head_from, step.returned.as_slice()) {
+            (Some((from, best)), [row]) => {
+                self.rest(step.plan.step, *row, from as usize, best).map_err(failed)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Refuses a step of whose logits this stage cannot make its part.
+    fn check_part(&self, step: &StageStepV2, head_from: Option<(u32, bool)>) -> Result<(), StageFailure> {
+        let (vocab, returned) = (self.decoder.spec().vocab, step.returned.len());
+        match head_from {
+            Some((from, _)) if from as usize >= vocab || returned != 1 || !self.decoder.splits_head() => {
+                let reason = format!("logits from {from} on of {vocab}, of {returned} rows");
+                Err(StageFailure::Step { reason })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Makes the logits of a row that has gone back for the tokens from `from` on, and sends them or the largest one.
+    fn rest(&mut self, step: u64, row: u32, from: usize, best: bool) -> Result<(), Error> {
+        let since = Instant::now();
+        let part = from..self.decoder.spec().vocab;
+        self.decoder.make_part(row, &part)?;
+        let (best, logits) = match best {
+            true => (Some(self.decoder.best_of_part(part)?), Vec::new()),
+            false => (None, self.decoder.part(part)?),
+        };
+        let computed_us = micros(since.elapsed());
+        let rest = StageRestV1 { step, logits: logits.len() as u32, best, computed_us };
+        self.output.send(Outcome::Rest(rest, activations::encode(ActivationType::F32, &logits)));
         Ok(())
     }
 

@@ -8,6 +8,7 @@ use super::activations;
 use super::deadline::Deadline;
 use super::guess;
 use super::head_share::HeadShare;
+use super::head_split::HeadSplit;
 use super::lead::LostStage;
 use super::outlet::{Outlet, Queue, Writes};
 use super::pace::{Choice, Pace};
@@ -21,7 +22,8 @@ use crate::scheduler::{Demand, PlannedSequence, Scheduler, StepLimits, StepPlan}
 use kernels::backend::MAX_DEFERRED_STEPS;
 use proto::stage::{
     ActivationType, StageCountedV1, StageDrawnV1, StageDrawnV2, StageFailure, StageGuessV1, StageOrder,
-    StageProgressV1, StageReport, StageSampledV1, StageSpentV1, StageStep, StageStepV2,
+    StageProgressV1, StageReport, StageRestV1, StageSampledV1, StageSpentV1, StageStep, StageStepV2,
+    StageStepV3,
 };
 use proto::trace::TraceContext;
 use proto::transport::{ActivationSender, Endpoint, StageControl, StageOrders, StageReports};
@@ -74,6 +76,10 @@ pub(crate) struct LaterStages {
     /// When a step was answered last.
     answered: Instant,
     head_share: HeadShare,
+    /// Where all logits of the last stage's part are wanted, and where the largest one is.
+    head_splits: [HeadSplit; 2],
+    /// A step of whose logits the last stage has not sent its part.
+    halved: Option<UnderWay>,
     counts: StageCounts,
     /// What the stages are reached by, and the leases under a cluster, which end with this.
     _held: (Arc<Endpoint>, JoinSet<()>),
@@ -109,6 +115,26 @@ struct UnderWay {
     computed: Duration,
     /// No other was under way then.
     alone: bool,
+    /// If its logits could be made at two places.
+    split: Option<Split>,
+}
+
+/// Of one row, whose logits are made where.
+#[derive(Debug, Clone, Copy)]
+struct Split {
+    /// The last stage's first token; none where it makes all logits.
+    from: Option<u32>,
+    /// Only the largest logit is wanted.
+    best: bool,
+}
+
+/// What the last stage has made of its part of a row's logits.
+#[derive(Debug)]
+pub(crate) enum Rest {
+    /// All of them.
+    Logits(Vec<f32>),
+    /// The token of the largest one, and that.
+    Best(u32, f32),
 }
 
 /// What was made of a step behind its last layer.
@@ -124,6 +150,8 @@ pub(crate) struct Answer {
     pub(crate) logits: Vec<Vec<f32>>,
     /// If nothing of that has been made: the rows that something is wanted of, ascending, and their residual stream.
     pub(crate) returned: Option<(Vec<u32>, Vec<f32>)>,
+    /// The last stage makes the logits of that one row itself from this token on: [`LaterStages::rest`] gives them.
+    pub(crate) head_from: Option<u32>,
     /// For each of [`Asks::guesses`] what will probably be drawn next.
     pub(crate) guessed: Vec<Vec<u32>>,
     /// What guessing has taken of the last stage's time.
@@ -161,6 +189,8 @@ pub(crate) struct StageCounts {
     pub(crate) hops: Vec<f64>,
     /// Steps that later stages have.
     pub(crate) under_way: usize,
+    /// Rows whose logits the first and the last stage have made together.
+    pub(crate) divided: u64,
 }
 
 /// See [`StageCounts`].
@@ -233,6 +263,8 @@ impl LaterStages {
             answered: Instant::now(),
             counts: StageCounts { stages: vec![StageCount::default(); last + 1], ..StageCounts::default() },
             head_share: HeadShare::default(),
+            head_splits: Default::default(),
+            halved: None,
             _held: held,
         })
     }
@@ -327,9 +359,18 @@ impl LaterStages {
         let bytes = activations::encode(*activations, &residual);
         let one = |sequence: &PlannedSequence| sequence.rows.len() == 1 + sequence.guesses as usize;
         let decodes = plan.sequences.iter().all(|sequence| sequence.samples && one(sequence));
-        // A step that has the stages to itself takes the shortest way; who guesses behind draws must make them.
-        let shared = decodes && decoder.has_head() && !self.under_way.is_empty() && step.guesses.is_empty();
-        if shared && self.head_share.takes_next() {
+        // Who guesses behind draws must make them.
+        let shared = decodes && decoder.has_head() && step.guesses.is_empty();
+        // A step that has the stages to itself takes the shortest way.
+        let alone = self.under_way.is_empty();
+        let vocab = decoder.spec().vocab;
+        let split = shared && alone && wanted.is_one() && decoder.splits_head();
+        let split = split.then(|| {
+            let best = !wanted.argmax.is_empty();
+            Split { from: self.head_splits[usize::from(best)].next(vocab), best }
+        });
+        let head_from = split.and_then(|split| Some((split.from?, split.best)));
+        if head_from.is_some() || (shared && !alone && self.head_share.takes_next()) {
             step.returned = wanted.distinct();
         } else {
             step.plan.argmax = wanted.argmax;
@@ -344,12 +385,17 @@ impl LaterStages {
             wanted: [step.plan.argmax.len(), step.samples.len(), step.plan.logits.len()],
             returned: step.returned.clone(),
             guesses: step.guesses.iter().map(|guess| guess.most).collect(),
-            widths: (decoder.spec().vocab, decoder.spec().hidden),
+            widths: (vocab, decoder.spec().hidden),
             handed_over: Instant::now(),
             computed: since.elapsed(),
-            alone: self.under_way.is_empty(),
+            alone,
+            split,
         };
-        self.steps.send((StageStep::V2(step), bytes));
+        let step = match head_from {
+            Some((head_from, best)) => StageStep::V3(StageStepV3 { step, head_from, best }),
+            None => StageStep::V2(step),
+        };
+        self.steps.send((step, bytes));
         self.under_way.push_back(under_way);
         Ok(())
     }
@@ -376,7 +422,7 @@ impl LaterStages {
         };
         self.patience = patience;
         let Some((drawn, rows)) = heard? else { return Ok(None) };
-        let Some(under_way) = self.under_way.pop_front() else { return Ok(None) };
+        let Some(mut under_way) = self.under_way.pop_front() else { return Ok(None) };
         let StageDrawnV2 { drawn, samples, spent, guessed, guessing_us, .. } = drawn;
         self.account(&under_way, &spent);
         if let Some(first) = self.counts.stages.first_mut() {
@@ -389,12 +435,56 @@ impl LaterStages {
         let spent = Spent { stages, under_way: under_way.handed_over.elapsed() };
         let (logits, returned) = match under_way.returned.is_empty() {
             true => (rows, None),
-            false => (Vec::new(), Some((under_way.returned, rows.concat()))),
+            false => (Vec::new(), Some((std::mem::take(&mut under_way.returned), rows.concat()))),
         };
+        let head_from = under_way.split.and_then(|split| split.from);
+        match under_way.split {
+            Some(Split { from: Some(_), .. }) => self.halved = Some(under_way),
+            Some(Split { from: None, best }) => {
+                let all = under_way.computed + under_way.handed_over.elapsed();
+                self.head_splits[usize::from(best)].took(false, all);
+            }
+            None => {}
+        }
         let guessed = guessed.into_iter().map(|guessed| guessed.tokens).collect();
         let guessing = Duration::from_micros(guessing_us.into());
         let StageDrawnV1 { step, tokens, .. } = drawn;
-        Ok(Some(Answer { step, tokens, samples, logits, returned, guessed, guessing, spent }))
+        Ok(Some(Answer { step, tokens, samples, logits, returned, head_from, guessed, guessing, spent }))
+    }
+
+    /// The last stage's part of the logits of the row that the last answer has given back, where that says that it makes one.
+    /// The first stage has made its own in so much time.
+    pub(crate) fn rest(&mut self, own: Duration) -> Result<Rest, Error> {
+        let Some(halved) = self.halved.take() else {
+            return Err(Error::Invariant("no stage makes a part of these logits".to_owned()));
+        };
+        // Until then it is not done, wherever it hangs.
+        self.under_way.push_front(halved);
+        let (since, runtime) = (Instant::now(), self.runtime.clone());
+        let mut patience = std::mem::take(&mut self.patience);
+        let heard = patience.block_on(&runtime, self.hear_rest());
+        self.patience = patience;
+        let (rest, logits) = heard?;
+        let waited = since.elapsed();
+        if let Some(halved) = self.under_way.pop_front() {
+            self.counts.divided += 1;
+            let best = halved.split.is_some_and(|split| split.best);
+            let split = &mut self.head_splits[usize::from(best)];
+            split.met(own, waited);
+            split.took(true, halved.computed + halved.handed_over.elapsed());
+        }
+        if let Some(first) = self.counts.stages.first_mut() {
+            first.computed += own.as_secs_f64();
+            first.stalled += waited.as_secs_f64();
+            first.bytes += size_of_val(logits.as_slice()) as u64;
+        }
+        if let Some(last) = self.counts.stages.last_mut() {
+            last.computed += f64::from(rest.computed_us) / 1e6;
+        }
+        Ok(match rest.best {
+            Some((token, logit)) => Rest::Best(token, logit),
+            None => Rest::Logits(logits),
+        })
     }
 
     fn account(&mut self, under_way: &UnderWay, spent: &[StageSpentV1]) {
@@ -429,6 +519,46 @@ impl LaterStages {
 
     /// The answer to the oldest step, and its rows, unless there is no step.
     async fn hear(&mut self, wait: bool) -> Result<Option<(StageDrawnV2, Vec<Vec<f32>>)>, Error> {
+        match self.report(wait).await? {
+            None => Ok(None),
+            Some(StageReport::DrawnV2(drawn)) => self.rows_of(drawn).await.map(Some),
+            Some(other) => Err(self.blame(self.not_awaited(other)).await.into()),
+        }
+    }
+
+    /// What the last stage has made of the oldest step's logits.
+    async fn hear_rest(&mut self) -> Result<(StageRestV1, Vec<f32>), Error> {
+        let split = |step: &UnderWay| Some((step.step, step.widths.0, step.split?.from?, step.split?.best));
+        let Some((step, vocab, from, best)) = self.under_way.front().and_then(split) else {
+            return Err(Error::Invariant("logits of no step".to_owned()));
+        };
+        let logits = if best { 0 } else { vocab - from as usize };
+        let answers = |rest: &StageRestV1| {
+            let of_part = |(token, _)| token >= from && (token as usize) < vocab;
+            let said = (rest.step, rest.logits as usize, rest.best.is_some());
+            said == (step, logits, best) && rest.best.is_none_or(of_part)
+        };
+        match self.report(true).await? {
+            Some(StageReport::Rest(rest)) if answers(&rest) => {
+                let stage = self.asks.len();
+                let row = self.reports.row(logits).await;
+                Ok((rest, row.map_err(|source| LostStage { stage, source })?))
+            }
+            Some(StageReport::Rest(rest)) => {
+                Err(Error::Invariant(format!("{logits} logits of step {step} are answered by {rest:?}")))
+            }
+            Some(other) => Err(self.blame(self.not_awaited(other)).await.into()),
+            None => Err(Error::Invariant("logits that nobody makes".to_owned())),
+        }
+    }
+
+    /// The last stage, which reports something at the wrong time.
+    fn not_awaited(&self, report: StageReport) -> LostStage {
+        LostStage { stage: self.asks.len(), source: not_awaited(Ok(report)) }
+    }
+
+    /// The last stage's next report of a step, unless there is no step; none, too, if it is not there and not waited for.
+    async fn report(&mut self, wait: bool) -> Result<Option<StageReport>, Error> {
         if self.under_way.is_empty() {
             return Ok(None);
         }
@@ -438,7 +568,7 @@ impl LaterStages {
             let heard = tokio::select! {
                 biased;
                 report = self.reports.next() => match report {
-                    Ok(StageReport::DrawnV2(drawn)) => return self.rows_of(drawn).await.map(Some),
+                    Ok(report @ (StageReport::DrawnV2(_) | StageReport::Rest(_))) => return Ok(Some(report)),
                     Ok(StageReport::Progress(progress)) => Heard::Progress(last, progress),
                     report => Heard::Lost(LostStage { stage: last, source: not_awaited(report) }),
                 },

@@ -34,6 +34,11 @@ impl WantedRows {
         self.argmax.contains(&row) || self.samples.iter().any(|sample| sample.row == row)
     }
 
+    /// Whether something is made of one row, once.
+    pub(crate) fn is_one(&self) -> bool {
+        self.argmax.len() + self.samples.len() + self.logits.len() == 1
+    }
+
     /// All of them, each once.
     pub(super) fn distinct(&self) -> Vec<u32> {
         let sampled = self.samples.iter().map(|sample| sample.row);

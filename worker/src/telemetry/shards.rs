@@ -31,6 +31,8 @@ pub struct ShardMetrics {
     pub hops: Histogram,
     /// Steps that later stages have.
     pub under_way: Gauge,
+    /// Rows whose logits the first and the last stage have made together.
+    pub divided: Counter,
 }
 
 impl Default for ShardMetrics {
@@ -43,6 +45,7 @@ impl Default for ShardMetrics {
             stalled: Family::default(),
             hops: Histogram::new(buckets),
             under_way: Gauge::default(),
+            divided: Counter::default(),
         }
     }
 }
@@ -60,6 +63,7 @@ impl ShardMetrics {
         }
         counts.hops.iter().for_each(|seconds| self.hops.observe(*seconds));
         self.under_way.set(counts.under_way as i64);
+        self.divided.inc_by(counts.divided.saturating_sub(self.divided.get()));
     }
 
     pub(super) fn register(&self, registry: &mut Registry) {
@@ -87,6 +91,11 @@ impl ShardMetrics {
             "kvasir_shard_steps_under_way",
             "Steps that later stages have",
             self.under_way.clone(),
+        );
+        registry.register(
+            "kvasir_shard_divided_heads",
+            "Rows whose logits the first and the last stage have made together",
+            self.divided.clone(),
         );
     }
 }

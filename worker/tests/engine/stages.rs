@@ -223,6 +223,32 @@ fn the_last_stage_draws_what_one_worker_would() {
 }
 
 #[test]
+fn the_first_and_the_last_stage_make_the_logits_of_one_stream_together() {
+    // The output head is one matrix with the embedding, and of a soft cap too; the last one has a head of its own.
+    let models = [
+        ("tiny/llama/llama-f32", true),
+        ("tiny/gemma4/gemma4-f32", true),
+        ("tiny/qwen3moe/qwen3moe-f32", false),
+    ];
+    for (model, divides) in models {
+        let asks = draws();
+        let want = one_by_one(&mut open(model, &options(model)), &asks);
+        for shards in 2..=most_shards(model).min(3) {
+            let workers = Workers::start(model, shards - 1, &options(model));
+            let mut engine = workers.engine(model, &options(model)).unwrap();
+            let got = one_by_one(&mut engine, &asks);
+            for (index, (want, got)) in want.iter().zip(&got).enumerate() {
+                let what = format!("{model} over {shards}: {:?}", asks[index].sampling);
+                assert_eq!((&got.tokens, &got.text), (&want.tokens, &want.text), "{what}");
+                assert_eq!(got.logprobs, want.logprobs, "{what}");
+            }
+            let divided = engine.metrics().shards.divided.get();
+            assert_eq!(divided > 0, divides, "{model} over {shards}: {divided}");
+        }
+    }
+}
+
+#[test]
 fn several_steps_are_under_way_and_all_stages_compute() {
     let model = "tiny/llama/llama-f32";
     let workers = Workers::start(model, 2, &options(model));

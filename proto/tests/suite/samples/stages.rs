@@ -51,6 +51,12 @@ pub(crate) fn stage_reports() -> Vec<StageReport> {
         StageReport::Failed(StageFailure::Busy),
         StageReport::DrawnV2(stage_drawn()),
         StageReport::Progress(StageProgressV1 { done: 299, computes: 300, for_us: 70_000 }),
+        StageReport::Rest(StageRestV1 {
+            step: 300,
+            logits: 0,
+            best: Some((70_000, 1.5)),
+            computed_us: 3_000,
+        }),
     ]
 }
 
@@ -99,6 +105,11 @@ pub(crate) fn stage_step_v2() -> StageStep {
         traces: vec![trace()],
         guesses: vec![StageGuessV1 { sequence: 0, first: 1, most: 4 }],
     })
+}
+
+pub(crate) fn stage_step_v3() -> StageStep {
+    let StageStep::V2(step) = stage_step_v2() else { unreachable!("it is a step of version 2") };
+    StageStep::V3(StageStepV3 { step, head_from: 70_000, best: true })
 }
 
 pub(crate) fn stage_counted() -> StageStep {
