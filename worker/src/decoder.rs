@@ -453,7 +453,6 @@ impl Decoder {
 
     /// Makes the logits of a row of the last step for the tokens of `part`; no others are made then.
     pub(crate) fn make_part(&mut self, row: u32, part: &Range<usize>) -> Result<(), Error> {
-        self.made.clear();
         self.head(&[row], Some(part.clone()))
     }
 
@@ -490,6 +489,7 @@ impl Decoder {
 
     /// Makes the logits of rows, or those of a part of the vocabulary.
     fn head(&mut self, rows: &[u32], part: Option<Range<usize>>) -> Result<(), Error> {
+        self.made.clear();
         let (Some(Head::Logits { norm, linear }), Some(output)) = (&self.weights.head, self.spec.logits())
         else {
             return Err(Error::NoOutputHead);

@@ -66,7 +66,11 @@ impl HeadSplit {
         if self.rest > 0 {
             return;
         }
-        self.times[usize::from(divided)].push(all.as_secs_f64());
+        let times = &mut self.times[usize::from(divided)];
+        // Where there is one way only it is timed no further.
+        if times.len() < TRIES {
+            times.push(all.as_secs_f64());
+        }
         if self.times.iter().all(|times| times.len() >= TRIES) {
             let [whole, divided] = &mut self.times;
             self.divides = median(divided) <= median(whole);
