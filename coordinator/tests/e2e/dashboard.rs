@@ -44,7 +44,7 @@ async fn the_page_is_whole_and_asks_nobody_else() {
 }
 
 /// Reads looks until one is as wanted.
-async fn look(events: &mut Events, what: &str, mut wanted: impl FnMut(&Value) -> bool) -> Value {
+async fn look_when(events: &mut Events, what: &str, mut wanted: impl FnMut(&Value) -> bool) -> Value {
     for _ in 0..20 {
         let (name, data) = events.next().await.expect(what);
         let data: Value = serde_json::from_str(&data).unwrap();
@@ -82,8 +82,8 @@ async fn each_look_tells_of_workers_and_explains_requests() {
     let is_told = |look: &Value| {
         look["requests"].as_array().unwrap().iter().any(|r| r["request"] == *second && r["state"] == "done")
     };
-    let look = look(&mut events, "the second request is told of", is_told).await;
-    assert_eq!((&look["coordinator"], &look["verdict"]["level"]), (&json!("c1"), &json!("idle")));
+    let look = look_when(&mut events, "the second request is told of", is_told).await;
+    assert_eq!(look["coordinator"], "c1");
     assert_eq!(look["workers"].as_array().unwrap().len(), 2);
     assert_eq!(look["cluster"]["workers"][0]["id"], look["workers"][0]["id"]);
     let request = look["requests"].as_array().unwrap().iter().find(|r| r["request"] == *second).unwrap();
@@ -113,6 +113,9 @@ async fn each_look_tells_of_workers_and_explains_requests() {
         "prompts are told"
     );
 
+    // What a worker has to do it reports beside its answers, so that can be behind them.
+    look_when(&mut events, "all is idle again", |look| look["verdict"]["level"] == "idle").await;
+
     // Who joins later is told the same from the beginning.
     let mut late = Events::get(rig.at.ops, "/admin/v1/dashboard/events").await;
     let (_, begin) = late.next().await.unwrap();
@@ -136,7 +139,7 @@ async fn each_look_tells_of_tenants_and_their_limits() {
     let set = send(rig.at.ops, Method::PUT, "/admin/v1/tenants/a", &[], limits).await;
     assert_eq!(set.status.as_u16(), 204);
     let mut events = Events::get(rig.at.ops, "/admin/v1/dashboard/events").await;
-    let first = look(&mut events, "a first look", |_| true).await;
+    let first = look_when(&mut events, "a first look", |_| true).await;
     assert_eq!(first["tenants"], json!([]), "who asks for nothing is not shown");
     let body = json!({"prompt": (0..40).collect::<Vec<u32>>(), "max_tokens": 3}).to_string();
     let ask = async || {
@@ -145,7 +148,7 @@ async fn each_look_tells_of_tenants_and_their_limits() {
     };
     assert_eq!((ask().await, ask().await, ask().await, ask().await), (200, 200, 200, 429));
     let is_told = |look: &Value| look["tenants"][0]["placed"] == 3;
-    let look = look(&mut events, "its requests are told of", is_told).await;
+    let look = look_when(&mut events, "its requests are told of", is_told).await;
     let told = &look["tenants"][0]["limits"];
     assert_eq!(look["tenants"][0]["tenant"], "a");
     assert_eq!(told["requests_per_minute"]["allowed"], 3);
