@@ -355,8 +355,8 @@ fn bare_rate(site: &Site, bytes: u64) -> f64 {
     })
 }
 
-/// `cargo test --release -p kvasir-cluster-tests --test network gigabyte -- --ignored --nocapture`, `KVASIR_BIN` being a
-/// release build.
+/// `cargo test --release -p kvasir-cluster-tests --test network gigabyte -- --ignored --nocapture --test-threads 1`,
+/// `KVASIR_BIN` being a release build.
 #[test]
 #[ignore = "a measurement: a gigabyte, on a quiet machine"]
 fn a_gigabyte_comes_as_fast_as_the_wire_allows() {
