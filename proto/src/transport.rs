@@ -114,6 +114,7 @@ mod revocation;
 mod rpc;
 mod sequence;
 mod shard;
+mod socket;
 mod stage;
 mod streams;
 mod tls;

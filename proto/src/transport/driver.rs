@@ -5,6 +5,7 @@
 //! here, where the thread that writes can take its turn ([`Handover::poll`]); what wakes the task meanwhile is remembered,
 //! and that thread sees to it.
 
+use super::socket::Socket;
 use crate::Error;
 use std::cell::RefCell;
 use std::io;
@@ -49,7 +50,7 @@ impl quinn::Runtime for Drivers {
     }
 
     fn wrap_udp_socket(&self, socket: std::net::UdpSocket) -> io::Result<Arc<dyn quinn::AsyncUdpSocket>> {
-        quinn::TokioRuntime.wrap_udp_socket(socket)
+        Ok(Arc::new(Socket(quinn::TokioRuntime.wrap_udp_socket(socket)?)))
     }
 
     fn now(&self) -> Instant {
