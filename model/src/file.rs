@@ -23,7 +23,7 @@ mod header;
 mod known;
 
 pub use header::ModelHeader;
-pub use known::DigestCache;
+pub use known::{DigestCache, Hashed};
 
 /// A model, opened.
 #[derive(Debug)]

@@ -5,7 +5,7 @@ use std::io;
 use std::ops::Deref;
 use std::sync::Arc;
 
-use memmap2::MmapMut;
+use memmap2::{Advice, MmapMut};
 
 use super::CHUNK_BYTES;
 use crate::file::StoredBytes;
@@ -75,9 +75,11 @@ impl TensorMemory {
             Some(memory) => memory,
             None => MmapMut::map_anon(self.bytes)?,
         };
-        let end = offset.checked_add(chunk.len());
-        let place = end.and_then(|end| memory.get_mut(offset..end));
-        place.ok_or(io::ErrorKind::InvalidInput)?.copy_from_slice(chunk);
+        let end = offset.checked_add(chunk.len()).filter(|end| *end <= memory.len());
+        let end = end.ok_or(io::ErrorKind::InvalidInput)?;
+        // All pages in one call, for which copying would stop at each; a system that does not know this stops.
+        let _ = memory.advise_range(Advice::PopulateWrite, offset, chunk.len());
+        memory.get_mut(offset..end).ok_or(io::ErrorKind::InvalidInput)?.copy_from_slice(chunk);
         self.missing = self.missing.saturating_sub(1);
         match self.missing {
             0 => Ok(Some(Arc::new(memory.make_read_only()?))),

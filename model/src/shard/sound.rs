@@ -43,9 +43,7 @@ struct Known {
 impl Sound {
     /// Of the store in `root`, where [`DIR`] must be for anything to be noted.
     pub(crate) fn of_store(root: &Path) -> Self {
-        let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok();
-        let boot = boot.filter(|boot| !boot.contains('/'));
-        let path = boot.map(|boot| root.join(DIR).join(boot.trim()));
+        let path = start_of_system().map(|start| root.join(DIR).join(start));
         Self { path, known: Mutex::default() }
     }
 
@@ -106,6 +104,13 @@ impl Known {
         }
         Ok(())
     }
+}
+
+/// What this start of the system is called; none where the system does not say.
+pub(crate) fn start_of_system() -> Option<String> {
+    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    let boot = boot.trim();
+    (!boot.is_empty() && !boot.contains('/')).then(|| boot.to_owned())
 }
 
 fn stamp(file: &Metadata) -> Stamp {

@@ -205,21 +205,36 @@ impl ShardStore {
     /// The bytes of a chunk, as its name says; `None` if they are not here. What is damaged is dropped.
     pub fn get(&self, chunk: ChunkId) -> Result<Option<Vec<u8>>, StoreError> {
         let mut bytes = Vec::new();
-        Ok(self.read(chunk, &mut bytes)?.then_some(bytes))
+        Ok(self.read_unless(|_| false, chunk, &mut bytes)?.then_some(bytes))
     }
 
-    /// As [`Self::get`], in the place of what is in `bytes`; false if they are not here.
+    /// As [`Self::get`], in the place of what is in `bytes`; false if they are not here. They are hashed if nobody has
+    /// since the system started, or the file has been touched since.
     pub fn read(&self, chunk: ChunkId, bytes: &mut Vec<u8>) -> Result<bool, StoreError> {
+        self.read_unless(|file| self.sound.knows(chunk, file), chunk, bytes)
+    }
+
+    /// As [`Self::read`]; a file that is known to be sound is not hashed.
+    fn read_unless(
+        &self,
+        known: impl FnOnce(&Metadata) -> bool,
+        chunk: ChunkId,
+        bytes: &mut Vec<u8>,
+    ) -> Result<bool, StoreError> {
         let path = chunk_path(&self.chunks(), chunk);
         bytes.clear();
-        // A byte more than any chunk has, so that a longer file is not taken for one.
-        let read = File::open(&path).and_then(|file| file.take(CHUNK_BYTES as u64 + 1).read_to_end(bytes));
-        match read {
-            Ok(_) => {}
+        let read = File::open(&path).and_then(|file| {
+            // A byte more than any chunk has, so that a longer file is not taken for one.
+            (&file).take(CHUNK_BYTES as u64 + 1).read_to_end(bytes)?;
+            // Of what it is now: nobody has touched what was read before.
+            file.metadata()
+        });
+        let file = match read {
+            Ok(file) => file,
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
             Err(source) => return Err(io_error("read", &path)(source)),
-        }
-        if ChunkId::of(bytes) == chunk {
+        };
+        if known(&file) || ChunkId::of(bytes) == chunk {
             return Ok(true);
         }
         tracing::warn!(%chunk, path = %path.display(), "a damaged chunk is dropped");

@@ -5,7 +5,7 @@ use super::buffers::{Buffer, Buffers};
 use crate::telemetry::ShippingMetrics;
 use bytes::Bytes;
 use model::ModelFile;
-use model::file::DigestCache;
+use model::file::{DigestCache, Hashed};
 use model::shard::{ChunkId, Manifest, ShardStore};
 use parking_lot::Mutex;
 use proto::Error;
@@ -46,6 +46,8 @@ pub(crate) struct Holdings {
 #[derive(Debug)]
 struct HeldFile {
     file: ModelFile,
+    /// As it was when its bytes were hashed, if that is known.
+    hashed: Option<Hashed>,
     manifest: Manifest,
     /// For each chunk of a file a tensor that has it, from where, and how long.
     places: HashMap<ChunkId, (String, u64, usize)>,
@@ -54,9 +56,10 @@ struct HeldFile {
 impl HeldFile {
     fn open(path: &PathBuf, digests: Option<&DigestCache>) -> Result<Self, model::Error> {
         let file = ModelFile::open(path)?;
-        if let Some(digests) = digests {
-            digests.fill(&file)?;
-        }
+        let hashed = match digests {
+            Some(digests) => digests.fill(&file)?,
+            None => None,
+        };
         let manifest = Manifest::of_file(&file)?;
         let mut places = HashMap::new();
         // Chunks of the store are read there, one by one.
@@ -65,14 +68,17 @@ impl HeldFile {
                 places.insert(place.id, (place.tensor.to_owned(), place.offset, place.bytes));
             }
         }
-        Ok(Self { file, manifest, places })
+        Ok(Self { file, hashed, manifest, places })
     }
 
-    /// Reads a chunk as it stands in the file; false if it is not there, or is no more what it was.
+    /// Reads a chunk as it stands in the file; false if it is not there, or is no more what it was. It is hashed if nobody
+    /// has since the system started, or the file has been touched since.
     fn read(&self, id: ChunkId, buffer: &mut Vec<u8>) -> bool {
         let Some((tensor, offset, bytes)) = self.places.get(&id) else { return false };
         buffer.resize(*bytes, 0);
         match self.file.read_tensor(tensor, *offset, buffer) {
+            // Asked behind the reading: nobody has touched before what is untouched now.
+            Ok(()) if self.hashed.as_ref().is_some_and(|hashed| self.file.is_still(hashed)) => true,
             Ok(()) if ChunkId::of(buffer) == id => true,
             Ok(()) => {
                 tracing::error!(tensor, "the model's file has changed under the worker");
@@ -120,6 +126,7 @@ impl Holdings {
 
     async fn give(self: &Arc<Self>, request: ShardRequest, mut reply: ShardReply) -> Result<(), Error> {
         let Ok(_place) = self.sends.try_acquire() else { return reply.fail(ShardRefusal::Busy).await };
+        let _serving = self.metrics.serves();
         match request {
             ShardRequest::Manifest(model) => {
                 let bytes = self.look(move |holdings| holdings.manifest(&model)).await;
@@ -223,5 +230,48 @@ async fn send(reply: &mut ShardReply, bytes: Option<Bytes>) -> Result<(), Error>
     match tokio::time::timeout(SEND_LIMIT, sent).await {
         Ok(sent) => sent,
         Err(_) => Err(Error::Timeout { what: "sending a chunk", limit_ms: SEND_LIMIT.as_millis() as u64 }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::File;
+    use std::os::unix::fs::FileExt;
+    use std::path::Path;
+    use std::time::SystemTime;
+
+    #[test]
+    fn a_file_that_has_changed_under_the_worker_is_not_sent() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("m.gguf");
+        let fixture =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny/llama/llama-f32.gguf");
+        std::fs::copy(fixture, &path).unwrap();
+        let file = File::options().write(true).open(&path).unwrap();
+        let then = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000_000);
+        let digests = DigestCache::at(dir.path().join("digests"));
+        // Of the last tensor: the file's last bytes.
+        let last = |held: &HeldFile| {
+            let info =
+                held.file.tensors().max_by_key(|info| held.file.tensor_data(info.name()).unwrap().as_ptr());
+            held.manifest.chunks(info.unwrap().name()).unwrap().last().unwrap().id
+        };
+        for digests in [None, Some(&digests)] {
+            file.set_modified(then).unwrap();
+            let held = HeldFile::open(&path, digests).unwrap();
+            assert_eq!(held.hashed.is_some(), digests.is_some());
+            let (chunk, mut buffer) = (last(&held), Vec::new());
+            assert!(held.read(chunk, &mut buffer));
+            assert_eq!(ChunkId::of(&buffer), chunk);
+            // Touched, and still what it was.
+            file.set_modified(then + Duration::from_secs(1)).unwrap();
+            assert!(held.read(chunk, &mut buffer));
+            let (end, byte) = (file.metadata().unwrap().len() - 1, *buffer.last().unwrap());
+            file.write_all_at(&[!byte], end).unwrap();
+            assert!(!held.read(chunk, &mut buffer));
+            file.write_all_at(&[byte], end).unwrap();
+            assert!(held.read(chunk, &mut buffer));
+        }
     }
 }

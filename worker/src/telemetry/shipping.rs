@@ -24,6 +24,8 @@ pub struct ShippingMetrics {
     pub fetched: Counter,
     /// Bytes of chunks sent to other workers.
     pub served: Counter,
+    /// Requests of other workers that are being answered.
+    pub serving: Gauge,
     /// Chunks refused because their bytes are not what their name says.
     pub refused: Family<SourceLabel, Counter>,
     /// Sources that are not asked any more, for having sent too many such chunks.
@@ -40,6 +42,12 @@ pub struct ShippingMetrics {
 impl ShippingMetrics {
     pub(crate) fn fetched(&self, bytes: u64) {
         self.fetched.inc_by(bytes);
+    }
+
+    /// A request of another worker is being answered, until what is returned is dropped.
+    pub(crate) fn serves(&self) -> Serving {
+        self.serving.inc();
+        Serving(self.serving.clone())
     }
 
     pub(crate) fn served(&self, bytes: u64) {
@@ -88,8 +96,19 @@ impl ShippingMetrics {
         );
         let mut gauge =
             |name: &str, help: &str, metric: &Gauge| registry.register(name, help, metric.clone());
+        gauge("kvasir_shard_serving", "Requests of other workers that are being answered", &self.serving);
         gauge("kvasir_shard_wanted_bytes", "Bytes of a shipped model that belong here", &self.wanted);
         gauge("kvasir_shard_present_bytes", "Bytes of these that are here", &self.present);
         gauge("kvasir_shard_store_bytes", "Bytes of the shard store of this host", &self.store);
+    }
+}
+
+/// See [`ShippingMetrics::serves`].
+#[derive(Debug)]
+pub(crate) struct Serving(Gauge);
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        self.0.dec();
     }
 }

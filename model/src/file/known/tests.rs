@@ -121,3 +121,41 @@ fn a_set_is_remembered_by_all_its_files() {
     assert_eq!(first, read(&fixture("tiny/llama/llama-f32.gguf")));
     assert!(entries(dir.path()).len() <= 1, "one entry whichever file is named");
 }
+
+#[test]
+fn who_reads_the_bytes_knows_them_until_they_are_touched() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, cache) = (model(dir.path()), DigestCache::at(dir.path().join("digests")));
+    let hashed = || {
+        let file = ModelFile::open(&path).unwrap();
+        (cache.fill(&file).unwrap(), file)
+    };
+    let (read, file) = hashed();
+    let (recalled, _) = hashed();
+    assert_eq!(read, recalled, "once read, known to all");
+    assert!(file.is_still(&read.unwrap()));
+    age(&path, 60);
+    assert!(!file.is_still(&recalled.unwrap()));
+}
+
+#[test]
+fn bytes_that_were_read_before_the_system_started_are_not_known() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, cache) = (model(dir.path()), DigestCache::at(dir.path().join("digests")));
+    let file = ModelFile::open(&path).unwrap();
+    let identity = identity(&file, &file.stamps().unwrap());
+    for start in [[0; 32], [7; 32]] {
+        cache.keep(&cache.dir.join(name(&file)), identity.clone(), start, file.chunks().unwrap()).unwrap();
+        let again = ModelFile::open(&path).unwrap();
+        assert_eq!(cache.fill(&again).unwrap(), None);
+        assert!(again.chunks.get().is_some(), "though their names are");
+    }
+}
+
+#[test]
+fn bytes_of_a_file_that_may_still_change_are_not_known() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, cache) = (model(dir.path()), DigestCache::at(dir.path().join("digests")));
+    OpenOptions::new().write(true).open(&path).unwrap().set_modified(SystemTime::now()).unwrap();
+    assert_eq!(cache.fill(&ModelFile::open(&path).unwrap()).unwrap(), None);
+}

@@ -209,3 +209,29 @@ fn what_is_written_past_the_page_cache_is_what_it_was() {
     }
     assert!(files(&store.temporary()).is_empty());
 }
+
+#[test]
+fn what_was_put_is_read_without_hashing_until_it_is_touched_and_checked_all_the_same() {
+    let dir = tempfile::tempdir().unwrap();
+    let (store, bytes) = (open(&dir, ROOM), b"as its name says");
+    let chunk = ChunkId::of(bytes);
+    let (path, mut found) = (place(&store, chunk), Vec::new());
+    // Changed behind the system's back: as far as the file says, nobody has touched it.
+    let spoil = || {
+        store.put(chunk, bytes).unwrap();
+        let changed = fs::metadata(&path).unwrap().modified().unwrap();
+        let file = File::options().write(true).open(&path).unwrap();
+        std::os::unix::fs::FileExt::write_all_at(&file, b"is", 0).unwrap();
+        file.set_modified(changed).unwrap();
+        file
+    };
+    spoil();
+    assert!(store.read(chunk, &mut found).unwrap());
+    assert_eq!(found, b"is its name says");
+    assert_eq!(store.check([chunk]).unwrap(), 1, "who checks hashes");
+    assert!(!path.exists());
+
+    spoil().set_modified(SystemTime::now() + Duration::from_secs(1)).unwrap();
+    assert!(!store.read(chunk, &mut found).unwrap());
+    assert!(!path.exists());
+}
