@@ -23,6 +23,8 @@ use tempfile::TempDir;
 /// What a worker of one lane has under way at most (`worker::shipping::schedule::Limits`), and one of four.
 const WINDOW: u64 = 32 << 20;
 const WINDOW_OF_FOUR: u64 = 64 << 20;
+/// First starts that are measured: two of the same build differ by a tenth and more.
+const STARTS: usize = 5;
 const QUIC: u16 = 7001;
 const PATIENCE: Duration = Duration::from_secs(180);
 
@@ -130,6 +132,18 @@ impl Site {
         self.net.on(worker.host, || http::metric(ops, name)).unwrap().unwrap_or(0.0) as u64
     }
 
+    /// Bytes of the chunks that a worker has sent, once it sends nothing more: what was asked for by somebody who is dead
+    /// counts when all of it has gone out, or is given up when the connection is.
+    fn served(&self, holder: &Worker) -> u64 {
+        let ops = SocketAddr::from((Ipv4Addr::LOCALHOST, 9090));
+        let rests = || {
+            let serving = http::metric(ops, "kvasir_shard_serving").ok();
+            serving.is_some_and(|serving| serving == 0.0).then_some(())
+        };
+        wait::until("nothing more is sent", PATIENCE, || self.net.on(holder.host, rests).unwrap()).unwrap();
+        self.metric(holder, "kvasir_shard_served_bytes_total")
+    }
+
     /// Waits until a worker has so much of the model.
     fn until(&self, worker: &Worker, share: f64) {
         let enough = (self.bytes as f64 * share) as u64;
@@ -161,6 +175,15 @@ impl Worker {
         let mut line = String::new();
         BufReader::new(self.process.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
         assert!(line.contains("quic"), "it has not started: {line:?}");
+    }
+
+    /// CPU time that it has used, of all its threads.
+    fn cpu_seconds(&self) -> f64 {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.process.id())).unwrap();
+        // Behind the name: utime and stime are the 12th and 13th, in hundredths of a second (proc(5)).
+        let (_, numbers) = stat.rsplit_once(')').unwrap();
+        let ticks = numbers.split_whitespace().skip(11).take(2).map(|ticks| ticks.parse::<u64>().unwrap());
+        ticks.sum::<u64>() as f64 / 100.0
     }
 
     fn kill(mut self) {
@@ -240,7 +263,7 @@ fn kill_a_receiver(lanes: &str, window: u64) {
         let receiver = site.receiver_over(lanes, 1, &[0]);
         site.until(&receiver, share);
         receiver.kill();
-        let (served, kept) = (site.metric(&holder, "kvasir_shard_served_bytes_total"), site.kept(1));
+        let (served, kept) = (site.served(&holder), site.kept(1));
         let lost = served.saturating_sub(kept + resent);
         println!("killed at {:.0} %: {kept} of {} bytes kept, {lost} lost", share * 100.0, site.bytes);
         assert!(lost <= window, "{lost} bytes have to be sent again");
@@ -286,15 +309,20 @@ fn a_killed_sender_is_made_up_for_by_another_and_by_itself_when_it_is_back() {
     }
 }
 
-/// Bytes per second that chunks of memory reach from one host to the other by the same streams, as many at a time,
-/// without anybody hashing or writing them.
+/// Bytes per second that chunks of memory reach from one host to the other by the same streams, as many at a time, and
+/// moved by as many threads as workers of one lane have (`runtime_beside_arithmetic`), without anybody hashing or writing
+/// them.
 fn bare_rate(site: &Site, bytes: u64) -> f64 {
     let endpoint = |host: usize| {
         let identity = proto::ca::load_identity(&site.identity(host)).unwrap();
         let any_port = SocketAddr::from((site.net.address(host), 0));
         Arc::new(Endpoint::bind(any_port, &identity, EndpointConfig::new(Epoch(1), [Role::Worker])).unwrap())
     };
-    let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let cpus = std::thread::available_parallelism().unwrap().get();
+    let runtime = || {
+        let mut builder = tokio::runtime::Builder::new_multi_thread();
+        builder.worker_threads(cpus.min(2)).enable_all().build().unwrap()
+    };
     let (told, address) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
         scope.spawn(move || {
@@ -358,35 +386,50 @@ fn bare_rate(site: &Site, bytes: u64) -> f64 {
 /// `cargo test --release -p kvasir-cluster-tests --test network gigabyte -- --ignored --nocapture --test-threads 1`,
 /// `KVASIR_BIN` being a release build.
 #[test]
-#[ignore = "a measurement: a gigabyte, on a quiet machine"]
+#[ignore = "a measurement: a gigabyte, some times over, on a quiet machine"]
 fn a_gigabyte_comes_as_fast_as_the_wire_allows() {
     let site = Site::new(2, 2048, 8);
-    let _holder = site.holder(0);
-    let before = bare_rate(&site, 512 << 20);
+    let holder = site.holder(0);
+    println!("model: {:.0} MB", 1e-6 * site.bytes as f64);
+    let mut over_bare: Vec<f64> = (0..STARTS).map(|_| first_start_over_bare(&site, &holder)).collect();
+    over_bare.sort_by(f64::total_cmp);
+    let median = over_bare[STARTS / 2];
+    println!("first start over bare: {median:.2}, {:.2} to {:.2}", over_bare[0], over_bare[STARTS - 1]);
+    assert!(median <= 1.3, "{over_bare:?}");
+}
+
+/// Starts a worker that has nothing, between two measurements of the bare rate, and once more.
+fn first_start_over_bare(site: &Site, holder: &Worker) -> f64 {
+    let sent_before = holder.cpu_seconds();
+    let before = bare_rate(site, 512 << 20);
     let started = Instant::now();
     let mut receiver = site.receiver(1, &[0]);
     receiver.listens();
     let first = started.elapsed().as_secs_f64();
+    let cpu = (receiver.cpu_seconds(), holder.cpu_seconds() - sent_before);
     let fetched = site.metric(&receiver, "kvasir_shard_fetched_bytes_total");
     receiver.kill();
-    let after = bare_rate(&site, 512 << 20);
-    let rate = (before + after) / 2.0;
-    let bare = site.bytes as f64 / rate;
+    let after = bare_rate(site, 512 << 20);
+    let bare = site.bytes as f64 / ((before + after) / 2.0);
     let started = Instant::now();
     let mut receiver = site.receiver(1, &[0]);
     receiver.listens();
     let second = started.elapsed().as_secs_f64();
     let again = site.metric(&receiver, "kvasir_shard_fetched_bytes_total");
-    let megabytes = 1e-6 * site.bytes as f64;
-    println!("model: {megabytes:.0} MB; bare rate {:.0} and {:.0} MB/s", before * 1e-6, after * 1e-6);
+    receiver.kill();
     println!(
-        "first start: {first:.2} s, {fetched} bytes fetched; {:.2} x {bare:.2} s at the bare rate",
-        first / bare
+        "first start: {first:.2} s, {:.2} of {bare:.2} s at the bare rate of {:.0} and {:.0} MB/s; CPU: {:.2} s receiver, \
+         {:.2} s holder; second start: {second:.2} s, {again} bytes fetched",
+        first / bare,
+        before * 1e-6,
+        after * 1e-6,
+        cpu.0,
+        cpu.1
     );
-    println!("second start: {second:.2} s, {again} bytes fetched");
     assert_eq!(fetched, site.bytes);
     assert!(again < 1_000_000);
-    assert!(first <= 1.3 * bare, "{first:.2} s, bare {bare:.2} s");
+    std::fs::remove_dir_all(site.home(1)).unwrap();
+    first / bare
 }
 
 #[test]
@@ -396,11 +439,11 @@ fn a_receiver_of_a_gigabyte_killed_at_any_point_loses_a_window() {
     let holder = site.holder(0);
     let mut lost = Vec::new();
     for share in [0.1, 0.5, 0.99] {
-        let served = site.metric(&holder, "kvasir_shard_served_bytes_total");
+        let served = site.served(&holder);
         let receiver = site.receiver(1, &[0]);
         site.until(&receiver, share);
         receiver.kill();
-        let served = site.metric(&holder, "kvasir_shard_served_bytes_total") - served;
+        let served = site.served(&holder) - served;
         lost.push(served.saturating_sub(site.kept(1)));
         std::fs::remove_dir_all(site.home(1)).unwrap();
     }
