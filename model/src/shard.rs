@@ -7,17 +7,19 @@
 
 use std::fmt;
 
+mod chunk_buffer;
 mod manifest;
 pub(crate) mod mapped;
-mod memory;
 mod packed;
 pub(crate) mod sound;
 pub(crate) mod store;
+mod tensor_memory;
 
+pub use chunk_buffer::ChunkBuffer;
 pub use manifest::{MANIFEST_BYTES, Manifest, ManifestError};
-pub use memory::{ChunkBuffer, TensorMemory};
 pub use packed::{PackedFile, PackedRegion, PackedWriter, RegionWriter};
 pub use store::{HeldModel, Room, ShardStore, StoreError};
+pub use tensor_memory::{ChunkSlot, TensorMemory};
 
 /// Bytes of a chunk; the last of a tensor may be shorter.
 pub const CHUNK_BYTES: usize = 4 << 20;

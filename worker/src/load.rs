@@ -21,7 +21,7 @@ use model::ModelFile;
 use model::costs::ModelCosts;
 use model::file::DigestCache;
 use model::metadata::Metadata;
-use model::shard::ShardStore;
+use model::shard::{ShardStore, TensorMemory};
 use model::spec::{AttentionSpec, FfnPart, FfnSpec, MixerSpec, ModelSpec};
 use model::tokenizer::Tokenizer;
 use proto::block::ClusterKey;
@@ -556,9 +556,10 @@ struct Arriving<'a> {
 impl TensorSource for Arriving<'_> {
     fn tensor(&self, name: &str) -> Result<TensorView<'_>, Error> {
         self.arrivals.wait(name);
-        match (self.arrivals.gathered(name), self.file.tensor(name)) {
+        let gathered = self.arrivals.gathered(name).and_then(TensorMemory::bytes);
+        match (gathered, self.file.tensor(name)) {
             (Some(bytes), Some(info)) => {
-                Ok(TensorView { ggml_type: info.ty().id(), dims: info.dims(), bytes: (**bytes).as_ref() })
+                Ok(TensorView { ggml_type: info.ty().id(), dims: info.dims(), bytes })
             }
             _ => TensorSource::tensor(self.file, name),
         }
@@ -570,8 +571,8 @@ impl TensorSource for Arriving<'_> {
 
     fn shared(&self, name: &str) -> Result<Option<SharedBytes>, Error> {
         self.arrivals.wait(name);
-        match self.arrivals.gathered(name) {
-            Some(bytes) => Ok(Some(Arc::clone(bytes))),
+        match self.arrivals.gathered(name).and_then(TensorMemory::stored) {
+            Some(bytes) => Ok(Some(bytes)),
             None => self.file.shared(name),
         }
     }

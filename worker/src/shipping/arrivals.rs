@@ -1,11 +1,9 @@
 //! What of a model is here while the rest is being fetched, for whoever loads it meanwhile.
 
-use kernels::backend::SharedBytes;
-use model::shard::{CHUNK_BYTES, ChunkId, TensorMemory};
+use model::shard::{ChunkId, ChunkSlot, TensorMemory};
 use parking_lot::{Condvar, Mutex};
 use std::collections::{HashMap, HashSet};
-use std::fmt;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 /// The tensors that a model's layers need, some of which are still under way. Clones are of the same fetch.
 #[derive(Debug, Clone)]
@@ -16,23 +14,11 @@ struct Inner {
     /// The chunks of each tensor.
     tensors: HashMap<String, Vec<ChunkId>>,
     /// Tensors that are loaded from memory.
-    gathered: HashMap<String, Gathered>,
-    /// The one that a chunk belongs to, and its place there.
+    gathered: HashMap<String, TensorMemory>,
+    /// The one that a chunk belongs to, and its number there.
     places: HashMap<ChunkId, (String, usize)>,
     state: Mutex<State>,
     changed: Condvar,
-}
-
-/// A tensor that stays in memory as it comes.
-struct Gathered {
-    coming: Mutex<TensorMemory>,
-    whole: OnceLock<SharedBytes>,
-}
-
-impl fmt::Debug for Gathered {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Gathered").field("coming", &self.coming).finish_non_exhaustive()
-    }
 }
 
 #[derive(Debug)]
@@ -70,11 +56,8 @@ impl Arrivals {
             for (name, chunks) in &tensors {
                 let own = |chunk: &ChunkId| coming.get(chunk).filter(|_| uses.get(chunk) == Some(&1));
                 let Some(lengths) = chunks.iter().map(own).collect::<Option<Vec<_>>>() else { continue };
-                let coming = TensorMemory::new(lengths.into_iter().sum(), chunks.len());
-                let tensor = Gathered { coming: Mutex::new(coming), whole: OnceLock::new() };
-                gathered.insert(name.clone(), tensor);
-                let offsets = (0..).step_by(CHUNK_BYTES);
-                places.extend(chunks.iter().zip(offsets).map(|(chunk, at)| (*chunk, (name.clone(), at))));
+                gathered.insert(name.clone(), TensorMemory::new(lengths.into_iter().sum()));
+                places.extend(chunks.iter().zip(0..).map(|(chunk, number)| (*chunk, (name.clone(), number))));
             }
         }
         let state = State { missing: coming.into_keys().collect(), over: false };
@@ -82,23 +65,17 @@ impl Arrivals {
         Self(Arc::new(Inner { tensors, gathered, places, state, changed }))
     }
 
-    /// Keeps a chunk that is as its name says in memory; false where its tensor is not gathered there.
-    pub(super) fn put(&self, chunk: ChunkId, bytes: &[u8]) -> bool {
-        let Some((tensor, offset)) = self.0.places.get(&chunk) else { return false };
-        let Some(Gathered { coming, whole }) = self.0.gathered.get(tensor) else { return false };
-        match coming.lock().put(*offset, bytes) {
-            Ok(None) => true,
-            Ok(Some(tensor)) => whole.set(tensor).is_ok(),
-            Err(error) => {
-                tracing::debug!(tensor, %error, "a tensor is not gathered in memory");
-                false
-            }
-        }
+    /// Where a chunk is received that stays in memory; none where its tensor is not gathered there.
+    pub(super) fn slot(&self, chunk: ChunkId) -> Option<ChunkSlot> {
+        let (tensor, number) = self.0.places.get(&chunk)?;
+        let slot = self.0.gathered.get(tensor)?.slot(*number);
+        slot.inspect_err(|error| tracing::debug!(tensor, %error, "a tensor is not gathered in memory"))
+            .ok()?
     }
 
-    /// A tensor that has been gathered in memory.
-    pub(crate) fn gathered(&self, tensor: &str) -> Option<&SharedBytes> {
-        self.0.gathered.get(tensor)?.whole.get()
+    /// A tensor that is gathered in memory.
+    pub(crate) fn gathered(&self, tensor: &str) -> Option<&TensorMemory> {
+        self.0.gathered.get(tensor)
     }
 
     /// Waits until all of a tensor is here, or nothing more comes.
@@ -132,6 +109,7 @@ impl Drop for Ending {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use model::shard::CHUNK_BYTES;
     use std::thread;
 
     #[test]
@@ -166,14 +144,19 @@ mod tests {
         let missing = [(one, CHUNK_BYTES), (two, 5), (twice, 1)];
         let bytes = CHUNK_BYTES as u64 + 6;
         assert!(
-            !Arrivals::new(tensors(), &missing, bytes - 1).put(two, &second),
+            Arrivals::new(tensors(), &missing, bytes - 1).slot(two).is_none(),
             "more than there is memory for"
         );
         let arrivals = Arrivals::new(tensors(), &missing, bytes);
-        assert!(arrivals.put(two, &second) && arrivals.gathered("whole").is_none());
-        assert!(arrivals.put(one, &first) && !arrivals.put(twice, b"3") && !arrivals.put(here, b"0"));
-        let whole = arrivals.gathered("whole").unwrap();
-        assert_eq!((**whole).as_ref(), [first, second].concat());
+        let put = |chunk, bytes: &[u8]| {
+            let mut slot = arrivals.slot(chunk).unwrap();
+            slot.push(bytes);
+            slot.finish()
+        };
+        assert!(put(two, &second) && arrivals.gathered("whole").unwrap().bytes().is_none());
+        assert!(put(one, &first) && arrivals.slot(twice).is_none() && arrivals.slot(here).is_none());
+        let whole = arrivals.gathered("whole").unwrap().bytes();
+        assert_eq!(whole.unwrap(), [first, second].concat());
         assert!(["part", "a", "b"].iter().all(|name| arrivals.gathered(name).is_none()));
     }
 }

@@ -4,9 +4,11 @@ use super::buffers::{Buffer, Buffers};
 use super::schedule::{Ask, ChunkIndex, Limits, RequestId, Schedule, SourceIndex};
 use super::{Arrivals, Links, ShippingError};
 use crate::telemetry::ShippingMetrics;
-use model::shard::{ChunkBuffer, ChunkId, Room, ShardStore, StoreError};
+use model::shard::{ChunkBuffer, ChunkId, ChunkSlot, Room, ShardStore, StoreError};
 use proto::Error;
 use proto::shard::{ChunksV1, ShardRequest};
+use std::io;
+use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Instant;
 use tokio::sync::mpsc;
@@ -135,35 +137,84 @@ impl Job {
         let words = |error: Error| error.to_string();
         let mut stream = connection.open_shard(&request).await.map_err(words)?;
         for (index, id, bytes) in &ask.chunks {
-            let mut found = self.buffers.take();
-            found.clear().map_err(|error| error.to_string())?;
-            match stream.next_into(*bytes, |part| found.push(part)).await.map_err(words)? {
-                false => self.tell(Event::NotHeld(ask.request, *index)),
+            let mut place = self.place(*id).map_err(|error| error.to_string())?;
+            match stream.next_into(*bytes, |part| place.push(part)).await.map_err(words)? {
+                false => {
+                    // Before anybody else is asked, who needs it.
+                    drop(place);
+                    self.tell(Event::NotHeld(ask.request, *index));
+                }
                 true => {
-                    metrics.fetched(found.len() as u64);
+                    metrics.fetched(place.len() as u64);
                     self.tell(Event::Received(ask.request, *index));
-                    self.keep(ask.source, *index, *id, found);
+                    self.keep(ask.source, *index, *id, place);
                 }
             }
         }
         Ok(())
     }
 
-    /// Checks a chunk and writes it, beside the network. What is loaded from memory is not read from the disk soon.
-    fn keep(&self, source: SourceIndex, index: ChunkIndex, id: ChunkId, bytes: Buffer<ChunkBuffer>) {
-        let (store, events, arrivals) = (self.store.clone(), self.events.clone(), self.arrivals.clone());
+    fn place(&self, id: ChunkId) -> io::Result<Place> {
+        if let Some(slot) = self.arrivals.slot(id) {
+            return Ok(Place::Tensor(slot));
+        }
+        let mut buffer = self.buffers.take();
+        buffer.clear()?;
+        Ok(Place::Buffer(buffer))
+    }
+
+    /// Checks a chunk and writes it, beside the network.
+    fn keep(&self, source: SourceIndex, index: ChunkIndex, id: ChunkId, place: Place) {
+        let (store, events) = (self.store.clone(), self.events.clone());
         tokio::task::spawn_blocking(move || {
-            let kept = match ChunkId::of(&bytes) == id {
-                false => None,
-                true if arrivals.put(id, &bytes) => Some(store.put_aside(id, &bytes)),
-                true => Some(store.put(id, &bytes)),
-            };
-            let event = match kept {
-                None => Event::Damaged(source, index),
-                Some(Ok(())) => Event::Kept(source, index),
-                Some(Err(error)) => Event::Failed(error),
+            let event = match place.keep(id, &store) {
+                Ok(true) => Event::Kept(source, index),
+                Ok(false) => Event::Damaged(source, index),
+                Err(error) => Event::Failed(error),
             };
             let _ = events.send(event);
         });
+    }
+}
+
+/// Where a chunk is received.
+enum Place {
+    /// It stays there, and is loaded from there.
+    Tensor(ChunkSlot),
+    /// It is loaded from the disk.
+    Buffer(Buffer<ChunkBuffer>),
+}
+
+impl Place {
+    fn push(&mut self, part: &[u8]) {
+        match self {
+            Self::Tensor(slot) => slot.push(part),
+            Self::Buffer(buffer) => buffer.push(part),
+        }
+    }
+
+    /// Writes what is there; not, and the place is free again, if it is not as its name says.
+    fn keep(self, id: ChunkId, store: &ShardStore) -> Result<bool, StoreError> {
+        if ChunkId::of(&self) != id {
+            return Ok(false);
+        }
+        match self {
+            // Nobody reads it from the disk soon.
+            Self::Tensor(slot) => {
+                store.put_aside(id, &slot)?;
+                Ok(slot.finish())
+            }
+            Self::Buffer(buffer) => store.put(id, &buffer).map(|()| true),
+        }
+    }
+}
+
+impl Deref for Place {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Tensor(slot) => slot,
+            Self::Buffer(buffer) => buffer,
+        }
     }
 }
