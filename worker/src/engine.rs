@@ -10,7 +10,7 @@ use crate::kv_events::EventLog;
 use crate::pieces::Namer;
 use crate::pull::Source;
 use crate::sampling::Sampler;
-use crate::sampling::stop::OutputText;
+use crate::sampling::stop::{Ending, OutputText};
 use crate::scheduler::{LogitRows, Rejected, Scheduler, SeqId, SequenceRequest, StepLimits, StepPlan};
 use crate::snapshot::Origin;
 use crate::speculation::Speculation;
@@ -311,7 +311,8 @@ impl Engine {
         &self.decoder
     }
 
-    /// Takes a request in. One that cannot be served hears why through its sink; the id names it until then.
+    /// Takes a request in. One that cannot be served hears why through its sink; the id names it until then. One of which
+    /// an earlier attempt has sent all tokens and not the end hears the end.
     pub fn submit(&mut self, now: Instant, request: EngineRequest) -> Option<SeqId> {
         self.next_id += 1;
         let id = SeqId(self.next_id);
@@ -332,13 +333,17 @@ impl Engine {
         let room = self.max_model_len.saturating_sub(prompt.len());
         stop.max_tokens = stop.max_tokens.min(u32::try_from(room).unwrap_or(u32::MAX));
         let prepared = self.prepare(&prompt, &emitted, sampling, stop);
-        let (sampler, text) = match prepared {
+        let (sampler, text, ending) = match prepared {
             Ok(prepared) => prepared,
             Err(error) => {
                 sink.frame(GenerateFrame::Failed(error));
                 return None;
             }
         };
+        if let Some(ending) = ending {
+            self.finish_at_once(&mut *sink, ending, text.generated());
+            return None;
+        }
         let (all_logits, states) = (sink.wants_logits(), sink.wants_states());
         let prompt_len = prompt.len();
         let traced = sink.span().and_then(|parent| Traced::begin(parent, now, prompt_len, &self.recorded));
@@ -419,13 +424,14 @@ impl Engine {
         }
     }
 
+    /// Checks a request and replays what was sent of it; with the end if that was all.
     fn prepare(
         &self,
         prompt: &[u32],
         emitted: &[u32],
         sampling: Sampling,
         stop: Stop,
-    ) -> Result<(Sampler, OutputText), GenerateError> {
+    ) -> Result<(Sampler, OutputText, Option<Ending>), GenerateError> {
         let vocab = self.decoder.spec().vocab;
         let refuse = |field: &str, reason: String| {
             Err(GenerateError::InvalidField { field: field.to_owned(), reason })
@@ -448,13 +454,15 @@ impl Engine {
         }
         let mut text = OutputText::new(self.tokenizer.clone(), stop.clone())?;
         let mut sampler = Sampler::new(sampling, &stop, prompt, text.ending_tokens(), vocab)?;
+        let mut ending = None;
         for &token in emitted {
-            sampler.accept(token);
-            if text.push(token).1.is_some() {
-                return refuse("emitted", "the tokens already sent end the generation".to_owned());
+            if ending.is_some() {
+                return refuse("emitted", format!("token {token} follows the one that ends the generation"));
             }
+            sampler.accept(token);
+            ending = text.push(token).1;
         }
-        Ok((sampler, text))
+        Ok((sampler, text, ending))
     }
 
     /// Where chat turns end, the last ones: there the same conversation will go on, or another part from it.

@@ -1,6 +1,7 @@
 //! What requesters hear: that a prompt is in, tokens, the end.
 
-use super::Engine;
+use super::{Engine, Sink};
+use crate::kv_cache::HitStop;
 use crate::sampling::stop::Ending;
 use crate::scheduler::SeqId;
 use crate::telemetry::{FinishedLabel, LookupLabel, Reason};
@@ -68,13 +69,8 @@ impl Engine {
         let info = self.scheduler.remove(id);
         let preemptions = info.map_or(0, |info| info.preemptions);
         let Some(mut live) = self.live.remove(&id) else { return };
-        let reason = match ending.reason {
-            FinishReason::Stop => Reason::stop,
-            FinishReason::Length => Reason::length,
-            FinishReason::Cancelled => Reason::abort,
-        };
         self.metrics.e2e.0.observe(now.saturating_duration_since(live.received).as_secs_f64());
-        self.count_end(reason);
+        self.count_end(label(ending.reason));
         if let Some(traced) = &mut live.traced {
             traced.finished(ending.reason, live.text.generated(), preemptions);
         }
@@ -86,6 +82,22 @@ impl Engine {
             preemptions,
             drafted_tokens: info.map_or(0, |info| info.drafted_tokens),
             accepted_tokens: info.map_or(0, |info| info.accepted_tokens),
+        }));
+    }
+
+    /// Of a request whose tokens have all been sent by an earlier attempt, which was cut off before it could say so.
+    pub(super) fn finish_at_once(&self, sink: &mut dyn Sink, ending: Ending, completion_tokens: u32) {
+        self.count_end(label(ending.reason));
+        let hit_stop = HitStop::Disabled.to_string();
+        sink.frame(GenerateFrame::Started(StartedV1 { cached_tokens: 0, computed_tokens: 0, hit_stop }));
+        sink.frame(GenerateFrame::Finished(FinishedV1 {
+            reason: ending.reason,
+            matched: ending.matched,
+            tail: ending.tail,
+            completion_tokens,
+            preemptions: 0,
+            drafted_tokens: 0,
+            accepted_tokens: 0,
         }));
     }
 
@@ -112,5 +124,13 @@ impl Engine {
 
     pub(super) fn count_end(&self, finished_reason: Reason) {
         self.metrics.finished.get_or_create(&FinishedLabel { finished_reason }).inc();
+    }
+}
+
+fn label(reason: FinishReason) -> Reason {
+    match reason {
+        FinishReason::Stop => Reason::stop,
+        FinishReason::Length => Reason::length,
+        FinishReason::Cancelled => Reason::abort,
     }
 }

@@ -84,6 +84,39 @@ fn a_request_goes_on_where_an_earlier_attempt_stopped() {
     }
 }
 
+/// The attempt that sent the last token was cut off before it could say that it was the last.
+#[test]
+fn a_request_that_lacks_nothing_but_its_end_gets_it() {
+    let mut engine = open(LLAMA, &options(LLAMA));
+    let ask = sampled(3, 40, 24).tokens_only();
+    let whole = one_by_one(&mut engine, std::slice::from_ref(&ask)).remove(0);
+    let stopping =
+        |stop: Stop| Ask { stop: Stop { max_tokens: 24, ignore_eos: true, ..stop }, ..ask.clone() };
+    let text = whole.text.chars().skip(whole.text.chars().count() / 2).take(3).collect::<String>();
+    for ask in [
+        ask.clone(),
+        stopping(Stop { token_ids: vec![whole.tokens[9]], ..Stop::default() }),
+        stopping(Stop { strings: vec![text], ..Stop::default() }),
+    ] {
+        let whole = one_by_one(&mut engine, std::slice::from_ref(&ask)).remove(0);
+        let before = engine.metrics().prompt_tokens.get();
+        let all = Ask { emitted: whole.tokens.clone(), ..ask.clone() };
+        let asked = submit(&mut engine, &all);
+        assert!(asked.id.is_none() && !engine.has_work(), "there is nothing to compute");
+        let (end, heard) = (whole.finished.unwrap(), asked.heard());
+        assert!(heard.started.is_some() && heard.tokens.is_empty());
+        let finished = heard.finished.unwrap();
+        assert_eq!(
+            (finished.reason, finished.matched, finished.tail, finished.completion_tokens),
+            (end.reason, end.matched, end.tail, end.completion_tokens)
+        );
+        assert_eq!(engine.metrics().prompt_tokens.get(), before);
+    }
+    let more = Ask { emitted: [&whole.tokens[..], &[5]].concat(), ..ask };
+    let refused = submit(&mut engine, &more).heard().failed;
+    assert!(matches!(refused, Some(GenerateError::InvalidField { field, .. }) if field == "emitted"));
+}
+
 #[test]
 fn a_cancelled_request_gives_its_blocks_back_within_a_step() {
     let mut engine = open(LLAMA, &options(LLAMA));
