@@ -12,7 +12,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Instant;
 use tokio::sync::mpsc;
-use tokio::task::JoinSet;
+use tokio::task::{JoinHandle, JoinSet};
 
 /// What tasks tell the fetch.
 enum Event {
@@ -135,9 +135,11 @@ impl Job {
         let names = ask.chunks.iter().map(|(_, id, _)| id.0).collect();
         let request = ShardRequest::Chunks(ChunksV1 { names });
         let words = |error: Error| error.to_string();
-        let mut stream = connection.open_shard(&request).await.map_err(words)?;
-        for (index, id, bytes) in &ask.chunks {
-            let mut place = self.place(*id).map_err(|error| error.to_string())?;
+        // Both to their end: a slot that is still being taken when others are asked would be missing to them.
+        let (stream, slots) = tokio::join!(connection.open_shard(&request), self.slots(ask));
+        let (mut stream, slots) = (stream.map_err(words)?, slots.map_err(|error| error.to_string())?);
+        for ((index, id, bytes), slot) in ask.chunks.iter().zip(slots) {
+            let mut place = self.place(slot).map_err(|error| error.to_string())?;
             match stream.next_into(*bytes, |part| place.push(part)).await.map_err(words)? {
                 false => {
                     // Before anybody else is asked, who needs it.
@@ -154,8 +156,16 @@ impl Job {
         Ok(())
     }
 
-    fn place(&self, id: ChunkId) -> io::Result<Place> {
-        if let Some(slot) = self.arrivals.slot(id) {
+    /// Where chunks go that stay in memory. Their pages are made while the source looks for them, and not by a thread that
+    /// moves bytes.
+    fn slots(&self, ask: &Ask) -> JoinHandle<Vec<Option<ChunkSlot>>> {
+        let arrivals = self.arrivals.clone();
+        let ids: Vec<ChunkId> = ask.chunks.iter().map(|(_, id, _)| *id).collect();
+        tokio::task::spawn_blocking(move || ids.into_iter().map(|id| arrivals.slot(id)).collect())
+    }
+
+    fn place(&self, slot: Option<ChunkSlot>) -> io::Result<Place> {
+        if let Some(slot) = slot {
             return Ok(Place::Tensor(slot));
         }
         let mut buffer = self.buffers.take();
