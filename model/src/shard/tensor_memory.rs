@@ -109,9 +109,9 @@ impl ChunkSlot {
     pub fn push(&mut self, bytes: &[u8]) {
         let Some(memory) = self.tensor.memory.get() else { return };
         let fits = (self.room - self.filled).min(bytes.len());
-        // SAFETY: the target is inside the mapping, which has as many bytes as the tensor: see the fields. It belongs to this slot alone, of which there is one while the state is `TAKEN`;
-        // the only reference to it is what `deref` gave, which `&mut self` has ended. `bytes` is a reference to initialised
-        // memory, which overlaps it in no way since it lives now.
+        // SAFETY: the target is inside the mapping, which has as many bytes as the tensor: see the fields. It belongs to this
+        // slot alone, of which there is one while the state is `TAKEN`; the only reference to it is what `deref` gave, which
+        // `&mut self` has ended. `bytes`, a reference that lives now, is of other memory.
         unsafe {
             let target = memory.as_mut_ptr().add(self.start + self.filled);
             target.copy_from_nonoverlapping(bytes.as_ptr(), fits);
