@@ -92,6 +92,37 @@ fn drain_and_undrain(cluster: &Cluster, browser: &Browser) {
     browser.wait_for("its row says so", &format!("{row}.dataset.level !== 'out'")).unwrap();
 }
 
+/// Who goes through the workers by keyboard, comes to each of them: none changes its place beneath him, whatever it is told to
+/// do meanwhile. Hottest first is how they stand again when he has gone.
+fn workers_stand_still_for_who_is_there(cluster: &Cluster, browser: &Browser) {
+    let [first, second] = [0, 1].map(|at| cluster.nodes().workers[at].id.as_str());
+    let ops = cluster.coordinator().ops.to_string();
+    let row = |worker: &str| format!("document.querySelector(\"tr[data-worker='{worker}']\")");
+    let order = |ids: [&str; 2]| {
+        let ids = json!(ids);
+        format!(
+            "'{ids}' === JSON.stringify([...document.querySelectorAll('#workers tr')].map((row) => row.dataset.worker))"
+        )
+    };
+    let button = |worker: &str| format!("{}.querySelector('button')", row(worker));
+    let at = |worker: &str| format!("document.activeElement === {}", button(worker));
+    browser.click("#prompt").unwrap();
+    browser.wait_for("as told, both being idle", &order([first, second])).unwrap();
+    browser.script(&format!("{}.focus()", button(first))).unwrap();
+    browser.press([keys::TAB]).unwrap();
+    browser.wait_for("at the second one", &at(second)).unwrap();
+    // One that is out stands before one that is idle.
+    binary::stdout(&["drain", second, "--ops", &ops]).unwrap();
+    browser.wait_for("its row says so", &format!("{}.dataset.level === 'out'", row(second))).unwrap();
+    for (what, holds) in [("the order", order([first, second])), ("the focus", at(second))] {
+        assert_eq!(browser.script(&format!("return {holds}")).unwrap(), true, "{what} has changed");
+    }
+    browser.click("#prompt").unwrap();
+    browser.wait_for("out before idle", &order([second, first])).unwrap();
+    binary::stdout(&["undrain", second, "--ops", &ops]).unwrap();
+    browser.wait_for("as before", &order([first, second])).unwrap();
+}
+
 /// With the other one drained a worker gets more than it can do: the page, opened as an operator would who was called, names it
 /// within a minute, and why.
 fn who_is_hot(cluster: &Cluster, browser: &Browser) {
@@ -263,6 +294,7 @@ fn an_operator_sees_who_is_hot_and_why_and_acts_on_it() {
     }
     browser.script("document.querySelector('#requests').scrollIntoView({behavior: 'instant'})").unwrap();
     browser.screenshot(&picture("dark")).unwrap();
+    workers_stand_still_for_who_is_there(&cluster, &browser);
     assert_the_keyboard_reaches_everything(&browser);
 
     // From dark to what the system wants, and on to dark again.

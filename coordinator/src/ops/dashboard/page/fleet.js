@@ -11,10 +11,21 @@ function byHeat(a, b) {
   return ORDER.indexOf(a.level) - ORDER.indexOf(b.level) || Math.round(5 * b.heat) - Math.round(5 * a.heat) || a.id.localeCompare(b.id, "en", { numeric: true });
 }
 
+/**
+ * How the rows stand: hottest first, but as they are while somebody is at their buttons, by keyboard or with the pointer. Else
+ * his next Tab would miss a worker, a row that is moved would lose his focus, and his click could come to another one.
+ */
+function order(body) {
+  if (!body.querySelector(":focus-visible, .actions:hover")) return byHeat;
+  const places = new Map([...body.children].map((row, place) => [row.dataset.worker, place]));
+  const place = ({ id }) => places.get(id) ?? places.size;
+  return (a, b) => place(a) - place(b) || byHeat(a, b);
+}
+
 export function drawFleet({ look }, drain) {
   const known = new Map(look.cluster.workers.map((worker) => [worker.id, worker]));
-  const workers = look.workers.map((worker) => ({ ...known.get(worker.id), ...worker })).sort(byHeat);
   const body = byId("workers");
+  const workers = look.workers.map((worker) => ({ ...known.get(worker.id), ...worker })).sort(order(body));
   body.classList.toggle("none", workers.length === 0);
   keyed(body, workers, ({ id }) => id, (worker) => makeRow(worker, drain), drawRow);
   drawPools(workers);
