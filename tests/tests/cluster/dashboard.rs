@@ -135,7 +135,7 @@ fn who_is_hot(cluster: &Cluster, browser: &Browser) {
             let told = &told;
             scope.spawn(move || {
                 for round in (0..).take_while(|_| !told.load(Ordering::Relaxed)) {
-                    let prompt = format!("Client {client}, round {round}. {}", document(16));
+                    let prompt = format!("Client {client}, round {round}. {}", document(5));
                     let body = json!({"model": cluster.model(), "prompt": prompt, "max_tokens": 8});
                     http::post(cluster.http(), "/v1/completions", &body).unwrap().ok().unwrap();
                 }
