@@ -2,8 +2,8 @@
 //! says. See [decision 57](../../docs/decisions/0057-grammars-are-compiled-by-workers.md).
 //!
 //! A grammar is compiled before its request is queued, on a thread of its own and within a budget, which another process
-//! has kept first ([`trial`]), and kept for the next request that brings it. What may follow a token is worked out by a small pool of threads ([`Guide`]) while the step
-//! goes on; the engine's thread only looks at the result.
+//! has kept first ([`trial`]), and kept for the next request that brings it. What may follow a token is worked out by a small
+//! pool of threads ([`Guide`]) while the step goes on; the engine's thread only looks at the result.
 
 use crate::Error;
 use crate::progress::spawn;
@@ -30,8 +30,10 @@ mod pool;
 pub mod trial;
 mod vocabulary;
 
-/// How long a grammar may take to compile.
+/// How much time of a CPU a grammar may take to compile.
 pub const COMPILE_TIME: Duration = Duration::from_millis(500);
+/// How long it may take to get that time, where others want the CPUs, too.
+const CPU_WAIT: Duration = Duration::from_secs(5);
 /// How long a row may wait for what may be drawn, before its request is ended.
 pub const MASK_TIME: Duration = Duration::from_secs(2);
 /// Compilations at once; one that takes longer than it may counts until it has ended.
@@ -103,7 +105,7 @@ impl Grammars {
     ///
     /// # Errors
     /// [`GenerateError::InvalidField`] names the request's field; [`GenerateError::QueueFull`] if too many are being
-    /// compiled.
+    /// compiled, or others have the CPUs.
     pub async fn guide(
         &self,
         root: BlockId,
@@ -146,7 +148,7 @@ impl Grammars {
         let turn = timeout(TURN_TIME, Arc::clone(&self.turns).acquire_owned()).await;
         let Ok(Ok(turn)) = turn else { return Err(GenerateError::QueueFull) };
         let too_much = || {
-            let reason = format!("compiling it takes more than {} ms", COMPILE_TIME.as_millis());
+            let reason = format!("compiling it takes more than {} ms of a CPU", COMPILE_TIME.as_millis());
             Refusal { why: Refused::time, reason }
         };
         let (syntax, text) = (grammar.syntax, grammar.text.clone());
@@ -160,29 +162,33 @@ impl Grammars {
             })
             .await
         };
-        match tried {
-            Some(Tried::Ended) => {}
+        // What has ended there ends here, too. Only what nobody has tried is measured by the clock.
+        let (patience, late) = match tried {
+            Some(Tried::Ended) => (CPU_WAIT, Err(GenerateError::QueueFull)),
+            Some(Tried::Untried) => (COMPILE_TIME, Ok(Err(too_much()))),
             Some(Tried::TooMuch) => return Ok(Err(too_much())),
+            // Not a word about the grammar, so nothing that is remembered of it.
+            Some(Tried::Unfinished) => return Err(GenerateError::QueueFull),
             Some(Tried::Failed(error)) => {
                 tracing::error!(error, "a grammar cannot be tried");
                 return Err(GenerateError::Internal);
             }
             None => return Err(GenerateError::Internal),
-        }
+        };
         let made = Arc::clone(made);
         let compiled = beside(move || {
             let _turn = turn;
             build(&made.factory, syntax, &text)
         });
-        Ok(match timeout(COMPILE_TIME, compiled).await {
+        match timeout(patience, compiled).await {
             Ok(Some(Ok(matcher))) => {
                 self.metrics.compiled.inc();
-                Ok(Arc::new(Compiled(Mutex::new(matcher))))
+                Ok(Ok(Arc::new(Compiled(Mutex::new(matcher)))))
             }
-            Ok(Some(Err(reason))) => Err(Refusal { why: Refused::invalid, reason }),
-            Ok(None) => return Err(GenerateError::Internal),
-            Err(_) => Err(too_much()),
-        })
+            Ok(Some(Err(reason))) => Ok(Err(Refusal { why: Refused::invalid, reason })),
+            Ok(None) => Err(GenerateError::Internal),
+            Err(_) => late,
+        }
     }
 }
 

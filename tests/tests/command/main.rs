@@ -46,4 +46,5 @@ mod spec;
 mod state_type;
 mod tokenize;
 mod transcripts;
+mod try_grammar;
 mod usage;

@@ -7,7 +7,7 @@
 //! limited.
 
 use super::vocabulary::{self, Names};
-use super::{COMPILE_TIME, build};
+use super::{CPU_WAIT, build};
 use crate::progress::spawn;
 use proto::message::{GrammarSyntax, MAX_GRAMMAR_BYTES};
 use serde::{Deserialize, Serialize};
@@ -17,11 +17,12 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
 use std::sync::mpsc::channel;
+use std::time::Duration;
 
 /// Most of what a process that tries reads: a grammar, and the names of tokens.
 const MAX_TASK: u64 = 16 * MAX_GRAMMAR_BYTES as u64;
 
-/// A command that does [`attempt`] with its input.
+/// A command that does [`attempt`] with its input, and that a signal ends when it has had [`super::COMPILE_TIME`] of a CPU.
 #[derive(Debug)]
 pub struct Program {
     /// What is run.
@@ -42,10 +43,14 @@ pub fn tried_by(program: Program) {
 /// What became of it.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Tried {
+    /// There is no program to try it with.
+    Untried,
     /// It has ended; whether the grammar can be used is another question.
     Ended,
-    /// It was ended, or ended itself for what it took.
+    /// It was ended for what it took.
     TooMuch,
+    /// It has not had the time of a CPU to tell: others had it.
+    Unfinished,
     /// It could not be tried.
     Failed(String),
 }
@@ -57,17 +62,17 @@ struct Task {
     names: Names,
 }
 
-/// Tries a grammar of a model with tokens of these names. Takes [`COMPILE_TIME`] at most, and the calling thread.
+/// Tries a grammar of a model with tokens of these names. Takes [`CPU_WAIT`] at most, and the calling thread.
 pub(super) fn attempted(syntax: GrammarSyntax, text: &str, names: &Names) -> Tried {
-    let Some(program) = PROGRAM.get() else { return Tried::Ended };
+    let Some(program) = PROGRAM.get() else { return Tried::Untried };
     let task = Task { syntax, text: text.to_owned(), names: names.clone() };
-    match serde_json::to_vec(&task).map_err(io::Error::from).and_then(|task| run(program, task)) {
+    match serde_json::to_vec(&task).map_err(io::Error::from).and_then(|task| run(program, task, CPU_WAIT)) {
         Ok(tried) => tried,
         Err(error) => Tried::Failed(format!("{}: {error}", program.path.display())),
     }
 }
 
-fn run(program: &Program, task: Vec<u8>) -> io::Result<Tried> {
+fn run(program: &Program, task: Vec<u8>, patience: Duration) -> io::Result<Tried> {
     let mut command = Command::new(&program.path);
     command.args(&program.arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
     let mut child = Ended(command.spawn()?);
@@ -81,14 +86,14 @@ fn run(program: &Program, task: Vec<u8>) -> io::Result<Tried> {
         let _ = told.send(closed.is_some());
     })
     .map_err(|error| io::Error::other(error.to_string()))?;
-    if ended.recv_timeout(COMPILE_TIME).is_err() {
-        return Ok(Tried::TooMuch);
+    if ended.recv_timeout(patience).is_err() {
+        return Ok(Tried::Unfinished);
     }
     let status = child.0.wait()?;
     Ok(match status.code() {
         Some(0) => Tried::Ended,
         Some(code) => Tried::Failed(format!("it ends with {code}")),
-        // By a signal: that of a limit, or of memory that ran out.
+        // By a signal: that of its time, or of memory that ran out.
         None => Tried::TooMuch,
     })
 }
@@ -129,16 +134,20 @@ mod tests {
 
     #[test]
     fn a_process_that_goes_on_is_ended_and_how_it_ends_is_told() {
-        let tried = |script: &str| run(&shell(script), vec![b'x'; 1 << 20]).unwrap();
+        const PATIENCE: Duration = Duration::from_secs(60);
+        let task = || vec![b'x'; 1 << 20];
+        let tried = |script: &str| run(&shell(script), task(), PATIENCE).unwrap();
         assert_eq!(tried("cat > /dev/null"), Tried::Ended);
         assert_eq!(tried("exit 0"), Tried::Ended, "it need not read");
         assert_eq!(tried("exit 3"), Tried::Failed("it ends with 3".into()));
-        assert_eq!(tried("kill -KILL $$"), Tried::TooMuch);
+        assert_eq!(tried("kill -PROF $$"), Tried::TooMuch);
+        // Who is kept from the CPUs has not taken too much of them.
         let since = Instant::now();
-        assert_eq!(tried("exec sleep 60"), Tried::TooMuch);
-        assert!(since.elapsed() < 20 * COMPILE_TIME, "{:?}", since.elapsed());
+        let stopped = run(&shell("kill -STOP $$"), task(), Duration::from_millis(200)).unwrap();
+        assert_eq!(stopped, Tried::Unfinished);
+        assert!(since.elapsed() < PATIENCE / 6, "{:?}", since.elapsed());
         let none = Program { path: "/nonexistent/program".into(), arguments: Vec::new() };
-        assert!(run(&none, Vec::new()).is_err());
+        assert!(run(&none, Vec::new(), PATIENCE).is_err());
     }
 
     #[test]
