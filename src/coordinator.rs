@@ -70,6 +70,10 @@ pub(crate) struct CoordinatorSettings {
     /// Keep /readyz at 503 until a POST to /admin/v1/ready; `kvasir up` uses it.
     #[arg(long, value_name = "BOOL", env = "KVASIR_HOLD_READY", hide = true)]
     pub(crate) hold_ready: Option<bool>,
+    /// Take the texts of control tokens in the messages of chats for these tokens, as in prompts of completions [default:
+    /// false, they are ordinary text].
+    #[arg(long, value_name = "BOOL", env = "KVASIR_RAW_CHATS")]
+    pub(crate) raw_chats: Option<bool>,
     /// Time that a request may take in all [default: 10 minutes].
     #[arg(long, value_name = "TIME", env = "KVASIR_REQUEST_TIMEOUT")]
     pub(crate) request_timeout: Option<Period>,
@@ -187,6 +191,7 @@ impl CoordinatorSettings {
             quic: or!(quic, default.quic, "this machine only, unless told otherwise"),
             cluster_key: or!(cluster_key, home::home()?.join("cluster.key"), "beside the model cache"),
             hold_ready: or!(hold_ready, default.hold_ready, "ready as soon as a worker is"),
+            raw_chats: or!(raw_chats, default.raw_chats, "users must not write turns of others"),
             request_timeout: or!(
                 request_timeout,
                 seconds(default.request_timeout_s),
@@ -241,6 +246,7 @@ impl CoordinatorSettings {
             models: models.collect::<anyhow::Result<_>>()?,
             keys: self.keys.clone().unwrap_or_default(),
             hold_ready: self.hold_ready.unwrap_or(default.hold_ready),
+            raw_chats: self.raw_chats.unwrap_or(default.raw_chats),
             request_timeout_s: ms(self.request_timeout, default.request_timeout_s * 1000).div_ceil(1000),
             queue_requests: self.queue_requests.unwrap_or(default.queue_requests),
             queue_tokens: self.queue_tokens.unwrap_or(default.queue_tokens),

@@ -137,19 +137,15 @@ impl Run {
         if self.raw {
             return Ok(tokenizer.encode(&self.prompt, false));
         }
-        let text = if self.chat {
+        let mut ids = if self.chat {
             let template = ChatTemplate::from_metadata(&local.metadata, tokenizer)?
                 .context("this model has no chat template; leave --chat away")?;
-            template.render(
-                &[Message::new("user", self.prompt.as_str())],
-                None,
-                true,
-                &serde_json::Map::new(),
-            )?
+            let message = Message::new("user", self.prompt.as_str());
+            let prompt = template.render_marked(&[message], None, true, &serde_json::Map::new())?;
+            tokenizer.encode_prompt(&prompt.text, &prompt.quoted).0
         } else {
-            self.prompt.clone()
+            tokenizer.encode(&self.prompt, true)
         };
-        let mut ids = tokenizer.encode(&text, true);
         if let Some(bos) = tokenizer.bos().filter(|bos| tokenizer.adds_bos() && ids.first() != Some(bos)) {
             ids.insert(0, bos);
         }

@@ -96,7 +96,7 @@ impl Bench {
     fn open(args: &Args) -> anyhow::Result<Self> {
         let id = ModelId::new(args.model.as_str())?;
         let entry = ModelEntry { id: id.clone(), path: args.model_file.clone() };
-        let open = || Models::open(std::slice::from_ref(&entry));
+        let open = || Models::open(std::slice::from_ref(&entry), false);
         let models = open()?;
         let served = ServedModelV2 {
             tokenizer_digest: models.only().context("no model")?.tokenizer.digest(),
@@ -152,9 +152,10 @@ impl Bench {
         let template = again.template.as_ref().context("no chat template")?;
         let fields = timed(&mut took, || Fields::parse(body, CHAT))?;
         let messages = timed(&mut took, || messages(&fields))?;
-        let text = timed(&mut took, || template.render(&messages, None, true, &serde_json::Map::new()))?;
-        let tokens = timed(&mut took, || again.tokens(&text, true));
-        anyhow::ensure!(*tokens == **prompt, "planned otherwise");
+        let text =
+            timed(&mut took, || template.render_marked(&messages, None, true, &serde_json::Map::new()))?;
+        let tokens = timed(&mut took, || again.chat(&text, true));
+        anyhow::ensure!(tokens == *prompt, "planned otherwise");
 
         let chain: Arc<[BlockId]> = timed(&mut took, || self.chains.chain_of(self.root, prompt).into());
         let ask = Ask {

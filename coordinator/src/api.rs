@@ -27,6 +27,8 @@ mod raw;
 pub mod realtime;
 pub mod rerank;
 mod responses;
+#[cfg(test)]
+mod round_trip;
 pub mod shape;
 mod spans;
 pub mod tools;
@@ -537,6 +539,10 @@ impl Front {
                 sampling.seed = sampling.seed.wrapping_add(nth.into());
                 let mut stop = plan.params.stop.clone();
                 stop.max_tokens = *max_tokens;
+                if plan.speech.is_some() {
+                    // They are looked for in what is said, once the answer has been taken apart.
+                    stop.strings.clear();
+                }
                 jobs.push(Job {
                     request_id: id.clone(),
                     choice: jobs.len() as u32,

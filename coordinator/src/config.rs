@@ -34,6 +34,8 @@ pub struct Config {
     pub keys: Vec<KeyEntry>,
     /// Whether `/readyz` stays 503 until someone posts to `/admin/v1/ready`.
     pub hold_ready: bool,
+    /// Whether texts of control tokens in chats become these tokens.
+    pub raw_chats: bool,
     /// Seconds that a request may take in all.
     pub request_timeout_s: u64,
     /// Generations that may wait for a worker.
@@ -80,6 +82,7 @@ impl Default for Config {
             models: Vec::new(),
             keys: Vec::new(),
             hold_ready: false,
+            raw_chats: false,
             request_timeout_s: 600,
             queue_requests: policy.queue.requests,
             queue_tokens: policy.queue.tokens,

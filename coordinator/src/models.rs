@@ -1,7 +1,7 @@
 //! The models that the API offers: what of a model file the coordinator needs, which is text in and out.
 
 use model::catalog::{self, Verification};
-use model::chat_template::ChatTemplate;
+use model::chat_template::{ChatTemplate, Prompt};
 use model::costs::ModelCosts;
 use model::dialect::Dialect;
 use model::sampling::SamplingDefaults;
@@ -11,6 +11,7 @@ use proto::ids::ModelId;
 use proto::message::{TokenIds, TokenPart};
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -64,6 +65,8 @@ pub struct OfferedModel {
     pub context: usize,
     /// How its file was checked, if it was downloaded.
     pub verification: Option<Verification>,
+    /// Whether texts of control tokens in chats become these tokens.
+    raw_chats: bool,
     /// What its texts have cost so far.
     tokenised: Tokenised,
 }
@@ -79,19 +82,23 @@ impl OfferedModel {
     /// The tokens of `text`, special tokens parsed, BOS before them if `bos` is asked for, the model wants
     /// it and the text does not begin with it already.
     pub fn tokens(&self, text: &str, bos: bool) -> Vec<u32> {
-        self.tokens_in_parts(text, bos).0
+        self.tokens_in_parts(text, &[], bos).0
     }
 
     /// The same as a prompt, which knows what it begins with.
     pub fn prompt(&self, text: &str, bos: bool) -> TokenIds {
-        let (tokens, parts) = self.tokens_in_parts(text, bos);
-        let part = |Part { name, end }| TokenPart { name, end };
-        TokenIds::in_parts(tokens, parts.into_iter().map(part).collect())
+        in_parts(self.tokens_in_parts(text, &[], bos))
     }
 
-    fn tokens_in_parts(&self, text: &str, bos: bool) -> (Vec<u32>, Vec<Part>) {
+    /// The tokens of a chat. Only what its template has written becomes control tokens, unless chats are raw.
+    pub fn chat(&self, prompt: &Prompt, bos: bool) -> TokenIds {
+        let quoted = if self.raw_chats { &[][..] } else { &prompt.quoted };
+        in_parts(self.tokens_in_parts(&prompt.text, quoted, bos))
+    }
+
+    fn tokens_in_parts(&self, text: &str, quoted: &[Range<usize>], bos: bool) -> (Vec<u32>, Vec<Part>) {
         let started = Instant::now();
-        let (mut tokens, mut parts) = self.tokenizer.encode_in_parts(text, true);
+        let (mut tokens, mut parts) = self.tokenizer.encode_prompt(text, quoted);
         let nanos = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.tokenised.nanos.fetch_add(nanos, Ordering::Relaxed);
         self.tokenised.bytes.fetch_add(text.len() as u64, Ordering::Relaxed);
@@ -112,13 +119,18 @@ impl OfferedModel {
     }
 }
 
+fn in_parts((tokens, parts): (Vec<u32>, Vec<Part>)) -> TokenIds {
+    let part = |Part { name, end }| TokenPart { name, end };
+    TokenIds::in_parts(tokens, parts.into_iter().map(part).collect())
+}
+
 /// All models of the API.
 #[derive(Debug)]
 pub struct Models(Vec<Arc<OfferedModel>>);
 
 impl Models {
-    /// Reads their files.
-    pub fn open(entries: &[ModelEntry]) -> Result<Self, ModelsError> {
+    /// Reads their files. `raw_chats`: texts of control tokens in chats become these tokens.
+    pub fn open(entries: &[ModelEntry], raw_chats: bool) -> Result<Self, ModelsError> {
         let mut models: Vec<Arc<OfferedModel>> = Vec::with_capacity(entries.len());
         let downloads = catalog::Store::from_env().ok();
         for ModelEntry { id, path } in entries {
@@ -150,6 +162,7 @@ impl Models {
                 costs,
                 context: spec.map_or(0, |spec| spec.context_length),
                 verification: downloads.as_ref().and_then(|store| store.verification(path)),
+                raw_chats,
                 tokenised: Tokenised::default(),
             }));
         }
@@ -194,7 +207,7 @@ mod tests {
             name in r"[a-zA-Z0-9._/%\\\x00\u{2024}\u{ff0e} -]{0,100}",
             trick in prop::sample::select(vec!["", "../", "..%2f", "%2e%2e/", "/etc/passwd", "\0", "\u{2024}\u{2024}/", "\\"]),
         ) {
-            let models = Models::open(&[]).unwrap();
+            let models = Models::open(&[], false).unwrap();
             let name = format!("{trick}{name}");
             prop_assert!(models.get(&name).is_none());
             let plain = |b: u8| b.is_ascii_alphanumeric() || b"._-".contains(&b);

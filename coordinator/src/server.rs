@@ -105,7 +105,7 @@ impl Coordinator {
         if name.role != Role::Coordinator {
             return Err(StartError::WrongRole(name.role));
         }
-        let models = Arc::new(Models::open(&config.models)?);
+        let models = Arc::new(Models::open(&config.models, config.raw_chats)?);
         let keys = Keys::new(&config.keys, cluster_key.clone(), config.data_dir.as_deref())
             .map_err(ConfigError::from)?;
         let audit = Arc::new(Audit::open(config.data_dir.as_deref(), name.node.clone())?);

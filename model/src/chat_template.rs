@@ -4,6 +4,7 @@
 //! JSON. The template is not trusted: nothing can be included, and instructions, recursion, nesting, output,
 //! the size of every intermediate value and time are bounded.
 
+use std::ops::Range;
 use std::time::{Duration, SystemTime};
 
 use minijinja::machinery::{Instructions, eval, get_compiled_template, make_string_output};
@@ -16,6 +17,7 @@ use serde_json::{Map, Value as Json};
 use crate::{Error, Metadata, Tokenizer};
 
 use outline::{Outlines, Shape, Sketch};
+use quoted::Marked;
 
 pub use message::{Content, Message};
 
@@ -24,6 +26,7 @@ mod json;
 mod limits;
 mod message;
 mod outline;
+mod quoted;
 mod rewrite;
 
 /// Instructions of one rendering.
@@ -72,6 +75,17 @@ pub struct ChatTemplate {
     bos_token: String,
     eos_token: String,
     source: Box<str>,
+}
+
+/// A rendered prompt.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Prompt {
+    /// All of it.
+    pub text: String,
+    /// Which bytes of it came with the request: ascending ranges that do not overlap. Texts of control tokens in these
+    /// are ordinary text ([`Tokenizer::encode_prompt`]). Ranges without any of the characters that control tokens are
+    /// written with may be missing.
+    pub quoted: Vec<Range<usize>>,
 }
 
 /// What of a rendering went over its limit.
@@ -222,6 +236,20 @@ impl ChatTemplate {
         add_generation_prompt: bool,
         extra: &Map<String, Json>,
     ) -> Result<String, Error> {
+        Ok(self.render_marked(messages, tools, add_generation_prompt, extra)?.text)
+    }
+
+    /// As [`render`](Self::render), also which of it is the request's and which is the template's.
+    ///
+    /// # Errors
+    /// As [`render`](Self::render).
+    pub fn render_marked(
+        &self,
+        messages: &[Message<'_>],
+        tools: Option<&[Json]>,
+        add_generation_prompt: bool,
+        extra: &Map<String, Json>,
+    ) -> Result<Prompt, Error> {
         Ok(self.render_inner(messages, tools, add_generation_prompt, extra)?)
     }
 
@@ -231,26 +259,36 @@ impl ChatTemplate {
         tools: Option<&[Json]>,
         add_generation_prompt: bool,
         extra: &Map<String, Json>,
-    ) -> Result<String, TemplateError> {
+    ) -> Result<Prompt, TemplateError> {
         check_extra(extra)?;
         let plain = tools.is_none() && extra.is_empty() && self.outlining.is_some();
         let shape = if plain { Shape::of(messages, add_generation_prompt) } else { None };
         let known = shape.as_ref().and_then(|shape| self.outlines.known(shape));
         if let Some(Some(outline)) = &known {
-            return within(outline.fill(messages));
+            let prompt = outline.fill(messages);
+            return within(prompt.text).map(|text| Prompt { text, quoted: prompt.quoted });
         }
         let context = self.context(messages, add_generation_prompt, tools, extra);
         let texts = messages.iter().filter_map(|message| message.content.as_ref());
         let room: usize = texts.map(|Content(text)| text.len() + MESSAGE_ROOM).sum();
-        let prompt = within(self.evaluate(&self.program, &context, room)?)?;
+        let text = within(self.evaluate(&self.program, &context, room)?)?;
         if let (Some(program), Some(shape), None) = (&self.outlining, shape, known) {
             let sketch = Sketch::of(messages);
             let rendered =
                 self.evaluate(program, &self.context(&sketch, add_generation_prompt, None, extra), 0);
             let outline = rendered.ok().and_then(|rendered| sketch.outline(rendered));
-            self.outlines.keep(shape, outline.filter(|outline| outline.fill(messages) == prompt));
+            self.outlines.keep(shape, outline.filter(|outline| outline.fill(messages).text == text));
         }
-        Ok(prompt)
+        let quoted = match Marked::of(messages, tools, extra) {
+            Some(marked) => {
+                let (tools, extra) = (marked.tools.as_deref(), &marked.extra);
+                let context = self.context(&marked.messages, add_generation_prompt, tools, extra);
+                let rendered = self.evaluate(&self.program, &context, text.len()).ok();
+                marked.quoted(&text, rendered.as_deref())
+            }
+            None => Vec::new(),
+        };
+        Ok(Prompt { text, quoted })
     }
 
     fn context<'a, M: ?Sized>(

@@ -10,9 +10,12 @@ use crate::tokenizer::Kind;
 use crate::{ChatTemplate, Tokenizer};
 
 pub use listener::{Listener, Said};
+pub use stop::StopStrings;
 
 mod call;
+mod held;
 mod listener;
+mod stop;
 
 /// A tool that a model may call.
 #[derive(Debug, Clone, PartialEq)]
@@ -46,7 +49,7 @@ pub struct Dialect {
     calls: Calls,
     native: bool,
     thinks: bool,
-    /// Control tokens that mean something here.
+    /// Tokens of the vocabulary that mean something here. Of a mark that has a token no other text counts.
     marks: Vec<(u32, &'static str)>,
 }
 
@@ -61,11 +64,26 @@ const CHANNEL: &str = "<|channel|>";
 const MESSAGE: &str = "<|message|>";
 const START: &str = "<|start|>";
 const END: &str = "<|end|>";
-/// What may be a control token and is looked for in answers.
-const MARKS: [&str; 11] =
-    [THINK, THOUGHT, CALL, CALLED, PYTHON, MISTRAL, GRANITE, CHANNEL, MESSAGE, START, END];
+const CALL_END: &str = "<|call|>";
+const RETURN: &str = "<|return|>";
+/// What may be a token of its own and is looked for in answers.
+const MARKS: [&str; 13] =
+    [THINK, THOUGHT, CALL, CALLED, PYTHON, MISTRAL, GRANITE, CHANNEL, MESSAGE, START, END, CALL_END, RETURN];
 /// What the header of a call in the harmony format has in it.
 const TO: &str = "to=functions.";
+
+/// Whether a token steers an answer's structure: it is a mark of some dialect, and no ordinary piece of text.
+pub fn is_mark(tokenizer: &Tokenizer, token: u32) -> bool {
+    mark_of(tokenizer, token).is_some()
+}
+
+fn mark_of(tokenizer: &Tokenizer, token: u32) -> Option<&'static str> {
+    if !matches!(tokenizer.kind(token), Some(Kind::Control | Kind::UserDefined)) {
+        return None;
+    }
+    let text = tokenizer.token_text(token)?;
+    MARKS.into_iter().find(|mark| *mark == text)
+}
 
 impl Dialect {
     /// What `template` and the vocabulary tell; a model that says nothing of tools is asked for calls as Hermes writes
@@ -87,10 +105,9 @@ impl Dialect {
         } else {
             (Calls::Hermes, false)
         };
-        let control = |id: &u32| tokenizer.kind(*id) == Some(Kind::Control);
-        let controls = (0..tokenizer.vocab_size() as u32).filter(control);
-        let mark = |id: u32| Some((id, *MARKS.iter().find(|mark| tokenizer.token_text(id) == Some(**mark))?));
-        Self { calls, native, thinks: says(THINK), marks: controls.filter_map(mark).collect() }
+        let tokens = 0..tokenizer.vocab_size() as u32;
+        let marks = tokens.filter_map(|id| Some((id, mark_of(tokenizer, id)?))).collect();
+        Self { calls, native, thinks: says(THINK), marks }
     }
 
     /// How calls are written.
@@ -108,9 +125,14 @@ impl Dialect {
         self.thinks || self.calls == Calls::Harmony
     }
 
-    /// The text of a token that is left out of answers and means something here.
+    /// The mark that this token is.
     pub fn mark(&self, token: u32) -> Option<&'static str> {
         self.marks.iter().find(|(id, _)| *id == token).map(|(_, text)| *text)
+    }
+
+    /// Whether the vocabulary has a token for this mark.
+    fn has_token(&self, mark: &str) -> bool {
+        self.marks.iter().any(|(_, text)| *text == mark)
     }
 
     /// Whether a model is in its thoughts already where `prompt` ends.
@@ -243,7 +265,7 @@ impl Dialect {
         }
     }
 
-    /// A text in a grammar, or the control token that it is.
+    /// A text in a grammar, or the token that it is.
     fn atom(&self, text: &str) -> String {
         match self.marks.iter().find(|(_, mark)| *mark == text) {
             Some((id, _)) => format!("<[{id}]>"),

@@ -5,6 +5,7 @@
 //! gives for the same file.
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 
 use crate::recent::RecentUse;
 use crate::{Error, Metadata};
@@ -13,11 +14,11 @@ use bpe::Bpe;
 use char_bpe::CharBpe;
 use memo::{Cuts, How, Memo};
 use pieces::Pieces;
-use special::{Part as Cut, Specials};
+use special::{Part as Cut, Quoted, Specials};
 use spm::Spm;
 use word_piece::WordPiece;
 
-pub use detokenizer::Detokenizer;
+pub use detokenizer::{Detokenizer, Utf8Stream};
 pub use memo::Part;
 
 mod bpe;
@@ -168,13 +169,26 @@ impl Tokenizer {
 
     /// [`encode`](Self::encode), and of what it has remembered of the text: the parts that the text begins with.
     pub fn encode_in_parts(&self, text: &str, special: bool) -> (Vec<u32>, Vec<Part>) {
+        self.encode_outside(text, special, Quoted::NONE)
+    }
+
+    /// The tokens of a prompt as [`encode_in_parts`](Self::encode_in_parts) with special tokens makes them, but a text of
+    /// a control token of which any byte lies in `quoted` is text like any other. The ranges are ascending and do not
+    /// overlap.
+    pub fn encode_prompt(&self, text: &str, quoted: &[Range<usize>]) -> (Vec<u32>, Vec<Part>) {
+        // Hardly any text has such texts in it, and then all of it may be remembered.
+        let quoted = self.specials.that_matter(text, quoted);
+        self.encode_outside(text, true, Quoted::new(&quoted))
+    }
+
+    fn encode_outside(&self, text: &str, special: bool, quoted: Quoted<'_>) -> (Vec<u32>, Vec<Part>) {
         let mut ids = Vec::with_capacity(text.len() / 3);
         let parts = match &self.memo {
-            Some(memo) => {
-                memo.encode(text, special, &mut ids, |text, how, ids| self.encode_part(text, how, ids))
-            }
+            Some(memo) => memo.encode(text, (special, quoted), &mut ids, |text, how, quoted, ids| {
+                self.encode_part(text, how, quoted, ids);
+            }),
             None => {
-                self.encode_part(text, How { special, first: true }, &mut ids);
+                self.encode_part(text, How { special, first: true }, quoted, &mut ids);
                 Vec::new()
             }
         };
@@ -182,9 +196,9 @@ impl Tokenizer {
     }
 
     /// Appends the tokens of a part of a text.
-    fn encode_part(&self, text: &str, how: How, ids: &mut Vec<u32>) {
+    fn encode_part(&self, text: &str, how: How, quoted: Quoted<'_>, ids: &mut Vec<u32>) {
         let mut after_special = how.first;
-        self.specials.split(text, how.special, |part| match part {
+        self.specials.split(text, how.special, quoted, |part| match part {
             Cut::Token(id) => {
                 ids.push(id);
                 after_special = true;
@@ -321,8 +335,8 @@ impl Tokenizer {
         self.digest
     }
 
-    /// Left out of what a user reads.
-    fn is_special(&self, id: u32) -> bool {
+    /// Whether the token is left out of what a user reads.
+    pub fn is_special(&self, id: u32) -> bool {
         matches!(self.kind(id), Some(Kind::Control | Kind::Unknown))
     }
 }

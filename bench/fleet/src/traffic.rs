@@ -61,7 +61,7 @@ impl Traffic {
     /// which has so many layers.
     pub(crate) fn read(path: &Path, gguf: &Path, layers: u32, most: usize) -> Result<Self> {
         let id = ModelId::new("simulated")?;
-        let models = Models::open(&[ModelEntry { id: id.clone(), path: gguf.to_owned() }])?;
+        let models = Models::open(&[ModelEntry { id: id.clone(), path: gguf.to_owned() }], false)?;
         let offered = models.only().context("one model")?;
         let model = ServedModelV2 {
             id,

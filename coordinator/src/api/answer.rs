@@ -17,9 +17,10 @@ use axum::body::Body;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
-use futures::stream::{self, BoxStream, SelectAll};
+use futures::stream::{self, AbortHandle, BoxStream, SelectAll};
 use futures::{FutureExt, StreamExt};
-use model::dialect::{Calls, Dialect, Listener, Said};
+use model::dialect::{Calls, Dialect, Listener, Said, StopStrings};
+use model::tokenizer::{Tokenizer, Utf8Stream};
 use proto::message::{FinishReason, FinishedV1, TokenOut};
 use proto::trace::{Span, TraceId};
 use std::sync::Arc;
@@ -63,19 +64,26 @@ enum Events {
 type Happened = (u32, Result<Event, Failure>);
 
 impl Events {
-    fn of(generations: Vec<Generation>) -> Self {
-        let events = |generation: Generation| {
-            stream::unfold(generation, |mut generation| async {
+    /// Also what ends each of them before its time, if that is `endable`.
+    fn of(generations: Vec<Generation>, endable: bool) -> (Self, Vec<AbortHandle>) {
+        let mut ends = Vec::new();
+        let mut events = |generation: Generation| {
+            let events = stream::unfold(generation, |mut generation| async {
                 let event = generation.next().await?;
                 Some(((generation.choice(), event), generation))
-            })
-            .fuse()
-            .boxed()
+            });
+            if !endable {
+                return events.fuse().boxed();
+            }
+            let (events, end) = stream::abortable(events.fuse());
+            ends.push(end);
+            events.boxed()
         };
-        match <[Generation; 1]>::try_from(generations) {
+        let events = match <[Generation; 1]>::try_from(generations) {
             Ok([one]) => Self::One(events(one)),
             Err(several) => Self::Several(stream::select_all(several.into_iter().map(events))),
-        }
+        };
+        (events, ends)
     }
 
     /// The next; `None` after the last of all. Dropping the future loses nothing: what was begun goes on with the next.
@@ -97,8 +105,8 @@ struct Progress {
     started: Option<Started>,
     first: Option<Instant>,
     last: Option<Instant>,
-    /// Characters of the tokens so far.
-    characters: usize,
+    /// Where the next token begins, where that is told.
+    characters: Characters,
     completion: u64,
     /// Of these, what is thought.
     reasoning: u64,
@@ -110,6 +118,22 @@ struct Progress {
     listener: Option<Listener>,
     /// Calls of tools that have begun.
     calls: usize,
+    /// Arguments of the last of them.
+    arguments: String,
+    /// Ends it, where it is taken apart: its texts are searched here, and the worker knows no stop strings.
+    stop: Option<Stop>,
+}
+
+/// Ends a choice by its text.
+#[derive(Debug)]
+struct Stop {
+    strings: StopStrings,
+    /// So many tokens come before an end counts.
+    min_tokens: u64,
+    /// Ends the generation.
+    generation: AbortHandle,
+    /// The string that was found.
+    found: Option<String>,
 }
 
 impl Drop for Answer {
@@ -131,6 +155,10 @@ impl Answer {
     ) -> Self {
         let n = plan.params.n as usize;
         let arrived = asker.arrived;
+        let strings = &plan.params.stop.strings;
+        let (events, ends) = Events::of(generations, plan.speech.is_some() && !strings.is_empty());
+        let mut ends = ends.into_iter();
+        let min_tokens = plan.params.stop.min_tokens.into();
         let progress = |(at, prompt): (usize, u64)| Progress {
             arrived,
             prompt,
@@ -138,13 +166,20 @@ impl Answer {
             started: None,
             first: None,
             last: None,
-            characters: 0,
+            characters: Characters::default(),
             completion: 0,
             reasoning: 0,
             guesses: (0, 0),
             reason: None,
             listener: plan.speech.as_ref().map(|speech| speech.listener(&plan.model)),
             calls: 0,
+            arguments: String::new(),
+            stop: ends.next().map(|generation| Stop {
+                strings: StopStrings::new(strings.clone()),
+                min_tokens,
+                generation,
+                found: None,
+            }),
         };
         let prompts = plan.prompts.iter().flat_map(|(tokens, _)| std::iter::repeat_n(tokens.len() as u64, n));
         let choices = prompts.enumerate().map(progress).collect();
@@ -152,7 +187,7 @@ impl Answer {
             writer,
             model: Arc::clone(&plan.model),
             metrics,
-            events: Events::of(generations),
+            events,
             choices,
             documents: plan.documents.clone(),
             offsets: plan.params.sampling.logprobs.is_some(),
@@ -173,11 +208,10 @@ impl Answer {
         let mut next = self.first().await?;
         while let Some((choice, event)) = next {
             let event = event.map_err(|failure| self.failed(failure))?;
-            let delta = self.advance(choice, event);
+            let deltas = [self.advance(choice, event), self.stopped(choice)];
             next = self.events.next().await;
-            let Some(delta) = delta else { continue };
             if let Some(all) = whole.get_mut(choice as usize) {
-                all.add(delta);
+                deltas.into_iter().flatten().for_each(|delta| all.add(delta));
             }
         }
         self.answered();
@@ -250,14 +284,36 @@ impl Answer {
     fn take(&mut self, choice: u32, event: Event, out: &mut Vec<u8>) {
         let opening = matches!(event, Event::Started(_))
             && self.choices.get(choice as usize).is_some_and(|c| c.started.is_none());
-        let delta = self.advance(choice, event);
+        let deltas = [self.advance(choice, event), self.stopped(choice)];
         if opening {
             let usage = self.usage();
             self.writer.opens(out, choice, usage);
         }
-        if let Some(delta) = delta {
+        for delta in deltas.into_iter().flatten() {
             self.writer.says(out, choice, delta, &self.model.tokenizer);
         }
+    }
+
+    /// Ends a choice in which a stop string was found just now: its worker stops computing, and nothing of it is heard
+    /// any more.
+    fn stopped(&mut self, choice: u32) -> Option<Delta> {
+        let progress = self.choices.get_mut(choice as usize)?;
+        if progress.reason.is_some() {
+            return None;
+        }
+        let stop = progress.stop.as_ref()?;
+        let matched = Some(stop.found.clone()?);
+        stop.generation.abort();
+        let finished = FinishedV1 {
+            reason: FinishReason::Stop,
+            matched,
+            tail: String::new(),
+            completion_tokens: u32::try_from(progress.completion).unwrap_or(u32::MAX),
+            preemptions: 0,
+            drafted_tokens: 0,
+            accepted_tokens: 0,
+        };
+        self.advance(choice, Event::Finished(finished))
     }
 
     /// Notes an event and tells what is new for the client.
@@ -268,7 +324,7 @@ impl Answer {
                 progress.started = Some(started);
                 None
             }
-            Event::Tokens(tokens) => {
+            Event::Tokens(mut tokens) => {
                 let now = Instant::now();
                 if let Some(last) = progress.last.replace(now) {
                     self.metrics.tokens_after(&self.model.id, now - last, tokens.len());
@@ -276,17 +332,11 @@ impl Answer {
                     progress.first = Some(now);
                     self.metrics.history().first_tokens(tokens.len());
                 }
-                progress.completion += tokens.len() as u64;
+                let delta = progress.hear(&self.model.dialect, &mut tokens);
                 self.asker.permit.generated(tokens.len() as u64);
-                let offset = progress.characters;
-                let delta = progress.hear(&self.model.dialect, &tokens);
-                let bytes = |t: &TokenOut| {
-                    String::from_utf8_lossy(self.model.tokenizer.token_bytes(t.id)).chars().count()
-                };
-                if self.offsets {
-                    progress.characters += tokens.iter().map(bytes).sum::<usize>();
-                }
-                Some(Delta { tokens, offset, ..delta })
+                let offset = |t: &TokenOut| progress.characters.pass(&self.model.tokenizer, t.id);
+                let offsets = if self.offsets { tokens.iter().map(offset).collect() } else { Vec::new() };
+                Some(Delta { tokens, offsets, ..delta })
             }
             Event::Finished(finished) => {
                 progress.completion = progress.completion.max(finished.completion_tokens.into());
@@ -294,8 +344,8 @@ impl Answer {
                 progress.reason = Some(finished.reason);
                 let trace = self.span.as_ref().map(|span| span.context().trace);
                 self.metrics.served(&self.model.id, progress.served(&finished, trace));
-                let delta = progress.hear_last(&self.model.dialect, &finished.tail);
-                Some(Delta { finished: Some(finished), offset: progress.characters, ..delta })
+                let delta = progress.hear_last(&self.model.dialect, &finished);
+                Some(Delta { finished: Some(finished), ..delta })
             }
         }
     }
@@ -355,33 +405,62 @@ impl Answer {
 }
 
 impl Progress {
-    /// What these tokens say.
-    fn hear(&mut self, dialect: &Dialect, tokens: &[TokenOut]) -> Delta {
+    /// What these tokens say. Those behind the end of the choice are taken out.
+    fn hear(&mut self, dialect: &Dialect, tokens: &mut Vec<TokenOut>) -> Delta {
         let Some(listener) = &mut self.listener else {
+            self.completion += tokens.len() as u64;
             let mut delta = Delta::default();
             delta.say(Part::Text(tokens.iter().map(|t| t.text.as_str()).collect()));
             return delta;
         };
-        let mut said = Vec::new();
-        for token in tokens {
+        let (mut heard, mut said) = (0, Vec::new());
+        for token in tokens.iter() {
             let thinking = listener.is_thinking();
-            said.extend(dialect.mark(token.id).into_iter().flat_map(|mark| listener.push(mark)));
-            said.extend(listener.push(&token.text));
+            let new = match dialect.mark(token.id) {
+                Some(mark) => {
+                    let mut new = listener.push(token.text.strip_suffix(mark).unwrap_or(&token.text));
+                    new.extend(listener.push_mark(mark));
+                    new
+                }
+                None => listener.push(&token.text),
+            };
+            heard += 1;
+            self.completion += 1;
             self.reasoning += u64::from(thinking || listener.is_thinking());
+            match &mut self.stop {
+                Some(stop) => said.extend(stop.search(new, self.completion)),
+                None => said.extend(new),
+            }
+            if self.stop.as_ref().is_some_and(|stop| stop.found.is_some()) {
+                break;
+            }
         }
+        tokens.truncate(heard);
         self.delta(dialect.calls(), said)
     }
 
-    /// What the end says.
-    fn hear_last(&mut self, dialect: &Dialect, tail: &str) -> Delta {
+    /// What the end says. Of an answer that the model has not ended itself, the beginning of a call is nothing.
+    fn hear_last(&mut self, dialect: &Dialect, finished: &FinishedV1) -> Delta {
         let Some(listener) = &mut self.listener else {
             let mut delta = Delta::default();
-            delta.say(Part::Text(tail.to_owned()));
+            delta.say(Part::Text(finished.tail.clone()));
             return delta;
         };
-        let mut said = listener.push(tail);
-        said.extend(listener.finish());
-        self.delta(dialect.calls(), said)
+        let mut said = Vec::new();
+        if self.stop.as_ref().is_none_or(|stop| stop.found.is_none()) {
+            let cut = finished.reason != FinishReason::Stop || finished.matched.is_some();
+            said = listener.push(&finished.tail);
+            said.extend(listener.finish(cut));
+            if let Some(stop) = &mut self.stop {
+                // The tail may complete no stop string: these come with tokens.
+                said = stop.search(said, 0);
+                said.push(Said::Text(stop.strings.finish()));
+            }
+        }
+        let mut delta = self.delta(dialect.calls(), said);
+        let complete = serde_json::from_str::<serde::de::IgnoredAny>(&self.arguments).is_ok();
+        delta.called = self.calls > 0 && complete;
+        delta
     }
 
     fn delta(&mut self, style: Calls, said: Vec<Said>) -> Delta {
@@ -398,13 +477,16 @@ impl Progress {
                 }
                 Said::Call(name) => {
                     self.calls += 1;
+                    self.arguments.clear();
                     CallPart { begins: Some((call_id(style), name)), ..CallPart::default() }
                 }
-                Said::Arguments(arguments) => CallPart { arguments, ..CallPart::default() },
+                Said::Arguments(arguments) => {
+                    self.arguments.push_str(&arguments);
+                    CallPart { arguments, ..CallPart::default() }
+                }
             };
             delta.say(Part::Call(CallPart { index: self.calls.saturating_sub(1), ..call }));
         }
-        delta.called = self.calls > 0;
         delta
     }
 
@@ -420,6 +502,46 @@ impl Progress {
             reason: finished.reason,
             trace,
         }
+    }
+}
+
+/// Counts the characters of a choice's text.
+#[derive(Debug, Default)]
+struct Characters {
+    complete: usize,
+    text: Utf8Stream,
+}
+
+impl Characters {
+    /// Takes in a token; where it begins. One that goes on with a character begins where that does.
+    fn pass(&mut self, tokenizer: &Tokenizer, token: u32) -> usize {
+        let begins = self.complete;
+        if !tokenizer.is_special(token) {
+            self.complete += self.text.push(tokenizer.token_bytes(token)).chars().count();
+        }
+        begins
+    }
+}
+
+impl Stop {
+    /// What is left of `said` when its texts have been searched; `tokens` have come so far.
+    fn search(&mut self, said: Vec<Said>, tokens: u64) -> Vec<Said> {
+        let mut left = Vec::with_capacity(said.len());
+        for part in said {
+            match part {
+                Said::Text(text) => {
+                    let (text, found) = self.strings.push(&text, tokens > self.min_tokens);
+                    left.push(Said::Text(text));
+                    if found.is_some() {
+                        self.found = found;
+                        break;
+                    }
+                }
+                // No string goes on behind thoughts or a call.
+                other => left.extend([Said::Text(self.strings.finish()), other]),
+            }
+        }
+        left
     }
 }
 

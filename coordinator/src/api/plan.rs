@@ -13,7 +13,7 @@ use super::prompt::{Prompt, prompts};
 use super::tools;
 use super::{messages, responses};
 use crate::models::{Models, OfferedModel};
-use model::chat_template::TemplateError;
+use model::chat_template::{self, TemplateError};
 use model::dialect::Listener;
 use proto::ids::ModelId;
 use proto::message::{GrammarV1, ModelTask, ServedModelV2, TokenIds};
@@ -127,7 +127,17 @@ pub struct Sources<'a> {
 
 const COMPLETION: [&str; 29] =
     with(["prompt", "max_tokens", "logprobs", "echo", "suffix", "best_of", "response_format", "grammar"]);
-const TOKENIZE: [&str; 5] = ["model", "prompt", "messages", "documents", "add_special_tokens"];
+/// All that a chat completion has besides `prompt`, so that the same body gives the tokens that it would be sent with.
+const TOKENIZE: [&str; chat::FIELDS.len() + 2] = {
+    let mut all = ["prompt"; chat::FIELDS.len() + 2];
+    let mut at = 0;
+    while at < chat::FIELDS.len() {
+        all[at] = chat::FIELDS[at];
+        at += 1;
+    }
+    all[at] = "add_generation_prompt";
+    all
+};
 const PREFIX: [&str; 7] =
     ["prompt", "messages", "tools", "tool_choice", "chat_template_kwargs", "add_special_tokens", "ttl_s"];
 /// How long a prefix is pinned where it is not said.
@@ -176,8 +186,9 @@ pub fn generation(kind: Kind, body: &[u8], sources: &Sources<'_>) -> Result<Plan
                 Kind::Messages => messages::read(&fields, true)?,
                 _ => chat::read(&fields)?,
             };
-            let text = chat_text(&mut chat, &model, (&documents, &order), true)?;
-            let prompt = model.prompt(&text, bos);
+            let rendered = chat_text(&mut chat, &model, (&documents, &order), true)?;
+            let prompt = model.chat(&rendered, bos);
+            let text = rendered.text;
             let Chat { tools, wanted, most, .. } = chat;
             let grammar = grammar::of_chat(wanted, &tools, &model.dialect, &text)?;
             let parts = model.dialect.thinks() || !tools.tools.is_empty();
@@ -236,7 +247,8 @@ pub fn tokenize(body: &[u8], sources: &Sources<'_>) -> Result<Tokenized, ApiErro
         (None, Some(_)) => {
             let documents = documents::documents(&fields)?;
             let order = sources.popularity.order(sources.caller.tenant(), &documents);
-            chat_prompt(chat::read(&fields)?, &model, (&documents, &order), special, true)?
+            let answer = fields.get("add_generation_prompt")?.unwrap_or(true);
+            chat_prompt(chat::read(&fields)?, &model, (&documents, &order), special, answer)?.to_vec()
         }
         _ => return Err(ApiError::field("prompt", "give either prompt or messages")),
     };
@@ -255,7 +267,7 @@ pub fn prefix(body: &[u8], model: &OfferedModel, limit: u32) -> Result<Prefix, A
                 .map_err(|_| ApiError::field("prompt", "give one prefix at a time"))?;
             tokens.to_vec()
         }
-        (None, Some(_)) => chat_prompt(chat::read(&fields)?, model, (&[], &[]), bos, false)?,
+        (None, Some(_)) => chat_prompt(chat::read(&fields)?, model, (&[], &[]), bos, false)?.to_vec(),
         _ => return Err(ApiError::field("prompt", "give either prompt or messages")),
     };
     let (prompt, limit) = (tokens.len() as u64, u64::from(limit));
@@ -358,8 +370,8 @@ fn chat_prompt(
     documents: (&[Document], &[usize]),
     bos: bool,
     answer: bool,
-) -> Result<Vec<u32>, ApiError> {
-    Ok(model.tokens(&chat_text(&mut chat, model, documents, answer)?, bos))
+) -> Result<TokenIds, ApiError> {
+    Ok(model.chat(&chat_text(&mut chat, model, documents, answer)?, bos))
 }
 
 /// The same as text.
@@ -368,7 +380,7 @@ fn chat_text(
     model: &OfferedModel,
     (documents, order): (&[Document], &[usize]),
     answer: bool,
-) -> Result<String, ApiError> {
+) -> Result<chat_template::Prompt, ApiError> {
     let Chat { field, messages, tools, template_arguments, .. } = chat;
     if !documents.is_empty() {
         documents::insert(messages, documents, order)?;
@@ -380,7 +392,13 @@ fn chat_text(
     let given = Some(tools.given.as_slice()).filter(|given| native && !given.is_empty());
     let template = model.template.as_ref();
     let template = template.ok_or_else(|| ApiError::field(*field, "the model has no chat template"))?;
-    template.render(messages, given, answer, template_arguments).map_err(|error| match error {
+    // A template that does not know developers would write the role as it is, or nothing.
+    if !template.mentions("developer") {
+        for message in messages.iter_mut().filter(|message| message.role == "developer") {
+            message.role = "system".to_owned();
+        }
+    }
+    template.render_marked(messages, given, answer, template_arguments).map_err(|error| match error {
         model::Error::ChatTemplate(TemplateError::Raised { message }) => ApiError::field(*field, message),
         error => ApiError::field(*field, error.to_string()),
     })

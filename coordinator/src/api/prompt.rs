@@ -5,6 +5,7 @@ use super::fields::{Fields, plain};
 use super::limits::{MAX_CHOICES, MAX_MESSAGES};
 use super::params::Bounded;
 use super::raw;
+use super::tools;
 use model::chat_template::{Content, Message};
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -55,12 +56,32 @@ fn read<'a, T: Deserialize<'a>>(name: &'static str, raw: &'a str) -> Result<T, A
     serde_json::from_str(raw).map_err(|e| ApiError::field(name, plain(&e)))
 }
 
-const MESSAGE: [&str; 6] = ["role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"];
+const MESSAGE: [&str; 8] = [
+    "role",
+    "content",
+    "name",
+    "reasoning_content",
+    "tool_calls",
+    "tool_call_id",
+    "function_call",
+    "refusal",
+];
+/// Parts of what is said in chats, also as other APIs call them.
+const SPOKEN: [&str; 4] = ["text", "input_text", "output_text", "refusal"];
 
 #[derive(Deserialize)]
 struct Part {
     r#type: String,
     text: Option<String>,
+    /// Of a part of this type.
+    refusal: Option<String>,
+}
+
+/// A call of a tool as chats had it before there were several.
+#[derive(Deserialize)]
+struct FunctionCall {
+    name: String,
+    arguments: Option<Value>,
 }
 
 /// Reads `messages` as the chat template gets them: `content` is always a text, in the body itself if it stands there as
@@ -82,18 +103,46 @@ fn one<'a>(message: &Fields<'a>) -> Result<Message<'a>, ApiError> {
         return Err(message.wrong("role", format!("{role:?} is not a role")));
     }
     let tool_calls: Option<Value> = message.get("tool_calls")?;
-    let content = match message.raw("content") {
-        None if tool_calls.is_some() => None,
-        None => return Err(message.wrong("content", "is missing")),
-        Some(raw) => Some(Content(text(message, "content", raw, &["text"])?)),
-    };
+    let mut tool_calls = tool_calls.filter(|calls| calls.as_array().is_none_or(|calls| !calls.is_empty()));
+    let name: Option<String> = message.get("name")?;
     let mut rest = Map::new();
     for name in ["reasoning_content", "tool_call_id"] {
         if let Some(value) = message.get(name)? {
             rest.insert(name.into(), value);
         }
     }
-    Ok(Message { role, content, name: message.get("name")?, tool_calls, rest })
+    let role = match role.as_str() {
+        "assistant" => {
+            let call: Option<FunctionCall> = message.get("function_call")?;
+            if let (None, Some(FunctionCall { name, arguments })) = (&tool_calls, call) {
+                let call = tools::call(legacy_id(&name), name, arguments.unwrap_or_default());
+                tool_calls = Some(Value::Array(vec![call]));
+            }
+            role
+        }
+        // Its result: who is answered is all that says which call it was.
+        "function" => {
+            let id = legacy_id(name.as_deref().unwrap_or_default());
+            rest.entry("tool_call_id").or_insert_with(|| id.into());
+            "tool".to_owned()
+        }
+        _ => role,
+    };
+    let content = match message.raw("content") {
+        Some(raw) => Some(Content(text(message, "content", raw, &SPOKEN)?)),
+        None if tool_calls.is_some() => None,
+        // An assistant may have said nothing, have only thought, or have refused.
+        None if role == "assistant" => {
+            Some(Content(message.get::<Cow<'_, str>>("refusal")?.unwrap_or_default().into_owned().into()))
+        }
+        None => return Err(message.wrong("content", "is missing")),
+    };
+    Ok(Message { role, content, name, tool_calls, rest })
+}
+
+/// The id of a call that has none: nine letters and digits, which all templates take, the same for the same function.
+fn legacy_id(name: &str) -> String {
+    blake3::hash(name.as_bytes()).to_hex()[..9].to_owned()
 }
 
 /// The text that a field holds, which is `raw`: as one, or in parts of these kinds, which are joined by newlines.
@@ -108,7 +157,7 @@ pub(super) fn text<'a>(
         return raw::string(raw).map_err(wrong);
     }
     let parts: Bounded<Part, { MAX_MESSAGES }> = serde_json::from_str(raw).map_err(wrong)?;
-    let text = |(at, part): (usize, Part)| match (part.r#type.as_str(), part.text) {
+    let text = |(at, part): (usize, Part)| match (part.r#type.as_str(), part.text.or(part.refusal)) {
         (kind, Some(text)) if kinds.contains(&kind) => Ok(text),
         (kind, None) if kinds.contains(&kind) => Err((at, "text", "is missing".to_owned())),
         _ => Err((at, "type", format!("only {} is understood", kinds.join(" or ")))),
@@ -176,6 +225,38 @@ mod tests {
             json!({"role": "tool", "content": "42", "tool_call_id": "1"}),
         ];
         assert_eq!(chat(&given), Ok(Value::from(expected.to_vec())));
+    }
+
+    #[test]
+    fn what_an_assistant_did_not_say_is_empty_and_calls_have_an_older_form() {
+        for said in [
+            json!({}),
+            json!({"content": null, "refusal": null, "tool_calls": null, "function_call": null, "audio": null}),
+            json!({"content": []}),
+            json!({"content": "", "tool_calls": []}),
+            json!({"content": [{"type": "text", "text": ""}]}),
+        ] {
+            let mut message = json!({"role": "assistant"});
+            message.as_object_mut().unwrap().extend(said.as_object().unwrap().clone());
+            let expected = json!([{"role": "assistant", "content": ""}]);
+            assert_eq!(chat(&json!([message])), Ok(expected), "{said}");
+        }
+        let refused = json!([
+            {"role": "assistant", "content": null, "refusal": "no"},
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "no"}]},
+        ]);
+        let read = chat(&refused).unwrap();
+        assert!(read.as_array().unwrap().iter().all(|message| message["content"] == "no"), "{read}");
+        let older = json!([
+            {"role": "assistant", "content": null, "function_call": {"name": "f", "arguments": "{}"}},
+            {"role": "function", "name": "f", "content": "42"},
+        ]);
+        let read = chat(&older).unwrap();
+        assert_eq!(read[0]["tool_calls"][0]["function"]["name"], "f");
+        assert_eq!((&read[1]["role"], &read[1]["name"]), (&json!("tool"), &json!("f")));
+        assert_eq!(read[0]["tool_calls"][0]["id"], read[1]["tool_call_id"]);
+        assert_eq!(named(chat(&json!([{"role": "user", "content": null}]))), "messages[0].content");
     }
 
     #[test]

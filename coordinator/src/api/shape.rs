@@ -4,10 +4,12 @@
 use super::error::ApiError;
 use crate::ops::metrics::finish_name;
 use model::Tokenizer;
-use proto::message::{FinishReason, FinishedV1, TokenLogprobs, TokenOut};
+use proto::message::{FinishReason, FinishedV1, TokenOut};
 use serde::{Serialize, Serializer};
-use serde_json::{Map, Value, json};
+use serde_json::Value;
 use std::borrow::Cow;
+
+mod logprobs;
 
 /// How an API writes an answer: as a stream of events, in the order of these methods, or whole.
 pub trait Writer: Send {
@@ -49,12 +51,12 @@ pub struct Shape {
 pub struct Delta {
     /// What is said, in its order.
     pub said: Vec<Part>,
-    /// Whether the choice has called a tool so far.
+    /// At the end: whether the choice has called tools, the last of them with all of its arguments.
     pub called: bool,
     /// The tokens that it came with.
     pub tokens: Vec<TokenOut>,
-    /// Characters of the choice before these tokens.
-    pub offset: usize,
+    /// Where each of them begins, in characters of the choice's text; only where log-probabilities are told.
+    pub offsets: Vec<usize>,
     /// The end.
     pub finished: Option<FinishedV1>,
 }
@@ -78,6 +80,7 @@ impl Delta {
         }
         self.called |= next.called;
         self.tokens.extend(next.tokens);
+        self.offsets.extend(next.offsets);
         self.finished = next.finished.or(self.finished.take());
     }
 
@@ -253,6 +256,9 @@ struct Speech<'a> {
     /// Not there, none, or this.
     #[serde(skip_serializing_if = "Option::is_none")]
     content: Option<Option<Cow<'a, str>>>,
+    /// Not there, or none: nobody refuses here, but clients' types have it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    refusal: Option<()>,
     #[serde(skip_serializing_if = "Option::is_none")]
     reasoning_content: Option<Cow<'a, str>>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -295,6 +301,7 @@ impl<'a> Speech<'a> {
         Self {
             role: None,
             content: None,
+            refusal: None,
             reasoning_content: Some(delta.thought()).filter(|thought| !thought.is_empty()),
             tool_calls: delta.calls().map(call).collect(),
         }
@@ -314,7 +321,12 @@ impl Writer for Shape {
     fn opens(&mut self, out: &mut Vec<u8>, index: u32, _: Usage) {
         if self.chat {
             let content = Some(Some("".into()));
-            let said = Said::Delta(Speech { role: Some("assistant"), content, ..Speech::default() });
+            let said = Said::Delta(Speech {
+                role: Some("assistant"),
+                content,
+                refusal: Some(()),
+                ..Speech::default()
+            });
             let choice = Choice {
                 index,
                 logprobs: None,
@@ -363,7 +375,8 @@ impl Writer for Shape {
                 true => {
                     let silent = text.is_empty() && delta.calls().next().is_some();
                     let content = Some((!silent).then_some(text));
-                    Said::Message(Speech { role: Some("assistant"), content, ..Speech::of(delta, false) })
+                    let speech = Speech::of(delta, false);
+                    Said::Message(Speech { role: Some("assistant"), content, refusal: Some(()), ..speech })
                 }
             };
             self.choice(index, delta, said, tokenizer)
@@ -402,8 +415,8 @@ impl Shape {
     fn choice<'a>(&self, index: u32, delta: &'a Delta, said: Said<'a>, tokenizer: &Tokenizer) -> Choice<'a> {
         let logprobs = match (self.logprobs, self.chat) {
             (false, _) => None,
-            (true, false) => Some(completion_logprobs(delta, tokenizer)),
-            (true, true) => Some(chat_logprobs(delta, tokenizer)),
+            (true, false) => Some(logprobs::of_completion(delta, tokenizer)),
+            (true, true) => Some(logprobs::of_chat(delta, tokenizer)),
         };
         let finished = delta.finished.as_ref();
         Choice {
@@ -418,48 +431,4 @@ impl Shape {
             said,
         }
     }
-}
-
-fn text(tokenizer: &Tokenizer, id: u32) -> String {
-    String::from_utf8_lossy(tokenizer.token_bytes(id)).into_owned()
-}
-
-/// JSON has no minus infinity; this is what others send in its place.
-fn finite(logprob: f32) -> f32 {
-    logprob.max(-9999.0)
-}
-
-fn completion_logprobs(delta: &Delta, tokenizer: &Tokenizer) -> Value {
-    let (mut tokens, mut logprobs, mut top, mut offsets) = (vec![], vec![], vec![], vec![]);
-    let mut offset = delta.offset;
-    for token in &delta.tokens {
-        let Some(TokenLogprobs { chosen, top: best }) = &token.logprobs else { continue };
-        let name = text(tokenizer, token.id);
-        let mut alternatives = Map::new();
-        alternatives.insert(name.clone(), finite(*chosen).into());
-        for &(id, logprob) in best {
-            alternatives.insert(text(tokenizer, id), finite(logprob).into());
-        }
-        offsets.push(Value::from(offset));
-        offset += name.chars().count();
-        tokens.push(Value::from(name));
-        logprobs.push(Value::from(finite(*chosen)));
-        top.push(Value::Object(alternatives));
-    }
-    json!({"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets})
-}
-
-fn chat_logprobs(delta: &Delta, tokenizer: &Tokenizer) -> Value {
-    let entry = |id: u32, logprob: f32| {
-        let bytes = tokenizer.token_bytes(id);
-        json!({"token": text(tokenizer, id), "logprob": finite(logprob), "bytes": bytes})
-    };
-    let with_top = |token: &TokenOut| {
-        let logprobs = token.logprobs.as_ref()?;
-        let mut value = entry(token.id, logprobs.chosen);
-        let top: Vec<Value> = logprobs.top.iter().map(|&(id, logprob)| entry(id, logprob)).collect();
-        value.as_object_mut()?.insert("top_logprobs".into(), top.into());
-        Some(value)
-    };
-    json!({"content": delta.tokens.iter().filter_map(with_top).collect::<Vec<_>>()})
 }

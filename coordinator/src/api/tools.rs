@@ -157,11 +157,27 @@ pub(super) fn call(id: String, name: String, arguments: Value) -> Value {
     json!({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}})
 }
 
-/// The arguments of an earlier call, which are written as a text.
-pub(super) fn arguments(text: &str) -> Option<Value> {
-    match text.trim() {
-        "" => Some(Value::Object(Map::new())),
-        text => serde_json::from_str(text).ok(),
+/// The arguments of an earlier call as an object, which is what templates expect, whatever a client sends back.
+///
+/// A text that was cut off keeps the members that it has, the last one as far as it goes. What is no object at all
+/// becomes the only member of one.
+pub(super) fn arguments(given: Value) -> Value {
+    const OTHER: &str = "arguments";
+    let other = |value: Value| Value::Object(Map::from_iter([(OTHER.to_owned(), value)]));
+    match given {
+        Value::Object(_) => given,
+        Value::Null => Value::Object(Map::new()),
+        Value::String(text) => match text.trim() {
+            "" => Value::Object(Map::new()),
+            json => match serde_json::from_str(json).ok().or_else(|| cut::completed(json)) {
+                Some(Value::Object(members)) => Value::Object(members),
+                // A text within a text is not looked into again.
+                Some(Value::Null) => Value::Object(Map::new()),
+                Some(value) => other(value),
+                None => other(text.into()),
+            },
+        },
+        value => other(value),
     }
 }
 
@@ -198,19 +214,17 @@ pub(super) fn check_choice(read: Tools) -> Result<Tools, ApiError> {
 }
 
 /// Makes what a chat template gets of earlier calls what templates expect: arguments as an object, which clients send as
-/// text.
+/// text, perhaps as one that this server has cut off.
 pub fn with_arguments(messages: &mut [Message]) -> Result<(), ApiError> {
     for (at, message) in messages.iter_mut().enumerate() {
         let Some(calls) = &mut message.tool_calls else { continue };
         let field = format!("messages[{at}].tool_calls");
         let Some(calls) = calls.as_array_mut() else { return Err(ApiError::field(field, "must be a list")) };
-        for (nth, call) in calls.iter_mut().enumerate() {
+        for call in calls {
             let function = call.get_mut("function").and_then(Value::as_object_mut);
             let Some(function) = function else { continue };
-            let Some(Value::String(arguments)) = function.get("arguments") else { continue };
-            let arguments = self::arguments(arguments)
-                .ok_or_else(|| ApiError::field(format!("{field}[{nth}].function.arguments"), "is no JSON"))?;
-            function.insert("arguments".into(), arguments);
+            let given = function.get_mut("arguments").map(Value::take).unwrap_or_default();
+            function.insert("arguments".into(), arguments(given));
         }
     }
     Ok(())
@@ -256,5 +270,6 @@ pub fn tell(messages: &mut Vec<Message>, tools: &Tools) -> Result<(), ApiError> 
     Ok(())
 }
 
+mod cut;
 #[cfg(test)]
 mod tests;

@@ -20,7 +20,7 @@ fn port() -> Router {
         dispatch: Dispatch::new(Policy::default(), Arc::clone(&metrics)),
         agreement: None,
         replicas: None,
-        models: Arc::new(Models::open(&[]).unwrap()),
+        models: Arc::new(Models::open(&[], false).unwrap()),
         keys: Keys::new(&entries, cluster_key.clone(), None).unwrap(),
         chains: Arc::new(ChainMemo::new(&cluster_key, 1 << 10)),
         cluster_key,

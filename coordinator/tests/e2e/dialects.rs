@@ -245,6 +245,56 @@ async fn whoever_leaves_a_stream_in_other_words_is_cancelled() {
     }
 }
 
+/// Where an answer may have calls in it, its worker knows no stop strings: they are looked for in what is said.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stop_string_ends_what_is_said_and_the_worker_stops() {
+    let (rig, [worker]) = Rig::with_workers::<1>(|_| {}).await;
+    let schema = json!({"type": "object", "properties": {}});
+    let function = json!({"name": "f", "parameters": schema});
+    let tools = [
+        json!({"type": "function", "function": function}),
+        json!({"type": "function", "name": "f", "parameters": schema}),
+        json!({"name": "f", "input_schema": schema}),
+    ];
+    let mut bodies = questions("when does it stop?", 40);
+    for ((path, body), tool) in bodies.iter_mut().zip(tools) {
+        body["tools"] = json!([tool]);
+        // One that is not there, and one that is found in all answers.
+        worker.allow_tokens(u32::MAX);
+        ok(&post(rig.at.http, path, body).await);
+        let prompt = worker.requests().last().unwrap().prompt.clone();
+        let all = letters(&prompt, 40);
+        let stop = &all[10..12];
+        let said = &all[..all.find(stop).unwrap()];
+        body[if *path == MESSAGES { "stop_sequences" } else { "stop" }] = json!(["NOT", stop]);
+        let tokens = said.len() as u64 + 2;
+        // More than that the worker would have to be asked for.
+        worker.allow_tokens(tokens as u32);
+        let before = worker.counters().cancelled;
+        let whole = ok(&post(rig.at.http, path, body).await);
+        assert_eq!(text(path, &whole), said);
+        worker.until("it is cancelled", |c| c.cancelled == before + 1).await;
+        let (reason, used) = match *path {
+            CHAT => (&whole["choices"][0]["finish_reason"], &whole["usage"]["completion_tokens"]),
+            RESPONSES => (&whole["status"], &whole["usage"]["output_tokens"]),
+            _ => (&whole["stop_reason"], &whole["usage"]["output_tokens"]),
+        };
+        assert!(["stop", "completed", "stop_sequence"].contains(&reason.as_str().unwrap()), "{whole}");
+        assert_eq!(used, tokens, "{whole}");
+        let events = Events::post(rig.at.http, path, &streamed(body)).await.rest().await.0;
+        assert_eq!(events.iter().map(self::said).collect::<String>(), said);
+        worker.until("it is cancelled again", |c| c.cancelled == before + 2).await;
+        assert!(worker.requests().iter().all(|request| request.stop.strings.is_empty()));
+    }
+    // Several choices end by themselves.
+    worker.allow_tokens(u32::MAX);
+    let (path, mut body) = bodies[0].clone();
+    body["n"] = json!(3);
+    let whole = ok(&post(rig.at.http, path, &body).await);
+    let reasons = whole["choices"].as_array().unwrap().iter().map(|choice| &choice["finish_reason"]);
+    assert!(reasons.eq([&json!("stop"); 3]), "{whole}");
+}
+
 /// Status, kind and code of an error in Anthropic's form.
 fn theirs(reply: &Reply) -> (u16, String, String) {
     let body = reply.json();

@@ -15,6 +15,7 @@ use minijinja::value::{Enumerator, Object, ObjectRepr};
 use minijinja::{Error, ErrorKind, State, Value};
 use serde::Serialize;
 
+use super::Prompt;
 use super::message::{Content, Message};
 
 /// Messages of a chat with an outline, and outlines that are kept, at most.
@@ -82,21 +83,24 @@ pub(super) struct Outline {
 
 impl Outline {
     /// The prompt of a chat of its shape.
-    pub(super) fn fill(&self, messages: &[Message<'_>]) -> String {
+    pub(super) fn fill(&self, messages: &[Message<'_>]) -> Prompt {
         let text = |message: usize| {
             let content = messages.get(message).and_then(|message| message.content.as_ref());
             content.map_or("", |Content(text)| text)
         };
         let texts: usize = self.places.iter().map(|&(_, message)| text(message).len()).sum();
         let mut prompt = String::with_capacity(self.text.len() + texts);
+        let mut quoted = Vec::with_capacity(self.places.len());
         let mut from = 0;
         for &(at, message) in &self.places {
             prompt.push_str(self.text.get(from..at).unwrap_or_default());
+            let start = prompt.len();
             prompt.push_str(text(message));
+            quoted.push(start..prompt.len());
             from = at;
         }
         prompt.push_str(self.text.get(from..).unwrap_or_default());
-        prompt
+        Prompt { text: prompt, quoted }
     }
 }
 

@@ -11,7 +11,7 @@ fn chat() -> Vec<Message<'static>> {
 }
 
 fn render(source: &str) -> Result<String, TemplateError> {
-    compile(source).render_inner(&chat(), None, true, &Map::new())
+    compile(source).render_inner(&chat(), None, true, &Map::new()).map(|prompt| prompt.text)
 }
 
 #[test]
@@ -116,7 +116,7 @@ fn requests_cannot_replace_what_a_rendering_defines() {
         let error = set(json!({ name: 1 })).unwrap_err();
         assert!(matches!(&error, TemplateError::Reserved { name: found } if found == name), "{error}");
     }
-    assert_eq!(set(json!({"bos": 1})).unwrap(), "<bos>");
+    assert_eq!(set(json!({"bos": 1})).unwrap().text, "<bos>");
 }
 
 /// Templates that use up something; what limit stops them.
@@ -369,7 +369,7 @@ fn outlines_change_nothing() {
                 let chat: Vec<Message> = chat.iter().map(|(role, text)| Message::new(*role, *text)).collect();
                 let render = |template: &ChatTemplate| {
                     let rendered = template.render_inner(&chat, None, answer, &Map::new());
-                    rendered.map_err(|error| error.to_string())
+                    rendered.map(|prompt| prompt.text).map_err(|error| error.to_string())
                 };
                 prop_assert_eq!(render(&template), render(&plain), "{}", source);
             }

@@ -56,6 +56,17 @@ impl CallReader {
         &self.text
     }
 
+    /// Whether what is there, without its name, may become a call of one of these tools.
+    pub(super) fn may_become(&self, tools: &[String]) -> bool {
+        let text: String = self.text.chars().filter(|c| !c.is_whitespace()).collect();
+        tools.iter().any(|tool| {
+            ["{\"name\":\"", "{\"type\":\"function\",\"name\":\""].iter().any(|begin| {
+                let call = format!("{begin}{tool}\"");
+                call.starts_with(&text) || text.starts_with(&call)
+            })
+        })
+    }
+
     /// Whose call it is, once that is known.
     pub(super) fn name(&self) -> Option<&str> {
         self.name.as_deref()

@@ -3,9 +3,14 @@
 use std::sync::Arc;
 
 use super::call::CallReader;
+use super::held::Held;
 use super::{
-    CALL, CALLED, CHANNEL, Calls, Dialect, END, GRANITE, MESSAGE, MISTRAL, PYTHON, START, THINK, THOUGHT, TO,
+    CALL, CALL_END, CALLED, CHANNEL, Calls, Dialect, END, GRANITE, MESSAGE, MISTRAL, PYTHON, RETURN, START,
+    THINK, THOUGHT, TO,
 };
+
+/// What a message in the harmony format ends with.
+const MESSAGE_ENDS: [&str; 4] = [END, START, CALL_END, RETURN];
 
 /// A part of an answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -27,7 +32,7 @@ pub struct Listener {
     /// Names of the tools that may be called; without any, calls are text.
     tools: Vec<String>,
     state: State,
-    held: String,
+    held: Held,
     /// Nothing but space has been said so far.
     blank: bool,
     /// That space is between thoughts, calls and the answer, and of none of them.
@@ -67,12 +72,22 @@ impl Listener {
     /// Of an answer to a prompt behind which the model is `thinking` already or not.
     pub fn new(dialect: Arc<Dialect>, tools: Vec<String>, thinking: bool) -> Self {
         let state = if thinking { State::Thought } else { State::Text };
-        Self { dialect, tools, state, held: String::new(), blank: true, between: false }
+        Self { dialect, tools, state, held: Held::default(), blank: true, between: false }
     }
 
-    /// Takes in what comes next: text, or the name of a control token ([`Dialect::mark`]).
+    /// Takes in the text that comes next.
     pub fn push(&mut self, text: &str) -> Vec<Said> {
-        self.held.push_str(text);
+        self.held.push(text);
+        self.listen()
+    }
+
+    /// Takes in a token that is a mark ([`Dialect::mark`]).
+    pub fn push_mark(&mut self, mark: &'static str) -> Vec<Said> {
+        self.held.push_token(mark);
+        self.listen()
+    }
+
+    fn listen(&mut self) -> Vec<Said> {
         let mut said = Vec::new();
         while self.advance(&mut said, false) {}
         join(said)
@@ -83,26 +98,48 @@ impl Listener {
         matches!(self.state, State::Thought | State::Message(Channel::Thoughts))
     }
 
-    /// The answer has ended.
-    pub fn finish(&mut self) -> Vec<Said> {
+    /// The answer has ended. `cut`: not by the model itself; then the beginning of a mark or of a call is told as nothing.
+    pub fn finish(&mut self, cut: bool) -> Vec<Said> {
+        if cut {
+            self.drop_unfinished_mark();
+        }
         let mut said = Vec::new();
         while self.advance(&mut said, true) {}
-        let held = std::mem::take(&mut self.held);
+        let held = self.held.take_all();
         match std::mem::replace(&mut self.state, State::Text) {
             State::Text | State::Message(Channel::Answer) => said.push(Said::Text(held)),
             State::Thought | State::Message(Channel::Thoughts) => said.push(Said::Thought(held)),
             State::Message(Channel::Call) => said.push(Said::Arguments(held)),
             State::Header => {}
-            State::Calls { call, within, any } => {
-                if let Some(Call { reader, told: false }) = call {
-                    // It was no call.
+            State::Calls { call: Some(Call { reader, told: false }), within, .. } => {
+                if !cut || (within.is_empty() && !reader.may_become(&self.tools)) {
                     said.push(Said::Text(format!("{within}{}", reader.text())));
-                } else if !any && call.is_none() {
-                    said.push(Said::Text(format!("{within}{held}")));
                 }
             }
+            State::Calls { call: None, within, any: false } if !cut => {
+                said.push(Said::Text(format!("{within}{held}")));
+            }
+            State::Calls { .. } => {}
         }
         join(said)
+    }
+
+    /// Of an answer that was cut off in what may be a mark. A single character within an answer is more likely text.
+    fn drop_unfinished_mark(&mut self) {
+        let (marks, surely) = match &self.state {
+            State::Text => (self.text_marks(), self.blank),
+            State::Thought => (vec![THOUGHT], false),
+            State::Message(_) => (MESSAGE_ENDS.to_vec(), false),
+            State::Calls { call: None, within, .. } if *within == CALL => (vec![CALLED], true),
+            State::Calls { .. } | State::Header => return,
+        };
+        if let Some(at) = self.held.unfinished(&self.dialect, &marks)
+            && (surely || self.held.text().len() - at > 1)
+        {
+            let rest = self.held.text()[..at].to_owned();
+            self.held = Held::default();
+            self.held.push(&rest);
+        }
     }
 
     /// Takes in part of what is held; `false` when nothing more can be said of it now.
@@ -119,8 +156,8 @@ impl Listener {
             }
             State::Calls { .. } => self.calls(said, last),
             State::Header => {
-                let Some(at) = self.held.find(MESSAGE) else { return false };
-                let header: String = self.held.drain(..at + MESSAGE.len()).collect();
+                let Some(at) = self.held.find(&self.dialect, MESSAGE) else { return false };
+                let header = self.held.take(at + MESSAGE.len());
                 let channel = match header.split(CHANNEL).nth(1).unwrap_or_default().trim_start() {
                     channel if channel.starts_with("analysis") => Channel::Thoughts,
                     _ => match header.split_once(TO) {
@@ -142,7 +179,7 @@ impl Listener {
                     Channel::Thoughts => Said::Thought,
                     Channel::Call => Said::Arguments,
                 };
-                let found = self.until(&[END, START, "<|call|>", "<|return|>"], last, said, part);
+                let found = self.until(&MESSAGE_ENDS, last, said, part);
                 if let Some(mark) = found {
                     self.state = if mark == START { State::Header } else { State::Text };
                 }
@@ -152,37 +189,25 @@ impl Listener {
     }
 
     fn text(&mut self, said: &mut Vec<Said>, last: bool) -> bool {
-        let calls = self.dialect.calls;
-        let tools = !self.tools.is_empty();
         if self.blank {
-            let start = self.held.trim_start();
+            let start = self.held.text().trim_start();
+            let space = self.held.text().len() - start.len();
             // Space before thoughts and calls, or behind thoughts, is of no answer.
             let decided = !start.is_empty() || last;
-            let bare = calls == Calls::Llama && tools && start.starts_with('{');
+            let bare = self.dialect.calls == Calls::Llama && !self.tools.is_empty() && start.starts_with('{');
             if !decided {
                 return false;
             }
             if bare {
-                self.held = start.to_owned();
+                self.held.take(space);
                 self.state = State::Calls { call: None, within: "", any: false };
                 return true;
             }
             if self.between {
-                self.held = start.to_owned();
+                self.held.take(space);
             }
         }
-        let mut marks: Vec<&'static str> = Vec::new();
-        if self.dialect.thinks && self.blank {
-            marks.push(THINK);
-        }
-        match calls {
-            Calls::Harmony => marks.extend([CHANNEL, START]),
-            Calls::Hermes if tools => marks.push(CALL),
-            Calls::Llama if tools => marks.push(PYTHON),
-            Calls::Mistral if tools => marks.push(MISTRAL),
-            Calls::Granite if tools => marks.push(GRANITE),
-            _ => {}
-        }
+        let marks = self.text_marks();
         let blank = self.blank;
         let before = said.len();
         let found = self.until(&marks, last, said, Said::Text);
@@ -192,7 +217,7 @@ impl Listener {
             let space: Vec<Said> = said.drain(before..).collect();
             if let (None, Some(Said::Text(space))) = (found, space.first()) {
                 // What follows it tells whether it is of the answer.
-                self.held.insert_str(0, space);
+                self.held.put_back(space);
             }
         }
         self.blank = blank && !spoke;
@@ -201,21 +226,41 @@ impl Listener {
             // In the middle of an answer it is text.
             Some(THINK) => said.push(Said::Text(THINK.to_owned())),
             Some(CHANNEL) => {
-                self.held.insert_str(0, CHANNEL);
+                self.held.put_back(CHANNEL);
                 self.state = State::Header;
             }
             Some(START) => self.state = State::Header,
+            // Ends of messages behind the last one.
+            Some(END | CALL_END | RETURN) => {}
             Some(mark) => self.state = State::Calls { call: None, within: mark, any: false },
             None => return false,
         }
         true
     }
 
+    /// What an answer may go on with besides its own text.
+    fn text_marks(&self) -> Vec<&'static str> {
+        let tools = !self.tools.is_empty();
+        let mut marks = Vec::new();
+        if self.dialect.thinks && self.blank {
+            marks.push(THINK);
+        }
+        match self.dialect.calls {
+            Calls::Harmony => marks.extend([CHANNEL, START, END, CALL_END, RETURN]),
+            Calls::Hermes if tools => marks.push(CALL),
+            Calls::Llama if tools => marks.push(PYTHON),
+            Calls::Mistral if tools => marks.push(MISTRAL),
+            Calls::Granite if tools => marks.push(GRANITE),
+            _ => {}
+        }
+        marks
+    }
+
     fn calls(&mut self, said: &mut Vec<Said>, last: bool) -> bool {
         let State::Calls { call, within, any } = &mut self.state else { return false };
         if let Some(Call { reader, told }) = call {
-            let taken = reader.push(&self.held);
-            self.held.drain(..taken);
+            let taken = reader.push(self.held.text());
+            self.held.take(taken);
             if !*told && let Some(name) = reader.name() {
                 if self.tools.iter().any(|tool| tool == name) {
                     *told = true;
@@ -247,22 +292,22 @@ impl Listener {
             return false;
         }
         let between = |c: char| c.is_whitespace() || matches!(c, '[' | ']' | ',' | ';');
-        let rest = self.held.trim_start_matches(between).len();
+        let rest = self.held.text().trim_start_matches(between).len();
         if rest == 0 && !last {
             // Whether it was between two calls is not known yet.
             return false;
         }
         // What is passed over is taken out when it is clear between what it stands.
-        let passed = self.held.len() - rest;
-        let next = &self.held[passed..];
+        let passed = self.held.text().len() - rest;
+        let next = &self.held.text()[passed..];
         if next.starts_with('{') {
-            self.held.drain(..passed);
+            self.held.take(passed);
             *call = Some(Call { reader: CallReader::default(), told: false });
             return true;
         }
         if *within == CALL {
             if next.starts_with(CALLED) {
-                self.held.drain(..passed + CALLED.len());
+                self.held.take(passed + CALLED.len());
                 self.state = State::Text;
                 (self.blank, self.between) = (true, true);
                 return true;
@@ -274,7 +319,7 @@ impl Listener {
         if rest == 0 {
             return false;
         }
-        let passed: String = self.held.drain(..passed).collect();
+        let passed = self.held.take(passed);
         let text = if *any { String::new() } else { format!("{within}{passed}") };
         said.push(Said::Text(text));
         self.blank = false;
@@ -291,21 +336,15 @@ impl Listener {
         said: &mut Vec<Said>,
         part: fn(String) -> Said,
     ) -> Option<&'static str> {
-        let found = marks.iter().filter_map(|mark| Some((self.held.find(mark)?, *mark)));
+        let found = marks.iter().filter_map(|mark| Some((self.held.find(&self.dialect, mark)?, *mark)));
         if let Some((at, mark)) = found.min_by_key(|(at, _)| *at) {
-            said.push(part(self.held[..at].to_owned()));
-            self.held.drain(..at + mark.len());
+            said.push(part(self.held.take(at)));
+            self.held.take(mark.len());
             return Some(mark);
         }
-        let begins = |at: &usize| {
-            let end = &self.held[*at..];
-            marks.iter().any(|mark| mark.starts_with(end))
-        };
-        let starts = self.held.char_indices().map(|(at, _)| at);
-        let keep = if last { None } else { starts.filter(begins).min() };
-        let certain = keep.unwrap_or(self.held.len());
-        said.push(part(self.held[..certain].to_owned()));
-        self.held.drain(..certain);
+        let keep = if last { None } else { self.held.unfinished(&self.dialect, marks) };
+        let certain = keep.unwrap_or(self.held.text().len());
+        said.push(part(self.held.take(certain)));
         None
     }
 }

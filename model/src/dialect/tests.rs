@@ -43,8 +43,12 @@ fn the_template_tells_the_dialect() {
     assert_eq!(Dialect::of(None, &tokenizer("llama")).calls(), Calls::Hermes);
 }
 
-/// What a listener makes of an answer that comes in pieces of `size` characters.
+/// What a listener makes of an answer that comes in pieces of `size` characters and that the model ends.
 fn heard(dialect: &Arc<Dialect>, thinking: bool, answer: &str, size: usize) -> Vec<Said> {
+    heard_until(dialect, thinking, answer, size, false)
+}
+
+fn heard_until(dialect: &Arc<Dialect>, thinking: bool, answer: &str, size: usize, cut: bool) -> Vec<Said> {
     let names = tools().into_iter().map(|tool| tool.name).collect();
     let mut listener = Listener::new(Arc::clone(dialect), names, thinking);
     let letters: Vec<char> = answer.chars().collect();
@@ -53,7 +57,7 @@ fn heard(dialect: &Arc<Dialect>, thinking: bool, answer: &str, size: usize) -> V
     for said in pieces.flat_map(|piece| listener.push(&piece)).collect::<Vec<_>>() {
         add(&mut all, said);
     }
-    for said in listener.finish() {
+    for said in listener.finish(cut) {
         add(&mut all, said);
     }
     all
@@ -199,6 +203,65 @@ fn answers_are_taken_apart_however_they_come() {
     }
 }
 
+#[test]
+fn of_a_call_that_is_cut_off_no_mark_is_told() {
+    let call = "{\"name\": \"weather\", \"arguments\": {\"at\": \"Oslo\"}}";
+    let parameters = call.replace("arguments", "parameters");
+    let table = [
+        ("{% if tools %}<tool_call>{% endif %}", format!("<tool_call>\n{call}\n</tool_call>\n<tool_call>\n{call}\n</tool_call>")),
+        ("{% if tools %}[TOOL_CALLS]{% endif %}", format!("[TOOL_CALLS][{call}, {call}]")),
+        ("{% if tools %}<|tool_call|>{% endif %}", format!("<|tool_call|>[{call}]")),
+        ("{% if tools %}parameters ipython{% endif %}", parameters.clone()),
+        ("{% if tools %}parameters ipython{% endif %}", format!("<|python_tag|>{parameters}")),
+        (
+            "{% if tools %}{% endif %}<|channel|><|message|>",
+            "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{\"at\": \"Oslo\"}<|call|>".to_owned(),
+        ),
+    ];
+    for (template, answer) in table {
+        let dialect = Arc::new(of(template));
+        for (at, size) in (0..=answer.len()).flat_map(|at| [(at, 1), (at, 1000)]) {
+            let said = heard_until(&dialect, false, &answer[..at], size, true);
+            let told = |said: &Said| matches!(said, Said::Text(_) | Said::Thought(_));
+            assert!(!said.iter().any(told), "{said:?} of {}", &answer[..at]);
+        }
+        let whole = heard_until(&dialect, false, &answer, 3, true);
+        assert_eq!(whole.first(), Some(&Said::Call("weather".into())), "{answer}");
+        // Text is text, also where it ends like a mark begins.
+        let text = |text: &str| vec![Said::Text(text.into())];
+        assert_eq!(heard_until(&dialect, false, "is 1 <", 2, true), text("is 1 <"));
+        assert_eq!(heard_until(&dialect, false, "a [", 2, true), text("a ["));
+    }
+    let llama = Arc::new(of("{% if tools %}parameters ipython{% endif %}"));
+    let json = vec![Said::Text("{\"age\": 3".into())];
+    assert_eq!(heard_until(&llama, false, "{\"age\": 3", 4, true), json);
+}
+
+/// Of a mark that is a token, only the token counts.
+#[test]
+fn ordinary_text_is_no_mark_where_the_vocabulary_has_a_token_for_it() {
+    let base = of("{% if tools %}<tool_call></tool_call>{% endif %}<think>");
+    let marks = vec![(3, THINK), (4, THOUGHT), (5, CALL), (6, CALLED)];
+    let dialect = Arc::new(Dialect { marks, ..base });
+    let mut listener = Listener::new(Arc::clone(&dialect), vec!["time".into()], true);
+    let mut said = listener.push("I write </think> and <tool_call>");
+    said.extend(listener.push_mark(THOUGHT));
+    said.extend(listener.push("\n\nNo <tool_call>{\"name\": \"time\"}</tool_call> yet. "));
+    said.extend(listener.push_mark(CALL));
+    said.extend(listener.push("{\"name\": \"time\", \"arguments\": {\"a\": \"</tool_call>\"}}"));
+    said.extend(listener.push_mark(CALLED));
+    said.extend(listener.finish(false));
+    let expected = [
+        Said::Thought("I write </think> and <tool_call>".into()),
+        Said::Text("No <tool_call>{\"name\": \"time\"}</tool_call> yet. ".into()),
+        Said::Call("time".into()),
+        Said::Arguments("{\"a\": \"</tool_call>\"}".into()),
+    ];
+    assert_eq!(said, expected);
+    let lark = dialect.calls_grammar(&tools(), false, false, "<think>");
+    assert!(lark.contains("thought: /(?s:.*)/ <[4]>") && lark.contains("<[5]> \"\\n\" call"), "{lark}");
+}
+
 proptest::proptest! {
     /// Nothing is lost of an answer that has no call in it, and no answer is too much for it.
     #[test]
@@ -218,7 +281,7 @@ proptest::proptest! {
             let plain = Arc::new(Dialect { thinks: false, calls: Calls::Llama, native: true, marks: Vec::new() });
             let mut listener = Listener::new(plain, Vec::new(), false);
             let mut said = listener.push(&answer);
-            said.extend(listener.finish());
+            said.extend(listener.finish(false));
             let text: String = said.into_iter().map(|said| match said { Said::Text(text) => text, _ => String::new() }).collect();
             proptest::prop_assert_eq!(&text, &answer);
         }

@@ -13,14 +13,13 @@ use super::Tokenizer;
 pub struct Detokenizer {
     tokenizer: Arc<Tokenizer>,
     skip_special: bool,
-    /// The begin of a character, at most 3 bytes.
-    pending: Vec<u8>,
+    text: Utf8Stream,
 }
 
 impl Detokenizer {
     /// At the start of a completion. `skip_special` leaves control tokens out of the text.
     pub fn new(tokenizer: Arc<Tokenizer>, skip_special: bool) -> Self {
-        Self { tokenizer, skip_special, pending: Vec::new() }
+        Self { tokenizer, skip_special, text: Utf8Stream::default() }
     }
 
     /// Takes the next token and returns the text that is certain now; often one word, sometimes nothing.
@@ -28,7 +27,26 @@ impl Detokenizer {
         if self.skip_special && self.tokenizer.is_special(id) {
             return String::new();
         }
-        self.pending.extend_from_slice(self.tokenizer.token_bytes(id));
+        self.text.push(self.tokenizer.token_bytes(id))
+    }
+
+    /// Ends the sequence: a character that was never finished becomes U+FFFD.
+    pub fn finish(&mut self) -> String {
+        self.text.finish()
+    }
+}
+
+/// The text of bytes that come in pieces; see [`Detokenizer`].
+#[derive(Debug, Clone, Default)]
+pub struct Utf8Stream {
+    /// The begin of a character, at most 3 bytes.
+    pending: Vec<u8>,
+}
+
+impl Utf8Stream {
+    /// Takes the next bytes and returns the text that is certain now.
+    pub fn push(&mut self, bytes: &[u8]) -> String {
+        self.pending.extend_from_slice(bytes);
         let mut text = String::new();
         let mut kept = 0;
         for chunk in self.pending.utf8_chunks() {
@@ -47,7 +65,7 @@ impl Detokenizer {
         text
     }
 
-    /// Ends the sequence: a character that was never finished becomes U+FFFD.
+    /// No more bytes come: a character that was never finished becomes U+FFFD.
     pub fn finish(&mut self) -> String {
         let unfinished = !self.pending.is_empty();
         self.pending.clear();

@@ -13,6 +13,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::recent::{Recent, RecentUse};
 
+use super::special::Quoted;
+
 /// Bytes of a piece, but for the last: at least and, where there is a place, at most.
 const LEAST: usize = 64;
 const MOST: usize = 4096;
@@ -190,9 +192,9 @@ impl Memo {
     pub(super) fn encode(
         &self,
         text: &str,
-        special: bool,
+        (special, quoted): (bool, Quoted<'_>),
         out: &mut Vec<u32>,
-        encode: impl Fn(&str, How, &mut Vec<u32>),
+        encode: impl Fn(&str, How, Quoted<'_>, &mut Vec<u32>),
     ) -> Vec<Part> {
         let (mut start, mut before, mut next) = (0, NOTHING, NOTHING);
         let (mut parts, mut known) = (Vec::with_capacity(PARTS), true);
@@ -202,7 +204,7 @@ impl Memo {
             let tokens = out.len();
             // A piece that comes again is mostly followed by what has followed it before: then the end of that one need
             // not be searched for.
-            if let Some((end, after, name)) = self.expected(text, start, how, next, out) {
+            if let Some((end, after, name)) = self.expected((text, quoted), start, how, next, out) {
                 if known {
                     parts.push(Part { name, end: out.len() });
                 }
@@ -219,6 +221,15 @@ impl Memo {
             let end = self.piece_end(text.as_bytes(), start);
             // Places are between ASCII characters.
             let Some(piece) = text.get(start..end) else { return parts };
+            let within = quoted.part(start, end);
+            if !within.is_empty() {
+                // Its tokens are not those that its text alone would have.
+                encode(piece, how, within, out);
+                (start, before, next, known) = (end, NOTHING, NOTHING, false);
+                stretch = Stretch { before, start, tokens: out.len(), pieces: 0 };
+                continue;
+            }
+            let encode = |text: &str, how: How, out: &mut Vec<u32>| encode(text, how, Quoted::NONE, out);
             let (hash, after, name) = self.piece(piece, how, out, &encode);
             known &= name.is_some();
             parts.extend(name.filter(|_| known).map(|name| Part { name, end: out.len() }));
@@ -234,7 +245,7 @@ impl Memo {
     /// name.
     fn expected(
         &self,
-        text: &str,
+        (text, quoted): (&str, Quoted<'_>),
         start: usize,
         how: How,
         expected: u64,
@@ -248,7 +259,7 @@ impl Memo {
             let end = start + piece.text.len();
             let stands = piece.how == how && bytes.get(start..end)? == piece.text.as_bytes();
             let ends = end == bytes.len() || self.cuts.allow(bytes, end).is_some();
-            (stands && ends).then(|| {
+            (stands && ends && quoted.part(start, end).is_empty()).then(|| {
                 out.extend_from_slice(&piece.tokens);
                 (end, piece.next.load(Ordering::Relaxed), piece.name)
             })

@@ -4,6 +4,43 @@
 //! rule that the GGUF world's reference follows, so `ab` and `bcd` on `abcd` give `a`, `bcd`.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// Stretches of a text in which the texts of control tokens are text like any other; ascending, not overlapping, counted
+/// from some place of a longer text on.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Quoted<'a> {
+    ranges: &'a [Range<usize>],
+    /// Where in that longer text this one begins.
+    base: usize,
+}
+
+impl<'a> Quoted<'a> {
+    pub(super) const NONE: Quoted<'static> = Quoted { ranges: &[], base: 0 };
+
+    pub(super) fn new(ranges: &'a [Range<usize>]) -> Self {
+        Self { ranges, base: 0 }
+    }
+
+    /// Of the part of the text from `start` to `end`.
+    pub(super) fn part(self, start: usize, end: usize) -> Self {
+        let (start, end) = (self.base + start, self.base + end);
+        let from = self.ranges.partition_point(|range| range.end <= start);
+        let to = self.ranges.partition_point(|range| range.start < end);
+        Self { ranges: self.ranges.get(from..to).unwrap_or_default(), base: start }
+    }
+
+    pub(super) fn is_empty(self) -> bool {
+        self.ranges.is_empty()
+    }
+
+    /// The first quoted stretch that ends behind `start`, from there on.
+    fn next(self, start: usize) -> Option<Range<usize>> {
+        let start = self.base + start;
+        let next = self.ranges.get(self.ranges.partition_point(|range| range.end <= start))?;
+        Some(next.start.max(start) - self.base..next.end - self.base)
+    }
+}
 
 /// Texts of special tokens as a tree of bytes.
 #[derive(Debug)]
@@ -13,6 +50,10 @@ pub(super) struct Specials {
     first: First,
     /// Bytes that a token begins with that is always cut out.
     first_always: First,
+    /// Bytes that a token begins with that is not always cut out.
+    first_control: First,
+    /// Bytes of the longest of these.
+    longest_control: usize,
 }
 
 /// A set of bytes to look for.
@@ -88,13 +129,22 @@ struct Found {
 impl Specials {
     /// From `(text, id, always)`: `always` are cut out even where special tokens are not asked for.
     pub(super) fn new<'a>(tokens: impl IntoIterator<Item = (&'a [u8], u32, bool)>) -> Self {
-        let mut tree =
-            Self { nodes: vec![Node::default()], first: First::none(), first_always: First::none() };
+        let mut tree = Self {
+            nodes: vec![Node::default()],
+            first: First::none(),
+            first_always: First::none(),
+            first_control: First::none(),
+            longest_control: 0,
+        };
         for (text, id, always) in tokens {
             let Some(&first) = text.first() else { continue };
             tree.first.add(first);
-            if always {
-                tree.first_always.add(first);
+            match always {
+                true => tree.first_always.add(first),
+                false => {
+                    tree.first_control.add(first);
+                    tree.longest_control = tree.longest_control.max(text.len());
+                }
             }
             let mut at = 0;
             for &byte in text {
@@ -113,10 +163,46 @@ impl Specials {
         tree
     }
 
-    /// Calls `emit` with the parts of `text` in order. `all`: with the tokens that are not `always` too.
-    pub(super) fn split<'a>(&self, text: &'a str, all: bool, mut emit: impl FnMut(Part<'a>)) {
+    /// What of `quoted` lies in the text of a control token; that the rest is quoted does not matter.
+    pub(super) fn that_matter(&self, text: &str, quoted: &[Range<usize>]) -> Vec<Range<usize>> {
+        let all = Quoted::new(quoted);
+        let mut matter: Vec<Range<usize>> = Vec::new();
+        let mut done = 0;
+        for range in quoted {
+            // A token's text may begin before the range.
+            let from = range.start.saturating_sub(self.longest_control.saturating_sub(1)).max(done);
+            done = range.end;
+            let Some(window) = text.as_bytes().get(from..range.end.min(text.len())) else { continue };
+            self.first_control.each(window, |at| {
+                let start = from + at;
+                let Some(end) =
+                    self.longest(text.as_bytes(), start, text.len(), true).map(|found| start + found.len)
+                else {
+                    return;
+                };
+                if let Some(mut quoted) = all.next(start).filter(|quoted| quoted.start < end) {
+                    quoted.end = quoted.end.min(end);
+                    match matter.last_mut() {
+                        Some(last) if last.end >= quoted.start => last.end = last.end.max(quoted.end),
+                        _ => matter.push(quoted),
+                    }
+                }
+            });
+        }
+        matter
+    }
+
+    /// Calls `emit` with the parts of `text` in order. `all`: with the tokens that are not `always` too, unless a part of
+    /// their text is quoted.
+    pub(super) fn split<'a>(
+        &self,
+        text: &'a str,
+        all: bool,
+        quoted: Quoted<'_>,
+        mut emit: impl FnMut(Part<'a>),
+    ) {
         let mut at = 0;
-        for found in self.choose(text.as_bytes(), all) {
+        for found in self.choose(text.as_bytes(), all, quoted) {
             if found.start > at {
                 emit(Part::Text(&text[at..found.start]));
             }
@@ -129,12 +215,12 @@ impl Specials {
     }
 
     /// The tokens that are cut out, in the order of the text.
-    fn choose(&self, text: &[u8], all: bool) -> Vec<Found> {
+    fn choose(&self, text: &[u8], all: bool, quoted: Quoted<'_>) -> Vec<Found> {
         let first = if all { &self.first } else { &self.first_always };
         // By length: the longest token at each place, to begin with.
         let mut by_len: BTreeMap<usize, Vec<Found>> = BTreeMap::new();
         first.each(text, |start| {
-            if let Some(found) = self.longest(text, start, text.len(), all) {
+            if let Some(found) = self.longest_outside(text, start, text.len(), all, quoted) {
                 by_len.entry(found.len).or_default().push(found);
             }
         });
@@ -155,7 +241,9 @@ impl Specials {
                     Some(0) => {}
                     // A shorter token may still fit before the one that is there already.
                     Some(room) => {
-                        if let Some(shorter) = self.longest(text, found.start, found.start + room, all) {
+                        if let Some(shorter) =
+                            self.longest_outside(text, found.start, found.start + room, all, quoted)
+                        {
                             by_len.entry(shorter.len).or_default().push(shorter);
                         }
                     }
@@ -164,6 +252,28 @@ impl Specials {
         }
         chosen.sort_unstable();
         chosen
+    }
+
+    /// The longest token at `start` that ends at `end` or before, and of which nothing is quoted unless it is always cut
+    /// out.
+    fn longest_outside(
+        &self,
+        text: &[u8],
+        start: usize,
+        end: usize,
+        all: bool,
+        quoted: Quoted<'_>,
+    ) -> Option<Found> {
+        match quoted.next(start).filter(|quoted| all && quoted.start < end) {
+            None => self.longest(text, start, end, all),
+            Some(quoted) => {
+                let outside = self.longest(text, start, quoted.start, true);
+                [self.longest(text, start, end, false), outside]
+                    .into_iter()
+                    .flatten()
+                    .max_by_key(|found| found.len)
+            }
+        }
     }
 
     /// The longest token at `start` that ends at `end` or before.
@@ -225,7 +335,7 @@ mod tests {
         let specials =
             Specials::new(tokens.iter().zip(0..).map(|(&(t, always), id)| (t.as_bytes(), id, always)));
         let mut parts = Vec::new();
-        specials.split(text, all, |part| parts.push(part));
+        specials.split(text, all, Quoted::NONE, |part| parts.push(part));
         parts
     }
 
@@ -237,8 +347,64 @@ mod tests {
         assert_eq!(split(&tokens, "", true), []);
     }
 
+    fn outside<'a>(tokens: &[(&str, bool)], text: &'a str, quoted: &[Range<usize>]) -> Vec<Part<'a>> {
+        let specials =
+            Specials::new(tokens.iter().zip(0..).map(|(&(t, always), id)| (t.as_bytes(), id, always)));
+        let mut parts = Vec::new();
+        let matter = specials.that_matter(text, quoted);
+        specials.split(text, true, Quoted::new(&matter), |part| parts.push(part));
+        parts
+    }
+
+    #[test]
+    fn quoted_texts_are_no_control_tokens() {
+        let tokens = [("<e>", false), ("<e>x", false), ("<u>", true), ("<", false)];
+        let whole = 0..100;
+        assert_eq!(outside(&tokens, "a<e>b", std::slice::from_ref(&whole)), [Part::Text("a<e>b")]);
+        // Only one of the two is quoted, or only a part of one is.
+        assert_eq!(outside(&tokens, "<e><e>", &[0..3]), [Part::Text("<e>"), Part::Token(0)]);
+        assert_eq!(outside(&tokens, "<e><e>", &[3..6]), [Part::Token(0), Part::Text("<e>")]);
+        assert_eq!(outside(&tokens, "<e>", &[1..2]), [Part::Token(3), Part::Text("e>")]);
+        // A shorter one before quoted text is one, as are those that are always cut out.
+        assert_eq!(outside(&tokens, "<e>x", &[3..4]), [Part::Token(0), Part::Text("x")]);
+        assert_eq!(
+            outside(&tokens, "<u><e>", std::slice::from_ref(&whole)),
+            [Part::Token(2), Part::Text("<e>")]
+        );
+    }
+
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(800))]
+        /// No token lies over quoted text unless it is always cut out, and what is quoted elsewhere changes nothing.
+        #[test]
+        fn quoted_texts_stay_texts(
+            tokens in prop::collection::btree_set("[ab]{1,4}", 0..6),
+            flags in prop::collection::vec(any::<bool>(), 6),
+            text in "[abc]{0,24}",
+            marks in prop::collection::vec(any::<bool>(), 24),
+        ) {
+            let tokens: Vec<(&str, bool)> = tokens.iter().zip(flags).map(|(t, f)| (t.as_str(), f)).collect();
+            let quoted: Vec<Range<usize>> = (0..text.len()).filter(|at| marks[*at]).map(|at| at..at + 1).collect();
+            let parts = outside(&tokens, &text, &quoted);
+            let mut at = 0;
+            for part in &parts {
+                let len = match part { Part::Text(text) => text.len(), Part::Token(id) => tokens[*id as usize].0.len() };
+                if let Part::Token(id) = part {
+                    let clear = (at..at + len).all(|at| !marks[at]);
+                    prop_assert!(tokens[*id as usize].1 || clear, "{parts:?}");
+                }
+                at += len;
+            }
+            prop_assert_eq!(at, text.len());
+            let plain: Vec<(&str, bool)> = tokens.iter().filter(|(_, always)| *always).copied().collect();
+            let all = std::slice::from_ref(&(0..24)).to_vec();
+            let ids = |parts: &[Part<'_>], tokens: &[(&str, bool)]| parts.iter().map(|part| match part {
+                Part::Text(text) => (*text).to_owned(), Part::Token(id) => format!("<{}>", tokens[*id as usize].0)
+            }).collect::<Vec<_>>();
+            prop_assert_eq!(ids(&outside(&tokens, &text, &all), &tokens), ids(&split(&plain, &text, false), &plain));
+            prop_assert_eq!(outside(&tokens, &text, &[]), split(&tokens, &text, true));
+        }
+
         #[test]
         fn splits_by_the_rule(
             tokens in prop::collection::btree_set("[ab\n]{0,4}", 0..6),

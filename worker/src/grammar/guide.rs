@@ -8,6 +8,7 @@ use crate::sampling::TokenMask;
 use crate::telemetry::GrammarMetrics;
 use llguidance::{CancellationHandle, Matcher};
 use model::Tokenizer;
+use model::dialect::is_mark;
 use parking_lot::Mutex;
 use std::fmt::Display;
 use std::sync::Arc;
@@ -54,6 +55,8 @@ impl Drop for Guide {
 /// What has to be said before the grammar counts.
 struct Trigger {
     text: Vec<u8>,
+    /// Where the text is a mark that the vocabulary has a token for: only that token says it.
+    token: Option<u32>,
     /// The end of what has been said, shorter than that.
     tail: Vec<u8>,
 }
@@ -74,7 +77,14 @@ impl Guide {
     ) -> Self {
         let matcher = matcher.into_cancellable();
         let cancellation = matcher.cancellation_handle();
-        let trigger = trigger.map(|text| Trigger { text: text.into_bytes(), tail: Vec::new() });
+        let trigger = trigger.map(|text| Trigger {
+            token: match tokenizer.encode(&text, true)[..] {
+                [token] if is_mark(&tokenizer, token) => Some(token),
+                _ => None,
+            },
+            text: text.into_bytes(),
+            tail: Vec::new(),
+        });
         let shared = Arc::new(Mutex::new(Shared { look: Look::Free, matcher: Some(matcher) }));
         let share = Share::default();
         let mut guide = Self { field, tokenizer, pool, share, metrics, wake, trigger, shared, cancellation };
@@ -123,6 +133,13 @@ impl Guide {
 
     fn note(&mut self, token: u32) -> Noted {
         let Some(trigger) = &mut self.trigger else { return Noted::Token };
+        if let Some(mark) = trigger.token {
+            if mark != token {
+                return Noted::Nothing;
+            }
+            self.trigger = None;
+            return Noted::Began(Vec::new());
+        }
         trigger.tail.extend_from_slice(self.tokenizer.token_bytes(token));
         let found = trigger.tail.windows(trigger.text.len()).position(|window| window == trigger.text);
         match found {

@@ -5,6 +5,7 @@ use llguidance::earley::SlicedBiasComputer;
 use llguidance::toktrie::{
     ApproximateTokEnv, INVALID_TOKEN, InferenceCapabilities, TokEnv, TokRxInfo, TokTrie,
 };
+use model::dialect::is_mark;
 use model::tokenizer::{Kind, Tokenizer};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -87,9 +88,11 @@ fn limited(words: &[Vec<u8>], ends: &[u32]) -> Result<ParserFactory, String> {
     Ok(factory)
 }
 
-/// Whether a token is no text, but steers the model.
+/// Whether a token is no text, but steers the model, or is a mark of an answer's structure: a grammar names these.
 fn steers(tokenizer: &Tokenizer, id: u32) -> bool {
-    tokenizer.is_eog(id) || matches!(tokenizer.kind(id), Some(Kind::Control | Kind::Unknown))
+    tokenizer.is_eog(id)
+        || matches!(tokenizer.kind(id), Some(Kind::Control | Kind::Unknown))
+        || is_mark(tokenizer, id)
 }
 
 /// What a token writes; of one that steers the model its name behind a mark that no text has.

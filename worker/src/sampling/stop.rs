@@ -2,6 +2,7 @@
 //!
 //! Text that could still become a stop string is held back; a stop string is never part of the output.
 
+use model::dialect::StopStrings;
 use model::tokenizer::{Detokenizer, Tokenizer};
 use proto::message::{FinishReason, GenerateError, Stop};
 use std::collections::HashSet;
@@ -30,8 +31,7 @@ pub struct OutputText {
     stop: Stop,
     ending: HashSet<u32>,
     generated: u32,
-    /// Bytes not yet given out; at most what a stop string could still need.
-    held: String,
+    stops: StopStrings,
 }
 
 impl OutputText {
@@ -55,7 +55,8 @@ impl OutputText {
             ending.extend(tokenizer.eos_ids());
         }
         let detokenizer = Detokenizer::new(tokenizer, true);
-        Ok(Self { detokenizer, stop, ending, generated: 0, held: String::new() })
+        let stops = StopStrings::new(stop.strings.clone());
+        Ok(Self { detokenizer, stop, ending, generated: 0, stops })
     }
 
     /// Tokens that end the generation.
@@ -84,18 +85,10 @@ impl OutputText {
             return (String::new(), Some(self.end(FinishReason::Stop, named)));
         }
         let text = self.detokenizer.push(token);
-        self.held.push_str(&text);
-        if allowed && let Some((at, matched)) = self.earliest_stop() {
-            self.held.truncate(at);
-            let tail = std::mem::take(&mut self.held);
-            return (
-                String::new(),
-                Some(Ending { reason: FinishReason::Stop, matched: Some(matched), tail }),
-            );
+        let (text, matched) = self.stops.push(&text, allowed);
+        if matched.is_some() {
+            return (String::new(), Some(Ending { reason: FinishReason::Stop, matched, tail: text }));
         }
-        let certain = self.held.len() - self.possible_stop_bytes();
-        let rest = self.held.split_off(certain);
-        let text = std::mem::replace(&mut self.held, rest);
         match self.generated >= self.stop.max_tokens {
             true => (text, Some(self.end(FinishReason::Length, None))),
             false => (text, None),
@@ -114,26 +107,8 @@ impl OutputText {
 
     /// Ends the generation for another reason.
     pub fn end(&mut self, reason: FinishReason, matched: Option<String>) -> Ending {
-        let mut tail = std::mem::take(&mut self.held);
+        let mut tail = self.stops.finish();
         tail.push_str(&self.detokenizer.finish());
         Ending { reason, matched, tail }
-    }
-
-    fn earliest_stop(&self) -> Option<(usize, String)> {
-        let found =
-            self.stop.strings.iter().filter_map(|stop| self.held.find(stop.as_str()).map(|at| (at, stop)));
-        found.min_by_key(|(at, _)| *at).map(|(at, stop)| (at, stop.clone()))
-    }
-
-    /// Length of the longest end of the held text that begins a stop string.
-    fn possible_stop_bytes(&self) -> usize {
-        let longest = |stop: &String| {
-            let most = self.held.len().min(stop.len() - 1);
-            (1..=most).rev().find(|&len| {
-                let from = self.held.len() - len;
-                self.held.is_char_boundary(from) && stop.as_bytes().starts_with(&self.held.as_bytes()[from..])
-            })
-        };
-        self.stop.strings.iter().filter_map(longest).max().unwrap_or(0)
     }
 }

@@ -25,6 +25,8 @@ struct Block<'a> {
     name: Option<String>,
     #[serde(borrow)]
     input: Option<&'a RawValue>,
+    /// What there is of an input that was cut off.
+    partial_json: Option<String>,
     tool_use_id: Option<String>,
     #[serde(borrow)]
     content: Option<&'a RawValue>,
@@ -85,7 +87,9 @@ fn add<'a>(chat: &mut Vec<Message<'a>>, message: &Fields<'a>) -> Result<(), ApiE
                 let input: Value =
                     serde_json::from_str(input.get()).map_err(|error| wrong("input", plain(&error)))?;
                 let id = block.id.ok_or_else(|| missing("id"))?;
-                calls.push(tools::call(id, block.name.ok_or_else(|| missing("name"))?, input));
+                let name = block.name.ok_or_else(|| missing("name"))?;
+                let input = block.partial_json.map_or(input, Value::String);
+                calls.push(tools::call(id, name, tools::arguments(input)));
             }
             ("tool_result", false) => {
                 // What was said before it stays before it.

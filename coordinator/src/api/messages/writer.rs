@@ -35,8 +35,9 @@ impl MessageWriter {
         let Some(finished) = &self.finished else { return (Value::Null, Value::Null) };
         let matched = finished.matched.as_ref().filter(|matched| self.stop.contains(matched));
         match (finished.reason, matched) {
+            // Whoever has called waits for the result, whatever ended the text behind the call.
+            (FinishReason::Stop, _) if self.called => ("tool_use".into(), Value::Null),
             (FinishReason::Stop, Some(text)) => ("stop_sequence".into(), text.as_str().into()),
-            (FinishReason::Stop, None) if self.called => ("tool_use".into(), Value::Null),
             (FinishReason::Stop, None) => ("end_turn".into(), Value::Null),
             (FinishReason::Length | FinishReason::Cancelled, _) => ("max_tokens".into(), Value::Null),
         }

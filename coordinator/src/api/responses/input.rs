@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 const INPUT: &str = "input";
 const ITEM: [&str; 8] = ["type", "role", "content", "call_id", "name", "arguments", "output", "summary"];
 /// Parts of what is said, whoever says it.
-const SPOKEN: [&str; 2] = ["input_text", "output_text"];
+const SPOKEN: [&str; 4] = ["input_text", "output_text", "text", "refusal"];
 
 /// Reads both.
 pub(super) fn messages<'a>(fields: &Fields<'a>) -> Result<Vec<Message<'a>>, ApiError> {
@@ -80,8 +80,12 @@ impl<'a> Chat<'a> {
 
     fn message(&mut self, item: &Fields<'a>) -> Result<(), ApiError> {
         let role: String = missing(item, "role", item.get("role")?)?;
-        let raw = missing(item, "content", item.raw("content"))?;
-        let said = text(item, "content", raw, &SPOKEN)?;
+        let said = match item.raw("content") {
+            Some(raw) => text(item, "content", raw, &SPOKEN)?,
+            // It has said nothing.
+            None if role == "assistant" => "".into(),
+            None => return Err(item.wrong("content", "is missing")),
+        };
         match role.as_str() {
             "assistant" => {
                 if self.said.is_some() || !self.calls.is_empty() {
@@ -102,8 +106,7 @@ impl<'a> Chat<'a> {
         let id = missing(item, "call_id", item.get("call_id")?)?;
         let name = missing(item, "name", item.get("name")?)?;
         let arguments: String = missing(item, "arguments", item.get("arguments")?)?;
-        let arguments = tools::arguments(&arguments).ok_or_else(|| item.wrong("arguments", "is no JSON"))?;
-        self.calls.push(tools::call(id, name, arguments));
+        self.calls.push(tools::call(id, name, tools::arguments(arguments.into())));
         Ok(())
     }
 

@@ -179,7 +179,7 @@ fn usage_json(usage: Usage) -> Value {
     json!({
         "input_tokens": usage.prompt,
         "input_tokens_details": {
-            "cached_tokens": usage.cached, "kvasir_lookups": usage.lookups,
+            "cached_tokens": usage.cached, "cache_write_tokens": 0, "kvasir_lookups": usage.lookups,
         },
         "output_tokens": usage.completion,
         "output_tokens_details": details,

@@ -81,7 +81,22 @@ fn earlier_calls_are_objects_or_told_in_words() {
         (messages[3].role.as_str(), text(3)),
         ("user", "<tool_response>\n42\n</tool_response>".into())
     );
-    let mut bad = messages[2].clone();
-    bad.tool_calls = Some(json!([{"function": {"name": "a", "arguments": "{"}}]));
-    assert!(with_arguments(&mut [bad]).is_err());
+    // What was cut off, or is no object, becomes one.
+    for (given, expected) in [
+        (json!("{"), json!({})),
+        (json!("{\"x\": \"y"), json!({"x": "y"})),
+        (json!(""), json!({})),
+        (json!("null"), json!({})),
+        (Value::Null, json!({})),
+        (json!("[1]"), json!({"arguments": [1]})),
+        (json!("so"), json!({"arguments": "so"})),
+        (json!({"x": 1}), json!({"x": 1})),
+    ] {
+        let mut message = messages[2].clone();
+        message.tool_calls = Some(json!([{"function": {"name": "a", "arguments": given}}]));
+        let mut message = [message];
+        with_arguments(&mut message).unwrap();
+        let [message] = message;
+        assert_eq!(message.tool_calls.unwrap()[0]["function"]["arguments"], expected, "{given}");
+    }
 }

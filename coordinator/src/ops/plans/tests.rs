@@ -6,7 +6,7 @@ fn models(fixtures: &[(&str, &str)]) -> Models {
     let root = FilePath::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny");
     let entry =
         |(id, file): &(&str, &str)| ModelEntry { id: ModelId::new(*id).unwrap(), path: root.join(file) };
-    Models::open(&fixtures.iter().map(entry).collect::<Vec<_>>()).unwrap()
+    Models::open(&fixtures.iter().map(entry).collect::<Vec<_>>(), false).unwrap()
 }
 
 /// Field and reason of what is refused.

@@ -121,8 +121,10 @@ fn remembered_or_not_the_ids_are_the_same() {
             // The second time from what is remembered, then from runs, and in the end with something else behind a run.
             for text in [&text, &text, &text, &other, &other, &other, &text] {
                 let mut ids = Vec::new();
-                let encode = |text: &str, how, ids: &mut Vec<u32>| tokenizer.encode_part(text, how, ids);
-                let parts = memo.encode(text, special, &mut ids, encode);
+                let encode = |text: &str, how, quoted: Quoted<'_>, ids: &mut Vec<u32>| {
+                    tokenizer.encode_part(text, how, quoted, ids);
+                };
+                let parts = memo.encode(text, (special, Quoted::NONE), &mut ids, encode);
                 let mut from = 0;
                 for Part { name, end } in parts {
                     let tokens = &ids[std::mem::replace(&mut from, end)..end];
@@ -149,6 +151,35 @@ fn remembered_or_not_the_ids_are_the_same() {
         assert_eq!(remembering.encode(&text, true), plain, "{name}");
         assert_eq!(remembering.encode(&text, true), plain, "{name}");
         assert_eq!(remembering.memo_usage().is_some_and(|usage| usage.hits > 0), memo.is_some(), "{name}");
+    }
+}
+
+/// What is quoted decides about the tokens of a piece; what is remembered of its text does not.
+#[test]
+fn quoted_control_tokens_are_neither_remembered_nor_recalled() {
+    for (name, tokenizer) in all() {
+        let Some(memo) = finest(&tokenizer) else { continue };
+        let control = (0..tokenizer.vocab_size() as u32).find(|id| {
+            tokenizer.kind(*id) == Some(super::super::Kind::Control) && tokenizer.token_text(*id).is_some()
+        });
+        let Some(control) = control else { continue };
+        let mark = tokenizer.token_text(control).unwrap();
+        let text = format!("ab ab{mark}ab ab\nab {mark} ab");
+        let first = 5..5 + mark.len();
+        let last = text.rfind(mark).unwrap()..text.len() - 3;
+        for quoted in [&[][..], &[first.clone()], &[last.clone()], &[first, last], &[]] {
+            let matter = tokenizer.specials.that_matter(&text, quoted);
+            for _ in 0..3 {
+                let mut ids = Vec::new();
+                let encode = |text: &str, how, quoted: Quoted<'_>, ids: &mut Vec<u32>| {
+                    tokenizer.encode_part(text, how, quoted, ids);
+                };
+                memo.encode(&text, (true, Quoted::new(&matter)), &mut ids, encode);
+                let controls = ids.iter().filter(|id| **id == control).count();
+                assert_eq!(controls, 2 - quoted.len(), "{name}: {text:?} {quoted:?}");
+                assert_eq!(ids, tokenizer.encode_prompt(&text, quoted).0, "{name}: {text:?} {quoted:?}");
+            }
+        }
     }
 }
 

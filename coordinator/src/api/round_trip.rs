@@ -1,0 +1,154 @@
+//! What this server has answered can be sent back to it, in each API's own words.
+
+use super::chat;
+use super::fields::Fields;
+use super::messages::{self, MessageWriter};
+use super::plan::Kind;
+use super::responses::tests::tokenizer;
+use super::responses::{self, ResponseWriter};
+use super::shape::{CallPart, Delta, Part, Shape, Usage, Writer};
+use model::chat_template::Message;
+use proto::message::{FinishReason, FinishedV1};
+use serde_json::{Map, Value, json};
+
+const REASONS: [FinishReason; 2] = [FinishReason::Stop, FinishReason::Length];
+
+/// Answers of every kind, calls also cut at each of their bytes.
+fn answers() -> Vec<Vec<Part>> {
+    let text = |text: &str| Part::Text(text.into());
+    let thought = || Part::Thought("hm".into());
+    let call = |index: usize, arguments: &str| {
+        let begins = Some((format!("call_{index}"), "f".to_owned()));
+        Part::Call(CallPart { index, begins, arguments: arguments.into() })
+    };
+    let arguments = r#"{"a": [1, {"b": "c\"d"}], "e": "x"}"#;
+    let mut answers = vec![
+        vec![],
+        vec![thought()],
+        vec![text("So.")],
+        vec![thought(), text("So.")],
+        vec![call(0, "{}"), call(1, arguments)],
+        vec![text("I look."), call(0, arguments), text("So.")],
+        // Models that nothing holds to a grammar write whatever they like.
+        vec![call(0, "null")],
+        vec![call(0, "[1]")],
+        vec![call(0, "\"text\"")],
+        vec![call(0, "not JSON")],
+    ];
+    let cut = (0..arguments.len()).map(|end| &arguments[..end]);
+    answers.extend(cut.flat_map(|cut| [vec![call(0, cut)], vec![thought(), text("a"), call(0, cut)]]));
+    answers
+}
+
+fn delta(said: &[Part], reason: FinishReason) -> Delta {
+    let finished = FinishedV1 {
+        reason,
+        matched: None,
+        tail: String::new(),
+        completion_tokens: 1,
+        preemptions: 0,
+        drafted_tokens: 0,
+        accepted_tokens: 0,
+    };
+    let called = reason == FinishReason::Stop && said.iter().any(|part| matches!(part, Part::Call(_)));
+    Delta { said: said.to_vec(), called, finished: Some(finished), ..Delta::default() }
+}
+
+/// Has `history` read as a chat, in which all earlier calls have objects as arguments.
+fn read(kind: Kind, body: &Value) -> Vec<Message<'static>> {
+    let body = body.to_string();
+    let read = match kind {
+        Kind::Responses => {
+            Fields::parse(body.as_bytes(), &responses::FIELDS).and_then(|fields| responses::read(&fields))
+        }
+        Kind::Messages => {
+            Fields::parse(body.as_bytes(), &messages::FIELDS).and_then(|fields| messages::read(&fields, true))
+        }
+        _ => Fields::parse(body.as_bytes(), &chat::FIELDS).and_then(|fields| chat::read(&fields)),
+    };
+    let chat = read.unwrap_or_else(|error| panic!("{error}: {body}"));
+    let messages = serde_json::to_value(&chat.messages).unwrap();
+    let messages: Vec<Message<'_>> = serde_json::from_value(messages).unwrap_or_default();
+    for call in messages.iter().filter_map(|message| message.tool_calls.as_ref()?.as_array()).flatten() {
+        assert!(call["function"]["arguments"].is_object(), "{call} of {body}");
+    }
+    messages
+}
+
+#[test]
+fn answers_of_chats() {
+    let tokenizer = tokenizer();
+    let mut shape = Shape {
+        chat: true,
+        id: "chatcmpl-1".into(),
+        created: 1,
+        model: "m".into(),
+        token_ids: false,
+        logprobs: false,
+        include_usage: false,
+    };
+    for (said, reason) in answers().iter().flat_map(|said| REASONS.map(|reason| (said, reason))) {
+        let whole = shape.whole(vec![delta(said, reason)], Usage::default(), &tokenizer);
+        let whole: Value = serde_json::from_slice(&whole).unwrap();
+        let message = &whole["choices"][0]["message"];
+        assert_eq!(message.get("refusal"), Some(&Value::Null), "{message}");
+        let calls = message["tool_calls"].as_array().cloned().unwrap_or_default();
+        let results =
+            calls.iter().map(|call| json!({"role": "tool", "tool_call_id": call["id"], "content": ""}));
+        // As it is, and as clients' types dump it, with all that they know and nobody has said.
+        let mut dumped = message.clone();
+        for name in ["refusal", "annotations", "audio", "function_call", "tool_calls"] {
+            dumped.as_object_mut().unwrap().entry(name).or_insert(Value::Null);
+        }
+        let mut nothing = message.clone();
+        nothing.as_object_mut().unwrap().retain(|_, value| *value != "" && !value.is_null());
+        for message in [message, &dumped, &nothing] {
+            let mut history = vec![json!({"role": "user", "content": "q"}), message.clone()];
+            history.extend(results.clone());
+            history.push(json!({"role": "user", "content": "so?"}));
+            read(Kind::Chat, &json!({ "messages": history }));
+        }
+    }
+}
+
+#[test]
+fn answers_of_responses() {
+    let tokenizer = tokenizer();
+    for (said, reason) in answers().iter().flat_map(|said| REASONS.map(|reason| (said, reason))) {
+        let mut writer = ResponseWriter::new("resp_1".into(), 1, "m".into(), Map::new());
+        let whole = writer.whole(vec![delta(said, reason)], Usage::default(), &tokenizer);
+        let whole: Value = serde_json::from_slice(&whole).unwrap();
+        let mut input = vec![json!({"role": "user", "content": "q"})];
+        for item in whole["output"].as_array().unwrap() {
+            input.push(item.clone());
+            if item["type"] == "function_call" {
+                let id = &item["call_id"];
+                input.push(json!({"type": "function_call_output", "call_id": id, "output": ""}));
+            }
+        }
+        input.push(json!({"role": "user", "content": "so?"}));
+        let messages = read(Kind::Responses, &json!({ "input": input }));
+        assert_eq!(messages.last().map(|message| message.role.as_str()), Some("user"));
+    }
+}
+
+#[test]
+fn answers_of_messages() {
+    let tokenizer = tokenizer();
+    for (said, reason) in answers().iter().flat_map(|said| REASONS.map(|reason| (said, reason))) {
+        let mut writer = MessageWriter::new("msg_1".into(), "m".into(), Vec::new());
+        let whole = writer.whole(vec![delta(said, reason)], Usage::default(), &tokenizer);
+        let whole: Value = serde_json::from_slice(&whole).unwrap();
+        let blocks = whole["content"].as_array().unwrap();
+        let calls = blocks.iter().filter(|block| block["type"] == "tool_use");
+        let results = calls.map(|call| json!({"type": "tool_result", "tool_use_id": call["id"]}));
+        let mut answer: Vec<Value> = results.collect();
+        answer.push(json!({"type": "text", "text": "so?"}));
+        let history = json!([
+            {"role": "user", "content": "q"},
+            {"role": whole["role"], "content": blocks},
+            {"role": "user", "content": answer},
+        ]);
+        read(Kind::Messages, &json!({"max_tokens": 1, "messages": history}));
+    }
+}

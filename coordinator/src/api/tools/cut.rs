@@ -1,0 +1,79 @@
+//! JSON that was cut off.
+
+use serde_json::Value;
+
+/// The object that `text` begins and does not end, with what it has of its last member; none if it is not the beginning of
+/// an object.
+pub(super) fn completed(text: &str) -> Option<Value> {
+    if !text.starts_with('{') {
+        return None;
+    }
+    let mut open = Vec::new();
+    let (mut quoted, mut escaped) = (false, false);
+    // Where the text can be cut so that closing what is open makes JSON, and what is open there.
+    let mut certain: Vec<(usize, usize)> = Vec::new();
+    for (at, byte) in text.bytes().enumerate() {
+        match byte {
+            _ if quoted => match byte {
+                _ if escaped => escaped = false,
+                b'\\' => escaped = true,
+                b'"' => quoted = false,
+                _ => {}
+            },
+            b'"' => quoted = true,
+            b'{' => open.push('}'),
+            b'[' => open.push(']'),
+            b'}' | b']' => drop(open.pop()?),
+            // Behind the comma a member is missing.
+            b',' => certain.push((at, open.len())),
+            _ => {}
+        }
+        if matches!(byte, b'{' | b'[') && !quoted {
+            certain.push((at + 1, open.len()));
+        }
+    }
+    let close = |text: &str, quote: &str, depth: usize| {
+        let ends: String = open.get(..depth)?.iter().rev().collect();
+        serde_json::from_str(&format!("{text}{quote}{ends}")).ok()
+    };
+    // An escape of which the end is missing has at most 11 bytes, a pair of surrogates.
+    let most = if quoted { 12.min(text.len()) } else { 0 };
+    let shorter = (0..=most).filter_map(|cut| text.get(..text.len() - cut));
+    let quote = if quoted { "\"" } else { "" };
+    let mut whole = shorter.filter_map(|text| close(text, quote, open.len()));
+    if let Some(value) = whole.next() {
+        return Some(value);
+    }
+    // A name without a value, or half a number or word: only the members before it. Closed brackets are behind it.
+    let mut depths = certain.into_iter().rev().take(3);
+    depths.find_map(|(at, depth)| close(text.get(..at)?, "", depth))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn every_beginning_of_an_object_becomes_one() {
+        let text =
+            r#"{"a": "x\"\u00e9\ud83d\ude00y", "b": [1, {"c": -2.5e3}, [true, null]], "d": {}, "e": "}{"}"#;
+        let whole: Value = serde_json::from_str(text).unwrap();
+        for end in 1..text.len() {
+            let value = completed(&text[..end]).unwrap_or_else(|| panic!("{}", &text[..end]));
+            let members = value.as_object().unwrap();
+            // What is complete is as it was; only the last may be shorter.
+            let last = members.len().saturating_sub(1);
+            for (name, member) in members.iter().take(last) {
+                assert_eq!(member, &whole[name], "{}", &text[..end]);
+            }
+        }
+        assert_eq!(completed(r#"{"city": "Os"#), Some(json!({"city": "Os"})));
+        assert_eq!(completed(r#"{"city": "Os", "da"#), Some(json!({"city": "Os"})));
+        assert_eq!(completed(r#"{"city": "Os", "days": "#), Some(json!({"city": "Os"})));
+        assert_eq!(completed(r#"{"a": [1, {"b": tr"#), Some(json!({"a": [1, {}]})));
+        for other in ["", "[1", "hello", "}", "{]", r#"{"a" 1"#] {
+            assert!(completed(other).is_none_or(|value| value == json!({})), "{other}");
+        }
+    }
+}

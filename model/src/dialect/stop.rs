@@ -1,0 +1,85 @@
+//! Finds stop strings in a text that comes in pieces.
+
+use std::sync::Arc;
+
+/// Stop strings, and the text that could still become one of them. No string may be empty.
+#[derive(Debug, Clone)]
+pub struct StopStrings {
+    strings: Arc<[String]>,
+    /// Not given out yet; shorter than the longest string.
+    held: String,
+}
+
+impl StopStrings {
+    /// Searches for these strings.
+    pub fn new(strings: Vec<String>) -> Self {
+        Self { strings: strings.into(), held: String::new() }
+    }
+
+    /// Takes in the next piece. Returns the text that is certain now, and the string that was found behind it. After a
+    /// match nothing is held. `matches`: whether a string that is complete now counts.
+    pub fn push(&mut self, text: &str, matches: bool) -> (String, Option<String>) {
+        self.held.push_str(text);
+        if matches && let Some((at, found)) = self.earliest() {
+            self.held.truncate(at);
+            return (std::mem::take(&mut self.held), Some(found));
+        }
+        let rest = self.held.split_off(self.held.len() - self.possible());
+        (std::mem::replace(&mut self.held, rest), None)
+    }
+
+    /// No text follows: returns what was held.
+    pub fn finish(&mut self) -> String {
+        std::mem::take(&mut self.held)
+    }
+
+    fn earliest(&self) -> Option<(usize, String)> {
+        let found = self.strings.iter().filter_map(|stop| Some((self.held.find(stop.as_str())?, stop)));
+        found.min_by_key(|(at, _)| *at).map(|(at, stop)| (at, stop.clone()))
+    }
+
+    /// Length of the longest end of the held text that begins a stop string.
+    fn possible(&self) -> usize {
+        let longest = |stop: &String| {
+            let most = self.held.len().min(stop.len().saturating_sub(1));
+            (1..=most).rev().find(|&len| {
+                let from = self.held.len() - len;
+                self.held.is_char_boundary(from) && stop.as_bytes().starts_with(&self.held.as_bytes()[from..])
+            })
+        };
+        self.strings.iter().filter_map(longest).max().unwrap_or(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_earliest_string_ends_the_text_however_it_comes() {
+        let text = "one, two; three";
+        for size in 1..=text.len() {
+            let mut stops = StopStrings::new(vec!["three".into(), "; ".into(), "four".into()]);
+            let (mut all, mut found) = (String::new(), None);
+            for piece in text.as_bytes().chunks(size) {
+                if found.is_none() {
+                    let (text, matched) = stops.push(std::str::from_utf8(piece).unwrap(), true);
+                    all += &text;
+                    found = matched;
+                }
+            }
+            assert_eq!((all.as_str(), found.as_deref()), ("one, two", Some("; ")), "by {size}");
+            assert_eq!(stops.finish(), "");
+        }
+    }
+
+    #[test]
+    fn what_only_looks_like_a_string_is_given_out() {
+        let mut stops = StopStrings::new(vec!["END".into()]);
+        assert_eq!(stops.push("the EN", true), ("the ".into(), None));
+        assert_eq!(stops.push("d E", true), ("ENd ".into(), None));
+        assert_eq!(stops.finish(), "E");
+        // Too early to count.
+        assert_eq!(stops.push("END", false), ("END".into(), None));
+    }
+}
