@@ -119,6 +119,10 @@ impl Embed {
             let mut step = encoder.run(&together)?;
             for (index, text) in now.iter().enumerate() {
                 let values = step.pooled(index)?;
+                if values.iter().any(|value| !value.is_finite()) {
+                    return Err(worker::Error::NotFinite { what: "vectors or scores are" })
+                        .context(format!("text {}", encoded.len()));
+                }
                 encoded.push(Encoded { rows: step.rows(index)?.concat(), tokens: text.tokens.len(), values });
             }
             left = later;

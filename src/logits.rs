@@ -7,7 +7,8 @@ use crate::models::resolve_or_pull;
 use crate::replica;
 use crate::spec::SpecArg;
 use anyhow::{Context, Result, bail};
-use proto::message::{GenerateFrame, Sampling, Stop};
+use kernels::ops::is_drawable;
+use proto::message::{GenerateError, GenerateFrame, Sampling, Stop};
 use proto::stage::ActivationType;
 use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
 use std::path::{Path, PathBuf};
@@ -124,7 +125,9 @@ impl Sink for Collector {
                 into.accepted = finished.accepted_tokens as i32;
                 into.finished = true;
             }
-            GenerateFrame::Failed(error) => into.failed = Some(error.to_string()),
+            GenerateFrame::Failed(error) => {
+                into.failed.get_or_insert(error.to_string());
+            }
         }
         true
     }
@@ -144,6 +147,9 @@ impl Sink for Collector {
     fn logits(&mut self, position: usize, row: &[f32]) {
         if position < self.prompt_len {
             let mut into = self.into.lock().unwrap_or_else(PoisonError::into_inner);
+            if !is_drawable(row) {
+                into.failed.get_or_insert(format!("token {position}: {}", GenerateError::NotFinite));
+            }
             into.rows[position * self.vocab..(position + 1) * self.vocab].copy_from_slice(row);
         }
     }

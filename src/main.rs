@@ -46,6 +46,7 @@ mod tls;
 mod tokenize;
 mod top;
 mod try_grammar;
+mod try_onnx;
 mod up;
 mod worker;
 
@@ -106,6 +107,8 @@ enum Command {
     Ca(ca::Ca),
     #[command(hide = true)]
     TryGrammar(try_grammar::TryGrammar),
+    #[command(hide = true)]
+    TryOnnx(try_onnx::TryOnnx),
 }
 
 impl Command {
@@ -138,6 +141,7 @@ impl Command {
             Self::Prefix(command) => command.run(),
             Self::Ca(command) => command.run(),
             Self::TryGrammar(command) => command.run(),
+            Self::TryOnnx(command) => command.run(),
         }
     }
 }
@@ -148,6 +152,7 @@ fn main() -> ExitCode {
         Err(error) => return bad_usage(&error),
     };
     start_log();
+    try_onnx::in_use();
     match cli.command.run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,

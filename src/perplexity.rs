@@ -2,7 +2,8 @@
 
 use crate::local::{self, EngineArgs};
 use anyhow::{Context, Result, bail};
-use proto::message::{GenerateFrame, Sampling, Stop};
+use kernels::ops::is_drawable;
+use proto::message::{GenerateError, GenerateFrame, Sampling, Stop};
 use serde::Serialize;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -70,6 +71,11 @@ impl Sink for Scorer {
         // The row at `position` predicts the target at `position + 1`; targets are ctx/2 + 1 .. ctx - 1.
         let target = position + 1;
         if target <= self.chunk.len() / 2 || target >= self.chunk.len() {
+            return;
+        }
+        if !is_drawable(row) {
+            let mut into = self.into.lock().unwrap_or_else(PoisonError::into_inner);
+            into.failed.get_or_insert(GenerateError::NotFinite.to_string());
             return;
         }
         let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);

@@ -72,6 +72,9 @@ pub(crate) struct Worker {
     /// It drains because it has lost its GPU again and again.
     #[serde(default)]
     quarantined: bool,
+    /// Its system refuses what keeps CPUs awake while a stage waits for another.
+    #[serde(default)]
+    cpus_sleep: bool,
     #[serde(default)]
     models: Vec<String>,
     /// What it can be asked for besides generations.
@@ -254,6 +257,11 @@ fn table(cluster: &Cluster) -> String {
     for Worker { id, .. } in cluster.workers.iter().filter(|worker| worker.quarantined) {
         text += &format!("{id} has lost its GPU again and again, and drains until `kvasir undrain {id}`\n");
     }
+    for Worker { id, .. } in cluster.workers.iter().filter(|worker| worker.cpus_sleep) {
+        text += &format!(
+            "{id}: CPUs sleep while a stage waits, its system refuses sched_setscheduler with SCHED_IDLE\n"
+        );
+    }
     for Shipment { worker, wanted_bytes, present_bytes, struck } in &cluster.shipping {
         if present_bytes < wanted_bytes {
             let (present, wanted) = (present_bytes >> 20, wanted_bytes >> 20);
@@ -315,7 +323,7 @@ mod tests {
         let cluster: Cluster = serde_json::from_str(
             r#"{"coordinators":[{"id":"c0","role":"single","term":0,"applied":0}],
                 "workers":[{"id":"w0","epoch":3,"state":"ready","models":["m"],"layers":[0,30],
-                            "kv_used":1048576,"kv_total":2097152,"last_progress_ms":12,"quarantined":true,"new":1,
+                            "kv_used":1048576,"kv_total":2097152,"last_progress_ms":12,"quarantined":true,"cpus_sleep":true,"new":1,
                             "operations":[{"operation":"embed","model":"m","backend":null},
                             {"operation":"vad","model":"v","backend":"onnx","sessions":2}]}],
                 "models":[{"id":"m","verification":"unverified"},{"id":"n"}],"replicas":[{"model":"m","state":"waiting","reason":"stage 1 is lost",
@@ -340,6 +348,7 @@ mod tests {
             "by w2",
             "m is unverified",
             "w0 offers embed (m), vad (v by onnx, 2 open)",
+            "w0: CPUs sleep while a stage waits",
             "w0 has lost its GPU again and again, and drains until `kvasir undrain w0`",
         ] {
             assert!(text.contains(expected), "{expected} not in\n{text}");

@@ -45,6 +45,8 @@ use tower::Service;
 
 /// How long a scrape waits for workers.
 const SCRAPE_LIMIT: Duration = Duration::from_secs(1);
+/// What workers tell the status themselves is left out where it takes longer.
+const STATUS_LIMIT: Duration = Duration::from_millis(300);
 /// Characters of a path in the audit log.
 const MAX_PATH: usize = 256;
 /// What follows is the name of a key, where someone may put the key itself.
@@ -241,7 +243,12 @@ async fn scrape(State(ops): State<Arc<Ops>>) -> Response {
 }
 
 async fn cluster(State(ops): State<Arc<Ops>>) -> Response {
-    Json(cluster::view(&ops)).into_response()
+    // Only stages tell something that is not known here already.
+    let told = match cluster::has_stages(&ops) {
+        true => ops.dispatch.worker_metrics(STATUS_LIMIT).await,
+        false => Vec::new(),
+    };
+    Json(cluster::view(&ops, &cluster::asleep(&told))).into_response()
 }
 
 async fn release(State(ops): State<Arc<Ops>>) -> StatusCode {

@@ -60,6 +60,8 @@ pub struct StepSequence {
 
 /// Most rows of a sequence whose state is [`StepState::deferred`].
 pub const MAX_DEFERRED_ROWS: usize = 8;
+/// What [`Backend::argmax`] says of a row that has no largest element.
+pub const NO_INDEX: u32 = u32::MAX;
 
 /// Most steps whose deferred rows wait for [`Backend::accept`] at a time.
 pub const MAX_DEFERRED_STEPS: usize = 16;
@@ -352,7 +354,8 @@ pub trait Backend: Send {
     /// `x = softcap(scale * x)`, `softcap(v) = c tanh(v / c)`.
     fn finish_logits(&mut self, x: BufferId, scale: f32, softcap: Option<f32>) -> Result<(), Error>;
 
-    /// Index of the largest element of each row; ties go to the lowest index.
+    /// Index of the largest element of each row; ties go to the lowest index. [`NO_INDEX`] of a row that holds NaN or
+    /// infinity, or nothing above minus infinity.
     fn argmax(&mut self, x: BufferId, out: &mut Vec<u32>) -> Result<(), Error>;
 
     /// How many of a row's largest values [`Self::best`] gives, or all of a shorter row's; 0 where reading the row costs
@@ -362,7 +365,7 @@ pub trait Backend: Send {
     }
 
     /// The largest values of each row with their places, row by row, in no order; of equals those in the lowest places.
-    /// 0 is more than -0, and anything more than what is no number.
+    /// 0 is more than -0, and NaN is more than anything, so that a row that holds one is known by it.
     fn best(&mut self, _x: BufferId, _out: &mut Vec<(u32, f32)>) -> Result<(), Error> {
         Err(Error::Unsupported { what: "the best of rows" })
     }
@@ -371,6 +374,7 @@ pub trait Backend: Send {
     fn read_row(&mut self, x: BufferId, row: usize, out: &mut [f32]) -> Result<(), Error>;
 
     /// The largest value of a part of a row, which must not be empty, and its place in the row; of equals the lowest one.
+    /// The value is NaN where the part holds NaN or infinity.
     fn best_of_part(&mut self, _x: BufferId, _row: usize, _part: Range<usize>) -> Result<(u32, f32), Error> {
         Err(Error::Unsupported { what: "a part of a row" })
     }

@@ -9,8 +9,8 @@ use crate::attention::AttentionScratch;
 use crate::backend::{
     ActivationMode, AttentionOp, Backend, BackendInfo, BufferId, ConvOp, DeltaNetOp, EmbedOp, GateOp,
     GatedNormOp, HeadType, KeepPiece, KvCopy, KvLayerId, KvShape, Mamba2Op, MatmulJob, MatrixId,
-    MatrixSource, MemoryUse, MoeOp, Norm, Packer, QkvOp, RopeId, RopeSource, StateLayerId, StateShape,
-    StepInput, TakePiece, VectorId,
+    MatrixSource, MemoryUse, MoeOp, NO_INDEX, Norm, Packer, QkvOp, RopeId, RopeSource, StateLayerId,
+    StateShape, StepInput, TakePiece, VectorId,
 };
 use crate::matmul::{
     MatmulKernels, PACK_LAYOUT, PackedMatrix, PackedMatrixBuilder, PackedPieces, SharedBytes,
@@ -370,7 +370,11 @@ impl Backend for CpuBackend {
         let x = &self.buffers[x.0 as usize];
         let isa = self.config.rows;
         out.clear();
-        out.extend(x.values().chunks_exact(x.cols()).map(|row| ops::argmax(isa, row) as u32));
+        let best = |row: &[f32]| match ops::is_drawable(row) {
+            true => ops::argmax(isa, row) as u32,
+            false => NO_INDEX,
+        };
+        out.extend(x.values().chunks_exact(x.cols()).map(best));
         Ok(())
     }
 
@@ -389,7 +393,8 @@ impl Backend for CpuBackend {
         let values = &x.values()[place];
         let best = ops::argmax(self.config.rows, values);
         let none = || Error::OutOfRange { what: "value of a part", index: 0, len: 0 };
-        Ok(((from + best) as u32, *values.get(best).ok_or_else(none)?))
+        let value = *values.get(best).ok_or_else(none)?;
+        Ok(((from + best) as u32, if ops::are_numbers(values) { value } else { f32::NAN }))
     }
 
     fn read_part(&mut self, x: BufferId, row: usize, from: usize, out: &mut [f32]) -> Result<(), Error> {

@@ -212,12 +212,22 @@ pub enum GenerateError {
     /// The worker failed; another worker may take it.
     #[error("internal error")]
     Internal,
+    /// What the model has computed holds NaN or infinity. Another worker may take it: its device may compute numbers.
+    #[error(
+        "the model's numbers are not finite: its weights, or what was computed of them, hold NaN or infinity"
+    )]
+    NotFinite,
 }
 
 impl GenerateError {
     /// Whether another worker could answer the same request.
     pub fn retryable(&self) -> bool {
-        matches!(self, Self::ModelNotFound(_) | Self::QueueFull | Self::Draining | Self::Internal)
+        match self {
+            Self::ModelNotFound(_) | Self::QueueFull | Self::Draining | Self::Internal | Self::NotFinite => {
+                true
+            }
+            Self::ContextLength { .. } | Self::InvalidField { .. } | Self::DeadlineExceeded { .. } => false,
+        }
     }
 }
 

@@ -409,6 +409,11 @@ pub enum OperationError {
     /// The worker failed; another worker may take it.
     #[error("internal error")]
     Internal,
+    /// What the model has computed holds NaN or infinity. Another worker may take it.
+    #[error(
+        "the model's numbers are not finite: its weights, or what was computed of them, hold NaN or infinity"
+    )]
+    NotFinite,
 }
 
 impl OperationError {
@@ -421,6 +426,7 @@ impl OperationError {
                 | Self::TooManySessions { .. }
                 | Self::Draining
                 | Self::Internal
+                | Self::NotFinite
         )
     }
 }

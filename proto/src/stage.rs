@@ -178,7 +178,7 @@ pub struct StageJoinedV1 {
 pub struct StageDrawnV1 {
     /// The step.
     pub step: u64,
-    /// The most likely token of each row of [`StageStepV1::argmax`].
+    /// The most likely token of each row of [`StageStepV1::argmax`]; [`u32::MAX`] where the row holds NaN or infinity.
     pub tokens: Vec<u32>,
     /// Rows of logits that follow: those of [`StageStepV1::logits`].
     pub rows: u32,
@@ -228,7 +228,7 @@ pub struct StageGuessedV1 {
 /// A token that a stage has drawn.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct StageSampledV1 {
-    /// The token.
+    /// The token; [`u32::MAX`] where the row holds NaN or infinity.
     pub token: u32,
     /// Its log-probability and those of the best others, if they were asked for.
     pub logprobs: Option<TokenLogprobs>,

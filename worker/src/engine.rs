@@ -19,7 +19,7 @@ use crate::telemetry::{EngineMetrics, Reason};
 use crate::tiers::Tiers;
 use caches::Caches;
 pub(crate) use draft_model::DraftModel;
-use draw::Targets;
+use draw::{Drawn, Targets};
 use forward::run;
 use guessing::{GuessedElsewhere, NewestRows};
 use guided::Guided;
@@ -613,8 +613,13 @@ impl Engine {
     }
 
     /// Accounts for a step that has been computed, and of which this has been drawn.
-    fn complete(&mut self, step: &UnderWay, mut sampled: Vec<Draw>) -> Result<(), Error> {
+    fn complete(&mut self, step: &UnderWay, drawn: Drawn) -> Result<(), Error> {
         let UnderWay { plan, since, guesses, .. } = step;
+        let Drawn { draws: mut sampled, spoiled } = drawn;
+        if !spoiled.is_empty() {
+            sampled.retain(|draw| !spoiled.contains(&draw.id));
+            spoiled.into_iter().for_each(|id| self.fail_not_finite(id));
+        }
         let rows = plan.tokens.len();
         let lengths = plan.sequences.iter().map(|s| s.rows.len() - s.guesses as usize);
         let prefill_rows: usize = lengths.filter(|len| *len > 1).sum();

@@ -94,6 +94,12 @@ pub enum Error {
     /// A coordinator has accepted a life that this worker does not go on with.
     #[error("epoch {} was accepted, which is not the present one", .0.0)]
     AnotherLife(proto::ids::Epoch),
+    /// A model computes what is no number.
+    #[error("the model's {what} not finite: its weights, or what was computed of them, hold NaN or infinity")]
+    NotFinite {
+        /// Which, and a verb.
+        what: &'static str,
+    },
     /// The engine thread is gone.
     #[error("the engine has stopped")]
     EngineStopped,

@@ -7,6 +7,7 @@
 //! that is slow delays its own sessions only. Sessions are bounded in number, in what they hear, and in silence.
 
 pub mod backends;
+mod flushed;
 mod log_mel;
 pub mod onnx;
 mod resample;
@@ -215,6 +216,14 @@ impl Drop for OpenSession {
         }
         self.metrics.sessions.get_or_create(&OperationLabel::new(self.operation)).dec();
         self.metrics.ended(self.operation, self.end);
+    }
+}
+
+/// Refuses values of which some are NaN or infinity; `what` they are, with a verb.
+fn finite(what: &'static str, values: &[f32]) -> Result<(), Error> {
+    match values.iter().all(|value| value.is_finite()) {
+        true => Ok(()),
+        false => Err(Error::NotFinite { what }),
     }
 }
 

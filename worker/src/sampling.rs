@@ -4,6 +4,7 @@
 //! top-k, top-p and one draw. Draw i of a request depends on (seed, i) and the logits only, so that any token can be drawn
 //! again elsewhere. Log-probabilities are those of the raw logits.
 
+use kernels::ops::is_drawable;
 use proto::message::{GenerateError, Sampling, Stop, TokenLogprobs};
 use proto::stage::StageSampleV1;
 use std::collections::{HashMap, HashSet};
@@ -104,20 +105,28 @@ impl Sampler {
         self.drawn += 1;
     }
 
-    /// Draws from `logits`, which is changed. Call [`Self::accept`] with the result.
-    pub fn draw(&self, logits: &mut [f32]) -> (u32, Option<TokenLogprobs>) {
+    /// Draws from `logits`, which is changed. Call [`Self::accept`] with the result. `None`: there is NaN or infinity in the
+    /// row, or nothing that could be drawn.
+    pub fn draw(&self, logits: &mut [f32]) -> Option<(u32, Option<TokenLogprobs>)> {
         self.draw_allowed(logits, None)
     }
 
     /// As [`Self::draw`], of the tokens in `mask` alone.
-    pub fn draw_allowed(&self, logits: &mut [f32], mask: Option<&TokenMask>) -> (u32, Option<TokenLogprobs>) {
+    pub fn draw_allowed(
+        &self,
+        logits: &mut [f32],
+        mask: Option<&TokenMask>,
+    ) -> Option<(u32, Option<TokenLogprobs>)> {
+        if !is_drawable(logits) {
+            return None;
+        }
         let raw = self.params.logprobs.map(|top| RawLogprobs::new(logits, usize::from(top)));
         self.adjust(logits, mask);
         let token = match self.params.temperature == 0.0 {
             true => argmax(logits),
             false => self.pick(logits),
         };
-        (token, raw.map(|raw| raw.of(token)))
+        Some((token, raw.map(|raw| raw.of(token))))
     }
 
     fn adjust(&self, logits: &mut [f32], mask: Option<&TokenMask>) {
@@ -173,11 +182,11 @@ impl Sampler {
         p.temperature > 0.0 && filtered && !self.looks_at_tokens()
     }
 
-    /// Draws from the largest logits of a row, given with their tokens; equal ones by the lowest tokens. None if these do
-    /// not decide: [`Self::draw`] does.
+    /// Draws from the largest logits of a row, given with their tokens; equal ones by the lowest tokens, NaN before all
+    /// others. None if these do not decide, or are no numbers: [`Self::draw`] does.
     pub(crate) fn draw_of_best(&self, best: &[(u32, f32)]) -> Option<u32> {
         let p = &self.params;
-        if !self.draws_of_few() {
+        if !self.draws_of_few() || best.iter().any(|(_, logit)| logit.is_nan() || *logit == f32::INFINITY) {
             return None;
         }
         let weights = Weights::new(p, best.iter().map(|(_, logit)| *logit));

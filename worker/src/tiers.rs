@@ -13,6 +13,7 @@ use crate::Error;
 use crate::pieces::{Namer, PieceKey, PrefixNames};
 use crate::snapshot::Origin;
 use aged::Aged;
+pub use disk::PieceFile;
 use disk::{Disk, Loaded};
 use proto::block::BlockId;
 use std::collections::HashMap;
@@ -162,6 +163,11 @@ impl Tiers {
     /// A piece that is in memory, without a use by a request here: it does not grow young.
     pub fn peek(&self, key: PieceKey) -> Option<Arc<[u8]>> {
         self.host.get(&key).or_else(|| self.arrived(key)).cloned()
+    }
+
+    /// A piece's file, to be read beside the engine's thread; none where it has none.
+    pub fn file(&self, key: PieceKey) -> Option<PieceFile> {
+        self.disk.as_ref()?.file(key)
     }
 
     /// A piece that is in memory.

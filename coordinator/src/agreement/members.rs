@@ -7,7 +7,7 @@
 
 use super::changes::Session;
 use super::mesh::Mesh;
-use super::news::{News, Told};
+use super::news::Told;
 use super::{Agreement, CHANGE_LIMIT, ChangeError, Member, PeerEntry, Shared};
 use crate::consensus::Incarnation;
 use crate::consensus::core::{ProposeError, RaftRole, Status};
@@ -394,13 +394,10 @@ impl Shared {
         self.add(handle, mesh, session, &entry).await
     }
 
-    /// Asks whoever leads to be made a member again. What is lost is asked again.
+    /// Asks whoever leads now to be made a member again, until it is one: a leader may be lost when it has done half of it.
     pub(super) fn ask_to_rejoin(&self, mesh: &Mesh) {
-        let leads = |(node, news): (&NodeId, &News)| match news {
-            News::Member(member) if member.role == RaftRole::Leader => Some(node.clone()),
-            _ => None,
-        };
-        let leader = self.heard.lock().all_news().find_map(leads);
+        let Some(Member { group, .. }) = self.member.get() else { return };
+        let leader = self.heard.lock().leader(*group).cloned();
         if let Some(leader) = leader {
             mesh.send(&leader, Told::Order(random_u64(), Order::Rejoin(self.node.clone())));
         }

@@ -89,6 +89,19 @@ impl Heard {
         self.news.iter().map(|(node, (_, news))| (node, news))
     }
 
+    /// The peer that leads the group by its own word: of those heard of lately the one of the latest term. A leader that was
+    /// lost has said that it leads until the end.
+    pub(super) fn leader(&self, group: GroupId) -> Option<&NodeId> {
+        let lately = self.news.iter().filter(|(_, (at, _))| at.elapsed() < SILENT_AFTER);
+        let leads = lately.filter_map(|(node, (_, news))| match news {
+            News::Member(member) if member.role == RaftRole::Leader && member.group == group => {
+                Some((member.term, node))
+            }
+            News::Member(_) | News::Draft(_) => None,
+        });
+        leads.max_by_key(|(term, _)| *term).map(|(_, node)| node)
+    }
+
     /// Who a peer is, if it has said so lately.
     pub(super) fn seat_of(&self, peer: &NodeId) -> Option<&SeatV1> {
         let (at, seat) = self.seats.get(peer)?;
@@ -111,5 +124,36 @@ impl Heard {
             _ => ("unreachable", 0, 0),
         };
         Standing { node: node.clone(), role, term, applied }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GROUP: GroupId = GroupId(7);
+
+    fn heard(told: &[(&str, Duration, RaftRole, u64, GroupId)]) -> Heard {
+        let mut heard = Heard::default();
+        for (name, ago, role, term, group) in told {
+            let member = MemberV1 { group: *group, role: *role, term: *term, applied: 9 };
+            let at = Instant::now().checked_sub(*ago).unwrap();
+            heard.news.insert(NodeId::new(*name).unwrap(), (at, News::Member(member)));
+        }
+        heard
+    }
+
+    #[test]
+    fn who_leads_is_who_says_so_now_and_not_who_said_so_last() {
+        let (now, long_ago) = (Duration::ZERO, SILENT_AFTER * 2);
+        let leader = |told: &[_]| heard(told).leader(GROUP).map(|node| node.as_str().to_owned());
+        let lost = ("a", long_ago, RaftRole::Leader, 4, GROUP);
+        assert_eq!(leader(&[lost]), None, "it was lost as the leader");
+        let next = ("c", now, RaftRole::Leader, 5, GROUP);
+        let follows = ("b", now, RaftRole::Follower, 5, GROUP);
+        assert_eq!(leader(&[lost, follows, next]).as_deref(), Some("c"));
+        let cut_off = ("a", now, RaftRole::Leader, 4, GROUP);
+        assert_eq!(leader(&[cut_off, follows, next]).as_deref(), Some("c"), "of the latest term");
+        assert_eq!(leader(&[("a", now, RaftRole::Leader, 9, GroupId(8)), follows]), None, "of another group");
     }
 }

@@ -100,7 +100,7 @@ pub async fn gather(
     let texts: Vec<Vec<f32>> = parts.into_iter().flat_map(|part| part.texts).collect();
     if texts.iter().flatten().any(|value| !value.is_finite()) {
         tracing::error!(%model, request = %asker.id, "a worker's values are not finite");
-        return Err(ApiError::Internal);
+        return Err(ApiError::NotFinite);
     }
     Ok(Gathered { texts, tokens, headers })
 }

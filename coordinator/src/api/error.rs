@@ -123,6 +123,11 @@ pub enum ApiError {
     /// It took too long.
     #[error("the request did not finish in time")]
     DeadlineExceeded,
+    /// A model has computed NaN or infinity.
+    #[error(
+        "the model's numbers are not finite: its weights, or what was computed of them, hold NaN or infinity"
+    )]
+    NotFinite,
     /// Our fault.
     #[error("internal error")]
     Internal,
@@ -151,7 +156,7 @@ impl ApiError {
             Self::NoWorker | Self::WorkerLost | Self::DeadlineExceeded | Self::NoQuorum => {
                 StatusCode::SERVICE_UNAVAILABLE
             }
-            Self::Internal => StatusCode::INTERNAL_SERVER_ERROR,
+            Self::NotFinite | Self::Internal => StatusCode::INTERNAL_SERVER_ERROR,
         }
     }
 
@@ -172,7 +177,7 @@ impl ApiError {
             Self::NoWorker | Self::NotOffered { .. } | Self::OperationAway { .. } => "no_worker",
             Self::WorkerLost => "worker_lost",
             Self::NoQuorum | Self::KeysUnknown => "no_quorum",
-            Self::Internal => "internal",
+            Self::NotFinite | Self::Internal => "internal",
         }
     }
 
@@ -259,6 +264,7 @@ impl From<Failure> for ApiError {
                 GenerateError::Draining | GenerateError::ModelNotFound(_) => Self::NoWorker,
                 GenerateError::DeadlineExceeded { .. } => Self::DeadlineExceeded,
                 GenerateError::Internal => Self::Internal,
+                GenerateError::NotFinite => Self::NotFinite,
             },
         }
     }
@@ -300,6 +306,7 @@ mod tests {
             ApiError::NoQuorum,
             ApiError::DeadlineExceeded,
             ApiError::Internal,
+            ApiError::from(Failure::Worker(GenerateError::NotFinite)),
             ApiError::from(Failure::Lost),
             ApiError::from(Failure::Worker(GenerateError::Internal)),
             ApiError::from(Failure::Worker(GenerateError::QueueFull)),

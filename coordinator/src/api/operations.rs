@@ -236,6 +236,7 @@ pub fn failed(operation: Operation, error: OperationError) -> ApiError {
         OperationError::Idle { .. } => ApiError::DeadlineExceeded,
         OperationError::TooLong { .. } => ApiError::field("audio", error.to_string()),
         OperationError::Internal => ApiError::Internal,
+        OperationError::NotFinite => ApiError::NotFinite,
     }
 }
 

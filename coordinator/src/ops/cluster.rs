@@ -9,9 +9,22 @@ use crate::replicas::ReplicaView;
 use proto::ids::{ModelId, NodeId};
 use proto::shard::ShippingReportV1;
 use serde_json::{Value, json};
+use std::collections::HashSet;
 
-/// The whole view.
-pub fn view(ops: &Ops) -> Value {
+/// Whether a model is planned over several workers.
+pub fn has_stages(ops: &Ops) -> bool {
+    let planned = ops.replicas.as_ref().map(|replicas| replicas.view()).unwrap_or_default();
+    planned.iter().any(|replica| replica.plan.stages.len() > 1)
+}
+
+/// Those of the workers whose CPUs sleep while a stage waits, by what they tell of themselves.
+pub fn asleep(metrics: &[(NodeId, String)]) -> HashSet<NodeId> {
+    let sleeps = |text: &str| text.lines().any(|line| line == "kvasir_stage_cpus_sleep 1");
+    metrics.iter().filter(|(_, text)| sleeps(text)).map(|(node, _)| node.clone()).collect()
+}
+
+/// The whole view; `asleep` as [`asleep`] has it.
+pub fn view(ops: &Ops, asleep: &HashSet<NodeId>) -> Value {
     let workers = ops.dispatch.workers();
     let planned = ops.replicas.as_ref().map(|replicas| replicas.view()).unwrap_or_default();
     let (index, queue, inflight) = ops.dispatch.sizes();
@@ -30,7 +43,7 @@ pub fn view(ops: &Ops) -> Value {
         .collect();
     json!({
         "coordinators": coordinators(ops),
-        "workers": workers.iter().map(|view| worker(ops, view, &planned)).collect::<Vec<_>>(),
+        "workers": workers.iter().map(|view| worker(ops, view, &planned, asleep)).collect::<Vec<_>>(),
         "models": models,
         "replicas": replicas(&workers, &planned),
         "shipping": ops.dispatch.shipments().all().iter().map(shipment).collect::<Vec<_>>(),
@@ -58,7 +71,7 @@ fn coordinators(ops: &Ops) -> Vec<Value> {
     agreement.standings().into_iter().map(value).collect()
 }
 
-fn worker(ops: &Ops, view: &WorkerView, planned: &[ReplicaView]) -> Value {
+fn worker(ops: &Ops, view: &WorkerView, planned: &[ReplicaView], asleep: &HashSet<NodeId>) -> Value {
     let register = &view.member.register;
     let quarantined = ops.dispatch.lost_devices().quarantined(&register.node);
     let report = view.report.as_ref();
@@ -74,6 +87,8 @@ fn worker(ops: &Ops, view: &WorkerView, planned: &[ReplicaView]) -> Value {
         "draining": view.member.draining,
         // It drains because it has lost its GPU again and again, as far as is known here.
         "quarantined": view.member.draining && quarantined,
+        // Its system refuses what keeps CPUs awake while a stage waits for another.
+        "cpus_sleep": asleep.contains(&register.node),
         "numeric_class": first.map(|m| m.numeric_class.as_str()),
         "models": register.models.iter().map(|m| m.id.as_str()).collect::<Vec<_>>(),
         "layers": stage_of(planned, &register.node).or(first.map(|m| m.layers)),
@@ -186,4 +201,23 @@ fn stream(view: &WorkerView) -> Option<Value> {
         "snapshots": stream.snapshots,
         "behind": stream.behind,
     }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_says_that_its_cpus_sleep_is_found() {
+        let told = |name: &str, text: &str| (NodeId::new(name).unwrap(), text.to_owned());
+        let metrics = [
+            told(
+                "w0",
+                "# HELP kvasir_stage_cpus_sleep x.\nkvasir_stage_cpus_sleep 1\nkvasir_steps_total 3\n# EOF\n",
+            ),
+            told("w1", "kvasir_stage_cpus_sleep 0\n# EOF\n"),
+            told("w2", "# EOF\n"),
+        ];
+        assert_eq!(asleep(&metrics), HashSet::from([NodeId::new("w0").unwrap()]));
+    }
 }

@@ -202,16 +202,23 @@ extern "C" __global__ void gather_rows(const float *x, u32 cols, const u32 *inde
     if (i < cols) out[(u64)blockIdx.y * cols + i] = x[(u64)index[blockIdx.y] * cols + i];
 }
 
-// Index of the largest value of each row, the lowest of equals; NaN is never the largest; 0 if there is no other.
-// A block of threads a row.
+// Index of the largest value of each row, the lowest of equals. 0xffffffff where a value is NaN or infinity, or none is
+// above minus infinity. A block of threads a row.
 extern "C" __global__ void __launch_bounds__(1024) argmax(const float *x, u32 cols, u32 *out) {
     __shared__ float values[32];
     __shared__ u32 places[32];
     x += (u64)blockIdx.x * cols;
     float best = __uint_as_float(0xff800000);
     u32 place = 0xffffffff;
-    for (u32 i = threadIdx.x; i < cols; i += blockDim.x)
-        if (x[i] > best || (x[i] == best && place == 0xffffffff)) best = x[i], place = i;
+    for (u32 i = threadIdx.x; i < cols; i += blockDim.x) {
+        const float value = x[i];
+        // Infinity without a place is more than any other thread can have found.
+        if (!(value < __uint_as_float(0x7f800000))) {
+            best = __uint_as_float(0x7f800000), place = 0xffffffff;
+            break;
+        }
+        if (value > best) best = value, place = i;
+    }
     u32 lane = threadIdx.x % 32, warps = blockDim.x / 32;
 #pragma unroll
     for (int round = 0; round < 2; round++) {
@@ -227,5 +234,5 @@ extern "C" __global__ void __launch_bounds__(1024) argmax(const float *x, u32 co
         best = lane < warps ? values[lane] : __uint_as_float(0xff800000);
         place = lane < warps ? places[lane] : 0xffffffff;
     }
-    if (threadIdx.x == 0) out[blockIdx.x] = place == 0xffffffff ? 0 : place;
+    if (threadIdx.x == 0) out[blockIdx.x] = place;
 }

@@ -298,7 +298,8 @@ impl RowwiseKernels {
         launch(device, self.gather_rows, [of.cols.div_ceil(THREADS), of.rows], THREADS, &arguments)
     }
 
-    /// `out[row]`, u32: index of the row's largest value, the lowest of equals; NaN is never the largest.
+    /// `out[row]`, u32: index of the row's largest value, the lowest of equals; [`NO_INDEX`](crate::backend::NO_INDEX) of a
+    /// row that holds NaN or infinity, or nothing above minus infinity.
     ///
     /// # Errors
     /// Sizes that kernels do not take; what the device says.

@@ -4,10 +4,10 @@
 #define THREADS 1024
 #define WARPS (THREADS / 32)
 
-// A number that is larger when the value is; a NaN has the least of all, and 0 is more than -0.
+// A number that is larger when the value is; a NaN has the largest of all, and 0 is more than -0.
 __device__ __forceinline__ u32 rank_of(float x) {
     const u32 bits = __float_as_uint(x);
-    if (x != x) return 0;
+    if (x != x) return 0xffffffff;
     return bits >> 31 ? ~bits : bits | 0x80000000;
 }
 

@@ -33,7 +33,7 @@ impl SamplingKernels {
     }
 
     /// Of each row the `count` largest values, with their places, in no order: `out` is `[rows][count]` of a 32-bit place
-    /// and an f32. Of equals the lowest places are taken; 0 is more than -0, and anything more than what is no number.
+    /// and an f32. Of equals the lowest places are taken; 0 is more than -0, and NaN more than anything.
     ///
     /// # Errors
     /// [`CudaError::Invalid`] for more values than a row has, or none; what the device says.

@@ -10,6 +10,17 @@ pub fn argmax(isa: Isa, x: &[f32]) -> usize {
     x.iter().position(|x| *x == highest).unwrap_or(0)
 }
 
+/// Whether no value is NaN or infinity; minus infinity, which stands for what is never chosen, may be among them.
+pub fn are_numbers(x: &[f32]) -> bool {
+    // No early end, so that it is vectorised.
+    x.iter().fold(true, |sound, x| sound & (*x <= f32::MAX))
+}
+
+/// Whether something can be drawn from a row: [`are_numbers`], and one of them is more than minus infinity.
+pub fn is_drawable(x: &[f32]) -> bool {
+    are_numbers(x) && x.iter().any(|x| *x > f32::NEG_INFINITY)
+}
+
 /// The `k` largest values with their indices, largest first, the lower index first among equals. NaN is left out,
 /// so there may be fewer than `k`, as there are when the row is shorter.
 pub fn top_k(isa: Isa, x: &[f32], k: usize) -> Vec<(usize, f32)> {

@@ -99,6 +99,7 @@ fn error() -> impl Strategy<Value = GenerateError> {
         Just(GenerateError::QueueFull),
         Just(GenerateError::Draining),
         Just(GenerateError::Internal),
+        Just(GenerateError::NotFinite),
     ]
 }
 

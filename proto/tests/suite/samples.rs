@@ -242,6 +242,7 @@ fn operation_errors() -> Vec<OperationError> {
         OperationError::Idle { after_ms: 30_000 },
         OperationError::TooLong { limit: 70_000 },
         OperationError::Internal,
+        OperationError::NotFinite,
     ]
 }
 
@@ -340,6 +341,7 @@ fn errors() -> Vec<GenerateError> {
         GenerateError::Draining,
         GenerateError::DeadlineExceeded { after_ms: 100 },
         GenerateError::Internal,
+        GenerateError::NotFinite,
     ]
 }
 

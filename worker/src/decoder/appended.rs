@@ -13,7 +13,8 @@ use super::{Decoder, DraftFrom, Drafted, embedding_of, feed_forward, job, mixer}
 use crate::Error;
 use crate::weights::{Head, LayerWeights, Linear, Loader, Packs, TensorSource};
 use kernels::backend::{
-    Backend, BlockTable, BufferId, EmbedIndex, EmbedOp, MatrixId, Norm, StepInput, StepSequence, StepState,
+    Backend, BlockTable, BufferId, EmbedIndex, EmbedOp, MatrixId, NO_INDEX, Norm, StepInput, StepSequence,
+    StepState,
 };
 use model::spec::{AppendedSpec, MixerSpec};
 use std::collections::{HashSet, VecDeque};
@@ -284,7 +285,8 @@ impl Appended {
         backend.matmul(b.normed, &[job(&self.head, b.logits, false)])?;
         let mut best = Vec::with_capacity(rows.len());
         backend.argmax(b.logits, &mut best)?;
-        for ((row, &at), token) in rows.iter().enumerate().zip(best) {
+        // Nothing is guessed of numbers that are none.
+        for ((row, &at), token) in rows.iter().enumerate().zip(best).filter(|(_, token)| *token != NO_INDEX) {
             drafted[at].tokens.push(token);
             backend.read_row(b.normed, row, &mut drafted[at].hidden)?;
         }

@@ -9,8 +9,8 @@ use super::{Decoder, DecoderConfig, embedding_of, feed_forward, job, normed};
 use crate::Error;
 use crate::weights::{Head, Linear, Loader, MixerWeights, Packs, TensorSource, Weights};
 use kernels::backend::{
-    AttentionOp, Backend, BlockTable, BufferId, EmbedIndex, EmbedOp, KvLayerId, MatrixId, QkvOp, StepInput,
-    StepSequence,
+    AttentionOp, Backend, BlockTable, BufferId, EmbedIndex, EmbedOp, KvLayerId, MatrixId, NO_INDEX, QkvOp,
+    StepInput, StepSequence,
 };
 use model::spec::AssistantSpec;
 
@@ -202,6 +202,10 @@ impl Decoder {
             let mut best = Vec::with_capacity(from.len());
             backend.argmax(assistant.buffers.logits, &mut best)?;
             for (row, (drafted, token)) in drafted.iter_mut().zip(best).enumerate() {
+                // Nothing is guessed of numbers that are none.
+                if token == NO_INDEX {
+                    continue;
+                }
                 drafted.tokens.push(token);
                 backend.read_row(assistant.next, row, &mut drafted.hidden)?;
             }

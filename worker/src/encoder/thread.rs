@@ -261,7 +261,12 @@ impl Serving {
                 }
             }
             self.shared.metrics.e2e.0.observe(done.received.elapsed().as_secs_f64());
-            self.answer(done, Reason::stop, Ok);
+            if done.encoded.iter().all(|values| values.iter().all(|value| value.is_finite())) {
+                self.answer(done, Reason::stop, Ok);
+            } else {
+                tracing::error!("a text is not encoded: {}", GenerateError::NotFinite);
+                self.answer(done, Reason::error, |_| Err(GenerateError::NotFinite));
+            }
         }
         Ok(rows)
     }

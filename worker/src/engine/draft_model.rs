@@ -6,7 +6,7 @@
 use crate::Error;
 use crate::decoder::{CacheKind, Decoder};
 use crate::scheduler::SeqId;
-use kernels::backend::{BlockTable, StepInput, StepSequence};
+use kernels::backend::{BlockTable, NO_INDEX, StepInput, StepSequence};
 use std::collections::HashMap;
 
 /// Tokens that it reads before one step at most, all sequences together.
@@ -110,7 +110,8 @@ impl DraftModel {
             let best = self.step(&parts)?;
             let mut next = Vec::with_capacity(ready.len());
             for (part, token) in parts.into_iter().zip(best) {
-                if ready.contains(&part.at) {
+                // Nothing is guessed of numbers that are none.
+                if ready.contains(&part.at) && token != NO_INDEX {
                     drafted[part.at].push(token);
                     let context = part.context + part.tokens.len();
                     next.push(Part { tokens: vec![token], context, ..part });

@@ -8,6 +8,8 @@ use crate::sampling::Sampler;
 use crate::scheduler::{SeqId, StepPlan};
 use crate::stage::step::WantedRows;
 use crate::stage::{Answer, Rest};
+use kernels::ops::is_drawable;
+use proto::message::TokenLogprobs;
 use std::borrow::Cow;
 use std::time::Instant;
 
@@ -36,11 +38,38 @@ struct Target {
     guesses: Vec<u32>,
 }
 
-impl Target {
-    fn draw(&self, token: u32) -> Draw {
-        Draw { of: self.of, id: self.id, row: self.row, token, logprobs: None }
-    }
+/// What was drawn in a step.
+#[derive(Default)]
+pub(super) struct Drawn {
+    /// In the order of rows, for each way of drawing; only rows that count.
+    pub(super) draws: Vec<Draw>,
+    /// Who was to draw from a row that holds NaN or infinity: these requests fail.
+    pub(super) spoiled: Vec<SeqId>,
+}
 
+/// What a row gives.
+enum Row {
+    Token(u32, Option<TokenLogprobs>),
+    /// What may be drawn from it is not known yet.
+    Waits,
+    /// It is not drawn from.
+    Unused,
+    /// It holds NaN or infinity.
+    Spoiled,
+}
+
+impl Row {
+    /// Of a token that a device, another stage or a sampler has drawn; `None` and what is no token of the vocabulary stand
+    /// for a row that cannot be drawn from.
+    fn of(drawn: Option<(u32, Option<TokenLogprobs>)>, vocab: usize) -> Self {
+        match drawn {
+            Some((token, logprobs)) if (token as usize) < vocab => Self::Token(token, logprobs),
+            _ => Self::Spoiled,
+        }
+    }
+}
+
+impl Target {
     /// Whether the row counts, by what was `drawn` so far: rows of one sequence come one behind the other.
     fn counts(&self, drawn: &[Draw]) -> bool {
         self.guesses.last().is_none_or(|guess| {
@@ -50,29 +79,40 @@ impl Target {
     }
 }
 
-/// Draws, in the order of their rows, of those rows that count.
-fn keep(drawn: &mut Vec<Draw>, target: &Target, draw: impl FnOnce() -> Option<Draw>) {
-    if target.counts(drawn) {
-        drawn.extend(draw());
+impl Drawn {
+    /// Draws from a row if it counts.
+    fn keep(&mut self, target: &Target, draw: impl FnOnce() -> Row) {
+        if !target.counts(&self.draws) {
+            return;
+        }
+        let Target { row, of, id, .. } = *target;
+        match draw() {
+            Row::Token(token, logprobs) => self.draws.push(Draw { of, id, row, token, logprobs }),
+            Row::Spoiled => self.spoiled.push(id),
+            Row::Waits | Row::Unused => {}
+        }
     }
 }
 
 impl Live {
     /// Takes note of a row of logits, which stands at `position` if it is wanted whole, and draws from it.
-    fn read(&mut self, target: &Target, position: Option<usize>, draws: bool, row: &[f32]) -> Option<Draw> {
+    fn read(&mut self, target: &Target, position: Option<usize>, draws: bool, row: &[f32]) -> Row {
         if let Some(position) = position.filter(|_| self.all_logits) {
             self.sink.logits(position, row);
         }
         if !draws {
-            return None;
+            return Row::Unused;
         }
         let mask = match &mut self.guide {
             // Whoever draws from another's row has none of its own to be kept.
-            Some(guided) => guided.allows(row, target.of == target.id)?,
+            Some(guided) => match guided.allows(row, target.of == target.id) {
+                Some(mask) => mask,
+                None => return Row::Waits,
+            },
             None => None,
         };
-        let (token, logprobs) = self.sampler_of(target).draw_allowed(&mut row.to_vec(), mask.as_deref());
-        Some(Draw { logprobs, ..target.draw(token) })
+        let drawn = self.sampler_of(target).draw_allowed(&mut row.to_vec(), mask.as_deref());
+        Row::of(drawn, row.len())
     }
 
     /// What draws from a row: this is the one place that says what the state behind guesses is.
@@ -137,16 +177,17 @@ impl Engine {
     }
 
     /// The draws of a step whose rows are in the decoder, where row r of the step is row `place(r)`.
-    pub(super) fn draw(&mut self, targets: &Targets, place: impl Fn(u32) -> u32) -> Result<Vec<Draw>, Error> {
+    pub(super) fn draw(&mut self, targets: &Targets, place: impl Fn(u32) -> u32) -> Result<Drawn, Error> {
         let Targets { plain, sampled, whole } = targets;
+        let vocab = self.decoder.spec().vocab;
         let mut best = Vec::with_capacity(plain.len());
         let rows: Vec<u32> = plain.iter().map(|target| place(target.row)).collect();
         if !rows.is_empty() {
             self.decoder.argmax(&rows, &mut best)?;
         }
-        let mut drawn = Vec::with_capacity(plain.len() + sampled.len());
+        let mut drawn = Drawn::default();
         for (target, token) in plain.iter().zip(best) {
-            keep(&mut drawn, target, || Some(target.draw(token)));
+            drawn.keep(target, || Row::of(Some((token, None)), vocab));
         }
         let logits = sampled.iter().chain(whole.iter().map(|(target, ..)| target));
         let logits: Vec<u32> = logits.map(|target| place(target.row)).collect();
@@ -162,13 +203,13 @@ impl Engine {
                         None => return true,
                     },
                 };
-                let Some(live) = live.get_mut(&target.id).filter(|_| target.counts(&drawn)) else {
+                let Some(live) = live.get_mut(&target.id).filter(|_| target.counts(&drawn.draws)) else {
                     return true;
                 };
                 match row {
-                    RowLogits::Whole(row) => drawn.extend(live.read(target, position, draws, row)),
+                    RowLogits::Whole(row) => drawn.keep(target, || live.read(target, position, draws, row)),
                     RowLogits::Best(best) => match live.sampler_of(target).draw_of_best(best) {
-                        Some(token) => drawn.push(target.draw(token)),
+                        Some(token) => drawn.keep(target, || Row::of(Some((token, None)), vocab)),
                         None => return false,
                     },
                 }
@@ -179,7 +220,8 @@ impl Engine {
     }
 
     /// The draws of a step whose rows other stages have.
-    pub(super) fn drawn(&mut self, targets: &Targets, answer: Answer) -> Result<Vec<Draw>, Error> {
+    pub(super) fn drawn(&mut self, targets: &Targets, answer: Answer) -> Result<Drawn, Error> {
+        let vocab = self.decoder.spec().vocab;
         if let Some((rows, returned)) = answer.returned {
             let since = Instant::now();
             self.decoder.resume_behind(&returned)?;
@@ -199,12 +241,12 @@ impl Engine {
                         Err(Error::Invariant("more than the best was wanted".to_owned()))
                     }
                     (Rest::Best(token, logit), Some((first, highest))) => {
-                        // As with the whole row: the lowest of equals, and what is no number is less than all.
-                        let other = logit > highest || (highest.is_nan() && !logit.is_nan());
-                        let token = if other { token } else { first };
-                        let mut drawn = Vec::new();
+                        // As with the whole row: the lowest of equals.
+                        let token = if logit > highest { token } else { first };
+                        let token = is_drawable(&[highest, logit]).then_some((token, None));
+                        let mut drawn = Drawn::default();
                         for target in &targets.plain {
-                            keep(&mut drawn, target, || Some(target.draw(token)));
+                            drawn.keep(target, || Row::of(token.clone(), vocab));
                         }
                         Ok(drawn)
                     }
@@ -216,18 +258,16 @@ impl Engine {
             }
             return Ok(drawn);
         }
-        let mut drawn = Vec::with_capacity(targets.plain.len() + targets.sampled.len());
+        let mut drawn = Drawn::default();
         for (target, token) in targets.plain.iter().zip(answer.tokens) {
-            keep(&mut drawn, target, || Some(target.draw(token)));
+            drawn.keep(target, || Row::of(Some((token, None)), vocab));
         }
         for (target, sample) in targets.sampled.iter().zip(answer.samples) {
-            keep(&mut drawn, target, || {
-                Some(Draw { logprobs: sample.logprobs, ..target.draw(sample.token) })
-            });
+            drawn.keep(target, || Row::of(Some((sample.token, sample.logprobs)), vocab));
         }
         for ((target, position, draws), row) in targets.whole.iter().zip(answer.logits) {
             let Some(live) = self.live.get_mut(&target.id) else { continue };
-            keep(&mut drawn, target, || live.read(target, Some(*position), *draws, &row));
+            drawn.keep(target, || live.read(target, Some(*position), *draws, &row));
         }
         Ok(drawn)
     }

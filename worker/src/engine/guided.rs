@@ -109,7 +109,9 @@ impl Engine {
         let Some(guided) = &mut live.guide else { return };
         guided.counted = false;
         let Some(mut row) = guided.row.take() else { return };
-        let (token, logprobs) = live.sampler.draw_allowed(&mut row, mask);
+        let Some((token, logprobs)) = live.sampler.draw_allowed(&mut row, mask) else {
+            return self.fail_not_finite(id);
+        };
         // Else its row is being computed once more, and is drawn from then.
         if self.scheduler.draw_late(id, token) {
             self.start(id);

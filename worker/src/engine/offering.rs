@@ -1,14 +1,14 @@
 //! What other workers may pull: resume points that lie in the arena, copied out a few blocks at a time between steps and
 //! between the layers of one, so that nobody waits for a long step to end. What has been evicted meanwhile is given from
-//! host memory, if it is kept there too. Nothing is held for them: what is nowhere any more ends the pull, and who pulled
-//! computes the rest.
+//! host memory or from a file, if it is kept there too; files are read by whoever sends them. Nothing is held for them: what
+//! is nowhere any more ends the pull, and who pulled computes the rest.
 
 use super::Engine;
 use super::caches::Caches;
 use super::tiering::Tiering;
 use crate::pieces::Namer;
 use crate::scheduler::Scheduler;
-use crate::tiers::Tiers;
+use crate::tiers::{PieceFile, Tiers};
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 use proto::pull::PullRefusal;
 use std::collections::HashMap;
@@ -21,6 +21,25 @@ pub struct Offer {
     pub tokens: u32,
     /// Its pieces that end behind what the other worker has: group, end, bytes; by ends, then groups.
     pub pieces: Vec<(u32, u32, usize)>,
+}
+
+/// A piece that is lent.
+#[derive(Debug)]
+pub enum Lent {
+    /// A copy of it.
+    Copy(Vec<u8>),
+    /// It is to be read from here.
+    File(PieceFile),
+}
+
+impl Lent {
+    /// Its bytes; none if its file is damaged, or gone meanwhile. May wait for a disk.
+    pub fn read(self) -> Option<Vec<u8>> {
+        match self {
+            Self::Copy(bytes) => Some(bytes),
+            Self::File(file) => file.read().map(|bytes| bytes.to_vec()),
+        }
+    }
 }
 
 /// What is to be done with what lies in the arena.
@@ -94,22 +113,22 @@ impl Lender<'_> {
         Ok(Offer { tokens: deepest, pieces })
     }
 
-    /// Tokens of the deepest resume point whose pieces are all in host memory.
+    /// Tokens of the deepest resume point whose pieces are all in tiers.
     fn kept(&self, root: BlockId, tokens: &[u32]) -> u32 {
         let Some(tiers) = self.tiers else { return 0 };
         let names = tiers.names(root, tokens);
-        let is_here = |group, end| names.piece(group, end).is_some_and(|key| tiers.is_here(key));
-        self.scheduler.deepest_whole(tokens.len() as u32, is_here)
+        let has = |group, end| names.piece(group, end).is_some_and(|key| tiers.holds(key));
+        self.scheduler.deepest_whole(tokens.len() as u32, has)
     }
 
     /// Copies out pieces of the resume point behind `tokens`, which was offered; `NotHeld` if one of them is neither in
-    /// the arena, with all of that point, nor in host memory any more.
+    /// the arena, with all of that point, nor in a tier any more.
     pub fn copy_pieces(
         &mut self,
         root: BlockId,
         tokens: &[u32],
         pieces: &[(u32, u32, usize)],
-    ) -> Result<Vec<Vec<u8>>, PullRefusal> {
+    ) -> Result<Vec<Lent>, PullRefusal> {
         let point = self.scheduler.resume_point(root, tokens);
         let blocks = point.filter(|point| point.tokens as usize == tokens.len()).map(|point| point.blocks);
         let offsets: HashMap<(u32, u32), u32> = blocks
@@ -124,13 +143,15 @@ impl Lender<'_> {
             match offsets.get(&(*group, *end)) {
                 Some(offset) => {
                     places.push((at, (*group as usize, *offset)));
-                    copies.push(Vec::new());
+                    copies.push(Lent::Copy(Vec::new()));
                 }
                 None => {
-                    let kept = tiers
-                        .as_ref()
-                        .and_then(|(tiers, names)| tiers.peek(names.piece(*group as usize, *end)?));
-                    copies.push(kept.ok_or(PullRefusal::NotHeld)?.to_vec());
+                    let kept = tiers.as_ref().and_then(|(tiers, names)| {
+                        let key = names.piece(*group as usize, *end)?;
+                        let copy = tiers.peek(key).map(|bytes| Lent::Copy(bytes.to_vec()));
+                        copy.or_else(|| tiers.file(key).map(Lent::File))
+                    });
+                    copies.push(kept.ok_or(PullRefusal::NotHeld)?);
                 }
             }
         }
@@ -140,7 +161,7 @@ impl Lender<'_> {
             PullRefusal::Internal
         })?;
         for (at, bytes) in at.into_iter().zip(read) {
-            copies[at] = bytes;
+            copies[at] = Lent::Copy(bytes);
         }
         Ok(copies)
     }

@@ -122,6 +122,18 @@ impl Engine {
         }
     }
 
+    /// A row that it was to draw from holds NaN or infinity: it ends, with an error that says so.
+    pub(super) fn fail_not_finite(&mut self, id: SeqId) {
+        self.scheduler.remove(id);
+        self.siblings.gone(id);
+        self.pulling.gone(id);
+        let Some(mut live) = self.live.remove(&id) else { return };
+        tracing::error!("a request fails: {}", GenerateError::NotFinite);
+        self.count_end(Reason::error);
+        live.fail("not_finite");
+        live.sink.frame(GenerateFrame::Failed(GenerateError::NotFinite));
+    }
+
     pub(super) fn count_end(&self, finished_reason: Reason) {
         self.metrics.finished.get_or_create(&FinishedLabel { finished_reason }).inc();
     }

@@ -5,6 +5,7 @@
 //! engine ([`kernels::registry`]): `KVASIR_VAD_BACKEND` and its like, then `KVASIR_BACKEND`, must be honoured; else the
 //! highest rank among those that can serve.
 
+use super::flushed::Flushed;
 use super::session::Hears;
 use super::silero::Silero;
 use super::smart_turn::SmartTurn;
@@ -239,7 +240,8 @@ pub fn load_hearing(
         environment: impl Fn(&str) -> Option<String>,
     ) -> Result<(String, Arc<dyn Hears>), Error> {
         let provider = registry.select(bundle, environment)?;
-        Ok((provider.name().to_owned(), provider.service()(bundle)?))
+        let model = Flushed::load(|| provider.service()(bundle))?;
+        Ok((provider.name().to_owned(), Arc::new(model)))
     }
     match operation {
         Operation::Vad => load(&vad(), bundle, environment),

@@ -1,7 +1,11 @@
 //! Models in the ONNX format, run by rten: pure Rust, the CPU only. Where such a model serves an operation, the backend is
 //! called `onnx`.
 
+mod sizes;
+pub mod trial;
+
 use crate::Error;
+use kernels::denormals::FlushDenormals;
 use kernels::registry::Refusal;
 use rten::{Model, NodeId, RunOptions, ThreadPool, Value, ValueOrView};
 use rustix::thread::{CpuSet, sched_setaffinity};
@@ -12,6 +16,8 @@ use std::sync::Arc;
 pub const NAME: &str = "onnx";
 /// Below what is written for this engine, above nothing.
 pub const RANK: i32 = 10;
+/// How files are called.
+const SUFFIX: &str = "onnx";
 
 /// A loaded model. Runs may overlap; each takes the threads that it was loaded with.
 pub struct Onnx {
@@ -28,8 +34,14 @@ impl Onnx {
     /// [`Error::Artefact`] where it is none, or has an operator that is not known; the system's for the threads.
     pub fn load(path: &Path, threads: usize, cpus: Option<&[usize]>) -> Result<Self, Error> {
         let fault = |reason: String| Error::Artefact { path: path.to_owned(), reason };
+        let file = std::fs::read(path);
+        let file =
+            file.map_err(|source| Error::Io { what: format!("cannot read {}", path.display()), source })?;
+        sizes::check(&file, path.parent().unwrap_or(Path::new(""))).map_err(fault)?;
+        let bytes = file.len() as u64;
+        drop(file);
+        trial::tried(path).map_err(fault)?;
         let model = Model::load_file(path).map_err(|error| fault(error.to_string()))?;
-        let bytes = std::fs::metadata(path).map_or(0, |file| file.len());
         let threads = Arc::new(started_on(threads, cpus)?);
         Ok(Self { path: path.to_owned(), bytes, model, threads })
     }
@@ -73,19 +85,24 @@ impl Onnx {
     }
 }
 
-/// Threads inherit the CPUs of the one that starts them.
+/// Threads that take denormal floats as zero. They inherit that, and their CPUs, from the one that starts them.
 fn started_on(threads: usize, cpus: Option<&[usize]>) -> Result<ThreadPool, Error> {
-    let Some(cpus) = cpus else { return Ok(ThreadPool::with_num_threads(threads)) };
-    let mut set = CpuSet::new();
-    for cpu in cpus.iter().filter(|cpu| **cpu < CpuSet::MAX_CPU) {
-        set.set(*cpu);
-    }
+    let set = cpus.map(|cpus| {
+        let mut set = CpuSet::new();
+        for cpu in cpus.iter().filter(|cpu| **cpu < CpuSet::MAX_CPU) {
+            set.set(*cpu);
+        }
+        set
+    });
     let start = move || -> std::io::Result<ThreadPool> {
-        sched_setaffinity(None, &set)?;
+        let _flush = FlushDenormals::new();
+        set.map_or(Ok(()), |set| sched_setaffinity(None, &set))?;
         Ok(ThreadPool::with_num_threads(threads))
     };
     let started = std::thread::spawn(start).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-    started.map_err(|source| Error::Io { what: format!("cannot run on CPUs {cpus:?}"), source })
+    let what =
+        || cpus.map_or("cannot start threads".to_owned(), |cpus| format!("cannot run on CPUs {cpus:?}"));
+    started.map_err(|source| Error::Io { what: what(), source })
 }
 
 /// The one file of `dir` whose name begins so and ends in `.onnx`.

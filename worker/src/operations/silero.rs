@@ -1,6 +1,7 @@
 //! Voice activity by Silero's network: windows of 32 ms, each with the last 4 ms before it, and a state that is carried
 //! from one to the next.
 
+use super::finite;
 use super::onnx::Onnx;
 use super::session::{Hears, Session, at_rate};
 use super::speech::{Speech, SpeechRule, invalid};
@@ -99,6 +100,8 @@ impl Heard {
         let (shape, next) = next.into_shape_vec::<f32, 3>().map_err(other)?;
         match (&*probability, shape == STATE) {
             ([probability], true) => {
+                finite("probabilities are", &[*probability])?;
+                finite("states are", &next)?;
                 self.state = next;
                 Ok(*probability)
             }

@@ -1,5 +1,6 @@
 //! Whether who has spoken is done, by smart-turn's network: the encoder of Whisper over the last eight seconds.
 
+use super::finite;
 use super::log_mel::{BANDS, FRAMES, LogMel, RATE, SAMPLES};
 use super::onnx::Onnx;
 use super::session::{Hears, Session, at_rate};
@@ -69,7 +70,7 @@ impl Network {
         let [value] = self.onnx.run(vec![(self.features, features.into())], [self.probability])?;
         // The output is called logits, and is behind the sigmoid.
         match value.into_shape_vec::<f32, 2>() {
-            Ok(([1, 1], values)) => Ok(values[0]),
+            Ok(([1, 1], values)) => finite("probabilities are", &values).map(|()| values[0]),
             Ok(_) | Err(_) => Err(self.onnx.fault("its output has another shape")),
         }
     }

@@ -16,6 +16,7 @@ use super::speech::invalid;
 use crate::Error;
 use compute::Compute;
 use file::Weights;
+use kernels::denormals::FlushDenormals;
 use kernels::registry::Refusal;
 use network::Network;
 use proto::operation::{Operation, OperationError, OperationOptions, OperationOutput, TranscribeOptionsV1};
@@ -83,6 +84,7 @@ pub fn encode_speech(bundle: &Bundle, rate: u32, sound: &[f32]) -> Result<Vec<f3
         let reason = format!("{rate}, it must be {} to {}", RATES.start(), RATES.end());
         return Err(Error::Config { option: "sample_rate", reason });
     }
+    let _flush = FlushDenormals::new();
     let Shared(whisper) = Shared::load(&bundle.folder(Operation::Asr))?;
     let (mut heard, mut resampler) = (Vec::new(), Resampler::new(rate, RATE));
     resampler.push(sound, &mut heard);
@@ -91,7 +93,11 @@ pub fn encode_speech(bundle: &Bundle, rate: u32, sound: &[f32]) -> Result<Vec<f3
     let window = features.window(0, features.content(), network::FRAMES);
     match features.content() {
         0 => Ok(Vec::new()),
-        _ => whisper.network.encode(&whisper.compute, &window),
+        _ => {
+            let encoded = whisper.network.encode(&whisper.compute, &window)?;
+            super::finite("vectors are", &encoded)?;
+            Ok(encoded)
+        }
     }
 }
 

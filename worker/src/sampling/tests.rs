@@ -15,7 +15,7 @@ const LOGITS: [f32; 5] = [0.5, 2.0, 1.0, -1.0, 1.9];
 fn histogram(mut s: Sampler, n: u32) -> Vec<f64> {
     let mut counts = vec![0.0; 5];
     for _ in 0..n {
-        let (token, _) = s.draw(&mut LOGITS.clone());
+        let (token, _) = s.draw(&mut LOGITS.clone()).unwrap();
         counts[token as usize] += 1.0 / f64::from(n);
         s.drawn += 1;
     }
@@ -24,7 +24,7 @@ fn histogram(mut s: Sampler, n: u32) -> Vec<f64> {
 
 #[test]
 fn greedy_takes_the_lowest_of_equals() {
-    assert_eq!(sampler(params(0.0)).draw(&mut [1.0, 3.0, 3.0, 0.0, 0.0]).0, 1);
+    assert_eq!(sampler(params(0.0)).draw(&mut [1.0, 3.0, 3.0, 0.0, 0.0]).unwrap().0, 1);
 }
 
 #[test]
@@ -60,7 +60,7 @@ fn a_draw_depends_on_seed_and_index_only() {
         let mut s = sampler(Sampling { seed, ..params(1.0) });
         (0..20)
             .map(|_| {
-                let token = s.draw(&mut LOGITS.clone()).0;
+                let token = s.draw(&mut LOGITS.clone()).unwrap().0;
                 s.accept(token);
                 token
             })
@@ -70,7 +70,7 @@ fn a_draw_depends_on_seed_and_index_only() {
     assert_ne!(run(1), run(2));
     let mut late = sampler(Sampling { seed: 1, ..params(1.0) });
     run(1)[..7].iter().for_each(|&token| late.accept(token));
-    assert_eq!(late.draw(&mut LOGITS.clone()).0, run(1)[7]);
+    assert_eq!(late.draw(&mut LOGITS.clone()).unwrap().0, run(1)[7]);
 }
 
 #[test]
@@ -97,7 +97,7 @@ fn no_end_before_the_minimum() {
     let row = [0.0, 1.0, 0.0, 9.0, 0.0];
     assert!(!s.is_plain_argmax());
     for expected in [1, 1, 3] {
-        let (token, _) = s.draw(&mut row.clone());
+        let (token, _) = s.draw(&mut row.clone()).unwrap();
         assert_eq!(token, expected);
         s.accept(token);
     }
@@ -107,7 +107,7 @@ fn no_end_before_the_minimum() {
 #[test]
 fn log_probabilities_are_those_of_the_raw_row() {
     let s = sampler(Sampling { logprobs: Some(2), logit_bias: vec![(3, 100.0)], ..params(0.0) });
-    let (token, logprobs) = s.draw(&mut LOGITS.clone());
+    let (token, logprobs) = s.draw(&mut LOGITS.clone()).unwrap();
     let logprobs = logprobs.unwrap();
     let total: f64 = LOGITS.iter().map(|&l| f64::from(l).exp()).sum();
     assert_eq!(token, 3);
@@ -155,11 +155,8 @@ fn rows_and_params() -> impl Strategy<Value = (Vec<f32>, Sampling)> {
 
 /// As a device gives them.
 fn best_of(row: &[f32], count: usize) -> Vec<(u32, f32)> {
-    let key = |x: f32| if x.is_nan() { f32::NEG_INFINITY } else { x };
     let mut best: Vec<(u32, f32)> = (0..).zip(row.iter().copied()).collect();
-    best.sort_by(|a, b| {
-        a.1.is_nan().cmp(&b.1.is_nan()).then(key(b.1).total_cmp(&key(a.1))).then(a.0.cmp(&b.0))
-    });
+    best.sort_by(|a, b| b.1.is_nan().cmp(&a.1.is_nan()).then(b.1.total_cmp(&a.1)).then(a.0.cmp(&b.0)));
     best.truncate(count);
     best.reverse();
     best
@@ -173,7 +170,7 @@ proptest! {
     fn a_draw_from_the_best_is_the_draw_from_the_row((row, params) in rows_and_params(), count in 1usize..40) {
         let sampler = Sampler::new(params, &Stop::default(), &[], vec![], row.len()).unwrap();
         if let Some(token) = sampler.draw_of_best(&best_of(&row, count)) {
-            prop_assert_eq!(token, sampler.draw(&mut row.clone()).0);
+            prop_assert_eq!(Some(token), sampler.draw(&mut row.clone()).map(|drawn| drawn.0));
         }
     }
 }
@@ -201,10 +198,10 @@ fn a_mask_comes_before_every_filter_and_before_how_long_an_answer_is_to_be() {
     let mask = TokenMask::new(vec![0b1001]);
     assert!(mask.allows(0) && !mask.allows(1) && mask.allows(3) && !mask.allows(64) && !mask.is_empty());
     let greedy = sampler(params(0.0));
-    assert_eq!(greedy.draw_allowed(&mut [1.0, 9.0, 3.0, 2.0, 0.0], Some(&mask)).0, 3);
+    assert_eq!(greedy.draw_allowed(&mut [1.0, 9.0, 3.0, 2.0, 0.0], Some(&mask)).unwrap().0, 3);
     let narrow = sampler(Sampling { top_k: 1, seed: 4, ..params(1.0) });
     assert_eq!(
-        narrow.draw_allowed(&mut [5.0, 9.0, 3.0, 2.0, 0.0], Some(&mask)).0,
+        narrow.draw_allowed(&mut [5.0, 9.0, 3.0, 2.0, 0.0], Some(&mask)).unwrap().0,
         0,
         "the best of those allowed"
     );
@@ -212,6 +209,40 @@ fn a_mask_comes_before_every_filter_and_before_how_long_an_answer_is_to_be() {
     let stop = Stop { min_tokens: 9, ..Stop::default() };
     let long = Sampler::new(params(1.0), &stop, &[], vec![3], 5).unwrap();
     let end = TokenMask::new(vec![0b1000]);
-    assert_eq!(long.draw_allowed(&mut [5.0, 9.0, 3.0, 2.0, 0.0], Some(&end)).0, 3);
-    assert_eq!(long.draw_allowed(&mut [5.0, 9.0, 3.0, 2.0, 0.0], Some(&mask)).0, 0, "another one may come");
+    assert_eq!(long.draw_allowed(&mut [5.0, 9.0, 3.0, 2.0, 0.0], Some(&end)).unwrap().0, 3);
+    assert_eq!(
+        long.draw_allowed(&mut [5.0, 9.0, 3.0, 2.0, 0.0], Some(&mask)).unwrap().0,
+        0,
+        "another one may come"
+    );
+}
+
+#[test]
+fn nothing_is_drawn_from_what_is_no_number() {
+    let bad: [[f32; 5]; 5] = [
+        [f32::NAN; 5],
+        [0.0, 1.0, 2.0, f32::NAN, 0.0],
+        [0.0, -f32::NAN, 2.0, 0.0, 0.0],
+        [0.0, 1.0, f32::INFINITY, 0.0, 0.0],
+        [f32::NEG_INFINITY; 5],
+    ];
+    let all = [
+        params(0.0),
+        params(1.0),
+        Sampling { top_k: 2, seed: 3, ..params(1.0) },
+        Sampling { top_p: 0.5, logprobs: Some(2), ..params(0.7) },
+        Sampling { logit_bias: vec![(3, 5.0)], ..params(0.0) },
+    ];
+    let mask = TokenMask::new(vec![0b00101]);
+    for row in bad {
+        for params in &all {
+            let sampler = sampler(params.clone());
+            assert_eq!(sampler.draw(&mut row.clone()), None, "{row:?} {params:?}");
+            assert_eq!(sampler.draw_allowed(&mut row.clone(), Some(&mask)), None, "{row:?} {params:?}");
+            assert_eq!(sampler.draw_of_best(&best_of(&row, 3)), None, "{row:?} {params:?}");
+        }
+    }
+    // Some engines bar tokens by minus infinity.
+    let barred = [f32::NEG_INFINITY, 1.0, f32::NEG_INFINITY, 0.5, f32::NEG_INFINITY];
+    assert_eq!(sampler(params(0.0)).draw(&mut barred.clone()).unwrap().0, 1);
 }

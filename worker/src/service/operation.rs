@@ -118,7 +118,11 @@ async fn run(session: &mut OpenSession, inputs: &mut OperationInputs, reply: &mu
             }
             Err(error) => {
                 tracing::error!(%error, model = %session.opened.model, "a session has failed");
-                return failed(OperationError::Internal, SessionEnd::error);
+                let told = match error {
+                    crate::Error::NotFinite { .. } => OperationError::NotFinite,
+                    _ => OperationError::Internal,
+                };
+                return failed(told, SessionEnd::error);
             }
         }
         if finishes {

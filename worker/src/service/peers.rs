@@ -5,6 +5,7 @@
 
 use super::Node;
 use super::runner::Runner;
+use crate::engine::offering::Lent;
 use crate::engine::thread::EngineHandle;
 use crate::pieces::Namer;
 use crate::pull::{Delivery, Order, PullFailure, Source};
@@ -221,9 +222,13 @@ async fn give(node: &Node, request: PullRequestV1, mut reply: PullReply) -> Resu
     let mut rest = &offer.pieces[..];
     loop {
         let (slice, behind) = rest.split_at(copies.len());
-        for ((group, end, _), bytes) in slice.iter().zip(copies) {
+        for ((group, end, length), lent) in slice.iter().zip(copies) {
             let Some(key) = names.piece(*group as usize, *end) else {
                 return reply.fail(PullRefusal::Internal).await;
+            };
+            // What is damaged or gone meanwhile is computed there.
+            let Some(bytes) = bytes_of(lent).await.filter(|bytes| bytes.len() == *length) else {
+                return reply.fail(PullRefusal::NotHeld).await;
             };
             let (digest, length) = (key.digest(&bytes), u32::try_from(bytes.len()).unwrap_or(u32::MAX));
             let piece = PulledPieceV1 { group: *group, end: *end, bytes: length, digest };
@@ -243,6 +248,14 @@ async fn give(node: &Node, request: PullRequestV1, mut reply: PullReply) -> Resu
     Ok(())
 }
 
+/// The bytes of a piece; no thread of the runtime waits for a disk.
+async fn bytes_of(lent: Lent) -> Option<Vec<u8>> {
+    match lent {
+        Lent::Copy(bytes) => Some(bytes),
+        Lent::File(_) => tokio::task::spawn_blocking(move || lent.read()).await.ok().flatten(),
+    }
+}
+
 /// How many pieces are copied out between two steps; at least one, if there is one.
 fn slice_len(pieces: &[(u32, u32, usize)]) -> usize {
     let mut bytes = 0;
@@ -258,7 +271,7 @@ async fn copy(
     root: proto::block::BlockId,
     prefix: &Arc<[u32]>,
     pieces: &[(u32, u32, usize)],
-) -> Result<Vec<Vec<u8>>, PullRefusal> {
+) -> Result<Vec<Lent>, PullRefusal> {
     let (prefix, pieces) = (Arc::clone(prefix), pieces.to_vec());
     let copies = engine.lend(move |lender| lender.copy_pieces(root, &prefix, &pieces)).await;
     copies.unwrap_or(Err(PullRefusal::Internal))

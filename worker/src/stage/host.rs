@@ -16,6 +16,7 @@ use crate::load::{self, EngineOptions};
 use crate::sampling::Sampler;
 use crate::shipping::{Holdings, Shipper, ShippingConfig, Wanted};
 use crate::telemetry::ShippingMetrics;
+use kernels::backend::NO_INDEX;
 use parking_lot::Mutex;
 use proto::ids::{Epoch, Role};
 use proto::message::GenerateError;
@@ -669,7 +670,7 @@ impl Stage {
             samplers.iter().map(|(row, _)| *row).chain(plan.logits.iter().copied()).collect();
         self.decoder.logits(&wanted, &mut |index, row| match samplers.get(index) {
             Some((_, sampler)) => {
-                let (token, logprobs) = sampler.draw(&mut row.to_vec());
+                let (token, logprobs) = sampler.draw(&mut row.to_vec()).unwrap_or((NO_INDEX, None));
                 samples.push(StageSampledV1 { token, logprobs });
             }
             None => rows.extend_from_slice(&activations::encode(ActivationType::F32, row)),
@@ -695,7 +696,8 @@ impl Stage {
         let best = step.plan.argmax.iter().copied().zip(drawn.drawn.tokens.iter().copied());
         let sampled = samplers.iter().zip(&drawn.samples).map(|((row, _), sample)| (*row, sample.token));
         let asked = guess::asked(step, &self.decoder)?;
-        drawn.guessed = guess::draft(&mut self.decoder, &self.slabs, (step, &asked), best.chain(sampled))?;
+        let newest = best.chain(sampled).filter(|(_, token)| *token != NO_INDEX);
+        drawn.guessed = guess::draft(&mut self.decoder, &self.slabs, (step, &asked), newest)?;
         drawn.guessing_us = micros(since.elapsed());
         Ok(())
     }

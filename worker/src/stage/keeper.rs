@@ -3,9 +3,10 @@
 //! A thread of its own spins meanwhile, below all others: whoever wakes has the CPU at once, and where another computes
 //! it has next to nothing of it. So nobody need find out who else is there.
 
+use prometheus_client::metrics::gauge::Gauge;
 use rustix::thread::{CpuSet, sched_getcpu, sched_setaffinity};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, LazyLock};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
@@ -14,6 +15,20 @@ const PAUSES: u32 = 64;
 
 /// [`Shared::until`] of a thread that is to end.
 const END: u64 = u64::MAX;
+
+/// 1 once the system has refused such a thread: from then on CPUs sleep while stages of this process wait.
+pub(crate) static CPUS_SLEEP: LazyLock<Gauge> = LazyLock::new(Gauge::default);
+
+/// Says so once, however many stages there are; `kvasir status` says it for as long as it is so.
+fn note_refused(error: &std::io::Error) {
+    if CPUS_SLEEP.set(1) == 0 {
+        tracing::warn!(
+            %error,
+            "CPUs sleep while a stage waits for another, so each token takes longer: the system refuses sched_setscheduler \
+             with SCHED_IDLE; a seccomp profile must allow it"
+        );
+    }
+}
 
 /// See the module. Dropping it ends the thread.
 #[derive(Debug)]
@@ -66,14 +81,11 @@ impl Keeper {
         let keeps = Arc::clone(&shared);
         let body = move || match kernels::pool::run_when_idle() {
             Ok(()) => keeps.keep(),
-            Err(error) => tracing::warn!(%error, "CPUs sleep while a stage waits"),
+            Err(error) => note_refused(&error),
         };
         let spawned = std::thread::Builder::new().name("kvasir-awake".to_owned()).spawn(body);
         let thread = spawned.map(|handle| handle.thread().clone());
-        thread
-            .inspect_err(|error| tracing::warn!(%error, "CPUs sleep while a stage waits"))
-            .ok()
-            .map(|thread| Self { shared, thread })
+        thread.inspect_err(note_refused).ok().map(|thread| Self { shared, thread })
     }
 
     /// From now on keeps the CPU of the calling thread awake, for so long at most.
@@ -125,6 +137,13 @@ mod tests {
             said.split_whitespace().next().and_then(|ns| ns.parse::<u64>().ok()).unwrap_or(0)
         });
         Some(took.sum())
+    }
+
+    #[test]
+    fn a_refusal_is_kept_for_status() {
+        note_refused(&std::io::ErrorKind::PermissionDenied.into());
+        note_refused(&std::io::ErrorKind::PermissionDenied.into());
+        assert_eq!(CPUS_SLEEP.get(), 1);
     }
 
     #[test]

@@ -107,9 +107,10 @@ impl OperationMetrics {
             OperationError::InvalidField { .. } => "invalid_field",
             OperationError::TooManySessions { .. } => "too_many_sessions",
             OperationError::Draining => "draining",
-            OperationError::Idle { .. } | OperationError::TooLong { .. } | OperationError::Internal => {
-                "internal"
-            }
+            OperationError::Idle { .. }
+            | OperationError::TooLong { .. }
+            | OperationError::Internal
+            | OperationError::NotFinite => "internal",
         };
         self.refused.get_or_create(&SessionRefusedLabel { operation: operation.name(), reason }).inc();
     }

@@ -35,6 +35,20 @@ pub(super) struct Disk {
     threads: Vec<JoinHandle<()>>,
 }
 
+/// The file of a piece, to be read by any thread that may wait for a disk.
+#[derive(Debug)]
+pub struct PieceFile {
+    shared: Arc<Shared>,
+    key: PieceKey,
+}
+
+impl PieceFile {
+    /// The piece; none if the file is damaged, or gone meanwhile. Waits for the disk.
+    pub fn read(&self) -> Option<Arc<[u8]>> {
+        self.shared.read(self.key).bytes
+    }
+}
+
 #[derive(Debug)]
 struct Shared {
     dir: PathBuf,
@@ -104,6 +118,11 @@ impl Disk {
             self.shared.index.lock().writing.remove(&key);
             self.shared.write_failures.fetch_add(1, Ordering::Relaxed);
         }
+    }
+
+    /// A piece's file, for somebody else to read; none if there is no file.
+    pub(super) fn file(&self, key: PieceKey) -> Option<PieceFile> {
+        self.bytes_of(key).map(|_| PieceFile { shared: Arc::clone(&self.shared), key })
     }
 
     /// Has a piece read; it arrives in [`Disk::loaded`]. Should the thread be gone it never does, and whoever waits

@@ -11,6 +11,7 @@ mod generation;
 mod guided;
 mod harness;
 mod instruction_sets;
+mod not_finite;
 mod opaque;
 mod opaque_device;
 mod parts;

@@ -3,6 +3,7 @@
 use crate::harness::{
     Ask, Asked, Heard, ROOT, cramped, one_by_one, open, options, prompt, submit, submit_pulling,
 };
+use crate::tiers::disk;
 use kvasir_worker::engine::{Engine, StepOutcome};
 use kvasir_worker::load::EngineOptions;
 use kvasir_worker::pieces::Namer;
@@ -63,7 +64,10 @@ impl Source for Direct {
                 .lender()
                 .copy_pieces(asked.root, prefix, std::slice::from_ref(piece))
                 .unwrap()
-                .remove(0);
+                .remove(0)
+                .read();
+            // Its file is damaged.
+            let Some(bytes) = bytes else { return delivery.end(Err(PullFailure::Refused)) };
             let (group, end, _) = *piece;
             let digest = names.piece(group as usize, end).unwrap().digest(&bytes);
             let head = PulledPieceV1 { group, end, bytes: bytes.len() as u32, digest };
@@ -180,6 +184,37 @@ fn what_is_here_already_is_not_sent() {
             .map_or(0, |offer| offer.pieces.iter().map(|(_, _, bytes)| *bytes as u64).sum());
         let pulled = engine.metrics().transfers.bytes(Direction::pulled);
         assert!(pulled < whole, "{model}: {pulled} of {whole} bytes");
+    }
+}
+
+#[test]
+fn what_a_holder_has_on_its_disk_is_pulled_from_there() {
+    for model in KINDS {
+        let dir = tempfile::tempdir().unwrap();
+        let options = EngineOptions { tiers: disk(dir.path(), 0), ..patient(model, 16) };
+        let mut before = open(model, &options);
+        one_by_one(&mut before, &[asked()]);
+        while before.copy_out() {}
+        // Another process finds what the one before has written.
+        drop(before);
+        let holder = Arc::new(Mutex::new(open(model, &options)));
+        let pull = |found: &str, cached: usize| {
+            let mut engine = open(model, &patient(model, 16));
+            let request = submit_pulling(&mut engine, &asked(), Box::new(Direct::from(&holder)));
+            finish(&mut engine);
+            let heard = assert_same(model, &engine, &request, &undisturbed(model, &asked()));
+            assert_eq!(heard.cached(), cached, "{model}");
+            assert!(lookup(&heard).contains(found), "{model}: {}", lookup(&heard));
+        };
+        pull("transfer=192", 192);
+        // Damage is noticed when a file is read, and what it was of is no more offered.
+        for entry in std::fs::read_dir(dir.path()).unwrap() {
+            let path = entry.unwrap().path();
+            let mut bytes = std::fs::read(&path).unwrap();
+            *bytes.last_mut().unwrap() ^= 1;
+            std::fs::write(&path, bytes).unwrap();
+        }
+        pull("transfer=", 0);
     }
 }
 

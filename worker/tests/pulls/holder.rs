@@ -2,6 +2,7 @@
 
 use crate::cluster::{Cluster, ROOT, options, path};
 use kernels::backend::KvType;
+use kvasir_worker::engine::offering::Lent;
 use kvasir_worker::engine::{Engine, EngineRequest};
 use kvasir_worker::load;
 use kvasir_worker::pieces::Namer;
@@ -120,7 +121,8 @@ fn whole(
     let prefix = &tokens[..offer.tokens as usize];
     let names = Namer::new(&engine.origin()).unwrap().names(asked.root, prefix);
     let copies = engine.lender().copy_pieces(asked.root, prefix, &offer.pieces)?;
-    let head = |((group, end, _), bytes): (&(u32, u32, usize), Vec<u8>)| {
+    let head = |((group, end, _), lent): (&(u32, u32, usize), Lent)| {
+        let bytes = lent.read().unwrap();
         let digest = names.piece(*group as usize, *end).unwrap().digest(&bytes);
         (PulledPieceV1 { group: *group, end: *end, bytes: bytes.len() as u32, digest }, bytes)
     };

@@ -86,7 +86,7 @@ impl Observer {
             "at": clock.unix_ms,
             "coordinator": ops.id.as_str(),
             "verdict": {"worker": worker, "level": level.name(), "text": text},
-            "cluster": cluster::view(ops),
+            "cluster": cluster::view(ops, &cluster::asleep(&said)),
             "workers": workers.iter().zip(&facts).map(|(view, of)| self.worker(view, of, &facts)).collect::<Vec<_>>(),
             "raft": raft(ops),
             "tenants": tenant_views(&tenants, &paths, &ops.keys.tenant_usage()),

@@ -1,7 +1,7 @@
 //! On the interpreter, for both architectures, against the CPU's ops and the references.
 
 use super::{Affine, DeviceNorm, Rows, RowwiseKernels, Up};
-use crate::backend::GateActivation;
+use crate::backend::{GateActivation, NO_INDEX};
 use crate::cuda::tests::sim::Sim;
 use crate::cuda::{Arch, CudaError, DevicePtr, quantised_row_bytes, source};
 use crate::isa::Isa;
@@ -273,24 +273,26 @@ fn scalings_have_the_cpu_s_bits() {
 fn rows_are_gathered_and_their_largest_values_found() {
     Case::each(|case| {
         let cols = 2500;
-        let mut x = Random(15).values(5 * cols);
-        // Equals, of which the first counts; nothing but the lowest; no number at all; one number.
+        let mut x = Random(15).values(6 * cols);
+        // Equals, of which the first counts; nothing but the lowest; no number at all; one number; one that is none.
         (x[100], x[2400]) = (1e6, 1e6);
         x[cols..2 * cols].fill(f32::NEG_INFINITY);
         x[2 * cols..3 * cols].fill(f32::NAN);
         x[3 * cols..4 * cols].fill(f32::NAN);
         x[3 * cols + 77] = -5.0;
+        x[5 * cols + 2499] = f32::INFINITY;
         let from = case.sim.values(&x);
-        let out = case.sim.room(4 * 5);
-        let of = Rows { rows: 5, cols };
+        let out = case.sim.room(4 * 6);
+        let of = Rows { rows: 6, cols };
         case.kernels.argmax(&mut case.sim.device, of, from, out).unwrap();
-        let expected: Vec<u32> = x.chunks(cols).map(|row| ops::argmax(Isa::Scalar, row) as u32).collect();
-        assert_eq!(case.sim.read_numbers(out, 5), expected);
-        assert_eq!(expected[..4], [100, 0, 0, 77]);
+        let fourth = ops::argmax(Isa::Scalar, &x[4 * cols..5 * cols]) as u32;
+        let expected = [100, NO_INDEX, NO_INDEX, NO_INDEX, fourth, NO_INDEX];
+        assert_eq!(case.sim.read_numbers(out, 6), expected);
         let (index, out) = (case.sim.numbers(&[4, 0, 4]), case.sim.room(4 * 3 * cols));
         let of = Rows { rows: 3, cols };
         case.kernels.gather_rows(&mut case.sim.device, of, from, index, out).unwrap();
-        let expected = [&x[4 * cols..], &x[..cols], &x[4 * cols..]].concat();
+        let fourth = &x[4 * cols..5 * cols];
+        let expected = [fourth, &x[..cols], fourth].concat();
         assert_same(&case.sim.read_values(out, 3 * cols), &expected, "rows");
     });
 }

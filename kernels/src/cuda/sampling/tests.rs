@@ -4,7 +4,7 @@ use super::*;
 /// The places of the largest, by the rule.
 fn wanted(row: &[f32], count: usize) -> Vec<(u32, u32)> {
     let rank = |x: f32| match (x.is_nan(), x.is_sign_negative()) {
-        (true, _) => 0,
+        (true, _) => u32::MAX,
         (_, true) => !x.to_bits(),
         (_, false) => x.to_bits() | 1 << 31,
     };

@@ -6,7 +6,7 @@
 use super::compute::{Compute, Linear, Matrix, Norm};
 use super::file::Weights;
 use crate::Error;
-use crate::operations::dot;
+use crate::operations::{dot, finite};
 use kernels::ops::softmax;
 use parking_lot::Mutex;
 use std::io::{Read, Seek};
@@ -305,6 +305,7 @@ impl Network {
             wanted.iter().flat_map(|row| &x[row * width..(row + 1) * width]).copied().collect();
         compute.norm(&rows, &self.decoder_norm, &mut h)?;
         compute.linear(&h, &self.embeddings, false, &mut wide)?;
+        finite("logits are", &wide)?;
         Ok(wide.chunks(self.embeddings.weight.rows()).map(<[f32]>::to_vec).collect())
     }
 }

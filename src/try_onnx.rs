@@ -1,0 +1,51 @@
+//! `kvasir try-onnx`: loads an ONNX file before another process of this executable does (`worker::operations::onnx::trial`),
+//! with limits.
+#![allow(unsafe_code)]
+
+use anyhow::Context;
+use std::io;
+use std::path::{Path, PathBuf};
+use worker::operations::onnx::trial::{self, Program, TrialLimits};
+
+const NAME: &str = "try-onnx";
+
+/// Tries to load an ONNX file, as whoever serves it has it done
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example:\n  kvasir try-onnx model.onnx         is for workers; it says nothing")]
+pub(crate) struct TryOnnx {
+    /// The file
+    file: PathBuf,
+}
+
+impl TryOnnx {
+    /// Runs the command.
+    pub(crate) fn run(self) -> anyhow::Result<()> {
+        limit(trial::limits(&self.file)).context("limits")?;
+        trial::attempt(&self.file).with_context(|| self.file.display().to_string())
+    }
+}
+
+/// From now on ONNX files of this process are tried by this same executable.
+pub(crate) fn in_use() {
+    // It may have been replaced since it was started.
+    let own = Path::new("/proc/self/exe");
+    let path = if own.exists() { Some(own.to_owned()) } else { std::env::current_exe().ok() };
+    if let Some(path) = path {
+        trial::tried_by(Program { path, arguments: vec![NAME.into()] });
+    }
+}
+
+/// The system ends this process where it takes more; it leaves no image of its memory.
+fn limit(limits: TrialLimits) -> io::Result<()> {
+    for (resource, most) in
+        [(libc::RLIMIT_AS, limits.memory), (libc::RLIMIT_CPU, limits.seconds), (libc::RLIMIT_CORE, 0)]
+    {
+        let most = most as libc::rlim_t;
+        let limit = libc::rlimit { rlim_cur: most, rlim_max: most };
+        // SAFETY: it reads a value that outlives the call, and changes a limit of this process alone.
+        if unsafe { libc::setrlimit(resource, &raw const limit) } != 0 {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    Ok(())
+}

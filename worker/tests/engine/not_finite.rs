@@ -1,0 +1,151 @@
+//! Models that compute NaN or infinity: who is to draw from that gets an error that says so, and nobody else does.
+
+use crate::harness::{Ask, Heard, open, options, prompt, run_to_end, submit, together};
+use crate::stages::Workers;
+use kvasir_worker::load::EngineOptions;
+use kvasir_worker::speculation::Guesses;
+use model::gguf::writer::Writer;
+use model::{GgmlType, ModelFile};
+use proto::message::{GenerateError, Sampling};
+use std::fs::File;
+use std::io::BufWriter;
+use std::path::Path;
+
+/// A token whose embedding is spoiled.
+const SICK: u32 = 7;
+
+/// Writes a model of the set with an output matrix of its own; what it is opened by. `change` gets each tensor's name, the
+/// width of its rows, and its values.
+fn write(folder: &Path, arch: &str, change: impl Fn(&str, u64, &mut [f32])) -> String {
+    let file = ModelFile::open(crate::harness::path(&format!("tiny/{arch}/{arch}-f32"))).unwrap();
+    let values = |name: &str| -> Vec<f32> {
+        let bytes = file.tensor_data(name).unwrap();
+        bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
+    };
+    let mut tensors: Vec<(String, Vec<u64>, Vec<f32>)> = file
+        .tensors()
+        .map(|info| (info.name().to_owned(), info.dims().to_vec(), values(info.name())))
+        .collect();
+    if tensors.iter().all(|(name, ..)| name != "output.weight") {
+        let embedding = tensors.iter().find(|(name, ..)| name == "token_embd.weight").unwrap();
+        tensors.push(("output.weight".to_owned(), embedding.1.clone(), embedding.2.clone()));
+    }
+    let mut writer = Writer::new(file.metadata().clone()).unwrap();
+    for (name, dims, values) in &mut tensors {
+        change(name, dims[0], values);
+        writer.tensor(name, GgmlType::F32, dims).unwrap();
+    }
+    let path = folder.join(arch);
+    let mut out = BufWriter::new(File::create(path.with_extension("gguf")).unwrap());
+    let mut values = tensors.iter().map(|(.., values)| values);
+    let bytes = |_: &_| values.next().unwrap().iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
+    writer.write(&mut out, bytes).unwrap();
+    path.to_str().unwrap().to_owned()
+}
+
+fn spoils_one_embedding(name: &str, width: u64, values: &mut [f32]) {
+    if name == "token_embd.weight" {
+        values[SICK as usize * width as usize] = f32::NAN;
+    }
+}
+
+/// Each way of drawing.
+fn asks(prompt: &[u32]) -> Vec<Ask> {
+    let ask = |sampling: Sampling| Ask { sampling, ..Ask::greedy(prompt.to_vec(), 6).tokens_only() };
+    vec![
+        ask(Sampling::default()),
+        ask(Sampling { temperature: 1.0, seed: 5, ..Sampling::default() }),
+        ask(Sampling { temperature: 1.0, top_k: 4, seed: 6, ..Sampling::default() }),
+        ask(Sampling { logprobs: Some(3), ..Sampling::default() }),
+        ask(Sampling { presence_penalty: 1.0, ..Sampling::default() }),
+    ]
+}
+
+fn is_refused(heard: &Heard) -> bool {
+    heard.failed == Some(GenerateError::NotFinite) && heard.finished.is_none() && heard.tokens.is_empty()
+}
+
+#[test]
+fn weights_that_are_no_numbers_are_an_error_of_each_request() {
+    let dir = tempfile::tempdir().unwrap();
+    let spoilers: [(&str, fn(&str, u64, &mut [f32])); 4] = [
+        ("all of a norm", |name, _, values| {
+            if name == "output_norm.weight" {
+                values.fill(f32::NAN);
+            }
+        }),
+        ("one value of the head", |name, _, values| {
+            if name == "output.weight" {
+                values[1] = f32::NAN;
+            }
+        }),
+        ("infinity in the head", |name, _, values| {
+            if name == "output.weight" {
+                values[1] = f32::INFINITY;
+            }
+        }),
+        ("overflow in a layer", |name, _, values| {
+            if name == "blk.0.ffn_down.weight" || name == "blk.0.ffn_up.weight" {
+                values.iter_mut().for_each(|value| *value *= 1e30);
+            }
+        }),
+    ];
+    for (what, spoil) in spoilers {
+        let model = write(dir.path(), "llama", spoil);
+        let mut engine = open(&model, &options("tiny/llama"));
+        for (at, heard) in together(&mut engine, &asks(&prompt(1, 20))).iter().enumerate() {
+            assert!(is_refused(heard), "{what}, way {at}: {heard:?}");
+        }
+        engine.check().unwrap();
+        assert!(!engine.has_work(), "{what}");
+    }
+}
+
+#[test]
+fn who_computes_numbers_beside_it_goes_on() {
+    let dir = tempfile::tempdir().unwrap();
+    for arch in ["llama", "qwen35"] {
+        let model = write(dir.path(), arch, spoils_one_embedding);
+        let healthy: Vec<u32> =
+            prompt(1, 40).into_iter().map(|token| if token == SICK { 8 } else { token }).collect();
+        let sick = [&healthy[..30], &[SICK]].concat();
+        for guesses in [Guesses::Off, Guesses::Ngram] {
+            let options = EngineOptions { guesses, prefix_cache: true, ..options("tiny/x") };
+            let alone = together(&mut open(&model, &options), &asks(&healthy));
+            let mut engine = open(&model, &options);
+            // Choices of one prompt fork where it ends.
+            let choices = asks(&sick).into_iter().map(|ask| Ask { together: 5, ..ask });
+            let asked: Vec<_> = choices.chain(asks(&healthy)).map(|ask| submit(&mut engine, &ask)).collect();
+            run_to_end(&mut engine);
+            for (at, asked) in asked.iter().enumerate() {
+                let heard = asked.heard();
+                match at.checked_sub(5) {
+                    None => assert!(is_refused(&heard), "{arch} {at}: {heard:?}"),
+                    Some(at) if alone[at].failed.is_none() => {
+                        assert_eq!(heard.tokens, alone[at].tokens, "{arch} {at}");
+                        assert!(heard.finished.is_some(), "{arch} {at}");
+                    }
+                    // It has drawn the sick token itself.
+                    Some(at) => assert_eq!(heard.failed, alone[at].failed, "{arch} {at}"),
+                }
+            }
+            engine.check().unwrap();
+        }
+    }
+}
+
+#[test]
+fn the_last_stage_says_so_too() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = write(dir.path(), "llama", |name, _, values| {
+        if name == "output_norm.weight" {
+            values[3] = f32::NAN;
+        }
+    });
+    let options = options("tiny/llama");
+    let workers = Workers::start(&model, 1, &options);
+    let mut engine = workers.next_engine(&model, &options);
+    for (at, heard) in together(&mut engine, &asks(&prompt(2, 20))).iter().enumerate() {
+        assert!(is_refused(heard), "way {at}: {heard:?}");
+    }
+}
