@@ -338,13 +338,13 @@ impl Answer {
                 let offsets = if self.offsets { tokens.iter().map(offset).collect() } else { Vec::new() };
                 Some(Delta { tokens, offsets, ..delta })
             }
-            Event::Finished(finished) => {
+            Event::Finished(mut finished) => {
+                let delta = progress.hear_last(&self.model.dialect, &mut finished);
                 progress.completion = progress.completion.max(finished.completion_tokens.into());
                 progress.guesses = (finished.drafted_tokens.into(), finished.accepted_tokens.into());
                 progress.reason = Some(finished.reason);
                 let trace = self.span.as_ref().map(|span| span.context().trace);
                 self.metrics.served(&self.model.id, progress.served(&finished, trace));
-                let delta = progress.hear_last(&self.model.dialect, &finished);
                 Some(Delta { finished: Some(finished), ..delta })
             }
         }
@@ -439,8 +439,9 @@ impl Progress {
         self.delta(dialect.calls(), said)
     }
 
-    /// What the end says. Of an answer that the model has not ended itself, the beginning of a call is nothing.
-    fn hear_last(&mut self, dialect: &Dialect, finished: &FinishedV1) -> Delta {
+    /// What the end says. Of an answer that the model has not ended itself, the beginning of a call is nothing. If a stop
+    /// string is found in what was held until now, that is what has ended it.
+    fn hear_last(&mut self, dialect: &Dialect, finished: &mut FinishedV1) -> Delta {
         let Some(listener) = &mut self.listener else {
             let mut delta = Delta::default();
             delta.say(Part::Text(finished.tail.clone()));
@@ -452,9 +453,11 @@ impl Progress {
             said = listener.push(&finished.tail);
             said.extend(listener.finish(cut));
             if let Some(stop) = &mut self.stop {
-                // The tail may complete no stop string: these come with tokens.
-                said = stop.search(said, 0);
+                said = stop.search(said, self.completion);
                 said.push(Said::Text(stop.strings.finish()));
+                if stop.found.is_some() {
+                    (finished.reason, finished.matched) = (FinishReason::Stop, stop.found.clone());
+                }
             }
         }
         let mut delta = self.delta(dialect.calls(), said);
@@ -552,3 +555,6 @@ fn call_id(style: Calls) -> String {
         _ => format!("call_{:016x}", random_u64()),
     }
 }
+
+#[cfg(test)]
+mod tests;

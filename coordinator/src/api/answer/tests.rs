@@ -1,0 +1,111 @@
+use super::super::responses::tests::tokenizer;
+use super::*;
+use model::ChatTemplate;
+
+const HERMES: &str = "{% if tools %}<tool_call></tool_call>{% endif %}<think>";
+
+/// What the client gets of an answer that comes letter by letter, and why it ends.
+struct Told {
+    text: String,
+    thought: String,
+    arguments: Vec<String>,
+    reason: FinishReason,
+    matched: Option<String>,
+    called: bool,
+    tokens: u64,
+}
+
+fn told(answer: &str, stop: &[&str], min_tokens: u64, reason: FinishReason) -> Told {
+    let template = ChatTemplate::new(HERMES, "", "").unwrap();
+    let dialect = Arc::new(Dialect::of(Some(&template), &tokenizer()));
+    let strings = StopStrings::new(stop.iter().map(|text| (*text).to_owned()).collect());
+    let mut progress = Progress {
+        arrived: Instant::now(),
+        prompt: 1,
+        counts: true,
+        started: None,
+        first: None,
+        last: None,
+        characters: Characters::default(),
+        completion: 0,
+        reasoning: 0,
+        guesses: (0, 0),
+        reason: None,
+        listener: Some(Listener::new(Arc::clone(&dialect), vec!["f".into()], false)),
+        calls: 0,
+        arguments: String::new(),
+        stop: Some(Stop { strings, min_tokens, generation: AbortHandle::new_pair().0, found: None }),
+    };
+    let mut all = Delta::default();
+    let letters: Vec<TokenOut> =
+        answer.chars().map(|c| TokenOut { id: u32::MAX, text: c.into(), logprobs: None }).collect();
+    for pair in letters.chunks(2) {
+        let mut tokens = pair.to_vec();
+        all.add(progress.hear(&dialect, &mut tokens));
+        if progress.stop.as_ref().is_some_and(|stop| stop.found.is_some()) {
+            break;
+        }
+    }
+    let matched = progress.stop.as_ref().and_then(|stop| stop.found.clone());
+    let mut finished = FinishedV1 {
+        reason: if matched.is_some() { FinishReason::Stop } else { reason },
+        matched,
+        tail: String::new(),
+        completion_tokens: 0,
+        preemptions: 0,
+        drafted_tokens: 0,
+        accepted_tokens: 0,
+    };
+    all.add(progress.hear_last(&dialect, &mut finished));
+    let mut told = Told {
+        text: String::new(),
+        thought: String::new(),
+        arguments: Vec::new(),
+        reason: finished.reason,
+        matched: finished.matched,
+        called: all.called,
+        tokens: progress.completion,
+    };
+    for part in all.said {
+        match part {
+            Part::Text(text) => told.text += &text,
+            Part::Thought(text) => told.thought += &text,
+            Part::Call(call) => told.arguments.push(call.arguments),
+        }
+    }
+    told
+}
+
+#[test]
+fn stop_strings_are_looked_for_in_what_is_said() {
+    use FinishReason::{Length, Stop};
+    let answer = "<think>So, END, }.</think>Hello, you.<tool_call>{\"name\": \"f\", \"arguments\": {\"a\": \"END\"}}</tool_call>";
+    // Neither thoughts nor calls are.
+    for stop in ["END", "}", "\"", "think", "tool_call", "you.<", ".{"] {
+        let told = told(answer, &[stop], 0, Stop);
+        assert_eq!((told.thought.as_str(), told.text.as_str()), ("So, END, }.", "Hello, you."), "{stop}");
+        assert_eq!((told.arguments, told.called), (vec!["{\"a\": \"END\"}".to_owned()], true), "{stop}");
+        assert_eq!((told.reason, told.matched), (Stop, None), "{stop}");
+    }
+    let told_at = |stop: &[&str], min| told(answer, stop, min, Stop);
+    let found = told_at(&["nothing", ", y"], 0);
+    assert_eq!((found.text.as_str(), found.matched.as_deref()), ("Hello", Some(", y")));
+    assert!(found.arguments.is_empty() && !found.called && found.reason == Stop);
+    assert_eq!(found.tokens, answer.find(", y").unwrap() as u64 + 3);
+    // Too early to count.
+    assert_eq!(told_at(&["Hello"], 60).text, "Hello, you.");
+    // Held until the end, since it may have been the beginning of a call.
+    let late = told("Hello <", &["<"], 0, Stop);
+    assert_eq!((late.text.as_str(), late.matched.as_deref(), late.reason), ("Hello ", Some("<"), Stop));
+    // What is cut off is no call that is complete, and no mark is said.
+    let call = answer.find("<tool_call>").unwrap();
+    for end in call + 1..answer.len() {
+        let told = told(&answer[..end], &["END"], 0, Length);
+        assert!(told.text == "Hello, you." || (end == call + 1 && told.text.ends_with('<')), "{}", told.text);
+        assert_eq!((told.reason, told.matched), (Length, None));
+        // A token of the request ends it in the middle of a call.
+        let stopped = self::told(&answer[..end], &["nothing"], 0, Stop);
+        let complete = serde_json::from_str::<serde_json::Value>(&stopped.arguments.concat()).is_ok();
+        assert_eq!(stopped.called, complete, "{}", &answer[..end]);
+    }
+}
