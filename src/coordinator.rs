@@ -110,6 +110,15 @@ pub(crate) struct CoordinatorSettings {
     /// HTTP connections at a time on the API port.
     #[arg(long, value_name = "N", env = "KVASIR_MAX_CONNECTIONS")]
     pub(crate) max_connections: Option<usize>,
+    /// An HTTP connection that is idle between requests for so long is closed [default: 75s]; longer than what proxies in
+    /// front and clients keep theirs for.
+    #[arg(long, value_name = "TIME", env = "KVASIR_KEEP_ALIVE")]
+    pub(crate) keep_alive: Option<Period>,
+    /// Origins whose pages may ask from browsers, such as https://app.example, separated by commas; or `*`, or `none`
+    /// [default: any where keys are needed, and else none].
+    #[arg(long, value_name = "ORIGIN,..", env = "KVASIR_CORS_ORIGINS", value_delimiter = ',')]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) cors_origins: Option<Vec<String>>,
     /// Sessions of operations, such as voice activity over a WebSocket, that one tenant may have at this coordinator at a
     /// time.
     #[arg(long, value_name = "N", env = "KVASIR_SESSIONS_PER_TENANT")]
@@ -183,6 +192,7 @@ impl CoordinatorSettings {
             data_dir: self.data_dir,
             keys: self.keys,
             shards: self.shards,
+            cors_origins: self.cors_origins,
             otlp_endpoint: self.otlp_endpoint,
             otlp_certificate: self.otlp_certificate,
             trace_ratio: self.trace_ratio,
@@ -211,6 +221,7 @@ impl CoordinatorSettings {
             index_bytes: or!(index_bytes, ByteSize(default.index_bytes), "a bound, not a reservation"),
             routing: or!(routing, RoutingArg::Prefix, "it computes the least"),
             max_connections: or!(max_connections, default.max_connections, "a bound on open files"),
+            keep_alive: or!(keep_alive, seconds(default.keep_alive_s), "longer than proxies keep theirs"),
             sessions_per_tenant: or!(
                 sessions_per_tenant,
                 default.sessions_per_tenant,
@@ -258,6 +269,8 @@ impl CoordinatorSettings {
             routing: self.routing.map_or(default.routing, Into::into),
             shards: self.shards,
             max_connections: self.max_connections.unwrap_or(default.max_connections),
+            keep_alive_s: ms(self.keep_alive, default.keep_alive_s * 1000).div_ceil(1000),
+            cors_origins: self.cors_origins.clone(),
             sessions_per_tenant: self.sessions_per_tenant.unwrap_or(default.sessions_per_tenant),
             session_idle_s: ms(self.session_idle, default.session_idle_s * 1000).div_ceil(1000),
             session_max_s: ms(self.session_max, default.session_max_s * 1000).div_ceil(1000),

@@ -127,6 +127,10 @@ struct UpSettings {
     /// Generations that a coordinator gives to one worker at a time; more wait [default: 256]
     #[arg(long, value_name = "N", env = "KVASIR_WORKER_INFLIGHT")]
     worker_inflight: Option<u32>,
+    /// Origins whose pages may ask from browsers, such as https://app.example, separated by commas; or `*`, or `none`
+    /// [default: any where keys are needed, and else none]
+    #[arg(long, value_name = "ORIGIN,..", env = "KVASIR_CORS_ORIGINS", value_delimiter = ',')]
+    cors_origins: Option<Vec<String>>,
     /// Keys, secrets, logs and up.json [default: up-UID in $KVASIR_HOME]
     #[arg(long, value_name = "DIR", env = "KVASIR_DATA_DIR")]
     data_dir: Option<PathBuf>,
@@ -227,6 +231,7 @@ impl Plan {
                 routing: self.settings.routing,
                 queue_requests: self.settings.queue_requests,
                 worker_inflight: self.settings.worker_inflight,
+                cors_origins: self.settings.cors_origins.clone(),
                 shards: self.shards,
                 ..CoordinatorSettings::default()
             };

@@ -10,6 +10,7 @@ pub mod auth;
 mod base64;
 mod blocks;
 mod chat;
+pub mod cors;
 pub mod documents;
 pub mod embeddings;
 pub mod encode;
@@ -33,6 +34,7 @@ pub mod shape;
 mod spans;
 pub mod tools;
 mod transcribe;
+pub mod turns;
 
 use crate::chain_memo::ChainMemo;
 use crate::dispatch::{Dispatch, Job};
@@ -41,14 +43,15 @@ use crate::ops::metrics::Metrics;
 use crate::quota::Permit;
 use crate::random::random_u64;
 use crate::routing::demand::CommonKey;
-use answer::Answer;
+use answer::{Answer, CountsItself};
 use auth::{Caller, Keys};
 use axum::Json;
 use axum::body::Body;
 use axum::extract::Request;
-use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, header};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
+use cors::Cors;
 use documents::Popularity;
 use encode::{Asker, Gathered, Wanted, gather};
 use error::ApiError;
@@ -62,15 +65,15 @@ use proto::operation::Operation;
 use proto::trace::{Span, TraceContext};
 use responses::ResponseWriter;
 use serde::Serialize;
-use serde_json::json;
+use serde_json::{Value, json};
 use shape::{Shape, Writer};
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
-use tokio::sync::Semaphore;
 use tower::Service;
 use transcribe::Task;
+use turns::Turns;
 
 /// The client's name for its request, or ours.
 pub const REQUEST_ID_HEADER: HeaderName = HeaderName::from_static("x-request-id");
@@ -79,9 +82,8 @@ pub const GROUP_HEADER: HeaderName = HeaderName::from_static("x-kvasir-group");
 /// Under which Anthropic's clients look for the request's name.
 const THEIR_ID_HEADER: HeaderName = HeaderName::from_static("request-id");
 
-/// Longest body that is planned where it was read. Handing it to another thread and back takes longer than most of
-/// what is to be done, and even a body of new text holds this thread up for milliseconds only.
-const PLANNED_INLINE: usize = 64 << 10;
+/// In metrics, the status of a request whose client has gone away before its answer had ended.
+const CLIENT_GONE: u16 = 499;
 
 /// Everything that the handlers need.
 #[derive(Debug)]
@@ -98,8 +100,10 @@ pub struct Front {
     pub metrics: Arc<Metrics>,
     /// How often documents are asked for.
     pub popularity: Popularity,
-    /// Long requests that are planned at once; more would only share the same cores.
-    pub planners: Arc<Semaphore>,
+    /// Whose turn it is to have something planned.
+    pub turns: Arc<Turns>,
+    /// Which pages may ask from browsers.
+    pub cors: Cors,
     /// How long a request may take in all.
     pub request_timeout: Duration,
     /// How many sessions of operations there may be, and how long.
@@ -115,6 +119,8 @@ pub enum Endpoint {
     Health,
     /// Which models there are.
     Models,
+    /// One of them.
+    Model,
     /// Completions of text or tokens.
     Completions,
     /// Completions of chats.
@@ -145,9 +151,10 @@ pub enum Endpoint {
 
 impl Endpoint {
     /// Every endpoint.
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 18] = [
         Self::Health,
         Self::Models,
+        Self::Model,
         Self::Completions,
         Self::Chat,
         Self::Responses,
@@ -165,11 +172,18 @@ impl Endpoint {
         Self::Realtime(Operation::TurnDetection),
     ];
 
+    /// What is at a path.
+    fn at(path: &str) -> Option<Self> {
+        let one = || model_in(path).map(|_| Self::Model);
+        Self::ALL.into_iter().find(|endpoint| endpoint.path() == path).or_else(one)
+    }
+
     /// Its path.
     pub fn path(self) -> &'static str {
         match self {
             Self::Health => "/health",
             Self::Models => "/v1/models",
+            Self::Model => "/v1/models/{model}",
             Self::Completions => "/v1/completions",
             Self::Chat => "/v1/chat/completions",
             Self::Responses => "/v1/responses",
@@ -191,7 +205,7 @@ impl Endpoint {
     /// Its method.
     pub fn method(self) -> Method {
         match self {
-            Self::Health | Self::Models | Self::Realtime(_) => Method::GET,
+            Self::Health | Self::Models | Self::Model | Self::Realtime(_) => Method::GET,
             Self::Completions | Self::Chat | Self::Responses | Self::Audio(_) => Method::POST,
             Self::Messages | Self::CountTokens => Method::POST,
             Self::Embeddings | Self::Rerank | Self::Tokenize | Self::Detokenize => Method::POST,
@@ -200,8 +214,18 @@ impl Endpoint {
     }
 
     fn takes(self, method: &Method) -> bool {
-        // Who asks for the head of an answer gets it by its own method, without the rest.
-        self.method() == *method || (self.method() == Method::GET && *method == Method::HEAD)
+        // Who asks for the head of an answer gets it by its own method, without the rest. A WebSocket has none.
+        let head = self.method() == Method::GET && !matches!(self, Self::Realtime(_));
+        self.method() == *method || (head && *method == Method::HEAD)
+    }
+
+    /// Its methods, as in the header `Allow`.
+    fn methods(self) -> &'static str {
+        match self {
+            Self::Realtime(_) => "GET, OPTIONS",
+            _ if self.method() == Method::GET => "GET, HEAD, OPTIONS",
+            _ => "POST, OPTIONS",
+        }
     }
 
     /// Whether it is Anthropic's, whose errors have another form.
@@ -213,6 +237,7 @@ impl Endpoint {
         match self {
             Self::Health => health(&front).map(IntoResponse::into_response),
             Self::Models => models(&front, &request),
+            Self::Model => model(&front, &request),
             Self::Completions => generate(front, Kind::Completion, request).await,
             Self::Chat => generate(front, Kind::Chat, request).await,
             Self::Responses => generate(front, Kind::Responses, request).await,
@@ -230,7 +255,7 @@ impl Endpoint {
     }
 }
 
-/// The whole port. Its paths are few and none has parts that vary, so nothing but [`Endpoint::ALL`] is looked through.
+/// The whole port. Its paths are few, so [`Endpoint::ALL`] is looked through.
 #[derive(Debug, Clone)]
 pub struct Port(Arc<Front>);
 
@@ -256,42 +281,118 @@ impl Service<Request> for Port {
     }
 }
 
-/// Around everything, also around what does not exist: nothing is answered without a key, and every answer
-/// carries the request's id.
+/// A request whose end is counted: as [`CLIENT_GONE`] if it is dropped before.
+struct Tally<'a> {
+    metrics: &'a Metrics,
+    path: &'static str,
+    counted: bool,
+}
+
+impl Tally<'_> {
+    /// It is answered, or counts itself when it will have been.
+    fn answered(mut self, response: &Response, shed: bool) {
+        self.counted = true;
+        if response.extensions().get::<CountsItself>().is_none() {
+            self.metrics.answered(self.path, response.status().as_u16(), shed);
+        }
+    }
+}
+
+impl Drop for Tally<'_> {
+    fn drop(&mut self) {
+        if !self.counted {
+            self.metrics.answered(self.path, CLIENT_GONE, false);
+        }
+    }
+}
+
+/// Around everything, also around what does not exist: nothing is answered without a key but what a browser asks before
+/// it shows one, and every answer carries the request's id.
 async fn gate(front: Arc<Front>, mut request: Request) -> Response {
     let Ok(id) = request_id(request.headers()) else { return ApiError::Internal.into_response() };
-    let path = request.uri().path();
-    let endpoint = Endpoint::ALL.into_iter().find(|endpoint| endpoint.path() == path);
-    let answered = match authenticate(&front, request.headers()) {
-        Ok(caller) => {
-            request.extensions_mut().insert(caller);
-            request.extensions_mut().insert(id.clone());
-            match endpoint.filter(|endpoint| endpoint.takes(request.method())) {
-                Some(endpoint) => endpoint.serve(Arc::clone(&front), request).await,
-                None => Err(ApiError::NotFound),
+    let endpoint = Endpoint::at(request.uri().path());
+    let path = endpoint.map_or("other", Endpoint::path);
+    let tally = Tally { metrics: &front.metrics, path, counted: false };
+    let allowed = front.cors.allowed(request.headers(), front.keys.is_open());
+    let answered = match (endpoint, request.method()) {
+        (Some(endpoint), &Method::OPTIONS) => Ok(options(endpoint, request.headers(), allowed.is_some())),
+        _ => match authenticate(&front, request.headers()) {
+            Ok(caller) => {
+                request.extensions_mut().insert(caller);
+                request.extensions_mut().insert(id.clone());
+                match endpoint {
+                    Some(endpoint) if endpoint.takes(request.method()) => {
+                        endpoint.serve(Arc::clone(&front), request).await
+                    }
+                    Some(endpoint) => Err(ApiError::Method { allow: endpoint.methods() }),
+                    None => Err(ApiError::NotFound),
+                }
             }
-        }
-        Err(error) => Err(error),
+            Err(error) => Err(error),
+        },
     };
+    let shed = answered.as_ref().is_err_and(ApiError::is_shed);
     let anthropic = endpoint.is_some_and(Endpoint::is_anthropic);
-    let mut response = answered.unwrap_or_else(|error| match anthropic {
-        true => messages::refused(&error, &id),
-        false => error.into_response(),
+    let mut response = answered.unwrap_or_else(|error| {
+        let (status, body) = refusal(&error, anthropic, &id);
+        error.respond(status, body)
     });
-    if let Ok(value) = HeaderValue::from_str(id.as_str()) {
-        if anthropic {
-            response.headers_mut().insert(THEIR_ID_HEADER, value.clone());
-        }
-        response.headers_mut().insert(REQUEST_ID_HEADER, value);
+    let headers = response.headers_mut();
+    headers.extend(id_headers(&id, anthropic));
+    if let Some(allowed) = allowed {
+        cors::expose(headers, allowed);
     }
-    front.metrics.answered(endpoint.map_or("other", Endpoint::path), response.status().as_u16());
+    tally.answered(&response, shed);
     response
 }
 
-/// Who asks. Where everybody on this machine may, no page of another site may in a browser that runs there.
+/// What is at a path, and what a page may send there if it may ask at all.
+fn options(endpoint: Endpoint, request: &HeaderMap, allowed: bool) -> Response {
+    let mut response = StatusCode::NO_CONTENT.into_response();
+    let headers = response.headers_mut();
+    headers.insert(header::ALLOW, HeaderValue::from_static(endpoint.methods()));
+    if allowed {
+        cors::preflight(request, headers, endpoint.methods());
+    }
+    response
+}
+
+/// Status and body of an error, in the words of the API that was asked.
+fn refusal(error: &ApiError, anthropic: bool, id: &RequestId) -> (StatusCode, Value) {
+    match anthropic {
+        true => messages::refused(error, id),
+        false => (error.status(), error.body()),
+    }
+}
+
+/// Headers, status and body of an answer to a request at `path` that comes to no handler.
+pub fn refused_before(error: &ApiError, path: &str) -> (HeaderMap, StatusCode, Value) {
+    let anthropic = Endpoint::at(path).is_some_and(Endpoint::is_anthropic);
+    match new_id() {
+        Ok(id) => {
+            let (status, body) = refusal(error, anthropic, &id);
+            (id_headers(&id, anthropic), status, body)
+        }
+        Err(_) => (HeaderMap::new(), error.status(), error.body()),
+    }
+}
+
+fn id_headers(id: &RequestId, anthropic: bool) -> HeaderMap {
+    let mut headers = HeaderMap::with_capacity(2);
+    if let Ok(value) = HeaderValue::from_str(id.as_str()) {
+        if anthropic {
+            headers.insert(THEIR_ID_HEADER, value.clone());
+        }
+        headers.insert(REQUEST_ID_HEADER, value);
+    }
+    headers
+}
+
+/// Who asks. Where everybody on this machine may, no page of another site may in a browser that runs there, but those that
+/// the operator has named.
 fn authenticate(front: &Front, headers: &HeaderMap) -> Result<Caller, ApiError> {
-    if front.keys.is_open() && from_another_site(headers) {
-        return Err(ApiError::Forbidden);
+    if front.keys.is_open() && from_another_site(headers) && !front.cors.names(headers) {
+        return Err(ApiError::Origin);
     }
     front.keys.authenticate(headers)
 }
@@ -301,8 +402,12 @@ fn request_id(headers: &HeaderMap) -> Result<RequestId, InvalidId> {
     let given = headers.get(REQUEST_ID_HEADER).and_then(|value| value.to_str().ok());
     match given.and_then(|text| RequestId::new(text).ok()) {
         Some(id) => Ok(id),
-        None => RequestId::new(format!("{:016x}{:016x}", random_u64(), random_u64())),
+        None => new_id(),
     }
+}
+
+fn new_id() -> Result<RequestId, InvalidId> {
+    RequestId::new(format!("{:016x}{:016x}", random_u64(), random_u64()))
 }
 
 /// The group that a request says to be of.
@@ -319,40 +424,64 @@ fn health(front: &Front) -> Result<(), ApiError> {
     if serves { Ok(()) } else { Err(ApiError::NoWorker) }
 }
 
-fn models(front: &Front, request: &Request) -> Result<Response, ApiError> {
+/// The models that somebody serves and the caller may use.
+fn served(front: &Front, request: &Request) -> Result<Vec<Value>, ApiError> {
     // Put there by the gate.
     let caller = request.extensions().get::<Caller>().ok_or(ApiError::InvalidApiKey)?;
-    let model = |model: &Arc<crate::models::OfferedModel>| {
-        let served = front.dispatch.model(&model.id);
+    let model = |id: &ModelId, max_model_len: Option<u32>, task: &str| {
         json!({
-            "id": model.id.as_str(),
+            "id": id.as_str(),
             "object": "model",
             "created": front.started,
             "owned_by": "kvasir",
-            "max_model_len": served.as_ref().map(|s| s.max_model_len),
-            "task": served.map(|s| s.task.name()),
+            "max_model_len": max_model_len,
+            "task": task,
         })
     };
-    let mut data: Vec<_> = front.models.iter().filter(|model| caller.may_use(&model.id)).map(model).collect();
-    let heard = |(operation, model): (Operation, ModelId)| {
-        json!({
-            "id": model.as_str(),
-            "object": "model",
-            "created": front.started,
-            "owned_by": "kvasir",
-            "max_model_len": null,
-            "task": operation.name(),
-        })
-    };
-    let offered = front.dispatch.offered().into_iter();
-    let offered = offered.filter(|(operation, model)| operation.is_session() && caller.may_use(model));
-    data.extend(offered.map(heard));
+    let configured = front.models.iter().filter(|model| caller.may_use(&model.id));
+    let configured = configured.filter_map(|offered| {
+        let served = front.dispatch.model(&offered.id)?;
+        Some(model(&offered.id, Some(served.max_model_len), served.task.name()))
+    });
+    let offered = front.dispatch.offered();
+    let sessions = offered.iter().filter(|(operation, id)| operation.is_session() && caller.may_use(id));
+    Ok(configured.chain(sessions.map(|(operation, id)| model(id, None, operation.name()))).collect())
+}
+
+fn models(front: &Front, request: &Request) -> Result<Response, ApiError> {
+    let data = served(front, request)?;
     Ok(Json(json!({"object": "list", "data": data})).into_response())
+}
+
+fn model(front: &Front, request: &Request) -> Result<Response, ApiError> {
+    let asked = model_in(request.uri().path()).ok_or(ApiError::NotFound)?;
+    match served(front, request)?.into_iter().find(|model| model["id"] == *asked) {
+        Some(model) => Ok(Json(model).into_response()),
+        None => Err(ApiError::ModelNotFound(asked.chars().take(ModelId::MAX_LEN).collect())),
+    }
+}
+
+/// The name of a model behind `/v1/models/`: all of the rest, which may have slashes, and may be percent-encoded.
+fn model_in(path: &str) -> Option<String> {
+    let rest =
+        path.strip_prefix(Endpoint::Models.path())?.strip_prefix('/').filter(|rest| !rest.is_empty())?;
+    let digit = |byte: &u8| char::from(*byte).to_digit(16);
+    let mut name = Vec::with_capacity(rest.len());
+    let mut left = rest.as_bytes();
+    while let [first, rest @ ..] = left {
+        let encoded = match (first, rest) {
+            (b'%', [high, low, ..]) => digit(high).zip(digit(low)).map(|(high, low)| (high << 4 | low) as u8),
+            _ => None,
+        };
+        name.push(encoded.unwrap_or(*first));
+        left = if encoded.is_some() { rest.get(2..).unwrap_or_default() } else { rest };
+    }
+    Some(String::from_utf8_lossy(&name).into_owned())
 }
 
 async fn tokenize(front: Arc<Front>, request: Request) -> Result<Response, ApiError> {
     let (asker, body) = admit(&front, request).await?;
-    let tokenized = front.plan(&asker, body.len(), move |sources| plan::tokenize(&body, sources)).await?;
+    let tokenized = front.plan(&asker, move |sources| plan::tokenize(&body, sources)).await?;
     let count = tokenized.tokens.len();
     let body = json!({"tokens": tokenized.tokens, "count": count, "max_model_len": tokenized.max_model_len});
     Ok(Json(body).into_response())
@@ -360,13 +489,13 @@ async fn tokenize(front: Arc<Front>, request: Request) -> Result<Response, ApiEr
 
 async fn count_tokens(front: Arc<Front>, request: Request) -> Result<Response, ApiError> {
     let (asker, body) = admit(&front, request).await?;
-    let tokens = front.plan(&asker, body.len(), move |sources| plan::count_tokens(&body, sources)).await?;
+    let tokens = front.plan(&asker, move |sources| plan::count_tokens(&body, sources)).await?;
     Ok(Json(json!({"input_tokens": tokens})).into_response())
 }
 
 async fn detokenize(front: Arc<Front>, request: Request) -> Result<Response, ApiError> {
     let (asker, body) = admit(&front, request).await?;
-    let text = front.plan(&asker, body.len(), move |sources| plan::detokenize(&body, sources)).await?;
+    let text = front.plan(&asker, move |sources| plan::detokenize(&body, sources)).await?;
     Ok(Json(json!({"prompt": text})).into_response())
 }
 
@@ -400,7 +529,7 @@ async fn answer(
         span.part("receive", asker.arrived);
     }
     let (plan, jobs) = front
-        .plan(&asker, body.len(), move |sources| {
+        .plan(&asker, move |sources| {
             let plan = plan::generation(kind, &body, sources)?;
             let jobs = names.jobs(&plan, sources.caller, (&name, context), group, deadline);
             Ok((plan, jobs))
@@ -414,10 +543,10 @@ async fn answer(
     let routed = Instant::now();
     let generations = front.dispatch.generate(jobs)?;
     front.metrics.stage("route", routed.elapsed());
-    let writer = writer(&plan, &id);
+    let (path, writer) = (kind.endpoint().path(), writer(&plan, &id));
     let answer = Answer::new(&plan, writer, Arc::clone(&front.metrics), generations, asker);
     let answer = answer.traced(trace.take());
-    if plan.params.stream { answer.streamed().await } else { answer.whole().await }
+    if plan.params.stream { answer.streamed(path).await } else { answer.whole().await }
 }
 
 /// What writes the answer to a request of this name.
@@ -473,17 +602,22 @@ async fn encode<S: Send + 'static, A: Serialize>(
             span.part("receive", asker.arrived);
         }
         let (id, read) = (asker.id.clone(), Instant::now());
-        let planned = front.plan(&asker, body.len(), move |sources| plan(&body, sources)).await?;
+        let planned = front.plan(&asker, move |sources| plan(&body, sources)).await?;
         let Wanted { operation: wanted, model, texts, shape } = planned;
         if let Some(span) = &mut trace {
             spans::encodes(span, operation, (&id, &model), texts.len(), read);
         }
+        let tenant = Arc::clone(asker.caller.tenant());
         let gathered =
             gather(front, asker, (wanted, &model), texts, trace.as_ref().map(Span::context)).await?;
         if let Some(span) = &mut trace {
             span.set("gen_ai.usage.input_tokens", gathered.tokens);
         }
-        front.write(gathered, move |gathered| answer(shape, &id, model, gathered)).await
+        // There may be thousands of vectors to be written.
+        let write = move || {
+            Ok((gathered.headers.clone(), Json(answer(shape, &id, model, &gathered))).into_response())
+        };
+        front.turns.run(&tenant, write).await
     }
     .await;
     if let (Err(error), Some(span)) = (&answered, &mut trace) {
@@ -570,34 +704,14 @@ impl Front {
         paid.inspect_err(|error| self.metrics.limited(error))
     }
 
-    /// Runs `work` on a body of so many bytes where the time that this takes holds nobody up.
+    /// Plans a request, when it is its tenant's turn.
     async fn plan<T: Send + 'static>(
         self: &Arc<Self>,
         asker: &Asker,
-        bytes: usize,
         work: impl FnOnce(&Sources<'_>) -> Result<T, ApiError> + Send + 'static,
     ) -> Result<T, ApiError> {
-        if bytes <= PLANNED_INLINE {
-            return self.with_sources(&asker.caller, work);
-        }
         let (front, caller) = (Arc::clone(self), asker.caller.clone());
-        self.aside(move || front.with_sources(&caller, work)).await
-    }
-
-    /// Runs what takes long where that holds nobody up.
-    async fn aside<T: Send + 'static>(
-        &self,
-        work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
-    ) -> Result<T, ApiError> {
-        let permit = Arc::clone(&self.planners).acquire_owned().await.map_err(|_| ApiError::Internal)?;
-        let planned = tokio::task::spawn_blocking(move || {
-            let _permit = permit;
-            work()
-        });
-        planned.await.unwrap_or_else(|error| {
-            tracing::error!(%error, "planning a request failed");
-            Err(ApiError::Internal)
-        })
+        self.turns.run(asker.caller.tenant(), move || front.with_sources(&caller, work)).await
     }
 
     fn with_sources<T>(&self, caller: &Caller, work: impl FnOnce(&Sources<'_>) -> T) -> T {
@@ -605,17 +719,39 @@ impl Front {
         let (models, popularity) = (&*self.models, &self.popularity);
         work(&Sources { caller, models, served: &served, seed: random_u64(), popularity })
     }
-
-    /// Writes what may be thousands of vectors where that holds nobody up.
-    async fn write<T: Serialize>(
-        &self,
-        gathered: Gathered,
-        answer: impl FnOnce(&Gathered) -> T + Send + 'static,
-    ) -> Result<Response, ApiError> {
-        self.aside(move || Ok((gathered.headers.clone(), Json(answer(&gathered))).into_response())).await
-    }
 }
 
 fn unix_seconds() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_models_name_is_all_that_follows_decoded() {
+        for (path, name) in [
+            ("/v1/models/tiny", Some("tiny")),
+            ("/v1/models/org/tiny", Some("org/tiny")),
+            ("/v1/models/org%2Ftiny", Some("org/tiny")),
+            ("/v1/models/org%2ftiny%20x", Some("org/tiny x")),
+            ("/v1/models/%e4%bd%a0", Some("你")),
+            ("/v1/models/100%", Some("100%")),
+            ("/v1/models/%zz%4", Some("%zz%4")),
+            ("/v1/models/%ff", Some("\u{fffd}")),
+            ("/v1/models/a/", Some("a/")),
+            ("/v1/models/", None),
+            ("/v1/models", None),
+            ("/v1/modelsx", None),
+        ] {
+            assert_eq!(model_in(path).as_deref(), name, "{path}");
+        }
+        assert_eq!(Endpoint::at("/v1/models/a/b"), Some(Endpoint::Model));
+        assert_eq!(Endpoint::at("/v1/models"), Some(Endpoint::Models));
+        assert_eq!(Endpoint::at("/v1/models/"), None);
+        for endpoint in Endpoint::ALL {
+            assert_eq!(Endpoint::at(endpoint.path()), Some(endpoint));
+        }
+    }
 }

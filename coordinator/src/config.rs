@@ -3,6 +3,7 @@
 use crate::admission::QueueLimits;
 use crate::agreement::PeerEntry;
 use crate::api::auth::KeyEntry;
+use crate::api::cors::Cors;
 use crate::balancer::Policy;
 use crate::consensus::table::MAX_VOTERS;
 use crate::models::ModelEntry;
@@ -58,6 +59,11 @@ pub struct Config {
     pub shards: Option<usize>,
     /// HTTP connections at a time, on the API port.
     pub max_connections: usize,
+    /// Seconds that an HTTP connection may be idle between requests.
+    pub keep_alive_s: u64,
+    /// Origins whose pages may ask from browsers: `https://app.example`, `*` or `none`. None: any where keys are needed,
+    /// and else none.
+    pub cors_origins: Option<Vec<String>>,
     /// Sessions of operations that one tenant may have here at a time.
     pub sessions_per_tenant: u32,
     /// A session in which nothing is said for so many seconds ends.
@@ -94,6 +100,9 @@ impl Default for Config {
             routing: policy.routing,
             shards: None,
             max_connections: 4096,
+            // Proxies and clients keep theirs for 60 s or less, and whoever closes first loses no request.
+            keep_alive_s: 75,
+            cors_origins: None,
             sessions_per_tenant: 64,
             session_idle_s: 30,
             session_max_s: 3600,
@@ -121,6 +130,9 @@ pub enum ConfigError {
         /// The rule that it breaks.
         rule: &'static str,
     },
+    /// Something that no page has for an origin.
+    #[error("cors_origins: {0:?} is no origin such as https://app.example, nor * or none")]
+    Origin(String),
     /// The group cannot be what is configured.
     #[error("peers: {rule}")]
     Peers {
@@ -139,6 +151,7 @@ impl Config {
         if self.keys.is_empty() && !self.http.ip().is_loopback() {
             return Err(ConfigError::KeysRequired { http: self.http });
         }
+        Cors::new(self.cors_origins.as_deref()).map_err(ConfigError::Origin)?;
         self.check_peers()?;
         let wrong = |field, value, rule| Err(ConfigError::OutOfRange { field, value, rule });
         let positive = [
@@ -146,6 +159,7 @@ impl Config {
             ("worker_inflight", self.worker_inflight.into()),
             ("report_every_ms", self.report_every_ms),
             ("max_connections", self.max_connections as u64),
+            ("keep_alive_s", self.keep_alive_s),
             ("session_idle_s", self.session_idle_s),
             ("session_max_s", self.session_max_s),
         ];
@@ -214,6 +228,9 @@ mod tests {
             other => panic!("{other:?}"),
         };
         assert_eq!(field(Config { worker_inflight: 0, ..Config::default() }), "worker_inflight");
+        assert_eq!(field(Config { keep_alive_s: 0, ..Config::default() }), "keep_alive_s");
+        let pages = Config { cors_origins: Some(vec!["app.example".into()]), ..Config::default() };
+        assert_eq!(pages.check(), Err(ConfigError::Origin("app.example".into())));
         assert_eq!(field(Config { suspect_ms: 100, ..Config::default() }), "suspect_ms");
         let peer = |name: &str| PeerEntry { node: NodeId::new(name).unwrap(), quic: "h:1".into() };
         let group = |names: &[&str]| Config {

@@ -111,6 +111,8 @@ impl ReadyGate {
     }
 }
 
+/// What orchestrators ask: answered also when all connections are taken.
+pub const PROBES: [&str; 3] = ["/livez", "/readyz", "/startupz"];
 /// The endpoints of the API that the dashboard's playground asks.
 const PLAYGROUND: [Endpoint; 2] = [Endpoint::Models, Endpoint::Chat];
 
@@ -150,7 +152,8 @@ where
         .merge(admin)
         .merge(playground)
         .fallback(async || ApiError::NotFound)
-        .method_not_allowed_fallback(async || ApiError::NotFound)
+        // The router adds the header.
+        .method_not_allowed_fallback(async || ApiError::Method { allow: "" })
         .with_state(ops)
 }
 

@@ -3,8 +3,10 @@
 mod http;
 
 use crate::agreement::{Agreement, GroupError};
+use crate::api::cors::Cors;
 use crate::api::operations::Sessions;
 use crate::api::realtime::Rules;
+use crate::api::turns::Turns;
 use crate::api::{self, Front, auth::Keys, documents::Popularity};
 use crate::audit::{Audit, AuditError, Record};
 use crate::chain_memo::ChainMemo;
@@ -25,7 +27,6 @@ use proto::transport::{Endpoint, EndpointConfig, Identity};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
-use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 
 pub use http::{Peer, Place};
@@ -143,7 +144,8 @@ impl Coordinator {
             chains: Arc::clone(&chains),
             metrics: Arc::clone(&metrics),
             popularity: Popularity::default(),
-            planners: Arc::new(Semaphore::new(std::thread::available_parallelism().map_or(2, usize::from))),
+            turns: Turns::new(std::thread::available_parallelism().map_or(2, usize::from)),
+            cors: Cors::new(config.cors_origins.as_deref()).map_err(ConfigError::Origin)?,
             request_timeout: Duration::from_secs(config.request_timeout_s),
             realtime: Rules {
                 sessions: Sessions::new(config.sessions_per_tenant),
@@ -161,16 +163,22 @@ impl Coordinator {
             keys,
             cluster_key,
             chains,
-            metrics,
+            metrics: Arc::clone(&metrics),
             raft: counted,
             feed: Feed::default(),
             audit,
             gate: ReadyGate::new(config.hold_ready),
         });
-        let api = Limits { connections: config.max_connections };
+        let api = Limits {
+            port: "api",
+            connections: config.max_connections,
+            idle: Duration::from_secs(config.keep_alive_s),
+            always: &[],
+            metrics,
+        };
+        let few = Limits { port: "ops", connections: OPS_CONNECTIONS, always: &ops::PROBES, ..api.clone() };
         let served = api::Port::new(front);
         let http = Listener::open(config.http, served.clone(), api).await?;
-        let few = Limits { connections: OPS_CONNECTIONS };
         let ops_http = Listener::open(config.ops, ops::router(Arc::clone(&ops), &served), few).await?;
 
         let addresses = Addresses { http: http.address(), ops: ops_http.address(), quic: endpoint.address() };

@@ -5,6 +5,7 @@
 //! gives for the same file.
 
 use std::collections::BTreeSet;
+use std::num::NonZeroUsize;
 use std::ops::Range;
 
 use crate::recent::RecentUse;
@@ -43,6 +44,8 @@ pub struct Tokenizer {
     /// What each token stands for in a text.
     bytes: Pieces,
     kinds: Vec<Kind>,
+    /// Most bytes of a text that one token stands for; none where parts of a text may become no token.
+    longest: Option<NonZeroUsize>,
     model: Model,
     specials: Specials,
     ends: Ends,
@@ -215,6 +218,11 @@ impl Tokenizer {
                 after_special = false;
             }
         });
+    }
+
+    /// A lower bound of the number of tokens of a text of so many bytes.
+    pub fn fewest_tokens(&self, bytes: usize) -> usize {
+        self.longest.map_or(0, |longest| bytes.div_ceil(longest.get()))
     }
 
     /// From here on remembers what it has encoded, in at most about `bytes`: the same ids, sooner for text that comes

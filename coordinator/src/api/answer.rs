@@ -4,6 +4,8 @@
 //! room for it, so a slow reader holds back its own request and no memory; if it takes nothing for long the
 //! connection is cut (see [`crate::server`]), which drops the generations and so cancels them.
 
+use super::CLIENT_GONE;
+use super::auth::Revocation;
 use super::encode::Asker;
 use super::error::ApiError;
 use super::plan::Plan;
@@ -14,7 +16,7 @@ use crate::models::OfferedModel;
 use crate::ops::metrics::{Metrics, Served, finish_name};
 use crate::random::random_u64;
 use axum::body::Body;
-use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use futures::stream::{self, AbortHandle, BoxStream, SelectAll};
@@ -49,9 +51,16 @@ pub struct Answer {
     /// Where each token begins is told.
     offsets: bool,
     asker: Asker,
+    revocation: Revocation,
     /// If the request is recorded.
     span: Option<Span>,
+    /// Where the end of a stream is counted, until it is.
+    counts: Option<&'static str>,
 }
+
+/// In a response: how its request ends is counted when its stream has ended.
+#[derive(Debug, Clone, Copy)]
+pub struct CountsItself;
 
 /// What happens to the generations of a request, as it comes.
 enum Events {
@@ -141,6 +150,10 @@ impl Drop for Answer {
         if let Some(span) = &mut self.span {
             span.fail("cancelled");
         }
+        // A stream that nobody reads to its end.
+        if let Some(path) = self.counts {
+            self.metrics.answered(path, CLIENT_GONE, false);
+        }
     }
 }
 
@@ -191,8 +204,10 @@ impl Answer {
             choices,
             documents: plan.documents.clone(),
             offsets: plan.params.sampling.logprobs.is_some(),
+            revocation: asker.caller.revocation(),
             asker,
             span: None,
+            counts: None,
         }
     }
 
@@ -205,11 +220,11 @@ impl Answer {
     /// Everything at once, when it is all there.
     pub async fn whole(mut self) -> Result<Response, ApiError> {
         let mut whole: Vec<Delta> = self.choices.iter().map(|_| Delta::default()).collect();
-        let mut next = self.first().await?;
+        let mut next = self.next().await?;
         while let Some((choice, event)) = next {
             let event = event.map_err(|failure| self.failed(failure))?;
             let deltas = [self.advance(choice, event), self.stopped(choice)];
-            next = self.events.next().await;
+            next = self.next().await.map_err(|error| self.fails(error))?;
             if let Some(all) = whole.get_mut(choice as usize) {
                 deltas.into_iter().flatten().for_each(|delta| all.add(delta));
             }
@@ -222,19 +237,23 @@ impl Answer {
         Ok((headers, body).into_response())
     }
 
-    /// What comes first. Who waits for it with a key that is revoked waits no longer; what has begun goes on.
-    async fn first(&mut self) -> Result<Option<Happened>, ApiError> {
+    /// What comes next. A key that is revoked ends what was begun with it.
+    async fn next(&mut self) -> Result<Option<Happened>, ApiError> {
+        if self.revocation.is_revoked() {
+            return Err(ApiError::InvalidApiKey);
+        }
         tokio::select! {
             biased;
-            first = self.events.next() => Ok(first),
-            () = self.asker.caller.revoked() => Err(ApiError::InvalidApiKey),
+            next = self.events.next() => Ok(next),
+            () = self.revocation.revoked() => Err(ApiError::InvalidApiKey),
         }
     }
 
-    /// Events as they come. Waits for the first, so that what fails before it gets its own status.
-    pub async fn streamed(mut self) -> Result<Response, ApiError> {
+    /// Events as they come. Waits for the first, so that what fails before it gets its own status. How it ends is counted
+    /// in the name of `path`.
+    pub async fn streamed(mut self, path: &'static str) -> Result<Response, ApiError> {
         let mut first = Vec::with_capacity(CHUNK_ROOM);
-        if let Some((choice, event)) = self.first().await? {
+        if let Some((choice, event)) = self.next().await? {
             let event = event.map_err(|failure| self.failed(failure))?;
             self.take(choice, event, &mut first);
         }
@@ -243,12 +262,15 @@ impl Answer {
         headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
         // Proxies that gather responses must not gather this one.
         headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
+        self.counts = Some(path);
         let body = stream::unfold(Some((self, first)), |state| async {
             let (mut answer, out) = state?;
             let (chunk, goes_on) = answer.chunk(out).await;
             Some((Ok::<_, std::convert::Infallible>(chunk), goes_on.then_some((answer, Vec::new()))))
         });
-        Ok((headers, Body::from_stream(body)).into_response())
+        let mut response = (headers, Body::from_stream(body)).into_response();
+        response.extensions_mut().insert(CountsItself);
+        Ok(response)
     }
 
     /// What comes next, behind what is in `out` already, and whether more may follow. Everything that is there goes into
@@ -256,18 +278,23 @@ impl Answer {
     async fn chunk(&mut self, mut out: Vec<u8>) -> (Bytes, bool) {
         loop {
             let next = match self.events.next().now_or_never() {
-                Some(next) => next,
-                None if out.is_empty() => self.events.next().await,
-                None => return (out.into(), true),
+                Some(next) if !self.revocation.is_revoked() => Ok(next),
+                None if !out.is_empty() => return (out.into(), true),
+                _ => self.next().await,
             };
             match next {
-                Some((choice, Ok(event))) => self.take(choice, event, &mut out),
-                Some((_, Err(failure))) => {
+                Ok(Some((choice, Ok(event)))) => self.take(choice, event, &mut out),
+                Ok(Some((_, Err(failure)))) => {
                     let error = self.failed(failure);
                     self.writer.fails(&mut out, &error);
                     return (out.into(), false);
                 }
-                None => {
+                Err(error) => {
+                    let error = self.fails(error);
+                    self.writer.fails(&mut out, &error);
+                    return (out.into(), false);
+                }
+                Ok(None) => {
                     self.answered();
                     let usage = self.usage();
                     self.writer.ends(&mut out, usage);
@@ -352,6 +379,9 @@ impl Answer {
 
     /// Everything has been answered.
     fn answered(&mut self) {
+        if let Some(path) = self.counts.take() {
+            self.metrics.answered(path, StatusCode::OK.as_u16(), false);
+        }
         let Some(mut span) = self.span.take() else { return };
         let reasons = self.choices.iter().filter_map(|choice| choice.reason);
         let reasons = reasons.map(|reason| finish_name(reason).to_owned()).collect();
@@ -360,7 +390,14 @@ impl Answer {
 
     /// What is answered when a generation has ended so.
     fn failed(&mut self, failure: Failure) -> ApiError {
-        let error = ApiError::from(failure);
+        self.fails(failure.into())
+    }
+
+    fn fails(&mut self, error: ApiError) -> ApiError {
+        if let Some(path) = self.counts.take() {
+            // A stream has begun: what ends it now has failed, whatever it would have been before.
+            self.metrics.answered(path, error.status().as_u16(), false);
+        }
         if let Some(mut span) = self.span.take() {
             spans::failed(&mut span, &error);
         }

@@ -7,7 +7,7 @@ use super::answer::WORKER_HEADER;
 use super::encode::Asker;
 use super::error::ApiError;
 use super::operations::{self, Query, refused, seconds};
-use super::{Front, PLANNED_INLINE, admit, spans};
+use super::{Front, admit, spans};
 use crate::dispatch::{Hearing, OperationJob, Unopened};
 use axum::Json;
 use axum::extract::Request;
@@ -118,10 +118,7 @@ async fn answer(
     if let Some(span) = &trace {
         span.part("receive", asker.arrived);
     }
-    let recording = match body.len() {
-        0..=PLANNED_INLINE => wav::read(&body)?,
-        _ => front.aside(move || wav::read(&body)).await?,
-    };
+    let recording = front.turns.run(asker.caller.tenant(), move || wav::read(&body)).await?;
     let Recording { sample_rate, pcm } = recording;
     let samples = pcm.len() as u64;
     let trace_context = trace.as_ref().map(Span::context);

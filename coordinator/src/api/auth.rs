@@ -122,8 +122,28 @@ impl Caller {
 
     /// Waits until its key opens nothing any more.
     pub async fn revoked(&self) {
-        let mut revoked = self.0.revoked.subscribe();
-        if revoked.wait_for(|revoked| *revoked).await.is_err() {
+        self.revocation().revoked().await;
+    }
+
+    /// Tells when its key opens nothing any more.
+    pub fn revocation(&self) -> Revocation {
+        Revocation(self.0.revoked.subscribe())
+    }
+}
+
+/// Whether a key opens nothing any more.
+#[derive(Debug)]
+pub struct Revocation(watch::Receiver<bool>);
+
+impl Revocation {
+    /// Whether it is so by now.
+    pub fn is_revoked(&self) -> bool {
+        *self.0.borrow()
+    }
+
+    /// Waits until it is.
+    pub async fn revoked(&mut self) {
+        if self.0.wait_for(|revoked| *revoked).await.is_err() {
             // Who could revoke it is gone with the process.
             std::future::pending().await
         }

@@ -6,7 +6,7 @@ use super::error::ApiError;
 use super::fields::Fields;
 use super::limits::MAX_TEXTS;
 use super::params::check_tokens;
-use super::plan::{Sources, asked, wrong_task};
+use super::plan::{Sources, asked, check_text, wrong_task};
 use super::prompt::{Prompt, texts_or_tokens};
 use proto::ids::ModelId;
 use proto::message::{EncodeTextV1, ModelTask};
@@ -46,8 +46,11 @@ pub fn plan(body: &[u8], sources: &Sources<'_>) -> Result<Wanted<Shape>, ApiErro
     let text = |(at, given): (usize, Prompt)| {
         let field = format!("{INPUT}[{at}]");
         let tokens = match given {
-            Prompt::Text(text) if special => tokenizer.with_ends(tokenizer.encode(&text, false)),
-            Prompt::Text(text) => tokenizer.encode(&text, false),
+            Prompt::Text(text) => {
+                check_text(&model, &text, Some(served.max_model_len))?;
+                let tokens = tokenizer.encode(&text, false);
+                if special { tokenizer.with_ends(tokens) } else { tokens }
+            }
             Prompt::Tokens(tokens) => {
                 check_tokens(&field, &tokens, tokenizer.vocab_size())?;
                 tokens

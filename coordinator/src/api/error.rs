@@ -32,6 +32,49 @@ pub enum ApiError {
     /// The body did not arrive in time.
     #[error("the body did not arrive in time")]
     BodyTimeout,
+    /// The request's head means nothing, or may mean two things.
+    #[error("the request's head is malformed: {reason}")]
+    BadHead {
+        /// What is wrong.
+        reason: String,
+    },
+    /// The head is longer than the limit.
+    #[error("the request's head is longer than {limit} bytes")]
+    HeadTooLarge {
+        /// The limit.
+        limit: usize,
+    },
+    /// The head has more headers than the limit.
+    #[error("the request has more than {limit} headers")]
+    TooManyHeaders {
+        /// The limit.
+        limit: usize,
+    },
+    /// The target alone is longer than a head may be.
+    #[error("the request's target is longer than {limit} bytes")]
+    TargetTooLong {
+        /// The limit.
+        limit: usize,
+    },
+    /// The head did not arrive in time.
+    #[error("the request's head did not arrive in time")]
+    HeadTimeout,
+    /// All connections are taken by requests.
+    #[error("all {limit} connections of this port are in use; try again later")]
+    Connections {
+        /// How many there may be.
+        limit: usize,
+    },
+    /// The prompt's text does not fit the model, whatever its tokens are.
+    #[error("the model's context is {limit} tokens; {bytes} bytes of prompt are at least {least}")]
+    TextLength {
+        /// Bytes of the prompt.
+        bytes: usize,
+        /// The fewest tokens that so many bytes can be.
+        least: u64,
+        /// The model's limit.
+        limit: u64,
+    },
     /// Prompt and output do not fit the model.
     #[error(
         "the model's context is {limit} tokens; the request needs {need} \
@@ -48,9 +91,18 @@ pub enum ApiError {
     /// No such model.
     #[error("the model {0:?} does not exist")]
     ModelNotFound(String),
-    /// No such path, or not with this method.
+    /// No such path.
     #[error("there is nothing at this path with this method")]
     NotFound,
+    /// The path has other methods.
+    #[error("there is nothing at this path with this method; there is with: {allow}")]
+    Method {
+        /// Which, as in the header `Allow`.
+        allow: &'static str,
+    },
+    /// A page of another site that may not ask here.
+    #[error("pages of this origin may not ask here; the setting cors_origins says which may")]
+    Origin,
     /// No sequence, snapshot or pin of this name.
     #[error("{what} is not known")]
     Unknown {
@@ -143,6 +195,15 @@ impl ApiError {
     pub fn status(&self) -> StatusCode {
         match self {
             Self::InvalidField { .. } | Self::ContextLength { .. } => StatusCode::BAD_REQUEST,
+            Self::BadHead { .. } | Self::TextLength { .. } => StatusCode::BAD_REQUEST,
+            Self::HeadTooLarge { .. } | Self::TooManyHeaders { .. } => {
+                StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE
+            }
+            Self::TargetTooLong { .. } => StatusCode::URI_TOO_LONG,
+            Self::HeadTimeout => StatusCode::REQUEST_TIMEOUT,
+            Self::Connections { .. } => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Method { .. } => StatusCode::METHOD_NOT_ALLOWED,
+            Self::Origin => StatusCode::FORBIDDEN,
             Self::BodyTooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
             Self::BodyTimeout => StatusCode::REQUEST_TIMEOUT,
             Self::ModelNotFound(_) | Self::NotOfferedWith { .. } => StatusCode::NOT_FOUND,
@@ -165,19 +226,35 @@ impl ApiError {
         match self {
             Self::InvalidField { .. }
             | Self::BodyTooLarge { .. }
+            | Self::BadHead { .. }
+            | Self::HeadTooLarge { .. }
+            | Self::TooManyHeaders { .. }
+            | Self::TargetTooLong { .. }
             | Self::NotFound
             | Self::Unknown { .. }
             | Self::Refused { .. } => "invalid_field",
-            Self::BodyTimeout | Self::DeadlineExceeded => "deadline_exceeded",
-            Self::ContextLength { .. } => "context_length_exceeded",
+            Self::Method { .. } => "method_not_allowed",
+            Self::Origin => "origin_not_allowed",
+            Self::BodyTimeout | Self::HeadTimeout | Self::DeadlineExceeded => "deadline_exceeded",
+            Self::ContextLength { .. } | Self::TextLength { .. } => "context_length_exceeded",
             Self::ModelNotFound(_) | Self::NotOfferedWith { .. } => "model_not_found",
             Self::InvalidApiKey | Self::Forbidden => "invalid_api_key",
             Self::RateLimited(_) => "rate_limited",
-            Self::QueueFull { .. } => "queue_full",
+            Self::QueueFull { .. } | Self::Connections { .. } => "queue_full",
             Self::NoWorker | Self::NotOffered { .. } | Self::OperationAway { .. } => "no_worker",
             Self::WorkerLost => "worker_lost",
             Self::NoQuorum | Self::KeysUnknown => "no_quorum",
             Self::NotFinite | Self::Internal => "internal",
+        }
+    }
+
+    /// Whether too much was asked for or nobody was there, rather than that something failed.
+    pub fn is_shed(&self) -> bool {
+        match self {
+            Self::QueueFull { .. } | Self::RateLimited(_) | Self::Connections { .. } => true,
+            Self::NoWorker | Self::NotOffered { .. } | Self::OperationAway { .. } => true,
+            Self::KeysUnknown | Self::NoQuorum => true,
+            _ => false,
         }
     }
 
@@ -212,11 +289,17 @@ impl ApiError {
             // Not a moment before there is room.
             Self::RateLimited(exceeded) => Some(exceeded.retry_after.as_secs_f64().ceil().max(1.0) as u64),
             Self::NoWorker | Self::WorkerLost | Self::NoQuorum | Self::KeysUnknown => Some(1),
+            Self::Connections { .. } => Some(1),
             Self::NotOffered { .. } | Self::OperationAway { .. } => Some(1),
             _ => None,
         };
         if let Some(seconds) = retry {
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        if let Self::Method { allow } = self
+            && !allow.is_empty()
+        {
+            response.headers_mut().insert(header::ALLOW, HeaderValue::from_static(allow));
         }
         if response.status() == StatusCode::UNAUTHORIZED {
             // RFC 9110, section 15.5.2: whoever is refused is told by what it would be let in.
@@ -288,6 +371,15 @@ mod tests {
             ApiError::BodyTooLarge { limit: 8 },
             ApiError::BodyTimeout,
             ApiError::ContextLength { prompt: 3, need: 9, limit: 8 },
+            ApiError::BadHead { reason: "why".into() },
+            ApiError::HeadTooLarge { limit: 8 },
+            ApiError::TooManyHeaders { limit: 8 },
+            ApiError::TargetTooLong { limit: 8 },
+            ApiError::HeadTimeout,
+            ApiError::Connections { limit: 8 },
+            ApiError::TextLength { bytes: 90, least: 9, limit: 8 },
+            ApiError::Method { allow: "GET" },
+            ApiError::Origin,
             ApiError::NotFound,
             ApiError::InvalidApiKey,
             ApiError::Forbidden,
@@ -317,6 +409,8 @@ mod tests {
     fn sec_error_bodies() {
         let codes = [
             "invalid_field",
+            "method_not_allowed",
+            "origin_not_allowed",
             "context_length_exceeded",
             "model_not_found",
             "invalid_api_key",

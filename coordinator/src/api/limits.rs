@@ -21,7 +21,9 @@ pub const MAX_FORM_FIELDS: usize = 32;
 pub const MAX_FORM_TEXT: usize = 16 << 10;
 /// Longest request head (request line and headers), in bytes.
 pub const MAX_HEAD: usize = 16 << 10;
-/// The head must have arrived after this.
+/// Headers of a request.
+pub const MAX_HEADERS: usize = 100;
+/// A head must be whole so long after its first byte.
 pub const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
 /// A body must go on within this.
 pub const BODY_IDLE: Duration = Duration::from_secs(10);

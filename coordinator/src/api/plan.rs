@@ -45,6 +45,16 @@ impl Kind {
         }
     }
 
+    /// Where it is.
+    pub fn endpoint(self) -> super::Endpoint {
+        match self {
+            Self::Completion => super::Endpoint::Completions,
+            Self::Chat => super::Endpoint::Chat,
+            Self::Responses => super::Endpoint::Responses,
+            Self::Messages => super::Endpoint::Messages,
+        }
+    }
+
     /// What it calls the texts that end an answer.
     fn stop(self) -> &'static str {
         match self {
@@ -173,11 +183,12 @@ pub fn generation(kind: Kind, body: &[u8], sources: &Sources<'_>) -> Result<Plan
     let documents = documents::documents(&fields)?;
     let order = sources.popularity.count(sources.caller.tenant(), &documents);
     let bos = params.add_special_tokens.unwrap_or(true);
+    let limit = served.as_ref().map(|served| served.max_model_len);
     let (most, prompts, grammar, speech) = match kind {
         Kind::Completion => {
             let tokens = Some(fields.get("max_tokens")?.unwrap_or(COMPLETION_TOKENS));
             let most = Most { field: "max_tokens", tokens, said: fields.raw("max_tokens").is_some() };
-            let prompts = completion_prompts(&fields, &model, bos)?;
+            let prompts = completion_prompts(&fields, &model, bos, limit)?;
             (most, prompts, grammar::of_completion(grammar::wanted(&fields)?)?, None)
         }
         Kind::Chat | Kind::Responses | Kind::Messages => {
@@ -187,6 +198,7 @@ pub fn generation(kind: Kind, body: &[u8], sources: &Sources<'_>) -> Result<Plan
                 _ => chat::read(&fields)?,
             };
             let rendered = chat_text(&mut chat, &model, (&documents, &order), true)?;
+            check_text(&model, &rendered.text, limit)?;
             let prompt = model.chat(&rendered, bos);
             let text = rendered.text;
             let Chat { tools, wanted, most, .. } = chat;
@@ -262,7 +274,7 @@ pub fn prefix(body: &[u8], model: &OfferedModel, limit: u32) -> Result<Prefix, A
     let bos = fields.get("add_special_tokens")?.unwrap_or(true);
     let tokens = match (fields.raw("prompt"), fields.raw("messages")) {
         (Some(_), None) => {
-            let prompts = completion_prompts(&fields, model, bos)?;
+            let prompts = completion_prompts(&fields, model, bos, Some(limit))?;
             let [tokens] = <[TokenIds; 1]>::try_from(prompts)
                 .map_err(|_| ApiError::field("prompt", "give one prefix at a time"))?;
             tokens.to_vec()
@@ -354,13 +366,22 @@ fn completion_prompts(
     fields: &Fields<'_>,
     model: &OfferedModel,
     bos: bool,
+    limit: Option<u32>,
 ) -> Result<Vec<TokenIds>, ApiError> {
     let vocab = model.tokenizer.vocab_size();
     let tokens = |prompt| match prompt {
-        Prompt::Text(text) => Ok(model.prompt(&text, bos)),
+        Prompt::Text(text) => check_text(model, &text, limit).map(|()| model.prompt(&text, bos)),
         Prompt::Tokens(tokens) => check_tokens("prompt", &tokens, vocab).map(|()| tokens.into()),
     };
     prompts(fields)?.into_iter().map(tokens).collect()
+}
+
+/// Refuses a text that has too many tokens for the model whatever they are, before they are made. `limit`: as it is served,
+/// or else as its file says.
+pub(super) fn check_text(model: &OfferedModel, text: &str, limit: Option<u32>) -> Result<(), ApiError> {
+    let limit = limit.map_or(model.context as u64, u64::from);
+    let (bytes, least) = (text.len(), model.tokenizer.fewest_tokens(text.len()) as u64);
+    if limit > 0 && least > limit { Err(ApiError::TextLength { bytes, least, limit }) } else { Ok(()) }
 }
 
 /// `documents` with the order of their places; `answer`: the chat ends where an answer begins.

@@ -6,7 +6,7 @@ use super::error::ApiError;
 use super::fields::Fields;
 use super::limits::MAX_TEXTS;
 use super::params::Bounded;
-use super::plan::{Sources, asked, wrong_task};
+use super::plan::{Sources, asked, check_text, wrong_task};
 use proto::ids::{ModelId, RequestId};
 use proto::message::{EncodeTextV1, ModelTask};
 use proto::operation::Operation;
@@ -55,6 +55,9 @@ pub fn plan(body: &[u8], sources: &Sources<'_>) -> Result<Wanted<Shape>, ApiErro
         })
         .collect();
     let tokenizer = &model.tokenizer;
+    let fits = |text: &String| check_text(&model, text, Some(served.max_model_len));
+    fits(&query)?;
+    documents.iter().try_for_each(fits)?;
     let query = tokenizer.encode(&query, false);
     let pair = |(at, document): (usize, &String)| {
         let (tokens, second) = tokenizer.pair(query.clone(), &tokenizer.encode(document, false));

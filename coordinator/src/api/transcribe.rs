@@ -56,7 +56,8 @@ async fn answer(
     }
     let Form { file, model, options, format } = read(body, boundary, task).await?;
     let language = options.language.clone();
-    let recording = front.aside(move || read_any(&file).map_err(form::of_file)).await?;
+    let recording =
+        front.turns.run(asker.caller.tenant(), move || read_any(&file).map_err(form::of_file)).await?;
     let Recording { sample_rate, pcm } = recording;
     let samples = pcm.len() as u64;
     let duration = seconds(samples, sample_rate);

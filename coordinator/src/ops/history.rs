@@ -24,9 +24,9 @@ pub struct Moment {
     pub cached: u64,
     /// Prompt tokens by which that was not as expected.
     pub mispredicted: u64,
-    /// Answers 429 and 503: too much was asked, or nobody was there.
+    /// Requests that were turned away: too much was asked, or nobody was there.
     pub shed: u64,
-    /// Other answers from 500 on.
+    /// Requests that failed, streams that have broken off among them.
     pub failed: u64,
 }
 
@@ -82,14 +82,14 @@ impl History {
         at.mispredicted += u64::from(predicted.abs_diff(actual));
     }
 
-    /// A request was answered with this status.
-    pub(super) fn answered(&self, status: u16) {
-        if status < 500 && status != 429 {
+    /// A request was answered with this status. `shed`: too much was asked for, or nobody was there.
+    pub(super) fn answered(&self, status: u16, shed: bool) {
+        if status < 500 && !shed {
             return;
         }
         let mut line = self.0.lock();
         let at = line.at(Instant::now());
-        if matches!(status, 429 | 503) { at.shed += 1 } else { at.failed += 1 }
+        if shed { at.shed += 1 } else { at.failed += 1 }
     }
 
     /// The last `count` slots, oldest first, each with how long ago it began.
@@ -119,7 +119,11 @@ mod tests {
         history.first_tokens(1);
         history.tokens(ms(10), 8);
         history.cached(16, 0);
-        [200, 404, 429, 503, 500].into_iter().for_each(|status| history.answered(status));
+        for (status, shed) in
+            [(200, false), (404, false), (499, false), (429, true), (503, true), (503, false)]
+        {
+            history.answered(status, shed);
+        }
         let mut all = Moment::default();
         history.last(Instant::now(), 2).iter().for_each(|(_, moment)| all.merge(moment));
         assert_eq!((all.done, all.prompt, all.generated, all.itl.count()), (1, 12, 9, 8));

@@ -4,6 +4,7 @@
 mod by_model;
 mod families;
 mod operations;
+mod ports;
 
 use super::history::History;
 use crate::api::auth::Keys;
@@ -18,6 +19,7 @@ use by_model::ByModel;
 use families::{Histograms, Known, One, STAGE, Two, one, registered};
 use model::recent::RecentUse;
 use operations::Operations;
+use ports::{Port, Ports};
 use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -37,6 +39,7 @@ pub struct Metrics {
     registry: Registry,
     by_model: ByModel,
     operations: Operations,
+    ports: Ports,
     http: Family<Two, Counter>,
     routes: Family<One, Counter>,
     retries: Family<One, Counter>,
@@ -134,6 +137,7 @@ impl Metrics {
         Self {
             by_model: ByModel::register(r),
             operations: Operations::register(r),
+            ports: Ports::register(r),
             http: registered(r, "kvasir_http_requests", "HTTP requests answered"),
             routes: registered(r, "kvasir_route_decisions", "Workers chosen, by reason"),
             retries: registered(r, "kvasir_retries", "Attempts that failed and were made again"),
@@ -216,13 +220,20 @@ impl Metrics {
     }
 
     /// An HTTP request was answered; `path` is a route, not what the client wrote.
-    pub fn answered(&self, path: &'static str, status: u16) {
-        self.history.answered(status);
+    /// A stream is answered when it has ended, with the status of what ended it; who has gone away before the end has 499.
+    /// `shed`: see [`ApiError::is_shed`].
+    pub fn answered(&self, path: &'static str, status: u16, shed: bool) {
+        self.history.answered(status, shed);
         let look_up = || {
             let labels = [("path", Cow::Borrowed(path)), ("status", Cow::Owned(status.to_string()))];
             self.http.get_or_create_owned(&labels)
         };
         self.known.http.of((path, status), look_up).inc();
+    }
+
+    /// Of the HTTP connections of a port, of which there may be so many.
+    pub fn port(&self, name: &'static str, limit: usize) -> Port {
+        self.ports.port(name, limit)
     }
 
     /// A worker was chosen.

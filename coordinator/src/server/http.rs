@@ -1,15 +1,26 @@
-//! TCP listeners with limits: connections, time and size of heads, clients that do not read.
+//! TCP listeners with limits: connections, time and size of heads, time between requests, clients that do not read.
+
+mod guard;
+mod head;
+mod places;
+mod turn;
 
 use super::StartError;
+use crate::api::error::ApiError;
 use crate::api::limits::{HEAD_TIMEOUT, MAX_FORM, MAX_HEAD, WRITE_STALL};
+use crate::api::refused_before;
+use crate::ops::metrics::Metrics;
 use axum::extract::Request;
+use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::Response;
 use bytes::Bytes;
+use guard::{Guarded, Patience, Refuse};
 use http_body_util::BodyExt;
 use hyper::body::{Body as HttpBody, Frame, Incoming, SizeHint};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
+use places::{Places, Seat};
 use std::convert::Infallible;
 use std::io;
 use std::net::SocketAddr;
@@ -19,13 +30,16 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Semaphore, mpsc, watch};
+use tokio::sync::{mpsc, watch};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{Instant, Sleep};
 use tower::{Service, ServiceExt};
+use turn::Turn;
 
 /// Waits after `accept` has failed, as it does when file descriptors run out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+/// Between two lines in the log about connections that are refused.
+const SAY_EVERY: Duration = Duration::from_secs(10);
 /// What is still read of a body that is refused.
 const LINGER_BYTES: usize = 2 * MAX_FORM;
 const LINGER_TIME: Duration = Duration::from_secs(5);
@@ -66,9 +80,19 @@ impl<S> Port for S where
 {
 }
 
-#[derive(Debug, Clone, Copy)]
+/// What a listener allows, and whom it tells.
+#[derive(Debug, Clone)]
 pub(super) struct Limits {
+    /// In metrics and in the log.
+    pub(super) port: &'static str,
+    /// Connections at a time.
     pub(super) connections: usize,
+    /// How long a connection may stay between requests.
+    pub(super) idle: Duration,
+    /// Paths that are answered also when all connections are taken.
+    pub(super) always: &'static [&'static str],
+    /// What is counted.
+    pub(super) metrics: Arc<Metrics>,
 }
 
 /// A listener that serves until it is stopped or dropped.
@@ -118,39 +142,70 @@ async fn serve(
     limits: Limits,
     mut stop: watch::Receiver<Option<Instant>>,
 ) {
-    let room = Arc::new(Semaphore::new(limits.connections));
+    let counted = limits.metrics.port(limits.port, limits.connections);
+    let mut places = Places::new(limits.connections);
     let mut connections = JoinSet::new();
     let (closing, close) = watch::channel(false);
     let mut latest = Instant::now();
+    let began = Instant::now();
+    let mut said: Option<Instant> = None;
+    let entrance = Entrance { port, limits, close, refuse: Arc::new(|_, _| Bytes::new()) };
+    let entrance = entrance.refusing();
     loop {
-        while connections.try_join_next().is_some() {}
-        // Over the limit connections wait in the kernel's backlog.
-        let next = async {
-            let permit = Arc::clone(&room).acquire_owned().await;
-            (permit, listener.accept().await)
-        };
-        let (permit, accepted) = tokio::select! {
-            next = next => next,
+        let accepted = tokio::select! {
+            accepted = listener.accept() => accepted,
+            Some(ended) = connections.join_next_with_id() => {
+                let id = ended.map_or_else(|error| error.id(), |(id, ())| id);
+                places.leave(id);
+                counted.open(places.taken());
+                continue;
+            }
             () = quiet(&mut stop, latest) => break,
         };
         latest = Instant::now();
-        match accepted {
-            Ok((stream, peer)) => {
-                let connection = connection(stream, peer, port.clone(), close.clone());
-                connections.spawn(async move {
-                    let _permit = permit;
-                    connection.await;
-                });
-            }
+        let (stream, peer) = match accepted {
+            Ok(accepted) => accepted,
             Err(error) => {
                 tracing::warn!(%error, "a connection could not be accepted");
                 tokio::time::sleep(ACCEPT_PAUSE).await;
+                continue;
+            }
+        };
+        let seat = places.seat();
+        if places.made_room() {
+            counted.made_room();
+        }
+        if seat != Seat::Regular || places.made_room() {
+            // Who has come before is read before another may take its place.
+            tokio::task::yield_now().await;
+        }
+        if seat != Seat::Regular {
+            counted.refused();
+            if said.is_none_or(|said| said.elapsed() >= SAY_EVERY) {
+                said = Some(latest);
+                let (port, limit) = (entrance.limits.port, entrance.limits.connections);
+                tracing::warn!(
+                    port,
+                    limit,
+                    "all HTTP connections are taken by requests: others are refused with 503"
+                );
             }
         }
+        if seat == Seat::None {
+            continue;
+        }
+        let turn = Arc::new(Turn::new(began));
+        let connection = entrance.clone().connection(stream, peer, Arc::clone(&turn), seat);
+        let task = connections.spawn(connection);
+        places.take(task, turn, seat);
+        counted.open(places.taken());
     }
     drop(listener);
     closing.send_replace(true);
-    while connections.join_next().await.is_some() {}
+    while let Some(ended) = connections.join_next_with_id().await {
+        places.leave(ended.map_or_else(|error| error.id(), |(id, ())| id));
+        counted.open(places.taken());
+    }
 }
 
 /// Waits until it is time to take no more connections, of which the latest came at `latest`.
@@ -168,40 +223,150 @@ async fn told(close: &mut watch::Receiver<bool>) {
     let _ = close.wait_for(|close| *close).await;
 }
 
-async fn connection(stream: TcpStream, peer: SocketAddr, port: impl Port, mut close: watch::Receiver<bool>) {
-    // Tokens are small and each is waited for.
-    if let Err(error) = stream.set_nodelay(true) {
-        tracing::debug!(%error, "no TCP_NODELAY");
+/// What every connection of a listener is given.
+#[derive(Clone)]
+struct Entrance<P> {
+    port: P,
+    limits: Limits,
+    close: watch::Receiver<bool>,
+    refuse: Refuse,
+}
+
+impl<P: Port> Entrance<P> {
+    /// With what refuses heads.
+    fn refusing(self) -> Self {
+        let metrics = Arc::clone(&self.limits.metrics);
+        let refuse = move |head: &[u8], error: &ApiError| {
+            let path = head::path(head).unwrap_or_default();
+            metrics.answered("other", error.status().as_u16(), error.is_shed());
+            written(error, path)
+        };
+        Self { refuse: Arc::new(refuse), ..self }
     }
-    let (taken, mut left) = mpsc::channel(1);
-    let place = Place { close: close.clone(), _taken: taken };
-    let service = service_fn(move |mut request: hyper::Request<Incoming>| {
-        request.extensions_mut().insert(Peer(peer));
-        request.extensions_mut().insert(place.clone());
-        port.clone().oneshot(request.map(|body| axum::body::Body::new(Lingering(Some(body)))) as Request)
-    });
-    let io = TokioIo::new(Unstalled::new(stream, WRITE_STALL));
-    let connection = http1::Builder::new()
-        .timer(TokioTimer::new())
-        .header_read_timeout(HEAD_TIMEOUT)
-        .max_header_size(MAX_HEAD)
-        .serve_connection(io, service)
-        .with_upgrades();
-    // In a box, so that it is gone, and its place with it, before what it may have become is waited for.
-    let mut connection = Box::pin(connection);
-    let ended = tokio::select! {
-        ended = connection.as_mut() => ended,
-        () = told(&mut close) => {
-            connection.as_mut().graceful_shutdown();
-            connection.as_mut().await
+
+    async fn connection(self, stream: TcpStream, peer: SocketAddr, turn: Arc<Turn>, seat: Seat) {
+        // Tokens are small and each is waited for.
+        if let Err(error) = stream.set_nodelay(true) {
+            tracing::debug!(%error, "no TCP_NODELAY");
         }
-    };
-    drop(connection);
-    if let Err(error) = ended {
-        tracing::debug!(%peer, %error, "a connection has ended early");
+        let Self { port, limits, mut close, refuse } = self;
+        let (taken, mut left) = mpsc::channel(1);
+        let place = Place { close: close.clone(), _taken: taken };
+        // Who has no place of its own says at once what it wants.
+        let idle = if seat == Seat::Regular { limits.idle } else { HEAD_TIMEOUT };
+        let patience = Patience { head: HEAD_TIMEOUT, idle };
+        let stream = Unstalled::new(stream, WRITE_STALL);
+        let stream = Guarded::new(stream, Arc::clone(&turn), patience, refuse);
+        let service = service_fn(move |mut request: hyper::Request<Incoming>| {
+            request.extensions_mut().insert(Peer(peer));
+            request.extensions_mut().insert(place.clone());
+            let request = request.map(|body| axum::body::Body::new(Lingering(Some(body)))) as Request;
+            let refused = seat != Seat::Regular && !limits.always.contains(&request.uri().path());
+            let answer = match refused {
+                true => Err(full(&limits, request.uri().path())),
+                false => Ok(port.clone().oneshot(request)),
+            };
+            let turn = Arc::clone(&turn);
+            async move {
+                let mut response = match answer {
+                    Ok(answer) => answer.await?,
+                    Err(full) => full,
+                };
+                if seat != Seat::Regular {
+                    response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+                }
+                if response.status() == StatusCode::SWITCHING_PROTOCOLS {
+                    turn.upgrade();
+                    return Ok::<_, Infallible>(response.map(|body| Answering { body, turn: None }));
+                }
+                Ok(response.map(|body| Answering { body, turn: Some(turn) }))
+            }
+        });
+        let connection = http1::Builder::new()
+            .timer(TokioTimer::new())
+            // How long heads and pauses may take is told by the stream.
+            .header_read_timeout(None)
+            .max_header_size(MAX_HEAD)
+            .serve_connection(TokioIo::new(stream), service)
+            .with_upgrades();
+        // In a box, so that it is gone, and its place with it, before what it may have become is waited for.
+        let mut connection = Box::pin(connection);
+        let ended = tokio::select! {
+            ended = connection.as_mut() => ended,
+            () = told(&mut close) => {
+                connection.as_mut().graceful_shutdown();
+                connection.as_mut().await
+            }
+        };
+        drop(connection);
+        if let Err(error) = ended {
+            tracing::debug!(%peer, %error, "a connection has ended early");
+        }
+        // Nothing is ever sent: it ends when nobody has the place any more.
+        let _ = left.recv().await;
     }
-    // Nothing is ever sent: it ends when nobody has the place any more.
-    let _ = left.recv().await;
+}
+
+/// The answer to a request at `path` that came when all connections were taken.
+fn full(limits: &Limits, path: &str) -> Response {
+    let error = ApiError::Connections { limit: limits.connections };
+    limits.metrics.answered("other", error.status().as_u16(), error.is_shed());
+    let (id, status, body) = refused_before(&error, path);
+    let mut response = error.respond(status, body);
+    response.headers_mut().extend(id);
+    response
+}
+
+/// A refusal as it goes over the wire, of a head that is for `path` as far as that is known.
+fn written(error: &ApiError, path: &str) -> Bytes {
+    let (id, status, body) = refused_before(error, path);
+    let body = body.to_string();
+    let mut head = format!(
+        "HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {}\r\nconnection: close\r\n",
+        body.len()
+    )
+    .into_bytes();
+    for (name, value) in &id {
+        head.extend([name.as_str().as_bytes(), b": ", value.as_bytes(), b"\r\n"].concat());
+    }
+    head.extend(b"\r\n");
+    head.extend(body.into_bytes());
+    head.into()
+}
+
+/// The body of an answer. When it has gone, it is the client's turn again.
+#[derive(Debug)]
+struct Answering {
+    body: axum::body::Body,
+    turn: Option<Arc<Turn>>,
+}
+
+impl HttpBody for Answering {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        Pin::new(&mut self.body).poll_frame(cx)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+impl Drop for Answering {
+    fn drop(&mut self) {
+        if let Some(turn) = &self.turn {
+            turn.end();
+        }
+    }
 }
 
 /// A request's body that is read to its end, within limits, also if nobody wants it any more: a client that

@@ -333,7 +333,7 @@ async fn errors_have_anthropics_form_at_anthropics_paths() {
         assert_eq!(theirs(&refused), told(400, "invalid_request_error", "invalid_field"));
         assert_eq!(refused.json()["error"]["param"], "messages");
         let wrong = send(rig.at.http, Method::GET, path, &[("x-api-key", "key-a")], "").await;
-        assert_eq!(theirs(&wrong), told(404, "not_found_error", "invalid_field"));
+        assert_eq!(theirs(&wrong), told(405, "invalid_request_error", "method_not_allowed"));
     }
     let mut long = good.clone();
     long["max_tokens"] = json!(100_000);

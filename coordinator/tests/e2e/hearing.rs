@@ -503,7 +503,7 @@ async fn sec_no_page_of_another_site_asks() {
     ] {
         let headers = [("host", host), ("origin", origin)];
         let refused = ask(open.at.http, VAD, &headers).await.unwrap_err();
-        assert_eq!(refused.error(), (403, "invalid_api_key".into(), String::new()), "{host} {origin}");
+        assert_eq!(refused.error(), (403, "origin_not_allowed".into(), String::new()), "{host} {origin}");
         let origin = [("origin", origin), ("content-type", "text/plain")];
         let refused = send(open.at.http, Method::POST, "/v1/completions", &origin, body.clone()).await;
         if host == here {

@@ -102,8 +102,10 @@ async fn sec_key_lifecycle() {
     assert_eq!(waits.error(), (401, "invalid_api_key".into(), String::new()));
     assert!(revoked.elapsed() < 3 * Duration::from_secs(5), "{:?}", revoked.elapsed());
     assert_eq!(complete(&rig, &two.key, &body).await.error().0, 401);
+    let (events, done) = running.rest().await;
+    assert!(!done && events.last().unwrap()["error"]["code"] == "invalid_api_key", "{events:?}");
+    super::until("its worker is free", async || worker.counters().cancelled >= 1).await;
     worker.allow_tokens(u32::MAX);
-    assert!(running.rest().await.1, "what had begun goes on to its end");
 
     revoke(&rig, &one).await;
     assert_eq!(complete(&rig, "whatever", &body).await.error().0, 401, "who has had keys stays closed");

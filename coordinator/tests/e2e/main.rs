@@ -6,6 +6,7 @@ mod api;
 mod client;
 mod dashboard;
 mod dialects;
+mod edge;
 mod encode;
 mod fake_hearing;
 mod fake_sequences;

@@ -1,11 +1,12 @@
 //! Byte-level BPE: words of bytes, merged in the order of the file's merge list.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use super::TokenizerError;
 use super::known_words::{KnownWords, Word};
-use super::merge::Merger;
+use super::merge::{Letters, Merger};
 use super::merges::{Merges, Symbols};
 use super::pieces::{Index, Pieces};
 use super::pretokenize::{self, PreTokenizer};
@@ -108,14 +109,22 @@ impl Bpe {
     }
 
     fn merge(&self, word: &[u8], merger: &mut Merger<u32>, out: &mut Vec<u32>) {
-        merger.clear();
-        for &byte in word {
-            merger.push(self.bytes[usize::from(byte)], 1);
-        }
-        merger.run(
+        let push = |merger: &mut Merger<u32>, range: Range<usize>| {
+            for &byte in word.get(range).unwrap_or_default() {
+                merger.push(self.bytes[usize::from(byte)], 1);
+            }
+        };
+        merger.word(
+            &Letters { bytes: word.len(), push, floor: |at| at },
             |left, right| self.merges.pair(left.id, right.id),
-            |symbol| self.merges.spell(symbol.id, out),
+            out,
+            |symbol, out| self.merges.spell(symbol.id, out),
         );
+    }
+
+    /// Whether every byte becomes a token.
+    pub(super) fn keeps_all(&self) -> bool {
+        self.bytes.iter().all(|&symbol| self.merges.is_token(symbol))
     }
 }
 

@@ -2,11 +2,12 @@
 //! bytes for characters that are no token like SentencePiece.
 
 use std::collections::{BTreeSet, HashMap};
+use std::ops::Range;
 use std::sync::atomic::{AtomicU8, Ordering};
 
 use super::TokenizerError;
 use super::bpe::{NOT_WHOLE, UNKNOWN, WHOLE};
-use super::merge::Merger;
+use super::merge::{Letters, Merger};
 use super::merges::{Merges, Symbols};
 use super::pieces::{Index, Pieces};
 use super::spm::SPACE;
@@ -84,6 +85,11 @@ impl CharBpe {
         self.before_space.contains(&letter)
     }
 
+    /// Whether every byte becomes a token, or a part of one.
+    pub(super) fn keeps_all(&self) -> bool {
+        self.bytes.iter().all(Option::is_some)
+    }
+
     fn word(&self, texts: &Pieces, word: &str, merger: &mut Merger<u32>, out: &mut Vec<u32>) {
         if word.is_empty() {
             return;
@@ -105,13 +111,16 @@ impl CharBpe {
     }
 
     fn merge(&self, word: &str, merger: &mut Merger<u32>, out: &mut Vec<u32>) {
-        merger.clear();
-        for c in word.chars() {
-            merger.push(self.chars.get(&c).copied().unwrap_or(NO_SYMBOL), c.len_utf8());
-        }
-        merger.run(
+        let push = |merger: &mut Merger<u32>, range: Range<usize>| {
+            for c in word.get(range).unwrap_or_default().chars() {
+                merger.push(self.chars.get(&c).copied().unwrap_or(NO_SYMBOL), c.len_utf8());
+            }
+        };
+        merger.word(
+            &Letters { bytes: word.len(), push, floor: |at| word.floor_char_boundary(at) },
             |left, right| self.merges.pair(left.id, right.id),
-            |symbol| {
+            out,
+            |symbol, out| {
                 if self.merges.is_token(symbol.id) {
                     out.push(symbol.id);
                     return;

@@ -1,7 +1,11 @@
-//! Merging neighbours, best pair first, in O(n log n): what both kinds of tokenizer do inside a word.
+//! Merging neighbours, best pair first: what every BPE tokenizer does inside a word.
+//!
+//! A short word is merged at once, in O(n log n). A long one is merged window by window ([`Merger::word`]), so that
+//! time is linear in its length and memory does not grow with it.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
+use std::ops::Range;
 
 /// A run of bytes of the word that will become one token.
 #[derive(Debug, Clone, Copy)]
@@ -18,6 +22,13 @@ pub(super) struct Symbol {
 
 const NONE: usize = usize::MAX;
 
+/// Bytes that are merged at once; a longer word is cut into windows of this size.
+const WINDOW: usize = 8 << 10;
+/// Bytes that two neighbouring windows have in common.
+const OVERLAP: usize = 1 << 10;
+/// Symbols that a merger keeps room for.
+const KEPT_SYMBOLS: usize = 2 * WINDOW;
+
 /// A pair that may merge: lower priority first, then further left.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Candidate<P> {
@@ -33,17 +44,105 @@ struct Candidate<P> {
 pub(super) struct Merger<P> {
     symbols: Vec<Symbol>,
     queue: BinaryHeap<Reverse<Candidate<P>>>,
+    /// Where the first symbol starts in the word.
+    base: usize,
+}
+
+/// How the bytes of a word become symbols.
+pub(super) struct Letters<F, C> {
+    /// Bytes of the word.
+    pub(super) bytes: usize,
+    /// Pushes the symbols of a range of bytes.
+    pub(super) push: F,
+    /// The last place at or before a byte where a symbol may start.
+    pub(super) floor: C,
 }
 
 impl<P: Ord + Copy> Merger<P> {
     pub(super) fn new() -> Self {
-        Self { symbols: Vec::new(), queue: BinaryHeap::new() }
+        Self { symbols: Vec::new(), queue: BinaryHeap::new(), base: 0 }
     }
 
-    /// Starts a new word.
-    pub(super) fn clear(&mut self) {
+    /// Merges a word and appends what `spell` makes of each symbol that remains, in order.
+    ///
+    /// A long word is merged in overlapping windows. This gives the same as merging it at once: a sequence of symbols
+    /// is the result for a word if and only if every two neighbours in it are the result for their own bytes, because
+    /// no merge crosses a border between two symbols of the result, and between such borders the order of merges does
+    /// not depend on what lies outside. So two windows may be joined where both have the same symbol at the same
+    /// place: every pair of neighbours comes from one window. Where two windows share no symbol, the whole word is
+    /// merged at once.
+    pub(super) fn word<F, C>(
+        &mut self,
+        letters: &Letters<F, C>,
+        pair: impl Fn(&Symbol, &Symbol) -> Option<(P, u32)>,
+        out: &mut Vec<u32>,
+        spell: impl Fn(&Symbol, &mut Vec<u32>),
+    ) where
+        F: Fn(&mut Self, Range<usize>),
+        C: Fn(usize) -> usize,
+    {
+        let before = out.len();
+        if letters.bytes > WINDOW {
+            if self.windows(letters, &pair, |symbol| spell(symbol, out)) {
+                return;
+            }
+            out.truncate(before);
+        }
+        self.start(0);
+        (letters.push)(self, 0..letters.bytes);
+        self.run(pair, |symbol| spell(symbol, out));
+        if self.symbols.capacity() > KEPT_SYMBOLS {
+            *self = Self::new();
+        }
+    }
+
+    /// Merges a long word; `false` if two windows share no symbol.
+    fn windows<F, C>(
+        &mut self,
+        letters: &Letters<F, C>,
+        pair: &impl Fn(&Symbol, &Symbol) -> Option<(P, u32)>,
+        mut emit: impl FnMut(&Symbol),
+    ) -> bool
+    where
+        F: Fn(&mut Self, Range<usize>),
+        C: Fn(usize) -> usize,
+    {
+        let mut window = |from: usize| {
+            let end = (letters.floor)(letters.bytes.min(from + WINDOW));
+            let mut symbols = Vec::with_capacity(end - from);
+            self.start(from);
+            (letters.push)(self, from..end);
+            self.run(pair, |symbol| symbols.push(*symbol));
+            symbols
+        };
+        let mut current = window(0);
+        loop {
+            let end = current.last().map_or(letters.bytes, |last| last.start + last.len);
+            if end == letters.bytes {
+                current.iter().for_each(emit);
+                return true;
+            }
+            let at = current.partition_point(|symbol| symbol.start + OVERLAP <= end).saturating_sub(1);
+            let Some(from) = current.get(at).map(|symbol| symbol.start) else { return false };
+            if at == 0 {
+                // One symbol takes nearly all of the window.
+                return false;
+            }
+            let next = window(from);
+            let Some((left, right)) = common(current.get(at..).unwrap_or_default(), &next) else {
+                return false;
+            };
+            current.iter().take(at + left).for_each(&mut emit);
+            current = next;
+            current.drain(..right);
+        }
+    }
+
+    /// Starts a word, or a part of one that begins at byte `base`.
+    fn start(&mut self, base: usize) {
         self.symbols.clear();
         self.queue.clear();
+        self.base = base;
     }
 
     /// Appends `len` bytes, at least one, to the word as one symbol.
@@ -54,18 +153,14 @@ impl<P: Ord + Copy> Merger<P> {
                 last.next = at;
                 (last.start + last.len, at - 1)
             }
-            None => (0, NONE),
+            None => (self.base, NONE),
         };
         self.symbols.push(Symbol { id, start, len, prev, next: NONE });
     }
 
     /// Merges until no pair is left that `pair` gives a priority and a new id for, and calls `emit` with what
     /// remains, in order.
-    pub(super) fn run(
-        &mut self,
-        pair: impl Fn(&Symbol, &Symbol) -> Option<(P, u32)>,
-        mut emit: impl FnMut(&Symbol),
-    ) {
+    fn run(&mut self, pair: impl Fn(&Symbol, &Symbol) -> Option<(P, u32)>, mut emit: impl FnMut(&Symbol)) {
         for left in 0..self.symbols.len() {
             self.consider(left, &pair);
         }
@@ -108,6 +203,18 @@ impl<P: Ord + Copy> Merger<P> {
     }
 }
 
+/// The places of the first symbol that both sequences have, each ordered by where its symbols start.
+fn common(left: &[Symbol], right: &[Symbol]) -> Option<(usize, usize)> {
+    let (mut i, mut j) = (0, 0);
+    loop {
+        let (a, b) = (left.get(i)?, right.get(j)?);
+        if (a.start, a.len) == (b.start, b.len) {
+            return Some((i, j));
+        }
+        if (a.start, a.len) < (b.start, b.len) { i += 1 } else { j += 1 }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::cell::Cell;
@@ -145,6 +252,80 @@ mod tests {
             merger.run(|a, b| pair(a.id, b.id), |s| got.push(s.id));
             prop_assert_eq!(got, by_definition(&word, pair));
         }
+    }
+
+    /// A word of bytes under `pair`.
+    fn merged(word: &[u8], pair: impl Fn(u32, u32) -> Option<(u32, u32)>) -> (Vec<u32>, usize) {
+        let mut merger = Merger::new();
+        let letters = Letters {
+            bytes: word.len(),
+            push: |merger: &mut Merger<u32>, range: Range<usize>| {
+                word[range].iter().for_each(|&byte| merger.push(u32::from(byte), 1));
+            },
+            floor: |at| at,
+        };
+        let mut out = Vec::new();
+        merger.word(&letters, |a, b| pair(a.id, b.id), &mut out, |symbol, out| out.push(symbol.id));
+        (out, merger.symbols.capacity())
+    }
+
+    /// The same merged at once.
+    fn at_once(word: &[u8], pair: impl Fn(u32, u32) -> Option<(u32, u32)>) -> Vec<u32> {
+        let mut merger = Merger::new();
+        word.iter().for_each(|&byte| merger.push(u32::from(byte), 1));
+        let mut out = Vec::new();
+        merger.run(|a, b| pair(a.id, b.id), |symbol| out.push(symbol.id));
+        out
+    }
+
+    /// Texts of up to eight letters out of two, as symbols: what they merge to has the text of both.
+    fn text_pair(ranks: &[u32]) -> impl Fn(u32, u32) -> Option<(u32, u32)> {
+        // A symbol is 1, followed by a bit for each letter.
+        move |a, b| {
+            let bits = b.checked_ilog2()?;
+            let both = (a << bits) | (b & ((1 << bits) - 1));
+            let rank = *ranks.get(both as usize)?;
+            (rank > 0).then_some((rank, both))
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(24))]
+
+        /// Windows change nothing, whatever repeats in a word and whichever texts are tokens.
+        #[test]
+        fn a_long_word_in_windows_is_as_at_once(
+            unit in prop::collection::vec(2u8..4, 1..7),
+            noise in prop::collection::vec(2u8..4, 0..3_000),
+            ranks in prop::collection::vec(prop_oneof![2 => Just(0u32), 3 => 1u32..40], 512),
+        ) {
+            let mut word: Vec<u8> = unit.iter().copied().cycle().take(2 * WINDOW).collect();
+            word.extend(&noise);
+            word.extend(unit.iter().rev().copied().cycle().take(WINDOW + 77));
+            let pair = text_pair(&ranks);
+            prop_assert_eq!(merged(&word, &pair).0, at_once(&word, &pair));
+        }
+    }
+
+    #[test]
+    fn memory_does_not_grow_with_a_word() {
+        let ranks: Vec<u32> = (0..512).collect();
+        for word in [vec![2; 1 << 20], [2, 3, 3].iter().copied().cycle().take(1 << 20).collect()] {
+            let (tokens, room) = merged(&word, text_pair(&ranks));
+            assert!(tokens.len() < word.len() / 4, "{}", tokens.len());
+            assert!(room <= KEPT_SYMBOLS, "{room}");
+        }
+    }
+
+    /// One symbol that is longer than a window: nothing can be joined, and the word is merged at once.
+    #[test]
+    fn a_symbol_longer_than_a_window_is_found() {
+        let word = vec![2; 4 * WINDOW];
+        // Two equal symbols merge, at any length.
+        let pair = |a: u32, b: u32| (a == b).then_some((a, a + 1));
+        let (tokens, room) = merged(&word, pair);
+        assert_eq!(tokens, [2 + (4 * WINDOW).ilog2()]);
+        assert!(room <= KEPT_SYMBOLS, "{room}");
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
+use std::num::NonZeroUsize;
 
 use crate::metadata::{Strings, Value};
 use crate::{Error, Metadata};
@@ -125,7 +126,15 @@ pub(super) fn tokenizer(metadata: &Metadata) -> Result<Tokenizer, Error> {
         hash.number(ends.sep.map_or(u64::MAX, u64::from));
     }
 
+    let keeps_all = match &model {
+        Model::Bpe(bpe) => bpe.keeps_all(),
+        Model::CharBpe(bpe) => bpe.keeps_all(),
+        Model::Spm { spm, .. } => spm.keeps_all(),
+        // White space and accents may become nothing, and a long word becomes one token.
+        Model::WordPiece(_) => false,
+    };
     Ok(Tokenizer {
+        longest: vocabulary.longest().filter(|_| keeps_all),
         specials: vocabulary.specials(),
         texts: vocabulary.texts,
         bytes: vocabulary.bytes,
@@ -332,6 +341,19 @@ impl Vocabulary {
             bytes.push(&spelled);
         }
         self.bytes = bytes;
+    }
+
+    /// Most bytes of a text that one token stands for.
+    fn longest(&self) -> Option<NonZeroUsize> {
+        let bytes = |(id, kind): (u32, &Kind)| {
+            let text = match kind {
+                // Cut out of a text by what the file calls it.
+                Kind::Control | Kind::Unknown | Kind::UserDefined => self.texts.get(id),
+                Kind::Normal | Kind::Unused | Kind::Byte => None,
+            };
+            text.map_or(0, <[u8]>::len).max(self.bytes.get(id).map_or(0, <[u8]>::len))
+        };
+        NonZeroUsize::new((0..).zip(&self.kinds).map(bytes).max()?)
     }
 
     fn specials(&self) -> Specials {

@@ -3,11 +3,12 @@
 
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU8, Ordering};
 
 use super::TokenizerError;
 use super::bpe::{NOT_WHOLE, UNKNOWN, WHOLE};
-use super::merge::Merger;
+use super::merge::{Letters, Merger};
 use super::pieces::{Index, Pieces};
 
 /// Stands for a space inside tokens.
@@ -99,6 +100,11 @@ impl Spm {
         self.before_space.contains(&letter)
     }
 
+    /// Whether every byte becomes a token, or a part of one.
+    pub(super) fn keeps_all(&self) -> bool {
+        self.bytes.iter().all(Option::is_some)
+    }
+
     fn word(&self, texts: &Pieces, word: &str, merger: &mut Merger<Reverse<i32>>, out: &mut Vec<u32>) {
         if word.is_empty() {
             return;
@@ -120,18 +126,22 @@ impl Spm {
     }
 
     fn merge(&self, texts: &Pieces, word: &str, merger: &mut Merger<Reverse<i32>>, out: &mut Vec<u32>) {
-        merger.clear();
-        for (at, c) in word.char_indices() {
-            let bytes = &word.as_bytes()[at..at + c.len_utf8()];
-            merger.push(self.index.find(texts, bytes).unwrap_or(NO_TOKEN), bytes.len());
-        }
-        merger.run(
+        let push = |merger: &mut Merger<Reverse<i32>>, range: Range<usize>| {
+            let mut buffer = [0; 4];
+            for c in word.get(range).unwrap_or_default().chars() {
+                let bytes = c.encode_utf8(&mut buffer).as_bytes();
+                merger.push(self.index.find(texts, bytes).unwrap_or(NO_TOKEN), bytes.len());
+            }
+        };
+        merger.word(
+            &Letters { bytes: word.len(), push, floor: |at| word.floor_char_boundary(at) },
             |left, right| {
                 let both = word.as_bytes().get(left.start..left.start + left.len + right.len)?;
                 let id = self.index.find(texts, both)?;
                 Some((*self.order.get(id as usize)?, id))
             },
-            |symbol| {
+            out,
+            |symbol, out| {
                 if symbol.id != NO_TOKEN {
                     out.push(symbol.id);
                 } else if let Some(bytes) = word.as_bytes().get(symbol.start..symbol.start + symbol.len) {

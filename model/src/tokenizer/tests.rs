@@ -303,3 +303,23 @@ fn digests_differ_exactly_where_tokenizers_do() {
         "llama = llama3rope, qwen3 = qwen3moe"
     );
 }
+
+/// Long words of every vocabulary: windows give what merging at once gives, in the tokens and in the text, and no text has
+/// fewer tokens than its length allows.
+#[test]
+fn words_longer_than_a_window_are_tokens_too() {
+    let bytes = 40 << 10;
+    let words = ["a", "-", " ", "\n", "ab", "é", "你", "😀x", "=-", "thequick", "0", "A", "AB"];
+    for name in TINY {
+        let tokenizer = tiny(name);
+        for word in words {
+            let text = word.repeat(bytes / word.len());
+            let ids = tokenizer.encode(&text, true);
+            assert_eq!(tokenizer.decode(&ids, false), text, "{name}: {word:?}");
+            assert!(tokenizer.fewest_tokens(text.len()) <= ids.len(), "{name}: {word:?}");
+            assert!(tokenizer.fewest_tokens(text.len()) > 0, "{name}");
+        }
+    }
+    // Spaces are no tokens here, and a long word is one.
+    assert_eq!(tiny("bert").fewest_tokens(1 << 20), 0);
+}

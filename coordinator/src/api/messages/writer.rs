@@ -4,7 +4,6 @@ use crate::api::blocks::{Block, Blocks, Kind, Step};
 use crate::api::error::ApiError;
 use crate::api::shape::{Delta, Usage, Writer};
 use axum::http::StatusCode;
-use axum::response::Response;
 use model::Tokenizer;
 use proto::ids::RequestId;
 use proto::message::{FinishReason, FinishedV1};
@@ -200,6 +199,6 @@ fn error_body(error: &ApiError, id: Option<&RequestId>) -> Value {
 }
 
 /// A request that is refused.
-pub(in crate::api) fn refused(error: &ApiError, id: &RequestId) -> Response {
-    error.respond(kind(error).0, error_body(error, Some(id)))
+pub(in crate::api) fn refused(error: &ApiError, id: &RequestId) -> (StatusCode, Value) {
+    (kind(error).0, error_body(error, Some(id)))
 }

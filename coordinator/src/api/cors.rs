@@ -1,0 +1,135 @@
+//! Which pages of other sites may ask here from a browser (CORS).
+//!
+//! Requests are authenticated by a key that a page has to know, never by something that a browser adds by itself. So where
+//! keys are needed any page may ask, unless the operator says which; where none are, no page of another site may, unless
+//! the operator names it.
+
+use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
+
+/// Answers' headers that pages may read.
+const EXPOSED: &str =
+    "x-request-id, request-id, x-kvasir-worker, x-kvasir-route, x-kvasir-documents, retry-after";
+/// How long a browser may remember what it was told, in seconds.
+const MAX_AGE: &str = "7200";
+const PRIVATE_NETWORK: HeaderName = HeaderName::from_static("access-control-request-private-network");
+const ALLOW_PRIVATE_NETWORK: HeaderName = HeaderName::from_static("access-control-allow-private-network");
+
+/// Every origin, as a setting.
+const ANY: &str = "*";
+/// No origin, as a setting.
+const NONE: &str = "none";
+
+/// See the module.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Cors {
+    /// None: nothing was said.
+    origins: Option<Vec<String>>,
+}
+
+impl Cors {
+    /// What an operator has said: `*`, `none`, or origins such as `https://app.example`.
+    ///
+    /// # Errors
+    /// The first that is no origin.
+    pub fn new(origins: Option<&[String]>) -> Result<Self, String> {
+        let known = |origin: &String| match origin.as_str() {
+            ANY | NONE => Ok(origin.clone()),
+            _ if is_origin(origin) => Ok(origin.to_ascii_lowercase()),
+            _ => Err(origin.clone()),
+        };
+        let origins = origins.map(|origins| origins.iter().map(known).collect::<Result<_, _>>());
+        Ok(Self { origins: origins.transpose()? })
+    }
+
+    /// What a request's page is told that it may, `*` or its own origin; none if it may not. `open`: no keys are needed.
+    pub fn allowed(&self, headers: &HeaderMap, open: bool) -> Option<HeaderValue> {
+        let origin = headers.get(header::ORIGIN)?;
+        let Some(origins) = &self.origins else {
+            return (!open).then(|| HeaderValue::from_static(ANY));
+        };
+        if origins.iter().any(|allowed| allowed == ANY) {
+            return Some(HeaderValue::from_static(ANY));
+        }
+        let text = origin.to_str().ok()?;
+        origins.iter().any(|allowed| allowed.eq_ignore_ascii_case(text)).then(|| origin.clone())
+    }
+
+    /// Whether the operator has said that this page may.
+    pub fn names(&self, headers: &HeaderMap) -> bool {
+        self.origins.is_some() && self.allowed(headers, true).is_some()
+    }
+}
+
+/// Has a page that may ask read the answer.
+pub fn expose(response: &mut HeaderMap, allowed: HeaderValue) {
+    if allowed != ANY {
+        response.append(header::VARY, HeaderValue::from_static("origin"));
+    }
+    response.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, allowed);
+    response.insert(header::ACCESS_CONTROL_EXPOSE_HEADERS, HeaderValue::from_static(EXPOSED));
+}
+
+/// What a browser asks before it sends a page's request; `methods` are those of the path.
+pub fn preflight(request: &HeaderMap, response: &mut HeaderMap, methods: &'static str) {
+    response.insert(header::ACCESS_CONTROL_ALLOW_METHODS, HeaderValue::from_static(methods));
+    if let Some(asked) = request.get(header::ACCESS_CONTROL_REQUEST_HEADERS) {
+        response.insert(header::ACCESS_CONTROL_ALLOW_HEADERS, asked.clone());
+    }
+    if request.contains_key(PRIVATE_NETWORK) {
+        response.insert(ALLOW_PRIVATE_NETWORK, HeaderValue::from_static("true"));
+    }
+    response.insert(header::ACCESS_CONTROL_MAX_AGE, HeaderValue::from_static(MAX_AGE));
+}
+
+/// `scheme://host[:port]`, and nothing behind it; or `null`, as sandboxed pages have.
+fn is_origin(text: &str) -> bool {
+    let Some((scheme, host)) = text.split_once("://") else { return text == "null" };
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"+-.".contains(&byte);
+    let host_byte = |byte: u8| byte.is_ascii_alphanumeric() || b"-._:[]".contains(&byte);
+    !scheme.is_empty() && scheme.bytes().all(plain) && !host.is_empty() && host.bytes().all(host_byte)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn from(origin: &str) -> HeaderMap {
+        HeaderMap::from_iter([(header::ORIGIN, origin.parse().unwrap())])
+    }
+
+    fn cors(origins: &[&str]) -> Cors {
+        let origins: Vec<String> = origins.iter().map(|&origin| origin.to_owned()).collect();
+        Cors::new(Some(&origins)).unwrap()
+    }
+
+    #[test]
+    fn sec_origins_are_those_that_were_said() {
+        let page = from("http://localhost:5173");
+        let unsaid = Cors::new(None).unwrap();
+        assert_eq!(unsaid.allowed(&page, false), Some(HeaderValue::from_static("*")));
+        assert_eq!(unsaid.allowed(&page, true), None, "without keys it is this machine's alone");
+        assert!(!unsaid.names(&page));
+        let one = cors(&["http://localhost:5173", "https://App.example"]);
+        assert_eq!(one.allowed(&page, true), Some(HeaderValue::from_static("http://localhost:5173")));
+        assert!(one.names(&page) && one.names(&from("https://app.example")));
+        for other in ["http://localhost:5174", "https://localhost:5173", "http://localhost:5173.evil", "null"]
+        {
+            assert_eq!(one.allowed(&from(other), false), None, "{other}");
+        }
+        assert_eq!(cors(&["*"]).allowed(&page, true), Some(HeaderValue::from_static("*")));
+        assert_eq!(cors(&["none"]).allowed(&page, false), None);
+        assert_eq!(one.allowed(&HeaderMap::new(), false), None, "no page asks");
+    }
+
+    #[test]
+    fn what_is_no_origin_is_refused() {
+        for wrong in ["localhost", "http://", "http://a/b", "https://a?b", "://a", "http://a b", ""] {
+            assert_eq!(Cors::new(Some(&[wrong.to_owned()])), Err(wrong.to_owned()));
+        }
+        for right in
+            ["http://a", "https://a.b:1", "http://[::1]:80", "chrome-extension://abc", "null", "*", "none"]
+        {
+            assert!(Cors::new(Some(&[right.to_owned()])).is_ok(), "{right}");
+        }
+    }
+}

@@ -1,0 +1,278 @@
+//! Work that computes for long, such as planning a request: never on a thread that carries connections, so many at once as
+//! there are cores, and in turns by tenant. What one tenant asks for keeps others waiting for one piece of work at most.
+//!
+//! The work is done by threads of its own, each of which waits for the next piece on a channel; the one that was busy last
+//! gets it ([decision 87](../../../docs/decisions/0087-planning-leaves-the-runtime.md)).
+
+use super::error::ApiError;
+use parking_lot::Mutex;
+use std::collections::{HashMap, VecDeque};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, mpsc};
+use tokio::sync::oneshot;
+
+/// See the module.
+#[derive(Debug)]
+pub struct Turns {
+    state: Mutex<State>,
+    /// Threads that have nothing to do, by what they are told it by.
+    idle: Mutex<Vec<Thread>>,
+    /// Pieces of work at once, and of these of one tenant.
+    at_once: usize,
+    of_one: usize,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    running: usize,
+    lanes: HashMap<Arc<str>, Lane>,
+    /// Tenants that have something waiting, in the order of their turns.
+    order: VecDeque<Arc<str>>,
+}
+
+/// What a tenant has.
+#[derive(Debug, Default)]
+struct Lane {
+    running: usize,
+    waiting: VecDeque<oneshot::Sender<Turn>>,
+}
+
+/// A piece of work. What it gives tells whoever waits for it.
+struct Job {
+    work: Box<dyn FnOnce() -> Box<dyn FnOnce() + Send> + Send>,
+    turn: Turn,
+}
+
+/// By what a thread is told its next job. It comes with the job, so that the thread ends when nobody has it any more.
+#[derive(Debug)]
+struct Thread(mpsc::Sender<(Job, Thread)>);
+
+/// Starts a thread.
+fn planner() -> std::io::Result<Thread> {
+    let (jobs, told) = mpsc::channel::<(Job, Thread)>();
+    let run = move || {
+        for (Job { work, turn }, thread) in told {
+            let tell = work();
+            turn.turns.idle.lock().push(thread);
+            drop(turn);
+            tell();
+        }
+    };
+    std::thread::Builder::new().name("planner".into()).spawn(run)?;
+    Ok(Thread(jobs))
+}
+
+/// Leave to work; given back when it is dropped.
+#[derive(Debug)]
+struct Turn {
+    turns: Arc<Turns>,
+    tenant: Arc<str>,
+}
+
+impl Turns {
+    /// For so many cores. One tenant may use all of them; another finds one more piece of work that may run.
+    pub fn new(cores: usize) -> Arc<Self> {
+        let (state, idle) = (Mutex::default(), Mutex::default());
+        Arc::new(Self { state, idle, at_once: cores + 1, of_one: cores })
+    }
+
+    /// Runs `work` when it is the tenant's turn.
+    pub async fn run<T: Send + 'static>(
+        self: &Arc<Self>,
+        tenant: &Arc<str>,
+        work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
+    ) -> Result<T, ApiError> {
+        let turn = self.turn(tenant).await.ok_or(ApiError::Internal)?;
+        let (tell, told) = oneshot::channel();
+        let work = move || {
+            let worked = catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| {
+                tracing::error!("planning a request failed");
+                Err(ApiError::Internal)
+            });
+            // Nobody waits for it any more if that fails.
+            Box::new(move || drop(tell.send(worked))) as Box<dyn FnOnce() + Send>
+        };
+        self.hand_over(Job { work: Box::new(work), turn })?;
+        told.await.unwrap_or(Err(ApiError::Internal))
+    }
+
+    /// Gives a job to an idle thread, or to a new one: there are no more than there are turns.
+    fn hand_over(&self, job: Job) -> Result<(), ApiError> {
+        let idle = self.idle.lock().pop();
+        let thread = match idle {
+            Some(thread) => thread,
+            None => planner().map_err(|error| {
+                tracing::error!(%error, "there is no thread to plan a request");
+                ApiError::Internal
+            })?,
+        };
+        let again = Thread(thread.0.clone());
+        thread.0.send((job, again)).map_err(|_| ApiError::Internal)
+    }
+
+    /// Waits for the tenant's turn.
+    async fn turn(self: &Arc<Self>, tenant: &Arc<str>) -> Option<Turn> {
+        let waits = {
+            let mut state = self.state.lock();
+            let all = state.running;
+            let lane = state.lanes.entry(Arc::clone(tenant)).or_default();
+            if all < self.at_once && lane.running < self.of_one {
+                lane.running += 1;
+                state.running += 1;
+                return Some(Turn { turns: Arc::clone(self), tenant: Arc::clone(tenant) });
+            }
+            let (sender, waits) = oneshot::channel();
+            lane.waiting.push_back(sender);
+            if lane.waiting.len() == 1 {
+                state.order.push_back(Arc::clone(tenant));
+            }
+            waits
+        };
+        waits.await.ok()
+    }
+}
+
+impl State {
+    /// Whose turn is next, if something may run.
+    fn next(&mut self, at_once: usize, of_one: usize) -> Option<(Arc<str>, oneshot::Sender<Turn>)> {
+        for _ in 0..self.order.len() {
+            if self.running >= at_once {
+                return None;
+            }
+            let tenant = self.order.pop_front()?;
+            let Some(lane) = self.lanes.get_mut(&tenant) else { continue };
+            // Who has gone away meanwhile needs no turn.
+            lane.waiting.retain(|waits| !waits.is_closed());
+            let next = if lane.running < of_one { lane.waiting.pop_front() } else { None };
+            if !lane.waiting.is_empty() {
+                self.order.push_back(Arc::clone(&tenant));
+            }
+            if let Some(next) = next {
+                lane.running += 1;
+                self.running += 1;
+                return Some((tenant, next));
+            }
+        }
+        None
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        let mut given = Vec::new();
+        {
+            let mut state = self.turns.state.lock();
+            state.running -= 1;
+            let idle = state.lanes.get_mut(&self.tenant).is_some_and(|lane| {
+                lane.running -= 1;
+                lane.running == 0 && lane.waiting.is_empty()
+            });
+            if idle {
+                state.lanes.remove(&self.tenant);
+            }
+            while let Some((tenant, waits)) = state.next(self.turns.at_once, self.turns.of_one) {
+                given.push((waits, Self { turns: Arc::clone(&self.turns), tenant }));
+            }
+        }
+        for (waits, turn) in given {
+            // Whoever has gone away just now has it dropped, and so given on.
+            let _ = waits.send(turn);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures::FutureExt;
+
+    fn tenant(name: &str) -> Arc<str> {
+        name.into()
+    }
+
+    #[tokio::test]
+    async fn one_tenant_leaves_a_turn_and_turns_go_round() {
+        let turns = Turns::new(2);
+        let (a, b, c) = (tenant("a"), tenant("b"), tenant("c"));
+        let first = turns.turn(&a).now_or_never().unwrap().unwrap();
+        let _second = turns.turn(&a).now_or_never().unwrap().unwrap();
+        let mut more: Vec<_> = (0..3).map(|_| Box::pin(turns.turn(&a))).collect();
+        assert!(more.iter_mut().all(|turn| turn.now_or_never().is_none()), "two cores are one tenant's");
+        let theirs = turns.turn(&b).now_or_never().expect("another has one more").unwrap();
+        let mut theirs_next = Box::pin(turns.turn(&b));
+        let mut third = Box::pin(turns.turn(&c));
+        assert!((&mut theirs_next).now_or_never().is_none() && (&mut third).now_or_never().is_none());
+        // `a` has waited longest, and has as many as it may.
+        drop(theirs);
+        let _theirs = (&mut theirs_next).now_or_never().flatten().expect("it is the turn of b");
+        drop(first);
+        assert!((&mut more[0]).now_or_never().is_none(), "a has had its turn before c");
+        let of_c = (&mut third).now_or_never().flatten().expect("it is the turn of c");
+        drop(of_c);
+        assert!((&mut more[0]).now_or_never().flatten().is_some());
+    }
+
+    #[tokio::test]
+    async fn who_goes_away_holds_nobody_up() {
+        let turns = Turns::new(1);
+        let (a, b) = (tenant("a"), tenant("b"));
+        let held = [turns.turn(&a).await.unwrap(), turns.turn(&b).await.unwrap()];
+        let mut gone: Vec<_> = (0..1_000).map(|_| Box::pin(turns.turn(&a))).collect();
+        gone.iter_mut().for_each(|turn| assert!(turn.now_or_never().is_none()));
+        let mut last = Box::pin(turns.turn(&a));
+        assert!((&mut last).now_or_never().is_none());
+        drop(gone);
+        drop(held);
+        assert!(last.now_or_never().flatten().is_some());
+        let state = turns.state.lock();
+        assert_eq!((state.running, state.lanes.len(), state.order.len()), (0, 0, 0));
+    }
+
+    #[tokio::test]
+    async fn work_that_panics_is_our_fault_and_gives_its_turn_back() {
+        let turns = Turns::new(1);
+        let worked = turns.run::<()>(&tenant("a"), || panic!("it must not end the process")).await;
+        assert_eq!(worked, Err(ApiError::Internal));
+        assert_eq!(turns.run(&tenant("a"), || Ok(7)).await, Ok(7));
+    }
+
+    /// Work that takes long does not keep the runtime's only thread from its other tasks.
+    #[tokio::test]
+    async fn a_runtime_goes_on_beside_work() {
+        let turns = Turns::new(2);
+        let (told, tell) = (Arc::new(tokio::sync::Notify::new()), std::sync::mpsc::channel());
+        let (sender, receiver) = tell;
+        let waits = Arc::clone(&told);
+        let other = tokio::spawn(async move {
+            waits.notified().await;
+            sender.send(()).unwrap();
+        });
+        let worked = tokio::spawn(async move {
+            let work = move || {
+                told.notify_one();
+                receiver.recv().map_err(|_| ApiError::Internal)
+            };
+            turns.run(&tenant("a"), work).await
+        });
+        assert_eq!(worked.await.unwrap(), Ok(()));
+        other.await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn threads_are_used_again_and_end_with_their_owner() {
+        let turns = Turns::new(2);
+        let a = tenant("a");
+        let name = || Ok(std::thread::current().id());
+        let first = turns.run(&a, name).await.unwrap();
+        assert_ne!(first, std::thread::current().id());
+        for _ in 0..10 {
+            assert_eq!(turns.run(&a, name).await.unwrap(), first);
+        }
+        assert_eq!(turns.idle.lock().len(), 1);
+        let (weak, alive) = (Arc::downgrade(&turns), Arc::new(()));
+        let seen = Arc::downgrade(&alive);
+        turns.run(&a, move || Ok(drop(alive))).await.unwrap();
+        drop(turns);
+        assert!(weak.upgrade().is_none() && seen.upgrade().is_none());
+    }
+}

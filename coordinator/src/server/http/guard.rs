@@ -1,0 +1,450 @@
+//! What stands between a client's socket and hyper. It hands over one request at a time, and only once its head is whole
+//! and means one thing; so what is wrong with a head is answered here, in the API's words. It keeps two limits apart: how
+//! long a head may take once it has begun, and how long a connection may be idle between requests.
+
+use super::head::{self, Chunks, Framing, Scan};
+use super::turn::Turn;
+use crate::api::error::ApiError;
+use crate::api::limits::MAX_HEAD;
+use bytes::{Buf, Bytes, BytesMut};
+use std::future::Future;
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::time::{Instant, Sleep, sleep_until};
+use tokio_util::io::poll_read_buf;
+
+/// Read at once.
+const READ_BYTES: usize = 8 << 10;
+/// How long a client that was refused may still send, so that it finds the answer and not a broken connection.
+const LINGER: Duration = Duration::from_secs(2);
+
+/// How long a client may take.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Patience {
+    /// For a head, from its first byte on.
+    pub(super) head: Duration,
+    /// Until the first byte of a request.
+    pub(super) idle: Duration,
+}
+
+/// What a head is answered with that is refused, as it goes over the wire; given what there is of the head.
+pub(super) type Refuse = Arc<dyn Fn(&[u8], &ApiError) -> Bytes + Send + Sync>;
+
+/// See the module.
+pub(super) struct Guarded<S> {
+    stream: S,
+    turn: Arc<Turn>,
+    patience: Patience,
+    refuse: Refuse,
+    /// Read, and not handed over yet.
+    buffer: BytesMut,
+    at: At,
+    /// The client sends no more.
+    ended: bool,
+    timer: Pin<Box<Sleep>>,
+    farewell: Farewell,
+}
+
+/// Where in the client's bytes the next one is.
+#[derive(Debug)]
+enum At {
+    /// Before the end of a head, which has begun then if it has.
+    Head { scan: Scan, begun: Option<Instant> },
+    /// So many bytes follow, and then chunks or the next head.
+    Body { left: u64, chunks: Option<Chunks> },
+    /// All that follows is somebody else's.
+    Raw,
+    /// Nothing more is handed over.
+    End,
+}
+
+impl At {
+    fn head() -> Self {
+        Self::Head { scan: Scan::default(), begun: None }
+    }
+}
+
+/// What is done before the stream is shut down.
+#[derive(Debug)]
+enum Farewell {
+    /// Nothing.
+    None,
+    /// This is still to be sent.
+    Say(Bytes),
+    /// It is sent, and read until then is what still comes.
+    Linger(Pin<Box<Sleep>>),
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> Guarded<S> {
+    pub(super) fn new(stream: S, turn: Arc<Turn>, patience: Patience, refuse: Refuse) -> Self {
+        Self {
+            stream,
+            turn,
+            patience,
+            refuse,
+            buffer: BytesMut::new(),
+            at: At::head(),
+            ended: false,
+            timer: Box::pin(sleep_until(Instant::now() + patience.idle)),
+            farewell: Farewell::None,
+        }
+    }
+
+    /// Reads more into the buffer; `false` at the end.
+    fn fill(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<bool>> {
+        self.buffer.reserve(READ_BYTES);
+        let read = ready!(poll_read_buf(Pin::new(&mut self.stream), cx, &mut self.buffer))?;
+        self.ended = read == 0;
+        Poll::Ready(Ok(read > 0))
+    }
+
+    /// Waits, at most until `deadline`; ready when that is past.
+    fn wait(&mut self, cx: &mut Context<'_>, deadline: Instant) -> Poll<()> {
+        // A timer that ends too early costs less than to set it for every request.
+        if deadline < self.timer.deadline() {
+            self.timer.as_mut().reset(deadline);
+        }
+        while self.timer.as_mut().poll(cx).is_ready() {
+            if deadline <= Instant::now() {
+                return Poll::Ready(());
+            }
+            self.timer.as_mut().reset(deadline);
+        }
+        Poll::Pending
+    }
+
+    /// Ends the client's requests with a refusal of what there is of a head.
+    fn refuse(&mut self, error: &ApiError) {
+        self.at = At::End;
+        // Behind an answer that the client does not take nothing is said.
+        if self.turn.close() {
+            self.farewell = Farewell::Say((self.refuse)(&self.buffer, error));
+        }
+    }
+
+    /// While a request is answered: notices that the client has gone, and keeps the next requests until it is their turn.
+    fn look_ahead(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.turn.wait(cx);
+        if !self.turn.is_busy() {
+            // It has ended just now.
+            cx.waker().wake_by_ref();
+            return Poll::Pending;
+        }
+        while !self.ended && self.buffer.len() < MAX_HEAD {
+            ready!(self.fill(cx))?;
+        }
+        // Who has sent requests ahead may close its half: they are answered first.
+        if self.ended && self.buffer.is_empty() {
+            self.at = At::End;
+            return Poll::Ready(Ok(()));
+        }
+        Poll::Pending
+    }
+
+    /// Reads on until a head is whole: then it is next.
+    fn read_head(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        loop {
+            let At::Head { scan, begun } = &mut self.at else { return Poll::Ready(Ok(())) };
+            if begun.is_none() {
+                // RFC 9112, section 2.2: empty lines before a request are skipped.
+                while self.buffer.starts_with(b"\r\n") {
+                    self.buffer.advance(2);
+                }
+            }
+            match scan.end(&self.buffer) {
+                Err(error) => {
+                    self.refuse(&error);
+                    return Poll::Ready(Ok(()));
+                }
+                Ok(None) => {}
+                Ok(Some(end)) => {
+                    let whole = self.buffer.get(..end).unwrap_or_default();
+                    match head::check(whole) {
+                        Err(error) => self.refuse(&error),
+                        Ok(_) if !self.turn.begin() => self.at = At::End,
+                        Ok(Framing::Sized(length)) => {
+                            self.at = At::Body { left: length.saturating_add(end as u64), chunks: None };
+                        }
+                        Ok(Framing::Chunked) => {
+                            self.at = At::Body { left: end as u64, chunks: Some(Chunks::START) };
+                        }
+                    }
+                    return Poll::Ready(Ok(()));
+                }
+            }
+            if self.ended {
+                self.at = At::End;
+                return Poll::Ready(Ok(()));
+            }
+            let now = Instant::now();
+            let partial = !self.buffer.is_empty() && self.buffer.as_ref() != b"\r";
+            let deadline = match begun {
+                Some(begun) => *begun + self.patience.head,
+                None if partial => *begun.insert(now) + self.patience.head,
+                None => now + self.patience.idle.saturating_sub(self.turn.idle_for()),
+            };
+            match self.fill(cx) {
+                Poll::Ready(Ok(_)) => {}
+                Poll::Ready(Err(error)) => return Poll::Ready(Err(error)),
+                Poll::Pending => {
+                    ready!(self.wait(cx, deadline));
+                    if partial {
+                        self.refuse(&ApiError::HeadTimeout);
+                    } else {
+                        self.turn.close();
+                        self.at = At::End;
+                    }
+                    return Poll::Ready(Ok(()));
+                }
+            }
+        }
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Guarded<S> {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, out: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        loop {
+            let (left, mut chunks) = match this.at {
+                At::End => return Poll::Ready(Ok(())),
+                At::Head { .. } if this.turn.is_busy() => return this.look_ahead(cx),
+                At::Head { .. } if this.turn.is_closed() => {
+                    this.at = At::End;
+                    continue;
+                }
+                At::Head { .. } if this.turn.is_upgraded() => {
+                    this.at = At::Raw;
+                    continue;
+                }
+                At::Head { .. } => {
+                    ready!(this.read_head(cx))?;
+                    continue;
+                }
+                At::Body { left: 0, chunks: None | Some(Chunks::Done) } => {
+                    this.at = At::head();
+                    continue;
+                }
+                // hyper refuses what is no body, and the connection ends.
+                At::Body { left: 0, chunks: Some(Chunks::Broken) } => {
+                    this.at = At::Raw;
+                    continue;
+                }
+                At::Raw => (u64::MAX, None),
+                At::Body { left, chunks } => (left, chunks),
+            };
+            let bytes = if !this.buffer.is_empty() {
+                let most = this.buffer.len().min(out.remaining());
+                let bytes = match (left, &mut chunks) {
+                    (0, Some(chunks)) => chunks.take(this.buffer.get(..most).unwrap_or_default()),
+                    _ => usize::try_from(left).unwrap_or(usize::MAX).min(most),
+                };
+                out.put_slice(this.buffer.get(..bytes).unwrap_or_default());
+                this.buffer.advance(bytes);
+                bytes
+            } else if left >= out.remaining() as u64 {
+                // All that fits is of the body: it needs no place in between.
+                let before = out.filled().len();
+                ready!(Pin::new(&mut this.stream).poll_read(cx, out))?;
+                out.filled().len() - before
+            } else if ready!(this.fill(cx))? {
+                continue;
+            } else {
+                0
+            };
+            if let At::Body { .. } = this.at {
+                this.at = At::Body { left: left.saturating_sub(bytes as u64), chunks };
+            }
+            return Poll::Ready(Ok(()));
+        }
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Guarded<S> {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write(cx, buf);
+        self.turn.unsent(written.is_pending());
+        written
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        loop {
+            match &mut this.farewell {
+                Farewell::None => return Pin::new(&mut this.stream).poll_shutdown(cx),
+                Farewell::Say(bytes) if bytes.is_empty() => {
+                    ready!(Pin::new(&mut this.stream).poll_shutdown(cx))?;
+                    this.farewell = Farewell::Linger(Box::pin(sleep_until(Instant::now() + LINGER)));
+                }
+                Farewell::Say(bytes) => {
+                    let written = ready!(Pin::new(&mut this.stream).poll_write(cx, bytes))?;
+                    if written == 0 {
+                        return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
+                    }
+                    bytes.advance(written);
+                }
+                Farewell::Linger(until) => {
+                    if until.as_mut().poll(cx).is_ready() {
+                        return Poll::Ready(Ok(()));
+                    }
+                    this.buffer.clear();
+                    if !ready!(this.fill(cx))? {
+                        return Poll::Ready(Ok(()));
+                    }
+                }
+            }
+        }
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write_vectored(cx, bufs);
+        self.turn.unsent(written.is_pending());
+        written
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
+
+    const PATIENCE: Patience = Patience { head: Duration::from_secs(5), idle: Duration::from_secs(75) };
+    const GET: &str = "GET / HTTP/1.1\r\nhost: x\r\n\r\n";
+
+    /// A client, what stands before hyper, and whose turn it is.
+    fn connection() -> (DuplexStream, Guarded<DuplexStream>, Arc<Turn>) {
+        let (client, server) = duplex(1 << 16);
+        let turn = Arc::new(Turn::new(Instant::now()));
+        let refuse: Refuse = Arc::new(|_, error| error.to_string().into_bytes().into());
+        (client, Guarded::new(server, Arc::clone(&turn), PATIENCE, refuse), turn)
+    }
+
+    /// What hyper reads next, at once.
+    async fn read(guarded: &mut Guarded<DuplexStream>) -> String {
+        let mut bytes = vec![0; 1 << 15];
+        let read = guarded.read(&mut bytes).await.unwrap();
+        String::from_utf8(bytes[..read].to_vec()).unwrap()
+    }
+
+    fn waits(guarded: &mut Guarded<DuplexStream>) -> bool {
+        let (mut bytes, mut cx) = ([0; 64], Context::from_waker(std::task::Waker::noop()));
+        Pin::new(guarded).poll_read(&mut cx, &mut ReadBuf::new(&mut bytes)).is_pending()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_pause_is_longer_than_a_head_may_take() {
+        let (mut client, mut guarded, turn) = connection();
+        client.write_all(GET.as_bytes()).await.unwrap();
+        assert_eq!(read(&mut guarded).await, GET);
+        assert!(turn.is_busy() && waits(&mut guarded));
+        // While it is answered nothing ends.
+        tokio::time::advance(Duration::from_secs(600)).await;
+        assert!(waits(&mut guarded));
+        turn.end();
+        tokio::time::advance(Duration::from_secs(74)).await;
+        client.write_all(GET.as_bytes()).await.unwrap();
+        assert_eq!(read(&mut guarded).await, GET);
+        turn.end();
+        let start = Instant::now();
+        assert_eq!(read(&mut guarded).await, "", "the connection is over");
+        assert_eq!(start.elapsed(), PATIENCE.idle);
+        guarded.shutdown().await.unwrap();
+        let mut said = String::new();
+        client.read_to_string(&mut said).await.unwrap();
+        assert_eq!(said, "", "nobody waits for an answer");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_head_that_has_begun_must_end() {
+        let (mut client, mut guarded, turn) = connection();
+        tokio::time::advance(Duration::from_secs(60)).await;
+        let (first, rest) = GET.split_at(9);
+        let start = Instant::now();
+        let trickle = tokio::spawn(async move {
+            client.write_all(first.as_bytes()).await.unwrap();
+            tokio::time::sleep(Duration::from_secs(4)).await;
+            client.write_all(&rest.as_bytes()[..3]).await.unwrap();
+            let mut said = String::new();
+            client.read_to_string(&mut said).await.unwrap();
+            said
+        });
+        assert_eq!(read(&mut guarded).await, "");
+        assert_eq!(start.elapsed(), PATIENCE.head);
+        assert!(turn.is_closed());
+        guarded.shutdown().await.unwrap();
+        drop(guarded);
+        assert_eq!(trickle.await.unwrap(), ApiError::HeadTimeout.to_string());
+    }
+
+    #[tokio::test]
+    async fn requests_are_handed_over_one_by_one() {
+        let (mut client, mut guarded, turn) = connection();
+        let post = "POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nabc";
+        let chunked = "POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n";
+        let all = ["\r\n", post, GET, chunked, "2\r\nab\r\n0\r\n\r\n", GET, "GET / HTTP/1.1\r\nbad\r\n\r\n"]
+            .concat();
+        client.write_all(all.as_bytes()).await.unwrap();
+        for request in [post, GET] {
+            assert_eq!(read(&mut guarded).await, request);
+            assert!(waits(&mut guarded), "the next only when this one is answered");
+            turn.end();
+        }
+        assert_eq!(read(&mut guarded).await, chunked);
+        assert_eq!(read(&mut guarded).await, "2\r\nab\r\n0\r\n\r\n");
+        turn.end();
+        assert_eq!(read(&mut guarded).await, GET);
+        turn.end();
+        assert_eq!(read(&mut guarded).await, "", "a malformed head is not handed over");
+        assert!(turn.is_closed());
+    }
+
+    #[tokio::test]
+    async fn an_upgraded_connection_is_handed_over_as_it_is() {
+        let (mut client, mut guarded, turn) = connection();
+        client.write_all(format!("{GET}\n\nno http").as_bytes()).await.unwrap();
+        assert_eq!(read(&mut guarded).await, GET);
+        assert!(waits(&mut guarded));
+        turn.upgrade();
+        assert_eq!(read(&mut guarded).await, "\n\nno http");
+        client.write_all(b"more").await.unwrap();
+        assert_eq!(read(&mut guarded).await, "more");
+    }
+
+    #[tokio::test]
+    async fn a_long_body_comes_whole_and_nothing_of_what_follows() {
+        let (mut client, mut guarded, turn) = connection();
+        let body = "b".repeat(200_000);
+        let head = format!("POST / HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n", body.len());
+        let all = [&head, &body, GET].concat();
+        let sent = tokio::spawn(async move {
+            client.write_all(all.as_bytes()).await.unwrap();
+            client
+        });
+        let mut got = String::new();
+        while got.len() < head.len() + body.len() {
+            got.push_str(&read(&mut guarded).await);
+        }
+        assert_eq!(got, head + &body);
+        assert!(waits(&mut guarded));
+        turn.end();
+        assert_eq!(read(&mut guarded).await, GET);
+        drop(sent.await.unwrap());
+        turn.end();
+        assert_eq!(read(&mut guarded).await, "");
+    }
+}
