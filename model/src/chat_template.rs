@@ -1,51 +1,59 @@
 //! A model's own chat template: Jinja from its metadata, rendered inside limits.
 //!
-//! Rendered as the templates' authors test them: blocks trimmed, Python's string and dict methods, Python's
-//! JSON. The template is not trusted: nothing can be included, and instructions, recursion, nesting, output,
-//! the size of every intermediate value and time are bounded.
+//! Rendered as the templates' authors test them: by an interpreter of our own for what Transformers makes of Jinja, with
+//! Python's values, methods and JSON. The template is not trusted: nothing can be included, its depth is limited when it
+//! is parsed, and every operation is charged for what it reads and makes before it does so (see `budget`).
+//!
+//! Every text in a rendering knows which of its bytes came with the request, so that the prompt does too.
 
 use std::ops::Range;
 use std::time::{Duration, SystemTime};
 
-use minijinja::machinery::{Instructions, eval, get_compiled_template, make_string_output};
-use minijinja::syntax::SyntaxConfig;
-use minijinja::value::Serde;
-use minijinja::{AutoEscape, Environment, Value};
-use serde::Serialize;
+use indexmap::IndexMap;
 use serde_json::{Map, Value as Json};
 
 use crate::{Error, Metadata, Tokenizer};
 
-use outline::{Outlines, Shape, Sketch};
-use quoted::Marked;
+use ast::Body;
+use budget::Budget;
+use machine::Machine;
+use outline::{Outline, Outlines, Passage, Places, Shape};
+use value::{Fallible, Fault, Key, Text, Value};
 
 pub use message::{Content, Message};
 
+mod ast;
+mod budget;
+mod calls;
+mod checks;
 mod clock;
+mod filters;
+mod format;
 mod json;
-mod limits;
+mod lexer;
+mod machine;
 mod message;
+mod methods;
+mod operators;
 mod outline;
-mod quoted;
-mod rewrite;
+mod parser;
+mod print;
+mod text_parts;
+mod value;
 
-/// Instructions of one rendering.
-const FUEL: u64 = 1_000_000;
-/// Depth of macro calls and loops; a macro counts several.
-const RECURSION: usize = 64;
 /// Bytes of one rendered prompt.
 const OUTPUT: usize = 8 << 20;
-/// Time of one rendering.
+/// CPU time of one rendering.
 const TIME: Duration = Duration::from_millis(250);
 /// Bytes of a template's source.
 const SOURCE: usize = 1 << 20;
+/// Characters of what a template says when it fails.
+const REASON: usize = 1000;
 /// Bytes of the further variables of one rendering, as JSON.
 const EXTRA: usize = 1 << 20;
 
 /// Bytes that a template is expected to write around a message; more are found when they are needed.
 const MESSAGE_ROOM: usize = 64;
-
-const NAME: &str = "chat";
 
 /// What a rendering itself defines; requests cannot replace it.
 const RESERVED: &[&str] = &[
@@ -60,31 +68,30 @@ const RESERVED: &[&str] = &[
     "range",
     "namespace",
     "dict",
+    "cycler",
+    "joiner",
 ];
 
-/// A compiled chat template. Immutable; share it in an `Arc`. [`render`](Self::render) is bounded, but computes
+/// A parsed chat template. Immutable; share it in an `Arc`. [`render`](Self::render) is bounded, but computes
 /// for milliseconds: call it where blocking is allowed.
 #[derive(Debug)]
 pub struct ChatTemplate {
-    environment: &'static Environment<'static>,
-    /// The template's instructions, guards among them.
-    program: Instructions<'static>,
-    /// The same for making outlines, if there can be some.
-    outlining: Option<Instructions<'static>>,
+    body: Body,
     outlines: Outlines,
+    outlining: bool,
     bos_token: String,
     eos_token: String,
     source: Box<str>,
+    time: Duration,
 }
 
 /// A rendered prompt.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Prompt {
     /// All of it.
     pub text: String,
-    /// Which bytes of it came with the request: ascending ranges that do not overlap. Texts of control tokens in these
-    /// are ordinary text ([`Tokenizer::encode_prompt`]). Ranges without any of the characters that control tokens are
-    /// written with may be missing.
+    /// Which of its bytes came with the request: ascending ranges that do not touch. The others are the template's. Texts
+    /// of control tokens that reach into these are ordinary text ([`Tokenizer::encode_prompt`]).
     pub quoted: Vec<Range<usize>>,
 }
 
@@ -92,11 +99,11 @@ pub struct Prompt {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Limit {
-    /// Instructions.
-    #[error("1000000 instructions")]
+    /// Steps.
+    #[error("1000000 steps")]
     Instructions,
-    /// Depth of calls and loops.
-    #[error("64 levels of calls and loops")]
+    /// Depth of macro calls, or of statements and operations within each other.
+    #[error("64 levels of calls or 400 of statements and operations")]
     Recursion,
     /// Depth of a value.
     #[error("160 levels of nesting in a value")]
@@ -104,11 +111,11 @@ pub enum Limit {
     /// Bytes written.
     #[error("8 MiB of output")]
     Output,
-    /// Bytes of all values together that operations read or made, or of those of a single one.
-    #[error("64 MiB in one operation, 512 MiB in all")]
+    /// Bytes that all operations together read and made, or those of a single one.
+    #[error("32 MiB in one operation, 256 MiB in all")]
     Work,
-    /// Time.
-    #[error("250 ms")]
+    /// CPU time.
+    #[error("250 ms of CPU time")]
     Time,
 }
 
@@ -188,33 +195,14 @@ impl ChatTemplate {
         if source.len() > SOURCE {
             return Err(TemplateError::TooLong { bytes: source.len() });
         }
-        let mut environment = Environment::new();
-        environment.set_debug(false);
-        environment.set_fuel(Some(FUEL));
-        environment.set_recursion_limit(RECURSION);
-        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
-        environment.set_syntax(syntax.map_err(|e| TemplateError::Syntax { reason: e.to_string() })?);
-        environment.set_auto_escape_callback(|_| AutoEscape::None);
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        environment.add_filter("tojson", json::tojson);
-        environment.add_function("raise_exception", raise_exception);
-        environment.add_function("strftime_now", |format: &str| clock::format(format, SystemTime::now()));
-        limits::install(&mut environment, time);
-        let syntax = |e: minijinja::Error| TemplateError::Syntax { reason: e.to_string() };
-        environment.add_template_owned(NAME, source.to_owned()).map_err(syntax)?;
-        // Instructions borrow from where the source is kept. A process reads a model's template once and has it until
-        // it ends.
-        let environment: &'static Environment<'static> = Box::leak(Box::new(environment));
-        let template = environment.get_template(NAME).map_err(syntax)?;
-        let compiled = get_compiled_template(&template);
         Ok(Self {
-            environment,
-            program: rewrite::guarded(compiled)?,
-            outlining: rewrite::outlining(compiled),
+            body: parser::parse(source)?,
             outlines: Outlines::default(),
+            outlining: true,
             bos_token: bos_token.into(),
             eos_token: eos_token.into(),
             source: source.into(),
+            time,
         })
     }
 
@@ -239,7 +227,7 @@ impl ChatTemplate {
         Ok(self.render_marked(messages, tools, add_generation_prompt, extra)?.text)
     }
 
-    /// As [`render`](Self::render), also which of it is the request's and which is the template's.
+    /// The same, with which of the prompt's bytes came with the request.
     ///
     /// # Errors
     /// As [`render`](Self::render).
@@ -250,7 +238,7 @@ impl ChatTemplate {
         add_generation_prompt: bool,
         extra: &Map<String, Json>,
     ) -> Result<Prompt, Error> {
-        Ok(self.render_inner(messages, tools, add_generation_prompt, extra)?)
+        Ok(self.render_inner(messages, tools, add_generation_prompt, extra, SystemTime::now())?)
     }
 
     fn render_inner(
@@ -259,79 +247,93 @@ impl ChatTemplate {
         tools: Option<&[Json]>,
         add_generation_prompt: bool,
         extra: &Map<String, Json>,
+        now: SystemTime,
     ) -> Result<Prompt, TemplateError> {
         check_extra(extra)?;
-        let plain = tools.is_none() && extra.is_empty() && self.outlining.is_some();
+        let plain = tools.is_none() && extra.is_empty() && self.outlining;
         let shape = if plain { Shape::of(messages, add_generation_prompt) } else { None };
         let known = shape.as_ref().and_then(|shape| self.outlines.known(shape));
         if let Some(Some(outline)) = &known {
-            let prompt = outline.fill(messages);
-            return within(prompt.text).map(|text| Prompt { text, quoted: prompt.quoted });
+            return within(outline.fill(messages));
         }
-        let context = self.context(messages, add_generation_prompt, tools, extra);
         let texts = messages.iter().filter_map(|message| message.content.as_ref());
         let room: usize = texts.map(|Content(text)| text.len() + MESSAGE_ROOM).sum();
-        let text = within(self.evaluate(&self.program, &context, room)?)?;
-        if let (Some(program), Some(shape), None) = (&self.outlining, shape, known) {
-            let sketch = Sketch::of(messages);
-            let rendered =
-                self.evaluate(program, &self.context(&sketch, add_generation_prompt, None, extra), 0);
-            let outline = rendered.ok().and_then(|rendered| sketch.outline(rendered));
-            self.outlines.keep(shape, outline.filter(|outline| outline.fill(messages).text == text));
+        let (text, quoted, _) = self.evaluate(room, false, now, |budget| {
+            self.variables(messages, tools, add_generation_prompt, extra, budget, false)
+        })?;
+        let prompt = within(Prompt { text, quoted })?;
+        if let (Some(shape), None) = (shape, known) {
+            let outlined = self.evaluate(0, true, now, |budget| {
+                self.variables(messages, None, add_generation_prompt, extra, budget, true)
+            });
+            let outline = outlined.ok().map(|(text, quoted, places)| Outline { text, quoted, places });
+            self.outlines.keep(shape, outline.filter(|outline| outline.fill(messages) == prompt));
         }
-        let quoted = match Marked::of(messages, tools, extra) {
-            Some(marked) => {
-                let (tools, extra) = (marked.tools.as_deref(), &marked.extra);
-                let context = self.context(&marked.messages, add_generation_prompt, tools, extra);
-                let rendered = self.evaluate(&self.program, &context, text.len()).ok();
-                marked.quoted(&text, rendered.as_deref())
-            }
-            None => Vec::new(),
-        };
-        Ok(Prompt { text, quoted })
+        Ok(prompt)
     }
 
-    fn context<'a, M: ?Sized>(
-        &'a self,
-        messages: &'a M,
+    /// What the template sees; with stand-ins for the texts of messages where it is for an outline.
+    fn variables(
+        &self,
+        messages: &[Message<'_>],
+        tools: Option<&[Json]>,
         add_generation_prompt: bool,
-        tools: Option<&'a [Json]>,
-        extra: &'a Map<String, Json>,
-    ) -> Context<'a, M> {
-        let (bos_token, eos_token) = (self.bos_token.as_str(), self.eos_token.as_str());
-        Context { messages, tools, documents: (), add_generation_prompt, bos_token, eos_token, extra }
+        extra: &Map<String, Json>,
+        budget: &Budget,
+        outline: bool,
+    ) -> Fallible<IndexMap<Key, Value>> {
+        let key = |name: &str| Key::Str(Text::own(name));
+        let mut variables = IndexMap::with_capacity(6 + extra.len());
+        for (name, value) in extra {
+            variables.insert(key(name), Value::from_json(value, budget)?);
+        }
+        let mut seen = Vec::with_capacity(messages.len());
+        for (at, message) in messages.iter().enumerate() {
+            let stand_in = outline.then(|| Passage::of_message(at));
+            seen.push(message.value(budget, stand_in)?);
+        }
+        variables.insert(key("messages"), Value::list(seen)?);
+        let tools = tools.map(|tools| tools.iter().map(|tool| Value::from_json(tool, budget)).collect());
+        let tools = tools.transpose()?.map(Value::list).transpose()?;
+        variables.insert(key("tools"), tools.unwrap_or(Value::None));
+        variables.insert(key("documents"), Value::None);
+        variables.insert(key("add_generation_prompt"), Value::Bool(add_generation_prompt));
+        variables.insert(key("bos_token"), Value::own(self.bos_token.as_str()));
+        variables.insert(key("eos_token"), Value::own(self.eos_token.as_str()));
+        Ok(variables)
     }
 
     fn evaluate(
         &self,
-        program: &Instructions<'static>,
-        context: &impl Serialize,
         room: usize,
-    ) -> Result<String, TemplateError> {
-        let mut prompt = String::with_capacity(room.min(OUTPUT));
-        let mut output = make_string_output(&mut prompt);
-        let blocks = std::collections::BTreeMap::new();
-        let context = Value::from(Serde(context));
-        eval(self.environment, program, context, &blocks, &mut output, AutoEscape::None).map_err(failure)?;
-        Ok(prompt)
+        outline: bool,
+        now: SystemTime,
+        variables: impl FnOnce(&Budget) -> Fallible<IndexMap<Key, Value>>,
+    ) -> Result<(String, Vec<Range<usize>>, Places), TemplateError> {
+        let budget = Budget::new(self.time);
+        let render = || {
+            let variables = variables(&budget)?;
+            Machine::new(&budget, variables, room.min(OUTPUT), outline, now).run(&self.body)
+        };
+        render().map_err(|fault| match fault {
+            Fault::Limit(limit) => TemplateError::Limit(limit),
+            Fault::Raised(message) => TemplateError::Raised { message: shortened(message) },
+            Fault::Failed(reason) => TemplateError::Failed { reason: shortened(reason) },
+            Fault::Read => TemplateError::Failed { reason: "a text is not known".into() },
+        })
     }
 }
 
-fn within(prompt: String) -> Result<String, TemplateError> {
-    if prompt.len() > OUTPUT { Err(TemplateError::Limit(Limit::Output)) } else { Ok(prompt) }
+/// What a template says when it fails goes into answers and logs.
+fn shortened(mut reason: String) -> String {
+    if let Some((end, _)) = reason.char_indices().nth(REASON) {
+        reason.truncate(end);
+    }
+    reason
 }
 
-/// What a template sees.
-#[derive(Serialize)]
-struct Context<'a, M: ?Sized> {
-    messages: &'a M,
-    tools: Option<&'a [Json]>,
-    documents: (),
-    add_generation_prompt: bool,
-    bos_token: &'a str,
-    eos_token: &'a str,
-    #[serde(flatten)]
-    extra: &'a Map<String, Json>,
+fn within(prompt: Prompt) -> Result<Prompt, TemplateError> {
+    if prompt.text.len() > OUTPUT { Err(TemplateError::Limit(Limit::Output)) } else { Ok(prompt) }
 }
 
 fn check_extra(extra: &Map<String, Json>) -> Result<(), TemplateError> {
@@ -340,39 +342,21 @@ fn check_extra(extra: &Map<String, Json>) -> Result<(), TemplateError> {
     {
         return Err(TemplateError::Reserved { name: name.clone() });
     }
-    serde_json::to_writer(limits::Room(EXTRA), extra).map_err(|_| TemplateError::ExtraTooLong)
+    serde_json::to_writer(Room(EXTRA), extra).map_err(|_| TemplateError::ExtraTooLong)
 }
 
-/// The template's own complaint, carried through the interpreter.
-#[derive(Debug, thiserror::Error)]
-#[error("{0}")]
-struct Raised(String);
+/// A writer that only counts, and fails when so many bytes are written.
+struct Room(usize);
 
-fn raise_exception(message: String) -> Result<Value, minijinja::Error> {
-    Err(minijinja::Error::new(minijinja::ErrorKind::InvalidOperation, "raised").with_source(Raised(message)))
-}
-
-/// What an error of the interpreter means.
-fn failure(error: minijinja::Error) -> TemplateError {
-    let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(&error);
-    while let Some(at) = cause {
-        if let Some(raised) = at.downcast_ref::<Raised>() {
-            return TemplateError::Raised { message: raised.0.clone() };
-        }
-        if let Some(limit) = at.downcast_ref::<Limit>() {
-            return TemplateError::Limit(*limit);
-        }
-        if let Some(inner) = at.downcast_ref::<minijinja::Error>() {
-            if inner.kind() == minijinja::ErrorKind::OutOfFuel {
-                return TemplateError::Limit(Limit::Instructions);
-            }
-            if inner.detail() == Some("recursion limit exceeded") {
-                return TemplateError::Limit(Limit::Recursion);
-            }
-        }
-        cause = at.source();
+impl std::io::Write for Room {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0 = self.0.checked_sub(bytes.len()).ok_or(std::io::ErrorKind::FileTooLarge)?;
+        Ok(bytes.len())
     }
-    TemplateError::Failed { reason: error.to_string() }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
 }
 
 #[cfg(test)]

@@ -1,6 +1,5 @@
 //! `strftime_now`: some templates tell the model the date. Always UTC and in English.
 
-use std::fmt::Write;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 const MONTHS: [&str; 12] = [
@@ -19,53 +18,143 @@ const MONTHS: [&str; 12] = [
 ];
 const DAYS: [&str; 7] = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"];
 
+/// A moment's date and time.
+struct Moment {
+    /// Since 1970-01-01.
+    seconds: u64,
+    year: u64,
+    month: u64,
+    day: u64,
+    hour: u64,
+    minute: u64,
+    second: u64,
+    /// Days since Monday.
+    weekday: u64,
+    /// The first day of the year is 1.
+    year_day: u64,
+}
+
+impl Moment {
+    fn of(time: SystemTime) -> Self {
+        let seconds = time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+        let (days, rest) = (seconds / 86400, seconds % 86400);
+        let (year, month, day) = date(days);
+        Self {
+            seconds,
+            year,
+            month,
+            day,
+            hour: rest / 3600,
+            minute: rest / 60 % 60,
+            second: rest % 60,
+            // 1970-01-01 was a Thursday.
+            weekday: (days + 3) % 7,
+            year_day: days - day_number(year, 1, 1) + 1,
+        }
+    }
+
+    /// Year and week of ISO 8601: a week belongs to the year of its Thursday.
+    fn iso_week(&self) -> (u64, u64) {
+        let thursday = self.seconds / 86400 + 3 - self.weekday;
+        let year = date(thursday).0;
+        (year, (thursday - day_number(year, 1, 1)) / 7 + 1)
+    }
+
+    /// A number of the date with its width and what fills it.
+    fn number(&self, conversion: char) -> Option<(u64, usize, char)> {
+        let twelve = if self.hour.is_multiple_of(12) { 12 } else { self.hour % 12 };
+        Some(match conversion {
+            'Y' => (self.year, 1, '0'),
+            'C' => (self.year / 100, 2, '0'),
+            'y' => (self.year % 100, 2, '0'),
+            'm' => (self.month, 2, '0'),
+            'd' => (self.day, 2, '0'),
+            'e' => (self.day, 2, ' '),
+            'j' => (self.year_day, 3, '0'),
+            'H' => (self.hour, 2, '0'),
+            'k' => (self.hour, 2, ' '),
+            'I' => (twelve, 2, '0'),
+            'l' => (twelve, 2, ' '),
+            'M' => (self.minute, 2, '0'),
+            'S' => (self.second, 2, '0'),
+            'f' => (0, 6, '0'),
+            's' => (self.seconds, 1, '0'),
+            'u' => (self.weekday + 1, 1, '0'),
+            'w' => ((self.weekday + 1) % 7, 1, '0'),
+            'U' => ((self.year_day + 6 - (self.weekday + 1) % 7) / 7, 2, '0'),
+            'W' => ((self.year_day + 6 - self.weekday) / 7, 2, '0'),
+            'G' => (self.iso_week().0, 1, '0'),
+            'g' => (self.iso_week().0 % 100, 2, '0'),
+            'V' => (self.iso_week().1, 2, '0'),
+            _ => return None,
+        })
+    }
+
+    fn word(&self, conversion: char) -> Option<String> {
+        let month = MONTHS.get(self.month as usize - 1).copied().unwrap_or_default();
+        let day = DAYS.get(self.weekday as usize).copied().unwrap_or_default();
+        let short = |name: &'static str| name.get(..3).unwrap_or(name);
+        Some(match conversion {
+            'B' => month.into(),
+            'b' | 'h' => short(month).into(),
+            'A' => day.into(),
+            'a' => short(day).into(),
+            'p' => if self.hour < 12 { "AM" } else { "PM" }.into(),
+            'P' => if self.hour < 12 { "am" } else { "pm" }.into(),
+            'F' => self.written("%Y-%m-%d"),
+            'D' | 'x' => self.written("%m/%d/%y"),
+            'T' | 'X' => self.written("%H:%M:%S"),
+            'R' => self.written("%H:%M"),
+            'r' => self.written("%I:%M:%S %p"),
+            'c' => self.written("%a %b %e %H:%M:%S %Y"),
+            'Z' => "UTC".into(),
+            'z' => "+0000".into(),
+            'n' => "\n".into(),
+            't' => "\t".into(),
+            '%' => "%".into(),
+            _ => return None,
+        })
+    }
+
+    fn written(&self, format: &str) -> String {
+        let mut text = String::new();
+        let mut rest = format;
+        while let Some((plain, after)) = rest.split_once('%') {
+            text.push_str(plain);
+            let flag = after.chars().next().filter(|flag| matches!(flag, '-' | '_' | '0' | '^'));
+            let conversion = after.get(flag.map_or(0, char::len_utf8)..).unwrap_or_default();
+            let Some(kind) = conversion.chars().next() else {
+                rest = after;
+                text.push('%');
+                continue;
+            };
+            rest = conversion.get(kind.len_utf8()..).unwrap_or_default();
+            if let Some((number, width, fill)) = self.number(kind) {
+                let number = number.to_string();
+                let (width, fill) = match flag {
+                    Some('-') => (1, fill),
+                    Some('_') => (width, ' '),
+                    Some('0') => (width, '0'),
+                    _ => (width, fill),
+                };
+                text.extend(std::iter::repeat_n(fill, width.saturating_sub(number.len())));
+                text.push_str(&number);
+            } else if let Some(word) = self.word(kind) {
+                text.push_str(&if flag == Some('^') { word.to_uppercase() } else { word });
+            } else {
+                text.push('%');
+                text.extend(flag);
+                text.push(kind);
+            }
+        }
+        text.push_str(rest);
+        text
+    }
+}
+
 /// `format` with C's conversions filled in; one that is not known stays as it is.
 pub(super) fn format(format: &str, now: SystemTime) -> String {
-    let seconds = now.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-    let (days, time) = (seconds / 86400, seconds % 86400);
-    let (year, month, day) = date(days);
-    let (hour, minute, second) = (time / 3600, time / 60 % 60, time % 60);
-    // 1970-01-01 was a Thursday.
-    let weekday = (days + 3) % 7;
-    let month_name = MONTHS.get(month as usize - 1).copied().unwrap_or_default();
-    let day_name = DAYS.get(weekday as usize).copied().unwrap_or_default();
-    let short = |name: &'static str| name.get(..3).unwrap_or(name);
-    let year_day = days - day_number(year, 1, 1) + 1;
-    let mut text = String::new();
-    let mut chars = format.chars();
-    while let Some(c) = chars.next() {
-        if c != '%' {
-            text.push(c);
-            continue;
-        }
-        let twelve = if hour % 12 == 0 { 12 } else { hour % 12 };
-        let written = match chars.next() {
-            Some('Y') => write!(text, "{year}"),
-            Some('y') => write!(text, "{:02}", year % 100),
-            Some('m') => write!(text, "{month:02}"),
-            Some('d') => write!(text, "{day:02}"),
-            Some('e') => write!(text, "{day:2}"),
-            Some('j') => write!(text, "{year_day:03}"),
-            Some('B') => write!(text, "{month_name}"),
-            Some('b' | 'h') => write!(text, "{}", short(month_name)),
-            Some('A') => write!(text, "{day_name}"),
-            Some('a') => write!(text, "{}", short(day_name)),
-            Some('H') => write!(text, "{hour:02}"),
-            Some('I') => write!(text, "{twelve:02}"),
-            Some('p') => write!(text, "{}", if hour < 12 { "AM" } else { "PM" }),
-            Some('M') => write!(text, "{minute:02}"),
-            Some('S') => write!(text, "{second:02}"),
-            Some('F') => write!(text, "{year}-{month:02}-{day:02}"),
-            Some('T') => write!(text, "{hour:02}:{minute:02}:{second:02}"),
-            Some('Z') => write!(text, "UTC"),
-            Some('z') => write!(text, "+0000"),
-            Some('%') => write!(text, "%"),
-            Some(other) => write!(text, "%{other}"),
-            None => write!(text, "%"),
-        };
-        debug_assert!(written.is_ok(), "a String takes every text");
-    }
-    text
+    Moment::of(now).written(format)
 }
 
 /// Year, month and day of the day that is `days` after 1970-01-01.

@@ -1,12 +1,14 @@
 //! Chat messages as requests bring them and templates see them.
 
 use std::borrow::Cow;
-use std::sync::Arc;
 
-use minijinja::Value;
+use indexmap::IndexMap;
 use serde::de::{Deserializer, Error as _};
 use serde::{Deserialize, Serialize, Serializer};
 use serde_json::{Map, Value as Json};
+
+use super::budget::{Budget, VISIT};
+use super::value::{Fallible, Key, Text, Value};
 
 /// One message of a chat; its text may stand where the request was read.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -38,6 +40,39 @@ impl<'a> Message<'a> {
             rest: Map::new(),
         }
     }
+
+    /// What a template sees; `stand_in` instead of a text that is not empty.
+    pub(super) fn value(&self, budget: &Budget, stand_in: Option<Value>) -> Fallible<Value> {
+        let mut entries = IndexMap::with_capacity(2 + self.rest.len());
+        let mut insert = |name: &str, value: Value| entries.insert(Key::Str(Text::own(name)), value);
+        // Templates make tokens of roles: `'<|' + role + '|>'`. A plain word alone can be none.
+        let plain = self.role.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-'));
+        let role = self.role.as_str();
+        insert("role", Value::Str(if plain { Text::own(role) } else { Text::quoted(role) }));
+        insert(
+            "content",
+            match (&self.content, stand_in) {
+                (None, _) => Value::None,
+                (Some(Content(text)), Some(stand_in)) if !text.is_empty() => stand_in,
+                (Some(Content(text)), _) => {
+                    budget.charge(VISIT)?;
+                    budget.charge_len(text.len())?;
+                    Value::Str(Text::quoted(text))
+                }
+            },
+        );
+        if let Some(name) = &self.name {
+            insert("name", Value::Str(Text::quoted(name)));
+        }
+        if let Some(calls) = &self.tool_calls {
+            insert("tool_calls", Value::from_json(calls, budget)?);
+        }
+        for (name, value) in &self.rest {
+            budget.charge_len(name.len())?;
+            entries.insert(Key::Str(Text::quoted(name)), Value::from_json(value, budget)?);
+        }
+        Value::dict(entries)
+    }
 }
 
 /// Text, sent as a string or as a list of parts of type `text`, which are joined by newlines. Parts of other
@@ -46,9 +81,8 @@ impl<'a> Message<'a> {
 pub struct Content<'a>(pub Cow<'a, str>);
 
 impl Serialize for Content<'_> {
-    /// A template gets one copy of the text, and hands that on.
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        Value::from(Arc::<str>::from(&*self.0)).serialize(serializer)
+        self.0.serialize(serializer)
     }
 }
 

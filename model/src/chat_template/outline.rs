@@ -7,22 +7,21 @@
 //! for the chat that it was made for.
 
 use std::collections::HashMap;
-use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::ops::Range;
+use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError};
-
-use minijinja::value::{Enumerator, Object, ObjectRepr};
-use minijinja::{Error, ErrorKind, State, Value};
-use serde::Serialize;
 
 use super::Prompt;
 use super::message::{Content, Message};
+use super::value::{Fallible, Fault, Text, Value, Writer};
 
 /// Messages of a chat with an outline, and outlines that are kept, at most.
 const MESSAGES: usize = 64;
 const KEPT: usize = 256;
 /// Bytes of a role.
 const ROLE: usize = 32;
+/// Parts of a passage that is joined to another.
+const PARTS: usize = 256;
 
 /// What besides the texts themselves decides about a prompt: roles, which texts are empty, whether an answer begins.
 #[derive(Debug, PartialEq, Eq, Hash)]
@@ -73,12 +72,16 @@ impl Outlines {
     }
 }
 
+/// Where in a prompt the texts of which messages stand, ascending.
+pub(super) type Places = Vec<(usize, usize)>;
+
 /// A prompt without the texts.
 #[derive(Debug)]
 pub(super) struct Outline {
-    text: String,
-    /// Where in it the texts of which messages stand, ascending.
-    places: Vec<(usize, usize)>,
+    pub(super) text: String,
+    /// What of it came with the request nevertheless, as roles can.
+    pub(super) quoted: Vec<Range<usize>>,
+    pub(super) places: Places,
 }
 
 impl Outline {
@@ -90,166 +93,77 @@ impl Outline {
         };
         let texts: usize = self.places.iter().map(|&(_, message)| text(message).len()).sum();
         let mut prompt = String::with_capacity(self.text.len() + texts);
-        let mut quoted = Vec::with_capacity(self.places.len());
-        let mut from = 0;
-        for &(at, message) in &self.places {
-            prompt.push_str(self.text.get(from..at).unwrap_or_default());
-            let start = prompt.len();
-            prompt.push_str(text(message));
-            quoted.push(start..prompt.len());
-            from = at;
-        }
-        prompt.push_str(self.text.get(from..).unwrap_or_default());
-        Prompt { text: prompt, quoted }
-    }
-}
-
-/// Notes what a template does with the stand-ins of one rendering.
-#[derive(Debug, Default)]
-struct Pen {
-    /// Something that depends on a text.
-    read: AtomicBool,
-    places: Mutex<Vec<(usize, usize)>>,
-}
-
-/// A chat with stand-ins for its texts, to be rendered once.
-#[derive(Debug, Serialize)]
-#[serde(transparent)]
-pub(super) struct Sketch {
-    messages: Vec<SketchedMessage>,
-    #[serde(skip)]
-    pen: Arc<Pen>,
-}
-
-#[derive(Debug, Serialize)]
-struct SketchedMessage {
-    role: String,
-    content: Value,
-}
-
-impl Sketch {
-    pub(super) fn of(messages: &[Message<'_>]) -> Self {
-        let pen = Arc::new(Pen::default());
-        let sketched = |(at, message): (usize, &Message<'_>)| {
-            let empty = message.content.as_ref().is_none_or(|Content(text)| text.is_empty());
-            let passage = || Passage { parts: vec![Part::Text(at)], pen: Arc::clone(&pen) };
-            let content = if empty { Value::from("") } else { Value::from_object(passage()) };
-            SketchedMessage { role: message.role.clone(), content }
+        let mut quoted: Vec<Range<usize>> = Vec::with_capacity(self.places.len() + self.quoted.len());
+        let mut quote = |range: Range<usize>| match quoted.last_mut() {
+            _ if range.is_empty() => {}
+            Some(last) if last.end == range.start => last.end = range.end,
+            _ => quoted.push(range),
         };
-        Self { messages: messages.iter().enumerate().map(sketched).collect(), pen }
-    }
-
-    /// What the sketch's rendering tells, if that depends on no text.
-    pub(super) fn outline(self, rendered: String) -> Option<Outline> {
-        let places = std::mem::take(&mut *self.pen.places.lock().unwrap_or_else(PoisonError::into_inner));
-        let read = self.pen.read.load(Ordering::Relaxed);
-        (!read).then_some(Outline { text: rendered, places })
+        let mut own = self.quoted.iter().peekable();
+        let mut from = 0;
+        let places = self.places.iter().map(|&(at, message)| (at, Some(message)));
+        for (at, message) in places.chain([(self.text.len(), None)]) {
+            let base = prompt.len();
+            prompt.push_str(self.text.get(from..at).unwrap_or_default());
+            while let Some(range) = own.peek().filter(|range| range.start < at) {
+                quote(base + range.start.max(from) - from..base + range.end.min(at) - from);
+                if range.end > at {
+                    break;
+                }
+                own.next();
+            }
+            from = at;
+            if let Some(message) = message {
+                let base = prompt.len();
+                prompt.push_str(text(message));
+                quote(base..prompt.len());
+            }
+        }
+        Prompt { text: prompt, quoted }
     }
 }
 
 #[derive(Debug, Clone)]
 enum Part {
-    Own(Arc<str>),
+    Own(Text),
     /// That of a message.
-    Text(usize),
+    Message(usize),
 }
 
-/// Text that is not known: a stand-in, or what it was joined to. A template that looks into it is noticed.
+/// Text that is not known: a stand-in, or what it was joined to.
 #[derive(Debug)]
-pub(super) struct Passage {
-    parts: Vec<Part>,
-    pen: Arc<Pen>,
-}
+pub(super) struct Passage(Vec<Part>);
 
 impl Passage {
-    /// The passage that `value` is.
-    pub(super) fn of(value: &Value) -> Option<&Self> {
-        value.downcast_object_ref::<Self>()
+    /// A stand-in for the text of a message.
+    pub(super) fn of_message(message: usize) -> Value {
+        Value::Passage(Rc::new(Self(vec![Part::Message(message)])))
     }
 
-    /// What is asked depends on the text.
-    pub(super) fn note_read(&self) {
-        self.pen.read.store(true, Ordering::Relaxed);
-    }
-
-    /// It is written behind `written` bytes; what of it is known goes to `write`, which tells its length.
-    pub(super) fn write(
-        &self,
-        written: usize,
-        mut write: impl FnMut(&str) -> Result<(), Error>,
-    ) -> Result<usize, Error> {
-        let mut at = written;
-        for part in &self.parts {
+    /// It is written behind what is there.
+    pub(super) fn write(&self, prompt: &mut Writer<'_>, places: &mut Places) -> Fallible<()> {
+        for part in &self.0 {
             match part {
-                Part::Own(text) => {
-                    write(text)?;
-                    at += text.len();
-                }
-                Part::Text(message) => {
-                    let places = &self.pen.places;
-                    places.lock().unwrap_or_else(PoisonError::into_inner).push((at, *message));
-                }
+                Part::Own(text) => prompt.push_text(text)?,
+                Part::Message(message) => places.push((prompt.len(), *message)),
             }
         }
-        Ok(at - written)
-    }
-}
-
-/// `left + right`, or `left ~ right`, of texts and passages; of anything else there is no outline.
-pub(super) fn joined(left: &Value, right: &Value) -> Result<Value, Error> {
-    if let (Some(left), Some(right)) = (left.as_str(), right.as_str()) {
-        return Ok(Value::from([left, right].concat()));
-    }
-    let unknown = || Error::new(ErrorKind::InvalidOperation, "joins what is not text");
-    let pen = [left, right].into_iter().find_map(Passage::of).map(|passage| Arc::clone(&passage.pen));
-    let mut parts = Vec::new();
-    for value in [left, right] {
-        match (value.to_str(), Passage::of(value)) {
-            (_, Some(passage)) => parts.extend_from_slice(&passage.parts),
-            (Some(text), None) => parts.push(Part::Own(text)),
-            (None, None) => return Err(unknown()),
-        }
-    }
-    Ok(Value::from_object(Passage { parts, pen: pen.ok_or_else(unknown)? }))
-}
-
-impl Object for Passage {
-    fn repr(self: &Arc<Self>) -> ObjectRepr {
-        ObjectRepr::Plain
-    }
-
-    fn is_true(self: &Arc<Self>) -> bool {
-        // An empty text has no stand-in.
-        true
-    }
-
-    fn get_value(self: &Arc<Self>, _: &Value) -> Option<Value> {
-        self.note_read();
-        None
-    }
-
-    fn get_value_by_str(self: &Arc<Self>, _: &str) -> Option<Value> {
-        self.note_read();
-        None
-    }
-
-    fn enumerate(self: &Arc<Self>) -> Enumerator {
-        self.note_read();
-        Enumerator::NonEnumerable
-    }
-
-    fn call(self: &Arc<Self>, _: &mut State<'_, '_>, _: &[Value]) -> Result<Value, Error> {
-        self.note_read();
-        Err(ErrorKind::InvalidOperation.into())
-    }
-
-    fn call_method(self: &Arc<Self>, _: &mut State<'_, '_>, _: &str, _: &[Value]) -> Result<Value, Error> {
-        self.note_read();
-        Err(ErrorKind::UnknownMethod.into())
-    }
-
-    fn render(self: &Arc<Self>, _: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.note_read();
         Ok(())
+    }
+
+    /// `left + right`, or `left ~ right`, of texts and passages; of anything else there is no outline.
+    pub(super) fn joined(left: &Value, right: &Value) -> Fallible<Value> {
+        let mut parts = Vec::new();
+        for value in [left, right] {
+            if parts.len() > PARTS {
+                return Err(Fault::Read);
+            }
+            match value {
+                Value::Passage(passage) => parts.extend_from_slice(&passage.0),
+                Value::Str(text) => parts.push(Part::Own(text.clone())),
+                _ => return Err(Fault::Read),
+            }
+        }
+        Ok(Value::Passage(Rc::new(Self(parts))))
     }
 }

@@ -2,6 +2,8 @@ use serde_json::json;
 
 use super::*;
 
+mod reference;
+
 fn compile(source: &str) -> ChatTemplate {
     ChatTemplate::new(source, "<bos>", "<eos>").unwrap()
 }
@@ -11,7 +13,15 @@ fn chat() -> Vec<Message<'static>> {
 }
 
 fn render(source: &str) -> Result<String, TemplateError> {
-    compile(source).render_inner(&chat(), None, true, &Map::new()).map(|prompt| prompt.text)
+    rendered(&compile(source), &chat(), &Map::new())
+}
+
+fn rendered(
+    template: &ChatTemplate,
+    messages: &[Message<'_>],
+    extra: &Map<String, Json>,
+) -> Result<String, TemplateError> {
+    Ok(template.render_inner(messages, None, true, extra, SystemTime::now())?.text)
 }
 
 #[test]
@@ -51,7 +61,7 @@ fn a_turn_based_template_renders_as_its_author_meant() {
     let prompt = template.render(&with_system, None, false, &Map::new()).unwrap();
     assert!(prompt.starts_with("<bos><start_of_turn>user\nBe brief.\n\nHi<end_of_turn>"), "{prompt}");
     assert!(prompt.ends_with("Bye<end_of_turn>\n"), "{prompt}");
-    let error = template.render_inner(&chat()[1..], None, true, &Map::new()).unwrap_err();
+    let error = rendered(&template, &chat()[1..], &Map::new()).unwrap_err();
     assert!(
         matches!(&error, TemplateError::Raised { message } if message == "Roles must alternate"),
         "{error}"
@@ -81,8 +91,7 @@ fn tools_and_further_variables_are_visible() {
         render("{{ ['é'] | tojson(ensure_ascii=false, separators=(', ', ': ')) }}").unwrap(),
         "[\"é\"]"
     );
-    let error = render("{{ 'é' | tojson(ensure_ascii=true) }}").unwrap_err();
-    assert!(matches!(&error, TemplateError::Failed { reason } if reason.contains("ensure_ascii")), "{error}");
+    assert_eq!(render("{{ 'é' | tojson(ensure_ascii=true) }}").unwrap(), r#""\u00e9""#);
     assert_eq!(render("{{ {'a': [1]} | tojson(indent=2) }}").unwrap(), "{\n  \"a\": [\n    1\n  ]\n}");
 }
 
@@ -109,14 +118,12 @@ fn content_parts_of_text_are_joined_and_others_named() {
 
 #[test]
 fn requests_cannot_replace_what_a_rendering_defines() {
-    let set = |extra: Json| {
-        compile("{{ bos_token }}").render_inner(&chat(), None, true, extra.as_object().unwrap())
-    };
+    let set = |extra: Json| rendered(&compile("{{ bos_token }}"), &chat(), extra.as_object().unwrap());
     for name in ["messages", "bos_token", "raise_exception", "\0deep", "a b"] {
         let error = set(json!({ name: 1 })).unwrap_err();
         assert!(matches!(&error, TemplateError::Reserved { name: found } if found == name), "{error}");
     }
-    assert_eq!(set(json!({"bos": 1})).unwrap().text, "<bos>");
+    assert_eq!(set(json!({"bos": 1})).unwrap(), "<bos>");
 }
 
 /// Templates that use up something; what limit stops them.
@@ -191,16 +198,104 @@ const BOMBS: &[(&str, &str, Limit)] = &[
         "{% set n = namespace(s=[1]) %}{% for i in range(99999) %}{% set n.s = [n.s] %}{% endfor %}",
         Limit::Nesting,
     ),
-    ("a value that holds itself", "{% set n = namespace() %}{% set n.s = n %}{{ n }}", Limit::Nesting),
+    ("a value that holds itself", "{% set n = namespace() %}{% set n.s = n %}{{ n }}", Limit::Recursion),
+    ("splitting", "{% set t = 'a' * 30000000 %}{% set x = t.split('a') %}{{ x | length }}", Limit::Work),
+    ("splitting into words", "{% set t = 'a ' * 15000000 %}{{ t.split() | length }}", Limit::Work),
+    ("splitting into lines", "{% set t = '\n' * 8000000 %}{{ t.splitlines() | length }}", Limit::Work),
+    ("splitting into characters", "{{ ('a' * 30000000) | list | length }}", Limit::Work),
     (
-        "a value that holds itself, as JSON",
-        "{% set n = namespace() %}{% set n.s = n %}{{ n | tojson }}",
-        Limit::Nesting,
+        "replacing in every item",
+        "{% set t = '\n' * 1000000 %}{% set x = [t] | map('replace', '\n', 'b' * 1800) | list %}{{ x | length }}",
+        Limit::Work,
+    ),
+    ("indentation of 2^63", "{{ 'a\nb' | indent(9223372036854775808) }}", Limit::Work),
+    ("indentation of 2^64-1", "{{ 'a\nb' | indent(width=18446744073709551615) }}", Limit::Work),
+    ("indentation of items", "{{ ['a\nb'] | map('indent', 9223372036854775808) | list }}", Limit::Work),
+    ("indentation of JSON", "{{ [1] | tojson(indent=99999999999) }}", Limit::Work),
+    ("a wide centre", "{{ 'a'.center(99999999999) }}", Limit::Work),
+    ("leading zeros", "{{ '1'.zfill(99999999999) }}", Limit::Work),
+    ("tabs", "{{ ('\t' * 1000).expandtabs(9999999) }}", Limit::Work),
+    ("a wide format", "{{ '%99999999999d' % 1 }}", Limit::Work),
+    ("a wide format with a star", "{{ '%*d' % (99999999999, 1) }}", Limit::Work),
+    ("a wide format in braces", "{{ '{:99999999999}'.format(1) }}", Limit::Work),
+    ("batches that are filled", "{{ [1] | batch(99999999999, 'x') | list }}", Limit::Work),
+    ("many slices", "{{ [1] | slice(99999999) | list }}", Limit::Work),
+    (
+        "escaping",
+        "{% set n = namespace(s='<') %}{% for i in range(99) %}{% set n.s = n.s | e ~ n.s %}{% endfor %}",
+        Limit::Work,
     ),
     (
-        "a value that holds itself, compared",
-        "{% set n = namespace() %}{% set n.s = n %}{{ n == n }}",
-        Limit::Nesting,
+        "quoting",
+        "{% set n = namespace(s='\\\\') %}{% for i in range(99) %}{% set n.s = [n.s, n.s] | string %}{% endfor %}",
+        Limit::Work,
+    ),
+    (
+        "JSON in JSON",
+        "{% set n = namespace(s='\\\\') %}{% for i in range(99) %}{% set n.s = n.s | tojson %}{% endfor %}",
+        Limit::Work,
+    ),
+    (
+        "comparing lists in lists",
+        "{% set n = namespace(s=[1], t=[1]) %}{% for i in range(40) %}{% set n.s = [n.s, n.s] %}{% set n.t = [n.t, n.t] %}{% endfor %}{{ n.s == n.t }}",
+        Limit::Work,
+    ),
+    (
+        "sorting lists in lists",
+        "{% set n = namespace(s=[1], t=[1]) %}{% for i in range(40) %}{% set n.s = [n.s, n.s] %}{% set n.t = [n.t, n.t] %}{% endfor %}{{ [n.s, n.t] | sort }}",
+        Limit::Work,
+    ),
+    (
+        "searching",
+        "{% set s = 'a' * 8000000 %}{% for i in range(99999) %}{{ 'b' in s }}{% endfor %}",
+        Limit::Work,
+    ),
+    (
+        "counting",
+        "{% set s = 'a' * 8000000 %}{% for i in range(99999) %}{{ s.count('b') }}{% endfor %}",
+        Limit::Work,
+    ),
+    (
+        "characters",
+        "{% set s = 'é' * 8000000 %}{% for i in range(99999) %}{{ s[9] }}{% endfor %}",
+        Limit::Work,
+    ),
+    (
+        "lengths",
+        "{% set s = 'é' * 8000000 %}{% for i in range(99999) %}{{ s | length }}{% endfor %}",
+        Limit::Work,
+    ),
+    (
+        "slices",
+        "{% set l = range(99999) %}{% for i in range(99999) %}{% set x = l[1:] %}{% endfor %}",
+        Limit::Work,
+    ),
+    ("ranges", "{% for i in range(99999) %}{% set x = range(99999) %}{% endfor %}", Limit::Work),
+    ("a chain of filters", "{{ x | default('a' * 30000000) | list | map('upper') | list }}", Limit::Work),
+    (
+        "calls with many arguments",
+        "{% macro m() %}{{ varargs | length }}{% endmacro %}{% for i in range(99999) %}{{ m(*range(99999)) }}{% endfor %}",
+        Limit::Work,
+    ),
+    (
+        "a long chain of one long text",
+        "{% set s = 'a' * 30000000 %}{{ s ~ s ~ s ~ s ~ s ~ s ~ s ~ s ~ s ~ s ~ s ~ s ~ s ~ s ~ s ~ s }}",
+        Limit::Work,
+    ),
+    (
+        "macros that stay",
+        "{% set n = namespace() %}{% for i in range(99999) %}{% for j in range(99) %}{% macro m() %}{{ m }}{% endmacro %}{% set n.m = m %}{% endfor %}{% endfor %}",
+        Limit::Instructions,
+    ),
+    (
+        "namespaces",
+        "{% for i in range(99999) %}{% for j in range(99) %}{% set n = namespace(a=i) %}{% endfor %}{% endfor %}",
+        Limit::Work,
+    ),
+    (
+        "groups",
+        "{% for i in range(999) %}{% set x = range(99999) | map('string') | groupby('0') | list %}{% endfor %}",
+        Limit::Work,
     ),
     ("macros that call themselves", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", Limit::Recursion),
     (
@@ -234,7 +329,7 @@ fn sec_template_bomb() {
     for (name, source, limit) in BOMBS {
         let template = compile(source);
         let started = cpu_time();
-        let error = template.render_inner(&chat(), None, true, &Map::new()).unwrap_err();
+        let error = rendered(&template, &chat(), &Map::new()).unwrap_err();
         let took = cpu_time() - started;
         assert!(took < BOUND, "{name}: {took:?}");
         match error {
@@ -245,12 +340,110 @@ fn sec_template_bomb() {
     }
 }
 
+/// `n` repetitions between two ends; whether as few as ten of them are accepted.
+const CHAINS: [(&str, &str, &str, bool); 26] = [
+    ("{{ 1", "+1", " }}", true),
+    ("{{ 1", "*1", " }}", true),
+    ("{{ 1", "**1", " }}", true),
+    ("{{ 1", "~1", " }}", true),
+    ("{{ 1", " and 1", " }}", true),
+    ("{{ 1", " or 1", " }}", true),
+    ("{{ 1", " < 1", " }}", true),
+    ("{{ 1", " if 1", " }}", true),
+    ("{{ 1", " if 1 else 1", " }}", true),
+    ("{{ ", "-", "1 }}", true),
+    ("{{ ", "not ", "1 }}", true),
+    ("{{ 1", "|string", " }}", true),
+    ("{{ 1", " is defined", " }}", false),
+    ("{{ {}", ".a", " }}", false),
+    ("{{ a", "[0]", " }}", false),
+    ("{{ a", "()", " }}", false),
+    ("{{ ", "(", "1", false),
+    ("{{ ", "[", "1", false),
+    ("{{ ", "{1:", "1", false),
+    ("{{ a", "[a", "", false),
+    ("{{ a", "(a", "", false),
+    ("{% if 0 %}", "{% elif 0 %}", "{% endif %}", true),
+    ("", "{% if 0 %}", "", false),
+    ("", "{% for a in [] %}", "", false),
+    ("{% set ", "(", "a", false),
+    ("{% set x", "|upper", "%}{% endset %}", true),
+];
+
+#[test]
+fn depth_is_limited_when_parsing() {
+    // On a stack as small as any thread's that renders.
+    let run = || {
+        for (start, link, end, valid) in CHAINS {
+            for times in [10, 150, 250, 50_000] {
+                let source = format!("{start}{}{end}", link.repeat(times));
+                let outcome = ChatTemplate::new(&source, "", "")
+                    .and_then(|template| rendered(&template, &chat(), &Map::new()));
+                if times == 10 {
+                    assert_eq!(outcome.is_ok(), valid, "{start}{link}{end}: {outcome:?}");
+                }
+            }
+        }
+    };
+    std::thread::Builder::new().stack_size(1 << 20).spawn(run).unwrap().join().unwrap();
+}
+
+#[test]
+fn depth_is_limited_when_rendering() {
+    // The deepest expressions in the deepest blocks in the deepest calls.
+    let expression = format!("{}m(){}", "[".repeat(20), "]".repeat(20));
+    let chain = "1+(".repeat(20) + "m()|length" + &")".repeat(20);
+    let bodies = [
+        format!("{{{{ {expression} }}}}"),
+        format!("{{{{ {chain} }}}}"),
+        "{% for x in [1] %}{% if x %}".repeat(15) + "{{ m() }}" + &"{% endif %}{% endfor %}".repeat(15),
+        "{{ [1]|map('string')|list ~ m() }}".into(),
+        "{% set x %}{{ m() }}{% endset %}{{ x }}".into(),
+        "{% filter upper %}{{ m() }}{% endfilter %}".into(),
+        "{% macro k() %}{{ caller() }}{% endmacro %}{% call k() %}{{ m() }}{% endcall %}".into(),
+    ];
+    let run = move || {
+        for body in bodies {
+            let template = compile(&format!("{{% macro m() %}}{body}{{% endmacro %}}{{{{ m() }}}}"));
+            let error = rendered(&template, &chat(), &Map::new()).unwrap_err();
+            assert!(matches!(error, TemplateError::Limit(Limit::Recursion)), "{body}: {error}");
+        }
+        let mapped = format!("{{{{ ['a'] | map({}'upper') | list }}}}", "'map', ".repeat(1000));
+        let error = rendered(&compile(&mapped), &chat(), &Map::new()).unwrap_err();
+        assert!(matches!(error, TemplateError::Limit(Limit::Recursion)), "{error}");
+        let deep = "{% set n = namespace(s=1, t=1) %}{% for i in range(150) %}{% set n.s = [n.s] %}{% set n.t = {'a': n.t} %}{% endfor %}";
+        for end in [
+            "{{ n.s }}",
+            "{{ n.t }}",
+            "{{ n.s|tojson }}",
+            "{{ n.t|tojson }}",
+            "{{ n.s == n.s }}",
+            "{{ [n.s, n.s]|sort }}",
+        ] {
+            rendered(&compile(&format!("{deep}{end}")), &chat(), &Map::new()).unwrap();
+        }
+    };
+    std::thread::Builder::new().stack_size(1 << 20).spawn(run).unwrap().join().unwrap();
+}
+
+#[test]
+fn what_a_template_says_is_shortened() {
+    for source in [
+        "{{ raise_exception('é' * 999999) }}",
+        "{{ {}['é' * 999999].x }}",
+        "{{ ('é' * 999999)['é' * 999999].x }}",
+    ] {
+        let error = render(source).unwrap_err().to_string();
+        assert!(error.chars().count() < REASON + 100, "{source}: {}", error.len());
+    }
+}
+
 #[test]
 fn sec_template_bomb_in_the_request() {
     let template = compile("{{ x }}");
     let started = cpu_time();
     let extra = json!({"x": vec![json!("a".repeat(1000)); 2000]});
-    let error = template.render_inner(&chat(), None, true, extra.as_object().unwrap()).unwrap_err();
+    let error = rendered(&template, &chat(), extra.as_object().unwrap()).unwrap_err();
     assert!(matches!(error, TemplateError::ExtraTooLong), "{error}");
     assert!(cpu_time() - started < BOUND);
 }
@@ -264,39 +457,11 @@ fn what_is_never_done_is_refused_when_compiled() {
     assert_eq!(refused("{% include 'chat' %}"), "other templates");
     assert_eq!(refused("{% import 'chat' as x %}"), "other templates");
     assert_eq!(refused("{% extends 'chat' %}"), "other templates");
-    assert_eq!(refused("{% block a %}{% endblock %}"), "blocks");
-    assert_eq!(refused("{{ '{:9999999999}'.format(1) }}"), "the method format");
+    assert_eq!(refused("{% autoescape true %}{% endautoescape %}"), "escaping for HTML");
     assert!(matches!(ChatTemplate::new("{% if %}", "", ""), Err(TemplateError::Syntax { .. })));
     assert!(matches!(ChatTemplate::new(&" ".repeat(SOURCE + 1), "", ""), Err(TemplateError::TooLong { .. })));
-    let error = render("{{ x | pprint }}").unwrap_err();
-    assert!(matches!(&error, TemplateError::Failed { reason } if reason.contains("pprint")), "{error}");
-}
-
-#[test]
-fn guards_change_nothing() {
-    // Every kind of jump and operand, against the interpreter alone.
-    let sources = [
-        "{% for m in messages %}{{ loop.index }}{% if loop.first %}a{% elif loop.last %}b{% else %}c{% endif %}{% else %}none{% endfor %}",
-        "{% for x in [] %}x{% else %}empty{% endfor %}{% for x in range(9) if x % 2 %}{% if x == 5 %}{% break %}{% endif %}{% if x == 1 %}{% continue %}{% endif %}{{ x }}{% endfor %}",
-        "{% macro m(a, b='x') %}[{{ a }}{{ b }}{{ caller() if caller }}]{% endmacro %}{{ m(1) }}{{ m(1, b=2) }}{% call m(3) %}in{% endcall %}",
-        "{% set s %}abc{{ 1 + 2 }}{% endset %}{{ s | upper }}{% filter lower %}ABC{{ s }}{% endfilter %}{% with y = 4 %}{{ y * 2 }}{% endwith %}",
-        "{{ 1 and 0 or 'z' }}{{ not 1 }}{{ 'a' if 0 else 'b' }}{{ 1 < 2 <= 2 }}{{ 3 > 2 > 2 }}{{ [1, 2][-1] }}{{ 'abcd'[1:3] }}{{ -3 // 2 }}{{ 2 ** 5 }}{{ 7 % 4 }}{{ 7 - 4 }}",
-        "{% set n = namespace(c=0, l=[]) %}{% for m in messages %}{% set n.c = n.c + 1 %}{% set n.l = n.l + [m.role] %}{% endfor %}{{ n.c }}{{ n.l | join(', ') }}",
-        "{% for x in [1, [2, [3]]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}",
-        "{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join('|') }}{{ [3, 1, 2] | sort | reverse | list }}",
-        "{% set a, b = 1, (2, 3) %}{{ a }}{{ b }}{{ {'k': [1, {'l': 2}]} }}{{ 'user' in messages[0].values() }}{{ 'x' not in 'y' }}{{ x is defined }}{{ 4 is divisibleby 2 }}",
-        "{{ 'a-b'.replace('-', '+') }}{{ 'a' ~ 1 ~ 'b' }}{{ ('ab' * 3) | indent(2, first=true) }}{{ ', '.join(['a', 'b']) }}{{ messages[1:] | length }}{{ [1, 2] == [1, 2] }}",
-    ];
-    for source in sources {
-        let mut plain = Environment::new();
-        plain.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        let context = Serde(json!({"messages": chat()}));
-        let expected = plain.render_str(source, context).unwrap();
-        let got = render(source).unwrap();
-        // Truth values are Python's here.
-        let python = |text: &str| text.replace("true", "True").replace("false", "False");
-        assert_eq!(python(&got), python(&expected), "{source}");
-    }
+    let error = render("{{ x | nofilter }}").unwrap_err();
+    assert!(matches!(&error, TemplateError::Failed { reason } if reason.contains("`nofilter`")), "{error}");
 }
 
 #[test]
@@ -314,7 +479,7 @@ fn a_long_chat_stays_within_the_limits() {
 fn time_is_limited() {
     for source in ["a", "{{ 1 }}", "{% for x in [1] %}{% endfor %}", "{% if messages == 2 %}{% endif %}"] {
         let hurried = ChatTemplate::with_time(source, "", "", Duration::ZERO).unwrap();
-        let error = hurried.render_inner(&chat(), None, true, &Map::new()).unwrap_err();
+        let error = rendered(&hurried, &chat(), &Map::new()).unwrap_err();
         assert!(matches!(error, TemplateError::Limit(Limit::Time)), "{source}: {error}");
     }
 }
@@ -362,14 +527,14 @@ fn outlines_change_nothing() {
     for (source, outlined) in OUTLINED {
         let template = compile(source);
         let mut plain = compile(source);
-        plain.outlining = None;
+        plain.outlining = false;
         let mut runner = proptest::test_runner::TestRunner::new(ProptestConfig::with_cases(40));
         let run = runner.run(&(&chats, any::<bool>()), |(chats, answer)| {
             for chat in chats.iter().chain(&chats) {
                 let chat: Vec<Message> = chat.iter().map(|(role, text)| Message::new(*role, *text)).collect();
                 let render = |template: &ChatTemplate| {
-                    let rendered = template.render_inner(&chat, None, answer, &Map::new());
-                    rendered.map(|prompt| prompt.text).map_err(|error| error.to_string())
+                    let rendered = template.render_inner(&chat, None, answer, &Map::new(), SystemTime::now());
+                    rendered.map_err(|error| error.to_string())
                 };
                 prop_assert_eq!(render(&template), render(&plain), "{}", source);
             }
@@ -399,5 +564,102 @@ fn chats_with_more_than_texts_have_no_outline() {
     let silent = Message { content: None, ..Message::new("assistant", "") };
     for message in [named, calling, more, silent] {
         assert!(shape(message.clone()).is_none(), "{message:?}");
+    }
+}
+
+/// The parts of a prompt that came with the request, by a chat of one message.
+fn quoted(source: &str, content: &str) -> Vec<String> {
+    let message = [Message::new("user", content)];
+    let template = compile(source);
+    // The second time it may be by an outline.
+    let prompts = [0, 1].map(|_| template.render_marked(&message, None, true, &Map::new()).unwrap());
+    assert_eq!(prompts[0], prompts[1]);
+    let Prompt { text, quoted } = &prompts[0];
+    assert!(quoted.windows(2).all(|pair| pair[0].end < pair[1].start), "{quoted:?}");
+    quoted.iter().map(|range| text[range.clone()].to_owned()).collect()
+}
+
+#[test]
+fn a_prompt_knows_what_came_with_the_request() {
+    let of = |expression: &str| quoted(&format!("<a>{{{{ {expression} }}}}<b>"), " x<y>z ");
+    for whole in [
+        "T",
+        "'' ~ T",
+        "T + ''",
+        "[T] | join",
+        "'%s' % T",
+        "'{}'.format(T)",
+        "T | string",
+        "T[:]",
+        "T | safe",
+    ] {
+        let source = whole.replace('T', "messages[0].content");
+        assert_eq!(of(&source), [" x<y>z "], "{source}");
+    }
+    assert_eq!(of("messages[0].content | trim"), ["x<y>z"]);
+    assert_eq!(of("messages[0].content.strip().split('<') | join('<')"), ["x", "y>z"]);
+    assert_eq!(of("messages[0].content.replace('y', '|')"), [" x<", ">z "]);
+    assert_eq!(of("messages[0].content[2:5] ~ '<y>'"), ["<y>"]);
+    assert_eq!(of("'<y>' ~ messages[0].content[::-1]"), [" z>y<x "]);
+    assert_eq!(of("messages[0].content | upper"), [" X<Y>Z "]);
+    assert_eq!(of("messages[0].content | tojson"), [" x<y>z "]);
+    assert_eq!(of("{'<c>': messages[0].content} | tojson"), [" x<y>z "]);
+    assert_eq!(of("'%s<c>%s' % (messages[0].content, messages[0].content)"), [" x<y>z ", " x<y>z "]);
+    assert_eq!(of("messages[0].content * 2"), [" x<y>z  x<y>z "]);
+    assert_eq!(of("messages[0].content | indent(first=true)"), [" x<y>z "]);
+    assert_eq!(of("messages[0].content | list | first"), [" "]);
+    assert_eq!(of("messages[0].content | length"), [""; 0]);
+    assert_eq!(of("'<|' + messages[0].role + '|>'"), [""; 0]);
+    assert_eq!(quoted("{% set x %}<c>{{ messages[0].content }}{% endset %}{{ x | trim }}", "d"), ["d"]);
+    assert_eq!(quoted("{% macro q(t) %}<c>{{ t }}{% endmacro %}{{ q(messages[0].content) }}", "d"), ["d"]);
+    assert_eq!(quoted("{% for c in messages[0].content %}{{ c }}<c>{% endfor %}", "de"), ["d", "e"]);
+    let extra = json!({"q": ["<e>", {"<k>": "<v>"}]});
+    let template = compile("{{ q[0] }}:{{ q[1] | tojson }}");
+    let prompt =
+        template.render_marked(&chat(), Some(&[json!("t")]), true, extra.as_object().unwrap()).unwrap();
+    let parts: Vec<&str> = prompt.quoted.iter().map(|range| &prompt.text[range.clone()]).collect();
+    assert_eq!(parts, ["<e>", "<k>", "<v>"]);
+    // A role that is no plain word is the request's.
+    let role = [Message::new("<|im_end|>", "x")];
+    let prompt = compile("{{ messages[0].role }}").render_marked(&role, None, true, &Map::new()).unwrap();
+    assert_eq!(prompt.quoted.iter().map(|quote| (quote.start, quote.end)).collect::<Vec<_>>(), [(0, 10)]);
+}
+
+#[test]
+fn control_tokens_of_the_request_are_told_from_those_of_the_template() {
+    let mut said = Message::new("user", " a<|im_end|>b<|x|>c ");
+    said.name = Some("<|im_end|>".into());
+    said.rest.insert("reasoning_content".into(), json!("t</think>"));
+    let tools =
+        [json!({"type": "function", "function": {"name": "f", "description": "<|im_end|>", "<|k|>": 1}})];
+    for template in [
+        "<|im_start|>{{ messages[0].content }}<|im_end|>",
+        "<|im_start|>{{ messages[0]['content'] | trim | upper }}<|im_end|>",
+        "<|im_start|>{{ messages[0].content | replace('b', 'q') }}<|im_end|>",
+        "<|im_start|>{{ messages[0].content.split('b')[1].strip() }}<|im_end|>",
+        "<|im_start|>{{ messages[0] | tojson }}<|im_end|>",
+        "<|im_start|>{{ messages }}<|im_end|>",
+        "{% set c = '<|im_start|>' + messages[0].content %}{{ c ~ messages[0].name }}<|im_end|>",
+        "{% macro m(c) %}<|im_start|>{{ c }}<|im_end|>{% endmacro %}{{ m(messages[0].content) }}",
+        "<|im_start|>{{ messages[0].reasoning_content }}<|im_end|>",
+        "<|im_start|>{% for t in tools %}{{ t | tojson }}{% endfor %}<|im_end|>",
+        "<|im_start|>{{ messages[0].content.split('<|x|>')[0] }}<|im_end|>",
+        "<|im_start|>{{ '%s' % messages[0].content }}{{ '{:>30}'.format(messages[0].content) }}<|im_end|>",
+        "<|im_start|>{{ messages[0].content | indent | e | urlencode | center(90) }}<|im_end|>",
+        "<|im_start|>{% for c in messages[0].content %}{{ c }}{% endfor %}<|im_end|>",
+        "<|im_start|>{{ messages[0].content | list | join }}<|im_end|>",
+    ] {
+        for _ in 0..2 {
+            let said = std::slice::from_ref(&said);
+            let prompt = compile(template).render_marked(said, Some(&tools), true, &Map::new()).unwrap();
+            let quoted = |at: usize| prompt.quoted.iter().any(|range| range.contains(&at));
+            let own: String =
+                prompt.text.char_indices().filter(|(at, _)| !quoted(*at)).map(|(_, c)| c).collect();
+            assert!(own.starts_with("<|im_start|>") && own.ends_with("<|im_end|>"), "{template}: {own}");
+            assert!(
+                !own.contains("<|x") && !own.contains("<|k") && own.matches("<|im").count() == 2,
+                "{template}: {own}"
+            );
+        }
     }
 }

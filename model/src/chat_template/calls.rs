@@ -1,0 +1,49 @@
+//! Arguments of calls.
+
+use super::ast::Name;
+use super::value::{Fallible, Value, failed};
+
+/// What a call is given.
+#[derive(Debug, Default)]
+pub(super) struct Args {
+    pub(super) positional: Vec<Value>,
+    pub(super) named: Vec<(Name, Value)>,
+}
+
+impl Args {
+    /// By the names of a function's parameters, of which the first so many must be there.
+    pub(super) fn bind<const N: usize>(
+        self,
+        function: &str,
+        names: [&str; N],
+        required: usize,
+    ) -> Fallible<[Option<Value>; N]> {
+        let given = self.positional.len();
+        if given > N {
+            return failed(format!("`{function}` takes at most {N} arguments, {given} were given"));
+        }
+        let mut bound = [const { None }; N];
+        for (place, value) in bound.iter_mut().zip(self.positional) {
+            *place = Some(value);
+        }
+        for (name, value) in self.named {
+            let place = names.iter().position(|known| *known == &*name).and_then(|at| bound.get_mut(at));
+            match place {
+                Some(place @ None) => *place = Some(value),
+                Some(_) => return failed(format!("`{function}` was given `{name}` twice")),
+                None => return failed(format!("`{function}` takes no argument `{name}`")),
+            }
+        }
+        for (name, value) in names.iter().zip(&bound).take(required) {
+            if value.is_none() {
+                return failed(format!("`{function}` needs the argument `{name}`"));
+            }
+        }
+        Ok(bound)
+    }
+}
+
+/// What is given as `None` is as if it were not given.
+pub(super) fn given(value: Option<Value>) -> Option<Value> {
+    value.filter(|value| !matches!(value, Value::None))
+}
