@@ -83,7 +83,10 @@ async fn a_streamed_chat_opens_goes_on_and_ends_with_usage() {
         [&[258, 256][..], &tokens("user\nhi"), &[257], &tokens("\n"), &[256], &tokens("assistant\n")];
     assert_eq!(*sent[0].prompt, expected.concat());
     let text = letters(&sent[0].prompt, 4);
-    assert_eq!(chunks[0]["choices"][0]["delta"], json!({"role": "assistant", "content": ""}));
+    assert_eq!(
+        chunks[0]["choices"][0]["delta"],
+        json!({"role": "assistant", "content": "", "refusal": null})
+    );
     let said: String = chunks.iter().filter_map(|c| c["choices"][0]["delta"]["content"].as_str()).collect();
     assert_eq!(said, text);
     let ids: Vec<u64> = chunks
