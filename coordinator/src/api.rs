@@ -26,6 +26,7 @@ pub mod plan;
 pub mod prompt;
 mod raw;
 pub mod realtime;
+pub mod request_fields;
 pub mod rerank;
 mod responses;
 #[cfg(test)]

@@ -26,6 +26,8 @@ pub struct Tool {
     pub description: Option<String>,
     /// The schema of its arguments.
     pub parameters: Value,
+    /// Whether what of it cannot be enforced is refused; else it is left out.
+    pub strict: bool,
 }
 
 /// How calls are written.
@@ -162,7 +164,7 @@ impl Dialect {
                 let head = format!("{{\"name\": {}, \"{key}\": ", Value::from(tool.name.as_str()));
                 // Writing to a string does not fail.
                 let _ = writeln!(lark, "call_{at}: {} args_{at} \"}}\"", quoted(&head));
-                let _ = writeln!(lark, "args_{at}: %json {}", schema(&tool.parameters, false));
+                let _ = writeln!(lark, "args_{at}: %json {}", schema(&tool.parameters, !tool.strict));
                 names.push(format!("call_{at}"));
             }
             let _ = writeln!(lark, "call: {}", names.join(" | "));
@@ -195,7 +197,7 @@ impl Dialect {
                 for (at, tool) in tools.iter().enumerate() {
                     let head = quoted(&format!("{} <|constrain|>json<|message|>", tool.name));
                     let _ = writeln!(lark, "call_{at}: {head} args_{at}");
-                    let _ = writeln!(lark, "args_{at}: %json {}", schema(&tool.parameters, false));
+                    let _ = writeln!(lark, "args_{at}: %json {}", schema(&tool.parameters, !tool.strict));
                     names.push(format!("call_{at}"));
                 }
                 let _ = writeln!(lark, "call: {}", names.join(" | "));

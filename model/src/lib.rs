@@ -15,6 +15,7 @@ pub mod file;
 pub mod ggml_type;
 pub mod gguf;
 pub mod inspect;
+pub mod json_schema;
 pub mod metadata;
 mod mmap;
 pub mod recent;

@@ -8,10 +8,9 @@
 use crate::Error;
 use crate::progress::spawn;
 use crate::telemetry::{GrammarMetrics, Refused};
-use guide::plain;
 pub use guide::{Guide, Look, Waker};
-use llguidance::api::{GrammarWithLexer, TopLevelGrammar};
 use llguidance::{Matcher, ParserFactory};
+use loosen::build;
 use model::Tokenizer;
 use parking_lot::Mutex;
 use pool::Pool;
@@ -26,6 +25,7 @@ use trial::Tried;
 use vocabulary::Names;
 
 mod guide;
+mod loosen;
 mod pool;
 pub mod trial;
 mod vocabulary;
@@ -55,6 +55,8 @@ struct Compiled(Mutex<Matcher>);
 #[derive(Debug, Clone)]
 struct Refusal {
     why: Refused,
+    /// What the request calls the part that is wrong, where that is known better than for the whole.
+    field: Option<String>,
     reason: String,
 }
 
@@ -124,9 +126,9 @@ impl Grammars {
                 let services = (Arc::clone(&self.pool), self.metrics.clone(), Arc::clone(&self.wake));
                 Ok(Guide::new(matcher, (field, trigger), Arc::clone(&self.tokenizer), services, emitted))
             }
-            Err(Refusal { why, reason }) => {
+            Err(Refusal { why, field: part, reason }) => {
                 self.metrics.refused(why);
-                Err(GenerateError::InvalidField { field, reason })
+                Err(GenerateError::InvalidField { field: part.unwrap_or(field), reason })
             }
         }
     }
@@ -149,7 +151,7 @@ impl Grammars {
         let Ok(Ok(turn)) = turn else { return Err(GenerateError::QueueFull) };
         let too_much = || {
             let reason = format!("compiling it takes more than {} ms of a CPU", COMPILE_TIME.as_millis());
-            Refusal { why: Refused::time, reason }
+            Refusal { why: Refused::time, field: None, reason }
         };
         let (syntax, text) = (grammar.syntax, grammar.text.clone());
         // Neither a process nor a thread has ended when whoever waits for it goes away: the turn is over when it has.
@@ -185,7 +187,9 @@ impl Grammars {
                 self.metrics.compiled.inc();
                 Ok(Ok(Arc::new(Compiled(Mutex::new(matcher)))))
             }
-            Ok(Some(Err(reason))) => Ok(Err(Refusal { why: Refused::invalid, reason })),
+            Ok(Some(Err(loosen::Refused { field, reason }))) => {
+                Ok(Err(Refusal { why: Refused::invalid, field, reason }))
+            }
             Ok(None) => Err(GenerateError::Internal),
             Err(_) => late,
         }
@@ -216,28 +220,6 @@ async fn beside<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) ->
     // Whoever has gone away wants no answer.
     spawn("kvasir-compile", move || drop(reply.send(work()))).ok()?;
     answer.await.ok()
-}
-
-fn build(factory: &ParserFactory, syntax: GrammarSyntax, text: &str) -> Result<Matcher, String> {
-    let grammar = match syntax {
-        GrammarSyntax::JsonSchema => {
-            let schema = serde_json::from_str(text).map_err(|error| plain(&error))?;
-            GrammarWithLexer::from_json_schema(schema)
-        }
-        GrammarSyntax::Regex => GrammarWithLexer::from_regex(text),
-        GrammarSyntax::Lark => GrammarWithLexer::from_lark(text.to_owned()),
-    };
-    let parser = factory.create_parser(TopLevelGrammar::from_grammar(grammar));
-    let mut matcher = Matcher::new(parser);
-    if let Some(error) = matcher.get_error() {
-        return Err(plain(&error));
-    }
-    // What allows nothing at all is found out before anything is answered.
-    match matcher.compute_mask_or_eos() {
-        Ok(mask) if !mask.is_zero() => Ok(matcher),
-        Ok(_) => Err("it allows no answer".to_owned()),
-        Err(error) => Err(plain(&error)),
-    }
 }
 
 /// A tenant's grammars are its own: how long compiling took tells nobody else what it has asked.
@@ -297,7 +279,7 @@ mod tests {
             known.cell(key(n));
         }
         for n in KEPT..3 * KEPT {
-            let refusal = Refusal { why: Refused::time, reason: String::new() };
+            let refusal = Refusal { why: Refused::time, field: None, reason: String::new() };
             assert!(known.cell(key(n)).set(Err(refusal)).is_ok());
             assert_eq!(known.grammars.len(), KEPT);
         }

@@ -50,6 +50,8 @@ pub struct Answer {
     documents: Vec<usize>,
     /// Where each token begins is told.
     offsets: bool,
+    /// Texts that end an answer and are part of it.
+    told_stops: Vec<String>,
     asker: Asker,
     revocation: Revocation,
     /// If the request is recorded.
@@ -205,6 +207,7 @@ impl Answer {
             documents: plan.documents.clone(),
             offsets: plan.params.sampling.logprobs.is_some(),
             revocation: asker.caller.revocation(),
+            told_stops: if plan.params.include_stop { plan.params.stop.strings.clone() } else { Vec::new() },
             asker,
             span: None,
             counts: None,
@@ -366,12 +369,15 @@ impl Answer {
                 Some(Delta { tokens, offsets, ..delta })
             }
             Event::Finished(mut finished) => {
-                let delta = progress.hear_last(&self.model.dialect, &mut finished);
+                let mut delta = progress.hear_last(&self.model.dialect, &mut finished);
                 progress.completion = progress.completion.max(finished.completion_tokens.into());
                 progress.guesses = (finished.drafted_tokens.into(), finished.accepted_tokens.into());
                 progress.reason = Some(finished.reason);
                 let trace = self.span.as_ref().map(|span| span.context().trace);
                 self.metrics.served(&self.model.id, progress.served(&finished, trace));
+                if let Some(stop) = finished.matched.as_ref().filter(|text| self.told_stops.contains(text)) {
+                    delta.say(Part::Text(stop.clone()));
+                }
                 Some(Delta { finished: Some(finished), ..delta })
             }
         }

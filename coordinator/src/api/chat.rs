@@ -3,31 +3,36 @@
 use super::error::ApiError;
 use super::fields::Fields;
 use super::grammar::{self, Wanted};
-use super::plan::{Most, with};
+use super::plan::Most;
 use super::prompt;
 use super::tools::{self, Tools};
 use model::chat_template::Message;
+use serde::Deserialize;
 use serde_json::{Map, Value};
 
-/// The fields of chat completions.
-pub(super) const FIELDS: [&str; 34] = with([
-    "messages",
-    "documents",
-    "max_tokens",
-    "max_completion_tokens",
-    "logprobs",
-    "top_logprobs",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "response_format",
-    "grammar",
-    "chat_template",
-    "chat_template_kwargs",
-]);
-
 /// What a client may tell a chat template.
-const TEMPLATE_ARGUMENTS: [&str; 2] = ["enable_thinking", "thinking"];
+const TEMPLATE_ARGUMENTS: [&str; 3] = ["enable_thinking", "thinking", EFFORT];
+/// What templates call whether to think.
+const THINKING: [&str; 2] = ["enable_thinking", "thinking"];
+const EFFORT: &str = "reasoning_effort";
+/// Whether the last message is to be gone on with.
+pub(super) const CONTINUE: &str = "continue_final_message";
+
+/// How a chat's prompt ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Ending {
+    /// Where an answer begins.
+    Answer,
+    /// Behind the last message.
+    Message,
+    /// Within the last message, which the answer goes on with.
+    Continued,
+}
+
+#[derive(Deserialize)]
+struct Reasoning {
+    effort: Option<String>,
+}
 
 /// What a request wants that is a chat. How to draw and when to stop is in [`super::params::Params`].
 #[derive(Debug)]
@@ -44,23 +49,69 @@ pub(super) struct Chat<'a> {
     pub(super) most: Most,
     /// Further variables of the template.
     pub(super) template_arguments: Map<String, Value>,
+    /// How the prompt ends.
+    pub(super) ending: Ending,
 }
 
 /// Reads what chat completions, and all that takes `messages` in their words, have.
 pub(super) fn read<'a>(fields: &Fields<'a>) -> Result<Chat<'a>, ApiError> {
-    let new: Option<u32> = fields.get("max_completion_tokens")?;
-    let tokens = if new.is_some() { new } else { fields.get("max_tokens")? };
+    let tokens = limit(fields)?;
     let tools = tools::tools(fields)?;
     let mut messages = prompt::messages(fields)?;
     tools::with_arguments(&mut messages)?;
+    let ending = ending(fields, &messages)?;
     Ok(Chat {
         field: "messages",
         messages,
         tools,
         wanted: grammar::wanted(fields)?,
         most: Most { field: "max_tokens", tokens, said: tokens.is_some() },
-        template_arguments: template_arguments(fields)?,
+        template_arguments: arguments(fields)?,
+        ending,
     })
+}
+
+/// How long an answer may be, by any of its names; less than nothing is as long as it gets.
+pub(super) fn limit(fields: &Fields<'_>) -> Result<Option<u32>, ApiError> {
+    let new: Option<u32> = fields.get("max_completion_tokens")?;
+    let old: Option<u32> = fields.get("max_tokens")?;
+    let mut limit = new.or(old);
+    for name in ["max_new_tokens", "n_predict", "num_predict"] {
+        let other = fields.ranged(name, i64::from(i32::MIN)..=i64::from(u32::MAX))?;
+        limit = limit.or(other.and_then(|tokens| u32::try_from(tokens).ok()));
+    }
+    Ok(limit)
+}
+
+fn ending(fields: &Fields<'_>, messages: &[Message<'_>]) -> Result<Ending, ApiError> {
+    let answer: Option<bool> = fields.get("add_generation_prompt")?;
+    if !fields.get(CONTINUE)?.unwrap_or(false) {
+        return Ok(if answer == Some(false) { Ending::Message } else { Ending::Answer });
+    }
+    if answer == Some(true) {
+        return Err(ApiError::field(CONTINUE, "not with add_generation_prompt"));
+    }
+    let said =
+        |message: &&Message<'_>| message.content.as_ref().is_some_and(|said| !said.0.trim().is_empty());
+    let last = messages.last().filter(|last| last.role == "assistant" && last.tool_calls.is_none());
+    match last.filter(said) {
+        Some(_) => Ok(Ending::Continued),
+        None => Err(ApiError::field(CONTINUE, "the last message must be the assistant's, and say something")),
+    }
+}
+
+/// What chat completions tell a template, by whichever name.
+fn arguments(fields: &Fields<'_>) -> Result<Map<String, Value>, ApiError> {
+    let mut arguments = Map::new();
+    if let Some(Reasoning { effort: Some(said) }) = fields.get("reasoning")? {
+        effort(&mut arguments, "reasoning.effort", &said)?;
+    }
+    if let Some(said) = fields.get::<String>(EFFORT)? {
+        effort(&mut arguments, EFFORT, &said)?;
+    }
+    // What is said in the template's own words counts.
+    arguments.extend(template_arguments(fields)?);
+    Ok(arguments)
 }
 
 /// Reads `chat_template_kwargs`.
@@ -70,12 +121,22 @@ pub(super) fn template_arguments(fields: &Fields<'_>) -> Result<Map<String, Valu
         let name: String = name.chars().take(64).collect();
         return Err(ApiError::field("chat_template_kwargs", format!("{name:?} cannot be set")));
     }
-    Ok(arguments)
+    let mut all = Map::new();
+    if let Some(thinks) = fields.get("enable_thinking")? {
+        think(&mut all, thinks);
+    }
+    if let Some(said) = arguments.get(EFFORT).filter(|said| !said.is_null()) {
+        let field = "chat_template_kwargs.reasoning_effort";
+        let said = said.as_str().ok_or_else(|| ApiError::field(field, "must be a text"))?;
+        effort(&mut Map::new(), field, said)?;
+    }
+    all.extend(arguments);
+    Ok(all)
 }
 
 /// Tells a template whether the model shall think before it answers, under the names that templates have for it.
 pub(super) fn think(arguments: &mut Map<String, Value>, thinks: bool) {
-    for name in TEMPLATE_ARGUMENTS {
+    for name in THINKING {
         arguments.insert(name.into(), thinks.into());
     }
 }
@@ -92,7 +153,7 @@ pub(super) fn effort(
         "low" | "medium" | "high" | "xhigh" | "max" => {
             // There is nothing above high in any template.
             let grade = if matches!(effort, "low" | "medium") { effort } else { "high" };
-            arguments.insert("reasoning_effort".into(), grade.into());
+            arguments.insert(EFFORT.into(), grade.into());
         }
         _ => {
             return Err(ApiError::field(field, "must be none, minimal, low, medium, high, xhigh or max"));

@@ -45,6 +45,13 @@ pub fn plan(body: &[u8], sources: &Sources<'_>) -> Result<Wanted<Shape>, ApiErro
     let tokenizer = &model.tokenizer;
     let text = |(at, given): (usize, Prompt)| {
         let field = format!("{INPUT}[{at}]");
+        let empty = match &given {
+            Prompt::Text(text) => text.is_empty(),
+            Prompt::Tokens(tokens) => tokens.is_empty(),
+        };
+        if empty {
+            return Err(ApiError::field(field, "is empty"));
+        }
         let tokens = match given {
             Prompt::Text(text) => {
                 check_text(&model, &text, Some(served.max_model_len))?;

@@ -88,6 +88,9 @@ pub enum ApiError {
         /// The model's limit.
         limit: u64,
     },
+    /// A history is to be kept here, or to be gone on with.
+    #[error("thread: nothing is stored here: send all that went before as messages")]
+    NoThreads,
     /// No such model.
     #[error("the model {0:?} does not exist")]
     ModelNotFound(String),
@@ -195,7 +198,7 @@ impl ApiError {
     pub fn status(&self) -> StatusCode {
         match self {
             Self::InvalidField { .. } | Self::ContextLength { .. } => StatusCode::BAD_REQUEST,
-            Self::BadHead { .. } | Self::TextLength { .. } => StatusCode::BAD_REQUEST,
+            Self::BadHead { .. } | Self::TextLength { .. } | Self::NoThreads => StatusCode::BAD_REQUEST,
             Self::HeadTooLarge { .. } | Self::TooManyHeaders { .. } => {
                 StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE
             }
@@ -225,6 +228,7 @@ impl ApiError {
     pub fn code(&self) -> &'static str {
         match self {
             Self::InvalidField { .. }
+            | Self::NoThreads
             | Self::BodyTooLarge { .. }
             | Self::BadHead { .. }
             | Self::HeadTooLarge { .. }
@@ -277,6 +281,7 @@ impl ApiError {
             Self::BodyTooLarge { .. } | Self::BodyTimeout => Some("body"),
             Self::ModelNotFound(_) | Self::NotOfferedWith { .. } => Some("model"),
             Self::Unknown { .. } => Some("id"),
+            Self::NoThreads => Some("thread"),
             _ => None,
         }
     }

@@ -83,7 +83,11 @@ impl<'a> Fields<'a> {
     /// The field's value; `None` if it is absent or null.
     pub fn get<T: Deserialize<'a>>(&self, name: &'static str) -> Result<Option<T>, ApiError> {
         let Some(raw) = self.raw(name) else { return Ok(None) };
-        serde_json::from_str(raw).map(Some).map_err(|error| self.wrong(name, plain(&error)))
+        let whole = |error: serde_json::Error| match whole(raw).map(T::deserialize) {
+            Some(Ok(value)) => Ok(value),
+            _ => Err(self.wrong(name, plain(&error))),
+        };
+        serde_json::from_str(raw).or_else(whole).map(Some)
     }
 
     /// The field's value, within a range.
@@ -124,6 +128,15 @@ impl<'a> Fields<'a> {
     }
 }
 
+/// A whole number that is written as a float, as some clients write all numbers.
+fn whole(raw: &str) -> Option<serde_json::Value> {
+    /// Floats tell whole numbers apart up to here.
+    const EXACT: f64 = 9_007_199_254_740_992.0;
+    let number: f64 =
+        raw.starts_with(|c: char| c.is_ascii_digit() || c == '-').then(|| raw.parse().ok())??;
+    (number.fract() == 0.0 && number.abs() <= EXACT).then(|| (number as i64).into())
+}
+
 /// The name of a field in an object of a list.
 fn place(within: Option<(&'static str, usize)>, name: &str) -> Option<String> {
     let dot = if name.is_empty() { "" } else { "." };
@@ -158,6 +171,13 @@ mod tests {
         assert_eq!(wrong, ApiError::field("a", "invalid type: string \"text\", expected u32"));
         assert_eq!(fields.ranged("b", 0..=8u32), Err(ApiError::field("b", "9 is not from 0 to 8")));
         assert_eq!(fields.ranged("b", 0..=9u32), Ok(Some(9)));
+        for (body, value) in
+            [("16.0", Some(16)), ("1.6e1", Some(16)), ("16.5", None), ("-1.0", None), ("\"16\"", None)]
+        {
+            let body = format!("{{\"a\": {body}}}");
+            let fields = Fields::parse(body.as_bytes(), KNOWN).unwrap();
+            assert_eq!(fields.get::<u32>("a").ok().flatten(), value, "{body}");
+        }
         for body in [&b"[]"[..], b"{", b"{} x", b"", b"\xff", b"{\"a\":1}{}"] {
             let refused = Fields::parse(body, KNOWN).unwrap_err();
             assert!(matches!(&refused, ApiError::InvalidField { field, .. } if field == "body"), "{refused}");

@@ -6,8 +6,10 @@ use super::fields::{Fields, plain};
 use super::limits::{MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH};
 use super::tools::Tools;
 use model::dialect::{self, Dialect};
+use model::json_schema::{self, Unsupported};
 use proto::message::{GrammarSyntax, GrammarV1, MAX_GRAMMAR_BYTES};
 use serde::Deserialize;
+use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
@@ -30,6 +32,10 @@ struct Format<'a> {
     r#type: String,
     #[serde(borrow)]
     json_schema: Option<JsonSchema<'a>>,
+    /// Where some servers have it, also for any object.
+    #[serde(borrow)]
+    schema: Option<&'a RawValue>,
+    strict: Option<bool>,
 }
 
 #[derive(Deserialize)]
@@ -45,18 +51,60 @@ struct Grammar {
     definition: String,
 }
 
+/// How vLLM says all of this in one field.
+#[derive(Deserialize)]
+struct Structured<'a> {
+    #[serde(borrow)]
+    json: Option<&'a RawValue>,
+    #[serde(borrow)]
+    regex: Option<&'a RawValue>,
+    #[serde(borrow)]
+    choice: Option<&'a RawValue>,
+    #[serde(borrow)]
+    grammar: Option<&'a RawValue>,
+    json_object: Option<bool>,
+    structural_tag: Option<IgnoredAny>,
+    whitespace_pattern: Option<IgnoredAny>,
+}
+
+/// What a field that has another name elsewhere holds.
+#[derive(Debug, Clone, Copy)]
+enum Alias {
+    Json,
+    Regex,
+    Choice,
+    Lark,
+}
+
+/// Names that other servers have for it.
+const ALIASES: [(&str, Alias); 7] = [
+    ("guided_json", Alias::Json),
+    ("json_schema", Alias::Json),
+    ("guided_regex", Alias::Regex),
+    ("regex", Alias::Regex),
+    ("guided_choice", Alias::Choice),
+    ("guided_grammar", Alias::Lark),
+    ("ebnf", Alias::Lark),
+];
+
 const SCHEMA: &str = "response_format.json_schema.schema";
+const FORMAT_SCHEMA: &str = "response_format.schema";
 
 /// Reads `response_format` and `grammar`.
 pub fn wanted(fields: &Fields<'_>) -> Result<Option<Wanted>, ApiError> {
     let format: Option<Format<'_>> = fields.get("response_format")?;
     let json = match format.as_ref().map(|format| format.r#type.as_str()) {
         None | Some("text") => None,
-        Some("json_object") => Some(any_object("response_format")),
-        Some("json_schema") => {
-            let given = format.as_ref().and_then(|format| format.json_schema.as_ref());
-            let given = given.ok_or_else(|| ApiError::field("response_format.json_schema", "is missing"))?;
-            Some(of_schema_in(SCHEMA, given.schema, given.strict)?)
+        Some(kind @ ("json_object" | "json_schema")) => {
+            let inner = format.as_ref().and_then(|format| format.json_schema.as_ref());
+            let beside =
+                format.as_ref().and_then(|format| format.schema.map(|schema| (schema, format.strict)));
+            Some(match (inner, beside) {
+                (Some(given), _) => of_schema_in(SCHEMA, given.schema, given.strict)?,
+                (None, Some((schema, strict))) => of_schema_in(FORMAT_SCHEMA, Some(schema), strict)?,
+                (None, None) if kind == "json_object" => any_object("response_format"),
+                (None, None) => return Err(ApiError::field("response_format.json_schema", "is missing")),
+            })
         }
         Some(_) => {
             return Err(ApiError::field("response_format.type", "must be text, json_object or json_schema"));
@@ -77,32 +125,110 @@ pub(super) fn of_schema_in(
     strict: Option<bool>,
 ) -> Result<Wanted, ApiError> {
     let raw = raw.ok_or_else(|| ApiError::field(field, "is missing"))?;
-    let schema = schema(field, raw.get())?;
-    Ok(Wanted::Json { field, schema: dialect::schema(&schema, strict != Some(true)) })
+    let strict = strict == Some(true);
+    let schema = prepared(field, &schema(field, raw.get())?, strict)?;
+    Ok(Wanted::Json { field, schema: dialect::schema(&schema, !strict) })
 }
 
-/// What `grammar` says, if there is one and not also what the request asks for in `other`.
+/// A schema as grammars are compiled from it, which the request calls `field`. If it is `strict`, whatever cannot be
+/// enforced is refused.
+pub(super) fn prepared(field: &str, schema: &Value, strict: bool) -> Result<Value, ApiError> {
+    json_schema::prepare(schema, strict).map_err(|Unsupported { path, reason }| {
+        ApiError::field(field, format!("at {path}: {reason}, and strict is true"))
+    })
+}
+
+/// What `grammar` says, or a name that other servers have for it, if there is one and not also what the request asks for
+/// in `other`.
 pub(super) fn or_grammar(
     fields: &Fields<'_>,
     json: Option<Wanted>,
     other: &str,
 ) -> Result<Option<Wanted>, ApiError> {
-    let Some(Grammar { syntax, definition }) = fields.get("grammar")? else { return Ok(json) };
-    if json.is_some() {
-        return Err(ApiError::field("grammar", format!("give either a grammar or a {other}")));
-    }
-    let syntax = match syntax.as_str() {
-        "lark" => GrammarSyntax::Lark,
-        "regex" => GrammarSyntax::Regex,
-        _ => return Err(ApiError::field("grammar.syntax", "must be lark or regex")),
+    let mut wanted = json.map(|json| (other, json));
+    let mut add = |name: &'static str, more: Wanted| match &wanted {
+        Some((first, _)) => Err(ApiError::field(name, format!("give either {name} or {first}"))),
+        None => {
+            wanted = Some((name, more));
+            Ok(())
+        }
     };
-    const DEFINITION: &str = "grammar.definition";
-    if definition.trim().is_empty() || definition.len() > MAX_SCHEMA_BYTES {
-        let reason = format!("has {} bytes; 1 to {MAX_SCHEMA_BYTES} are accepted", definition.len());
-        return Err(ApiError::field(DEFINITION, reason));
+    if let Some(Grammar { syntax, definition }) = fields.get("grammar")? {
+        let syntax = match syntax.as_str() {
+            "lark" => GrammarSyntax::Lark,
+            "regex" => GrammarSyntax::Regex,
+            _ => return Err(ApiError::field("grammar.syntax", "must be lark or regex")),
+        };
+        add("grammar", defined("grammar.definition", syntax, definition)?)?;
     }
-    let grammar = GrammarV1 { field: DEFINITION.into(), syntax, text: definition, trigger: None };
-    Ok(Some(Wanted::Grammar(grammar)))
+    for (name, alias) in ALIASES {
+        if let Some(raw) = fields.raw(name) {
+            add(name, of_alias(name, alias, raw)?)?;
+        }
+    }
+    const STRUCTURED: &str = "structured_outputs";
+    if let Some(Structured {
+        json,
+        regex,
+        choice,
+        grammar,
+        json_object,
+        structural_tag,
+        whitespace_pattern,
+    }) = fields.get(STRUCTURED)?
+    {
+        if structural_tag.is_some() || whitespace_pattern.is_some() {
+            let reason = "only json, json_object, regex, choice and grammar are served";
+            return Err(ApiError::field(STRUCTURED, reason));
+        }
+        for (name, alias, raw) in [
+            ("structured_outputs.json", Alias::Json, json),
+            ("structured_outputs.regex", Alias::Regex, regex),
+            ("structured_outputs.choice", Alias::Choice, choice),
+            ("structured_outputs.grammar", Alias::Lark, grammar),
+        ] {
+            if let Some(raw) = raw {
+                add(name, of_alias(name, alias, raw.get())?)?;
+            }
+        }
+        if json_object == Some(true) {
+            add("structured_outputs.json_object", any_object("structured_outputs.json_object"))?;
+        }
+    }
+    Ok(wanted.map(|(_, wanted)| wanted))
+}
+
+/// What the value of a field by another name says.
+fn of_alias(field: &'static str, alias: Alias, raw: &str) -> Result<Wanted, ApiError> {
+    let wrong = |error: serde_json::Error| ApiError::field(field, plain(&error));
+    let text = || serde_json::from_str::<String>(raw).map_err(wrong);
+    match alias {
+        Alias::Json => {
+            let written = if raw.starts_with('"') { text()? } else { raw.to_owned() };
+            let schema = prepared(field, &schema(field, &written)?, false)?;
+            Ok(Wanted::Json { field, schema: dialect::schema(&schema, true) })
+        }
+        Alias::Regex => defined(field, GrammarSyntax::Regex, text()?),
+        Alias::Lark => defined(field, GrammarSyntax::Lark, text()?),
+        Alias::Choice => {
+            let choices: Vec<String> = serde_json::from_str(raw).map_err(wrong)?;
+            if choices.is_empty() || choices.iter().any(String::is_empty) {
+                return Err(ApiError::field(field, "must be a list of texts that are not empty"));
+            }
+            let choices: Vec<String> =
+                choices.into_iter().map(|text| Value::from(text).to_string()).collect();
+            defined(field, GrammarSyntax::Lark, format!("start: {}", choices.join(" | ")))
+        }
+    }
+}
+
+/// A grammar that the request has in `field`.
+fn defined(field: &str, syntax: GrammarSyntax, text: String) -> Result<Wanted, ApiError> {
+    if text.trim().is_empty() || text.len() > MAX_SCHEMA_BYTES {
+        let reason = format!("has {} bytes; 1 to {MAX_SCHEMA_BYTES} are accepted", text.len());
+        return Err(ApiError::field(field, reason));
+    }
+    Ok(Wanted::Grammar(GrammarV1 { field: field.to_owned(), syntax, text, trigger: None }))
 }
 
 /// Reads a schema that the request calls `field`.
@@ -144,11 +270,12 @@ pub fn of_chat(
     };
     let Tools { tools, required, parallel, .. } = tools;
     let grammar = match wanted {
-        Some(_) if *required => {
-            return Err(ApiError::field("tool_choice", "a call is required, so that nothing else can be"));
+        // What is said would be of a format; nothing is said.
+        Some(_) | None if *required => {
+            lark("tools", dialect.calls_grammar(tools, *parallel, false, prompt), None)
         }
-        Some(Wanted::Grammar(_)) if !tools.is_empty() => {
-            return Err(ApiError::field("grammar", "not with tools, whose calls would not be of it"));
+        Some(Wanted::Grammar(grammar)) if !tools.is_empty() => {
+            return Err(ApiError::field(grammar.field, "not with tools, whose calls would not be of it"));
         }
         Some(Wanted::Grammar(grammar)) => grammar,
         Some(Wanted::Json { field, schema }) if tools.is_empty() && !dialect.thinks() => {
@@ -158,7 +285,6 @@ pub fn of_chat(
             lark(field, dialect.answer_grammar(&schema, tools, *parallel, prompt), None)
         }
         None if tools.is_empty() => return Ok(None),
-        None if *required => lark("tools", dialect.calls_grammar(tools, *parallel, false, prompt), None),
         None => lark("tools", dialect.calls_grammar(tools, *parallel, true, prompt), dialect.trigger()),
     };
     within(grammar).map(Some)

@@ -42,7 +42,7 @@ pub const MAX_SCHEMA_BYTES: usize = 64 << 10;
 /// Levels of nesting of a JSON schema.
 pub const MAX_SCHEMA_DEPTH: usize = 32;
 /// Choices for each prompt.
-pub const MAX_N: u32 = 8;
+pub const MAX_N: u32 = 128;
 /// Prompts in one request, times choices.
 pub const MAX_CHOICES: usize = 128;
 /// Texts to embed, or documents to rank, in one request.

@@ -3,37 +3,17 @@
 mod input;
 mod writer;
 
-use super::chat::{self, Chat};
+use super::chat::{self, Chat, Ending};
 use super::error::ApiError;
 use super::fields::Fields;
 use super::grammar::{self, Wanted};
-use super::plan::{Most, with};
-use super::tools::{self, Parts, Tools, Written};
+use super::plan::Most;
+use super::tools::{self, Listed, Parts, Tools, Written};
 use serde::Deserialize;
 use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 
 pub(super) use writer::{MessageWriter, refused};
-
-/// Its fields.
-pub(super) const FIELDS: [&str; 37] = with([
-    "messages",
-    "system",
-    "documents",
-    "max_tokens",
-    STOP,
-    "tools",
-    "tool_choice",
-    "thinking",
-    "output_config",
-    "grammar",
-    "metadata",
-    "chat_template",
-    "chat_template_kwargs",
-    "prefill",
-    "container",
-    "mcp_servers",
-]);
 
 /// Texts that end an answer.
 pub(super) const STOP: &str = "stop_sequences";
@@ -49,6 +29,7 @@ struct Tool<'a> {
     description: Option<String>,
     #[serde(borrow)]
     input_schema: Option<&'a RawValue>,
+    strict: Option<bool>,
 }
 
 #[derive(Deserialize)]
@@ -61,7 +42,7 @@ struct Choice {
 #[derive(Deserialize)]
 struct Thinking {
     r#type: String,
-    budget_tokens: Option<u32>,
+    budget_tokens: Option<f64>,
     display: Option<String>,
 }
 
@@ -77,6 +58,7 @@ struct Format<'a> {
     r#type: String,
     #[serde(borrow)]
     schema: Option<&'a RawValue>,
+    strict: Option<bool>,
 }
 
 #[derive(Deserialize)]
@@ -107,6 +89,7 @@ pub(super) fn read<'a>(fields: &Fields<'a>, answer: bool) -> Result<Chat<'a>, Ap
         wanted: wanted(fields, format)?,
         most: Most { field: LIMIT, tokens, said: true },
         template_arguments,
+        ending: Ending::Answer,
     })
 }
 
@@ -114,7 +97,7 @@ pub(super) fn read<'a>(fields: &Fields<'a>, answer: bool) -> Result<Chat<'a>, Ap
 fn thinking(fields: &Fields<'_>, arguments: &mut Map<String, Value>) -> Result<(), ApiError> {
     let Some(Thinking { r#type, budget_tokens, display }) = fields.get(THINKING)? else { return Ok(()) };
     match (r#type.as_str(), budget_tokens) {
-        ("enabled", Some(1..)) => chat::think(arguments, true),
+        ("enabled", Some(budget)) if budget >= 1.0 => chat::think(arguments, true),
         ("enabled", _) => return Err(ApiError::field("thinking.budget_tokens", "must be at least 1")),
         ("disabled", _) => chat::think(arguments, false),
         ("adaptive", _) => {}
@@ -131,8 +114,8 @@ fn thinking(fields: &Fields<'_>, arguments: &mut Map<String, Value>) -> Result<(
 fn wanted(fields: &Fields<'_>, format: Option<Format<'_>>) -> Result<Option<Wanted>, ApiError> {
     let json = match format {
         None => None,
-        Some(Format { r#type, schema }) if r#type == "json_schema" => {
-            Some(grammar::of_schema_in(SCHEMA, schema, Some(true))?)
+        Some(Format { r#type, schema, strict }) if r#type == "json_schema" => {
+            Some(grammar::of_schema_in(SCHEMA, schema, strict)?)
         }
         Some(_) => return Err(ApiError::field("output_config.format.type", "must be json_schema")),
     };
@@ -141,15 +124,13 @@ fn wanted(fields: &Fields<'_>, format: Option<Format<'_>>) -> Result<Option<Want
 
 fn tools(fields: &Fields<'_>) -> Result<Tools, ApiError> {
     const PARTS: Parts = Parts { name: ".name", parameters: ".input_schema" };
-    let mut read = tools::listed(fields, &PARTS, |raw| {
-        let Tool { r#type, name, description, input_schema } = tools::parsed("", raw)?;
-        match r#type.as_deref() {
-            None | Some("custom") => Ok(Written { name, description, parameters: input_schema, given: None }),
-            Some(other) => {
-                let other: String = other.chars().take(64).collect();
-                Err((".type", format!("{other:?} is not served, only custom")))
-            }
-        }
+    let mut read = tools::listed(fields, "tools", &PARTS, |raw| {
+        let Tool { r#type, name, description, input_schema, strict } = tools::parsed("", raw)?;
+        let written = Written { name, description, parameters: input_schema, strict, given: None };
+        Ok(match r#type.as_deref() {
+            None | Some("custom") => Listed::Tool(written),
+            Some(other) => Listed::Elsewhere(tools::not_served(other, "custom")),
+        })
     })?;
     let Some(choice) = fields.get::<Choice>(CHOICE)? else { return Ok(read) };
     read.parallel = choice.disable_parallel_tool_use != Some(true);
@@ -164,19 +145,12 @@ fn tools(fields: &Fields<'_>) -> Result<Tools, ApiError> {
     tools::check_choice(read)
 }
 
-/// What would change the answer and is not served is refused, never left out.
+/// A thread is a history that is kept here, which nothing is: its client sends all of it where it is told so.
 pub(super) fn refuse_unsupported(fields: &Fields<'_>) -> Result<(), ApiError> {
-    for (name, reason) in [
-        ("prefill", "no answer is begun for the model"),
-        ("container", "nothing is run here"),
-        ("mcp_servers", "nothing is asked for by this server"),
-        ("chat_template", "only the model's own template is used"),
-    ] {
-        if fields.raw(name).is_some_and(|raw| raw != "[]") {
-            return Err(ApiError::field(name, format!("is not served: {reason}")));
-        }
+    match fields.raw("thread") {
+        Some(_) => Err(ApiError::NoThreads),
+        None => Ok(()),
     }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -11,31 +11,6 @@ use serde::de::{Deserializer, MapAccess, SeqAccess, Visitor};
 use std::fmt;
 use std::marker::PhantomData;
 
-/// Names of the fields read here.
-pub const NAMES: [&str; 21] = [
-    "model",
-    "n",
-    "stream",
-    "stream_options",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "seed",
-    "priority",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-    "return_token_ids",
-    "add_special_tokens",
-    "cache_salt",
-];
-
 /// What a request says besides prompt and length.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Params {
@@ -51,6 +26,8 @@ pub struct Params {
     pub priority: i32,
     /// When to end, `max_tokens` left at 0.
     pub stop: Stop,
+    /// Whether the text that ends an answer is part of it.
+    pub include_stop: bool,
     /// Whether choices carry their token ids.
     pub return_token_ids: bool,
     /// Whether BOS is put before a text prompt where the model wants it; `None` if not said.
@@ -82,14 +59,17 @@ impl Params {
         let min_tokens = fields.get("min_tokens")?.unwrap_or(0);
         let sampling = Sampling {
             temperature: fields.ranged("temperature", 0.0..=100.0)?.unwrap_or(defaults.temperature),
-            top_p: above_zero(fields, "top_p", 1.0)?.unwrap_or(defaults.top_p),
+            top_p: fields.ranged("top_p", 0.0..=1.0)?.map_or(defaults.top_p, likeliest),
             top_k: match fields.ranged("top_k", -1..=i64::from(u32::MAX))? {
                 Some(k) => u32::try_from(k).unwrap_or(0),
                 None => defaults.top_k,
             },
             min_p: fields.ranged("min_p", 0.0..=1.0)?.unwrap_or(defaults.min_p),
-            repetition_penalty: above_zero(fields, "repetition_penalty", 100.0)?
-                .unwrap_or(defaults.repetition_penalty),
+            repetition_penalty: match above_zero(fields, "repetition_penalty", 100.0)? {
+                None => above_zero(fields, "repeat_penalty", 100.0)?,
+                said => said,
+            }
+            .unwrap_or(defaults.repetition_penalty),
             presence_penalty: fields.ranged("presence_penalty", -2.0..=2.0)?.unwrap_or(0.0),
             frequency_penalty: fields.ranged("frequency_penalty", -2.0..=2.0)?.unwrap_or(0.0),
             logit_bias: logit_bias(fields, vocab)?,
@@ -114,6 +94,7 @@ impl Params {
             sampling,
             priority: fields.ranged("priority", -MAX_PRIORITY..=MAX_PRIORITY)?.unwrap_or(0),
             stop,
+            include_stop: fields.get("include_stop_str_in_output")?.unwrap_or(false),
             return_token_ids: fields.get("return_token_ids")?.unwrap_or(false),
             add_special_tokens: fields.get("add_special_tokens")?,
             cache_salt: cache_salt(fields)?,
@@ -127,6 +108,11 @@ fn cache_salt(fields: &Fields<'_>) -> Result<Option<String>, ApiError> {
         return Err(ApiError::field("cache_salt", format!("must have 1 to {MAX_CACHE_SALT} bytes")));
     }
     Ok(salt)
+}
+
+/// A share of probability that is nothing is that of the likeliest token; workers want it above 0.
+fn likeliest(top_p: f32) -> f32 {
+    top_p.max(f32::MIN_POSITIVE)
 }
 
 fn above_zero(fields: &Fields<'_>, name: &'static str, most: f32) -> Result<Option<f32>, ApiError> {
@@ -239,11 +225,12 @@ impl<'de, T: Deserialize<'de>, const MAX: usize> Deserialize<'de> for Bounded<T,
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::api::plan::Kind;
     use serde_json::{Value, json};
 
     fn read(body: &Value) -> Result<Params, ApiError> {
         let body = body.to_string();
-        let fields = Fields::parse(body.as_bytes(), &NAMES).unwrap();
+        let fields = Fields::parse(body.as_bytes(), Kind::Completion.known()).unwrap();
         Params::read(&fields, 1000, 77, &SamplingDefaults::PLAIN, "stop")
     }
 
@@ -284,6 +271,14 @@ mod tests {
     }
 
     #[test]
+    fn whole_numbers_may_be_floats_and_a_share_may_be_nothing() {
+        let params =
+            read(&json!({"n": 128.0, "seed": 7.0, "top_k": 3e0, "min_tokens": 2.0, "top_p": 0})).unwrap();
+        assert_eq!((params.n, params.sampling.seed, params.sampling.top_k), (128, 7, 3));
+        assert_eq!((params.stop.min_tokens, params.sampling.top_p), (2, f32::MIN_POSITIVE));
+    }
+
+    #[test]
     fn what_is_wrong_is_named() {
         for (body, field) in [
             (json!({"n": 0}), "n"),
@@ -293,7 +288,7 @@ mod tests {
             (json!({"temperature": -0.1}), "temperature"),
             (json!({"temperature": "hot"}), "temperature"),
             (json!({"temperature": 1e39}), "temperature"),
-            (json!({"top_p": 0}), "top_p"),
+            (json!({"top_p": -0.1}), "top_p"),
             (json!({"top_p": 1.01}), "top_p"),
             (json!({"top_k": -2}), "top_k"),
             (json!({"min_p": 2}), "min_p"),

@@ -4,47 +4,19 @@
 mod input;
 mod writer;
 
-use super::chat::{self, Chat};
+use super::chat::{self, Chat, Ending};
 use super::error::ApiError;
 use super::fields::Fields;
 use super::grammar::{self, Wanted};
 use super::params::{Bounded, Params};
-use super::plan::{Most, with};
-use super::tools::{self, Parts, Tools, Written};
+use super::plan::Most;
+use super::tools::{self, Listed, Parts, Tools, Written};
 use serde::Deserialize;
 use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
 use std::collections::HashMap;
 
 pub(super) use writer::ResponseWriter;
-
-/// Its fields.
-pub(super) const FIELDS: [&str; 45] = with([
-    "input",
-    "instructions",
-    "documents",
-    "max_output_tokens",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "text",
-    "grammar",
-    "reasoning",
-    "chat_template",
-    "chat_template_kwargs",
-    "metadata",
-    "store",
-    "previous_response_id",
-    "conversation",
-    "background",
-    "prompt",
-    "include",
-    "truncation",
-    "top_logprobs",
-    "user",
-    "safety_identifier",
-    "prompt_cache_key",
-]);
 
 const LIMIT: &str = "max_output_tokens";
 const SCHEMA: &str = "text.format.schema";
@@ -81,13 +53,14 @@ struct Function<'a> {
     description: Option<String>,
     #[serde(borrow)]
     parameters: Option<&'a RawValue>,
+    strict: Option<bool>,
 }
 
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Choice {
     Word(String),
-    Named { r#type: String, name: Option<String> },
+    Named { r#type: String, name: Option<String>, mode: Option<String>, tools: Option<Vec<Value>> },
 }
 
 /// Reads a request.
@@ -104,6 +77,7 @@ pub(super) fn read<'a>(fields: &Fields<'a>) -> Result<Chat<'a>, ApiError> {
         wanted: wanted(fields)?,
         most: Most { field: LIMIT, tokens, said: tokens.is_some() },
         template_arguments,
+        ending: Ending::Answer,
     })
 }
 
@@ -125,11 +99,13 @@ fn wanted(fields: &Fields<'_>) -> Result<Option<Wanted>, ApiError> {
 
 fn tools(fields: &Fields<'_>) -> Result<Tools, ApiError> {
     const PARTS: Parts = Parts { name: ".name", parameters: ".parameters" };
-    let mut read = tools::listed(fields, &PARTS, |raw| {
-        let Function { r#type, name, description, parameters } = tools::parsed("", raw)?;
+    let mut read = tools::listed(fields, "tools", &PARTS, |raw| {
+        let Function { r#type, name, description, parameters, strict } = tools::parsed("", raw)?;
         match r#type.as_deref() {
-            Some("function") => Ok(Written { name, description, parameters, given: None }),
-            Some(other) => Err((".type", not_served(other))),
+            Some("function") => {
+                Ok(Listed::Tool(Written { name, description, parameters, strict, given: None }))
+            }
+            Some(other) => Ok(Listed::Elsewhere(tools::not_served(other, "function"))),
             None => Err((".type", "is missing".to_owned())),
         }
     })?;
@@ -137,34 +113,24 @@ fn tools(fields: &Fields<'_>) -> Result<Tools, ApiError> {
     match fields.get::<Choice>("tool_choice")? {
         None => {}
         Some(Choice::Word(word)) => tools::choose(&mut read, &word)?,
-        Some(Choice::Named { r#type, name: Some(name) }) if r#type == "function" => {
+        Some(Choice::Named { r#type, name: Some(name), .. }) if r#type == "function" => {
             tools::only(&mut read, "tool_choice.name", &name)?;
         }
         Some(Choice::Named { r#type, .. }) if r#type == "function" => {
             return Err(ApiError::field("tool_choice.name", "is missing"));
         }
+        Some(Choice::Named { r#type, mode, tools, .. }) if r#type == "allowed_tools" => {
+            tools::allow(&mut read, "tool_choice", mode.as_deref(), &tools.unwrap_or_default())?;
+        }
         Some(Choice::Named { r#type, .. }) => {
-            return Err(ApiError::field("tool_choice.type", not_served(&r#type)));
+            return Err(ApiError::field("tool_choice.type", tools::not_served(&r#type, "function")));
         }
     }
     tools::check_choice(read)
 }
 
-fn not_served(kind: &str) -> String {
-    let kind: String = kind.chars().take(64).collect();
-    format!("{kind:?} is not served, only function")
-}
-
 /// What would change the answer and is not served is refused, never left out.
 pub(super) fn refuse_unsupported(fields: &Fields<'_>) -> Result<(), ApiError> {
-    for name in ["previous_response_id", "conversation", "prompt"] {
-        if fields.raw(name).is_some() {
-            return Err(ApiError::field(name, "nothing is stored here: send all that went before in input"));
-        }
-    }
-    if fields.get("background")?.unwrap_or(false) {
-        return Err(ApiError::field("background", "nothing is stored here: stream the answer"));
-    }
     // Whatever is asked for, nothing is stored, and nothing cut off; the answer says so.
     fields.get::<bool>("store")?;
     if fields.get::<String>("truncation")?.is_some_and(|how| how != "auto" && how != "disabled") {
@@ -179,9 +145,6 @@ pub(super) fn refuse_unsupported(fields: &Fields<'_>) -> Result<(), ApiError> {
     if fields.get("top_logprobs")?.is_some_and(|most: u32| most > 0) {
         let reason = "is not served: ask chat completions for log-probabilities";
         return Err(ApiError::field("top_logprobs", reason));
-    }
-    if fields.raw("chat_template").is_some() {
-        return Err(ApiError::field("chat_template", "only the model's own template is used"));
     }
     Ok(())
 }
@@ -208,7 +171,8 @@ pub(super) fn repeats(fields: &Fields<'_>, params: &Params) -> Result<Map<String
     put("tool_choice", given("tool_choice")?.unwrap_or("auto".into()));
     put("tools", given("tools")?.unwrap_or_else(|| json!([])));
     put("top_logprobs", 0.into());
-    put("top_p", number(params.sampling.top_p));
+    // What it is drawn with is never quite nothing.
+    put("top_p", fields.get("top_p")?.unwrap_or_else(|| number(params.sampling.top_p)));
     put("truncation", "disabled".into());
     for name in NAMES_REPEATED {
         if let Some(value) = fields.get::<String>(name)? {

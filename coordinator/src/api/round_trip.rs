@@ -58,13 +58,11 @@ fn delta(said: &[Part], reason: FinishReason) -> Delta {
 fn read(kind: Kind, body: &Value) -> Vec<Message<'static>> {
     let body = body.to_string();
     let read = match kind {
-        Kind::Responses => {
-            Fields::parse(body.as_bytes(), &responses::FIELDS).and_then(|fields| responses::read(&fields))
-        }
-        Kind::Messages => {
-            Fields::parse(body.as_bytes(), &messages::FIELDS).and_then(|fields| messages::read(&fields, true))
-        }
-        _ => Fields::parse(body.as_bytes(), &chat::FIELDS).and_then(|fields| chat::read(&fields)),
+        Kind::Responses => Fields::parse(body.as_bytes(), Kind::Responses.known())
+            .and_then(|fields| responses::read(&fields)),
+        Kind::Messages => Fields::parse(body.as_bytes(), Kind::Messages.known())
+            .and_then(|fields| messages::read(&fields, true)),
+        _ => Fields::parse(body.as_bytes(), Kind::Chat.known()).and_then(|fields| chat::read(&fields)),
     };
     let chat = read.unwrap_or_else(|error| panic!("{error}: {body}"));
     let messages = serde_json::to_value(&chat.messages).unwrap();

@@ -6,6 +6,7 @@ use super::limits::{MAX_SCHEMA_BYTES, MAX_TOOL_NAME, MAX_TOOLS};
 use super::params::Bounded;
 use model::chat_template::{Content, Message};
 use model::dialect::Tool;
+use model::json_schema;
 use serde::Deserialize;
 use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
@@ -21,6 +22,16 @@ pub struct Tools {
     pub required: bool,
     /// Whether several may be called at once.
     pub parallel: bool,
+    /// Why the first tool that cannot be called here is none of them.
+    pub left_out: Option<ApiError>,
+}
+
+/// An entry of the list of tools.
+pub(super) enum Listed<'a> {
+    /// A function.
+    Tool(Written<'a>),
+    /// What would be run by another server; why it cannot be called here.
+    Elsewhere(String),
 }
 
 /// A tool as an API writes it.
@@ -31,6 +42,8 @@ pub(super) struct Written<'a> {
     pub(super) description: Option<String>,
     /// The schema of its arguments.
     pub(super) parameters: Option<&'a RawValue>,
+    /// Whether what of that cannot be enforced is to be refused.
+    pub(super) strict: Option<bool>,
     /// The same for the chat template, where it is written as templates have it.
     pub(super) given: Option<Value>,
 }
@@ -54,13 +67,28 @@ struct Function<'a> {
     description: Option<String>,
     #[serde(borrow)]
     parameters: Option<&'a RawValue>,
+    strict: Option<bool>,
 }
 
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Choice {
     Word(String),
-    Named { r#type: String, function: Option<Named> },
+    Named { r#type: String, function: Option<Named>, allowed_tools: Option<Allowed> },
+}
+
+#[derive(Deserialize)]
+struct Allowed {
+    mode: Option<String>,
+    tools: Vec<Value>,
+}
+
+/// What tools were called before.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum OldChoice {
+    Word(String),
+    Named(Named),
 }
 
 #[derive(Deserialize)]
@@ -68,31 +96,71 @@ struct Named {
     name: String,
 }
 
-/// Reads them as chat completions have them.
+/// Reads them as chat completions have them: `tools`, or the older `functions`.
 pub fn tools(fields: &Fields<'_>) -> Result<Tools, ApiError> {
     const PARTS: Parts = Parts { name: ".function.name", parameters: ".function.parameters" };
-    let mut read = listed(fields, &PARTS, |raw| {
+    if fields.raw(FUNCTIONS).is_some() || fields.raw(FUNCTION_CALL).is_some() {
+        return functions(fields);
+    }
+    let mut read = listed(fields, "tools", &PARTS, |raw| {
         let parsed: Given<'_> = parsed("", raw)?;
-        if parsed.r#type.as_deref() != Some("function") {
-            return Err((".type", "only function is served".to_owned()));
+        match parsed.r#type.as_deref() {
+            Some("function") => {}
+            Some(other) => return Ok(Listed::Elsewhere(not_served(other, "function"))),
+            None => return Err((".type", "is missing".to_owned())),
         }
         let function = parsed.function.ok_or_else(|| (".function", "is missing".to_owned()))?;
-        let Function { name, description, parameters } = self::parsed(".function", function)?;
+        let Function { name, description, parameters, strict } = self::parsed(".function", function)?;
         let given = Some(serde_json::from_str(raw.get()).map_err(|e| ("", plain(&e)))?);
-        Ok(Written { name, description, parameters, given })
+        Ok(Listed::Tool(Written { name, description, parameters, strict, given }))
     })?;
     read.parallel = fields.get("parallel_tool_calls")?.unwrap_or(true);
     match fields.get::<Choice>(CHOICE)? {
         None => {}
         Some(Choice::Word(word)) => choose(&mut read, &word)?,
-        Some(Choice::Named { r#type, function: Some(Named { name }) }) if r#type == "function" => {
+        Some(Choice::Named { r#type, function: Some(Named { name }), .. }) if r#type == "function" => {
             only(&mut read, "tool_choice.function.name", &name)?;
         }
+        Some(Choice::Named { r#type, allowed_tools: Some(allowed), .. }) if r#type == "allowed_tools" => {
+            allow(&mut read, "tool_choice.allowed_tools", allowed.mode.as_deref(), &allowed.tools)?;
+        }
         Some(Choice::Named { .. }) => {
-            return Err(ApiError::field("tool_choice.type", "only function is served"));
+            return Err(ApiError::field("tool_choice.type", "only function and allowed_tools are served"));
         }
     }
     check_choice(read)
+}
+
+const FUNCTIONS: &str = "functions";
+const FUNCTION_CALL: &str = "function_call";
+
+/// Reads tools as they were called before there were others: one is called at a time.
+fn functions(fields: &Fields<'_>) -> Result<Tools, ApiError> {
+    const PARTS: Parts = Parts { name: ".name", parameters: ".parameters" };
+    if let Some(name) = ["tools", CHOICE].into_iter().find(|name| fields.raw(name).is_some()) {
+        return Err(ApiError::field(name, "give either tools or functions"));
+    }
+    let mut read = listed(fields, FUNCTIONS, &PARTS, |raw| {
+        let Function { name, description, parameters, strict } = parsed("", raw)?;
+        Ok(Listed::Tool(Written { name, description, parameters, strict, given: None }))
+    })?;
+    read.parallel = false;
+    match fields.get::<OldChoice>(FUNCTION_CALL)? {
+        None => {}
+        Some(OldChoice::Word(word)) if word == "auto" => {}
+        Some(OldChoice::Word(word)) if word == "none" => read = Tools::default(),
+        Some(OldChoice::Word(_)) => {
+            return Err(ApiError::field(FUNCTION_CALL, "must be none, auto or a function"));
+        }
+        Some(OldChoice::Named(Named { name })) => only(&mut read, "function_call.name", &name)?,
+    }
+    Ok(read)
+}
+
+/// Why a tool of another kind cannot be called.
+pub(super) fn not_served(kind: &str, served: &str) -> String {
+    let kind: String = kind.chars().take(64).collect();
+    format!("{kind:?} is not served, only {served}")
 }
 
 const CHOICE: &str = "tool_choice";
@@ -105,19 +173,26 @@ pub(super) fn parsed<'a, T: Deserialize<'a>>(
     serde_json::from_str(raw.get()).map_err(|error| (part, plain(&error)))
 }
 
-/// Reads the list `tools`; `one` takes one of them apart, or tells which part is wrong, and why.
+/// Reads a list of tools; `one` takes one of them apart, or tells which part is wrong, and why.
 pub(super) fn listed<'a>(
     fields: &Fields<'a>,
+    list_name: &'static str,
     parts: &Parts,
-    one: impl Fn(&'a RawValue) -> Result<Written<'a>, (&'static str, String)>,
+    one: impl Fn(&'a RawValue) -> Result<Listed<'a>, (&'static str, String)>,
 ) -> Result<Tools, ApiError> {
-    let list: Option<Bounded<&RawValue, { MAX_TOOLS }>> = fields.get("tools")?;
+    let list: Option<Bounded<&RawValue, { MAX_TOOLS }>> = fields.get(list_name)?;
     let list = list.map_or_else(Vec::new, |list| list.0);
     let mut read = Tools { parallel: true, ..Tools::default() };
     for (at, raw) in list.iter().enumerate() {
-        let wrong = |part: &str, reason: String| ApiError::field(format!("tools[{at}]{part}"), reason);
-        let Written { name, description, parameters, given } =
-            one(raw).map_err(|(part, reason)| wrong(part, reason))?;
+        let wrong = |part: &str, reason: String| ApiError::field(format!("{list_name}[{at}]{part}"), reason);
+        let written = match one(raw).map_err(|(part, reason)| wrong(part, reason))? {
+            Listed::Tool(written) => written,
+            Listed::Elsewhere(reason) => {
+                read.left_out.get_or_insert_with(|| wrong(".type", reason));
+                continue;
+            }
+        };
+        let Written { name, description, parameters, strict, given } = written;
         let name = name.ok_or_else(|| wrong(parts.name, "is missing".to_owned()))?;
         let word = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
         if name.is_empty() || name.len() > MAX_TOOL_NAME || !name.chars().all(word) {
@@ -128,17 +203,27 @@ pub(super) fn listed<'a>(
         if read.tools.iter().any(|tool| tool.name == name) {
             return Err(wrong(parts.name, format!("{name:?} is the name of another tool too")));
         }
-        let parameters = match parameters {
-            Some(raw) => super::grammar::schema(&format!("tools[{at}]{}", parts.parameters), raw.get())?,
+        let field = format!("{list_name}[{at}]{}", parts.parameters);
+        let told = match parameters {
+            Some(raw) => super::grammar::schema(&field, raw.get())?,
             None => json!({"type": "object", "properties": {}}),
         };
-        read.given.push(given.unwrap_or_else(|| as_function(&name, description.as_deref(), &parameters)));
-        read.tools.push(Tool { name, description, parameters });
+        let strict = strict == Some(true);
+        let mut parameters = match json_schema::declares_none(&told) {
+            true => json_schema::no_arguments(),
+            false => super::grammar::prepared(&field, &told, strict)?,
+        };
+        if let Some(parameters) = parameters.as_object_mut() {
+            // By this name a worker calls it where it cannot be compiled; it is the same in all APIs.
+            parameters.insert("x-kvasir-field".into(), format!("{list_name}[{at}]").into());
+        }
+        read.given.push(given.unwrap_or_else(|| as_function(&name, description.as_deref(), &told)));
+        read.tools.push(Tool { name, description, parameters, strict });
     }
     let schemas: usize = list.iter().map(|raw| raw.get().len()).sum();
     if schemas > 2 * MAX_SCHEMA_BYTES {
         let reason = format!("have {schemas} bytes together, at most {}", 2 * MAX_SCHEMA_BYTES);
-        return Err(ApiError::field("tools", reason));
+        return Err(ApiError::field(list_name, reason));
     }
     Ok(read)
 }
@@ -205,10 +290,36 @@ pub(super) fn only(read: &mut Tools, field: &str, name: &str) -> Result<(), ApiE
     Ok(())
 }
 
+/// Only these tools may be called, which the request has in `field`; one must, if `mode` says so.
+pub(super) fn allow(
+    read: &mut Tools,
+    field: &str,
+    mode: Option<&str>,
+    allowed: &[Value],
+) -> Result<(), ApiError> {
+    match mode {
+        None | Some("auto") => {}
+        Some("required") => read.required = true,
+        Some(_) => return Err(ApiError::field(format!("{field}.mode"), "must be auto or required")),
+    }
+    let name = |tool: &Value| {
+        let name = tool.get("function").unwrap_or(tool).get("name");
+        name.and_then(Value::as_str).unwrap_or_default().to_owned()
+    };
+    let names: Vec<String> = allowed.iter().map(name).collect();
+    let unknown = |name: &String| read.tools.iter().all(|tool| tool.name != *name);
+    if let Some(at) = names.iter().position(unknown) {
+        return Err(ApiError::field(format!("{field}.tools[{at}]"), "is no function of tools"));
+    }
+    // The prompt keeps them all.
+    read.tools.retain(|tool| names.contains(&tool.name));
+    Ok(())
+}
+
 /// Refuses a call that must be and cannot.
 pub(super) fn check_choice(read: Tools) -> Result<Tools, ApiError> {
     match read.required && read.tools.is_empty() {
-        true => Err(ApiError::field(CHOICE, "there are no tools")),
+        true => Err(read.left_out.unwrap_or_else(|| ApiError::field(CHOICE, "there are no tools"))),
         false => Ok(read),
     }
 }

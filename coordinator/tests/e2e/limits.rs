@@ -134,7 +134,7 @@ async fn sec_limits() {
     let table: Vec<(&str, String, String, Told)> = vec![
         (COMPLETIONS, sized(8 << 20), sized((8 << 20) + 1), (413, "invalid_field".into(), "body".into())),
         (COMPLETIONS, nested(64), nested(65), invalid("body")),
-        (COMPLETIONS, completion(json!({"n": 8})).to_string(), completion(json!({"n": 9})).to_string(), invalid("n")),
+        (COMPLETIONS, completion(json!({"n": 128})).to_string(), completion(json!({"n": 129})).to_string(), invalid("n")),
         (COMPLETIONS, completion(json!({"stop": vec!["x"; 16]})).to_string(),
             completion(json!({"stop": vec!["x"; 17]})).to_string(), invalid("stop")),
         (COMPLETIONS, completion(json!({"logit_bias": biases(256)})).to_string(),

@@ -14,8 +14,13 @@ fn of(template: &str) -> Dialect {
 }
 
 fn tools() -> Vec<Tool> {
-    let tool =
-        |name: &str| Tool { name: name.into(), description: None, parameters: json!({"type": "object"}) };
+    let parameters = json!({"type": "object"});
+    let tool = |name: &str| Tool {
+        name: name.into(),
+        description: None,
+        parameters: parameters.clone(),
+        strict: false,
+    };
     vec![tool("weather"), tool("time")]
 }
 

@@ -82,17 +82,31 @@ client.chat.completions.create(messages=chat, temperature=0, **COMMON)
 
 for body, field in [
     ({"tool_choice": "sometimes"}, "tool_choice"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "strange"}}}], "tool_choice": "required"}, "tools"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strange"}}}, "tools": []},
+    ({"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "strange"}}}]}, "tools[0].function.parameters"),
+    # Found by the worker.
+    ({"tools": [*COMMON["tools"], {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"properties": {"x": {"pattern": "("}}}}}]},
+     f"tools[{len(COMMON['tools'])}]"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"type": "strange"}}}, "tools": []},
      "response_format.json_schema.schema"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"type": "object", "unevaluatedProperties": False}}}, "tools": []},
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"not": {"type": "null"}}}}, "tools": []},
      "response_format.json_schema.schema"),
+    ({"extra_body": {"bad_words": ["x"]}}, "bad_words"),
 ]:
     try:
         client.chat.completions.create(messages=CHAT, stream=True, **{**COMMON, **body})
         raise AssertionError(f"accepted: {body}")
     except openai.BadRequestError as error:
         assert error.param == field, (error.param, error.message)
+
+# Without strict, what cannot be enforced is left out and the rest holds.
+for x in [{"type": "string", "pattern": "("}, {"type": "strange"}, {"type": "array", "uniqueItems": True}, {"$ref": "#/$defs/none"}]:
+    loose = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}, "x": x}, "required": ["n"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "f", "parameters": loose}}
+    (call,) = client.chat.completions.create(messages=CHAT, **{**COMMON, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}).choices[0].message.tool_calls
+    assert call.function.arguments.startswith('{"n": '), call
+none = {"type": "function", "function": {"name": "f"}}
+(call,) = client.chat.completions.create(messages=CHAT, **{**COMMON, "tools": [none], "tool_choice": "required", "parallel_tool_calls": False}).choices[0].message.tool_calls
+assert call.function.arguments == "{}", call
 
 grammar = client.completions.create(
     model=model, prompt="Dial", max_tokens=20, extra_body={"grammar": {"syntax": "regex", "definition": "[0-9]{3}-[0-9]{4}"}}

@@ -6,8 +6,9 @@
 //! same automata from the same text. Only the vocabulary is another, which has bearing on masks alone, whose steps are
 //! limited.
 
+use super::CPU_WAIT;
+use super::loosen::build;
 use super::vocabulary::{self, Names};
-use super::{CPU_WAIT, build};
 use crate::progress::spawn;
 use proto::message::{GrammarSyntax, MAX_GRAMMAR_BYTES};
 use serde::{Deserialize, Serialize};

@@ -1,12 +1,15 @@
 use super::*;
+use crate::api::plan::Kind;
 use model::dialect::Tool;
 use model::{ModelFile, Tokenizer};
 use std::path::Path;
 
-const KNOWN: &[&str] = &["response_format", "grammar"];
+fn known() -> &'static [&'static str] {
+    Kind::Chat.known()
+}
 
 fn read(body: &Value) -> Result<Option<Wanted>, ApiError> {
-    wanted(&Fields::parse(body.to_string().as_bytes(), KNOWN).unwrap())
+    wanted(&Fields::parse(body.to_string().as_bytes(), known()).unwrap())
 }
 
 fn dialect() -> Dialect {
@@ -20,8 +23,9 @@ fn of(body: &Value, tools: &Tools) -> Result<Option<GrammarV1>, ApiError> {
 }
 
 fn tools(required: bool) -> Tools {
-    let tool = Tool { name: "f".into(), description: None, parameters: json!({"type": "object"}) };
-    Tools { tools: vec![tool], given: vec![json!({})], required, parallel: true }
+    let parameters = json!({"type": "object"});
+    let tool = Tool { name: "f".into(), description: None, parameters, strict: false };
+    Tools { tools: vec![tool], given: vec![json!({})], required, parallel: true, left_out: None }
 }
 
 #[test]
@@ -59,6 +63,46 @@ fn what_is_asked_for_becomes_one_grammar() {
 }
 
 #[test]
+fn other_servers_names_mean_the_same() {
+    let none = Tools::default();
+    let text = |body: Value| of(&body, &none).unwrap().unwrap().text;
+    let schema = json!({"type": "integer", "minimum": 3});
+    let same = json!({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}});
+    let same = text(json!({"response_format": same}));
+    for body in [
+        json!({"guided_json": schema}),
+        json!({"guided_json": schema.to_string()}),
+        json!({"json_schema": schema}),
+        json!({"structured_outputs": {"json": schema}}),
+        json!({"response_format": {"type": "json_object", "schema": schema}}),
+        json!({"response_format": {"type": "json_schema", "schema": schema}}),
+    ] {
+        assert_eq!(text(body.clone()), same, "{body}");
+    }
+    for body in [
+        json!({"guided_regex": "a+"}),
+        json!({"regex": "a+"}),
+        json!({"structured_outputs": {"regex": "a+"}}),
+    ] {
+        assert_eq!(text(body.clone()), "a+", "{body}");
+    }
+    for body in
+        [json!({"guided_choice": ["a", "\"b\""]}), json!({"structured_outputs": {"choice": ["a", "\"b\""]}})]
+    {
+        assert_eq!(text(body.clone()), "start: \"a\" | \"\\\"b\\\"\"", "{body}");
+    }
+    for body in [json!({"guided_grammar": "start: \"a\""}), json!({"ebnf": "start: \"a\""})] {
+        assert_eq!(text(body.clone()), "start: \"a\"", "{body}");
+    }
+}
+
+#[test]
+fn a_format_is_for_what_is_said_and_not_for_a_call_that_must_be() {
+    let calls = of(&json!({}), &tools(true)).unwrap();
+    assert_eq!(of(&json!({"response_format": {"type": "json_object"}}), &tools(true)).unwrap(), calls);
+}
+
+#[test]
 fn what_cannot_be_is_named() {
     let format = |value: Value| json!({"response_format": value});
     for (body, tools, field) in [
@@ -73,8 +117,26 @@ fn what_cannot_be_is_named() {
             Tools::default(),
             "grammar",
         ),
-        (json!({"grammar": {"syntax": "regex", "definition": "x"}}), tools(false), "grammar"),
-        (format(json!({"type": "json_object"})), tools(true), "tool_choice"),
+        (json!({"grammar": {"syntax": "regex", "definition": "x"}}), tools(false), "grammar.definition"),
+        (json!({"guided_choice": []}), Tools::default(), "guided_choice"),
+        (json!({"guided_choice": ["a", ""]}), Tools::default(), "guided_choice"),
+        (json!({"guided_regex": 7}), Tools::default(), "guided_regex"),
+        (json!({"guided_json": "{"}), Tools::default(), "guided_json"),
+        (json!({"guided_json": {}, "guided_regex": "a"}), Tools::default(), "guided_regex"),
+        (json!({"structured_outputs": {"structural_tag": "x"}}), Tools::default(), "structured_outputs"),
+        (json!({"structured_outputs": {"json": []}}), Tools::default(), "structured_outputs.json"),
+        (
+            json!({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}),
+            Tools::default(),
+            "structured_outputs.regex",
+        ),
+        (
+            format(
+                json!({"type": "json_schema", "json_schema": {"strict": true, "schema": {"not": {"type": "null"}}}}),
+            ),
+            Tools::default(),
+            SCHEMA,
+        ),
     ] {
         match of(&body, &tools) {
             Err(ApiError::InvalidField { field: named, .. }) => assert_eq!(named, field, "{body}"),

@@ -66,6 +66,10 @@ fn add<'a>(chat: &mut Vec<Message<'a>>, message: &Fields<'a>) -> Result<(), ApiE
         let role: String = role.chars().take(32).collect();
         return Err(message.wrong("role", format!("{role:?} is not a role")));
     }
+    // What an assistant has not said is sent back, too.
+    if role == "user" && matches!(raw, "\"\"" | "[]") {
+        return Err(message.wrong(CONTENT, "is empty"));
+    }
     if raw.starts_with('"') || role == "system" {
         join(chat, Message::new(role, text(message, CONTENT, raw, &["text"])?));
         return Ok(());
@@ -78,7 +82,12 @@ fn add<'a>(chat: &mut Vec<Message<'a>>, message: &Fields<'a>) -> Result<(), ApiE
         let wrong = |part: &str, reason: String| message.wrong_part(CONTENT, (at, part), reason);
         let missing = |part: &str| wrong(part, "is missing".to_owned());
         match (block.r#type.as_str(), assistant) {
-            ("text", _) => said.push(block.text.ok_or_else(|| missing("text"))?),
+            ("text", _) => match block.text.ok_or_else(|| missing("text"))? {
+                text if text.is_empty() && !assistant => {
+                    return Err(wrong("text", "is empty".to_owned()));
+                }
+                text => said.push(text),
+            },
             ("thinking", true) => thought.push(block.thinking.ok_or_else(|| missing("thinking"))?),
             // There is nothing in it that could be read here.
             ("redacted_thinking", true) => {}

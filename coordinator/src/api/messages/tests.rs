@@ -2,6 +2,8 @@ use super::super::responses::tests::{events, spoken, tokenizer};
 use super::super::shape::{Delta, Usage, Writer};
 use super::*;
 use crate::api::chat;
+use crate::api::plan::Kind;
+use crate::api::request_fields;
 use proto::message::FinishReason;
 use serde_json::json;
 
@@ -15,7 +17,7 @@ fn meant(chat: Chat<'_>) -> Value {
         Some(Wanted::Grammar(grammar)) => grammar.text.into(),
         None => Value::Null,
     };
-    let Tools { tools, given, required, parallel } = chat.tools;
+    let Tools { tools, given, required, parallel, .. } = chat.tools;
     let tools: Vec<_> = tools.iter().map(|t| json!([t.name, t.description, t.parameters])).collect();
     let given: Vec<_> = given.iter().map(Value::to_string).collect();
     json!({
@@ -79,7 +81,7 @@ fn a_message_is_the_same_chat() {
                 "tool_choice": {"type": "function", "function": {"name": "f"}}})),
         (json!({"messages": user, "output_config": {"format": {"type": "json_schema", "schema": schema}}}),
             json!({"messages": user,
-                "response_format": {"type": "json_schema", "json_schema": {"schema": schema, "strict": true}}})),
+                "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}})),
         (json!({"messages": user, "thinking": {"type": "disabled"}}),
             json!({"messages": user, "chat_template_kwargs": {"enable_thinking": false, "thinking": false}})),
         (json!({"messages": user, "thinking": {"type": "enabled", "budget_tokens": 1024}}),
@@ -90,8 +92,8 @@ fn a_message_is_the_same_chat() {
         here["max_tokens"] = json!(7);
         there["max_tokens"] = json!(7);
         let (here, there) = (parse(&here), parse(&there));
-        let message = read(&Fields::parse(here.as_bytes(), &FIELDS).unwrap(), true);
-        let chat = chat::read(&Fields::parse(there.as_bytes(), &chat::FIELDS).unwrap()).unwrap();
+        let message = read(&Fields::parse(here.as_bytes(), Kind::Messages.known()).unwrap(), true);
+        let chat = chat::read(&Fields::parse(there.as_bytes(), Kind::Chat.known()).unwrap()).unwrap();
         assert_eq!(meant(message.unwrap_or_else(|e| panic!("{here}: {e}"))), meant(chat), "{here}");
     }
 }
@@ -139,7 +141,14 @@ fn what_is_wrong_or_not_served_is_named() {
         (block("assistant", json!({"type": "tool_use", "id": "1", "name": "f"})), "{}.input"),
         (block("assistant", json!({"type": "thinking"})), "{}.thinking"),
         (with("system", json!([{"type": "image"}])), "system[0].type"),
-        (with("tools", json!([{"type": "bash_20250124", "name": "bash"}])), "tools[0].type"),
+        (
+            json!({"messages": [{"role": "user", "content": "q"}], "max_tokens": 7, "tool_choice": {"type": "any"},
+                "tools": [{"type": "bash_20250124", "name": "bash"}]}),
+            "tools[0].type",
+        ),
+        (with("messages", json!([{"role": "user", "content": ""}])), "messages[0].content"),
+        (with("messages", json!([{"role": "user", "content": []}])), "messages[0].content"),
+        (block("user", json!({"type": "text", "text": ""})), "{}.text"),
         (with("tools", json!([{"input_schema": {}}])), "tools[0].name"),
         (with("tools", json!([{"name": "f", "input_schema": 7}])), "tools[0].input_schema"),
         (with("tool_choice", json!({"type": "any"})), "tool_choice"),
@@ -158,13 +167,14 @@ fn what_is_wrong_or_not_served_is_named() {
         (with("chat_template", json!("x")), "chat_template"),
     ] {
         let body = parse(&body);
-        let fields = Fields::parse(body.as_bytes(), &FIELDS).unwrap();
+        let fields = Fields::parse(body.as_bytes(), Kind::Messages.known()).unwrap();
         let field = match field {
             // The last of the messages.
             "messages.role" => "messages[1].role".to_owned(),
             field => field.replace("{}", place),
         };
-        match refuse_unsupported(&fields).and_then(|()| read(&fields, true).map(drop)) {
+        let checked = request_fields::refuse_unsupported(Kind::Messages, &fields);
+        match checked.and_then(|()| read(&fields, true).map(drop)) {
             Err(ApiError::InvalidField { field: named, .. }) => assert_eq!(named, field, "{body}"),
             other => panic!("{body}: {other:?}"),
         }
@@ -262,4 +272,16 @@ fn it_is_told_why_an_answer_ends() {
         (name.as_str(), &error["error"]["type"], &error["error"]["code"]),
         ("error", &json!("api_error"), &json!("worker_lost"))
     );
+}
+
+#[test]
+fn a_thread_is_refused_as_runners_expect_it() {
+    for thread in [json!({"type": "create"}), json!({"type": "continue", "previous_message_id": "msg_1"})] {
+        let body = json!({"thread": thread}).to_string();
+        let fields = Fields::parse(body.as_bytes(), Kind::Messages.known()).unwrap();
+        let error = refuse_unsupported(&fields).unwrap_err();
+        let told = writer::error_body(&error, None);
+        assert_eq!(told["error"]["type"], "invalid_request_error");
+        assert_eq!(told["error"]["details"]["error_code"], "thread_unsupported_request");
+    }
 }

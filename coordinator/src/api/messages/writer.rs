@@ -66,7 +66,7 @@ fn usage_json(usage: &Usage) -> Value {
         "output_tokens": usage.completion,
     });
     let mut details = Map::new();
-    if usage.reasoning > 0 {
+    if usage.reasoning > 0 || usage.drafted > 0 {
         details.insert("thinking_tokens".into(), usage.reasoning.into());
     }
     if usage.drafted > 0 {
@@ -184,12 +184,15 @@ fn kind(error: &ApiError) -> (StatusCode, &'static str) {
     }
 }
 
-fn error_body(error: &ApiError, id: Option<&RequestId>) -> Value {
+/// The code by which its tool runners go over to sending the whole history.
+const THREADS: &str = "thread_unsupported_request";
+
+pub(super) fn error_body(error: &ApiError, id: Option<&RequestId>) -> Value {
     let (code, param) = (error.code(), error.param());
     let told = json!({
         "type": kind(error).1, "message": error.to_string(), "code": code, "param": param,
         // Where Anthropic's client looks for a code.
-        "details": {"error_code": code},
+        "details": {"error_code": if *error == ApiError::NoThreads { THREADS } else { code }},
     });
     let mut body = json!({"type": "error", "error": told});
     if let (Some(id), Some(body)) = (id, body.as_object_mut()) {

@@ -1,6 +1,8 @@
 use super::super::shape::{CallPart, Delta, Part, Usage, Writer};
 use super::*;
 use crate::api::chat;
+use crate::api::plan::Kind;
+use crate::api::request_fields;
 use model::{ModelFile, Tokenizer};
 use proto::message::{FinishReason, FinishedV1};
 use std::path::Path;
@@ -19,7 +21,7 @@ fn meant(chat: Chat<'_>) -> Value {
         Some(Wanted::Grammar(grammar)) => grammar.text.into(),
         None => Value::Null,
     };
-    let Tools { tools, given, required, parallel } = chat.tools;
+    let Tools { tools, given, required, parallel, .. } = chat.tools;
     let tools: Vec<_> = tools.iter().map(|t| json!([t.name, t.description, t.parameters])).collect();
     // As texts: the order of their parts is part of the prompt.
     let given: Vec<_> = given.iter().map(Value::to_string).collect();
@@ -99,12 +101,12 @@ fn a_response_is_the_same_chat() {
     ];
     for (here, there) in table {
         let (here, there) = (here.to_string(), there.to_string());
-        let response = read(&Fields::parse(here.as_bytes(), &FIELDS).unwrap());
-        let chat = chat::read(&Fields::parse(there.as_bytes(), &chat::FIELDS).unwrap()).unwrap();
+        let response = read(&Fields::parse(here.as_bytes(), Kind::Responses.known()).unwrap());
+        let chat = chat::read(&Fields::parse(there.as_bytes(), Kind::Chat.known()).unwrap()).unwrap();
         assert_eq!(meant(response.unwrap_or_else(|e| panic!("{here}: {e}"))), meant(chat), "{here}");
     }
     let high = json!({"input": "q", "reasoning": {"effort": "xhigh"}}).to_string();
-    let high = read(&Fields::parse(high.as_bytes(), &FIELDS).unwrap()).unwrap();
+    let high = read(&Fields::parse(high.as_bytes(), Kind::Responses.known()).unwrap()).unwrap();
     assert_eq!(Value::Object(high.template_arguments), json!({"reasoning_effort": "high"}));
 }
 
@@ -141,7 +143,10 @@ fn what_is_wrong_or_not_served_is_named() {
         (item(json!({"type": "function_call", "call_id": "c", "name": "f"})), "input[1].arguments"),
         (item(json!({"type": "function_call_output", "output": "x"})), "input[1].call_id"),
         (item(json!({"type": "function_call_output", "call_id": "c"})), "input[1].output"),
-        (with("tools", json!([{"type": "web_search"}])), "tools[0].type"),
+        (
+            json!({"input": "q", "tools": [{"type": "web_search"}], "tool_choice": "required"}),
+            "tools[0].type",
+        ),
         (with("tools", json!([{"name": "f"}])), "tools[0].type"),
         (with("tools", json!([{"type": "function"}])), "tools[0].name"),
         (with("tools", json!([{"type": "function", "name": "f", "parameters": 7}])), "tools[0].parameters"),
@@ -168,9 +173,11 @@ fn what_is_wrong_or_not_served_is_named() {
         (with("metadata", json!({"a": "x".repeat(513)})), "metadata"),
     ] {
         let body = body.to_string();
-        let fields = Fields::parse(body.as_bytes(), &FIELDS).unwrap();
+        let fields = Fields::parse(body.as_bytes(), Kind::Responses.known()).unwrap();
         let params = Params::read(&fields, 10, 1, &model::sampling::SamplingDefaults::PLAIN, "stop").unwrap();
-        let checked = refuse_unsupported(&fields).and_then(|()| read(&fields).map(drop));
+        let checked = request_fields::refuse_unsupported(Kind::Responses, &fields);
+        let checked = checked.and_then(|()| refuse_unsupported(&fields));
+        let checked = checked.and_then(|()| read(&fields).map(drop));
         assert_eq!(field_of(checked.and_then(|()| repeats(&fields, &params))), field, "{body}");
     }
 }
@@ -183,7 +190,7 @@ fn what_was_asked_is_repeated_and_nothing_is_said_to_be_stored() {
         "tools": [tool], "user": "u", "max_output_tokens": 9, "instructions": "i",
     });
     let body = body.to_string();
-    let fields = Fields::parse(body.as_bytes(), &FIELDS).unwrap();
+    let fields = Fields::parse(body.as_bytes(), Kind::Responses.known()).unwrap();
     let params = Params::read(&fields, 10, 1, &model::sampling::SamplingDefaults::PLAIN, "stop").unwrap();
     let repeats = repeats(&fields, &params).unwrap();
     for (name, value) in [

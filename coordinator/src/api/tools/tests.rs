@@ -1,6 +1,6 @@
 use super::*;
 
-const KNOWN: &[&str] = &["tools", "tool_choice", "parallel_tool_calls"];
+const KNOWN: &[&str] = &["tools", "tool_choice", "parallel_tool_calls", "functions", "function_call"];
 
 fn read(body: &Value) -> Result<Tools, ApiError> {
     tools(&Fields::parse(body.to_string().as_bytes(), KNOWN).unwrap())
@@ -36,7 +36,11 @@ fn a_choice_says_which_may_and_whether_one_must_be_called() {
 fn what_is_wrong_is_named() {
     for (body, field) in [
         (json!({"tools": 7}), "tools"),
-        (json!({"tools": [{"type": "web_search"}]}), "tools[0].type"),
+        (json!({"tools": [{"type": "web_search"}], "tool_choice": "required"}), "tools[0].type"),
+        (json!({"tools": [{"function": {"name": "a"}}]}), "tools[0].type"),
+        (json!({"functions": [{"parameters": {}}]}), "functions[0].name"),
+        (json!({"functions": [{"name": "a"}], "function_call": {"name": "b"}}), "function_call.name"),
+        (json!({"functions": [{"name": "a"}], "tools": [function("a")]}), "tools"),
         (json!({"tools": [{"type": "function"}]}), "tools[0].function"),
         (json!({"tools": [{"type": "function", "function": {}}]}), "tools[0].function.name"),
         (json!({"tools": [function("a"), function("a")]}), "tools[1].function.name"),
@@ -50,6 +54,10 @@ fn what_is_wrong_is_named() {
         (json!({"tools": [function("a")], "tool_choice": "any"}), "tool_choice"),
         (json!({"tools": [function("a")], "tool_choice": {"type": "allowed_tools"}}), "tool_choice.type"),
         (
+            json!({"tools": [function("a")], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": [function("b")]}}}),
+            "tool_choice.allowed_tools.tools[0]",
+        ),
+        (
             json!({"tools": [function("a")], "tool_choice": {"type": "function", "function": {"name": "b"}}}),
             "tool_choice.function.name",
         ),
@@ -59,6 +67,59 @@ fn what_is_wrong_is_named() {
             other => panic!("{body}: {other:?}"),
         }
     }
+}
+
+#[test]
+fn tools_that_run_elsewhere_are_left_out_where_none_must_be_called() {
+    let namespace = json!({"type": "namespace", "name": "n", "tools": [function("x")]});
+    let read = read(&json!({"tools": [{"type": "web_search"}, function("a"), namespace]})).unwrap();
+    assert_eq!((read.tools.len(), read.given.len()), (1, 1));
+    assert_eq!(read.tools[0].parameters["x-kvasir-field"], "tools[1]");
+}
+
+#[test]
+fn functions_are_tools_and_some_may_be_allowed() {
+    let functions = json!([{"name": "a", "parameters": {"type": "object"}}, {"name": "b"}]);
+    let both = read(&json!({"functions": functions, "function_call": "auto"})).unwrap();
+    assert_eq!((both.tools.len(), both.required, both.parallel), (2, false, false));
+    assert_eq!(both.given[0], function("a"));
+    let one = read(&json!({"functions": functions, "function_call": {"name": "b"}})).unwrap();
+    assert_eq!((one.tools[0].name.as_str(), one.required), ("b", true));
+    assert!(read(&json!({"functions": functions, "function_call": "none"})).unwrap().tools.is_empty());
+    let allowed = json!({"mode": "required", "tools": [function("b")]});
+    let choice = json!({"type": "allowed_tools", "allowed_tools": allowed});
+    let some = read(&json!({"tools": [function("a"), function("b")], "tool_choice": choice})).unwrap();
+    assert_eq!((some.tools[0].name.as_str(), some.tools.len(), some.given.len()), ("b", 1, 2));
+    assert!(some.required);
+}
+
+#[test]
+fn a_schema_is_enforced_as_far_as_can_be_or_refused_by_its_place() {
+    let tool = |parameters: Value, strict: Value| {
+        let function = json!({"name": "f", "parameters": parameters, "strict": strict});
+        read(&json!({"tools": [function_named("fine"), {"type": "function", "function": function}]}))
+    };
+    let set = json!({"type": "object", "properties": {"s": {"type": "array", "uniqueItems": true}}});
+    for strict in [json!(false), Value::Null] {
+        let read = tool(set.clone(), strict).unwrap();
+        assert_eq!(read.tools[1].parameters["properties"]["s"], json!({"type": "array"}));
+        assert_eq!(read.given[1]["function"]["parameters"], set, "the prompt has it as it was sent");
+    }
+    match tool(set, json!(true)) {
+        Err(ApiError::InvalidField { field, reason }) => {
+            assert_eq!(field, "tools[1].function.parameters");
+            assert!(reason.contains("/properties/s/uniqueItems"), "{reason}");
+        }
+        other => panic!("{other:?}"),
+    }
+    for none in [Value::Null, json!({"type": "object", "properties": {}})] {
+        let read = tool(none, Value::Null).unwrap();
+        assert_eq!(read.tools[1].parameters["additionalProperties"], false);
+    }
+}
+
+fn function_named(name: &str) -> Value {
+    json!({"type": "function", "function": {"name": name}})
 }
 
 #[test]

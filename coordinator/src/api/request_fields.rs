@@ -1,0 +1,269 @@
+//! Every field of a request for an answer that this API or a server like it knows, and what becomes of it here.
+//!
+//! The table decides what is parsed, what is refused, and what docs/api.md says. A field that is in no row is unknown to
+//! all servers and is ignored.
+
+use super::error::ApiError;
+use super::fields::Fields;
+use super::plan::Kind;
+use Kind::{Chat, Completion, Messages, Responses};
+use Treatment::{Ignored, Refused, Served};
+use std::fmt::Write;
+use std::sync::LazyLock;
+
+/// What becomes of a field.
+#[derive(Debug, Clone, Copy)]
+enum Treatment {
+    /// It is read.
+    Served,
+    /// It changes nothing in the answer, and is skipped.
+    Ignored,
+    /// It would change the answer: it is refused, unless it has one of these values, which ask for nothing.
+    Refused(&'static [&'static str], &'static str),
+}
+
+/// A row of the table.
+struct Row(&'static [Kind], Treatment, &'static [&'static str]);
+
+const ALL: &[Kind] = &[Completion, Chat, Responses, Messages];
+const OPENAI: &[Kind] = &[Completion, Chat, Responses];
+const CHOICES: &[Kind] = &[Completion, Chat];
+const CHATS: &[Kind] = &[Chat, Responses, Messages];
+const OFF: &[&str] = &["false"];
+const EMPTY: &[&str] = &["[]", "{}", "\"\""];
+const STORE: &str = "nothing is stored here: send all that went before";
+const TOOLS_ELSEWHERE: &str = "no tool is run here";
+
+#[rustfmt::skip]
+const TABLE: &[Row] = &[
+    // How to draw, when to end, and what vLLM adds to that.
+    Row(ALL, Served, &[
+        "model", "stream", "stream_options", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "repeat_penalty", "presence_penalty",
+        "frequency_penalty", "logit_bias", "seed", "priority", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "add_special_tokens",
+        "cache_salt",
+    ]),
+    Row(OPENAI, Served, &["stop"]),
+    Row(CHOICES, Served, &["n", "return_token_ids", "logprobs", "max_tokens", "max_completion_tokens", "max_new_tokens", "n_predict", "num_predict", "response_format"]),
+    Row(&[Responses, Messages], Refused(&["1", "1.0"], "here an answer is one; chat completions have several"), &["n"]),
+    Row(&[Responses, Messages], Refused(OFF, "is served for completions and chats"), &["return_token_ids"]),
+    Row(&[Responses, Messages], Refused(OFF, "is served for completions and chats"), &["logprobs"]),
+    Row(&[Completion], Refused(&["0"], "is served as logprobs"), &["top_logprobs"]),
+    Row(&[Messages], Refused(&["0"], "is served for completions and chats"), &["top_logprobs"]),
+    Row(&[Responses, Messages], Refused(&["-1"], "is served by the name that this API has for it"), &["max_new_tokens", "n_predict", "num_predict"]),
+    // What an answer must be, in everybody's words.
+    Row(ALL, Served, &[
+        "grammar", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema", "regex", "ebnf",
+    ]),
+    Row(ALL, Ignored, &["guided_decoding_backend"]),
+    Row(ALL, Refused(&[], "JSON is written on one line"), &["guided_whitespace_pattern"]),
+    Row(ALL, Refused(&[], "is served as response_format or grammar"), &["structural_tag", "guided_json_object", "format", "gbnf", "lark"]),
+    // Completions.
+    Row(&[Completion], Served, &["prompt"]),
+    Row(&[Completion], Refused(OFF, "is not served: prompts have no log-probabilities here"), &["echo"]),
+    Row(&[Completion], Refused(&["\"\""], "is not served"), &["suffix", "input_prefix", "input_suffix"]),
+    // Read with n, which it must be equal to.
+    Row(&[Completion], Served, &["best_of"]),
+    Row(&[Completion], Refused(EMPTY, "is served for chats"), &["messages", "tools", "functions", "chat_template", "chat_template_kwargs"]),
+    // Chats.
+    Row(&[Chat, Messages], Served, &["messages"]),
+    Row(CHATS, Served, &["tools", "tool_choice", "documents", "chat_template_kwargs", "enable_thinking"]),
+    Row(&[Chat, Responses], Served, &["parallel_tool_calls"]),
+    Row(&[Chat], Served, &[
+        "top_logprobs", "functions", "function_call", "reasoning_effort", "continue_final_message", "add_generation_prompt",
+    ]),
+    Row(&[Chat, Responses], Served, &["reasoning"]),
+    Row(CHATS, Refused(&[], "only the model's own template is used"), &["chat_template", "template", "system_prompt"]),
+    Row(&[Chat], Refused(OFF, "is served as continue_final_message"), &["echo"]),
+    Row(&[Chat], Refused(&["1", "1.0"], "is not served"), &["best_of"]),
+    Row(&[Chat], Refused(&["[\"text\"]", "[]"], "only text is answered"), &["modalities"]),
+    Row(&[Chat], Refused(&[], "only text is answered"), &["audio"]),
+    Row(&[Chat], Refused(&[], TOOLS_ELSEWHERE), &["web_search_options", "plugins", "search_parameters"]),
+    Row(&[Chat], Refused(&["{\"type\":\"adaptive\"}"], "is served as chat_template_kwargs or reasoning_effort"), &["thinking", "think"]),
+    Row(&[Chat], Ignored, &["prediction", "verbosity"]),
+    // Responses.
+    Row(&[Responses], Served, &[
+        "input", "instructions", "max_output_tokens", "text", "metadata", "store", "include", "truncation", "top_logprobs", "user",
+        "safety_identifier", "prompt_cache_key",
+    ]),
+    Row(&[Responses], Refused(&[], STORE), &["previous_response_id", "conversation", "prompt"]),
+    Row(&[Responses], Refused(OFF, "nothing is stored here: stream the answer"), &["background"]),
+    Row(&[Responses], Ignored, &["max_tool_calls", "context_management"]),
+    Row(&[Responses], Refused(&[], "is served as text.format"), &["response_format"]),
+    // Messages.
+    Row(&[Messages], Served, &["system", "max_tokens", "stop_sequences", "thinking", "output_config", "metadata", "thread"]),
+    Row(&[Messages], Refused(EMPTY, "no answer is begun for the model"), &["prefill"]),
+    Row(&[Messages], Refused(EMPTY, "nothing is run here"), &["container"]),
+    Row(&[Messages], Refused(EMPTY, TOOLS_ELSEWHERE), &["mcp_servers"]),
+    Row(&[Messages], Refused(&[], "is served as output_config.format"), &["output_format", "response_format"]),
+    Row(&[Messages], Ignored, &["context_management", "cache_control", "betas", "inference_geo", "speed", "diagnostics", "user_profile_id"]),
+    // What others do with the logits or the text, and nobody does here.
+    Row(ALL, Refused(EMPTY, "is not served: use logit_bias"), &["bad_words", "bad_words_ids", "allowed_token_ids", "sequence_bias"]),
+    Row(ALL, Refused(&["0"], "is not served: prompts have no log-probabilities here"), &["prompt_logprobs"]),
+    Row(ALL, Refused(OFF, "is not served: prompts have no log-probabilities here"), &["decoder_input_details"]),
+    Row(ALL, Refused(&["0", "-1"], "nothing is cut off"), &["truncate_prompt_tokens", "truncate", "n_keep", "num_keep"]),
+    Row(ALL, Refused(OFF, "is served as include_stop_str_in_output"), &["no_stop_trim"]),
+    Row(ALL, Refused(OFF, "is not served"), &["use_beam_search", "early_stopping"]),
+    Row(ALL, Refused(&["1", "1.0", "0", "0.0"], "is not served"), &["length_penalty"]),
+    Row(ALL, Refused(&["true"], "special tokens are never text"), &["skip_special_tokens"]),
+    Row(ALL, Refused(&["true"], "what is thought is always told"), &["include_reasoning", "separate_reasoning"]),
+    Row(ALL, Refused(&["\"auto\"", "\"deepseek\"", "\"parsed\""], "what is thought is told beside the answer"), &["reasoning_format"]),
+    Row(ALL, Refused(&["-1"], "thoughts have no limit of their own"), &["thinking_budget", "thinking_budget_tokens", "thinking_token_budget", "reasoning_budget"]),
+    Row(ALL, Refused(&["0", "0.0"], "is not served"), &[
+        "mirostat", "xtc_probability", "dry_multiplier", "dynatemp_range", "top_a", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size",
+        "smoothing_factor",
+    ]),
+    Row(ALL, Refused(&["1", "1.0"], "is not served"), &["typical_p", "tfs_z", "tfs"]),
+    Row(ALL, Refused(&["-1", "-1.0", "0", "0.0"], "is not served"), &["top_n_sigma"]),
+    Row(ALL, Refused(&[], "is served as max_tokens"), &["max_length"]),
+    Row(ALL, Refused(EMPTY, "is served as fields of the request itself"), &["options", "sampling_params", "parameters", "nvext", "extra_body"]),
+    Row(ALL, Refused(EMPTY, "no adapter is loaded here"), &["lora_path", "lora", "adapter_id", "lora_request"]),
+    Row(ALL, Refused(EMPTY, "only text is understood"), &["images", "image_data", "mm_processor_kwargs", "multi_modal_data"]),
+    Row(ALL, Refused(EMPTY, "is not served"), &["logits_processors", "custom_logit_processor", "custom_params", "vllm_xargs", "kv_transfer_params", "samplers", "sampler_seq"]),
+    Row(ALL, Refused(&["0"], "is not served"), &["n_probs", "top_n_tokens"]),
+    Row(&[Chat, Messages], Refused(EMPTY, STORE), &["previous_response_id", "conversation"]),
+    // Who asks, how it is billed, kept or cached: nothing to the answer.
+    Row(&[Completion, Chat, Messages], Ignored, &["user", "safety_identifier", "prompt_cache_key", "store"]),
+    Row(CHOICES, Ignored, &["metadata"]),
+    Row(ALL, Ignored, &[
+        "service_tier", "spaces_between_special_tokens", "prompt_cache_retention", "prompt_cache_options", "moderation", "request_id", "keep_alive", "cache_prompt", "id_slot",
+        "slot_id", "return_tokens_as_token_ids", "timings_per_token", "rid", "mirostat_tau", "mirostat_eta", "dry_base",
+        "dry_allowed_length", "dry_penalty_last_n", "xtc_threshold", "dynatemp_exponent", "repeat_last_n", "penalty_last_n",
+    ]),
+];
+
+static KNOWN: LazyLock<[Vec<&'static str>; 4]> = LazyLock::new(|| {
+    [Completion, Chat, Responses, Messages].map(|kind| {
+        let rows = TABLE.iter().filter(|Row(kinds, _, _)| kinds.contains(&kind));
+        let looked_at = rows.filter(|Row(_, treatment, _)| !matches!(treatment, Ignored));
+        looked_at.flat_map(|Row(_, _, names)| names.iter().copied()).collect()
+    })
+});
+
+/// The fields of an API that are looked at.
+pub(super) fn known(kind: Kind) -> &'static [&'static str] {
+    let [completion, chat, responses, messages] = &*KNOWN;
+    match kind {
+        Completion => completion,
+        Chat => chat,
+        Responses => responses,
+        Messages => messages,
+    }
+}
+
+/// The fields of `/tokenize`: a text, or all that a chat has, so that the same body gives the tokens that it would be sent
+/// with.
+pub(super) fn tokenized() -> &'static [&'static str] {
+    static ALL: LazyLock<Vec<&'static str>> = LazyLock::new(|| [known(Chat), &["prompt"]].concat());
+    &ALL
+}
+
+/// Refuses what would change the answer and is not served.
+pub(super) fn refuse_unsupported(kind: Kind, fields: &Fields<'_>) -> Result<(), ApiError> {
+    for Row(kinds, treatment, names) in TABLE {
+        let Refused(unless, why) = treatment else { continue };
+        if !kinds.contains(&kind) {
+            continue;
+        }
+        for name in *names {
+            let Some(raw) = fields.raw(name) else { continue };
+            let said: String = raw.split_ascii_whitespace().collect();
+            if !unless.contains(&said.as_str()) {
+                let reason =
+                    if why.starts_with("is ") { (*why).to_owned() } else { format!("is not served: {why}") };
+                return Err(ApiError::field(*name, reason));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The section of docs/api.md about fields.
+pub fn documented() -> String {
+    let apis = |kinds: &[Kind]| {
+        let one = |kind: &Kind| match kind {
+            Completion => "completions",
+            Chat => "chats",
+            Responses => "responses",
+            Messages => "messages",
+        };
+        match kinds.len() {
+            4 => "all".to_owned(),
+            _ => kinds.iter().map(one).collect::<Vec<_>>().join(", "),
+        }
+    };
+    let mut text = String::from("| fields | of | |\n|---|---|---|\n");
+    for Row(kinds, treatment, names) in TABLE {
+        let names = names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
+        let what = match treatment {
+            Served => "served".to_owned(),
+            Ignored => "ignored: changes nothing in the answer".to_owned(),
+            Refused(unless, why) => {
+                let unless: Vec<String> = unless.iter().map(|value| format!("`{value}`")).collect();
+                let unless =
+                    if unless.is_empty() { String::new() } else { format!(" unless {}", unless.join(", ")) };
+                format!("refused{unless}: {why}")
+            }
+        };
+        // Writing to a string does not fail.
+        let _ = writeln!(text, "| {names} | {} | {what} |", apis(kinds));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_field_has_one_row_for_each_api() {
+        for kind in *ALL.first_chunk::<4>().unwrap() {
+            let mut names: Vec<&str> = TABLE
+                .iter()
+                .filter(|Row(kinds, _, _)| kinds.contains(&kind))
+                .flat_map(|Row(_, _, names)| names.iter().copied())
+                .collect();
+            names.sort_unstable();
+            let twice: Vec<_> = names.windows(2).filter(|pair| pair[0] == pair[1]).collect();
+            assert!(twice.is_empty(), "{kind:?}: {twice:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_served_is_refused_by_its_name_unless_it_asks_for_nothing() {
+        for Row(kinds, treatment, names) in TABLE {
+            let Refused(unless, _) = treatment else { continue };
+            for (kind, name) in kinds.iter().flat_map(|kind| names.iter().map(move |name| (*kind, *name))) {
+                let check = |value: &str| {
+                    let body = format!("{{\"{name}\": {value}}}");
+                    let fields = Fields::parse(body.as_bytes(), known(kind)).unwrap();
+                    refuse_unsupported(kind, &fields)
+                };
+                match check("{\"odd\": [\"value\"]}") {
+                    Err(ApiError::InvalidField { field, .. }) => assert_eq!(field, name),
+                    other => panic!("{kind:?} {name}: {other:?}"),
+                }
+                assert_eq!(check("null"), Ok(()), "{name}");
+                for value in *unless {
+                    assert_eq!(check(value), Ok(()), "{name}: {value}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn unknown_fields_are_ignored() {
+        let body = json!({"model": "m", "never_heard_of": 7, "user": "u"}).to_string();
+        for kind in ALL {
+            let fields = Fields::parse(body.as_bytes(), known(*kind)).unwrap();
+            assert_eq!(refuse_unsupported(*kind, &fields), Ok(()));
+        }
+    }
+
+    #[test]
+    fn the_documentation_has_this_table() {
+        let docs = include_str!("../../../docs/api.md");
+        let table = documented();
+        assert!(docs.contains(&table), "docs/api.md must have this table:\n{table}");
+    }
+}
