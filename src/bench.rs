@@ -1,7 +1,6 @@
 //! `kvasir bench`: prefill, decode at depth and batched decode of one decoder, with a bandwidth probe in the
 //! same run. Speed does not depend on the tokens, so they are arbitrary.
 
-use crate::gpu_check;
 use crate::home;
 use crate::models::resolve_or_pull;
 use crate::numerics::{ActivationsArg, Device, KvTypeArg, StateTypeArg};
@@ -198,7 +197,7 @@ impl Bench {
     fn probe(&self, device: &str) -> Result<Box<dyn FnMut(usize) -> Result<f64>>> {
         if device == "cuda" {
             let mut gpu = Gpu::open(0)?;
-            return Ok(Box::new(move |_| Ok(gpu_check::copy_bandwidth(&mut gpu)?)));
+            return Ok(Box::new(move |_| Ok(gpu.copy_bandwidth()?)));
         }
         let threads =
             std::num::NonZeroUsize::new(usize::from(self.threads)).unwrap_or(std::num::NonZeroUsize::MIN);

@@ -109,9 +109,42 @@ pub(crate) fn share(usable: &CpuSet, capacity: usize, workers: usize, threads: O
     Shares { threads, sets }
 }
 
+/// Where a worker computes among several GPUs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct GpuPlace {
+    /// The GPU's number.
+    pub(crate) gpu: u32,
+    /// Workers on that GPU.
+    pub(crate) workers: usize,
+}
+
+/// Spreads `workers` over `gpus` in turn; empty where there is no GPU.
+pub(crate) fn gpu_places(workers: usize, gpus: usize) -> Vec<GpuPlace> {
+    let place = |worker: usize| {
+        let gpu = worker % gpus;
+        GpuPlace { gpu: gpu as u32, workers: (workers - gpu).div_ceil(gpus) }
+    };
+    if gpus == 0 { Vec::new() } else { (0..workers).map(place).collect() }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn workers_are_spread_over_gpus() {
+        for (workers, gpus, expected) in [
+            (2, 0, vec![]),
+            (1, 1, vec![(0, 1)]),
+            (2, 1, vec![(0, 2), (0, 2)]),
+            (2, 8, vec![(0, 1), (1, 1)]),
+            (5, 2, vec![(0, 3), (1, 2), (0, 3), (1, 2), (0, 3)]),
+        ] {
+            let found: Vec<_> =
+                gpu_places(workers, gpus).iter().map(|place| (place.gpu, place.workers)).collect();
+            assert_eq!(found, expected, "{workers} over {gpus}");
+        }
+    }
 
     #[test]
     fn sets_parse_and_print_back() {

@@ -11,6 +11,8 @@ use serde_json::{Value, json};
 use std::io::Write;
 use std::time::{Duration, Instant};
 
+/// Bytes that are copied to measure the memory: many times what the caches hold.
+const COPY_BYTES: usize = 1 << 30;
 /// Timed runs of each row.
 const RUNS: usize = 9;
 /// Rows of a prompt that are computed at once.
@@ -57,7 +59,7 @@ impl GpuBench {
     /// Runs the command.
     pub(crate) fn run(self) -> Result<()> {
         let survey = Survey::take(true);
-        let (info, compiler) = match survey.usable() {
+        let (info, compiler) = match survey.usable(0) {
             Ok(found) => found,
             Err(missing) => bail!("no GPU that can be computed on: {missing}"),
         };
@@ -66,7 +68,7 @@ impl GpuBench {
         // Copies and rows go through several times what the second-level cache holds.
         let spread = (8 * info.l2_bytes as usize).max(1 << 28);
         let speed = Speed::new(Box::new(gpu), gpu_check::compile(compiler, info.arch), spread, RUNS);
-        let copies = speed.copies(gpu_check::COPY_BYTES)?;
+        let copies = speed.copies(COPY_BYTES)?;
         let mut rows = Rows { json: self.json, until, copies, failed: 0, skipped: 0 };
         rows.print(&json!({
             "part": "device",
@@ -254,5 +256,56 @@ mod tests {
         let wrong = run(&["--only", "speed"]);
         assert_eq!(wrong.status.code(), Some(2));
         assert!(String::from_utf8_lossy(&wrong.stderr).contains("no part speed"));
+        let invented = std::fs::read_to_string(folder.join("sample.json")).unwrap();
+        assert!(invented.lines().nth(1).unwrap().contains("invented") && seen.contains("**Invented**"));
+    }
+
+    /// A borrowed device must not be wasted: without git, a network or a GPU, with an executable that hangs.
+    #[test]
+    fn a_run_keeps_to_its_limits_and_leaves_its_results() {
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/gpu");
+        let dir = tempfile::tempdir().unwrap();
+        let kvasir = dir.path().join("kvasir");
+        let hangs =
+            "#!/bin/sh\n[ \"$CUDA_VISIBLE_DEVICES\" = -1 ] && echo '{}' && exit 1\nexec /bin/sleep 600\n";
+        std::fs::write(&kvasir, hangs).unwrap();
+        std::fs::set_permissions(&kvasir, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        let out = dir.path().join("results");
+        // The interpreter itself, since without a PATH nothing else is found, git neither.
+        let python = std::process::Command::new("python3");
+        let python = { python }.args(["-c", "import sys; print(sys.executable)"]).output().unwrap();
+        let run = std::process::Command::new(String::from_utf8(python.stdout).unwrap().trim())
+            .env("PATH", "/nonexistent")
+            .arg(folder.join("run.py"))
+            .args(["--only", "check,variants,decode", "--limit", "check=1", "--limit", "decode=1", "--bin"])
+            .args([dir.path(), std::path::Path::new("--out"), &out])
+            .output()
+            .unwrap();
+        assert_eq!(run.status.code(), Some(1), "{}", String::from_utf8_lossy(&run.stderr));
+        let results: Vec<_> = std::fs::read_dir(&out).unwrap().map(|entry| entry.unwrap().path()).collect();
+        assert_eq!(results.len(), 2, "{results:?}");
+        let json = results.iter().find(|path| path.extension().is_some_and(|end| end == "json")).unwrap();
+        let report: Value = serde_json::from_str(&std::fs::read_to_string(json).unwrap()).unwrap();
+        assert_eq!(report["commit"], "an unknown commit");
+        for part in ["check", "decode"] {
+            assert_eq!(report["parts"][part]["status"], "failed");
+            assert!(report["parts"][part]["why"].as_str().unwrap().contains("more than 1 s"), "{report}");
+        }
+        assert_eq!(report["parts"]["variants"]["status"], "skipped");
+        let missing = std::process::Command::new("python3")
+            .arg(folder.join("run.py"))
+            .args(["--bin", "/nonexistent", "--out"])
+            .arg(&out)
+            .output()
+            .unwrap();
+        assert_eq!(missing.status.code(), Some(2));
+    }
+
+    /// Every change that `variants.py` makes to the products still finds its place in them.
+    #[test]
+    fn variants_of_products_fit_the_sources() {
+        let script = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/gpu/variants.py");
+        let checked = std::process::Command::new("python3").arg(script).arg("--check").output().unwrap();
+        assert!(checked.status.success(), "{}", String::from_utf8_lossy(&checked.stderr));
     }
 }

@@ -8,7 +8,8 @@ use kernels::cpu::{CpuBackend, CpuConfig};
 use kernels::cuda::check::{Case, Checked, OPS, compare};
 use kernels::cuda::speed::CompileShared;
 use kernels::cuda::{
-    Arch, Compiler, CubinCache, CudaBackend, CudaConfig, CudaError, Device, Gpu, GpuInfo, Survey, source,
+    Arch, Compiler, CubinCache, CudaBackend, CudaConfig, CudaError, Device, Gpu, GpuInfo, Survey, record,
+    source,
 };
 use kernels::pool::{Pool, PoolConfig};
 use serde::Serialize;
@@ -18,9 +19,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Bytes that are copied to measure the memory: many times what the caches hold.
-pub(crate) const COPY_BYTES: usize = 1 << 30;
-/// Copies, launches and replays that are timed together.
+/// Launches and replays that are timed together.
 const TIMED: u32 = 50;
 /// Launches of one graph.
 const GRAPH_LAUNCHES: usize = 200;
@@ -134,7 +133,7 @@ impl GpuCheck {
             let (version, of) = (format!("{major}.{minor}"), source::all().count());
             let prebuilt = compiler.prebuilt().into_iter();
             let prebuilt = prebuilt.map(|(arch, found)| (arch.to_string(), Prebuilt { found, of })).collect();
-            Nvrtc { version, found_at: compiler.found_at().to_owned(), prebuilt }
+            Nvrtc { version, found_at: compiler.found_at(), prebuilt }
         });
         let driver = survey.driver.as_ref().ok().map(version);
         let gpus = survey.gpus.unwrap_or_default();
@@ -230,28 +229,17 @@ fn ceilings(gpu: &mut Gpu, compile: &CompileShared) -> Result<Ceilings, CudaErro
     use kernels::cuda::rowwise::{Rows, RowwiseKernels};
     // Before anything is measured: a device that takes no kernels is of no use.
     let kernels = RowwiseKernels::load(gpu, &compile(&source::ROWWISE)?)?;
-    let copy_bytes_per_second = copy_bandwidth(gpu)?;
+    let copy_bytes_per_second = gpu.copy_bandwidth()?;
     let one = gpu.allocate(size_of::<f32>())?;
-    let small = |gpu: &mut Gpu| kernels.scale(gpu, Rows { rows: 1, cols: 1 }, one, 1.0, None);
+    let small = |gpu: &mut dyn Device| kernels.scale(gpu, Rows { rows: 1, cols: 1 }, one, 1.0, None);
     let launch = timed(gpu, |gpu| (0..GRAPH_LAUNCHES).try_for_each(|_| small(gpu)))?;
-    gpu.begin_graph()?;
-    (0..GRAPH_LAUNCHES).try_for_each(|_| small(gpu))?;
-    let graph = gpu.end_graph()?;
+    let graph = record(gpu, |gpu| (0..GRAPH_LAUNCHES).try_for_each(|_| small(gpu)))?;
+    let no_graphs = || CudaError::Invalid { what: "this device records no graphs".into() };
+    let graph = graph.ok_or_else(no_graphs)?;
     let replayed = timed(gpu, |gpu| gpu.replay(graph))?;
     gpu.free(one)?;
     let each = |seconds: f64| seconds * 1e6 / GRAPH_LAUNCHES as f64;
     Ok(Ceilings { copy_bytes_per_second, launch_us: each(launch), graph_launch_us: each(replayed) })
-}
-
-/// Bytes that copies inside the device read and write per second.
-pub(crate) fn copy_bandwidth(gpu: &mut Gpu) -> Result<f64, CudaError> {
-    let bytes = COPY_BYTES.min(usize::try_from(gpu.free_bytes()? / 4).unwrap_or(COPY_BYTES));
-    let (from, to) = (gpu.allocate(bytes)?, gpu.allocate(bytes)?);
-    gpu.fill(from, 1, bytes)?;
-    let copy = timed(gpu, |gpu| gpu.copy(from, to, bytes))?;
-    gpu.free(from)?;
-    gpu.free(to)?;
-    Ok(2.0 * bytes as f64 / copy)
 }
 
 /// Seconds of one run of `work`, after a first one.

@@ -93,8 +93,8 @@ pub(crate) enum Device {
 
 impl Device {
     /// What `auto` comes to here, and why.
-    pub(crate) fn chosen(choice: DeviceChoice) -> Result<(Self, String), worker::Error> {
-        let (choice, reason) = choice.resolve()?;
+    pub(crate) fn chosen(choice: DeviceChoice, gpu: u32) -> Result<(Self, String), worker::Error> {
+        let (choice, reason) = choice.resolve(gpu)?;
         let chosen = match choice {
             DeviceChoice::Cuda => Self::Cuda,
             #[cfg(feature = "ptx-sim")]

@@ -16,8 +16,8 @@ use model::costs::ModelCosts;
 use model::{GgmlType, ModelFile, ModelSpec};
 use serde::Serialize;
 use std::path::PathBuf;
-pub(crate) use workers::{COMPUTE_PER_CORE, decode_bandwidth};
 use workers::{LayersOf, Workers};
+pub(crate) use workers::{compute, decode_bandwidth};
 
 /// Context that is planned for where none is given and the model has more.
 const CONTEXT: usize = 8192;

@@ -8,7 +8,7 @@ mod supervisor;
 
 use crate::config::{self, ByteSize, ConfigError, DiskBudget};
 use crate::coordinator::{CoordinatorSettings, RoutingArg};
-use crate::cpus::{self, CpuSet};
+use crate::cpus::{self, CpuSet, GpuPlace};
 use crate::numerics::{ActivationsArg, Device, KvTypeArg, StateTypeArg};
 use crate::role::RoleArg;
 use crate::spec::SpecArg;
@@ -89,7 +89,7 @@ struct UpSettings {
     /// Compute threads of each worker [default: usable CPUs / workers, at least 1]
     #[arg(long, value_name = "N", env = "KVASIR_THREADS")]
     threads: Option<usize>,
-    /// What workers compute on [default: auto]
+    /// What workers compute on [default: auto]; they are spread over all GPUs that CUDA_VISIBLE_DEVICES leaves
     #[arg(long, value_enum, env = "KVASIR_DEVICE")]
     device: Option<Device>,
     /// Memory for the KV cache of each worker, such as 2GiB [default: computed from what is free]
@@ -148,11 +148,14 @@ struct Plan {
     /// Stages of a replica, if it has several.
     shards: Option<usize>,
     shares: cpus::Shares,
+    /// The GPU of each worker; empty where there is none to choose.
+    gpus: Vec<GpuPlace>,
     settings: UpSettings,
 }
 
 impl Plan {
-    fn new(settings: UpSettings, listen_public: bool) -> Result<Self, ConfigError> {
+    /// `gpus` are those that workers can be spread over.
+    fn new(settings: UpSettings, listen_public: bool, gpus: usize) -> Result<Self, ConfigError> {
         let coordinators = count("coordinators", settings.coordinators, 1, MAX_VOTERS)?;
         if settings.shards == Some(0) {
             return Err(ConfigError::field("shards", 0, "at least 1"));
@@ -194,7 +197,8 @@ impl Plan {
         }
         settings.state_type.unwrap_or(StateTypeArg::F32).with_tau(settings.state_tau)?;
         let shares = cpus::share(&usable, cpus::capacity(), workers, settings.threads);
-        Ok(Self { coordinators, workers, shards, shares, settings })
+        let gpus = cpus::gpu_places(workers, gpus);
+        Ok(Self { coordinators, workers, shards, shares, gpus, settings })
     }
 
     /// The nodes to start, with an identity each from the directory's own authority.
@@ -260,6 +264,8 @@ impl Plan {
                 threads: Some(self.shares.threads),
                 cpus: self.shares.sets.get(index).cloned(),
                 device: self.settings.device,
+                gpu: self.gpus.get(index).map(|place| place.gpu),
+                gpu_workers: self.gpus.get(index).map(|place| place.workers),
                 kv_bytes: self.settings.kv_bytes,
                 kv_host_bytes: self.settings.kv_host_bytes,
                 kv_disk: self.settings.kv_disk.as_ref().map(|disk| disk.below(&name)),
@@ -296,7 +302,8 @@ impl Up {
             let guesses = settings.spec.clone().unwrap_or_default().guesses()?;
             ::worker::load::check_shards(&model.path, &guesses, shards)?;
         }
-        let plan = Plan::new(settings, self.listen_public)?;
+        let gpus = ::worker::load::visible_gpus(settings.device.unwrap_or(Device::Auto).into());
+        let plan = Plan::new(settings, self.listen_public, gpus)?;
         let dir = plan.settings.data_dir.clone().map_or_else(home::up_data_dir, Ok)?;
         let dir = DataDir::open(dir)?;
         let model = models::resolve_or_pull(plan.settings.model.as_deref().unwrap_or(DEFAULT_MODEL))?;
@@ -436,7 +443,7 @@ mod tests {
     use super::*;
 
     fn refused(settings: UpSettings, listen_public: bool) -> String {
-        Plan::new(settings, listen_public).unwrap_err().to_string()
+        Plan::new(settings, listen_public, 0).unwrap_err().to_string()
     }
 
     fn keys() -> Option<Vec<KeyEntry>> {
@@ -455,7 +462,7 @@ mod tests {
             refused(UpSettings { ops: public, keys: keys(), ..Default::default() }, false).contains("`ops`")
         );
         assert!(refused(UpSettings::default(), true).contains("[[keys]]"));
-        Plan::new(UpSettings { http: public, keys: keys(), ..Default::default() }, true).unwrap();
+        Plan::new(UpSettings { http: public, keys: keys(), ..Default::default() }, true, 0).unwrap();
     }
 
     #[test]
@@ -479,7 +486,7 @@ mod tests {
             ops: "127.0.0.1:0".parse().ok(),
             ..Default::default()
         };
-        let plan = Plan::new(settings("127.0.0.1:8000"), false).unwrap();
+        let plan = Plan::new(settings("127.0.0.1:8000"), false, 0).unwrap();
         let ports: Vec<(u16, u16)> =
             plan.coordinators.iter().map(|(http, ops)| (http.port(), ops.port())).collect();
         assert_eq!(ports, [(8000, 0), (8001, 0)]);

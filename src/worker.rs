@@ -8,7 +8,7 @@ use crate::models::resolve_bundle;
 use crate::node::{Announcement, Explained, NodeArgs, StopSignals, runtime_beside_arithmetic};
 use crate::numerics::{ActivationsArg, Device, KvTypeArg, StateTypeArg};
 use crate::otlp;
-use crate::plan::{COMPUTE_PER_CORE, decode_bandwidth};
+use crate::plan::{compute, decode_bandwidth};
 use crate::role::RoleArg;
 use crate::shipped;
 use crate::spec::SpecArg;
@@ -113,6 +113,9 @@ pub(crate) struct WorkerSettings {
     /// What to compute on [default: auto].
     #[arg(long, value_enum, env = "KVASIR_DEVICE")]
     pub(crate) device: Option<Device>,
+    /// Which GPU, from 0, as the driver numbers those that CUDA_VISIBLE_DEVICES leaves [default: 0].
+    #[arg(long, value_name = "N", env = "KVASIR_GPU")]
+    pub(crate) gpu: Option<u32>,
     /// Memory for KV, such as 2GiB [default: computed, see --explain].
     #[arg(long, value_name = "SIZE", env = "KVASIR_KV_BYTES")]
     pub(crate) kv_bytes: Option<ByteSize>,
@@ -164,6 +167,9 @@ pub(crate) struct WorkerSettings {
     /// Workers that share this machine's memory; `kvasir up` sets it.
     #[arg(long, value_name = "N", env = "KVASIR_WORKERS_HERE", hide = true)]
     pub(crate) workers_here: Option<usize>,
+    /// Workers that share this GPU; `kvasir up` sets it.
+    #[arg(long, value_name = "N", env = "KVASIR_GPU_WORKERS", hide = true)]
+    pub(crate) gpu_workers: Option<usize>,
     /// A step that takes this long with work queued is a stall [default: 10s].
     #[arg(long, value_name = "TIME", env = "KVASIR_STALL_AFTER")]
     pub(crate) stall_after: Option<Period>,
@@ -200,6 +206,10 @@ impl WorkerSettings {
         within("max_seqs", self.max_seqs, 1, MAX_SEQS)?;
         within("chunk", self.chunk, 1, 1 << 20)?;
         within("workers_here", self.workers_here, 1, 1024)?;
+        within("gpu_workers", self.gpu_workers, 1, 1024)?;
+        if let (Some(gpu), Some(Device::Cpu)) = (self.gpu, self.device) {
+            return Err(ConfigError::field("gpu", gpu, "nothing, where device is cpu"));
+        }
         within("shipping_lanes", self.shipping_lanes, 1, shipped::MAX_LANES)?;
         if let Some(tokens) = self.block_tokens.filter(|tokens| !BLOCK_TOKENS.contains(tokens)) {
             return Err(ConfigError::field("block_tokens", tokens, "16, 32 or 64"));
@@ -257,7 +267,7 @@ impl WorkerSettings {
             part: settings.role.unwrap_or(RoleArg::Both).into(),
             snapshots: settings.snapshots(),
             stall_floor: settings.stall_after.map_or(Duration::MAX, |period| period.0),
-            pool: settings.offer(),
+            pool: settings.offer()?,
             floor: load::watched(&settings.options()?)?,
         };
         let drain = settings.drain_timeout.map_or(Duration::ZERO, |period| period.0);
@@ -279,7 +289,7 @@ impl WorkerSettings {
             };
         }
         let options = self.options()?;
-        let (device, device_reason) = Device::chosen(options.device)?;
+        let (device, device_reason) = Device::chosen(options.device, options.gpu)?;
         tracing::info!(?device, reason = device_reason, "what is computed on");
         let local = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
         let threads = or!(threads, cpus::capacity(), "one for each usable CPU");
@@ -312,10 +322,8 @@ impl WorkerSettings {
                 let share = ByteSize(free / host.workers.max(1) as u64);
                 let memory =
                     or!(memory, share, "what is free, but for a floor, over the workers of this machine");
-                let measured = |threads: Option<usize>| {
-                    decode_bandwidth(threads.unwrap_or(1)).map(|rate| ByteSize(rate as u64))
-                };
-                let bandwidth = or!(bandwidth, measured(threads)?, "measured at the start");
+                let measured = || decode_bandwidth(&with_threads).map(|rate| ByteSize(rate as u64));
+                let bandwidth = or!(bandwidth, measured()?, "measured at the start");
                 (memory, bandwidth)
             }
             _ => (self.memory, self.bandwidth),
@@ -349,6 +357,10 @@ impl WorkerSettings {
             quic: or!(quic, local(7001).into(), "this machine only, unless told otherwise"),
             ops: or!(ops, local(9091), "this machine only, unless told otherwise"),
             device: or!(device, device, &device_reason),
+            gpu: match device {
+                Device::Cuda => or!(gpu, 0, "the first that the driver shows"),
+                _ => self.gpu,
+            },
             kv_bytes,
             pin_bytes: match pooled {
                 Some(true) => self.pin_bytes,
@@ -385,6 +397,7 @@ impl WorkerSettings {
                 None => self.chunk,
             },
             workers_here: or!(workers_here, 1, "alone on this machine"),
+            gpu_workers: self.gpu_workers,
             stall_after: or!(stall_after, Period(Duration::from_secs(10)), "far longer than any step"),
             drain_timeout: or!(
                 drain_timeout,
@@ -396,13 +409,16 @@ impl WorkerSettings {
     }
 
     /// What it gives to replicas of several workers, if it does.
-    fn offer(&self) -> Option<PoolOffer> {
+    fn offer(&self) -> anyhow::Result<Option<PoolOffer>> {
+        if self.pool != Some(true) {
+            return Ok(None);
+        }
         let bytes = |size: Option<ByteSize>| size.map_or(0, |size| size.0);
-        self.pool.filter(|pool| *pool).map(|_| PoolOffer {
+        Ok(Some(PoolOffer {
             memory: bytes(self.memory),
             bandwidth: bytes(self.bandwidth),
-            compute: (COMPUTE_PER_CORE * self.threads.unwrap_or(1) as f64) as u64,
-        })
+            compute: compute(&load::host(&self.options()?)?) as u64,
+        }))
     }
 
     fn snapshots(&self) -> StoreConfig {
@@ -442,6 +458,8 @@ impl WorkerSettings {
             workers: self.workers_here.unwrap_or(default.workers),
             digests: home::digests(),
             device: self.device.unwrap_or(Device::Auto).into(),
+            gpu: self.gpu.unwrap_or(0),
+            gpu_workers: self.gpu_workers,
             cubins: home::cubins(),
             ..default
         })

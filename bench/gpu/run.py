@@ -1,19 +1,22 @@
 #!/usr/bin/env python3
 """Everything that a GPU has to show, by one command in under ten minutes.
 
-    bench/gpu/run.py                          # builds what it needs, then all parts
+    bench/gpu/run.py --out DIR                # builds what it needs, then all parts
     bench/gpu/run.py --only check,attention   # some
-    bench/gpu/run.py --bin DIR --model FILE   # with executables and a model that are there already: no network
+    bench/gpu/run.py --bin DIR                # with an executable that is there already: no compiler, no network
+    bench/gpu/run.py --limit oracle=30        # another limit for a part
     bench/gpu/run.py --render FILE.json       # the table of a run again
 
 Parts, the most telling first: `check` (every kernel against the CPU), `products` (large matrices, share of the copy
 bandwidth), `attention` (blocks in order and in none), `decode` (a step of an 8B model with random weights, as a graph),
-`answers` (`kvasir up --device cuda` beside the CPU), `tokens` (`kvasir bench`), `sanitizer` (every kernel under
-compute-sanitizer, if there is one). A part that fails or finds no time left is noted and the next one begins. What is
-known is written after each part, JSON and a table, to docs/measurements (without a GPU: to target/bench/gpu).
+`oracle` (small models of every layer kind beside their references), `answers` (`kvasir up` on the GPU beside the CPU),
+`tokens` (`kvasir bench`), `variants` (products compiled in several ways, where pack.sh has sent them), `sanitizer` (every
+kernel under compute-sanitizer, if there is one).
 
-It needs this repository, Rust (unless --bin), Python 3, a driver of the 580 line, and NVRTC, which it installs by pip into
-target/cuda-venv if there is none.
+A part that fails, takes too long or finds no time left is noted, and the next one begins. The report is written before
+the first part and after each one, as JSON and as a table: to --out, or without it to target/bench/gpu. Neither git nor a
+network nor a model is needed: without --model, `answers` uses a model of the fixtures, and `tokens` one of an 8B model's
+shape with random weights. What a machine without Rust and NVRTC needs is packed by bench/gpu/pack.sh.
 """
 import argparse
 import json
@@ -35,8 +38,8 @@ from machine import facts  # noqa: E402
 from servers import Kvasir  # noqa: E402
 
 # Seconds that a part may take.
-LIMITS = {"build": 280, "compiler": 60, "check": 100, "products": 75, "attention": 75, "decode": 75, "answers": 75,
-          "tokens": 75, "sanitizer": 120}
+LIMITS = {"build": 280, "compiler": 60, "check": 100, "products": 75, "attention": 75, "decode": 75, "oracle": 90,
+          "answers": 60, "tokens": 120, "variants": 60, "sanitizer": 240}
 MEASURED = list(LIMITS)[2:]
 # A part is not begun with less time left.
 LEAST_S = 10
@@ -44,7 +47,12 @@ NVRTC = "nvidia-cuda-nvrtc==13.0.88"
 SANITIZER = "nvidia-cuda-sanitizer-api==13.0.85"
 QUESTIONS = [("What is the capital of France?", "Paris"), ("What is two plus two?", "4"),
              ("Name a primary colour.", "")]
-# What the issue asks for.
+COMPLETED = ["Hello, world", "The capital of France is", "1 2 3 4 5 6"]
+HERE = pathlib.Path(__file__).resolve().parent
+SMALL_MODEL = ROOT / "tests/fixtures/tiny/llama/llama-f32.gguf"
+# What is wanted. A product of few megabytes is bound by its launch, whatever the memory does.
+LARGE_BYTES = 50e6
+LONG_CONTEXT = 4096
 PAGED_AT_MOST, OF_COPY_AT_LEAST = 1.02, 0.85
 
 
@@ -52,21 +60,35 @@ class Failed(Exception):
     """Why a part gave nothing, or not all; what it gave is its second argument."""
 
 
+class Skipped(Exception):
+    """Why a part has nothing to do here."""
+
+
 def too_long(_signal, _frame):
     raise Failed("its time ran out")
+
+
+def told_to_end(_signal, _frame):
+    # Not an `Exception`: it ends the run, behind the report.
+    raise KeyboardInterrupt
 
 
 def command(argv, limit, env=None):
     """Runs a program: its exit code (None: its time ran out), what it printed up to then, and the end of its errors."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen([str(a) for a in argv], stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=ROOT,
-                                   env={**os.environ, **(env or {})})
+                                   env={**os.environ, **(env or {})}, start_new_session=True)
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
             code = None
+        finally:
+            # What it has started must not keep the GPU from the next part.
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
         out.seek(0)
         err.seek(0)
         return code, out.read(), err.read()[-2000:]
@@ -88,7 +110,8 @@ def pip(wheel, limit):
     venv = ROOT / "target/cuda-venv"
     if not (venv / "bin/pip").exists():
         command([sys.executable, "-m", "venv", venv], limit)
-    code, _, err = command([venv / "bin/pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", wheel], limit)
+    code, _, err = command([venv / "bin/pip", "install", "--quiet", "--disable-pip-version-check",
+                            "--retries", "0", "--timeout", "10", "--no-deps", wheel], limit)
     if code != 0:
         raise Failed(why(code, limit, err))
 
@@ -121,33 +144,71 @@ def rows(part):
     return run
 
 
+def script(name, argv, limit):
+    """Runs a script of this folder that prints an object a line: the lines, and a failure with those that came."""
+    code, out, err = command([sys.executable, HERE / name, *argv, "--seconds", int(limit * 0.9)], limit)
+    found = {"rows": [json.loads(line) for line in out.splitlines() if line.startswith("{")]}
+    if code != 0:
+        raise Failed(why(code, limit, err), found)
+    return found
+
+
+def oracle(args, limit):
+    return script("oracle.py", ["--kvasir", args.kvasir, "--device", args.device], limit)
+
+
+def variants(args, limit):
+    folder = args.kvasir.parent / "variants"
+    if not folder.is_dir():
+        raise Skipped("there are no compiled variants beside the executable; bench/gpu/pack.sh makes them")
+    return script("ab.py", [folder], limit)
+
+
 def answers(args, limit):
-    found = {"answers": []}
-    for device in ("cuda", "cpu"):
+    found, said = {"answers": []}, {}
+    for device in (args.device, "cpu"):
         with tempfile.TemporaryDirectory() as logs:
-            server = Kvasir(logs, args.kvasir, args.model, 4, device)
+            server = Kvasir(logs, args.kvasir, args.model or SMALL_MODEL, 4, device)
             try:
-                for question, _ in QUESTIONS:
-                    body = {"model": server.model, "messages": [{"role": "user", "content": question}], "max_tokens": 24,
-                            "temperature": 0}
-                    answer = post_json(f"http://127.0.0.1:{server.port}/v1/chat/completions", body, timeout=limit / 2)
-                    found["answers"].append({"device": device, "question": question,
-                                             "answer": answer["choices"][0]["message"]["content"]})
+                said[device] = []
+                for question in [question for question, _ in QUESTIONS] if args.model else COMPLETED:
+                    body = {"model": server.model, "max_tokens": 24, "temperature": 0}
+                    if args.model:
+                        path, body = "chat/completions", body | {"messages": [{"role": "user", "content": question}]}
+                    else:
+                        path, body = "completions", body | {"prompt": question}
+                    choice = post_json(f"http://127.0.0.1:{server.port}/v1/{path}", body, timeout=limit / 2)["choices"][0]
+                    text = choice["message"]["content"] if args.model else choice["text"]
+                    said[device].append(text)
+                    found["answers"].append({"device": device, "question": question, "answer": text})
             finally:
                 server.stop()
-    by_gpu = [row["answer"] for row in found["answers"] if row["device"] == "cuda"]
-    wrong = [question for (question, word), answer in zip(QUESTIONS, by_gpu) if word not in answer or not answer]
+    if not args.model:
+        # A model that says nothing sensible says the same on every device, in f32.
+        if said[args.device] != said["cpu"]:
+            raise Failed("the GPU completes otherwise than the CPU", found)
+        return found
+    wrong = [question for (question, word), answer in zip(QUESTIONS, said[args.device]) if word not in answer or not answer]
     if wrong:
         raise Failed(f"the GPU answers wrongly: {wrong}", found)
     return found
 
 
 def tokens(args, limit):
-    argv = [args.kvasir, "bench", args.model, "--device", "cuda", "-p", "512,2048", "-n", "64", "-b", "1,8,32", "-r", "3", "--json"]
-    code, out, err = command(argv, limit)
-    if code != 0:
-        raise Failed(why(code, limit, err))
-    return json.loads(out)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        model, shape = args.model, "of --model"
+        if not model:
+            model, shape = pathlib.Path(folder) / "random.gguf", args.shape
+            code, _, err = command([sys.executable, HERE / "random_gguf.py", SMALL_MODEL, model, "--shape", shape], limit / 2)
+            if code != 0:
+                raise Failed("no random model: " + why(code, limit / 2, err))
+        argv = [args.kvasir, "bench", model, "--device", args.device, "-p", "512,2048", "-n", "64", "-b", "1,8,32", "-r", "3", "--json"]
+        left = limit - (time.monotonic() - began)
+        code, out, err = command(argv, max(left, 1))
+        if code != 0:
+            raise Failed(why(code, left, err))
+        return {"shape": shape, **json.loads(out)}
 
 
 def sanitizer_program():
@@ -167,9 +228,9 @@ def sanitizer(args, limit):
         program = sanitizer_program()
         if program is None:
             raise Failed("there is no compute-sanitizer here, and none in pip's wheel")
-    for tool in ("memcheck", "racecheck", "initcheck"):
+    for tool in args.tools.split(","):
         left = limit - (time.monotonic() - started)
-        argv = [program, "--tool", tool, "--error-exitcode", "99", args.kvasir, "gpu-check", "--cases-only"]
+        argv = [program, "--tool", tool, "--error-exitcode", "99", "--print-limit", "20", args.kvasir, "gpu-check", "--cases-only"]
         code, out, err = command(argv, max(left, 1))
         summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", out + err)
         found["tools"][tool] = summary[-1] if summary else why(code, left, out + err)
@@ -179,7 +240,8 @@ def sanitizer(args, limit):
 
 
 PARTS = {"build": build, "compiler": compiler, "check": check, "products": rows("products"), "attention": rows("attention"),
-         "decode": rows("decode"), "answers": answers, "tokens": tokens, "sanitizer": sanitizer}
+         "decode": rows("decode"), "oracle": oracle, "answers": answers, "tokens": tokens, "variants": variants,
+         "sanitizer": sanitizer}
 
 
 # ---- The table.
@@ -197,6 +259,11 @@ def measured(report, part):
     """Rows of a part that have a figure."""
     found = report["parts"].get(part, {}).get("found") or {}
     return [row for row in found.get("rows", []) if row.get("part") == part and "error" not in row]
+
+
+def product_bytes(row):
+    """Bytes of the weights that a product reads: what it takes, at the rate that it reached."""
+    return row["us"] * row["gbs"] * 1e3
 
 
 def device_of(report):
@@ -218,27 +285,32 @@ def verdicts(report):
     tools = (parts.get("sanitizer", {}).get("found") or {}).get("tools", {})
     clean = parts.get("sanitizer", {}).get("status") == "ok"
     add("compute-sanitizer clean", "; ".join(f"{tool}: {text}" for tool, text in tools.items()) or "not run", clean)
-    attention = measured(report, "attention")
+    attention = [row for row in measured(report, "attention") if row["context"] >= LONG_CONTEXT]
     worst = max((row["ratio"] for row in attention), default=None)
-    add("attention over blocks within 2 % of contiguous", "not run" if worst is None else f"at worst {worst:.3f}",
+    add(f"attention over blocks within 2 % of contiguous, from {LONG_CONTEXT} positions on", "not run" if worst is None else f"at worst {worst:.3f}",
         worst is not None and worst <= PAGED_AT_MOST)
-    single = [row for row in measured(report, "products") if row["tokens"] == 1]
+    single = [row for row in measured(report, "products") if row["tokens"] == 1 and product_bytes(row) >= LARGE_BYTES]
     least = min((row["of_copy"] for row in single), default=None)
     good = sum(row["of_copy"] >= OF_COPY_AT_LEAST for row in single)
-    add("products of one token at 85 % of copies", "not run" if least is None else f"{good} of {len(single)}, the slowest {percent(least)}",
+    add("products of one token at 85 % of copies, from 50 MB on", "not run" if least is None else f"{good} of {len(single)}, the slowest {percent(least)}",
         least is not None and least >= OF_COPY_AT_LEAST)
     step = next((row for row in measured(report, "decode") if row["batch"] == 1 and row["rows"] == 1), None)
     add("8B Q4_K_M step as a graph", "not run" if step is None else
         f"{step['graph_ms']:.2f} ms, {step['tokens_per_second']:.0f} tokens/s, {percent(step['of_floor'])} of the floor", step is not None)
-    add("answers of SmolLM2 through `kvasir up --device cuda`", parts.get("answers", {}).get("status", "not run"),
-        parts.get("answers", {}).get("status") == "ok")
+    for name, what in [("oracle", "small models of every layer kind as their references"),
+                       ("answers", "answers through `kvasir up` on the GPU")]:
+        status = parts.get(name, {}).get("status", "not run")
+        add(what, status, status == "ok")
     return lines
 
 
 def render(report):
     device, machine, parts = device_of(report), report["machine"], report["parts"]
     found = parts.get("check", {}).get("found") or {}
-    lines = [f"# {device.get('name', 'No GPU')}, {machine['date']}", "",
+    lines = [f"# {device.get('name', 'No GPU')}, {machine['date']}", ""]
+    if report.get("invented"):
+        lines += ["**Invented**, to test this table: nothing below was measured.", ""]
+    lines += [
              f"By `bench/gpu/run.py` at {report['commit']}. Driver CUDA {found.get('driver')}, NVRTC "
              f"{(found.get('nvrtc') or {}).get('version')}, {device.get('arch', 'no architecture')}, "
              f"{device.get('multiprocessors', 0)} multiprocessors; {machine['cpu']}, {machine['cpus']} CPUs.", ""]
@@ -275,39 +347,96 @@ def render(report):
                          f"{row['tokens_per_second']:.0f}", percent(row["of_floor"])] for row in measured(report, "decode")])
     smollm = (parts.get("tokens", {}).get("found") or {}).get("rows", [])
     if smollm:
-        lines += ["## `kvasir bench` of SmolLM2 135M", ""]
+        lines += [f"## `kvasir bench`, a model {parts['tokens']['found'].get('shape', 'of --model')}", ""]
         lines += table(["test", "tokens", "batch", "tokens/s"], [[row["test"], row["tokens"], row["batch"], f"{row['tps']:.0f}"] for row in smollm])
+    seen = (parts.get("oracle", {}).get("found") or {}).get("rows", [])
+    if seen:
+        lines += ["## Small models: relative distance of logits", ""]
+        lines += table(["model", "from the reference, f32", "from the CPU, int8", "same tokens", "holds"],
+                       [[row["model"], f"{row['reference']:.1e}" if row.get("reference") is not None else "",
+                         f"{row['cpu']:.1e}" if row.get("cpu") is not None else "", row.get("same_tokens", ""),
+                         "yes" if row["holds"] else "no: " + row.get("why", "too far")] for row in seen])
+    compared = (parts.get("variants", {}).get("found") or {}).get("rows", [])
+    if compared:
+        lines += ["## Products in variants: us, share of copies", ""]
+        lines += table(["matrix", "tokens", "kernel", "variant", "us", "of copies", "bits"],
+                       [[f"{row['type']} {row['rows']} x {row['cols']}", row["tokens"], row["kernel"], row["variant"],
+                         f"{row['us']:.1f}", percent(row["of_copy"]), "the same" if row["same_bits"] else "OTHER"] for row in compared])
     said = (parts.get("answers", {}).get("found") or {}).get("answers", [])
     if said:
         lines += ["## Answers", ""] + table(["device", "question", "answer"], [[row["device"], row["question"], row["answer"].replace("\n", " ").replace("|", "/")] for row in said])
     return "\n".join(lines).rstrip() + "\n"
 
 
-def write(report, args):
+def write(report, args, earlier):
+    """Writes the report, under the device's name once that is known, and removes the one of before."""
     device = device_of(report)
     name = re.sub(r"[^a-z0-9]+", "-", device.get("name", "none").lower()).strip("-")
-    out = pathlib.Path(args.out) if args.out else ROOT / ("docs/measurements" if device.get("cases") else "target/bench/gpu")
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / f"gpu-{name}-{report['machine']['date']}"
+    path = args.out / f"gpu-{name}-{report['machine']['date']}"
     path.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     path.with_suffix(".md").write_text(render(report))
+    if earlier is not None and earlier != path:
+        for suffix in (".json", ".md"):
+            earlier.with_suffix(suffix).unlink(missing_ok=True)
     return path
 
 
-def commit():
+def commit(kvasir):
+    """What is measured: a copy of the tree may have neither git nor a repository, but what was packed says it."""
+    packed = kvasir.parent / "commit"
+    if packed.is_file():
+        return packed.read_text().strip()
     try:
-        return command(["git", "rev-parse", "--short", "HEAD"], 10)[1].strip() or "an unknown commit"
+        found = command(["git", "rev-parse", "--short", "HEAD"], 10)[1].strip()
     except OSError:
-        return "an unknown commit"
+        found = ""
+    return found or os.environ.get("KVASIR_COMMIT") or "an unknown commit"
+
+
+def environment(kvasir):
+    """Kernels that were packed, and the driver where the loader does not know it, for all that is started."""
+    cubins = kvasir.parent / "cubins"
+    if cubins.is_dir():
+        os.environ.setdefault("KVASIR_CUBINS", str(cubins))
+    os.environ.setdefault("KVASIR_HOME", str(ROOT / "target/bench/gpu/home") if cubins.is_dir() else
+                          str(pathlib.Path.home() / ".cache/kvasir"))
+
+
+def limits(parser, given):
+    chosen = dict(LIMITS)
+    for part, _, seconds in (limit.partition("=") for limit in given):
+        if part not in LIMITS or not seconds.isdigit() or int(seconds) == 0:
+            parser.error(f"--limit {part}={seconds}: it is PART=SECONDS with a part of {', '.join(LIMITS)}")
+        chosen[part] = int(seconds)
+    return chosen
+
+
+def run_part(name, args, limit):
+    """One part within its limit: its status, what it found, and why not more."""
+    signal.setitimer(signal.ITIMER_REAL, limit + LEAST_S)  # For what waits for something else than a program's end.
+    try:
+        return {"status": "ok", "found": PARTS[name](args, limit)}
+    except Skipped as reason:
+        return {"status": "skipped", "why": str(reason)}
+    except Failed as error:
+        return {"status": "failed", "why": str(error.args[0]), "found": error.args[1] if len(error.args) > 1 else None}
+    except Exception as error:  # noqa: BLE001: the next part says more than a trace of this one
+        return {"status": "failed", "why": f"{type(error).__name__}: {error}"}
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="parts, by commas: " + ",".join(MEASURED))
     parser.add_argument("--bin", help="folder with a `kvasir` that is built already")
-    parser.add_argument("--model", default="smollm2-135m", help="catalog name or path to a .gguf")
+    parser.add_argument("--model", help="a .gguf, or a name of the catalog, which may need a network")
+    parser.add_argument("--shape", default="8b", help="what `tokens` makes without --model, see random_gguf.py")
+    parser.add_argument("--device", default="cuda", help="cpu for a dry run of oracle, answers and tokens")
+    parser.add_argument("--tools", default="memcheck", help="what `sanitizer` runs, by commas: memcheck, racecheck, initcheck")
     parser.add_argument("--seconds", type=float, default=570, help="all parts together")
-    parser.add_argument("--out", help="folder of the results")
+    parser.add_argument("--limit", action="append", default=[], metavar="PART=SECONDS", help="another limit of a part")
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "target/bench/gpu", help="folder of the results")
     parser.add_argument("--render", metavar="JSON", help="print the table of a run")
     args = parser.parse_args()
     if args.render:
@@ -317,37 +446,36 @@ def main():
     unknown = [part for part in chosen if part not in MEASURED]
     if unknown:
         parser.error(f"no part {', '.join(unknown)}; there are {', '.join(MEASURED)}")
+    most = limits(parser, args.limit)
     args.kvasir = (pathlib.Path(args.bin) if args.bin else ROOT / "target/release").resolve() / "kvasir"
-    _, commit, _ = command(["git", "rev-parse", "--short", "HEAD"], 10)
+    if args.bin and not os.access(args.kvasir, os.X_OK):
+        parser.error(f"--bin: there is no executable {args.kvasir}")
+    environment(args.kvasir)
     signal.signal(signal.SIGALRM, too_long)
-    report = {"machine": facts(), "commit": commit.strip() or "an unknown commit", "parts": {}}
+    signal.signal(signal.SIGTERM, told_to_end)
+    report = {"machine": facts(), "commit": commit(args.kvasir), "parts": {}}
     until = time.monotonic() + args.seconds
-    path = None
-    for name in ([] if args.bin else ["build"]) + ["compiler"] + [part for part in MEASURED if part in chosen]:
-        started = time.monotonic()
-        limit = min(LIMITS[name], until - started)
-        part = {"status": "ok"}
-        if limit < LEAST_S:
-            part = {"status": "skipped", "why": "no time left"}
-        else:
+    # Where nothing can be written, nothing is measured.
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = write(report, args, None)
+    try:
+        for name in ([] if args.bin else ["build"]) + ["compiler"] + [part for part in MEASURED if part in chosen]:
+            started = time.monotonic()
+            limit = min(most[name], until - started)
             print(f"{name:<10} ...", end="", flush=True, file=sys.stderr)
-            # For what waits for something else than a program's end.
-            signal.setitimer(signal.ITIMER_REAL, limit + LEAST_S)
-            try:
-                part["found"] = PARTS[name](args, limit)
-            except Failed as error:
-                part = {"status": "failed", "why": str(error.args[0]), "found": error.args[1] if len(error.args) > 1 else None}
-            except Exception as error:  # noqa: BLE001: the next part says more than a trace of this one
-                part = {"status": "failed", "why": f"{type(error).__name__}: {error}"}
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-        part["seconds"] = round(time.monotonic() - started, 1)
-        print(f"\r{name:<10} {part['status']:<8} {part['seconds']:6.1f} s  {part.get('why', '')[:200]}", file=sys.stderr)
-        report["parts"][name] = part
-        path = write(report, args)
+            enough = limit >= min(LEAST_S, most[name])
+            part = run_part(name, args, limit) if enough else {"status": "skipped", "why": "no time left"}
+            part["seconds"] = round(time.monotonic() - started, 1)
+            print(f"\r{name:<10} {part['status']:<8} {part['seconds']:6.1f} s  {part.get('why', '')[:200]}", file=sys.stderr)
+            report["parts"][name] = part
+            path = write(report, args, path)
+    except KeyboardInterrupt:
+        report["ended_early"] = True
+        path = write(report, args, path)
     print(render(report), end="")
     print(f"written to {path}.json and {path}.md", file=sys.stderr)
-    return 0 if all(part["status"] == "ok" for part in report["parts"].values()) else 1
+    bad = [name for name, part in report["parts"].items() if part["status"] == "failed"]
+    return 1 if bad or report.get("ended_early") else 0
 
 
 if __name__ == "__main__":

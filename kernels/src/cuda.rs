@@ -35,7 +35,7 @@ mod tests;
 pub use arch::Arch;
 pub use backend::{Compile, CudaBackend, CudaConfig};
 pub use cache::CubinCache;
-pub use device::{Argument, Device, DevicePtr, GraphId, KernelId, Launch};
+pub use device::{Argument, Device, DevicePtr, GraphId, KernelId, Launch, record};
 pub use driver::{Gpu, GpuInfo, driver_version, gpus};
 pub use error::CudaError;
 pub use matmul::quantised_row_bytes;

@@ -13,6 +13,7 @@ pub mod cuda;
 pub mod denormals;
 mod disjoint;
 pub mod error;
+pub mod exit;
 pub mod isa;
 pub mod matmul;
 pub mod ops;

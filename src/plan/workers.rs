@@ -1,7 +1,7 @@
 //! The workers that a model is planned for: a file of them, or this machine.
 
 use crate::config::{ByteSize, ConfigError};
-use crate::cpus;
+use crate::cpus::{self, GpuPlace, gpu_places};
 use anyhow::Context;
 use coordinator::placement::Worker;
 use kernels::bandwidth::BandwidthProbe;
@@ -10,10 +10,11 @@ use serde::Deserialize;
 use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::path::Path;
-use worker::load::{self, EngineOptions};
+use worker::defaults::Host;
+use worker::load::{self, DeviceChoice, EngineOptions};
 
 /// Multiply-adds per second of one core in int8 prefill (docs/placement.md).
-pub(crate) const COMPUTE_PER_CORE: f64 = 100e9;
+const COMPUTE_PER_CORE: f64 = 100e9;
 /// What decode reaches of the probed bandwidth (docs/placement.md).
 const DECODE_SHARE: f64 = 0.85;
 /// Bytes of a workers file; thousands of workers are far fewer.
@@ -82,27 +83,60 @@ pub(super) fn read(path: &Path) -> Result<Workers, ConfigError> {
     Ok(Workers { workers, explicit })
 }
 
-/// Bytes per second that decoding reads here with so many threads, probed now.
-pub(crate) fn decode_bandwidth(threads: usize) -> anyhow::Result<f64> {
-    let pool = Pool::new(PoolConfig::new(NonZeroUsize::new(threads).unwrap_or(NonZeroUsize::MIN)))
-        .context("cannot start threads to probe the bandwidth")?;
+/// Bytes per second that decoding reads on the device of these options, probed now; a GPU's are shared by its workers.
+pub(crate) fn decode_bandwidth(options: &EngineOptions) -> anyhow::Result<f64> {
+    if let Some(copies) = load::gpu_copy_bandwidth(options)? {
+        return Ok(copies * DECODE_SHARE / f64::from(load::host(options)?.workers));
+    }
+    let threads = options.threads.and_then(NonZeroUsize::new).unwrap_or(NonZeroUsize::MIN);
+    let pool = Pool::new(PoolConfig::new(threads)).context("cannot start threads to probe the bandwidth")?;
     Ok(BandwidthProbe::new().median(&pool, 3) * DECODE_SHARE)
 }
 
+/// Multiply-adds per second of one worker: of its part of a GPU, or of its threads.
+pub(crate) fn compute(host: &Host) -> f64 {
+    match host.gpu_compute() {
+        Some(compute) => compute as f64,
+        None => COMPUTE_PER_CORE * f64::from(host.threads),
+    }
+}
+
 /// This machine, shared evenly by `count` workers: the memory that a worker for `model` would have here, the
-/// bandwidth probed now.
+/// bandwidth probed now. Several GPUs are shared out as `kvasir up` does.
 pub(super) fn this_machine(model: &Path, count: usize) -> anyhow::Result<Workers> {
-    let load::Plan { host, defaults, .. } = load::plan(model, &EngineOptions::default())?;
-    let threads = cpus::capacity();
-    let bandwidth = decode_bandwidth(threads)?;
-    let memory = host.memory_available.saturating_sub(defaults.floor_bytes.value);
-    let worker = |index: usize| Worker {
-        name: if count == 1 { "this-machine".to_owned() } else { format!("worker-{index}") },
-        memory: memory / count as u64,
-        bandwidth: bandwidth / count as f64,
-        compute: COMPUTE_PER_CORE * threads as f64 / count as f64,
-    };
-    Ok(Workers { workers: (0..count).map(worker).collect(), explicit: Vec::new() })
+    let auto = EngineOptions { device: DeviceChoice::Auto, ..EngineOptions::default() };
+    let name = |index: usize| if count == 1 { "this-machine".to_owned() } else { format!("worker-{index}") };
+    let on_gpus = auto.device.resolve(0)?.0 == DeviceChoice::Cuda;
+    let gpus = if on_gpus { load::visible_gpus(auto.device) } else { 0 };
+    let places = gpu_places(count, gpus);
+    let mut workers: Vec<Worker> = Vec::new();
+    for index in 0..count {
+        // The one before it on the same device was probed.
+        if let Some(same) = index.checked_sub(gpus.max(1)).and_then(|same| workers.get(same)) {
+            workers.push(Worker { name: name(index), ..same.clone() });
+            continue;
+        }
+        let GpuPlace { gpu, workers: beside } =
+            places.get(index).copied().unwrap_or(GpuPlace { gpu: 0, workers: count });
+        let options = EngineOptions {
+            gpu,
+            gpu_workers: Some(beside),
+            workers: count,
+            threads: Some(cpus::capacity()),
+            ..auto.clone()
+        };
+        let load::Plan { host, defaults, .. } = load::plan(model, &options)?;
+        let memory = host.memory_available.saturating_sub(defaults.floor_bytes.value);
+        // A GPU's figures are those of one worker already.
+        let share = if host.gpu.is_some() { 1.0 } else { count as f64 };
+        workers.push(Worker {
+            name: name(index),
+            memory: memory / u64::from(host.workers),
+            bandwidth: decode_bandwidth(&options)? / share,
+            compute: compute(&host) / share,
+        });
+    }
+    Ok(Workers { workers, explicit: Vec::new() })
 }
 
 #[cfg(test)]

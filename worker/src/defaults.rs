@@ -1,6 +1,8 @@
 //! Defaults computed from the machine and the model, each with its reason: one pure function, so that what
 //! `--explain` prints is what runs, and a table of cases can test it.
 
+use std::ops::RangeInclusive;
+
 pub(crate) const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 
@@ -9,12 +11,24 @@ const GIB: u64 = 1 << 30;
 const ROW_BYTES_PER_CORE: u64 = 120_000_000_000;
 /// Longest time that a prompt's chunk should hold up the sequences that decode beside it.
 const CHUNK_MILLIS: u64 = 250;
+/// Rows of a prompt's chunk on a CPU, and on a GPU: with fewer rows a GPU's products are bound by reading the weights, and
+/// of experts nearly all are read for a few rows.
+const CPU_CHUNK: RangeInclusive<u64> = 64..=2048;
+const GPU_CHUNK: RangeInclusive<u64> = 512..=2048;
+/// A chunk is a multiple of this.
+const CHUNK_STEP: u64 = 64;
+/// A GPU's chunk takes at most this part of the memory behind the weights for activations.
+const ACTIVATIONS_PART: u64 = 8;
+/// Longest time that the rows of all sequences should add to a step that decodes on a GPU.
+const DECODE_MILLIS: u64 = 50;
 /// States that a sequence keeps at its longest: its own, and those at which others can resume.
 pub(crate) const STATES_PER_SEQUENCE: u64 = 9;
 /// Sequences shorter than this are not what concurrency is planned for.
 pub(crate) const TOKENS_PER_SEQUENCE: u64 = 512;
-/// Rows of a step that decode at most: more fill no unit of a machine better, and only lengthen every step.
-pub(crate) const MOST_SEQUENCES: u64 = 64;
+/// Rows of a step that decode at most on a CPU: more fill no unit of a machine better, and only lengthen every step.
+const MOST_SEQUENCES: u64 = 64;
+/// The same on a GPU, which reads its weights once for all of them.
+const MOST_GPU_SEQUENCES: u64 = 256;
 /// For each of these there is a lane for weights, see [`shipping_lanes`].
 const CPUS_PER_LANE: usize = 4;
 /// Lanes for weights unless they are set.
@@ -31,8 +45,29 @@ pub struct Host {
     pub threads: u32,
     /// Workers that are started on this machine together, this one included.
     pub workers: u32,
-    /// A GPU allocates from the same memory.
-    pub unified_gpu: bool,
+    /// The GPU that computes; none where the CPU does. Memory is then the GPU's, and `workers` are those that share it.
+    pub gpu: Option<HostGpu>,
+}
+
+/// A GPU that computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HostGpu {
+    /// Multiply-adds per second that prompts reach.
+    pub compute: u64,
+    /// It allocates from the host's memory.
+    pub unified: bool,
+}
+
+impl Host {
+    /// Whether a GPU allocates from the host's memory.
+    pub fn unified_gpu(&self) -> bool {
+        self.gpu.is_some_and(|gpu| gpu.unified)
+    }
+
+    /// Multiply-adds per second that this worker has of its GPU.
+    pub fn gpu_compute(&self) -> Option<u64> {
+        self.gpu.map(|gpu| gpu.compute / u64::from(self.workers.max(1)))
+    }
 }
 
 /// What the model asks for.
@@ -40,8 +75,10 @@ pub struct Host {
 pub struct ModelNeeds {
     /// Bytes of weights that this worker has yet to allocate.
     pub weight_bytes: u64,
-    /// Bytes of weights read per row of a step.
+    /// Bytes of weights read per row of a prompt, of experts those that the row uses.
     pub active_weight_bytes: u64,
+    /// Multiply-adds of a row of a prompt.
+    pub row_products: u64,
     /// Bytes of KV per token, all layers together.
     pub kv_bytes_per_token: u64,
     /// Bytes of recurrent state of one sequence, all layers together.
@@ -79,17 +116,18 @@ pub struct Defaults {
 /// The defaults of a worker.
 pub fn defaults(host: Host, model: ModelNeeds) -> Defaults {
     let floor_bytes = floor(host);
-    let chunk = chunk(host, model);
     let workers = u64::from(host.workers.max(1));
     let usable = host.memory_available.saturating_sub(floor_bytes.value) / workers;
     let per_token = model.kv_bytes_per_token.max(1);
 
     // The arena's size decides how many sequences make sense; their rows decide how much activations take.
-    // Concurrency is planned from the memory before activations, and is never more than 64.
+    // Concurrency is planned from the memory before activations.
     let room = usable.saturating_sub(model.weight_bytes);
+    let chunk = chunk(host, model, room);
+    let most_sequences = most_sequences(host, model);
     let states = STATES_PER_SEQUENCE.saturating_mul(model.state_bytes);
     let fit = room / per_token.saturating_mul(TOKENS_PER_SEQUENCE).saturating_add(model.state_bytes);
-    let max_seqs = fit.clamp(1, MOST_SEQUENCES) as usize;
+    let max_seqs = fit.clamp(1, most_sequences) as usize;
     let max_batch_tokens = chunk.value.saturating_add(max_seqs as u32);
     let activations = u64::from(max_batch_tokens).saturating_mul(model.activation_bytes_per_row);
     // A tenth stays for everything that is not counted: queues, tables, the prefix tree, buffers.
@@ -97,13 +135,12 @@ pub fn defaults(host: Host, model: ModelNeeds) -> Defaults {
     let longest = u64::from(model.max_context).saturating_mul(per_token).saturating_add(states);
     let most = (max_seqs as u64).saturating_mul(longest);
     let most = most.div_ceil(MIB).saturating_mul(MIB);
-    // A host has other work too; a machine whose GPU shares its memory was bought for this one.
-    let quarter = if host.unified_gpu { u64::MAX } else { host.memory_total / 4 / workers };
-    let arena = left.min(most).min(quarter) / MIB * MIB;
+    let cap = arena_cap(host);
+    let arena = left.min(most).min(cap) / MIB * MIB;
     let share = if workers > 1 { format!(", shared by {workers} workers") } else { String::new() };
     let arena_reason = if arena == most {
         format!("{max_seqs} sequences of {} tokens at {per_token} bytes per token", model.max_context)
-    } else if quarter <= left {
+    } else if cap <= left {
         format!("a quarter of this machine's {}{share}", human(host.memory_total))
     } else {
         format!(
@@ -117,10 +154,16 @@ pub fn defaults(host: Host, model: ModelNeeds) -> Defaults {
         floor_bytes,
         max_seqs: Explained {
             value: max_seqs,
-            reason: if fit > MOST_SEQUENCES {
-                "64 rows fill the matrix units; more only lengthens every step".to_owned()
-            } else {
-                format!("memory for {fit} sequences of {TOKENS_PER_SEQUENCE} tokens")
+            reason: match host.gpu {
+                _ if fit <= most_sequences => {
+                    format!("memory for {fit} sequences of {TOKENS_PER_SEQUENCE} tokens")
+                }
+                None => "64 rows fill the matrix units; more only lengthens every step".to_owned(),
+                Some(_) => format!(
+                    "about {DECODE_MILLIS} ms of this GPU at {} million multiply-adds per row, between \
+                     {MOST_SEQUENCES} and {MOST_GPU_SEQUENCES}",
+                    model.row_products / 1_000_000
+                ),
             },
         },
         max_batch_tokens: Explained {
@@ -135,10 +178,25 @@ pub fn defaults(host: Host, model: ModelNeeds) -> Defaults {
     }
 }
 
-/// What is left to the rest of the machine.
+/// Most bytes of the KV arena. A host has other work too; a GPU was bought for this one, whosever memory it computes in.
+pub(crate) fn arena_cap(host: Host) -> u64 {
+    match host.gpu {
+        Some(_) => u64::MAX,
+        None => host.memory_total / 4 / u64::from(host.workers.max(1)),
+    }
+}
+
+/// Most sequences that are computed at a time, if memory allows.
+pub(crate) fn most_sequences(host: Host, model: ModelNeeds) -> u64 {
+    let Some(compute) = host.gpu_compute() else { return MOST_SEQUENCES };
+    let rows = (compute / 1000).saturating_mul(DECODE_MILLIS) / model.row_products.max(1);
+    rows.clamp(MOST_SEQUENCES, MOST_GPU_SEQUENCES) / 32 * 32
+}
+
+/// What is left to the rest of the machine, and on a GPU to what no plan counts: its context, kernels, recordings.
 pub fn floor(host: Host) -> Explained<u64> {
     let total = host.memory_total;
-    if host.unified_gpu {
+    if host.unified_gpu() {
         let value = (12 * GIB).max(total / 10).min(total / 2);
         let reason = "a machine whose GPU shares its memory locks up when it runs out: 12 GiB or a tenth";
         return Explained { value, reason: reason.to_owned() };
@@ -166,17 +224,41 @@ pub fn shipping_lanes(cpus: usize, workers: usize) -> Explained<usize> {
     Explained { value, reason }
 }
 
-fn chunk(host: Host, model: ModelNeeds) -> Explained<u32> {
-    let threads = host.threads.max(1);
-    let rows_per_second =
-        u64::from(threads).saturating_mul(ROW_BYTES_PER_CORE) / model.active_weight_bytes.max(1);
-    let rows = rows_per_second.saturating_mul(CHUNK_MILLIS) / 1000;
-    let value = (rows / 64 * 64).clamp(64, 2048) as u32;
+fn chunk(host: Host, model: ModelNeeds, room: u64) -> Explained<u32> {
+    let within = |rows: u64, limits: &RangeInclusive<u64>| {
+        (rows / CHUNK_STEP * CHUNK_STEP).clamp(*limits.start(), *limits.end())
+    };
+    let limits = |limits: RangeInclusive<u64>| format!("between {} and {}", limits.start(), limits.end());
+    let Some(compute) = host.gpu_compute() else {
+        let threads = host.threads.max(1);
+        let rows_per_second =
+            u64::from(threads).saturating_mul(ROW_BYTES_PER_CORE) / model.active_weight_bytes.max(1);
+        let rows = rows_per_second.saturating_mul(CHUNK_MILLIS) / 1000;
+        let reason = format!(
+            "about {CHUNK_MILLIS} ms of {threads} threads at {} of weights per row, {}",
+            human(model.active_weight_bytes),
+            limits(CPU_CHUNK)
+        );
+        return Explained { value: within(rows, &CPU_CHUNK) as u32, reason };
+    };
+    let rows = (compute / 1000).saturating_mul(CHUNK_MILLIS) / model.row_products.max(1);
+    let rows = within(rows, &GPU_CHUNK);
+    let fit = room / ACTIVATIONS_PART / model.activation_bytes_per_row.max(1);
+    if fit < rows {
+        let value = (fit / CHUNK_STEP * CHUNK_STEP).max(CHUNK_STEP);
+        let reason = format!(
+            "activations, {} KiB a row, in an eighth of the {} behind the weights",
+            model.activation_bytes_per_row / 1024,
+            human(room)
+        );
+        return Explained { value: value as u32, reason };
+    }
     let reason = format!(
-        "about {CHUNK_MILLIS} ms of {threads} threads at {} of weights per row, between 64 and 2048",
-        human(model.active_weight_bytes)
+        "about {CHUNK_MILLIS} ms of this GPU at {} million multiply-adds per row, {}",
+        model.row_products / 1_000_000,
+        limits(GPU_CHUNK)
     );
-    Explained { value, reason }
+    Explained { value: rows as u32, reason }
 }
 
 fn human(bytes: u64) -> String {
@@ -194,6 +276,7 @@ mod tests {
     const SMOLLM2: ModelNeeds = ModelNeeds {
         weight_bytes: 87 * MIB,
         active_weight_bytes: 87 * MIB,
+        row_products: 106_000_000,
         kv_bytes_per_token: 23_040,
         state_bytes: 0,
         activation_bytes_per_row: 64 * 1024,
@@ -202,29 +285,58 @@ mod tests {
     const EIGHT_B: ModelNeeds = ModelNeeds {
         weight_bytes: 4700 * MIB,
         active_weight_bytes: 4700 * MIB,
+        row_products: 7_000_000_000,
         kv_bytes_per_token: 131_072,
         state_bytes: 0,
         activation_bytes_per_row: 512 * 1024,
         max_context: 131_072,
     };
 
-    fn host(total: u64, threads: u32, workers: u32, unified_gpu: bool) -> Host {
-        Host { memory_total: total, memory_available: total / 10 * 9, threads, workers, unified_gpu }
+    /// gpt-oss-120b, MXFP4: 4 of 128 experts.
+    const OSS_120B: ModelNeeds = ModelNeeds {
+        weight_bytes: 66_000 * MIB,
+        active_weight_bytes: 2_900 * MIB,
+        row_products: 5_000_000_000,
+        kv_bytes_per_token: 73_728,
+        state_bytes: 0,
+        activation_bytes_per_row: 900 * 1024,
+        max_context: 131_072,
+    };
+    const H100: HostGpu = HostGpu { compute: 49_658_400_000_000, unified: false };
+    const GB10: HostGpu = HostGpu { compute: 22_000_000_000_000, unified: true };
+    const SMALL: HostGpu = HostGpu { compute: 3_000_000_000_000, unified: false };
+
+    fn host(total: u64, threads: u32, workers: u32) -> Host {
+        Host { memory_total: total, memory_available: total / 10 * 9, threads, workers, gpu: None }
+    }
+
+    /// `available` of `total` GiB, with one thread: a GPU's values must not follow the CPU's.
+    fn gpu(total: u64, available: u64, workers: u32, gpu: HostGpu) -> Host {
+        let (memory_total, memory_available) = (total * GIB, available * GIB);
+        Host { memory_total, memory_available, threads: 1, workers, gpu: Some(gpu) }
     }
 
     #[test]
     fn table() {
         // (host, model) -> (floor MiB, chunk, max_seqs, max_batch_tokens, arena MiB)
         let cases = [
-            ((host(23 * GIB, 2, 1, false), SMOLLM2), (1177, 640, 64, 704, 5888)),
-            ((host(23 * GIB, 1, 2, false), SMOLLM2), (1177, 320, 64, 384, 2944)),
-            ((host(2 * GIB, 2, 1, false), SMOLLM2), (512, 640, 64, 704, 512)),
-            ((host(GIB, 1, 1, false), SMOLLM2), (256, 320, 51, 371, 256)),
-            ((host(16 * GIB, 8, 1, false), EIGHT_B), (819, 64, 64, 128, 4096)),
-            ((host(6 * GIB, 8, 1, false), EIGHT_B), (512, 64, 4, 68, 255)),
-            ((host(4 * GIB, 8, 1, false), EIGHT_B), (512, 64, 1, 65, 0)),
-            ((host(128 * GIB, 20, 1, true), EIGHT_B), (13107, 64, 64, 128, 90084)),
-            ((host(0, 0, 0, false), SMOLLM2), (0, 320, 1, 321, 0)),
+            ((host(23 * GIB, 2, 1), SMOLLM2), (1177, 640, 64, 704, 5888)),
+            ((host(23 * GIB, 1, 2), SMOLLM2), (1177, 320, 64, 384, 2944)),
+            ((host(2 * GIB, 2, 1), SMOLLM2), (512, 640, 64, 704, 512)),
+            ((host(GIB, 1, 1), SMOLLM2), (256, 320, 51, 371, 256)),
+            ((host(16 * GIB, 8, 1), EIGHT_B), (819, 64, 64, 128, 4096)),
+            ((host(6 * GIB, 8, 1), EIGHT_B), (512, 64, 4, 68, 255)),
+            ((host(4 * GIB, 8, 1), EIGHT_B), (512, 64, 1, 65, 0)),
+            ((gpu(128, 115, 1, GB10), EIGHT_B), (13107, 768, 128, 896, 89554)),
+            ((gpu(128, 115, 1, GB10), OSS_120B), (13107, 1088, 192, 1280, 33775)),
+            ((gpu(128, 115, 2, GB10), EIGHT_B), (13107, 512, 64, 576, 42604)),
+            ((gpu(80, 79, 1, H100), EIGHT_B), (4096, 1728, 256, 1984, 63997)),
+            ((gpu(80, 79, 1, H100), OSS_120B), (4096, 1536, 256, 1792, 8302)),
+            ((gpu(80, 79, 2, H100), EIGHT_B), (4096, 832, 160, 992, 29883)),
+            ((gpu(80, 79, 1, H100), SMOLLM2), (4096, 2048, 256, 2304, 46080)),
+            ((gpu(8, 7, 1, SMALL), EIGHT_B), (512, 448, 30, 478, 1545)),
+            ((gpu(6, 5, 1, SMALL), EIGHT_B), (512, 64, 1, 65, 0)),
+            ((host(0, 0, 0), SMOLLM2), (0, 320, 1, 321, 0)),
         ];
         for ((host, model), expected) in cases {
             let d = defaults(host, model);
@@ -273,8 +385,10 @@ mod tests {
     fn all_workers_of_a_machine_stay_above_the_floor() {
         for total_mib in (64..40_000).step_by(777) {
             for workers in 1..5 {
-                for model in [SMOLLM2, EIGHT_B] {
-                    let host = host(total_mib * MIB, 2, workers, false);
+                for (model, gpu) in
+                    [(SMOLLM2, None), (EIGHT_B, None), (SMOLLM2, Some(H100)), (EIGHT_B, Some(GB10))]
+                {
+                    let host = Host { gpu, ..host(total_mib * MIB, 2, workers) };
                     let d = defaults(host, model);
                     if d.arena_bytes.value > 0 {
                         let rows = u64::from(d.max_batch_tokens.value);
@@ -290,14 +404,27 @@ mod tests {
 
     #[test]
     fn reasons_name_the_figures() {
-        let d = defaults(host(6 * GIB, 8, 1, false), EIGHT_B);
+        let d = defaults(host(6 * GIB, 8, 1), EIGHT_B);
         assert_eq!(
             d.arena_bytes.reason,
             "90 % of what 5.4 GiB available leave above the floor, after 4.6 GiB of weights and 34 MiB of activations"
         );
-        let d = defaults(host(23 * GIB, 1, 2, false), SMOLLM2);
+        let d = defaults(gpu(80, 79, 1, H100), EIGHT_B);
+        assert_eq!(
+            (d.chunk.reason.as_str(), d.max_seqs.reason.as_str()),
+            (
+                "about 250 ms of this GPU at 7000 million multiply-adds per row, between 512 and 2048",
+                "about 50 ms of this GPU at 7000 million multiply-adds per row, between 64 and 256",
+            )
+        );
+        let d = defaults(gpu(8, 7, 1, SMALL), EIGHT_B);
+        assert_eq!(
+            d.chunk.reason,
+            "activations, 512 KiB a row, in an eighth of the 1.9 GiB behind the weights"
+        );
+        let d = defaults(host(23 * GIB, 1, 2), SMOLLM2);
         assert_eq!(d.arena_bytes.reason, "a quarter of this machine's 23.0 GiB, shared by 2 workers");
-        let d = defaults(host(64 * GIB, 2, 1, false), SMOLLM2);
+        let d = defaults(host(64 * GIB, 2, 1), SMOLLM2);
         assert_eq!(d.arena_bytes.reason, "64 sequences of 8192 tokens at 23040 bytes per token");
     }
 }

@@ -39,8 +39,8 @@ mod encoder;
 mod staged;
 mod stages;
 
-pub use device::DeviceChoice;
 use device::Memory;
+pub use device::{DeviceChoice, gpu_copy_bandwidth, visible_gpus};
 pub(crate) use drafter::Elsewhere;
 use drafter::Guesser;
 pub use encoder::encoder;
@@ -101,6 +101,10 @@ pub struct EngineOptions {
     pub digests: Option<DigestCache>,
     /// What to compute on.
     pub device: DeviceChoice,
+    /// Which GPU, as the driver numbers those that `CUDA_VISIBLE_DEVICES` leaves.
+    pub gpu: u32,
+    /// Workers that compute on that GPU, this one included; none = all of `workers`.
+    pub gpu_workers: Option<usize>,
     /// Who guesses what is drawn next.
     pub guesses: Guesses,
     /// Where compiled kernels of GPUs are kept; none compiles them at every start.
@@ -131,6 +135,8 @@ impl Default for EngineOptions {
             arrivals: None,
             digests: None,
             device: DeviceChoice::Cpu,
+            gpu: 0,
+            gpu_workers: None,
             guesses: Guesses::Off,
             cubins: None,
         }
@@ -198,7 +204,7 @@ pub fn backend(
     options: &EngineOptions,
     environment: &dyn Fn(&str) -> Option<String>,
 ) -> Result<Box<dyn Backend>, Error> {
-    let (device, reason) = options.device.resolve_with(environment)?;
+    let (device, reason) = options.device.resolve_with(options.gpu, environment)?;
     tracing::debug!(?device, reason, "what is computed on");
     match device {
         DeviceChoice::Cuda => device::gpu(options),
@@ -320,7 +326,7 @@ fn prepare_on(
             drafter::guesser(options, &gguf, &mut decoder, own, (floor, arena_bytes))?
         }
     };
-    let memory = memory.less(decoder.backend().memory());
+    let memory = memory.behind(decoder.backend().memory(), options)?;
     floor.admit(&memory, "the KV cache", arena_bytes + decoder.spare_bytes() as u64).map_err(refused)?;
     let mut groups: Vec<GroupSpec> = decoder.groups().iter().map(group_spec).collect();
     if let Some(joining) = &mut joining {
@@ -541,7 +547,7 @@ fn load_decoder(
 /// As [`host`].
 pub fn watched(options: &EngineOptions) -> Result<Option<HostFloor>, Error> {
     let host = host(options)?;
-    Ok(host.unified_gpu.then(|| HostFloor {
+    Ok(host.unified_gpu().then(|| HostFloor {
         floor: MemoryFloor { bytes: crate::defaults::floor(host).value },
         memory: Arc::new(ProcMemInfo),
     }))
@@ -604,7 +610,7 @@ fn threads(options: &EngineOptions) -> NonZeroUsize {
 
 /// What this machine offers to a worker.
 pub fn host(options: &EngineOptions) -> Result<Host, Error> {
-    let memory = Memory::of(options)?;
+    let (memory, gpu) = Memory::and_gpu(options)?;
     let available = memory.available_bytes().map_err(|source| Error::Io {
         what: "cannot read the free memory of this host".to_owned(),
         source,
@@ -613,8 +619,11 @@ pub fn host(options: &EngineOptions) -> Result<Host, Error> {
         memory_total: memory.total_bytes().max(available),
         memory_available: available,
         threads: threads(options).get() as u32,
-        workers: options.workers.max(1) as u32,
-        unified_gpu: memory == Memory::Unified,
+        workers: match memory {
+            Memory::Own { .. } => options.gpu_workers.unwrap_or(options.workers).max(1) as u32,
+            Memory::Host | Memory::Unified => options.workers.max(1) as u32,
+        },
+        gpu,
     })
 }
 
@@ -642,17 +651,14 @@ fn plan_for(gguf: &ModelFile, spec: &ModelSpec, options: &EngineOptions) -> Resu
     let (past, appended_rows) =
         appended.map_or((0, 0), |_| (spec.hidden as u64 * 4, spec.hidden as u64 * 5 * 6));
     let bytes = |name: &str| gguf.tensor(name).map_or(0, model::gguf::TensorInfo::bytes);
-    let embedding = bytes(&spec.embedding.tensor);
     let head = spec.logits().map_or(0, |logits| bytes(&logits.linear.weight));
     let weights = gguf.total_tensor_bytes();
+    let costs = ModelCosts::of_file(spec, gguf).range(0..spec.layers.len());
     let needs = ModelNeeds {
         weight_bytes: weights + weights / 10,
-        // Prompt rows pass the layers only; the head is read once per step.
-        active_weight_bytes: weights.saturating_sub(embedding).saturating_sub(if head == embedding {
-            0
-        } else {
-            head
-        }),
+        // Prompt rows pass the layers only, and of experts those that they use; the head is read once per step.
+        active_weight_bytes: costs.token_bytes.saturating_sub(head),
+        row_products: costs.row_products,
         kv_bytes_per_token: (kv_elements as f64 * element) as u64,
         // Which heads could do with less is known with the weights only.
         state_bytes: spec.layers.iter().map(|layer| layer.mixer.state_elements() as u64 * 4).sum::<u64>()

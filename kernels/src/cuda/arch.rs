@@ -21,6 +21,11 @@ impl Arch {
     pub const fn of(major: u32, minor: u32) -> Self {
         Self { major, minor, specific: major == 12 && minor == 1 }
     }
+
+    /// As NVRTC counts: ten times the major and once the minor number.
+    pub(super) const fn number(self) -> u32 {
+        10 * self.major + self.minor
+    }
 }
 
 impl std::fmt::Display for Arch {

@@ -246,7 +246,7 @@ impl AttentionKernels {
         let tiles = rows.div_ceil(launch.tile.min(rows));
         device.launch(&Launch {
             kernel: *kernel,
-            grid: [launch.grid_splits as u32, (kv_heads * group_parts) as u32, tiles as u32],
+            grid: [tiles as u32, (kv_heads * group_parts) as u32, launch.grid_splits as u32],
             block: [128, 1, 1],
             shared_bytes: 0,
             arguments: &arguments,
@@ -254,7 +254,7 @@ impl AttentionKernels {
         if launch.splits > 1 {
             device.launch(&Launch {
                 kernel: self.combine,
-                grid: [heads as u32, rows as u32, 1],
+                grid: [rows as u32, heads as u32, 1],
                 block: [128, 1, 1],
                 shared_bytes: 0,
                 arguments: &arguments,

@@ -1,6 +1,6 @@
 //! What was compiled, kept in files: compiling all kernels takes seconds, reading them milliseconds.
 
-use super::nvrtc::options;
+use super::nvrtc::named_options;
 use super::source::{HEADERS, Source};
 use super::{Arch, Compiled, Compiler, CudaError};
 use std::fs;
@@ -127,7 +127,7 @@ pub(super) fn path(folder: &Path, version: (i32, i32), source: &Source, arch: Ar
 fn key(version: (i32, i32), source: &Source, arch: Arch) -> String {
     let mut hasher = blake3::Hasher::new();
     let version = format!("{}.{}", version.0, version.1);
-    let options = options(arch).join("\n");
+    let options = named_options(arch).join("\n");
     let headers = HEADERS.map(|(_, text)| text);
     for part in [&version, &options, source.name, source.text].into_iter().chain(headers) {
         hasher.update(&(part.len() as u64).to_le_bytes());

@@ -166,6 +166,32 @@ pub trait Device: Send {
     fn forget(&mut self, _graph: GraphId) {}
 }
 
-fn no_graphs() -> CudaError {
+/// Records what `work` asks for; none where the device does not record. Whatever fails, the device records no longer.
+///
+/// # Errors
+/// What `work` or the device says.
+pub fn record<E: From<CudaError>>(
+    device: &mut dyn Device,
+    work: impl FnOnce(&mut dyn Device) -> Result<(), E>,
+) -> Result<Option<GraphId>, E> {
+    match device.begin_graph() {
+        Ok(()) => {}
+        Err(CudaError::Invalid { .. }) => return Ok(None),
+        Err(error) => return Err(error.into()),
+    }
+    let done = work(device);
+    let ended = device.end_graph();
+    match (done, ended) {
+        (Ok(()), ended) => Ok(Some(ended?)),
+        (Err(error), ended) => {
+            if let Ok(graph) = ended {
+                device.forget(graph);
+            }
+            Err(error)
+        }
+    }
+}
+
+pub(super) fn no_graphs() -> CudaError {
     CudaError::Invalid { what: "this device records no graphs".into() }
 }

@@ -1,31 +1,52 @@
 //! A GPU behind NVIDIA's driver.
 //!
-//! One context, one stream; no events of cudarc's own. What the host copies passes through two pinned buffers, so that
+//! One context, one stream. What the host copies passes through two pinned buffers, so that
 //! no copy reads memory that its caller may have changed since. An error that leaves the context useless (a kernel that
-//! read where nothing is, a fault of the hardware) is [`CudaError::Lost`], then and at every later call.
+//! read where nothing is, a fault of the hardware) is [`CudaError::Lost`], then and at every later call; so is a wait that
+//! does not end.
 
 #![allow(unsafe_code)]
 
 use super::device::GraphId;
 use super::{Arch, Argument, Compiled, CudaError, Device, DevicePtr, KernelId, Launch, library};
-use cudarc::driver::result::{self, DriverError};
-use cudarc::driver::sys;
+use api::{Attribute, Driver, Handle};
 use memory::Allocations;
 use staging::Staging;
-use std::ffi::{CString, c_void};
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::time::{Duration, Instant};
 
+mod api;
 mod memory;
 mod staging;
+#[cfg(test)]
+mod tests;
+mod wait;
 
 /// Most parameters of a kernel.
 const MAX_PARAMETERS: usize = 64;
 /// Threads of a block, on every device there is.
 const MAX_THREADS: u64 = 1024;
+/// Blocks of a grid along each axis, on every device there is.
+const MAX_GRID: [u32; 3] = [i32::MAX.cast_unsigned(), 65_535, 65_535];
+/// Bytes of a device's name.
+const NAME_BYTES: usize = 256;
+/// Longest wait for the device. No launch takes longer; one that does has hung, or the device has fallen off its bus
+/// without an error.
+const LONGEST_WAIT: Duration = Duration::from_secs(60);
+/// Bytes that are copied to measure the memory: many times what the caches hold.
+const COPY_BYTES: usize = 1 << 30;
+/// Copies that are timed together.
+const TIMED_COPIES: u32 = 50;
+/// Multiply-adds that a multiprocessor does in a cycle when it computes a prompt with 8-bit activations, by the counts of
+/// instructions in docs/measurements/gpu.md.
+const PRODUCTS_PER_CYCLE: u64 = 190;
+/// Kilohertz of a device that does not tell its clock.
+const USUAL_CLOCK: u64 = 1_500_000;
 
 /// What the driver says of a GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GpuInfo {
-    /// As the driver counts, from 0.
+    /// As the driver counts, from 0, among those that `CUDA_VISIBLE_DEVICES` leaves.
     pub ordinal: u32,
     /// Such as `NVIDIA H200`.
     pub name: String,
@@ -35,6 +56,8 @@ pub struct GpuInfo {
     pub memory_bytes: u64,
     /// Streaming multiprocessors.
     pub multiprocessors: u32,
+    /// Their clock; 0 where the driver does not say.
+    pub clock_khz: u32,
     /// Bytes of shared memory that one block may have.
     pub shared_bytes: u32,
     /// Bytes of the level 2 cache.
@@ -43,17 +66,26 @@ pub struct GpuInfo {
     pub unified: bool,
 }
 
+impl GpuInfo {
+    /// Multiply-adds per second that prompts reach, roughly.
+    pub fn compute(&self) -> u64 {
+        let kilohertz = if self.clock_khz == 0 { USUAL_CLOCK } else { u64::from(self.clock_khz) };
+        u64::from(self.multiprocessors).saturating_mul(kilohertz).saturating_mul(1000 * PRODUCTS_PER_CYCLE)
+    }
+}
+
 /// Of the driver, 1000 times the major and 10 times the minor version of CUDA: 13000 for 13.0.
 ///
 /// # Errors
 /// [`CudaError::Missing`], [`CudaError::Version`] for a driver older than CUDA 13.0.
 pub fn driver_version() -> Result<i32, CudaError> {
-    library::load_driver()?;
+    version_of(Driver::here()?)
+}
+
+fn version_of(driver: &Driver) -> Result<i32, CudaError> {
     let mut version = 0;
-    // SAFETY: the library is there; the pointer is to an integer of ours. Needs no cuInit.
-    unsafe { sys::cuDriverGetVersion(&raw mut version) }
-        .result()
-        .map_err(|error| failed("cuDriverGetVersion", error))?;
+    // SAFETY: the pointer is to an integer of ours. Needs no cuInit.
+    driver.begun("cuDriverGetVersion", unsafe { (driver.version)(&raw mut version) })?;
     if version < library::DRIVER_VERSION {
         let found = format!("{}.{}", version / 1000, version % 1000 / 10);
         return Err(CudaError::Version {
@@ -65,40 +97,57 @@ pub fn driver_version() -> Result<i32, CudaError> {
     Ok(version)
 }
 
-/// All GPUs of this machine.
+/// All GPUs of this machine that `CUDA_VISIBLE_DEVICES` leaves.
 ///
 /// # Errors
 /// As [`driver_version`]; [`CudaError::Call`] where the driver finds no device or does not start.
 pub fn gpus() -> Result<Vec<GpuInfo>, CudaError> {
-    driver_version()?;
-    result::init().map_err(|error| failed("cuInit", error))?;
-    let count = result::device::get_count().map_err(|error| failed("cuDeviceGetCount", error))?;
-    (0..count).map(|ordinal| Ok(describe(ordinal)?.1)).collect()
+    let driver = Driver::here()?;
+    (0..count(driver)?).map(|ordinal| Ok(describe(driver, ordinal)?.1)).collect()
 }
 
-fn describe(ordinal: i32) -> Result<(sys::CUdevice, GpuInfo), CudaError> {
-    use sys::CUdevice_attribute as Attribute;
-    let device = result::device::get(ordinal).map_err(|error| failed("cuDeviceGet", error))?;
-    let attribute = |attribute| {
-        // SAFETY: a device that the driver has just given.
-        let value = unsafe { result::device::get_attribute(device, attribute) };
-        value.map(i32::unsigned_abs).map_err(|error| failed("cuDeviceGetAttribute", error))
+/// Starts the driver and counts its devices.
+fn count(driver: &Driver) -> Result<c_int, CudaError> {
+    version_of(driver)?;
+    // SAFETY: takes a number that must be 0.
+    driver.begun("cuInit", unsafe { (driver.init)(0) })?;
+    let mut count = 0;
+    // SAFETY: the pointer is to an integer of ours.
+    driver.begun("cuDeviceGetCount", unsafe { (driver.device_count)(&raw mut count) })?;
+    Ok(count)
+}
+
+fn describe(driver: &Driver, ordinal: c_int) -> Result<(c_int, GpuInfo), CudaError> {
+    let mut device = 0;
+    // SAFETY: the pointer is to an integer of ours.
+    driver.begun("cuDeviceGet", unsafe { (driver.device)(&raw mut device, ordinal) })?;
+    let attribute = |attribute: Attribute| {
+        let mut value = 0;
+        // SAFETY: a device that the driver has just given; the pointer is to an integer of ours.
+        let status = unsafe { (driver.device_attribute)(&raw mut value, attribute as u32, device) };
+        driver.begun("cuDeviceGetAttribute", status).map(|()| c_int::unsigned_abs(value))
     };
+    let mut memory = 0;
     // SAFETY: as above.
-    let memory =
-        unsafe { result::device::total_mem(device) }.map_err(|error| failed("cuDeviceTotalMem", error))?;
+    driver.begun("cuDeviceTotalMem", unsafe { (driver.device_memory)(&raw mut memory, device) })?;
+    let mut name: [c_char; NAME_BYTES] = [0; NAME_BYTES];
+    // SAFETY: as many bytes as the call is told.
+    let status = unsafe { (driver.device_name)(name.as_mut_ptr(), NAME_BYTES as c_int, device) };
+    driver.begun("cuDeviceGetName", status)?;
+    name[NAME_BYTES - 1] = 0;
+    // SAFETY: it ends with a zero, as just made sure.
+    let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
     let info = GpuInfo {
         ordinal: ordinal.unsigned_abs(),
-        name: result::device::get_name(device).map_err(|error| failed("cuDeviceGetName", error))?,
-        arch: Arch::of(
-            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
-            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
-        ),
+        name,
+        arch: Arch::of(attribute(Attribute::ComputeMajor)?, attribute(Attribute::ComputeMinor)?),
         memory_bytes: memory as u64,
-        multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
-        shared_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
-        l2_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?,
-        unified: attribute(Attribute::CU_DEVICE_ATTRIBUTE_INTEGRATED)? != 0,
+        multiprocessors: attribute(Attribute::Multiprocessors)?,
+        // Not every driver says it of every device, and nothing depends on it but an estimate.
+        clock_khz: attribute(Attribute::ClockKilohertz).unwrap_or(0),
+        shared_bytes: attribute(Attribute::SharedBytesOptIn)?,
+        l2_bytes: attribute(Attribute::L2Bytes)?,
+        unified: attribute(Attribute::Integrated)? != 0,
     };
     Ok((device, info))
 }
@@ -106,7 +155,7 @@ fn describe(ordinal: i32) -> Result<(sys::CUdevice, GpuInfo), CudaError> {
 /// A kernel, and what a launch of it must keep to.
 #[derive(Debug)]
 struct Kernel {
-    function: sys::CUfunction,
+    function: Handle,
     parameters: usize,
     /// Bytes of shared memory that a launch may add to what it declares.
     dynamic_shared: u32,
@@ -115,18 +164,24 @@ struct Kernel {
 /// See the module.
 #[derive(Debug)]
 pub struct Gpu {
+    driver: &'static Driver,
     info: GpuInfo,
-    device: sys::CUdevice,
-    context: sys::CUcontext,
-    stream: sys::CUstream,
+    device: c_int,
+    context: Handle,
+    stream: Handle,
+    /// Marks the end of what is waited for.
+    done: Handle,
+    longest_wait: Duration,
     staging: Option<Staging>,
     allocations: Allocations,
-    modules: Vec<sys::CUmodule>,
+    modules: Vec<Handle>,
     kernels: Vec<Kernel>,
     /// Those forgotten have left their places.
-    graphs: Vec<Option<sys::CUgraphExec>>,
+    graphs: Vec<Option<Handle>>,
     recording: bool,
     lost: Option<CudaError>,
+    /// A wait did not end: whatever else is asked of the driver may never return.
+    hung: bool,
 }
 
 // SAFETY: the pointers are the driver's handles, which any thread may use once the context is current there; every call
@@ -139,17 +194,30 @@ impl Gpu {
     /// # Errors
     /// As [`gpus`]; [`CudaError::Call`] for an ordinal that there is not.
     pub fn open(ordinal: u32) -> Result<Self, CudaError> {
-        driver_version()?;
-        result::init().map_err(|error| failed("cuInit", error))?;
-        let (device, info) = describe(i32::try_from(ordinal).unwrap_or(i32::MAX))?;
-        // SAFETY: a device that the driver has just given; released when this is dropped.
-        let context = unsafe { result::primary_ctx::retain(device) };
-        let context = context.map_err(|error| failed("cuDevicePrimaryCtxRetain", error))?;
+        Self::open_with(Driver::here()?, ordinal, LONGEST_WAIT)
+    }
+
+    fn open_with(driver: &'static Driver, ordinal: u32, longest_wait: Duration) -> Result<Self, CudaError> {
+        count(driver)?;
+        let (device, info) = describe(driver, c_int::try_from(ordinal).unwrap_or(c_int::MAX))?;
+        // SAFETY: a device that the driver has just given. Another user's context
+        // of this process may be active already and keeps its flags then.
+        let set = unsafe { (driver.set_context_flags)(device, api::SCHEDULE_BLOCKING) };
+        if set != api::PRIMARY_CONTEXT_ACTIVE {
+            driver.begun("cuDevicePrimaryCtxSetFlags", set)?;
+        }
+        let mut context = std::ptr::null_mut();
+        // SAFETY: as above; released when this is dropped.
+        let retained = unsafe { (driver.retain_context)(&raw mut context, device) };
+        driver.begun("cuDevicePrimaryCtxRetain", retained)?;
         let mut gpu = Self {
+            driver,
             info,
             device,
             context,
             stream: std::ptr::null_mut(),
+            done: std::ptr::null_mut(),
+            longest_wait,
             staging: None,
             allocations: Allocations::default(),
             modules: Vec::new(),
@@ -157,12 +225,17 @@ impl Gpu {
             graphs: Vec::new(),
             recording: false,
             lost: None,
+            hung: false,
         };
         gpu.enter()?;
-        let stream = result::stream::create(result::stream::StreamKind::NonBlocking);
-        gpu.stream = gpu.check("cuStreamCreate", stream)?;
-        let staging = Staging::new(gpu.stream);
-        gpu.staging = Some(gpu.check("cuMemHostAlloc", staging)?);
+        // SAFETY: the pointers are to handles of ours, and the context is current.
+        let created = unsafe { (driver.create_stream)(&raw mut gpu.stream, api::STREAM_NON_BLOCKING) };
+        gpu.check("cuStreamCreate", created)?;
+        // SAFETY: as above.
+        let created = unsafe { (driver.create_event)(&raw mut gpu.done, api::EVENT_DISABLE_TIMING) };
+        gpu.check("cuEventCreate", created)?;
+        let staging = Staging::new(driver, gpu.stream, longest_wait);
+        gpu.staging = Some(gpu.keep(staging)?);
         Ok(gpu)
     }
 
@@ -177,8 +250,32 @@ impl Gpu {
     /// [`CudaError::Lost`].
     pub fn free_bytes(&mut self) -> Result<u64, CudaError> {
         self.enter()?;
-        let (free, _) = self.check("cuMemGetInfo", result::mem_get_info())?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: both pointers are to numbers of ours.
+        let status = unsafe { (self.driver.memory_info)(&raw mut free, &raw mut total) };
+        self.check("cuMemGetInfo", status)?;
         Ok(free as u64)
+    }
+
+    /// Bytes per second that copies inside the device read and write, measured now.
+    ///
+    /// # Errors
+    /// [`CudaError::OutOfMemory`]; what the driver says.
+    pub fn copy_bandwidth(&mut self) -> Result<f64, CudaError> {
+        let free = self.free_bytes()?;
+        let bytes = COPY_BYTES.min(usize::try_from(free / 4).unwrap_or(COPY_BYTES));
+        let (from, to) = (self.allocate(bytes)?, self.allocate(bytes)?);
+        self.fill(from, 1, bytes)?;
+        // The first brings the device to its clock.
+        self.copy(from, to, bytes)?;
+        self.synchronize()?;
+        let started = Instant::now();
+        (0..TIMED_COPIES).try_for_each(|_| self.copy(from, to, bytes))?;
+        self.synchronize()?;
+        let seconds = started.elapsed().as_secs_f64() / f64::from(TIMED_COPIES);
+        self.free(from)?;
+        self.free(to)?;
+        Ok(2.0 * bytes as f64 / seconds)
     }
 
     /// Makes the context this thread's, unless it is lost.
@@ -187,7 +284,7 @@ impl Gpu {
             return Err(lost.clone());
         }
         // SAFETY: retained in `open` and not released before this is dropped.
-        let entered = unsafe { result::ctx::set_current(self.context) };
+        let entered = unsafe { (self.driver.set_current)(self.context) };
         self.check("cuCtxSetCurrent", entered)
     }
 
@@ -199,56 +296,94 @@ impl Gpu {
         self.enter()
     }
 
-    /// Types an error, and remembers one that nothing can follow.
-    fn check<T>(&mut self, call: &'static str, result: Result<T, DriverError>) -> Result<T, CudaError> {
-        result.map_err(|error| {
-            let failed = failed(call, error);
-            if matches!(failed, CudaError::Lost { .. }) {
-                self.lost = Some(failed.clone());
+    /// Types a status, and remembers one that nothing can follow.
+    fn check(&mut self, call: &'static str, status: u32) -> Result<(), CudaError> {
+        let checked = self.driver.check(call, status);
+        self.keep(checked)
+    }
+
+    /// Remembers an error that nothing can follow.
+    fn keep<T>(&mut self, result: Result<T, CudaError>) -> Result<T, CudaError> {
+        result.inspect_err(|error| {
+            if let CudaError::Lost { .. } = error {
+                self.lost.get_or_insert_with(|| error.clone());
+                self.hung |= wait::is_hang(error);
             }
-            failed
         })
     }
 
+    /// Waits for all that the stream was asked for.
+    fn drain(&mut self) -> Result<(), CudaError> {
+        // SAFETY: both were made in `open` and are destroyed when this is dropped.
+        let recorded = unsafe { (self.driver.record_event)(self.done, self.stream) };
+        self.check("cuEventRecord", recorded)?;
+        let waited = wait::event(self.driver, self.done, self.longest_wait);
+        self.keep(waited)
+    }
+
+    /// Loads machine code, or where there is none or the driver refuses it, has the driver compile the PTX.
+    fn load_module(&mut self, compiled: &Compiled) -> Result<Handle, CudaError> {
+        let mut module = std::ptr::null_mut();
+        if !compiled.cubin.is_empty() {
+            if !compiled.cubin.starts_with(b"\x7fELF") {
+                let what = format!("{} holds no machine code", compiled.source_name);
+                return Err(CudaError::Invalid { what });
+            }
+            let image = compiled.cubin.as_ptr().cast();
+            // SAFETY: an ELF image as NVRTC made it (and as the cache's hash says that it still is); the driver copies it.
+            let status = unsafe { (self.driver.load_module)(&raw mut module, image) };
+            let refused = [api::NO_BINARY_FOR_GPU, api::INVALID_IMAGE].contains(&status);
+            if !refused || compiled.ptx.is_empty() {
+                return self.check("cuModuleLoadData", status).map(|()| module);
+            }
+            tracing::info!(
+                source = compiled.source_name,
+                "the driver refuses this machine code and compiles the PTX"
+            );
+        }
+        let without =
+            |_| CudaError::Invalid { what: format!("{}: PTX with a zero byte", compiled.source_name) };
+        let ptx = CString::new(compiled.ptx.as_str()).map_err(without)?;
+        // SAFETY: a text that ends with a zero; the driver copies it.
+        let status = unsafe { (self.driver.load_module)(&raw mut module, ptx.as_ptr().cast()) };
+        self.check("cuModuleLoadData of PTX", status)?;
+        Ok(module)
+    }
+
     /// Looks a kernel up, and lets it have all the shared memory that the device has for a block.
-    fn find(&mut self, module: sys::CUmodule, compiled: &Compiled, name: &str) -> Result<Kernel, CudaError> {
-        use sys::CUfunction_attribute as Attribute;
+    fn find(&mut self, module: Handle, compiled: &Compiled, name: &str) -> Result<Kernel, CudaError> {
         let missing = || CudaError::NoKernel { name: name.into(), source_name: compiled.source_name.clone() };
         let c_name = CString::new(name).map_err(|_| missing())?;
-        // SAFETY: a module that was loaded and not unloaded.
-        let function = match unsafe { result::module::get_function(module, c_name) } {
-            Err(DriverError(sys::CUresult::CUDA_ERROR_NOT_FOUND)) => return Err(missing()),
+        let driver = self.driver;
+        let mut function = std::ptr::null_mut();
+        // SAFETY: a module that was loaded and not unloaded, and a text that ends with a zero.
+        match unsafe { (driver.function)(&raw mut function, module, c_name.as_ptr()) } {
+            api::NOT_FOUND => return Err(missing()),
             other => self.check("cuModuleGetFunction", other)?,
-        };
+        }
         let mut parameters = 0;
         loop {
             let (mut offset, mut size) = (0, 0);
             // SAFETY: a function of a module that stays loaded; both pointers are to numbers of ours.
-            let found =
-                unsafe { sys::cuFuncGetParamInfo(function, parameters, &raw mut offset, &raw mut size) };
-            match found {
-                sys::CUresult::CUDA_ERROR_INVALID_VALUE => break,
-                other => self.check("cuFuncGetParamInfo", other.result())?,
+            match unsafe { (driver.parameter)(function, parameters, &raw mut offset, &raw mut size) } {
+                api::INVALID_VALUE => break,
+                other => self.check("cuFuncGetParamInfo", other)?,
             }
-            if size > size_of::<Argument>() {
-                return Err(CudaError::Invalid { what: format!("{name} has a parameter of {size} bytes") });
+            if size > size_of::<Argument>() || parameters >= MAX_PARAMETERS {
+                let what = format!("{name}: parameter {parameters} has {size} bytes");
+                return Err(CudaError::Invalid { what });
             }
             parameters += 1;
         }
+        let mut declared = 0;
         // SAFETY: as above.
-        let declared = unsafe {
-            result::function::get_function_attribute(function, Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)
-        };
-        let declared = self.check("cuFuncGetAttribute", declared)?.unsigned_abs();
-        let dynamic_shared = self.info.shared_bytes.saturating_sub(declared);
+        let status =
+            unsafe { (driver.function_attribute)(&raw mut declared, api::FUNCTION_SHARED_BYTES, function) };
+        self.check("cuFuncGetAttribute", status)?;
+        let dynamic_shared = self.info.shared_bytes.saturating_sub(declared.unsigned_abs());
+        let (attribute, most) = (api::FUNCTION_MOST_DYNAMIC_SHARED_BYTES, dynamic_shared.cast_signed());
         // SAFETY: as above; the driver refuses a size that it does not have.
-        let set = unsafe {
-            result::function::set_function_attribute(
-                function,
-                Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                dynamic_shared.cast_signed(),
-            )
-        };
+        let set = unsafe { (driver.set_function_attribute)(function, attribute, most) };
         self.check("cuFuncSetAttribute", set)?;
         Ok(Kernel { function, parameters, dynamic_shared })
     }
@@ -261,14 +396,7 @@ impl Device for Gpu {
 
     fn load(&mut self, compiled: &Compiled, kernels: &[&str]) -> Result<Vec<KernelId>, CudaError> {
         self.enter_unrecorded("a module is loaded")?;
-        if !compiled.cubin.starts_with(b"\x7fELF") {
-            return Err(CudaError::Invalid {
-                what: format!("{} holds no machine code", compiled.source_name),
-            });
-        }
-        // SAFETY: an ELF image as NVRTC made it (and as the cache's hash says that it still is); the driver copies it.
-        let module = unsafe { result::module::load_data(compiled.cubin.as_ptr().cast::<c_void>()) };
-        let module = self.check("cuModuleLoadData", module)?;
+        let module = self.load_module(compiled)?;
         self.modules.push(module);
         let first = self.kernels.len();
         for name in kernels {
@@ -282,14 +410,15 @@ impl Device for Gpu {
         self.enter_unrecorded("memory is taken")?;
         // The driver has no empty allocations.
         let bytes = bytes.max(1);
-        // SAFETY: what is in the memory is read by kernels and copies only.
-        let ptr = match unsafe { result::malloc_sync(bytes) } {
-            Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => {
-                let (free, _) = result::mem_get_info().unwrap_or((0, 0));
-                return Err(CudaError::OutOfMemory { wanted: bytes, free });
+        let mut ptr = 0;
+        // SAFETY: the pointer is to a number of ours. What is in the memory is read by kernels and copies only.
+        match unsafe { (self.driver.allocate)(&raw mut ptr, bytes) } {
+            api::OUT_OF_MEMORY => {
+                let free = self.free_bytes().unwrap_or(0);
+                return Err(CudaError::OutOfMemory { wanted: bytes, free: free as usize });
             }
             other => self.check("cuMemAlloc", other)?,
-        };
+        }
         self.allocations.add(DevicePtr(ptr), bytes);
         Ok(DevicePtr(ptr))
     }
@@ -299,7 +428,7 @@ impl Device for Gpu {
         self.synchronize()?;
         self.allocations.remove(ptr)?;
         // SAFETY: it was allocated here, and is known no longer.
-        let freed = unsafe { result::free_sync(ptr.0) };
+        let freed = unsafe { (self.driver.free)(ptr.0) };
         self.check("cuMemFree", freed)
     }
 
@@ -309,7 +438,7 @@ impl Device for Gpu {
         let Some(staging) = &mut self.staging else { return Ok(()) };
         // SAFETY: the bytes lie inside of one allocation that lives, as just checked; the context is current.
         let done = unsafe { staging.upload(to.0, bytes) };
-        self.check("cuMemcpyHtoDAsync", done)
+        self.keep(done)
     }
 
     fn download(&mut self, from: DevicePtr, out: &mut [u8]) -> Result<(), CudaError> {
@@ -318,7 +447,7 @@ impl Device for Gpu {
         let Some(staging) = &mut self.staging else { return Ok(()) };
         // SAFETY: as for `upload`.
         let done = unsafe { staging.download(from.0, out) };
-        self.check("cuMemcpyDtoHAsync", done)
+        self.keep(done)
     }
 
     fn copy(&mut self, from: DevicePtr, to: DevicePtr, bytes: usize) -> Result<(), CudaError> {
@@ -329,7 +458,7 @@ impl Device for Gpu {
             return Ok(());
         }
         // SAFETY: both ends lie inside of allocations that live: `free` waits for the stream.
-        let copied = unsafe { result::memcpy_dtod_async(to.0, from.0, bytes, self.stream) };
+        let copied = unsafe { (self.driver.copy)(to.0, from.0, bytes, self.stream) };
         self.check("cuMemcpyDtoDAsync", copied)
     }
 
@@ -340,7 +469,7 @@ impl Device for Gpu {
             return Ok(());
         }
         // SAFETY: as for `copy`.
-        let filled = unsafe { result::memset_d8_async(to.0, value, bytes, self.stream) };
+        let filled = unsafe { (self.driver.fill)(to.0, value, bytes, self.stream) };
         self.check("cuMemsetD8Async", filled)
     }
 
@@ -361,7 +490,8 @@ impl Device for Gpu {
             ));
         }
         let threads: u64 = block.iter().map(|n| u64::from(*n)).product();
-        if grid.contains(&0) || threads == 0 || threads > MAX_THREADS {
+        let beyond = grid.iter().zip(MAX_GRID).any(|(blocks, most)| *blocks > most);
+        if grid.contains(&0) || beyond || threads == 0 || threads > MAX_THREADS {
             return invalid(format!("a launch of {grid:?} blocks of {block:?} threads"));
         }
         let mut pointers = [std::ptr::null_mut::<c_void>(); MAX_PARAMETERS];
@@ -376,13 +506,18 @@ impl Device for Gpu {
         // call copies. What the kernel does to the device's memory is checked where its sources are run by the
         // interpreter; the host's memory it cannot reach.
         let launched = unsafe {
-            result::launch_kernel(
+            (self.driver.launch)(
                 function,
-                (gx, gy, gz),
-                (bx, by, bz),
+                gx,
+                gy,
+                gz,
+                bx,
+                by,
+                bz,
                 shared_bytes,
                 self.stream,
-                &mut pointers,
+                pointers.as_mut_ptr(),
+                std::ptr::null_mut(),
             )
         };
         self.check("cuLaunchKernel", launched)
@@ -390,16 +525,13 @@ impl Device for Gpu {
 
     fn synchronize(&mut self) -> Result<(), CudaError> {
         self.enter_unrecorded("the host waits")?;
-        // SAFETY: made in `open`, destroyed when this is dropped.
-        let done = unsafe { result::stream::synchronize(self.stream) };
-        self.check("cuStreamSynchronize", done)
+        self.drain()
     }
 
     fn begin_graph(&mut self) -> Result<(), CudaError> {
         self.enter_unrecorded("a graph is begun")?;
-        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream lives.
-        let begun = unsafe { result::stream::begin_capture(self.stream, mode) };
+        let begun = unsafe { (self.driver.begin_capture)(self.stream, api::CAPTURE_THREAD_LOCAL) };
         self.check("cuStreamBeginCapture", begun)?;
         self.recording = true;
         Ok(())
@@ -410,14 +542,17 @@ impl Device for Gpu {
             return Err(CudaError::Invalid { what: "no graph is recorded".into() });
         }
         self.enter()?;
+        let driver = self.driver;
+        let mut graph = std::ptr::null_mut();
         // SAFETY: the stream lives and is being captured.
-        let graph = unsafe { result::stream::end_capture(self.stream) };
-        let graph = self.check("cuStreamEndCapture", graph)?;
+        let ended = unsafe { (driver.end_capture)(self.stream, &raw mut graph) };
+        self.check("cuStreamEndCapture", ended)?;
+        let mut ready = std::ptr::null_mut();
         // SAFETY: a graph that the driver has just given, with no flags.
-        let ready = unsafe { result::graph::instantiate(graph, sys::CUgraphInstantiate_flags(0)) };
+        let instantiated = unsafe { (driver.instantiate)(&raw mut ready, graph, 0) };
         // SAFETY: as above; what was made from it lives on without it.
-        let destroyed = unsafe { result::graph::destroy(graph) };
-        let ready = self.check("cuGraphInstantiate", ready)?;
+        let destroyed = unsafe { (driver.destroy_graph)(graph) };
+        self.check("cuGraphInstantiate", instantiated)?;
         let place = self.graphs.iter().position(Option::is_none).unwrap_or(self.graphs.len());
         match self.graphs.get_mut(place) {
             Some(free) => *free = Some(ready),
@@ -433,7 +568,7 @@ impl Device for Gpu {
             return Err(CudaError::Invalid { what: format!("graph {} is not known", graph.0) });
         };
         // SAFETY: made by `end_graph`, destroyed when this is dropped; what it touches is as for `launch`.
-        let launched = unsafe { result::graph::launch(graph, self.stream) };
+        let launched = unsafe { (self.driver.launch_graph)(graph, self.stream) };
         self.check("cuGraphLaunch", launched)
     }
 
@@ -443,94 +578,45 @@ impl Device for Gpu {
             && let Some(graph) = self.graphs.get_mut(graph.0 as usize).and_then(Option::take)
         {
             // SAFETY: made by `end_graph`, taken out of its place, and not running.
-            let _ = unsafe { result::graph::exec_destroy(graph) };
+            let _ = unsafe { (self.driver.destroy_instance)(graph) };
         }
     }
 }
 
 impl Drop for Gpu {
-    /// Gives everything back. An error of a lost context changes nothing: the context goes with the process.
+    /// Gives everything back. An error of a lost context changes nothing, the context goes with the process; of a device
+    /// that hangs nothing is given back, since those calls may not return.
     fn drop(&mut self) {
+        let driver = self.driver;
+        if self.lost.is_none() && !self.stream.is_null() && !self.done.is_null() && self.enter().is_ok() {
+            let _ = self.drain();
+        }
+        if self.hung {
+            return;
+        }
         // SAFETY: each handle was made here and is destroyed once; the stream is idle, or its context lost, before
         // what it uses goes; the context goes last.
         unsafe {
-            let _ = result::ctx::set_current(self.context);
-            if !self.stream.is_null() {
-                let _ = result::stream::synchronize(self.stream);
-            }
+            let _ = (driver.set_current)(self.context);
             for graph in self.graphs.drain(..).flatten() {
-                let _ = result::graph::exec_destroy(graph);
+                let _ = (driver.destroy_instance)(graph);
             }
             if let Some(staging) = self.staging.take() {
                 staging.destroy();
             }
             for ptr in self.allocations.take() {
-                let _ = result::free_sync(ptr.0);
+                let _ = (driver.free)(ptr.0);
             }
             for module in self.modules.drain(..) {
-                let _ = result::module::unload(module);
+                let _ = (driver.unload_module)(module);
+            }
+            if !self.done.is_null() {
+                let _ = (driver.destroy_event)(self.done);
             }
             if !self.stream.is_null() {
-                let _ = result::stream::destroy(self.stream);
+                let _ = (driver.destroy_stream)(self.stream);
             }
-            let _ = result::primary_ctx::release(self.device);
-        }
-    }
-}
-
-/// What a failed call means.
-fn failed(call: &'static str, DriverError(result): DriverError) -> CudaError {
-    use sys::CUresult as R;
-    let status = format!("{result:?}");
-    match result {
-        R::CUDA_ERROR_INVALID_VALUE | R::CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES => {
-            CudaError::Invalid { what: format!("{call}: {status}") }
-        }
-        R::CUDA_ERROR_ILLEGAL_ADDRESS
-        | R::CUDA_ERROR_LAUNCH_TIMEOUT
-        | R::CUDA_ERROR_CONTEXT_IS_DESTROYED
-        | R::CUDA_ERROR_ASSERT
-        | R::CUDA_ERROR_HARDWARE_STACK_ERROR
-        | R::CUDA_ERROR_ILLEGAL_INSTRUCTION
-        | R::CUDA_ERROR_MISALIGNED_ADDRESS
-        | R::CUDA_ERROR_INVALID_ADDRESS_SPACE
-        | R::CUDA_ERROR_INVALID_PC
-        | R::CUDA_ERROR_LAUNCH_FAILED
-        | R::CUDA_ERROR_ECC_UNCORRECTABLE
-        | R::CUDA_ERROR_NVLINK_UNCORRECTABLE
-        | R::CUDA_ERROR_DEINITIALIZED
-        | R::CUDA_ERROR_SYSTEM_NOT_READY
-        | R::CUDA_ERROR_EXTERNAL_DEVICE
-        | R::CUDA_ERROR_UNKNOWN => CudaError::Lost { call, status },
-        _ => CudaError::Call { call, status },
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_ends_a_context_is_told_from_what_fails_a_call() {
-        use sys::CUresult as R;
-        let of = |result| failed("call", DriverError(result));
-        assert!(matches!(of(R::CUDA_ERROR_ILLEGAL_ADDRESS), CudaError::Lost { call: "call", .. }));
-        assert!(matches!(of(R::CUDA_ERROR_ECC_UNCORRECTABLE), CudaError::Lost { .. }));
-        assert!(matches!(of(R::CUDA_ERROR_INVALID_VALUE), CudaError::Invalid { .. }));
-        assert!(matches!(of(R::CUDA_ERROR_NO_BINARY_FOR_GPU), CudaError::Call { .. }));
-        assert_eq!(of(R::CUDA_ERROR_NO_DEVICE).to_string(), "call: CUDA_ERROR_NO_DEVICE");
-    }
-
-    /// Where there is a driver and a GPU, opening works; where not, it says what is missing. Neither ends the process.
-    #[test]
-    fn without_a_driver_opening_says_what_was_looked_for() {
-        match Gpu::open(0) {
-            Ok(gpu) => assert!(gpu.info().memory_bytes > 0),
-            Err(CudaError::Missing { library, looked_for }) => {
-                assert_eq!(library, "CUDA driver");
-                assert!(looked_for.iter().any(|name| name.contains("libcuda.so")), "{looked_for:?}");
-            }
-            Err(other) => assert!(!other.to_string().is_empty()),
+            let _ = (driver.release_context)(self.device);
         }
     }
 }

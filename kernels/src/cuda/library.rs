@@ -1,7 +1,7 @@
 //! Where CUDA's libraries are, and which versions of them do.
 //!
 //! NVRTC is looked for in the folder that [`VARIABLE`] names, on the loader's path, in toolkits, among pip wheels
-//! (`nvidia-cuda-nvrtc`) of virtual environments and of the system's Python. What is found first is taken, or refused.
+//! (`nvidia-cuda-nvrtc`) of virtual environments and of the system's Python. The first that can be loaded is taken.
 
 #![allow(unsafe_code)]
 
@@ -9,16 +9,28 @@ use super::CudaError;
 use std::ffi::{CString, OsString};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
+
+mod symbols;
+
+pub(super) use symbols::{Loaded, functions};
 
 /// Names a folder with `libnvrtc.so.13` and its builtins.
-pub(crate) const VARIABLE: &str = "KVASIR_CUDA_LIBRARIES";
+pub(super) const VARIABLE: &str = "KVASIR_CUDA_LIBRARIES";
 
 /// The minor version of NVRTC 13 whose CUBINs every driver of the 13 line loads.
-pub(crate) const NVRTC_MINOR: i32 = 0;
+pub(super) const NVRTC_MINOR: i32 = 0;
 
 /// What the driver must be: the first that knows CUDA 13.0 (driver 580), as `cuDriverGetVersion` counts.
-pub(crate) const DRIVER_VERSION: i32 = 13_000;
+pub(super) const DRIVER_VERSION: i32 = 13_000;
+
+/// The driver's names on the loader's path.
+const DRIVER: [&str; 2] = ["libcuda.so.1", "libcuda.so"];
+/// Where containers, WSL and distributions put the driver without telling the loader.
+const DRIVER_FOLDERS: [&str; 3] =
+    ["/usr/local/nvidia/lib64", "/usr/lib/wsl/lib", "/usr/lib/x86_64-linux-gnu/nvidia/current"];
+
+/// Symbols are visible to what is loaded later: NVRTC finds its builtins so.
+const GLOBAL: libc::c_int = libc::RTLD_NOW | libc::RTLD_GLOBAL;
 
 const NVRTC: &str = "libnvrtc.so.13";
 /// NVRTC finds its builtins only among the libraries that are loaded already.
@@ -72,58 +84,51 @@ fn wheels(prefix: &Path) -> Vec<PathBuf> {
     if found.is_empty() { vec![lib.join("python3*/site-packages").join(inside)] } else { found }
 }
 
-/// Loads NVRTC, so that it is found by its name afterwards, and says where it was. What is found stays for the process.
+/// Finds and loads NVRTC, which stays loaded, and says where it was. A library that is found and cannot be loaded is
+/// passed over like one that is not there.
 ///
 /// # Errors
-/// [`CudaError::Missing`]; [`CudaError::Call`] for one that is there and cannot be loaded.
-pub(crate) fn load_nvrtc() -> Result<String, CudaError> {
-    static FOUND: OnceLock<Result<String, CudaError>> = OnceLock::new();
-    FOUND.get_or_init(search).clone()
+/// [`CudaError::Missing`]; the first [`CudaError::Call`] if a library was found and none could be loaded.
+pub(super) fn load_nvrtc() -> Result<(Loaded, String), CudaError> {
+    let executable = std::env::current_exe().ok();
+    nvrtc_among(&places(|name| std::env::var_os(name), executable.as_deref()))
 }
 
-fn search() -> Result<String, CudaError> {
-    let executable = std::env::current_exe().ok();
-    let places = places(|name| std::env::var_os(name), executable.as_deref());
-    for place in &places {
-        match place {
-            Place::LoaderPath => {
-                if open_global(Path::new(NVRTC)).is_ok() {
-                    return known(place);
+fn nvrtc_among(places: &[Place]) -> Result<(Loaded, String), CudaError> {
+    let mut broken = None;
+    for place in places {
+        let loaded = match place {
+            Place::LoaderPath => open(Path::new(NVRTC), GLOBAL).ok(),
+            Place::Folder(folder) => match builtins(folder).filter(|_| folder.join(NVRTC).is_file()) {
+                Some(builtins) => {
+                    let library = folder.join(NVRTC);
+                    let opened = open(&builtins, GLOBAL).and_then(|_| open(&library, GLOBAL));
+                    opened.map_err(|error| broken.get_or_insert(error).clone()).ok()
                 }
-            }
-            Place::Folder(folder) => {
-                let Some(builtins) = builtins(folder).filter(|_| folder.join(NVRTC).is_file()) else {
-                    continue;
-                };
-                open_global(&builtins)?;
-                open_global(&folder.join(NVRTC))?;
-                return known(place);
-            }
+                None => None,
+            },
+        };
+        if let Some(loaded) = loaded {
+            return Ok((loaded, place.to_string()));
         }
     }
-    Err(CudaError::Missing { library: "NVRTC", looked_for: places.iter().map(ToString::to_string).collect() })
-}
-
-/// What was loaded must be what cudarc finds: its calls end the process where it finds nothing.
-fn known(place: &Place) -> Result<String, CudaError> {
-    // SAFETY: it opens a library by name and closes it again; the library's initialisers are NVIDIA's.
-    if unsafe { cudarc::nvrtc::sys::is_culib_present() } {
-        return Ok(place.to_string());
-    }
-    Err(CudaError::Missing { library: "NVRTC", looked_for: vec![format!("what {place} should have given")] })
+    let looked_for = places.iter().map(ToString::to_string).collect();
+    Err(broken.unwrap_or(CudaError::Missing { library: "NVRTC", looked_for }))
 }
 
 /// Loads the driver.
 ///
 /// # Errors
 /// [`CudaError::Missing`].
-pub(crate) fn load_driver() -> Result<(), CudaError> {
-    // SAFETY: it opens a library by name and closes it again; the library's initialisers are NVIDIA's.
-    if unsafe { cudarc::driver::sys::is_culib_present() } {
-        return Ok(());
+pub(super) fn load_driver() -> Result<Loaded, CudaError> {
+    let folders = DRIVER_FOLDERS.map(|folder| Path::new(folder).join(DRIVER[0]));
+    let mut candidates = DRIVER.map(PathBuf::from).into_iter().chain(folders);
+    if let Some(loaded) = candidates.find_map(|path| open(&path, libc::RTLD_NOW).ok()) {
+        return Ok(loaded);
     }
-    let looked_for = ["libcuda.so", "libcuda.so.1"].map(|name| format!("{name} on the loader's path"));
-    Err(CudaError::Missing { library: "CUDA driver", looked_for: looked_for.into() })
+    let mut looked_for: Vec<String> = DRIVER.map(|name| format!("{name} on the loader's path")).into();
+    looked_for.extend(DRIVER_FOLDERS.map(str::to_owned));
+    Err(CudaError::Missing { library: "CUDA driver", looked_for })
 }
 
 /// The builtins of whatever minor version lie in a folder.
@@ -138,17 +143,18 @@ fn builtins(folder: &Path) -> Option<PathBuf> {
     found.pop()
 }
 
-/// Loads a library for good, its symbols visible to what is loaded later.
-fn open_global(path: &Path) -> Result<(), CudaError> {
+/// Loads a library for good.
+fn open(path: &Path, flags: libc::c_int) -> Result<Loaded, CudaError> {
     let failed = |status: String| CudaError::Call { call: "dlopen", status };
     let name =
         CString::new(path.as_os_str().as_bytes()).map_err(|_| failed("a path with a zero byte".into()))?;
-    // SAFETY: the name ends with a zero; the handle is never closed, so nothing that is taken from it dangles.
-    let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) };
+    // SAFETY: the name ends with a zero; the handle is never closed, so nothing that is taken from it dangles. The
+    // initialisers that run are NVIDIA's.
+    let handle = unsafe { libc::dlopen(name.as_ptr(), flags) };
     if handle.is_null() {
         return Err(failed(format!("cannot load {}", path.display())));
     }
-    Ok(())
+    Ok(Loaded::new(handle))
 }
 
 impl std::fmt::Display for Place {
@@ -203,5 +209,22 @@ mod tests {
     #[test]
     fn a_folder_without_builtins_is_passed_over() {
         assert_eq!(builtins(Path::new("/nowhere")), None);
+    }
+
+    #[test]
+    fn a_library_that_cannot_be_loaded_does_not_hide_the_next_one() {
+        let root = std::env::temp_dir().join(format!("kvasir-cuda-broken-{}", std::process::id()));
+        std::fs::create_dir_all(&root).unwrap();
+        for name in [NVRTC, "libnvrtc-builtins.so.13.0"] {
+            std::fs::write(root.join(name), "no library").unwrap();
+        }
+        let broken = folder(&root);
+        let alone = nvrtc_among(std::slice::from_ref(&broken)).unwrap_err();
+        let whole = load_nvrtc().unwrap().1;
+        let place = if whole.starts_with('/') { folder(&whole) } else { Place::LoaderPath };
+        let found = nvrtc_among(&[broken, place]).map(|(_, at)| at);
+        std::fs::remove_dir_all(&root).unwrap();
+        assert!(matches!(alone, CudaError::Call { call: "dlopen", .. }), "{alone}");
+        assert_eq!(found, Ok(whole));
     }
 }

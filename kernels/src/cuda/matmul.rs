@@ -297,7 +297,7 @@ impl MatmulKernels {
         let threads = if self.int8.is_empty() { cols } else { cols.div_ceil(UNIT_COLS) };
         device.launch(&Launch {
             kernel: self.embed,
-            grid: [small(threads.div_ceil(EMBED_THREADS))?, small(rows)?, 1],
+            grid: [small(rows)?, small(threads.div_ceil(EMBED_THREADS))?, 1],
             block: [EMBED_THREADS as u32, 1, 1],
             shared_bytes: 0,
             arguments: &[

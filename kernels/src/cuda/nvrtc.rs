@@ -2,34 +2,69 @@
 
 #![allow(unsafe_code)]
 
+use super::library::{self, functions};
 use super::source::{HEADERS, Source};
-use super::{Arch, CudaError, library};
-use cudarc::nvrtc::sys;
-use std::ffi::{CString, c_char};
+use super::{Arch, CudaError};
+use std::ffi::{CString, c_char, c_int, c_void};
 use std::path::PathBuf;
+use std::sync::OnceLock;
+
+type Program = *mut c_void;
+
+functions! {
+    /// NVIDIA's compiler.
+    Functions of "NVRTC" {
+        version = c"nvrtcVersion" (*mut c_int, *mut c_int);
+        count_architectures = c"nvrtcGetNumSupportedArchs" (*mut c_int);
+        architectures = c"nvrtcGetSupportedArchs" (*mut c_int);
+        create = c"nvrtcCreateProgram" (
+            *mut Program, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char
+        );
+        destroy = c"nvrtcDestroyProgram" (*mut Program);
+        compile = c"nvrtcCompileProgram" (Program, c_int, *const *const c_char);
+        log_size = c"nvrtcGetProgramLogSize" (Program, *mut usize);
+        log = c"nvrtcGetProgramLog" (Program, *mut c_char);
+        ptx_size = c"nvrtcGetPTXSize" (Program, *mut usize);
+        ptx = c"nvrtcGetPTX" (Program, *mut c_char);
+        cubin_size = c"nvrtcGetCUBINSize" (Program, *mut usize);
+        cubin = c"nvrtcGetCUBIN" (Program, *mut c_char);
+    }
+}
+
+/// The version that the kernels are checked with, and that compiles those which come with the program.
+const CHECKED_VERSION: (i32, i32) = (13, library::NVRTC_MINOR);
 
 /// A source, compiled for one architecture.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Compiled {
     /// Which source.
     pub source_name: String,
-    /// What for.
+    /// The device's architecture.
     pub arch: Arch,
-    /// What the driver loads.
+    /// Machine code that the driver loads; empty where the compiler does not know the architecture, and the driver has to
+    /// compile the PTX.
     pub cubin: Vec<u8>,
-    /// The same for readers and interpreters.
+    /// The same for readers and interpreters, and for drivers.
     pub ptx: String,
     /// What the compiler said: registers, shared memory and spills of each kernel.
     pub log: String,
 }
 
+/// The library, once it was found.
+#[derive(Debug, Clone)]
+struct Nvrtc {
+    functions: Functions,
+    found_at: String,
+    version: (i32, i32),
+    /// Compute capabilities that it compiles for, ten times the major and once the minor number.
+    architectures: Vec<u32>,
+}
+
 /// NVRTC, kernels that it has compiled elsewhere, or both. There is one in a process.
 #[derive(Debug)]
 pub struct Compiler {
-    version: (i32, i32),
-    found_at: String,
-    /// Why there is no library here, only what it has made.
-    absent: Option<CudaError>,
+    /// The library, or why there is none.
+    nvrtc: Result<Nvrtc, CudaError>,
     prebuilt: Option<PathBuf>,
 }
 
@@ -37,25 +72,28 @@ pub struct Compiler {
 /// fills it.
 const PREBUILT: &str = "KVASIR_CUBINS";
 
-impl Compiler {
-    /// Looks for the library, and for kernels in the folder that `KVASIR_CUBINS` names; these do without it.
-    ///
-    /// # Errors
-    /// [`CudaError::Missing`] and [`CudaError::Version`].
-    pub fn find() -> Result<Self, CudaError> {
-        let prebuilt = std::env::var_os(PREBUILT).map(PathBuf::from).filter(|folder| folder.is_dir());
-        let found_at = match (library::load_nvrtc(), &prebuilt) {
-            (Ok(found_at), _) => found_at,
-            (Err(absent @ CudaError::Missing { .. }), Some(folder)) => {
-                let version = (13, library::NVRTC_MINOR);
-                let found_at = format!("{} (compiled before, no NVRTC here)", folder.display());
-                return Ok(Self { version, found_at, absent: Some(absent), prebuilt });
-            }
-            (Err(error), _) => return Err(error),
-        };
+/// What the compiler makes for a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Target {
+    /// Machine code, and the PTX that it comes from.
+    MachineCode(Arch),
+    /// PTX of an older architecture, for a device that is newer than the compiler: the driver makes machine code of it.
+    Ptx(u32),
+}
+
+impl Nvrtc {
+    /// Looks for the library once, and keeps what was found.
+    fn here() -> Result<Self, CudaError> {
+        static FOUND: OnceLock<Result<Nvrtc, CudaError>> = OnceLock::new();
+        FOUND.get_or_init(Self::find).clone()
+    }
+
+    fn find() -> Result<Self, CudaError> {
+        let (loaded, found_at) = library::load_nvrtc()?;
+        let functions = Functions::load(loaded)?;
         let (mut major, mut minor) = (0, 0);
-        // SAFETY: the library is there; both point to integers of ours.
-        check("nvrtcVersion", unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor) })?;
+        // SAFETY: both point to integers of ours.
+        check("nvrtcVersion", unsafe { (functions.version)(&raw mut major, &raw mut minor) })?;
         if major != 13 {
             let found = format!("{major}.{minor}, at {found_at}");
             return Err(CudaError::Version { library: "NVRTC", found, wanted: "13.x, best 13.0" });
@@ -66,80 +104,151 @@ impl Compiler {
                 "this NVRTC is newer than 13.0, which the kernels were checked with"
             );
         }
-        Ok(Self { version: (major, minor), found_at, absent: None, prebuilt })
+        let mut count = 0;
+        // SAFETY: it points to an integer of ours.
+        check("nvrtcGetNumSupportedArchs", unsafe { (functions.count_architectures)(&raw mut count) })?;
+        let mut architectures: Vec<c_int> = vec![0; usize::try_from(count).unwrap_or(0)];
+        // SAFETY: as many integers as the library has just said that it writes.
+        check("nvrtcGetSupportedArchs", unsafe { (functions.architectures)(architectures.as_mut_ptr()) })?;
+        let architectures = architectures.into_iter().map(c_int::unsigned_abs).collect();
+        Ok(Self { functions, found_at, version: (major, minor), architectures })
+    }
+
+    fn compile(&self, source: &Source, arch: Arch) -> Result<Compiled, CudaError> {
+        let target = target(&self.architectures, arch);
+        let program = OwnedProgram::new(&self.functions, source)?;
+        let options: Vec<CString> = options(target).into_iter().map(c_string).collect::<Result<_, _>>()?;
+        let pointers: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
+        // SAFETY: the program lives; as many strings as it says, which outlive the call.
+        let status =
+            unsafe { (self.functions.compile)(program.program, pointers.len() as c_int, pointers.as_ptr()) };
+        let Functions { log_size, log, ptx_size, ptx, cubin_size, cubin, .. } = self.functions;
+        let log = text(program.bytes("nvrtcGetProgramLog", log_size, log)?);
+        if status == COMPILATION {
+            return Err(CudaError::Compile { source_name: source.name.into(), arch, log });
+        }
+        check("nvrtcCompileProgram", status)?;
+        let ptx = text(program.bytes("nvrtcGetPTX", ptx_size, ptx)?);
+        let cubin = match target {
+            Target::MachineCode(_) => program.bytes("nvrtcGetCUBIN", cubin_size, cubin)?,
+            Target::Ptx(_) => Vec::new(),
+        };
+        Ok(Compiled { source_name: source.name.into(), arch, cubin, ptx, log })
+    }
+}
+
+impl Compiler {
+    /// Looks for the library, and for kernels in the folder that `KVASIR_CUBINS` names; these do without it, whatever is
+    /// wrong with it.
+    ///
+    /// # Errors
+    /// [`CudaError::Missing`], [`CudaError::Version`] and [`CudaError::Call`] where there is neither.
+    pub fn find() -> Result<Self, CudaError> {
+        let prebuilt = std::env::var_os(PREBUILT).map(PathBuf::from).filter(|folder| folder.is_dir());
+        Self::of(Nvrtc::here(), prebuilt)
+    }
+
+    fn of(nvrtc: Result<Nvrtc, CudaError>, prebuilt: Option<PathBuf>) -> Result<Self, CudaError> {
+        match (&nvrtc, &prebuilt) {
+            (Err(error), None) => return Err(error.clone()),
+            (Err(CudaError::Missing { .. }), Some(_)) | (Ok(_), _) => {}
+            (Err(error), Some(_)) => {
+                tracing::warn!(%error, "NVRTC cannot be used; kernels are taken from {PREBUILT} only");
+            }
+        }
+        Ok(Self { nvrtc, prebuilt })
     }
 
     /// Major and minor, of what is there or of what the kernels were compiled with.
     pub fn version(&self) -> (i32, i32) {
-        self.version
+        self.nvrtc.as_ref().map_or(CHECKED_VERSION, |nvrtc| nvrtc.version)
     }
 
     /// The folder where the library was found, or words for the loader's path.
-    pub fn found_at(&self) -> &str {
-        &self.found_at
+    pub fn found_at(&self) -> String {
+        match (&self.nvrtc, &self.prebuilt) {
+            (Ok(nvrtc), _) => nvrtc.found_at.clone(),
+            (Err(_), Some(folder)) => format!("{} (compiled before, no NVRTC here)", folder.display()),
+            (Err(error), None) => error.to_string(),
+        }
     }
 
-    /// For each architecture that the kernels are checked for, how many of all sources came compiled by the version that
-    /// is used here, whole and in the place where [`Self::compile`] looks; empty where no folder was named.
+    /// For each architecture that the kernels are checked for, how many of all sources came compiled, whole and in a
+    /// place where [`Self::compile`] looks; empty where no folder was named.
     pub fn prebuilt(&self) -> Vec<(Arch, usize)> {
-        let Some(folder) = &self.prebuilt else { return Vec::new() };
-        let there = |source: &Source, arch| {
-            let path = super::cache::path(folder, self.version, source, arch);
-            super::cache::read(&path, source, arch).is_some()
-        };
+        if self.prebuilt.is_none() {
+            return Vec::new();
+        }
+        let there = |source: &Source, arch| self.came_compiled(source, arch).is_some();
         let count = |arch| super::source::all().filter(|source| there(source, arch)).count();
         Arch::CHECKED.map(|arch| (arch, count(arch))).into()
+    }
+
+    /// What came compiled by the version that is here, or by the one that the kernels were checked with: a newer compiler
+    /// on this machine is no reason to compile again.
+    fn came_compiled(&self, source: &Source, arch: Arch) -> Option<Compiled> {
+        let folder = self.prebuilt.as_ref()?;
+        let read =
+            |version| super::cache::read(&super::cache::path(folder, version, source, arch), source, arch);
+        read(self.version()).or_else(|| read(CHECKED_VERSION))
     }
 
     /// Compiles a source, unless it came compiled.
     ///
     /// # Errors
-    /// [`CudaError::Compile`] with the compiler's words; [`CudaError::Missing`] where it came not compiled for this
-    /// architecture and there is no compiler.
+    /// [`CudaError::Compile`] with the compiler's words; why there is no compiler, where the source came not compiled for
+    /// this architecture.
     pub fn compile(&self, source: &Source, arch: Arch) -> Result<Compiled, CudaError> {
-        if let Some(found) = self.prebuilt.as_ref().and_then(|folder| {
-            super::cache::read(&super::cache::path(folder, self.version, source, arch), source, arch)
-        }) {
-            return Ok(found);
+        match (self.came_compiled(source, arch), &self.nvrtc) {
+            (Some(found), _) => Ok(found),
+            (None, Ok(nvrtc)) => nvrtc.compile(source, arch),
+            (None, Err(absent)) => Err(absent.clone()),
         }
-        if let Some(absent) = &self.absent {
-            return Err(absent.clone());
-        }
-        let program = Program::new(source)?;
-        let options: Vec<CString> = options(arch).into_iter().map(c_string).collect::<Result<_, _>>()?;
-        let pointers: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
-        // SAFETY: the program lives; as many strings as it says, which outlive the call.
-        let status = unsafe { sys::nvrtcCompileProgram(program.0, pointers.len() as i32, pointers.as_ptr()) };
-        let log = text(program.bytes(
-            "nvrtcGetProgramLog",
-            sys::nvrtcGetProgramLogSize,
-            sys::nvrtcGetProgramLog,
-        )?);
-        if status != sys::nvrtcResult::NVRTC_SUCCESS {
-            return Err(CudaError::Compile { source_name: source.name.into(), arch, log });
-        }
-        let ptx = text(program.bytes("nvrtcGetPTX", sys::nvrtcGetPTXSize, sys::nvrtcGetPTX)?);
-        let cubin = program.bytes("nvrtcGetCUBIN", sys::nvrtcGetCUBINSize, sys::nvrtcGetCUBIN)?;
-        Ok(Compiled { source_name: source.name.into(), arch, cubin, ptx, log })
+    }
+}
+
+/// What is made for a device of `arch` by a compiler that knows `known`.
+fn target(known: &[u32], arch: Arch) -> Target {
+    let older = known.iter().copied().filter(|known| *known < arch.number()).max();
+    match older {
+        Some(older) if !known.contains(&arch.number()) => Target::Ptx(older),
+        // What is older than all that the compiler knows is refused in the compiler's words.
+        _ => Target::MachineCode(arch),
     }
 }
 
 /// What the compiler is told.
-pub(super) fn options(arch: Arch) -> [String; 5] {
-    [
-        format!("--gpu-architecture={arch}"),
+fn options(target: Target) -> Vec<String> {
+    let (architecture, machine_code) = match target {
+        Target::MachineCode(arch) => (arch.to_string(), true),
+        Target::Ptx(number) => (format!("compute_{number}"), false),
+    };
+    let mut options = vec![
+        format!("--gpu-architecture={architecture}"),
         "--std=c++17".into(),
         "-default-device".into(),
         "--generate-line-info".into(),
-        "--ptxas-options=-v".into(),
-    ]
+    ];
+    if machine_code {
+        options.push("--ptxas-options=-v".into());
+    }
+    options
+}
+
+/// The options by which a device's architecture is part of a file's name. What they become for a compiler that does not
+/// know the architecture depends on its version, which is part of the name too.
+pub(super) fn named_options(arch: Arch) -> Vec<String> {
+    options(Target::MachineCode(arch))
 }
 
 /// A program that is destroyed in the end.
-struct Program(sys::nvrtcProgram);
+struct OwnedProgram<'a> {
+    functions: &'a Functions,
+    program: Program,
+}
 
-impl Program {
-    fn new(source: &Source) -> Result<Self, CudaError> {
+impl<'a> OwnedProgram<'a> {
+    fn new(functions: &'a Functions, source: &Source) -> Result<Self, CudaError> {
         let (body, name) = (c_string(source.text.into())?, c_string(source.name.into())?);
         let c_strings = |texts: [&str; HEADERS.len()]| -> Result<Vec<CString>, CudaError> {
             texts.into_iter().map(|text| c_string(text.into())).collect()
@@ -151,46 +260,49 @@ impl Program {
         let mut program = std::ptr::null_mut();
         // SAFETY: strings that end with a zero, as many headers as names of them; NVRTC copies all of them.
         check("nvrtcCreateProgram", unsafe {
-            sys::nvrtcCreateProgram(
+            (functions.create)(
                 &raw mut program,
                 body.as_ptr(),
                 name.as_ptr(),
-                HEADERS.len() as i32,
+                HEADERS.len() as c_int,
                 texts_at.as_ptr(),
                 names_at.as_ptr(),
             )
         })?;
-        Ok(Self(program))
+        Ok(Self { functions, program })
     }
 
     /// What one pair of calls, for length and bytes, says of the program.
     fn bytes(
         &self,
         call: &'static str,
-        size: unsafe fn(sys::nvrtcProgram, *mut usize) -> sys::nvrtcResult,
-        get: unsafe fn(sys::nvrtcProgram, *mut c_char) -> sys::nvrtcResult,
+        size: unsafe extern "C" fn(Program, *mut usize) -> u32,
+        get: unsafe extern "C" fn(Program, *mut c_char) -> u32,
     ) -> Result<Vec<u8>, CudaError> {
         let mut len = 0;
         // SAFETY: the program lives and `len` is ours.
-        check(call, unsafe { size(self.0, &raw mut len) })?;
+        check(call, unsafe { size(self.program, &raw mut len) })?;
         let mut bytes = vec![0u8; len];
         // SAFETY: as many bytes as the library has just asked for.
-        check(call, unsafe { get(self.0, bytes.as_mut_ptr().cast()) })?;
+        check(call, unsafe { get(self.program, bytes.as_mut_ptr().cast()) })?;
         Ok(bytes)
     }
 }
 
-impl Drop for Program {
+impl Drop for OwnedProgram<'_> {
     fn drop(&mut self) {
         // SAFETY: made by nvrtcCreateProgram and destroyed nowhere else.
-        unsafe { sys::nvrtcDestroyProgram(&raw mut self.0) };
+        unsafe { (self.functions.destroy)(&raw mut self.program) };
     }
 }
 
-fn check(call: &'static str, status: sys::nvrtcResult) -> Result<(), CudaError> {
+/// `NVRTC_ERROR_COMPILATION`.
+const COMPILATION: u32 = 6;
+
+fn check(call: &'static str, status: u32) -> Result<(), CudaError> {
     match status {
-        sys::nvrtcResult::NVRTC_SUCCESS => Ok(()),
-        other => Err(CudaError::Call { call, status: format!("{other:?}") }),
+        0 => Ok(()),
+        other => Err(CudaError::Call { call, status: format!("NVRTC error {other}") }),
     }
 }
 
@@ -215,16 +327,46 @@ mod tests {
         let folder = std::env::temp_dir().join(format!("kvasir-prebuilt-{}", std::process::id()));
         let compiler = Compiler::find().unwrap();
         let made = CubinCache::new(&folder).compile(&compiler, &ROWWISE, Arch::SM_90).unwrap();
+        let old = CudaError::Version { library: "NVRTC", found: "12.8".into(), wanted: "13.x" };
+        let broken = CudaError::Call { call: "dlopen", status: "cannot load it".into() };
         let absent = CudaError::Missing { library: "NVRTC", looked_for: vec!["everywhere".into()] };
-        let alone = Compiler {
-            found_at: String::new(),
-            absent: Some(absent.clone()),
-            prebuilt: Some(folder.clone()),
-            ..compiler
-        };
-        assert_eq!(alone.prebuilt(), [(Arch::SM_90, 1), (Arch::SM_121A, 0)]);
-        assert_eq!(alone.compile(&ROWWISE, Arch::SM_90), Ok(made));
-        assert_eq!(alone.compile(&ROWWISE, Arch::SM_121A), Err(absent));
+        for error in [absent, broken, old] {
+            assert_eq!(Compiler::of(Err(error.clone()), None).unwrap_err(), error);
+            let alone = Compiler::of(Err(error.clone()), Some(folder.clone())).unwrap();
+            if compiler.version() == CHECKED_VERSION {
+                assert_eq!(alone.prebuilt(), [(Arch::SM_90, 1), (Arch::SM_121A, 0)]);
+                assert_eq!(alone.compile(&ROWWISE, Arch::SM_90), Ok(made.clone()));
+            }
+            assert_eq!(alone.compile(&ROWWISE, Arch::SM_121A), Err(error));
+        }
+        // A compiler of another version takes what came compiled, too.
+        let newer = Nvrtc { version: (13, 99), ..Nvrtc::here().unwrap() };
+        let both = Compiler::of(Ok(newer), Some(folder.clone())).unwrap();
+        if compiler.version() == CHECKED_VERSION {
+            let marked = both.compile(&ROWWISE, Arch::SM_90).unwrap();
+            assert_eq!(marked, made);
+        }
         std::fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
+    fn a_device_that_the_compiler_does_not_know_gets_ptx_of_the_newest_one_before_it() {
+        let known = [75, 90, 120, 121];
+        for (arch, expected) in [
+            (Arch::SM_90, Target::MachineCode(Arch::SM_90)),
+            (Arch::SM_121A, Target::MachineCode(Arch::SM_121A)),
+            (Arch::of(13, 0), Target::Ptx(121)),
+            (Arch::of(10, 3), Target::Ptx(90)),
+            (Arch::of(7, 0), Target::MachineCode(Arch::of(7, 0))),
+        ] {
+            assert_eq!(target(&known, arch), expected, "{arch}");
+        }
+        assert_eq!(target(&[], Arch::SM_90), Target::MachineCode(Arch::SM_90));
+        let newest = Nvrtc::here().unwrap();
+        let unknown = Arch::of(90, 0);
+        let made = newest.compile(&ROWWISE, unknown).unwrap();
+        assert!(made.cubin.is_empty() && made.arch == unknown);
+        let highest = newest.architectures.iter().max().unwrap();
+        assert!(made.ptx.contains(&format!(".target sm_{highest}")), "{}", &made.ptx[..200]);
     }
 }

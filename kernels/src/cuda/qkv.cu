@@ -90,8 +90,8 @@ extern "C" __global__ void __launch_bounds__(128)
         float v_eps, u32 pairs, u32 interleaved, u32 heads, u32 kv_heads, u32 head_dim, u32 v_head_dim,
         u32 block_shift, u32 k_stripe, u32 v_stripe) {
     __shared__ float shared[WARPS][MAX_DIM];
-    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = blockIdx.y;
-    u32 head = blockIdx.x * WARPS + warp;
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = blockIdx.x;
+    u32 head = blockIdx.y * WARPS + warp;
     // 0 q, 1 k, 2 v. Without k there is nothing to write.
     u32 part = 0;
     if (head >= heads) {

@@ -263,7 +263,7 @@ impl QkvKernels {
         let all = if call.kv.is_some() { heads + 2 * kv_heads } else { heads };
         device.launch(&Launch {
             kernel: self.qkv,
-            grid: [all.div_ceil(WARPS) as u32, call.rows as u32, 1],
+            grid: [call.rows as u32, all.div_ceil(WARPS) as u32, 1],
             block: [128, 1, 1],
             shared_bytes: 0,
             arguments: &arguments,

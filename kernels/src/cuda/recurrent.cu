@@ -297,8 +297,8 @@ SCAN(mamba2_64, false, 2)
 SCAN(mamba2_128, false, 4)
 SCAN(mamba2_256, false, 8)
 
-// kept[i] = x[rows[i]], `cols` wide: the inputs of rows that may be taken back. Grid: cols / 128, rows kept.
+// kept[i] = x[rows[i]], `cols` wide: the inputs of rows that may be taken back. Grid: rows kept, cols / 128.
 extern "C" __global__ void __launch_bounds__(128) keep_rows(float *kept, const float *x, const u32 *rows, u32 cols) {
-    const u32 c = blockIdx.x * 128 + threadIdx.x;
-    if (c < cols) kept[(u64)blockIdx.y * cols + c] = x[(u64)rows[blockIdx.y] * cols + c];
+    const u32 c = blockIdx.y * 128 + threadIdx.x;
+    if (c < cols) kept[(u64)blockIdx.x * cols + c] = x[(u64)rows[blockIdx.x] * cols + c];
 }

@@ -380,7 +380,7 @@ impl RecurrentKernels {
         }
         device.launch(&Launch {
             kernel: self.keep_rows,
-            grid: [cols.div_ceil(128) as u32, count as u32, 1],
+            grid: [count as u32, cols.div_ceil(128) as u32, 1],
             block: [128, 1, 1],
             shared_bytes: 0,
             arguments: &[kept.into(), x.into(), rows.into(), (cols as u32).into()],

@@ -39,16 +39,18 @@ __device__ __forceinline__ void quantise_block(float value, u8 *out) {
     }
 }
 
-// A warp a block of 32 values: blockIdx.y the row, blockIdx.x and the warp the block.
+// Rows are blockIdx.x everywhere: the other axes end at 65,535.
+
+// A warp a block of 32 values: blockIdx.x the row, blockIdx.y and the warp the block.
 extern "C" __global__ void quantise(const float *x, u32 cols, u8 *out) {
-    u32 blocks = row_blocks(cols), block = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    u32 blocks = row_blocks(cols), block = blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32;
     if (block >= blocks) return;
     u32 column = 32 * block + threadIdx.x % 32;
-    float value = column < cols ? x[(u64)blockIdx.y * cols + column] : 0.0f;
-    quantise_block(value, out + ((u64)blockIdx.y * blocks + block) * QUANTISED_BYTES);
+    float value = column < cols ? x[(u64)blockIdx.x * cols + column] : 0.0f;
+    quantise_block(value, out + ((u64)blockIdx.x * blocks + block) * QUANTISED_BYTES);
 }
 
-// ---- Norms. A block of threads a run of `width` values: blockIdx.x the run of its row, blockIdx.y the row.
+// ---- Norms. A block of threads a run of `width` values: blockIdx.y the run of its row, blockIdx.x the row.
 
 // Sum over the block's threads, the same for all of them.
 __device__ __forceinline__ float sum_of_block(float value) {
@@ -80,7 +82,7 @@ struct Run {
 
 // What belongs to the block's run of a weight or bias of `len` values, a multiple of `width`.
 __device__ __forceinline__ const float *part_of(const float *values, u32 len, u32 width) {
-    return values ? values + blockIdx.x % (len / width) * width : 0;
+    return values ? values + blockIdx.y % (len / width) * width : 0;
 }
 
 // `value(i)` gives the values of the run.
@@ -104,15 +106,15 @@ __device__ __forceinline__ Run normalise(Value value, u32 width, bool rms, float
 // Stores the run's values, and their 8-bit form unless `quantised` is null: then runs are whole blocks, or the whole row.
 template <class Value>
 __device__ __forceinline__ void store_run(Value value, u32 width, float *out, u8 *quantised) {
-    u32 cols = gridDim.x * width, from = blockIdx.x * width;
-    out += (u64)blockIdx.y * cols + from;
+    u32 cols = gridDim.y * width, from = blockIdx.y * width;
+    out += (u64)blockIdx.x * cols + from;
     if (!quantised) {
         for (u32 i = threadIdx.x; i < width; i += blockDim.x) out[i] = value(i);
         return;
     }
     // The last run makes the row's padding too.
-    u32 blocks = row_blocks(cols), end = blockIdx.x + 1 == gridDim.x ? 32 * blocks - from : width;
-    quantised += ((u64)blockIdx.y * blocks + from / 32) * QUANTISED_BYTES;
+    u32 blocks = row_blocks(cols), end = blockIdx.y + 1 == gridDim.y ? 32 * blocks - from : width;
+    quantised += ((u64)blockIdx.x * blocks + from / 32) * QUANTISED_BYTES;
     for (u32 i = threadIdx.x; i < end; i += blockDim.x) {
         float v = 0.0f;
         if (i < width) out[i] = v = value(i);
@@ -124,7 +126,7 @@ __device__ __forceinline__ void store_run(Value value, u32 width, float *out, u8
 extern "C" __global__ void __launch_bounds__(1024) norm_rows(const float *x, u32 width, u32 rms, float eps,
                                                              const float *weight, u32 weight_len, const float *bias,
                                                              u32 bias_len, float *out, u8 *quantised) {
-    const float *run = x + ((u64)blockIdx.y * gridDim.x + blockIdx.x) * width;
+    const float *run = x + ((u64)blockIdx.x * gridDim.y + blockIdx.y) * width;
     auto plain = [=](u32 i) { return run[i]; };
     Run norm = normalise(plain, width, rms, eps, weight, weight_len, bias, bias_len);
     store_run([=](u32 i) { return norm.at(run[i], i); }, width, out, quantised);
@@ -133,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(1024) norm_rows(const float *x, u32
 // x += scale * norm(y), an RMS norm.
 extern "C" __global__ void __launch_bounds__(1024) add_norm(float *x, const float *y, u32 width, float eps,
                                                             const float *weight, u32 weight_len, float scale) {
-    u64 from = ((u64)blockIdx.y * gridDim.x + blockIdx.x) * width;
+    u64 from = ((u64)blockIdx.x * gridDim.y + blockIdx.y) * width;
     x += from, y += from;
     auto plain = [=](u32 i) { return y[i]; };
     Run norm = normalise(plain, width, true, eps, weight, weight_len, 0, 0);
@@ -144,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(1024) add_norm(float *x, const floa
 extern "C" __global__ void __launch_bounds__(1024) gated_norm(float *x, const float *gate, u32 width, float eps,
                                                               const float *weight, u32 weight_len, u32 gate_first,
                                                               u8 *quantised) {
-    u64 from = ((u64)blockIdx.y * gridDim.x + blockIdx.x) * width;
+    u64 from = ((u64)blockIdx.x * gridDim.y + blockIdx.y) * width;
     const float *run = x + from;
     gate += from;
     auto value = [=](u32 i) { return gate_first ? __fmul_rn(run[i], silu_f32(gate[i])) : run[i]; };
@@ -159,18 +161,18 @@ extern "C" __global__ void __launch_bounds__(1024) gated_norm(float *x, const fl
 // ---- One value at a time.
 
 // gate[row][i] = gating(gate[row][i], up[row][up_from + i]), up [rows][up_cols]; without `up`, times one.
-// blockIdx.y: row; a thread a value of the row, or of its padding, with its 8-bit form unless `quantised` is null.
+// blockIdx.x: row; a thread a value of the row, or of its padding, with its 8-bit form unless `quantised` is null.
 extern "C" __global__ void gate(float *gate, const float *up, u32 cols, u32 up_cols, u32 up_from, u32 gating,
                                 u8 *quantised) {
-    u32 i = blockIdx.x * blockDim.x + threadIdx.x, blocks = row_blocks(cols);
-    gate += (u64)blockIdx.y * cols;
+    u32 i = blockIdx.y * blockDim.x + threadIdx.x, blocks = row_blocks(cols);
+    gate += (u64)blockIdx.x * cols;
     float value = 0.0f;
     if (i < cols) {
-        float by = up ? up[(u64)blockIdx.y * up_cols + up_from + i] : 1.0f;
+        float by = up ? up[(u64)blockIdx.x * up_cols + up_from + i] : 1.0f;
         gate[i] = value = gated(gating, gate[i], by);
     }
     if (quantised && i / 32 < blocks)
-        quantise_block(value, quantised + ((u64)blockIdx.y * blocks + i / 32) * QUANTISED_BYTES);
+        quantise_block(value, quantised + ((u64)blockIdx.x * blocks + i / 32) * QUANTISED_BYTES);
 }
 
 // x += scale * y. One thread a value.
@@ -179,12 +181,12 @@ extern "C" __global__ void add(float *x, const float *y, float scale, u64 count)
     if (i < count) x[i] = __fmaf_rn(y[i], scale, x[i]);
 }
 
-// x[row] *= sigmoid(gate[row][0]), gate [rows][gate_cols]. blockIdx.y: row; a thread a value.
+// x[row] *= sigmoid(gate[row][0]), gate [rows][gate_cols]. blockIdx.x: row; a thread a value.
 extern "C" __global__ void scale_rows(float *x, const float *gate, u32 cols, u32 gate_cols) {
-    u32 i = blockIdx.x * blockDim.x + threadIdx.x;
+    u32 i = blockIdx.y * blockDim.x + threadIdx.x;
     if (i >= cols) return;
-    x += (u64)blockIdx.y * cols + i;
-    *x = __fmul_rn(*x, sigmoid_f32(gate[(u64)blockIdx.y * gate_cols]));
+    x += (u64)blockIdx.x * cols + i;
+    *x = __fmul_rn(*x, sigmoid_f32(gate[(u64)blockIdx.x * gate_cols]));
 }
 
 // x = softcap(factor * x), softcap(v) = cap tanh(v / cap); none if cap is 0. One thread a value.
@@ -196,10 +198,10 @@ extern "C" __global__ void scale(float *x, float factor, float cap, u64 count) {
     x[i] = value;
 }
 
-// out[row] = x[index[row]]; each index is a row of x. blockIdx.y: row of out; a thread a value.
+// out[row] = x[index[row]]; each index is a row of x. blockIdx.x: row of out; a thread a value.
 extern "C" __global__ void gather_rows(const float *x, u32 cols, const u32 *index, float *out) {
-    u32 i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < cols) out[(u64)blockIdx.y * cols + i] = x[(u64)index[blockIdx.y] * cols + i];
+    u32 i = blockIdx.y * blockDim.x + threadIdx.x;
+    if (i < cols) out[(u64)blockIdx.x * cols + i] = x[(u64)index[blockIdx.x] * cols + i];
 }
 
 // Index of the largest value of each row, the lowest of equals. 0xffffffff where a value is NaN or infinity, or none is

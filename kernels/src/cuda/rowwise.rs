@@ -49,7 +49,7 @@ pub struct RowwiseKernels {
 /// Rows and columns of a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rows {
-    /// Rows of the step; at most 65,535.
+    /// Rows of the step, or of what each row becomes.
     pub rows: usize,
     /// Values of a row.
     pub cols: usize,
@@ -118,7 +118,7 @@ impl RowwiseKernels {
         quantised: DevicePtr,
     ) -> Result<(), CudaError> {
         let arguments = [x.into(), small(of.cols)?.into(), quantised.into()];
-        launch(device, self.quantise, [padded(of.cols).div_ceil(THREADS), of.rows], THREADS, &arguments)
+        launch(device, self.quantise, [of.rows, padded(of.cols).div_ceil(THREADS)], THREADS, &arguments)
     }
 
     /// `out = norm(x)`; `out` may be `x`.
@@ -150,7 +150,7 @@ impl RowwiseKernels {
             out.into(),
             fused.unwrap_or_default().into(),
         ];
-        launch(device, self.norm, [runs, of.rows], norm.threads(), &arguments)?;
+        launch(device, self.norm, [of.rows, runs], norm.threads(), &arguments)?;
         self.quantise_unless(fused, device, of, out, quantised)
     }
 
@@ -177,7 +177,7 @@ impl RowwiseKernels {
         let (weight, weight_len) = affine(norm.weight)?;
         let width = small(norm.width)?.into();
         let arguments = [x.into(), y.into(), width, norm.eps.into(), weight, weight_len, scale.into()];
-        launch(device, self.add_norm, [runs, of.rows], norm.threads(), &arguments)
+        launch(device, self.add_norm, [of.rows, runs], norm.threads(), &arguments)
     }
 
     /// `x = norm(x silu(gate))` if `gate_first`, else `norm(x) silu(gate)`: an RMS norm.
@@ -209,7 +209,7 @@ impl RowwiseKernels {
             u32::from(gate_first).into(),
             fused.unwrap_or_default().into(),
         ];
-        launch(device, self.gated_norm, [runs, of.rows], norm.threads(), &arguments)?;
+        launch(device, self.gated_norm, [of.rows, runs], norm.threads(), &arguments)?;
         self.quantise_unless(fused, device, of, x, quantised)
     }
 
@@ -245,7 +245,7 @@ impl RowwiseKernels {
             quantised.unwrap_or_default().into(),
         ];
         let threads = if quantised.is_some() { padded(of.cols) } else { of.cols };
-        launch(device, self.gate, [threads.div_ceil(THREADS), of.rows], THREADS, &arguments)
+        launch(device, self.gate, [of.rows, threads.div_ceil(THREADS)], THREADS, &arguments)
     }
 
     /// `x[row] *= sigmoid(gate[row][0])`, `gate` of `gate_cols` values a row.
@@ -261,7 +261,7 @@ impl RowwiseKernels {
         gate_cols: usize,
     ) -> Result<(), CudaError> {
         let arguments = [x.into(), gate.into(), small(of.cols)?.into(), small(gate_cols)?.into()];
-        launch(device, self.scale_rows, [of.cols.div_ceil(THREADS), of.rows], THREADS, &arguments)
+        launch(device, self.scale_rows, [of.rows, of.cols.div_ceil(THREADS)], THREADS, &arguments)
     }
 
     /// `x = softcap(factor * x)`, `softcap(v) = cap tanh(v / cap)`; none leaves it at the factor.
@@ -295,7 +295,7 @@ impl RowwiseKernels {
         out: DevicePtr,
     ) -> Result<(), CudaError> {
         let arguments = [x.into(), small(of.cols)?.into(), index.into(), out.into()];
-        launch(device, self.gather_rows, [of.cols.div_ceil(THREADS), of.rows], THREADS, &arguments)
+        launch(device, self.gather_rows, [of.rows, of.cols.div_ceil(THREADS)], THREADS, &arguments)
     }
 
     /// `out[row]`, u32: index of the row's largest value, the lowest of equals; [`NO_INDEX`](crate::backend::NO_INDEX) of a

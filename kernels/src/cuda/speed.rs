@@ -5,7 +5,7 @@
 //! recorded as a graph where the device records, so that the host's time is not in them. Everything runs on the
 //! interpreter as well, in tests with tiny shapes; only the seconds mean nothing there.
 
-use super::device::GraphId;
+use super::device::{GraphId, record};
 use super::source::Source;
 use super::{Compiled, CudaError, Device, DevicePtr, KernelId, Launch};
 use crate::error::Error;
@@ -86,14 +86,7 @@ impl Speed {
             // What is done for the first time only is not recorded.
             work(&mut device)?;
             device.synchronize()?;
-            graphs.push(match device.begin_graph() {
-                Ok(()) => {
-                    work(&mut device)?;
-                    Some(device.end_graph()?)
-                }
-                Err(CudaError::Invalid { .. }) => None,
-                Err(error) => return Err(error.into()),
-            });
+            graphs.push(record(&mut device, work)?);
         }
         let mut seconds = vec![Vec::new(); works.len()];
         for run in 0..=self.runs {

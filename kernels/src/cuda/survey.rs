@@ -29,14 +29,23 @@ impl Survey {
         Self { driver, gpus, nvrtc }
     }
 
-    /// The first GPU and the compiler, if both are there.
+    /// A GPU, numbered among those that the driver shows, and the compiler, if both are there.
     ///
     /// # Errors
     /// All that is missing, in words.
-    pub fn usable(self) -> Result<(GpuInfo, Compiler), String> {
+    pub fn usable(self, ordinal: u32) -> Result<(GpuInfo, Compiler), String> {
         let missing = self.missing();
-        match (self.gpus.ok().and_then(|gpus| gpus.into_iter().next()), self.nvrtc) {
+        let gpus = self.gpus.unwrap_or_default();
+        let count = gpus.len();
+        match (gpus.into_iter().nth(ordinal as usize), self.nvrtc) {
             (Some(gpu), Ok(compiler)) => Ok((gpu, compiler)),
+            (None, Ok(_)) if count > 0 => {
+                let visible = std::env::var_os("CUDA_VISIBLE_DEVICES");
+                let visible = visible.map_or(String::new(), |list| {
+                    format!(" (CUDA_VISIBLE_DEVICES is {})", list.to_string_lossy())
+                });
+                Err(format!("there is no GPU {ordinal}, only 0 to {}{visible}", count - 1))
+            }
             _ => Err(missing.join("; ")),
         }
     }
@@ -60,6 +69,7 @@ impl Survey {
 
 #[cfg(test)]
 mod tests {
+    use super::super::Arch;
     use super::*;
 
     fn no_driver() -> CudaError {
@@ -72,7 +82,29 @@ mod tests {
         assert_eq!(survey.missing(), ["no CUDA driver here; looked for libcuda.so"]);
         let nvrtc = CudaError::Version { library: "NVRTC", found: "12.8".into(), wanted: "13.x" };
         let survey = Survey { driver: Ok(13_000), gpus: Ok(Vec::new()), nvrtc: Err(nvrtc) };
-        let missing = survey.usable().unwrap_err();
+        let missing = survey.usable(0).unwrap_err();
         assert_eq!(missing, "the CUDA driver has no device; NVRTC is version 12.8; 13.x is needed");
+    }
+
+    #[test]
+    fn a_gpu_is_chosen_by_its_number() {
+        let gpu = |ordinal| GpuInfo {
+            ordinal,
+            name: format!("GPU {ordinal}"),
+            arch: Arch::SM_90,
+            memory_bytes: 80 << 30,
+            multiprocessors: 132,
+            clock_khz: 1_980_000,
+            shared_bytes: 227 << 10,
+            l2_bytes: 50 << 20,
+            unified: false,
+        };
+        let survey =
+            || Survey { driver: Ok(13_000), gpus: Ok(vec![gpu(0), gpu(1)]), nvrtc: Compiler::find() };
+        for ordinal in 0..2 {
+            assert_eq!(survey().usable(ordinal).unwrap().0, gpu(ordinal));
+        }
+        let missing = survey().usable(2).unwrap_err();
+        assert!(missing.starts_with("there is no GPU 2, only 0 to 1"), "{missing}");
     }
 }

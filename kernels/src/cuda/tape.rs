@@ -1,6 +1,6 @@
 //! What a device is asked for, kept to be asked for again.
 
-use super::device::GraphId;
+use super::device::{GraphId, no_graphs, record};
 use super::{Argument, Compiled, CudaError, Device, DevicePtr, KernelId, Launch};
 
 #[cfg(test)]
@@ -82,17 +82,9 @@ impl Taped {
     /// # Errors
     /// What the device says, which records no longer then.
     pub(super) fn graph_of(&mut self, tape: &[Entry]) -> Result<GraphId, CudaError> {
-        self.device.begin_graph()?;
-        let taken = tape.iter().try_for_each(|entry| entry.play(self.device.as_mut()));
-        let ended = self.device.end_graph();
-        match (taken, ended) {
-            (Ok(()), ended) => ended,
-            (Err(error), Ok(graph)) => {
-                self.device.forget(graph);
-                Err(error)
-            }
-            (Err(error), Err(_)) => Err(error),
-        }
+        let recorded =
+            record(self.device.as_mut(), |device| tape.iter().try_for_each(|entry| entry.play(device)));
+        recorded?.ok_or_else(no_graphs)
     }
 
     /// Runs what is on the tape, if there is one, and ends it.

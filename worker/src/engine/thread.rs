@@ -51,7 +51,7 @@ const FAREWELL: Duration = Duration::from_millis(100);
 pub(crate) fn end_process(error: &Error) -> ! {
     tracing::error!(%error, "the engine cannot go on; the worker ends");
     std::thread::sleep(FAREWELL);
-    std::process::exit(error.exit_code())
+    kernels::exit::end_process(error.exit_code())
 }
 
 /// Hears why an engine cannot go on, before it is dropped with all that it holds.

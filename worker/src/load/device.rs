@@ -2,10 +2,11 @@
 
 use super::{EngineOptions, environment, threads};
 use crate::Error;
+use crate::defaults::HostGpu;
 use crate::kv_cache::memory::{MemInfo, ProcMemInfo};
 use crate::memory::GroupMemory;
 use kernels::backend::{Backend, MemoryUse};
-use kernels::cuda::{Arch, Compiler, CubinCache, CudaBackend, CudaConfig, Device, Gpu, Survey};
+use kernels::cuda::{Arch, Compiler, CubinCache, CudaBackend, CudaConfig, Device, Gpu, Survey, gpus};
 use std::io;
 
 /// What to compute on.
@@ -31,21 +32,23 @@ const CPU_VARIABLES: [&str; 4] =
 const GRAPHS_VARIABLE: &str = "KVASIR_CUDA_GRAPHS";
 
 impl DeviceChoice {
-    /// What the choice comes to on this machine, never [`Self::Auto`], and why.
+    /// What the choice comes to on this machine, where `gpu` is the number of the GPU that it would be; never
+    /// [`Self::Auto`], and why.
     ///
     /// # Errors
     /// [`Error::Config`] for a GPU that cannot be had, with all that is missing.
-    pub fn resolve(self) -> Result<(Self, String), Error> {
-        self.resolve_with(&environment)
+    pub fn resolve(self, gpu: u32) -> Result<(Self, String), Error> {
+        self.resolve_with(gpu, &environment)
     }
 
     pub(super) fn resolve_with(
         self,
+        gpu: u32,
         environment: &dyn Fn(&str) -> Option<String>,
     ) -> Result<(Self, String), Error> {
         let demanded =
             CPU_VARIABLES.into_iter().find(|name| environment(name).is_some_and(|value| !value.is_empty()));
-        self.decide(demanded, || Survey::take(self == Self::Cuda).usable().map(|(gpu, _)| gpu.name))
+        self.decide(demanded, || Survey::take(self == Self::Cuda).usable(gpu).map(|(gpu, _)| gpu.name))
     }
 
     /// `demanded` is a variable that demands kernels of the CPU, `look` finds a GPU's name or what is missing.
@@ -72,11 +75,31 @@ impl DeviceChoice {
     }
 }
 
-/// The first GPU.
+/// GPUs that the driver shows, for a choice that may come to one; 0 where it shows none.
+pub fn visible_gpus(choice: DeviceChoice) -> usize {
+    match choice {
+        DeviceChoice::Auto | DeviceChoice::Cuda => gpus().map_or(0, |gpus| gpus.len()),
+        _ => 0,
+    }
+}
+
+/// Bytes per second that copies inside the GPU read and write, measured now; none where the CPU computes.
+///
+/// # Errors
+/// [`Error::Config`] for a GPU that cannot be had; what the driver says.
+pub fn gpu_copy_bandwidth(options: &EngineOptions) -> Result<Option<f64>, Error> {
+    if options.device.resolve(options.gpu)?.0 != DeviceChoice::Cuda {
+        return Ok(None);
+    }
+    let mut gpu = Gpu::open(options.gpu).map_err(kernels::Error::from)?;
+    Ok(Some(gpu.copy_bandwidth().map_err(kernels::Error::from)?))
+}
+
+/// The GPU that the options choose.
 pub(super) fn gpu(options: &EngineOptions) -> Result<Box<dyn Backend>, Error> {
     let cannot = |reason| Error::Config { option: "device", reason };
-    let (info, compiler) = Survey::take(true).usable().map_err(cannot)?;
-    tracing::info!(gpu = info.name, arch = %info.arch, "computing on a GPU");
+    let (info, compiler) = Survey::take(true).usable(options.gpu).map_err(cannot)?;
+    tracing::info!(gpu = info.ordinal, name = info.name, arch = %info.arch, "computing on a GPU");
     let gpu = Gpu::open(info.ordinal).map_err(kernels::Error::from)?;
     on(Box::new(gpu), info.arch, compiler, options)
 }
@@ -114,7 +137,10 @@ fn on(
 
 /// What the interpreter's GPU has: it looks at every byte, and what runs on it is small.
 #[cfg(feature = "ptx-sim")]
-const SIMULATED: u64 = 1 << 30;
+const SIMULATED: u64 = 384 << 20;
+/// Multiply-adds per second of the GPU that it interprets, a GB10.
+#[cfg(feature = "ptx-sim")]
+const SIMULATED_COMPUTE: u64 = 22_000_000_000_000;
 
 /// The memory that weights and caches lie in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -136,24 +162,53 @@ pub(super) enum Memory {
 impl Memory {
     /// That of the device which the options choose.
     pub(super) fn of(options: &EngineOptions) -> Result<Self, Error> {
-        match options.device.resolve()?.0 {
+        Ok(Self::and_gpu(options)?.0)
+    }
+
+    /// That, and what a GPU is that computes, but for whether workers share it.
+    pub(super) fn and_gpu(options: &EngineOptions) -> Result<(Self, Option<HostGpu>), Error> {
+        match options.device.resolve(options.gpu)?.0 {
             DeviceChoice::Cuda => {}
             #[cfg(feature = "ptx-sim")]
-            DeviceChoice::PtxSim => return Ok(Self::Own { total: SIMULATED, free: SIMULATED }),
-            DeviceChoice::Auto | DeviceChoice::Cpu => return Ok(Self::Host),
+            DeviceChoice::PtxSim => {
+                let gpu = HostGpu { compute: SIMULATED_COMPUTE, unified: false };
+                return Ok((Self::Own { total: SIMULATED, free: SIMULATED }, Some(gpu)));
+            }
+            DeviceChoice::Auto | DeviceChoice::Cpu => return Ok((Self::Host, None)),
         }
         let cannot = |reason| Error::Config { option: "device", reason };
-        let (info, _) = Survey::take(true).usable().map_err(cannot)?;
+        let (info, _) = Survey::take(true).usable(options.gpu).map_err(cannot)?;
+        let host_gpu = Some(HostGpu { compute: info.compute(), unified: info.unified });
         if info.unified {
-            return Ok(Self::Unified);
+            return Ok((Self::Unified, host_gpu));
         }
+        // What is free once there is a context: that takes some hundred MB itself.
         let mut gpu = Gpu::open(info.ordinal).map_err(kernels::Error::from)?;
         let free = gpu.free_bytes().map_err(kernels::Error::from)?;
-        Ok(Self::Own { total: info.memory_bytes, free })
+        Ok((Self::Own { total: info.memory_bytes, free }, host_gpu))
+    }
+
+    /// What is left behind a backend that has taken so much. Of a GPU's own memory the driver is asked again: kernels,
+    /// recordings and other processes take some, too, which no backend counts.
+    pub(super) fn behind(self, taken: MemoryUse, options: &EngineOptions) -> Result<Self, Error> {
+        match self {
+            Self::Own { .. } => Ok(self.less(taken).at_most(Self::of(options)?)),
+            other => Ok(other),
+        }
+    }
+
+    /// The lesser of two figures of what is free of a GPU's own memory.
+    fn at_most(self, other: Self) -> Self {
+        match (self, other) {
+            (Self::Own { total, free }, Self::Own { free: measured, .. }) => {
+                Self::Own { total, free: free.min(measured) }
+            }
+            (one, _) => one,
+        }
     }
 
     /// Without what a backend has taken since.
-    pub(super) fn less(self, taken: MemoryUse) -> Self {
+    fn less(self, taken: MemoryUse) -> Self {
         let MemoryUse { weights, activations, kv } = taken;
         match self {
             Self::Own { total, free } => {
@@ -231,5 +286,8 @@ mod tests {
         assert_eq!(own.less(taken).available_bytes().unwrap(), 40);
         assert_eq!(Memory::Own { total: 1000, free: 59 }.less(taken), Memory::Own { total: 1000, free: 0 });
         assert_eq!(Memory::Unified.less(taken), Memory::Unified);
+        let measured = |free| Memory::Own { total: 1000, free };
+        assert_eq!(own.less(taken).at_most(measured(30)), measured(30), "others took some, too");
+        assert_eq!(own.less(taken).at_most(measured(90)), measured(40));
     }
 }

@@ -50,7 +50,7 @@ pub(super) fn guesser(
     (floor, arena_bytes): (MemoryFloor, u64),
 ) -> Result<Guesser, Error> {
     let admit = |what: &'static str, bytes: u64| {
-        let memory = Memory::of(options)?.less(decoder.backend().memory());
+        let memory = Memory::of(options)?.behind(decoder.backend().memory(), options)?;
         let admitted = floor.admit(&memory, what, bytes);
         admitted.map_err(|refused| Error::KvMemory { reason: refused.to_string() })
     };

@@ -130,7 +130,7 @@ pub(crate) fn kernel_encoder(
         let reason = format!("a step of {step_tokens} tokens needs {bytes} bytes, the limit is {limit}");
         return Err(Error::KvMemory { reason });
     }
-    let memory = memory.less(decoder.backend().memory());
+    let memory = memory.behind(decoder.backend().memory(), options)?;
     floor.admit(&memory, "keys and values of a step", bytes).map_err(refused)?;
     decoder.allocate_kv(layout.bytes())?;
     Ok(Encoder::new(decoder, tokenizer, layout, text_tokens, (nameless()?, model_digest, options.kv_type)))

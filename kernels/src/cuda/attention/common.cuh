@@ -134,7 +134,7 @@ __device__ __forceinline__ void leave(const Call &call, const Goal &goal, u32 d,
 }
 
 // go_through: whatever a part asks for; its table is there behind the next barrier.
-// Grid: splits, key/value heads times parts of their query heads, tiles of rows. 128 threads.
+// Grid: tiles of rows, key/value heads times parts of their query heads, splits. 128 threads.
 template <class GoThrough> __device__ __forceinline__ void attend(const Call &call, GoThrough go_through) {
     __shared__ u32 table[SPLIT / 16];
     const u32 group = call.heads / call.kv_heads;
@@ -146,8 +146,8 @@ template <class GoThrough> __device__ __forceinline__ void attend(const Call &ca
     part.heads = min(call.together, group - within);
     part.table = table;
     // Of several sequences only whole splits are the same, and with a window none.
-    const u32 needed = call.window == ALL ? blockIdx.x : SAME - 1;
-    u32 place = blockIdx.z * call.tile;
+    const u32 needed = call.window == ALL ? blockIdx.z : SAME - 1;
+    u32 place = blockIdx.x * call.tile;
     const u32 last = min(place + call.tile, call.rows);
     while (place < last) {
         const u32 other = place + threadIdx.x % 32;
@@ -163,7 +163,7 @@ template <class GoThrough> __device__ __forceinline__ void attend(const Call &ca
         const u32 row = row_at(call, part.place);
         const u32 start = start_of(end_of(call, row), call.window);
         const u32 end = end_of(call, row_at(call, part.place + part.count - 1));
-        part.split = start / SPLIT + blockIdx.x;
+        part.split = start / SPLIT + blockIdx.z;
         part.from = max(start, part.split * SPLIT);
         part.to = min(end, (part.split + 1) * SPLIT);
         if (part.from >= part.to) continue;
@@ -179,13 +179,13 @@ template <class GoThrough> __device__ __forceinline__ void attend(const Call &ca
     }
 }
 
-// Joins the splits of rows that have several, in their order. Grid: heads, rows of the launch. 128 threads.
+// Joins the splits of rows that have several, in their order. Grid: rows of the launch, heads. 128 threads.
 extern "C" __global__ void __launch_bounds__(128) combine(PARAMETERS) {
     const Call call = CALL;
-    const u32 head = blockIdx.x, row = row_at(call, blockIdx.y), end = end_of(call, row);
+    const u32 head = blockIdx.y, row = row_at(call, blockIdx.x), end = end_of(call, row);
     const u32 splits = (end - 1) / SPLIT - start_of(end, window) / SPLIT + 1;
     if (splits == 1) return;
-    const u64 slot = ((u64)blockIdx.y * heads + head) * row_splits;
+    const u64 slot = ((u64)blockIdx.x * heads + head) * row_splits;
     float top = LOWEST;
     for (u32 i = 0; i < splits; i++) top = fmaxf(top, sums[2 * (slot + i)]);
     for (u32 d = threadIdx.x; d < v_head_dim; d += 32 * WARPS) {

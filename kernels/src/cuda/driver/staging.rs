@@ -2,8 +2,10 @@
 
 #![allow(unsafe_code)]
 
-use cudarc::driver::result::{self, DriverError};
-use cudarc::driver::sys;
+use super::super::CudaError;
+use super::api::{self, Driver, Handle};
+use super::wait;
+use std::time::Duration;
 
 /// Bytes of one buffer: copies of weights run at full speed in pieces of this size, and little memory is pinned.
 const PIECE: usize = 4 << 20;
@@ -11,60 +13,69 @@ const PIECE: usize = 4 << 20;
 /// Two buffers, used in turn: while the device copies one, the host fills the other.
 #[derive(Debug)]
 pub(super) struct Staging {
-    stream: sys::CUstream,
+    driver: &'static Driver,
+    stream: Handle,
+    longest_wait: Duration,
     buffers: [Buffer; 2],
     next: usize,
 }
 
-/// Pinned bytes, and the event after which they may be written again.
-#[derive(Debug)]
+/// Pinned bytes, and the event after which they may be used again.
+#[derive(Debug, Clone, Copy)]
 struct Buffer {
     memory: *mut u8,
-    free: sys::CUevent,
+    free: Handle,
 }
 
 impl Buffer {
-    fn new() -> Result<Self, DriverError> {
-        // SAFETY: the bytes are written before they are read.
-        let memory: *mut u8 = unsafe { result::malloc_host(PIECE, 0) }?.cast();
-        let free = result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING).inspect_err(|_| {
+    fn new(driver: &Driver) -> Result<Self, CudaError> {
+        let (mut memory, mut free) = (std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: the pointer is to a handle of ours. The bytes are written before they are read.
+        driver.check("cuMemHostAlloc", unsafe { (driver.allocate_host)(&raw mut memory, PIECE, 0) })?;
+        // SAFETY: as above.
+        let created = unsafe { (driver.create_event)(&raw mut free, api::EVENT_DISABLE_TIMING) };
+        driver.check("cuEventCreate", created).inspect_err(|_| {
             // SAFETY: allocated just now, and forgotten.
-            let _ = unsafe { result::free_host(memory.cast()) };
+            let _ = unsafe { (driver.free_host)(memory) };
         })?;
-        Ok(Self { memory, free })
+        Ok(Self { memory: memory.cast(), free })
     }
 }
 
 impl Staging {
     /// For copies on `stream`, in the context that is current.
-    pub(super) fn new(stream: sys::CUstream) -> Result<Self, DriverError> {
-        Ok(Self { stream, buffers: [Buffer::new()?, Buffer::new()?], next: 0 })
+    pub(super) fn new(
+        driver: &'static Driver,
+        stream: Handle,
+        longest_wait: Duration,
+    ) -> Result<Self, CudaError> {
+        let buffers = [Buffer::new(driver)?, Buffer::new(driver)?];
+        Ok(Self { driver, stream, longest_wait, buffers, next: 0 })
     }
 
-    /// The buffer whose turn it is, when the last copy from it is done.
-    fn turn(&mut self) -> Result<&mut Buffer, DriverError> {
+    /// Memory and event of the buffer whose turn it is, when the last copy with it is done.
+    fn turn(&mut self) -> Result<(*mut u8, Handle), CudaError> {
         self.next ^= 1;
-        let buffer = &mut self.buffers[self.next];
-        // SAFETY: the event lives; one that was never recorded counts as done.
-        unsafe { result::event::synchronize(buffer.free) }?;
-        Ok(buffer)
+        let Buffer { memory, free } = self.buffers[self.next];
+        wait::event(self.driver, free, self.longest_wait)?;
+        Ok((memory, free))
     }
 
     /// Copies to the device, in the stream's order. The bytes may be changed once this returns.
     ///
     /// # Safety
     /// So many bytes from `to` on must be the device's, until the stream has come there. The context must be current.
-    pub(super) unsafe fn upload(&mut self, to: u64, bytes: &[u8]) -> Result<(), DriverError> {
-        let stream = self.stream;
+    pub(super) unsafe fn upload(&mut self, to: u64, bytes: &[u8]) -> Result<(), CudaError> {
+        let (driver, stream) = (self.driver, self.stream);
         for (index, piece) in bytes.chunks(PIECE).enumerate() {
-            let buffer = self.turn()?;
+            let (memory, free) = self.turn()?;
             // SAFETY: a buffer holds PIECE bytes, a piece has no more, and no copy reads the buffer any longer. It is
             // not written again before the event that follows the copy.
             unsafe {
-                std::ptr::copy_nonoverlapping(piece.as_ptr(), buffer.memory, piece.len());
-                let pinned = std::slice::from_raw_parts(buffer.memory, piece.len());
-                result::memcpy_htod_async(to + (index * PIECE) as u64, pinned, stream)?;
-                result::event::record(buffer.free, stream)?;
+                std::ptr::copy_nonoverlapping(piece.as_ptr(), memory, piece.len());
+                let to = to + (index * PIECE) as u64;
+                driver.check("cuMemcpyHtoDAsync", (driver.upload)(to, memory.cast(), piece.len(), stream))?;
+                driver.check("cuEventRecord", (driver.record_event)(free, stream))?;
             }
         }
         Ok(())
@@ -74,18 +85,22 @@ impl Staging {
     ///
     /// # Safety
     /// As for [`Self::upload`].
-    pub(super) unsafe fn download(&mut self, from: u64, out: &mut [u8]) -> Result<(), DriverError> {
-        let stream = self.stream;
+    pub(super) unsafe fn download(&mut self, from: u64, out: &mut [u8]) -> Result<(), CudaError> {
+        let (driver, stream) = (self.driver, self.stream);
         for (index, piece) in out.chunks_mut(PIECE).enumerate() {
-            let buffer = self.turn()?;
-            // SAFETY: a buffer holds PIECE bytes, a piece has no more; nothing else uses the buffer, and the stream is
-            // waited for before it is read.
+            let (memory, free) = self.turn()?;
+            let from = from + (index * PIECE) as u64;
+            // SAFETY: a buffer holds PIECE bytes, a piece has no more; nothing else uses the buffer.
             unsafe {
-                let pinned = std::slice::from_raw_parts_mut(buffer.memory, piece.len());
-                result::memcpy_dtoh_async(pinned, from + (index * PIECE) as u64, stream)?;
-                result::stream::synchronize(stream)?;
-                piece.copy_from_slice(pinned);
+                driver.check(
+                    "cuMemcpyDtoHAsync",
+                    (driver.download)(memory.cast(), from, piece.len(), stream),
+                )?;
+                driver.check("cuEventRecord", (driver.record_event)(free, stream))?;
             }
+            wait::event(driver, free, self.longest_wait)?;
+            // SAFETY: the device has written these bytes, as the event behind the copy says, and writes them no more.
+            unsafe { std::ptr::copy_nonoverlapping(memory, piece.as_mut_ptr(), piece.len()) };
         }
         Ok(())
     }
@@ -98,8 +113,8 @@ impl Staging {
         for buffer in self.buffers {
             // SAFETY: both were made by `Buffer::new`, and nothing uses them any more.
             unsafe {
-                let _ = result::event::destroy(buffer.free);
-                let _ = result::free_host(buffer.memory.cast());
+                let _ = (self.driver.destroy_event)(buffer.free);
+                let _ = (self.driver.free_host)(buffer.memory.cast());
             }
         }
     }

@@ -69,17 +69,17 @@ PRODUCT_KERNEL(mul_1, 1, 2, multiply<1>)
 PRODUCT_KERNEL(mul_4, 4, 2, multiply<4>)
 
 // out[row] = [out[row] +] scale * table[index[row]], out [rows][cols]; each index is below the table's rows.
-// blockIdx.y: row; a thread makes one column.
+// blockIdx.x: row; a thread makes one column.
 extern "C" __global__ void NAME(embed)(const u8 *table, u32 tile_bytes, u32 cols, const u32 *index, float scale,
                                        u32 accumulate, float *out) {
-    u32 column = blockIdx.x * blockDim.x + threadIdx.x;
+    u32 column = blockIdx.y * blockDim.x + threadIdx.x;
     if (column >= cols) return;
-    u32 row = index[blockIdx.y];
+    u32 row = index[blockIdx.x];
     const u8 *from = table + (u64)(row / 32) * tile_bytes + (u64)(column / PIECE_COLS) * 512 + row % 32 * 16;
     u32 word[1], i = column % PIECE_COLS;
     if constexpr (ELEMENT == AN_F32) word[0] = ((const u32 *)from)[i];
     else word[0] = ((const u16 *)from)[i];
     float value = __fmul_rn(scale, element(word, 0));
-    float *to = out + (u64)blockIdx.y * cols + column;
+    float *to = out + (u64)blockIdx.x * cols + column;
     *to = accumulate ? __fadd_rn(*to, value) : value;
 }

@@ -313,20 +313,24 @@ template <int NT> __device__ __forceinline__ void multiply_exactly(const Product
 
 PRODUCT_KERNEL(mul_1, 1, 2, (multiply<1, Held>))
 PRODUCT_KERNEL(mul_4, 4, 1, (multiply<4, Direct>))
-PRODUCT_KERNEL(mul_8, 8, 1, (multiply<8, Direct>))
-PRODUCT_KERNEL(mul_32, 32, 1, multiply_fragments<32>)
+// Two blocks on a multiprocessor read twice as much of the weights at a time as one. With a scale for each sixteen of 256
+// weights their registers do not suffice for fragments.
+constexpr int FRAGMENT_BLOCKS_PER_SM =
+    SCALING == SIXTEENTHS || SCALING == SIXTEENTHS_PACKED || SCALING == SIXTEENTHS_MIN ? 1 : 2;
+PRODUCT_KERNEL(mul_8, 8, 2, (multiply<8, Direct>))
+PRODUCT_KERNEL(mul_32, 32, FRAGMENT_BLOCKS_PER_SM, multiply_fragments<32>)
 PRODUCT_KERNEL(mul_128, STAGED_TOKENS, 1, multiply_staged)
 PRODUCT_KERNEL(exact_2, 2, 1, multiply_exactly<2>)
 
 // out[row] = [out[row] +] scale * table[index[row]], out [rows][cols]; each index is below the table's rows.
-// blockIdx.y: row; a thread makes the 256 columns of one unit.
+// blockIdx.x: row; a thread makes the 256 columns of one unit.
 extern "C" __global__ void NAME(embed)(const u8 *table, u32 tile_bytes, u32 cols, const u32 *index, float scale,
                                        u32 accumulate, float *out) {
-    u32 u = blockIdx.x * blockDim.x + threadIdx.x, blocks = cols / 32;
+    u32 u = blockIdx.y * blockDim.x + threadIdx.x, blocks = cols / 32;
     if (u * UNIT_BLOCKS >= blocks) return;
-    u32 row = index[blockIdx.y];
+    u32 row = index[blockIdx.x];
     Unit<Direct> unit(table + (u64)(row / 32) * tile_bytes + (u64)u * UNIT_BYTES, row % 32, blocks - u * UNIT_BLOCKS);
-    float *to = out + (u64)blockIdx.y * cols + u * 256;
+    float *to = out + (u64)blockIdx.x * cols + u * 256;
 #pragma unroll 1
     for (int j = 0; j < UNIT_BLOCKS; j++) {
         if (u * UNIT_BLOCKS + j >= blocks) break;

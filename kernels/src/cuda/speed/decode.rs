@@ -8,7 +8,7 @@ use crate::backend::{
     StepInput, StepSequence, VectorId,
 };
 use crate::cuda::pack::TiledShape;
-use crate::cuda::{Arch, CudaBackend, CudaConfig, Device};
+use crate::cuda::{Arch, CudaBackend, CudaConfig, Device, record};
 use crate::error::Error;
 use crate::quant::GgmlType;
 
@@ -244,13 +244,7 @@ impl DecodeModel<'_> {
         self.ops(head)?;
         self.backend.begin_step(&input)?;
         device.synchronize()?;
-        let graph = match device.begin_graph() {
-            Ok(()) => {
-                self.ops(head)?;
-                Some(device.end_graph()?)
-            }
-            Err(_) => None,
-        };
+        let graph = record(&mut device, |_| self.ops(head))?;
         let speed = self.speed;
         let eager = speed.seconds(|| {
             self.backend.begin_step(&input)?;
