@@ -4,7 +4,7 @@ use crate::local::{self, EngineArgs};
 use crate::spec::SpecArg;
 use anyhow::{Context, Result, bail};
 use model::chat_template::{ChatTemplate, Message};
-use proto::message::{FinishedV1, GenerateFrame, Sampling, Stop};
+use proto::message::{FinishedV1, GenerateFrame, Sampling, Stop, TenantTurnV1};
 use std::io::Write;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -84,6 +84,7 @@ impl Run {
         local.submit(EngineRequest {
             name: None,
             root: local.root,
+            tenant: TenantTurnV1::of_root(local.root),
             prompt,
             emitted: Vec::new(),
             sampling: Sampling {

@@ -9,7 +9,7 @@ use coordinator::api::documents::Popularity;
 use coordinator::api::fields::Fields;
 use coordinator::api::plan::{self, Plan, Sources};
 use coordinator::api::prompt::messages;
-use coordinator::balancer::{Action, Ask, Balancer, Policy};
+use coordinator::balancer::{Action, Ask, Balancer, Output, Policy};
 use coordinator::chain_memo::ChainMemo;
 use coordinator::models::{ModelEntry, Models, OfferedModel};
 use coordinator::table::TableChange;
@@ -165,6 +165,7 @@ impl Bench {
             operation: None,
             prompt_tokens: u32::try_from(prompt.len())?,
             chain: Arc::clone(&chain),
+            output: Output::default(),
             group: None,
             priority: 0,
             deadline: self.now + Duration::from_secs(60),

@@ -16,8 +16,8 @@ use parking_lot::Mutex;
 use proto::block::{BlockId, ClusterKey};
 use proto::ids::{Attempt, Epoch, ModelId, RequestId, Role};
 use proto::message::{
-    GenerateFrame, GenerateRequestV3, LoadReport, Register, Registered, RegisteredV1, Sampling, Stop,
-    TokenIds,
+    GenerateFrame, GenerateRequestV3, GenerateRequestV4, LoadReport, Register, Registered, RegisteredV1,
+    Sampling, Stop, TokenIds,
 };
 use proto::service::{CoordinatorApi, Refusal};
 use proto::shard::ShippingReport;
@@ -125,7 +125,7 @@ impl Relay {
         let prompt = self.prompts.get(bytes / BYTES_PER_TOKEN / STEP)?.clone();
         let predicted_cached = u32::try_from(prompt.len() * 9 / 10).unwrap_or(0);
         let request = GenerateRequestV3 { prompt, predicted_cached, ..self.request.clone() };
-        let request = request.at_version(worker.version());
+        let request = GenerateRequestV4::from(request).at_version(worker.version());
         let mut frames = worker.open_generate(&request).await.ok()?;
         while let Some(frame) = frames.next().await {
             if matches!(frame.ok()?, GenerateFrame::Finished(_)) {

@@ -219,7 +219,7 @@ async fn serve(shared: Arc<Shared>, connection: Connection) {
 }
 
 async fn generate(shared: Arc<Shared>, GenerateCall { request, mut reply }: GenerateCall) {
-    let request = request.into_latest();
+    let request = request.into_latest().request;
     let cached = request.predicted_cached;
     let started = StartedV1 {
         cached_tokens: cached,

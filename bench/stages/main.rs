@@ -9,7 +9,7 @@ use clap::Parser;
 use proto::block::{BlockId, ClusterKey, Scope, TenantSalt};
 use proto::ca::Authority;
 use proto::ids::{ClusterName, NodeId, Role};
-use proto::message::{GenerateFrame, Sampling, Stop};
+use proto::message::{GenerateFrame, Sampling, Stop, TenantTurnV1};
 use proto::stage::{ActivationType, StageAddressV1};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};
@@ -170,6 +170,7 @@ fn request(prompt: Vec<u32>, tokens: usize, root: BlockId, heard: Sender<Token>)
     EngineRequest {
         name: None,
         root,
+        tenant: TenantTurnV1::of_root(root),
         prompt,
         emitted: Vec::new(),
         sampling: Sampling::default(),

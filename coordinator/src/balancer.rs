@@ -89,6 +89,8 @@ pub struct Ask {
     pub operation: Option<Operation>,
     /// Length of the prompt.
     pub prompt_tokens: u32,
+    /// How long the answer may be.
+    pub output: Output,
     /// Ids of the prompt's full units.
     pub chain: Arc<[BlockId]>,
     /// The group of requests that it says to be of.
@@ -99,6 +101,15 @@ pub struct Ask {
     pub deadline: Instant,
     /// Whether it is wanted to know why a worker is chosen.
     pub explain: bool,
+}
+
+/// How many tokens an answer has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Output {
+    /// At most.
+    pub most: u32,
+    /// It has as many: nothing else ends it.
+    pub fixed: bool,
 }
 
 /// Names one submitted generation.
@@ -348,7 +359,7 @@ impl Balancer {
 
     /// It has ended well, with so many tokens.
     pub fn generated(&mut self, ticket: Ticket, tokens: u32) {
-        self.floor.learn(ticket, |outcome| outcome.generated = Some(tokens));
+        self.floor.generated(ticket, tokens);
     }
 
     /// The worker has computed the prompt, and has room for another.
@@ -512,6 +523,11 @@ impl Balancer {
     /// The workers as seen from here.
     pub fn workers(&self, now: Instant) -> Vec<WorkerView> {
         self.floor.workers(now)
+    }
+
+    /// The event stream of a worker, if it is a member.
+    pub fn stream(&self, node: &NodeId) -> Option<StreamView> {
+        self.floor.stream(node)
     }
 
     /// Sizes of the index.

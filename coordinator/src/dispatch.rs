@@ -47,7 +47,7 @@ use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tokio::sync::mpsc;
+use tokio::sync::{Notify, mpsc};
 
 /// How long a worker may take to answer what is asked of it besides generations.
 const RPC_LIMIT: Duration = Duration::from_secs(5);
@@ -60,6 +60,8 @@ pub struct Dispatch {
     peers: Peers,
     shipments: Shipments,
     lost_devices: LostDevices,
+    /// Told when events of a worker have been applied.
+    heard: Notify,
 }
 
 /// Under one lock, so that a decision and what it is based on are one step. Nothing waits while holding it.
@@ -123,6 +125,7 @@ impl Dispatch {
             peers: Peers::default(),
             shipments: Shipments::default(),
             lost_devices: LostDevices::default(),
+            heard: Notify::new(),
         })
     }
 
@@ -239,6 +242,7 @@ impl Dispatch {
             // Whoever has a request to place goes between the parts.
             MutexGuard::unlock_fair(desk);
         }
+        self.heard.notify_waiters();
     }
 
     /// The session's connection is gone: if it is the one by which the worker is a member, it has left.
@@ -501,6 +505,7 @@ impl Dispatch {
                     return;
                 }
             };
+            self.heard.notify_waiters();
             need = match applied {
                 Ok(Some(Action::Fetch { need, .. })) => Some(need),
                 Ok(_) => None,

@@ -17,6 +17,7 @@
 
 mod blocks;
 mod claims;
+mod heads;
 mod lanes;
 pub mod peer;
 mod sets;
@@ -44,9 +45,18 @@ use stream::Stream;
 use tree::{Change, Tree};
 
 /// For one chain of units, up to which one each worker can serve it, or is about to.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct Overlap {
+    /// By slot; those that are not there serve nothing.
     units: Vec<u32>,
+}
+
+impl PartialEq for Overlap {
+    fn eq(&self, other: &Self) -> bool {
+        let slots = self.units.len().max(other.units.len());
+        let of = |overlap: &Self, slot: usize| overlap.units.get(slot).copied().unwrap_or(0);
+        (0..slots).all(|slot| of(self, slot) == of(other, slot))
+    }
 }
 
 impl Overlap {
@@ -198,6 +208,9 @@ impl PrefixIndex {
 
     /// How many leading units of `chain` each worker can serve, or will once a reservation is fulfilled.
     pub fn lookup(&self, chain: &[BlockId]) -> Overlap {
+        if !self.tree.may_know(chain) {
+            return Overlap::default();
+        }
         let mut units = vec![0; self.lanes.slots()];
         let missing = Cell::new(self.lanes.joined());
         let visit = |lane, depth| {
@@ -214,6 +227,9 @@ impl PrefixIndex {
 
     /// How many leading units of `chain` each worker has said to hold; what is only expected does not count.
     pub fn lookup_held(&self, chain: &[BlockId]) -> Overlap {
+        if !self.tree.may_know(chain) {
+            return Overlap::default();
+        }
         let mut units = vec![0; self.lanes.slots()];
         let visit = |lane, depth| {
             if let Some(slot) = self.lanes.holder(lane)

@@ -79,7 +79,7 @@ async fn serve(connection: Connection, start: Instant) {
         match incoming {
             Incoming::WorkerRpc(rpc) => drop(tokio::spawn(rpc.serve(Nothing))),
             Incoming::Generate(mut call) => drop(tokio::spawn(async move {
-                let request = call.request.into_latest();
+                let request = call.request.into_latest().request;
                 for _ in 0..request.stop.max_tokens {
                     // A decode step's distance, so that every frame travels alone.
                     tokio::time::sleep(Duration::from_millis(1)).await;

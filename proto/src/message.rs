@@ -21,7 +21,8 @@ pub use grammar::{GrammarSyntax, GrammarV1, MAX_GRAMMAR_BYTES, MAX_TRIGGER_BYTES
 pub use prefix::{NumberedPrefixV1, PrefixNote, PrefixNoteV1};
 pub use tokens::{MAX_TOKEN_IDS, TokenIds, TokenPart};
 pub use transfer::{
-    GenerateRequestV2, GenerateRequestV3, LoadReportV2, PullCostV1, PullReportV1, RegisterV3, WorkPart,
+    GenerateRequestV2, GenerateRequestV3, GenerateRequestV4, LoadReportV2, PullCostV1, PullReportV1,
+    RegisterV3, TenantTurnV1, WorkPart,
 };
 
 /// Tokens in one frame at most.
@@ -110,6 +111,8 @@ pub enum GenerateRequest {
     V2(GenerateRequestV2),
     /// From protocol version 4 on: its tokens are packed.
     V3(GenerateRequestV3),
+    /// From protocol version 5 on: it names its tenant.
+    V4(GenerateRequestV4),
 }
 
 /// See [`GenerateRequest`].

@@ -27,7 +27,7 @@ use model::tokenizer::Tokenizer;
 use offering::Lending;
 use parking_lot::Mutex;
 use proto::block::BlockId;
-use proto::message::{GenerateError, GenerateFrame, Sampling, Stop, TokenLogprobs};
+use proto::message::{GenerateError, GenerateFrame, Sampling, Stop, TenantTurnV1, TokenLogprobs};
 use proto::sequence::SequenceName;
 use proto::trace::{Span, TraceContext};
 use pulling::{Pulled, Pulling};
@@ -69,6 +69,8 @@ pub struct EngineRequest {
     pub name: Option<SequenceName>,
     /// Root of its prefix chain.
     pub root: BlockId,
+    /// Whose turn it takes.
+    pub tenant: TenantTurnV1,
     /// Prompt tokens; not empty.
     pub prompt: Vec<u32>,
     /// Tokens that an earlier attempt has drawn and sent: replayed, not sent again.
@@ -319,6 +321,7 @@ impl Engine {
         let EngineRequest {
             name,
             root,
+            tenant,
             prompt,
             emitted,
             sampling,
@@ -358,6 +361,7 @@ impl Engine {
             max_new_tokens: left,
             logit_rows: if all_logits { LogitRows::All } else { LogitRows::LastOnly },
             boundaries,
+            tenant,
             priority: 0,
             turn: Some(self.scheduler.take_turn()),
         };

@@ -15,19 +15,23 @@ use model::Tokenizer;
 use parking_lot::Mutex;
 use pool::Pool;
 use proto::block::BlockId;
-use proto::message::{GenerateError, GrammarSyntax, GrammarV1, MAX_GRAMMAR_BYTES, MAX_TRIGGER_BYTES};
+use proto::message::{
+    GenerateError, GrammarSyntax, GrammarV1, MAX_GRAMMAR_BYTES, MAX_TRIGGER_BYTES, TenantTurnV1,
+};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::sync::{OnceCell, Semaphore, oneshot};
+use tokio::sync::{OnceCell, oneshot};
 use tokio::time::timeout;
 use trial::Tried;
+use turns::Turns;
 use vocabulary::Names;
 
 mod guide;
 mod loosen;
 mod pool;
 pub mod trial;
+mod turns;
 mod vocabulary;
 
 /// How much time of a CPU a grammar may take to compile.
@@ -36,9 +40,7 @@ pub const COMPILE_TIME: Duration = Duration::from_millis(500);
 const CPU_WAIT: Duration = Duration::from_secs(5);
 /// How long a row may wait for what may be drawn, before its request is ended.
 pub const MASK_TIME: Duration = Duration::from_secs(2);
-/// Compilations at once; one that takes longer than it may counts until it has ended.
-const COMPILING: usize = 2;
-/// How long a request waits for one of these.
+/// How long a request waits for its turn to be compiled.
 const TURN_TIME: Duration = Duration::from_secs(5);
 /// Compiled grammars that are kept, and refused ones that are remembered.
 const KEPT: usize = 64;
@@ -74,7 +76,7 @@ pub struct Grammars {
     wake: Waker,
     /// Made when the first grammar comes.
     factory: OnceCell<Result<Arc<Made>, String>>,
-    turns: Arc<Semaphore>,
+    turns: Turns,
     known: Mutex<Known>,
 }
 
@@ -97,13 +99,13 @@ impl Grammars {
             metrics,
             wake,
             factory: OnceCell::new(),
-            turns: Arc::new(Semaphore::new(COMPILING)),
+            turns: Turns::default(),
             known: Mutex::default(),
         })
     }
 
     /// Compiles `grammar` of a request below `root`, unless it is known, for a generation that has said `emitted`
-    /// already.
+    /// already. It takes the tenant's `turn` at compiling.
     ///
     /// # Errors
     /// [`GenerateError::InvalidField`] names the request's field; [`GenerateError::QueueFull`] if too many are being
@@ -111,13 +113,14 @@ impl Grammars {
     pub async fn guide(
         &self,
         root: BlockId,
+        turn: TenantTurnV1,
         grammar: GrammarV1,
         emitted: &[u32],
     ) -> Result<Guide, GenerateError> {
         check(&grammar)?;
         let cell = self.known.lock().cell(key(root, &grammar));
         // Whoever comes meanwhile waits for the first; if that one goes away, for the next.
-        let outcome = cell.get_or_try_init(|| self.compile(&grammar)).await?.clone();
+        let outcome = cell.get_or_try_init(|| self.compile(turn, &grammar)).await?.clone();
         let GrammarV1 { field, trigger, .. } = grammar;
         match outcome {
             Ok(compiled) => {
@@ -134,7 +137,7 @@ impl Grammars {
     }
 
     /// What becomes of a grammar that is not known yet.
-    async fn compile(&self, grammar: &GrammarV1) -> Result<Outcome, GenerateError> {
+    async fn compile(&self, turn: TenantTurnV1, grammar: &GrammarV1) -> Result<Outcome, GenerateError> {
         let made = self.factory.get_or_try_init(|| async {
             let tokenizer = Arc::clone(&self.tokenizer);
             let make = move || {
@@ -147,8 +150,8 @@ impl Grammars {
             tracing::error!(error, "no grammars: the vocabulary cannot be used");
             GenerateError::Internal
         })?;
-        let turn = timeout(TURN_TIME, Arc::clone(&self.turns).acquire_owned()).await;
-        let Ok(Ok(turn)) = turn else { return Err(GenerateError::QueueFull) };
+        let turn = timeout(TURN_TIME, self.turns.take(turn)).await;
+        let Ok(Some(turn)) = turn else { return Err(GenerateError::QueueFull) };
         let too_much = || {
             let reason = format!("compiling it takes more than {} ms of a CPU", COMPILE_TIME.as_millis());
             Refusal { why: Refused::time, field: None, reason }

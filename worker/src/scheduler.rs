@@ -2,8 +2,8 @@
 //!
 //! There are no prefill and decode phases: a sequence has tokens whose KV is computed and tokens whose KV
 //! is not, and each step computes some of the latter within one token budget, sequences that need one row
-//! first. A sequence is admitted when its whole input fits; when blocks run out, the sequence with the
-//! least work to recompute is preempted, never the oldest. Sequences with one uncached prefix follow the
+//! first. A sequence is admitted when its whole input fits, the least served tenant's first ([`tenants`]); when blocks run
+//! out, the sequence with the least work to recompute is preempted, never the oldest. Sequences with one uncached prefix follow the
 //! one that computes it, block by block; with recurrent layers from state to state, and the one that
 //! computes keeps a state where they part.
 //!
@@ -15,6 +15,7 @@ mod plan;
 mod request;
 mod resume;
 mod sequence;
+mod tenants;
 
 #[cfg(test)]
 mod tests;
@@ -30,8 +31,10 @@ use crate::kv_cache::{
 };
 use proto::block::ClusterKey;
 use proto::event::KvEvent;
-use sequence::{Rank, Sequence, State};
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use proto::message::TenantTurnV1;
+use sequence::{Sequence, State};
+use std::collections::{HashMap, VecDeque};
+use tenants::Tenants;
 
 /// How to schedule.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -107,7 +110,9 @@ pub struct Scheduler {
     by_id: HashMap<SeqId, u32>,
     /// Slots of admitted sequences, oldest first.
     running: Vec<u32>,
-    waiting: BTreeMap<Rank, u32>,
+    tenants: Tenants,
+    /// The tenant whose turn it was and whose next sequence did not fit the blocks that were left.
+    short_of_blocks: Option<u64>,
     planned: PlannedUnits,
     in_flight: VecDeque<Flight>,
     arrivals: u64,
@@ -160,7 +165,8 @@ impl Scheduler {
             vacant: Vec::new(),
             by_id: HashMap::new(),
             running: Vec::new(),
-            waiting: BTreeMap::new(),
+            tenants: Tenants::default(),
+            short_of_blocks: None,
             planned: PlannedUnits::default(),
             in_flight: VecDeque::new(),
             arrivals: 0,
@@ -181,11 +187,12 @@ impl Scheduler {
         if self.by_id.contains_key(&request.id) {
             return Err(Rejected::Duplicate(request.id));
         }
-        let waiting = self.waiting.len();
+        let waiting = self.tenants.len();
         if waiting >= self.config.max_waiting {
             return Err(Rejected::QueueFull { waiting });
         }
         self.check_length(request.prompt.len(), request.max_new_tokens)?;
+        let share = request.tenant;
         let turn = request.turn.unwrap_or_else(|| self.take_turn());
         let key = self.config.prefix_cache.then_some(&self.key);
         let recurrent = key.is_some() && self.cache.has_states();
@@ -193,9 +200,9 @@ impl Scheduler {
             .then(|| self.config.checkpoints.of_prompt(request.prompt.len() as u32, &request.boundaries));
         let mut sequence = Sequence::new(request, turn, key);
         sequence.wishes = wishes.unwrap_or_default();
-        let rank = sequence.rank;
-        let slot = self.insert(sequence);
-        self.waiting.insert(rank, slot);
+        let (tenant, rank) = (sequence.tenant, sequence.rank);
+        let slot = self.insert(sequence, share);
+        self.tenants.queue(tenant, rank, slot);
         Ok(())
     }
 
@@ -212,8 +219,9 @@ impl Scheduler {
         Turn(self.arrivals)
     }
 
-    fn insert(&mut self, sequence: Sequence) -> u32 {
+    fn insert(&mut self, sequence: Sequence, share: TenantTurnV1) -> u32 {
         let id = sequence.id;
+        self.tenants.came(share);
         let slot = match self.vacant.pop() {
             Some(slot) => {
                 self.sequences[slot as usize] = Some(sequence);
@@ -254,11 +262,10 @@ impl Scheduler {
         let info = sequence.info;
         self.planned.withdraw(slot, sequence.units_ahead());
         match sequence.state {
-            State::Waiting => {
-                self.waiting.remove(&sequence.rank);
-            }
+            State::Waiting => self.tenants.unqueue(sequence.tenant, &sequence.rank),
             State::Running | State::Leaving => self.running.retain(|&other| other != slot),
         }
+        self.tenants.went(sequence.tenant);
         if sequence.in_flight.is_some() {
             sequence.state = State::Leaving;
         } else {
@@ -365,11 +372,11 @@ impl Scheduler {
     pub fn stats(&self) -> Stats {
         let mut counters = self.counters;
         counters.evictions = self.cache.evictions();
-        let live = self.running.iter().chain(self.waiting.values()).filter_map(|&slot| self.get(slot));
+        let live = self.running.iter().chain(self.tenants.slots()).filter_map(|&slot| self.get(slot));
         Stats {
             counters,
             running: self.running.len(),
-            waiting: self.waiting.len(),
+            waiting: self.tenants.len(),
             following: self.following,
             pending_prefill_tokens: live
                 .map(|sequence| u64::from(sequence.prompt_len.saturating_sub(sequence.cache.len())))
@@ -384,7 +391,7 @@ impl Scheduler {
     /// What there is to compute.
     pub fn demand(&self) -> Demand {
         let mut demand = Demand::default();
-        for sequence in self.running.iter().chain(self.waiting.values()).filter_map(|&slot| self.get(slot)) {
+        for sequence in self.running.iter().chain(self.tenants.slots()).filter_map(|&slot| self.get(slot)) {
             match sequence.decodes() {
                 true => demand.decoding += 1,
                 false => demand.prefill += u64::from(sequence.remaining()),
@@ -451,7 +458,7 @@ impl Scheduler {
         sequence.awaited = None;
         sequence.in_flight = None;
         sequence.guesses.clear();
-        self.waiting.insert(sequence.rank, slot);
+        self.tenants.queue(sequence.tenant, sequence.rank, slot);
     }
 
     /// The sequence is gone; `intact` as for [`Scheduler::requeue`].

@@ -156,6 +156,8 @@ pub struct EngineMetrics {
     pub recomputed: Counter,
     /// Preemptions.
     pub preemptions: Counter,
+    /// Sequences that made way for another tenant's.
+    pub yields: Counter,
     /// Blocks evicted from the prefix cache.
     pub evictions: Counter,
     /// Recurrent states kept as checkpoints.
@@ -274,6 +276,7 @@ impl EngineMetrics {
         counter("vllm:prompt_tokens", "Prompt tokens of admitted requests", &self.prompt_tokens);
         counter("vllm:generation_tokens", "Tokens generated", &self.generation_tokens);
         counter("vllm:num_preemptions", "Preemptions", &self.preemptions);
+        counter("kvasir_yields", "Sequences that made way for another tenant's", &self.yields);
         counter("kvasir_prefill_tokens_computed", "Prompt tokens computed", &self.prefill_computed);
         counter(
             "kvasir_prefill_tokens_recomputed",

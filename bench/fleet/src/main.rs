@@ -149,6 +149,7 @@ fn kvasir(routing: Routing, setting: Setting, traffic: &Traffic) -> Result<Kvasi
         &report,
         &build.pulls,
         build.rates.kv_bytes_per_token,
+        setting.out,
     )
 }
 

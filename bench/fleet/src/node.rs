@@ -6,7 +6,7 @@ use crate::router::EPOCH;
 use anyhow::{Context, Result, anyhow};
 use proto::block::{BlockId, ClusterKey};
 use proto::event::KvEvent;
-use proto::message::{LoadReportV1, WorkerState};
+use proto::message::{LoadReportV1, TenantTurnV1, WorkerState};
 use proto::pull::SENDS_AT_ONCE;
 use std::collections::HashMap;
 use std::time::Duration;
@@ -189,6 +189,7 @@ impl Node {
             max_new_tokens: out,
             logit_rows: LogitRows::LastOnly,
             boundaries: Vec::new(),
+            tenant: TenantTurnV1::of_root(root),
             priority: 0,
             turn: self.live.get(&id).map(|live| live.turn),
         })?)

@@ -4,7 +4,7 @@ use crate::pulls::PullRates;
 use crate::traffic::{Prompt, TENANT};
 use crate::tree::Tree;
 use anyhow::{Context, Result, anyhow, bail};
-use coordinator::balancer::{Action, Ask, Balancer, Policy, Ticket};
+use coordinator::balancer::{Action, Ask, Balancer, Output, Policy, Ticket};
 use coordinator::routing::{Reason, Routing};
 use coordinator::table::TableChange;
 use proto::event::{KvEvent, KvEventBatch};
@@ -77,6 +77,8 @@ pub(crate) struct Kvasir {
     next_event: Vec<u64>,
     requests: HashMap<Ticket, usize>,
     tickets: HashMap<usize, Ticket>,
+    /// Tokens of an answer.
+    out: u32,
 }
 
 impl Kvasir {
@@ -88,6 +90,7 @@ impl Kvasir {
         report: &LoadReportV1,
         pulls: &PullRates,
         kv_bytes_per_token: u64,
+        out: u32,
     ) -> Result<Self> {
         let policy = Policy { routing, ..Policy::default() };
         let (mut balancer, start) = (Balancer::new(policy), Instant::now());
@@ -119,7 +122,7 @@ impl Kvasir {
         }
         let next_event = vec![1; workers];
         let (requests, tickets) = (HashMap::new(), HashMap::new());
-        Ok(Self { balancer, start, random, model: model.clone(), nodes, next_event, requests, tickets })
+        Ok(Self { balancer, start, random, model: model.clone(), nodes, next_event, requests, tickets, out })
     }
 
     fn placed(&self, actions: Vec<Action>) -> Result<Vec<Placed>> {
@@ -152,6 +155,7 @@ impl Router for Kvasir {
             operation: None,
             prompt_tokens: prompt.tokens.len() as u32,
             chain: Arc::clone(&prompt.chain),
+            output: Output { most: self.out, fixed: true },
             group: None,
             priority: 0,
             deadline: now + Duration::from_secs(1_000_000),

@@ -1,5 +1,6 @@
 //! The workers' side of the balancer: who is there, how busy each is, what runs where.
 
+mod lengths;
 mod load;
 mod locality;
 mod operations;
@@ -10,7 +11,7 @@ pub use peers::{PeerExport, PeerImport};
 
 use super::recent::{Decided, Ending, Outcome, Recent};
 use super::{Action, Assignment, Explained, Policy, Refusal, Ticket, Waiter, WorkerView};
-use crate::prefix_index::{IndexSize, Need, PrefixIndex, ReservationId, StreamError};
+use crate::prefix_index::{IndexSize, Need, PrefixIndex, ReservationId, StreamError, StreamView};
 use crate::routing::demand::{CommonKey, Demand};
 use crate::routing::groups::Groups;
 use crate::routing::transfer::is_worth_asking;
@@ -19,6 +20,7 @@ use crate::routing::{
 };
 use crate::slot::{MAX_SLOTS, Slot};
 use crate::table::{Applied, Member, TableChange, TableError, WorkerTable};
+use lengths::Lengths;
 use load::Load;
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 use proto::ids::{Attempt, Epoch, ModelId, NodeId};
@@ -43,6 +45,7 @@ pub(super) struct Floor {
     loads: Vec<Option<Load>>,
     flights: HashMap<Ticket, Flight>,
     demand: Demand,
+    lengths: Lengths,
     groups: Groups,
     recent: Recent,
     expected: HashMap<ModelId, Expected>,
@@ -96,6 +99,7 @@ impl Floor {
             loads: (0..MAX_SLOTS).map(|_| None).collect(),
             flights: HashMap::new(),
             demand: Demand::default(),
+            lengths: Lengths::default(),
             groups: Groups::default(),
             recent: Recent::default(),
             expected: HashMap::new(),
@@ -219,7 +223,7 @@ impl Floor {
         let mut candidates: Vec<Candidate> = wanted
             .iter()
             .filter(|(_, load)| generates(load))
-            .filter(|(_, load)| load.inflight() < self.policy.max_inflight)
+            .filter(|(_, load)| load.has_room(&ask.tenant, self.policy.max_inflight))
             .map(|(member, load)| load.candidate(now, member.slot, overlap.units(member.slot)))
             .collect();
         // Nobody pulls more of it than is held or expected somewhere: what waits is looked at often.
@@ -236,6 +240,7 @@ impl Floor {
         let query = Query {
             routing: self.policy.routing,
             prompt_tokens: waiter.ask.prompt_tokens,
+            output_tokens: self.lengths.expected(&ask.tenant, ask.output),
             standing,
             random,
             turn: self.turns,
@@ -367,6 +372,14 @@ impl Floor {
         }
     }
 
+    /// A generation has ended well, with so many tokens.
+    pub(super) fn generated(&mut self, ticket: Ticket, tokens: u32) {
+        if let Some(flight) = self.flights.get(&ticket) {
+            self.lengths.learn(&flight.waiter.ask.tenant, tokens);
+            self.recent.change(flight.decision, |outcome| outcome.generated = Some(tokens));
+        }
+    }
+
     pub(super) fn recent(&self) -> &Recent {
         &self.recent
     }
@@ -404,6 +417,10 @@ impl Floor {
             })
         };
         self.table.members().filter_map(view).collect()
+    }
+
+    pub(super) fn stream(&self, node: &NodeId) -> Option<StreamView> {
+        self.index.stream(self.table.member(node)?.slot)
     }
 
     pub(super) fn index_size(&self) -> IndexSize {
@@ -477,6 +494,7 @@ impl Floor {
         let uncached = u64::from(waiter.ask.prompt_tokens - supply.predicted);
         self.turns += 1;
         load.give(now, waiter.ticket, u64::from(waiter.ask.prompt_tokens), uncached);
+        load.count(&waiter.ask.tenant, true);
         let join = load.join;
         waiter.attempts += 1;
         if let Some((pull, from)) = supply.sends.and_then(|p| Some((p, self.loads[p.from.index()].as_mut()?)))
@@ -510,6 +528,7 @@ impl Floor {
         flight.stage.iter_mut().for_each(|stage| stage.is_over(now, &mut self.loads));
         if let Some(load) = load_of(&mut self.loads, flight.slot, flight.join) {
             load.ended(now, ticket, flight.started);
+            load.count(&flight.waiter.ask.tenant, false);
         }
         Some(flight)
     }

@@ -5,6 +5,7 @@ use crate::table::tests::register;
 use proptest::prelude::*;
 use proto::event::{KvEvent, Medium};
 
+mod crowd;
 mod groups;
 mod operations;
 mod recent;
@@ -78,6 +79,7 @@ impl Rig {
             model,
             operation: None,
             prompt_tokens,
+            output: Output::default(),
             chain,
             group: None,
             priority: 0,
@@ -143,6 +145,26 @@ fn a_burst_with_one_uncached_prefix_is_computed_once_and_found_again() {
         let to = only(&actions);
         assert_eq!((&to.node, to.predicted, to.reason), (&leader, 1_488, Reason::Prefix));
     }
+}
+
+/// A worker takes a few of a tenant that has none there, also when it is full of another's.
+#[test]
+fn a_tenant_is_not_kept_out_by_anothers_requests() {
+    let mut rig = Rig::new(Policy { max_inflight: 32, ..Policy::default() }, &["a"]);
+    let goes = |rig: &mut Rig, tenant: &str| {
+        let ask = rig.ask(tenant, 10, chain([]));
+        let (ticket, actions) = rig.submit(ask).unwrap();
+        rig.balancer.started(rig.now, ticket, 0);
+        (ticket, actions.len())
+    };
+    let of_one: Vec<_> = (0..40).map(|_| goes(&mut rig, "x")).collect();
+    assert_eq!(of_one.iter().map(|(_, placed)| placed).sum::<usize>(), 32);
+    let others: Vec<_> = ["y", "y", "y", "z"].map(|tenant| goes(&mut rig, tenant)).to_vec();
+    assert_eq!(others.iter().map(|(_, placed)| *placed).collect::<Vec<_>>(), [1, 1, 0, 1]);
+    // What ends makes room for one of its own tenant's, not for those of the tenant that has filled the worker.
+    let next = rig.balancer.ended(rig.now, others[0].0, 0);
+    assert_eq!(assigned(&next).iter().map(|(ticket, _)| *ticket).collect::<Vec<_>>(), [others[2].0]);
+    assert_eq!(rig.balancer.queue().requests, 8);
 }
 
 #[test]

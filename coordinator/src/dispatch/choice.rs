@@ -26,6 +26,7 @@ pub(super) fn record(trace: TraceContext, placed: &Placed) -> Option<Span> {
             route.set("kvasir.route.queue_seconds", seconds(|parts| parts.queue));
             route.set("kvasir.route.prefill_seconds", seconds(|parts| parts.prefill));
             route.set("kvasir.route.transfer_seconds", seconds(|parts| parts.transfer));
+            route.set("kvasir.route.decode_seconds", seconds(|parts| parts.decode));
             route.set("kvasir.route.cached_tokens", seconds(|parts| parts.cached.into()));
             route.set("kvasir.route.chosen", node.to_string());
             route.set("kvasir.route.reason", reason.as_str());

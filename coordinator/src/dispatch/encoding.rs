@@ -3,7 +3,7 @@
 
 use super::claim::Claim;
 use super::{Failure, choice};
-use crate::balancer::{Ask, Assignment};
+use crate::balancer::{Ask, Assignment, Output};
 use crate::routing::Reason;
 use proto::ids::{ModelId, NodeId, RequestId};
 use proto::message::{EncodeRequestV1, EncodeRequestV2, EncodeTextV1};
@@ -46,6 +46,7 @@ impl EncodeJob {
             model: self.model.clone(),
             operation: Some(self.operation),
             prompt_tokens: self.tokens().try_into().unwrap_or(u32::MAX),
+            output: Output::default(),
             // Encoders keep no prefixes.
             chain: [].into(),
             group: None,

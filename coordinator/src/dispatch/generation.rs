@@ -8,14 +8,14 @@
 
 use super::choice;
 use super::claim::{Claim, Placed};
-use crate::balancer::{Ask, Assignment, Prefilling, Refusal};
+use crate::balancer::{Ask, Assignment, Output, Prefilling, Refusal};
 use crate::routing::Reason;
 use crate::routing::demand::CommonKey;
 use proto::block::BlockId;
 use proto::ids::{ModelId, NodeId, RequestId};
 use proto::message::{
-    FinishReason, FinishedV1, GenerateError, GenerateFrame, GenerateRequestV3, GrammarV1, Sampling, Stop,
-    TokenIds, TokenOut,
+    FinishReason, FinishedV1, GenerateError, GenerateFrame, GenerateRequestV3, GenerateRequestV4, GrammarV1,
+    Sampling, Stop, TenantTurnV1, TokenIds, TokenOut,
 };
 use proto::sequence::SequenceName;
 use proto::trace::{Span, TraceContext};
@@ -64,12 +64,19 @@ impl Job {
             model: self.model.clone(),
             operation: None,
             prompt_tokens: self.prompt.len().try_into().unwrap_or(u32::MAX),
+            output: self.output(),
             chain: Arc::clone(&self.chain),
             group: self.group,
             priority: self.priority,
             deadline: self.deadline,
             explain: self.trace.is_some(),
         }
+    }
+
+    fn output(&self) -> Output {
+        let Stop { max_tokens, strings, token_ids, ignore_eos, .. } = &self.stop;
+        let fixed = *ignore_eos && strings.is_empty() && token_ids.is_empty() && self.grammar.is_none();
+        Output { most: *max_tokens, fixed }
     }
 }
 
@@ -247,7 +254,9 @@ impl Generation {
                 None => (Some(turn), true),
             };
             let mut request = self.request(&placed.assignment, context);
-            request.pull = request.pull.filter(|_| computed);
+            if !computed {
+                request.request.pull = None;
+            }
             let connection = placed.link.connection();
             let version = connection.version();
             if !request.is_for_version(version) {
@@ -269,8 +278,9 @@ impl Generation {
     }
 
     /// Has a worker compute the prompt, and what was emitted, for another to pull; `false` if it does not.
-    async fn prefilled(&self, stage: &Prefilling, request: GenerateRequestV3) -> bool {
+    async fn prefilled(&self, stage: &Prefilling, request: GenerateRequestV4) -> bool {
         let Some(link) = self.claim.dispatch().link(&stage.node, stage.epoch) else { return false };
+        let GenerateRequestV4 { request, turn } = request;
         let request = GenerateRequestV3 {
             prompt: [&*request.prompt, &*request.emitted].concat().into(),
             emitted: TokenIds::default(),
@@ -281,7 +291,7 @@ impl Generation {
             grammar: None,
             ..request
         };
-        let request = request.at_version(link.connection().version());
+        let request = GenerateRequestV4 { request, turn }.at_version(link.connection().version());
         let computed = async {
             let mut stream = link.connection().open_generate(&request).await.map_err(|e| e.to_string())?;
             while let Some(frame) = stream.next().await {
@@ -300,9 +310,9 @@ impl Generation {
         computed.is_ok()
     }
 
-    fn request(&self, assignment: &Assignment, trace: Option<TraceContext>) -> GenerateRequestV3 {
+    fn request(&self, assignment: &Assignment, trace: Option<TraceContext>) -> GenerateRequestV4 {
         let left = self.job.deadline.saturating_duration_since(Instant::now());
-        GenerateRequestV3 {
+        let request = GenerateRequestV3 {
             request_id: self.job.request_id.clone(),
             choice: self.job.choice,
             attempt: assignment.attempt,
@@ -318,11 +328,19 @@ impl Generation {
             together: assignment.together,
             trace,
             grammar: self.job.grammar.clone(),
-        }
+        };
+        GenerateRequestV4 { request, turn: turn_of(&self.job.tenant) }
     }
 
     fn give_up(&mut self, placed: &Placed, setback: Option<GenerateError>) {
         let class = (!self.emitted.is_empty()).then(|| placed.assignment.numeric_class.clone());
         self.claim.give_up(placed, setback, class);
     }
+}
+
+/// Whose turn a tenant's generations take at workers: the same number at every coordinator.
+fn turn_of(tenant: &str) -> TenantTurnV1 {
+    let hash = blake3::derive_key("kvasir 2026-11 tenant's turn", tenant.as_bytes());
+    let [a, b, c, d, e, f, g, h, ..] = hash;
+    TenantTurnV1 { tenant: u64::from_le_bytes([a, b, c, d, e, f, g, h]), weight: 1 }
 }

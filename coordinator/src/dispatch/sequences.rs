@@ -1,15 +1,20 @@
 //! Operations on sequences at the workers that have them.
 
-use super::{Dispatch, Link};
+use super::{Dispatch, Link, RPC_LIMIT};
 use model::recent::AsItIs;
 use proto::block::BlockId;
 use proto::ids::{ModelId, NodeId};
-use proto::message::WorkerState;
+use proto::message::{WorkerState, WorkerStatus};
 use proto::sequence::{SequenceName, SequenceRequest};
+use proto::service::deadline;
 use proto::transport::SequenceExchange;
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasher, BuildHasherDefault, RandomState};
 use std::sync::Arc;
+use std::time::Duration;
+
+/// How long the answer to an operation waits for the index to learn what it has changed.
+const CATCH_UP_LIMIT: Duration = RPC_LIMIT;
 
 /// Requests of which is remembered who served them.
 const MAX_SERVED: usize = 1 << 16;
@@ -70,6 +75,31 @@ impl Dispatch {
     ) -> Option<Result<SequenceExchange, proto::Error>> {
         let link: Arc<Link> = self.desk.lock().links.get(node).cloned()?;
         Some(link.connection().open_sequence(request).await)
+    }
+
+    /// Waits until the index knows all that the worker has announced up to now. An error says why it does not: the worker
+    /// has left, or it took longer than 5 s.
+    pub async fn catch_up(&self, node: &NodeId) -> Result<(), String> {
+        let link = self.desk.lock().links.get(node).cloned().ok_or("it is no member any more")?;
+        let caught_up = async {
+            let api = link.api().await.map_err(|error| error.to_string())?;
+            let status = api.status(deadline(CATCH_UP_LIMIT)).await.map_err(|error| error.to_string())?;
+            let WorkerStatus::V1(status) = status;
+            loop {
+                let heard = self.heard.notified();
+                let streams = self.look(|balancer| balancer.stream(node));
+                match streams {
+                    Some(stream) if stream.epoch != link.epoch() => {
+                        return Err("it has begun a new life".into());
+                    }
+                    Some(stream) if stream.applied >= status.kv_sequence && !stream.torn => return Ok(()),
+                    Some(_) => heard.await,
+                    None => return Err("it is no member any more".into()),
+                }
+            }
+        };
+        let late = || Err(format!("not after {} s", CATCH_UP_LIMIT.as_secs()));
+        tokio::time::timeout(CATCH_UP_LIMIT, caught_up).await.unwrap_or_else(|_| late())
     }
 }
 

@@ -135,6 +135,14 @@ impl<'a> Keep<'a> {
         Err(refusal)
     }
 
+    /// Waits until requests are routed by what the worker has announced so far.
+    pub(super) async fn catch_up(&self, node: &NodeId) {
+        if let Err(why) = self.ops.dispatch.catch_up(node).await {
+            // It is done all the same: only requests that come now may go elsewhere.
+            tracing::warn!(%node, why, "the index does not know yet what an operation has changed");
+        }
+    }
+
     /// A worker has a sequence of this name from now on.
     pub(super) fn note(&self, name: SequenceName, node: &NodeId) {
         self.ops.dispatch.note_served(self.root, &name, node);

@@ -77,6 +77,7 @@ async fn pin(
         }
         return Err(error);
     }
+    futures::future::join_all(pinned.iter().map(|(node, _)| keep.catch_up(node))).await;
     let prefixes: Vec<Value> = pinned.iter().map(|(node, info)| pin_json(&keep, node, info)).collect();
     Ok(Json(json!({"prefixes": prefixes})))
 }

@@ -117,7 +117,7 @@ async fn upload(
         }
     }
     let answered = timeout(OPERATION_LIMIT, answer(exchange)).await;
-    restored(&keep, node, answered.unwrap_or(Err(ApiError::DeadlineExceeded))?.0)
+    restored(&keep, node, answered.unwrap_or(Err(ApiError::DeadlineExceeded))?.0).await
 }
 
 async fn fetch(
@@ -162,12 +162,12 @@ async fn restore(
     let operation = SequenceOperation::Restore { snapshot: snapshot.clone(), name: name.clone() };
     if query.worker.is_none() {
         let (node, reply, _) = keep.ask_holder(&anywhere, &snapshot, &operation).await?;
-        return restored(&keep, &node, reply);
+        return restored(&keep, &node, reply).await;
     }
     let workers = keep.workers(&query, None)?;
     let target = workers.first().ok_or(ApiError::NoWorker)?;
     match keep.ask(target, operation).await {
-        Ok((reply, _)) => return restored(&keep, target, reply),
+        Ok((reply, _)) => return restored(&keep, target, reply).await,
         Err(ApiError::Unknown { .. }) => {}
         Err(error) => return Err(error),
     }
@@ -184,7 +184,7 @@ async fn restore(
         answer(exchange).await
     };
     let answered = timeout(OPERATION_LIMIT, moved).await.unwrap_or(Err(ApiError::DeadlineExceeded))?;
-    restored(&keep, target, answered.0)
+    restored(&keep, target, answered.0).await
 }
 
 async fn fork(
@@ -198,7 +198,7 @@ async fn fork(
     let name = new_name(Fields::parse(&body, &["as"])?.get("as")?, &Query::default())?;
     let operation = SequenceOperation::Fork { sequence: sequence.clone(), name };
     let (node, reply, _) = keep.ask_holder(&query, &sequence, &operation).await?;
-    restored(&keep, &node, reply)
+    restored(&keep, &node, reply).await
 }
 
 async fn reset(
@@ -213,7 +213,7 @@ async fn reset(
     let sequence = named(id, &query)?;
     let operation = SequenceOperation::Reset { sequence: sequence.clone(), keep: left };
     let (node, reply, _) = keep.ask_holder(&query, &sequence, &operation).await?;
-    restored(&keep, &node, reply)
+    restored(&keep, &node, reply).await
 }
 
 async fn drop_all(
@@ -226,9 +226,10 @@ async fn drop_all(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// The sequence that an operation has made or changed.
-fn restored(keep: &Keep<'_>, node: &NodeId, reply: SequenceReply) -> Result<Json<Value>, ApiError> {
+/// The sequence that an operation has made or changed. Whoever asks for it next is sent where it is.
+async fn restored(keep: &Keep<'_>, node: &NodeId, reply: SequenceReply) -> Result<Json<Value>, ApiError> {
     let SequenceReply::Sequence(info) = reply else { return Err(ApiError::Internal) };
+    keep.catch_up(node).await;
     let json = sequence_json(keep, node, &info);
     keep.note(info.name, node);
     Ok(Json(json))

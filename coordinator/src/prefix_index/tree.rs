@@ -19,6 +19,7 @@
 mod find;
 
 use super::blocks::Blocks;
+use super::heads::Heads;
 use super::sets::{Lane, Set, Sets, table_bytes};
 use super::strand::{Before, NONE, Strand};
 use super::units::{CHUNK, Place, Units};
@@ -91,6 +92,8 @@ pub(super) struct Tree {
     loose: u32,
     /// Ids that are known to be roots.
     roots: HashSet<BlockId>,
+    /// First units of strands.
+    heads: Heads,
     /// Higher than any lane in use.
     lanes: usize,
     max_bytes: usize,
@@ -113,6 +116,7 @@ impl Tree {
             anchor_heap: 0,
             loose: 0,
             roots: HashSet::new(),
+            heads: Heads::new(max_bytes),
             lanes: 0,
             max_bytes: usize::try_from(max_bytes.min(MAX_BYTES)).unwrap_or(usize::MAX),
             foreign: 0,
@@ -133,6 +137,7 @@ impl Tree {
             + table_bytes(self.anchors.capacity(), size_of::<(BlockId, Vec<u32>)>())
             + self.anchor_heap
             + table_bytes(self.roots.capacity(), size_of::<BlockId>())
+            + self.heads.bytes()
     }
 
     /// Units that were not recorded for lack of room.
@@ -143,6 +148,13 @@ impl Tree {
     /// Units of which it was forgotten who holds them, for lack of room.
     pub(super) fn forgotten(&self) -> u64 {
         self.forgotten
+    }
+
+    /// `false`: no unit of the chain is known. Where the way up to the start is known for every unit, the first unit of a
+    /// chain of which any is known begins a strand.
+    #[inline]
+    pub(super) fn may_know(&self, chain: &[BlockId]) -> bool {
+        self.loose > 0 || chain.first().is_some_and(|first| self.heads.may_begin(first))
     }
 
     /// Bytes of the budget that are used elsewhere.
@@ -396,6 +408,9 @@ impl Tree {
                 }
                 break;
             }
+            if len == 0 {
+                self.heads.add(&id);
+            }
             len += 1;
             if !self.anchors.is_empty() {
                 waiting.extend(self.take_anchored(&id).into_iter().map(|loose| (loose, len)));
@@ -609,8 +624,11 @@ impl Tree {
             if keep == len {
                 return;
             }
-            let Self { units, strands, .. } = self;
+            let Self { units, strands, heads, .. } = self;
             let here = &strands[strand];
+            if keep == 0 {
+                heads.remove(units.id(unit(here, 0)));
+            }
             for from in (keep..len).step_by(FETCH) {
                 let until = len.min(from + FETCH as u32);
                 units.fetch((from..until).map(|at| *units.id(unit(here, at))));

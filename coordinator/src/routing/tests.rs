@@ -1,8 +1,10 @@
+use super::pace::Pace;
 use super::*;
 use proptest::prelude::*;
 
+/// Of a request for 16 tokens.
 fn query(prompt_tokens: u32, random: u64) -> Query {
-    Query { routing: Routing::Prefix, prompt_tokens, standing: None, random, turn: 0 }
+    Query { routing: Routing::Prefix, prompt_tokens, output_tokens: 16.0, standing: None, random, turn: 0 }
 }
 
 fn choose(prompt_tokens: u32, candidates: &[Candidate], random: u64) -> Option<Choice> {
@@ -15,9 +17,13 @@ fn idle(index: usize) -> Candidate {
         units: 0,
         pending_tokens: 0,
         running: 0,
+        queued: 0,
+        slots: 0,
         prefill_rate: 2_000.0,
+        prefill_age_s: 0.0,
+        pace: Pace { seconds: 0.008, share: 0.05 },
+        pace_age_s: 0.0,
         pull: None,
-        step_ms: 8.0,
         given_tokens: 0.0,
     }
 }
@@ -177,10 +183,10 @@ fn rates_that_differ_a_little_are_the_same_and_others_are_not() {
     assert_eq!(choose(1_000, &[slow, busy], 0).unwrap().slot.index(), 1);
 }
 
-type Numbers = (u32, u64, u32, f32, f32, f64);
+type Numbers = (u32, u64, u32, f32, f64, f64);
 
 fn candidates(workers: &[Numbers]) -> Vec<Candidate> {
-    let candidate = |(index, &(units, pending_tokens, running, prefill_rate, step_ms, given_tokens)): (
+    let candidate = |(index, &(units, pending_tokens, running, prefill_rate, token_s, given_tokens)): (
         usize,
         &Numbers,
     )| {
@@ -189,8 +195,12 @@ fn candidates(workers: &[Numbers]) -> Vec<Candidate> {
             units,
             pending_tokens,
             running,
+            queued: 0,
+            slots: 0,
             prefill_rate,
-            step_ms,
+            prefill_age_s: 0.0,
+            pace: Pace { seconds: token_s, share: 0.05 },
+            pace_age_s: 0.0,
             given_tokens,
             pull: None,
         }
@@ -199,7 +209,7 @@ fn candidates(workers: &[Numbers]) -> Vec<Candidate> {
 }
 
 fn numbers() -> impl Strategy<Value = Numbers> {
-    (0u32..7_000, 0u64..1 << 40, 0u32..500, 0f32..1e5, 0f32..1e4, 0f64..1e9)
+    (0u32..7_000, 0u64..1 << 40, 0u32..500, 0f32..1e5, 0f64..10.0, 0f64..1e9)
 }
 
 proptest! {
@@ -226,12 +236,13 @@ proptest! {
         }
     }
 
-    /// More to do, less held, slower steps: never cheaper.
+    /// More to do, less held: never cheaper.
     #[test]
     fn the_cost_rises_with_all_that_takes_time(
         prompt in 1u32..100_000,
         workers in proptest::collection::vec(numbers(), 2..8),
-        (units, pending, running, step, given) in (0u32..100, 0u64..1 << 30, 0u32..100, 0f32..1e3, 0f64..1e6),
+        (units, pending, running, queued, given) in
+            (0u32..100, 0u64..1 << 30, 0u32..100, 0u32..100, 0f64..1e6),
     ) {
         let candidates = candidates(&workers);
         let query = query(prompt, 0);
@@ -241,7 +252,7 @@ proptest! {
             units: before.units.saturating_sub(units),
             pending_tokens: before.pending_tokens + pending,
             running: before.running + running,
-            step_ms: if before.step_ms > 0.0 { before.step_ms + step } else { 0.0 },
+            queued: before.queued + queued,
             given_tokens: before.given_tokens + given,
             ..before
         };

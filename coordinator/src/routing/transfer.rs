@@ -124,6 +124,7 @@ impl Candidate {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::routing::pace::Pace;
     use crate::routing::{Choice, Query, Reason, Routing};
     use proto::ids::ModelId;
 
@@ -137,8 +138,12 @@ mod tests {
             units,
             pending_tokens: 0,
             running: 0,
+            queued: 0,
+            slots: 0,
             prefill_rate: 1_000.0,
-            step_ms: 10.0,
+            prefill_age_s: 0.0,
+            pace: Pace::default(),
+            pace_age_s: 0.0,
             given_tokens: 0.0,
             pull: None,
         }
@@ -149,7 +154,14 @@ mod tests {
     }
 
     fn choose(prompt_tokens: u32, candidates: &[Candidate]) -> Choice {
-        let query = Query { routing: Routing::Prefix, prompt_tokens, standing: None, random: 0, turn: 0 };
+        let query = Query {
+            routing: Routing::Prefix,
+            prompt_tokens,
+            output_tokens: 0.0,
+            standing: None,
+            random: 0,
+            turn: 0,
+        };
         crate::routing::choose(&query, candidates).unwrap()
     }
 

@@ -338,7 +338,7 @@ async fn serve(shared: Arc<Shared>, connection: Connection) {
     while let Ok(incoming) = connection.accept().await {
         match incoming {
             Incoming::Generate(call) => {
-                let request = &call.request.clone().into_latest();
+                let request = &call.request.clone().into_latest().request;
                 shared.state.lock().requests.push(request.clone());
                 let name = SequenceName { request: request.request_id.clone(), choice: request.choice };
                 let most = request.stop.max_tokens;
@@ -383,7 +383,7 @@ async fn serve(shared: Arc<Shared>, connection: Connection) {
 }
 
 async fn generate(shared: Arc<Shared>, mut call: GenerateCall, (cached, new): (u32, Vec<BlockId>)) {
-    let request = call.request.into_latest();
+    let request = call.request.into_latest().request;
     let cancelled = call.reply.cancelled();
     let run = async {
         let _ = shared.open.subscribe().wait_for(|open| *open).await;

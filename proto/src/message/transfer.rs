@@ -1,5 +1,5 @@
 //! From protocol version 3 on: what part of a request a worker is for, what pulling from it costs, and where a request
-//! may pull its prefix from; from version 4 on its tokens are packed.
+//! may pull its prefix from; from version 4 on its tokens are packed; from version 5 on it names its tenant.
 
 use super::{
     GenerateRequest, GenerateRequestV1, GrammarV1, LoadReport, LoadReportV1, MAX_MODELS, Register,
@@ -158,6 +158,39 @@ pub struct GenerateRequestV3 {
     pub grammar: Option<GrammarV1>,
 }
 
+/// Whose turn a request takes at a worker.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct TenantTurnV1 {
+    /// The tenant: a hash of its name, the same at every coordinator.
+    pub tenant: u64,
+    /// The tenant's share of a worker that others want too, relative to theirs; at least 1.
+    pub weight: u32,
+}
+
+impl TenantTurnV1 {
+    /// Of whoever names no tenant. The root stands in for it: it is one tenant's, and one model's.
+    pub fn of_root(root: BlockId) -> Self {
+        Self { tenant: u128::from_le_bytes(root.0) as u64, weight: 1 }
+    }
+}
+
+/// A generation that says whose turn it takes.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct GenerateRequestV4 {
+    /// What is to be generated.
+    pub request: GenerateRequestV3,
+    /// Whose turn it takes.
+    pub turn: TenantTurnV1,
+}
+
+impl From<GenerateRequestV3> for GenerateRequestV4 {
+    /// Earlier versions name no tenant.
+    fn from(request: GenerateRequestV3) -> Self {
+        let turn = TenantTurnV1::of_root(request.root);
+        Self { request, turn }
+    }
+}
+
 impl From<GenerateRequestV1> for GenerateRequestV3 {
     fn from(request: GenerateRequestV1) -> Self {
         let GenerateRequestV1 {
@@ -232,29 +265,49 @@ impl From<GenerateRequestV3> for GenerateRequestV2 {
 
 impl GenerateRequest {
     /// What it says, in the latest version.
-    pub fn into_latest(self) -> GenerateRequestV3 {
+    pub fn into_latest(self) -> GenerateRequestV4 {
         match self {
-            Self::V1(request) => request.into(),
-            Self::V2(GenerateRequestV2 { request, pull }) => GenerateRequestV3 { pull, ..request.into() },
-            Self::V3(latest) => latest,
+            Self::V1(request) => GenerateRequestV3::from(request).into(),
+            Self::V2(GenerateRequestV2 { request, pull }) => {
+                GenerateRequestV3 { pull, ..request.into() }.into()
+            }
+            Self::V3(request) => request.into(),
+            Self::V4(latest) => latest,
+        }
+    }
+
+    /// The request itself, of a version whose tokens are packed.
+    pub fn packed(&self) -> Option<&GenerateRequestV3> {
+        match self {
+            Self::V1(_) | Self::V2(_) => None,
+            Self::V3(request) | Self::V4(GenerateRequestV4 { request, .. }) => Some(request),
+        }
+    }
+
+    /// As [`Self::packed`].
+    pub fn packed_mut(&mut self) -> Option<&mut GenerateRequestV3> {
+        match self {
+            Self::V1(_) | Self::V2(_) => None,
+            Self::V3(request) | Self::V4(GenerateRequestV4 { request, .. }) => Some(request),
         }
     }
 }
 
-impl GenerateRequestV3 {
+impl GenerateRequestV4 {
     /// Whether a peer with whom protocol version `version` was agreed on can do all that is asked for: one that knows no
     /// grammars would answer what is not allowed.
     pub fn is_for_version(&self, version: u16) -> bool {
-        version >= 4 || self.grammar.is_none()
+        version >= 4 || self.request.grammar.is_none()
     }
 
     /// As a peer understands it with whom protocol version `version` was agreed on: one that cannot pull computes. See
     /// [`Self::is_for_version`].
     pub fn at_version(self, version: u16) -> GenerateRequest {
         match version {
-            4.. => GenerateRequest::V3(self),
-            3 => GenerateRequest::V2(self.into()),
-            _ => GenerateRequest::V1(GenerateRequestV2::from(self).request),
+            5.. => GenerateRequest::V4(self),
+            4 => GenerateRequest::V3(self.request),
+            3 => GenerateRequest::V2(self.request.into()),
+            _ => GenerateRequest::V1(GenerateRequestV2::from(self.request).request),
         }
     }
 }

@@ -24,7 +24,7 @@ use super::streams::{StreamKind, within, write_error};
 use crate::Error;
 use crate::event::{KvSnapshot, PeerIndexAsk};
 use crate::ids::{Epoch, NodeId};
-use crate::message::{EncodeRequest, GenerateError, GenerateRequest, GenerateRequestV3, NumberedPrefixV1};
+use crate::message::{EncodeRequest, GenerateError, GenerateRequest, NumberedPrefixV1};
 use crate::operation::{OperationError, OperationRequest};
 use crate::placement::StageClaim;
 use crate::pull::PullRequest;
@@ -242,8 +242,8 @@ impl Connection {
     /// Hands a request to the worker at the other end. Dropping the result cancels it there.
     pub async fn open_generate(&self, request: &GenerateRequest) -> Result<GenerateStream, Error> {
         let (send, receive) = within("opening a stream", OPEN_LIMIT, self.open_silent()).await?;
-        if let GenerateRequest::V3(request) = request {
-            let sending = self.0.prefixes.sending(&request.prompt, request.predicted_cached as usize);
+        if let Some(packed) = request.packed() {
+            let sending = self.0.prefixes.sending(&packed.prompt, packed.predicted_cached as usize);
             if sending.after.is_some() || sending.keep.is_some() {
                 return GenerateStream::start_after((send, receive), self, request, sending).await;
             }
@@ -255,12 +255,12 @@ impl Connection {
     /// referred to.
     pub(super) async fn open_whole(
         &self,
-        request: &GenerateRequestV3,
+        request: &GenerateRequest,
         unknown: NumberedPrefixV1,
     ) -> Result<GenerateStream, Error> {
         self.0.prefixes.forget(unknown.number);
         let (send, receive) = within("opening a stream", OPEN_LIMIT, self.open_silent()).await?;
-        GenerateStream::start(send, receive, &GenerateRequest::V3(request.clone())).await
+        GenerateStream::start(send, receive, request).await
     }
 
     /// Has the worker at the other end encode texts: for each its values, in order. Dropping the future cancels

@@ -7,7 +7,7 @@ use super::streams::{FrameReader, FrameWriter, StreamCode, StreamKind, next_requ
 use crate::Error;
 use crate::codec::Cap;
 use crate::message::{
-    GenerateFrame, GenerateRequest, GenerateRequestV2, GenerateRequestV3, NumberedPrefixV1, PrefixNote,
+    GenerateFrame, GenerateRequest, GenerateRequestV2, GenerateRequestV4, NumberedPrefixV1, PrefixNote,
     PrefixNoteV1,
 };
 use quinn::{RecvStream, SendStream};
@@ -55,7 +55,7 @@ struct Said {
 struct Short {
     after: NumberedPrefixV1,
     connection: Connection,
-    request: GenerateRequestV3,
+    request: GenerateRequest,
 }
 
 impl GenerateStream {
@@ -73,16 +73,17 @@ impl GenerateStream {
     pub(super) async fn start_after(
         (send, receive): (SendStream, RecvStream),
         connection: &Connection,
-        request: &GenerateRequestV3,
+        request: &GenerateRequest,
         Sending { after, keep }: Sending,
     ) -> Result<Self, Error> {
         let (keep, numbering) = keep.unzip();
         let short = after
             .map(|after| Box::new(Short { after, connection: connection.clone(), request: request.clone() }));
         let known = after.map_or(0, |prefix| prefix.tokens as usize);
-        let rest = request.prompt.get(known..).unwrap_or_default();
-        let rest = if known == 0 { request.prompt.clone() } else { rest.into() };
-        let request = GenerateRequest::V3(GenerateRequestV3 { prompt: rest, ..request.clone() });
+        let mut request = request.clone();
+        if let Some(packed) = request.packed_mut().filter(|_| known > 0) {
+            packed.prompt = packed.prompt.get(known..).unwrap_or_default().into();
+        }
         let note = PrefixNote::V1(PrefixNoteV1 { after, keep });
         let writer = opening(send, StreamKind::GenerateAfter, &request).preceded_by(&note)?;
         Self::sent(writer, receive, &request, Said { numbering, short, unknown: false }).await
@@ -149,7 +150,9 @@ fn opening(send: SendStream, kind: StreamKind, request: &GenerateRequest) -> Fra
         GenerateRequest::V1(request) | GenerateRequest::V2(GenerateRequestV2 { request, .. }) => {
             request.prompt.len() + request.emitted.len()
         }
-        GenerateRequest::V3(request) => request.prompt.len() + request.emitted.len(),
+        GenerateRequest::V3(request) | GenerateRequest::V4(GenerateRequestV4 { request, .. }) => {
+            request.prompt.len() + request.emitted.len()
+        }
     };
     // Fails only for a stream that is finished.
     let _ = send.set_priority(priority(send.id().index()));
@@ -182,20 +185,20 @@ impl GenerateCall {
         let mut notes = FrameReader::<PrefixNote>::new(receive, Cap::GenerateRequest);
         let PrefixNote::V1(PrefixNoteV1 { after, keep }) =
             notes.next().await?.ok_or(Error::StreamCut { what: WHAT })?;
-        let (request, mut frames) = next_request(send, notes.retyped(Cap::GenerateRequest), WHAT).await?;
-        let GenerateRequest::V3(mut request) = request else {
+        let (mut request, mut frames) = next_request(send, notes.retyped(Cap::GenerateRequest), WHAT).await?;
+        let Some(packed) = GenerateRequest::packed_mut(&mut request) else {
             frames.reset(StreamCode::Malformed);
             return Err(Error::Protocol("a generation of an early version says how its prompt begins"));
         };
         if let Some(after) = after {
-            let Some(whole) = kept.whole(after, &request.prompt) else {
+            let Some(whole) = kept.whole(after, &packed.prompt) else {
                 frames.reset(StreamCode::UnknownPrefix);
                 return Err(Error::Protocol("a prompt begins with what is not here any more"));
             };
-            request.prompt = whole;
+            packed.prompt = whole;
         }
-        keep.into_iter().for_each(|keep| kept.keep(keep, &request.prompt));
-        Ok(Self { request: GenerateRequest::V3(request), reply: GenerateReply { frames, finished: false } })
+        keep.into_iter().for_each(|keep| kept.keep(keep, &packed.prompt));
+        Ok(Self { request, reply: GenerateReply { frames, finished: false } })
     }
 }
 

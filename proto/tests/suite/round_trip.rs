@@ -255,20 +255,24 @@ proptest! {
     #[test]
     fn a_generation_is_told_at_the_version_agreed_on(
         request in request(), source in option::of((node(), ".*", any::<u32>())), together: u32,
-        trace in option::of(any::<([u8; 16], [u8; 8])>()),
+        trace in option::of(any::<([u8; 16], [u8; 8])>()), tenant: u64, weight: u32,
     ) {
         let pull = source.map(|(node, quic, tokens)| PullSourceV1 { node, quic, tokens });
-        let alone = GenerateRequestV3 { pull, ..request.clone().into_latest() };
+        let alone = GenerateRequestV3 { pull, ..request.clone().into_latest().request };
         let trace = trace.map(|(trace, span)| TraceContext { trace: TraceId(trace), span: SpanId(span) });
-        let latest = GenerateRequestV3 { together, trace, ..alone.clone() };
+        let packed = GenerateRequestV3 { together, trace, ..alone.clone() };
+        let turn = TenantTurnV1 { tenant, weight };
+        let latest = GenerateRequestV4 { request: packed.clone(), turn };
         prop_assert!(latest.is_for_version(3));
-        for (version, heard) in [(3, &alone), (4, &latest)] {
+        // Who is told no tenant takes the root for one.
+        for (version, heard) in [(3, alone.into()), (4, packed.into()), (5, latest.clone())] {
             let told = latest.clone().at_version(version);
             survives(&told, Cap::GenerateRequest);
-            prop_assert_eq!(&told.into_latest(), heard);
+            prop_assert_eq!(told.into_latest(), heard);
         }
         prop_assert!(matches!(latest.clone().at_version(3), GenerateRequest::V2(_)));
         prop_assert!(matches!(latest.clone().at_version(4), GenerateRequest::V3(_)));
+        prop_assert!(matches!(latest.clone().at_version(5), GenerateRequest::V4(_)));
         for version in [1, 2] {
             prop_assert_eq!(latest.clone().at_version(version), request.clone());
         }

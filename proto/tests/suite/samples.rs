@@ -111,7 +111,7 @@ pub(crate) fn register(node: &str) -> Register {
 pub(crate) fn request_v2() -> GenerateRequest {
     let source =
         PullSourceV1 { node: NodeId::new("w2").unwrap(), quic: "10.0.0.2:7001".into(), tokens: 1488 };
-    GenerateRequest::V2(GenerateRequestV2 { pull: Some(source), ..request().into_latest().into() })
+    GenerateRequest::V2(GenerateRequestV2 { pull: Some(source), ..request().into_latest().request.into() })
 }
 
 /// With packed tokens.
@@ -122,8 +122,15 @@ pub(crate) fn request_v3() -> GenerateRequest {
         text: "start: \"a\"".into(),
         trigger: Some("<tool_call>".into()),
     };
-    let request = request_v2().into_latest();
+    let request = request_v2().into_latest().request;
     GenerateRequest::V3(GenerateRequestV3 { trace: Some(trace()), grammar: Some(grammar), ..request })
+}
+
+/// With its tenant.
+pub(crate) fn request_v4() -> GenerateRequest {
+    let request = request_v3().into_latest().request;
+    let turn = TenantTurnV1 { tenant: 0x0807_0605_0403_0201, weight: 300 };
+    GenerateRequest::V4(GenerateRequestV4 { request, turn })
 }
 
 pub(crate) fn pull_request() -> PullRequest {
@@ -471,7 +478,7 @@ pub(crate) fn all() -> Vec<Samples> {
     vec![
         samples("Hello", Control, [Hello::V1(HelloV1 { versions, node, epoch: Epoch(3) })]),
         samples("Revocations", Stream, [Revocations::V1(RevocationsV1 { list: vec![0x30, 0] })]),
-        samples("GenerateRequest", Request, [request(), request_v2(), request_v3()]),
+        samples("GenerateRequest", Request, [request(), request_v2(), request_v3(), request_v4()]),
         samples("PrefixNote", Request, [prefix_note()]),
         samples("GenerateFrame", Stream, frames()),
         samples("GenerateError", Stream, errors()),

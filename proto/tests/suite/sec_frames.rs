@@ -289,8 +289,8 @@ async fn a_prompt_behind_an_unknown_prefix_is_refused_by_code() {
     let known = PrefixNoteV1 { after: numbered(7, 2), keep: numbered(9, u32::MAX) };
     let _known = write(&half.ours, &message(known, &samples::request_v3())).await;
     let Incoming::Generate(call) = soon("it", half.theirs.accept()).await.unwrap() else { panic!() };
-    let prompt = samples::request_v3().into_latest().prompt;
-    assert_eq!(*call.request.into_latest().prompt, *[&prompt[..2], &prompt].concat());
+    let prompt = samples::request_v3().into_latest().request.prompt;
+    assert_eq!(*call.request.into_latest().request.prompt, *[&prompt[..2], &prompt].concat());
     // Only the version that packs tokens has this.
     let stream = write(&half.ours, &message(PrefixNoteV1::default(), &samples::request())).await;
     let (_send, mut receive) = stream;
@@ -305,7 +305,7 @@ async fn a_worker_without_the_prefix_gets_the_whole_prompt() {
     let latest = GenerateRequestV3 {
         prompt: prompt.into(),
         predicted_cached: 3_000,
-        ..samples::request_v3().into_latest()
+        ..samples::request_v3().into_latest().request
     };
     let request = GenerateRequest::V3(latest);
     let answer = codec::encode(&samples::frames()[2], Cap::Stream).unwrap();

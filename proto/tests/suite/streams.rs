@@ -52,7 +52,7 @@ async fn bursts_of_long_datagrams_arrive() {
     let nodes = pair().await;
     until("long datagrams", || nodes.to_worker.datagram_bytes() > LONG).await;
     let prompt = TokenIds::from(vec![70_000; 60_000]);
-    let request = GenerateRequestV3 { prompt, ..samples::request_v3().into_latest() };
+    let request = GenerateRequestV3 { prompt, ..samples::request_v3().into_latest().request };
     let request = GenerateRequest::V3(request);
     for _ in 0..50 {
         let stream = nodes.to_worker.open_generate(&request).await.unwrap();
@@ -551,8 +551,9 @@ async fn prompts_arrive_whole_whatever_of_them_was_sent() {
     let nodes = pair().await;
     let request = |text: u32, length: u32, end: u32, predicted_cached: u32| {
         let prompt: Vec<u32> = (0..length).map(|at| at * 3 + text).chain([end]).collect();
-        let latest = samples::request_v3().into_latest();
-        GenerateRequest::V3(GenerateRequestV3 { prompt: prompt.into(), predicted_cached, ..latest })
+        let mut latest = samples::request_v4().into_latest();
+        (latest.request.prompt, latest.request.predicted_cached) = (prompt.into(), predicted_cached);
+        GenerateRequest::V4(latest)
     };
     for (text, length, cached) in [
         (1, 4_000, 0),

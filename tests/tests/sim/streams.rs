@@ -9,7 +9,7 @@ mod life;
 
 use crate::client::node;
 use crate::invariants::Violation;
-use coordinator::balancer::{Action, Ask, Balancer, Policy, Setback, Ticket};
+use coordinator::balancer::{Action, Ask, Balancer, Output, Policy, Setback, Ticket};
 use coordinator::prefix_index::Need;
 use coordinator::table::TableChange;
 use kvasir_cluster_tests::random::Random;
@@ -234,6 +234,7 @@ impl World {
             operation: None,
             prompt_tokens: (units.len() * HASH_UNIT_TOKENS) as u32,
             chain: units,
+            output: Output::default(),
             group: None,
             priority: 0,
             deadline: self.instant() + Duration::from_micros(LIMIT),

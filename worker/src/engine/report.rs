@@ -52,6 +52,7 @@ impl Engine {
         raise(&self.metrics.prefix_queries, counters.prefix_query_tokens);
         raise(&self.metrics.prefix_hits, counters.prefix_hit_tokens);
         raise(&self.metrics.preemptions, counters.preemptions);
+        raise(&self.metrics.yields, counters.yields);
         raise(&self.metrics.evictions, counters.evictions);
         raise(&self.metrics.checkpoints, counters.checkpoints);
         raise(&self.metrics.checkpoints_skipped, counters.checkpoints_skipped);

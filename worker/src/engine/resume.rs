@@ -13,6 +13,7 @@ use crate::kv_cache::{PinId, PinRefused, ResumePoint};
 use crate::scheduler::{LogitRows, Rejected, SeqId, SequenceRequest};
 use crate::snapshot::{Origin, Snapshot};
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
+use proto::message::TenantTurnV1;
 use proto::sequence::{PinInfoV1, SequenceError, SequenceInfoV1, SequenceName};
 use remembered::Remembered;
 use saving::Saving;
@@ -185,6 +186,8 @@ impl Engine {
                 return Err(SequenceError::Internal);
             }
         }
+        // Who hears that it is restored can hear from the event log of what.
+        self.publish();
         Ok(self.remember(key, snapshot.tokens()))
     }
 
@@ -376,6 +379,7 @@ impl Engine {
             logit_rows: LogitRows::LastOnly,
             // So that a state is kept at the very end too: longer prompts go on from there.
             boundaries: vec![tokens.len() as u32],
+            tenant: TenantTurnV1::of_root(root),
             priority: 0,
             turn: None,
         });
@@ -434,6 +438,7 @@ impl Engine {
         let pinned = Pinned { root, tokens, pin, covered, until };
         let info = self.describe_pin(now, number, &pinned);
         self.resume.pins.insert(number, pinned);
+        self.publish();
         Ok(info)
     }
 

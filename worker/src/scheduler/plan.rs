@@ -7,7 +7,9 @@ mod states;
 use super::sequence::{Sequence, State};
 use super::{Flight, LogitRows, PlannedSequence, Scheduler, SeqSlot, SequenceState, StepLimits, StepPlan};
 use crate::kv_cache::{Broken, CopyBlock};
+use crate::scheduler::tenants::Next;
 use proto::block::HASH_UNIT_TOKENS;
+use std::collections::HashMap;
 
 /// Longest growth that admission keeps room for, in tokens per sequence.
 const MOST_LOOKAHEAD: u32 = 1024;
@@ -16,7 +18,7 @@ const LOOKAHEAD_STEPS: u64 = 64;
 
 /// A step in the making.
 #[derive(Debug)]
-struct Draft {
+pub(super) struct Draft {
     step: u64,
     /// Rows still to be given out.
     budget: u32,
@@ -98,6 +100,7 @@ impl Scheduler {
             following: 0,
             patient: true,
         };
+        self.make_way(&mut draft);
         // Further rounds only where the first found no row although nothing is under way: then waiting
         // for others is pointless, and what gave way can come back at once.
         for round in 0..3 {
@@ -116,21 +119,59 @@ impl Scheduler {
         Ok((!draft.entries.is_empty()).then(|| self.build(draft)))
     }
 
-    /// Everybody admitted, the oldest first, then those that need one row, then prompts by age.
+    /// Everybody admitted: the oldest first, then those that need one row, then prompts; the least served tenant's first,
+    /// and by age. Prompts of several tenants share what rows there are.
     fn schedule_running(&mut self, draft: &mut Draft) {
         let Some((&oldest, others)) = self.running.split_first() else { return };
         let one_row = |slot: u32| {
             self.get(slot).is_some_and(|sequence| sequence.in_flight.is_none() && sequence.remaining() == 1)
         };
-        let mut order = Vec::with_capacity(self.running.len());
-        let most = draft.decoding as usize - usize::from(one_row(oldest));
-        order.extend(others.iter().copied().filter(|&slot| one_row(slot)).take(most));
+        let (mut order, mut prompts): (Vec<u32>, Vec<u32>) = others.iter().partition(|&&slot| one_row(slot));
+        let turn = |slot: &u32| self.get(*slot).map(|sequence| self.tenants.served(sequence.tenant));
+        order.sort_by_key(turn);
+        order.truncate(draft.decoding as usize - usize::from(one_row(oldest)));
+        prompts.sort_by_key(turn);
         // The oldest leaves the others their row, but always gets one itself.
-        let oldest_rows = draft.budget.saturating_sub(order.len() as u32).max(1);
-        order.extend(others.iter().copied().filter(|&slot| !one_row(slot)));
-        self.schedule(oldest, oldest_rows, draft);
+        let rows = draft.budget.saturating_sub(order.len() as u32).max(1);
+        let mut wants: HashMap<u64, u32> = HashMap::new();
+        for sequence in
+            std::iter::once(oldest).chain(prompts.iter().copied()).filter_map(|slot| self.get(slot))
+        {
+            let rows = sequence.remaining().min(self.step_tokens());
+            if rows > 0 {
+                let want = wants.entry(sequence.tenant).or_default();
+                *want = want.saturating_add(rows);
+            }
+        }
+        let mut shares = (wants.len() > 1).then(|| self.tenants.share_out(rows, wants));
+        let own = self.get(oldest).map(|sequence| sequence.tenant);
+        if let Some(share) = own.and_then(|tenant| shares.as_mut()?.get_mut(&tenant)) {
+            *share = (*share).max(1);
+        }
+        self.schedule_prompt(oldest, rows, &mut shares, draft);
         for slot in order {
             self.schedule(slot, draft.budget, draft);
+        }
+        for slot in prompts {
+            self.schedule_prompt(slot, draft.budget, &mut shares, draft);
+        }
+    }
+
+    /// Within its tenant's share of the step's rows, if these are shared out.
+    fn schedule_prompt(
+        &mut self,
+        slot: u32,
+        most_rows: u32,
+        shares: &mut Option<HashMap<u64, u32>>,
+        draft: &mut Draft,
+    ) {
+        let tenant = self.get(slot).map(|sequence| sequence.tenant);
+        let mut share = tenant.and_then(|tenant| shares.as_mut()?.get_mut(&tenant));
+        let most_rows = share.as_ref().map_or(most_rows, |share| most_rows.min(**share));
+        let before = draft.budget;
+        self.schedule(slot, most_rows, draft);
+        if let Some(share) = &mut share {
+            **share = share.saturating_sub(before.saturating_sub(draft.budget));
         }
     }
 
@@ -247,6 +288,12 @@ impl Scheduler {
         draft.preempted = true;
         self.lookahead = (self.lookahead * 2).min(MOST_LOOKAHEAD);
         self.lookahead_since = draft.step;
+        self.counters.preemptions += 1;
+        self.put_back(slot, draft);
+    }
+
+    /// Takes a sequence out of the step and back to the queue.
+    pub(super) fn put_back(&mut self, slot: u32, draft: &mut Draft) {
         draft.entries.retain(|entry| {
             if entry.slot == slot {
                 draft.budget += entry.rows;
@@ -256,7 +303,6 @@ impl Scheduler {
         self.running.retain(|&other| other != slot);
         if let Some(sequence) = self.sequences[slot as usize].as_mut() {
             sequence.info.preemptions += 1;
-            self.counters.preemptions += 1;
         }
         self.requeue(slot, true);
     }
@@ -275,14 +321,19 @@ impl Scheduler {
         self.counters.lone_restarts += 1;
     }
 
-    /// Admits from the queue, in order, while the whole input of the next fits.
+    /// Admits from the queue, in turn, while the whole input of the next fits.
     fn admit(&mut self, draft: &mut Draft) {
+        self.short_of_blocks = None;
         while self.running.len() < self.config.max_seqs {
             let next = match self.alone {
-                Some(slot) => self.get(slot).filter(|s| s.state == State::Waiting).map(|s| (s.rank, slot)),
-                None => self.waiting.first_key_value().map(|(&rank, &slot)| (rank, slot)),
+                Some(slot) => self.get(slot).filter(|s| s.state == State::Waiting).map(|s| Next {
+                    tenant: s.tenant,
+                    rank: s.rank,
+                    slot,
+                }),
+                None => self.tenants.next(),
             };
-            let Some((rank, slot)) = next else { return };
+            let Some(Next { tenant, rank, slot }) = next else { return };
             let Some(mut sequence) = self.sequences[slot as usize].take() else { return };
             let mut admitted = self.give_room(&mut sequence);
             if admitted.is_none() && self.running.is_empty() && self.in_flight.is_empty() {
@@ -293,6 +344,7 @@ impl Scheduler {
             }
             if let Some(known) = admitted {
                 sequence.state = State::Running;
+                sequence.reached_before = sequence.reached;
                 sequence.following = true;
                 sequence.progressed_in = draft.step;
                 if sequence.cache.shares() && !sequence.seen {
@@ -304,9 +356,10 @@ impl Scheduler {
             }
             self.sequences[slot as usize] = Some(sequence);
             if admitted.is_none() {
+                self.short_of_blocks = Some(tenant);
                 return;
             }
-            self.waiting.remove(&rank);
+            self.tenants.unqueue(tenant, &rank);
             let at = self.running.partition_point(|&other| self.get(other).is_some_and(|s| s.rank < rank));
             self.running.insert(at, slot);
             self.schedule(slot, draft.budget, draft);
@@ -365,6 +418,7 @@ impl Scheduler {
         for Entry { slot, from, rows, guesses } in draft.entries {
             let Some(sequence) = self.sequences[slot as usize].as_mut() else { continue };
             let to = from + rows;
+            self.tenants.serve(sequence.tenant, rows);
             let (new, again) = sequence.count_computed(from, to);
             self.counters.prefill_tokens_computed += u64::from(new);
             self.counters.recomputed_tokens += u64::from(again);

@@ -2,6 +2,7 @@
 
 use crate::kv_cache::{CopyBlock, HitStop};
 use proto::block::BlockId;
+use proto::message::TenantTurnV1;
 use std::ops::Range;
 
 /// Names a sequence; chosen by the engine, unique among live sequences.
@@ -34,7 +35,9 @@ pub struct SequenceRequest {
     /// Positions in the prompt, in tokens, at which others are likely to part from it or to go on: ends of the
     /// system prompt and of chat turns. Only where there are recurrent layers do they matter.
     pub boundaries: Vec<u32>,
-    /// Higher goes first; first come, first served among equals.
+    /// Whose it is.
+    pub tenant: TenantTurnV1,
+    /// Higher goes first of its tenant's; first come, first served among equals.
     pub priority: i32,
     /// When it came, if it could not be submitted at once: see [`Scheduler::take_turn`](super::Scheduler::take_turn).
     pub turn: Option<Turn>,
@@ -196,8 +199,10 @@ pub struct Counters {
     pub prefix_query_tokens: u64,
     /// Prompt tokens that were not computed; the sum of all `cached_tokens`.
     pub prefix_hit_tokens: u64,
-    /// Sequences preempted.
+    /// Sequences preempted for want of blocks.
     pub preemptions: u64,
+    /// Sequences that made way for another tenant's.
+    pub yields: u64,
     /// Blocks whose cached content was given up for new.
     pub evictions: u64,
     /// Times the oldest sequence had to start again alone because free blocks were scattered.

@@ -48,6 +48,7 @@ impl Scheduler {
         let parent = self.get(slot).filter(here).filter(|_| self.config.prefix_cache);
         let parent = parent.ok_or(ForkRefused::NotHere(of))?;
         let (len, priority) = (parent.cache.len(), parent.rank.0.0);
+        let tenant = self.tenants.turn(parent.tenant);
         self.check_length(len as usize, max_new_tokens)?;
         if self.alone.is_some() || self.running.len() >= self.config.max_seqs {
             return Err(ForkRefused::NoRoom);
@@ -59,6 +60,7 @@ impl Scheduler {
             max_new_tokens,
             logit_rows: LogitRows::LastOnly,
             boundaries: Vec::new(),
+            tenant,
             priority,
             turn: None,
         };
@@ -87,7 +89,7 @@ impl Scheduler {
         self.counters.generated_tokens += 1;
         self.counters.forks += 1;
         let rank = fork.rank;
-        let slot = self.insert(fork);
+        let slot = self.insert(fork, tenant);
         let at = self.running.partition_point(|&other| self.get(other).is_some_and(|s| s.rank < rank));
         self.running.insert(at, slot);
         Ok(())

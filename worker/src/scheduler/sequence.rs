@@ -10,6 +10,7 @@ pub(super) type Rank = (std::cmp::Reverse<i32>, Turn);
 #[derive(Debug)]
 pub(super) struct Sequence {
     pub(super) id: SeqId,
+    pub(super) tenant: u64,
     pub(super) rank: Rank,
     pub(super) root: BlockId,
     /// Prompt and drawn tokens.
@@ -41,6 +42,10 @@ pub(super) struct Sequence {
     pub(super) progressed_in: u64,
     /// Tokens that were ever computed or taken over: what lies below is not counted twice.
     pub(super) reached: u32,
+    /// That, when it was admitted last.
+    pub(super) reached_before: u32,
+    /// It has made way for another tenant's.
+    pub(super) has_yielded: bool,
     pub(super) info: SequenceInfo,
 }
 
@@ -58,6 +63,7 @@ impl Sequence {
         let units = key.map_or_else(Vec::new, |key| key.chain(request.root, &request.prompt));
         Self {
             id: request.id,
+            tenant: request.tenant.tenant,
             rank: (std::cmp::Reverse(request.priority), turn),
             root: request.root,
             prompt_len: request.prompt.len() as u32,
@@ -77,6 +83,8 @@ impl Sequence {
             committed_in: 0,
             progressed_in: 0,
             reached: 0,
+            reached_before: 0,
+            has_yielded: false,
             info: SequenceInfo {
                 cached_tokens: 0,
                 computed_tokens: 0,

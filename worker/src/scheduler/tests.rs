@@ -7,3 +7,4 @@ mod resume;
 mod sharing;
 mod simulator;
 mod storms;
+mod tenants;

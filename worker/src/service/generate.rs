@@ -8,7 +8,7 @@ use crate::engine::thread::EngineHandle;
 use crate::engine::{EngineRequest, Sink};
 use crate::pull::Source;
 use crate::scheduler::SeqId;
-use proto::message::{GenerateError, GenerateFrame, GrammarV1, WorkerState};
+use proto::message::{GenerateError, GenerateFrame, GenerateRequestV4, GrammarV1, WorkerState};
 use proto::sequence::SequenceName;
 use proto::trace::TraceContext;
 use proto::transport::{GenerateCall, GenerateReply};
@@ -23,7 +23,7 @@ const TOKENS_PER_FRAME: usize = 256;
 /// Hands the call to the engine at once, in the order of calls; the future serves it to its end.
 pub(super) fn serve(node: &Node, call: GenerateCall) -> impl Future<Output = ()> + Send + use<> {
     let GenerateCall { request, reply } = call;
-    let request = request.into_latest();
+    let GenerateRequestV4 { request, turn } = request.into_latest();
     let pull =
         request.pull.map(|source| Box::new(Holder::new(Arc::clone(&node.peers), source)) as Box<dyn Source>);
     let refusal = match node.state() {
@@ -39,6 +39,7 @@ pub(super) fn serve(node: &Node, call: GenerateCall) -> impl Future<Output = ()>
             let ask = EngineRequest {
                 name: Some(SequenceName { request: request.request_id, choice: request.choice }),
                 root: request.root,
+                tenant: turn,
                 prompt: request.prompt.to_vec(),
                 emitted: request.emitted.to_vec(),
                 sampling: request.sampling,
@@ -62,7 +63,7 @@ pub(super) fn serve(node: &Node, call: GenerateCall) -> impl Future<Output = ()>
             Ok((engine, Submitted::At(id), inbox)) => forward(&engine, id, inbox, reply).await,
             Ok((engine, Submitted::Behind(grammar, ask), inbox)) => {
                 let guide = tokio::select! {
-                    guide = engine.grammars().guide(ask.root, grammar, &ask.emitted) => guide,
+                    guide = engine.grammars().guide(ask.root, ask.tenant, grammar, &ask.emitted) => guide,
                     () = reply.cancelled() => return,
                 };
                 match guide {

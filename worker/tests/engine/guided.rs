@@ -11,7 +11,7 @@ use kvasir_worker::engine::{Engine, StepOutcome};
 use kvasir_worker::grammar::{COMPILE_TIME, Grammars, Guide};
 use kvasir_worker::load::EngineOptions;
 use kvasir_worker::telemetry::{Refused, RefusedLabel};
-use proto::message::{FinishReason, GenerateError, GrammarSyntax, GrammarV1, Sampling, Stop};
+use proto::message::{FinishReason, GenerateError, GrammarSyntax, GrammarV1, Sampling, Stop, TenantTurnV1};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -34,7 +34,7 @@ fn block_on<T>(future: impl Future<Output = T>) -> T {
 }
 
 fn guide(grammars: &Grammars, grammar: &GrammarV1, emitted: &[u32]) -> Guide {
-    block_on(grammars.guide(ROOT, grammar.clone(), emitted)).unwrap()
+    block_on(grammars.guide(ROOT, TenantTurnV1::of_root(ROOT), grammar.clone(), emitted)).unwrap()
 }
 
 fn of(syntax: GrammarSyntax, text: impl Into<String>) -> GrammarV1 {
@@ -274,7 +274,7 @@ fn sec_grammar_bomb() {
         ("left recursion", of(GrammarSyntax::Lark, "start: start start | \"a\""), None),
     ] {
         let since = Instant::now();
-        let made = block_on(grammars.guide(ROOT, grammar.clone(), &[]));
+        let made = block_on(grammars.guide(ROOT, TenantTurnV1::of_root(ROOT), grammar.clone(), &[]));
         let took = since.elapsed();
         assert!(took < 20 * COMPILE_TIME, "{what} takes {took:?}");
         match (&made, refused) {
@@ -287,7 +287,11 @@ fn sec_grammar_bomb() {
         }
         // Once it is known, it takes no time at all.
         let since = Instant::now();
-        assert_eq!(block_on(grammars.guide(ROOT, grammar, &[])).is_ok(), made.is_ok(), "{what}");
+        assert_eq!(
+            block_on(grammars.guide(ROOT, TenantTurnV1::of_root(ROOT), grammar, &[])).is_ok(),
+            made.is_ok(),
+            "{what}"
+        );
         assert!(since.elapsed() < 3 * COMPILE_TIME, "{what} again: {:?}", since.elapsed());
     }
     let metrics = &engine.metrics().grammars;
@@ -304,8 +308,9 @@ fn a_hard_grammar_is_its_own_requests_trouble() {
     let wanted = one_by_one(&mut engine, std::slice::from_ref(&other)).remove(0);
     let hard =
         of(GrammarSyntax::Lark, "start: a a a a\na: b | b a | a b\nb: \"x\" | \"y\" | /[a-z]{1,40}/ | b b");
-    let guides: Vec<Guide> =
-        (0..4).filter_map(|_| block_on(grammars.guide(ROOT, hard.clone(), &[])).ok()).collect();
+    let guides: Vec<Guide> = (0..4)
+        .filter_map(|_| block_on(grammars.guide(ROOT, TenantTurnV1::of_root(ROOT), hard.clone(), &[])).ok())
+        .collect();
     let hard: Vec<Asked> = guides
         .into_iter()
         .zip(40..)

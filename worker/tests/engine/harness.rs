@@ -9,7 +9,9 @@ use kvasir_worker::load::{self, EngineOptions};
 use kvasir_worker::pull::Source;
 use kvasir_worker::scheduler::SeqId;
 use proto::block::BlockId;
-use proto::message::{FinishedV1, GenerateError, GenerateFrame, Sampling, StartedV1, Stop, TokenLogprobs};
+use proto::message::{
+    FinishedV1, GenerateError, GenerateFrame, Sampling, StartedV1, Stop, TenantTurnV1, TokenLogprobs,
+};
 use proto::sequence::SequenceName;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -254,6 +256,7 @@ fn submit_with(
     let request = EngineRequest {
         name: ask.name.clone(),
         root: ROOT,
+        tenant: TenantTurnV1::of_root(ROOT),
         prompt: ask.prompt.clone(),
         emitted: ask.emitted.clone(),
         sampling: ask.sampling.clone(),

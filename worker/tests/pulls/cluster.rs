@@ -11,8 +11,8 @@ use proto::block::{BlockId, ClusterKey};
 use proto::ca::Authority;
 use proto::ids::{Attempt, ClusterName, Epoch, ModelId, NodeId, RequestId, Role};
 use proto::message::{
-    GenerateFrame, GenerateRequestV3, LoadReport, PullReportV1, Register, Registered, RegisteredV1, Sampling,
-    Stop, TokenIds, TokenLogprobs, WorkPart, WorkerStatus, WorkerStatusV1,
+    GenerateFrame, GenerateRequestV3, GenerateRequestV4, LoadReport, PullReportV1, Register, Registered,
+    RegisteredV1, Sampling, Stop, TokenIds, TokenLogprobs, WorkPart, WorkerStatus, WorkerStatusV1,
 };
 use proto::pull::PullSourceV1;
 use proto::service::{CoordinatorApi, Refusal, deadline};
@@ -219,7 +219,7 @@ impl Worker {
             trace: None,
             grammar: None,
         };
-        let request = request.at_version(self.connection.version());
+        let request = GenerateRequestV4::from(request).at_version(self.connection.version());
         self.connection.open_generate(&request).await.unwrap()
     }
 

@@ -7,7 +7,7 @@ use kvasir_worker::engine::{Engine, EngineRequest};
 use kvasir_worker::load;
 use kvasir_worker::pieces::Namer;
 use proto::ids::NodeId;
-use proto::message::{GenerateFrame, Sampling, Stop};
+use proto::message::{GenerateFrame, Sampling, Stop, TenantTurnV1};
 use proto::pull::{PullHeadV1, PullRefusal, PullRequest, PullRequestV1, PullSourceV1, PulledPieceV1};
 use proto::transport::{CloseCode, Endpoint, Incoming, PullCall};
 use std::sync::{Arc, Mutex};
@@ -92,6 +92,7 @@ fn compute(engine: &mut Engine, prompt: &[u32]) {
     let request = EngineRequest {
         name: None,
         root: ROOT,
+        tenant: TenantTurnV1::of_root(ROOT),
         prompt: prompt.to_vec(),
         emitted: Vec::new(),
         sampling: Sampling::default(),

@@ -4,19 +4,27 @@ use super::operations::Offers;
 use super::pulls::{PullTerms, Sends};
 use crate::balancer::Ticket;
 use crate::routing::Candidate;
+use crate::routing::pace::{Done, PaceMeter};
 use crate::slot::Slot;
 use proto::message::{LoadReportV1, WorkerState};
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// A worker's rate is averaged over about this long. What it reports follows its last steps, and these say more
 /// about how long the prompts were than about the worker.
 const RATE_MEMORY: Duration = Duration::from_secs(60);
+/// A rate that was measured so many times in a row to be off the average by so much has changed, and counts at once.
+const STRAYS: u32 = 3;
+const STRAY: f64 = 2.0;
 /// What a worker was given counts half after this long.
 const GIVEN_HALVES: Duration = Duration::from_secs(300);
 /// Of what it should have computed of a prompt by now, so much is believed: late tokens of a long prompt take longer
 /// than early ones, and who waits for a worker that is not done waits long.
 const PROGRESS_SHARE: f64 = 0.25;
+
+/// A tenant with less than this part of what a worker may be sent is not kept out by others.
+const KEPT_PART: u32 = 16;
 
 #[derive(Debug)]
 pub(super) struct Load {
@@ -37,9 +45,44 @@ pub(super) struct Load {
     pub(super) pulls: PullTerms,
     pub(super) sends: Sends,
     pub(super) offers: Offers,
-    /// Tokens per second, averaged; 0 if unknown.
-    prefill_rate: f64,
+    rate: PrefillRate,
+    pace: PaceMeter,
+    /// Sequences that it decodes at once, if others had to wait at its last report; else 0.
+    slots: u32,
+    /// How many sequences each tenant has there, from here.
+    tenants: HashMap<Arc<str>, u32>,
     given: Given,
+}
+
+/// A worker's measured prefill rate.
+#[derive(Debug, Clone, Copy)]
+struct PrefillRate {
+    /// Tokens per second, averaged; 0 if unknown.
+    mean: f64,
+    /// As it was reported last, and when that was another value than before.
+    last: f32,
+    measured: Instant,
+    /// How many of the last reported values in a row were far off the mean.
+    strays: u32,
+}
+
+impl PrefillRate {
+    /// It is reported, `since` seconds after the report before.
+    fn heard(&mut self, now: Instant, mut since: f64, reported: f32) {
+        let rate = f64::from(reported);
+        if reported != self.last {
+            // What was measured long ago counts for little.
+            since = since.max(seconds(now, self.measured));
+            (self.last, self.measured) = (reported, now);
+            let off = rate > self.mean * STRAY || rate * STRAY < self.mean;
+            self.strays = if off { self.strays + 1 } else { 0 };
+        }
+        if self.mean <= 0.0 || self.strays >= STRAYS {
+            (self.mean, self.strays) = (rate, 0);
+        } else {
+            self.mean += (1.0 - (-since / RATE_MEMORY.as_secs_f64()).exp()) * (rate - self.mean);
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -55,6 +98,8 @@ struct Foreign {
     pending: u64,
     /// Sequences that are decoded.
     running: u32,
+    /// Sequences that wait.
+    waiting: u32,
 }
 
 /// Prompt tokens that it was given to compute, old ones counting less.
@@ -79,20 +124,20 @@ impl Load {
             pulls: PullTerms::default(),
             sends: Sends::default(),
             offers: Offers::default(),
-            prefill_rate: 0.0,
+            rate: PrefillRate { mean: 0.0, last: 0.0, measured: now, strays: 0 },
+            pace: PaceMeter::default(),
+            slots: 0,
+            tenants: HashMap::new(),
             given: Given { tokens: 0.0, at: now },
         }
     }
 
     /// It reports.
     pub(super) fn take(&mut self, now: Instant, report: LoadReportV1) {
-        let rate = f64::from(report.prefill_rate);
-        let share = 1.0 - (-seconds(now, self.heard) / RATE_MEMORY.as_secs_f64()).exp();
-        self.prefill_rate = if self.prefill_rate > 0.0 {
-            self.prefill_rate + share * (rate - self.prefill_rate)
-        } else {
-            rate
-        };
+        self.rate.heard(now, seconds(now, self.heard), report.prefill_rate);
+        let prefills = report.pending_prefill_tokens > 0;
+        self.pace.heard(Done { at: now, tokens: report.tokens, running: report.running, prefills });
+        self.slots = if report.waiting > 0 { report.running } else { 0 };
         self.heard = now;
         // It does not know yet what it will find in its cache of prompts that wait.
         let prompts: u64 = self.line.iter().map(|queued| queued.prompt).sum();
@@ -100,6 +145,7 @@ impl Load {
         self.foreign = Foreign {
             pending: report.pending_prefill_tokens.saturating_sub(prompts),
             running: report.running.saturating_sub(ours),
+            waiting: report.waiting.saturating_sub(ours.saturating_sub(report.running)),
         };
         self.report = Some(report);
     }
@@ -148,6 +194,26 @@ impl Load {
         self.line.len() as u32 + self.running
     }
 
+    /// A tenant has one sequence more there, or one less.
+    pub(super) fn count(&mut self, tenant: &Arc<str>, more: bool) {
+        if more {
+            *self.tenants.entry(Arc::clone(tenant)).or_default() += 1;
+        } else if let Some(count) = self.tenants.get_mut(tenant) {
+            *count -= 1;
+            if *count == 0 {
+                self.tenants.remove(tenant);
+            }
+        }
+    }
+
+    /// Whether it may be sent one more of the tenant's. What others have sent does not keep a tenant out that has little
+    /// there: there are places besides the `most` for those.
+    pub(super) fn has_room(&self, tenant: &str, most: u32) -> bool {
+        let own = || self.tenants.get(tenant).copied().unwrap_or(0);
+        let inflight = self.inflight();
+        inflight < most || inflight < most.saturating_mul(2) && own() < most / KEPT_PART
+    }
+
     /// Prompt tokens sent there from here and not yet computed, by what is known for certain.
     pub(super) fn own_pending(&self) -> u64 {
         self.line.iter().map(|queued| queued.uncached).sum()
@@ -161,7 +227,7 @@ impl Load {
     /// Prompt tokens that it has to compute: of the first in line less as time goes by.
     pub(super) fn pending(&self, now: Instant) -> u64 {
         let first = self.line.front().map_or(0, |queued| queued.uncached);
-        let done = PROGRESS_SHARE * self.prefill_rate * seconds(now, self.since);
+        let done = PROGRESS_SHARE * self.rate.mean * seconds(now, self.since);
         self.sent().saturating_sub((done as u64).min(first))
     }
 
@@ -172,8 +238,12 @@ impl Load {
             units,
             pending_tokens: self.pending(now),
             running: self.running + self.foreign.running,
-            prefill_rate: self.prefill_rate as f32,
-            step_ms: self.report.as_ref().map_or(0.0, |r| r.step_ms),
+            queued: self.line.len() as u32 + self.foreign.waiting,
+            slots: self.slots,
+            prefill_rate: self.rate.mean as f32,
+            prefill_age_s: seconds(now, self.rate.measured) as f32,
+            pace: self.pace.pace().unwrap_or_default(),
+            pace_age_s: self.pace.measured().map_or(0.0, |at| seconds(now, at) as f32),
             given_tokens: self.given(now),
             pull: None,
         }

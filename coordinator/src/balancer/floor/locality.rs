@@ -47,7 +47,7 @@ impl Floor {
             return Lost::NotReady;
         };
         let state = load.report.as_ref().map(|report| report.state);
-        let is_full = |load: &Load| load.inflight() >= self.policy.max_inflight;
+        let is_full = |load: &Load| !load.has_room(&waiter.ask.tenant, self.policy.max_inflight);
         match state {
             _ if member.draining => Lost::Drain,
             Some(WorkerState::Draining) => Lost::Drain,

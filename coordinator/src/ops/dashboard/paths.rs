@@ -144,8 +144,8 @@ fn common(one: &[BlockId], other: &[BlockId], from: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::balancer::Ask;
     use crate::balancer::recent::Names;
+    use crate::balancer::{Ask, Output};
     use crate::slot::Slot;
     use proto::ids::RequestId;
 
@@ -158,6 +158,7 @@ mod tests {
             operation: None,
             prompt_tokens: 16 * chain.len() as u32 + 3,
             chain,
+            output: Output::default(),
             group: None,
             explain: false,
             priority: 0,

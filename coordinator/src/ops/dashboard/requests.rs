@@ -59,9 +59,11 @@ pub(super) fn request(clock: Clock, decided: &Decided, outcome: &Outcome) -> Val
                 "queue_s": rounded(parts.queue),
                 "prefill_s": rounded(parts.prefill),
                 "transfer_s": rounded(parts.transfer),
+                "decode_s": rounded(parts.decode),
                 "cost_s": rounded(parts.cost),
                 "pending_tokens": candidate.pending_tokens,
                 "running": candidate.running,
+                "queued": candidate.queued,
                 "pulls_from": candidate.pull.and_then(|pull| name(pull.from)),
             })
         })
@@ -166,16 +168,23 @@ fn why(decided: &Decided, compared: &[(&Candidate, &Parts)]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::balancer::Ask;
     use crate::balancer::recent::Names;
+    use crate::balancer::{Ask, Output};
+    use crate::routing::pace::Pace;
     use crate::routing::{Query, Routing, choose};
     use proto::ids::{Attempt, ModelId, RequestId};
     use std::sync::Arc;
     use std::time::Duration;
 
     fn decided(at: Instant, candidates: Vec<Candidate>) -> Decided {
-        let query =
-            Query { routing: Routing::Prefix, prompt_tokens: 1_530, standing: None, random: 0, turn: 0 };
+        let query = Query {
+            routing: Routing::Prefix,
+            prompt_tokens: 1_530,
+            output_tokens: 0.0,
+            standing: None,
+            random: 0,
+            turn: 0,
+        };
         let choice = choose(&query, &candidates).unwrap();
         let ask = Ask {
             request: RequestId::new("req-7").unwrap(),
@@ -184,6 +193,7 @@ mod tests {
             operation: None,
             prompt_tokens: 1_530,
             chain: [].into(),
+            output: Output::default(),
             group: None,
             explain: false,
             priority: 0,
@@ -213,8 +223,12 @@ mod tests {
             units,
             pending_tokens,
             running: 0,
+            queued: 0,
+            slots: 0,
             prefill_rate: 1_000.0,
-            step_ms: 10.0,
+            prefill_age_s: 0.0,
+            pace: Pace::default(),
+            pace_age_s: 0.0,
             given_tokens: 0.0,
             pull: None,
         }

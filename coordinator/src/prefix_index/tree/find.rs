@@ -89,6 +89,9 @@ impl Tree {
     pub(super) fn deepest(&self, chain: &[BlockId]) -> Option<(usize, u32, u32)> {
         let probe = |at: usize| self.units.find(chain.get(at)?).map(|(strand, place)| (at, strand, place));
         let last = chain.len().checked_sub(1)?;
+        if !self.may_know(chain) {
+            return None;
+        }
         let first = probe(0);
         if first.is_none() && self.loose == 0 {
             return None;

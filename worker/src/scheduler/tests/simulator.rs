@@ -11,6 +11,7 @@ use crate::kv_cache::{CacheSpec, GroupKind, GroupSpec, NULL_OFFSET, PinId, Resum
 use crate::kv_events::EventLog;
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 use proto::ids::Epoch;
+use proto::message::TenantTurnV1;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use world::{Memory, draw, extend, histories};
 
@@ -53,6 +54,8 @@ pub(super) struct Sim {
     pub(super) copies: u64,
     /// Given to what is submitted.
     pub(super) priority: i32,
+    /// Likewise; none for one by the root.
+    pub(super) tenant: Option<TenantTurnV1>,
     /// Likewise.
     pub(super) boundaries: Vec<u32>,
     pub(super) pins: Vec<PinId>,
@@ -84,6 +87,7 @@ impl Sim {
             next_id: 0,
             copies: 0,
             priority: 0,
+            tenant: None,
             boundaries: Vec::new(),
             pins: Vec::new(),
             limits: StepLimits::NONE,
@@ -133,6 +137,7 @@ impl Sim {
             max_new_tokens: max_new,
             logit_rows: if self.next_id.is_multiple_of(3) { LogitRows::All } else { LogitRows::LastOnly },
             boundaries: self.boundaries.clone(),
+            tenant: self.tenant.unwrap_or_else(|| TenantTurnV1::of_root(root)),
             priority: self.priority,
             turn: None,
         })?;
@@ -560,6 +565,7 @@ pub(super) fn request(id: u64, prompt: Vec<u32>, max_new_tokens: u32) -> Sequenc
         max_new_tokens,
         logit_rows: LogitRows::LastOnly,
         boundaries: Vec::new(),
+        tenant: TenantTurnV1::of_root(ROOT),
         priority: 0,
         turn: None,
     }

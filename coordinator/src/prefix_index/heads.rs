@@ -1,0 +1,79 @@
+//! Which ids may be the first unit of a strand: a table of counters that is asked before anything else, because most
+//! prompts that nobody holds differ from all others in their first unit.
+
+use proto::block::BlockId;
+
+/// Bytes of the whole index for each counter, of a byte.
+const SHARE: u64 = 256;
+/// Counters at least and at most: more would not stay in the processor's caches.
+const LEAST: u64 = 1 << 8;
+const MOST: u64 = 1 << 22;
+
+/// A counting filter with one hash. A counter that has reached its highest value stays there, so that no id is ever
+/// missed.
+#[derive(Debug)]
+pub(super) struct Heads(Box<[u8]>);
+
+impl Heads {
+    /// For an index of so many bytes.
+    pub(super) fn new(max_bytes: u64) -> Self {
+        let counters = (max_bytes / SHARE).clamp(LEAST, MOST).next_power_of_two();
+        Self(vec![0; usize::try_from(counters).unwrap_or(usize::MAX)].into_boxed_slice())
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.0.len()
+    }
+
+    /// `false`: no strand begins with it.
+    #[inline]
+    pub(super) fn may_begin(&self, id: &BlockId) -> bool {
+        self.0[self.place(id)] > 0
+    }
+
+    pub(super) fn add(&mut self, id: &BlockId) {
+        let place = self.place(id);
+        self.0[place] = self.0[place].saturating_add(1);
+    }
+
+    pub(super) fn remove(&mut self, id: &BlockId) {
+        let place = self.place(id);
+        let counter = &mut self.0[place];
+        if *counter < u8::MAX {
+            *counter = counter.saturating_sub(1);
+        }
+    }
+
+    #[inline]
+    fn place(&self, id: &BlockId) -> usize {
+        let bits = u128::from_le_bytes(id.0);
+        // Ids are outputs of a keyed hash; the multiplication spreads also those of tests.
+        let folded = (bits as u64 ^ (bits >> 64) as u64).wrapping_mul(0xd6e8_feb8_6659_fd93);
+        (folded >> 40) as usize & (self.0.len() - 1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn id(number: u32) -> BlockId {
+        BlockId(*blake3::hash(&number.to_le_bytes()).as_bytes().first_chunk().unwrap())
+    }
+
+    #[test]
+    fn what_was_added_is_never_missed_and_what_was_removed_is_mostly_forgotten() {
+        let mut heads = Heads::new(0);
+        assert_eq!(heads.bytes(), 256);
+        // So many that counters reach their highest value.
+        (0..200_000).for_each(|n| heads.add(&id(n)));
+        (100..200_000).for_each(|n| heads.remove(&id(n)));
+        assert!((0..100).all(|n| heads.may_begin(&id(n))));
+        let mut heads = Heads::new(64 << 20);
+        (0..10_000).for_each(|n| heads.add(&id(n)));
+        let wrong = (10_000..20_000).filter(|n| heads.may_begin(&id(*n))).count();
+        assert!(wrong < 1_000, "{wrong} of 10,000");
+        (0..10_000).for_each(|n| heads.remove(&id(n)));
+        assert!(!(0..20_000).any(|n| heads.may_begin(&id(n))));
+    }
+}

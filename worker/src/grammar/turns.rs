@@ -1,0 +1,247 @@
+//! Turns at compiling grammars, by tenant: who has had less of the compilers' time goes next.
+//!
+//! A tenant may compile [`OF_ONE`] at once and all together [`OF_ALL`], so that one whose grammars are slow leaves room
+//! for another's.
+
+use parking_lot::Mutex;
+use proto::message::TenantTurnV1;
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::sync::oneshot;
+
+/// Compilations of one tenant at once.
+const OF_ONE: usize = 2;
+/// Compilations at once; one that takes longer than it may counts until it has ended.
+const OF_ALL: usize = 4;
+/// Requests of one tenant that wait; more are refused at once.
+const MAX_WAITING: usize = 256;
+
+/// What a compilation counts until it is known how long it takes.
+const ASSUMED: Duration = super::COMPILE_TIME;
+
+/// A place among the compilers. Dropped, it is the next one's.
+#[derive(Debug)]
+pub(super) struct Place {
+    turns: Turns,
+    tenant: u64,
+    since: Instant,
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.turns.0.lock().ended(self.tenant, self.since.elapsed());
+        self.turns.hand_out();
+    }
+}
+
+/// See the module.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Turns(Arc<Mutex<Queue<oneshot::Sender<Place>>>>);
+
+impl Turns {
+    /// Waits for a place; `None` if too much of the tenant waits already. Dropping the future gives the turn up.
+    pub(super) async fn take(&self, turn: TenantTurnV1) -> Option<Place> {
+        let (sender, place) = oneshot::channel();
+        if !self.0.lock().push(turn, sender, oneshot::Sender::is_closed) {
+            return None;
+        }
+        self.hand_out();
+        place.await.ok()
+    }
+
+    fn hand_out(&self) {
+        loop {
+            let next = self.0.lock().pop(oneshot::Sender::is_closed);
+            let Some((tenant, waiting)) = next else { return };
+            // One that has left in this very moment drops the place, which hands it on.
+            let _ = waiting.send(Place { turns: self.clone(), tenant, since: Instant::now() });
+        }
+    }
+}
+
+/// Who waits, by tenant. Pure state.
+#[derive(Debug)]
+struct Queue<W> {
+    lanes: HashMap<u64, Lane<W>>,
+    under_way: usize,
+    /// The clock of the tenant whose turn came last.
+    now: u64,
+    /// How many came so far.
+    came: u64,
+}
+
+#[derive(Debug)]
+struct Lane<W> {
+    weight: u64,
+    /// Nanoseconds of compiling that it has had, by weight, on top of where it began.
+    clock: u64,
+    under_way: usize,
+    waiting: VecDeque<(u64, W)>,
+}
+
+impl<W> Default for Queue<W> {
+    fn default() -> Self {
+        Self { lanes: HashMap::new(), under_way: 0, now: 0, came: 0 }
+    }
+}
+
+impl<W> Queue<W> {
+    /// `false` if too much of the tenant waits. Those that are `gone` are forgotten.
+    fn push(&mut self, turn: TenantTurnV1, who: W, gone: impl Fn(&W) -> bool) -> bool {
+        let now = self.now;
+        self.lanes.retain(|_, lane| lane.under_way > 0 || !lane.waiting.is_empty() || lane.clock > now);
+        let new = || Lane { weight: 1, clock: now, under_way: 0, waiting: VecDeque::new() };
+        let lane = self.lanes.entry(turn.tenant).or_insert_with(new);
+        lane.weight = u64::from(turn.weight.max(1));
+        if lane.under_way == 0 && lane.waiting.is_empty() {
+            // Who has had nothing for a while has saved up nothing.
+            lane.clock = lane.clock.max(now);
+        }
+        if lane.waiting.len() >= MAX_WAITING {
+            lane.waiting.retain(|(_, who)| !gone(who));
+        }
+        let room = lane.waiting.len() < MAX_WAITING;
+        if room {
+            self.came += 1;
+            lane.waiting.push_back((self.came, who));
+        }
+        room
+    }
+
+    /// Whose turn it is, if there is a place.
+    fn pop(&mut self, gone: impl Fn(&W) -> bool) -> Option<(u64, W)> {
+        if self.under_way >= OF_ALL {
+            return None;
+        }
+        for lane in self.lanes.values_mut() {
+            while lane.waiting.pop_front_if(|(_, who)| gone(who)).is_some() {}
+        }
+        let open = self.lanes.iter_mut().filter(|(_, lane)| lane.under_way < OF_ONE);
+        let heads =
+            open.filter_map(|(&tenant, lane)| Some(((lane.clock, lane.waiting.front()?.0), tenant, lane)));
+        let (_, tenant, lane) = heads.min_by_key(|(order, ..)| *order)?;
+        let (_, who) = lane.waiting.pop_front()?;
+        self.now = self.now.max(lane.clock);
+        lane.clock += nanos(ASSUMED) / lane.weight;
+        lane.under_way += 1;
+        self.under_way += 1;
+        Some((tenant, who))
+    }
+
+    /// A compilation of the tenant's is over, and has taken so long.
+    fn ended(&mut self, tenant: u64, took: Duration) {
+        self.under_way -= 1;
+        if let Some(lane) = self.lanes.get_mut(&tenant) {
+            lane.under_way -= 1;
+            lane.clock =
+                (lane.clock + nanos(took) / lane.weight).saturating_sub(nanos(ASSUMED) / lane.weight);
+        }
+    }
+}
+
+fn nanos(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn turn(tenant: u64, weight: u32) -> TenantTurnV1 {
+        TenantTurnV1 { tenant, weight }
+    }
+
+    fn present(_: &u32) -> bool {
+        false
+    }
+
+    #[test]
+    fn a_tenants_grammars_wait_for_its_own_and_not_for_anothers() {
+        let mut queue = Queue::default();
+        for n in 0..16 {
+            assert!(queue.push(turn(1, 1), n, present));
+        }
+        let of_one = std::iter::from_fn(|| queue.pop(present)).collect::<Vec<_>>();
+        assert_eq!(of_one, [(1, 0), (1, 1)], "a tenant has two places, although there are more");
+        // Another's comes at once, and so does its next one.
+        for n in 100..105 {
+            assert!(queue.push(turn(2, 1), n, present));
+            assert_eq!(queue.pop(present), Some((2, n)));
+            queue.ended(2, Duration::from_millis(100));
+        }
+    }
+
+    /// All places are wanted by tenants that have many; each gets its part of the time.
+    #[test]
+    fn time_is_shared_by_weight() {
+        let mut queue = Queue::default();
+        let tenants = [(1, 1, 500), (2, 1, 50), (3, 2, 200)];
+        for (tenant, weight, _) in tenants {
+            (0..200).for_each(|n| assert!(queue.push(turn(tenant, weight), n, present)));
+        }
+        let mut had: HashMap<u64, u64> = HashMap::new();
+        // By when they are over.
+        let (mut under_way, mut now) = (Vec::new(), 0);
+        for _ in 0..150 {
+            while let Some((tenant, _)) = queue.pop(present) {
+                let (.., took) = tenants.into_iter().find(|(name, ..)| *name == tenant).unwrap();
+                under_way.push((now + took, tenant, took));
+            }
+            assert!(under_way.len() <= OF_ALL);
+            under_way.sort();
+            let (over, tenant, took) = under_way.remove(0);
+            now = over;
+            *had.entry(tenant).or_default() += took;
+            queue.ended(tenant, Duration::from_millis(took));
+        }
+        let (a, b, c) = (had[&1] as f64, had[&2] as f64, had[&3] as f64);
+        assert!((0.6..1.6).contains(&(a / b)) && (1.4..2.8).contains(&(c / a)), "{had:?}");
+    }
+
+    #[test]
+    fn those_that_have_left_are_passed_over_and_nobody_waits_without_a_bound() {
+        let mut queue = Queue::default();
+        let gone = |n: &u32| *n < 1_000;
+        for n in 0..MAX_WAITING as u32 {
+            assert!(queue.push(turn(1, 1), n, gone));
+        }
+        assert!(queue.push(turn(1, 1), 2_000, gone), "those that left do not count");
+        assert_eq!(queue.pop(gone), Some((1, 2_000)));
+        assert_eq!(queue.pop(gone), None);
+        (0..MAX_WAITING as u32).for_each(|n| assert!(queue.push(turn(1, 1), 1_000 + n, gone)));
+        assert!(!queue.push(turn(1, 1), 3_000, gone));
+        assert!(queue.push(turn(2, 1), 3_000, gone), "another tenant's may");
+        // A tenant that has gone is forgotten once the others have had as much.
+        queue.ended(1, Duration::ZERO);
+        for tenant in 10..1_000 {
+            assert!(queue.push(turn(tenant, 1), 1_000, gone));
+            let (next, _) = queue.pop(gone).unwrap();
+            queue.ended(next, Duration::from_secs(1));
+        }
+        assert!(queue.lanes.len() < 1_000);
+    }
+
+    #[tokio::test]
+    async fn a_place_is_handed_on_when_it_is_dropped_or_not_taken() {
+        let turns = Turns::default();
+        let (one, two) = (turns.take(turn(1, 1)).await.unwrap(), turns.take(turn(1, 1)).await.unwrap());
+        let mut left = Box::pin(turns.take(turn(1, 1)));
+        let mut waits = Box::pin(turns.take(turn(1, 1)));
+        assert!(futures_now(&mut left).is_none() && futures_now(&mut waits).is_none());
+        drop(left);
+        drop(one);
+        assert!(waits.await.is_some());
+        drop(two);
+        assert_eq!(turns.0.lock().under_way, 0);
+    }
+
+    /// What the future gives at once, if it does.
+    fn futures_now<T>(future: &mut (impl Future<Output = T> + Unpin)) -> Option<T> {
+        let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+        match std::pin::Pin::new(future).poll(&mut context) {
+            std::task::Poll::Ready(ready) => Some(ready),
+            std::task::Poll::Pending => None,
+        }
+    }
+}
