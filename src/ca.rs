@@ -40,7 +40,7 @@ struct Init {
     cluster: ClusterName,
 }
 
-/// Makes the key and certificate of one node, valid for a year.
+/// Makes the key and certificate of one node, valid for 320 to 365 days depending on its name.
 #[derive(clap::Args)]
 #[command(
     after_help = "Example:\n  kvasir ca issue --dir ./ca --role worker --node worker-7 --out ./worker-7"

@@ -1,19 +1,18 @@
 //! The cluster's key as a file: 64 hexadecimal digits, readable by its owner only.
 
 use crate::config::ConfigError;
-use anyhow::Context;
 use proto::block::ClusterKey;
-use std::fs::{self, File, OpenOptions};
+use proto::directory;
+use std::fs::{self, File};
 use std::io::{ErrorKind, Read, Write};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 /// Reads the key; makes a random one if there is no file.
 pub(crate) fn load_or_make(path: &Path) -> anyhow::Result<ClusterKey> {
     if !path.exists() {
-        make(path).with_context(|| path.display().to_string())?;
+        make(path).map_err(|error| anyhow::anyhow!(directory::failed(path, &error)))?;
     }
-    let text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
+    let text = fs::read_to_string(path).map_err(|error| anyhow::anyhow!(directory::failed(path, &error)))?;
     parse(text.trim()).ok_or_else(|| {
         // The content stays out of messages.
         ConfigError::field("cluster_key", path.display(), "a file of 64 hexadecimal digits").into()
@@ -30,12 +29,18 @@ pub(crate) fn random() -> std::io::Result<ClusterKey> {
 /// Another process may make the same file at the same time: the first one wins and nobody reads a part.
 fn make(path: &Path) -> std::io::Result<()> {
     if let Some(parent) = path.parent() {
-        fs::create_dir_all(parent)?;
+        directory::make_private(parent)?;
     }
     let text: String = random()?.0.iter().map(|byte| format!("{byte:02x}")).collect();
     let temporary = path.with_extension(format!("tmp{}", std::process::id()));
-    let mut file = OpenOptions::new().create_new(true).write(true).mode(0o600).open(&temporary)?;
-    writeln!(file, "{text}")?;
+    // Of an earlier process with our number, as in a container, that did not get as far.
+    let mut file = directory::create_private(&temporary)?;
+    let written = writeln!(file, "{text}").and_then(|()| file.sync_all());
+    if let Err(error) = written {
+        // What is left of it is of no use; that it cannot be removed is not the error to tell.
+        let _ = fs::remove_file(&temporary);
+        return Err(error);
+    }
     let linked = match fs::hard_link(&temporary, path) {
         Err(error) if error.kind() != ErrorKind::AlreadyExists => Err(error),
         _ => Ok(()),

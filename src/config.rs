@@ -10,7 +10,7 @@ mod disk;
 mod reference;
 mod units;
 
-pub(crate) use bind::Bind;
+pub(crate) use bind::{Bind, listen, listen_in_file};
 pub(crate) use disk::DiskBudget;
 pub(crate) use units::{ByteSize, Period};
 

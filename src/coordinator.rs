@@ -47,13 +47,16 @@ pub(crate) struct CoordinatorSettings {
     #[arg(long, value_name = "MODEL,..", env = "KVASIR_MODELS", value_delimiter = ',')]
     pub(crate) models: Option<Vec<String>>,
     /// Where the OpenAI API answers [default: 127.0.0.1:8080]; elsewhere than on loopback only with keys.
-    #[arg(long, value_name = "ADDR", env = "KVASIR_HTTP")]
+    #[arg(long, value_name = "ADDR", env = "KVASIR_HTTP", value_parser = config::listen)]
+    #[serde(default, deserialize_with = "config::listen_in_file")]
     pub(crate) http: Option<SocketAddr>,
     /// Where /livez, /readyz, /metrics and /admin/v1 answer [default: 127.0.0.1:9090].
-    #[arg(long, value_name = "ADDR", env = "KVASIR_OPS")]
+    #[arg(long, value_name = "ADDR", env = "KVASIR_OPS", value_parser = config::listen)]
+    #[serde(default, deserialize_with = "config::listen_in_file")]
     pub(crate) ops: Option<SocketAddr>,
     /// UDP address where workers and other coordinators dial in [default: 127.0.0.1:7000].
-    #[arg(long, value_name = "ADDR", env = "KVASIR_QUIC")]
+    #[arg(long, value_name = "ADDR", env = "KVASIR_QUIC", value_parser = config::listen)]
+    #[serde(default, deserialize_with = "config::listen_in_file")]
     pub(crate) quic: Option<SocketAddr>,
     /// All coordinators of the group, at most 5, separated by commas; this one may be left out. Needs a data
     /// directory. The same at each of them when the group is founded.
@@ -343,7 +346,7 @@ impl Coordinator {
 /// Threads for half of the CPUs: a request is tens of microseconds of work in several tasks, and waking another thread for
 /// each of these costs more than they do. The rest is the kernel's network stack's, and the workers' if any are here.
 fn runtime() -> std::io::Result<Runtime> {
-    let threads = std::thread::available_parallelism().map_or(1, |cpus| cpus.get() / 2);
+    let threads = ::worker::cgroup::cpus().get() / 2;
     // One that never shares its tasks takes them strictly in turn and asks nobody. One of several threads lets what was
     // woken last go first, and puts half of its tasks aside when it has more than 256.
     let mut builder = if threads > 1 { Builder::new_multi_thread() } else { Builder::new_current_thread() };

@@ -85,7 +85,7 @@ impl<'de> serde::Deserialize<'de> for CpuSet {
 
 /// How many threads can run at a time: CPUs that this process may use, less where a quota says so.
 pub(crate) fn capacity() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
+    worker::cgroup::cpus().get()
 }
 
 /// Threads of each worker and, while there are CPUs enough, the CPUs of each; without, all share.

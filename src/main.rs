@@ -21,6 +21,7 @@ mod home;
 mod http_client;
 mod keys;
 mod local;
+mod logging;
 mod logits;
 mod models;
 mod node;
@@ -54,6 +55,7 @@ use ::coordinator::placement::PlacementError;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, Parser};
 use config::{ConfigError, UsageError};
+use proto::log::Log;
 use std::io::{ErrorKind as IoErrorKind, IsTerminal};
 use std::process::ExitCode;
 
@@ -112,6 +114,21 @@ enum Command {
 }
 
 impl Command {
+    /// Whether it writes what only its user may read. Models and what nodes are given to trust are for everybody.
+    fn keeps_secrets(&self) -> bool {
+        matches!(
+            self,
+            Self::Up(_)
+                | Self::Coordinator(_)
+                | Self::Worker(_)
+                | Self::Stage(_)
+                | Self::Run(_)
+                | Self::Logits(_)
+                | Self::Snapshot(_)
+                | Self::Keys(_)
+        )
+    }
+
     fn run(self) -> anyhow::Result<()> {
         match self {
             Self::Up(command) => command.run(),
@@ -147,17 +164,22 @@ impl Command {
 }
 
 fn main() -> ExitCode {
+    let mut log = logging::start();
+    let _flushed = logging::FlushAtEnd;
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        Err(error) => return bad_usage(&error),
+        Err(error) => return bad_usage(&mut log, &error),
     };
-    start_log();
     try_onnx::in_use();
+    if cli.command.keeps_secrets() {
+        // What a node writes, a prompt in a cache for example, is nobody else's business on this machine.
+        rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));
+    }
     match cli.command.run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("kvasir: {error:#}");
+            logging::say(&mut log, &format!("kvasir: {}\n", logging::in_one_line(&error)));
             if error.chain().any(is_usage) {
                 ExitCode::from(BAD_USAGE)
             } else if error.chain().any(is_configuration) {
@@ -185,7 +207,7 @@ fn is_configuration(cause: &(dyn std::error::Error + 'static)) -> bool {
 
 /// Usage errors end with 2, as clap has it, `--help` and `--version` with 0. A value that does not parse and
 /// came from a `KVASIR_*` variable is configuration, not usage.
-fn bad_usage(error: &clap::Error) -> ExitCode {
+fn bad_usage(log: &mut Log, error: &clap::Error) -> ExitCode {
     if matches!(error.kind(), ErrorKind::ValueValidation | ErrorKind::InvalidValue)
         && let Some(ContextValue::String(argument)) = error.get(ContextKind::InvalidArg)
         && let Some(flag) = argument.split(' ').next().and_then(|flag| flag.strip_prefix("--"))
@@ -195,11 +217,16 @@ fn bad_usage(error: &clap::Error) -> ExitCode {
     {
         let rendered = error.to_string();
         let reason = rendered.lines().next().unwrap_or_default().trim_start_matches("error: ");
-        eprintln!("kvasir: {}", ConfigError::Environment(format!("{variable}: {reason}")));
+        let error = ConfigError::Environment(format!("{variable}: {reason}"));
+        logging::say(log, &format!("kvasir: {error}\n"));
         return ExitCode::from(BAD_CONFIG);
     }
-    // Nothing sensible is left to do when even the error cannot be printed.
-    let _ = error.print();
+    if error.use_stderr() && !std::io::stderr().is_terminal() {
+        logging::say(log, &error.render().to_string());
+    } else {
+        // Nothing sensible is left to do when even the error cannot be printed.
+        let _ = error.print();
+    }
     ExitCode::from(error.exit_code().clamp(0, 255) as u8)
 }
 
@@ -209,18 +236,6 @@ fn variable_of(flag: &str) -> Option<String> {
     let subcommand = std::env::args().nth(1).and_then(|name| cli.find_subcommand(name).cloned())?;
     let argument = subcommand.get_arguments().find(|argument| argument.get_long() == Some(flag))?;
     Some(argument.get_env()?.to_string_lossy().into_owned())
-}
-
-/// Logs go to stderr: `KVASIR_LOG` filters them (default `info`), `KVASIR_LOG_FORMAT=json` is for collectors.
-fn start_log() {
-    use tracing_subscriber::{EnvFilter, fmt};
-    let filter = EnvFilter::try_from_env("KVASIR_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
-    let log = fmt().with_env_filter(filter).with_writer(std::io::stderr).with_target(true);
-    if std::env::var("KVASIR_LOG_FORMAT").is_ok_and(|format| format == "json") {
-        log.json().init();
-    } else {
-        log.with_ansi(std::io::stderr().is_terminal()).init();
-    }
 }
 
 /// Whether the reader of our output went away (`kvasir models list | head -1`): not a failure of ours.

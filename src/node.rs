@@ -3,13 +3,12 @@
 
 use crate::config::ConfigError;
 use anyhow::Context;
-use proto::transport::Identity;
+use proto::transport::{ExpiryWatch, Identity};
 use serde::{Deserialize, Serialize};
 use std::io::Write;
 use std::net::SocketAddr;
-use std::num::NonZero;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 use tokio::runtime::{Builder, Runtime};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
@@ -17,7 +16,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 /// keeps two threads busy at its fastest: one that reads the socket, or writes to it, and one that decrypts or encrypts. One
 /// that is confined to one CPU has one, since a thread that is woken to help there takes the CPU from the one that woke it.
 pub(crate) fn runtime_beside_arithmetic(lanes: usize) -> std::io::Result<Runtime> {
-    let cpus = std::thread::available_parallelism().map_or(1, NonZero::get);
+    let cpus = worker::cgroup::cpus().get();
     Builder::new_multi_thread().worker_threads(cpus.min(2 * lanes.max(1))).enable_all().build()
 }
 
@@ -78,7 +77,9 @@ pub(crate) fn keep_renewed(identity: &Identity, directory: &Path) {
     let (identity, directory) = (identity.clone(), directory.to_owned());
     tokio::spawn(async move {
         let mut failed = None;
+        let mut expiry = ExpiryWatch::default();
         loop {
+            expiry.look(&identity, SystemTime::now());
             tokio::time::sleep(RENEW_EVERY).await;
             let renewed = proto::ca::load_identity(&directory).and_then(|read| identity.renew(&read));
             match renewed {
@@ -124,10 +125,20 @@ pub(crate) struct Announcement {
 impl Announcement {
     /// Prints the line. Nothing else goes to a node's stdout.
     pub(crate) fn print(&self) -> anyhow::Result<()> {
-        let mut out = std::io::stdout().lock();
-        writeln!(out, "{}", serde_json::to_string(self)?)?;
-        Ok(out.flush()?)
+        announce(serde_json::to_string(self)? + "\n")
     }
+}
+
+/// Prints what a process that goes on says on stdout. A reader that is gone, or does not read, keeps nobody from serving.
+pub(crate) fn announce(text: String) -> anyhow::Result<()> {
+    let print = move || {
+        let mut out = std::io::stdout().lock();
+        if let Err(error) = out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+            tracing::warn!(%error, "stdout is not read");
+        }
+    };
+    std::thread::Builder::new().name("kvasir-stdout".into()).spawn(print).context("a thread for stdout")?;
+    Ok(())
 }
 
 /// Ctrl-C, SIGTERM and the terminal's end. The first asks for a drain, the second for an end now.

@@ -198,7 +198,7 @@ fn download(admin: &Admin, sequence: &Named, path: &Path) -> anyhow::Result<u64>
     ensure!(!path.exists(), "{} exists already", path.display());
     let unfinished = path.with_added_extension("unfinished");
     let named = || unfinished.display().to_string();
-    let written = File::create(&unfinished).with_context(named).and_then(|mut file| {
+    let written = proto::directory::create_private(&unfinished).with_context(named).and_then(|mut file| {
         let bytes = admin.download(&sequence.path(""), &sequence.query(), &mut file)?;
         file.flush().and_then(|()| file.sync_all()).with_context(named)?;
         std::fs::rename(&unfinished, path).with_context(|| path.display().to_string())?;

@@ -7,7 +7,6 @@ use crate::otlp;
 use crate::shipped;
 use crate::spec::SpecArg;
 use serde::{Deserialize, Serialize};
-use std::io::Write;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use worker::load::EngineOptions;
@@ -36,7 +35,7 @@ pub(crate) struct Stage {
     #[arg(long, value_name = "DIR", env = "KVASIR_IDENTITY")]
     identity: PathBuf,
     /// UDP address where other stages reach this one; port 0 is any
-    #[arg(long, value_name = "ADDR", env = "KVASIR_QUIC", default_value = "127.0.0.1:7001")]
+    #[arg(long, value_name = "ADDR", env = "KVASIR_QUIC", default_value = "127.0.0.1:7001", value_parser = crate::config::listen)]
     quic: SocketAddr,
     /// Collector that spans of requests go to by OTLP, such as http://127.0.0.1:4318; without, nothing is traced
     #[arg(long, value_name = "URL", env = "OTEL_EXPORTER_OTLP_ENDPOINT")]
@@ -91,11 +90,7 @@ impl Stage {
                 pid: std::process::id(),
                 quic: service.quic_address(),
             };
-            {
-                let mut out = std::io::stdout().lock();
-                writeln!(out, "{}", serde_json::to_string(&announcement)?)?;
-                out.flush()?;
-            }
+            node::announce(serde_json::to_string(&announcement)? + "\n")?;
             signals.next().await;
             service.stop().await;
             Ok(())

@@ -5,7 +5,7 @@ use anyhow::Context;
 use serde::Deserialize;
 use std::io::Write;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 const PATH: &str = "/admin/v1/cluster";
 /// A coordinator answers this from memory.
@@ -40,6 +40,12 @@ pub(crate) struct Cluster {
     unplanned: Vec<Unplanned>,
     #[serde(default)]
     pub(crate) condemned: Vec<Condemned>,
+    /// Settings that are not the same at all coordinators.
+    #[serde(default)]
+    settings: Vec<Differing>,
+    /// When the authority's certificate ends, in seconds since 1970.
+    #[serde(default)]
+    authority_ends: Option<i64>,
     #[serde(default)]
     index: Option<Index>,
     #[serde(default)]
@@ -55,6 +61,9 @@ pub(crate) struct Coordinator {
     pub(crate) term: u64,
     #[serde(default)]
     pub(crate) applied: u64,
+    /// When its certificate ends, in seconds since 1970.
+    #[serde(default)]
+    certificate_ends: Option<i64>,
 }
 
 /// A worker.
@@ -98,6 +107,9 @@ pub(crate) struct Worker {
     /// Sequences that this coordinator has sent there and that have not ended.
     #[serde(default)]
     pub(crate) inflight: u64,
+    /// When its certificate ends, in seconds since 1970.
+    #[serde(default)]
+    certificate_ends: Option<i64>,
 }
 
 /// An operation that a worker offers with one model.
@@ -150,6 +162,17 @@ struct Replica {
 struct Stage {
     worker: String,
     layers: (u64, u64),
+}
+
+/// A setting that is not the same at all coordinators.
+#[derive(Debug, Deserialize)]
+struct Differing {
+    setting: String,
+    /// Who has it otherwise than the others.
+    coordinators: Vec<String>,
+    /// Whether these are not ready for it.
+    #[serde(default)]
+    unready: bool,
 }
 
 /// A model of which no further replica is planned, and why.
@@ -219,6 +242,35 @@ pub(crate) fn ops_of(dir: PathBuf) -> anyhow::Result<String> {
     ops.map(str::to_owned).with_context(|| format!("{} names no coordinator", path.display()))
 }
 
+/// Which certificate ends next, and all that end within a month.
+fn certificates(cluster: &Cluster, now: SystemTime) -> String {
+    const DAY: i64 = 24 * 60 * 60;
+    const MONTH: i64 = 30 * DAY;
+    let now = now.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs().cast_signed());
+    let coordinators = cluster.coordinators.iter().map(|node| (node.id.as_str(), node.certificate_ends));
+    let workers = cluster.workers.iter().map(|node| (node.id.as_str(), node.certificate_ends));
+    let authority = std::iter::once(("the authority", cluster.authority_ends));
+    let mut ends: Vec<(i64, &str)> =
+        coordinators.chain(workers).chain(authority).filter_map(|(id, ends)| Some((ends?, id))).collect();
+    ends.sort_unstable();
+    let soon = ends.iter().filter(|(ends, _)| ends.saturating_sub(now) < MONTH).count();
+    let line = |(ends, id): &(i64, &str)| match ends.saturating_sub(now) {
+        left if left <= 0 => format!("certificate of {id}: ended {} ago\n", span(left.saturating_neg())),
+        left => format!("certificate of {id}: ends in {}\n", span(left)),
+    };
+    ends.iter().take(soon.max(1)).map(line).collect()
+}
+
+/// A time in its largest unit.
+fn span(seconds: i64) -> String {
+    match seconds {
+        0..120 => format!("{seconds} s"),
+        120..7200 => format!("{} minutes", seconds / 60),
+        7200..172_800 => format!("{} hours", seconds / 3600),
+        _ => format!("{} days", seconds / 86_400),
+    }
+}
+
 fn table(cluster: &Cluster) -> String {
     let mut rows = vec![
         ["NODE", "STATE", "EPOCH", "RUN", "WAIT", "KV USED", "PROGRESS", "MODELS"]
@@ -245,6 +297,12 @@ fn table(cluster: &Cluster) -> String {
         ]);
     }
     let mut text = columns(&rows);
+    text += &certificates(cluster, SystemTime::now());
+    for Differing { setting, coordinators, unready } in &cluster.settings {
+        let so = if *unready { ": not ready until it is the same" } else { "" };
+        text +=
+            &format!("{} has another {setting} than the other coordinators{so}\n", coordinators.join(", "));
+    }
     for Worker { id, operations, .. } in cluster.workers.iter().filter(|worker| !worker.operations.is_empty())
     {
         let offer = |Offer { operation, model, backend, sessions }: &Offer| {

@@ -24,7 +24,6 @@ use proto::ca::Authority;
 use proto::ids::{ClusterName, NodeId, Role};
 use proto::message::ModelTask;
 use serde::{Deserialize, Serialize};
-use std::io::Write;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 use std::path::PathBuf;
 use std::time::SystemTime;
@@ -81,10 +80,12 @@ struct UpSettings {
     #[arg(long, value_name = "N", env = "KVASIR_PREFILL_WORKERS")]
     prefill_workers: Option<usize>,
     /// OpenAI API of the first coordinator, the next takes the next port; port 0 is any [default: 127.0.0.1:8080]
-    #[arg(long, value_name = "ADDR", env = "KVASIR_HTTP")]
+    #[arg(long, value_name = "ADDR", env = "KVASIR_HTTP", value_parser = config::listen)]
+    #[serde(default, deserialize_with = "config::listen_in_file")]
     http: Option<SocketAddr>,
     /// Ops port of the first coordinator, the next takes the next; port 0 is any [default: 127.0.0.1:9090]
-    #[arg(long, value_name = "ADDR", env = "KVASIR_OPS")]
+    #[arg(long, value_name = "ADDR", env = "KVASIR_OPS", value_parser = config::listen)]
+    #[serde(default, deserialize_with = "config::listen_in_file")]
     ops: Option<SocketAddr>,
     /// Compute threads of each worker [default: usable CPUs / workers, at least 1]
     #[arg(long, value_name = "N", env = "KVASIR_THREADS")]
@@ -318,9 +319,7 @@ impl Up {
             if supervisor.start().await? {
                 let nodes = supervisor.nodes();
                 let text = if self.json { nodes.up_line()? + "\n" } else { banner(nodes, task, &up_file) };
-                let mut out = std::io::stdout().lock();
-                out.write_all(text.as_bytes()).and_then(|()| out.flush()).context("stdout")?;
-                drop(out);
+                crate::node::announce(text)?;
                 supervisor.run().await?;
             }
             supervisor.drain().await

@@ -60,7 +60,8 @@ pub(crate) struct WorkerSettings {
     pub(crate) coordinators: Option<Vec<String>>,
     /// Where the OpenAI API answers, for a worker that is in no cluster: no identity and no coordinators then, and
     /// loopback only.
-    #[arg(long, value_name = "ADDR", env = "KVASIR_WORKER_HTTP")]
+    #[arg(long, value_name = "ADDR", env = "KVASIR_WORKER_HTTP", value_parser = config::listen)]
+    #[serde(default, deserialize_with = "config::listen_in_file")]
     pub(crate) http: Option<SocketAddr>,
     /// Catalog name, path of a .gguf file, or ID=PATH to give it another name in the API. With --pool it may be left out:
     /// then this worker gets its part of whatever model is placed on it from those that have it.
@@ -102,7 +103,8 @@ pub(crate) struct WorkerSettings {
     #[arg(long, value_name = "ADDR", env = "KVASIR_QUIC")]
     pub(crate) quic: Option<Bind>,
     /// Where /livez, /readyz and /metrics answer [default: 127.0.0.1:9091].
-    #[arg(long, value_name = "ADDR", env = "KVASIR_OPS")]
+    #[arg(long, value_name = "ADDR", env = "KVASIR_OPS", value_parser = config::listen)]
+    #[serde(default, deserialize_with = "config::listen_in_file")]
     pub(crate) ops: Option<SocketAddr>,
     /// Compute threads [default: usable CPUs].
     #[arg(long, value_name = "N", env = "KVASIR_THREADS")]

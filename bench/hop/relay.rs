@@ -19,7 +19,7 @@ use proto::message::{
     GenerateFrame, GenerateRequestV3, GenerateRequestV4, LoadReport, Register, Registered, RegisteredV1,
     Sampling, Stop, TokenIds,
 };
-use proto::service::{CoordinatorApi, Refusal};
+use proto::service::{CertificateReport, CoordinatorApi, Refusal};
 use proto::shard::ShippingReport;
 use proto::transport::{Connection, Endpoint, EndpointConfig, Incoming};
 use std::convert::Infallible;
@@ -191,4 +191,5 @@ impl CoordinatorApi for Api {
     }
 
     async fn shipping(self, _: context::Context, _: ShippingReport) {}
+    async fn certificate(self, _: context::Context, _: CertificateReport) {}
 }

@@ -12,6 +12,7 @@ mod members;
 mod mesh;
 mod news;
 mod replicas;
+mod settings;
 
 use crate::api::auth::Keys;
 use crate::config::Config;
@@ -30,8 +31,10 @@ use news::{Heard, MemberV1, News, Told};
 use parking_lot::Mutex;
 use proto::codec::CodecError;
 use proto::ids::{Epoch, NodeId};
-use proto::transport::{Connection, Endpoint};
+use proto::log::Repeats;
+use proto::transport::{Connection, Endpoint, Identity};
 use serde::{Deserialize, Serialize};
+use settings::{Compared, SettingsV1};
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
@@ -43,6 +46,7 @@ use tokio::task::JoinHandle;
 pub use founding::DraftError;
 pub use members::{GroupView, MemberView, Order};
 pub use news::Standing;
+pub use settings::{Difference, OwnSettings};
 
 /// A tick of [`Settings::default`].
 const TICK: Duration = Duration::from_millis(50);
@@ -56,6 +60,14 @@ const DRAFT_EVERY: Duration = Duration::from_millis(100);
 const INTRODUCE_EVERY: Duration = Duration::from_secs(1);
 /// How long handing over leadership may take at the end.
 const HAND_OVER_LIMIT: Duration = Duration::from_secs(2);
+/// How long workers wait at most, after the start, until settings are compared.
+const COMPARE_LIMIT: Duration = Duration::from_secs(2);
+/// How often it is looked whether they are.
+const COMPARE_EVERY: Duration = Duration::from_millis(10);
+/// Settings that differ, as far as that was logged.
+static DIFFERS: Repeats = Repeats::new();
+/// What was agreed on, in the data directory.
+const CONSENSUS_FILE: &str = "consensus.redb";
 /// Orders of others that wait to be carried out. Whoever has given one that is lost gives it again.
 const MAX_ORDERS: usize = 8;
 
@@ -72,17 +84,14 @@ pub struct PeerEntry {
 /// Why a coordinator cannot take part in its group.
 #[derive(Debug, thiserror::Error)]
 pub enum GroupError {
-    /// The data directory cannot be made.
-    #[error("{path}: {source}", path = path.display())]
-    Directory {
-        /// Which.
+    /// What was agreed on cannot be read or written.
+    #[error("{path}: {}{}", source, remedy(source), path = path.display())]
+    Storage {
+        /// The file.
         path: PathBuf,
         /// Why.
-        source: std::io::Error,
+        source: StorageError,
     },
-    /// The disk cannot be used.
-    #[error(transparent)]
-    Storage(#[from] StorageError),
     /// The draft of a group cannot be used.
     #[error(transparent)]
     Draft(#[from] DraftError),
@@ -92,6 +101,19 @@ pub enum GroupError {
     /// The founders do not fit into a frame.
     #[error(transparent)]
     Codec(#[from] CodecError),
+}
+
+fn remedy(error: &StorageError) -> &'static str {
+    match error {
+        StorageError::Full => "; make room, or raise the limit that is reached, and start again",
+        StorageError::Damaged { .. } => {
+            "; with other coordinators, start with an empty data directory and have it be a member again; alone, restore the \
+             directory or start anew with an empty one"
+        }
+        StorageError::Unknown { .. } => "; start the version that has written it, or a later one",
+        StorageError::Foreign { .. } => "; name this coordinator's own data directory",
+        StorageError::Disk(_) | StorageError::Unwritable(_) => "",
+    }
 }
 
 /// Why a change was not made, or is not known to be made.
@@ -114,6 +136,7 @@ pub struct Agreement {
     shared: Arc<Shared>,
     mesh: Arc<Mesh>,
     tasks: Vec<JoinHandle<()>>,
+    started: Instant,
 }
 
 #[derive(Debug)]
@@ -133,6 +156,10 @@ struct Shared {
     /// What this one had of the group was damaged and put aside: it founds none, and wants to be a member again.
     lost: bool,
     heard: Mutex<Heard>,
+    /// What must be the same everywhere.
+    settings: OwnSettings,
+    compared: Mutex<Compared>,
+    identity: Identity,
     /// Something was heard that a founder waits for.
     news: Notify,
     /// A worker has joined here.
@@ -173,22 +200,23 @@ impl Agreement {
         dispatch: Arc<Dispatch>,
         keys: Arc<Keys>,
         metrics: RaftMetrics,
+        settings: OwnSettings,
+        identity: &Identity,
     ) -> Result<Option<Arc<Self>>, GroupError> {
         let Some(directory) = &config.data_dir else { return Ok(None) };
         let node = endpoint.name().node.clone();
-        std::fs::create_dir_all(directory)
-            .map_err(|source| GroupError::Directory { path: directory.clone(), source })?;
         let (own, others): (Vec<_>, Vec<_>) =
             config.peers.iter().cloned().partition(|peer| peer.node == node);
-        let path = directory.join("consensus.redb");
+        let path = directory.join(CONSENSUS_FILE);
+        let at = |source| GroupError::Storage { path: path.clone(), source };
         let (disk, loaded) = match Disk::open(&path, &node) {
             // The others have all of it. What is left here must not vote: it is as if it had been wiped.
             Err(error @ StorageError::Damaged { .. }) if !others.is_empty() => {
                 tracing::error!(%error, "what was agreed on is damaged here; it is put aside and asked of the others");
-                Disk::put_aside(&path)?;
-                Disk::open(&path, &node)?
+                Disk::put_aside(&path).map_err(at)?;
+                Disk::open(&path, &node).map_err(at)?
             }
-            opened => opened?,
+            opened => opened.map_err(at)?,
         };
         let lost = Disk::was_put_aside(&path);
         let file = DraftFile(directory.join("founding"));
@@ -204,6 +232,9 @@ impl Agreement {
             removed: AtomicBool::new(false),
             lost,
             heard: Mutex::default(),
+            settings,
+            compared: Mutex::default(),
+            identity: identity.clone(),
             news: Notify::new(),
             joined: Notify::new(),
             applying: Mutex::new(()),
@@ -242,7 +273,7 @@ impl Agreement {
             tokio::spawn(Arc::clone(&shared).obey(Arc::clone(&mesh), given)),
             tokio::spawn(Arc::clone(&shared).settle()),
         ];
-        Ok(Some(Arc::new(Self { shared, mesh, tasks })))
+        Ok(Some(Arc::new(Self { shared, mesh, tasks, started: Instant::now() })))
     }
 
     /// A coordinator has dialed in.
@@ -274,6 +305,33 @@ impl Agreement {
     pub fn joined(&self) {
         self.shared.apply();
         self.shared.joined.notify_one();
+    }
+
+    /// The settings on which the coordinators disagree.
+    pub fn differences(&self) -> Vec<Difference> {
+        self.shared.compared.lock().differences(&self.shared.node)
+    }
+
+    /// Why this one must not serve: settings of its own that must be the others'.
+    pub fn odd_settings(&self) -> Option<String> {
+        let differences = self.differences();
+        let odd = differences.iter().filter(|difference| difference.own && difference.binding);
+        let odd: Vec<&str> = odd.map(|difference| difference.setting.as_str()).collect();
+        (!odd.is_empty()).then(|| odd.join(", "))
+    }
+
+    /// Waits until the others have told their settings, or have had the time to: a worker takes the cluster's key of
+    /// whoever answers it first.
+    pub async fn settings_compared(&self) {
+        while self.started.elapsed() < COMPARE_LIMIT && !self.shared.compared.lock().knows(&self.mesh.peers())
+        {
+            tokio::time::sleep(COMPARE_EVERY).await;
+        }
+    }
+
+    /// When a coordinator's certificate ends, in seconds since 1970, if it has said so.
+    pub fn certificate_ends(&self, node: &NodeId) -> Option<i64> {
+        self.shared.compared.lock().certificate_ends(node)
     }
 
     /// Where each coordinator stands, this one first.
@@ -323,6 +381,7 @@ impl Shared {
             }
             Told::Seat(seat) => self.heard.lock().seat(peer, seat),
             Told::Removed(life) => self.told_removed(peer, life),
+            Told::Settings(settings) => self.compared.lock().hear(peer, settings),
             Told::Spending(spending) => self.keys.spent_elsewhere(peer, &spending),
             Told::Order(number, order) => {
                 let _lost = self.orders.try_send((peer.clone(), number, order));
@@ -371,7 +430,8 @@ impl Shared {
         };
         let Some(loaded) = loaded else { return Ok(Some(blank)) };
         tracing::info!(group = %format_args!("{:032x}", loaded.identity.group.0), "a group of coordinators");
-        blank.disk.format(&loaded)?;
+        let path = blank.file.0.with_file_name(CONSENSUS_FILE);
+        blank.disk.format(&loaded).map_err(|source| GroupError::Storage { path, source })?;
         blank.file.forget()?;
         self.take_part(loaded, blank.disk, mesh)?;
         Ok(None)
@@ -387,6 +447,7 @@ impl Shared {
                     Err(error) => {
                         // What is on the disk is unknown: as after a failed write of the log.
                         tracing::error!(%error, "the group cannot be founded; the process ends");
+                        proto::log::flush();
                         std::process::abort();
                     }
                 };
@@ -409,7 +470,10 @@ impl Shared {
                 self.ask_to_rejoin(&mesh);
             }
             let spending = self.keys.spending();
-            for peer in mesh.peers() {
+            let peers = mesh.peers();
+            let settings = self.compare(&peers);
+            for peer in peers {
+                mesh.send(&peer, Told::Settings(settings.clone()));
                 spending.iter().for_each(|spending| mesh.send(&peer, Told::Spending(spending.clone())));
                 if let Some(life) = self.removed_life(&peer) {
                     mesh.send(&peer, Told::Removed(life));
@@ -475,6 +539,49 @@ impl Shared {
             self.dispatch.agree(table.workers());
             self.keys.agree(table.access());
         }
+    }
+
+    /// Looks whether the settings here are those of the others, and says so if not. What to tell them of ours.
+    fn compare(&self, peers: &[NodeId]) -> SettingsV1 {
+        let ends = self.identity.validities().map_or(0, |validities| validities.node.ends);
+        let own = self.settings.told(ends, &[]);
+        let mut compared = self.compared.lock();
+        compared.keep(peers, &self.node);
+        compared.hear(&self.node, own);
+        let (mut odd_here, mut must_not_serve) = (Vec::new(), false);
+        for Difference { setting, odd, own, binding } in compared.differences(&self.node) {
+            if own {
+                odd_here.push(setting.clone());
+                must_not_serve |= binding;
+            }
+            let Some(left_out) = DIFFERS.due((&self.node, &setting, &odd)) else { continue };
+            let nodes: Vec<&str> = odd.iter().map(NodeId::as_str).collect();
+            let nodes = nodes.join(", ");
+            match (own, binding) {
+                (true, true) => tracing::error!(
+                    setting,
+                    left_out,
+                    "this coordinator has another {setting} than the others: it is not ready and takes no workers until they are the same"
+                ),
+                (false, true) => tracing::error!(
+                    nodes,
+                    setting,
+                    left_out,
+                    "{nodes} has another {setting} than the other coordinators"
+                ),
+                (_, false) => tracing::warn!(
+                    nodes,
+                    setting,
+                    left_out,
+                    "{nodes} has another list of {setting} than the other coordinators"
+                ),
+            }
+        }
+        drop(compared);
+        if must_not_serve {
+            self.dispatch.let_idle_go("a setting here is not that of the other coordinators");
+        }
+        self.settings.told(ends, &odd_here)
     }
 
     fn own(&self) -> Standing {

@@ -5,12 +5,12 @@
 //! named by the key's id and tenant.
 
 use parking_lot::Mutex;
+use proto::directory;
 use proto::ids::NodeId;
 use serde::Serialize;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::Write;
 use std::net::IpAddr;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -21,7 +21,7 @@ const OLD_FILES: usize = 8;
 
 /// The log cannot be written.
 #[derive(Debug, thiserror::Error)]
-#[error("{path}: {source}", path = path.display())]
+#[error("{}", directory::failed(path, source))]
 pub struct AuditError {
     path: PathBuf,
     source: std::io::Error,
@@ -98,7 +98,7 @@ impl Audit {
 impl Log {
     fn open(directory: &Path, limit: u64) -> Result<Self, AuditError> {
         let path = directory.join("audit.jsonl");
-        let opened = std::fs::create_dir_all(directory).and_then(|()| append_to(&path));
+        let opened = proto::directory::make_private(directory).and_then(|()| append_to(&path));
         let opened = opened.and_then(|file| Ok((file.metadata()?.len(), file)));
         match opened {
             Ok((bytes, file)) => Ok(Self { path, file, bytes, limit, torn: false }),
@@ -135,7 +135,7 @@ impl Log {
 }
 
 fn append_to(path: &Path) -> std::io::Result<File> {
-    OpenOptions::new().append(true).create(true).mode(0o600).open(path)
+    directory::private().append(true).create(true).open(path)
 }
 
 #[cfg(test)]

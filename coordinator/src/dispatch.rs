@@ -2,6 +2,7 @@
 //! of each generation ([`Generation`]), of each call to encode texts ([`Encoding`]) and of each session of an operation
 //! ([`Hearing`]) on them.
 
+mod certificates;
 mod choice;
 mod claim;
 mod encoding;
@@ -14,6 +15,7 @@ mod pool;
 mod sequences;
 mod shipments;
 
+pub use certificates::Certificates;
 pub use encoding::{EncodeJob, Encoded, Encoding};
 pub use generation::{Event, Failure, Generation, Job, Started};
 pub use link::SessionId;
@@ -37,6 +39,7 @@ use parking_lot::{Mutex, MutexGuard};
 use proto::block::BlockId;
 use proto::event::{KvEventBatch, KvReplay};
 use proto::ids::{Epoch, ModelId, NodeId};
+use proto::log::Repeats;
 use proto::message::{GenerateError, LoadReportV2, RegisterV2, RegisterV3, ServedModelV2};
 use proto::placement::RegisterV4;
 use proto::sequence::SequenceName;
@@ -51,6 +54,10 @@ use tokio::sync::{Notify, mpsc};
 
 /// How long a worker may take to answer what is asked of it besides generations.
 const RPC_LIMIT: Duration = Duration::from_secs(5);
+/// How long a worker is given to show that it is alive, when another process registers by its name.
+const ALIVE_LIMIT: Duration = Duration::from_secs(1);
+/// KV events that were not taken.
+static REFUSED: Repeats = Repeats::new();
 
 /// The balancer, in traffic. Share it in an `Arc`.
 #[derive(Debug)]
@@ -59,6 +66,7 @@ pub struct Dispatch {
     metrics: Arc<Metrics>,
     peers: Peers,
     shipments: Shipments,
+    certificates: Certificates,
     lost_devices: LostDevices,
     /// Told when events of a worker have been applied.
     heard: Notify,
@@ -124,6 +132,7 @@ impl Dispatch {
             metrics,
             peers: Peers::default(),
             shipments: Shipments::default(),
+            certificates: Certificates::default(),
             lost_devices: LostDevices::default(),
             heard: Notify::new(),
         })
@@ -203,6 +212,37 @@ impl Dispatch {
         Ok(())
     }
 
+    /// Where another process is alive that is a member by this worker's name: its connection is another one's, its life is
+    /// another, and it answers or reports while it is asked. One that was killed or has frozen does neither.
+    pub async fn is_alive_elsewhere(
+        &self,
+        session: SessionId,
+        node: &NodeId,
+        epoch: Epoch,
+    ) -> Option<SocketAddr> {
+        let other = || {
+            let desk = self.desk.lock();
+            let link = desk.links.get(node)?;
+            let other = link.session() != session && link.epoch() != epoch && !link.is_closed();
+            other.then(|| Arc::clone(link))
+        };
+        let link = other()?;
+        let asked = Instant::now();
+        let answer = async { link.api().await.ok()?.status(deadline(ALIVE_LIMIT)).await.ok() };
+        let answers = tokio::time::timeout(ALIVE_LIMIT, answer).await.is_ok_and(|answer| answer.is_some());
+        // It may have gone meanwhile.
+        let link = other().filter(|now| now.session() == link.session())?;
+        let silent = self
+            .desk
+            .lock()
+            .balancer
+            .workers(Instant::now())
+            .into_iter()
+            .find_map(|view| (view.member.register.node == *node).then_some(view.silent));
+        let reports = silent.is_some_and(|silent| silent < asked.elapsed());
+        (answers || reports).then(|| link.connection().remote_address())
+    }
+
     /// A worker reports on this session. `false` if it is not a member by this session and epoch.
     pub fn load(self: &Arc<Self>, session: SessionId, node: &NodeId, report: LoadReportV2) -> bool {
         let mut desk = self.desk.lock();
@@ -221,6 +261,11 @@ impl Dispatch {
         &self.shipments
     }
 
+    /// When workers' certificates end, as they say.
+    pub fn certificates(&self) -> &Certificates {
+        &self.certificates
+    }
+
     /// Which workers' lives have ended with their GPU.
     pub fn lost_devices(&self) -> &LostDevices {
         &self.lost_devices
@@ -237,7 +282,11 @@ impl Dispatch {
             }
             match desk.balancer.events(node, part) {
                 Ok(action) => self.perform(&mut desk, action),
-                Err(error) => tracing::warn!(%node, %error, "KV events refused"),
+                Err(error) => {
+                    if let Some(left_out) = REFUSED.due((node, error.to_string())) {
+                        tracing::warn!(%node, %error, left_out, "KV events refused");
+                    }
+                }
             }
             // Whoever has a request to place goes between the parts.
             MutexGuard::unlock_fair(desk);
@@ -248,6 +297,7 @@ impl Dispatch {
     /// The session's connection is gone: if it is the one by which the worker is a member, it has left.
     pub fn session_lost(self: &Arc<Self>, session: SessionId, node: &NodeId) {
         self.shipments.forget(session, node);
+        self.certificates.forget(session, node);
         self.remove(node, "connection lost", |link| link.session() == session);
     }
 
@@ -255,6 +305,13 @@ impl Dispatch {
     /// believes. `false` if it is no member.
     pub fn notice_dead(self: &Arc<Self>, node: &NodeId) -> bool {
         self.remove(node, "reported dead", |_| true)
+    }
+
+    /// Parts with those workers that have no generation from here; they join other coordinators.
+    pub fn let_idle_go(self: &Arc<Self>, why: &str) {
+        for view in self.workers().iter().filter(|view| view.inflight == 0) {
+            self.remove(&view.member.register.node, why, |_| true);
+        }
     }
 
     /// Asks a worker to take no new work, or to take it again; here at once, there by RPC.
@@ -500,7 +557,9 @@ impl Dispatch {
             let applied = match self.fetch_once(&node, &link, wanted).await {
                 Ok(applied) => applied,
                 Err(error) => {
-                    tracing::warn!(%node, %error, ?wanted, "missing KV events could not be fetched");
+                    if let Some(left_out) = REFUSED.due((&node, "fetch")) {
+                        tracing::warn!(%node, %error, ?wanted, left_out, "missing KV events could not be fetched");
+                    }
                     self.desk.lock().balancer.fetch_failed(&node);
                     return;
                 }
@@ -510,7 +569,9 @@ impl Dispatch {
                 Ok(Some(Action::Fetch { need, .. })) => Some(need),
                 Ok(_) => None,
                 Err(error) => {
-                    tracing::warn!(%node, %error, "fetched KV events refused");
+                    if let Some(left_out) = REFUSED.due((&node, error.to_string())) {
+                        tracing::warn!(%node, %error, left_out, "fetched KV events refused");
+                    }
                     self.desk.lock().balancer.fetch_failed(&node);
                     None
                 }

@@ -36,7 +36,9 @@ use dashboard::Feed;
 use metrics::Metrics;
 use model::shard::ChunkId;
 use proto::block::ClusterKey;
+use proto::heartbeat::{self, Heartbeat};
 use proto::ids::NodeId;
+use proto::transport::Identity;
 use std::convert::Infallible;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -81,6 +83,10 @@ pub struct Ops {
     pub audit: Arc<Audit>,
     /// Whether this node may call itself ready.
     pub gate: ReadyGate,
+    /// Whose certificates are looked at.
+    pub identity: Identity,
+    /// Without these nothing is served.
+    pub loops: Vec<Heartbeat>,
 }
 
 /// Whether this node may call itself ready: nobody holds it back, and it is not stopping.
@@ -144,7 +150,7 @@ where
         .fold(Router::new(), |router, endpoint| router.route_service(endpoint.path(), api.clone()))
         .layer(from_fn_with_state(Arc::clone(&ops), those_whom_the_api_knows));
     Router::new()
-        .route("/livez", get(async || "ok\n"))
+        .route("/livez", get(livez))
         .route("/startupz", get(async || "ok\n"))
         .route("/readyz", get(readyz))
         .route("/metrics", get(scrape))
@@ -227,7 +233,21 @@ async fn those_whom_the_api_knows(State(ops): State<Arc<Ops>>, request: Request,
     }
 }
 
+/// Alive: all of its loops turn.
+async fn livez(State(ops): State<Arc<Ops>>) -> Response {
+    let stopped = heartbeat::stopped(&ops.loops).await;
+    if stopped.is_empty() {
+        return "ok\n".into_response();
+    }
+    let why = format!("{} no longer turns\n", stopped.join(" and "));
+    (StatusCode::SERVICE_UNAVAILABLE, why).into_response()
+}
+
 async fn readyz(State(ops): State<Arc<Ops>>) -> Response {
+    if let Some(settings) = ops.agreement.as_ref().and_then(|agreement| agreement.odd_settings()) {
+        let why = format!("{settings}: not that of the other coordinators\n");
+        return (StatusCode::SERVICE_UNAVAILABLE, why).into_response();
+    }
     let served = ops.models.iter().any(|model| ops.dispatch.serves(&model.id));
     if ops.gate.is_open() && served {
         return "ok\n".into_response();
@@ -238,6 +258,8 @@ async fn readyz(State(ops): State<Arc<Ops>>) -> Response {
 
 async fn scrape(State(ops): State<Arc<Ops>>) -> Response {
     let workers = ops.dispatch.worker_metrics(SCRAPE_LIMIT).await;
+    ops.metrics.note_node(&ops.identity);
+    ops.metrics.note_differences(ops.agreement.as_ref().map_or(0, |agreement| agreement.differences().len()));
     let mut text = ops.metrics.text(&ops.dispatch, &ops.models, &ops.chains, &ops.keys);
     relabel::append(&mut text, &workers);
     text.push_str("# EOF\n");

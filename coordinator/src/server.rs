@@ -2,7 +2,7 @@
 
 mod http;
 
-use crate::agreement::{Agreement, GroupError};
+use crate::agreement::{Agreement, GroupError, OwnSettings};
 use crate::api::cors::Cors;
 use crate::api::operations::Sessions;
 use crate::api::realtime::Rules;
@@ -22,6 +22,8 @@ use crate::replicas::Replicas;
 use crate::workers::{self, Terms};
 use http::{Limits, Listener};
 use proto::block::ClusterKey;
+use proto::directory::{Claim, ClaimError};
+use proto::heartbeat::Heartbeat;
 use proto::ids::{Epoch, ModelId, NodeId, Role};
 use proto::transport::{Endpoint, EndpointConfig, Identity};
 use std::net::SocketAddr;
@@ -56,6 +58,12 @@ pub enum StartError {
     /// It cannot take part in the coordinators' agreement.
     #[error(transparent)]
     Group(#[from] GroupError),
+    /// Another process has the data directory, or it cannot be used.
+    #[error(transparent)]
+    DataDir(#[from] ClaimError),
+    /// The runtime ends.
+    #[error("the runtime has ended")]
+    Ended,
     /// It cannot write down who changes what.
     #[error(transparent)]
     Audit(#[from] AuditError),
@@ -92,6 +100,8 @@ pub struct Coordinator {
     ops_http: Listener,
     tasks: Vec<JoinHandle<()>>,
     drain: Duration,
+    /// Of the data directory.
+    _claim: Option<Claim>,
 }
 
 impl Coordinator {
@@ -106,6 +116,14 @@ impl Coordinator {
         if name.role != Role::Coordinator {
             return Err(StartError::WrongRole(name.role));
         }
+        let claim = match config.data_dir.clone() {
+            // It may wait for another process to end.
+            Some(dir) => {
+                let claimed = tokio::task::spawn_blocking(move || Claim::of(&dir)).await;
+                Some(claimed.map_err(|_| StartError::Ended)??)
+            }
+            None => None,
+        };
         let models = Arc::new(Models::open(&config.models, config.raw_chats)?);
         let keys = Keys::new(&config.keys, cluster_key.clone(), config.data_dir.as_deref())
             .map_err(ConfigError::from)?;
@@ -123,7 +141,16 @@ impl Coordinator {
         let accepts = if alone { vec![Role::Worker] } else { vec![Role::Worker, Role::Coordinator] };
         let endpoint = Endpoint::bind(config.quic, identity, EndpointConfig::new(epoch, accepts))?;
         let endpoint = Arc::new(endpoint);
-        let agreement = Agreement::start(&config, &endpoint, Arc::clone(&dispatch), Arc::clone(&keys), raft)?;
+        let settings = OwnSettings::new(&cluster_key, &models.tokenizer_digests(), &config.keys);
+        let agreement = Agreement::start(
+            &config,
+            &endpoint,
+            Arc::clone(&dispatch),
+            Arc::clone(&keys),
+            raft,
+            settings,
+            identity,
+        )?;
         let replicas = agreement.as_ref().map(|agreement| {
             let (dispatch, agreement) = (Arc::clone(&dispatch), Arc::clone(agreement));
             Replicas::new(dispatch, agreement, Arc::clone(&models), Arc::clone(&audit), config.shards)
@@ -136,6 +163,8 @@ impl Coordinator {
             audit: Arc::clone(&audit),
         });
 
+        let (runtime, ticks) = (Heartbeat::new("the runtime"), Heartbeat::new("the dispatcher"));
+        let joins = Heartbeat::new("the loop that takes workers");
         let chains = Arc::new(ChainMemo::new(&cluster_key, CHAIN_BYTES));
         let front = Arc::new(Front {
             dispatch: Arc::clone(&dispatch),
@@ -168,6 +197,8 @@ impl Coordinator {
             feed: Feed::default(),
             audit,
             gate: ReadyGate::new(config.hold_ready),
+            identity: identity.clone(),
+            loops: vec![runtime.clone(), ticks.clone(), joins.clone()],
         });
         let api = Limits {
             port: "api",
@@ -188,14 +219,27 @@ impl Coordinator {
                 Arc::clone(&dispatch),
                 terms,
                 agreement.clone(),
+                joins,
             )),
-            tokio::spawn(tick(Arc::clone(&dispatch))),
+            tokio::spawn(tick(Arc::clone(&dispatch), ticks)),
+            tokio::spawn(runtime.of_runtime()),
         ];
         tasks.push(tokio::spawn(note_revocations(identity.clone(), Arc::clone(&ops.audit))));
         tasks.extend(replicas.map(|replicas| tokio::spawn(replicas.run())));
         tracing::info!(id = %name.node, ?addresses, "coordinator started");
         let drain = Duration::from_secs(config.drain_s);
-        Ok(Self { addresses, dispatch, ops, endpoint, agreement, http, ops_http, tasks, drain })
+        Ok(Self {
+            addresses,
+            dispatch,
+            ops,
+            endpoint,
+            agreement,
+            http,
+            ops_http,
+            tasks,
+            drain,
+            _claim: claim,
+        })
     }
 
     /// Where it listens.
@@ -252,7 +296,7 @@ async fn note_revocations(identity: Identity, audit: Arc<Audit>) {
     }
 }
 
-async fn tick(dispatch: Arc<Dispatch>) {
+async fn tick(dispatch: Arc<Dispatch>, heart: Heartbeat) {
     // Not in step with other coordinators.
     tokio::time::sleep(TICK.mul_f64((random_u64() % 1_000) as f64 / 1e3)).await;
     let mut ticks = tokio::time::interval(TICK);
@@ -260,5 +304,6 @@ async fn tick(dispatch: Arc<Dispatch>) {
     loop {
         ticks.tick().await;
         dispatch.tick();
+        heart.beat();
     }
 }

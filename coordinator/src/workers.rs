@@ -7,9 +7,11 @@ use crate::dispatch::{Dispatch, SessionId};
 use crate::table::TableError;
 use proto::block::ClusterKey;
 use proto::codec::CodecError;
+use proto::heartbeat::{BEAT_EVERY, Heartbeat};
 use proto::ids::{ModelId, NodeId, Role};
+use proto::log::Repeats;
 use proto::message::{LoadReport, Register, Registered, RegisteredV1};
-use proto::service::{CoordinatorApi, Refusal};
+use proto::service::{CertificateReport, CertificateReportV1, CoordinatorApi, Refusal};
 use proto::shard::ShippingReport;
 use proto::transport::{CloseCode, Connection, Endpoint, Incoming, KvEventReceiver};
 use std::collections::HashMap;
@@ -18,6 +20,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use tarpc::context::Context;
 use tokio::task::JoinSet;
+
+/// What was logged of workers that connect, or are refused, again and again.
+static NOTED: Repeats = Repeats::new();
 
 /// What workers are told, and what they must agree with.
 #[derive(Debug)]
@@ -40,10 +45,19 @@ pub async fn serve(
     dispatch: Arc<Dispatch>,
     terms: Arc<Terms>,
     agreement: Option<Arc<Agreement>>,
+    heart: Heartbeat,
 ) {
     let sessions = AtomicU64::new(0);
     let mut open = JoinSet::new();
-    while let Some(connection) = endpoint.accept().await {
+    let mut beats = tokio::time::interval(BEAT_EVERY);
+    beats.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        heart.beat();
+        let connection = tokio::select! {
+            connection = endpoint.accept() => connection,
+            _ = beats.tick() => continue,
+        };
+        let Some(connection) = connection else { return };
         while open.try_join_next().is_some() {}
         if let (Role::Coordinator, Some(agreement)) = (connection.peer().role, &agreement) {
             agreement.accepted(connection);
@@ -80,7 +94,10 @@ impl Session {
             self.connection.close(CloseCode::Protocol);
             return;
         }
-        tracing::info!(node = %self.node(), epoch = self.connection.peer_epoch().0, "a worker has connected");
+        if let Some(left_out) = NOTED.due((self.node(), "connected")) {
+            let epoch = self.connection.peer_epoch().0;
+            tracing::info!(node = %self.node(), epoch, left_out, "a worker has connected");
+        }
         let mut streams = JoinSet::new();
         loop {
             while streams.try_join_next().is_some() {}
@@ -105,7 +122,9 @@ impl Session {
                 ) => {}
                 Ok(Incoming::Shard(_)) => {}
                 Err(error) => {
-                    tracing::info!(node = %self.node(), %error, "a worker's connection has ended");
+                    if let Some(left_out) = NOTED.due((self.node(), "ended")) {
+                        tracing::info!(node = %self.node(), %error, left_out, "a worker's connection has ended");
+                    }
                     if self.connection.was_closed_for(CloseCode::DeviceLost) {
                         self.device_lost().await;
                     }
@@ -158,15 +177,23 @@ impl Session {
 
 impl CoordinatorApi for Session {
     async fn register(self, _: Context, request: Register) -> Result<Registered, Refusal> {
-        let registered = self.admit(request);
+        let registered = self.admit(request).await;
         let result = registered.as_ref().map_or_else(ToString::to_string, |_| "joined".to_owned());
-        self.audit("join", &format!("epoch {}", self.connection.peer_epoch().0), &result);
+        // One that is refused tries again without end.
+        if registered.is_ok() || NOTED.due((self.node(), "audit", &result)).is_some() {
+            self.audit("join", &format!("epoch {}", self.connection.peer_epoch().0), &result);
+        }
         registered
     }
 
     async fn report(self, _: Context, report: LoadReport) -> Result<(), Refusal> {
         let report = report.into_latest();
         if self.dispatch.load(self.id, self.node(), report) { Ok(()) } else { Err(Refusal::NotRegistered) }
+    }
+
+    async fn certificate(self, _: Context, report: CertificateReport) {
+        let CertificateReport::V1(CertificateReportV1 { ends }) = report;
+        self.dispatch.certificates().report(self.id, self.node(), ends);
     }
 
     async fn shipping(self, _: Context, report: ShippingReport) {
@@ -185,7 +212,7 @@ impl Session {
         self.terms.audit.note(&Record { who: &who, from, what, on, result });
     }
 
-    fn admit(&self, request: Register) -> Result<Registered, Refusal> {
+    async fn admit(&self, request: Register) -> Result<Registered, Refusal> {
         let register = request.into_latest();
         let worker = &register.worker.worker;
         let node = worker.node.clone();
@@ -193,20 +220,46 @@ impl Session {
         for model in &worker.models {
             match self.terms.tokenizers.get(&model.id) {
                 Some(digest) if *digest != model.tokenizer_digest => {
-                    tracing::error!(%node, model = %model.id, "refused: its tokenizer is not ours");
+                    if let Some(left_out) = NOTED.due((&node, &model.id, "tokenizer")) {
+                        tracing::error!(%node, model = %model.id, left_out, "refused: its tokenizer is not ours");
+                    }
                     return Err(Refusal::ModelDiffers { model: model.id.to_string() });
                 }
                 Some(_) => {}
                 None => {
-                    tracing::warn!(%node, model = %model.id, "serves a model that is not configured here")
+                    if let Some(left_out) = NOTED.due((&node, &model.id, "not configured")) {
+                        tracing::warn!(%node, model = %model.id, left_out, "serves a model that is not configured here");
+                    }
                 }
             }
         }
         let epoch = worker.epoch;
+        if let Some(agreement) = &self.agreement {
+            agreement.settings_compared().await;
+            if let Some(settings) = agreement.odd_settings() {
+                return Err(Refusal::SettingsDiffer { settings });
+            }
+        }
+        if let Some(at) = self.dispatch.is_alive_elsewhere(self.id, &node, epoch).await {
+            let at = at.to_string();
+            if let Some(left_out) = NOTED.due((&node, "copy")) {
+                let from = self.connection.remote_address();
+                tracing::error!(
+                    %node,
+                    %from,
+                    alive_at = at,
+                    left_out,
+                    "refused: another process with this worker's identity is alive; each worker needs an identity of its own"
+                );
+            }
+            return Err(Refusal::AlreadyHere { at });
+        }
         let models: Vec<_> = worker.models.iter().map(|m| m.id.to_string()).collect();
         let later = self.agreement.as_ref().and_then(|agreement| agreement.later_life(&node, epoch));
         if let Some(known) = later {
-            tracing::error!(%node, epoch = epoch.0, known = known.0, "refused: a later life is agreed on");
+            if let Some(left_out) = NOTED.due((&node, "later life")) {
+                tracing::error!(%node, epoch = epoch.0, known = known.0, left_out, "refused: a later life is agreed on");
+            }
             return Err(Refusal::StaleEpoch { known });
         }
         match self.dispatch.join(self.id, self.connection.clone(), register) {
@@ -223,7 +276,9 @@ impl Session {
                 }))
             }
             Err(error) => {
-                tracing::error!(%node, epoch = epoch.0, %error, "a worker was refused");
+                if let Some(left_out) = NOTED.due((&node, error.to_string())) {
+                    tracing::error!(%node, epoch = epoch.0, %error, left_out, "a worker was refused");
+                }
                 Err(match error {
                     TableError::StaleEpoch { known, .. } => Refusal::StaleEpoch { known },
                     TableError::ModelConflict { model, .. } => {

@@ -28,7 +28,10 @@ use x509_parser::prelude::{FromDer, X509Certificate};
 
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 const CA_LIFE: Duration = Duration::from_secs(10 * 365 * 24 * 60 * 60);
+/// Of the nodes whose certificate lasts longest.
 const NODE_LIFE: Duration = Duration::from_secs(365 * 24 * 60 * 60);
+/// By so much less at most, so that the certificates of nodes that were issued together do not end together.
+const NODE_LIFE_SPREAD: Duration = Duration::from_secs(45 * 24 * 60 * 60);
 /// Clocks of nodes may be this much behind the issuer's.
 const CLOCK_SKEW: Duration = DAY;
 const MAX_FILE_BYTES: u64 = 1 << 20;
@@ -156,12 +159,12 @@ impl Authority {
         &self.certificate_pem
     }
 
-    /// Makes a key and a certificate for a node, valid for one year from `now` for both dialing and
-    /// listening.
+    /// Makes a key and a certificate for a node, for both dialing and listening, valid from `now` for 320 to 365 days,
+    /// depending on its name.
     pub fn issue(&self, role: Role, node: NodeId, now: SystemTime) -> Result<IssuedNode, Error> {
         let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
-        let mut params = params(now, NODE_LIFE, node.as_str());
         let name = PeerIdentity { cluster: self.cluster.clone(), role, node };
+        let mut params = params(now, life_of(&name), name.node.as_str());
         params.subject_alt_names = vec![SanType::URI(name.to_string().try_into()?)];
         params.is_ca = IsCa::ExplicitNoCa;
         params.use_authority_key_identifier_extension = true;
@@ -243,6 +246,13 @@ fn params(now: SystemTime, life: Duration, name: &str) -> CertificateParams {
     params
 }
 
+/// How long a node's certificate lasts: the same each time, another for each name.
+fn life_of(name: &PeerIdentity) -> Duration {
+    let hash = blake3::hash(name.to_string().as_bytes());
+    let number = hash.as_bytes().first_chunk().map_or(0, |bytes| u32::from_le_bytes(*bytes));
+    NODE_LIFE - NODE_LIFE_SPREAD.mul_f64(f64::from(number) / f64::from(u32::MAX))
+}
+
 fn since_epoch(now: SystemTime) -> Duration {
     now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()
 }
@@ -280,7 +290,7 @@ enum Access {
 
 /// Writes all files or, when one of them exists, none.
 fn write_all(directory: &Path, files: &[(&str, &str, Access)]) -> Result<(), Error> {
-    fs::create_dir_all(directory).map_err(file_error(directory))?;
+    crate::directory::make_private(directory).map_err(file_error(directory))?;
     for (name, ..) in files {
         let path = directory.join(name);
         if path.symlink_metadata().is_ok() {
@@ -324,6 +334,13 @@ fn write_partial(directory: &Path, name: &str, text: &str, access: Access) -> Re
         Access::Owner => 0o600,
         Access::All => 0o644,
     };
+    // Of an earlier process with our number, as in a container, that did not get as far.
+    match fs::remove_file(&partial) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            return Err(file_error(&partial)(error));
+        }
+        _ => {}
+    }
     let written =
         OpenOptions::new().write(true).create_new(true).mode(mode).open(&partial).and_then(|mut file| {
             file.write_all(text.as_bytes())?;
@@ -336,5 +353,27 @@ fn write_partial(directory: &Path, name: &str, text: &str, access: Access) -> Re
             let _removed = fs::remove_file(&partial);
             Err(file_error(&partial)(source))
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn certificates_that_are_issued_together_do_not_end_together() {
+        let (now, day) =
+            (SystemTime::UNIX_EPOCH + DAY * 20_000, |ends: i64| ends / DAY.as_secs().cast_signed());
+        let authority = Authority::new(ClusterName::new("c").unwrap(), now).unwrap();
+        let ends = |name: &str| {
+            let node = authority.issue(Role::Worker, NodeId::new(name).unwrap(), now).unwrap();
+            node.identity().unwrap().validities().unwrap().node.ends
+        };
+        let days: Vec<i64> = (0..100).map(|n| day(ends(&format!("w{n}")))).collect();
+        assert!(days.iter().all(|day| (20_320..=20_365).contains(day)), "{days:?}");
+        let on = |day: i64| days.iter().filter(|other| **other == day).count();
+        assert!((20_320..=20_365).map(on).max() < Some(12), "{days:?}");
+        // A renewed one lasts as long again.
+        assert_eq!(ends("w1"), ends("w1"));
     }
 }

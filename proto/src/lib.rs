@@ -8,9 +8,12 @@
 pub mod block;
 pub mod ca;
 pub mod codec;
+pub mod directory;
 mod error;
 pub mod event;
+pub mod heartbeat;
 pub mod ids;
+pub mod log;
 pub mod message;
 pub mod operation;
 pub mod placement;

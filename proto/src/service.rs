@@ -36,6 +36,34 @@ pub enum Refusal {
         /// The model's name.
         model: String,
     },
+    /// Another process with the same identity is alive.
+    #[error(
+        "another process with this worker's identity is alive at {at}; each worker needs an identity of its own"
+    )]
+    AlreadyHere {
+        /// Where.
+        at: String,
+    },
+    /// The coordinator has a setting that is not the other coordinators'.
+    #[error("this coordinator's {settings} is not that of the other coordinators")]
+    SettingsDiffer {
+        /// Which.
+        settings: String,
+    },
+}
+
+/// When a worker's certificate ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum CertificateReport {
+    /// First version.
+    V1(CertificateReportV1),
+}
+
+/// See [`CertificateReport`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CertificateReportV1 {
+    /// Seconds since 1970.
+    pub ends: i64,
 }
 
 /// What a worker calls at each coordinator.
@@ -47,6 +75,8 @@ pub trait CoordinatorApi {
     async fn report(report: LoadReport) -> Result<(), Refusal>;
     /// Says how far the worker is with getting its model, also before it has registered. From protocol version 4 on.
     async fn shipping(report: ShippingReport);
+    /// Says when the worker's certificate ends, and again when it has another one. An older coordinator refuses it.
+    async fn certificate(report: CertificateReport);
 }
 
 /// What a coordinator calls at each worker.

@@ -4,7 +4,7 @@
 use super::ConfigError;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use std::fmt;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
 use std::str::FromStr;
 
 /// An address and port, or a network and port.
@@ -74,6 +74,30 @@ impl Network {
     }
 }
 
+/// Where to listen, as an address or as a host name and a port: `localhost:8080`. Of several addresses the first one of IPv4,
+/// which is what clients try that have no IPv6.
+pub(crate) fn listen(text: &str) -> Result<SocketAddr, String> {
+    if let Ok(address) = text.parse() {
+        return Ok(address);
+    }
+    let wrong = |why: &str| format!("{text:?} is neither an address nor a host name with a port: {why}");
+    // Not asked of the resolver, which may be slow to say that there is no such host.
+    if text.contains('/')
+        || text.rsplit_once(':').is_none_or(|(host, port)| host.is_empty() || port.parse::<u16>().is_err())
+    {
+        return Err(wrong("127.0.0.1:8080 and localhost:8080 are some"));
+    }
+    let found: Vec<SocketAddr> = text.to_socket_addrs().map_err(|error| wrong(&error.to_string()))?.collect();
+    let first = found.iter().find(|address| address.is_ipv4()).or(found.first());
+    first.copied().ok_or_else(|| wrong("it has no address"))
+}
+
+/// [`listen`] of a setting in a file.
+pub(crate) fn listen_in_file<'de, D: Deserializer<'de>>(file: D) -> Result<Option<SocketAddr>, D::Error> {
+    let text = Option::<String>::deserialize(file)?;
+    text.map(|text| listen(&text).map_err(de::Error::custom)).transpose()
+}
+
 impl From<SocketAddr> for Bind {
     fn from(address: SocketAddr) -> Self {
         Self::Address(address)
@@ -84,7 +108,7 @@ impl FromStr for Bind {
     type Err = InvalidBind;
 
     fn from_str(text: &str) -> Result<Self, InvalidBind> {
-        if let Ok(address) = text.parse() {
+        if let Ok(address) = listen(text) {
             return Ok(Self::Address(address));
         }
         let network = text.rsplit_once(':').and_then(|(network, port)| {
@@ -124,6 +148,34 @@ mod tests {
 
     fn bind(text: &str) -> Bind {
         text.parse().unwrap()
+    }
+
+    #[test]
+    fn host_names_are_looked_up_and_ipv4_goes_first() {
+        assert_eq!(listen("localhost:8080").unwrap(), "127.0.0.1:8080".parse().unwrap());
+        assert_eq!(listen("[::1]:0").unwrap(), "[::1]:0".parse().unwrap());
+        assert_eq!("localhost:7".parse::<Bind>().unwrap(), Bind::Address("127.0.0.1:7".parse().unwrap()));
+        for wrong in [
+            "",
+            "localhost",
+            "localhost:",
+            ":8080",
+            "localhost:99999",
+            "no such host:1",
+            "http://localhost:1",
+        ] {
+            let error = listen(wrong).unwrap_err();
+            assert!(error.contains(&format!("{wrong:?}")) && error.contains("host name"), "{error}");
+        }
+        #[derive(Deserialize)]
+        struct File {
+            #[serde(default, deserialize_with = "listen_in_file")]
+            http: Option<SocketAddr>,
+        }
+        let read = |text: &str| toml::from_str::<File>(text).map(|file| file.http);
+        assert_eq!(read("http = \"localhost:1\"").unwrap(), "127.0.0.1:1".parse().ok());
+        assert_eq!(read("").unwrap(), None);
+        assert!(read("http = \"nowhere\"").unwrap_err().to_string().contains("nowhere"));
     }
 
     #[test]

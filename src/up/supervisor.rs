@@ -101,10 +101,17 @@ impl Supervisor {
         loop {
             match self.events.recv().await {
                 None | Some(Event::Stop) => return Ok(()),
-                Some(Event::Restart(index)) => self.spawn(index)?,
+                // A disk that is full, or another lack of the system, must not end the nodes that live.
+                Some(Event::Restart(index)) => {
+                    if let Err(error) = self.spawn(index) {
+                        self.ended(index, Err(error))?;
+                    }
+                }
                 Some(Event::Life(index, Life::Listens(announcement))) => {
                     self.nodes.listens(index, announcement);
-                    self.dir.write_up_file(&self.nodes.up_line()?)?;
+                    if let Err(error) = self.dir.write_up_file(&self.nodes.up_line()?) {
+                        tracing::warn!("commands do not find this cluster as it is now: {error:#}");
+                    }
                     if let (Role::Coordinator, Some(ops)) = (self.nodes[index].role, self.nodes[index].ops())
                     {
                         tokio::spawn(reopen_gate(ops, self.nodes.worker_ids(), self.nodes.replicas()));
@@ -142,7 +149,9 @@ impl Supervisor {
 
     /// Lets coordinators finish what they have, then workers; a second signal, or time, ends them at once.
     pub(crate) async fn drain(mut self) -> anyhow::Result<()> {
-        self.dir.forget_up_file()?;
+        if let Err(error) = self.dir.forget_up_file() {
+            tracing::warn!("{error:#}");
+        }
         let deadline = tokio::time::sleep(DRAIN_DEADLINE);
         tokio::pin!(deadline);
         let mut now = false;

@@ -92,7 +92,7 @@ impl Grammars {
     /// # Errors
     /// [`Error::Io`] if no thread can be started.
     pub fn new(tokenizer: Arc<Tokenizer>, metrics: GrammarMetrics, wake: Waker) -> Result<Self, Error> {
-        let threads = std::thread::available_parallelism().map_or(1, |cpus| (cpus.get() / 4).clamp(1, 4));
+        let threads = (crate::cgroup::cpus().get() / 4).clamp(1, 4);
         Ok(Self {
             tokenizer,
             pool: Arc::new(Pool::start(threads)?),

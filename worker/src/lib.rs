@@ -5,6 +5,7 @@
 //! alone; a worker whose invariants break ends rather than serve wrong content.
 //! Never here: HTTP APIs, routing, file formats.
 
+pub mod cgroup;
 pub mod decoder;
 pub mod defaults;
 pub mod encoder;

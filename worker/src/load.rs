@@ -604,7 +604,7 @@ fn digest(gguf: &ModelFile, options: &EngineOptions) -> Result<[u8; 32], Error> 
 }
 
 fn threads(options: &EngineOptions) -> NonZeroUsize {
-    let usable = std::thread::available_parallelism().unwrap_or(NonZeroUsize::MIN);
+    let usable = crate::cgroup::cpus();
     options.threads.and_then(NonZeroUsize::new).unwrap_or(usable)
 }
 

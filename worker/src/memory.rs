@@ -1,6 +1,6 @@
 //! What the operating system says of this process's memory.
 
-use std::path::Path;
+use crate::cgroup::{Controller, Groups};
 
 /// Resident set size of this process in bytes; 0 where it cannot be read.
 pub fn resident_bytes() -> u64 {
@@ -24,89 +24,116 @@ pub fn total_bytes() -> u64 {
     kib * 1024
 }
 
-/// What the control group of this process, a container's for example, lets it have.
+/// What the control groups of this process, those of a container, a systemd unit or a Slurm job for example, let it have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GroupMemory {
-    /// In bytes.
+    /// The lowest limit, in bytes.
     pub limit: u64,
-    /// Bytes of it that are taken and cannot be given back at once.
-    pub used: u64,
+    /// What can still be taken, in bytes, before any of the limits is reached.
+    pub available: u64,
 }
 
 impl GroupMemory {
-    /// Of this process; `None` without a limit. A container sees its own group where the host has all of them.
+    /// Of this process; `None` without a limit.
     pub fn read() -> Option<Self> {
-        Self::read_at(Path::new("/sys/fs/cgroup"))
+        Self::of(&Groups::of_this_process(Controller::Memory), total_bytes())
     }
 
-    /// What can still be taken, in bytes.
-    pub fn available(self) -> u64 {
-        self.limit.saturating_sub(self.used)
-    }
-
-    fn read_at(root: &Path) -> Option<Self> {
-        let text = |file: &str| std::fs::read_to_string(root.join(file)).ok();
-        let number = |file: &str| text(file)?.trim().parse::<u64>().ok();
-        let field = |file: &str, name: &str| {
-            let text = text(file)?;
-            let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '))?;
-            value.parse::<u64>().ok()
-        };
-        // Version 2, in which no limit is the word `max`, then version 1, in which it is a number beyond all memory.
-        let (limit, taken, idle) = match number("memory.max") {
-            Some(limit) => (limit, number("memory.current")?, field("memory.stat", "inactive_file")),
-            None => (
-                number("memory/memory.limit_in_bytes")?,
-                number("memory/memory.usage_in_bytes")?,
-                field("memory/memory.stat", "total_inactive_file"),
-            ),
-        };
-        // Pages of files that nobody has used lately count as used, and go when memory is wanted.
-        let used = taken.saturating_sub(idle.unwrap_or(0));
-        (limit < total_bytes()).then_some(Self { limit, used })
+    /// Of a machine with `total` bytes, on which a limit above these is none.
+    fn of(groups: &Groups, total: u64) -> Option<Self> {
+        let mut found: Option<Self> = None;
+        for group in groups.iter() {
+            let number = |file: &str| group.read(file)?.trim().parse::<u64>().ok();
+            let field = |file: &str, name: &str| {
+                let text = group.read(file)?;
+                let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '))?;
+                value.parse::<u64>().ok()
+            };
+            // Version 2, in which no limit is the word `max`, and version 1, in which it is a number beyond all memory.
+            // Above `memory.high` a process is slowed until it gives memory back, which the caches here never do. What
+            // version 1 calls hierarchical counts the groups above the mount, too.
+            let limits = [
+                number("memory.max"),
+                number("memory.high"),
+                number("memory.limit_in_bytes"),
+                field("memory.stat", "hierarchical_memory_limit"),
+            ];
+            let Some(limit) = limits.into_iter().flatten().min().filter(|limit| *limit < total) else {
+                continue;
+            };
+            let taken = number("memory.current").or_else(|| number("memory.usage_in_bytes"));
+            // Pages of files that nobody has used lately count as used, and go when memory is wanted.
+            let idle =
+                field("memory.stat", "total_inactive_file").or_else(|| field("memory.stat", "inactive_file"));
+            let used = taken.unwrap_or(0).saturating_sub(idle.unwrap_or(0));
+            let available = limit.saturating_sub(used);
+            found = Some(match found {
+                None => Self { limit, available },
+                Some(least) => {
+                    Self { limit: least.limit.min(limit), available: least.available.min(available) }
+                }
+            });
+        }
+        found
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cgroup::tests::Tree;
 
-    fn group(files: &[(&str, &str)]) -> Option<GroupMemory> {
-        let root = tempfile::tempdir().unwrap();
-        for (file, text) in files {
-            let path = root.path().join(file);
-            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-            std::fs::write(path, text).unwrap();
-        }
-        GroupMemory::read_at(root.path())
+    const TOTAL: u64 = 10_000_000;
+
+    fn memory(tree: &Tree) -> Option<GroupMemory> {
+        GroupMemory::of(&tree.groups(Controller::Memory), TOTAL)
     }
 
     #[test]
-    fn a_containers_limit_is_read_in_both_versions() {
-        let second = group(&[
-            ("memory.max", "1000000\n"),
-            ("memory.current", "300000\n"),
-            ("memory.stat", "anon 5\ninactive_file 100000\n"),
-        ]);
-        assert_eq!(second, Some(GroupMemory { limit: 1_000_000, used: 200_000 }));
-        assert_eq!(second.unwrap().available(), 800_000);
-        let first = group(&[
-            ("memory/memory.limit_in_bytes", "1000000\n"),
-            ("memory/memory.usage_in_bytes", "1100000\n"),
-        ]);
-        assert_eq!(first, Some(GroupMemory { limit: 1_000_000, used: 1_100_000 }));
-        assert_eq!(first.unwrap().available(), 0);
+    fn the_lowest_limit_of_all_groups_of_the_process_counts_in_version_2() {
+        let tree = Tree::v2("/a.slice/b.service")
+            .with("cg/a.slice/memory.max", "3000000\n")
+            .with("cg/a.slice/memory.current", "2900000\n")
+            .with("cg/a.slice/memory.stat", "anon 5\ninactive_file 100000\n")
+            .with("cg/a.slice/b.service/memory.max", "1000000\n")
+            .with("cg/a.slice/b.service/memory.current", "300000\n")
+            .with("cg/other/memory.max", "7\n");
+        // The slice above is nearly full: others in it have taken its memory.
+        assert_eq!(memory(&tree), Some(GroupMemory { limit: 1_000_000, available: 200_000 }));
+        let tree = tree.with("cg/a.slice/b.service/memory.high", "500000\n");
+        assert_eq!(memory(&tree), Some(GroupMemory { limit: 500_000, available: 200_000 }));
+        let tree = tree.with("cg/a.slice/b.service/memory.current", "1100000\n");
+        assert_eq!(memory(&tree).unwrap().available, 0);
+    }
+
+    #[test]
+    fn so_it_does_in_version_1() {
+        let tree = Tree::v1("memory", "/slurm/job_7/step_0")
+            .with("cg/memory/slurm/job_7/memory.limit_in_bytes", "1000000\n")
+            .with("cg/memory/slurm/job_7/memory.usage_in_bytes", "700000\n")
+            .with("cg/memory/slurm/job_7/memory.stat", "cache 1\ntotal_inactive_file 200000\n")
+            .with("cg/memory/slurm/job_7/step_0/memory.limit_in_bytes", "9223372036854771712\n");
+        assert_eq!(memory(&tree), Some(GroupMemory { limit: 1_000_000, available: 500_000 }));
+        // A limit above the mount, which only this number shows.
+        let stat = "hierarchical_memory_limit 400000\n";
+        let tree = tree.with("cg/memory/slurm/job_7/step_0/memory.stat", stat);
+        assert_eq!(memory(&tree).unwrap().limit, 400_000);
+    }
+
+    #[test]
+    fn a_container_finds_its_own_group_at_the_mount() {
+        let tree = Tree::v2("/").with("cg/memory.max", "1000000\n").with("cg/memory.current", "1\n");
+        assert_eq!(memory(&tree), Some(GroupMemory { limit: 1_000_000, available: 999_999 }));
     }
 
     #[test]
     fn without_a_limit_there_is_none() {
-        assert_eq!(group(&[]), None);
-        assert_eq!(group(&[("memory.max", "max\n"), ("memory.current", "3\n")]), None);
-        let beyond = [
-            ("memory/memory.limit_in_bytes", "9223372036854771712\n"),
-            ("memory/memory.usage_in_bytes", "3\n"),
-        ];
-        assert_eq!(group(&beyond), None);
-        assert_eq!(group(&[("memory.max", "17 parsecs\n")]), None);
+        assert_eq!(memory(&Tree::v2("/a")), None);
+        let none =
+            |tree: Tree, file: &str, text: &str| assert_eq!(memory(&tree.with(file, text)), None, "{text}");
+        none(Tree::v2("/a"), "cg/a/memory.max", "max\n");
+        none(Tree::v2("/a"), "cg/a/memory.max", "17 parsecs\n");
+        none(Tree::v2("/a"), "cg/a/memory.max", "10000000\n");
+        none(Tree::v1("memory", "/a"), "cg/memory/a/memory.limit_in_bytes", "9223372036854771712\n");
     }
 }

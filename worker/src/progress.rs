@@ -71,6 +71,7 @@ fn watch_over(progress: &Weak<Progress>) {
         if let Verdict::Stalled { after } = verdict {
             let load = progress.load();
             tracing::error!(?after, ?load, "no step has ended while work is queued; the worker ends");
+            proto::log::flush();
             kernels::exit::end_process(EXIT_STALLED);
         }
     }

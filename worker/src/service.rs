@@ -13,11 +13,12 @@ use crate::shipping::{Holdings, Shipper, ShippingConfig, Wanted};
 use crate::snapshot::store::{SnapshotStore, StoreConfig};
 use crate::speculation::Guesses;
 use crate::stage::{CPUS_SLEEP, Holds, StageConfig};
-use crate::telemetry::{EngineMetrics, HostMetrics, ShippingMetrics};
+use crate::telemetry::{EngineMetrics, HostMetrics, NodeMetrics, ShippingMetrics};
 use parking_lot::Mutex;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use proto::block::ClusterKey;
+use proto::heartbeat::Heartbeat;
 use proto::ids::{Epoch, ModelId, NodeId, Role};
 use proto::message::{
     LoadReportV1, LoadReportV2, ModelTask, PullCostV1, PullReportV1, RegisterV2, RegisterV3, ServedModelV2,
@@ -45,11 +46,13 @@ mod peers;
 mod pool;
 mod runner;
 mod sequences;
+mod twin;
 
 use floor::Shortage;
 use peers::Peers;
 use pool::Pool;
 use runner::Runner;
+use twin::Twin;
 
 /// What a worker node is told.
 #[derive(Debug, Clone)]
@@ -138,6 +141,12 @@ struct Node {
     operations: Arc<Operations>,
     /// Of what does not belong to the engine.
     registry: Arc<Registry>,
+    /// Of the process.
+    own: NodeMetrics,
+    identity: Identity,
+    /// Without these nothing is served.
+    loops: Arc<[Heartbeat]>,
+    twin: Twin,
     stall_floor: Duration,
 }
 
@@ -222,6 +231,9 @@ struct Ground {
     holdings: Arc<Holdings>,
     operations: Arc<Operations>,
     registry: Arc<Registry>,
+    own: NodeMetrics,
+    identity: Identity,
+    loops: Arc<[Heartbeat]>,
     stall_floor: Duration,
 }
 
@@ -258,6 +270,10 @@ impl Ground {
             holdings: Arc::clone(&self.holdings),
             operations: Arc::clone(&self.operations),
             registry: Arc::clone(&self.registry),
+            own: self.own.clone(),
+            identity: self.identity.clone(),
+            loops: Arc::clone(&self.loops),
+            twin: Twin::default(),
             stall_floor: self.stall_floor,
         });
         let mut dialers = JoinSet::new();
@@ -326,6 +342,8 @@ impl WorkerService {
         if !operations.is_empty() {
             operations.metrics().register(&mut registry);
         }
+        let own_metrics = NodeMetrics::default();
+        own_metrics.register(&mut registry);
         let host = HostMetrics::default();
         if config.floor.is_some() {
             host.register(&mut registry);
@@ -365,6 +383,8 @@ impl WorkerService {
                 Some(Arc::new(Pool::new(capacity, stage, Arc::clone(&endpoint), holds, identity.clone())))
             }
         };
+        let (runtime, accepts) =
+            (Heartbeat::new("the runtime"), Heartbeat::new("the loop that takes workers"));
         let ground = Ground {
             endpoint: Arc::clone(&endpoint),
             coordinators: config.coordinators,
@@ -381,6 +401,9 @@ impl WorkerService {
             holdings,
             operations: Arc::new(operations),
             registry: Arc::new(registry),
+            own: own_metrics,
+            identity: identity.clone(),
+            loops: Arc::new([runtime.clone(), accepts.clone()]),
             stall_floor: config.stall_floor,
         };
         let life = ground.begin(epoch, None);
@@ -388,7 +411,8 @@ impl WorkerService {
         let mut service = Self {
             tasks: vec![
                 tokio::spawn(ops::serve(listener, node.clone())),
-                tokio::spawn(peers::serve(node.clone(), Arc::clone(&endpoint))),
+                tokio::spawn(peers::serve(node.clone(), Arc::clone(&endpoint), accepts)),
+                tokio::spawn(runtime.of_runtime()),
             ],
             node,
             endpoint,
@@ -540,10 +564,7 @@ impl Node {
         if let Some((known, engine)) = &*self.engine.borrow() {
             return match *known == key {
                 true => Ok(engine.clone()),
-                false => Err(Error::Config {
-                    option: "coordinators",
-                    reason: "they belong to clusters with different keys".into(),
-                }),
+                false => Err(Error::OtherKey),
             };
         }
         let loaded = prepared.take().ok_or(Error::EngineStopped)?;
@@ -647,6 +668,7 @@ impl Node {
     }
 
     fn metrics_text(&self) -> String {
+        self.own.update(&self.identity);
         let own = EngineMetrics::text(&self.registry);
         match self.engine() {
             // One text has one end.

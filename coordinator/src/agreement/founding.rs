@@ -11,6 +11,7 @@ use crate::consensus::storage::{Identity, Loaded};
 use crate::consensus::table::{Level, SeatV1};
 use crate::random::random_u64;
 use proto::codec::{Cap, CodecError, decode, encode};
+use proto::directory;
 use proto::ids::NodeId;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -37,7 +38,7 @@ enum Record {
 #[derive(Debug, thiserror::Error)]
 pub enum DraftError {
     /// The file cannot be read or written.
-    #[error("{path}: {source}", path = path.display())]
+    #[error("{}", directory::failed(path, source))]
     File {
         /// Which.
         path: PathBuf,
@@ -84,7 +85,7 @@ impl DraftFile {
             .map_err(|source| DraftError::Damaged { path: self.0.clone(), source })?;
         let next = self.0.with_extension("new");
         let write = || {
-            let mut file = File::create(&next)?;
+            let mut file = directory::create_private(&next)?;
             file.write_all(&bytes)?;
             file.sync_all()?;
             fs::rename(&next, &self.0)?;

@@ -8,6 +8,7 @@ use crate::random::random_u64;
 use parking_lot::RwLock;
 use proto::codec::CodecError;
 use proto::ids::{NodeId, Role};
+use proto::log::Repeats;
 use proto::transport::{CloseCode, Connection, Dialer, Endpoint, Expected, GroupStream, Incoming};
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -22,6 +23,9 @@ const MAX_QUEUED: usize = 256;
 const MAX_ACCEPTED: usize = 4;
 /// Coordinators that start together do not dial in step.
 const FIRST_DIAL_MS: u64 = 20;
+
+/// Coordinators that nobody has named, and that have dialed in.
+static STRANGERS: Repeats = Repeats::new();
 
 /// Takes what a peer tells, who is the one that its certificate names.
 pub(super) type Deliver = Arc<dyn Fn(&NodeId, Told) + Send + Sync>;
@@ -110,10 +114,13 @@ impl Mesh {
     pub(super) fn accepted(&self, connection: Connection) {
         let lanes = self.lanes.read();
         let Some(lane) = lanes.get(&connection.peer().node) else {
-            tracing::warn!(
-                peer = %connection.peer(),
-                "a coordinator that is neither among --peers nor a member has dialed in"
-            );
+            if let Some(left_out) = STRANGERS.due(connection.peer()) {
+                tracing::warn!(
+                    peer = %connection.peer(),
+                    left_out,
+                    "a coordinator that is neither among --peers nor a member has dialed in"
+                );
+            }
             connection.close(CloseCode::Protocol);
             return;
         };

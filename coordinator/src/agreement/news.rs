@@ -2,6 +2,7 @@
 
 use super::founding::DraftV1;
 use super::members::{Answer, Order};
+use super::settings::SettingsV1;
 use crate::consensus::Incarnation;
 use crate::consensus::core::RaftRole;
 use crate::consensus::message::{Frame, GroupId};
@@ -32,6 +33,8 @@ pub(super) enum Told {
     Removed(Incarnation),
     /// What was spent at the sender of the limits of tenants and keys.
     Spending(Spending),
+    /// Digests of what must be the same at all coordinators.
+    Settings(SettingsV1),
 }
 
 /// Where a coordinator stands. Variants are only appended.

@@ -108,6 +108,7 @@ pub type OnFatal = Box<dyn FnOnce(Fatal) + Send>;
 /// Ends the process without unwinding and without another write: what was not synced must not be relied on.
 pub fn abort(fatal: Fatal) {
     tracing::error!(error = %fatal, "consensus cannot go on; the process ends");
+    proto::log::flush();
     std::process::abort();
 }
 

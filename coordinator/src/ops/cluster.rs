@@ -2,7 +2,7 @@
 
 use super::Ops;
 use super::metrics::state_name;
-use crate::agreement::Standing;
+use crate::agreement::{Difference, Standing};
 use crate::balancer::{OfferView, WorkerView};
 use crate::consensus::table::ModelCondemnedV1;
 use crate::replicas::ReplicaView;
@@ -48,6 +48,8 @@ pub fn view(ops: &Ops, asleep: &HashSet<NodeId>) -> Value {
         "replicas": replicas(&workers, &planned),
         "shipping": ops.dispatch.shipments().all().iter().map(shipment).collect::<Vec<_>>(),
         "unplanned": unplanned(ops),
+        "settings": differences(ops),
+        "authority_ends": ops.identity.validities().ok().map(|validities| validities.authority.ends),
         "condemned": condemned(ops),
         "index": {
             "blocks": index.blocks,
@@ -65,9 +67,15 @@ fn coordinators(ops: &Ops) -> Vec<Value> {
     let Some(agreement) = &ops.agreement else {
         // It decides alone and leads by definition.
         let applied = ops.dispatch.table_version();
-        return vec![json!({"id": ops.id.as_str(), "role": "leader", "term": 0, "applied": applied})];
+        let ends = ops.identity.validities().ok().map(|validities| validities.node.ends);
+        return vec![
+            json!({"id": ops.id.as_str(), "role": "leader", "term": 0, "applied": applied, "certificate_ends": ends}),
+        ];
     };
-    let value = |Standing { node, role, term, applied }: Standing| json!({"id": node.as_str(), "role": role, "term": term, "applied": applied});
+    let value = |Standing { node, role, term, applied }: Standing| {
+        let ends = agreement.certificate_ends(&node);
+        json!({"id": node.as_str(), "role": role, "term": term, "applied": applied, "certificate_ends": ends})
+    };
     agreement.standings().into_iter().map(value).collect()
 }
 
@@ -112,6 +120,8 @@ fn worker(ops: &Ops, view: &WorkerView, planned: &[ReplicaView], asleep: &HashSe
         "generated_tokens": report.map_or(0, |r| r.tokens),
         "prefill_rate": report.map_or(0.0, |r| r.prefill_rate),
         "rss": report.map_or(0, |r| r.rss),
+        // As it says itself.
+        "certificate_ends": ops.dispatch.certificates().ends(&register.node),
         // What it can be asked for besides generations, and its sessions from here.
         "operations": view.operations.iter().map(offer).collect::<Vec<_>>(),
     })
@@ -144,6 +154,16 @@ fn unplanned(ops: &Ops) -> Vec<Value> {
         json!({"model": model.as_str(), "reason": reason, "planned_by": by})
     };
     unplanned.iter().map(value).collect()
+}
+
+/// Settings that are not the same at all coordinators.
+fn differences(ops: &Ops) -> Vec<Value> {
+    let differences = ops.agreement.as_ref().map(|agreement| agreement.differences()).unwrap_or_default();
+    let value = |Difference { setting, odd, binding, .. }: &Difference| {
+        let odd: Vec<&str> = odd.iter().map(NodeId::as_str).collect();
+        json!({"setting": setting, "coordinators": odd, "unready": binding})
+    };
+    differences.iter().map(value).collect()
 }
 
 /// Files that are placed nowhere.

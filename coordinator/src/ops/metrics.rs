@@ -29,6 +29,7 @@ use prometheus_client::registry::Registry;
 use proto::ids::ModelId;
 use proto::message::{FinishReason, WorkerState};
 use proto::trace::{self, TraceId};
+use proto::transport::Identity;
 use std::borrow::Cow;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant, SystemTime};
@@ -91,6 +92,10 @@ struct StateGauges {
     memo_misses: Family<One, Counter>,
     memo_bytes: Family<One, Gauge>,
     trace_spans: Family<One, Counter>,
+    log_dropped: Counter,
+    settings_differ: Gauge,
+    certificate_days: Family<One, Gauge<f64, AtomicU64>>,
+    certificate_life: Family<One, Gauge<f64, AtomicU64>>,
 }
 
 /// What came of a question to another coordinator for a worker's prefixes.
@@ -319,6 +324,25 @@ impl Metrics {
 }
 
 impl Metrics {
+    /// Brings up to date what is the process' own: its log and its certificates.
+    pub fn note_node(&self, identity: &Identity) {
+        let dropped = &self.state.log_dropped;
+        dropped.inc_by(proto::log::dropped().saturating_sub(dropped.get()));
+        let now = SystemTime::now();
+        // What cannot be read was refused when it was loaded.
+        let Ok(validities) = identity.validities() else { return };
+        for (certificate, validity) in validities.named() {
+            let label = one("certificate", certificate);
+            self.state.certificate_days.get_or_create(&label).set(validity.days_left(now));
+            self.state.certificate_life.get_or_create(&label).set(validity.life_left(now));
+        }
+    }
+
+    /// So many settings are not the same at all coordinators.
+    pub fn note_differences(&self, settings: usize) {
+        self.state.settings_differ.set(i64::try_from(settings).unwrap_or(i64::MAX));
+    }
+
     /// Seconds by which the wall clock has gone further than the one that only goes forward.
     fn clock_moved(&self) -> f64 {
         let (wall, since) = self.began;
@@ -370,6 +394,26 @@ impl StateGauges {
             memo_bytes: registered(r, "kvasir_memo_bytes", "Memory of what is remembered of texts"),
             trace_spans: registered(r, "kvasir_trace_spans", "Spans of requests, by what became of them"),
             tokenised_bytes: registered(r, "kvasir_tokenised_bytes", "Bytes of texts that became tokens"),
+            log_dropped: registered(
+                r,
+                "kvasir_log_lines_dropped",
+                "Lines of the log that were dropped, because its reader was too slow or gone",
+            ),
+            settings_differ: registered(
+                r,
+                "kvasir_settings_differ",
+                "Settings that are not the same at all coordinators",
+            ),
+            certificate_days: registered(
+                r,
+                "kvasir_certificate_days_left",
+                "Days until the node's certificate ends, and its authority's; below 0 it has ended",
+            ),
+            certificate_life: registered(
+                r,
+                "kvasir_certificate_life_left",
+                "The share of these certificates' lives that is left",
+            ),
             memo_hits: registered(
                 r,
                 "kvasir_memo_hits",

@@ -3,14 +3,27 @@ use crate::api::auth::tests::entry;
 use crate::balancer::Policy;
 use axum::body::Body;
 use http_body_util::BodyExt;
+use proto::ca::Authority;
+use proto::ids::{ClusterName, Role};
 use std::net::SocketAddr;
 use std::path::Path as FilePath;
+use std::time::SystemTime;
 use tower::ServiceExt;
 
 /// What anybody may ask; the dashboard's files too, which hold nothing of the cluster.
 const OPEN: [&str; 4] = ["/livez", "/startupz", "/readyz", "/metrics"];
 
+fn identity() -> Identity {
+    let (cluster, now) = (ClusterName::new("c").unwrap(), SystemTime::now());
+    let authority = Authority::new(cluster, now).unwrap();
+    authority.issue(Role::Coordinator, NodeId::new("c1").unwrap(), now).unwrap().identity().unwrap()
+}
+
 fn port() -> Router {
+    port_with(Vec::new())
+}
+
+fn port_with(loops: Vec<Heartbeat>) -> Router {
     let metrics = Arc::new(Metrics::new(None));
     let cluster_key = ClusterKey([1; 32]);
     let entries = [entry("user", "a", false), entry("admin", "b", true)];
@@ -29,6 +42,8 @@ fn port() -> Router {
         feed: dashboard::Feed::default(),
         audit: Arc::new(Audit::open(None, node).unwrap()),
         gate: ReadyGate::new(false),
+        identity: identity(),
+        loops,
     });
     // The API has a gate and a test of its own.
     router(ops, &Router::new())
@@ -112,4 +127,22 @@ async fn sec_ops_routes() {
         }
         assert!(methods > 0, "{route} has no method that is tried here");
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_node_one_of_whose_loops_stands_still_is_not_alive() {
+    let past = std::time::Instant::now().checked_sub(Duration::from_secs(60)).unwrap();
+    let (turns, stands) = (Heartbeat::new("the runtime"), Heartbeat::since("the dispatcher", past));
+    let port = port_with(vec![turns, stands.clone()]);
+    let ask = async || {
+        let request = Request::builder().uri("/livez").body(Body::empty()).unwrap();
+        let answer = port.clone().oneshot(request).await.unwrap();
+        let status = answer.status();
+        (status, answer.into_body().collect().await.unwrap().to_bytes())
+    };
+    let (status, why) = ask().await;
+    assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(why, "the dispatcher no longer turns\n");
+    stands.beat();
+    assert_eq!(ask().await.0, StatusCode::OK);
 }

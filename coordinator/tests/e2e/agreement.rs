@@ -4,9 +4,11 @@ use super::client::post;
 use super::{Rig, until};
 use kvasir_coordinator::Config;
 use kvasir_coordinator::agreement::PeerEntry;
+use proto::directory::Claim;
 use proto::ids::{Epoch, NodeId};
 use proto::service::Refusal;
 use serde_json::{Value, json};
+use std::os::unix::fs::PermissionsExt;
 use std::time::{Duration, Instant};
 
 async fn drain(rig: &Rig, worker: &str, what: &str) -> (u16, Value) {
@@ -72,4 +74,19 @@ async fn before_its_peers_are_there_a_founder_serves_and_changes_nothing() {
         .collect();
     assert_eq!(roles, ["founding", "unreachable", "unreachable"]);
     assert_eq!(rig.cluster().await["workers"][0]["draining"], false);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_data_directory_is_one_process_own() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data");
+    let rig = Rig::bare(|config| config.data_dir = Some(data.clone())).await;
+    let error = Claim::of(&data).unwrap_err().to_string();
+    assert!(error.contains(&data.display().to_string()) && error.contains("another process"), "{error}");
+    for entry in std::fs::read_dir(&data).unwrap() {
+        let entry = entry.unwrap();
+        assert_eq!(entry.metadata().unwrap().permissions().mode() & 0o077, 0, "{:?}", entry.path());
+    }
+    assert!(rig.stop().await);
+    Claim::of(&data).unwrap();
 }

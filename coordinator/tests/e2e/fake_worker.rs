@@ -498,6 +498,7 @@ impl WorkerApi for Api {
     }
 
     async fn status(self, _: Context) -> WorkerStatus {
+        self.0.thaw().await;
         WorkerStatus::V1(WorkerStatusV1 {
             node: NodeId::new(self.0.setup.name).unwrap(),
             models: self.0.models().iter().filter_map(ServedModelV2::to_v1).collect(),

@@ -222,3 +222,29 @@ async fn a_worker_with_another_tokenizer_is_refused() {
     assert_eq!(refused, Some(Refusal::ModelDiffers { model: "tiny".into() }));
     assert_eq!(rig.cluster().await["workers"], json!([]));
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_second_process_with_a_workers_identity_waits_until_the_first_is_gone() {
+    let rig = Rig::bare(|_| {}).await;
+    let first = rig.join("w1", 1).await;
+    first.allow_tokens(2);
+    let cut = spawn_post(&rig, body("abc", 8));
+    until("it has the request", async || first.counters().received > 0).await;
+    // Later or earlier, a copy of the identity takes nothing from a worker that is alive.
+    for epoch in [2, 3] {
+        let refused = rig.join_as(rig.setup("w1", epoch)).await.err();
+        assert!(
+            matches!(&refused, Some(Refusal::AlreadyHere { at }) if at.contains("127.0.0.1")),
+            "{refused:?}"
+        );
+    }
+    assert_eq!(rig.cluster().await["workers"][0]["epoch"], 1);
+    first.allow_tokens(u32::MAX);
+    assert_eq!(cut.await.unwrap().status, 200);
+    // One that is frozen loses its place, as one that was killed does.
+    first.freeze();
+    let second = rig.join("w1", 4).await;
+    assert_eq!(rig.cluster().await["workers"][0]["epoch"], 4);
+    second.leave().await;
+    let _third = rig.join("w1", 5).await;
+}

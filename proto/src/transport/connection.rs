@@ -24,6 +24,7 @@ use super::streams::{StreamKind, within, write_error};
 use crate::Error;
 use crate::event::{KvSnapshot, PeerIndexAsk};
 use crate::ids::{Epoch, NodeId};
+use crate::log::Repeats;
 use crate::message::{EncodeRequest, GenerateError, GenerateRequest, NumberedPrefixV1};
 use crate::operation::{OperationError, OperationRequest};
 use crate::placement::StageClaim;
@@ -40,6 +41,8 @@ use std::time::Duration;
 use tokio::sync::{Mutex, mpsc};
 use tokio::task::JoinHandle;
 
+/// Nodes that used another name.
+static SPOOFED: Repeats = Repeats::new();
 /// Waiting for the peer to allow another stream.
 const OPEN_LIMIT: Duration = Duration::from_secs(5);
 
@@ -224,7 +227,9 @@ impl Connection {
             return Ok(());
         }
         Counters::add(&self.0.local.counters.spoofed);
-        tracing::warn!(peer = %self.0.peer, %claimed, "a node used another node's name");
+        if let Some(left_out) = SPOOFED.due(&self.0.peer) {
+            tracing::warn!(peer = %self.0.peer, %claimed, left_out, "a node used another node's name");
+        }
         self.close(CloseCode::Spoofed);
         Err(Error::Spoofed { certified: self.0.peer.clone(), claimed: claimed.clone() })
     }

@@ -2,6 +2,7 @@
 
 use super::{Connection, Endpoint, Expected};
 use crate::Error;
+use crate::log::Repeats;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -52,6 +53,8 @@ pub struct Dialer {
     expected: Expected,
     backoff: Backoff,
     connected_at: Option<Instant>,
+    /// Since it was connected last.
+    failures: Repeats,
 }
 
 /// A connection that lived this long was a success; one that broke sooner counts as a failed attempt.
@@ -66,11 +69,11 @@ impl Dialer {
         let seed = blake3::hash(name.as_bytes());
         let seed = seed.as_bytes().first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
         let backoff = Backoff::new(Duration::from_millis(50), Duration::from_secs(2), seed);
-        Self { endpoint, target, expected, backoff, connected_at: None }
+        Self { endpoint, target, expected, backoff, connected_at: None, failures: Repeats::new() }
     }
 
-    /// Dials until a connection stands, with growing, jittered waits in between; each failure is logged.
-    /// Never gives up: what only a person can mend may be mended while we wait. Dropping the future is safe.
+    /// Dials until a connection stands, with growing, jittered waits in between; each failure is
+    /// logged, one that repeats once a minute. Never gives up: what only a person can mend may be mended while we wait. Dropping the future is safe.
     pub async fn connect(&mut self) -> Connection {
         match self.connected_at.take() {
             Some(since) if since.elapsed() >= SETTLED => self.backoff.reset(),
@@ -81,11 +84,14 @@ impl Dialer {
             match self.attempt().await {
                 Ok(connection) => {
                     self.connected_at = Some(Instant::now());
+                    self.failures = Repeats::new();
                     return connection;
                 }
                 Err(error) => {
                     let wait = self.backoff.after_failure();
-                    tracing::warn!(target = %self.target, %error, ?wait, "cannot connect");
+                    if let Some(left_out) = self.failures.due(error.to_string()) {
+                        tracing::warn!(target = %self.target, %error, ?wait, left_out, "cannot connect");
+                    }
                     tokio::time::sleep(wait).await;
                 }
             }

@@ -9,6 +9,7 @@ use super::{reset, tls};
 use crate::Error;
 use crate::codec::Cap;
 use crate::ids::{Epoch, Role};
+use crate::log::Repeats;
 use quinn::{ConnectionError, TransportConfig, VarInt};
 use rustls::pki_types::CertificateDer;
 use std::collections::HashMap;
@@ -317,6 +318,9 @@ fn socket(address: SocketAddr) -> std::io::Result<UdpSocket> {
     Ok(socket.into())
 }
 
+/// Peers that were refused.
+static REFUSED: Repeats = Repeats::new();
+
 /// Accepts until the endpoint closes. Handshakes run side by side, so that a slow one holds up nobody.
 async fn accept_all(quic: quinn::Endpoint, local: Arc<Local>, accepted: mpsc::Sender<Connection>) {
     let open = Arc::new(Mutex::new(HashMap::new()));
@@ -332,7 +336,9 @@ async fn accept_all(quic: quinn::Endpoint, local: Arc<Local>, accepted: mpsc::Se
         }
         let Some(slot) = take_slot(&open, address.ip(), &local.config) else {
             Counters::add(&local.counters.over_limit);
-            tracing::warn!(%address, "connection refused: too many are open");
+            if let Some(left_out) = REFUSED.due((address.ip(), "too many")) {
+                tracing::warn!(%address, left_out, "connection refused: too many are open");
+            }
             incoming.refuse();
             continue;
         };
@@ -350,7 +356,10 @@ async fn accept_all(quic: quinn::Endpoint, local: Arc<Local>, accepted: mpsc::Se
                     if matches!(error, Error::Spoofed { .. }) {
                         Counters::add(&local.counters.spoofed);
                     }
-                    tracing::warn!(%address, %error, "peer not accepted");
+                    // Without its port, by which every attempt would be another.
+                    if let Some(left_out) = REFUSED.due((address.ip(), std::mem::discriminant(&error))) {
+                        tracing::warn!(%address, %error, left_out, "peer not accepted");
+                    }
                 }
             }
         });

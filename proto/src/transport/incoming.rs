@@ -21,6 +21,7 @@ use super::shard::ShardCall;
 use super::stage::{ActivationReceiver, StageBlocksCall, StageCall};
 use super::streams::{StreamCode, StreamKind, read_error, within};
 use crate::Error;
+use crate::log::Repeats;
 use quinn::{RecvStream, SendStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -32,6 +33,8 @@ use tokio::task::{JoinHandle, JoinSet};
 const INCOMING_BACKLOG: usize = 64;
 /// A stream must say what it is, and a request must be complete, within this time.
 const OPENING_LIMIT: Duration = Duration::from_secs(10);
+/// Streams that were refused, by peer and kind.
+static REFUSED: Repeats = Repeats::new();
 
 /// A stream that the peer has opened, ready to be served.
 #[derive(Debug)]
@@ -223,7 +226,9 @@ async fn identify(
         (Err(code), send) => (code, send),
     };
     Counters::add(&local.counters.streams_refused);
-    tracing::warn!(%peer, kind = byte[0], %code, "stream refused");
+    if let Some(left_out) = REFUSED.due((peer, byte[0])) {
+        tracing::warn!(%peer, kind = byte[0], %code, left_out, "stream refused");
+    }
     // Either fails only when the peer has closed that direction already.
     let _ = receive.stop(code.to_wire());
     if let Some(mut send) = send {

@@ -16,7 +16,9 @@ use kvasir_proto::placement::{
 };
 use kvasir_proto::pull::*;
 use kvasir_proto::sequence::*;
-use kvasir_proto::service::{CoordinatorApiRequest, CoordinatorApiResponse, Refusal};
+use kvasir_proto::service::{
+    CertificateReport, CertificateReportV1, CoordinatorApiRequest, CoordinatorApiResponse, Refusal,
+};
 use kvasir_proto::service::{WorkerApiRequest, WorkerApiResponse};
 use kvasir_proto::shard::*;
 use kvasir_proto::stage::blocks::*;
@@ -144,6 +146,10 @@ fn trace() -> TraceContext {
 pub(crate) fn shard_requests() -> Vec<ShardRequest> {
     let names = vec![[1; 32], [2; 32]];
     vec![ShardRequest::Manifest(ModelRefV1::Digest([8; 32])), ShardRequest::Chunks(ChunksV1 { names })]
+}
+
+pub(crate) fn certificate_report() -> CertificateReport {
+    CertificateReport::V1(CertificateReportV1 { ends: 1_800_000_000 })
 }
 
 pub(crate) fn shipping_report() -> ShippingReport {
@@ -398,6 +404,8 @@ fn refusals() -> Vec<Refusal> {
         Refusal::StaleEpoch { known: Epoch(8) },
         Refusal::NotRegistered,
         Refusal::ModelDiffers { model: "m".into() },
+        Refusal::AlreadyHere { at: "h:1".into() },
+        Refusal::SettingsDiffer { settings: "cluster_key".into() },
     ]
 }
 
@@ -653,6 +661,7 @@ pub(crate) fn all() -> Vec<Samples> {
         samples("OperationError", Stream, operation_errors()),
         samples("TensorHeader", Stream, [TensorHeader::V1(tensor(vec![2, 300]))]),
         samples("TensorType", Stream, elements),
+        samples("CertificateReport", Control, [certificate_report()]),
         samples(
             "CoordinatorApiRequest",
             Control,
@@ -660,6 +669,7 @@ pub(crate) fn all() -> Vec<Samples> {
                 CoordinatorApiRequest::Register { request: register("w1") },
                 CoordinatorApiRequest::Report { report: LoadReport::V1(load(WorkerState::Draining)) },
                 CoordinatorApiRequest::Shipping { report: shipping_report() },
+                CoordinatorApiRequest::Certificate { report: certificate_report() },
             ],
         ),
         samples(
@@ -669,6 +679,7 @@ pub(crate) fn all() -> Vec<Samples> {
                 CoordinatorApiResponse::Register(Ok(registered())),
                 CoordinatorApiResponse::Report(Err(Refusal::NotRegistered)),
                 CoordinatorApiResponse::Shipping(()),
+                CoordinatorApiResponse::Certificate(()),
             ],
         ),
         samples(

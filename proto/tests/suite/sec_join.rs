@@ -8,7 +8,7 @@ use kvasir_proto::Error;
 use kvasir_proto::event::{PeerIndexAsk, PeerIndexAskV1};
 use kvasir_proto::ids::{Epoch, Role};
 use kvasir_proto::message::{LoadReport, Register, Registered};
-use kvasir_proto::service::{CoordinatorApi, Refusal, deadline};
+use kvasir_proto::service::{CertificateReport, CoordinatorApi, Refusal, deadline};
 use kvasir_proto::shard::ShippingReport;
 use kvasir_proto::transport::{
     CertificateError, Connection, Endpoint, EndpointConfig, Expected, Identity, Incoming, VersionRange,
@@ -252,6 +252,7 @@ impl CoordinatorApi for Checks {
     }
 
     async fn shipping(self, _: Context, _: ShippingReport) {}
+    async fn certificate(self, _: Context, _: CertificateReport) {}
 
     async fn report(self, _: Context, _: LoadReport) -> Result<(), Refusal> {
         Ok(())

@@ -51,6 +51,7 @@ const FAREWELL: Duration = Duration::from_millis(100);
 pub(crate) fn end_process(error: &Error) -> ! {
     tracing::error!(%error, "the engine cannot go on; the worker ends");
     std::thread::sleep(FAREWELL);
+    proto::log::flush();
     kernels::exit::end_process(error.exit_code())
 }
 

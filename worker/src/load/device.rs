@@ -236,7 +236,7 @@ impl MemInfo for Memory {
         match self {
             Self::Host => {
                 let free = ProcMemInfo.available_bytes()?;
-                Ok(GroupMemory::read().map_or(free, |group| group.available().min(free)))
+                Ok(GroupMemory::read().map_or(free, |group| group.available.min(free)))
             }
             // What a driver allocates is counted in no group.
             Self::Unified => ProcMemInfo.available_bytes(),

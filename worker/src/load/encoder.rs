@@ -95,8 +95,7 @@ pub(crate) fn onnx_encoder(
         block_tokens: options.block_tokens as u32,
         task: task(&spec),
     };
-    let threads =
-        options.threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, Into::into));
+    let threads = options.threads.unwrap_or_else(|| crate::cgroup::cpus().get());
     let threads = (threads, options.cpus.as_deref());
     Encoder::of_onnx(file, operation, &spec, tokenizer, limits, served, threads)
 }

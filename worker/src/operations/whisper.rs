@@ -105,7 +105,7 @@ impl Shared {
     /// Loads the model of a folder. It is run by half of the threads that this process may have, since there are other
     /// things to do that are more urgent.
     pub(super) fn load(folder: &Path) -> Result<Self, Error> {
-        let all = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
+        let all = crate::cgroup::cpus().get();
         let threads = NonZeroUsize::new((all / 2).min(MAX_THREADS)).unwrap_or(NonZeroUsize::MIN);
         Ok(Self(Arc::new(Whisper::load(folder, threads)?)))
     }

@@ -4,9 +4,12 @@ use super::runner::Runner;
 use super::{Node, Offer, UnderWay, encode, generate, operation, sequences};
 use proto::event::KvReplay;
 use proto::ids::Epoch;
+use proto::log::Repeats;
 use proto::message::{Registered, RegisteredV1, WorkerStatus};
 use proto::placement::{PlaceOrder, PlaceReport};
-use proto::service::{CoordinatorApiClient, Refusal, WorkerApi, deadline};
+use proto::service::{
+    CertificateReport, CertificateReportV1, CoordinatorApiClient, Refusal, WorkerApi, deadline,
+};
 use proto::shard::{ShippingReport, ShippingReportV1};
 use proto::transport::{CloseCode, Connection, Incoming, KvEventSender};
 use std::sync::Arc;
@@ -23,20 +26,32 @@ const CALL_LIMIT: Duration = Duration::from_secs(5);
 const SHIPPING_SINCE: u16 = 4;
 /// How often that is looked at.
 const TELL_EVERY: Duration = Duration::from_millis(500);
+/// How often it is looked whether the certificate is another one.
+const CERTIFICATE_EVERY: Duration = Duration::from_secs(5);
+
+/// Coordinators that did not take this worker, and why.
+static REFUSED: Repeats = Repeats::new();
 
 /// Serves the connection until it is gone.
 pub(super) async fn run(node: &Arc<Node>, connection: Connection) {
     let offer = match loaded(node, &connection).await {
         Ok(offer) => offer,
         Err(reason) => {
-            tracing::warn!(coordinator = %connection.peer().node, %reason, "gone while the model was loaded");
+            if let Some(left_out) = REFUSED.due((&node.node, connection.peer(), &reason)) {
+                tracing::warn!(coordinator = %connection.peer().node, %reason, left_out, "gone while the model was loaded");
+            }
             return;
         }
     };
+    if node.twin.hold_back(&connection).await.is_err() {
+        return;
+    }
     let (api, registered, epoch) = match register(node, &offer, &connection).await {
         Ok(answer) => answer,
         Err(reason) => {
-            tracing::warn!(coordinator = %connection.peer().node, %reason, "not accepted");
+            if let Some(left_out) = REFUSED.due((&node.node, connection.peer(), &reason)) {
+                tracing::warn!(coordinator = %connection.peer().node, %reason, left_out, "not accepted");
+            }
             connection.close(CloseCode::Shutdown);
             return;
         }
@@ -44,8 +59,14 @@ pub(super) async fn run(node: &Arc<Node>, connection: Connection) {
     let engine = match node.start_engine(registered.cluster_key.clone(), epoch) {
         Ok(engine) => engine,
         Err(error) => {
-            tracing::error!(coordinator = %connection.peer().node, %error, "cannot join");
+            if let Some(left_out) = REFUSED.due((&node.node, connection.peer(), error.to_string())) {
+                tracing::error!(coordinator = %connection.peer().node, %error, left_out, "cannot join");
+            }
             connection.close(CloseCode::Shutdown);
+            // Nobody goes on with the key that came first: a new life takes the one that is in use now.
+            if matches!(error, crate::Error::OtherKey) && *node.joined.borrow() == 0 {
+                node.told()(&error);
+            }
             return;
         }
     };
@@ -57,6 +78,7 @@ pub(super) async fn run(node: &Arc<Node>, connection: Connection) {
         reason = tell_events(&connection, &engine) => reason,
         reason = serve(node, &connection, &engine) => reason,
         reason = tell_shipping(node, &connection) => reason,
+        reason = tell_certificate(node, &connection) => reason,
     };
     node.joined.send_modify(|count| *count -= 1);
     tracing::warn!(coordinator = %connection.peer().node, %reason, "left");
@@ -101,6 +123,27 @@ async fn tell_shipping(node: &Node, connection: &Connection) -> String {
     }
 }
 
+/// Tells the coordinator when this worker's certificate ends, whenever that has changed. An older one is told in vain.
+async fn tell_certificate(node: &Node, connection: &Connection) -> String {
+    let api = match connection.coordinator_api().await {
+        Ok(api) => api,
+        Err(error) => return error.to_string(),
+    };
+    let mut told = None;
+    let mut tick = tokio::time::interval(CERTIFICATE_EVERY);
+    loop {
+        tick.tick().await;
+        let ends = node.identity.validities().ok().map(|validities| validities.node.ends);
+        if let Some(ends) = ends.filter(|ends| told != Some(*ends)) {
+            let report = CertificateReport::V1(CertificateReportV1 { ends });
+            if let Err(error) = api.certificate(deadline(CALL_LIMIT), report).await {
+                tracing::debug!(%error, "the coordinator is not told when our certificate ends");
+            }
+            told = Some(ends);
+        }
+    }
+}
+
 async fn register(
     node: &Node,
     offer: &Offer,
@@ -113,11 +156,14 @@ async fn register(
     let request = request.ok_or("it is of a version that knows no models like ours")?;
     let answer = api.register(deadline(CALL_LIMIT), request).await.map_err(|error| error.to_string())?;
     let Registered::V1(registered) = answer.map_err(|refusal| {
-        if let Refusal::StaleEpoch { known } = refusal {
-            node.outlive(known);
+        match &refusal {
+            Refusal::StaleEpoch { known } => node.outlive(*known),
+            Refusal::AlreadyHere { .. } => node.twin.seen(connection),
+            _ => {}
         }
         refusal.to_string()
     })?;
+    node.twin.not_seen(connection);
     Ok((api, registered, epoch))
 }
 

@@ -6,6 +6,7 @@ use hyper::body::{Bytes, Incoming};
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
+use proto::heartbeat;
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
@@ -32,7 +33,7 @@ pub(super) async fn serve(listener: TcpListener, node: watch::Receiver<Arc<Node>
         tokio::spawn(async move {
             let answer = service_fn(move |request| {
                 let node = Arc::clone(&node.borrow());
-                async move { Ok::<_, Infallible>(answer(&node, &request)) }
+                async move { Ok::<_, Infallible>(answer(&node, &request).await) }
             });
             let mut server = hyper::server::conn::http1::Builder::new();
             server.timer(TokioTimer::new()).header_read_timeout(HEADER_TIME).max_headers(64);
@@ -43,7 +44,7 @@ pub(super) async fn serve(listener: TcpListener, node: watch::Receiver<Arc<Node>
     }
 }
 
-fn answer(node: &Node, request: &Request<Incoming>) -> Response<Full<Bytes>> {
+async fn answer(node: &Node, request: &Request<Incoming>) -> Response<Full<Bytes>> {
     let probe = |good: bool| match good {
         true => text(StatusCode::OK, "ok\n".to_owned()),
         false => text(StatusCode::SERVICE_UNAVAILABLE, "not now\n".to_owned()),
@@ -52,10 +53,19 @@ fn answer(node: &Node, request: &Request<Incoming>) -> Response<Full<Bytes>> {
         return text(StatusCode::METHOD_NOT_ALLOWED, "only GET is served\n".to_owned());
     }
     match request.uri().path() {
-        "/livez" => probe(node.alive()),
+        "/livez" => match heartbeat::stopped(&node.loops).await.as_slice() {
+            [] => probe(node.alive()),
+            stopped => {
+                text(StatusCode::SERVICE_UNAVAILABLE, format!("{} no longer turns\n", stopped.join(" and ")))
+            }
+        },
         "/readyz" if node.shortage.is_here() => {
             text(StatusCode::SERVICE_UNAVAILABLE, "less memory is free than must be\n".to_owned())
         }
+        "/readyz" if node.twin.is_there() => text(
+            StatusCode::SERVICE_UNAVAILABLE,
+            "another process with this worker's identity is alive\n".to_owned(),
+        ),
         "/readyz" => probe(node.ready()),
         "/startupz" => probe(node.engine().is_some()),
         "/metrics" => text(StatusCode::OK, node.metrics_text()),

@@ -12,6 +12,7 @@ use crate::pull::{Delivery, Order, PullFailure, Source};
 use crate::telemetry::Direction;
 use parking_lot::Mutex;
 use proto::Error;
+use proto::heartbeat::{BEAT_EVERY, Heartbeat};
 use proto::ids::{NodeId, Role};
 use proto::pull::{
     PullHeadV1, PullRefusal, PullRequest, PullRequestV1, PullSourceV1, PulledPieceV1, SENDS_AT_ONCE,
@@ -152,8 +153,16 @@ async fn receive(
 }
 
 /// Serves workers that dial this one, until the endpoint is closed. `node`: as it is at present.
-pub(super) async fn serve(node: watch::Receiver<Arc<Node>>, endpoint: Arc<Endpoint>) {
-    while let Some(connection) = endpoint.accept().await {
+pub(super) async fn serve(node: watch::Receiver<Arc<Node>>, endpoint: Arc<Endpoint>, heart: Heartbeat) {
+    let mut beats = tokio::time::interval(BEAT_EVERY);
+    beats.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        heart.beat();
+        let connection = tokio::select! {
+            connection = endpoint.accept() => connection,
+            _ = beats.tick() => continue,
+        };
+        let Some(connection) = connection else { return };
         tokio::spawn(serve_one(node.clone(), connection));
     }
 }

@@ -173,7 +173,7 @@ fn write(path: &Path, file: &[u8]) -> io::Result<()> {
     // What stands in a snapshot is nobody else's business on this machine.
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
     let unfinished = path.with_extension("unfinished");
-    let written = std::fs::File::create(&unfinished).and_then(|mut out| {
+    let written = proto::directory::create_private(&unfinished).and_then(|mut out| {
         io::Write::write_all(&mut out, file)?;
         out.sync_all()
     });

@@ -4,9 +4,10 @@ use super::aged::Aged;
 use super::{DiskConfig, PieceKey, file};
 use crate::Error;
 use parking_lot::Mutex;
+use proto::directory::{self, Claim};
+use proto::log::Repeats;
 use std::collections::HashSet;
 use std::io;
-use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -16,6 +17,8 @@ use std::time::SystemTime;
 
 /// Bytes of a file besides those of its piece, at most.
 const OVERHEAD: u64 = 128;
+/// Files that could not be written or read, by the directory and the reason.
+static FAILED: Repeats = Repeats::new();
 
 /// A piece that was asked for; none if it was damaged or gone.
 #[derive(Debug)]
@@ -33,6 +36,8 @@ pub(super) struct Disk {
     reads: Option<Sender<PieceKey>>,
     arrivals: Receiver<Loaded>,
     threads: Vec<JoinHandle<()>>,
+    /// Given up when the threads have ended.
+    _claim: Claim,
 }
 
 /// The file of a piece, to be read by any thread that may wait for a disk.
@@ -71,8 +76,8 @@ impl Disk {
     pub(super) fn open(config: &DiskConfig) -> Result<Self, Error> {
         let failed =
             |source| Error::Io { what: format!("cannot use {} for KV", config.dir.display()), source };
-        // What stands in a cache is nobody else's business on this machine.
-        std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&config.dir).map_err(failed)?;
+        // Of two that write and remove files there each would take the other's for damaged.
+        let claim = Claim::of(&config.dir)?;
         let files = scan(&config.dir, config.bytes).map_err(failed)?;
         let shared = Arc::new(Shared {
             dir: config.dir.clone(),
@@ -89,7 +94,7 @@ impl Disk {
             spawn("kvasir-kv-write", move || writer.write_all(&to_write))?,
             spawn("kvasir-kv-read", move || reader.read_all(&to_read, &loaded))?,
         ];
-        Ok(Self { shared, writes: Some(writes), reads: Some(reads), arrivals, threads })
+        Ok(Self { shared, writes: Some(writes), reads: Some(reads), arrivals, threads, _claim: claim })
     }
 
     /// Bytes of the piece's file; none if there is no file.
@@ -186,7 +191,10 @@ impl Shared {
             Err(error) => {
                 drop(index);
                 self.write_failures.fetch_add(1, Ordering::Relaxed);
-                tracing::warn!(dir = %self.dir.display(), %error, "KV cannot be kept on disk");
+                if let Some(left_out) = FAILED.due((&self.dir, error.kind())) {
+                    let error = directory::failed(&self.dir, &error);
+                    tracing::warn!(error, left_out, "KV cannot be kept on disk");
+                }
             }
         }
     }
@@ -206,7 +214,10 @@ impl Shared {
                 Some(bytes.into())
             }
             Err(error) => {
-                tracing::warn!(path = %file::path_of(&self.dir, key).display(), %error, "KV on disk is lost");
+                if let Some(left_out) = FAILED.due((&self.dir, "read", error.kind())) {
+                    let path = file::path_of(&self.dir, key);
+                    tracing::warn!(path = %path.display(), %error, left_out, "KV on disk is lost");
+                }
                 self.index.lock().files.remove(&key);
                 self.remove(key);
                 None

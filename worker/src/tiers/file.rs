@@ -58,7 +58,7 @@ pub(super) fn write(dir: &Path, key: PieceKey, bytes: &[u8]) -> io::Result<u64> 
     let unfinished = path.with_extension(UNFINISHED);
     let header = header(key, bytes)?;
     let length = u32::try_from(header.len()).map_err(io::Error::other)?.to_le_bytes();
-    let written = File::create(&unfinished).and_then(|mut file| {
+    let written = proto::directory::create_private(&unfinished).and_then(|mut file| {
         file.write_all(MAGIC)?;
         file.write_all(&length)?;
         file.write_all(&header)?;

@@ -15,7 +15,7 @@ use proto::message::{
     RegisteredV1, Sampling, Stop, TokenIds, TokenLogprobs, WorkPart, WorkerStatus, WorkerStatusV1,
 };
 use proto::pull::PullSourceV1;
-use proto::service::{CoordinatorApi, Refusal, deadline};
+use proto::service::{CertificateReport, CoordinatorApi, Refusal, deadline};
 use proto::shard::{ShippingReport, ShippingReportV1};
 use proto::transport::{Connection, Endpoint, EndpointConfig, GenerateStream, Identity, Incoming};
 use std::net::SocketAddr;
@@ -96,6 +96,7 @@ impl CoordinatorApi for Api {
         Ok(Registered::V1(RegisteredV1 { lease_ms: 60_000, report_every_ms: 20, cluster_key }))
     }
 
+    async fn certificate(self, _: Context, _: CertificateReport) {}
     async fn shipping(self, _: Context, report: ShippingReport) {
         let ShippingReport::V1(report) = report;
         self.1.lock().unwrap().push(report);

@@ -19,7 +19,7 @@ use proto::message::{
     GenerateRequest, GenerateRequestV1, LoadReport, Register, Registered, RegisteredV1, Sampling, Stop,
     WorkPart,
 };
-use proto::service::{CoordinatorApi, Refusal};
+use proto::service::{CertificateReport, CoordinatorApi, Refusal};
 use proto::shard::ShippingReport;
 use proto::transport::{Connection, Endpoint, EndpointConfig, Incoming, VersionRange};
 use std::net::SocketAddr;
@@ -58,6 +58,7 @@ impl CoordinatorApi for Coordinator {
         Ok(Registered::V1(RegisteredV1 { lease_ms: 60_000, report_every_ms: 20, cluster_key }))
     }
 
+    async fn certificate(self, _: Context, _: CertificateReport) {}
     async fn shipping(self, _: Context, report: ShippingReport) {
         panic!("a model that is a file is not shipped: {report:?}");
     }

@@ -59,22 +59,19 @@ impl Disk {
     /// Opens the file, or makes it, and reads what `node` has there: nothing if it was never
     /// [formatted](Self::format).
     pub fn open(path: &Path, node: &NodeId) -> Result<(Self, Option<Loaded>), StorageError> {
-        let made = !path.exists();
+        if !path.exists() {
+            make(path, node)?;
+        }
         let trouble = Arc::default();
         let load = || Self::load(node, Some(path), &trouble, || open_file(path, &trouble));
-        let opened = match load() {
+        match load() {
             // What was not committed is undone, and that takes room.
             Err(_) if trouble.is_only_full() => {
                 Reserve::beside(path).give_up().map_err(failed)?;
-                load()?
+                load().map_err(|error| if trouble.is_only_full() { StorageError::Full } else { error })
             }
-            opened => opened?,
-        };
-        if made && let Some(parent) = path.parent() {
-            // The file's name must outlive a crash as its contents do.
-            std::fs::File::open(parent).and_then(|dir| dir.sync_all()).map_err(failed)?;
+            opened => opened,
         }
-        Ok(opened)
     }
 
     /// Puts a file that is damaged out of the way, and keeps it for whoever wants to look at it.
@@ -150,6 +147,30 @@ impl Disk {
     fn reserve(&self) -> Option<Reserve> {
         self.path.as_deref().map(Reserve::beside)
     }
+}
+
+/// Makes an empty database under another name, which becomes the file when it is whole: what a full disk, or an end of the
+/// process, leaves of it is no database that could be taken for a damaged one.
+fn make(path: &Path, node: &NodeId) -> Result<(), StorageError> {
+    let unfinished = path.with_extension("unfinished");
+    let remove = || match std::fs::remove_file(&unfinished) {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(failed(error)),
+        _ => Ok(()),
+    };
+    remove()?;
+    let trouble = Arc::default();
+    let made = Disk::load(node, Some(&unfinished), &trouble, || open_file(&unfinished, &trouble)).map(drop);
+    let made = made.and_then(|()| {
+        std::fs::File::open(&unfinished).and_then(|file| file.sync_all()).map_err(failed)?;
+        std::fs::rename(&unfinished, path).map_err(failed)?;
+        // The file's name must outlive a crash as its contents do.
+        path.parent().map_or(Ok(()), |dir| std::fs::File::open(dir)?.sync_all()).map_err(failed)
+    });
+    made.map_err(|error| {
+        // What is left of it is of no use; that it cannot be removed is not the error to tell.
+        let _ = remove();
+        if trouble.is_only_full() { StorageError::Full } else { error }
+    })
 }
 
 /// Where a damaged file is kept.

@@ -1,9 +1,10 @@
 //! A full disk is told from a failing one, and some room is set aside for it: the file redb writes to, watched, and a
 //! file of zeros that is given up when there is no room for anything else.
 
+use proto::directory;
 use redb::backends::FileBackend;
 use redb::{BackendError, StorageBackend};
-use std::fs::{self, File};
+use std::fs;
 use std::io::{self, ErrorKind, Write};
 use std::ops::Bound;
 use std::path::{Path, PathBuf};
@@ -49,7 +50,7 @@ impl Trouble {
 }
 
 fn is_full(error: &io::Error) -> bool {
-    matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded)
+    matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge)
 }
 
 /// Something to keep a database in, watched.
@@ -67,7 +68,7 @@ impl<B: StorageBackend> Watched<B> {
 
 /// The file at `path`, or a new one.
 pub(super) fn file(path: &Path) -> io::Result<FileBackend> {
-    let file = File::options().read(true).write(true).create(true).truncate(false).open(path)?;
+    let file = directory::private().read(true).write(true).create(true).truncate(false).open(path)?;
     FileBackend::new(file).map_err(|error| io::Error::other(error.to_string()))
 }
 
@@ -147,7 +148,7 @@ impl Reserve {
     }
 
     fn write(&self) -> io::Result<()> {
-        let mut file = File::create(&self.0)?;
+        let mut file = directory::create_private(&self.0)?;
         file.write_all(&vec![0; 2 * RESERVE_BYTES])?;
         file.sync_all()?;
         // Whoever has room for no more than this would be without it at once.

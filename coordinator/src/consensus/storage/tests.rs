@@ -307,3 +307,22 @@ fn room_is_set_aside_once_and_given_up_when_it_is_needed() {
     drop(disk);
     assert_eq!(Disk::open(&path, &node("c0")).unwrap().1, Some(model));
 }
+
+#[test]
+fn what_an_unfinished_first_start_has_left_is_no_database() {
+    use std::os::unix::fs::PermissionsExt;
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("consensus.redb");
+    let unfinished = path.with_extension("unfinished");
+    std::fs::write(&unfinished, [0; 4096]).unwrap();
+    let (disk, loaded) = Disk::open(&path, &node("a")).unwrap();
+    assert_eq!(loaded, None);
+    assert!(!unfinished.exists());
+    assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+    drop(disk);
+    // Where it cannot be made nothing is left that a later start would find.
+    let path = dir.path().join("missing/consensus.redb");
+    assert!(matches!(Disk::open(&path, &node("a")), Err(StorageError::Disk(_))));
+    std::fs::create_dir(dir.path().join("missing")).unwrap();
+    Disk::open(&path, &node("a")).unwrap();
+}

@@ -1,0 +1,270 @@
+//! Settings that must be the same at all coordinators of a group. Each tells the others digests of its own; the odd one
+//! out says so, is not ready, and takes no workers, for whom its key of block ids would be another.
+
+use crate::api::auth::KeyEntry;
+use crate::random::random_u64;
+use proto::block::ClusterKey;
+use proto::ids::{ModelId, NodeId};
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, HashMap};
+use std::time::{Duration, Instant};
+
+/// The cluster's key, which block ids, salts and workers depend on.
+const CLUSTER_KEY: &str = "cluster_key";
+/// Names that are passed over in what others tell: no coordinator has as many settings.
+const MAX_SETTINGS: usize = 1024;
+
+/// What a coordinator tells of its settings. Nothing of a setting can be found out from its digest.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct SettingsV1 {
+    /// How long the sender has been running, in milliseconds: of as many who disagree, the newcomer is the odd one.
+    pub up_ms: u64,
+    /// Drawn by each process: tells equally old ones apart.
+    pub draw: u64,
+    /// When its certificate ends, in seconds since 1970; 0 if it does not say.
+    pub certificate_ends: i64,
+    /// By name, in order.
+    pub settings: Vec<SettingV1>,
+}
+
+/// One of them.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct SettingV1 {
+    pub name: String,
+    pub digest: [u8; 16],
+    /// The sender knows that its own is the odd one.
+    pub odd: bool,
+}
+
+/// The settings of this coordinator that are compared.
+#[derive(Debug, Clone)]
+pub struct OwnSettings {
+    started: Instant,
+    draw: u64,
+    settings: Vec<SettingV1>,
+}
+
+impl OwnSettings {
+    /// From what it was started with.
+    pub fn new(key: &ClusterKey, tokenizers: &HashMap<ModelId, [u8; 32]>, keys: &[KeyEntry]) -> Self {
+        // The key itself keys its digest, so that not even equal words are recognised.
+        let digest = |name: &str, value: &[u8]| {
+            let mut hash = blake3::Hasher::new_keyed(&key.0);
+            hash.update(name.as_bytes()).update(&[0]).update(value);
+            let mut digest = [0; 16];
+            hash.finalize_xof().fill(&mut digest);
+            digest
+        };
+        let open = |name: &str, value: &[u8]| {
+            let mut digest = [0; 16];
+            blake3::Hasher::new_derive_key("kvasir setting of a coordinator 1")
+                .update(name.as_bytes())
+                .update(&[0])
+                .update(value)
+                .finalize_xof()
+                .fill(&mut digest);
+            digest
+        };
+        let mut settings =
+            vec![SettingV1 { name: CLUSTER_KEY.into(), digest: digest(CLUSTER_KEY, b"kvasir"), odd: false }];
+        let mut entries: Vec<String> = keys
+            .iter()
+            .map(|KeyEntry { sha256, tenant, admin }| format!("{} {tenant} {admin}", sha256.to_lowercase()))
+            .collect();
+        entries.sort_unstable();
+        let list = |name: &str, lines: String| SettingV1 {
+            name: name.into(),
+            digest: open(name, lines.as_bytes()),
+            odd: false,
+        };
+        settings.push(list("keys", entries.join("\n")));
+        let mut models: Vec<_> = tokenizers.iter().collect();
+        models.sort_unstable();
+        let names: Vec<&str> = models.iter().map(|(id, _)| id.as_str()).collect();
+        settings.push(list("models", names.join("\n")));
+        settings.extend(models.iter().map(|(id, tokenizer)| {
+            let name = format!("tokenizer of {id}");
+            SettingV1 { digest: open(&name, *tokenizer), name, odd: false }
+        }));
+        Self { started: Instant::now(), draw: random_u64(), settings }
+    }
+
+    /// What to tell the others. `odd`: the names of those that are known to be odd here.
+    pub(super) fn told(&self, certificate_ends: i64, odd: &[String]) -> SettingsV1 {
+        let up_ms = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX);
+        let settings = self.settings.iter().cloned();
+        let settings =
+            settings.map(|setting| SettingV1 { odd: odd.contains(&setting.name), ..setting }).collect();
+        SettingsV1 { up_ms, draw: self.draw, certificate_ends, settings }
+    }
+}
+
+/// A setting on which the coordinators disagree, as seen from one of them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Difference {
+    /// Which.
+    pub setting: String,
+    /// Who has it otherwise than most have; of as many, otherwise than the one that has run longest.
+    pub odd: Vec<NodeId>,
+    /// Whether this coordinator is among these.
+    pub own: bool,
+    /// Whether an odd coordinator must not serve. Lists of API keys and of models are changed at one coordinator after the
+    /// other, and must not stop it meanwhile.
+    pub binding: bool,
+}
+
+/// What each coordinator has told last, this one among them.
+#[derive(Debug, Default)]
+pub(super) struct Compared(BTreeMap<NodeId, (Instant, SettingsV1)>);
+
+impl Compared {
+    pub(super) fn hear(&mut self, node: &NodeId, told: SettingsV1) {
+        if told.settings.len() <= MAX_SETTINGS {
+            self.0.insert(node.clone(), (Instant::now(), told));
+        }
+    }
+
+    /// Whether all of these have told theirs.
+    pub(super) fn knows(&self, nodes: &[NodeId]) -> bool {
+        nodes.iter().all(|node| self.0.contains_key(node))
+    }
+
+    /// Those that are no coordinators of the group any more.
+    pub(super) fn keep(&mut self, nodes: &[NodeId], own: &NodeId) {
+        self.0.retain(|node, _| node == own || nodes.contains(node));
+    }
+
+    pub(super) fn certificate_ends(&self, node: &NodeId) -> Option<i64> {
+        self.0.get(node).map(|(_, told)| told.certificate_ends).filter(|ends| *ends != 0)
+    }
+
+    /// What differs, by name. Who does not have a setting, such as a model, does not differ in it.
+    pub(super) fn differences(&self, own: &NodeId) -> Vec<Difference> {
+        let mut by_setting: BTreeMap<&str, BTreeMap<[u8; 16], Vec<&NodeId>>> = BTreeMap::new();
+        for (node, (_, told)) in &self.0 {
+            for SettingV1 { name, digest, .. } in &told.settings {
+                by_setting.entry(name).or_default().entry(*digest).or_default().push(node);
+            }
+        }
+        let now = Instant::now();
+        let age = |node: &&NodeId| {
+            let (at, told) = self.0.get(*node)?;
+            let up = Duration::from_millis(told.up_ms).saturating_add(now.saturating_duration_since(*at));
+            // Their clocks and the network are not exact; that of two which were started together is drawn.
+            Some((up.as_secs() / 2, told.draw))
+        };
+        let mut differences = Vec::new();
+        for (setting, groups) in by_setting {
+            // Who says itself that it is odd has heard more than is known here.
+            let is_sure = |nodes: &[&NodeId]| {
+                let says_odd = |node: &&&NodeId| {
+                    let told = self.0.get(**node).filter(|_| **node != own);
+                    told.is_some_and(|(_, told)| told.settings.iter().any(|s| s.name == setting && s.odd))
+                };
+                !nodes.iter().any(|node| says_odd(&node))
+            };
+            let right = groups
+                .iter()
+                .max_by_key(|(_, nodes)| (nodes.len(), is_sure(nodes), nodes.iter().filter_map(age).max()));
+            let Some((right, _)) = right.filter(|_| groups.len() > 1) else { continue };
+            let others = groups.iter().filter(|(digest, _)| *digest != right);
+            let odd: Vec<NodeId> = others.flat_map(|(_, nodes)| nodes.iter().copied().cloned()).collect();
+            differences.push(Difference {
+                setting: setting.to_owned(),
+                own: odd.contains(own),
+                binding: !matches!(setting, "keys" | "models"),
+                odd,
+            });
+        }
+        differences
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn node(name: &str) -> NodeId {
+        NodeId::new(name).unwrap()
+    }
+
+    fn own(key: u8, tokenizer: u8, keys: &[&str]) -> OwnSettings {
+        let tokenizers = HashMap::from([(ModelId::new("m").unwrap(), [tokenizer; 32])]);
+        let entry = |tenant: &&str| KeyEntry { sha256: "00".into(), tenant: (*tenant).into(), admin: false };
+        let keys: Vec<KeyEntry> = keys.iter().map(entry).collect();
+        OwnSettings::new(&ClusterKey([key; 32]), &tokenizers, &keys)
+    }
+
+    fn compared<const N: usize>(all: [(&str, u64, OwnSettings); N]) -> Compared {
+        let mut compared = Compared::default();
+        for (name, up_ms, own) in all {
+            compared.hear(&node(name), SettingsV1 { up_ms, ..own.told(0, &[]) });
+        }
+        compared
+    }
+
+    #[test]
+    fn the_same_settings_do_not_differ_whatever_their_order() {
+        let all = compared([("a", 1, own(1, 1, &["x", "y"])), ("b", 2, own(1, 1, &["y", "x"]))]);
+        assert_eq!(all.differences(&node("a")), []);
+    }
+
+    #[test]
+    fn one_of_three_is_odd_and_knows_it() {
+        let all = || {
+            let right = || own(1, 1, &[]);
+            compared([("a", 0, right()), ("b", 90_000, own(2, 1, &[])), ("c", 0, right())])
+        };
+        let wanted =
+            |own| Difference { setting: CLUSTER_KEY.into(), odd: vec![node("b")], own, binding: true };
+        assert_eq!(all().differences(&node("b")), [wanted(true)]);
+        assert_eq!(all().differences(&node("c")), [wanted(false)]);
+    }
+
+    #[test]
+    fn of_two_the_newcomer_is_odd() {
+        let all = compared([("a", 9_000, own(1, 1, &[])), ("b", 1_000, own(2, 1, &[]))]);
+        assert_eq!(all.differences(&node("a"))[0].odd, [node("b")]);
+        // Started together, exactly one of them is, and both know which.
+        let all = compared([("a", 1_000, own(1, 1, &[])), ("b", 1_000, own(2, 1, &[]))]);
+        let [a, b] = ["a", "b"].map(|name| all.differences(&node(name)));
+        assert_eq!((a[0].odd.len(), &a[0].odd), (1, &b[0].odd));
+        assert_ne!(a[0].own, b[0].own);
+    }
+
+    #[test]
+    fn who_knows_that_it_is_odd_is_believed() {
+        let told = own(2, 1, &[]).told(0, &[CLUSTER_KEY.to_owned()]);
+        let mut all = compared([("a", 0, own(1, 1, &[]))]);
+        all.hear(&node("b"), SettingsV1 { up_ms: 9_000_000, ..told });
+        assert_eq!(all.differences(&node("a"))[0].odd, [node("b")]);
+    }
+
+    #[test]
+    fn another_tokenizer_of_a_model_binds_and_lists_that_are_being_changed_do_not() {
+        let all = compared([
+            ("a", 9_000, own(1, 1, &["x"])),
+            ("b", 9_000, own(1, 1, &["x"])),
+            ("c", 0, own(1, 2, &[])),
+        ]);
+        let found = all.differences(&node("c"));
+        let found: Vec<_> = found.iter().map(|d| (d.setting.as_str(), d.binding, d.own)).collect();
+        assert_eq!(found, [("keys", false, true), ("tokenizer of m", true, true)]);
+    }
+
+    #[test]
+    fn nothing_of_a_key_stands_in_what_is_told() {
+        let told = own(7, 1, &[]).told(0, &[]);
+        assert!(told.settings.iter().all(|setting| setting.digest != [7; 16]));
+        assert_eq!(told.settings[0].digest, own(7, 9, &["z"]).told(0, &[]).settings[0].digest);
+        assert_ne!(told.settings[0].digest, own(8, 1, &[]).told(0, &[]).settings[0].digest);
+    }
+
+    #[test]
+    fn who_has_left_is_not_compared() {
+        let mut all = compared([("a", 0, own(1, 1, &[])), ("b", 9_000, own(2, 1, &[]))]);
+        assert!(all.knows(&[node("a"), node("b")]) && !all.knows(&[node("c")]));
+        all.keep(&[], &node("a"));
+        assert_eq!(all.differences(&node("a")), []);
+    }
+}

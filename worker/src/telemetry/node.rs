@@ -1,0 +1,51 @@
+//! Metrics of the process itself, whatever it computes: its log and its certificates.
+
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+use proto::transport::Identity;
+use std::sync::atomic::AtomicU64;
+use std::time::SystemTime;
+
+/// Label of a certificate.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct CertificateLabel {
+    /// Whose it is: `node` or `authority`.
+    pub certificate: &'static str,
+}
+
+/// See the module.
+#[derive(Debug, Clone, Default)]
+pub struct NodeMetrics {
+    /// Lines of the log that were dropped.
+    pub log_dropped: Counter,
+    /// Days until a certificate ends.
+    pub certificate_days: Family<CertificateLabel, Gauge<f64, AtomicU64>>,
+    /// The share of its life that is left.
+    pub certificate_life: Family<CertificateLabel, Gauge<f64, AtomicU64>>,
+}
+
+impl NodeMetrics {
+    pub(crate) fn register(&self, registry: &mut Registry) {
+        let dropped = "Lines of the log that were dropped, because its reader was too slow or gone";
+        registry.register("kvasir_worker_log_lines_dropped", dropped, self.log_dropped.clone());
+        let days = "Days until the node's certificate ends, and its authority's; below 0 it has ended";
+        registry.register("kvasir_worker_certificate_days_left", days, self.certificate_days.clone());
+        let life = "The share of these certificates' lives that is left";
+        registry.register("kvasir_worker_certificate_life_left", life, self.certificate_life.clone());
+    }
+
+    pub(crate) fn update(&self, identity: &Identity) {
+        self.log_dropped.inc_by(proto::log::dropped().saturating_sub(self.log_dropped.get()));
+        let now = SystemTime::now();
+        // What cannot be read was refused when it was loaded.
+        let Ok(validities) = identity.validities() else { return };
+        for (certificate, validity) in validities.named() {
+            let label = CertificateLabel { certificate };
+            self.certificate_days.get_or_create(&label).set(validity.days_left(now));
+            self.certificate_life.get_or_create(&label).set(validity.life_left(now));
+        }
+    }
+}
