@@ -272,10 +272,10 @@ impl<'a> Rewriter<'a> {
                     self.leave_out(format!("only {} can be enforced", FORMATS.join(", ")))?;
                 }
             }
-            ("uniqueItems", Value::Bool(true)) => {
-                if !node.get("maxItems").and_then(count).is_some_and(|most| most <= 1) {
-                    self.leave_out("that items differ cannot be enforced")?;
-                }
+            ("uniqueItems", Value::Bool(true))
+                if node.get("maxItems").and_then(count).is_none_or(|most| most > 1) =>
+            {
+                self.leave_out("that items differ cannot be enforced")?;
             }
             ("contains", _)
                 if node.get("minContains").and_then(count) != Some(0) || node.contains_key("maxContains") =>
@@ -289,10 +289,10 @@ impl<'a> Rewriter<'a> {
             ("if", _) if node.contains_key("then") || node.contains_key("else") => {
                 self.leave_out("conditions cannot be enforced")?;
             }
-            ("dependentRequired" | "dependentSchemas" | "dependencies", _) => {
-                if !value.as_object().is_some_and(Map::is_empty) {
-                    self.leave_out("dependencies cannot be enforced")?;
-                }
+            ("dependentRequired" | "dependentSchemas" | "dependencies", _)
+                if !value.as_object().is_some_and(Map::is_empty) =>
+            {
+                self.leave_out("dependencies cannot be enforced")?;
             }
             ("unevaluatedProperties" | "unevaluatedItems", _) => self.unevaluated(node, key, value, made)?,
             ("nullable", Value::Bool(true)) => made.nullable = true,

@@ -254,12 +254,17 @@ impl ApiError {
 
     /// Whether too much was asked for or nobody was there, rather than that something failed.
     pub fn is_shed(&self) -> bool {
-        match self {
-            Self::QueueFull { .. } | Self::RateLimited(_) | Self::Connections { .. } => true,
-            Self::NoWorker | Self::NotOffered { .. } | Self::OperationAway { .. } => true,
-            Self::KeysUnknown | Self::NoQuorum => true,
-            _ => false,
-        }
+        matches!(
+            self,
+            Self::QueueFull { .. }
+                | Self::RateLimited(_)
+                | Self::Connections { .. }
+                | Self::NoWorker
+                | Self::NotOffered { .. }
+                | Self::OperationAway { .. }
+                | Self::KeysUnknown
+                | Self::NoQuorum
+        )
     }
 
     /// The body, also of an `error` event in a stream.

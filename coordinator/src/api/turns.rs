@@ -45,7 +45,7 @@ struct Job {
 
 /// By what a thread is told its next job. It comes with the job, so that the thread ends when nobody has it any more.
 #[derive(Debug)]
-struct Thread(mpsc::Sender<(Job, Thread)>);
+struct Thread(mpsc::Sender<(Job, Self)>);
 
 /// Starts a thread.
 fn planner() -> std::io::Result<Thread> {
@@ -271,7 +271,11 @@ mod tests {
         assert_eq!(turns.idle.lock().len(), 1);
         let (weak, alive) = (Arc::downgrade(&turns), Arc::new(()));
         let seen = Arc::downgrade(&alive);
-        turns.run(&a, move || Ok(drop(alive))).await.unwrap();
+        let work = move || {
+            drop(alive);
+            Ok(())
+        };
+        turns.run(&a, work).await.unwrap();
         drop(turns);
         assert!(weak.upgrade().is_none() && seen.upgrade().is_none());
     }

@@ -359,18 +359,15 @@ mod tests {
     #[test]
     fn quoted_texts_are_no_control_tokens() {
         let tokens = [("<e>", false), ("<e>x", false), ("<u>", true), ("<", false)];
-        let whole = 0..100;
-        assert_eq!(outside(&tokens, "a<e>b", std::slice::from_ref(&whole)), [Part::Text("a<e>b")]);
+        let outside = |text, quoted| outside(&tokens, text, std::slice::from_ref(&quoted));
+        assert_eq!(outside("a<e>b", 0..100), [Part::Text("a<e>b")]);
         // Only one of the two is quoted, or only a part of one is.
-        assert_eq!(outside(&tokens, "<e><e>", &[0..3]), [Part::Text("<e>"), Part::Token(0)]);
-        assert_eq!(outside(&tokens, "<e><e>", &[3..6]), [Part::Token(0), Part::Text("<e>")]);
-        assert_eq!(outside(&tokens, "<e>", &[1..2]), [Part::Token(3), Part::Text("e>")]);
+        assert_eq!(outside("<e><e>", 0..3), [Part::Text("<e>"), Part::Token(0)]);
+        assert_eq!(outside("<e><e>", 3..6), [Part::Token(0), Part::Text("<e>")]);
+        assert_eq!(outside("<e>", 1..2), [Part::Token(3), Part::Text("e>")]);
         // A shorter one before quoted text is one, as are those that are always cut out.
-        assert_eq!(outside(&tokens, "<e>x", &[3..4]), [Part::Token(0), Part::Text("x")]);
-        assert_eq!(
-            outside(&tokens, "<u><e>", std::slice::from_ref(&whole)),
-            [Part::Token(2), Part::Text("<e>")]
-        );
+        assert_eq!(outside("<e>x", 3..4), [Part::Token(0), Part::Text("x")]);
+        assert_eq!(outside("<u><e>", 0..100), [Part::Token(2), Part::Text("<e>")]);
     }
 
     proptest! {

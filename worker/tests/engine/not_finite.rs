@@ -65,10 +65,13 @@ fn is_refused(heard: &Heard) -> bool {
     heard.failed == Some(GenerateError::NotFinite) && heard.finished.is_none() && heard.tokens.is_empty()
 }
 
+/// Changes the values of a tensor, given its name and the length of its rows.
+type Spoil = fn(&str, u64, &mut [f32]);
+
 #[test]
 fn weights_that_are_no_numbers_are_an_error_of_each_request() {
     let dir = tempfile::tempdir().unwrap();
-    let spoilers: [(&str, fn(&str, u64, &mut [f32])); 4] = [
+    let spoilers: [(&str, Spoil); 4] = [
         ("all of a norm", |name, _, values| {
             if name == "output_norm.weight" {
                 values.fill(f32::NAN);

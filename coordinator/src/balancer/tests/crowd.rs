@@ -35,12 +35,15 @@ struct Worker {
     told: Instant,
 }
 
+/// Tokens of its answer, its chain, tokens of its prompt, and since when it waits.
+type Waiting = (f64, Arc<[BlockId]>, u32, Instant);
+
 struct World {
     rig: Rig,
     workers: Vec<Worker>,
     /// Requests that each has been given, since somebody looked.
     given: Vec<usize>,
-    waiting: HashMap<Ticket, (f64, Arc<[BlockId]>, u32, Instant)>,
+    waiting: HashMap<Ticket, Waiting>,
     /// Seconds from request to end.
     took: Vec<f64>,
 }

@@ -167,7 +167,8 @@ fn quoted_control_tokens_are_neither_remembered_nor_recalled() {
         let text = format!("ab ab{mark}ab ab\nab {mark} ab");
         let first = 5..5 + mark.len();
         let last = text.rfind(mark).unwrap()..text.len() - 3;
-        for quoted in [&[][..], &[first.clone()], &[last.clone()], &[first, last], &[]] {
+        let both = [first, last];
+        for quoted in [&[][..], &both[..1], &both[1..], &both, &[]] {
             let matter = tokenizer.specials.that_matter(&text, quoted);
             for _ in 0..3 {
                 let mut ids = Vec::new();

@@ -86,7 +86,7 @@ fn run(program: &Program, file: &Path) -> Result<(), String> {
 /// # Errors
 /// None; a file that cannot be loaded is no error.
 pub fn attempt(file: &Path) -> io::Result<()> {
-    if !file.extension().is_some_and(|extension| extension == SUFFIX) {
+    if file.extension().is_none_or(|extension| extension != SUFFIX) {
         return Err(io::Error::other(format!("a file is called *.{SUFFIX}")));
     }
     let Ok(model) = Model::load_file(file) else { return Ok(()) };
