@@ -9,7 +9,8 @@
 
 use super::device::GraphId;
 use super::{Arch, Argument, Compiled, CudaError, Device, DevicePtr, KernelId, Launch, library};
-use api::{Attribute, Driver, Handle};
+use api::Driver;
+use cudarc::driver::sys;
 use memory::Allocations;
 use staging::Staging;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -22,6 +23,10 @@ mod staging;
 mod tests;
 mod wait;
 
+/// The stream does not wait for the default stream.
+const NON_BLOCKING: u32 = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+/// A thread that waits inside the driver sleeps instead of spinning.
+const SCHEDULE_BLOCKING: u32 = sys::CUctx_flags::CU_CTX_SCHED_BLOCKING_SYNC as u32;
 /// Most parameters of a kernel.
 const MAX_PARAMETERS: usize = 64;
 /// Threads of a block, on every device there is.
@@ -117,14 +122,15 @@ fn count(driver: &Driver) -> Result<c_int, CudaError> {
     Ok(count)
 }
 
-fn describe(driver: &Driver, ordinal: c_int) -> Result<(c_int, GpuInfo), CudaError> {
+fn describe(driver: &Driver, ordinal: c_int) -> Result<(sys::CUdevice, GpuInfo), CudaError> {
+    use sys::CUdevice_attribute as Attribute;
     let mut device = 0;
     // SAFETY: the pointer is to an integer of ours.
     driver.begun("cuDeviceGet", unsafe { (driver.device)(&raw mut device, ordinal) })?;
     let attribute = |attribute: Attribute| {
         let mut value = 0;
         // SAFETY: a device that the driver has just given; the pointer is to an integer of ours.
-        let status = unsafe { (driver.device_attribute)(&raw mut value, attribute as u32, device) };
+        let status = unsafe { (driver.device_attribute)(&raw mut value, attribute, device) };
         driver.begun("cuDeviceGetAttribute", status).map(|()| c_int::unsigned_abs(value))
     };
     let mut memory = 0;
@@ -140,14 +146,17 @@ fn describe(driver: &Driver, ordinal: c_int) -> Result<(c_int, GpuInfo), CudaErr
     let info = GpuInfo {
         ordinal: ordinal.unsigned_abs(),
         name,
-        arch: Arch::of(attribute(Attribute::ComputeMajor)?, attribute(Attribute::ComputeMinor)?),
+        arch: Arch::of(
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        ),
         memory_bytes: memory as u64,
-        multiprocessors: attribute(Attribute::Multiprocessors)?,
+        multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
         // Not every driver says it of every device, and nothing depends on it but an estimate.
-        clock_khz: attribute(Attribute::ClockKilohertz).unwrap_or(0),
-        shared_bytes: attribute(Attribute::SharedBytesOptIn)?,
-        l2_bytes: attribute(Attribute::L2Bytes)?,
-        unified: attribute(Attribute::Integrated)? != 0,
+        clock_khz: attribute(Attribute::CU_DEVICE_ATTRIBUTE_CLOCK_RATE).unwrap_or(0),
+        shared_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+        l2_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?,
+        unified: attribute(Attribute::CU_DEVICE_ATTRIBUTE_INTEGRATED)? != 0,
     };
     Ok((device, info))
 }
@@ -155,7 +164,7 @@ fn describe(driver: &Driver, ordinal: c_int) -> Result<(c_int, GpuInfo), CudaErr
 /// A kernel, and what a launch of it must keep to.
 #[derive(Debug)]
 struct Kernel {
-    function: Handle,
+    function: sys::CUfunction,
     parameters: usize,
     /// Bytes of shared memory that a launch may add to what it declares.
     dynamic_shared: u32,
@@ -166,18 +175,18 @@ struct Kernel {
 pub struct Gpu {
     driver: &'static Driver,
     info: GpuInfo,
-    device: c_int,
-    context: Handle,
-    stream: Handle,
+    device: sys::CUdevice,
+    context: sys::CUcontext,
+    stream: sys::CUstream,
     /// Marks the end of what is waited for.
-    done: Handle,
+    done: sys::CUevent,
     longest_wait: Duration,
     staging: Option<Staging>,
     allocations: Allocations,
-    modules: Vec<Handle>,
+    modules: Vec<sys::CUmodule>,
     kernels: Vec<Kernel>,
     /// Those forgotten have left their places.
-    graphs: Vec<Option<Handle>>,
+    graphs: Vec<Option<sys::CUgraphExec>>,
     recording: bool,
     lost: Option<CudaError>,
     /// A wait did not end: whatever else is asked of the driver may never return.
@@ -202,7 +211,7 @@ impl Gpu {
         let (device, info) = describe(driver, c_int::try_from(ordinal).unwrap_or(c_int::MAX))?;
         // SAFETY: a device that the driver has just given. Another user's context
         // of this process may be active already and keeps its flags then.
-        let set = unsafe { (driver.set_context_flags)(device, api::SCHEDULE_BLOCKING) };
+        let set = unsafe { (driver.set_context_flags)(device, SCHEDULE_BLOCKING) };
         if set != api::PRIMARY_CONTEXT_ACTIVE {
             driver.begun("cuDevicePrimaryCtxSetFlags", set)?;
         }
@@ -229,10 +238,10 @@ impl Gpu {
         };
         gpu.enter()?;
         // SAFETY: the pointers are to handles of ours, and the context is current.
-        let created = unsafe { (driver.create_stream)(&raw mut gpu.stream, api::STREAM_NON_BLOCKING) };
+        let created = unsafe { (driver.create_stream)(&raw mut gpu.stream, NON_BLOCKING) };
         gpu.check("cuStreamCreate", created)?;
         // SAFETY: as above.
-        let created = unsafe { (driver.create_event)(&raw mut gpu.done, api::EVENT_DISABLE_TIMING) };
+        let created = unsafe { (driver.create_event)(&raw mut gpu.done, wait::EVENT_FLAGS) };
         gpu.check("cuEventCreate", created)?;
         let staging = Staging::new(driver, gpu.stream, longest_wait);
         gpu.staging = Some(gpu.keep(staging)?);
@@ -322,7 +331,7 @@ impl Gpu {
     }
 
     /// Loads machine code, or where there is none or the driver refuses it, has the driver compile the PTX.
-    fn load_module(&mut self, compiled: &Compiled) -> Result<Handle, CudaError> {
+    fn load_module(&mut self, compiled: &Compiled) -> Result<sys::CUmodule, CudaError> {
         let mut module = std::ptr::null_mut();
         if !compiled.cubin.is_empty() {
             if !compiled.cubin.starts_with(b"\x7fELF") {
@@ -351,7 +360,8 @@ impl Gpu {
     }
 
     /// Looks a kernel up, and lets it have all the shared memory that the device has for a block.
-    fn find(&mut self, module: Handle, compiled: &Compiled, name: &str) -> Result<Kernel, CudaError> {
+    fn find(&mut self, module: sys::CUmodule, compiled: &Compiled, name: &str) -> Result<Kernel, CudaError> {
+        use sys::CUfunction_attribute as Attribute;
         let missing = || CudaError::NoKernel { name: name.into(), source_name: compiled.source_name.clone() };
         let c_name = CString::new(name).map_err(|_| missing())?;
         let driver = self.driver;
@@ -377,13 +387,19 @@ impl Gpu {
         }
         let mut declared = 0;
         // SAFETY: as above.
-        let status =
-            unsafe { (driver.function_attribute)(&raw mut declared, api::FUNCTION_SHARED_BYTES, function) };
+        let status = unsafe {
+            (driver.function_attribute)(
+                &raw mut declared,
+                Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
+                function,
+            )
+        };
         self.check("cuFuncGetAttribute", status)?;
         let dynamic_shared = self.info.shared_bytes.saturating_sub(declared.unsigned_abs());
-        let (attribute, most) = (api::FUNCTION_MOST_DYNAMIC_SHARED_BYTES, dynamic_shared.cast_signed());
+        let attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         // SAFETY: as above; the driver refuses a size that it does not have.
-        let set = unsafe { (driver.set_function_attribute)(function, attribute, most) };
+        let set =
+            unsafe { (driver.set_function_attribute)(function, attribute, dynamic_shared.cast_signed()) };
         self.check("cuFuncSetAttribute", set)?;
         Ok(Kernel { function, parameters, dynamic_shared })
     }
@@ -530,8 +546,9 @@ impl Device for Gpu {
 
     fn begin_graph(&mut self) -> Result<(), CudaError> {
         self.enter_unrecorded("a graph is begun")?;
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream lives.
-        let begun = unsafe { (self.driver.begin_capture)(self.stream, api::CAPTURE_THREAD_LOCAL) };
+        let begun = unsafe { (self.driver.begin_capture)(self.stream, mode) };
         self.check("cuStreamBeginCapture", begun)?;
         self.recording = true;
         Ok(())

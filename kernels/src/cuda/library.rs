@@ -144,7 +144,7 @@ fn builtins(folder: &Path) -> Option<PathBuf> {
 }
 
 /// Loads a library for good.
-fn open(path: &Path, flags: libc::c_int) -> Result<Loaded, CudaError> {
+pub(super) fn open(path: &Path, flags: libc::c_int) -> Result<Loaded, CudaError> {
     let failed = |status: String| CudaError::Call { call: "dlopen", status };
     let name =
         CString::new(path.as_os_str().as_bytes()).map_err(|_| failed("a path with a zero byte".into()))?;

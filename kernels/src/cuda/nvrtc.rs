@@ -5,29 +5,28 @@
 use super::library::{self, functions};
 use super::source::{HEADERS, Source};
 use super::{Arch, CudaError};
-use std::ffi::{CString, c_char, c_int, c_void};
+use cudarc::nvrtc::sys::{self, nvrtcProgram, nvrtcResult};
+use std::ffi::{CString, c_char, c_int};
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
-type Program = *mut c_void;
-
 functions! {
     /// NVIDIA's compiler.
-    Functions of "NVRTC" {
-        version = c"nvrtcVersion" (*mut c_int, *mut c_int);
-        count_architectures = c"nvrtcGetNumSupportedArchs" (*mut c_int);
-        architectures = c"nvrtcGetSupportedArchs" (*mut c_int);
-        create = c"nvrtcCreateProgram" (
-            *mut Program, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char
+    Functions of "NVRTC", declared in sys with nvrtcResult {
+        version = nvrtcVersion(*mut c_int, *mut c_int);
+        count_architectures = nvrtcGetNumSupportedArchs(*mut c_int);
+        architectures = nvrtcGetSupportedArchs(*mut c_int);
+        create = nvrtcCreateProgram(
+            *mut nvrtcProgram, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char
         );
-        destroy = c"nvrtcDestroyProgram" (*mut Program);
-        compile = c"nvrtcCompileProgram" (Program, c_int, *const *const c_char);
-        log_size = c"nvrtcGetProgramLogSize" (Program, *mut usize);
-        log = c"nvrtcGetProgramLog" (Program, *mut c_char);
-        ptx_size = c"nvrtcGetPTXSize" (Program, *mut usize);
-        ptx = c"nvrtcGetPTX" (Program, *mut c_char);
-        cubin_size = c"nvrtcGetCUBINSize" (Program, *mut usize);
-        cubin = c"nvrtcGetCUBIN" (Program, *mut c_char);
+        destroy = nvrtcDestroyProgram(*mut nvrtcProgram);
+        compile = nvrtcCompileProgram(nvrtcProgram, c_int, *const *const c_char);
+        log_size = nvrtcGetProgramLogSize(nvrtcProgram, *mut usize);
+        log = nvrtcGetProgramLog(nvrtcProgram, *mut c_char);
+        ptx_size = nvrtcGetPTXSize(nvrtcProgram, *mut usize);
+        ptx = nvrtcGetPTX(nvrtcProgram, *mut c_char);
+        cubin_size = nvrtcGetCUBINSize(nvrtcProgram, *mut usize);
+        cubin = nvrtcGetCUBIN(nvrtcProgram, *mut c_char);
     }
 }
 
@@ -244,7 +243,7 @@ pub(super) fn named_options(arch: Arch) -> Vec<String> {
 /// A program that is destroyed in the end.
 struct OwnedProgram<'a> {
     functions: &'a Functions,
-    program: Program,
+    program: nvrtcProgram,
 }
 
 impl<'a> OwnedProgram<'a> {
@@ -276,8 +275,8 @@ impl<'a> OwnedProgram<'a> {
     fn bytes(
         &self,
         call: &'static str,
-        size: unsafe extern "C" fn(Program, *mut usize) -> u32,
-        get: unsafe extern "C" fn(Program, *mut c_char) -> u32,
+        size: unsafe extern "C" fn(nvrtcProgram, *mut usize) -> u32,
+        get: unsafe extern "C" fn(nvrtcProgram, *mut c_char) -> u32,
     ) -> Result<Vec<u8>, CudaError> {
         let mut len = 0;
         // SAFETY: the program lives and `len` is ours.
@@ -296,12 +295,12 @@ impl Drop for OwnedProgram<'_> {
     }
 }
 
-/// `NVRTC_ERROR_COMPILATION`.
-const COMPILATION: u32 = 6;
+const SUCCESS: u32 = nvrtcResult::NVRTC_SUCCESS as u32;
+const COMPILATION: u32 = nvrtcResult::NVRTC_ERROR_COMPILATION as u32;
 
 fn check(call: &'static str, status: u32) -> Result<(), CudaError> {
     match status {
-        0 => Ok(()),
+        SUCCESS => Ok(()),
         other => Err(CudaError::Call { call, status: format!("NVRTC error {other}") }),
     }
 }

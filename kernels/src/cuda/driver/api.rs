@@ -4,130 +4,106 @@
 
 use super::super::CudaError;
 use super::super::library::{self, functions};
+use cudarc::driver::sys::{
+    self, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute,
+    CUgraph, CUgraphExec, CUmodule, CUresult, CUstream, CUstreamCaptureMode,
+};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::OnceLock;
 
-/// A handle of the driver.
-pub(super) type Handle = *mut c_void;
-
 functions! {
     /// NVIDIA's driver.
-    Driver of "CUDA driver" {
-        init = c"cuInit" (c_uint);
-        version = c"cuDriverGetVersion" (*mut c_int);
-        error_name = c"cuGetErrorName" (u32, *mut *const c_char);
-        device_count = c"cuDeviceGetCount" (*mut c_int);
-        device = c"cuDeviceGet" (*mut c_int, c_int);
-        device_name = c"cuDeviceGetName" (*mut c_char, c_int, c_int);
-        device_memory = c"cuDeviceTotalMem_v2" (*mut usize, c_int);
-        device_attribute = c"cuDeviceGetAttribute" (*mut c_int, c_uint, c_int);
-        set_context_flags = c"cuDevicePrimaryCtxSetFlags_v2" (c_int, c_uint);
-        retain_context = c"cuDevicePrimaryCtxRetain" (*mut Handle, c_int);
-        release_context = c"cuDevicePrimaryCtxRelease_v2" (c_int);
-        set_current = c"cuCtxSetCurrent" (Handle);
-        memory_info = c"cuMemGetInfo_v2" (*mut usize, *mut usize);
-        allocate = c"cuMemAlloc_v2" (*mut u64, usize);
-        free = c"cuMemFree_v2" (u64);
-        allocate_host = c"cuMemHostAlloc" (*mut Handle, usize, c_uint);
-        free_host = c"cuMemFreeHost" (Handle);
-        upload = c"cuMemcpyHtoDAsync_v2" (u64, *const c_void, usize, Handle);
-        download = c"cuMemcpyDtoHAsync_v2" (*mut c_void, u64, usize, Handle);
-        copy = c"cuMemcpyDtoDAsync_v2" (u64, u64, usize, Handle);
-        fill = c"cuMemsetD8Async" (u64, u8, usize, Handle);
-        load_module = c"cuModuleLoadData" (*mut Handle, *const c_void);
-        unload_module = c"cuModuleUnload" (Handle);
-        function = c"cuModuleGetFunction" (*mut Handle, Handle, *const c_char);
-        parameter = c"cuFuncGetParamInfo" (Handle, usize, *mut usize, *mut usize);
-        function_attribute = c"cuFuncGetAttribute" (*mut c_int, c_uint, Handle);
-        set_function_attribute = c"cuFuncSetAttribute" (Handle, c_uint, c_int);
-        launch = c"cuLaunchKernel" (
-            Handle, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, Handle, *mut *mut c_void, *mut *mut c_void
+    Driver of "CUDA driver", declared in sys with CUresult {
+        init = cuInit(c_uint);
+        version = cuDriverGetVersion(*mut c_int);
+        error_name = cuGetErrorName(CUresult as u32, *mut *const c_char);
+        device_count = cuDeviceGetCount(*mut c_int);
+        device = cuDeviceGet(*mut CUdevice, c_int);
+        device_name = cuDeviceGetName(*mut c_char, c_int, CUdevice);
+        device_memory = cuDeviceTotalMem_v2(*mut usize, CUdevice);
+        device_attribute = cuDeviceGetAttribute(*mut c_int, CUdevice_attribute, CUdevice);
+        set_context_flags = cuDevicePrimaryCtxSetFlags_v2(CUdevice, c_uint);
+        retain_context = cuDevicePrimaryCtxRetain(*mut CUcontext, CUdevice);
+        release_context = cuDevicePrimaryCtxRelease_v2(CUdevice);
+        set_current = cuCtxSetCurrent(CUcontext);
+        memory_info = cuMemGetInfo_v2(*mut usize, *mut usize);
+        allocate = cuMemAlloc_v2(*mut CUdeviceptr, usize);
+        free = cuMemFree_v2(CUdeviceptr);
+        allocate_host = cuMemHostAlloc(*mut *mut c_void, usize, c_uint);
+        free_host = cuMemFreeHost(*mut c_void);
+        upload = cuMemcpyHtoDAsync_v2(CUdeviceptr, *const c_void, usize, CUstream);
+        download = cuMemcpyDtoHAsync_v2(*mut c_void, CUdeviceptr, usize, CUstream);
+        copy = cuMemcpyDtoDAsync_v2(CUdeviceptr, CUdeviceptr, usize, CUstream);
+        fill = cuMemsetD8Async(CUdeviceptr, u8, usize, CUstream);
+        load_module = cuModuleLoadData(*mut CUmodule, *const c_void);
+        unload_module = cuModuleUnload(CUmodule);
+        function = cuModuleGetFunction(*mut CUfunction, CUmodule, *const c_char);
+        parameter = cuFuncGetParamInfo(CUfunction, usize, *mut usize, *mut usize);
+        function_attribute = cuFuncGetAttribute(*mut c_int, CUfunction_attribute, CUfunction);
+        set_function_attribute = cuFuncSetAttribute(CUfunction, CUfunction_attribute, c_int);
+        launch = cuLaunchKernel(
+            CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, CUstream, *mut *mut c_void,
+            *mut *mut c_void
         );
-        create_stream = c"cuStreamCreate" (*mut Handle, c_uint);
-        destroy_stream = c"cuStreamDestroy_v2" (Handle);
-        begin_capture = c"cuStreamBeginCapture_v2" (Handle, c_uint);
-        end_capture = c"cuStreamEndCapture" (Handle, *mut Handle);
-        instantiate = c"cuGraphInstantiateWithFlags" (*mut Handle, Handle, u64);
-        destroy_graph = c"cuGraphDestroy" (Handle);
-        launch_graph = c"cuGraphLaunch" (Handle, Handle);
-        destroy_instance = c"cuGraphExecDestroy" (Handle);
-        create_event = c"cuEventCreate" (*mut Handle, c_uint);
-        record_event = c"cuEventRecord" (Handle, Handle);
-        query_event = c"cuEventQuery" (Handle);
-        destroy_event = c"cuEventDestroy_v2" (Handle);
+        create_stream = cuStreamCreate(*mut CUstream, c_uint);
+        destroy_stream = cuStreamDestroy_v2(CUstream);
+        begin_capture = cuStreamBeginCapture_v2(CUstream, CUstreamCaptureMode);
+        end_capture = cuStreamEndCapture(CUstream, *mut CUgraph);
+        instantiate = cuGraphInstantiateWithFlags(*mut CUgraphExec, CUgraph, u64);
+        destroy_graph = cuGraphDestroy(CUgraph);
+        launch_graph = cuGraphLaunch(CUgraphExec, CUstream);
+        destroy_instance = cuGraphExecDestroy(CUgraphExec);
+        create_event = cuEventCreate(*mut CUevent, c_uint);
+        record_event = cuEventRecord(CUevent, CUstream);
+        query_event = cuEventQuery(CUevent);
+        destroy_event = cuEventDestroy_v2(CUevent);
     }
 }
 
-/// `CU_CTX_SCHED_BLOCKING_SYNC`: a thread that waits inside the driver sleeps instead of spinning.
-pub(super) const SCHEDULE_BLOCKING: c_uint = 4;
-/// `CU_STREAM_NON_BLOCKING`.
-pub(super) const STREAM_NON_BLOCKING: c_uint = 1;
-/// `CU_EVENT_DISABLE_TIMING`.
-pub(super) const EVENT_DISABLE_TIMING: c_uint = 2;
-/// `CU_STREAM_CAPTURE_MODE_THREAD_LOCAL`.
-pub(super) const CAPTURE_THREAD_LOCAL: c_uint = 1;
-/// `CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES`.
-pub(super) const FUNCTION_SHARED_BYTES: c_uint = 1;
-/// `CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES`.
-pub(super) const FUNCTION_MOST_DYNAMIC_SHARED_BYTES: c_uint = 8;
-
-/// `CUdevice_attribute`.
-#[derive(Debug, Clone, Copy)]
-#[repr(u32)]
-pub(super) enum Attribute {
-    ClockKilohertz = 13,
-    Multiprocessors = 16,
-    Integrated = 18,
-    L2Bytes = 38,
-    ComputeMajor = 75,
-    ComputeMinor = 76,
-    SharedBytesOptIn = 97,
-}
-
-pub(super) const SUCCESS: u32 = 0;
-pub(super) const INVALID_VALUE: u32 = 1;
-pub(super) const OUT_OF_MEMORY: u32 = 2;
-pub(super) const INVALID_IMAGE: u32 = 200;
-pub(super) const NO_BINARY_FOR_GPU: u32 = 209;
-pub(super) const NOT_FOUND: u32 = 500;
-pub(super) const NOT_READY: u32 = 600;
-pub(super) const LAUNCH_OUT_OF_RESOURCES: u32 = 701;
-pub(super) const PRIMARY_CONTEXT_ACTIVE: u32 = 708;
+pub(super) const SUCCESS: u32 = CUresult::CUDA_SUCCESS as u32;
+pub(super) const INVALID_VALUE: u32 = CUresult::CUDA_ERROR_INVALID_VALUE as u32;
+pub(super) const OUT_OF_MEMORY: u32 = CUresult::CUDA_ERROR_OUT_OF_MEMORY as u32;
+pub(super) const INVALID_IMAGE: u32 = CUresult::CUDA_ERROR_INVALID_IMAGE as u32;
+pub(super) const NO_BINARY_FOR_GPU: u32 = CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU as u32;
+pub(super) const NOT_FOUND: u32 = CUresult::CUDA_ERROR_NOT_FOUND as u32;
+pub(super) const NOT_READY: u32 = CUresult::CUDA_ERROR_NOT_READY as u32;
+pub(super) const LAUNCH_OUT_OF_RESOURCES: u32 = CUresult::CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES as u32;
+pub(super) const PRIMARY_CONTEXT_ACTIVE: u32 = CUresult::CUDA_ERROR_PRIMARY_CONTEXT_ACTIVE as u32;
 
 /// Codes after which the context can be used as before: the call was refused. Every other code, one that is not known
 /// here above all, may come from work that ran before the call, and then no later call of this process succeeds.
 const REFUSALS: &[u32] = &[
     INVALID_VALUE,
     OUT_OF_MEMORY,
-    34, // STUB_LIBRARY
-    36, // CALL_REQUIRES_NEWER_DRIVER
+    CUresult::CUDA_ERROR_STUB_LIBRARY as u32,
+    CUresult::CUDA_ERROR_CALL_REQUIRES_NEWER_DRIVER as u32,
     INVALID_IMAGE,
     NO_BINARY_FOR_GPU,
-    218, // INVALID_PTX
-    221, // JIT_COMPILER_NOT_FOUND
-    222, // UNSUPPORTED_PTX_VERSION
-    223, // JIT_COMPILATION_DISABLED
-    300, // INVALID_SOURCE
-    301, // FILE_NOT_FOUND
-    302, // SHARED_OBJECT_SYMBOL_NOT_FOUND
-    303, // SHARED_OBJECT_INIT_FAILED
-    400, // INVALID_HANDLE
-    401, // ILLEGAL_STATE
+    CUresult::CUDA_ERROR_INVALID_PTX as u32,
+    CUresult::CUDA_ERROR_JIT_COMPILER_NOT_FOUND as u32,
+    CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION as u32,
+    CUresult::CUDA_ERROR_JIT_COMPILATION_DISABLED as u32,
+    CUresult::CUDA_ERROR_INVALID_SOURCE as u32,
+    CUresult::CUDA_ERROR_FILE_NOT_FOUND as u32,
+    CUresult::CUDA_ERROR_SHARED_OBJECT_SYMBOL_NOT_FOUND as u32,
+    CUresult::CUDA_ERROR_SHARED_OBJECT_INIT_FAILED as u32,
+    CUresult::CUDA_ERROR_INVALID_HANDLE as u32,
+    CUresult::CUDA_ERROR_ILLEGAL_STATE as u32,
     NOT_FOUND,
     LAUNCH_OUT_OF_RESOURCES,
-    720, // COOPERATIVE_LAUNCH_TOO_LARGE
-    800, // NOT_PERMITTED
-    801, // NOT_SUPPORTED
-    900, // STREAM_CAPTURE_UNSUPPORTED
-    901, // STREAM_CAPTURE_INVALIDATED
-    902, // STREAM_CAPTURE_MERGE
-    903, // STREAM_CAPTURE_UNMATCHED
-    904, // STREAM_CAPTURE_UNJOINED
-    905, // STREAM_CAPTURE_ISOLATION
-    906, // STREAM_CAPTURE_IMPLICIT
-    907, // CAPTURED_EVENT
-    908, // STREAM_CAPTURE_WRONG_THREAD
-    910, // GRAPH_EXEC_UPDATE_FAILURE
+    CUresult::CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE as u32,
+    CUresult::CUDA_ERROR_NOT_PERMITTED as u32,
+    CUresult::CUDA_ERROR_NOT_SUPPORTED as u32,
+    CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED as u32,
+    CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED as u32,
+    CUresult::CUDA_ERROR_STREAM_CAPTURE_MERGE as u32,
+    CUresult::CUDA_ERROR_STREAM_CAPTURE_UNMATCHED as u32,
+    CUresult::CUDA_ERROR_STREAM_CAPTURE_UNJOINED as u32,
+    CUresult::CUDA_ERROR_STREAM_CAPTURE_ISOLATION as u32,
+    CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT as u32,
+    CUresult::CUDA_ERROR_CAPTURED_EVENT as u32,
+    CUresult::CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD as u32,
+    CUresult::CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE as u32,
 ];
 
 impl Driver {

@@ -3,8 +3,9 @@
 #![allow(unsafe_code)]
 
 use super::super::CudaError;
-use super::api::{self, Driver, Handle};
+use super::api::Driver;
 use super::wait;
+use cudarc::driver::sys::{CUevent, CUstream};
 use std::time::Duration;
 
 /// Bytes of one buffer: copies of weights run at full speed in pieces of this size, and little memory is pinned.
@@ -14,7 +15,7 @@ const PIECE: usize = 4 << 20;
 #[derive(Debug)]
 pub(super) struct Staging {
     driver: &'static Driver,
-    stream: Handle,
+    stream: CUstream,
     longest_wait: Duration,
     buffers: [Buffer; 2],
     next: usize,
@@ -24,7 +25,7 @@ pub(super) struct Staging {
 #[derive(Debug, Clone, Copy)]
 struct Buffer {
     memory: *mut u8,
-    free: Handle,
+    free: CUevent,
 }
 
 impl Buffer {
@@ -33,7 +34,7 @@ impl Buffer {
         // SAFETY: the pointer is to a handle of ours. The bytes are written before they are read.
         driver.check("cuMemHostAlloc", unsafe { (driver.allocate_host)(&raw mut memory, PIECE, 0) })?;
         // SAFETY: as above.
-        let created = unsafe { (driver.create_event)(&raw mut free, api::EVENT_DISABLE_TIMING) };
+        let created = unsafe { (driver.create_event)(&raw mut free, wait::EVENT_FLAGS) };
         driver.check("cuEventCreate", created).inspect_err(|_| {
             // SAFETY: allocated just now, and forgotten.
             let _ = unsafe { (driver.free_host)(memory) };
@@ -46,7 +47,7 @@ impl Staging {
     /// For copies on `stream`, in the context that is current.
     pub(super) fn new(
         driver: &'static Driver,
-        stream: Handle,
+        stream: CUstream,
         longest_wait: Duration,
     ) -> Result<Self, CudaError> {
         let buffers = [Buffer::new(driver)?, Buffer::new(driver)?];
@@ -54,7 +55,7 @@ impl Staging {
     }
 
     /// Memory and event of the buffer whose turn it is, when the last copy with it is done.
-    fn turn(&mut self) -> Result<(*mut u8, Handle), CudaError> {
+    fn turn(&mut self) -> Result<(*mut u8, CUevent), CudaError> {
         self.next ^= 1;
         let Buffer { memory, free } = self.buffers[self.next];
         wait::event(self.driver, free, self.longest_wait)?;

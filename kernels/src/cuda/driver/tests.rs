@@ -217,6 +217,13 @@ fn what_a_device_computes_follows_its_multiprocessors_and_clock() {
     assert_eq!(silent.compute(), 132 * 1_500_000_000 * 190);
 }
 
+#[test]
+fn a_library_without_a_function_is_refused_by_the_functions_name() {
+    let other = library::open("libc.so.6".as_ref(), libc::RTLD_NOW).unwrap();
+    let looked_for = vec!["the function cuInit".into()];
+    assert_eq!(Driver::load(other).unwrap_err(), CudaError::Missing { library: "CUDA driver", looked_for });
+}
+
 /// Where there is a driver and a GPU, opening works; where not, it says what is missing. Neither ends the process.
 #[test]
 fn without_a_driver_opening_says_what_was_looked_for() {

@@ -3,9 +3,12 @@
 #![allow(unsafe_code)]
 
 use super::super::CudaError;
-use super::api::{self, Driver, Handle};
+use super::api::{self, Driver};
+use cudarc::driver::sys::{CUevent, CUevent_flags};
 use std::time::{Duration, Instant};
 
+/// How events that are waited for are made: without times, which would slow them down.
+pub(super) const EVENT_FLAGS: u32 = CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
 /// A wait this short is not worth a sleep; other threads get the CPU between two looks.
 const YIELDING: Duration = Duration::from_micros(500);
 /// After that, a sleep is this part of the time waited so far, so that it adds less than one percent on average.
@@ -18,7 +21,7 @@ const CALL: &str = "waiting for the GPU";
 ///
 /// # Errors
 /// [`CudaError::Lost`] for a fault of what ran before the event, and for a wait that does not end.
-pub(super) fn event(driver: &Driver, event: Handle, longest: Duration) -> Result<(), CudaError> {
+pub(super) fn event(driver: &Driver, event: CUevent, longest: Duration) -> Result<(), CudaError> {
     let started = Instant::now();
     loop {
         // SAFETY: the caller's event lives; one that was never recorded counts as done.

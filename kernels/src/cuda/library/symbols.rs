@@ -3,7 +3,7 @@
 #![allow(unsafe_code)]
 
 use super::super::CudaError;
-use std::ffi::{CStr, c_void};
+use std::ffi::{CString, c_void};
 
 /// A library that stays loaded until the process ends.
 #[derive(Debug, Clone, Copy)]
@@ -22,33 +22,48 @@ impl Loaded {
     pub(in crate::cuda) fn symbol(
         self,
         library: &'static str,
-        name: &'static CStr,
+        name: &'static str,
     ) -> Result<*mut c_void, CudaError> {
+        let missing = || CudaError::Missing { library, looked_for: vec![format!("the function {name}")] };
+        let c_name = CString::new(name).map_err(|_| missing())?;
         // SAFETY: the handle stays open, and the name ends with a zero.
-        let found = unsafe { libc::dlsym(self.0, name.as_ptr()) };
+        let found = unsafe { libc::dlsym(self.0, c_name.as_ptr()) };
         if found.is_null() {
-            let looked_for = vec![format!("the function {}", name.to_string_lossy())];
-            return Err(CudaError::Missing { library, looked_for });
+            return Err(missing());
         }
         Ok(found)
     }
 }
 
-/// Declares a struct of function pointers and how to fill it from a [`Loaded`] library.
+/// Declares a struct of pointers to functions that `cudarc` declares, and how to fill it from a [`Loaded`] library.
 ///
-/// Every function returns its status as the `u32` that C's `int`-sized enums are. A Rust enum would be undefined
-/// behaviour for a code that a newer library has and the enum lacks.
+/// A signature that differs from that of `cudarc` does not compile. Only its enum of statuses is replaced: every function
+/// returns the `u32` that C's `int`-sized enum is, since a Rust enum would be undefined behaviour for a code that a newer
+/// library has and the enum lacks. `Enum as u32` does the same for an argument.
 macro_rules! functions {
+    (@passed $declared:ty) => { $declared };
+    (@passed $declared:ty as $passed:ty) => { $passed };
+    (@pointer $($argument:ty $(as $passed:ty)?),*) => {
+        unsafe extern "C" fn(
+            $($crate::cuda::library::functions!(@passed $argument $(as $passed)?)),*
+        ) -> u32
+    };
     (
         $(#[$doc:meta])*
-        $table:ident of $library:literal {
-            $($field:ident = $symbol:literal ( $($argument:ty),* );)*
+        $table:ident of $library:literal, declared in $module:ident with $status:ident {
+            $($field:ident = $function:ident ( $($argument:ty $(as $passed:ty)?),* );)*
         }
     ) => {
+        const _: () = assert!(size_of::<$module::$status>() == size_of::<u32>());
+        $(const _: unsafe fn($($argument),*) -> $module::$status = $module::$function;)*
+
         $(#[$doc])*
         #[derive(Debug, Clone, Copy)]
         pub(in crate::cuda) struct $table {
-            $(pub(in crate::cuda) $field: unsafe extern "C" fn($($argument),*) -> u32,)*
+            $(
+                pub(in crate::cuda) $field:
+                    $crate::cuda::library::functions!(@pointer $($argument $(as $passed)?),*),
+            )*
         }
 
         impl $table {
@@ -61,13 +76,14 @@ macro_rules! functions {
             ) -> Result<Self, $crate::cuda::CudaError> {
                 Ok(Self {
                     $($field: {
-                        let found = library.symbol($library, $symbol)?;
-                        // SAFETY: a function of this name has this signature in the library's documented interface, and
-                        // pointers to functions have the size of pointers to data.
+                        let found = library.symbol($library, stringify!($function))?;
+                        // SAFETY: a function of this name has this signature, as `cudarc` declares it and the compiler
+                        // has compared above, and pointers to functions have the size of pointers to data.
                         unsafe {
-                            std::mem::transmute::<*mut std::ffi::c_void, unsafe extern "C" fn($($argument),*) -> u32>(
-                                found,
-                            )
+                            std::mem::transmute::<
+                                *mut std::ffi::c_void,
+                                $crate::cuda::library::functions!(@pointer $($argument $(as $passed)?),*),
+                            >(found)
                         }
                     },)*
                 })

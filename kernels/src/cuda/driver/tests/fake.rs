@@ -6,7 +6,11 @@
     reason = "every pointer is one that the code under test hands over"
 )]
 
-use super::super::api::{Attribute, Driver, Handle, INVALID_VALUE, SUCCESS};
+use super::super::api::{Driver, INVALID_VALUE, SUCCESS};
+use cudarc::driver::sys::{
+    CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute, CUgraph,
+    CUgraphExec, CUmodule, CUstream, CUstreamCaptureMode,
+};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::{c_char, c_int, c_uint, c_void};
@@ -36,7 +40,7 @@ fn called(call: &'static str) -> u32 {
     FAILURES.with_borrow(|failures| failures.get(call).copied().unwrap_or(SUCCESS))
 }
 
-fn some_handle() -> Handle {
+fn some_handle<T>() -> *mut T {
     std::ptr::dangling_mut::<u64>().cast()
 }
 
@@ -64,40 +68,41 @@ macro_rules! gives {
 does_nothing! {
     init "cuInit" (c_uint);
     error_name_of "cuGetErrorName" ();
-    release_context "cuDevicePrimaryCtxRelease" (c_int);
-    set_current "cuCtxSetCurrent" (Handle);
-    free "cuMemFree" (u64);
-    free_host "cuMemFreeHost" (Handle);
-    upload "cuMemcpyHtoDAsync" (u64, *const c_void, usize, Handle);
-    download "cuMemcpyDtoHAsync" (*mut c_void, u64, usize, Handle);
-    copy "cuMemcpyDtoDAsync" (u64, u64, usize, Handle);
-    fill "cuMemsetD8Async" (u64, u8, usize, Handle);
-    unload_module "cuModuleUnload" (Handle);
-    set_function_attribute "cuFuncSetAttribute" (Handle, c_uint, c_int);
+    release_context "cuDevicePrimaryCtxRelease" (CUdevice);
+    set_current "cuCtxSetCurrent" (CUcontext);
+    free "cuMemFree" (CUdeviceptr);
+    free_host "cuMemFreeHost" (*mut c_void);
+    upload "cuMemcpyHtoDAsync" (CUdeviceptr, *const c_void, usize, CUstream);
+    download "cuMemcpyDtoHAsync" (*mut c_void, CUdeviceptr, usize, CUstream);
+    copy "cuMemcpyDtoDAsync" (CUdeviceptr, CUdeviceptr, usize, CUstream);
+    fill "cuMemsetD8Async" (CUdeviceptr, u8, usize, CUstream);
+    unload_module "cuModuleUnload" (CUmodule);
+    set_function_attribute "cuFuncSetAttribute" (CUfunction, CUfunction_attribute, c_int);
     launch "cuLaunchKernel" (
-        Handle, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, Handle, *mut *mut c_void, *mut *mut c_void
+        CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, CUstream, *mut *mut c_void,
+        *mut *mut c_void
     );
-    destroy_stream "cuStreamDestroy" (Handle);
-    begin_capture "cuStreamBeginCapture" (Handle, c_uint);
-    destroy_graph "cuGraphDestroy" (Handle);
-    launch_graph "cuGraphLaunch" (Handle, Handle);
-    destroy_instance "cuGraphExecDestroy" (Handle);
-    record_event "cuEventRecord" (Handle, Handle);
-    query_event "cuEventQuery" (Handle);
-    destroy_event "cuEventDestroy" (Handle);
+    destroy_stream "cuStreamDestroy" (CUstream);
+    begin_capture "cuStreamBeginCapture" (CUstream, CUstreamCaptureMode);
+    destroy_graph "cuGraphDestroy" (CUgraph);
+    launch_graph "cuGraphLaunch" (CUgraphExec, CUstream);
+    destroy_instance "cuGraphExecDestroy" (CUgraphExec);
+    record_event "cuEventRecord" (CUevent, CUstream);
+    query_event "cuEventQuery" (CUevent);
+    destroy_event "cuEventDestroy" (CUevent);
 }
 
 gives! {
     version "cuDriverGetVersion" 13_000 => c_int;
     device_count "cuDeviceGetCount" 2 => c_int;
-    device_memory "cuDeviceTotalMem" 80 << 30 => usize, c_int;
-    retain_context "cuDevicePrimaryCtxRetain" some_handle() => Handle, c_int;
-    allocate "cuMemAlloc" 0x1000 => u64, usize;
-    function "cuModuleGetFunction" some_handle() => Handle, Handle, *const c_char;
-    function_attribute "cuFuncGetAttribute" 0 => c_int, c_uint, Handle;
-    create_stream "cuStreamCreate" some_handle() => Handle, c_uint;
-    instantiate "cuGraphInstantiate" some_handle() => Handle, Handle, u64;
-    create_event "cuEventCreate" some_handle() => Handle, c_uint;
+    device_memory "cuDeviceTotalMem" 80 << 30 => usize, CUdevice;
+    retain_context "cuDevicePrimaryCtxRetain" some_handle() => CUcontext, CUdevice;
+    allocate "cuMemAlloc" 0x1000 => CUdeviceptr, usize;
+    function "cuModuleGetFunction" some_handle() => CUfunction, CUmodule, *const c_char;
+    function_attribute "cuFuncGetAttribute" 0 => c_int, CUfunction_attribute, CUfunction;
+    create_stream "cuStreamCreate" some_handle() => CUstream, c_uint;
+    instantiate "cuGraphInstantiate" some_handle() => CUgraphExec, CUgraph, u64;
+    create_event "cuEventCreate" some_handle() => CUevent, c_uint;
 }
 
 unsafe extern "C" fn error_name(_: u32, _: *mut *const c_char) -> u32 {
@@ -106,36 +111,37 @@ unsafe extern "C" fn error_name(_: u32, _: *mut *const c_char) -> u32 {
     INVALID_VALUE
 }
 
-unsafe extern "C" fn device(out: *mut c_int, ordinal: c_int) -> u32 {
+unsafe extern "C" fn device(out: *mut CUdevice, ordinal: c_int) -> u32 {
     unsafe { give(out, ordinal) };
     if (0..2).contains(&ordinal) { called("cuDeviceGet") } else { 101 }
 }
 
-unsafe extern "C" fn device_name(out: *mut c_char, _: c_int, device: c_int) -> u32 {
+unsafe extern "C" fn device_name(out: *mut c_char, _: c_int, device: CUdevice) -> u32 {
     for (place, byte) in format!("Fake {device}\0").bytes().enumerate() {
         unsafe { give(out.add(place), byte.cast_signed() as c_char) };
     }
     called("cuDeviceGetName")
 }
 
-unsafe extern "C" fn device_attribute(out: *mut c_int, attribute: c_uint, _: c_int) -> u32 {
+unsafe extern "C" fn device_attribute(out: *mut c_int, attribute: CUdevice_attribute, _: CUdevice) -> u32 {
+    use CUdevice_attribute as Attribute;
     let known = [
-        (Attribute::ClockKilohertz, 1_980_000),
-        (Attribute::Multiprocessors, 132),
-        (Attribute::Integrated, 0),
-        (Attribute::L2Bytes, 50 << 20),
-        (Attribute::ComputeMajor, 9),
-        (Attribute::ComputeMinor, 0),
-        (Attribute::SharedBytesOptIn, 227 << 10),
+        (Attribute::CU_DEVICE_ATTRIBUTE_CLOCK_RATE, 1_980_000),
+        (Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, 132),
+        (Attribute::CU_DEVICE_ATTRIBUTE_INTEGRATED, 0),
+        (Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE, 50 << 20),
+        (Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 9),
+        (Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, 0),
+        (Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, 227 << 10),
     ];
-    match known.into_iter().find(|(known, _)| *known as u32 == attribute) {
+    match known.into_iter().find(|(known, _)| *known == attribute) {
         Some((_, value)) => unsafe { give(out, value) },
         None => return INVALID_VALUE,
     }
     called("cuDeviceGetAttribute")
 }
 
-unsafe extern "C" fn set_context_flags(_: c_int, flags: c_uint) -> u32 {
+unsafe extern "C" fn set_context_flags(_: CUdevice, flags: c_uint) -> u32 {
     called(if flags & 7 == 4 { "cuDevicePrimaryCtxSetFlags blocking" } else { "cuDevicePrimaryCtxSetFlags" })
 }
 
@@ -145,27 +151,27 @@ unsafe extern "C" fn memory_info(free: *mut usize, total: *mut usize) -> u32 {
     called("cuMemGetInfo")
 }
 
-unsafe extern "C" fn allocate_host(out: *mut Handle, bytes: usize, _: c_uint) -> u32 {
+unsafe extern "C" fn allocate_host(out: *mut *mut c_void, bytes: usize, _: c_uint) -> u32 {
     // Never given back: few tests, and untouched pages cost nothing.
     let memory = Vec::<u64>::with_capacity(bytes / 8).leak();
     unsafe { give(out, memory.as_mut_ptr().cast()) };
     called("cuMemHostAlloc")
 }
 
-unsafe extern "C" fn load_module(out: *mut Handle, image: *const c_void) -> u32 {
+unsafe extern "C" fn load_module(out: *mut CUmodule, image: *const c_void) -> u32 {
     unsafe { give(out, some_handle()) };
     let first = unsafe { *image.cast::<u8>() };
     called(if first == 0x7f { "cuModuleLoadData machine code" } else { "cuModuleLoadData text" })
 }
 
 /// Two parameters of eight bytes.
-unsafe extern "C" fn parameter(_: Handle, index: usize, offset: *mut usize, size: *mut usize) -> u32 {
+unsafe extern "C" fn parameter(_: CUfunction, index: usize, offset: *mut usize, size: *mut usize) -> u32 {
     unsafe { give(offset, 8 * index) };
     unsafe { give(size, 8) };
     if index < 2 { called("cuFuncGetParamInfo") } else { INVALID_VALUE }
 }
 
-unsafe extern "C" fn end_capture(_: Handle, out: *mut Handle) -> u32 {
+unsafe extern "C" fn end_capture(_: CUstream, out: *mut CUgraph) -> u32 {
     unsafe { give(out, some_handle()) };
     called("cuStreamEndCapture")
 }
