@@ -213,7 +213,8 @@ impl Dispatch {
     }
 
     /// Where another process is alive that is a member by this worker's name: its connection is another one's, its life is
-    /// another, and it answers or reports while it is asked. One that was killed or has frozen does neither.
+    /// an earlier one, and it answers or reports while it is asked. One that was killed or has frozen does neither. If its
+    /// life is a later one, the newcomer is refused for that when it joins.
     pub async fn is_alive_elsewhere(
         &self,
         session: SessionId,
@@ -223,7 +224,7 @@ impl Dispatch {
         let other = || {
             let desk = self.desk.lock();
             let link = desk.links.get(node)?;
-            let other = link.session() != session && link.epoch() != epoch && !link.is_closed();
+            let other = link.session() != session && link.epoch() < epoch && !link.is_closed();
             other.then(|| Arc::clone(link))
         };
         let link = other()?;

@@ -60,9 +60,6 @@ pub enum Error {
         /// Value and limit, in words.
         reason: String,
     },
-    /// A directory for itself cannot be had.
-    #[error(transparent)]
-    Directory(#[from] proto::directory::ClaimError),
     /// Coordinators name another key of block ids than the one that everything here is kept under.
     #[error("coordinators belong to clusters with different keys: another cluster key is in use here")]
     OtherKey,

@@ -366,8 +366,11 @@ async fn serve(shared: Arc<Shared>, connection: Connection) {
             Incoming::KvSnapshot(reply) => {
                 let snapshot = {
                     let state = shared.state.lock();
-                    let units = state.held.iter().copied().collect();
-                    let runs = vec![(BlockId([0; 16]), units, Medium::Device)];
+                    let runs = state.log.iter().filter_map(|event| match event {
+                        KvEvent::Stored { parent, units, medium } => Some((*parent, units.clone(), *medium)),
+                        _ => None,
+                    });
+                    let runs = runs.collect();
                     KvSnapshot {
                         epoch: Epoch(shared.setup.epoch),
                         sequence: state.log.len() as u64,

@@ -93,7 +93,10 @@ async fn the_cluster_is_told_as_agreed() {
         .await;
     until("events are in", async || rig.cluster().await["index"]["blocks"] == 2).await;
     let cluster = rig.cluster().await;
-    assert_eq!(cluster["coordinators"], json!([{"id": "c1", "role": "leader", "term": 0, "applied": 2}]));
+    let ends = &cluster["coordinators"][0]["certificate_ends"];
+    assert!(ends.is_u64());
+    let coordinator = json!({"id": "c1", "role": "leader", "term": 0, "applied": 2, "certificate_ends": ends});
+    assert_eq!(cluster["coordinators"], json!([coordinator]));
     let worker = &cluster["workers"][1];
     for (key, expected) in [
         ("id", json!("w2")),

@@ -4,7 +4,7 @@ use super::aged::Aged;
 use super::{DiskConfig, PieceKey, file};
 use crate::Error;
 use parking_lot::Mutex;
-use proto::directory::{self, Claim};
+use proto::directory;
 use proto::log::Repeats;
 use std::collections::HashSet;
 use std::io;
@@ -36,8 +36,6 @@ pub(super) struct Disk {
     reads: Option<Sender<PieceKey>>,
     arrivals: Receiver<Loaded>,
     threads: Vec<JoinHandle<()>>,
-    /// Given up when the threads have ended.
-    _claim: Claim,
 }
 
 /// The file of a piece, to be read by any thread that may wait for a disk.
@@ -76,8 +74,8 @@ impl Disk {
     pub(super) fn open(config: &DiskConfig) -> Result<Self, Error> {
         let failed =
             |source| Error::Io { what: format!("cannot use {} for KV", config.dir.display()), source };
-        // Of two that write and remove files there each would take the other's for damaged.
-        let claim = Claim::of(&config.dir)?;
+        // What stands in a cache is nobody else's business on this machine.
+        directory::make_private(&config.dir).map_err(failed)?;
         let files = scan(&config.dir, config.bytes).map_err(failed)?;
         let shared = Arc::new(Shared {
             dir: config.dir.clone(),
@@ -94,7 +92,7 @@ impl Disk {
             spawn("kvasir-kv-write", move || writer.write_all(&to_write))?,
             spawn("kvasir-kv-read", move || reader.read_all(&to_read, &loaded))?,
         ];
-        Ok(Self { shared, writes: Some(writes), reads: Some(reads), arrivals, threads, _claim: claim })
+        Ok(Self { shared, writes: Some(writes), reads: Some(reads), arrivals, threads })
     }
 
     /// Bytes of the piece's file; none if there is no file.
