@@ -95,7 +95,8 @@ async fn the_cluster_is_told_as_agreed() {
     let cluster = rig.cluster().await;
     let ends = &cluster["coordinators"][0]["certificate_ends"];
     assert!(ends.is_u64());
-    let coordinator = json!({"id": "c1", "role": "leader", "term": 0, "applied": 2, "certificate_ends": ends});
+    let coordinator =
+        json!({"id": "c1", "role": "leader", "term": 0, "applied": 2, "certificate_ends": ends});
     assert_eq!(cluster["coordinators"], json!([coordinator]));
     let worker = &cluster["workers"][1];
     for (key, expected) in [
