@@ -129,7 +129,7 @@ struct UpSettings {
     #[arg(long, value_name = "N", env = "KVASIR_WORKER_INFLIGHT")]
     worker_inflight: Option<u32>,
     /// Origins whose pages may ask from browsers, such as https://app.example, separated by commas; or `*`, or `none`
-    /// [default: any where keys are needed, and else none]
+    /// [default: any where keys are needed, and else those of this machine]
     #[arg(long, value_name = "ORIGIN,..", env = "KVASIR_CORS_ORIGINS", value_delimiter = ',')]
     cors_origins: Option<Vec<String>>,
     /// Keys, secrets, logs and up.json [default: up-UID in $KVASIR_HOME]

@@ -389,10 +389,10 @@ fn id_headers(id: &RequestId, anthropic: bool) -> HeaderMap {
     headers
 }
 
-/// Who asks. Where everybody on this machine may, no page of another site may in a browser that runs there, but those that
-/// the operator has named.
+/// Who asks. Where no keys are needed, a page in a browser may only if it is this machine's own or the operator has named
+/// its origin.
 fn authenticate(front: &Front, headers: &HeaderMap) -> Result<Caller, ApiError> {
-    if front.keys.is_open() && from_another_site(headers) && !front.cors.names(headers) {
+    if front.keys.is_open() && from_another_site(headers) && !front.cors.allowed_without_key(headers) {
         return Err(ApiError::Origin);
     }
     front.keys.authenticate(headers)

@@ -1,10 +1,11 @@
 //! Which pages of other sites may ask here from a browser (CORS).
 //!
 //! Requests are authenticated by a key that a page has to know, never by something that a browser adds by itself. So where
-//! keys are needed any page may ask, unless the operator says which; where none are, no page of another site may, unless
-//! the operator names it.
+//! keys are needed any page may ask, unless the operator says which. Where none are needed, pages that this machine itself
+//! serves may, as its programs may; no other page, unless the operator names it.
 
-use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Uri, header};
+use std::net::IpAddr;
 
 /// Answers' headers that pages may read.
 const EXPOSED: &str =
@@ -45,7 +46,10 @@ impl Cors {
     pub fn allowed(&self, headers: &HeaderMap, open: bool) -> Option<HeaderValue> {
         let origin = headers.get(header::ORIGIN)?;
         let Some(origins) = &self.origins else {
-            return (!open).then(|| HeaderValue::from_static(ANY));
+            return match open {
+                true => is_loopback(origin).then(|| origin.clone()),
+                false => Some(HeaderValue::from_static(ANY)),
+            };
         };
         if origins.iter().any(|allowed| allowed == ANY) {
             return Some(HeaderValue::from_static(ANY));
@@ -54,9 +58,9 @@ impl Cors {
         origins.iter().any(|allowed| allowed.eq_ignore_ascii_case(text)).then(|| origin.clone())
     }
 
-    /// Whether the operator has said that this page may.
-    pub fn names(&self, headers: &HeaderMap) -> bool {
-        self.origins.is_some() && self.allowed(headers, true).is_some()
+    /// Whether a page may ask where no keys are needed.
+    pub fn allowed_without_key(&self, headers: &HeaderMap) -> bool {
+        self.allowed(headers, true).is_some()
     }
 }
 
@@ -79,6 +83,15 @@ pub fn preflight(request: &HeaderMap, response: &mut HeaderMap, methods: &'stati
         response.insert(ALLOW_PRIVATE_NETWORK, HeaderValue::from_static("true"));
     }
     response.insert(header::ACCESS_CONTROL_MAX_AGE, HeaderValue::from_static(MAX_AGE));
+}
+
+/// Whether a page comes from this machine. A site whose name points here has that name as its origin.
+fn is_loopback(origin: &HeaderValue) -> bool {
+    let Some(uri) = origin.to_str().ok().and_then(|origin| origin.parse::<Uri>().ok()) else { return false };
+    let Some(host) = uri.host() else { return false };
+    let address = host.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>();
+    let web = matches!(uri.scheme_str(), Some("http" | "https"));
+    web && (host.eq_ignore_ascii_case("localhost") || address.is_ok_and(|address| address.is_loopback()))
 }
 
 /// `scheme://host[:port]`, and nothing behind it; or `null`, as sandboxed pages have.
@@ -107,11 +120,27 @@ mod tests {
         let page = from("http://localhost:5173");
         let unsaid = Cors::new(None).unwrap();
         assert_eq!(unsaid.allowed(&page, false), Some(HeaderValue::from_static("*")));
-        assert_eq!(unsaid.allowed(&page, true), None, "without keys it is this machine's alone");
-        assert!(!unsaid.names(&page));
+        // Without keys it is this machine's alone.
+        for here in ["http://localhost:5173", "https://LocalHost", "http://127.0.0.1:80", "http://[::1]:3000"] {
+            assert_eq!(unsaid.allowed(&from(here), true), Some(HeaderValue::from_static(here)));
+            assert!(unsaid.allowed_without_key(&from(here)));
+        }
+        for other in [
+            "http://localhost.evil",
+            "http://evil.localhost.evil:80",
+            "http://127.0.0.1.evil",
+            "http://evil@localhost.evil",
+            "http://10.0.0.1",
+            "chrome-extension://localhost",
+            "file://localhost",
+            "localhost",
+            "null",
+        ] {
+            assert_eq!(unsaid.allowed(&from(other), true), None, "{other}");
+        }
         let one = cors(&["http://localhost:5173", "https://App.example"]);
         assert_eq!(one.allowed(&page, true), Some(HeaderValue::from_static("http://localhost:5173")));
-        assert!(one.names(&page) && one.names(&from("https://app.example")));
+        assert!(one.allowed_without_key(&page) && one.allowed_without_key(&from("https://app.example")));
         for other in ["http://localhost:5174", "https://localhost:5173", "http://localhost:5173.evil", "null"]
         {
             assert_eq!(one.allowed(&from(other), false), None, "{other}");

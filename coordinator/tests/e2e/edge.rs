@@ -216,7 +216,7 @@ async fn a_model_is_there_once_somebody_serves_it() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sec_pages_may_ask_where_it_is_said() {
-    const PAGE: &str = "http://localhost:5173";
+    const PAGE: &str = "https://app.example";
     let preflight = async |to: SocketAddr, origin: &str| -> Reply {
         let headers = [
             ("origin", origin),
@@ -239,12 +239,15 @@ async fn sec_pages_may_ask_where_it_is_said() {
     assert!(answer.header("access-control-expose-headers").contains("x-request-id"));
     let refused = ask(keyed.at.http, &[("origin", PAGE)]).await;
     assert_eq!((refused.status.as_u16(), refused.header("access-control-allow-origin")), (401, "*"));
-    // Without: none, until one is named.
+    // Without: this machine's own, and others once they are named.
     let (open, _workers) = Rig::with_workers::<1>(|_| {}).await;
     let told = preflight(open.at.http, PAGE).await;
     assert_eq!((told.status.as_u16(), told.header("access-control-allow-origin")), (204, ""));
     let refused = ask(open.at.http, &[("origin", PAGE)]).await;
     assert_eq!(refused.error(), (403, "origin_not_allowed".into(), String::new()));
+    let own = "http://localhost:5173";
+    assert_eq!(preflight(open.at.http, own).await.header("access-control-allow-origin"), own);
+    assert_eq!(ask(open.at.http, &[("origin", own)]).await.status.as_u16(), 200);
     let (named, _workers) = Rig::with_workers::<1>(|c| c.cors_origins = Some(vec![PAGE.into()])).await;
     let told = preflight(named.at.http, PAGE).await;
     assert_eq!((told.header("access-control-allow-origin"), told.header("vary")), (PAGE, "origin"));
