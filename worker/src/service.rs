@@ -12,7 +12,7 @@ use crate::operations::{Bundle, Operations, SessionLimits};
 use crate::shipping::{Holdings, Shipper, ShippingConfig, Wanted};
 use crate::snapshot::store::{SnapshotStore, StoreConfig};
 use crate::speculation::Guesses;
-use crate::stage::{CPUS_SLEEP, Holds, StageConfig};
+use crate::stage::{Holds, StageConfig};
 use crate::telemetry::{EngineMetrics, HostMetrics, NodeMetrics, ShippingMetrics};
 use parking_lot::Mutex;
 use prometheus_client::metrics::gauge::Gauge;
@@ -336,9 +336,6 @@ impl WorkerService {
         let shipping = ShippingMetrics::default();
         let mut registry = Registry::default();
         shipping.register(&mut registry);
-        let asleep =
-            "Whether CPUs sleep while a stage waits, since the system refuses a thread below all others";
-        registry.register("kvasir_stage_cpus_sleep", asleep, CPUS_SLEEP.clone());
         if !operations.is_empty() {
             operations.metrics().register(&mut registry);
         }

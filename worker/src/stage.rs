@@ -28,7 +28,6 @@ pub(crate) mod step;
 
 pub(crate) use host::{Holds, Host};
 pub use host::{StageConfig, StageService};
-pub(crate) use keeper::CPUS_SLEEP;
 pub(crate) use later::{Answer, Asks, LaterStages, Rest, Spent, StageCounts};
 pub use lead::{LostStage, Replica};
 pub(crate) use lease::{Claim, Claims};

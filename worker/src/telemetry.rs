@@ -24,6 +24,7 @@ mod transfers;
 pub use device::{DeviceMetrics, Launched, LaunchedLabel, OpLabel};
 pub use grammar::{GrammarMetrics, MaskHistogram, Refused, RefusedLabel};
 pub use host::HostMetrics;
+pub(crate) use node::CPUS_SLEEP;
 pub use node::{CertificateLabel, NodeMetrics};
 pub use operation::{OperationLabel, OperationMetrics, SessionEnd};
 pub use shards::{ShardMetrics, StageLabel};

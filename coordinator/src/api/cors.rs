@@ -121,7 +121,8 @@ mod tests {
         let unsaid = Cors::new(None).unwrap();
         assert_eq!(unsaid.allowed(&page, false), Some(HeaderValue::from_static("*")));
         // Without keys it is this machine's alone.
-        for here in ["http://localhost:5173", "https://LocalHost", "http://127.0.0.1:80", "http://[::1]:3000"] {
+        for here in ["http://localhost:5173", "https://LocalHost", "http://127.0.0.1:80", "http://[::1]:3000"]
+        {
             assert_eq!(unsaid.allowed(&from(here), true), Some(HeaderValue::from_static(here)));
             assert!(unsaid.allowed_without_key(&from(here)));
         }

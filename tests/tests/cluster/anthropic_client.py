@@ -102,9 +102,14 @@ for wrong, error_class, kind, code in [
     ({"extra_body": {"temperature": -1}}, anthropic.BadRequestError, "invalid_request_error", "invalid_field"),
     ({"max_tokens": 10**6}, anthropic.BadRequestError, "invalid_request_error", "context_length_exceeded"),
     ({"messages": [*USER, {"role": "assistant", "content": "It is"}]}, anthropic.BadRequestError, "invalid_request_error", "invalid_field"),
-    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, anthropic.BadRequestError, "invalid_request_error", "invalid_field"),
     (
-        {"tools": [{"name": "f", "input_schema": {"type": "strange"}}], "tool_choice": {"type": "any"}},
+        {"tools": [{"type": "bash_20250124", "name": "bash"}], "tool_choice": {"type": "any"}},
+        anthropic.BadRequestError,
+        "invalid_request_error",
+        "invalid_field",
+    ),
+    (
+        {"tools": [{"name": "f", "strict": True, "input_schema": {"type": "strange"}}], "tool_choice": {"type": "any"}},
         anthropic.BadRequestError,
         "invalid_request_error",
         "invalid_field",

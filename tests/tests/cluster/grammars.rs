@@ -37,7 +37,9 @@ fn two_hundred_schemas_are_answered_validly() {
     println!("masks: p50 below {} s, p99 below {} s, {} rows waited", of(0.5), of(0.99), {
         cluster.worker_metric("kvasir_grammar_rows_waited_total").unwrap()
     });
-    assert!(cluster.worker_metric("kvasir_grammars_compiled_total").unwrap() >= 200.0);
+    // Schemas that differ in their titles alone are one grammar, which each worker compiles once.
+    let compiled = cluster.worker_metric("kvasir_grammars_compiled_total").unwrap();
+    assert!(compiled >= 100.0, "{compiled} compiled");
 }
 
 #[test]

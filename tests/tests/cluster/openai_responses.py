@@ -103,10 +103,15 @@ for wrong, error_class, code, param in [
     ({"temperature": -1}, openai.BadRequestError, "invalid_field", "temperature"),
     ({"previous_response_id": whole.id}, openai.BadRequestError, "invalid_field", "previous_response_id"),
     ({"background": True}, openai.BadRequestError, "invalid_field", "background"),
-    ({"tools": [{"type": "web_search"}]}, openai.BadRequestError, "invalid_field", "tools[0].type"),
+    (
+        {"tools": [{"type": "web_search"}], "tool_choice": "required"},
+        openai.BadRequestError,
+        "invalid_field",
+        "tools[0].type",
+    ),
     ({"max_output_tokens": 10**6}, openai.BadRequestError, "context_length_exceeded", None),
     (
-        {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "strange"}}}},
+        {"text": {"format": {"type": "json_schema", "name": "x", "strict": True, "schema": {"type": "strange"}}}},
         openai.BadRequestError,
         "invalid_field",
         "text.format.schema",

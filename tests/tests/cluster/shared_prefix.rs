@@ -57,7 +57,7 @@ fn counter(cluster: &Cluster) -> u64 {
 }
 
 #[test]
-fn a_prefix_is_computed_once_and_found_again() {
+fn a_prefix_is_computed_once_by_a_worker_and_found_again() {
     const PREFIX: usize = 1_500;
     /// The whole hash units of the prefix.
     const SHARED: u64 = 1_488;
@@ -68,9 +68,11 @@ fn a_prefix_is_computed_once_and_found_again() {
     let before = counter(&cluster);
     let first = burst(&cluster, prefix, REQUESTS, 0);
     let hits = first.iter().filter(|outcome| outcome.cached_tokens >= SHARED).count();
-    assert_eq!(hits, REQUESTS - 1, "requests that were served the shared prefix");
+    // So many at once are sooner answered by both workers, each of which computes the prefix once at most.
+    assert!((REQUESTS - 2..REQUESTS).contains(&hits), "{hits} requests were served the shared prefix");
     let own = 30 + (PREFIX as u64 - SHARED);
-    let most = PREFIX as u64 + 30 + (REQUESTS as u64 - 1) * own;
+    let computing = REQUESTS - hits;
+    let most = computing as u64 * (PREFIX as u64 + 30) + hits as u64 * own;
     assert!(computed(&first) <= most, "{} prompt tokens computed, at most {most} expected", computed(&first));
     assert_eq!(counter(&cluster) - before, computed(&first), "usage and the workers' counter disagree");
     for outcome in &first {

@@ -3,10 +3,10 @@
 //! A thread of its own spins meanwhile, below all others: whoever wakes has the CPU at once, and where another computes
 //! it has next to nothing of it. So nobody need find out who else is there.
 
-use prometheus_client::metrics::gauge::Gauge;
+use crate::telemetry::CPUS_SLEEP;
 use rustix::thread::{CpuSet, sched_getcpu, sched_setaffinity};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, LazyLock};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
@@ -15,9 +15,6 @@ const PAUSES: u32 = 64;
 
 /// [`Shared::until`] of a thread that is to end.
 const END: u64 = u64::MAX;
-
-/// 1 once the system has refused such a thread: from then on CPUs sleep while stages of this process wait.
-pub(crate) static CPUS_SLEEP: LazyLock<Gauge> = LazyLock::new(Gauge::default);
 
 /// Says so once, however many stages there are; `kvasir status` says it for as long as it is so.
 fn note_refused(error: &std::io::Error) {

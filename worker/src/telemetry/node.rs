@@ -1,4 +1,4 @@
-//! Metrics of the process itself, whatever it computes: its log and its certificates.
+//! Metrics of the process itself, whatever it computes: its log, its certificates, its CPUs.
 
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
@@ -6,8 +6,12 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use proto::transport::Identity;
+use std::sync::LazyLock;
 use std::sync::atomic::AtomicU64;
 use std::time::SystemTime;
+
+/// 1 once the system has refused a thread that keeps a CPU awake: from then on CPUs sleep while stages of this process wait.
+pub(crate) static CPUS_SLEEP: LazyLock<Gauge> = LazyLock::new(Gauge::default);
 
 /// Label of a certificate.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -29,6 +33,9 @@ pub struct NodeMetrics {
 
 impl NodeMetrics {
     pub(crate) fn register(&self, registry: &mut Registry) {
+        let asleep =
+            "Whether CPUs sleep while a stage waits, since the system refuses a thread below all others";
+        registry.register("kvasir_stage_cpus_sleep", asleep, CPUS_SLEEP.clone());
         let dropped = "Lines of the log that were dropped, because its reader was too slow or gone";
         registry.register("kvasir_worker_log_lines_dropped", dropped, self.log_dropped.clone());
         let days = "Days until the node's certificate ends, and its authority's; below 0 it has ended";
