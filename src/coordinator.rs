@@ -117,7 +117,7 @@ pub(crate) struct CoordinatorSettings {
     /// front and clients keep theirs for.
     #[arg(long, value_name = "TIME", env = "KVASIR_KEEP_ALIVE")]
     pub(crate) keep_alive: Option<Period>,
-    /// Origins whose pages may ask from browsers, such as https://app.example, separated by commas; or `*`, or `none`
+    /// Origins whose pages may ask from browsers, such as `https://app.example`, separated by commas; or `*`, or `none`
     /// [default: any where keys are needed, and else those of this machine].
     #[arg(long, value_name = "ORIGIN,..", env = "KVASIR_CORS_ORIGINS", value_delimiter = ',')]
     #[serde(skip_serializing_if = "Option::is_none")]

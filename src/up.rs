@@ -128,7 +128,7 @@ struct UpSettings {
     /// Generations that a coordinator gives to one worker at a time; more wait [default: 256]
     #[arg(long, value_name = "N", env = "KVASIR_WORKER_INFLIGHT")]
     worker_inflight: Option<u32>,
-    /// Origins whose pages may ask from browsers, such as https://app.example, separated by commas; or `*`, or `none`
+    /// Origins whose pages may ask from browsers, such as `https://app.example`, separated by commas; or `*`, or `none`
     /// [default: any where keys are needed, and else those of this machine]
     #[arg(long, value_name = "ORIGIN,..", env = "KVASIR_CORS_ORIGINS", value_delimiter = ',')]
     cors_origins: Option<Vec<String>>,

@@ -2,7 +2,7 @@
 //!
 //! There are no prefill and decode phases: a sequence has tokens whose KV is computed and tokens whose KV
 //! is not, and each step computes some of the latter within one token budget, sequences that need one row
-//! first. A sequence is admitted when its whole input fits, the least served tenant's first ([`tenants`]); when blocks run
+//! first. A sequence is admitted when its whole input fits, the least served tenant's first (`tenants`); when blocks run
 //! out, the sequence with the least work to recompute is preempted, never the oldest. Sequences with one uncached prefix follow the
 //! one that computes it, block by block; with recurrent layers from state to state, and the one that
 //! computes keeps a state where they part.
