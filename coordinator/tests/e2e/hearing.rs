@@ -497,7 +497,8 @@ async fn sec_no_page_of_another_site_asks() {
     for (host, origin) in [
         (here.as_str(), "http://evil.example"),
         (here.as_str(), "null"),
-        (here.as_str(), "http://127.0.0.1:1"),
+        (here.as_str(), "http://127.0.0.1.evil.example"),
+        (here.as_str(), "http://localhost.evil.example:80"),
         // A name that the site has pointed here.
         ("evil.example", "http://evil.example"),
     ] {
@@ -512,6 +513,8 @@ async fn sec_no_page_of_another_site_asks() {
     }
     let same = format!("http://{here}");
     assert!(ask(open.at.http, VAD, &[("origin", &same)]).await.is_ok());
+    // A page that this machine serves is as much as one of its programs.
+    assert!(ask(open.at.http, VAD, &[("origin", "http://127.0.0.1:1")]).await.is_ok());
     assert!(ask(open.at.http, VAD, &[("host", "whatever")]).await.is_ok(), "it is no browser");
     // With keys, whoever has one may ask from anywhere.
     let (keyed, _worker) = rig(|config| config.keys = vec![key("key-a", "a", false)]).await;
