@@ -84,7 +84,7 @@ pub struct PeerEntry {
 /// Why a coordinator cannot take part in its group.
 #[derive(Debug, thiserror::Error)]
 pub enum GroupError {
-    /// What was agreed on cannot be read or written.
+    /// The Raft storage cannot be read or written.
     #[error("{path}: {}{}", source, remedy(source), path = path.display())]
     Storage {
         /// The file.
@@ -156,7 +156,7 @@ struct Shared {
     /// What this one had of the group was damaged and put aside: it founds none, and wants to be a member again.
     lost: bool,
     heard: Mutex<Heard>,
-    /// What must be the same everywhere.
+    /// The settings that must be equal on all coordinators.
     settings: OwnSettings,
     compared: Mutex<Compared>,
     identity: Identity,

@@ -14,7 +14,7 @@ const CLUSTER_KEY: &str = "cluster_key";
 /// Names that are passed over in what others tell: no coordinator has as many settings.
 const MAX_SETTINGS: usize = 1024;
 
-/// What a coordinator tells of its settings. Nothing of a setting can be found out from its digest.
+/// The settings of a coordinator as keyed digests. A digest does not reveal its setting.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct SettingsV1 {
     /// How long the sender has been running, in milliseconds: of as many who disagree, the newcomer is the odd one.
@@ -89,7 +89,7 @@ impl OwnSettings {
         Self { started: Instant::now(), draw: random_u64(), settings }
     }
 
-    /// What to tell the others. `odd`: the names of those that are known to be odd here.
+    /// The message to the other coordinators. `odd` names the settings in which this one differs from the group.
     pub(super) fn told(&self, certificate_ends: i64, odd: &[String]) -> SettingsV1 {
         let up_ms = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX);
         let settings = self.settings.iter().cloned();
@@ -104,7 +104,7 @@ impl OwnSettings {
 pub struct Difference {
     /// Which.
     pub setting: String,
-    /// Who has it otherwise than most have; of as many, otherwise than the one that has run longest.
+    /// The coordinators whose digest differs from the majority's. In a tie the longest-running coordinator decides.
     pub odd: Vec<NodeId>,
     /// Whether this coordinator is among these.
     pub own: bool,
@@ -113,7 +113,7 @@ pub struct Difference {
     pub binding: bool,
 }
 
-/// What each coordinator has told last, this one among them.
+/// The latest message of each coordinator, including this one.
 #[derive(Debug, Default)]
 pub(super) struct Compared(BTreeMap<NodeId, (Instant, SettingsV1)>);
 
@@ -155,7 +155,7 @@ impl Compared {
         };
         let mut differences = Vec::new();
         for (setting, groups) in by_setting {
-            // Who says itself that it is odd has heard more than is known here.
+            // A coordinator that reports itself as odd has compared with more peers than this one.
             let is_sure = |nodes: &[&NodeId]| {
                 let says_odd = |node: &&&NodeId| {
                     let told = self.0.get(**node).filter(|_| **node != own);
