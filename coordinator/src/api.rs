@@ -19,6 +19,7 @@ pub mod fields;
 pub mod grammar;
 pub mod limits;
 mod messages;
+mod model_list;
 pub mod operations;
 pub mod origin;
 pub mod params;
@@ -80,6 +81,8 @@ use turns::Turns;
 pub const REQUEST_ID_HEADER: HeaderName = HeaderName::from_static("x-request-id");
 /// The client's name for requests that have a prefix in common and come together.
 pub const GROUP_HEADER: HeaderName = HeaderName::from_static("x-kvasir-group");
+/// Sent by Anthropic's clients with every request.
+const ANTHROPIC_VERSION: HeaderName = HeaderName::from_static("anthropic-version");
 /// Under which Anthropic's clients look for the request's name.
 const THEIR_ID_HEADER: HeaderName = HeaderName::from_static("request-id");
 
@@ -175,7 +178,7 @@ impl Endpoint {
 
     /// What is at a path.
     fn at(path: &str) -> Option<Self> {
-        let one = || model_in(path).map(|_| Self::Model);
+        let one = || model_list::model_in(path).map(|_| Self::Model);
         Self::ALL.into_iter().find(|endpoint| endpoint.path() == path).or_else(one)
     }
 
@@ -229,16 +232,20 @@ impl Endpoint {
         }
     }
 
-    /// Whether it is Anthropic's, whose errors have another form.
-    fn is_anthropic(self) -> bool {
-        matches!(self, Self::Messages | Self::CountTokens)
+    /// Whether errors have Anthropic's form.
+    fn is_anthropic(self, headers: &HeaderMap) -> bool {
+        match self {
+            Self::Messages | Self::CountTokens => true,
+            Self::Models | Self::Model => headers.contains_key(ANTHROPIC_VERSION),
+            _ => false,
+        }
     }
 
     async fn serve(self, front: Arc<Front>, request: Request) -> Result<Response, ApiError> {
         match self {
             Self::Health => health(&front).map(IntoResponse::into_response),
-            Self::Models => models(&front, &request),
-            Self::Model => model(&front, &request),
+            Self::Models => model_list::list(&front, &request).map(IntoResponse::into_response),
+            Self::Model => model_list::retrieve(&front, &request).map(IntoResponse::into_response),
             Self::Completions => generate(front, Kind::Completion, request).await,
             Self::Chat => generate(front, Kind::Chat, request).await,
             Self::Responses => generate(front, Kind::Responses, request).await,
@@ -315,6 +322,7 @@ async fn gate(front: Arc<Front>, mut request: Request) -> Response {
     let path = endpoint.map_or("other", Endpoint::path);
     let tally = Tally { metrics: &front.metrics, path, counted: false };
     let allowed = front.cors.allowed(request.headers(), front.keys.is_open());
+    let anthropic = endpoint.is_some_and(|endpoint| endpoint.is_anthropic(request.headers()));
     let answered = match (endpoint, request.method()) {
         (Some(endpoint), &Method::OPTIONS) => Ok(options(endpoint, request.headers(), allowed.is_some())),
         _ => match authenticate(&front, request.headers()) {
@@ -333,7 +341,6 @@ async fn gate(front: Arc<Front>, mut request: Request) -> Response {
         },
     };
     let shed = answered.as_ref().is_err_and(ApiError::is_shed);
-    let anthropic = endpoint.is_some_and(Endpoint::is_anthropic);
     let mut response = answered.unwrap_or_else(|error| {
         let (status, body) = refusal(&error, anthropic, &id);
         error.respond(status, body)
@@ -368,7 +375,7 @@ fn refusal(error: &ApiError, anthropic: bool, id: &RequestId) -> (StatusCode, Va
 
 /// Headers, status and body of an answer to a request at `path` that comes to no handler.
 pub fn refused_before(error: &ApiError, path: &str) -> (HeaderMap, StatusCode, Value) {
-    let anthropic = Endpoint::at(path).is_some_and(Endpoint::is_anthropic);
+    let anthropic = Endpoint::at(path).is_some_and(|endpoint| endpoint.is_anthropic(&HeaderMap::new()));
     match new_id() {
         Ok(id) => {
             let (status, body) = refusal(error, anthropic, &id);
@@ -423,61 +430,6 @@ fn group(headers: &HeaderMap) -> Result<Option<GroupId>, ApiError> {
 fn health(front: &Front) -> Result<(), ApiError> {
     let serves = front.models.iter().any(|model| front.dispatch.serves(&model.id));
     if serves { Ok(()) } else { Err(ApiError::NoWorker) }
-}
-
-/// The models that somebody serves and the caller may use.
-fn served(front: &Front, request: &Request) -> Result<Vec<Value>, ApiError> {
-    // Put there by the gate.
-    let caller = request.extensions().get::<Caller>().ok_or(ApiError::InvalidApiKey)?;
-    let model = |id: &ModelId, max_model_len: Option<u32>, task: &str| {
-        json!({
-            "id": id.as_str(),
-            "object": "model",
-            "created": front.started,
-            "owned_by": "kvasir",
-            "max_model_len": max_model_len,
-            "task": task,
-        })
-    };
-    let configured = front.models.iter().filter(|model| caller.may_use(&model.id));
-    let configured = configured.filter_map(|offered| {
-        let served = front.dispatch.model(&offered.id)?;
-        Some(model(&offered.id, Some(served.max_model_len), served.task.name()))
-    });
-    let offered = front.dispatch.offered();
-    let sessions = offered.iter().filter(|(operation, id)| operation.is_session() && caller.may_use(id));
-    Ok(configured.chain(sessions.map(|(operation, id)| model(id, None, operation.name()))).collect())
-}
-
-fn models(front: &Front, request: &Request) -> Result<Response, ApiError> {
-    let data = served(front, request)?;
-    Ok(Json(json!({"object": "list", "data": data})).into_response())
-}
-
-fn model(front: &Front, request: &Request) -> Result<Response, ApiError> {
-    let asked = model_in(request.uri().path()).ok_or(ApiError::NotFound)?;
-    match served(front, request)?.into_iter().find(|model| model["id"] == *asked) {
-        Some(model) => Ok(Json(model).into_response()),
-        None => Err(ApiError::ModelNotFound(asked.chars().take(ModelId::MAX_LEN).collect())),
-    }
-}
-
-/// The name of a model behind `/v1/models/`: all of the rest, which may have slashes, and may be percent-encoded.
-fn model_in(path: &str) -> Option<String> {
-    let rest =
-        path.strip_prefix(Endpoint::Models.path())?.strip_prefix('/').filter(|rest| !rest.is_empty())?;
-    let digit = |byte: &u8| char::from(*byte).to_digit(16);
-    let mut name = Vec::with_capacity(rest.len());
-    let mut left = rest.as_bytes();
-    while let [first, rest @ ..] = left {
-        let encoded = match (first, rest) {
-            (b'%', [high, low, ..]) => digit(high).zip(digit(low)).map(|(high, low)| (high << 4 | low) as u8),
-            _ => None,
-        };
-        name.push(encoded.unwrap_or(*first));
-        left = if encoded.is_some() { rest.get(2..).unwrap_or_default() } else { rest };
-    }
-    Some(String::from_utf8_lossy(&name).into_owned())
 }
 
 async fn tokenize(front: Arc<Front>, request: Request) -> Result<Response, ApiError> {
@@ -731,23 +683,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_models_name_is_all_that_follows_decoded() {
-        for (path, name) in [
-            ("/v1/models/tiny", Some("tiny")),
-            ("/v1/models/org/tiny", Some("org/tiny")),
-            ("/v1/models/org%2Ftiny", Some("org/tiny")),
-            ("/v1/models/org%2ftiny%20x", Some("org/tiny x")),
-            ("/v1/models/%e4%bd%a0", Some("你")),
-            ("/v1/models/100%", Some("100%")),
-            ("/v1/models/%zz%4", Some("%zz%4")),
-            ("/v1/models/%ff", Some("\u{fffd}")),
-            ("/v1/models/a/", Some("a/")),
-            ("/v1/models/", None),
-            ("/v1/models", None),
-            ("/v1/modelsx", None),
-        ] {
-            assert_eq!(model_in(path).as_deref(), name, "{path}");
-        }
+    fn every_endpoint_is_found_by_its_path() {
         assert_eq!(Endpoint::at("/v1/models/a/b"), Some(Endpoint::Model));
         assert_eq!(Endpoint::at("/v1/models"), Some(Endpoint::Models));
         assert_eq!(Endpoint::at("/v1/models/"), None);

@@ -168,6 +168,16 @@ async fn tokens_and_text_are_told_without_generating() {
     let models = ok(&get(rig.at.http, "/v1/models").await);
     assert_eq!(models["data"][0]["id"], "tiny");
     assert_eq!(models["data"][0]["max_model_len"], MAX_MODEL_LEN);
+    let model = ok(&get(rig.at.http, "/v1/models/tiny").await);
+    assert_eq!(model, models["data"][0]);
+    assert_eq!(
+        ["object", "type", "display_name"].map(|field| model[field].as_str()),
+        ["model", "model", "tiny"].map(Some)
+    );
+    let created_at = model["created_at"].as_str().unwrap();
+    assert!(created_at.starts_with("20") && created_at.ends_with('Z'), "{created_at}");
+    assert_eq!((&models["first_id"], &models["has_more"]), (&json!("tiny"), &json!(false)));
+    assert_eq!(get(rig.at.http, "/v1/models?limit=0").await.status.as_u16(), 400);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

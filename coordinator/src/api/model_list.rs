@@ -1,0 +1,232 @@
+//! `GET /v1/models` and `GET /v1/models/{model}`: the fields of OpenAI's and of Anthropic's model objects in one.
+//!
+//! A model is listed once a worker serves it, and only for callers whose key may use it.
+
+use super::auth::Caller;
+use super::error::ApiError;
+use super::{Endpoint, Front};
+use axum::Json;
+use axum::extract::{Query, Request};
+use proto::ids::ModelId;
+use serde::{Deserialize, Serialize};
+use time::OffsetDateTime;
+use time::format_description::well_known::Rfc3339;
+
+/// The most models of a page, as Anthropic has it.
+const MAX_PAGE: usize = 1_000;
+
+/// A model that the caller can use now.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(super) struct ModelObject {
+    id: String,
+    object: &'static str,
+    #[serde(rename = "type")]
+    kind: &'static str,
+    display_name: String,
+    /// Start of this coordinator, in seconds since 1970.
+    created: u64,
+    /// The same in RFC 3339.
+    created_at: String,
+    owned_by: &'static str,
+    /// Tokens of prompt and output together; none of an operation that has no tokens.
+    max_model_len: Option<u32>,
+    max_input_tokens: Option<u32>,
+    max_tokens: Option<u32>,
+    task: &'static str,
+}
+
+/// A page of the list.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(super) struct ModelList {
+    object: &'static str,
+    data: Vec<ModelObject>,
+    first_id: Option<String>,
+    last_id: Option<String>,
+    has_more: bool,
+}
+
+/// Anthropic's paging. Without `limit` the page has all models.
+#[derive(Debug, Default, Deserialize)]
+struct Page {
+    limit: Option<usize>,
+    after_id: Option<String>,
+    before_id: Option<String>,
+}
+
+/// One page of the models that the caller can use.
+pub(super) fn list(front: &Front, request: &Request) -> Result<Json<ModelList>, ApiError> {
+    let Query(page) = Query::<Page>::try_from_uri(request.uri())
+        .map_err(|error| ApiError::field("query", error.body_text()))?;
+    page_of(served(front, request)?, &page).map(Json)
+}
+
+/// The model whose name ends the path.
+pub(super) fn retrieve(front: &Front, request: &Request) -> Result<Json<ModelObject>, ApiError> {
+    let asked = model_in(request.uri().path()).ok_or(ApiError::NotFound)?;
+    match served(front, request)?.into_iter().find(|model| model.id == asked) {
+        Some(model) => Ok(Json(model)),
+        None => Err(ApiError::ModelNotFound(asked.chars().take(ModelId::MAX_LEN).collect())),
+    }
+}
+
+fn served(front: &Front, request: &Request) -> Result<Vec<ModelObject>, ApiError> {
+    // Put there by the gate.
+    let caller = request.extensions().get::<Caller>().ok_or(ApiError::InvalidApiKey)?;
+    let created_at = rfc3339(front.started);
+    let model = |id: &ModelId, max_model_len: Option<u32>, task| ModelObject {
+        id: id.as_str().to_owned(),
+        object: "model",
+        kind: "model",
+        display_name: id.as_str().to_owned(),
+        created: front.started,
+        created_at: created_at.clone(),
+        owned_by: "kvasir",
+        max_model_len,
+        max_input_tokens: max_model_len,
+        max_tokens: max_model_len,
+        task,
+    };
+    let configured = front.models.iter().filter(|model| caller.may_use(&model.id));
+    let configured = configured.filter_map(|offered| {
+        let served = front.dispatch.model(&offered.id)?;
+        Some(model(&offered.id, Some(served.max_model_len), served.task.name()))
+    });
+    let offered = front.dispatch.offered();
+    let sessions = offered.iter().filter(|(operation, id)| operation.is_session() && caller.may_use(id));
+    Ok(configured.chain(sessions.map(|(operation, id)| model(id, None, operation.name()))).collect())
+}
+
+fn page_of(mut models: Vec<ModelObject>, page: &Page) -> Result<ModelList, ApiError> {
+    let limit = page.limit.unwrap_or(usize::MAX);
+    if limit == 0 || page.limit > Some(MAX_PAGE) {
+        return Err(ApiError::field("limit", format!("is {limit}; allowed are 1 to {MAX_PAGE}")));
+    }
+    let position = |field: &str, id: &str| {
+        let found = models.iter().position(|model| model.id == id);
+        found.ok_or_else(|| ApiError::field(field, format!("names {id:?}, which is not in the list")))
+    };
+    let (from, until) = match (&page.after_id, &page.before_id) {
+        (Some(_), Some(_)) => return Err(ApiError::field("before_id", "cannot stand beside after_id")),
+        (Some(id), None) => (position("after_id", id)? + 1, models.len()),
+        (None, Some(id)) => (0, position("before_id", id)?),
+        (None, None) => (0, models.len()),
+    };
+    let count = (until - from).min(limit);
+    // A page before a model ends right before it.
+    let start = if page.before_id.is_some() { until - count } else { from };
+    let data: Vec<_> = models.drain(start..start + count).collect();
+    let id = |model: Option<&ModelObject>| model.map(|model| model.id.clone());
+    Ok(ModelList {
+        object: "list",
+        first_id: id(data.first()),
+        last_id: id(data.last()),
+        has_more: count < until - from,
+        data,
+    })
+}
+
+/// The name of a model behind `/v1/models/`: all of the rest, which may have slashes, and may be percent-encoded.
+pub(super) fn model_in(path: &str) -> Option<String> {
+    let rest =
+        path.strip_prefix(Endpoint::Models.path())?.strip_prefix('/').filter(|rest| !rest.is_empty())?;
+    let digit = |byte: &u8| char::from(*byte).to_digit(16);
+    let mut name = Vec::with_capacity(rest.len());
+    let mut left = rest.as_bytes();
+    while let [first, rest @ ..] = left {
+        let encoded = match (first, rest) {
+            (b'%', [high, low, ..]) => digit(high).zip(digit(low)).map(|(high, low)| (high << 4 | low) as u8),
+            _ => None,
+        };
+        name.push(encoded.unwrap_or(*first));
+        left = if encoded.is_some() { rest.get(2..).unwrap_or_default() } else { rest };
+    }
+    Some(String::from_utf8_lossy(&name).into_owned())
+}
+
+/// Seconds since 1970 as `2026-11-27T16:49:14Z`; 1970 where a year has more than four digits.
+fn rfc3339(unix_seconds: u64) -> String {
+    let moment = i64::try_from(unix_seconds).ok().and_then(|s| OffsetDateTime::from_unix_timestamp(s).ok());
+    let text = moment.unwrap_or(OffsetDateTime::UNIX_EPOCH).format(&Rfc3339);
+    text.unwrap_or_else(|_| String::from("1970-01-01T00:00:00Z"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn models(ids: &[&str]) -> Vec<ModelObject> {
+        let model = |id: &&str| ModelObject {
+            id: (*id).to_owned(),
+            object: "model",
+            kind: "model",
+            display_name: (*id).to_owned(),
+            created: 0,
+            created_at: rfc3339(0),
+            owned_by: "kvasir",
+            max_model_len: Some(512),
+            max_input_tokens: Some(512),
+            max_tokens: Some(512),
+            task: "generate",
+        };
+        ids.iter().map(model).collect()
+    }
+
+    fn ids(page: Page) -> Result<(Vec<String>, bool), String> {
+        let list = page_of(models(&["a", "b", "c", "d"]), &page).map_err(|error| error.to_string())?;
+        let ids: Vec<_> = list.data.into_iter().map(|model| model.id).collect();
+        assert_eq!((list.first_id.as_ref(), list.last_id.as_ref()), (ids.first(), ids.last()));
+        Ok((ids, list.has_more))
+    }
+
+    #[test]
+    fn pages_cover_the_list_in_both_directions() {
+        let page = |limit, after: Option<&str>, before: Option<&str>| {
+            let (after_id, before_id) = (after.map(str::to_owned), before.map(str::to_owned));
+            ids(Page { limit, after_id, before_id })
+        };
+        let is = |ids: &[&str], more| Ok((ids.iter().map(|id| (*id).to_owned()).collect(), more));
+        assert_eq!(page(None, None, None), is(&["a", "b", "c", "d"], false));
+        assert_eq!(page(Some(3), None, None), is(&["a", "b", "c"], true));
+        assert_eq!(page(Some(3), Some("c"), None), is(&["d"], false));
+        assert_eq!(page(Some(1), Some("b"), None), is(&["c"], true));
+        assert_eq!(page(None, Some("d"), None), is(&[], false));
+        assert_eq!(page(Some(2), None, Some("d")), is(&["b", "c"], true));
+        assert_eq!(page(Some(2), None, Some("c")), is(&["a", "b"], false));
+        for (limit, after, before, field) in [
+            (Some(0), None, None, "limit"),
+            (Some(1_001), None, None, "limit"),
+            (None, Some("x"), None, "after_id"),
+            (None, None, Some("x"), "before_id"),
+            (None, Some("a"), Some("b"), "before_id"),
+        ] {
+            let refused = page(limit, after, before).unwrap_err();
+            assert!(refused.contains(field), "{refused}");
+        }
+    }
+
+    #[test]
+    fn a_moment_is_written_in_rfc_3339() {
+        assert_eq!(rfc3339(1_795_798_154), "2026-11-27T16:49:14Z");
+        assert_eq!(rfc3339(u64::MAX), "1970-01-01T00:00:00Z");
+    }
+
+    #[test]
+    fn a_models_name_is_all_that_follows_decoded() {
+        for (path, name) in [
+            ("/v1/models/tiny", Some("tiny")),
+            ("/v1/models/org/tiny", Some("org/tiny")),
+            ("/v1/models/org%2Ftiny", Some("org/tiny")),
+            ("/v1/models/org%2ftiny%20x", Some("org/tiny x")),
+            ("/v1/models/%e4%bd%a0", Some("你")),
+            ("/v1/models/100%", Some("100%")),
+            ("/v1/models/%zz%4", Some("%zz%4")),
+            ("/v1/models/%ff", Some("\u{fffd}")),
+            ("/v1/models/a/", Some("a/")),
+            ("/v1/models/", None),
+            ("/v1/models", None),
+            ("/v1/modelsx", None),
+        ] {
+            assert_eq!(model_in(path).as_deref(), name, "{path}");
+        }
+    }
+}
