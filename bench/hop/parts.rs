@@ -186,7 +186,7 @@ impl Bench {
             seed: 1,
             popularity: &self.popularity,
         };
-        Ok(plan::generation(plan::Kind::Chat, body, &sources)?)
+        Ok(plan::generation(plan::Kind::Chat, body, &sources, plan::Effort::Full { counted: false })?)
     }
 
     /// Time goes on, and workers tell that they live.

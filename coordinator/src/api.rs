@@ -60,7 +60,7 @@ use error::ApiError;
 use futures::future::BoxFuture;
 use messages::MessageWriter;
 use origin::from_another_site;
-use plan::{Kind, Plan, Sources};
+use plan::{Effort, Kind, Plan, Sources, Unplanned};
 use proto::block::Scope;
 use proto::ids::{GroupId, InvalidId, ModelId, RequestId};
 use proto::operation::Operation;
@@ -481,13 +481,23 @@ async fn answer(
     if let Some(span) = trace {
         span.part("receive", asker.arrived);
     }
-    let (plan, jobs) = front
-        .plan(&asker, move |sources| {
-            let plan = plan::generation(kind, &body, sources)?;
-            let jobs = names.jobs(&plan, sources.caller, (&name, context), group, deadline);
-            Ok((plan, jobs))
-        })
-        .await?;
+    let plan = move |sources: &Sources<'_>, effort| {
+        let plan = plan::generation(kind, &body, sources, effort)?;
+        let jobs = names.jobs(&plan, sources.caller, (&name, context), group, deadline);
+        Ok((plan, jobs))
+    };
+    let (plan, jobs) = match front.with_sources(&asker.caller, |sources| plan(sources, Effort::Short)) {
+        Ok(planned) => planned,
+        Err(Unplanned::Refused(error)) => return Err(error),
+        Err(Unplanned::TooLong { counted }) => {
+            let plan = move |sources: &Sources<'_>| match plan(sources, Effort::Full { counted }) {
+                Err(Unplanned::Refused(error)) => Err(error),
+                Err(Unplanned::TooLong { .. }) => Err(ApiError::Internal),
+                Ok(planned) => Ok(planned),
+            };
+            front.plan(&asker, plan).await?
+        }
+    };
     front.metrics.stage("plan", planned.elapsed());
     if let Some(span) = trace {
         spans::planned(span, &id, &plan, planned);

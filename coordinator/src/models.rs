@@ -96,9 +96,31 @@ impl OfferedModel {
         in_parts(self.tokens_in_parts(&prompt.text, quoted, bos))
     }
 
+    /// As [`prompt`](Self::prompt), if at most `fresh` bytes of the text are to be encoded anew.
+    pub fn prompt_shortly(&self, text: &str, bos: bool, fresh: usize) -> Option<TokenIds> {
+        self.tokens_in_parts_within(text, &[], bos, fresh).map(in_parts)
+    }
+
+    /// As [`chat`](Self::chat), if at most `fresh` bytes of the prompt are to be encoded anew.
+    pub fn chat_shortly(&self, prompt: &Prompt, bos: bool, fresh: usize) -> Option<TokenIds> {
+        let quoted = if self.raw_chats { &[][..] } else { &prompt.quoted };
+        self.tokens_in_parts_within(&prompt.text, quoted, bos, fresh).map(in_parts)
+    }
+
     fn tokens_in_parts(&self, text: &str, quoted: &[Range<usize>], bos: bool) -> (Vec<u32>, Vec<Part>) {
+        // No text is longer.
+        self.tokens_in_parts_within(text, quoted, bos, usize::MAX).unwrap_or_default()
+    }
+
+    fn tokens_in_parts_within(
+        &self,
+        text: &str,
+        quoted: &[Range<usize>],
+        bos: bool,
+        fresh: usize,
+    ) -> Option<(Vec<u32>, Vec<Part>)> {
         let started = Instant::now();
-        let (mut tokens, mut parts) = self.tokenizer.encode_prompt(text, quoted);
+        let (mut tokens, mut parts) = self.tokenizer.encode_prompt_shortly(text, quoted, fresh)?;
         let nanos = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.tokenised.nanos.fetch_add(nanos, Ordering::Relaxed);
         self.tokenised.bytes.fetch_add(text.len() as u64, Ordering::Relaxed);
@@ -109,7 +131,7 @@ impl OfferedModel {
             parts.iter_mut().for_each(|part| part.end += 1);
             parts.insert(0, Part::lone(id));
         }
-        (tokens, parts)
+        Some((tokens, parts))
     }
 
     /// How long [`tokens`](Self::tokens) has taken so far, and for how many bytes.

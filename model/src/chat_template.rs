@@ -7,7 +7,7 @@
 //! Every text in a rendering knows which of its bytes came with the request, so that the prompt does too.
 
 use std::ops::Range;
-use std::time::{Duration, SystemTime};
+use std::time::SystemTime;
 
 use indexmap::IndexMap;
 use serde_json::{Map, Value as Json};
@@ -15,7 +15,7 @@ use serde_json::{Map, Value as Json};
 use crate::{Error, Metadata, Tokenizer};
 
 use ast::Body;
-use budget::Budget;
+use budget::{Budget, Limits};
 use machine::Machine;
 use outline::{Outline, Outlines, Passage, Places, Shape};
 use value::{Fallible, Fault, Key, Text, Value};
@@ -43,8 +43,6 @@ mod value;
 
 /// Bytes of one rendered prompt.
 const OUTPUT: usize = 8 << 20;
-/// CPU time of one rendering.
-const TIME: Duration = Duration::from_millis(250);
 /// Bytes of a template's source.
 const SOURCE: usize = 1 << 20;
 /// Characters of what a template says when it fails.
@@ -82,7 +80,7 @@ pub struct ChatTemplate {
     bos_token: String,
     eos_token: String,
     source: Box<str>,
-    time: Duration,
+    limits: Limits,
 }
 
 /// A rendered prompt.
@@ -183,14 +181,14 @@ impl ChatTemplate {
     /// # Errors
     /// As [`from_metadata`](Self::from_metadata).
     pub fn new(source: &str, bos_token: &str, eos_token: &str) -> Result<Self, TemplateError> {
-        Self::with_time(source, bos_token, eos_token, TIME)
+        Self::with_limits(source, bos_token, eos_token, Limits::FULL)
     }
 
-    fn with_time(
+    fn with_limits(
         source: &str,
         bos_token: &str,
         eos_token: &str,
-        time: Duration,
+        limits: Limits,
     ) -> Result<Self, TemplateError> {
         if source.len() > SOURCE {
             return Err(TemplateError::TooLong { bytes: source.len() });
@@ -202,7 +200,7 @@ impl ChatTemplate {
             bos_token: bos_token.into(),
             eos_token: eos_token.into(),
             source: source.into(),
-            time,
+            limits,
         })
     }
 
@@ -238,7 +236,21 @@ impl ChatTemplate {
         add_generation_prompt: bool,
         extra: &Map<String, Json>,
     ) -> Result<Prompt, Error> {
-        Ok(self.render_inner(messages, tools, add_generation_prompt, extra, SystemTime::now())?)
+        Ok(self.render_inner(
+            messages,
+            tools,
+            add_generation_prompt,
+            extra,
+            SystemTime::now(),
+            self.limits,
+        )?)
+    }
+
+    /// As [`render_marked`](Self::render_marked), if that takes about a millisecond of CPU at most; none if it takes longer
+    /// or fails.
+    pub fn render_shortly(&self, messages: &[Message<'_>], add_generation_prompt: bool) -> Option<Prompt> {
+        let (extra, now) = (Map::new(), SystemTime::now());
+        self.render_inner(messages, None, add_generation_prompt, &extra, now, Limits::SHORT).ok()
     }
 
     fn render_inner(
@@ -248,6 +260,7 @@ impl ChatTemplate {
         add_generation_prompt: bool,
         extra: &Map<String, Json>,
         now: SystemTime,
+        limits: Limits,
     ) -> Result<Prompt, TemplateError> {
         check_extra(extra)?;
         let plain = tools.is_none() && extra.is_empty() && self.outlining;
@@ -258,12 +271,12 @@ impl ChatTemplate {
         }
         let texts = messages.iter().filter_map(|message| message.content.as_ref());
         let room: usize = texts.map(|Content(text)| text.len() + MESSAGE_ROOM).sum();
-        let (text, quoted, _) = self.evaluate(room, false, now, |budget| {
+        let (text, quoted, _) = self.evaluate(room, false, (now, limits), |budget| {
             self.variables(messages, tools, add_generation_prompt, extra, budget, false)
         })?;
         let prompt = within(Prompt { text, quoted })?;
         if let (Some(shape), None) = (shape, known) {
-            let outlined = self.evaluate(0, true, now, |budget| {
+            let outlined = self.evaluate(0, true, (now, limits), |budget| {
                 self.variables(messages, None, add_generation_prompt, extra, budget, true)
             });
             let outline = outlined.ok().map(|(text, quoted, places)| Outline { text, quoted, places });
@@ -307,10 +320,10 @@ impl ChatTemplate {
         &self,
         room: usize,
         outline: bool,
-        now: SystemTime,
+        (now, limits): (SystemTime, Limits),
         variables: impl FnOnce(&Budget) -> Fallible<IndexMap<Key, Value>>,
     ) -> Result<(String, Vec<Range<usize>>, Places), TemplateError> {
-        let budget = Budget::new(self.time);
+        let budget = Budget::new(limits);
         let render = || {
             let variables = variables(&budget)?;
             Machine::new(&budget, variables, room.min(OUTPUT), outline, now).run(&self.body)

@@ -4,6 +4,7 @@
 //! characters (`gemma4`), SentencePiece by score (`llama`) and WordPiece (`bert`). Ids are those that llama.cpp
 //! gives for the same file.
 
+use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::num::NonZeroUsize;
 use std::ops::Range;
@@ -184,18 +185,46 @@ impl Tokenizer {
         self.encode_outside(text, true, Quoted::new(&quoted))
     }
 
+    /// As [`encode_prompt`](Self::encode_prompt), if at most `fresh` bytes of the text are encoded anew because they are not
+    /// remembered; none if there are more.
+    pub fn encode_prompt_shortly(
+        &self,
+        text: &str,
+        quoted: &[Range<usize>],
+        fresh: usize,
+    ) -> Option<(Vec<u32>, Vec<Part>)> {
+        let quoted = self.specials.that_matter(text, quoted);
+        self.encode_within(text, (true, Quoted::new(&quoted)), fresh)
+    }
+
     fn encode_outside(&self, text: &str, special: bool, quoted: Quoted<'_>) -> (Vec<u32>, Vec<Part>) {
+        // No text is longer.
+        self.encode_within(text, (special, quoted), usize::MAX).unwrap_or_default()
+    }
+
+    /// None if more than `fresh` bytes would have to be encoded anew.
+    fn encode_within(
+        &self,
+        text: &str,
+        (special, quoted): (bool, Quoted<'_>),
+        fresh: usize,
+    ) -> Option<(Vec<u32>, Vec<Part>)> {
+        let left = Cell::new(fresh);
+        let encode = |text: &str, how: How, quoted: Quoted<'_>, ids: &mut Vec<u32>| {
+            let affordable = left.get().checked_sub(text.len());
+            if let Some(rest) = affordable {
+                left.set(rest);
+                self.encode_part(text, how, quoted, ids);
+            }
+            affordable.is_some()
+        };
         let mut ids = Vec::with_capacity(text.len() / 3);
         let parts = match &self.memo {
-            Some(memo) => memo.encode(text, (special, quoted), &mut ids, |text, how, quoted, ids| {
-                self.encode_part(text, how, quoted, ids);
-            }),
-            None => {
-                self.encode_part(text, How { special, first: true }, quoted, &mut ids);
-                Vec::new()
-            }
+            Some(memo) => memo.encode(text, (special, quoted), &mut ids, encode)?,
+            None if encode(text, How { special, first: true }, quoted, &mut ids) => Vec::new(),
+            None => return None,
         };
-        (ids, parts)
+        Some((ids, parts))
     }
 
     /// Appends the tokens of a part of a text.

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, anyhow};
 use coordinator::api::auth::{Keys, salt};
 use coordinator::api::documents::Popularity;
-use coordinator::api::plan::{self, Kind, Sources};
+use coordinator::api::plan::{self, Effort, Kind, Sources};
 use coordinator::models::{ModelEntry, Models};
 use coordinator::routing::predicted_tokens;
 use proto::block::{BlockId, ClusterKey, Scope};
@@ -87,7 +87,12 @@ impl Traffic {
         let sources =
             Sources { caller: &caller, models: &models, served: &served, seed: 1, popularity: &popularity };
         let prompt = |body: &Value| -> Result<Prompt> {
-            let planned = plan::generation(Kind::Chat, body.to_string().as_bytes(), &sources);
+            let planned = plan::generation(
+                Kind::Chat,
+                body.to_string().as_bytes(),
+                &sources,
+                Effort::Full { counted: false },
+            );
             let planned = planned.map_err(|error| anyhow!("{error}"))?;
             let (tokens, _) = planned.prompts.into_iter().next().context("a prompt")?;
             Ok(Prompt {

@@ -105,6 +105,11 @@ impl<'a> Fields<'a> {
         }
     }
 
+    /// Whether no other field stands in the body than these, and those that are unknown.
+    pub(super) fn are_among(&self, names: &[&str]) -> bool {
+        self.values.iter().all(|(name, _)| names.contains(name))
+    }
+
     /// The field's text as it stands in the body; `None` if it is absent or null.
     pub fn raw(&self, name: &'static str) -> Option<&'a str> {
         let raw = self.values.iter().rev().find(|(n, _)| *n == name)?.1;

@@ -131,6 +131,69 @@ pub struct Sources<'a> {
     pub popularity: &'a Popularity,
 }
 
+/// How much planning a request may compute.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Effort {
+    /// About a millisecond, on a thread that carries connections.
+    Short,
+    /// All that the limits of requests and templates allow.
+    Full {
+        /// Whether a short try has counted the documents.
+        counted: bool,
+    },
+}
+
+/// Why there is no plan.
+#[derive(Debug, thiserror::Error)]
+pub enum Unplanned {
+    /// The request is refused.
+    #[error(transparent)]
+    Refused(#[from] ApiError),
+    /// It takes longer than [`Effort::Short`] allows.
+    #[error("planning takes longer than the effort allows")]
+    TooLong {
+        /// As in [`Effort::Full`].
+        counted: bool,
+    },
+}
+
+/// Bytes of a body that is planned with a short effort, and of these that may be encoded anew.
+const SHORT_BODY: usize = 64 << 10;
+const SHORT_FRESH: usize = 2 << 10;
+/// Fields whose reading takes no longer than copying them. Any other one makes planning long.
+const SHORT_FIELDS: [&str; 30] = [
+    "model",
+    "messages",
+    "prompt",
+    "input",
+    "instructions",
+    "system",
+    "documents",
+    "max_tokens",
+    "max_completion_tokens",
+    "max_output_tokens",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "n",
+    "seed",
+    "stop",
+    "stop_sequences",
+    "stream",
+    "stream_options",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "ignore_eos",
+    "logprobs",
+    "top_logprobs",
+    "priority",
+    "user",
+    "store",
+];
+
 const PREFIX: [&str; 7] =
     ["prompt", "messages", "tools", "tool_choice", "chat_template_kwargs", "add_special_tokens", "ttl_s"];
 /// How long a prefix is pinned where it is not said.
@@ -142,18 +205,29 @@ const DETOKENIZE: [&str; 2] = ["model", "tokens"];
 const COMPLETION_TOKENS: u32 = 16;
 
 /// Reads and checks a generation request.
-pub fn generation(kind: Kind, body: &[u8], sources: &Sources<'_>) -> Result<Plan, ApiError> {
+pub fn generation(kind: Kind, body: &[u8], sources: &Sources<'_>, effort: Effort) -> Result<Plan, Unplanned> {
+    let short = effort == Effort::Short;
+    if short && body.len() > SHORT_BODY {
+        return Err(Unplanned::TooLong { counted: false });
+    }
     let fields = Fields::parse(body, kind.known())?;
+    if short && !fields.are_among(&SHORT_FIELDS) {
+        return Err(Unplanned::TooLong { counted: false });
+    }
     let (model, served) = asked(&fields, sources)?;
     if let Some(served) = served.as_ref().filter(|served| served.task != ModelTask::Generate) {
-        return Err(wrong_task(served));
+        return Err(wrong_task(served).into());
     }
     let vocab = model.tokenizer.vocab_size();
     let mut params = Params::read(&fields, vocab, sources.seed, &model.sampling, kind.stop())?;
     params.sampling.logprobs = logprobs(kind, &fields)?;
     refuse_unsupported(kind, &fields)?;
     let documents = documents::documents(&fields)?;
-    let order = sources.popularity.count(sources.caller.tenant(), &documents);
+    let order = match effort {
+        Effort::Full { counted: true } => sources.popularity.order(sources.caller.tenant(), &documents),
+        _ => sources.popularity.count(sources.caller.tenant(), &documents),
+    };
+    let too_long = || Unplanned::TooLong { counted: true };
     let bos = params.add_special_tokens.unwrap_or(true);
     let limit = served.as_ref().map(|served| served.max_model_len);
     let (most, prompts, grammar, speech) = match kind {
@@ -161,7 +235,10 @@ pub fn generation(kind: Kind, body: &[u8], sources: &Sources<'_>) -> Result<Plan
             let said = chat::limit(&fields)?;
             let most =
                 Most { field: "max_tokens", tokens: said.or(Some(COMPLETION_TOKENS)), said: said.is_some() };
-            let prompts = completion_prompts(&fields, &model, bos, limit)?;
+            let prompts = completion_prompts(&fields, &model, limit, |text| match effort {
+                Effort::Short => model.prompt_shortly(text, bos, SHORT_FRESH).ok_or_else(too_long),
+                Effort::Full { .. } => Ok(model.prompt(text, bos)),
+            })?;
             (most, prompts, grammar::of_completion(grammar::wanted(&fields)?)?, None)
         }
         Kind::Chat | Kind::Responses | Kind::Messages => {
@@ -170,9 +247,13 @@ pub fn generation(kind: Kind, body: &[u8], sources: &Sources<'_>) -> Result<Plan
                 Kind::Messages => messages::read(&fields, true)?,
                 _ => chat::read(&fields)?,
             };
-            let rendered = chat_text(&mut chat, &model, (&documents, &order), true)?;
+            let rendered = chat_text(&mut chat, &model, (&documents, &order), true, short)?;
+            let rendered = rendered.ok_or_else(too_long)?;
             check_text(&model, &rendered.text, limit)?;
-            let prompt = model.chat(&rendered, bos);
+            let prompt = match effort {
+                Effort::Short => model.chat_shortly(&rendered, bos, SHORT_FRESH).ok_or_else(too_long)?,
+                Effort::Full { .. } => model.chat(&rendered, bos),
+            };
             let text = rendered.text;
             let Chat { tools, wanted, most, .. } = chat;
             let grammar = grammar::of_chat(wanted, &tools, &model.dialect, &text)?;
@@ -185,7 +266,7 @@ pub fn generation(kind: Kind, body: &[u8], sources: &Sources<'_>) -> Result<Plan
         }
     };
     if prompts.len() * params.n as usize > MAX_CHOICES {
-        return Err(ApiError::field("n", format!("prompts times n is above {MAX_CHOICES}")));
+        return Err(ApiError::field("n", format!("prompts times n is above {MAX_CHOICES}")).into());
     }
     let served = served.ok_or(ApiError::NoWorker)?;
     let limit = served.max_model_len;
@@ -194,7 +275,7 @@ pub fn generation(kind: Kind, body: &[u8], sources: &Sources<'_>) -> Result<Plan
     let shortest = prompts.iter().map(|(_, most)| *most).min().unwrap_or(0);
     if params.stop.min_tokens > shortest {
         let reason = format!("{} is above the {shortest} tokens to generate", params.stop.min_tokens);
-        return Err(ApiError::field("min_tokens", reason));
+        return Err(ApiError::field("min_tokens", reason).into());
     }
     let repeats = match kind {
         Kind::Responses => responses::repeats(&fields, &params)?,
@@ -246,7 +327,9 @@ pub fn prefix(body: &[u8], model: &OfferedModel, limit: u32) -> Result<Prefix, A
     let bos = fields.get("add_special_tokens")?.unwrap_or(true);
     let tokens = match (fields.raw("prompt"), fields.raw("messages")) {
         (Some(_), None) => {
-            let prompts = completion_prompts(&fields, model, bos, Some(limit))?;
+            let prompts = completion_prompts(&fields, model, Some(limit), |text| {
+                Ok::<_, ApiError>(model.prompt(text, bos))
+            })?;
             let [tokens] = <[TokenIds; 1]>::try_from(prompts)
                 .map_err(|_| ApiError::field("prompt", "give one prefix at a time"))?;
             tokens.to_vec()
@@ -334,16 +417,22 @@ fn offered(fields: &Fields<'_>, sources: &Sources<'_>) -> Result<Arc<OfferedMode
     }
 }
 
-fn completion_prompts(
+fn completion_prompts<E: From<ApiError>>(
     fields: &Fields<'_>,
     model: &OfferedModel,
-    bos: bool,
     limit: Option<u32>,
-) -> Result<Vec<TokenIds>, ApiError> {
+    encode: impl Fn(&str) -> Result<TokenIds, E>,
+) -> Result<Vec<TokenIds>, E> {
     let vocab = model.tokenizer.vocab_size();
     let tokens = |prompt| match prompt {
-        Prompt::Text(text) => check_text(model, &text, limit).map(|()| model.prompt(&text, bos)),
-        Prompt::Tokens(tokens) => check_tokens("prompt", &tokens, vocab).map(|()| tokens.into()),
+        Prompt::Text(text) => {
+            check_text(model, &text, limit)?;
+            encode(&text)
+        }
+        Prompt::Tokens(tokens) => {
+            check_tokens("prompt", &tokens, vocab)?;
+            Ok(tokens.into())
+        }
     };
     prompts(fields)?.into_iter().map(tokens).collect()
 }
@@ -364,16 +453,18 @@ fn chat_prompt(
     bos: bool,
     answer: bool,
 ) -> Result<TokenIds, ApiError> {
-    Ok(model.chat(&chat_text(&mut chat, model, documents, answer)?, bos))
+    let rendered = chat_text(&mut chat, model, documents, answer, false)?.unwrap_or_default();
+    Ok(model.chat(&rendered, bos))
 }
 
-/// The same as text.
+/// The same as text. `short`: none if rendering takes more than about a millisecond, or fails.
 fn chat_text(
     chat: &mut Chat<'_>,
     model: &OfferedModel,
     (documents, order): (&[Document], &[usize]),
     answer: bool,
-) -> Result<chat_template::Prompt, ApiError> {
+    short: bool,
+) -> Result<Option<chat_template::Prompt>, ApiError> {
     let Chat { field, messages, tools, template_arguments, ending, .. } = chat;
     if !documents.is_empty() {
         documents::insert(messages, documents, order)?;
@@ -392,11 +483,19 @@ fn chat_text(
         }
     }
     let answer = answer && *ending == Ending::Answer;
-    let rendered = template.render_marked(messages, given, answer, template_arguments);
-    let mut prompt = rendered.map_err(|error| match error {
-        model::Error::ChatTemplate(TemplateError::Raised { message }) => ApiError::field(*field, message),
-        error => ApiError::field(*field, error.to_string()),
-    })?;
+    let mut prompt = if short {
+        let plain = given.is_none() && template_arguments.is_empty();
+        match plain.then(|| template.render_shortly(messages, answer)).flatten() {
+            Some(prompt) => prompt,
+            None => return Ok(None),
+        }
+    } else {
+        let rendered = template.render_marked(messages, given, answer, template_arguments);
+        rendered.map_err(|error| match error {
+            model::Error::ChatTemplate(TemplateError::Raised { message }) => ApiError::field(*field, message),
+            error => ApiError::field(*field, error.to_string()),
+        })?
+    };
     if *ending == Ending::Continued {
         let end = end_of_last(&prompt.text, messages);
         let end = end.ok_or_else(|| ApiError::field(CONTINUE, "the template changes the last message"))?;
@@ -406,7 +505,7 @@ fn chat_text(
             range.start < range.end
         });
     }
-    Ok(prompt)
+    Ok(Some(prompt))
 }
 
 /// Where in a rendered chat the last message's text ends.
@@ -447,5 +546,93 @@ fn refuse_unsupported(kind: Kind, fields: &Fields<'_>) -> Result<(), ApiError> {
         Kind::Chat => Ok(()),
         Kind::Responses => responses::refuse_unsupported(fields),
         Kind::Messages => messages::refuse_unsupported(fields),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::api::auth::Keys;
+    use crate::models::ModelEntry;
+    use proto::block::ClusterKey;
+    use serde_json::{Value, json};
+
+    fn tiny() -> Models {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/tiny/llama/llama-f32.gguf");
+        Models::open(&[ModelEntry { id: ModelId::new("tiny").unwrap(), path: path.into() }], false).unwrap()
+    }
+
+    fn chat(text: &str) -> Value {
+        json!({"messages": [{"role": "user", "content": text}], "max_tokens": 1})
+    }
+
+    #[test]
+    fn short_efforts_plan_the_same_or_give_up() {
+        let (models, popularity) = (tiny(), Popularity::default());
+        let offered = models.only().unwrap();
+        let served = |id: &ModelId| {
+            Some(ServedModelV2 {
+                id: id.clone(),
+                model_digest: [9; 32],
+                tokenizer_digest: offered.tokenizer.digest(),
+                max_model_len: 1 << 20,
+                layers: (0, 2),
+                numeric_class: "none".into(),
+                block_tokens: 16,
+                task: ModelTask::Generate,
+            })
+        };
+        let caller =
+            Keys::new(&[], ClusterKey([7; 32]), None).unwrap().authenticate(&Default::default()).unwrap();
+        let sources =
+            Sources { caller: &caller, models: &models, served: &served, seed: 1, popularity: &popularity };
+        let plan =
+            |body: &Value, effort| generation(Kind::Chat, body.to_string().as_bytes(), &sources, effort);
+        let full = Effort::Full { counted: false };
+
+        let short = plan(&chat("hi"), Effort::Short).expect("it is short");
+        assert_eq!(short.prompts, plan(&chat("hi"), full).unwrap().prompts);
+        let long = chat(&"a word and another. ".repeat(1_000));
+        assert!(matches!(plan(&long, Effort::Short), Err(Unplanned::TooLong { counted: true })));
+        let prompts = plan(&long, full).unwrap().prompts;
+        if offered.tokenizer.memo_usage().is_some() {
+            assert_eq!(plan(&long, Effort::Short).expect("it is remembered").prompts, prompts);
+        }
+        let mut tools = chat("hi");
+        tools["tools"] = json!([{"type": "function", "function": {"name": "f"}}]);
+        let huge = chat(&" ".repeat(SHORT_BODY));
+        for body in [&tools, &huge] {
+            assert!(matches!(plan(body, Effort::Short), Err(Unplanned::TooLong { counted: false })));
+            plan(body, full).unwrap();
+        }
+        let refused = plan(&json!({"messages": 1}), Effort::Short);
+        assert!(matches!(refused, Err(Unplanned::Refused(ApiError::InvalidField { .. }))));
+    }
+
+    #[test]
+    fn documents_are_counted_once_whatever_the_effort() {
+        let (models, served) = (tiny(), |_: &ModelId| None);
+        let caller =
+            Keys::new(&[], ClusterKey([7; 32]), None).unwrap().authenticate(&Default::default()).unwrap();
+        let long = "a word and another. ".repeat(1_000);
+        let times = |efforts: &[Effort]| {
+            let popularity = Popularity::default();
+            let sources = Sources {
+                caller: &caller,
+                models: &models,
+                served: &served,
+                seed: 1,
+                popularity: &popularity,
+            };
+            for effort in efforts {
+                let mut body = chat("why");
+                body["documents"] = json!([{"id": "b", "text": long}]);
+                let _ = generation(Kind::Chat, body.to_string().as_bytes(), &sources, *effort);
+            }
+            format!("{popularity:?}")
+        };
+        let once = times(&[Effort::Full { counted: false }]);
+        assert_eq!(times(&[Effort::Short, Effort::Full { counted: true }]), once);
+        assert_ne!(times(&[Effort::Short, Effort::Full { counted: false }]), once);
     }
 }

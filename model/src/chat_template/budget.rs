@@ -13,12 +13,8 @@ use super::value::{Fallible, Fault};
 
 /// Bytes of one value.
 pub(super) const ONE: u64 = 32 << 20;
-/// Bytes read and made in all.
-const ALL: u64 = 256 << 20;
 /// What handling a value costs, whatever its size.
 pub(super) const VISIT: u64 = 64;
-/// Steps of one rendering: statements, operations and passes of loops.
-const STEPS: u32 = 1_000_000;
 /// Depth of statements, operations and calls within each other.
 const DEPTH: u32 = 400;
 /// Depth of macro calls and recursive loops within each other.
@@ -26,11 +22,30 @@ const CALLS: u32 = 64;
 /// Charged work between two looks at the clock, well below a millisecond.
 const UNTIMED: u64 = 1 << 17;
 
+/// What one rendering may use up in all.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Limits {
+    /// Of this thread's CPU.
+    pub(super) time: Duration,
+    /// Bytes read and made.
+    pub(super) work: u64,
+    /// Statements, operations and passes of loops.
+    pub(super) steps: u32,
+}
+
+impl Limits {
+    /// Of any rendering.
+    pub(super) const FULL: Self =
+        Self { time: Duration::from_millis(250), work: 256 << 20, steps: 1_000_000 };
+    /// Of a rendering on a thread that has other work to do.
+    pub(super) const SHORT: Self = Self { time: Duration::from_millis(1), work: 1 << 20, steps: 4_000 };
+}
+
 /// The account of one rendering.
 #[derive(Debug)]
 pub(super) struct Budget {
     started: Duration,
-    time: Duration,
+    limits: Limits,
     work: Cell<u64>,
     /// The clock is read when so much work is done.
     look: Cell<u64>,
@@ -40,11 +55,11 @@ pub(super) struct Budget {
 }
 
 impl Budget {
-    /// A full account; `time` is that of this thread's CPU.
-    pub(super) fn new(time: Duration) -> Self {
+    /// A full account.
+    pub(super) fn new(limits: Limits) -> Self {
         Self {
             started: cpu_time(),
-            time,
+            limits,
             work: Cell::new(0),
             look: Cell::new(UNTIMED),
             steps: Cell::new(0),
@@ -57,7 +72,7 @@ impl Budget {
     pub(super) fn charge(&self, bytes: u64) -> Fallible<()> {
         let work = self.work.get().saturating_add(bytes);
         self.work.set(work);
-        if bytes > ONE || work > ALL {
+        if bytes > ONE || work > self.limits.work {
             return Err(Limit::Work.into());
         }
         if work < self.look.get() {
@@ -77,14 +92,18 @@ impl Budget {
     }
 
     pub(super) fn check_time(&self) -> Fallible<()> {
-        if cpu_time().saturating_sub(self.started) > self.time { Err(Limit::Time.into()) } else { Ok(()) }
+        if cpu_time().saturating_sub(self.started) > self.limits.time {
+            Err(Limit::Time.into())
+        } else {
+            Ok(())
+        }
     }
 
     /// Charges one step.
     pub(super) fn step(&self) -> Fallible<()> {
         let steps = self.steps.get() + 1;
         self.steps.set(steps);
-        if steps > STEPS {
+        if steps > self.limits.steps {
             return Err(Limit::Instructions.into());
         }
         self.charge(VISIT)

@@ -1,3 +1,5 @@
+use std::time::Duration;
+
 use serde_json::json;
 
 use super::*;
@@ -21,7 +23,7 @@ fn rendered(
     messages: &[Message<'_>],
     extra: &Map<String, Json>,
 ) -> Result<String, TemplateError> {
-    Ok(template.render_inner(messages, None, true, extra, SystemTime::now())?.text)
+    Ok(template.render_inner(messages, None, true, extra, SystemTime::now(), template.limits)?.text)
 }
 
 #[test]
@@ -464,13 +466,32 @@ fn what_is_never_done_is_refused_when_compiled() {
     assert!(matches!(&error, TemplateError::Failed { reason } if reason.contains("`nofilter`")), "{error}");
 }
 
+fn in_time(time: Duration) -> Limits {
+    Limits { time, ..Limits::FULL }
+}
+
+#[test]
+fn what_takes_long_is_not_rendered_shortly() {
+    let render = |source: &str| {
+        let template = ChatTemplate::new(source, "", "").unwrap();
+        assert!(template.render(&chat(), None, true, &Map::new()).is_ok(), "{source}");
+        let prompt = template.render_shortly(&chat(), true);
+        prompt.inspect(|prompt| {
+            assert_eq!(prompt.text, template.render(&chat(), None, true, &Map::new()).unwrap())
+        })
+    };
+    assert!(render("{% for message in messages %}{{ message.content | trim }}{% endfor %}").is_some());
+    assert!(render("{% for x in range(9000) %}{% endfor %}").is_none());
+    assert!(render("{{ 'a' * 2000000 }}").is_none());
+}
+
 #[test]
 fn a_long_chat_stays_within_the_limits() {
     let source = "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message['content'] | trim + '<|im_end|>\n' }}\
                   {% if loop.index0 == messages | length - 1 %}!{% endif %}{% endfor %}";
     let messages: Vec<Message> =
         (0..2000).map(|i| Message::new("user", format!("{i}").repeat(200))).collect();
-    let unhurried = ChatTemplate::with_time(source, "", "", Duration::from_secs(60)).unwrap();
+    let unhurried = ChatTemplate::with_limits(source, "", "", in_time(Duration::from_secs(60))).unwrap();
     let prompt = unhurried.render(&messages, None, true, &Map::new()).unwrap();
     assert!(prompt.len() > 1_400_000 && prompt.ends_with('!'));
 }
@@ -478,7 +499,7 @@ fn a_long_chat_stays_within_the_limits() {
 #[test]
 fn time_is_limited() {
     for source in ["a", "{{ 1 }}", "{% for x in [1] %}{% endfor %}", "{% if messages == 2 %}{% endif %}"] {
-        let hurried = ChatTemplate::with_time(source, "", "", Duration::ZERO).unwrap();
+        let hurried = ChatTemplate::with_limits(source, "", "", in_time(Duration::ZERO)).unwrap();
         let error = rendered(&hurried, &chat(), &Map::new()).unwrap_err();
         assert!(matches!(error, TemplateError::Limit(Limit::Time)), "{source}: {error}");
     }
@@ -533,7 +554,14 @@ fn outlines_change_nothing() {
             for chat in chats.iter().chain(&chats) {
                 let chat: Vec<Message> = chat.iter().map(|(role, text)| Message::new(*role, *text)).collect();
                 let render = |template: &ChatTemplate| {
-                    let rendered = template.render_inner(&chat, None, answer, &Map::new(), SystemTime::now());
+                    let rendered = template.render_inner(
+                        &chat,
+                        None,
+                        answer,
+                        &Map::new(),
+                        SystemTime::now(),
+                        template.limits,
+                    );
                     rendered.map_err(|error| error.to_string())
                 };
                 prop_assert_eq!(render(&template), render(&plain), "{}", source);

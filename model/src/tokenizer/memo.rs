@@ -187,15 +187,15 @@ impl Memo {
         self.pieces.usage()
     }
 
-    /// Appends the tokens of `text`; those of pieces that are not known are got by `encode`. Tells the parts that `text`
-    /// begins with.
+    /// Appends the tokens of `text`; those of pieces that are not known are appended by `encode`, until it gives up: then
+    /// there are none. Otherwise the parts that `text` begins with.
     pub(super) fn encode(
         &self,
         text: &str,
         (special, quoted): (bool, Quoted<'_>),
         out: &mut Vec<u32>,
-        encode: impl Fn(&str, How, Quoted<'_>, &mut Vec<u32>),
-    ) -> Vec<Part> {
+        encode: impl Fn(&str, How, Quoted<'_>, &mut Vec<u32>) -> bool,
+    ) -> Option<Vec<Part>> {
         let (mut start, mut before, mut next) = (0, NOTHING, NOTHING);
         let (mut parts, mut known) = (Vec::with_capacity(PARTS), true);
         let mut stretch = Stretch { before, start, tokens: out.len(), pieces: 0 };
@@ -220,17 +220,19 @@ impl Memo {
             before = self.join(text, special, (stretch, start, tokens), out).unwrap_or(before);
             let end = self.piece_end(text.as_bytes(), start);
             // Places are between ASCII characters.
-            let Some(piece) = text.get(start..end) else { return parts };
+            let Some(piece) = text.get(start..end) else { return Some(parts) };
             let within = quoted.part(start, end);
             if !within.is_empty() {
                 // Its tokens are not those that its text alone would have.
-                encode(piece, how, within, out);
+                if !encode(piece, how, within, out) {
+                    return None;
+                }
                 (start, before, next, known) = (end, NOTHING, NOTHING, false);
                 stretch = Stretch { before, start, tokens: out.len(), pieces: 0 };
                 continue;
             }
             let encode = |text: &str, how: How, out: &mut Vec<u32>| encode(text, how, Quoted::NONE, out);
-            let (hash, after, name) = self.piece(piece, how, out, &encode);
+            let (hash, after, name) = self.piece(piece, how, out, &encode)?;
             known &= name.is_some();
             parts.extend(name.filter(|_| known).map(|name| Part { name, end: out.len() }));
             self.link(before, hash);
@@ -238,7 +240,7 @@ impl Memo {
             stretch = Stretch { before, start, tokens: out.len(), pieces: 0 };
         }
         self.join(text, special, (stretch, start, out.len()), out);
-        parts
+        Some(parts)
     }
 
     /// If what is `expected` stands at `start`: appends its tokens and tells where it ends, what has followed it and its
@@ -268,14 +270,15 @@ impl Memo {
         Some(found)
     }
 
-    /// Appends the tokens of a piece; its hash, that of what has followed it last, and its name if it was known.
+    /// Appends the tokens of a piece; its hash, that of what has followed it last, and its name if it was known. None if
+    /// `encode` gives up.
     fn piece(
         &self,
         text: &str,
         how: How,
         out: &mut Vec<u32>,
-        encode: &impl Fn(&str, How, &mut Vec<u32>),
-    ) -> (u64, u64, Option<u64>) {
+        encode: &impl Fn(&str, How, &mut Vec<u32>) -> bool,
+    ) -> Option<(u64, u64, Option<u64>)> {
         let hash = self.hash(text, how);
         let known = self.pieces.get(hash, |piece| {
             (piece.how == how && *piece.text == *text).then(|| {
@@ -285,12 +288,14 @@ impl Memo {
         });
         self.pieces.count(known.is_some());
         if let Some((next, name)) = known {
-            return (hash, next, Some(name));
+            return Some((hash, next, Some(name)));
         }
         let begin = out.len();
-        encode(text, how, out);
+        if !encode(text, how, out) {
+            return None;
+        }
         self.put(hash, how, text, out.get(begin..).unwrap_or_default());
-        (hash, NOTHING, None)
+        Some((hash, NOTHING, None))
     }
 
     /// Makes a run of a stretch that ends at `end` in the text and at `tokens` among its tokens, if it is of more than

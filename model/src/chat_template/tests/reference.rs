@@ -38,7 +38,8 @@ fn render_for(template: &str, given: &Given) -> Result<Prompt, TemplateError> {
     let template = ChatTemplate::new(template, "<s>", "</s>")?;
     let now = UNIX_EPOCH + Duration::from_secs(NOW);
     let tools = given.tools.as_deref();
-    template.render_inner(&given.messages, tools, given.add_generation_prompt, &given.extra, now)
+    let (answer, limits) = (given.add_generation_prompt, template.limits);
+    template.render_inner(&given.messages, tools, answer, &given.extra, now, limits)
 }
 
 /// How ours differs, if it does.

@@ -123,8 +123,9 @@ fn remembered_or_not_the_ids_are_the_same() {
                 let mut ids = Vec::new();
                 let encode = |text: &str, how, quoted: Quoted<'_>, ids: &mut Vec<u32>| {
                     tokenizer.encode_part(text, how, quoted, ids);
+                    true
                 };
-                let parts = memo.encode(text, (special, Quoted::NONE), &mut ids, encode);
+                let parts = memo.encode(text, (special, Quoted::NONE), &mut ids, encode).unwrap();
                 let mut from = 0;
                 for Part { name, end } in parts {
                     let tokens = &ids[std::mem::replace(&mut from, end)..end];
@@ -174,8 +175,9 @@ fn quoted_control_tokens_are_neither_remembered_nor_recalled() {
                 let mut ids = Vec::new();
                 let encode = |text: &str, how, quoted: Quoted<'_>, ids: &mut Vec<u32>| {
                     tokenizer.encode_part(text, how, quoted, ids);
+                    true
                 };
-                memo.encode(&text, (true, Quoted::new(&matter)), &mut ids, encode);
+                memo.encode(&text, (true, Quoted::new(&matter)), &mut ids, encode).unwrap();
                 let controls = ids.iter().filter(|id| **id == control).count();
                 assert_eq!(controls, 2 - quoted.len(), "{name}: {text:?} {quoted:?}");
                 assert_eq!(ids, tokenizer.encode_prompt(&text, quoted).0, "{name}: {text:?} {quoted:?}");
@@ -226,4 +228,23 @@ fn nothing_is_cut_inside_or_right_behind_a_special_token() {
     ] {
         assert_eq!(place(text, at), None, "{text:?}");
     }
+}
+
+#[test]
+fn encoding_is_given_up_where_too_much_is_unknown() {
+    let tokenizer = tokenizers::tiny("qwen2").remembering(1 << 22);
+    let text = "the same words again and again, in lines\nof a text that is ".repeat(100);
+    let plain = tokenizers::tiny("qwen2").encode(&text, true);
+    assert_eq!(tokenizer.encode_prompt_shortly(&text, &[], 1_000), None);
+    assert_eq!(tokenizer.encode_prompt(&text, &[]).0, plain, "what was given up left nothing wrong behind");
+    let (tokens, _) = tokenizer.encode_prompt_shortly(&text, &[], 0).expect("all of it is known");
+    assert_eq!(tokens, plain);
+    let longer = format!("{text} and an end");
+    assert_eq!(tokenizer.encode_prompt_shortly(&longer, &[], 0), None);
+    let (tokens, _) = tokenizer.encode_prompt_shortly(&longer, &[], 8_000).expect("its end is short");
+    assert_eq!(tokens, tokenizers::tiny("qwen2").encode(&longer, true));
+
+    let forgetful = tokenizers::tiny("qwen2");
+    assert_eq!(forgetful.encode_prompt_shortly(&text, &[], text.len() - 1), None);
+    assert_eq!(forgetful.encode_prompt_shortly(&text, &[], text.len()).expect("it is short enough").0, plain);
 }
