@@ -8,11 +8,12 @@ use crate::access::Access;
 use crate::config::ConfigError;
 use crate::models::{Resolved, resolve_here, resolve_or_pull};
 use crate::numerics::KvTypeArg;
+use crate::spec::SpecArg;
 use crate::status::columns;
 use anyhow::Result;
 use coordinator::placement::{Placement, Replica, Workload, check_shards, most_shards};
 use kernels::backend::KvType;
-use model::costs::ModelCosts;
+use model::costs::{DrafterStage, ModelCosts};
 use model::{GgmlType, ModelFile, ModelSpec};
 use serde::Serialize;
 use std::path::PathBuf;
@@ -58,6 +59,10 @@ pub(crate) struct Plan {
     /// Element type of the KV cache
     #[arg(long, value_enum, default_value = "f16")]
     kv_type: KvTypeArg,
+    /// The `--spec` of the workers: a drafter's bytes are counted at the stage where it guesses, and the layers whose caches it
+    /// reads are the last stage's; no time is predicted for guesses
+    #[arg(long, value_name = "SPEC", default_value = "off", env = "KVASIR_SPEC")]
+    spec: SpecArg,
     /// Tell the coordinators the plan of the workers file
     #[arg(long, requires = "workers_file")]
     apply: bool,
@@ -79,10 +84,22 @@ struct Report {
     context: u64,
     sequences: u64,
     max_shards: usize,
+    /// Only with a drafter.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    drafter: Option<DrafterReport>,
     replicas: Vec<ReplicaReport>,
     /// Only where the cluster was to be told.
     #[serde(skip_serializing_if = "Option::is_none")]
     applied: Option<bool>,
+}
+
+#[derive(Debug, Serialize)]
+struct DrafterReport {
+    spec: String,
+    /// None of a block in the model's own.
+    file: Option<String>,
+    /// The first layer whose caches it reads; none of a drafter that reads none.
+    from_layer: Option<usize>,
 }
 
 #[derive(Debug, Serialize)]
@@ -104,8 +121,18 @@ struct StageReport {
     state_bytes: u64,
     needed_bytes: u64,
     memory_bytes: u64,
+    /// Only where the drafter guesses: its parts of the above.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    drafter: Option<StageDrafterReport>,
     prefill_us_per_token: f64,
     decode_ms_per_token: f64,
+}
+
+#[derive(Debug, Serialize)]
+struct StageDrafterReport {
+    weight_bytes: u64,
+    /// Keys, values and states.
+    cache_bytes: u64,
 }
 
 impl Plan {
@@ -144,7 +171,12 @@ impl Plan {
             let limit = format!("at least 1 and at most the model's own {}", spec.context_length);
             return Err(ConfigError::field("context", context, limit).into());
         }
+        let guesses = self.spec.guesses()?;
         let costs = ModelCosts::of_file(&spec, &file);
+        let costs = match worker::load::drafter_costs(path, &guesses)? {
+            Some(drafter) => costs.with_drafter(drafter),
+            None => costs,
+        };
         // Before anything is measured for it.
         self.shards.map_or(Ok(()), |shards| check_shards(&costs, shards))?;
         let Workers { workers, explicit } = match &self.workers_file {
@@ -177,6 +209,10 @@ impl Plan {
                     state_bytes: stage.needs.states,
                     needed_bytes: stage.needs.total,
                     memory_bytes: workers[stage.worker].memory,
+                    drafter: (stage.needs.drafter() > 0).then_some(StageDrafterReport {
+                        weight_bytes: stage.needs.drafter_weights,
+                        cache_bytes: stage.needs.drafter_caches,
+                    }),
                     prefill_us_per_token: stage.times.prefill_row * 1e6,
                     decode_ms_per_token: stage.times.decode_step * 1e3,
                 })
@@ -191,6 +227,14 @@ impl Plan {
             context: workload.context,
             sequences: workload.sequences,
             max_shards: most_shards(&costs),
+            drafter: costs.drafter().map(|drafter| DrafterReport {
+                spec: self.spec.to_string(),
+                file: guesses.file().map(|path| path.display().to_string()),
+                from_layer: match drafter.stage {
+                    DrafterStage::Last { from_layer } if from_layer < costs.layers() => Some(from_layer),
+                    DrafterStage::First | DrafterStage::Last { .. } => None,
+                },
+            }),
             replicas: replicas.iter().map(replica).collect(),
             applied: None,
         })
@@ -251,6 +295,17 @@ fn text(report: &Report) -> String {
             ]
         }));
         text += &columns(&rows);
+        let drafting = replica.stages.iter().filter_map(|stage| Some((stage, stage.drafter.as_ref()?)));
+        for ((stage, bytes), drafter) in drafting.zip(&report.drafter) {
+            let file = drafter.file.as_deref().unwrap_or("in the model's own file");
+            text += &format!(
+                "drafter: {} ({file}) at {}: {} of its weights, {} of its caches\n",
+                drafter.spec,
+                stage.worker,
+                mib(bytes.weight_bytes),
+                mib(bytes.cache_bytes)
+            );
+        }
         text += &format!("predicted: prefill {:.0} tokens/s", replica.prefill_tps);
         if let Some((one, all)) = replica.decode_tps.zip(replica.pipelined_decode_tps) {
             text += &format!(", decode {one:.1} tokens/s");
@@ -277,6 +332,7 @@ mod tests {
             state_bytes: 0,
             needed_bytes: 5 << 20,
             memory_bytes: 7 << 20,
+            drafter: (worker == "w1").then_some(StageDrafterReport { weight_bytes: 2 << 20, cache_bytes: 1 }),
             prefill_us_per_token: 12.0,
             decode_ms_per_token: 0.5,
         };
@@ -286,6 +342,11 @@ mod tests {
             context: 64,
             sequences: 2,
             max_shards: 8,
+            drafter: Some(DrafterReport {
+                spec: "draft-mtp:a".to_owned(),
+                file: Some("/m/a.gguf".to_owned()),
+                from_layer: Some(7),
+            }),
             replicas: vec![ReplicaReport {
                 stages: vec![stage("w0", (0, 4)), stage("w1", (4, 9))],
                 prefill_tps: 83_333.0,
@@ -295,6 +356,12 @@ mod tests {
             applied: None,
         };
         let text = text(&report);
+        assert!(
+            text.contains(
+                "drafter: draft-mtp:a (/m/a.gguf) at w1: 2 MiB of its weights, 1 MiB of its caches\n"
+            ),
+            "{text}"
+        );
         for expected in
             ["at most 8 shards", "w0", "4..9", "3 MiB", "1 MiB", "7 MiB", "83333", "1000.0", "2000.0 of 2"]
         {

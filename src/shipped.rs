@@ -48,7 +48,9 @@ pub(crate) fn resolve(
     let digest = digest(model)?;
     let is_here = digest.is_none() && (from.is_empty() || Path::new(model).exists());
     if is_here {
-        let shipping = ShippingConfig { from: from.to_vec(), ..ShippingConfig::default() };
+        // What others have may still be asked for: a drafter's file.
+        let store = if from.is_empty() { None } else { Some(store(bytes)?) };
+        let shipping = ShippingConfig { store, from: from.to_vec(), ..ShippingConfig::default() };
         return Ok((resolve_named(model)?, shipping));
     }
     let store = store(bytes)?;

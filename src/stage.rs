@@ -44,7 +44,7 @@ pub(crate) struct Stage {
     #[arg(long, value_name = "FILE", env = "OTEL_EXPORTER_OTLP_CERTIFICATE")]
     otlp_certificate: Option<PathBuf>,
     /// Who guesses the next tokens where this is the last stage, as the first one is told; only draft-mtp:MODEL is of
-    /// any use here
+    /// any use here, and not needed where --from names workers that have that file
     #[arg(long, value_name = "SPEC", default_value = "off", env = "KVASIR_SPEC")]
     spec: SpecArg,
     #[command(flatten)]

@@ -233,7 +233,15 @@ impl WorkerSettings {
         let identity = || crate::node::identity(self.identity.as_deref());
         let (model, shipping) = match self.model.as_deref() {
             Some(name) => {
-                let (model, shipping) = shipped::resolve(name, from, self.shard_bytes, listen, identity)?;
+                let (model, mut shipping) = shipped::resolve(name, from, self.shard_bytes, listen, identity)?;
+                if self.pool == Some(true) && shipping.store.is_none() {
+                    // For the drafter of a replica, which others may have.
+                    shipping.store = shipped::store(self.shard_bytes)
+                        .inspect_err(
+                            |error| tracing::warn!(%error, "no shard store: no drafter is got from others"),
+                        )
+                        .ok();
+                }
                 (Some(OwnModel { id: model.id, path: model.path }), shipping)
             }
             // What coordinators place on it.

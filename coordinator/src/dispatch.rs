@@ -34,14 +34,14 @@ use crate::random::random_u64;
 use crate::table::roster::Roster;
 use crate::table::{Member, TableChange, TableError};
 use claim::Claim;
-use link::{Link, Turn};
+use link::{Link, Pooled, Turn};
 use parking_lot::{Mutex, MutexGuard};
 use proto::block::BlockId;
 use proto::event::{KvEventBatch, KvReplay};
 use proto::ids::{Epoch, ModelId, NodeId};
 use proto::log::Repeats;
 use proto::message::{GenerateError, LoadReportV2, RegisterV2, RegisterV3, ServedModelV2};
-use proto::placement::RegisterV4;
+use proto::placement::{RegisterV4, RegisterV5};
 use proto::sequence::SequenceName;
 use proto::service::deadline;
 use proto::transport::{CloseCode, Connection};
@@ -185,10 +185,11 @@ impl Dispatch {
         self: &Arc<Self>,
         session: SessionId,
         connection: Connection,
-        register: RegisterV4,
+        register: RegisterV5,
     ) -> Result<(), TableError> {
+        let RegisterV5 { worker, drafter } = register;
         let RegisterV4 { worker: RegisterV3 { worker: register, part, pulls }, capacity, operations } =
-            register;
+            worker;
         let (node, epoch) = (register.node.clone(), register.epoch);
         let quic = reachable(&register.quic, connection.remote_address());
         let mut desk = self.desk.lock();
@@ -196,7 +197,7 @@ impl Dispatch {
         let actions = desk.balancer.change(Instant::now(), join, random_u64())?;
         desk.balancer.introduce(&node, epoch, part, pulls, quic.clone());
         desk.balancer.offer(&node, epoch, operations);
-        let pool = capacity.map(|capacity| (capacity, quic));
+        let pool = capacity.map(|capacity| Pooled { capacity, drafter, quic });
         let link = Arc::new(Link::new(session, epoch, connection, pool));
         if let Some(old) = desk.links.insert(node.clone(), link)
             && old.session() != session

@@ -12,7 +12,7 @@ mod tests;
 pub use explicit::{ExplicitError, check_ranges};
 
 use model::GgmlType;
-use model::costs::{ModelCosts, RangeCosts};
+use model::costs::{DrafterStage, ModelCosts, RangeCosts};
 use std::ops::Range;
 
 /// Prompt rows of one step, for which weights are read once.
@@ -82,6 +82,10 @@ pub struct Needs {
     pub kv: u64,
     /// Recurrent states of the workload's sequences.
     pub states: u64,
+    /// What of the weights is there for the drafter alone; 0 where none guesses at the stage.
+    pub drafter_weights: u64,
+    /// What of keys, values and states the drafter keeps.
+    pub drafter_caches: u64,
     /// All of these, with what a worker keeps besides: weights laid out for its instructions take up to a tenth
     /// more, and of a worker's memory a tenth stays for activations, queues and tables.
     pub total: u64,
@@ -143,8 +147,13 @@ pub enum PlacementError {
     },
     /// The model has too few places to cut it.
     #[error(
-        "the model cannot be cut into {wanted} shards: {most} is the most (it has {layers} layers{shared})",
-        shared = if most < layers { ", and a layer that shares keys and values stays with their source" } else { "" }
+        "the model cannot be cut into {wanted} shards: {most} is the most (it has {layers} layers{shared}{drafter})",
+        shared = if *most < *layers && drafter_from.is_none() {
+            ", and a layer that shares keys and values stays with their source"
+        } else {
+            ""
+        },
+        drafter = of_drafter(*drafter_from)
     )]
     Shards {
         /// Shards asked for.
@@ -153,6 +162,8 @@ pub enum PlacementError {
         most: usize,
         /// Layers of the model.
         layers: usize,
+        /// The first layer whose caches the drafter reads, if that rules out cuts.
+        drafter_from: Option<usize>,
     },
     /// More shards than workers.
     #[error("{wanted} shards need as many workers, and there are {workers}")]
@@ -165,7 +176,12 @@ pub enum PlacementError {
     /// No cut fits; the numbers are those of the cut that comes nearest.
     #[error(
         "the model does not fit: cut into {shards} it needs {needed} bytes with a context of {context}, {missing} \
-         more than the workers have where they are needed (worker {worker} needs {worker_needs} and has {worker_has})"
+         more than the workers have where they are needed (worker {worker} needs {worker_needs} and has \
+         {worker_has}){drafter}",
+        drafter = match drafter_bytes {
+            0 => String::new(),
+            bytes => format!("; the drafter takes {bytes} of what worker {drafter_worker} needs"),
+        }
     )]
     DoesNotFit {
         /// Stages of the nearest cut.
@@ -182,6 +198,10 @@ pub enum PlacementError {
         worker_needs: u64,
         /// Bytes that it has.
         worker_has: u64,
+        /// Bytes of the drafter's weights and caches; 0 without one.
+        drafter_bytes: u64,
+        /// The worker of the stage where it would guess.
+        drafter_worker: String,
     },
     /// Some replicas can be had, not all.
     #[error("{made} of {wanted} replicas can be placed; for the next: {reason}")]
@@ -219,8 +239,28 @@ pub fn check_shards(model: &ModelCosts, wanted: usize) -> Result<(), PlacementEr
     let most = most_shards(model);
     match (1..=most).contains(&wanted) {
         true => Ok(()),
-        false => Err(PlacementError::Shards { wanted, most, layers: model.layers() }),
+        false => {
+            let (layers, drafter_from) = (model.layers(), drafter_from(model));
+            Err(PlacementError::Shards { wanted, most, layers, drafter_from })
+        }
     }
+}
+
+/// The first layer whose caches a drafter beside the model reads, if it reads any.
+fn drafter_from(model: &ModelCosts) -> Option<usize> {
+    match model.drafter()?.stage {
+        DrafterStage::Last { from_layer } if from_layer < model.layers() => Some(from_layer),
+        DrafterStage::First | DrafterStage::Last { .. } => None,
+    }
+}
+
+/// Why a drafter rules out cuts, behind a refusal.
+fn of_drafter(from: Option<usize>) -> String {
+    from.map_or_else(String::new, |layer| {
+        format!(
+            "; the drafter reads the caches of layer {layer}, and the last stage must have all from there on"
+        )
+    })
 }
 
 /// Bytes that a stage's weights take, laid out for its instructions.
@@ -230,8 +270,17 @@ pub(crate) fn stage_weights(costs: &RangeCosts) -> u64 {
 
 /// Bytes that one sequence of `context` tokens takes in a stage's caches, keys and values in f16.
 pub(crate) fn stage_cache(costs: &RangeCosts, context: u64) -> u64 {
-    let states = costs.state_elements.saturating_mul(STATE_ELEMENT * STATE_SLOTS);
+    let elements = costs.state_elements.saturating_add(costs.drafter_state_elements);
+    let states = elements.saturating_mul(STATE_ELEMENT * STATE_SLOTS);
     costs.kv_bytes(context, CHUNK_ROWS, GgmlType::F16).saturating_add(states)
+}
+
+/// Bytes of these that a model which drafts keeps in an arena of its own. What other drafters keep is in the stage's.
+pub(crate) fn beside_cache(model: &ModelCosts, costs: &RangeCosts, context: u64) -> u64 {
+    match model.drafter().map(|drafter| drafter.stage) {
+        Some(DrafterStage::First) => costs.drafter_kv_bytes(context, CHUNK_ROWS, GgmlType::F16),
+        Some(DrafterStage::Last { .. }) | None => 0,
+    }
 }
 
 impl Placement<'_> {
@@ -296,6 +345,7 @@ impl Placement<'_> {
         }) else {
             return Err(PlacementError::NoWorkers);
         };
+        let drafting = nearest.stages.iter().find(|stage| stage.needs.drafter() > 0);
         Err(PlacementError::DoesNotFit {
             shards: nearest.stages.len(),
             needed: nearest.stages.iter().map(|stage| stage.needs.total).sum(),
@@ -304,6 +354,9 @@ impl Placement<'_> {
             worker: self.workers[worst.worker].name.clone(),
             worker_needs: worst.needs.total,
             worker_has: self.workers[worst.worker].memory,
+            drafter_bytes: drafting.map_or(0, |stage| stage.needs.drafter()),
+            drafter_worker: drafting
+                .map_or_else(String::new, |stage| self.workers[stage.worker].name.clone()),
         })
     }
 
@@ -319,9 +372,19 @@ impl Placement<'_> {
         let held_weights = stage_weights(costs);
         let kv = costs.kv_bytes(context, CHUNK_ROWS, kv_type).saturating_mul(sequences);
         let slots = STATE_SLOTS.saturating_mul(sequences);
-        let states = costs.state_elements.saturating_mul(STATE_ELEMENT).saturating_mul(slots);
+        let of_states = |elements: u64| elements.saturating_mul(STATE_ELEMENT).saturating_mul(slots);
+        let drafter_states = of_states(costs.drafter_state_elements);
+        let states = of_states(costs.state_elements).saturating_add(drafter_states);
         let held = held_weights.saturating_add(kv).saturating_add(states);
-        Needs { weights, kv, states, total: held.saturating_add(held.div_ceil(9)) }
+        let drafter_kv = costs.drafter_kv_bytes(context, CHUNK_ROWS, kv_type).saturating_mul(sequences);
+        Needs {
+            weights,
+            kv,
+            states,
+            drafter_weights: costs.drafter_weight_bytes,
+            drafter_caches: drafter_kv.saturating_add(drafter_states),
+            total: held.saturating_add(held.div_ceil(9)),
+        }
     }
 
     fn times(&self, worker: &Worker, costs: &RangeCosts) -> Times {
@@ -345,6 +408,11 @@ impl Placement<'_> {
 }
 
 impl Needs {
+    /// What the drafter takes of it.
+    pub fn drafter(&self) -> u64 {
+        self.drafter_weights.saturating_add(self.drafter_caches)
+    }
+
     fn missing(&self, worker: &Worker) -> u64 {
         self.total.saturating_sub(worker.memory)
     }

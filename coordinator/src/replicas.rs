@@ -7,6 +7,7 @@
 //! for a model whose replica is being put together wait for it, but not for ever.
 
 mod decide;
+mod drafters;
 mod room;
 
 use crate::agreement::Agreement;
@@ -17,7 +18,10 @@ use crate::models::Models;
 use decide::{Node, View, Want};
 use parking_lot::Mutex;
 use proto::ids::{ModelId, NodeId};
-use proto::placement::{LeadReportV1, LeadState, LeadV1, PlaceOrderV1, PlaceReportV1, PlacedStageV1};
+use proto::placement::{
+    LeadReportV1, LeadState, LeadV1, OfferedDrafterV1, PlaceOrderV1, PlaceOrderV2, PlaceReportV1,
+    PlacedStageV1,
+};
 use proto::stage::StageAddressV1;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -165,7 +169,12 @@ impl Replicas {
             .collect();
         let nodes: Vec<Node<'_>> = pool
             .iter()
-            .map(|worker| Node { name: &worker.node, capacity: &worker.capacity, draining: worker.draining })
+            .map(|worker| Node {
+                name: &worker.node,
+                capacity: &worker.capacity,
+                drafter: worker.drafter.as_ref(),
+                draining: worker.draining,
+            })
             .collect();
         let (change, unplanned) = {
             let now = Instant::now();
@@ -175,12 +184,26 @@ impl Replicas {
                 Some(last) => now.saturating_duration_since(*last) > AWAY_AFTER,
                 None => now.saturating_duration_since(leads_since) > UNSEEN_AFTER,
             };
-            let bad = |life: u64, lead: &NodeId| {
+            let stands = |life: u64, lead: &NodeId| {
                 let leads = seen.reports.get(lead)?.leads.as_ref()?;
-                (leads.life == life && leads.state == LeadState::BadFile).then(|| leads.reason.clone())
+                (leads.life == life).then_some(leads)
             };
-            let view =
-                View { table, wants: &wants, shards: self.shards, nodes: &nodes, gone: &gone, bad: &bad };
+            let bad = |life: u64, lead: &NodeId| {
+                let leads = stands(life, lead)?;
+                (leads.state == LeadState::BadFile).then(|| leads.reason.clone())
+            };
+            let fails = |life: u64, lead: &NodeId| {
+                stands(life, lead).is_some_and(|leads| leads.state == LeadState::Waiting)
+            };
+            let view = View {
+                table,
+                wants: &wants,
+                shards: self.shards,
+                nodes: &nodes,
+                gone: &gone,
+                bad: &bad,
+                fails: &fails,
+            };
             decide::decide(&view)
         };
         self.seen.lock().unplanned = unplanned;
@@ -196,13 +219,13 @@ impl Replicas {
     }
 
     /// What a worker is told. While not all of the stages that it leads are known here, it is only asked.
-    fn order(&self, table: &Table, pool: &[PoolWorker], node: &NodeId) -> PlaceOrderV1 {
+    fn order(&self, table: &Table, pool: &[PoolWorker], node: &NodeId) -> PlaceOrderV2 {
         let is_stage = |plan: &&ReplicaPlanV1| plan.stages.iter().any(|stage| stage.node == *node);
         let digest = table.replicas().values().find(is_stage).map(|plan| plan.model_digest);
         let holders = digest.map(|digest| self.dispatch.holders(&digest, node)).unwrap_or_default();
         let leads = |plan: &ReplicaPlanV1| plan.stages.first().is_some_and(|first| first.node == *node);
         let Some((&life, plan)) = table.replicas().iter().find(|(_, plan)| leads(plan)) else {
-            return PlaceOrderV1 { version: table.applied(), lead: None, holders };
+            return PlaceOrderV1 { version: table.applied(), lead: None, holders }.into();
         };
         let stages: Option<Vec<PlacedStageV1>> = plan
             .stages
@@ -216,13 +239,20 @@ impl Replicas {
         match stages {
             Some(stages) => {
                 let (model, model_digest) = (plan.model.clone(), plan.model_digest);
-                let cache_bytes = room::cache_bytes(plan, &self.models, pool);
+                let drafter = drafter_of(&model_digest, pool);
+                let cache_bytes = room::cache_bytes(plan, &self.models, (pool, drafter));
                 let lead = LeadV1 { life, model, model_digest, cache_bytes, stages };
-                PlaceOrderV1 { version: table.applied(), lead: Some(lead), holders }
+                let order = PlaceOrderV1 { version: table.applied(), lead: Some(lead), holders };
+                PlaceOrderV2 { order, drafter: drafter.map(|drafter| drafter.drafter) }
             }
-            None => PlaceOrderV1 { version: 0, lead: None, holders },
+            None => PlaceOrderV1 { version: 0, lead: None, holders }.into(),
         }
     }
+}
+
+/// The drafter of a model, of those in the pool.
+fn drafter_of<'a>(digest: &[u8; 32], pool: &'a [PoolWorker]) -> Option<&'a OfferedDrafterV1> {
+    drafters::of(pool.iter().map(|worker| (&worker.capacity, worker.drafter.as_ref())), digest)
 }
 
 /// What a plan does, and to what, for the audit log.

@@ -214,7 +214,7 @@ impl Session {
 
     async fn admit(&self, request: Register) -> Result<Registered, Refusal> {
         let register = request.into_latest();
-        let worker = &register.worker.worker;
+        let worker = &register.worker.worker.worker;
         let node = worker.node.clone();
         self.connection.require_node(&node).map_err(|_| Refusal::NotYourName { claimed: node.clone() })?;
         for model in &worker.models {

@@ -7,8 +7,11 @@ use std::ops::Range;
 use crate::spec::{ExpertGateUp, FfnSpec, LayerSpec, MixerSpec, MoeSpec};
 use crate::{GgmlType, ModelFile, ModelSpec};
 
+mod drafter;
 #[cfg(test)]
 mod tests;
+
+pub use drafter::{DrafterCosts, DrafterStage};
 
 /// Products that a row takes for each element of a recurrent state: decay, correct, add, read.
 const STATE_PRODUCTS: u64 = 4;
@@ -24,6 +27,7 @@ pub struct ModelCosts {
     cuts: Vec<usize>,
     /// Every stage works out its layers' further inputs from the tokens, and keeps what the embedding reads.
     embeds_everywhere: bool,
+    drafter: Option<DrafterCosts>,
 }
 
 /// What one part takes by itself.
@@ -65,6 +69,11 @@ pub struct RangeCosts {
     /// Elements of one sequence's recurrent state.
     pub state_elements: u64,
     attention: Vec<AttentionCosts>,
+    /// Bytes of tensors that are there for the drafter alone: a part of [`weight_bytes`](Self::weight_bytes).
+    pub drafter_weight_bytes: u64,
+    /// Elements that the drafter keeps beside each recurrent state of a sequence.
+    pub drafter_state_elements: u64,
+    drafter_kv: drafter::Kv,
 }
 
 /// The size of a tensor.
@@ -130,7 +139,23 @@ impl ModelCosts {
             }
         }
         let embeds_everywhere = spec.per_layer_input.is_some();
-        Self { hidden: spec.hidden, parts, shared, cuts: spec.cut_points(), embeds_everywhere }
+        let cuts = spec.cut_points();
+        Self { hidden: spec.hidden, parts, shared, cuts, embeds_everywhere, drafter: None }
+    }
+
+    /// The same with a drafter beside the model.
+    pub fn with_drafter(self, drafter: DrafterCosts) -> Self {
+        let last = match drafter.stage {
+            DrafterStage::First => usize::MAX,
+            DrafterStage::Last { from_layer } => from_layer,
+        };
+        let cuts = self.cuts.into_iter().filter(|cut| *cut <= last).collect();
+        Self { cuts, drafter: Some(drafter), ..self }
+    }
+
+    /// What the drafter beside it takes, if there is one.
+    pub fn drafter(&self) -> Option<&DrafterCosts> {
+        self.drafter.as_ref()
     }
 
     /// Layers of the model.
@@ -143,8 +168,8 @@ impl ModelCosts {
         self.hidden
     }
 
-    /// Layers, rising, at which a further stage may begin: not where a later layer reads the keys and values of an
-    /// earlier one. A model can be cut into one stage more than these.
+    /// Layers, rising, at which a further stage may begin: not where a later layer, or the drafter, reads the keys and values
+    /// of an earlier one. A model can be cut into one stage more than these.
     pub fn cuts(&self) -> &[usize] {
         &self.cuts
     }
@@ -157,14 +182,9 @@ impl ModelCosts {
         let end = if range.end >= layers { layers + 2 } else { range.end + 1 };
         let parts = first..end;
         let is_layer = |part: usize| (1..=layers).contains(&part);
-        let kept = |part: usize| parts.contains(&part) || part == 0 && self.embeds_everywhere;
-        let mut sum = RangeCosts::default();
-        if !parts.contains(&0) && kept(0) {
-            sum.weight_bytes += self.parts.first().map_or(0, |embedding| embedding.own_bytes);
-        }
+        let mut sum = RangeCosts { weight_bytes: self.weight_bytes(&parts, false), ..RangeCosts::default() };
         for index in parts.clone() {
             let Some(part) = self.parts.get(index) else { continue };
-            sum.weight_bytes += part.own_bytes;
             if is_layer(index) {
                 sum.layer_bytes += part.own_bytes;
             }
@@ -177,14 +197,34 @@ impl ModelCosts {
             sum.attention.extend(part.attention);
         }
         for (bytes, readers) in &self.shared {
-            if readers.iter().any(|part| kept(*part)) {
-                sum.weight_bytes += bytes;
-            }
             if readers.iter().any(|part| parts.contains(part) && is_layer(*part)) {
                 sum.layer_bytes += bytes;
             }
         }
+        let here = |drafter: &&DrafterCosts| match drafter.stage {
+            DrafterStage::First => parts.contains(&0),
+            DrafterStage::Last { .. } => parts.contains(&(layers + 1)),
+        };
+        if let Some(drafter) = self.drafter.as_ref().filter(here) {
+            let with_embedding = self.weight_bytes(&parts, drafter.reads_embedding);
+            let more = (with_embedding - sum.weight_bytes).saturating_add(drafter.weight_bytes);
+            sum.weight_bytes = sum.weight_bytes.saturating_add(more);
+            sum.drafter_weight_bytes = more;
+            sum.drafter_state_elements = drafter.state_elements;
+            let all = self.parts.iter().filter_map(|part| part.attention);
+            sum.drafter_kv = drafter::Kv::of(drafter, all);
+        }
         sum
+    }
+
+    /// Bytes of the tensors that these parts read, each once; where a drafter reads the embedding also that one's.
+    fn weight_bytes(&self, parts: &Range<usize>, reads_embedding: bool) -> u64 {
+        let kept =
+            |part: usize| parts.contains(&part) || part == 0 && (self.embeds_everywhere || reads_embedding);
+        let own =
+            self.parts.iter().enumerate().filter(|(part, _)| kept(*part)).map(|(_, part)| part.own_bytes);
+        let shared = self.shared.iter().filter(|(_, readers)| readers.iter().any(|part| kept(*part)));
+        own.sum::<u64>() + shared.map(|(bytes, _)| bytes).sum::<u64>()
     }
 }
 
@@ -193,7 +233,14 @@ impl RangeCosts {
     /// tokens more than it sees, those of the step that computes it.
     pub fn kv_bytes(&self, tokens: u64, slack: u64, ty: GgmlType) -> u64 {
         let own = self.attention.iter().filter(|layer| layer.own);
-        own.map(|layer| layer.visible(tokens, slack) * element_bytes(layer.kv_elements, ty)).sum()
+        let own: u64 =
+            own.map(|layer| layer.visible(tokens, slack) * element_bytes(layer.kv_elements, ty)).sum();
+        own.saturating_add(self.drafter_kv_bytes(tokens, slack, ty))
+    }
+
+    /// The drafter's part of these.
+    pub fn drafter_kv_bytes(&self, tokens: u64, slack: u64, ty: GgmlType) -> u64 {
+        self.drafter_kv.bytes(tokens, slack, ty)
     }
 
     /// Bytes of keys and values that one token at position `depth` reads.
@@ -219,7 +266,7 @@ impl AttentionCosts {
 }
 
 fn element_bytes(elements: u64, ty: GgmlType) -> u64 {
-    elements.div_ceil(ty.block_len() as u64) * ty.block_bytes() as u64
+    elements.div_ceil(ty.block_len() as u64).saturating_mul(ty.block_bytes() as u64)
 }
 
 fn share(amount: u64, used: usize, of: usize) -> u64 {

@@ -4,7 +4,7 @@
 use crate::block::{BlockId, ClusterKey};
 use crate::codec::bounded;
 use crate::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
-use crate::placement::RegisterV4;
+use crate::placement::{RegisterV4, RegisterV5};
 use serde::{Deserialize, Serialize};
 
 mod encode;
@@ -417,6 +417,8 @@ pub enum Register {
     V3(RegisterV3),
     /// From protocol version 4 on: it says what it gives to replicas of several stages.
     V4(RegisterV4),
+    /// From protocol version 6 on: it names the drafter beside its model.
+    V5(RegisterV5),
 }
 
 /// See [`Register`].

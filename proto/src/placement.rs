@@ -58,6 +58,52 @@ pub struct RegisterV4 {
     pub operations: Vec<OfferedOperationV1>,
 }
 
+/// See [`Register`](crate::message::Register).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RegisterV5 {
+    /// What the fourth version says.
+    pub worker: RegisterV4,
+    /// The drafter beside the model whose file it gives to replicas, if it has one.
+    pub drafter: Option<OfferedDrafterV1>,
+}
+
+/// The drafter of a model that is placed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum DrafterV1 {
+    /// The block behind the model's last layer, in the model's own file: at the last stage.
+    Appended,
+    /// A drafter that reads the model's caches, by the digest of its file: at the last stage.
+    Assistant([u8; 32]),
+    /// A smaller model of the same vocabulary, by the digest of its file: at the first stage.
+    Model([u8; 32]),
+}
+
+/// A drafter that a worker of the pool has beside its model's file, and what it takes of the stage where it guesses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OfferedDrafterV1 {
+    /// Digest of the model that it guesses for.
+    pub model_digest: [u8; 32],
+    /// Which drafter.
+    pub drafter: DrafterV1,
+    /// The first layer of the model whose caches it reads: all from there on are the last stage's.
+    pub from_layer: u32,
+    /// Bytes of its tensors.
+    pub weight_bytes: u64,
+    /// Whether it reads the model's embedding too.
+    pub reads_embedding: bool,
+    /// Elements of keys and values that it keeps for each position.
+    pub kv_elements: u64,
+    /// Elements that it keeps beside each recurrent state of a sequence.
+    pub state_elements: u64,
+}
+
+impl From<RegisterV4> for RegisterV5 {
+    /// The fourth version knew no drafters.
+    fn from(worker: RegisterV4) -> Self {
+        Self { worker, drafter: None }
+    }
+}
+
 impl From<RegisterV3> for RegisterV4 {
     /// The third version knew no pool and no operations but those of the models that it names.
     fn from(worker: RegisterV3) -> Self {
@@ -71,6 +117,45 @@ impl From<RegisterV3> for RegisterV4 {
 pub enum PlaceOrder {
     /// First version.
     V1(PlaceOrderV1),
+    /// From protocol version 6 on: it names the drafter.
+    V2(PlaceOrderV2),
+}
+
+impl PlaceOrder {
+    /// What it says, in the latest version.
+    pub fn into_latest(self) -> PlaceOrderV2 {
+        match self {
+            Self::V1(order) => order.into(),
+            Self::V2(latest) => latest,
+        }
+    }
+}
+
+impl PlaceOrderV2 {
+    /// As a peer understands it with whom protocol version `version` was agreed on. One that knows no drafters goes by its own
+    /// setting.
+    pub fn at_version(self, version: u16) -> PlaceOrder {
+        match version {
+            6.. => PlaceOrder::V2(self),
+            _ => PlaceOrder::V1(self.order),
+        }
+    }
+}
+
+impl From<PlaceOrderV1> for PlaceOrderV2 {
+    /// The first version knew no drafters.
+    fn from(order: PlaceOrderV1) -> Self {
+        Self { order, drafter: None }
+    }
+}
+
+/// See [`PlaceOrder`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PlaceOrderV2 {
+    /// What the first version says.
+    pub order: PlaceOrderV1,
+    /// The drafter of the replica that the worker leads; without one its own setting counts.
+    pub drafter: Option<DrafterV1>,
 }
 
 /// See [`PlaceOrder`].

@@ -38,6 +38,7 @@ pub struct Builder {
     workers: usize,
     coordinator_flags: Vec<String>,
     worker_flags: Vec<String>,
+    holder_flags: Vec<String>,
     environment: Vec<(String, String)>,
     binary: Option<PathBuf>,
     spares: usize,
@@ -79,6 +80,12 @@ impl Builder {
     /// A flag for every worker, with its value.
     pub fn worker_flag(mut self, flag: &str, value: &str) -> Self {
         self.worker_flags.extend([flag.to_owned(), value.to_owned()]);
+        self
+    }
+
+    /// A flag for every worker that has the model's file, with its value.
+    pub fn holder_flag(mut self, flag: &str, value: &str) -> Self {
+        self.holder_flags.extend([flag.to_owned(), value.to_owned()]);
         self
     }
 
@@ -145,6 +152,7 @@ impl Fleet {
             workers,
             coordinator_flags: Vec::new(),
             worker_flags: Vec::new(),
+            holder_flags: Vec::new(),
             environment: Vec::new(),
             binary: None,
             spares: 0,
@@ -347,12 +355,16 @@ impl Fleet {
                 let peers = told.unwrap_or(peers);
                 let own = vec![("--models", model), ("--http", api), ("--cluster-key", cluster_key)];
                 let own = own.into_iter().chain([("--peers", peers), ("--data-dir", data)]).collect();
-                ("coordinator", own, &self.shape.coordinator_flags)
+                ("coordinator", own, self.shape.coordinator_flags.clone())
             }
             Node::Worker(index) => {
                 let mut own = vec![("--coordinators", coordinators), ("--threads", "1".into())];
+                let mut more = self.shape.worker_flags.clone();
                 match self.shape.fileless.filter(|_| index > 0) {
-                    None => own.push(("--model", model)),
+                    None => {
+                        own.push(("--model", model));
+                        more.extend(self.shape.holder_flags.iter().cloned());
+                    }
                     Some(Fileless::Placed) => {}
                     Some(Fileless::From) => {
                         let name = Path::new(&model).file_stem().context("a file")?.to_string_lossy();
@@ -361,11 +373,11 @@ impl Fleet {
                         own.push(("--model", name.into_owned()));
                     }
                 }
-                ("worker", own, &self.shape.worker_flags)
+                ("worker", own, more)
             }
         };
         let pairs = common.into_iter().chain(own).flat_map(|(flag, value)| [flag.to_owned(), value]);
-        Ok([command.to_owned()].into_iter().chain(pairs).chain(more.iter().cloned()).collect())
+        Ok([command.to_owned()].into_iter().chain(pairs).chain(more).collect())
     }
 
     /// Where a node says what it does; all of its lives, also those of earlier tests.

@@ -18,7 +18,7 @@ use kernels::backend::{ActivationMode, Backend, BackendInfo, KvType, SharedBytes
 use kernels::cpu::{CpuBackend, CpuConfig};
 use kernels::pool::{Pool, PoolConfig};
 use model::ModelFile;
-use model::costs::ModelCosts;
+use model::costs::{DrafterCosts, ModelCosts};
 use model::file::DigestCache;
 use model::metadata::Metadata;
 use model::shard::{ShardStore, TensorMemory};
@@ -41,8 +41,8 @@ mod stages;
 
 use device::Memory;
 pub use device::{DeviceChoice, gpu_copy_bandwidth, visible_gpus};
-pub(crate) use drafter::Elsewhere;
 use drafter::Guesser;
+pub(crate) use drafter::{Elsewhere, digest_of as drafter_digest, offered as offered_drafter};
 pub use encoder::encoder;
 pub(crate) use encoder::{kernel_encoder, onnx_encoder};
 use staged::Staged;
@@ -243,6 +243,15 @@ fn generates(spec: &ModelSpec) -> Result<(), Error> {
 pub fn plan(path: &Path, options: &EngineOptions) -> Result<Plan, Error> {
     let gguf = ModelFile::open(path)?;
     plan_for(&gguf, &ModelSpec::from_file(&gguf)?, options)
+}
+
+/// What `guesses` take beside the model in `path`, without loading anything; none of those that take nothing.
+///
+/// # Errors
+/// [`Error::Config`] for a drafter of another model, or a model that has no block which guesses.
+pub fn drafter_costs(path: &Path, guesses: &Guesses) -> Result<Option<DrafterCosts>, Error> {
+    let file = ModelFile::open(path)?;
+    drafter::costs(guesses, (&file, &ModelSpec::from_file(&file)?))
 }
 
 /// Loads a model and its engine; for one process, so the key of its prefixes does not matter.

@@ -11,7 +11,6 @@ use crate::load::{EngineOptions, Prepared};
 use crate::operations::{Bundle, Operations, SessionLimits};
 use crate::shipping::{Holdings, Shipper, ShippingConfig, Wanted};
 use crate::snapshot::store::{SnapshotStore, StoreConfig};
-use crate::speculation::Guesses;
 use crate::stage::{Holds, StageConfig};
 use crate::telemetry::{EngineMetrics, HostMetrics, NodeMetrics, ShippingMetrics};
 use parking_lot::Mutex;
@@ -25,7 +24,7 @@ use proto::message::{
     WorkPart, WorkerState, WorkerStatus, WorkerStatusV1,
 };
 use proto::operation::{MAX_OPERATIONS, OfferedOperationV1, Operation};
-use proto::placement::{CapacityV1, ModelFileV1, RegisterV4};
+use proto::placement::{CapacityV1, ModelFileV1, RegisterV4, RegisterV5};
 use proto::shard::{MAX_STRUCK, ShippingReportV1};
 use proto::transport::{CloseCode, Connection, Dialer, Endpoint, EndpointConfig, Expected, Identity};
 use std::net::SocketAddr;
@@ -349,8 +348,8 @@ impl WorkerService {
         let own = config.model;
         let holdings = Arc::new(Holdings::new(
             own.as_ref().map(|own| own.id.clone()),
-            own.as_ref().map(|own| own.path.clone()),
-            config.engine.digests.clone(),
+            own.as_ref().map(|own| own.path.as_path()),
+            &config.engine,
             &config.shipping,
             shipping.clone(),
         ));
@@ -362,12 +361,17 @@ impl WorkerService {
         let pool = match config.pool {
             None => None,
             Some(PoolOffer { memory, bandwidth, compute }) => {
-                let mut files = Vec::new();
+                let (mut files, mut drafter) = (Vec::new(), None);
                 if let Some(OwnModel { id, path }) = own.clone() {
                     let options = config.engine.clone();
-                    let digest = move || crate::load::model_digest(&path, &options);
-                    let digest = tokio::task::spawn_blocking(digest).await;
-                    files.push(ModelFileV1 { model: id, digest: digest.map_err(|_| Error::EngineStopped)?? });
+                    let look = move || {
+                        let digest = crate::load::model_digest(&path, &options)?;
+                        Ok::<_, Error>((digest, crate::load::offered_drafter(&path, &options)?))
+                    };
+                    let looked = tokio::task::spawn_blocking(look).await.map_err(|_| Error::EngineStopped)?;
+                    let (digest, offered) = looked?;
+                    files.push(ModelFileV1 { model: id, digest });
+                    drafter = offered;
                 }
                 let capacity = CapacityV1 { memory, bandwidth, compute, files };
                 let stage = StageConfig {
@@ -377,7 +381,8 @@ impl WorkerService {
                     engine: config.engine.clone(),
                 };
                 let holds = Holds { shipper: Arc::clone(&shipper), holdings: Arc::clone(&holdings) };
-                Some(Arc::new(Pool::new(capacity, stage, Arc::clone(&endpoint), holds, identity.clone())))
+                let offer = (capacity, drafter);
+                Some(Arc::new(Pool::new(offer, stage, Arc::clone(&endpoint), holds, identity.clone())))
             }
         };
         let (runtime, accepts) =
@@ -420,11 +425,11 @@ impl WorkerService {
             (Some(_), _) => Ok((Loaded::Nothing, None)),
             (None, Some(OwnModel { id, path })) => {
                 let (from, options) = (path.clone(), config.engine);
-                let appended = options.guesses == Guesses::Appended;
+                let guesses = options.guesses.clone();
                 let load =
                     move |arrivals| Loaded::load(&from, &EngineOptions { arrivals, ..options.clone() });
                 shipper
-                    .load(&path, Wanted { appended, ..Wanted::default() }, load)
+                    .load(&path, Wanted { guesses, ..Wanted::default() }, load)
                     .await
                     .map(|loaded| (loaded, Some(id)))
             }
@@ -598,7 +603,7 @@ impl Node {
         }
     }
 
-    fn register(&self, offer: &Offer) -> RegisterV4 {
+    fn register(&self, offer: &Offer) -> RegisterV5 {
         let worker = RegisterV2 {
             node: self.node.clone(),
             epoch: self.epoch(),
@@ -616,11 +621,12 @@ impl Node {
                 backend: offer.backend?.to_owned(),
             })
         });
-        RegisterV4 {
+        let worker = RegisterV4 {
             worker,
             capacity: self.pool.as_ref().map(|pool| pool.capacity().clone()),
             operations: operations.chain(self.operations.offered().cloned()).take(MAX_OPERATIONS).collect(),
-        }
+        };
+        RegisterV5 { worker, drafter: self.pool.as_ref().and_then(|pool| pool.drafter()) }
     }
 
     fn report(&self) -> LoadReportV1 {

@@ -6,9 +6,11 @@
 
 use crate::Error;
 use crate::kv_cache::memory::{MemInfo, ProcMemInfo};
+use crate::load::EngineOptions;
+use crate::speculation::Guesses;
 use crate::telemetry::ShippingMetrics;
 use model::shard::{ChunkId, HeldModel, Manifest, ManifestError, Room, ShardStore, StoreError};
-use model::spec::AppendedSpec;
+use model::spec::{AppendedSpec, AssistantSpec};
 use model::{ModelFile, ModelSpec};
 use parking_lot::Mutex;
 use proto::ids::{Epoch, Role};
@@ -80,6 +82,19 @@ pub enum ShippingError {
         /// How many.
         missing: usize,
     },
+    /// A replica's drafter, of which this worker has no file.
+    #[error(
+        "the replica's drafter is blake3:{digest}, and this worker has {has}: {lacks}; start it with the same --spec as the \
+         first stage"
+    )]
+    NoDrafter {
+        /// Digest of its file.
+        digest: ChunkId,
+        /// What it has in its place.
+        has: &'static str,
+        /// Why it does not get it from others.
+        lacks: &'static str,
+    },
     /// All workers that were asked for the rest are gone.
     #[error("the workers that sent the model are gone, and others have it: it goes on with these")]
     Outdated,
@@ -97,6 +112,8 @@ pub enum ShippingError {
 const ATTEMPTS: usize = 3;
 /// A source that has not sent a manifest after this long is not waited for.
 const MANIFEST_LIMIT: Duration = Duration::from_secs(60);
+/// A drafter's manifest is asked for as long as this.
+const DRAFTER_LIMIT: Duration = Duration::from_secs(60);
 /// Of the memory that is free, one part of so many is for tensors that are loaded as they come.
 const MEMORY_SHARE: u64 = 4;
 /// Before sources that do not answer are asked for a manifest again: doubling from the first to the last.
@@ -175,8 +192,23 @@ pub(crate) struct Shipper {
     /// Who coordinators say has what this worker is to hold.
     told: watch::Sender<Vec<String>>,
     metrics: ShippingMetrics,
-    /// The model that is loaded: nothing of it is dropped.
-    held: Mutex<Option<HeldModel>>,
+    held: Mutex<Held>,
+}
+
+/// What is loaded: nothing of it is dropped.
+#[derive(Debug, Default)]
+struct Held {
+    model: Option<HeldModel>,
+    drafter: Option<HeldModel>,
+}
+
+impl Held {
+    /// Takes what `other` has in the place of what is here.
+    fn take(&mut self, other: Self) {
+        let Self { model, drafter } = other;
+        self.model = model.or(self.model.take());
+        self.drafter = drafter.or(self.drafter.take());
+    }
 }
 
 /// What some layers of a model of the store need.
@@ -198,7 +230,7 @@ struct Missing {
 impl Shipper {
     pub(crate) fn new(endpoint: Arc<Endpoint>, config: &ShippingConfig, metrics: ShippingMetrics) -> Self {
         let (store, from, lanes) = (config.store.clone(), config.from.clone(), config.lanes);
-        Self { store, endpoint, from, lanes, told: watch::Sender::default(), metrics, held: Mutex::new(None) }
+        Self { store, endpoint, from, lanes, told: watch::Sender::default(), metrics, held: Mutex::default() }
     }
 
     /// A coordinator says who has the model that this worker is to hold a part of.
@@ -227,7 +259,38 @@ impl Shipper {
             None => seek(&ModelRefV1::Digest(*model), store, || self.links()).await?,
         };
         let path = held.path().to_owned();
-        *self.held.lock() = Some(held);
+        self.held.lock().take(Held { model: Some(held), drafter: None });
+        Ok(path)
+    }
+
+    /// The file of a drafter: that of this worker's own setting if it has this digest, else the store's, whose manifest is
+    /// got from others if it is not there.
+    pub(crate) async fn locate_drafter(
+        &self,
+        drafter: &[u8; 32],
+        options: &EngineOptions,
+    ) -> Result<PathBuf, Error> {
+        let (digest, mut has) = (ChunkId(*drafter), "none");
+        if let Some(own) = options.guesses.file().map(Path::to_owned) {
+            let (path, options) = (own.clone(), options.clone());
+            if blocking(move || crate::load::drafter_digest(&path, &options)).await?? == *drafter {
+                return Ok(own);
+            }
+            has = "another";
+        }
+        let lacks = |lacks| ShippingError::NoDrafter { digest, has, lacks };
+        let store = self.store.as_ref().ok_or_else(|| lacks("it has no store for what others send"))?;
+        let held = match store.hold(drafter).map_err(ShippingError::Store)? {
+            Some(held) => held,
+            None => {
+                let wanted = ModelRefV1::Digest(*drafter);
+                let sought = seek(&wanted, store, || self.links());
+                let sought = tokio::time::timeout(DRAFTER_LIMIT, sought).await;
+                sought.map_err(|_| lacks("no worker has sent it"))??
+            }
+        };
+        let path = held.path().to_owned();
+        self.held.lock().take(Held { model: None, drafter: Some(held) });
         Ok(path)
     }
 
@@ -312,21 +375,20 @@ impl Shipper {
         Ok(loaded)
     }
 
-    /// Fetches what `layers` of a model need and is not here; nothing for a model that is a file.
-    pub(crate) async fn bring(&self, path: &Path, layers: Option<Range<usize>>) -> Result<(), Error> {
-        let wanted = Wanted { layers, ..Wanted::default() };
+    /// Fetches what is wanted of a model and is not here; nothing of what is a file.
+    pub(crate) async fn bring(&self, path: &Path, wanted: Wanted) -> Result<(), Error> {
         let Some((needs, missing)) = self.look(path, wanted).await? else { return Ok(()) };
         let nobody = Arrivals::new(HashMap::new(), &[], 0);
         self.fetch(&needs, &missing, &nobody).await
     }
 
-    /// What is needed and what of it is missing, for which room is made; nothing for a model that is a file.
+    /// What is needed and what of it is missing, for which room is made; nothing where all of it is files.
     async fn look(&self, path: &Path, wanted: Wanted) -> Result<Option<(Needs, Missing)>, Error> {
         let (path, store) = (path.to_owned(), self.store.clone());
         let Some((needs, held)) = blocking(move || needs(&path, store, wanted)).await?? else {
             return Ok(None);
         };
-        *self.held.lock() = Some(held);
+        self.held.lock().take(held);
         let sum = |chunks: &[(ChunkId, usize)]| chunks.iter().map(|(_, bytes)| *bytes as u64).sum::<u64>();
         let (store, chunks) = (needs.store.clone(), needs.chunks.clone());
         let prepare = move || {
@@ -367,42 +429,67 @@ impl Shipper {
 pub(crate) struct Wanted {
     /// All where there is none.
     pub(crate) layers: Option<Range<usize>>,
-    /// Whether the block behind the last layer is wanted too, which guesses.
-    pub(crate) appended: bool,
-    /// Whether the embedding is, whatever the layers: who guesses behind the last one reads it.
+    /// How this stage guesses.
+    pub(crate) guesses: Guesses,
+    /// Whether the embedding is wanted, whatever the layers: a drafter at the last stage reads it.
     pub(crate) embedding: bool,
 }
 
-/// What is needed of the model in `path`, which is held; none for a file.
+/// What is needed of the model in `path` and of its drafter, which are held; none where both are files.
 fn needs(
     path: &Path,
     store: Option<ShardStore>,
-    Wanted { layers, appended, embedding }: Wanted,
-) -> Result<Option<(Needs, HeldModel)>, Error> {
+    Wanted { layers, guesses, embedding }: Wanted,
+) -> Result<Option<(Needs, Held)>, Error> {
     let file = ModelFile::open(path)?;
-    let Some(store) = store.filter(|_| file.is_stored()) else { return Ok(None) };
-    let held = store.hold(&file.digest()?).map_err(ShippingError::Store)?;
-    let held = held.ok_or(ShippingError::Incomplete { missing: 1 })?;
-    let spec = ModelSpec::from_file(&file)?;
-    let mut tensors = match layers {
-        None => spec.tensors(),
-        Some(layers) => crate::weights::tensors_of(&spec, layers),
+    let drafter = guesses.file().map(ModelFile::open).transpose()?;
+    let drafter = drafter.filter(ModelFile::is_stored);
+    let Some(store) = store.filter(|_| file.is_stored() || drafter.is_some()) else { return Ok(None) };
+    let hold = |file: &ModelFile| {
+        let held = store.hold(&file.digest()?).map_err(ShippingError::Store)?;
+        Ok::<_, Error>(held.ok_or(ShippingError::Incomplete { missing: 1 })?)
     };
-    let appended = if appended { AppendedSpec::from_file(&file)? } else { None };
-    if let Some(appended) = &appended {
-        tensors.extend(appended.tensors());
-    }
-    if embedding {
-        tensors.extend(spec.embedding_tensors());
-    }
     let (mut chunks, mut of_tensors) = (Vec::new(), HashMap::new());
     let mut seen = HashSet::new();
-    for tensor in tensors {
+    let mut add = |held: &HeldModel, tensor: &str, key: String| {
         let places: Vec<_> = held.manifest().chunks(tensor)?.map(|place| (place.id, place.bytes)).collect();
-        of_tensors.insert(tensor.to_owned(), places.iter().map(|(id, _)| *id).collect());
+        of_tensors.insert(key, places.iter().map(|(id, _)| *id).collect());
         chunks.extend(places.into_iter().filter(|(id, _)| seen.insert(*id)));
+        Ok::<_, Error>(())
+    };
+    let mut all_held = Held::default();
+    if file.is_stored() {
+        let spec = ModelSpec::from_file(&file)?;
+        let mut tensors = match layers {
+            None => spec.tensors(),
+            Some(layers) => crate::weights::tensors_of(&spec, layers),
+        };
+        let appended = match guesses {
+            Guesses::Appended => AppendedSpec::from_file(&file)?,
+            _ => None,
+        };
+        tensors.extend(appended.iter().flat_map(AppendedSpec::tensors));
+        if embedding {
+            tensors.extend(spec.embedding_tensors());
+        }
+        let held = hold(&file)?;
+        tensors.into_iter().try_for_each(|tensor| add(&held, tensor, tensor.to_owned()))?;
+        all_held.model = Some(held);
     }
-    Ok(Some((Needs { store, chunks, tensors: of_tensors }, held)))
+    if let Some(drafter) = &drafter {
+        let tensors: Vec<String> = match guesses {
+            Guesses::Assistant(_) => owned(AssistantSpec::from_file(drafter)?.tensors()),
+            _ => owned(ModelSpec::from_file(drafter)?.tensors()),
+        };
+        let held = hold(drafter)?;
+        tensors.iter().try_for_each(|tensor| add(&held, tensor, arrivals::drafter_key(tensor)))?;
+        all_held.drafter = Some(held);
+    }
+    Ok(Some((Needs { store, chunks, tensors: of_tensors }, all_held)))
+}
+
+fn owned(names: Vec<&str>) -> Vec<String> {
+    names.into_iter().map(str::to_owned).collect()
 }
 
 /// Bytes of tensors that may stay in memory until they are loaded: what other caches, and what is made of the tensors,

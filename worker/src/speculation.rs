@@ -16,7 +16,7 @@ use ngrams::Ngrams;
 use pays::Pays;
 use rounds::Rounds;
 use std::collections::HashMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Guesses of one sequence in one step at most.
@@ -36,6 +36,16 @@ pub enum Guesses {
     Assistant(PathBuf),
     /// A smaller model of the same vocabulary, in this file.
     Model(PathBuf),
+}
+
+impl Guesses {
+    /// The drafter's file, where that is another than the model's.
+    pub fn file(&self) -> Option<&Path> {
+        match self {
+            Self::Assistant(path) | Self::Model(path) => Some(path),
+            Self::Off | Self::Ngram | Self::Appended => None,
+        }
+    }
 }
 
 /// See the module.

@@ -245,7 +245,7 @@ impl Table {
         }
         match change {
             Change::WorkerJoined(register) => {
-                self.workers.apply(TableChange::Join(register.into_latest().worker.worker))?
+                self.workers.apply(TableChange::Join(register.into_latest().worker.worker.worker))?
             }
             Change::WorkerLeft(WorkerLeftV1 { node, epoch }) => {
                 self.workers.apply(TableChange::Leave { node, epoch })?;

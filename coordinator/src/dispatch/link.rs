@@ -3,7 +3,7 @@
 use parking_lot::Mutex;
 use proto::Error;
 use proto::ids::Epoch;
-use proto::placement::CapacityV1;
+use proto::placement::{CapacityV1, OfferedDrafterV1};
 use proto::service::WorkerApiClient;
 use proto::transport::{CloseCode, Connection};
 use std::time::Duration;
@@ -18,13 +18,22 @@ const TURN_LIMIT: Duration = Duration::from_millis(50);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SessionId(pub u64);
 
+/// What a worker of the pool gives to replicas.
+#[derive(Debug, Clone)]
+pub(super) struct Pooled {
+    pub(super) capacity: CapacityV1,
+    /// The drafter beside its model.
+    pub(super) drafter: Option<OfferedDrafterV1>,
+    /// Where others reach it.
+    pub(super) quic: String,
+}
+
 #[derive(Debug)]
 pub(super) struct Link {
     session: SessionId,
     epoch: Epoch,
     connection: Connection,
-    /// What it gives to replicas, and where others reach it.
-    pool: Option<(CapacityV1, String)>,
+    pool: Option<Pooled>,
     api: OnceCell<WorkerApiClient>,
     last_turn: Mutex<Option<oneshot::Receiver<()>>>,
 }
@@ -56,7 +65,7 @@ impl Link {
         session: SessionId,
         epoch: Epoch,
         connection: Connection,
-        pool: Option<(CapacityV1, String)>,
+        pool: Option<Pooled>,
     ) -> Self {
         Self { session, epoch, connection, pool, api: OnceCell::new(), last_turn: Mutex::new(None) }
     }
@@ -69,7 +78,7 @@ impl Link {
         self.epoch
     }
 
-    pub(super) fn pool(&self) -> Option<&(CapacityV1, String)> {
+    pub(super) fn pool(&self) -> Option<&Pooled> {
         self.pool.as_ref()
     }
 

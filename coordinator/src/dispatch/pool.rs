@@ -1,8 +1,9 @@
 //! The workers of the pool, as replicas are planned of them: what each gives, and what it is told.
 
-use super::{Dispatch, Link};
+use super::Dispatch;
+use super::link::{Link, Pooled};
 use proto::ids::{Epoch, ModelId, NodeId};
-use proto::placement::{CapacityV1, MAX_HOLDERS, PlaceOrder, PlaceOrderV1, PlaceReport, PlaceReportV1};
+use proto::placement::{CapacityV1, MAX_HOLDERS, OfferedDrafterV1, PlaceOrderV2, PlaceReport, PlaceReportV1};
 use proto::service::deadline;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,6 +17,8 @@ pub struct PoolWorker {
     pub epoch: Epoch,
     /// What it gives.
     pub capacity: CapacityV1,
+    /// The drafter beside its model, as it has registered.
+    pub drafter: Option<OfferedDrafterV1>,
     /// Where other workers reach it.
     pub quic: String,
     /// An operator has asked it to take no new work.
@@ -25,10 +28,11 @@ pub struct PoolWorker {
 
 impl PoolWorker {
     /// Tells it what it leads, and hears how that is.
-    pub async fn place(&self, order: PlaceOrderV1, limit: Duration) -> Option<PlaceReportV1> {
+    pub async fn place(&self, order: PlaceOrderV2, limit: Duration) -> Option<PlaceReportV1> {
         let told = async {
             let api = self.link.api().await.ok()?;
-            api.place(deadline(limit), PlaceOrder::V1(order)).await.ok()
+            let order = order.at_version(self.link.connection().version());
+            api.place(deadline(limit), order).await.ok()
         };
         let PlaceReport::V1(report) = tokio::time::timeout(limit, told).await.ok().flatten()?;
         Some(report)
@@ -42,29 +46,35 @@ impl Dispatch {
         let worker = |member: &crate::table::Member| {
             let node = member.register.node.clone();
             let link = desk.links.get(&node)?;
-            let (capacity, quic) = link.pool()?.clone();
+            let Pooled { capacity, drafter, quic } = link.pool()?.clone();
             let (epoch, draining, link) = (link.epoch(), member.draining, Arc::clone(link));
-            Some(PoolWorker { node, epoch, capacity, quic, draining, link })
+            Some(PoolWorker { node, epoch, capacity, drafter, quic, draining, link })
         };
         desk.balancer.table().members().filter_map(worker).collect()
     }
 
-    /// Where workers are reached that have the file of a model, in the pool or serving it, but for one of them.
+    /// Addresses of the workers that have the file of a model, in the pool or serving it, but for one of them; those that have
+    /// the model's drafter too come first.
     pub fn holders(&self, digest: &[u8; 32], but: &NodeId) -> Vec<String> {
         let desk = self.desk.lock();
-        let holds = |member: &&crate::table::Member| {
-            let offered = desk.links.get(&member.register.node).and_then(|link| link.pool());
-            let mut files = offered.iter().flat_map(|(capacity, _)| &capacity.files);
-            member.register.node != *but
-                && (files.any(|file| file.digest == *digest)
-                    || member.register.models.iter().any(|model| model.model_digest == *digest))
+        let offered = |member: &crate::table::Member| {
+            desk.links.get(&member.register.node).and_then(|link| link.pool()).cloned()
         };
-        let held = desk.balancer.table().members().filter(holds).map(|member| member.register.quic.clone());
-        let mut held: Vec<String> = held.collect();
+        let held = desk.balancer.table().members().filter_map(|member| {
+            let offered = offered(member);
+            let mut files = offered.iter().flat_map(|offered| &offered.capacity.files);
+            let holds = member.register.node != *but
+                && (files.any(|file| file.digest == *digest)
+                    || member.register.models.iter().any(|model| model.model_digest == *digest));
+            let drafter = offered.as_ref().and_then(|offered| offered.drafter);
+            let drafts = drafter.is_some_and(|drafter| drafter.model_digest == *digest);
+            holds.then(|| (!drafts, member.register.quic.clone()))
+        });
+        let mut held: Vec<(bool, String)> = held.collect();
         // So that all coordinators name the same ones.
         held.sort();
         held.truncate(MAX_HOLDERS);
-        held
+        held.into_iter().map(|(_, quic)| quic).collect()
     }
 
     /// Requests for this model wait until then for a worker that serves it, instead of being refused at once.

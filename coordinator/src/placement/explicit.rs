@@ -1,6 +1,6 @@
 //! A cut that an operator wrote, checked.
 
-use super::{Placement, PlacementError, Replica};
+use super::{Placement, PlacementError, Replica, drafter_from};
 use model::costs::ModelCosts;
 use std::ops::Range;
 
@@ -43,17 +43,26 @@ pub enum ExplicitError {
     },
     /// A layer would be parted from the one whose keys and values it reads.
     #[error(
-        "no stage may begin with layer {at}: a later layer reads keys and values of an earlier one; {}",
+        "no stage may begin with layer {at}: {}; {}",
+        drafter_from.map_or_else(
+            || "a later layer reads keys and values of an earlier one".to_owned(),
+            |layer| format!("the drafter reads the caches of layer {layer}, and the last stage must have all from there on"),
+        ),
         allowed(cuts)
     )]
     Cut {
         /// Where the plan cuts.
         at: usize,
+        /// The first layer whose caches the drafter reads, if it lies before the cut.
+        drafter_from: Option<usize>,
         /// Where it may.
         cuts: Vec<usize>,
     },
     /// A range does not fit.
-    #[error("worker {worker} needs {needed} bytes for layers {start}..{end} and has {memory}")]
+    #[error(
+        "worker {worker} needs {needed} bytes for layers {start}..{end} and has {memory}{}",
+        match drafter { 0 => String::new(), bytes => format!("; the drafter takes {bytes} of these") }
+    )]
     Memory {
         /// The worker.
         worker: String,
@@ -65,6 +74,8 @@ pub enum ExplicitError {
         needed: u64,
         /// Bytes that the worker has.
         memory: u64,
+        /// Bytes of the drafter's weights and caches there.
+        drafter: u64,
     },
 }
 
@@ -97,7 +108,8 @@ pub fn check_ranges(model: &ModelCosts, ranges: &[(String, Range<usize>)]) -> Re
             return Err(ExplicitError::End { end, layers });
         }
         if start > 0 && !cuts.contains(&start) {
-            return Err(ExplicitError::Cut { at: start, cuts: cuts.to_vec() });
+            let drafter_from = drafter_from(model).filter(|from| start > *from);
+            return Err(ExplicitError::Cut { at: start, drafter_from, cuts: cuts.to_vec() });
         }
         next = end;
     }
@@ -124,7 +136,8 @@ impl Placement<'_> {
             if needed > memory {
                 let worker = self.workers[worker].name.clone();
                 let Range { start, end } = range;
-                return Err(ExplicitError::Memory { worker, start, end, needed, memory }.into());
+                let drafter = stage.needs.drafter();
+                return Err(ExplicitError::Memory { worker, start, end, needed, memory, drafter }.into());
             }
             stages.push(stage);
         }

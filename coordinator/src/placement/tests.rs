@@ -1,6 +1,6 @@
 use super::*;
 use model::ModelSpec;
-use model::costs::TensorSize;
+use model::costs::{DrafterCosts, TensorSize};
 use model::spec::{
     AttentionSpec, EmbeddingSpec, KvSpec, LayerSpec, LinearSpec, LogitsSpec, MixerSpec, NormKind, NormSpec,
     OutputSpec, OwnKvSpec,
@@ -295,11 +295,69 @@ fn an_operators_plan_is_taken_as_it_is_or_refused_with_what_is_wrong() {
     assert_eq!(explicit(&[("w0", 0..5)]), Err(ExplicitError::End { end: 5, layers: 6 }));
     assert_eq!(explicit(&[("w0", 0..7)]), Err(ExplicitError::End { end: 7, layers: 6 }));
     assert_eq!(explicit(&[]), Err(ExplicitError::End { end: 0, layers: 6 }));
-    let cut = ExplicitError::Cut { at: 4, cuts: vec![1, 2, 3] };
+    let cut = ExplicitError::Cut { at: 4, drafter_from: None, cuts: vec![1, 2, 3] };
     assert_eq!(explicit(&[("w0", 0..4), ("w1", 4..6)]), Err(cut));
     let Err(ExplicitError::Memory { start: 3, end: 6, memory: 300, .. }) =
         explicit(&[("w0", 0..3), ("w2", 3..6)])
     else {
         panic!("300 bytes do not hold three layers of 100 and their keys")
     };
+}
+
+/// At the last stage, which reads the caches of `from_layer`.
+fn drafter(from_layer: usize, weight_bytes: u64) -> DrafterCosts {
+    let stage = DrafterStage::Last { from_layer };
+    DrafterCosts { stage, weight_bytes, reads_embedding: false, kv_elements: 0, state_elements: 0 }
+}
+
+#[test]
+fn a_drafters_bytes_decide_where_the_last_stage_is() {
+    let plain = model(&[1000; 4], 0, None);
+    let workload = Workload::of_context(16);
+    // The large worker is the slow one.
+    let workers = [worker(0, 4_000, 100.0), worker(1, 20_000, 50.0)];
+    let place = |model: &ModelCosts| {
+        let placed = Placement { model, workload, workers: &workers }.place(Some(2), 1).unwrap().remove(0);
+        let last = placed.stages.last().unwrap().clone();
+        (last.worker, last.needs)
+    };
+    let with = plain.clone().with_drafter(drafter(4, 9_000));
+    let (at, needs) = place(&with);
+    assert_eq!((at, needs.drafter_weights, needs.drafter_caches), (1, 9_000, 0));
+    let (_, needs) = place(&plain);
+    assert_eq!(needs.drafter(), 0);
+    // Its keys, values and states are counted for each sequence.
+    let keeps = DrafterCosts { kv_elements: 2, state_elements: 3, ..drafter(4, 9_000) };
+    let workload = Workload { sequences: 5, ..workload };
+    let with = plain.clone().with_drafter(keeps);
+    let placement = Placement { model: &with, workload, workers: &workers };
+    let placed = placement.place(Some(2), 1).unwrap().remove(0);
+    let needs = placed.stages[1].needs;
+    assert_eq!(needs.drafter_caches, 5 * (16 * 2 * 2) + 5 * 2 * (3 * 4));
+}
+
+#[test]
+fn a_drafter_that_does_not_fit_is_refused_with_its_bytes_and_layers() {
+    let plain = model(&[1000; 4], 0, None);
+    let workers = [worker(0, 8_000, 100.0), worker(1, 8_000, 100.0)];
+    let workload = Workload::of_context(16);
+    let with = plain.clone().with_drafter(drafter(2, 9_000));
+    let placement = Placement { model: &with, workload, workers: &workers };
+    let error = placement.place(Some(2), 1).unwrap_err();
+    let PlacementError::DoesNotFit { drafter_bytes, missing, .. } = &error else { panic!("{error}") };
+    assert!(*drafter_bytes == 9_000 && *missing > 0, "{error}");
+    assert!(error.to_string().contains("the drafter takes 9000 of what worker"), "{error}");
+    assert!(Placement { model: &plain, ..placement }.place(Some(2), 1).is_ok());
+    // More than one cut lies behind the layer.
+    assert_eq!(most_shards(&with), 3);
+    let error = check_shards(&with, 4).unwrap_err().to_string();
+    assert!(error.contains("3 is the most") && error.contains("the caches of layer 2"), "{error}");
+    let cut = |at: usize| [("w0".to_owned(), 0..at), ("w1".to_owned(), at..4)];
+    let error = placement.explicit(&cut(3)).unwrap_err().to_string();
+    assert!(error.contains("layer 3: the drafter reads the caches of layer 2"), "{error}");
+    let error = placement.explicit(&cut(2)).unwrap_err().to_string();
+    assert!(
+        error.contains("worker w1 needs") && error.contains("the drafter takes 9000 of these"),
+        "{error}"
+    );
 }

@@ -5,6 +5,7 @@
 
 mod operators;
 
+use super::drafters;
 use crate::consensus::table::{
     Change, Level, MAX_REASON, ModelCondemnedV1, OperatorPlanV1, ReplicaPlacedV1, ReplicaPlanV1, StagePlanV1,
     Table,
@@ -12,8 +13,10 @@ use crate::consensus::table::{
 use crate::placement::{Placement, PlacementError, Worker, Workload};
 use model::costs::ModelCosts;
 use proto::ids::{ModelId, NodeId};
-use proto::placement::CapacityV1;
+use proto::placement::{CapacityV1, OfferedDrafterV1};
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 /// Context that a replica is planned for, if its model has as much.
 const CONTEXT: usize = 8192;
@@ -30,6 +33,8 @@ pub(super) struct Want<'a> {
 pub(super) struct Node<'a> {
     pub(super) name: &'a NodeId,
     pub(super) capacity: &'a CapacityV1,
+    /// The drafter beside its model.
+    pub(super) drafter: Option<&'a OfferedDrafterV1>,
     pub(super) draining: bool,
 }
 
@@ -64,6 +69,8 @@ pub(super) struct View<'a> {
     pub(super) gone: &'a dyn Fn(&NodeId) -> bool,
     /// Why the first stage of this life says that the file is no model, if it does.
     pub(super) bad: &'a dyn Fn(u64, &NodeId) -> Option<String>,
+    /// Whether the first stage of this life says that the replica could not be put together the last time.
+    pub(super) fails: &'a dyn Fn(u64, &NodeId) -> bool,
 }
 
 /// The next change, and why of a model nothing more is planned.
@@ -73,7 +80,7 @@ pub(super) fn decide(view: &View<'_>) -> (Option<Change>, BTreeMap<ModelId, Stri
         return (None, unplanned);
     }
     let change = view.condemn().or_else(|| view.as_told(&mut unplanned));
-    let change = change.or_else(|| view.replace()).or_else(|| view.drop_strays());
+    let change = change.or_else(|| view.replace(&mut unplanned)).or_else(|| view.drop_strays());
     let change = change.or_else(|| view.add(&mut unplanned));
     (change, unplanned)
 }
@@ -90,19 +97,51 @@ impl View<'_> {
         })
     }
 
-    /// A replica has lost a worker for good, and can be cut anew over those that are there. Where it cannot, its plan
-    /// stands, for when the worker returns. So does one of a model that an operator has planned.
-    fn replace(&self) -> Option<Change> {
+    /// A replica has lost a worker for good, or fails because it was cut without the present drafter, and can be cut anew over
+    /// the workers that are there. Where it cannot, its plan stands, for when the worker returns. So does one of a
+    /// model that an operator has planned.
+    fn replace(&self, unplanned: &mut BTreeMap<ModelId, String>) -> Option<Change> {
         self.table.replicas().iter().find_map(|(&life, plan)| {
             let told = self.table.operator_plans().contains_key(&plan.model);
-            if told || !plan.stages.iter().any(|stage| (self.gone)(&stage.node)) {
+            let lost = plan.stages.iter().any(|stage| (self.gone)(&stage.node));
+            let fails = plan.stages.first().is_some_and(|lead| (self.fails)(life, &lead.node));
+            let want = self.wants.iter().find(|want| *want.model == plan.model)?;
+            let crowded = !lost && fails && self.has_no_room_for_drafter(want, plan);
+            if told || !(lost || crowded) {
                 return None;
             }
-            let want = self.wants.iter().find(|want| *want.model == plan.model)?;
             let own: BTreeSet<&NodeId> = plan.stages.iter().map(|stage| &stage.node).collect();
-            let plan = self.plan(want, plan.model_digest, |name| own.contains(name))?.ok()?;
-            Some(Change::ReplicaPlaced(ReplicaPlacedV1 { plan, replaces: Some(life) }))
+            match self.plan(want, plan.model_digest, |name| own.contains(name))? {
+                Ok(plan) => Some(Change::ReplicaPlaced(ReplicaPlacedV1 { plan, replaces: Some(life) })),
+                Err(error) => {
+                    if crowded {
+                        unplanned.insert(plan.model.clone(), error.to_string());
+                    }
+                    None
+                }
+            }
         })
+    }
+
+    /// Whether a plan is possible without the model's drafter and not with it, by what its workers give.
+    fn has_no_room_for_drafter(&self, want: &Want<'_>, plan: &ReplicaPlanV1) -> bool {
+        let with = self.costs(want, &plan.model_digest);
+        if with.drafter().is_none() {
+            return false;
+        }
+        let ranges: Vec<(String, Range<usize>)> = plan.stages.iter().map(named_range).collect();
+        let there = |stage: &StagePlanV1| self.nodes.iter().find(|node| *node.name == stage.node);
+        let workers: Vec<Worker> = plan.stages.iter().filter_map(there).map(|node| node.worker()).collect();
+        let goes = |model: &ModelCosts| {
+            Placement { model, workload: want.workload(), workers: &workers }.explicit(&ranges).is_ok()
+        };
+        goes(want.costs) && !goes(&with)
+    }
+
+    /// What the model with this digest costs with its drafter.
+    fn costs<'a>(&self, want: &Want<'a>, digest: &[u8; 32]) -> Cow<'a, ModelCosts> {
+        let offered = self.nodes.iter().map(|node| (node.capacity, node.drafter));
+        drafters::with(want.costs, drafters::of(offered, digest))
     }
 
     /// A worker of a replica is here with another file, which the plan can never be made of. Where none could take its
@@ -134,7 +173,7 @@ impl View<'_> {
             match self.digests(want.model).into_iter().find_map(plan)? {
                 Ok(plan) => Some(Change::ReplicaPlaced(ReplicaPlacedV1 { plan, replaces: None })),
                 Err(error) => {
-                    unplanned.insert(want.model.clone(), error.to_string());
+                    unplanned.entry(want.model.clone()).or_insert_with(|| error.to_string());
                     None
                 }
             }
@@ -191,7 +230,8 @@ impl View<'_> {
         candidates: &[&Node<'_>],
     ) -> Result<ReplicaPlanV1, PlacementError> {
         let workers: Vec<Worker> = candidates.iter().map(|node| node.worker()).collect();
-        let placement = Placement { model: want.costs, workload: want.workload(), workers: &workers };
+        let costs = self.costs(want, &model_digest);
+        let placement = Placement { model: &costs, workload: want.workload(), workers: &workers };
         let replica = placement.place(self.shards, 1)?.into_iter().next().ok_or(PlacementError::NoWorkers)?;
         let stages = replica.stages.into_iter().filter_map(|stage| {
             let node = candidates.get(stage.worker)?.name.clone();
@@ -199,6 +239,12 @@ impl View<'_> {
         });
         Ok(ReplicaPlanV1 { model: want.model.clone(), model_digest, stages: stages.collect() })
     }
+}
+
+/// A stage of a plan as placement checks it.
+fn named_range(stage: &StagePlanV1) -> (String, Range<usize>) {
+    let (first, end) = stage.layers;
+    (stage.node.to_string(), first as usize..end as usize)
 }
 
 #[cfg(test)]

@@ -3,16 +3,22 @@
 use crate::consensus::table::ReplicaPlanV1;
 use crate::dispatch::PoolWorker;
 use crate::models::Models;
-use crate::placement::{stage_cache, stage_weights};
+use crate::placement::{beside_cache, stage_cache, stage_weights};
+use proto::placement::OfferedDrafterV1;
 
-/// Bytes over all stages: what the stage with the least room for its part of a sequence allows. 0 where the model or a
-/// worker is not known here.
-pub(super) fn cache_bytes(plan: &ReplicaPlanV1, models: &Models, pool: &[PoolWorker]) -> u64 {
+/// Bytes over all stages: what the stage with the least room for its part of a sequence allows beside the drafter. 0 where
+/// the model or a worker is not known here.
+pub(super) fn cache_bytes(
+    plan: &ReplicaPlanV1,
+    models: &Models,
+    (pool, drafter): (&[PoolWorker], Option<&OfferedDrafterV1>),
+) -> u64 {
     let model = models.get(plan.model.as_str());
     let Some((costs, context)) = model.and_then(|model| Some((model.costs.as_ref()?, model.context))) else {
         return 0;
     };
-    let stages: Option<Vec<(u64, u64)>> = plan
+    let costs = super::drafters::with(costs, drafter);
+    let stages: Option<Vec<Part>> = plan
         .stages
         .iter()
         .map(|stage| {
@@ -20,17 +26,30 @@ pub(super) fn cache_bytes(plan: &ReplicaPlanV1, models: &Models, pool: &[PoolWor
             let layers = stage.layers.0 as usize..stage.layers.1 as usize;
             let range = (layers.end <= costs.layers()).then(|| costs.range(layers))?;
             let usable = worker.capacity.memory / 10 * 9;
-            Some((usable.saturating_sub(stage_weights(&range)), stage_cache(&range, context as u64)))
+            Some(Part {
+                room: usable.saturating_sub(stage_weights(&range)),
+                sequence: stage_cache(&range, context as u64),
+                beside: beside_cache(&costs, &range, context as u64),
+            })
         })
         .collect();
     share_out(&stages.unwrap_or_default())
 }
 
-/// Of each stage, the bytes that it has room for and those that a sequence takes there.
-fn share_out(stages: &[(u64, u64)]) -> u64 {
-    let all: u128 = stages.iter().map(|(_, part)| u128::from(*part)).sum();
-    let parts = stages.iter().filter(|(_, part)| *part > 0);
-    let least = parts.map(|(room, part)| u128::from(*room) * all / u128::from(*part)).min();
+/// Bytes of a stage.
+struct Part {
+    /// For caches.
+    room: u64,
+    /// What a sequence takes there.
+    sequence: u64,
+    /// The part of that in the arena of a model which drafts.
+    beside: u64,
+}
+
+fn share_out(stages: &[Part]) -> u64 {
+    let all: u128 = stages.iter().map(|part| u128::from(part.sequence.saturating_sub(part.beside))).sum();
+    let parts = stages.iter().filter(|part| part.sequence > 0);
+    let least = parts.map(|part| u128::from(part.room) * all / u128::from(part.sequence)).min();
     least.map_or(0, |bytes| u64::try_from(bytes).unwrap_or(u64::MAX))
 }
 
@@ -38,13 +57,32 @@ fn share_out(stages: &[(u64, u64)]) -> u64 {
 mod tests {
     use super::*;
 
+    fn shared(stages: &[(u64, u64)]) -> u64 {
+        let part = |(room, sequence): &(u64, u64)| Part { room: *room, sequence: *sequence, beside: 0 };
+        share_out(&stages.iter().map(part).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn a_model_that_drafts_has_its_part_beside_the_caches() {
+        // Eight of a sequence in both stages' caches, and two of the drafter at the first.
+        let stages =
+            |room| [Part { room, sequence: 6, beside: 2 }, Part { room: 1000, sequence: 4, beside: 0 }];
+        let bytes = share_out(&stages(60));
+        assert_eq!(bytes, 80);
+        assert_eq!(
+            bytes / 2 + bytes / 4,
+            60,
+            "of the first stage: half of the caches, and a quarter beside them"
+        );
+    }
+
     #[test]
     fn the_stage_with_the_least_room_decides() {
-        assert_eq!(share_out(&[(100, 1), (100, 1)]), 200);
+        assert_eq!(shared(&[(100, 1), (100, 1)]), 200);
         // Three quarters of every sequence are in the first.
-        assert_eq!(share_out(&[(90, 3), (100, 1)]), 120);
-        assert_eq!(share_out(&[(90, 1), (0, 1)]), 0);
-        assert_eq!(share_out(&[(90, 1), (0, 0)]), 90, "who keeps nothing needs no room");
-        assert_eq!(share_out(&[]), 0);
+        assert_eq!(shared(&[(90, 3), (100, 1)]), 120);
+        assert_eq!(shared(&[(90, 1), (0, 1)]), 0);
+        assert_eq!(shared(&[(90, 1), (0, 0)]), 90, "who keeps nothing needs no room");
+        assert_eq!(shared(&[]), 0);
     }
 }

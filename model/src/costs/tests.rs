@@ -1,5 +1,5 @@
 use super::*;
-use crate::spec::KvSpec;
+use crate::spec::{AssistantSpec, KvSpec};
 use crate::test_files::fixture;
 
 const MODELS: [&str; 15] = [
@@ -112,4 +112,62 @@ fn windows_bound_what_is_kept_and_states_do_not_grow() {
 
     let (_, _, costs) = open("qwen35");
     assert!(costs.range(0..costs.layers()).state_elements > 0);
+}
+
+#[test]
+fn a_drafter_is_with_the_stage_where_it_guesses() {
+    let (target, _, costs) = open("gemma4");
+    let layers = target.layers.len();
+    let file = ModelFile::open(fixture("tiny/gemma4-assistant/gemma4-assistant-f32.gguf")).unwrap();
+    let spec = AssistantSpec::from_file(&file).unwrap();
+    let drafter = DrafterCosts::of_assistant(&spec, &file, &target).unwrap();
+    let bytes: u64 = spec.tensors().iter().map(|name| file.tensor(name).unwrap().bytes()).sum();
+    assert_eq!((drafter.weight_bytes, drafter.stage), (bytes, DrafterStage::Last { from_layer: 1 }));
+    let with = costs.clone().with_drafter(drafter);
+    assert_eq!(with.cuts(), [1]);
+    assert_eq!(with.range(0..1), costs.range(0..1));
+    let (last, plain) = (with.range(1..layers), costs.range(1..layers));
+    // Every stage of this model has the embedding.
+    assert_eq!((last.weight_bytes, last.drafter_weight_bytes), (plain.weight_bytes + bytes, bytes));
+    assert_eq!(last.kv_bytes(64, 8, GgmlType::F16), plain.kv_bytes(64, 8, GgmlType::F16));
+    // Another model has no such layers.
+    let (llama, ..) = open("llama");
+    assert_eq!(DrafterCosts::of_assistant(&spec, &file, &llama), None);
+}
+
+#[test]
+fn a_drafter_brings_the_embedding_that_it_reads_and_caches_of_its_own() {
+    for name in MODELS {
+        let (spec, file, costs) = open(name);
+        let layers = spec.layers.len();
+        let block = DrafterCosts {
+            stage: DrafterStage::Last { from_layer: layers },
+            weight_bytes: 1000,
+            reads_embedding: true,
+            kv_elements: 32,
+            state_elements: 8,
+        };
+        let with = costs.clone().with_drafter(block);
+        assert_eq!(with.cuts(), costs.cuts(), "{name}");
+        let here = spec.output_tensors();
+        let embedding = spec.embedding_tensors();
+        let lacks =
+            embedding.iter().filter(|tensor| spec.per_layer_input.is_none() && !here.contains(*tensor));
+        let table: u64 = lacks.map(|tensor| file.tensor(tensor).unwrap().bytes()).sum();
+        let (last, plain) = (with.range(layers - 1..layers), costs.range(layers - 1..layers));
+        assert_eq!(last.drafter_weight_bytes, 1000 + table, "{name}");
+        assert_eq!(last.weight_bytes, plain.weight_bytes + 1000 + table, "{name}");
+        assert_eq!(last.drafter_state_elements, 8, "{name}");
+        assert_eq!(last.drafter_kv_bytes(100, 8, GgmlType::F16), 100 * 32 * 2, "{name}");
+        // What the first stage has is there in a model of one stage.
+        assert_eq!(with.range(0..layers).drafter_weight_bytes, 1000, "{name}");
+        let draft = DrafterCosts { stage: DrafterStage::First, reads_embedding: false, ..block };
+        let with = costs.clone().with_drafter(draft);
+        let all = costs.range(0..layers).kv_bytes(64, 8, GgmlType::F16);
+        assert_eq!(with.range(0..1).drafter_kv_bytes(64, 8, GgmlType::F16), all / 4, "{name}");
+        assert_eq!(with.range(0..1).drafter_weight_bytes, 1000, "{name}");
+        if layers > 1 {
+            assert_eq!(with.range(1..layers), costs.range(1..layers), "{name}");
+        }
+    }
 }

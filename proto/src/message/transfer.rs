@@ -8,7 +8,7 @@ use super::{
 use crate::block::BlockId;
 use crate::codec::bounded;
 use crate::ids::{Attempt, ModelId, RequestId};
-use crate::placement::RegisterV4;
+use crate::placement::{RegisterV4, RegisterV5};
 use crate::pull::PullSourceV1;
 use crate::trace::TraceContext;
 use serde::{Deserialize, Serialize};
@@ -80,13 +80,15 @@ impl From<RegisterV1> for RegisterV2 {
 
 impl Register {
     /// What it says, in the latest version.
-    pub fn into_latest(self) -> RegisterV4 {
-        match self {
+    pub fn into_latest(self) -> RegisterV5 {
+        let fourth = match self {
             Self::V1(register) => RegisterV3::from(RegisterV2::from(register)).into(),
             Self::V2(register) => RegisterV3::from(register).into(),
             Self::V3(register) => register.into(),
-            Self::V4(latest) => latest,
-        }
+            Self::V4(register) => register,
+            Self::V5(latest) => return latest,
+        };
+        fourth.into()
     }
 }
 
@@ -108,6 +110,17 @@ impl RegisterV4 {
     pub fn at_version(self, version: u16) -> Option<Register> {
         match version {
             4.. => Some(Register::V4(self)),
+            _ => self.worker.at_version(version),
+        }
+    }
+}
+
+impl RegisterV5 {
+    /// As a peer understands it with whom protocol version `version` was agreed on; none if that cannot tell
+    /// what is to be told. A peer that knows no drafters plans without them.
+    pub fn at_version(self, version: u16) -> Option<Register> {
+        match version {
+            6.. => Some(Register::V5(self)),
             _ => self.worker.at_version(version),
         }
     }

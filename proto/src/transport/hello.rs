@@ -20,8 +20,8 @@ impl VersionRange {
     /// what part of a request they are for and what a pull costs, and pull prefixes from each other. 4: they take
     /// generations whose tokens are packed, say what they give to replicas, lease stages from each other, send
     /// chunks of models to each other, are told in which trace texts are encoded, and tell of revoked certificates.
-    /// 5: generations name their tenant.
-    pub const CURRENT: Self = Self { min: 1, max: 5 };
+    /// 5: generations name their tenant. 6: workers register drafters, and orders name them.
+    pub const CURRENT: Self = Self { min: 1, max: 6 };
 
     /// The newest version in both ranges.
     pub fn newest_common(self, other: Self) -> Option<u16> {

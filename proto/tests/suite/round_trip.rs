@@ -6,7 +6,7 @@ use kvasir_proto::codec::{self, Cap, CodecError};
 use kvasir_proto::event::{KvEvent, KvEventBatch, KvFrame, KvReplay, KvSnapshotFrame, Medium};
 use kvasir_proto::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
 use kvasir_proto::message::*;
-use kvasir_proto::placement::RegisterV4;
+use kvasir_proto::placement::{DrafterV1, OfferedDrafterV1, RegisterV4, RegisterV5};
 use kvasir_proto::pull::*;
 use kvasir_proto::shard::*;
 use kvasir_proto::trace::{SpanId, TraceContext, TraceId};
@@ -177,7 +177,7 @@ fn task() -> impl Strategy<Value = ModelTask> {
 
 prop_compose! {
     fn register_v2()(register in register(), tasks in vec(task(), 3)) -> RegisterV2 {
-        let mut register = register.into_latest().worker.worker;
+        let mut register = register.into_latest().worker.worker.worker;
         register.models.iter_mut().zip(tasks).for_each(|(model, task)| model.task = task);
         register
     }
@@ -327,13 +327,26 @@ proptest! {
         let fourth = RegisterV4::from(latest.clone());
         survives(&Register::V4(fourth.clone()), Cap::Control);
         prop_assert_eq!(fourth.clone().at_version(4), Some(Register::V4(fourth.clone())));
-        prop_assert_eq!(fourth.at_version(3), latest.clone().at_version(3));
+        prop_assert_eq!(fourth.clone().at_version(3), latest.clone().at_version(3));
+        let drafter = OfferedDrafterV1 {
+            model_digest: [1; 32],
+            drafter: DrafterV1::Appended,
+            from_layer: 3,
+            weight_bytes: 70_000,
+            reads_embedding: false,
+            kv_elements: 300,
+            state_elements: 5,
+        };
+        let fifth = RegisterV5 { worker: fourth.clone(), drafter: Some(drafter) };
+        survives(&Register::V5(fifth.clone()), Cap::Control);
+        prop_assert_eq!(fifth.clone().at_version(6), Some(Register::V5(fifth.clone())));
+        prop_assert_eq!(fifth.at_version(5), Some(Register::V4(fourth)));
         prop_assert_eq!(latest.clone().at_version(1), register.clone().at_version(1));
         let generates = register.models.iter().all(|model| model.task == ModelTask::Generate);
         match register.clone().at_version(1) {
             Some(told) => {
                 prop_assert!(generates && matches!(told, Register::V1(_)));
-                prop_assert_eq!(told.into_latest().worker.worker, register);
+                prop_assert_eq!(told.into_latest().worker.worker.worker, register);
             }
             None => prop_assert!(!generates),
         }

@@ -10,9 +10,9 @@ use kvasir_proto::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
 use kvasir_proto::message::*;
 use kvasir_proto::operation::*;
 use kvasir_proto::placement::{
-    CapacityV1, ClaimRefusal, LeadReportV1, LeadState, LeadV1, LeaseAnswer, LeaseBeat, ModelFileV1,
-    PlaceOrder, PlaceOrderV1, PlaceReport, PlaceReportV1, PlacedStageV1, RegisterV4, StageClaim,
-    StageClaimV1,
+    CapacityV1, ClaimRefusal, DrafterV1, LeadReportV1, LeadState, LeadV1, LeaseAnswer, LeaseBeat,
+    ModelFileV1, OfferedDrafterV1, PlaceOrder, PlaceOrderV1, PlaceOrderV2, PlaceReport, PlaceReportV1,
+    PlacedStageV1, RegisterV4, RegisterV5, StageClaim, StageClaimV1,
 };
 use kvasir_proto::pull::*;
 use kvasir_proto::sequence::*;
@@ -167,7 +167,7 @@ pub(crate) fn pull_frames() -> Vec<PullFrame> {
 
 /// A worker with a model of each task.
 pub(crate) fn register_v2(node: &str) -> Register {
-    let RegisterV2 { node, epoch, pid, quic, ops, .. } = register(node).into_latest().worker.worker;
+    let RegisterV2 { node, epoch, pid, quic, ops, .. } = register(node).into_latest().worker.worker.worker;
     let tasks = [ModelTask::Generate, ModelTask::Embed { width: 384 }, ModelTask::Rerank { scores: 1 }];
     let models = tasks.map(|task| ServedModelV2 { task, ..model().into() });
     Register::V2(RegisterV2 { node, epoch, pid, quic, ops, models: models.into() })
@@ -175,7 +175,7 @@ pub(crate) fn register_v2(node: &str) -> Register {
 
 /// A worker for decoding.
 pub(crate) fn register_v3(node: &str) -> Register {
-    let latest = register(node).into_latest().worker;
+    let latest = register(node).into_latest().worker.worker;
     let model = latest.worker.models[0].id.clone();
     let pulls = vec![PullCostV1 { model, bytes_per_token: 23_040, bytes_per_point: 70_000 }];
     Register::V3(RegisterV3 { part: WorkPart::Decode, pulls, ..latest })
@@ -183,12 +183,27 @@ pub(crate) fn register_v3(node: &str) -> Register {
 
 /// A worker of the pool.
 pub(crate) fn register_v4(node: &str) -> Register {
-    let latest = register(node).into_latest();
+    let latest = register(node).into_latest().worker;
     let files = vec![ModelFileV1 { model: ModelId::new("m").unwrap(), digest: [1; 32] }];
     let capacity =
         CapacityV1 { memory: 70_000 << 20, bandwidth: 40_000_000_000, compute: 100_000_000_000, files };
     let operations = vec![offered_operation()];
     Register::V4(RegisterV4 { capacity: Some(capacity), operations, ..latest })
+}
+
+/// The same, beside whose model a drafter guesses.
+pub(crate) fn register_v5(node: &str) -> Register {
+    let Register::V4(worker) = register_v4(node) else { unreachable!("it is of the fourth version") };
+    let drafter = OfferedDrafterV1 {
+        model_digest: [1; 32],
+        drafter: DrafterV1::Assistant([2; 32]),
+        from_layer: 300,
+        weight_bytes: 70_000,
+        reads_embedding: true,
+        kv_elements: 300,
+        state_elements: 3,
+    };
+    Register::V5(RegisterV5 { worker, drafter: Some(drafter) })
 }
 
 fn offered_operation() -> OfferedOperationV1 {
@@ -259,7 +274,7 @@ fn operation_errors() -> Vec<OperationError> {
     ]
 }
 
-fn place_order() -> PlaceOrder {
+fn place_order() -> PlaceOrderV1 {
     let stage = |node: &str, layers| PlacedStageV1 {
         at: StageAddressV1 { node: NodeId::new(node).unwrap(), quic: "10.0.0.3:7001".into() },
         layers,
@@ -271,7 +286,7 @@ fn place_order() -> PlaceOrder {
         cache_bytes: 70_000,
         stages: vec![stage("w1", (0, 15)), stage("w3", (15, 300))],
     };
-    PlaceOrder::V1(PlaceOrderV1 { version: 300, lead: Some(lead), holders: vec!["10.0.0.3:7001".into()] })
+    PlaceOrderV1 { version: 300, lead: Some(lead), holders: vec!["10.0.0.3:7001".into()] }
 }
 
 fn place_report() -> PlaceReport {
@@ -508,9 +523,24 @@ pub(crate) fn all() -> Vec<Samples> {
         samples(
             "Register",
             Control,
-            [register("w1"), register_v2("w1"), register_v3("w1"), register_v4("w1")],
+            [register("w1"), register_v2("w1"), register_v3("w1"), register_v4("w1"), register_v5("w1")],
         ),
-        samples("PlaceOrder", Control, [place_order()]),
+        samples(
+            "PlaceOrder",
+            Control,
+            [
+                PlaceOrder::V1(place_order()),
+                PlaceOrder::V2(PlaceOrderV2 {
+                    order: place_order(),
+                    drafter: Some(DrafterV1::Assistant([2; 32])),
+                }),
+            ],
+        ),
+        samples(
+            "DrafterV1",
+            Control,
+            [DrafterV1::Appended, DrafterV1::Assistant([2; 32]), DrafterV1::Model([3; 32])],
+        ),
         samples("PlaceReport", Control, [place_report()]),
         samples(
             "LeadState",
@@ -691,7 +721,7 @@ pub(crate) fn all() -> Vec<Samples> {
                 WorkerApiRequest::Undrain {},
                 WorkerApiRequest::Status {},
                 WorkerApiRequest::MetricsText {},
-                WorkerApiRequest::Place { order: place_order() },
+                WorkerApiRequest::Place { order: PlaceOrder::V1(place_order()) },
             ],
         ),
         samples(

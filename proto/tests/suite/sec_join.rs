@@ -244,7 +244,7 @@ struct Checks(Connection);
 
 impl CoordinatorApi for Checks {
     async fn register(self, _: Context, request: Register) -> Result<Registered, Refusal> {
-        let request = request.into_latest().worker.worker;
+        let request = request.into_latest().worker.worker.worker;
         match self.0.require_node(&request.node) {
             Ok(()) => Ok(samples::registered()),
             Err(_) => Err(Refusal::NotYourName { claimed: request.node }),

@@ -119,6 +119,49 @@ fn a_model_that_does_not_fit_is_refused_with_the_numbers() {
     assert!(stderr.contains("99999999"), "{stderr}");
 }
 
+/// The drafter's bytes are the last stage's, with the layers whose caches it reads.
+#[test]
+fn a_drafter_is_planned_at_the_last_stage() {
+    let manifest = Manifest::read().unwrap();
+    let [model, drafter] = ["gemma4", "gemma4-assistant"].map(|name| manifest.tiny(name).unwrap().path());
+    let spec = format!("draft-mtp:{}", drafter.display());
+    let two = ["--shards", "2"];
+    let with = json(&model, THREE, &[&two[..], &["--spec", &spec]].concat());
+    assert_eq!(with["max_shards"], 2, "{with}");
+    assert_eq!(with["drafter"]["file"], drafter.display().to_string(), "{with}");
+    assert_eq!(with["drafter"]["from_layer"], 1, "{with}");
+    assert_eq!(ranges(&with["replicas"][0])[0], (0, 1), "{with}");
+    let stages = with["replicas"][0]["stages"].as_array().unwrap();
+    assert!(stages[0].get("drafter").is_none(), "{with}");
+    let bytes = stages[1]["drafter"]["weight_bytes"].as_u64().unwrap();
+    assert!(bytes > 0 && bytes < std::fs::metadata(&drafter).unwrap().len(), "{with}");
+    let layers = with["layers"].as_u64().unwrap();
+    let own = format!(
+        "[[worker]]\nname = \"a\"\nmemory = \"1GiB\"\nbandwidth = \"20GB\"\ncompute = 1e11\nlayers = [0, 1]\n\
+         [[worker]]\nname = \"b\"\nmemory = \"1GiB\"\nbandwidth = \"20GB\"\ncompute = 1e11\nlayers = [1, {layers}]\n"
+    );
+    let plain = json(&model, &own, &[]);
+    assert!(plain.get("drafter").is_none(), "{plain}");
+    let last = &plain["replicas"][0]["stages"][1];
+    assert_eq!(stages[1]["weight_bytes"].as_u64().unwrap(), last["weight_bytes"].as_u64().unwrap() + bytes);
+    let shown = plan(&model, THREE, &[&two[..], &["--spec", &spec]].concat());
+    let shown = String::from_utf8_lossy(&shown.stdout).into_owned();
+    assert!(shown.contains(&format!("drafter: {spec} ({}) at ", drafter.display())), "{shown}");
+    // Nobody has room for it where each has just enough for the model.
+    let enough = last["needed_bytes"].as_u64().unwrap();
+    let tight = own.replace("1GiB", &format!("{enough}B"));
+    json(&model, &tight, &[]);
+    let (code, stderr) = refused(&model, &tight, &["--spec", &spec]);
+    assert_eq!(code, Some(1), "{stderr}");
+    assert!(
+        stderr.contains("worker b needs") && stderr.contains(&format!("the drafter takes {bytes} of these")),
+        "{stderr}"
+    );
+    let llama = manifest.tiny("llama").unwrap().path();
+    let (code, stderr) = refused(&llama, THREE, &["--spec", &spec]);
+    assert!(code != Some(0) && stderr.contains("layers that this model has not"), "{stderr}");
+}
+
 #[test]
 fn a_plan_of_the_operators_own_is_kept_or_refused() {
     let model = Manifest::read().unwrap().tiny("llama").unwrap().path();

@@ -3,10 +3,11 @@
 
 use crate::group::RECOVERY;
 use crate::stream::{prompt, read_all, request};
-use kvasir_cluster_tests::fleet::{Fileless, Fleet, Node, name, worker_named};
+use kvasir_cluster_tests::fixtures::Manifest;
+use kvasir_cluster_tests::fleet::{Fileless, Fleet, Node, name, ops, worker_named};
 use kvasir_cluster_tests::testnet::Link;
-use kvasir_cluster_tests::{binary, wait};
-use serde_json::Value;
+use kvasir_cluster_tests::{binary, http, wait};
+use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
 /// Promised are 3 s.
@@ -22,8 +23,12 @@ fn serving(fleet: &Fleet) -> Option<Vec<Value>> {
     Some(replicas)
 }
 
+fn stage_of(replica: &Value, at: usize) -> &str {
+    replica["stages"][at]["worker"].as_str().unwrap()
+}
+
 fn stage(replica: &Value, at: usize) -> Node {
-    worker_named(replica["stages"][at]["worker"].as_str().unwrap()).unwrap()
+    worker_named(stage_of(replica, at)).unwrap()
 }
 
 fn small(mut body: Value) -> Value {
@@ -110,5 +115,99 @@ fn a_worker_without_the_file_is_placed_and_gets_its_layers_from_another() {
             (wanted > 0 && wanted == present).then_some(())
         };
         wait::until("status shows what has come", binary::PATIENCE, all_of_it).unwrap();
+    }
+}
+
+/// The sum over all series of a metric of a worker.
+fn worker_metric(fleet: &Fleet, worker: usize, name: &str) -> f64 {
+    let metric = fleet.beside(Node::Worker(worker), || http::metric(ops(), name)).unwrap();
+    metric.unwrap_or(0.0)
+}
+
+/// Tokens of one greedy answer after the other.
+fn greedy(fleet: &Fleet, model: &str) -> Vec<Vec<u64>> {
+    let bodies = (0..6).map(|n| small(request(model, &prompt(n, 40), 60)));
+    bodies.map(|body| read_all(fleet, &[body], drop).unwrap().remove(0).tokens).collect()
+}
+
+/// Workers with the layers of each, in the order of the stages.
+type Turn = &'static [(usize, [usize; 2])];
+
+/// Layers of the model with drafters.
+const LAYERS: usize = 6;
+
+fn tiny(name: &str) -> String {
+    Manifest::read().unwrap().tiny(name).unwrap().path().display().to_string()
+}
+
+/// The other worker gets what it needs, once: as the last stage that guesses, as the first one that says who does, and alone.
+#[test]
+fn a_worker_without_files_gets_the_drafter_and_answers_are_those_of_one_worker() {
+    let spec = format!("draft-mtp:{}", tiny("gemma4-assistant"));
+    let turns: [Turn; 3] =
+        [&[(0, [0, 1]), (1, [1, LAYERS])], &[(1, [0, 1]), (0, [1, LAYERS])], &[(1, [0, LAYERS])]];
+    drafts_for_a_worker_without_files("drafter", &spec, &turns);
+}
+
+/// The same of a model that drafts, which is with the first stage.
+#[test]
+fn a_worker_without_files_gets_a_model_that_drafts_and_answers_are_those_of_one_worker() {
+    let spec = format!("draft:{}", tiny("gemma4"));
+    drafts_for_a_worker_without_files("draft-model", &spec, &[&[(1, [0, 1]), (0, [1, LAYERS])]]);
+}
+
+/// Only the first worker has the model's file and the drafter's.
+fn drafts_for_a_worker_without_files(what: &str, spec: &str, turns: &[Turn]) {
+    let model = tiny("gemma4");
+    let one = Fleet::builder(&format!("{what}-alone"), &model, 1, 1).start(30).unwrap();
+    let id = one.model().unwrap();
+    let want = greedy(&one, &id);
+    drop(one);
+    let home = tempfile::tempdir().unwrap();
+    let fleet = Fleet::builder(&format!("{what}-shipped"), &model, 1, 2)
+        .fileless(Fileless::Placed)
+        .holder_flag("--spec", spec)
+        .environment("KVASIR_HOME", home.path().to_str().unwrap())
+        .coordinator_flag("--shards", "2")
+        .worker_flag("--pool", "true")
+        .worker_flag("--bandwidth", "20GB")
+        .start(31)
+        .unwrap();
+    for (turn, stages) in turns.iter().enumerate() {
+        let stage = |(worker, layers): &(usize, [usize; 2])| json!({"worker": name(Node::Worker(*worker)), "layers": layers});
+        let first = stages[0].0;
+        let plan = json!({"replicas": [stages.iter().map(stage).collect::<Vec<_>>()]}).to_string();
+        let path = format!("/admin/v1/plans/{id}");
+        let put = || http::send(ops(), "PUT", &path, &[], plan.as_bytes()).unwrap().status;
+        assert_eq!(fleet.beside(Node::Coordinator(0), put).unwrap(), 204);
+        let as_planned = || {
+            let serving = serving(&fleet)?;
+            let as_planned = |replica: &Value| {
+                replica["stages"].as_array().is_some_and(|found| found.len() == stages.len())
+                    && stage_of(replica, 0) == name(Node::Worker(first))
+            };
+            (serving.len() == 1 && as_planned(&serving[0])).then_some(())
+        };
+        wait::until("the plan serves", binary::PATIENCE, as_planned).unwrap();
+        // Where it does not pay it is tried after so many steps.
+        let right = || worker_metric(&fleet, first, "vllm:spec_decode_num_accepted_tokens_total");
+        wait::until("guesses are right", binary::PATIENCE, || {
+            assert_eq!(greedy(&fleet, &id), want, "turn {turn}");
+            (right() > 0.0).then_some(())
+        })
+        .unwrap();
+        let fetched = || worker_metric(&fleet, 1, "kvasir_shard_fetched_bytes_total");
+        // Alone it needs what it has got in the turns before.
+        assert_eq!(fetched() > 0.0, turn < 2, "turn {turn}");
+        // Again: all of it is in the store.
+        fleet.kill(Node::Worker(1)).unwrap();
+        fleet.start(Node::Worker(1)).unwrap();
+        wait::until("the plan serves again", binary::PATIENCE, || {
+            let served = read_all(&fleet, &[small(request(&id, &prompt(9, 40), 8))], drop).ok()?;
+            (served[0].tokens.len() == 8 && as_planned().is_some()).then_some(())
+        })
+        .unwrap();
+        assert_eq!(fetched(), 0.0, "turn {turn}");
+        assert_eq!(greedy(&fleet, &id), want, "turn {turn}, again");
     }
 }

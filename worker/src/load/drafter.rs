@@ -8,10 +8,13 @@ use crate::Error;
 use crate::decoder::Decoder;
 use crate::engine::DraftModel;
 use crate::kv_cache::memory::MemoryFloor;
+use crate::shipping::Arrivals;
 use crate::speculation::Guesses;
 use crate::weights::TensorSource;
+use model::costs::{DrafterCosts, DrafterStage};
 use model::spec::{AppendedSpec, AssistantSpec};
 use model::tokenizer::Tokenizer;
+use proto::placement::{DrafterV1, OfferedDrafterV1};
 use proto::stage::StageDrafterV1;
 use std::path::Path;
 
@@ -62,28 +65,24 @@ pub(super) fn guesser(
             Ok(Guesser::Drafter(None))
         }
         Guesses::Assistant(path) => {
-            let drafter = ModelFile::open(path)?;
-            let spec = AssistantSpec::from_file(&drafter)?;
+            let (drafter, spec) = assistant(path)?;
             admit("the drafter", drafter.total_tensor_bytes())?;
-            with_source(options, file, |source| {
-                decoder.load_assistant(&spec, (&drafter, source), sequences)
-            })?;
+            load_assistant(options, (file, &drafter), &spec, decoder, sequences)?;
             Ok(Guesser::Drafter(None))
         }
         Guesses::Model(path) => {
-            let file = ModelFile::open(path)?;
-            let spec = ModelSpec::from_file(&file)?;
-            generates(&spec)?;
+            let (file, spec) = draft_model(path)?;
             check_vocabulary(
                 path,
                 &spec,
-                &Tokenizer::from_metadata(file.metadata())?,
+                &of_file(path, Tokenizer::from_metadata(file.metadata()))?,
                 (&*decoder, tokenizer),
             )?;
             // Its caches are a small part of what the model's own may take.
             let cache_bytes = arena_bytes / 4;
             admit("the drafter", file.total_tensor_bytes() + cache_bytes)?;
-            let options = EngineOptions { arrivals: None, ..options.clone() };
+            let arrivals = options.arrivals.as_ref().map(Arrivals::of_drafter);
+            let options = EngineOptions { arrivals, ..options.clone() };
             let rows = ROWS.max(sequences);
             let layers = 0..spec.layers.len();
             let backend = backend(&options, &environment)?;
@@ -102,6 +101,100 @@ fn load_appended(
 ) -> Result<(), Error> {
     let spec = appended(file, &decoder.spec().arch)?;
     with_source(options, file, |source| decoder.load_appended(&spec, source, sequences))
+}
+
+/// Loads a drafter that reads what is in the decoder of the model in the first file.
+fn load_assistant(
+    options: &EngineOptions,
+    (model, drafter): (&ModelFile, &ModelFile),
+    spec: &AssistantSpec,
+    decoder: &mut Decoder,
+    rows: usize,
+) -> Result<(), Error> {
+    let arrivals = options.arrivals.as_ref().map(Arrivals::of_drafter);
+    let of_drafter = EngineOptions { arrivals, ..options.clone() };
+    with_source(options, model, |model| {
+        with_source(&of_drafter, drafter, |drafter| decoder.load_assistant(spec, (drafter, model), rows))
+    })
+}
+
+/// A drafter that reads a model's caches.
+fn assistant(path: &Path) -> Result<(ModelFile, AssistantSpec), Error> {
+    let file = of_file(path, ModelFile::open(path))?;
+    let spec = of_file(path, AssistantSpec::from_file(&file))?;
+    Ok((file, spec))
+}
+
+/// A model that drafts for another one.
+fn draft_model(path: &Path) -> Result<(ModelFile, ModelSpec), Error> {
+    let file = of_file(path, ModelFile::open(path))?;
+    let spec = of_file(path, ModelSpec::from_file(&file))?;
+    generates(&spec)?;
+    Ok((file, spec))
+}
+
+/// What is wrong with a drafter's file says nothing of the model's. What the shard store lacks of it can be got again.
+fn of_file<T>(path: &Path, read: Result<T, model::Error>) -> Result<T, Error> {
+    read.map_err(|error| match error {
+        model::Error::Store(_) => Error::Model(error),
+        _ => Error::Config { option: "spec", reason: format!("{}: {error}", path.display()) },
+    })
+}
+
+/// The digest of a drafter's file.
+pub(crate) fn digest_of(path: &Path, options: &EngineOptions) -> Result<[u8; 32], Error> {
+    digest(&of_file(path, ModelFile::open(path))?, options)
+}
+
+/// What `guesses` take beside the model in `file`; none of those that take nothing.
+///
+/// # Errors
+/// [`Error::Config`] for a drafter of another model, or a model that has no such block.
+pub(super) fn costs(
+    guesses: &Guesses,
+    (file, spec): (&ModelFile, &ModelSpec),
+) -> Result<Option<DrafterCosts>, Error> {
+    match guesses {
+        Guesses::Off | Guesses::Ngram => Ok(None),
+        Guesses::Appended => Ok(Some(DrafterCosts::of_appended(&appended(file, &spec.arch)?, file, spec))),
+        Guesses::Assistant(path) => {
+            let (drafter, assistant) = assistant(path)?;
+            let costs = DrafterCosts::of_assistant(&assistant, &drafter, spec);
+            costs.map(Some).ok_or_else(|| of_another_model(path))
+        }
+        Guesses::Model(path) => {
+            let (drafter, spec) = draft_model(path)?;
+            Ok(Some(DrafterCosts::of_model(&spec, &drafter)))
+        }
+    }
+}
+
+/// What a worker of the pool registers of the drafter beside the model in `path`.
+///
+/// # Errors
+/// As [`costs`].
+pub(crate) fn offered(path: &Path, options: &EngineOptions) -> Result<Option<OfferedDrafterV1>, Error> {
+    let file = ModelFile::open(path)?;
+    let spec = ModelSpec::from_file(&file)?;
+    let Some(costs) = costs(&options.guesses, (&file, &spec))? else { return Ok(None) };
+    let drafter = match &options.guesses {
+        Guesses::Assistant(path) => DrafterV1::Assistant(digest_of(path, options)?),
+        Guesses::Model(path) => DrafterV1::Model(digest_of(path, options)?),
+        Guesses::Off | Guesses::Ngram | Guesses::Appended => DrafterV1::Appended,
+    };
+    let from_layer = match costs.stage {
+        DrafterStage::First => spec.layers.len(),
+        DrafterStage::Last { from_layer } => from_layer,
+    };
+    Ok(Some(OfferedDrafterV1 {
+        model_digest: digest(&file, options)?,
+        drafter,
+        from_layer: u32::try_from(from_layer).unwrap_or(u32::MAX),
+        weight_bytes: costs.weight_bytes,
+        reads_embedding: costs.reads_embedding,
+        kv_elements: costs.kv_elements,
+        state_elements: costs.state_elements,
+    }))
 }
 
 /// Loads something of the model in `file`, parts of which may still be on their way.
@@ -125,14 +218,13 @@ pub(crate) struct Elsewhere {
 /// [`Error::Config`] for a drafter of another model.
 pub(super) fn from_layer(guesses: &Guesses, spec: &ModelSpec) -> Result<Option<usize>, Error> {
     let Guesses::Assistant(path) = guesses else { return Ok(None) };
-    let assistant = AssistantSpec::from_file(&ModelFile::open(path)?)?;
-    match assistant.from_layer(spec) {
-        Some(layer) => Ok(Some(layer)),
-        None => {
-            let reason = format!("{} is a drafter for layers that this model has not", path.display());
-            Err(Error::Config { option: "spec", reason })
-        }
-    }
+    let (_, assistant) = assistant(path)?;
+    assistant.from_layer(spec).map(Some).ok_or_else(|| of_another_model(path))
+}
+
+fn of_another_model(path: &Path) -> Error {
+    let reason = format!("{} is a drafter for layers that this model has not", path.display());
+    Error::Config { option: "spec", reason }
 }
 
 /// What the other stages of the model with `spec` are told of who guesses; none where that is this stage's to do.
@@ -145,9 +237,7 @@ pub(super) fn elsewhere(
     sequences: usize,
 ) -> Result<Option<Elsewhere>, Error> {
     let drafter = match &options.guesses {
-        Guesses::Assistant(path) => {
-            StageDrafterV1::Assistant { digest: digest(&ModelFile::open(path)?, options)? }
-        }
+        Guesses::Assistant(path) => StageDrafterV1::Assistant { digest: digest_of(path, options)? },
         Guesses::Appended => {
             appended(file, &spec.arch)?;
             StageDrafterV1::Appended { sequences: u32::try_from(sequences).unwrap_or(u32::MAX) }
@@ -158,41 +248,29 @@ pub(super) fn elsewhere(
     Ok(Some(Elsewhere { drafter, from_layer }))
 }
 
-/// Loads who guesses at the last stage, of which `file` is the model; before its arena is allocated.
+/// Loads the drafter at the last stage, of which `file` is the model; before its arena is allocated. `options` name the
+/// drafter's file where it has one.
 ///
 /// # Errors
-/// [`Error::Config`] where that is not what this worker was told to guess with, or does not go with the stage's layers.
+/// [`Error::Config`] where that does not go with the stage's layers.
 pub(super) fn at_last_stage(
     drafter: StageDrafterV1,
     options: &EngineOptions,
     file: &ModelFile,
     decoder: &mut Decoder,
 ) -> Result<(), Error> {
-    let wanted = match drafter {
-        StageDrafterV1::Assistant { digest } => digest,
-        StageDrafterV1::Appended { sequences } => {
-            return load_appended(options, file, decoder, sequences as usize);
-        }
-    };
-    let unknown = |has: &str| {
-        let wanted: String = wanted.iter().map(|byte| format!("{byte:02x}")).collect();
-        let reason = format!(
-            "the replica's drafter is blake3:{wanted}, and this worker {has}: start it with the same --spec as the first \
-             stage"
-        );
-        Error::Config { option: "spec", reason }
-    };
-    let Guesses::Assistant(path) = &options.guesses else { return Err(unknown("has none")) };
-    let own = ModelFile::open(path)?;
-    if digest(&own, options)? != wanted {
-        return Err(unknown("has another"));
+    if let StageDrafterV1::Appended { sequences } = drafter {
+        return load_appended(options, file, decoder, sequences as usize);
     }
-    let spec = AssistantSpec::from_file(&own)?;
+    let Guesses::Assistant(path) = &options.guesses else {
+        return Err(Error::Invariant("a stage without the file of who guesses there".to_owned()));
+    };
+    let (own, spec) = assistant(path)?;
     let floor = MemoryFloor { bytes: crate::defaults::floor(host(options)?).value };
     let memory = Memory::of(options)?;
     let admitted = floor.admit(&memory, "the drafter", own.total_tensor_bytes());
     admitted.map_err(|refused| Error::KvMemory { reason: refused.to_string() })?;
-    with_source(options, file, |source| decoder.load_assistant(&spec, (&own, source), usize::MAX))
+    load_assistant(options, (file, &own), &spec, decoder, usize::MAX)
 }
 
 /// Refuses a drafter whose tokens are others.

@@ -66,7 +66,9 @@ pub(crate) fn prepare_replica(
         max_sequences: options.max_sequences.or(Some(fit)),
         ..options.clone()
     };
-    prepare_on(path, &options, backend(&options, &environment)?, Some(replica), &mut |_, _| {})
+    // Of one stage it is a model like any other.
+    let replica = (replica.stages() > 1).then_some(replica);
+    prepare_on(path, &options, backend(&options, &environment)?, replica, &mut |_, _| {})
 }
 
 /// Whether the model in a file can be cut into so many layer ranges, with these who guess.

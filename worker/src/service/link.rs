@@ -151,7 +151,7 @@ async fn register(
 ) -> Result<(CoordinatorApiClient, RegisteredV1, Epoch), String> {
     let api = connection.coordinator_api().await.map_err(|error| error.to_string())?;
     let register = node.register(offer);
-    let epoch = register.worker.worker.epoch;
+    let epoch = register.worker.worker.worker.epoch;
     let request = register.at_version(connection.version());
     let request = request.ok_or("it is of a version that knows no models like ours")?;
     let answer = api.register(deadline(CALL_LIMIT), request).await.map_err(|error| error.to_string())?;
@@ -298,7 +298,7 @@ impl WorkerApi for Api {
     }
 
     async fn place(self, _: Context, order: PlaceOrder) -> PlaceReport {
-        let PlaceOrder::V1(order) = order;
+        let order = order.into_latest();
         PlaceReport::V1(self.node.pool.as_ref().map(|pool| pool.place(order)).unwrap_or_default())
     }
 }

@@ -8,12 +8,14 @@
 use super::{Ground, Life, Loaded, Node, present_epoch};
 use crate::Error;
 use crate::load::{self, EngineOptions, Prepared};
-use crate::shipping::Shipper;
+use crate::shipping::{Shipper, Wanted};
+use crate::speculation::Guesses;
 use crate::stage::{Claim, Claims, Holds, Host, Replica, StageConfig};
 use parking_lot::Mutex;
 use proto::ids::Epoch;
 use proto::placement::{
-    CapacityV1, ClaimRefusal, LeadReportV1, LeadState, LeadV1, PlaceOrderV1, PlaceReportV1,
+    CapacityV1, ClaimRefusal, DrafterV1, LeadReportV1, LeadState, LeadV1, OfferedDrafterV1, PlaceOrderV1,
+    PlaceOrderV2, PlaceReportV1,
 };
 use proto::stage::ActivationType;
 use proto::transport::{Endpoint, Identity};
@@ -30,13 +32,15 @@ const RETRY_AFTER: Duration = Duration::from_millis(500);
 /// See the module.
 pub(super) struct Pool {
     capacity: CapacityV1,
+    /// The drafter beside its model.
+    drafter: Option<OfferedDrafterV1>,
     host: Arc<Host>,
     shipper: Arc<Shipper>,
     identity: Identity,
     /// None: what is placed on it comes from others.
     model_path: Option<PathBuf>,
     engine: EngineOptions,
-    orders: watch::Sender<PlaceOrderV1>,
+    orders: watch::Sender<PlaceOrderV2>,
     leads: Mutex<Option<LeadReportV1>>,
 }
 
@@ -48,7 +52,7 @@ struct Formed {
 
 impl Pool {
     pub(super) fn new(
-        capacity: CapacityV1,
+        (capacity, drafter): (CapacityV1, Option<OfferedDrafterV1>),
         stage: StageConfig,
         endpoint: Arc<Endpoint>,
         holds: Holds,
@@ -57,12 +61,17 @@ impl Pool {
         let (model_path, engine) = (stage.model_path.clone(), stage.engine.clone());
         let shipper = Arc::clone(&holds.shipper);
         let host = Host::new(stage, endpoint, holds, Some(Claims::default()));
-        let orders = watch::Sender::new(PlaceOrderV1 { version: 0, lead: None, holders: Vec::new() });
-        Self { capacity, host, shipper, identity, model_path, engine, orders, leads: Mutex::new(None) }
+        let nothing = PlaceOrderV1 { version: 0, lead: None, holders: Vec::new() };
+        let (orders, leads) = (watch::Sender::new(nothing.into()), Mutex::new(None));
+        Self { capacity, drafter, host, shipper, identity, model_path, engine, orders, leads }
     }
 
     pub(super) fn capacity(&self) -> &CapacityV1 {
         &self.capacity
+    }
+
+    pub(super) fn drafter(&self) -> Option<OfferedDrafterV1> {
+        self.drafter
     }
 
     /// What other workers' stages are held by.
@@ -71,12 +80,12 @@ impl Pool {
     }
 
     /// A coordinator says what it wants; the answer is how things are.
-    pub(super) fn place(&self, order: PlaceOrderV1) -> PlaceReportV1 {
+    pub(super) fn place(&self, order: PlaceOrderV2) -> PlaceReportV1 {
         self.orders.send_if_modified(|known| {
             // Whoever knows less of what is agreed on is not obeyed.
-            let news = order.version >= known.version && order != *known;
+            let news = order.order.version >= known.order.version && order != *known;
             if news {
-                self.shipper.tell(order.holders.clone());
+                self.shipper.tell(order.order.holders.clone());
                 *known = order;
             }
             news
@@ -90,10 +99,10 @@ impl Pool {
         let (mut free, mut epoch) = (free, free_epoch(&Epoch(0)));
         let mut orders = self.orders.subscribe();
         loop {
-            let lead = wanted(&mut orders).await;
+            let (lead, drafter) = wanted(&mut orders).await;
             self.lead(true);
             self.stands(&lead, LeadState::Forming, None);
-            let formed = self.form(&lead, &mut epoch, &mut orders).await;
+            let formed = self.form((&lead, drafter), &mut epoch, &mut orders).await;
             let Formed { prepared, mut lost } = match formed {
                 Ok(formed) => formed,
                 Err(error) => {
@@ -145,7 +154,7 @@ impl Pool {
     }
 
     /// Waits before the next attempt, or for another plan.
-    async fn give_up(&self, lead: &LeadV1, error: &Error, orders: &mut watch::Receiver<PlaceOrderV1>) {
+    async fn give_up(&self, lead: &LeadV1, error: &Error, orders: &mut watch::Receiver<PlaceOrderV2>) {
         let of_file = error.is_of_content();
         let state = if of_file { LeadState::BadFile } else { LeadState::Waiting };
         self.lead(false);
@@ -169,15 +178,30 @@ impl Pool {
         Err(Error::Config { option: "model", reason })
     }
 
+    /// How the replica guesses, with the drafter's file: as the order names it, or else by this worker's own setting.
+    async fn guesses(&self, drafter: Option<DrafterV1>) -> Result<Guesses, Error> {
+        let locate = |digest| async move { self.shipper.locate_drafter(&digest, &self.engine).await };
+        Ok(match drafter {
+            None => self.engine.guesses.clone(),
+            Some(DrafterV1::Appended) => Guesses::Appended,
+            Some(DrafterV1::Assistant(digest)) => Guesses::Assistant(locate(digest).await?),
+            Some(DrafterV1::Model(digest)) => Guesses::Model(locate(digest).await?),
+        })
+    }
+
     /// Claims the stages, has them load, and loads the first.
     async fn form(
         &self,
-        lead: &LeadV1,
+        (lead, drafter): (&LeadV1, Option<DrafterV1>),
         epoch: &mut Epoch,
-        orders: &mut watch::Receiver<PlaceOrderV1>,
+        orders: &mut watch::Receiver<PlaceOrderV2>,
     ) -> Result<Formed, Error> {
         let path = tokio::select! {
             path = self.locate(lead) => path?,
+            () = given_up(orders, lead) => return Err(another_plan()),
+        };
+        let guesses = tokio::select! {
+            guesses = self.guesses(drafter) => guesses?,
             () = given_up(orders, lead) => return Err(another_plan()),
         };
         *epoch = free_epoch(epoch);
@@ -185,14 +209,22 @@ impl Pool {
         let later = lead.stages.iter().skip(1).map(|stage| stage.at.clone()).collect();
         let ranges: Vec<Range<usize>> =
             lead.stages.iter().map(|stage| stage.layers.0 as usize..stage.layers.1 as usize).collect();
+        // All drafters but a model that drafts are at the last stage.
+        let here = ranges.len() == 1 || matches!(guesses, Guesses::Model(_));
+        let wanted = Wanted {
+            layers: ranges.first().cloned(),
+            guesses: if here { guesses.clone() } else { Guesses::Off },
+            embedding: false,
+        };
         tokio::select! {
-            brought = self.shipper.bring(&path, ranges.first().cloned()) => brought?,
+            brought = self.shipper.bring(&path, wanted) => brought?,
             () = given_up(orders, lead) => return Err(another_plan()),
         }
         let replica = Replica::new(Handle::current(), &self.identity, later, ActivationType::F32)?;
         let replica = replica.planned(ranges, claim);
         let (lost, endpoint) = (replica.lost(), replica.endpoint());
-        let (options, cache_bytes) = (self.engine.clone(), lead.cache_bytes);
+        let options = EngineOptions { guesses, ..self.engine.clone() };
+        let cache_bytes = lead.cache_bytes;
         let mut forming =
             tokio::task::spawn_blocking(move || load::prepare_replica(&path, &options, replica, cache_bytes));
         let formed = tokio::select! {
@@ -223,11 +255,12 @@ fn free_epoch(last: &Epoch) -> Epoch {
     present_epoch().max(Epoch(last.0.saturating_add(1)))
 }
 
-/// The replica that is to be led, once there is one.
-async fn wanted(orders: &mut watch::Receiver<PlaceOrderV1>) -> LeadV1 {
+/// The replica that is to be led, once there is one, and its drafter if one is named.
+async fn wanted(orders: &mut watch::Receiver<PlaceOrderV2>) -> (LeadV1, Option<DrafterV1>) {
     loop {
-        if let Some(lead) = orders.borrow_and_update().lead.clone() {
-            return lead;
+        let PlaceOrderV2 { order, drafter } = orders.borrow_and_update().clone();
+        if let Some(lead) = order.lead {
+            return (lead, drafter);
         }
         if orders.changed().await.is_err() {
             std::future::pending::<()>().await;
@@ -236,8 +269,8 @@ async fn wanted(orders: &mut watch::Receiver<PlaceOrderV1>) -> LeadV1 {
 }
 
 /// Resolves when `lead` is not what is wanted any more.
-async fn given_up(orders: &mut watch::Receiver<PlaceOrderV1>, lead: &LeadV1) {
-    let other = |order: &PlaceOrderV1| order.lead.as_ref().map(|lead| lead.life) != Some(lead.life);
+async fn given_up(orders: &mut watch::Receiver<PlaceOrderV2>, lead: &LeadV1) {
+    let other = |order: &PlaceOrderV2| order.order.lead.as_ref().map(|lead| lead.life) != Some(lead.life);
     if orders.wait_for(other).await.is_err() {
         std::future::pending::<()>().await;
     }

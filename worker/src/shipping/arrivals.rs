@@ -2,16 +2,22 @@
 
 use model::shard::{ChunkId, ChunkSlot, TensorMemory};
 use parking_lot::{Condvar, Mutex};
+use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-/// The tensors that a model's layers need, some of which are still under way. Clones are of the same fetch.
+/// The tensors that a model's layers need, and its drafter's, some of which are still under way. Clones are of the same
+/// fetch.
 #[derive(Debug, Clone)]
-pub struct Arrivals(Arc<Inner>);
+pub struct Arrivals {
+    inner: Arc<Inner>,
+    /// Names are those of the drafter's tensors.
+    of_drafter: bool,
+}
 
 #[derive(Debug)]
 struct Inner {
-    /// The chunks of each tensor.
+    /// The chunks of each tensor; the drafter's stand under [`drafter_key`].
     tensors: HashMap<String, Vec<ChunkId>>,
     /// Tensors that are loaded from memory.
     gathered: HashMap<String, TensorMemory>,
@@ -34,11 +40,16 @@ pub(super) struct Ending(Arrivals);
 
 impl PartialEq for Arrivals {
     fn eq(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
+        Arc::ptr_eq(&self.inner, &other.inner) && self.of_drafter == other.of_drafter
     }
 }
 
 impl Eq for Arrivals {}
+
+/// A drafter's tensor, whose name a tensor of the model may have too.
+pub(super) fn drafter_key(tensor: &str) -> String {
+    format!("drafter/{tensor}")
+}
 
 impl Arrivals {
     /// Of these tensors, by their chunks, of which these (with their bytes) are to come. What comes whole is gathered in
@@ -62,35 +73,47 @@ impl Arrivals {
         }
         let state = State { missing: coming.into_keys().collect(), over: false };
         let (state, changed) = (Mutex::new(state), Condvar::new());
-        Self(Arc::new(Inner { tensors, gathered, places, state, changed }))
+        Self { inner: Arc::new(Inner { tensors, gathered, places, state, changed }), of_drafter: false }
+    }
+
+    /// The same fetch, by the names of the drafter's tensors.
+    pub(crate) fn of_drafter(&self) -> Self {
+        Self { of_drafter: true, ..self.clone() }
+    }
+
+    fn key<'a>(&self, tensor: &'a str) -> Cow<'a, str> {
+        match self.of_drafter {
+            true => Cow::Owned(drafter_key(tensor)),
+            false => Cow::Borrowed(tensor),
+        }
     }
 
     /// Where a chunk is received that stays in memory; none where its tensor is not gathered there.
     pub(super) fn slot(&self, chunk: ChunkId) -> Option<ChunkSlot> {
-        let (tensor, number) = self.0.places.get(&chunk)?;
-        let slot = self.0.gathered.get(tensor)?.slot(*number);
+        let (tensor, number) = self.inner.places.get(&chunk)?;
+        let slot = self.inner.gathered.get(tensor)?.slot(*number);
         slot.inspect_err(|error| tracing::debug!(tensor, %error, "a tensor is not gathered in memory"))
             .ok()?
     }
 
     /// A tensor that is gathered in memory.
     pub(crate) fn gathered(&self, tensor: &str) -> Option<&TensorMemory> {
-        self.0.gathered.get(tensor)
+        self.inner.gathered.get(self.key(tensor).as_ref())
     }
 
     /// Waits until all of a tensor is here, or nothing more comes.
     pub(crate) fn wait(&self, tensor: &str) {
-        let chunks = self.0.tensors.get(tensor).map_or(&[][..], Vec::as_slice);
-        let mut state = self.0.state.lock();
-        self.0.changed.wait_while(&mut state, |state| {
+        let chunks = self.inner.tensors.get(self.key(tensor).as_ref()).map_or(&[][..], Vec::as_slice);
+        let mut state = self.inner.state.lock();
+        self.inner.changed.wait_while(&mut state, |state| {
             !state.over && chunks.iter().any(|chunk| state.missing.contains(chunk))
         });
     }
 
     /// A chunk is here.
     pub(super) fn kept(&self, chunk: ChunkId) {
-        self.0.state.lock().missing.remove(&chunk);
-        self.0.changed.notify_all();
+        self.inner.state.lock().missing.remove(&chunk);
+        self.inner.changed.notify_all();
     }
 
     /// Nobody waits any more once this is dropped.
@@ -101,8 +124,8 @@ impl Arrivals {
 
 impl Drop for Ending {
     fn drop(&mut self) {
-        self.0.0.state.lock().over = true;
-        self.0.0.changed.notify_all();
+        self.0.inner.state.lock().over = true;
+        self.0.inner.changed.notify_all();
     }
 }
 

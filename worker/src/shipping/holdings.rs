@@ -1,7 +1,9 @@
-//! What this worker can send of models: the file that it serves, and whatever is in the shard store of its host.
+//! What this worker can send of models: the file that it serves, that of its drafter, and whatever is in the shard store
+//! of its host.
 
 use super::ShippingConfig;
 use super::buffers::{Buffer, Buffers};
+use crate::load::EngineOptions;
 use crate::telemetry::ShippingMetrics;
 use bytes::Bytes;
 use model::ModelFile;
@@ -13,7 +15,7 @@ use proto::ids::ModelId;
 use proto::shard::{ChunksV1, ModelRefV1, ShardRefusal, ShardRequest};
 use proto::transport::{ShardCall, ShardReply};
 use std::collections::HashMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::Semaphore;
@@ -28,18 +30,25 @@ const SEND_LIMIT: Duration = Duration::from_secs(60);
 /// See the module.
 #[derive(Debug)]
 pub(crate) struct Holdings {
-    model: Option<ModelId>,
-    /// None: nothing but what is in the store.
-    path: Option<PathBuf>,
+    /// The model's file and its drafter's; none: nothing but what is in the store.
+    files: Vec<OwnFile>,
     digests: Option<DigestCache>,
     store: Option<ShardStore>,
-    /// Opened when it is first asked for.
-    file: Mutex<Option<Arc<HeldFile>>>,
     sends: Semaphore,
     /// All of them.
     max_sends: usize,
     buffers: Buffers<Vec<u8>>,
     metrics: ShippingMetrics,
+}
+
+/// A file of this worker's own.
+#[derive(Debug)]
+struct OwnFile {
+    /// What others may call it.
+    name: Option<ModelId>,
+    path: PathBuf,
+    /// Opened when it is first asked for.
+    opened: Mutex<Option<Arc<HeldFile>>>,
 }
 
 /// A model's file, by chunks.
@@ -54,7 +63,7 @@ struct HeldFile {
 }
 
 impl HeldFile {
-    fn open(path: &PathBuf, digests: Option<&DigestCache>) -> Result<Self, model::Error> {
+    fn open(path: &Path, digests: Option<&DigestCache>) -> Result<Self, model::Error> {
         let file = ModelFile::open(path)?;
         let hashed = match digests {
             Some(digests) => digests.fill(&file)?,
@@ -93,19 +102,27 @@ impl HeldFile {
 }
 
 impl Holdings {
-    /// Of the model in the file `path`, if there is one, which others may call `model`, and of the store.
+    /// Of the model in the file `path`, if there is one, which others may call `model`, of its drafter's file, and of the
+    /// store.
     pub(crate) fn new(
         model: Option<ModelId>,
-        path: Option<PathBuf>,
-        digests: Option<DigestCache>,
+        path: Option<&Path>,
+        options: &EngineOptions,
         shipping: &ShippingConfig,
         metrics: ShippingMetrics,
     ) -> Self {
         let max_sends =
             shipping.lanes.saturating_mul(SENDS_PER_LANE).clamp(MAX_SENDS, Semaphore::MAX_PERMITS);
         let (store, sends) = (shipping.store.clone(), Semaphore::new(max_sends));
-        let (file, buffers) = (Mutex::default(), Buffers::default());
-        Self { model, path, digests, store, file, sends, max_sends, buffers, metrics }
+        let own = |(name, path): (Option<ModelId>, &Path)| OwnFile {
+            name,
+            path: path.to_owned(),
+            opened: Mutex::default(),
+        };
+        let drafter = options.guesses.file().map(|path| (None, path));
+        let files = path.map(|path| (model, path)).into_iter().chain(drafter).map(own).collect();
+        let (digests, buffers) = (options.digests.clone(), Buffers::default());
+        Self { files, digests, store, sends, max_sends, buffers, metrics }
     }
 
     /// Answers one request to its end.
@@ -173,16 +190,20 @@ impl Holdings {
     }
 
     fn manifest(&self, model: &ModelRefV1) -> Option<Vec<u8>> {
-        let file = self.file();
-        let own = file.as_ref().map(|file| file.manifest.digest());
-        let is_own = match model {
-            ModelRefV1::Named(name) => self.model.as_ref() == Some(name),
-            ModelRefV1::Digest(digest) => own == Some(*digest),
+        let own = match model {
+            ModelRefV1::Named(name) => {
+                let named = self.files.iter().find(|own| own.name.as_ref() == Some(name));
+                named.and_then(|own| self.open(own))
+            }
+            ModelRefV1::Digest(digest) => {
+                let mut files = self.files.iter().filter_map(|own| self.open(own));
+                files.find(|file| file.manifest.digest() == *digest)
+            }
         };
-        match model {
-            _ if is_own => Some(file?.manifest.encoded().to_vec()),
-            ModelRefV1::Named(_) => None,
-            ModelRefV1::Digest(digest) => match self.store.as_ref()?.hold(digest) {
+        match (own, model) {
+            (Some(own), _) => Some(own.manifest.encoded().to_vec()),
+            (None, ModelRefV1::Named(_)) => None,
+            (None, ModelRefV1::Digest(digest)) => match self.store.as_ref()?.hold(digest) {
                 Ok(held) => Some(held?.manifest().encoded().to_vec()),
                 Err(error) => {
                     tracing::warn!(%error, "a manifest cannot be read");
@@ -194,7 +215,7 @@ impl Holdings {
 
     fn chunk(&self, id: ChunkId) -> Option<Buffer<Vec<u8>>> {
         let mut buffer = self.buffers.take();
-        if self.file().is_some_and(|file| file.read(id, &mut buffer)) {
+        if self.files.iter().any(|own| self.open(own).is_some_and(|file| file.read(id, &mut buffer))) {
             return Some(buffer);
         }
         match self.store.as_ref()?.read(id, &mut buffer) {
@@ -207,13 +228,14 @@ impl Holdings {
     }
 
     /// The file, opened once; a failure is logged, and tried again the next time.
-    fn file(&self) -> Option<Arc<HeldFile>> {
-        let path = self.path.as_ref()?;
-        let mut place = self.file.lock();
+    fn open(&self, own: &OwnFile) -> Option<Arc<HeldFile>> {
+        let mut place = own.opened.lock();
         if place.is_none() {
-            match HeldFile::open(path, self.digests.as_ref()) {
+            match HeldFile::open(&own.path, self.digests.as_ref()) {
                 Ok(file) => *place = Some(Arc::new(file)),
-                Err(error) => tracing::warn!(%error, "the model's file cannot be sent to others"),
+                Err(error) => {
+                    tracing::warn!(path = %own.path.display(), %error, "a file cannot be sent to others");
+                }
             }
         }
         place.clone()
@@ -238,7 +260,6 @@ mod tests {
     use super::*;
     use std::fs::File;
     use std::os::unix::fs::FileExt;
-    use std::path::Path;
     use std::time::SystemTime;
 
     #[test]

@@ -15,6 +15,7 @@ use crate::kv_cache::Slabs;
 use crate::load::{self, EngineOptions};
 use crate::sampling::Sampler;
 use crate::shipping::{Holdings, Shipper, ShippingConfig, Wanted};
+use crate::speculation::Guesses;
 use crate::telemetry::ShippingMetrics;
 use kernels::backend::NO_INDEX;
 use parking_lot::Mutex;
@@ -99,8 +100,8 @@ impl StageService {
         let endpoint = Arc::new(Endpoint::bind(config.listen, identity, quic)?);
         let metrics = ShippingMetrics::default();
         let shipper = Shipper::new(Arc::clone(&endpoint), &config.shipping, metrics.clone());
-        let digests = config.engine.digests.clone();
-        let holdings = Holdings::new(None, config.model_path.clone(), digests, &config.shipping, metrics);
+        let (path, engine) = (config.model_path.as_deref(), &config.engine);
+        let holdings = Holdings::new(None, path, engine, &config.shipping, metrics);
         let holds = Holds { shipper: Arc::new(shipper), holdings: Arc::new(holdings) };
         let host = Host::new(config, Arc::clone(&endpoint), holds, None);
         let accepting = Arc::clone(&endpoint);
@@ -193,6 +194,17 @@ impl Host {
         }
     }
 
+    /// How this stage is to guess, with the drafter's file: this worker's own, or one of the shard store.
+    async fn guesses(&self, drafter: Option<StageDrafterV1>) -> Result<Guesses, Error> {
+        Ok(match drafter {
+            None => Guesses::Off,
+            Some(StageDrafterV1::Appended { .. }) => Guesses::Appended,
+            Some(StageDrafterV1::Assistant { digest }) => {
+                Guesses::Assistant(self.holds.shipper.locate_drafter(&digest, &self.config.engine).await?)
+            }
+        })
+    }
+
     /// The place for a stage. A claim has ended what was there before, which may take a moment.
     async fn room(&self) -> Option<OwnedSemaphorePermit> {
         let room = Arc::clone(&self.room);
@@ -258,7 +270,9 @@ async fn take_part(
         None => host.holds.shipper.locate(&join.model_digest).await,
     };
     let model_path = located.map_err(|error| load_failure(&error))?;
-    let (path, options, asked) = (model_path.clone(), host.config.engine.clone(), join.clone());
+    let guesses = host.guesses(join.drafter).await.map_err(|error| load_failure(&error))?;
+    let options = EngineOptions { guesses: guesses.clone(), ..host.config.engine.clone() };
+    let (path, asked) = (model_path.clone(), join.clone());
     let layers = join.layers.0 as usize..join.layers.1 as usize;
     let load = {
         let layers = layers.clone();
@@ -267,8 +281,7 @@ async fn take_part(
             load_range(&path, &options, layers.clone(), &asked)
         }
     };
-    let appended = matches!(join.drafter, Some(StageDrafterV1::Appended { .. }));
-    let wanted = Wanted { layers: Some(layers), appended, embedding: join.drafter.is_some() };
+    let wanted = Wanted { layers: Some(layers), guesses, embedding: join.drafter.is_some() };
     let loaded = host.holds.shipper.load(&model_path, wanted, load).await;
     let (class, decoder) = loaded.map_err(|error| match error {
         Error::StageStep { .. } => StageFailure::Layers,

@@ -8,9 +8,15 @@ use kvasir_worker::Error;
 use kvasir_worker::engine::Engine;
 use kvasir_worker::kv_cache::Placement;
 use kvasir_worker::load::{self, EngineOptions};
+use kvasir_worker::shipping::ShippingConfig;
 use kvasir_worker::speculation::Guesses;
+use kvasir_worker::stage::StageConfig;
+use model::shard::{ChunkId, Manifest, ShardStore};
+use model::spec::AssistantSpec;
+use model::{ModelFile, ModelSpec};
 use proto::message::Sampling;
 use proto::stage::StageFailure;
+use std::collections::HashSet;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -179,8 +185,61 @@ fn a_last_stage_that_is_lost_while_it_guesses_ends_the_replica() {
     assert!(matches!(&error, Error::StageLost(who) if who.stage == 1), "{error}");
 }
 
+/// Names of the chunks that some tensors of a file are made of.
+fn chunks(file: &ModelFile, tensors: &[&str]) -> HashSet<ChunkId> {
+    let manifest = Manifest::of_file(file).unwrap();
+    tensors.iter().flat_map(|name| manifest.chunks(name).unwrap().map(|place| place.id)).collect()
+}
+
+/// The last stage is told of no file, gets its layers and the drafter from a worker that has both, and has them at the next
+/// start.
 #[test]
-fn a_drafter_that_the_last_stage_has_not_is_refused() {
+fn a_drafter_is_got_from_another_worker_once_and_answers_are_the_same() {
+    let asks = asks();
+    let want = plain(MODEL, &asks);
+    let tokens_only: Vec<Ask> = asks.iter().cloned().map(Ask::tokens_only).collect();
+    let dir = tempfile::tempdir().unwrap();
+    let store = ShardStore::open(dir.path().join("shards"), 1 << 30).unwrap();
+    let mut workers = Workers::start(MODEL, 1, &guessing());
+    let holder = workers.services[0].quic_address().to_string();
+    // The second time nobody could send anything.
+    let mut stored = None;
+    for (name, from) in [("fetches", vec![holder]), ("again", Vec::new())] {
+        workers.leave(0);
+        let config = StageConfig {
+            model_path: None,
+            shipping: ShippingConfig { store: Some(store.clone()), from, lanes: 1 },
+            listen: "127.0.0.1:0".parse().unwrap(),
+            engine: options(MODEL),
+        };
+        workers.add_as(0, name.to_owned(), config);
+        let mut engine = over_two(&workers, &guessing());
+        assert_same(name, &want, &one_by_one(&mut engine, &asks));
+        let got = one_by_one(&mut engine, &tokens_only);
+        for (want, got) in want.iter().zip(&got) {
+            assert_eq!((&want.tokens, &want.text), (&got.tokens, &got.text), "{name}");
+        }
+        let (drafted, accepted) = counts(&got);
+        assert!(accepted > 0 && drafted > accepted, "{name}: {accepted} of {drafted}");
+        assert!(engine.metrics().accepted.get() > 0, "{name}");
+        let has = |chunk: &ChunkId| store.get(*chunk).unwrap().is_some();
+        let file = ModelFile::open(drafter()).unwrap();
+        let drafter = AssistantSpec::from_file(&file).unwrap();
+        assert!(chunks(&file, &drafter.tensors()).iter().all(has), "{name}");
+        let file = ModelFile::open(path(MODEL)).unwrap();
+        let spec = ModelSpec::from_file(&file).unwrap();
+        let elsewhere = chunks(&file, &spec.layer_tensors(0..1));
+        assert!(!elsewhere.iter().any(has), "{name}: it has layers that are not its own");
+        let bytes = store.bytes();
+        assert_eq!(*stored.get_or_insert(bytes), bytes, "{name}");
+        drop(engine);
+        let service = workers.services.remove(0);
+        workers.runtime.block_on(service.stop());
+    }
+}
+
+#[test]
+fn a_drafter_that_nobody_has_or_sends_is_refused() {
     let refusal = |stage: &EngineOptions, lead: &EngineOptions| {
         let workers = Workers::start(MODEL, 1, stage);
         let refused = workers.engine(MODEL, lead).err().unwrap();

@@ -42,22 +42,32 @@ impl Workers {
     }
 
     fn add(&mut self, index: usize, name: String, model: &str, engine: &EngineOptions) {
-        let _entered = self.runtime.enter();
         let config = StageConfig {
             model_path: Some(path(model)),
             shipping: ShippingConfig::default(),
             listen: "127.0.0.1:0".parse().unwrap(),
             engine: engine.clone(),
         };
+        self.add_as(index, name, config);
+    }
+
+    /// A worker for one stage more, started so.
+    pub(crate) fn add_as(&mut self, index: usize, name: String, config: StageConfig) {
+        let _entered = self.runtime.enter();
         let service = StageService::start(config, &identity(&self.ca, &name)).unwrap();
         let quic = service.quic_address().to_string();
         self.addresses.insert(index, StageAddressV1 { node: NodeId::new(name).unwrap(), quic });
         self.services.insert(index, service);
     }
 
+    /// A worker is a stage no more, whether it has stopped or not.
+    pub(crate) fn leave(&mut self, index: usize) {
+        self.addresses.remove(index);
+    }
+
     /// Another worker in the place of one that has stopped.
     pub(crate) fn replace(&mut self, index: usize, model: &str) {
-        self.addresses.remove(index);
+        self.leave(index);
         self.add(index, format!("other{index}"), model, &options(model));
     }
 

@@ -91,7 +91,7 @@ struct Api(Arc<Mutex<PullReportV1>>, Arc<Mutex<Vec<ShippingReportV1>>>);
 
 impl CoordinatorApi for Api {
     async fn register(self, _: Context, request: Register) -> Result<Registered, Refusal> {
-        assert!(matches!(request, Register::V4(_)));
+        assert!(matches!(request, Register::V5(_)));
         let cluster_key = ClusterKey([3; 32]);
         Ok(Registered::V1(RegisteredV1 { lease_ms: 60_000, report_every_ms: 20, cluster_key }))
     }

@@ -51,6 +51,7 @@ impl CoordinatorApi for Coordinator {
             Register::V2(_) => 2,
             Register::V3(_) => 3,
             Register::V4(_) => 4,
+            Register::V5(_) => 6,
         };
         // Fails only when the test is over.
         let _ = self.0.send(Told::Registered(form));

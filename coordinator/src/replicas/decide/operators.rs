@@ -1,6 +1,6 @@
 //! Replicas as operators have planned them: put together when their workers are there, never over others.
 
-use super::{Node, View, Want};
+use super::{Node, View, Want, named_range};
 use crate::consensus::table::{Change, OperatorPlanV1, ReplicaPlacedV1, ReplicaPlanV1, StagePlanV1};
 use crate::placement::{Placement, PlacementError, Worker};
 use proto::ids::{ModelId, NodeId};
@@ -68,13 +68,10 @@ impl View<'_> {
             return Err(Waits::Drains(node.name.clone()));
         }
         let model_digest = self.file_for(want, &nodes)?;
-        let range = |stage: &StagePlanV1| {
-            let (first, end) = stage.layers;
-            (stage.node.to_string(), Range { start: first as usize, end: end as usize })
-        };
-        let ranges: Vec<(String, Range<usize>)> = stages.iter().map(range).collect();
+        let ranges: Vec<(String, Range<usize>)> = stages.iter().map(named_range).collect();
         let workers: Vec<Worker> = nodes.iter().map(|node| node.worker()).collect();
-        let placement = Placement { model: want.costs, workload: want.workload(), workers: &workers };
+        let costs = self.costs(want, &model_digest);
+        let placement = Placement { model: &costs, workload: want.workload(), workers: &workers };
         placement.explicit(&ranges)?;
         Ok(ReplicaPlanV1 { model: model.clone(), model_digest, stages: stages.to_vec() })
     }

@@ -4,7 +4,7 @@ use super::*;
 use crate::consensus::Incarnation;
 use crate::consensus::table::{ChangeV1, ClientId, Entry, OpenSessionV1, Outcome, SeatV1, encode_entry};
 use model::{ModelFile, ModelSpec};
-use proto::placement::ModelFileV1;
+use proto::placement::{DrafterV1, ModelFileV1};
 use std::path::Path;
 
 const DIGEST: [u8; 32] = [1; 32];
@@ -32,9 +32,12 @@ struct Rig {
     models: Vec<ModelId>,
     costs: ModelCosts,
     workers: Vec<(NodeId, CapacityV1)>,
+    /// Beside the model of every worker that has one.
+    drafter: Option<OfferedDrafterV1>,
     gone: Vec<NodeId>,
     draining: Vec<NodeId>,
     bad: Option<String>,
+    fails: bool,
 }
 
 impl Rig {
@@ -52,9 +55,11 @@ impl Rig {
             models: vec![ModelId::new("m").unwrap()],
             costs: costs("llama/llama-f32.gguf"),
             workers,
+            drafter: None,
             gone: Vec::new(),
             draining: Vec::new(),
             bad: None,
+            fails: false,
         }
     }
 
@@ -64,7 +69,12 @@ impl Rig {
         let nodes: Vec<Node<'_>> = self
             .workers
             .iter()
-            .map(|(name, capacity)| Node { name, capacity, draining: self.draining.contains(name) })
+            .map(|(name, capacity)| Node {
+                name,
+                capacity,
+                drafter: self.drafter.as_ref(),
+                draining: self.draining.contains(name),
+            })
             .collect();
         decide(&View {
             table: &self.table,
@@ -73,6 +83,7 @@ impl Rig {
             nodes: &nodes,
             gone: &|node| self.gone.contains(node),
             bad: &|_, _| self.bad.clone(),
+            fails: &|_, _| self.fails,
         })
     }
 
@@ -155,6 +166,77 @@ fn what_does_not_fit_is_told_with_its_numbers() {
     let (nothing, why) = rig.decide(2);
     assert_eq!(nothing, None);
     assert!(why.values().all(|why| why.contains("does not fit")), "{why:?}");
+}
+
+/// Of the model in [`DIGEST`]: it reads the caches of `from_layer` and takes so many bytes.
+fn drafter(from_layer: u32, weight_bytes: u64) -> Option<OfferedDrafterV1> {
+    Some(OfferedDrafterV1 {
+        model_digest: DIGEST,
+        drafter: DrafterV1::Assistant([9; 32]),
+        from_layer,
+        weight_bytes,
+        reads_embedding: true,
+        kv_elements: 0,
+        state_elements: 0,
+    })
+}
+
+fn first_ranges(rig: &Rig) -> Vec<(u32, u32)> {
+    rig.table.replicas().values().next().unwrap().stages.iter().map(|stage| stage.layers).collect()
+}
+
+#[test]
+fn layers_whose_caches_a_drafter_reads_are_the_last_stages() {
+    let mut rig = Rig::new(2, &["a", "b", "c"]);
+    rig.drafter = drafter(1, 1000);
+    assert_eq!(rig.settle(2).len(), 1);
+    assert_eq!(first_ranges(&rig), [(0, 1), (1, 3)]);
+    let mut rig = Rig::new(2, &["a", "b", "c"]);
+    assert_eq!(rig.settle(3).len(), 1, "without it");
+    let mut rig = Rig::new(2, &["a", "b", "c"]);
+    rig.drafter = drafter(1, 1000);
+    let (nothing, why) = rig.decide(3);
+    assert_eq!(nothing, None);
+    let why = &why[&rig.models[0]];
+    assert!(
+        why.contains("2 is the most") && why.contains("the drafter reads the caches of layer 1"),
+        "{why}"
+    );
+    // Of another model's file it says nothing.
+    rig.drafter = rig.drafter.map(|drafter| OfferedDrafterV1 { model_digest: [2; 32], ..drafter });
+    assert_eq!(rig.settle(3).len(), 1);
+}
+
+#[test]
+fn a_drafter_without_room_is_refused_with_its_bytes() {
+    let mut rig = Rig::new(2, &["a", "b"]);
+    rig.drafter = drafter(2, 2 << 30);
+    let (nothing, why) = rig.decide(2);
+    assert_eq!(nothing, None);
+    let why = &why[&rig.models[0]];
+    let with = drafters::with(&rig.costs, rig.drafter.as_ref());
+    let bytes = with.range(2..3).drafter_weight_bytes;
+    assert!(bytes >= 2 << 30);
+    assert!(why.contains("does not fit") && why.contains(&format!("the drafter takes {bytes} of")), "{why}");
+    rig.drafter = drafter(2, 1000);
+    assert_eq!(rig.settle(2).len(), 1);
+}
+
+#[test]
+fn a_plan_from_before_the_drafter_is_cut_anew_once_it_fails() {
+    let mut rig = Rig::new(2, &["a", "b", "c"]);
+    assert_eq!(rig.settle(3).len(), 1);
+    rig.drafter = drafter(1, 1000);
+    assert_eq!(rig.decide(2).0, None, "what serves stands");
+    rig.fails = true;
+    assert_eq!(rig.settle(2).len(), 1);
+    assert_eq!(first_ranges(&rig), [(0, 1), (1, 3)]);
+    assert_eq!(rig.decide(2).0, None, "it fails for something else now");
+    // Where there is no room for it that is told, and the plan stands.
+    rig.drafter = drafter(1, 4 << 30);
+    let (nothing, why) = rig.decide(2);
+    assert_eq!(nothing, None);
+    assert!(why[&rig.models[0]].contains("the drafter takes"), "{why:?}");
 }
 
 #[test]

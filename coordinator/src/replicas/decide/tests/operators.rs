@@ -49,6 +49,20 @@ fn an_operators_plan_takes_the_place_of_the_leaders_in_one_step() {
 }
 
 #[test]
+fn an_operators_plan_without_room_for_the_drafter_waits_and_says_so() {
+    let mut rig = Rig::new(5, &["a", "b"]);
+    rig.told("m", &[A_B]);
+    rig.drafter = drafter(1, 1000);
+    let why = rig.why("m");
+    assert!(why.contains("layer 2: the drafter reads the caches of layer 1"), "{why}");
+    rig.drafter = drafter(2, 2 << 30);
+    let why = rig.why("m");
+    assert!(why.contains("worker b needs") && why.contains("the drafter takes"), "{why}");
+    rig.drafter = drafter(2, 1000);
+    assert_eq!(rig.settle(2), [["a", "b"]]);
+}
+
+#[test]
 fn replicas_that_are_not_the_operators_are_dropped_once_his_stand() {
     let mut rig = Rig::new(5, &["a", "b", "c", "d", "e", "f"]);
     assert_eq!(rig.settle(2).len(), 3);

@@ -1,0 +1,46 @@
+//! The drafter of a model's replicas: a function of what the workers that have the model's file have registered.
+
+use model::costs::{DrafterCosts, DrafterStage, ModelCosts};
+use proto::placement::{CapacityV1, DrafterV1, OfferedDrafterV1};
+use std::borrow::Cow;
+
+/// More than any drafter takes; a larger number that is registered counts as this.
+const MOST_BYTES: u64 = 1 << 50;
+/// The same for the elements of a position, and of a sequence.
+const MOST_ELEMENTS: u64 = 1 << 24;
+
+/// The drafter of the model with this digest. Where workers have registered several it is the first in their order, so that
+/// all coordinators name the same one.
+pub(super) fn of<'a>(
+    workers: impl Iterator<Item = (&'a CapacityV1, Option<&'a OfferedDrafterV1>)>,
+    digest: &[u8; 32],
+) -> Option<&'a OfferedDrafterV1> {
+    let has = |capacity: &CapacityV1| capacity.files.iter().any(|file| file.digest == *digest);
+    let offered = workers.filter_map(|(capacity, drafter)| {
+        drafter.filter(|drafter| drafter.model_digest == *digest && has(capacity))
+    });
+    offered.min_by_key(|offered| offered.drafter)
+}
+
+/// What the model costs with its drafter beside it.
+pub(super) fn with<'a>(costs: &'a ModelCosts, drafter: Option<&OfferedDrafterV1>) -> Cow<'a, ModelCosts> {
+    match drafter {
+        None => Cow::Borrowed(costs),
+        Some(drafter) => Cow::Owned(costs.clone().with_drafter(taken(drafter))),
+    }
+}
+
+fn taken(offered: &OfferedDrafterV1) -> DrafterCosts {
+    DrafterCosts {
+        stage: match offered.drafter {
+            DrafterV1::Model(_) => DrafterStage::First,
+            DrafterV1::Appended | DrafterV1::Assistant(_) => {
+                DrafterStage::Last { from_layer: offered.from_layer as usize }
+            }
+        },
+        weight_bytes: offered.weight_bytes.min(MOST_BYTES),
+        reads_embedding: offered.reads_embedding,
+        kv_elements: offered.kv_elements.min(MOST_ELEMENTS),
+        state_elements: offered.state_elements.min(MOST_ELEMENTS),
+    }
+}

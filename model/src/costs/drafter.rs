@@ -1,0 +1,110 @@
+//! What a drafter beside a model takes of the stage where it guesses. Its time is not counted: it guesses where that was
+//! seen to pay.
+
+use super::{AttentionCosts, attention, element_bytes};
+use crate::spec::{AppendedSpec, AssistantSpec};
+use crate::{GgmlType, ModelFile, ModelSpec};
+
+/// A model that drafts has caches of its own: of the model's, one part in so many.
+const MODEL_SHARE: u64 = 4;
+
+/// What a drafter takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DrafterCosts {
+    /// Where it guesses.
+    pub stage: DrafterStage,
+    /// Bytes of its tensors.
+    pub weight_bytes: u64,
+    /// Whether it reads the model's embedding, which is then with its stage.
+    pub reads_embedding: bool,
+    /// Elements of keys and values that it keeps for each position.
+    pub kv_elements: u64,
+    /// Elements that it keeps beside each recurrent state of a sequence.
+    pub state_elements: u64,
+}
+
+/// The stage at which a drafter guesses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DrafterStage {
+    /// A model of its own, beside the scheduler. Its caches are a quarter of what the model's may take.
+    First,
+    /// It reads what the last stage has.
+    Last {
+        /// The first layer whose caches it reads: all from there on are the last stage's.
+        from_layer: usize,
+    },
+}
+
+impl DrafterCosts {
+    /// Of a drafter in `file` that reads the caches of `model`; none where that has no such layers.
+    pub fn of_assistant(drafter: &AssistantSpec, file: &ModelFile, model: &ModelSpec) -> Option<Self> {
+        let from_layer = drafter.from_layer(model)?;
+        Some(Self {
+            stage: DrafterStage::Last { from_layer },
+            weight_bytes: bytes(file, &drafter.tensors()),
+            reads_embedding: true,
+            kv_elements: 0,
+            state_elements: 0,
+        })
+    }
+
+    /// Of the block behind the last layer of `model`, in the model's own `file`.
+    pub fn of_appended(block: &AppendedSpec, file: &ModelFile, model: &ModelSpec) -> Self {
+        let kept = attention(&block.layer).filter(|layer| layer.own);
+        Self {
+            stage: DrafterStage::Last { from_layer: model.layers.len() },
+            weight_bytes: bytes(file, &block.tensors()),
+            reads_embedding: block.embedding.is_none(),
+            kv_elements: kept.map_or(0, |layer| layer.kv_elements),
+            state_elements: model.hidden as u64,
+        }
+    }
+
+    /// Of a model in `file` that drafts for another one.
+    pub fn of_model(drafter: &ModelSpec, file: &ModelFile) -> Self {
+        Self {
+            stage: DrafterStage::First,
+            weight_bytes: bytes(file, &drafter.tensors()),
+            reads_embedding: false,
+            kv_elements: 0,
+            state_elements: 0,
+        }
+    }
+}
+
+fn bytes(file: &ModelFile, tensors: &[&str]) -> u64 {
+    tensors.iter().filter_map(|name| file.tensor(name)).map(|info| info.bytes()).sum()
+}
+
+/// The keys and values that a drafter keeps: those of these layers, divided.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Kv {
+    layers: Vec<AttentionCosts>,
+    parts: u64,
+}
+
+impl Kv {
+    /// Of a drafter beside a model with these layers.
+    pub(super) fn of(drafter: &DrafterCosts, model: impl Iterator<Item = AttentionCosts>) -> Self {
+        match drafter.stage {
+            DrafterStage::First => {
+                Self { layers: model.filter(|layer| layer.own).collect(), parts: MODEL_SHARE }
+            }
+            DrafterStage::Last { .. } => {
+                let kv_elements = drafter.kv_elements;
+                Self {
+                    layers: vec![AttentionCosts { window: None, kv_elements, own: true, products: 0 }],
+                    parts: 1,
+                }
+            }
+        }
+    }
+
+    pub(super) fn bytes(&self, tokens: u64, slack: u64, ty: GgmlType) -> u64 {
+        let bytes = self
+            .layers
+            .iter()
+            .map(|layer| layer.visible(tokens, slack).saturating_mul(element_bytes(layer.kv_elements, ty)));
+        bytes.fold(0, u64::saturating_add) / self.parts.max(1)
+    }
+}
