@@ -73,8 +73,8 @@ pub(crate) struct CoordinatorSettings {
     /// Keep /readyz at 503 until a POST to /admin/v1/ready; `kvasir up` uses it.
     #[arg(long, value_name = "BOOL", env = "KVASIR_HOLD_READY", hide = true)]
     pub(crate) hold_ready: Option<bool>,
-    /// Take the texts of control tokens in the messages of chats for these tokens, as in prompts of completions [default:
-    /// false, they are ordinary text].
+    /// Take the texts of control tokens in the messages of chats for these tokens, as in prompts of completions; the same at
+    /// all coordinators [default: false, they are ordinary text].
     #[arg(long, value_name = "BOOL", env = "KVASIR_RAW_CHATS")]
     pub(crate) raw_chats: Option<bool>,
     /// Time that a request may take in all [default: 10 minutes].

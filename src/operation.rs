@@ -256,4 +256,35 @@ mod tests {
         two.finalize().unwrap();
         assert!(read(&path("two.wav")).unwrap_err().to_string().contains("2 channels"));
     }
+
+    #[test]
+    fn sizes_that_a_file_does_not_have_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("sound.wav");
+        let spec = WavSpec {
+            channels: 1,
+            sample_rate: 16_000,
+            bits_per_sample: 16,
+            sample_format: SampleFormat::Int,
+        };
+        let mut sound = WavWriter::create(&path, spec).unwrap();
+        (0..100).for_each(|sample| sound.write_sample::<i16>(sample).unwrap());
+        sound.finalize().unwrap();
+        let good = std::fs::read(&path).unwrap();
+        let head = good.len() - 200;
+        // Every number of the head, wherever it begins and whatever its width, as 0, 1 and the largest there are.
+        for (at, value) in (0..head - 3).flat_map(|at| [0, 1, 0x7fff_ffff, u32::MAX].map(|value| (at, value)))
+        {
+            let mut bytes = good.clone();
+            bytes[at..at + 4].copy_from_slice(&u32::to_le_bytes(value));
+            std::fs::write(&path, bytes).unwrap();
+            if let Ok((_, sound)) = read(&path) {
+                assert!(sound.len() <= 200, "{at} {value}: {} samples", sound.len());
+            }
+        }
+        for at in 0..good.len() {
+            std::fs::write(&path, &good[..at]).unwrap();
+            assert!(read(&path).is_err(), "cut at {at}");
+        }
+    }
 }

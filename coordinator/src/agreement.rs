@@ -46,7 +46,7 @@ use tokio::task::JoinHandle;
 pub use founding::DraftError;
 pub use members::{GroupView, MemberView, Order};
 pub use news::Standing;
-pub use settings::{Difference, OwnSettings};
+pub use settings::{Difference, ModelDigests, OwnSettings};
 
 /// A tick of [`Settings::default`].
 const TICK: Duration = Duration::from_millis(50);

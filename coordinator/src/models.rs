@@ -4,9 +4,10 @@ use model::catalog::{self, Verification};
 use model::chat_template::{ChatTemplate, Prompt};
 use model::costs::ModelCosts;
 use model::dialect::Dialect;
+use model::metadata::Value;
 use model::sampling::SamplingDefaults;
 use model::tokenizer::Part;
-use model::{ModelFile, ModelSpec, Tokenizer};
+use model::{Metadata, ModelFile, ModelSpec, Tokenizer};
 use proto::ids::ModelId;
 use proto::message::{TokenIds, TokenPart};
 use serde::{Deserialize, Serialize};
@@ -67,6 +68,8 @@ pub struct OfferedModel {
     pub verification: Option<Verification>,
     /// Whether texts of control tokens in chats become these tokens.
     raw_chats: bool,
+    /// Of its chat templates, and of what holds where a request does not say.
+    prompting: [u8; 32],
     /// What its texts have cost so far.
     tokenised: Tokenised,
 }
@@ -141,6 +144,21 @@ impl OfferedModel {
     }
 }
 
+fn prompting(metadata: &Metadata, sampling: &SamplingDefaults) -> [u8; 32] {
+    let mut hash = blake3::Hasher::new();
+    let mut text = |text: &str| {
+        hash.update(&(text.len() as u64).to_le_bytes()).update(text.as_bytes());
+    };
+    for (key, value) in metadata.iter() {
+        if let (true, Value::String(template)) = (key.starts_with("tokenizer.chat_template"), value) {
+            text(key);
+            text(template);
+        }
+    }
+    text(&format!("{sampling:?}"));
+    hash.finalize().into()
+}
+
 fn in_parts((tokens, parts): (Vec<u32>, Vec<Part>)) -> TokenIds {
     let part = |Part { name, end }| TokenPart { name, end };
     TokenIds::in_parts(tokens, parts.into_iter().map(part).collect())
@@ -174,6 +192,7 @@ impl Models {
             let generates = spec.as_ref().filter(|spec| spec.logits().is_some());
             let costs = generates.map(|spec| ModelCosts::of_file(spec, &gguf));
             let dialect = Arc::new(Dialect::of(template.as_ref(), &tokenizer));
+            let prompting = prompting(gguf.metadata(), &sampling);
             let id = id.clone();
             models.push(Arc::new(OfferedModel {
                 id,
@@ -185,6 +204,7 @@ impl Models {
                 context: spec.map_or(0, |spec| spec.context_length),
                 verification: downloads.as_ref().and_then(|store| store.verification(path)),
                 raw_chats,
+                prompting,
                 tokenised: Tokenised::default(),
             }));
         }
@@ -207,6 +227,12 @@ impl Models {
     /// All of them, in configured order.
     pub fn iter(&self) -> impl Iterator<Item = &Arc<OfferedModel>> {
         self.0.iter()
+    }
+
+    /// Digests of what makes the same request another one at a coordinator, besides the tokenizer: chat templates, and
+    /// what holds where a request does not say.
+    pub fn prompting_digests(&self) -> HashMap<ModelId, [u8; 32]> {
+        self.0.iter().map(|m| (m.id.clone(), m.prompting)).collect()
     }
 
     /// Digests of their tokenizers: a worker that registers one of these models must have the same.

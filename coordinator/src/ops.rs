@@ -17,6 +17,7 @@ use crate::api::Endpoint;
 use crate::api::auth::{Caller, Keys};
 use crate::api::error::ApiError;
 use crate::api::origin::from_elsewhere;
+use crate::api::turns::Turns;
 use crate::audit::{Audit, Record};
 use crate::chain_memo::ChainMemo;
 use crate::consensus::table::{Change, Refusal};
@@ -73,6 +74,8 @@ pub struct Ops {
     pub cluster_key: ClusterKey,
     /// Names prompts under that key.
     pub chains: Arc<ChainMemo>,
+    /// In whose turn prefixes are made tokens of.
+    pub turns: Arc<Turns>,
     /// What is counted.
     pub metrics: Arc<Metrics>,
     /// What the group counts, if this coordinator is in one.

@@ -2,7 +2,7 @@
 
 mod http;
 
-use crate::agreement::{Agreement, GroupError, OwnSettings};
+use crate::agreement::{Agreement, GroupError, ModelDigests, OwnSettings};
 use crate::api::cors::Cors;
 use crate::api::operations::Sessions;
 use crate::api::realtime::Rules;
@@ -141,7 +141,9 @@ impl Coordinator {
         let accepts = if alone { vec![Role::Worker] } else { vec![Role::Worker, Role::Coordinator] };
         let endpoint = Endpoint::bind(config.quic, identity, EndpointConfig::new(epoch, accepts))?;
         let endpoint = Arc::new(endpoint);
-        let settings = OwnSettings::new(&cluster_key, &models.tokenizer_digests(), &config.keys);
+        let compared =
+            ModelDigests { tokenizers: models.tokenizer_digests(), prompting: models.prompting_digests() };
+        let settings = OwnSettings::new(&cluster_key, &compared, config.raw_chats, &config.keys);
         let agreement = Agreement::start(
             &config,
             &endpoint,
@@ -166,6 +168,7 @@ impl Coordinator {
         let (runtime, ticks) = (Heartbeat::new("the runtime"), Heartbeat::new("the dispatcher"));
         let joins = Heartbeat::new("the loop that takes workers");
         let chains = Arc::new(ChainMemo::new(&cluster_key, CHAIN_BYTES));
+        let turns = Turns::new(std::thread::available_parallelism().map_or(2, usize::from));
         let front = Arc::new(Front {
             dispatch: Arc::clone(&dispatch),
             models: Arc::clone(&models),
@@ -173,7 +176,7 @@ impl Coordinator {
             chains: Arc::clone(&chains),
             metrics: Arc::clone(&metrics),
             popularity: Popularity::default(),
-            turns: Turns::new(std::thread::available_parallelism().map_or(2, usize::from)),
+            turns: Arc::clone(&turns),
             cors: Cors::new(config.cors_origins.as_deref()).map_err(ConfigError::Origin)?,
             request_timeout: Duration::from_secs(config.request_timeout_s),
             realtime: Rules {
@@ -192,6 +195,7 @@ impl Coordinator {
             keys,
             cluster_key,
             chains,
+            turns,
             metrics: Arc::clone(&metrics),
             raft: counted,
             feed: Feed::default(),

@@ -2,6 +2,7 @@
 //! `config.json`, `vocab.txt`, `tokenizer_config.json` (optional) and `1_Pooling/config.json`. Encoders of the
 //! BERT kind are read.
 
+use std::collections::HashMap;
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -100,14 +101,14 @@ pub(crate) fn open(path: &Path) -> Result<Contents, Error> {
     let found = safetensors::parse(file.bytes())
         .map_err(|source| CheckpointError::Malformed { path: path.to_owned(), source })?;
     let mut tensors: Vec<TensorInfo> = Vec::with_capacity(found.len());
+    let mut originals = HashMap::new();
     for tensor in found {
         if names::is_left_out(&tensor.name) {
             continue;
         }
         let original = tensor.name.clone();
         let info = tensor_info(tensor)?;
-        if let Some(other) = tensors.iter().find(|other| other.name == info.name) {
-            let first = other.name.clone();
+        if let Some(first) = originals.insert(info.name.clone(), original.clone()) {
             return Err(CheckpointError::SameTensor { first, second: original }.into());
         }
         tensors.push(info);

@@ -18,6 +18,8 @@ pub mod limits {
     pub const TENSORS: u64 = 65_536;
     /// Dimensions of a tensor.
     pub const DIMS: u64 = 8;
+    /// Bytes of a tensor's name, or of its type's.
+    pub const NAME_BYTES: u64 = 1_024;
 }
 
 /// Name of the header's entry that is no tensor.
@@ -200,7 +202,6 @@ pub(crate) fn parse(file: &[u8]) -> Result<Vec<Tensor>, Malformed> {
     };
     let Header(entries) =
         serde_json::from_slice(header).map_err(|error| Malformed::Header { reason: error.to_string() })?;
-    within("the number of tensors", entries.len() as u64, limits::TENSORS)?;
     let data = Data { start: 8 + length, bytes: data.len() as u64 };
     let mut tensors: Vec<Tensor> =
         entries.into_iter().map(|(name, entry)| data.place(name, entry)).collect::<Result<_, _>>()?;
@@ -231,6 +232,7 @@ struct Data {
 impl Data {
     fn place(&self, name: String, entry: Entry) -> Result<Tensor, Malformed> {
         let Entry { dtype, shape, data_offsets: [start, end] } = entry;
+        within("the length of a type's name", dtype.len() as u64, limits::NAME_BYTES)?;
         let Some(dtype) = Dtype::ALL.into_iter().find(|known| known.name() == dtype) else {
             return Err(Malformed::Type { tensor: name, found: dtype });
         };
@@ -283,6 +285,10 @@ impl<'de> Visitor<'de> for HeaderVisitor {
                 map.next_value::<HashMap<String, IgnoredAny>>()?;
                 continue;
             }
+            let tensors = entries.len() as u64 + 1;
+            within("the number of tensors", tensors, limits::TENSORS).map_err(serde::de::Error::custom)?;
+            within("the length of a tensor's name", name.len() as u64, limits::NAME_BYTES)
+                .map_err(serde::de::Error::custom)?;
             if !names.insert(name.clone()) {
                 return Err(serde::de::Error::custom(format_args!("tensor {name} occurs twice")));
             }

@@ -52,6 +52,9 @@ pub enum Error {
         /// What is wrong with it.
         reason: String,
     },
+    /// A directory is another process's, or cannot be had.
+    #[error(transparent)]
+    Directory(#[from] proto::directory::ClaimError),
     /// An option has a value that cannot be served.
     #[error("{option}: {reason}")]
     Config {

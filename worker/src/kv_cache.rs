@@ -160,9 +160,15 @@ impl KvCache {
     /// Nothing of the steps after the last completed one was computed: forgets what they would have
     /// written. The sequences that took part, or took over such blocks, must be closed by the caller.
     pub(crate) fn abort(&mut self) {
-        for block in self.tree.drop_pending() {
-            if !self.tree.any_unit(block.group, block.block) {
-                self.pool.set_hashed(block.group, block.block, false);
+        let blocks = self.tree.drop_pending();
+        self.no_longer_known(&blocks);
+    }
+
+    /// Units in these blocks were forgotten.
+    fn no_longer_known(&mut self, blocks: &[pool::BlockAt]) {
+        for at in blocks {
+            if !self.tree.any_unit(at.group, at.block) {
+                self.pool.set_hashed(at.group, at.block, false);
             }
         }
     }

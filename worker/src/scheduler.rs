@@ -257,9 +257,22 @@ impl Scheduler {
     /// Ends a sequence, whatever its state: finished, stopped or cancelled. Its blocks are free at once,
     /// or when the step that computes rows of it completes. `None`: there is no such sequence.
     pub fn remove(&mut self, id: SeqId) -> Option<SequenceInfo> {
+        self.end(id, false)
+    }
+
+    /// As [`Scheduler::remove`], of a sequence whose caches may hold what is no number: nothing that is cached of its path
+    /// stays, what others have computed of it neither. Who has it in a table already will find out by its own rows.
+    pub fn remove_spoiled(&mut self, id: SeqId) -> Option<SequenceInfo> {
+        self.end(id, true)
+    }
+
+    fn end(&mut self, id: SeqId, spoiled: bool) -> Option<SequenceInfo> {
         let slot = self.by_id.remove(&id)?;
         let sequence = self.sequences.get_mut(slot as usize)?.as_mut()?;
         let info = sequence.info;
+        if spoiled {
+            self.counters.pins_lost += self.cache.spoil(&mut sequence.cache);
+        }
         self.planned.withdraw(slot, sequence.units_ahead());
         match sequence.state {
             State::Waiting => self.tenants.unqueue(sequence.tenant, &sequence.rank),

@@ -39,7 +39,7 @@ pub struct TiersConfig {
     pub patience: Duration,
 }
 
-/// A directory of pieces. One process at a time may use it.
+/// A directory of pieces. It is locked: one process at a time may use it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DiskConfig {
     /// The directory; made if it does not exist.
@@ -148,6 +148,14 @@ impl Tiers {
             disk.write(key, Arc::clone(&bytes));
         }
         self.host.insert(key, bytes.len() as u64, bytes);
+    }
+
+    /// Forgets a piece wherever it is.
+    pub fn forget(&mut self, key: PieceKey) {
+        self.host.remove(&key);
+        if let Some(disk) = &self.disk {
+            disk.forget(key);
+        }
     }
 
     /// Whether a piece could be had, now or from a file.

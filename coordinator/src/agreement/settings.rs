@@ -11,6 +11,12 @@ use std::time::{Duration, Instant};
 
 /// The cluster's key, which block ids, salts and workers depend on.
 const CLUSTER_KEY: &str = "cluster_key";
+/// Whether what clients write can become control tokens.
+const RAW_CHATS: &str = "raw_chats";
+/// What chat templates and defaults are called, before the model's name.
+const PROMPTING: &str = "chat template and sampling defaults of ";
+/// Coordinators that were started within so long of each other are equally old.
+const STARTED_TOGETHER: Duration = Duration::from_secs(2);
 /// Names that are passed over in what others tell: no coordinator has as many settings.
 const MAX_SETTINGS: usize = 1024;
 
@@ -36,6 +42,15 @@ pub(super) struct SettingV1 {
     pub odd: bool,
 }
 
+/// What of the offered models is compared, by their names.
+#[derive(Debug, Default)]
+pub struct ModelDigests {
+    /// Of their tokenizers.
+    pub tokenizers: HashMap<ModelId, [u8; 32]>,
+    /// Of their chat templates and sampling defaults.
+    pub prompting: HashMap<ModelId, [u8; 32]>,
+}
+
 /// The settings of this coordinator that are compared.
 #[derive(Debug, Clone)]
 pub struct OwnSettings {
@@ -46,7 +61,7 @@ pub struct OwnSettings {
 
 impl OwnSettings {
     /// From what it was started with.
-    pub fn new(key: &ClusterKey, tokenizers: &HashMap<ModelId, [u8; 32]>, keys: &[KeyEntry]) -> Self {
+    pub fn new(key: &ClusterKey, models: &ModelDigests, raw_chats: bool, keys: &[KeyEntry]) -> Self {
         // The key itself keys its digest, so that not even equal words are recognised.
         let digest = |name: &str, value: &[u8]| {
             let mut hash = blake3::Hasher::new_keyed(&key.0);
@@ -78,14 +93,18 @@ impl OwnSettings {
             odd: false,
         };
         settings.push(list("keys", entries.join("\n")));
-        let mut models: Vec<_> = tokenizers.iter().collect();
-        models.sort_unstable();
-        let names: Vec<&str> = models.iter().map(|(id, _)| id.as_str()).collect();
+        settings.push(list(RAW_CHATS, raw_chats.to_string()));
+        let mut names: Vec<&str> = models.tokenizers.keys().map(ModelId::as_str).collect();
+        names.sort_unstable();
         settings.push(list("models", names.join("\n")));
-        settings.extend(models.iter().map(|(id, tokenizer)| {
-            let name = format!("tokenizer of {id}");
-            SettingV1 { digest: open(&name, *tokenizer), name, odd: false }
-        }));
+        for (what, digests) in [("tokenizer of ", &models.tokenizers), (PROMPTING, &models.prompting)] {
+            let mut digests: Vec<_> = digests.iter().collect();
+            digests.sort_unstable();
+            settings.extend(digests.iter().map(|(id, of_model)| {
+                let name = format!("{what}{id}");
+                SettingV1 { digest: open(&name, *of_model), name, odd: false }
+            }));
+        }
         Self { started: Instant::now(), draw: random_u64(), settings }
     }
 
@@ -108,8 +127,8 @@ pub struct Difference {
     pub odd: Vec<NodeId>,
     /// Whether this coordinator is among these.
     pub own: bool,
-    /// Whether an odd coordinator must not serve. Lists of API keys and of models are changed at one coordinator after the
-    /// other, and must not stop it meanwhile.
+    /// Whether an odd coordinator must not serve. Lists of API keys and of models, and the models' files as far as the same
+    /// tokens are made with them, are changed at one coordinator after the other, and must not stop it meanwhile.
     pub binding: bool,
 }
 
@@ -147,11 +166,15 @@ impl Compared {
             }
         }
         let now = Instant::now();
+        let up = |(at, told): &(Instant, SettingsV1)| {
+            Duration::from_millis(told.up_ms).saturating_add(now.saturating_duration_since(*at))
+        };
+        let oldest = self.0.values().map(up).max().unwrap_or_default();
         let age = |node: &&NodeId| {
-            let (at, told) = self.0.get(*node)?;
-            let up = Duration::from_millis(told.up_ms).saturating_add(now.saturating_duration_since(*at));
-            // Their clocks and the network are not exact; that of two which were started together is drawn.
-            Some((up.as_secs() / 2, told.draw))
+            let known = self.0.get(*node)?;
+            // Their clocks and the network are not exact: which of those counts that were started together is drawn. How far
+            // they are apart does not change while they run, so neither does the answer.
+            Some((up(known) + STARTED_TOGETHER >= oldest, known.1.draw))
         };
         let mut differences = Vec::new();
         for (setting, groups) in by_setting {
@@ -172,7 +195,7 @@ impl Compared {
             differences.push(Difference {
                 setting: setting.to_owned(),
                 own: odd.contains(own),
-                binding: !matches!(setting, "keys" | "models"),
+                binding: !matches!(setting, "keys" | "models") && !setting.starts_with(PROMPTING),
                 odd,
             });
         }
@@ -189,10 +212,15 @@ mod tests {
     }
 
     fn own(key: u8, tokenizer: u8, keys: &[&str]) -> OwnSettings {
-        let tokenizers = HashMap::from([(ModelId::new("m").unwrap(), [tokenizer; 32])]);
+        made(key, tokenizer, 0, false, keys)
+    }
+
+    fn made(key: u8, tokenizer: u8, template: u8, raw_chats: bool, keys: &[&str]) -> OwnSettings {
+        let of_model = |digest: u8| HashMap::from([(ModelId::new("m").unwrap(), [digest; 32])]);
+        let models = ModelDigests { tokenizers: of_model(tokenizer), prompting: of_model(template) };
         let entry = |tenant: &&str| KeyEntry { sha256: "00".into(), tenant: (*tenant).into(), admin: false };
         let keys: Vec<KeyEntry> = keys.iter().map(entry).collect();
-        OwnSettings::new(&ClusterKey([key; 32]), &tokenizers, &keys)
+        OwnSettings::new(&ClusterKey([key; 32]), &models, raw_chats, &keys)
     }
 
     fn compared<const N: usize>(all: [(&str, u64, OwnSettings); N]) -> Compared {
@@ -232,6 +260,21 @@ mod tests {
         assert_ne!(a[0].own, b[0].own);
     }
 
+    /// Which of two is odd is the same however long they have run by now.
+    #[test]
+    fn who_is_odd_does_not_change_with_time() {
+        let (older, newer) = (own(1, 1, &[]), own(2, 1, &[]));
+        for apart in [0, 400, 1_900, 2_100, 60_000] {
+            let odd = |up: u64| {
+                let all = compared([("a", up + apart, older.clone()), ("b", up, newer.clone())]);
+                all.differences(&node("a"))[0].odd.clone()
+            };
+            let first = odd(0);
+            assert!((0..100).all(|tenth| odd(tenth * 100) == first), "{apart} ms");
+            assert!(apart < 2_000 || first == [node("b")], "{apart} ms");
+        }
+    }
+
     #[test]
     fn who_knows_that_it_is_odd_is_believed() {
         let told = own(2, 1, &[]).told(0, &[CLUSTER_KEY.to_owned()]);
@@ -250,6 +293,19 @@ mod tests {
         let found = all.differences(&node("c"));
         let found: Vec<_> = found.iter().map(|d| (d.setting.as_str(), d.binding, d.own)).collect();
         assert_eq!(found, [("keys", false, true), ("tokenizer of m", true, true)]);
+    }
+
+    #[test]
+    fn what_clients_may_write_binds_and_another_template_is_told() {
+        let all = compared([
+            ("a", 9_000, made(1, 1, 1, false, &[])),
+            ("b", 9_000, made(1, 1, 1, false, &[])),
+            ("c", 0, made(1, 1, 2, true, &[])),
+        ]);
+        let found = all.differences(&node("c"));
+        let found: Vec<_> = found.iter().map(|d| (d.setting.as_str(), d.binding, d.own)).collect();
+        let template = "chat template and sampling defaults of m";
+        assert_eq!(found, [(template, false, true), ("raw_chats", true, true)]);
     }
 
     #[test]

@@ -174,27 +174,10 @@ impl Answer {
         let (events, ends) = Events::of(generations, plan.speech.is_some() && !strings.is_empty());
         let mut ends = ends.into_iter();
         let min_tokens = plan.params.stop.min_tokens.into();
-        let progress = |(at, prompt): (usize, u64)| Progress {
-            arrived,
-            prompt,
-            counts: at % n == 0,
-            started: None,
-            first: None,
-            last: None,
-            characters: Characters::default(),
-            completion: 0,
-            reasoning: 0,
-            guesses: (0, 0),
-            reason: None,
-            listener: plan.speech.as_ref().map(|speech| speech.listener(&plan.model)),
-            calls: 0,
-            arguments: String::new(),
-            stop: ends.next().map(|generation| Stop {
-                strings: StopStrings::new(strings.clone()),
-                min_tokens,
-                generation,
-                found: None,
-            }),
+        let progress = |(at, prompt): (usize, u64)| {
+            let listener = plan.speech.as_ref().map(|speech| speech.listener(&plan.model));
+            let stop = ends.next().map(|end| Stop::new(strings, min_tokens, end));
+            Progress { counts: at % n == 0, ..Progress::new(arrived, prompt, listener, stop) }
         };
         let prompts = plan.prompts.iter().flat_map(|(tokens, _)| std::iter::repeat_n(tokens.len() as u64, n));
         let choices = prompts.enumerate().map(progress).collect();
@@ -240,7 +223,7 @@ impl Answer {
         Ok((headers, body).into_response())
     }
 
-    /// What comes next. A key that is revoked ends what was begun with it.
+    /// What comes next. A key that is revoked or expires ends what was begun with it.
     async fn next(&mut self) -> Result<Option<Happened>, ApiError> {
         if self.revocation.is_revoked() {
             return Err(ApiError::InvalidApiKey);
@@ -448,6 +431,26 @@ impl Answer {
 }
 
 impl Progress {
+    fn new(arrived: Instant, prompt: u64, listener: Option<Listener>, stop: Option<Stop>) -> Self {
+        Self {
+            arrived,
+            prompt,
+            counts: true,
+            started: None,
+            first: None,
+            last: None,
+            characters: Characters::default(),
+            completion: 0,
+            reasoning: 0,
+            guesses: (0, 0),
+            reason: None,
+            listener,
+            calls: 0,
+            arguments: String::new(),
+            stop,
+        }
+    }
+
     /// What these tokens say. Those behind the end of the choice are taken out.
     fn hear(&mut self, dialect: &Dialect, tokens: &mut Vec<TokenOut>) -> Delta {
         let Some(listener) = &mut self.listener else {
@@ -505,7 +508,7 @@ impl Progress {
         }
         let mut delta = self.delta(dialect.calls(), said);
         let complete = serde_json::from_str::<serde::de::IgnoredAny>(&self.arguments).is_ok();
-        delta.called = self.calls > 0 && complete;
+        (delta.called, delta.cut) = (self.calls > 0 && complete, self.calls > 0 && !complete);
         delta
     }
 
@@ -570,6 +573,10 @@ impl Characters {
 }
 
 impl Stop {
+    fn new(strings: &[String], min_tokens: u64, generation: AbortHandle) -> Self {
+        Self { strings: StopStrings::new(strings.to_vec()), min_tokens, generation, found: None }
+    }
+
     /// What is left of `said` when its texts have been searched; `tokens` have come so far.
     fn search(&mut self, said: Vec<Said>, tokens: u64) -> Vec<Said> {
         let mut left = Vec::with_capacity(said.len());

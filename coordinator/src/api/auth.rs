@@ -20,7 +20,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::sync::watch;
 
 /// The tenant of everybody while no keys are configured.
@@ -70,10 +70,44 @@ struct Grant {
     tenant: Arc<Tenant>,
     admin: bool,
     scope: KeyScopeV1,
-    expires_unix_s: u64,
+    until: Until,
     meter: Option<Arc<Meter>>,
     /// The same for all that is granted by the same key, one after the other.
-    revoked: Arc<watch::Sender<bool>>,
+    told: Arc<watch::Sender<Until>>,
+}
+
+/// Until when a key opens anything, in seconds since 1970.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Until(u64);
+
+impl Until {
+    /// No time is told.
+    const EVER: Self = Self(u64::MAX);
+    const REVOKED: Self = Self(0);
+    /// The clock may be set while somebody waits.
+    const LOOK_AGAIN: Duration = Duration::from_secs(2);
+
+    /// Of a key that is kept with 0 where it never ends.
+    fn expires(unix_s: u64) -> Self {
+        if unix_s == 0 { Self::EVER } else { Self(unix_s) }
+    }
+
+    fn is_over(self) -> bool {
+        self != Self::EVER && self.left().is_zero()
+    }
+
+    fn left(self) -> Duration {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Duration::from_secs(self.0).saturating_sub(now)
+    }
+
+    /// Waits until it may be over.
+    async fn may_be_over(self) {
+        match self {
+            Self::EVER => std::future::pending().await,
+            until => tokio::time::sleep(until.left().min(Self::LOOK_AGAIN)).await,
+        }
+    }
 }
 
 /// A tenant, as requests need it.
@@ -120,32 +154,41 @@ impl Caller {
         Ok(Permit::new([self.0.meter.as_ref(), self.0.tenant.meter.as_ref()], now)?)
     }
 
-    /// Waits until its key opens nothing any more.
+    /// Waits until its key opens nothing any more: it was revoked, or has expired.
     pub async fn revoked(&self) {
         self.revocation().revoked().await;
     }
 
     /// Tells when its key opens nothing any more.
     pub fn revocation(&self) -> Revocation {
-        Revocation(self.0.revoked.subscribe())
+        Revocation(self.0.told.subscribe())
     }
 }
 
-/// Whether a key opens nothing any more.
+/// Whether a key opens nothing any more: it was revoked, or has expired.
 #[derive(Debug)]
-pub struct Revocation(watch::Receiver<bool>);
+pub struct Revocation(watch::Receiver<Until>);
 
 impl Revocation {
     /// Whether it is so by now.
     pub fn is_revoked(&self) -> bool {
-        *self.0.borrow()
+        self.0.borrow().is_over()
     }
 
     /// Waits until it is.
     pub async fn revoked(&mut self) {
-        if self.0.wait_for(|revoked| *revoked).await.is_err() {
-            // Who could revoke it is gone with the process.
-            std::future::pending().await
+        loop {
+            let until = *self.0.borrow_and_update();
+            if until.is_over() {
+                return;
+            }
+            tokio::select! {
+                () = until.may_be_over() => {}
+                changed = self.0.changed() => if changed.is_err() {
+                    // Who could change that is gone with the process.
+                    until.may_be_over().await;
+                }
+            }
         }
     }
 }
@@ -226,11 +269,11 @@ impl Keys {
         {
             tracing::error!(path = %path.display(), %error, "after a restart without a majority no key would be asked for");
         }
-        let gone = before.revoked_by(&ring);
+        let changes = before.changes(&ring);
         *self.ring.write() = Arc::new(ring);
         // Only now: who is told must not find that it still opens.
-        for revoked in gone {
-            revoked.send_replace(true);
+        for (told, until) in changes {
+            told.send_replace(until);
         }
     }
 
@@ -254,9 +297,7 @@ impl Keys {
         let key = key.ok_or(ApiError::InvalidApiKey)?;
         let sha256 = Sha256::digest(key.trim().as_bytes()).into();
         match ring.grants.get(&Secret(sha256)) {
-            Some(grant) if grant.expires_unix_s == 0 || unix_seconds() < grant.expires_unix_s => {
-                Ok(Caller(Arc::clone(grant)))
-            }
+            Some(grant) if !grant.until.is_over() => Ok(Caller(Arc::clone(grant))),
             Some(_) => Err(ApiError::InvalidApiKey),
             None if self.settled.load(Ordering::Acquire) => Err(ApiError::InvalidApiKey),
             None => Err(ApiError::KeysUnknown),
@@ -327,10 +368,6 @@ fn derived(key: &[u8; 32], tag: &[u8], text: &str) -> TenantSalt {
         hasher.update(field);
     }
     TenantSalt(*hasher.finalize().as_bytes())
-}
-
-fn unix_seconds() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
 /// 32 bytes from 64 hexadecimal digits.

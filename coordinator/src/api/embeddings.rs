@@ -54,7 +54,7 @@ pub fn plan(body: &[u8], sources: &Sources<'_>) -> Result<Wanted<Shape>, ApiErro
         }
         let tokens = match given {
             Prompt::Text(text) => {
-                check_text(&model, &text, Some(served.max_model_len))?;
+                check_text(&model, text.len(), Some(served.max_model_len))?;
                 let tokens = tokenizer.encode(&text, false);
                 if special { tokenizer.with_ends(tokens) } else { tokens }
             }

@@ -247,9 +247,10 @@ pub fn generation(kind: Kind, body: &[u8], sources: &Sources<'_>, effort: Effort
                 Kind::Messages => messages::read(&fields, true)?,
                 _ => chat::read(&fields)?,
             };
-            let rendered = chat_text(&mut chat, &model, (&documents, &order), true, short)?;
+            check_chat(&model, &chat, limit)?;
+            let rendered = rendered(&mut chat, &model, (&documents, &order), true, short)?;
             let rendered = rendered.ok_or_else(too_long)?;
-            check_text(&model, &rendered.text, limit)?;
+            check_text(&model, rendered.text.len(), limit)?;
             let prompt = match effort {
                 Effort::Short => model.chat_shortly(&rendered, bos, SHORT_FRESH).ok_or_else(too_long)?,
                 Effort::Full { .. } => model.chat(&rendered, bos),
@@ -334,7 +335,13 @@ pub fn prefix(body: &[u8], model: &OfferedModel, limit: u32) -> Result<Prefix, A
                 .map_err(|_| ApiError::field("prompt", "give one prefix at a time"))?;
             tokens.to_vec()
         }
-        (None, Some(_)) => chat_prompt(chat::read(&fields)?, model, (&[], &[]), bos, false)?.to_vec(),
+        (None, Some(_)) => {
+            let mut chat = chat::read(&fields)?;
+            check_chat(model, &chat, Some(limit))?;
+            let rendered = chat_text(&mut chat, model, (&[], &[]), false)?;
+            check_text(model, rendered.text.len(), Some(limit))?;
+            model.chat(&rendered, bos).to_vec()
+        }
         _ => return Err(ApiError::field("prompt", "give either prompt or messages")),
     };
     let (prompt, limit) = (tokens.len() as u64, u64::from(limit));
@@ -426,7 +433,7 @@ fn completion_prompts<E: From<ApiError>>(
     let vocab = model.tokenizer.vocab_size();
     let tokens = |prompt| match prompt {
         Prompt::Text(text) => {
-            check_text(model, &text, limit)?;
+            check_text(model, text.len(), limit)?;
             encode(&text)
         }
         Prompt::Tokens(tokens) => {
@@ -437,11 +444,19 @@ fn completion_prompts<E: From<ApiError>>(
     prompts(fields)?.into_iter().map(tokens).collect()
 }
 
-/// Refuses a text that has too many tokens for the model whatever they are, before they are made. `limit`: as it is served,
-/// or else as its file says.
-pub(super) fn check_text(model: &OfferedModel, text: &str, limit: Option<u32>) -> Result<(), ApiError> {
+/// Refuses a chat that is too long for the model whatever its template makes of it, before that is tried. What an assistant
+/// has said may be left out by a template, as may be what is blank around texts; neither counts.
+fn check_chat(model: &OfferedModel, chat: &Chat<'_>, limit: Option<u32>) -> Result<(), ApiError> {
+    let others = chat.messages.iter().filter(|message| message.role != "assistant");
+    let texts = others.filter_map(|message| message.content.as_ref());
+    check_text(model, texts.map(|text| text.0.trim().len()).sum(), limit)
+}
+
+/// Refuses a text of so many bytes that has too many tokens for the model whatever they are, before they are made. `limit`:
+/// as it is served, or else as its file says.
+pub(super) fn check_text(model: &OfferedModel, bytes: usize, limit: Option<u32>) -> Result<(), ApiError> {
     let limit = limit.map_or(model.context as u64, u64::from);
-    let (bytes, least) = (text.len(), model.tokenizer.fewest_tokens(text.len()) as u64);
+    let least = model.tokenizer.fewest_tokens(bytes) as u64;
     if limit > 0 && least > limit { Err(ApiError::TextLength { bytes, least, limit }) } else { Ok(()) }
 }
 
@@ -453,12 +468,21 @@ fn chat_prompt(
     bos: bool,
     answer: bool,
 ) -> Result<TokenIds, ApiError> {
-    let rendered = chat_text(&mut chat, model, documents, answer, false)?.unwrap_or_default();
-    Ok(model.chat(&rendered, bos))
+    Ok(model.chat(&chat_text(&mut chat, model, documents, answer)?, bos))
 }
 
-/// The same as text. `short`: none if rendering takes more than about a millisecond, or fails.
+/// The same as text.
 fn chat_text(
+    chat: &mut Chat<'_>,
+    model: &OfferedModel,
+    documents: (&[Document], &[usize]),
+    answer: bool,
+) -> Result<chat_template::Prompt, ApiError> {
+    rendered(chat, model, documents, answer, false)?.ok_or(ApiError::Internal)
+}
+
+/// The same. `short`: none if rendering takes more than about a millisecond, or fails.
+fn rendered(
     chat: &mut Chat<'_>,
     model: &OfferedModel,
     (documents, order): (&[Document], &[usize]),

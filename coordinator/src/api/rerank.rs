@@ -55,7 +55,7 @@ pub fn plan(body: &[u8], sources: &Sources<'_>) -> Result<Wanted<Shape>, ApiErro
         })
         .collect();
     let tokenizer = &model.tokenizer;
-    let fits = |text: &String| check_text(&model, text, Some(served.max_model_len));
+    let fits = |text: &String| check_text(&model, text.len(), Some(served.max_model_len));
     fits(&query)?;
     documents.iter().try_for_each(fits)?;
     let query = tokenizer.encode(&query, false);

@@ -4,7 +4,7 @@ use super::chat;
 use super::fields::Fields;
 use super::messages::{self, MessageWriter};
 use super::plan::Kind;
-use super::responses::tests::tokenizer;
+use super::responses::tests::{events, tokenizer};
 use super::responses::{self, ResponseWriter};
 use super::shape::{CallPart, Delta, Part, Shape, Usage, Writer};
 use model::chat_template::Message;
@@ -50,8 +50,12 @@ fn delta(said: &[Part], reason: FinishReason) -> Delta {
         drafted_tokens: 0,
         accepted_tokens: 0,
     };
-    let called = reason == FinishReason::Stop && said.iter().any(|part| matches!(part, Part::Call(_)));
-    Delta { said: said.to_vec(), called, finished: Some(finished), ..Delta::default() }
+    let last = said.iter().rev().find_map(|part| match part {
+        Part::Call(call) => Some(serde_json::from_str::<Value>(&call.arguments).is_ok()),
+        _ => None,
+    });
+    let (called, cut) = (last == Some(true), last == Some(false));
+    Delta { said: said.to_vec(), called, cut, finished: Some(finished), ..Delta::default() }
 }
 
 /// Has `history` read as a chat, in which all earlier calls have objects as arguments.
@@ -73,10 +77,8 @@ fn read(kind: Kind, body: &Value) -> Vec<Message<'static>> {
     messages
 }
 
-#[test]
-fn answers_of_chats() {
-    let tokenizer = tokenizer();
-    let mut shape = Shape {
+fn shape() -> Shape {
+    Shape {
         chat: true,
         id: "chatcmpl-1".into(),
         created: 1,
@@ -84,7 +86,13 @@ fn answers_of_chats() {
         token_ids: false,
         logprobs: false,
         include_usage: false,
-    };
+    }
+}
+
+#[test]
+fn answers_of_chats() {
+    let tokenizer = tokenizer();
+    let mut shape = shape();
     for (said, reason) in answers().iter().flat_map(|said| REASONS.map(|reason| (said, reason))) {
         let whole = shape.whole(vec![delta(said, reason)], Usage::default(), &tokenizer);
         let whole: Value = serde_json::from_slice(&whole).unwrap();
@@ -148,5 +156,50 @@ fn answers_of_messages() {
             {"role": "user", "content": answer},
         ]);
         read(Kind::Messages, &json!({"max_tokens": 1, "messages": history}));
+    }
+}
+
+/// Whatever has cut it, a call that lacks arguments is told in no dialect as one that was made.
+#[test]
+fn a_cut_call_is_no_call_in_any_dialect() {
+    let tokenizer = tokenizer();
+    let call = |arguments: &str| {
+        let begins = Some(("call_0".to_owned(), "f".to_owned()));
+        vec![Part::Call(CallPart { index: 0, begins, arguments: arguments.into() })]
+    };
+    let cut = json!({"reason": "max_output_tokens"});
+    #[rustfmt::skip]
+    let table = [
+        ("{\"a\": 1}", FinishReason::Stop, "tool_calls", "tool_use", "completed", &Value::Null),
+        ("{\"a\": 1}", FinishReason::Length, "length", "max_tokens", "incomplete", &cut),
+        ("{\"a\": ", FinishReason::Length, "length", "max_tokens", "incomplete", &cut),
+        // By a token of `stop_token_ids`, or one of the model's own.
+        ("{\"a\": ", FinishReason::Stop, "stop", "end_turn", "incomplete", &cut),
+        ("", FinishReason::Stop, "stop", "end_turn", "incomplete", &cut),
+    ];
+    for (arguments, reason, chat, message, status, details) in table {
+        let said = call(arguments);
+        let writers: [Box<dyn Writer>; 3] = [
+            Box::new(shape()),
+            Box::new(MessageWriter::new("msg_1".into(), "m".into(), Vec::new())),
+            Box::new(ResponseWriter::new("resp_1".into(), 1, "m".into(), Map::new())),
+        ];
+        let [chats, messages, responses] = writers.map(|mut writer| -> Value {
+            serde_json::from_slice(&writer.whole(vec![delta(&said, reason)], Usage::default(), &tokenizer))
+                .unwrap()
+        });
+        assert_eq!(chats["choices"][0]["finish_reason"], chat, "{arguments} {reason:?}");
+        assert_eq!(messages["stop_reason"], message, "{arguments} {reason:?}");
+        assert_eq!((&responses["status"], &responses["incomplete_details"]), (&json!(status), details));
+        assert_eq!(responses["output"][0]["status"], status);
+        let mut stream = ResponseWriter::new("resp_1".into(), 1, "m".into(), Map::new());
+        let mut out = Vec::new();
+        stream.opens(&mut out, 0, Usage::default());
+        stream.says(&mut out, 0, delta(&said, reason), &tokenizer);
+        stream.ends(&mut out, Usage::default());
+        let events = events(&out);
+        let [.., (_, item), (name, last)] = events.as_slice() else { panic!("{events:?}") };
+        assert_eq!(*name, format!("response.{status}"));
+        assert_eq!((&item["item"]["status"], &last["response"]), (&json!(status), &responses));
     }
 }

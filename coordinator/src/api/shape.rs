@@ -53,6 +53,8 @@ pub struct Delta {
     pub said: Vec<Part>,
     /// At the end: whether the choice has called tools, the last of them with all of its arguments.
     pub called: bool,
+    /// At the end: whether the last call lacks some of its arguments, whatever has ended the choice.
+    pub cut: bool,
     /// The tokens that it came with.
     pub tokens: Vec<TokenOut>,
     /// Where each of them begins, in characters of the choice's text; only where log-probabilities are told.
@@ -79,6 +81,7 @@ impl Delta {
             self.say(part);
         }
         self.called |= next.called;
+        self.cut |= next.cut;
         self.tokens.extend(next.tokens);
         self.offsets.extend(next.offsets);
         self.finished = next.finished.or(self.finished.take());

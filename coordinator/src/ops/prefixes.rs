@@ -55,8 +55,9 @@ async fn pin(
     let keep = Keep::new(&ops, &caller, &query)?;
     let body = limits::read(request.into_body()).await?;
     let (model, limit) = (Arc::clone(&keep.model), keep.served.max_model_len);
-    let planned = tokio::task::spawn_blocking(move || plan::prefix(&body, &model, limit)).await;
-    let plan::Prefix { tokens, ttl } = planned.map_err(|_| ApiError::Internal)??;
+    let tenant = query.tenant.as_deref().map_or_else(|| Arc::clone(caller.tenant()), Arc::from);
+    let planned = ops.turns.run(&tenant, move || plan::prefix(&body, &model, limit));
+    let plan::Prefix { tokens, ttl } = planned.await?;
     let ttl_ms = u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX);
     let workers = keep.workers(&query, None)?;
     let asked =

@@ -37,6 +37,7 @@ fn port_with(loops: Vec<Heartbeat>) -> Router {
         keys: Keys::new(&entries, cluster_key.clone(), None).unwrap(),
         chains: Arc::new(ChainMemo::new(&cluster_key, 1 << 10)),
         cluster_key,
+        turns: Turns::new(1),
         metrics,
         raft: None,
         feed: dashboard::Feed::default(),

@@ -380,6 +380,49 @@ async fn limits_of_a_tenant_hold_whatever_is_spoken() {
     }
 }
 
+/// A key that expires ends what was begun with it, streamed or not, in every dialect.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn sec_key_expires() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data");
+    let (rig, [worker]) = Rig::with_workers::<1>(|c| c.data_dir = Some(data)).await;
+    worker.allow_tokens(1);
+    let completion = ("/v1/completions", json!({"model": "tiny", "prompt": [1, 2], "max_tokens": 9}));
+    let bodies: Vec<_> = questions("q", 9).into_iter().chain([completion]).collect();
+    // On a machine that is too slow to begin all of them the key lasts longer next time.
+    for lasts in [2, 8, 30] {
+        let made = post(rig.at.ops, "/admin/v1/keys", &json!({"tenant": "a", "expires_s": lasts})).await;
+        let key = made.json()["key"].as_str().unwrap().to_owned();
+        let headers = [("x-api-key", key.as_str())];
+        let begun = worker.counters().received;
+        let mut streams = Vec::new();
+        for (path, body) in &bodies {
+            streams.push((path, Events::post_with(rig.at.http, path, &headers, &streamed(body)).await));
+        }
+        let whole = bodies
+            .iter()
+            .map(|(path, body)| send(rig.at.http, Method::POST, path, &headers, body.to_string()));
+        let whole = futures::future::join_all(whole).await;
+        assert!(whole.iter().all(|reply| reply.status.as_u16() == 401), "{lasts} s");
+        let in_time = (worker.counters().received - begun) as usize == 2 * bodies.len();
+        for (path, mut stream) in streams.into_iter().filter(|_| in_time) {
+            assert_eq!(stream.status.as_u16(), 200, "{path}");
+            let (events, done) = stream.rest().await;
+            let last = events.last().unwrap();
+            let code = match *path {
+                RESPONSES => &last["response"]["error"]["code"],
+                _ => &last["error"]["code"],
+            };
+            assert_eq!((code, done), (&json!("invalid_api_key"), false), "{path}: {events:?}");
+        }
+        worker.until("all are cancelled", |c| c.cancelled == c.received).await;
+        if in_time {
+            return;
+        }
+    }
+    panic!("this machine is too slow to begin eight requests within 30 s");
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn tokens_of_a_message_are_counted_as_they_are_sent() {
     let (rig, workers) = Rig::with_workers::<1>(|_| {}).await;

@@ -485,6 +485,18 @@ async fn sec_sessions_are_the_keys() {
     assert_eq!(kinds(&events), ["error", "closed"]);
     assert_eq!((&events[0]["error"]["code"], code), (&json!("invalid_api_key"), Some(1008)));
     assert_eq!(events[1]["reason"], "key_revoked");
+    // So does one whose key expires, if it could begin before that.
+    for lasts in [2, 8, 30] {
+        let (_, brief) = create(json!({"tenant": "a", "expires_s": lasts})).await;
+        let headers = [("authorization", brief.as_str())];
+        let Ok(mut session) = WebSocket::try_open(rig.at.http, VAD, &headers).await else { continue };
+        session.until("opened").await;
+        let (events, code) = session.rest().await;
+        assert_eq!(code, Some(1008), "{events:?}");
+        assert_eq!(events.last().unwrap()["reason"], "key_revoked");
+        return;
+    }
+    panic!("this machine is too slow to open a session within 30 s");
 }
 
 /// Where everybody on the machine may ask, a page of another site in its browser may not: neither open a session, nor

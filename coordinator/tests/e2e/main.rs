@@ -3,6 +3,7 @@
 
 mod agreement;
 mod api;
+mod chats;
 mod client;
 mod dashboard;
 mod dialects;
@@ -23,6 +24,7 @@ mod websocket;
 
 use client::get;
 use fake_worker::{FakeWorker, Setup};
+use kvasir_coordinator::models::ModelEntry;
 use kvasir_coordinator::server::Addresses;
 use kvasir_coordinator::{Config, Coordinator};
 use model::gguf::writer::Writer;
@@ -60,13 +62,13 @@ impl Rig {
     pub(crate) async fn bare(change: impl FnOnce(&mut Config)) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("tiny.gguf");
-        write_model(&path);
+        write_model(&path, TEMPLATE);
         let digest = Tokenizer::from_metadata(ModelFile::open(&path).unwrap().metadata()).unwrap().digest();
         let authority = Authority::new(ClusterName::new("test").unwrap(), SystemTime::now()).unwrap();
         let node = NodeId::new("c1").unwrap();
         let identity =
             authority.issue(Role::Coordinator, node, SystemTime::now()).unwrap().identity().unwrap();
-        let entry = kvasir_coordinator::models::ModelEntry { id: ModelId::new("tiny").unwrap(), path };
+        let entry = ModelEntry { id: ModelId::new("tiny").unwrap(), path };
         let mut config = Config {
             http: any_port(),
             ops: any_port(),
@@ -162,7 +164,7 @@ const TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.co
     {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
 
 /// A file with a tokenizer whose tokens are bytes, and a chat template; no weights.
-fn write_model(path: &Path) {
+pub(crate) fn write_model(path: &Path, template: &str) {
     // Bytes as byte-level BPE writes them.
     let printable = |b: u32| (33..=126).contains(&b) || (161..=172).contains(&b) || (174..=255).contains(&b);
     let mut others = 256..;
@@ -185,7 +187,7 @@ fn write_model(path: &Path) {
         ("tokenizer.ggml.eos_token_id", Value::from(257u32)),
         ("tokenizer.ggml.add_bos_token", Value::from(true)),
         ("tokenizer.ggml.add_eos_token", Value::from(true)),
-        ("tokenizer.chat_template", Value::from(TEMPLATE)),
+        ("tokenizer.chat_template", Value::from(template)),
     ]);
     let mut file = std::fs::File::create(path).unwrap();
     Writer::new(metadata).unwrap().write(&mut file, |_| Vec::new()).unwrap();

@@ -94,12 +94,18 @@ impl WebSocket {
         Self::open_with(to, path, &[]).await
     }
 
+    pub(crate) async fn try_open(
+        to: SocketAddr,
+        path: &str,
+        headers: &[(&str, &str)],
+    ) -> Result<Self, Reply> {
+        let (stream, headers) = ask(to, path, headers).await?;
+        Ok(Self { socket: WebSocketStream::from_raw_socket(stream, Role::Client, None).await, headers })
+    }
+
     pub(crate) async fn open_with(to: SocketAddr, path: &str, headers: &[(&str, &str)]) -> Self {
-        match ask(to, path, headers).await {
-            Ok((stream, headers)) => {
-                let socket = WebSocketStream::from_raw_socket(stream, Role::Client, None).await;
-                Self { socket, headers }
-            }
+        match Self::try_open(to, path, headers).await {
+            Ok(session) => session,
             Err(reply) => panic!("{path}: {} {}", reply.status, reply.text()),
         }
     }

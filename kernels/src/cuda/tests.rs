@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::{Mutex, OnceLock};
 
 mod gate;
+pub(crate) mod hole;
 pub(crate) mod sim;
 
 /// A compiled source: once in a process, and kept among what is built, since compiling all takes half a minute.

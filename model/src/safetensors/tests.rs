@@ -31,7 +31,10 @@ fn each_bad_file_says_what_is_wrong() {
         file(&format!("{header:<80}"), 32)
     };
     assert!(parse(&one("F32", "[2,4]", "[0,32]")).is_ok());
-    let rows: [(Vec<u8>, &str); 14] = [
+    let long = "n".repeat(1_025);
+    let many: Vec<String> =
+        (0..65_537).map(|n| format!(r#""{n}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}"#)).collect();
+    let rows: [(Vec<u8>, &str); 20] = [
         (vec![1, 2, 3], "the file has 3 bytes, its header needs 8"),
         (file("{}", 0)[..9].to_vec(), "the file has 9 bytes, its header needs 10"),
         (
@@ -49,6 +52,12 @@ fn each_bad_file_says_what_is_wrong() {
         (one("U8", "[33]", "[0,33]"), "tensor w ends at 33 of the data section, which has 32 bytes"),
         (one("F32", "[2]", "[2,10]"), "tensor w starts at byte 90 of the file, not a multiple of 4"),
         (one("U8", "[1,1,1,1,1,1,1,1,1]", "[0,1]"), "the number of dimensions of w is 9, the limit is 8"),
+        (one("U8", "[18446744073709551615,2]", "[0,32]"), "tensor w of shape"),
+        (one("U8", "[1099511627776]", "[0,1099511627776]"), "ends at 1099511627776 of the data section"),
+        (one("U8", "[2]", "[18446744073709551615,1]"), "is said to be at 18446744073709551615 to 1"),
+        (one(&long, "[8]", "[0,8]"), "the length of a type's name is 1025, the limit is 1024"),
+        (file(&format!(r#"{{"{long}":3}}"#), 0), "the length of a tensor's name is 1025, the limit is 1024"),
+        (file(&format!("{{{}}}", many.join(",")), 0), "the number of tensors is 65537, the limit is 65536"),
     ];
     for (bytes, expected) in rows {
         let error = parse(&bytes).unwrap_err().to_string();

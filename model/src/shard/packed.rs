@@ -127,8 +127,12 @@ impl PackedFile {
         // another process writing to the file, which is private to this user; bytes of weights are never lengths.
         let map = unsafe { Mmap::map(&file) }?;
         let mut regions = HashMap::new();
+        let mut free = 0;
         for region in &index {
-            let end = region.start.checked_add(region.bytes).filter(|end| *end <= start);
+            // In order and apart, as they are written: what is checked below is no more than the file has bytes.
+            let end =
+                region.start.checked_add(region.bytes).filter(|end| *end <= start && free <= region.start);
+            free = end.unwrap_or_default();
             let range = usize::try_from(region.start).ok().zip(end.and_then(|end| usize::try_from(end).ok()));
             let (from, to) = range.ok_or(Flaw::Damaged("its index"))?;
             regions.insert(region.name.clone(), from..to);

@@ -3,9 +3,14 @@
 use crate::tiny_model;
 use kvasir_cluster_tests::cluster::Cluster;
 use kvasir_cluster_tests::{binary, http, wait};
+use proto::ca::Authority;
+use proto::ids::{NodeId, Role};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
+use std::path::Path;
 use std::process::{Child, Stdio};
+use std::time::{Duration, SystemTime};
 
 /// Gone when dropped.
 struct Node(Child);
@@ -76,43 +81,39 @@ fn top_shows_every_node_and_what_it_does() {
     assert!(!shown.contains('\x1b'), "what is for a terminal");
 }
 
-#[test]
-fn a_coordinator_is_added_to_one_that_was_alone() {
-    let cluster = Cluster::builder("operate-add", &tiny_model()).flag("--workers", "1").start().unwrap();
-    let first = cluster.coordinator();
-    let dir = cluster.data_dir();
-    let text = |path: std::path::PathBuf| path.to_str().unwrap().to_owned();
-    let [ca, identity, data] = ["ca", "added", "added-data"].map(|name| text(dir.join(name)));
-    let issue = ["ca", "issue", "--dir", &ca, "--role", "coordinator", "--node", "added", "--out", &identity];
-    binary::stdout(&issue).unwrap();
+/// Starts the coordinator `added` and makes it one of the cluster's, with `flags` of its own and a certificate as it would
+/// have it from `issued` on. Also what it says of itself.
+fn add(cluster: &Cluster, flags: &[&str], issued: SystemTime) -> (Node, Value) {
+    let (first, dir) = (cluster.coordinator(), cluster.data_dir());
+    let text = |name: &str| dir.join(name).to_str().unwrap().to_owned();
+    let [identity, data, key] = ["added", "added-data", "cluster.key"].map(text);
+    let authority = Authority::load(&dir.join("ca")).unwrap();
+    let node = NodeId::new("added").unwrap();
+    authority.issue(Role::Coordinator, node, issued).unwrap().save(Path::new(&identity)).unwrap();
     let peers = format!("{}={}", first.id, first.quic);
     let any = "127.0.0.1:0";
     let mut command = binary::command(&["coordinator", "--http", any, "--ops", any, "--quic", any]).unwrap();
-    command.args([
-        "--identity",
-        &identity,
-        "--data-dir",
-        &data,
-        "--peers",
-        &peers,
-        "--models",
-        &tiny_model(),
-    ]);
-    command
-        .args(["--cluster-key", &text(dir.join("cluster.key"))])
-        .stdout(Stdio::piped())
-        .stderr(Stdio::null());
-    let mut added = Node(command.spawn().unwrap());
+    command.args(["--identity", &identity, "--data-dir", &data, "--peers", &peers]);
+    command.args(["--models", &tiny_model(), "--cluster-key", &key]).args(flags);
+    let mut added = Node(command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap());
     let mut line = String::new();
     BufReader::new(added.0.stdout.take().unwrap()).read_line(&mut line).unwrap();
     let said: Value = serde_json::from_str(&line).unwrap();
     let name = format!("added={}", said["quic"].as_str().unwrap());
-    let dir = dir.to_str().unwrap();
-    let group = binary::stdout(&["coordinators", "add", &name, "--data-dir", dir, "--json"]).unwrap();
-    let group: Value = serde_json::from_str(&group).unwrap();
-    assert_eq!((&group["leader"], &group["needed"]), (&json!(first.id), &json!(2)), "{group}");
-    let votes = group["coordinators"].as_array().unwrap().iter().filter(|member| member["votes"] == true);
-    assert_eq!(votes.count(), 2, "{group}");
+    let group = ["coordinators", "add", &name, "--data-dir", dir.to_str().unwrap(), "--json"];
+    let group: Value = serde_json::from_str(&binary::stdout(&group).unwrap()).unwrap();
+    let votes = cluster.nodes().coordinators.len() + 1;
+    assert_eq!(group["needed"], votes / 2 + 1, "{group}");
+    let voters = group["coordinators"].as_array().unwrap().iter().filter(|member| member["votes"] == true);
+    assert_eq!(voters.count(), votes, "{group}");
+    (added, said)
+}
+
+#[test]
+fn a_coordinator_is_added_to_one_that_was_alone() {
+    let cluster = Cluster::builder("operate-add", &tiny_model()).flag("--workers", "1").start().unwrap();
+    let first = cluster.coordinator();
+    let (added, said) = add(&cluster, &[], SystemTime::now());
     // It leads as well as the other one.
     let ops = said["ops"].as_str().unwrap();
     let led = || binary::stdout(&["coordinators", "transfer", "added", "--ops", ops]).ok();
@@ -125,4 +126,61 @@ fn a_coordinator_is_added_to_one_that_was_alone() {
         (refused.status == 503).then_some(())
     };
     wait::until("nobody can decide", binary::PATIENCE, alone).unwrap();
+}
+
+/// One of three is the odd one: it is not ready, says why, and has no worker, while the others go on.
+#[test]
+fn a_coordinator_with_another_setting_is_not_ready_and_says_so() {
+    let cluster = Cluster::builder("operate-odd", &tiny_model()).flag("--coordinators", "2").start().unwrap();
+    let first = cluster.coordinator();
+    let (_added, said) = add(&cluster, &["--raw-chats", "true"], SystemTime::now());
+    let ops: SocketAddr = said["ops"].as_str().unwrap().parse().unwrap();
+    let unready = || {
+        let answer = http::get(ops, "/readyz").ok()?;
+        (answer.status == 503).then(|| answer.text().unwrap()).filter(|why| why.contains("raw_chats"))
+    };
+    let why = wait::until("it is not ready", binary::PATIENCE, unready).unwrap();
+    assert_eq!(why, "raw_chats: not that of the other coordinators\n");
+    for ops in [ops, first.ops] {
+        let told = || {
+            let status = binary::stdout(&["status", "--ops", &ops.to_string()]).ok()?;
+            let line =
+                "added has another raw_chats than the other coordinators: not ready until it is the same\n";
+            status.contains(line).then_some(())
+        };
+        wait::until("status says so at each", binary::PATIENCE, told).unwrap();
+    }
+    let ready = http::get(first.ops, "/readyz").unwrap();
+    assert_eq!((ready.status, ready.text().unwrap()), (200, "ok\n".to_owned()));
+    let body = json!({"prompt": [5, 6, 7], "max_tokens": 2});
+    assert_eq!(http::post(cluster.http(), "/v1/completions", &body).unwrap().status, 200);
+    let there: SocketAddr = said["http"].as_str().unwrap().parse().unwrap();
+    assert_eq!(http::post(there, "/v1/completions", &body).unwrap().status, 503);
+}
+
+#[test]
+fn a_certificate_that_ends_soon_is_told_by_its_node_and_by_status() {
+    let cluster = Cluster::builder("operate-ends", &tiny_model()).flag("--workers", "1").start().unwrap();
+    let day = Duration::from_hours(24);
+    // It lasts 320 to 365 days.
+    let (_added, said) = add(&cluster, &[], SystemTime::now() - 315 * day);
+    let ops: SocketAddr = said["ops"].as_str().unwrap().parse().unwrap();
+    let left = |ops: SocketAddr, certificate: &str| {
+        let metrics = http::get(ops, "/metrics").unwrap().text().unwrap();
+        let line = format!("kvasir_certificate_days_left{{certificate=\"{certificate}\"}} ");
+        let value = metrics.lines().find_map(|text| text.strip_prefix(&line)).unwrap();
+        value.parse::<f64>().unwrap()
+    };
+    let days = left(ops, "node");
+    assert!((4.9..50.0).contains(&days), "{days}");
+    assert!(left(cluster.coordinator().ops, "node") > 319.0);
+    assert!(left(ops, "authority") > 365.0);
+    let told = || {
+        let status = binary::stdout(&["status", "--ops", &cluster.coordinator().ops.to_string()]).ok()?;
+        let line = status.lines().find(|line| line.starts_with("certificate of added: ends in "))?;
+        Some(line.to_owned())
+    };
+    let line = wait::until("status names it", binary::PATIENCE, told).unwrap();
+    let shown: f64 = line.split(' ').nth(5).unwrap().trim_end_matches('d').parse().unwrap();
+    assert!((shown - days).abs() <= 1.0, "{line}, {days} by the metric");
 }

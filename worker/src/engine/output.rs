@@ -122,9 +122,11 @@ impl Engine {
         }
     }
 
-    /// A row that it was to draw from holds NaN or infinity: it ends, with an error that says so.
+    /// A row that it was to draw from holds NaN or infinity: it ends, with an error that says so, and nothing stays cached
+    /// that it was computed from.
     pub(super) fn fail_not_finite(&mut self, id: SeqId) {
-        self.scheduler.remove(id);
+        self.forget_kept(id);
+        self.scheduler.remove_spoiled(id);
         self.siblings.gone(id);
         self.pulling.gone(id);
         let Some(mut live) = self.live.remove(&id) else { return };

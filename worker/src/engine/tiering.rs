@@ -126,6 +126,18 @@ impl Engine {
         });
     }
 
+    /// What tiers have of a live sequence's tokens is not to be used again.
+    pub(super) fn forget_kept(&mut self, id: SeqId) {
+        let Some(tiering) = &mut self.tiering else { return };
+        let (Some(live), Some(tokens)) = (self.live.get(&id), self.scheduler.tokens(id)) else { return };
+        let names = tiering.tiers.names(live.root, tokens);
+        for (group, end) in self.scheduler.places(tokens.len() as u32) {
+            if let Some(key) = names.piece(group, end) {
+                tiering.tiers.forget(key);
+            }
+        }
+    }
+
     /// Copies the resume points of a path that are in the arena and in no tier yet, but no more than about `most` bytes.
     /// Returns how many, and whether that is all.
     ///

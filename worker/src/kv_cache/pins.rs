@@ -1,10 +1,11 @@
 //! Resume points held, read and restored as wholes: pins against eviction, the list of what a snapshot has to
 //! save, and room for what a snapshot brings back.
 
-use super::KvCache;
+use super::pool::BlockAt;
 use super::prefix::Child;
+use super::{KvCache, SequenceCache};
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 
 /// Names a pinned prefix.
@@ -184,12 +185,24 @@ impl KvCache {
         // Forgetting a node may end those above it that hold nothing themselves, never those that it keeps.
         for &node in path.iter().skip(keep).rev() {
             let Some(blocks) = self.tree.forget(node) else { return };
-            for at in blocks {
-                if !self.tree.any_unit(at.group, at.block) {
-                    self.pool.set_hashed(at.group, at.block, false);
-                }
-            }
+            self.no_longer_known(&blocks);
         }
+    }
+
+    /// Forgets all that is cached of the path on which a sequence stands, whoever else stands on it, and ends the pins of any
+    /// of it. The sequence shares nothing any more. Returns how many pins there were.
+    pub(crate) fn spoil(&mut self, sequence: &mut SequenceCache) -> u64 {
+        let Some(cursor) = sequence.cursor.take() else { return 0 };
+        // The cursor is still pinned: none of these nodes goes meanwhile.
+        let path: Vec<u32> = self.tree.upwards(cursor).collect();
+        let blocks: Vec<BlockAt> = path.into_iter().flat_map(|node| self.tree.forget_unit(node)).collect();
+        self.no_longer_known(&blocks);
+        self.tree.unpin(cursor);
+        let gone: HashSet<(usize, u32)> = blocks.iter().map(|at| (at.group, at.block)).collect();
+        let pins =
+            self.pins.pins.iter().filter(|(_, pin)| pin.blocks.iter().any(|block| gone.contains(block)));
+        let pins: Vec<PinId> = pins.map(|(id, _)| *id).collect();
+        pins.into_iter().map(|id| u64::from(self.unpin(id))).sum()
     }
 
     /// Lets every pin go; returns how many there were.

@@ -379,9 +379,12 @@ impl PrefixTree {
     /// descendant or a pin.
     pub(super) fn forget(&mut self, node: u32) -> Option<Vec<BlockAt>> {
         let entry = &self.nodes[node as usize];
-        if entry.pins > 0 || entry.first_child != NIL {
-            return None;
-        }
+        let is_free = entry.pins == 0 && entry.first_child == NIL;
+        is_free.then(|| self.forget_unit(node))
+    }
+
+    /// Forgets where the unit of `node` lies, whatever stands on it; returns the blocks concerned.
+    pub(super) fn forget_unit(&mut self, node: u32) -> Vec<BlockAt> {
         let mut blocks = Vec::new();
         for group in 0..self.needs.len() {
             while let Some(head) = Some(self.state(node, group).head).filter(|&head| head != NIL) {
@@ -389,7 +392,7 @@ impl PrefixTree {
                 blocks.push(BlockAt { group, block: head / self.units_in[group] });
             }
         }
-        Some(blocks)
+        blocks
     }
 
     fn state(&self, node: u32, group: usize) -> &State {

@@ -217,7 +217,7 @@ pub struct Counters {
     pub checkpoints_skipped: u64,
     /// Sequences that went on from where another stood.
     pub forks: u64,
-    /// Pins given up because a sequence could not have run otherwise.
+    /// Pins given up because a sequence could not have run otherwise, or because rows computed from them were no numbers.
     pub pins_lost: u64,
 }
 

@@ -153,6 +153,14 @@ impl Scheduler {
         self.cache.shape(tokens / unit).map(move |(group, end)| (group, end * unit))
     }
 
+    /// Every group, and the positions behind the last token of every piece that any resume point within so many tokens
+    /// may have.
+    pub fn places(&self, tokens: u32) -> impl Iterator<Item = (usize, u32)> {
+        let unit = HASH_UNIT_TOKENS as u32;
+        let ends = move |group| (1..=tokens / unit).map(move |end| (group, end * unit));
+        (0..self.cache.spec().groups.len()).flat_map(ends)
+    }
+
     /// Tokens of the deepest resume point of at most `tokens` tokens whose pieces are all there, by what `has` says
     /// of a group and the end of a block as in [`Scheduler::shape`]; 0 if there is none.
     pub fn deepest_whole(&self, tokens: u32, mut has: impl FnMut(usize, u32) -> bool) -> u32 {

@@ -4,7 +4,7 @@ use super::aged::Aged;
 use super::{DiskConfig, PieceKey, file};
 use crate::Error;
 use parking_lot::Mutex;
-use proto::directory;
+use proto::directory::{self, Claim};
 use proto::log::Repeats;
 use std::collections::HashSet;
 use std::io;
@@ -27,15 +27,24 @@ pub(super) struct Loaded {
     pub(super) bytes: Option<Arc<[u8]>>,
 }
 
+/// What to do with a piece's file, in the order in which it was said.
+#[derive(Debug)]
+enum Order {
+    Write(PieceKey, Arc<[u8]>),
+    Remove(PieceKey),
+}
+
 /// See the module.
 #[derive(Debug)]
 pub(super) struct Disk {
     shared: Arc<Shared>,
     // Taken when it is dropped: so the threads end.
-    writes: Option<Sender<(PieceKey, Arc<[u8]>)>>,
+    writes: Option<Sender<Order>>,
     reads: Option<Sender<PieceKey>>,
     arrivals: Receiver<Loaded>,
     threads: Vec<JoinHandle<()>>,
+    /// Held until the threads have ended.
+    _claim: Claim,
 }
 
 /// The file of a piece, to be read by any thread that may wait for a disk.
@@ -67,6 +76,14 @@ struct Shared {
 struct Index {
     files: Aged<()>,
     writing: HashSet<PieceKey>,
+    /// Whose files are still to be removed: they are not served, and not written before that.
+    doomed: HashSet<PieceKey>,
+}
+
+impl Index {
+    fn bytes_of(&self, key: PieceKey) -> Option<u64> {
+        self.files.bytes_of(&key).filter(|_| !self.doomed.contains(&key))
+    }
 }
 
 impl Disk {
@@ -75,11 +92,11 @@ impl Disk {
         let failed =
             |source| Error::Io { what: format!("cannot use {} for KV", config.dir.display()), source };
         // What stands in a cache is nobody else's business on this machine.
-        directory::make_private(&config.dir).map_err(failed)?;
+        let claim = Claim::of(&config.dir)?;
         let files = scan(&config.dir, config.bytes).map_err(failed)?;
         let shared = Arc::new(Shared {
             dir: config.dir.clone(),
-            index: Mutex::new(Index { files, writing: HashSet::new() }),
+            index: Mutex::new(Index { files, writing: HashSet::new(), doomed: HashSet::new() }),
             queued_bytes: AtomicU64::new(0),
             write_failures: AtomicU64::new(0),
             closing: AtomicBool::new(false),
@@ -92,18 +109,31 @@ impl Disk {
             spawn("kvasir-kv-write", move || writer.write_all(&to_write))?,
             spawn("kvasir-kv-read", move || reader.read_all(&to_read, &loaded))?,
         ];
-        Ok(Self { shared, writes: Some(writes), reads: Some(reads), arrivals, threads })
+        Ok(Self { shared, writes: Some(writes), reads: Some(reads), arrivals, threads, _claim: claim })
     }
 
     /// Bytes of the piece's file; none if there is no file.
     pub(super) fn bytes_of(&self, key: PieceKey) -> Option<u64> {
-        self.shared.index.lock().files.bytes_of(&key)
+        self.shared.index.lock().bytes_of(key)
     }
 
     /// Whether a piece of so many bytes is neither there nor on its way, and could be. One that is there grows young.
     pub(super) fn lacks(&self, key: PieceKey, bytes: u64) -> bool {
         let mut index = self.shared.index.lock();
-        bytes + OVERHEAD <= index.files.limit() && !index.files.touch(&key) && !index.writing.contains(&key)
+        bytes + OVERHEAD <= index.files.limit()
+            && !index.files.touch(&key)
+            && !index.writing.contains(&key)
+            && !index.doomed.contains(&key)
+    }
+
+    /// Has a piece's file removed, also one that is still to be written; it is not served from now on.
+    pub(super) fn forget(&self, key: PieceKey) {
+        let mut index = self.shared.index.lock();
+        let known = index.files.get(&key).is_some() || index.writing.contains(&key);
+        if known && index.doomed.insert(key) {
+            // Without the thread nothing is written or served any more.
+            let _ = self.writes.as_ref().map(|writes| writes.send(Order::Remove(key)));
+        }
     }
 
     /// Bytes that wait to be written.
@@ -116,7 +146,7 @@ impl Disk {
         let length = bytes.len() as u64;
         self.shared.index.lock().writing.insert(key);
         self.shared.queued_bytes.fetch_add(length, Ordering::Relaxed);
-        if self.writes.as_ref().is_none_or(|writes| writes.send((key, bytes)).is_err()) {
+        if self.writes.as_ref().is_none_or(|writes| writes.send(Order::Write(key, bytes)).is_err()) {
             self.shared.queued_bytes.fetch_sub(length, Ordering::Relaxed);
             self.shared.index.lock().writing.remove(&key);
             self.shared.write_failures.fetch_add(1, Ordering::Relaxed);
@@ -163,10 +193,19 @@ impl Drop for Disk {
 }
 
 impl Shared {
-    fn write_all(&self, queue: &Receiver<(PieceKey, Arc<[u8]>)>) {
-        while let Ok((key, bytes)) = queue.recv() {
-            self.write(key, &bytes);
-            self.queued_bytes.fetch_sub(bytes.len() as u64, Ordering::Relaxed);
+    fn write_all(&self, queue: &Receiver<Order>) {
+        while let Ok(order) = queue.recv() {
+            match order {
+                Order::Write(key, bytes) => {
+                    self.write(key, &bytes);
+                    self.queued_bytes.fetch_sub(bytes.len() as u64, Ordering::Relaxed);
+                }
+                Order::Remove(key) => {
+                    self.index.lock().files.remove(&key);
+                    self.remove(key);
+                    self.index.lock().doomed.remove(&key);
+                }
+            }
         }
     }
 

@@ -91,7 +91,7 @@ pub(super) fn read(dir: &Path, key: PieceKey) -> io::Result<Vec<u8>> {
     if (header.prefix, header.group) != (key.prefix, key.group) {
         return Err(damaged("it is another piece"));
     }
-    if length != header.length + (start.len() + header_len) as u64 {
+    if length.checked_sub((start.len() + header_len) as u64) != Some(header.length) {
         return Err(damaged("it has another length"));
     }
     let mut bytes = vec![0; usize::try_from(header.length).map_err(io::Error::other)?];
@@ -130,6 +130,15 @@ mod tests {
         }
         std::fs::write(&path, [&file[..], &[0]].concat()).unwrap();
         assert!(read(dir.path(), KEY).is_err());
+        // Lengths that no file has, among them those that a sum would wrap around to this one's.
+        for claimed in [u64::MAX, u64::MAX - 70, 1 << 40, 201] {
+            let header = HeaderV1 { prefix: KEY.prefix, group: KEY.group, length: claimed, digest: [0; 32] };
+            let header = codec::encode(&Header::V1(header), Cap::Control).unwrap();
+            let start = [&MAGIC[..], &(header.len() as u32).to_le_bytes(), &header, &bytes].concat();
+            std::fs::write(&path, start).unwrap();
+            let error = read(dir.path(), KEY).unwrap_err().to_string();
+            assert_eq!(error, "it has another length", "{claimed}");
+        }
         // A whole piece under another's name is not that one.
         let other = PieceKey { group: 4, ..KEY };
         std::fs::write(path_of(dir.path(), other), &file).unwrap();

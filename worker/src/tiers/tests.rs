@@ -174,7 +174,7 @@ fn a_directory_that_cannot_be_written_costs_no_more_than_a_count() {
     let dir = tempfile::tempdir().unwrap();
     let at = dir.path().join("kv");
     let mut tiers = open(&config(0, Some((&at, 10_000))));
-    std::fs::remove_dir(&at).unwrap();
+    std::fs::remove_dir_all(&at).unwrap();
     let key = keys(&tiers, 1)[0];
     tiers.put(key, vec![1; 100]);
     let deadline = Instant::now() + Duration::from_secs(20);
@@ -186,4 +186,42 @@ fn a_directory_that_cannot_be_written_costs_no_more_than_a_count() {
     let file = dir.path().join("file");
     std::fs::write(&file, "").unwrap();
     assert!(Tiers::open(&config(0, Some((&file, 100))), &origin("a")).is_err());
+}
+
+#[test]
+fn what_is_forgotten_is_neither_served_nor_found_by_the_next_process() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(10_000, Some((dir.path(), 10_000)));
+    let mut tiers = open(&config);
+    let keys = keys(&tiers, 3);
+    for (key, byte) in keys.iter().zip(1..) {
+        tiers.put(*key, vec![byte; 100]);
+    }
+    // Also while it is on its way to its file.
+    tiers.forget(keys[0]);
+    tiers.forget(keys[1]);
+    assert!(!tiers.holds(keys[0]) && tiers.file(keys[1]).is_none() && tiers.holds(keys[2]));
+    drop(tiers);
+    let mut next = open(&config);
+    assert_eq!(keys.iter().map(|key| next.holds(*key)).collect::<Vec<_>>(), [false, false, true]);
+    assert!(!file_of(dir.path(), keys[0]).exists());
+    // It can be kept again.
+    assert!(next.lacks(keys[0], 100));
+    next.put(keys[0], vec![9; 100]);
+    drop(next);
+    let mut last = open(&config);
+    load(&mut last, &keys[..1]);
+    assert_eq!(last.get(keys[0]).as_deref(), Some(&[9; 100][..]));
+}
+
+#[test]
+fn a_directory_serves_one_process_at_a_time() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(0, Some((dir.path(), 10_000)));
+    let tiers = open(&config);
+    let error = Tiers::open(&config, &origin("a")).unwrap_err().to_string();
+    let expected = "is used by another process; end it, or give this one a directory of its own";
+    assert_eq!(error, format!("{} {expected}", dir.path().display()));
+    drop(tiers);
+    open(&config);
 }

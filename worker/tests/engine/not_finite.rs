@@ -1,12 +1,15 @@
 //! Models that compute NaN or infinity: who is to draw from that gets an error that says so, and nobody else does.
 
-use crate::harness::{Ask, Heard, open, options, prompt, run_to_end, submit, together};
+use crate::harness::{Ask, Heard, ROOT, open, options, prompt, run_to_end, submit, together};
 use crate::stages::Workers;
+use crate::tiers::{disk, finish};
 use kvasir_worker::load::EngineOptions;
+use kvasir_worker::pieces::Namer;
 use kvasir_worker::speculation::Guesses;
 use model::gguf::writer::Writer;
 use model::{GgmlType, ModelFile};
 use proto::message::{GenerateError, Sampling};
+use proto::pull::PullRefusal;
 use std::fs::File;
 use std::io::BufWriter;
 use std::path::Path;
@@ -133,6 +136,45 @@ fn who_computes_numbers_beside_it_goes_on() {
                 }
             }
             engine.check().unwrap();
+        }
+    }
+}
+
+/// Neither the arena nor tiers keep what a request was computed from whose rows are no numbers, nor is it lent.
+#[test]
+fn nothing_stays_cached_of_it() {
+    let dir = tempfile::tempdir().unwrap();
+    for arch in ["llama", "qwen35"] {
+        let model = write(dir.path(), arch, spoils_one_embedding);
+        let healthy = |seed, len| -> Vec<u32> {
+            prompt(seed, len).into_iter().map(|token| if token == SICK { 8 } else { token }).collect()
+        };
+        let shared = healthy(1, 160);
+        let with = |own: &[u32]| Ask::greedy([&shared[..], own].concat(), 2).tokens_only();
+        // Once without the sick one: then the prefix is there.
+        for sick in [false, true] {
+            let kept = tempfile::tempdir().unwrap();
+            let options = EngineOptions { tiers: disk(kept.path(), 1 << 20), ..options("tiny/x") };
+            let mut engine = open(&model, &options);
+            let first = finish(&mut engine, &[with(&healthy(2, 30))]).remove(0);
+            let origin = Namer::new(&engine.origin()).unwrap().origin();
+            if sick {
+                // Its first steps draw nothing: what they have written is no better.
+                let prompt = [&[SICK], &healthy(3, 150)[..], &healthy(4, 40)].concat();
+                assert!(is_refused(&finish(&mut engine, &[with(&prompt)])[0]), "{arch}");
+                let offered = [&shared[..], &prompt[..16]].concat();
+                let refused = engine.lender().offer(&origin, ROOT, &offered, 0).err();
+                assert_eq!(refused, Some(PullRefusal::NotHeld), "{arch}");
+            } else {
+                let prompt = [&shared[..], &healthy(2, 16)].concat();
+                assert_eq!(engine.lender().offer(&origin, ROOT, &prompt, 0).unwrap().tokens, 176, "{arch}");
+            }
+            // Nor does the next process find it.
+            drop(engine);
+            let mut engine = open(&model, &options);
+            let again = finish(&mut engine, &[with(&healthy(2, 30))]).remove(0);
+            assert_eq!(again.cached(), if sick { 0 } else { 176 }, "{arch}");
+            assert_eq!(again.tokens, first.tokens, "{arch}");
         }
     }
 }

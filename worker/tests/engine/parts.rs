@@ -5,7 +5,7 @@ use crate::harness::{Ask, one_by_one, open, options, run_to_end, submit, submit_
 use crate::pulls::{self, Direct, Shared, patient};
 use crate::snapshots::{self, assert_continues, generate, key, save};
 use crate::stages::{Workers, most_shards};
-use crate::tiers::{self, asked, disk, evict, finish, host, small};
+use crate::tiers::{self, asked, disk, evict, finish, host, pieces, small};
 use kvasir_worker::Error;
 use kvasir_worker::engine::Engine;
 use kvasir_worker::load::EngineOptions;
@@ -104,8 +104,7 @@ fn tiers_of_a_replica_bring_back_what_was_evicted_and_serve_one_worker_too() {
             tiers::assert_same(&what, &heard, &want);
         }
         // What is damaged is computed.
-        for file in std::fs::read_dir(dir.path()).unwrap() {
-            let path = file.unwrap().path();
+        for path in pieces(dir.path()) {
             let mut bytes = std::fs::read(&path).unwrap();
             let middle = bytes.len() / 2;
             bytes[middle] ^= 4;

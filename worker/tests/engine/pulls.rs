@@ -3,7 +3,7 @@
 use crate::harness::{
     Ask, Asked, Heard, ROOT, cramped, one_by_one, open, options, prompt, submit, submit_pulling,
 };
-use crate::tiers::disk;
+use crate::tiers::{disk, pieces};
 use kvasir_worker::engine::{Engine, StepOutcome};
 use kvasir_worker::load::EngineOptions;
 use kvasir_worker::pieces::Namer;
@@ -208,8 +208,7 @@ fn what_a_holder_has_on_its_disk_is_pulled_from_there() {
         };
         pull("transfer=192", 192);
         // Damage is noticed when a file is read, and what it was of is no more offered.
-        for entry in std::fs::read_dir(dir.path()).unwrap() {
-            let path = entry.unwrap().path();
+        for path in pieces(dir.path()) {
             let mut bytes = std::fs::read(&path).unwrap();
             *bytes.last_mut().unwrap() ^= 1;
             std::fs::write(&path, bytes).unwrap();

@@ -7,7 +7,7 @@ use kvasir_worker::decoder::StateType;
 use kvasir_worker::engine::{Engine, StepOutcome};
 use kvasir_worker::load::EngineOptions;
 use kvasir_worker::tiers::{DiskConfig, TiersConfig};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// One model for every kind of cache: full, sliding (also with sinks), delta net and Mamba-2 states, in f32 and not.
@@ -59,6 +59,12 @@ pub(crate) fn finish(engine: &mut Engine, asks: &[Ask]) -> Vec<Heard> {
     }
     while engine.copy_out() {}
     asked.iter().map(Asked::heard).collect()
+}
+
+/// The files of pieces, beside the lock.
+pub(crate) fn pieces(dir: &Path) -> Vec<PathBuf> {
+    let files = std::fs::read_dir(dir).unwrap().map(|file| file.unwrap().path());
+    files.filter(|path| path.extension().is_some_and(|extension| extension == "kvpiece")).collect()
 }
 
 pub(crate) fn evict(engine: &mut Engine) {
@@ -171,8 +177,7 @@ fn damaged_files_are_computed_again() {
         let options = small(model, 16, disk(dir.path(), 0));
         let want = undisturbed(model, &asked());
         finish(&mut open(model, &options), &[asked()]);
-        let files: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|file| file.unwrap().path()).collect();
-        for (index, path) in files.iter().enumerate() {
+        for (index, path) in pieces(dir.path()).iter().enumerate() {
             let mut bytes = std::fs::read(path).unwrap();
             match index % 2 {
                 0 => {
@@ -203,10 +208,9 @@ fn one_damaged_block_truncates() {
     let dir = tempfile::tempdir().unwrap();
     let options = small(model, 16, disk(dir.path(), 0));
     finish(&mut open(model, &options), &[asked()]);
-    let files: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|file| file.unwrap().path()).collect();
     let want = undisturbed(model, &asked());
     let mut served = Vec::new();
-    for path in files {
+    for path in pieces(dir.path()) {
         let whole = std::fs::read(&path).unwrap();
         let mut bytes = whole.clone();
         bytes[100] ^= 1;
@@ -230,10 +234,11 @@ fn what_another_origin_has_left_is_not_used() {
         let other = EngineOptions { kv_type: KvType::F16, ..here.clone() };
         finish(&mut open(model, &other), &[asked()]);
         let other = EngineOptions { state_type: StateType::AutoBf16 { tau: 5 }, ..here.clone() };
-        if open(model, &other).origin() != open(model, &here).origin() {
+        let [origin, own] = [&other, &here].map(|options| open(model, options).origin());
+        if origin != own {
             finish(&mut open(model, &other), &[asked()]);
         }
-        assert!(std::fs::read_dir(dir.path()).unwrap().count() > 0);
+        assert!(!pieces(dir.path()).is_empty());
         let mut engine = open(model, &here);
         let heard = finish(&mut engine, &[asked()]).remove(0);
         assert_eq!((heard.cached(), engine.metrics().tiers.loads.get()), (0, 0), "{model}");
@@ -255,6 +260,7 @@ fn a_request_that_waits_for_files_can_end_and_need_not_wait_longer_than_it_may()
     let rest = finish(&mut engine, &[]);
     assert!(rest.is_empty() && asked_twice[0].heard().started.is_none());
     assert_eq!(asked_twice[1].heard().cached(), 192);
+    drop(engine);
 
     let tiers = TiersConfig { patience: Duration::ZERO, ..disk(dir.path(), 0) };
     let mut engine = open(model, &EngineOptions { tiers, ..options });

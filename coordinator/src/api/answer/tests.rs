@@ -18,24 +18,10 @@ struct Told {
 fn told(answer: &str, stop: &[&str], min_tokens: u64, reason: FinishReason) -> Told {
     let template = ChatTemplate::new(HERMES, "", "").unwrap();
     let dialect = Arc::new(Dialect::of(Some(&template), &tokenizer()));
-    let strings = StopStrings::new(stop.iter().map(|text| (*text).to_owned()).collect());
-    let mut progress = Progress {
-        arrived: Instant::now(),
-        prompt: 1,
-        counts: true,
-        started: None,
-        first: None,
-        last: None,
-        characters: Characters::default(),
-        completion: 0,
-        reasoning: 0,
-        guesses: (0, 0),
-        reason: None,
-        listener: Some(Listener::new(Arc::clone(&dialect), vec!["f".into()], false)),
-        calls: 0,
-        arguments: String::new(),
-        stop: Some(Stop { strings, min_tokens, generation: AbortHandle::new_pair().0, found: None }),
-    };
+    let strings: Vec<String> = stop.iter().map(|text| (*text).to_owned()).collect();
+    let stop = Stop::new(&strings, min_tokens, AbortHandle::new_pair().0);
+    let listener = Listener::new(Arc::clone(&dialect), vec!["f".into()], false);
+    let mut progress = Progress::new(Instant::now(), 1, Some(listener), Some(stop));
     let mut all = Delta::default();
     let letters: Vec<TokenOut> =
         answer.chars().map(|c| TokenOut { id: u32::MAX, text: c.into(), logprobs: None }).collect();

@@ -1,6 +1,6 @@
 //! Every key that opens, with what it opens: made anew when keys change, and never changed then.
 
-use super::{Fixed, Grant, Tenant, salt};
+use super::{Fixed, Grant, Tenant, Until, salt};
 use crate::consensus::table::{Access, KeyScopeV1, QuotaV1};
 use crate::quota::{Meter, Of, Subject};
 use proto::block::ClusterKey;
@@ -78,19 +78,22 @@ impl Ring {
             tenant: making.tenant(super::DEFAULT_TENANT, default.as_ref()),
             admin: true,
             scope: KeyScopeV1::default(),
-            expires_unix_s: 0,
+            until: Until::EVER,
             meter: None,
-            revoked: Arc::new(watch::Sender::new(false)),
+            told: Arc::new(watch::Sender::new(Until::EVER)),
         };
         let open = fixed.is_empty() && access.tenants().is_empty() && before.is_none_or(|before| before.open);
         let meters = making.meters;
         Self { grants, meters, local: Arc::new(local), open, access }
     }
 
-    /// Of those keys that open nothing any more under `later`.
-    pub(super) fn revoked_by(&self, later: &Self) -> Vec<Arc<watch::Sender<bool>>> {
-        let gone = self.grants.iter().filter(|(secret, _)| !later.grants.contains_key(secret));
-        gone.map(|(_, grant)| Arc::clone(&grant.revoked)).collect()
+    /// Who is to be told that its key opens for another time under `later`, or no more, and until when.
+    pub(super) fn changes(&self, later: &Self) -> Vec<(Arc<watch::Sender<Until>>, Until)> {
+        let changed = self.grants.iter().filter_map(|(secret, grant)| {
+            let until = later.grants.get(secret).map_or(Until::REVOKED, |grant| grant.until);
+            (until != grant.until).then(|| (Arc::clone(&grant.told), until))
+        });
+        changed.collect()
     }
 }
 
@@ -126,9 +129,10 @@ impl Making<'_> {
     ) -> Arc<Grant> {
         let meter = self.meter(sha256, Of::Key, Some(&scope.quota));
         let before = self.before.and_then(|before| before.grants.get(&Secret(sha256)));
-        let revoked = before.map_or_else(|| Arc::new(watch::Sender::new(false)), |g| Arc::clone(&g.revoked));
+        let until = Until::expires(expires_unix_s);
+        let told = before.map_or_else(|| Arc::new(watch::Sender::new(until)), |g| Arc::clone(&g.told));
         let (id, tenant) = (super::key_id(&sha256), Arc::clone(tenant));
-        Arc::new(Grant { id, tenant, admin, scope, expires_unix_s, meter, revoked })
+        Arc::new(Grant { id, tenant, admin, scope, until, meter, told })
     }
 
     /// The meter of whoever has limits.

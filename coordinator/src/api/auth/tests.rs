@@ -1,6 +1,7 @@
 use super::*;
 use crate::consensus::table::{CacheGroupV1, Change, KeyIssuedV1, KeyV1, QuotaV1, TenantTunedV1};
 use crate::quota::Limit;
+use futures::FutureExt;
 
 pub(crate) fn entry(key: &str, tenant: &str, admin: bool) -> KeyEntry {
     KeyEntry { sha256: hex(&digest(key)), tenant: tenant.into(), admin }
@@ -83,12 +84,41 @@ async fn keys_come_and_go_as_is_agreed_on() {
     keys.agree(&Access::of([one.clone(), issued("two", "b", KeyScopeV1::default(), 0)]).unwrap());
     assert_eq!(whose(&keys, "two"), Ok("b".into()));
     assert!(tokio::time::timeout(std::time::Duration::ZERO, waits.revoked()).await.is_err());
+    // Nor does a time that it has from now on, until it is over.
+    let ends = |at| Access::of([issued("one", "a", KeyScopeV1::default(), at)]).unwrap();
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
+    keys.agree(&ends(now + 3600));
+    assert!(!waits.revocation().is_revoked());
+    assert!(tokio::time::timeout(std::time::Duration::ZERO, waits.revoked()).await.is_err());
+    let second = keys.authenticate(&with("Bearer one")).unwrap();
+    let (mut early, mut late) = (Box::pin(waits.revoked()), Box::pin(second.revoked()));
+    assert!((&mut early).now_or_never().is_none() && (&mut late).now_or_never().is_none());
+    keys.agree(&ends(now.max(2) - 1));
+    early.await;
+    late.await;
+    assert!(waits.revocation().is_revoked());
+    assert_eq!(whose(&keys, "one"), Err(ApiError::InvalidApiKey));
+    keys.agree(&ends(0));
+    assert_eq!(whose(&keys, "one"), Ok("a".into()));
+    let waits = keys.authenticate(&with("Bearer one")).unwrap();
     keys.agree(&Access::of([one, Change::KeyRevoked(digest("one"))]).unwrap());
     waits.revoked().await;
     assert_eq!(whose(&keys, "one"), Err(ApiError::InvalidApiKey));
     // The last key is gone, and nobody gets in without one.
     assert!(!keys.is_open());
     assert_eq!(keys.count(), 0);
+}
+
+/// Nothing is agreed on meanwhile: the clock alone ends it.
+#[tokio::test]
+async fn a_key_that_expires_tells_whoever_waits() {
+    let keys = fixed(&[]).unwrap();
+    let soon = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs() + 2;
+    keys.agree(&Access::of([issued("one", "a", KeyScopeV1::default(), soon)]).unwrap());
+    let caller = keys.authenticate(&with("Bearer one")).unwrap();
+    caller.revoked().await;
+    assert!(caller.revocation().is_revoked());
+    assert_eq!(whose(&keys, "one"), Err(ApiError::InvalidApiKey));
 }
 
 #[test]

@@ -17,13 +17,15 @@ pub(in crate::api) struct ResponseWriter {
     repeats: Map<String, Value>,
     blocks: Blocks,
     finished: Option<FinishedV1>,
+    /// Whether its last call lacks some of its arguments.
+    cut: bool,
     /// Events so far.
     events: u64,
 }
 
 impl ResponseWriter {
     pub(in crate::api) fn new(id: String, created: u64, model: String, repeats: Map<String, Value>) -> Self {
-        Self { id, created, model, repeats, blocks: Blocks::default(), finished: None, events: 0 }
+        Self { id, created, model, repeats, blocks: Blocks::default(), finished: None, cut: false, events: 0 }
     }
 
     /// The whole object as it stands, with what was counted, if that is known.
@@ -35,6 +37,7 @@ impl ResponseWriter {
         put("created_at", self.created.into());
         put("status", status.into());
         put("error", Value::Null);
+        // The other reason that there is, a filter, there is not here.
         let cut = (status == "incomplete").then(|| json!({"reason": "max_output_tokens"}));
         put("incomplete_details", cut.into());
         put("model", self.model.as_str().into());
@@ -52,7 +55,7 @@ impl ResponseWriter {
 
     fn status(&self) -> &'static str {
         match self.finished.as_ref().map(|finished| finished.reason) {
-            Some(FinishReason::Stop) => "completed",
+            Some(FinishReason::Stop) if !self.cut => "completed",
             _ => "incomplete",
         }
     }
@@ -205,6 +208,7 @@ impl Writer for ResponseWriter {
         blocks.hear(delta.said, |step| events.extend(self.events_of(&step, "completed")));
         self.blocks = blocks;
         self.tell(out, events);
+        self.cut |= delta.cut;
         self.finished = delta.finished.or(self.finished.take());
     }
 
@@ -228,6 +232,7 @@ impl Writer for ResponseWriter {
     fn whole(&mut self, choices: Vec<Delta>, usage: Usage, _: &Tokenizer) -> Vec<u8> {
         for delta in choices {
             self.blocks.hear(delta.said, |_| {});
+            self.cut |= delta.cut;
             self.finished = delta.finished.or(self.finished.take());
         }
         self.response(self.status(), Some(usage)).to_string().into_bytes()

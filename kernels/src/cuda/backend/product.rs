@@ -169,54 +169,9 @@ mod tests {
     use super::*;
     use crate::backend::Backend;
     use crate::cuda::source::Source;
-    use crate::cuda::{Arch, Compiled, CudaBackend, CudaConfig, CudaError, DevicePtr, KernelId, Launch};
+    use crate::cuda::tests::hole::{self, Hole};
+    use crate::cuda::{Arch, CudaBackend, CudaConfig};
     use std::process::Command;
-
-    /// A device that forgets what it is given.
-    #[derive(Default)]
-    struct Hole {
-        kernels: u32,
-    }
-
-    impl Device for Hole {
-        fn load(&mut self, _: &Compiled, kernels: &[&str]) -> Result<Vec<KernelId>, CudaError> {
-            let first = self.kernels;
-            self.kernels += kernels.len() as u32;
-            Ok((first..self.kernels).map(KernelId).collect())
-        }
-
-        fn allocate(&mut self, _: usize) -> Result<DevicePtr, CudaError> {
-            Ok(DevicePtr(256))
-        }
-
-        fn free(&mut self, _: DevicePtr) -> Result<(), CudaError> {
-            Ok(())
-        }
-
-        fn upload(&mut self, _: DevicePtr, _: &[u8]) -> Result<(), CudaError> {
-            Ok(())
-        }
-
-        fn download(&mut self, _: DevicePtr, _: &mut [u8]) -> Result<(), CudaError> {
-            Ok(())
-        }
-
-        fn copy(&mut self, _: DevicePtr, _: DevicePtr, _: usize) -> Result<(), CudaError> {
-            Ok(())
-        }
-
-        fn fill(&mut self, _: DevicePtr, _: u8, _: usize) -> Result<(), CudaError> {
-            Ok(())
-        }
-
-        fn launch(&mut self, _: &Launch<'_>) -> Result<(), CudaError> {
-            Ok(())
-        }
-
-        fn synchronize(&mut self) -> Result<(), CudaError> {
-            Ok(())
-        }
-    }
 
     /// The most memory that this process has had, in bytes.
     fn peak() -> usize {
@@ -242,16 +197,7 @@ mod tests {
             return;
         }
         let config = CudaConfig { arch: Arch::SM_90, activations: ActivationMode::Int8, threads: THREADS };
-        let compile = |source: &Source| {
-            let source_name = source.name.to_owned();
-            Ok(Compiled {
-                source_name,
-                arch: Arch::SM_90,
-                cubin: Vec::new(),
-                ptx: String::new(),
-                log: String::new(),
-            })
-        };
+        let compile = |source: &Source| Ok(hole::nothing(source.name));
         let mut backend = CudaBackend::new(Box::new(Hole::default()), config, Box::new(compile)).unwrap();
         let mut took = [1usize, 16].map(|times| {
             // The file's own pages are not counted: they are zeros that nobody has written.

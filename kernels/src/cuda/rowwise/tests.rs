@@ -2,10 +2,9 @@
 
 use super::{Affine, DeviceNorm, Rows, RowwiseKernels, Up};
 use crate::backend::{GateActivation, NO_INDEX};
+use crate::cuda::tests::hole::{self, Hole};
 use crate::cuda::tests::sim::Sim;
-use crate::cuda::{
-    Arch, Compiled, CudaError, Device, DevicePtr, KernelId, Launch, quantised_row_bytes, source,
-};
+use crate::cuda::{Arch, CudaError, DevicePtr, quantised_row_bytes, source};
 use crate::isa::Isa;
 use crate::matmul::tests::Random;
 use crate::matmul::{MatmulKernels, QuantizedRows};
@@ -327,62 +326,12 @@ fn what_does_not_fit_is_refused() {
     assert!(case.kernels.gate(device, of, x, narrow, GateActivation::Silu, None).is_err());
 }
 
-/// Only notes which grids it is asked for.
-#[derive(Default)]
-struct Grids(Vec<[u32; 3]>);
-
-impl Device for Grids {
-    fn load(&mut self, _: &Compiled, kernels: &[&str]) -> Result<Vec<KernelId>, CudaError> {
-        Ok((0..kernels.len() as u32).map(KernelId).collect())
-    }
-
-    fn allocate(&mut self, _: usize) -> Result<DevicePtr, CudaError> {
-        Ok(DevicePtr(0))
-    }
-
-    fn free(&mut self, _: DevicePtr) -> Result<(), CudaError> {
-        Ok(())
-    }
-
-    fn upload(&mut self, _: DevicePtr, _: &[u8]) -> Result<(), CudaError> {
-        Ok(())
-    }
-
-    fn download(&mut self, _: DevicePtr, _: &mut [u8]) -> Result<(), CudaError> {
-        Ok(())
-    }
-
-    fn copy(&mut self, _: DevicePtr, _: DevicePtr, _: usize) -> Result<(), CudaError> {
-        Ok(())
-    }
-
-    fn fill(&mut self, _: DevicePtr, _: u8, _: usize) -> Result<(), CudaError> {
-        Ok(())
-    }
-
-    fn launch(&mut self, launch: &Launch<'_>) -> Result<(), CudaError> {
-        self.0.push(launch.grid);
-        Ok(())
-    }
-
-    fn synchronize(&mut self) -> Result<(), CudaError> {
-        Ok(())
-    }
-}
-
 /// The second and third axis of a grid end at 65,535, and the pairs of a step's rows and experts do not.
 #[test]
 fn rows_are_many_more_than_a_grids_second_axis_has() {
     const ROWS: usize = 16_384 * 8;
-    let (mut device, of, ptr) = (Grids::default(), Rows { rows: ROWS, cols: 2880 }, DevicePtr(256));
-    let nothing = Compiled {
-        source_name: "rowwise.cu".into(),
-        arch: Arch::SM_90,
-        cubin: Vec::new(),
-        ptx: String::new(),
-        log: String::new(),
-    };
-    let kernels = RowwiseKernels::load(&mut device, &nothing).unwrap();
+    let (mut device, of, ptr) = (Hole::default(), Rows { rows: ROWS, cols: 2880 }, DevicePtr(256));
+    let kernels = RowwiseKernels::load(&mut device, &hole::nothing("rowwise.cu")).unwrap();
     let norm = DeviceNorm { rms: true, weight: None, bias: None, eps: 1e-5, width: 2880 };
     let heads = DeviceNorm { width: 96, ..norm };
     kernels.quantise(&mut device, of, ptr, ptr).unwrap();
@@ -396,8 +345,8 @@ fn rows_are_many_more_than_a_grids_second_axis_has() {
     kernels.scale(&mut device, of, ptr, 2.0, None).unwrap();
     kernels.gather_rows(&mut device, of, ptr, ptr, ptr).unwrap();
     kernels.argmax(&mut device, of, ptr, ptr).unwrap();
-    assert!(device.0.len() >= 11);
-    for grid in device.0 {
+    assert!(device.grids.len() >= 11);
+    for grid in device.grids {
         assert!(grid[0] >= ROWS as u32 && grid[1..].iter().all(|blocks| *blocks <= 65_535), "{grid:?}");
     }
 }

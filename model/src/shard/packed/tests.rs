@@ -91,3 +91,36 @@ fn who_gives_up_leaves_nothing() {
     assert_eq!(region.as_ref(), [7; 10], "what is in use stays");
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "the lock");
 }
+
+/// Pieces of a file that share bytes would be hashed once each, and an index has room for as many as the file has bytes.
+#[test]
+fn regions_lie_apart_and_within_the_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("m.pack");
+    let region = |name: &str, start: u64, bytes: u64| Region {
+        name: name.into(),
+        start,
+        bytes,
+        pieces: vec![Piece {
+            bytes,
+            blake3: blake3::hash(&[7; 100][..bytes.min(100) as usize]).to_hex().to_string(),
+        }],
+    };
+    let opens = |index: &[Region]| {
+        let mut file = vec![7; 100];
+        let index = serde_json::to_vec(index).unwrap();
+        file.extend(&index);
+        file.extend((index.len() as u64).to_le_bytes());
+        file.extend(blake3::hash(&index).as_bytes());
+        file.extend(MAGIC);
+        fs::write(&path, file).unwrap();
+        PackedFile::open(&path).unwrap().is_some()
+    };
+    assert!(opens(&[region("a", 0, 60), region("b", 60, 40)]));
+    assert!(!opens(&[region("a", 0, 60), region("b", 59, 40)]), "one byte is both's");
+    assert!(!opens(&[region("a", 0, 100), region("b", 0, 100)]));
+    assert!(!opens(&[region("a", 50, 50), region("b", 0, 50)]), "not in their order");
+    for (start, bytes) in [(0, 101), (0, u64::MAX), (u64::MAX, 2), (u64::MAX, 0), (1 << 40, 1)] {
+        assert!(!opens(&[region("a", start, bytes)]), "{start} {bytes}");
+    }
+}

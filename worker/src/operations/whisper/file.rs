@@ -167,6 +167,10 @@ impl<R: Read + Seek> Reader<'_, R> {
         for _ in 0..rank {
             dims.push(self.word(&name)? as usize);
         }
+        // Of zeros every other dimension would be believed without a byte that stands for it.
+        if dims.contains(&0) {
+            return Err(self.wrong(format!("{name} is {dims:?}, no dimension may be 0")));
+        }
         let number = self.byte(&name)?;
         let ty = Type::of(number)
             .ok_or_else(|| self.wrong(format!("{name} is of type {number}, known are 0 to 5")))?;
@@ -374,6 +378,10 @@ pub(super) mod tests {
         assert!(bad(variable("w", &[2; 5], 1, &[0; 32])).contains("5 dimensions"));
         assert!(bad(variable("w", &[3], 4, &[0; 4])).contains("and has 4 bytes"));
         assert!(bad(variable("w", &[u32::MAX as usize; 4], 4, &[])).contains("and has 0 bytes"));
+        assert!(
+            bad(variable("w", &[u32::MAX as usize, 0], 4, &[]))
+                .contains("w is [4294967295, 0], no dimension")
+        );
         assert!(told(&file(&[], &[("a", "b")])).contains("a stands for b"));
         let twice = variable("w", &[], 1, &[0]);
         assert!(told(&file(&[twice.clone(), twice], &[])).contains("twice"));

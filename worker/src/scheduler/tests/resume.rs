@@ -482,6 +482,41 @@ fn a_pin_yields_only_to_a_sequence_that_could_not_run() {
 }
 
 #[test]
+fn nothing_of_a_spoiled_sequences_path_is_served_or_announced() {
+    for (spec, chunk) in
+        [(full(16, 400), 64), (mixed(48, 384 * 400), 64), (ample(), 64), (hybrid(64, 400, 2000), 50)]
+    {
+        let mut sim = Sim::new(chunked(chunk), spec);
+        // A prefix that an earlier request has left, one that is pinned, and another path that branches off from it.
+        sim.submit(ROOT, prompt(200, 1, 80), 4).unwrap();
+        sim.submit(ROOT, prompt(200, 2, 80), 4).unwrap();
+        sim.run();
+        let (pin, _) = sim.scheduler.pin(ROOT, &prompt(200, 1, 80)).unwrap();
+        let other = tokens(5000..5100);
+        sim.submit(ROOT, other.clone(), 4).unwrap();
+        sim.run();
+        let spoiled = sim.submit(ROOT, prompt(200, 3, 200), 4).unwrap();
+        // The first chunk is complete and announced, the second is in flight when its row turns out to be no number.
+        assert!(sim.step());
+        let second = sim.plan().unwrap();
+        assert!(sim.predict(ROOT, &prompt(200, 3, 200)) > 0);
+        sim.remove_spoiled(spoiled);
+        sim.complete(second);
+        sim.check();
+        assert_eq!(sim.scheduler.resume_point(ROOT, &prompt(200, 3, 200)), None);
+        assert!(!sim.scheduler.is_pinned(pin));
+        assert_eq!((sim.scheduler.stats().counters.pins_lost, sim.scheduler.stats().pinned_bytes), (1, 0));
+        assert!(sim.predict(ROOT, &[&other[..], &[7; 20]].concat()) > 0, "another path stays");
+        let again = sim.submit(ROOT, prompt(200, 3, 200), 4).unwrap();
+        sim.run();
+        assert_eq!(served(&sim, again), (0, 400));
+        sim.check();
+        sim.scheduler.clear_prefixes();
+        assert!(sim.scheduler.is_pristine());
+    }
+}
+
+#[test]
 fn what_is_saved_can_be_restored_into_an_empty_cache() {
     let sliding = GroupSpec { kind: GroupKind::Sliding { window: 100 }, block_bytes: 320 };
     for block_tokens in [16, 32, 64] {

@@ -211,6 +211,16 @@ impl Sim {
 
     pub(super) fn remove(&mut self, id: SeqId) -> Client {
         let info = self.scheduler.remove(id).expect("a live sequence");
+        self.removed(id, info)
+    }
+
+    /// Removes a sequence whose caches are not to be used again.
+    pub(super) fn remove_spoiled(&mut self, id: SeqId) -> Client {
+        let info = self.scheduler.remove_spoiled(id).expect("a live sequence");
+        self.removed(id, info)
+    }
+
+    fn removed(&mut self, id: SeqId, info: SequenceInfo) -> Client {
         let mut client = self.live.remove(&id).expect("a live sequence");
         client.info = Some(info);
         client

@@ -123,7 +123,11 @@ fn storm(mut rng: Rng, spec: &dyn Fn(&mut Rng) -> CacheSpec, seen: &mut Seen) {
         if rng.chance(cancels) && !sim.live.is_empty() {
             let ids: Vec<_> = sim.live.keys().copied().collect();
             let id = rng.pick(&ids);
-            sim.remove(id);
+            // No draw of its own, as above.
+            match rng.0 % 4 {
+                0 => sim.remove_spoiled(id),
+                _ => sim.remove(id),
+            };
             seen.cancels += 1;
         }
         if rng.chance(forks) && !sim.live.is_empty() {
