@@ -270,6 +270,8 @@ struct Waiter {
     avoid: Vec<(NodeId, Epoch)>,
     /// The only class that may go on with what has been emitted.
     only_class: Option<String>,
+    /// Until when it may wait for what another worker computes, once it has begun to.
+    waits_until: Option<Instant>,
 }
 
 impl Waiting for Waiter {
@@ -334,6 +336,7 @@ impl Balancer {
                 attempts: 0,
                 avoid: Vec::new(),
                 only_class: None,
+                waits_until: None,
             };
             self.queue.push(&tenant, waiter);
         }
@@ -346,6 +349,8 @@ impl Balancer {
 
     /// Whether `requests` more with `tokens` prompt tokens in all would be queued.
     pub fn check_room(&self, requests: usize, tokens: u64) -> Result<(), Refusal> {
+        let waiting = self.floor.waiting();
+        let (requests, tokens) = (requests + waiting.requests, tokens + waiting.tokens);
         self.queue.check(requests, tokens).map_err(|full| {
             let backlog = full.tokens + self.floor.pending_tokens();
             Refusal::QueueFull { retry_after: retry_after(backlog, self.floor.prefill_rate()) }
@@ -372,6 +377,7 @@ impl Balancer {
     pub fn ended(&mut self, now: Instant, ticket: Ticket, random: u64) -> Vec<Action> {
         if self.floor.end(now, ticket).is_none() {
             self.queue.remove(|waiter| waiter.ticket == ticket);
+            self.floor.give_up(|waiter| waiter.ticket == ticket);
         }
         self.pump(now, random)
     }
@@ -450,6 +456,11 @@ impl Balancer {
         self.floor.index_of(node, |index, slot| index.apply(slot, batch))
     }
 
+    /// To be called after [`Balancer::events`]: places what has waited for these.
+    pub fn announced(&mut self, now: Instant, random: u64) -> Vec<Action> {
+        self.pump_awaited(now, random)
+    }
+
     /// A part of what [`Need::Replay`] asked for, and not its last.
     pub fn replaying(&mut self, node: &NodeId, part: KvEventBatch) -> Result<Option<Action>, StreamError> {
         self.floor.index_of(node, |index, slot| index.replaying(slot, part).map(|()| None))
@@ -499,7 +510,8 @@ impl Balancer {
     /// To be called several times a second: deadlines, leases, reservations.
     pub fn tick(&mut self, now: Instant, random: u64) -> Vec<Action> {
         let mut actions: Vec<Action> = self.floor.expire(now);
-        let late = self.queue.expire(now);
+        let mut late = self.queue.expire(now);
+        late.extend(self.floor.give_up(|waiter| waiter.ask.deadline <= now));
         actions.extend(late.into_iter().map(|w| Action::Refuse(w.ticket, Refusal::Deadline)));
         actions.extend(self.pump(now, random));
         actions
@@ -537,12 +549,24 @@ impl Balancer {
 
     /// What waits.
     pub fn queue(&self) -> QueueView {
-        QueueView { requests: self.queue.requests(), tokens: self.queue.tokens() }
+        let waiting = self.floor.waiting();
+        QueueView {
+            requests: self.queue.requests() + waiting.requests,
+            tokens: self.queue.tokens() + waiting.tokens,
+        }
     }
 
     /// What waits, by tenants.
     pub fn tenants(&self) -> Vec<TenantView> {
-        self.queue.tenants().collect()
+        let mut all: Vec<TenantView> = self.queue.tenants().collect();
+        for ask in self.floor.awaited() {
+            let tokens = u64::from(ask.prompt_tokens);
+            match all.iter_mut().find(|view| *view.tenant == *ask.tenant) {
+                Some(view) => (view.requests, view.tokens) = (view.requests + 1, view.tokens + tokens),
+                None => all.push(TenantView { tenant: ask.tenant.to_string(), requests: 1, tokens }),
+            }
+        }
+        all
     }
 
     /// What was decided lately, and why.
@@ -563,8 +587,8 @@ impl Balancer {
 
     /// Places what can be placed.
     fn pump(&mut self, now: Instant, random: u64) -> Vec<Action> {
+        let mut actions = self.pump_awaited(now, random);
         let Self { queue, floor, .. } = self;
-        let mut actions = Vec::new();
         let mut random = random;
         queue.drain(|waiter, yields| {
             let ticket = waiter.ticket;
@@ -574,9 +598,29 @@ impl Balancer {
                 Placing::Refused(refusal) => actions.push(Action::Refuse(ticket, refusal)),
                 Placing::Later(waiter) => return Offered::Stuck(waiter),
                 Placing::Yielding(waiter) => return Offered::Yields(waiter),
+                Placing::Awaiting => {}
             }
             Offered::Taken
         });
+        actions
+    }
+
+    /// Places what has waited for a prefix that is there now, or will not be.
+    fn pump_awaited(&mut self, now: Instant, random: u64) -> Vec<Action> {
+        let mut actions = Vec::new();
+        let mut random = random;
+        for waiter in self.floor.due(now) {
+            let (ticket, tenant) = (waiter.ticket, Arc::clone(&waiter.ask.tenant));
+            random = mix(random);
+            match self.floor.place(now, waiter, false, random) {
+                Placing::Assigned(assignment) => actions.push(Action::Assign(ticket, assignment)),
+                Placing::Refused(refusal) => actions.push(Action::Refuse(ticket, refusal)),
+                Placing::Later(waiter) | Placing::Yielding(waiter) => {
+                    self.queue.push_back_first(&tenant, waiter);
+                }
+                Placing::Awaiting => {}
+            }
+        }
         actions
     }
 }

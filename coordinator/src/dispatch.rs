@@ -283,7 +283,10 @@ impl Dispatch {
                 return;
             }
             match desk.balancer.events(node, part) {
-                Ok(action) => self.perform(&mut desk, action),
+                Ok(action) => {
+                    let placed = desk.balancer.announced(Instant::now(), random_u64());
+                    self.perform(&mut desk, action.into_iter().chain(placed));
+                }
                 Err(error) => {
                     if let Some(left_out) = REFUSED.due((node, error.to_string())) {
                         tracing::warn!(%node, %error, left_out, "KV events refused");

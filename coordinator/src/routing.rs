@@ -204,7 +204,7 @@ pub fn choose(query: &Query, candidates: &[Candidate]) -> Option<Choice> {
 /// What a candidate was expected to take, part by part, in seconds.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Parts {
-    /// Until it would begin with the prompt.
+    /// Until it would begin with the prompt, and what it pulls is there to be pulled.
     pub queue: f64,
     /// To compute what it would not serve from its cache.
     pub prefill: f64,
@@ -362,13 +362,14 @@ impl<'a> Estimates<'a> {
         let tokens = self.query.output_tokens;
         let decode = self.outlook.decode(candidate, tokens) + self.outlook.delays(candidate, tokens);
         let work = own / rate + candidate.pull_seconds();
-        self.outlook.queue(candidate) + self.outlook.work_weight * work + decode + (replica + given) / rate
+        let begins = self.outlook.queue(candidate) + candidate.awaits();
+        begins + self.outlook.work_weight * work + decode + (replica + given) / rate
     }
 
     fn parts(&self, candidate: &Candidate) -> Parts {
         let cached = self.cached(candidate);
         Parts {
-            queue: self.outlook.queue(candidate),
+            queue: self.outlook.queue(candidate) + candidate.awaits(),
             prefill: f64::from(self.query.prompt_tokens - cached) / self.outlook.rate(candidate),
             transfer: candidate.pull_seconds(),
             decode: self.outlook.decode(candidate, self.query.output_tokens),
@@ -380,7 +381,8 @@ impl<'a> Estimates<'a> {
     /// Seconds until the first token.
     fn ttft(&self, candidate: &Candidate) -> f64 {
         let own = f64::from(self.query.prompt_tokens - self.cached(candidate));
-        self.outlook.queue(candidate) + candidate.pull_seconds() + own / self.outlook.rate(candidate)
+        let begins = self.outlook.queue(candidate) + candidate.awaits();
+        begins + candidate.pull_seconds() + own / self.outlook.rate(candidate)
     }
 
     /// `choice`, which is the holder `chosen`, or a worker that becomes one: the one that would answer first.

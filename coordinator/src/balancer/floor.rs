@@ -1,5 +1,6 @@
 //! The workers' side of the balancer: who is there, how busy each is, what runs where.
 
+mod awaited;
 mod lengths;
 mod load;
 mod locality;
@@ -20,8 +21,9 @@ use crate::routing::{
 };
 use crate::slot::{MAX_SLOTS, Slot};
 use crate::table::{Applied, Member, TableChange, TableError, WorkerTable};
+use awaited::Awaited;
 use lengths::Lengths;
-use load::Load;
+use load::{Load, Queued};
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 use proto::ids::{Attempt, Epoch, ModelId, NodeId};
 use proto::message::{LoadReportV1, ServedModelV2, WorkerState};
@@ -29,9 +31,6 @@ use pulls::{Stage, Supply};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-
-/// A worker that has been stuck in a step for this long gets no new work while another is there.
-const STALLED_MS: u64 = 3_000;
 
 /// How long requests wait for a worker that shall take work and says, or has said last, that it does not: what it was
 /// told by one coordinator may cross what it is told by another, and its own word is as old as its last report.
@@ -44,6 +43,7 @@ pub(super) struct Floor {
     index: PrefixIndex,
     loads: Vec<Option<Load>>,
     flights: HashMap<Ticket, Flight>,
+    awaited: Awaited,
     demand: Demand,
     lengths: Lengths,
     groups: Groups,
@@ -88,6 +88,8 @@ pub(super) enum Placing {
     Later(Waiter),
     /// Somebody has room, but would compute what another is computing just now.
     Yielding(Waiter),
+    /// Somebody pulls its prefix once another has it; until then it is kept with what is awaited.
+    Awaiting,
 }
 
 impl Floor {
@@ -98,6 +100,7 @@ impl Floor {
             index: PrefixIndex::new(policy.index_bytes),
             loads: (0..MAX_SLOTS).map(|_| None).collect(),
             flights: HashMap::new(),
+            awaited: Awaited::default(),
             demand: Demand::default(),
             lengths: Lengths::default(),
             groups: Groups::default(),
@@ -151,6 +154,7 @@ impl Floor {
         change: impl FnOnce(&mut PrefixIndex, Slot) -> Result<Option<Need>, StreamError>,
     ) -> Result<Option<Action>, StreamError> {
         let member = self.table.member(node).ok_or(StreamError::NotFollowed)?;
+        self.awaited.stir(member.slot);
         let need = change(&mut self.index, member.slot)?;
         let fetch = |need| Action::Fetch { node: node.clone(), epoch: member.register.epoch, need };
         Ok(need.map(fetch))
@@ -252,6 +256,12 @@ impl Floor {
         if self.holds_back(&candidates, &waiter, choice.predicted) {
             return Placing::Later(waiter);
         }
+        let pull = candidates.iter().find(|c| c.slot == choice.slot).and_then(|c| c.pull);
+        if let Some(pull) = pull.filter(|pull| pull.awaits.is_some()) {
+            let measured = candidates.iter().all(|c| c.prefill_rate > 0.0);
+            self.keep(now, waiter, choice.slot, &pull, measured);
+            return Placing::Awaiting;
+        }
         if yields && self.computes_twice(&candidates, &waiter, &choice) {
             return Placing::Yielding(waiter);
         }
@@ -342,6 +352,7 @@ impl Floor {
     /// Ends reservations and leases whose time is up.
     pub(super) fn expire(&mut self, now: Instant) -> Vec<Action> {
         self.index.expire(now);
+        self.awaited.stir_all();
         let lease = self.policy.lease;
         let silent = |m: &&Member| {
             let load = self.loads[m.slot.index()].as_ref();
@@ -456,8 +467,7 @@ impl Floor {
 
     /// Whether it is heard of and gets on.
     fn is_lively(&self, now: Instant, load: &Load) -> bool {
-        let stalled = load.report.as_ref().is_some_and(|r| r.stalled_ms > STALLED_MS);
-        !stalled && now.saturating_duration_since(load.heard) < self.policy.suspect_after
+        load.is_lively(now, self.policy.suspect_after)
     }
 
     /// Whether the request had better wait here, where any worker can still take it and tenants have their turns:
@@ -493,7 +503,17 @@ impl Floor {
         let Some(load) = self.loads[choice.slot.index()].as_mut() else { return };
         let uncached = u64::from(waiter.ask.prompt_tokens - supply.predicted);
         self.turns += 1;
-        load.give(now, waiter.ticket, u64::from(waiter.ask.prompt_tokens), uncached);
+        let pulled = supply.sends.and_then(|pull| Duration::try_from_secs_f64(pull.seconds).ok());
+        load.give(
+            now,
+            Queued {
+                ticket: waiter.ticket,
+                chain: Arc::clone(&waiter.ask.chain),
+                prompt: u64::from(waiter.ask.prompt_tokens),
+                uncached,
+                from: pulled.and_then(|seconds| now.checked_add(seconds)).unwrap_or(now),
+            },
+        );
         load.count(&waiter.ask.tenant, true);
         let join = load.join;
         waiter.attempts += 1;
@@ -526,6 +546,7 @@ impl Floor {
         self.recent.change(flight.decision, |outcome| outcome.ended = Some((now, how)));
         flight.leads.into_iter().for_each(|key| self.groups.end(key, flight.slot));
         flight.stage.iter_mut().for_each(|stage| stage.is_over(now, &mut self.loads));
+        self.awaited.stir(flight.slot);
         if let Some(load) = load_of(&mut self.loads, flight.slot, flight.join) {
             load.ended(now, ticket, flight.started);
             load.count(&flight.waiter.ask.tenant, false);
@@ -536,6 +557,7 @@ impl Floor {
     fn forget(&mut self, slot: Slot) {
         self.index.leave(slot);
         self.loads[slot.index()] = None;
+        self.awaited.stir_all();
     }
 }
 

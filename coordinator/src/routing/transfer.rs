@@ -5,7 +5,9 @@
 //! the bytes are there) costs nothing while the worker has other prompts to compute before this one; what it lasts longer
 //! counts as if the worker computed meanwhile.
 //!
-//! Only what a holder has announced counts: what is merely expected of it cannot be fetched yet.
+//! What a worker has announced can be fetched at once. What it is still computing or pulling can be fetched when it has
+//! come: such a pull is awaited. A burst of requests finds workers idle that the burst will fill, so computing counts twice
+//! against an awaited pull. Then the answer ends later than with computing by at most the time that computing takes.
 
 use super::{Candidate, Outlook, predicted_tokens};
 use crate::slot::Slot;
@@ -18,6 +20,8 @@ const ASSUMED_RATE: f64 = 100e6;
 const COPY_RATE: f64 = 1e9;
 /// Seconds that a pull takes besides its bytes: a connection, round trips.
 const OVERHEAD_S: f64 = 0.02;
+/// How often computing counts where what would be computed is on its way elsewhere.
+const COMPUTED_AGAIN: f64 = 2.0;
 /// Workers pull whole resume points, and only if that saves so many tokens and this part of them.
 const LEAST_GAIN: u32 = 32;
 const GAIN_PART: u32 = 16;
@@ -35,6 +39,8 @@ pub struct Pull {
     pub work: f64,
     /// Seconds that it lasts longer than what the worker has to compute first.
     pub idle: f64,
+    /// Seconds for which the worker could begin and the prefix is not there yet; `None` if it is held already.
+    pub awaits: Option<f64>,
 }
 
 /// What pulling costs a worker.
@@ -46,7 +52,7 @@ pub struct PullPrice<'a> {
     pub rate: f32,
 }
 
-/// A worker that holds a part of the prompt.
+/// A worker that holds a part of the prompt, or will.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Holder {
     /// Its slot.
@@ -57,6 +63,8 @@ pub struct Holder {
     pub layer: f64,
     /// Seconds until what it has to send to others is sent.
     pub backlog: f64,
+    /// Seconds until it holds them; `None` if it has announced them.
+    pub ready: Option<f64>,
 }
 
 impl PullPrice<'_> {
@@ -68,14 +76,22 @@ impl PullPrice<'_> {
             + self.cost.bytes_per_point as f64;
         // The first slice waits for a layer that is under way, each further one for one more.
         let slices = (bytes / SLICE_BYTES as f64).floor() + 0.5;
-        let seconds = OVERHEAD_S + (slices * holder.layer).max(holder.backlog) + bytes / rate;
-        let (from, units) = (holder.slot, holder.units);
-        Pull { from, units, seconds, work: 2.0 * bytes / COPY_RATE, idle: (seconds - begins).max(0.0) }
+        let ready = holder.ready.unwrap_or(0.0);
+        let takes = OVERHEAD_S + (slices * holder.layer).max(holder.backlog - ready) + bytes / rate;
+        let seconds = ready + takes;
+        Pull {
+            from: holder.slot,
+            units: holder.units,
+            seconds,
+            work: 2.0 * bytes / COPY_RATE,
+            idle: (seconds - begins.max(ready)).max(0.0),
+            awaits: holder.ready.map(|ready| (ready - begins).max(0.0)),
+        }
     }
 }
 
 impl Pull {
-    /// Seconds that it adds to a request's.
+    /// Seconds that it adds to a request's, besides those for which it is awaited.
     pub(super) fn cost(&self) -> f64 {
         self.work + self.idle
     }
@@ -97,16 +113,20 @@ pub fn best(
 ) -> Option<Pull> {
     let have = predicted_tokens(prompt_tokens, candidate.units);
     let (rate, begins) = (outlook.rate(candidate), outlook.queue(candidate));
+    let holders: Vec<Holder> = holders.collect();
+    let in_flight = holders.iter().any(|holder| holder.ready.is_some());
+    let counts = if in_flight { COMPUTED_AGAIN } else { 1.0 };
     let gain = |holder: Holder| {
         let tokens = predicted_tokens(prompt_tokens, holder.units);
         if holder.slot == candidate.slot || !is_worth_asking(have, tokens) {
             return None;
         }
         let pull = price.pull(&holder, have, tokens, begins);
-        let gain = f64::from(tokens - have) / rate - pull.cost();
-        (gain > 0.0).then_some((gain, pull))
+        let computing = f64::from(tokens - have) / rate;
+        let gain = counts * computing - pull.awaits.unwrap_or(0.0) - pull.cost();
+        (gain > 0.0 && pull.cost() < computing).then_some((gain, pull))
     };
-    holders.filter_map(gain).max_by(|(a, _), (b, _)| a.total_cmp(b)).map(|(_, pull)| pull)
+    holders.into_iter().filter_map(gain).max_by(|(a, _), (b, _)| a.total_cmp(b)).map(|(_, pull)| pull)
 }
 
 impl Candidate {
@@ -118,6 +138,11 @@ impl Candidate {
     /// Seconds that its pull costs, if there is one.
     pub(super) fn pull_seconds(&self) -> f64 {
         self.pull.map_or(0.0, |pull| pull.cost())
+    }
+
+    /// Seconds for which it could begin and what it pulls is not there yet.
+    pub(super) fn awaits(&self) -> f64 {
+        self.pull.and_then(|pull| pull.awaits).unwrap_or(0.0)
     }
 }
 
@@ -150,7 +175,7 @@ mod tests {
     }
 
     fn idle(index: usize, units: u32) -> Holder {
-        Holder { slot: slot(index), units, layer: 0.0, backlog: 0.0 }
+        Holder { slot: slot(index), units, layer: 0.0, backlog: 0.0, ready: None }
     }
 
     fn choose(prompt_tokens: u32, candidates: &[Candidate]) -> Choice {
@@ -225,6 +250,30 @@ mod tests {
         let pull = best(1_000, &busy(1_500), &slow, [idle(1, 60)]).unwrap();
         assert!((pull.idle - (pull.seconds - 1.5)).abs() < 1e-9, "{pull:?}");
         assert_eq!(best(1_000, &busy(500), &slow, [idle(1, 60)]), None);
+    }
+
+    /// 960 tokens take 0.96 s to compute. The pull takes 0.02 s, 19.2 MB at 1 GB/s and two copies of these at 1 GB/s.
+    #[test]
+    fn what_is_computed_elsewhere_is_awaited_for_as_long_as_computing_takes() {
+        let cost = PullCostV1 { bytes_per_point: 0, ..cost() };
+        let price = PullPrice { cost: &cost, rate: 1e9 };
+        let takes = OVERHEAD_S + 3.0 * 960.0 * 20_000.0 / 1e9;
+        let in_flight = |ready| Holder { ready: Some(ready), ..idle(1, 60) };
+        let most = COMPUTED_AGAIN * 0.96 - takes;
+        let pull = best(1_000, &candidate(0, 0), &price, [in_flight(most - 0.001)]).unwrap();
+        assert!(pull.awaits == Some(most - 0.001) && (pull.cost() - takes).abs() < 1e-9, "{pull:?}");
+        assert_eq!(best(1_000, &candidate(0, 0), &price, [in_flight(most + 0.001)]), None);
+        // It is awaited while the worker has something else to do.
+        let busy = Candidate { pending_tokens: 1_500, ..candidate(0, 0) };
+        let pull = best(1_000, &busy, &price, [in_flight(most + 0.001)]).unwrap();
+        assert!((pull.awaits.unwrap() - (most + 0.001 - 1.5)).abs() < 1e-9, "{pull:?}");
+        // What is held already is pulled if what is not yet brings little more.
+        let half = |units| Holder { slot: slot(2), ..idle(2, units) };
+        let from = |units| best(1_000, &candidate(0, 0), &price, [in_flight(0.9), half(units)]).unwrap().from;
+        assert_eq!((from(30), from(59)), (slot(1), slot(2)));
+        // A pull that costs as much as computing is not awaited either.
+        let slow = PullPrice { cost: &cost, rate: 2e7 };
+        assert_eq!(best(1_000, &candidate(0, 0), &slow, [in_flight(0.0)]), None);
     }
 
     #[test]

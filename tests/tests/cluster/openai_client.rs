@@ -22,12 +22,13 @@ fn interpreter(environment: &str) -> PathBuf {
 }
 
 /// Runs a script beside this file, which must succeed.
-pub(crate) fn run(python: &Path, script: &str, arguments: &[String]) {
+pub(crate) fn run(python: &Path, script: &str, arguments: &[String]) -> String {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cluster").join(script);
     let output = Command::new(python).arg(script).args(arguments).output().unwrap();
     let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     println!("{stdout}");
     assert!(output.status.success(), "{stdout}\n{stderr}");
+    stdout.into_owned()
 }
 
 /// The base URL and the model of a cluster.

@@ -1,6 +1,6 @@
 """Asks for answers of many JSON schemas, of growing difficulty, and looks at each with an independent validator.
 
-Arguments: base URL, model, how many schemas, how many at a time."""
+Arguments: base URL, model, how many schemas, how many at a time. The last line says which schemas these were."""
 
 import concurrent.futures
 import json
@@ -117,3 +117,4 @@ print(f"{count - len(cut)} of {count} schemas answered and valid, {len(cut)} cut
 for number, _, made, text in told[:: max(1, count // 8)]:
     print(number, json.dumps(made)[:160], "->", text[:160])
 assert not cut, cut[:3]
+print(json.dumps([made for _, _, made, _ in told]))

@@ -6,6 +6,7 @@ use crate::balancer::Ticket;
 use crate::routing::Candidate;
 use crate::routing::pace::{Done, PaceMeter};
 use crate::slot::Slot;
+use proto::block::{BlockId, HASH_UNIT_TOKENS};
 use proto::message::{LoadReportV1, WorkerState};
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -22,6 +23,9 @@ const GIVEN_HALVES: Duration = Duration::from_secs(300);
 /// Of what it should have computed of a prompt by now, so much is believed: late tokens of a long prompt take longer
 /// than early ones, and who waits for a worker that is not done waits long.
 const PROGRESS_SHARE: f64 = 0.25;
+
+/// A worker that has been stuck in a step for this long gets no new work while another is there.
+const STALLED_MS: u64 = 3_000;
 
 /// A tenant with less than this part of what a worker may be sent is not kept out by others.
 const KEPT_PART: u32 = 16;
@@ -49,6 +53,8 @@ pub(super) struct Load {
     pace: PaceMeter,
     /// Sequences that it decodes at once, if others had to wait at its last report; else 0.
     slots: u32,
+    /// Sequences that wait here for what it will pull.
+    pub(super) awaiting: u32,
     /// How many sequences each tenant has there, from here.
     tenants: HashMap<Arc<str>, u32>,
     given: Given,
@@ -85,11 +91,16 @@ impl PrefillRate {
     }
 }
 
-#[derive(Debug, Clone, Copy)]
-struct Queued {
-    ticket: Ticket,
-    prompt: u64,
-    uncached: u64,
+/// A prompt that it has to compute.
+#[derive(Debug, Clone)]
+pub(super) struct Queued {
+    pub(super) ticket: Ticket,
+    pub(super) chain: Arc<[BlockId]>,
+    /// Its tokens, and those of them that it computes.
+    pub(super) prompt: u64,
+    pub(super) uncached: u64,
+    /// When what it pulls of the prompt has come.
+    pub(super) from: Instant,
 }
 
 #[derive(Debug, Default, Clone, Copy)]
@@ -127,6 +138,7 @@ impl Load {
             rate: PrefillRate { mean: 0.0, last: 0.0, measured: now, strays: 0 },
             pace: PaceMeter::default(),
             slots: 0,
+            awaiting: 0,
             tenants: HashMap::new(),
             given: Given { tokens: 0.0, at: now },
         }
@@ -150,19 +162,25 @@ impl Load {
         self.report = Some(report);
     }
 
+    /// Whether it is heard of and gets on.
+    pub(super) fn is_lively(&self, now: Instant, suspect_after: Duration) -> bool {
+        let stalled = self.report.as_ref().is_some_and(|report| report.stalled_ms > STALLED_MS);
+        !stalled && now.saturating_duration_since(self.heard) < suspect_after
+    }
+
     /// Whether it drains by its own word, and may yet be heard to take work.
     pub(super) fn resumes(&self, now: Instant) -> bool {
         let drains = self.report.as_ref().is_some_and(|report| report.state == WorkerState::Draining);
         drains && self.resumes.is_some_and(|until| now < until)
     }
 
-    /// It is sent a prompt, of which it has to compute `uncached` tokens.
-    pub(super) fn give(&mut self, now: Instant, ticket: Ticket, prompt: u64, uncached: u64) {
+    /// It is sent a prompt.
+    pub(super) fn give(&mut self, now: Instant, queued: Queued) {
         if self.line.is_empty() {
             self.since = now;
         }
-        self.line.push_back(Queued { ticket, prompt, uncached });
-        self.given = Given { tokens: self.given(now) + uncached as f64, at: now };
+        self.given = Given { tokens: self.given(now) + queued.uncached as f64, at: now };
+        self.line.push_back(queued);
     }
 
     /// It has computed the prompt.
@@ -210,7 +228,7 @@ impl Load {
     /// there: there are places besides the `most` for those.
     pub(super) fn has_room(&self, tenant: &str, most: u32) -> bool {
         let own = || self.tenants.get(tenant).copied().unwrap_or(0);
-        let inflight = self.inflight();
+        let inflight = self.inflight() + self.awaiting;
         inflight < most || inflight < most.saturating_mul(2) && own() < most / KEPT_PART
     }
 
@@ -226,9 +244,26 @@ impl Load {
 
     /// Prompt tokens that it has to compute: of the first in line less as time goes by.
     pub(super) fn pending(&self, now: Instant) -> u64 {
+        self.sent().saturating_sub(self.done(now))
+    }
+
+    /// Prompt tokens that it computes before it has the first `units` of `chain`, and the seconds before which a pull does
+    /// not bring them; `None` if no prompt that it was sent from here and has not computed yet brings them.
+    pub(super) fn brings(&self, now: Instant, chain: &[BlockId], units: u32) -> Option<(u64, f64)> {
+        let last = (units as usize).checked_sub(1)?;
+        let id = chain.get(last)?;
+        let at = self.line.iter().position(|queued| queued.chain.get(last) == Some(id))?;
+        let queued = self.line.get(at)?;
+        let before: u64 = self.line.iter().take(at).map(|queued| queued.uncached).sum();
+        let behind = queued.prompt.saturating_sub(u64::from(units) * HASH_UNIT_TOKENS as u64);
+        let tokens = self.foreign.pending + before + queued.uncached.saturating_sub(behind);
+        Some((tokens.saturating_sub(self.done(now)), seconds(queued.from, now)))
+    }
+
+    /// What it is believed to have computed of the first prompt in line.
+    fn done(&self, now: Instant) -> u64 {
         let first = self.line.front().map_or(0, |queued| queued.uncached);
-        let done = PROGRESS_SHARE * self.rate.mean * seconds(now, self.since);
-        self.sent().saturating_sub((done as u64).min(first))
+        ((PROGRESS_SHARE * self.rate.mean * seconds(now, self.since)) as u64).min(first)
     }
 
     /// How it looks to who has to choose, with `units` leading units of the prompt.
@@ -238,7 +273,7 @@ impl Load {
             units,
             pending_tokens: self.pending(now),
             running: self.running + self.foreign.running,
-            queued: self.line.len() as u32 + self.foreign.waiting,
+            queued: self.line.len() as u32 + self.awaiting + self.foreign.waiting,
             slots: self.slots,
             prefill_rate: self.rate.mean as f32,
             prefill_age_s: seconds(now, self.rate.measured) as f32,

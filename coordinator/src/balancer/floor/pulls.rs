@@ -1,6 +1,7 @@
 //! What the floor knows of pulls: which part of requests each worker is for, where and at what price its prefixes can
 //! be pulled, and the prompts that are computed by one worker for another.
 
+use super::load::Queued;
 use super::{Floor, Load, Waiter, load_of};
 use crate::balancer::{Prefilling, Ticket};
 use crate::prefix_index::{Overlap, ReservationId};
@@ -124,23 +125,41 @@ impl Floor {
         if candidates.iter().all(|c| Some(c.units) == most) {
             return;
         }
-        let held = self.index.lookup_held(&waiter.ask.chain);
-        let model = &waiter.ask.model;
+        let (chain, model) = (&waiter.ask.chain, &waiter.ask.model);
+        let held = self.index.lookup_held(chain);
         let outlook = Outlook::new(candidates);
-        let lenders: Vec<(&Member, &Load)> = self.lenders(now, model).collect();
+        let may_wait = waiter.may_wait(now);
+        let mut lenders: Vec<(&Member, Holder)> = Vec::new();
+        for (member, load) in self.lenders(now, model) {
+            let (units, expected) = (held.units(member.slot), overlap.units(member.slot));
+            let holder = Holder {
+                slot: member.slot,
+                units,
+                layer: load.step_seconds() / layers(model, member),
+                backlog: load.sends.seconds(now),
+                ready: None,
+            };
+            lenders.push((member, holder));
+            let brings = (may_wait && expected > units).then(|| load.brings(now, chain, expected)).flatten();
+            lenders.extend(brings.map(|(pending_tokens, from)| {
+                let until = Candidate { pending_tokens, ..load.candidate(now, member.slot, expected) };
+                let ready = Some(outlook.queue(&until).max(from));
+                (member, Holder { units: expected, ready, ..holder })
+            }));
+        }
+        // A worker for decoding is sent what one for prefill computes, without waiting for it here.
+        let prefills = lively.iter().any(|(_, load)| load.pulls.part == WorkPart::Prefill);
         for candidate in candidates {
             let at = |(member, _): &&(&Member, &Load)| member.slot == candidate.slot;
             let Some((member, load)) = lively.iter().find(at) else { continue };
             let Some(price) = load.pulls.price(model) else { continue };
-            let holders =
-                lenders.iter().filter(|(other, _)| same_class(model, member, other)).map(|(other, load)| {
-                    Holder {
-                        slot: other.slot,
-                        units: held.units(other.slot),
-                        layer: load.step_seconds() / layers(model, other),
-                        backlog: load.sends.seconds(now),
-                    }
-                });
+            let waits = !(prefills && load.pulls.part == WorkPart::Decode);
+            let holders = lenders
+                .iter()
+                .filter(|(other, holder)| {
+                    (waits || holder.ready.is_none()) && same_class(model, member, other)
+                })
+                .map(|(_, holder)| *holder);
             candidate.pull = transfer::best(waiter.ask.prompt_tokens, candidate, &outlook, &price, holders);
         }
     }
@@ -229,9 +248,11 @@ impl Floor {
     ) -> Option<Stage> {
         let load = self.loads[slot.index()].as_mut()?;
         let ticket = waiter.ticket;
-        load.give(now, ticket, u64::from(waiter.ask.prompt_tokens), u64::from(uncached));
+        let chain = Arc::clone(&waiter.ask.chain);
+        let (prompt, uncached) = (u64::from(waiter.ask.prompt_tokens), u64::from(uncached));
+        load.give(now, Queued { ticket, chain: Arc::clone(&chain), prompt, uncached, from: now });
         let join = load.join;
-        let reservation = self.index.reserve(slot, Arc::clone(&waiter.ask.chain));
+        let reservation = self.index.reserve(slot, chain);
         Some(Stage { ticket, slot, join, reservation, waits: true })
     }
 }
@@ -275,6 +296,6 @@ fn layers(model: &ModelId, member: &Member) -> f64 {
 
 /// Whether what one computes is to the bit what the other does.
 fn same_class(model: &ModelId, one: &Member, other: &Member) -> bool {
-    let class = |member: &Member| member.model(model).map(|m| m.numeric_class.clone());
-    class(one).is_some() && class(one) == class(other)
+    let served = one.model(model).zip(other.model(model));
+    served.is_some_and(|(one, other)| one.numeric_class == other.numeric_class)
 }
