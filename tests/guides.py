@@ -13,7 +13,7 @@ SOURCES = [
     if "tests" not in path.parts
 ]
 # Of other programs.
-FOREIGN = {"--all", "--kubelet-arg", "--from-file", "--for", "--timeout", "--release"}
+FOREIGN = {"--help", "--all", "--kubelet-arg", "--from-file", "--for", "--timeout", "--release"}
 
 
 def literals():
@@ -58,14 +58,44 @@ def flags_and_variables_are_the_programs():
 
 
 def links_lead_somewhere():
-    for page in PAGES:
-        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("deploy/**/*.md"), *ROOT.glob("bench/**/*.md")]
+    assert len(pages) > 80, len(pages)
+    for page in pages:
+        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) + re.findall(r"^\[[^\]]+\]: (\S+)", text, re.MULTILINE)
+        for target in targets:
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page}: {target}"
 
 
+def decisions_have_one_index():
+    folder = ROOT / "docs/decisions"
+    index = (folder / "README.md").read_text()
+    decisions = sorted(folder.glob("[0-9]*.md"))
+    for page in decisions:
+        title = page.read_text().split("\n", 1)[0]
+        number = int(page.name[:4])
+        assert re.match(rf"# {number}\. \S", title), f"{page.name}: {title!r}"
+        row = f"| [{number}]({page.name}) | {title.split('. ', 1)[1]} |"
+        assert row in index, f"docs/decisions/README.md has no row {row!r}"
+    assert index.count("\n| [") == len(decisions), "docs/decisions/README.md has a row too many"
+
+
+def the_readme_is_short():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) < 120, len(lines)
+    for number, line in enumerate(lines, 1):
+        assert len(line) <= 120, f"README.md:{number} has {len(line)} columns"
+
+
 def main():
-    tests = [error_texts_are_the_programs, flags_and_variables_are_the_programs, links_lead_somewhere]
+    tests = [
+        error_texts_are_the_programs,
+        flags_and_variables_are_the_programs,
+        links_lead_somewhere,
+        decisions_have_one_index,
+        the_readme_is_short,
+    ]
     for test in tests:
         test()
         print(f"test {test.__name__} ... ok")

@@ -4,8 +4,8 @@
 //! that changes from step to step comes in one [`StepInput`]; the host reads back sampled tokens and the
 //! logits rows it asked for. A backend refuses what it cannot do exactly; it never ignores an argument.
 //!
-//! Batch invariance (DESIGN section 4) is part of every op's contract: a row's result depends on nothing but
-//! that row, its position and its own context.
+//! Batch invariance is part of every op's contract: a row's result depends on nothing but that row, its position and
+//! its own context, so it has the same bits for any batch, chunking and cache.
 
 mod handle;
 mod op;

@@ -1,4 +1,4 @@
-//! Block identity (DESIGN idea 6): the one name that a prefix has in memory, on the wire and on disk.
+//! Block identity: the one name that a prefix has in memory, on the wire and on disk.
 //!
 //! `root = H(cluster key; tag, tenant salt, model digest, tokenizer digest, adapter)`, every variable field
 //! length-prefixed, and `unit = H(unit key; parent, 16 token ids)` with `unit key = H(cluster key; tag)`, H being

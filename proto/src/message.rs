@@ -1,5 +1,5 @@
 //! Requests, answers and reports between coordinators and workers. Every struct that is sent stands inside
-//! a closed enum of versions (DESIGN idea 11): a shipped struct never changes, variants are only appended.
+//! a closed enum of versions: a shipped struct never changes, variants are only appended.
 
 use crate::block::{BlockId, ClusterKey};
 use crate::codec::bounded;

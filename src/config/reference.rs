@@ -12,9 +12,9 @@ use std::path::Path;
 const HEAD: &str = "# Settings
 
 A node's settings come from `--config FILE.toml`, then `KVASIR_*` variables, then flags; the later wins. A field that is
-not known, or a value of the wrong type, ends the node with exit code 64 and the field's name. `--check-config` prints what
-is in effect as a file, `--explain` each value that was computed and why. Sizes are written as `65536`, `512MiB` or `2GB`,
-times as `250ms`, `30s`, `5m`, `1h` or `30d`.
+not known, or a value of the wrong type, ends the node with exit code 64 and the field's name. `--check-config` prints
+what is in effect as a file, `--explain` each value that was computed and why. Sizes are written as `65536`, `512MiB` or
+`2GB`, times as `250ms`, `30s`, `5m`, `1h` or `30d`.
 
 A test renders this page from the code: `UPDATE_DOCS=1 cargo test -p kvasir reference` writes it anew.
 ";

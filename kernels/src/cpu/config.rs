@@ -53,7 +53,8 @@ impl Operation for Rows {
 impl CpuConfig {
     /// The best that this processor has, except where the environment chooses: `KVASIR_BACKEND` for all
     /// operations, `KVASIR_MATMUL_BACKEND`, `KVASIR_ATTENTION_BACKEND` and `KVASIR_ROWS_BACKEND` for one, each
-    /// one of `cpu-scalar`, `cpu-avx2` and `cpu-avx512`. `environment` looks up a variable.
+    /// one of `cpu-scalar`, `cpu-avx2`, `cpu-avx512`, `cpu-neon` and `cpu-neon-i8mm`. `environment` looks up a
+    /// variable.
     ///
     /// # Errors
     /// [`SelectError::Demand`] where the environment's choice cannot be honoured.

@@ -350,7 +350,7 @@ pub static CATALOG: &[Entry] = &[
             speed: Speed::Published { tokens: 13.1, source: "vLLM, NVFP4, without speculation; 28 with MTP" },
         },
         origin: Origin::Elsewhere {
-            why: "published as a safetensors checkpoint, and Kvasir reads GGUF: convert it (NVFP4 stays NVFP4) and give the path, or take qwen3.6-27b",
+            why: "published as a safetensors checkpoint; Kvasir reads GGUF and has no converter: give the path of a GGUF file that keeps NVFP4, or take qwen3.6-27b",
         },
     },
     Entry {
@@ -387,7 +387,7 @@ pub static CATALOG: &[Entry] = &[
             },
         },
         origin: Origin::Elsewhere {
-            why: "published as a safetensors checkpoint, and Kvasir reads GGUF: convert it (NVFP4 stays NVFP4) and give the path, or take qwen3.6-35b-a3b",
+            why: "published as a safetensors checkpoint; Kvasir reads GGUF and has no converter: give the path of a GGUF file that keeps NVFP4, or take qwen3.6-35b-a3b",
         },
     },
     Entry {
