@@ -292,7 +292,7 @@ const BOMBS: &[(&str, &str, Limit)] = &[
     (
         "namespaces",
         "{% for i in range(99999) %}{% for j in range(99) %}{% set n = namespace(a=i) %}{% endfor %}{% endfor %}",
-        Limit::Work,
+        Limit::Instructions,
     ),
     (
         "groups",
