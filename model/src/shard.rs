@@ -3,7 +3,7 @@
 //!
 //! Chunks start at fixed places of their tensor, so every cut of the layers shares them. A model's digest is made of
 //! its manifest and nothing else, so whoever knows the digest can trust a manifest from anyone, and then every chunk.
-//! See docs/decisions/0016-manifests-and-chunks.md.
+//! See docs/decisions/0015-make-the-manifest-the-models-digest.md.
 
 use std::fmt;
 

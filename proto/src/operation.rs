@@ -1,4 +1,4 @@
-//! From protocol version 4 on: whole operations that a worker offers beside generations (decision 63), and the one
+//! From protocol version 4 on: whole operations that a worker offers beside generations (decision 44), and the one
 //! stream on which those that hear are served.
 //!
 //! A worker announces what it offers when it registers ([`OfferedOperationV1`]). [`Operation::Embed`] and

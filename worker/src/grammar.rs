@@ -1,5 +1,5 @@
 //! Answers that must be of a grammar: JSON of a schema, calls of tools, whatever a regular expression or a Lark grammar
-//! says. See [decision 57](../../docs/decisions/0057-grammars-are-compiled-by-workers.md).
+//! says. See [decision 39](../../docs/decisions/0039-compile-grammars-on-workers.md).
 //!
 //! A grammar is compiled before its request is queued, on a thread of its own and within a budget, which another process
 //! has kept first ([`trial`]), and kept for the next request that brings it. What may follow a token is worked out by a small

@@ -1,7 +1,7 @@
 //! Guessing what sequences will draw, so that one step computes several tokens of one.
 //!
 //! A row of a step gives the same bits in any company, so a guess is looked at by computing it as the next row, and
-//! counts if it is what is drawn from the row before (docs/decisions/0059-a-guess-counts-if-it-is-drawn.md). That can change no token, only the time: which
+//! counts if it is what is drawn from the row before (docs/decisions/0041-accept-draft-tokens-that-equal-the-draw.md). That can change no token, only the time: which
 //! guesses are worth their rows is decided by how often guesses like them were right and by what steps of so many rows
 //! were seen to take. Where nothing is worth it nothing is guessed. Sans-IO: tokens and times in, guesses out.
 

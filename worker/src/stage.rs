@@ -3,7 +3,7 @@
 //! The first stage has the engine: it schedules, and runs its layers as if they were all. What other stages must know
 //! of a step goes with the activations from stage to stage (`step.rs`); the last one answers with tokens and logits.
 //! Every stage keeps the caches of its own layers under the block tables of the first one: tables name blocks by
-//! number, and each stage knows where a number lies in its arena (docs/decisions/0015-blocks-have-numbers.md).
+//! number, and each stage knows where a number lies in its arena (docs/decisions/0014-share-block-tables-by-number.md).
 //!
 //! Several steps are under way at once, so that all stages have something to do (`pace.rs`, `later.rs`). The last one
 //! draws tokens; all that a draw depends on but the logits comes with the step, so it remembers nothing of a request. What

@@ -1,5 +1,5 @@
 //! Sessions of operations over a WebSocket: `GET /v1/realtime/vad` and `/v1/realtime/turn_detection`
-//! ([decision 65](../../../docs/decisions/0065-sessions-are-websockets.md)).
+//! ([decision 46](../../../docs/decisions/0046-serve-sessions-over-websockets.md)).
 //!
 //! The session is opened at a worker before the WebSocket is: whoever cannot be served is told by an HTTP status. Then
 //! one task carries sound one way and what is made of it the other, each as fast as its reader: what a slow one costs is

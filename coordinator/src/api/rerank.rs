@@ -1,5 +1,5 @@
 //! `/v1/rerank`: documents in the order in which they answer a query. The shape is vLLM's and Jina's, which is
-//! Cohere's with `usage` (docs/decisions/0007-embeddings-and-rerank.md).
+//! Cohere's with `usage` (docs/decisions/0006-normalize-embeddings-and-scores.md).
 
 use super::encode::{Gathered, Wanted, check_length};
 use super::error::ApiError;

@@ -2,7 +2,7 @@
 //! there are cores, and in turns by tenant. What one tenant asks for keeps others waiting for one piece of work at most.
 //!
 //! The work is done by threads of its own, each of which waits for the next piece on a channel; the one that was busy last
-//! gets it ([decision 87](../../../docs/decisions/0087-planning-leaves-the-runtime.md)).
+//! gets it ([decision 61](../../../docs/decisions/0061-plan-requests-outside-the-runtime.md)).
 
 use super::error::ApiError;
 use parking_lot::Mutex;

@@ -1,4 +1,4 @@
-//! What an answer must be: the grammar that goes with a generation. Workers compile it; see decision 57.
+//! What an answer must be: the grammar that goes with a generation. Workers compile it; see decision 39.
 
 use serde::{Deserialize, Serialize};
 

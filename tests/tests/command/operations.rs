@@ -123,7 +123,7 @@ fn voice_activity_is_what_the_published_network_answers() {
 }
 
 /// The network as published rounds its activations to 8 bits, so that the last bit of a sum may decide all that follows:
-/// onnxruntime's own answers differ by `published_most - published_least` (decision 63). Cut at the same bounds, but not
+/// onnxruntime's own answers differ by `published_most - published_least` (decision 44). Cut at the same bounds, but not
 /// rounded, it is a function that two runtimes can agree on.
 #[test]
 fn turn_detection_is_what_the_network_answers_as_far_as_that_is_defined() {

@@ -1,4 +1,4 @@
-//! The block behind the last layer that guesses: see [`AppendedSpec`] (docs/decisions/0072-a-models-own-guesses.md).
+//! The block behind the last layer that guesses: see [`AppendedSpec`] (docs/decisions/0051-use-a-models-mtp-head.md).
 //!
 //! Its keys and values are one layer more of the group with full attention, and what its next position takes in of the
 //! one before stands at the end of a sequence's recurrent state. So both are a function of the tokens before them like

@@ -1,4 +1,4 @@
-//! Guesses at the last stage, behind what it has drawn (docs/decisions/0073-guesses-are-part-of-a-step.md).
+//! Guesses at the last stage, behind what it has drawn (docs/decisions/0052-draft-at-the-last-stage.md).
 //!
 //! A step asks for them, so they need no way of their own: the hidden states of its rows are still there, the tokens have
 //! just been drawn, and its tables name the caches. The stage remembers nothing of them.

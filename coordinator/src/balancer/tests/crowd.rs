@@ -254,7 +254,7 @@ impl Crowd {
         f64::from(self.prefix) / PREFILL
     }
 
-    /// What a pull costs by decision 19: 0.02 s, the bytes by their rate, and two copies at 1 GB/s.
+    /// What a pull costs by decision 11: 0.02 s, the bytes by their rate, and two copies at 1 GB/s.
     fn pull(&self) -> f64 {
         let bytes = f64::from(self.prefix) * TOKEN_BYTES;
         self.pulls.map_or(f64::INFINITY, |rate| 0.02 + bytes / rate + 2.0 * bytes / 1e9)
