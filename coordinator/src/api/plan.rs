@@ -134,7 +134,7 @@ pub struct Sources<'a> {
 /// How much planning a request may compute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Effort {
-    /// About a millisecond, on a thread that carries connections.
+    /// A few milliseconds at most, on a thread that carries connections.
     Short,
     /// All that the limits of requests and templates allow.
     Full {
@@ -159,7 +159,7 @@ pub enum Unplanned {
 
 /// Bytes of a body that is planned with a short effort, and of these that may be encoded anew.
 const SHORT_BODY: usize = 64 << 10;
-const SHORT_FRESH: usize = 2 << 10;
+const SHORT_FRESH: usize = 16 << 10;
 /// Fields whose reading takes no longer than copying them. Any other one makes planning long.
 const SHORT_FIELDS: [&str; 30] = [
     "model",
