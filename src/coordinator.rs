@@ -122,6 +122,11 @@ pub(crate) struct CoordinatorSettings {
     #[arg(long, value_name = "ORIGIN,..", env = "KVASIR_CORS_ORIGINS", value_delimiter = ',')]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) cors_origins: Option<Vec<String>>,
+    /// Tenants that get more turns than others while all have requests waiting, such as `team-a=4,team-b=2`: tokens are
+    /// shared out by these weights, at coordinators and workers [default: 1 for each].
+    #[arg(long, value_name = "TENANT=N,..", env = "KVASIR_TENANT_WEIGHTS", value_delimiter = ',')]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) tenant_weights: Option<Vec<String>>,
     /// Sessions of operations, such as voice activity over a WebSocket, that one tenant may have at this coordinator at a
     /// time.
     #[arg(long, value_name = "N", env = "KVASIR_SESSIONS_PER_TENANT")]
@@ -196,6 +201,7 @@ impl CoordinatorSettings {
             keys: self.keys,
             shards: self.shards,
             cors_origins: self.cors_origins,
+            tenant_weights: self.tenant_weights,
             otlp_endpoint: self.otlp_endpoint,
             otlp_certificate: self.otlp_certificate,
             trace_ratio: self.trace_ratio,
@@ -274,6 +280,7 @@ impl CoordinatorSettings {
             max_connections: self.max_connections.unwrap_or(default.max_connections),
             keep_alive_s: ms(self.keep_alive, default.keep_alive_s * 1000).div_ceil(1000),
             cors_origins: self.cors_origins.clone(),
+            tenant_weights: self.tenant_weights.clone().unwrap_or_default(),
             sessions_per_tenant: self.sessions_per_tenant.unwrap_or(default.sessions_per_tenant),
             session_idle_s: ms(self.session_idle, default.session_idle_s * 1000).div_ceil(1000),
             session_max_s: ms(self.session_max, default.session_max_s * 1000).div_ceil(1000),

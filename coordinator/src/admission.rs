@@ -4,10 +4,14 @@
 //! Bounded in requests and in prompt tokens, because tokens are what takes time; tenants are counted in them for the
 //! same reason. Pure state: the caller says when and decides what can be placed.
 //!
-//! What must stay true: of two tenants who both always have something waiting neither gets more tokens than the other,
-//! but for the length of one request; what waits is overtaken, within its tenant, only by what came at most so much
+//! What must stay true: of two tenants who both always have something waiting each gets tokens by its weight
+//! ([`TenantWeights`]), but for the length of one request; what waits is overtaken, within its tenant, only by what came at most so much
 //! later as the difference in urgency allows ([`rank`]), and by a few more of its own priority that can be placed better
 //! ([`Queue::drain`]), so nothing waits for ever.
+
+mod weights;
+
+pub use weights::{BadWeight, TenantWeights};
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -93,10 +97,18 @@ type Place = (Option<Instant>, u64);
 struct Lane<T> {
     tenant: String,
     items: BTreeMap<Place, Item<T>>,
-    /// Tokens taken from here, on top of what the others had when the tenant came.
+    /// Tokens taken from here over the tenant's weight, on top of what the others had when the tenant came.
     served: u64,
+    weight: u64,
     /// Nothing of it can be placed just now.
     blocked: bool,
+}
+
+impl<T> Lane<T> {
+    /// What so many tokens count as, in thousandths: the greatest weight is a thousand.
+    fn share(&self, tokens: u64) -> u64 {
+        tokens.saturating_mul(1_000) / self.weight
+    }
 }
 
 #[derive(Debug)]
@@ -110,6 +122,7 @@ struct Item<T> {
 #[derive(Debug)]
 pub struct Queue<T> {
     limits: QueueLimits,
+    weights: TenantWeights,
     /// Tenants that have something waiting, or have been served more than the others.
     lanes: Vec<Lane<T>>,
     requests: usize,
@@ -121,8 +134,8 @@ pub struct Queue<T> {
 
 impl<T: Waiting> Queue<T> {
     /// An empty queue.
-    pub fn new(limits: QueueLimits) -> Self {
-        Self { limits, lanes: Vec::new(), requests: 0, tokens: 0, level: 0, arrivals: 0 }
+    pub fn new(limits: QueueLimits, weights: TenantWeights) -> Self {
+        Self { limits, weights, lanes: Vec::new(), requests: 0, tokens: 0, level: 0, arrivals: 0 }
     }
 
     /// Whether `requests` more with `tokens` in all would fit. An empty queue takes anything: what is too
@@ -146,7 +159,7 @@ impl<T: Waiting> Queue<T> {
     pub fn push_back_first(&mut self, tenant: &str, item: T) {
         let tokens = item.tokens();
         let lane = self.insert(tenant, None, item);
-        lane.served = lane.served.saturating_sub(tokens);
+        lane.served = lane.served.saturating_sub(lane.share(tokens));
     }
 
     /// Offers to `place` what the lane that has been served least has to offer, again and again until nothing can be
@@ -167,7 +180,7 @@ impl<T: Waiting> Queue<T> {
                 continue;
             };
             self.level = lane.served;
-            lane.served += tokens;
+            lane.served += lane.share(tokens);
             self.requests -= 1;
             self.tokens -= tokens;
         }
@@ -226,8 +239,9 @@ impl<T: Waiting> Queue<T> {
         self.tokens += item.tokens();
         self.arrivals += 1;
         let at = self.lanes.iter().position(|lane| lane.tenant == tenant).unwrap_or_else(|| {
-            let (tenant, items) = (tenant.to_owned(), BTreeMap::new());
-            self.lanes.push(Lane { tenant, items, served: self.level, blocked: false });
+            let (weight, items) = (self.weights.of(tenant).into(), BTreeMap::new());
+            let tenant = tenant.to_owned();
+            self.lanes.push(Lane { tenant, items, served: self.level, weight, blocked: false });
             self.lanes.len() - 1
         });
         let lane = &mut self.lanes[at];

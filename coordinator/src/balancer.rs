@@ -11,7 +11,7 @@ pub mod recent;
 #[cfg(test)]
 mod tests;
 
-use crate::admission::{self, Offered, Queue, QueueLimits, TenantView, Waiting, retry_after};
+use crate::admission::{self, Offered, Queue, QueueLimits, TenantView, TenantWeights, Waiting, retry_after};
 use crate::prefix_index::peer::PeerError;
 use crate::prefix_index::{IndexSize, Need, StreamError, StreamView};
 use crate::routing::demand::CommonKey;
@@ -298,9 +298,14 @@ pub struct Balancer {
 }
 
 impl Balancer {
-    /// No workers, nothing waiting.
+    /// No workers, nothing waiting; all tenants have one weight.
     pub fn new(policy: Policy) -> Self {
-        Self { queue: Queue::new(policy.queue), floor: Floor::new(policy), next_ticket: 0 }
+        Self::weighted(policy, TenantWeights::default())
+    }
+
+    /// No workers, nothing waiting.
+    pub fn weighted(policy: Policy, weights: TenantWeights) -> Self {
+        Self { queue: Queue::new(policy.queue, weights), floor: Floor::new(policy), next_ticket: 0 }
     }
 
     /// Takes generations that belong to one request, all or none.

@@ -1,6 +1,6 @@
 //! The coordinator's configuration, as it stands in a file.
 
-use crate::admission::QueueLimits;
+use crate::admission::{BadWeight, QueueLimits, TenantWeights};
 use crate::agreement::PeerEntry;
 use crate::api::auth::KeyEntry;
 use crate::api::cors::Cors;
@@ -64,6 +64,8 @@ pub struct Config {
     /// Origins whose pages may ask from browsers: `https://app.example`, `*` or `none`. None: any where keys are needed,
     /// and else none.
     pub cors_origins: Option<Vec<String>>,
+    /// Tenants that get more turns than others: `TENANT=WEIGHT`.
+    pub tenant_weights: Vec<String>,
     /// Sessions of operations that one tenant may have here at a time.
     pub sessions_per_tenant: u32,
     /// A session in which nothing is said for so many seconds ends.
@@ -103,6 +105,7 @@ impl Default for Config {
             // Proxies and clients keep theirs for 60 s or less, and whoever closes first loses no request.
             keep_alive_s: 75,
             cors_origins: None,
+            tenant_weights: Vec::new(),
             sessions_per_tenant: 64,
             session_idle_s: 30,
             session_max_s: 3600,
@@ -133,6 +136,9 @@ pub enum ConfigError {
     /// Something that no page has for an origin.
     #[error("cors_origins: {0:?} is no origin such as https://app.example, nor * or none")]
     Origin(String),
+    /// A tenant's weight.
+    #[error(transparent)]
+    Weight(#[from] BadWeight),
     /// The group cannot be what is configured.
     #[error("peers: {rule}")]
     Peers {
@@ -152,6 +158,7 @@ impl Config {
             return Err(ConfigError::KeysRequired { http: self.http });
         }
         Cors::new(self.cors_origins.as_deref()).map_err(ConfigError::Origin)?;
+        TenantWeights::new(&self.tenant_weights)?;
         self.check_peers()?;
         let wrong = |field, value, rule| Err(ConfigError::OutOfRange { field, value, rule });
         let positive = [

@@ -25,6 +25,7 @@ pub use peers::Peers;
 pub use pool::PoolWorker;
 pub use shipments::Shipments;
 
+use crate::admission::TenantWeights;
 use crate::balancer::{
     Action, Ask, Assignment, Balancer, Policy, QueueView, Refusal, Setback, Ticket, WorkerView,
 };
@@ -68,6 +69,7 @@ pub struct Dispatch {
     shipments: Shipments,
     certificates: Certificates,
     lost_devices: LostDevices,
+    weights: TenantWeights,
     /// Told when events of a worker have been applied.
     heard: Notify,
 }
@@ -123,8 +125,8 @@ impl Desk {
 
 impl Dispatch {
     /// No workers yet.
-    pub fn new(policy: Policy, metrics: Arc<Metrics>) -> Arc<Self> {
-        let balancer = Balancer::new(policy);
+    pub fn new(policy: Policy, metrics: Arc<Metrics>, weights: TenantWeights) -> Arc<Self> {
+        let balancer = Balancer::weighted(policy, weights.clone());
         let desk =
             Desk { balancer, tickets: HashMap::new(), links: HashMap::new(), served: Served::default() };
         Arc::new(Self {
@@ -134,6 +136,7 @@ impl Dispatch {
             shipments: Shipments::default(),
             certificates: Certificates::default(),
             lost_devices: LostDevices::default(),
+            weights,
             heard: Notify::new(),
         })
     }

@@ -2,6 +2,7 @@
 
 mod http;
 
+use crate::admission::TenantWeights;
 use crate::agreement::{Agreement, GroupError, ModelDigests, OwnSettings};
 use crate::api::cors::Cors;
 use crate::api::operations::Sessions;
@@ -132,7 +133,8 @@ impl Coordinator {
         let in_group = config.data_dir.as_ref().map(|_| &raft);
         let metrics = Arc::new(Metrics::new(in_group));
         let counted = in_group.cloned();
-        let dispatch = Dispatch::new(config.policy(), Arc::clone(&metrics));
+        let weights = TenantWeights::new(&config.tenant_weights).map_err(ConfigError::from)?;
+        let dispatch = Dispatch::new(config.policy(), Arc::clone(&metrics), weights);
 
         let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let epoch = Epoch(u64::try_from(started.as_millis()).unwrap_or(u64::MAX));
@@ -143,7 +145,8 @@ impl Coordinator {
         let endpoint = Arc::new(endpoint);
         let compared =
             ModelDigests { tokenizers: models.tokenizer_digests(), prompting: models.prompting_digests() };
-        let settings = OwnSettings::new(&cluster_key, &compared, config.raw_chats, &config.keys);
+        let settings =
+            OwnSettings::new(&cluster_key, &compared, config.raw_chats, &config.keys, &config.tenant_weights);
         let agreement = Agreement::start(
             &config,
             &endpoint,

@@ -30,7 +30,7 @@ fn item(name: &'static str, tokens: u64, at: Instant) -> Item {
 }
 
 fn queue(requests: usize, tokens: u64) -> (Queue<Item>, Instant) {
-    (Queue::new(QueueLimits { requests, tokens }), Instant::now())
+    (Queue::new(QueueLimits { requests, tokens }, TenantWeights::default()), Instant::now())
 }
 
 fn drained(queue: &mut Queue<Item>) -> Vec<&'static str> {
@@ -174,6 +174,27 @@ fn retry_after_follows_the_backlog_within_bounds() {
     assert_eq!(retry_after(12_500, 1_000.0), s(13));
     assert_eq!(retry_after(u64::MAX, 1.0), s(60));
     assert_eq!(retry_after(10, 0.0), s(1));
+}
+
+#[test]
+fn tenants_get_tokens_by_their_weights() {
+    let weights = TenantWeights::new(&["heavy=3".to_owned()]).unwrap();
+    let (mut q, at) =
+        (Queue::new(QueueLimits { requests: 1_000, tokens: 1_000_000 }, weights), Instant::now());
+    for _ in 0..100 {
+        q.push("heavy", item("heavy", 10, at));
+        q.push("light", item("light", 10, at));
+    }
+    let mut taken = Vec::new();
+    q.drain(|item, _| match taken.len() < 80 {
+        true => {
+            taken.push(item.name);
+            Offered::Taken
+        }
+        false => Offered::Stuck(item),
+    });
+    let heavy = taken.iter().filter(|name| **name == "heavy").count();
+    assert_eq!((heavy, taken.len() - heavy), (60, 20));
 }
 
 proptest! {

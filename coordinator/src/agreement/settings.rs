@@ -13,6 +13,8 @@ use std::time::{Duration, Instant};
 const CLUSTER_KEY: &str = "cluster_key";
 /// Whether what clients write can become control tokens.
 const RAW_CHATS: &str = "raw_chats";
+/// The weights of tenants.
+const WEIGHTS: &str = "tenant_weights";
 /// What chat templates and defaults are called, before the model's name.
 const PROMPTING: &str = "chat template and sampling defaults of ";
 /// Coordinators that were started within so long of each other are equally old.
@@ -61,7 +63,13 @@ pub struct OwnSettings {
 
 impl OwnSettings {
     /// From what it was started with.
-    pub fn new(key: &ClusterKey, models: &ModelDigests, raw_chats: bool, keys: &[KeyEntry]) -> Self {
+    pub fn new(
+        key: &ClusterKey,
+        models: &ModelDigests,
+        raw_chats: bool,
+        keys: &[KeyEntry],
+        weights: &[String],
+    ) -> Self {
         // The key itself keys its digest, so that not even equal words are recognised.
         let digest = |name: &str, value: &[u8]| {
             let mut hash = blake3::Hasher::new_keyed(&key.0);
@@ -94,6 +102,9 @@ impl OwnSettings {
         };
         settings.push(list("keys", entries.join("\n")));
         settings.push(list(RAW_CHATS, raw_chats.to_string()));
+        let mut weights = weights.to_vec();
+        weights.sort_unstable();
+        settings.push(list(WEIGHTS, weights.join("\n")));
         let mut names: Vec<&str> = models.tokenizers.keys().map(ModelId::as_str).collect();
         names.sort_unstable();
         settings.push(list("models", names.join("\n")));
@@ -127,7 +138,7 @@ pub struct Difference {
     pub odd: Vec<NodeId>,
     /// Whether this coordinator is among these.
     pub own: bool,
-    /// Whether an odd coordinator must not serve. Lists of API keys and of models, and the models' files as far as the same
+    /// Whether an odd coordinator must not serve. Lists of API keys, of models and of weights, and the models' files as far as the same
     /// tokens are made with them, are changed at one coordinator after the other, and must not stop it meanwhile.
     pub binding: bool,
 }
@@ -195,7 +206,7 @@ impl Compared {
             differences.push(Difference {
                 setting: setting.to_owned(),
                 own: odd.contains(own),
-                binding: !matches!(setting, "keys" | "models") && !setting.starts_with(PROMPTING),
+                binding: !matches!(setting, "keys" | "models" | WEIGHTS) && !setting.starts_with(PROMPTING),
                 odd,
             });
         }
@@ -220,7 +231,7 @@ mod tests {
         let models = ModelDigests { tokenizers: of_model(tokenizer), prompting: of_model(template) };
         let entry = |tenant: &&str| KeyEntry { sha256: "00".into(), tenant: (*tenant).into(), admin: false };
         let keys: Vec<KeyEntry> = keys.iter().map(entry).collect();
-        OwnSettings::new(&ClusterKey([key; 32]), &models, raw_chats, &keys)
+        OwnSettings::new(&ClusterKey([key; 32]), &models, raw_chats, &keys, &[])
     }
 
     fn compared<const N: usize>(all: [(&str, u64, OwnSettings); N]) -> Compared {

@@ -52,6 +52,10 @@ impl Claim {
         &self.dispatch
     }
 
+    pub(super) fn weight(&self, tenant: &str) -> u32 {
+        self.dispatch.weights.of(tenant)
+    }
+
     /// Waits for a worker, and for the turn to send it something.
     pub(super) async fn worker(&mut self) -> Result<(Placed, Turn), Failure> {
         match self.verdicts.next().await {

@@ -329,7 +329,8 @@ impl Generation {
             trace,
             grammar: self.job.grammar.clone(),
         };
-        GenerateRequestV4 { request, turn: turn_of(&self.job.tenant) }
+        let tenant = &self.job.tenant;
+        GenerateRequestV4 { request, turn: turn_of(tenant, self.claim.weight(tenant)) }
     }
 
     fn give_up(&mut self, placed: &Placed, setback: Option<GenerateError>) {
@@ -339,8 +340,8 @@ impl Generation {
 }
 
 /// Whose turn a tenant's generations take at workers: the same number at every coordinator.
-fn turn_of(tenant: &str) -> TenantTurnV1 {
+fn turn_of(tenant: &str, weight: u32) -> TenantTurnV1 {
     let hash = blake3::derive_key("kvasir 2026-11 tenant's turn", tenant.as_bytes());
     let [a, b, c, d, e, f, g, h, ..] = hash;
-    TenantTurnV1 { tenant: u64::from_le_bytes([a, b, c, d, e, f, g, h]), weight: 1 }
+    TenantTurnV1 { tenant: u64::from_le_bytes([a, b, c, d, e, f, g, h]), weight }
 }

@@ -30,7 +30,7 @@ fn port_with(loops: Vec<Heartbeat>) -> Router {
     let node = NodeId::new("c1").unwrap();
     let ops = Arc::new(Ops {
         id: node.clone(),
-        dispatch: Dispatch::new(Policy::default(), Arc::clone(&metrics)),
+        dispatch: Dispatch::new(Policy::default(), Arc::clone(&metrics), Default::default()),
         agreement: None,
         replicas: None,
         models: Arc::new(Models::open(&[], false).unwrap()),
