@@ -7,8 +7,8 @@ use crate::routing::transfer::Pull;
 use crate::slot::Slot;
 use std::time::{Duration, Instant};
 
-/// A request waits so many times as long as it was expected to, but not less or more than this; and for the most where no
-/// worker has measured how long computing takes.
+/// A request waits so many times as long as it was expected to, but not less or more than this; and for the most where a
+/// worker has not measured how long computing takes. Then it may wait on only if more of the prefix has come meanwhile.
 const PATIENCE: f64 = 2.0;
 const LEAST_PATIENCE: Duration = Duration::from_secs(1);
 const MOST_PATIENCE: Duration = Duration::from_secs(10);
@@ -30,6 +30,8 @@ struct Kept {
     /// Whose prefix it waits for, and its length.
     from: Slot,
     units: u32,
+    /// How much of it was there when it began to wait.
+    held: u32,
 }
 
 impl Awaited {
@@ -67,7 +69,8 @@ impl Floor {
         };
         waiter.waits_until.get_or_insert(now + patience.clamp(LEAST_PATIENCE, MOST_PATIENCE));
         let (from, units) = (pull.from, pull.units);
-        self.awaited.requests.push(Kept { waiter, at, join, from, units });
+        let held = self.index.lookup_held(&waiter.ask.chain).units(from);
+        self.awaited.requests.push(Kept { waiter, at, join, from, units, held });
     }
 
     /// Takes out those that need not wait any longer.
@@ -84,7 +87,7 @@ impl Floor {
             loads[slot.index()].as_ref().is_some_and(is_present)
         };
         let over = |kept: &Kept| {
-            let Kept { waiter, at, join, from, units } = kept;
+            let Kept { waiter, at, join, from, units, .. } = kept;
             let chain = &waiter.ask.chain;
             !waiter.may_wait(now)
                 || !present(*at, Some(*join))
@@ -92,7 +95,13 @@ impl Floor {
                 || index.lookup_held(chain).units(*from) >= *units
                 || index.lookup(chain).units(*from) < *units
         };
-        let due = awaited.take(|kept| stirred.contains(&kept.from) && over(kept));
+        let mut due = awaited.take(|kept| stirred.contains(&kept.from) && over(kept));
+        for Kept { waiter, from, held, .. } in &mut due {
+            // More of it has come: whether to go on waiting is decided anew.
+            if !waiter.may_wait(now) && index.lookup_held(&waiter.ask.chain).units(*from) > *held {
+                waiter.waits_until = None;
+            }
+        }
         self.let_go(due)
     }
 

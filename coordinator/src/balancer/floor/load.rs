@@ -247,17 +247,26 @@ impl Load {
         self.sent().saturating_sub(self.done(now))
     }
 
-    /// Prompt tokens that it computes before it has the first `units` of `chain`, and the seconds before which a pull does
-    /// not bring them; `None` if no prompt that it was sent from here and has not computed yet brings them.
-    pub(super) fn brings(&self, now: Instant, chain: &[BlockId], units: u32) -> Option<(u64, f64)> {
+    /// Prompt tokens that it computes before it has the first `units` of `chain`, of which it has the first `held`, and the
+    /// seconds before which a pull does not bring them; `None` if no prompt that it was sent from here and has not computed
+    /// yet brings them.
+    pub(super) fn brings(
+        &self,
+        now: Instant,
+        chain: &[BlockId],
+        (held, units): (u32, u32),
+    ) -> Option<(u64, f64)> {
         let last = (units as usize).checked_sub(1)?;
         let id = chain.get(last)?;
         let at = self.line.iter().position(|queued| queued.chain.get(last) == Some(id))?;
         let queued = self.line.get(at)?;
         let before: u64 = self.line.iter().take(at).map(|queued| queued.uncached).sum();
         let behind = queued.prompt.saturating_sub(u64::from(units) * HASH_UNIT_TOKENS as u64);
-        let tokens = self.foreign.pending + before + queued.uncached.saturating_sub(behind);
-        Some((tokens.saturating_sub(self.done(now)), seconds(queued.from, now)))
+        let lacks = u64::from(units.saturating_sub(held)) * HASH_UNIT_TOKENS as u64;
+        let own = queued.uncached.saturating_sub(behind);
+        let believed = (self.foreign.pending + before + own).saturating_sub(self.done(now));
+        let tokens = believed.min(self.foreign.pending + before + own.min(lacks));
+        Some((tokens, seconds(queued.from, now)))
     }
 
     /// What it is believed to have computed of the first prompt in line.

@@ -140,7 +140,8 @@ impl Floor {
                 ready: None,
             };
             lenders.push((member, holder));
-            let brings = (may_wait && expected > units).then(|| load.brings(now, chain, expected)).flatten();
+            let brings =
+                (may_wait && expected > units).then(|| load.brings(now, chain, (units, expected))).flatten();
             lenders.extend(brings.map(|(pending_tokens, from)| {
                 let until = Candidate { pending_tokens, ..load.candidate(now, member.slot, expected) };
                 let ready = Some(outlook.queue(&until).max(from));
