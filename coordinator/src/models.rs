@@ -99,20 +99,20 @@ impl OfferedModel {
         in_parts(self.tokens_in_parts(&prompt.text, quoted, bos))
     }
 
-    /// As [`prompt`](Self::prompt), if at most `fresh` bytes of the text are to be encoded anew.
-    pub fn prompt_shortly(&self, text: &str, bos: bool, fresh: usize) -> Option<TokenIds> {
-        self.tokens_in_parts_within(text, &[], bos, fresh).map(in_parts)
+    /// As [`prompt`](Self::prompt), if that takes no longer than [`Tokenizer::encode_prompt_shortly`] says.
+    pub fn prompt_shortly(&self, text: &str, bos: bool, time: Duration) -> Option<TokenIds> {
+        self.tokens_in_parts_within(text, &[], bos, Some(time)).map(in_parts)
     }
 
-    /// As [`chat`](Self::chat), if at most `fresh` bytes of the prompt are to be encoded anew.
-    pub fn chat_shortly(&self, prompt: &Prompt, bos: bool, fresh: usize) -> Option<TokenIds> {
+    /// As [`chat`](Self::chat), if that takes no longer than [`Tokenizer::encode_prompt_shortly`] says.
+    pub fn chat_shortly(&self, prompt: &Prompt, bos: bool, time: Duration) -> Option<TokenIds> {
         let quoted = if self.raw_chats { &[][..] } else { &prompt.quoted };
-        self.tokens_in_parts_within(&prompt.text, quoted, bos, fresh).map(in_parts)
+        self.tokens_in_parts_within(&prompt.text, quoted, bos, Some(time)).map(in_parts)
     }
 
     fn tokens_in_parts(&self, text: &str, quoted: &[Range<usize>], bos: bool) -> (Vec<u32>, Vec<Part>) {
-        // No text is longer.
-        self.tokens_in_parts_within(text, quoted, bos, usize::MAX).unwrap_or_default()
+        // There is none only where time is limited.
+        self.tokens_in_parts_within(text, quoted, bos, None).unwrap_or_default()
     }
 
     fn tokens_in_parts_within(
@@ -120,10 +120,13 @@ impl OfferedModel {
         text: &str,
         quoted: &[Range<usize>],
         bos: bool,
-        fresh: usize,
+        time: Option<Duration>,
     ) -> Option<(Vec<u32>, Vec<Part>)> {
         let started = Instant::now();
-        let (mut tokens, mut parts) = self.tokenizer.encode_prompt_shortly(text, quoted, fresh)?;
+        let (mut tokens, mut parts) = match time {
+            Some(time) => self.tokenizer.encode_prompt_shortly(text, quoted, time)?,
+            None => self.tokenizer.encode_prompt(text, quoted),
+        };
         let nanos = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.tokenised.nanos.fetch_add(nanos, Ordering::Relaxed);
         self.tokenised.bytes.fetch_add(text.len() as u64, Ordering::Relaxed);

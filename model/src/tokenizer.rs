@@ -4,10 +4,10 @@
 //! characters (`gemma4`), SentencePiece by score (`llama`) and WordPiece (`bert`). Ids are those that llama.cpp
 //! gives for the same file.
 
-use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::num::NonZeroUsize;
 use std::ops::Range;
+use std::time::{Duration, Instant};
 
 use crate::recent::RecentUse;
 use crate::{Error, Metadata};
@@ -19,6 +19,9 @@ use pieces::Pieces;
 use special::{Part as Cut, Quoted, Specials};
 use spm::Spm;
 use word_piece::WordPiece;
+
+/// Bytes of a piece that is encoded where time is short.
+const SHORT_PIECE: usize = 8 << 10;
 
 pub use detokenizer::{Detokenizer, Utf8Stream};
 pub use memo::Part;
@@ -185,38 +188,38 @@ impl Tokenizer {
         self.encode_outside(text, true, Quoted::new(&quoted))
     }
 
-    /// As [`encode_prompt`](Self::encode_prompt), if at most `fresh` bytes of the text are encoded anew because they are not
-    /// remembered; none if there are more.
+    /// As [`encode_prompt`](Self::encode_prompt), if what is not remembered takes no longer than `time`, but for one piece of
+    /// the text; none if it takes longer, or if a piece that is not remembered is longer than 8 KiB.
     pub fn encode_prompt_shortly(
         &self,
         text: &str,
         quoted: &[Range<usize>],
-        fresh: usize,
+        time: Duration,
     ) -> Option<(Vec<u32>, Vec<Part>)> {
         let quoted = self.specials.that_matter(text, quoted);
-        self.encode_within(text, (true, Quoted::new(&quoted)), fresh)
+        let until = Instant::now() + time;
+        let affordable = |piece: &str| piece.len() <= SHORT_PIECE && Instant::now() < until;
+        self.encode_if(text, (true, Quoted::new(&quoted)), affordable)
     }
 
     fn encode_outside(&self, text: &str, special: bool, quoted: Quoted<'_>) -> (Vec<u32>, Vec<Part>) {
-        // No text is longer.
-        self.encode_within(text, (special, quoted), usize::MAX).unwrap_or_default()
+        // Every piece is affordable.
+        self.encode_if(text, (special, quoted), |_| true).unwrap_or_default()
     }
 
-    /// None if more than `fresh` bytes would have to be encoded anew.
-    fn encode_within(
+    /// None at the first piece that is not remembered and not `affordable`.
+    fn encode_if(
         &self,
         text: &str,
         (special, quoted): (bool, Quoted<'_>),
-        fresh: usize,
+        affordable: impl Fn(&str) -> bool,
     ) -> Option<(Vec<u32>, Vec<Part>)> {
-        let left = Cell::new(fresh);
         let encode = |text: &str, how: How, quoted: Quoted<'_>, ids: &mut Vec<u32>| {
-            let affordable = left.get().checked_sub(text.len());
-            if let Some(rest) = affordable {
-                left.set(rest);
+            let affordable = affordable(text);
+            if affordable {
                 self.encode_part(text, how, quoted, ids);
             }
-            affordable.is_some()
+            affordable
         };
         let mut ids = Vec::with_capacity(text.len() / 3);
         let parts = match &self.memo {

@@ -157,9 +157,10 @@ pub enum Unplanned {
     },
 }
 
-/// Bytes of a body that is planned with a short effort, and of these that may be encoded anew.
+/// Bytes of a body that is planned with a short effort.
 const SHORT_BODY: usize = 64 << 10;
-const SHORT_FRESH: usize = 16 << 10;
+/// How long its text may be tokenized, as far as it is not remembered.
+const SHORT_TOKENIZING: Duration = Duration::from_millis(1);
 /// Fields whose reading takes no longer than copying them. Any other one makes planning long.
 const SHORT_FIELDS: [&str; 30] = [
     "model",
@@ -236,7 +237,7 @@ pub fn generation(kind: Kind, body: &[u8], sources: &Sources<'_>, effort: Effort
             let most =
                 Most { field: "max_tokens", tokens: said.or(Some(COMPLETION_TOKENS)), said: said.is_some() };
             let prompts = completion_prompts(&fields, &model, limit, |text| match effort {
-                Effort::Short => model.prompt_shortly(text, bos, SHORT_FRESH).ok_or_else(too_long),
+                Effort::Short => model.prompt_shortly(text, bos, SHORT_TOKENIZING).ok_or_else(too_long),
                 Effort::Full { .. } => Ok(model.prompt(text, bos)),
             })?;
             (most, prompts, grammar::of_completion(grammar::wanted(&fields)?)?, None)
@@ -252,7 +253,7 @@ pub fn generation(kind: Kind, body: &[u8], sources: &Sources<'_>, effort: Effort
             let rendered = rendered.ok_or_else(too_long)?;
             check_text(&model, rendered.text.len(), limit)?;
             let prompt = match effort {
-                Effort::Short => model.chat_shortly(&rendered, bos, SHORT_FRESH).ok_or_else(too_long)?,
+                Effort::Short => model.chat_shortly(&rendered, bos, SHORT_TOKENIZING).ok_or_else(too_long)?,
                 Effort::Full { .. } => model.chat(&rendered, bos),
             };
             let text = rendered.text;
@@ -616,7 +617,7 @@ mod tests {
 
         let short = plan(&chat("hi"), Effort::Short).expect("it is short");
         assert_eq!(short.prompts, plan(&chat("hi"), full).unwrap().prompts);
-        let long = chat(&"a word and another. ".repeat(1_000));
+        let long = chat(&"a".repeat(40_000));
         assert!(matches!(plan(&long, Effort::Short), Err(Unplanned::TooLong { counted: true })));
         let prompts = plan(&long, full).unwrap().prompts;
         if offered.tokenizer.memo_usage().is_some() {
@@ -638,7 +639,7 @@ mod tests {
         let (models, served) = (tiny(), |_: &ModelId| None);
         let caller =
             Keys::new(&[], ClusterKey([7; 32]), None).unwrap().authenticate(&Default::default()).unwrap();
-        let long = "a word and another. ".repeat(1_000);
+        let long = "a".repeat(40_000);
         let times = |efforts: &[Effort]| {
             let popularity = Popularity::default();
             let sources = Sources {

@@ -1,5 +1,6 @@
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
+use std::time::Duration;
 
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
@@ -231,20 +232,22 @@ fn nothing_is_cut_inside_or_right_behind_a_special_token() {
 }
 
 #[test]
-fn encoding_is_given_up_where_too_much_is_unknown() {
+fn encoding_is_given_up_where_it_takes_too_long() {
+    let (none, all) = (Duration::ZERO, Duration::from_secs(600));
+    let plain = tokenizers::tiny("qwen2");
     let tokenizer = tokenizers::tiny("qwen2").remembering(1 << 22);
     let text = "the same words again and again, in lines\nof a text that is ".repeat(100);
-    let plain = tokenizers::tiny("qwen2").encode(&text, true);
-    assert_eq!(tokenizer.encode_prompt_shortly(&text, &[], 1_000), None);
-    assert_eq!(tokenizer.encode_prompt(&text, &[]).0, plain, "what was given up left nothing wrong behind");
-    let (tokens, _) = tokenizer.encode_prompt_shortly(&text, &[], 0).expect("all of it is known");
-    assert_eq!(tokens, plain);
-    let longer = format!("{text} and an end");
-    assert_eq!(tokenizer.encode_prompt_shortly(&longer, &[], 0), None);
-    let (tokens, _) = tokenizer.encode_prompt_shortly(&longer, &[], 8_000).expect("its end is short");
-    assert_eq!(tokens, tokenizers::tiny("qwen2").encode(&longer, true));
+    assert_eq!(tokenizer.encode_prompt_shortly(&text, &[], none), None);
+    let encoded = tokenizer.encode_prompt_shortly(&text, &[], all).expect("there is time");
+    assert_eq!(encoded.0, plain.encode(&text, true), "what was given up left nothing wrong behind");
+    let encoded = tokenizer.encode_prompt_shortly(&text, &[], none).expect("all of it is remembered");
+    assert_eq!(encoded.0, plain.encode(&text, true));
+    assert_eq!(tokenizer.encode_prompt_shortly(&format!("{text} and an end"), &[], none), None);
 
-    let forgetful = tokenizers::tiny("qwen2");
-    assert_eq!(forgetful.encode_prompt_shortly(&text, &[], text.len() - 1), None);
-    assert_eq!(forgetful.encode_prompt_shortly(&text, &[], text.len()).expect("it is short enough").0, plain);
+    let word = "a".repeat(10_000);
+    for tokenizer in [&tokenizer, &plain] {
+        assert_eq!(tokenizer.encode_prompt_shortly(&word, &[], all), None, "a piece is too long");
+        assert_eq!(tokenizer.encode_prompt_shortly(&word[..100], &[], none), None);
+        assert!(tokenizer.encode_prompt_shortly(&word[..100], &[], all).is_some());
+    }
 }
