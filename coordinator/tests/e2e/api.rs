@@ -221,27 +221,23 @@ async fn a_burst_with_one_uncached_prefix_is_computed_once_and_found_again() {
         };
         let mut cached = Vec::new();
         let mut predicted = Vec::new();
-        let mut worker = None;
         for reply in futures::future::join_all((0..32).map(one)).await {
             let answer = ok(&reply);
             cached.push(answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap());
             predicted
                 .push(reply.header("x-kvasir-route").rsplit_once('=').unwrap().1.parse::<u64>().unwrap());
-            let served_by = reply.header("x-kvasir-worker").to_owned();
-            assert_eq!(*worker.get_or_insert(served_by.clone()), served_by, "all where they share");
         }
         cached.sort_unstable();
         predicted.sort_unstable();
-        (cached, predicted, worker.unwrap())
+        (cached, predicted)
     };
-    let (cached, predicted, first) = burst(1).await;
+    let (cached, predicted) = burst(1).await;
     assert_eq!(cached, [vec![0], vec![1_488; 31]].concat());
     assert_eq!(predicted, cached);
     let computed: u64 = workers.iter().map(|w| w.counters().computed).sum();
     assert_eq!(computed, 1_530 + 31 * 42);
-    let (cached, predicted, second) = burst(2).await;
+    let (cached, predicted) = burst(2).await;
     assert_eq!((cached, &predicted), (vec![1_488; 32], &vec![1_488; 32]));
-    assert_eq!(first, second);
     // Belief and truth in the books.
     let predicted = rig.metric("kvasir_cached_tokens_predicted_total").await;
     assert_eq!(predicted, f64::from((31 + 32) * 1_488));

@@ -17,6 +17,7 @@ mod hearing;
 mod keys;
 mod limits;
 mod operations;
+mod planning;
 mod promises;
 mod sequences;
 mod transcribe;
