@@ -303,13 +303,15 @@ impl Shared {
         self.counters.send_modify(change);
     }
 
-    /// Tokens of the prompt that are cached; what is not counts as in flight from now on, and is cached for
-    /// whoever comes next.
+    /// Tokens of the prompt that are cached, or were sent by another worker, which never fails; the others are in flight
+    /// from now on, and cached for the next request.
     fn look_up(&self, request: &GenerateRequestV3) -> (u32, Vec<BlockId>) {
         let key = super::cluster_key();
         let chain = key.chain(request.root, &request.prompt);
         let mut state = self.state.lock();
-        let leading = chain.iter().take_while(|unit| state.held.contains(unit)).count();
+        let held = chain.iter().take_while(|unit| state.held.contains(unit)).count();
+        let pulled = request.pull.as_ref().map_or(0, |pull| pull.tokens as usize / HASH_UNIT_TOKENS);
+        let leading = held.max(pulled);
         let most = (request.prompt.len() - 1) / HASH_UNIT_TOKENS;
         let new: Vec<BlockId> = chain.into_iter().filter(|unit| state.held.insert(*unit)).collect();
         ((leading.min(most) * HASH_UNIT_TOKENS) as u32, new)
