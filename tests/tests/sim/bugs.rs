@@ -64,7 +64,7 @@ fn without_epoch(entry: &LogEntryV1) -> LogEntryV1 {
         && let Ok(Entry::Change(ChangeV1 { client, seq, change })) = decode(bytes, Cap::Stream)
         && let Change::WorkerJoined(register) = change
     {
-        let mut register = register.into_latest().worker.worker;
+        let mut register = register.into_latest().worker.worker.worker;
         register.epoch = Epoch(0);
         let change = Change::WorkerJoined(Box::new(Register::V2(register)));
         if let Ok(changed) = encode_entry(&Entry::Change(ChangeV1 { client, seq, change })) {
