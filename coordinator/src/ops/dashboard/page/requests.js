@@ -6,6 +6,8 @@ const STATES = { prefills: "prefill", decodes: "decode", done: "done", ended: "e
 const REASONS = { prefix: "prefix", load: "load", group: "group", replica: "replica", only: "only one" };
 
 let last = null;
+/** Name of a request that is to be explained and that no picture has had yet. */
+let wanted = null;
 const opened = new Set();
 
 export function startRequests() {
@@ -18,18 +20,27 @@ export function startRequests() {
   });
 }
 
-/** Opens the explanation of a request by its name, if it is still known. */
+/** Shows a request by its name alone, explained as soon as a picture has it. */
 export function showRequest(name) {
-  const found = [...(last?.requests.values() ?? [])].find(({ request }) => request === name);
-  if (!found) return;
+  wanted = name;
   byId("find").value = name;
-  opened.add(found.number);
-  draw(last);
+  if (last) {
+    openWanted(last);
+    draw(last);
+  }
   byId("requests").scrollIntoView({ behavior: "smooth" });
+}
+
+function openWanted({ requests }) {
+  const found = wanted && [...requests.values()].find(({ request }) => request === wanted);
+  if (!found) return;
+  opened.add(found.number);
+  wanted = null;
 }
 
 export function drawRequests(picture) {
   last = picture;
+  openWanted(picture);
   if (byId("pause").getAttribute("aria-pressed") !== "true") draw(picture);
 }
 
