@@ -17,8 +17,10 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Instant, Sleep, sleep_until};
 use tokio_util::io::poll_read_buf;
 
-/// Read at once.
+/// Read at once while a head is expected, and of a body: hyper's own buffer is as small as the first, and a read costs more
+/// than a copy.
 const READ_BYTES: usize = 8 << 10;
+const READ_BODY_BYTES: usize = 64 << 10;
 /// How long a client that was refused may still send, so that it finds the answer and not a broken connection.
 const LINGER: Duration = Duration::from_secs(2);
 
@@ -94,9 +96,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Guarded<S> {
         }
     }
 
-    /// Reads more into the buffer; `false` at the end.
-    fn fill(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<bool>> {
-        self.buffer.reserve(READ_BYTES);
+    /// Reads at most about so many bytes more into the buffer; `false` at the end.
+    fn fill(&mut self, cx: &mut Context<'_>, bytes: usize) -> Poll<io::Result<bool>> {
+        self.buffer.reserve(bytes);
         let read = ready!(poll_read_buf(Pin::new(&mut self.stream), cx, &mut self.buffer))?;
         self.ended = read == 0;
         Poll::Ready(Ok(read > 0))
@@ -135,7 +137,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Guarded<S> {
             return Poll::Pending;
         }
         while !self.ended && self.buffer.len() < MAX_HEAD {
-            ready!(self.fill(cx))?;
+            ready!(self.fill(cx, READ_BYTES))?;
         }
         // Who has sent requests ahead may close its half: they are answered first.
         if self.ended && self.buffer.is_empty() {
@@ -187,7 +189,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Guarded<S> {
                 None if partial => *begun.insert(now) + self.patience.head,
                 None => now + self.patience.idle.saturating_sub(self.turn.idle_for()),
             };
-            match self.fill(cx) {
+            match self.fill(cx, READ_BYTES) {
                 Poll::Ready(Ok(_)) => {}
                 Poll::Ready(Err(error)) => return Poll::Ready(Err(error)),
                 Poll::Pending => {
@@ -226,6 +228,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Guarded<S> {
                 }
                 At::Body { left: 0, chunks: None | Some(Chunks::Done) } => {
                     this.at = At::head();
+                    // An idle connection keeps no room for a body.
+                    if this.buffer.is_empty() {
+                        this.buffer = BytesMut::new();
+                    }
                     continue;
                 }
                 // hyper refuses what is no body, and the connection ends.
@@ -245,12 +251,13 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Guarded<S> {
                 out.put_slice(this.buffer.get(..bytes).unwrap_or_default());
                 this.buffer.advance(bytes);
                 bytes
-            } else if left >= out.remaining() as u64 {
+            } else if left == u64::MAX || left >= out.remaining() as u64 && out.remaining() >= READ_BODY_BYTES
+            {
                 // All that fits is of the body: it needs no place in between.
                 let before = out.filled().len();
                 ready!(Pin::new(&mut this.stream).poll_read(cx, out))?;
                 out.filled().len() - before
-            } else if ready!(this.fill(cx))? {
+            } else if ready!(this.fill(cx, (left as usize).clamp(READ_BYTES, READ_BODY_BYTES)))? {
                 continue;
             } else {
                 0
@@ -295,7 +302,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Guarded<S> {
                         return Poll::Ready(Ok(()));
                     }
                     this.buffer.clear();
-                    if !ready!(this.fill(cx))? {
+                    if !ready!(this.fill(cx, READ_BYTES))? {
                         return Poll::Ready(Ok(()));
                     }
                 }
