@@ -84,13 +84,14 @@ fn top_shows_every_node_and_what_it_does() {
 /// Starts the coordinator `added` and makes it one of the cluster's, with `flags` of its own and a certificate as it would
 /// have it from `issued` on. Also what it says of itself.
 fn add(cluster: &Cluster, flags: &[&str], issued: SystemTime) -> (Node, Value) {
-    let (first, dir) = (cluster.coordinator(), cluster.data_dir());
+    let dir = cluster.data_dir();
     let text = |name: &str| dir.join(name).to_str().unwrap().to_owned();
     let [identity, data, key] = ["added", "added-data", "cluster.key"].map(text);
     let authority = Authority::load(&dir.join("ca")).unwrap();
     let node = NodeId::new("added").unwrap();
     authority.issue(Role::Coordinator, node, issued).unwrap().save(Path::new(&identity)).unwrap();
-    let peers = format!("{}={}", first.id, first.quic);
+    let members = cluster.nodes().coordinators.iter().map(|member| format!("{}={}", member.id, member.quic));
+    let peers = members.collect::<Vec<_>>().join(",");
     let any = "127.0.0.1:0";
     let mut command = binary::command(&["coordinator", "--http", any, "--ops", any, "--quic", any]).unwrap();
     command.args(["--identity", &identity, "--data-dir", &data, "--peers", &peers]);
@@ -101,7 +102,13 @@ fn add(cluster: &Cluster, flags: &[&str], issued: SystemTime) -> (Node, Value) {
     let said: Value = serde_json::from_str(&line).unwrap();
     let name = format!("added={}", said["quic"].as_str().unwrap());
     let group = ["coordinators", "add", &name, "--data-dir", dir.to_str().unwrap(), "--json"];
-    let group: Value = serde_json::from_str(&binary::stdout(&group).unwrap()).unwrap();
+    // A change that was not agreed on in time may be sent again, as the answer says.
+    let agreed = || match binary::stdout(&group) {
+        Err(error) if error.to_string().contains("may be sent again") => None,
+        answered => Some(answered.unwrap()),
+    };
+    let group = wait::until("it is added", binary::PATIENCE, agreed).unwrap();
+    let group: Value = serde_json::from_str(&group).unwrap();
     let votes = cluster.nodes().coordinators.len() + 1;
     assert_eq!(group["needed"], votes / 2 + 1, "{group}");
     let voters = group["coordinators"].as_array().unwrap().iter().filter(|member| member["votes"] == true);
