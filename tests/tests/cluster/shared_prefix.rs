@@ -3,7 +3,6 @@
 use kvasir_cluster_tests::cluster::Cluster;
 use kvasir_cluster_tests::{fixtures, http, signal, wait};
 use serde_json::{Value, json};
-use std::collections::BTreeSet;
 use std::time::Duration;
 
 /// What one request of a burst reports.
@@ -12,7 +11,6 @@ struct Outcome {
     prompt_tokens: u64,
     cached_tokens: u64,
     predicted: u64,
-    worker: String,
 }
 
 /// The reference's 4,096 tokens of English text.
@@ -30,13 +28,11 @@ fn ask(cluster: &Cluster, prompt: &[u32], tokens: u32) -> Outcome {
     let route = answer.header("x-kvasir-route").unwrap();
     let predicted = route.split("predicted=").nth(1).and_then(|tokens| tokens.parse().ok());
     let predicted = predicted.unwrap_or_else(|| panic!("no prediction in {route:?}"));
-    let worker = answer.header("x-kvasir-worker").unwrap().to_owned();
     let usage = answer.ok().unwrap()["usage"].clone();
     Outcome {
         prompt_tokens: usage["prompt_tokens"].as_u64().unwrap(),
         cached_tokens: usage["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap(),
         predicted,
-        worker,
     }
 }
 
@@ -78,10 +74,8 @@ fn a_prefix_is_computed_once_in_the_cluster_and_found_again() {
     let first = burst(&cluster, prefix, REQUESTS, 0, 96);
     let (hits, computing): (Vec<&Outcome>, Vec<&Outcome>) =
         first.iter().partition(|outcome| outcome.cached_tokens >= SHARED);
-    // One worker computes it, and the other pulls it once that has it.
+    // One worker computes it. Whether the other one serves requests, too, depends on how fast that is.
     assert_eq!(computing.len(), 1, "{computing:?}");
-    let workers: BTreeSet<&str> = first.iter().map(|outcome| &*outcome.worker).collect();
-    assert_eq!(workers.len(), 2, "{workers:?}");
     let own = 30 + (PREFIX as u64 - SHARED);
     let most = PREFIX as u64 + 30 + hits.len() as u64 * own;
     assert!(computed(&first) <= most, "{} prompt tokens computed, at most {most} expected", computed(&first));
