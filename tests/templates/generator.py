@@ -1,7 +1,8 @@
 """Random chat templates and chats for them."""
 import json
 
-NAMES = ["messages", "m", "m.content", "m.role", "x", "s", "l", "d", "n", "i", "f", "ns.a", "e", "u", "p", "bos_token", "messages[0].content"] * 4 + ["tools", "nothing", "loop", "ns", "add_generation_prompt"]
+# Not `loop` by itself: in Jinja it is an iterator over what is left of the loop; here it has its attributes only.
+NAMES = ["messages", "m", "m.content", "m.role", "x", "s", "l", "d", "n", "i", "f", "ns.a", "e", "u", "p", "bos_token", "messages[0].content"] * 4 + ["tools", "nothing", "ns", "add_generation_prompt"]
 # So that most names are there.
 BEGIN = "{% set ns = namespace(a=1) %}{% set x = 'abc' %}{% set n = 3 %}{% set m = {'role': 'user', 'content': ' hi '} %}{% macro q(a) %}[{{ a }}]{% endmacro %}"
 TEXTS = ["", "a", "abc", " pad ", "a b  c", "x,y,,z", "<think>\nt\n</think>\n\nhi", "it's", 'q"q', "\n", "line\n  two\n\n", "\u00e9\u4f60\U0001f600", "Ab cD", "12", "-3.5", "%s", "{}", "{0}", "<|im_end|>", "\\", "\t", "\x00", "0"]
