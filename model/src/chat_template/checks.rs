@@ -93,7 +93,8 @@ pub(super) fn holds(machine: &mut Machine<'_>, name: &str, value: &Value, args: 
         ("true", value) => matches!(value, Value::Bool(true)),
         ("false", value) => matches!(value, Value::Bool(false)),
         ("escaped", _) => false,
-        ("callable", value) => matches!(value, Value::Callable(_)),
+        // Calling what is undefined fails, but Python has it among what can be called.
+        ("callable", value) => matches!(value, Value::Callable(_) | Value::Undefined(_)),
         ("iterable", Value::Callable(callable)) => matches!(**callable, Callable::Loop(_)),
         ("iterable", value) => !matches!(
             value,
