@@ -4,8 +4,8 @@
 //! Bounded in requests and in prompt tokens, because tokens are what takes time; tenants are counted in them for the
 //! same reason. Pure state: the caller says when and decides what can be placed.
 //!
-//! What must stay true: of two tenants who both always have something waiting each gets tokens by its weight
-//! ([`TenantWeights`]), but for the length of one request; what waits is overtaken, within its tenant, only by what came at most so much
+//! Invariants: two tenants that always have requests waiting get tokens in proportion to their weights
+//! ([`TenantWeights`]), to within the length of one request; what waits is overtaken, within its tenant, only by what came at most so much
 //! later as the difference in urgency allows ([`rank`]), and by a few more of its own priority that can be placed better
 //! ([`Queue::drain`]), so nothing waits for ever.
 
@@ -105,7 +105,7 @@ struct Lane<T> {
 }
 
 impl<T> Lane<T> {
-    /// What so many tokens count as, in thousandths: the greatest weight is a thousand.
+    /// Tokens over the tenant's weight, in thousandths of a token. The largest weight is 1,000.
     fn share(&self, tokens: u64) -> u64 {
         tokens.saturating_mul(1_000) / self.weight
     }

@@ -99,15 +99,15 @@ impl OfferedModel {
         in_parts(self.tokens_in_parts(&prompt.text, quoted, bos))
     }
 
-    /// As [`prompt`](Self::prompt), if that takes no longer than [`Tokenizer::encode_prompt_shortly`] says.
-    pub fn prompt_shortly(&self, text: &str, bos: bool, time: Duration) -> Option<TokenIds> {
-        self.tokens_in_parts_within(text, &[], bos, Some(time)).map(in_parts)
+    /// As [`prompt`](Self::prompt), with the limits of [`Tokenizer::encode_prompt_shortly`].
+    pub fn prompt_shortly(&self, text: &str, bos: bool, until: Instant) -> Option<TokenIds> {
+        self.tokens_in_parts_within(text, &[], bos, Some(until)).map(in_parts)
     }
 
-    /// As [`chat`](Self::chat), if that takes no longer than [`Tokenizer::encode_prompt_shortly`] says.
-    pub fn chat_shortly(&self, prompt: &Prompt, bos: bool, time: Duration) -> Option<TokenIds> {
+    /// As [`chat`](Self::chat), with the limits of [`Tokenizer::encode_prompt_shortly`].
+    pub fn chat_shortly(&self, prompt: &Prompt, bos: bool, until: Instant) -> Option<TokenIds> {
         let quoted = if self.raw_chats { &[][..] } else { &prompt.quoted };
-        self.tokens_in_parts_within(&prompt.text, quoted, bos, Some(time)).map(in_parts)
+        self.tokens_in_parts_within(&prompt.text, quoted, bos, Some(until)).map(in_parts)
     }
 
     fn tokens_in_parts(&self, text: &str, quoted: &[Range<usize>], bos: bool) -> (Vec<u32>, Vec<Part>) {
@@ -120,11 +120,11 @@ impl OfferedModel {
         text: &str,
         quoted: &[Range<usize>],
         bos: bool,
-        time: Option<Duration>,
+        until: Option<Instant>,
     ) -> Option<(Vec<u32>, Vec<Part>)> {
         let started = Instant::now();
-        let (mut tokens, mut parts) = match time {
-            Some(time) => self.tokenizer.encode_prompt_shortly(text, quoted, time)?,
+        let (mut tokens, mut parts) = match until {
+            Some(until) => self.tokenizer.encode_prompt_shortly(text, quoted, until)?,
             None => self.tokenizer.encode_prompt(text, quoted),
         };
         let nanos = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);

@@ -7,7 +7,7 @@
 use std::collections::BTreeSet;
 use std::num::NonZeroUsize;
 use std::ops::Range;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use crate::recent::RecentUse;
 use crate::{Error, Metadata};
@@ -188,16 +188,15 @@ impl Tokenizer {
         self.encode_outside(text, true, Quoted::new(&quoted))
     }
 
-    /// As [`encode_prompt`](Self::encode_prompt), if what is not remembered takes no longer than `time`, but for one piece of
-    /// the text; none if it takes longer, or if a piece that is not remembered is longer than 8 KiB.
+    /// As [`encode_prompt`](Self::encode_prompt), but `None` once a piece that is not remembered would begin after `until` or is
+    /// longer than 8 KiB.
     pub fn encode_prompt_shortly(
         &self,
         text: &str,
         quoted: &[Range<usize>],
-        time: Duration,
+        until: Instant,
     ) -> Option<(Vec<u32>, Vec<Part>)> {
         let quoted = self.specials.that_matter(text, quoted);
-        let until = Instant::now() + time;
         let affordable = |piece: &str| piece.len() <= SHORT_PIECE && Instant::now() < until;
         self.encode_if(text, (true, Quoted::new(&quoted)), affordable)
     }

@@ -15,7 +15,7 @@ const CLUSTER_KEY: &str = "cluster_key";
 const RAW_CHATS: &str = "raw_chats";
 /// The weights of tenants.
 const WEIGHTS: &str = "tenant_weights";
-/// What chat templates and defaults are called, before the model's name.
+/// Prefix of the setting of a model's chat template and sampling defaults; the model's name follows.
 const PROMPTING: &str = "chat template and sampling defaults of ";
 /// Coordinators that were started within so long of each other are equally old.
 const STARTED_TOGETHER: Duration = Duration::from_secs(2);
@@ -44,7 +44,7 @@ pub(super) struct SettingV1 {
     pub odd: bool,
 }
 
-/// What of the offered models is compared, by their names.
+/// Digests of the offered models, by model name.
 #[derive(Debug, Default)]
 pub struct ModelDigests {
     /// Of their tokenizers.

@@ -223,7 +223,7 @@ impl Answer {
         Ok((headers, body).into_response())
     }
 
-    /// What comes next. A key that is revoked or expires ends what was begun with it.
+    /// The next event. Revocation or expiry of the key ends the answer.
     async fn next(&mut self) -> Result<Option<Happened>, ApiError> {
         if self.revocation.is_revoked() {
             return Err(ApiError::InvalidApiKey);

@@ -185,7 +185,7 @@ impl Revocation {
             tokio::select! {
                 () = until.may_be_over() => {}
                 changed = self.0.changed() => if changed.is_err() {
-                    // Who could change that is gone with the process.
+                    // The sender is dropped: nothing can revoke the key any more.
                     until.may_be_over().await;
                 }
             }

@@ -20,7 +20,7 @@ use proto::ids::ModelId;
 use proto::message::{GrammarV1, ModelTask, ServedModelV2, TokenIds};
 use serde_json::{Map, Value};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Which API is spoken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -159,7 +159,7 @@ pub enum Unplanned {
 
 /// Bytes of a body that is planned with a short effort.
 const SHORT_BODY: usize = 64 << 10;
-/// How long its text may be tokenized, as far as it is not remembered.
+/// Time for rendering and tokenizing all of its texts.
 const SHORT_TOKENIZING: Duration = Duration::from_millis(1);
 /// Fields whose reading takes no longer than copying them. Any other one makes planning long.
 const SHORT_FIELDS: [&str; 30] = [
@@ -229,6 +229,8 @@ pub fn generation(kind: Kind, body: &[u8], sources: &Sources<'_>, effort: Effort
         _ => sources.popularity.count(sources.caller.tenant(), &documents),
     };
     let too_long = || Unplanned::TooLong { counted: true };
+    // One limit for all texts of the request.
+    let until = Instant::now() + SHORT_TOKENIZING;
     let bos = params.add_special_tokens.unwrap_or(true);
     let limit = served.as_ref().map(|served| served.max_model_len);
     let (most, prompts, grammar, speech) = match kind {
@@ -237,7 +239,7 @@ pub fn generation(kind: Kind, body: &[u8], sources: &Sources<'_>, effort: Effort
             let most =
                 Most { field: "max_tokens", tokens: said.or(Some(COMPLETION_TOKENS)), said: said.is_some() };
             let prompts = completion_prompts(&fields, &model, limit, |text| match effort {
-                Effort::Short => model.prompt_shortly(text, bos, SHORT_TOKENIZING).ok_or_else(too_long),
+                Effort::Short => model.prompt_shortly(text, bos, until).ok_or_else(too_long),
                 Effort::Full { .. } => Ok(model.prompt(text, bos)),
             })?;
             (most, prompts, grammar::of_completion(grammar::wanted(&fields)?)?, None)
@@ -253,7 +255,7 @@ pub fn generation(kind: Kind, body: &[u8], sources: &Sources<'_>, effort: Effort
             let rendered = rendered.ok_or_else(too_long)?;
             check_text(&model, rendered.text.len(), limit)?;
             let prompt = match effort {
-                Effort::Short => model.chat_shortly(&rendered, bos, SHORT_TOKENIZING).ok_or_else(too_long)?,
+                Effort::Short => model.chat_shortly(&rendered, bos, until).ok_or_else(too_long)?,
                 Effort::Full { .. } => model.chat(&rendered, bos),
             };
             let text = rendered.text;
