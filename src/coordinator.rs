@@ -3,9 +3,9 @@
 use crate::config::{self, ByteSize, ConfigError, Period};
 use crate::node::{Announcement, Explained, NodeArgs, StopSignals, keep_renewed};
 use crate::{allocator, cluster_key, home, models, otlp};
-use coordinator::agreement::PeerEntry;
 use coordinator::api::auth::KeyEntry;
 use coordinator::config::Config;
+use coordinator::config::PeerEntry;
 use coordinator::models::ModelEntry;
 use coordinator::routing::Routing;
 use coordinator::server::{self, StartError};

@@ -17,13 +17,13 @@ use std::time::{Duration, SystemTime};
 const ASK_EVERY: Duration = Duration::from_millis(10);
 
 /// See the module.
-pub(crate) struct Front {
+pub(crate) struct LocalCoordinator {
     coordinator: Coordinator,
     worker: Identity,
     model: ModelId,
 }
 
-impl Front {
+impl LocalCoordinator {
     /// Listens on `http`; a request is answered once the worker is there.
     pub(crate) async fn start(http: SocketAddr, model: ModelEntry, drain: Duration) -> anyhow::Result<Self> {
         let now = SystemTime::now();

@@ -25,7 +25,7 @@ const PROMPT_ROWS: usize = 512;
 pub(crate) struct GpuBench {
     /// What is measured
     #[arg(value_enum)]
-    part: Part,
+    part: BenchSection,
     /// Begin no further row when so much time has passed
     #[arg(long, value_name = "SECONDS", default_value_t = 120)]
     seconds: u64,
@@ -36,7 +36,7 @@ pub(crate) struct GpuBench {
 
 /// Rows that belong together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Part {
+enum BenchSection {
     /// Large matrices with 1 to 8 tokens
     Products,
     /// One row of each sequence, over blocks in order and in none
@@ -78,9 +78,9 @@ impl GpuBench {
             "copy_gbs": copies / 1e9,
         }))?;
         match self.part {
-            Part::Products => products(&speed, &mut rows)?,
-            Part::Attention => attention(&speed, &mut rows)?,
-            Part::Decode => decode(&speed, &info, &mut rows)?,
+            BenchSection::Products => products(&speed, &mut rows)?,
+            BenchSection::Attention => attention(&speed, &mut rows)?,
+            BenchSection::Decode => decode(&speed, &info, &mut rows)?,
         }
         rows.print(&json!({"part": "end", "failed": rows.failed, "skipped": rows.skipped}))?;
         if rows.failed > 0 { bail!("{} rows could not be measured", rows.failed) } else { Ok(()) }

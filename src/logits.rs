@@ -8,7 +8,7 @@ use crate::replica;
 use crate::spec::SpecArg;
 use anyhow::{Context, Result, bail};
 use kernels::ops::is_drawable;
-use proto::message::{GenerateError, GenerateFrame, Sampling, Stop, TenantTurnV1};
+use proto::message::{GenerateError, GenerateFrame, Sampling, Stop, TenantTurn};
 use proto::stage::ActivationType;
 use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
 use std::path::{Path, PathBuf};
@@ -226,7 +226,7 @@ impl Logits {
         local.submit(EngineRequest {
             name: None,
             root: local.root,
-            tenant: TenantTurnV1::of_root(local.root),
+            tenant: TenantTurn::of_root(local.root),
             prompt: prompt.to_vec(),
             emitted: Vec::new(),
             sampling: Sampling::default(),

@@ -9,7 +9,7 @@ use crate::status::columns;
 use ::worker::operations::Bundle;
 use anyhow::Context;
 use model::ModelFile;
-use model::catalog::{self, Address, Downloaded, Entry, Given, Listed, Speed, Store};
+use model::catalog::{self, Address, Downloaded, Entry, Listed, ModelName, Speed, Store};
 use model::inspect::Summary;
 use model::shard::ChunkId;
 use proto::ids::ModelId;
@@ -284,19 +284,19 @@ pub(crate) fn resolve_or_pull(model: &str) -> anyhow::Result<Resolved> {
     let store = Store::from_env()?;
     let resolved = store.resolve(model)?;
     let path = match resolved.given {
-        Given::Path => resolved.path,
-        Given::Name(entry) if entry.operation().is_some() => {
+        ModelName::Path => resolved.path,
+        ModelName::Name(entry) if entry.operation().is_some() => {
             let operation = entry.operation().unwrap_or_default();
             let rule = format!("it is for {operation}: `kvasir worker --operation {model}` offers that");
             return Err(ConfigError::field("model", model, rule).into());
         }
-        Given::Name(entry) => {
+        ModelName::Name(entry) => {
             if !store.is_present(entry) {
                 eprintln!("pulling {model} ({})", size(entry.bytes));
             }
             store.pull(entry, &network(false)?, &mut Bar::new())?
         }
-        Given::Address(address) => {
+        ModelName::Address(address) => {
             if !resolved.path.exists() {
                 eprintln!("pulling {address}");
             }
@@ -314,8 +314,8 @@ pub(crate) fn resolve_here(model: &str) -> anyhow::Result<Option<Resolved>> {
     let store = Store::from_env()?;
     let Ok(resolved) = store.resolve(model) else { return Ok(None) };
     let here = match resolved.given {
-        Given::Name(entry) => store.is_present(entry),
-        Given::Path | Given::Address(_) => resolved.path.exists(),
+        ModelName::Name(entry) => store.is_present(entry),
+        ModelName::Path | ModelName::Address(_) => resolved.path.exists(),
     };
     Ok(here.then_some(Resolved { path: resolved.path, id: ModelId::new(resolved.id)? }))
 }

@@ -5,8 +5,8 @@ use crate::models::resolve_bundle;
 use anyhow::{Context, Result};
 use hound::{SampleFormat, WavReader};
 use proto::operation::{
-    MAX_FRAME_SAMPLES, Operation, OperationOptions, OperationOutput, SpeechOptionsV1, TranscribeOptionsV1,
-    TurnOptionsV1, WindowV1,
+    MAX_FRAME_SAMPLES, Operation, OperationOptions, OperationOutput, SpeechOptions, TranscribeOptions,
+    TurnOptions, VoiceWindow,
 };
 use serde_json::{Value, json};
 use std::io::Write;
@@ -105,13 +105,13 @@ impl OperationCommand {
         let (backend, model) = load_hearing(operation, &bundle, |name| std::env::var(name).ok())?;
         let (rate, sound) = sound()?;
         let options = match operation {
-            Operation::Vad => OperationOptions::Speech(SpeechOptionsV1 {
+            Operation::Vad => OperationOptions::Speech(SpeechOptions {
                 threshold: self.threshold,
                 windows: self.windows,
-                ..SpeechOptionsV1::default()
+                ..SpeechOptions::default()
             }),
-            Operation::TurnDetection => OperationOptions::Turn(TurnOptionsV1 { threshold: self.threshold }),
-            Operation::Asr => OperationOptions::Transcribe(TranscribeOptionsV1 {
+            Operation::TurnDetection => OperationOptions::Turn(TurnOptions { threshold: self.threshold }),
+            Operation::Asr => OperationOptions::Transcribe(TranscribeOptions {
                 language: self.language.clone(),
                 translate: self.translate,
                 prompt: self.prompt.clone().unwrap_or_default(),
@@ -170,7 +170,7 @@ fn read(path: &Path) -> Result<(u32, Vec<f32>)> {
 fn events(output: &OperationOutput) -> Vec<Value> {
     match output {
         OperationOutput::Windows(windows) => {
-            let event = |WindowV1 { start, probability }: &WindowV1| json!({"type": "window", "start": start, "probability": probability});
+            let event = |VoiceWindow { start, probability }: &VoiceWindow| json!({"type": "window", "start": start, "probability": probability});
             windows.iter().map(event).collect()
         }
         OperationOutput::SpeechStarted { at } => vec![json!({"type": "speech_started", "at": at})],
@@ -208,7 +208,7 @@ fn write_text(out: &mut impl Write, output: &OperationOutput, rate: u32) -> std:
     let seconds = |at: u64| at as f64 / f64::from(rate);
     match output {
         OperationOutput::Windows(windows) => {
-            for WindowV1 { start, probability } in windows {
+            for VoiceWindow { start, probability } in windows {
                 writeln!(out, "{:9.3} s  {probability:.3}", seconds(*start))?;
             }
         }

@@ -12,14 +12,14 @@ const MAX_HEAD_BYTES: u64 = 64 << 10;
 
 /// What an ops port said.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Answer {
+pub(crate) struct OpsResponse {
     /// HTTP status.
     pub(crate) status: u16,
     /// The body as text.
     pub(crate) body: String,
 }
 
-impl Answer {
+impl OpsResponse {
     /// The body, or an error that shows it if the status is not 2xx.
     pub(crate) fn success(self) -> anyhow::Result<String> {
         ensure!((200..300).contains(&self.status), "answered {}: {}", self.status, self.reason());
@@ -123,11 +123,11 @@ impl Incoming {
     }
 
     /// The whole answer.
-    pub(crate) fn text(self) -> anyhow::Result<Answer> {
+    pub(crate) fn text(self) -> anyhow::Result<OpsResponse> {
         let mut body = Vec::new();
         self.body.take(MAX_ANSWER_BYTES + 1).read_to_end(&mut body)?;
         ensure!(body.len() as u64 <= MAX_ANSWER_BYTES, "the answer has more than 16 MiB");
-        Ok(Answer { status: self.status, body: String::from_utf8_lossy(&body).into_owned() })
+        Ok(OpsResponse { status: self.status, body: String::from_utf8_lossy(&body).into_owned() })
     }
 
     /// Copies the body as it comes and returns its length; any status but 200 and a body that ends early are errors.
@@ -156,7 +156,7 @@ pub(crate) fn request(
     method: &str,
     path: &str,
     timeout: Duration,
-) -> anyhow::Result<Answer> {
+) -> anyhow::Result<OpsResponse> {
     Call::new(method, path, timeout).send(server)?.text()
 }
 
@@ -192,7 +192,7 @@ mod tests {
     fn answers_are_taken_apart_and_nonsense_is_refused() {
         let (at, _) = server(b"HTTP/1.0 503 Service Unavailable\r\nA: b\r\n\r\nstarting\n");
         let answer = request(at, "GET", "/", LIMIT).unwrap();
-        assert_eq!(answer, Answer { status: 503, body: "starting\n".into() });
+        assert_eq!(answer, OpsResponse { status: 503, body: "starting\n".into() });
         assert!(answer.success().unwrap_err().to_string().contains("503: starting"));
         for bad in [&b""[..], b"HTTP/1.1 200 OK\r\n", b"SSH-2.0 200\r\n\r\n", b"HTTP/1.1 abc\r\n\r\n"] {
             let (at, _) = server(bad);

@@ -3,7 +3,7 @@
 use crate::local::{self, EngineArgs};
 use anyhow::{Context, Result, bail};
 use kernels::ops::is_drawable;
-use proto::message::{GenerateError, GenerateFrame, Sampling, Stop, TenantTurnV1};
+use proto::message::{GenerateError, GenerateFrame, Sampling, Stop, TenantTurn};
 use serde::Serialize;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -113,7 +113,7 @@ impl Perplexity {
             local.submit(EngineRequest {
                 name: None,
                 root: local.root,
-                tenant: TenantTurnV1::of_root(local.root),
+                tenant: TenantTurn::of_root(local.root),
                 prompt: chunk.clone(),
                 emitted: Vec::new(),
                 sampling: Sampling::default(),

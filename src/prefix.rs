@@ -35,7 +35,7 @@ enum Action {
     kvasir prefix pin --messages chat.json --worker worker-0 --ttl 30m")]
 struct Pin {
     #[command(flatten)]
-    what: What,
+    what: PinTarget,
     /// How long it is held; 0s is until it is dropped.
     #[arg(long, value_name = "TIME", default_value = "1h")]
     ttl: Period,
@@ -43,10 +43,10 @@ struct Pin {
     admin: Admin,
 }
 
-/// What is pinned.
+/// PinTarget is pinned.
 #[derive(clap::Args)]
 #[group(required = true, multiple = false)]
-struct What {
+struct PinTarget {
     /// A text.
     #[arg(long, value_name = "TEXT")]
     text: Option<String>,
@@ -79,7 +79,7 @@ struct Drop {
     admin: Admin,
 }
 
-impl What {
+impl PinTarget {
     /// The field of the request that says it.
     fn field(&self) -> anyhow::Result<(&'static str, Value)> {
         let read = |path: &PathBuf| std::fs::read_to_string(path).with_context(|| path.display().to_string());
@@ -138,16 +138,16 @@ mod tests {
             std::fs::write(&path, content).unwrap();
             Some(path)
         };
-        let none = || What { text: None, file: None, messages: None, tokens: None };
-        let text = What { text: Some("a".into()), ..none() };
+        let none = || PinTarget { text: None, file: None, messages: None, tokens: None };
+        let text = PinTarget { text: Some("a".into()), ..none() };
         assert_eq!(text.field().unwrap(), ("prompt", json!("a")));
-        let from_file = What { file: file("t", "[1]"), ..none() };
+        let from_file = PinTarget { file: file("t", "[1]"), ..none() };
         assert_eq!(from_file.field().unwrap(), ("prompt", json!("[1]")));
-        let tokens = What { tokens: file("i", "[1, 2]"), ..none() };
+        let tokens = PinTarget { tokens: file("i", "[1, 2]"), ..none() };
         assert_eq!(tokens.field().unwrap(), ("prompt", json!([1, 2])));
-        let messages = What { messages: file("m", "[{\"role\":\"user\"}]"), ..none() };
+        let messages = PinTarget { messages: file("m", "[{\"role\":\"user\"}]"), ..none() };
         assert_eq!(messages.field().unwrap(), ("messages", json!([{"role": "user"}])));
-        let broken = What { messages: file("b", "{"), ..none() };
+        let broken = PinTarget { messages: file("b", "{"), ..none() };
         assert!(format!("{:#}", broken.field().unwrap_err()).contains('b'));
     }
 

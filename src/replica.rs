@@ -8,14 +8,14 @@ use anyhow::Context;
 use clap::ValueEnum;
 use proto::ca::Authority;
 use proto::ids::{ClusterName, NodeId, Role};
-use proto::stage::{ActivationType, StageAddressV1};
+use proto::stage::{ActivationType, StageAddress};
 use std::path::Path;
 use std::time::SystemTime;
 use tempfile::TempDir;
 use tokio::process::Child;
 use tokio::runtime::Runtime;
+use worker::pipeline::Replica;
 use worker::speculation::Guesses;
-use worker::stage::Replica;
 
 /// Child processes that hold the later stages; they end when it is dropped.
 pub(crate) struct LaterProcesses {
@@ -75,7 +75,7 @@ pub(crate) fn start(
             format!("{name} did not start: {}", log.trim_end())
         })?;
         children.push(child);
-        later.push(StageAddressV1 { node, quic: said.quic.to_string() });
+        later.push(StageAddress { node, quic: said.quic.to_string() });
     }
     let own = ca.issue(Role::Worker, NodeId::new("stage-0")?, SystemTime::now())?.identity()?;
     let replica = Replica::new(runtime.handle().clone(), &own, later, activations)?;

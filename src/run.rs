@@ -4,7 +4,7 @@ use crate::local::{self, EngineArgs};
 use crate::spec::SpecArg;
 use anyhow::{Context, Result, bail};
 use model::chat_template::{ChatTemplate, Message};
-use proto::message::{FinishedV1, GenerateFrame, Sampling, Stop, TenantTurnV1};
+use proto::message::{Finished, GenerateFrame, Sampling, Stop, TenantTurn};
 use std::io::Write;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -68,7 +68,7 @@ pub(crate) struct Run {
 #[derive(Default)]
 struct Outcome {
     first_token: Option<Instant>,
-    finished: Option<(FinishedV1, Instant)>,
+    finished: Option<(Finished, Instant)>,
     failed: Option<String>,
 }
 
@@ -84,7 +84,7 @@ impl Run {
         local.submit(EngineRequest {
             name: None,
             root: local.root,
-            tenant: TenantTurnV1::of_root(local.root),
+            tenant: TenantTurn::of_root(local.root),
             prompt,
             emitted: Vec::new(),
             sampling: Sampling {

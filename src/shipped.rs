@@ -7,12 +7,12 @@ use crate::models::{Resolved, resolve_named};
 use anyhow::Context;
 use model::shard::{ChunkId, ShardStore};
 use proto::ids::ModelId;
-use proto::shard::ModelRefV1;
+use proto::shard::ModelRef;
 use proto::transport::Identity;
 use std::net::SocketAddr;
 use std::path::Path;
 use worker::defaults::Explained;
-use worker::shipping::{self, ShippingConfig};
+use worker::weight_distribution::{self, ShippingConfig};
 
 /// What stands before a digest in the place of MODEL.
 pub(crate) const DIGEST: &str = "blake3:";
@@ -55,17 +55,18 @@ pub(crate) fn resolve(
     }
     let store = store(bytes)?;
     let (id, wanted) = match digest {
-        Some((id, digest)) => (id, ModelRefV1::Digest(digest)),
+        Some((id, digest)) => (id, ModelRef::Digest(digest)),
         None => {
             let id = ModelId::new(model)?;
-            (id.clone(), ModelRefV1::Named(id))
+            (id.clone(), ModelRef::Named(id))
         }
     };
     let identity = identity()?;
     // Before the node has ports, tasks and a state of its own.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let held =
-        runtime.block_on(shipping::find(&wanted, &store, from, listen, &identity)).context("no manifest")?;
+    let held = runtime
+        .block_on(weight_distribution::find(&wanted, &store, from, listen, &identity))
+        .context("no manifest")?;
     tracing::info!(%id, digest = %ChunkId(held.manifest().digest()), "the model comes from other workers");
     let resolved = Resolved { path: held.path().to_owned(), id };
     Ok((resolved, ShippingConfig { store: Some(store), from: from.to_vec(), ..ShippingConfig::default() }))

@@ -10,8 +10,8 @@ use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use worker::load::EngineOptions;
-use worker::shipping::ShippingConfig;
-use worker::stage::{StageConfig, StageService};
+use worker::pipeline::{StageConfig, StageService};
+use worker::weight_distribution::ShippingConfig;
 
 /// Holds a layer range of a model for whoever leads the replica, such as `kvasir logits --shards 2`
 #[derive(Debug, clap::Args)]

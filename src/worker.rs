@@ -2,7 +2,7 @@
 
 use crate::config::{self, Bind, ByteSize, ConfigError, DiskBudget, Period};
 use crate::cpus::{self, CpuSet};
-use crate::front::Front;
+use crate::front::LocalCoordinator;
 use crate::home;
 use crate::models::resolve_bundle;
 use crate::node::{Announcement, Explained, NodeArgs, StopSignals, runtime_beside_arithmetic};
@@ -23,9 +23,9 @@ use worker::decoder::StateType;
 use worker::load::{self, EngineOptions};
 use worker::operations::SessionLimits;
 use worker::service::{OwnModel, PoolOffer, WorkerConfig, WorkerService};
-use worker::shipping::ShippingConfig;
 use worker::snapshot::store::StoreConfig;
 use worker::tiers::{DiskConfig, TiersConfig};
+use worker::weight_distribution::ShippingConfig;
 
 /// More sequences at a time than this only lengthen every step.
 const MAX_SEQS: usize = 4096;
@@ -509,7 +509,7 @@ impl Worker {
                     let OwnModel { id, path } =
                         own.ok_or_else(|| ConfigError::missing("model", "name a model to serve"))?;
                     let model = ModelEntry { id, path };
-                    Some(Front::start(http, model, drain).await?)
+                    Some(LocalCoordinator::start(http, model, drain).await?)
                 }
                 None => None,
             };
@@ -543,7 +543,7 @@ impl Worker {
             let announcement = Announcement {
                 id: identity.name().node.to_string(),
                 pid: std::process::id(),
-                http: front.as_ref().map(Front::http),
+                http: front.as_ref().map(LocalCoordinator::http),
                 ops: service.ops_address(),
                 quic: service.quic_address(),
             };

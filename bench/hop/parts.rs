@@ -7,16 +7,16 @@ use anyhow::{Context, anyhow};
 use coordinator::api::auth::{Caller, Keys};
 use coordinator::api::documents::Popularity;
 use coordinator::api::fields::Fields;
-use coordinator::api::plan::{self, Plan, Sources};
+use coordinator::api::plan::{self, GenerationPlan, Sources};
 use coordinator::api::prompt::messages;
-use coordinator::balancer::{Action, Ask, Balancer, Output, Policy};
+use coordinator::balancer::{Action, Balancer, Output, Policy, RouteRequest};
 use coordinator::chain_memo::ChainMemo;
 use coordinator::models::{ModelEntry, Models, OfferedModel};
 use coordinator::table::TableChange;
 use proto::block::{BlockId, ClusterKey};
 use proto::event::{KvEvent, KvEventBatch, Medium};
 use proto::ids::{Epoch, ModelId, NodeId, RequestId};
-use proto::message::{LoadReportV1, ModelTask, RegisterV2, ServedModelV2, WorkerState};
+use proto::message::{LoadReport, ModelTask, PullReport, ServedModel, WorkerInfo, WorkerState};
 use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -81,7 +81,7 @@ struct Bench {
     again: Models,
     root: BlockId,
     chains: ChainMemo,
-    served: ServedModelV2,
+    served: ServedModel,
     caller: Caller,
     popularity: Popularity,
     balancer: Balancer,
@@ -98,7 +98,7 @@ impl Bench {
         let entry = ModelEntry { id: id.clone(), path: args.model_file.clone() };
         let open = || Models::open(std::slice::from_ref(&entry), false);
         let models = open()?;
-        let served = ServedModelV2 {
+        let served = ServedModel {
             tokenizer_digest: models.only().context("no model")?.tokenizer.digest(),
             id,
             model_digest: [9; 32],
@@ -112,7 +112,7 @@ impl Bench {
             (Balancer::new(Policy::default()), HashMap::new(), Instant::now());
         for (pid, name) in (1..).zip(WORKERS) {
             let node = NodeId::new(name)?;
-            let register = RegisterV2 {
+            let register = WorkerInfo {
                 node: node.clone(),
                 epoch: EPOCH,
                 pid,
@@ -158,7 +158,7 @@ impl Bench {
         anyhow::ensure!(tokens == *prompt, "planned otherwise");
 
         let chain: Arc<[BlockId]> = timed(&mut took, || self.chains.chain_of(self.root, prompt).into());
-        let ask = Ask {
+        let ask = RouteRequest {
             request: RequestId::new("bench")?,
             tenant: "tenant".into(),
             model: self.served.id.clone(),
@@ -177,7 +177,7 @@ impl Bench {
         Ok((took.try_into().map_err(|_| anyhow!("a part is missing"))?, prompt.len()))
     }
 
-    fn plan(&self, body: &[u8]) -> anyhow::Result<Plan> {
+    fn plan(&self, body: &[u8]) -> anyhow::Result<GenerationPlan> {
         let served = |_: &ModelId| Some(self.served.clone());
         let sources = Sources {
             caller: &self.caller,
@@ -193,7 +193,7 @@ impl Bench {
     fn step(&mut self) {
         self.now += Duration::from_millis(1);
         self.random = self.random.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
-        let report = LoadReportV1 {
+        let report = LoadReport {
             epoch: EPOCH,
             state: WorkerState::Ready,
             running: 0,
@@ -207,6 +207,7 @@ impl Bench {
             prefill_rate: 1e6,
             step_ms: 0.1,
             rss: 1,
+            pulls: PullReport::default(),
         };
         for node in self.held.keys() {
             self.balancer.load(self.now, node, report.clone(), self.random);
@@ -214,7 +215,7 @@ impl Bench {
     }
 
     /// From its queueing to its end, and what is to be done now and then, once a request.
-    fn place(&mut self, ask: Ask) -> anyhow::Result<NodeId> {
+    fn place(&mut self, ask: RouteRequest) -> anyhow::Result<NodeId> {
         let (tickets, actions) = self.balancer.submit(self.now, vec![ask], self.random)?;
         let node = actions.into_iter().find_map(|action| match action {
             Action::Assign(_, assignment) => Some(assignment.node),

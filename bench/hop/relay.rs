@@ -16,8 +16,7 @@ use parking_lot::Mutex;
 use proto::block::{BlockId, ClusterKey};
 use proto::ids::{Attempt, Epoch, ModelId, RequestId, Role};
 use proto::message::{
-    GenerateFrame, GenerateRequestV3, GenerateRequestV4, LoadReport, Register, Registered, RegisteredV1,
-    Sampling, Stop, TokenIds,
+    GenerateFrame, GenerateRequest, LoadReport, Register, Registered, Sampling, Stop, TenantTurn, TokenIds,
 };
 use proto::service::{CertificateReport, CoordinatorApi, Refusal};
 use proto::shard::ShippingReport;
@@ -68,7 +67,7 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
 }
 
 struct Relay {
-    request: GenerateRequestV3,
+    request: GenerateRequest,
     prompts: Vec<TokenIds>,
     answer: Bytes,
     workers: Mutex<Vec<Connection>>,
@@ -78,7 +77,7 @@ struct Relay {
 impl Relay {
     fn new(model: String) -> anyhow::Result<Self> {
         let answer = streamed_answer(&model, 16);
-        let request = GenerateRequestV3 {
+        let request = GenerateRequest {
             request_id: RequestId::new("r")?,
             choice: 0,
             attempt: Attempt(0),
@@ -94,6 +93,7 @@ impl Relay {
             together: 1,
             trace: None,
             grammar: None,
+            turn: TenantTurn::of_root(BlockId([0; 16])),
         };
         // Two bytes each on the wire, as those of most vocabularies.
         let prompts = (0..=MOST_TOKENS / STEP).map(|steps| vec![40_000; steps * STEP].into()).collect();
@@ -124,8 +124,7 @@ impl Relay {
         };
         let prompt = self.prompts.get(bytes / BYTES_PER_TOKEN / STEP)?.clone();
         let predicted_cached = u32::try_from(prompt.len() * 9 / 10).unwrap_or(0);
-        let request = GenerateRequestV3 { prompt, predicted_cached, ..self.request.clone() };
-        let request = GenerateRequestV4::from(request).at_version(worker.version());
+        let request = GenerateRequest { prompt, predicted_cached, ..self.request.clone() };
         let mut frames = worker.open_generate(&request).await.ok()?;
         while let Some(frame) = frames.next().await {
             if matches!(frame.ok()?, GenerateFrame::Finished(_)) {
@@ -183,7 +182,7 @@ impl CoordinatorApi for Api {
     async fn register(self, _: context::Context, _: Register) -> Result<Registered, Refusal> {
         self.relay.workers.lock().push(self.connection);
         let cluster_key = ClusterKey([0; 32]);
-        Ok(Registered::V1(RegisteredV1 { lease_ms: 4_000, report_every_ms: 1_000, cluster_key }))
+        Ok(Registered { lease_ms: 4_000, report_every_ms: 1_000, cluster_key })
     }
 
     async fn report(self, _: context::Context, _: LoadReport) -> Result<(), Refusal> {

@@ -1,7 +1,7 @@
 //! A worker without an engine: the real protocol with certificates, events of what it would hold, and answers at
 //! once.
 
-use anyhow::{Context as _, anyhow};
+use anyhow::anyhow;
 use coordinator::chain_memo::ChainMemo;
 use model::{ModelFile, Tokenizer};
 use parking_lot::Mutex;
@@ -9,10 +9,10 @@ use proto::block::BlockId;
 use proto::event::{KvEvent, KvEventBatch, KvReplay, KvSnapshot, Medium};
 use proto::ids::{Epoch, ModelId, NodeId, Role};
 use proto::message::{
-    FinishReason, FinishedV1, GenerateFrame, LoadReport, LoadReportV1, ModelTask, RegisterV2, Registered,
-    ServedModelV2, StartedV1, TokenOut, WorkerState, WorkerStatus, WorkerStatusV1,
+    FinishReason, Finished, GenerateFrame, LoadReport, ModelTask, PullReport, ServedModel, Started, TokenOut,
+    WorkerInfo, WorkerState, WorkerStatus,
 };
-use proto::placement::{PlaceOrder, PlaceReport, PlaceReportV1};
+use proto::placement::{PlaceOrder, PlaceReport};
 use proto::service::{WorkerApi, deadline};
 use proto::transport::{Connection, Endpoint, EndpointConfig, Expected, GenerateCall, Incoming};
 use std::collections::{HashSet, VecDeque};
@@ -97,7 +97,7 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
         Endpoint::bind(([127, 0, 0, 1], 0).into(), &identity, EndpointConfig::new(epoch, [Role::Worker]))?;
     let connection = endpoint.connect(args.coordinator, &Expected::any(Role::Coordinator)).await?;
     let api = connection.coordinator_api().await?;
-    let served = ServedModelV2 {
+    let served = ServedModel {
         id: ModelId::new(args.model)?,
         model_digest: [9; 32],
         tokenizer_digest,
@@ -107,7 +107,7 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
         block_tokens: 16,
         task: ModelTask::Generate,
     };
-    let register = RegisterV2 {
+    let worker = WorkerInfo {
         node: identity.name().node.clone(),
         epoch,
         pid: std::process::id(),
@@ -115,9 +115,8 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
         ops: "127.0.0.1:1".into(),
         models: vec![served],
     };
-    let register = register.at_version(connection.version()).context("the coordinator is too old")?;
-    let registered = api.register(deadline(LIMIT), register).await?;
-    let Registered::V1(terms) = registered.map_err(|refusal| anyhow!("{refusal:?}"))?;
+    let registered = api.register(deadline(LIMIT), worker.into()).await?;
+    let terms = registered.map_err(|refusal| anyhow!("{refusal:?}"))?;
     let (events, mut outbox) = mpsc::unbounded_channel();
     let shared = Arc::new(Shared {
         silent: args.silent,
@@ -141,7 +140,7 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
     let mut ticks = tokio::time::interval(Duration::from_millis(terms.report_every_ms));
     loop {
         ticks.tick().await;
-        let reported = api.report(deadline(LIMIT), LoadReport::V1(shared.report())).await;
+        let reported = api.report(deadline(LIMIT), shared.report()).await;
         if serving.is_finished() || !matches!(reported, Ok(Ok(()))) {
             // The coordinator has ended, and so does the measurement.
             return Ok(());
@@ -150,8 +149,8 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
 }
 
 impl Shared {
-    fn report(&self) -> LoadReportV1 {
-        LoadReportV1 {
+    fn report(&self) -> LoadReport {
+        LoadReport {
             epoch: self.epoch,
             state: WorkerState::Ready,
             running: 0,
@@ -165,6 +164,7 @@ impl Shared {
             prefill_rate: 1e6,
             step_ms: 0.1,
             rss: 1,
+            pulls: PullReport::default(),
         }
     }
 
@@ -219,16 +219,15 @@ async fn serve(shared: Arc<Shared>, connection: Connection) {
 }
 
 async fn generate(shared: Arc<Shared>, GenerateCall { request, mut reply }: GenerateCall) {
-    let request = request.into_latest().request;
     let cached = request.predicted_cached;
-    let started = StartedV1 {
+    let started = Started {
         cached_tokens: cached,
         computed_tokens: (request.prompt.len() as u32).saturating_sub(cached),
         hit_stop: "absent".into(),
     };
     let tokens =
         (0..shared.tokens).map(|_| TokenOut { id: 1, text: " word".into(), logprobs: None }).collect();
-    let finished = FinishedV1 {
+    let finished = Finished {
         reason: FinishReason::Length,
         matched: None,
         tail: String::new(),
@@ -272,13 +271,13 @@ impl WorkerApi for Api {
     async fn undrain(self, _: Context) {}
 
     async fn status(self, _: Context) -> WorkerStatus {
-        WorkerStatus::V1(WorkerStatusV1 {
+        WorkerStatus {
             node: self.0.node.clone(),
             models: vec![],
             load: self.0.report(),
             kv_sequence: self.0.held.lock().sequence,
             uptime_ms: 1,
-        })
+        }
     }
 
     async fn metrics_text(self, _: Context) -> String {
@@ -286,6 +285,6 @@ impl WorkerApi for Api {
     }
 
     async fn place(self, _: Context, _: PlaceOrder) -> PlaceReport {
-        PlaceReport::V1(PlaceReportV1::default())
+        PlaceReport::default()
     }
 }

@@ -9,8 +9,8 @@ use clap::Parser;
 use proto::block::{BlockId, ClusterKey, Scope, TenantSalt};
 use proto::ca::Authority;
 use proto::ids::{ClusterName, NodeId, Role};
-use proto::message::{GenerateFrame, Sampling, Stop, TenantTurnV1};
-use proto::stage::{ActivationType, StageAddressV1};
+use proto::message::{GenerateFrame, Sampling, Stop, TenantTurn};
+use proto::stage::{ActivationType, StageAddress};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};
 use std::path::PathBuf;
@@ -20,7 +20,7 @@ use std::time::{Instant, SystemTime};
 use tokio::runtime::{Builder, Runtime};
 use worker::engine::{Engine, EngineRequest, StepOutcome};
 use worker::load::{self, EngineOptions};
-use worker::stage::Replica;
+use worker::pipeline::Replica;
 use worker::telemetry::StageLabel;
 
 mod wire;
@@ -140,7 +140,7 @@ fn start(args: &Args, runtime: &Runtime, dir: &std::path::Path) -> Result<(Stage
         BufReader::new(stdout).read_line(&mut line)?;
         let said: Value = serde_json::from_str(&line).context("a stage's first line")?;
         let quic = said["quic"].as_str().context("a stage that does not say where it listens")?;
-        later.push(StageAddressV1 { node, quic: quic.to_owned() });
+        later.push(StageAddress { node, quic: quic.to_owned() });
     }
     let own = ca.issue(Role::Worker, NodeId::new("stage-0")?, SystemTime::now())?.identity()?;
     let replica = Replica::new(runtime.handle().clone(), &own, later, ActivationType::F32)?;
@@ -170,7 +170,7 @@ fn request(prompt: Vec<u32>, tokens: usize, root: BlockId, heard: Sender<Token>)
     EngineRequest {
         name: None,
         root,
-        tenant: TenantTurnV1::of_root(root),
+        tenant: TenantTurn::of_root(root),
         prompt,
         emitted: Vec::new(),
         sampling: Sampling::default(),

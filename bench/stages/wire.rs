@@ -4,7 +4,7 @@
 use anyhow::{Context, Result, bail, ensure};
 use proto::ca::Authority;
 use proto::ids::{ClusterName, Epoch, NodeId, Role};
-use proto::stage::{ReplicaId, StageFeed, StageFeedV1, StageStep, StageStepV1, StageStepV2};
+use proto::stage::{ReplicaId, StageFeed, StageFrame, StageStep};
 use proto::transport::{
     ActivationSender, Connection, Endpoint, EndpointConfig, Expected, Identity, Incoming,
 };
@@ -76,7 +76,7 @@ async fn open(ca: &Authority) -> Result<Lane> {
     let expected = Expected::node(Role::Worker, NodeId::new("w2")?);
     let (ours, theirs) = tokio::join!(first.connect(second.address(), &expected), second.accept());
     let (ours, theirs) = (ours?, theirs.context("no connection")?);
-    let feed = StageFeed::V1(StageFeedV1 { replica: ReplicaId([1; 16]) });
+    let feed = StageFeed { replica: ReplicaId([1; 16]) };
     let sender = ours.open_activations(&feed).await?;
     Ok(Lane { sender, theirs, _endpoints: [first, second] })
 }
@@ -84,8 +84,7 @@ async fn open(ca: &Authority) -> Result<Lane> {
 /// Sends over one lane, and gives the bytes sent and the values received.
 async fn carry(lane: Lane, count: usize, rows: usize) -> Result<(usize, usize)> {
     let Lane { mut sender, theirs, _endpoints } = lane;
-    let plan = StageStepV1 { tokens: vec![1; rows], ..StageStepV1::default() };
-    let step = StageStep::V2(StageStepV2 { plan, ..StageStepV2::default() });
+    let step = StageFrame::Step(StageStep { tokens: vec![1; rows], ..StageStep::default() });
     let values = vec![0.5f32; rows * HIDDEN];
     let receiving = tokio::spawn(async move {
         let Incoming::Activations(mut receiver) = theirs.accept().await? else { bail!("another stream") };

@@ -30,20 +30,16 @@ const LOOKED_AT: usize = 4;
 /// What has been overtaken so often by what stood behind it is overtaken no more.
 const MAX_OVERTAKEN: u8 = 4;
 
-/// How much may wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueueLimits {
-    /// Requests.
     pub requests: usize,
     /// Prompt tokens of these requests.
     pub tokens: u64,
 }
 
-/// The queue is full.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{requests} requests with {tokens} prompt tokens are waiting")]
 pub struct QueueFull {
-    /// Requests waiting.
     pub requests: usize,
     /// Their prompt tokens.
     pub tokens: u64,
@@ -52,15 +48,12 @@ pub struct QueueFull {
 /// What waits of one tenant.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TenantView {
-    /// Whose.
     pub tenant: String,
-    /// Requests.
     pub requests: usize,
     /// Their prompt tokens.
     pub tokens: u64,
 }
 
-/// Something that waits.
 pub trait Waiting {
     /// Prompt tokens that it brings.
     fn tokens(&self) -> u64;
@@ -75,7 +68,6 @@ pub trait Waiting {
 /// What becomes of something that is offered.
 #[derive(Debug)]
 pub enum Offered<T> {
-    /// It is gone.
     Taken,
     /// It cannot be placed just now.
     Stuck(T),
@@ -91,12 +83,12 @@ pub fn rank(arrived: Instant, priority: i32) -> Instant {
 }
 
 /// Where something stands in its lane: what was put back first, then by rank, then as it came.
-type Place = (Option<Instant>, u64);
+type LanePosition = (Option<Instant>, u64);
 
 #[derive(Debug)]
 struct Lane<T> {
     tenant: String,
-    items: BTreeMap<Place, Item<T>>,
+    items: BTreeMap<LanePosition, Item<T>>,
     /// Tokens taken from here over the tenant's weight, on top of what the others had when the tenant came.
     served: u64,
     weight: u64,
@@ -118,7 +110,6 @@ struct Item<T> {
     overtaken: u8,
 }
 
-/// The queue.
 #[derive(Debug)]
 pub struct Queue<T> {
     limits: QueueLimits,
@@ -192,7 +183,7 @@ impl<T: Waiting> Queue<T> {
     pub fn remove(&mut self, mut leaves: impl FnMut(&T) -> bool) -> Vec<T> {
         let mut out = Vec::new();
         for lane in &mut self.lanes {
-            let gone: Vec<Place> =
+            let gone: Vec<LanePosition> =
                 lane.items.iter().filter(|(_, item)| leaves(&item.inner)).map(|(place, _)| *place).collect();
             out.extend(gone.iter().filter_map(|place| lane.items.remove(place)).map(|item| item.inner));
         }
@@ -216,7 +207,6 @@ impl<T: Waiting> Queue<T> {
         })
     }
 
-    /// Requests that wait.
     pub fn requests(&self) -> usize {
         self.requests
     }
@@ -254,7 +244,7 @@ impl<T: Waiting> Lane<T> {
     /// Places one of the first; how many tokens that brings.
     fn offer(&mut self, place: &mut impl FnMut(T, bool) -> Offered<T>) -> Option<u64> {
         let first = self.items.first_key_value().map(|(_, item)| item.inner.priority())?;
-        let places: Vec<Place> = self.items.keys().take(LOOKED_AT).copied().collect();
+        let places: Vec<LanePosition> = self.items.keys().take(LOOKED_AT).copied().collect();
         let mut yielded = None;
         for (passed, at) in places.iter().enumerate() {
             let Some(Item { inner, overtaken }) = self.items.remove(at) else { break };
@@ -292,7 +282,7 @@ impl<T: Waiting> Lane<T> {
         }
     }
 
-    fn overtake(&mut self, places: &[Place]) {
+    fn overtake(&mut self, places: &[LanePosition]) {
         for place in places {
             if let Some(item) = self.items.get_mut(place) {
                 item.overtaken += 1;

@@ -15,26 +15,25 @@ mod replicas;
 mod settings;
 
 use crate::api::auth::Keys;
-use crate::config::Config;
+use crate::config::{Config, PeerEntry};
 use crate::consensus::core::{CoreError, Outbound, RaftRole, Settings};
 use crate::consensus::driver::{self, Driver, Handle, Network};
 use crate::consensus::message::GroupId;
 use crate::consensus::storage::{Disk, Loaded, StorageError};
-use crate::consensus::table::{Change, Level, Refusal, SeatV1, Table, WorkerDrainedV1};
+use crate::consensus::table::{Change, GroupMember, Level, Refusal, Table, WorkerDrained};
 use crate::consensus::telemetry::RaftMetrics;
 use crate::dispatch::Dispatch;
 use changes::Session;
 use founding::{DraftFile, Founding};
-use members::Answer;
+use members::MemberReply;
 use mesh::Mesh;
-use news::{Heard, MemberV1, News, Told};
+use news::{GroupMessage, LatestNews, MemberStatus, News};
 use parking_lot::Mutex;
 use proto::codec::CodecError;
 use proto::ids::{Epoch, NodeId};
 use proto::log::Repeats;
 use proto::transport::{Connection, Endpoint, Identity};
-use serde::{Deserialize, Serialize};
-use settings::{Compared, SettingsV1};
+use settings::{Compared, SettingDigests};
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
@@ -44,7 +43,7 @@ use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::JoinHandle;
 
 pub use founding::DraftError;
-pub use members::{GroupView, MemberView, Order};
+pub use members::{GroupView, MemberRequest, MemberView};
 pub use news::Standing;
 pub use settings::{Difference, ModelDigests, OwnSettings};
 
@@ -71,31 +70,15 @@ const CONSENSUS_FILE: &str = "consensus.redb";
 /// Orders of others that wait to be carried out. Whoever has given one that is lost gives it again.
 const MAX_ORDERS: usize = 8;
 
-/// Another coordinator of the group, or this one.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct PeerEntry {
-    /// Its name, as its certificate says.
-    pub node: NodeId,
-    /// Where it is dialed, `host:port`.
-    pub quic: String,
-}
-
 /// Why a coordinator cannot take part in its group.
 #[derive(Debug, thiserror::Error)]
 pub enum GroupError {
     /// The Raft storage cannot be read or written.
     #[error("{path}: {}{}", source, remedy(source), path = path.display())]
-    Storage {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: StorageError,
-    },
+    Storage { path: PathBuf, source: StorageError },
     /// The draft of a group cannot be used.
     #[error(transparent)]
     Draft(#[from] DraftError),
-    /// The core cannot start.
     #[error(transparent)]
     Core(#[from] CoreError),
     /// The founders do not fit into a frame.
@@ -112,7 +95,7 @@ fn remedy(error: &StorageError) -> &'static str {
         }
         StorageError::Unknown { .. } => "; start the version that has written it, or a later one",
         StorageError::Foreign { .. } => "; name this coordinator's own data directory",
-        StorageError::Disk(_) | StorageError::Unwritable(_) => "",
+        StorageError::Disk(_) | StorageError::Unwritable(_) | StorageError::Format { .. } => "",
     }
 }
 
@@ -149,13 +132,13 @@ struct Shared {
     member: OnceLock<Member>,
     driver: Mutex<Option<Driver>>,
     /// Who this one is, once it is known in which life.
-    seat: OnceLock<SeatV1>,
+    seat: OnceLock<GroupMember>,
     /// A member has said that this one was removed in its present life: who was away meanwhile learns it from
     /// nobody's log. It is not kept, since whoever starts again is told again.
     removed: AtomicBool,
     /// What this one had of the group was damaged and put aside: it founds none, and wants to be a member again.
     lost: bool,
-    heard: Mutex<Heard>,
+    heard: Mutex<LatestNews>,
     /// The settings that must be equal on all coordinators.
     settings: OwnSettings,
     compared: Mutex<Compared>,
@@ -173,9 +156,9 @@ struct Shared {
     /// And plans of replicas, at the leader too.
     replicas: tokio::sync::Mutex<Option<Session>>,
     /// Orders that have been handed to the leader.
-    asked: Mutex<HashMap<u64, oneshot::Sender<Answer>>>,
+    asked: Mutex<HashMap<u64, oneshot::Sender<MemberReply>>>,
     /// Orders that others have handed here.
-    orders: mpsc::Sender<(NodeId, u64, Order)>,
+    orders: mpsc::Sender<(NodeId, u64, MemberRequest)>,
 }
 
 #[derive(Debug)]
@@ -253,13 +236,13 @@ impl Agreement {
             Some(loaded) => {
                 file.forget()?;
                 let incarnation = loaded.identity.incarnation;
-                let _first = shared.seat.set(SeatV1 { node, incarnation, quic: at, level: Level::OWN });
+                let _first = shared.seat.set(GroupMember { node, incarnation, quic: at, level: Level::OWN });
                 shared.take_part(loaded, disk, &mesh)?;
                 None
             }
             None => {
                 let draft = file.load_or_draw(&node, &at)?;
-                let _first = shared.seat.set(SeatV1 { level: Level::OWN, ..draft.seat.clone() });
+                let _first = shared.seat.set(GroupMember { level: Level::OWN, ..draft.seat.clone() });
                 let others = others.iter().map(|peer| peer.node.clone());
                 Some(Blank { disk, file, founding: Founding::new(draft, others) })
             }
@@ -285,7 +268,7 @@ impl Agreement {
     pub async fn drain(&self, node: &NodeId, draining: bool) -> Result<(), ChangeError> {
         self.shared.check_member()?;
         let deadline = Instant::now() + CHANGE_LIMIT;
-        let change = Change::WorkerDrained(WorkerDrainedV1 { node: node.clone(), draining });
+        let change = Change::WorkerDrained(WorkerDrained { node: node.clone(), draining });
         let made = self.shared.change(node, change, deadline);
         match tokio::time::timeout_at(deadline.into(), made).await {
             Ok(made) => made?,
@@ -362,31 +345,31 @@ struct ByMesh(Arc<Mesh>);
 
 impl Network for ByMesh {
     fn send(&self, outbound: Outbound) {
-        self.0.send(&outbound.to, Told::Raft(outbound.frame));
+        self.0.send(&outbound.to, GroupMessage::Raft(outbound.frame));
     }
 }
 
 impl Shared {
-    fn hear(&self, peer: &NodeId, told: Told) {
+    fn hear(&self, peer: &NodeId, told: GroupMessage) {
         match told {
-            Told::Raft(frame) => {
+            GroupMessage::Raft(frame) => {
                 // Without a group it is for an earlier life of our disk.
                 if let Some(member) = self.member.get() {
                     member.handle.receive(peer.clone(), frame);
                 }
             }
-            Told::News(news) => {
+            GroupMessage::News(news) => {
                 self.heard.lock().news(peer, news);
                 self.news.notify_one();
             }
-            Told::Seat(seat) => self.heard.lock().seat(peer, seat),
-            Told::Removed(life) => self.told_removed(peer, life),
-            Told::Settings(settings) => self.compared.lock().hear(peer, settings),
-            Told::Spending(spending) => self.keys.spent_elsewhere(peer, &spending),
-            Told::Order(number, order) => {
+            GroupMessage::Seat(seat) => self.heard.lock().seat(peer, seat),
+            GroupMessage::Removed(life) => self.told_removed(peer, life),
+            GroupMessage::Settings(settings) => self.compared.lock().hear(peer, settings),
+            GroupMessage::Spending(spending) => self.keys.spent_elsewhere(peer, &spending),
+            GroupMessage::MemberRequest(number, order) => {
                 let _lost = self.orders.try_send((peer.clone(), number, order));
             }
-            Told::Answer(number, answer) => {
+            GroupMessage::MemberReply(number, answer) => {
                 if let Some(asked) = self.asked.lock().remove(&number) {
                     let _gone = asked.send(answer);
                 }
@@ -457,7 +440,7 @@ impl Shared {
                 (None, Some(Member { group, handle })) => {
                     let status = handle.status();
                     let (role, term, applied) = (self.role(&status), status.term, status.applied);
-                    Some(News::Member(MemberV1 { group: *group, role, term, applied }))
+                    Some(News::Member(MemberStatus { group: *group, role, term, applied }))
                 }
                 (None, None) => None,
             };
@@ -473,13 +456,18 @@ impl Shared {
             let peers = mesh.peers();
             let settings = self.compare(&peers);
             for peer in peers {
-                mesh.send(&peer, Told::Settings(settings.clone()));
-                spending.iter().for_each(|spending| mesh.send(&peer, Told::Spending(spending.clone())));
+                mesh.send(&peer, GroupMessage::Settings(settings.clone()));
+                spending
+                    .iter()
+                    .for_each(|spending| mesh.send(&peer, GroupMessage::Spending(spending.clone())));
                 if let Some(life) = self.removed_life(&peer) {
-                    mesh.send(&peer, Told::Removed(life));
+                    mesh.send(&peer, GroupMessage::Removed(life));
                 }
-                news.iter().for_each(|news| mesh.send(&peer, Told::News(news.clone())));
-                self.seat.get().into_iter().for_each(|seat| mesh.send(&peer, Told::Seat(seat.clone())));
+                news.iter().for_each(|news| mesh.send(&peer, GroupMessage::News(news.clone())));
+                self.seat
+                    .get()
+                    .into_iter()
+                    .for_each(|seat| mesh.send(&peer, GroupMessage::Seat(seat.clone())));
             }
             match blank {
                 Some(_) => {
@@ -542,7 +530,7 @@ impl Shared {
     }
 
     /// Looks whether the settings here are those of the others, and says so if not. What to tell them of ours.
-    fn compare(&self, peers: &[NodeId]) -> SettingsV1 {
+    fn compare(&self, peers: &[NodeId]) -> SettingDigests {
         let ends = self.identity.validities().map_or(0, |validities| validities.node.ends);
         let own = self.settings.told(ends, &[]);
         let mut compared = self.compared.lock();

@@ -39,13 +39,13 @@ mod transcribe;
 pub mod turns;
 
 use crate::chain_memo::ChainMemo;
-use crate::dispatch::{Dispatch, Job};
+use crate::dispatch::{Dispatch, GenerationJob};
+use crate::metrics::Metrics;
 use crate::models::Models;
-use crate::ops::metrics::Metrics;
 use crate::quota::Permit;
 use crate::random::random_u64;
 use crate::routing::demand::CommonKey;
-use answer::{Answer, CountsItself};
+use answer::{CountsItself, ResponseStream};
 use auth::{Caller, Keys};
 use axum::Json;
 use axum::body::Body;
@@ -55,12 +55,12 @@ use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use cors::Cors;
 use documents::Popularity;
-use encode::{Asker, Gathered, Wanted, gather};
+use encode::{Asker, EncodePlan, Gathered, gather};
 use error::ApiError;
 use futures::future::BoxFuture;
 use messages::MessageWriter;
 use origin::from_another_site;
-use plan::{Effort, Kind, Plan, Sources, Unplanned};
+use plan::{Effort, GenerationPlan, Kind, Sources, Unplanned};
 use proto::block::Scope;
 use proto::ids::{GroupId, InvalidId, ModelId, RequestId};
 use proto::operation::Operation;
@@ -68,7 +68,7 @@ use proto::trace::{Span, TraceContext};
 use responses::ResponseWriter;
 use serde::Serialize;
 use serde_json::{Value, json};
-use shape::{Shape, Writer};
+use shape::{ResponseShape, Writer};
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -91,16 +91,11 @@ const CLIENT_GONE: u16 = 499;
 
 /// Everything that the handlers need.
 #[derive(Debug)]
-pub struct Front {
-    /// Where generations go.
+pub struct AppState {
     pub dispatch: Arc<Dispatch>,
-    /// What is offered.
     pub models: Arc<Models>,
-    /// Who may ask.
     pub keys: Arc<Keys>,
-    /// Names prompts.
     pub chains: Arc<ChainMemo>,
-    /// What is counted.
     pub metrics: Arc<Metrics>,
     /// How often documents are asked for.
     pub popularity: Popularity,
@@ -121,13 +116,10 @@ pub struct Front {
 pub enum Endpoint {
     /// Whether requests can be answered, for routers in front of this port; probes ask the ops port.
     Health,
-    /// Which models there are.
     Models,
-    /// One of them.
     Model,
     /// Completions of text or tokens.
     Completions,
-    /// Completions of chats.
     Chat,
     /// The same in the words of OpenAI's responses.
     Responses,
@@ -135,7 +127,6 @@ pub enum Endpoint {
     Messages,
     /// How many tokens a prompt in Anthropic's words has.
     CountTokens,
-    /// Texts to vectors.
     Embeddings,
     /// Documents by how they answer a query.
     Rerank,
@@ -154,7 +145,6 @@ pub enum Endpoint {
 }
 
 impl Endpoint {
-    /// Every endpoint.
     pub const ALL: [Self; 18] = [
         Self::Health,
         Self::Models,
@@ -182,7 +172,6 @@ impl Endpoint {
         Self::ALL.into_iter().find(|endpoint| endpoint.path() == path).or_else(one)
     }
 
-    /// Its path.
     pub fn path(self) -> &'static str {
         match self {
             Self::Health => "/health",
@@ -206,7 +195,6 @@ impl Endpoint {
         }
     }
 
-    /// Its method.
     pub fn method(self) -> Method {
         match self {
             Self::Health | Self::Models | Self::Model | Self::Realtime(_) => Method::GET,
@@ -241,7 +229,7 @@ impl Endpoint {
         }
     }
 
-    async fn serve(self, front: Arc<Front>, request: Request) -> Result<Response, ApiError> {
+    async fn serve(self, front: Arc<AppState>, request: Request) -> Result<Response, ApiError> {
         match self {
             Self::Health => health(&front).map(IntoResponse::into_response),
             Self::Models => model_list::list(&front, &request).map(IntoResponse::into_response),
@@ -265,11 +253,11 @@ impl Endpoint {
 
 /// The whole port. Its paths are few, so [`Endpoint::ALL`] is looked through.
 #[derive(Debug, Clone)]
-pub struct Port(Arc<Front>);
+pub struct Port(Arc<AppState>);
 
 impl Port {
     /// Answers with what is there.
-    pub fn new(front: Arc<Front>) -> Self {
+    pub fn new(front: Arc<AppState>) -> Self {
         Self(front)
     }
 }
@@ -316,7 +304,7 @@ impl Drop for Tally<'_> {
 
 /// Around everything, also around what does not exist: nothing is answered without a key but what a browser asks before
 /// it shows one, and every answer carries the request's id.
-async fn gate(front: Arc<Front>, mut request: Request) -> Response {
+async fn gate(front: Arc<AppState>, mut request: Request) -> Response {
     let Ok(id) = request_id(request.headers()) else { return ApiError::Internal.into_response() };
     let endpoint = Endpoint::at(request.uri().path());
     let path = endpoint.map_or("other", Endpoint::path);
@@ -398,7 +386,7 @@ fn id_headers(id: &RequestId, anthropic: bool) -> HeaderMap {
 
 /// Who asks. Where no keys are needed, a page in a browser may only if it is this machine's own or the operator has named
 /// its origin.
-fn authenticate(front: &Front, headers: &HeaderMap) -> Result<Caller, ApiError> {
+fn authenticate(front: &AppState, headers: &HeaderMap) -> Result<Caller, ApiError> {
     if front.keys.is_open() && from_another_site(headers) && !front.cors.allowed_without_key(headers) {
         return Err(ApiError::Origin);
     }
@@ -427,12 +415,12 @@ fn group(headers: &HeaderMap) -> Result<Option<GroupId>, ApiError> {
     Ok(Some(group))
 }
 
-fn health(front: &Front) -> Result<(), ApiError> {
+fn health(front: &AppState) -> Result<(), ApiError> {
     let serves = front.models.iter().any(|model| front.dispatch.serves(&model.id));
     if serves { Ok(()) } else { Err(ApiError::NoWorker) }
 }
 
-async fn tokenize(front: Arc<Front>, request: Request) -> Result<Response, ApiError> {
+async fn tokenize(front: Arc<AppState>, request: Request) -> Result<Response, ApiError> {
     let (asker, body) = admit(&front, request).await?;
     let tokenized = front.plan(&asker, move |sources| plan::tokenize(&body, sources)).await?;
     let count = tokenized.tokens.len();
@@ -440,19 +428,19 @@ async fn tokenize(front: Arc<Front>, request: Request) -> Result<Response, ApiEr
     Ok(Json(body).into_response())
 }
 
-async fn count_tokens(front: Arc<Front>, request: Request) -> Result<Response, ApiError> {
+async fn count_tokens(front: Arc<AppState>, request: Request) -> Result<Response, ApiError> {
     let (asker, body) = admit(&front, request).await?;
     let tokens = front.plan(&asker, move |sources| plan::count_tokens(&body, sources)).await?;
     Ok(Json(json!({"input_tokens": tokens})).into_response())
 }
 
-async fn detokenize(front: Arc<Front>, request: Request) -> Result<Response, ApiError> {
+async fn detokenize(front: Arc<AppState>, request: Request) -> Result<Response, ApiError> {
     let (asker, body) = admit(&front, request).await?;
     let text = front.plan(&asker, move |sources| plan::detokenize(&body, sources)).await?;
     Ok(Json(json!({"prompt": text})).into_response())
 }
 
-async fn generate(front: Arc<Front>, kind: Kind, request: Request) -> Result<Response, ApiError> {
+async fn generate(front: Arc<AppState>, kind: Kind, request: Request) -> Result<Response, ApiError> {
     let mut trace = spans::receive(spans::operation(kind), request.headers());
     let answered = answer(front, kind, request, &mut trace).await;
     if let (Err(error), Some(span)) = (&answered, &mut trace) {
@@ -463,7 +451,7 @@ async fn generate(front: Arc<Front>, kind: Kind, request: Request) -> Result<Res
 
 /// Whoever answers takes `trace`, if the request is recorded.
 async fn answer(
-    front: Arc<Front>,
+    front: Arc<AppState>,
     kind: Kind,
     request: Request,
     trace: &mut Option<Span>,
@@ -507,15 +495,15 @@ async fn answer(
     let generations = front.dispatch.generate(jobs)?;
     front.metrics.stage("route", routed.elapsed());
     let (path, writer) = (kind.endpoint().path(), writer(&plan, &id));
-    let answer = Answer::new(&plan, writer, Arc::clone(&front.metrics), generations, asker);
+    let answer = ResponseStream::new(&plan, writer, Arc::clone(&front.metrics), generations, asker);
     let answer = answer.traced(trace.take());
     if plan.params.stream { answer.streamed(path).await } else { answer.whole().await }
 }
 
 /// What writes the answer to a request of this name.
-fn writer(plan: &Plan, id: &RequestId) -> Box<dyn Writer> {
+fn writer(plan: &GenerationPlan, id: &RequestId) -> Box<dyn Writer> {
     let (created, model) = (unix_seconds(), plan.model.id.to_string());
-    let shape = |prefix, chat| Shape {
+    let shape = |prefix, chat| ResponseShape {
         chat,
         id: format!("{prefix}-{id}"),
         created,
@@ -537,24 +525,26 @@ fn writer(plan: &Plan, id: &RequestId) -> Box<dyn Writer> {
     }
 }
 
-async fn embeddings(front: Arc<Front>, request: Request) -> Result<Response, ApiError> {
-    let answer =
-        |shape: embeddings::Shape, _: &RequestId, model, gathered: &Gathered| shape.answer(model, gathered);
+async fn embeddings(front: Arc<AppState>, request: Request) -> Result<Response, ApiError> {
+    let answer = |shape: embeddings::EmbeddingsFormat, _: &RequestId, model, gathered: &Gathered| {
+        shape.answer(model, gathered)
+    };
     encode(&front, spans::EMBEDDINGS, request, embeddings::plan, answer).await
 }
 
-async fn rerank(front: Arc<Front>, request: Request) -> Result<Response, ApiError> {
-    let answer =
-        |shape: rerank::Shape, id: &RequestId, model, gathered: &Gathered| shape.answer(id, model, gathered);
+async fn rerank(front: Arc<AppState>, request: Request) -> Result<Response, ApiError> {
+    let answer = |shape: rerank::RerankFormat, id: &RequestId, model, gathered: &Gathered| {
+        shape.answer(id, model, gathered)
+    };
     encode(&front, spans::RERANK, request, rerank::plan, answer).await
 }
 
 /// Has the texts encoded that `plan` reads off a request's body; `answer` makes the answer of what came of them.
 async fn encode<S: Send + 'static, A: Serialize>(
-    front: &Arc<Front>,
+    front: &Arc<AppState>,
     operation: &'static str,
     request: Request,
-    plan: fn(&[u8], &Sources<'_>) -> Result<Wanted<S>, ApiError>,
+    plan: fn(&[u8], &Sources<'_>) -> Result<EncodePlan<S>, ApiError>,
     answer: impl FnOnce(S, &RequestId, ModelId, &Gathered) -> A + Send + 'static,
 ) -> Result<Response, ApiError> {
     let mut trace = spans::receive(operation, request.headers());
@@ -566,7 +556,7 @@ async fn encode<S: Send + 'static, A: Serialize>(
         }
         let (id, read) = (asker.id.clone(), Instant::now());
         let planned = front.plan(&asker, move |sources| plan(&body, sources)).await?;
-        let Wanted { operation: wanted, model, texts, shape } = planned;
+        let EncodePlan { operation: wanted, model, texts, shape } = planned;
         if let Some(span) = &mut trace {
             spans::encodes(span, operation, (&id, &model), texts.len(), read);
         }
@@ -590,17 +580,17 @@ async fn encode<S: Send + 'static, A: Serialize>(
 }
 
 /// Lets a request in that costs something, and reads its body.
-async fn admit(front: &Front, request: Request) -> Result<(Asker, Bytes), ApiError> {
+async fn admit(front: &AppState, request: Request) -> Result<(Asker, Bytes), ApiError> {
     admit_within(front, request, limits::MAX_BODY).await
 }
 
 /// As [`admit`], where a body may have so many bytes.
-async fn admit_within(front: &Front, request: Request, most: usize) -> Result<(Asker, Bytes), ApiError> {
+async fn admit_within(front: &AppState, request: Request, most: usize) -> Result<(Asker, Bytes), ApiError> {
     let arrived = Instant::now();
     // Both were put there by the gate.
     let caller = request.extensions().get::<Caller>().cloned().ok_or(ApiError::InvalidApiKey)?;
     let id = request.extensions().get::<RequestId>().cloned().ok_or(ApiError::Internal)?;
-    let permit = caller.enter(arrived).inspect_err(|error| front.metrics.limited(error))?;
+    let permit = caller.enter(arrived).inspect_err(|error| error.count_limit(&front.metrics))?;
     let body = body(request, most).await?;
     Ok((Asker { caller, id, arrived, permit }, body))
 }
@@ -612,16 +602,16 @@ async fn body(request: Request, most: usize) -> Result<Bytes, ApiError> {
     limits::read_within(body, most).await
 }
 
-impl Front {
+impl AppState {
     /// For each prompt its choices. Choices of one prompt differ in their seeds.
     fn jobs(
         &self,
-        plan: &Plan,
+        plan: &GenerationPlan,
         caller: &Caller,
         (id, trace): (&RequestId, Option<TraceContext>),
         group: Option<CommonKey>,
         deadline: Instant,
-    ) -> Vec<Job> {
+    ) -> Vec<GenerationJob> {
         let root = self.chains.root(Scope {
             salt: &caller.salt(plan.params.cache_salt.as_deref()),
             model_digest: &plan.served.model_digest,
@@ -640,7 +630,7 @@ impl Front {
                     // They are looked for in what is said, once the answer has been taken apart.
                     stop.strings.clear();
                 }
-                jobs.push(Job {
+                jobs.push(GenerationJob {
                     request_id: id.clone(),
                     choice: jobs.len() as u32,
                     tenant: Arc::clone(caller.tenant()),
@@ -664,7 +654,7 @@ impl Front {
     /// Pays for tokens that are to be computed.
     fn pay(&self, permit: &Permit, tokens: u64) -> Result<(), ApiError> {
         let paid = permit.prompt(tokens, Instant::now()).map_err(ApiError::from);
-        paid.inspect_err(|error| self.metrics.limited(error))
+        paid.inspect_err(|error| error.count_limit(&self.metrics))
     }
 
     /// Plans a request, when it is its tenant's turn.

@@ -27,17 +27,13 @@ pub struct AuditError {
     source: std::io::Error,
 }
 
-/// An action.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct Record<'a> {
     /// Who wanted it: `key ID of TENANT`, `local` for whoever is on this machine, `worker NAME`, `leader`, `authority` of what its
     /// signature says.
     pub who: &'a str,
-    /// From where.
     pub from: Option<IpAddr>,
-    /// What.
     pub what: &'a str,
-    /// Of what.
     pub on: &'a str,
     /// What came of it: an HTTP status, or words.
     pub result: &'a str,

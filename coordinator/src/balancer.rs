@@ -5,32 +5,32 @@
 //! `submit` → (queued) → [`Action::Assign`] → `started` → `ended`, or `retry` after an attempt that failed,
 //! or [`Action::Refuse`] at any point before it is assigned.
 
-mod floor;
 mod operations;
 pub mod recent;
 #[cfg(test)]
 mod tests;
+mod worker_pool;
 
 use crate::admission::{self, Offered, Queue, QueueLimits, TenantView, TenantWeights, Waiting, retry_after};
 use crate::prefix_index::peer::PeerError;
-use crate::prefix_index::{IndexSize, Need, StreamError, StreamView};
+use crate::prefix_index::{GapRepair, IndexSize, StreamError, StreamView};
 use crate::routing::demand::CommonKey;
 use crate::routing::{Parts, Reason, Routing};
 use crate::table::{Member, TableChange, TableError, WorkerTable};
-use floor::{Floor, Placing};
-pub use floor::{PeerExport, PeerImport};
-pub use operations::{OfferView, OperationAsk, Seat, Seated, Unseated};
+pub use operations::{OfferView, OperationAsk, SessionPlacement, SessionRefusal, SessionSlot};
 use proto::block::BlockId;
 use proto::codec::CodecError;
 use proto::event::{KvEventBatch, KvSnapshotFrame};
 use proto::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
-use proto::message::{LoadReportV1, PullCostV1, PullReportV1, ServedModelV2, WorkPart, WorkerState};
+use proto::message::{LoadReport, PullCost, PullReport, ServedModel, WorkPart, WorkerState};
 use proto::operation::Operation;
-use proto::pull::PullSourceV1;
+use proto::pull::PullSource;
 use recent::Recent;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+pub use worker_pool::{PeerExport, PeerImport};
+use worker_pool::{Placing, WorkerPool};
 
 /// The numbers that steer it.
 #[derive(Debug, Clone, Copy)]
@@ -78,16 +78,13 @@ impl Default for Policy {
 
 /// One generation to be placed.
 #[derive(Debug, Clone)]
-pub struct Ask {
+pub struct RouteRequest {
     /// The client's name for it.
     pub request: RequestId,
-    /// Whose turn it takes.
     pub tenant: Arc<str>,
-    /// The model.
     pub model: ModelId,
     /// What is asked of it, if that is more than tokens: only workers that offer it are.
     pub operation: Option<Operation>,
-    /// Length of the prompt.
     pub prompt_tokens: u32,
     /// How long the answer may be.
     pub output: Output,
@@ -106,44 +103,37 @@ pub struct Ask {
 /// How many tokens an answer has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Output {
-    /// At most.
     pub most: u32,
     /// It has as many: nothing else ends it.
     pub fixed: bool,
 }
 
-/// Names one submitted generation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Ticket(u64);
 
 /// Why a worker was chosen.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Explained {
-    /// When.
     pub at: Instant,
     /// The workers that could have been, and what each was compared by.
     pub candidates: Vec<(NodeId, Parts)>,
 }
 
-/// Where a generation goes.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Assignment {
-    /// The worker.
     pub node: NodeId,
-    /// Its life.
     pub epoch: Epoch,
     /// Which attempt this is, from 0.
     pub attempt: Attempt,
     /// Prompt tokens that the worker is expected to have cached.
     pub predicted: u32,
-    /// Why this worker.
     pub reason: Reason,
     /// Workers of equal classes give bit-equal results.
     pub numeric_class: String,
     /// Who computes the prompt first, for this worker to pull it.
     pub prefill: Option<Prefilling>,
     /// Where the worker may pull a prefix from.
-    pub pull: Option<PullSourceV1>,
+    pub pull: Option<PullSource>,
     /// How many generations of this prompt go to this worker with this decision, this one included.
     pub together: u32,
     /// Why this worker, at length, if that was asked.
@@ -153,16 +143,13 @@ pub struct Assignment {
 /// A worker that computes a prompt for another.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Prefilling {
-    /// The worker.
     pub node: NodeId,
-    /// Its life.
     pub epoch: Epoch,
 }
 
 /// Why a generation is not placed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// Too much waits already.
     #[error("the queue is full")]
     QueueFull {
         /// When trying again makes sense.
@@ -171,7 +158,6 @@ pub enum Refusal {
     /// Nobody serves the model just now.
     #[error("no worker serves the model at the moment")]
     NoWorker,
-    /// It waited too long.
     #[error("the deadline passed in the queue")]
     Deadline,
     /// As many attempts as are allowed have failed.
@@ -181,7 +167,7 @@ pub enum Refusal {
 
 /// Why an attempt failed, so far as the next choice depends on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Setback {
+pub enum AttemptError {
     /// The worker died or the connection to it did: it may be tried again in its next life.
     Lost,
     /// The worker lives but does not want this request.
@@ -195,22 +181,16 @@ pub enum Setback {
 pub enum Action {
     /// Send the generation to a worker.
     Assign(Ticket, Assignment),
-    /// Tell the client.
     Refuse(Ticket, Refusal),
     /// Fetch what is missing of a worker's events.
     Fetch {
-        /// The worker.
         node: NodeId,
-        /// Its life.
         epoch: Epoch,
-        /// What is missing.
-        need: Need,
+        need: GapRepair,
     },
     /// The worker has lost its lease: close its connection, so that what runs there fails and moves.
     Drop {
-        /// The worker.
         node: NodeId,
-        /// Its life.
         epoch: Epoch,
     },
 }
@@ -221,7 +201,7 @@ pub struct WorkerView {
     /// Its place in the table.
     pub member: Member,
     /// Its last report, if one has come.
-    pub report: Option<LoadReportV1>,
+    pub report: Option<LoadReport>,
     /// Time since it was last heard of.
     pub silent: Duration,
     /// Sequences sent there by this coordinator and not yet ended.
@@ -233,10 +213,9 @@ pub struct WorkerView {
     /// What part of requests it is for.
     pub part: WorkPart,
     /// What it has pulled and sent, by its last report.
-    pub pulls: PullReportV1,
+    pub pulls: PullReport,
     /// The operations that it offers.
     pub operations: Vec<OfferView>,
-    /// Its event stream.
     pub stream: Option<StreamView>,
 }
 
@@ -250,23 +229,20 @@ impl WorkerView {
     }
 }
 
-/// What waits, for metrics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueueView {
-    /// Generations.
     pub requests: usize,
     /// Their prompt tokens.
     pub tokens: u64,
 }
 
 #[derive(Debug)]
-struct Waiter {
+struct QueuedRequest {
     ticket: Ticket,
-    ask: Arc<Ask>,
+    ask: Arc<RouteRequest>,
     since: Instant,
     rank: Instant,
     attempts: u32,
-    /// Workers that declined it.
     avoid: Vec<(NodeId, Epoch)>,
     /// The only class that may go on with what has been emitted.
     only_class: Option<String>,
@@ -274,7 +250,7 @@ struct Waiter {
     waits_until: Option<Instant>,
 }
 
-impl Waiting for Waiter {
+impl Waiting for QueuedRequest {
     fn tokens(&self) -> u64 {
         u64::from(self.ask.prompt_tokens)
     }
@@ -292,8 +268,8 @@ impl Waiting for Waiter {
 /// The state machine. See the module.
 #[derive(Debug)]
 pub struct Balancer {
-    queue: Queue<Waiter>,
-    floor: Floor,
+    queue: Queue<QueuedRequest>,
+    floor: WorkerPool,
     next_ticket: u64,
 }
 
@@ -303,16 +279,15 @@ impl Balancer {
         Self::weighted(policy, TenantWeights::default())
     }
 
-    /// No workers, nothing waiting.
     pub fn weighted(policy: Policy, weights: TenantWeights) -> Self {
-        Self { queue: Queue::new(policy.queue, weights), floor: Floor::new(policy), next_ticket: 0 }
+        Self { queue: Queue::new(policy.queue, weights), floor: WorkerPool::new(policy), next_ticket: 0 }
     }
 
     /// Takes generations that belong to one request, all or none.
     pub fn submit(
         &mut self,
         now: Instant,
-        asks: Vec<Ask>,
+        asks: Vec<RouteRequest>,
         random: u64,
     ) -> Result<(Vec<Ticket>, Vec<Action>), Refusal> {
         if asks.iter().any(|ask| !self.floor.serves(&ask.model) && !self.floor.expects(now, &ask.model)) {
@@ -333,7 +308,7 @@ impl Balancer {
             }
             let tenant = Arc::clone(&ask.tenant);
             let rank = admission::rank(now, ask.priority);
-            let waiter = Waiter {
+            let waiter = QueuedRequest {
                 ticket,
                 ask: Arc::new(ask),
                 since: now,
@@ -393,16 +368,16 @@ impl Balancer {
         &mut self,
         now: Instant,
         ticket: Ticket,
-        setback: Setback,
+        setback: AttemptError,
         only_class: Option<String>,
         random: u64,
     ) -> Vec<Action> {
         let Some((mut waiter, node, epoch)) = self.floor.fail(now, ticket) else { return Vec::new() };
         waiter.only_class = only_class;
         match setback {
-            Setback::Declined => waiter.avoid.push((node, epoch)),
-            Setback::Draining => self.floor.drains(now, &node, epoch),
-            Setback::Lost => {}
+            AttemptError::Declined => waiter.avoid.push((node, epoch)),
+            AttemptError::Draining => self.floor.drains(now, &node, epoch),
+            AttemptError::Lost => {}
         }
         let mut actions = Vec::new();
         if waiter.attempts >= self.floor.policy().max_attempts {
@@ -428,7 +403,7 @@ impl Balancer {
     }
 
     /// A worker reports. Reports of other lives than the member's are ignored.
-    pub fn load(&mut self, now: Instant, node: &NodeId, report: LoadReportV1, random: u64) -> Vec<Action> {
+    pub fn load(&mut self, now: Instant, node: &NodeId, report: LoadReport, random: u64) -> Vec<Action> {
         self.floor.load(now, node, report);
         self.pump(now, random)
     }
@@ -440,7 +415,7 @@ impl Balancer {
         node: &NodeId,
         epoch: Epoch,
         part: WorkPart,
-        pulls: Vec<PullCostV1>,
+        pulls: Vec<PullCost>,
         quic: String,
     ) {
         self.floor.introduce(node, epoch, (part, pulls, quic));
@@ -452,11 +427,10 @@ impl Balancer {
     }
 
     /// A member tells what it has pulled and sent.
-    pub fn pulled(&mut self, node: &NodeId, epoch: Epoch, report: PullReportV1) {
+    pub fn pulled(&mut self, node: &NodeId, epoch: Epoch, report: PullReport) {
         self.floor.pulled(node, epoch, report);
     }
 
-    /// A worker's events arrive.
     pub fn events(&mut self, node: &NodeId, batch: KvEventBatch) -> Result<Option<Action>, StreamError> {
         self.floor.index_of(node, |index, slot| index.apply(slot, batch))
     }
@@ -466,12 +440,12 @@ impl Balancer {
         self.pump_awaited(now, random)
     }
 
-    /// A part of what [`Need::Replay`] asked for, and not its last.
+    /// A part of what [`GapRepair::Replay`] asked for, and not its last.
     pub fn replaying(&mut self, node: &NodeId, part: KvEventBatch) -> Result<Option<Action>, StreamError> {
         self.floor.index_of(node, |index, slot| index.replaying(slot, part).map(|()| None))
     }
 
-    /// The last part of what [`Need::Replay`] asked for; `None` if the worker no longer has it.
+    /// The last part of what [`GapRepair::Replay`] asked for; `None` if the worker no longer has it.
     pub fn replayed(
         &mut self,
         node: &NodeId,
@@ -481,7 +455,7 @@ impl Balancer {
         self.floor.index_of(node, |index, slot| index.replayed(slot, epoch, missed))
     }
 
-    /// The next part of what [`Need::Snapshot`] asked for.
+    /// The next part of what [`GapRepair::Snapshot`] asked for.
     pub fn snapshot(&mut self, node: &NodeId, part: KvSnapshotFrame) -> Result<Option<Action>, StreamError> {
         self.floor.index_of(node, |index, slot| index.install(slot, part))
     }
@@ -522,13 +496,12 @@ impl Balancer {
         actions
     }
 
-    /// The table.
     pub fn table(&self) -> &WorkerTable {
         self.floor.table()
     }
 
     /// What is served under this name, if a worker does, or will again.
-    pub fn model(&self, id: &ModelId) -> Option<&ServedModelV2> {
+    pub fn model(&self, id: &ModelId) -> Option<&ServedModel> {
         self.floor.model(id)
     }
 
@@ -547,12 +520,10 @@ impl Balancer {
         self.floor.stream(node)
     }
 
-    /// Sizes of the index.
     pub fn index_size(&self) -> IndexSize {
         self.floor.index_size()
     }
 
-    /// What waits.
     pub fn queue(&self) -> QueueView {
         let waiting = self.floor.waiting();
         QueueView {
@@ -561,7 +532,6 @@ impl Balancer {
         }
     }
 
-    /// What waits, by tenants.
     pub fn tenants(&self) -> Vec<TenantView> {
         let mut all: Vec<TenantView> = self.queue.tenants().collect();
         for ask in self.floor.awaited() {

@@ -10,7 +10,6 @@ use proto::block::{BlockId, ClusterKey, HASH_UNIT_TOKENS, Scope, TenantSalt, Uni
 use proto::message::{TokenIds, TokenPart};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Units of an entry.
 const UNITS: usize = 16;
 const TOKENS: usize = UNITS * HASH_UNIT_TOKENS;
 
@@ -139,7 +138,6 @@ impl ChainMemo {
         })
     }
 
-    /// Hash of a beginning.
     fn beginning(&self, root: BlockId, before: u64, part: TokenPart) -> u64 {
         let mut hasher = self.beginnings.hasher();
         hasher.bytes(&root.0);

@@ -1,18 +1,28 @@
 //! The coordinator's configuration, as it stands in a file.
 
 use crate::admission::{BadWeight, QueueLimits, TenantWeights};
-use crate::agreement::PeerEntry;
 use crate::api::auth::KeyEntry;
 use crate::api::cors::Cors;
 use crate::balancer::Policy;
 use crate::consensus::table::MAX_VOTERS;
 use crate::models::ModelEntry;
 use crate::routing::Routing;
+use proto::ids::NodeId;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
+
+/// Another coordinator of the group, or this one.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PeerEntry {
+    /// Its name, as its certificate says.
+    pub node: NodeId,
+    /// Where it is dialed, `host:port`.
+    pub quic: String,
+}
 
 /// A coordinator's configuration. Every field has a default; unknown fields are refused.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -117,18 +127,12 @@ impl Default for Config {
 /// What is wrong with a configuration.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigError {
-    /// Anybody could use it.
     #[error("http = {http} is reachable from elsewhere; without [[keys]] only loopback is served")]
-    KeysRequired {
-        /// The address.
-        http: SocketAddr,
-    },
+    KeysRequired { http: SocketAddr },
     /// A number that makes no sense.
     #[error("{field} = {value}: {rule}")]
     OutOfRange {
-        /// Which.
         field: &'static str,
-        /// Its value.
         value: u64,
         /// The rule that it breaks.
         rule: &'static str,
@@ -136,7 +140,6 @@ pub enum ConfigError {
     /// Something that no page has for an origin.
     #[error("cors_origins: {0:?} is no origin such as https://app.example, nor * or none")]
     Origin(String),
-    /// A tenant's weight.
     #[error(transparent)]
     Weight(#[from] BadWeight),
     /// The group cannot be what is configured.

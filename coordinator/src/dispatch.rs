@@ -17,7 +17,7 @@ mod shipments;
 
 pub use certificates::Certificates;
 pub use encoding::{EncodeJob, Encoded, Encoding};
-pub use generation::{Event, Failure, Generation, Job, Started};
+pub use generation::{Event, Failure, Generation, GenerationJob, Started};
 pub use link::SessionId;
 pub use lost_devices::LostDevices;
 pub use operation::{Hearing, OperationJob, Seating, Unopened};
@@ -27,22 +27,21 @@ pub use shipments::Shipments;
 
 use crate::admission::TenantWeights;
 use crate::balancer::{
-    Action, Ask, Assignment, Balancer, Policy, QueueView, Refusal, Setback, Ticket, WorkerView,
+    Action, Assignment, AttemptError, Balancer, Policy, QueueView, Refusal, RouteRequest, Ticket, WorkerView,
 };
-use crate::ops::metrics::Metrics;
-use crate::prefix_index::{IndexSize, Need};
+use crate::metrics::{self, Metrics};
+use crate::prefix_index::{GapRepair, IndexSize};
 use crate::random::random_u64;
 use crate::table::roster::Roster;
 use crate::table::{Member, TableChange, TableError};
-use claim::Claim;
-use link::{Link, Pooled, Turn};
+use claim::TicketGuard;
+use link::{Link, Pooled, SendTurn};
 use parking_lot::{Mutex, MutexGuard};
 use proto::block::BlockId;
 use proto::event::{KvEventBatch, KvReplay};
 use proto::ids::{Epoch, ModelId, NodeId};
 use proto::log::Repeats;
-use proto::message::{GenerateError, LoadReportV2, RegisterV2, RegisterV3, ServedModelV2};
-use proto::placement::{RegisterV4, RegisterV5};
+use proto::message::{GenerateError, LoadReport, Register, ServedModel, WorkerInfo};
 use proto::sequence::SequenceName;
 use proto::service::deadline;
 use proto::transport::{CloseCode, Connection};
@@ -63,7 +62,7 @@ static REFUSED: Repeats = Repeats::new();
 /// The balancer, in traffic. Share it in an `Arc`.
 #[derive(Debug)]
 pub struct Dispatch {
-    desk: Mutex<Desk>,
+    desk: Mutex<DispatchState>,
     metrics: Arc<Metrics>,
     peers: Peers,
     shipments: Shipments,
@@ -76,35 +75,33 @@ pub struct Dispatch {
 
 /// Under one lock, so that a decision and what it is based on are one step. Nothing waits while holding it.
 #[derive(Debug)]
-struct Desk {
+struct DispatchState {
     balancer: Balancer,
     /// Where the next verdict on a ticket goes, of those that were not decided at once.
-    tickets: HashMap<Ticket, mpsc::UnboundedSender<Verdict>>,
+    tickets: HashMap<Ticket, mpsc::UnboundedSender<PlacementResult>>,
     links: HashMap<NodeId, Arc<Link>>,
     served: Served,
 }
 
 /// What the balancer has decided about a ticket.
 #[derive(Debug)]
-enum Verdict {
+enum PlacementResult {
     /// In a box, since a channel has room for dozens of them from the first on.
-    Go(Box<(Assignment, Arc<Link>, Turn)>),
+    Go(Box<(Assignment, Arc<Link>, SendTurn)>),
     No(Refusal),
 }
 
 /// Where a ticket's next verdict comes from.
 #[derive(Debug)]
 enum Verdicts {
-    /// It is here.
-    At(Verdict),
-    /// It will come.
-    Later(mpsc::UnboundedReceiver<Verdict>),
+    At(PlacementResult),
+    Later(mpsc::UnboundedReceiver<PlacementResult>),
     /// It was taken, and the ticket was not given up since.
     Taken,
 }
 
 impl Verdicts {
-    async fn next(&mut self) -> Option<Verdict> {
+    async fn next(&mut self) -> Option<PlacementResult> {
         if let Self::Later(verdicts) = self {
             return verdicts.recv().await;
         }
@@ -115,8 +112,8 @@ impl Verdicts {
     }
 }
 
-impl Desk {
-    fn await_verdicts(&mut self, ticket: Ticket) -> mpsc::UnboundedReceiver<Verdict> {
+impl DispatchState {
+    fn await_verdicts(&mut self, ticket: Ticket) -> mpsc::UnboundedReceiver<PlacementResult> {
         let (sender, verdicts) = mpsc::unbounded_channel();
         self.tickets.insert(ticket, sender);
         verdicts
@@ -124,11 +121,14 @@ impl Desk {
 }
 
 impl Dispatch {
-    /// No workers yet.
     pub fn new(policy: Policy, metrics: Arc<Metrics>, weights: TenantWeights) -> Arc<Self> {
         let balancer = Balancer::weighted(policy, weights.clone());
-        let desk =
-            Desk { balancer, tickets: HashMap::new(), links: HashMap::new(), served: Served::default() };
+        let desk = DispatchState {
+            balancer,
+            tickets: HashMap::new(),
+            links: HashMap::new(),
+            served: Served::default(),
+        };
         Arc::new(Self {
             desk: Mutex::new(desk),
             metrics,
@@ -142,8 +142,8 @@ impl Dispatch {
     }
 
     /// Submits the generations of one request, all or none. Each is cancelled by dropping it.
-    pub fn generate(self: &Arc<Self>, jobs: Vec<Job>) -> Result<Vec<Generation>, Refusal> {
-        let claims = self.submit(jobs.iter().map(Job::ask).collect())?;
+    pub fn generate(self: &Arc<Self>, jobs: Vec<GenerationJob>) -> Result<Vec<Generation>, Refusal> {
+        let claims = self.submit(jobs.iter().map(GenerationJob::ask).collect())?;
         Ok(claims.into_iter().zip(jobs).map(|(claim, job)| Generation::new(claim, job)).collect())
     }
 
@@ -153,12 +153,12 @@ impl Dispatch {
         Ok(claims.into_iter().zip(jobs).map(|(claim, job)| Encoding::new(claim, job)).collect())
     }
 
-    fn submit(self: &Arc<Self>, asks: Vec<Ask>) -> Result<Vec<Claim>, Refusal> {
+    fn submit(self: &Arc<Self>, asks: Vec<RouteRequest>) -> Result<Vec<TicketGuard>, Refusal> {
         let mut desk = self.desk.lock();
         let (tickets, actions) = desk.balancer.submit(Instant::now(), asks, random_u64())?;
         // Most requests are placed at once, and then there is nothing to wait for. In the order of the decisions, which
         // is that of the turns.
-        let mut decided: Vec<Option<Verdict>> = tickets.iter().map(|_| None).collect();
+        let mut decided: Vec<Option<PlacementResult>> = tickets.iter().map(|_| None).collect();
         for action in actions {
             let ours = |ticket: &Ticket| tickets.iter().position(|ours| ours == ticket);
             match action {
@@ -167,18 +167,18 @@ impl Dispatch {
                     None => self.perform(&mut desk, [Action::Assign(ticket, assignment)]),
                 },
                 Action::Refuse(ticket, refusal) => match ours(&ticket) {
-                    Some(at) => decided[at] = Some(Verdict::No(refusal)),
+                    Some(at) => decided[at] = Some(PlacementResult::No(refusal)),
                     None => self.perform(&mut desk, [Action::Refuse(ticket, refusal)]),
                 },
                 action => self.perform(&mut desk, [action]),
             }
         }
-        let claim = |(ticket, decided): (Ticket, Option<Verdict>)| {
+        let claim = |(ticket, decided): (Ticket, Option<PlacementResult>)| {
             let verdicts = match decided {
                 Some(verdict) => Verdicts::At(verdict),
                 None => Verdicts::Later(desk.await_verdicts(ticket)),
             };
-            Claim::new(Arc::clone(self), ticket, verdicts)
+            TicketGuard::new(Arc::clone(self), ticket, verdicts)
         };
         Ok(tickets.into_iter().zip(decided).map(claim).collect())
     }
@@ -188,15 +188,13 @@ impl Dispatch {
         self: &Arc<Self>,
         session: SessionId,
         connection: Connection,
-        register: RegisterV5,
+        register: Register,
     ) -> Result<(), TableError> {
-        let RegisterV5 { worker, drafter } = register;
-        let RegisterV4 { worker: RegisterV3 { worker: register, part, pulls }, capacity, operations } =
-            worker;
-        let (node, epoch) = (register.node.clone(), register.epoch);
-        let quic = reachable(&register.quic, connection.remote_address());
+        let Register { worker, part, pulls, capacity, operations, drafter } = register;
+        let (node, epoch) = (worker.node.clone(), worker.epoch);
+        let quic = reachable(&worker.quic, connection.remote_address());
         let mut desk = self.desk.lock();
-        let join = TableChange::Join(register);
+        let join = TableChange::Join(worker);
         let actions = desk.balancer.change(Instant::now(), join, random_u64())?;
         desk.balancer.introduce(&node, epoch, part, pulls, quic.clone());
         desk.balancer.offer(&node, epoch, operations);
@@ -249,13 +247,13 @@ impl Dispatch {
     }
 
     /// A worker reports on this session. `false` if it is not a member by this session and epoch.
-    pub fn load(self: &Arc<Self>, session: SessionId, node: &NodeId, report: LoadReportV2) -> bool {
+    pub fn load(self: &Arc<Self>, session: SessionId, node: &NodeId, report: LoadReport) -> bool {
         let mut desk = self.desk.lock();
-        let epoch = report.load.epoch;
+        let epoch = report.epoch;
         let member = desk.links.get(node).is_some_and(|l| l.session() == session && l.epoch() == epoch);
         if member {
             desk.balancer.pulled(node, epoch, report.pulls);
-            let actions = desk.balancer.load(Instant::now(), node, report.load, random_u64());
+            let actions = desk.balancer.load(Instant::now(), node, report, random_u64());
             self.perform(&mut desk, actions);
         }
         member
@@ -356,7 +354,7 @@ impl Dispatch {
     }
 
     /// How the workers here have introduced themselves.
-    pub fn introductions(&self) -> Vec<Arc<RegisterV2>> {
+    pub fn introductions(&self) -> Vec<Arc<WorkerInfo>> {
         self.desk.lock().balancer.table().members().map(|member| Arc::clone(&member.register)).collect()
     }
 
@@ -409,7 +407,7 @@ impl Dispatch {
     }
 
     /// What is served under this name, if a worker is there.
-    pub fn model(&self, id: &ModelId) -> Option<ServedModelV2> {
+    pub fn model(&self, id: &ModelId) -> Option<ServedModel> {
         self.desk.lock().balancer.model(id).cloned()
     }
 
@@ -442,6 +440,12 @@ impl Dispatch {
     pub fn sizes(&self) -> (IndexSize, QueueView, usize) {
         let desk = self.desk.lock();
         (desk.balancer.index_size(), desk.balancer.queue(), desk.balancer.inflight())
+    }
+
+    /// The gauges of a scrape.
+    pub fn metrics_load(&self) -> metrics::Load {
+        let (index, queue, inflight) = self.sizes();
+        metrics::Load { index, queue, inflight, workers: self.workers() }
     }
 
     fn remove(self: &Arc<Self>, node: &NodeId, why: &str, which: impl FnOnce(&Link) -> bool) -> bool {
@@ -504,11 +508,11 @@ impl Dispatch {
         let setback = if link.is_closed() {
             // The session's own task will find out too; the next choice must know now.
             self.session_lost(link.session(), node);
-            Setback::Lost
+            AttemptError::Lost
         } else if said == Some(&GenerateError::Draining) {
-            Setback::Draining
+            AttemptError::Draining
         } else {
-            Setback::Declined
+            AttemptError::Declined
         };
         self.metrics.retried(setback);
         let mut desk = self.desk.lock();
@@ -519,16 +523,16 @@ impl Dispatch {
     }
 
     /// The verdict on a ticket that has a worker.
-    fn assigned(&self, desk: &Desk, assignment: Assignment) -> Verdict {
+    fn assigned(&self, desk: &DispatchState, assignment: Assignment) -> PlacementResult {
         self.metrics.routed(assignment.reason);
         match desk.links.get(&assignment.node).filter(|link| link.epoch() == assignment.epoch) {
-            Some(link) => Verdict::Go(Box::new((assignment, Arc::clone(link), link.turn()))),
+            Some(link) => PlacementResult::Go(Box::new((assignment, Arc::clone(link), link.turn()))),
             // A member always has a link; without one there is nobody to talk to.
-            None => Verdict::No(Refusal::NoWorker),
+            None => PlacementResult::No(Refusal::NoWorker),
         }
     }
 
-    fn perform(self: &Arc<Self>, desk: &mut Desk, actions: impl IntoIterator<Item = Action>) {
+    fn perform(self: &Arc<Self>, desk: &mut DispatchState, actions: impl IntoIterator<Item = Action>) {
         for action in actions {
             match action {
                 Action::Assign(ticket, assignment) => {
@@ -538,7 +542,7 @@ impl Dispatch {
                 }
                 Action::Refuse(ticket, refusal) => {
                     if let Some(sender) = desk.tickets.remove(&ticket) {
-                        let _ = sender.send(Verdict::No(refusal));
+                        let _ = sender.send(PlacementResult::No(refusal));
                     }
                 }
                 Action::Fetch { node, epoch, need } => {
@@ -556,9 +560,9 @@ impl Dispatch {
         }
     }
 
-    async fn fetch(self: Arc<Self>, node: NodeId, link: Arc<Link>, need: Need) {
+    async fn fetch(self: Arc<Self>, node: NodeId, link: Arc<Link>, need: GapRepair) {
         let mut need = Some(need);
-        if matches!(need, Some(Need::Snapshot | Need::Replay { from: 1 })) {
+        if matches!(need, Some(GapRepair::Snapshot | GapRepair::Replay { from: 1 })) {
             need = self.ask_peers(&node, link.epoch()).await.or(need);
         }
         while let Some(wanted) = need.take() {
@@ -591,10 +595,10 @@ impl Dispatch {
         &self,
         node: &NodeId,
         link: &Link,
-        need: Need,
+        need: GapRepair,
     ) -> Result<Result<Option<Action>, crate::prefix_index::StreamError>, String> {
         match need {
-            Need::Replay { from } => {
+            GapRepair::Replay { from } => {
                 let api = link.api().await.map_err(|e| e.to_string())?;
                 let replay = api.kv_replay(deadline(RPC_LIMIT), from).await.map_err(|e| e.to_string())?;
                 let KvReplay::Events(batch) = replay else {
@@ -616,7 +620,7 @@ impl Dispatch {
                 }
                 Ok(self.desk.lock().balancer.replayed(node, link.epoch(), Some(last)))
             }
-            Need::Snapshot => {
+            GapRepair::Snapshot => {
                 let snapshot = tokio::time::timeout(RPC_LIMIT, link.connection().kv_snapshot()).await;
                 let snapshot = snapshot.map_err(|e| e.to_string())?.map_err(|e| e.to_string())?;
                 let mut need = Ok(None);

@@ -22,6 +22,8 @@ pub mod chain_memo;
 pub mod config;
 pub mod consensus;
 pub mod dispatch;
+mod http_ext;
+pub mod metrics;
 pub mod models;
 pub mod ops;
 pub mod placement;

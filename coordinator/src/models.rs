@@ -6,7 +6,7 @@ use model::costs::ModelCosts;
 use model::dialect::Dialect;
 use model::metadata::Value;
 use model::sampling::SamplingDefaults;
-use model::tokenizer::Part;
+use model::tokenizer::KnownPart;
 use model::{Metadata, ModelFile, ModelSpec, Tokenizer};
 use proto::ids::ModelId;
 use proto::message::{TokenIds, TokenPart};
@@ -21,7 +21,6 @@ use std::time::{Duration, Instant};
 /// Memory of each model for the tokens of texts that may come again.
 const MEMO_BYTES: usize = 64 << 20;
 
-/// A model to offer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ModelEntry {
@@ -36,12 +35,7 @@ pub struct ModelEntry {
 pub enum ModelsError {
     /// Its file cannot be used.
     #[error("model {id}: {source}")]
-    File {
-        /// Which.
-        id: ModelId,
-        /// Why.
-        source: Box<model::Error>,
-    },
+    File { id: ModelId, source: Box<model::Error> },
     /// Two entries have one name.
     #[error("model {0} is configured twice")]
     Twice(ModelId),
@@ -50,7 +44,6 @@ pub enum ModelsError {
 /// A model as the API sees it.
 #[derive(Debug)]
 pub struct OfferedModel {
-    /// Its name.
     pub id: ModelId,
     /// Cuts text into tokens.
     pub tokenizer: Tokenizer,
@@ -110,7 +103,7 @@ impl OfferedModel {
         self.tokens_in_parts_within(&prompt.text, quoted, bos, Some(until)).map(in_parts)
     }
 
-    fn tokens_in_parts(&self, text: &str, quoted: &[Range<usize>], bos: bool) -> (Vec<u32>, Vec<Part>) {
+    fn tokens_in_parts(&self, text: &str, quoted: &[Range<usize>], bos: bool) -> (Vec<u32>, Vec<KnownPart>) {
         // There is none only where time is limited.
         self.tokens_in_parts_within(text, quoted, bos, None).unwrap_or_default()
     }
@@ -121,7 +114,7 @@ impl OfferedModel {
         quoted: &[Range<usize>],
         bos: bool,
         until: Option<Instant>,
-    ) -> Option<(Vec<u32>, Vec<Part>)> {
+    ) -> Option<(Vec<u32>, Vec<KnownPart>)> {
         let started = Instant::now();
         let (mut tokens, mut parts) = match until {
             Some(until) => self.tokenizer.encode_prompt_shortly(text, quoted, until)?,
@@ -135,7 +128,7 @@ impl OfferedModel {
         {
             tokens.insert(0, id);
             parts.iter_mut().for_each(|part| part.end += 1);
-            parts.insert(0, Part::lone(id));
+            parts.insert(0, KnownPart::lone(id));
         }
         Some((tokens, parts))
     }
@@ -162,8 +155,8 @@ fn prompting(metadata: &Metadata, sampling: &SamplingDefaults) -> [u8; 32] {
     hash.finalize().into()
 }
 
-fn in_parts((tokens, parts): (Vec<u32>, Vec<Part>)) -> TokenIds {
-    let part = |Part { name, end }| TokenPart { name, end };
+fn in_parts((tokens, parts): (Vec<u32>, Vec<KnownPart>)) -> TokenIds {
+    let part = |KnownPart { name, end }| TokenPart { name, end };
     TokenIds::in_parts(tokens, parts.into_iter().map(part).collect())
 }
 

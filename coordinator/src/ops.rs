@@ -3,10 +3,8 @@
 pub mod cluster;
 pub mod coordinators;
 pub mod dashboard;
-pub mod history;
 mod keep;
 mod keys;
-pub mod metrics;
 mod plans;
 pub mod prefixes;
 pub mod relabel;
@@ -23,9 +21,10 @@ use crate::chain_memo::ChainMemo;
 use crate::consensus::table::{Change, Refusal};
 use crate::consensus::telemetry::RaftMetrics;
 use crate::dispatch::Dispatch;
+use crate::http_ext::Peer;
+use crate::metrics::Metrics;
 use crate::models::Models;
 use crate::replicas::Replicas;
-use crate::server::Peer;
 use crate::table::TableError;
 use axum::extract::{Path, Request, State};
 use axum::http::{Method, StatusCode, header};
@@ -34,7 +33,6 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use dashboard::Feed;
-use metrics::Metrics;
 use model::shard::ChunkId;
 use proto::block::ClusterKey;
 use proto::heartbeat::{self, Heartbeat};
@@ -58,25 +56,20 @@ const KEY_PATH: &str = "/admin/v1/keys/";
 /// Everything that the handlers need.
 #[derive(Debug)]
 pub struct Ops {
-    /// Our name.
     pub id: NodeId,
-    /// Workers and index.
     pub dispatch: Arc<Dispatch>,
     /// Through which operators' changes go; without it they hold here alone.
     pub agreement: Option<Arc<Agreement>>,
     /// Models over several workers, where coordinators agree.
     pub replicas: Option<Arc<Replicas>>,
-    /// What is offered.
     pub models: Arc<Models>,
     /// Who may administer from afar.
     pub keys: Arc<Keys>,
-    /// Keys block ids.
     pub cluster_key: ClusterKey,
     /// Names prompts under that key.
     pub chains: Arc<ChainMemo>,
     /// In whose turn prefixes are made tokens of.
     pub turns: Arc<Turns>,
-    /// What is counted.
     pub metrics: Arc<Metrics>,
     /// What the group counts, if this coordinator is in one.
     pub raft: Option<RaftMetrics>,
@@ -110,7 +103,6 @@ impl ReadyGate {
         self.released.store(true, Ordering::Relaxed);
     }
 
-    /// The node stops.
     pub fn stop(&self) {
         self.stopping.store(true, Ordering::Relaxed);
     }
@@ -263,7 +255,7 @@ async fn scrape(State(ops): State<Arc<Ops>>) -> Response {
     let workers = ops.dispatch.worker_metrics(SCRAPE_LIMIT).await;
     ops.metrics.note_node(&ops.identity);
     ops.metrics.note_differences(ops.agreement.as_ref().map_or(0, |agreement| agreement.differences().len()));
-    let mut text = ops.metrics.text(&ops.dispatch, &ops.models, &ops.chains, &ops.keys);
+    let mut text = ops.metrics.text(&ops.dispatch.metrics_load(), &ops.models, &ops.chains, ops.keys.count());
     relabel::append(&mut text, &workers);
     text.push_str("# EOF\n");
     let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";

@@ -25,7 +25,6 @@ const STATE_ELEMENT: u64 = 4;
 /// A worker as placement sees it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Worker {
-    /// Its name.
     pub name: String,
     /// Bytes that it can give to weights and caches.
     pub memory: u64,
@@ -65,18 +64,16 @@ impl Workload {
 pub struct Stage {
     /// Index of the worker in the list that was given.
     pub worker: usize,
-    /// Its layers.
     pub layers: Range<usize>,
     /// Bytes that it takes there.
-    pub needs: Needs,
+    pub needs: StageBytes,
     /// Seconds that it takes.
     pub times: Times,
 }
 
 /// Bytes that a stage takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Needs {
-    /// Weights as stored.
+pub struct StageBytes {
     pub weights: u64,
     /// Keys and values of the workload's sequences.
     pub kv: u64,
@@ -139,12 +136,7 @@ pub enum PlacementError {
     NoWorkers,
     /// A worker's memory or speed is no number that can be reckoned with.
     #[error("worker {worker}: {field} must be above zero")]
-    WorkerSpeed {
-        /// The worker.
-        worker: String,
-        /// Which of its figures.
-        field: &'static str,
-    },
+    WorkerSpeed { worker: String, field: &'static str },
     /// The model has too few places to cut it.
     #[error(
         "the model cannot be cut into {wanted} shards: {most} is the most (it has {layers} layers{shared}{drafter})",
@@ -156,23 +148,15 @@ pub enum PlacementError {
         drafter = of_drafter(*drafter_from)
     )]
     Shards {
-        /// Shards asked for.
         wanted: usize,
         /// The most that are possible.
         most: usize,
-        /// Layers of the model.
         layers: usize,
         /// The first layer whose caches the drafter reads, if that rules out cuts.
         drafter_from: Option<usize>,
     },
-    /// More shards than workers.
     #[error("{wanted} shards need as many workers, and there are {workers}")]
-    Workers {
-        /// Shards asked for.
-        wanted: usize,
-        /// Workers there are.
-        workers: usize,
-    },
+    Workers { wanted: usize, workers: usize },
     /// No cut fits; the numbers are those of the cut that comes nearest.
     #[error(
         "the model does not fit: cut into {shards} it needs {needed} bytes with a context of {context}, {missing} \
@@ -205,14 +189,7 @@ pub enum PlacementError {
     },
     /// Some replicas can be had, not all.
     #[error("{made} of {wanted} replicas can be placed; for the next: {reason}")]
-    Replicas {
-        /// Replicas asked for.
-        wanted: usize,
-        /// Replicas that fit.
-        made: usize,
-        /// Why no more.
-        reason: Box<Self>,
-    },
+    Replicas { wanted: usize, made: usize, reason: Box<Self> },
     /// A plan that an operator wrote is no plan for this model.
     #[error("the plan of layers is refused: {0}")]
     Explicit(#[from] ExplicitError),
@@ -221,11 +198,9 @@ pub enum PlacementError {
 /// A model, what it is for, and the workers it may be placed on.
 #[derive(Debug, Clone, Copy)]
 pub struct Placement<'a> {
-    /// What the model costs.
     pub model: &'a ModelCosts,
     /// What it is to be good for.
     pub workload: Workload,
-    /// The workers.
     pub workers: &'a [Worker],
 }
 
@@ -366,7 +341,7 @@ impl Placement<'_> {
         Stage { worker, layers, needs: self.needs(costs), times }
     }
 
-    fn needs(&self, costs: &RangeCosts) -> Needs {
+    fn needs(&self, costs: &RangeCosts) -> StageBytes {
         let Workload { context, sequences, kv_type, .. } = self.workload;
         let weights = costs.weight_bytes;
         let held_weights = stage_weights(costs);
@@ -377,7 +352,7 @@ impl Placement<'_> {
         let states = of_states(costs.state_elements).saturating_add(drafter_states);
         let held = held_weights.saturating_add(kv).saturating_add(states);
         let drafter_kv = costs.drafter_kv_bytes(context, CHUNK_ROWS, kv_type).saturating_mul(sequences);
-        Needs {
+        StageBytes {
             weights,
             kv,
             states,
@@ -407,7 +382,7 @@ impl Placement<'_> {
     }
 }
 
-impl Needs {
+impl StageBytes {
     /// What the drafter takes of it.
     pub fn drafter(&self) -> u64 {
         self.drafter_weights.saturating_add(self.drafter_caches)

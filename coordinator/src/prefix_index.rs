@@ -29,7 +29,7 @@ mod tree;
 mod units;
 
 pub use claims::ReservationId;
-pub use stream::{Need, StreamError, StreamView};
+pub use stream::{GapRepair, StreamError, StreamView};
 
 use crate::slot::Slot;
 use claims::Claims;
@@ -78,7 +78,6 @@ pub struct IndexSize {
     /// Units that were not recorded, or forgotten before their worker gave them up, because the byte budget was
     /// reached; since start.
     pub refused: u64,
-    /// Reservations alive.
     pub reservations: u64,
 }
 
@@ -113,7 +112,7 @@ impl PrefixIndex {
 
     /// A worker's life is followed in `slot` from now on; whatever was known of the slot is forgotten. The
     /// answer asks for all events from the first, since the worker may have spoken before it was heard.
-    pub fn join(&mut self, slot: Slot, epoch: Epoch) -> Need {
+    pub fn join(&mut self, slot: Slot, epoch: Epoch) -> GapRepair {
         self.leave(slot);
         let (stream, need) = Stream::new(epoch);
         if self.streams.len() <= slot.index() {
@@ -135,35 +134,35 @@ impl PrefixIndex {
 
     /// Takes a batch of the worker's event stream. `Ok(Some(need))` asks the caller to fetch what is
     /// missing; batches that arrive meanwhile are kept aside and applied once it has come.
-    pub fn apply(&mut self, slot: Slot, batch: KvEventBatch) -> Result<Option<Need>, StreamError> {
+    pub fn apply(&mut self, slot: Slot, batch: KvEventBatch) -> Result<Option<GapRepair>, StreamError> {
         let (ready, need) = self.stream_mut(slot)?.accept(batch)?;
         self.take_all(slot, ready);
         Ok(need)
     }
 
-    /// Takes a part of the answer to [`Need::Replay`], which [`replayed`](Self::replayed) ends.
+    /// Takes a part of the answer to [`GapRepair::Replay`], which [`replayed`](Self::replayed) ends.
     pub fn replaying(&mut self, slot: Slot, part: KvEventBatch) -> Result<(), StreamError> {
         let ready = self.stream_mut(slot)?.replaying(part)?;
         self.take_all(slot, ready);
         Ok(())
     }
 
-    /// Takes the answer to [`Need::Replay`], or the last part of it: what was missed, in one batch (without
+    /// Takes the answer to [`GapRepair::Replay`], or the last part of it: what was missed, in one batch (without
     /// events if nothing was), or `None` if the worker no longer has it.
     pub fn replayed(
         &mut self,
         slot: Slot,
         epoch: Epoch,
         missed: Option<KvEventBatch>,
-    ) -> Result<Option<Need>, StreamError> {
+    ) -> Result<Option<GapRepair>, StreamError> {
         let (ready, need) = self.stream_mut(slot)?.replayed(epoch, missed)?;
         self.take_all(slot, ready);
         Ok(need)
     }
 
-    /// Takes a part of the answer to [`Need::Snapshot`]. The first replaces everything known of the worker, and
+    /// Takes a part of the answer to [`GapRepair::Snapshot`]. The first replaces everything known of the worker, and
     /// what has come counts at once; from the last on, the worker's events count again.
-    pub fn install(&mut self, slot: Slot, part: KvSnapshotFrame) -> Result<Option<Need>, StreamError> {
+    pub fn install(&mut self, slot: Slot, part: KvSnapshotFrame) -> Result<Option<GapRepair>, StreamError> {
         let stream = self.stream_mut(slot)?;
         match part {
             KvSnapshotFrame::Begin { epoch, sequence } => {
@@ -193,13 +192,13 @@ impl PrefixIndex {
     }
 
     /// What a peer has told of the worker is complete.
-    fn handed_over(&mut self, slot: Slot) -> Result<Need, StreamError> {
+    fn handed_over(&mut self, slot: Slot) -> Result<GapRepair, StreamError> {
         let need = self.stream_mut(slot)?.handed_over();
         self.go_on();
         need
     }
 
-    /// The fetch that [`Need`] asked for failed; the next batch will ask again.
+    /// The fetch that [`GapRepair`] asked for failed; the next batch will ask again.
     pub fn fetch_failed(&mut self, slot: Slot) {
         if let Ok(stream) = self.stream_mut(slot) {
             stream.fetch_failed();
@@ -266,7 +265,6 @@ impl PrefixIndex {
         self.go_on();
     }
 
-    /// Sizes.
     pub fn size(&self) -> IndexSize {
         IndexSize {
             blocks: self.tree.units(),

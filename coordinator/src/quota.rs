@@ -11,7 +11,7 @@
 //!
 //! No clock inside: whoever asks says when.
 
-use crate::consensus::table::QuotaV1;
+use crate::consensus::table::Quota;
 use parking_lot::Mutex;
 use proto::ids::NodeId;
 use serde::{Deserialize, Serialize};
@@ -27,24 +27,19 @@ const SILENT_AFTER: Duration = Duration::from_secs(3);
 /// When a request is to come again that there were too many others beside.
 const RETRY_BESIDE: Duration = Duration::from_secs(1);
 
-/// Which limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Limit {
-    /// Requests in a minute.
     Requests,
     /// Tokens in a minute.
     Tokens,
-    /// Requests at a time.
     Concurrency,
     /// Sessions of operations at a time, at one coordinator.
     Sessions,
 }
 
 impl Limit {
-    /// Every limit.
     pub const ALL: [Self; 4] = [Self::Requests, Self::Tokens, Self::Concurrency, Self::Sessions];
 
-    /// As a word.
     pub fn name(self) -> &'static str {
         match self {
             Self::Requests => "requests",
@@ -66,23 +61,17 @@ impl std::fmt::Display for Limit {
     }
 }
 
-/// Whose limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Of {
-    /// The key's own.
     Key,
-    /// Its tenant's.
     Tenant,
 }
 
 /// A limit that is reached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Exceeded {
-    /// Which.
     pub limit: Limit,
-    /// Whose.
     pub of: Of,
-    /// What it allows.
     pub allowed: u64,
     /// When there will be room, if nobody else takes it.
     pub retry_after: Duration,
@@ -95,7 +84,6 @@ pub struct Usage {
     pub requests: (u64, u64),
     /// Tokens, likewise; in debt more than is allowed.
     pub tokens: (u64, u64),
-    /// Requests under way.
     pub inflight: (u64, u64),
 }
 
@@ -112,10 +100,9 @@ pub struct Meter {
 
 #[derive(Debug)]
 struct State {
-    quota: QuotaV1,
+    quota: Quota,
     requests: Bucket,
     tokens: Bucket,
-    /// Requests here just now.
     inflight: u32,
     /// What was spent here since the meter was made.
     spent: Amount,
@@ -182,7 +169,7 @@ impl State {
 
 impl Meter {
     /// A meter at which nothing was spent yet.
-    pub fn new(subject: Subject, of: Of, quota: QuotaV1, now: Instant) -> Self {
+    pub fn new(subject: Subject, of: Of, quota: Quota, now: Instant) -> Self {
         let full = |capacity| Bucket { level: capacity, at: now };
         let (requests, tokens) =
             (full(quota.requests_per_minute.into()), full(quota.tokens_per_minute as f64));
@@ -198,13 +185,12 @@ impl Meter {
         Self { subject, of, state: Mutex::new(state) }
     }
 
-    /// What it counts.
     pub fn subject(&self) -> Subject {
         self.subject
     }
 
     /// Other limits from now on. What was spent stays spent.
-    pub fn limit(&self, quota: QuotaV1, now: Instant) {
+    pub fn limit(&self, quota: Quota, now: Instant) {
         let mut state = self.state.lock();
         state.fill(now);
         // Who had no limit has spent nothing of it.
@@ -220,7 +206,7 @@ impl Meter {
     fn begin(&self, now: Instant) -> Result<(), Exceeded> {
         let mut state = self.state.lock();
         state.fill(now);
-        let QuotaV1 { requests_per_minute, concurrency, .. } = state.quota;
+        let Quota { requests_per_minute, concurrency, .. } = state.quota;
         let exceeded =
             |limit, allowed, retry_after| Err(Exceeded { limit, of: self.of, allowed, retry_after });
         if requests_per_minute > 0 && state.requests.level < 1.0 {
@@ -275,7 +261,7 @@ impl Meter {
         state.fill(now);
         // Up: all are used as soon as there is no room for a whole one.
         let used = |bucket: &Bucket, allowed: f64| (allowed - bucket.level).max(0.0).ceil() as u64;
-        let QuotaV1 { requests_per_minute, tokens_per_minute, concurrency } = state.quota;
+        let Quota { requests_per_minute, tokens_per_minute, concurrency } = state.quota;
         Usage {
             requests: (used(&state.requests, requests_per_minute.into()), requests_per_minute.into()),
             tokens: (used(&state.tokens, tokens_per_minute as f64), tokens_per_minute),
@@ -284,10 +270,10 @@ impl Meter {
     }
 
     /// What was spent here, for the others; none if they know for long.
-    pub fn tell(&self, now: Instant) -> Option<SpentV1> {
+    pub fn tell(&self, now: Instant) -> Option<QuotaSpent> {
         let state = self.state.lock();
         let fresh = state.inflight > 0 || now.saturating_duration_since(state.used) < TOLD_FOR;
-        fresh.then(|| SpentV1 {
+        fresh.then(|| QuotaSpent {
             subject: self.subject,
             requests: state.spent.requests,
             tokens: state.spent.tokens,
@@ -296,7 +282,7 @@ impl Meter {
     }
 
     /// What was spent at another coordinator in the life that it has drawn `life` for.
-    pub fn hear(&self, peer: &NodeId, life: u64, spent: &SpentV1, now: Instant) {
+    pub fn hear(&self, peer: &NodeId, life: u64, spent: &QuotaSpent, now: Instant) {
         let mut state = self.state.lock();
         state.fill(now);
         let told = Amount { requests: spent.requests, tokens: spent.tokens };
@@ -317,10 +303,8 @@ impl Meter {
 
 /// What one coordinator has spent of one subject since its start.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SpentV1 {
-    /// Whose.
+pub struct QuotaSpent {
     pub subject: Subject,
-    /// Requests.
     pub requests: u64,
     /// Tokens.
     pub tokens: u64,
@@ -334,10 +318,9 @@ pub struct Spending {
     /// Drawn at its start: counts begin anew with it.
     pub life: u64,
     /// At most [`MAX_TOLD`] of those that have spent lately.
-    pub spent: Vec<SpentV1>,
+    pub spent: Vec<QuotaSpent>,
 }
 
-/// Subjects in one telling.
 pub const MAX_TOLD: usize = 1024;
 
 /// A request that was let in. While it is there, it counts as one that runs.

@@ -12,17 +12,14 @@ mod room;
 
 use crate::agreement::Agreement;
 use crate::audit::{Audit, Record};
-use crate::consensus::table::{Change, ReplicaPlanV1, Table};
+use crate::consensus::table::{Change, ReplicaPlan, Table};
 use crate::dispatch::{Dispatch, PoolWorker};
 use crate::models::Models;
-use decide::{Node, View, Want};
+use decide::{Node, View, WantedModel};
 use parking_lot::Mutex;
 use proto::ids::{ModelId, NodeId};
-use proto::placement::{
-    LeadReportV1, LeadState, LeadV1, OfferedDrafterV1, PlaceOrderV1, PlaceOrderV2, PlaceReportV1,
-    PlacedStageV1,
-};
-use proto::stage::StageAddressV1;
+use proto::placement::{Lead, LeadReport, LeadState, OfferedDrafter, PlaceOrder, PlaceReport, PlacedStage};
+use proto::stage::StageAddress;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -52,7 +49,7 @@ pub struct Replicas {
 
 #[derive(Debug, Default)]
 struct Seen {
-    reports: BTreeMap<NodeId, PlaceReportV1>,
+    reports: BTreeMap<NodeId, PlaceReport>,
     workers: HashMap<NodeId, Instant>,
     leads_since: Option<Instant>,
     served: HashMap<ModelId, Instant>,
@@ -60,17 +57,14 @@ struct Seen {
     unplanned: BTreeMap<ModelId, String>,
 }
 
-/// A replica, for status.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReplicaView {
-    /// Its life.
     pub life: u64,
-    /// What is agreed on.
-    pub plan: ReplicaPlanV1,
+    pub plan: ReplicaPlan,
     /// Whether an operator has planned it so.
     pub by_operator: bool,
     /// What its first stage says, if it has said anything of this life.
-    pub report: Option<LeadReportV1>,
+    pub report: Option<LeadReport>,
 }
 
 impl Replicas {
@@ -89,7 +83,7 @@ impl Replicas {
     pub fn view(&self) -> Vec<ReplicaView> {
         let Some(table) = self.agreement.table() else { return Vec::new() };
         let seen = self.seen.lock();
-        let view = |(&life, plan): (&u64, &ReplicaPlanV1)| {
+        let view = |(&life, plan): (&u64, &ReplicaPlan)| {
             let report = plan.stages.first().and_then(|first| seen.reports.get(&first.node));
             let report = report.and_then(|report| report.leads.clone()).filter(|leads| leads.life == life);
             ReplicaView { life, plan: plan.clone(), by_operator: table.is_operators(plan), report }
@@ -160,11 +154,11 @@ impl Replicas {
             self.seen.lock().leads_since = None;
             return;
         }
-        let wants: Vec<Want<'_>> = self
+        let wants: Vec<WantedModel<'_>> = self
             .models
             .iter()
             .filter_map(|model| {
-                Some(Want { model: &model.id, costs: model.costs.as_ref()?, context: model.context })
+                Some(WantedModel { model: &model.id, costs: model.costs.as_ref()?, context: model.context })
             })
             .collect();
         let nodes: Vec<Node<'_>> = pool
@@ -219,21 +213,21 @@ impl Replicas {
     }
 
     /// What a worker is told. While not all of the stages that it leads are known here, it is only asked.
-    fn order(&self, table: &Table, pool: &[PoolWorker], node: &NodeId) -> PlaceOrderV2 {
-        let is_stage = |plan: &&ReplicaPlanV1| plan.stages.iter().any(|stage| stage.node == *node);
+    fn order(&self, table: &Table, pool: &[PoolWorker], node: &NodeId) -> PlaceOrder {
+        let is_stage = |plan: &&ReplicaPlan| plan.stages.iter().any(|stage| stage.node == *node);
         let digest = table.replicas().values().find(is_stage).map(|plan| plan.model_digest);
         let holders = digest.map(|digest| self.dispatch.holders(&digest, node)).unwrap_or_default();
-        let leads = |plan: &ReplicaPlanV1| plan.stages.first().is_some_and(|first| first.node == *node);
+        let leads = |plan: &ReplicaPlan| plan.stages.first().is_some_and(|first| first.node == *node);
         let Some((&life, plan)) = table.replicas().iter().find(|(_, plan)| leads(plan)) else {
-            return PlaceOrderV1 { version: table.applied(), lead: None, holders }.into();
+            return PlaceOrder { version: table.applied(), lead: None, holders, drafter: None };
         };
-        let stages: Option<Vec<PlacedStageV1>> = plan
+        let stages: Option<Vec<PlacedStage>> = plan
             .stages
             .iter()
             .map(|stage| {
                 let worker = pool.iter().find(|worker| worker.node == stage.node)?;
-                let at = StageAddressV1 { node: stage.node.clone(), quic: worker.quic.clone() };
-                Some(PlacedStageV1 { at, layers: stage.layers })
+                let at = StageAddress { node: stage.node.clone(), quic: worker.quic.clone() };
+                Some(PlacedStage { at, layers: stage.layers })
             })
             .collect();
         match stages {
@@ -241,17 +235,17 @@ impl Replicas {
                 let (model, model_digest) = (plan.model.clone(), plan.model_digest);
                 let drafter = drafter_of(&model_digest, pool);
                 let cache_bytes = room::cache_bytes(plan, &self.models, (pool, drafter));
-                let lead = LeadV1 { life, model, model_digest, cache_bytes, stages };
-                let order = PlaceOrderV1 { version: table.applied(), lead: Some(lead), holders };
-                PlaceOrderV2 { order, drafter: drafter.map(|drafter| drafter.drafter) }
+                let lead = Lead { life, model, model_digest, cache_bytes, stages };
+                let drafter = drafter.map(|drafter| drafter.drafter);
+                PlaceOrder { version: table.applied(), lead: Some(lead), holders, drafter }
             }
-            None => PlaceOrderV1 { version: 0, lead: None, holders }.into(),
+            None => PlaceOrder { version: 0, lead: None, holders, drafter: None },
         }
     }
 }
 
 /// The drafter of a model, of those in the pool.
-fn drafter_of<'a>(digest: &[u8; 32], pool: &'a [PoolWorker]) -> Option<&'a OfferedDrafterV1> {
+fn drafter_of<'a>(digest: &[u8; 32], pool: &'a [PoolWorker]) -> Option<&'a OfferedDrafter> {
     drafters::of(pool.iter().map(|worker| (&worker.capacity, worker.drafter.as_ref())), digest)
 }
 

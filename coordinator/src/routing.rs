@@ -57,13 +57,11 @@ const REPLICA_WEIGHT: f64 = 0.5;
 /// A worker that could take the request.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Candidate {
-    /// Its slot.
     pub slot: Slot,
     /// Leading hash units of the prompt that it holds or is about to hold.
     pub units: u32,
     /// Prompt tokens that it has to compute before this request's.
     pub pending_tokens: u64,
-    /// Sequences that it decodes.
     pub running: u32,
     /// Sequences that it has and does not decode yet.
     pub queued: u32,
@@ -107,7 +105,6 @@ pub enum Reason {
     Group,
     /// It does not hold the prefix, but will from now on: those that do are asked for it too often.
     Replica,
-    /// There was no other.
     Only,
 }
 
@@ -127,36 +124,28 @@ impl Reason {
 /// What is to be placed.
 #[derive(Debug, Clone, Copy)]
 pub struct Query {
-    /// By what.
     pub routing: Routing,
-    /// Length of the prompt.
     pub prompt_tokens: u32,
     /// Expected length of the answer.
     pub output_tokens: f64,
     /// What is known of the prefix that it shares with earlier requests.
     pub standing: Option<Standing>,
-    /// Breaks ties.
     pub random: u64,
-    /// Choices so far.
     pub turn: u64,
 }
 
 /// How much a prefix is in demand.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Standing {
-    /// Its first holder.
     pub home: Slot,
     /// By how many seconds its requests have lately waited longer at its holders than they would have elsewhere, times
     /// for how many seconds that has been so.
     pub regret: f64,
 }
 
-/// The outcome of routing.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Choice {
-    /// The worker.
+pub struct RoutingDecision {
     pub slot: Slot,
-    /// Why.
     pub reason: Reason,
     /// Prompt tokens that its cache will serve.
     pub predicted: u32,
@@ -177,7 +166,7 @@ pub fn predicted_tokens(prompt_tokens: u32, units: u32) -> u32 {
 /// Chooses among `candidates`; `None` only if there are none. Of two candidates drawn by `random` from those that
 /// cost the same, the one with less in hand is taken, so that several coordinators with the same view do not all
 /// run to the same worker.
-pub fn choose(query: &Query, candidates: &[Candidate]) -> Option<Choice> {
+pub fn choose(query: &Query, candidates: &[Candidate]) -> Option<RoutingDecision> {
     let estimates = Estimates::new(query, candidates);
     let mut tied: Vec<(&Candidate, f64)> = candidates.iter().map(|c| (c, estimates.cost(c))).collect();
     let (chosen, cost) = match query.routing {
@@ -189,14 +178,14 @@ pub fn choose(query: &Query, candidates: &[Candidate]) -> Option<Choice> {
         Routing::RoundRobin => *tied.get(query.turn.checked_rem(tied.len() as u64)? as usize)?,
     };
     let predicted = estimates.cached(chosen);
-    let choice = Choice { slot: chosen.slot, reason: Reason::Load, predicted, cost, excess: 0.0 };
+    let choice = RoutingDecision { slot: chosen.slot, reason: Reason::Load, predicted, cost, excess: 0.0 };
     if candidates.len() == 1 {
-        return Some(Choice { reason: Reason::Only, ..choice });
+        return Some(RoutingDecision { reason: Reason::Only, ..choice });
     }
     if predicted == 0 || query.routing != Routing::Prefix {
         return Some(choice);
     }
-    let choice = Choice { reason: Reason::Prefix, ..choice };
+    let choice = RoutingDecision { reason: Reason::Prefix, ..choice };
     let Some(standing) = query.standing else { return Some(choice) };
     Some(estimates.replicated(chosen, choice, standing, candidates))
 }
@@ -208,7 +197,6 @@ pub struct Parts {
     pub queue: f64,
     /// To compute what it would not serve from its cache.
     pub prefill: f64,
-    /// That its pull costs.
     pub transfer: f64,
     /// To generate the answer, as many tokens as are expected.
     pub decode: f64,
@@ -225,7 +213,6 @@ pub fn explain(query: &Query, candidates: &[Candidate]) -> Vec<Parts> {
 }
 
 impl Candidate {
-    /// Sequences that it has.
     pub fn sequences(&self) -> u32 {
         self.running.saturating_add(self.queued)
     }
@@ -243,7 +230,6 @@ pub struct Outlook {
 }
 
 impl Outlook {
-    /// Of these candidates together.
     pub fn new(candidates: &[Candidate]) -> Self {
         let rates = candidates.iter().map(|c| (f64::from(c.prefill_rate), trust(c.prefill_age_s)));
         let rate = geometric_mean(rates);
@@ -323,7 +309,6 @@ struct Estimates<'a> {
     outlook: Outlook,
     /// What the candidate was given that was given least.
     least_given: f64,
-    /// How much more counts.
     given_weight: f64,
     /// What the first holder of the prefix has of it, and how many sequences.
     home: (u32, u32),
@@ -389,10 +374,10 @@ impl<'a> Estimates<'a> {
     fn replicated(
         &self,
         chosen: &Candidate,
-        choice: Choice,
+        choice: RoutingDecision,
         standing: Standing,
         candidates: &[Candidate],
-    ) -> Choice {
+    ) -> RoutingDecision {
         let (holders, others): (Vec<&Candidate>, Vec<&Candidate>) =
             candidates.iter().partition(|c| c.units.saturating_add(COMMON_UNITS) > chosen.units);
         let quickest = others.into_iter().min_by(|a, b| self.ttft(a).total_cmp(&self.ttft(b)));
@@ -402,9 +387,9 @@ impl<'a> Estimates<'a> {
         let again = f64::from(missing) / self.outlook.rate(other) + other.pull_seconds();
         if excess > 0.0 && standing.regret > holders.len() as f64 * again * again {
             let (slot, predicted, cost) = (other.slot, self.cached(other), self.cost(other));
-            return Choice { slot, reason: Reason::Replica, predicted, cost, excess: 0.0 };
+            return RoutingDecision { slot, reason: Reason::Replica, predicted, cost, excess: 0.0 };
         }
-        Choice { excess, ..choice }
+        RoutingDecision { excess, ..choice }
     }
 }
 

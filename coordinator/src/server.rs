@@ -8,22 +8,22 @@ use crate::api::cors::Cors;
 use crate::api::operations::Sessions;
 use crate::api::realtime::Rules;
 use crate::api::turns::Turns;
-use crate::api::{self, Front, auth::Keys, documents::Popularity};
+use crate::api::{self, AppState, auth::Keys, documents::Popularity};
 use crate::audit::{Audit, AuditError, Record};
 use crate::chain_memo::ChainMemo;
 use crate::config::{Config, ConfigError};
 use crate::consensus::telemetry::RaftMetrics;
 use crate::dispatch::Dispatch;
+use crate::metrics::Metrics;
 use crate::models::{Models, ModelsError};
 use crate::ops::dashboard::Feed;
-use crate::ops::metrics::Metrics;
 use crate::ops::{self, Ops, ReadyGate};
 use crate::random::random_u64;
 use crate::replicas::Replicas;
 use crate::workers::{self, Terms};
 use http::{Limits, Listener};
 use proto::block::ClusterKey;
-use proto::directory::{Claim, ClaimError};
+use proto::directory::{ClaimError, DirectoryClaim};
 use proto::heartbeat::Heartbeat;
 use proto::ids::{Epoch, ModelId, NodeId, Role};
 use proto::transport::{Endpoint, EndpointConfig, Identity};
@@ -31,8 +31,6 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::task::JoinHandle;
-
-pub use http::{Peer, Place};
 
 /// How often deadlines, leases and reservations are looked at.
 const TICK: Duration = Duration::from_millis(50);
@@ -62,7 +60,6 @@ pub enum StartError {
     /// Another process has the data directory, or it cannot be used.
     #[error(transparent)]
     DataDir(#[from] ClaimError),
-    /// The runtime ends.
     #[error("the runtime has ended")]
     Ended,
     /// It cannot write down who changes what.
@@ -70,22 +67,14 @@ pub enum StartError {
     Audit(#[from] AuditError),
     /// A TCP port cannot be opened.
     #[error("cannot listen on {address}: {source}")]
-    Bind {
-        /// Where.
-        address: SocketAddr,
-        /// Why.
-        source: std::io::Error,
-    },
+    Bind { address: SocketAddr, source: std::io::Error },
 }
 
 /// Where a coordinator really listens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Addresses {
-    /// API port.
     pub http: SocketAddr,
-    /// Operations port.
     pub ops: SocketAddr,
-    /// UDP port for workers.
     pub quic: SocketAddr,
 }
 
@@ -101,8 +90,7 @@ pub struct Coordinator {
     ops_http: Listener,
     tasks: Vec<JoinHandle<()>>,
     drain: Duration,
-    /// Of the data directory.
-    _claim: Option<Claim>,
+    _claim: Option<DirectoryClaim>,
 }
 
 impl Coordinator {
@@ -120,7 +108,7 @@ impl Coordinator {
         let claim = match config.data_dir.clone() {
             // It may wait for another process to end.
             Some(dir) => {
-                let claimed = tokio::task::spawn_blocking(move || Claim::of(&dir)).await;
+                let claimed = tokio::task::spawn_blocking(move || DirectoryClaim::of(&dir)).await;
                 Some(claimed.map_err(|_| StartError::Ended)??)
             }
             None => None,
@@ -172,7 +160,7 @@ impl Coordinator {
         let joins = Heartbeat::new("the loop that takes workers");
         let chains = Arc::new(ChainMemo::new(&cluster_key, CHAIN_BYTES));
         let turns = Turns::new(std::thread::available_parallelism().map_or(2, usize::from));
-        let front = Arc::new(Front {
+        let front = Arc::new(AppState {
             dispatch: Arc::clone(&dispatch),
             models: Arc::clone(&models),
             keys: Arc::clone(&keys),
@@ -249,7 +237,6 @@ impl Coordinator {
         })
     }
 
-    /// Where it listens.
     pub fn addresses(&self) -> Addresses {
         self.addresses
     }

@@ -9,8 +9,8 @@ pub mod roster;
 
 use crate::slot::{MAX_SLOTS, Slot, SlotSet};
 use proto::ids::{Epoch, ModelId, NodeId};
-use proto::message::{RegisterV2, ServedModelV2};
-use roster::{Life, Roster};
+use proto::message::{ServedModel, WorkerInfo};
+use roster::{Roster, WorkerStanding};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -22,15 +22,14 @@ pub const MAX_WORKERS: usize = 4096;
 pub struct Member {
     /// Its slot while it is a member.
     pub slot: Slot,
-    /// How it introduced itself.
-    pub register: Arc<RegisterV2>,
+    pub register: Arc<WorkerInfo>,
     /// An operator has asked it to take no new work.
     pub draining: bool,
 }
 
 impl Member {
     /// What it serves under this name.
-    pub fn model(&self, id: &ModelId) -> Option<&ServedModelV2> {
+    pub fn model(&self, id: &ModelId) -> Option<&ServedModel> {
         self.register.models.iter().find(|m| m.id == *id)
     }
 }
@@ -39,35 +38,21 @@ impl Member {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TableChange {
     /// A worker's life begins, or its connection does anew.
-    Join(RegisterV2),
+    Join(WorkerInfo),
     /// A worker's life has ended; a change for another epoch is refused.
     Leave {
-        /// The worker.
         node: NodeId,
         /// The life that has ended.
         epoch: Epoch,
     },
     /// An operator wants a worker to take no new work, or to take it again. Survives the worker's restart.
-    Drain {
-        /// The worker.
-        node: NodeId,
-        /// Whether it shall drain.
-        draining: bool,
-    },
+    Drain { node: NodeId, draining: bool },
 }
 
-/// What a change did.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Applied {
     /// The worker has joined in this slot; an earlier life or connection of it has left it.
-    Joined {
-        /// Where.
-        slot: Slot,
-        /// Who.
-        node: NodeId,
-        /// In which life.
-        epoch: Epoch,
-    },
+    Joined { slot: Slot, node: NodeId, epoch: Epoch },
     /// The worker that was in this slot has left.
     Left(Slot),
     /// The worker in this slot drains or no longer drains.
@@ -80,22 +65,16 @@ pub enum TableError {
     /// A later life of the worker is or was a member.
     #[error("{node} speaks with epoch {}, epoch {} is known", got.0, known.0)]
     StaleEpoch {
-        /// The worker.
         node: NodeId,
         /// The epoch of the change.
         got: Epoch,
-        /// The latest epoch seen.
         known: Epoch,
     },
-    /// No such worker.
     #[error("no worker {0} is a member")]
     UnknownWorker(NodeId),
     /// The cluster is at its limit.
     #[error("{limit} workers are members already")]
-    Full {
-        /// Members at most.
-        limit: usize,
-    },
+    Full { limit: usize },
     /// What all members serve is too long to be kept.
     #[error("the workers' introductions take {bytes} bytes, {limit} are kept")]
     TooLarge {
@@ -111,7 +90,6 @@ pub enum TableError {
         node: NodeId,
         /// The member it disagrees with.
         other: NodeId,
-        /// The model's name.
         model: ModelId,
         /// Which digest: `model` or `tokenizer`.
         what: &'static str,
@@ -128,7 +106,6 @@ pub struct WorkerTable {
 }
 
 impl WorkerTable {
-    /// Changes the table.
     pub fn apply(&mut self, change: TableChange) -> Result<Applied, TableError> {
         let applied = match change {
             TableChange::Join(register) => self.join(register),
@@ -139,12 +116,10 @@ impl WorkerTable {
         Ok(applied)
     }
 
-    /// Changes applied so far.
     pub fn version(&self) -> u64 {
         self.version
     }
 
-    /// The members, by name.
     pub fn members(&self) -> impl Iterator<Item = &Member> {
         self.members.values()
     }
@@ -160,11 +135,11 @@ impl WorkerTable {
     }
 
     /// What is served under this name, if anything is: all members agree on the digests.
-    pub fn model(&self, id: &ModelId) -> Option<&ServedModelV2> {
+    pub fn model(&self, id: &ModelId) -> Option<&ServedModel> {
         self.members.values().find_map(|m| m.model(id))
     }
 
-    fn join(&mut self, register: RegisterV2) -> Result<Applied, TableError> {
+    fn join(&mut self, register: WorkerInfo) -> Result<Applied, TableError> {
         let node = register.node.clone();
         let before = self.members.get(&node).map(|m| m.slot);
         let free = || (0..MAX_SLOTS).filter_map(Slot::new).find(|&s| !self.used.contains(s));
@@ -172,7 +147,7 @@ impl WorkerTable {
         self.roster.apply(TableChange::Join(register))?;
         let worker = self.roster.worker(&node).ok_or_else(|| TableError::UnknownWorker(node.clone()))?;
         let register = worker.life.register().ok_or_else(|| TableError::UnknownWorker(node.clone()))?;
-        let (epoch, draining) = (worker.epoch, matches!(worker.life, Life::Draining(_)));
+        let (epoch, draining) = (worker.epoch, matches!(worker.life, WorkerStanding::Draining(_)));
         let member = Member { slot, register: Arc::clone(register), draining };
         self.used.insert(slot);
         self.members.insert(node.clone(), member);
@@ -199,8 +174,8 @@ pub(crate) mod tests {
     use super::*;
     use proto::message::ModelTask;
 
-    pub(crate) fn register(name: &str, epoch: u64, models: &[(&str, u8)]) -> RegisterV2 {
-        let model = |&(id, digest): &(&str, u8)| ServedModelV2 {
+    pub(crate) fn register(name: &str, epoch: u64, models: &[(&str, u8)]) -> WorkerInfo {
+        let model = |&(id, digest): &(&str, u8)| ServedModel {
             id: ModelId::new(id).unwrap(),
             model_digest: [digest; 32],
             tokenizer_digest: [1; 32],
@@ -210,7 +185,7 @@ pub(crate) mod tests {
             block_tokens: 16,
             task: ModelTask::Generate,
         };
-        RegisterV2 {
+        WorkerInfo {
             node: NodeId::new(name).unwrap(),
             epoch: Epoch(epoch),
             pid: 1,

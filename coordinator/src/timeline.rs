@@ -8,7 +8,6 @@ pub const SLOT: Duration = Duration::from_secs(2);
 /// Slots that are kept: five minutes.
 pub const SLOTS: usize = 150;
 
-/// See the module.
 #[derive(Debug)]
 pub struct Timeline<T> {
     /// Where the first slot began, once something has been counted.
@@ -96,7 +95,6 @@ impl Sketch {
         }
     }
 
-    /// How many there are.
     pub fn count(&self) -> u64 {
         self.counts.iter().map(|count| u64::from(*count)).sum()
     }

@@ -10,8 +10,8 @@ use proto::codec::CodecError;
 use proto::heartbeat::{BEAT_EVERY, Heartbeat};
 use proto::ids::{ModelId, NodeId, Role};
 use proto::log::Repeats;
-use proto::message::{LoadReport, Register, Registered, RegisteredV1};
-use proto::service::{CertificateReport, CertificateReportV1, CoordinatorApi, Refusal};
+use proto::message::{LoadReport, Register, Registered};
+use proto::service::{CertificateReport, CoordinatorApi, Refusal};
 use proto::shard::ShippingReport;
 use proto::transport::{CloseCode, Connection, Endpoint, Incoming, KvEventReceiver};
 use std::collections::HashMap;
@@ -31,7 +31,6 @@ pub struct Terms {
     pub cluster_key: ClusterKey,
     /// A worker not heard of for this long has left.
     pub lease: Duration,
-    /// How often workers report.
     pub report_every: Duration,
     /// Digests of the tokenizers by which this coordinator makes token ids.
     pub tokenizers: HashMap<ModelId, [u8; 32]>,
@@ -187,17 +186,15 @@ impl CoordinatorApi for Session {
     }
 
     async fn report(self, _: Context, report: LoadReport) -> Result<(), Refusal> {
-        let report = report.into_latest();
         if self.dispatch.load(self.id, self.node(), report) { Ok(()) } else { Err(Refusal::NotRegistered) }
     }
 
     async fn certificate(self, _: Context, report: CertificateReport) {
-        let CertificateReport::V1(CertificateReportV1 { ends }) = report;
+        let CertificateReport { ends } = report;
         self.dispatch.certificates().report(self.id, self.node(), ends);
     }
 
     async fn shipping(self, _: Context, report: ShippingReport) {
-        let ShippingReport::V1(report) = report;
         for struck in self.dispatch.shipments().report(self.id, self.node(), report) {
             tracing::error!(node = %self.node(), source = %struck, "a worker has been sent wrong bytes: its source drains");
             self.drain(&struck).await;
@@ -212,9 +209,8 @@ impl Session {
         self.terms.audit.note(&Record { who: &who, from, what, on, result });
     }
 
-    async fn admit(&self, request: Register) -> Result<Registered, Refusal> {
-        let register = request.into_latest();
-        let worker = &register.worker.worker.worker;
+    async fn admit(&self, register: Register) -> Result<Registered, Refusal> {
+        let worker = &register.worker;
         let node = worker.node.clone();
         self.connection.require_node(&node).map_err(|_| Refusal::NotYourName { claimed: node.clone() })?;
         for model in &worker.models {
@@ -269,11 +265,11 @@ impl Session {
                 }
                 tracing::info!(%node, epoch = epoch.0, ?models, "a worker has joined");
                 let millis = |d: Duration| u64::try_from(d.as_millis()).unwrap_or(u64::MAX);
-                Ok(Registered::V1(RegisteredV1 {
+                Ok(Registered {
                     lease_ms: millis(self.terms.lease),
                     report_every_ms: millis(self.terms.report_every),
                     cluster_key: self.terms.cluster_key.clone(),
-                }))
+                })
             }
             Err(error) => {
                 if let Some(left_out) = NOTED.due((&node, error.to_string())) {

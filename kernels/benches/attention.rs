@@ -128,7 +128,6 @@ impl Bench {
         best
     }
 
-    /// GB/s of reading memory.
     fn bandwidth(&self) -> f64 {
         let buf = AlignedBuf::<u32>::zeroed(WORKING_SET / 4);
         let chunk = buf.len() / 64;

@@ -163,7 +163,6 @@ impl Bench {
         best
     }
 
-    /// GB/s of reading memory.
     fn bandwidth(&self) -> f64 {
         self.probe.median(&self.pool, 5) / 1e9
     }

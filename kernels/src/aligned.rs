@@ -20,7 +20,6 @@ mod sealed {
     impl Plain for i32 {}
     impl Plain for u32 {}
     impl Plain for f32 {}
-    impl Plain for crate::matmul::QuantizedBlock {}
 }
 pub(crate) use sealed::Plain;
 

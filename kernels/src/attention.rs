@@ -77,11 +77,9 @@ impl<'a> ArenaView<'a> {
 /// What one layer's attention needs besides the plan.
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionCall<'a> {
-    /// Where the blocks lie.
     pub arena: &'a ArenaView<'a>,
     /// Added to every block offset, in bytes; a multiple of 64.
     pub layer_offset: usize,
-    /// Multiplies every score.
     pub scale: f32,
     /// `c`: scores become `c * tanh(score / c)`.
     pub softcap: Option<f32>,

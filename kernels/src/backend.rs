@@ -32,18 +32,14 @@ pub struct BackendInfo {
     pub isa: String,
     /// Matmul path, such as `int8` or `f32`.
     pub weight_path: String,
-    /// Compute threads.
     pub threads: usize,
 }
 
 /// Bytes of device memory in use.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MemoryUse {
-    /// Packed weights and vectors.
     pub weights: usize,
-    /// Activations and scratch.
     pub activations: usize,
-    /// KV arena.
     pub kv: usize,
 }
 
@@ -122,14 +118,12 @@ pub struct StepCounts {
     pub recorded: u64,
     /// Steps that were run as recorded.
     pub replayed: u64,
-    /// Recordings that are kept.
     pub kept: usize,
 }
 
 /// A copy of a block to another block of the same group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KvCopy {
-    /// The group.
     pub group: usize,
     /// Byte offset / 64 of the block read.
     pub from: u32,
@@ -148,10 +142,8 @@ pub type Packer = fn(MatrixSource<'_>, &mut TakePiece<'_>) -> Result<(), Error>;
 
 /// A device that serves the op vocabulary.
 pub trait Backend: Send {
-    /// Who it is.
     fn info(&self) -> &BackendInfo;
 
-    /// Memory in use.
     fn memory(&self) -> MemoryUse;
 
     /// Binds the calling thread to its CPU, where CPUs are assigned. For the one thread that runs steps.
@@ -209,10 +201,8 @@ pub trait Backend: Send {
         Err(Error::Unsupported { what: "packed matrices" })
     }
 
-    /// Uploads a vector.
     fn create_vector(&mut self, values: &[f32]) -> Result<VectorId, Error>;
 
-    /// Prepares a rotary embedding.
     fn create_rope(&mut self, source: RopeSource) -> Result<RopeId, Error>;
 
     /// Bytes that one block of one layer takes; a multiple of 64.

@@ -41,7 +41,6 @@ mod tests;
 
 pub use config::{Attention, CpuConfig, Matmul, Rows};
 
-/// See the module.
 pub struct CpuBackend {
     info: BackendInfo,
     config: CpuConfig,

@@ -10,7 +10,6 @@ mod cache;
 pub mod check;
 mod device;
 mod driver;
-mod error;
 pub mod kv;
 mod library;
 pub mod matmul;
@@ -32,12 +31,12 @@ mod tape;
 #[cfg(test)]
 mod tests;
 
+pub use crate::cuda_error::CudaError;
 pub use arch::Arch;
 pub use backend::{Compile, CudaBackend, CudaConfig};
 pub use cache::CubinCache;
 pub use device::{Argument, Device, DevicePtr, GraphId, KernelId, Launch, record};
 pub use driver::{Gpu, GpuInfo, driver_version, gpus};
-pub use error::CudaError;
 pub use matmul::quantised_row_bytes;
 pub use nvrtc::{Compiled, Compiler};
 pub use pack::{TILE_ROWS, TiledShape, UNIT_COLS};

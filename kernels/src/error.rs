@@ -1,6 +1,6 @@
 //! What this crate refuses, and why.
 
-use crate::cuda::CudaError;
+use crate::cuda_error::CudaError;
 use crate::isa::Isa;
 
 /// Every failure of this crate. All of them are found before any arithmetic starts.
@@ -9,22 +9,14 @@ use crate::isa::Isa;
 pub enum Error {
     /// A type id in a file that names no known weight format.
     #[error("unknown tensor type id {id}")]
-    UnknownType {
-        /// The id as found.
-        id: u32,
-    },
+    UnknownType { id: u32 },
     /// A weight format that can be dequantised but has no matmul kernel.
     #[error("no matmul for tensor type {ty}")]
-    NoMatmul {
-        /// Name of the format.
-        ty: &'static str,
-    },
+    NoMatmul { ty: &'static str },
     /// A row length that is not a whole number of the format's blocks.
     #[error("{ty} rows must be a multiple of {block} values, not {cols}")]
     PartialBlock {
-        /// Name of the format.
         ty: &'static str,
-        /// Values in one block.
         block: usize,
         /// Values in one row.
         cols: usize,
@@ -36,27 +28,22 @@ pub enum Error {
         rows: usize,
         /// Values in one row.
         cols: usize,
-        /// Matrices in the tensor.
         experts: usize,
     },
     /// A buffer whose length is not what the shapes say.
     #[error("{what}: expected {expected} elements, found {found}")]
     Length {
-        /// Which buffer.
         what: &'static str,
         /// The length that the shapes ask for.
         expected: usize,
-        /// The length given.
         found: usize,
     },
     /// An index past the end of what it indexes.
     #[error("{what} {index} is out of range, there are {len}")]
     OutOfRange {
-        /// What is counted.
         what: &'static str,
         /// The first index past the end that was asked for.
         index: usize,
-        /// How many there are.
         len: usize,
     },
     /// An int8 product was asked for without quantised activations.
@@ -64,34 +51,19 @@ pub enum Error {
     NotQuantized,
     /// A matrix was finished before every panel had been packed.
     #[error("{packed} of {total} panels packed")]
-    Unpacked {
-        /// Panels packed so far.
-        packed: usize,
-        /// Panels in the matrix.
-        total: usize,
-    },
+    Unpacked { packed: usize, total: usize },
     /// An instruction set that this processor does not have.
     #[error("this processor has no {isa}")]
-    IsaUnavailable {
-        /// The level asked for.
-        isa: Isa,
-    },
+    IsaUnavailable { isa: Isa },
     /// The operating system gave no thread for the pool.
     #[error("cannot start pool thread {thread}: {kind}")]
-    Spawn {
-        /// Number of the thread.
-        thread: usize,
-        /// Why.
-        kind: std::io::ErrorKind,
-    },
+    Spawn { thread: usize, kind: std::io::ErrorKind },
     /// A KV cache layout that no kernel serves.
     #[error(
         "no KV layout of {block_tokens} tokens, {kv_heads} heads, key width {head_dim}, value width {v_head_dim}"
     )]
     KvLayout {
-        /// Positions in a block.
         block_tokens: usize,
-        /// Key/value heads.
         kv_heads: usize,
         /// Width of a key head.
         head_dim: usize,
@@ -100,12 +72,7 @@ pub enum Error {
     },
     /// Query heads that do not share the key/value heads evenly.
     #[error("{heads} query heads cannot share {kv_heads} key/value heads")]
-    HeadGroups {
-        /// Query heads.
-        heads: usize,
-        /// Key/value heads.
-        kv_heads: usize,
-    },
+    HeadGroups { heads: usize, kv_heads: usize },
     /// A sliding window that would hide every key from its query.
     #[error("a sliding window holds at least one position")]
     EmptyWindow,
@@ -148,11 +115,9 @@ pub enum Error {
          zero, and there are at most 4 taps"
     )]
     StateShape {
-        /// Channels of the convolution.
         channels: usize,
         /// Positions that the convolution sees.
         taps: usize,
-        /// Heads.
         heads: usize,
         /// Rows of a head's matrix.
         rows: usize,
@@ -198,10 +163,7 @@ pub enum Error {
     DeferredExport,
     /// An op on a layer whose state belongs to the other recurrence.
     #[error("the layer's state does not belong to {op}")]
-    StateKind {
-        /// The op.
-        op: &'static str,
-    },
+    StateKind { op: &'static str },
     /// An op was asked to read and write one buffer.
     #[error("an op reads and writes the same buffer")]
     SameBuffer,
@@ -210,10 +172,7 @@ pub enum Error {
     Cuda(Box<CudaError>),
     /// An argument that this backend would have to ignore.
     #[error("this backend does not serve {what}")]
-    Unsupported {
-        /// What was asked for.
-        what: &'static str,
-    },
+    Unsupported { what: &'static str },
 }
 
 impl From<CudaError> for Error {

@@ -10,6 +10,7 @@ pub mod backend;
 pub mod bandwidth;
 pub mod cpu;
 pub mod cuda;
+mod cuda_error;
 pub mod denormals;
 mod disjoint;
 pub mod error;

@@ -47,7 +47,6 @@ mod scalar;
 #[cfg(test)]
 pub(crate) mod tests;
 
-pub(crate) use activations::QuantizedBlock;
 pub use activations::{ActivationMode, Activations, QuantizedRows, SharedQuantizedRows};
 pub use kernel::{MatmulKernels, matmul_single_thread};
 pub use output::{Epilogue, SharedOut};

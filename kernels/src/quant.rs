@@ -21,7 +21,7 @@ use crate::error::Error;
 
 /// A tensor's element format. The names are the file format's own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[allow(non_camel_case_types, missing_docs)]
+#[allow(non_camel_case_types)]
 pub enum GgmlType {
     F32,
     F16,
@@ -52,7 +52,6 @@ pub enum GgmlType {
 }
 
 impl GgmlType {
-    /// Every known format.
     pub const ALL: [Self; 26] = [
         Self::F32,
         Self::F16,

@@ -26,38 +26,24 @@ pub trait Operation {
 pub enum Refusal {
     /// An element or weight type without a kernel.
     #[error("no kernel for type {ty}")]
-    Type {
-        /// Name of the type.
-        ty: &'static str,
-    },
+    Type { ty: &'static str },
     /// An argument that the provider would not act upon. It must refuse rather than ignore it.
     #[error("argument {argument} is not supported")]
-    Argument {
-        /// Name of the argument.
-        argument: &'static str,
-    },
+    Argument { argument: &'static str },
     /// A size beyond what the provider serves.
     #[error("{what} of {found} is above {limit}")]
     TooLarge {
-        /// What was measured.
         what: &'static str,
         /// The size in the request.
         found: usize,
-        /// The largest served.
         limit: usize,
     },
     /// The files that it reads are not there, or not what it reads.
     #[error("{reason}")]
-    Artefact {
-        /// Which, and why.
-        reason: String,
-    },
+    Artefact { reason: String },
     /// An instruction set that the processor lacks.
     #[error("this processor has no {isa}")]
-    Isa {
-        /// The one needed.
-        isa: Isa,
-    },
+    Isa { isa: Isa },
 }
 
 /// One implementation of an operation.
@@ -65,7 +51,6 @@ pub trait Provider<O: Operation>: Send + Sync {
     /// What the environment calls it.
     fn name(&self) -> &str;
 
-    /// Higher is preferred.
     fn rank(&self) -> i32;
 
     /// A cheap look at this host: is the device, driver or instruction set there? The reason where it is not.
@@ -80,7 +65,6 @@ pub trait Provider<O: Operation>: Send + Sync {
     /// The first thing that it does not do.
     fn can_serve(&self, request: &O::Request) -> Result<(), Refusal>;
 
-    /// The implementation.
     fn service(&self) -> &O::Service;
 }
 
@@ -92,9 +76,7 @@ pub enum SelectError {
     Demand {
         /// The variable that was set.
         variable: String,
-        /// Its value.
         wanted: String,
-        /// The operation.
         operation: &'static str,
         /// Why it cannot be honoured.
         fault: DemandFault,
@@ -102,7 +84,6 @@ pub enum SelectError {
     /// Nothing is built in, and no provider can serve.
     #[error("nobody serves {operation}{}", tried.iter().map(|why| format!("; {why}")).collect::<String>())]
     Nobody {
-        /// The operation.
         operation: &'static str,
         /// Each provider's name, and why it does not.
         tried: Vec<String>,
@@ -110,7 +91,6 @@ pub enum SelectError {
     /// The built-in provider refuses, and no other can serve.
     #[error("nothing serves this request for {operation}: {refusal}")]
     NoProvider {
-        /// The operation.
         operation: &'static str,
         /// What the built-in provider said.
         refusal: Refusal,
@@ -122,16 +102,10 @@ pub enum SelectError {
 pub enum DemandFault {
     /// No provider has this name.
     #[error("is unknown; there are {}", if known.is_empty() { "none".to_owned() } else { known.join(", ") })]
-    Unknown {
-        /// The names that exist.
-        known: Vec<String>,
-    },
+    Unknown { known: Vec<String> },
     /// It cannot run on this host.
     #[error("is not available here: {reason}")]
-    Unavailable {
-        /// What is missing.
-        reason: String,
-    },
+    Unavailable { reason: String },
     /// It does not serve this request.
     #[error("cannot serve this request: {0}")]
     Refused(Refusal),

@@ -21,14 +21,11 @@ use crate::isa::Isa;
 pub(crate) use math::{clamped_swiglu, exp, gelu_erf, gelu_tanh, sigmoid, silu, softcap, softplus};
 pub(crate) use scalar::Scalar;
 
-/// Lanes of every vector.
 pub(crate) const LANES: usize = 16;
 
 /// Work that [`dispatch`] compiles for each instruction set. `run` must be `#[inline(always)]`.
 pub(crate) trait Kernel {
-    /// What it returns.
     type Output;
-    /// The work.
     fn run<S: Simd>(self, s: S) -> Self::Output;
 }
 
@@ -129,7 +126,6 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         unsafe { self.load_first(x.as_ptr(), x.len().min(LANES)) }
     }
 
-    /// Stores all lanes.
     #[inline(always)]
     fn put(self, a: Self::V, out: &mut [f32; LANES]) {
         // SAFETY: the array is sixteen f32.

@@ -31,7 +31,6 @@ mod windows;
 /// Key that names the architecture.
 pub const ARCHITECTURE_KEY: &str = "general.architecture";
 
-/// An architecture served.
 struct Arch {
     /// Value of `general.architecture`.
     name: &'static str,

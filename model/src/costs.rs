@@ -79,7 +79,6 @@ pub struct RangeCosts {
 /// The size of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorSize {
-    /// Elements.
     pub elements: u64,
     /// Bytes as stored.
     pub bytes: u64,
@@ -158,7 +157,6 @@ impl ModelCosts {
         self.drafter.as_ref()
     }
 
-    /// Layers of the model.
     pub fn layers(&self) -> usize {
         self.parts.len() - 2
     }

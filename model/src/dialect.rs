@@ -1,6 +1,6 @@
 //! How a model calls tools and thinks aloud: what it writes around both, as its chat template and its vocabulary say.
 //!
-//! From that comes the grammar of a call ([`Dialect::calls_grammar`]), and what an answer consists of ([`Listener`]).
+//! From that comes the grammar of a call ([`Dialect::calls_grammar`]), and what an answer consists of ([`OutputParser`]).
 
 use std::fmt::Write;
 
@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 use crate::tokenizer::Kind;
 use crate::{ChatTemplate, Tokenizer};
 
-pub use listener::{Listener, Said};
+pub use listener::{OutputParser, ParsedDelta};
 pub use stop::StopStrings;
 
 mod call;
@@ -20,9 +20,7 @@ mod stop;
 /// A tool that a model may call.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Tool {
-    /// Its name.
     pub name: String,
-    /// What it is for.
     pub description: Option<String>,
     /// The schema of its arguments.
     pub parameters: Value,
@@ -30,7 +28,6 @@ pub struct Tool {
     pub strict: bool,
 }
 
-/// How calls are written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Calls {
     /// `<tool_call>{"name": .., "arguments": ..}</tool_call>`, as Hermes, Qwen and Granite 4 do.
@@ -45,7 +42,6 @@ pub enum Calls {
     Harmony,
 }
 
-/// See the module.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Dialect {
     calls: Calls,
@@ -112,7 +108,6 @@ impl Dialect {
         Self { calls, native, thinks: says(THINK), marks }
     }
 
-    /// How calls are written.
     pub fn calls(&self) -> Calls {
         self.calls
     }

@@ -15,21 +15,15 @@ pub enum Error {
     Io {
         /// What was tried: "open", "map", ...
         action: &'static str,
-        /// The file.
         path: PathBuf,
-        /// The system's reason.
         source: io::Error,
     },
     /// The path is a directory, a pipe, a device.
     #[error("{path} is not a regular file")]
-    NotAFile {
-        /// The path.
-        path: PathBuf,
-    },
+    NotAFile { path: PathBuf },
     /// The file is not a GGUF that this reader accepts.
     #[error("{path}: {source}")]
     Malformed {
-        /// The file.
         path: PathBuf,
         /// What is wrong with it.
         source: Malformed,
@@ -37,7 +31,6 @@ pub enum Error {
     /// The file became shorter while it was open.
     #[error("{path} was {was} bytes when it was opened and is {now} bytes now")]
     Shrunk {
-        /// The file.
         path: PathBuf,
         /// Bytes when opened.
         was: u64,
@@ -49,119 +42,74 @@ pub enum Error {
         "{path} is part of a set of {count} files, but is not named PREFIX-{number:05}-of-{count:05}.gguf"
     )]
     SplitName {
-        /// The file.
         path: PathBuf,
         /// Its number in the set, from 1.
         number: u64,
-        /// Files in the set.
         count: u64,
     },
     /// A file of a split set is not there.
     #[error("part {number} of {count} is missing: {path}")]
     MissingPart {
-        /// Where it should be.
         path: PathBuf,
         /// Its number in the set, from 1.
         number: u64,
-        /// Files in the set.
         count: u64,
     },
     /// A file of a split set contradicts the set.
     #[error("{path}: {key} is {found}, the set needs {expected}")]
     SplitMismatch {
-        /// The file.
         path: PathBuf,
         /// `split.no`, `split.count` or `split.tensors.count`.
         key: &'static str,
         /// What the file says, or what was counted.
         found: u64,
-        /// What it should be.
         expected: u64,
     },
     /// A required key is absent.
     #[error("the file has no key {key}")]
-    MissingKey {
-        /// The key.
-        key: String,
-    },
+    MissingKey { key: String },
     /// A key holds another type than needed.
     #[error("{key} is {found}, expected {expected}")]
-    KeyType {
-        /// The key.
-        key: String,
-        /// Type found.
-        found: &'static str,
-        /// Type needed.
-        expected: &'static str,
-    },
+    KeyType { key: String, found: &'static str, expected: &'static str },
     /// An integer of a key does not fit the type that it is read as.
     #[error("{key} is {found}, which is not a valid {expected}")]
-    KeyRange {
-        /// The key.
-        key: String,
-        /// The value.
-        found: i128,
-        /// Type needed.
-        expected: &'static str,
-    },
+    KeyRange { key: String, found: i128, expected: &'static str },
     /// A tensor that the caller named is absent.
     #[error("the file has no tensor {tensor}")]
-    MissingTensor {
-        /// The tensor.
-        tensor: String,
-    },
+    MissingTensor { tensor: String },
     /// No translator reads this architecture.
     #[error("architecture {found:?} is not served; known are {}", known.join(", "))]
     UnknownArch {
         /// Value of `general.architecture`.
         found: String,
-        /// The architectures served.
         known: Vec<&'static str>,
     },
     /// A hyper-parameter is absurd, contradicts another, or asks for something that is not served.
     #[error("{key} is {found}, needed is {needs}")]
-    HyperParameter {
-        /// The key.
-        key: String,
-        /// Its value.
-        found: String,
-        /// What it may be.
-        needs: String,
-    },
+    HyperParameter { key: String, found: String, needs: String },
     /// A tensor's dimensions are not those that the hyper-parameters ask for.
     #[error("tensor {tensor} has dimensions {found:?}, expected {expected:?}")]
     TensorShape {
-        /// The tensor.
         tensor: String,
         /// Its dimensions, ones at the end left out.
         found: Vec<u64>,
-        /// Those asked for.
         expected: Vec<u64>,
     },
     /// A tensor that must be of one type is of another.
     #[error("tensor {tensor} is {found}, expected {expected}")]
     TensorType {
-        /// The tensor.
         tensor: String,
-        /// Its type.
         found: GgmlType,
         /// The type that it must have.
         expected: GgmlType,
     },
     /// The file has a tensor that the architecture, as it is understood here, has no use for.
     #[error("tensor {tensor} has no place in architecture {arch}")]
-    UnusedTensor {
-        /// The tensor.
-        tensor: String,
-        /// The architecture.
-        arch: String,
-    },
+    UnusedTensor { tensor: String, arch: String },
     /// A read reaches past the end of a tensor.
     #[error("{len} bytes from {offset} of tensor {tensor}, which has {bytes}")]
     TensorRange {
-        /// The tensor.
         tensor: String,
-        /// Where the read starts.
         offset: u64,
         /// Bytes asked for.
         len: u64,

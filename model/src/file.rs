@@ -13,8 +13,8 @@ use std::sync::{Arc, OnceLock};
 
 use crate::mmap::MappedFile;
 use crate::shard::mapped::MappedTensor;
-use crate::shard::sound::Sound;
 use crate::shard::store::{MANIFEST_EXTENSION, digest_of, io_error, read_manifest};
+use crate::shard::verified_chunks::VerifiedChunks;
 use crate::shard::{ChunkId, Manifest};
 use crate::{Error, GgmlType, Metadata, checkpoint, gguf};
 
@@ -25,7 +25,6 @@ mod known;
 pub use header::ModelHeader;
 pub use known::{DigestCache, Hashed};
 
-/// A model, opened.
 #[derive(Debug)]
 pub struct ModelFile {
     data: Data,
@@ -43,14 +42,12 @@ enum Data {
 /// A model of a [`crate::shard::ShardStore`]; of its chunks any may be missing.
 #[derive(Debug)]
 struct StoredData {
-    /// The manifest's file.
     path: PathBuf,
-    /// The directory of chunks.
     chunks: PathBuf,
     manifest: Manifest,
     /// In the order of the manifest; mapped when they are first asked for.
     tensors: Vec<OnceLock<Arc<MappedTensor>>>,
-    sound: Sound,
+    sound: VerifiedChunks,
 }
 
 /// Bytes of a tensor that stay as they are while somebody has them.
@@ -82,7 +79,6 @@ impl TensorInfo {
         &self.name
     }
 
-    /// Its element type.
     pub fn ty(&self) -> GgmlType {
         self.ty
     }
@@ -124,7 +120,8 @@ impl ModelFile {
         let header = manifest.header().clone();
         let chunks = OnceLock::from(manifest.all_chunks().to_vec());
         let tensors = header.tensors().map(|_| OnceLock::new()).collect();
-        let (path, chunks_dir, sound) = (path.to_owned(), root.join("chunks"), Sound::of_store(root));
+        let (path, chunks_dir, sound) =
+            (path.to_owned(), root.join("chunks"), VerifiedChunks::of_store(root));
         let data = StoredData { path, chunks: chunks_dir, manifest, tensors, sound };
         Ok(Self { data: Data::Store(Box::new(data)), header, chunks })
     }

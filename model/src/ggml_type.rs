@@ -5,7 +5,7 @@ use std::fmt;
 /// A tensor's element type: a block of [`block_len`](Self::block_len) elements takes
 /// [`block_bytes`](Self::block_bytes) bytes. The discriminant is the number in a GGUF file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-#[allow(non_camel_case_types, missing_docs, reason = "the field's own names, which say it all")]
+#[allow(non_camel_case_types, reason = "the field's own names, which say it all")]
 #[repr(u32)]
 pub enum GgmlType {
     F32 = 0,

@@ -17,7 +17,6 @@ pub mod writer;
 
 /// What a file may hold at most; a count above its limit is refused before anything is allocated for it.
 pub mod limits {
-    /// Tensors of a file.
     pub const TENSORS: u64 = 65_536;
     /// Metadata keys of a file.
     pub const KEYS: u64 = 65_536;
@@ -25,11 +24,8 @@ pub mod limits {
     pub const KEY_BYTES: u64 = 65_535;
     /// Bytes of a string.
     pub const STRING_BYTES: u64 = 16 << 20;
-    /// Elements of an array.
     pub const ELEMENTS: u64 = 16 << 20;
-    /// Arrays inside arrays.
     pub const NESTING: u64 = 4;
-    /// Dimensions of a tensor.
     pub const DIMS: u64 = 4;
     /// Bytes of a tensor's name.
     pub const TENSOR_NAME_BYTES: u64 = 64;

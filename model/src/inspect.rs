@@ -14,13 +14,11 @@ mod words;
 /// What is in a model file.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Summary {
-    /// The files, in order.
     pub files: Vec<String>,
     /// Value of `general.name`.
     pub name: Option<String>,
     /// Value of `general.architecture`.
     pub architecture: Option<String>,
-    /// Elements of all tensors.
     pub parameters: u64,
     /// Tensors by number, size and type.
     pub tensors: TensorSummary,
@@ -37,14 +35,11 @@ pub struct Summary {
 pub enum Reading {
     /// A model that is served.
     Model(ModelSummary),
-    /// Why it is not.
     Error(String),
 }
 
-/// Tensors of a file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct TensorSummary {
-    /// Their number.
     pub count: usize,
     /// Their bytes.
     pub bytes: u64,
@@ -52,24 +47,19 @@ pub struct TensorSummary {
     pub by_type: Vec<TypeSummary>,
 }
 
-/// Tensors of one type.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct TypeSummary {
-    /// The type's name.
     #[serde(rename = "type")]
     pub ty: &'static str,
-    /// Tensors of it.
     pub count: usize,
     /// Their bytes.
     pub bytes: u64,
 }
 
-/// Tokenizer of a file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct TokenizerSummary {
     /// Kind: `gpt2` is byte-level BPE, `gemma4` BPE of characters, `llama` SPM, `bert` WordPiece.
     pub model: String,
-    /// Pre-tokeniser.
     pub pre: Option<String>,
     /// Number of tokens.
     pub tokens: usize,
@@ -86,7 +76,6 @@ pub struct ModelSummary {
     pub hidden: usize,
     /// Longest sequence that it was made for, in tokens.
     pub context_length: usize,
-    /// Number of layers.
     pub layers: usize,
     /// Whether the output matrix is the embedding.
     pub tied_output: bool,
@@ -105,7 +94,6 @@ pub struct ModelSummary {
 pub struct LayerRun {
     /// The first, from 0.
     pub first: usize,
-    /// The last.
     pub last: usize,
     /// Mixer and FFN in words.
     pub description: String,

@@ -29,7 +29,6 @@ const APPLICATORS: [&str; 9] = [
 pub struct Unsupported {
     /// A JSON pointer into the schema.
     pub path: String,
-    /// Why.
     pub reason: String,
 }
 
@@ -78,7 +77,6 @@ pub fn declares_none(schema: &Value) -> bool {
         && !schema.keys().any(|key| says_more(key))
 }
 
-/// What a reference names.
 #[derive(Clone)]
 struct Target<'a> {
     schema: &'a Value,
@@ -401,7 +399,6 @@ struct Made {
     out: Map<String, Value>,
     /// Properties that say of themselves that they are required.
     required: Vec<String>,
-    /// No value is allowed.
     nothing: bool,
     /// Further properties must stay allowed.
     open: bool,

@@ -20,7 +20,6 @@ pub struct Metadata {
 }
 
 impl Metadata {
-    /// The value as stored.
     pub fn value(&self, key: &str) -> Option<&Value> {
         self.entries.get(key)
     }
@@ -65,7 +64,6 @@ impl Metadata {
         self.entries.iter().map(|(key, value)| (key.as_str(), value))
     }
 
-    /// Number of keys.
     pub fn len(&self) -> usize {
         self.entries.len()
     }

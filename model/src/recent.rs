@@ -36,7 +36,6 @@ struct Shard<V> {
     old_bytes: usize,
 }
 
-/// With what each takes.
 type Table<V> = HashMap<u64, (V, usize), BuildHasherDefault<AsItIs>>;
 
 /// How a [`Recent`] is used.
@@ -44,7 +43,6 @@ type Table<V> = HashMap<u64, (V, usize), BuildHasherDefault<AsItIs>>;
 pub struct RecentUse {
     /// What was known when it was needed.
     pub hits: u64,
-    /// What was not.
     pub misses: u64,
     /// Bytes held now.
     pub bytes: u64,
@@ -158,7 +156,6 @@ impl WordHasher {
         self.0 = fold(a ^ self.0, b ^ 0x9e37_79b9_7f4a_7c15);
     }
 
-    /// Takes in a text.
     pub fn bytes(&mut self, text: &[u8]) {
         let (pairs, rest) = text.as_chunks::<16>();
         for pair in pairs {
@@ -172,7 +169,6 @@ impl WordHasher {
         self.pair(text.len() as u64, 0);
     }
 
-    /// The key.
     pub fn finish(self) -> u64 {
         fold(self.0, 0xd134_2543_de82_ef95)
     }

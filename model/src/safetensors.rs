@@ -14,9 +14,7 @@ use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 pub mod limits {
     /// Bytes of the header.
     pub const HEADER_BYTES: u64 = 16 << 20;
-    /// Tensors of a file.
     pub const TENSORS: u64 = 65_536;
-    /// Dimensions of a tensor.
     pub const DIMS: u64 = 8;
     /// Bytes of a tensor's name, or of its type's.
     pub const NAME_BYTES: u64 = 1_024;
@@ -39,14 +37,7 @@ pub enum Malformed {
     },
     /// A count or a length is above its cap.
     #[error("{field} is {found}, the limit is {limit}")]
-    OverLimit {
-        /// The field.
-        field: String,
-        /// The value.
-        found: u64,
-        /// The cap.
-        limit: u64,
-    },
+    OverLimit { field: String, found: u64, limit: u64 },
     /// The header is not JSON, or not of the form that the format has.
     #[error("the header is not as it should be: {reason}")]
     Header {
@@ -55,32 +46,21 @@ pub enum Malformed {
     },
     /// An element type that is not known.
     #[error("tensor {tensor} has the unknown type {found:?}")]
-    Type {
-        /// The tensor.
-        tensor: String,
-        /// The type.
-        found: String,
-    },
+    Type { tensor: String, found: String },
     /// Shape and place of a tensor contradict each other, or its size does not fit 64 bits.
     #[error("tensor {tensor} of shape {shape:?} and type {ty} is said to be at {start} to {end}")]
     Size {
-        /// The tensor.
         tensor: String,
-        /// Its shape.
         shape: Vec<u64>,
-        /// Its element type.
         ty: &'static str,
         /// Where it starts in the data section.
         start: u64,
-        /// Where it ends.
         end: u64,
     },
     /// A tensor reaches past the end of the file.
     #[error("tensor {tensor} ends at {end} of the data section, which has {have} bytes")]
     OutOfFile {
-        /// The tensor.
         tensor: String,
-        /// Where it ends.
         end: u64,
         /// Size of the data section.
         have: u64,
@@ -88,7 +68,6 @@ pub enum Malformed {
     /// A tensor does not start at a multiple of its element's size.
     #[error("tensor {tensor} starts at byte {offset} of the file, not a multiple of {size}")]
     Misaligned {
-        /// The tensor.
         tensor: String,
         /// From the start of the file.
         offset: u64,
@@ -100,7 +79,6 @@ pub enum Malformed {
     Overlap {
         /// The one that starts first.
         first: String,
-        /// The other.
         second: String,
     },
 }
@@ -252,7 +230,6 @@ impl Data {
     }
 }
 
-/// The header as JSON.
 struct Header(Vec<(String, Entry)>);
 
 #[derive(Deserialize)]

@@ -11,14 +11,14 @@ mod chunk_buffer;
 mod manifest;
 pub(crate) mod mapped;
 mod packed;
-pub(crate) mod sound;
 pub(crate) mod store;
 mod tensor_memory;
+pub(crate) mod verified_chunks;
 
 pub use chunk_buffer::ChunkBuffer;
 pub use manifest::{MANIFEST_BYTES, Manifest, ManifestError};
 pub use packed::{PackedFile, PackedRegion, PackedWriter, RegionWriter};
-pub use store::{HeldModel, Room, ShardStore, StoreError};
+pub use store::{HeldModel, ShardStore, StoreError, StoreReservation};
 pub use tensor_memory::{ChunkSlot, TensorMemory};
 
 /// Bytes of a chunk; the last of a tensor may be shorter.
@@ -55,9 +55,7 @@ impl fmt::Debug for ChunkId {
 /// One chunk of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChunkPlace<'a> {
-    /// Its name.
     pub id: ChunkId,
-    /// The tensor.
     pub tensor: &'a str,
     /// Where it starts in the tensor; a multiple of [`CHUNK_BYTES`].
     pub offset: u64,

@@ -18,7 +18,6 @@ pub use mixer::{
     RopeFactors, RopeSpec, RopeStyle,
 };
 
-/// A whole model.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelSpec {
     /// Value of `general.architecture`.
@@ -33,7 +32,6 @@ pub struct ModelSpec {
     pub embedding: EmbeddingSpec,
     /// A second embedding that every layer reads a slice of.
     pub per_layer_input: Option<PerLayerInputSpec>,
-    /// Layers in order.
     pub layers: Vec<LayerSpec>,
     /// What becomes of the last layer's residual.
     pub output: OutputSpec,
@@ -48,9 +46,7 @@ pub struct EmbeddingSpec {
     pub scale: f32,
     /// Learned absolute positions.
     pub positions: Option<TableSpec>,
-    /// Learned segment types.
     pub token_types: Option<TableSpec>,
-    /// Norm of the sum.
     pub norm: Option<NormSpec>,
 }
 
@@ -71,7 +67,6 @@ pub struct PerLayerInputSpec {
     pub table: String,
     /// Multiplies a row of the table.
     pub table_scale: f32,
-    /// Values of one layer.
     pub width: usize,
     /// From x0 to `width * layers` values.
     pub projection: LinearSpec,
@@ -91,7 +86,6 @@ pub enum OutputSpec {
 /// The text's vector out of its tokens' vectors, and what is made of it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PooledSpec {
-    /// Which tokens' vectors.
     pub pooling: Pooling,
     /// Scores instead of a vector.
     pub classifier: Option<ClassifierSpec>,
@@ -111,7 +105,6 @@ pub enum Pooling {
 /// `scores = out tanh(dense v)`, or `out v` without `dense`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ClassifierSpec {
-    /// Before the tanh.
     pub dense: Option<LinearSpec>,
     /// One row per score.
     pub out: LinearSpec,
@@ -120,7 +113,6 @@ pub struct ClassifierSpec {
 /// Output head: `logits = softcap(scale * W norm(x))`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LogitsSpec {
-    /// Norm before the matrix.
     pub norm: NormSpec,
     /// The matrix; the embedding's own tensor where they are tied.
     pub linear: LinearSpec,
@@ -141,9 +133,7 @@ pub struct LinearSpec {
     pub scale: Option<String>,
     /// Multiplies the product; 1 where the architecture has none.
     pub factor: f32,
-    /// Outputs.
     pub rows: usize,
-    /// Inputs.
     pub cols: usize,
     /// Which rows of the tensor these are, where it holds several matrices.
     pub slice: Option<RowSlice>,
@@ -165,7 +155,6 @@ pub struct RowSlice {
 /// Normalisation by root mean square or mean and variance; the weight is as stored (GGUF never needs `1 + w`).
 #[derive(Debug, Clone, PartialEq)]
 pub struct NormSpec {
-    /// Which.
     pub kind: NormKind,
     /// Name of the weight; none multiplies by one.
     pub weight: Option<String>,
@@ -173,7 +162,6 @@ pub struct NormSpec {
     pub bias: Option<String>,
     /// Added to the mean square or variance.
     pub eps: f32,
-    /// Elements normalised together.
     pub width: usize,
 }
 
@@ -219,7 +207,6 @@ pub struct LayerSpec {
 pub struct PerLayerSpec {
     /// From the residual to the slice's width.
     pub gate: LinearSpec,
-    /// Back.
     pub projection: LinearSpec,
     /// Norm of what is added.
     pub norm: NormSpec,

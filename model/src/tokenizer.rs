@@ -16,7 +16,7 @@ use bpe::Bpe;
 use char_bpe::CharBpe;
 use memo::{Cuts, How, Memo};
 use pieces::Pieces;
-use special::{Part as Cut, Quoted, Specials};
+use special::{Quoted, SpecialPart as Cut, Specials};
 use spm::Spm;
 use word_piece::WordPiece;
 
@@ -24,7 +24,7 @@ use word_piece::WordPiece;
 const SHORT_PIECE: usize = 8 << 10;
 
 pub use detokenizer::{Detokenizer, Utf8Stream};
-pub use memo::Part;
+pub use memo::KnownPart;
 
 mod bpe;
 mod char_bpe;
@@ -81,7 +81,6 @@ struct Ends {
 /// What a token is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// A piece of text.
     Normal,
     /// Stands for what is not in the vocabulary.
     Unknown,
@@ -101,35 +100,20 @@ pub enum Kind {
 pub enum TokenizerError {
     /// A kind of vocabulary that this version does not read.
     #[error("tokenizer.ggml.model is `{found}`; known are {}", known.join(", "))]
-    UnknownModel {
-        /// The value.
-        found: String,
-        /// What this version reads.
-        known: &'static [&'static str],
-    },
+    UnknownModel { found: String, known: &'static [&'static str] },
     /// A way of cutting words that this version does not know. Guessing would give wrong ids silently.
     #[error("tokenizer.ggml.pre is `{found}`; known are {}", known.join(", "))]
-    UnknownPre {
-        /// The value.
-        found: String,
-        /// What this version knows.
-        known: Vec<&'static str>,
-    },
+    UnknownPre { found: String, known: Vec<&'static str> },
     /// There are no tokens.
     #[error("tokenizer.ggml.tokens is empty")]
     Empty,
     /// More tokens or merges than ids can number.
     #[error("the vocabulary needs {found} ids, more than 32 bits number")]
-    TooManyTokens {
-        /// How many.
-        found: usize,
-    },
+    TooManyTokens { found: usize },
     /// A list that goes with the tokens has another length.
     #[error("{key} has {found} entries for {tokens} tokens")]
     Length {
-        /// The list.
         key: &'static str,
-        /// Its length.
         found: usize,
         /// The number of tokens.
         tokens: usize,
@@ -139,7 +123,6 @@ pub enum TokenizerError {
     BadMerge {
         /// Its place, from 0.
         rank: u32,
-        /// The line.
         line: String,
     },
     /// A score is not a number.
@@ -175,14 +158,14 @@ impl Tokenizer {
     }
 
     /// [`encode`](Self::encode), and of what it has remembered of the text: the parts that the text begins with.
-    pub fn encode_in_parts(&self, text: &str, special: bool) -> (Vec<u32>, Vec<Part>) {
+    pub fn encode_in_parts(&self, text: &str, special: bool) -> (Vec<u32>, Vec<KnownPart>) {
         self.encode_outside(text, special, Quoted::NONE)
     }
 
     /// The tokens of a prompt as [`encode_in_parts`](Self::encode_in_parts) with special tokens makes them, but a text of
     /// a control token of which any byte lies in `quoted` is text like any other. The ranges are ascending and do not
     /// overlap.
-    pub fn encode_prompt(&self, text: &str, quoted: &[Range<usize>]) -> (Vec<u32>, Vec<Part>) {
+    pub fn encode_prompt(&self, text: &str, quoted: &[Range<usize>]) -> (Vec<u32>, Vec<KnownPart>) {
         // Hardly any text has such texts in it, and then all of it may be remembered.
         let quoted = self.specials.that_matter(text, quoted);
         self.encode_outside(text, true, Quoted::new(&quoted))
@@ -195,13 +178,13 @@ impl Tokenizer {
         text: &str,
         quoted: &[Range<usize>],
         until: Instant,
-    ) -> Option<(Vec<u32>, Vec<Part>)> {
+    ) -> Option<(Vec<u32>, Vec<KnownPart>)> {
         let quoted = self.specials.that_matter(text, quoted);
         let affordable = |piece: &str| piece.len() <= SHORT_PIECE && Instant::now() < until;
         self.encode_if(text, (true, Quoted::new(&quoted)), affordable)
     }
 
-    fn encode_outside(&self, text: &str, special: bool, quoted: Quoted<'_>) -> (Vec<u32>, Vec<Part>) {
+    fn encode_outside(&self, text: &str, special: bool, quoted: Quoted<'_>) -> (Vec<u32>, Vec<KnownPart>) {
         // Every piece is affordable.
         self.encode_if(text, (special, quoted), |_| true).unwrap_or_default()
     }
@@ -212,7 +195,7 @@ impl Tokenizer {
         text: &str,
         (special, quoted): (bool, Quoted<'_>),
         affordable: impl Fn(&str) -> bool,
-    ) -> Option<(Vec<u32>, Vec<Part>)> {
+    ) -> Option<(Vec<u32>, Vec<KnownPart>)> {
         let encode = |text: &str, how: How, quoted: Quoted<'_>, ids: &mut Vec<u32>| {
             let affordable = affordable(text);
             if affordable {

@@ -13,7 +13,6 @@ use serde_json::{Map, Value as Json};
 const MODELS: &[(&str, &str)] =
     &[("smollm2-135m", "real/smollm2-135m-instruct.json"), ("gemma3-270m", "real/gemma-3-270m.json")];
 
-/// These come by pip.
 struct Nobody;
 
 impl Http for Nobody {

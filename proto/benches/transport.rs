@@ -7,10 +7,10 @@ use kvasir_proto::ca::Authority;
 use kvasir_proto::event::KvReplay;
 use kvasir_proto::ids::{Attempt, ClusterName, Epoch, ModelId, NodeId, RequestId, Role};
 use kvasir_proto::message::*;
-use kvasir_proto::placement::{PlaceOrder, PlaceReport, PlaceReportV1};
+use kvasir_proto::placement::{PlaceOrder, PlaceReport};
 use kvasir_proto::service::{WorkerApi, deadline};
 use kvasir_proto::transport::{
-    Connection, Endpoint, EndpointConfig, Expected, Incoming, TensorHeader, TensorHeaderV1, TensorType,
+    Connection, Endpoint, EndpointConfig, Expected, Incoming, TensorHeader, TensorType,
 };
 use std::time::{Duration, Instant, SystemTime};
 use tarpc::context::Context;
@@ -19,9 +19,9 @@ const ROUNDS: usize = 5000;
 const BULK_BYTES: usize = 64 << 20;
 
 #[derive(Clone)]
-struct Nothing;
+struct NoWorkerApi;
 
-impl WorkerApi for Nothing {
+impl WorkerApi for NoWorkerApi {
     async fn kv_replay(self, _: Context, _: u64) -> KvReplay {
         KvReplay::TakeSnapshot
     }
@@ -34,7 +34,7 @@ impl WorkerApi for Nothing {
         String::new()
     }
     async fn place(self, _: Context, _: PlaceOrder) -> PlaceReport {
-        PlaceReport::V1(PlaceReportV1::default())
+        PlaceReport::default()
     }
 }
 
@@ -45,7 +45,7 @@ fn tokens() -> GenerateFrame {
 fn finished() -> GenerateFrame {
     let (matched, tail) = (None, String::new());
     let reason = FinishReason::Stop;
-    GenerateFrame::Finished(FinishedV1 {
+    GenerateFrame::Finished(Finished {
         reason,
         matched,
         tail,
@@ -57,19 +57,24 @@ fn finished() -> GenerateFrame {
 }
 
 fn request(max_tokens: u32) -> GenerateRequest {
-    GenerateRequest::V1(GenerateRequestV1 {
+    GenerateRequest {
         request_id: RequestId::new("bench").expect("a valid id"),
         choice: 0,
         attempt: Attempt(0),
         model: ModelId::new("bench").expect("a valid id"),
         root: BlockId([0; 16]),
-        prompt: vec![1; 1500],
-        emitted: vec![],
+        prompt: vec![1; 1500].into(),
+        emitted: TokenIds::default(),
         sampling: Sampling::default(),
         stop: Stop { max_tokens, ..Stop::default() },
         predicted_cached: 0,
         deadline_ms: 0,
-    })
+        pull: None,
+        together: 1,
+        trace: None,
+        grammar: None,
+        turn: TenantTurn::of_root(BlockId([0; 16])),
+    }
 }
 
 /// The worker. A token's id tells when its frame was sent, in microseconds since `start`, so that one way can
@@ -77,9 +82,9 @@ fn request(max_tokens: u32) -> GenerateRequest {
 async fn serve(connection: Connection, start: Instant) {
     while let Ok(incoming) = connection.accept().await {
         match incoming {
-            Incoming::WorkerRpc(rpc) => drop(tokio::spawn(rpc.serve(Nothing))),
+            Incoming::WorkerRpc(rpc) => drop(tokio::spawn(rpc.serve(NoWorkerApi))),
             Incoming::Generate(mut call) => drop(tokio::spawn(async move {
-                let request = call.request.into_latest().request;
+                let request = call.request;
                 for _ in 0..request.stop.max_tokens {
                     // A decode step's distance, so that every frame travels alone.
                     tokio::time::sleep(Duration::from_millis(1)).await;
@@ -160,7 +165,7 @@ async fn measure() -> Result<(), Box<dyn std::error::Error>> {
 
     let mut bulk = connection.open_bulk().await?;
     let shape = vec![BULK_BYTES as u64];
-    let header = TensorHeader::V1(TensorHeaderV1 { name: "x".into(), element: TensorType::U8, shape });
+    let header = TensorHeader { name: "x".into(), element: TensorType::U8, shape };
     let bytes = vec![7; BULK_BYTES];
     let begun = Instant::now();
     for _ in 0..4 {

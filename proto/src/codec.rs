@@ -48,7 +48,6 @@ pub enum CodecError {
     /// Longer than the cap of its kind.
     #[error("{message}: {len} bytes, the cap is {cap}")]
     TooLong {
-        /// The type, in words.
         message: &'static str,
         /// Bytes that it has or claims; the cap + 1 when only "more" is known.
         len: usize,
@@ -57,14 +56,10 @@ pub enum CodecError {
     },
     /// The bytes end before the message does.
     #[error("{message}: cut short")]
-    CutShort {
-        /// The type.
-        message: &'static str,
-    },
+    CutShort { message: &'static str },
     /// The message ends before the bytes do.
     #[error("{message}: {extra} bytes too many")]
     Trailing {
-        /// The type.
         message: &'static str,
         /// Bytes left over.
         extra: usize,
@@ -72,19 +67,13 @@ pub enum CodecError {
     /// A newer peer uses a variant that this build does not know. Not fatal: skip the message.
     #[error("{message}: unknown variant {index}")]
     UnknownVariant {
-        /// The type.
         message: &'static str,
         /// The variant's number on the wire.
         index: u64,
     },
     /// A value inside breaks a rule of its type.
     #[error("{message}: {reason}")]
-    Invalid {
-        /// The type.
-        message: &'static str,
-        /// The rule, in words.
-        reason: String,
-    },
+    Invalid { message: &'static str, reason: String },
 }
 
 type Config<const CAP: usize> = Configuration<LittleEndian, Varint, Limit<CAP>>;

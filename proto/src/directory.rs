@@ -14,31 +14,26 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// A directory that nobody else can claim while this lives, not even if the process is killed and another one takes over.
 #[derive(Debug)]
-pub struct Claim {
+pub struct DirectoryClaim {
     _lock: File,
 }
 
 /// Why a directory cannot be had.
 #[derive(Debug, thiserror::Error)]
 pub enum ClaimError {
-    /// Another process has it.
     #[error("{path} is used by another process; end it, or give this one a directory of its own", path = path.display())]
-    InUse {
-        /// Which directory.
-        path: PathBuf,
-    },
+    InUse { path: PathBuf },
     /// It cannot be made, or nothing can be written there.
     #[error("{}", failed(path, source))]
     Io {
         /// The directory, or the lock in it.
         path: PathBuf,
-        /// Why.
         #[source]
         source: io::Error,
     },
 }
 
-impl Claim {
+impl DirectoryClaim {
     /// Makes the directory if need be, for its owner only, and claims it.
     pub fn of(directory: &Path) -> Result<Self, ClaimError> {
         let io = |path: &Path| {
@@ -103,11 +98,11 @@ mod tests {
     fn a_directory_has_one_owner() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a/b");
-        let claim = Claim::of(&path).unwrap();
-        let error = Claim::of(&path).unwrap_err().to_string();
+        let claim = DirectoryClaim::of(&path).unwrap();
+        let error = DirectoryClaim::of(&path).unwrap_err().to_string();
         assert!(error.contains(&path.display().to_string()) && error.contains("another process"), "{error}");
         drop(claim);
-        Claim::of(&path).unwrap();
+        DirectoryClaim::of(&path).unwrap();
         let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
         assert_eq!((mode(&path), mode(&path.join(LOCK))), (0o700, 0o600));
     }
@@ -117,7 +112,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("file");
         create_private(&file).unwrap();
-        let error = Claim::of(&file.join("below")).unwrap_err().to_string();
+        let error = DirectoryClaim::of(&file.join("below")).unwrap_err().to_string();
         assert!(error.contains("file/below") && error.contains("name another place"), "{error}");
         let full = failed(&file, &ErrorKind::StorageFull.into());
         assert!(

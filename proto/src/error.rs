@@ -20,18 +20,10 @@ pub enum Error {
     Certificate(#[from] crate::transport::CertificateError),
     /// A certificate authority or identity file cannot be read or written.
     #[error("{path}: {source}")]
-    File {
-        /// The file.
-        path: PathBuf,
-        /// What the system said.
-        source: std::io::Error,
-    },
+    File { path: PathBuf, source: std::io::Error },
     /// A key or certificate would be overwritten.
     #[error("{path} exists already and is never overwritten")]
-    WouldOverwrite {
-        /// The file.
-        path: PathBuf,
-    },
+    WouldOverwrite { path: PathBuf },
     /// A key pair or certificate cannot be generated.
     #[error("cannot make a certificate: {0}")]
     Generate(#[from] rcgen::Error),
@@ -40,72 +32,37 @@ pub enum Error {
     Tls(#[from] rustls::Error),
     /// The endpoint's socket cannot be opened.
     #[error("cannot listen on udp {address}: {source}")]
-    Bind {
-        /// The address asked for.
-        address: SocketAddr,
-        /// What the system said.
-        source: std::io::Error,
-    },
+    Bind { address: SocketAddr, source: std::io::Error },
     /// A host name has no address.
     #[error("cannot resolve {target:?}: {source}")]
     Resolve {
         /// `host:port` as configured.
         target: String,
-        /// What the resolver said.
         source: std::io::Error,
     },
     /// A connection cannot even be begun.
     #[error("cannot connect to {address}: {source}")]
-    Connect {
-        /// The peer.
-        address: SocketAddr,
-        /// Why.
-        source: quinn::ConnectError,
-    },
+    Connect { address: SocketAddr, source: quinn::ConnectError },
     /// We refuse the peer's certificate.
     #[error("the certificate of {address} is refused: {reason}")]
-    PeerRefused {
-        /// The peer.
-        address: SocketAddr,
-        /// Which check failed.
-        reason: String,
-    },
+    PeerRefused { address: SocketAddr, reason: String },
     /// The peer refuses our certificate. With TLS 1.3 a dialer learns it only after its own handshake
     /// succeeded, so it shows up in the exchange of hellos.
     #[error("{address} refuses our certificate ({reason})")]
     Refused {
-        /// The peer.
         address: SocketAddr,
         /// The TLS alert, in words.
         reason: String,
     },
     /// The two nodes have no protocol version in common.
     #[error("protocol versions do not overlap: we speak {ours}, {peer} speaks {theirs}")]
-    VersionMismatch {
-        /// What this build speaks.
-        ours: VersionRange,
-        /// What the peer speaks.
-        theirs: VersionRange,
-        /// The peer.
-        peer: PeerIdentity,
-    },
+    VersionMismatch { ours: VersionRange, theirs: VersionRange, peer: PeerIdentity },
     /// A node calls itself by a name that its certificate does not carry.
     #[error("{certified} calls itself {claimed}")]
-    Spoofed {
-        /// What the certificate says.
-        certified: PeerIdentity,
-        /// What the message says.
-        claimed: NodeId,
-    },
+    Spoofed { certified: PeerIdentity, claimed: NodeId },
     /// Something took longer than its limit.
     #[error("{what} took longer than {limit_ms} ms")]
-    Timeout {
-        /// What was awaited.
-        what: &'static str,
-        /// The limit.
-        limit_ms: u64,
-    },
-    /// The connection is gone.
+    Timeout { what: &'static str, limit_ms: u64 },
     #[error("the connection to {peer} is gone: {reason}")]
     ConnectionLost {
         /// The peer's identity or address.
@@ -125,7 +82,6 @@ pub enum Error {
     /// A stage of a replica cannot be claimed.
     #[error("the stage cannot be claimed: {0}")]
     StageClaimed(#[from] crate::placement::ClaimRefusal),
-    /// The endpoint was closed.
     #[error("the endpoint is closed")]
     EndpointClosed,
     /// The peer stopped or reset the stream.
@@ -133,10 +89,7 @@ pub enum Error {
     StreamEnded(StreamCode),
     /// The stream ended before what it carries was complete.
     #[error("the stream was cut off: {what}")]
-    StreamCut {
-        /// What was missing.
-        what: &'static str,
-    },
+    StreamCut { what: &'static str },
     /// The peer does not follow the protocol.
     #[error("protocol violation by the peer: {0}")]
     Protocol(&'static str),

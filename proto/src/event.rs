@@ -16,9 +16,7 @@ pub(crate) const MAX_RUNS_PER_FRAME: usize = 64 * 1024;
 pub enum Medium {
     /// The memory that attention reads.
     Device,
-    /// Host memory tier.
     Host,
-    /// Disk tier.
     Disk,
 }
 
@@ -33,17 +31,14 @@ pub enum KvEvent {
         parent: BlockId,
         /// The units of the run, in order.
         units: Vec<BlockId>,
-        /// Where they are held.
         medium: Medium,
     },
     /// These prefixes can no longer be hit.
     Removed {
         /// The prefixes, in any order.
         units: Vec<BlockId>,
-        /// Where they were held.
         medium: Medium,
     },
-    /// Everything is gone.
     Cleared,
     /// A hybrid model can resume at this prefix: recurrent state, window tails and full KV are all there.
     ResumePoint {
@@ -51,7 +46,6 @@ pub enum KvEvent {
         unit: BlockId,
         /// Tokens up to there.
         position: u32,
-        /// Where it is held.
         medium: Medium,
     },
 }
@@ -96,7 +90,6 @@ impl KvEventBatch {
 /// What a worker sends on its event stream. Later kinds of events come as further variants.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum KvFrame {
-    /// Events as they happened.
     Events(KvEventBatch),
 }
 
@@ -118,7 +111,6 @@ pub type KvResumePoint = (BlockId, u32, Medium);
 /// All that a worker holds at one point of its event stream.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KvSnapshot {
-    /// The worker's life.
     pub epoch: Epoch,
     /// The last sequence number that this snapshot contains; the stream goes on with the next.
     pub sequence: u64,
@@ -159,7 +151,6 @@ impl KvSnapshot {
 pub enum KvSnapshotFrame {
     /// Where in the event stream the snapshot stands.
     Begin {
-        /// The worker's life.
         epoch: Epoch,
         /// The last sequence number that the snapshot contains.
         sequence: u64,
@@ -172,7 +163,6 @@ pub enum KvSnapshotFrame {
         )]
         Vec<KvRun>,
     ),
-    /// The snapshot is complete.
     End,
     /// Some of the resume points.
     ResumePoints(
@@ -188,19 +178,11 @@ pub enum KvSnapshotFrame {
 pub const MAX_ROOTS_PER_FRAME: usize = 64 * 1024;
 
 /// What a coordinator asks a peer that may know more of a worker than it does itself.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum PeerIndexAsk {
-    /// First version.
-    V1(PeerIndexAskV1),
-}
-
-/// See [`PeerIndexAsk`]. Where the peer follows the worker in this life and further, it answers with
+/// Where the peer follows the worker in this life and further, it answers with
 /// [`PeerIndexFrame`]s, else with none.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PeerIndexAskV1 {
-    /// The worker.
+pub struct PeerIndexAsk {
     pub node: NodeId,
-    /// Its life.
     pub epoch: Epoch,
     /// The last of its events that is known to who asks.
     pub after: u64,
@@ -210,7 +192,6 @@ pub struct PeerIndexAskV1 {
 /// then for each worker `Worker`, any number of `Runs` and `ResumePoints`, `End`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PeerIndexFrame {
-    /// Ids that are roots.
     Roots(
         #[serde(
             serialize_with = "bounded::serialize::<_, _, MAX_ROOTS_PER_FRAME>",
@@ -220,9 +201,7 @@ pub enum PeerIndexFrame {
     ),
     /// What follows is held by this worker.
     Worker {
-        /// The worker.
         node: NodeId,
-        /// Its life.
         epoch: Epoch,
         /// Events up to this one are contained; of later ones some may be, and the stream tells them all again.
         sequence: u64,
@@ -243,7 +222,6 @@ pub enum PeerIndexFrame {
         )]
         Vec<KvResumePoint>,
     ),
-    /// The worker is complete.
     End {
         /// BLAKE3 of the bytes of its frames before this one.
         digest: [u8; 32],

@@ -32,7 +32,6 @@ impl Heartbeat {
         Self { name, started, last: Arc::default() }
     }
 
-    /// The loop has turned.
     pub fn beat(&self) {
         self.beat_at(Instant::now());
     }

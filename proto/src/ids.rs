@@ -38,7 +38,6 @@ macro_rules! text_id {
                 Ok(Self(text.into()))
             }
 
-            /// The text itself.
             pub fn as_str(&self) -> &str {
                 &self.0
             }
@@ -108,7 +107,6 @@ text_id!(
 pub enum Role {
     /// Serves HTTP, routes, keeps the index.
     Coordinator,
-    /// Runs the engine.
     Worker,
 }
 

@@ -81,7 +81,6 @@ impl Log {
         log
     }
 
-    /// Lines that were dropped.
     pub fn dropped(&self) -> u64 {
         self.0.lock().dropped
     }

@@ -1,10 +1,11 @@
-//! Requests, answers and reports between coordinators and workers. Every struct that is sent stands inside
-//! a closed enum of versions: a shipped struct never changes, variants are only appended.
+//! Requests, answers and reports between coordinators and workers. Their form on the wire belongs to a protocol version
+//! ([`VersionRange`](crate::transport::VersionRange)).
 
-use crate::block::{BlockId, ClusterKey};
+use crate::block::ClusterKey;
 use crate::codec::bounded;
-use crate::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
-use crate::placement::{RegisterV4, RegisterV5};
+use crate::ids::{Epoch, ModelId, NodeId};
+use crate::operation::{MAX_OPERATIONS, OfferedOperation};
+use crate::placement::{Capacity, OfferedDrafter};
 use serde::{Deserialize, Serialize};
 
 mod encode;
@@ -13,17 +14,11 @@ mod prefix;
 mod tokens;
 mod transfer;
 
-pub use encode::{
-    EncodeReply, EncodeRequest, EncodeRequestV1, EncodeRequestV2, EncodeTextV1, EncodedV1, MAX_ENCODE_TEXTS,
-    MAX_ENCODED_WIDTH,
-};
-pub use grammar::{GrammarSyntax, GrammarV1, MAX_GRAMMAR_BYTES, MAX_TRIGGER_BYTES};
-pub use prefix::{NumberedPrefixV1, PrefixNote, PrefixNoteV1};
+pub use encode::{EncodeReply, EncodeRequest, EncodeText, EncodedHead, MAX_ENCODE_TEXTS, MAX_ENCODED_WIDTH};
+pub use grammar::{GrammarSpec, GrammarSyntax, MAX_GRAMMAR_BYTES, MAX_TRIGGER_BYTES};
+pub use prefix::{NumberedPrefix, PrefixNote};
 pub use tokens::{MAX_TOKEN_IDS, TokenIds, TokenPart};
-pub use transfer::{
-    GenerateRequestV2, GenerateRequestV3, GenerateRequestV4, LoadReportV2, PullCostV1, PullReportV1,
-    RegisterV3, TenantTurnV1, WorkPart,
-};
+pub use transfer::{GenerateRequest, PullCost, PullReport, TenantTurn, WorkPart};
 
 /// Tokens in one frame at most.
 pub const MAX_TOKENS_PER_FRAME: usize = 4096;
@@ -83,7 +78,6 @@ impl Default for Sampling {
     }
 }
 
-/// When a generation ends.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Stop {
     /// Tokens to generate at most.
@@ -100,46 +94,6 @@ pub struct Stop {
     pub token_ids: Vec<u32>,
     /// The model's end-of-sequence tokens do not end it.
     pub ignore_eos: bool,
-}
-
-/// A generation, as a coordinator hands it to a worker.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub enum GenerateRequest {
-    /// First version.
-    V1(GenerateRequestV1),
-    /// From protocol version 3 on: it may pull its prefix.
-    V2(GenerateRequestV2),
-    /// From protocol version 4 on: its tokens are packed.
-    V3(GenerateRequestV3),
-    /// From protocol version 5 on: it names its tenant.
-    V4(GenerateRequestV4),
-}
-
-/// See [`GenerateRequest`].
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct GenerateRequestV1 {
-    /// The client's request.
-    pub request_id: RequestId,
-    /// Which choice of the request (`n` > 1, several prompts).
-    pub choice: u32,
-    /// Fences late tokens.
-    pub attempt: Attempt,
-    /// The model.
-    pub model: ModelId,
-    /// Root of the prefix chain: tenant, model, tokenizer and adapter.
-    pub root: BlockId,
-    /// The prompt.
-    pub prompt: Vec<u32>,
-    /// Tokens that an earlier attempt has already sent to the client; they are replayed, not sent again.
-    pub emitted: Vec<u32>,
-    /// How to draw.
-    pub sampling: Sampling,
-    /// When to end.
-    pub stop: Stop,
-    /// Tokens that the coordinator expects to be served from the prefix cache.
-    pub predicted_cached: u32,
-    /// Milliseconds from receipt until the request is worth nothing any more; 0 is no limit.
-    pub deadline_ms: u64,
 }
 
 /// A token's log-probability and that of the best alternatives, best first.
@@ -162,18 +116,15 @@ pub struct TokenOut {
     pub id: u32,
     /// The text that became certain with it: empty while a character or a possible stop string is incomplete.
     pub text: String,
-    /// When asked for.
     pub logprobs: Option<TokenLogprobs>,
 }
 
-/// Why a generation ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FinishReason {
     /// End of sequence, stop token or stop string.
     Stop,
     /// `max_tokens` or the context's end.
     Length,
-    /// The client left.
     Cancelled,
 }
 
@@ -195,7 +146,6 @@ pub enum GenerateError {
     /// A field has a value that the worker refuses.
     #[error("{field}: {reason}")]
     InvalidField {
-        /// The field.
         field: String,
         /// Value and limit, in words.
         reason: String,
@@ -206,7 +156,6 @@ pub enum GenerateError {
     /// The worker takes no new work; another worker may take it.
     #[error("the worker is draining")]
     Draining,
-    /// The deadline passed.
     #[error("the deadline passed after {after_ms} ms")]
     DeadlineExceeded {
         /// Milliseconds since receipt.
@@ -239,7 +188,7 @@ impl GenerateError {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum GenerateFrame {
     /// The prompt is in; comes with or before the first token.
-    Started(StartedV1),
+    Started(Started),
     /// New tokens, at most [`MAX_TOKENS_PER_FRAME`].
     Tokens(
         #[serde(
@@ -248,15 +197,14 @@ pub enum GenerateFrame {
         )]
         Vec<TokenOut>,
     ),
-    /// The end.
-    Finished(FinishedV1),
+    Finished(Finished),
     /// The end, with an error. Tokens sent before stay valid.
     Failed(GenerateError),
 }
 
 /// See [`GenerateFrame::Started`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StartedV1 {
+pub struct Started {
     /// Prompt tokens served from the prefix cache (or taken over from a sequence that computed them).
     pub cached_tokens: u32,
     /// Prompt tokens computed for this request.
@@ -267,8 +215,7 @@ pub struct StartedV1 {
 
 /// See [`GenerateFrame::Finished`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct FinishedV1 {
-    /// Why.
+pub struct Finished {
     pub reason: FinishReason,
     /// The stop token or stop string that matched, if one did.
     pub matched: Option<String>,
@@ -284,35 +231,12 @@ pub struct FinishedV1 {
     pub accepted_tokens: u32,
 }
 
-/// A worker's life state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum WorkerState {
-    /// Loading weights.
     Starting,
-    /// Takes work.
     Ready,
-    /// Finishes what it has.
     Draining,
-}
-
-/// A model that a worker serves.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ServedModelV1 {
-    /// Its name in the API.
-    pub id: ModelId,
-    /// Digest of the model file(s); part of every block root.
-    pub model_digest: [u8; 32],
-    /// Digest of the tokenizer; part of every block root.
-    pub tokenizer_digest: [u8; 32],
-    /// Longest sequence served, in tokens.
-    pub max_model_len: u32,
-    /// Layers served here: `[first, last)`.
-    pub layers: (u32, u32),
-    /// (model digest, device, ISA, weight path, KV type) in words: equal classes give bit-equal logits.
-    pub numeric_class: String,
-    /// Tokens per KV block.
-    pub block_tokens: u32,
 }
 
 /// What a model is asked for.
@@ -321,19 +245,12 @@ pub enum ModelTask {
     /// Tokens that follow a prompt.
     Generate,
     /// A vector for a text.
-    Embed {
-        /// Values of a vector.
-        width: u32,
-    },
+    Embed { width: u32 },
     /// Scores for a pair of texts.
-    Rerank {
-        /// Scores of a pair.
-        scores: u32,
-    },
+    Rerank { scores: u32 },
 }
 
 impl ModelTask {
-    /// Its name in JSON.
     pub fn name(self) -> &'static str {
         match self {
             Self::Generate => "generate",
@@ -345,7 +262,7 @@ impl ModelTask {
 
 /// A model that a worker serves, and what for.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ServedModelV2 {
+pub struct ServedModel {
     /// Its name in the API.
     pub id: ModelId,
     /// Digest of the model file(s); part of every block root.
@@ -364,66 +281,9 @@ pub struct ServedModelV2 {
     pub task: ModelTask,
 }
 
-impl From<ServedModelV1> for ServedModelV2 {
-    /// The first version knew only models that generate.
-    fn from(model: ServedModelV1) -> Self {
-        let ServedModelV1 {
-            id,
-            model_digest,
-            tokenizer_digest,
-            max_model_len,
-            layers,
-            numeric_class,
-            block_tokens,
-        } = model;
-        let task = ModelTask::Generate;
-        Self { id, model_digest, tokenizer_digest, max_model_len, layers, numeric_class, block_tokens, task }
-    }
-}
-
-impl ServedModelV2 {
-    /// As the first version says it; none of a model that does not generate.
-    pub fn to_v1(&self) -> Option<ServedModelV1> {
-        let Self {
-            id,
-            model_digest,
-            tokenizer_digest,
-            max_model_len,
-            layers,
-            numeric_class,
-            block_tokens,
-            task,
-        } = self.clone();
-        (task == ModelTask::Generate).then_some(ServedModelV1 {
-            id,
-            model_digest,
-            tokenizer_digest,
-            max_model_len,
-            layers,
-            numeric_class,
-            block_tokens,
-        })
-    }
-}
-
-/// A worker introduces itself.
+/// A worker and the models that it serves.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Register {
-    /// First version: its models generate.
-    V1(RegisterV1),
-    /// From protocol version 2 on: its models say what they are asked for.
-    V2(RegisterV2),
-    /// From protocol version 3 on: it says what part of a request it is for, and what a pull costs.
-    V3(RegisterV3),
-    /// From protocol version 4 on: it says what it gives to replicas of several stages.
-    V4(RegisterV4),
-    /// From protocol version 6 on: it names the drafter beside its model.
-    V5(RegisterV5),
-}
-
-/// See [`Register`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RegisterV1 {
+pub struct WorkerInfo {
     /// Must equal the certificate's node id.
     pub node: NodeId,
     /// This life of the process.
@@ -439,53 +299,45 @@ pub struct RegisterV1 {
         serialize_with = "bounded::serialize::<_, _, MAX_MODELS>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_MODELS>"
     )]
-    pub models: Vec<ServedModelV1>,
+    pub models: Vec<ServedModel>,
 }
 
-/// See [`Register`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RegisterV2 {
-    /// Must equal the certificate's node id.
-    pub node: NodeId,
-    /// This life of the process.
-    pub epoch: Epoch,
-    /// Operating-system process id, for people.
-    pub pid: u32,
-    /// Where other nodes reach it, `ip:port`.
-    pub quic: String,
-    /// Its ops port, `ip:port`.
-    pub ops: String,
-    /// What it serves; at most [`MAX_MODELS`].
+pub struct Register {
+    /// Who it is and what it serves.
+    pub worker: WorkerInfo,
+    /// What part of a request it is for.
+    pub part: WorkPart,
+    /// What a pull of each model's prefixes costs; of a model that is not here nothing can be pulled. At most
+    /// [`MAX_MODELS`].
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_MODELS>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_MODELS>"
     )]
-    pub models: Vec<ServedModelV2>,
+    pub pulls: Vec<PullCost>,
+    /// What it gives to replicas; none of a worker that serves its own model only.
+    pub capacity: Option<Capacity>,
+    /// The operations that it offers; at most [`MAX_OPERATIONS`].
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_OPERATIONS>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_OPERATIONS>"
+    )]
+    pub operations: Vec<OfferedOperation>,
+    /// The drafter beside the model whose file it gives to replicas, if it has one.
+    pub drafter: Option<OfferedDrafter>,
 }
 
-impl RegisterV2 {
-    /// As a peer understands it with whom protocol version `version` was agreed on; none if that cannot tell
-    /// what is to be told.
-    pub fn at_version(self, version: u16) -> Option<Register> {
-        if version >= 2 {
-            return Some(Register::V2(self));
-        }
-        let Self { node, epoch, pid, quic, ops, models } = self;
-        let models = models.iter().map(ServedModelV2::to_v1).collect::<Option<_>>()?;
-        Some(Register::V1(RegisterV1 { node, epoch, pid, quic, ops, models }))
+impl From<WorkerInfo> for Register {
+    /// A worker for all of a request that nothing is pulled from and that takes part in no replica.
+    fn from(worker: WorkerInfo) -> Self {
+        let (pulls, operations) = (Vec::new(), Vec::new());
+        Self { worker, part: WorkPart::Both, pulls, capacity: None, operations, drafter: None }
     }
 }
 
 /// A coordinator's answer to a worker that it accepts.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Registered {
-    /// First version.
-    V1(RegisteredV1),
-}
-
-/// See [`Registered`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RegisteredV1 {
+pub struct Registered {
     /// Without a report that shows progress for this long, the worker counts as dead.
     pub lease_ms: u64,
     /// How often to report at least.
@@ -496,24 +348,15 @@ pub struct RegisteredV1 {
 
 /// What a worker says about itself when asked.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub enum WorkerStatus {
-    /// First version.
-    V1(WorkerStatusV1),
-}
-
-/// See [`WorkerStatus`].
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct WorkerStatusV1 {
-    /// Its name.
+pub struct WorkerStatus {
     pub node: NodeId,
     /// What it serves; at most [`MAX_MODELS`].
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_MODELS>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_MODELS>"
     )]
-    pub models: Vec<ServedModelV1>,
-    /// State, load and progress.
-    pub load: LoadReportV1,
+    pub models: Vec<ServedModel>,
+    pub load: LoadReport,
     /// Number of the last KV event of this epoch; 0 before the first.
     pub kv_sequence: u64,
     /// Milliseconds since the process started.
@@ -522,23 +365,11 @@ pub struct WorkerStatusV1 {
 
 /// A worker's load and progress, reported at least twice a second and after bursts.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub enum LoadReport {
-    /// First version.
-    V1(LoadReportV1),
-    /// From protocol version 3 on: with what was pulled and sent.
-    V2(LoadReportV2),
-}
-
-/// See [`LoadReport`].
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct LoadReportV1 {
+pub struct LoadReport {
     /// This life of the process.
     pub epoch: Epoch,
-    /// Whether it takes work.
     pub state: WorkerState,
-    /// Sequences in the batch.
     pub running: u32,
-    /// Sequences queued.
     pub waiting: u32,
     /// Prompt tokens admitted or queued and not yet computed.
     pub pending_prefill_tokens: u64,
@@ -558,4 +389,5 @@ pub struct LoadReportV1 {
     pub step_ms: f32,
     /// Resident set size of the process in bytes.
     pub rss: u64,
+    pub pulls: PullReport,
 }

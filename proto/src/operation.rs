@@ -1,7 +1,7 @@
 //! From protocol version 4 on: whole operations that a worker offers beside generations (decision 44), and the one
 //! stream on which those that hear are served.
 //!
-//! A worker announces what it offers when it registers ([`OfferedOperationV1`]). [`Operation::Embed`] and
+//! A worker announces what it offers when it registers ([`OfferedOperation`]). [`Operation::Embed`] and
 //! [`Operation::Rerank`] keep their own call ([`EncodeRequest`](crate::message::EncodeRequest)); every other operation
 //! is a *session* on a stream of its own, opened by a coordinator:
 //!
@@ -52,14 +52,11 @@ pub enum Operation {
     Vad,
     /// Whether who has spoken is done.
     TurnDetection,
-    /// What is said.
     Asr,
-    /// Speech for a text.
     Tts,
 }
 
 impl Operation {
-    /// All there are.
     pub const ALL: [Self; 6] =
         [Self::Embed, Self::Rerank, Self::Vad, Self::TurnDetection, Self::Asr, Self::Tts];
 
@@ -103,8 +100,7 @@ impl fmt::Display for Operation {
 
 /// One operation that a worker offers with one model.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct OfferedOperationV1 {
-    /// What.
+pub struct OfferedOperation {
     pub operation: Operation,
     /// With which model. Of embed and rerank it is also among the models that the worker serves.
     pub model: ModelId,
@@ -114,15 +110,7 @@ pub struct OfferedOperationV1 {
 
 /// A session, as a coordinator opens it at a worker.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub enum OperationRequest {
-    /// First version.
-    V1(OperationRequestV1),
-}
-
-/// See [`OperationRequest`].
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct OperationRequestV1 {
-    /// The client's request.
+pub struct OperationRequest {
     pub request_id: RequestId,
     /// What is wanted; not embed or rerank.
     pub operation: Operation,
@@ -131,7 +119,6 @@ pub struct OperationRequestV1 {
     /// Samples per second of what will be heard. One that the backend does not take is refused by its name; only
     /// [`Operation::Asr`] converts what it takes.
     pub sample_rate: u32,
-    /// How.
     pub options: OperationOptions,
     /// The span that it is below of, if it is recorded.
     pub trace: Option<TraceContext>,
@@ -144,16 +131,16 @@ pub enum OperationOptions {
     #[default]
     Default,
     /// Of [`Operation::Vad`].
-    Speech(SpeechOptionsV1),
+    Speech(SpeechOptions),
     /// Of [`Operation::TurnDetection`].
-    Turn(TurnOptionsV1),
+    Turn(TurnOptions),
     /// Of [`Operation::Asr`].
-    Transcribe(TranscribeOptionsV1),
+    Transcribe(TranscribeOptions),
 }
 
 /// When speech begins and ends. Each that is none is as the model's authors recommend.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
-pub struct SpeechOptionsV1 {
+pub struct SpeechOptions {
     /// Speech begins with a window of at least this probability; 0 to 1.
     pub threshold: Option<f32>,
     /// Speech may end with a window below this probability; 0 to 1, at most `threshold`.
@@ -168,17 +155,16 @@ pub struct SpeechOptionsV1 {
 
 /// When a turn is complete.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
-pub struct TurnOptionsV1 {
+pub struct TurnOptions {
     /// Complete above this probability, 0 to 1; none: as the model's authors recommend.
     pub threshold: Option<f32>,
 }
 
 /// What is to be made of speech.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct TranscribeOptionsV1 {
+pub struct TranscribeOptions {
     /// The language that is spoken, by its code (`en`); none: what it sounds like.
     pub language: Option<String>,
-    /// Said in English instead.
     pub translate: bool,
     /// What was said or written before, which tells style and spelling; empty: nothing.
     pub prompt: String,
@@ -187,7 +173,6 @@ pub struct TranscribeOptionsV1 {
 /// Tokens of one piece of a transcript at most.
 pub const MAX_SPOKEN_TOKENS: usize = 1 << 12;
 
-/// Sound of one channel.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum Pcm {
     /// Full scale is 1. What is not finite is refused.
@@ -209,7 +194,6 @@ pub enum Pcm {
 }
 
 impl Pcm {
-    /// Samples.
     pub fn len(&self) -> usize {
         match self {
             Self::F32(samples) => samples.len(),
@@ -252,14 +236,14 @@ pub enum OperationInput {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum OperationOutput {
     /// It may be sent to.
-    Opened(OpenedOperationV1),
+    Opened(OpenedOperation),
     /// The probability of speech in consecutive windows, if asked for; at most [`MAX_FRAME_WINDOWS`].
     Windows(
         #[serde(
             serialize_with = "bounded::serialize::<_, _, MAX_FRAME_WINDOWS>",
             deserialize_with = "bounded::deserialize::<_, _, MAX_FRAME_WINDOWS>"
         )]
-        Vec<WindowV1>,
+        Vec<VoiceWindow>,
     ),
     /// Somebody speaks, from this position on.
     SpeechStarted {
@@ -272,12 +256,10 @@ pub enum OperationOutput {
         at: u64,
     },
     /// Whether the turn is complete.
-    Turn(TurnV1),
-    /// What was said.
-    Text(SpokenTextV1),
+    Turn(TurnScore),
+    Text(SpokenText),
     /// A `Segment` is answered.
     Segmented {
-        /// Samples heard so far.
         at: u64,
     },
     /// A `Reset` is done.
@@ -287,18 +269,15 @@ pub enum OperationOutput {
         /// Samples heard since the session was opened, also before resets.
         samples: u64,
     },
-    /// The end, and why.
     Failed(OperationError),
     /// Which language it is heard to be, where that was not said: before the first text.
-    Language(LanguageV1),
+    Language(Language),
 }
 
 /// See [`OperationOutput::Opened`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct OpenedOperationV1 {
-    /// Which backend was chosen.
+pub struct OpenedOperation {
     pub backend: String,
-    /// Which model.
     pub model: ModelId,
     /// Samples per second, as asked for.
     pub sample_rate: u32,
@@ -308,34 +287,28 @@ pub struct OpenedOperationV1 {
     pub idle_timeout_ms: u64,
 }
 
-/// One window.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct WindowV1 {
+pub struct VoiceWindow {
     /// Position of its first sample.
     pub start: u64,
-    /// Of speech in it.
     pub probability: f32,
 }
 
 /// See [`OperationOutput::Turn`].
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct TurnV1 {
+pub struct TurnScore {
     /// Samples heard when this was judged.
     pub at: u64,
     /// Whether who has spoken is done.
     pub complete: bool,
-    /// That it is complete.
     pub probability: f32,
 }
 
 /// See [`OperationOutput::Text`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct SpokenTextV1 {
-    /// The words.
+pub struct SpokenText {
     pub text: String,
-    /// Where they begin.
     pub start: u64,
-    /// Where they end.
     pub end: u64,
     /// Where the window begins in which they were heard.
     pub window: u64,
@@ -353,7 +326,7 @@ pub struct SpokenTextV1 {
 
 /// See [`OperationOutput::Language`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct LanguageV1 {
+pub struct Language {
     /// Its code, `en`.
     pub code: String,
     /// Among all that the model knows.
@@ -365,22 +338,13 @@ pub struct LanguageV1 {
 pub enum OperationError {
     /// Nothing here serves the operation.
     #[error("operation {operation} is not served by this worker")]
-    NotServed {
-        /// Which.
-        operation: Operation,
-    },
+    NotServed { operation: Operation },
     /// The operation is served, not with this model.
     #[error("operation {operation} is not served with model {model} by this worker")]
-    ModelNotFound {
-        /// Which.
-        operation: Operation,
-        /// Which was asked for.
-        model: ModelId,
-    },
+    ModelNotFound { operation: Operation, model: ModelId },
     /// A field has a value that the backend refuses, or would not act upon.
     #[error("{field}: {reason}")]
     InvalidField {
-        /// The field.
         field: String,
         /// Value and limit, in words.
         reason: String,
@@ -402,10 +366,7 @@ pub enum OperationError {
     },
     /// More was sent than a session may hear.
     #[error("a session hears at most {limit} samples")]
-    TooLong {
-        /// Samples.
-        limit: u64,
-    },
+    TooLong { limit: u64 },
     /// The worker failed; another worker may take it.
     #[error("internal error")]
     Internal,

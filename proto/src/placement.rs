@@ -1,4 +1,4 @@
-//! From protocol version 4 on: replicas of several stages under a cluster. What a worker of the pool can give, which
+//! Replicas of several stages under a cluster. What a worker of the pool can give, which
 //! part of a replica a coordinator wants of it, and the lease by which a first stage holds the others.
 //!
 //! A replica's *life* is the number of the agreed entry that planned it: a later plan has a larger one. Within a life,
@@ -7,9 +7,8 @@
 
 use crate::codec::bounded;
 use crate::ids::{Epoch, ModelId};
-use crate::message::{MAX_MODELS, RegisterV3};
-use crate::operation::{MAX_OPERATIONS, OfferedOperationV1};
-use crate::stage::{ReplicaId, StageAddressV1};
+use crate::message::MAX_MODELS;
+use crate::stage::{ReplicaId, StageAddress};
 use serde::{Deserialize, Serialize};
 
 /// Stages of one replica at most.
@@ -19,7 +18,7 @@ pub const MAX_HOLDERS: usize = 16;
 
 /// What a worker of the pool has to give to replicas.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct CapacityV1 {
+pub struct Capacity {
     /// Bytes for weights and caches.
     pub memory: u64,
     /// Bytes per second that its decode steps read.
@@ -31,45 +30,20 @@ pub struct CapacityV1 {
         serialize_with = "bounded::serialize::<_, _, MAX_MODELS>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_MODELS>"
     )]
-    pub files: Vec<ModelFileV1>,
+    pub files: Vec<OfferedModelFile>,
 }
 
 /// A model file that a worker can read.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ModelFileV1 {
+pub struct OfferedModelFile {
     /// The model's name in the API.
     pub model: ModelId,
-    /// Its digest.
     pub digest: [u8; 32],
-}
-
-/// See [`Register`](crate::message::Register).
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RegisterV4 {
-    /// Who it is, what it serves, what it is for.
-    pub worker: RegisterV3,
-    /// What it gives to replicas; none of a worker that serves its own model only.
-    pub capacity: Option<CapacityV1>,
-    /// The operations that it offers; at most [`MAX_OPERATIONS`].
-    #[serde(
-        serialize_with = "bounded::serialize::<_, _, MAX_OPERATIONS>",
-        deserialize_with = "bounded::deserialize::<_, _, MAX_OPERATIONS>"
-    )]
-    pub operations: Vec<OfferedOperationV1>,
-}
-
-/// See [`Register`](crate::message::Register).
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RegisterV5 {
-    /// What the fourth version says.
-    pub worker: RegisterV4,
-    /// The drafter beside the model whose file it gives to replicas, if it has one.
-    pub drafter: Option<OfferedDrafterV1>,
 }
 
 /// The drafter of a model that is placed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub enum DrafterV1 {
+pub enum Drafter {
     /// The block behind the model's last layer, in the model's own file: at the last stage.
     Appended,
     /// A drafter that reads the model's caches, by the digest of its file: at the last stage.
@@ -80,11 +54,10 @@ pub enum DrafterV1 {
 
 /// A drafter that a worker of the pool has beside its model's file, and what it takes of the stage where it guesses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct OfferedDrafterV1 {
+pub struct OfferedDrafter {
     /// Digest of the model that it guesses for.
     pub model_digest: [u8; 32],
-    /// Which drafter.
-    pub drafter: DrafterV1,
+    pub drafter: Drafter,
     /// The first layer of the model whose caches it reads: all from there on are the last stage's.
     pub from_layer: u32,
     /// Bytes of its tensors.
@@ -97,74 +70,14 @@ pub struct OfferedDrafterV1 {
     pub state_elements: u64,
 }
 
-impl From<RegisterV4> for RegisterV5 {
-    /// The fourth version knew no drafters.
-    fn from(worker: RegisterV4) -> Self {
-        Self { worker, drafter: None }
-    }
-}
-
-impl From<RegisterV3> for RegisterV4 {
-    /// The third version knew no pool and no operations but those of the models that it names.
-    fn from(worker: RegisterV3) -> Self {
-        Self { worker, capacity: None, operations: Vec::new() }
-    }
-}
-
 /// What a coordinator wants of a worker of the pool. It comes again and again, so that nothing need be remembered of
 /// what was said before.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum PlaceOrder {
-    /// First version.
-    V1(PlaceOrderV1),
-    /// From protocol version 6 on: it names the drafter.
-    V2(PlaceOrderV2),
-}
-
-impl PlaceOrder {
-    /// What it says, in the latest version.
-    pub fn into_latest(self) -> PlaceOrderV2 {
-        match self {
-            Self::V1(order) => order.into(),
-            Self::V2(latest) => latest,
-        }
-    }
-}
-
-impl PlaceOrderV2 {
-    /// As a peer understands it with whom protocol version `version` was agreed on. One that knows no drafters goes by its own
-    /// setting.
-    pub fn at_version(self, version: u16) -> PlaceOrder {
-        match version {
-            6.. => PlaceOrder::V2(self),
-            _ => PlaceOrder::V1(self.order),
-        }
-    }
-}
-
-impl From<PlaceOrderV1> for PlaceOrderV2 {
-    /// The first version knew no drafters.
-    fn from(order: PlaceOrderV1) -> Self {
-        Self { order, drafter: None }
-    }
-}
-
-/// See [`PlaceOrder`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PlaceOrderV2 {
-    /// What the first version says.
-    pub order: PlaceOrderV1,
-    /// The drafter of the replica that the worker leads; without one its own setting counts.
-    pub drafter: Option<DrafterV1>,
-}
-
-/// See [`PlaceOrder`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PlaceOrderV1 {
+pub struct PlaceOrder {
     /// How much of what is agreed on the coordinator knows; of two orders the one with more counts.
     pub version: u64,
     /// The replica that the worker is the first stage of; none to be free, or another stage.
-    pub lead: Option<LeadV1>,
+    pub lead: Option<Lead>,
     /// Where others are reached, `ip:port`, that have the model of the replica that it is a stage of, the first or
     /// another; at most [`MAX_HOLDERS`].
     #[serde(
@@ -172,16 +85,15 @@ pub struct PlaceOrderV1 {
         deserialize_with = "bounded::deserialize::<_, _, MAX_HOLDERS>"
     )]
     pub holders: Vec<String>,
+    /// The drafter of the replica that the worker leads; without one its own setting counts.
+    pub drafter: Option<Drafter>,
 }
 
 /// A replica to be led.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LeadV1 {
-    /// Its life.
+pub struct Lead {
     pub life: u64,
-    /// The model.
     pub model: ModelId,
-    /// Digest of its file(s).
     pub model_digest: [u8; 32],
     /// Bytes that the caches of all stages together may take, so that each has room for its part.
     pub cache_bytes: u64,
@@ -190,40 +102,30 @@ pub struct LeadV1 {
         serialize_with = "bounded::serialize::<_, _, MAX_STAGES>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_STAGES>"
     )]
-    pub stages: Vec<PlacedStageV1>,
+    pub stages: Vec<PlacedStage>,
 }
 
 /// A stage of a plan.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PlacedStageV1 {
+pub struct PlacedStage {
     /// Who, and where it is reached.
-    pub at: StageAddressV1,
+    pub at: StageAddress,
     /// First layer, and the one behind the last.
     pub layers: (u32, u32),
 }
 
 /// What a worker of the pool answers to a [`PlaceOrder`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum PlaceReport {
-    /// First version.
-    V1(PlaceReportV1),
-}
-
-/// See [`PlaceReport`].
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct PlaceReportV1 {
+pub struct PlaceReport {
     /// How the replica is that it leads.
-    pub leads: Option<LeadReportV1>,
+    pub leads: Option<LeadReport>,
     /// The life of the replica that it is another stage of.
     pub holds: Option<u64>,
 }
 
-/// How a replica is.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LeadReportV1 {
-    /// Its life.
+pub struct LeadReport {
     pub life: u64,
-    /// Where it stands.
     pub state: LeadState,
     /// Times that it was put together, or that this was tried.
     pub attempts: u32,
@@ -231,21 +133,17 @@ pub struct LeadReportV1 {
     pub reason: String,
 }
 
-/// Where a replica stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum LeadState {
     /// Its stages are claimed and load.
     Forming,
-    /// It serves.
     Serving,
-    /// Another attempt follows.
     Waiting,
     /// The model's file is no such model: no attempt follows.
     BadFile,
 }
 
 impl LeadState {
-    /// Its name in JSON.
     pub fn name(self) -> &'static str {
         match self {
             Self::Forming => "forming",
@@ -258,17 +156,9 @@ impl LeadState {
 
 /// A first stage claims another: the head of a lease.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum StageClaim {
-    /// First version.
-    V1(StageClaimV1),
-}
-
-/// See [`StageClaim`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StageClaimV1 {
+pub struct StageClaim {
     /// The replica that the stage will be asked to join.
     pub replica: ReplicaId,
-    /// Its life.
     pub life: u64,
     /// Which attempt within that life.
     pub epoch: Epoch,
@@ -284,9 +174,7 @@ pub enum LeaseBeat {
 /// From the stage that is held.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum LeaseAnswer {
-    /// The claim holds.
     Granted,
-    /// It does not.
     Refused(ClaimRefusal),
     /// To the beat with this number.
     Beat(u64),
@@ -297,12 +185,7 @@ pub enum LeaseAnswer {
 pub enum ClaimRefusal {
     /// A later life, or a later attempt in the same one, has claimed the stage.
     #[error("life {life} has claimed it in epoch {}", epoch.0)]
-    Stale {
-        /// The latest life.
-        life: u64,
-        /// Its epoch.
-        epoch: Epoch,
-    },
+    Stale { life: u64, epoch: Epoch },
     /// It is the first stage of a replica itself.
     #[error("it leads a replica")]
     Leads,

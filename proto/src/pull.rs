@@ -16,16 +16,8 @@ pub const SLICE_BYTES: u64 = 16 << 20;
 /// Workers that one sends to at once; further ones are refused and compute.
 pub const SENDS_AT_ONCE: usize = 8;
 
-/// What is asked for.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum PullRequest {
-    /// First version.
-    V1(PullRequestV1),
-}
-
-/// See [`PullRequest`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PullRequestV1 {
+pub struct PullRequest {
     /// Digest of what must be equal on both sides for bytes to mean the same: model, tokenizer, numeric class, layout
     /// of the caches.
     pub origin: [u8; 32],
@@ -40,17 +32,15 @@ pub struct PullRequestV1 {
 /// What comes back: `Head`, then as many `Piece`s as it says, each followed by its bytes; or `Failed`, at any time.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PullFrame {
-    /// What will follow.
-    Head(PullHeadV1),
+    Head(PullHead),
     /// A piece; its bytes follow the frame.
-    Piece(PulledPieceV1),
-    /// Nothing more follows.
+    Piece(PulledPiece),
     Failed(PullRefusal),
 }
 
 /// See [`PullFrame::Head`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PullHeadV1 {
+pub struct PullHead {
     /// Tokens of the resume point: at most those asked for, more than the asking worker has.
     pub tokens: u32,
     /// Pieces that follow: those of this resume point that end behind what the asking worker has, in the order of
@@ -60,8 +50,7 @@ pub struct PullHeadV1 {
 
 /// See [`PullFrame::Piece`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PulledPieceV1 {
-    /// The cache group.
+pub struct PulledPiece {
     pub group: u32,
     /// Tokens up to its end.
     pub end: u32,
@@ -83,14 +72,13 @@ pub enum PullRefusal {
     /// It sends to as many others already as it may.
     #[error("it sends to too many others")]
     Busy,
-    /// It failed.
     #[error("internal error")]
     Internal,
 }
 
 /// Where a worker may pull from.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PullSourceV1 {
+pub struct PullSource {
     /// The worker that holds the prefix; its certificate must say so.
     pub node: NodeId,
     /// Where it is reached by QUIC, `ip:port`.

@@ -13,7 +13,6 @@ pub const MAX_LISTED: usize = 4096;
 /// A sequence by the request that made it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct SequenceName {
-    /// The client's request.
     pub request: RequestId,
     /// Which choice of it (`n` > 1, several prompts).
     pub choice: u32,
@@ -30,19 +29,10 @@ impl std::fmt::Display for SequenceName {
 
 /// An operation, as a coordinator hands it to a worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum SequenceRequest {
-    /// First version.
-    V1(SequenceRequestV1),
-}
-
-/// See [`SequenceRequest`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SequenceRequestV1 {
-    /// The model.
+pub struct SequenceRequest {
     pub model: ModelId,
     /// Root of the tenant's prefix chains: only what stands under it is seen and touched.
     pub root: BlockId,
-    /// What to do.
     pub operation: SequenceOperation,
 }
 
@@ -53,20 +43,15 @@ pub enum SequenceOperation {
     List,
     /// Saves a sequence's caches at the worker: [`SequenceReply::Saved`].
     Save {
-        /// Which.
         sequence: SequenceName,
         /// Where the snapshot is kept.
         medium: SaveMedium,
     },
     /// Sends a snapshot: the one saved under this name, else one of the sequence as it stands now:
     /// [`SequenceReply::Bytes`].
-    Fetch {
-        /// Of which sequence.
-        sequence: SequenceName,
-    },
+    Fetch { sequence: SequenceName },
     /// Brings a saved snapshot's caches back: [`SequenceReply::Sequence`].
     Restore {
-        /// The snapshot.
         snapshot: SequenceName,
         /// What the sequence is called from now on.
         name: SequenceName,
@@ -79,36 +64,23 @@ pub enum SequenceOperation {
         bytes: u64,
     },
     /// Another sequence that stands where this one does and shares all of its blocks: [`SequenceReply::Sequence`].
-    Fork {
-        /// Which.
-        sequence: SequenceName,
-        /// The new one.
-        name: SequenceName,
-    },
+    Fork { sequence: SequenceName, name: SequenceName },
     /// Cuts a sequence; what is cached behind the cut and nobody shares is let go: [`SequenceReply::Sequence`].
     Reset {
-        /// Which.
         sequence: SequenceName,
         /// Tokens that it keeps; at least 1.
         keep: u32,
     },
     /// Forgets a sequence and the snapshot of that name: [`SequenceReply::Done`].
-    Drop {
-        /// Which.
-        sequence: SequenceName,
-    },
+    Drop { sequence: SequenceName },
     /// Computes a prefix, if it is not cached, and holds it against eviction: [`SequenceReply::Pinned`].
     Pin {
-        /// The prefix.
         tokens: Vec<u32>,
         /// How long; 0 is until it is unpinned.
         ttl_ms: u64,
     },
     /// Lets a pinned prefix go: [`SequenceReply::Done`].
-    Unpin {
-        /// Which.
-        pin: u64,
-    },
+    Unpin { pin: u64 },
 }
 
 /// Where a snapshot is kept.
@@ -122,7 +94,6 @@ pub enum SaveMedium {
 }
 
 impl SaveMedium {
-    /// Its name in JSON.
     pub fn name(self) -> &'static str {
         match self {
             Self::Memory => "memory",
@@ -134,17 +105,14 @@ impl SaveMedium {
 /// What a worker answers to a [`SequenceRequest`], once.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SequenceReply {
-    /// What there is.
-    List(SequenceListV1),
+    List(SequenceList),
     /// The sequence as it stands now.
-    Sequence(SequenceInfoV1),
+    Sequence(SequenceInfo),
     /// The snapshot that was saved.
-    Saved(SnapshotInfoV1),
+    Saved(SnapshotInfo),
     /// A snapshot of so many bytes, which follow.
     Bytes(u64),
-    /// The pin.
-    Pinned(PinInfoV1),
-    /// It is done.
+    Pinned(PinInfo),
     Done,
     /// It is not done, nothing has changed, and why.
     Failed(SequenceError),
@@ -152,31 +120,28 @@ pub enum SequenceReply {
 
 /// See [`SequenceReply::List`].
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct SequenceListV1 {
+pub struct SequenceList {
     /// Sequences that can be named, the latest last.
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_LISTED>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_LISTED>"
     )]
-    pub sequences: Vec<SequenceInfoV1>,
-    /// Snapshots that are kept.
+    pub sequences: Vec<SequenceInfo>,
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_LISTED>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_LISTED>"
     )]
-    pub snapshots: Vec<SnapshotInfoV1>,
-    /// Prefixes that are pinned.
+    pub snapshots: Vec<SnapshotInfo>,
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_LISTED>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_LISTED>"
     )]
-    pub pins: Vec<PinInfoV1>,
+    pub pins: Vec<PinInfo>,
 }
 
 /// A sequence that can be named.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SequenceInfoV1 {
-    /// Its name.
+pub struct SequenceInfo {
     pub name: SequenceName,
     /// Its tokens, prompt and output.
     pub tokens: u32,
@@ -188,18 +153,15 @@ pub struct SequenceInfoV1 {
 
 /// A snapshot that a worker keeps.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SnapshotInfoV1 {
-    /// Of which sequence.
+pub struct SnapshotInfo {
     pub name: SequenceName,
     /// Bytes of the file.
     pub bytes: u64,
-    /// Where it is.
     pub medium: SaveMedium,
 }
 
-/// A pinned prefix.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PinInfoV1 {
+pub struct PinInfo {
     /// Its number, unique in the worker's life.
     pub pin: u64,
     /// Tokens that are held: the prefix's full units.
@@ -217,17 +179,13 @@ pub struct PinInfoV1 {
 pub enum SequenceError {
     /// No sequence, snapshot or pin of this name.
     #[error("{what} is not known here")]
-    Unknown {
-        /// Which.
-        what: String,
-    },
+    Unknown { what: String },
     /// The sequence is being generated; it can be named again when it has ended.
     #[error("sequence {0} is being generated")]
     Live(SequenceName),
     /// A field has a value that is refused.
     #[error("{field}: {reason}")]
     InvalidField {
-        /// The field.
         field: String,
         /// Value and limit, in words.
         reason: String,
@@ -238,7 +196,6 @@ pub enum SequenceError {
     /// A budget would be exceeded.
     #[error("{what} would take {wanted} bytes, {limit} are allowed")]
     OverBudget {
-        /// Of what.
         what: String,
         /// Bytes with this one.
         wanted: u64,
@@ -251,13 +208,11 @@ pub enum SequenceError {
         /// Tokens.
         tokens: u32,
     },
-    /// Too much waits already.
     #[error("the worker's queue is full")]
     QueueFull,
     /// What is asked for is not served here: another model, no prefix cache, no snapshot directory.
     #[error("{0}")]
     Unsupported(String),
-    /// The worker failed.
     #[error("internal error")]
     Internal,
 }

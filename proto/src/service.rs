@@ -17,51 +17,29 @@ use std::time::{Duration, Instant};
 pub enum Refusal {
     /// The body's node id is not the certificate's.
     #[error("{claimed} is not the certified node id")]
-    NotYourName {
-        /// The name used.
-        claimed: NodeId,
-    },
+    NotYourName { claimed: NodeId },
     /// Another life of this worker has taken over.
     #[error("epoch {} is known, this one is older", known.0)]
-    StaleEpoch {
-        /// The newest epoch seen.
-        known: Epoch,
-    },
+    StaleEpoch { known: Epoch },
     /// The lease ran out, or the coordinator has restarted.
     #[error("not registered")]
     NotRegistered,
     /// A model is served under a known name with other weights or another tokenizer.
     #[error("model {model} differs from what the cluster serves under that name")]
-    ModelDiffers {
-        /// The model's name.
-        model: String,
-    },
+    ModelDiffers { model: String },
     /// Another process with the same identity is alive.
     #[error(
         "another process with this worker's identity is alive at {at}; each worker needs an identity of its own"
     )]
-    AlreadyHere {
-        /// Where.
-        at: String,
-    },
+    AlreadyHere { at: String },
     /// The coordinator has a setting that is not the other coordinators'.
     #[error("this coordinator's {settings} is not that of the other coordinators")]
-    SettingsDiffer {
-        /// Which.
-        settings: String,
-    },
+    SettingsDiffer { settings: String },
 }
 
 /// When a worker's certificate ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum CertificateReport {
-    /// First version.
-    V1(CertificateReportV1),
-}
-
-/// See [`CertificateReport`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct CertificateReportV1 {
+pub struct CertificateReport {
     /// Seconds since 1970.
     pub ends: i64,
 }
@@ -86,9 +64,7 @@ pub trait WorkerApi {
     async fn kv_replay(from: u64) -> KvReplay;
     /// Takes no new work from now on. Repeating it changes nothing; progress shows in `status`.
     async fn drain();
-    /// Takes work again.
     async fn undrain();
-    /// State, models and load.
     async fn status() -> WorkerStatus;
     /// The worker's own metrics in the text format that Prometheus scrapes.
     async fn metrics_text() -> String;

@@ -11,19 +11,17 @@ use serde::{Deserialize, Serialize};
 /// Chunks that one request names at most.
 pub const MAX_CHUNKS: usize = 1024;
 
-/// What is asked for.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ShardRequest {
     /// The manifest of a model.
-    Manifest(ModelRefV1),
+    Manifest(ModelRef),
     /// Chunks, whatever model they are of.
-    Chunks(ChunksV1),
+    Chunks(ChunkRequest),
 }
 
 /// A model that somebody holds.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum ModelRefV1 {
-    /// By its digest.
+pub enum ModelRef {
     Digest([u8; 32]),
     /// By the name under which the worker that is asked serves it.
     Named(ModelId),
@@ -31,7 +29,7 @@ pub enum ModelRefV1 {
 
 /// See [`ShardRequest::Chunks`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ChunksV1 {
+pub struct ChunkRequest {
     /// Their names: BLAKE3 of their bytes. At most [`MAX_CHUNKS`].
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_CHUNKS>",
@@ -47,7 +45,6 @@ pub enum ShardFrame {
     Bytes(u32),
     /// It is not held here.
     NotHeld,
-    /// Nothing more follows.
     Failed(ShardRefusal),
 }
 
@@ -57,7 +54,6 @@ pub enum ShardRefusal {
     /// It sends to as many others already as it may.
     #[error("it sends to too many others")]
     Busy,
-    /// It failed.
     #[error("internal error")]
     Internal,
 }
@@ -65,16 +61,9 @@ pub enum ShardRefusal {
 /// Sources that a report names at most.
 pub const MAX_STRUCK: usize = 256;
 
-/// How far a worker is with getting its model from others, as coordinators are told; from protocol version 4 on.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum ShippingReport {
-    /// First version.
-    V1(ShippingReportV1),
-}
-
-/// See [`ShippingReport`].
+/// How far a worker is with getting its model from others, as coordinators are told.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ShippingReportV1 {
+pub struct ShippingReport {
     /// Bytes of chunks that belong to it; 0 where the model is a file.
     pub wanted: u64,
     /// Bytes of these that it has.

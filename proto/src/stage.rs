@@ -3,7 +3,7 @@
 //!
 //! The first stage opens one control stream to every other stage: [`StageOrder`]s go one way, [`StageReport`]s come
 //! back. Activations flow from each stage to the next on a stream of one direction: a [`StageFeed`] first, then for
-//! every step a [`StageStep`] and behind it the residual stream, which no codec touches. What the last stage has drawn
+//! every step a [`StageFrame`] and behind it the residual stream, which no codec touches. What the last stage has drawn
 //! it reports on its control stream; which rows of guesses count the first stage says on the stream of the steps, so that
 //! every stage hears it in front of whatever builds on it. What blocks hold is read and filled on a third stream
 //! ([`blocks`]).
@@ -61,17 +61,16 @@ pub struct ReplicaId(pub [u8; 16]);
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum StageOrder {
     /// First: load this range.
-    Join(StageJoinV1),
+    Join(StageJoin),
     /// Second, once all have loaded: lay out the caches, and connect to the next stage.
-    Begin(StageBeginV1),
+    Begin(StageBegin),
     /// At any time after that: report [`StageReport::Progress`].
     TellProgress,
 }
 
 /// See [`StageOrder::Join`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StageJoinV1 {
-    /// The replica.
+pub struct StageJoin {
     pub replica: ReplicaId,
     /// Digest of the model, for a stage that has no file of it.
     pub model_digest: [u8; 32],
@@ -87,19 +86,16 @@ pub struct StageJoinV1 {
     /// How activations arrive and leave.
     pub activations: ActivationType,
     /// Where they go; none for the last stage.
-    pub next: Option<StageAddressV1>,
+    pub next: Option<StageAddress>,
     /// Who guesses beside the last layer; none for the other stages.
-    pub drafter: Option<StageDrafterV1>,
+    pub drafter: Option<StageDrafter>,
 }
 
 /// Who guesses at the last stage what is drawn next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum StageDrafterV1 {
+pub enum StageDrafter {
     /// A drafter that reads the caches of some layers, all of them the last stage's.
-    Assistant {
-        /// Digest of its file.
-        digest: [u8; 32],
-    },
+    Assistant { digest: [u8; 32] },
     /// The block behind the model's last layer, in its own file.
     Appended {
         /// Sequences that it guesses for at a time.
@@ -109,7 +105,7 @@ pub enum StageDrafterV1 {
 
 /// Where a stage is reached.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StageAddressV1 {
+pub struct StageAddress {
     /// The worker; its certificate must say so.
     pub node: NodeId,
     /// `ip:port`.
@@ -118,7 +114,7 @@ pub struct StageAddressV1 {
 
 /// See [`StageOrder::Begin`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StageBeginV1 {
+pub struct StageBegin {
     /// Slabs that every stage's arena is cut into.
     pub slabs: u32,
     /// Blocks of each group that a slab holds.
@@ -132,29 +128,25 @@ pub struct StageBeginV1 {
 /// From a stage to the first one.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum StageReport {
-    /// The range is loaded.
-    Joined(StageJoinedV1),
+    Joined(StageJoined),
     /// Caches are laid out, and the next stage is connected: steps may come.
     Ready,
-    /// From the last stage: what a step came to. `rows` rows of logits follow the frame, f32 little endian.
-    Drawn(StageDrawnV1),
+    /// From the last stage: what a step came to. `rows` rows of logits follow the frame, then the returned rows, f32 little
+    /// endian.
+    Drawn(StageDrawn),
     /// The stage has given up the replica.
     Failed(StageFailure),
-    /// As `Drawn`, for a step of version 2. The returned rows follow the rows of logits, f32 little endian.
-    DrawnV2(StageDrawnV2),
     /// How far the stage is, because it was asked.
-    Progress(StageProgressV1),
+    Progress(StageProgressReport),
     /// From the last stage, behind the report of a step that asks for it: of the row that went back, the logits of the
-    /// tokens from [`StageStepV3::head_from`] on follow the frame, f32 little endian, or it says the largest of them.
-    Rest(StageRestV1),
+    /// tokens from [`StageHead::from`] on follow the frame, f32 little endian, or it says the largest of them.
+    Rest(StageRest),
 }
 
 /// See [`StageReport::Rest`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
-pub struct StageRestV1 {
-    /// The step.
+pub struct StageRest {
     pub step: u64,
-    /// How many logits follow.
     pub logits: u32,
     /// The token of the largest logit, and that, where nothing else is wanted.
     pub best: Option<(u32, f32)>,
@@ -164,7 +156,7 @@ pub struct StageRestV1 {
 
 /// See [`StageReport::Joined`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StageJoinedV1 {
+pub struct StageJoined {
     /// Bytes of a block of each group, over the layers of the range: 0 where it holds none of the group.
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_GROUPS>",
@@ -174,49 +166,41 @@ pub struct StageJoinedV1 {
 }
 
 /// See [`StageReport::Drawn`].
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StageDrawnV1 {
-    /// The step.
-    pub step: u64,
-    /// The most likely token of each row of [`StageStepV1::argmax`]; [`u32::MAX`] where the row holds NaN or infinity.
-    pub tokens: Vec<u32>,
-    /// Rows of logits that follow: those of [`StageStepV1::logits`].
-    pub rows: u32,
-}
-
-/// See [`StageReport::DrawnV2`].
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct StageDrawnV2 {
-    /// What the first version says.
-    pub drawn: StageDrawnV1,
-    /// What was drawn for each of [`StageStepV2::samples`].
+pub struct StageDrawn {
+    pub step: u64,
+    /// The most likely token of each row of [`StageStep::argmax`]; [`u32::MAX`] where the row holds NaN or infinity.
+    pub tokens: Vec<u32>,
+    /// Rows of logits that follow: those of [`StageStep::logits`].
+    pub rows: u32,
+    /// What was drawn for each of [`StageStep::samples`].
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_SEQUENCES>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_SEQUENCES>"
     )]
-    pub samples: Vec<StageSampledV1>,
-    /// Rows of the residual stream that follow the logits: those of [`StageStepV2::returned`].
+    pub samples: Vec<StageSampled>,
+    /// Rows of the residual stream that follow the logits: those of [`StageStep::returned`].
     pub returned: u32,
     /// What each stage but the first has spent on the step, in their order.
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_STAGES>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_STAGES>"
     )]
-    pub spent: Vec<StageSpentV1>,
-    /// For each of [`StageStepV2::guesses`] what will probably be drawn next; fewer tokens than asked for, or none, where
+    pub spent: Vec<StageSpent>,
+    /// For each of [`StageStep::guesses`] what will probably be drawn next; fewer tokens than asked for, or none, where
     /// no more could be made.
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_SEQUENCES>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_SEQUENCES>"
     )]
-    pub guessed: Vec<StageGuessedV1>,
+    pub guessed: Vec<StageGuessed>,
     /// Microseconds that guessing took, part of what the last stage has spent.
     pub guessing_us: u32,
 }
 
 /// What a sequence will probably draw.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StageGuessedV1 {
+pub struct StageGuessed {
     /// The tokens, each behind those before it.
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_GUESSES>",
@@ -227,7 +211,7 @@ pub struct StageGuessedV1 {
 
 /// A token that a stage has drawn.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct StageSampledV1 {
+pub struct StageSampled {
     /// The token; [`u32::MAX`] where the row holds NaN or infinity.
     pub token: u32,
     /// Its log-probability and those of the best others, if they were asked for.
@@ -236,7 +220,7 @@ pub struct StageSampledV1 {
 
 /// What a stage has spent on a step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StageSpentV1 {
+pub struct StageSpent {
     /// Microseconds without work, before the step had arrived.
     pub stalled_us: u32,
     /// Microseconds from then until it was computed.
@@ -247,7 +231,7 @@ pub struct StageSpentV1 {
 
 /// See [`StageReport::Progress`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StageProgressV1 {
+pub struct StageProgressReport {
     /// The last step that it has computed; 0 is none.
     pub done: u64,
     /// The step that it computes; 0 is none.
@@ -261,10 +245,7 @@ pub struct StageProgressV1 {
 pub enum StageFailure {
     /// It would compute other bits.
     #[error("it computes in another numeric class: {class}")]
-    OtherClass {
-        /// Its own.
-        class: String,
-    },
+    OtherClass { class: String },
     /// It is part of another replica.
     #[error("it is part of another replica")]
     Busy,
@@ -273,77 +254,50 @@ pub enum StageFailure {
     Layers,
     /// Weights or caches do not fit, or the file is not usable.
     #[error("it cannot load them: {reason}")]
-    Load {
-        /// Why.
-        reason: String,
-    },
+    Load { reason: String },
     /// The stage before or behind it is gone.
     #[error("it has lost its neighbour: {reason}")]
-    Neighbour {
-        /// Why.
-        reason: String,
-    },
+    Neighbour { reason: String },
     /// A step could not be computed.
     #[error("a step failed: {reason}")]
-    Step {
-        /// Why.
-        reason: String,
-    },
-    /// It stops.
+    Step { reason: String },
     #[error("it stops")]
     Stops,
     /// The file, whose digest is the one asked for, is no model that can be loaded: nor will it be elsewhere.
     #[error("its file cannot be loaded: {reason}")]
-    BadFile {
-        /// Why.
-        reason: String,
-    },
+    BadFile { reason: String },
 }
 
 /// The head of a stream of activations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum StageFeed {
-    /// First version.
-    V1(StageFeedV1),
-}
-
-/// See [`StageFeed`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StageFeedV1 {
+pub struct StageFeed {
     /// The replica that they belong to.
     pub replica: ReplicaId,
 }
 
-/// What a stage must know of a step. The residual stream of all rows follows the frame.
+/// What travels from a stage to the next.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub enum StageStep {
-    /// First version.
-    V1(StageStepV1),
-    /// Second version.
-    V2(StageStepV2),
-    /// No step, but which rows of one before it count. Nothing follows.
-    Counted(StageCountedV1),
-    /// Third version.
-    V3(StageStepV3),
+pub enum StageFrame {
+    /// A step. The residual stream of all rows follows the frame.
+    Step(StageStep),
+    /// Which rows of a step before it count. Nothing follows.
+    Counted(StageCounted),
 }
 
-impl StageStep {
-    /// How many rows it has.
+impl StageFrame {
+    /// Rows of the residual stream that follow.
     pub fn rows(&self) -> usize {
         match self {
-            Self::V1(plan)
-            | Self::V2(StageStepV2 { plan, .. })
-            | Self::V3(StageStepV3 { step: StageStepV2 { plan, .. }, .. }) => plan.tokens.len(),
+            Self::Step(step) => step.tokens.len(),
             Self::Counted(_) => 0,
         }
     }
 }
 
-/// How many rows count of each sequence of a step whose state was [`StageStateV1::deferred`], in their order: its state
+/// How many rows count of each sequence of a step whose state was [`StageState::deferred`], in their order: its state
 /// after these goes where the step has said. Said once for each step that defers any, in the order of the steps.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StageCountedV1 {
-    /// The step.
+pub struct StageCounted {
     pub step: u64,
     /// The rows of each.
     #[serde(
@@ -353,48 +307,12 @@ pub struct StageCountedV1 {
     pub rows: Vec<u32>,
 }
 
-/// See [`StageStep`]. A row is made something of at one place only: in `plan`, by a sample, or by who gets it back.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct StageStepV2 {
-    /// What the first version says.
-    pub plan: StageStepV1,
-    /// Tokens that the last stage draws.
-    #[serde(
-        serialize_with = "bounded::serialize::<_, _, MAX_SEQUENCES>",
-        deserialize_with = "bounded::deserialize::<_, _, MAX_SEQUENCES>"
-    )]
-    pub samples: Vec<StageSampleV1>,
-    /// Rows of the residual stream behind the last layer that the first stage gets back, to compute their logits
-    /// itself.
-    pub returned: Vec<u32>,
-    /// What the stages so far have spent on it, the first one left out.
-    #[serde(
-        serialize_with = "bounded::serialize::<_, _, MAX_STAGES>",
-        deserialize_with = "bounded::deserialize::<_, _, MAX_STAGES>"
-    )]
-    pub spent: Vec<StageSpentV1>,
-    /// The spans, of requests that are recorded, that it is below of.
-    #[serde(
-        serialize_with = "bounded::serialize::<_, _, MAX_TRACES>",
-        deserialize_with = "bounded::deserialize::<_, _, MAX_TRACES>"
-    )]
-    pub traces: Vec<TraceContext>,
-    /// Sequences, ascending, for which the last stage guesses what comes behind what it has drawn.
-    #[serde(
-        serialize_with = "bounded::serialize::<_, _, MAX_SEQUENCES>",
-        deserialize_with = "bounded::deserialize::<_, _, MAX_SEQUENCES>"
-    )]
-    pub guesses: Vec<StageGuessV1>,
-}
-
-/// A step whose logits the first and the last stage make together: [`StageStepV2::returned`] is one row, of which the first
-/// stage makes the logits of the tokens before `head_from`, and the last one those of the others.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct StageStepV3 {
-    /// What the second version says.
-    pub step: StageStepV2,
+/// Logits that the first and the last stage compute together: [`StageStep::returned`] is one row, of which the first stage
+/// computes the logits of the tokens before `from`, and the last one those of the others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StageHead {
     /// The last stage's first token; below the vocabulary's size.
-    pub head_from: u32,
+    pub from: u32,
     /// Whether nothing but the largest logit is wanted of its part.
     pub best: bool,
 }
@@ -402,21 +320,19 @@ pub struct StageStepV3 {
 /// Guesses that are asked for of a sequence. A row counts if the token behind it is the one drawn from it, and the last that
 /// counts is the one that the guesses follow; each row from `first` on is drawn from at the last stage, once.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StageGuessV1 {
-    /// Which of [`StageStepV1::sequences`].
+pub struct StageGuess {
+    /// Which of [`StageStep::sequences`].
     pub sequence: u32,
     /// Its first row that is drawn from, counted from the step's first.
     pub first: u32,
-    /// Guesses at most.
     pub most: u32,
 }
 
 /// A token to be drawn: everything that the draw depends on, so that whoever draws need remember nothing.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct StageSampleV1 {
+pub struct StageSample {
     /// The row.
     pub row: u32,
-    /// How to draw.
     pub sampling: Sampling,
     /// Tokens drawn before.
     pub drawn: u32,
@@ -428,9 +344,10 @@ pub struct StageSampleV1 {
     pub counts: Vec<(u32, u32)>,
 }
 
-/// See [`StageStep`].
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StageStepV1 {
+/// What a stage must know of a step. Each row of logits is used at one place only: in `argmax` or `logits`, by a sample,
+/// or by the stage that gets it back.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct StageStep {
     /// Its number, from 1.
     pub step: u64,
     /// Token of each row.
@@ -440,22 +357,51 @@ pub struct StageStepV1 {
         serialize_with = "bounded::serialize::<_, _, MAX_SEQUENCES>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_SEQUENCES>"
     )]
-    pub sequences: Vec<StageSequenceV1>,
+    pub sequences: Vec<StageSequence>,
     /// Blocks to copy first, in order.
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_COPIES>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_COPIES>"
     )]
-    pub copies: Vec<StageCopyV1>,
+    pub copies: Vec<StageCopy>,
     /// Rows of which the last stage names the most likely token.
     pub argmax: Vec<u32>,
     /// Rows of which it sends the logits.
     pub logits: Vec<u32>,
+    /// Tokens that the last stage draws.
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_SEQUENCES>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_SEQUENCES>"
+    )]
+    pub samples: Vec<StageSample>,
+    /// Rows of the residual stream behind the last layer that the first stage gets back, to compute their logits
+    /// itself.
+    pub returned: Vec<u32>,
+    /// What the stages so far have spent on it, the first one left out.
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_STAGES>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_STAGES>"
+    )]
+    pub spent: Vec<StageSpent>,
+    /// The spans, of requests that are recorded, that it is below of.
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_TRACES>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_TRACES>"
+    )]
+    pub traces: Vec<TraceContext>,
+    /// Sequences, ascending, for which the last stage guesses what comes behind what it has drawn.
+    #[serde(
+        serialize_with = "bounded::serialize::<_, _, MAX_SEQUENCES>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_SEQUENCES>"
+    )]
+    pub guesses: Vec<StageGuess>,
+    /// A head that two stages share; none where each row's logits are computed at one.
+    pub head: Option<StageHead>,
 }
 
 /// One sequence's part of a step.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StageSequenceV1 {
+pub struct StageSequence {
     /// How many rows.
     pub rows: u32,
     /// Positions before the first of them.
@@ -465,14 +411,14 @@ pub struct StageSequenceV1 {
         serialize_with = "bounded::serialize::<_, _, MAX_GROUPS>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_GROUPS>"
     )]
-    pub tables: Vec<StageTableV1>,
+    pub tables: Vec<StageTable>,
     /// What becomes of its recurrent state; none without recurrent layers.
-    pub state: Option<StageStateV1>,
+    pub state: Option<StageState>,
 }
 
 /// A block table: entry i serves the positions from i times the block's length on.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StageTableV1 {
+pub struct StageTable {
     /// Entries in front that no row can look at any more.
     pub skipped: u32,
     /// Numbers of the blocks behind them.
@@ -481,7 +427,7 @@ pub struct StageTableV1 {
 
 /// What a step does with one sequence's recurrent state. Slots are block numbers of the group of states.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StageStateV1 {
+pub struct StageState {
     /// The state before the first row; none for zeros.
     pub read: Option<u32>,
     /// Where the state after the last row goes.
@@ -492,14 +438,13 @@ pub struct StageStateV1 {
         deserialize_with = "bounded::deserialize::<_, _, MAX_EXPORTS>"
     )]
     pub exports: Vec<(u32, u32)>,
-    /// Nothing is written before [`StageStep::Counted`] says how many of the rows count: all but the first are guesses.
+    /// Nothing is written before [`StageFrame::Counted`] says how many of the rows count: all but the first are guesses.
     pub deferred: bool,
 }
 
 /// A block copied to another of its group before a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StageCopyV1 {
-    /// The group.
+pub struct StageCopy {
     pub group: u32,
     /// Number of the block read.
     pub from: u32,

@@ -36,16 +36,13 @@ impl fmt::Display for TraceId {
 /// A span as those below it know it. That a request has one says that it is recorded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct TraceContext {
-    /// The trace.
     pub trace: TraceId,
-    /// The span.
     pub span: SpanId,
 }
 
 /// A span that somebody outside says a request to be below of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TraceParent {
-    /// The span.
     pub context: TraceContext,
     /// Whether whoever has it records it.
     pub sampled: bool,
@@ -92,7 +89,6 @@ fn from_hex<const N: usize>(digits: &str) -> Option<[u8; N]> {
 /// What a span is between.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SpanKind {
-    /// One process and itself.
     Internal,
     /// A process and who asked it.
     Server,
@@ -100,18 +96,12 @@ pub enum SpanKind {
     Client,
 }
 
-/// Value of an attribute.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Value {
-    /// Words.
     Text(Cow<'static, str>),
-    /// Words, in order.
     Texts(Vec<String>),
-    /// A count.
     Count(i64),
-    /// A measure.
     Measure(f64),
-    /// Measures, in order.
     Measures(Vec<f64>),
 }
 
@@ -172,19 +162,14 @@ impl From<Vec<f64>> for Value {
 /// A span that has ended.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SpanRecord {
-    /// Its names.
     pub context: TraceContext,
     /// The span that it is below of.
     pub parent: Option<SpanId>,
     /// Whether that is another process's.
     pub remote: bool,
-    /// What it is between.
     pub kind: SpanKind,
-    /// What happened.
     pub name: Cow<'static, str>,
-    /// From when.
     pub start: SystemTime,
-    /// Until when.
     pub end: SystemTime,
     /// What is known of it.
     pub attributes: Vec<(&'static str, Value)>,
@@ -217,7 +202,6 @@ struct Counters {
     failed: AtomicU64,
 }
 
-/// Where spans go.
 #[derive(Debug)]
 struct Sink {
     queue: SyncSender<SpanRecord>,
@@ -369,17 +353,14 @@ impl Span {
         self.record.context
     }
 
-    /// Notes something.
     pub fn set(&mut self, key: &'static str, value: impl Into<Value>) {
         self.record.attributes.push((key, value.into()));
     }
 
-    /// It has failed.
     pub fn fail(&mut self, error: impl Into<Cow<'static, str>>) {
         self.record.error = Some(error.into());
     }
 
-    /// Gives it another name.
     pub fn rename(&mut self, name: impl Into<Cow<'static, str>>) {
         self.record.name = name.into();
     }
@@ -415,7 +396,6 @@ impl Span {
         Self { sink: self.sink, clocks: self.clocks, end: None, record }
     }
 
-    /// It has ended then.
     pub fn end(mut self, at: Instant) {
         self.end = Some(at);
     }

@@ -19,7 +19,7 @@
 //! use kvasir_proto::event::KvReplay;
 //! use kvasir_proto::ids::{ClusterName, Epoch, NodeId, Role};
 //! use kvasir_proto::message::{GenerateError, GenerateFrame, WorkerStatus};
-//! use kvasir_proto::placement::{PlaceOrder, PlaceReport, PlaceReportV1};
+//! use kvasir_proto::placement::{PlaceOrder, PlaceReport};
 //! use kvasir_proto::service::{WorkerApi, deadline};
 //! use kvasir_proto::transport::{Connection, Dialer, Endpoint, EndpointConfig, Expected, Incoming};
 //! use std::{sync::Arc, time::Duration, time::SystemTime};
@@ -41,7 +41,7 @@
 //!         "kvasir_up 1\n".into()
 //!     }
 //!     async fn place(self, _: Context, _order: PlaceOrder) -> PlaceReport {
-//!         PlaceReport::V1(PlaceReportV1::default())
+//!         PlaceReport::default()
 //!     }
 //! }
 //!
@@ -120,7 +120,7 @@ mod stage;
 mod streams;
 mod tls;
 
-pub use bulk::{BulkReceiver, BulkSender, Tensor, TensorHeader, TensorHeaderV1, TensorType};
+pub use bulk::{BulkReceiver, BulkSender, Tensor, TensorHeader, TensorType};
 pub use connection::{CloseCode, Connection};
 pub use dialer::{Backoff, Dialer};
 pub use driver::Handover;
@@ -129,7 +129,7 @@ pub use endpoint::{Endpoint, EndpointConfig, EndpointStats};
 pub use expiry::{ExpiryWatch, Validities, Validity};
 pub use generate::{GenerateCall, GenerateReply, GenerateStream};
 pub use group::{GroupReceiver, GroupSender, GroupStream};
-pub use hello::{Hello, HelloV1, VersionRange};
+pub use hello::{Hello, VersionRange};
 pub use identity::{CertificateError, Expected, Identity, PeerIdentity};
 pub use incoming::Incoming;
 pub use kv::{KvEventReceiver, KvEventSender, KvSnapshotReply};
@@ -139,7 +139,7 @@ pub use operation::{
 };
 pub use peer_index::{PeerIndexCall, PeerIndexStream};
 pub use pull::{PullCall, PullReply, PullStream};
-pub use revocation::{MAX_REVOCATION_LIST, Revocations, RevocationsV1};
+pub use revocation::{MAX_REVOCATION_LIST, Revocations};
 pub use rpc::{CoordinatorRpc, WorkerRpc};
 pub use sequence::{SequenceBody, SequenceBytes, SequenceCall, SequenceExchange, SequenceReplier};
 pub use shard::{ShardCall, ShardReply, ShardStream};

@@ -26,7 +26,7 @@ pub(crate) enum Order {
 
 /// What became of a child.
 #[derive(Debug)]
-pub(crate) enum Life {
+pub(crate) enum ChildState {
     /// It listens.
     Listens(Announcement),
     /// It has ended.
@@ -71,7 +71,7 @@ pub(crate) fn spawn(arguments: &[&str], log: &Path, hidden: &[String]) -> anyhow
 pub(crate) async fn watch(
     mut child: Child,
     mut orders: mpsc::UnboundedReceiver<Order>,
-    report: impl Fn(Life),
+    report: impl Fn(ChildState),
 ) {
     let mut announcement = Box::pin(read_announcement(child.stdout.take()));
     let mut announced = false;
@@ -81,11 +81,11 @@ pub(crate) async fn watch(
                 announced = true;
                 // A child that says nothing usable is about to end, or is killed by whoever waits for it.
                 if let Ok(announcement) = read {
-                    report(Life::Listens(announcement));
+                    report(ChildState::Listens(announcement));
                 }
             }
             status = child.wait() => {
-                report(Life::Ended(status.context("waiting for a node")));
+                report(ChildState::Ended(status.context("waiting for a node")));
                 return;
             }
             Some(order) = orders.recv() => match order {

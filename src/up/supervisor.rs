@@ -1,6 +1,6 @@
 //! Starts the nodes in order, waits until they are one cluster, restarts what dies, drains at the end.
 
-use super::child::{self, Life, Order};
+use super::child::{self, ChildState, Order};
 use super::data_dir::DataDir;
 use super::nodes::Nodes;
 use crate::config::ConfigError;
@@ -24,7 +24,7 @@ const JOIN_POLL: Duration = Duration::from_millis(10);
 /// What the loop waits for.
 enum Event {
     /// Something happened to a node.
-    Life(usize, Life),
+    Child(usize, ChildState),
     /// A dead node has waited long enough.
     Restart(usize),
     /// The user or the system wants an end.
@@ -83,11 +83,11 @@ impl Supervisor {
     /// Handles an event before the cluster is ready: a node that dies now is an error. `false` means stop.
     fn starting(&mut self, event: Option<Event>) -> anyhow::Result<bool> {
         match event {
-            Some(Event::Life(index, Life::Listens(announcement))) => {
+            Some(Event::Child(index, ChildState::Listens(announcement))) => {
                 self.nodes.listens(index, announcement);
                 Ok(true)
             }
-            Some(Event::Life(index, Life::Ended(status))) => {
+            Some(Event::Child(index, ChildState::Ended(status))) => {
                 let name = self.nodes[index].name.clone();
                 Err(did_not_start(&name, status, &self.dir.log_tail(&name)))
             }
@@ -107,7 +107,7 @@ impl Supervisor {
                         self.ended(index, Err(error))?;
                     }
                 }
-                Some(Event::Life(index, Life::Listens(announcement))) => {
+                Some(Event::Child(index, ChildState::Listens(announcement))) => {
                     self.nodes.listens(index, announcement);
                     if let Err(error) = self.dir.write_up_file(&self.nodes.up_line()?) {
                         tracing::warn!("commands do not find this cluster as it is now: {error:#}");
@@ -117,7 +117,7 @@ impl Supervisor {
                         tokio::spawn(reopen_gate(ops, self.nodes.worker_ids(), self.nodes.replicas()));
                     }
                 }
-                Some(Event::Life(index, Life::Ended(status))) => self.ended(index, status)?,
+                Some(Event::Child(index, ChildState::Ended(status))) => self.ended(index, status)?,
             }
         }
     }
@@ -160,8 +160,8 @@ impl Supervisor {
             while self.nodes.of(role).any(|index| self.nodes[index].is_alive()) {
                 tokio::select! {
                     event = self.events.recv() => match event {
-                        Some(Event::Life(index, Life::Ended(_))) => self.nodes[index].ended(),
-                        Some(Event::Life(_, Life::Listens(_)) | Event::Restart(_)) => {}
+                        Some(Event::Child(index, ChildState::Ended(_))) => self.nodes[index].ended(),
+                        Some(Event::Child(_, ChildState::Listens(_)) | Event::Restart(_)) => {}
                         Some(Event::Stop) | None => { now = true; self.nodes.order(role, Order::Kill) }
                     },
                     () = &mut deadline, if !now => { now = true; self.nodes.order(role, Order::Kill) }
@@ -191,7 +191,7 @@ impl Supervisor {
         let sender = self.sender.clone();
         tokio::spawn(child::watch(child, receiver, move |life| {
             // Nobody receives when the command is past its end.
-            let _ = sender.send(Event::Life(index, life));
+            let _ = sender.send(Event::Child(index, life));
         }));
         Ok(())
     }
@@ -221,7 +221,7 @@ fn did_not_start(name: &str, status: anyhow::Result<ExitStatus>, log: &str) -> a
 async fn ask(ops: SocketAddr, method: &'static str, path: String) -> anyhow::Result<String> {
     let answer =
         tokio::task::spawn_blocking(move || ops_client::request(ops, method, &path, OPS_TIMEOUT)).await;
-    answer.context("asking a coordinator")?.and_then(ops_client::Answer::success)
+    answer.context("asking a coordinator")?.and_then(ops_client::OpsResponse::success)
 }
 
 /// Returns when every coordinator lists every worker as ready, and so many replicas of several workers as serving.

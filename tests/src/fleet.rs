@@ -185,7 +185,7 @@ impl Fleet {
         coordinator: usize,
         path: &str,
         body: &serde_json::Value,
-    ) -> anyhow::Result<http::Answer> {
+    ) -> anyhow::Result<http::HttpAnswer> {
         self.beside(Node::Coordinator(coordinator), || http::post(api(), path, body))?
     }
 

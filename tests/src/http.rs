@@ -17,7 +17,7 @@ enum Framing {
 
 /// An answer whose body has not been read yet.
 #[derive(Debug)]
-pub struct Answer {
+pub struct HttpAnswer {
     /// HTTP status.
     pub status: u16,
     headers: Vec<(String, String)>,
@@ -31,12 +31,12 @@ struct Body {
 }
 
 /// Sends a request without a body.
-pub fn get(server: SocketAddr, path: &str) -> anyhow::Result<Answer> {
+pub fn get(server: SocketAddr, path: &str) -> anyhow::Result<HttpAnswer> {
     send(server, "GET", path, &[], b"")
 }
 
 /// Sends a JSON body.
-pub fn post(server: SocketAddr, path: &str, body: &Value) -> anyhow::Result<Answer> {
+pub fn post(server: SocketAddr, path: &str, body: &Value) -> anyhow::Result<HttpAnswer> {
     post_with(server, path, &[], body)
 }
 
@@ -46,7 +46,7 @@ pub fn post_with(
     path: &str,
     headers: &[(&str, &str)],
     body: &Value,
-) -> anyhow::Result<Answer> {
+) -> anyhow::Result<HttpAnswer> {
     send(server, "POST", path, headers, body.to_string().as_bytes())
 }
 
@@ -57,7 +57,7 @@ pub fn send(
     path: &str,
     headers: &[(&str, &str)],
     body: &[u8],
-) -> anyhow::Result<Answer> {
+) -> anyhow::Result<HttpAnswer> {
     let mut stream = TcpStream::connect_timeout(&server, Duration::from_secs(5))
         .with_context(|| format!("connecting to {server}"))?;
     stream.set_read_timeout(Some(Duration::from_secs(120)))?;
@@ -71,10 +71,10 @@ pub fn send(
     }
     request += "\r\n";
     stream.write_all(&[request.as_bytes(), body].concat())?;
-    Answer::read_head(BufReader::new(stream)).with_context(|| format!("{method} {path} of {server}"))
+    HttpAnswer::read_head(BufReader::new(stream)).with_context(|| format!("{method} {path} of {server}"))
 }
 
-impl Answer {
+impl HttpAnswer {
     fn read_head(mut stream: BufReader<TcpStream>) -> anyhow::Result<Self> {
         let status_line = line(&mut stream)?;
         let status = status_line.split(' ').nth(1).and_then(|code| code.parse().ok());
@@ -244,7 +244,7 @@ mod tests {
     use std::net::TcpListener;
 
     /// Serves `answer` once and returns what a client reads of it.
-    fn answered(answer: &'static [u8]) -> anyhow::Result<Answer> {
+    fn answered(answer: &'static [u8]) -> anyhow::Result<HttpAnswer> {
         let listener = TcpListener::bind("127.0.0.1:0")?;
         let server = listener.local_addr()?;
         let thread = std::thread::spawn(move || -> std::io::Result<()> {

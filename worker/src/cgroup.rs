@@ -7,9 +7,7 @@ use std::path::{Component, Path, PathBuf};
 /// What groups are asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Controller {
-    /// Memory.
     Memory,
-    /// Time of CPUs.
     Cpu,
 }
 
@@ -44,7 +42,6 @@ impl Groups {
         Self::parse(&text("/proc/self/cgroup"), &text("/proc/self/mountinfo"), controller)
     }
 
-    /// All of them.
     pub fn iter(&self) -> impl Iterator<Item = &Group> {
         self.0.iter()
     }

@@ -5,7 +5,6 @@
 
 use crate::Error;
 use crate::weights::{Head, Linear, Loader, Packs, TensorSource, Weights};
-use appended::Appended;
 use assistant::Assistant;
 #[cfg(doc)]
 use kernels::backend::StepState;
@@ -15,13 +14,14 @@ use kernels::backend::{
 };
 use layout::{Buffers, LayerCache};
 use model::spec::ModelSpec;
+use mtp_head::Appended;
 use std::ops::Range;
 
-mod appended;
 mod assistant;
 mod feed_forward;
 mod layout;
 mod mixer;
+mod mtp_head;
 mod pooled;
 mod state_type;
 mod states;
@@ -29,20 +29,18 @@ mod states;
 pub(crate) use assistant::{DraftFrom, Drafted};
 pub(crate) use layout::Widths;
 pub use layout::{CacheGroup, CacheKind};
+pub(crate) use pooled::pool;
 pub use state_type::StateType;
-pub(crate) use state_type::memory as head_memory;
 pub use states::LayerState;
 
 /// How a decoder is laid out.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DecoderConfig {
-    /// Layers that it holds.
     pub layers: Range<usize>,
     /// Rows of the largest step.
     pub max_rows: usize,
     /// Logits rows computed together; more are computed in pieces.
     pub logit_rows: usize,
-    /// Positions per KV block.
     pub block_tokens: usize,
     /// Element type of the KV cache.
     pub kv_type: KvType,
@@ -50,7 +48,6 @@ pub struct DecoderConfig {
     pub state_type: StateType,
 }
 
-/// A loaded layer range.
 pub struct Decoder {
     spec: ModelSpec,
     config: DecoderConfig,
@@ -76,7 +73,6 @@ pub struct Decoder {
 pub(crate) enum RowLogits<'a> {
     /// The largest ones and their tokens, in no order, equal ones by the lowest tokens.
     Best(&'a [(u32, f32)]),
-    /// All of them.
     Whole(&'a [f32]),
 }
 
@@ -142,7 +138,6 @@ impl Decoder {
         })
     }
 
-    /// The model.
     pub fn spec(&self) -> &ModelSpec {
         &self.spec
     }
@@ -165,7 +160,6 @@ impl Decoder {
         self.config.state_type.class().filter(|_| self.narrow_heads > 0)
     }
 
-    /// The device.
     pub fn backend(&self) -> &dyn Backend {
         self.backend.as_ref()
     }
@@ -190,7 +184,6 @@ impl Decoder {
         self.groups.iter().map(moved).sum()
     }
 
-    /// Allocates the KV arena.
     pub fn allocate_kv(&mut self, bytes: usize) -> Result<(), Error> {
         let block_bytes: Vec<usize> = self.groups.iter().map(|group| group.block_bytes).collect();
         let bytes = match &mut self.appended {
@@ -200,7 +193,6 @@ impl Decoder {
         Ok(self.backend.create_kv_arena(bytes, &block_bytes)?)
     }
 
-    /// Its blocks.
     pub(crate) fn blocks(&mut self) -> Blocks<'_> {
         Blocks(self)
     }

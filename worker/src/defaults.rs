@@ -49,7 +49,6 @@ pub struct Host {
     pub gpu: Option<HostGpu>,
 }
 
-/// A GPU that computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HostGpu {
     /// Multiply-adds per second that prompts reach.
@@ -92,9 +91,7 @@ pub struct ModelNeeds {
 /// A value and why it is what it is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Explained<T> {
-    /// The value.
     pub value: T,
-    /// The reason, for people.
     pub reason: String,
 }
 
@@ -105,7 +102,6 @@ pub struct Defaults {
     pub floor_bytes: Explained<u64>,
     /// Rows of one prompt per step.
     pub chunk: Explained<u32>,
-    /// Sequences admitted at once.
     pub max_seqs: Explained<usize>,
     /// Rows per step.
     pub max_batch_tokens: Explained<u32>,

@@ -11,7 +11,7 @@ use kernels::backend::{BlockTable, KvType, MemoryUse, StepInput, StepSequence};
 use model::Tokenizer;
 use model::spec::{ModelSpec, OutputSpec, Pooling};
 use proto::ids::ModelId;
-use proto::message::{GenerateError, ModelTask, ServedModelV2};
+use proto::message::{GenerateError, ModelTask, ServedModel};
 use proto::operation::Operation;
 use std::ops::Range;
 use std::path::Path;
@@ -57,19 +57,15 @@ pub struct Encoder {
     pooling: Option<Pooling>,
     row_width: usize,
     /// Under the name of its file.
-    served: ServedModelV2,
+    served: ServedModel,
     backend: &'static str,
 }
 
-/// Who computes.
 enum Forward {
-    /// This engine's decoder.
     Kernels(Box<KernelTexts>),
-    /// Another runtime.
     Onnx(Box<OnnxTexts>),
 }
 
-/// Texts through the decoder.
 struct KernelTexts {
     decoder: Decoder,
     layout: Layout,
@@ -93,21 +89,6 @@ pub struct EncodedStep<'a> {
     forward: &'a mut Forward,
     /// Of each text, among those of the step.
     rows: Vec<Range<usize>>,
-}
-
-/// One vector of the vectors of a text's rows; summed in f64, in the order of the rows.
-pub(crate) fn pool(rows: &[Vec<f32>], pooling: Pooling) -> Vec<f32> {
-    let picked = match pooling {
-        Pooling::Mean => rows,
-        Pooling::First => &rows[..rows.len().min(1)],
-        Pooling::Last => &rows[rows.len().saturating_sub(1)..],
-    };
-    let mut sums = vec![0f64; rows.first().map_or(0, Vec::len)];
-    for row in picked {
-        sums.iter_mut().zip(row).for_each(|(sum, value)| *sum += f64::from(*value));
-    }
-    let count = picked.len().max(1) as f64;
-    sums.into_iter().map(|sum| (sum / count) as f32).collect()
 }
 
 /// Which rows a vector is made of; none where scores come out.
@@ -208,7 +189,7 @@ impl Encoder {
         spec: &ModelSpec,
         tokenizer: Arc<Tokenizer>,
         limits: Limits,
-        served: ServedModelV2,
+        served: ServedModel,
         threads: (usize, Option<&[usize]>),
     ) -> Result<Self, Error> {
         let (pooling, row_width) = (pooling(spec), spec.hidden);
@@ -228,7 +209,6 @@ impl Encoder {
         })
     }
 
-    /// Which backend it is.
     pub fn backend(&self) -> &'static str {
         self.backend
     }
@@ -253,7 +233,6 @@ impl Encoder {
         self.row_width
     }
 
-    /// The model's tokenizer.
     pub fn tokenizer(&self) -> &Arc<Tokenizer> {
         &self.tokenizer
     }
@@ -282,8 +261,8 @@ impl Encoder {
     }
 
     /// What this worker tells coordinators of the model.
-    pub fn served(&self, id: ModelId) -> ServedModelV2 {
-        ServedModelV2 { id, ..self.served.clone() }
+    pub fn served(&self, id: ModelId) -> ServedModel {
+        ServedModel { id, ..self.served.clone() }
     }
 
     /// Computes texts that fit one step ([`Limits::fit`]), each within the limits ([`Limits::check`]).

@@ -8,30 +8,30 @@ use crate::decoder::{Decoder, LayerState};
 use crate::grammar::Guide;
 use crate::kv_events::EventLog;
 use crate::pieces::Namer;
+use crate::pipeline::{PipelineExecutor, StepRequest};
+pub use crate::progress::EngineLoad;
 use crate::pull::Source;
 use crate::sampling::Sampler;
 use crate::sampling::stop::{Ending, OutputText};
 use crate::scheduler::{LogitRows, Rejected, Scheduler, SeqId, SequenceRequest, StepLimits, StepPlan};
 use crate::snapshot::Origin;
 use crate::speculation::Speculation;
-use crate::stage::{Asks, LaterStages};
 use crate::telemetry::{EngineMetrics, Reason};
 use crate::tiers::Tiers;
 use caches::Caches;
 pub(crate) use draft_model::DraftModel;
+use drafting::{GuessedElsewhere, NewestRows};
 use draw::{Drawn, Targets};
 use forward::run;
-use guessing::{GuessedElsewhere, NewestRows};
 use guided::Guided;
+use kv_receive::{Pulled, Pulling};
+use kv_send::Lending;
 use model::tokenizer::Tokenizer;
-use offering::Lending;
 use parking_lot::Mutex;
 use proto::block::BlockId;
-use proto::message::{GenerateError, GenerateFrame, Sampling, Stop, TenantTurnV1, TokenLogprobs};
+use proto::message::{GenerateError, GenerateFrame, Sampling, Stop, TenantTurn, TokenLogprobs};
 use proto::sequence::SequenceName;
 use proto::trace::{Span, TraceContext};
-use pulling::{Pulled, Pulling};
-pub use report::EngineLoad;
 use report::Rates;
 use resume::{Resume, SequenceKey};
 use siblings::Siblings;
@@ -39,18 +39,17 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tiering::Tiering;
-pub(crate) use tiering::TieringCounts;
 use trace::Traced;
 
 mod caches;
 mod draft_model;
+mod drafting;
 mod draw;
 mod forward;
-mod guessing;
 mod guided;
-pub mod offering;
+mod kv_receive;
+pub mod kv_send;
 mod output;
-mod pulling;
 mod report;
 pub mod resume;
 mod siblings;
@@ -69,15 +68,12 @@ pub struct EngineRequest {
     pub name: Option<SequenceName>,
     /// Root of its prefix chain.
     pub root: BlockId,
-    /// Whose turn it takes.
-    pub tenant: TenantTurnV1,
+    pub tenant: TenantTurn,
     /// Prompt tokens; not empty.
     pub prompt: Vec<u32>,
     /// Tokens that an earlier attempt has drawn and sent: replayed, not sent again.
     pub emitted: Vec<u32>,
-    /// How to draw.
     pub sampling: Sampling,
-    /// When to end.
     pub stop: Stop,
     /// From receipt until it is worth nothing; none is no limit.
     pub deadline: Option<Duration>,
@@ -88,7 +84,6 @@ pub struct EngineRequest {
     pub together: u32,
     /// What may be said, if not anything. It knows of `emitted`.
     pub guide: Option<Guide>,
-    /// Who hears of it.
     pub sink: Box<dyn Sink>,
 }
 
@@ -129,10 +124,8 @@ impl<F: FnMut(GenerateFrame) -> bool + Send> Sink for F {
     }
 }
 
-/// What a step did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StepOutcome {
-    /// Nothing to do.
     Idle,
     /// So many rows were computed here. With other stages behind, what becomes of them may come with a later step; so
     /// may what became of earlier ones have come with this one, which then has no rows.
@@ -158,7 +151,6 @@ struct Live {
     deadline: Option<Duration>,
     last_token: Option<Instant>,
     pulled: Option<Pulled>,
-    /// If it is recorded.
     traced: Option<Traced>,
 }
 
@@ -184,12 +176,11 @@ struct UnderWay {
     guesses: GuessedElsewhere,
 }
 
-/// See the module.
 pub struct Engine {
     /// All layers, or those of the first stage.
     decoder: Decoder,
     /// The other stages, where the model is cut.
-    later: Option<LaterStages>,
+    later: Option<PipelineExecutor>,
     /// What these have, the oldest step first.
     under_way: VecDeque<UnderWay>,
     /// When the last step was complete.
@@ -294,11 +285,10 @@ impl Engine {
     }
 
     /// Its decoder has only the first layers: these stages have the others.
-    pub(crate) fn with_later_stages(self, later: LaterStages) -> Self {
+    pub(crate) fn with_later_stages(self, later: PipelineExecutor) -> Self {
         Self { later: Some(later), ..self }
     }
 
-    /// The engine's metrics.
     pub fn metrics(&self) -> &EngineMetrics {
         &self.metrics
     }
@@ -522,7 +512,7 @@ impl Engine {
 
     /// Whether anything is queued or running.
     pub fn has_work(&self) -> bool {
-        let lost = self.later.as_ref().is_some_and(LaterStages::is_lost);
+        let lost = self.later.as_ref().is_some_and(PipelineExecutor::is_lost);
         !self.live.is_empty() || self.resume.has_work() || !self.under_way.is_empty() || lost
     }
 
@@ -592,7 +582,7 @@ impl Engine {
         let (guesses, asked) = self.ask_for_guesses(plan, &mut wanted);
         if let Some(later) = &mut self.later {
             let traces = step.spans.iter().map(Span::context).collect();
-            later.run(&mut self.decoder, &self.scheduler, plan, Asks { wanted, guesses, traces })?;
+            later.run(&mut self.decoder, &self.scheduler, plan, StepRequest { wanted, guesses, traces })?;
             step.guesses = asked;
             self.under_way.push_back(step);
         }

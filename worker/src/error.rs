@@ -3,7 +3,6 @@
 use crate::engine::thread::{EXIT_BROKEN, EXIT_DEVICE_LOST};
 use crate::kv_cache::memory::MemoryRefused;
 
-/// The worker's error.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A kernel or device refused or failed.
@@ -15,22 +14,17 @@ pub enum Error {
     /// The model file is not usable.
     #[error(transparent)]
     Model(#[from] model::Error),
-    /// The transport failed.
     #[error(transparent)]
     Transport(#[from] proto::Error),
     /// The model names a tensor that its source does not hold.
     #[error("tensor {name:?} is missing from the model's source")]
-    MissingTensor {
-        /// Its name.
-        name: String,
-    },
+    MissingTensor { name: String },
     /// Logits were asked of a layer range without the output head.
     #[error("this layer range does not hold the output head")]
     NoOutputHead,
     /// A model is not made for what it is asked.
     #[error("this model {does}: {instead}")]
     WrongTask {
-        /// What it does.
         does: &'static str,
         /// What it can be asked.
         instead: &'static str,
@@ -47,7 +41,6 @@ pub enum Error {
     /// A file beside the model is not what it is for.
     #[error("{path}: {reason}")]
     Artefact {
-        /// The file.
         path: std::path::PathBuf,
         /// What is wrong with it.
         reason: String,
@@ -58,7 +51,6 @@ pub enum Error {
     /// An option has a value that cannot be served.
     #[error("{option}: {reason}")]
     Config {
-        /// The option.
         option: &'static str,
         /// Value and limit, in words.
         reason: String,
@@ -66,14 +58,8 @@ pub enum Error {
     /// Coordinators name another key of block ids than the one that everything here is kept under.
     #[error("coordinators belong to clusters with different keys: another cluster key is in use here")]
     OtherKey,
-    /// An operating-system call failed.
     #[error("{what}: {source}")]
-    Io {
-        /// What was being done.
-        what: String,
-        /// The system's error.
-        source: std::io::Error,
-    },
+    Io { what: String, source: std::io::Error },
     /// An invariant of caches or tables does not hold: the worker stops rather than serve wrong content.
     #[error("invariant broken: {0}")]
     Invariant(String),
@@ -87,10 +73,10 @@ pub enum Error {
     },
     /// A model cannot be had from other workers.
     #[error(transparent)]
-    Shipping(#[from] crate::shipping::ShippingError),
+    Shipping(#[from] crate::weight_distribution::ShippingError),
     /// Another stage of the replica is gone.
     #[error(transparent)]
-    StageLost(#[from] crate::stage::LostStage),
+    StageLost(#[from] crate::pipeline::LostStage),
     /// A stage is asked for something that it cannot do.
     #[error("a step of a replica: {reason}")]
     StageStep {
@@ -102,10 +88,7 @@ pub enum Error {
     AnotherLife(proto::ids::Epoch),
     /// A model computes what is no number.
     #[error("the model's {what} not finite: its weights, or what was computed of them, hold NaN or infinity")]
-    NotFinite {
-        /// Which, and a verb.
-        what: &'static str,
-    },
+    NotFinite { what: &'static str },
     /// The engine thread is gone.
     #[error("the engine has stopped")]
     EngineStopped,

@@ -16,7 +16,7 @@ use parking_lot::Mutex;
 use pool::Pool;
 use proto::block::BlockId;
 use proto::message::{
-    GenerateError, GrammarSyntax, GrammarV1, MAX_GRAMMAR_BYTES, MAX_TRIGGER_BYTES, TenantTurnV1,
+    GenerateError, GrammarSpec, GrammarSyntax, MAX_GRAMMAR_BYTES, MAX_TRIGGER_BYTES, TenantTurn,
 };
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -77,11 +77,11 @@ pub struct Grammars {
     /// Made when the first grammar comes.
     factory: OnceCell<Result<Arc<Made>, String>>,
     turns: Turns,
-    known: Mutex<Known>,
+    known: Mutex<GrammarCache>,
 }
 
 #[derive(Default)]
-struct Known {
+struct GrammarCache {
     grammars: HashMap<Key, (u64, Arc<OnceCell<Outcome>>)>,
     uses: u64,
 }
@@ -113,15 +113,15 @@ impl Grammars {
     pub async fn guide(
         &self,
         root: BlockId,
-        turn: TenantTurnV1,
-        grammar: GrammarV1,
+        turn: TenantTurn,
+        grammar: GrammarSpec,
         emitted: &[u32],
     ) -> Result<Guide, GenerateError> {
         check(&grammar)?;
         let cell = self.known.lock().cell(key(root, &grammar));
         // Whoever comes meanwhile waits for the first; if that one goes away, for the next.
         let outcome = cell.get_or_try_init(|| self.compile(turn, &grammar)).await?.clone();
-        let GrammarV1 { field, trigger, .. } = grammar;
+        let GrammarSpec { field, trigger, .. } = grammar;
         match outcome {
             Ok(compiled) => {
                 // States of the regular expressions are not shared: requests do not wait for each other.
@@ -137,7 +137,7 @@ impl Grammars {
     }
 
     /// What becomes of a grammar that is not known yet.
-    async fn compile(&self, turn: TenantTurnV1, grammar: &GrammarV1) -> Result<Outcome, GenerateError> {
+    async fn compile(&self, turn: TenantTurn, grammar: &GrammarSpec) -> Result<Outcome, GenerateError> {
         let made = self.factory.get_or_try_init(|| async {
             let tokenizer = Arc::clone(&self.tokenizer);
             let make = move || {
@@ -199,7 +199,7 @@ impl Grammars {
     }
 }
 
-impl Known {
+impl GrammarCache {
     /// Where the grammar of this key is, or will be; the one that was not asked for for the longest time makes room, of
     /// those that were refused if there are such: however many of these come, what is in use stays.
     fn cell(&mut self, key: Key) -> Arc<OnceCell<Outcome>> {
@@ -226,19 +226,19 @@ async fn beside<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) ->
 }
 
 /// A tenant's grammars are its own: how long compiling took tells nobody else what it has asked.
-fn key(root: BlockId, grammar: &GrammarV1) -> Key {
+fn key(root: BlockId, grammar: &GrammarSpec) -> Key {
     let mut hasher = blake3::Hasher::new();
     hasher.update(&root.0).update(&[grammar.syntax as u8]).update(grammar.text.as_bytes());
     *hasher.finalize().as_bytes()
 }
 
 /// What costs nothing to be checked, also of what an honest coordinator would not send.
-fn check(grammar: &GrammarV1) -> Result<(), GenerateError> {
+fn check(grammar: &GrammarSpec) -> Result<(), GenerateError> {
     let refuse = |reason: String| {
         let field: String = grammar.field.chars().take(128).collect();
         Err(GenerateError::InvalidField { field, reason })
     };
-    let GrammarV1 { syntax, text, trigger, .. } = grammar;
+    let GrammarSpec { syntax, text, trigger, .. } = grammar;
     if text.len() > MAX_GRAMMAR_BYTES {
         return refuse(format!("has {} bytes, at most {MAX_GRAMMAR_BYTES}", text.len()));
     }
@@ -276,7 +276,7 @@ mod tests {
 
     #[test]
     fn what_is_in_use_stays_however_many_are_refused() {
-        let mut known = Known::default();
+        let mut known = GrammarCache::default();
         let key = |n: usize| *blake3::hash(&n.to_le_bytes()).as_bytes();
         for n in 0..KEPT {
             known.cell(key(n));

@@ -56,7 +56,6 @@ pub struct CopyBlock {
     pub group: usize,
     /// Source block, as an offset into the arena in units of [`OFFSET_UNIT`] bytes.
     pub src: u32,
-    /// Destination block, likewise.
     pub dst: u32,
     /// Tokens to copy from the start of the block. Copying the whole block is also right: what follows
     /// in the destination is written before it is read.

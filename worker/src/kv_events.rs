@@ -18,9 +18,7 @@ pub struct EventLog {
     weight: usize,
     /// Sequence number of the last event; 0 before the first.
     last: u64,
-    /// Each held unit's parent.
     held: HashMap<(BlockId, Medium), BlockId>,
-    /// Each resume point's position.
     points: HashMap<(BlockId, Medium), u32>,
 }
 
@@ -28,11 +26,8 @@ pub struct EventLog {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("events from {asked} were asked for, {first} to {last} are at hand")]
 pub struct Gap {
-    /// First event asked for.
     pub asked: u64,
-    /// First event at hand.
     pub first: u64,
-    /// Last event at hand.
     pub last: u64,
 }
 

@@ -7,12 +7,12 @@ use crate::engine::Engine;
 use crate::kv_cache::memory::{HostFloor, MemInfo, MemoryFloor, ProcMemInfo};
 use crate::kv_cache::{CacheSpec, GroupKind, GroupSpec, Placement};
 use crate::kv_events::EventLog;
+use crate::pipeline::{PipelineExecutor, Replica};
 use crate::scheduler::{Scheduler, SchedulerConfig};
-use crate::shipping::Arrivals;
 use crate::snapshot::Origin;
 use crate::speculation::{Guesses, Speculation};
-use crate::stage::{LaterStages, Replica};
 use crate::tiers::{Tiers, TiersConfig};
+use crate::weight_distribution::Arrivals;
 use crate::weights::{Packs, TensorSource, TensorView};
 use kernels::backend::{ActivationMode, Backend, BackendInfo, KvType, SharedBytes};
 use kernels::cpu::{CpuBackend, CpuConfig};
@@ -26,7 +26,7 @@ use model::spec::{AttentionSpec, FfnPart, FfnSpec, MixerSpec, ModelSpec};
 use model::tokenizer::Tokenizer;
 use proto::block::ClusterKey;
 use proto::ids::{Epoch, ModelId};
-use proto::message::{ModelTask, PullCostV1, ServedModelV2};
+use proto::message::{ModelTask, PullCost, ServedModel};
 use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -81,7 +81,6 @@ pub struct EngineOptions {
     pub max_sequences: Option<usize>,
     /// Longest sequence served; none = the model's own.
     pub max_model_len: Option<usize>,
-    /// Share prefixes between sequences.
     pub prefix_cache: bool,
     /// Bytes of the KV arena that pinned prefixes may hold; none = a quarter.
     pub pin_bytes: Option<u64>,
@@ -89,7 +88,6 @@ pub struct EngineOptions {
     pub tiers: TiersConfig,
     /// How long a request waits for its prefix to come from another worker; none = as long as computing would take.
     pub pull_patience: Option<Duration>,
-    /// How blocks are placed.
     pub placement: Placement,
     /// Workers started on this machine together, this one included.
     pub workers: usize,
@@ -99,7 +97,6 @@ pub struct EngineOptions {
     pub arrivals: Option<Arrivals>,
     /// Where digests of models are remembered; none reads every tensor to know the model's.
     pub digests: Option<DigestCache>,
-    /// What to compute on.
     pub device: DeviceChoice,
     /// Which GPU, as the driver numbers those that `CUDA_VISIBLE_DEVICES` leaves.
     pub gpu: u32,
@@ -147,7 +144,7 @@ impl Default for EngineOptions {
 pub struct Prepared {
     decoder: Decoder,
     /// The stages that have the other layers, and what their activations add to the numeric class.
-    later: Option<(LaterStages, Option<&'static str>)>,
+    later: Option<(PipelineExecutor, Option<&'static str>)>,
     tokenizer: Arc<Tokenizer>,
     metadata: Metadata,
     model_digest: [u8; 32],
@@ -162,13 +159,9 @@ pub struct Prepared {
 
 /// A model with its engine.
 pub struct LoadedModel {
-    /// The engine.
     pub engine: Engine,
-    /// The model's tokenizer.
     pub tokenizer: Arc<Tokenizer>,
-    /// The file's metadata.
     pub metadata: Metadata,
-    /// Longest sequence served.
     pub max_model_len: usize,
 }
 
@@ -178,9 +171,7 @@ pub type Progress<'a> = dyn FnMut(usize, usize) + 'a;
 /// What a model asks of a machine, and the defaults computed from both.
 #[derive(Debug, Clone)]
 pub struct Plan {
-    /// What the machine offers.
     pub host: Host,
-    /// What the model needs.
     pub needs: ModelNeeds,
     /// The defaults, each with its reason.
     pub defaults: Defaults,
@@ -388,7 +379,7 @@ fn prepare_on(
 
 impl Prepared {
     /// What this worker tells coordinators of the model.
-    pub fn served(&self, id: ModelId) -> ServedModelV2 {
+    pub fn served(&self, id: ModelId) -> ServedModel {
         let digests = (self.model_digest, self.tokenizer.digest());
         let lengths = (self.max_model_len, self.cache.block_tokens as usize);
         describe(id, &self.decoder, digests, lengths, self.kv_type)
@@ -403,7 +394,7 @@ impl Prepared {
     }
 
     /// What pulling prefixes of this model costs; none where none are kept.
-    pub(crate) fn pull_cost(&self, model: ModelId) -> Option<PullCostV1> {
+    pub(crate) fn pull_cost(&self, model: ModelId) -> Option<PullCost> {
         let block_tokens = u64::from(self.cache.block_tokens.max(1));
         let (mut bytes_per_token, mut bytes_per_point) = (0, 0);
         for group in &self.cache.groups {
@@ -416,7 +407,7 @@ impl Prepared {
                 GroupKind::State => bytes_per_point += group.block_bytes,
             }
         }
-        let cost = PullCostV1 { model, bytes_per_token, bytes_per_point };
+        let cost = PullCost { model, bytes_per_token, bytes_per_point };
         self.scheduler.prefix_cache.then_some(cost)
     }
 
@@ -468,9 +459,9 @@ pub(crate) fn describe(
     (model_digest, tokenizer_digest): ([u8; 32], [u8; 32]),
     (max_model_len, block_tokens): (usize, usize),
     kv_type: KvType,
-) -> ServedModelV2 {
+) -> ServedModel {
     let numeric_class = numeric_class(decoder, &model_digest, kv_type);
-    ServedModelV2 {
+    ServedModel {
         id,
         model_digest,
         tokenizer_digest,

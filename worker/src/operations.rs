@@ -30,14 +30,13 @@ use crate::Error;
 use crate::telemetry::{OperationLabel, OperationMetrics, SessionEnd};
 use proto::ids::ModelId;
 use proto::operation::{
-    MAX_OPERATIONS, OfferedOperationV1, OpenedOperationV1, Operation, OperationError, OperationRequestV1,
+    MAX_OPERATIONS, OfferedOperation, OpenedOperation, Operation, OperationError, OperationRequest,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 use thread::ModelThread;
 
-/// What sessions may take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SessionLimits {
     /// Sessions open at a time, of all operations together.
@@ -46,7 +45,6 @@ pub struct SessionLimits {
     pub idle: Duration,
     /// A session whose client takes no answer for so long ends.
     pub unread: Duration,
-    /// Samples of one session.
     pub samples: u64,
 }
 
@@ -64,10 +62,9 @@ impl Default for SessionLimits {
 
 /// A model that is loaded for an operation.
 struct Loaded {
-    offered: OfferedOperationV1,
+    offered: OfferedOperation,
     thread: ModelThread,
     model: Arc<dyn Hears>,
-    /// Sessions of this model.
     open: Arc<AtomicU32>,
 }
 
@@ -82,10 +79,8 @@ pub struct Operations {
 /// A session that is open. It counts as such until this is dropped.
 pub struct OpenSession {
     /// What the client is told.
-    pub opened: OpenedOperationV1,
-    /// To talk to it.
+    pub opened: OpenedOperation,
     pub handle: SessionHandle,
-    /// What it may take.
     pub limits: SessionLimits,
     operation: Operation,
     metrics: OperationMetrics,
@@ -117,7 +112,7 @@ impl Operations {
             }
             for operation in operations {
                 let (backend, model) = load_hearing(operation, bundle, &environment)?;
-                let offered = OfferedOperationV1 { operation, model: bundle.id.clone(), backend };
+                let offered = OfferedOperation { operation, model: bundle.id.clone(), backend };
                 if loaded
                     .iter()
                     .any(|other| (other.offered.operation, &other.offered.model) == (operation, &bundle.id))
@@ -139,12 +134,10 @@ impl Operations {
         self.loaded.is_empty()
     }
 
-    /// What coordinators are told.
-    pub fn offered(&self) -> impl Iterator<Item = &OfferedOperationV1> {
+    pub fn offered(&self) -> impl Iterator<Item = &OfferedOperation> {
         self.loaded.iter().map(|loaded| &loaded.offered)
     }
 
-    /// What is counted.
     pub fn metrics(&self) -> &OperationMetrics {
         &self.metrics
     }
@@ -153,11 +146,11 @@ impl Operations {
     ///
     /// # Errors
     /// Why it is refused; counted.
-    pub fn open(&self, request: &OperationRequestV1) -> Result<OpenSession, OperationError> {
+    pub fn open(&self, request: &OperationRequest) -> Result<OpenSession, OperationError> {
         self.try_open(request).inspect_err(|error| self.metrics.refused(request.operation, error))
     }
 
-    fn try_open(&self, request: &OperationRequestV1) -> Result<OpenSession, OperationError> {
+    fn try_open(&self, request: &OperationRequest) -> Result<OpenSession, OperationError> {
         let operation = request.operation;
         let mut of_it = self.loaded.iter().filter(|loaded| loaded.offered.operation == operation).peekable();
         if of_it.peek().is_none() {
@@ -178,7 +171,7 @@ impl Operations {
         })?;
         self.metrics.sessions.get_or_create(&OperationLabel::new(operation)).inc();
         Ok(OpenSession {
-            opened: OpenedOperationV1 {
+            opened: OpenedOperation {
                 backend: offered.backend.clone(),
                 model: offered.model.clone(),
                 sample_rate: request.sample_rate,

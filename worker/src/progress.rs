@@ -1,8 +1,7 @@
 //! How far a compute thread is, as everybody else sees it, with a watchdog beside it.
 
 use crate::Error;
-use crate::engine::EngineLoad;
-use crate::watchdog::{EXIT_STALLED, Verdict, Watchdog};
+use crate::watchdog::{EXIT_STALLED, Health, Watchdog};
 use parking_lot::Mutex;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -10,7 +9,26 @@ use std::time::{Duration, Instant};
 /// How often a busy but silent thread is looked at.
 const WATCH_EVERY: Duration = Duration::from_millis(250);
 
-/// See the module.
+/// What the engine holds right now.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct EngineLoad {
+    pub running: usize,
+    pub waiting: usize,
+    /// Prompt tokens not yet computed.
+    pub pending_prefill_tokens: u64,
+    /// KV bytes held by live sequences.
+    pub kv_used: u64,
+    /// KV bytes in all.
+    pub kv_total: u64,
+    pub steps: u64,
+    /// Tokens generated so far.
+    pub tokens: u64,
+    /// Prefill rate over recent steps, tokens per second.
+    pub prefill_rate: f32,
+    /// Recent step time, milliseconds.
+    pub step_ms: f32,
+}
+
 pub(crate) struct Progress {
     load: Mutex<EngineLoad>,
     watchdog: Mutex<Watchdog>,
@@ -53,7 +71,7 @@ impl Progress {
 
     /// Whether there is progress as there should be.
     pub(crate) fn healthy(&self) -> bool {
-        self.watchdog.lock().check(Instant::now()) == Verdict::Healthy
+        self.watchdog.lock().check(Instant::now()) == Health::Healthy
     }
 }
 
@@ -68,11 +86,23 @@ fn watch_over(progress: &Weak<Progress>) {
         std::thread::park_timeout(WATCH_EVERY);
         let Some(progress) = progress.upgrade() else { return };
         let verdict = progress.watchdog.lock().check(Instant::now());
-        if let Verdict::Stalled { after } = verdict {
+        if let Health::Stalled { after } = verdict {
             let load = progress.load();
             tracing::error!(?after, ?load, "no step has ended while work is queued; the worker ends");
             proto::log::flush();
             kernels::exit::end_process(EXIT_STALLED);
         }
     }
+}
+
+/// What the last words of a process that ends by itself are given to leave.
+const FAREWELL: Duration = Duration::from_millis(100);
+
+/// Ends the process because of an error behind which nothing here can go on. Whoever is to be told has been told: the
+/// packets are sent by other threads.
+pub(crate) fn end_process(error: &Error) -> ! {
+    tracing::error!(%error, "the engine cannot go on; the worker ends");
+    std::thread::sleep(FAREWELL);
+    proto::log::flush();
+    kernels::exit::end_process(error.exit_code())
 }

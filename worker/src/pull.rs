@@ -1,13 +1,13 @@
 //! A resume point that another worker holds, as the engine sees it: something that can be fetched while requests wait,
 //! for a bounded time, within a bounded number of bytes, and that is computed if it does not come.
 //!
-//! The engine says what it wants ([`Order`]) and takes pieces in ([`Delivery`]); how they travel is the business of
+//! The engine says what it wants ([`PullOrder`]) and takes pieces in ([`PullDelivery`]); how they travel is the business of
 //! whoever implements [`Source`]. Nothing is believed: a piece counts only with the digest that its tokens, root and
 //! origin give its bytes.
 
 use crate::pieces::{Namer, PrefixNames};
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
-use proto::pull::{PullRequest, PullRequestV1, PulledPieceV1};
+use proto::pull::{PullRequest, PulledPiece};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::mpsc;
@@ -18,8 +18,8 @@ pub trait Source: Send {
     fn tokens(&self) -> u32;
 
     /// Starts to fetch. Called on the engine's thread: it must not block. Fetching ends as soon as nobody wants the
-    /// delivery any more ([`Delivery::unwanted`]).
-    fn fetch(self: Box<Self>, order: Order, delivery: Delivery);
+    /// delivery any more ([`PullDelivery::unwanted`]).
+    fn fetch(self: Box<Self>, order: PullOrder, delivery: PullDelivery);
 }
 
 /// Why a pull brings less than was hoped for.
@@ -56,9 +56,8 @@ impl PullFailure {
     }
 }
 
-/// What is wanted.
 #[derive(Debug, Clone)]
-pub struct Order {
+pub struct PullOrder {
     origin: [u8; 32],
     root: BlockId,
     tokens: Arc<[u32]>,
@@ -70,7 +69,7 @@ pub struct Order {
     bytes: u64,
 }
 
-impl Order {
+impl PullOrder {
     pub(crate) fn new(
         namer: &Namer,
         (root, tokens): (BlockId, Arc<[u32]>),
@@ -85,7 +84,7 @@ impl Order {
     /// What to ask the holder.
     pub fn request(&self) -> PullRequest {
         let (origin, root, have) = (self.origin, self.root, self.have);
-        PullRequest::V1(PullRequestV1 { origin, root, tokens: self.tokens.to_vec(), have })
+        PullRequest { origin, root, tokens: self.tokens.to_vec(), have }
     }
 
     /// Bytes of all pieces together at most.
@@ -94,7 +93,7 @@ impl Order {
     }
 
     /// How long the bytes of a piece must be; `None`: there can be no such piece.
-    pub fn length(&self, piece: &PulledPieceV1) -> Option<usize> {
+    pub fn length(&self, piece: &PulledPiece) -> Option<usize> {
         let bytes = *self.piece_bytes.get(piece.group as usize)?;
         let inside = piece.end > self.have && piece.end as usize <= self.tokens.len();
         let whole = (piece.end as usize).is_multiple_of(HASH_UNIT_TOKENS);
@@ -102,49 +101,47 @@ impl Order {
     }
 
     /// Whether these are the bytes of that piece of this prefix.
-    pub fn is_sound(&self, piece: &PulledPieceV1, bytes: &[u8]) -> bool {
+    pub fn is_sound(&self, piece: &PulledPiece, bytes: &[u8]) -> bool {
         let key = self.names.piece(piece.group as usize, piece.end);
         key.is_some_and(|key| key.digest(bytes) == piece.digest)
     }
 }
 
-/// Where what is fetched goes. Dropped without [`Delivery::end`], the holder counts as lost.
+/// Where what is fetched goes. Dropped without [`PullDelivery::end`], the holder counts as lost.
 #[derive(Debug)]
-pub struct Delivery {
-    to: mpsc::UnboundedSender<Arrival>,
+pub struct PullDelivery {
+    to: mpsc::UnboundedSender<PullEvent>,
 }
 
 /// What arrives at the engine.
 #[derive(Debug)]
-pub(crate) enum Arrival {
+pub(crate) enum PullEvent {
     /// A sound piece: group, end, bytes.
     Piece(usize, u32, Arc<[u8]>),
     /// So many bytes took so long once the holder had begun to send them.
     Travelled(u64, Duration),
-    /// Nothing more comes.
     End(Result<(), PullFailure>),
 }
 
-impl Delivery {
-    pub(crate) fn new() -> (Self, mpsc::UnboundedReceiver<Arrival>) {
+impl PullDelivery {
+    pub(crate) fn new() -> (Self, mpsc::UnboundedReceiver<PullEvent>) {
         let (to, inbox) = mpsc::unbounded_channel();
         (Self { to }, inbox)
     }
 
     /// Hands on a piece whose bytes are sound.
-    pub fn piece(&self, piece: &PulledPieceV1, bytes: Vec<u8>) {
+    pub fn piece(&self, piece: &PulledPiece, bytes: Vec<u8>) {
         // Nobody wants it any more: that is noticed by `unwanted`.
-        let _ = self.to.send(Arrival::Piece(piece.group as usize, piece.end, bytes.into()));
+        let _ = self.to.send(PullEvent::Piece(piece.group as usize, piece.end, bytes.into()));
     }
 
     /// So many bytes took so long, without what the holder did before it began to send them.
     pub fn travelled(&self, bytes: u64, took: Duration) {
-        let _ = self.to.send(Arrival::Travelled(bytes, took));
+        let _ = self.to.send(PullEvent::Travelled(bytes, took));
     }
 
-    /// Nothing more comes.
     pub fn end(self, outcome: Result<(), PullFailure>) {
-        let _ = self.to.send(Arrival::End(outcome));
+        let _ = self.to.send(PullEvent::End(outcome));
     }
 
     /// Resolves when nobody wants it any more.

@@ -6,7 +6,7 @@
 
 use kernels::ops::is_drawable;
 use proto::message::{GenerateError, Sampling, Stop, TokenLogprobs};
-use proto::stage::StageSampleV1;
+use proto::stage::StageSample;
 use std::collections::{HashMap, HashSet};
 
 mod mask;
@@ -63,11 +63,11 @@ impl Sampler {
     }
 
     /// All that the next draw depends on but the logits of `row`, for whoever has these.
-    pub(crate) fn sample(&self, row: u32) -> StageSampleV1 {
+    pub(crate) fn sample(&self, row: u32) -> StageSample {
         let p = &self.params;
         let repeats = p.repetition_penalty != 1.0;
         let counted = repeats || p.presence_penalty != 0.0 || p.frequency_penalty != 0.0;
-        StageSampleV1 {
+        StageSample {
             row,
             sampling: p.clone(),
             drawn: self.drawn,
@@ -78,8 +78,8 @@ impl Sampler {
     }
 
     /// What draws as the sampler of [`Self::sample`] would, once.
-    pub(crate) fn of_sample(sample: StageSampleV1, vocab: usize) -> Result<Self, GenerateError> {
-        let StageSampleV1 { row: _, sampling, drawn, barred, prompt, counts } = sample;
+    pub(crate) fn of_sample(sample: StageSample, vocab: usize) -> Result<Self, GenerateError> {
+        let StageSample { row: _, sampling, drawn, barred, prompt, counts } = sample;
         check(&sampling, vocab)?;
         Ok(Self {
             params: sampling,

@@ -21,8 +21,8 @@ mod tenants;
 mod tests;
 
 pub use request::{
-    Counters, Decoding, Demand, LogitRows, PlannedSequence, Rejected, SeqId, SeqSlot, SequenceInfo,
-    SequenceRequest, SequenceState, Stats, StepLimits, StepPlan, Turn,
+    Counters, Decoding, Demand, LogitRows, PlannedSequence, QueuePosition, Rejected, SeqId, SeqSlot,
+    SequenceInfo, SequenceRequest, SequenceState, Stats, StepLimits, StepPlan,
 };
 pub use resume::ForkRefused;
 
@@ -31,12 +31,11 @@ use crate::kv_cache::{
 };
 use proto::block::ClusterKey;
 use proto::event::KvEvent;
-use proto::message::TenantTurnV1;
+use proto::message::TenantTurn;
 use sequence::{Sequence, State};
 use std::collections::{HashMap, VecDeque};
 use tenants::Tenants;
 
-/// How to schedule.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SchedulerConfig {
     /// Rows per step, all sequences together; at least 1.
@@ -84,22 +83,15 @@ pub enum StepError {
     /// Steps complete in the order in which they were planned.
     #[error("step {step} cannot complete: the oldest step in flight is {oldest:?}")]
     OutOfOrder {
-        /// The step named.
         step: u64,
         /// The step that must complete first.
         oldest: Option<u64>,
     },
     /// A token for a sequence that the step did not sample.
     #[error("step {step} does not draw a token for sequence {id:?}")]
-    NotSampled {
-        /// The step.
-        step: u64,
-        /// The sequence.
-        id: SeqId,
-    },
+    NotSampled { step: u64, id: SeqId },
 }
 
-/// See the module.
 #[derive(Debug)]
 pub struct Scheduler {
     config: SchedulerConfig,
@@ -114,9 +106,8 @@ pub struct Scheduler {
     /// The tenant whose turn it was and whose next sequence did not fit the blocks that were left.
     short_of_blocks: Option<u64>,
     planned: PlannedUnits,
-    in_flight: VecDeque<Flight>,
+    in_flight: VecDeque<PlannedStep>,
     arrivals: u64,
-    /// The last step planned.
     step: u64,
     /// The step before which everything was recounted last.
     checked: u64,
@@ -133,7 +124,7 @@ pub struct Scheduler {
 
 /// A step that has been planned and not completed.
 #[derive(Debug)]
-struct Flight {
+struct PlannedStep {
     step: u64,
     /// Sequences with rows in it, and whether a token is drawn.
     sequences: Vec<(u32, bool)>,
@@ -214,12 +205,12 @@ impl Scheduler {
     }
 
     /// The place of one sequence that comes now and is submitted later: then it goes before those that came meanwhile.
-    pub fn take_turn(&mut self) -> Turn {
+    pub fn take_turn(&mut self) -> QueuePosition {
         self.arrivals += 1;
-        Turn(self.arrivals)
+        QueuePosition(self.arrivals)
     }
 
-    fn insert(&mut self, sequence: Sequence, share: TenantTurnV1) -> u32 {
+    fn insert(&mut self, sequence: Sequence, share: TenantTurn) -> u32 {
         let id = sequence.id;
         self.tenants.came(share);
         let slot = match self.vacant.pop() {
@@ -381,7 +372,6 @@ impl Scheduler {
         self.cache.clear();
     }
 
-    /// The present state.
     pub fn stats(&self) -> Stats {
         let mut counters = self.counters;
         counters.evictions = self.cache.evictions();
@@ -449,7 +439,7 @@ impl Scheduler {
         self.sequences.get(slot as usize)?.as_ref()
     }
 
-    fn take_oldest(&mut self, step: u64) -> Result<Flight, StepError> {
+    fn take_oldest(&mut self, step: u64) -> Result<PlannedStep, StepError> {
         let oldest = self.in_flight.front().map(|flight| flight.step);
         match self.in_flight.pop_front_if(|flight| flight.step == step) {
             Some(flight) => Ok(flight),

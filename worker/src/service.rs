@@ -5,14 +5,15 @@
 
 use crate::Error;
 use crate::encoder::Encoder;
-use crate::engine::thread::{Broken, end_process};
+use crate::engine::thread::Broken;
 use crate::kv_cache::memory::HostFloor;
 use crate::load::{EngineOptions, Prepared};
 use crate::operations::{Bundle, Operations, SessionLimits};
-use crate::shipping::{Holdings, Shipper, ShippingConfig, Wanted};
+use crate::pipeline::{Holds, StageConfig};
+use crate::progress::end_process;
 use crate::snapshot::store::{SnapshotStore, StoreConfig};
-use crate::stage::{Holds, StageConfig};
 use crate::telemetry::{EngineMetrics, HostMetrics, NodeMetrics, ShippingMetrics};
+use crate::weight_distribution::{Inventory, Shipper, ShippingConfig, WantedLayers};
 use parking_lot::Mutex;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
@@ -20,12 +21,12 @@ use proto::block::ClusterKey;
 use proto::heartbeat::Heartbeat;
 use proto::ids::{Epoch, ModelId, NodeId, Role};
 use proto::message::{
-    LoadReportV1, LoadReportV2, ModelTask, PullCostV1, PullReportV1, RegisterV2, RegisterV3, ServedModelV2,
-    WorkPart, WorkerState, WorkerStatus, WorkerStatusV1,
+    LoadReport, ModelTask, PullCost, PullReport, Register, ServedModel, WorkPart, WorkerInfo, WorkerState,
+    WorkerStatus,
 };
-use proto::operation::{MAX_OPERATIONS, OfferedOperationV1, Operation};
-use proto::placement::{CapacityV1, ModelFileV1, RegisterV4, RegisterV5};
-use proto::shard::{MAX_STRUCK, ShippingReportV1};
+use proto::operation::{MAX_OPERATIONS, OfferedOperation, Operation};
+use proto::placement::{Capacity, OfferedModelFile};
+use proto::shard::{MAX_STRUCK, ShippingReport};
 use proto::transport::{CloseCode, Connection, Dialer, Endpoint, EndpointConfig, Expected, Identity};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -71,11 +72,9 @@ pub struct WorkerConfig {
     pub listen: SocketAddr,
     /// Where `/livez`, `/readyz`, `/startupz` and `/metrics` are served; port 0 is any.
     pub ops: SocketAddr,
-    /// The engine.
     pub engine: EngineOptions,
     /// What part of requests it is for.
     pub part: WorkPart,
-    /// Where snapshots are kept.
     pub snapshots: StoreConfig,
     /// No stall is called before this long.
     pub stall_floor: Duration,
@@ -126,7 +125,6 @@ struct Node {
     calls: Arc<AtomicUsize>,
     /// Coordinators that have accepted us.
     joined: watch::Sender<usize>,
-    /// By which they have.
     links: Mutex<Vec<Connection>>,
     engine: watch::Sender<Option<(ClusterKey, Runner)>>,
     shipping: ShippingMetrics,
@@ -136,11 +134,10 @@ struct Node {
     broken: Option<mpsc::UnboundedSender<String>>,
     snapshots: Arc<SnapshotStore>,
     peers: Arc<Peers>,
-    holdings: Arc<Holdings>,
+    holdings: Arc<Inventory>,
     operations: Arc<Operations>,
     /// Of what does not belong to the engine.
     registry: Arc<Registry>,
-    /// Of the process.
     own: NodeMetrics,
     identity: Identity,
     /// Without these nothing is served.
@@ -151,10 +148,10 @@ struct Node {
 
 /// What this worker can be asked for; nothing, of one of the pool that leads no replica.
 struct Offer {
-    model: Option<ServedModelV2>,
+    model: Option<ServedModel>,
     /// Of the model, if it is for texts.
     backend: Option<&'static str>,
-    pull_cost: Option<PullCostV1>,
+    pull_cost: Option<PullCost>,
 }
 
 /// A model that waits for the cluster's key.
@@ -178,7 +175,7 @@ impl Loaded {
         }
     }
 
-    fn served(&self, id: ModelId) -> Option<ServedModelV2> {
+    fn served(&self, id: ModelId) -> Option<ServedModel> {
         match self {
             Self::Generator(prepared) => Some(prepared.served(id)),
             Self::Encoder(encoder) => Some(encoder.served(id)),
@@ -186,7 +183,7 @@ impl Loaded {
         }
     }
 
-    fn pull_cost(&self, id: ModelId) -> Option<PullCostV1> {
+    fn pull_cost(&self, id: ModelId) -> Option<PullCost> {
         match self {
             Self::Generator(prepared) => prepared.pull_cost(id),
             Self::Encoder(_) | Self::Nothing => None,
@@ -203,7 +200,6 @@ impl Drop for UnderWay {
     }
 }
 
-/// A running worker node.
 pub struct WorkerService {
     /// As it is at present.
     node: watch::Receiver<Arc<Node>>,
@@ -214,7 +210,7 @@ pub struct WorkerService {
 }
 
 /// What stays the same over the lives of a node.
-struct Ground {
+struct NodeContext {
     endpoint: Arc<Endpoint>,
     coordinators: Vec<String>,
     started: Instant,
@@ -227,7 +223,7 @@ struct Ground {
     snapshots: Arc<SnapshotStore>,
     peers: Arc<Peers>,
     shipping: ShippingMetrics,
-    holdings: Arc<Holdings>,
+    holdings: Arc<Inventory>,
     operations: Arc<Operations>,
     registry: Arc<Registry>,
     own: NodeMetrics,
@@ -237,15 +233,15 @@ struct Ground {
 }
 
 /// One life of a node, under way.
-struct Life {
+struct NodeRun {
     node: Arc<Node>,
     dialers: JoinSet<()>,
 }
 
-impl Ground {
+impl NodeContext {
     /// Begins a life of its own epoch, and to tell coordinators of it; they accept it once it has
-    /// [loaded](Life::loaded).
-    fn begin(&self, epoch: Epoch, broken: Option<mpsc::UnboundedSender<String>>) -> Life {
+    /// [loaded](NodeRun::loaded).
+    fn begin(&self, epoch: Epoch, broken: Option<mpsc::UnboundedSender<String>>) -> NodeRun {
         let node = Arc::new(Node {
             node: self.endpoint.name().node.clone(),
             epoch: AtomicU64::new(epoch.0),
@@ -287,11 +283,11 @@ impl Ground {
                 }
             });
         }
-        Life { node, dialers }
+        NodeRun { node, dialers }
     }
 }
 
-impl Life {
+impl NodeRun {
     /// What it is to serve under this name is loaded; without a name it serves nothing.
     fn loaded(&self, loaded: Loaded, name: Option<&ModelId>) {
         let model = name.and_then(|name| loaded.served(name.clone()));
@@ -326,7 +322,7 @@ impl WorkerService {
     pub async fn start(config: WorkerConfig, identity: &Identity) -> Result<Self, Error> {
         let epoch = present_epoch();
         let quic = EndpointConfig::new(epoch, [Role::Worker]);
-        let quic = if config.pool.is_some() { crate::stage::attentive(quic) } else { quic };
+        let quic = if config.pool.is_some() { crate::pipeline::attentive(quic) } else { quic };
         let endpoint = Arc::new(Endpoint::bind(config.listen, identity, quic)?);
         let (bundles, limits) = (config.bundles, config.sessions);
         let operations = move || Operations::load(&bundles, limits, crate::load::environment);
@@ -346,7 +342,7 @@ impl WorkerService {
         }
         let shortage = Shortage::told_in(host);
         let own = config.model;
-        let holdings = Arc::new(Holdings::new(
+        let holdings = Arc::new(Inventory::new(
             own.as_ref().map(|own| own.id.clone()),
             own.as_ref().map(|own| own.path.as_path()),
             &config.engine,
@@ -370,10 +366,10 @@ impl WorkerService {
                     };
                     let looked = tokio::task::spawn_blocking(look).await.map_err(|_| Error::EngineStopped)?;
                     let (digest, offered) = looked?;
-                    files.push(ModelFileV1 { model: id, digest });
+                    files.push(OfferedModelFile { model: id, digest });
                     drafter = offered;
                 }
-                let capacity = CapacityV1 { memory, bandwidth, compute, files };
+                let capacity = Capacity { memory, bandwidth, compute, files };
                 let stage = StageConfig {
                     model_path: own.as_ref().map(|own| own.path.clone()),
                     shipping: config.shipping.clone(),
@@ -387,7 +383,7 @@ impl WorkerService {
         };
         let (runtime, accepts) =
             (Heartbeat::new("the runtime"), Heartbeat::new("the loop that takes workers"));
-        let ground = Ground {
+        let ground = NodeContext {
             endpoint: Arc::clone(&endpoint),
             coordinators: config.coordinators,
             started: Instant::now(),
@@ -429,7 +425,7 @@ impl WorkerService {
                 let load =
                     move |arrivals| Loaded::load(&from, &EngineOptions { arrivals, ..options.clone() });
                 shipper
-                    .load(&path, Wanted { guesses, ..Wanted::default() }, load)
+                    .load(&path, WantedLayers { guesses, ..WantedLayers::default() }, load)
                     .await
                     .map(|loaded| (loaded, Some(id)))
             }
@@ -464,7 +460,6 @@ impl WorkerService {
         self.present().quic
     }
 
-    /// The ops port.
     pub fn ops_address(&self) -> SocketAddr {
         self.present().ops
     }
@@ -486,7 +481,6 @@ impl WorkerService {
         }
     }
 
-    /// Ends everything now.
     pub async fn stop(self) {
         self.tasks.iter().for_each(tokio::task::JoinHandle::abort);
         if let Some(engine) = self.present().engine() {
@@ -512,12 +506,12 @@ impl Node {
         offer.as_ref().and_then(|offer| offer.model.as_ref()).is_some_and(|served| served.id == *model)
     }
 
-    fn shipping_report(&self) -> ShippingReportV1 {
+    fn shipping_report(&self) -> ShippingReport {
         let bytes = |gauge: &Gauge| gauge.get().cast_unsigned();
         let mut struck = self.shipping.dishonest();
         struck.truncate(MAX_STRUCK);
         let (wanted, present) = (bytes(&self.shipping.wanted), bytes(&self.shipping.present));
-        ShippingReportV1 { wanted, present, struck }
+        ShippingReport { wanted, present, struck }
     }
 
     fn engine(&self) -> Option<Runner> {
@@ -603,8 +597,8 @@ impl Node {
         }
     }
 
-    fn register(&self, offer: &Offer) -> RegisterV5 {
-        let worker = RegisterV2 {
+    fn register(&self, offer: &Offer) -> Register {
+        let worker = WorkerInfo {
             node: self.node.clone(),
             epoch: self.epoch(),
             pid: std::process::id(),
@@ -612,27 +606,24 @@ impl Node {
             ops: self.ops.to_string(),
             models: offer.model.iter().cloned().collect(),
         };
-        let worker = RegisterV3 { worker, part: self.part, pulls: offer.pull_cost.iter().cloned().collect() };
         let operations = offer.model.iter().filter_map(|model| {
             let operation = Operation::of_task(model.task)?;
-            Some(OfferedOperationV1 {
-                operation,
-                model: model.id.clone(),
-                backend: offer.backend?.to_owned(),
-            })
+            Some(OfferedOperation { operation, model: model.id.clone(), backend: offer.backend?.to_owned() })
         });
-        let worker = RegisterV4 {
+        Register {
             worker,
+            part: self.part,
+            pulls: offer.pull_cost.iter().cloned().collect(),
             capacity: self.pool.as_ref().map(|pool| pool.capacity().clone()),
             operations: operations.chain(self.operations.offered().cloned()).take(MAX_OPERATIONS).collect(),
-        };
-        RegisterV5 { worker, drafter: self.pool.as_ref().and_then(|pool| pool.drafter()) }
+            drafter: self.pool.as_ref().and_then(|pool| pool.drafter()),
+        }
     }
 
-    fn report(&self) -> LoadReportV1 {
+    fn report(&self) -> LoadReport {
         let engine = self.engine();
         let load = engine.as_ref().map(Runner::load).unwrap_or_default();
-        LoadReportV1 {
+        LoadReport {
             epoch: self.epoch(),
             state: self.state(),
             running: load.running as u32,
@@ -646,28 +637,22 @@ impl Node {
             prefill_rate: load.prefill_rate,
             step_ms: load.step_ms,
             rss: crate::memory::resident_bytes(),
+            pulls: match &engine {
+                Some(Runner::Generates(engine)) => engine.transfers().report(),
+                Some(Runner::Encodes(_) | Runner::Waits(_)) | None => PullReport::default(),
+            },
         }
-    }
-
-    /// With what was pulled and sent.
-    fn full_report(&self) -> LoadReportV2 {
-        let pulls = match self.engine() {
-            Some(Runner::Generates(engine)) => engine.transfers().report(),
-            Some(Runner::Encodes(_) | Runner::Waits(_)) | None => PullReportV1::default(),
-        };
-        LoadReportV2 { load: self.report(), pulls }
     }
 
     fn status(&self) -> WorkerStatus {
         let kv_sequence = self.engine().map_or(0, |engine| engine.events().lock().last_sequence());
-        WorkerStatus::V1(WorkerStatusV1 {
+        WorkerStatus {
             node: self.node.clone(),
-            // Version 1 knows only models that generate.
-            models: self.offer().and_then(|offer| offer.model.as_ref()?.to_v1()).into_iter().collect(),
+            models: self.offer().and_then(|offer| offer.model.clone()).into_iter().collect(),
             load: self.report(),
             kv_sequence,
             uptime_ms: self.started.elapsed().as_millis() as u64,
-        })
+        }
     }
 
     fn metrics_text(&self) -> String {

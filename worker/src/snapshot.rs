@@ -10,7 +10,7 @@ use std::ops::Range;
 
 pub mod store;
 
-const MAGIC: &[u8; 8] = b"kvasirsn";
+const MAGIC: &[u8; 8] = b"kvasirs1";
 const DIGEST_BYTES: usize = 32;
 /// Most bytes of one piece: no block and no state slot comes near it.
 const MAX_PIECE_BYTES: u64 = 1 << 32;
@@ -20,7 +20,6 @@ const MAX_PIECE_BYTES: u64 = 1 << 32;
 pub struct Origin {
     /// Digest of the model's file.
     pub model_digest: [u8; 32],
-    /// Digest of the tokenizer.
     pub tokenizer_digest: [u8; 32],
     /// Within one class the same tokens give the same bits; outside it they do not.
     pub numeric_class: String,
@@ -33,7 +32,6 @@ pub struct Origin {
 /// One block, or one state.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Piece {
-    /// The cache group.
     pub group: u32,
     /// Its first token; of a state the number of tokens that it stands behind.
     pub token: u32,
@@ -42,12 +40,7 @@ pub struct Piece {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-enum Header {
-    V1(HeaderV1),
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct HeaderV1 {
+struct Header {
     origin: Origin,
     /// All tokens of the sequence; the first `position` of them are in the caches.
     tokens: Vec<u32>,
@@ -58,7 +51,7 @@ struct HeaderV1 {
 /// A sequence at a resume point.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Snapshot {
-    header: HeaderV1,
+    header: Header,
     bytes: Vec<u8>,
 }
 
@@ -66,7 +59,7 @@ pub struct Snapshot {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SnapshotError {
     /// Not a snapshot at all.
-    #[error("not a snapshot: it does not begin with the magic bytes")]
+    #[error("not a snapshot of this version: it does not begin with kvasirs1")]
     Magic,
     /// The file ends early, or goes on after its end.
     #[error("damaged snapshot: {found} bytes, its header tells of {expected}")]
@@ -78,29 +71,19 @@ pub enum SnapshotError {
     },
     /// Bytes do not have the digest that was written beside them.
     #[error("damaged snapshot: {what} has another digest")]
-    Digest {
-        /// What is damaged.
-        what: String,
-    },
+    Digest { what: String },
     /// The header makes no sense.
     #[error("damaged snapshot: {0}")]
     Header(#[from] CodecError),
     /// A piece names a group or token that cannot be.
     #[error("damaged snapshot: piece {piece} {reason}")]
-    Piece {
-        /// Its number.
-        piece: usize,
-        /// What is wrong.
-        reason: &'static str,
-    },
+    Piece { piece: usize, reason: &'static str },
     /// Taken with something else than what is served here.
     #[error("the snapshot's {what} is {found}, this worker has {expected}")]
     Other {
         /// What differs: model, tokenizer, numeric class, block size.
         what: &'static str,
-        /// Of the snapshot.
         found: String,
-        /// Of this worker.
         expected: String,
     },
 }
@@ -119,7 +102,7 @@ impl Snapshot {
             Piece { group, token, digest: *blake3::hash(&data).as_bytes() }
         };
         let pieces = pieces.into_iter().map(&mut piece).collect();
-        Self { header: HeaderV1 { origin, tokens, position, pieces }, bytes }
+        Self { header: Header { origin, tokens, position, pieces }, bytes }
     }
 
     /// All tokens of the sequence.
@@ -146,9 +129,8 @@ impl Snapshot {
         self.bytes.len()
     }
 
-    /// The file.
     pub fn to_bytes(&self) -> Result<Vec<u8>, SnapshotError> {
-        let header = codec::encode(&Header::V1(self.header.clone()), Cap::Control)?;
+        let header = codec::encode(&self.header.clone(), Cap::Control)?;
         let mut file = Vec::with_capacity(MAGIC.len() + 4 + header.len() + DIGEST_BYTES + self.bytes.len());
         file.extend_from_slice(MAGIC);
         // The cap is far below what 32 bits hold.
@@ -171,7 +153,7 @@ impl Snapshot {
         if blake3::hash(encoded).as_bytes() != digest {
             return Err(SnapshotError::Digest { what: "its header".to_owned() });
         }
-        let Header::V1(header) = codec::decode(encoded, Cap::Control)?;
+        let header: Header = codec::decode(encoded, Cap::Control)?;
         header.origin.expect(here)?;
         let mut at = 0u64;
         let mut ranges: Vec<Range<u64>> = Vec::with_capacity(header.pieces.len());

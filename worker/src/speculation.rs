@@ -5,15 +5,15 @@
 //! guesses are worth their rows is decided by how often guesses like them were right and by what steps of so many rows
 //! were seen to take. Where nothing is worth it nothing is guessed. Sans-IO: tokens and times in, guesses out.
 
-mod chances;
+mod acceptance;
+mod draft_cost;
 mod ngrams;
-mod pays;
 mod rounds;
 
 use crate::scheduler::{Decoding, SeqId};
-use chances::Chances;
+use acceptance::AcceptanceRates;
+use draft_cost::DraftCost;
 use ngrams::Ngrams;
-use pays::Pays;
 use rounds::Rounds;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -22,10 +22,8 @@ use std::time::Duration;
 /// Guesses of one sequence in one step at most.
 const MOST_GUESSES: u32 = 16;
 
-/// Who guesses.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Guesses {
-    /// Nobody.
     #[default]
     Off,
     /// What followed the last tokens before.
@@ -48,11 +46,10 @@ impl Guesses {
     }
 }
 
-/// See the module.
 #[derive(Debug)]
 pub struct Speculation {
     sequences: HashMap<SeqId, Followed>,
-    pays: Pays,
+    pays: DraftCost,
     /// Of guesses that are computed.
     rounds: Option<Rounds>,
     /// Guesses for each sequence whatever they cost, for tests and measurements.
@@ -63,13 +60,13 @@ pub struct Speculation {
 #[derive(Debug, Default)]
 struct Followed {
     ngrams: Ngrams,
-    chances: Chances,
+    chances: AcceptanceRates,
 }
 
 impl Speculation {
     /// Guesses that what has followed the last tokens before follows them again, in prompt or output.
     pub fn ngram() -> Self {
-        Self { sequences: HashMap::new(), pays: Pays::default(), rounds: None, always: None }
+        Self { sequences: HashMap::new(), pays: DraftCost::default(), rounds: None, always: None }
     }
 
     /// Decides about guesses that another model computes, a token of each sequence in a round.

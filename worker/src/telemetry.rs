@@ -1,6 +1,5 @@
 //! The engine's metrics: vLLM's names where existing boards query them, `kvasir_*` for what is ours.
 
-use crate::engine::TieringCounts;
 use crate::tiers::TierStats;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue};
@@ -13,28 +12,27 @@ use std::sync::atomic::AtomicU64;
 
 mod device;
 mod grammar;
-mod host;
 mod node;
 mod operation;
+mod rank_server;
 mod shards;
-mod shipping;
 mod traces;
 mod transfers;
+mod weight_distribution;
 
 pub use device::{DeviceMetrics, Launched, LaunchedLabel, OpLabel};
 pub use grammar::{GrammarMetrics, MaskHistogram, Refused, RefusedLabel};
-pub use host::HostMetrics;
 pub(crate) use node::CPUS_SLEEP;
 pub use node::{CertificateLabel, NodeMetrics};
 pub use operation::{OperationLabel, OperationMetrics, SessionEnd};
+pub use rank_server::HostMetrics;
 pub use shards::{ShardMetrics, StageLabel};
-pub use shipping::{ShippingMetrics, SourceLabel};
+pub(crate) use shards::{StageCount, StageCounts};
 pub use transfers::{Direction, DirectionLabel, FailureLabel, TransferMetrics};
+pub use weight_distribution::{ShippingMetrics, SourceLabel};
 
-/// Label of finished requests.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct FinishedLabel {
-    /// Why.
     pub finished_reason: Reason,
 }
 
@@ -44,15 +42,11 @@ pub struct FinishedLabel {
 pub enum Reason {
     /// End of sequence, stop token or stop string.
     stop,
-    /// Length.
     length,
-    /// Cancelled.
     abort,
-    /// Failed.
     error,
 }
 
-/// Label of prefix lookups.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct LookupLabel {
     /// Why the lookup stopped: the first word of what the response says.
@@ -69,7 +63,6 @@ pub struct GroupLabel {
 /// Label of what is kept besides the arena.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct TierLabel {
-    /// Where.
     pub tier: Tier,
 }
 
@@ -77,9 +70,7 @@ pub struct TierLabel {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
 #[allow(non_camel_case_types, reason = "label values are lower case on the wire")]
 pub enum Tier {
-    /// Memory of the host.
     host,
-    /// Files.
     disk,
 }
 
@@ -92,7 +83,6 @@ pub struct TierMetrics {
     pub hits: Counter,
     /// Tokens that these did not compute.
     pub hit_tokens: Counter,
-    /// Pieces read from files.
     pub loads: Counter,
     /// Files that were damaged or gone.
     pub load_failures: Counter,
@@ -137,9 +127,7 @@ type Fraction = Gauge<f64, AtomicU64>;
 /// All metrics of one engine.
 #[derive(Debug, Default)]
 pub struct EngineMetrics {
-    /// Sequences in the batch.
     pub running: Gauge,
-    /// Sequences queued.
     pub waiting: Gauge,
     /// Share of KV bytes in use by live sequences.
     pub kv_usage: Fraction,
@@ -157,7 +145,6 @@ pub struct EngineMetrics {
     pub prefill_computed: Counter,
     /// Prompt tokens computed again after preemption.
     pub recomputed: Counter,
-    /// Preemptions.
     pub preemptions: Counter,
     /// Sequences that made way for another tenant's.
     pub yields: Counter,
@@ -173,13 +160,9 @@ pub struct EngineMetrics {
     pub forks: Counter,
     /// Times guesses of a sequence were looked at.
     pub drafts: Counter,
-    /// Guesses looked at.
     pub drafted: Counter,
-    /// Guesses that were right.
     pub accepted: Counter,
-    /// Steps.
     pub steps: Counter,
-    /// Finished requests by reason.
     pub finished: Family<FinishedLabel, Counter>,
     /// Seconds from receipt to first token.
     pub ttft: SecondsHistogram,
@@ -191,7 +174,6 @@ pub struct EngineMetrics {
     pub queue: SecondsHistogram,
     /// Rows of a step.
     pub iteration_tokens: TokensHistogram,
-    /// Resident set size.
     pub rss: Gauge,
     /// Bytes of weights in memory.
     pub weight_bytes: Gauge,
@@ -203,15 +185,12 @@ pub struct EngineMetrics {
     pub kv_group_bytes: Family<GroupLabel, Gauge>,
     /// Of these, bytes that live sequences hold.
     pub kv_group_used_bytes: Family<GroupLabel, Gauge>,
-    /// Tiers below the arena.
     pub tiers: TierMetrics,
     /// Pulls from and by other workers.
     pub transfers: TransferMetrics,
-    /// Stages of a replica.
     pub shards: ShardMetrics,
     /// Grammars that answers are of.
     pub grammars: GrammarMetrics,
-    /// What computes.
     pub device: DeviceMetrics,
 }
 
@@ -240,7 +219,6 @@ impl Default for TokensHistogram {
 }
 
 impl EngineMetrics {
-    /// Registers every metric.
     pub fn register(&self, registry: &mut Registry) {
         let build = Family::<[(&str, &str); 1], Gauge>::default();
         build.get_or_create(&[("version", env!("CARGO_PKG_VERSION"))]).set(1);
@@ -333,4 +311,14 @@ impl EngineMetrics {
         let _ = encode(&mut text, registry);
         text
     }
+}
+/// Use of the KV tiers so far.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct TieringCounts {
+    /// Requests that got part of their prompt from the tiers.
+    pub(crate) hits: u64,
+    /// Tokens that these did not compute.
+    pub(crate) hit_tokens: u64,
+    /// Ended sequences that were not copied: too many at once.
+    pub(crate) dropped: u64,
 }

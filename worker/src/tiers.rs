@@ -61,7 +61,6 @@ pub struct TierStats {
     pub host_bytes: u64,
     /// Bytes of files.
     pub disk_bytes: u64,
-    /// Pieces read from files.
     pub loads: u64,
     /// Files that were asked for and were damaged or gone.
     pub load_failures: u64,
@@ -69,7 +68,6 @@ pub struct TierStats {
     pub write_failures: u64,
 }
 
-/// See the module.
 #[derive(Debug)]
 pub struct Tiers {
     namer: Namer,
@@ -86,14 +84,13 @@ pub struct Tiers {
 
 #[derive(Debug)]
 struct Awaited {
-    /// Who waits.
     by: usize,
     bytes: u64,
-    piece: Arrival,
+    piece: PieceArrival,
 }
 
 #[derive(Debug)]
-enum Arrival {
+enum PieceArrival {
     UnderWay,
     Here(Arc<[u8]>),
     Failed,
@@ -186,8 +183,8 @@ impl Tiers {
 
     fn arrived(&self, key: PieceKey) -> Option<&Arc<[u8]>> {
         match &self.awaited.get(&key)?.piece {
-            Arrival::Here(bytes) => Some(bytes),
-            Arrival::UnderWay | Arrival::Failed => None,
+            PieceArrival::Here(bytes) => Some(bytes),
+            PieceArrival::UnderWay | PieceArrival::Failed => None,
         }
     }
 
@@ -196,10 +193,10 @@ impl Tiers {
     pub fn load(&mut self, keys: &[PieceKey]) -> bool {
         let Some(disk) = &self.disk else { return false };
         let new = keys.iter().filter(|key| !self.awaited.contains_key(key));
-        let new: Vec<(PieceKey, u64, Arrival)> = new
+        let new: Vec<(PieceKey, u64, PieceArrival)> = new
             .map(|key| match self.host.get(key) {
-                Some(piece) => (*key, piece.len() as u64, Arrival::Here(Arc::clone(piece))),
-                None => (*key, disk.bytes_of(*key).unwrap_or(0), Arrival::UnderWay),
+                Some(piece) => (*key, piece.len() as u64, PieceArrival::Here(Arc::clone(piece))),
+                None => (*key, disk.bytes_of(*key).unwrap_or(0), PieceArrival::UnderWay),
             })
             .collect();
         let bytes: u64 = new.iter().map(|(_, bytes, _)| bytes).sum();
@@ -207,7 +204,7 @@ impl Tiers {
             return false;
         }
         for (key, bytes, piece) in new {
-            if matches!(piece, Arrival::UnderWay) {
+            if matches!(piece, PieceArrival::UnderWay) {
                 disk.read(key);
             }
             self.awaited.insert(key, Awaited { by: 0, bytes, piece });
@@ -231,12 +228,12 @@ impl Tiers {
             }
             let Some(bytes) = bytes else {
                 if let Some(awaited) = self.awaited.get_mut(&key) {
-                    awaited.piece = Arrival::Failed;
+                    awaited.piece = PieceArrival::Failed;
                 }
                 continue;
             };
             if let Some(awaited) = self.awaited.get_mut(&key) {
-                awaited.piece = Arrival::Here(Arc::clone(&bytes));
+                awaited.piece = PieceArrival::Here(Arc::clone(&bytes));
             }
             self.host.insert(key, bytes.len() as u64, bytes);
         }
@@ -244,7 +241,7 @@ impl Tiers {
 
     /// Whether a piece is still being read.
     pub fn is_loading(&self, key: PieceKey) -> bool {
-        self.awaited.get(&key).is_some_and(|awaited| matches!(awaited.piece, Arrival::UnderWay))
+        self.awaited.get(&key).is_some_and(|awaited| matches!(awaited.piece, PieceArrival::UnderWay))
     }
 
     /// One request does not need these any more, which it has loaded.

@@ -11,7 +11,6 @@ const RECENT_STEPS: usize = 256;
 /// signal, starved, or its machine suspended), and that time says nothing about the engine.
 const FROZEN: Duration = Duration::from_secs(2);
 
-/// What the watchdog knows.
 #[derive(Debug)]
 pub struct Watchdog {
     /// No stall is called before this long.
@@ -27,14 +26,12 @@ pub struct Watchdog {
 
 /// What the caller should do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verdict {
-    /// Nothing.
+pub enum Health {
     Healthy,
     /// No progress for half the limit: `/livez` answers 503.
     Unwell,
     /// No progress for the limit: end the process.
     Stalled {
-        /// How long.
         after: Duration,
     },
 }
@@ -81,14 +78,14 @@ impl Watchdog {
     }
 
     /// What to do at `now`. To be called several times in a second.
-    pub fn check(&mut self, now: Instant) -> Verdict {
+    pub fn check(&mut self, now: Instant) -> Health {
         let (stalled, limit) = (self.stalled(now), self.limit());
         if stalled >= limit {
-            Verdict::Stalled { after: stalled }
+            Health::Stalled { after: stalled }
         } else if stalled >= limit / 2 {
-            Verdict::Unwell
+            Health::Unwell
         } else {
-            Verdict::Healthy
+            Health::Healthy
         }
     }
 
@@ -110,7 +107,7 @@ mod tests {
     }
 
     /// Looks once in a second, as far as `to`; the last verdict.
-    fn watch(dog: &mut Watchdog, start: Instant, from: u64, to: u64) -> Verdict {
+    fn watch(dog: &mut Watchdog, start: Instant, from: u64, to: u64) -> Health {
         (from..=to).map(|second| dog.check(start + seconds(second))).last().unwrap()
     }
 
@@ -118,10 +115,10 @@ mod tests {
     fn idle_is_never_a_stall() {
         let start = Instant::now();
         let mut dog = Watchdog::new(seconds(10));
-        assert_eq!(watch(&mut dog, start, 0, 100), Verdict::Healthy);
+        assert_eq!(watch(&mut dog, start, 0, 100), Health::Healthy);
         dog.queued(start + seconds(100), true);
         dog.queued(start + seconds(101), false);
-        assert_eq!(watch(&mut dog, start, 101, 200), Verdict::Healthy);
+        assert_eq!(watch(&mut dog, start, 101, 200), Health::Healthy);
     }
 
     #[test]
@@ -129,11 +126,11 @@ mod tests {
         let start = Instant::now();
         let mut dog = Watchdog::new(seconds(10));
         dog.queued(start, true);
-        assert_eq!(watch(&mut dog, start, 1, 4), Verdict::Healthy);
-        assert_eq!(watch(&mut dog, start, 5, 9), Verdict::Unwell);
-        assert_eq!(watch(&mut dog, start, 10, 10), Verdict::Stalled { after: seconds(10) });
+        assert_eq!(watch(&mut dog, start, 1, 4), Health::Healthy);
+        assert_eq!(watch(&mut dog, start, 5, 9), Health::Unwell);
+        assert_eq!(watch(&mut dog, start, 10, 10), Health::Stalled { after: seconds(10) });
         dog.step_ended(start + seconds(11), seconds(11), true);
-        assert_eq!(watch(&mut dog, start, 12, 12), Verdict::Healthy);
+        assert_eq!(watch(&mut dog, start, 12, 12), Health::Healthy);
     }
 
     #[test]
@@ -144,8 +141,8 @@ mod tests {
             dog.step_ended(start, seconds(2), true);
         }
         assert_eq!(dog.limit(), seconds(40));
-        assert_eq!(watch(&mut dog, start, 1, 19), Verdict::Healthy);
-        assert_eq!(watch(&mut dog, start, 20, 40), Verdict::Stalled { after: seconds(40) });
+        assert_eq!(watch(&mut dog, start, 1, 19), Health::Healthy);
+        assert_eq!(watch(&mut dog, start, 20, 40), Health::Stalled { after: seconds(40) });
     }
 
     #[test]
@@ -153,10 +150,10 @@ mod tests {
         let start = Instant::now();
         let mut dog = Watchdog::new(seconds(10));
         dog.queued(start, true);
-        assert_eq!(watch(&mut dog, start, 1, 3), Verdict::Healthy);
+        assert_eq!(watch(&mut dog, start, 1, 3), Health::Healthy);
         // Whoever asks first after the freeze gets the same answer.
         assert_eq!(dog.stalled(start + seconds(60)), seconds(3));
-        assert_eq!(watch(&mut dog, start, 60, 61), Verdict::Healthy);
-        assert_eq!(watch(&mut dog, start, 62, 67), Verdict::Stalled { after: seconds(10) });
+        assert_eq!(watch(&mut dog, start, 60, 61), Health::Healthy);
+        assert_eq!(watch(&mut dog, start, 62, 67), Health::Stalled { after: seconds(10) });
     }
 }

@@ -8,6 +8,8 @@ mod loader;
 mod packed;
 mod repacking;
 
+#[cfg(test)]
+pub(crate) use loader::head_memory;
 pub(crate) use loader::{Loader, tensors_of};
 pub(crate) use packed::Packs;
 pub(crate) use repacking::Repacking;
@@ -15,7 +17,6 @@ pub(crate) use repacking::Repacking;
 /// A tensor as a source hands it out.
 #[derive(Debug, Clone, Copy)]
 pub struct TensorView<'a> {
-    /// ggml type id.
     pub ggml_type: u32,
     /// Dimensions in GGUF order (first = contiguous).
     pub dims: &'a [u64],
@@ -112,7 +113,6 @@ pub(crate) struct KvWeights {
     pub(crate) v_norm: Option<Norm>,
 }
 
-/// A convolution's weights.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ConvWeights {
     pub(crate) weight: VectorId,
@@ -192,7 +192,6 @@ pub(crate) struct PerLayerWeights {
     pub(crate) norm: Norm,
 }
 
-/// Weights of one layer.
 #[derive(Debug)]
 pub(crate) struct LayerWeights {
     pub(crate) mixer_norm: Option<Norm>,
@@ -216,7 +215,6 @@ pub(crate) struct EmbeddingWeights {
     pub(crate) norm: Option<Norm>,
 }
 
-/// The model's per-layer input.
 #[derive(Debug)]
 pub(crate) struct PerLayerInputWeights {
     pub(crate) table: MatrixId,

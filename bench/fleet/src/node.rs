@@ -6,12 +6,14 @@ use crate::router::EPOCH;
 use anyhow::{Context, Result, anyhow};
 use proto::block::{BlockId, ClusterKey};
 use proto::event::KvEvent;
-use proto::message::{LoadReportV1, TenantTurnV1, WorkerState};
+use proto::message::{LoadReport, PullReport, TenantTurn, WorkerState};
 use proto::pull::SENDS_AT_ONCE;
 use std::collections::HashMap;
 use std::time::Duration;
 use worker::kv_cache::{CacheSpec, GroupKind, GroupSpec};
-use worker::scheduler::{LogitRows, Scheduler, SchedulerConfig, SeqId, SequenceRequest, StepPlan, Turn};
+use worker::scheduler::{
+    LogitRows, QueuePosition, Scheduler, SchedulerConfig, SeqId, SequenceRequest, StepPlan,
+};
 
 /// What a worker is made of.
 #[derive(Debug, Clone, Copy)]
@@ -71,7 +73,7 @@ pub(crate) struct Node {
 struct Live {
     prompt: u32,
     left: u32,
-    turn: Turn,
+    turn: QueuePosition,
     started: bool,
 }
 
@@ -189,7 +191,7 @@ impl Node {
             max_new_tokens: out,
             logit_rows: LogitRows::LastOnly,
             boundaries: Vec::new(),
-            tenant: TenantTurnV1::of_root(root),
+            tenant: TenantTurn::of_root(root),
             priority: 0,
             turn: self.live.get(&id).map(|live| live.turn),
         })?)
@@ -250,9 +252,9 @@ impl Node {
     }
 
     /// What it tells coordinators of itself.
-    pub(crate) fn report(&self) -> LoadReportV1 {
+    pub(crate) fn report(&self) -> LoadReport {
         let stats = self.scheduler.stats();
-        LoadReportV1 {
+        LoadReport {
             epoch: EPOCH,
             state: WorkerState::Ready,
             running: stats.running as u32,
@@ -266,6 +268,7 @@ impl Node {
             prefill_rate: self.prefill_rate as f32,
             step_ms: self.step_ms as f32,
             rss: 0,
+            pulls: PullReport::default(),
         }
     }
 

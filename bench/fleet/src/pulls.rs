@@ -1,4 +1,4 @@
-//! Pulls as workers make and serve them (`worker/src/engine/pulling.rs`, `worker/src/service/peers.rs`), with time for
+//! Pulls as workers make and serve them (`worker/src/engine/kv_receive.rs`, `worker/src/service/peers.rs`), with time for
 //! bytes and no bytes: what a holder is asked for waits until it is between two steps, then its link, then the step of
 //! the worker that asked.
 

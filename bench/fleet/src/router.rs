@@ -4,12 +4,12 @@ use crate::pulls::PullRates;
 use crate::traffic::{Prompt, TENANT};
 use crate::tree::Tree;
 use anyhow::{Context, Result, anyhow, bail};
-use coordinator::balancer::{Action, Ask, Balancer, Output, Policy, Ticket};
+use coordinator::balancer::{Action, Balancer, Output, Policy, RouteRequest, Ticket};
 use coordinator::routing::{Reason, Routing};
 use coordinator::table::TableChange;
 use proto::event::{KvEvent, KvEventBatch};
 use proto::ids::{Epoch, NodeId, RequestId};
-use proto::message::{LoadReportV1, PullCostV1, PullReportV1, RegisterV2, ServedModelV2, WorkPart};
+use proto::message::{LoadReport, PullCost, PullReport, ServedModel, WorkPart, WorkerInfo};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -47,7 +47,7 @@ pub(crate) trait Router {
         Ok(())
     }
     /// What a worker says of its load.
-    fn report(&mut self, _now: Duration, _worker: usize, _report: LoadReportV1) -> Result<Vec<Placed>> {
+    fn report(&mut self, _now: Duration, _worker: usize, _report: LoadReport) -> Result<Vec<Placed>> {
         Ok(Vec::new())
     }
 }
@@ -71,7 +71,7 @@ pub(crate) struct Kvasir {
     balancer: Balancer,
     start: Instant,
     random: Random,
-    model: ServedModelV2,
+    model: ServedModel,
     nodes: Vec<NodeId>,
     /// Sequence number of each worker's next event.
     next_event: Vec<u64>,
@@ -85,9 +85,9 @@ impl Kvasir {
     /// All workers have joined and are idle, `report` is what they say first.
     pub(crate) fn new(
         routing: Routing,
-        model: &ServedModelV2,
+        model: &ServedModel,
         workers: usize,
-        report: &LoadReportV1,
+        report: &LoadReport,
         pulls: &PullRates,
         kv_bytes_per_token: u64,
         out: u32,
@@ -98,7 +98,7 @@ impl Kvasir {
         let nodes: Vec<NodeId> =
             (0..workers).map(|n| NodeId::new(format!("w{n:03}"))).collect::<Result<_, _>>()?;
         for node in &nodes {
-            let register = RegisterV2 {
+            let register = WorkerInfo {
                 node: node.clone(),
                 epoch: EPOCH,
                 pid: 1,
@@ -110,14 +110,11 @@ impl Kvasir {
             let nothing = KvEventBatch { epoch: EPOCH, first_sequence: 1, events: Vec::new() };
             balancer.replayed(node, EPOCH, Some(nothing))?;
             balancer.load(start, node, report.clone(), random.next());
-            let cost = PullCostV1 {
-                model: model.id.clone(),
-                bytes_per_token: kv_bytes_per_token,
-                bytes_per_point: 0,
-            };
+            let cost =
+                PullCost { model: model.id.clone(), bytes_per_token: kv_bytes_per_token, bytes_per_point: 0 };
             balancer.introduce(node, EPOCH, WorkPart::Both, vec![cost], String::new());
             // What it measures once it has pulled.
-            let report = PullReportV1 { rate: pulls.bytes_per_second as f32, ..PullReportV1::default() };
+            let report = PullReport { rate: pulls.bytes_per_second as f32, ..PullReport::default() };
             balancer.pulled(node, EPOCH, report);
         }
         let next_event = vec![1; workers];
@@ -148,7 +145,7 @@ impl Kvasir {
 impl Router for Kvasir {
     fn submit(&mut self, now: Duration, request: usize, prompt: &Prompt) -> Result<Vec<Placed>> {
         let now = self.start + now;
-        let ask = Ask {
+        let ask = RouteRequest {
             request: RequestId::new(request.to_string())?,
             tenant: TENANT.into(),
             model: self.model.id.clone(),
@@ -195,7 +192,7 @@ impl Router for Kvasir {
         }
     }
 
-    fn report(&mut self, now: Duration, worker: usize, report: LoadReportV1) -> Result<Vec<Placed>> {
+    fn report(&mut self, now: Duration, worker: usize, report: LoadReport) -> Result<Vec<Placed>> {
         let now = self.start + now;
         let mut actions = self.balancer.load(now, &self.nodes[worker], report, self.random.next());
         actions.extend(self.balancer.tick(now, self.random.next()));

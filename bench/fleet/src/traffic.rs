@@ -8,7 +8,7 @@ use coordinator::models::{ModelEntry, Models};
 use coordinator::routing::predicted_tokens;
 use proto::block::{BlockId, ClusterKey, Scope};
 use proto::ids::ModelId;
-use proto::message::{ModelTask, ServedModelV2};
+use proto::message::{ModelTask, ServedModel};
 use serde::Deserialize;
 use serde_json::Value;
 use std::collections::HashSet;
@@ -43,7 +43,7 @@ pub(crate) struct Question {
 #[derive(Debug)]
 pub(crate) struct Traffic {
     /// The model.
-    pub(crate) model: ServedModelV2,
+    pub(crate) model: ServedModel,
     /// The root of all chains.
     pub(crate) root: BlockId,
     /// Requests in their order.
@@ -63,7 +63,7 @@ impl Traffic {
         let id = ModelId::new("simulated")?;
         let models = Models::open(&[ModelEntry { id: id.clone(), path: gguf.to_owned() }], false)?;
         let offered = models.only().context("one model")?;
-        let model = ServedModelV2 {
+        let model = ServedModel {
             id,
             model_digest: [7; 32],
             tokenizer_digest: offered.tokenizer.digest(),

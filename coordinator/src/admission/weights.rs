@@ -11,7 +11,6 @@ const MAX_WEIGHT: u32 = 1_000;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("tenant_weights: {entry:?}: {rule}")]
 pub struct BadWeight {
-    /// The entry.
     pub entry: String,
     /// The rule that it breaks.
     pub rule: &'static str,

@@ -5,10 +5,10 @@ use super::{Agreement, CHANGE_LIMIT, ChangeError, Member, Shared};
 use crate::consensus::core::ProposeError;
 use crate::consensus::driver::{ConsensusError, Handle};
 use crate::consensus::table::{
-    Change, ClientId, Kind, LevelReportedV1, Outcome, Refusal, SeatV1, Table, WorkerLeftV1,
+    Change, ClientId, GroupMember, Kind, LevelReported, Outcome, Refusal, Table, WorkerLeft,
 };
 use proto::ids::NodeId;
-use proto::message::{Register, RegisterV2};
+use proto::message::WorkerInfo;
 use std::time::Instant;
 
 /// Changes of one client, one after the other.
@@ -75,15 +75,12 @@ impl Shared {
                 continue;
             }
             let deadline = Instant::now() + CHANGE_LIMIT;
-            match session
-                .make(Change::WorkerJoined(Box::new(Register::V2((*register).clone()))), deadline)
-                .await
-            {
+            match session.make(Change::WorkerJoined(Box::new((*register).clone())), deadline).await {
                 Ok(Outcome::Refused(Refusal::ModelConflict(other))) => {
                     // A worker that is nowhere any more must not decide what a name stands for.
                     let here = self.dispatch.introductions().iter().any(|register| register.node == other);
                     if let Some(worker) = table.workers().worker(&other).filter(|_| !here) {
-                        let left = WorkerLeftV1 { node: other, epoch: worker.epoch };
+                        let left = WorkerLeft { node: other, epoch: worker.epoch };
                         let _later = session.make(Change::WorkerLeft(left), deadline).await;
                     }
                 }
@@ -133,9 +130,7 @@ impl Shared {
             // It has joined here, perhaps while there was no majority.
             let here = self.dispatch.introductions().into_iter().find(|register| register.node == *node);
             if let Some(register) = here {
-                session
-                    .make(Change::WorkerJoined(Box::new(Register::V2((*register).clone()))), deadline)
-                    .await?;
+                session.make(Change::WorkerJoined(Box::new((*register).clone())), deadline).await?;
                 outcome = session.make(change, deadline).await?;
             }
         }
@@ -147,7 +142,7 @@ impl Shared {
 }
 
 /// Whether the table does not know this life of a worker as one that goes on.
-fn is_news(table: &Table, register: &RegisterV2) -> bool {
+fn is_news(table: &Table, register: &WorkerInfo) -> bool {
     table.workers().worker(&register.node).is_none_or(|known| {
         known.epoch < register.epoch || known.epoch == register.epoch && known.life.register().is_none()
     })
@@ -155,10 +150,10 @@ fn is_news(table: &Table, register: &RegisterV2) -> bool {
 
 /// What members say that they understand, where the table has it otherwise. What another life of a disk says is
 /// not the member's word.
-fn new_levels<'a>(table: &Table, said: impl Fn(&NodeId) -> Option<&'a SeatV1>) -> Vec<LevelReportedV1> {
-    let report = |seat: &SeatV1| {
+fn new_levels<'a>(table: &Table, said: impl Fn(&NodeId) -> Option<&'a GroupMember>) -> Vec<LevelReported> {
+    let report = |seat: &GroupMember| {
         let said = said(&seat.node).filter(|said| said.incarnation == seat.incarnation)?;
-        (said.level != seat.level).then(|| LevelReportedV1 { node: seat.node.clone(), level: said.level })
+        (said.level != seat.level).then(|| LevelReported { node: seat.node.clone(), level: said.level })
     };
     table.seats().filter_map(report).collect()
 }
@@ -179,9 +174,9 @@ mod tests {
     use crate::consensus::Incarnation;
     use crate::consensus::table::Level;
 
-    fn seat(name: &str, life: u64, level: u32) -> SeatV1 {
+    fn seat(name: &str, life: u64, level: u32) -> GroupMember {
         let node = NodeId::new(name).unwrap();
-        SeatV1 { node, incarnation: Incarnation(life), quic: "h:1".into(), level: Level(level) }
+        GroupMember { node, incarnation: Incarnation(life), quic: "h:1".into(), level: Level(level) }
     }
 
     #[test]
@@ -189,7 +184,7 @@ mod tests {
         let table = Table::genesis(1, [seat("a", 1, 1), seat("b", 1, 1), seat("c", 1, 1)]);
         let said = [seat("a", 1, 2), seat("b", 9, 2), seat("d", 1, 2)];
         let reports = new_levels(&table, |node| said.iter().find(|seat| seat.node == *node));
-        let a = LevelReportedV1 { node: NodeId::new("a").unwrap(), level: Level(2) };
+        let a = LevelReported { node: NodeId::new("a").unwrap(), level: Level(2) };
         assert_eq!(reports, [a], "b is another life, c is silent, d is no member");
     }
 }

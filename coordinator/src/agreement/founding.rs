@@ -8,7 +8,7 @@
 use crate::consensus::Incarnation;
 use crate::consensus::message::GroupId;
 use crate::consensus::storage::{Identity, Loaded};
-use crate::consensus::table::{Level, SeatV1};
+use crate::consensus::table::{GroupMember, Level};
 use crate::random::random_u64;
 use proto::codec::{Cap, CodecError, decode, encode};
 use proto::directory;
@@ -21,17 +21,11 @@ use std::path::PathBuf;
 
 /// What a founder says of itself, and keeps on its disk until the group is there.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct DraftV1 {
+pub(super) struct FounderRecord {
     /// Its place to be, in the life of its disk.
-    pub seat: SeatV1,
+    pub seat: GroupMember,
     /// The founders that it has agreed on, by name.
-    pub agreed: Option<Vec<SeatV1>>,
-}
-
-/// What stands in the file.
-#[derive(Debug, Serialize, Deserialize)]
-enum Record {
-    V1(DraftV1),
+    pub agreed: Option<Vec<GroupMember>>,
 }
 
 /// Why a draft cannot be kept.
@@ -39,20 +33,10 @@ enum Record {
 pub enum DraftError {
     /// The file cannot be read or written.
     #[error("{}", directory::failed(path, source))]
-    File {
-        /// Which.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
+    File { path: PathBuf, source: io::Error },
     /// The file is not a draft.
     #[error("{path} is not what was written: {source}", path = path.display())]
-    Damaged {
-        /// Which.
-        path: PathBuf,
-        /// Why.
-        source: CodecError,
-    },
+    Damaged { path: PathBuf, source: CodecError },
 }
 
 /// The file of a draft.
@@ -61,17 +45,18 @@ pub(super) struct DraftFile(pub(super) PathBuf);
 
 impl DraftFile {
     /// The draft of before, or a new one for `node`, which is reached at `quic`.
-    pub(super) fn load_or_draw(&self, node: &NodeId, quic: &str) -> Result<DraftV1, DraftError> {
+    pub(super) fn load_or_draw(&self, node: &NodeId, quic: &str) -> Result<FounderRecord, DraftError> {
         match fs::read(&self.0) {
             Ok(bytes) => {
-                let Record::V1(draft) = decode(&bytes, Cap::Stream)
+                let draft = decode(&bytes, Cap::Stream)
                     .map_err(|source| DraftError::Damaged { path: self.0.clone(), source })?;
                 Ok(draft)
             }
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 let incarnation = Incarnation(random_u64());
-                let seat = SeatV1 { node: node.clone(), incarnation, quic: quic.into(), level: Level::OWN };
-                let draft = DraftV1 { seat, agreed: None };
+                let seat =
+                    GroupMember { node: node.clone(), incarnation, quic: quic.into(), level: Level::OWN };
+                let draft = FounderRecord { seat, agreed: None };
                 self.save(&draft)?;
                 Ok(draft)
             }
@@ -80,8 +65,8 @@ impl DraftFile {
     }
 
     /// Makes a draft durable: it may be told only then.
-    pub(super) fn save(&self, draft: &DraftV1) -> Result<(), DraftError> {
-        let bytes = encode(&Record::V1(draft.clone()), Cap::Stream)
+    pub(super) fn save(&self, draft: &FounderRecord) -> Result<(), DraftError> {
+        let bytes = encode(&draft.clone(), Cap::Stream)
             .map_err(|source| DraftError::Damaged { path: self.0.clone(), source })?;
         let next = self.0.with_extension("new");
         let write = || {
@@ -115,23 +100,23 @@ impl DraftFile {
 /// A founder before there is a group. Drafts in, a beginning out.
 #[derive(Debug)]
 pub(super) struct Founding {
-    own: DraftV1,
-    others: BTreeMap<NodeId, Option<DraftV1>>,
+    own: FounderRecord,
+    others: BTreeMap<NodeId, Option<FounderRecord>>,
 }
 
 impl Founding {
     /// Begins with the own draft, as it is on the disk, and the names of all other founders.
-    pub(super) fn new(own: DraftV1, others: impl IntoIterator<Item = NodeId>) -> Self {
+    pub(super) fn new(own: FounderRecord, others: impl IntoIterator<Item = NodeId>) -> Self {
         Self { own, others: others.into_iter().map(|node| (node, None)).collect() }
     }
 
     /// What to tell the others, once it is on the disk.
-    pub(super) fn draft(&self) -> &DraftV1 {
+    pub(super) fn draft(&self) -> &FounderRecord {
         &self.own
     }
 
     /// What `peer` says. Another's draft, or a stranger's, is ignored.
-    pub(super) fn hear(&mut self, peer: &NodeId, draft: DraftV1) {
+    pub(super) fn hear(&mut self, peer: &NodeId, draft: FounderRecord) {
         if let Some(known) = self.others.get_mut(peer).filter(|_| draft.seat.node == *peer) {
             *known = Some(draft);
         }
@@ -154,7 +139,7 @@ impl Founding {
     /// What this founder begins with, once all have agreed on the same.
     pub(super) fn founded(&self) -> Result<Option<Loaded>, CodecError> {
         let Some(agreed) = &self.own.agreed else { return Ok(None) };
-        let same = |draft: &Option<DraftV1>| {
+        let same = |draft: &Option<FounderRecord>| {
             draft.as_ref().is_some_and(|draft| draft.agreed.as_ref() == Some(agreed))
         };
         if !self.others.values().all(same) {
@@ -175,13 +160,13 @@ impl Founding {
     }
 
     fn identity(&self, group: GroupId) -> Identity {
-        let SeatV1 { node, incarnation, .. } = &self.own.seat;
+        let GroupMember { node, incarnation, .. } = &self.own.seat;
         Identity { group, node: node.clone(), incarnation: *incarnation }
     }
 }
 
 /// The group that these found: the same wherever it is computed.
-fn group_of(seats: &[SeatV1]) -> Result<GroupId, CodecError> {
+fn group_of(seats: &[GroupMember]) -> Result<GroupId, CodecError> {
     let mut hash = blake3::Hasher::new();
     hash.update(b"kvasir/raft/group/1").update(&encode(&seats.to_vec(), Cap::Stream)?);
     let mut bytes = [0; 16];
@@ -197,10 +182,10 @@ mod tests {
         NodeId::new(name).unwrap()
     }
 
-    fn draft(name: &str, life: u64) -> DraftV1 {
+    fn draft(name: &str, life: u64) -> FounderRecord {
         let incarnation = Incarnation(life);
-        let seat = SeatV1 { node: node(name), incarnation, quic: name.into(), level: Level::OWN };
-        DraftV1 { seat, agreed: None }
+        let seat = GroupMember { node: node(name), incarnation, quic: name.into(), level: Level::OWN };
+        FounderRecord { seat, agreed: None }
     }
 
     fn founding(name: &str, life: u64) -> Founding {
@@ -210,7 +195,7 @@ mod tests {
 
     /// Everybody hears what everybody else has to say now.
     fn exchange(founders: &mut [Founding]) {
-        let said: Vec<DraftV1> = founders.iter().map(|founder| founder.draft().clone()).collect();
+        let said: Vec<FounderRecord> = founders.iter().map(|founder| founder.draft().clone()).collect();
         for founder in founders {
             said.iter().for_each(|draft| founder.hear(&draft.seat.node, draft.clone()));
         }

@@ -7,12 +7,13 @@
 
 use super::changes::Session;
 use super::mesh::Mesh;
-use super::news::Told;
-use super::{Agreement, CHANGE_LIMIT, ChangeError, Member, PeerEntry, Shared};
+use super::news::GroupMessage;
+use super::{Agreement, CHANGE_LIMIT, ChangeError, Member, Shared};
+use crate::config::PeerEntry;
 use crate::consensus::Incarnation;
 use crate::consensus::core::{ProposeError, RaftRole, Status};
 use crate::consensus::driver::{ConsensusError, Handle};
-use crate::consensus::table::{Change, MAX_VOTERS, Outcome, Refusal, SeatV1, Standing, Table};
+use crate::consensus::table::{Change, GroupMember, MAX_VOTERS, Outcome, Refusal, Standing, Table};
 use crate::random::random_u64;
 use proto::ids::NodeId;
 use serde::{Deserialize, Serialize};
@@ -33,12 +34,10 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// What an operator wants of the group. Coordinators hand it to their leader: variants are only appended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Order {
-    /// This one shall vote.
+pub enum MemberRequest {
     Add(PeerEntry),
     /// This one shall be no member.
     Remove(NodeId),
-    /// This one shall lead.
     Lead(NodeId),
     /// This member, who asks for itself, has lost what it had: the life of its disk that is there now shall take the
     /// place of the one before.
@@ -47,7 +46,7 @@ pub enum Order {
 
 /// What came of an order. Variants are only appended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum Answer {
+pub(super) enum MemberReply {
     Done,
     /// Why not, and what to do.
     Refused(String),
@@ -59,9 +58,7 @@ pub(super) enum Answer {
 /// A coordinator, as the table has it and as it is seen.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemberView {
-    /// Its seat.
-    pub seat: SeatV1,
-    /// Whether it votes.
+    pub seat: GroupMember,
     pub votes: bool,
     /// Whether it takes part just now.
     pub here: bool,
@@ -69,18 +66,16 @@ pub struct MemberView {
     pub another_life: bool,
 }
 
-/// The group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GroupView {
     /// Whether a majority has said so just now; else it is what was agreed on last, as far as known here.
     pub agreed: bool,
     /// Who leads, as far as known here.
     pub leader: Option<NodeId>,
-    /// Its members.
     pub members: Vec<MemberView>,
 }
 
-impl Order {
+impl MemberRequest {
     fn limit(&self) -> Duration {
         match self {
             Self::Add(_) | Self::Rejoin(_) => SEAT_LIMIT + CATCH_UP_LIMIT + CHANGE_LIMIT * 3,
@@ -91,7 +86,7 @@ impl Order {
 
 impl Agreement {
     /// Has an order carried out by the leader, whoever that is.
-    pub async fn order(&self, order: Order) -> Result<(), ChangeError> {
+    pub async fn order(&self, order: MemberRequest) -> Result<(), ChangeError> {
         let shared = &self.shared;
         shared.check_member()?;
         let Some(Member { handle, .. }) = shared.member.get() else { return Err(ChangeError::NoQuorum) };
@@ -100,15 +95,15 @@ impl Agreement {
         loop {
             let leader = handle.status().leader;
             let answer = match &leader {
-                None => Answer::NotLeader,
+                None => MemberReply::NotLeader,
                 Some(node) if *node == shared.node => shared.carry_out(handle, &self.mesh, &order).await,
                 Some(node) => shared.relay(handle, &self.mesh, node, &order, end).await,
             };
             match answer {
-                Answer::Done => return Ok(()),
-                Answer::Refused(why) => return Err(ChangeError::Explained(why)),
-                Answer::NoQuorum => return Err(ChangeError::NoQuorum),
-                Answer::NotLeader => {}
+                MemberReply::Done => return Ok(()),
+                MemberReply::Refused(why) => return Err(ChangeError::Explained(why)),
+                MemberReply::NoQuorum => return Err(ChangeError::NoQuorum),
+                MemberReply::NotLeader => {}
             }
             let now = Instant::now();
             if leader.is_some() {
@@ -131,7 +126,7 @@ impl Agreement {
         let agreed = read.is_ok();
         let table = read.unwrap_or_else(|_| Arc::clone(&handle.table().borrow()));
         let heard = self.shared.heard.lock();
-        let view = |seat: &SeatV1, votes| {
+        let view = |seat: &GroupMember, votes| {
             let own = seat.node == self.shared.node;
             let said = heard.seat_of(&seat.node).filter(|said| said.incarnation != seat.incarnation);
             MemberView {
@@ -189,22 +184,22 @@ impl Shared {
     pub(super) async fn obey(
         self: Arc<Self>,
         mesh: Arc<Mesh>,
-        mut orders: mpsc::Receiver<(NodeId, u64, Order)>,
+        mut orders: mpsc::Receiver<(NodeId, u64, MemberRequest)>,
     ) {
         while let Some((from, number, order)) = orders.recv().await {
             let (shared, mesh) = (Arc::clone(&self), Arc::clone(&mesh));
             tokio::spawn(async move {
                 let Some(Member { handle, .. }) = shared.member.get() else { return };
                 // Who is no member has no say, unless it is to be one again.
-                let rejoins = matches!(order, Order::Rejoin(_));
+                let rejoins = matches!(order, MemberRequest::Rejoin(_));
                 let seated = match handle.table().borrow().coordinators().get(&from) {
                     Some(Standing::Lost(_)) => rejoins,
                     standing => standing.is_some_and(|standing| standing.seat().is_some()),
                 };
-                let for_itself = !matches!(&order, Order::Rejoin(node) if *node != from);
+                let for_itself = !matches!(&order, MemberRequest::Rejoin(node) if *node != from);
                 if seated && for_itself {
                     let answer = shared.carry_out(handle, &mesh, &order).await;
-                    mesh.send(&from, Told::Answer(number, answer));
+                    mesh.send(&from, GroupMessage::MemberReply(number, answer));
                 }
             });
         }
@@ -216,43 +211,43 @@ impl Shared {
         handle: &Handle,
         mesh: &Mesh,
         leader: &NodeId,
-        order: &Order,
+        order: &MemberRequest,
         end: Instant,
-    ) -> Answer {
+    ) -> MemberReply {
         let number = random_u64();
         let (reply, answer) = oneshot::channel();
         self.asked.lock().insert(number, reply);
-        mesh.send(leader, Told::Order(number, order.clone()));
+        mesh.send(leader, GroupMessage::MemberRequest(number, order.clone()));
         let mut status = handle.statuses();
         let said = tokio::select! {
-            said = answer => said.unwrap_or(Answer::NotLeader),
-            _ = status.wait_for(|status| status.leader.as_ref() != Some(leader)) => Answer::NotLeader,
-            () = tokio::time::sleep_until(end.into()) => Answer::NoQuorum,
+            said = answer => said.unwrap_or(MemberReply::NotLeader),
+            _ = status.wait_for(|status| status.leader.as_ref() != Some(leader)) => MemberReply::NotLeader,
+            () = tokio::time::sleep_until(end.into()) => MemberReply::NoQuorum,
         };
         self.asked.lock().remove(&number);
         said
     }
 
     /// Carries out an order, as the leader.
-    async fn carry_out(&self, handle: &Handle, mesh: &Mesh, order: &Order) -> Answer {
+    async fn carry_out(&self, handle: &Handle, mesh: &Mesh, order: &MemberRequest) -> MemberReply {
         let Ok(mut session) = self.members.try_lock() else {
-            return Answer::Refused(
+            return MemberReply::Refused(
                 "another change of the group is under way; try again when it is done".into(),
             );
         };
         if handle.status().role != RaftRole::Leader {
-            return Answer::NotLeader;
+            return MemberReply::NotLeader;
         }
         let session = session.get_or_insert_with(|| Session::new(handle.clone()));
         let done = match order {
-            Order::Add(entry) => self.add(handle, mesh, session, entry).await,
-            Order::Remove(node) => {
+            MemberRequest::Add(entry) => self.add(handle, mesh, session, entry).await,
+            MemberRequest::Remove(node) => {
                 self.remove(handle, session, node, Change::CoordinatorRemoved(node.clone())).await
             }
-            Order::Lead(node) => self.lead(handle, node).await,
-            Order::Rejoin(node) => self.rejoin(handle, mesh, session, node).await,
+            MemberRequest::Lead(node) => self.lead(handle, node).await,
+            MemberRequest::Rejoin(node) => self.rejoin(handle, mesh, session, node).await,
         };
-        done.err().unwrap_or(Answer::Done)
+        done.err().unwrap_or(MemberReply::Done)
     }
 
     async fn add(
@@ -261,7 +256,7 @@ impl Shared {
         mesh: &Mesh,
         session: &mut Session,
         entry: &PeerEntry,
-    ) -> Result<(), Answer> {
+    ) -> Result<(), MemberReply> {
         let table = Arc::clone(&handle.table().borrow());
         let seat = self.seat_at(mesh, entry).await?;
         let node = &entry.node;
@@ -270,13 +265,13 @@ impl Shared {
             Some(Standing::Voter(known) | Standing::Learner(known))
                 if known.incarnation != seat.incarnation =>
             {
-                return Err(Answer::Refused(format!(
+                return Err(MemberReply::Refused(format!(
                     "{node} is a member with another disk than it has now: it was wiped. First `kvasir coordinators \
                      remove {node}`, then this again"
                 )));
             }
             Some(Standing::Removed(life)) if *life == seat.incarnation => {
-                return Err(Answer::Refused(format!(
+                return Err(MemberReply::Refused(format!(
                     "{node} was removed and has still the data of before: end it, empty its data directory, start \
                      it, then this again"
                 )));
@@ -286,12 +281,12 @@ impl Shared {
                 let mut voters = voters(&table);
                 voters.push(node.clone());
                 if voters.len() > MAX_VOTERS {
-                    return Err(Answer::Refused(format!(
+                    return Err(MemberReply::Refused(format!(
                         "a group has at most {MAX_VOTERS} coordinators that vote"
                     )));
                 }
                 keeps_majority(&voters, |other| other == node || self.is_here(other))
-                    .map_err(Answer::Refused)?;
+                    .map_err(MemberReply::Refused)?;
                 made(session.make(Change::LearnerAdded(seat), Instant::now() + CHANGE_LIMIT).await)?;
             }
         }
@@ -302,7 +297,7 @@ impl Shared {
                 Err(ConsensusError::Refused(ProposeError::LearnerBehind(_) | ProposeError::Busy))
                     if Instant::now() < end => {}
                 Err(ConsensusError::Refused(ProposeError::LearnerBehind(_))) => {
-                    return Err(Answer::Refused(format!(
+                    return Err(MemberReply::Refused(format!(
                         "{node} has not caught up in {CATCH_UP_LIMIT:?} and does not vote; this again goes on from \
                          there, `kvasir coordinators remove {node}` takes it out"
                     )));
@@ -314,7 +309,7 @@ impl Shared {
     }
 
     /// Who is at an address, by its own word.
-    async fn seat_at(&self, mesh: &Mesh, entry: &PeerEntry) -> Result<SeatV1, Answer> {
+    async fn seat_at(&self, mesh: &Mesh, entry: &PeerEntry) -> Result<GroupMember, MemberReply> {
         let PeerEntry { node, quic } = entry;
         if let Some(own) = self.seat.get().filter(|own| own.node == *node) {
             return Ok(own.clone());
@@ -324,10 +319,10 @@ impl Shared {
         loop {
             let said = self.heard.lock().seat_of(node).cloned();
             if let Some(said) = said {
-                return Ok(SeatV1 { quic: quic.clone(), ..said });
+                return Ok(GroupMember { quic: quic.clone(), ..said });
             }
             if Instant::now() >= end {
-                return Err(Answer::Refused(format!(
+                return Err(MemberReply::Refused(format!(
                     "{node} does not answer at {quic}: start it with a data directory and with --peers naming it and \
                      the members of the group, then this again"
                 )));
@@ -343,23 +338,25 @@ impl Shared {
         session: &mut Session,
         node: &NodeId,
         change: Change,
-    ) -> Result<(), Answer> {
+    ) -> Result<(), MemberReply> {
         let table = Arc::clone(&handle.table().borrow());
         match table.coordinators().get(node) {
             Some(Standing::Removed(_)) => return Ok(()),
-            None => return Err(Answer::Refused(format!("no coordinator of the group has the id {node}"))),
+            None => {
+                return Err(MemberReply::Refused(format!("no coordinator of the group has the id {node}")));
+            }
             Some(Standing::Learner(_) | Standing::Lost(_)) => {}
             Some(Standing::Voter(_)) => {
                 let mut voters = voters(&table);
                 voters.retain(|voter| voter != node);
                 if voters.is_empty() {
-                    return Err(Answer::Refused(format!("{node} is the last one that votes")));
+                    return Err(MemberReply::Refused(format!("{node} is the last one that votes")));
                 }
-                keeps_majority(&voters, |other| self.is_here(other)).map_err(Answer::Refused)?;
+                keeps_majority(&voters, |other| self.is_here(other)).map_err(MemberReply::Refused)?;
                 if *node == self.node {
                     // Another one leads, and is asked again.
                     self.hand_over(handle, None).await?;
-                    return Err(Answer::NotLeader);
+                    return Err(MemberReply::NotLeader);
                 }
             }
         }
@@ -374,12 +371,14 @@ impl Shared {
         mesh: &Mesh,
         session: &mut Session,
         node: &NodeId,
-    ) -> Result<(), Answer> {
+    ) -> Result<(), MemberReply> {
         let table = Arc::clone(&handle.table().borrow());
         let (known, level) = (table.coordinators().get(node), table.level());
         let quic = match known {
             Some(Standing::Learner(seat) | Standing::Voter(seat) | Standing::Lost(seat)) => &seat.quic,
-            Some(Standing::Removed(_)) | None => return Err(Answer::Refused(format!("{node} is no member"))),
+            Some(Standing::Removed(_)) | None => {
+                return Err(MemberReply::Refused(format!("{node} is no member")));
+            }
         };
         let entry = PeerEntry { node: node.clone(), quic: quic.clone() };
         let seat = self.seat_at(mesh, &entry).await?;
@@ -399,28 +398,31 @@ impl Shared {
         let Some(Member { group, .. }) = self.member.get() else { return };
         let leader = self.heard.lock().leader(*group).cloned();
         if let Some(leader) = leader {
-            mesh.send(&leader, Told::Order(random_u64(), Order::Rejoin(self.node.clone())));
+            mesh.send(
+                &leader,
+                GroupMessage::MemberRequest(random_u64(), MemberRequest::Rejoin(self.node.clone())),
+            );
         }
     }
 
-    async fn lead(&self, handle: &Handle, node: &NodeId) -> Result<(), Answer> {
+    async fn lead(&self, handle: &Handle, node: &NodeId) -> Result<(), MemberReply> {
         if *node == self.node {
             return Ok(());
         }
         let votes = voters(&handle.table().borrow()).contains(node);
         if !votes {
-            return Err(Answer::Refused(format!("no coordinator that votes has the id {node}")));
+            return Err(MemberReply::Refused(format!("no coordinator that votes has the id {node}")));
         }
         if !self.is_here(node) {
-            return Err(Answer::Refused(format!("{node} is not there just now")));
+            return Err(MemberReply::Refused(format!("{node} is not there just now")));
         }
         self.hand_over(handle, Some(node)).await
     }
 
     /// Until another one leads, `to` if it is named.
-    async fn hand_over(&self, handle: &Handle, to: Option<&NodeId>) -> Result<(), Answer> {
+    async fn hand_over(&self, handle: &Handle, to: Option<&NodeId>) -> Result<(), MemberReply> {
         let begun = handle.hand_over(to.cloned()).await;
-        begun.map_err(|error| Answer::Refused(error.to_string()))?;
+        begun.map_err(|error| MemberReply::Refused(error.to_string()))?;
         let mut status = handle.statuses();
         let over = status.wait_for(|status| {
             let leader = status.leader.as_ref().filter(|leader| **leader != self.node);
@@ -430,7 +432,7 @@ impl Shared {
         let who = to.map_or("nobody".to_owned(), |to| format!("{to} has not"));
         match over {
             Ok(Ok(_)) => Ok(()),
-            _ => Err(Answer::Refused(format!("{who} taken over in {TRANSFER_LIMIT:?}"))),
+            _ => Err(MemberReply::Refused(format!("{who} taken over in {TRANSFER_LIMIT:?}"))),
         }
     }
 
@@ -441,8 +443,8 @@ impl Shared {
 }
 
 /// What a coordinator that is in no group tells whoever wants something of it.
-pub(super) fn outsider(seat: &SeatV1) -> String {
-    let SeatV1 { node, quic, .. } = seat;
+pub(super) fn outsider(seat: &GroupMember) -> String {
+    let GroupMember { node, quic, .. } = seat;
     format!(
         "{node} takes no part in the group: its data directory was new when it started, or it was removed. At \
          another coordinator, `kvasir coordinators remove {node}` if `kvasir coordinators list` shows it, then \
@@ -472,23 +474,23 @@ fn keeps_majority(voters: &[NodeId], here: impl Fn(&NodeId) -> bool) -> Result<(
 }
 
 /// What came of a change, as an answer.
-fn made(outcome: Result<Outcome, ConsensusError>) -> Result<(), Answer> {
+fn made(outcome: Result<Outcome, ConsensusError>) -> Result<(), MemberReply> {
     match outcome {
         Ok(Outcome::Done | Outcome::Opened(_)) => Ok(()),
         Ok(Outcome::Refused(refusal)) => Err(refused(&refusal)),
         Err(ConsensusError::Refused(ProposeError::NotLeader(_) | ProposeError::NoLeader)) => {
-            Err(Answer::NotLeader)
+            Err(MemberReply::NotLeader)
         }
         Err(ConsensusError::Refused(ProposeError::Refused(refusal))) => Err(refused(&refusal)),
-        Err(ConsensusError::Refused(error)) => Err(Answer::Refused(error.to_string())),
+        Err(ConsensusError::Refused(error)) => Err(MemberReply::Refused(error.to_string())),
         Err(ConsensusError::NoQuorum | ConsensusError::Overloaded | ConsensusError::Stopped) => {
-            Err(Answer::NoQuorum)
+            Err(MemberReply::NoQuorum)
         }
     }
 }
 
-fn refused(refusal: &Refusal) -> Answer {
-    Answer::Refused(refusal.to_string())
+fn refused(refusal: &Refusal) -> MemberReply {
+    MemberReply::Refused(refusal.to_string())
 }
 
 #[cfg(test)]
@@ -515,7 +517,7 @@ mod tests {
     #[test]
     fn who_is_in_no_group_is_told_what_to_do() {
         let node = NodeId::new("c1").unwrap();
-        let seat = SeatV1 {
+        let seat = GroupMember {
             node,
             incarnation: crate::consensus::Incarnation(7),
             quic: "10.0.0.2:7000".into(),

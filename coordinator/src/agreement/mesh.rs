@@ -1,8 +1,8 @@
 //! The ways between coordinators: each dials every other one and takes what dials in. Frames are lost while a
 //! peer is away, and when more wait than are kept; who needs them sends again.
 
-use super::PeerEntry;
-use super::news::Told;
+use super::news::GroupMessage;
+use crate::config::PeerEntry;
 use crate::dispatch::Dispatch;
 use crate::random::random_u64;
 use parking_lot::RwLock;
@@ -28,18 +28,18 @@ const FIRST_DIAL_MS: u64 = 20;
 static STRANGERS: Repeats = Repeats::new();
 
 /// Takes what a peer tells, who is the one that its certificate names.
-pub(super) type Deliver = Arc<dyn Fn(&NodeId, Told) + Send + Sync>;
+pub(super) type Deliver = Arc<dyn Fn(&NodeId, GroupMessage) + Send + Sync>;
 
 /// The ways to all peers.
 pub(super) struct Mesh {
     endpoint: Arc<Endpoint>,
     lanes: RwLock<BTreeMap<NodeId, Lane>>,
-    ears: Ears,
+    ears: Inbox,
 }
 
 /// Whoever takes what comes in.
 #[derive(Clone)]
-struct Ears {
+struct Inbox {
     deliver: Deliver,
     /// Who answers for the prefix index.
     dispatch: Arc<Dispatch>,
@@ -49,7 +49,7 @@ struct Ears {
 struct Lane {
     quic: String,
     task: JoinHandle<()>,
-    queue: mpsc::Sender<Told>,
+    queue: mpsc::Sender<GroupMessage>,
     accepted: mpsc::Sender<Connection>,
 }
 
@@ -67,7 +67,7 @@ impl Mesh {
         dispatch: &Arc<Dispatch>,
         deliver: Deliver,
     ) -> Self {
-        let ears = Ears { deliver, dispatch: Arc::clone(dispatch) };
+        let ears = Inbox { deliver, dispatch: Arc::clone(dispatch) };
         let mesh = Self { endpoint: Arc::clone(endpoint), lanes: RwLock::default(), ears };
         peers.iter().for_each(|peer| mesh.add(peer));
         mesh
@@ -91,19 +91,18 @@ impl Mesh {
         let (accepted, connections) = mpsc::channel(MAX_ACCEPTED);
         let expected = Expected::node(Role::Coordinator, node.clone());
         let dialer = Dialer::new(Arc::clone(&self.endpoint), quic, expected);
-        let talker = Talker { dialer, frames, connections, ears: self.ears.clone() };
+        let talker = PeerSender { dialer, frames, connections, ears: self.ears.clone() };
         let task = tokio::spawn(talker.run());
         lanes.insert(node.clone(), Lane { quic: quic.clone(), task, queue, accepted });
         self.ears.dispatch.peers().expect(lanes.len());
     }
 
-    /// Who else there is.
     pub(super) fn peers(&self) -> Vec<NodeId> {
         self.lanes.read().keys().cloned().collect()
     }
 
     /// Tells a peer something, if it can be told.
-    pub(super) fn send(&self, to: &NodeId, told: Told) {
+    pub(super) fn send(&self, to: &NodeId, told: GroupMessage) {
         if let Some(lane) = self.lanes.read().get(to) {
             // Too much waits already: the way is down or slow.
             let _lost = lane.queue.try_send(told);
@@ -142,14 +141,14 @@ impl Drop for Lane {
 }
 
 /// Tells one peer what there is to tell.
-struct Talker {
+struct PeerSender {
     dialer: Dialer,
-    frames: mpsc::Receiver<Told>,
+    frames: mpsc::Receiver<GroupMessage>,
     connections: mpsc::Receiver<Connection>,
-    ears: Ears,
+    ears: Inbox,
 }
 
-impl Talker {
+impl PeerSender {
     async fn run(mut self) {
         tokio::time::sleep(Duration::from_millis(random_u64() % FIRST_DIAL_MS)).await;
         let mut next = None;
@@ -195,7 +194,7 @@ impl Talker {
 }
 
 /// Takes what a peer tells on one connection, until it is gone.
-async fn listen(connection: Connection, ears: Ears) {
+async fn listen(connection: Connection, ears: Inbox) {
     let mut streams = JoinSet::new();
     while let Ok(incoming) = connection.accept().await {
         while streams.try_join_next().is_some() {}
@@ -214,7 +213,7 @@ async fn listen(connection: Connection, ears: Ears) {
 }
 
 async fn read(peer: NodeId, stream: GroupStream, deliver: Deliver) {
-    let mut frames = stream.frames::<Told>();
+    let mut frames = stream.frames::<GroupMessage>();
     while let Some(frame) = frames.next().await {
         match frame {
             Ok(told) => deliver(&peer, told),

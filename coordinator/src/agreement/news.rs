@@ -1,12 +1,12 @@
 //! What coordinators tell each other besides the group's frames, and what has been heard.
 
-use super::founding::DraftV1;
-use super::members::{Answer, Order};
-use super::settings::SettingsV1;
+use super::founding::FounderRecord;
+use super::members::{MemberReply, MemberRequest};
+use super::settings::SettingDigests;
 use crate::consensus::Incarnation;
 use crate::consensus::core::RaftRole;
 use crate::consensus::message::{Frame, GroupId};
-use crate::consensus::table::SeatV1;
+use crate::consensus::table::GroupMember;
 use crate::quota::Spending;
 use proto::ids::NodeId;
 use serde::{Deserialize, Serialize};
@@ -18,37 +18,32 @@ const SILENT_AFTER: Duration = Duration::from_secs(3);
 
 /// What one coordinator tells another. Variants are only appended; one that is not known is passed over.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum Told {
-    /// Of the group's agreement.
+pub(super) enum GroupMessage {
     Raft(Frame),
-    /// Where the sender stands.
     News(News),
     /// Who the sender is, in the life of its disk, and what it understands.
-    Seat(SeatV1),
+    Seat(GroupMember),
     /// An operator wants this of the leader; the number comes back with the answer.
-    Order(u64, Order),
+    MemberRequest(u64, MemberRequest),
     /// What came of the order with this number.
-    Answer(u64, Answer),
+    MemberReply(u64, MemberReply),
     /// The receiver was removed from the group in this life of its disk.
     Removed(Incarnation),
     /// What was spent at the sender of the limits of tenants and keys.
     Spending(Spending),
     /// Digests of what must be the same at all coordinators.
-    Settings(SettingsV1),
+    Settings(SettingDigests),
 }
 
 /// Where a coordinator stands. Variants are only appended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum News {
-    /// In no group yet.
-    Draft(DraftV1),
-    /// In a group.
-    Member(MemberV1),
+    Draft(FounderRecord),
+    Member(MemberStatus),
 }
 
-/// Where a member stands.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct MemberV1 {
+pub(super) struct MemberStatus {
     pub(super) group: GroupId,
     pub(super) role: RaftRole,
     pub(super) term: u64,
@@ -58,7 +53,6 @@ pub(super) struct MemberV1 {
 /// Where a coordinator stands, as far as this one knows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Standing {
-    /// Which.
     pub node: NodeId,
     /// In a word: `leader`, `follower`, `candidate`, `learner`, `outsider`; `founding` while there is no group;
     /// `unreachable` if it was not heard of lately.
@@ -71,18 +65,18 @@ pub struct Standing {
 
 /// What was heard last of each peer, and when.
 #[derive(Debug, Default)]
-pub(super) struct Heard {
+pub(super) struct LatestNews {
     news: BTreeMap<NodeId, (Instant, News)>,
-    seats: BTreeMap<NodeId, (Instant, SeatV1)>,
+    seats: BTreeMap<NodeId, (Instant, GroupMember)>,
 }
 
-impl Heard {
+impl LatestNews {
     pub(super) fn news(&mut self, peer: &NodeId, news: News) {
         self.news.insert(peer.clone(), (Instant::now(), news));
     }
 
     /// Nobody has a seat for another.
-    pub(super) fn seat(&mut self, peer: &NodeId, seat: SeatV1) {
+    pub(super) fn seat(&mut self, peer: &NodeId, seat: GroupMember) {
         if seat.node == *peer {
             self.seats.insert(peer.clone(), (Instant::now(), seat));
         }
@@ -106,7 +100,7 @@ impl Heard {
     }
 
     /// Who a peer is, if it has said so lately.
-    pub(super) fn seat_of(&self, peer: &NodeId) -> Option<&SeatV1> {
+    pub(super) fn seat_of(&self, peer: &NodeId) -> Option<&GroupMember> {
         let (at, seat) = self.seats.get(peer)?;
         (at.elapsed() < SILENT_AFTER).then_some(seat)
     }
@@ -119,7 +113,7 @@ impl Heard {
 
     pub(super) fn standing(&self, node: &NodeId) -> Standing {
         let (role, term, applied) = match self.news.get(node) {
-            Some((at, News::Member(MemberV1 { role, term, applied, .. }))) => {
+            Some((at, News::Member(MemberStatus { role, term, applied, .. }))) => {
                 let there = at.elapsed() < SILENT_AFTER;
                 (if there { role.name() } else { "unreachable" }, *term, *applied)
             }
@@ -136,10 +130,10 @@ mod tests {
 
     const GROUP: GroupId = GroupId(7);
 
-    fn heard(told: &[(&str, Duration, RaftRole, u64, GroupId)]) -> Heard {
-        let mut heard = Heard::default();
+    fn heard(told: &[(&str, Duration, RaftRole, u64, GroupId)]) -> LatestNews {
+        let mut heard = LatestNews::default();
         for (name, ago, role, term, group) in told {
-            let member = MemberV1 { group: *group, role: *role, term: *term, applied: 9 };
+            let member = MemberStatus { group: *group, role: *role, term: *term, applied: 9 };
             let at = Instant::now().checked_sub(*ago).unwrap();
             heard.news.insert(NodeId::new(*name).unwrap(), (at, News::Member(member)));
         }

@@ -13,7 +13,6 @@ use std::time::{Duration, Instant};
 const CLUSTER_KEY: &str = "cluster_key";
 /// Whether what clients write can become control tokens.
 const RAW_CHATS: &str = "raw_chats";
-/// The weights of tenants.
 const WEIGHTS: &str = "tenant_weights";
 /// Prefix of the setting of a model's chat template and sampling defaults; the model's name follows.
 const PROMPTING: &str = "chat template and sampling defaults of ";
@@ -24,20 +23,18 @@ const MAX_SETTINGS: usize = 1024;
 
 /// The settings of a coordinator as keyed digests. A digest does not reveal its setting.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct SettingsV1 {
+pub(super) struct SettingDigests {
     /// How long the sender has been running, in milliseconds: of as many who disagree, the newcomer is the odd one.
     pub up_ms: u64,
     /// Drawn by each process: tells equally old ones apart.
     pub draw: u64,
     /// When its certificate ends, in seconds since 1970; 0 if it does not say.
     pub certificate_ends: i64,
-    /// By name, in order.
-    pub settings: Vec<SettingV1>,
+    pub settings: Vec<SettingDigest>,
 }
 
-/// One of them.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct SettingV1 {
+pub(super) struct SettingDigest {
     pub name: String,
     pub digest: [u8; 16],
     /// The sender knows that its own is the odd one.
@@ -47,7 +44,6 @@ pub(super) struct SettingV1 {
 /// Digests of the offered models, by model name.
 #[derive(Debug, Default)]
 pub struct ModelDigests {
-    /// Of their tokenizers.
     pub tokenizers: HashMap<ModelId, [u8; 32]>,
     /// Of their chat templates and sampling defaults.
     pub prompting: HashMap<ModelId, [u8; 32]>,
@@ -58,7 +54,7 @@ pub struct ModelDigests {
 pub struct OwnSettings {
     started: Instant,
     draw: u64,
-    settings: Vec<SettingV1>,
+    settings: Vec<SettingDigest>,
 }
 
 impl OwnSettings {
@@ -88,14 +84,17 @@ impl OwnSettings {
                 .fill(&mut digest);
             digest
         };
-        let mut settings =
-            vec![SettingV1 { name: CLUSTER_KEY.into(), digest: digest(CLUSTER_KEY, b"kvasir"), odd: false }];
+        let mut settings = vec![SettingDigest {
+            name: CLUSTER_KEY.into(),
+            digest: digest(CLUSTER_KEY, b"kvasir"),
+            odd: false,
+        }];
         let mut entries: Vec<String> = keys
             .iter()
             .map(|KeyEntry { sha256, tenant, admin }| format!("{} {tenant} {admin}", sha256.to_lowercase()))
             .collect();
         entries.sort_unstable();
-        let list = |name: &str, lines: String| SettingV1 {
+        let list = |name: &str, lines: String| SettingDigest {
             name: name.into(),
             digest: open(name, lines.as_bytes()),
             odd: false,
@@ -113,26 +112,25 @@ impl OwnSettings {
             digests.sort_unstable();
             settings.extend(digests.iter().map(|(id, of_model)| {
                 let name = format!("{what}{id}");
-                SettingV1 { digest: open(&name, *of_model), name, odd: false }
+                SettingDigest { digest: open(&name, *of_model), name, odd: false }
             }));
         }
         Self { started: Instant::now(), draw: random_u64(), settings }
     }
 
     /// The message to the other coordinators. `odd` names the settings in which this one differs from the group.
-    pub(super) fn told(&self, certificate_ends: i64, odd: &[String]) -> SettingsV1 {
+    pub(super) fn told(&self, certificate_ends: i64, odd: &[String]) -> SettingDigests {
         let up_ms = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX);
         let settings = self.settings.iter().cloned();
         let settings =
-            settings.map(|setting| SettingV1 { odd: odd.contains(&setting.name), ..setting }).collect();
-        SettingsV1 { up_ms, draw: self.draw, certificate_ends, settings }
+            settings.map(|setting| SettingDigest { odd: odd.contains(&setting.name), ..setting }).collect();
+        SettingDigests { up_ms, draw: self.draw, certificate_ends, settings }
     }
 }
 
 /// A setting on which the coordinators disagree, as seen from one of them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Difference {
-    /// Which.
     pub setting: String,
     /// The coordinators whose digest differs from the majority's. In a tie the longest-running coordinator decides.
     pub odd: Vec<NodeId>,
@@ -145,10 +143,10 @@ pub struct Difference {
 
 /// The latest message of each coordinator, including this one.
 #[derive(Debug, Default)]
-pub(super) struct Compared(BTreeMap<NodeId, (Instant, SettingsV1)>);
+pub(super) struct Compared(BTreeMap<NodeId, (Instant, SettingDigests)>);
 
 impl Compared {
-    pub(super) fn hear(&mut self, node: &NodeId, told: SettingsV1) {
+    pub(super) fn hear(&mut self, node: &NodeId, told: SettingDigests) {
         if told.settings.len() <= MAX_SETTINGS {
             self.0.insert(node.clone(), (Instant::now(), told));
         }
@@ -172,12 +170,12 @@ impl Compared {
     pub(super) fn differences(&self, own: &NodeId) -> Vec<Difference> {
         let mut by_setting: BTreeMap<&str, BTreeMap<[u8; 16], Vec<&NodeId>>> = BTreeMap::new();
         for (node, (_, told)) in &self.0 {
-            for SettingV1 { name, digest, .. } in &told.settings {
+            for SettingDigest { name, digest, .. } in &told.settings {
                 by_setting.entry(name).or_default().entry(*digest).or_default().push(node);
             }
         }
         let now = Instant::now();
-        let up = |(at, told): &(Instant, SettingsV1)| {
+        let up = |(at, told): &(Instant, SettingDigests)| {
             Duration::from_millis(told.up_ms).saturating_add(now.saturating_duration_since(*at))
         };
         let oldest = self.0.values().map(up).max().unwrap_or_default();
@@ -237,7 +235,7 @@ mod tests {
     fn compared<const N: usize>(all: [(&str, u64, OwnSettings); N]) -> Compared {
         let mut compared = Compared::default();
         for (name, up_ms, own) in all {
-            compared.hear(&node(name), SettingsV1 { up_ms, ..own.told(0, &[]) });
+            compared.hear(&node(name), SettingDigests { up_ms, ..own.told(0, &[]) });
         }
         compared
     }
@@ -290,7 +288,7 @@ mod tests {
     fn who_knows_that_it_is_odd_is_believed() {
         let told = own(2, 1, &[]).told(0, &[CLUSTER_KEY.to_owned()]);
         let mut all = compared([("a", 0, own(1, 1, &[]))]);
-        all.hear(&node("b"), SettingsV1 { up_ms: 9_000_000, ..told });
+        all.hear(&node("b"), SettingDigests { up_ms: 9_000_000, ..told });
         assert_eq!(all.differences(&node("a"))[0].odd, [node("b")]);
     }
 

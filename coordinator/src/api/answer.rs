@@ -8,12 +8,12 @@ use super::CLIENT_GONE;
 use super::auth::Revocation;
 use super::encode::Asker;
 use super::error::ApiError;
-use super::plan::Plan;
-use super::shape::{CallPart, Delta, Part, Usage, Writer};
+use super::plan::GenerationPlan;
+use super::shape::{CallPart, Delta, DeltaPart, Usage, Writer};
 use super::spans;
 use crate::dispatch::{Event, Failure, Generation, Started};
+use crate::metrics::{Metrics, Served, finish_name};
 use crate::models::OfferedModel;
-use crate::ops::metrics::{Metrics, Served, finish_name};
 use crate::random::random_u64;
 use axum::body::Body;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
@@ -21,9 +21,9 @@ use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use futures::stream::{self, AbortHandle, BoxStream, SelectAll};
 use futures::{FutureExt, StreamExt};
-use model::dialect::{Calls, Dialect, Listener, Said, StopStrings};
+use model::dialect::{Calls, Dialect, OutputParser, ParsedDelta, StopStrings};
 use model::tokenizer::{Tokenizer, Utf8Stream};
-use proto::message::{FinishReason, FinishedV1, TokenOut};
+use proto::message::{FinishReason, Finished, TokenOut};
 use proto::trace::{Span, TraceId};
 use std::sync::Arc;
 use std::time::Instant;
@@ -41,7 +41,7 @@ const CHUNK_BYTES: usize = 16 << 10;
 const CHUNK_ROOM: usize = 1 << 10;
 
 /// An answer in the making.
-pub struct Answer {
+pub struct ResponseStream {
     writer: Box<dyn Writer>,
     model: Arc<OfferedModel>,
     metrics: Arc<Metrics>,
@@ -67,12 +67,11 @@ pub struct CountsItself;
 /// What happens to the generations of a request, as it comes.
 enum Events {
     /// Most requests are one generation, whose events need not be told from others'.
-    One(BoxStream<'static, Happened>),
-    Several(SelectAll<BoxStream<'static, Happened>>),
+    One(BoxStream<'static, ChoiceEvent>),
+    Several(SelectAll<BoxStream<'static, ChoiceEvent>>),
 }
 
-/// Which choice, and what.
-type Happened = (u32, Result<Event, Failure>);
+type ChoiceEvent = (u32, Result<Event, Failure>);
 
 impl Events {
     /// Also what ends each of them before its time, if that is `endable`.
@@ -98,7 +97,7 @@ impl Events {
     }
 
     /// The next; `None` after the last of all. Dropping the future loses nothing: what was begun goes on with the next.
-    async fn next(&mut self) -> Option<Happened> {
+    async fn next(&mut self) -> Option<ChoiceEvent> {
         match self {
             Self::One(events) => events.next().await,
             Self::Several(events) => events.next().await,
@@ -123,10 +122,9 @@ struct Progress {
     reasoning: u64,
     /// Tokens guessed and looked at, and those that were right, where it was not retried.
     guesses: (u64, u64),
-    /// Why it has ended.
     reason: Option<FinishReason>,
     /// Takes it apart, if it may be more than text.
-    listener: Option<Listener>,
+    listener: Option<OutputParser>,
     /// Calls of tools that have begun.
     calls: usize,
     /// Arguments of the last of them.
@@ -141,13 +139,12 @@ struct Stop {
     strings: StopStrings,
     /// So many tokens come before an end counts.
     min_tokens: u64,
-    /// Ends the generation.
     generation: AbortHandle,
     /// The string that was found.
     found: Option<String>,
 }
 
-impl Drop for Answer {
+impl Drop for ResponseStream {
     fn drop(&mut self) {
         if let Some(span) = &mut self.span {
             span.fail("cancelled");
@@ -159,10 +156,10 @@ impl Drop for Answer {
     }
 }
 
-impl Answer {
+impl ResponseStream {
     /// Of these generations, which belong to `plan`: for each prompt its choices.
     pub fn new(
-        plan: &Plan,
+        plan: &GenerationPlan,
         writer: Box<dyn Writer>,
         metrics: Arc<Metrics>,
         generations: Vec<Generation>,
@@ -224,7 +221,7 @@ impl Answer {
     }
 
     /// The next event. Revocation or expiry of the key ends the answer.
-    async fn next(&mut self) -> Result<Option<Happened>, ApiError> {
+    async fn next(&mut self) -> Result<Option<ChoiceEvent>, ApiError> {
         if self.revocation.is_revoked() {
             return Err(ApiError::InvalidApiKey);
         }
@@ -317,7 +314,7 @@ impl Answer {
         let stop = progress.stop.as_ref()?;
         let matched = Some(stop.found.clone()?);
         stop.generation.abort();
-        let finished = FinishedV1 {
+        let finished = Finished {
             reason: FinishReason::Stop,
             matched,
             tail: String::new(),
@@ -359,14 +356,13 @@ impl Answer {
                 let trace = self.span.as_ref().map(|span| span.context().trace);
                 self.metrics.served(&self.model.id, progress.served(&finished, trace));
                 if let Some(stop) = finished.matched.as_ref().filter(|text| self.told_stops.contains(text)) {
-                    delta.say(Part::Text(stop.clone()));
+                    delta.say(DeltaPart::Text(stop.clone()));
                 }
                 Some(Delta { finished: Some(finished), ..delta })
             }
         }
     }
 
-    /// Everything has been answered.
     fn answered(&mut self) {
         if let Some(path) = self.counts.take() {
             self.metrics.answered(path, StatusCode::OK.as_u16(), false);
@@ -431,7 +427,7 @@ impl Answer {
 }
 
 impl Progress {
-    fn new(arrived: Instant, prompt: u64, listener: Option<Listener>, stop: Option<Stop>) -> Self {
+    fn new(arrived: Instant, prompt: u64, listener: Option<OutputParser>, stop: Option<Stop>) -> Self {
         Self {
             arrived,
             prompt,
@@ -456,7 +452,7 @@ impl Progress {
         let Some(listener) = &mut self.listener else {
             self.completion += tokens.len() as u64;
             let mut delta = Delta::default();
-            delta.say(Part::Text(tokens.iter().map(|t| t.text.as_str()).collect()));
+            delta.say(DeltaPart::Text(tokens.iter().map(|t| t.text.as_str()).collect()));
             return delta;
         };
         let (mut heard, mut said) = (0, Vec::new());
@@ -487,10 +483,10 @@ impl Progress {
 
     /// What the end says. Of an answer that the model has not ended itself, the beginning of a call is nothing. If a stop
     /// string is found in what was held until now, that is what has ended it.
-    fn hear_last(&mut self, dialect: &Dialect, finished: &mut FinishedV1) -> Delta {
+    fn hear_last(&mut self, dialect: &Dialect, finished: &mut Finished) -> Delta {
         let Some(listener) = &mut self.listener else {
             let mut delta = Delta::default();
-            delta.say(Part::Text(finished.tail.clone()));
+            delta.say(DeltaPart::Text(finished.tail.clone()));
             return delta;
         };
         let mut said = Vec::new();
@@ -500,7 +496,7 @@ impl Progress {
             said.extend(listener.finish(cut));
             if let Some(stop) = &mut self.stop {
                 said = stop.search(said, self.completion);
-                said.push(Said::Text(stop.strings.finish()));
+                said.push(ParsedDelta::Text(stop.strings.finish()));
                 if stop.found.is_some() {
                     (finished.reason, finished.matched) = (FinishReason::Stop, stop.found.clone());
                 }
@@ -512,34 +508,34 @@ impl Progress {
         delta
     }
 
-    fn delta(&mut self, style: Calls, said: Vec<Said>) -> Delta {
+    fn delta(&mut self, style: Calls, said: Vec<ParsedDelta>) -> Delta {
         let mut delta = Delta::default();
         for part in said {
             let call = match part {
-                Said::Text(text) => {
-                    delta.say(Part::Text(text));
+                ParsedDelta::Text(text) => {
+                    delta.say(DeltaPart::Text(text));
                     continue;
                 }
-                Said::Thought(text) => {
-                    delta.say(Part::Thought(text));
+                ParsedDelta::Thought(text) => {
+                    delta.say(DeltaPart::Thought(text));
                     continue;
                 }
-                Said::Call(name) => {
+                ParsedDelta::Call(name) => {
                     self.calls += 1;
                     self.arguments.clear();
                     CallPart { begins: Some((call_id(style), name)), ..CallPart::default() }
                 }
-                Said::Arguments(arguments) => {
+                ParsedDelta::Arguments(arguments) => {
                     self.arguments.push_str(&arguments);
                     CallPart { arguments, ..CallPart::default() }
                 }
             };
-            delta.say(Part::Call(CallPart { index: self.calls.saturating_sub(1), ..call }));
+            delta.say(DeltaPart::Call(CallPart { index: self.calls.saturating_sub(1), ..call }));
         }
         delta
     }
 
-    fn served(&self, finished: &FinishedV1, trace: Option<TraceId>) -> Served {
+    fn served(&self, finished: &Finished, trace: Option<TraceId>) -> Served {
         let now = Instant::now();
         let since = |at: Instant| at.saturating_duration_since(self.arrived);
         Served {
@@ -578,20 +574,20 @@ impl Stop {
     }
 
     /// What is left of `said` when its texts have been searched; `tokens` have come so far.
-    fn search(&mut self, said: Vec<Said>, tokens: u64) -> Vec<Said> {
+    fn search(&mut self, said: Vec<ParsedDelta>, tokens: u64) -> Vec<ParsedDelta> {
         let mut left = Vec::with_capacity(said.len());
         for part in said {
             match part {
-                Said::Text(text) => {
+                ParsedDelta::Text(text) => {
                     let (text, found) = self.strings.push(&text, tokens > self.min_tokens);
-                    left.push(Said::Text(text));
+                    left.push(ParsedDelta::Text(text));
                     if found.is_some() {
                         self.found = found;
                         break;
                     }
                 }
                 // No string goes on behind thoughts or a call.
-                other => left.extend([Said::Text(self.strings.finish()), other]),
+                other => left.extend([ParsedDelta::Text(self.strings.finish()), other]),
             }
         }
         left

@@ -7,7 +7,7 @@ use super::answer::WORKER_HEADER;
 use super::encode::Asker;
 use super::error::ApiError;
 use super::operations::{self, Query, refused, seconds};
-use super::{Front, admit, spans};
+use super::{AppState, admit, spans};
 use crate::dispatch::{Hearing, OperationJob, Unopened};
 use axum::Json;
 use axum::extract::Request;
@@ -15,8 +15,8 @@ use axum::http::{HeaderMap, HeaderValue, header};
 use axum::response::{IntoResponse, Response};
 use proto::ids::ModelId;
 use proto::operation::{
-    LanguageV1, OpenedOperationV1, Operation, OperationError, OperationInput, OperationOutput, Pcm,
-    SpokenTextV1, TurnV1,
+    Language, OpenedOperation, Operation, OperationError, OperationInput, OperationOutput, Pcm, SpokenText,
+    TurnScore,
 };
 use proto::trace::Span;
 use proto::transport::{OperationSender, OperationStream};
@@ -37,17 +37,15 @@ pub(super) struct Made {
     speech: Vec<Speech>,
     /// Of speech, window by window.
     probabilities: Vec<f32>,
-    turn: Option<TurnV1>,
-    /// What was said.
-    pub(super) texts: Vec<SpokenTextV1>,
+    turn: Option<TurnScore>,
+    pub(super) texts: Vec<SpokenText>,
     /// In which language, if that was to be heard.
-    pub(super) language: Option<LanguageV1>,
+    pub(super) language: Option<Language>,
 }
 
 /// Where somebody speaks: `[start, end)`.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 struct Speech {
-    /// In samples.
     start: u64,
     end: u64,
     start_s: f64,
@@ -58,30 +56,26 @@ struct Speech {
 #[derive(Debug)]
 enum Failure {
     Said(OperationError),
-    /// The worker is lost.
     Lost,
 }
 
-/// What is answered.
 #[derive(Debug, Serialize)]
-struct Answer {
+struct AudioResponse {
     object: &'static str,
     model: ModelId,
     sample_rate: u32,
     samples: u64,
     duration_s: f64,
     #[serde(flatten)]
-    made: Told,
+    made: AudioResult,
 }
 
 #[derive(Debug, Serialize)]
 #[serde(untagged)]
-enum Told {
+enum AudioResult {
     Speech {
-        /// Samples of a window.
         window: u32,
         speech: Vec<Speech>,
-        /// If asked for.
         #[serde(skip_serializing_if = "Vec::is_empty")]
         probabilities: Vec<f32>,
     },
@@ -91,9 +85,8 @@ enum Told {
     },
 }
 
-/// Answers a call.
 pub(super) async fn call(
-    front: Arc<Front>,
+    front: Arc<AppState>,
     operation: Operation,
     request: Request,
 ) -> Result<Response, ApiError> {
@@ -106,7 +99,7 @@ pub(super) async fn call(
 }
 
 async fn answer(
-    front: &Arc<Front>,
+    front: &Arc<AppState>,
     operation: Operation,
     request: Request,
     trace: &mut Option<Span>,
@@ -140,12 +133,16 @@ async fn answer(
     let told = match operation {
         Operation::TurnDetection => {
             let turn = made.turn.ok_or(ApiError::Internal)?;
-            Told::Turn { complete: turn.complete, probability: turn.probability }
+            AudioResult::Turn { complete: turn.complete, probability: turn.probability }
         }
-        _ => Told::Speech { window: opened.window, speech: made.speech, probabilities: made.probabilities },
+        _ => AudioResult::Speech {
+            window: opened.window,
+            speech: made.speech,
+            probabilities: made.probabilities,
+        },
     };
     let duration_s = seconds(samples, sample_rate);
-    let answer = Answer {
+    let answer = AudioResponse {
         object: operation.name(),
         model: opened.model,
         sample_rate,
@@ -172,11 +169,11 @@ fn refuse_forms(headers: &HeaderMap) -> Result<(), ApiError> {
 
 /// Has it done by one worker after the other.
 pub(super) async fn run(
-    front: &Arc<Front>,
+    front: &Arc<AppState>,
     job: &OperationJob,
     asker: &Asker,
     pieces: &[Pcm],
-) -> Result<(proto::ids::NodeId, OpenedOperationV1, Made), ApiError> {
+) -> Result<(proto::ids::NodeId, OpenedOperation, Made), ApiError> {
     let refused = |why| refused(job.operation, job.model.as_ref(), why);
     let mut failure = Unopened::Lost;
     for _ in 0..ATTEMPTS {

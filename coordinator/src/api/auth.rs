@@ -6,7 +6,7 @@
 mod ring;
 
 use super::error::ApiError;
-use crate::consensus::table::{Access, KeyScopeV1};
+use crate::consensus::table::{Access, KeyScope};
 use crate::quota::{MAX_TOLD, Meter, Permit, Spending, Usage};
 use crate::random::random_u64;
 use axum::http::{HeaderMap, HeaderName, header};
@@ -69,7 +69,7 @@ struct Grant {
     id: String,
     tenant: Arc<Tenant>,
     admin: bool,
-    scope: KeyScopeV1,
+    scope: KeyScope,
     until: Until,
     meter: Option<Arc<Meter>>,
     /// The same for all that is granted by the same key, one after the other.
@@ -81,7 +81,6 @@ struct Grant {
 struct Until(u64);
 
 impl Until {
-    /// No time is told.
     const EVER: Self = Self(u64::MAX);
     const REVOKED: Self = Self(0);
     /// The clock may be set while somebody waits.
@@ -118,7 +117,6 @@ struct Tenant {
     meter: Option<Arc<Meter>>,
 }
 
-/// Who asks.
 #[derive(Debug, Clone)]
 pub struct Caller(Arc<Grant>);
 
@@ -128,7 +126,6 @@ impl Caller {
         &self.0.tenant.name
     }
 
-    /// Whether it may administer.
     pub fn admin(&self) -> bool {
         self.0.admin
     }
@@ -175,7 +172,6 @@ impl Revocation {
         self.0.borrow().is_over()
     }
 
-    /// Waits until it is.
     pub async fn revoked(&mut self) {
         loop {
             let until = *self.0.borrow_and_update();
@@ -217,7 +213,6 @@ struct Fixed {
 }
 
 impl Keys {
-    /// Checks a configured table.
     pub fn check(entries: &[KeyEntry]) -> Result<(), KeysError> {
         fixed(entries).map(drop)
     }
@@ -252,7 +247,6 @@ impl Keys {
         self.ring().open
     }
 
-    /// Keys that are accepted.
     pub fn count(&self) -> usize {
         self.ring().grants.len()
     }
@@ -388,7 +382,6 @@ pub fn key_id(sha256: &[u8; 32]) -> String {
     hex(sha256).chars().take(KEY_ID_DIGITS).collect()
 }
 
-/// As hexadecimal digits.
 pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }

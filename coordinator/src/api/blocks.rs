@@ -1,9 +1,8 @@
 //! An answer as a row of blocks, one behind the other: what the model thinks, what it says, what it calls. The APIs that
 //! stream their answers so tell where a block begins, what comes to it, and where it ends.
 
-use super::shape::Part;
+use super::shape::DeltaPart;
 
-/// A block.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Block {
     pub(super) kind: Kind,
@@ -11,7 +10,6 @@ pub(super) struct Block {
     pub(super) text: String,
 }
 
-/// What a block is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Kind {
     Thought,
@@ -23,12 +21,10 @@ pub(super) enum Kind {
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Step<'a> {
     Begins(usize, &'a Block),
-    /// This comes to it.
     Grows(usize, &'a Block, &'a str),
     Ends(usize, &'a Block),
 }
 
-/// See the module.
 #[derive(Debug, Default)]
 pub(super) struct Blocks {
     all: Vec<Block>,
@@ -38,12 +34,14 @@ pub(super) struct Blocks {
 
 impl Blocks {
     /// Takes in what is said next, and tells `step` what becomes of it.
-    pub(super) fn hear(&mut self, said: Vec<Part>, mut step: impl FnMut(Step<'_>)) {
+    pub(super) fn hear(&mut self, said: Vec<DeltaPart>, mut step: impl FnMut(Step<'_>)) {
         for part in said {
             let (kind, text) = match part {
-                Part::Text(text) => (Some(Kind::Text), text),
-                Part::Thought(text) => (Some(Kind::Thought), text),
-                Part::Call(part) => (part.begins.map(|(id, name)| Kind::Call { id, name }), part.arguments),
+                DeltaPart::Text(text) => (Some(Kind::Text), text),
+                DeltaPart::Thought(text) => (Some(Kind::Thought), text),
+                DeltaPart::Call(part) => {
+                    (part.begins.map(|(id, name)| Kind::Call { id, name }), part.arguments)
+                }
             };
             // Arguments are those of the call that is told just now.
             let goes_on = self.open
@@ -75,7 +73,6 @@ impl Blocks {
         }
     }
 
-    /// All so far.
     pub(super) fn all(&self) -> &[Block] {
         &self.all
     }
@@ -92,17 +89,17 @@ mod tests {
     use super::super::shape::CallPart;
     use super::*;
 
-    fn call(index: usize, begins: Option<&str>, arguments: &str) -> Part {
+    fn call(index: usize, begins: Option<&str>, arguments: &str) -> DeltaPart {
         let begins = begins.map(|name| (format!("id-{name}"), name.to_owned()));
-        Part::Call(CallPart { index, begins, arguments: arguments.to_owned() })
+        DeltaPart::Call(CallPart { index, begins, arguments: arguments.to_owned() })
     }
 
     #[test]
     fn parts_of_a_kind_are_one_block_and_a_call_is_always_another() {
-        let text = |text: &str| Part::Text(text.to_owned());
+        let text = |text: &str| DeltaPart::Text(text.to_owned());
         let said = [
-            vec![Part::Thought("h".into())],
-            vec![Part::Thought("m".into()), text("a")],
+            vec![DeltaPart::Thought("h".into())],
+            vec![DeltaPart::Thought("m".into()), text("a")],
             vec![text("b"), call(0, Some("f"), "")],
             vec![call(0, None, "{}"), call(1, Some("f"), "{"), call(1, None, "}"), text("c")],
         ];

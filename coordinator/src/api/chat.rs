@@ -2,8 +2,8 @@
 
 use super::error::ApiError;
 use super::fields::Fields;
-use super::grammar::{self, Wanted};
-use super::plan::Most;
+use super::grammar::{self, OutputFormat};
+use super::plan::MaxTokens;
 use super::prompt;
 use super::tools::{self, Tools};
 use model::chat_template::Message;
@@ -21,9 +21,7 @@ pub(super) const CONTINUE: &str = "continue_final_message";
 /// How a chat's prompt ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Ending {
-    /// Where an answer begins.
     Answer,
-    /// Behind the last message.
     Message,
     /// Within the last message, which the answer goes on with.
     Continued,
@@ -41,15 +39,13 @@ pub(super) struct Chat<'a> {
     pub(super) field: &'static str,
     /// As chat templates get them.
     pub(super) messages: Vec<Message<'a>>,
-    /// Which may be called.
     pub(super) tools: Tools,
     /// What the answer must be.
-    pub(super) wanted: Option<Wanted>,
+    pub(super) wanted: Option<OutputFormat>,
     /// How long it may be.
-    pub(super) most: Most,
+    pub(super) most: MaxTokens,
     /// Further variables of the template.
     pub(super) template_arguments: Map<String, Value>,
-    /// How the prompt ends.
     pub(super) ending: Ending,
 }
 
@@ -65,7 +61,7 @@ pub(super) fn read<'a>(fields: &Fields<'a>) -> Result<Chat<'a>, ApiError> {
         messages,
         tools,
         wanted: grammar::wanted(fields)?,
-        most: Most { field: "max_tokens", tokens, said: tokens.is_some() },
+        most: MaxTokens { field: "max_tokens", tokens, said: tokens.is_some() },
         template_arguments: arguments(fields)?,
         ending,
     })

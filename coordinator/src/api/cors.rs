@@ -20,7 +20,6 @@ const ANY: &str = "*";
 /// No origin, as a setting.
 const NONE: &str = "none";
 
-/// See the module.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Cors {
     /// None: nothing was said.

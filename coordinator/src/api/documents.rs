@@ -14,7 +14,6 @@ use serde::Deserialize;
 use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
 
-/// Documents of one request.
 pub const MAX_DOCUMENTS: usize = 256;
 /// Bytes of a document's id.
 pub const MAX_DOCUMENT_ID: usize = 128;
@@ -114,7 +113,6 @@ impl Popularity {
         counts.order(documents, &keys)
     }
 
-    /// The order without counting.
     pub fn order(&self, tenant: &str, documents: &[Document]) -> Vec<usize> {
         let keys = keys(tenant, documents);
         self.0.lock().order(documents, &keys)

@@ -1,7 +1,7 @@
 //! `/v1/embeddings`: texts to vectors of length one.
 
 use super::base64;
-use super::encode::{Gathered, Wanted, check_length};
+use super::encode::{EncodePlan, Gathered, check_length};
 use super::error::ApiError;
 use super::fields::Fields;
 use super::limits::MAX_TEXTS;
@@ -9,7 +9,7 @@ use super::params::check_tokens;
 use super::plan::{Sources, asked, check_text, wrong_task};
 use super::prompt::{Prompt, texts_or_tokens};
 use proto::ids::ModelId;
-use proto::message::{EncodeTextV1, ModelTask};
+use proto::message::{EncodeText, ModelTask};
 use proto::operation::Operation;
 use serde::{Deserialize, Serialize};
 
@@ -18,7 +18,7 @@ const FIELDS: [&str; 5] = ["model", INPUT, "encoding_format", "dimensions", "add
 
 /// How vectors are cut and written.
 #[derive(Debug, Clone, Copy)]
-pub struct Shape {
+pub struct EmbeddingsFormat {
     format: Format,
     /// Values of a vector that are sent.
     dimensions: usize,
@@ -28,7 +28,6 @@ pub struct Shape {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum Format {
-    /// A list of numbers.
     #[default]
     Float,
     /// Its f32 values, little endian, in base64.
@@ -36,7 +35,7 @@ enum Format {
 }
 
 /// Reads and checks a request.
-pub fn plan(body: &[u8], sources: &Sources<'_>) -> Result<Wanted<Shape>, ApiError> {
+pub fn plan(body: &[u8], sources: &Sources<'_>) -> Result<EncodePlan<EmbeddingsFormat>, ApiError> {
     let fields = Fields::parse(body, &FIELDS)?;
     let (model, served) = asked(&fields, sources)?;
     let served = served.ok_or(ApiError::NotOffered { operation: Operation::Embed })?;
@@ -64,21 +63,21 @@ pub fn plan(body: &[u8], sources: &Sources<'_>) -> Result<Wanted<Shape>, ApiErro
             }
         };
         check_length(&field, &tokens, served.max_model_len)?;
-        Ok(EncodeTextV1 { tokens, segment_start: None })
+        Ok(EncodeText { tokens, segment_start: None })
     };
     let given = texts_or_tokens::<MAX_TEXTS>(&fields, INPUT)?;
     let texts = given.into_iter().enumerate().map(text).collect::<Result<_, ApiError>>()?;
-    let shape = Shape {
+    let shape = EmbeddingsFormat {
         format: fields.get("encoding_format")?.unwrap_or_default(),
         dimensions: fields.ranged("dimensions", 1..=width)?.unwrap_or(width) as usize,
     };
-    Ok(Wanted { operation: Operation::Embed, model: model.id.clone(), texts, shape })
+    Ok(EncodePlan { operation: Operation::Embed, model: model.id.clone(), texts, shape })
 }
 
 /// An answer as OpenAI's clients expect it. Not a `serde_json::Value`, which would write each f32 as the f64 next
 /// to it, with twice the digits.
 #[derive(Debug, Serialize)]
-pub struct Answer {
+pub struct EmbeddingsResponse {
     object: &'static str,
     data: Vec<Item>,
     model: ModelId,
@@ -105,9 +104,9 @@ struct Usage {
     total_tokens: u64,
 }
 
-impl Shape {
+impl EmbeddingsFormat {
     /// The answer of what the texts became.
-    pub fn answer(self, model: ModelId, gathered: &Gathered) -> Answer {
+    pub fn answer(self, model: ModelId, gathered: &Gathered) -> EmbeddingsResponse {
         let item = |(index, values): (usize, &Vec<f32>)| Item {
             object: "embedding",
             index,
@@ -115,7 +114,7 @@ impl Shape {
         };
         let data = gathered.texts.iter().enumerate().map(item).collect();
         let usage = Usage { prompt_tokens: gathered.tokens, total_tokens: gathered.tokens };
-        Answer { object: "list", data, model, usage }
+        EmbeddingsResponse { object: "list", data, model, usage }
     }
 
     fn vector(self, values: &[f32]) -> Vector {
@@ -144,7 +143,7 @@ mod tests {
     use super::*;
 
     fn vector(format: Format, dimensions: usize, values: &[f32]) -> Vector {
-        Shape { format, dimensions }.vector(values)
+        EmbeddingsFormat { format, dimensions }.vector(values)
     }
 
     #[test]
@@ -166,7 +165,7 @@ mod tests {
 
     #[test]
     fn numbers_are_written_as_short_as_they_read_back() {
-        let shape = Shape { format: Format::Float, dimensions: 2 };
+        let shape = EmbeddingsFormat { format: Format::Float, dimensions: 2 };
         let gathered =
             Gathered { texts: vec![vec![3.0, 4.0]], tokens: 5, headers: axum::http::HeaderMap::new() };
         let json = serde_json::to_string(&shape.answer(ModelId::new("m").unwrap(), &gathered)).unwrap();

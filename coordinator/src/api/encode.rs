@@ -1,6 +1,6 @@
 //! Requests that want texts encoded: spread over the model's workers, gathered in order.
 
-use super::Front;
+use super::AppState;
 use super::answer::{ROUTE_HEADER, WORKER_HEADER};
 use super::auth::Caller;
 use super::error::ApiError;
@@ -9,7 +9,7 @@ use crate::quota::Permit;
 use axum::http::{HeaderMap, HeaderValue};
 use futures::future::try_join_all;
 use proto::ids::{ModelId, RequestId};
-use proto::message::{EncodeTextV1, MAX_ENCODE_TEXTS};
+use proto::message::{EncodeText, MAX_ENCODE_TEXTS};
 use proto::operation::Operation;
 use proto::trace::TraceContext;
 use std::sync::Arc;
@@ -21,14 +21,10 @@ const PART_TEXTS: usize = 32;
 const PART_TOKENS: usize = 512;
 const _: () = assert!(PART_TEXTS <= MAX_ENCODE_TEXTS);
 
-/// Who asks, and when.
 #[derive(Debug)]
 pub struct Asker {
-    /// Whose request it is.
     pub caller: Caller,
-    /// Its name.
     pub id: RequestId,
-    /// When it came.
     pub arrived: Instant,
     /// It counts as one that runs while this is there.
     pub permit: Permit,
@@ -36,13 +32,11 @@ pub struct Asker {
 
 /// Texts that a request wants encoded.
 #[derive(Debug)]
-pub struct Wanted<S> {
+pub struct EncodePlan<S> {
     /// What for: embed or rerank.
     pub operation: Operation,
-    /// Of which model.
     pub model: ModelId,
-    /// The texts.
-    pub texts: Vec<EncodeTextV1>,
+    pub texts: Vec<EncodeText>,
     /// How the answer is written.
     pub shape: S,
 }
@@ -60,10 +54,10 @@ pub struct Gathered {
 
 /// Has `texts` encoded by workers of `model`; below `trace`, if the request is recorded.
 pub async fn gather(
-    front: &Front,
+    front: &AppState,
     asker: Asker,
     (operation, model): (Operation, &ModelId),
-    texts: Vec<EncodeTextV1>,
+    texts: Vec<EncodeText>,
     trace: Option<TraceContext>,
 ) -> Result<Gathered, ApiError> {
     let jobs: Vec<EncodeJob> = (0u32..)
@@ -106,8 +100,8 @@ pub async fn gather(
 }
 
 /// Cuts a request into calls, in order.
-fn parts(texts: Vec<EncodeTextV1>) -> Vec<Vec<EncodeTextV1>> {
-    let mut parts: Vec<Vec<EncodeTextV1>> = Vec::new();
+fn parts(texts: Vec<EncodeText>) -> Vec<Vec<EncodeText>> {
+    let mut parts: Vec<Vec<EncodeText>> = Vec::new();
     let mut tokens = 0;
     for text in texts {
         let more = text.tokens.len();
@@ -152,8 +146,8 @@ pub fn check_length(field: &str, tokens: &[u32], limit: u32) -> Result<(), ApiEr
 mod tests {
     use super::*;
 
-    fn text(len: usize) -> EncodeTextV1 {
-        EncodeTextV1 { tokens: vec![1; len], segment_start: None }
+    fn text(len: usize) -> EncodeText {
+        EncodeText { tokens: vec![1; len], segment_start: None }
     }
 
     fn lengths(lengths: &[usize]) -> Vec<Vec<usize>> {

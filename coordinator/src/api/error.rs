@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use crate::balancer::Refusal;
 use crate::dispatch::Failure;
+use crate::metrics::Metrics;
 use crate::quota::{Exceeded, Of};
 
 /// What a client is told when a request cannot be served.
@@ -25,37 +26,22 @@ pub enum ApiError {
     },
     /// The body is longer than the limit.
     #[error("the body is longer than {limit} bytes")]
-    BodyTooLarge {
-        /// The limit.
-        limit: usize,
-    },
+    BodyTooLarge { limit: usize },
     /// The body did not arrive in time.
     #[error("the body did not arrive in time")]
     BodyTimeout,
     /// The request's head means nothing, or may mean two things.
     #[error("the request's head is malformed: {reason}")]
-    BadHead {
-        /// What is wrong.
-        reason: String,
-    },
+    BadHead { reason: String },
     /// The head is longer than the limit.
     #[error("the request's head is longer than {limit} bytes")]
-    HeadTooLarge {
-        /// The limit.
-        limit: usize,
-    },
+    HeadTooLarge { limit: usize },
     /// The head has more headers than the limit.
     #[error("the request has more than {limit} headers")]
-    TooManyHeaders {
-        /// The limit.
-        limit: usize,
-    },
+    TooManyHeaders { limit: usize },
     /// The target alone is longer than a head may be.
     #[error("the request's target is longer than {limit} bytes")]
-    TargetTooLong {
-        /// The limit.
-        limit: usize,
-    },
+    TargetTooLong { limit: usize },
     /// The head did not arrive in time.
     #[error("the request's head did not arrive in time")]
     HeadTimeout,
@@ -72,7 +58,6 @@ pub enum ApiError {
         bytes: usize,
         /// The fewest tokens that so many bytes can be.
         least: u64,
-        /// The model's limit.
         limit: u64,
     },
     /// Prompt and output do not fit the model.
@@ -85,16 +70,13 @@ pub enum ApiError {
         prompt: u64,
         /// Tokens needed in all.
         need: u64,
-        /// The model's limit.
         limit: u64,
     },
     /// A history is to be kept here, or to be gone on with.
     #[error("thread: nothing is stored here: send all that went before as messages")]
     NoThreads,
-    /// No such model.
     #[error("the model {0:?} does not exist")]
     ModelNotFound(String),
-    /// No such path.
     #[error("there is nothing at this path with this method")]
     NotFound,
     /// The path has other methods.
@@ -108,11 +90,7 @@ pub enum ApiError {
     Origin,
     /// No sequence, snapshot or pin of this name.
     #[error("{what} is not known")]
-    Unknown {
-        /// Which.
-        what: String,
-    },
-    /// Not as things stand.
+    Unknown { what: String },
     #[error("{why}")]
     Refused {
         /// Why, with the limit where there is one.
@@ -133,12 +111,8 @@ pub enum ApiError {
         match .0.of { Of::Key => "key", Of::Tenant => "key's tenant" }, .0.allowed, .0.limit
     )]
     RateLimited(Exceeded),
-    /// Too much waits already.
     #[error("too many requests are waiting; try again later")]
-    QueueFull {
-        /// When.
-        retry_after: Duration,
-    },
+    QueueFull { retry_after: Duration },
     /// Nobody serves the model just now.
     #[error("no worker serves this model at the moment")]
     NoWorker,
@@ -147,26 +121,13 @@ pub enum ApiError {
         "no worker offers the operation {operation} at the moment; one does that is started with a model for it, or \
          with --operation and a bundle of models that has a folder {operation}"
     )]
-    NotOffered {
-        /// Which.
-        operation: Operation,
-    },
+    NotOffered { operation: Operation },
     /// The operation is offered, not with this model.
     #[error("the operation {operation} is not offered with the model {model:?}; it is with {}", .offered.join(", "))]
-    NotOfferedWith {
-        /// Which.
-        operation: Operation,
-        /// What was asked for.
-        model: String,
-        /// What there is.
-        offered: Vec<String>,
-    },
+    NotOfferedWith { operation: Operation, model: String, offered: Vec<String> },
     /// Whoever offers the operation drains, or is not ready.
     #[error("the workers that offer the operation {operation} take no new work at the moment")]
-    OperationAway {
-        /// Which.
-        operation: Operation,
-    },
+    OperationAway { operation: Operation },
     /// The worker went away and nobody could go on in its place.
     #[error("the worker that served this request was lost")]
     WorkerLost,
@@ -175,7 +136,6 @@ pub enum ApiError {
         "no majority of the coordinators has agreed in time; the change may yet be made, and may be sent again"
     )]
     NoQuorum,
-    /// It took too long.
     #[error("the request did not finish in time")]
     DeadlineExceeded,
     /// A model has computed NaN or infinity.
@@ -183,7 +143,6 @@ pub enum ApiError {
         "the model's numbers are not finite: its weights, or what was computed of them, hold NaN or infinity"
     )]
     NotFinite,
-    /// Our fault.
     #[error("internal error")]
     Internal,
 }
@@ -194,7 +153,6 @@ impl ApiError {
         Self::InvalidField { field: field.into(), reason: reason.into() }
     }
 
-    /// The HTTP status.
     pub fn status(&self) -> StatusCode {
         match self {
             Self::InvalidField { .. } | Self::ContextLength { .. } => StatusCode::BAD_REQUEST,
@@ -224,7 +182,6 @@ impl ApiError {
         }
     }
 
-    /// The stable code.
     pub fn code(&self) -> &'static str {
         match self {
             Self::InvalidField { .. }
@@ -249,6 +206,13 @@ impl ApiError {
             Self::WorkerLost => "worker_lost",
             Self::NoQuorum | Self::KeysUnknown => "no_quorum",
             Self::NotFinite | Self::Internal => "internal",
+        }
+    }
+
+    /// Counts the error if a limit of the key or of its tenant is why the request is refused.
+    pub fn count_limit(&self, metrics: &Metrics) {
+        if let Self::RateLimited(exceeded) = self {
+            metrics.limited(exceeded.limit.name());
         }
     }
 

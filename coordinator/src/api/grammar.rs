@@ -7,7 +7,7 @@ use super::limits::{MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH};
 use super::tools::Tools;
 use model::dialect::{self, Dialect};
 use model::json_schema::{self, Unsupported};
-use proto::message::{GrammarSyntax, GrammarV1, MAX_GRAMMAR_BYTES};
+use proto::message::{GrammarSpec, GrammarSyntax, MAX_GRAMMAR_BYTES};
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
@@ -15,16 +15,14 @@ use serde_json::{Value, json};
 
 /// What a request wants its answer to be.
 #[derive(Debug, PartialEq)]
-pub enum Wanted {
-    /// JSON of this schema.
+pub enum OutputFormat {
     Json {
         /// What the request calls the schema.
         field: &'static str,
         /// With the options for compiling it.
         schema: Value,
     },
-    /// What a grammar says.
-    Grammar(GrammarV1),
+    Grammar(GrammarSpec),
 }
 
 #[derive(Deserialize)]
@@ -91,7 +89,7 @@ const SCHEMA: &str = "response_format.json_schema.schema";
 const FORMAT_SCHEMA: &str = "response_format.schema";
 
 /// Reads `response_format` and `grammar`.
-pub fn wanted(fields: &Fields<'_>) -> Result<Option<Wanted>, ApiError> {
+pub fn wanted(fields: &Fields<'_>) -> Result<Option<OutputFormat>, ApiError> {
     let format: Option<Format<'_>> = fields.get("response_format")?;
     let json = match format.as_ref().map(|format| format.r#type.as_str()) {
         None | Some("text") => None,
@@ -114,8 +112,8 @@ pub fn wanted(fields: &Fields<'_>) -> Result<Option<Wanted>, ApiError> {
 }
 
 /// Any JSON object, as the request's `field` asks for.
-pub(super) fn any_object(field: &'static str) -> Wanted {
-    Wanted::Json { field, schema: dialect::schema(&json!({"type": "object"}), false) }
+pub(super) fn any_object(field: &'static str) -> OutputFormat {
+    OutputFormat::Json { field, schema: dialect::schema(&json!({"type": "object"}), false) }
 }
 
 /// JSON of the schema that the request has in `field`.
@@ -123,11 +121,11 @@ pub(super) fn of_schema_in(
     field: &'static str,
     raw: Option<&RawValue>,
     strict: Option<bool>,
-) -> Result<Wanted, ApiError> {
+) -> Result<OutputFormat, ApiError> {
     let raw = raw.ok_or_else(|| ApiError::field(field, "is missing"))?;
     let strict = strict == Some(true);
     let schema = prepared(field, &schema(field, raw.get())?, strict)?;
-    Ok(Wanted::Json { field, schema: dialect::schema(&schema, !strict) })
+    Ok(OutputFormat::Json { field, schema: dialect::schema(&schema, !strict) })
 }
 
 /// A schema as grammars are compiled from it, which the request calls `field`. If it is `strict`, whatever cannot be
@@ -142,11 +140,11 @@ pub(super) fn prepared(field: &str, schema: &Value, strict: bool) -> Result<Valu
 /// in `other`.
 pub(super) fn or_grammar(
     fields: &Fields<'_>,
-    json: Option<Wanted>,
+    json: Option<OutputFormat>,
     other: &str,
-) -> Result<Option<Wanted>, ApiError> {
+) -> Result<Option<OutputFormat>, ApiError> {
     let mut wanted = json.map(|json| (other, json));
-    let mut add = |name: &'static str, more: Wanted| match &wanted {
+    let mut add = |name: &'static str, more: OutputFormat| match &wanted {
         Some((first, _)) => Err(ApiError::field(name, format!("give either {name} or {first}"))),
         None => {
             wanted = Some((name, more));
@@ -199,14 +197,14 @@ pub(super) fn or_grammar(
 }
 
 /// What the value of a field by another name says.
-fn of_alias(field: &'static str, alias: Alias, raw: &str) -> Result<Wanted, ApiError> {
+fn of_alias(field: &'static str, alias: Alias, raw: &str) -> Result<OutputFormat, ApiError> {
     let wrong = |error: serde_json::Error| ApiError::field(field, plain(&error));
     let text = || serde_json::from_str::<String>(raw).map_err(wrong);
     match alias {
         Alias::Json => {
             let written = if raw.starts_with('"') { text()? } else { raw.to_owned() };
             let schema = prepared(field, &schema(field, &written)?, false)?;
-            Ok(Wanted::Json { field, schema: dialect::schema(&schema, true) })
+            Ok(OutputFormat::Json { field, schema: dialect::schema(&schema, true) })
         }
         Alias::Regex => defined(field, GrammarSyntax::Regex, text()?),
         Alias::Lark => defined(field, GrammarSyntax::Lark, text()?),
@@ -223,12 +221,12 @@ fn of_alias(field: &'static str, alias: Alias, raw: &str) -> Result<Wanted, ApiE
 }
 
 /// A grammar that the request has in `field`.
-fn defined(field: &str, syntax: GrammarSyntax, text: String) -> Result<Wanted, ApiError> {
+fn defined(field: &str, syntax: GrammarSyntax, text: String) -> Result<OutputFormat, ApiError> {
     if text.trim().is_empty() || text.len() > MAX_SCHEMA_BYTES {
         let reason = format!("has {} bytes; 1 to {MAX_SCHEMA_BYTES} are accepted", text.len());
         return Err(ApiError::field(field, reason));
     }
-    Ok(Wanted::Grammar(GrammarV1 { field: field.to_owned(), syntax, text, trigger: None }))
+    Ok(OutputFormat::Grammar(GrammarSpec { field: field.to_owned(), syntax, text, trigger: None }))
 }
 
 /// Reads a schema that the request calls `field`.
@@ -257,12 +255,12 @@ fn depth(value: &Value) -> usize {
 
 /// The grammar of answers to a chat that ends with `prompt`.
 pub fn of_chat(
-    wanted: Option<Wanted>,
+    wanted: Option<OutputFormat>,
     tools: &Tools,
     dialect: &Dialect,
     prompt: &str,
-) -> Result<Option<GrammarV1>, ApiError> {
-    let lark = |field: &str, text: String, trigger: Option<&str>| GrammarV1 {
+) -> Result<Option<GrammarSpec>, ApiError> {
+    let lark = |field: &str, text: String, trigger: Option<&str>| GrammarSpec {
         field: field.to_owned(),
         syntax: GrammarSyntax::Lark,
         text,
@@ -274,14 +272,14 @@ pub fn of_chat(
         Some(_) | None if *required => {
             lark("tools", dialect.calls_grammar(tools, *parallel, false, prompt), None)
         }
-        Some(Wanted::Grammar(grammar)) if !tools.is_empty() => {
+        Some(OutputFormat::Grammar(grammar)) if !tools.is_empty() => {
             return Err(ApiError::field(grammar.field, "not with tools, whose calls would not be of it"));
         }
-        Some(Wanted::Grammar(grammar)) => grammar,
-        Some(Wanted::Json { field, schema }) if tools.is_empty() && !dialect.thinks() => {
+        Some(OutputFormat::Grammar(grammar)) => grammar,
+        Some(OutputFormat::Json { field, schema }) if tools.is_empty() && !dialect.thinks() => {
             of_schema(field, &schema)
         }
-        Some(Wanted::Json { field, schema }) => {
+        Some(OutputFormat::Json { field, schema }) => {
             lark(field, dialect.answer_grammar(&schema, tools, *parallel, prompt), None)
         }
         None if tools.is_empty() => return Ok(None),
@@ -290,21 +288,20 @@ pub fn of_chat(
     within(grammar).map(Some)
 }
 
-/// The grammar of completions.
-pub fn of_completion(wanted: Option<Wanted>) -> Result<Option<GrammarV1>, ApiError> {
+pub fn of_completion(wanted: Option<OutputFormat>) -> Result<Option<GrammarSpec>, ApiError> {
     let grammar = wanted.map(|wanted| match wanted {
-        Wanted::Json { field, schema } => of_schema(field, &schema),
-        Wanted::Grammar(grammar) => grammar,
+        OutputFormat::Json { field, schema } => of_schema(field, &schema),
+        OutputFormat::Grammar(grammar) => grammar,
     });
     grammar.map(within).transpose()
 }
 
-fn of_schema(field: &str, schema: &Value) -> GrammarV1 {
+fn of_schema(field: &str, schema: &Value) -> GrammarSpec {
     let (field, text) = (field.to_owned(), schema.to_string());
-    GrammarV1 { field, syntax: GrammarSyntax::JsonSchema, text, trigger: None }
+    GrammarSpec { field, syntax: GrammarSyntax::JsonSchema, text, trigger: None }
 }
 
-fn within(grammar: GrammarV1) -> Result<GrammarV1, ApiError> {
+fn within(grammar: GrammarSpec) -> Result<GrammarSpec, ApiError> {
     let bytes = grammar.text.len();
     match bytes > MAX_GRAMMAR_BYTES {
         true => {

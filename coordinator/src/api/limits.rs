@@ -15,13 +15,11 @@ pub const MAX_BODY: usize = 8 << 20;
 pub const MAX_UPLOAD: usize = 25 << 20;
 /// Longest form with a recording, in bytes.
 pub const MAX_FORM: usize = MAX_UPLOAD + (64 << 10);
-/// Fields of a form.
 pub const MAX_FORM_FIELDS: usize = 32;
 /// Bytes of a field of a form that is no recording.
 pub const MAX_FORM_TEXT: usize = 16 << 10;
 /// Longest request head (request line and headers), in bytes.
 pub const MAX_HEAD: usize = 16 << 10;
-/// Headers of a request.
 pub const MAX_HEADERS: usize = 100;
 /// A head must be whole so long after its first byte.
 pub const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
@@ -31,9 +29,7 @@ pub const BODY_IDLE: Duration = Duration::from_secs(10);
 pub const BODY_TOTAL: Duration = Duration::from_secs(60);
 /// A client that takes nothing of a response for this long is cut off.
 pub const WRITE_STALL: Duration = Duration::from_secs(30);
-/// Messages of a chat.
 pub const MAX_MESSAGES: usize = 4096;
-/// Tools of a chat.
 pub const MAX_TOOLS: usize = 128;
 /// Bytes of a tool's name.
 pub const MAX_TOOL_NAME: usize = 64;
@@ -41,13 +37,11 @@ pub const MAX_TOOL_NAME: usize = 64;
 pub const MAX_SCHEMA_BYTES: usize = 64 << 10;
 /// Levels of nesting of a JSON schema.
 pub const MAX_SCHEMA_DEPTH: usize = 32;
-/// Choices for each prompt.
 pub const MAX_N: u32 = 128;
 /// Prompts in one request, times choices.
 pub const MAX_CHOICES: usize = 128;
 /// Texts to embed, or documents to rank, in one request.
 pub const MAX_TEXTS: usize = 2048;
-/// Stop strings.
 pub const MAX_STOP: usize = message::MAX_STOP_STRINGS;
 /// Bytes of one stop string.
 pub const MAX_STOP_BYTES: usize = 1024;
@@ -57,7 +51,6 @@ pub const MAX_CACHE_SALT: usize = 256;
 pub const MAX_STOP_TOKENS: usize = 1024;
 /// Entries of `logit_bias`.
 pub const MAX_LOGIT_BIAS: usize = message::MAX_LOGIT_BIAS;
-/// Alternatives with log-probabilities.
 pub const MAX_LOGPROBS: u8 = message::MAX_LOGPROBS as u8;
 
 /// Bytes of a text message on a WebSocket; one of sound has at most

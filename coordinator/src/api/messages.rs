@@ -6,8 +6,8 @@ mod writer;
 use super::chat::{self, Chat, Ending};
 use super::error::ApiError;
 use super::fields::Fields;
-use super::grammar::{self, Wanted};
-use super::plan::Most;
+use super::grammar::{self, OutputFormat};
+use super::plan::MaxTokens;
 use super::tools::{self, Listed, Parts, Tools, Written};
 use serde::Deserialize;
 use serde_json::value::RawValue;
@@ -33,7 +33,7 @@ struct Tool<'a> {
 }
 
 #[derive(Deserialize)]
-struct Choice {
+struct ToolChoice {
     r#type: String,
     name: Option<String>,
     disable_parallel_tool_use: Option<bool>,
@@ -87,7 +87,7 @@ pub(super) fn read<'a>(fields: &Fields<'a>, answer: bool) -> Result<Chat<'a>, Ap
         messages: input::messages(fields)?,
         tools: tools(fields)?,
         wanted: wanted(fields, format)?,
-        most: Most { field: LIMIT, tokens, said: true },
+        most: MaxTokens { field: LIMIT, tokens, said: true },
         template_arguments,
         ending: Ending::Answer,
     })
@@ -111,7 +111,7 @@ fn thinking(fields: &Fields<'_>, arguments: &mut Map<String, Value>) -> Result<(
     }
 }
 
-fn wanted(fields: &Fields<'_>, format: Option<Format<'_>>) -> Result<Option<Wanted>, ApiError> {
+fn wanted(fields: &Fields<'_>, format: Option<Format<'_>>) -> Result<Option<OutputFormat>, ApiError> {
     let json = match format {
         None => None,
         Some(Format { r#type, schema, strict }) if r#type == "json_schema" => {
@@ -132,7 +132,7 @@ fn tools(fields: &Fields<'_>) -> Result<Tools, ApiError> {
             Some(other) => Listed::Elsewhere(tools::not_served(other, "custom")),
         })
     })?;
-    let Some(choice) = fields.get::<Choice>(CHOICE)? else { return Ok(read) };
+    let Some(choice) = fields.get::<ToolChoice>(CHOICE)? else { return Ok(read) };
     read.parallel = choice.disable_parallel_tool_use != Some(true);
     match (choice.r#type.as_str(), choice.name) {
         ("auto", _) => {}

@@ -4,7 +4,7 @@
 
 use super::auth::Caller;
 use super::error::ApiError;
-use super::{Endpoint, Front};
+use super::{AppState, Endpoint};
 use axum::Json;
 use axum::extract::{Query, Request};
 use proto::ids::ModelId;
@@ -54,14 +54,14 @@ struct Page {
 }
 
 /// One page of the models that the caller can use.
-pub(super) fn list(front: &Front, request: &Request) -> Result<Json<ModelList>, ApiError> {
+pub(super) fn list(front: &AppState, request: &Request) -> Result<Json<ModelList>, ApiError> {
     let Query(page) = Query::<Page>::try_from_uri(request.uri())
         .map_err(|error| ApiError::field("query", error.body_text()))?;
     page_of(served(front, request)?, &page).map(Json)
 }
 
 /// The model whose name ends the path.
-pub(super) fn retrieve(front: &Front, request: &Request) -> Result<Json<ModelObject>, ApiError> {
+pub(super) fn retrieve(front: &AppState, request: &Request) -> Result<Json<ModelObject>, ApiError> {
     let asked = model_in(request.uri().path()).ok_or(ApiError::NotFound)?;
     match served(front, request)?.into_iter().find(|model| model.id == asked) {
         Some(model) => Ok(Json(model)),
@@ -69,7 +69,7 @@ pub(super) fn retrieve(front: &Front, request: &Request) -> Result<Json<ModelObj
     }
 }
 
-fn served(front: &Front, request: &Request) -> Result<Vec<ModelObject>, ApiError> {
+fn served(front: &AppState, request: &Request) -> Result<Vec<ModelObject>, ApiError> {
     // Put there by the gate.
     let caller = request.extensions().get::<Caller>().ok_or(ApiError::InvalidApiKey)?;
     let created_at = rfc3339(front.started);

@@ -2,14 +2,14 @@
 //! what is asked for, how sound is written, how many sessions a tenant may have, and what is said when nobody serves one.
 
 use super::error::ApiError;
-use crate::balancer::Unseated;
+use crate::balancer::SessionRefusal;
 use crate::dispatch::Unopened;
 use crate::quota::{Exceeded, Limit, Of};
 use axum::extract::Query as UrlQuery;
 use axum::http::Uri;
 use parking_lot::Mutex;
 use proto::ids::ModelId;
-use proto::operation::{Operation, OperationError, OperationOptions, Pcm, SpeechOptionsV1, TurnOptionsV1};
+use proto::operation::{Operation, OperationError, OperationOptions, Pcm, SpeechOptions, TurnOptions};
 use std::collections::HashMap;
 use std::str::FromStr;
 use std::sync::Arc;
@@ -30,7 +30,6 @@ pub enum Encoding {
 }
 
 impl Encoding {
-    /// Its name in requests.
     pub fn name(self) -> &'static str {
         match self {
             Self::S16le => "pcm_s16le",
@@ -137,7 +136,7 @@ impl Query {
     pub fn options(&self, operation: Operation) -> Result<OperationOptions, ApiError> {
         match operation {
             Operation::Vad => {
-                let options = SpeechOptionsV1 {
+                let options = SpeechOptions {
                     threshold: self.share("threshold")?,
                     end_threshold: self.share("end_threshold")?,
                     min_silence_ms: self.millis("min_silence_ms")?,
@@ -149,13 +148,13 @@ impl Query {
                         let rule = format!("{end} is above the threshold {threshold}");
                         Err(ApiError::field("end_threshold", rule))
                     }
-                    _ if options == SpeechOptionsV1::default() => Ok(OperationOptions::Default),
+                    _ if options == SpeechOptions::default() => Ok(OperationOptions::Default),
                     _ => Ok(OperationOptions::Speech(options)),
                 }
             }
             Operation::TurnDetection => Ok(match self.share("threshold")? {
                 None => OperationOptions::Default,
-                threshold => OperationOptions::Turn(TurnOptionsV1 { threshold }),
+                threshold => OperationOptions::Turn(TurnOptions { threshold }),
             }),
             Operation::Embed | Operation::Rerank | Operation::Asr | Operation::Tts => {
                 Ok(OperationOptions::Default)
@@ -213,13 +212,15 @@ impl Drop for Slot {
 /// What a client is told that gets no session.
 pub fn refused(operation: Operation, model: Option<&ModelId>, why: Unopened) -> ApiError {
     match why {
-        Unopened::Nobody(Unseated::Operation) => ApiError::NotOffered { operation },
-        Unopened::Nobody(Unseated::Model { models }) => ApiError::NotOfferedWith {
+        Unopened::Nobody(SessionRefusal::Operation) => ApiError::NotOffered { operation },
+        Unopened::Nobody(SessionRefusal::Model { models }) => ApiError::NotOfferedWith {
             operation,
             model: model.map(ToString::to_string).unwrap_or_default(),
             offered: models.iter().map(ToString::to_string).collect(),
         },
-        Unopened::Nobody(Unseated::Away | Unseated::Declined) => ApiError::OperationAway { operation },
+        Unopened::Nobody(SessionRefusal::Away | SessionRefusal::Declined) => {
+            ApiError::OperationAway { operation }
+        }
         Unopened::Said(error) => failed(operation, error),
         Unopened::Lost => ApiError::WorkerLost,
     }
@@ -272,7 +273,7 @@ mod tests {
         let all = query(all).unwrap();
         assert_eq!(all.model().unwrap().unwrap().as_str(), "m");
         assert_eq!((all.sample_rate(), all.encoding()), (Ok(8_000), Ok(Encoding::F32le)));
-        let options = SpeechOptionsV1 {
+        let options = SpeechOptions {
             threshold: Some(0.5),
             end_threshold: Some(0.25),
             min_silence_ms: Some(60_000),
@@ -280,7 +281,7 @@ mod tests {
             windows: true,
         };
         assert_eq!(all.options(Operation::Vad), Ok(OperationOptions::Speech(options)));
-        let turn = OperationOptions::Turn(TurnOptionsV1 { threshold: Some(0.5) });
+        let turn = OperationOptions::Turn(TurnOptions { threshold: Some(0.5) });
         assert_eq!(all.options(Operation::TurnDetection), Ok(turn));
         for (text, name) in [
             ("?threshold=1.01", "threshold"),
@@ -338,16 +339,17 @@ mod tests {
             let error = refused(vad, model, why);
             (error.status().as_u16(), error.code(), error.to_string())
         };
-        let (status, code, text) = told(None, Unopened::Nobody(Unseated::Operation));
+        let (status, code, text) = told(None, Unopened::Nobody(SessionRefusal::Operation));
         assert_eq!((status, code), (503, "no_worker"));
         assert!(text.contains("operation vad") && text.contains("bundle"), "{text}");
         let models = vec![model("silero"), model("other")];
-        let (status, code, text) = told(Some(&model("mine")), Unopened::Nobody(Unseated::Model { models }));
+        let (status, code, text) =
+            told(Some(&model("mine")), Unopened::Nobody(SessionRefusal::Model { models }));
         assert_eq!((status, code), (404, "model_not_found"));
         assert!(
             text.contains("operation vad") && text.contains("\"mine\"") && text.contains("silero, other")
         );
-        let (status, code, text) = told(None, Unopened::Nobody(Unseated::Away));
+        let (status, code, text) = told(None, Unopened::Nobody(SessionRefusal::Away));
         assert_eq!((status, code), (503, "no_worker"));
         assert!(text.contains("operation vad"), "{text}");
         let said = |error| refused(vad, None, Unopened::Said(error)).code();

@@ -14,7 +14,6 @@ use std::marker::PhantomData;
 /// What a request says besides prompt and length.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Params {
-    /// Choices for each prompt.
     pub n: u32,
     /// Whether to answer with server-sent events.
     pub stream: bool,

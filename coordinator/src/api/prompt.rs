@@ -14,9 +14,7 @@ use std::borrow::Cow;
 /// A prompt of a completion.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Prompt {
-    /// To be tokenised.
     Text(String),
-    /// As it is.
     Tokens(Vec<u32>),
 }
 
@@ -70,7 +68,7 @@ const MESSAGE: [&str; 8] = [
 const SPOKEN: [&str; 4] = ["text", "input_text", "output_text", "refusal"];
 
 #[derive(Deserialize)]
-struct Part {
+struct ContentPart {
     r#type: String,
     text: Option<String>,
     /// Of a part of this type.
@@ -156,8 +154,8 @@ pub(super) fn text<'a>(
     if raw.starts_with('"') {
         return raw::string(raw).map_err(wrong);
     }
-    let parts: Bounded<Part, { MAX_MESSAGES }> = serde_json::from_str(raw).map_err(wrong)?;
-    let text = |(at, part): (usize, Part)| match (part.r#type.as_str(), part.text.or(part.refusal)) {
+    let parts: Bounded<ContentPart, { MAX_MESSAGES }> = serde_json::from_str(raw).map_err(wrong)?;
+    let text = |(at, part): (usize, ContentPart)| match (part.r#type.as_str(), part.text.or(part.refusal)) {
         (kind, Some(text)) if kinds.contains(&kind) => Ok(text),
         (kind, None) if kinds.contains(&kind) => Err((at, "text", "is missing".to_owned())),
         _ => Err((at, "type", format!("only {} is understood", kinds.join(" or ")))),

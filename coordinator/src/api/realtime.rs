@@ -11,18 +11,18 @@ mod session;
 use super::auth::Caller;
 use super::error::ApiError;
 use super::operations::{Encoding, Query, Sessions, Slot, refused};
-use super::{Front, base64, spans};
+use super::{AppState, base64, spans};
 use crate::api::answer::WORKER_HEADER;
 use crate::dispatch::{Hearing, OperationJob, Seating};
+use crate::http_ext::ConnectionPermit;
 use crate::quota::Permit;
-use crate::server::Place;
 use axum::body::Body;
 use axum::extract::Request;
 use axum::http::request::Parts;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
 use axum::response::Response;
 use proto::ids::{ModelId, NodeId, RequestId};
-use proto::operation::{OpenedOperationV1, Operation};
+use proto::operation::{OpenedOperation, Operation};
 use proto::trace::Span;
 use proto::transport::{OperationSender, OperationStream};
 use session::Session;
@@ -40,7 +40,6 @@ const KEY_CHARS: usize = 24;
 /// How many sessions there may be, and how long.
 #[derive(Debug)]
 pub struct Rules {
-    /// Who has how many.
     pub sessions: Arc<Sessions>,
     /// One in which nothing is said for so long ends.
     pub idle: Duration,
@@ -51,15 +50,15 @@ pub struct Rules {
 /// Everything that a session has until it ends.
 #[derive(Debug)]
 struct Opened {
-    front: Arc<Front>,
+    front: Arc<AppState>,
     operation: Operation,
     encoding: Encoding,
     id: RequestId,
     caller: Caller,
-    place: Place,
+    place: ConnectionPermit,
     /// The worker, and what it has said of the session.
     node: NodeId,
-    told: OpenedOperationV1,
+    told: OpenedOperation,
     /// Until the session is over, whose end need not be told yet.
     streams: Option<(OperationSender, OperationStream)>,
     seat: Seating,
@@ -70,7 +69,7 @@ struct Opened {
 
 /// Opens a session, and answers with the WebSocket that it is told by.
 pub(super) async fn open(
-    front: Arc<Front>,
+    front: Arc<AppState>,
     operation: Operation,
     mut request: Request,
 ) -> Result<Response, ApiError> {
@@ -102,7 +101,7 @@ pub(super) async fn open(
 
 /// Opens it at a worker, which takes the trace if it succeeds.
 async fn begin(
-    front: Arc<Front>,
+    front: Arc<AppState>,
     operation: Operation,
     request: &Parts,
     trace: &mut Option<Span>,
@@ -111,7 +110,7 @@ async fn begin(
     // Put there by the gate and by the listener.
     let caller = request.extensions.get::<Caller>().cloned().ok_or(ApiError::InvalidApiKey)?;
     let id = request.extensions.get::<RequestId>().cloned().ok_or(ApiError::Internal)?;
-    let place = request.extensions.get::<Place>().cloned().ok_or(ApiError::Internal)?;
+    let place = request.extensions.get::<ConnectionPermit>().cloned().ok_or(ApiError::Internal)?;
     let query = Query::read(&request.uri)?;
     let job = OperationJob {
         request_id: id.clone(),
@@ -122,7 +121,7 @@ async fn begin(
         trace: trace.as_ref().map(Span::context),
     };
     let encoding = query.encoding()?;
-    let limited = |error: &ApiError| front.metrics.limited(error);
+    let limited = |error: &ApiError| error.count_limit(&front.metrics);
     let permit = caller.enter(arrived).inspect_err(limited)?;
     let slot = front.realtime.sessions.enter(caller.tenant()).map_err(ApiError::from);
     let slot = slot.inspect_err(limited)?;

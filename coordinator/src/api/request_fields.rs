@@ -14,7 +14,6 @@ use std::sync::LazyLock;
 /// What becomes of a field.
 #[derive(Debug, Clone, Copy)]
 enum Treatment {
-    /// It is read.
     Served,
     /// It changes nothing in the answer, and is skipped.
     Ignored,

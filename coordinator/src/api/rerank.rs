@@ -1,14 +1,14 @@
 //! `/v1/rerank`: documents in the order in which they answer a query. The shape is vLLM's and Jina's, which is
 //! Cohere's with `usage` (docs/decisions/0006-normalize-embeddings-and-scores.md).
 
-use super::encode::{Gathered, Wanted, check_length};
+use super::encode::{EncodePlan, Gathered, check_length};
 use super::error::ApiError;
 use super::fields::Fields;
 use super::limits::MAX_TEXTS;
 use super::params::Bounded;
 use super::plan::{Sources, asked, check_text, wrong_task};
 use proto::ids::{ModelId, RequestId};
-use proto::message::{EncodeTextV1, ModelTask};
+use proto::message::{EncodeText, ModelTask};
 use proto::operation::Operation;
 use serde::{Deserialize, Serialize};
 
@@ -16,8 +16,7 @@ const FIELDS: [&str; 6] = ["model", "query", "documents", "top_n", "return_docum
 
 /// How scores are turned, sorted and written.
 #[derive(Debug)]
-pub struct Shape {
-    /// Results at most.
+pub struct RerankFormat {
     top_n: usize,
     /// Whether scores go through a sigmoid.
     sigmoid: bool,
@@ -27,13 +26,13 @@ pub struct Shape {
 
 #[derive(Deserialize)]
 #[serde(untagged, expecting = "expected a text or an object with a text")]
-enum Given {
+enum DocumentInput {
     Text(String),
     Object { text: String },
 }
 
 /// Reads and checks a request.
-pub fn plan(body: &[u8], sources: &Sources<'_>) -> Result<Wanted<Shape>, ApiError> {
+pub fn plan(body: &[u8], sources: &Sources<'_>) -> Result<EncodePlan<RerankFormat>, ApiError> {
     let fields = Fields::parse(body, &FIELDS)?;
     let (model, served) = asked(&fields, sources)?;
     let served = served.ok_or(ApiError::NotOffered { operation: Operation::Rerank })?;
@@ -43,7 +42,7 @@ pub fn plan(body: &[u8], sources: &Sources<'_>) -> Result<Wanted<Shape>, ApiErro
         return Err(ApiError::field("model", reason));
     }
     let query: String = fields.get("query")?.ok_or_else(|| ApiError::field("query", "is missing"))?;
-    let given: Option<Bounded<Given, MAX_TEXTS>> = fields.get("documents")?;
+    let given: Option<Bounded<DocumentInput, MAX_TEXTS>> = fields.get("documents")?;
     let given = given.ok_or_else(|| ApiError::field("documents", "is missing"))?.0;
     if given.is_empty() {
         return Err(ApiError::field("documents", "is empty"));
@@ -51,7 +50,7 @@ pub fn plan(body: &[u8], sources: &Sources<'_>) -> Result<Wanted<Shape>, ApiErro
     let documents: Vec<String> = given
         .into_iter()
         .map(|given| match given {
-            Given::Text(text) | Given::Object { text } => text,
+            DocumentInput::Text(text) | DocumentInput::Object { text } => text,
         })
         .collect();
     let tokenizer = &model.tokenizer;
@@ -62,7 +61,7 @@ pub fn plan(body: &[u8], sources: &Sources<'_>) -> Result<Wanted<Shape>, ApiErro
     let pair = |(at, document): (usize, &String)| {
         let (tokens, second) = tokenizer.pair(query.clone(), &tokenizer.encode(document, false));
         check_length(&format!("documents[{at}]"), &tokens, served.max_model_len)?;
-        Ok(EncodeTextV1 { tokens, segment_start: u32::try_from(second).ok() })
+        Ok(EncodeText { tokens, segment_start: u32::try_from(second).ok() })
     };
     let texts = documents.iter().enumerate().map(pair).collect::<Result<_, ApiError>>()?;
     let top_n = match fields.get("top_n")?.unwrap_or(0) {
@@ -71,13 +70,12 @@ pub fn plan(body: &[u8], sources: &Sources<'_>) -> Result<Wanted<Shape>, ApiErro
     };
     let sigmoid = fields.get("use_activation")?.unwrap_or(true);
     let wants = fields.get("return_documents")?.unwrap_or(true);
-    let shape = Shape { top_n, sigmoid, documents: wants.then_some(documents) };
-    Ok(Wanted { operation: Operation::Rerank, model: model.id.clone(), texts, shape })
+    let shape = RerankFormat { top_n, sigmoid, documents: wants.then_some(documents) };
+    Ok(EncodePlan { operation: Operation::Rerank, model: model.id.clone(), texts, shape })
 }
 
-/// The answer.
 #[derive(Debug, Serialize)]
-pub struct Answer {
+pub struct RerankResponse {
     id: String,
     object: &'static str,
     model: ModelId,
@@ -104,9 +102,9 @@ struct Usage {
     total_tokens: u64,
 }
 
-impl Shape {
+impl RerankFormat {
     /// The answer of what the pairs became, best first; of equal scores the earlier document.
-    pub fn answer(mut self, id: &RequestId, model: ModelId, gathered: &Gathered) -> Answer {
+    pub fn answer(mut self, id: &RequestId, model: ModelId, gathered: &Gathered) -> RerankResponse {
         let score = |values: &Vec<f32>| values.first().copied().unwrap_or(f32::NEG_INFINITY);
         let mut scored: Vec<(usize, f32)> = gathered.texts.iter().map(score).enumerate().collect();
         // By the score itself: far out a sigmoid is 0 or 1 for all.
@@ -122,7 +120,7 @@ impl Shape {
         };
         let results = scored.into_iter().map(ranked).collect();
         let usage = Usage { prompt_tokens: gathered.tokens, total_tokens: gathered.tokens };
-        Answer { id: format!("rerank-{id}"), object: "list", model, results, usage }
+        RerankResponse { id: format!("rerank-{id}"), object: "list", model, results, usage }
     }
 }
 
@@ -134,7 +132,7 @@ fn sigmoid(score: f32) -> f32 {
 mod tests {
     use super::*;
 
-    fn answer(shape: Shape, scores: &[f32]) -> Answer {
+    fn answer(shape: RerankFormat, scores: &[f32]) -> RerankResponse {
         let texts = scores.iter().map(|score| vec![*score]).collect();
         let gathered = Gathered { texts, tokens: 9, headers: axum::http::HeaderMap::new() };
         shape.answer(&RequestId::new("r").unwrap(), ModelId::new("m").unwrap(), &gathered)
@@ -142,7 +140,7 @@ mod tests {
 
     #[test]
     fn the_best_comes_first_and_equals_keep_their_order() {
-        let shape = Shape { top_n: usize::MAX, sigmoid: true, documents: None };
+        let shape = RerankFormat { top_n: usize::MAX, sigmoid: true, documents: None };
         let found = answer(shape, &[0.0, 200.0, -1.0, 300.0, 0.0]);
         let order: Vec<usize> = found.results.iter().map(|ranked| ranked.index).collect();
         assert_eq!(order, [3, 1, 0, 4, 2], "also where the sigmoid is 1 for two");
@@ -153,7 +151,7 @@ mod tests {
     #[test]
     fn results_are_cut_and_carry_their_documents() {
         let documents = Some(vec!["a".into(), "b".into(), "c".into()]);
-        let found = answer(Shape { top_n: 2, sigmoid: false, documents }, &[1.0, -2.0, 3.0]);
+        let found = answer(RerankFormat { top_n: 2, sigmoid: false, documents }, &[1.0, -2.0, 3.0]);
         let expected = r#"[{"index":2,"relevance_score":3.0,"document":{"text":"c"}},{"index":0,"relevance_score":1.0,"document":{"text":"a"}}]"#;
         assert_eq!(serde_json::to_string(&found.results).unwrap(), expected);
     }

@@ -7,9 +7,9 @@ mod writer;
 use super::chat::{self, Chat, Ending};
 use super::error::ApiError;
 use super::fields::Fields;
-use super::grammar::{self, Wanted};
+use super::grammar::{self, OutputFormat};
 use super::params::{Bounded, Params};
-use super::plan::Most;
+use super::plan::MaxTokens;
 use super::tools::{self, Listed, Parts, Tools, Written};
 use serde::Deserialize;
 use serde_json::value::RawValue;
@@ -58,12 +58,11 @@ struct Function<'a> {
 
 #[derive(Deserialize)]
 #[serde(untagged)]
-enum Choice {
+enum ToolChoice {
     Word(String),
     Named { r#type: String, name: Option<String>, mode: Option<String>, tools: Option<Vec<Value>> },
 }
 
-/// Reads a request.
 pub(super) fn read<'a>(fields: &Fields<'a>) -> Result<Chat<'a>, ApiError> {
     let tokens: Option<u32> = fields.get(LIMIT)?;
     let mut template_arguments = chat::template_arguments(fields)?;
@@ -75,13 +74,13 @@ pub(super) fn read<'a>(fields: &Fields<'a>) -> Result<Chat<'a>, ApiError> {
         messages: input::messages(fields)?,
         tools: tools(fields)?,
         wanted: wanted(fields)?,
-        most: Most { field: LIMIT, tokens, said: tokens.is_some() },
+        most: MaxTokens { field: LIMIT, tokens, said: tokens.is_some() },
         template_arguments,
         ending: Ending::Answer,
     })
 }
 
-fn wanted(fields: &Fields<'_>) -> Result<Option<Wanted>, ApiError> {
+fn wanted(fields: &Fields<'_>) -> Result<Option<OutputFormat>, ApiError> {
     let format = fields.get::<Text<'_>>("text")?.and_then(|text| text.format);
     let json = match format.as_ref().map(|format| format.r#type.as_str()) {
         None | Some("text") => None,
@@ -110,19 +109,19 @@ fn tools(fields: &Fields<'_>) -> Result<Tools, ApiError> {
         }
     })?;
     read.parallel = fields.get("parallel_tool_calls")?.unwrap_or(true);
-    match fields.get::<Choice>("tool_choice")? {
+    match fields.get::<ToolChoice>("tool_choice")? {
         None => {}
-        Some(Choice::Word(word)) => tools::choose(&mut read, &word)?,
-        Some(Choice::Named { r#type, name: Some(name), .. }) if r#type == "function" => {
+        Some(ToolChoice::Word(word)) => tools::choose(&mut read, &word)?,
+        Some(ToolChoice::Named { r#type, name: Some(name), .. }) if r#type == "function" => {
             tools::only(&mut read, "tool_choice.name", &name)?;
         }
-        Some(Choice::Named { r#type, .. }) if r#type == "function" => {
+        Some(ToolChoice::Named { r#type, .. }) if r#type == "function" => {
             return Err(ApiError::field("tool_choice.name", "is missing"));
         }
-        Some(Choice::Named { r#type, mode, tools, .. }) if r#type == "allowed_tools" => {
+        Some(ToolChoice::Named { r#type, mode, tools, .. }) if r#type == "allowed_tools" => {
             tools::allow(&mut read, "tool_choice", mode.as_deref(), &tools.unwrap_or_default())?;
         }
-        Some(Choice::Named { r#type, .. }) => {
+        Some(ToolChoice::Named { r#type, .. }) => {
             return Err(ApiError::field("tool_choice.type", tools::not_served(&r#type, "function")));
         }
     }

@@ -6,20 +6,20 @@ use super::messages::{self, MessageWriter};
 use super::plan::Kind;
 use super::responses::tests::{events, tokenizer};
 use super::responses::{self, ResponseWriter};
-use super::shape::{CallPart, Delta, Part, Shape, Usage, Writer};
+use super::shape::{CallPart, Delta, DeltaPart, ResponseShape, Usage, Writer};
 use model::chat_template::Message;
-use proto::message::{FinishReason, FinishedV1};
+use proto::message::{FinishReason, Finished};
 use serde_json::{Map, Value, json};
 
 const REASONS: [FinishReason; 2] = [FinishReason::Stop, FinishReason::Length];
 
 /// Answers of every kind, calls also cut at each of their bytes.
-fn answers() -> Vec<Vec<Part>> {
-    let text = |text: &str| Part::Text(text.into());
-    let thought = || Part::Thought("hm".into());
+fn answers() -> Vec<Vec<DeltaPart>> {
+    let text = |text: &str| DeltaPart::Text(text.into());
+    let thought = || DeltaPart::Thought("hm".into());
     let call = |index: usize, arguments: &str| {
         let begins = Some((format!("call_{index}"), "f".to_owned()));
-        Part::Call(CallPart { index, begins, arguments: arguments.into() })
+        DeltaPart::Call(CallPart { index, begins, arguments: arguments.into() })
     };
     let arguments = r#"{"a": [1, {"b": "c\"d"}], "e": "x"}"#;
     let mut answers = vec![
@@ -40,8 +40,8 @@ fn answers() -> Vec<Vec<Part>> {
     answers
 }
 
-fn delta(said: &[Part], reason: FinishReason) -> Delta {
-    let finished = FinishedV1 {
+fn delta(said: &[DeltaPart], reason: FinishReason) -> Delta {
+    let finished = Finished {
         reason,
         matched: None,
         tail: String::new(),
@@ -51,7 +51,7 @@ fn delta(said: &[Part], reason: FinishReason) -> Delta {
         accepted_tokens: 0,
     };
     let last = said.iter().rev().find_map(|part| match part {
-        Part::Call(call) => Some(serde_json::from_str::<Value>(&call.arguments).is_ok()),
+        DeltaPart::Call(call) => Some(serde_json::from_str::<Value>(&call.arguments).is_ok()),
         _ => None,
     });
     let (called, cut) = (last == Some(true), last == Some(false));
@@ -77,8 +77,8 @@ fn read(kind: Kind, body: &Value) -> Vec<Message<'static>> {
     messages
 }
 
-fn shape() -> Shape {
-    Shape {
+fn shape() -> ResponseShape {
+    ResponseShape {
         chat: true,
         id: "chatcmpl-1".into(),
         created: 1,
@@ -165,7 +165,7 @@ fn a_cut_call_is_no_call_in_any_dialect() {
     let tokenizer = tokenizer();
     let call = |arguments: &str| {
         let begins = Some(("call_0".to_owned(), "f".to_owned()));
-        vec![Part::Call(CallPart { index: 0, begins, arguments: arguments.into() })]
+        vec![DeltaPart::Call(CallPart { index: 0, begins, arguments: arguments.into() })]
     };
     let cut = json!({"reason": "max_output_tokens"});
     #[rustfmt::skip]

@@ -2,9 +2,9 @@
 //! additions. Other APIs have a [`Writer`] of their own.
 
 use super::error::ApiError;
-use crate::ops::metrics::finish_name;
+use crate::metrics::finish_name;
 use model::Tokenizer;
-use proto::message::{FinishReason, FinishedV1, TokenOut};
+use proto::message::{FinishReason, Finished, TokenOut};
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 use std::borrow::Cow;
@@ -13,7 +13,6 @@ mod logprobs;
 
 /// How an API writes an answer: as a stream of events, in the order of these methods, or whole.
 pub trait Writer: Send {
-    /// The answer's id.
     fn id(&self) -> &str;
     /// Appends that a choice begins. `usage`: of the prompt, as far as it is known.
     fn opens(&mut self, out: &mut Vec<u8>, choice: u32, usage: Usage);
@@ -29,18 +28,15 @@ pub trait Writer: Send {
 
 /// What all objects of one answer have in common.
 #[derive(Debug)]
-pub struct Shape {
+pub struct ResponseShape {
     /// Whether it is a chat's.
     pub chat: bool,
-    /// The answer's id.
     pub id: String,
     /// Seconds since 1970.
     pub created: u64,
-    /// The model's name.
     pub model: String,
     /// Whether choices carry token ids.
     pub token_ids: bool,
-    /// Whether choices carry log-probabilities.
     pub logprobs: bool,
     /// Whether a stream ends with a chunk that tells the usage.
     pub include_usage: bool,
@@ -50,7 +46,7 @@ pub struct Shape {
 #[derive(Debug, Default)]
 pub struct Delta {
     /// What is said, in its order.
-    pub said: Vec<Part>,
+    pub said: Vec<DeltaPart>,
     /// At the end: whether the choice has called tools, the last of them with all of its arguments.
     pub called: bool,
     /// At the end: whether the last call lacks some of its arguments, whatever has ended the choice.
@@ -59,23 +55,19 @@ pub struct Delta {
     pub tokens: Vec<TokenOut>,
     /// Where each of them begins, in characters of the choice's text; only where log-probabilities are told.
     pub offsets: Vec<usize>,
-    /// The end.
-    pub finished: Option<FinishedV1>,
+    pub finished: Option<Finished>,
 }
 
 /// A part of what is said.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Part {
-    /// Text.
+pub enum DeltaPart {
     Text(String),
-    /// What the model thinks.
     Thought(String),
     /// Of a call of a tool.
     Call(CallPart),
 }
 
 impl Delta {
-    /// Adds what comes next.
     pub fn add(&mut self, next: Self) {
         for part in next.said {
             self.say(part);
@@ -88,13 +80,14 @@ impl Delta {
     }
 
     /// Adds a part, to the last one if it goes on there.
-    pub fn say(&mut self, part: Part) {
+    pub fn say(&mut self, part: DeltaPart) {
         match (self.said.last_mut(), part) {
-            (_, Part::Text(text) | Part::Thought(text)) if text.is_empty() => {}
-            (Some(Part::Text(text)), Part::Text(more)) | (Some(Part::Thought(text)), Part::Thought(more)) => {
+            (_, DeltaPart::Text(text) | DeltaPart::Thought(text)) if text.is_empty() => {}
+            (Some(DeltaPart::Text(text)), DeltaPart::Text(more))
+            | (Some(DeltaPart::Thought(text)), DeltaPart::Thought(more)) => {
                 text.push_str(&more);
             }
-            (Some(Part::Call(call)), Part::Call(more))
+            (Some(DeltaPart::Call(call)), DeltaPart::Call(more))
                 if call.index == more.index && more.begins.is_none() =>
             {
                 call.arguments.push_str(&more.arguments);
@@ -105,21 +98,21 @@ impl Delta {
 
     fn text(&self) -> Cow<'_, str> {
         joined(self.said.iter().filter_map(|part| match part {
-            Part::Text(text) => Some(text.as_str()),
+            DeltaPart::Text(text) => Some(text.as_str()),
             _ => None,
         }))
     }
 
     fn thought(&self) -> Cow<'_, str> {
         joined(self.said.iter().filter_map(|part| match part {
-            Part::Thought(text) => Some(text.as_str()),
+            DeltaPart::Thought(text) => Some(text.as_str()),
             _ => None,
         }))
     }
 
     fn calls(&self) -> impl Iterator<Item = &CallPart> {
         self.said.iter().filter_map(|part| match part {
-            Part::Call(part) => Some(part),
+            DeltaPart::Call(part) => Some(part),
             _ => None,
         })
     }
@@ -145,13 +138,11 @@ pub struct CallPart {
 /// Tokens counted, as clients are told.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Usage {
-    /// Of the prompts.
     pub prompt: u64,
     /// Of these, served from the prefix cache.
     pub cached: u64,
     /// Per choice, why the prefix lookup stopped where it did.
     pub lookups: Vec<String>,
-    /// Generated.
     pub completion: u64,
     /// Of these, what the model has thought, with the marks around it.
     pub reasoning: u64,
@@ -224,14 +215,14 @@ struct Envelope<'a> {
     object: &'static str,
     created: u64,
     model: &'a str,
-    choices: &'a [Choice<'a>],
+    choices: &'a [ChoiceBody<'a>],
     /// Not there, not yet known, or known.
     #[serde(skip_serializing_if = "Option::is_none")]
     usage: Option<Option<UsageJson>>,
 }
 
 #[derive(Debug, Serialize)]
-struct Choice<'a> {
+struct ChoiceBody<'a> {
     index: u32,
     logprobs: Option<Value>,
     finish_reason: Option<&'static str>,
@@ -240,13 +231,13 @@ struct Choice<'a> {
     #[serde(skip_serializing_if = "Option::is_none", serialize_with = "ids")]
     token_ids: Option<&'a [TokenOut]>,
     #[serde(flatten)]
-    said: Said<'a>,
+    said: ChoiceContent<'a>,
 }
 
 /// What a choice says, under the name that its kind of answer has for it.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "lowercase")]
-enum Said<'a> {
+enum ChoiceContent<'a> {
     Text(Cow<'a, str>),
     Delta(Speech<'a>),
     Message(Speech<'a>),
@@ -315,7 +306,7 @@ fn ids<S: Serializer>(tokens: &Option<&[TokenOut]>, serializer: S) -> Result<S::
     serializer.collect_seq(tokens.iter().copied().flatten().map(|token| token.id))
 }
 
-impl Writer for Shape {
+impl Writer for ResponseShape {
     fn id(&self) -> &str {
         &self.id
     }
@@ -324,13 +315,13 @@ impl Writer for Shape {
     fn opens(&mut self, out: &mut Vec<u8>, index: u32, _: Usage) {
         if self.chat {
             let content = Some(Some("".into()));
-            let said = Said::Delta(Speech {
+            let said = ChoiceContent::Delta(Speech {
                 role: Some("assistant"),
                 content,
                 refusal: Some(()),
                 ..Speech::default()
             });
-            let choice = Choice {
+            let choice = ChoiceBody {
                 index,
                 logprobs: None,
                 finish_reason: None,
@@ -343,16 +334,19 @@ impl Writer for Shape {
     }
 
     fn says(&mut self, out: &mut Vec<u8>, index: u32, delta: Delta, tokenizer: &Tokenizer) {
-        let (text, other) = (delta.text(), delta.said.iter().any(|part| !matches!(part, Part::Text(_))));
+        let (text, other) = (delta.text(), delta.said.iter().any(|part| !matches!(part, DeltaPart::Text(_))));
         let silent = text.is_empty() && !other && delta.finished.is_none();
         if silent && !self.token_ids && !self.logprobs {
             return;
         }
         let said = match self.chat {
-            false => Said::Text(text),
+            false => ChoiceContent::Text(text),
             true => {
                 let silent = (other || delta.finished.is_some()) && text.is_empty();
-                Said::Delta(Speech { content: (!silent).then_some(Some(text)), ..Speech::of(&delta, true) })
+                ChoiceContent::Delta(Speech {
+                    content: (!silent).then_some(Some(text)),
+                    ..Speech::of(&delta, true)
+                })
             }
         };
         let choice = self.choice(index, &delta, said, tokenizer);
@@ -374,17 +368,22 @@ impl Writer for Shape {
         let choices = (0u32..).zip(&choices).map(|(index, delta)| {
             let text = delta.text();
             let said = match self.chat {
-                false => Said::Text(text),
+                false => ChoiceContent::Text(text),
                 true => {
                     let silent = text.is_empty() && delta.calls().next().is_some();
                     let content = Some((!silent).then_some(text));
                     let speech = Speech::of(delta, false);
-                    Said::Message(Speech { role: Some("assistant"), content, refusal: Some(()), ..speech })
+                    ChoiceContent::Message(Speech {
+                        role: Some("assistant"),
+                        content,
+                        refusal: Some(()),
+                        ..speech
+                    })
                 }
             };
             self.choice(index, delta, said, tokenizer)
         });
-        let choices: Vec<Choice<'_>> = choices.collect();
+        let choices: Vec<ChoiceBody<'_>> = choices.collect();
         let object = if self.chat { "chat.completion" } else { "text_completion" };
         let mut out = Vec::new();
         self.write(&mut out, object, &choices, Some(Some(usage.into())));
@@ -392,8 +391,8 @@ impl Writer for Shape {
     }
 }
 
-impl Shape {
-    fn event(&self, out: &mut Vec<u8>, choices: &[Choice<'_>], usage: Option<Option<UsageJson>>) {
+impl ResponseShape {
+    fn event(&self, out: &mut Vec<u8>, choices: &[ChoiceBody<'_>], usage: Option<Option<UsageJson>>) {
         let object = if self.chat { "chat.completion.chunk" } else { "text_completion" };
         out.extend_from_slice(b"data: ");
         self.write(out, object, choices, usage);
@@ -404,7 +403,7 @@ impl Shape {
         &self,
         out: &mut Vec<u8>,
         object: &'static str,
-        choices: &[Choice<'_>],
+        choices: &[ChoiceBody<'_>],
         usage: Option<Option<UsageJson>>,
     ) {
         let envelope =
@@ -415,14 +414,20 @@ impl Shape {
         }
     }
 
-    fn choice<'a>(&self, index: u32, delta: &'a Delta, said: Said<'a>, tokenizer: &Tokenizer) -> Choice<'a> {
+    fn choice<'a>(
+        &self,
+        index: u32,
+        delta: &'a Delta,
+        said: ChoiceContent<'a>,
+        tokenizer: &Tokenizer,
+    ) -> ChoiceBody<'a> {
         let logprobs = match (self.logprobs, self.chat) {
             (false, _) => None,
             (true, false) => Some(logprobs::of_completion(delta, tokenizer)),
             (true, true) => Some(logprobs::of_chat(delta, tokenizer)),
         };
         let finished = delta.finished.as_ref();
-        Choice {
+        ChoiceBody {
             index,
             logprobs,
             finish_reason: finished.map(|finished| match finished.reason {

@@ -1,7 +1,7 @@
 //! What the trace of a request says of its beginning and of its end, in the words of OpenTelemetry's GenAI conventions.
 
 use super::error::ApiError;
-use super::plan::{Kind, Plan};
+use super::plan::{GenerationPlan, Kind};
 use super::shape::Usage;
 use axum::http::HeaderMap;
 use proto::ids::{ModelId, NodeId, RequestId};
@@ -9,7 +9,6 @@ use proto::operation::Operation;
 use proto::trace::{self, Span, TRACEPARENT_HEADER};
 use std::time::Instant;
 
-/// Texts to vectors.
 pub(super) const EMBEDDINGS: &str = "embeddings";
 /// Documents by how they answer a query. The conventions have no word for it.
 pub(super) const RERANK: &str = "rerank";
@@ -21,7 +20,7 @@ pub(super) fn receive(operation: &'static str, headers: &HeaderMap) -> Option<Sp
 }
 
 /// A request has been read by then, and planned now.
-pub(super) fn planned(span: &mut Span, id: &RequestId, plan: &Plan, read: Instant) {
+pub(super) fn planned(span: &mut Span, id: &RequestId, plan: &GenerationPlan, read: Instant) {
     let params = &plan.params;
     named(span, operation(plan.kind), id, &plan.model.id, read);
     span.set("gen_ai.request.choice.count", params.n);

@@ -28,7 +28,6 @@ pub struct Tools {
 
 /// An entry of the list of tools.
 pub(super) enum Listed<'a> {
-    /// A function.
     Tool(Written<'a>),
     /// What would be run by another server; why it cannot be called here.
     Elsewhere(String),
@@ -36,9 +35,7 @@ pub(super) enum Listed<'a> {
 
 /// A tool as an API writes it.
 pub(super) struct Written<'a> {
-    /// Its name.
     pub(super) name: Option<String>,
-    /// What it is for.
     pub(super) description: Option<String>,
     /// The schema of its arguments.
     pub(super) parameters: Option<&'a RawValue>,
@@ -55,7 +52,7 @@ pub(super) struct Parts {
 }
 
 #[derive(Deserialize)]
-struct Given<'a> {
+struct ToolInput<'a> {
     r#type: Option<String>,
     #[serde(borrow)]
     function: Option<&'a RawValue>,
@@ -72,7 +69,7 @@ struct Function<'a> {
 
 #[derive(Deserialize)]
 #[serde(untagged)]
-enum Choice {
+enum ToolChoice {
     Word(String),
     Named { r#type: String, function: Option<Named>, allowed_tools: Option<Allowed> },
 }
@@ -103,7 +100,7 @@ pub fn tools(fields: &Fields<'_>) -> Result<Tools, ApiError> {
         return functions(fields);
     }
     let mut read = listed(fields, "tools", &PARTS, |raw| {
-        let parsed: Given<'_> = parsed("", raw)?;
+        let parsed: ToolInput<'_> = parsed("", raw)?;
         match parsed.r#type.as_deref() {
             Some("function") => {}
             Some(other) => return Ok(Listed::Elsewhere(not_served(other, "function"))),
@@ -115,16 +112,16 @@ pub fn tools(fields: &Fields<'_>) -> Result<Tools, ApiError> {
         Ok(Listed::Tool(Written { name, description, parameters, strict, given }))
     })?;
     read.parallel = fields.get("parallel_tool_calls")?.unwrap_or(true);
-    match fields.get::<Choice>(CHOICE)? {
+    match fields.get::<ToolChoice>(CHOICE)? {
         None => {}
-        Some(Choice::Word(word)) => choose(&mut read, &word)?,
-        Some(Choice::Named { r#type, function: Some(Named { name }), .. }) if r#type == "function" => {
+        Some(ToolChoice::Word(word)) => choose(&mut read, &word)?,
+        Some(ToolChoice::Named { r#type, function: Some(Named { name }), .. }) if r#type == "function" => {
             only(&mut read, "tool_choice.function.name", &name)?;
         }
-        Some(Choice::Named { r#type, allowed_tools: Some(allowed), .. }) if r#type == "allowed_tools" => {
+        Some(ToolChoice::Named { r#type, allowed_tools: Some(allowed), .. }) if r#type == "allowed_tools" => {
             allow(&mut read, "tool_choice.allowed_tools", allowed.mode.as_deref(), &allowed.tools)?;
         }
-        Some(Choice::Named { .. }) => {
+        Some(ToolChoice::Named { .. }) => {
             return Err(ApiError::field("tool_choice.type", "only function and allowed_tools are served"));
         }
     }

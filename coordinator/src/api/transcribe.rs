@@ -10,7 +10,7 @@ use super::audio::wav::{Recording, read_any};
 use super::audio::{pieces, run};
 use super::error::ApiError;
 use super::operations::seconds;
-use super::{Front, admit_within, limits, spans};
+use super::{AppState, admit_within, limits, spans};
 use crate::dispatch::OperationJob;
 use axum::extract::Request;
 use axum::http::{HeaderValue, header};
@@ -26,15 +26,13 @@ use written::Transcript;
 pub(super) enum Task {
     /// The words that are said.
     Transcribe,
-    /// The same in English.
     Translate,
 }
 
 /// Recordings that are shorter hold no word; in seconds.
 const SHORTEST: f64 = 0.1;
 
-/// Answers a call.
-pub(super) async fn call(front: Arc<Front>, task: Task, request: Request) -> Result<Response, ApiError> {
+pub(super) async fn call(front: Arc<AppState>, task: Task, request: Request) -> Result<Response, ApiError> {
     let mut trace = spans::receive(Operation::Asr.name(), request.headers());
     let answered = answer(&front, task, request, &mut trace).await;
     if let (Err(error), Some(span)) = (&answered, &mut trace) {
@@ -44,7 +42,7 @@ pub(super) async fn call(front: Arc<Front>, task: Task, request: Request) -> Res
 }
 
 async fn answer(
-    front: &Arc<Front>,
+    front: &Arc<AppState>,
     task: Task,
     request: Request,
     trace: &mut Option<Span>,

@@ -11,7 +11,6 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, mpsc};
 use tokio::sync::oneshot;
 
-/// See the module.
 #[derive(Debug)]
 pub struct Turns {
     state: Mutex<State>,
@@ -30,28 +29,26 @@ struct State {
     order: VecDeque<Arc<str>>,
 }
 
-/// What a tenant has.
 #[derive(Debug, Default)]
 struct Lane {
     running: usize,
-    waiting: VecDeque<oneshot::Sender<Turn>>,
+    waiting: VecDeque<oneshot::Sender<PlanningPermit>>,
 }
 
 /// A piece of work. What it gives tells whoever waits for it.
-struct Job {
+struct PlanningJob {
     work: Box<dyn FnOnce() -> Box<dyn FnOnce() + Send> + Send>,
-    turn: Turn,
+    turn: PlanningPermit,
 }
 
 /// By what a thread is told its next job. It comes with the job, so that the thread ends when nobody has it any more.
 #[derive(Debug)]
-struct Thread(mpsc::Sender<(Job, Self)>);
+struct Thread(mpsc::Sender<(PlanningJob, Self)>);
 
-/// Starts a thread.
 fn planner() -> std::io::Result<Thread> {
-    let (jobs, told) = mpsc::channel::<(Job, Thread)>();
+    let (jobs, told) = mpsc::channel::<(PlanningJob, Thread)>();
     let run = move || {
-        for (Job { work, turn }, thread) in told {
+        for (PlanningJob { work, turn }, thread) in told {
             let tell = work();
             turn.turns.idle.lock().push(thread);
             drop(turn);
@@ -64,7 +61,7 @@ fn planner() -> std::io::Result<Thread> {
 
 /// Leave to work; given back when it is dropped.
 #[derive(Debug)]
-struct Turn {
+struct PlanningPermit {
     turns: Arc<Turns>,
     tenant: Arc<str>,
 }
@@ -92,12 +89,12 @@ impl Turns {
             // Nobody waits for it any more if that fails.
             Box::new(move || drop(tell.send(worked))) as Box<dyn FnOnce() + Send>
         };
-        self.hand_over(Job { work: Box::new(work), turn })?;
+        self.hand_over(PlanningJob { work: Box::new(work), turn })?;
         told.await.unwrap_or(Err(ApiError::Internal))
     }
 
     /// Gives a job to an idle thread, or to a new one: there are no more than there are turns.
-    fn hand_over(&self, job: Job) -> Result<(), ApiError> {
+    fn hand_over(&self, job: PlanningJob) -> Result<(), ApiError> {
         let idle = self.idle.lock().pop();
         let thread = match idle {
             Some(thread) => thread,
@@ -111,7 +108,7 @@ impl Turns {
     }
 
     /// Waits for the tenant's turn.
-    async fn turn(self: &Arc<Self>, tenant: &Arc<str>) -> Option<Turn> {
+    async fn turn(self: &Arc<Self>, tenant: &Arc<str>) -> Option<PlanningPermit> {
         let waits = {
             let mut state = self.state.lock();
             let all = state.running;
@@ -119,7 +116,7 @@ impl Turns {
             if all < self.at_once && lane.running < self.of_one {
                 lane.running += 1;
                 state.running += 1;
-                return Some(Turn { turns: Arc::clone(self), tenant: Arc::clone(tenant) });
+                return Some(PlanningPermit { turns: Arc::clone(self), tenant: Arc::clone(tenant) });
             }
             let (sender, waits) = oneshot::channel();
             lane.waiting.push_back(sender);
@@ -134,7 +131,7 @@ impl Turns {
 
 impl State {
     /// Whose turn is next, if something may run.
-    fn next(&mut self, at_once: usize, of_one: usize) -> Option<(Arc<str>, oneshot::Sender<Turn>)> {
+    fn next(&mut self, at_once: usize, of_one: usize) -> Option<(Arc<str>, oneshot::Sender<PlanningPermit>)> {
         for _ in 0..self.order.len() {
             if self.running >= at_once {
                 return None;
@@ -157,7 +154,7 @@ impl State {
     }
 }
 
-impl Drop for Turn {
+impl Drop for PlanningPermit {
     fn drop(&mut self) {
         let mut given = Vec::new();
         {

@@ -3,7 +3,7 @@
 use super::Balancer;
 use crate::slot::Slot;
 use proto::ids::{Epoch, ModelId, NodeId};
-use proto::operation::{OfferedOperationV1, Operation};
+use proto::operation::{OfferedOperation, Operation};
 use std::collections::BTreeSet;
 use std::fmt;
 use std::time::Instant;
@@ -11,7 +11,6 @@ use std::time::Instant;
 /// A session to be placed.
 #[derive(Clone, Copy)]
 pub struct OperationAsk<'a> {
-    /// What.
     pub operation: Operation,
     /// With which model; none: any.
     pub model: Option<&'a ModelId>,
@@ -34,34 +33,27 @@ impl fmt::Debug for OperationAsk<'_> {
 
 /// A session's place at a worker, in the life in which it was booked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Seat {
+pub struct SessionSlot {
     pub(super) slot: Slot,
     pub(super) join: u64,
     /// Which of the worker's offers.
     pub(super) number: usize,
 }
 
-/// Where a session goes.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Seated {
-    /// The worker.
+pub struct SessionPlacement {
     pub node: NodeId,
-    /// Its life.
     pub epoch: Epoch,
-    /// The model.
     pub model: ModelId,
-    /// To be given back.
-    pub seat: Seat,
+    pub seat: SessionSlot,
 }
 
 /// Why a session goes nowhere.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Unseated {
-    /// Nobody offers the operation.
+pub enum SessionRefusal {
     Operation,
     /// It is offered with other models.
     Model {
-        /// These.
         models: Vec<ModelId>,
     },
     /// Those who offer it take no work just now.
@@ -73,9 +65,7 @@ pub enum Unseated {
 /// An operation that a worker offers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OfferView {
-    /// What.
     pub operation: Operation,
-    /// With which model.
     pub model: ModelId,
     /// What serves it there; empty if the worker has not said.
     pub backend: String,
@@ -85,17 +75,21 @@ pub struct OfferView {
 
 impl Balancer {
     /// A member says which operations it offers. Until then those that its models are for.
-    pub fn offer(&mut self, node: &NodeId, epoch: Epoch, offers: Vec<OfferedOperationV1>) {
+    pub fn offer(&mut self, node: &NodeId, epoch: Epoch, offers: Vec<OfferedOperation>) {
         self.floor.offer(node, epoch, offers);
     }
 
     /// Chooses a worker for a session, which never waits for one.
-    pub fn seat(&mut self, now: Instant, ask: &OperationAsk<'_>, random: u64) -> Result<Seated, Unseated> {
+    pub fn seat(
+        &mut self,
+        now: Instant,
+        ask: &OperationAsk<'_>,
+        random: u64,
+    ) -> Result<SessionPlacement, SessionRefusal> {
         self.floor.seat(now, ask, random)
     }
 
-    /// A session is over.
-    pub fn unseat(&mut self, seat: Seat) {
+    pub fn unseat(&mut self, seat: SessionSlot) {
         self.floor.unseat(seat);
     }
 

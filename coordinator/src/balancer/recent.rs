@@ -3,9 +3,9 @@
 //! the values that it was made from, and what follows from these is worked out when somebody looks. No prompt is in it,
 //! only its block ids.
 
-use super::Ask;
+use super::RouteRequest;
 use crate::routing::transfer::Pull;
-use crate::routing::{self, Candidate, Choice, Parts, Query};
+use crate::routing::{self, Candidate, Parts, Query, RoutingDecision};
 use crate::slot::Slot;
 use crate::timeline::Timeline;
 use proto::ids::{Attempt, NodeId};
@@ -13,7 +13,6 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Decisions that are kept.
 pub const DECISIONS: usize = 100;
 /// Candidates of all of them together, at about 100 bytes each: in a fleet of hundreds fewer decisions are kept.
 const CANDIDATES: usize = 1 << 14;
@@ -30,7 +29,6 @@ pub enum Lost {
     Replica,
     /// The holder has as many requests as it may have.
     Full,
-    /// The holder drains.
     Drain,
     /// The holder takes no work yet.
     NotReady,
@@ -55,7 +53,6 @@ impl Lost {
         Self::Declined,
     ];
 
-    /// Its name in JSON.
     pub fn name(self) -> &'static str {
         match self {
             Self::Load => "load",
@@ -73,7 +70,6 @@ impl Lost {
 /// Prompt tokens of placed requests, by what was held of them. What nobody held is `prompt` less `best`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Locality {
-    /// Requests.
     pub requests: u64,
     /// Their prompt tokens.
     pub prompt: u64,
@@ -101,7 +97,6 @@ impl Locality {
 pub struct Names(Vec<Option<NodeId>>);
 
 impl Names {
-    /// Who had it.
     pub fn of(&self, slot: Slot) -> Option<&NodeId> {
         self.0.get(slot.index())?.as_ref()
     }
@@ -110,25 +105,20 @@ impl Names {
 /// A decision, and what it was made from.
 #[derive(Debug)]
 pub struct Decided {
-    /// Counts decisions.
     pub number: u64,
     /// What was to be placed.
-    pub ask: Arc<Ask>,
-    /// Which attempt at it.
+    pub ask: Arc<RouteRequest>,
     pub attempt: Attempt,
     /// How long it had waited.
     pub waited: Duration,
-    /// When it was decided.
     pub at: Instant,
     /// As the candidates were compared.
     pub query: Query,
     /// Who could have had it.
     pub candidates: Vec<Candidate>,
-    /// The outcome.
-    pub choice: Choice,
+    pub choice: RoutingDecision,
     /// Prompt tokens that the chosen was expected to have cached.
     pub predicted: u32,
-    /// What the chosen pulls.
     pub pull: Option<Pull>,
     /// Who computes the prompt for it.
     pub prefill: Option<Slot>,
@@ -136,7 +126,6 @@ pub struct Decided {
     pub best: Option<(u32, Slot)>,
     /// Why it did not go there, if it lost something by that.
     pub lost: Option<Lost>,
-    /// Who the slots' were.
     pub names: Arc<Names>,
 }
 
@@ -172,13 +161,9 @@ pub enum Ending {
 /// Something that was asked for.
 #[derive(Debug, Clone)]
 pub struct Asked {
-    /// What.
-    pub ask: Arc<Ask>,
-    /// When it was placed.
+    pub ask: Arc<RouteRequest>,
     pub at: Instant,
-    /// Where.
     pub slot: Slot,
-    /// Who that was.
     pub names: Arc<Names>,
 }
 
@@ -189,7 +174,6 @@ struct Record {
     changed: u64,
 }
 
-/// See the module.
 #[derive(Debug, Default)]
 pub struct Recent {
     records: VecDeque<Record>,
@@ -277,7 +261,6 @@ impl Recent {
         new.map(|record| (Arc::clone(&record.decided), record.outcome))
     }
 
-    /// Changes so far.
     pub fn changes(&self) -> u64 {
         self.changes
     }

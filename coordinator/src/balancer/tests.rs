@@ -22,8 +22,8 @@ fn node(name: &str) -> NodeId {
     NodeId::new(name).unwrap()
 }
 
-fn report(epoch: u64) -> LoadReportV1 {
-    LoadReportV1 {
+fn report(epoch: u64) -> LoadReport {
+    LoadReport {
         epoch: Epoch(epoch),
         state: WorkerState::Ready,
         running: 0,
@@ -37,6 +37,7 @@ fn report(epoch: u64) -> LoadReportV1 {
         prefill_rate: 2_000.0,
         step_ms: 8.0,
         rss: 0,
+        pulls: PullReport::default(),
     }
 }
 
@@ -58,7 +59,8 @@ impl Rig {
     fn join(&mut self, name: &str, epoch: u64) -> Vec<Action> {
         let join = TableChange::Join(register(name, epoch, &[(MODEL, 1)]));
         let mut actions = self.balancer.change(self.now, join, 3).unwrap();
-        let fetch = Action::Fetch { node: node(name), epoch: Epoch(epoch), need: Need::Replay { from: 1 } };
+        let fetch =
+            Action::Fetch { node: node(name), epoch: Epoch(epoch), need: GapRepair::Replay { from: 1 } };
         assert_eq!(actions.remove(0), fetch);
         let nothing = KvEventBatch { epoch: Epoch(epoch), first_sequence: 1, events: vec![] };
         assert_eq!(self.balancer.replayed(&node(name), Epoch(epoch), Some(nothing)), Ok(None));
@@ -71,9 +73,9 @@ impl Rig {
         self.balancer.change(self.now, leave, 3).unwrap()
     }
 
-    fn ask(&self, tenant: &str, prompt_tokens: u32, chain: Arc<[BlockId]>) -> Ask {
+    fn ask(&self, tenant: &str, prompt_tokens: u32, chain: Arc<[BlockId]>) -> RouteRequest {
         let model = ModelId::new(MODEL).unwrap();
-        Ask {
+        RouteRequest {
             request: RequestId::new("r").unwrap(),
             tenant: tenant.into(),
             model,
@@ -88,7 +90,7 @@ impl Rig {
         }
     }
 
-    fn submit(&mut self, ask: Ask) -> Result<(Ticket, Vec<Action>), Refusal> {
+    fn submit(&mut self, ask: RouteRequest) -> Result<(Ticket, Vec<Action>), Refusal> {
         self.random = mix(self.random);
         let (tickets, actions) = self.balancer.submit(self.now, vec![ask], self.random)?;
         Ok((tickets[0], actions))
@@ -243,19 +245,19 @@ fn a_lost_workers_requests_go_to_another_and_back_when_it_returns() {
     let first = only(&actions).node.clone();
     let other = node(if first.as_str() == "a" { "b" } else { "a" });
     assert_eq!(rig.leave(first.as_str(), 1), []);
-    let actions = rig.balancer.retry(rig.now, ticket, Setback::Lost, None, 0);
+    let actions = rig.balancer.retry(rig.now, ticket, AttemptError::Lost, None, 0);
     let second = only(&actions);
     assert_eq!((&second.node, second.attempt, second.predicted), (&other, Attempt(1), 0));
     // The other dies too: nobody is left.
     rig.leave(other.as_str(), 1);
-    let actions = rig.balancer.retry(rig.now, ticket, Setback::Lost, None, 0);
+    let actions = rig.balancer.retry(rig.now, ticket, AttemptError::Lost, None, 0);
     assert_eq!(actions, [Action::Refuse(ticket, Refusal::NoWorker)]);
     assert_eq!(rig.balancer.inflight(), 0);
     // A new life may be tried.
     rig.join(first.as_str(), 2);
     let (ticket, actions) = rig.plain();
     assert_eq!(only(&actions).epoch, Epoch(2));
-    let actions = rig.balancer.retry(rig.now, ticket, Setback::Lost, None, 0);
+    let actions = rig.balancer.retry(rig.now, ticket, AttemptError::Lost, None, 0);
     assert_eq!(only(&actions).attempt, Attempt(1));
 }
 
@@ -264,13 +266,13 @@ fn who_declines_is_not_asked_again_and_attempts_are_bounded() {
     let mut rig = Rig::new(Policy::default(), &["a", "b"]);
     let (ticket, actions) = rig.plain();
     let first = only(&actions).node.clone();
-    let actions = rig.balancer.retry(rig.now, ticket, Setback::Declined, None, 0);
+    let actions = rig.balancer.retry(rig.now, ticket, AttemptError::Declined, None, 0);
     assert_ne!(only(&actions).node, first);
-    let actions = rig.balancer.retry(rig.now, ticket, Setback::Declined, None, 0);
+    let actions = rig.balancer.retry(rig.now, ticket, AttemptError::Declined, None, 0);
     assert_eq!(actions, [Action::Refuse(ticket, Refusal::AttemptsFailed)]);
     let (ticket, _) = rig.plain();
     let mut attempts = 1;
-    while !assigned(&rig.balancer.retry(rig.now, ticket, Setback::Lost, None, 0)).is_empty() {
+    while !assigned(&rig.balancer.retry(rig.now, ticket, AttemptError::Lost, None, 0)).is_empty() {
         attempts += 1;
     }
     assert_eq!(attempts, Policy::default().max_attempts);
@@ -279,7 +281,7 @@ fn who_declines_is_not_asked_again_and_attempts_are_bounded() {
 #[test]
 fn who_was_told_to_take_work_again_is_waited_for_until_it_says_so() {
     let mut rig = Rig::new(Policy::default(), &["a"]);
-    let drains = LoadReportV1 { state: WorkerState::Draining, ..report(1) };
+    let drains = LoadReport { state: WorkerState::Draining, ..report(1) };
     let turn = |rig: &mut Rig, draining| {
         rig.balancer.change(rig.now, TableChange::Drain { node: node("a"), draining }, 0).unwrap();
     };
@@ -294,12 +296,12 @@ fn who_was_told_to_take_work_again_is_waited_for_until_it_says_so() {
     let actions = rig.balancer.load(rig.now, &node("a"), report(1), 0);
     assert_eq!(assigned(&actions)[0].0, ticket);
     // It hears late of a drain that is over: what it declines goes to it again once it says that it takes work.
-    assert_eq!(rig.balancer.retry(rig.now, ticket, Setback::Draining, None, 0), []);
+    assert_eq!(rig.balancer.retry(rig.now, ticket, AttemptError::Draining, None, 0), []);
     rig.now += Duration::from_millis(100);
     let actions = rig.balancer.load(rig.now, &node("a"), report(1), 0);
     assert_eq!(assigned(&actions)[0].0, ticket);
     // One that goes on saying so is not waited for any longer.
-    assert_eq!(rig.balancer.retry(rig.now, ticket, Setback::Draining, None, 0), []);
+    assert_eq!(rig.balancer.retry(rig.now, ticket, AttemptError::Draining, None, 0), []);
     rig.balancer.load(rig.now, &node("a"), drains, 0);
     rig.now += Duration::from_secs(3);
     assert_eq!(rig.balancer.tick(rig.now, 0), [Action::Refuse(ticket, Refusal::NoWorker)]);
@@ -316,7 +318,7 @@ fn choices_of_one_prompt_are_told_how_many_go_together() {
         assigned(&actions).into_iter().map(|(ticket, assignment)| (ticket, assignment.together)).collect();
     assert_eq!(tickets.iter().map(|ticket| together[ticket]).collect::<Vec<_>>(), [3, 3, 1, 3]);
     // Whoever starts over does so alone.
-    let actions = rig.balancer.retry(rig.now, tickets[0], Setback::Lost, None, 0);
+    let actions = rig.balancer.retry(rig.now, tickets[0], AttemptError::Lost, None, 0);
     assert_eq!(only(&actions).together, 1);
 }
 
@@ -330,7 +332,7 @@ fn what_was_emitted_binds_the_rest_to_its_numeric_class() {
     rig.balancer.change(rig.now, TableChange::Join(other), 0).unwrap();
     rig.balancer.load(rig.now, &node("b"), report(1), 0);
     rig.leave("a", 1);
-    let actions = rig.balancer.retry(rig.now, ticket, Setback::Lost, Some(class), 0);
+    let actions = rig.balancer.retry(rig.now, ticket, AttemptError::Lost, Some(class), 0);
     assert_eq!(actions, [Action::Refuse(ticket, Refusal::NoWorker)]);
     // One that has emitted nothing may go anywhere.
     let (_, actions) = rig.plain();
@@ -360,14 +362,14 @@ fn a_silent_worker_first_gets_nothing_and_then_loses_its_lease() {
 fn reports_of_another_life_and_events_of_strangers_change_nothing() {
     let mut rig = Rig::new(Policy::default(), &["a"]);
     rig.join("a", 2);
-    let draining = LoadReportV1 { state: WorkerState::Draining, ..report(1) };
+    let draining = LoadReport { state: WorkerState::Draining, ..report(1) };
     rig.balancer.load(rig.now, &node("a"), draining, 0);
     assert!(rig.balancer.serves(&ModelId::new(MODEL).unwrap()));
     let batch = KvEventBatch { epoch: Epoch(1), first_sequence: 1, events: vec![KvEvent::Cleared] };
     assert_eq!(rig.balancer.events(&node("z"), batch.clone()), Err(StreamError::NotFollowed));
     assert!(matches!(rig.balancer.events(&node("a"), batch), Err(StreamError::WrongEpoch { .. })));
     let ahead = KvEventBatch { epoch: Epoch(2), first_sequence: 9, events: vec![KvEvent::Cleared] };
-    let fetch = Action::Fetch { node: node("a"), epoch: Epoch(2), need: Need::Replay { from: 1 } };
+    let fetch = Action::Fetch { node: node("a"), epoch: Epoch(2), need: GapRepair::Replay { from: 1 } };
     assert_eq!(rig.balancer.events(&node("a"), ahead), Ok(Some(fetch)));
 }
 
@@ -438,7 +440,7 @@ proptest! {
                 },
                 Step::Retry(n, declined) => if let Some(ticket) = pick(n, &placed) {
                     placed.retain(|t| *t != ticket);
-                    let setback = if declined { Setback::Declined } else { Setback::Lost };
+                    let setback = if declined { AttemptError::Declined } else { AttemptError::Lost };
                     actions = rig.balancer.retry(rig.now, ticket, setback, None, random);
                 },
                 Step::Leave(w) => if std::mem::take(&mut present[usize::from(w)]) {
@@ -453,7 +455,7 @@ proptest! {
                     actions = rig.join(&format!("w{w}"), epochs[usize::from(w)]);
                 }
                 Step::Report(w, pending) => {
-                    let report = LoadReportV1 {
+                    let report = LoadReport {
                         pending_prefill_tokens: pending,
                         ..report(epochs[usize::from(w)])
                     };

@@ -15,10 +15,10 @@ mod transfer;
 mod tests;
 
 use super::member::MemberId;
-use super::message::{Body, Frame, FrameV1, LogEntryV1};
+use super::message::{Body, Frame, LogEntry};
 use super::storage::{Identity, Loaded};
-use super::table::{ChangeV1, Entry, Refusal, Request, Table, encode_entry};
-pub use batch::{Answer, Batch, Done};
+use super::table::{Entry, Refusal, Request, SessionChange, Table, encode_entry};
+pub use batch::{Batch, Done, ProposalResult};
 use log::Log;
 use members::conf_change;
 use proto::codec::CodecError;
@@ -30,7 +30,6 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use transfer::{Fetching, Sending};
 
-/// How a core behaves.
 #[derive(Debug, Clone)]
 pub struct Settings {
     /// Ticks without a leader after which an election begins, up to twice as many.
@@ -64,9 +63,7 @@ impl Default for Settings {
 /// A frame to be sent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Outbound {
-    /// To whom.
     pub to: NodeId,
-    /// What.
     pub frame: Frame,
 }
 
@@ -108,7 +105,6 @@ pub enum ProposeError {
     /// The table would refuse it.
     #[error(transparent)]
     Refused(#[from] Refusal),
-    /// It is too long.
     #[error(transparent)]
     TooLong(#[from] CodecError),
 }
@@ -116,9 +112,7 @@ pub enum ProposeError {
 /// What a coordinator is in its group. Coordinators tell each other: variants are only appended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RaftRole {
-    /// It leads.
     Leader,
-    /// It votes and follows.
     Follower,
     /// It stands, or asks whether it should.
     Candidate,
@@ -129,7 +123,6 @@ pub enum RaftRole {
 }
 
 impl RaftRole {
-    /// All of them.
     pub const ALL: [Self; 5] = [Self::Leader, Self::Follower, Self::Candidate, Self::Learner, Self::Outsider];
 
     /// In a word, as status and metrics have it.
@@ -147,11 +140,8 @@ impl RaftRole {
 /// What a core holds, for metrics.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Vitals {
-    /// Members that vote.
     pub voters: u64,
-    /// Members that follow.
     pub learners: u64,
-    /// Entries kept.
     pub log_entries: u64,
     /// Their bytes.
     pub log_bytes: u64,
@@ -163,10 +153,8 @@ pub struct Vitals {
     pub lags: Vec<(NodeId, u64)>,
 }
 
-/// Where a core stands.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Status {
-    /// What it is.
     pub role: RaftRole,
     /// The latest term it knows.
     pub term: u64,
@@ -178,7 +166,6 @@ pub struct Status {
     pub leader: Option<NodeId>,
 }
 
-/// See the module.
 pub struct Core {
     identity: Identity,
     settings: Settings,
@@ -278,7 +265,7 @@ impl Core {
         if self.raw.raft.leader_id == 0 {
             return Err(ProposeError::NoLeader);
         }
-        if let Entry::Change(ChangeV1 { change, .. }) = entry {
+        if let Entry::Change(SessionChange { change, .. }) = entry {
             let level = self.table.level();
             if change.level() > level {
                 return Err(Refusal::LevelTooLow(level).into());
@@ -318,7 +305,6 @@ impl Core {
         Batch::of(self)
     }
 
-    /// Where it stands.
     pub fn status(&self) -> Status {
         let raft = &self.raw.raft;
         let conf = raft.prs().conf();
@@ -338,7 +324,6 @@ impl Core {
         }
     }
 
-    /// What it holds.
     pub fn vitals(&self) -> Vitals {
         let (log, raft) = (self.raw.store(), &self.raw.raft);
         let conf = raft.prs().conf();
@@ -367,15 +352,14 @@ impl Core {
         &self.table
     }
 
-    /// Whose core it is.
     pub fn identity(&self) -> &Identity {
         &self.identity
     }
 
     /// The entries that are kept and written, for those who check them.
-    pub fn entries(&self) -> impl Iterator<Item = LogEntryV1> {
+    pub fn entries(&self) -> impl Iterator<Item = LogEntry> {
         let log = self.raw.store();
-        (log.floor().0 + 1..=log.last()).filter_map(|index| log.entry(index).map(LogEntryV1::from_raft))
+        (log.floor().0 + 1..=log.last()).filter_map(|index| log.entry(index).map(LogEntry::from_raft))
     }
 
     fn id(&self) -> u64 {
@@ -404,7 +388,7 @@ impl Core {
     fn frame(&self, to: MemberId, body: Body) -> Option<Outbound> {
         let node = self.names.get(&to)?.clone();
         let Identity { group, incarnation, .. } = self.identity;
-        Some(Outbound { to: node, frame: Frame::V1(FrameV1 { group, incarnation, to, body }) })
+        Some(Outbound { to: node, frame: Frame { group, incarnation, to, body } })
     }
 
     fn post(&mut self, to: MemberId, body: Body) {

@@ -13,11 +13,11 @@ mod tests;
 use super::core::{Core, CoreError, Outbound, ProposeError, RaftRole, Settings, Status};
 use super::message::Frame;
 use super::storage::{Loaded, Storage, StorageError};
-use super::table::{Change, ChangeV1, ClientId, Entry, OpenSessionV1, Outcome, Request, Table};
+use super::table::{Change, ClientId, Entry, OpenSession, Outcome, Request, SessionChange, Table};
 use super::telemetry::RaftMetrics;
 use crate::random::random_u64;
 use proto::ids::NodeId;
-use room::Room;
+use room::DiskSpace;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
 use std::thread::JoinHandle;
@@ -55,10 +55,8 @@ pub enum ConsensusError {
     /// It was not put forward.
     #[error(transparent)]
     Refused(#[from] ProposeError),
-    /// Too much waits already.
     #[error("too much waits already")]
     Overloaded,
-    /// The coordinator is ending.
     #[error("the coordinator is ending")]
     Stopped,
 }
@@ -128,7 +126,7 @@ impl Driver {
         let (table_out, table) = watch::channel(Arc::clone(core.table()));
         let (status_out, status) = watch::channel(core.status());
         let waiting = Waiting::new(metrics.clone());
-        let room = Room::new(disk);
+        let room = DiskSpace::new(disk);
         let mut edge = Edge { core, room, network, waiting, table: table_out, status: status_out, metrics };
         let thread = std::thread::spawn(move || {
             if let Err(fatal) = edge.run(&inbox, tick) {
@@ -158,7 +156,7 @@ impl Handle {
     /// Opens a session for changes; changes of one session are made at most once each.
     pub async fn open_session(&self, deadline: Instant) -> Result<ClientId, ConsensusError> {
         let nonce = random_u64();
-        let entry = Entry::OpenSession(OpenSessionV1 { nonce });
+        let entry = Entry::OpenSession(OpenSession { nonce });
         match self.ask(Request::Open(nonce), entry, deadline).await? {
             Outcome::Opened(client) => Ok(client),
             Outcome::Done => Err(ConsensusError::NoQuorum),
@@ -176,7 +174,7 @@ impl Handle {
         seq: u64,
         deadline: Instant,
     ) -> Result<Outcome, ConsensusError> {
-        let entry = Entry::Change(ChangeV1 { client, seq, change });
+        let entry = Entry::Change(SessionChange { client, seq, change });
         self.ask(Request::Change(client, seq), entry, deadline).await
     }
 
@@ -204,7 +202,6 @@ impl Handle {
         self.table.clone()
     }
 
-    /// Where this coordinator stands.
     pub fn status(&self) -> Status {
         self.status.borrow().clone()
     }
@@ -233,10 +230,9 @@ impl Handle {
     }
 }
 
-/// The thread's own.
 struct Edge<N> {
     core: Core,
-    room: Room,
+    room: DiskSpace,
     network: N,
     waiting: Waiting,
     table: watch::Sender<Arc<Table>>,

@@ -26,7 +26,6 @@ impl MemberId {
         Self(u64::from_le_bytes(bytes).max(1))
     }
 
-    /// As Raft counts.
     pub fn get(self) -> u64 {
         self.0
     }

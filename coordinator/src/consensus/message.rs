@@ -22,13 +22,6 @@ pub const FRAME_CAP: Cap = Cap::Stream;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct GroupId(pub u128);
 
-/// What one coordinator sends another.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Frame {
-    /// First version.
-    V1(FrameV1),
-}
-
 impl Frame {
     /// As bytes for the wire.
     pub fn to_bytes(&self) -> Result<Vec<u8>, CodecError> {
@@ -41,39 +34,34 @@ impl Frame {
     }
 }
 
-/// See [`Frame`].
+/// What one coordinator sends another.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct FrameV1 {
+pub struct Frame {
     /// The group that it is about.
     pub group: GroupId,
     /// The life of the sender's disk; with its certificate, this is its member number.
     pub incarnation: Incarnation,
-    /// For whom.
     pub to: MemberId,
-    /// What.
     pub body: Body,
 }
 
-/// What a frame carries.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Body {
     /// A message of Raft without a snapshot.
-    Raft(MessageV1),
+    Raft(RaftMessage),
     /// A snapshot that the receiver needs, to be fetched in chunks.
-    Offer(OfferV1),
+    Offer(SnapshotOffer),
     /// The receiver's wish for the next chunk.
-    Want(WantV1),
-    /// A chunk.
-    Chunk(ChunkV1),
+    Want(SnapshotRequest),
+    Chunk(SnapshotChunk),
 }
 
 /// See [`Body::Offer`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct OfferV1 {
+pub struct SnapshotOffer {
     /// The message that the snapshot belongs to.
-    pub message: MessageV1,
-    /// What it describes.
-    pub meta: SnapshotMetaV1,
+    pub message: RaftMessage,
+    pub meta: SnapshotMeta,
     /// Its bytes.
     pub len: u64,
     /// BLAKE3 of its bytes. Equal tables have equal bytes: a transfer can go on from another sender.
@@ -82,8 +70,7 @@ pub struct OfferV1 {
 
 /// See [`Body::Want`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct WantV1 {
-    /// Which snapshot.
+pub struct SnapshotRequest {
     pub digest: [u8; 32],
     /// Bytes that are there already; all of them ends the transfer.
     pub offset: u64,
@@ -91,8 +78,7 @@ pub struct WantV1 {
 
 /// See [`Body::Chunk`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ChunkV1 {
-    /// Which snapshot.
+pub struct SnapshotChunk {
     pub digest: [u8; 32],
     /// Where the bytes begin.
     pub offset: u64,
@@ -103,22 +89,17 @@ pub struct ChunkV1 {
 /// The kinds of Raft's messages that cross the network. Proposals of others and reads by index are among
 /// them; what Raft tells itself is not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum KindV1 {
+pub enum RaftMessageKind {
     /// A follower's proposal, for the leader.
     Propose,
-    /// Entries.
     Append,
     /// How far they were taken.
     AppendResponse,
-    /// A candidate.
     RequestVote,
-    /// A vote.
     RequestVoteResponse,
-    /// The leader is there.
     Heartbeat,
     /// And so is the follower.
     HeartbeatResponse,
-    /// Stand for election now.
     TimeoutNow,
     /// A follower's read, for the leader.
     ReadIndex,
@@ -126,59 +107,44 @@ pub enum KindV1 {
     ReadIndexResponse,
     /// Someone who would be a candidate.
     RequestPreVote,
-    /// What would be voted.
     RequestPreVoteResponse,
     /// A snapshot; only within an offer.
     Snapshot,
 }
 
-/// A message of Raft.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct MessageV1 {
-    /// Its kind.
-    pub kind: KindV1,
-    /// The receiver.
+pub struct RaftMessage {
+    pub kind: RaftMessageKind,
     pub to: u64,
-    /// The sender.
     pub from: u64,
-    /// The sender's term.
     pub term: u64,
     /// Term of the entry at `index`.
     pub log_term: u64,
-    /// Depends on the kind.
     pub index: u64,
     /// Entries, or a read's context.
-    pub entries: Vec<LogEntryV1>,
-    /// The sender's commit index.
+    pub entries: Vec<LogEntry>,
     pub commit: u64,
-    /// Its term.
     pub commit_term: u64,
     /// The receiver wants a snapshot from this index on.
     pub request_snapshot: u64,
-    /// No.
     pub reject: bool,
-    /// Where to look instead.
     pub reject_hint: u64,
     /// A read's context, or why a candidate stands.
     pub context: Vec<u8>,
-    /// The candidate's priority.
     pub priority: i64,
 }
 
 /// An entry of the log.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LogEntryV1 {
-    /// Its term.
+pub struct LogEntry {
     pub term: u64,
-    /// Its place.
     pub index: u64,
-    /// What it says.
-    pub body: EntryBodyV1,
+    pub body: EntryBody,
 }
 
-/// See [`LogEntryV1`].
+/// See [`LogEntry`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum EntryBodyV1 {
+pub enum EntryBody {
     /// An entry of the table; nothing at all in a new leader's first.
     Plain(Vec<u8>),
     /// An entry of the table that changes the group.
@@ -187,8 +153,7 @@ pub enum EntryBodyV1 {
 
 /// What Raft must not forget besides the log.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct HardStateV1 {
-    /// The latest term seen.
+pub struct HardState {
     pub term: u64,
     /// Who got the vote in it; 0 is nobody.
     pub vote: u64,
@@ -198,24 +163,21 @@ pub struct HardStateV1 {
 
 /// What a snapshot stands for.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SnapshotMetaV1 {
+pub struct SnapshotMeta {
     /// The last entry in it.
     pub index: u64,
-    /// Its term.
     pub term: u64,
-    /// The members that vote.
     pub voters: Vec<u64>,
-    /// The members that follow.
     pub learners: Vec<u64>,
 }
 
-impl LogEntryV1 {
+impl LogEntry {
     pub(crate) fn from_raft(entry: &eraftpb::Entry) -> Self {
         let body = match entry.get_entry_type() {
-            EntryType::EntryNormal => EntryBodyV1::Plain(entry.data.to_vec()),
+            EntryType::EntryNormal => EntryBody::Plain(entry.data.to_vec()),
             // What Raft itself wrote into `data` is for its leader alone.
             EntryType::EntryConfChange | EntryType::EntryConfChangeV2 => {
-                EntryBodyV1::Membership(entry.context.to_vec())
+                EntryBody::Membership(entry.context.to_vec())
             }
         };
         Self { term: entry.term, index: entry.index, body }
@@ -224,8 +186,8 @@ impl LogEntryV1 {
     pub(crate) fn into_raft(self) -> eraftpb::Entry {
         let mut entry = eraftpb::Entry { term: self.term, index: self.index, ..Default::default() };
         match self.body {
-            EntryBodyV1::Plain(data) => entry.data = data.into(),
-            EntryBodyV1::Membership(context) => {
+            EntryBody::Plain(data) => entry.data = data.into(),
+            EntryBody::Membership(context) => {
                 entry.set_entry_type(EntryType::EntryConfChangeV2);
                 entry.context = context.into();
             }
@@ -234,7 +196,7 @@ impl LogEntryV1 {
     }
 }
 
-impl HardStateV1 {
+impl HardState {
     pub(crate) fn from_raft(state: &eraftpb::HardState) -> Self {
         Self { term: state.term, vote: state.vote, commit: state.commit }
     }
@@ -244,7 +206,7 @@ impl HardStateV1 {
     }
 }
 
-impl SnapshotMetaV1 {
+impl SnapshotMeta {
     pub(crate) fn from_raft(meta: &eraftpb::SnapshotMetadata) -> Self {
         let state = meta.get_conf_state();
         Self {

@@ -11,8 +11,8 @@ mod room;
 mod tests;
 
 use super::member::{Incarnation, MemberId};
-use super::message::{GroupId, HardStateV1, LogEntryV1, SnapshotMetaV1};
-use super::table::{SeatV1, Table};
+use super::message::{GroupId, HardState, LogEntry, SnapshotMeta};
+use super::table::{GroupMember, Table};
 pub use disk::Disk;
 use proto::codec::{Cap, CodecError};
 use proto::ids::NodeId;
@@ -27,16 +27,13 @@ const GENESIS: u64 = 1;
 /// Whose disk this is. Written once, when the disk is first used.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identity {
-    /// The group.
     pub group: GroupId,
-    /// The coordinator.
     pub node: NodeId,
     /// This life of its disk.
     pub incarnation: Incarnation,
 }
 
 impl Identity {
-    /// Its number in Raft.
     pub fn member(&self) -> MemberId {
         MemberId::of(&self.node, self.incarnation)
     }
@@ -45,8 +42,7 @@ impl Identity {
 /// The table at an index.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Snapshot {
-    /// What it stands for.
-    pub meta: SnapshotMetaV1,
+    pub meta: SnapshotMeta,
     /// [`Table::to_bytes`]; empty before the first.
     pub data: Arc<[u8]>,
 }
@@ -54,28 +50,25 @@ pub struct Snapshot {
 /// Everything that a disk holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Loaded {
-    /// Whose disk it is.
     pub identity: Identity,
-    /// Term, vote and commit.
-    pub hard: HardStateV1,
+    pub hard: HardState,
     /// The table's last snapshot; index 0 before the first.
     pub snapshot: Snapshot,
     /// Index and term of the entry before the first of `entries`.
     pub floor: (u64, u64),
-    /// The log, without holes.
-    pub entries: Vec<LogEntryV1>,
+    pub entries: Vec<LogEntry>,
 }
 
 impl Loaded {
     /// What a founder of a group begins with. All founders must be given the same group and the same voters,
     /// each in the life of its disk as it is now.
-    pub fn founded(identity: Identity, voters: Vec<SeatV1>) -> Result<Self, CodecError> {
+    pub fn founded(identity: Identity, voters: Vec<GroupMember>) -> Result<Self, CodecError> {
         let members = voters.iter().map(|seat| seat.member().get()).collect();
         let data = Table::genesis(GENESIS, voters).to_bytes()?;
-        let meta = SnapshotMetaV1 { index: GENESIS, term: 1, voters: members, learners: Vec::new() };
+        let meta = SnapshotMeta { index: GENESIS, term: 1, voters: members, learners: Vec::new() };
         Ok(Self {
             identity,
-            hard: HardStateV1 { term: 1, vote: 0, commit: GENESIS },
+            hard: HardState { term: 1, vote: 0, commit: GENESIS },
             snapshot: Snapshot { meta, data: data.into() },
             floor: (GENESIS, 1),
             entries: Vec::new(),
@@ -85,10 +78,10 @@ impl Loaded {
     /// What one begins with who is to be added to a group. It votes for nobody before the group's log says
     /// that it is a member; so a coordinator whose data is gone is harmless.
     pub fn joining(identity: Identity) -> Self {
-        let meta = SnapshotMetaV1 { index: 0, term: 0, voters: Vec::new(), learners: Vec::new() };
+        let meta = SnapshotMeta { index: 0, term: 0, voters: Vec::new(), learners: Vec::new() };
         Self {
             identity,
-            hard: HardStateV1::default(),
+            hard: HardState::default(),
             snapshot: Snapshot { meta, data: Arc::from([]) },
             floor: (0, 0),
             entries: Vec::new(),
@@ -123,9 +116,8 @@ pub struct Write {
     /// A snapshot from the leader: it takes the place of the whole log. First.
     pub install: Option<Snapshot>,
     /// Entries; they take the place of those at and after the first of them.
-    pub entries: Vec<LogEntryV1>,
-    /// Term, vote and commit.
-    pub hard: Option<HardStateV1>,
+    pub entries: Vec<LogEntry>,
+    pub hard: Option<HardState>,
     /// The own table as a snapshot, and the new floor: entries up to it go. Last.
     pub compact: Option<(Snapshot, (u64, u64))>,
 }
@@ -149,28 +141,22 @@ pub enum StorageError {
     Disk(String),
     /// A record is not what was written.
     #[error("{record} is damaged: {why}")]
-    Damaged {
-        /// Which record.
-        record: String,
-        /// In words.
-        why: String,
-    },
+    Damaged { record: String, why: String },
     /// A record is what was written, and says nothing to this version.
     #[error("{record} is of a later version: {why}")]
-    Unknown {
-        /// Which record.
-        record: String,
-        /// In words.
-        why: String,
+    Unknown { record: String, why: String },
+    /// The records are of another version's form; 0 is that of builds before v0.1.0.
+    #[error(
+        "its records have format {found}, and this version reads format {own}; start with an empty directory, as a new member"
+    )]
+    Format {
+        found: u32,
+        /// The format that is read.
+        own: u32,
     },
     /// The disk belongs to someone else, or is in use already.
     #[error("the disk belongs to {found} of another group or name, expected {expected}")]
-    Foreign {
-        /// Who it belongs to.
-        found: NodeId,
-        /// Who asked.
-        expected: NodeId,
-    },
+    Foreign { found: NodeId, expected: NodeId },
     /// Something to be written is too long.
     #[error("a record cannot be written: {0}")]
     Unwritable(#[from] CodecError),

@@ -20,10 +20,10 @@ use crate::table::roster::Roster;
 pub use access::Access;
 pub(crate) use entry::decode_entry;
 pub use entry::{
-    CacheGroupV1, CanaryV1, Change, ChangeV1, ClientId, Entry, KeyIssuedV1, KeyScopeV1, KeyV1, Level,
-    LevelReportedV1, MAX_ENTRY_BYTES, ModelCondemnedV1, ModelPlanV1, OpenSessionV1, OperatorPlanV1,
-    PolicyAdvancedV1, QuotaV1, ReplicaPlacedV1, ReplicaPlanV1, SeatV1, StagePlanV1, TenantTunedV1, TenantV1,
-    WorkerDrainedV1, WorkerLeftV1, encode_entry,
+    CacheGroup, Canary, Change, ClientId, Entry, GroupMember, KeyIssued, KeyRecord, KeyScope, Level,
+    LevelReported, MAX_ENTRY_BYTES, ModelCondemned, ModelPlan, OpenSession, OperatorPlan, PolicyAdvanced,
+    Quota, ReplicaPlaced, ReplicaPlan, SessionChange, StagePlan, TenantRecord, TenantTuned, WorkerDrained,
+    WorkerLeft, encode_entry,
 };
 pub use outcome::{Kind, Outcome, Refusal};
 use proto::codec::CodecError;
@@ -42,11 +42,8 @@ pub const MAX_VOTERS: usize = 5;
 pub const MAX_SEATS: usize = MAX_VOTERS + 2;
 /// Models planned at a time.
 pub const MAX_MODELS: usize = 256;
-/// Places of one model.
 pub const MAX_PLACES: usize = 64;
-/// Tenants at a time.
 pub const MAX_TENANTS: usize = 4096;
-/// Keys at a time.
 pub const MAX_KEYS: usize = 16_384;
 /// Models that a key is for, where it is not for all.
 pub const MAX_KEY_MODELS: usize = 32;
@@ -65,18 +62,17 @@ const MAX_ADDRESS: usize = 256;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Standing {
     /// It follows and does not vote.
-    Learner(SeatV1),
-    /// It votes.
-    Voter(SeatV1),
+    Learner(GroupMember),
+    Voter(GroupMember),
     /// It was removed in this life of its disk.
     Removed(Incarnation),
     /// It was here and has lost its disk: another life of it may take its place.
-    Lost(SeatV1),
+    Lost(GroupMember),
 }
 
 impl Standing {
     /// Its place, while it has one.
-    pub fn seat(&self) -> Option<&SeatV1> {
+    pub fn seat(&self) -> Option<&GroupMember> {
         match self {
             Self::Learner(seat) | Self::Voter(seat) => Some(seat),
             Self::Removed(_) | Self::Lost(_) => None,
@@ -89,7 +85,6 @@ impl Standing {
 pub struct Applied {
     /// Whose answer it is; none if the entry is not one that is answered.
     pub request: Option<Request>,
-    /// The answer.
     pub outcome: Outcome,
     /// What it did to the group. Nothing when the same change came a second time.
     pub membership: Option<Membership>,
@@ -107,11 +102,8 @@ pub enum Request {
 /// A change of who takes part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Membership {
-    /// This one follows.
     Learner(MemberId),
-    /// This one votes.
     Voter(MemberId),
-    /// This one is gone.
     Gone(MemberId),
 }
 
@@ -121,23 +113,21 @@ pub struct Table {
     applied: u64,
     workers: Roster,
     coordinators: BTreeMap<NodeId, Standing>,
-    models: BTreeMap<ModelId, ModelPlanV1>,
+    models: BTreeMap<ModelId, ModelPlan>,
     /// Rarely changed and looked at by every request: who has it sees by the pointer that it is the same.
     access: Arc<Access>,
     policy: u64,
     sessions: Sessions,
-    /// By their lives.
-    replicas: BTreeMap<u64, ReplicaPlanV1>,
-    /// By their digests.
-    condemned: BTreeMap<[u8; 32], ModelCondemnedV1>,
+    replicas: BTreeMap<u64, ReplicaPlan>,
+    condemned: BTreeMap<[u8; 32], ModelCondemned>,
     /// What operators want of models.
-    operators: BTreeMap<ModelId, OperatorPlanV1>,
+    operators: BTreeMap<ModelId, OperatorPlan>,
 }
 
 impl Table {
     /// The table that a group begins with: these coordinators vote.
-    pub fn genesis(index: u64, voters: impl IntoIterator<Item = SeatV1>) -> Self {
-        let seated = |seat: SeatV1| (seat.node.clone(), Standing::Voter(seat));
+    pub fn genesis(index: u64, voters: impl IntoIterator<Item = GroupMember>) -> Self {
+        let seated = |seat: GroupMember| (seat.node.clone(), Standing::Voter(seat));
         let coordinators = voters.into_iter().map(seated).collect();
         Self { applied: index, coordinators, ..Self::default() }
     }
@@ -150,9 +140,9 @@ impl Table {
             return Applied { request: None, outcome: Outcome::Done, membership: None };
         }
         let refused = |why| Applied { request: None, outcome: Outcome::Refused(why), membership: None };
-        let ChangeV1 { client, seq, change } = match decode_entry(bytes) {
+        let SessionChange { client, seq, change } = match decode_entry(bytes) {
             Ok(Entry::Change(change)) => change,
-            Ok(Entry::OpenSession(OpenSessionV1 { nonce })) => {
+            Ok(Entry::OpenSession(OpenSession { nonce })) => {
                 let outcome = Outcome::Opened(self.sessions.open(index));
                 return Applied { request: Some(Request::Open(nonce)), outcome, membership: None };
             }
@@ -173,12 +163,10 @@ impl Table {
         Applied { request, outcome, membership }
     }
 
-    /// The last entry taken.
     pub fn applied(&self) -> u64 {
         self.applied
     }
 
-    /// The workers.
     pub fn workers(&self) -> &Roster {
         &self.workers
     }
@@ -189,27 +177,27 @@ impl Table {
     }
 
     /// The places in the group that are taken.
-    pub fn seats(&self) -> impl Iterator<Item = &SeatV1> {
+    pub fn seats(&self) -> impl Iterator<Item = &GroupMember> {
         self.coordinators.values().filter_map(Standing::seat)
     }
 
     /// The models to be served.
-    pub fn models(&self) -> &BTreeMap<ModelId, ModelPlanV1> {
+    pub fn models(&self) -> &BTreeMap<ModelId, ModelPlan> {
         &self.models
     }
 
     /// The replicas of several stages, by their lives.
-    pub fn replicas(&self) -> &BTreeMap<u64, ReplicaPlanV1> {
+    pub fn replicas(&self) -> &BTreeMap<u64, ReplicaPlan> {
         &self.replicas
     }
 
     /// The files that are placed nowhere, by their digests.
-    pub fn condemned(&self) -> &BTreeMap<[u8; 32], ModelCondemnedV1> {
+    pub fn condemned(&self) -> &BTreeMap<[u8; 32], ModelCondemned> {
         &self.condemned
     }
 
     /// The models whose replicas an operator has planned.
-    pub fn operator_plans(&self) -> &BTreeMap<ModelId, OperatorPlanV1> {
+    pub fn operator_plans(&self) -> &BTreeMap<ModelId, OperatorPlan> {
         &self.operators
     }
 
@@ -223,7 +211,6 @@ impl Table {
         self.policy
     }
 
-    /// Sessions open now.
     pub fn sessions(&self) -> usize {
         self.sessions.len()
     }
@@ -244,13 +231,11 @@ impl Table {
             return Err(Refusal::LevelTooLow(level));
         }
         match change {
-            Change::WorkerJoined(register) => {
-                self.workers.apply(TableChange::Join(register.into_latest().worker.worker.worker))?
-            }
-            Change::WorkerLeft(WorkerLeftV1 { node, epoch }) => {
+            Change::WorkerJoined(worker) => self.workers.apply(TableChange::Join(*worker))?,
+            Change::WorkerLeft(WorkerLeft { node, epoch }) => {
                 self.workers.apply(TableChange::Leave { node, epoch })?;
             }
-            Change::WorkerDrained(WorkerDrainedV1 { node, draining }) => {
+            Change::WorkerDrained(WorkerDrained { node, draining }) => {
                 self.workers.apply(TableChange::Drain { node, draining })?;
             }
             Change::LearnerAdded(seat) => return self.add_learner(seat).map(Some),
@@ -259,14 +244,12 @@ impl Table {
                 return self.remove(&node, |seat| Standing::Removed(seat.incarnation)).map(Some);
             }
             Change::CoordinatorLost(node) => return self.remove(&node, Standing::Lost).map(Some),
-            Change::LevelReported(LevelReportedV1 { node, level }) => {
-                match self.coordinators.get_mut(&node) {
-                    Some(Standing::Learner(seat) | Standing::Voter(seat)) => seat.level = level,
-                    Some(Standing::Removed(_) | Standing::Lost(_)) | None => {
-                        return Err(Refusal::Unknown(Kind::Coordinator));
-                    }
+            Change::LevelReported(LevelReported { node, level }) => match self.coordinators.get_mut(&node) {
+                Some(Standing::Learner(seat) | Standing::Voter(seat)) => seat.level = level,
+                Some(Standing::Removed(_) | Standing::Lost(_)) | None => {
+                    return Err(Refusal::Unknown(Kind::Coordinator));
                 }
-            }
+            },
             Change::ModelPlanned(plan) => self.plan(plan)?,
             Change::ModelDropped(model) => {
                 self.models.remove(&model).ok_or(Refusal::Unknown(Kind::Model))?;
@@ -277,7 +260,7 @@ impl Table {
             | Change::KeySet(_)
             | Change::KeyIssued(_)
             | Change::KeyRevoked(_) => Arc::make_mut(&mut self.access).make(change)?,
-            Change::PolicyAdvanced(PolicyAdvancedV1 { from, to }) => {
+            Change::PolicyAdvanced(PolicyAdvanced { from, to }) => {
                 if from != self.policy {
                     return Err(Refusal::PolicyMoved(self.policy));
                 }
@@ -303,7 +286,7 @@ impl Table {
         self.coordinators.values().filter(|standing| matches!(standing, Standing::Voter(_))).count()
     }
 
-    fn plan(&mut self, plan: ModelPlanV1) -> Result<(), Refusal> {
+    fn plan(&mut self, plan: ModelPlan) -> Result<(), Refusal> {
         if plan.placement.len() > MAX_PLACES {
             return Err(Refusal::Full(Kind::Place));
         }
@@ -313,12 +296,12 @@ impl Table {
         put(&mut self.models, plan.model.clone(), plan, MAX_MODELS, Kind::Model)
     }
 
-    fn add_learner(&mut self, seat: SeatV1) -> Result<Membership, Refusal> {
+    fn add_learner(&mut self, seat: GroupMember) -> Result<Membership, Refusal> {
         if seat.quic.len() > MAX_ADDRESS {
             return Err(Refusal::TooLarge);
         }
         match self.coordinators.get(&seat.node) {
-            Some(Standing::Removed(life) | Standing::Lost(SeatV1 { incarnation: life, .. }))
+            Some(Standing::Removed(life) | Standing::Lost(GroupMember { incarnation: life, .. }))
                 if *life == seat.incarnation =>
             {
                 return Err(Refusal::LifeEnded);
@@ -353,7 +336,7 @@ impl Table {
         Ok(Membership::Voter(member))
     }
 
-    fn remove(&mut self, node: &NodeId, to: impl Fn(SeatV1) -> Standing) -> Result<Membership, Refusal> {
+    fn remove(&mut self, node: &NodeId, to: impl Fn(GroupMember) -> Standing) -> Result<Membership, Refusal> {
         let voters = self.voters();
         let standing = self.coordinators.get_mut(node).ok_or(Refusal::Unknown(Kind::Coordinator))?;
         let seat = match standing {

@@ -19,19 +19,16 @@ const SECONDS: [f64; 13] = [5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.
 pub struct GroupStanding {
     /// Whether a leader is known.
     pub quorum: bool,
-    /// The latest term known.
     pub term: u64,
     /// The last entry known to be agreed on.
     pub committed: u64,
     /// The last entry applied here.
     pub applied: u64,
-    /// Coordinators that vote.
     pub voters: u64,
     /// Coordinators that follow and do not vote.
     pub learners: u64,
     /// How often another leader was seen.
     pub leader_changes: u64,
-    /// Entries kept.
     pub log_entries: u64,
     /// Their bytes.
     pub log_bytes: u64,
@@ -39,7 +36,6 @@ pub struct GroupStanding {
     pub disk_full: bool,
 }
 
-/// See the module.
 #[derive(Debug, Clone)]
 pub struct RaftMetrics {
     role: Family<Label, Gauge>,
@@ -89,7 +85,6 @@ impl Default for RaftMetrics {
 }
 
 impl RaftMetrics {
-    /// Registers every metric.
     pub fn register(&self, registry: &mut Registry) {
         let mut gauge = |name: &str, help: &str, gauge: &Gauge| registry.register(name, help, gauge.clone());
         gauge("kvasir_raft_term", "The latest term known", &self.term);

@@ -20,7 +20,6 @@ impl Certificates {
         self.0.lock().get(node).map(|(_, ends)| *ends)
     }
 
-    /// The session is over.
     pub(super) fn forget(&self, session: SessionId, node: &NodeId) {
         let mut certificates = self.0.lock();
         if certificates.get(node).is_some_and(|(known, _)| *known == session) {

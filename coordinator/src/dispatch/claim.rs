@@ -1,7 +1,7 @@
 //! A claim on a worker's time: from the ticket, over as many workers as it takes, to its end.
 
-use super::link::{Link, Turn};
-use super::{Dispatch, Failure, Verdict, Verdicts};
+use super::link::{Link, SendTurn};
+use super::{Dispatch, Failure, PlacementResult, Verdicts};
 use crate::balancer::{Assignment, Refusal, Ticket};
 use proto::block::BlockId;
 use proto::ids::NodeId;
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 /// Dropping it gives the ticket back.
 #[derive(Debug)]
-pub(super) struct Claim {
+pub(super) struct TicketGuard {
     dispatch: Arc<Dispatch>,
     ticket: Ticket,
     verdicts: Verdicts,
@@ -42,7 +42,7 @@ impl Placed {
     }
 }
 
-impl Claim {
+impl TicketGuard {
     pub(super) fn new(dispatch: Arc<Dispatch>, ticket: Ticket, verdicts: Verdicts) -> Self {
         let submitted = Instant::now();
         Self { dispatch, ticket, verdicts, submitted, generated: None, setback: None, over: false }
@@ -57,15 +57,15 @@ impl Claim {
     }
 
     /// Waits for a worker, and for the turn to send it something.
-    pub(super) async fn worker(&mut self) -> Result<(Placed, Turn), Failure> {
+    pub(super) async fn worker(&mut self) -> Result<(Placed, SendTurn), Failure> {
         match self.verdicts.next().await {
-            Some(Verdict::Go(go)) => {
+            Some(PlacementResult::Go(go)) => {
                 let (assignment, link, mut turn) = *go;
                 let (submitted, chosen) = (self.submitted, Instant::now());
                 turn.come().await;
                 Ok((Placed { assignment, link, submitted, chosen }, turn))
             }
-            Some(Verdict::No(refusal)) => Err(match (refusal, self.setback.take()) {
+            Some(PlacementResult::No(refusal)) => Err(match (refusal, self.setback.take()) {
                 (Refusal::AttemptsFailed, Some(error)) => Failure::Worker(error),
                 (Refusal::AttemptsFailed, None) => Failure::Lost,
                 (refusal, _) => Failure::Refused(refusal),
@@ -98,7 +98,6 @@ impl Claim {
         self.setback = setback;
     }
 
-    /// Nothing more is wanted.
     pub(super) fn end(&mut self) {
         if !std::mem::replace(&mut self.over, true) {
             self.dispatch.ended(self.ticket, self.generated);
@@ -106,7 +105,7 @@ impl Claim {
     }
 }
 
-impl Drop for Claim {
+impl Drop for TicketGuard {
     fn drop(&mut self) {
         self.end();
     }

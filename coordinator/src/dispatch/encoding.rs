@@ -1,12 +1,12 @@
 //! One call to encode texts, over as many workers as it takes: nothing is emitted before it is all there, so a
 //! call that fails starts over elsewhere.
 
-use super::claim::Claim;
+use super::claim::TicketGuard;
 use super::{Failure, choice};
-use crate::balancer::{Ask, Assignment, Output};
+use crate::balancer::{Assignment, Output, RouteRequest};
 use crate::routing::Reason;
 use proto::ids::{ModelId, NodeId, RequestId};
-use proto::message::{EncodeRequestV1, EncodeRequestV2, EncodeTextV1};
+use proto::message::{EncodeRequest, EncodeText};
 use proto::operation::Operation;
 use proto::trace::{Span, TraceContext};
 use std::sync::Arc;
@@ -15,18 +15,14 @@ use std::time::{Duration, Instant};
 /// Texts to be encoded together.
 #[derive(Debug, Clone)]
 pub struct EncodeJob {
-    /// The client's request.
     pub request_id: RequestId,
-    /// Which part of it.
     pub part: u32,
-    /// Whose it is.
     pub tenant: Arc<str>,
     /// What the texts are for: embed or rerank.
     pub operation: Operation,
-    /// The model.
     pub model: ModelId,
     /// The texts; at least one, at most [`proto::message::MAX_ENCODE_TEXTS`].
-    pub texts: Vec<EncodeTextV1>,
+    pub texts: Vec<EncodeText>,
     /// When it is worth nothing any more.
     pub deadline: Instant,
     /// Where the request is recorded, if it is.
@@ -39,8 +35,8 @@ impl EncodeJob {
         self.texts.iter().map(|text| text.tokens.len() as u64).sum()
     }
 
-    pub(super) fn ask(&self) -> Ask {
-        Ask {
+    pub(super) fn ask(&self) -> RouteRequest {
+        RouteRequest {
             request: self.request_id.clone(),
             tenant: Arc::clone(&self.tenant),
             model: self.model.clone(),
@@ -62,9 +58,7 @@ impl EncodeJob {
 pub struct Encoded {
     /// For each text its values, in order; all of one length.
     pub texts: Vec<Vec<f32>>,
-    /// The worker.
     pub node: NodeId,
-    /// Why it was chosen.
     pub reason: Reason,
     /// Time from submission until a worker had been chosen.
     pub queued: Duration,
@@ -73,16 +67,15 @@ pub struct Encoded {
 /// An encoding under way. Dropping it, or its future, cancels it wherever it is.
 #[derive(Debug)]
 pub struct Encoding {
-    claim: Claim,
+    claim: TicketGuard,
     job: EncodeJob,
 }
 
 impl Encoding {
-    pub(super) fn new(claim: Claim, job: EncodeJob) -> Self {
+    pub(super) fn new(claim: TicketGuard, job: EncodeJob) -> Self {
         Self { claim, job }
     }
 
-    /// Has it done.
     pub async fn run(mut self) -> Result<Encoded, Failure> {
         let deadline = tokio::time::Instant::from_std(self.job.deadline);
         tokio::time::timeout_at(deadline, self.advance()).await.unwrap_or(Err(Failure::Deadline))
@@ -96,7 +89,7 @@ impl Encoding {
             let mut span = self.job.trace.and_then(|trace| choice::record(trace, &placed));
             let request = self.request(&placed.assignment, span.as_ref().map(Span::context));
             let connection = placed.link.connection();
-            let setback = match connection.encode(&request.at_version(connection.version())).await {
+            let setback = match connection.encode(&request).await {
                 Ok(Ok(texts)) => {
                     let queued = placed.queued();
                     let Assignment { node, reason, .. } = placed.assignment;
@@ -120,16 +113,16 @@ impl Encoding {
         }
     }
 
-    fn request(&self, assignment: &Assignment, trace: Option<TraceContext>) -> EncodeRequestV2 {
+    fn request(&self, assignment: &Assignment, trace: Option<TraceContext>) -> EncodeRequest {
         let left = self.job.deadline.saturating_duration_since(Instant::now());
-        let call = EncodeRequestV1 {
+        EncodeRequest {
             request_id: self.job.request_id.clone(),
             part: self.job.part,
             attempt: assignment.attempt,
             model: self.job.model.clone(),
             texts: self.job.texts.clone(),
             deadline_ms: u64::try_from(left.as_millis()).unwrap_or(u64::MAX).max(1),
-        };
-        EncodeRequestV2 { call, trace }
+            trace,
+        }
     }
 }

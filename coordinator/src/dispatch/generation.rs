@@ -7,15 +7,15 @@
 //! mix in, because each attempt has its own stream and the old one is dropped first.
 
 use super::choice;
-use super::claim::{Claim, Placed};
-use crate::balancer::{Ask, Assignment, Output, Prefilling, Refusal};
+use super::claim::{Placed, TicketGuard};
+use crate::balancer::{Assignment, Output, Prefilling, Refusal, RouteRequest};
 use crate::routing::Reason;
 use crate::routing::demand::CommonKey;
 use proto::block::BlockId;
 use proto::ids::{ModelId, NodeId, RequestId};
 use proto::message::{
-    FinishReason, FinishedV1, GenerateError, GenerateFrame, GenerateRequestV3, GenerateRequestV4, GrammarV1,
-    Sampling, Stop, TenantTurnV1, TokenIds, TokenOut,
+    FinishReason, Finished, GenerateError, GenerateFrame, GenerateRequest, GrammarSpec, Sampling, Stop,
+    TenantTurn, TokenIds, TokenOut,
 };
 use proto::sequence::SequenceName;
 use proto::trace::{Span, TraceContext};
@@ -25,14 +25,10 @@ use std::time::{Duration, Instant};
 
 /// What is to be generated.
 #[derive(Debug, Clone)]
-pub struct Job {
-    /// The client's request.
+pub struct GenerationJob {
     pub request_id: RequestId,
-    /// Which choice of it.
     pub choice: u32,
-    /// Whose it is.
     pub tenant: Arc<str>,
-    /// The model.
     pub model: ModelId,
     /// Root of the prompt's chain.
     pub root: BlockId,
@@ -40,12 +36,10 @@ pub struct Job {
     pub prompt: TokenIds,
     /// Ids of the prompt's full units.
     pub chain: Arc<[BlockId]>,
-    /// How to draw.
     pub sampling: Sampling,
-    /// When to end.
     pub stop: Stop,
     /// Which answers are allowed; none is all.
-    pub grammar: Option<GrammarV1>,
+    pub grammar: Option<GrammarSpec>,
     /// The group of requests that it says to be of.
     pub group: Option<CommonKey>,
     /// How urgent it is among its tenant's; lower goes first.
@@ -56,9 +50,9 @@ pub struct Job {
     pub trace: Option<TraceContext>,
 }
 
-impl Job {
-    pub(super) fn ask(&self) -> Ask {
-        Ask {
+impl GenerationJob {
+    pub(super) fn ask(&self) -> RouteRequest {
+        RouteRequest {
             request: self.request_id.clone(),
             tenant: Arc::clone(&self.tenant),
             model: self.model.clone(),
@@ -83,9 +77,7 @@ impl Job {
 /// Who serves a generation, once the prompt is computed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Started {
-    /// The worker.
     pub node: NodeId,
-    /// Why it was chosen.
     pub reason: Reason,
     /// Prompt tokens that were expected to be cached there.
     pub predicted: u32,
@@ -105,8 +97,7 @@ pub enum Event {
     Started(Started),
     /// New tokens.
     Tokens(Vec<TokenOut>),
-    /// The end.
-    Finished(FinishedV1),
+    Finished(Finished),
 }
 
 /// How a generation ends badly. Nothing comes after it.
@@ -121,7 +112,6 @@ pub enum Failure {
     /// The worker was lost and nobody could go on in its place.
     #[error("the worker was lost")]
     Lost,
-    /// The deadline passed.
     #[error("the deadline passed")]
     Deadline,
 }
@@ -132,8 +122,8 @@ pub struct Generation {
     /// Above the claim, so that it is dropped first: what is cancelled must be on its way before another takes
     /// its place.
     attempt: Option<Attempting>,
-    claim: Claim,
-    job: Job,
+    claim: TicketGuard,
+    job: GenerationJob,
     /// Tokens handed out.
     emitted: Vec<u32>,
     over: bool,
@@ -148,7 +138,7 @@ struct Attempting {
 }
 
 impl Generation {
-    pub(super) fn new(claim: Claim, job: Job) -> Self {
+    pub(super) fn new(claim: TicketGuard, job: GenerationJob) -> Self {
         Self { attempt: None, claim, job, emitted: Vec::new(), over: false }
     }
 
@@ -255,16 +245,10 @@ impl Generation {
             };
             let mut request = self.request(&placed.assignment, context);
             if !computed {
-                request.request.pull = None;
+                request.pull = None;
             }
             let connection = placed.link.connection();
-            let version = connection.version();
-            if !request.is_for_version(version) {
-                tracing::info!(request = %self.job.request_id, version, "a worker knows no grammars");
-                self.give_up(&placed, Some(GenerateError::Draining));
-                continue;
-            }
-            let opened = connection.open_generate(&request.at_version(version)).await;
+            let opened = connection.open_generate(&request).await;
             drop(turn);
             match opened {
                 Ok(stream) => return Ok(Attempting { placed, stream, started: false, span }),
@@ -278,10 +262,9 @@ impl Generation {
     }
 
     /// Has a worker compute the prompt, and what was emitted, for another to pull; `false` if it does not.
-    async fn prefilled(&self, stage: &Prefilling, request: GenerateRequestV4) -> bool {
+    async fn prefilled(&self, stage: &Prefilling, request: GenerateRequest) -> bool {
         let Some(link) = self.claim.dispatch().link(&stage.node, stage.epoch) else { return false };
-        let GenerateRequestV4 { request, turn } = request;
-        let request = GenerateRequestV3 {
+        let request = GenerateRequest {
             prompt: [&*request.prompt, &*request.emitted].concat().into(),
             emitted: TokenIds::default(),
             sampling: Sampling::default(),
@@ -291,7 +274,6 @@ impl Generation {
             grammar: None,
             ..request
         };
-        let request = GenerateRequestV4 { request, turn }.at_version(link.connection().version());
         let computed = async {
             let mut stream = link.connection().open_generate(&request).await.map_err(|e| e.to_string())?;
             while let Some(frame) = stream.next().await {
@@ -310,9 +292,10 @@ impl Generation {
         computed.is_ok()
     }
 
-    fn request(&self, assignment: &Assignment, trace: Option<TraceContext>) -> GenerateRequestV4 {
+    fn request(&self, assignment: &Assignment, trace: Option<TraceContext>) -> GenerateRequest {
         let left = self.job.deadline.saturating_duration_since(Instant::now());
-        let request = GenerateRequestV3 {
+        let tenant = &self.job.tenant;
+        GenerateRequest {
             request_id: self.job.request_id.clone(),
             choice: self.job.choice,
             attempt: assignment.attempt,
@@ -328,9 +311,8 @@ impl Generation {
             together: assignment.together,
             trace,
             grammar: self.job.grammar.clone(),
-        };
-        let tenant = &self.job.tenant;
-        GenerateRequestV4 { request, turn: turn_of(tenant, self.claim.weight(tenant)) }
+            turn: turn_of(tenant, self.claim.weight(tenant)),
+        }
     }
 
     fn give_up(&mut self, placed: &Placed, setback: Option<GenerateError>) {
@@ -340,8 +322,8 @@ impl Generation {
 }
 
 /// Whose turn a tenant's generations take at workers: the same number at every coordinator.
-fn turn_of(tenant: &str, weight: u32) -> TenantTurnV1 {
+fn turn_of(tenant: &str, weight: u32) -> TenantTurn {
     let hash = blake3::derive_key("kvasir 2026-11 tenant's turn", tenant.as_bytes());
     let [a, b, c, d, e, f, g, h, ..] = hash;
-    TenantTurnV1 { tenant: u64::from_le_bytes([a, b, c, d, e, f, g, h]), weight }
+    TenantTurn { tenant: u64::from_le_bytes([a, b, c, d, e, f, g, h]), weight }
 }

@@ -3,7 +3,7 @@
 use parking_lot::Mutex;
 use proto::Error;
 use proto::ids::Epoch;
-use proto::placement::{CapacityV1, OfferedDrafterV1};
+use proto::placement::{Capacity, OfferedDrafter};
 use proto::service::WorkerApiClient;
 use proto::transport::{CloseCode, Connection};
 use std::time::Duration;
@@ -21,10 +21,9 @@ pub struct SessionId(pub u64);
 /// What a worker of the pool gives to replicas.
 #[derive(Debug, Clone)]
 pub(super) struct Pooled {
-    pub(super) capacity: CapacityV1,
+    pub(super) capacity: Capacity,
     /// The drafter beside its model.
-    pub(super) drafter: Option<OfferedDrafterV1>,
-    /// Where others reach it.
+    pub(super) drafter: Option<OfferedDrafter>,
     pub(super) quic: String,
 }
 
@@ -42,12 +41,12 @@ pub(super) struct Link {
 /// made of arrives first: of requests that share a prefix, the one that was expected to compute it.
 /// Dropping it lets the next one go.
 #[derive(Debug)]
-pub(super) struct Turn {
+pub(super) struct SendTurn {
     before: Option<oneshot::Receiver<()>>,
     _done: oneshot::Sender<()>,
 }
 
-impl Turn {
+impl SendTurn {
     /// Waits until those before have been sent or given up.
     pub(super) async fn come(&mut self) {
         if let Some(mut before) = self.before.take()
@@ -92,9 +91,9 @@ impl Link {
     }
 
     /// The next turn; to be taken in the order of the decisions.
-    pub(super) fn turn(&self) -> Turn {
+    pub(super) fn turn(&self) -> SendTurn {
         let (done, after) = oneshot::channel();
-        Turn { before: self.last_turn.lock().replace(after), _done: done }
+        SendTurn { before: self.last_turn.lock().replace(after), _done: done }
     }
 
     pub(super) fn is_closed(&self) -> bool {

@@ -16,7 +16,6 @@ pub struct LostDevices(Mutex<BTreeMap<NodeId, Losses>>);
 
 #[derive(Debug, Default)]
 struct Losses {
-    /// The newest last.
     lives: Vec<(Epoch, Instant)>,
     quarantined: bool,
 }
@@ -43,7 +42,6 @@ impl LostDevices {
         self.0.lock().get(node).is_some_and(|losses| losses.quarantined)
     }
 
-    /// What was is forgotten.
     pub fn pardon(&self, node: &NodeId) {
         self.0.lock().remove(node);
     }

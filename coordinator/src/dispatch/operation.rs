@@ -2,13 +2,11 @@
 //! takes it; from then on it is that worker's, whose model holds its state: nothing moves it to another.
 
 use super::{Dispatch, Link};
-use crate::balancer::{OperationAsk, Seat, Seated, Unseated, WorkerView};
+use crate::balancer::{OperationAsk, SessionPlacement, SessionRefusal, SessionSlot, WorkerView};
 use crate::random::random_u64;
 use proto::ids::{Epoch, ModelId, NodeId, RequestId};
 use proto::message::WorkerState;
-use proto::operation::{
-    OpenedOperationV1, Operation, OperationError, OperationOptions, OperationRequest, OperationRequestV1,
-};
+use proto::operation::{OpenedOperation, Operation, OperationError, OperationOptions, OperationRequest};
 use proto::trace::TraceContext;
 use proto::transport::{CloseCode, OperationSender, OperationSession, OperationStream};
 use std::collections::BTreeSet;
@@ -23,15 +21,11 @@ const ATTEMPTS: usize = 4;
 /// A session to be opened.
 #[derive(Debug, Clone)]
 pub struct OperationJob {
-    /// The client's request.
     pub request_id: RequestId,
-    /// What.
     pub operation: Operation,
     /// With which model; none: any.
     pub model: Option<ModelId>,
-    /// Samples per second.
     pub sample_rate: u32,
-    /// How.
     pub options: OperationOptions,
     /// Where the request is recorded, if it is.
     pub trace: Option<TraceContext>,
@@ -41,7 +35,7 @@ pub struct OperationJob {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Unopened {
     /// There is nobody to ask.
-    Nobody(Unseated),
+    Nobody(SessionRefusal),
     /// This is what the last one has said that was asked.
     Said(OperationError),
     /// Everyone who was asked was lost, or did not answer in time.
@@ -51,10 +45,9 @@ pub enum Unopened {
 /// A session that is open. Dropping it ends it at the worker.
 #[derive(Debug)]
 pub struct Hearing {
-    /// The worker.
     pub node: NodeId,
     /// What it has said of the session.
-    pub opened: OpenedOperationV1,
+    pub opened: OpenedOperation,
     /// Where what is heard goes.
     pub sender: OperationSender,
     /// Where what is made of it comes from.
@@ -67,7 +60,7 @@ pub struct Hearing {
 #[derive(Debug)]
 pub struct Seating {
     dispatch: Arc<Dispatch>,
-    seat: Seat,
+    seat: SessionSlot,
     node: NodeId,
     link: Arc<Link>,
 }
@@ -110,14 +103,14 @@ impl Dispatch {
                 Ok(seated) => seated,
                 Err(unseated) => return Err(failure.unwrap_or(Unopened::Nobody(unseated))),
             };
-            let request = OperationRequest::V1(OperationRequestV1 {
+            let request = OperationRequest {
                 request_id: job.request_id.clone(),
                 operation: job.operation,
                 model: Some(seated.model),
                 sample_rate: job.sample_rate,
                 options: job.options.clone(),
                 trace: job.trace,
-            });
+            };
             let asked = seat.link.connection().open_operation(&request);
             let node = seated.node;
             failure = Some(match tokio::time::timeout(OPEN_LIMIT, asked).await {
@@ -154,7 +147,7 @@ impl Dispatch {
         job: &OperationJob,
         opens: &dyn Fn(&ModelId) -> bool,
         avoid: &[(NodeId, Epoch)],
-    ) -> Result<(Seated, Seating), Unseated> {
+    ) -> Result<(SessionPlacement, Seating), SessionRefusal> {
         let ask = OperationAsk { operation: job.operation, model: job.model.as_ref(), opens, avoid };
         let mut desk = self.desk.lock();
         let seated = desk.balancer.seat(Instant::now(), &ask, random_u64())?;
@@ -162,7 +155,7 @@ impl Dispatch {
         let Some(link) = link else {
             // A member always has a link; without one there is nobody to talk to.
             desk.balancer.unseat(seated.seat);
-            return Err(Unseated::Away);
+            return Err(SessionRefusal::Away);
         };
         drop(desk);
         let seat = Seating { dispatch: Arc::clone(self), seat: seated.seat, node: seated.node.clone(), link };

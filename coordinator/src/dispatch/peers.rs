@@ -3,13 +3,13 @@
 
 use super::Dispatch;
 use crate::balancer::Action;
-use crate::ops::metrics::Imported;
-use crate::prefix_index::Need;
+use crate::metrics::Imported;
+use crate::prefix_index::GapRepair;
 use crate::prefix_index::peer::PeerError;
 use crate::random::random_u64;
 use parking_lot::MutexGuard;
 use proto::codec::CodecError;
-use proto::event::{PeerIndexAsk, PeerIndexAskV1};
+use proto::event::PeerIndexAsk;
 use proto::ids::{Epoch, NodeId};
 use proto::transport::{Connection, PeerIndexCall};
 use std::collections::BTreeMap;
@@ -30,9 +30,7 @@ const MAX_EXPORTS: usize = 2;
 /// Ways to the other coordinators.
 #[derive(Debug)]
 pub struct Peers {
-    /// How many there are.
     expected: AtomicUsize,
-    /// Those that are connected.
     connected: watch::Sender<BTreeMap<NodeId, Connection>>,
     exports: Semaphore,
 }
@@ -102,7 +100,7 @@ impl Dispatch {
     pub async fn tell_peer(&self, mut call: PeerIndexCall) {
         // Closed never; a peer that waits too long gives up.
         let Ok(_turn) = self.peers.exports.acquire().await else { return };
-        let PeerIndexAsk::V1(PeerIndexAskV1 { node, epoch, after }) = call.ask.clone();
+        let PeerIndexAsk { node, epoch, after } = call.ask.clone();
         let Some(mut export) = self.desk.lock().balancer.export(&node, epoch, after) else {
             return call.finish();
         };
@@ -138,7 +136,7 @@ impl Dispatch {
 
     /// Asks the peers, one after the other, for what they know of a worker. What is to be fetched of the worker
     /// itself after that; `None` if nothing has changed.
-    pub(super) async fn ask_peers(&self, node: &NodeId, epoch: Epoch) -> Option<Need> {
+    pub(super) async fn ask_peers(&self, node: &NodeId, epoch: Epoch) -> Option<GapRepair> {
         let mut begun = None;
         for peer in self.peers.all().await {
             match timeout(ANSWER_LIMIT, self.ask_peer(&peer, node, epoch, &mut begun)).await {
@@ -165,11 +163,11 @@ impl Dispatch {
         peer: &Connection,
         node: &NodeId,
         epoch: Epoch,
-        begun: &mut Option<Need>,
-    ) -> Result<Need, AskError> {
+        begun: &mut Option<GapRepair>,
+    ) -> Result<GapRepair, AskError> {
         let begin = self.desk.lock().balancer.import(node, epoch);
         let (mut import, after) = begin.ok_or_else(|| PeerError::Left(node.clone()))?;
-        let ask = PeerIndexAsk::V1(PeerIndexAskV1 { node: node.clone(), epoch, after });
+        let ask = PeerIndexAsk { node: node.clone(), epoch, after };
         let mut answer = peer.open_peer_index(&ask).await?;
         loop {
             let frame = timeout(FRAME_LIMIT, answer.next()).await.map_err(|_| AskError::Late)??;
@@ -179,7 +177,7 @@ impl Dispatch {
             MutexGuard::unlock_fair(desk);
             if import.begun() {
                 // Until the end is there only a part of the worker is.
-                *begun = Some(Need::Snapshot);
+                *begun = Some(GapRepair::Snapshot);
             }
             if let Some(Action::Fetch { need, .. }) = taken? {
                 return Ok(need);

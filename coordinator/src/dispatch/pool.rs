@@ -3,7 +3,7 @@
 use super::Dispatch;
 use super::link::{Link, Pooled};
 use proto::ids::{Epoch, ModelId, NodeId};
-use proto::placement::{CapacityV1, MAX_HOLDERS, OfferedDrafterV1, PlaceOrderV2, PlaceReport, PlaceReportV1};
+use proto::placement::{Capacity, MAX_HOLDERS, OfferedDrafter, PlaceOrder, PlaceReport};
 use proto::service::deadline;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -11,14 +11,11 @@ use std::time::{Duration, Instant};
 /// A worker of the pool that is a member here.
 #[derive(Debug, Clone)]
 pub struct PoolWorker {
-    /// Its name.
     pub node: NodeId,
-    /// Its life.
     pub epoch: Epoch,
-    /// What it gives.
-    pub capacity: CapacityV1,
+    pub capacity: Capacity,
     /// The drafter beside its model, as it has registered.
-    pub drafter: Option<OfferedDrafterV1>,
+    pub drafter: Option<OfferedDrafter>,
     /// Where other workers reach it.
     pub quic: String,
     /// An operator has asked it to take no new work.
@@ -28,13 +25,12 @@ pub struct PoolWorker {
 
 impl PoolWorker {
     /// Tells it what it leads, and hears how that is.
-    pub async fn place(&self, order: PlaceOrderV2, limit: Duration) -> Option<PlaceReportV1> {
+    pub async fn place(&self, order: PlaceOrder, limit: Duration) -> Option<PlaceReport> {
         let told = async {
             let api = self.link.api().await.ok()?;
-            let order = order.at_version(self.link.connection().version());
             api.place(deadline(limit), order).await.ok()
         };
-        let PlaceReport::V1(report) = tokio::time::timeout(limit, told).await.ok().flatten()?;
+        let report = tokio::time::timeout(limit, told).await.ok().flatten()?;
         Some(report)
     }
 }

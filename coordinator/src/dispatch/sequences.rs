@@ -4,7 +4,7 @@ use super::{Dispatch, Link, RPC_LIMIT};
 use model::recent::AsItIs;
 use proto::block::BlockId;
 use proto::ids::{ModelId, NodeId};
-use proto::message::{WorkerState, WorkerStatus};
+use proto::message::WorkerState;
 use proto::sequence::{SequenceName, SequenceRequest};
 use proto::service::deadline;
 use proto::transport::SequenceExchange;
@@ -84,7 +84,6 @@ impl Dispatch {
         let caught_up = async {
             let api = link.api().await.map_err(|error| error.to_string())?;
             let status = api.status(deadline(CATCH_UP_LIMIT)).await.map_err(|error| error.to_string())?;
-            let WorkerStatus::V1(status) = status;
             loop {
                 let heard = self.heard.notified();
                 let streams = self.look(|balancer| balancer.stream(node));

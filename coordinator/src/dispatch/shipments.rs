@@ -3,16 +3,16 @@
 use super::SessionId;
 use parking_lot::Mutex;
 use proto::ids::NodeId;
-use proto::shard::ShippingReportV1;
+use proto::shard::ShippingReport;
 use std::collections::BTreeMap;
 
 /// The last report of each connected worker that has made one.
 #[derive(Debug, Default)]
-pub struct Shipments(Mutex<BTreeMap<NodeId, (SessionId, ShippingReportV1)>>);
+pub struct Shipments(Mutex<BTreeMap<NodeId, (SessionId, ShippingReport)>>);
 
 impl Shipments {
     /// A worker reports on this session. Returns whom it has not named there before as somebody who sends wrong bytes.
-    pub fn report(&self, session: SessionId, node: &NodeId, report: ShippingReportV1) -> Vec<NodeId> {
+    pub fn report(&self, session: SessionId, node: &NodeId, report: ShippingReport) -> Vec<NodeId> {
         let mut shipments = self.0.lock();
         let before = shipments.get(node).filter(|(known, _)| *known == session);
         let is_new = |source: &&NodeId| before.is_none_or(|(_, report)| !report.struck.contains(source));
@@ -22,11 +22,10 @@ impl Shipments {
     }
 
     /// All reports, by the workers' names.
-    pub fn all(&self) -> Vec<(NodeId, ShippingReportV1)> {
+    pub fn all(&self) -> Vec<(NodeId, ShippingReport)> {
         self.0.lock().iter().map(|(node, (_, report))| (node.clone(), report.clone())).collect()
     }
 
-    /// The session is over.
     pub(super) fn forget(&self, session: SessionId, node: &NodeId) {
         let mut shipments = self.0.lock();
         if shipments.get(node).is_some_and(|(known, _)| *known == session) {
@@ -43,8 +42,8 @@ mod tests {
         NodeId::new(name).unwrap()
     }
 
-    fn report(present: u64, struck: &[&str]) -> ShippingReportV1 {
-        ShippingReportV1 { wanted: 9, present, struck: struck.iter().map(|name| node(name)).collect() }
+    fn report(present: u64, struck: &[&str]) -> ShippingReport {
+        ShippingReport { wanted: 9, present, struck: struck.iter().map(|name| node(name)).collect() }
     }
 
     #[test]

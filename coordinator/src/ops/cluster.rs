@@ -1,13 +1,13 @@
 //! The cluster as `kvasir status --json` tells it. Keys are only ever added.
 
 use super::Ops;
-use super::metrics::state_name;
 use crate::agreement::{Difference, Standing};
 use crate::balancer::{OfferView, WorkerView};
-use crate::consensus::table::ModelCondemnedV1;
+use crate::consensus::table::ModelCondemned;
+use crate::metrics::state_name;
 use crate::replicas::ReplicaView;
 use proto::ids::{ModelId, NodeId};
-use proto::shard::ShippingReportV1;
+use proto::shard::ShippingReport;
 use serde_json::{Value, json};
 use std::collections::HashSet;
 
@@ -133,7 +133,7 @@ fn offer(OfferView { operation, model, backend, sessions }: &OfferView) -> Value
 }
 
 /// A worker that gets its model from others, or has got it.
-fn shipment((node, report): &(NodeId, ShippingReportV1)) -> Value {
+fn shipment((node, report): &(NodeId, ShippingReport)) -> Value {
     json!({
         "worker": node.as_str(),
         "wanted_bytes": report.wanted,
@@ -169,7 +169,7 @@ fn differences(ops: &Ops) -> Vec<Value> {
 /// Files that are placed nowhere.
 fn condemned(ops: &Ops) -> Vec<Value> {
     let table = ops.agreement.as_ref().and_then(|agreement| agreement.table());
-    let value = |condemned: &ModelCondemnedV1| {
+    let value = |condemned: &ModelCondemned| {
         let digest: String = condemned.model_digest.iter().map(|byte| format!("{byte:02x}")).collect();
         json!({"digest": digest, "worker": condemned.node.as_str(), "reason": condemned.reason})
     };

@@ -14,9 +14,10 @@
 //! nobody can decide.
 
 use super::{Ops, count};
-use crate::agreement::{Agreement, GroupView, Order, PeerEntry};
+use crate::agreement::{Agreement, GroupView, MemberRequest};
 use crate::api::error::ApiError;
 use crate::api::limits;
+use crate::config::PeerEntry;
 use axum::extract::{Path, Request, State};
 use axum::http::StatusCode;
 use axum::routing::{delete, get, post};
@@ -26,7 +27,6 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// The routes.
 pub(super) fn router() -> Router<Arc<Ops>> {
     Router::new()
         .route("/admin/v1/coordinators", get(list).post(add))
@@ -54,18 +54,18 @@ async fn add(State(ops): State<Arc<Ops>>, request: Request) -> Result<StatusCode
     if !port.is_some_and(|(_, port)| port.parse::<u16>().is_ok_and(|port| port > 0)) {
         return Err(ApiError::field("quic", "must be HOST:PORT"));
     }
-    change(&ops, "add_coordinator", Order::Add(PeerEntry { node, quic })).await
+    change(&ops, "add_coordinator", MemberRequest::Add(PeerEntry { node, quic })).await
 }
 
 async fn remove(State(ops): State<Arc<Ops>>, Path(id): Path<String>) -> Result<StatusCode, ApiError> {
-    change(&ops, "remove_coordinator", Order::Remove(name(id)?)).await
+    change(&ops, "remove_coordinator", MemberRequest::Remove(name(id)?)).await
 }
 
 async fn lead(State(ops): State<Arc<Ops>>, Path(id): Path<String>) -> Result<StatusCode, ApiError> {
-    change(&ops, "transfer_leadership", Order::Lead(name(id)?)).await
+    change(&ops, "transfer_leadership", MemberRequest::Lead(name(id)?)).await
 }
 
-async fn change(ops: &Ops, what: &'static str, order: Order) -> Result<StatusCode, ApiError> {
+async fn change(ops: &Ops, what: &'static str, order: MemberRequest) -> Result<StatusCode, ApiError> {
     let made = group(ops)?.order(order).await.map_err(ApiError::from);
     count(ops, what, &made);
     made.map(|()| StatusCode::NO_CONTENT)

@@ -69,7 +69,6 @@ fn file(kind: &'static str, text: &'static str) -> MethodRouter<Arc<Ops>> {
     })
 }
 
-/// What only administrators see.
 pub(super) fn router() -> Router<Arc<Ops>> {
     Router::new().route("/admin/v1/dashboard/events", get(events))
 }

@@ -9,10 +9,8 @@ use axum::extract::FromRequestParts;
 use axum::http::request::Parts;
 use proto::block::{BlockId, Scope};
 use proto::ids::{ModelId, NodeId, RequestId};
-use proto::message::{ModelTask, ServedModelV2};
-use proto::sequence::{
-    SequenceError, SequenceName, SequenceOperation, SequenceReply, SequenceRequest, SequenceRequestV1,
-};
+use proto::message::{ModelTask, ServedModel};
+use proto::sequence::{SequenceError, SequenceName, SequenceOperation, SequenceReply, SequenceRequest};
 use proto::transport::{SequenceBytes, SequenceExchange, StreamCode};
 use serde::Deserialize;
 use std::sync::Arc;
@@ -30,7 +28,6 @@ pub(super) struct Query {
     pub(super) tenant: Option<String>,
     /// Which choice of the request.
     pub(super) choice: Option<u32>,
-    /// At which worker.
     pub(super) worker: Option<String>,
     /// The name of a sequence that is made.
     pub(super) id: Option<String>,
@@ -50,7 +47,7 @@ impl<S: Send + Sync> FromRequestParts<S> for Query {
 pub(super) struct Keep<'a> {
     ops: &'a Ops,
     pub(super) model: Arc<OfferedModel>,
-    pub(super) served: ServedModelV2,
+    pub(super) served: ServedModel,
     pub(super) root: BlockId,
 }
 
@@ -110,7 +107,7 @@ impl<'a> Keep<'a> {
         operation: SequenceOperation,
     ) -> Result<SequenceExchange, ApiError> {
         let model = self.model.id.clone();
-        let request = SequenceRequest::V1(SequenceRequestV1 { model, root: self.root, operation });
+        let request = SequenceRequest { model, root: self.root, operation };
         let opened = self.ops.dispatch.open_sequence(node, &request).await.ok_or(ApiError::WorkerLost)?;
         opened.map_err(lost)
     }

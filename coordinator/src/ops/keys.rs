@@ -19,7 +19,7 @@ use crate::api::auth::{hex, key_id};
 use crate::api::error::ApiError;
 use crate::api::limits;
 use crate::consensus::table::{
-    Access, CacheGroupV1, Change, KeyIssuedV1, KeyScopeV1, KeyV1, QuotaV1, TenantTunedV1,
+    Access, CacheGroup, Change, KeyIssued, KeyRecord, KeyScope, Quota, TenantTuned,
 };
 use crate::random::random_bytes;
 use axum::extract::{Path, Request, State};
@@ -37,10 +37,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 /// What every key begins with, so that one that has leaked is found.
 const PREFIX: &str = "kvasir-";
-/// A hundred years.
 const MAX_EXPIRES_S: u64 = 100 * 365 * 86_400;
 
-/// The routes.
 pub(super) fn router() -> Router<Arc<Ops>> {
     Router::new()
         .route("/admin/v1/keys", get(list).post(create))
@@ -57,7 +55,7 @@ struct Limits {
     concurrency: Option<u32>,
 }
 
-impl From<Limits> for QuotaV1 {
+impl From<Limits> for Quota {
     fn from(limits: Limits) -> Self {
         Self {
             requests_per_minute: limits.rpm.unwrap_or(0),
@@ -68,7 +66,7 @@ impl From<Limits> for QuotaV1 {
 }
 
 #[derive(Debug, Deserialize)]
-struct Wanted {
+struct KeyRequest {
     tenant: TenantId,
     #[serde(default)]
     models: Vec<ModelId>,
@@ -93,8 +91,8 @@ async fn list(State(ops): State<Arc<Ops>>) -> Json<Value> {
         shown(key, &scope, "cluster")
     });
     let configured = ops.keys.configured().map(|(sha256, tenant, admin)| {
-        let key = KeyV1 { sha256: *sha256, tenant: tenant.clone(), admin, expires_unix_s: 0 };
-        shown(&key, &KeyScopeV1::default(), "file")
+        let key = KeyRecord { sha256: *sha256, tenant: tenant.clone(), admin, expires_unix_s: 0 };
+        shown(&key, &KeyScope::default(), "file")
     });
     Json(json!({"keys": agreed.chain(configured).collect::<Vec<_>>()}))
 }
@@ -104,25 +102,25 @@ async fn create(
     Extension(subject): Extension<Subject>,
     request: Request,
 ) -> Result<(StatusCode, Json<Value>), ApiError> {
-    let Wanted { tenant, models, admin, expires_s, limits } = body(request).await?;
+    let KeyRequest { tenant, models, admin, expires_s, limits } = body(request).await?;
     if expires_s.is_some_and(|s| s == 0 || s > MAX_EXPIRES_S) {
         return Err(ApiError::field("expires_s", format!("must be 1 to {MAX_EXPIRES_S}")));
     }
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     let secret = format!("{PREFIX}{}", hex(&random()?));
-    let key = KeyV1 {
+    let key = KeyRecord {
         sha256: Sha256::digest(secret.as_bytes()).into(),
         tenant,
         admin,
         expires_unix_s: expires_s.map_or(0, |s| now + s),
     };
     subject.set(format!("key {} of {}", key_id(&key.sha256), key.tenant));
-    let scope = KeyScopeV1 { models, quota: limits.into(), created_unix_s: now };
+    let scope = KeyScope { models, quota: limits.into(), created_unix_s: now };
     let mut answer = shown(&key, &scope, "cluster");
     if let Some(answer) = answer.as_object_mut() {
         answer.insert("key".into(), secret.into());
     }
-    let issued = KeyIssuedV1 { key, scope, salt: TenantSalt(random()?) };
+    let issued = KeyIssued { key, scope, salt: TenantSalt(random()?) };
     change(&ops, "create_key", Change::KeyIssued(issued)).await?;
     Ok((StatusCode::CREATED, Json(answer)))
 }
@@ -170,8 +168,8 @@ async fn tune(
 ) -> Result<StatusCode, ApiError> {
     let tenant = TenantId::new(tenant).map_err(|error| ApiError::field("tenant", error.rule))?;
     let Tuned { cache_group, limits } = body(request).await?;
-    let group = |name| Ok::<_, ApiError>(CacheGroupV1 { name, salt: TenantSalt(random()?) });
-    let tuned = TenantTunedV1 {
+    let group = |name| Ok::<_, ApiError>(CacheGroup { name, salt: TenantSalt(random()?) });
+    let tuned = TenantTuned {
         tenant,
         salt: TenantSalt(random()?),
         quota: limits.into(),
@@ -180,7 +178,7 @@ async fn tune(
     change(&ops, "tune_tenant", Change::TenantTuned(tuned)).await
 }
 
-fn shown(key: &KeyV1, scope: &KeyScopeV1, from: &str) -> Value {
+fn shown(key: &KeyRecord, scope: &KeyScope, from: &str) -> Value {
     let time = |seconds: u64| (seconds > 0).then_some(seconds);
     let mut shown = limits(&scope.quota);
     shown["id"] = key_id(&key.sha256).into();
@@ -193,7 +191,7 @@ fn shown(key: &KeyV1, scope: &KeyScopeV1, from: &str) -> Value {
     shown
 }
 
-fn limits(quota: &QuotaV1) -> Value {
+fn limits(quota: &Quota) -> Value {
     let some = |n: u64| (n > 0).then_some(n);
     json!({
         "rpm": some(quota.requests_per_minute.into()),

@@ -14,7 +14,7 @@ use super::{Ops, count};
 use crate::agreement::{Agreement, ChangeError};
 use crate::api::error::ApiError;
 use crate::api::limits;
-use crate::consensus::table::{Change, MAX_PLANNED_WORKERS, OperatorPlanV1, Refusal, StagePlanV1};
+use crate::consensus::table::{Change, MAX_PLANNED_WORKERS, OperatorPlan, Refusal, StagePlan};
 use crate::models::OfferedModel;
 use crate::placement::check_ranges;
 use axum::extract::{Path, Request, State};
@@ -29,7 +29,6 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The routes.
 pub(super) fn router() -> Router<Arc<Ops>> {
     Router::new()
         .route("/admin/v1/plans", get(list))
@@ -38,13 +37,13 @@ pub(super) fn router() -> Router<Arc<Ops>> {
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Wanted {
-    replicas: Vec<Vec<Stage>>,
+struct PlanRequest {
+    replicas: Vec<Vec<StageInput>>,
 }
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Stage {
+struct StageInput {
     worker: NodeId,
     layers: (u32, u32),
 }
@@ -53,15 +52,15 @@ async fn list(State(ops): State<Arc<Ops>>) -> Json<Value> {
     let table = ops.agreement.as_ref().and_then(|agreement| agreement.table());
     let waits = ops.replicas.as_ref().map(|replicas| replicas.unplanned()).unwrap_or_default();
     let plans = table.iter().flat_map(|table| table.operator_plans().values());
-    let plans = plans.map(|OperatorPlanV1 { model, replicas }| {
-        let stages = |stages: &Vec<StagePlanV1>| stages.iter().map(stage).collect::<Vec<_>>();
+    let plans = plans.map(|OperatorPlan { model, replicas }| {
+        let stages = |stages: &Vec<StagePlan>| stages.iter().map(stage).collect::<Vec<_>>();
         let replicas: Vec<Vec<Value>> = replicas.iter().map(stages).collect();
         json!({"model": model.as_str(), "replicas": replicas, "waits": waits.get(model)})
     });
     Json(json!({"plans": plans.collect::<Vec<_>>()}))
 }
 
-fn stage(stage: &StagePlanV1) -> Value {
+fn stage(stage: &StagePlan) -> Value {
     json!({"worker": stage.node.as_str(), "layers": [stage.layers.0, stage.layers.1]})
 }
 
@@ -72,7 +71,7 @@ async fn plan(
 ) -> Result<StatusCode, ApiError> {
     let offered = ops.models.get(&model).ok_or(ApiError::ModelNotFound(model))?;
     let body = limits::read(request.into_body()).await?;
-    let wanted: Wanted =
+    let wanted: PlanRequest =
         serde_json::from_slice(&body).map_err(|error| ApiError::field("body", error.to_string()))?;
     let plan = checked(offered, wanted)?;
     let agreement = agreement(&ops)?;
@@ -102,8 +101,8 @@ fn agreement(ops: &Ops) -> Result<&Agreement, ApiError> {
 }
 
 /// What is asked for, if it is a plan of the model's layers, whoever holds them.
-fn checked(model: &OfferedModel, wanted: Wanted) -> Result<OperatorPlanV1, ApiError> {
-    let Wanted { replicas } = wanted;
+fn checked(model: &OfferedModel, wanted: PlanRequest) -> Result<OperatorPlan, ApiError> {
+    let PlanRequest { replicas } = wanted;
     let Some(costs) = &model.costs else {
         let reason = format!("{} generates nothing, and is not placed in layers", model.id);
         return Err(ApiError::field("model", reason));
@@ -126,21 +125,21 @@ fn checked(model: &OfferedModel, wanted: Wanted) -> Result<OperatorPlanV1, ApiEr
             let reason = format!("{} stages, and a replica may have {MAX_STAGES} at most", stages.len());
             return Err(ApiError::field(field, reason));
         }
-        let range = |Stage { worker, layers: (first, end) }: &Stage| {
+        let range = |StageInput { worker, layers: (first, end) }: &StageInput| {
             (worker.to_string(), Range { start: *first as usize, end: *end as usize })
         };
         let ranges: Vec<(String, Range<usize>)> = stages.iter().map(range).collect();
         check_ranges(costs, &ranges).map_err(|error| ApiError::field(field, error.to_string()))?;
-        for (part, Stage { worker, .. }) in stages.iter().enumerate() {
+        for (part, StageInput { worker, .. }) in stages.iter().enumerate() {
             if !workers.insert(worker) {
                 let reason = format!("{worker} stands in another replica, too, and may have one range");
                 return Err(ApiError::field(format!("replicas[{at}][{part}].worker"), reason));
             }
         }
     }
-    let told = |Stage { worker: node, layers }| StagePlanV1 { node, layers };
+    let told = |StageInput { worker: node, layers }| StagePlan { node, layers };
     let replicas = replicas.into_iter().map(|stages| stages.into_iter().map(told).collect()).collect();
-    Ok(OperatorPlanV1 { model: model.id.clone(), replicas })
+    Ok(OperatorPlan { model: model.id.clone(), replicas })
 }
 
 #[cfg(test)]

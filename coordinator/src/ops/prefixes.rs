@@ -22,14 +22,13 @@ use axum::http::StatusCode;
 use axum::routing::{delete, get};
 use axum::{Extension, Json, Router};
 use proto::ids::NodeId;
-use proto::sequence::{PinInfoV1, SequenceOperation, SequenceReply};
+use proto::sequence::{PinInfo, SequenceOperation, SequenceReply};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
 /// Where a request comes from and what it says besides its body.
 type From = (State<Arc<Ops>>, Extension<Caller>, Query);
 
-/// The routes.
 pub(super) fn router() -> Router<Arc<Ops>> {
     Router::new()
         .route("/admin/v1/prefixes", get(list).post(pin))
@@ -96,7 +95,7 @@ async fn unpin(
     Ok(StatusCode::NO_CONTENT)
 }
 
-fn pin_json(keep: &Keep<'_>, node: &NodeId, info: &PinInfoV1) -> Value {
+fn pin_json(keep: &Keep<'_>, node: &NodeId, info: &PinInfo) -> Value {
     json!({
         "id": format!("{node}.{}", info.pin),
         "worker": node.as_str(),

@@ -31,7 +31,7 @@ use axum::{Extension, Json, Router};
 use http_body_util::BodyExt;
 use proto::ids::NodeId;
 use proto::sequence::{
-    SaveMedium, SequenceInfoV1, SequenceName, SequenceOperation, SequenceReply, SnapshotInfoV1,
+    SaveMedium, SequenceInfo, SequenceName, SequenceOperation, SequenceReply, SnapshotInfo,
 };
 use proto::transport::SequenceBytes;
 use serde_json::{Value, json};
@@ -41,7 +41,6 @@ use tokio::time::timeout;
 /// Where a request comes from and what it says besides its body.
 type From = (State<Arc<Ops>>, Extension<Caller>, Query);
 
-/// The routes.
 pub(super) fn router() -> Router<Arc<Ops>> {
     Router::new()
         .route("/admin/v1/snapshots", get(list).post(save_or_upload))
@@ -246,7 +245,7 @@ async fn body_or_nothing(request: Request) -> Result<bytes::Bytes, ApiError> {
     Ok(if body.is_empty() { bytes::Bytes::from_static(b"{}") } else { body })
 }
 
-fn sequence_json(keep: &Keep<'_>, node: &NodeId, info: &SequenceInfoV1) -> Value {
+fn sequence_json(keep: &Keep<'_>, node: &NodeId, info: &SequenceInfo) -> Value {
     json!({
         "id": info.name.request.as_str(),
         "choice": info.name.choice,
@@ -258,7 +257,7 @@ fn sequence_json(keep: &Keep<'_>, node: &NodeId, info: &SequenceInfoV1) -> Value
     })
 }
 
-fn snapshot_json(keep: &Keep<'_>, node: &NodeId, info: &SnapshotInfoV1) -> Value {
+fn snapshot_json(keep: &Keep<'_>, node: &NodeId, info: &SnapshotInfo) -> Value {
     json!({
         "id": info.name.request.as_str(),
         "choice": info.name.choice,

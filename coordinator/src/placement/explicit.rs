@@ -7,7 +7,6 @@ use std::ops::Range;
 /// What is wrong with an operator's cut.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ExplicitError {
-    /// No such worker.
     #[error("there is no worker {0}")]
     UnknownWorker(String),
     /// Two stages on one worker.
@@ -15,22 +14,13 @@ pub enum ExplicitError {
     WorkerTwice(String),
     /// A range that holds no layer.
     #[error("the range {start}..{end} of worker {worker} is empty")]
-    Empty {
-        /// The worker.
-        worker: String,
-        /// First layer.
-        start: usize,
-        /// Layer behind the last.
-        end: usize,
-    },
+    Empty { worker: String, start: usize, end: usize },
     /// A range does not begin where the one before ends.
     #[error("the layers of worker {worker} begin with {found}, and {expected} is the next to be placed")]
     Gap {
-        /// The worker.
         worker: String,
         /// Layer that is to come.
         expected: usize,
-        /// Layer found.
         found: usize,
     },
     /// The last range does not end with the model.
@@ -38,7 +28,6 @@ pub enum ExplicitError {
     End {
         /// Layer behind the last range.
         end: usize,
-        /// Layers of the model.
         layers: usize,
     },
     /// A layer would be parted from the one whose keys and values it reads.
@@ -51,11 +40,9 @@ pub enum ExplicitError {
         allowed(cuts)
     )]
     Cut {
-        /// Where the plan cuts.
         at: usize,
         /// The first layer whose caches the drafter reads, if it lies before the cut.
         drafter_from: Option<usize>,
-        /// Where it may.
         cuts: Vec<usize>,
     },
     /// A range does not fit.
@@ -64,11 +51,8 @@ pub enum ExplicitError {
         match drafter { 0 => String::new(), bytes => format!("; the drafter takes {bytes} of these") }
     )]
     Memory {
-        /// The worker.
         worker: String,
-        /// First layer.
         start: usize,
-        /// Layer behind the last.
         end: usize,
         /// Bytes that the range needs.
         needed: u64,

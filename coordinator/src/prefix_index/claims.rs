@@ -23,7 +23,6 @@ const FRESH: usize = 16;
 /// What the queue of them takes at most.
 const AWAITED_BYTES: usize = AWAITED * size_of::<ReservationId>();
 
-/// Names one reservation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ReservationId(u64);
 

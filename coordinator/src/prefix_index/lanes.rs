@@ -22,7 +22,6 @@ pub(super) struct Pair {
 pub(super) struct Lanes {
     /// By lane, the slot whose it is.
     slots: Vec<u16>,
-    /// By slot.
     pairs: Vec<Option<Pair>>,
     joined: u32,
     free: Vec<Lane>,
@@ -55,7 +54,6 @@ impl Lanes {
         self.pairs.len()
     }
 
-    /// Workers that have lanes.
     pub(super) fn joined(&self) -> u32 {
         self.joined
     }

@@ -9,7 +9,7 @@
 
 use super::PrefixIndex;
 use super::strand::Before;
-use super::stream::Need;
+use super::stream::GapRepair;
 use crate::slot::Slot;
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 use proto::codec::{self, Cap, CodecError};
@@ -20,9 +20,7 @@ use std::collections::VecDeque;
 /// How much goes into a frame, about: the time that nobody else may use the index.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Pace {
-    /// Strands looked at.
     pub(super) strands: u32,
-    /// Units.
     pub(super) units: usize,
 }
 
@@ -33,7 +31,6 @@ impl Pace {
 /// Why a frame was refused; the rest of the transfer is worth nothing.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PeerError {
-    /// It is no frame.
     #[error(transparent)]
     Codec(#[from] CodecError),
     /// A worker's part of no worker.
@@ -44,7 +41,6 @@ pub enum PeerError {
     Another {
         /// The worker that is named.
         node: NodeId,
-        /// Its life.
         epoch: Epoch,
     },
     /// It is not further than what is known already.
@@ -68,11 +64,11 @@ pub struct Export {
     epoch: Epoch,
     roots: Vec<BlockId>,
     pub(super) pace: Pace,
-    part: Part,
+    part: TransferPart,
 }
 
 #[derive(Debug)]
-enum Part {
+enum TransferPart {
     /// The worker is still to be named.
     Head(NodeId),
     Body(Box<Sending>),
@@ -94,14 +90,20 @@ impl Export {
     pub fn new(index: &PrefixIndex, slot: Slot, node: NodeId, after: u64) -> Option<Self> {
         let (epoch, applied) = index.whole(slot)?;
         let roots = index.tree.roots().collect();
-        (applied > after).then_some(Self { slot, epoch, roots, pace: Pace::USUAL, part: Part::Head(node) })
+        (applied > after).then_some(Self {
+            slot,
+            epoch,
+            roots,
+            pace: Pace::USUAL,
+            part: TransferPart::Head(node),
+        })
     }
 
     /// The next frame, `None` behind the last. Without an `End`, which there is none of when the worker leaves or is
     /// told anew meanwhile, what was sent counts for nothing.
     pub fn next(&mut self, index: &PrefixIndex) -> Result<Option<Vec<u8>>, CodecError> {
         let Some((epoch, sequence)) = index.whole(self.slot).filter(|(epoch, _)| *epoch == self.epoch) else {
-            self.part = Part::Done;
+            self.part = TransferPart::Done;
             return Ok(None);
         };
         if !self.roots.is_empty() {
@@ -110,25 +112,25 @@ impl Export {
             return encode(&PeerIndexFrame::Roots(roots)).map(Some);
         }
         match &mut self.part {
-            Part::Head(node) => {
+            TransferPart::Head(node) => {
                 let frame = encode(&PeerIndexFrame::Worker { node: node.clone(), epoch, sequence })?;
                 let mut hasher = blake3::Hasher::new();
                 hasher.update(&frame);
                 let sending = Sending { slot: self.slot, hasher, done: 0, rest: VecDeque::new() };
-                self.part = Part::Body(Box::new(sending));
+                self.part = TransferPart::Body(Box::new(sending));
                 Ok(Some(frame))
             }
-            Part::Body(sending) => {
+            TransferPart::Body(sending) => {
                 let Some(frame) = sending.part(index, self.pace) else {
                     let digest = *sending.hasher.finalize().as_bytes();
-                    self.part = Part::Done;
+                    self.part = TransferPart::Done;
                     return encode(&PeerIndexFrame::End { digest }).map(Some);
                 };
                 let frame = encode(&frame)?;
                 sending.hasher.update(&frame);
                 Ok(Some(frame))
             }
-            Part::Done => Ok(None),
+            TransferPart::Done => Ok(None),
         }
     }
 }
@@ -198,7 +200,7 @@ impl Import {
 
     /// Takes the next frame. The last one answers with what has to be asked of the worker itself: what it has said
     /// since. Until then, and until that has come, the worker's events are kept aside.
-    pub fn take(&mut self, index: &mut PrefixIndex, bytes: &[u8]) -> Result<Option<Need>, PeerError> {
+    pub fn take(&mut self, index: &mut PrefixIndex, bytes: &[u8]) -> Result<Option<GapRepair>, PeerError> {
         let part = match codec::decode(bytes, Cap::Events)? {
             PeerIndexFrame::Roots(roots) => {
                 roots.into_iter().for_each(|root| index.root(root));

@@ -12,14 +12,12 @@ pub(super) enum Before {
     Start(Option<BlockId>),
     /// Another strand, the first `at` units of it.
     Strand {
-        /// Which.
         parent: u32,
         /// How many of its units.
         at: u32,
     },
     /// A unit that is not in the index, or a root that is not known to be one.
     After(BlockId),
-    /// Nobody has said.
     Unknown,
 }
 

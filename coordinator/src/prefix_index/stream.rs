@@ -10,12 +10,9 @@ const MAX_PARKED: usize = 1 << 18;
 
 /// What the caller must fetch from the worker to close a gap.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Need {
+pub enum GapRepair {
     /// The events from this sequence number on.
-    Replay {
-        /// First missing sequence number.
-        from: u64,
-    },
+    Replay { from: u64 },
     /// Everything that the worker holds.
     Snapshot,
 }
@@ -42,7 +39,6 @@ pub enum StreamError {
     BadSequence {
         /// Number of the first event.
         first: u64,
-        /// Events in the batch.
         len: usize,
     },
 }
@@ -50,13 +46,9 @@ pub enum StreamError {
 /// Where a stream stands, for `status`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StreamView {
-    /// The worker's life.
     pub epoch: Epoch,
-    /// Last sequence number applied.
     pub applied: u64,
-    /// Gaps seen.
     pub gaps: u64,
-    /// Snapshots installed.
     pub snapshots: u64,
     /// Whether something is missing just now.
     pub behind: bool,
@@ -71,7 +63,7 @@ pub(super) struct Stream {
     gaps: u64,
     snapshots: u64,
     /// What has been asked for and not yet come.
-    pending: Option<Need>,
+    pending: Option<GapRepair>,
     parked: VecDeque<KvEventBatch>,
     parked_weight: usize,
     /// The last sequence number in the snapshot that is being installed. What is in the index belongs to no point
@@ -79,11 +71,11 @@ pub(super) struct Stream {
     installing: Option<u64>,
 }
 
-type Step = (Vec<KvEvent>, Option<Need>);
+type Step = (Vec<KvEvent>, Option<GapRepair>);
 
 impl Stream {
-    pub(super) fn new(epoch: Epoch) -> (Self, Need) {
-        let need = Need::Replay { from: 1 };
+    pub(super) fn new(epoch: Epoch) -> (Self, GapRepair) {
+        let need = GapRepair::Replay { from: 1 };
         let stream = Self {
             epoch,
             applied: 0,
@@ -133,7 +125,7 @@ impl Stream {
     ) -> Result<Step, StreamError> {
         self.check_epoch(epoch)?;
         let Some(batch) = missed.filter(|_| self.installing.is_none()) else {
-            self.pending = Some(Need::Snapshot);
+            self.pending = Some(GapRepair::Snapshot);
             return Ok((Vec::new(), self.pending));
         };
         self.check_epoch(batch.epoch)?;
@@ -142,7 +134,7 @@ impl Stream {
             check_sequence(&batch)?;
             if batch.first_sequence > self.applied + 1 {
                 // The replay itself has a hole: only a snapshot can help.
-                self.pending = Some(Need::Snapshot);
+                self.pending = Some(GapRepair::Snapshot);
                 return Ok((ready, self.pending));
             }
             self.advance(batch, &mut ready);
@@ -159,16 +151,15 @@ impl Stream {
             return Err(StreamError::BadSequence { first: sequence, len: 0 });
         }
         self.installing = Some(sequence);
-        self.pending = Some(Need::Snapshot);
+        self.pending = Some(GapRepair::Snapshot);
         Ok(())
     }
 
     pub(super) fn check_installing(&self) -> Result<(), StreamError> {
-        let going_on = self.installing.is_some() && self.pending == Some(Need::Snapshot);
+        let going_on = self.installing.is_some() && self.pending == Some(GapRepair::Snapshot);
         going_on.then_some(()).ok_or(StreamError::NoSnapshot)
     }
 
-    /// The snapshot is complete.
     pub(super) fn installed(&mut self) -> Result<Step, StreamError> {
         self.check_installing()?;
         self.applied = self.installing.take().ok_or(StreamError::NoSnapshot)?;
@@ -180,11 +171,11 @@ impl Stream {
 
     /// The snapshot is complete and was a peer's: what the worker has said since is asked of itself, and what it says
     /// meanwhile waits for that.
-    pub(super) fn handed_over(&mut self) -> Result<Need, StreamError> {
+    pub(super) fn handed_over(&mut self) -> Result<GapRepair, StreamError> {
         self.check_installing()?;
         self.applied = self.installing.take().ok_or(StreamError::NoSnapshot)?;
         self.snapshots += 1;
-        let need = Need::Replay { from: self.applied + 1 };
+        let need = GapRepair::Replay { from: self.applied + 1 };
         self.pending = Some(need);
         Ok(need)
     }
@@ -233,15 +224,15 @@ impl Stream {
         self.parked.push_back(batch);
     }
 
-    fn open_gap(&mut self) -> Need {
+    fn open_gap(&mut self) -> GapRepair {
         self.gaps += 1;
         let torn = self.installing.is_some();
-        let need = if torn { Need::Snapshot } else { Need::Replay { from: self.applied + 1 } };
+        let need = if torn { GapRepair::Snapshot } else { GapRepair::Replay { from: self.applied + 1 } };
         self.pending = Some(need);
         need
     }
 
-    fn unpark(&mut self, ready: &mut Vec<KvEvent>) -> Option<Need> {
+    fn unpark(&mut self, ready: &mut Vec<KvEvent>) -> Option<GapRepair> {
         self.pending = None;
         while let Some(batch) = self.parked.pop_front() {
             if batch.first_sequence > self.applied + 1 {

@@ -42,13 +42,17 @@ fn joined(workers: usize) -> PrefixIndex {
     index
 }
 
-fn install(index: &mut PrefixIndex, slot: Slot, snapshot: KvSnapshot) -> Result<Option<Need>, StreamError> {
+fn install(
+    index: &mut PrefixIndex,
+    slot: Slot,
+    snapshot: KvSnapshot,
+) -> Result<Option<GapRepair>, StreamError> {
     snapshot.into_parts().map(|part| index.install(slot, part)).last().unwrap()
 }
 
 /// A worker that has said nothing yet.
 fn join(index: &mut PrefixIndex, worker: usize, epoch: u64) {
-    assert_eq!(index.join(slot(worker), Epoch(epoch)), Need::Replay { from: 1 });
+    assert_eq!(index.join(slot(worker), Epoch(epoch)), GapRepair::Replay { from: 1 });
     assert_eq!(index.replayed(slot(worker), Epoch(epoch), Some(batch(epoch, 1, vec![]))), Ok(None));
 }
 
@@ -100,7 +104,7 @@ fn a_gap_asks_for_a_replay_and_nothing_is_applied_out_of_order() {
     let mut index = joined(1);
     let s = slot(0);
     assert_eq!(index.apply(s, batch(1, 1, vec![stored([1])])), Ok(None));
-    assert_eq!(index.apply(s, batch(1, 3, vec![removed([1])])), Ok(Some(Need::Replay { from: 2 })));
+    assert_eq!(index.apply(s, batch(1, 3, vec![removed([1])])), Ok(Some(GapRepair::Replay { from: 2 })));
     // While the replay is on its way everything waits, and nothing is asked for twice.
     assert_eq!(index.apply(s, batch(1, 4, vec![stored([3])])), Ok(None));
     assert_eq!(index.lookup(&chain([1])).units(s), 1);
@@ -117,7 +121,7 @@ fn a_gap_asks_for_a_replay_and_nothing_is_applied_out_of_order() {
 fn a_replay_may_come_in_parts() {
     let mut index = joined(1);
     let s = slot(0);
-    assert_eq!(index.apply(s, batch(1, 6, vec![stored([6])])), Ok(Some(Need::Replay { from: 1 })));
+    assert_eq!(index.apply(s, batch(1, 6, vec![stored([6])])), Ok(Some(GapRepair::Replay { from: 1 })));
     assert_eq!(index.replaying(s, batch(1, 1, vec![stored([1]), stored([2])])), Ok(()));
     // What has come counts, and the stream still waits for the rest.
     assert_eq!(index.lookup(&chain(1..=6)).units(s), 2);
@@ -125,11 +129,11 @@ fn a_replay_may_come_in_parts() {
     // A part is lost: only a snapshot can help.
     assert_eq!(index.replaying(s, batch(1, 4, vec![stored([4])])), Ok(()));
     let last = batch(1, 5, vec![stored([5])]);
-    assert_eq!(index.replayed(s, Epoch(1), Some(last.clone())), Ok(Some(Need::Snapshot)));
+    assert_eq!(index.replayed(s, Epoch(1), Some(last.clone())), Ok(Some(GapRepair::Snapshot)));
     assert_eq!(index.lookup(&chain(1..=6)).units(s), 2);
     // None is.
     index.fetch_failed(s);
-    assert_eq!(index.apply(s, batch(1, 8, vec![stored([8])])), Ok(Some(Need::Replay { from: 3 })));
+    assert_eq!(index.apply(s, batch(1, 8, vec![stored([8])])), Ok(Some(GapRepair::Replay { from: 3 })));
     assert_eq!(index.replaying(s, batch(1, 3, vec![stored([3]), stored([4])])), Ok(()));
     assert_eq!(index.replayed(s, Epoch(1), Some(last)), Ok(None));
     assert_eq!(index.lookup(&chain(1..=9)).units(s), 8);
@@ -141,7 +145,7 @@ fn a_replay_that_is_gone_asks_for_a_snapshot_which_replaces_everything() {
     let s = slot(0);
     index.apply(s, batch(1, 1, vec![stored([1])])).unwrap();
     index.apply(s, batch(1, 50, vec![stored([50])])).unwrap();
-    assert_eq!(index.replayed(s, Epoch(1), None), Ok(Some(Need::Snapshot)));
+    assert_eq!(index.replayed(s, Epoch(1), None), Ok(Some(GapRepair::Snapshot)));
     index.apply(s, batch(1, 51, vec![stored([51])])).unwrap();
     let runs = vec![(unit(39), chain(40..=50).to_vec(), Medium::Device)];
     let resume_points = vec![(unit(60), 60 * 16, Medium::Device), (unit(61), 61 * 16, Medium::Disk)];
@@ -159,7 +163,7 @@ fn a_failed_fetch_is_asked_for_again_by_the_next_batch() {
     let s = slot(0);
     assert!(index.apply(s, batch(1, 5, vec![stored([5])])).unwrap().is_some());
     index.fetch_failed(s);
-    assert_eq!(index.apply(s, batch(1, 6, vec![stored([6])])), Ok(Some(Need::Replay { from: 1 })));
+    assert_eq!(index.apply(s, batch(1, 6, vec![stored([6])])), Ok(Some(GapRepair::Replay { from: 1 })));
 }
 
 #[test]
@@ -274,8 +278,8 @@ fn a_snapshot_that_breaks_off_is_asked_for_again() {
     let mut index = joined(1);
     let s = slot(0);
     index.apply(s, batch(1, 1, vec![stored([1])])).unwrap();
-    assert_eq!(index.apply(s, batch(1, 9, vec![stored([9])])), Ok(Some(Need::Replay { from: 2 })));
-    assert_eq!(index.replayed(s, Epoch(1), None), Ok(Some(Need::Snapshot)));
+    assert_eq!(index.apply(s, batch(1, 9, vec![stored([9])])), Ok(Some(GapRepair::Replay { from: 2 })));
+    assert_eq!(index.replayed(s, Epoch(1), None), Ok(Some(GapRepair::Snapshot)));
     let runs = |units: std::ops::RangeInclusive<u64>| {
         KvSnapshotFrame::Runs(vec![(unit(0), chain(units).to_vec(), Medium::Device)])
     };
@@ -288,7 +292,7 @@ fn a_snapshot_that_breaks_off_is_asked_for_again() {
     index.fetch_failed(s);
     assert_eq!(index.install(s, KvSnapshotFrame::End), Err(StreamError::NoSnapshot));
     // A replay could not tell what is missing between the part and the stream.
-    assert_eq!(index.apply(s, batch(1, 10, vec![stored([10])])), Ok(Some(Need::Snapshot)));
+    assert_eq!(index.apply(s, batch(1, 10, vec![stored([10])])), Ok(Some(GapRepair::Snapshot)));
     assert_eq!(index.install(s, begin), Ok(None));
     assert_eq!(index.lookup(&chain(1..=3)).units(s), 0);
     assert_eq!(index.install(s, runs(1..=8)), Ok(None));
@@ -360,7 +364,7 @@ proptest! {
         plain.apply(slot(0), batch(1, 1, events.clone())).unwrap();
         let mut index = joined(1);
         let mut at = 0;
-        let mut wanted: Option<Need> = None;
+        let mut wanted: Option<GapRepair> = None;
         for (len, lost, repeated) in cuts.iter().cycle().copied() {
             if at == events.len() {
                 break;
@@ -372,7 +376,7 @@ proptest! {
                 wanted = wanted.or(need);
             }
             at = end;
-            if let Some(Need::Replay { from }) = wanted.take_if(|_| repeated) {
+            if let Some(GapRepair::Replay { from }) = wanted.take_if(|_| repeated) {
                 let from_index = from as usize - 1;
                 let missing = batch(1, from, events[from_index..at].to_vec());
                 prop_assert_eq!(index.replayed(slot(0), Epoch(1), Some(missing)), Ok(None));
@@ -381,7 +385,7 @@ proptest! {
         // A last heartbeat-like event shows any loss at the end.
         let last = events.len() as u64 + 1;
         let need = index.apply(slot(0), batch(1, last, vec![stored([99])])).unwrap();
-        if let Some(Need::Replay { from }) = wanted.or(need) {
+        if let Some(GapRepair::Replay { from }) = wanted.or(need) {
             let mut missing = events[from as usize - 1..].to_vec();
             missing.push(stored([99]));
             prop_assert_eq!(index.replayed(slot(0), Epoch(1), Some(batch(1, from, missing))), Ok(None));

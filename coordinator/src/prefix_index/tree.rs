@@ -22,7 +22,7 @@ use super::blocks::Blocks;
 use super::heads::Heads;
 use super::sets::{Lane, Set, Sets, table_bytes};
 use super::strand::{Before, NONE, Strand};
-use super::units::{CHUNK, Place, Units};
+use super::units::{CHUNK, UnitPosition, Units};
 use proto::block::BlockId;
 use std::collections::{HashMap, HashSet};
 
@@ -92,7 +92,6 @@ pub(super) struct Tree {
     loose: u32,
     /// Ids that are known to be roots.
     roots: HashSet<BlockId>,
-    /// First units of strands.
     heads: Heads,
     /// Higher than any lane in use.
     lanes: usize,
@@ -198,7 +197,7 @@ impl Tree {
     fn insert_from(
         &mut self,
         mut at: usize,
-        mut cursor: Option<Place>,
+        mut cursor: Option<UnitPosition>,
         before: Before,
         ids: &[BlockId],
         change: Change<'_>,
@@ -306,7 +305,7 @@ impl Tree {
     }
 
     /// How many of the first of `ids` stand one after the other from `place` on, which may be behind the end of its strand.
-    fn standing(&self, (strand, at): Place, ids: &[BlockId]) -> usize {
+    fn standing(&self, (strand, at): UnitPosition, ids: &[BlockId]) -> usize {
         let here = &self.strands[strand];
         let most = ids.len().min(here.len.saturating_sub(at) as usize);
         let mut done = 0;
@@ -373,11 +372,11 @@ impl Tree {
     /// for even one.
     fn append(
         &mut self,
-        cursor: Option<Place>,
+        cursor: Option<UnitPosition>,
         before: Before,
         ids: &[BlockId],
         change: Change<'_>,
-    ) -> Option<(Place, usize)> {
+    ) -> Option<(UnitPosition, usize)> {
         if !self.may_add(cursor.map(|(strand, _)| strand)) {
             return None;
         }
@@ -436,7 +435,6 @@ impl Tree {
         self.has_room(SPARE + self.units.growth() + strands + anchors + strand + roots + 2 * sets)
     }
 
-    /// A strand without units.
     fn begin(&mut self, before: Before) -> u32 {
         if self.free == NONE {
             let first = self.strands.len();
@@ -518,7 +516,7 @@ impl Tree {
     }
 
     /// What a run tells about the unit at `place`, which was known: what is before it.
-    fn learn(&mut self, place: Place, cursor: Option<Place>, before: Before) {
+    fn learn(&mut self, place: UnitPosition, cursor: Option<UnitPosition>, before: Before) {
         let (strand, 0) = place else { return };
         match (self.strands[strand].before, cursor, before) {
             (Before::After(_) | Before::Unknown, Some(cursor), _) => self.attach(strand, cursor),
@@ -549,7 +547,7 @@ impl Tree {
     }
 
     /// A loose strand turns out to be behind the first `at` units of `parent`.
-    fn attach(&mut self, strand: u32, (parent, at): Place) {
+    fn attach(&mut self, strand: u32, (parent, at): UnitPosition) {
         // Contradicting workers must not be able to close a circle, which nothing would ever free.
         let mut above = parent;
         loop {

@@ -7,7 +7,6 @@
 use super::blocks::Blocks;
 use proto::block::BlockId;
 
-/// Units of a chunk.
 pub(super) const CHUNK: u32 = 8;
 const SHARDS: usize = 1 << SHARD_BITS;
 const SHARD_BITS: u32 = 10;
@@ -15,7 +14,7 @@ const VACANT: u64 = u64::MAX;
 const NONE: u32 = u32::MAX;
 
 /// Where a unit stands: the strand, and how many of the strand's units are before it.
-pub(super) type Place = (u32, u32);
+pub(super) type UnitPosition = (u32, u32);
 
 #[derive(Debug, Clone, Copy)]
 struct Owner {
@@ -79,7 +78,7 @@ impl Units {
     }
 
     #[inline]
-    pub(super) fn find(&self, id: &BlockId) -> Option<Place> {
+    pub(super) fn find(&self, id: &BlockId) -> Option<UnitPosition> {
         let (shard, hash) = hash(id);
         let unit = self.shards[shard].find(hash, |unit| self.id(unit) == id)?;
         let owner = self.chunks[unit / CHUNK].owner;

@@ -1,10 +1,10 @@
 use super::*;
 
-fn quota(requests_per_minute: u32, tokens_per_minute: u64, concurrency: u32) -> QuotaV1 {
-    QuotaV1 { requests_per_minute, tokens_per_minute, concurrency }
+fn quota(requests_per_minute: u32, tokens_per_minute: u64, concurrency: u32) -> Quota {
+    Quota { requests_per_minute, tokens_per_minute, concurrency }
 }
 
-fn meter(quota: QuotaV1, now: Instant) -> Arc<Meter> {
+fn meter(quota: Quota, now: Instant) -> Arc<Meter> {
     Arc::new(Meter::new([1; 32], Of::Key, quota, now))
 }
 
@@ -91,10 +91,10 @@ fn what_is_spent_elsewhere_counts_once() {
     assert_eq!(silent.tell(now + TOLD_FOR), None);
     assert_eq!((0..10).filter(|_| enter(&silent, now + TOLD_FOR).is_ok()).count(), 7);
     // It has restarted: its counts begin anew.
-    here.hear(&peer, 8, &SpentV1 { subject: [1; 32], requests: 2, tokens: 0, inflight: 4 }, now);
+    here.hear(&peer, 8, &QuotaSpent { subject: [1; 32], requests: 2, tokens: 0, inflight: 4 }, now);
     assert_eq!(enter(&here, now + seconds(2)).unwrap_err().0, Limit::Requests);
     let soon = now + seconds(60);
-    here.hear(&peer, 8, &SpentV1 { subject: [1; 32], requests: 2, tokens: 0, inflight: 4 }, soon);
+    here.hear(&peer, 8, &QuotaSpent { subject: [1; 32], requests: 2, tokens: 0, inflight: 4 }, soon);
     assert_eq!(enter(&here, soon).unwrap_err().0, Limit::Concurrency);
     enter(&here, soon + SILENT_AFTER).unwrap();
     let spent = there.tell(now + TOLD_FOR);
@@ -117,7 +117,7 @@ fn what_is_used_of_limits_is_that_of_all_coordinators() {
     let meter = meter(quota(60, 0, 4), now);
     let permits = [enter(&meter, now).unwrap(), enter(&meter, now).unwrap()];
     permits[0].generated(500);
-    let spent = |requests, inflight| SpentV1 { subject: [1; 32], requests, tokens: 0, inflight };
+    let spent = |requests, inflight| QuotaSpent { subject: [1; 32], requests, tokens: 0, inflight };
     let peer = NodeId::new("c2").unwrap();
     meter.hear(&peer, 7, &spent(10, 1), now);
     let usage = meter.usage(now);

@@ -7,13 +7,12 @@ mod operators;
 
 use super::drafters;
 use crate::consensus::table::{
-    Change, Level, MAX_REASON, ModelCondemnedV1, OperatorPlanV1, ReplicaPlacedV1, ReplicaPlanV1, StagePlanV1,
-    Table,
+    Change, MAX_REASON, ModelCondemned, OperatorPlan, ReplicaPlaced, ReplicaPlan, StagePlan, Table,
 };
 use crate::placement::{Placement, PlacementError, Worker, Workload};
 use model::costs::ModelCosts;
 use proto::ids::{ModelId, NodeId};
-use proto::placement::{CapacityV1, OfferedDrafterV1};
+use proto::placement::{Capacity, OfferedDrafter};
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -22,7 +21,7 @@ use std::ops::Range;
 const CONTEXT: usize = 8192;
 
 /// A model that is to be served.
-pub(super) struct Want<'a> {
+pub(super) struct WantedModel<'a> {
     pub(super) model: &'a ModelId,
     pub(super) costs: &'a ModelCosts,
     /// Tokens of its longest sequence.
@@ -32,13 +31,13 @@ pub(super) struct Want<'a> {
 /// A worker of the pool that is there.
 pub(super) struct Node<'a> {
     pub(super) name: &'a NodeId,
-    pub(super) capacity: &'a CapacityV1,
+    pub(super) capacity: &'a Capacity,
     /// The drafter beside its model.
-    pub(super) drafter: Option<&'a OfferedDrafterV1>,
+    pub(super) drafter: Option<&'a OfferedDrafter>,
     pub(super) draining: bool,
 }
 
-impl Want<'_> {
+impl WantedModel<'_> {
     /// What a replica is to be good for.
     fn workload(&self) -> Workload {
         Workload::of_context(self.context.min(CONTEXT) as u64)
@@ -51,17 +50,15 @@ impl Node<'_> {
         self.capacity.files.iter().any(|file| file.model == *model && file.digest == digest)
     }
 
-    /// As placement sees it.
     fn worker(&self) -> Worker {
-        let CapacityV1 { memory, bandwidth, compute, .. } = *self.capacity;
+        let Capacity { memory, bandwidth, compute, .. } = *self.capacity;
         Worker { name: self.name.to_string(), memory, bandwidth: bandwidth as f64, compute: compute as f64 }
     }
 }
 
-/// What is decided on.
 pub(super) struct View<'a> {
     pub(super) table: &'a Table,
-    pub(super) wants: &'a [Want<'a>],
+    pub(super) wants: &'a [WantedModel<'a>],
     /// Stages of a replica; none: as few as hold the model.
     pub(super) shards: Option<usize>,
     pub(super) nodes: &'a [Node<'a>],
@@ -76,9 +73,6 @@ pub(super) struct View<'a> {
 /// The next change, and why of a model nothing more is planned.
 pub(super) fn decide(view: &View<'_>) -> (Option<Change>, BTreeMap<ModelId, String>) {
     let mut unplanned = BTreeMap::new();
-    if view.table.level() < Level(2) {
-        return (None, unplanned);
-    }
     let change = view.condemn().or_else(|| view.as_told(&mut unplanned));
     let change = change.or_else(|| view.replace(&mut unplanned)).or_else(|| view.drop_strays());
     let change = change.or_else(|| view.add(&mut unplanned));
@@ -93,7 +87,7 @@ impl View<'_> {
             let mut reason = (self.bad)(life, lead)?;
             reason.truncate(reason.floor_char_boundary(MAX_REASON));
             let (model_digest, node) = (plan.model_digest, lead.clone());
-            Some(Change::ModelCondemned(ModelCondemnedV1 { model_digest, node, reason }))
+            Some(Change::ModelCondemned(ModelCondemned { model_digest, node, reason }))
         })
     }
 
@@ -112,7 +106,7 @@ impl View<'_> {
             }
             let own: BTreeSet<&NodeId> = plan.stages.iter().map(|stage| &stage.node).collect();
             match self.plan(want, plan.model_digest, |name| own.contains(name))? {
-                Ok(plan) => Some(Change::ReplicaPlaced(ReplicaPlacedV1 { plan, replaces: Some(life) })),
+                Ok(plan) => Some(Change::ReplicaPlaced(ReplicaPlaced { plan, replaces: Some(life) })),
                 Err(error) => {
                     if crowded {
                         unplanned.insert(plan.model.clone(), error.to_string());
@@ -124,13 +118,13 @@ impl View<'_> {
     }
 
     /// Whether a plan is possible without the model's drafter and not with it, by what its workers give.
-    fn has_no_room_for_drafter(&self, want: &Want<'_>, plan: &ReplicaPlanV1) -> bool {
+    fn has_no_room_for_drafter(&self, want: &WantedModel<'_>, plan: &ReplicaPlan) -> bool {
         let with = self.costs(want, &plan.model_digest);
         if with.drafter().is_none() {
             return false;
         }
         let ranges: Vec<(String, Range<usize>)> = plan.stages.iter().map(named_range).collect();
-        let there = |stage: &StagePlanV1| self.nodes.iter().find(|node| *node.name == stage.node);
+        let there = |stage: &StagePlan| self.nodes.iter().find(|node| *node.name == stage.node);
         let workers: Vec<Worker> = plan.stages.iter().filter_map(there).map(|node| node.worker()).collect();
         let goes = |model: &ModelCosts| {
             Placement { model, workload: want.workload(), workers: &workers }.explicit(&ranges).is_ok()
@@ -139,7 +133,7 @@ impl View<'_> {
     }
 
     /// What the model with this digest costs with its drafter.
-    fn costs<'a>(&self, want: &Want<'a>, digest: &[u8; 32]) -> Cow<'a, ModelCosts> {
+    fn costs<'a>(&self, want: &WantedModel<'a>, digest: &[u8; 32]) -> Cow<'a, ModelCosts> {
         let offered = self.nodes.iter().map(|node| (node.capacity, node.drafter));
         drafters::with(want.costs, drafters::of(offered, digest))
     }
@@ -147,7 +141,7 @@ impl View<'_> {
     /// A worker of a replica is here with another file, which the plan can never be made of. Where none could take its
     /// place, the plan goes, and its workers are free for what they have.
     fn drop_strays(&self) -> Option<Change> {
-        let strays = |plan: &ReplicaPlanV1| {
+        let strays = |plan: &ReplicaPlan| {
             plan.stages.iter().any(|stage| {
                 let node = self.nodes.iter().find(|node| *node.name == stage.node);
                 node.is_some_and(|node| {
@@ -162,16 +156,16 @@ impl View<'_> {
 
     /// Workers are free: the model that has the fewest replicas gets one of them.
     fn add(&self, unplanned: &mut BTreeMap<ModelId, String>) -> Option<Change> {
-        let replicas = |want: &&Want<'_>| {
+        let replicas = |want: &&WantedModel<'_>| {
             self.table.replicas().values().filter(|plan| plan.model == *want.model).count()
         };
-        let told = |want: &&Want<'_>| self.table.operator_plans().contains_key(want.model);
-        let mut wants: Vec<&Want<'_>> = self.wants.iter().filter(|want| !told(want)).collect();
+        let told = |want: &&WantedModel<'_>| self.table.operator_plans().contains_key(want.model);
+        let mut wants: Vec<&WantedModel<'_>> = self.wants.iter().filter(|want| !told(want)).collect();
         wants.sort_by_key(replicas);
         wants.into_iter().find_map(|want| {
             let plan = |digest| self.plan(want, digest, |_| false);
             match self.digests(want.model).into_iter().find_map(plan)? {
-                Ok(plan) => Some(Change::ReplicaPlaced(ReplicaPlacedV1 { plan, replaces: None })),
+                Ok(plan) => Some(Change::ReplicaPlaced(ReplicaPlaced { plan, replaces: None })),
                 Err(error) => {
                     unplanned.entry(want.model.clone()).or_insert_with(|| error.to_string());
                     None
@@ -192,14 +186,14 @@ impl View<'_> {
     /// what they need. None where nobody is free.
     fn plan(
         &self,
-        want: &Want<'_>,
+        want: &WantedModel<'_>,
         digest: [u8; 32],
         may_take: impl Fn(&NodeId) -> bool,
-    ) -> Option<Result<ReplicaPlanV1, PlacementError>> {
+    ) -> Option<Result<ReplicaPlan, PlacementError>> {
         let taken: BTreeSet<&NodeId> =
             self.table.replicas().values().flat_map(|plan| &plan.stages).map(|stage| &stage.node).collect();
         let named: BTreeSet<&NodeId> =
-            self.table.operator_plans().values().flat_map(OperatorPlanV1::workers).collect();
+            self.table.operator_plans().values().flat_map(OperatorPlan::workers).collect();
         let has = |node: &Node<'_>| node.has(want.model, digest);
         let free = |node: &&Node<'_>| {
             !node.draining
@@ -225,24 +219,24 @@ impl View<'_> {
 
     fn cut(
         &self,
-        want: &Want<'_>,
+        want: &WantedModel<'_>,
         model_digest: [u8; 32],
         candidates: &[&Node<'_>],
-    ) -> Result<ReplicaPlanV1, PlacementError> {
+    ) -> Result<ReplicaPlan, PlacementError> {
         let workers: Vec<Worker> = candidates.iter().map(|node| node.worker()).collect();
         let costs = self.costs(want, &model_digest);
         let placement = Placement { model: &costs, workload: want.workload(), workers: &workers };
         let replica = placement.place(self.shards, 1)?.into_iter().next().ok_or(PlacementError::NoWorkers)?;
         let stages = replica.stages.into_iter().filter_map(|stage| {
             let node = candidates.get(stage.worker)?.name.clone();
-            Some(StagePlanV1 { node, layers: (stage.layers.start as u32, stage.layers.end as u32) })
+            Some(StagePlan { node, layers: (stage.layers.start as u32, stage.layers.end as u32) })
         });
-        Ok(ReplicaPlanV1 { model: want.model.clone(), model_digest, stages: stages.collect() })
+        Ok(ReplicaPlan { model: want.model.clone(), model_digest, stages: stages.collect() })
     }
 }
 
 /// A stage of a plan as placement checks it.
-fn named_range(stage: &StagePlanV1) -> (String, Range<usize>) {
+fn named_range(stage: &StagePlan) -> (String, Range<usize>) {
     let (first, end) = stage.layers;
     (stage.node.to_string(), first as usize..end as usize)
 }

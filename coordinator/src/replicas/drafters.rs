@@ -1,7 +1,7 @@
 //! The drafter of a model's replicas: a function of what the workers that have the model's file have registered.
 
 use model::costs::{DrafterCosts, DrafterStage, ModelCosts};
-use proto::placement::{CapacityV1, DrafterV1, OfferedDrafterV1};
+use proto::placement::{Capacity, Drafter, OfferedDrafter};
 use std::borrow::Cow;
 
 /// More than any drafter takes; a larger number that is registered counts as this.
@@ -12,10 +12,10 @@ const MOST_ELEMENTS: u64 = 1 << 24;
 /// The drafter of the model with this digest. Where workers have registered several it is the first in their order, so that
 /// all coordinators name the same one.
 pub(super) fn of<'a>(
-    workers: impl Iterator<Item = (&'a CapacityV1, Option<&'a OfferedDrafterV1>)>,
+    workers: impl Iterator<Item = (&'a Capacity, Option<&'a OfferedDrafter>)>,
     digest: &[u8; 32],
-) -> Option<&'a OfferedDrafterV1> {
-    let has = |capacity: &CapacityV1| capacity.files.iter().any(|file| file.digest == *digest);
+) -> Option<&'a OfferedDrafter> {
+    let has = |capacity: &Capacity| capacity.files.iter().any(|file| file.digest == *digest);
     let offered = workers.filter_map(|(capacity, drafter)| {
         drafter.filter(|drafter| drafter.model_digest == *digest && has(capacity))
     });
@@ -23,18 +23,18 @@ pub(super) fn of<'a>(
 }
 
 /// What the model costs with its drafter beside it.
-pub(super) fn with<'a>(costs: &'a ModelCosts, drafter: Option<&OfferedDrafterV1>) -> Cow<'a, ModelCosts> {
+pub(super) fn with<'a>(costs: &'a ModelCosts, drafter: Option<&OfferedDrafter>) -> Cow<'a, ModelCosts> {
     match drafter {
         None => Cow::Borrowed(costs),
         Some(drafter) => Cow::Owned(costs.clone().with_drafter(taken(drafter))),
     }
 }
 
-fn taken(offered: &OfferedDrafterV1) -> DrafterCosts {
+fn taken(offered: &OfferedDrafter) -> DrafterCosts {
     DrafterCosts {
         stage: match offered.drafter {
-            DrafterV1::Model(_) => DrafterStage::First,
-            DrafterV1::Appended | DrafterV1::Assistant(_) => {
+            Drafter::Model(_) => DrafterStage::First,
+            Drafter::Appended | Drafter::Assistant(_) => {
                 DrafterStage::Last { from_layer: offered.from_layer as usize }
             }
         },

@@ -1,24 +1,24 @@
 //! How much the caches of a replica may take, so that each stage has room for its part.
 
-use crate::consensus::table::ReplicaPlanV1;
+use crate::consensus::table::ReplicaPlan;
 use crate::dispatch::PoolWorker;
 use crate::models::Models;
 use crate::placement::{beside_cache, stage_cache, stage_weights};
-use proto::placement::OfferedDrafterV1;
+use proto::placement::OfferedDrafter;
 
 /// Bytes over all stages: what the stage with the least room for its part of a sequence allows beside the drafter. 0 where
 /// the model or a worker is not known here.
 pub(super) fn cache_bytes(
-    plan: &ReplicaPlanV1,
+    plan: &ReplicaPlan,
     models: &Models,
-    (pool, drafter): (&[PoolWorker], Option<&OfferedDrafterV1>),
+    (pool, drafter): (&[PoolWorker], Option<&OfferedDrafter>),
 ) -> u64 {
     let model = models.get(plan.model.as_str());
     let Some((costs, context)) = model.and_then(|model| Some((model.costs.as_ref()?, model.context))) else {
         return 0;
     };
     let costs = super::drafters::with(costs, drafter);
-    let stages: Option<Vec<Part>> = plan
+    let stages: Option<Vec<StageMemory>> = plan
         .stages
         .iter()
         .map(|stage| {
@@ -26,7 +26,7 @@ pub(super) fn cache_bytes(
             let layers = stage.layers.0 as usize..stage.layers.1 as usize;
             let range = (layers.end <= costs.layers()).then(|| costs.range(layers))?;
             let usable = worker.capacity.memory / 10 * 9;
-            Some(Part {
+            Some(StageMemory {
                 room: usable.saturating_sub(stage_weights(&range)),
                 sequence: stage_cache(&range, context as u64),
                 beside: beside_cache(&costs, &range, context as u64),
@@ -37,8 +37,7 @@ pub(super) fn cache_bytes(
 }
 
 /// Bytes of a stage.
-struct Part {
-    /// For caches.
+struct StageMemory {
     room: u64,
     /// What a sequence takes there.
     sequence: u64,
@@ -46,7 +45,7 @@ struct Part {
     beside: u64,
 }
 
-fn share_out(stages: &[Part]) -> u64 {
+fn share_out(stages: &[StageMemory]) -> u64 {
     let all: u128 = stages.iter().map(|part| u128::from(part.sequence.saturating_sub(part.beside))).sum();
     let parts = stages.iter().filter(|part| part.sequence > 0);
     let least = parts.map(|part| u128::from(part.room) * all / u128::from(part.sequence)).min();
@@ -58,15 +57,17 @@ mod tests {
     use super::*;
 
     fn shared(stages: &[(u64, u64)]) -> u64 {
-        let part = |(room, sequence): &(u64, u64)| Part { room: *room, sequence: *sequence, beside: 0 };
+        let part =
+            |(room, sequence): &(u64, u64)| StageMemory { room: *room, sequence: *sequence, beside: 0 };
         share_out(&stages.iter().map(part).collect::<Vec<_>>())
     }
 
     #[test]
     fn a_model_that_drafts_has_its_part_beside_the_caches() {
         // Eight of a sequence in both stages' caches, and two of the drafter at the first.
-        let stages =
-            |room| [Part { room, sequence: 6, beside: 2 }, Part { room: 1000, sequence: 4, beside: 0 }];
+        let stages = |room| {
+            [StageMemory { room, sequence: 6, beside: 2 }, StageMemory { room: 1000, sequence: 4, beside: 0 }]
+        };
         let bytes = share_out(&stages(60));
         assert_eq!(bytes, 80);
         assert_eq!(

@@ -1,7 +1,7 @@
 //! How much prefixes are in demand: how long their requests wait at their holders, beyond what they would elsewhere,
 //! and for how long that has been so. A burst that drains by itself is no demand that lasts.
 
-use super::{Choice, Reason, Standing};
+use super::{Reason, RoutingDecision, Standing};
 use crate::slot::Slot;
 use proto::ids::GroupId;
 use std::collections::HashMap;
@@ -19,7 +19,6 @@ const MAX_KNOWN: usize = 1 << 14;
 pub struct CommonKey(pub [u8; 16]);
 
 impl CommonKey {
-    /// Of a tenant's group.
     pub fn of_group(tenant: &str, group: &GroupId) -> Self {
         let mut hasher = blake3::Hasher::new_derive_key("kvasir 2026-11 request group");
         hasher.update(&(tenant.len() as u64).to_le_bytes()).update(tenant.as_bytes());
@@ -33,11 +32,11 @@ impl CommonKey {
 /// What is known of prefixes. Bounded; what is forgotten costs a second holder some waits more.
 #[derive(Debug, Default)]
 pub struct Demand {
-    known: HashMap<CommonKey, Known>,
+    known: HashMap<CommonKey, PrefixDemand>,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Known {
+struct PrefixDemand {
     standing: Standing,
     /// Of the last request, beyond what it would have waited elsewhere, in seconds; less by a second each second.
     excess: f64,
@@ -52,7 +51,7 @@ impl Demand {
 
     /// A request with the prefix has been placed. `home`: where it is held first, if the one that was known holds
     /// it no more.
-    pub fn note(&mut self, now: Instant, key: CommonKey, home: Slot, choice: &Choice) {
+    pub fn note(&mut self, now: Instant, key: CommonKey, home: Slot, choice: &RoutingDecision) {
         if self.known.len() >= MAX_KNOWN && !self.known.contains_key(&key) {
             self.forget(now);
         }
@@ -61,10 +60,12 @@ impl Demand {
             Reason::Replica => 0.0,
             _ => before.map_or(0.0, |standing| standing.regret),
         };
-        self.known.insert(key, Known { standing: Standing { home, regret }, excess: choice.excess, at: now });
+        self.known.insert(
+            key,
+            PrefixDemand { standing: Standing { home, regret }, excess: choice.excess, at: now },
+        );
     }
 
-    /// Prefixes known.
     pub fn len(&self) -> usize {
         self.known.len()
     }
@@ -74,7 +75,6 @@ impl Demand {
         self.known.is_empty()
     }
 
-    /// Forgets the older half.
     fn forget(&mut self, now: Instant) {
         let mut ages: Vec<Duration> =
             self.known.values().map(|known| now.saturating_duration_since(known.at)).collect();
@@ -85,7 +85,7 @@ impl Demand {
     }
 }
 
-impl Known {
+impl PrefixDemand {
     fn decayed(&self, now: Instant) -> Option<Standing> {
         let age = now.saturating_duration_since(self.at);
         let lasted = age.as_secs_f64().min(self.excess);
@@ -99,8 +99,8 @@ impl Known {
 mod tests {
     use super::*;
 
-    fn choice(reason: Reason, excess: f64) -> Choice {
-        Choice { slot: slot(0), reason, predicted: 1_024, cost: 1.0, excess }
+    fn choice(reason: Reason, excess: f64) -> RoutingDecision {
+        RoutingDecision { slot: slot(0), reason, predicted: 1_024, cost: 1.0, excess }
     }
 
     fn slot(index: usize) -> Slot {

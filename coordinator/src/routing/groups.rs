@@ -33,7 +33,6 @@ impl Groups {
         }
     }
 
-    /// Whether nobody leads.
     pub fn is_empty(&self) -> bool {
         self.leaders.is_empty()
     }

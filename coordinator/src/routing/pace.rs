@@ -58,11 +58,9 @@ impl Pace {
 /// What a worker had done at the time of a report.
 #[derive(Debug, Clone, Copy)]
 pub struct Done {
-    /// When it was heard.
     pub at: Instant,
     /// Tokens generated since its start.
     pub tokens: u64,
-    /// Generations in its batch.
     pub running: u32,
     /// Whether prompts were to be computed.
     pub prefills: bool,
@@ -86,7 +84,6 @@ impl Default for PaceMeter {
 }
 
 impl PaceMeter {
-    /// The worker reports.
     pub fn heard(&mut self, done: Done) {
         let Some(last) = self.last.replace(done) else { return };
         let took = done.at.saturating_duration_since(last.at);
@@ -122,7 +119,6 @@ impl PaceMeter {
         self.pace.seconds = if old > 0.0 { old + weight * (seconds - old) } else { seconds };
     }
 
-    /// What is known.
     pub fn pace(&self) -> Option<Pace> {
         self.measured.map(|_| self.pace)
     }

@@ -7,7 +7,7 @@ fn query(prompt_tokens: u32, random: u64) -> Query {
     Query { routing: Routing::Prefix, prompt_tokens, output_tokens: 16.0, standing: None, random, turn: 0 }
 }
 
-fn choose(prompt_tokens: u32, candidates: &[Candidate], random: u64) -> Option<Choice> {
+fn choose(prompt_tokens: u32, candidates: &[Candidate], random: u64) -> Option<RoutingDecision> {
     super::choose(&query(prompt_tokens, random), candidates)
 }
 

@@ -11,7 +11,7 @@
 
 use super::{Candidate, Outlook, predicted_tokens};
 use crate::slot::Slot;
-use proto::message::PullCostV1;
+use proto::message::PullCost;
 use proto::pull::SLICE_BYTES;
 
 /// Bytes per second assumed of a worker that has not pulled anything yet.
@@ -26,10 +26,8 @@ const COMPUTED_AGAIN: f64 = 2.0;
 const LEAST_GAIN: u32 = 32;
 const GAIN_PART: u32 = 16;
 
-/// A pull that pays.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Pull {
-    /// Who holds the prefix.
     pub from: Slot,
     /// Leading hash units of the prompt that the worker holds afterwards.
     pub units: u32,
@@ -47,7 +45,7 @@ pub struct Pull {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PullPrice<'a> {
     /// Bytes of a resume point.
-    pub cost: &'a PullCostV1,
+    pub cost: &'a PullCost,
     /// Bytes per second that it has measured; 0 if unknown.
     pub rate: f32,
 }
@@ -55,7 +53,6 @@ pub struct PullPrice<'a> {
 /// A worker that holds a part of the prompt, or will.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Holder {
-    /// Its slot.
     pub slot: Slot,
     /// Leading units that it holds.
     pub units: u32,
@@ -150,11 +147,11 @@ impl Candidate {
 mod tests {
     use super::*;
     use crate::routing::pace::Pace;
-    use crate::routing::{Choice, Query, Reason, Routing};
+    use crate::routing::{Query, Reason, Routing, RoutingDecision};
     use proto::ids::ModelId;
 
-    fn cost() -> PullCostV1 {
-        PullCostV1 { model: ModelId::new("m").unwrap(), bytes_per_token: 20_000, bytes_per_point: 1_000_000 }
+    fn cost() -> PullCost {
+        PullCost { model: ModelId::new("m").unwrap(), bytes_per_token: 20_000, bytes_per_point: 1_000_000 }
     }
 
     fn candidate(index: usize, units: u32) -> Candidate {
@@ -178,7 +175,7 @@ mod tests {
         Holder { slot: slot(index), units, layer: 0.0, backlog: 0.0, ready: None }
     }
 
-    fn choose(prompt_tokens: u32, candidates: &[Candidate]) -> Choice {
+    fn choose(prompt_tokens: u32, candidates: &[Candidate]) -> RoutingDecision {
         let query = Query {
             routing: Routing::Prefix,
             prompt_tokens,
@@ -255,7 +252,7 @@ mod tests {
     /// 960 tokens take 0.96 s to compute. The pull takes 0.02 s, 19.2 MB at 1 GB/s and two copies of these at 1 GB/s.
     #[test]
     fn what_is_computed_elsewhere_is_awaited_for_as_long_as_computing_takes() {
-        let cost = PullCostV1 { bytes_per_point: 0, ..cost() };
+        let cost = PullCost { bytes_per_point: 0, ..cost() };
         let price = PullPrice { cost: &cost, rate: 1e9 };
         let takes = OVERHEAD_S + 3.0 * 960.0 * 20_000.0 / 1e9;
         let in_flight = |ready| Holder { ready: Some(ready), ..idle(1, 60) };

@@ -9,18 +9,19 @@ use super::StartError;
 use crate::api::error::ApiError;
 use crate::api::limits::{HEAD_TIMEOUT, MAX_FORM, MAX_HEAD, WRITE_STALL};
 use crate::api::refused_before;
-use crate::ops::metrics::Metrics;
+use crate::http_ext::{ConnectionPermit, Peer, closing};
+use crate::metrics::Metrics;
 use axum::extract::Request;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::Response;
 use bytes::Bytes;
-use guard::{Guarded, Patience, Refuse};
+use guard::{ClientTimeouts, Guarded, Refuse};
 use http_body_util::BodyExt;
 use hyper::body::{Body as HttpBody, Frame, Incoming, SizeHint};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use places::{Places, Seat};
+use places::{ConnectionClass, Places};
 use std::convert::Infallible;
 use std::io;
 use std::net::SocketAddr;
@@ -34,7 +35,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{Instant, Sleep};
 use tower::{Service, ServiceExt};
-use turn::Turn;
+use turn::ConnectionActivity;
 
 /// Waits after `accept` has failed, as it does when file descriptors run out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
@@ -50,26 +51,6 @@ const QUIET: Duration = Duration::from_millis(200);
 /// and at most for so long.
 const LINGER_OPEN: Duration = Duration::from_secs(2);
 
-/// The address at the other end of a connection; an extension of every request.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Peer(pub SocketAddr);
-
-/// A connection's place among those of its listener; an extension of every request. What a connection becomes that is
-/// upgraded keeps it: while it is there, the connection counts, and the listener waits for it when it stops.
-#[derive(Debug, Clone)]
-pub struct Place {
-    close: watch::Receiver<bool>,
-    _taken: mpsc::Sender<Infallible>,
-}
-
-impl Place {
-    /// Waits until connections shall be closed.
-    pub async fn closing(&self) {
-        told(&mut self.close.clone()).await;
-    }
-}
-
-/// What answers requests.
 pub(super) trait Port:
     Service<Request, Response = Response, Error = Infallible, Future: Send> + Clone + Send + 'static
 {
@@ -85,13 +66,11 @@ impl<S> Port for S where
 pub(super) struct Limits {
     /// In metrics and in the log.
     pub(super) port: &'static str,
-    /// Connections at a time.
     pub(super) connections: usize,
     /// How long a connection may stay between requests.
     pub(super) idle: Duration,
     /// Paths that are answered also when all connections are taken.
     pub(super) always: &'static [&'static str],
-    /// What is counted.
     pub(super) metrics: Arc<Metrics>,
 }
 
@@ -175,11 +154,11 @@ async fn serve(
         if places.made_room() {
             counted.made_room();
         }
-        if seat != Seat::Regular || places.made_room() {
+        if seat != ConnectionClass::Regular || places.made_room() {
             // Who has come before is read before another may take its place.
             tokio::task::yield_now().await;
         }
-        if seat != Seat::Regular {
+        if seat != ConnectionClass::Regular {
             counted.refused();
             if said.is_none_or(|said| said.elapsed() >= SAY_EVERY) {
                 said = Some(latest);
@@ -191,10 +170,10 @@ async fn serve(
                 );
             }
         }
-        if seat == Seat::None {
+        if seat == ConnectionClass::None {
             continue;
         }
-        let turn = Arc::new(Turn::new(began));
+        let turn = Arc::new(ConnectionActivity::new(began));
         let connection = entrance.clone().connection(stream, peer, Arc::clone(&turn), seat);
         let task = connections.spawn(connection);
         places.take(task, turn, seat);
@@ -217,12 +196,6 @@ async fn quiet(stop: &mut watch::Receiver<Option<Instant>>, latest: Instant) {
     }
 }
 
-/// Waits until connections shall be closed.
-async fn told(close: &mut watch::Receiver<bool>) {
-    // An error means that whoever would tell is gone.
-    let _ = close.wait_for(|close| *close).await;
-}
-
 /// What every connection of a listener is given.
 #[derive(Clone)]
 struct Entrance<P> {
@@ -233,7 +206,6 @@ struct Entrance<P> {
 }
 
 impl<P: Port> Entrance<P> {
-    /// With what refuses heads.
     fn refusing(self) -> Self {
         let metrics = Arc::clone(&self.limits.metrics);
         let refuse = move |head: &[u8], error: &ApiError| {
@@ -244,24 +216,30 @@ impl<P: Port> Entrance<P> {
         Self { refuse: Arc::new(refuse), ..self }
     }
 
-    async fn connection(self, stream: TcpStream, peer: SocketAddr, turn: Arc<Turn>, seat: Seat) {
+    async fn connection(
+        self,
+        stream: TcpStream,
+        peer: SocketAddr,
+        turn: Arc<ConnectionActivity>,
+        seat: ConnectionClass,
+    ) {
         // Tokens are small and each is waited for.
         if let Err(error) = stream.set_nodelay(true) {
             tracing::debug!(%error, "no TCP_NODELAY");
         }
         let Self { port, limits, mut close, refuse } = self;
         let (taken, mut left) = mpsc::channel(1);
-        let place = Place { close: close.clone(), _taken: taken };
+        let place = ConnectionPermit::new(close.clone(), taken);
         // Who has no place of its own says at once what it wants.
-        let idle = if seat == Seat::Regular { limits.idle } else { HEAD_TIMEOUT };
-        let patience = Patience { head: HEAD_TIMEOUT, idle };
+        let idle = if seat == ConnectionClass::Regular { limits.idle } else { HEAD_TIMEOUT };
+        let patience = ClientTimeouts { head: HEAD_TIMEOUT, idle };
         let stream = Unstalled::new(stream, WRITE_STALL);
         let stream = Guarded::new(stream, Arc::clone(&turn), patience, refuse);
         let service = service_fn(move |mut request: hyper::Request<Incoming>| {
             request.extensions_mut().insert(Peer(peer));
             request.extensions_mut().insert(place.clone());
             let request = request.map(|body| axum::body::Body::new(Lingering(Some(body)))) as Request;
-            let refused = seat != Seat::Regular && !limits.always.contains(&request.uri().path());
+            let refused = seat != ConnectionClass::Regular && !limits.always.contains(&request.uri().path());
             let answer = match refused {
                 true => Err(full(&limits, request.uri().path())),
                 false => Ok(port.clone().oneshot(request)),
@@ -272,7 +250,7 @@ impl<P: Port> Entrance<P> {
                     Ok(answer) => answer.await?,
                     Err(full) => full,
                 };
-                if seat != Seat::Regular {
+                if seat != ConnectionClass::Regular {
                     response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
                 }
                 if response.status() == StatusCode::SWITCHING_PROTOCOLS {
@@ -293,7 +271,7 @@ impl<P: Port> Entrance<P> {
         let mut connection = Box::pin(connection);
         let ended = tokio::select! {
             ended = connection.as_mut() => ended,
-            () = told(&mut close) => {
+            () = closing(&mut close) => {
                 connection.as_mut().graceful_shutdown();
                 connection.as_mut().await
             }
@@ -338,7 +316,7 @@ fn written(error: &ApiError, path: &str) -> Bytes {
 #[derive(Debug)]
 struct Answering {
     body: axum::body::Body,
-    turn: Option<Arc<Turn>>,
+    turn: Option<Arc<ConnectionActivity>>,
 }
 
 impl HttpBody for Answering {

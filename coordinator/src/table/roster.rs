@@ -7,7 +7,7 @@
 
 use super::{MAX_WORKERS, TableChange, TableError};
 use proto::ids::{Epoch, NodeId};
-use proto::message::RegisterV2;
+use proto::message::WorkerInfo;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -20,18 +20,16 @@ const MAX_BYTES: usize = 4 << 20;
 pub struct Worker {
     /// Its latest life; what an earlier one says is refused.
     pub epoch: Epoch,
-    /// Where that life stands.
-    pub life: Life,
+    pub life: WorkerStanding,
 }
 
 /// Where a worker stands. There is no other state than these.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Life {
+pub enum WorkerStanding {
     /// A member that takes work, as it introduced itself.
-    Serving(Arc<RegisterV2>),
+    Serving(Arc<WorkerInfo>),
     /// A member that an operator has asked to take no new work.
-    Draining(Arc<RegisterV2>),
-    /// No member.
+    Draining(Arc<WorkerInfo>),
     Away {
         /// It will drain when it comes back.
         drains: bool,
@@ -40,9 +38,9 @@ pub enum Life {
     },
 }
 
-impl Life {
+impl WorkerStanding {
     /// How it introduced itself, while it is a member.
-    pub fn register(&self) -> Option<&Arc<RegisterV2>> {
+    pub fn register(&self) -> Option<&Arc<WorkerInfo>> {
         match self {
             Self::Serving(register) | Self::Draining(register) => Some(register),
             Self::Away { .. } => None,
@@ -88,11 +86,11 @@ impl Roster {
     }
 
     /// The introductions of all members.
-    pub fn members(&self) -> impl Iterator<Item = &Arc<RegisterV2>> {
+    pub fn members(&self) -> impl Iterator<Item = &Arc<WorkerInfo>> {
         self.workers.values().filter_map(|worker| worker.life.register())
     }
 
-    fn join(&mut self, register: RegisterV2) -> Result<(), TableError> {
+    fn join(&mut self, register: WorkerInfo) -> Result<(), TableError> {
         let node = register.node.clone();
         let known = self.workers.get(&node);
         if let Some(worker) = known.filter(|worker| register.epoch < worker.epoch) {
@@ -116,7 +114,8 @@ impl Roster {
         }
         let epoch = register.epoch;
         let register = Arc::new(register);
-        let life = if drains { Life::Draining(register) } else { Life::Serving(register) };
+        let life =
+            if drains { WorkerStanding::Draining(register) } else { WorkerStanding::Serving(register) };
         self.workers.insert(node, Worker { epoch, life });
         Ok(())
     }
@@ -130,14 +129,15 @@ impl Roster {
         let drains = worker.life.drains();
         let departure = self.departures;
         self.departures += 1;
-        self.workers.insert(node, Worker { epoch, life: Life::Away { drains, departure } });
+        self.workers.insert(node, Worker { epoch, life: WorkerStanding::Away { drains, departure } });
         Ok(())
     }
 
     fn drain(&mut self, node: NodeId, draining: bool) -> Result<(), TableError> {
         let worker = self.member(&node)?;
         if let Some(register) = worker.life.register().cloned() {
-            worker.life = if draining { Life::Draining(register) } else { Life::Serving(register) };
+            worker.life =
+                if draining { WorkerStanding::Draining(register) } else { WorkerStanding::Serving(register) };
         }
         Ok(())
     }
@@ -149,13 +149,13 @@ impl Roster {
 
     fn longest_away(&self) -> Option<NodeId> {
         let away = self.workers.iter().filter_map(|(node, worker)| match worker.life {
-            Life::Away { departure, .. } => Some((departure, node)),
-            Life::Serving(_) | Life::Draining(_) => None,
+            WorkerStanding::Away { departure, .. } => Some((departure, node)),
+            WorkerStanding::Serving(_) | WorkerStanding::Draining(_) => None,
         });
         away.min().map(|(_, node)| node.clone())
     }
 
-    fn check_models(&self, register: &RegisterV2) -> Result<(), TableError> {
+    fn check_models(&self, register: &WorkerInfo) -> Result<(), TableError> {
         for other in self.members().filter(|other| other.node != register.node) {
             for model in &register.models {
                 let Some(theirs) = other.models.iter().find(|m| m.id == model.id) else { continue };
@@ -175,8 +175,8 @@ impl Roster {
 }
 
 /// About the bytes that an introduction takes in a snapshot.
-fn weight(register: &RegisterV2) -> usize {
-    let model = |m: &proto::message::ServedModelV2| 96 + m.id.as_str().len() + m.numeric_class.len();
+fn weight(register: &WorkerInfo) -> usize {
+    let model = |m: &proto::message::ServedModel| 96 + m.id.as_str().len() + m.numeric_class.len();
     let texts = register.node.as_str().len() + register.quic.len() + register.ops.len();
     32 + texts + register.models.iter().map(model).sum::<usize>()
 }

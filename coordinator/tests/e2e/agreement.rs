@@ -3,8 +3,8 @@
 use super::client::post;
 use super::{Rig, until};
 use kvasir_coordinator::Config;
-use kvasir_coordinator::agreement::PeerEntry;
-use proto::directory::Claim;
+use kvasir_coordinator::config::PeerEntry;
+use proto::directory::DirectoryClaim;
 use proto::ids::{Epoch, NodeId};
 use proto::service::Refusal;
 use serde_json::{Value, json};
@@ -81,12 +81,12 @@ async fn a_data_directory_is_one_process_own() {
     let dir = tempfile::tempdir().unwrap();
     let data = dir.path().join("data");
     let rig = Rig::bare(|config| config.data_dir = Some(data.clone())).await;
-    let error = Claim::of(&data).unwrap_err().to_string();
+    let error = DirectoryClaim::of(&data).unwrap_err().to_string();
     assert!(error.contains(&data.display().to_string()) && error.contains("another process"), "{error}");
     for entry in std::fs::read_dir(&data).unwrap() {
         let entry = entry.unwrap();
         assert_eq!(entry.metadata().unwrap().permissions().mode() & 0o077, 0, "{:?}", entry.path());
     }
     assert!(rig.stop().await);
-    Claim::of(&data).unwrap();
+    DirectoryClaim::of(&data).unwrap();
 }

@@ -39,7 +39,6 @@ fn text(path: &str, answer: &Value) -> String {
     text.as_str().unwrap_or_else(|| panic!("{answer}")).to_owned()
 }
 
-/// What an event says.
 fn said(event: &Value) -> &str {
     let said = match event["type"].as_str() {
         Some("response.output_text.delta") => &event["delta"],

@@ -1,10 +1,9 @@
 //! Embeddings and reranking, as clients see them.
 
 use super::client::{Reply, get, post};
-use super::fake_worker::{FakeWorker, MAX_MODEL_LEN, Setup, values};
+use super::fake_worker::{FakeWorker, MAX_MODEL_LEN, values};
 use super::{Rig, tokens, until};
-use proto::message::{EncodeTextV1, GenerateError, ModelTask};
-use proto::transport::VersionRange;
+use proto::message::{EncodeText, GenerateError, ModelTask};
 use serde_json::{Value, json};
 
 const EMBEDDINGS: &str = "/v1/embeddings";
@@ -25,7 +24,7 @@ fn framed(text: &str) -> Vec<u32> {
 
 /// The vector that the API must give for these tokens.
 fn vector(tokens: Vec<u32>, dimensions: usize) -> Vec<f32> {
-    let mut values = values(&EncodeTextV1 { tokens, segment_start: None }, EMBED);
+    let mut values = values(&EncodeText { tokens, segment_start: None }, EMBED);
     values.truncate(dimensions);
     let length = values.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
     values.iter().map(|x| (f64::from(*x) / length) as f32).collect()
@@ -49,7 +48,7 @@ fn score(query: &str, document: &str) -> f32 {
     let first = framed(query);
     let segment_start = Some(first.len() as u32);
     let tokens = [first, tokens(document), vec![EOS]].concat();
-    values(&EncodeTextV1 { tokens, segment_start }, COMPARE)[0]
+    values(&EncodeText { tokens, segment_start }, COMPARE)[0]
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -274,16 +273,4 @@ async fn whoever_leaves_is_cancelled_and_what_takes_too_long_ends() {
     until("it has left", async || rig.cluster().await["workers"] == json!([])).await;
     let nobody = post(rig.at.http, EMBEDDINGS, &json!({"input": "y"})).await;
     assert_eq!(nobody.error(), (503, "no_worker".into(), String::new()));
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn workers_of_every_earlier_protocol_generate() {
-    for protocol in 1..VersionRange::CURRENT.max {
-        let rig = Rig::bare(|_| {}).await;
-        let old = rig.join_as(Setup { protocol, ..rig.setup("w1", 1) }).await.unwrap();
-        ok(&post(rig.at.http, "/v1/completions", &json!({"prompt": "hi", "max_tokens": 1})).await);
-        let reply = post(rig.at.http, EMBEDDINGS, &json!({"input": "hi"})).await;
-        assert_eq!(reply.error(), (400, "invalid_field".into(), "model".into()));
-        assert_eq!(old.counters().received, 1);
-    }
 }

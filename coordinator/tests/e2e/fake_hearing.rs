@@ -2,8 +2,8 @@
 
 use parking_lot::Mutex;
 use proto::operation::{
-    LanguageV1, MAX_FRAME_WINDOWS, OpenedOperationV1, Operation, OperationError, OperationInput,
-    OperationOptions, OperationOutput, OperationRequest, OperationRequestV1, SpokenTextV1, TurnV1, WindowV1,
+    Language, MAX_FRAME_WINDOWS, OpenedOperation, Operation, OperationError, OperationInput,
+    OperationOptions, OperationOutput, OperationRequest, SpokenText, TurnScore, VoiceWindow,
 };
 use proto::transport::{OperationCall, OperationInputs, OperationReplier};
 use tokio::sync::watch;
@@ -13,7 +13,7 @@ pub(crate) const IDLE_MS: u64 = 25_000;
 
 /// What sessions do, and what was asked of them.
 pub(crate) struct Hearing {
-    asked: Mutex<Vec<OperationRequestV1>>,
+    asked: Mutex<Vec<OperationRequest>>,
     /// Sessions that are refused in this way.
     refuse: Mutex<Option<OperationError>>,
     draining: watch::Sender<bool>,
@@ -41,7 +41,7 @@ impl Default for Hearing {
 }
 
 impl Hearing {
-    pub(crate) fn asked(&self) -> Vec<OperationRequestV1> {
+    pub(crate) fn asked(&self) -> Vec<OperationRequest> {
         self.asked.lock().clone()
     }
 
@@ -57,7 +57,6 @@ impl Hearing {
         self.stands.send_replace(stands);
     }
 
-    /// Sessions that it has.
     pub(crate) fn open(&self) -> u32 {
         *self.open.borrow()
     }
@@ -69,7 +68,7 @@ pub(crate) fn probability(sample: i16) -> f32 {
 }
 
 pub(crate) async fn serve(hearing: &Hearing, call: OperationCall) {
-    let OperationCall { request: OperationRequest::V1(request), inputs, mut reply } = call;
+    let OperationCall { request, inputs, mut reply } = call;
     hearing.asked.lock().push(request.clone());
     let refused = hearing.refuse.lock().clone();
     let odd = (request.sample_rate != 16_000 && request.sample_rate != 8_000).then(|| {
@@ -80,7 +79,7 @@ pub(crate) async fn serve(hearing: &Hearing, call: OperationCall) {
         let _ = reply.end(&OperationOutput::Failed(error)).await;
         return;
     }
-    let opened = OpenedOperationV1 {
+    let opened = OpenedOperation {
         backend: "fake".into(),
         model: request.model.clone().unwrap(),
         sample_rate: request.sample_rate,
@@ -108,7 +107,7 @@ pub(crate) async fn serve(hearing: &Hearing, call: OperationCall) {
 
 async fn hear(
     hearing: &Hearing,
-    request: &OperationRequestV1,
+    request: &OperationRequest,
     mut inputs: OperationInputs,
     reply: &mut OperationReplier,
 ) -> Result<OperationOutput, proto::Error> {
@@ -127,8 +126,8 @@ async fn hear(
                 let before = heard.len() as u64;
                 all += pcm.len() as u64;
                 if *hearing.loud.lock() {
-                    let window = |start| WindowV1 { start, probability: 0.125 };
-                    let windows: Vec<WindowV1> = (0..MAX_FRAME_WINDOWS as u64).map(window).collect();
+                    let window = |start| VoiceWindow { start, probability: 0.125 };
+                    let windows: Vec<VoiceWindow> = (0..MAX_FRAME_WINDOWS as u64).map(window).collect();
                     reply.send(&OperationOutput::Windows(windows)).await?;
                     hearing.said.send_modify(|said| *said += 1);
                     continue;
@@ -141,7 +140,7 @@ async fn hear(
                     }
                     let first = (heard[start as usize] * 32_768.0) as i16;
                     let probability = probability(first);
-                    said.push(WindowV1 { start, probability });
+                    said.push(VoiceWindow { start, probability });
                     if speaks != (probability >= threshold) {
                         speaks = !speaks;
                         let event = match speaks {
@@ -165,12 +164,12 @@ async fn hear(
                         heard.iter().map(|x| f64::from(x.abs())).sum::<f64>() / heard.len().max(1) as f64;
                     let probability = mean as f32;
                     let complete = probability > threshold;
-                    reply.send(&OperationOutput::Turn(TurnV1 { at, complete, probability })).await?;
+                    reply.send(&OperationOutput::Turn(TurnScore { at, complete, probability })).await?;
                 }
                 if request.operation == Operation::Asr {
-                    let language = LanguageV1 { code: "en".into(), probability: 0.75 };
+                    let language = Language { code: "en".into(), probability: 0.75 };
                     reply.send(&OperationOutput::Language(language)).await?;
-                    let text = SpokenTextV1 {
+                    let text = SpokenText {
                         text: format!(" heard {at}"),
                         start: 0,
                         end: at,

@@ -31,8 +31,8 @@ fn file(tokens: &[u32]) -> Vec<u8> {
     tokens.iter().flat_map(|token| token.to_le_bytes()).collect()
 }
 
-fn info(name: &SequenceName, tokens: &[u32]) -> SequenceInfoV1 {
-    SequenceInfoV1 { name: name.clone(), tokens: tokens.len() as u32, cached: 16, live: false }
+fn info(name: &SequenceName, tokens: &[u32]) -> SequenceInfo {
+    SequenceInfo { name: name.clone(), tokens: tokens.len() as u32, cached: 16, live: false }
 }
 
 fn unknown(name: &SequenceName) -> SequenceError {
@@ -46,13 +46,13 @@ impl Sequences {
         self.known.insert(key, prompt.iter().copied().chain(output.bytes().map(u32::from)).collect());
     }
 
-    fn perform(&mut self, request: &SequenceRequestV1, body: Vec<u8>) -> Result<Answer, SequenceError> {
+    fn perform(&mut self, request: &SequenceRequest, body: Vec<u8>) -> Result<Answer, SequenceError> {
         let root = request.root;
         self.asked.push(request.operation.clone());
         let known = |all: &BTreeMap<Key, Vec<u32>>, name: &SequenceName| {
             all.get(&(root, name.clone())).cloned().ok_or_else(|| unknown(name))
         };
-        let pin = |pin: u64, (_, tokens, ttl_ms): &(BlockId, Vec<u32>, u64), all: u64| PinInfoV1 {
+        let pin = |pin: u64, (_, tokens, ttl_ms): &(BlockId, Vec<u32>, u64), all: u64| PinInfo {
             pin,
             tokens: tokens.len() as u32 / 16 * 16,
             ttl_ms: *ttl_ms,
@@ -61,7 +61,7 @@ impl Sequences {
         };
         let pinned: u64 = self.pins.values().map(|(_, tokens, _)| tokens.len() as u64).sum();
         let reply = match &request.operation {
-            SequenceOperation::List => SequenceReply::List(SequenceListV1 {
+            SequenceOperation::List => SequenceReply::List(SequenceList {
                 sequences: self
                     .known
                     .iter()
@@ -72,7 +72,7 @@ impl Sequences {
                     .saved
                     .iter()
                     .filter(|(k, _)| k.0 == root)
-                    .map(|(k, (medium, file))| SnapshotInfoV1 {
+                    .map(|(k, (medium, file))| SnapshotInfo {
                         name: k.1.clone(),
                         bytes: file.len() as u64,
                         medium: *medium,
@@ -89,7 +89,7 @@ impl Sequences {
                 let file = file(&known(&self.known, sequence)?);
                 let bytes = file.len() as u64;
                 self.saved.insert((root, sequence.clone()), (*medium, file));
-                SequenceReply::Saved(SnapshotInfoV1 { name: sequence.clone(), bytes, medium: *medium })
+                SequenceReply::Saved(SnapshotInfo { name: sequence.clone(), bytes, medium: *medium })
             }
             SequenceOperation::Fetch { sequence } => {
                 let saved = self.saved.get(&(root, sequence.clone())).map(|(_, file)| file.clone());
@@ -170,9 +170,8 @@ impl Sequences {
     }
 }
 
-/// Serves one call.
 pub(crate) async fn serve(sequences: &parking_lot::Mutex<Sequences>, call: SequenceCall) {
-    let SequenceRequest::V1(request) = call.request;
+    let request = call.request;
     // A coordinator that is cut off sends less than it said; then nothing has happened.
     let answer = match call.body.read(MAX_UPLOAD).await {
         Ok(body) => sequences.lock().perform(&request, body),

@@ -9,12 +9,12 @@ use proto::block::{BlockId, HASH_UNIT_TOKENS, Scope};
 use proto::event::{KvEvent, KvEventBatch, KvReplay, KvSnapshot, Medium};
 use proto::ids::{Epoch, ModelId, NodeId, RequestId, Role};
 use proto::message::{
-    EncodeRequestV1, EncodeTextV1, FinishReason, FinishedV1, GenerateError, GenerateFrame, GenerateRequestV3,
-    LoadReport, LoadReportV1, ModelTask, RegisterV2, RegisterV3, Registered, ServedModelV2, StartedV1,
-    TokenLogprobs, TokenOut, WorkerState, WorkerStatus, WorkerStatusV1,
+    EncodeRequest, EncodeText, FinishReason, Finished, GenerateError, GenerateFrame, GenerateRequest,
+    LoadReport, ModelTask, PullReport, Register, ServedModel, Started, TokenLogprobs, TokenOut, WorkerInfo,
+    WorkerState, WorkerStatus,
 };
-use proto::operation::OfferedOperationV1;
-use proto::placement::{PlaceOrder, PlaceReport, PlaceReportV1, RegisterV4};
+use proto::operation::OfferedOperation;
+use proto::placement::{PlaceOrder, PlaceReport};
 use proto::sequence::{SequenceName, SequenceOperation};
 use proto::service::{Refusal, WorkerApi, deadline};
 use proto::transport::{
@@ -41,10 +41,8 @@ pub(crate) struct Setup {
     pub(crate) keeps_events: bool,
     /// What its model is for.
     pub(crate) task: ModelTask,
-    /// The newest protocol that it speaks.
-    pub(crate) protocol: u16,
     /// What it offers besides its model.
-    pub(crate) operations: Vec<OfferedOperationV1>,
+    pub(crate) operations: Vec<OfferedOperation>,
 }
 
 /// A worker under the test's control. Dropping it closes its connection.
@@ -78,8 +76,8 @@ struct State {
     fail: Option<GenerateError>,
     /// Tokens guessed, and guessed right, of every request.
     guessed: (u32, u32),
-    requests: Vec<GenerateRequestV3>,
-    encodes: Vec<EncodeRequestV1>,
+    requests: Vec<GenerateRequest>,
+    encodes: Vec<EncodeRequest>,
     draining: bool,
 }
 
@@ -104,8 +102,7 @@ fn letter(start: u32, i: u32) -> u32 {
 impl FakeWorker {
     /// Joins the coordinator at `quic` and waits until it is accepted.
     pub(crate) async fn join(setup: Setup, identity: &Identity, quic: SocketAddr) -> Result<Self, Refusal> {
-        let mut config = EndpointConfig::new(Epoch(setup.epoch), [Role::Worker]);
-        config.versions.max = setup.protocol;
+        let config = EndpointConfig::new(Epoch(setup.epoch), [Role::Worker]);
         let endpoint = Arc::new(Endpoint::bind(([127, 0, 0, 1], 0).into(), identity, config).unwrap());
         let connection = endpoint.connect(quic, &Expected::any(Role::Coordinator)).await.unwrap();
         let (events, outbox) = mpsc::unbounded_channel();
@@ -129,11 +126,9 @@ impl FakeWorker {
         let mut tasks = vec![tokio::spawn(serve(Arc::clone(&shared), connection.clone()))];
         let api = connection.coordinator_api().await.unwrap();
         let limit = Duration::from_secs(5);
-        let register = RegisterV3::from(shared.register(&name));
-        let mut register = RegisterV4::from(register);
+        let mut register = Register::from(shared.register(&name));
         register.operations.clone_from(&shared.setup.operations);
-        let register = register.at_version(connection.version()).unwrap();
-        let Registered::V1(terms) = api.register(deadline(limit), register).await.unwrap()?;
+        let terms = api.register(deadline(limit), register).await.unwrap()?;
         assert!(terms.report_every_ms > 0);
         let mut kv = connection.open_kv_events().await.unwrap();
         let mut outbox: mpsc::UnboundedReceiver<KvEventBatch> = outbox;
@@ -147,12 +142,12 @@ impl FakeWorker {
             }
         }));
         let this = Arc::clone(&shared);
-        api.report(deadline(limit), LoadReport::V1(this.report())).await.unwrap()?;
+        api.report(deadline(limit), this.report()).await.unwrap()?;
         tasks.push(tokio::spawn(async move {
             loop {
                 tokio::time::sleep(Duration::from_millis(20)).await;
                 this.thaw().await;
-                let report = LoadReport::V1(this.report());
+                let report = this.report();
                 if !matches!(api.report(deadline(limit), report).await, Ok(Ok(()))) {
                     return;
                 }
@@ -187,12 +182,12 @@ impl FakeWorker {
     }
 
     /// What it was asked for, in order of arrival.
-    pub(crate) fn requests(&self) -> Vec<GenerateRequestV3> {
+    pub(crate) fn requests(&self) -> Vec<GenerateRequest> {
         self.shared.state.lock().requests.clone()
     }
 
     /// What it was asked to encode, in order of arrival.
-    pub(crate) fn encodes(&self) -> Vec<EncodeRequestV1> {
+    pub(crate) fn encodes(&self) -> Vec<EncodeRequest> {
         self.shared.state.lock().encodes.clone()
     }
 
@@ -252,8 +247,8 @@ impl Drop for FakeWorker {
 }
 
 impl Shared {
-    fn register(&self, name: &NodeId) -> RegisterV2 {
-        RegisterV2 {
+    fn register(&self, name: &NodeId) -> WorkerInfo {
+        WorkerInfo {
             node: name.clone(),
             epoch: Epoch(self.setup.epoch),
             pid: 1,
@@ -263,8 +258,8 @@ impl Shared {
         }
     }
 
-    fn models(&self) -> Vec<ServedModelV2> {
-        vec![ServedModelV2 {
+    fn models(&self) -> Vec<ServedModel> {
+        vec![ServedModel {
             id: ModelId::new("tiny").unwrap(),
             model_digest: [9; 32],
             tokenizer_digest: self.setup.tokenizer_digest,
@@ -276,9 +271,9 @@ impl Shared {
         }]
     }
 
-    fn report(&self) -> LoadReportV1 {
+    fn report(&self) -> LoadReport {
         let counters = *self.counters.borrow();
-        LoadReportV1 {
+        LoadReport {
             epoch: Epoch(self.setup.epoch),
             state: if self.state.lock().draining { WorkerState::Draining } else { WorkerState::Ready },
             running: counters.received - counters.cancelled - counters.finished,
@@ -292,6 +287,7 @@ impl Shared {
             prefill_rate: 5_000.0,
             step_ms: 1.0,
             rss: 1,
+            pulls: PullReport::default(),
         }
     }
 
@@ -305,7 +301,7 @@ impl Shared {
 
     /// Tokens of the prompt that are cached, or were sent by another worker, which never fails; the others are in flight
     /// from now on, and cached for the next request.
-    fn look_up(&self, request: &GenerateRequestV3) -> (u32, Vec<BlockId>) {
+    fn look_up(&self, request: &GenerateRequest) -> (u32, Vec<BlockId>) {
         let key = super::cluster_key();
         let chain = key.chain(request.root, &request.prompt);
         let mut state = self.state.lock();
@@ -340,7 +336,7 @@ async fn serve(shared: Arc<Shared>, connection: Connection) {
     while let Ok(incoming) = connection.accept().await {
         match incoming {
             Incoming::Generate(call) => {
-                let request = &call.request.clone().into_latest().request;
+                let request = &call.request;
                 shared.state.lock().requests.push(request.clone());
                 let name = SequenceName { request: request.request_id.clone(), choice: request.choice };
                 let most = request.stop.max_tokens;
@@ -350,7 +346,7 @@ async fn serve(shared: Arc<Shared>, connection: Connection) {
                 streams.spawn(generate(Arc::clone(&shared), *call, cached));
             }
             Incoming::Encode(call) => {
-                shared.state.lock().encodes.push(call.request.call().clone());
+                shared.state.lock().encodes.push(call.request.clone());
                 shared.count(|c| c.received += 1);
                 streams.spawn(encode(Arc::clone(&shared), call));
             }
@@ -388,7 +384,7 @@ async fn serve(shared: Arc<Shared>, connection: Connection) {
 }
 
 async fn generate(shared: Arc<Shared>, mut call: GenerateCall, (cached, new): (u32, Vec<BlockId>)) {
-    let request = call.request.into_latest().request;
+    let request = call.request;
     let cancelled = call.reply.cancelled();
     let run = async {
         let _ = shared.open.subscribe().wait_for(|open| *open).await;
@@ -400,7 +396,7 @@ async fn generate(shared: Arc<Shared>, mut call: GenerateCall, (cached, new): (u
         let computed_tokens = request.prompt.len() as u32 - cached;
         shared.tell(new);
         shared.count(|c| c.computed += u64::from(computed_tokens));
-        let started = StartedV1 { cached_tokens: cached, computed_tokens, hit_stop: "absent".into() };
+        let started = Started { cached_tokens: cached, computed_tokens, hit_stop: "absent".into() };
         call.reply.send(&GenerateFrame::Started(started)).await?;
         let start = request.prompt.iter().fold(7u32, |sum, &t| sum.wrapping_mul(31).wrapping_add(t));
         for i in request.emitted.len() as u32..request.stop.max_tokens {
@@ -417,7 +413,7 @@ async fn generate(shared: Arc<Shared>, mut call: GenerateCall, (cached, new): (u
         shared.thaw().await;
         let (drafted_tokens, accepted_tokens) = shared.state.lock().guessed;
         call.reply
-            .send(&GenerateFrame::Finished(FinishedV1 {
+            .send(&GenerateFrame::Finished(Finished {
                 reason: FinishReason::Length,
                 matched: None,
                 tail: String::new(),
@@ -439,7 +435,7 @@ async fn generate(shared: Arc<Shared>, mut call: GenerateCall, (cached, new): (u
 }
 
 /// What a text becomes: values that follow from its tokens and from where its second part begins.
-pub(crate) fn values(text: &EncodeTextV1, task: ModelTask) -> Vec<f32> {
+pub(crate) fn values(text: &EncodeText, task: ModelTask) -> Vec<f32> {
     let sum: u32 = text.tokens.iter().zip(1..).map(|(token, place)| token * place).sum();
     match task {
         ModelTask::Generate => Vec::new(),
@@ -452,7 +448,7 @@ pub(crate) fn values(text: &EncodeTextV1, task: ModelTask) -> Vec<f32> {
 }
 
 async fn encode(shared: Arc<Shared>, call: EncodeCall) {
-    let request = call.request.into_latest().call;
+    let request = call.request;
     let cancelled = call.reply.cancelled();
     let run = async {
         let _ = shared.open.subscribe().wait_for(|open| *open).await;
@@ -504,13 +500,13 @@ impl WorkerApi for Api {
 
     async fn status(self, _: Context) -> WorkerStatus {
         self.0.thaw().await;
-        WorkerStatus::V1(WorkerStatusV1 {
+        WorkerStatus {
             node: NodeId::new(self.0.setup.name).unwrap(),
-            models: self.0.models().iter().filter_map(ServedModelV2::to_v1).collect(),
+            models: self.0.models(),
             load: self.0.report(),
             kv_sequence: self.0.state.lock().log.len() as u64,
             uptime_ms: 1,
-        })
+        }
     }
 
     async fn metrics_text(self, _: Context) -> String {
@@ -519,6 +515,6 @@ impl WorkerApi for Api {
     }
 
     async fn place(self, _: Context, _: PlaceOrder) -> PlaceReport {
-        PlaceReport::V1(PlaceReportV1::default())
+        PlaceReport::default()
     }
 }

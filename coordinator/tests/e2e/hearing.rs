@@ -10,8 +10,8 @@ use hyper::Method;
 use kvasir_coordinator::Config;
 use proto::ids::ModelId;
 use proto::operation::{
-    MAX_FRAME_SAMPLES, OfferedOperationV1, Operation, OperationError, OperationOptions, SpeechOptionsV1,
-    TurnOptionsV1,
+    MAX_FRAME_SAMPLES, OfferedOperation, Operation, OperationError, OperationOptions, SpeechOptions,
+    TurnOptions,
 };
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -22,8 +22,8 @@ const TURN: &str = "/v1/realtime/turn_detection";
 const ONE_VAD: &str = "/v1/audio/vad";
 const ONE_TURN: &str = "/v1/audio/turn_detection";
 
-pub(crate) fn offers(of: &[(Operation, &str)]) -> Vec<OfferedOperationV1> {
-    let offer = |(operation, model): &(Operation, &str)| OfferedOperationV1 {
+pub(crate) fn offers(of: &[(Operation, &str)]) -> Vec<OfferedOperation> {
+    let offer = |(operation, model): &(Operation, &str)| OfferedOperation {
         operation: *operation,
         model: ModelId::new(*model).unwrap(),
         backend: "fake".into(),
@@ -90,12 +90,8 @@ async fn a_session_tells_what_its_worker_hears() {
         (asked.request_id.as_str(), asked.operation, asked.sample_rate),
         ("s-1", Operation::Vad, 16_000)
     );
-    let options = SpeechOptionsV1 {
-        threshold: Some(0.25),
-        pad_ms: Some(30),
-        windows: true,
-        ..SpeechOptionsV1::default()
-    };
+    let options =
+        SpeechOptions { threshold: Some(0.25), pad_ms: Some(30), windows: true, ..SpeechOptions::default() };
     assert_eq!(asked.options, OperationOptions::Speech(options));
 
     let firsts = [0, 32_767, 12_345, 1];
@@ -170,7 +166,7 @@ async fn a_turn_is_judged_where_the_client_says() {
     let (rig, worker) = rig(|_| {}).await;
     let mut session = WebSocket::open(rig.at.http, &format!("{TURN}?threshold=0.75")).await;
     assert_eq!(session.until("opened").await["model"], "smart");
-    let turn = OperationOptions::Turn(TurnOptionsV1 { threshold: Some(0.75) });
+    let turn = OperationOptions::Turn(TurnOptions { threshold: Some(0.75) });
     assert_eq!(worker.hearing().asked()[0].options, turn);
     session.sound(&[16_384; 100]).await;
     session.say(r#"{"type":"segment"}"#).await;

@@ -36,7 +36,6 @@ use proto::block::ClusterKey;
 use proto::ca::Authority;
 use proto::ids::{ClusterName, ModelId, NodeId, Role};
 use proto::message::ModelTask;
-use proto::transport::VersionRange;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime};
@@ -59,7 +58,6 @@ pub(crate) fn any_port() -> SocketAddr {
 }
 
 impl Rig {
-    /// A coordinator without workers.
     pub(crate) async fn bare(change: impl FnOnce(&mut Config)) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("tiny.gguf");
@@ -115,7 +113,6 @@ impl Rig {
             warm: Vec::new(),
             keeps_events: true,
             task: ModelTask::Generate,
-            protocol: VersionRange::CURRENT.max,
             operations: Vec::new(),
         }
     }

@@ -4,11 +4,11 @@ use super::write_model;
 use kvasir_coordinator::api::auth::{Caller, Keys};
 use kvasir_coordinator::api::documents::Popularity;
 use kvasir_coordinator::api::error::ApiError;
-use kvasir_coordinator::api::plan::{Effort, Kind, Plan, Sources, Unplanned, generation};
+use kvasir_coordinator::api::plan::{Effort, GenerationPlan, Kind, Sources, Unplanned, generation};
 use kvasir_coordinator::models::{ModelEntry, Models};
 use proto::block::ClusterKey;
 use proto::ids::ModelId;
-use proto::message::{ModelTask, ServedModelV2};
+use proto::message::{ModelTask, ServedModel};
 use serde_json::{Value, json};
 
 const FULL: Effort = Effort::Full { counted: false };
@@ -32,9 +32,9 @@ impl Planner {
         Self { models, caller, popularity: Popularity::default() }
     }
 
-    fn plan(&self, body: &Value, effort: Effort) -> Result<Plan, Unplanned> {
+    fn plan(&self, body: &Value, effort: Effort) -> Result<GenerationPlan, Unplanned> {
         let served = |id: &ModelId| {
-            Some(ServedModelV2 {
+            Some(ServedModel {
                 id: id.clone(),
                 model_digest: [9; 32],
                 tokenizer_digest: self.models.only()?.tokenizer.digest(),

@@ -7,7 +7,7 @@ use super::limits::key;
 use super::{Rig, until};
 use hyper::Method;
 use kvasir_coordinator::Config;
-use proto::operation::{Operation, OperationError, OperationOptions, TranscribeOptionsV1};
+use proto::operation::{Operation, OperationError, OperationOptions, TranscribeOptions};
 use serde_json::json;
 
 const WORDS: &str = "/v1/audio/transcriptions";
@@ -39,7 +39,6 @@ async fn ask(rig: &Rig, path: &str, headers: &[(&str, &str)], body: Vec<u8>) -> 
     send(rig.at.http, Method::POST, path, &all, body).await
 }
 
-/// A second of it.
 fn second() -> Vec<u8> {
     wav(&[100; 8_000], 8_000)
 }
@@ -55,12 +54,12 @@ async fn what_is_said_is_told_in_every_form() {
     assert_eq!(plain.header("x-kvasir-worker"), "w1");
     let asked = &worker.hearing().asked()[0];
     assert_eq!((asked.operation, asked.sample_rate), (Operation::Asr, 8_000));
-    assert_eq!(asked.options, OperationOptions::Transcribe(TranscribeOptionsV1::default()));
+    assert_eq!(asked.options, OperationOptions::Transcribe(TranscribeOptions::default()));
     let fields = [("response_format", "verbose_json"), ("prompt", "Hm."), ("temperature", "0")];
     let verbose = ask(&rig, ENGLISH, &[], form(&second(), &fields)).await.json();
     assert_eq!((&verbose["task"], &verbose["language"]), (&json!("translate"), &json!("english")));
     assert_eq!((&verbose["duration"], &verbose["segments"][0]["end"]), (&json!(1.0), &json!(1.0)));
-    let options = TranscribeOptionsV1 { language: None, translate: true, prompt: "Hm.".into() };
+    let options = TranscribeOptions { language: None, translate: true, prompt: "Hm.".into() };
     assert_eq!(worker.hearing().asked()[1].options, OperationOptions::Transcribe(options));
     let fields = [("response_format", "vtt"), ("language", "german")];
     let captions = ask(&rig, WORDS, &[], form(&second(), &fields)).await;

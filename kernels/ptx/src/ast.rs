@@ -2,7 +2,6 @@
 
 use std::fmt;
 
-/// Where data lies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Space {
     Global,
@@ -35,7 +34,6 @@ pub(crate) enum File {
     B64,
 }
 
-/// A register.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Reg {
     pub(crate) file: File,
@@ -65,7 +63,6 @@ pub(crate) enum Special {
 /// A number in the text.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Number {
-    /// Sign-extended.
     Int(u64),
     /// `0f3F800000`
     F32(u32),
@@ -73,7 +70,6 @@ pub(crate) enum Number {
     F64(f64),
 }
 
-/// One operand.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Operand {
     Reg(Reg),
@@ -99,14 +95,12 @@ pub(crate) enum Operand {
     Name(String),
 }
 
-/// One instruction.
 #[derive(Debug, Clone)]
 pub(crate) struct Raw {
     pub(crate) opcode: String,
     /// The predicate and whether it is negated.
     pub(crate) guard: Option<(Reg, bool)>,
     pub(crate) operands: Vec<Operand>,
-    /// Line of the text.
     pub(crate) line: u32,
     /// Place in the source: file, line.
     pub(crate) source: (u32, u32),

@@ -14,7 +14,7 @@ mod warp;
 use crate::PtxError;
 use crate::ast::{Function, Special};
 use crate::names;
-use crate::op::{Condition, Instruction, Place};
+use crate::op::{Condition, Instruction, SourceLocation};
 use operands::{Constants, Decoder};
 use std::collections::HashMap;
 
@@ -23,7 +23,7 @@ use std::collections::HashMap;
 pub(crate) struct Kernel {
     pub(crate) name: String,
     pub(crate) code: Vec<Instruction>,
-    pub(crate) places: Vec<Place>,
+    pub(crate) places: Vec<SourceLocation>,
     /// Registers of 32 bits, of 64 bits, predicates.
     pub(crate) registers: [u32; 3],
     pub(crate) constants32: Vec<(u32, u32)>,
@@ -61,7 +61,7 @@ pub(crate) fn kernel(function: &Function, globals: &[u64], text: &str) -> Result
         })?;
         let guard = raw.guard.map(|(reg, negated)| Condition { pred: reg.index, negated });
         code.push(Instruction { op, guard });
-        places.push(Place { line: raw.line, source: raw.source });
+        places.push(SourceLocation { line: raw.line, source: raw.source });
     }
     Ok(Kernel {
         name: function.name.clone(),

@@ -17,33 +17,24 @@ pub enum PtxError {
     Unknown {
         /// Line of the text, from 1.
         line: u32,
-        /// As it is written.
         instruction: String,
         /// What about it is not known.
         why: String,
     },
 }
 
-/// Failures of a machine.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RunError {
     /// A launch that the machine's limits or the kernel's parameters forbid.
     #[error("kernel {kernel} cannot be launched: {why}")]
-    Launch {
-        /// The kernel.
-        kernel: String,
-        /// What is wrong.
-        why: String,
-    },
+    Launch { kernel: String, why: String },
     /// An access of the host that is not within one living allocation.
     #[error("host access of {bytes} bytes at {address:#x}: {why}")]
     Host {
         /// First byte.
         address: u64,
-        /// How many.
         bytes: usize,
-        /// What is wrong.
         why: String,
     },
     /// More memory than the machine has.
@@ -65,9 +56,7 @@ pub enum RunError {
     "{kind}; kernel {kernel}, block {block:?}, thread {thread:?}, {source_line}, PTX line {line}: {instruction}"
 )]
 pub struct Fault {
-    /// What.
     pub kind: FaultKind,
-    /// The kernel's name.
     pub kernel: String,
     /// Its block, `x y z`.
     pub block: [u32; 3],
@@ -81,7 +70,6 @@ pub struct Fault {
     pub instruction: String,
 }
 
-/// Kinds of faults.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FaultKind {
@@ -92,9 +80,7 @@ pub enum FaultKind {
         space: &'static str,
         /// First byte.
         address: u64,
-        /// How many.
         bytes: usize,
-        /// What lies closest.
         near: String,
     },
     /// An access of memory that was given back.
@@ -102,7 +88,6 @@ pub enum FaultKind {
     Freed {
         /// First byte.
         address: u64,
-        /// How many.
         bytes: usize,
     },
     /// An address that is not a multiple of the access's size.
@@ -112,7 +97,6 @@ pub enum FaultKind {
         space: &'static str,
         /// First byte.
         address: u64,
-        /// How many.
         bytes: usize,
     },
     /// A read of what nobody ever wrote.
@@ -122,7 +106,6 @@ pub enum FaultKind {
         space: &'static str,
         /// First byte.
         address: u64,
-        /// How many.
         bytes: usize,
     },
     /// Two threads meet at an address with nothing that orders them.
@@ -147,29 +130,15 @@ pub enum FaultKind {
     },
     /// An instruction that needs lanes which did not come.
     #[error("{what}: lanes {expected:#010x} are needed, lanes {present:#010x} are here")]
-    MissingLanes {
-        /// What needs them.
-        what: &'static str,
-        /// Needed.
-        expected: u32,
-        /// Here.
-        present: u32,
-    },
+    MissingLanes { what: &'static str, expected: u32, present: u32 },
     /// A barrier that not all threads of the block can pass.
     #[error("divergent barrier: {why}")]
-    DivergentBarrier {
-        /// Who is missing.
-        why: String,
-    },
-    /// The kernel stopped itself.
+    DivergentBarrier { why: String },
     #[error("trap")]
     Trap,
     /// Nothing moves any more, or nothing comes to an end.
     #[error("no progress: {why}")]
-    Stuck {
-        /// Who waits for what.
-        why: String,
-    },
+    Stuck { why: String },
     /// A value that an instruction does not take.
     #[error("{what}")]
     Invalid {

@@ -28,7 +28,6 @@ pub(crate) struct Block<'a> {
     pub(crate) names: &'a Names,
     pub(crate) parameters: Vec<u8>,
     pub(crate) shared: Shared,
-    /// In the grid.
     pub(crate) number: u32,
     /// Whether it did an atomic on global memory: it may know by it what other blocks have done.
     pub(crate) synchronised: bool,
@@ -37,7 +36,6 @@ pub(crate) struct Block<'a> {
 /// A fault and the lane that it concerns.
 pub(crate) type Run<T> = Result<T, (FaultKind, usize)>;
 
-/// What follows an instruction.
 enum Flow {
     Next,
     /// The place of the active lanes was set.

@@ -1,8 +1,6 @@
 //! A warp's values: one of each lane, side by side, so that a loop over them becomes vector instructions.
 
-/// Threads of a warp.
 pub(crate) const LANES: usize = 32;
-/// All of them.
 pub(crate) const ALL: u32 = u32::MAX;
 
 /// 32-bit values; narrower ones have zeros above.

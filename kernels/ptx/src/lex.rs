@@ -7,7 +7,6 @@ use crate::PtxError;
 pub(crate) enum Token<'a> {
     /// Names, opcodes with their modifiers, directives, numbers.
     Word(&'a str),
-    /// What stands between quotes.
     Text(&'a str),
     /// Anything else, one character each.
     Mark(char),

@@ -29,7 +29,6 @@ impl Limits {
 /// What was done so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Instructions of warps.
     pub warp_instructions: u64,
     /// The same, counted once for each lane that took part.
     pub lane_instructions: u64,
@@ -57,18 +56,13 @@ pub struct KernelRef {
     kernel: usize,
 }
 
-/// A loaded module.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ModuleRef(usize);
 
-/// One launch.
 #[derive(Debug, Clone, Copy)]
 pub struct Launch<'a> {
-    /// What runs.
     pub kernel: KernelRef,
-    /// Blocks.
     pub grid: [u32; 3],
-    /// Threads of a block.
     pub block: [u32; 3],
     /// Bytes of dynamic shared memory.
     pub shared_bytes: u32,
@@ -81,7 +75,6 @@ pub struct Launch<'a> {
 pub struct Uncovered {
     /// Line of the PTX text, from 1.
     pub line: u32,
-    /// The instruction.
     pub instruction: String,
     /// File and line of the source.
     pub source_line: String,

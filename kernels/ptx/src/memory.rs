@@ -3,7 +3,6 @@
 use crate::lanes::{ALL, V64};
 use crate::{FaultKind, RunError};
 
-/// Where allocations begin.
 const FIRST: u64 = 0x7000_0000_0000;
 /// Bytes between allocations that belong to nobody.
 const GAP: u64 = 1 << 16;
@@ -14,7 +13,6 @@ const WORD: usize = 4;
 /// What memory holds that nobody wrote: no number as a float, and far off as an integer.
 const POISON: u8 = 0xff;
 
-/// A piece of memory.
 #[derive(Debug)]
 pub(crate) struct Allocation {
     base: u64,
@@ -89,7 +87,6 @@ impl Allocation {
         })
     }
 
-    /// A kernel stores there.
     pub(crate) fn visit(&mut self, at: u64, bytes: usize, visitor: Visitor) {
         if bytes < WORD {
             return;

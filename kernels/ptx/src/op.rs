@@ -43,7 +43,6 @@ pub(crate) struct Access {
     pub(crate) data: Vec<Option<Data>>,
 }
 
-/// What two predicates become.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Logic {
     And,
@@ -65,7 +64,6 @@ impl Logic {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Compared {
     pub(crate) to: u32,
-    /// Its opposite.
     pub(crate) other: Option<u32>,
     pub(crate) combine: Option<(Logic, Condition)>,
 }
@@ -88,7 +86,6 @@ pub(crate) enum Vote {
     Ballot,
 }
 
-/// Read-modify-write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum AtomicOp {
     Add,
@@ -183,9 +180,7 @@ pub(crate) struct LoadMatrix {
 /// `cp.async`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct CopyAsync {
-    /// In shared memory.
     pub(crate) to: Address,
-    /// In global memory.
     pub(crate) from: Address,
     pub(crate) bytes: u8,
     /// Register with the bytes to read; the rest becomes zeros.
@@ -413,17 +408,14 @@ pub(crate) enum Op {
     Nothing,
 }
 
-/// An instruction.
 #[derive(Debug, Clone)]
 pub(crate) struct Instruction {
     pub(crate) op: Op,
     pub(crate) guard: Option<Condition>,
 }
 
-/// Where an instruction stands.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Place {
-    /// Line of the PTX.
+pub(crate) struct SourceLocation {
     pub(crate) line: u32,
     /// File and line of the source.
     pub(crate) source: (u32, u32),

@@ -9,19 +9,15 @@ use crate::ast::{Function, Parameter, Space, Variable};
 use crate::lex::{Placed, Token, tokens};
 use std::collections::HashMap;
 
-/// A text, read.
 #[derive(Debug, Default)]
 pub(crate) struct Parsed {
     pub(crate) kernels: Vec<Function>,
-    /// Variables of global memory.
     pub(crate) globals: Vec<Variable>,
-    /// The constant bank.
     pub(crate) constants: Vec<u8>,
     /// Source files by their numbers.
     pub(crate) files: HashMap<u32, String>,
 }
 
-/// Reads a text.
 pub(crate) fn parse(text: &str) -> Result<Parsed, PtxError> {
     let tokens = tokens(text)?;
     let mut parser = Parser::new(&tokens);
@@ -79,7 +75,6 @@ impl<'a> Parser<'a> {
         Self { tokens, at: 0, parsed: Parsed::default(), functions: Vec::new(), variables: HashMap::new() }
     }
 
-    /// Everything outside of bodies.
     fn module(&mut self) -> Result<(), PtxError> {
         let mut external = false;
         while let Some(placed) = self.tokens.get(self.at).copied() {
@@ -290,7 +285,6 @@ impl<'a> Parser<'a> {
         Ok(out)
     }
 
-    /// Reads a kernel's body.
     fn kernel(&mut self, header: &Header) -> Result<Function, PtxError> {
         let mut parameters = Vec::new();
         let mut offset = 0u32;

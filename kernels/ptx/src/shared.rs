@@ -20,7 +20,7 @@ struct Cell {
     copied: u8,
 }
 
-/// Who did something, when, and with which instruction: warp, clock and place, from the top. That of nobody is 0.
+/// Accessor did something, when, and with which instruction: warp, clock and place, from the top. That of nobody is 0.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Stamp(u64);
 
@@ -28,7 +28,7 @@ struct Stamp(u64);
 const MAX_CLOCK: u32 = (1 << 24) - 1;
 
 impl Stamp {
-    fn new(clock: u32, who: Who) -> Self {
+    fn new(clock: u32, who: Accessor) -> Self {
         Self((who.warp as u64) << 56 | u64::from(clock) << 32 | u64::from(who.pc))
     }
 
@@ -114,7 +114,6 @@ pub(crate) enum Wrong {
     },
 }
 
-/// Shared memory.
 #[derive(Debug, Default)]
 pub(crate) struct Shared {
     bytes: Vec<u8>,
@@ -122,9 +121,9 @@ pub(crate) struct Shared {
     pub(crate) clocks: Clocks,
 }
 
-/// Who accesses: warp and instruction.
+/// Accessor accesses: warp and instruction.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Who {
+pub(crate) struct Accessor {
     pub(crate) warp: usize,
     pub(crate) pc: u32,
 }
@@ -159,7 +158,7 @@ impl Shared {
     }
 
     /// Reads, if it was written and nobody writes at the same time.
-    pub(crate) fn read(&mut self, address: u64, bytes: usize, who: Who) -> Result<&[u8], Wrong> {
+    pub(crate) fn read(&mut self, address: u64, bytes: usize, who: Accessor) -> Result<&[u8], Wrong> {
         let range = self.range(address, bytes)?;
         let stamp = Stamp::new(self.clocks.own(who.warp), who);
         for word in range.start / WORD..range.end.div_ceil(WORD) {
@@ -189,7 +188,7 @@ impl Shared {
     }
 
     /// A place to write to, if nobody reads or writes it at the same time.
-    pub(crate) fn write(&mut self, address: u64, bytes: usize, who: Who) -> Result<&mut [u8], Wrong> {
+    pub(crate) fn write(&mut self, address: u64, bytes: usize, who: Accessor) -> Result<&mut [u8], Wrong> {
         let range = self.range(address, bytes)?;
         let stamp = Stamp::new(self.clocks.own(who.warp), who);
         for word in range.start / WORD..range.end.div_ceil(WORD) {
@@ -215,7 +214,7 @@ impl Shared {
     }
 
     /// A copy begins: from now on the place may not be used.
-    pub(crate) fn copy_begin(&mut self, address: u64, bytes: usize, who: Who) -> Result<(), Wrong> {
+    pub(crate) fn copy_begin(&mut self, address: u64, bytes: usize, who: Accessor) -> Result<(), Wrong> {
         self.write(address, bytes, who)?;
         let range = self.range(address, bytes)?;
         for word in range.start / WORD..range.end.div_ceil(WORD) {
@@ -225,7 +224,7 @@ impl Shared {
     }
 
     /// A copy was waited for: what it brought is there.
-    pub(crate) fn copy_end(&mut self, address: u64, data: &[u8], who: Who) -> Result<(), Wrong> {
+    pub(crate) fn copy_end(&mut self, address: u64, data: &[u8], who: Accessor) -> Result<(), Wrong> {
         let range = self.range(address, data.len())?;
         for word in range.start / WORD..range.end.div_ceil(WORD) {
             self.cells[word].copied &= !covered(&range, word);

@@ -20,10 +20,8 @@ pub(crate) enum State {
     Done,
 }
 
-/// A warp.
 #[derive(Debug)]
 pub(crate) struct Warp {
-    /// In its block.
     pub(crate) index: usize,
     pub(crate) r32: Vec<V32>,
     pub(crate) r64: Vec<V64>,
@@ -38,7 +36,6 @@ pub(crate) struct Warp {
     pub(crate) state: State,
     /// Local memory, lane by lane.
     pub(crate) local: Vec<u8>,
-    /// Copies that go on.
     pub(crate) copies: Copies,
 }
 
@@ -46,14 +43,12 @@ pub(crate) struct Warp {
 #[derive(Debug)]
 pub(crate) struct Copy {
     pub(crate) lane: usize,
-    /// Of its lane.
     pub(crate) group: u32,
     pub(crate) to: u64,
     pub(crate) data: [u8; 16],
     pub(crate) bytes: usize,
 }
 
-/// A warp's copies.
 #[derive(Debug, Default)]
 pub(crate) struct Copies {
     pub(crate) going: Vec<Copy>,
@@ -142,7 +137,6 @@ impl Warp {
         }
     }
 
-    /// One lane's value, zero-extended.
     #[inline]
     pub(crate) fn lane(&self, data: Data, lane: usize) -> u64 {
         match data {
@@ -162,7 +156,6 @@ impl Warp {
         }
     }
 
-    /// Lanes go somewhere else.
     pub(crate) fn part(&mut self, pc: u32, mask: u32) {
         if mask != 0 {
             self.others.push((pc, mask));

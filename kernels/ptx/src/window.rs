@@ -8,9 +8,7 @@ const SIZE: u64 = 1 << 32;
 pub(crate) const SHARED: u64 = 0x0100_0000_0000;
 /// The same of local memory.
 pub(crate) const LOCAL: u64 = 0x0200_0000_0000;
-/// The same of constants.
 pub(crate) const CONST: u64 = 0x0300_0000_0000;
-/// The same of parameters.
 pub(crate) const PARAM: u64 = 0x0400_0000_0000;
 
 /// The space that a generic address lies in.

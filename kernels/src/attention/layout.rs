@@ -11,16 +11,13 @@ pub(crate) const GROUP: usize = LANES;
 /// Elements of a Q8_0 row that share a scale. The last run of a row may be shorter.
 pub(crate) const Q8_RUN: usize = 32;
 
-/// Widest head served.
 const MAX_HEAD_DIM: usize = 1024;
 
-/// Most key/value heads served.
 const MAX_KV_HEADS: usize = 4096;
 
 /// Element type of a KV cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum KvType {
-    /// As computed.
     F32,
     /// Half the bytes. Values beyond the range of binary16 are stored as its largest.
     F16,
@@ -88,17 +85,14 @@ impl KvLayout {
         self.kv_heads * self.head_bytes()
     }
 
-    /// Element type.
     pub fn kv_type(&self) -> KvType {
         self.kv_type
     }
 
-    /// Positions in a block.
     pub fn block_tokens(&self) -> usize {
         self.block_tokens
     }
 
-    /// Key/value heads.
     pub fn kv_heads(&self) -> usize {
         self.kv_heads
     }

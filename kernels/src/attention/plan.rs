@@ -95,7 +95,6 @@ pub(crate) struct PlannedRow {
     pub(crate) query: usize,
     pub(crate) sequence: usize,
     pub(crate) position: usize,
-    /// First visible position.
     pub(crate) start: usize,
     /// Position after the last visible one.
     pub(crate) end: usize,
@@ -141,7 +140,6 @@ pub struct StepPlan {
     shape: AttentionShape,
     group_size: usize,
     placements: Vec<Kept>,
-    /// By sequence, then position.
     pub(crate) rows: Vec<PlannedRow>,
     /// Rows of the items, as indices into `rows`.
     pub(crate) members: Vec<usize>,

@@ -122,11 +122,9 @@ impl World {
 struct Memory {
     bytes: AlignedBuf<u8>,
     tables: Vec<Vec<u32>>,
-    /// Instead of tables.
     contiguous: Option<(u32, u32)>,
 }
 
-/// How blocks are placed.
 #[derive(Clone, Copy, PartialEq)]
 enum Place {
     Contiguous,

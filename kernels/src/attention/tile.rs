@@ -13,7 +13,6 @@ use super::plan::TILE;
 use crate::aligned::CACHE_LINE;
 use crate::simd::{Kernel, LANES, Simd, exp, softcap};
 
-/// Groups in a tile.
 pub(super) const TILE_GROUPS: usize = TILE / GROUP;
 
 /// The groups of a tile in memory. Entries for groups that no row of the block sees are not looked at.
@@ -28,7 +27,6 @@ pub(super) struct TileGroups {
 #[derive(Clone, Copy)]
 pub(super) struct Ahead {
     pub(super) runs: [*const u8; TILE_GROUPS],
-    /// Runs in use.
     pub(super) len: usize,
     /// Bytes of each run.
     pub(super) bytes: usize,
@@ -73,7 +71,6 @@ pub(super) struct RowState {
     pub(super) o: *mut f32,
     /// Lanes of the sum of weights, `[rows][16]`.
     pub(super) l: *mut f32,
-    /// Maximum of the scores.
     pub(super) m: *mut f32,
     /// Scratch, `[R][TILE]`.
     pub(super) scores: *mut f32,

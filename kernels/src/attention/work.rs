@@ -24,7 +24,6 @@ pub(super) struct Step<'a> {
     pub(super) layer: *const u8,
     pub(super) scale: f32,
     pub(super) softcap: Option<f32>,
-    /// One per query head.
     pub(super) sinks: Option<&'a [f32]>,
     /// `[rows][heads * head_dim]`
     pub(super) q: &'a [f32],
@@ -42,7 +41,6 @@ pub(super) fn record_len(v_padded: usize) -> usize {
     v_padded + LANES
 }
 
-/// Buffers of one thread.
 #[derive(Debug, Default)]
 pub(super) struct ThreadScratch {
     q: AlignedBuf<f32>,
@@ -85,7 +83,6 @@ pub(super) struct RunItem<'a> {
 
 /// Rows of an item that see keys of a tile and have the same blocks there.
 struct Run {
-    /// Members of the item.
     members: Range<usize>,
     /// Keys of the tile that any of them sees.
     keys: (usize, usize),

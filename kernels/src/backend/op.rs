@@ -9,7 +9,6 @@ pub struct Norm {
     pub rms: bool,
     /// Weight; none multiplies by one.
     pub weight: Option<VectorId>,
-    /// Bias.
     pub bias: Option<VectorId>,
     /// Added to the mean square or variance.
     pub eps: f32,
@@ -22,7 +21,6 @@ pub struct Norm {
 pub enum EmbedIndex {
     /// That of its token.
     Token,
-    /// That of its position.
     Position,
     /// That of its sequence's segment, where there is one: [`StepSequence::segment_start`](super::StepSequence::segment_start).
     Segment,
@@ -31,7 +29,6 @@ pub enum EmbedIndex {
 /// `out[row] (+)= scale * table[index of row]`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct EmbedOp {
-    /// The table.
     pub table: MatrixId,
     /// Which of its rows.
     pub index: EmbedIndex,
@@ -46,13 +43,9 @@ pub struct EmbedOp {
 /// One product `out (+)= scale * (matrix x) + bias`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MatmulJob {
-    /// Weights.
     pub matrix: MatrixId,
-    /// Where the product goes.
     pub out: BufferId,
-    /// Added per output.
     pub bias: Option<VectorId>,
-    /// Multiplies the product.
     pub scale: f32,
     /// Added to what stands in `out` instead of replacing it.
     pub accumulate: bool,
@@ -94,11 +87,9 @@ pub struct AttentionOp {
     pub q: BufferId,
     /// `[rows][heads * v_head_dim]`.
     pub out: BufferId,
-    /// Multiplies q.k.
     pub scale: f32,
     /// `[heads]`: per head one more logit, not scaled, with no value, joins the softmax.
     pub sinks: Option<VectorId>,
-    /// Whose keys and values.
     pub layer: KvLayerId,
 }
 
@@ -113,7 +104,6 @@ pub struct ConvOp {
     pub weight: VectorId,
     /// `[channels]`.
     pub bias: Option<VectorId>,
-    /// Whose past inputs.
     pub layer: StateLayerId,
 }
 
@@ -166,7 +156,6 @@ pub struct Mamba2Op {
 /// A norm and a silu gate, in place on `x`.
 #[derive(Debug, Clone, Copy)]
 pub struct GatedNormOp {
-    /// Changed in place.
     pub x: BufferId,
     /// As wide as `x`.
     pub gate: BufferId,
@@ -179,13 +168,10 @@ pub struct GatedNormOp {
 /// What multiplies, or replaces, an FFN's inner values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum GateActivation {
-    /// x * sigmoid(x)
     Silu,
-    /// GELU, tanh form.
     GeluTanh,
     /// GELU by the error function.
     GeluErf,
-    /// sigmoid(x)
     Sigmoid,
     /// `g = min(gate, 7)`, `u = clamp(up, -7, 7)`, `g sigmoid(1.702 g) (u + 1)`; needs an `up`.
     ClampedSwiglu,
@@ -195,13 +181,11 @@ pub enum GateActivation {
 /// needed next.
 #[derive(Debug, Clone, Copy)]
 pub struct GateOp {
-    /// Changed in place.
     pub gate: BufferId,
     /// What the activation multiplies; none leaves the activation alone.
     pub up: Option<BufferId>,
     /// First column of `up` that takes part.
     pub up_from: usize,
-    /// The activation.
     pub activation: GateActivation,
 }
 
@@ -212,7 +196,6 @@ pub enum ExpertGateUp {
     Separate {
         /// Gate, scaled per expert by `gate_scale`.
         gate: MatrixId,
-        /// Up.
         up: MatrixId,
         /// Per-expert factor of the gate product.
         gate_scale: Option<VectorId>,
@@ -225,7 +208,6 @@ pub enum ExpertGateUp {
     },
     /// One matrix of `2 ff` rows, gate first.
     Fused {
-        /// The matrix.
         gate_up: MatrixId,
         /// Per-expert factor of the product.
         scale: Option<VectorId>,
@@ -243,17 +225,13 @@ pub struct MoeOp {
     pub router: BufferId,
     /// `out += scale * sum`, or `out = ...` when not accumulating.
     pub out: BufferId,
-    /// See above.
     pub accumulate: bool,
-    /// See above.
     pub scale: f32,
     /// Experts per row.
     pub used: usize,
     /// Weights of the chosen experts sum to one.
     pub renormalise: bool,
-    /// Gate and up.
     pub gate_up: ExpertGateUp,
-    /// Down.
     pub down: MatrixId,
     /// Per-expert factor of the down product.
     pub down_scale: Option<VectorId>,
@@ -261,6 +239,5 @@ pub struct MoeOp {
     pub down_bias: Option<VectorId>,
     /// Inner width of an expert.
     pub ff: usize,
-    /// Gate activation.
     pub activation: GateActivation,
 }

@@ -7,7 +7,6 @@ use crate::attention::KvType;
 pub struct KvShape {
     /// Query heads that read it.
     pub heads: usize,
-    /// Key/value heads.
     pub kv_heads: usize,
     /// Width of a key head.
     pub head_dim: usize,
@@ -15,7 +14,6 @@ pub struct KvShape {
     pub v_head_dim: usize,
     /// Positions per block: 16, 32 or 64.
     pub block_tokens: usize,
-    /// Element type.
     pub kv_type: KvType,
     /// `Some(w)`: query p sees keys j with p - j < w, and only these have blocks.
     pub window: Option<usize>,
@@ -37,7 +35,6 @@ pub enum StateKind {
 /// after each row, so that it does not matter where a chunk ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum HeadType {
-    /// As computed.
     F32,
     /// Rounded to the nearest bfloat16, ties to even.
     Bf16,
@@ -48,13 +45,10 @@ pub enum HeadType {
 /// kept because reference implementations keep it and states are compared with theirs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct StateShape {
-    /// Which op advances it.
     pub kind: StateKind,
-    /// Channels of the convolution.
     pub channels: usize,
     /// Positions that the convolution sees, the token's own included.
     pub taps: usize,
-    /// Heads.
     pub heads: usize,
     /// Delta net: width of a key; Mamba-2: width of a head.
     pub rows: usize,
@@ -77,11 +71,8 @@ impl StateShape {
 /// A matrix to upload: `experts` matrices of `rows` x `cols`, row-major blocks of `ggml_type`, back to back.
 #[derive(Debug, Clone, Copy)]
 pub struct MatrixSource<'a> {
-    /// ggml type id.
     pub ggml_type: u32,
-    /// Outputs of one matrix.
     pub rows: usize,
-    /// Inputs.
     pub cols: usize,
     /// 1 for an ordinary matrix.
     pub experts: usize,
@@ -94,11 +85,8 @@ pub struct MatrixSource<'a> {
 pub struct RopeSource {
     /// Pairs (2i, 2i+1) if true, (i, i + n_rot/2) otherwise.
     pub interleaved: bool,
-    /// Elements that rotate.
     pub n_rot: usize,
-    /// Base of the frequencies.
     pub base: f32,
-    /// Multiplies every angle.
     pub freq_scale: f32,
     /// Divides frequency i; `n_rot / 2` values.
     pub factors: Option<Vec<f32>>,

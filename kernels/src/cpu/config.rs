@@ -9,7 +9,6 @@ use crate::registry::{Operation, Provider, Refusal, Registry, SelectError};
 pub struct CpuConfig {
     /// Instruction set of the products.
     pub matmul: Isa,
-    /// Instruction set of attention.
     pub attention: Isa,
     /// Instruction set of everything else.
     pub rows: Isa,

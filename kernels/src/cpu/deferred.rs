@@ -20,7 +20,6 @@ use std::ops::Range;
 /// What steps have deferred that nobody has accepted yet.
 #[derive(Debug, Default)]
 pub(super) struct Deferred {
-    /// The oldest first.
     steps: VecDeque<DeferredStep>,
     /// Whether the last of them is the one that is run.
     runs: bool,
@@ -32,7 +31,6 @@ struct DeferredStep {
     sequences: Vec<Sequence>,
     /// Rows of the step.
     rows: usize,
-    /// By state layer.
     layers: Vec<Inputs>,
 }
 
@@ -101,11 +99,11 @@ impl Deferred {
     }
 
     /// Where a layer's inputs are to be kept; none where the step defers nothing.
-    pub(super) fn layer(&mut self, id: StateLayerId) -> Option<(Keeper<'_>, &mut Inputs)> {
+    pub(super) fn layer(&mut self, id: StateLayerId) -> Option<(DeferredCopies<'_>, &mut Inputs)> {
         let DeferredStep { sequences, rows, layers } = self.steps.back_mut().filter(|_| self.runs)?;
         let index = id.0 as usize;
         layers.resize_with(layers.len().max(index + 1), Inputs::default);
-        Some((Keeper { sequences, rows: *rows }, &mut layers[index]))
+        Some((DeferredCopies { sequences, rows: *rows }, &mut layers[index]))
     }
 
     /// Takes out what the oldest step has kept, by layer, and which of it counts: `rows` of each sequence.
@@ -141,19 +139,18 @@ impl Deferred {
         Ok((accepted, layers))
     }
 
-    /// Size in memory.
     pub(super) fn bytes(&self) -> usize {
         self.steps.iter().flat_map(|step| &step.layers).map(Inputs::bytes).sum()
     }
 }
 
 /// Copies the deferred rows of a step out of its buffers.
-pub(super) struct Keeper<'a> {
+pub(super) struct DeferredCopies<'a> {
     sequences: &'a [Sequence],
     rows: usize,
 }
 
-impl Keeper<'_> {
+impl DeferredCopies<'_> {
     /// # Errors
     /// [`Error::Length`] for a buffer that does not hold the step's rows.
     pub(super) fn keep(&self, buffer: &Buffer) -> Result<Kept, Error> {

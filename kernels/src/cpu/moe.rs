@@ -66,13 +66,13 @@ impl Scratch {
 
     fn gate_up(&mut self, backend: &mut CpuBackend, op: &MoeOp, experts: Range<usize>) -> Result<(), Error> {
         let ff = op.ff;
-        let parts: &[Part] = match op.gate_up {
+        let parts: &[ExpertMatrices] = match op.gate_up {
             ExpertGateUp::Separate { gate, up, gate_scale, up_scale, gate_bias, up_bias } => &[
-                Part { matrix: gate, scale: gate_scale, bias: gate_bias, columns: 0..ff },
-                Part { matrix: up, scale: up_scale, bias: up_bias, columns: ff..2 * ff },
+                ExpertMatrices { matrix: gate, scale: gate_scale, bias: gate_bias, columns: 0..ff },
+                ExpertMatrices { matrix: up, scale: up_scale, bias: up_bias, columns: ff..2 * ff },
             ],
             ExpertGateUp::Fused { gate_up, scale, bias } => {
-                &[Part { matrix: gate_up, scale, bias, columns: 0..2 * ff }]
+                &[ExpertMatrices { matrix: gate_up, scale, bias, columns: 0..2 * ff }]
             }
         };
         let int8 = parts.iter().any(|part| part.reads_int8(backend));
@@ -110,7 +110,7 @@ impl Scratch {
 
     fn down(&mut self, backend: &CpuBackend, op: &MoeOp, experts: Range<usize>) -> Result<(), Error> {
         let columns = 0..self.down.cols();
-        let part = Part { matrix: op.down, scale: op.down_scale, bias: op.down_bias, columns };
+        let part = ExpertMatrices { matrix: op.down, scale: op.down_scale, bias: op.down_bias, columns };
         let int8 = part.reads_int8(backend);
         let (inner, out) = (&self.inner, self.down.share());
         let all = Activations::new(inner.rows(), op.ff, inner.values(), int8.then_some(&inner.quantized))?;
@@ -146,7 +146,7 @@ impl Scratch {
 #[derive(Debug, Default)]
 struct Routes {
     /// `[rows][used]`, the most probable first.
-    chosen: Vec<Choice>,
+    chosen: Vec<RoutedExpert>,
     /// Slot of each of them.
     slot_of: Vec<u32>,
     /// Row of each slot.
@@ -157,7 +157,7 @@ struct Routes {
 
 /// An expert of a row.
 #[derive(Debug, Clone, Copy, Default)]
-struct Choice {
+struct RoutedExpert {
     expert: u32,
     weight: f32,
 }
@@ -174,7 +174,7 @@ impl Routes {
             return Err(Error::Length { what: "rows of the router", expected: x_rows, found: rows });
         }
         self.chosen.clear();
-        self.chosen.resize(rows * used, Choice::default());
+        self.chosen.resize(rows * used, RoutedExpert::default());
         let (isa, chosen) = (backend.config.rows, Disjoint::new(&mut self.chosen));
         backend.pool.for_each_range(rows, 8, &|range| {
             let mut probabilities = Vec::with_capacity(experts);
@@ -192,7 +192,6 @@ impl Routes {
         Ok(())
     }
 
-    /// Numbers the slots.
     fn number(&mut self, experts: usize, used: usize) {
         self.starts.clear();
         self.starts.resize(experts + 1, 0);
@@ -222,7 +221,6 @@ impl Routes {
         self.starts.len() - 1
     }
 
-    /// Slots of some experts.
     fn slots_of(&self, experts: Range<usize>) -> Range<usize> {
         self.starts[experts.start] as usize..self.starts[experts.end] as usize
     }
@@ -242,16 +240,16 @@ impl Routes {
 }
 
 /// Weights of a row's best experts. Where its logits are not numbers, neither are the weights.
-fn choose(best: &[(usize, f32)], renormalise: bool, chosen: &mut [Choice]) {
+fn choose(best: &[(usize, f32)], renormalise: bool, chosen: &mut [RoutedExpert]) {
     let total: f32 = if renormalise { best.iter().map(|(_, p)| p).sum() } else { 1.0 };
-    chosen.fill(Choice { expert: 0, weight: f32::NAN });
+    chosen.fill(RoutedExpert { expert: 0, weight: f32::NAN });
     for (choice, &(expert, p)) in chosen.iter_mut().zip(best) {
-        *choice = Choice { expert: expert as u32, weight: p / total };
+        *choice = RoutedExpert { expert: expert as u32, weight: p / total };
     }
 }
 
 /// Matrices of all experts, and the columns of a buffer that their products fill.
-struct Part {
+struct ExpertMatrices {
     matrix: MatrixId,
     /// `[experts]`
     scale: Option<VectorId>,
@@ -260,7 +258,7 @@ struct Part {
     columns: Range<usize>,
 }
 
-impl Part {
+impl ExpertMatrices {
     fn matrix<'a>(&self, backend: &'a CpuBackend) -> &'a PackedMatrix {
         &backend.matrices[self.matrix.0 as usize]
     }

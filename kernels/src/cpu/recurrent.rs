@@ -210,7 +210,6 @@ pub(super) fn gated_norm(backend: &mut CpuBackend, op: &GatedNormOp) -> Result<(
     ops::gated_norm(&backend.pool, backend.config.rows, norm, order, x.values_mut(), gate.values())
 }
 
-/// Different buffers.
 fn buffers<const N: usize>(all: &mut [Buffer], ids: [BufferId; N]) -> Result<[&mut Buffer; N], Error> {
     all.get_disjoint_mut(ids.map(|id| id.0 as usize)).map_err(|_| Error::SameBuffer)
 }

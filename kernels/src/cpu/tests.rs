@@ -12,7 +12,6 @@ mod moe;
 mod recurrent;
 mod rowwise;
 
-/// A small deterministic generator.
 struct Random(u64);
 
 impl Random {

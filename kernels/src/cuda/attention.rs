@@ -43,7 +43,6 @@ pub struct AttentionKernels {
     most: usize,
 }
 
-/// One layer's attention.
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionCall<'a> {
     /// `[rows][heads * head_dim]`
@@ -52,19 +51,14 @@ pub struct AttentionCall<'a> {
     pub out: DevicePtr,
     /// [`AttentionKernels::scratch_bytes`] for partial results.
     pub scratch: DevicePtr,
-    /// Where blocks lie.
     pub arena: DevicePtr,
-    /// The step, uploaded.
     pub step: &'a StepPointers,
-    /// Its sequences.
     pub sequences: &'a [StepSequence],
-    /// Whose tables.
     pub group: usize,
     /// Of the layer inside a block.
     pub layer_offset: usize,
     /// `[heads]`: one more logit of each head, with no value.
     pub sinks: Option<DevicePtr>,
-    /// Multiplies q.k.
     pub scale: f32,
 }
 

@@ -17,7 +17,7 @@ use crate::backend::{
 use crate::error::Error;
 use attention::Caches;
 use graphs::Graphs;
-use memory::{Buffers, Room, Vectors, same};
+use memory::{Buffers, GrowingBuffer, Vectors, same};
 use modules::Modules;
 use product::Matrices;
 use recurrent::States;
@@ -35,7 +35,6 @@ mod step;
 
 pub use modules::Compile;
 
-/// How a GPU computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CudaConfig {
     /// What the device's kernels are compiled for.
@@ -46,7 +45,6 @@ pub struct CudaConfig {
     pub threads: usize,
 }
 
-/// See the module.
 pub struct CudaBackend {
     info: BackendInfo,
     device: Box<Taped>,
@@ -62,9 +60,9 @@ pub struct CudaBackend {
     states: States,
     step: StepMemory,
     /// What one op needs for itself.
-    scratch: Room,
+    scratch: GrowingBuffer,
     /// Row numbers that go to the device and come from it.
-    indices: Room,
+    indices: GrowingBuffer,
     graphs: Graphs,
 }
 
@@ -105,8 +103,8 @@ impl CudaBackend {
             caches: Caches::default(),
             states: States::default(),
             step: StepMemory::new(Vec::new()),
-            scratch: Room::default(),
-            indices: Room::default(),
+            scratch: GrowingBuffer::default(),
+            indices: GrowingBuffer::default(),
             graphs: Graphs::default(),
         })
     }

@@ -46,7 +46,6 @@ type Group = fn(&mut Inputs<'_>) -> Result<(), Error>;
 pub struct Case {
     /// The op, as [`Backend`] calls it.
     pub op: &'static str,
-    /// Its arguments, in words.
     pub what: String,
     /// How far the device is from the CPU, relative to the length of what the CPU gives.
     pub error: f64,
@@ -142,7 +141,6 @@ impl Checked {
     }
 }
 
-/// What an op gave.
 struct Output {
     op: &'static str,
     what: String,

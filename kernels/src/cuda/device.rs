@@ -56,14 +56,10 @@ impl From<f32> for Argument {
     }
 }
 
-/// One launch.
 #[derive(Debug, Clone, Copy)]
 pub struct Launch<'a> {
-    /// What runs.
     pub kernel: KernelId,
-    /// Blocks.
     pub grid: [u32; 3],
-    /// Threads of a block.
     pub block: [u32; 3],
     /// Bytes of shared memory besides what the kernel declares.
     pub shared_bytes: u32,

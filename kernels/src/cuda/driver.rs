@@ -59,7 +59,6 @@ pub struct GpuInfo {
     pub arch: Arch,
     /// Bytes of memory, all of it.
     pub memory_bytes: u64,
-    /// Streaming multiprocessors.
     pub multiprocessors: u32,
     /// Their clock; 0 where the driver does not say.
     pub clock_khz: u32,
@@ -170,7 +169,6 @@ struct Kernel {
     dynamic_shared: u32,
 }
 
-/// See the module.
 #[derive(Debug)]
 pub struct Gpu {
     driver: &'static Driver,
@@ -248,7 +246,6 @@ impl Gpu {
         Ok(gpu)
     }
 
-    /// What it is.
     pub fn info(&self) -> &GpuInfo {
         &self.info
     }

@@ -55,7 +55,6 @@ impl KvBlock {
         (self.kv_heads * (self.k_stripe() + self.v_stripe())).next_multiple_of(64)
     }
 
-    /// Element type.
     pub fn kv_type(&self) -> KvType {
         self.kv_type
     }

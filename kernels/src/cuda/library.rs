@@ -40,17 +40,18 @@ const OWN_ENVIRONMENT: &str = "cuda-venv";
 
 /// Where a library may be.
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Place {
+enum LibraryLocation {
     Folder(PathBuf),
     LoaderPath,
 }
 
 /// Places to look for NVRTC in, first to last.
-fn places(variable: impl Fn(&str) -> Option<OsString>, executable: Option<&Path>) -> Vec<Place> {
+fn places(variable: impl Fn(&str) -> Option<OsString>, executable: Option<&Path>) -> Vec<LibraryLocation> {
     let folder = |name: &str, inside: &str| variable(name).map(|path| PathBuf::from(path).join(inside));
-    let mut folders = vec![folder(VARIABLE, "").map(Place::Folder), Some(Place::LoaderPath)];
+    let mut folders =
+        vec![folder(VARIABLE, "").map(LibraryLocation::Folder), Some(LibraryLocation::LoaderPath)];
     let toolkits = [folder("CUDA_PATH", "lib64"), Some("/usr/local/cuda/lib64".into())];
-    folders.extend(toolkits.map(|path| path.map(Place::Folder)));
+    folders.extend(toolkits.map(|path| path.map(LibraryLocation::Folder)));
     let around = |executable: &Path| {
         let above = executable.ancestors().skip(1).take(3);
         above.map(|folder| folder.join(OWN_ENVIRONMENT)).collect::<Vec<_>>()
@@ -60,7 +61,7 @@ fn places(variable: impl Fn(&str) -> Option<OsString>, executable: Option<&Path>
     prefixes.extend(["/usr/local".into(), "/usr".into()]);
     prefixes.extend(executable.map(around).unwrap_or_default());
     let wheels = prefixes.iter().flat_map(|prefix| wheels(prefix));
-    folders.into_iter().flatten().chain(wheels.map(Place::Folder)).collect()
+    folders.into_iter().flatten().chain(wheels.map(LibraryLocation::Folder)).collect()
 }
 
 /// Folders where pip puts NVRTC under a prefix: one for each Python that has packages there, or the pattern of none.
@@ -94,19 +95,21 @@ pub(super) fn load_nvrtc() -> Result<(Loaded, String), CudaError> {
     nvrtc_among(&places(|name| std::env::var_os(name), executable.as_deref()))
 }
 
-fn nvrtc_among(places: &[Place]) -> Result<(Loaded, String), CudaError> {
+fn nvrtc_among(places: &[LibraryLocation]) -> Result<(Loaded, String), CudaError> {
     let mut broken = None;
     for place in places {
         let loaded = match place {
-            Place::LoaderPath => open(Path::new(NVRTC), GLOBAL).ok(),
-            Place::Folder(folder) => match builtins(folder).filter(|_| folder.join(NVRTC).is_file()) {
-                Some(builtins) => {
-                    let library = folder.join(NVRTC);
-                    let opened = open(&builtins, GLOBAL).and_then(|_| open(&library, GLOBAL));
-                    opened.map_err(|error| broken.get_or_insert(error).clone()).ok()
+            LibraryLocation::LoaderPath => open(Path::new(NVRTC), GLOBAL).ok(),
+            LibraryLocation::Folder(folder) => {
+                match builtins(folder).filter(|_| folder.join(NVRTC).is_file()) {
+                    Some(builtins) => {
+                        let library = folder.join(NVRTC);
+                        let opened = open(&builtins, GLOBAL).and_then(|_| open(&library, GLOBAL));
+                        opened.map_err(|error| broken.get_or_insert(error).clone()).ok()
+                    }
+                    None => None,
                 }
-                None => None,
-            },
+            }
         };
         if let Some(loaded) = loaded {
             return Ok((loaded, place.to_string()));
@@ -157,7 +160,7 @@ pub(super) fn open(path: &Path, flags: libc::c_int) -> Result<Loaded, CudaError>
     Ok(Loaded::new(handle))
 }
 
-impl std::fmt::Display for Place {
+impl std::fmt::Display for LibraryLocation {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Folder(folder) => folder.display().fmt(f),
@@ -170,8 +173,8 @@ impl std::fmt::Display for Place {
 mod tests {
     use super::*;
 
-    fn folder(path: impl Into<PathBuf>) -> Place {
-        Place::Folder(path.into())
+    fn folder(path: impl Into<PathBuf>) -> LibraryLocation {
+        LibraryLocation::Folder(path.into())
     }
 
     #[test]
@@ -197,7 +200,7 @@ mod tests {
             found[..5],
             [
                 folder("/named"),
-                Place::LoaderPath,
+                LibraryLocation::LoaderPath,
                 folder("/toolkit/lib64"),
                 folder("/usr/local/cuda/lib64"),
                 folder(of_environment),
@@ -221,7 +224,7 @@ mod tests {
         let broken = folder(&root);
         let alone = nvrtc_among(std::slice::from_ref(&broken)).unwrap_err();
         let whole = load_nvrtc().unwrap().1;
-        let place = if whole.starts_with('/') { folder(&whole) } else { Place::LoaderPath };
+        let place = if whole.starts_with('/') { folder(&whole) } else { LibraryLocation::LoaderPath };
         let found = nvrtc_among(&[broken, place]).map(|(_, at)| at);
         std::fs::remove_dir_all(&root).unwrap();
         assert!(matches!(alone, CudaError::Call { call: "dlopen", .. }), "{alone}");

@@ -56,7 +56,6 @@ pub struct MatmulKernels {
     int8: Vec<Width>,
     /// The same for prompts: a block of it makes eight times as much of what it reads.
     staged: Option<KernelId>,
-    /// Of the device.
     multiprocessors: usize,
     /// On activations of f32, narrowest first.
     exact: Vec<Width>,
@@ -66,7 +65,6 @@ pub struct MatmulKernels {
 /// A packed matrix, or one for each expert, on a device.
 #[derive(Debug, Clone, Copy)]
 pub struct Matrix {
-    /// Type and size.
     pub shape: TiledShape,
     /// What [`TiledShape::pack`] gave.
     pub start: DevicePtr,
@@ -84,7 +82,6 @@ pub enum Activations {
 /// Which matrix of a tensor each token is multiplied with.
 #[derive(Debug, Clone, Copy)]
 pub enum Experts {
-    /// All with the first.
     One,
     /// `[tokens]` u32: the expert of each. Weights are read for each token.
     Each(DevicePtr),
@@ -102,7 +99,6 @@ pub enum Experts {
 /// `out[token] = [out[token] +] (scale * matrix x[token / share] + bias)`
 #[derive(Debug, Clone, Copy)]
 pub struct Product<'a> {
-    /// Weights.
     pub matrix: &'a Matrix,
     /// Rows of the matrix's columns.
     pub x: Activations,
@@ -110,9 +106,7 @@ pub struct Product<'a> {
     pub tokens: usize,
     /// Tokens that have a row of `x` in common; 1 if each has its own.
     pub share: usize,
-    /// Which matrices.
     pub experts: Experts,
-    /// Multiplies the product.
     pub scale: f32,
     /// f32 for each row of the matrix.
     pub bias: Option<DevicePtr>,

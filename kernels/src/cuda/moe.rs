@@ -33,7 +33,6 @@ pub struct MoeKernels {
 pub struct MoeShape {
     /// Rows of the step.
     pub rows: usize,
-    /// Experts.
     pub experts: usize,
     /// Experts of a row.
     pub used: usize,
@@ -65,19 +64,9 @@ pub struct ExpertScale {
 #[derive(Debug, Clone, Copy)]
 pub enum GateUp {
     /// Two of `[pairs][ff]`.
-    Separate {
-        /// Gate.
-        gate: DevicePtr,
-        /// Up.
-        up: DevicePtr,
-        /// Of the gate.
-        gate_scale: ExpertScale,
-        /// Of the up.
-        up_scale: ExpertScale,
-    },
+    Separate { gate: DevicePtr, up: DevicePtr, gate_scale: ExpertScale, up_scale: ExpertScale },
     /// One of `[pairs][2 ff]`, gate first.
     Fused {
-        /// Both.
         gate_up: DevicePtr,
         /// Of both; the bias is `[experts][2 ff]`.
         scale: ExpertScale,
@@ -89,7 +78,6 @@ pub enum GateUp {
 pub struct ExpertGate {
     /// Products of gate and up.
     pub gate_up: GateUp,
-    /// Width of an expert.
     pub ff: usize,
     /// What the gate goes through.
     pub activation: GateActivation,
@@ -102,11 +90,9 @@ pub struct ExpertGate {
 pub struct ExpertSum {
     /// `[pairs][hidden]`: the products of the down matrices.
     pub down: DevicePtr,
-    /// Their factors and biases.
     pub down_scale: ExpertScale,
     /// Width of a row.
     pub hidden: usize,
-    /// Multiplies the sum.
     pub scale: f32,
     /// Added to what stands in `out` instead of replacing it.
     pub accumulate: bool,

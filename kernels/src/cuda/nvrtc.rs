@@ -11,7 +11,6 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 
 functions! {
-    /// NVIDIA's compiler.
     Functions of "NVRTC", declared in sys with nvrtcResult {
         version = nvrtcVersion(*mut c_int, *mut c_int);
         count_architectures = nvrtcGetNumSupportedArchs(*mut c_int);
@@ -36,9 +35,7 @@ const CHECKED_VERSION: (i32, i32) = (13, library::NVRTC_MINOR);
 /// A source, compiled for one architecture.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Compiled {
-    /// Which source.
     pub source_name: String,
-    /// The device's architecture.
     pub arch: Arch,
     /// Machine code that the driver loads; empty where the compiler does not know the architecture, and the driver has to
     /// compile the PTX.
@@ -124,7 +121,7 @@ impl Nvrtc {
         let Functions { log_size, log, ptx_size, ptx, cubin_size, cubin, .. } = self.functions;
         let log = text(program.bytes("nvrtcGetProgramLog", log_size, log)?);
         if status == COMPILATION {
-            return Err(CudaError::Compile { source_name: source.name.into(), arch, log });
+            return Err(CudaError::Compile { source_name: source.name.into(), arch: arch.to_string(), log });
         }
         check("nvrtcCompileProgram", status)?;
         let ptx = text(program.bytes("nvrtcGetPTX", ptx_size, ptx)?);

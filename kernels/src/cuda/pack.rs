@@ -54,7 +54,6 @@ pub(crate) mod tests;
 /// Rows of a tile.
 pub const TILE_ROWS: usize = 32;
 
-/// Columns of a unit.
 pub const UNIT_COLS: usize = 256;
 
 /// Values that share a scale of activations.
@@ -69,7 +68,6 @@ struct Parts {
     record: usize,
     side: usize,
     minor: usize,
-    /// Of each block.
     main: usize,
 }
 
@@ -153,27 +151,22 @@ impl TiledShape {
         Ok(shape)
     }
 
-    /// Type of the elements.
     pub fn ty(&self) -> GgmlType {
         self.ty
     }
 
-    /// Outputs of one matrix.
     pub fn rows(&self) -> usize {
         self.rows
     }
 
-    /// Inputs.
     pub fn cols(&self) -> usize {
         self.cols
     }
 
-    /// Matrices.
     pub fn experts(&self) -> usize {
         self.experts
     }
 
-    /// Tiles of one matrix.
     pub fn tiles(&self) -> usize {
         self.rows.div_ceil(TILE_ROWS)
     }

@@ -11,7 +11,6 @@ use crate::error::Error;
 #[cfg(test)]
 mod tests;
 
-/// Warps of a block.
 const WARPS: usize = 4;
 
 /// The kernels that serve layers of one shape.
@@ -51,7 +50,6 @@ pub struct HeadNorm {
     pub weight: Option<(DevicePtr, usize)>,
     /// Added to the mean square.
     pub eps: f32,
-    /// Elements normalised together.
     pub width: usize,
 }
 
@@ -62,9 +60,7 @@ pub struct KeysValues {
     pub k: DevicePtr,
     /// `[rows][kv_heads * v_head_dim]`; may be `k`.
     pub v: DevicePtr,
-    /// Norm of the keys.
     pub k_norm: Option<HeadNorm>,
-    /// Norm of the values.
     pub v_norm: Option<HeadNorm>,
 }
 
@@ -73,19 +69,15 @@ pub struct KeysValues {
 pub struct QkvCall<'a> {
     /// `[rows][heads * head_dim]`, changed in place.
     pub q: DevicePtr,
-    /// Norm of the queries.
     pub q_norm: Option<HeadNorm>,
     /// None where the layer reads another's.
     pub kv: Option<KeysValues>,
     /// None for no rotation.
     pub rope: Option<RopeAngles>,
-    /// Where blocks lie.
     pub arena: DevicePtr,
-    /// The step, uploaded.
     pub step: &'a StepPointers,
     /// Its rows.
     pub rows: usize,
-    /// Whose tables.
     pub group: usize,
     /// Of the layer inside a block.
     pub layer_offset: usize,
@@ -114,7 +106,6 @@ impl DeviceRope {
         Ok(Self { turns, interleaved: source.interleaved, magnitude: source.magnitude })
     }
 
-    /// To be uploaded once.
     pub fn bytes(&self) -> Vec<u8> {
         self.turns.iter().flat_map(|turn| turn.to_ne_bytes()).collect()
     }

@@ -165,11 +165,9 @@ pub struct StateCall<'a> {
     pub places: DevicePtr,
     /// Of the layer inside a slot.
     pub layer_offset: usize,
-    /// Where slots lie.
     pub arena: DevicePtr,
     /// What happens to the states.
     pub states: &'a StatePointers,
-    /// Sequences of the step.
     pub sequences: usize,
 }
 

@@ -58,9 +58,7 @@ pub struct Rows {
 /// A weight or bias: f32 values as long as a run, or several runs, which then take turns.
 #[derive(Debug, Clone, Copy)]
 pub struct Affine {
-    /// Where it is.
     pub start: DevicePtr,
-    /// Values.
     pub len: usize,
 }
 
@@ -79,14 +77,12 @@ pub struct DeviceNorm {
     pub width: usize,
 }
 
-/// What multiplies a gate.
 #[derive(Debug, Clone, Copy)]
 pub struct Up {
     /// `[rows][cols]`
     pub start: DevicePtr,
     /// Values of a row.
     pub cols: usize,
-    /// First that takes part.
     pub from: usize,
 }
 

@@ -6,12 +6,10 @@ use super::matmul::sources as matmul;
 pub const HEADERS: [(&str, &str); 2] =
     [("prelude.cuh", include_str!("prelude.cuh")), ("math.cuh", include_str!("math.cuh"))];
 
-/// One file of kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Source {
     /// Its name, as in messages.
     pub name: &'static str,
-    /// CUDA C++.
     pub text: &'static str,
     /// `extern "C"` kernels in it.
     pub kernels: &'static [&'static str],

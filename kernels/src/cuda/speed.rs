@@ -32,7 +32,6 @@ const RANDOM_BYTES: usize = 4 << 20;
 #[derive(Clone)]
 struct SharedDevice(Arc<Mutex<Box<dyn Device>>>);
 
-/// Measures one device.
 pub struct Speed {
     device: SharedDevice,
     compile: CompileShared,
@@ -43,7 +42,7 @@ pub struct Speed {
 }
 
 /// Device memory of one measurement, given back after it.
-struct Held {
+struct DeviceBuffers {
     device: SharedDevice,
     all: Vec<DevicePtr>,
 }
@@ -69,8 +68,8 @@ impl Speed {
         Ok(2.0 * bytes as f64 / seconds[0])
     }
 
-    fn held(&self) -> Held {
-        Held { device: self.device.clone(), all: Vec::new() }
+    fn held(&self) -> DeviceBuffers {
+        DeviceBuffers { device: self.device.clone(), all: Vec::new() }
     }
 
     fn compiled(&self, source: &Source) -> Result<Compiled, CudaError> {
@@ -126,7 +125,7 @@ fn median(mut values: Vec<f64>) -> f64 {
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-impl Held {
+impl DeviceBuffers {
     fn room(&mut self, bytes: usize) -> Result<DevicePtr, CudaError> {
         let start = self.device.allocate(bytes)?;
         self.all.push(start);
@@ -153,7 +152,7 @@ impl Held {
     }
 }
 
-impl Drop for Held {
+impl Drop for DeviceBuffers {
     fn drop(&mut self) {
         for start in &self.all {
             // A device that cannot free any more says so to whoever asks it next.

@@ -30,7 +30,6 @@ const ALIGN: usize = 16;
 pub struct StepLimits {
     /// Rows.
     pub rows: usize,
-    /// Sequences.
     pub sequences: usize,
     /// State exports of all sequences together.
     pub exports: usize,
@@ -233,7 +232,6 @@ pub struct StatePointers {
     pub export_starts: DevicePtr,
     /// Row among the sequence's own, ascending.
     pub export_rows: DevicePtr,
-    /// Slot.
     pub export_slots: DevicePtr,
 }
 
@@ -255,7 +253,6 @@ impl Step {
         Self { layout, bytes, used: 0, sequences: Vec::new(), rows: 0, kept_rows: 0 }
     }
 
-    /// Its layout.
     pub fn layout(&self) -> &StepLayout {
         &self.layout
     }

@@ -9,7 +9,6 @@ pub struct Survey {
     pub driver: Result<i32, CudaError>,
     /// Devices; none are found without a driver.
     pub gpus: Result<Vec<GpuInfo>, CudaError>,
-    /// The compiler of kernels.
     pub nvrtc: Result<Compiler, CudaError>,
 }
 

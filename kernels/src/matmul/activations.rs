@@ -10,6 +10,8 @@ use std::ops::Range;
 /// Values that share a scale.
 pub(crate) const BLOCK: usize = 32;
 
+impl crate::aligned::Plain for QuantizedBlock {}
+
 /// 32 consecutive activations of one row.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[repr(C)]
@@ -67,7 +69,6 @@ pub struct Activations<'a> {
     pub(super) int8: Option<&'a QuantizedRows>,
     /// Rows that `f32` and `int8` hold.
     held: usize,
-    /// Those of the call.
     chosen: Chosen<'a>,
 }
 
@@ -213,7 +214,6 @@ impl QuantizedRows {
         self.k.div_ceil(BLOCK)
     }
 
-    /// All rows' blocks.
     pub(crate) fn blocks(&self) -> &[QuantizedBlock] {
         &self.blocks[..self.rows * self.stride()]
     }

@@ -101,7 +101,6 @@ impl MatmulKernels {
         Ok(Self { isa, set })
     }
 
-    /// The instruction set.
     pub fn isa(&self) -> Isa {
         self.isa
     }

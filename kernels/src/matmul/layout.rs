@@ -40,13 +40,11 @@ pub(super) const VECTOR: usize = 64;
 /// Bytes of one f16 per row.
 const F16_ROWS: usize = 2 * PANEL_ROWS;
 
-/// Blocks between two headers.
 pub(super) const HEADER_BLOCKS: usize = 256 / BLOCK;
 
 /// Sizes of the parts of a quantised format's panel.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Layout {
-    /// Whether there are headers.
     header: bool,
     /// Bytes of one block, like `codes`.
     scales: usize,
@@ -55,7 +53,7 @@ pub(super) struct Layout {
 
 /// Where the parts of a block are in its panel.
 #[derive(Debug, Clone, Copy)]
-struct Place {
+struct BlockOffsets {
     /// Of the header; of no meaning without one.
     header: usize,
     scales: usize,
@@ -67,7 +65,6 @@ struct Place {
 pub(super) struct PackedBlock<'a> {
     header: &'a [u8],
     scales: &'a [u8],
-    /// The code planes.
     pub(super) codes: &'a [u8],
 }
 
@@ -93,7 +90,7 @@ impl Layout {
     }
 
     /// Where block `index` is. Past the last block: where the next one's cluster would begin or go on.
-    const fn place(&self, index: usize) -> Place {
+    const fn place(&self, index: usize) -> BlockOffsets {
         let per_cluster = cluster_blocks(self.scales);
         let (cluster, nth) = (index / per_cluster, index % per_cluster);
         let (header, headers) = if self.header {
@@ -103,7 +100,7 @@ impl Layout {
             (0, 0)
         };
         let start = headers + cluster * self.cluster_bytes(per_cluster);
-        Place { header, scales: start + nth * self.scales, codes: start + VECTOR + nth * self.codes }
+        BlockOffsets { header, scales: start + nth * self.scales, codes: start + VECTOR + nth * self.codes }
     }
 
     const fn cluster_bytes(&self, blocks: usize) -> usize {
@@ -244,7 +241,6 @@ fn pack_codes(bits: Bits, codes: &[u8], lane: usize, planes: &mut [u8]) {
 /// One value per row of a panel.
 pub(super) type Lanes<T> = [T; PANEL_ROWS];
 
-/// One packed block, unpacked.
 #[derive(Debug, Clone)]
 pub(super) struct Block {
     /// Unsigned codes by group, then row, then column of the group.
@@ -274,7 +270,6 @@ impl Block {
         minus_dmin: [0.0; PANEL_ROWS],
     };
 
-    /// Unpacks a block.
     #[inline(always)]
     pub(super) fn unpack(&mut self, scheme: &Scheme, packed: PackedBlock<'_>) {
         self.unpack_scales(scheme, packed, f16_lanes);

@@ -21,7 +21,6 @@ use std::arch::aarch64::{
 };
 use std::arch::asm;
 
-/// With dot products.
 pub(super) static DOTPROD: KernelSet = KernelSet { int8: int8_dotprod, f32, quantize, interleave };
 /// With matrix products as well.
 pub(super) static I8MM: KernelSet = KernelSet { int8: int8_i8mm, f32, quantize, interleave };

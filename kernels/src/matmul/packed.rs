@@ -41,7 +41,6 @@ impl Shape {
         Ok(shape)
     }
 
-    /// Panels of one expert.
     fn panels(&self) -> usize {
         self.rows.div_ceil(PANEL_ROWS)
     }
@@ -53,7 +52,6 @@ pub const PACK_LAYOUT: &str = "panels-1";
 /// Bytes that somebody else keeps, as a mapped file does.
 pub type SharedBytes = Arc<dyn AsRef<[u8]> + Send + Sync>;
 
-/// Where the panels are.
 enum Panels {
     Own(AlignedBuf<u8>),
     Shared(SharedBytes),
@@ -79,7 +77,6 @@ impl std::fmt::Debug for Panels {
 /// In which order the values of a matrix stand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Order {
-    /// Repacked.
     Panels,
     /// Row after row, as in a file: plain floats only.
     Rows,
@@ -187,7 +184,6 @@ impl PackedMatrix {
         self.shape.cols
     }
 
-    /// Number of matrices.
     pub fn experts(&self) -> usize {
         self.shape.experts
     }
@@ -215,7 +211,6 @@ impl PackedMatrix {
     }
 }
 
-/// One packed matrix.
 #[derive(Debug, Clone, Copy)]
 pub struct MatrixView<'a> {
     ty: GgmlType,
@@ -242,7 +237,6 @@ impl<'a> MatrixView<'a> {
         self.rows
     }
 
-    /// Input columns.
     pub fn cols(&self) -> usize {
         self.cols
     }
@@ -419,7 +413,6 @@ impl PackedPieces {
         self.shape.panels().div_ceil(self.panels)
     }
 
-    /// Pieces.
     pub fn count(&self) -> usize {
         self.of_an_expert() * self.shape.experts
     }

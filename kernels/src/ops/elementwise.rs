@@ -13,7 +13,6 @@ const CHUNK: usize = 4096;
 /// A function of one value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activation {
-    /// x * sigmoid(x)
     Silu,
     /// GELU in its tanh form.
     GeluTanh,
@@ -38,7 +37,6 @@ impl Activation {
 /// How a gate and what it gates become one value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Gating {
-    /// activation(gate) * up
     By(Activation),
     /// `g sigmoid(1.702 g) (u + 1)` with `g = min(gate, 7)` and `u = clamp(up, -7, 7)`
     ClampedSwiglu,
@@ -63,7 +61,6 @@ pub struct Columns<'a> {
     pub width: usize,
     /// First column that takes part.
     pub from: usize,
-    /// How many do.
     pub len: usize,
 }
 

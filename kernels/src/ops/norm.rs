@@ -10,7 +10,6 @@ use crate::simd::{Kernel, LANES, Simd, dispatch};
 /// x / sqrt(mean(x^2) + eps) * weight, for each run of `width` elements.
 #[derive(Debug, Clone, Copy)]
 pub struct RmsNorm<'a> {
-    /// Elements normalised together.
     pub width: usize,
     /// One run long, or several: then the runs of a row take turns. None multiplies by one.
     pub weight: Option<&'a [f32]>,
@@ -21,13 +20,11 @@ pub struct RmsNorm<'a> {
 /// (x - mean) / sqrt(variance + eps) * weight + bias, for each run of `width` elements.
 #[derive(Debug, Clone, Copy)]
 pub struct LayerNorm<'a> {
-    /// Elements normalised together.
     pub width: usize,
     /// As of [`RmsNorm`].
     pub weight: Option<&'a [f32]>,
     /// As long as a weight may be; none adds nothing.
     pub bias: Option<&'a [f32]>,
-    /// Added to the variance.
     pub eps: f32,
 }
 

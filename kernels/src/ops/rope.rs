@@ -21,9 +21,7 @@ pub struct RopeParams {
     pub style: RopeStyle,
     /// Elements of a head that rotate, an even number; the others pass through.
     pub n_rot: usize,
-    /// Base of the frequencies.
     pub base: f32,
-    /// Multiplies every angle.
     pub freq_scale: f32,
     /// `[n_rot / 2]` divisors of the frequencies.
     pub factors: Option<Vec<f32>>,
@@ -85,7 +83,6 @@ impl RopeTable {
         self.n_rot
     }
 
-    /// Positions held.
     fn positions(&self) -> usize {
         self.rows.len().checked_div(self.row_len()).unwrap_or(usize::MAX)
     }

@@ -17,7 +17,6 @@ pub(crate) struct Codes {
     /// The small scales, one per 32 or 16 values, in the form the packed layout keeps: signed ones as `i8`
     /// bits, E8M0 and UE4M3 as in the file (UE4M3's one NaN pattern, which reads as 0, replaced by 0).
     pub(crate) scales: [u8; 16],
-    /// The small mins.
     pub(crate) mins: [u8; 16],
 }
 

@@ -46,7 +46,6 @@ impl ConvWeight {
         Ok(Self { taps, channels, values })
     }
 
-    /// Size in memory.
     pub fn bytes(&self) -> usize {
         size_of_val(&self.values[..])
     }

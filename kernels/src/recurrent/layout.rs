@@ -130,7 +130,6 @@ impl StateLayout {
         Ok(())
     }
 
-    /// Length of the sums.
     pub(super) fn inner(&self) -> usize {
         self.inner
     }
@@ -140,7 +139,6 @@ impl StateLayout {
         self.outer
     }
 
-    /// Strips of a head.
     pub(super) fn strips(&self) -> usize {
         self.outer.div_ceil(LANES)
     }

@@ -33,7 +33,6 @@ pub(super) struct PlannedSequence {
     pub(super) write: usize,
     /// Row among the sequence's own, and slot; ascending by row.
     pub(super) exports: Vec<(usize, usize)>,
-    /// No slot is written.
     pub(super) deferred: bool,
 }
 

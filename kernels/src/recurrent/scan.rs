@@ -51,7 +51,6 @@ pub struct ScanScratch {
 }
 
 impl ScanScratch {
-    /// Size in memory.
     pub fn bytes(&self) -> usize {
         let keys = |keys: &Mutex<AlignedBuf<f32>>| {
             size_of_val(&keys.lock().unwrap_or_else(PoisonError::into_inner)[..])
@@ -130,7 +129,7 @@ pub(super) fn scan<R: Rule>(pool: &Pool, isa: Isa, state: &mut LayerState<'_>, s
         let (rest, part) = (item / parts, item % parts);
         let sequence = sequences.get(rest / heads)?;
         let strips = part * strips..layout.strips().min((part + 1) * strips);
-        Some(Part { sequence, head: rest % heads, strips })
+        Some(HeadStrips { sequence, head: rest % heads, strips })
     };
     let spill = if state.plan().defers() { STRIPS * layout.inner() * LANES } else { 0 };
     let threads = &mut scratch.threads;
@@ -214,14 +213,14 @@ struct Shared<'a, R> {
 
 impl<R> Shared<'_, R> {
     /// Where a strip of a part comes from.
-    fn source(&self, part: &Part<'_>, strip: usize) -> *const f32 {
+    fn source(&self, part: &HeadStrips<'_>, strip: usize) -> *const f32 {
         let slot = part.sequence.read.unwrap_or(part.sequence.write);
         self.state.at(slot, self.state.layout().strip(part.head, strip))
     }
 }
 
 /// Some strips of one head of one sequence.
-struct Part<'a> {
+struct HeadStrips<'a> {
     sequence: &'a PlannedSequence,
     head: usize,
     strips: Range<usize>,
@@ -230,7 +229,7 @@ struct Part<'a> {
 /// Takes a part through its sequence's rows.
 struct Advance<'a, R> {
     shared: &'a Shared<'a, R>,
-    part: Part<'a>,
+    part: HeadStrips<'a>,
     /// Where the part that is likely to be next starts.
     upcoming: Option<*const f32>,
     /// Room for the keys of a tile.
@@ -276,7 +275,7 @@ impl<R: Rule, E: Element> Kernel for Typed<'_, R, E> {
     }
 }
 
-impl Part<'_> {
+impl HeadStrips<'_> {
     /// What a sequence without rows does: its state goes where it belongs.
     fn carry_over(&self, state: &LayerState<'_>) {
         let place = |slot| state.at(slot, state.layout().strip(self.head, self.strips.start));
@@ -294,7 +293,7 @@ impl Part<'_> {
 /// A tile of rows on its way over strips of a part.
 struct Passage<'a, R> {
     shared: &'a Shared<'a, R>,
-    part: &'a Part<'a>,
+    part: &'a HeadStrips<'a>,
     /// Rows of the step.
     rows: Range<usize>,
     tile: &'a Tile<'a>,

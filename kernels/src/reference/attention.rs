@@ -7,7 +7,6 @@ pub struct AttentionHead<'a> {
     pub q: &'a [f32],
     /// Visible keys, each `[head_dim]`, with their values, each `[v_head_dim]`.
     pub keys: &'a [(&'a [f32], &'a [f32])],
-    /// Multiplies every score.
     pub scale: f32,
     /// `c`: scores become `c * tanh(score / c)`.
     pub softcap: Option<f32>,

@@ -38,7 +38,6 @@ pub fn rope(params: &crate::ops::RopeParams, position: usize, head: &[f32]) -> V
     out
 }
 
-/// x * sigmoid(x)
 pub fn silu(x: f32) -> f64 {
     let x = f64::from(x);
     x / (1.0 + (-x).exp())

@@ -34,7 +34,6 @@ macro_rules! neon {
     };
 }
 
-/// Register by register.
 #[inline(always)]
 fn each<T: Copy, U>(a: [T; 4], f: impl Fn(T) -> U) -> [U; 4] {
     a.map(f)

@@ -261,7 +261,6 @@ impl Heads {
     }
 }
 
-/// One matrix each.
 fn beta_and_alpha(
     decoder: &Decoder<'_>,
     layer: usize,

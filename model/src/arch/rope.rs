@@ -48,7 +48,6 @@ impl Decoder<'_> {
         Ok(tensor.map(RopeFactors::Tensor))
     }
 
-    /// Without any scaling.
     pub(super) fn plain_rope(&self, style: RopeStyle) -> Result<RopeSpec, Error> {
         let base = self.source.positive("rope.freq_base")?.unwrap_or(10_000.0);
         let n_rot = self.shape.dims.n_rot;

@@ -17,10 +17,8 @@ pub(super) mod limits {
     pub(in super::super) const LABELS: usize = 1 << 16;
 }
 
-/// The embedding matrix.
 pub(super) const EMBEDDING: &str = "token_embd.weight";
 
-/// Sizes of a model.
 pub(super) struct Shape {
     /// Layers that a token passes through.
     pub(super) layers: usize,

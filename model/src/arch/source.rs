@@ -32,7 +32,6 @@ impl<'a> Source<'a> {
         self.header.metadata()
     }
 
-    /// The key's full name.
     pub(super) fn key(&self, key: &str) -> String {
         format!("{}.{key}", self.arch)
     }

@@ -31,12 +31,10 @@ pub enum Speed {
         /// Bytes of the weights.
         bytes: u64,
     },
-    /// Nothing is known.
     Unknown,
 }
 
 impl Speed {
-    /// The figure.
     pub fn tokens_per_second(self) -> Option<f64> {
         match self {
             Self::Published { tokens, .. } => Some(tokens),
@@ -45,7 +43,6 @@ impl Speed {
         }
     }
 
-    /// Where it comes from.
     pub fn source(self) -> &'static str {
         match self {
             Self::Published { source, .. } => source,

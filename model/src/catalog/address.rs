@@ -28,7 +28,6 @@ pub enum InvalidAddress {
     /// A name or a password.
     #[error("it carries a user's name; credentials do not belong into an address")]
     Credentials,
-    /// Not a GGUF file.
     #[error("it does not lead to a file whose name ends with .gguf")]
     File,
     /// Of a hub, but without owner, repository or file.
@@ -107,7 +106,6 @@ impl Url {
         self.port
     }
 
-    /// Path and query.
     pub fn target(&self) -> &str {
         &self.target
     }
@@ -166,13 +164,13 @@ impl fmt::Display for Url {
 /// An address of a model, as a user gives it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Address {
-    place: Place,
+    place: AddressKind,
     /// Names of the model's files, in order of their numbers in a split set.
     files: Vec<String>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Place {
+enum AddressKind {
     Web(Url),
     Hub {
         owner: String,
@@ -200,7 +198,7 @@ impl Address {
                 let url = Url::parse(text)?;
                 let path = url.target.split('?').next().unwrap_or_default();
                 let file = path.rsplit('/').next().unwrap_or_default().to_owned();
-                (Place::Web(url), file)
+                (AddressKind::Web(url), file)
             }
         };
         // It becomes the name of a file here.
@@ -213,7 +211,7 @@ impl Address {
         Ok(Self { place, files })
     }
 
-    fn of_hub(rest: &str) -> Result<(Place, String), InvalidAddress> {
+    fn of_hub(rest: &str) -> Result<(AddressKind, String), InvalidAddress> {
         if rest.len() > MAX_ADDRESS || !rest.bytes().all(|byte| byte.is_ascii_graphic()) {
             return Err(InvalidAddress::Characters);
         }
@@ -232,7 +230,7 @@ impl Address {
             return Err(InvalidAddress::Hub);
         }
         let folder = folder.iter().map(|segment| format!("{segment}/")).collect();
-        let place = Place::Hub {
+        let place = AddressKind::Hub {
             owner: owner.into(),
             repository: repository.into(),
             revision: revision.into(),
@@ -255,7 +253,7 @@ impl Address {
     /// Where one of [`Self::files`] is.
     pub(super) fn url(&self, hub: &Hub, file: &str) -> Url {
         match &self.place {
-            Place::Web(url) => {
+            AddressKind::Web(url) => {
                 let (path, query) = match url.target.split_once('?') {
                     Some((path, query)) => (path, format!("?{query}")),
                     None => (url.target.as_str(), String::new()),
@@ -263,7 +261,7 @@ impl Address {
                 let folder = path.rsplit_once('/').map_or("", |(folder, _)| folder);
                 Url { target: format!("{folder}/{file}{query}"), ..url.clone() }
             }
-            Place::Hub { owner, repository, revision, folder } => {
+            AddressKind::Hub { owner, repository, revision, folder } => {
                 let base = hub.endpoint.target.trim_end_matches('/');
                 let target = format!("{base}/{owner}/{repository}/resolve/{revision}/{folder}{file}");
                 Url { target, ..hub.endpoint.clone() }
@@ -273,7 +271,7 @@ impl Address {
 
     /// Whether it is one of a hub, which may want a token.
     pub(super) fn is_of_hub(&self) -> bool {
-        matches!(self.place, Place::Hub { .. })
+        matches!(self.place, AddressKind::Hub { .. })
     }
 }
 
@@ -282,8 +280,8 @@ impl fmt::Display for Address {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let file = self.files.first().map_or("", String::as_str);
         match &self.place {
-            Place::Web(_) => f.write_str(&self.url(&Hub::default(), file).without_query()),
-            Place::Hub { owner, repository, revision, folder } => {
+            AddressKind::Web(_) => f.write_str(&self.url(&Hub::default(), file).without_query()),
+            AddressKind::Hub { owner, repository, revision, folder } => {
                 let at = if revision == "main" { String::new() } else { format!("@{revision}") };
                 write!(f, "hf://{owner}/{repository}{at}/{folder}{file}")
             }

@@ -13,7 +13,7 @@ use crate::Error;
 
 use super::http::Http;
 use super::place::{io_error, lock, sync_dir};
-use super::transfer::{Known, PlainHttp, Transfer, Verdict};
+use super::transfer::{PlainHttp, ResponseAction, Transfer, TransferState};
 use super::{Address, CatalogError, Hub, Progress, Refusal, Step};
 
 /// What of a directory is complete, in this file.
@@ -32,7 +32,6 @@ const MAX_RECORD: u64 = 4 << 20;
 
 /// The network as downloads use it.
 pub struct Network {
-    /// Carries requests.
     pub http: Box<dyn Http>,
     /// Where `hf://` leads.
     pub hub: Hub,
@@ -64,14 +63,12 @@ impl Verification {
     }
 }
 
-/// A complete download.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
     /// Where it came from, without a query.
     pub address: String,
     /// Its files, in the order of a split set.
     pub files: Vec<RecordedFile>,
-    /// How they were checked.
     pub verification: Verification,
 }
 
@@ -80,7 +77,6 @@ pub struct Record {
 pub struct RecordedFile {
     /// Its name in the directory.
     pub name: String,
-    /// Its length.
     pub bytes: u64,
     /// Its SHA-256 when it came, in hexadecimal.
     pub sha256: String,
@@ -153,7 +149,7 @@ pub(super) fn fetch(
             }
             continue;
         }
-        let wanted = Wanted { dir, name, sha256, number: at + 1, of: address.files().len() };
+        let wanted = FileRequest { dir, name, sha256, number: at + 1, of: address.files().len() };
         let file = wanted.fetch(address, network, progress)?;
         record.files.push(file);
         record.write(dir)?;
@@ -191,7 +187,7 @@ fn mismatch(path: PathBuf, found: &RecordedFile, expected: &str) -> Error {
 }
 
 /// A file that is to be fetched.
-struct Wanted<'a> {
+struct FileRequest<'a> {
     dir: &'a Path,
     name: &'a str,
     sha256: Option<&'a str>,
@@ -199,14 +195,14 @@ struct Wanted<'a> {
     of: usize,
 }
 
-impl Wanted<'_> {
+impl FileRequest<'_> {
     fn fetch(
         &self,
         address: &Address,
         network: &Network,
         progress: &mut dyn Progress,
     ) -> Result<RecordedFile, Error> {
-        let mut part = Part::open(self.dir, self.name, progress)?;
+        let mut part = PartialFile::open(self.dir, self.name, progress)?;
         let bearer = network.hub.token.clone().filter(|_| address.is_of_hub());
         let url = address.url(&network.hub, self.name);
         let refused = |source: Refusal| -> Error {
@@ -219,7 +215,7 @@ impl Wanted<'_> {
                 Err(error) if is_final(&error) => return Err(refused(Refusal::Failed(error.to_string()))),
                 Err(error) => transfer.broken(&error.to_string(), None),
                 Ok(mut response) => match transfer.head(&response.head) {
-                    Ok(Verdict::Body { at }) => {
+                    Ok(ResponseAction::Body { at }) => {
                         let known = transfer.known().clone();
                         part.cut(at, &known)?;
                         part.check_room(known.total)?;
@@ -243,9 +239,9 @@ impl Wanted<'_> {
                 },
             };
             match verdict.map_err(refused)? {
-                Verdict::Complete => break,
-                Verdict::Later(pause) => network.http.pause(pause),
-                Verdict::Again | Verdict::Body { .. } => {}
+                ResponseAction::Complete => break,
+                ResponseAction::Later(pause) => network.http.pause(pause),
+                ResponseAction::Again | ResponseAction::Body { .. } => {}
             }
         }
         if !part.begins_as_gguf() {
@@ -295,17 +291,17 @@ impl Write for Hash {
 }
 
 /// What is here of a file: `known.have` bytes that have reached the disk, and what came since.
-struct Part {
+struct PartialFile {
     dir: PathBuf,
     path: PathBuf,
     known_path: PathBuf,
     file: File,
     /// Of all bytes in the file.
     hash: Hash,
-    known: Known,
+    known: TransferState,
 }
 
-impl Part {
+impl PartialFile {
     fn open(dir: &Path, name: &str, progress: &mut dyn Progress) -> Result<Self, Error> {
         let (path, known_path) = (dir.join(format!("{name}{PART}")), dir.join(format!("{name}{KNOWN}")));
         let mut file = File::options()
@@ -316,8 +312,8 @@ impl Part {
             .open(&path)
             .map_err(io_error("create", &path))?;
         let length = file.metadata().map_err(io_error("read", &path))?.len();
-        let known: Known = read_json(&known_path).unwrap_or_default();
-        let known = if known.have <= length { known } else { Known::default() };
+        let known: TransferState = read_json(&known_path).unwrap_or_default();
+        let known = if known.have <= length { known } else { TransferState::default() };
         file.set_len(known.have).map_err(io_error("write", &path))?;
         let mut hash = Hash::default();
         if known.have > 0 {
@@ -329,7 +325,7 @@ impl Part {
     }
 
     /// Drops what stands behind `at`, which is the end or the beginning.
-    fn cut(&mut self, at: u64, known: &Known) -> Result<(), Error> {
+    fn cut(&mut self, at: u64, known: &TransferState) -> Result<(), Error> {
         if at != self.hash.bytes {
             self.file.set_len(0).map_err(io_error("write", &self.path))?;
             self.hash = Hash::default();
@@ -339,9 +335,9 @@ impl Part {
     }
 
     /// Has what has been written so far on the disk, and says so.
-    fn keep(&mut self, known: &Known) -> Result<(), Error> {
+    fn keep(&mut self, known: &TransferState) -> Result<(), Error> {
         self.file.sync_data().map_err(io_error("write", &self.path))?;
-        self.known = Known { have: self.hash.bytes, ..known.clone() };
+        self.known = TransferState { have: self.hash.bytes, ..known.clone() };
         write_json(&self.known_path, &self.known)
     }
 

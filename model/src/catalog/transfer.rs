@@ -28,7 +28,6 @@ pub enum Refusal {
     /// 404 or 410.
     #[error("the server has no such file ({0})")]
     Absent(u16),
-    /// Another status.
     #[error("the server answered {0}")]
     Status(u16),
     /// Redirects that do not end.
@@ -37,7 +36,6 @@ pub enum Refusal {
     /// A redirect without a usable address.
     #[error("it is redirected to {location:?}: {source}")]
     Location {
-        /// Where to, cut.
         location: String,
         /// What is wrong with that.
         source: InvalidAddress,
@@ -55,7 +53,6 @@ pub enum Refusal {
         /// Bytes that are pinned.
         wanted: u64,
     },
-    /// Longer than any model.
     #[error("the file has {0} bytes, as no model has")]
     Huge(u64),
     /// It changed, or the server contradicted itself, too often.
@@ -68,7 +65,7 @@ pub enum Refusal {
 
 /// What is known of a file from earlier answers, kept with the part of it that is here.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub(super) struct Known {
+pub(super) struct TransferState {
     /// Bytes of it that are safely here.
     pub(super) have: u64,
     /// Bytes of all of it.
@@ -81,10 +78,11 @@ pub(super) struct Known {
 
 /// What to do with an answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Verdict {
+pub(super) enum ResponseAction {
     /// The body goes to this position, everything behind it is dropped first.
-    Body { at: u64 },
-    /// Ask again, at once.
+    Body {
+        at: u64,
+    },
     Again,
     /// Ask again, after a pause.
     Later(Duration),
@@ -95,7 +93,6 @@ pub(super) enum Verdict {
 /// Whom to ask without TLS.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum PlainHttp {
-    /// This machine alone.
     #[default]
     Loopback,
     /// Everybody that an `http://` address names; never one that an `https://` address is redirected to.
@@ -109,7 +106,7 @@ pub(super) struct Transfer {
     bearer: Option<String>,
     plain: PlainHttp,
     wanted: Option<u64>,
-    known: Known,
+    known: TransferState,
     /// Where the next request goes.
     url: Url,
     redirects: u32,
@@ -124,14 +121,14 @@ impl Transfer {
         bearer: Option<String>,
         plain: PlainHttp,
         wanted: Option<u64>,
-        known: Known,
+        known: TransferState,
     ) -> Result<Self, Refusal> {
         let url = origin.clone();
         check_plain(&url, plain)?;
         Ok(Self { origin, bearer, plain, wanted, known, url, redirects: 0, failures: 0, restarts: 0 })
     }
 
-    pub(super) fn known(&self) -> &Known {
+    pub(super) fn known(&self) -> &TransferState {
         &self.known
     }
 
@@ -148,17 +145,17 @@ impl Transfer {
     }
 
     /// What the answer to [`request`](Self::request) means.
-    pub(super) fn head(&mut self, head: &Head) -> Result<Verdict, Refusal> {
+    pub(super) fn head(&mut self, head: &Head) -> Result<ResponseAction, Refusal> {
         let asked = self.request().from;
         if let Some(told) = head.header("x-linked-etag").and_then(sha256) {
             self.known.told = Some(told);
         }
         match head.status {
             200 => {
-                self.known = Known { told: self.known.told.take(), ..Known::default() };
+                self.known = TransferState { told: self.known.told.take(), ..TransferState::default() };
                 let length = head.header("content-length").and_then(|length| length.parse().ok());
                 self.learn(head, length)?;
-                Ok(Verdict::Body { at: 0 })
+                Ok(ResponseAction::Body { at: 0 })
             }
             206 => match (asked, head.header("content-range").and_then(content_range)) {
                 (Some(from), Some(Range { first, total })) if first == from => {
@@ -168,7 +165,7 @@ impl Transfer {
                         return self.start_over();
                     }
                     self.learn(head, total.or(self.known.total))?;
-                    Ok(Verdict::Body { at: from })
+                    Ok(ResponseAction::Body { at: from })
                 }
                 _ => self.start_over(),
             },
@@ -176,7 +173,7 @@ impl Transfer {
                 let total = head.header("content-range").and_then(|range| range.strip_prefix("bytes */"));
                 let total: Option<u64> = total.and_then(|total| total.parse().ok());
                 let complete = total == Some(self.known.have) && self.known.total == total;
-                if complete { Ok(Verdict::Complete) } else { self.start_over() }
+                if complete { Ok(ResponseAction::Complete) } else { self.start_over() }
             }
             301 | 302 | 303 | 307 | 308 => self.follow(head.header("location").unwrap_or_default()),
             // What a redirect leads to may have been signed for a short time only.
@@ -203,7 +200,7 @@ impl Transfer {
     }
 
     /// The body has ended as it should. Whether that is all of the file.
-    pub(super) fn ended(&mut self) -> Result<Verdict, Refusal> {
+    pub(super) fn ended(&mut self) -> Result<ResponseAction, Refusal> {
         match self.known.total {
             Some(total) if self.known.have < total => {
                 self.broken(&format!("the answer ended after {} of {total} bytes", self.known.have), None)
@@ -211,31 +208,31 @@ impl Transfer {
             // Chunks say where they end: that is all there is.
             _ => match self.wanted {
                 Some(wanted) if wanted != self.known.have => Err(self.wrong_length(self.known.have)),
-                _ => Ok(Verdict::Complete),
+                _ => Ok(ResponseAction::Complete),
             },
         }
     }
 
     /// The connection failed, or the server wants to be left alone.
-    pub(super) fn broken(&mut self, why: &str, after: Option<Duration>) -> Result<Verdict, Refusal> {
+    pub(super) fn broken(&mut self, why: &str, after: Option<Duration>) -> Result<ResponseAction, Refusal> {
         self.failures += 1;
         if self.failures >= MAX_FAILURES {
             return Err(Refusal::Failed(why.to_owned()));
         }
         self.begin_again();
         let own = PAUSE.saturating_mul(1 << (self.failures - 1).min(10));
-        Ok(Verdict::Later(after.unwrap_or(own).min(LONGEST_PAUSE)))
+        Ok(ResponseAction::Later(after.unwrap_or(own).min(LONGEST_PAUSE)))
     }
 
     /// What is here is of no use: the file has changed, or the server has said two things.
-    fn start_over(&mut self) -> Result<Verdict, Refusal> {
+    fn start_over(&mut self) -> Result<ResponseAction, Refusal> {
         self.restarts += 1;
         if self.restarts > MAX_RESTARTS {
             return Err(Refusal::Unsteady);
         }
-        self.known = Known::default();
+        self.known = TransferState::default();
         self.begin_again();
-        Ok(Verdict::Again)
+        Ok(ResponseAction::Again)
     }
 
     fn begin_again(&mut self) {
@@ -243,7 +240,7 @@ impl Transfer {
         self.redirects = 0;
     }
 
-    fn follow(&mut self, location: &str) -> Result<Verdict, Refusal> {
+    fn follow(&mut self, location: &str) -> Result<ResponseAction, Refusal> {
         self.redirects += 1;
         if self.redirects > MAX_REDIRECTS {
             return Err(Refusal::Redirects);
@@ -257,7 +254,7 @@ impl Transfer {
         }
         check_plain(&url, self.plain)?;
         self.url = url;
-        Ok(Verdict::Again)
+        Ok(ResponseAction::Again)
     }
 
     /// Remembers what the head of a body says of the file.
@@ -322,7 +319,7 @@ fn sha256(etag: &str) -> Option<String> {
 mod tests {
     use super::*;
 
-    fn transfer(wanted: Option<u64>, known: Known) -> Transfer {
+    fn transfer(wanted: Option<u64>, known: TransferState) -> Transfer {
         let url = Url::parse("https://a.example/m.gguf").unwrap();
         Transfer::new(url, Some("secret".into()), PlainHttp::Loopback, wanted, known).unwrap()
     }
@@ -332,18 +329,18 @@ mod tests {
         Head { status, headers }
     }
 
-    fn half() -> Known {
-        Known { have: 5, total: Some(10), validator: Some("\"v1\"".into()), told: None }
+    fn half() -> TransferState {
+        TransferState { have: 5, total: Some(10), validator: Some("\"v1\"".into()), told: None }
     }
 
     #[test]
     fn a_whole_file_comes_in_one_answer() {
-        let mut transfer = transfer(None, Known::default());
+        let mut transfer = transfer(None, TransferState::default());
         assert_eq!(transfer.request().from, None);
         let answer = head(200, &[("content-length", "10"), ("etag", "\"v1\"")]);
-        assert_eq!(transfer.head(&answer), Ok(Verdict::Body { at: 0 }));
+        assert_eq!(transfer.head(&answer), Ok(ResponseAction::Body { at: 0 }));
         transfer.received(10).unwrap();
-        assert_eq!(transfer.ended(), Ok(Verdict::Complete));
+        assert_eq!(transfer.ended(), Ok(ResponseAction::Complete));
         assert_eq!(transfer.received(1), Err(Refusal::Length { found: 11, wanted: 10 }));
     }
 
@@ -351,18 +348,18 @@ mod tests {
     fn a_part_is_gone_on_with_only_if_the_file_is_the_same() {
         let range = ("content-range", "bytes 5-9/10");
         for (answer, verdict, have) in [
-            (head(206, &[range, ("etag", "\"v1\"")]), Verdict::Body { at: 5 }, 5),
-            (head(206, &[range]), Verdict::Body { at: 5 }, 5),
-            (head(206, &[("content-range", "bytes 5-9/*")]), Verdict::Body { at: 5 }, 5),
+            (head(206, &[range, ("etag", "\"v1\"")]), ResponseAction::Body { at: 5 }, 5),
+            (head(206, &[range]), ResponseAction::Body { at: 5 }, 5),
+            (head(206, &[("content-range", "bytes 5-9/*")]), ResponseAction::Body { at: 5 }, 5),
             // Another file, another position, no position, another length: from the start.
-            (head(206, &[range, ("etag", "\"v2\"")]), Verdict::Again, 0),
-            (head(206, &[("content-range", "bytes 4-9/10")]), Verdict::Again, 0),
-            (head(206, &[]), Verdict::Again, 0),
-            (head(206, &[("content-range", "bytes 5-9/9")]), Verdict::Again, 0),
-            (head(206, &[("content-range", "bytes 5-10/11")]), Verdict::Again, 0),
+            (head(206, &[range, ("etag", "\"v2\"")]), ResponseAction::Again, 0),
+            (head(206, &[("content-range", "bytes 4-9/10")]), ResponseAction::Again, 0),
+            (head(206, &[]), ResponseAction::Again, 0),
+            (head(206, &[("content-range", "bytes 5-9/9")]), ResponseAction::Again, 0),
+            (head(206, &[("content-range", "bytes 5-10/11")]), ResponseAction::Again, 0),
             // A server that knows no ranges, or has another file, sends all of it.
-            (head(200, &[("content-length", "20"), ("etag", "\"v2\"")]), Verdict::Body { at: 0 }, 0),
-            (head(416, &[("content-range", "bytes */10")]), Verdict::Again, 0),
+            (head(200, &[("content-length", "20"), ("etag", "\"v2\"")]), ResponseAction::Body { at: 0 }, 0),
+            (head(416, &[("content-range", "bytes */10")]), ResponseAction::Again, 0),
         ] {
             let mut transfer = transfer(None, half());
             let request = transfer.request();
@@ -370,12 +367,12 @@ mod tests {
             assert_eq!(transfer.head(&answer), Ok(verdict), "{answer:?}");
             assert_eq!(transfer.known().have, have, "{answer:?}");
         }
-        let whole = Known { have: 10, ..half() };
+        let whole = TransferState { have: 10, ..half() };
         assert_eq!(
             transfer(None, whole).head(&head(416, &[("content-range", "bytes */10")])),
-            Ok(Verdict::Complete)
+            Ok(ResponseAction::Complete)
         );
-        let unnamed = Known { validator: None, ..half() };
+        let unnamed = TransferState { validator: None, ..half() };
         assert_eq!(transfer(None, unnamed).request().from, None, "a change could not be noticed");
     }
 
@@ -394,19 +391,19 @@ mod tests {
     #[test]
     fn redirects_are_followed_so_far_and_never_out_of_tls() {
         let mut transfer = transfer(None, half());
-        assert_eq!(transfer.head(&head(302, &[("location", "/other")])), Ok(Verdict::Again));
+        assert_eq!(transfer.head(&head(302, &[("location", "/other")])), Ok(ResponseAction::Again));
         assert_eq!(transfer.request().bearer.as_deref(), Some("secret"), "the same server");
         let linked = "\"53AA51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db\"";
         let away = head(302, &[("location", "https://cdn.example/x?sig=1"), ("x-linked-etag", linked)]);
-        assert_eq!(transfer.head(&away), Ok(Verdict::Again));
+        assert_eq!(transfer.head(&away), Ok(ResponseAction::Again));
         assert_eq!(transfer.request().bearer, None, "another server is not told the token");
         assert_eq!(transfer.request().from, Some(5));
         assert_eq!(transfer.known().told.as_deref(), Some(linked.to_ascii_lowercase().trim_matches('"')));
         // The signature may have run out: from the address that was given.
-        assert_eq!(transfer.head(&head(403, &[])), Ok(Verdict::Later(PAUSE)));
+        assert_eq!(transfer.head(&head(403, &[])), Ok(ResponseAction::Later(PAUSE)));
         assert_eq!(transfer.request().url.host(), "a.example");
         for _ in 0..MAX_REDIRECTS {
-            assert_eq!(transfer.head(&away), Ok(Verdict::Again));
+            assert_eq!(transfer.head(&away), Ok(ResponseAction::Again));
         }
         assert_eq!(transfer.head(&away), Err(Refusal::Redirects));
         for out in ["http://b.example/x", "http://127.0.0.1/x"] {
@@ -414,7 +411,7 @@ mod tests {
             assert_eq!(self::transfer(None, half()).head(&plain), Err(Refusal::Plain(out.into())));
         }
         let none = self::transfer(None, half()).head(&head(302, &[]));
-        assert!(matches!(none, Ok(Verdict::Again)), "an empty location is the folder: {none:?}");
+        assert!(matches!(none, Ok(ResponseAction::Again)), "an empty location is the folder: {none:?}");
         let wrong = self::transfer(None, half()).head(&head(302, &[("location", "file:///etc/passwd")]));
         assert!(matches!(wrong, Err(Refusal::Location { .. })), "{wrong:?}");
     }
@@ -422,7 +419,8 @@ mod tests {
     #[test]
     fn only_this_machine_is_asked_without_tls_unless_that_is_allowed() {
         let url = |text| Url::parse(text).unwrap();
-        let new = |text, plain| Transfer::new(url(text), None, plain, None, Known::default()).map(drop);
+        let new =
+            |text, plain| Transfer::new(url(text), None, plain, None, TransferState::default()).map(drop);
         assert!(new("http://127.0.0.1:1/m", PlainHttp::Loopback).is_ok());
         assert!(matches!(new("http://a.example/m", PlainHttp::Loopback), Err(Refusal::Plain(_))));
         assert!(new("http://a.example/m", PlainHttp::Allowed).is_ok());
@@ -434,15 +432,15 @@ mod tests {
         for round in 0..20 {
             for expected in [1, 2, 4, 8] {
                 let paused = transfer.broken("cut", None);
-                assert_eq!(paused, Ok(Verdict::Later(Duration::from_secs(expected))), "{round}");
+                assert_eq!(paused, Ok(ResponseAction::Later(Duration::from_secs(expected))), "{round}");
             }
             transfer.known.have = 4;
             transfer.received(1).unwrap();
         }
         let busy = head(503, &[("retry-after", "7")]);
-        assert_eq!(transfer.head(&busy), Ok(Verdict::Later(Duration::from_secs(7))));
+        assert_eq!(transfer.head(&busy), Ok(ResponseAction::Later(Duration::from_secs(7))));
         let never = head(429, &[("retry-after", "86400")]);
-        assert_eq!(transfer.head(&never), Ok(Verdict::Later(LONGEST_PAUSE)));
+        assert_eq!(transfer.head(&never), Ok(ResponseAction::Later(LONGEST_PAUSE)));
         for _ in 0..3 {
             transfer.broken("cut", None).unwrap();
         }
@@ -451,12 +449,12 @@ mod tests {
 
     #[test]
     fn an_answer_that_ends_early_is_gone_on_with() {
-        let mut transfer = transfer(Some(10), Known::default());
+        let mut transfer = transfer(Some(10), TransferState::default());
         transfer.head(&head(200, &[("content-length", "10"), ("etag", "\"v1\"")])).unwrap();
         transfer.received(4).unwrap();
-        assert!(matches!(transfer.ended(), Ok(Verdict::Later(_))));
+        assert!(matches!(transfer.ended(), Ok(ResponseAction::Later(_))));
         assert_eq!(transfer.request().from, Some(4));
-        let mut chunked = self::transfer(Some(10), Known::default());
+        let mut chunked = self::transfer(Some(10), TransferState::default());
         chunked.head(&head(200, &[])).unwrap();
         chunked.received(9).unwrap();
         assert_eq!(chunked.ended(), Err(Refusal::Length { found: 9, wanted: 10 }));
@@ -482,7 +480,7 @@ mod tests {
         let changed = head(206, &[("content-range", "bytes 5-9/10"), ("etag", "\"v2\"")]);
         for _ in 0..MAX_RESTARTS {
             unsteady.known = half();
-            assert_eq!(unsteady.head(&changed), Ok(Verdict::Again));
+            assert_eq!(unsteady.head(&changed), Ok(ResponseAction::Again));
         }
         unsteady.known = half();
         assert_eq!(unsteady.head(&changed), Err(Refusal::Unsteady));
@@ -495,9 +493,9 @@ mod tests {
             status in 0u16..600, name in "content-range|content-length|location|etag|retry-after", value in "\\PC{0,40}",
             have in 0u64..20,
         ) {
-            let mut transfer = transfer(None, Known { have, ..half() });
+            let mut transfer = transfer(None, TransferState { have, ..half() });
             let from = transfer.request().from;
-            if let Ok(Verdict::Body { at }) = transfer.head(&head(status, &[(&name, &value)])) {
+            if let Ok(ResponseAction::Body { at }) = transfer.head(&head(status, &[(&name, &value)])) {
                 proptest::prop_assert!(at == 0 || Some(at) == from);
             }
         }

@@ -37,7 +37,6 @@ pub(super) enum Comparison {
     NotIn,
 }
 
-/// Arguments of a call.
 #[derive(Debug, Default)]
 pub(super) struct Arguments {
     pub(super) positional: Vec<Expr>,

@@ -25,7 +25,6 @@ const UNTIMED: u64 = 1 << 17;
 /// What one rendering may use up in all.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Limits {
-    /// Of this thread's CPU.
     pub(super) time: Duration,
     /// Bytes read and made.
     pub(super) work: u64,
@@ -34,7 +33,6 @@ pub(super) struct Limits {
 }
 
 impl Limits {
-    /// Of any rendering.
     pub(super) const FULL: Self =
         Self { time: Duration::from_millis(250), work: 256 << 20, steps: 1_000_000 };
     /// Of a rendering on a thread that has other work to do.
@@ -55,7 +53,6 @@ pub(super) struct Budget {
 }
 
 impl Budget {
-    /// A full account.
     pub(super) fn new(limits: Limits) -> Self {
         Self {
             started: cpu_time(),
@@ -99,7 +96,6 @@ impl Budget {
         }
     }
 
-    /// Charges one step.
     pub(super) fn step(&self) -> Fallible<()> {
         let steps = self.steps.get() + 1;
         self.steps.set(steps);

@@ -28,7 +28,6 @@ struct Moment {
     hour: u64,
     minute: u64,
     second: u64,
-    /// Days since Monday.
     weekday: u64,
     /// The first day of the year is 1.
     year_day: u64,

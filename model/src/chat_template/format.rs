@@ -10,7 +10,6 @@ use super::value::{Fallible, Fault, Iter, Kind, Number, Text, Value, Writer, fai
 
 /// Digits behind the point, at most.
 const PRECISION: usize = 1000;
-/// Specifications within specifications.
 const LEVELS: u32 = 2;
 
 /// How a value is written.

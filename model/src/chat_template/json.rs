@@ -16,7 +16,6 @@ struct Style {
     sort: bool,
 }
 
-/// The filter.
 pub(super) fn tojson(machine: &mut Machine<'_>, value: &Value, args: Args) -> Fallible<Value> {
     let names = ["ensure_ascii", "indent", "separators", "sort_keys"];
     let [ascii, indent, separators, sort] = args.bind("tojson", names, 0)?;

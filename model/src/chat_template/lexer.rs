@@ -6,7 +6,6 @@ use super::value::is_space;
 
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Token {
-    /// Text between tags.
     Data(Arc<str>),
     VariableBegin,
     VariableEnd,
@@ -20,7 +19,6 @@ pub(super) enum Token {
     End,
 }
 
-/// The longer ones first.
 const OPERATORS: [&str; 26] = [
     "//", "**", "==", "!=", ">=", "<=", "+", "-", "/", "*", "%", "~", "[", "]", "(", ")", "{", "}", ">", "<",
     "=", ".", ":", "|", ",", ";",

@@ -82,12 +82,10 @@ enum Flow {
     Continue,
 }
 
-/// One rendering.
 pub(super) struct Machine<'b> {
     pub(super) budget: &'b Budget,
     pub(super) namespaces: Namespaces,
     variables: IndexMap<Key, Value>,
-    /// The template's own names.
     top: Rc<Scope>,
     scope: Rc<Scope>,
     /// Where text goes; the first is the prompt.
@@ -611,7 +609,6 @@ impl<'b> Machine<'b> {
         })
     }
 
-    /// Calls a value.
     pub(super) fn call(&mut self, callee: &Value, args: Args) -> Fallible<Value> {
         self.budget.step()?;
         let Value::Callable(callable) = callee else {

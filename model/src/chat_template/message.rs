@@ -18,7 +18,6 @@ pub struct Message<'a> {
     /// What is said; none (`null`) where an assistant only calls tools.
     #[serde(default)]
     pub content: Option<Content<'a>>,
-    /// Who in particular.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
     /// Calls of tools, as the request has them.

@@ -124,28 +124,27 @@ impl Outline {
 }
 
 #[derive(Debug, Clone)]
-enum Part {
+enum OutlinePart {
     Own(Text),
-    /// That of a message.
     Message(usize),
 }
 
 /// Text that is not known: a stand-in, or what it was joined to.
 #[derive(Debug)]
-pub(super) struct Passage(Vec<Part>);
+pub(super) struct Passage(Vec<OutlinePart>);
 
 impl Passage {
     /// A stand-in for the text of a message.
     pub(super) fn of_message(message: usize) -> Value {
-        Value::Passage(Rc::new(Self(vec![Part::Message(message)])))
+        Value::Passage(Rc::new(Self(vec![OutlinePart::Message(message)])))
     }
 
     /// It is written behind what is there.
     pub(super) fn write(&self, prompt: &mut Writer<'_>, places: &mut Places) -> Fallible<()> {
         for part in &self.0 {
             match part {
-                Part::Own(text) => prompt.push_text(text)?,
-                Part::Message(message) => places.push((prompt.len(), *message)),
+                OutlinePart::Own(text) => prompt.push_text(text)?,
+                OutlinePart::Message(message) => places.push((prompt.len(), *message)),
             }
         }
         Ok(())
@@ -160,7 +159,7 @@ impl Passage {
             }
             match value {
                 Value::Passage(passage) => parts.extend_from_slice(&passage.0),
-                Value::Str(text) => parts.push(Part::Own(text.clone())),
+                Value::Str(text) => parts.push(OutlinePart::Own(text.clone())),
                 _ => return Err(Fault::Read),
             }
         }

@@ -23,7 +23,6 @@ pub(super) enum Fault {
     Limit(Limit),
     /// By `raise_exception`, in the template's words.
     Raised(String),
-    /// What went wrong.
     Failed(String),
     /// An outline is being made and the template looks at a text that is not known.
     Read,
@@ -44,12 +43,10 @@ pub(super) struct Text {
 }
 
 impl Text {
-    /// Text of the template.
     pub(super) fn own(text: impl Into<Arc<str>>) -> Self {
         Self { text: text.into(), quoted: None }
     }
 
-    /// Text of the request.
     pub(super) fn quoted(text: &str) -> Self {
         let quoted = (!text.is_empty()).then(|| Rc::new(std::iter::once(0..text.len()).collect()));
         Self { text: text.into(), quoted }
@@ -585,7 +582,6 @@ pub(super) fn items(value: &Value, budget: &Budget) -> Fallible<Vec<Value>> {
     Iter::of(value)?.all(budget)
 }
 
-/// Namespaces of a rendering.
 pub(super) type Namespaces = Vec<RefCell<IndexMap<Key, Value>>>;
 
 pub(super) fn is_space(c: char) -> bool {

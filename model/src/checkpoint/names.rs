@@ -8,7 +8,6 @@ const MODEL: [(&str, &str); 4] = [
     ("embeddings.LayerNorm", "token_embd_norm"),
 ];
 
-/// Names in a layer.
 const LAYER: [(&str, &str); 8] = [
     ("attention.self.query", "attn_q"),
     ("attention.self.key", "attn_k"),

@@ -8,10 +8,8 @@ use crate::{GgmlType, ModelFile, ModelSpec};
 /// A model that drafts has caches of its own: of the model's, one part in so many.
 const MODEL_SHARE: u64 = 4;
 
-/// What a drafter takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DrafterCosts {
-    /// Where it guesses.
     pub stage: DrafterStage,
     /// Bytes of its tensors.
     pub weight_bytes: u64,

@@ -5,7 +5,6 @@ use serde_json::Value;
 /// Keys under which arguments stand.
 const ARGUMENTS: [&str; 2] = ["arguments", "parameters"];
 
-/// See the module.
 #[derive(Debug, Default)]
 pub(super) struct CallReader {
     text: String,
@@ -46,7 +45,6 @@ impl CallReader {
         self.at.saturating_sub(before)
     }
 
-    /// Whether it has ended.
     pub(super) fn is_over(&self) -> bool {
         self.over
     }

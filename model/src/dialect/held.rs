@@ -4,13 +4,13 @@ use super::Dialect;
 
 /// Text, and which stretches of it are tokens that are marks.
 #[derive(Debug, Default)]
-pub(super) struct Held {
+pub(super) struct HeldText {
     text: String,
     /// Where these tokens begin, ascending.
     tokens: Vec<(usize, &'static str)>,
 }
 
-impl Held {
+impl HeldText {
     pub(super) fn push(&mut self, text: &str) {
         self.text.push_str(text);
     }
@@ -61,7 +61,6 @@ impl Held {
         self.text.insert_str(0, text);
     }
 
-    /// Takes out everything.
     pub(super) fn take_all(&mut self) -> String {
         self.tokens.clear();
         std::mem::take(&mut self.text)

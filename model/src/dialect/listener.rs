@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::call::CallReader;
-use super::held::Held;
+use super::held::HeldText;
 use super::{
     CALL, CALL_END, CALLED, CHANNEL, Calls, Dialect, END, GRANITE, MESSAGE, MISTRAL, PYTHON, RETURN, START,
     THINK, THOUGHT, TO,
@@ -14,12 +14,11 @@ const MESSAGE_ENDS: [&str; 4] = [END, START, CALL_END, RETURN];
 
 /// A part of an answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Said {
-    /// Of the answer itself.
+pub enum ParsedDelta {
     Text(String),
     /// Of what the model thinks.
     Thought(String),
-    /// A call of this tool begins; what follows as [`Said::Arguments`] is its.
+    /// A call of this tool begins; what follows as [`ParsedDelta::Arguments`] is its.
     Call(String),
     /// Of the arguments of the call that has begun last, as JSON.
     Arguments(String),
@@ -27,12 +26,12 @@ pub enum Said {
 
 /// Takes an answer apart. What may yet become a mark is held back.
 #[derive(Debug)]
-pub struct Listener {
+pub struct OutputParser {
     dialect: Arc<Dialect>,
     /// Names of the tools that may be called; without any, calls are text.
     tools: Vec<String>,
     state: State,
-    held: Held,
+    held: HeldText,
     /// Nothing but space has been said so far.
     blank: bool,
     /// That space is between thoughts, calls and the answer, and of none of them.
@@ -68,26 +67,26 @@ enum Channel {
     Call,
 }
 
-impl Listener {
+impl OutputParser {
     /// Of an answer to a prompt behind which the model is `thinking` already or not.
     pub fn new(dialect: Arc<Dialect>, tools: Vec<String>, thinking: bool) -> Self {
         let state = if thinking { State::Thought } else { State::Text };
-        Self { dialect, tools, state, held: Held::default(), blank: true, between: false }
+        Self { dialect, tools, state, held: HeldText::default(), blank: true, between: false }
     }
 
     /// Takes in the text that comes next.
-    pub fn push(&mut self, text: &str) -> Vec<Said> {
+    pub fn push(&mut self, text: &str) -> Vec<ParsedDelta> {
         self.held.push(text);
         self.listen()
     }
 
     /// Takes in a token that is a mark ([`Dialect::mark`]).
-    pub fn push_mark(&mut self, mark: &'static str) -> Vec<Said> {
+    pub fn push_mark(&mut self, mark: &'static str) -> Vec<ParsedDelta> {
         self.held.push_token(mark);
         self.listen()
     }
 
-    fn listen(&mut self) -> Vec<Said> {
+    fn listen(&mut self) -> Vec<ParsedDelta> {
         let mut said = Vec::new();
         while self.advance(&mut said, false) {}
         join(said)
@@ -99,7 +98,7 @@ impl Listener {
     }
 
     /// The answer has ended. `cut`: not by the model itself; then the beginning of a mark or of a call is told as nothing.
-    pub fn finish(&mut self, cut: bool) -> Vec<Said> {
+    pub fn finish(&mut self, cut: bool) -> Vec<ParsedDelta> {
         if cut {
             self.drop_unfinished_mark();
         }
@@ -107,17 +106,17 @@ impl Listener {
         while self.advance(&mut said, true) {}
         let held = self.held.take_all();
         match std::mem::replace(&mut self.state, State::Text) {
-            State::Text | State::Message(Channel::Answer) => said.push(Said::Text(held)),
-            State::Thought | State::Message(Channel::Thoughts) => said.push(Said::Thought(held)),
-            State::Message(Channel::Call) => said.push(Said::Arguments(held)),
+            State::Text | State::Message(Channel::Answer) => said.push(ParsedDelta::Text(held)),
+            State::Thought | State::Message(Channel::Thoughts) => said.push(ParsedDelta::Thought(held)),
+            State::Message(Channel::Call) => said.push(ParsedDelta::Arguments(held)),
             State::Header => {}
             State::Calls { call: Some(Call { reader, told: false }), within, .. } => {
                 if !cut || (within.is_empty() && !reader.may_become(&self.tools)) {
-                    said.push(Said::Text(format!("{within}{}", reader.text())));
+                    said.push(ParsedDelta::Text(format!("{within}{}", reader.text())));
                 }
             }
             State::Calls { call: None, within, any: false } if !cut => {
-                said.push(Said::Text(format!("{within}{held}")));
+                said.push(ParsedDelta::Text(format!("{within}{held}")));
             }
             State::Calls { .. } => {}
         }
@@ -137,17 +136,17 @@ impl Listener {
             && (surely || self.held.text().len() - at > 1)
         {
             let rest = self.held.text()[..at].to_owned();
-            self.held = Held::default();
+            self.held = HeldText::default();
             self.held.push(&rest);
         }
     }
 
     /// Takes in part of what is held; `false` when nothing more can be said of it now.
-    fn advance(&mut self, said: &mut Vec<Said>, last: bool) -> bool {
+    fn advance(&mut self, said: &mut Vec<ParsedDelta>, last: bool) -> bool {
         match &mut self.state {
             State::Text => self.text(said, last),
             State::Thought => {
-                let found = self.until(&[THOUGHT], last, said, Said::Thought);
+                let found = self.until(&[THOUGHT], last, said, ParsedDelta::Thought);
                 if found.is_some() {
                     self.state = State::Text;
                     (self.blank, self.between) = (true, true);
@@ -164,7 +163,7 @@ impl Listener {
                         Some((_, to)) if !self.tools.is_empty() => {
                             let name: String =
                                 to.chars().take_while(|c| !c.is_whitespace() && *c != '<').collect();
-                            said.push(Said::Call(name));
+                            said.push(ParsedDelta::Call(name));
                             Channel::Call
                         }
                         _ => Channel::Answer,
@@ -174,10 +173,10 @@ impl Listener {
                 true
             }
             State::Message(channel) => {
-                let part: fn(String) -> Said = match channel {
-                    Channel::Answer => Said::Text,
-                    Channel::Thoughts => Said::Thought,
-                    Channel::Call => Said::Arguments,
+                let part: fn(String) -> ParsedDelta = match channel {
+                    Channel::Answer => ParsedDelta::Text,
+                    Channel::Thoughts => ParsedDelta::Thought,
+                    Channel::Call => ParsedDelta::Arguments,
                 };
                 let found = self.until(&MESSAGE_ENDS, last, said, part);
                 if let Some(mark) = found {
@@ -188,7 +187,7 @@ impl Listener {
         }
     }
 
-    fn text(&mut self, said: &mut Vec<Said>, last: bool) -> bool {
+    fn text(&mut self, said: &mut Vec<ParsedDelta>, last: bool) -> bool {
         if self.blank {
             let start = self.held.text().trim_start();
             let space = self.held.text().len() - start.len();
@@ -210,12 +209,12 @@ impl Listener {
         let marks = self.text_marks();
         let blank = self.blank;
         let before = said.len();
-        let found = self.until(&marks, last, said, Said::Text);
-        let spoken = |said: &Said| matches!(said, Said::Text(text) if !text.trim().is_empty());
+        let found = self.until(&marks, last, said, ParsedDelta::Text);
+        let spoken = |said: &ParsedDelta| matches!(said, ParsedDelta::Text(text) if !text.trim().is_empty());
         let spoke = said[before..].iter().any(spoken);
         if blank && !spoke && (found.is_some() || !last) {
-            let space: Vec<Said> = said.drain(before..).collect();
-            if let (None, Some(Said::Text(space))) = (found, space.first()) {
+            let space: Vec<ParsedDelta> = said.drain(before..).collect();
+            if let (None, Some(ParsedDelta::Text(space))) = (found, space.first()) {
                 // What follows it tells whether it is of the answer.
                 self.held.put_back(space);
             }
@@ -224,7 +223,7 @@ impl Listener {
         match found {
             Some(THINK) if blank && !spoke => self.state = State::Thought,
             // In the middle of an answer it is text.
-            Some(THINK) => said.push(Said::Text(THINK.to_owned())),
+            Some(THINK) => said.push(ParsedDelta::Text(THINK.to_owned())),
             Some(CHANNEL) => {
                 self.held.put_back(CHANNEL);
                 self.state = State::Header;
@@ -256,7 +255,7 @@ impl Listener {
         marks
     }
 
-    fn calls(&mut self, said: &mut Vec<Said>, last: bool) -> bool {
+    fn calls(&mut self, said: &mut Vec<ParsedDelta>, last: bool) -> bool {
         let State::Calls { call, within, any } = &mut self.state else { return false };
         if let Some(Call { reader, told }) = call {
             let taken = reader.push(self.held.text());
@@ -265,23 +264,23 @@ impl Listener {
                 if self.tools.iter().any(|tool| tool == name) {
                     *told = true;
                     *any = true;
-                    said.push(Said::Call(name.to_owned()));
+                    said.push(ParsedDelta::Call(name.to_owned()));
                 } else {
                     // No tool of this request: it is text, as all that follows.
                     let text = format!("{within}{}", reader.text());
-                    said.push(Said::Text(text));
+                    said.push(ParsedDelta::Text(text));
                     self.blank = false;
                     self.state = State::Text;
                     return true;
                 }
             }
             if *told {
-                said.push(Said::Arguments(reader.arguments()));
+                said.push(ParsedDelta::Arguments(reader.arguments()));
             }
             if reader.is_over() {
                 if !*told {
                     let text = format!("{within}{}", reader.text());
-                    said.push(Said::Text(text));
+                    said.push(ParsedDelta::Text(text));
                     self.blank = false;
                     self.state = State::Text;
                     return true;
@@ -321,7 +320,7 @@ impl Listener {
         }
         let passed = self.held.take(passed);
         let text = if *any { String::new() } else { format!("{within}{passed}") };
-        said.push(Said::Text(text));
+        said.push(ParsedDelta::Text(text));
         self.blank = false;
         self.state = State::Text;
         true
@@ -333,8 +332,8 @@ impl Listener {
         &mut self,
         marks: &[&'static str],
         last: bool,
-        said: &mut Vec<Said>,
-        part: fn(String) -> Said,
+        said: &mut Vec<ParsedDelta>,
+        part: fn(String) -> ParsedDelta,
     ) -> Option<&'static str> {
         let found = marks.iter().filter_map(|mark| Some((self.held.find(&self.dialect, mark)?, *mark)));
         if let Some((at, mark)) = found.min_by_key(|(at, _)| *at) {
@@ -350,14 +349,15 @@ impl Listener {
 }
 
 /// Without what is empty, and with neighbours of one kind as one.
-fn join(said: Vec<Said>) -> Vec<Said> {
-    let mut joined: Vec<Said> = Vec::new();
+fn join(said: Vec<ParsedDelta>) -> Vec<ParsedDelta> {
+    let mut joined: Vec<ParsedDelta> = Vec::new();
     for part in said {
         match (joined.last_mut(), &part) {
-            (_, Said::Text(text) | Said::Thought(text) | Said::Arguments(text)) if text.is_empty() => {}
-            (Some(Said::Text(before)), Said::Text(text))
-            | (Some(Said::Thought(before)), Said::Thought(text))
-            | (Some(Said::Arguments(before)), Said::Arguments(text)) => before.push_str(text),
+            (_, ParsedDelta::Text(text) | ParsedDelta::Thought(text) | ParsedDelta::Arguments(text))
+                if text.is_empty() => {}
+            (Some(ParsedDelta::Text(before)), ParsedDelta::Text(text))
+            | (Some(ParsedDelta::Thought(before)), ParsedDelta::Thought(text))
+            | (Some(ParsedDelta::Arguments(before)), ParsedDelta::Arguments(text)) => before.push_str(text),
             _ => joined.push(part),
         }
     }

@@ -11,7 +11,6 @@ pub struct StopStrings {
 }
 
 impl StopStrings {
-    /// Searches for these strings.
     pub fn new(strings: Vec<String>) -> Self {
         Self { strings: strings.into(), held: String::new() }
     }

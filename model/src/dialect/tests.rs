@@ -49,15 +49,21 @@ fn the_template_tells_the_dialect() {
 }
 
 /// What a listener makes of an answer that comes in pieces of `size` characters and that the model ends.
-fn heard(dialect: &Arc<Dialect>, thinking: bool, answer: &str, size: usize) -> Vec<Said> {
+fn heard(dialect: &Arc<Dialect>, thinking: bool, answer: &str, size: usize) -> Vec<ParsedDelta> {
     heard_until(dialect, thinking, answer, size, false)
 }
 
-fn heard_until(dialect: &Arc<Dialect>, thinking: bool, answer: &str, size: usize, cut: bool) -> Vec<Said> {
+fn heard_until(
+    dialect: &Arc<Dialect>,
+    thinking: bool,
+    answer: &str,
+    size: usize,
+    cut: bool,
+) -> Vec<ParsedDelta> {
     let names = tools().into_iter().map(|tool| tool.name).collect();
-    let mut listener = Listener::new(Arc::clone(dialect), names, thinking);
+    let mut listener = OutputParser::new(Arc::clone(dialect), names, thinking);
     let letters: Vec<char> = answer.chars().collect();
-    let mut all: Vec<Said> = Vec::new();
+    let mut all: Vec<ParsedDelta> = Vec::new();
     let pieces = letters.chunks(size).map(|piece| piece.iter().collect::<String>());
     for said in pieces.flat_map(|piece| listener.push(&piece)).collect::<Vec<_>>() {
         add(&mut all, said);
@@ -68,11 +74,11 @@ fn heard_until(dialect: &Arc<Dialect>, thinking: bool, answer: &str, size: usize
     all
 }
 
-fn add(all: &mut Vec<Said>, said: Said) {
+fn add(all: &mut Vec<ParsedDelta>, said: ParsedDelta) {
     match (all.last_mut(), said) {
-        (Some(Said::Text(before)), Said::Text(text))
-        | (Some(Said::Thought(before)), Said::Thought(text))
-        | (Some(Said::Arguments(before)), Said::Arguments(text)) => before.push_str(&text),
+        (Some(ParsedDelta::Text(before)), ParsedDelta::Text(text))
+        | (Some(ParsedDelta::Thought(before)), ParsedDelta::Thought(text))
+        | (Some(ParsedDelta::Arguments(before)), ParsedDelta::Arguments(text)) => before.push_str(&text),
         (_, said) => all.push(said),
     }
 }
@@ -98,7 +104,7 @@ fn it_is_told_where_thoughts_are() {
             ],
         ),
     ] {
-        let mut listener = Listener::new(Arc::new(dialect.clone()), Vec::new(), thinking);
+        let mut listener = OutputParser::new(Arc::new(dialect.clone()), Vec::new(), thinking);
         assert_eq!(listener.is_thinking(), thinking);
         for (piece, thinks) in pieces {
             listener.push(piece);
@@ -109,15 +115,15 @@ fn it_is_told_where_thoughts_are() {
 
 #[test]
 fn answers_are_taken_apart_however_they_come() {
-    let text = |text: &str| Said::Text(text.into());
-    let thought = |text: &str| Said::Thought(text.into());
-    let call = |name: &str| Said::Call(name.into());
-    let arguments = |text: &str| Said::Arguments(text.into());
+    let text = |text: &str| ParsedDelta::Text(text.into());
+    let thought = |text: &str| ParsedDelta::Thought(text.into());
+    let call = |name: &str| ParsedDelta::Call(name.into());
+    let arguments = |text: &str| ParsedDelta::Arguments(text.into());
     let hermes = of("{% if tools %}<tool_call>{% endif %}<think>");
     let llama = of("{% if tools %}parameters ipython{% endif %}");
     let mistral = of("{% if tools %}[TOOL_CALLS]{% endif %}");
     let harmony = of("{% if tools %}{% endif %}<|channel|><|message|>");
-    let table: Vec<(&Dialect, bool, &str, Vec<Said>)> = vec![
+    let table: Vec<(&Dialect, bool, &str, Vec<ParsedDelta>)> = vec![
         (&hermes, false, "Hello <b>you</b>", vec![text("Hello <b>you</b>")]),
         (&hermes, false, " two\n\nlines ", vec![text(" two\n\nlines ")]),
         (&hermes, false, "<think>\nHm.\n</think>\n\nYes.", vec![thought("\nHm.\n"), text("Yes.")]),
@@ -227,18 +233,18 @@ fn of_a_call_that_is_cut_off_no_mark_is_told() {
         let dialect = Arc::new(of(template));
         for (at, size) in (0..=answer.len()).flat_map(|at| [(at, 1), (at, 1000)]) {
             let said = heard_until(&dialect, false, &answer[..at], size, true);
-            let told = |said: &Said| matches!(said, Said::Text(_) | Said::Thought(_));
+            let told = |said: &ParsedDelta| matches!(said, ParsedDelta::Text(_) | ParsedDelta::Thought(_));
             assert!(!said.iter().any(told), "{said:?} of {}", &answer[..at]);
         }
         let whole = heard_until(&dialect, false, &answer, 3, true);
-        assert_eq!(whole.first(), Some(&Said::Call("weather".into())), "{answer}");
+        assert_eq!(whole.first(), Some(&ParsedDelta::Call("weather".into())), "{answer}");
         // Text is text, also where it ends like a mark begins.
-        let text = |text: &str| vec![Said::Text(text.into())];
+        let text = |text: &str| vec![ParsedDelta::Text(text.into())];
         assert_eq!(heard_until(&dialect, false, "is 1 <", 2, true), text("is 1 <"));
         assert_eq!(heard_until(&dialect, false, "a [", 2, true), text("a ["));
     }
     let llama = Arc::new(of("{% if tools %}parameters ipython{% endif %}"));
-    let json = vec![Said::Text("{\"age\": 3".into())];
+    let json = vec![ParsedDelta::Text("{\"age\": 3".into())];
     assert_eq!(heard_until(&llama, false, "{\"age\": 3", 4, true), json);
 }
 
@@ -248,7 +254,7 @@ fn ordinary_text_is_no_mark_where_the_vocabulary_has_a_token_for_it() {
     let base = of("{% if tools %}<tool_call></tool_call>{% endif %}<think>");
     let marks = vec![(3, THINK), (4, THOUGHT), (5, CALL), (6, CALLED)];
     let dialect = Arc::new(Dialect { marks, ..base });
-    let mut listener = Listener::new(Arc::clone(&dialect), vec!["time".into()], true);
+    let mut listener = OutputParser::new(Arc::clone(&dialect), vec!["time".into()], true);
     let mut said = listener.push("I write </think> and <tool_call>");
     said.extend(listener.push_mark(THOUGHT));
     said.extend(listener.push("\n\nNo <tool_call>{\"name\": \"time\"}</tool_call> yet. "));
@@ -257,10 +263,10 @@ fn ordinary_text_is_no_mark_where_the_vocabulary_has_a_token_for_it() {
     said.extend(listener.push_mark(CALLED));
     said.extend(listener.finish(false));
     let expected = [
-        Said::Thought("I write </think> and <tool_call>".into()),
-        Said::Text("No <tool_call>{\"name\": \"time\"}</tool_call> yet. ".into()),
-        Said::Call("time".into()),
-        Said::Arguments("{\"a\": \"</tool_call>\"}".into()),
+        ParsedDelta::Thought("I write </think> and <tool_call>".into()),
+        ParsedDelta::Text("No <tool_call>{\"name\": \"time\"}</tool_call> yet. ".into()),
+        ParsedDelta::Call("time".into()),
+        ParsedDelta::Arguments("{\"a\": \"</tool_call>\"}".into()),
     ];
     assert_eq!(said, expected);
     let lark = dialect.calls_grammar(&tools(), false, false, "<think>");
@@ -284,10 +290,10 @@ proptest::proptest! {
             let whole = heard(&dialect, false, &answer, 1000);
             proptest::prop_assert_eq!(&heard(&dialect, false, &answer, size), &whole);
             let plain = Arc::new(Dialect { thinks: false, calls: Calls::Llama, native: true, marks: Vec::new() });
-            let mut listener = Listener::new(plain, Vec::new(), false);
+            let mut listener = OutputParser::new(plain, Vec::new(), false);
             let mut said = listener.push(&answer);
             said.extend(listener.finish(false));
-            let text: String = said.into_iter().map(|said| match said { Said::Text(text) => text, _ => String::new() }).collect();
+            let text: String = said.into_iter().map(|said| match said { ParsedDelta::Text(text) => text, _ => String::new() }).collect();
             proptest::prop_assert_eq!(&text, &answer);
         }
     }

@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 use super::ModelFile;
 use crate::Error;
 use crate::mmap::MappedFile;
-use crate::shard::{CHUNK_BYTES, ChunkId, sound};
+use crate::shard::{CHUNK_BYTES, ChunkId, verified_chunks};
 
 #[cfg(test)]
 mod tests;
@@ -91,7 +91,7 @@ impl ModelFile {
 
 /// This start of the system, if it says which one that is.
 fn start_of_system() -> Option<[u8; 32]> {
-    sound::start_of_system().map(|start| blake3::hash(start.as_bytes()).into())
+    verified_chunks::start_of_system().map(|start| blake3::hash(start.as_bytes()).into())
 }
 
 /// What an entry of files that are like this begins with.

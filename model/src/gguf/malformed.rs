@@ -11,22 +11,14 @@ pub enum Malformed {
     },
     /// The file was written for big-endian machines.
     #[error("the file is big-endian (version {version} with its bytes swapped); only little-endian is read")]
-    BigEndian {
-        /// The version after swapping.
-        version: u32,
-    },
+    BigEndian { version: u32 },
     /// The format's version is not served.
     #[error("GGUF version {found}, only 2 and 3 are read")]
-    Version {
-        /// The version.
-        found: u32,
-    },
+    Version { found: u32 },
     /// The file ends inside a field.
     #[error("the file ends inside {field}: {need} bytes needed at offset {offset}, {have} left")]
     Truncated {
-        /// The field.
         field: String,
-        /// Where it starts.
         offset: u64,
         /// Bytes that it takes.
         need: u64,
@@ -35,56 +27,25 @@ pub enum Malformed {
     },
     /// A count or a length is above its cap.
     #[error("{field} is {found}, the limit is {limit}")]
-    OverLimit {
-        /// The field.
-        field: String,
-        /// The value.
-        found: u64,
-        /// The cap.
-        limit: u64,
-    },
+    OverLimit { field: String, found: u64, limit: u64 },
     /// A name, a dimension or a count of dimensions that must not be zero or empty is.
     #[error("{field} is empty or zero")]
-    Zero {
-        /// The field.
-        field: String,
-    },
+    Zero { field: String },
     /// A string is not UTF-8.
     #[error("{field} at offset {offset} is not UTF-8")]
-    NotUtf8 {
-        /// The field.
-        field: String,
-        /// Where the string starts.
-        offset: u64,
-    },
+    NotUtf8 { field: String, offset: u64 },
     /// A bool is neither 0 nor 1.
     #[error("{field} is a bool of value {found}, not 0 or 1")]
-    NotBool {
-        /// The field.
-        field: String,
-        /// The value.
-        found: u8,
-    },
+    NotBool { field: String, found: u8 },
     /// A value type that GGUF does not have.
     #[error("{field} has value type {found}, the highest is 12")]
-    ValueType {
-        /// The field.
-        field: String,
-        /// The type's number.
-        found: u32,
-    },
+    ValueType { field: String, found: u32 },
     /// Two entries with one key.
     #[error("key {key} occurs twice")]
-    DuplicateKey {
-        /// The key.
-        key: String,
-    },
+    DuplicateKey { key: String },
     /// Two tensors with one name.
     #[error("tensor {tensor} occurs twice")]
-    DuplicateTensor {
-        /// The tensor.
-        tensor: String,
-    },
+    DuplicateTensor { tensor: String },
     /// `general.alignment` is not a `u32`, or not a power of two of at least 8.
     #[error("general.alignment is {found}, not a power of two from 8 up")]
     Alignment {
@@ -93,50 +54,21 @@ pub enum Malformed {
     },
     /// A tensor type that is not known.
     #[error("tensor {tensor} has the unknown type {found}")]
-    TensorType {
-        /// The tensor.
-        tensor: String,
-        /// The type's number.
-        found: u32,
-    },
+    TensorType { tensor: String, found: u32 },
     /// A row is not made of whole blocks.
     #[error("rows of tensor {tensor} have {row} elements, {ty} needs a multiple of {block}")]
-    PartialBlock {
-        /// The tensor.
-        tensor: String,
-        /// Its type.
-        ty: crate::GgmlType,
-        /// Its first dimension.
-        row: u64,
-        /// Elements of a block.
-        block: u64,
-    },
+    PartialBlock { tensor: String, ty: crate::GgmlType, row: u64, block: u64 },
     /// The size of a tensor does not fit 64 bits.
     #[error("the size of tensor {tensor} with dimensions {dims:?} overflows")]
-    SizeOverflow {
-        /// The tensor.
-        tensor: String,
-        /// Its dimensions.
-        dims: Vec<u64>,
-    },
+    SizeOverflow { tensor: String, dims: Vec<u64> },
     /// A tensor does not start at a multiple of the alignment.
     #[error("tensor {tensor} starts at {offset} of the data section, not a multiple of {alignment}")]
-    Misaligned {
-        /// The tensor.
-        tensor: String,
-        /// Its offset.
-        offset: u64,
-        /// The alignment.
-        alignment: u64,
-    },
+    Misaligned { tensor: String, offset: u64, alignment: u64 },
     /// A tensor reaches past the end of the file.
     #[error("tensor {tensor} takes {bytes} bytes from {offset} of the data section, which has {have}")]
     OutOfFile {
-        /// The tensor.
         tensor: String,
-        /// Its offset.
         offset: u64,
-        /// Its size.
         bytes: u64,
         /// Size of the data section.
         have: u64,
@@ -146,7 +78,6 @@ pub enum Malformed {
     Overlap {
         /// The one that starts first.
         first: String,
-        /// The other.
         second: String,
     },
 }

@@ -24,7 +24,7 @@ fn is_split_key(key: &str) -> bool {
 
 /// Opens `path` and, if it is one of a set, the others.
 pub(super) fn open(path: &Path) -> Result<Contents, Error> {
-    let given = Part::open(path)?;
+    let given = SplitFile::open(path)?;
     let Some(count) = given.header.metadata.get::<u64>(COUNT)? else {
         return merge(vec![given]);
     };
@@ -42,7 +42,7 @@ pub(super) fn open(path: &Path) -> Result<Contents, Error> {
     for index in 0..count {
         let part = match given.take_if(|_| index == number) {
             Some(given) => given,
-            None => Part::open_sibling(path, number, index, count)?,
+            None => SplitFile::open_sibling(path, number, index, count)?,
         };
         part.expect(NUMBER, index)?;
         part.expect(COUNT, count)?;
@@ -55,7 +55,7 @@ pub(super) fn open(path: &Path) -> Result<Contents, Error> {
     merge(parts)
 }
 
-fn merge(parts: Vec<Part>) -> Result<Contents, Error> {
+fn merge(parts: Vec<SplitFile>) -> Result<Contents, Error> {
     let mut contents = Contents { files: Vec::new(), metadata: Metadata::default(), tensors: Vec::new() };
     let mut names = HashSet::new();
     for (file, part) in parts.into_iter().enumerate() {
@@ -76,13 +76,12 @@ fn merge(parts: Vec<Part>) -> Result<Contents, Error> {
     Ok(contents)
 }
 
-/// One file, parsed.
-struct Part {
+struct SplitFile {
     file: MappedFile,
     header: Header,
 }
 
-impl Part {
+impl SplitFile {
     fn open(path: &Path) -> Result<Self, Error> {
         let file = MappedFile::open(path)?;
         let header = parse::parse(file.bytes())

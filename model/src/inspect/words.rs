@@ -24,7 +24,6 @@ pub(super) fn layer(layer: &LayerSpec) -> String {
     format!("{mixer}; {}{per_layer}", ffn.join(" + "))
 }
 
-/// What the model gives.
 pub(super) fn output(spec: &ModelSpec) -> String {
     match &spec.output {
         OutputSpec::Logits(logits) if logits.linear.weight == spec.embedding.tensor => {

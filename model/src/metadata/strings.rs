@@ -10,7 +10,6 @@ pub struct Strings {
 }
 
 impl Strings {
-    /// Appends one string.
     pub fn push(&mut self, string: &str) {
         self.text.push_str(string);
         self.ends.push(self.text.len());
@@ -26,7 +25,6 @@ impl Strings {
         self.text.get(start..end)
     }
 
-    /// Number of strings.
     pub fn len(&self) -> usize {
         self.ends.len()
     }
@@ -36,7 +34,6 @@ impl Strings {
         self.ends.is_empty()
     }
 
-    /// All strings in order.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = &str> {
         (0..self.len()).map(|index| self.get(index).unwrap_or_default())
     }

@@ -6,7 +6,6 @@ use super::Strings;
 
 /// A value of any type that GGUF knows.
 #[derive(Debug, Clone, PartialEq)]
-#[allow(missing_docs, reason = "each variant is the type that it names")]
 pub enum Value {
     U8(u8),
     I8(i8),
@@ -25,7 +24,6 @@ pub enum Value {
 
 /// Values of one type, stored compactly.
 #[derive(Debug, Clone, PartialEq)]
-#[allow(missing_docs, reason = "each variant is the type that it names")]
 pub enum Array {
     U8(Vec<u8>),
     I8(Vec<i8>),
@@ -118,7 +116,6 @@ impl Array {
         }
     }
 
-    /// Number of elements.
     pub fn len(&self) -> usize {
         for_each_list!(self, list => list.len())
     }

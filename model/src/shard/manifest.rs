@@ -46,23 +46,16 @@ pub enum ManifestError {
     },
     /// Bytes of something else, or cut short.
     #[error("these {bytes} bytes are no manifest")]
-    NotAManifest {
-        /// Their number.
-        bytes: usize,
-    },
+    NotAManifest { bytes: usize },
     /// A layout that this version does not know.
     #[error("a manifest of version {found}; version 1 is read")]
-    Version {
-        /// Its version.
-        found: u32,
-    },
+    Version { found: u32 },
     /// Metadata or tensor table cannot be read, or written.
     #[error("a manifest's header: {0}")]
     Header(#[from] Malformed),
     /// The tensors need another number of chunks.
     #[error("a manifest of {found} chunks, its tensors have {expected}")]
     Chunks {
-        /// Chunks there are.
         found: u64,
         /// Chunks of the tensors; none if their bytes are beyond counting.
         expected: u64,
@@ -75,7 +68,6 @@ pub enum ManifestError {
     Digest {
         /// What it is the manifest of.
         found: ChunkId,
-        /// What was asked for.
         expected: ChunkId,
     },
 }

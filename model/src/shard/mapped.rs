@@ -7,8 +7,8 @@ use std::path::Path;
 
 use memmap2::{Mmap, MmapMut, MmapOptions, UncheckedAdvice};
 
-use super::sound::Sound;
 use super::store::{StoreError, chunk_path, io_error};
+use super::verified_chunks::VerifiedChunks;
 use super::{CHUNK_BYTES, ChunkPlace};
 use crate::file::digest::hash_each;
 use crate::mmap::forget_cached;
@@ -26,7 +26,7 @@ impl MappedTensor {
         dir: &Path,
         bytes: usize,
         places: impl Iterator<Item = ChunkPlace<'a>>,
-        sound: &Sound,
+        sound: &VerifiedChunks,
     ) -> Result<Self, StoreError> {
         let reserve = || MmapOptions::new().len(bytes).map_anon();
         let mut region = reserve().map_err(io_error("map", dir))?;

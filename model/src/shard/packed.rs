@@ -30,7 +30,6 @@ mod tests;
 const MAGIC: [u8; 8] = *b"KVPACK02";
 /// Length of the index, its hash, the magic.
 const FOOTER_BYTES: usize = 8 + 32 + 8;
-/// Longest index read.
 const INDEX_BYTES: u64 = 64 << 20;
 /// Regions start at multiples of this: the largest page of any system that this runs on.
 const REGION_START: u64 = 64 << 10;

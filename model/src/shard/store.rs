@@ -6,7 +6,7 @@
 //! minute. Whoever reads a chunk checks it against its name, or knows that somebody has since the system started
 //! (`sound.rs`), so what is torn is found before it is used. A model is in use
 //! while a [`HeldModel`] of it exists in any process; room is made by dropping models that are not, the one whose last use
-//! is longest ago first. Who is about to write takes [`Room`] first, which others leave free.
+//! is longest ago first. Who is about to write takes [`StoreReservation`] first, which others leave free.
 
 use std::collections::HashSet;
 use std::fs::{self, DirBuilder, File, Metadata};
@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use super::sound::{self, Sound};
+use super::verified_chunks::{self, VerifiedChunks};
 use super::{CHUNK_BYTES, ChunkId, MANIFEST_BYTES, Manifest, ManifestError};
 
 mod direct;
@@ -24,7 +24,7 @@ mod room;
 #[cfg(test)]
 mod tests;
 
-pub use room::Room;
+pub use room::StoreReservation;
 
 /// What a manifest's file is called behind its digest.
 pub(crate) const MANIFEST_EXTENSION: &str = "manifest";
@@ -35,17 +35,8 @@ const ABANDONED: Duration = Duration::from_secs(600);
 /// Why the store cannot give or take something.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// The system refused.
     #[error("cannot {action} {path}: {source}")]
-    Io {
-        /// What was tried.
-        action: &'static str,
-        /// With what.
-        path: PathBuf,
-        /// The system's reason.
-        source: io::Error,
-    },
-    /// The disk is full.
+    Io { action: &'static str, path: PathBuf, source: io::Error },
     #[error("the disk is full: no room for {bytes} bytes at {path}")]
     DiskFull {
         /// The file that was to be written.
@@ -56,7 +47,6 @@ pub enum StoreError {
     /// The store may not hold so much, and what it holds is in use.
     #[error("the shard store {path} may hold {limit} bytes: {used} are in use, {needed} more are needed")]
     NoRoom {
-        /// The store.
         path: PathBuf,
         /// Bytes that it may hold.
         limit: u64,
@@ -67,24 +57,13 @@ pub enum StoreError {
     },
     /// A chunk is not there.
     #[error("chunk {chunk} is not in the shard store")]
-    Missing {
-        /// Its name.
-        chunk: ChunkId,
-    },
+    Missing { chunk: ChunkId },
     /// What a chunk's file holds is not the chunk.
     #[error("chunk {chunk} is damaged in the shard store")]
-    Damaged {
-        /// Its name.
-        chunk: ChunkId,
-    },
+    Damaged { chunk: ChunkId },
     /// The file of a manifest holds something else.
     #[error("{path}: {source}")]
-    Manifest {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong.
-        source: ManifestError,
-    },
+    Manifest { path: PathBuf, source: ManifestError },
 }
 
 /// Where chunks and manifests are kept.
@@ -92,7 +71,7 @@ pub enum StoreError {
 pub struct ShardStore {
     root: PathBuf,
     limit: u64,
-    sound: Arc<Sound>,
+    sound: Arc<VerifiedChunks>,
 }
 
 impl PartialEq for ShardStore {
@@ -132,7 +111,6 @@ impl HeldModel {
         &self.path
     }
 
-    /// What is in it.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }
@@ -142,8 +120,8 @@ impl ShardStore {
     /// Opens the store in `root`, which is made if it is not there, for at most `limit` bytes.
     pub fn open(root: impl Into<PathBuf>, limit: u64) -> Result<Self, StoreError> {
         let root = root.into();
-        let store = Self { sound: Arc::new(Sound::of_store(&root)), root, limit };
-        let sound = store.root.join(sound::DIR);
+        let store = Self { sound: Arc::new(VerifiedChunks::of_store(&root)), root, limit };
+        let sound = store.root.join(verified_chunks::DIR);
         for dir in [store.chunks(), store.models(), store.reserved(), store.temporary(), sound] {
             make_dir(&dir)?;
         }
@@ -152,7 +130,6 @@ impl ShardStore {
         Ok(store)
     }
 
-    /// The directory.
     pub fn root(&self) -> &Path {
         &self.root
     }
@@ -274,18 +251,18 @@ impl ShardStore {
         Ok(damaged)
     }
 
-    /// Room for so many more bytes, which all processes of the host leave free until they are written or the [`Room`] is
+    /// StoreReservation for so many more bytes, which all processes of the host leave free until they are written or the [`StoreReservation`] is
     /// dropped. Where there is none, repacked weights that nobody uses are dropped, which can be made again, then what
     /// belongs to no model, then models that nobody uses.
-    pub fn reserve(&self, needed: u64) -> Result<Room, StoreError> {
+    pub fn reserve(&self, needed: u64) -> Result<StoreReservation, StoreError> {
         let _turn = self.turn()?;
         self.make_room(needed)?;
-        Room::take(&self.reserved(), needed)
+        StoreReservation::take(&self.reserved(), needed)
     }
 
     /// What others have reserved and not used yet.
     fn reserved_bytes(&self) -> u64 {
-        files(&self.reserved()).iter().map(|path| Room::of_another(path)).sum()
+        files(&self.reserved()).iter().map(|path| StoreReservation::of_another(path)).sum()
     }
 
     fn make_room(&self, needed: u64) -> Result<(), StoreError> {
@@ -348,7 +325,7 @@ impl ShardStore {
 
     /// Bytes of everything in it but notes.
     pub fn bytes(&self) -> u64 {
-        bytes_under(&self.root).saturating_sub(bytes_under(&self.root.join(sound::DIR)))
+        bytes_under(&self.root).saturating_sub(bytes_under(&self.root.join(verified_chunks::DIR)))
     }
 
     fn chunks(&self) -> PathBuf {

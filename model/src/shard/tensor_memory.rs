@@ -21,7 +21,6 @@ const FREE: u8 = 0;
 const TAKEN: u8 = 1;
 const FILLED: u8 = 2;
 
-/// See the module.
 #[derive(Debug)]
 pub struct TensorMemory(Arc<Tensor>);
 
@@ -139,7 +138,6 @@ impl ChunkSlot {
 
 impl Deref for ChunkSlot {
     type Target = [u8];
-    /// What has been pushed.
     fn deref(&self) -> &[u8] {
         let Some(memory) = self.tensor.memory.get() else { return &[] };
         // SAFETY: inside the mapping (see `push`), which lives as long as `tensor` and is initialised (see `Tensor::bytes`).

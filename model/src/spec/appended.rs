@@ -16,7 +16,6 @@ pub struct AppendedSpec {
     pub embedding_norm: NormSpec,
     /// Norm of the hidden state.
     pub hidden_norm: NormSpec,
-    /// The layer.
     pub layer: LayerSpec,
     /// Norm of what leaves it.
     pub norm: NormSpec,

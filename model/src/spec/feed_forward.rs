@@ -2,10 +2,8 @@
 
 use super::{LinearSpec, NormSpec};
 
-/// Activation of an FFN.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activation {
-    /// x * sigmoid(x)
     Silu,
     /// GELU, tanh form, exact in f32.
     GeluTanh,
@@ -20,7 +18,6 @@ pub enum Activation {
 pub struct FfnPart {
     /// Norm of the residual for this part alone; none takes what the layer's `ffn_norm` gives.
     pub own_norm: Option<NormSpec>,
-    /// What it computes.
     pub ffn: FfnSpec,
     /// Norm of its output before the parts are summed.
     pub post_norm: Option<NormSpec>,
@@ -31,27 +28,19 @@ pub struct FfnPart {
 pub enum FfnSpec {
     /// `down(act(gate x) * up x)`, times `sigmoid(row_gate x)` where there is one.
     Gated {
-        /// Gate projection.
         gate: LinearSpec,
-        /// Up projection.
         up: LinearSpec,
-        /// Down projection.
         down: LinearSpec,
-        /// Gate activation.
         activation: Activation,
         /// One row: how much of a shared expert a token takes.
         row_gate: Option<LinearSpec>,
     },
     /// `down(act(up x))`.
     Plain {
-        /// Up projection.
         up: LinearSpec,
-        /// Down projection.
         down: LinearSpec,
-        /// Activation.
         activation: Activation,
     },
-    /// Mixture of experts.
     Moe(MoeSpec),
 }
 
@@ -64,7 +53,6 @@ pub struct MoeSpec {
     pub router_norm: Option<NormSpec>,
     /// Router, `experts` rows.
     pub router: LinearSpec,
-    /// Experts in all.
     pub experts: usize,
     /// Experts per token.
     pub used: usize,
@@ -76,7 +64,6 @@ pub struct MoeSpec {
     pub down: LinearSpec,
     /// Inner width of one expert.
     pub expert_ff: usize,
-    /// Gate activation.
     pub activation: Activation,
 }
 
@@ -84,12 +71,7 @@ pub struct MoeSpec {
 #[derive(Debug, Clone, PartialEq)]
 pub enum ExpertGateUp {
     /// Two tensors `[hidden, n_ff, experts]`.
-    Separate {
-        /// Gate.
-        gate: LinearSpec,
-        /// Up.
-        up: LinearSpec,
-    },
+    Separate { gate: LinearSpec, up: LinearSpec },
     /// One tensor `[hidden, 2 n_ff, experts]`, gate rows first.
     Fused(LinearSpec),
 }

@@ -20,7 +20,6 @@ pub struct AttentionSpec {
     pub causal: bool,
     /// `Some(w)`: query p sees keys j with p - j < w.
     pub window: Option<usize>,
-    /// Query heads.
     pub heads: usize,
     /// Key/value heads; query head h reads kv head h / (heads / kv_heads).
     pub kv_heads: usize,
@@ -28,21 +27,17 @@ pub struct AttentionSpec {
     pub head_dim: usize,
     /// Width of a value head.
     pub v_head_dim: usize,
-    /// Query projection.
     pub q: LinearSpec,
     /// Per-head norm of q before rope.
     pub q_norm: Option<NormSpec>,
-    /// Keys and values.
     pub kv: KvSpec,
     /// Rotary embedding of q and k.
     pub rope: Option<RopeSpec>,
-    /// Multiplies q.k.
     pub scale: f32,
     /// Name of a `[heads]` tensor: per head one more logit, not scaled, with no value, joins the softmax.
     pub sinks: Option<String>,
     /// Sigmoid gate of what attention gives, element by element, before `o`.
     pub gate: Option<LinearSpec>,
-    /// Output projection.
     pub o: LinearSpec,
 }
 
@@ -50,11 +45,9 @@ pub struct AttentionSpec {
 #[derive(Debug, Clone, PartialEq)]
 #[allow(clippy::large_enum_variant, reason = "one per layer, and in most models all are the large one")]
 pub enum KvSpec {
-    /// Its own.
     Own(OwnKvSpec),
     /// Those of an earlier layer of the same shape.
     Shared {
-        /// The layer.
         layer: usize,
     },
 }
@@ -62,13 +55,11 @@ pub enum KvSpec {
 /// Key and value projections of a layer.
 #[derive(Debug, Clone, PartialEq)]
 pub struct OwnKvSpec {
-    /// Key projection.
     pub k: LinearSpec,
     /// Value projection; none takes the key projection's product, before its norm and rope.
     pub v: Option<LinearSpec>,
     /// Per-head norm of k before rope.
     pub k_norm: Option<NormSpec>,
-    /// Per-head norm of v.
     pub v_norm: Option<NormSpec>,
 }
 
@@ -81,7 +72,6 @@ pub struct ConvSpec {
     pub bias: Option<String>,
     /// Positions that a token sees, its own included.
     pub taps: usize,
-    /// Channels.
     pub channels: usize,
 }
 
@@ -119,7 +109,6 @@ pub struct DeltaNetSpec {
     pub l2_eps: f32,
     /// Norm of each head's output, before the gate.
     pub norm: NormSpec,
-    /// Output projection.
     pub out: LinearSpec,
 }
 
@@ -137,9 +126,7 @@ pub enum HeadGrouping {
 /// `out norm(y * silu(z))`, normed per group.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Mamba2Spec {
-    /// Heads.
     pub heads: usize,
-    /// Width of a head.
     pub head_dim: usize,
     /// Groups that share B and C: head h uses group h / (heads / groups).
     pub groups: usize,
@@ -161,7 +148,6 @@ pub struct Mamba2Spec {
     pub dt_bias: String,
     /// Norm of each group's gated output; the weight runs over all groups.
     pub norm: NormSpec,
-    /// Output projection.
     pub out: LinearSpec,
 }
 
@@ -173,9 +159,7 @@ pub struct RopeSpec {
     pub style: RopeStyle,
     /// Elements of a head that rotate; the others pass through.
     pub n_rot: usize,
-    /// Base of the frequencies.
     pub base: f32,
-    /// Multiplies every angle.
     pub freq_scale: f32,
     /// `n_rot / 2` divisors of the frequencies.
     pub factors: Option<RopeFactors>,

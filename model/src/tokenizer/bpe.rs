@@ -11,7 +11,6 @@ use super::merges::{Merges, Symbols};
 use super::pieces::{Index, Pieces};
 use super::pretokenize::{self, PreTokenizer};
 
-/// See the module.
 #[derive(Debug)]
 pub(super) struct Bpe {
     pre: PreTokenizer,
@@ -24,12 +23,12 @@ pub(super) struct Bpe {
     /// first asked for; saves most words of a text from being merged.
     whole: Vec<AtomicU8>,
     /// Of those that are encoding nothing just now.
-    desks: Mutex<Vec<Desk>>,
+    desks: Mutex<Vec<BpeScratch>>,
 }
 
 /// What one text is encoded with; memory that is kept for the next one.
 #[derive(Debug)]
-struct Desk {
+struct BpeScratch {
     merger: Merger<u32>,
     known: KnownWords,
 }
@@ -72,7 +71,7 @@ impl Bpe {
         // Nothing panics while holding it; a list of desks is right whatever happened.
         let free = || self.desks.lock().unwrap_or_else(PoisonError::into_inner);
         let desk = free().pop();
-        let mut desk = desk.unwrap_or_else(|| Desk { merger: Merger::new(), known: KnownWords::new() });
+        let mut desk = desk.unwrap_or_else(|| BpeScratch { merger: Merger::new(), known: KnownWords::new() });
         pretokenize::split(self.pre.style, text, &mut |word| {
             let word = word.as_bytes();
             let short = Word::new(word);

@@ -15,11 +15,9 @@ use super::spm::SPACE;
 /// No symbol; merges with nothing.
 const NO_SYMBOL: u32 = u32::MAX;
 
-/// See the module.
 #[derive(Debug)]
 pub(super) struct CharBpe {
     merges: Merges,
-    /// Symbols of single characters.
     chars: HashMap<char, u32>,
     /// Tokens by their text.
     index: Index,

@@ -11,14 +11,13 @@ const PLACES: usize = 1 << 13;
 /// Where fewer tokens are.
 const NONE: u32 = u32::MAX;
 
-/// See the module.
 #[derive(Debug)]
 pub(super) struct KnownWords {
-    places: Box<[Place]>,
+    places: Box<[WordSlot]>,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Place {
+struct WordSlot {
     /// Of no word at first: [`Word`]s are never 0.
     word: u128,
     tokens: [u32; MOST_TOKENS],
@@ -64,9 +63,8 @@ impl Word {
 }
 
 impl KnownWords {
-    /// Nothing known yet.
     pub(super) fn new() -> Self {
-        let empty = Place { word: 0, tokens: [NONE; MOST_TOKENS] };
+        let empty = WordSlot { word: 0, tokens: [NONE; MOST_TOKENS] };
         Self { places: vec![empty; PLACES].into_boxed_slice() }
     }
 

@@ -41,7 +41,6 @@ const PARTS: usize = 16;
 /// otherwise.
 #[derive(Debug)]
 pub(super) struct Cuts {
-    /// Letters before a space.
     letters: [bool; 256],
     newlines: bool,
 }
@@ -77,26 +76,25 @@ impl Cuts {
     }
 
     /// Whether `text` may be cut before the byte at `at`, which is neither its first nor behind its last.
-    fn allow(&self, text: &[u8], at: usize) -> Option<Place> {
+    fn allow(&self, text: &[u8], at: usize) -> Option<CutPoint> {
         let (before, after) = (text.get(at.checked_sub(1)?)?, text.get(at)?);
         if *after == b' ' {
-            return self.letters[usize::from(*before)].then_some(Place::Space);
+            return self.letters[usize::from(*before)].then_some(CutPoint::Space);
         }
         let alone = *before == b'\n'
             && after.is_ascii_graphic()
             && *after != b'/'
             && at.checked_sub(2).and_then(|at| text.get(at)).is_some_and(u8::is_ascii_graphic);
-        (self.newlines && alone).then_some(Place::Newline)
+        (self.newlines && alone).then_some(CutPoint::Newline)
     }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Place {
+enum CutPoint {
     Space,
     Newline,
 }
 
-/// See the module.
 #[derive(Debug)]
 pub(super) struct Memo {
     cuts: Cuts,
@@ -142,14 +140,13 @@ pub(super) struct How {
 /// begin with parts of the same names begin with the same tokens, up to the end of the last of these, and nobody needs to
 /// compare them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Part {
-    /// See above.
+pub struct KnownPart {
     pub name: u64,
     /// How many of the text's tokens there are up to its end.
     pub end: usize,
 }
 
-impl Part {
+impl KnownPart {
     /// A token that was put before a text by itself, as its only part.
     pub fn lone(token: u32) -> Self {
         // No text gets a number as high as that.
@@ -195,7 +192,7 @@ impl Memo {
         (special, quoted): (bool, Quoted<'_>),
         out: &mut Vec<u32>,
         encode: impl Fn(&str, How, Quoted<'_>, &mut Vec<u32>) -> bool,
-    ) -> Option<Vec<Part>> {
+    ) -> Option<Vec<KnownPart>> {
         let (mut start, mut before, mut next) = (0, NOTHING, NOTHING);
         let (mut parts, mut known) = (Vec::with_capacity(PARTS), true);
         let mut stretch = Stretch { before, start, tokens: out.len(), pieces: 0 };
@@ -206,7 +203,7 @@ impl Memo {
             // not be searched for.
             if let Some((end, after, name)) = self.expected((text, quoted), start, how, next, out) {
                 if known {
-                    parts.push(Part { name, end: out.len() });
+                    parts.push(KnownPart { name, end: out.len() });
                 }
                 if end - stretch.start > self.grain.run {
                     let run = self.join(text, special, (stretch, start, tokens), out);
@@ -234,7 +231,7 @@ impl Memo {
             let encode = |text: &str, how: How, out: &mut Vec<u32>| encode(text, how, Quoted::NONE, out);
             let (hash, after, name) = self.piece(piece, how, out, &encode)?;
             known &= name.is_some();
-            parts.extend(name.filter(|_| known).map(|name| Part { name, end: out.len() }));
+            parts.extend(name.filter(|_| known).map(|name| KnownPart { name, end: out.len() }));
             self.link(before, hash);
             (start, before, next) = (end, hash, after);
             stretch = Stretch { before, start, tokens: out.len(), pieces: 0 };
@@ -350,8 +347,8 @@ impl Memo {
         let places = near.map(|at| from + at + usize::from(text.get(from + at) == Some(&b'\n')));
         let mut places = places.filter(|at| *at >= start + self.grain.least && *at < text.len());
         let taken = places.find(|&at| match self.cuts.allow(text, at) {
-            Some(Place::Newline) => true,
-            Some(Place::Space) => at - start >= MOST || chosen(text, at, self.grain.one_of),
+            Some(CutPoint::Newline) => true,
+            Some(CutPoint::Space) => at - start >= MOST || chosen(text, at, self.grain.one_of),
             None => false,
         });
         taken.unwrap_or(text.len())

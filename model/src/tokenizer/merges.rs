@@ -42,7 +42,6 @@ impl Symbols {
         Ok(id)
     }
 
-    /// Those of one character.
     pub(super) fn chars(&self) -> impl Iterator<Item = (char, u32)> {
         self.by_text.iter().filter_map(|(text, &symbol)| {
             let mut chars = text.chars();
@@ -51,7 +50,6 @@ impl Symbols {
     }
 }
 
-/// See the module.
 #[derive(Debug)]
 pub(super) struct Merges {
     /// Rank and symbol of what two symbols merge to, by `left << 32 | right`.

@@ -12,7 +12,6 @@ use unicode_general_category::{GeneralCategory, get_general_category};
 pub(super) struct PreTokenizer {
     /// The value in the file.
     pub(super) name: &'static str,
-    /// How it cuts.
     pub(super) style: Style,
     /// A word that is a token as it stands is not merged from its bytes.
     pub(super) whole_words_first: bool,
@@ -20,7 +19,6 @@ pub(super) struct PreTokenizer {
     pub(super) adds_bos: bool,
 }
 
-/// Where the cuts fall.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Style {
     /// GPT-2's expression.
@@ -53,7 +51,6 @@ const fn llama3(name: &'static str) -> PreTokenizer {
     }
 }
 
-/// What this version knows.
 pub(super) const TABLE: &[PreTokenizer] = &[
     row("default", Style::PunctuationThenGpt2),
     row("gpt-2", Style::Gpt2),
@@ -120,9 +117,7 @@ struct Properties {
 /// What a letter can be in a word.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Case {
-    /// Capital or title case.
     Upper,
-    /// Small.
     Lower,
     /// Either: letters of scripts without case, modifiers, marks.
     Any,

@@ -111,7 +111,7 @@ struct Special {
 
 /// What a text consists of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Part<'a> {
+pub(super) enum SpecialPart<'a> {
     /// Text between special tokens; never empty.
     Text(&'a str),
     /// A special token.
@@ -199,18 +199,18 @@ impl Specials {
         text: &'a str,
         all: bool,
         quoted: Quoted<'_>,
-        mut emit: impl FnMut(Part<'a>),
+        mut emit: impl FnMut(SpecialPart<'a>),
     ) {
         let mut at = 0;
         for found in self.choose(text.as_bytes(), all, quoted) {
             if found.start > at {
-                emit(Part::Text(&text[at..found.start]));
+                emit(SpecialPart::Text(&text[at..found.start]));
             }
-            emit(Part::Token(found.id));
+            emit(SpecialPart::Token(found.id));
             at = found.start + found.len;
         }
         if at < text.len() {
-            emit(Part::Text(&text[at..]));
+            emit(SpecialPart::Text(&text[at..]));
         }
     }
 
@@ -303,27 +303,27 @@ mod tests {
     use super::*;
 
     /// The rule, as it is said: token after token, the longest first, cut out of every piece of text left.
-    fn by_definition<'a>(tokens: &[(&str, bool)], text: &'a str, all: bool) -> Vec<Part<'a>> {
+    fn by_definition<'a>(tokens: &[(&str, bool)], text: &'a str, all: bool) -> Vec<SpecialPart<'a>> {
         let mut order: Vec<usize> =
             (0..tokens.len()).filter(|&i| (all || tokens[i].1) && !tokens[i].0.is_empty()).collect();
         order.sort_by_key(|&i| (std::cmp::Reverse(tokens[i].0.len()), i));
-        let mut parts = if text.is_empty() { vec![] } else { vec![Part::Text(text)] };
+        let mut parts = if text.is_empty() { vec![] } else { vec![SpecialPart::Text(text)] };
         for i in order {
             let mut next = Vec::new();
             for part in parts {
-                let Part::Text(mut rest) = part else {
+                let SpecialPart::Text(mut rest) = part else {
                     next.push(part);
                     continue;
                 };
                 while let Some(at) = rest.find(tokens[i].0) {
                     if at > 0 {
-                        next.push(Part::Text(&rest[..at]));
+                        next.push(SpecialPart::Text(&rest[..at]));
                     }
-                    next.push(Part::Token(i as u32));
+                    next.push(SpecialPart::Token(i as u32));
                     rest = &rest[at + tokens[i].0.len()..];
                 }
                 if !rest.is_empty() {
-                    next.push(Part::Text(rest));
+                    next.push(SpecialPart::Text(rest));
                 }
             }
             parts = next;
@@ -331,7 +331,7 @@ mod tests {
         parts
     }
 
-    fn split<'a>(tokens: &[(&str, bool)], text: &'a str, all: bool) -> Vec<Part<'a>> {
+    fn split<'a>(tokens: &[(&str, bool)], text: &'a str, all: bool) -> Vec<SpecialPart<'a>> {
         let specials =
             Specials::new(tokens.iter().zip(0..).map(|(&(t, always), id)| (t.as_bytes(), id, always)));
         let mut parts = Vec::new();
@@ -342,12 +342,12 @@ mod tests {
     #[test]
     fn longer_tokens_win_wherever_they_stand() {
         let tokens = [("ab", false), ("bcd", false)];
-        assert_eq!(split(&tokens, "abcd", true), [Part::Text("a"), Part::Token(1)]);
-        assert_eq!(split(&tokens, "abcd", false), [Part::Text("abcd")]);
+        assert_eq!(split(&tokens, "abcd", true), [SpecialPart::Text("a"), SpecialPart::Token(1)]);
+        assert_eq!(split(&tokens, "abcd", false), [SpecialPart::Text("abcd")]);
         assert_eq!(split(&tokens, "", true), []);
     }
 
-    fn outside<'a>(tokens: &[(&str, bool)], text: &'a str, quoted: &[Range<usize>]) -> Vec<Part<'a>> {
+    fn outside<'a>(tokens: &[(&str, bool)], text: &'a str, quoted: &[Range<usize>]) -> Vec<SpecialPart<'a>> {
         let specials =
             Specials::new(tokens.iter().zip(0..).map(|(&(t, always), id)| (t.as_bytes(), id, always)));
         let mut parts = Vec::new();
@@ -360,14 +360,14 @@ mod tests {
     fn quoted_texts_are_no_control_tokens() {
         let tokens = [("<e>", false), ("<e>x", false), ("<u>", true), ("<", false)];
         let outside = |text, quoted| outside(&tokens, text, std::slice::from_ref(&quoted));
-        assert_eq!(outside("a<e>b", 0..100), [Part::Text("a<e>b")]);
+        assert_eq!(outside("a<e>b", 0..100), [SpecialPart::Text("a<e>b")]);
         // Only one of the two is quoted, or only a part of one is.
-        assert_eq!(outside("<e><e>", 0..3), [Part::Text("<e>"), Part::Token(0)]);
-        assert_eq!(outside("<e><e>", 3..6), [Part::Token(0), Part::Text("<e>")]);
-        assert_eq!(outside("<e>", 1..2), [Part::Token(3), Part::Text("e>")]);
+        assert_eq!(outside("<e><e>", 0..3), [SpecialPart::Text("<e>"), SpecialPart::Token(0)]);
+        assert_eq!(outside("<e><e>", 3..6), [SpecialPart::Token(0), SpecialPart::Text("<e>")]);
+        assert_eq!(outside("<e>", 1..2), [SpecialPart::Token(3), SpecialPart::Text("e>")]);
         // A shorter one before quoted text is one, as are those that are always cut out.
-        assert_eq!(outside("<e>x", 3..4), [Part::Token(0), Part::Text("x")]);
-        assert_eq!(outside("<u><e>", 0..100), [Part::Token(2), Part::Text("<e>")]);
+        assert_eq!(outside("<e>x", 3..4), [SpecialPart::Token(0), SpecialPart::Text("x")]);
+        assert_eq!(outside("<u><e>", 0..100), [SpecialPart::Token(2), SpecialPart::Text("<e>")]);
     }
 
     proptest! {
@@ -385,8 +385,8 @@ mod tests {
             let parts = outside(&tokens, &text, &quoted);
             let mut at = 0;
             for part in &parts {
-                let len = match part { Part::Text(text) => text.len(), Part::Token(id) => tokens[*id as usize].0.len() };
-                if let Part::Token(id) = part {
+                let len = match part { SpecialPart::Text(text) => text.len(), SpecialPart::Token(id) => tokens[*id as usize].0.len() };
+                if let SpecialPart::Token(id) = part {
                     let clear = (at..at + len).all(|at| !marks[at]);
                     prop_assert!(tokens[*id as usize].1 || clear, "{parts:?}");
                 }
@@ -395,8 +395,8 @@ mod tests {
             prop_assert_eq!(at, text.len());
             let plain: Vec<(&str, bool)> = tokens.iter().filter(|(_, always)| *always).copied().collect();
             let all = std::slice::from_ref(&(0..24)).to_vec();
-            let ids = |parts: &[Part<'_>], tokens: &[(&str, bool)]| parts.iter().map(|part| match part {
-                Part::Text(text) => (*text).to_owned(), Part::Token(id) => format!("<{}>", tokens[*id as usize].0)
+            let ids = |parts: &[SpecialPart<'_>], tokens: &[(&str, bool)]| parts.iter().map(|part| match part {
+                SpecialPart::Text(text) => (*text).to_owned(), SpecialPart::Token(id) => format!("<{}>", tokens[*id as usize].0)
             }).collect::<Vec<_>>();
             prop_assert_eq!(ids(&outside(&tokens, &text, &all), &tokens), ids(&split(&plain, &text, false), &plain));
             prop_assert_eq!(outside(&tokens, &text, &[]), split(&tokens, &text, true));

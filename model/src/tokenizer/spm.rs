@@ -17,7 +17,6 @@ pub(super) const SPACE: char = '\u{2581}';
 /// No token; symbols only.
 const NO_TOKEN: u32 = u32::MAX;
 
-/// See the module.
 #[derive(Debug)]
 pub(super) struct Spm {
     /// Per token, the order of its score: a higher score has a lower number.

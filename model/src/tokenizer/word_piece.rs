@@ -10,7 +10,6 @@ use super::spm::SPACE;
 /// A longer word is unknown as a whole; so it was where these vocabularies were made.
 const LONGEST_WORD: usize = 100;
 
-/// See the module.
 #[derive(Debug)]
 pub(super) struct WordPiece {
     /// Tokens by their text.

@@ -10,7 +10,6 @@ pub const MAX_TRIGGER_BYTES: usize = 256;
 /// In which language a grammar is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum GrammarSyntax {
-    /// A JSON schema.
     JsonSchema,
     /// A regular expression for all of the answer.
     Regex,
@@ -21,7 +20,7 @@ pub enum GrammarSyntax {
 /// Which answers are allowed. What says so is checked at the API's edge as far as that is cheap; a worker checks all of
 /// it before it computes anything.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct GrammarV1 {
+pub struct GrammarSpec {
     /// What the request calls it, for refusals.
     pub field: String,
     /// The language of `text`.

@@ -3,24 +3,17 @@
 use serde::{Deserialize, Serialize};
 
 /// What is said before a generation's request about the beginning of its prompt.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum PrefixNote {
-    /// First version.
-    V1(PrefixNoteV1),
-}
-
-/// See [`PrefixNote`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct PrefixNoteV1 {
+pub struct PrefixNote {
     /// The prompt is these tokens, which were sent on this connection before, and then those of the request.
-    pub after: Option<NumberedPrefixV1>,
+    pub after: Option<NumberedPrefix>,
     /// So much of the whole prompt is to be kept under this number.
-    pub keep: Option<NumberedPrefixV1>,
+    pub keep: Option<NumberedPrefix>,
 }
 
 /// The first tokens of a prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct NumberedPrefixV1 {
+pub struct NumberedPrefix {
     /// Never another prefix's on one connection.
     pub number: u64,
     /// How many tokens.

@@ -27,7 +27,6 @@ struct Inner {
 /// process and for as long as it lives. Only who makes the names can know that. It is not sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TokenPart {
-    /// Given once.
     pub name: u64,
     /// Tokens of the list up to the end of the part.
     pub end: usize,
@@ -133,7 +132,6 @@ impl fmt::Debug for TokenIds {
 }
 
 impl From<Vec<u32>> for TokenIds {
-    /// Without a copy.
     fn from(ids: Vec<u32>) -> Self {
         Self::in_parts(ids, Vec::new())
     }

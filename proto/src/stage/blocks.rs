@@ -20,7 +20,7 @@ pub enum StageBlocksOrder {
             serialize_with = "bounded::serialize::<_, _, MAX_BLOCKS>",
             deserialize_with = "bounded::deserialize::<_, _, MAX_BLOCKS>"
         )]
-        Vec<StageBlockV1>,
+        Vec<StageBlock>,
     ),
     /// Fill these blocks: their bytes follow, block by block.
     Write(
@@ -28,19 +28,18 @@ pub enum StageBlocksOrder {
             serialize_with = "bounded::serialize::<_, _, MAX_BLOCKS>",
             deserialize_with = "bounded::deserialize::<_, _, MAX_BLOCKS>"
         )]
-        Vec<StageBlockV1>,
+        Vec<StageBlock>,
     ),
     /// Send the recurrent states in this slot as numbers.
     States(u32),
     /// What is ordered next is of the blocks as they are once
-    /// [`StageCountedV1`](super::StageCountedV1) of this step, which is on its way, has been obeyed. Not answered.
+    /// [`StageCounted`](super::StageCounted) of this step, which is on its way, has been obeyed. Not answered.
     Behind(u64),
 }
 
 /// A block of a stage.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StageBlockV1 {
-    /// Its group.
+pub struct StageBlock {
     pub group: u32,
     /// Its number in the group.
     pub number: u32,
@@ -51,7 +50,6 @@ pub struct StageBlockV1 {
 pub enum StageBlocksReport {
     /// So many bytes follow: what the blocks hold, one behind the other.
     Read(u64),
-    /// The blocks are filled.
     Written,
     /// The states follow: of each of these layers the convolution's inputs, then the recurrent state, f32 little
     /// endian.
@@ -60,7 +58,7 @@ pub enum StageBlocksReport {
             serialize_with = "bounded::serialize::<_, _, MAX_LAYERS>",
             deserialize_with = "bounded::deserialize::<_, _, MAX_LAYERS>"
         )]
-        Vec<StageLayerStateV1>,
+        Vec<StageLayerState>,
     ),
     /// It cannot be done; nothing follows.
     Failed(String),
@@ -68,7 +66,7 @@ pub enum StageBlocksReport {
 
 /// Shapes of one layer's state.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StageLayerStateV1 {
+pub struct StageLayerState {
     /// The layer, counted over the whole model.
     pub layer: u32,
     /// Channels and taps of the convolution's inputs.

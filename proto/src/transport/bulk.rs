@@ -36,17 +36,9 @@ impl TensorType {
 
 /// What stands before a tensor's bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum TensorHeader {
-    /// First version.
-    V1(TensorHeaderV1),
-}
-
-/// See [`TensorHeader`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct TensorHeaderV1 {
+pub struct TensorHeader {
     /// What it is, as sender and receiver have agreed.
     pub name: String,
-    /// Its elements.
     pub element: TensorType,
     /// Its dimensions, slowest first; at most 8. None: a single element.
     #[serde(
@@ -59,8 +51,7 @@ pub struct TensorHeaderV1 {
 impl TensorHeader {
     /// Bytes that follow the header.
     pub fn payload_bytes(&self) -> Result<usize, CodecError> {
-        let Self::V1(header) = self;
-        let size = header.shape.iter().try_fold(header.element.bytes(), |size, n| {
+        let size = self.shape.iter().try_fold(self.element.bytes(), |size, n| {
             usize::try_from(*n).ok().and_then(|n| size.checked_mul(n))
         });
         let reason = || "its size overflows".to_owned();
@@ -71,7 +62,6 @@ impl TensorHeader {
 /// A tensor as it arrived.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tensor {
-    /// What it is.
     pub header: TensorHeader,
     /// Exactly [`TensorHeader::payload_bytes`] bytes.
     pub bytes: Vec<u8>,

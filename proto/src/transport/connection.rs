@@ -25,7 +25,7 @@ use crate::Error;
 use crate::event::{KvSnapshot, PeerIndexAsk};
 use crate::ids::{Epoch, NodeId};
 use crate::log::Repeats;
-use crate::message::{EncodeRequest, GenerateError, GenerateRequest, NumberedPrefixV1};
+use crate::message::{EncodeRequest, GenerateError, GenerateRequest, NumberedPrefix};
 use crate::operation::{OperationError, OperationRequest};
 use crate::placement::StageClaim;
 use crate::pull::PullRequest;
@@ -49,7 +49,6 @@ const OPEN_LIMIT: Duration = Duration::from_secs(5);
 /// Why a connection is closed on purpose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CloseCode {
-    /// The node stops.
     Shutdown,
     /// No protocol version in common.
     VersionMismatch,
@@ -152,7 +151,7 @@ impl Connection {
         let (demultiplexer, incoming) =
             incoming::demultiplex(quic.clone(), &driver, local.clone(), peer.clone());
         let incoming = Mutex::new(incoming);
-        let revocations = revocation::watch(quic.clone(), local.clone(), peer.clone(), agreement.version);
+        let revocations = revocation::watch(quic.clone(), local.clone(), peer.clone());
         let prefixes = SentPrefixes::default();
         Self(Arc::new(Inner {
             quic,
@@ -183,7 +182,6 @@ impl Connection {
         self.0.agreement.version
     }
 
-    /// The peer's address.
     pub fn remote_address(&self) -> SocketAddr {
         self.0.quic.remote_address()
     }
@@ -247,11 +245,9 @@ impl Connection {
     /// Hands a request to the worker at the other end. Dropping the result cancels it there.
     pub async fn open_generate(&self, request: &GenerateRequest) -> Result<GenerateStream, Error> {
         let (send, receive) = within("opening a stream", OPEN_LIMIT, self.open_silent()).await?;
-        if let Some(packed) = request.packed() {
-            let sending = self.0.prefixes.sending(&packed.prompt, packed.predicted_cached as usize);
-            if sending.after.is_some() || sending.keep.is_some() {
-                return GenerateStream::start_after((send, receive), self, request, sending).await;
-            }
+        let sending = self.0.prefixes.sending(&request.prompt, request.predicted_cached as usize);
+        if sending.after.is_some() || sending.keep.is_some() {
+            return GenerateStream::start_after((send, receive), self, request, sending).await;
         }
         GenerateStream::start(send, receive, request).await
     }
@@ -261,7 +257,7 @@ impl Connection {
     pub(super) async fn open_whole(
         &self,
         request: &GenerateRequest,
-        unknown: NumberedPrefixV1,
+        unknown: NumberedPrefix,
     ) -> Result<GenerateStream, Error> {
         self.0.prefixes.forget(unknown.number);
         let (send, receive) = within("opening a stream", OPEN_LIMIT, self.open_silent()).await?;

@@ -4,29 +4,27 @@
 use super::streams::{FrameReader, FrameWriter, read_request};
 use crate::Error;
 use crate::codec::Cap;
-use crate::message::{EncodeReply, EncodeRequest, EncodedV1, GenerateError, MAX_ENCODED_WIDTH};
+use crate::message::{EncodeReply, EncodeRequest, EncodedHead, GenerateError, MAX_ENCODED_WIDTH};
 use quinn::{RecvStream, SendStream};
 
 const VALUE_BYTES: usize = size_of::<f32>();
 
-/// The coordinator's end.
 pub(super) async fn call(
     send: SendStream,
     receive: RecvStream,
     request: &EncodeRequest,
 ) -> Result<Result<Vec<Vec<f32>>, GenerateError>, Error> {
-    let asked = request.call();
     let mut writer = FrameWriter::new(send, Cap::GenerateRequest);
     writer.write(request).await?;
     writer.finish();
     let mut frames = FrameReader::<EncodeReply>::new(receive, Cap::Stream);
     match frames.next().await?.ok_or(Error::StreamCut { what: "the answer to an encode call" })? {
         EncodeReply::Failed(error) => Ok(Err(error)),
-        EncodeReply::Encoded(EncodedV1 { texts, width }) => {
-            if texts as usize != asked.texts.len() || !(1..=MAX_ENCODED_WIDTH).contains(&width) {
+        EncodeReply::Encoded(EncodedHead { texts, width }) => {
+            if texts as usize != request.texts.len() || !(1..=MAX_ENCODED_WIDTH).contains(&width) {
                 return Err(Error::Protocol("what is encoded is not what was asked for"));
             }
-            let mut encoded = Vec::with_capacity(asked.texts.len());
+            let mut encoded = Vec::with_capacity(request.texts.len());
             let mut bytes = Vec::new();
             for _ in 0..texts {
                 bytes.clear();
@@ -42,9 +40,7 @@ pub(super) async fn call(
 /// The worker's end: texts, and where what becomes of them goes.
 #[derive(Debug)]
 pub struct EncodeCall {
-    /// What to encode.
     pub request: EncodeRequest,
-    /// Where the answer goes.
     pub reply: EncodeReplier,
 }
 
@@ -69,7 +65,7 @@ impl EncodeReplier {
         if encoded.iter().any(|values| values.len() != width) {
             return Err(Error::Protocol("encoded texts differ in width"));
         }
-        let head = EncodedV1 {
+        let head = EncodedHead {
             texts: u32::try_from(encoded.len()).unwrap_or(u32::MAX),
             width: u32::try_from(width).unwrap_or(u32::MAX),
         };

@@ -2,7 +2,7 @@
 
 use super::connection::{CloseCode, Connection, Slot};
 use super::driver::{Driver, Drivers};
-use super::hello::{Agreement, Hello, HelloV1, VersionRange, agree};
+use super::hello::{Agreement, Hello, VersionRange, agree};
 use super::identity::{Expected, Identity, PeerIdentity};
 use super::streams::{FrameReader, FrameWriter, StreamKind, read_error, within, write_error};
 use super::{reset, tls};
@@ -52,7 +52,6 @@ pub struct EndpointConfig {
     pub keep_alive: Duration,
     /// Handshake and hello together take at most this long.
     pub handshake_timeout: Duration,
-    /// Connections accepted at once.
     pub max_connections: usize,
     /// Connections accepted at once from one IP address.
     pub max_connections_per_ip: usize,
@@ -117,7 +116,6 @@ impl EndpointConfig {
 /// What an endpoint has counted since it was bound.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct EndpointStats {
-    /// Connections accepted, hello included.
     pub accepted: u64,
     /// Handshakes or hellos that failed, whoever was to blame.
     pub failed: u64,
@@ -181,11 +179,7 @@ impl Local {
     }
 
     fn hello(&self) -> Hello {
-        Hello::V1(HelloV1 {
-            versions: self.config.versions,
-            node: self.name().node.clone(),
-            epoch: self.config.epoch,
-        })
+        Hello { versions: self.config.versions, node: self.name().node.clone(), epoch: self.config.epoch }
     }
 }
 
@@ -227,7 +221,6 @@ impl Endpoint {
         self.address
     }
 
-    /// Who we are.
     pub fn name(&self) -> &PeerIdentity {
         self.local.name()
     }
@@ -318,7 +311,6 @@ fn socket(address: SocketAddr) -> std::io::Result<UdpSocket> {
     Ok(socket.into())
 }
 
-/// Peers that were refused.
 static REFUSED: Repeats = Repeats::new();
 
 /// Accepts until the endpoint closes. Handshakes run side by side, so that a slow one holds up nobody.

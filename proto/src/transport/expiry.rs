@@ -15,9 +15,7 @@ const RENEW_LEFT: Duration = Duration::from_secs(10 * 60);
 /// From when to when a certificate holds, in seconds since 1970.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Validity {
-    /// Its first second.
     pub begins: i64,
-    /// Its last second.
     pub ends: i64,
 }
 

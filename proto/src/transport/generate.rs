@@ -6,10 +6,7 @@ use super::prefixes::{KeptPrefixes, Numbering, Sending};
 use super::streams::{FrameReader, FrameWriter, StreamCode, StreamKind, next_request, read_request};
 use crate::Error;
 use crate::codec::Cap;
-use crate::message::{
-    GenerateFrame, GenerateRequest, GenerateRequestV2, GenerateRequestV4, NumberedPrefixV1, PrefixNote,
-    PrefixNoteV1,
-};
+use crate::message::{GenerateFrame, GenerateRequest, NumberedPrefix, PrefixNote};
 use quinn::{RecvStream, SendStream};
 
 /// What a request takes besides its tokens, unless it has many stop strings or biases.
@@ -37,13 +34,13 @@ fn is_last(frame: &GenerateFrame) -> bool {
 pub struct GenerateStream {
     frames: FrameReader<GenerateFrame>,
     /// What the request has said of its prompt's beginning, until the worker has answered.
-    said: Said,
+    said: SentPrefix,
     ended: bool,
 }
 
 /// See [`GenerateStream`].
 #[derive(Debug, Default)]
-struct Said {
+struct SentPrefix {
     numbering: Option<Numbering>,
     /// The prompt was sent without its beginning.
     short: Option<Box<Short>>,
@@ -53,7 +50,7 @@ struct Said {
 
 #[derive(Debug)]
 struct Short {
-    after: NumberedPrefixV1,
+    after: NumberedPrefix,
     connection: Connection,
     request: GenerateRequest,
 }
@@ -66,7 +63,7 @@ impl GenerateStream {
         request: &GenerateRequest,
     ) -> Result<Self, Error> {
         let writer = opening(send, StreamKind::Generate, request);
-        Self::sent(writer, receive, request, Said::default()).await
+        Self::sent(writer, receive, request, SentPrefix::default()).await
     }
 
     /// [`start`](Self::start) for a prompt whose beginning is numbered, or known by its number, on `connection`.
@@ -81,19 +78,19 @@ impl GenerateStream {
             .map(|after| Box::new(Short { after, connection: connection.clone(), request: request.clone() }));
         let known = after.map_or(0, |prefix| prefix.tokens as usize);
         let mut request = request.clone();
-        if let Some(packed) = request.packed_mut().filter(|_| known > 0) {
-            packed.prompt = packed.prompt.get(known..).unwrap_or_default().into();
+        if known > 0 {
+            request.prompt = request.prompt.get(known..).unwrap_or_default().into();
         }
-        let note = PrefixNote::V1(PrefixNoteV1 { after, keep });
+        let note = PrefixNote { after, keep };
         let writer = opening(send, StreamKind::GenerateAfter, &request).preceded_by(&note)?;
-        Self::sent(writer, receive, &request, Said { numbering, short, unknown: false }).await
+        Self::sent(writer, receive, &request, SentPrefix { numbering, short, unknown: false }).await
     }
 
     async fn sent(
         mut writer: FrameWriter<GenerateRequest>,
         receive: RecvStream,
         request: &GenerateRequest,
-        said: Said,
+        said: SentPrefix,
     ) -> Result<Self, Error> {
         writer.write(request).await?;
         writer.finish();
@@ -115,7 +112,7 @@ impl GenerateStream {
                 frame => return Some(self.took(frame)),
             }
         }
-        // Said once: what follows has no number. Dropped on the way, it begins again.
+        // SentPrefix once: what follows has no number. Dropped on the way, it begins again.
         if let Some(short) = &self.said.short {
             match short.connection.open_whole(&short.request, short.after).await {
                 Ok(whole) => *self = whole,
@@ -127,7 +124,7 @@ impl GenerateStream {
     }
 
     fn took(&mut self, frame: Result<Option<GenerateFrame>, Error>) -> Result<GenerateFrame, Error> {
-        let Said { numbering, .. } = std::mem::take(&mut self.said);
+        let SentPrefix { numbering, .. } = std::mem::take(&mut self.said);
         let frame = match frame {
             Ok(Some(frame)) => {
                 numbering.into_iter().for_each(Numbering::read);
@@ -146,14 +143,7 @@ impl GenerateStream {
 
 /// A writer that begins with the kind of the stream and has room for the request.
 fn opening(send: SendStream, kind: StreamKind, request: &GenerateRequest) -> FrameWriter<GenerateRequest> {
-    let tokens = match request {
-        GenerateRequest::V1(request) | GenerateRequest::V2(GenerateRequestV2 { request, .. }) => {
-            request.prompt.len() + request.emitted.len()
-        }
-        GenerateRequest::V3(request) | GenerateRequest::V4(GenerateRequestV4 { request, .. }) => {
-            request.prompt.len() + request.emitted.len()
-        }
-    };
+    let tokens = request.prompt.len() + request.emitted.len();
     // Fails only for a stream that is finished.
     let _ = send.set_priority(priority(send.id().index()));
     // A token takes three bytes at most in all vocabularies there are.
@@ -164,9 +154,7 @@ fn opening(send: SendStream, kind: StreamKind, request: &GenerateRequest) -> Fra
 /// The worker's end: a request and where its frames go.
 #[derive(Debug)]
 pub struct GenerateCall {
-    /// What to generate.
     pub request: GenerateRequest,
-    /// Where the frames go.
     pub reply: GenerateReply,
 }
 
@@ -183,21 +171,17 @@ impl GenerateCall {
         kept: &KeptPrefixes,
     ) -> Result<Self, Error> {
         let mut notes = FrameReader::<PrefixNote>::new(receive, Cap::GenerateRequest);
-        let PrefixNote::V1(PrefixNoteV1 { after, keep }) =
-            notes.next().await?.ok_or(Error::StreamCut { what: WHAT })?;
-        let (mut request, mut frames) = next_request(send, notes.retyped(Cap::GenerateRequest), WHAT).await?;
-        let Some(packed) = GenerateRequest::packed_mut(&mut request) else {
-            frames.reset(StreamCode::Malformed);
-            return Err(Error::Protocol("a generation of an early version says how its prompt begins"));
-        };
+        let PrefixNote { after, keep } = notes.next().await?.ok_or(Error::StreamCut { what: WHAT })?;
+        let (mut request, mut frames) =
+            next_request::<GenerateRequest, _>(send, notes.retyped(Cap::GenerateRequest), WHAT).await?;
         if let Some(after) = after {
-            let Some(whole) = kept.whole(after, &packed.prompt) else {
+            let Some(whole) = kept.whole(after, &request.prompt) else {
                 frames.reset(StreamCode::UnknownPrefix);
                 return Err(Error::Protocol("a prompt begins with what is not here any more"));
             };
-            packed.prompt = whole;
+            request.prompt = whole;
         }
-        keep.into_iter().for_each(|keep| kept.keep(keep, &packed.prompt));
+        keep.into_iter().for_each(|keep| kept.keep(keep, &request.prompt));
         Ok(Self { request, reply: GenerateReply { frames, finished: false } })
     }
 }

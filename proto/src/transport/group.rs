@@ -34,7 +34,6 @@ impl GroupStream {
         Self(stream)
     }
 
-    /// Its frames.
     pub fn frames<T: DeserializeOwned>(self) -> GroupReceiver<T> {
         GroupReceiver { frames: FrameReader::new(self.0, Cap::Stream) }
     }

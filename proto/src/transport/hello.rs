@@ -9,19 +9,13 @@ use serde::{Deserialize, Serialize};
 /// A range of protocol versions, both ends included.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VersionRange {
-    /// The oldest spoken.
     pub min: u16,
-    /// The newest spoken.
     pub max: u16,
 }
 
 impl VersionRange {
-    /// What this build speaks. 2: workers register what their models are asked for, and encode texts. 3: they say
-    /// what part of a request they are for and what a pull costs, and pull prefixes from each other. 4: they take
-    /// generations whose tokens are packed, say what they give to replicas, lease stages from each other, send
-    /// chunks of models to each other, are told in which trace texts are encoded, and tell of revoked certificates.
-    /// 5: generations name their tenant. 6: workers register drafters, and orders name them.
-    pub const CURRENT: Self = Self { min: 1, max: 6 };
+    /// The versions of this build. 1 to 6 were never released: builds from before v0.1.0 spoke them.
+    pub const CURRENT: Self = Self { min: 7, max: 7 };
 
     /// The newest version in both ranges.
     pub fn newest_common(self, other: Self) -> Option<u16> {
@@ -36,17 +30,9 @@ impl std::fmt::Display for VersionRange {
     }
 }
 
-/// What each side says first. This enum keeps its one form for as long as the ALPN name does.
+/// The first message of each side. Its form never changes under one ALPN name.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Hello {
-    /// The only version.
-    V1(HelloV1),
-}
-
-/// See [`Hello`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct HelloV1 {
-    /// Protocol versions spoken.
+pub struct Hello {
     pub versions: VersionRange,
     /// Must equal the certificate's node id.
     pub node: NodeId,
@@ -63,7 +49,6 @@ pub(super) struct Agreement {
 
 /// Judges the peer's hello. Both sides run this and come to the same version.
 pub(super) fn agree(ours: VersionRange, peer: &PeerIdentity, hello: Hello) -> Result<Agreement, Error> {
-    let Hello::V1(hello) = hello;
     if hello.node != peer.node {
         return Err(Error::Spoofed { certified: peer.clone(), claimed: hello.node });
     }

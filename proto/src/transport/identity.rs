@@ -17,11 +17,9 @@ const MAX_CHAIN: usize = 4;
 /// A node of a cluster, as a certificate names it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct PeerIdentity {
-    /// The cluster.
     pub cluster: ClusterName,
     /// What the node may do.
     pub role: Role,
-    /// Its name.
     pub node: NodeId,
 }
 
@@ -113,10 +111,7 @@ pub enum CertificateError {
     NoKey,
     /// No certificate, or more than a chain can have.
     #[error("{found} certificates where 1 to {MAX_CHAIN} are expected")]
-    ChainLength {
-        /// How many there are.
-        found: usize,
-    },
+    ChainLength { found: usize },
     /// A certificate authority's own certificate.
     #[error("a CA certificate is not a node's")]
     IsCa,
@@ -143,22 +138,13 @@ pub enum CertificateError {
     },
     /// A node of another cluster.
     #[error("of cluster {found}, ours is {ours}")]
-    WrongCluster {
-        /// The peer's.
-        found: ClusterName,
-        /// Ours.
-        ours: ClusterName,
-    },
+    WrongCluster { found: ClusterName, ours: ClusterName },
     /// A node whose role may not be here.
     #[error("role {} is not expected here", found.as_str())]
-    WrongRole {
-        /// The peer's.
-        found: Role,
-    },
+    WrongRole { found: Role },
     /// An authority that is still taking another's place cannot be replaced yet.
     #[error("another root is still being replaced")]
     Rotating,
-    /// It holds no longer.
     #[error("revoked (serial {serial})")]
     Revoked {
         /// Its serial number in hexadecimal.
@@ -166,26 +152,13 @@ pub enum CertificateError {
     },
     /// A list of revoked certificates cannot be taken.
     #[error("a list of revoked certificates: {reason}")]
-    RevocationList {
-        /// Why.
-        reason: &'static str,
-    },
+    RevocationList { reason: &'static str },
     /// A certificate that an identity is to be renewed with is another node's.
     #[error("it is {found}'s, not {wanted}'s")]
-    OtherName {
-        /// Whose it is.
-        found: String,
-        /// Whose it should be.
-        wanted: String,
-    },
+    OtherName { found: String, wanted: String },
     /// A node of the right role that is not the one dialed.
     #[error("node {found} answered instead of {wanted}")]
-    WrongNode {
-        /// Who answered.
-        found: NodeId,
-        /// Who was dialed.
-        wanted: NodeId,
-    },
+    WrongNode { found: NodeId, wanted: NodeId },
 }
 
 /// What a node needs to prove who it is and to check others: its key, its certificate chain and the roots
@@ -222,7 +195,6 @@ impl Identity {
         Ok(Self { name, material, revoked: Revoked::default() })
     }
 
-    /// Who we are.
     pub fn name(&self) -> &PeerIdentity {
         &self.name
     }

@@ -71,7 +71,6 @@ pub enum Incoming {
     Activations(ActivationReceiver),
     /// A worker wants a model's manifest, or chunks, from us, a worker.
     Shard(ShardCall),
-    /// Tensors arrive.
     Bulk(BulkReceiver),
 }
 

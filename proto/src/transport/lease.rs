@@ -53,7 +53,6 @@ impl StageLease {
 /// A claim that has come in.
 #[derive(Debug)]
 pub struct LeaseCall {
-    /// What is claimed.
     pub claim: StageClaim,
     beats: FrameReader<LeaseBeat>,
     answers: FrameWriter<LeaseAnswer>,
@@ -73,7 +72,6 @@ impl LeaseCall {
         }
     }
 
-    /// The claim holds.
     pub async fn grant(mut self) -> Result<LeaseHeld, Error> {
         self.answers.write(&LeaseAnswer::Granted).await?;
         Ok(LeaseHeld { beats: self.beats, answers: self.answers })

@@ -4,16 +4,14 @@
 use super::streams::{FrameReader, FrameWriter, StreamCode};
 use crate::Error;
 use crate::codec::Cap;
-use crate::operation::{
-    OpenedOperationV1, OperationError, OperationInput, OperationOutput, OperationRequest,
-};
+use crate::operation::{OpenedOperation, OperationError, OperationInput, OperationOutput, OperationRequest};
 use quinn::{RecvStream, SendStream};
 
 /// The coordinator's end of a session that is open.
 #[derive(Debug)]
 pub struct OperationSession {
     /// What the worker has said of it.
-    pub opened: OpenedOperationV1,
+    pub opened: OpenedOperation,
     /// Where what is heard goes. Dropped: the worker hears no more, and ends the session.
     pub sender: OperationSender,
     /// Where what is made of it comes from. Dropped: the session is cancelled.
@@ -76,11 +74,8 @@ impl OperationStream {
 /// The worker's end of a session that is to be opened.
 #[derive(Debug)]
 pub struct OperationCall {
-    /// What is asked for.
     pub request: OperationRequest,
-    /// What is heard.
     pub inputs: OperationInputs,
-    /// Where the answers go.
     pub reply: OperationReplier,
 }
 
@@ -136,7 +131,6 @@ impl OperationReplier {
         self.frames.write(output).await
     }
 
-    /// Sends the last frame.
     pub async fn end(mut self, output: &OperationOutput) -> Result<(), Error> {
         self.frames.write(output).await?;
         self.frames.finish();

@@ -39,7 +39,6 @@ impl PeerIndexStream {
 /// The end of the coordinator that is asked.
 #[derive(Debug)]
 pub struct PeerIndexCall {
-    /// What is asked.
     pub ask: PeerIndexAsk,
     frames: FrameWriter<PeerIndexFrame>,
 }
@@ -56,7 +55,6 @@ impl PeerIndexCall {
         self.frames.write_bytes(frame).await
     }
 
-    /// There is no more.
     pub fn finish(mut self) {
         self.frames.finish();
     }

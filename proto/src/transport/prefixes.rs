@@ -7,7 +7,7 @@
 //! worker that is told a number it does not have says so
 //! ([`StreamCode::UnknownPrefix`](super::StreamCode::UnknownPrefix)), and gets the whole prompt.
 
-use crate::message::{MAX_TOKEN_IDS, NumberedPrefixV1, TokenIds};
+use crate::message::{MAX_TOKEN_IDS, NumberedPrefix, TokenIds};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -47,9 +47,9 @@ impl Prefix {
         }
     }
 
-    fn named(&self) -> NumberedPrefixV1 {
+    fn named(&self) -> NumberedPrefix {
         // No prompt has more than 32 bits count.
-        NumberedPrefixV1 { number: self.number, tokens: u32::try_from(self.length).unwrap_or(u32::MAX) }
+        NumberedPrefix { number: self.number, tokens: u32::try_from(self.length).unwrap_or(u32::MAX) }
     }
 }
 
@@ -92,19 +92,18 @@ impl<T> Shelf<T> {
     }
 }
 
-/// The coordinator's end.
 #[derive(Debug, Default)]
 pub(super) struct SentPrefixes(Mutex<Sent>);
 
 #[derive(Debug, Default)]
 struct Sent {
-    shelf: Shelf<Arc<Told>>,
+    shelf: Shelf<Arc<PrefixAck>>,
     next: u64,
 }
 
 /// Whether a worker has read what was said of a prefix.
 #[derive(Debug)]
-struct Told(AtomicU8);
+struct PrefixAck(AtomicU8);
 
 const UNDER_WAY: u8 = 0;
 const READ: u8 = 1;
@@ -112,7 +111,7 @@ const LOST: u8 = 2;
 
 /// A prefix that a request numbers. Dropped before [`read`](Self::read), the number is never used.
 #[derive(Debug)]
-pub(super) struct Numbering(Arc<Told>);
+pub(super) struct Numbering(Arc<PrefixAck>);
 
 impl Numbering {
     /// The worker has read the request.
@@ -132,9 +131,8 @@ impl Drop for Numbering {
 #[derive(Debug, Default)]
 pub(super) struct Sending {
     /// Without these first tokens.
-    pub(super) after: Option<NumberedPrefixV1>,
-    /// Numbering these.
-    pub(super) keep: Option<(NumberedPrefixV1, Numbering)>,
+    pub(super) after: Option<NumberedPrefix>,
+    pub(super) keep: Option<(NumberedPrefix, Numbering)>,
 }
 
 impl SentPrefixes {
@@ -142,11 +140,11 @@ impl SentPrefixes {
     /// again.
     pub(super) fn sending(&self, prompt: &TokenIds, cached: usize) -> Sending {
         let mut sent = self.lock();
-        let told = |told: &Arc<Told>| told.0.load(Ordering::Relaxed);
+        let told = |told: &Arc<PrefixAck>| told.0.load(Ordering::Relaxed);
         if sent.shelf.prefixes.iter().any(|(_, with)| told(with) == LOST) {
             sent.shelf.retain(|(_, with)| told(with) != LOST);
         }
-        let begins = |(prefix, _): &&(Prefix, Arc<Told>)| prefix.begins(prompt);
+        let begins = |(prefix, _): &&(Prefix, Arc<PrefixAck>)| prefix.begins(prompt);
         let known = sent.shelf.prefixes.iter().filter(begins).max_by_key(|(prefix, _)| prefix.length);
         let after = known.filter(|(_, with)| told(with) == READ).map(|(prefix, _)| prefix.named());
         let length = cached.min(prompt.len());
@@ -156,7 +154,7 @@ impl SentPrefixes {
         }
         let prefix = Prefix::new(sent.next, prompt.clone(), length);
         sent.next += 1;
-        let (named, with) = (prefix.named(), Arc::new(Told(AtomicU8::new(UNDER_WAY))));
+        let (named, with) = (prefix.named(), Arc::new(PrefixAck(AtomicU8::new(UNDER_WAY))));
         sent.shelf.put(prefix, Arc::clone(&with));
         Sending { after, keep: Some((named, Numbering(with))) }
     }
@@ -172,13 +170,12 @@ impl SentPrefixes {
     }
 }
 
-/// The worker's end.
 #[derive(Debug, Default)]
 pub(super) struct KeptPrefixes(Mutex<Shelf<()>>);
 
 impl KeptPrefixes {
     /// The prompt that begins with this prefix and ends with `rest`; none if there is no such prefix.
-    pub(super) fn whole(&self, after: NumberedPrefixV1, rest: &[u32]) -> Option<TokenIds> {
+    pub(super) fn whole(&self, after: NumberedPrefix, rest: &[u32]) -> Option<TokenIds> {
         let prefix = {
             let shelf = self.lock();
             shelf
@@ -195,8 +192,8 @@ impl KeptPrefixes {
     }
 
     /// Keeps the first tokens of a prompt; not what is longer than it, or has a number that is taken.
-    pub(super) fn keep(&self, keep: NumberedPrefixV1, prompt: &TokenIds) {
-        let NumberedPrefixV1 { number, tokens } = keep;
+    pub(super) fn keep(&self, keep: NumberedPrefix, prompt: &TokenIds) {
+        let NumberedPrefix { number, tokens } = keep;
         let length = tokens as usize;
         let mut shelf = self.lock();
         let taken = shelf.prefixes.iter().any(|(prefix, ())| prefix.number == number);

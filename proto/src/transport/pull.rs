@@ -4,7 +4,7 @@
 use super::streams::{FrameReader, FrameWriter, read_request};
 use crate::Error;
 use crate::codec::Cap;
-use crate::pull::{PullFrame, PullHeadV1, PullRefusal, PullRequest, PulledPieceV1};
+use crate::pull::{PullFrame, PullHead, PullRefusal, PullRequest, PulledPiece};
 use quinn::{RecvStream, SendStream};
 
 /// The asking worker's end. Dropping it before the last piece cancels the pull.
@@ -26,7 +26,7 @@ impl PullStream {
     }
 
     /// What will follow; [`Error::PullRefused`] is the peer's answer too. To be asked once, first.
-    pub async fn head(&mut self) -> Result<PullHeadV1, Error> {
+    pub async fn head(&mut self) -> Result<PullHead, Error> {
         match self.next().await? {
             PullFrame::Head(head) => Ok(head),
             PullFrame::Failed(refusal) => Err(Error::PullRefused(refusal)),
@@ -38,8 +38,8 @@ impl PullStream {
     /// anything else no byte is read.
     pub async fn piece(
         &mut self,
-        length: impl FnOnce(&PulledPieceV1) -> Option<usize>,
-    ) -> Result<(PulledPieceV1, Vec<u8>), Error> {
+        length: impl FnOnce(&PulledPiece) -> Option<usize>,
+    ) -> Result<(PulledPiece, Vec<u8>), Error> {
         let piece = match self.next().await? {
             PullFrame::Piece(piece) => piece,
             PullFrame::Failed(refusal) => return Err(Error::PullRefused(refusal)),
@@ -60,9 +60,7 @@ impl PullStream {
 /// The holder's end: what is asked, and where the answer goes.
 #[derive(Debug)]
 pub struct PullCall {
-    /// What is asked for.
     pub request: PullRequest,
-    /// Where it goes.
     pub reply: PullReply,
 }
 
@@ -80,14 +78,13 @@ pub struct PullReply {
 }
 
 impl PullReply {
-    /// Says what will follow.
-    pub async fn head(&mut self, head: PullHeadV1) -> Result<(), Error> {
+    pub async fn head(&mut self, head: PullHead) -> Result<(), Error> {
         self.frames.write(&PullFrame::Head(head)).await
     }
 
     /// Sends a piece; waits while the other side reads slower than we send. Fails with [`Error::StreamEnded`] once
     /// nobody wants it any more.
-    pub async fn piece(&mut self, piece: PulledPieceV1, bytes: &[u8]) -> Result<(), Error> {
+    pub async fn piece(&mut self, piece: PulledPiece, bytes: &[u8]) -> Result<(), Error> {
         if usize::try_from(piece.bytes) != Ok(bytes.len()) {
             return Err(Error::Protocol("a piece's bytes are not as many as its frame says"));
         }
@@ -95,7 +92,6 @@ impl PullReply {
         self.frames.write_raw(bytes).await
     }
 
-    /// All has been sent.
     pub fn finish(mut self) {
         self.frames.finish();
     }

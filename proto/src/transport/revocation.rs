@@ -25,8 +25,6 @@ use x509_parser::prelude::{CertificateRevocationList, FromDer, X509Certificate};
 pub const MAX_REVOCATION_LIST: usize = 1 << 19;
 /// Lists kept at most. A list covers those before it, unless its authority has forgotten them.
 const MAX_LISTS: usize = 16;
-/// The first protocol version whose nodes take lists.
-const SINCE_VERSION: u16 = 4;
 /// All is told again after this: who did not yet trust the root that has signed a list may do so by now.
 const AGAIN: Duration = Duration::from_secs(5);
 /// Why a list that may be true is not taken.
@@ -36,14 +34,7 @@ const TELLING_LIMIT: Duration = Duration::from_secs(10);
 
 /// What nodes tell each other of certificates that hold no longer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Revocations {
-    /// First version.
-    V1(RevocationsV1),
-}
-
-/// See [`Revocations`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RevocationsV1 {
+pub struct Revocations {
     /// A list as its authority has signed it, DER, at most [`MAX_REVOCATION_LIST`] bytes.
     pub list: Vec<u8>,
 }
@@ -188,7 +179,6 @@ impl Revoked {
         }
     }
 
-    /// Certificates on all lists.
     pub(super) fn count(&self) -> usize {
         let lists = Arc::clone(&self.0.borrow());
         lists
@@ -200,17 +190,10 @@ impl Revoked {
 }
 
 /// Ends a connection once its peer's certificate is revoked, and tells the peer what is.
-pub(super) fn watch(
-    quic: quinn::Connection,
-    local: Arc<Local>,
-    peer: PeerIdentity,
-    version: u16,
-) -> JoinHandle<()> {
+pub(super) fn watch(quic: quinn::Connection, local: Arc<Local>, peer: PeerIdentity) -> JoinHandle<()> {
     tokio::spawn(async move {
         let told = async {
-            if version >= SINCE_VERSION
-                && let Err(error) = tell(&quic, local.identity()).await
-            {
+            if let Err(error) = tell(&quic, local.identity()).await {
                 tracing::debug!(%peer, %error, "a peer is not told of revoked certificates");
             }
         };
@@ -244,7 +227,7 @@ async fn tell(quic: &quinn::Connection, identity: &Identity) -> Result<(), Error
     loop {
         let lists = Arc::clone(&known.borrow_and_update());
         for list in lists.iter().filter(|list| !told.iter().any(|told| Arc::ptr_eq(told, list))) {
-            let list = Revocations::V1(RevocationsV1 { list: list.der.clone() });
+            let list = Revocations { list: list.der.clone() };
             within("telling of revoked certificates", TELLING_LIMIT, async {
                 if stream.is_none() {
                     let lost = |error: quinn::ConnectionError| Error::ConnectionLost {
@@ -276,7 +259,7 @@ pub(super) async fn hear(stream: RecvStream, local: Arc<Local>, peer: PeerIdenti
     let mut frames = FrameReader::<Revocations>::new(stream, Cap::Stream);
     loop {
         let heard = match frames.next().await {
-            Ok(Some(Revocations::V1(heard))) => local.identity().learn_revoked(&heard.list),
+            Ok(Some(heard)) => local.identity().learn_revoked(&heard.list),
             Err(Error::Codec(CodecError::UnknownVariant { .. })) => continue,
             Ok(None) | Err(_) => return,
         };

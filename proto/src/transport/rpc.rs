@@ -40,7 +40,6 @@ trait Side: Unpin {
     fn encode(item: &Self::Write) -> Result<Vec<u8>, CodecError>;
 }
 
-/// The side that calls.
 #[derive(Debug)]
 struct Caller<Req, Resp>(PhantomData<fn(Req) -> Resp>);
 

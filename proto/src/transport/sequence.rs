@@ -70,11 +70,8 @@ impl SequenceBytes {
 /// The worker's end: what is asked, and where the answer goes.
 #[derive(Debug)]
 pub struct SequenceCall {
-    /// What to do.
     pub request: SequenceRequest,
-    /// What follows the request.
     pub body: SequenceBody,
-    /// Where the answer goes.
     pub reply: SequenceReplier,
 }
 
@@ -84,7 +81,7 @@ impl SequenceCall {
         let mut frames = FrameReader::<SequenceRequest>::new(receive, REQUEST);
         match frames.next().await {
             Ok(Some(request)) => {
-                let SequenceRequest::V1(asked) = &request;
+                let asked = &request;
                 let bytes = match asked.operation {
                     SequenceOperation::Upload { bytes, .. } => bytes,
                     _ => 0,
@@ -139,7 +136,6 @@ impl SequenceReplier {
         Ok(())
     }
 
-    /// Sends a snapshot.
     pub async fn send_bytes(mut self, bytes: &[u8]) -> Result<(), Error> {
         self.frames.write(&SequenceReply::Bytes(bytes.len() as u64)).await?;
         for piece in bytes.chunks(PIECE) {

@@ -63,9 +63,7 @@ impl ShardStream {
 /// The holder's end: what is asked, and where the answers go.
 #[derive(Debug)]
 pub struct ShardCall {
-    /// What is asked for.
     pub request: ShardRequest,
-    /// Where it goes.
     pub reply: ShardReply,
 }
 
@@ -97,7 +95,6 @@ impl ShardReply {
         self.frames.write(&ShardFrame::NotHeld).await
     }
 
-    /// Everything has been answered.
     pub fn finish(mut self) {
         self.frames.finish();
     }

@@ -4,7 +4,7 @@ use super::driver::{Driver, Handover};
 use super::streams::{FrameReader, FrameWriter, StreamCode};
 use crate::Error;
 use crate::codec::Cap;
-use crate::stage::{StageFeed, StageOrder, StageReport, StageStep};
+use crate::stage::{StageFeed, StageFrame, StageOrder, StageReport};
 use bytes::Bytes;
 use quinn::{RecvStream, SendStream};
 use std::sync::Arc;
@@ -16,9 +16,7 @@ pub use blocks::{StageBlocks, StageBlocksCall};
 /// The first stage's end of a control stream.
 #[derive(Debug)]
 pub struct StageControl {
-    /// Where orders go.
     pub orders: StageOrders,
-    /// Where reports come from.
     pub reports: StageReports,
 }
 
@@ -38,13 +36,11 @@ pub struct StageOrders {
 }
 
 impl StageOrders {
-    /// Sends an order.
     pub async fn send(&mut self, order: &StageOrder) -> Result<(), Error> {
         self.frames.write(order).await
     }
 }
 
-/// Receives a stage's reports.
 #[derive(Debug)]
 pub struct StageReports {
     frames: FrameReader<StageReport>,
@@ -59,7 +55,7 @@ impl StageReports {
         }
     }
 
-    /// One row of `width` values that follow [`StageReport::Drawn`] or [`StageReport::DrawnV2`].
+    /// One row of `width` values that follow [`StageReport::Drawn`].
     pub async fn row(&mut self, width: usize) -> Result<Vec<f32>, Error> {
         let mut bytes = Vec::new();
         let mut append = |part: &[u8]| bytes.extend_from_slice(part);
@@ -71,9 +67,7 @@ impl StageReports {
 /// A stage's end of a control stream.
 #[derive(Debug)]
 pub struct StageCall {
-    /// Where orders come from.
     pub orders: StageOrderReceiver,
-    /// Where reports go.
     pub reporter: StageReporter,
 }
 
@@ -102,7 +96,6 @@ impl StageOrderReceiver {
     }
 }
 
-/// Sends a stage's reports.
 #[derive(Debug)]
 pub struct StageReporter {
     frames: FrameWriter<StageReport>,
@@ -131,7 +124,7 @@ impl StageReporter {
 /// Sends steps and activations to the next stage.
 #[derive(Debug)]
 pub struct ActivationSender {
-    frames: FrameWriter<StageStep>,
+    frames: FrameWriter<StageFrame>,
     handover: Handover,
 }
 
@@ -152,7 +145,7 @@ impl ActivationSender {
     }
 
     /// Sends a step and the residual stream of its rows at once. Returns how many bytes that is.
-    pub async fn send(&mut self, step: &StageStep, activations: Vec<u8>) -> Result<usize, Error> {
+    pub async fn send(&mut self, step: &StageFrame, activations: Vec<u8>) -> Result<usize, Error> {
         self.frames.write_with(step, Bytes::from(activations)).await
     }
 
@@ -168,9 +161,8 @@ impl ActivationSender {
 /// Receives steps and activations of the stage before.
 #[derive(Debug)]
 pub struct ActivationReceiver {
-    /// Whose they are.
     pub feed: StageFeed,
-    frames: FrameReader<StageStep>,
+    frames: FrameReader<StageFrame>,
 }
 
 impl ActivationReceiver {
@@ -194,7 +186,7 @@ impl ActivationReceiver {
         row_bytes: usize,
         max_rows: usize,
         sink: &mut (dyn FnMut(&[u8]) + Send),
-    ) -> Result<Option<StageStep>, Error> {
+    ) -> Result<Option<StageFrame>, Error> {
         let Some(step) = self.frames.next().await? else { return Ok(None) };
         let rows = step.rows();
         if rows > max_rows {

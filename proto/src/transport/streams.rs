@@ -12,7 +12,6 @@ use std::marker::PhantomData;
 use std::time::Duration;
 
 const LENGTH_BYTES: usize = 4;
-/// Most frames fit.
 const FRAME_ROOM: usize = 64;
 /// Read from QUIC at once; what a frame's buffer may be larger than what has arrived.
 const READ_BYTES: usize = 64 * 1024;

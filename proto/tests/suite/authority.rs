@@ -13,7 +13,6 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
-/// Name -> (mode, contents).
 fn contents(directory: &Path) -> BTreeMap<String, (u32, String)> {
     let entries = std::fs::read_dir(directory).unwrap().map(Result::unwrap);
     let read = |entry: std::fs::DirEntry| {

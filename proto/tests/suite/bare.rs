@@ -3,7 +3,7 @@
 use crate::cluster::{any_port, node};
 use kvasir_proto::codec::{self, Cap};
 use kvasir_proto::ids::Epoch;
-use kvasir_proto::transport::{Hello, HelloV1, Identity, VersionRange};
+use kvasir_proto::transport::{Hello, Identity, VersionRange};
 use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
 use rcgen::{
     BasicConstraints, Certificate, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
@@ -188,7 +188,7 @@ pub(crate) fn frame(len: usize, body: &[u8]) -> Vec<u8> {
 
 /// Says hello as `name` on the connection's first stream and waits for the answer.
 pub(crate) async fn hello(connection: &quinn::Connection, name: &str) {
-    let hello = Hello::V1(HelloV1 { versions: VersionRange::CURRENT, node: node(name), epoch: Epoch(1) });
+    let hello = Hello { versions: VersionRange::CURRENT, node: node(name), epoch: Epoch(1) };
     let body = codec::encode(&hello, Cap::Control).unwrap();
     let (mut send, mut receive) = connection.open_bi().await.unwrap();
     send.write_all(&[&[255], &frame(body.len(), &body)[..]].concat()).await.unwrap();

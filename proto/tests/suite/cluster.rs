@@ -53,9 +53,7 @@ pub(crate) async fn until(what: &str, mut reached: impl FnMut() -> bool) {
 pub(crate) struct Pair {
     pub(crate) coordinator: Endpoint,
     pub(crate) worker: Endpoint,
-    /// The coordinator's end.
     pub(crate) to_worker: Connection,
-    /// The worker's end.
     pub(crate) to_coordinator: Connection,
 }
 

@@ -1,5 +1,5 @@
-//! The bytes of every version of every message, as shipped. A line of `golden/wire.txt` never changes; a
-//! new variant adds one.
+//! The bytes of every message, as the protocol version of this build has them. From the tag v0.1.0 on a line of
+//! `golden/wire.txt` changes only with a new protocol version; a new variant adds one.
 
 use crate::samples::{self, Samples};
 use kvasir_proto::codec::CodecError;
@@ -26,7 +26,7 @@ fn every_shipped_form_is_still_written_and_read() {
     let golden = golden();
     let mut missing = String::new();
     let mut seen = 0;
-    for Samples { name, cap, bytes, recode } in samples::all() {
+    for Samples { name, cap, bytes, recode, .. } in samples::all() {
         for (variant, bytes) in bytes.iter().enumerate() {
             let key = format!("{name}/{variant}");
             match golden.get(key.as_str()) {
@@ -46,7 +46,9 @@ fn every_shipped_form_is_still_written_and_read() {
 
 #[test]
 fn samples_cover_every_variant_and_the_next_one_is_unknown() {
-    for Samples { name, cap, bytes, recode } in samples::all() {
+    for Samples { name, cap, bytes, recode, .. } in
+        samples::all().into_iter().filter(|samples| samples.is_enum)
+    {
         for (variant, bytes) in bytes.iter().enumerate() {
             assert_eq!(usize::from(bytes[0]), variant, "{name}: samples stand in the order of variants");
         }
@@ -61,7 +63,7 @@ fn samples_cover_every_variant_and_the_next_one_is_unknown() {
 
 #[test]
 fn every_truncation_and_every_extra_byte_is_refused() {
-    for Samples { name, cap, bytes, recode } in samples::all() {
+    for Samples { name, cap, bytes, recode, .. } in samples::all() {
         for bytes in bytes {
             for len in 0..bytes.len() {
                 let error = recode(&bytes[..len], cap).unwrap_err();

@@ -5,7 +5,7 @@ use crate::cluster::{Pair, pair, soon};
 use crate::samples;
 use kvasir_proto::Error;
 use kvasir_proto::operation::{
-    MAX_FRAME_SAMPLES, OperationError, OperationInput, OperationOutput, Pcm, WindowV1,
+    MAX_FRAME_SAMPLES, OperationError, OperationInput, OperationOutput, Pcm, VoiceWindow,
 };
 use kvasir_proto::transport::{Incoming, OperationCall, OperationSession, StreamCode};
 use std::time::Duration;
@@ -49,7 +49,7 @@ async fn what_is_heard_and_what_is_made_of_it_come_in_order() {
         for input in &heard {
             session.sender.send(input).await.unwrap();
         }
-        let windows = vec![WindowV1 { start: 0, probability: 0.5 }];
+        let windows = vec![VoiceWindow { start: 0, probability: 0.5 }];
         assert_eq!(session.answers.next().await.unwrap(), OperationOutput::Windows(windows));
         assert_eq!(session.answers.next().await.unwrap(), OperationOutput::Finished { samples: 3 });
         let end = session.answers.next().await.unwrap_err();
@@ -59,7 +59,7 @@ async fn what_is_heard_and_what_is_made_of_it_come_in_order() {
         for input in &heard {
             assert_eq!(call.inputs.next().await.unwrap().as_ref(), Some(input));
         }
-        let windows = vec![WindowV1 { start: 0, probability: 0.5 }];
+        let windows = vec![VoiceWindow { start: 0, probability: 0.5 }];
         call.reply.send(&OperationOutput::Windows(windows)).await.unwrap();
         call.reply.end(&OperationOutput::Finished { samples: 3 }).await.unwrap();
     };

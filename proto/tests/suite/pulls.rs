@@ -7,10 +7,9 @@ use crate::samples;
 use kvasir_proto::Error;
 use kvasir_proto::codec::{Cap, CodecError};
 use kvasir_proto::ids::Role;
-use kvasir_proto::pull::{PullHeadV1, PullRefusal, PulledPieceV1};
+use kvasir_proto::pull::{PullHead, PullRefusal, PulledPiece};
 use kvasir_proto::transport::{Connection, Endpoint, Expected, Incoming, PullCall, PullStream};
 
-/// Two workers.
 struct Workers {
     asks: Connection,
     holds: Connection,
@@ -35,12 +34,12 @@ async fn begun(workers: &Workers) -> (PullStream, PullCall) {
 }
 
 /// That only this piece is taken, with so many bytes.
-fn only(group: u32, end: u32, len: usize) -> impl FnOnce(&PulledPieceV1) -> Option<usize> {
+fn only(group: u32, end: u32, len: usize) -> impl FnOnce(&PulledPiece) -> Option<usize> {
     move |piece| ((piece.group, piece.end) == (group, end)).then_some(len)
 }
 
-fn piece(group: u32, end: u32, bytes: usize) -> PulledPieceV1 {
-    PulledPieceV1 { group, end, bytes: bytes as u32, digest: [7; 32] }
+fn piece(group: u32, end: u32, bytes: usize) -> PulledPiece {
+    PulledPiece { group, end, bytes: bytes as u32, digest: [7; 32] }
 }
 
 #[tokio::test]
@@ -51,7 +50,7 @@ async fn what_is_pulled_arrives_whole_and_in_order() {
     let bytes: Vec<u8> = (0..3_000_000u32).map(|i| (i.wrapping_mul(i) >> 7) as u8).collect();
     let cancelled = call.reply.cancelled();
     let holder = async {
-        call.reply.head(PullHeadV1 { tokens: 32, pieces: 2 }).await.unwrap();
+        call.reply.head(PullHead { tokens: 32, pieces: 2 }).await.unwrap();
         call.reply.piece(piece(0, 16, 3), &bytes[..3]).await.unwrap();
         let refused = call.reply.piece(piece(0, 32, 4), &bytes[..3]).await;
         assert!(matches!(refused, Err(Error::Protocol(_))), "as many bytes as are announced");
@@ -59,7 +58,7 @@ async fn what_is_pulled_arrives_whole_and_in_order() {
         call.reply.finish();
     };
     let asker = async {
-        assert_eq!(stream.head().await.unwrap(), PullHeadV1 { tokens: 32, pieces: 2 });
+        assert_eq!(stream.head().await.unwrap(), PullHead { tokens: 32, pieces: 2 });
         assert_eq!(stream.piece(only(0, 16, 3)).await.unwrap(), (piece(0, 16, 3), bytes[..3].to_vec()));
         let (head, got) = stream.piece(only(1, 32, bytes.len())).await.unwrap();
         assert!(head == piece(1, 32, bytes.len()) && got == bytes);
@@ -78,7 +77,7 @@ async fn a_refusal_is_typed_before_the_head_and_after_it() {
     assert!(matches!(error, Error::PullRefused(PullRefusal::NotHeld)), "{error:?}");
 
     let (mut stream, mut call) = begun(&workers).await;
-    call.reply.head(PullHeadV1 { tokens: 32, pieces: 2 }).await.unwrap();
+    call.reply.head(PullHead { tokens: 32, pieces: 2 }).await.unwrap();
     call.reply.fail(PullRefusal::Internal).await.unwrap();
     stream.head().await.unwrap();
     let error = soon("the refusal", stream.piece(only(0, 16, 3))).await.unwrap_err();
@@ -90,7 +89,7 @@ async fn what_is_not_the_next_piece_is_not_read() {
     let workers = workers().await;
     for wrong in [piece(1, 16, 3), piece(0, 32, 3), piece(0, 16, 4), piece(0, 16, 0)] {
         let (mut stream, mut call) = begun(&workers).await;
-        call.reply.head(PullHeadV1 { tokens: 32, pieces: 2 }).await.unwrap();
+        call.reply.head(PullHead { tokens: 32, pieces: 2 }).await.unwrap();
         call.reply.piece(wrong, &vec![0; wrong.bytes as usize]).await.unwrap();
         stream.head().await.unwrap();
         let error = soon("the piece", stream.piece(only(0, 16, 3))).await.unwrap_err();
@@ -106,7 +105,7 @@ async fn dropping_a_pull_cancels_it_and_a_holder_that_leaves_cuts_it() {
     soon("the holder's notice", call.reply.cancelled()).await;
 
     let (mut stream, mut call) = begun(&workers).await;
-    call.reply.head(PullHeadV1 { tokens: 32, pieces: 2 }).await.unwrap();
+    call.reply.head(PullHead { tokens: 32, pieces: 2 }).await.unwrap();
     drop(call);
     stream.head().await.unwrap();
     let error = soon("the cut", stream.piece(only(0, 16, 3))).await.unwrap_err();
@@ -120,7 +119,7 @@ async fn a_frame_longer_than_its_cap_is_refused_by_its_length() {
     let (mut stream, mut call) = begun(&workers).await;
     // The raw bytes of a piece may be anything, also the length of a frame that is too long.
     let long = frame(Cap::Stream.bytes() + 1, &[]);
-    call.reply.head(PullHeadV1 { tokens: 1, pieces: 1 }).await.unwrap();
+    call.reply.head(PullHead { tokens: 1, pieces: 1 }).await.unwrap();
     call.reply.piece(piece(0, 16, long.len()), &long).await.unwrap();
     stream.head().await.unwrap();
     let read = soon("the first piece", stream.piece(only(0, 16, 0))).await;

@@ -6,11 +6,11 @@ use kvasir_proto::codec::{self, Cap, CodecError};
 use kvasir_proto::event::{KvEvent, KvEventBatch, KvFrame, KvReplay, KvSnapshotFrame, Medium};
 use kvasir_proto::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
 use kvasir_proto::message::*;
-use kvasir_proto::placement::{DrafterV1, OfferedDrafterV1, RegisterV4, RegisterV5};
+use kvasir_proto::placement::{Drafter, OfferedDrafter};
 use kvasir_proto::pull::*;
 use kvasir_proto::shard::*;
 use kvasir_proto::trace::{SpanId, TraceContext, TraceId};
-use kvasir_proto::transport::{Hello, HelloV1, TensorHeader, TensorHeaderV1, TensorType, VersionRange};
+use kvasir_proto::transport::{Hello, TensorHeader, TensorType, VersionRange};
 use proptest::collection::vec;
 use proptest::option;
 use proptest::prelude::*;
@@ -68,15 +68,29 @@ prop_compose! {
 }
 
 prop_compose! {
+    /// Where a prompt comes from, and whose it is.
+    fn origin()(
+        source in option::of((node(), ".*", any::<u32>())), together: u32,
+        trace in option::of(any::<([u8; 16], [u8; 8])>()), tenant: u64, weight: u32,
+    ) -> (Option<PullSource>, u32, Option<TraceContext>, TenantTurn) {
+        let pull = source.map(|(node, quic, tokens)| PullSource { node, quic, tokens });
+        let trace = trace.map(|(trace, span)| TraceContext { trace: TraceId(trace), span: SpanId(span) });
+        (pull, together, trace, TenantTurn { tenant, weight })
+    }
+}
+
+prop_compose! {
     fn request()(
         id in "[A-Za-z0-9._:-]{1,128}", choice: u32, attempt: u32, model in model_id(), root in block(),
         prompt in vec(any::<u32>(), 0..200), emitted in vec(any::<u32>(), 0..20), sampling in sampling(),
-        stop in stop(), predicted_cached: u32, deadline_ms: u64,
+        (stop, (pull, together, trace, turn)) in (stop(), origin()), numbers: (u32, u64),
     ) -> GenerateRequest {
-        GenerateRequest::V1(GenerateRequestV1 {
-            request_id: RequestId::new(id).unwrap(), choice, attempt: Attempt(attempt), model, root, prompt,
-            emitted, sampling, stop, predicted_cached, deadline_ms,
-        })
+        let (predicted_cached, deadline_ms) = numbers;
+        GenerateRequest {
+            request_id: RequestId::new(id).unwrap(), choice, attempt: Attempt(attempt), model, root,
+            prompt: prompt.into(), emitted: emitted.into(), sampling, stop, predicted_cached, deadline_ms,
+            pull, together, trace, grammar: None, turn,
+        }
     }
 }
 
@@ -108,12 +122,12 @@ fn frame() -> impl Strategy<Value = GenerateFrame> {
         prop_oneof![Just(FinishReason::Stop), Just(FinishReason::Length), Just(FinishReason::Cancelled)];
     prop_oneof![
         (any::<u32>(), any::<u32>(), ".*").prop_map(|(cached_tokens, computed_tokens, hit_stop)| {
-            GenerateFrame::Started(StartedV1 { cached_tokens, computed_tokens, hit_stop })
+            GenerateFrame::Started(Started { cached_tokens, computed_tokens, hit_stop })
         }),
         vec(token(), 0..8).prop_map(GenerateFrame::Tokens),
         (reason, option::of(".*"), ".*", any::<[u32; 4]>()).prop_map(|(reason, matched, tail, counts)| {
             let [completion_tokens, preemptions, drafted_tokens, accepted_tokens] = counts;
-            GenerateFrame::Finished(FinishedV1 {
+            GenerateFrame::Finished(Finished {
                 reason,
                 matched,
                 tail,
@@ -150,23 +164,6 @@ prop_compose! {
     }
 }
 
-prop_compose! {
-    fn served()(
-        id in model_id(), model_digest: [u8; 32], tokenizer_digest: [u8; 32], max_model_len: u32,
-        layers: (u32, u32), numeric_class in ".*", block_tokens: u32,
-    ) -> ServedModelV1 {
-        ServedModelV1 { id, model_digest, tokenizer_digest, max_model_len, layers, numeric_class, block_tokens }
-    }
-}
-
-prop_compose! {
-    fn register()(
-        node in node(), epoch: u64, pid: u32, quic in ".*", ops in ".*", models in vec(served(), 0..3),
-    ) -> Register {
-        Register::V1(RegisterV1 { node, epoch: Epoch(epoch), pid, quic, ops, models })
-    }
-}
-
 fn task() -> impl Strategy<Value = ModelTask> {
     prop_oneof![
         Just(ModelTask::Generate),
@@ -176,20 +173,29 @@ fn task() -> impl Strategy<Value = ModelTask> {
 }
 
 prop_compose! {
-    fn register_v2()(register in register(), tasks in vec(task(), 3)) -> RegisterV2 {
-        let mut register = register.into_latest().worker.worker.worker;
-        register.models.iter_mut().zip(tasks).for_each(|(model, task)| model.task = task);
-        register
+    fn served()(
+        id in model_id(), model_digest: [u8; 32], tokenizer_digest: [u8; 32], max_model_len: u32,
+        layers: (u32, u32), numeric_class in ".*", block_tokens: u32, task in task(),
+    ) -> ServedModel {
+        ServedModel { id, model_digest, tokenizer_digest, max_model_len, layers, numeric_class, block_tokens, task }
     }
 }
 
 prop_compose! {
-    fn register_v3()(
-        worker in register_v2(), part in prop_oneof![Just(WorkPart::Prefill), Just(WorkPart::Decode), Just(WorkPart::Both)],
-        pulls in vec((model_id(), any::<u64>(), any::<u64>()), 0..3),
-    ) -> RegisterV3 {
-        let cost = |(model, bytes_per_token, bytes_per_point)| PullCostV1 { model, bytes_per_token, bytes_per_point };
-        RegisterV3 { worker, part, pulls: pulls.into_iter().map(cost).collect() }
+    fn register()(
+        node in node(), epoch: u64, pid: u32, quic in ".*", ops in ".*", models in vec(served(), 0..3),
+        part in prop_oneof![Just(WorkPart::Prefill), Just(WorkPart::Decode), Just(WorkPart::Both)],
+        pulls in vec((model_id(), any::<u64>(), any::<u64>()), 0..3), drafter in option::of(any::<[u8; 32]>()),
+    ) -> Register {
+        let cost = |(model, bytes_per_token, bytes_per_point)| PullCost { model, bytes_per_token, bytes_per_point };
+        let drafter = drafter.map(|model_digest| OfferedDrafter {
+            model_digest, drafter: Drafter::Appended, from_layer: 3, weight_bytes: 70_000,
+            reads_embedding: false, kv_elements: 300, state_elements: 5,
+        });
+        Register {
+            worker: WorkerInfo { node, epoch: Epoch(epoch), pid, quic, ops, models },
+            part, pulls: pulls.into_iter().map(cost).collect(), capacity: None, operations: Vec::new(), drafter,
+        }
     }
 }
 
@@ -201,9 +207,9 @@ fn pull_frame() -> impl Strategy<Value = PullFrame> {
         Just(PullRefusal::Internal),
     ];
     prop_oneof![
-        any::<(u32, u32)>().prop_map(|(tokens, pieces)| PullFrame::Head(PullHeadV1 { tokens, pieces })),
+        any::<(u32, u32)>().prop_map(|(tokens, pieces)| PullFrame::Head(PullHead { tokens, pieces })),
         any::<(u32, u32, u32, [u8; 32])>().prop_map(|(group, end, bytes, digest)| {
-            PullFrame::Piece(PulledPieceV1 { group, end, bytes, digest })
+            PullFrame::Piece(PulledPiece { group, end, bytes, digest })
         }),
         refusal.prop_map(PullFrame::Failed),
     ]
@@ -212,19 +218,19 @@ fn pull_frame() -> impl Strategy<Value = PullFrame> {
 prop_compose! {
     fn encode_request()(
         id in "[A-Za-z0-9._:-]{1,128}", part: u32, attempt: u32, model in model_id(), deadline_ms: u64,
-        texts in vec((vec(any::<u32>(), 0..50), option::of(any::<u32>())), 0..8),
+        texts in vec((vec(any::<u32>(), 0..50), option::of(any::<u32>())), 0..8), (_, _, trace, _) in origin(),
     ) -> EncodeRequest {
-        let text = |(tokens, segment_start)| EncodeTextV1 { tokens, segment_start };
-        EncodeRequest::V1(EncodeRequestV1 {
+        let text = |(tokens, segment_start)| EncodeText { tokens, segment_start };
+        EncodeRequest {
             request_id: RequestId::new(id).unwrap(), part, attempt: Attempt(attempt), model,
-            texts: texts.into_iter().map(text).collect(), deadline_ms,
-        })
+            texts: texts.into_iter().map(text).collect(), deadline_ms, trace,
+        }
     }
 }
 
 fn encode_reply() -> impl Strategy<Value = EncodeReply> {
     prop_oneof![
-        any::<(u32, u32)>().prop_map(|(texts, width)| EncodeReply::Encoded(EncodedV1 { texts, width })),
+        any::<(u32, u32)>().prop_map(|(texts, width)| EncodeReply::Encoded(EncodedHead { texts, width })),
         error().prop_map(EncodeReply::Failed),
     ]
 }
@@ -232,13 +238,15 @@ fn encode_reply() -> impl Strategy<Value = EncodeReply> {
 prop_compose! {
     fn load()(
         epoch: u64, state in prop_oneof![Just(WorkerState::Starting), Just(WorkerState::Ready), Just(WorkerState::Draining)],
-        counts: [u32; 2], sizes: [u64; 7], rates in [float(), float()],
+        counts: [u32; 2], sizes: [u64; 7], rates in [float(), float(), float()], sums: [u64; 3],
     ) -> LoadReport {
-        LoadReport::V1(LoadReportV1 {
+        let [pulled_bytes, sent_bytes, failures] = sums;
+        LoadReport {
             epoch: Epoch(epoch), state, running: counts[0], waiting: counts[1],
             pending_prefill_tokens: sizes[0], kv_used: sizes[1], kv_total: sizes[2], steps: sizes[3],
             tokens: sizes[4], stalled_ms: sizes[5], prefill_rate: rates[0], step_ms: rates[1], rss: sizes[6],
-        })
+            pulls: PullReport { rate: rates[2], pulled_bytes, sent_bytes, failures },
+        }
     }
 }
 
@@ -251,48 +259,16 @@ proptest! {
         survives(&frame, Cap::Stream);
     }
 
-    /// A worker that cannot pull is asked for the same, and computes.
     #[test]
-    fn a_generation_is_told_at_the_version_agreed_on(
-        request in request(), source in option::of((node(), ".*", any::<u32>())), together: u32,
-        trace in option::of(any::<([u8; 16], [u8; 8])>()), tenant: u64, weight: u32,
-    ) {
-        let pull = source.map(|(node, quic, tokens)| PullSourceV1 { node, quic, tokens });
-        let alone = GenerateRequestV3 { pull, ..request.clone().into_latest().request };
-        let trace = trace.map(|(trace, span)| TraceContext { trace: TraceId(trace), span: SpanId(span) });
-        let packed = GenerateRequestV3 { together, trace, ..alone.clone() };
-        let turn = TenantTurnV1 { tenant, weight };
-        let latest = GenerateRequestV4 { request: packed.clone(), turn };
-        prop_assert!(latest.is_for_version(3));
-        // Who is told no tenant takes the root for one.
-        for (version, heard) in [(3, alone.into()), (4, packed.into()), (5, latest.clone())] {
-            let told = latest.clone().at_version(version);
-            survives(&told, Cap::GenerateRequest);
-            prop_assert_eq!(told.into_latest(), heard);
-        }
-        prop_assert!(matches!(latest.clone().at_version(3), GenerateRequest::V2(_)));
-        prop_assert!(matches!(latest.clone().at_version(4), GenerateRequest::V3(_)));
-        prop_assert!(matches!(latest.clone().at_version(5), GenerateRequest::V4(_)));
-        for version in [1, 2] {
-            prop_assert_eq!(latest.clone().at_version(version), request.clone());
-        }
-    }
-
-    #[test]
-    fn a_report_is_told_at_the_version_agreed_on(load in load(), rate in float(), sums: [u64; 3]) {
-        let [pulled_bytes, sent_bytes, failures] = sums;
-        let pulls = PullReportV1 { rate, pulled_bytes, sent_bytes, failures };
-        let latest = LoadReportV2 { pulls, ..load.clone().into_latest() };
-        survives(&LoadReport::V2(latest.clone()), Cap::Control);
-        prop_assert_eq!(latest.clone().at_version(3).into_latest(), latest.clone());
-        prop_assert_eq!(latest.at_version(2), load);
+    fn reports(load in load()) {
+        survives(&load, Cap::Control);
     }
 
     #[test]
     fn pulls(
         origin: [u8; 32], root in block(), tokens in vec(any::<u32>(), 0..200), have: u32, frame in pull_frame(),
     ) {
-        survives(&PullRequest::V1(PullRequestV1 { origin, root, tokens, have }), Cap::GenerateRequest);
+        survives(&PullRequest { origin, root, tokens, have }, Cap::GenerateRequest);
         survives(&frame, Cap::Stream);
     }
 
@@ -300,56 +276,21 @@ proptest! {
     fn shards(
         names in vec(any::<[u8; 32]>(), 0..MAX_CHUNKS), bytes: u32, sums: [u64; 2], struck in vec(node(), 0..5),
     ) {
-        survives(&ShardRequest::Chunks(ChunksV1 { names }), Cap::GenerateRequest);
+        survives(&ShardRequest::Chunks(ChunkRequest { names }), Cap::GenerateRequest);
         survives(&ShardFrame::Bytes(bytes), Cap::Stream);
         let [wanted, present] = sums;
-        survives(&ShippingReport::V1(ShippingReportV1 { wanted, present, struck }), Cap::Control);
+        survives(&ShippingReport { wanted, present, struck }, Cap::Control);
     }
 
     #[test]
     fn encoding(request in encode_request(), reply in encode_reply()) {
         survives(&request, Cap::GenerateRequest);
-        let latest = request.clone().into_latest();
-        assert_eq!(latest.clone().at_version(3), request, "who knows no traces is told of none");
-        survives(&latest.at_version(4), Cap::GenerateRequest);
         survives(&reply, Cap::Stream);
     }
 
-    /// A peer of the first version is told all, or nothing: never of an encoder as if it generated. What a pull costs
-    /// and what part a worker is for is left out where it is not understood.
     #[test]
-    fn a_register_is_told_at_the_version_agreed_on(latest in register_v3()) {
-        survives(&Register::V3(latest.clone()), Cap::Control);
-        prop_assert_eq!(latest.clone().at_version(3), Some(Register::V3(latest.clone())));
-        let register = latest.worker.clone();
-        survives(&Register::V2(register.clone()), Cap::Control);
-        prop_assert_eq!(latest.clone().at_version(2), Some(Register::V2(register.clone())));
-        let fourth = RegisterV4::from(latest.clone());
-        survives(&Register::V4(fourth.clone()), Cap::Control);
-        prop_assert_eq!(fourth.clone().at_version(4), Some(Register::V4(fourth.clone())));
-        prop_assert_eq!(fourth.clone().at_version(3), latest.clone().at_version(3));
-        let drafter = OfferedDrafterV1 {
-            model_digest: [1; 32],
-            drafter: DrafterV1::Appended,
-            from_layer: 3,
-            weight_bytes: 70_000,
-            reads_embedding: false,
-            kv_elements: 300,
-            state_elements: 5,
-        };
-        let fifth = RegisterV5 { worker: fourth.clone(), drafter: Some(drafter) };
-        survives(&Register::V5(fifth.clone()), Cap::Control);
-        prop_assert_eq!(fifth.clone().at_version(6), Some(Register::V5(fifth.clone())));
-        prop_assert_eq!(fifth.at_version(5), Some(Register::V4(fourth)));
-        prop_assert_eq!(latest.clone().at_version(1), register.clone().at_version(1));
-        let generates = register.models.iter().all(|model| model.task == ModelTask::Generate);
-        match register.clone().at_version(1) {
-            Some(told) => {
-                prop_assert!(generates && matches!(told, Register::V1(_)));
-                prop_assert_eq!(told.into_latest().worker.worker.worker, register);
-            }
-            None => prop_assert!(!generates),
-        }
+    fn registering(register in register()) {
+        survives(&register, Cap::Control);
     }
 
     #[test]
@@ -373,12 +314,12 @@ proptest! {
         survives(&register, Cap::Control);
         survives(&load, Cap::Control);
         let versions = VersionRange { min, max };
-        survives(&Hello::V1(HelloV1 { versions, node, epoch: Epoch(epoch) }), Cap::Control);
+        survives(&Hello { versions, node, epoch: Epoch(epoch) }, Cap::Control);
     }
 
     #[test]
     fn tensor_headers(name in ".*", shape in vec(any::<u64>(), 0..=8)) {
-        let header = TensorHeader::V1(TensorHeaderV1 { name, element: TensorType::Bf16, shape: shape.clone() });
+        let header = TensorHeader { name, element: TensorType::Bf16, shape: shape.clone() };
         survives(&header, Cap::Stream);
         let elements = shape.iter().try_fold(2u64, |size, n| size.checked_mul(*n));
         prop_assert_eq!(header.payload_bytes().ok().map(|n| n as u64), elements);

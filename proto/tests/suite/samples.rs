@@ -3,30 +3,24 @@
 use kvasir_proto::block::{BlockId, ClusterKey};
 use kvasir_proto::codec::{self, Cap, CodecError};
 use kvasir_proto::event::{
-    KvEvent, KvEventBatch, KvFrame, KvReplay, KvSnapshotFrame, Medium, PeerIndexAsk, PeerIndexAskV1,
-    PeerIndexFrame,
+    KvEvent, KvEventBatch, KvFrame, KvReplay, KvSnapshotFrame, Medium, PeerIndexAsk, PeerIndexFrame,
 };
 use kvasir_proto::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
 use kvasir_proto::message::*;
 use kvasir_proto::operation::*;
 use kvasir_proto::placement::{
-    CapacityV1, ClaimRefusal, DrafterV1, LeadReportV1, LeadState, LeadV1, LeaseAnswer, LeaseBeat,
-    ModelFileV1, OfferedDrafterV1, PlaceOrder, PlaceOrderV1, PlaceOrderV2, PlaceReport, PlaceReportV1,
-    PlacedStageV1, RegisterV4, RegisterV5, StageClaim, StageClaimV1,
+    Capacity, ClaimRefusal, Drafter, Lead, LeadReport, LeadState, LeaseAnswer, LeaseBeat, OfferedDrafter,
+    OfferedModelFile, PlaceOrder, PlaceReport, PlacedStage, StageClaim,
 };
 use kvasir_proto::pull::*;
 use kvasir_proto::sequence::*;
-use kvasir_proto::service::{
-    CertificateReport, CertificateReportV1, CoordinatorApiRequest, CoordinatorApiResponse, Refusal,
-};
+use kvasir_proto::service::{CertificateReport, CoordinatorApiRequest, CoordinatorApiResponse, Refusal};
 use kvasir_proto::service::{WorkerApiRequest, WorkerApiResponse};
 use kvasir_proto::shard::*;
 use kvasir_proto::stage::blocks::*;
 use kvasir_proto::stage::*;
 use kvasir_proto::trace::{SpanId, TraceContext, TraceId};
-use kvasir_proto::transport::{
-    Hello, HelloV1, Revocations, RevocationsV1, TensorHeader, TensorHeaderV1, TensorType, VersionRange,
-};
+use kvasir_proto::transport::{Hello, Revocations, TensorHeader, TensorType, VersionRange};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::fmt::Debug;
@@ -38,6 +32,8 @@ pub(crate) use stages::*;
 pub(crate) struct Samples {
     pub(crate) name: &'static str,
     pub(crate) cap: Cap,
+    /// One value of each variant, in order; of a struct, any.
+    pub(crate) is_enum: bool,
     pub(crate) bytes: Vec<Vec<u8>>,
     /// Decodes, and encodes again what was decoded.
     pub(crate) recode: fn(&[u8], Cap) -> Result<Vec<u8>, CodecError>,
@@ -51,9 +47,18 @@ fn samples<T: Serialize + DeserializeOwned + Debug>(
     Samples {
         name,
         cap,
+        is_enum: true,
         bytes: values.into_iter().map(|value| codec::encode(&value, cap).unwrap()).collect(),
         recode: |bytes, cap| codec::encode(&codec::decode::<T>(bytes, cap)?, cap),
     }
+}
+
+fn samples_of_struct<T: Serialize + DeserializeOwned + Debug>(
+    name: &'static str,
+    cap: Cap,
+    values: impl IntoIterator<Item = T>,
+) -> Samples {
+    Samples { is_enum: false, ..samples(name, cap, values) }
 }
 
 pub(crate) fn id(n: u8) -> BlockId {
@@ -61,19 +66,26 @@ pub(crate) fn id(n: u8) -> BlockId {
 }
 
 fn prefix_note() -> PrefixNote {
-    let numbered = |number, tokens| Some(NumberedPrefixV1 { number, tokens });
-    PrefixNote::V1(PrefixNoteV1 { after: numbered(300, 7_200), keep: numbered(301, 70_000) })
+    let numbered = |number, tokens| Some(NumberedPrefix { number, tokens });
+    PrefixNote { after: numbered(300, 7_200), keep: numbered(301, 70_000) }
 }
 
 pub(crate) fn request() -> GenerateRequest {
-    GenerateRequest::V1(GenerateRequestV1 {
+    let pull = PullSource { node: NodeId::new("w2").unwrap(), quic: "10.0.0.2:7001".into(), tokens: 1488 };
+    let grammar = GrammarSpec {
+        field: "response_format".into(),
+        syntax: GrammarSyntax::Lark,
+        text: "start: \"a\"".into(),
+        trigger: Some("<tool_call>".into()),
+    };
+    GenerateRequest {
         request_id: RequestId::new("req-1").unwrap(),
         choice: 1,
         attempt: Attempt(2),
         model: ModelId::new("smollm2-135m").unwrap(),
         root: id(0xab),
-        prompt: vec![1, 300, 70_000],
-        emitted: vec![42],
+        prompt: vec![1, 300, 70_000].into(),
+        emitted: vec![42].into(),
         sampling: Sampling {
             temperature: 0.5,
             logit_bias: vec![(7, -1.5)],
@@ -83,11 +95,16 @@ pub(crate) fn request() -> GenerateRequest {
         stop: Stop { max_tokens: 16, strings: vec!["\n\n".into()], token_ids: vec![2], ..Stop::default() },
         predicted_cached: 1488,
         deadline_ms: 30_000,
-    })
+        pull: Some(pull),
+        together: 1,
+        trace: Some(trace()),
+        grammar: Some(grammar),
+        turn: TenantTurn { tenant: 0x0807_0605_0403_0201, weight: 300 },
+    }
 }
 
-fn model() -> ServedModelV1 {
-    ServedModelV1 {
+fn model() -> ServedModel {
+    ServedModel {
         id: ModelId::new("smollm2-135m").unwrap(),
         model_digest: [1; 32],
         tokenizer_digest: [2; 32],
@@ -95,48 +112,45 @@ fn model() -> ServedModelV1 {
         layers: (0, 30),
         numeric_class: "cpu".into(),
         block_tokens: 16,
+        task: ModelTask::Generate,
     }
 }
 
+/// A worker of the pool, with a model of each task and a drafter.
 pub(crate) fn register(node: &str) -> Register {
-    Register::V1(RegisterV1 {
+    let tasks = [ModelTask::Generate, ModelTask::Embed { width: 384 }, ModelTask::Rerank { scores: 1 }];
+    let worker = WorkerInfo {
         node: NodeId::new(node).unwrap(),
         epoch: Epoch(1_795_000_000),
         pid: 4242,
         quic: "127.0.0.1:7000".into(),
         ops: "127.0.0.1:9090".into(),
-        models: vec![model()],
-    })
-}
-
-/// With a place to pull from.
-pub(crate) fn request_v2() -> GenerateRequest {
-    let source =
-        PullSourceV1 { node: NodeId::new("w2").unwrap(), quic: "10.0.0.2:7001".into(), tokens: 1488 };
-    GenerateRequest::V2(GenerateRequestV2 { pull: Some(source), ..request().into_latest().request.into() })
-}
-
-/// With packed tokens.
-pub(crate) fn request_v3() -> GenerateRequest {
-    let grammar = GrammarV1 {
-        field: "response_format".into(),
-        syntax: GrammarSyntax::Lark,
-        text: "start: \"a\"".into(),
-        trigger: Some("<tool_call>".into()),
+        models: tasks.map(|task| ServedModel { task, ..model() }).into(),
     };
-    let request = request_v2().into_latest().request;
-    GenerateRequest::V3(GenerateRequestV3 { trace: Some(trace()), grammar: Some(grammar), ..request })
-}
-
-/// With its tenant.
-pub(crate) fn request_v4() -> GenerateRequest {
-    let request = request_v3().into_latest().request;
-    let turn = TenantTurnV1 { tenant: 0x0807_0605_0403_0201, weight: 300 };
-    GenerateRequest::V4(GenerateRequestV4 { request, turn })
+    let files = vec![OfferedModelFile { model: ModelId::new("m").unwrap(), digest: [1; 32] }];
+    let capacity =
+        Capacity { memory: 70_000 << 20, bandwidth: 40_000_000_000, compute: 100_000_000_000, files };
+    let drafter = OfferedDrafter {
+        model_digest: [1; 32],
+        drafter: Drafter::Assistant([2; 32]),
+        from_layer: 300,
+        weight_bytes: 70_000,
+        reads_embedding: true,
+        kv_elements: 300,
+        state_elements: 3,
+    };
+    Register {
+        worker,
+        part: WorkPart::Decode,
+        pulls: vec![PullCost { model: model().id, bytes_per_token: 23_040, bytes_per_point: 70_000 }],
+        capacity: Some(capacity),
+        operations: vec![offered_operation()],
+        drafter: Some(drafter),
+    }
 }
 
 pub(crate) fn pull_request() -> PullRequest {
-    PullRequest::V1(PullRequestV1 { origin: [3; 32], root: id(5), tokens: vec![1, 70_000], have: 300 })
+    PullRequest { origin: [3; 32], root: id(5), tokens: vec![1, 70_000], have: 300 }
 }
 
 fn trace() -> TraceContext {
@@ -145,69 +159,28 @@ fn trace() -> TraceContext {
 
 pub(crate) fn shard_requests() -> Vec<ShardRequest> {
     let names = vec![[1; 32], [2; 32]];
-    vec![ShardRequest::Manifest(ModelRefV1::Digest([8; 32])), ShardRequest::Chunks(ChunksV1 { names })]
+    vec![ShardRequest::Manifest(ModelRef::Digest([8; 32])), ShardRequest::Chunks(ChunkRequest { names })]
 }
 
 pub(crate) fn certificate_report() -> CertificateReport {
-    CertificateReport::V1(CertificateReportV1 { ends: 1_800_000_000 })
+    CertificateReport { ends: 1_800_000_000 }
 }
 
 pub(crate) fn shipping_report() -> ShippingReport {
     let struck = vec![NodeId::new("w2").unwrap()];
-    ShippingReport::V1(ShippingReportV1 { wanted: 70_000, present: 300, struck })
+    ShippingReport { wanted: 70_000, present: 300, struck }
 }
 
 pub(crate) fn pull_frames() -> Vec<PullFrame> {
     vec![
-        PullFrame::Head(PullHeadV1 { tokens: 70_000, pieces: 300 }),
-        PullFrame::Piece(PulledPieceV1 { group: 1, end: 300, bytes: 70_000, digest: [4; 32] }),
+        PullFrame::Head(PullHead { tokens: 70_000, pieces: 300 }),
+        PullFrame::Piece(PulledPiece { group: 1, end: 300, bytes: 70_000, digest: [4; 32] }),
         PullFrame::Failed(PullRefusal::NotHeld),
     ]
 }
 
-/// A worker with a model of each task.
-pub(crate) fn register_v2(node: &str) -> Register {
-    let RegisterV2 { node, epoch, pid, quic, ops, .. } = register(node).into_latest().worker.worker.worker;
-    let tasks = [ModelTask::Generate, ModelTask::Embed { width: 384 }, ModelTask::Rerank { scores: 1 }];
-    let models = tasks.map(|task| ServedModelV2 { task, ..model().into() });
-    Register::V2(RegisterV2 { node, epoch, pid, quic, ops, models: models.into() })
-}
-
-/// A worker for decoding.
-pub(crate) fn register_v3(node: &str) -> Register {
-    let latest = register(node).into_latest().worker.worker;
-    let model = latest.worker.models[0].id.clone();
-    let pulls = vec![PullCostV1 { model, bytes_per_token: 23_040, bytes_per_point: 70_000 }];
-    Register::V3(RegisterV3 { part: WorkPart::Decode, pulls, ..latest })
-}
-
-/// A worker of the pool.
-pub(crate) fn register_v4(node: &str) -> Register {
-    let latest = register(node).into_latest().worker;
-    let files = vec![ModelFileV1 { model: ModelId::new("m").unwrap(), digest: [1; 32] }];
-    let capacity =
-        CapacityV1 { memory: 70_000 << 20, bandwidth: 40_000_000_000, compute: 100_000_000_000, files };
-    let operations = vec![offered_operation()];
-    Register::V4(RegisterV4 { capacity: Some(capacity), operations, ..latest })
-}
-
-/// The same, beside whose model a drafter guesses.
-pub(crate) fn register_v5(node: &str) -> Register {
-    let Register::V4(worker) = register_v4(node) else { unreachable!("it is of the fourth version") };
-    let drafter = OfferedDrafterV1 {
-        model_digest: [1; 32],
-        drafter: DrafterV1::Assistant([2; 32]),
-        from_layer: 300,
-        weight_bytes: 70_000,
-        reads_embedding: true,
-        kv_elements: 300,
-        state_elements: 3,
-    };
-    Register::V5(RegisterV5 { worker, drafter: Some(drafter) })
-}
-
-fn offered_operation() -> OfferedOperationV1 {
-    OfferedOperationV1 {
+fn offered_operation() -> OfferedOperation {
+    OfferedOperation {
         operation: Operation::Vad,
         model: ModelId::new("silero-vad").unwrap(),
         backend: "onnx".into(),
@@ -215,18 +188,18 @@ fn offered_operation() -> OfferedOperationV1 {
 }
 
 pub(crate) fn operation_request() -> OperationRequest {
-    OperationRequest::V1(OperationRequestV1 {
+    OperationRequest {
         request_id: RequestId::new("req-1").unwrap(),
         operation: Operation::TurnDetection,
         model: Some(ModelId::new("smart-turn").unwrap()),
         sample_rate: 16_000,
-        options: OperationOptions::Turn(TurnOptionsV1 { threshold: Some(0.5) }),
+        options: OperationOptions::Turn(TurnOptions { threshold: Some(0.5) }),
         trace: Some(trace()),
-    })
+    }
 }
 
-pub(crate) fn opened_operation() -> OpenedOperationV1 {
-    OpenedOperationV1 {
+pub(crate) fn opened_operation() -> OpenedOperation {
+    OpenedOperation {
         backend: "onnx".into(),
         model: ModelId::new("silero-vad").unwrap(),
         sample_rate: 16_000,
@@ -238,11 +211,11 @@ pub(crate) fn opened_operation() -> OpenedOperationV1 {
 fn operation_outputs() -> Vec<OperationOutput> {
     vec![
         OperationOutput::Opened(opened_operation()),
-        OperationOutput::Windows(vec![WindowV1 { start: 70_144, probability: 0.5 }]),
+        OperationOutput::Windows(vec![VoiceWindow { start: 70_144, probability: 0.5 }]),
         OperationOutput::SpeechStarted { at: 70_144 },
         OperationOutput::SpeechEnded { at: 71_168 },
-        OperationOutput::Turn(TurnV1 { at: 70_144, complete: true, probability: 0.75 }),
-        OperationOutput::Text(SpokenTextV1 {
+        OperationOutput::Turn(TurnScore { at: 70_144, complete: true, probability: 0.75 }),
+        OperationOutput::Text(SpokenText {
             text: "so".into(),
             start: 300,
             end: 70_144,
@@ -255,7 +228,7 @@ fn operation_outputs() -> Vec<OperationOutput> {
         OperationOutput::Restarted,
         OperationOutput::Finished { samples: 70_144 },
         OperationOutput::Failed(OperationError::Draining),
-        OperationOutput::Language(LanguageV1 { code: "en".into(), probability: 0.75 }),
+        OperationOutput::Language(Language { code: "en".into(), probability: 0.75 }),
     ]
 }
 
@@ -274,61 +247,53 @@ fn operation_errors() -> Vec<OperationError> {
     ]
 }
 
-fn place_order() -> PlaceOrderV1 {
-    let stage = |node: &str, layers| PlacedStageV1 {
-        at: StageAddressV1 { node: NodeId::new(node).unwrap(), quic: "10.0.0.3:7001".into() },
+fn place_order() -> PlaceOrder {
+    let stage = |node: &str, layers| PlacedStage {
+        at: StageAddress { node: NodeId::new(node).unwrap(), quic: "10.0.0.3:7001".into() },
         layers,
     };
-    let lead = LeadV1 {
+    let lead = Lead {
         life: 70_000,
         model: ModelId::new("m").unwrap(),
         model_digest: [1; 32],
         cache_bytes: 70_000,
         stages: vec![stage("w1", (0, 15)), stage("w3", (15, 300))],
     };
-    PlaceOrderV1 { version: 300, lead: Some(lead), holders: vec!["10.0.0.3:7001".into()] }
+    PlaceOrder {
+        version: 300,
+        lead: Some(lead),
+        holders: vec!["10.0.0.3:7001".into()],
+        drafter: Some(Drafter::Assistant([2; 32])),
+    }
 }
 
 fn place_report() -> PlaceReport {
-    let leads = LeadReportV1 {
-        life: 70_000,
-        state: LeadState::Waiting,
-        attempts: 3,
-        reason: "stage 1 is lost".into(),
-    };
-    PlaceReport::V1(PlaceReportV1 { leads: Some(leads), holds: Some(300) })
+    let leads =
+        LeadReport { life: 70_000, state: LeadState::Waiting, attempts: 3, reason: "stage 1 is lost".into() };
+    PlaceReport { leads: Some(leads), holds: Some(300) }
 }
 
 pub(crate) fn stage_claim() -> StageClaim {
-    StageClaim::V1(StageClaimV1 { replica: ReplicaId([6; 16]), life: 70_000, epoch: Epoch(300) })
-}
-
-fn load_v2() -> LoadReport {
-    let pulls = PullReportV1 { rate: 1e9, pulled_bytes: 70_000, sent_bytes: 300, failures: 2 };
-    LoadReport::V2(LoadReportV2 { load: load(WorkerState::Ready), pulls })
-}
-
-pub(crate) fn encode_request_v2() -> EncodeRequest {
-    let trace = Some(TraceContext { trace: TraceId([2; 16]), span: SpanId([3; 8]) });
-    EncodeRequestV2 { trace, ..encode_request().into_latest() }.at_version(4)
+    StageClaim { replica: ReplicaId([6; 16]), life: 70_000, epoch: Epoch(300) }
 }
 
 pub(crate) fn encode_request() -> EncodeRequest {
-    EncodeRequest::V1(EncodeRequestV1 {
+    EncodeRequest {
         request_id: RequestId::new("req-1").unwrap(),
         part: 3,
         attempt: Attempt(2),
         model: ModelId::new("minilm-l6").unwrap(),
         texts: vec![
-            EncodeTextV1 { tokens: vec![101, 7592, 102], segment_start: None },
-            EncodeTextV1 { tokens: vec![101, 70_000, 102, 7, 102], segment_start: Some(3) },
+            EncodeText { tokens: vec![101, 7592, 102], segment_start: None },
+            EncodeText { tokens: vec![101, 70_000, 102, 7, 102], segment_start: Some(3) },
         ],
         deadline_ms: 30_000,
-    })
+        trace: Some(trace()),
+    }
 }
 
-pub(crate) fn load(state: WorkerState) -> LoadReportV1 {
-    LoadReportV1 {
+pub(crate) fn load(state: WorkerState) -> LoadReport {
+    LoadReport {
         epoch: Epoch(3),
         state,
         running: 1,
@@ -342,22 +307,23 @@ pub(crate) fn load(state: WorkerState) -> LoadReportV1 {
         prefill_rate: 1000.0,
         step_ms: 8.5,
         rss: 1 << 31,
+        pulls: PullReport { rate: 1e9, pulled_bytes: 70_000, sent_bytes: 300, failures: 2 },
     }
 }
 
 pub(crate) fn registered() -> Registered {
     let cluster_key = ClusterKey([9; 32]);
-    Registered::V1(RegisteredV1 { lease_ms: 5000, report_every_ms: 500, cluster_key })
+    Registered { lease_ms: 5000, report_every_ms: 500, cluster_key }
 }
 
 pub(crate) fn status() -> WorkerStatus {
-    WorkerStatus::V1(WorkerStatusV1 {
+    WorkerStatus {
         node: NodeId::new("w1").unwrap(),
         models: vec![model()],
         load: load(WorkerState::Ready),
         kv_sequence: 12,
         uptime_ms: 13,
-    })
+    }
 }
 
 fn errors() -> Vec<GenerateError> {
@@ -375,7 +341,7 @@ fn errors() -> Vec<GenerateError> {
 
 fn finished(reason: FinishReason) -> GenerateFrame {
     let matched = Some("\n\n".into());
-    GenerateFrame::Finished(FinishedV1 {
+    GenerateFrame::Finished(Finished {
         reason,
         matched,
         tail: "x".into(),
@@ -393,7 +359,7 @@ pub(crate) fn frames() -> Vec<GenerateFrame> {
         TokenOut { id: 70_000, text: String::new(), logprobs },
     ];
     vec![
-        GenerateFrame::Started(StartedV1 { cached_tokens: 16, computed_tokens: 4, hit_stop: "end".into() }),
+        GenerateFrame::Started(Started { cached_tokens: 16, computed_tokens: 4, hit_stop: "end".into() }),
         GenerateFrame::Tokens(tokens),
         finished(FinishReason::Stop),
         GenerateFrame::Failed(GenerateError::Internal),
@@ -430,7 +396,7 @@ pub(crate) fn sequence_name(choice: u32) -> SequenceName {
 
 pub(crate) fn sequence_request(operation: SequenceOperation) -> SequenceRequest {
     let model = ModelId::new("smollm2-135m").unwrap();
-    SequenceRequest::V1(SequenceRequestV1 { model, root: id(5), operation })
+    SequenceRequest { model, root: id(5), operation }
 }
 
 pub(crate) fn sequence_operations() -> Vec<SequenceOperation> {
@@ -449,20 +415,20 @@ pub(crate) fn sequence_operations() -> Vec<SequenceOperation> {
     ]
 }
 
-fn sequence_info() -> SequenceInfoV1 {
-    SequenceInfoV1 { name: sequence_name(0), tokens: 40, cached: 32, live: true }
+fn sequence_info() -> SequenceInfo {
+    SequenceInfo { name: sequence_name(0), tokens: 40, cached: 32, live: true }
 }
 
-fn snapshot_info() -> SnapshotInfoV1 {
-    SnapshotInfoV1 { name: sequence_name(0), bytes: 70_000, medium: SaveMedium::Memory }
+fn snapshot_info() -> SnapshotInfo {
+    SnapshotInfo { name: sequence_name(0), bytes: 70_000, medium: SaveMedium::Memory }
 }
 
-fn pin_info() -> PinInfoV1 {
-    PinInfoV1 { pin: 3, tokens: 96, ttl_ms: 70_000, pinned_bytes: 1 << 20, budget_bytes: 1 << 22 }
+fn pin_info() -> PinInfo {
+    PinInfo { pin: 3, tokens: 96, ttl_ms: 70_000, pinned_bytes: 1 << 20, budget_bytes: 1 << 22 }
 }
 
 pub(crate) fn sequence_replies() -> Vec<SequenceReply> {
-    let list = SequenceListV1 {
+    let list = SequenceList {
         sequences: vec![sequence_info()],
         snapshots: vec![snapshot_info()],
         pins: vec![pin_info()],
@@ -495,23 +461,23 @@ pub(crate) fn sequence_errors() -> Vec<SequenceError> {
 pub(crate) fn all() -> Vec<Samples> {
     use Cap::{Control, Events, GenerateRequest as Request, Stream};
     let elements = [TensorType::U8, TensorType::I32, TensorType::F32, TensorType::F16, TensorType::Bf16];
-    let tensor = |shape| TensorHeaderV1 { name: "k".into(), element: TensorType::F16, shape };
+    let tensor = |shape| TensorHeader { name: "k".into(), element: TensorType::F16, shape };
     let versions = VersionRange { min: 1, max: 300 };
     let node = NodeId::new("w1").unwrap();
     vec![
-        samples("Hello", Control, [Hello::V1(HelloV1 { versions, node, epoch: Epoch(3) })]),
-        samples("Revocations", Stream, [Revocations::V1(RevocationsV1 { list: vec![0x30, 0] })]),
-        samples("GenerateRequest", Request, [request(), request_v2(), request_v3(), request_v4()]),
-        samples("PrefixNote", Request, [prefix_note()]),
+        samples_of_struct("Hello", Control, [Hello { versions, node, epoch: Epoch(3) }]),
+        samples_of_struct("Revocations", Stream, [Revocations { list: vec![0x30, 0] }]),
+        samples_of_struct("GenerateRequest", Request, [request()]),
+        samples_of_struct("PrefixNote", Request, [prefix_note()]),
         samples("GenerateFrame", Stream, frames()),
         samples("GenerateError", Stream, errors()),
         samples("FinishReason", Stream, [FinishReason::Stop, FinishReason::Length, FinishReason::Cancelled]),
-        samples("EncodeRequest", Request, [encode_request(), encode_request_v2()]),
+        samples_of_struct("EncodeRequest", Request, [encode_request()]),
         samples(
             "EncodeReply",
             Stream,
             [
-                EncodeReply::Encoded(EncodedV1 { texts: 2, width: 384 }),
+                EncodeReply::Encoded(EncodedHead { texts: 2, width: 384 }),
                 EncodeReply::Failed(GenerateError::Draining),
             ],
         ),
@@ -520,34 +486,20 @@ pub(crate) fn all() -> Vec<Samples> {
             Control,
             [ModelTask::Generate, ModelTask::Embed { width: 384 }, ModelTask::Rerank { scores: 1 }],
         ),
+        samples_of_struct("Register", Control, [register("w1")]),
+        samples_of_struct("PlaceOrder", Control, [place_order()]),
         samples(
-            "Register",
+            "Drafter",
             Control,
-            [register("w1"), register_v2("w1"), register_v3("w1"), register_v4("w1"), register_v5("w1")],
+            [Drafter::Appended, Drafter::Assistant([2; 32]), Drafter::Model([3; 32])],
         ),
-        samples(
-            "PlaceOrder",
-            Control,
-            [
-                PlaceOrder::V1(place_order()),
-                PlaceOrder::V2(PlaceOrderV2 {
-                    order: place_order(),
-                    drafter: Some(DrafterV1::Assistant([2; 32])),
-                }),
-            ],
-        ),
-        samples(
-            "DrafterV1",
-            Control,
-            [DrafterV1::Appended, DrafterV1::Assistant([2; 32]), DrafterV1::Model([3; 32])],
-        ),
-        samples("PlaceReport", Control, [place_report()]),
+        samples_of_struct("PlaceReport", Control, [place_report()]),
         samples(
             "LeadState",
             Control,
             [LeadState::Forming, LeadState::Serving, LeadState::Waiting, LeadState::BadFile],
         ),
-        samples("StageClaim", Stream, [stage_claim()]),
+        samples_of_struct("StageClaim", Stream, [stage_claim()]),
         samples("LeaseBeat", Stream, [LeaseBeat::Beat(70_000)]),
         samples(
             "LeaseAnswer",
@@ -563,39 +515,39 @@ pub(crate) fn all() -> Vec<Samples> {
             Stream,
             [ClaimRefusal::Stale { life: 70_000, epoch: Epoch(300) }, ClaimRefusal::Leads],
         ),
-        samples("Registered", Control, [registered()]),
+        samples_of_struct("Registered", Control, [registered()]),
         samples("Refusal", Control, refusals()),
-        samples("LoadReport", Control, [LoadReport::V1(load(WorkerState::Ready)), load_v2()]),
+        samples_of_struct("LoadReport", Control, [load(WorkerState::Ready)]),
         samples("WorkPart", Control, [WorkPart::Prefill, WorkPart::Decode, WorkPart::Both]),
-        samples("PullRequest", Request, [pull_request()]),
+        samples_of_struct("PullRequest", Request, [pull_request()]),
         samples("PullFrame", Stream, pull_frames()),
         samples("ActivationType", Stream, [ActivationType::F32, ActivationType::Bf16]),
         samples("StageOrder", Stream, stage_orders()),
         samples(
-            "StageDrafterV1",
+            "StageDrafter",
             Stream,
-            [StageDrafterV1::Assistant { digest: [2; 32] }, StageDrafterV1::Appended { sequences: 4 }],
+            [StageDrafter::Assistant { digest: [2; 32] }, StageDrafter::Appended { sequences: 4 }],
         ),
         samples("StageReport", Stream, stage_reports()),
         samples("StageFailure", Stream, stage_failures()),
-        samples("StageFeed", Stream, [StageFeed::V1(StageFeedV1 { replica: ReplicaId([6; 16]) })]),
+        samples_of_struct("StageFeed", Stream, [StageFeed { replica: ReplicaId([6; 16]) }]),
         samples(
             "StageBlocksOrder",
             Control,
             [
-                StageBlocksOrder::Read(vec![StageBlockV1 { group: 1, number: 70_000 }]),
-                StageBlocksOrder::Write(vec![StageBlockV1 { group: 0, number: 3 }]),
+                StageBlocksOrder::Read(vec![StageBlock { group: 1, number: 70_000 }]),
+                StageBlocksOrder::Write(vec![StageBlock { group: 0, number: 3 }]),
                 StageBlocksOrder::States(300),
                 StageBlocksOrder::Behind(70_000),
             ],
         ),
         samples("StageBlocksReport", Control, stage_blocks_reports()),
-        samples("StageStep", Control, [stage_step(), stage_step_v2(), stage_counted(), stage_step_v3()]),
+        samples("StageFrame", Control, stage_frames()),
         samples("ShardRequest", Request, shard_requests()),
         samples(
-            "ModelRefV1",
+            "ModelRef",
             Request,
-            [ModelRefV1::Digest([8; 32]), ModelRefV1::Named(ModelId::new("m").unwrap())],
+            [ModelRef::Digest([8; 32]), ModelRef::Named(ModelId::new("m").unwrap())],
         ),
         samples(
             "ShardFrame",
@@ -603,14 +555,14 @@ pub(crate) fn all() -> Vec<Samples> {
             [ShardFrame::Bytes(70_000), ShardFrame::NotHeld, ShardFrame::Failed(ShardRefusal::Busy)],
         ),
         samples("ShardRefusal", Stream, [ShardRefusal::Busy, ShardRefusal::Internal]),
-        samples("ShippingReport", Control, [shipping_report()]),
+        samples_of_struct("ShippingReport", Control, [shipping_report()]),
         samples(
             "PullRefusal",
             Stream,
             [PullRefusal::OtherOrigin, PullRefusal::NotHeld, PullRefusal::Busy, PullRefusal::Internal],
         ),
         samples("WorkerState", Control, [WorkerState::Starting, WorkerState::Ready, WorkerState::Draining]),
-        samples("WorkerStatus", Control, [status()]),
+        samples_of_struct("WorkerStatus", Control, [status()]),
         samples("KvFrame", Events, [KvFrame::Events(batch(7))]),
         samples("KvEvent", Events, events()),
         samples("Medium", Events, [Medium::Device, Medium::Host, Medium::Disk]),
@@ -625,14 +577,10 @@ pub(crate) fn all() -> Vec<Samples> {
                 KvSnapshotFrame::ResumePoints(vec![(id(1), 70_000, Medium::Device)]),
             ],
         ),
-        samples(
+        samples_of_struct(
             "PeerIndexAsk",
             Control,
-            [PeerIndexAsk::V1(PeerIndexAskV1 {
-                node: NodeId::new("w1").unwrap(),
-                epoch: Epoch(3),
-                after: 70_000,
-            })],
+            [PeerIndexAsk { node: NodeId::new("w1").unwrap(), epoch: Epoch(3), after: 70_000 }],
         ),
         samples(
             "PeerIndexFrame",
@@ -649,26 +597,26 @@ pub(crate) fn all() -> Vec<Samples> {
                 PeerIndexFrame::End { digest: [7; 32] },
             ],
         ),
-        samples("SequenceRequest", Request, [sequence_request(SequenceOperation::List)]),
+        samples_of_struct("SequenceRequest", Request, [sequence_request(SequenceOperation::List)]),
         samples("SequenceOperation", Request, sequence_operations()),
         samples("SequenceReply", Control, sequence_replies()),
         samples("SequenceError", Control, sequence_errors()),
         samples("SaveMedium", Control, [SaveMedium::Memory, SaveMedium::Disk]),
         samples("Operation", Stream, Operation::ALL),
-        samples("OperationRequest", Stream, [operation_request()]),
+        samples_of_struct("OperationRequest", Stream, [operation_request()]),
         samples(
             "OperationOptions",
             Stream,
             [
                 OperationOptions::Default,
-                OperationOptions::Speech(SpeechOptionsV1 {
+                OperationOptions::Speech(SpeechOptions {
                     threshold: Some(0.5),
                     min_silence_ms: Some(300),
                     windows: true,
-                    ..SpeechOptionsV1::default()
+                    ..SpeechOptions::default()
                 }),
-                OperationOptions::Turn(TurnOptionsV1::default()),
-                OperationOptions::Transcribe(TranscribeOptionsV1 {
+                OperationOptions::Turn(TurnOptions::default()),
+                OperationOptions::Transcribe(TranscribeOptions {
                     language: Some("de".into()),
                     translate: true,
                     prompt: "so".into(),
@@ -689,15 +637,15 @@ pub(crate) fn all() -> Vec<Samples> {
         ),
         samples("OperationOutput", Stream, operation_outputs()),
         samples("OperationError", Stream, operation_errors()),
-        samples("TensorHeader", Stream, [TensorHeader::V1(tensor(vec![2, 300]))]),
+        samples_of_struct("TensorHeader", Stream, [tensor(vec![2, 300])]),
         samples("TensorType", Stream, elements),
-        samples("CertificateReport", Control, [certificate_report()]),
+        samples_of_struct("CertificateReport", Control, [certificate_report()]),
         samples(
             "CoordinatorApiRequest",
             Control,
             [
                 CoordinatorApiRequest::Register { request: register("w1") },
-                CoordinatorApiRequest::Report { report: LoadReport::V1(load(WorkerState::Draining)) },
+                CoordinatorApiRequest::Report { report: load(WorkerState::Draining) },
                 CoordinatorApiRequest::Shipping { report: shipping_report() },
                 CoordinatorApiRequest::Certificate { report: certificate_report() },
             ],
@@ -721,7 +669,7 @@ pub(crate) fn all() -> Vec<Samples> {
                 WorkerApiRequest::Undrain {},
                 WorkerApiRequest::Status {},
                 WorkerApiRequest::MetricsText {},
-                WorkerApiRequest::Place { order: PlaceOrder::V1(place_order()) },
+                WorkerApiRequest::Place { order: place_order() },
             ],
         ),
         samples(

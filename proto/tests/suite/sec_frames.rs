@@ -8,7 +8,7 @@ use kvasir_proto::Error;
 use kvasir_proto::codec::{self, Cap, CodecError};
 use kvasir_proto::event::KvFrame;
 use kvasir_proto::ids::{Epoch, Role};
-use kvasir_proto::message::{GenerateRequest, GenerateRequestV3, NumberedPrefixV1, PrefixNote, PrefixNoteV1};
+use kvasir_proto::message::{GenerateRequest, NumberedPrefix, PrefixNote};
 use kvasir_proto::transport::{Connection, Endpoint, EndpointConfig, Incoming};
 
 /// An endpoint's end of a connection whose other end is in our hands.
@@ -271,30 +271,26 @@ const UNKNOWN_PREFIX: u32 = 4;
 async fn a_prompt_behind_an_unknown_prefix_is_refused_by_code() {
     let half = worker().await;
     let message = |note, request: &GenerateRequest| {
-        let note = codec::encode(&PrefixNote::V1(note), Cap::GenerateRequest).unwrap();
+        let note = codec::encode(&note, Cap::GenerateRequest).unwrap();
         let request = codec::encode(request, Cap::GenerateRequest).unwrap();
         [&[GENERATE_AFTER], &frame(note.len(), &note)[..], &frame(request.len(), &request)].concat()
     };
-    let numbered = |number, tokens| Some(NumberedPrefixV1 { number, tokens });
-    let keeping = PrefixNoteV1 { after: None, keep: numbered(7, 2) };
-    let _kept = write(&half.ours, &message(keeping, &samples::request_v3())).await;
+    let numbered = |number, tokens| Some(NumberedPrefix { number, tokens });
+    let keeping = PrefixNote { after: None, keep: numbered(7, 2) };
+    let _kept = write(&half.ours, &message(keeping, &samples::request())).await;
     assert!(matches!(soon("it", half.theirs.accept()).await.unwrap(), Incoming::Generate(_)));
     // Another number, another length of it, and more than there is of the prompt.
     for after in [numbered(8, 2), numbered(7, 1), numbered(7, u32::MAX)] {
         let (_send, mut receive) =
-            write(&half.ours, &message(PrefixNoteV1 { after, keep: None }, &samples::request_v3())).await;
+            write(&half.ours, &message(PrefixNote { after, keep: None }, &samples::request())).await;
         let refused = soon("the refusal", receive.read(&mut [0])).await.unwrap_err();
         assert_eq!(refused, quinn::ReadError::Reset(UNKNOWN_PREFIX.into()), "{after:?}");
     }
-    let known = PrefixNoteV1 { after: numbered(7, 2), keep: numbered(9, u32::MAX) };
-    let _known = write(&half.ours, &message(known, &samples::request_v3())).await;
+    let known = PrefixNote { after: numbered(7, 2), keep: numbered(9, u32::MAX) };
+    let _known = write(&half.ours, &message(known, &samples::request())).await;
     let Incoming::Generate(call) = soon("it", half.theirs.accept()).await.unwrap() else { panic!() };
-    let prompt = samples::request_v3().into_latest().request.prompt;
-    assert_eq!(*call.request.into_latest().request.prompt, *[&prompt[..2], &prompt].concat());
-    // Only the version that packs tokens has this.
-    let stream = write(&half.ours, &message(PrefixNoteV1::default(), &samples::request())).await;
-    let (_send, mut receive) = stream;
-    assert!(matches!(soon("the refusal", receive.read(&mut [0])).await, Err(quinn::ReadError::Reset(_))));
+    let prompt = samples::request().prompt;
+    assert_eq!(*call.request.prompt, *[&prompt[..2], &prompt].concat());
     generation_still_works(&half).await;
 }
 
@@ -302,12 +298,7 @@ async fn a_prompt_behind_an_unknown_prefix_is_refused_by_code() {
 async fn a_worker_without_the_prefix_gets_the_whole_prompt() {
     let half = coordinator().await;
     let prompt: Vec<u32> = (0..4_000).collect();
-    let latest = GenerateRequestV3 {
-        prompt: prompt.into(),
-        predicted_cached: 3_000,
-        ..samples::request_v3().into_latest().request
-    };
-    let request = GenerateRequest::V3(latest);
+    let request = GenerateRequest { prompt: prompt.into(), predicted_cached: 3_000, ..samples::request() };
     let answer = codec::encode(&samples::frames()[2], Cap::Stream).unwrap();
     let whole = codec::encode(&request, Cap::GenerateRequest).unwrap();
     let next = async || {

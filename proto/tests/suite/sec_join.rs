@@ -5,7 +5,7 @@ use crate::bare::{self, Gullible, Root, Shown, leaf, provider};
 use crate::cluster::{any_port, authority, config, endpoint, node, pair, soon, until};
 use crate::samples;
 use kvasir_proto::Error;
-use kvasir_proto::event::{PeerIndexAsk, PeerIndexAskV1};
+use kvasir_proto::event::PeerIndexAsk;
 use kvasir_proto::ids::{Epoch, Role};
 use kvasir_proto::message::{LoadReport, Register, Registered};
 use kvasir_proto::service::{CertificateReport, CoordinatorApi, Refusal, deadline};
@@ -244,10 +244,10 @@ struct Checks(Connection);
 
 impl CoordinatorApi for Checks {
     async fn register(self, _: Context, request: Register) -> Result<Registered, Refusal> {
-        let request = request.into_latest().worker.worker.worker;
-        match self.0.require_node(&request.node) {
+        let node = request.worker.node;
+        match self.0.require_node(&node) {
             Ok(()) => Ok(samples::registered()),
-            Err(_) => Err(Refusal::NotYourName { claimed: request.node }),
+            Err(_) => Err(Refusal::NotYourName { claimed: node }),
         }
     }
 
@@ -303,8 +303,8 @@ async fn a_role_opens_only_its_own_streams() {
         // Refused, whether the frame gets there first or not.
         let _ = group.send(&1).await;
     }
-    let ask = PeerIndexAskV1 { node: nodes.to_worker.peer().node.clone(), epoch: Epoch(1), after: 0 };
-    if let Ok(mut index) = nodes.to_coordinator.open_peer_index(&PeerIndexAsk::V1(ask)).await {
+    let ask = PeerIndexAsk { node: nodes.to_worker.peer().node.clone(), epoch: Epoch(1), after: 0 };
+    if let Ok(mut index) = nodes.to_coordinator.open_peer_index(&ask).await {
         let error = soon("refusing an index", index.next()).await.unwrap_err();
         assert!(matches!(error, Error::StreamEnded(_)), "{error:?}");
     }

@@ -8,7 +8,6 @@ use kvasir_proto::ids::Role;
 use kvasir_proto::shard::ShardRefusal;
 use kvasir_proto::transport::{Connection, Endpoint, Expected, Incoming, ShardCall, ShardStream};
 
-/// Two workers.
 struct Workers {
     asks: Connection,
     holds: Connection,

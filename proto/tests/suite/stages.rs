@@ -6,8 +6,8 @@ use crate::samples;
 use kvasir_proto::Error;
 use kvasir_proto::ids::{Epoch, Role};
 use kvasir_proto::placement::ClaimRefusal;
-use kvasir_proto::stage::blocks::{StageBlockV1, StageBlocksOrder, StageBlocksReport};
-use kvasir_proto::stage::{ReplicaId, StageFailure, StageFeed, StageFeedV1, StageReport};
+use kvasir_proto::stage::blocks::{StageBlock, StageBlocksOrder, StageBlocksReport};
+use kvasir_proto::stage::{ReplicaId, StageFailure, StageFeed, StageFrame, StageReport};
 use kvasir_proto::transport::{
     ActivationReceiver, ActivationSender, Connection, Endpoint, Expected, Incoming,
 };
@@ -44,7 +44,7 @@ async fn orders_reports_and_rows_of_logits_arrive() {
         assert_eq!(call.orders.next().await.unwrap(), order);
     }
     let rows: [Vec<f32>; 2] = [vec![1.5, -0.0, f32::MIN_POSITIVE], vec![2.0, 3.0, 4.0]];
-    let drawn = StageReport::DrawnV2(samples::stage_drawn());
+    let drawn = StageReport::Drawn(samples::stage_drawn());
     let bytes = rows.iter().flatten().flat_map(|value| value.to_le_bytes()).collect();
     call.reporter.send(&StageReport::Ready, Vec::new()).await.unwrap();
     call.reporter.send(&drawn, bytes).await.unwrap();
@@ -67,9 +67,9 @@ async fn orders_reports_and_rows_of_logits_arrive() {
 #[tokio::test]
 async fn activations_arrive_behind_their_step_and_no_more_rows_than_agreed_on_are_read() {
     let workers = workers().await;
-    let feed = StageFeed::V1(StageFeedV1 { replica: ReplicaId([6; 16]) });
+    let feed = StageFeed { replica: ReplicaId([6; 16]) };
     let mut sender = workers.first.open_activations(&feed).await.unwrap();
-    let step = samples::stage_step_v2();
+    let step = StageFrame::Step(samples::stage_step());
     let bytes: Vec<u8> = (0..3 * 400_000u32).map(|i| (i.wrapping_mul(i) >> 7) as u8).collect();
     let sent = async {
         let sent = sender.send(&step, bytes.clone()).await.unwrap();
@@ -112,7 +112,7 @@ fn stream_between(
         (b, accepted)
     });
     let dialed = first.block_on(soon("dialing", a.connect(address, &expected))).unwrap();
-    let feed = StageFeed::V1(StageFeedV1 { replica: ReplicaId([6; 16]) });
+    let feed = StageFeed { replica: ReplicaId([6; 16]) };
     let sender = first.block_on(dialed.open_activations(&feed)).unwrap();
     let (b, accepted) = second.block_on(accepting).unwrap();
     let Incoming::Activations(receiver) = second.block_on(soon("the stream", accepted.accept())).unwrap()
@@ -134,7 +134,7 @@ fn what_is_handed_over_leaves_though_no_thread_of_the_runtime_has_time() {
     });
     begins.recv().unwrap();
     let handover = sender.handover();
-    let step = samples::stage_step_v2();
+    let step = StageFrame::Step(samples::stage_step());
     let mut read = |times: u8| {
         second.block_on(soon("the step", async {
             for time in 0..times {
@@ -175,9 +175,9 @@ fn a_runtime_that_ends_leaves_nothing_of_a_connection_to_whoever_could_send_ther
 #[tokio::test]
 async fn blocks_are_read_and_filled_behind_orders_and_reports() {
     let workers = workers().await;
-    let feed = StageFeed::V1(StageFeedV1 { replica: ReplicaId([6; 16]) });
+    let feed = StageFeed { replica: ReplicaId([6; 16]) };
     let bytes: Vec<u8> = (0..3_000_000u32).map(|i| (i.wrapping_mul(i) >> 5) as u8).collect();
-    let block = StageBlockV1 { group: 1, number: 70_000 };
+    let block = StageBlock { group: 1, number: 70_000 };
     let (read, write) = (StageBlocksOrder::Read(vec![block]), StageBlocksOrder::Write(vec![block]));
     let orders = async {
         let mut blocks = workers.first.open_stage_blocks(&feed).await.unwrap();

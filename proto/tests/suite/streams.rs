@@ -4,16 +4,14 @@ use crate::cluster::{Pair, authority, config, endpoint, node, pair, pair_of, soo
 use crate::samples;
 use kvasir_proto::Error;
 use kvasir_proto::codec::CodecError;
-use kvasir_proto::event::{KvReplay, KvSnapshot, Medium, PeerIndexAsk, PeerIndexAskV1};
+use kvasir_proto::event::{KvReplay, KvSnapshot, Medium, PeerIndexAsk};
 use kvasir_proto::ids::{Epoch, Role};
-use kvasir_proto::message::{
-    EncodeRequest, GenerateError, GenerateFrame, GenerateRequest, GenerateRequestV3, TokenIds, WorkerStatus,
-};
-use kvasir_proto::placement::{PlaceOrder, PlaceReport, PlaceReportV1};
+use kvasir_proto::message::{GenerateError, GenerateFrame, GenerateRequest, TokenIds, WorkerStatus};
+use kvasir_proto::placement::{PlaceOrder, PlaceReport};
 use kvasir_proto::service::{WorkerApi, deadline};
 use kvasir_proto::transport::{
     CloseCode, Connection, Dialer, EncodeCall, EndpointConfig, Expected, GenerateCall, Incoming,
-    TensorHeader, TensorHeaderV1, TensorType, VersionRange,
+    TensorHeader, TensorType, VersionRange,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -52,8 +50,7 @@ async fn bursts_of_long_datagrams_arrive() {
     let nodes = pair().await;
     until("long datagrams", || nodes.to_worker.datagram_bytes() > LONG).await;
     let prompt = TokenIds::from(vec![70_000; 60_000]);
-    let request = GenerateRequestV3 { prompt, ..samples::request_v3().into_latest().request };
-    let request = GenerateRequest::V3(request);
+    let request = GenerateRequest { prompt, ..samples::request() };
     for _ in 0..50 {
         let stream = nodes.to_worker.open_generate(&request).await.unwrap();
         assert_eq!(next_call(&nodes.to_coordinator).await.request, request);
@@ -185,10 +182,10 @@ async fn dropping_an_encode_call_cancels_it_at_the_worker() {
 #[tokio::test]
 async fn more_texts_than_a_call_may_have_are_not_sent() {
     let nodes = pair().await;
-    let mut request = samples::encode_request().into_latest().call;
+    let mut request = samples::encode_request();
     let text = request.texts.remove(0);
     request.texts = vec![text; kvasir_proto::message::MAX_ENCODE_TEXTS + 1];
-    let refused = nodes.to_worker.encode(&EncodeRequest::V1(request)).await;
+    let refused = nodes.to_worker.encode(&request).await;
     assert!(matches!(refused, Err(Error::Codec(_))), "{refused:?}");
 }
 
@@ -297,9 +294,8 @@ async fn a_snapshot_that_nobody_answers_is_cut() {
 #[tokio::test]
 async fn tensors() {
     let nodes = pair().await;
-    let header = |shape: &[u64]| {
-        TensorHeader::V1(TensorHeaderV1 { name: "k".into(), element: TensorType::F16, shape: shape.to_vec() })
-    };
+    let header =
+        |shape: &[u64]| TensorHeader { name: "k".into(), element: TensorType::F16, shape: shape.to_vec() };
     let large: Vec<u8> = (0..3_000_000u32).map(|n| n as u8).collect();
     let sent = [(header(&[]), vec![1, 2]), (header(&[0, 7]), vec![]), (header(&[1500, 1000]), large)];
     let sending = async {
@@ -328,8 +324,7 @@ async fn tensors() {
 async fn a_tensor_larger_than_wanted_is_refused_by_its_header() {
     let nodes = pair().await;
     let mut bulk = nodes.to_worker.open_bulk().await.unwrap();
-    let header =
-        TensorHeader::V1(TensorHeaderV1 { name: "k".into(), element: TensorType::F32, shape: vec![3] });
+    let header = TensorHeader { name: "k".into(), element: TensorType::F32, shape: vec![3] };
     bulk.send(&header, &[0; 12]).await.unwrap();
     let Incoming::Bulk(mut bulk) = soon("bulk", nodes.to_coordinator.accept()).await.unwrap() else {
         panic!("not a bulk stream");
@@ -377,7 +372,7 @@ impl WorkerApi for Api {
     }
 
     async fn place(self, _: Context, _: PlaceOrder) -> PlaceReport {
-        PlaceReport::V1(PlaceReportV1::default())
+        PlaceReport::default()
     }
 }
 
@@ -490,7 +485,7 @@ async fn a_coordinator_asks_another_for_what_it_knows_of_a_worker() {
     let expected = Expected::node(Role::Coordinator, node("c2"));
     let (ours, theirs) = tokio::join!(c1.connect(c2.address(), &expected), c2.accept());
     let (ours, theirs) = (ours.unwrap(), theirs.unwrap());
-    let ask = PeerIndexAsk::V1(PeerIndexAskV1 { node: node("w1"), epoch: Epoch(7), after: 12 });
+    let ask = PeerIndexAsk { node: node("w1"), epoch: Epoch(7), after: 12 };
     let mut answer = ours.open_peer_index(&ask).await.unwrap();
     let Incoming::PeerIndex(mut call) = soon("a question", theirs.accept()).await.unwrap() else {
         panic!("another kind");
@@ -524,8 +519,9 @@ async fn coordinators_of_two_versions_go_on_together() {
     let ca = authority("c");
     let current = VersionRange::CURRENT;
     let speaks = |versions| EndpointConfig { accepts: vec![Role::Coordinator], versions, ..config() };
-    let earlier = VersionRange { min: current.min, max: current.max - 1 };
-    let c1 = endpoint(&ca, Role::Coordinator, "c1", speaks(current));
+    let earlier = VersionRange { min: current.min - 1, max: current.max - 1 };
+    let both = VersionRange { min: earlier.min, max: current.max };
+    let c1 = endpoint(&ca, Role::Coordinator, "c1", speaks(both));
     let c2 = endpoint(&ca, Role::Coordinator, "c2", speaks(earlier));
     let expected = Expected::node(Role::Coordinator, node("c2"));
     let (ours, theirs) = tokio::join!(c1.connect(c2.address(), &expected), c2.accept());
@@ -551,9 +547,7 @@ async fn prompts_arrive_whole_whatever_of_them_was_sent() {
     let nodes = pair().await;
     let request = |text: u32, length: u32, end: u32, predicted_cached: u32| {
         let prompt: Vec<u32> = (0..length).map(|at| at * 3 + text).chain([end]).collect();
-        let mut latest = samples::request_v4().into_latest();
-        (latest.request.prompt, latest.request.predicted_cached) = (prompt.into(), predicted_cached);
-        GenerateRequest::V4(latest)
+        GenerateRequest { prompt: prompt.into(), predicted_cached, ..samples::request() }
     };
     for (text, length, cached) in [
         (1, 4_000, 0),

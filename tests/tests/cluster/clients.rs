@@ -2,7 +2,7 @@
 
 use crate::{kv_held, resident, tiny_model, wait_for_quiet};
 use kvasir_cluster_tests::cluster::Cluster;
-use kvasir_cluster_tests::http::{self, Answer};
+use kvasir_cluster_tests::http::{self, HttpAnswer};
 use kvasir_cluster_tests::{binary, wait};
 use serde_json::{Value, json};
 use std::io::{Read, Write};
@@ -24,7 +24,7 @@ fn completion(model: &str, prompt: &[usize], tokens: u64) -> Value {
 }
 
 /// The whole text of a stream.
-fn text(answer: Answer) -> anyhow::Result<String> {
+fn text(answer: HttpAnswer) -> anyhow::Result<String> {
     let events = answer.events()?.all()?;
     Ok(events.iter().filter_map(|event| event["choices"][0]["text"].as_str()).collect())
 }

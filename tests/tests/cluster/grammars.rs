@@ -3,7 +3,7 @@
 use crate::openai_client::{clients, endpoint, run};
 use crate::{resident, tiny_model};
 use kvasir_cluster_tests::cluster::Cluster;
-use kvasir_cluster_tests::http::{self, Answer};
+use kvasir_cluster_tests::http::{self, HttpAnswer};
 use kvasir_cluster_tests::signal;
 use model::json_schema;
 use serde_json::{Value, json};
@@ -57,7 +57,7 @@ fn clients_call_tools_and_get_structured_answers() {
 }
 
 /// The whole text of a stream, and how many events it came in.
-fn text(answer: Answer) -> anyhow::Result<String> {
+fn text(answer: HttpAnswer) -> anyhow::Result<String> {
     let events = answer.events()?.all()?;
     Ok(events.iter().filter_map(|event| event["choices"][0]["text"].as_str()).collect())
 }
@@ -92,7 +92,7 @@ fn evil(n: usize) -> (&'static str, Value, &'static str) {
 }
 
 /// The text of a stream, and the longest time between two of its events.
-fn paced(answer: Answer) -> anyhow::Result<(String, Duration)> {
+fn paced(answer: HttpAnswer) -> anyhow::Result<(String, Duration)> {
     let (mut events, mut text) = (answer.events()?, String::new());
     let (mut last, mut longest) = (None, Duration::ZERO);
     while let Some(event) = events.next_event()? {

@@ -35,7 +35,7 @@ fn plans(ops: SocketAddr) -> Option<Vec<Value>> {
     http::get(ops, "/admin/v1/plans").ok()?.ok().ok()?["plans"].as_array().cloned()
 }
 
-fn put(ops: SocketAddr, model: &str, body: &Value) -> http::Answer {
+fn put(ops: SocketAddr, model: &str, body: &Value) -> http::HttpAnswer {
     http::send(ops, "PUT", &format!("/admin/v1/plans/{model}"), &[], body.to_string().as_bytes()).unwrap()
 }
 

@@ -21,7 +21,7 @@ fn create(ops: SocketAddr, wanted: Value) -> (String, String) {
     (text("id"), text("key"))
 }
 
-fn complete(server: SocketAddr, key: &str, body: &Value) -> http::Answer {
+fn complete(server: SocketAddr, key: &str, body: &Value) -> http::HttpAnswer {
     http::post_with(server, "/v1/completions", &[("authorization", &format!("Bearer {key}"))], body).unwrap()
 }
 

@@ -237,7 +237,7 @@ fn a_collector_that_hangs_harms_no_request() {
     let (ops, worker) = (cluster.coordinator().ops, cluster.nodes().workers[0].ops);
     let plain =
         json!({"model": cluster.model(), "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "seed": 1});
-    let text_of = |answer: http::Answer| answer.ok().unwrap()["choices"][0]["text"].clone();
+    let text_of = |answer: http::HttpAnswer| answer.ok().unwrap()["choices"][0]["text"].clone();
     let expected = text_of(http::post(cluster.http(), "/v1/completions", &plain).unwrap());
     // 384 spans a request at the coordinator, of which 256 a second are given up.
     let many: Vec<[u32; 3]> = (0..128).map(|n| [5 + n, 6, 7]).collect();

@@ -57,7 +57,7 @@ fn run(program: &str, arguments: &[&str]) {
     assert!(Command::new(program).args(arguments).status().unwrap().success(), "{program} {arguments:?}");
 }
 
-fn drain(fleet: &Fleet, coordinator: usize, draining: bool) -> http::Answer {
+fn drain(fleet: &Fleet, coordinator: usize, draining: bool) -> http::HttpAnswer {
     let path = format!("/admin/v1/workers/w0/{}", if draining { "drain" } else { "undrain" });
     fleet.beside(Node::Coordinator(coordinator), || http::post(ops(), &path, &Value::Null)).unwrap().unwrap()
 }

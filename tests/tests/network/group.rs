@@ -14,7 +14,7 @@ pub(crate) fn drain(
     coordinator: usize,
     worker: usize,
     draining: bool,
-) -> anyhow::Result<http::Answer> {
+) -> anyhow::Result<http::HttpAnswer> {
     let what = if draining { "drain" } else { "undrain" };
     let path = format!("/admin/v1/workers/w{worker}/{what}");
     fleet.beside(Node::Coordinator(coordinator), || http::post(ops(), &path, &Value::Null))?

@@ -43,7 +43,7 @@ fn all_here(fleet: &Fleet, coordinator: usize, count: usize) {
     .unwrap();
 }
 
-fn drain(fleet: &Fleet, coordinator: usize, draining: bool) -> http::Answer {
+fn drain(fleet: &Fleet, coordinator: usize, draining: bool) -> http::HttpAnswer {
     let path = format!("/admin/v1/workers/w0/{}", if draining { "drain" } else { "undrain" });
     fleet.beside(Node::Coordinator(coordinator), || http::post(ops(), &path, &Value::Null)).unwrap().unwrap()
 }

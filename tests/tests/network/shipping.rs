@@ -8,7 +8,7 @@ use model::gguf::writer::Writer;
 use model::shard::{CHUNK_BYTES, Manifest};
 use model::{GgmlType, ModelFile};
 use proto::ids::{Epoch, Role};
-use proto::shard::{ChunksV1, ShardRequest};
+use proto::shard::{ChunkRequest, ShardRequest};
 use proto::transport::{Endpoint, EndpointConfig, Expected, Incoming, ShardCall};
 use std::collections::HashSet;
 use std::fs::File;
@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 use tempfile::TempDir;
 
-/// What a worker of one lane has under way at most (`worker::shipping::schedule::Limits`), and one of four.
+/// What a worker of one lane has under way at most (`worker::weight_distribution::schedule::Limits`), and one of four.
 const WINDOW: u64 = 32 << 20;
 const WINDOW_OF_FOUR: u64 = 64 << 20;
 /// First starts that are measured: two of the same build differ by a tenth and more.
@@ -337,7 +337,7 @@ fn bare_rate(site: &Site, bytes: u64) -> f64 {
                     {
                         let chunk = chunk.clone();
                         tokio::spawn(async move {
-                            let ShardRequest::Chunks(ChunksV1 { names }) = request else { return };
+                            let ShardRequest::Chunks(ChunkRequest { names }) = request else { return };
                             for _ in names {
                                 reply.bytes(chunk.clone()).await.unwrap();
                             }
@@ -360,7 +360,7 @@ fn bare_rate(site: &Site, bytes: u64) -> f64 {
                     async move {
                         let mut bytes = Vec::new();
                         for _ in 0..share {
-                            let request = ShardRequest::Chunks(ChunksV1 { names: vec![[1; 32]; 2] });
+                            let request = ShardRequest::Chunks(ChunkRequest { names: vec![[1; 32]; 2] });
                             let mut stream = connection.open_shard(&request).await.unwrap();
                             for _ in 0..2 {
                                 bytes.clear();

@@ -1,12 +1,11 @@
 //! Bugs that can be planted in the world around the cores, to see that the checks find them.
 
 use crate::invariants::apply;
-use coordinator::consensus::message::{Body, EntryBodyV1, Frame, LogEntryV1};
+use coordinator::consensus::message::{Body, EntryBody, Frame, LogEntry};
 use coordinator::consensus::storage::Loaded;
-use coordinator::consensus::table::{Change, ChangeV1, Entry, Table, encode_entry};
+use coordinator::consensus::table::{Change, Entry, SessionChange, Table, encode_entry};
 use proto::codec::{Cap, decode};
 use proto::ids::Epoch;
-use proto::message::Register;
 
 /// A bug.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,7 +27,7 @@ impl Bug {
         [Self::SkipSync, Self::ForgetEpoch, Self::ApplyTwice, Self::DropChunk, Self::StaleRead];
 
     /// Tampers with what a disk says; `agreed` is the whole log from index 2 on.
-    pub(crate) fn on_restart(self, loaded: &mut Loaded, agreed: &[LogEntryV1]) {
+    pub(crate) fn on_restart(self, loaded: &mut Loaded, agreed: &[LogEntry]) {
         let index = loaded.snapshot.meta.index;
         let before = |upto: u64| agreed.iter().filter(move |entry| entry.index <= upto);
         let Ok(mut table) = Table::from_bytes(&loaded.snapshot.data) else { return };
@@ -53,21 +52,19 @@ impl Bug {
 
     /// Whether this frame is never sent.
     pub(crate) fn drops(self, frame: &Frame) -> bool {
-        let Frame::V1(frame) = frame;
         self == Self::DropChunk && matches!(&frame.body, Body::Chunk(chunk) if chunk.offset > 0)
     }
 }
 
-fn without_epoch(entry: &LogEntryV1) -> LogEntryV1 {
+fn without_epoch(entry: &LogEntry) -> LogEntry {
     let mut entry = entry.clone();
-    if let EntryBodyV1::Plain(bytes) = &mut entry.body
-        && let Ok(Entry::Change(ChangeV1 { client, seq, change })) = decode(bytes, Cap::Stream)
-        && let Change::WorkerJoined(register) = change
+    if let EntryBody::Plain(bytes) = &mut entry.body
+        && let Ok(Entry::Change(SessionChange { client, seq, change })) = decode(bytes, Cap::Stream)
+        && let Change::WorkerJoined(mut worker) = change
     {
-        let mut register = register.into_latest().worker.worker.worker;
-        register.epoch = Epoch(0);
-        let change = Change::WorkerJoined(Box::new(Register::V2(register)));
-        if let Ok(changed) = encode_entry(&Entry::Change(ChangeV1 { client, seq, change })) {
+        worker.epoch = Epoch(0);
+        let change = Change::WorkerJoined(worker);
+        if let Ok(changed) = encode_entry(&Entry::Change(SessionChange { client, seq, change })) {
             *bytes = changed;
         }
     }

@@ -1,16 +1,16 @@
 //! Clients: each does one thing at a time, tries it again until it has an answer, gives up at last, and
 //! writes down when it called and what it was told.
 
-use coordinator::consensus::core::Answer;
+use coordinator::consensus::core::ProposalResult;
 use coordinator::consensus::table::{
-    Change, ChangeV1, ClientId, Entry, OpenSessionV1, Outcome, PolicyAdvancedV1, QuotaV1, Refusal, Request,
-    Table, TenantV1,
+    Change, ClientId, Entry, OpenSession, Outcome, PolicyAdvanced, Quota, Refusal, Request, SessionChange,
+    Table, TenantRecord,
 };
 use kvasir_cluster_tests::linearizable::{Call, Op};
 use kvasir_cluster_tests::random::Random;
 use proto::block::TenantSalt;
 use proto::ids::{Epoch, NodeId, TenantId};
-use proto::message::{Register, RegisterV2};
+use proto::message::WorkerInfo;
 use std::collections::BTreeMap;
 
 /// Registers: so many tenants, each with a number, and the version of the policy.
@@ -91,10 +91,10 @@ impl Client {
         self.tried = now;
         match &mut self.doing {
             Doing::Nothing => None,
-            Doing::Opening => Some(Want::Propose(Entry::OpenSession(OpenSessionV1 { nonce: self.nonce }))),
+            Doing::Opening => Some(Want::Propose(Entry::OpenSession(OpenSession { nonce: self.nonce }))),
             Doing::Changing { change, .. } => {
                 let (client, seq, change) = (self.session?, self.seq, change.clone());
-                Some(Want::Propose(Entry::Change(ChangeV1 { client, seq, change })))
+                Some(Want::Propose(Entry::Change(SessionChange { client, seq, change })))
             }
             Doing::Reading { tokens, .. } => {
                 self.nonce += 1;
@@ -105,7 +105,7 @@ impl Client {
     }
 
     /// A coordinator has applied an entry.
-    pub(crate) fn answered(&mut self, now: u64, answer: &Answer, history: &mut History) {
+    pub(crate) fn answered(&mut self, now: u64, answer: &ProposalResult, history: &mut History) {
         match (&self.doing, answer.request, &answer.outcome) {
             (Doing::Opening, Request::Open(nonce), Outcome::Opened(client)) if nonce == self.nonce => {
                 (self.session, self.seq, self.doing) = (Some(*client), 0, Doing::Nothing);
@@ -153,7 +153,7 @@ impl Client {
             }
             (_, Cell::Policy) => {
                 let from = if random.chance(800) { table.policy() } else { 0 };
-                let change = Change::PolicyAdvanced(PolicyAdvancedV1 { from, to: new });
+                let change = Change::PolicyAdvanced(PolicyAdvanced { from, to: new });
                 Doing::Changing { what: Some((register, Op::Swap { from, to: new })), change }
             }
         };
@@ -206,17 +206,17 @@ fn tenant(number: u64) -> Option<TenantId> {
 }
 
 fn write(number: u64, value: u64) -> Change {
-    let quota = QuotaV1 { requests_per_minute: 1, tokens_per_minute: value, concurrency: 1 };
+    let quota = Quota { requests_per_minute: 1, tokens_per_minute: value, concurrency: 1 };
     match tenant(number) {
-        Some(tenant) => Change::TenantSet(TenantV1 { tenant, salt: TenantSalt([0; 32]), quota }),
-        None => Change::PolicyAdvanced(PolicyAdvancedV1 { from: 0, to: 0 }),
+        Some(tenant) => Change::TenantSet(TenantRecord { tenant, salt: TenantSalt([0; 32]), quota }),
+        None => Change::PolicyAdvanced(PolicyAdvanced { from: 0, to: 0 }),
     }
 }
 
 /// A worker's life begins; sometimes an old one speaks again.
 fn worker(random: &mut Random) -> Change {
     let name = ["w0", "w1"][random.below(2) as usize];
-    let register = RegisterV2 {
+    let register = WorkerInfo {
         node: node(name),
         epoch: Epoch(random.below(30)),
         pid: 1,
@@ -224,7 +224,7 @@ fn worker(random: &mut Random) -> Change {
         ops: String::new(),
         models: Vec::new(),
     };
-    Change::WorkerJoined(Box::new(Register::V2(register)))
+    Change::WorkerJoined(Box::new(register))
 }
 
 pub(crate) fn node(name: &str) -> NodeId {

@@ -1,10 +1,10 @@
 //! What must hold at every step, whatever happens.
 
 use coordinator::consensus::MemberId;
-use coordinator::consensus::core::{Answer, Core, RaftRole};
-use coordinator::consensus::message::{EntryBodyV1, LogEntryV1};
+use coordinator::consensus::core::{Core, ProposalResult, RaftRole};
+use coordinator::consensus::message::{EntryBody, LogEntry};
 use coordinator::consensus::storage::Write;
-use coordinator::consensus::table::{Outcome, Refusal, Request, SeatV1, Table};
+use coordinator::consensus::table::{GroupMember, Outcome, Refusal, Request, Table};
 use proto::ids::{Epoch, NodeId};
 use std::collections::{BTreeMap, HashMap};
 
@@ -21,9 +21,9 @@ fn holds(right: bool, what: impl FnOnce() -> String) -> Result<(), Violation> {
 pub(crate) struct Invariants {
     leaders: BTreeMap<u64, MemberId>,
     /// Every entry ever written: the same place and term is the same entry.
-    written: HashMap<(u64, u64), EntryBodyV1>,
+    written: HashMap<(u64, u64), EntryBody>,
     /// What was agreed on, from `first` on.
-    agreed: Vec<LogEntryV1>,
+    agreed: Vec<LogEntry>,
     first: u64,
     /// The table that follows from `agreed`, and its digest after each entry.
     table: Table,
@@ -36,7 +36,7 @@ pub(crate) struct Invariants {
 }
 
 impl Invariants {
-    pub(crate) fn new(founders: Vec<SeatV1>, index: u64) -> Self {
+    pub(crate) fn new(founders: Vec<GroupMember>, index: u64) -> Self {
         let table = Table::genesis(index, founders);
         let digests = vec![digest(&table)];
         Self {
@@ -58,7 +58,7 @@ impl Invariants {
     }
 
     /// Entries agreed on, the first of them at index 2.
-    pub(crate) fn agreed(&self) -> &[LogEntryV1] {
+    pub(crate) fn agreed(&self) -> &[LogEntry] {
         &self.agreed
     }
 
@@ -80,7 +80,7 @@ impl Invariants {
     }
 
     /// A member has done a step.
-    pub(crate) fn stepped(&mut self, core: &Core, answers: &[Answer]) -> Result<(), Violation> {
+    pub(crate) fn stepped(&mut self, core: &Core, answers: &[ProposalResult]) -> Result<(), Violation> {
         let (who, status) = (core.identity(), core.status());
         let member = who.member();
         let name = &who.node;
@@ -108,7 +108,7 @@ impl Invariants {
     }
 
     /// A change has one outcome, whoever tells it and however often.
-    fn answered(&mut self, answer: &Answer) -> Result<(), Violation> {
+    fn answered(&mut self, answer: &ProposalResult) -> Result<(), Violation> {
         let gone = |outcome: &Outcome| {
             matches!(outcome, Outcome::Refused(Refusal::SessionExpired | Refusal::Superseded { .. }))
         };
@@ -126,7 +126,7 @@ impl Invariants {
     fn leads(&self, core: &Core) -> Result<(), Violation> {
         let mut log = core.entries().peekable();
         let floor = log.peek().map_or(core.status().applied, |first| first.index - 1);
-        let log: HashMap<u64, LogEntryV1> = log.map(|entry| (entry.index, entry)).collect();
+        let log: HashMap<u64, LogEntry> = log.map(|entry| (entry.index, entry)).collect();
         for entry in self.agreed.iter().filter(|entry| entry.index > floor) {
             holds(log.get(&entry.index) == Some(entry), || {
                 format!("{} leads without entry {}, which was agreed on", core.identity().node, entry.index)
@@ -159,7 +159,7 @@ impl Invariants {
         Ok(())
     }
 
-    fn follow(&mut self, entry: LogEntryV1) {
+    fn follow(&mut self, entry: LogEntry) {
         apply(&mut self.table, &entry);
         self.digests.push(digest(&self.table));
         self.agreed.push(entry);
@@ -167,10 +167,10 @@ impl Invariants {
 }
 
 /// What an entry does to a table.
-pub(crate) fn apply(table: &mut Table, entry: &LogEntryV1) {
+pub(crate) fn apply(table: &mut Table, entry: &LogEntry) {
     let (bytes, membership) = match &entry.body {
-        EntryBodyV1::Plain(bytes) => (bytes, false),
-        EntryBodyV1::Membership(bytes) => (bytes, true),
+        EntryBody::Plain(bytes) => (bytes, false),
+        EntryBody::Membership(bytes) => (bytes, true),
     };
     table.apply(entry.index, bytes, membership);
 }

@@ -1,9 +1,9 @@
 //! Who changes the group: brings coordinators in, takes them out, and replaces those whose data is gone.
 
 use crate::world::{Machine, World, seat};
-use coordinator::consensus::core::{Answer, RaftRole};
+use coordinator::consensus::core::{ProposalResult, RaftRole};
 use coordinator::consensus::table::{
-    Change, ChangeV1, ClientId, Entry, OpenSessionV1, Outcome, Request, Standing,
+    Change, ClientId, Entry, OpenSession, Outcome, Request, SessionChange, Standing,
 };
 use kvasir_cluster_tests::random::Random;
 use proto::ids::NodeId;
@@ -27,7 +27,7 @@ impl Operator {
         Self { session: None, seq: 0, doing: None, unsure: false }
     }
 
-    pub(crate) fn answered(&mut self, answer: &Answer) {
+    pub(crate) fn answered(&mut self, answer: &ProposalResult) {
         match (answer.request, &answer.outcome) {
             (Request::Open(NONCE), Outcome::Opened(client)) => self.session = Some(*client),
             (Request::Change(client, seq), _) if Some(client) == self.session && seq == self.seq => {
@@ -46,15 +46,15 @@ impl Operator {
         let (name, _) = world.machines.iter().find(|(_, machine)| leads(machine))?;
         let name = name.clone();
         let entry = match (self.session, &self.doing) {
-            (None, _) => Entry::OpenSession(OpenSessionV1 { nonce: NONCE }),
+            (None, _) => Entry::OpenSession(OpenSession { nonce: NONCE }),
             (Some(client), Some((change, _))) => {
-                Entry::Change(ChangeV1 { client, seq: self.seq, change: change.clone() })
+                Entry::Change(SessionChange { client, seq: self.seq, change: change.clone() })
             }
             (Some(client), None) => {
                 let change = self.choose(world, &name)?;
                 self.seq += 1;
                 self.doing = Some((change.clone(), now));
-                Entry::Change(ChangeV1 { client, seq: self.seq, change })
+                Entry::Change(SessionChange { client, seq: self.seq, change })
             }
         };
         let core = world.machines.get_mut(&name)?.core.as_mut()?;

@@ -9,15 +9,15 @@ mod life;
 
 use crate::client::node;
 use crate::invariants::Violation;
-use coordinator::balancer::{Action, Ask, Balancer, Output, Policy, Setback, Ticket};
-use coordinator::prefix_index::Need;
+use coordinator::balancer::{Action, AttemptError, Balancer, Output, Policy, RouteRequest, Ticket};
+use coordinator::prefix_index::GapRepair;
 use coordinator::table::TableChange;
 use kvasir_cluster_tests::random::Random;
 use life::{Call, Life, Said, chain, token};
 use proto::block::HASH_UNIT_TOKENS;
 use proto::event::{KvEventBatch, KvSnapshotFrame};
 use proto::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
-use proto::message::LoadReportV1;
+use proto::message::LoadReport;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -67,7 +67,7 @@ enum Event {
     /// The coordinator hears of a worker.
     Heard(u64, NodeId, Said),
     Gone(u64, NodeId),
-    Fetched(u64, NodeId, Epoch, Need),
+    Fetched(u64, NodeId, Epoch, GapRepair),
 }
 
 /// Whoever waits for a stream.
@@ -225,9 +225,9 @@ impl World {
         self.perform(actions);
     }
 
-    fn ask(&self, group: u64, number: u64) -> Ask {
+    fn ask(&self, group: u64, number: u64) -> RouteRequest {
         let units = chain(group, number);
-        Ask {
+        RouteRequest {
             request: RequestId::new(format!("{group}-{number}")).expect("digits and a dash"),
             tenant: "t".into(),
             model: model(),
@@ -302,10 +302,10 @@ impl World {
         let there = |reader: &Reader| reader.placed.is_some_and(|(on, _)| on == session);
         let moving: Vec<Ticket> =
             self.readers.iter().filter(|(_, reader)| there(reader)).map(|(ticket, _)| *ticket).collect();
-        moving.into_iter().for_each(|ticket| self.retries(ticket, Setback::Lost));
+        moving.into_iter().for_each(|ticket| self.retries(ticket, AttemptError::Lost));
     }
 
-    fn retries(&mut self, ticket: Ticket, setback: Setback) {
+    fn retries(&mut self, ticket: Ticket, setback: AttemptError) {
         let Some(reader) = self.readers.get_mut(&ticket).filter(|reader| !reader.over) else { return };
         reader.placed = None;
         let class = (!reader.told.is_empty()).then(|| life::CLASS.to_owned());
@@ -404,7 +404,7 @@ impl World {
                 self.ends(ticket);
             }
             Said::Declined(ticket, attempt) if self.waits(ticket, attempt) => {
-                self.retries(ticket, Setback::Declined);
+                self.retries(ticket, AttemptError::Declined);
             }
             Said::Token(..) => self.report.late += 1,
             Said::Started(..) | Said::Finished(..) | Said::Declined(..) => {}
@@ -431,7 +431,7 @@ impl World {
         self.sessions.get(name).is_some_and(|(now, _)| *now == session)
     }
 
-    fn reported(&mut self, session: u64, name: &NodeId, report: LoadReportV1) {
+    fn reported(&mut self, session: u64, name: &NodeId, report: LoadReport) {
         if self.is_session(session, name) {
             let actions = self.balancer.load(self.instant(), name, report, self.random.next());
             self.perform(actions);
@@ -460,7 +460,7 @@ impl World {
     }
 
     /// An answer to what the index has asked of a worker.
-    fn fetched(&mut self, session: u64, name: &NodeId, epoch: Epoch, need: Need) {
+    fn fetched(&mut self, session: u64, name: &NodeId, epoch: Epoch, need: GapRepair) {
         if !self.is_session(session, name) {
             return;
         }
@@ -472,11 +472,11 @@ impl World {
             return;
         };
         let action = match need {
-            Need::Replay { from } => {
+            GapRepair::Replay { from } => {
                 let missed = (!forgotten).then(|| life.replay(from));
                 self.balancer.replayed(name, epoch, missed)
             }
-            Need::Snapshot => {
+            GapRepair::Snapshot => {
                 let parts: Vec<KvSnapshotFrame> = life.snapshot().into_parts().collect();
                 parts.into_iter().try_fold(None, |_, part| self.balancer.snapshot(name, part))
             }

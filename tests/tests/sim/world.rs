@@ -10,7 +10,7 @@ use coordinator::consensus::Incarnation;
 use coordinator::consensus::core::{Core, Done, Outbound, RaftRole, ReceiveError, Settings};
 use coordinator::consensus::message::{Frame, GroupId};
 use coordinator::consensus::storage::{Identity, Loaded};
-use coordinator::consensus::table::{Level, SeatV1};
+use coordinator::consensus::table::{GroupMember, Level};
 use kvasir_cluster_tests::linearizable::linearizable;
 use kvasir_cluster_tests::random::Random;
 use proto::ids::NodeId;
@@ -115,7 +115,7 @@ impl World {
     fn new(plan: Plan) -> Self {
         let mut random = Random::new(plan.seed);
         let founders = *random.pick(&[1, 3, 3, 3, 5]).unwrap_or(&3);
-        let seats: Vec<SeatV1> =
+        let seats: Vec<GroupMember> =
             NAMES[..founders].iter().map(|name| seat(&node(name), Incarnation(1))).collect();
         let mut machines = BTreeMap::new();
         for (at, name) in NAMES.iter().map(|name| node(name)).enumerate() {
@@ -454,6 +454,6 @@ impl World {
 }
 
 /// A coordinator's place in the group.
-pub(crate) fn seat(name: &NodeId, incarnation: Incarnation) -> SeatV1 {
-    SeatV1 { node: name.clone(), incarnation, quic: "127.0.0.1:1".into(), level: Level::OWN }
+pub(crate) fn seat(name: &NodeId, incarnation: Incarnation) -> GroupMember {
+    GroupMember { node: name.clone(), incarnation, quic: "127.0.0.1:1".into(), level: Level::OWN }
 }

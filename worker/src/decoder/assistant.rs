@@ -14,12 +14,10 @@ use kernels::backend::{
 };
 use model::spec::AssistantSpec;
 
-/// See the module.
 pub(super) struct Assistant {
     weights: Weights,
     before: Linear,
     behind: Linear,
-    /// The target's.
     embedding: MatrixId,
     /// For each of its layers, the target's keys and values as it sees them.
     caches: Vec<KvLayerId>,
@@ -46,7 +44,6 @@ pub(crate) struct DraftFrom<'a> {
     pub(crate) most: usize,
 }
 
-/// Guesses of one sequence.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Drafted {
     /// The most likely tokens, each behind those before it.
@@ -129,7 +126,6 @@ impl Decoder {
         Ok(())
     }
 
-    /// Whether something guesses here.
     pub(crate) fn drafts(&self) -> bool {
         self.assistant.is_some() || self.appended.is_some()
     }
@@ -264,7 +260,6 @@ impl Assistant {
 /// One row of each sequence.
 struct Rows<'a> {
     sequences: Vec<StepSequence>,
-    /// By group and sequence.
     tables: Vec<Vec<Table<'a>>>,
 }
 

@@ -11,7 +11,6 @@ use model::spec::{AttentionSpec, FfnSpec, KvSpec, LayerSpec, MixerSpec, ModelSpe
 /// Layers whose cache blocks live and die together.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CacheGroup {
-    /// What its layers remember.
     pub kind: CacheKind,
     /// Bytes of one block, or of one sequence's state, over all layers of the group that the range holds; a multiple
     /// of 64, and 0 where it holds none.
@@ -42,7 +41,6 @@ pub(super) enum LayerCache {
 #[derive(Debug)]
 pub(super) struct Placed {
     pub(super) groups: Vec<CacheGroup>,
-    /// Of each layer.
     pub(super) caches: Vec<LayerCache>,
     /// Group of each layer's keys and values, and where in its blocks they begin, in bytes.
     pub(super) places: Vec<Option<(usize, usize)>>,
@@ -139,7 +137,6 @@ pub(super) fn kv_shape(attention: &AttentionSpec, config: &DecoderConfig) -> KvS
 /// Activation buffers. Those of one name are shared by all layers, as wide as the widest needs.
 #[derive(Debug, Clone)]
 pub(super) struct Buffers {
-    /// Residual stream.
     pub(super) x: BufferId,
     pub(super) normed: BufferId,
     pub(super) q: BufferId,

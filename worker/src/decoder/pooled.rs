@@ -2,7 +2,6 @@
 
 use super::{Decoder, job};
 use crate::Error;
-use crate::encoder::pool;
 use crate::weights::Head;
 use model::spec::{OutputSpec, Pooling};
 use std::ops::Range;
@@ -54,4 +53,19 @@ impl Decoder {
         backend.read_row(b.logits, 0, &mut out)?;
         Ok(out)
     }
+}
+
+/// One vector of the vectors of a text's rows; summed in f64, in the order of the rows.
+pub(crate) fn pool(rows: &[Vec<f32>], pooling: Pooling) -> Vec<f32> {
+    let picked = match pooling {
+        Pooling::Mean => rows,
+        Pooling::First => &rows[..rows.len().min(1)],
+        Pooling::Last => &rows[rows.len().saturating_sub(1)..],
+    };
+    let mut sums = vec![0f64; rows.first().map_or(0, Vec::len)];
+    for row in picked {
+        sums.iter_mut().zip(row).for_each(|(sum, value)| *sum += f64::from(*value));
+    }
+    let count = picked.len().max(1) as f64;
+    sums.into_iter().map(|sum| (sum / count) as f32).collect()
 }

@@ -50,12 +50,6 @@ impl StateType {
     }
 }
 
-/// The memory of each head, in tokens: see [`StateType`].
-pub(crate) fn memory(a: &[f32], dt_bias: &[f32]) -> Vec<f32> {
-    let softplus = |x: f32| if x > 20.0 { x } else { x.exp().ln_1p() };
-    a.iter().zip(dt_bias).map(|(a, dt_bias)| 1.0 / (-a * softplus(*dt_bias))).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -64,7 +58,7 @@ mod tests {
     fn heads_that_forget_within_tau_are_narrow() {
         // softplus(0) = ln 2: memories of 1, 10 and 100 tokens, and of all.
         let a = [1.0, 0.1, 0.01, 0.0].map(|rate: f32| -rate / std::f32::consts::LN_2);
-        let memory = memory(&a, &[0.0; 4]);
+        let memory = crate::weights::head_memory(&a, &[0.0; 4]);
         for (memory, want) in memory.iter().zip([1.0, 10.0, 100.0, f32::INFINITY]) {
             assert!((memory / want - 1.0).abs() < 1e-6 || *memory == want, "{memory} is not {want}");
         }

@@ -7,7 +7,6 @@ use model::spec::{DeltaNetSpec, HeadGrouping, MixerSpec};
 /// The recurrent state of one layer of one sequence.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LayerState {
-    /// Which layer.
     pub layer: usize,
     /// `[channels][taps]`: the inputs of the convolution at the last `taps` positions, the newest last.
     pub conv: Vec<f32>,

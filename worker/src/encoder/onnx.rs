@@ -2,8 +2,9 @@
 //! `token_type_ids` in, the vectors of all tokens (`last_hidden_state`) or scores (`logits`) out. Each text is computed
 //! by itself, so no text's numbers depend on its neighbours.
 
-use super::{Text, pool};
+use super::Text;
 use crate::Error;
+use crate::decoder::pool;
 use crate::operations::onnx::Onnx;
 use model::spec::Pooling;
 use proto::operation::Operation;
@@ -11,7 +12,6 @@ use rten::{NodeId, ValueOrView};
 use rten_tensor::Tensor;
 use std::path::Path;
 
-/// A loaded model.
 pub(super) struct OnnxTexts {
     onnx: Onnx,
     ids: NodeId,

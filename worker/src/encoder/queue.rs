@@ -21,9 +21,7 @@ struct Waiting<R> {
 /// A request that has left the queue.
 #[derive(Debug, PartialEq)]
 pub(super) struct Left<R> {
-    /// Where its answer goes.
     pub(super) reply: R,
-    /// When it came.
     pub(super) received: Instant,
     /// When its first text was taken, if it was.
     pub(super) started: Option<Instant>,

@@ -3,10 +3,8 @@
 use super::queue::{Left, Queue};
 use super::{Encoder, Limits, Text};
 use crate::Error;
-use crate::engine::EngineLoad;
-use crate::engine::thread::end_process;
 use crate::kv_events::EventLog;
-use crate::progress::{Progress, spawn};
+use crate::progress::{EngineLoad, Progress, end_process, spawn};
 use crate::telemetry::{EngineMetrics, FinishedLabel, Reason};
 use parking_lot::Mutex;
 use prometheus_client::registry::Registry;
@@ -23,14 +21,14 @@ use tokio::sync::{oneshot, watch};
 const QUEUE_TOKENS: u64 = 1 << 20;
 
 /// What a request's texts became, in order, or why nothing did.
-pub type Answer = Result<Vec<Vec<f32>>, GenerateError>;
+pub type EncodeResult = Result<Vec<Vec<f32>>, GenerateError>;
 
 enum Command {
     Encode {
         texts: Vec<Text>,
         deadline: Option<Instant>,
         trace: Option<Box<Span>>,
-        reply: oneshot::Sender<Answer>,
+        reply: oneshot::Sender<EncodeResult>,
     },
     Stop,
 }
@@ -52,7 +50,6 @@ struct Shared {
 pub struct EncoderHandle {
     commands: Sender<Command>,
     shared: Arc<Shared>,
-    /// Steps so far.
     steps: watch::Receiver<u64>,
 }
 
@@ -94,7 +91,7 @@ impl EncoderHandle {
         texts: Vec<Text>,
         deadline: Option<Instant>,
         mut trace: Option<Span>,
-    ) -> Result<oneshot::Receiver<Answer>, GenerateError> {
+    ) -> Result<oneshot::Receiver<EncodeResult>, GenerateError> {
         if texts.is_empty() {
             let (field, reason) = ("input".to_owned(), "it is empty".to_owned());
             return Err(GenerateError::InvalidField { field, reason });
@@ -146,7 +143,6 @@ impl EncoderHandle {
         &self.shared.events
     }
 
-    /// Changes with every step.
     pub fn steps(&self) -> watch::Receiver<u64> {
         self.steps.clone()
     }
@@ -162,14 +158,12 @@ fn tokens(texts: &[Text]) -> u64 {
     texts.iter().map(|text| text.tokens.len() as u64).sum()
 }
 
-/// A request's way back.
 struct Reply {
-    answer: oneshot::Sender<Answer>,
+    answer: oneshot::Sender<EncodeResult>,
     tokens: u64,
     trace: Option<Box<Span>>,
 }
 
-/// The thread's own state.
 struct Serving {
     encoder: Encoder,
     queue: Queue<Reply>,
@@ -212,7 +206,6 @@ impl Serving {
         }
     }
 
-    /// False ends the thread.
     fn obey(&mut self, command: Command) -> bool {
         let Command::Encode { texts, deadline, trace, reply } = command else { return false };
         let tokens = tokens(&texts);
@@ -271,7 +264,7 @@ impl Serving {
         Ok(rows)
     }
 
-    fn answer(&self, left: Left<Reply>, reason: Reason, answer: impl FnOnce(Vec<Vec<f32>>) -> Answer) {
+    fn answer(&self, left: Left<Reply>, reason: Reason, answer: impl FnOnce(Vec<Vec<f32>>) -> EncodeResult) {
         self.shared.queued.fetch_sub(left.reply.tokens, Ordering::Relaxed);
         self.count_end(reason);
         // Whoever asked may have left since.

@@ -3,17 +3,17 @@
 
 use crate::Error;
 use crate::decoder::{Blocks, LayerState};
-use crate::stage::LaterStages;
+use crate::pipeline::PipelineExecutor;
 
 /// See the module. Blocks are given by group and offset as the scheduler counts them.
 pub(super) struct Caches<'a> {
     own: Blocks<'a>,
-    later: Option<&'a mut LaterStages>,
+    later: Option<&'a mut PipelineExecutor>,
 }
 
 impl<'a> Caches<'a> {
     /// Blocks of this worker, and of the stages behind it where it has not all layers.
-    pub(super) fn new(own: Blocks<'a>, later: Option<&'a mut LaterStages>) -> Self {
+    pub(super) fn new(own: Blocks<'a>, later: Option<&'a mut PipelineExecutor>) -> Self {
         Self { own, later }
     }
 
@@ -25,7 +25,6 @@ impl<'a> Caches<'a> {
         }
     }
 
-    /// What blocks hold.
     pub(super) fn read(&mut self, blocks: &[(usize, u32)]) -> Result<Vec<Vec<u8>>, Error> {
         match &mut self.later {
             None => blocks.iter().map(|(group, offset)| self.own.read(*group, *offset)).collect(),

@@ -12,7 +12,6 @@ use std::collections::HashMap;
 /// Tokens that it reads before one step at most, all sequences together.
 const MOST_READ: usize = 512;
 
-/// See the module.
 pub(crate) struct DraftModel {
     decoder: Decoder,
     block_tokens: usize,
@@ -33,7 +32,7 @@ struct Read {
 }
 
 /// A sequence's rows in a step.
-struct Part {
+struct DraftRows {
     at: usize,
     id: SeqId,
     tokens: Vec<u32>,
@@ -101,7 +100,12 @@ impl DraftModel {
             if known + rows == tokens.len() {
                 ready.push(at);
             }
-            parts.push(Part { at, id: *id, tokens: tokens[known..known + rows].to_vec(), context: known });
+            parts.push(DraftRows {
+                at,
+                id: *id,
+                tokens: tokens[known..known + rows].to_vec(),
+                context: known,
+            });
         }
         for _ in 0..count {
             if parts.is_empty() {
@@ -114,7 +118,7 @@ impl DraftModel {
                 if ready.contains(&part.at) && token != NO_INDEX {
                     drafted[part.at].push(token);
                     let context = part.context + part.tokens.len();
-                    next.push(Part { tokens: vec![token], context, ..part });
+                    next.push(DraftRows { tokens: vec![token], context, ..part });
                 }
             }
             parts = next;
@@ -136,7 +140,7 @@ impl DraftModel {
     }
 
     /// Computes these rows; the most likely token behind each part.
-    fn step(&mut self, parts: &[Part]) -> Result<Vec<u32>, Error> {
+    fn step(&mut self, parts: &[DraftRows]) -> Result<Vec<u32>, Error> {
         let (mut tokens, mut sequences, mut last) = (Vec::new(), Vec::new(), Vec::new());
         let mut offsets: Vec<Vec<Vec<u32>>> = vec![Vec::with_capacity(parts.len()); self.groups.len()];
         for part in parts {

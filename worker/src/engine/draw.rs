@@ -4,10 +4,10 @@ use super::guided::Guided;
 use super::{Draw, Engine, Live};
 use crate::Error;
 use crate::decoder::RowLogits;
+use crate::pipeline::step::WantedRows;
+use crate::pipeline::{Rest, StepResult};
 use crate::sampling::Sampler;
 use crate::scheduler::{SeqId, StepPlan};
-use crate::stage::step::WantedRows;
-use crate::stage::{Answer, Rest};
 use kernels::ops::is_drawable;
 use proto::message::TokenLogprobs;
 use std::borrow::Cow;
@@ -32,7 +32,6 @@ struct Target {
     row: u32,
     /// The sequence of the row.
     of: SeqId,
-    /// Who draws.
     id: SeqId,
     /// The guesses up to this row: it counts only if they are what was drawn from the rows before it.
     guesses: Vec<u32>,
@@ -220,7 +219,7 @@ impl Engine {
     }
 
     /// The draws of a step whose rows other stages have.
-    pub(super) fn drawn(&mut self, targets: &Targets, answer: Answer) -> Result<Drawn, Error> {
+    pub(super) fn drawn(&mut self, targets: &Targets, answer: StepResult) -> Result<Drawn, Error> {
         let vocab = self.decoder.spec().vocab;
         if let Some((rows, returned)) = answer.returned {
             let since = Instant::now();

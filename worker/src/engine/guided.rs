@@ -13,7 +13,6 @@ use proto::message::{FinishReason, GenerateError, GenerateFrame};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// A live request's guide.
 pub(super) struct Guided {
     guide: Guide,
     /// A row that is drawn from when it is known what may be.
@@ -28,9 +27,7 @@ pub(super) struct Guided {
 enum Settled {
     /// It draws from the row that it has kept.
     Draws(Option<Arc<TokenMask>>),
-    /// It is complete.
     Ends,
-    /// It fails.
     Fails(String),
 }
 

@@ -6,7 +6,7 @@ use crate::sampling::stop::Ending;
 use crate::scheduler::SeqId;
 use crate::telemetry::{FinishedLabel, LookupLabel, Reason};
 use proto::message::{
-    FinishReason, FinishedV1, GenerateError, GenerateFrame, StartedV1, TokenLogprobs, TokenOut,
+    FinishReason, Finished, GenerateError, GenerateFrame, Started, TokenLogprobs, TokenOut,
 };
 use std::time::{Duration, Instant};
 
@@ -22,7 +22,7 @@ impl Engine {
         if let Some(traced) = &mut live.traced {
             traced.started(cached, live.prompt_len - cached, stop);
         }
-        live.sink.frame(GenerateFrame::Started(StartedV1 {
+        live.sink.frame(GenerateFrame::Started(Started {
             cached_tokens: cached as u32,
             computed_tokens: (live.prompt_len - cached) as u32,
             hit_stop: live
@@ -74,7 +74,7 @@ impl Engine {
         if let Some(traced) = &mut live.traced {
             traced.finished(ending.reason, live.text.generated(), preemptions);
         }
-        live.sink.frame(GenerateFrame::Finished(FinishedV1 {
+        live.sink.frame(GenerateFrame::Finished(Finished {
             reason: ending.reason,
             matched: ending.matched,
             tail: ending.tail,
@@ -89,8 +89,8 @@ impl Engine {
     pub(super) fn finish_at_once(&self, sink: &mut dyn Sink, ending: Ending, completion_tokens: u32) {
         self.count_end(label(ending.reason));
         let hit_stop = HitStop::Disabled.to_string();
-        sink.frame(GenerateFrame::Started(StartedV1 { cached_tokens: 0, computed_tokens: 0, hit_stop }));
-        sink.frame(GenerateFrame::Finished(FinishedV1 {
+        sink.frame(GenerateFrame::Started(Started { cached_tokens: 0, computed_tokens: 0, hit_stop }));
+        sink.frame(GenerateFrame::Finished(Finished {
             reason: ending.reason,
             matched: ending.matched,
             tail: ending.tail,

@@ -2,32 +2,10 @@
 
 use super::Engine;
 use super::tiering::Tiering;
+use crate::progress::EngineLoad;
 use crate::telemetry::GroupLabel;
 use proto::event::KvEvent;
 use std::time::Duration;
-
-/// What the engine holds right now.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct EngineLoad {
-    /// Sequences in the batch.
-    pub running: usize,
-    /// Sequences queued.
-    pub waiting: usize,
-    /// Prompt tokens not yet computed.
-    pub pending_prefill_tokens: u64,
-    /// KV bytes held by live sequences.
-    pub kv_used: u64,
-    /// KV bytes in all.
-    pub kv_total: u64,
-    /// Steps so far.
-    pub steps: u64,
-    /// Tokens generated so far.
-    pub tokens: u64,
-    /// Prefill rate over recent steps, tokens per second.
-    pub prefill_rate: f32,
-    /// Recent step time, milliseconds.
-    pub step_ms: f32,
-}
 
 /// Exponential averages over recent steps.
 #[derive(Debug, Default)]
@@ -85,7 +63,6 @@ impl Engine {
         self.metrics.tiers.update(&tiering.tiers().stats(), &tiering.counts());
     }
 
-    /// What the engine holds.
     pub fn load(&self) -> EngineLoad {
         let stats = self.scheduler.stats();
         EngineLoad {

@@ -11,25 +11,17 @@ mod saving;
 use super::Engine;
 use crate::kv_cache::{PinId, PinRefused, ResumePoint};
 use crate::scheduler::{LogitRows, Rejected, SeqId, SequenceRequest};
+pub use crate::snapshot::store::SequenceKey;
 use crate::snapshot::{Origin, Snapshot};
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
-use proto::message::TenantTurnV1;
-use proto::sequence::{PinInfoV1, SequenceError, SequenceInfoV1, SequenceName};
+use proto::message::TenantTurn;
+use proto::sequence::{PinInfo, SequenceError, SequenceInfo, SequenceName};
 use remembered::Remembered;
 use saving::Saving;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
-
-/// A sequence, by whose it is and by its request.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct SequenceKey {
-    /// Root of its prefix chain: its tenant and model.
-    pub root: BlockId,
-    /// Its name.
-    pub name: SequenceName,
-}
 
 /// Hears how an operation ended that may have to compute first.
 pub type Reply<T> = oneshot::Sender<Result<T, SequenceError>>;
@@ -44,7 +36,6 @@ pub struct Capture {
 }
 
 impl Capture {
-    /// The snapshot.
     pub fn into_snapshot(self) -> Snapshot {
         Snapshot::new((*self.origin).clone(), self.tokens.to_vec(), self.position, self.pieces)
     }
@@ -72,7 +63,7 @@ struct Warming {
 #[derive(Debug)]
 enum Then {
     Save(Reply<Capture>),
-    Pin(Option<Instant>, Reply<PinInfoV1>),
+    Pin(Option<Instant>, Reply<PinInfo>),
 }
 
 #[derive(Debug)]
@@ -141,7 +132,7 @@ impl Engine {
 
     /// Sequences that can be named under `root`: those that have ended, the least recently used first, then those
     /// that are being generated.
-    pub fn sequences(&self, root: BlockId) -> Vec<SequenceInfoV1> {
+    pub fn sequences(&self, root: BlockId) -> Vec<SequenceInfo> {
         let ended = self.resume.remembered.iter().filter(|(key, _)| key.root == root);
         let ended = ended.map(|(key, tokens)| self.describe(key, tokens, false));
         let live = self.live.iter().filter_map(|(id, live)| {
@@ -162,11 +153,7 @@ impl Engine {
     }
 
     /// Brings a snapshot's caches back and names the sequence. Nothing has changed after an error.
-    pub fn restore(
-        &mut self,
-        key: SequenceKey,
-        snapshot: &Snapshot,
-    ) -> Result<SequenceInfoV1, SequenceError> {
+    pub fn restore(&mut self, key: SequenceKey, snapshot: &Snapshot) -> Result<SequenceInfo, SequenceError> {
         self.not_live(&key)?;
         self.check_tokens("tokens", snapshot.tokens())?;
         let position = snapshot.position();
@@ -192,7 +179,7 @@ impl Engine {
     }
 
     /// Another sequence that stands where this one does.
-    pub fn fork(&mut self, of: &SequenceKey, name: SequenceName) -> Result<SequenceInfoV1, SequenceError> {
+    pub fn fork(&mut self, of: &SequenceKey, name: SequenceName) -> Result<SequenceInfo, SequenceError> {
         let tokens = self.tokens_of(of).ok_or_else(|| unknown(&of.name))?;
         let key = SequenceKey { root: of.root, name };
         self.not_live(&key)?;
@@ -201,7 +188,7 @@ impl Engine {
 
     /// Cuts a sequence to its first `keep` tokens. What is cached behind them and no other sequence or pin shares is
     /// let go.
-    pub fn reset(&mut self, key: &SequenceKey, keep: u32) -> Result<SequenceInfoV1, SequenceError> {
+    pub fn reset(&mut self, key: &SequenceKey, keep: u32) -> Result<SequenceInfo, SequenceError> {
         self.not_live(key)?;
         let tokens = self.resume.remembered.get(key).ok_or_else(|| unknown(&key.name))?;
         let Some(kept) = tokens.get(..keep as usize).filter(|kept| !kept.is_empty()) else {
@@ -234,7 +221,7 @@ impl Engine {
         root: BlockId,
         tokens: &[u32],
         ttl: Option<Duration>,
-        reply: Reply<PinInfoV1>,
+        reply: Reply<PinInfo>,
     ) {
         self.expire_pins(now);
         let until = ttl.and_then(|ttl| now.checked_add(ttl));
@@ -268,7 +255,7 @@ impl Engine {
     }
 
     /// Prefixes pinned under `root`, the first one first.
-    pub fn pins(&mut self, now: Instant, root: BlockId) -> Vec<PinInfoV1> {
+    pub fn pins(&mut self, now: Instant, root: BlockId) -> Vec<PinInfo> {
         self.expire_pins(now);
         let pins = self.resume.pins.iter().filter(|(_, pinned)| pinned.root == root);
         pins.map(|(pin, pinned)| self.describe_pin(now, *pin, pinned)).collect()
@@ -318,15 +305,15 @@ impl Engine {
         }
     }
 
-    fn remember(&mut self, key: SequenceKey, tokens: &[u32]) -> SequenceInfoV1 {
+    fn remember(&mut self, key: SequenceKey, tokens: &[u32]) -> SequenceInfo {
         let info = self.describe(&key, tokens, false);
         self.resume.remembered.insert(key, tokens);
         info
     }
 
-    fn describe(&self, key: &SequenceKey, tokens: &[u32], live: bool) -> SequenceInfoV1 {
+    fn describe(&self, key: &SequenceKey, tokens: &[u32], live: bool) -> SequenceInfo {
         let cached = self.scheduler.resume_point(key.root, &tokens[..savable(tokens.len())]);
-        SequenceInfoV1 {
+        SequenceInfo {
             name: key.name.clone(),
             tokens: tokens.len() as u32,
             cached: cached.map_or(0, |point| point.tokens),
@@ -379,7 +366,7 @@ impl Engine {
             logit_rows: LogitRows::LastOnly,
             // So that a state is kept at the very end too: longer prompts go on from there.
             boundaries: vec![tokens.len() as u32],
-            tenant: TenantTurnV1::of_root(root),
+            tenant: TenantTurn::of_root(root),
             priority: 0,
             turn: None,
         });
@@ -415,7 +402,7 @@ impl Engine {
         root: BlockId,
         tokens: Arc<[u32]>,
         until: Option<Instant>,
-    ) -> Result<PinInfoV1, SequenceError> {
+    ) -> Result<PinInfo, SequenceError> {
         let known = self.resume.pins.iter().find(|(_, known)| known.root == root && known.tokens == tokens);
         let known = known.map(|(number, known)| (*number, known.pin, known.covered));
         let (number, pin, covered) = match known {
@@ -442,9 +429,9 @@ impl Engine {
         Ok(info)
     }
 
-    fn describe_pin(&self, now: Instant, pin: u64, pinned: &Pinned) -> PinInfoV1 {
+    fn describe_pin(&self, now: Instant, pin: u64, pinned: &Pinned) -> PinInfo {
         let left = pinned.until.map(|until| until.saturating_duration_since(now).as_millis().max(1));
-        PinInfoV1 {
+        PinInfo {
             pin,
             tokens: pinned.covered,
             ttl_ms: left.map_or(0, |left| left.try_into().unwrap_or(u64::MAX)),

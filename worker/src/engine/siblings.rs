@@ -113,7 +113,6 @@ impl Siblings {
         std::mem::take(&mut self.orphans)
     }
 
-    /// How many wait.
     pub(super) fn waiting(&self) -> usize {
         let followers: usize = self.families.values().map(|family| family.followers.len()).sum();
         followers + self.orphans.len()

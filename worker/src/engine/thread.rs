@@ -1,11 +1,11 @@
 //! The engine on its own thread, and the handle by which everybody else talks to it.
 
-use super::offering::{Lender, Loan};
+use super::kv_send::{KvSender, Loan};
 use super::{Engine, EngineLoad, EngineRequest, StepOutcome};
 use crate::Error;
 use crate::grammar::Grammars;
 use crate::kv_events::EventLog;
-use crate::progress::{Progress, spawn};
+use crate::progress::{Progress, end_process, spawn};
 use crate::scheduler::SeqId;
 use crate::snapshot::Origin;
 use crate::telemetry::{EngineMetrics, TransferMetrics};
@@ -41,18 +41,6 @@ struct Shared {
     registry: Registry,
     transfers: TransferMetrics,
     rss: prometheus_client::metrics::gauge::Gauge,
-}
-
-/// What the last words of a process that ends by itself are given to leave.
-const FAREWELL: Duration = Duration::from_millis(100);
-
-/// Ends the process because of an error behind which nothing here can go on. Whoever is to be told has been told: the
-/// packets are sent by other threads.
-pub(crate) fn end_process(error: &Error) -> ! {
-    tracing::error!(%error, "the engine cannot go on; the worker ends");
-    std::thread::sleep(FAREWELL);
-    proto::log::flush();
-    kernels::exit::end_process(error.exit_code())
 }
 
 /// Hears why an engine cannot go on, before it is dropped with all that it holds.
@@ -123,7 +111,6 @@ impl EngineHandle {
         &self.grammars
     }
 
-    /// Forgets a request.
     pub fn cancel(&self, id: SeqId) {
         // A stopped engine has forgotten it already.
         let _ = self.commands.send(Command::Cancel(id));
@@ -145,10 +132,10 @@ impl EngineHandle {
     /// short.
     pub async fn lend<T: Send + 'static>(
         &self,
-        read: impl FnOnce(&mut Lender<'_>) -> T + Send + 'static,
+        read: impl FnOnce(&mut KvSender<'_>) -> T + Send + 'static,
     ) -> Result<T, Error> {
         let (reply, answer) = oneshot::channel();
-        let read = move |lender: &mut Lender<'_>| drop(reply.send(read(lender)));
+        let read = move |lender: &mut KvSender<'_>| drop(reply.send(read(lender)));
         self.loans.send(Box::new(read)).map_err(|_| Error::EngineStopped)?;
         self.commands.send(Command::Lend).map_err(|_| Error::EngineStopped)?;
         answer.await.map_err(|_| Error::EngineStopped)
@@ -179,7 +166,6 @@ impl EngineHandle {
         self.shared.progress.healthy()
     }
 
-    /// The KV event log.
     pub fn events(&self) -> &Mutex<EventLog> {
         &self.shared.events
     }
@@ -262,7 +248,6 @@ fn serve(
     }
 }
 
-/// False ends the thread.
 fn obey(engine: &mut Engine, command: Command) -> bool {
     match command {
         Command::Submit(request, reply) => {

@@ -11,6 +11,7 @@ use super::resume::savable;
 use crate::kv_cache::{ResumeBlock, ResumePoint};
 use crate::pieces::{PieceKey, PrefixNames};
 use crate::scheduler::{Scheduler, SeqId, SequenceRequest};
+use crate::telemetry::TieringCounts;
 use crate::tiers::Tiers;
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -34,17 +35,6 @@ pub(super) struct Tiering {
     counts: TieringCounts,
 }
 
-/// What has happened so far.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct TieringCounts {
-    /// Requests that got part of their prompt from the tiers.
-    pub(crate) hits: u64,
-    /// Tokens that these did not compute.
-    pub(crate) hit_tokens: u64,
-    /// Ended sequences that were not copied: too many at once.
-    pub(crate) dropped: u64,
-}
-
 #[derive(Debug)]
 struct Ended {
     root: BlockId,
@@ -56,11 +46,10 @@ struct Ended {
 }
 
 /// A piece that tiers may lack.
-struct Wanted {
+struct MissingPiece {
     piece: (u32, usize),
     key: PieceKey,
     bytes: u64,
-    /// Group and offset.
     place: (usize, u32),
 }
 
@@ -155,10 +144,10 @@ impl Engine {
         let names = tiering.tiers.names(*root, tokens);
         let mut caches = Caches::new(self.decoder.blocks(), self.later.as_mut());
         let to_do = pieces.into_iter().rev().filter(|(piece, _)| ended.done.is_none_or(|done| *piece < done));
-        let to_do: Vec<Wanted> = to_do
+        let to_do: Vec<MissingPiece> = to_do
             .filter_map(|(piece, offset)| {
                 let (key, bytes) = (names.piece(piece.1, piece.0)?, caches.block_bytes(piece.1) as u64);
-                Some(Wanted { piece, key, bytes, place: (piece.1, offset) })
+                Some(MissingPiece { piece, key, bytes, place: (piece.1, offset) })
             })
             .collect();
         // Read ahead, several at once: they may lie at other workers.

@@ -2,8 +2,8 @@
 //! model is over several workers, what its first steps have cost at each of them.
 
 use super::{Engine, Live};
+use crate::pipeline::Spent;
 use crate::scheduler::StepPlan;
-use crate::stage::Spent;
 use proto::message::FinishReason;
 use proto::stage::MAX_TRACES;
 use proto::trace::{Span, TraceContext, follow};
@@ -13,7 +13,6 @@ use std::time::{Duration, Instant};
 /// Steps of a request that are recorded one by one, where other stages take part.
 const STEPS: u32 = 32;
 
-/// A recorded request.
 #[derive(Debug)]
 pub(super) struct Traced {
     /// What it is in now. Above the whole, so that it ends first.
@@ -56,7 +55,6 @@ impl Traced {
         self.phase = self.whole.child("decode", Instant::now());
     }
 
-    /// It has ended well.
     pub(super) fn finished(&mut self, reason: FinishReason, tokens: u32, preemptions: u32) {
         let reason = match reason {
             FinishReason::Stop => "stop",

@@ -14,10 +14,8 @@ use std::fmt::Display;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// What may be drawn.
 #[derive(Debug, Clone)]
 pub enum Look {
-    /// Anything.
     Free,
     /// These tokens.
     Mask(Arc<TokenMask>),

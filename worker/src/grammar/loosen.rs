@@ -62,11 +62,11 @@ pub(super) fn build(factory: &ParserFactory, syntax: GrammarSyntax, text: &str) 
     let mut made = String::with_capacity(text.len());
     for part in parts(syntax, text) {
         let (before, mut schema) = match part {
-            Part::Text(text) => {
+            GrammarPart::Text(text) => {
                 made += text;
                 continue;
             }
-            Part::Schema(before, schema) => (before, schema),
+            GrammarPart::Schema(before, schema) => (before, schema),
         };
         if let Some(first) = loosener.loosen(&mut schema) {
             if schema[OPTIONS]["lenient"] != Value::Bool(true) {
@@ -108,26 +108,26 @@ fn compile(factory: &ParserFactory, syntax: GrammarSyntax, text: &str) -> Result
 }
 
 /// A part of a grammar.
-enum Part<'a> {
+enum GrammarPart<'a> {
     Text(&'a str),
     /// What stands before a schema in its line, and the schema.
     Schema(&'a str, Value),
 }
 
 /// The schemas of a grammar, each on a line of its own, and what is between them.
-fn parts(syntax: GrammarSyntax, text: &str) -> Vec<Part<'_>> {
+fn parts(syntax: GrammarSyntax, text: &str) -> Vec<GrammarPart<'_>> {
     const JSON: &str = "%json ";
     let object = |text: &str| serde_json::from_str::<Value>(text).ok().filter(Value::is_object);
     match syntax {
         GrammarSyntax::JsonSchema => {
-            object(text).map(|schema| Part::Schema("", schema)).into_iter().collect()
+            object(text).map(|schema| GrammarPart::Schema("", schema)).into_iter().collect()
         }
         GrammarSyntax::Regex => Vec::new(),
         GrammarSyntax::Lark => {
             let part = |line| {
                 let at = str::find(line, JSON).map(|at| at + JSON.len());
                 let (before, schema) = line.split_at(at.unwrap_or(0));
-                object(schema).map_or(Part::Text(line), |schema| Part::Schema(before, schema))
+                object(schema).map_or(GrammarPart::Text(line), |schema| GrammarPart::Schema(before, schema))
             };
             text.split_inclusive('\n').map(part).collect()
         }

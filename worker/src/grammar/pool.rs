@@ -110,7 +110,6 @@ struct Queue<T> {
     waiting: BTreeMap<(u64, u64), (Share, T)>,
     /// The clock of the job that went last.
     now: u64,
-    /// Jobs so far.
     came: u64,
 }
 

@@ -26,9 +26,7 @@ const MAX_TASK: u64 = 16 * MAX_GRAMMAR_BYTES as u64;
 /// A command that does [`attempt`] with its input, and that a signal ends when it has had [`super::COMPILE_TIME`] of a CPU.
 #[derive(Debug)]
 pub struct Program {
-    /// What is run.
     pub path: PathBuf,
-    /// With these arguments.
     pub arguments: Vec<OsString>,
 }
 
@@ -41,7 +39,6 @@ pub fn tried_by(program: Program) {
     PROGRAM.get_or_init(|| program);
 }
 
-/// What became of it.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Tried {
     /// There is no program to try it with.
@@ -99,7 +96,6 @@ fn run(program: &Program, task: Vec<u8>, patience: Duration) -> io::Result<Tried
     })
 }
 
-/// It ends with us.
 struct Ended(Child);
 
 impl Drop for Ended {

@@ -4,7 +4,7 @@
 //! for another's.
 
 use parking_lot::Mutex;
-use proto::message::TenantTurnV1;
+use proto::message::TenantTurn;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -22,26 +22,25 @@ const ASSUMED: Duration = super::COMPILE_TIME;
 
 /// A place among the compilers. Dropped, it is the next one's.
 #[derive(Debug)]
-pub(super) struct Place {
+pub(super) struct CompilePermit {
     turns: Turns,
     tenant: u64,
     since: Instant,
 }
 
-impl Drop for Place {
+impl Drop for CompilePermit {
     fn drop(&mut self) {
         self.turns.0.lock().ended(self.tenant, self.since.elapsed());
         self.turns.hand_out();
     }
 }
 
-/// See the module.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Turns(Arc<Mutex<Queue<oneshot::Sender<Place>>>>);
+pub(super) struct Turns(Arc<Mutex<Queue<oneshot::Sender<CompilePermit>>>>);
 
 impl Turns {
     /// Waits for a place; `None` if too much of the tenant waits already. Dropping the future gives the turn up.
-    pub(super) async fn take(&self, turn: TenantTurnV1) -> Option<Place> {
+    pub(super) async fn take(&self, turn: TenantTurn) -> Option<CompilePermit> {
         let (sender, place) = oneshot::channel();
         if !self.0.lock().push(turn, sender, oneshot::Sender::is_closed) {
             return None;
@@ -55,7 +54,7 @@ impl Turns {
             let next = self.0.lock().pop(oneshot::Sender::is_closed);
             let Some((tenant, waiting)) = next else { return };
             // One that has left in this very moment drops the place, which hands it on.
-            let _ = waiting.send(Place { turns: self.clone(), tenant, since: Instant::now() });
+            let _ = waiting.send(CompilePermit { turns: self.clone(), tenant, since: Instant::now() });
         }
     }
 }
@@ -88,7 +87,7 @@ impl<W> Default for Queue<W> {
 
 impl<W> Queue<W> {
     /// `false` if too much of the tenant waits. Those that are `gone` are forgotten.
-    fn push(&mut self, turn: TenantTurnV1, who: W, gone: impl Fn(&W) -> bool) -> bool {
+    fn push(&mut self, turn: TenantTurn, who: W, gone: impl Fn(&W) -> bool) -> bool {
         let now = self.now;
         self.lanes.retain(|_, lane| lane.under_way > 0 || !lane.waiting.is_empty() || lane.clock > now);
         let new = || Lane { weight: 1, clock: now, under_way: 0, waiting: VecDeque::new() };
@@ -148,8 +147,8 @@ fn nanos(time: Duration) -> u64 {
 mod tests {
     use super::*;
 
-    fn turn(tenant: u64, weight: u32) -> TenantTurnV1 {
-        TenantTurnV1 { tenant, weight }
+    fn turn(tenant: u64, weight: u32) -> TenantTurn {
+        TenantTurn { tenant, weight }
     }
 
     fn present(_: &u32) -> bool {

@@ -38,7 +38,6 @@ impl PlannedUnits {
         }
     }
 
-    /// Whether nobody plans anything.
     #[cfg(test)]
     pub(crate) fn is_empty(&self) -> bool {
         self.producers.is_empty()

@@ -10,7 +10,6 @@ pub enum Broken {
     /// References counted by the pool, by tables and by copies differ.
     #[error("the pool counts {pool} references, sequences hold {sequences}, steps {steps}, pins {pins}")]
     References {
-        /// The pool's sum.
         pool: u64,
         /// Live entries of all tables, and slots of live sequences.
         sequences: u64,
@@ -21,36 +20,22 @@ pub enum Broken {
     },
     /// A group's free list and blocks do not add up.
     #[error("group {group}: free list, blocks and slabs disagree")]
-    FreeList {
-        /// The group.
-        group: usize,
-    },
+    FreeList { group: usize },
     /// A block's references are not those of the tables.
     #[error("group {group}, block {block}: {counted} references counted, {held} held")]
     Block {
-        /// The group.
         group: usize,
-        /// The block.
         block: u32,
-        /// What the block says.
         counted: u32,
         /// What sequences, steps and pins say.
         held: u32,
     },
     /// A sequence has tokens before its end and no recurrent state of them.
     #[error("a sequence of {tokens} tokens has no recurrent state")]
-    State {
-        /// Its length.
-        tokens: u32,
-    },
+    State { tokens: u32 },
     /// The pool and the prefix tree disagree on which blocks have cached content.
     #[error("group {group}, block {block}: pool and prefix tree disagree on cached content")]
-    Cached {
-        /// The group.
-        group: usize,
-        /// The block.
-        block: u32,
-    },
+    Cached { group: usize, block: u32 },
     /// The prefix tree contradicts itself.
     #[error("prefix tree: {0}")]
     Tree(&'static str),

@@ -1,6 +1,6 @@
 //! How far a prompt is served by the cache, and why no further.
 
-use super::prefix::{Child, Need};
+use super::prefix::{BoundaryNeed, Child};
 use super::{KvCache, SequenceCache};
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 
@@ -15,14 +15,12 @@ pub enum HitStop {
     PromptEnd,
     /// A group that needs every unit lacks one.
     NotCached {
-        /// The group.
         group: usize,
         /// First token of the missing unit.
         token: u32,
     },
     /// A longer prefix is cached, but this group no longer has the window before its end.
     WindowGone {
-        /// The group.
         group: usize,
         /// The boundary at which the window is missing.
         token: u32,
@@ -78,14 +76,12 @@ impl std::fmt::Display for HitStop {
 /// What a lookup found beyond the tokens that a sequence already has.
 #[derive(Debug)]
 pub(crate) struct Hit {
-    /// First unit looked up.
     pub(super) from: usize,
     /// Nodes of the served units, from unit `from`.
     pub(super) path: Vec<u32>,
     /// Units from the prompt's start whose KV is cached as far as all of it is needed; more than are served
     /// where only a state is missing.
     pub(crate) known: usize,
-    /// Why it ends there.
     pub(crate) stop: HitStop,
 }
 
@@ -170,29 +166,37 @@ impl KvCache {
     fn known(&self, path: &[u32]) -> usize {
         let all = |&&node: &&u32| {
             let mut needs = self.tree.needs().iter().enumerate();
-            needs.all(|(group, &need)| need != Need::All || self.tree.has(node, group))
+            needs.all(|(group, &need)| need != BoundaryNeed::All || self.tree.has(node, group))
         };
         path.iter().take_while(all).count()
     }
 
     /// The longest start of `path` behind which `group` lets a sequence go on.
-    fn served(&self, group: usize, need: Need, path: &[u32]) -> usize {
+    fn served(&self, group: usize, need: BoundaryNeed, path: &[u32]) -> usize {
         let (mut run, mut served) = (need.start(), 0);
         for (at, &node) in path.iter().enumerate() {
             run = if self.tree.has(node, group) { need.run(run) } else { 0 };
             if need.met(run) {
                 served = at + 1;
-            } else if need == Need::All {
+            } else if need == BoundaryNeed::All {
                 break;
             }
         }
         served
     }
 
-    fn why(&self, group: usize, need: Need, path: &[u32], served: usize, end: usize, from: usize) -> HitStop {
+    fn why(
+        &self,
+        group: usize,
+        need: BoundaryNeed,
+        path: &[u32],
+        served: usize,
+        end: usize,
+        from: usize,
+    ) -> HitStop {
         let token = |unit: usize| ((from + unit) * HASH_UNIT_TOKENS) as u32;
         match need {
-            Need::Window(_) if self.tree.has(path[end - 1], group) => {
+            BoundaryNeed::Window(_) if self.tree.has(path[end - 1], group) => {
                 HitStop::WindowGone { group, token: token(end) }
             }
             _ => HitStop::NotCached { group, token: token(served) },

@@ -72,7 +72,6 @@ impl MemoryFloor {
 pub struct HostFloor {
     /// Bytes that must stay free.
     pub floor: MemoryFloor,
-    /// The host's memory.
     pub memory: Arc<dyn MemInfo + Send + Sync>,
 }
 

@@ -8,7 +8,6 @@ use proto::block::{BlockId, HASH_UNIT_TOKENS};
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 
-/// Names a pinned prefix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PinId(u64);
 

@@ -17,14 +17,12 @@ pub enum CheckpointKind {
     Turn,
     /// The last boundary before the end of a prompt: what the same prompt can use again.
     PromptEnd,
-    /// Where two prompts parted.
     Junction,
 }
 
 /// A checkpoint on the way from a root to a sequence's end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Checkpoint {
-    /// Units before it.
     pub(crate) unit: u32,
     pub(crate) kind: CheckpointKind,
     /// In use: it cannot be given up now.

@@ -44,7 +44,6 @@ struct Slab {
     owner: Option<u8>,
     /// Blocks in the owner's free list.
     free: u32,
-    /// Blocks with cached content.
     hashed: u32,
 }
 

@@ -50,7 +50,7 @@ impl Hasher for IdHasher {
 
 #[derive(Debug)]
 pub(super) struct PrefixTree {
-    needs: Vec<Need>,
+    needs: Vec<BoundaryNeed>,
     /// Units per block, group by group.
     units_in: Vec<u32>,
     /// The group of recurrent states.
@@ -58,7 +58,6 @@ pub(super) struct PrefixTree {
     ids: HashMap<BlockId, u32, BuildHasherDefault<IdHasher>>,
     nodes: Vec<Node>,
     vacant: Vec<u32>,
-    /// Per node and group.
     states: Vec<State>,
     /// Per group, per block and unit in it.
     slots: Vec<Vec<Slot>>,
@@ -72,7 +71,7 @@ pub(super) struct PrefixTree {
 
 /// What a group needs before a boundary.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Need {
+pub(super) enum BoundaryNeed {
     /// Every unit from the root.
     All,
     /// This many units, or every unit from the root.
@@ -101,7 +100,7 @@ struct State {
     head: u32,
     /// Slots whose step has completed.
     ready: u32,
-    /// Consecutive ready units that end here, as far as it matters: see [`Need::run`].
+    /// Consecutive ready units that end here, as far as it matters: see [`BoundaryNeed::run`].
     run: u32,
 }
 
@@ -130,7 +129,7 @@ pub(super) enum Child {
     Collision,
 }
 
-impl Need {
+impl BoundaryNeed {
     fn of_root(self) -> u32 {
         match self {
             Self::All => 1,
@@ -168,7 +167,7 @@ impl PrefixTree {
             needs: spec
                 .groups
                 .iter()
-                .map(|group| group.kind.window_units().map_or(Need::All, Need::Window))
+                .map(|group| group.kind.window_units().map_or(BoundaryNeed::All, BoundaryNeed::Window))
                 .collect(),
             recurrent: spec.state_group(),
             ids: HashMap::default(),
@@ -187,7 +186,7 @@ impl PrefixTree {
         }
     }
 
-    pub(super) fn needs(&self) -> &[Need] {
+    pub(super) fn needs(&self) -> &[BoundaryNeed] {
         &self.needs
     }
 

@@ -1,7 +1,7 @@
 //! What resume points are made of, wherever their pieces lie.
 
 use super::KvCache;
-use super::prefix::Need;
+use super::prefix::BoundaryNeed;
 use std::ops::Range;
 
 impl KvCache {
@@ -16,7 +16,7 @@ impl KvCache {
     pub(crate) fn deepest_whole(&self, units: u32, mut has: impl FnMut(usize, u32) -> bool) -> u32 {
         // Windows and states first: they are few, and where they are missing nobody needs to count the rest.
         let mut groups: Vec<usize> = (0..self.spec.groups.len()).collect();
-        groups.sort_by_key(|&group| self.tree.needs()[group] == Need::All);
+        groups.sort_by_key(|&group| self.tree.needs()[group] == BoundaryNeed::All);
         let mut units = units;
         while units > 0 {
             let missing = groups.iter().find_map(|&group| {
@@ -26,8 +26,8 @@ impl KvCache {
             match missing {
                 None => return units,
                 // Whatever reaches that far needs this block.
-                Some((Need::All, block)) => units = block.end - 1,
-                Some((Need::Window(_), _)) => units -= 1,
+                Some((BoundaryNeed::All, block)) => units = block.end - 1,
+                Some((BoundaryNeed::Window(_), _)) => units -= 1,
             }
         }
         0
@@ -38,8 +38,8 @@ impl KvCache {
     pub(super) fn unit_ranges(&self, group: usize, units: u32) -> impl Iterator<Item = Range<u32>> + use<> {
         let per_block = self.spec.units_in(group) as u32;
         let first = match self.tree.needs()[group] {
-            Need::All => 0,
-            Need::Window(window) => units.saturating_sub(window),
+            BoundaryNeed::All => 0,
+            BoundaryNeed::Window(window) => units.saturating_sub(window),
         };
         let blocks = first / per_block..units.div_ceil(per_block);
         blocks.map(move |block| block * per_block..((block + 1) * per_block).min(units))

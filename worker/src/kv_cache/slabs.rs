@@ -51,7 +51,6 @@ impl Slabs {
         (whole && numbered && all > 0).then_some(Self { count, units, groups })
     }
 
-    /// How many there are.
     pub fn count(&self) -> u32 {
         self.count
     }

@@ -6,7 +6,6 @@ use proto::block::HASH_UNIT_TOKENS;
 /// Which past tokens the layers of a group can still read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GroupKind {
-    /// All of them.
     Full,
     /// The row's own token and the `window - 1` before it.
     Sliding {
@@ -19,7 +18,6 @@ pub enum GroupKind {
 }
 
 impl GroupKind {
-    /// Its name in metrics.
     pub fn name(self) -> &'static str {
         match self {
             Self::Full => "full",
@@ -32,7 +30,6 @@ impl GroupKind {
 /// Layers whose KV, or recurrent state, lives and dies together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GroupSpec {
-    /// What its layers read.
     pub kind: GroupKind,
     /// Bytes of one block: K and V of all layers of the group, or one slot; a multiple of [`OFFSET_UNIT`].
     pub block_bytes: u64,
@@ -57,10 +54,7 @@ pub enum Placement {
     Paged,
     /// As `Paged`, from free lists that start in an order derived from the seed: results must not depend
     /// on where blocks lie.
-    Permuted {
-        /// Chooses the order.
-        seed: u64,
-    },
+    Permuted { seed: u64 },
     /// Each sequence gets one run of physically consecutive blocks per group, for its longest possible
     /// length, at admission. No sharing, no recycling of windows: a mode that shows the price of paging.
     Contiguous,
@@ -72,17 +66,11 @@ pub enum SpecError {
     /// Too few or too many groups.
     #[error("a cache has 1 to 8 groups, not {0}")]
     Groups(usize),
-    /// Block size.
     #[error("a block holds 16, 32 or 64 tokens, not {0}")]
     BlockTokens(u32),
     /// Bytes per block.
     #[error("group {group}: blocks of {bytes} bytes are not a positive multiple of {OFFSET_UNIT}")]
-    BlockBytes {
-        /// The group.
-        group: usize,
-        /// Its block size.
-        bytes: u64,
-    },
+    BlockBytes { group: usize, bytes: u64 },
     /// A window of no tokens.
     #[error("group {0}: a sliding window of 0 tokens")]
     Window(usize),
@@ -92,7 +80,6 @@ pub enum SpecError {
     /// The arena cannot hold one block of each group, or cannot be addressed.
     #[error("an arena of {bytes} bytes: at least {least} and at most {most} are possible")]
     Arena {
-        /// Its size.
         bytes: u64,
         /// One block of each group.
         least: u64,

@@ -9,15 +9,12 @@ use kernels::backend::{Backend, MemoryUse};
 use kernels::cuda::{Arch, Compiler, CubinCache, CudaBackend, CudaConfig, Device, Gpu, Survey, gpus};
 use std::io;
 
-/// What to compute on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum DeviceChoice {
     /// A GPU if there is one, with all that it needs.
     Auto,
-    /// The CPU.
     #[default]
     Cpu,
-    /// A GPU, or nothing.
     Cuda,
     /// The kernels of a GPU, a GB10's, interpreted on the CPU: for tests.
     #[cfg(feature = "ptx-sim")]
@@ -104,7 +101,6 @@ pub(super) fn gpu(options: &EngineOptions) -> Result<Box<dyn Backend>, Error> {
     on(Box::new(gpu), info.arch, compiler, options)
 }
 
-/// The interpreter.
 #[cfg(feature = "ptx-sim")]
 pub(super) fn simulated(options: &EngineOptions) -> Result<Box<dyn Backend>, Error> {
     let compiler = Compiler::find().map_err(kernels::Error::from)?;
@@ -145,16 +141,12 @@ const SIMULATED_COMPUTE: u64 = 22_000_000_000_000;
 /// The memory that weights and caches lie in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Memory {
-    /// The host's.
     Host,
     /// The host's, shared with the GPU that computes: what is free is `MemAvailable` there too, for the driver counts
     /// the page cache as used.
     Unified,
-    /// A GPU's own.
     Own {
-        /// All of it.
         total: u64,
-        /// What can be taken.
         free: u64,
     },
 }

@@ -8,14 +8,14 @@ use crate::Error;
 use crate::decoder::Decoder;
 use crate::engine::DraftModel;
 use crate::kv_cache::memory::MemoryFloor;
-use crate::shipping::Arrivals;
 use crate::speculation::Guesses;
+use crate::weight_distribution::Arrivals;
 use crate::weights::TensorSource;
 use model::costs::{DrafterCosts, DrafterStage};
 use model::spec::{AppendedSpec, AssistantSpec};
 use model::tokenizer::Tokenizer;
-use proto::placement::{DrafterV1, OfferedDrafterV1};
-use proto::stage::StageDrafterV1;
+use proto::placement::{Drafter, OfferedDrafter};
+use proto::stage::StageDrafter;
 use std::path::Path;
 
 /// Who guesses, ready to do so.
@@ -173,20 +173,20 @@ pub(super) fn costs(
 ///
 /// # Errors
 /// As [`costs`].
-pub(crate) fn offered(path: &Path, options: &EngineOptions) -> Result<Option<OfferedDrafterV1>, Error> {
+pub(crate) fn offered(path: &Path, options: &EngineOptions) -> Result<Option<OfferedDrafter>, Error> {
     let file = ModelFile::open(path)?;
     let spec = ModelSpec::from_file(&file)?;
     let Some(costs) = costs(&options.guesses, (&file, &spec))? else { return Ok(None) };
     let drafter = match &options.guesses {
-        Guesses::Assistant(path) => DrafterV1::Assistant(digest_of(path, options)?),
-        Guesses::Model(path) => DrafterV1::Model(digest_of(path, options)?),
-        Guesses::Off | Guesses::Ngram | Guesses::Appended => DrafterV1::Appended,
+        Guesses::Assistant(path) => Drafter::Assistant(digest_of(path, options)?),
+        Guesses::Model(path) => Drafter::Model(digest_of(path, options)?),
+        Guesses::Off | Guesses::Ngram | Guesses::Appended => Drafter::Appended,
     };
     let from_layer = match costs.stage {
         DrafterStage::First => spec.layers.len(),
         DrafterStage::Last { from_layer } => from_layer,
     };
-    Ok(Some(OfferedDrafterV1 {
+    Ok(Some(OfferedDrafter {
         model_digest: digest(&file, options)?,
         drafter,
         from_layer: u32::try_from(from_layer).unwrap_or(u32::MAX),
@@ -208,7 +208,7 @@ fn with_source<T>(options: &EngineOptions, file: &ModelFile, load: impl FnOnce(&
 /// Who guesses at the last stage of a replica, and the layer from which on all must be there.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Elsewhere {
-    pub(crate) drafter: StageDrafterV1,
+    pub(crate) drafter: StageDrafter,
     pub(crate) from_layer: usize,
 }
 
@@ -237,10 +237,10 @@ pub(super) fn elsewhere(
     sequences: usize,
 ) -> Result<Option<Elsewhere>, Error> {
     let drafter = match &options.guesses {
-        Guesses::Assistant(path) => StageDrafterV1::Assistant { digest: digest_of(path, options)? },
+        Guesses::Assistant(path) => StageDrafter::Assistant { digest: digest_of(path, options)? },
         Guesses::Appended => {
             appended(file, &spec.arch)?;
-            StageDrafterV1::Appended { sequences: u32::try_from(sequences).unwrap_or(u32::MAX) }
+            StageDrafter::Appended { sequences: u32::try_from(sequences).unwrap_or(u32::MAX) }
         }
         Guesses::Off | Guesses::Ngram | Guesses::Model(_) => return Ok(None),
     };
@@ -254,12 +254,12 @@ pub(super) fn elsewhere(
 /// # Errors
 /// [`Error::Config`] where that does not go with the stage's layers.
 pub(super) fn at_last_stage(
-    drafter: StageDrafterV1,
+    drafter: StageDrafter,
     options: &EngineOptions,
     file: &ModelFile,
     decoder: &mut Decoder,
 ) -> Result<(), Error> {
-    if let StageDrafterV1::Appended { sequences } = drafter {
+    if let StageDrafter::Appended { sequences } = drafter {
         return load_appended(options, file, decoder, sequences as usize);
     }
     let Guesses::Assistant(path) = &options.guesses else {

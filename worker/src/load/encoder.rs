@@ -13,7 +13,7 @@ use model::ModelFile;
 use model::spec::ModelSpec;
 use model::tokenizer::Tokenizer;
 use proto::ids::ModelId;
-use proto::message::{MAX_ENCODED_WIDTH, ModelTask, ServedModelV2};
+use proto::message::{MAX_ENCODED_WIDTH, ModelTask, ServedModel};
 use proto::operation::Operation;
 use std::path::Path;
 use std::sync::Arc;
@@ -85,7 +85,7 @@ pub(crate) fn onnx_encoder(
     floor.admit(&Memory::of(options)?, "weights", bytes).map_err(refused)?;
     let (model_digest, runs) = (digest(&gguf, options)?, file_digest(file)?);
     let hex = |digest: &[u8; 32]| digest[..8].iter().map(|byte| format!("{byte:02x}")).collect::<String>();
-    let served = ServedModelV2 {
+    let served = ServedModel {
         id: nameless()?,
         model_digest,
         tokenizer_digest: tokenizer.digest(),

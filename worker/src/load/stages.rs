@@ -8,10 +8,10 @@ use crate::Error;
 use crate::decoder::Decoder;
 use crate::defaults::{MIB, STATES_PER_SEQUENCE, TOKENS_PER_SEQUENCE, arena_cap, most_sequences};
 use crate::kv_cache::memory::MemoryFloor;
+use crate::pipeline::Replica;
 use crate::speculation::Guesses;
-use crate::stage::Replica;
 use kernels::backend::BackendInfo;
-use proto::stage::StageDrafterV1;
+use proto::stage::StageDrafter;
 use std::ops::Range;
 use std::path::Path;
 
@@ -135,7 +135,7 @@ pub(crate) fn stage(
     path: &Path,
     options: &EngineOptions,
     layers: Range<usize>,
-    (class, drafter): (&str, Option<StageDrafterV1>),
+    (class, drafter): (&str, Option<StageDrafter>),
 ) -> Result<(String, Option<Decoder>), Error> {
     let gguf = ModelFile::open(path)?;
     let spec = ModelSpec::from_file(&gguf)?;

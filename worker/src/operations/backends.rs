@@ -25,7 +25,6 @@ use std::sync::Arc;
 pub struct Bundle {
     /// Its name in the API.
     pub id: ModelId,
-    /// Where it is.
     pub dir: PathBuf,
 }
 
@@ -46,7 +45,6 @@ impl Bundle {
 pub struct TextModel {
     /// Its file. The bundle is the directory that it is in.
     pub path: PathBuf,
-    /// How.
     pub options: EngineOptions,
 }
 

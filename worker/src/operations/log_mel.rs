@@ -8,7 +8,6 @@ use realfft::{RealFftPlanner, RealToComplex};
 use std::f64::consts::PI;
 use std::sync::Arc;
 
-/// Samples per second.
 pub(super) const RATE: u32 = 16_000;
 /// Samples that are looked at: eight seconds.
 pub(super) const SAMPLES: usize = 8 * RATE as usize;
@@ -92,7 +91,6 @@ fn bands(count: usize) -> Vec<(usize, Vec<f64>)> {
 }
 
 impl LogMel {
-    /// Of so many bands.
     pub(super) fn new(count: usize) -> Self {
         let window = (0..WINDOW).map(|n| 0.5 - 0.5 * (2.0 * PI * n as f64 / WINDOW as f64).cos()).collect();
         Self { fft: RealFftPlanner::new().plan_fft_forward(WINDOW), window, bands: bands(count) }

@@ -16,7 +16,6 @@ use std::sync::Arc;
 pub const NAME: &str = "onnx";
 /// Below what is written for this engine, above nothing.
 pub const RANK: i32 = 10;
-/// How files are called.
 const SUFFIX: &str = "onnx";
 
 /// A loaded model. Runs may overlap; each takes the threads that it was loaded with.

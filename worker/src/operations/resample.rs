@@ -14,7 +14,6 @@ const CUT: f64 = 0.92;
 /// Weights that are computed at once at most; beyond them each is computed when it is wanted.
 const MAX_TABLE: usize = 1 << 20;
 
-/// See the module.
 #[derive(Debug, Clone)]
 pub(super) struct Resampler {
     /// In lowest terms: so many outputs are as long as `inputs` inputs.
@@ -28,9 +27,7 @@ pub(super) struct Resampler {
     /// The input that `tail` begins with. Before the first there is silence, of which `half` are there from the start.
     from: u64,
     tail: Vec<f32>,
-    /// Inputs so far.
     heard: u64,
-    /// Outputs so far.
     told: u64,
 }
 

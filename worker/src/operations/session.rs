@@ -49,7 +49,6 @@ pub trait Session: Send {
         Ok(false)
     }
 
-    /// As just opened.
     fn reset(&mut self);
 }
 

@@ -7,8 +7,8 @@ use super::session::{Hears, Session, at_rate};
 use super::speech::{Speech, SpeechRule, invalid};
 use crate::Error;
 use proto::operation::{
-    MAX_FRAME_WINDOWS, Operation, OperationError, OperationOptions, OperationOutput, SpeechOptionsV1,
-    WindowV1,
+    MAX_FRAME_WINDOWS, Operation, OperationError, OperationOptions, OperationOutput, SpeechOptions,
+    VoiceWindow,
 };
 use rten::NodeId;
 use rten_tensor::Tensor;
@@ -18,7 +18,6 @@ use std::sync::Arc;
 /// Values of the state: two layers' worth of 128.
 const STATE: [usize; 3] = [2, 1, 128];
 
-/// The network, loaded.
 pub(super) struct Silero(Arc<Network>);
 
 struct Network {
@@ -48,13 +47,13 @@ impl Hears for Silero {
             _ => (256, 32),
         };
         let options = match options {
-            OperationOptions::Default => SpeechOptionsV1::default(),
+            OperationOptions::Default => SpeechOptions::default(),
             OperationOptions::Speech(options) => options.clone(),
             OperationOptions::Turn(_) | OperationOptions::Transcribe(_) => {
                 return Err(invalid("options", format!("{} has none of these", Operation::Vad)));
             }
         };
-        Ok(Box::new(Heard {
+        Ok(Box::new(VadSession {
             network: Arc::clone(&self.0),
             rate,
             window,
@@ -69,8 +68,7 @@ impl Hears for Silero {
     }
 }
 
-/// One session.
-struct Heard {
+struct VadSession {
     network: Arc<Network>,
     rate: u32,
     window: usize,
@@ -78,13 +76,12 @@ struct Heard {
     /// The context, and behind it what is not yet a whole window.
     sound: Vec<f32>,
     state: Vec<f32>,
-    /// Samples of whole windows.
     heard: u64,
     tell_windows: bool,
     speech: Speech,
 }
 
-impl Heard {
+impl VadSession {
     /// Computes the window that begins so far behind the first sample held.
     fn window(&mut self, start: usize) -> Result<f32, Error> {
         let Network { onnx, sound, state, rate, probability, next_state } = &*self.network;
@@ -116,7 +113,7 @@ impl Heard {
         while self.sound.len() - done >= self.context + self.window {
             let probability = self.window(done)?;
             if self.tell_windows {
-                told.push(WindowV1 { start: self.heard, probability });
+                told.push(VoiceWindow { start: self.heard, probability });
             }
             done += self.window;
             self.heard += self.window as u64;
@@ -133,13 +130,13 @@ impl Heard {
     }
 }
 
-fn tell(told: &mut Vec<WindowV1>, out: &mut Vec<OperationOutput>) {
+fn tell(told: &mut Vec<VoiceWindow>, out: &mut Vec<OperationOutput>) {
     if !told.is_empty() {
         out.push(OperationOutput::Windows(std::mem::take(told)));
     }
 }
 
-impl Session for Heard {
+impl Session for VadSession {
     fn window(&self) -> u32 {
         self.window as u32
     }

@@ -6,7 +6,7 @@ use super::onnx::Onnx;
 use super::session::{Hears, Session, at_rate};
 use super::speech::invalid;
 use crate::Error;
-use proto::operation::{Operation, OperationError, OperationOptions, OperationOutput, TurnV1};
+use proto::operation::{Operation, OperationError, OperationOptions, OperationOutput, TurnScore};
 use rten::NodeId;
 use rten_tensor::Tensor;
 use std::collections::VecDeque;
@@ -16,7 +16,6 @@ use std::sync::Arc;
 /// Above this a turn is complete, its authors say.
 const THRESHOLD: f32 = 0.5;
 
-/// The network, loaded.
 pub(super) struct SmartTurn(Arc<Network>);
 
 struct Network {
@@ -50,12 +49,11 @@ impl Hears for SmartTurn {
             return Err(invalid("threshold", format!("{threshold}, it must be 0 to 1")));
         }
         let network = Arc::clone(&self.0);
-        Ok(Box::new(Turn { network, threshold, last: VecDeque::with_capacity(SAMPLES), heard: 0 }))
+        Ok(Box::new(TurnSession { network, threshold, last: VecDeque::with_capacity(SAMPLES), heard: 0 }))
     }
 }
 
-/// One session.
-struct Turn {
+struct TurnSession {
     network: Arc<Network>,
     threshold: f32,
     /// The last eight seconds at most.
@@ -76,7 +74,7 @@ impl Network {
     }
 }
 
-impl Session for Turn {
+impl Session for TurnSession {
     fn window(&self) -> u32 {
         SAMPLES as u32
     }
@@ -96,7 +94,7 @@ impl Session for Turn {
         samples.extend(&self.last);
         let probability = self.network.probability(&samples)?;
         let complete = probability > self.threshold;
-        out.push(OperationOutput::Turn(TurnV1 { at: self.heard, complete, probability }));
+        out.push(OperationOutput::Turn(TurnScore { at: self.heard, complete, probability }));
         Ok(())
     }
 

@@ -1,15 +1,13 @@
 //! Where speech begins and ends, by the probabilities of windows: the rule of Silero's own iterator over a stream, in
 //! samples. Sans-IO.
 
-use proto::operation::{OperationError, OperationOutput, SpeechOptionsV1};
+use proto::operation::{OperationError, OperationOutput, SpeechOptions};
 
-/// What Silero's authors recommend.
 const THRESHOLD: f32 = 0.5;
 /// Between what begins speech and what ends it.
 const HYSTERESIS: f32 = 0.15;
 const MIN_SILENCE_MS: u32 = 100;
 const PAD_MS: u32 = 30;
-/// No option is longer.
 const MAX_MS: u32 = 60_000;
 
 /// The options of a session, each with a value.
@@ -26,7 +24,7 @@ impl SpeechRule {
     ///
     /// # Errors
     /// [`OperationError::InvalidField`] for a value outside its limits.
-    pub(super) fn new(options: &SpeechOptionsV1, rate: u32) -> Result<Self, OperationError> {
+    pub(super) fn new(options: &SpeechOptions, rate: u32) -> Result<Self, OperationError> {
         let probability = |field: &str, value: f32| match (0.0..=1.0).contains(&value) {
             true => Ok(value),
             false => Err(invalid(field, format!("{value}, it must be 0 to 1"))),
@@ -56,7 +54,6 @@ pub(super) fn invalid(field: &str, reason: String) -> OperationError {
     OperationError::InvalidField { field: field.to_owned(), reason }
 }
 
-/// Whether somebody speaks.
 #[derive(Debug, Clone)]
 pub(super) struct Speech {
     rule: SpeechRule,
@@ -68,7 +65,6 @@ pub(super) struct Speech {
 }
 
 impl Speech {
-    /// Nobody speaks yet.
     pub(super) fn new(rule: SpeechRule) -> Self {
         Self { rule, heard: 0, speaks: false, quiet_since: None }
     }
@@ -105,7 +101,6 @@ impl Speech {
         std::mem::take(&mut self.speaks).then_some(OperationOutput::SpeechEnded { at })
     }
 
-    /// As new.
     pub(super) fn reset(&mut self) {
         *self = Self::new(self.rule);
     }
@@ -115,7 +110,7 @@ impl Speech {
 mod tests {
     use super::*;
 
-    fn speech(options: SpeechOptionsV1) -> Speech {
+    fn speech(options: SpeechOptions) -> Speech {
         Speech::new(SpeechRule::new(&options, 16_000).unwrap())
     }
 
@@ -132,7 +127,7 @@ mod tests {
     /// The positions are those that Silero's VADIterator gives for these probabilities.
     #[test]
     fn begins_at_the_threshold_and_ends_after_enough_silence_below_the_lower_one() {
-        let mut one = speech(SpeechOptionsV1::default());
+        let mut one = speech(SpeechOptions::default());
         // Silence of 100 ms is 1,600 samples: the fourth window behind the first quiet one completes it.
         let told = events(&mut one, &[0.1, 0.49, 0.5, 0.9, 0.2, 0.2, 0.2, 0.2, 0.2]);
         assert_eq!(told, [('s', 1024 - 480), ('e', 5 * 512 + 480 - 512)]);
@@ -141,14 +136,14 @@ mod tests {
         let start = 9 * 512;
         assert_eq!(told, [('s', start - 480), ('e', start + 2 * 512 + 480 - 512)]);
         // Speech that comes back forgets it.
-        let mut two = speech(SpeechOptionsV1::default());
+        let mut two = speech(SpeechOptions::default());
         assert_eq!(events(&mut two, &[0.9, 0.1, 0.1, 0.1, 0.5, 0.1, 0.1, 0.1]), [('s', 0)]);
         assert_eq!(events(&mut two, &[0.1, 0.1]), [('e', 6 * 512 + 480 - 512)]);
     }
 
     #[test]
     fn what_is_said_when_it_is_cut_ends_there_once() {
-        let mut speech = speech(SpeechOptionsV1::default());
+        let mut speech = speech(SpeechOptions::default());
         assert_eq!(speech.cut(0), None);
         assert_eq!(events(&mut speech, &[0.9]), [('s', 0)]);
         assert_eq!(speech.cut(600), Some(OperationOutput::SpeechEnded { at: 600 }));
@@ -160,7 +155,7 @@ mod tests {
 
     #[test]
     fn options_are_acted_upon_or_refused_by_name() {
-        let options = SpeechOptionsV1 {
+        let options = SpeechOptions {
             threshold: Some(0.8),
             end_threshold: Some(0.8),
             min_silence_ms: Some(0),
@@ -169,15 +164,15 @@ mod tests {
         };
         let told = events(&mut speech(options), &[0.79, 0.8, 0.79]);
         assert_eq!(told, [('s', 512), ('e', 1024)]);
-        let wrong = |options: SpeechOptionsV1| match SpeechRule::new(&options, 16_000).unwrap_err() {
+        let wrong = |options: SpeechOptions| match SpeechRule::new(&options, 16_000).unwrap_err() {
             OperationError::InvalidField { field, .. } => field,
             other => panic!("{other:?}"),
         };
-        let none = SpeechOptionsV1::default();
-        assert_eq!(wrong(SpeechOptionsV1 { threshold: Some(1.1), ..none.clone() }), "threshold");
-        assert_eq!(wrong(SpeechOptionsV1 { threshold: Some(f32::NAN), ..none.clone() }), "threshold");
-        assert_eq!(wrong(SpeechOptionsV1 { end_threshold: Some(0.6), ..none.clone() }), "end_threshold");
-        assert_eq!(wrong(SpeechOptionsV1 { min_silence_ms: Some(60_001), ..none.clone() }), "min_silence_ms");
-        assert_eq!(wrong(SpeechOptionsV1 { pad_ms: Some(u32::MAX), ..none }), "pad_ms");
+        let none = SpeechOptions::default();
+        assert_eq!(wrong(SpeechOptions { threshold: Some(1.1), ..none.clone() }), "threshold");
+        assert_eq!(wrong(SpeechOptions { threshold: Some(f32::NAN), ..none.clone() }), "threshold");
+        assert_eq!(wrong(SpeechOptions { end_threshold: Some(0.6), ..none.clone() }), "end_threshold");
+        assert_eq!(wrong(SpeechOptions { min_silence_ms: Some(60_001), ..none.clone() }), "min_silence_ms");
+        assert_eq!(wrong(SpeechOptions { pad_ms: Some(u32::MAX), ..none }), "pad_ms");
     }
 }

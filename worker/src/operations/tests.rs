@@ -4,7 +4,7 @@ use super::*;
 use crate::telemetry::EngineMetrics;
 use prometheus_client::registry::Registry;
 use proto::ids::RequestId;
-use proto::operation::{OperationOptions, OperationOutput, SpeechOptionsV1, TurnOptionsV1, WindowV1};
+use proto::operation::{OperationOptions, OperationOutput, SpeechOptions, TurnOptions, VoiceWindow};
 use std::path::PathBuf;
 
 fn fixture() -> Bundle {
@@ -12,8 +12,8 @@ fn fixture() -> Bundle {
     Bundle { id: ModelId::new("tiny").unwrap(), dir }
 }
 
-fn request(operation: Operation) -> OperationRequestV1 {
-    OperationRequestV1 {
+fn request(operation: Operation) -> OperationRequest {
+    OperationRequest {
         request_id: RequestId::new("r").unwrap(),
         operation,
         model: None,
@@ -24,7 +24,7 @@ fn request(operation: Operation) -> OperationRequestV1 {
 }
 
 fn windows() -> OperationOptions {
-    OperationOptions::Speech(SpeechOptionsV1 { windows: true, ..SpeechOptionsV1::default() })
+    OperationOptions::Speech(SpeechOptions { windows: true, ..SpeechOptions::default() })
 }
 
 fn session(operation: Operation, rate: u32, options: &OperationOptions) -> Box<dyn Session> {
@@ -43,7 +43,7 @@ fn heard(session: &mut dyn Session, sound: &[f32], chunk: usize) -> Vec<Operatio
     out
 }
 
-fn probabilities(outputs: &[OperationOutput]) -> Vec<WindowV1> {
+fn probabilities(outputs: &[OperationOutput]) -> Vec<VoiceWindow> {
     let of = |output: &OperationOutput| match output {
         OperationOutput::Windows(windows) => windows.clone(),
         _ => Vec::new(),
@@ -66,7 +66,7 @@ fn windows_context_and_state_are_carried_however_the_sound_is_cut() {
     let told: Vec<_> = expected
         .iter()
         .enumerate()
-        .map(|(at, p)| WindowV1 { start: at as u64 * 512, probability: *p })
+        .map(|(at, p)| VoiceWindow { start: at as u64 * 512, probability: *p })
         .collect();
     assert_eq!(probabilities(&whole), told);
     let end = OperationOutput::SpeechEnded { at: sound.len() as u64 };
@@ -91,12 +91,12 @@ fn a_reset_forgets_everything_and_a_segment_nothing() {
     out.clear();
     // 324 samples complete the window that was begun before the segment.
     vad.hear(&[0.0; 324], &mut out).unwrap();
-    assert_eq!(probabilities(&out), [WindowV1 { start: 512, probability: 1.0 }]);
+    assert_eq!(probabilities(&out), [VoiceWindow { start: 512, probability: 1.0 }]);
     assert_eq!(events(&out), [OperationOutput::SpeechStarted { at: 512 - 480 }]);
     vad.reset();
     out.clear();
     vad.hear(&loud(&[0.25]), &mut out).unwrap();
-    assert_eq!(probabilities(&out), [WindowV1 { start: 0, probability: 0.25 }]);
+    assert_eq!(probabilities(&out), [VoiceWindow { start: 0, probability: 0.25 }]);
     assert_eq!(events(&out), []);
 }
 
@@ -110,7 +110,7 @@ fn windows_are_shorter_at_8_khz() {
     sound.extend([0.0; 512]);
     let told = heard(vad.as_mut(), &sound, 100);
     let expected = [(0, 1.0), (256, 1.0), (512, 0.5)];
-    assert_eq!(probabilities(&told), expected.map(|(start, probability)| WindowV1 { start, probability }));
+    assert_eq!(probabilities(&told), expected.map(|(start, probability)| VoiceWindow { start, probability }));
 }
 
 #[test]
@@ -155,7 +155,7 @@ fn a_turn_is_judged_by_the_last_eight_seconds() {
     // More is heard after a segment, and counts.
     let more = judged(turn.as_mut(), &[&[0.5; 1000]]);
     assert_eq!(more.at, 129_000);
-    let strict = OperationOptions::Turn(TurnOptionsV1 { threshold: Some(long.probability) });
+    let strict = OperationOptions::Turn(TurnOptions { threshold: Some(long.probability) });
     let mut strict = session(Operation::TurnDetection, 16_000, &strict);
     assert!(!judged(strict.as_mut(), &[&last]).complete, "above, not at");
 }
@@ -175,10 +175,10 @@ fn what_a_model_does_not_take_or_would_not_act_upon_is_refused_by_name() {
         "{reason}"
     );
     assert_eq!(refused(Operation::TurnDetection, 8_000, OperationOptions::Default).0, "sample_rate");
-    let turn = || OperationOptions::Turn(TurnOptionsV1::default());
+    let turn = || OperationOptions::Turn(TurnOptions::default());
     assert_eq!(refused(Operation::Vad, 16_000, turn()).0, "options");
     assert_eq!(refused(Operation::TurnDetection, 16_000, windows()).0, "options");
-    let above = OperationOptions::Turn(TurnOptionsV1 { threshold: Some(1.5) });
+    let above = OperationOptions::Turn(TurnOptions { threshold: Some(1.5) });
     assert_eq!(refused(Operation::TurnDetection, 16_000, above).0, "threshold");
 }
 
@@ -200,10 +200,7 @@ async fn sessions_are_counted_refused_above_the_limit_and_given_back() {
     assert_eq!(open(request(Operation::Asr)).err(), Some(asr));
     let other = ModelId::new("other").unwrap();
     let missing = OperationError::ModelNotFound { operation: Operation::Vad, model: other.clone() };
-    assert_eq!(
-        open(OperationRequestV1 { model: Some(other), ..request(Operation::Vad) }).err(),
-        Some(missing)
-    );
+    assert_eq!(open(OperationRequest { model: Some(other), ..request(Operation::Vad) }).err(), Some(missing));
     let told = first.handle.hear(loud(&[1.0])).await.unwrap();
     assert_eq!(told, [OperationOutput::SpeechStarted { at: 0 }]);
     first.ends(SessionEnd::finished);

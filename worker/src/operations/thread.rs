@@ -49,7 +49,6 @@ pub struct SessionHandle {
 }
 
 impl ModelThread {
-    /// Starts it.
     pub(super) fn start(operation: Operation, metrics: OperationMetrics) -> Result<Self, Error> {
         let (jobs, inbox) = channel();
         let name = format!("kvasir-{operation}");
@@ -159,7 +158,6 @@ impl SessionHandle {
 mod tests {
     use super::*;
 
-    /// Panics on loud sound.
     struct Fragile;
 
     impl Session for Fragile {

@@ -19,7 +19,7 @@ use file::Weights;
 use kernels::denormals::FlushDenormals;
 use kernels::registry::Refusal;
 use network::Network;
-use proto::operation::{Operation, OperationError, OperationOptions, OperationOutput, TranscribeOptionsV1};
+use proto::operation::{Operation, OperationError, OperationOptions, OperationOutput, TranscribeOptions};
 use std::num::NonZeroUsize;
 use std::path::Path;
 use std::sync::Arc;
@@ -39,7 +39,6 @@ const MAX_PROMPT: usize = 16 << 10;
 /// More threads than this gain little.
 const MAX_THREADS: usize = 8;
 
-/// A model, loaded.
 pub(super) struct Whisper {
     network: Network,
     words: Words,
@@ -118,7 +117,7 @@ impl Hears for Shared {
             return Err(invalid("sample_rate", format!("{rate}, it must be {from} to {to}")));
         }
         let options = match options {
-            OperationOptions::Default => TranscribeOptionsV1::default(),
+            OperationOptions::Default => TranscribeOptions::default(),
             OperationOptions::Transcribe(options) => options.clone(),
             OperationOptions::Speech(_) | OperationOptions::Turn(_) => {
                 return Err(invalid("options", format!("{} has none of these", Operation::Asr)));
@@ -159,14 +158,12 @@ impl Hears for Shared {
     }
 }
 
-/// One session.
 struct Recording {
     whisper: Arc<Whisper>,
     task: Task,
     resampler: Resampler,
     /// What was heard, at [`RATE`].
     sound: Vec<f32>,
-    /// While it is transcribed.
     transcript: Option<Transcript>,
 }
 

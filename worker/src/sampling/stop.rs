@@ -16,7 +16,6 @@ pub const MAX_STOP_BYTES: usize = 4096;
 /// The end of a generation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ending {
-    /// Why.
     pub reason: FinishReason,
     /// The stop string or token that matched.
     pub matched: Option<String>,

@@ -5,7 +5,9 @@ mod guesses;
 mod states;
 
 use super::sequence::{Sequence, State};
-use super::{Flight, LogitRows, PlannedSequence, Scheduler, SeqSlot, SequenceState, StepLimits, StepPlan};
+use super::{
+    LogitRows, PlannedSequence, PlannedStep, Scheduler, SeqSlot, SequenceState, StepLimits, StepPlan,
+};
 use crate::kv_cache::{Broken, CopyBlock};
 use crate::scheduler::tenants::Next;
 use proto::block::HASH_UNIT_TOKENS;
@@ -49,11 +51,9 @@ struct Entry {
 /// The state after a row is written to a slot of its own.
 #[derive(Debug, Clone, Copy)]
 struct Export {
-    /// The sequence.
     slot: u32,
     /// Units before it, from the sequence's start.
     unit: u32,
-    /// Offset of the slot.
     offset: u32,
     /// (group, slot) to be given back with the step.
     held: (usize, u32),
@@ -61,7 +61,7 @@ struct Export {
 
 /// What became of a sequence that was asked to move on.
 #[derive(Debug, PartialEq, Eq)]
-enum Turn {
+enum GrowOutcome {
     /// It moved, waits, or has nothing to do.
     Over,
     /// It is the one that has least to lose: it gives way itself.
@@ -181,24 +181,30 @@ impl Scheduler {
         let turn = if sequence.state == State::Running && may_decode(&sequence, draft) {
             self.move_on(&mut sequence, slot, most_rows, draft)
         } else {
-            Turn::Over
+            GrowOutcome::Over
         };
         self.sequences[slot as usize] = Some(sequence);
         match turn {
-            Turn::Over => {}
-            Turn::GivesWay => self.preempt(slot, draft),
-            Turn::Stuck => self.run_alone(slot, draft),
+            GrowOutcome::Over => {}
+            GrowOutcome::GivesWay => self.preempt(slot, draft),
+            GrowOutcome::Stuck => self.run_alone(slot, draft),
         }
     }
 
-    fn move_on(&mut self, sequence: &mut Sequence, slot: u32, most_rows: u32, draft: &mut Draft) -> Turn {
+    fn move_on(
+        &mut self,
+        sequence: &mut Sequence,
+        slot: u32,
+        most_rows: u32,
+        draft: &mut Draft,
+    ) -> GrowOutcome {
         if sequence.remaining() == 0 || sequence.held && sequence.remaining() == 1 {
-            return Turn::Over;
+            return GrowOutcome::Over;
         }
         let copies = draft.copies.len();
         let prefill = sequence.remaining() > 1 || sequence.cache.len() < sequence.prompt_len;
         if prefill && self.follow(sequence, slot, most_rows, draft) || most_rows == 0 {
-            return Turn::Over;
+            return GrowOutcome::Over;
         }
         sequence.awaited = None;
         let from = sequence.cache.len();
@@ -207,7 +213,7 @@ impl Scheduler {
             rows -= 1;
             // What it has taken over by copies must be in a step, and so must it: then it is held no more.
             match (rows, draft.copies.len() > copies) {
-                (0, false) => return Turn::Over,
+                (0, false) => return GrowOutcome::Over,
                 (0, true) => {
                     sequence.held = false;
                     rows = 1;
@@ -227,13 +233,13 @@ impl Scheduler {
             }
             let oldest = self.running.first() == Some(&slot);
             match self.least_to_lose(sequence, slot, oldest, draft.step) {
-                Some(victim) if victim == slot => return Turn::GivesWay,
+                Some(victim) if victim == slot => return GrowOutcome::GivesWay,
                 Some(victim) => self.preempt(victim, draft),
                 None => {
                     let room = self.cache.room(&mut sequence.cache).min(rows);
                     if room == 0 {
                         let stuck = oldest && draft.entries.is_empty() && self.in_flight.is_empty();
-                        return if stuck { Turn::Stuck } else { Turn::Over };
+                        return if stuck { GrowOutcome::Stuck } else { GrowOutcome::Over };
                     }
                     break room;
                 }
@@ -264,7 +270,7 @@ impl Scheduler {
         sequence.following = joins_at == Some(room);
         draft.budget = draft.budget.saturating_sub(room);
         draft.entries.push(Entry { slot, from, rows: room, guesses: 0 });
-        Turn::Over
+        GrowOutcome::Over
     }
 
     /// Who should give way to `sequence`, itself included: whoever frees blocks and has the least work to
@@ -409,7 +415,7 @@ impl Scheduler {
             logit_rows: Vec::new(),
             sequences: Vec::with_capacity(draft.entries.len()),
         };
-        let mut flight = Flight {
+        let mut flight = PlannedStep {
             step: draft.step,
             sequences: Vec::with_capacity(draft.entries.len()),
             held: draft.copies.iter().map(|&(copy, src)| (copy.group, src)).collect(),

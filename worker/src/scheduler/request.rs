@@ -2,7 +2,7 @@
 
 use crate::kv_cache::{CopyBlock, HitStop};
 use proto::block::BlockId;
-use proto::message::TenantTurnV1;
+use proto::message::TenantTurn;
 use std::ops::Range;
 
 /// Names a sequence; chosen by the engine, unique among live sequences.
@@ -22,7 +22,6 @@ pub enum LogitRows {
 /// A sequence to be computed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SequenceRequest {
-    /// Its name.
     pub id: SeqId,
     /// Root of its prefixes: only sequences of one root share blocks.
     pub root: BlockId,
@@ -35,22 +34,20 @@ pub struct SequenceRequest {
     /// Positions in the prompt, in tokens, at which others are likely to part from it or to go on: ends of the
     /// system prompt and of chat turns. Only where there are recurrent layers do they matter.
     pub boundaries: Vec<u32>,
-    /// Whose it is.
-    pub tenant: TenantTurnV1,
+    pub tenant: TenantTurn,
     /// Higher goes first of its tenant's; first come, first served among equals.
     pub priority: i32,
     /// When it came, if it could not be submitted at once: see [`Scheduler::take_turn`](super::Scheduler::take_turn).
-    pub turn: Option<Turn>,
+    pub turn: Option<QueuePosition>,
 }
 
 /// A place among those of equal priority. Worth nothing without its sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Turn(pub(super) u64);
+pub struct QueuePosition(pub(super) u64);
 
 /// Why a sequence is refused, for good.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Rejected {
-    /// Nothing to compute.
     #[error("the prompt is empty")]
     EmptyPrompt,
     /// Prompt and output do not fit into the cache, even alone.
@@ -63,10 +60,7 @@ pub enum Rejected {
     },
     /// The waiting queue is full; the same request may be accepted later.
     #[error("{waiting} sequences are waiting, the queue takes no more")]
-    QueueFull {
-        /// Sequences waiting.
-        waiting: usize,
-    },
+    QueueFull { waiting: usize },
     /// The id is in use.
     #[error("sequence {0:?} exists already")]
     Duplicate(SeqId),
@@ -117,7 +111,6 @@ pub struct StepPlan {
 /// sequence (as far as the layer's window reaches) through the sequence's block tables.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlannedSequence {
-    /// The sequence.
     pub id: SeqId,
     /// Its rows among the step's.
     pub rows: Range<u32>,
@@ -168,20 +161,16 @@ pub struct SequenceInfo {
     pub computed_tokens: u32,
     /// Tokens computed again because of preemption.
     pub recomputed_tokens: u32,
-    /// Times preempted.
     pub preemptions: u32,
     /// Guesses that were in steps.
     pub drafted_tokens: u32,
-    /// Guesses that counted.
     pub accepted_tokens: u32,
     /// Why the last lookup before its first computed row stopped.
     pub hit_stop: HitStop,
 }
 
-/// Counts since start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Counters {
-    /// Steps planned.
     pub steps: u64,
     /// Prompt tokens computed, each once per sequence; the sum of all `computed_tokens`.
     pub prefill_tokens_computed: u64,
@@ -191,9 +180,7 @@ pub struct Counters {
     pub generated_tokens: u64,
     /// Times guesses of a sequence were in a step.
     pub drafts: u64,
-    /// Guesses in steps.
     pub drafted_tokens: u64,
-    /// Guesses that counted.
     pub accepted_tokens: u64,
     /// Prompt tokens of admitted sequences, with prefix caching on.
     pub prefix_query_tokens: u64,
@@ -224,7 +211,6 @@ pub struct Counters {
 /// A sequence that takes part in the next step with the token that it has drawn last, if there is room.
 #[derive(Debug, Clone, Copy)]
 pub struct Decoding<'a> {
-    /// The sequence.
     pub id: SeqId,
     /// Names its tables in [`super::Scheduler::tables`]: all tokens but the last are in them.
     pub slot: SeqSlot,
@@ -237,9 +223,7 @@ pub struct Decoding<'a> {
 /// The present state, for reports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Stats {
-    /// Counts since start.
     pub counters: Counters,
-    /// Sequences admitted.
     pub running: usize,
     /// Sequences queued, preempted ones included.
     pub waiting: usize,

@@ -1,7 +1,7 @@
 //! Prefixes as things of their own: forked, pinned, saved and restored.
 
 use super::sequence::{Sequence, State};
-use super::{LogitRows, Rejected, Scheduler, SeqId, SequenceRequest, Turn};
+use super::{LogitRows, QueuePosition, Rejected, Scheduler, SeqId, SequenceRequest};
 use crate::kv_cache::{HitStop, PinId, PinRefused, RestoreId, ResumePoint};
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 
@@ -64,7 +64,7 @@ impl Scheduler {
             priority,
             turn: None,
         };
-        let mut fork = Sequence::new(request, Turn(self.arrivals + 1), Some(&self.key));
+        let mut fork = Sequence::new(request, QueuePosition(self.arrivals + 1), Some(&self.key));
         fork.push(drawn, Some(&self.key));
         let parent = self.sequences.get(slot as usize).and_then(Option::as_ref);
         let cache = parent.and_then(|parent| self.cache.fork(&parent.cache));

@@ -1,11 +1,11 @@
 //! A live sequence as the scheduler sees it.
 
-use super::request::{LogitRows, SeqId, SequenceInfo, SequenceRequest, Turn};
+use super::request::{LogitRows, QueuePosition, SeqId, SequenceInfo, SequenceRequest};
 use crate::kv_cache::{CheckpointKind, HitStop, SequenceCache};
 use proto::block::{BlockId, ClusterKey, HASH_UNIT_TOKENS};
 
 /// Queue order: priority first, then arrival. Smaller goes first.
-pub(super) type Rank = (std::cmp::Reverse<i32>, Turn);
+pub(super) type Rank = (std::cmp::Reverse<i32>, QueuePosition);
 
 #[derive(Debug)]
 pub(super) struct Sequence {
@@ -59,7 +59,7 @@ pub(super) enum State {
 
 impl Sequence {
     /// `key` names its prefix units; `None` without prefix caching.
-    pub(super) fn new(request: SequenceRequest, turn: Turn, key: Option<&ClusterKey>) -> Self {
+    pub(super) fn new(request: SequenceRequest, turn: QueuePosition, key: Option<&ClusterKey>) -> Self {
         let units = key.map_or_else(Vec::new, |key| key.chain(request.root, &request.prompt));
         Self {
             id: request.id,

@@ -14,7 +14,7 @@
 
 use super::sequence::{Rank, Sequence, State};
 use super::{Scheduler, plan::Draft};
-use proto::message::TenantTurnV1;
+use proto::message::TenantTurn;
 use std::collections::{BTreeMap, HashMap};
 
 /// Where there are more tenants than places, one keeps its place for so many tokens.
@@ -51,14 +51,14 @@ pub(super) struct Next {
 
 /// What a tenant has of the batch.
 #[derive(Debug, Default, Clone, Copy)]
-struct Part {
+struct TenantShare {
     places: u64,
     tokens: u64,
 }
 
 impl Tenants {
     /// A tenant has one sequence more.
-    pub(super) fn came(&mut self, turn: TenantTurnV1) {
+    pub(super) fn came(&mut self, turn: TenantTurn) {
         let level = self.known.values().filter(|tenant| tenant.live > 0).map(|tenant| tenant.served).min();
         let Some(level) = level else {
             // Nobody was there: what was counted is of no use any more.
@@ -125,8 +125,8 @@ impl Tenants {
     }
 
     /// As a sequence of it was submitted with.
-    pub(super) fn turn(&self, tenant: u64) -> TenantTurnV1 {
-        TenantTurnV1 { tenant, weight: self.known.get(&tenant).map_or(1, |known| known.weight) }
+    pub(super) fn turn(&self, tenant: u64) -> TenantTurn {
+        TenantTurn { tenant, weight: self.known.get(&tenant).map_or(1, |known| known.weight) }
     }
 
     fn weight(&self, tenant: u64) -> u64 {
@@ -153,7 +153,6 @@ impl Tenants {
 }
 
 impl Tenant {
-    /// With one sequence.
     fn new(weight: u32, served: u64) -> Self {
         Self { weight: weight.max(1), served, live: 1, waiting: BTreeMap::new() }
     }
@@ -181,7 +180,7 @@ impl Scheduler {
         if !full && self.short_of_blocks != Some(next.tenant) {
             return;
         }
-        let mut parts: HashMap<u64, Part> = HashMap::new();
+        let mut parts: HashMap<u64, TenantShare> = HashMap::new();
         for sequence in self.running.iter().filter_map(|&slot| self.get(slot)) {
             let part = parts.entry(sequence.tenant).or_default();
             part.places += 1;
@@ -190,14 +189,14 @@ impl Scheduler {
         let own = parts.remove(&next.tenant).unwrap_or_default();
         let wants = self.get(next.slot).map_or(0, |sequence| u64::from(self.ahead(sequence)));
         let weight = self.tenants.weight(next.tenant);
-        let has_more = |(tenant, part): &(&u64, &Part)| {
+        let has_more = |(tenant, part): &(&u64, &TenantShare)| {
             let (has, would_have) =
                 if full { (part.places, own.places + 1) } else { (part.tokens, own.tokens + wants) };
             has * weight > would_have * self.tenants.weight(**tenant)
         };
         // The one that has most by its weight.
-        let by_part = |(a, x): &(&u64, &Part), (b, y): &(&u64, &Part)| {
-            let has = |part: &Part| if full { part.places } else { part.tokens };
+        let by_part = |(a, x): &(&u64, &TenantShare), (b, y): &(&u64, &TenantShare)| {
+            let has = |part: &TenantShare| if full { part.places } else { part.tokens };
             (has(x) * self.tenants.weight(**b), **a).cmp(&(has(y) * self.tenants.weight(**a), **b))
         };
         let rich = parts.iter().filter(has_more).max_by(by_part).map(|(&tenant, _)| tenant);

@@ -3,8 +3,8 @@
 use super::Node;
 use super::runner::Runner;
 use crate::encoder::Text;
-use crate::encoder::thread::Answer;
-use proto::message::{EncodeRequestV1, EncodeRequestV2, EncodeTextV1, GenerateError, WorkerState};
+use crate::encoder::thread::EncodeResult;
+use proto::message::{EncodeRequest, EncodeText, GenerateError, WorkerState};
 use proto::trace::follow;
 use proto::transport::EncodeCall;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use tokio::sync::oneshot;
 /// Hands the call to the encoder at once; the future serves it to its end.
 pub(super) fn serve(node: &Node, call: EncodeCall) -> impl Future<Output = ()> + Send + use<> {
     let EncodeCall { request, reply } = call;
-    let submitted = submit(node, request.into_latest());
+    let submitted = submit(node, request);
     async move {
         let answer = match submitted {
             Ok(answer) => tokio::select! {
@@ -34,15 +34,15 @@ pub(super) fn serve(node: &Node, call: EncodeCall) -> impl Future<Output = ()> +
     }
 }
 
-fn submit(node: &Node, request: EncodeRequestV2) -> Result<oneshot::Receiver<Answer>, GenerateError> {
+fn submit(node: &Node, request: EncodeRequest) -> Result<oneshot::Receiver<EncodeResult>, GenerateError> {
     if node.state() == WorkerState::Draining {
         return Err(GenerateError::Draining);
     }
-    let EncodeRequestV2 { call: EncodeRequestV1 { model, texts, deadline_ms, .. }, trace } = request;
+    let EncodeRequest { model, texts, deadline_ms, trace, .. } = request;
     let Some(Runner::Encodes(encoder)) = node.engine().filter(|_| node.serves(&model)) else {
         return Err(GenerateError::ModelNotFound(model));
     };
-    let text = |EncodeTextV1 { tokens, segment_start }| Text {
+    let text = |EncodeText { tokens, segment_start }| Text {
         tokens,
         second: segment_start.map(|start| start as usize),
     };

@@ -45,7 +45,6 @@ impl Shortage {
         }
     }
 
-    /// Looks again and again.
     pub(super) async fn watch(self, host: HostFloor) {
         let mut tick = tokio::time::interval(EVERY);
         loop {

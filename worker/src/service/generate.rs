@@ -8,7 +8,7 @@ use crate::engine::thread::EngineHandle;
 use crate::engine::{EngineRequest, Sink};
 use crate::pull::Source;
 use crate::scheduler::SeqId;
-use proto::message::{GenerateError, GenerateFrame, GenerateRequestV4, GrammarV1, WorkerState};
+use proto::message::{GenerateError, GenerateFrame, GrammarSpec, WorkerState};
 use proto::sequence::SequenceName;
 use proto::trace::TraceContext;
 use proto::transport::{GenerateCall, GenerateReply};
@@ -23,7 +23,6 @@ const TOKENS_PER_FRAME: usize = 256;
 /// Hands the call to the engine at once, in the order of calls; the future serves it to its end.
 pub(super) fn serve(node: &Node, call: GenerateCall) -> impl Future<Output = ()> + Send + use<> {
     let GenerateCall { request, reply } = call;
-    let GenerateRequestV4 { request, turn } = request.into_latest();
     let pull =
         request.pull.map(|source| Box::new(Holder::new(Arc::clone(&node.peers), source)) as Box<dyn Source>);
     let refusal = match node.state() {
@@ -39,7 +38,7 @@ pub(super) fn serve(node: &Node, call: GenerateCall) -> impl Future<Output = ()>
             let ask = EngineRequest {
                 name: Some(SequenceName { request: request.request_id, choice: request.choice }),
                 root: request.root,
-                tenant: turn,
+                tenant: request.turn,
                 prompt: request.prompt.to_vec(),
                 emitted: request.emitted.to_vec(),
                 sampling: request.sampling,
@@ -81,10 +80,9 @@ pub(super) fn serve(node: &Node, call: GenerateCall) -> impl Future<Output = ()>
 
 /// How a call has been handed to the engine.
 enum Submitted {
-    /// At once.
     At(Pin<Box<dyn Future<Output = Result<Option<SeqId>, Error>> + Send>>),
     /// It is handed over when its grammar is compiled: one that is refused computes nothing.
-    Behind(GrammarV1, Box<EngineRequest>),
+    Behind(GrammarSpec, Box<EngineRequest>),
 }
 
 /// Hands frames to whoever sends them.

@@ -5,12 +5,10 @@ use super::{Node, Offer, UnderWay, encode, generate, operation, sequences};
 use proto::event::KvReplay;
 use proto::ids::Epoch;
 use proto::log::Repeats;
-use proto::message::{Registered, RegisteredV1, WorkerStatus};
+use proto::message::{Registered, WorkerStatus};
 use proto::placement::{PlaceOrder, PlaceReport};
-use proto::service::{
-    CertificateReport, CertificateReportV1, CoordinatorApiClient, Refusal, WorkerApi, deadline,
-};
-use proto::shard::{ShippingReport, ShippingReportV1};
+use proto::service::{CertificateReport, CoordinatorApiClient, Refusal, WorkerApi, deadline};
+use proto::shard::ShippingReport;
 use proto::transport::{CloseCode, Connection, Incoming, KvEventSender};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -22,8 +20,6 @@ const EVENTS_PER_BATCH: usize = 512;
 /// Replays longer than this are dearer than a snapshot.
 const MAX_REPLAY_EVENTS: usize = 4096;
 const CALL_LIMIT: Duration = Duration::from_secs(5);
-/// The first protocol version in which coordinators are told how far a model has come.
-const SHIPPING_SINCE: u16 = 4;
 /// How often that is looked at.
 const TELL_EVERY: Duration = Duration::from_millis(500);
 /// How often it is looked whether the certificate is another one.
@@ -74,7 +70,7 @@ pub(super) async fn run(node: &Arc<Node>, connection: Connection) {
     node.link(&connection);
     node.joined.send_modify(|count| *count += 1);
     let reason = tokio::select! {
-        reason = report(node, &connection, &api, &engine, &registered) => reason,
+        reason = report(node, &api, &engine, &registered) => reason,
         reason = tell_events(&connection, &engine) => reason,
         reason = serve(node, &connection, &engine) => reason,
         reason = tell_shipping(node, &connection) => reason,
@@ -98,17 +94,13 @@ async fn loaded(node: &Node, connection: &Connection) -> Result<Arc<Offer>, Stri
     }
 }
 
-/// Tells the coordinator how far this worker is with getting its model, whenever that has changed. One that does not
-/// understand it is told nothing.
+/// Tells the coordinator how far this worker is with getting its model, whenever that has changed.
 async fn tell_shipping(node: &Node, connection: &Connection) -> String {
-    if connection.version() < SHIPPING_SINCE {
-        return std::future::pending().await;
-    }
     let api = match connection.coordinator_api().await {
         Ok(api) => api,
         Err(error) => return error.to_string(),
     };
-    let mut told = ShippingReportV1::default();
+    let mut told = ShippingReport::default();
     let mut tick = tokio::time::interval(TELL_EVERY);
     loop {
         tick.tick().await;
@@ -116,14 +108,14 @@ async fn tell_shipping(node: &Node, connection: &Connection) -> String {
         if report == told {
             continue;
         }
-        if let Err(error) = api.shipping(deadline(CALL_LIMIT), ShippingReport::V1(report.clone())).await {
+        if let Err(error) = api.shipping(deadline(CALL_LIMIT), report.clone()).await {
             return error.to_string();
         }
         told = report;
     }
 }
 
-/// Tells the coordinator when this worker's certificate ends, whenever that has changed. An older one is told in vain.
+/// Tells the coordinator when this worker's certificate ends, whenever that has changed.
 async fn tell_certificate(node: &Node, connection: &Connection) -> String {
     let api = match connection.coordinator_api().await {
         Ok(api) => api,
@@ -135,7 +127,7 @@ async fn tell_certificate(node: &Node, connection: &Connection) -> String {
         tick.tick().await;
         let ends = node.identity.validities().ok().map(|validities| validities.node.ends);
         if let Some(ends) = ends.filter(|ends| told != Some(*ends)) {
-            let report = CertificateReport::V1(CertificateReportV1 { ends });
+            let report = CertificateReport { ends };
             if let Err(error) = api.certificate(deadline(CALL_LIMIT), report).await {
                 tracing::debug!(%error, "the coordinator is not told when our certificate ends");
             }
@@ -148,14 +140,12 @@ async fn register(
     node: &Node,
     offer: &Offer,
     connection: &Connection,
-) -> Result<(CoordinatorApiClient, RegisteredV1, Epoch), String> {
+) -> Result<(CoordinatorApiClient, Registered, Epoch), String> {
     let api = connection.coordinator_api().await.map_err(|error| error.to_string())?;
     let register = node.register(offer);
-    let epoch = register.worker.worker.worker.epoch;
-    let request = register.at_version(connection.version());
-    let request = request.ok_or("it is of a version that knows no models like ours")?;
-    let answer = api.register(deadline(CALL_LIMIT), request).await.map_err(|error| error.to_string())?;
-    let Registered::V1(registered) = answer.map_err(|refusal| {
+    let epoch = register.worker.epoch;
+    let answer = api.register(deadline(CALL_LIMIT), register).await.map_err(|error| error.to_string())?;
+    let registered = answer.map_err(|refusal| {
         match &refusal {
             Refusal::StaleEpoch { known } => node.outlive(*known),
             Refusal::AlreadyHere { .. } => node.twin.seen(connection),
@@ -168,13 +158,7 @@ async fn register(
 }
 
 /// Reports load: regularly, and at once when the state of work changes by much.
-async fn report(
-    node: &Node,
-    connection: &Connection,
-    api: &CoordinatorApiClient,
-    engine: &Runner,
-    registered: &RegisteredV1,
-) -> String {
+async fn report(node: &Node, api: &CoordinatorApiClient, engine: &Runner, registered: &Registered) -> String {
     let every = Duration::from_millis(registered.report_every_ms.clamp(20, 60_000));
     let mut tick = tokio::time::interval(every);
     tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -189,7 +173,7 @@ async fn report(
             }
         }
         first = false;
-        match api.report(deadline(CALL_LIMIT), node.full_report().at_version(connection.version())).await {
+        match api.report(deadline(CALL_LIMIT), node.report()).await {
             Ok(Ok(())) => {}
             Ok(Err(refusal)) => return refusal.to_string(),
             Err(error) => return error.to_string(),
@@ -298,7 +282,6 @@ impl WorkerApi for Api {
     }
 
     async fn place(self, _: Context, order: PlaceOrder) -> PlaceReport {
-        let order = order.into_latest();
-        PlaceReport::V1(self.node.pool.as_ref().map(|pool| pool.place(order)).unwrap_or_default())
+        self.node.pool.as_ref().map(|pool| pool.place(order)).unwrap_or_default()
     }
 }

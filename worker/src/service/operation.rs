@@ -5,14 +5,13 @@ use super::Node;
 use crate::operations::{OpenSession, SessionHandle};
 use crate::telemetry::SessionEnd;
 use proto::message::WorkerState;
-use proto::operation::{OperationError, OperationInput, OperationOutput, OperationRequest, Pcm};
+use proto::operation::{OperationError, OperationInput, OperationOutput, Pcm};
 use proto::transport::{OperationCall, OperationInputs, OperationReplier};
 use std::time::Duration;
 use tokio::time::timeout;
 
 /// How a session has ended.
 enum End {
-    /// With this frame.
     With(OperationOutput, SessionEnd),
     /// The client has left, or takes no answers.
     Cut,
@@ -21,7 +20,6 @@ enum End {
 /// Serves the call to its end.
 pub(super) fn serve(node: &Node, call: OperationCall) -> impl Future<Output = ()> + Send + use<> {
     let OperationCall { request, mut inputs, mut reply } = call;
-    let OperationRequest::V1(request) = request;
     let opened = match node.state() {
         WorkerState::Draining => {
             node.operations.metrics().refused(request.operation, &OperationError::Draining);

@@ -5,19 +5,16 @@
 
 use super::Node;
 use super::runner::Runner;
-use crate::engine::offering::Lent;
+use crate::engine::kv_send::Lent;
 use crate::engine::thread::EngineHandle;
 use crate::pieces::Namer;
-use crate::pull::{Delivery, Order, PullFailure, Source};
+use crate::pull::{PullDelivery, PullFailure, PullOrder, Source};
 use crate::telemetry::Direction;
 use parking_lot::Mutex;
 use proto::Error;
 use proto::heartbeat::{BEAT_EVERY, Heartbeat};
 use proto::ids::{NodeId, Role};
-use proto::pull::{
-    PullHeadV1, PullRefusal, PullRequest, PullRequestV1, PullSourceV1, PulledPieceV1, SENDS_AT_ONCE,
-    SLICE_BYTES,
-};
+use proto::pull::{PullHead, PullRefusal, PullRequest, PullSource, PulledPiece, SENDS_AT_ONCE, SLICE_BYTES};
 use proto::transport::{Connection, Endpoint, Expected, Incoming, PullCall, PullReply};
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -25,8 +22,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::{Semaphore, watch};
 
-/// The first protocol version with pulls.
-const PULLS_SINCE: u16 = 3;
 /// A worker that does not read makes room for others after this long.
 const SEND_LIMIT: Duration = Duration::from_secs(60);
 /// Connections to other workers that are kept.
@@ -49,13 +44,13 @@ struct Link {
 /// A holder to pull from, over QUIC.
 pub(super) struct Holder {
     peers: Arc<Peers>,
-    source: PullSourceV1,
+    source: PullSource,
     runtime: tokio::runtime::Handle,
 }
 
 impl Holder {
     /// Must be called inside the runtime that will fetch.
-    pub(super) fn new(peers: Arc<Peers>, source: PullSourceV1) -> Self {
+    pub(super) fn new(peers: Arc<Peers>, source: PullSource) -> Self {
         Self { peers, source, runtime: tokio::runtime::Handle::current() }
     }
 }
@@ -65,7 +60,7 @@ impl Source for Holder {
         self.source.tokens
     }
 
-    fn fetch(self: Box<Self>, order: Order, delivery: Delivery) {
+    fn fetch(self: Box<Self>, order: PullOrder, delivery: PullDelivery) {
         let Self { peers, source, runtime } = *self;
         runtime.spawn(async move {
             let outcome = tokio::select! {
@@ -83,7 +78,7 @@ impl Peers {
     }
 
     /// A connection to a worker, a new one if there is none.
-    async fn connect(&self, source: &PullSourceV1) -> Result<Connection, String> {
+    async fn connect(&self, source: &PullSource) -> Result<Connection, String> {
         let address: SocketAddr =
             source.quic.parse().map_err(|_| format!("{:?} is no address", source.quic))?;
         let place = {
@@ -108,17 +103,14 @@ impl Peers {
 
 async fn receive(
     peers: &Peers,
-    source: &PullSourceV1,
-    order: &Order,
-    delivery: &Delivery,
+    source: &PullSource,
+    order: &PullOrder,
+    delivery: &PullDelivery,
 ) -> Result<(), PullFailure> {
     let connection = peers.connect(source).await.map_err(|error| {
         tracing::info!(holder = %source.node, error, "a holder cannot be reached");
         PullFailure::Unreachable
     })?;
-    if connection.version() < PULLS_SINCE {
-        return Err(PullFailure::Refused);
-    }
     let failed = |error: Error| {
         tracing::info!(holder = %source.node, %error, "a pull has failed");
         match error {
@@ -133,7 +125,7 @@ async fn receive(
     let (began, mut travelled) = (Instant::now(), (0, Duration::ZERO));
     let mut left = order.bytes();
     for _ in 0..head.pieces {
-        let length = |piece: &PulledPieceV1| order.length(piece).filter(|bytes| *bytes as u64 <= left);
+        let length = |piece: &PulledPiece| order.length(piece).filter(|bytes| *bytes as u64 <= left);
         let (piece, bytes) = stream.piece(length).await.map_err(failed)?;
         left -= bytes.len() as u64;
         // What comes behind the first slice has waited for the holder's steps.
@@ -195,7 +187,7 @@ async fn serve_one(node: watch::Receiver<Arc<Node>>, connection: Connection) {
 }
 
 async fn send(node: Arc<Node>, call: PullCall) {
-    let PullCall { request: PullRequest::V1(request), reply } = call;
+    let PullCall { request, reply } = call;
     let cancelled = reply.cancelled();
     let sent = tokio::select! {
         sent = give(&node, request, reply) => sent,
@@ -207,12 +199,12 @@ async fn send(node: Arc<Node>, call: PullCall) {
     }
 }
 
-async fn give(node: &Node, request: PullRequestV1, mut reply: PullReply) -> Result<(), Error> {
+async fn give(node: &Node, request: PullRequest, mut reply: PullReply) -> Result<(), Error> {
     let Ok(_place) = node.peers.sends.try_acquire() else { return reply.fail(PullRefusal::Busy).await };
     let Some(Runner::Generates(engine)) = node.engine() else {
         return reply.fail(PullRefusal::NotHeld).await;
     };
-    let PullRequestV1 { origin, root, tokens, have } = request;
+    let PullRequest { origin, root, tokens, have } = request;
     let offered = engine.lend(move |lender| {
         let offer = lender.offer(&origin, root, &tokens, have)?;
         // The offer is of a part of these tokens.
@@ -227,7 +219,7 @@ async fn give(node: &Node, request: PullRequestV1, mut reply: PullReply) -> Resu
     let Ok(namer) = Namer::new(&engine.origin()) else { return reply.fail(PullRefusal::Internal).await };
     let names = namer.names(root, &prefix);
     let pieces = u32::try_from(offer.pieces.len()).unwrap_or(u32::MAX);
-    reply.head(PullHeadV1 { tokens: offer.tokens, pieces }).await?;
+    reply.head(PullHead { tokens: offer.tokens, pieces }).await?;
     let mut rest = &offer.pieces[..];
     loop {
         let (slice, behind) = rest.split_at(copies.len());
@@ -240,7 +232,7 @@ async fn give(node: &Node, request: PullRequestV1, mut reply: PullReply) -> Resu
                 return reply.fail(PullRefusal::NotHeld).await;
             };
             let (digest, length) = (key.digest(&bytes), u32::try_from(bytes.len()).unwrap_or(u32::MAX));
-            let piece = PulledPieceV1 { group: *group, end: *end, bytes: length, digest };
+            let piece = PulledPiece { group: *group, end: *end, bytes: length, digest };
             reply.piece(piece, &bytes).await?;
             engine.transfers().moved(Direction::sent, bytes.len() as u64);
         }

@@ -5,17 +5,16 @@
 //! or the plan is another one, that life ends with all that it held, and it is free again; as long as the plan stands it
 //! tries to put the replica together, each time in a new epoch.
 
-use super::{Ground, Life, Loaded, Node, present_epoch};
+use super::{Loaded, Node, NodeContext, NodeRun, present_epoch};
 use crate::Error;
 use crate::load::{self, EngineOptions, Prepared};
-use crate::shipping::{Shipper, Wanted};
+use crate::pipeline::{Claims, Holds, RankServer, Replica, ReplicaClaim, StageConfig};
 use crate::speculation::Guesses;
-use crate::stage::{Claim, Claims, Holds, Host, Replica, StageConfig};
+use crate::weight_distribution::{Shipper, WantedLayers};
 use parking_lot::Mutex;
 use proto::ids::Epoch;
 use proto::placement::{
-    CapacityV1, ClaimRefusal, DrafterV1, LeadReportV1, LeadState, LeadV1, OfferedDrafterV1, PlaceOrderV1,
-    PlaceOrderV2, PlaceReportV1,
+    Capacity, ClaimRefusal, Drafter, Lead, LeadReport, LeadState, OfferedDrafter, PlaceOrder, PlaceReport,
 };
 use proto::stage::ActivationType;
 use proto::transport::{Endpoint, Identity};
@@ -29,19 +28,18 @@ use tokio::sync::{mpsc, watch};
 /// Until the next attempt at a replica; a stage that has lost its lease is free again within that of the other side.
 const RETRY_AFTER: Duration = Duration::from_millis(500);
 
-/// See the module.
 pub(super) struct Pool {
-    capacity: CapacityV1,
+    capacity: Capacity,
     /// The drafter beside its model.
-    drafter: Option<OfferedDrafterV1>,
-    host: Arc<Host>,
+    drafter: Option<OfferedDrafter>,
+    host: Arc<RankServer>,
     shipper: Arc<Shipper>,
     identity: Identity,
     /// None: what is placed on it comes from others.
     model_path: Option<PathBuf>,
     engine: EngineOptions,
-    orders: watch::Sender<PlaceOrderV2>,
-    leads: Mutex<Option<LeadReportV1>>,
+    orders: watch::Sender<PlaceOrder>,
+    leads: Mutex<Option<LeadReport>>,
 }
 
 /// A replica that is put together.
@@ -52,7 +50,7 @@ struct Formed {
 
 impl Pool {
     pub(super) fn new(
-        (capacity, drafter): (CapacityV1, Option<OfferedDrafterV1>),
+        (capacity, drafter): (Capacity, Option<OfferedDrafter>),
         stage: StageConfig,
         endpoint: Arc<Endpoint>,
         holds: Holds,
@@ -60,42 +58,42 @@ impl Pool {
     ) -> Self {
         let (model_path, engine) = (stage.model_path.clone(), stage.engine.clone());
         let shipper = Arc::clone(&holds.shipper);
-        let host = Host::new(stage, endpoint, holds, Some(Claims::default()));
-        let nothing = PlaceOrderV1 { version: 0, lead: None, holders: Vec::new() };
-        let (orders, leads) = (watch::Sender::new(nothing.into()), Mutex::new(None));
+        let host = RankServer::new(stage, endpoint, holds, Some(Claims::default()));
+        let nothing = PlaceOrder { version: 0, lead: None, holders: Vec::new(), drafter: None };
+        let (orders, leads) = (watch::Sender::new(nothing), Mutex::new(None));
         Self { capacity, drafter, host, shipper, identity, model_path, engine, orders, leads }
     }
 
-    pub(super) fn capacity(&self) -> &CapacityV1 {
+    pub(super) fn capacity(&self) -> &Capacity {
         &self.capacity
     }
 
-    pub(super) fn drafter(&self) -> Option<OfferedDrafterV1> {
+    pub(super) fn drafter(&self) -> Option<OfferedDrafter> {
         self.drafter
     }
 
     /// What other workers' stages are held by.
-    pub(super) fn host(&self) -> &Arc<Host> {
+    pub(super) fn host(&self) -> &Arc<RankServer> {
         &self.host
     }
 
     /// A coordinator says what it wants; the answer is how things are.
-    pub(super) fn place(&self, order: PlaceOrderV2) -> PlaceReportV1 {
+    pub(super) fn place(&self, order: PlaceOrder) -> PlaceReport {
         self.orders.send_if_modified(|known| {
             // Whoever knows less of what is agreed on is not obeyed.
-            let news = order.order.version >= known.order.version && order != *known;
+            let news = order.version >= known.version && order != *known;
             if news {
-                self.shipper.tell(order.order.holders.clone());
+                self.shipper.tell(order.holders.clone());
                 *known = order;
             }
             news
         });
         let holds = self.host.claims().and_then(Claims::life);
-        PlaceReportV1 { leads: self.leads.lock().clone(), holds }
+        PlaceReport { leads: self.leads.lock().clone(), holds }
     }
 
     /// Lives as coordinators want it. `free`: the present life, in which it serves nothing.
-    pub(super) async fn live(&self, ground: &Ground, free: Life, present: &watch::Sender<Arc<Node>>) {
+    pub(super) async fn live(&self, ground: &NodeContext, free: NodeRun, present: &watch::Sender<Arc<Node>>) {
         let (mut free, mut epoch) = (free, free_epoch(&Epoch(0)));
         let mut orders = self.orders.subscribe();
         loop {
@@ -144,17 +142,17 @@ impl Pool {
         self.host.claims().into_iter().for_each(|claims| claims.leads(leads));
     }
 
-    fn stands(&self, lead: &LeadV1, state: LeadState, reason: Option<String>) {
+    fn stands(&self, lead: &Lead, state: LeadState, reason: Option<String>) {
         let mut leads = self.leads.lock();
         let known = leads.take().filter(|known| known.life == lead.life);
         let (attempts, before) = known.map_or((0, String::new()), |known| (known.attempts, known.reason));
         let attempts = attempts.saturating_add(u32::from(state == LeadState::Forming));
         let reason = reason.unwrap_or(before);
-        *leads = Some(LeadReportV1 { life: lead.life, state, attempts, reason });
+        *leads = Some(LeadReport { life: lead.life, state, attempts, reason });
     }
 
     /// Waits before the next attempt, or for another plan.
-    async fn give_up(&self, lead: &LeadV1, error: &Error, orders: &mut watch::Receiver<PlaceOrderV2>) {
+    async fn give_up(&self, lead: &Lead, error: &Error, orders: &mut watch::Receiver<PlaceOrder>) {
         let of_file = error.is_of_content();
         let state = if of_file { LeadState::BadFile } else { LeadState::Waiting };
         self.lead(false);
@@ -166,7 +164,7 @@ impl Pool {
     }
 
     /// The file of the model that is planned, got from others where this worker has none of its own.
-    async fn locate(&self, lead: &LeadV1) -> Result<PathBuf, Error> {
+    async fn locate(&self, lead: &Lead) -> Result<PathBuf, Error> {
         let Some(path) = &self.model_path else { return self.shipper.locate(&lead.model_digest).await };
         let (own, options) = (path.clone(), self.engine.clone());
         // What is there may have been replaced since it was offered; that says nothing of what was.
@@ -179,22 +177,22 @@ impl Pool {
     }
 
     /// How the replica guesses, with the drafter's file: as the order names it, or else by this worker's own setting.
-    async fn guesses(&self, drafter: Option<DrafterV1>) -> Result<Guesses, Error> {
+    async fn guesses(&self, drafter: Option<Drafter>) -> Result<Guesses, Error> {
         let locate = |digest| async move { self.shipper.locate_drafter(&digest, &self.engine).await };
         Ok(match drafter {
             None => self.engine.guesses.clone(),
-            Some(DrafterV1::Appended) => Guesses::Appended,
-            Some(DrafterV1::Assistant(digest)) => Guesses::Assistant(locate(digest).await?),
-            Some(DrafterV1::Model(digest)) => Guesses::Model(locate(digest).await?),
+            Some(Drafter::Appended) => Guesses::Appended,
+            Some(Drafter::Assistant(digest)) => Guesses::Assistant(locate(digest).await?),
+            Some(Drafter::Model(digest)) => Guesses::Model(locate(digest).await?),
         })
     }
 
     /// Claims the stages, has them load, and loads the first.
     async fn form(
         &self,
-        (lead, drafter): (&LeadV1, Option<DrafterV1>),
+        (lead, drafter): (&Lead, Option<Drafter>),
         epoch: &mut Epoch,
-        orders: &mut watch::Receiver<PlaceOrderV2>,
+        orders: &mut watch::Receiver<PlaceOrder>,
     ) -> Result<Formed, Error> {
         let path = tokio::select! {
             path = self.locate(lead) => path?,
@@ -205,13 +203,13 @@ impl Pool {
             () = given_up(orders, lead) => return Err(another_plan()),
         };
         *epoch = free_epoch(epoch);
-        let claim = Claim { life: lead.life, epoch: *epoch };
+        let claim = ReplicaClaim { life: lead.life, epoch: *epoch };
         let later = lead.stages.iter().skip(1).map(|stage| stage.at.clone()).collect();
         let ranges: Vec<Range<usize>> =
             lead.stages.iter().map(|stage| stage.layers.0 as usize..stage.layers.1 as usize).collect();
         // All drafters but a model that drafts are at the last stage.
         let here = ranges.len() == 1 || matches!(guesses, Guesses::Model(_));
-        let wanted = Wanted {
+        let wanted = WantedLayers {
             layers: ranges.first().cloned(),
             guesses: if here { guesses.clone() } else { Guesses::Off },
             embedding: false,
@@ -256,10 +254,10 @@ fn free_epoch(last: &Epoch) -> Epoch {
 }
 
 /// The replica that is to be led, once there is one, and its drafter if one is named.
-async fn wanted(orders: &mut watch::Receiver<PlaceOrderV2>) -> (LeadV1, Option<DrafterV1>) {
+async fn wanted(orders: &mut watch::Receiver<PlaceOrder>) -> (Lead, Option<Drafter>) {
     loop {
-        let PlaceOrderV2 { order, drafter } = orders.borrow_and_update().clone();
-        if let Some(lead) = order.lead {
+        let PlaceOrder { lead, drafter, .. } = orders.borrow_and_update().clone();
+        if let Some(lead) = lead {
             return (lead, drafter);
         }
         if orders.changed().await.is_err() {
@@ -269,8 +267,8 @@ async fn wanted(orders: &mut watch::Receiver<PlaceOrderV2>) -> (LeadV1, Option<D
 }
 
 /// Resolves when `lead` is not what is wanted any more.
-async fn given_up(orders: &mut watch::Receiver<PlaceOrderV2>, lead: &LeadV1) {
-    let other = |order: &PlaceOrderV2| order.order.lead.as_ref().map(|lead| lead.life) != Some(lead.life);
+async fn given_up(orders: &mut watch::Receiver<PlaceOrder>, lead: &Lead) {
+    let other = |order: &PlaceOrder| order.lead.as_ref().map(|lead| lead.life) != Some(lead.life);
     if orders.wait_for(other).await.is_err() {
         std::future::pending::<()>().await;
     }

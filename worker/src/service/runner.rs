@@ -40,7 +40,6 @@ macro_rules! of_either {
 }
 
 impl Runner {
-    /// Starts the threads.
     pub(super) fn start(
         loaded: Loaded,
         key: &ClusterKey,
@@ -77,7 +76,6 @@ impl Runner {
         }
     }
 
-    /// The KV event log.
     pub(super) fn events(&self) -> &Mutex<EventLog> {
         match self {
             Self::Generates(engine) => engine.events(),

@@ -7,8 +7,7 @@ use crate::engine::resume::{Reply, SequenceKey};
 use crate::engine::thread::EngineHandle;
 use crate::snapshot::Snapshot;
 use proto::sequence::{
-    MAX_LISTED, SequenceError, SequenceInfoV1, SequenceListV1, SequenceOperation, SequenceReply,
-    SequenceRequest, SequenceRequestV1,
+    MAX_LISTED, SequenceError, SequenceInfo, SequenceList, SequenceOperation, SequenceReply, SequenceRequest,
 };
 use proto::transport::{SequenceBody, SequenceCall};
 use std::sync::Arc;
@@ -18,8 +17,7 @@ use tokio::sync::oneshot;
 /// A snapshot's header may be this long besides its blocks.
 const HEADER_BYTES: u64 = 32 << 20;
 
-/// What is sent back.
-enum Answer {
+enum SequenceAnswer {
     Reply(SequenceReply),
     File(Arc<[u8]>),
 }
@@ -27,15 +25,14 @@ enum Answer {
 /// Serves the call to its end, or until nobody reads any more.
 pub(super) async fn serve(node: Arc<Node>, call: SequenceCall) {
     let SequenceCall { request, body, reply } = call;
-    let SequenceRequest::V1(request) = request;
     let answer = tokio::select! {
         answer = perform(&node, request, body) => answer,
         // What waits for the engine is dropped with its reply; what it has begun it finishes.
         () = reply.cancelled() => return,
     };
     let sent = match answer {
-        Ok(Answer::Reply(answer)) => reply.send(answer).await,
-        Ok(Answer::File(file)) => reply.send_bytes(&file).await,
+        Ok(SequenceAnswer::Reply(answer)) => reply.send(answer).await,
+        Ok(SequenceAnswer::File(file)) => reply.send_bytes(&file).await,
         Err(error) => reply.fail(error).await,
     };
     if let Err(error) = sent {
@@ -45,10 +42,10 @@ pub(super) async fn serve(node: Arc<Node>, call: SequenceCall) {
 
 async fn perform(
     node: &Arc<Node>,
-    request: SequenceRequestV1,
+    request: SequenceRequest,
     body: SequenceBody,
-) -> Result<Answer, SequenceError> {
-    let SequenceRequestV1 { model, root, operation } = request;
+) -> Result<SequenceAnswer, SequenceError> {
+    let SequenceRequest { model, root, operation } = request;
     let Some(Runner::Generates(engine)) = node.engine().filter(|_| node.serves(&model)) else {
         return Err(SequenceError::Unsupported(format!("this worker generates no text by {model}")));
     };
@@ -59,7 +56,7 @@ async fn perform(
                 ask(&engine, move |engine| (engine.sequences(root), engine.pins(Instant::now(), root)));
             let (sequences, pins) = of_engine.await?;
             let snapshots = blocking(node, move |node| node.snapshots.list(root)).await?;
-            SequenceReply::List(SequenceListV1 {
+            SequenceReply::List(SequenceList {
                 sequences: latest(sequences),
                 snapshots: latest(snapshots),
                 pins: latest(pins),
@@ -76,7 +73,7 @@ async fn perform(
             let key = key(sequence);
             let saved = key.clone();
             let saved = blocking(node, move |node| node.snapshots.get(&saved)).await?;
-            return Ok(Answer::File(match saved {
+            return Ok(SequenceAnswer::File(match saved {
                 Some(file) => file,
                 None => capture(node, &engine, key).await?.into(),
             }));
@@ -127,7 +124,7 @@ async fn perform(
             SequenceReply::Done
         }
     };
-    Ok(Answer::Reply(reply))
+    Ok(SequenceAnswer::Reply(reply))
 }
 
 /// The file of a sequence as it stands now.
@@ -151,7 +148,7 @@ async fn restore(
     engine: &EngineHandle,
     key: SequenceKey,
     file: Arc<[u8]>,
-) -> Result<SequenceInfoV1, SequenceError> {
+) -> Result<SequenceInfo, SequenceError> {
     let origin = engine.origin();
     let snapshot = blocking(node, move |_| {
         Snapshot::from_bytes(&file, &origin)

@@ -33,7 +33,6 @@ impl Twin {
         }
     }
 
-    /// Whether there is one.
     pub(super) fn is_there(&self) -> bool {
         self.who_says(Instant::now()).is_some()
     }

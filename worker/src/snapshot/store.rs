@@ -1,10 +1,9 @@
 //! Snapshots that a worker keeps: in memory, gone with the process, or in a directory, found again after it.
 
-use crate::engine::resume::SequenceKey;
 use parking_lot::Mutex;
 use proto::block::BlockId;
 use proto::ids::RequestId;
-use proto::sequence::{SaveMedium, SequenceError, SequenceName, SnapshotInfoV1};
+use proto::sequence::{SaveMedium, SequenceError, SequenceName, SnapshotInfo};
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::DirBuilderExt;
@@ -12,6 +11,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 const EXTENSION: &str = "kvsnap";
+
+/// A sequence, by whose it is and by its request.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SequenceKey {
+    /// Root of its prefix chain: its tenant and model.
+    pub root: BlockId,
+    pub name: SequenceName,
+}
 
 /// Where snapshots are kept, and how many bytes of them.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -43,8 +50,8 @@ impl SnapshotStore {
         key: &SequenceKey,
         medium: SaveMedium,
         file: Vec<u8>,
-    ) -> Result<SnapshotInfoV1, SequenceError> {
-        let info = SnapshotInfoV1 { name: key.name.clone(), bytes: file.len() as u64, medium };
+    ) -> Result<SnapshotInfo, SequenceError> {
+        let info = SnapshotInfo { name: key.name.clone(), bytes: file.len() as u64, medium };
         match medium {
             SaveMedium::Memory => {
                 let mut memory = self.memory.lock();
@@ -95,16 +102,16 @@ impl SnapshotStore {
     }
 
     /// The snapshots under a root, those in memory first.
-    pub fn list(&self, root: BlockId) -> Result<Vec<SnapshotInfoV1>, SequenceError> {
-        let info = |name: &SequenceName, bytes, medium| SnapshotInfoV1 { name: name.clone(), bytes, medium };
+    pub fn list(&self, root: BlockId) -> Result<Vec<SnapshotInfo>, SequenceError> {
+        let info = |name: &SequenceName, bytes, medium| SnapshotInfo { name: name.clone(), bytes, medium };
         let memory = self.memory.lock();
         let of_root = memory.iter().filter(|(key, _)| key.root == root);
-        let mut all: Vec<SnapshotInfoV1> =
+        let mut all: Vec<SnapshotInfo> =
             of_root.map(|(key, file)| info(&key.name, file.len() as u64, SaveMedium::Memory)).collect();
         if let Some(dir) = self.config.dir.as_deref().map(|dir| dir.join(hex(root))) {
             let files = entries(&dir).map_err(|error| failed("listing", &dir, &error))?;
             let named = files.iter().filter_map(|(path, bytes)| Some((name_of(path)?, *bytes)));
-            let mut on_disk: Vec<SnapshotInfoV1> =
+            let mut on_disk: Vec<SnapshotInfo> =
                 named.map(|(name, bytes)| info(&name, bytes, SaveMedium::Disk)).collect();
             on_disk.sort_by(|a, b| a.name.cmp(&b.name));
             all.append(&mut on_disk);

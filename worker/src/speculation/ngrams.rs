@@ -39,7 +39,6 @@ pub(super) struct Grounds {
     pub(super) record: Record,
 }
 
-/// See the module.
 #[derive(Debug, Default)]
 pub(super) struct Ngrams {
     /// Behind the newest occurrence of each run of tokens, and what is known of that run.

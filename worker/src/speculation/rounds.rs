@@ -4,7 +4,7 @@
 //! What is not guessed teaches nothing here. So where guessing does not pay, one round is tried now and then, ever more
 //! seldom as long as it fails.
 
-use super::pays::Pays;
+use super::draft_cost::DraftCost;
 use crate::scheduler::SeqId;
 use std::collections::HashMap;
 
@@ -22,7 +22,6 @@ const ROUND: f64 = 0.2;
 /// Steps until guessing is tried again, at first and at most.
 const PAUSE: (u32, u32) = (32, 1024);
 
-/// See the module.
 #[derive(Debug)]
 pub(super) struct Rounds {
     /// By sequence: guesses that were right, and all, both fading.
@@ -60,7 +59,7 @@ impl Rounds {
     }
 
     /// See [`Speculation::rounds`](super::Speculation::rounds).
-    pub(super) fn choose(&mut self, pays: &Pays, rows: u32, sequences: &[(SeqId, u32)]) -> usize {
+    pub(super) fn choose(&mut self, pays: &DraftCost, rows: u32, sequences: &[(SeqId, u32)]) -> usize {
         if sequences.is_empty() {
             return 0;
         }

@@ -2,8 +2,8 @@ use super::ngrams::{Grounds, Record};
 use super::*;
 use crate::scheduler::SeqSlot;
 
-fn times(row: f64) -> Pays {
-    let mut pays = Pays::default();
+fn times(row: f64) -> DraftCost {
+    let mut pays = DraftCost::default();
     for rows in 1..=64u32 {
         pays.took(rows, 1.0 + row * f64::from(rows - 1));
     }
@@ -52,15 +52,15 @@ fn runs_are_known_by_how_they_went_on() {
     let told: Vec<_> = grounds.iter().map(right).collect();
     // Behind a number that came once nothing is known.
     assert_eq!(told, [(4, 4), (4, 4), (4, 4), (0, 4), (0, 0)], "{grounds:?}");
-    let of = Chances::default().of(&grounds);
+    let of = AcceptanceRates::default().of(&grounds);
     assert!(of[0] > 0.8 && of[2] > 0.6 && of[3] < 0.15, "{of:?}");
 }
 
 #[test]
 fn chances_follow_what_was_heard_and_fade() {
-    let mut chances = Chances::default();
+    let mut chances = AcceptanceRates::default();
     let unknown = |matched| Grounds { matched, record: Record::default() };
-    let first = |chances: &Chances| chances.of(&[unknown(3)])[0];
+    let first = |chances: &AcceptanceRates| chances.of(&[unknown(3)])[0];
     assert!((first(&chances) - 0.3).abs() < 1e-9);
     (0..8).for_each(|_| chances.heard(unknown(3), false));
     assert!(first(&chances) < 0.1);
@@ -84,7 +84,7 @@ fn guesses_that_do_not_pay_are_not_looked_at() {
     assert_eq!(times(0.3).choose(1, &doubtful), [0]);
     assert_eq!(times(1.0).choose(1, &sure), [0], "a row costs as much as a step");
     // Nothing was measured yet.
-    assert_eq!(Pays::default().choose(1, &sure), [0]);
+    assert_eq!(DraftCost::default().choose(1, &sure), [0]);
     assert_eq!(times(0.05).choose(0, &[]), [0usize; 0]);
 }
 
@@ -99,7 +99,7 @@ fn load_ends_it() {
 
 #[test]
 fn times_are_interpolated_forgotten_and_must_gain_something() {
-    let mut pays = Pays::default();
+    let mut pays = DraftCost::default();
     pays.took(1, 1.0);
     pays.took(5, 2.0);
     assert!((pays.seconds(3) - 1.5).abs() < 1e-9);

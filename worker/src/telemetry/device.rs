@@ -8,10 +8,8 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
-/// Label of ops.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct OpLabel {
-    /// The op.
     pub op: &'static str,
     /// What computes it: `cpu`, `cuda`.
     pub device: String,
@@ -19,10 +17,8 @@ pub struct OpLabel {
     pub isa: String,
 }
 
-/// Label of steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct LaunchedLabel {
-    /// How.
     pub launched: Launched,
 }
 
@@ -30,15 +26,11 @@ pub struct LaunchedLabel {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
 #[allow(non_camel_case_types, reason = "label values are lower case on the wire")]
 pub enum Launched {
-    /// One by one.
     singly,
-    /// Recorded, then run.
     recorded,
-    /// As recorded.
     replayed,
 }
 
-/// Metrics of a device.
 #[derive(Debug, Default)]
 pub struct DeviceMetrics {
     /// 1 for each op, by what computes it.

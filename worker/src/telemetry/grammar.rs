@@ -6,10 +6,8 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 
-/// Label of refusals.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct RefusedLabel {
-    /// Why.
     pub reason: Refused,
 }
 
@@ -53,7 +51,6 @@ pub struct GrammarMetrics {
 }
 
 impl GrammarMetrics {
-    /// One more is refused.
     pub(crate) fn refused(&self, reason: Refused) {
         self.refusals.get_or_create(&RefusedLabel { reason }).inc();
     }

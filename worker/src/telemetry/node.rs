@@ -13,14 +13,12 @@ use std::time::SystemTime;
 /// 1 once the system has refused a thread that keeps a CPU awake: from then on CPUs sleep while stages of this process wait.
 pub(crate) static CPUS_SLEEP: LazyLock<Gauge> = LazyLock::new(Gauge::default);
 
-/// Label of a certificate.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct CertificateLabel {
     /// Whose it is: `node` or `authority`.
     pub certificate: &'static str,
 }
 
-/// See the module.
 #[derive(Debug, Clone, Default)]
 pub struct NodeMetrics {
     /// Lines of the log that were dropped.

@@ -10,10 +10,8 @@ use proto::operation::{Operation, OperationError};
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
-/// Label of an operation.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct OperationLabel {
-    /// Its name.
     pub operation: &'static str,
 }
 
@@ -27,17 +25,13 @@ impl OperationLabel {
 /// Label of how sessions end.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct SessionEndLabel {
-    /// Its name.
     operation: &'static str,
-    /// How.
     end: SessionEnd,
 }
 
-/// How a session ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
 #[allow(non_camel_case_types, reason = "label values are lower case on the wire")]
 pub enum SessionEnd {
-    /// As its client wanted.
     finished,
     /// The client left, or took no answers.
     cut,
@@ -45,16 +39,13 @@ pub enum SessionEnd {
     idle,
     /// A frame or a limit that is refused.
     refused,
-    /// The model failed.
     error,
 }
 
 /// Label of sessions that are not opened.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct SessionRefusedLabel {
-    /// Its name.
     operation: &'static str,
-    /// Why.
     reason: &'static str,
 }
 
@@ -73,7 +64,6 @@ impl MetricConstructor<Histogram> for ComputeBuckets {
 /// Metrics of operations. Clones count together.
 #[derive(Debug, Clone)]
 pub struct OperationMetrics {
-    /// Sessions that are open.
     pub sessions: Family<OperationLabel, Gauge>,
     ended: Family<SessionEndLabel, Counter>,
     refused: Family<SessionRefusedLabel, Counter>,
@@ -94,12 +84,10 @@ impl Default for OperationMetrics {
 }
 
 impl OperationMetrics {
-    /// One has ended.
     pub(crate) fn ended(&self, operation: Operation, end: SessionEnd) {
         self.ended.get_or_create(&SessionEndLabel { operation: operation.name(), end }).inc();
     }
 
-    /// One is not opened.
     pub(crate) fn refused(&self, operation: Operation, error: &OperationError) {
         let reason = match error {
             OperationError::NotServed { .. } => "not_served",
@@ -115,7 +103,6 @@ impl OperationMetrics {
         self.refused.get_or_create(&SessionRefusedLabel { operation: operation.name(), reason }).inc();
     }
 
-    /// A piece was computed.
     pub(crate) fn computed(&self, operation: Operation, took: Duration, seconds_of_sound: f64) {
         let label = OperationLabel::new(operation);
         self.audio.get_or_create(&label).inc_by(seconds_of_sound);

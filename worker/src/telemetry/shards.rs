@@ -1,6 +1,5 @@
 //! How busy the stages of a replica are, as its first one sees it.
 
-use crate::stage::StageCounts;
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -9,7 +8,29 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use std::sync::atomic::AtomicU64;
 
-/// Label of a stage.
+/// Counts of a replica's stages since it was formed.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct StageCounts {
+    pub(crate) stages: Vec<StageCount>,
+    /// Seconds between stages, all hops together, of steps that had them to themselves, since the last look.
+    pub(crate) hops: Vec<f64>,
+    /// Steps that later stages have.
+    pub(crate) under_way: usize,
+    /// Rows whose logits the first and the last stage have made together.
+    pub(crate) divided: u64,
+}
+
+/// See [`StageCounts`].
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct StageCount {
+    /// Bytes received from the stage before.
+    pub(crate) bytes: u64,
+    /// Seconds of computing.
+    pub(crate) computed: f64,
+    /// Seconds without a step.
+    pub(crate) stalled: f64,
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct StageLabel {
     /// Which, the first one being 0.

@@ -7,14 +7,13 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
-use proto::message::PullReportV1;
+use proto::message::PullReport;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 /// Label of bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct DirectionLabel {
-    /// Which way.
     pub direction: Direction,
 }
 
@@ -22,13 +21,11 @@ pub struct DirectionLabel {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
 #[allow(non_camel_case_types, reason = "label values are lower case on the wire")]
 pub enum Direction {
-    /// Pulled from another worker.
     pulled,
     /// Sent to one that pulls.
     sent,
 }
 
-/// Label of failures.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct FailureLabel {
     /// Why, as [`PullFailure::name`] says it.
@@ -79,9 +76,8 @@ impl TransferMetrics {
         self.failed.inc();
     }
 
-    /// As coordinators are told.
-    pub fn report(&self) -> PullReportV1 {
-        PullReportV1 {
+    pub fn report(&self) -> PullReport {
+        PullReport {
             rate: self.rate.get() as f32,
             pulled_bytes: self.bytes(Direction::pulled),
             sent_bytes: self.bytes(Direction::sent),

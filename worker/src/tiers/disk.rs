@@ -4,7 +4,7 @@ use super::aged::Aged;
 use super::{DiskConfig, PieceKey, file};
 use crate::Error;
 use parking_lot::Mutex;
-use proto::directory::{self, Claim};
+use proto::directory::{self, DirectoryClaim};
 use proto::log::Repeats;
 use std::collections::HashSet;
 use std::io;
@@ -34,7 +34,6 @@ enum Order {
     Remove(PieceKey),
 }
 
-/// See the module.
 #[derive(Debug)]
 pub(super) struct Disk {
     shared: Arc<Shared>,
@@ -44,7 +43,7 @@ pub(super) struct Disk {
     arrivals: Receiver<Loaded>,
     threads: Vec<JoinHandle<()>>,
     /// Held until the threads have ended.
-    _claim: Claim,
+    _claim: DirectoryClaim,
 }
 
 /// The file of a piece, to be read by any thread that may wait for a disk.
@@ -92,7 +91,7 @@ impl Disk {
         let failed =
             |source| Error::Io { what: format!("cannot use {} for KV", config.dir.display()), source };
         // What stands in a cache is nobody else's business on this machine.
-        let claim = Claim::of(&config.dir)?;
+        let claim = DirectoryClaim::of(&config.dir)?;
         let files = scan(&config.dir, config.bytes).map_err(failed)?;
         let shared = Arc::new(Shared {
             dir: config.dir.clone(),
@@ -141,7 +140,6 @@ impl Disk {
         self.shared.queued_bytes.load(Ordering::Relaxed)
     }
 
-    /// Has a piece written.
     pub(super) fn write(&self, key: PieceKey, bytes: Arc<[u8]>) {
         let length = bytes.len() as u64;
         self.shared.index.lock().writing.insert(key);

@@ -10,7 +10,7 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-const MAGIC: &[u8; 8] = b"kvasirtp";
+const MAGIC: &[u8; 8] = b"kvasirt1";
 const EXTENSION: &str = "kvpiece";
 /// A file that has not been written to its end.
 pub(super) const UNFINISHED: &str = "unfinished";
@@ -18,19 +18,13 @@ pub(super) const UNFINISHED: &str = "unfinished";
 const MAX_HEADER_BYTES: usize = 4096;
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-enum Header {
-    V1(HeaderV1),
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct HeaderV1 {
+struct Header {
     prefix: [u8; 32],
     group: u32,
     length: u64,
     digest: [u8; 32],
 }
 
-/// Where a piece lies.
 pub(super) fn path_of(dir: &Path, key: PieceKey) -> PathBuf {
     dir.join(format!("{}-{}.{EXTENSION}", blake3::Hash::from_bytes(key.prefix).to_hex(), key.group))
 }
@@ -48,7 +42,7 @@ pub(super) fn key_of(path: &Path) -> Option<PieceKey> {
 fn header(key: PieceKey, bytes: &[u8]) -> Result<Vec<u8>, io::Error> {
     let PieceKey { prefix, group } = key;
     let digest = *blake3::hash(bytes).as_bytes();
-    let header = Header::V1(HeaderV1 { prefix, group, length: bytes.len() as u64, digest });
+    let header = Header { prefix, group, length: bytes.len() as u64, digest };
     codec::encode(&header, Cap::Control).map_err(io::Error::other)
 }
 
@@ -87,7 +81,7 @@ pub(super) fn read(dir: &Path, key: PieceKey) -> io::Result<Vec<u8>> {
     }
     let mut header = vec![0; header_len];
     file.read_exact(&mut header)?;
-    let Header::V1(header) = codec::decode(&header, Cap::Control).map_err(io::Error::other)?;
+    let header: Header = codec::decode(&header, Cap::Control).map_err(io::Error::other)?;
     if (header.prefix, header.group) != (key.prefix, key.group) {
         return Err(damaged("it is another piece"));
     }
@@ -132,8 +126,8 @@ mod tests {
         assert!(read(dir.path(), KEY).is_err());
         // Lengths that no file has, among them those that a sum would wrap around to this one's.
         for claimed in [u64::MAX, u64::MAX - 70, 1 << 40, 201] {
-            let header = HeaderV1 { prefix: KEY.prefix, group: KEY.group, length: claimed, digest: [0; 32] };
-            let header = codec::encode(&Header::V1(header), Cap::Control).unwrap();
+            let header = Header { prefix: KEY.prefix, group: KEY.group, length: claimed, digest: [0; 32] };
+            let header = codec::encode(&header, Cap::Control).unwrap();
             let start = [&MAGIC[..], &(header.len() as u32).to_le_bytes(), &header, &bytes].concat();
             std::fs::write(&path, start).unwrap();
             let error = read(dir.path(), KEY).unwrap_err().to_string();
@@ -146,11 +140,10 @@ mod tests {
     }
 
     #[test]
-    fn version_1_reads_as_it_was_written_first() {
+    fn a_piece_is_written_in_the_form_of_this_version() {
         let golden = [
-            &b"kvasirtp"[..],
-            &67u32.to_le_bytes(),
-            &[0],
+            &b"kvasirt1"[..],
+            &66u32.to_le_bytes(),
             &[0xab; 32],
             &[3, 2],
             blake3::hash(b"kv").as_bytes(),

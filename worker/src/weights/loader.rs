@@ -245,7 +245,7 @@ impl<'a> Loader<'a> {
         heads: usize,
     ) -> Result<(VectorId, VectorId, Vec<f32>), Error> {
         let (a, dt_bias) = (self.floats(a, heads)?, self.floats(dt_bias, heads)?);
-        let memory = crate::decoder::head_memory(&a, &dt_bias);
+        let memory = head_memory(&a, &dt_bias);
         Ok((self.backend.create_vector(&a)?, self.backend.create_vector(&dt_bias)?, memory))
     }
 
@@ -486,4 +486,10 @@ fn gate_activation(activation: Activation) -> GateActivation {
         Activation::GeluErf => GateActivation::GeluErf,
         Activation::ClampedSwiglu => GateActivation::ClampedSwiglu,
     }
+}
+
+/// The memory of each head, in tokens: see [`StateType`].
+pub(crate) fn head_memory(a: &[f32], dt_bias: &[f32]) -> Vec<f32> {
+    let softplus = |x: f32| if x > 20.0 { x } else { x.exp().ln_1p() };
+    a.iter().zip(dt_bias).map(|(a, dt_bias)| 1.0 / (-a * softplus(*dt_bias))).collect()
 }

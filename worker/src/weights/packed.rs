@@ -3,7 +3,7 @@
 use super::Repacking;
 use crate::Error;
 use kernels::backend::{Backend, MatrixId, MatrixSource, Packer, SharedBytes};
-use model::shard::{PackedFile, PackedWriter, Room, ShardStore, StoreError};
+use model::shard::{PackedFile, PackedWriter, ShardStore, StoreError, StoreReservation};
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,11 +11,8 @@ use std::sync::Arc;
 /// The repacked matrices of a layer range.
 #[derive(Debug)]
 pub(crate) enum Packs {
-    /// They are not kept.
     Off,
-    /// They are there.
     There(PackedFile),
-    /// They are being written.
     Written(Box<Writing>),
 }
 
@@ -23,15 +20,15 @@ pub(crate) enum Packs {
 #[derive(Debug)]
 pub(crate) struct Writing {
     pub(super) writer: PackedWriter,
-    pub(super) room: Room,
+    pub(super) room: StoreReservation,
     /// What repacks beside the device.
     pub(super) packer: Option<Packer>,
     /// Matrices that are to be repacked.
-    pub(super) later: Vec<Later>,
+    pub(super) later: Vec<DeferredMatrix>,
 }
 
 /// A matrix that is read where it is until it is repacked.
-pub(super) struct Later {
+pub(super) struct DeferredMatrix {
     pub(super) matrix: MatrixId,
     /// What it is called where repacked ones are kept.
     pub(super) name: String,
@@ -40,9 +37,9 @@ pub(super) struct Later {
     pub(super) packed_bytes: usize,
 }
 
-impl fmt::Debug for Later {
+impl fmt::Debug for DeferredMatrix {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Later").field("name", &self.name).finish_non_exhaustive()
+        f.debug_struct("DeferredMatrix").field("name", &self.name).finish_non_exhaustive()
     }
 }
 
@@ -141,7 +138,7 @@ impl Packs {
         let Some(matrix) = backend.create_matrix_in_place(shape, &bytes)? else { return Ok(None) };
         let (name, shape) = (name.to_owned(), MatrixSource { bytes: &[], ..shape });
         let packed_bytes = backend.packed_bytes(shape)?;
-        writing.later.push(Later { matrix, name, shape, bytes, packed_bytes });
+        writing.later.push(DeferredMatrix { matrix, name, shape, bytes, packed_bytes });
         Ok(Some(matrix))
     }
 

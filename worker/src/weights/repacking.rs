@@ -1,11 +1,11 @@
 //! Matrices that are read as they stand in the shard store are repacked while the model is served already, by a thread of
 //! its own that gives way to others, and are read repacked from then on.
 
-use super::packed::{Later, Writing};
+use super::packed::{DeferredMatrix, Writing};
 use crate::Error;
 use kernels::aligned::AlignedBuf;
 use kernels::backend::{Backend, MatrixId, MatrixSource, Packer, SharedBytes};
-use model::shard::{PackedWriter, Room, StoreError};
+use model::shard::{PackedWriter, StoreError, StoreReservation};
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -62,7 +62,7 @@ impl Drop for Repacking {
 }
 
 struct Work {
-    room: Room,
+    room: StoreReservation,
     packer: Packer,
     stop: Arc<AtomicBool>,
 }
@@ -72,12 +72,12 @@ impl Work {
     fn run(
         self,
         writer: PackedWriter,
-        later: Vec<Later>,
+        later: Vec<DeferredMatrix>,
         tell: &mut dyn FnMut(MatrixId, SharedBytes) -> bool,
     ) {
         let (started, matrices) = (Instant::now(), later.len());
         let mut writer = Some(writer);
-        for Later { matrix, name, shape, bytes, packed_bytes } in later {
+        for DeferredMatrix { matrix, name, shape, bytes, packed_bytes } in later {
             let source = (MatrixSource { bytes: bytes.as_ref().as_ref(), ..shape }, packed_bytes);
             let packed = match writer.as_mut().map(|writer| self.keep(writer, &name, source)) {
                 Some(Ok(packed)) => packed,

@@ -43,7 +43,6 @@ impl Model {
         open(&self.name, options).with_draft_len(most)
     }
 
-    /// Without guesses.
     fn plain(&self, asks: &[Ask]) -> Vec<Heard> {
         let options = EngineOptions { guesses: Guesses::Off, prefix_cache: false, ..self.options() };
         one_by_one(&mut open(&self.name, &options), asks)

@@ -7,7 +7,7 @@ use crate::harness::{
 use kvasir_worker::engine::{EngineRequest, StepOutcome};
 use kvasir_worker::load::EngineOptions;
 use proto::block::BlockId;
-use proto::message::{FinishReason, GenerateError, GenerateFrame, Sampling, Stop, TenantTurnV1};
+use proto::message::{FinishReason, GenerateError, GenerateFrame, Sampling, Stop, TenantTurn};
 use std::time::{Duration, Instant};
 
 const LLAMA: &str = TINY[0];
@@ -152,7 +152,7 @@ fn a_request_that_nobody_listens_to_is_cancelled() {
     let request = EngineRequest {
         name: None,
         root: BlockId([7; 16]),
-        tenant: TenantTurnV1 { tenant: 1, weight: 1 },
+        tenant: TenantTurn { tenant: 1, weight: 1 },
         prompt: prompt(1, 20),
         emitted: Vec::new(),
         sampling: Sampling::default(),

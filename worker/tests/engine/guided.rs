@@ -11,7 +11,7 @@ use kvasir_worker::engine::{Engine, StepOutcome};
 use kvasir_worker::grammar::{COMPILE_TIME, Grammars, Guide};
 use kvasir_worker::load::EngineOptions;
 use kvasir_worker::telemetry::{Refused, RefusedLabel};
-use proto::message::{FinishReason, GenerateError, GrammarSyntax, GrammarV1, Sampling, Stop, TenantTurnV1};
+use proto::message::{FinishReason, GenerateError, GrammarSpec, GrammarSyntax, Sampling, Stop, TenantTurn};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -33,15 +33,15 @@ fn block_on<T>(future: impl Future<Output = T>) -> T {
     tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(future)
 }
 
-fn guide(grammars: &Grammars, grammar: &GrammarV1, emitted: &[u32]) -> Guide {
-    block_on(grammars.guide(ROOT, TenantTurnV1::of_root(ROOT), grammar.clone(), emitted)).unwrap()
+fn guide(grammars: &Grammars, grammar: &GrammarSpec, emitted: &[u32]) -> Guide {
+    block_on(grammars.guide(ROOT, TenantTurn::of_root(ROOT), grammar.clone(), emitted)).unwrap()
 }
 
-fn of(syntax: GrammarSyntax, text: impl Into<String>) -> GrammarV1 {
-    GrammarV1 { field: "response_format".into(), syntax, text: text.into(), trigger: None }
+fn of(syntax: GrammarSyntax, text: impl Into<String>) -> GrammarSpec {
+    GrammarSpec { field: "response_format".into(), syntax, text: text.into(), trigger: None }
 }
 
-fn schema() -> GrammarV1 {
+fn schema() -> GrammarSpec {
     let schema = json!({
         "x-guidance": {"whitespace_flexible": false, "item_separator": ", ", "key_separator": ": "},
         "type": "object",
@@ -88,7 +88,7 @@ fn run(engine: &mut Engine) {
     }
 }
 
-fn alone(engine: &mut Engine, grammars: &Grammars, ask: &Ask, grammar: &GrammarV1) -> Heard {
+fn alone(engine: &mut Engine, grammars: &Grammars, ask: &Ask, grammar: &GrammarSpec) -> Heard {
     let asked = submit_guided(engine, ask, guide(grammars, grammar, &ask.emitted));
     run(engine);
     asked.heard()
@@ -225,7 +225,7 @@ fn a_grammar_may_wait_for_what_begins_it() {
         (plain && free.text.find(&text) == Some(at)).then_some((at, text))
     });
     let (at, trigger) = begins.unwrap();
-    let grammar = GrammarV1 {
+    let grammar = GrammarSpec {
         trigger: Some(trigger.clone()),
         ..of(GrammarSyntax::Regex, "(?s:.?.?.?.?.?.?.?.?)-yes-")
     };
@@ -274,7 +274,7 @@ fn sec_grammar_bomb() {
         ("left recursion", of(GrammarSyntax::Lark, "start: start start | \"a\""), None),
     ] {
         let since = Instant::now();
-        let made = block_on(grammars.guide(ROOT, TenantTurnV1::of_root(ROOT), grammar.clone(), &[]));
+        let made = block_on(grammars.guide(ROOT, TenantTurn::of_root(ROOT), grammar.clone(), &[]));
         let took = since.elapsed();
         assert!(took < 20 * COMPILE_TIME, "{what} takes {took:?}");
         match (&made, refused) {
@@ -288,7 +288,7 @@ fn sec_grammar_bomb() {
         // Once it is known, it takes no time at all.
         let since = Instant::now();
         assert_eq!(
-            block_on(grammars.guide(ROOT, TenantTurnV1::of_root(ROOT), grammar, &[])).is_ok(),
+            block_on(grammars.guide(ROOT, TenantTurn::of_root(ROOT), grammar, &[])).is_ok(),
             made.is_ok(),
             "{what}"
         );
@@ -309,7 +309,7 @@ fn a_hard_grammar_is_its_own_requests_trouble() {
     let hard =
         of(GrammarSyntax::Lark, "start: a a a a\na: b | b a | a b\nb: \"x\" | \"y\" | /[a-z]{1,40}/ | b b");
     let guides: Vec<Guide> = (0..4)
-        .filter_map(|_| block_on(grammars.guide(ROOT, TenantTurnV1::of_root(ROOT), hard.clone(), &[])).ok())
+        .filter_map(|_| block_on(grammars.guide(ROOT, TenantTurn::of_root(ROOT), hard.clone(), &[])).ok())
         .collect();
     let hard: Vec<Asked> = guides
         .into_iter()

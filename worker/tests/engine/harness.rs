@@ -10,7 +10,7 @@ use kvasir_worker::pull::Source;
 use kvasir_worker::scheduler::SeqId;
 use proto::block::BlockId;
 use proto::message::{
-    FinishedV1, GenerateError, GenerateFrame, Sampling, StartedV1, Stop, TenantTurnV1, TokenLogprobs,
+    Finished, GenerateError, GenerateFrame, Sampling, Started, Stop, TenantTurn, TokenLogprobs,
 };
 use proto::sequence::SequenceName;
 use std::collections::BTreeMap;
@@ -31,7 +31,6 @@ pub(crate) const TINY: [&str; 9] = [
     "tiny/qwen35/qwen35-f32+bf16",
     "tiny/granitehybrid/granitehybrid-f32+bf16",
 ];
-/// Quantised models, by file.
 pub(crate) const QUANT: [&str; 2] = ["quant/qwen3-q/qwen3-q-q4_k_m", "quant/qwen3moe-q/qwen3moe-q-mxfp4_moe"];
 
 /// What a model's name ends with to have states of both types in every recurrent layer.
@@ -107,11 +106,11 @@ pub(crate) struct Heard {
     pub(crate) logits: BTreeMap<usize, Vec<u32>>,
     /// Rows heard, a position that was computed twice counted twice.
     pub(crate) rows: usize,
-    pub(crate) started: Option<StartedV1>,
+    pub(crate) started: Option<Started>,
     pub(crate) tokens: Vec<u32>,
     pub(crate) logprobs: Vec<TokenLogprobs>,
     pub(crate) text: String,
-    pub(crate) finished: Option<FinishedV1>,
+    pub(crate) finished: Option<Finished>,
     pub(crate) failed: Option<GenerateError>,
 }
 
@@ -121,7 +120,6 @@ impl Heard {
         self.started.as_ref().unwrap().cached_tokens as usize
     }
 
-    /// Times preempted.
     pub(crate) fn preemptions(&self) -> u32 {
         self.finished.as_ref().unwrap().preemptions
     }
@@ -220,7 +218,6 @@ impl Asked {
     }
 }
 
-/// Hands a request in.
 pub(crate) fn submit(engine: &mut Engine, ask: &Ask) -> Asked {
     submit_at(engine, ask, Instant::now(), None)
 }
@@ -256,7 +253,7 @@ fn submit_with(
     let request = EngineRequest {
         name: ask.name.clone(),
         root: ROOT,
-        tenant: TenantTurnV1::of_root(ROOT),
+        tenant: TenantTurn::of_root(ROOT),
         prompt: ask.prompt.clone(),
         emitted: ask.emitted.clone(),
         sampling: ask.sampling.clone(),

@@ -52,7 +52,6 @@ fn spoils_one_embedding(name: &str, width: u64, values: &mut [f32]) {
     }
 }
 
-/// Each way of drawing.
 fn asks(prompt: &[u32]) -> Vec<Ask> {
     let ask = |sampling: Sampling| Ask { sampling, ..Ask::greedy(prompt.to_vec(), 6).tokens_only() };
     vec![

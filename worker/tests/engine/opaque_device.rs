@@ -29,7 +29,6 @@ pub(crate) struct Ledger {
     pub(crate) drawn_from: Vec<BufferId>,
     /// Times that the host wrote activations.
     pub(crate) writes: usize,
-    /// Ops that ran.
     pub(crate) ops: usize,
 }
 

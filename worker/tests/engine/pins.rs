@@ -4,7 +4,7 @@ use crate::harness::{Ask, ROOT, cramped, open, options, prompt, run_to_end, toge
 use kvasir_worker::engine::Engine;
 use kvasir_worker::load::EngineOptions;
 use proto::block::BlockId;
-use proto::sequence::{PinInfoV1, SequenceError};
+use proto::sequence::{PinInfo, SequenceError};
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 
@@ -20,7 +20,7 @@ fn pin(
     now: Instant,
     tokens: &[u32],
     ttl: Option<Duration>,
-) -> Result<PinInfoV1, SequenceError> {
+) -> Result<PinInfo, SequenceError> {
     let (reply, mut answer) = oneshot::channel();
     engine.pin(now, ROOT, tokens, ttl, reply);
     run_to_end(engine);

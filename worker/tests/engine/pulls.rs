@@ -7,10 +7,10 @@ use crate::tiers::{disk, pieces};
 use kvasir_worker::engine::{Engine, StepOutcome};
 use kvasir_worker::load::EngineOptions;
 use kvasir_worker::pieces::Namer;
-use kvasir_worker::pull::{Delivery, Order, PullFailure, Source};
+use kvasir_worker::pull::{PullDelivery, PullFailure, PullOrder, Source};
 use kvasir_worker::telemetry::Direction;
 use kvasir_worker::tiers::TiersConfig;
-use proto::pull::{PullRequest, PulledPieceV1};
+use proto::pull::PulledPiece;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -36,7 +36,7 @@ pub(crate) struct Direct {
     /// Pieces that come; then the holder dies.
     most: usize,
     /// Where to leave the delivery, so that it never ends.
-    hang: Option<Arc<Mutex<Vec<Delivery>>>>,
+    hang: Option<Arc<Mutex<Vec<PullDelivery>>>>,
 }
 
 impl Direct {
@@ -50,9 +50,9 @@ impl Source for Direct {
         self.tokens
     }
 
-    fn fetch(self: Box<Self>, order: Order, delivery: Delivery) {
+    fn fetch(self: Box<Self>, order: PullOrder, delivery: PullDelivery) {
         let mut holder = self.holder.lock().unwrap();
-        let PullRequest::V1(asked) = order.request();
+        let asked = order.request();
         let offer = match holder.lender().offer(&asked.origin, asked.root, &asked.tokens, asked.have) {
             Ok(offer) => offer,
             Err(_) => return delivery.end(Err(PullFailure::Refused)),
@@ -70,7 +70,7 @@ impl Source for Direct {
             let Some(bytes) = bytes else { return delivery.end(Err(PullFailure::Refused)) };
             let (group, end, _) = *piece;
             let digest = names.piece(group as usize, end).unwrap().digest(&bytes);
-            let head = PulledPieceV1 { group, end, bytes: bytes.len() as u32, digest };
+            let head = PulledPiece { group, end, bytes: bytes.len() as u32, digest };
             assert_eq!(order.length(&head), Some(bytes.len()));
             assert!(order.is_sound(&head, &bytes));
             delivery.piece(&head, bytes);

@@ -6,15 +6,15 @@ use kvasir_worker::Error;
 use kvasir_worker::engine::{Engine, StepOutcome};
 use kvasir_worker::kv_cache::Placement;
 use kvasir_worker::load::{self, EngineOptions};
-use kvasir_worker::shipping::ShippingConfig;
-use kvasir_worker::stage::{Replica, StageConfig, StageService};
+use kvasir_worker::pipeline::{Replica, StageConfig, StageService};
 use kvasir_worker::telemetry::StageLabel;
+use kvasir_worker::weight_distribution::ShippingConfig;
 use model::ModelFile;
 use model::spec::ModelSpec;
 use proto::ca::Authority;
 use proto::ids::{ClusterName, NodeId, Role};
 use proto::message::{Sampling, Stop};
-use proto::stage::{ActivationType, StageAddressV1, StageFailure};
+use proto::stage::{ActivationType, StageAddress, StageFailure};
 use proto::transport::Identity;
 use std::time::{Duration, Instant, SystemTime};
 use tokio::runtime::Runtime;
@@ -24,7 +24,7 @@ pub(crate) struct Workers {
     pub(crate) runtime: Runtime,
     ca: Authority,
     pub(crate) services: Vec<StageService>,
-    addresses: Vec<StageAddressV1>,
+    addresses: Vec<StageAddress>,
 }
 
 fn identity(ca: &Authority, name: &str) -> Identity {
@@ -56,7 +56,7 @@ impl Workers {
         let _entered = self.runtime.enter();
         let service = StageService::start(config, &identity(&self.ca, &name)).unwrap();
         let quic = service.quic_address().to_string();
-        self.addresses.insert(index, StageAddressV1 { node: NodeId::new(name).unwrap(), quic });
+        self.addresses.insert(index, StageAddress { node: NodeId::new(name).unwrap(), quic });
         self.services.insert(index, service);
     }
 

@@ -16,7 +16,6 @@ use proto::sequence::{SequenceError, SequenceName};
 use std::time::Instant;
 use tokio::sync::oneshot;
 
-/// Storms per model.
 const SEEDS: u64 = 24;
 /// More than admission keeps room for.
 const GENERATE: u32 = 44;
@@ -75,7 +74,6 @@ struct Seen {
     poisoned: u64,
 }
 
-/// One storm.
 struct Storm<'a> {
     what: String,
     dice: Dice,

@@ -5,18 +5,18 @@ use kvasir_worker::Error;
 use kvasir_worker::load::EngineOptions;
 use kvasir_worker::operations::SessionLimits;
 use kvasir_worker::service::{OwnModel, WorkerConfig, WorkerService};
-use kvasir_worker::shipping::ShippingConfig;
 use kvasir_worker::snapshot::store::StoreConfig;
+use kvasir_worker::weight_distribution::ShippingConfig;
 use proto::block::{BlockId, ClusterKey};
 use proto::ca::Authority;
 use proto::ids::{Attempt, ClusterName, Epoch, ModelId, NodeId, RequestId, Role};
 use proto::message::{
-    GenerateFrame, GenerateRequestV3, GenerateRequestV4, LoadReport, PullReportV1, Register, Registered,
-    RegisteredV1, Sampling, Stop, TokenIds, TokenLogprobs, WorkPart, WorkerStatus, WorkerStatusV1,
+    GenerateFrame, GenerateRequest, LoadReport, PullReport, Register, Registered, Sampling, Stop, TenantTurn,
+    TokenIds, TokenLogprobs, WorkPart, WorkerStatus,
 };
-use proto::pull::PullSourceV1;
+use proto::pull::PullSource;
 use proto::service::{CertificateReport, CoordinatorApi, Refusal, deadline};
-use proto::shard::{ShippingReport, ShippingReportV1};
+use proto::shard::ShippingReport;
 use proto::transport::{Connection, Endpoint, EndpointConfig, GenerateStream, Identity, Incoming};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -58,7 +58,6 @@ pub(crate) async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
     tokio::time::timeout(PATIENCE, future).await.unwrap_or_else(|_| panic!("{what} takes too long"))
 }
 
-/// See the module.
 pub(crate) struct Cluster {
     ca: Authority,
     coordinator: Endpoint,
@@ -68,12 +67,11 @@ pub(crate) struct Cluster {
 pub(crate) struct Worker {
     pub(crate) service: WorkerService,
     pub(crate) node: NodeId,
-    /// The coordinator's end.
     connection: Connection,
-    report: Arc<Mutex<PullReportV1>>,
+    report: Arc<Mutex<PullReport>>,
     /// What it has told of getting its model.
     #[allow(dead_code, reason = "tests of shipping use this module too")]
-    pub(crate) shipping: Arc<Mutex<Vec<ShippingReportV1>>>,
+    pub(crate) shipping: Arc<Mutex<Vec<ShippingReport>>>,
 }
 
 /// What a request was answered.
@@ -87,23 +85,21 @@ pub(crate) struct Answer {
 }
 
 #[derive(Clone)]
-struct Api(Arc<Mutex<PullReportV1>>, Arc<Mutex<Vec<ShippingReportV1>>>);
+struct Api(Arc<Mutex<PullReport>>, Arc<Mutex<Vec<ShippingReport>>>);
 
 impl CoordinatorApi for Api {
-    async fn register(self, _: Context, request: Register) -> Result<Registered, Refusal> {
-        assert!(matches!(request, Register::V5(_)));
+    async fn register(self, _: Context, _: Register) -> Result<Registered, Refusal> {
         let cluster_key = ClusterKey([3; 32]);
-        Ok(Registered::V1(RegisteredV1 { lease_ms: 60_000, report_every_ms: 20, cluster_key }))
+        Ok(Registered { lease_ms: 60_000, report_every_ms: 20, cluster_key })
     }
 
     async fn certificate(self, _: Context, _: CertificateReport) {}
     async fn shipping(self, _: Context, report: ShippingReport) {
-        let ShippingReport::V1(report) = report;
         self.1.lock().unwrap().push(report);
     }
 
     async fn report(self, _: Context, report: LoadReport) -> Result<(), Refusal> {
-        *self.0.lock().unwrap() = report.into_latest().pulls;
+        *self.0.lock().unwrap() = report.pulls;
         Ok(())
     }
 }
@@ -197,13 +193,13 @@ async fn attend(connection: Connection, api: Api) {
 
 impl Worker {
     /// Where its prefixes can be pulled from, as a coordinator tells it.
-    pub(crate) fn source(&self, tokens: u32) -> PullSourceV1 {
+    pub(crate) fn source(&self, tokens: u32) -> PullSource {
         let quic = self.service.quic_address().to_string();
-        PullSourceV1 { node: self.node.clone(), quic, tokens }
+        PullSource { node: self.node.clone(), quic, tokens }
     }
 
-    pub(crate) async fn open(&self, prompt: &[u32], pull: Option<PullSourceV1>) -> GenerateStream {
-        let request = GenerateRequestV3 {
+    pub(crate) async fn open(&self, prompt: &[u32], pull: Option<PullSource>) -> GenerateStream {
+        let request = GenerateRequest {
             request_id: RequestId::new("r").unwrap(),
             choice: 0,
             attempt: Attempt(0),
@@ -219,12 +215,12 @@ impl Worker {
             together: 1,
             trace: None,
             grammar: None,
+            turn: TenantTurn::of_root(ROOT),
         };
-        let request = GenerateRequestV4::from(request).at_version(self.connection.version());
         self.connection.open_generate(&request).await.unwrap()
     }
 
-    pub(crate) async fn ask(&self, prompt: &[u32], pull: Option<PullSourceV1>) -> Answer {
+    pub(crate) async fn ask(&self, prompt: &[u32], pull: Option<PullSource>) -> Answer {
         let mut stream = self.open(prompt, pull).await;
         let mut answer = Answer::default();
         while let Some(frame) = soon("a frame", stream.next()).await {
@@ -248,8 +244,7 @@ impl Worker {
         let api = self.connection.worker_api().await.unwrap();
         soon("settling", async {
             loop {
-                let WorkerStatus::V1(WorkerStatusV1 { load, .. }) =
-                    api.status(deadline(PATIENCE)).await.unwrap();
+                let WorkerStatus { load, .. } = api.status(deadline(PATIENCE)).await.unwrap();
                 if (load.running, load.waiting, load.kv_used) == (0, 0, 0) {
                     return;
                 }
@@ -268,7 +263,7 @@ impl Worker {
     }
 
     /// Waits for a report of pulls.
-    pub(crate) async fn reports(&self, what: &str, is: impl Fn(&PullReportV1) -> bool) {
+    pub(crate) async fn reports(&self, what: &str, is: impl Fn(&PullReport) -> bool) {
         soon(what, async {
             while !is(&self.report.lock().unwrap()) {
                 tokio::task::yield_now().await;

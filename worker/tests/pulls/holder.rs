@@ -2,22 +2,20 @@
 
 use crate::cluster::{Cluster, ROOT, options, path};
 use kernels::backend::KvType;
-use kvasir_worker::engine::offering::Lent;
+use kvasir_worker::engine::kv_send::Lent;
 use kvasir_worker::engine::{Engine, EngineRequest};
 use kvasir_worker::load;
 use kvasir_worker::pieces::Namer;
 use proto::ids::NodeId;
-use proto::message::{GenerateFrame, Sampling, Stop, TenantTurnV1};
-use proto::pull::{PullHeadV1, PullRefusal, PullRequest, PullRequestV1, PullSourceV1, PulledPieceV1};
+use proto::message::{GenerateFrame, Sampling, Stop, TenantTurn};
+use proto::pull::{PullHead, PullRefusal, PullRequest, PullSource, PulledPiece};
 use proto::transport::{CloseCode, Endpoint, Incoming, PullCall};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 use tokio::sync::mpsc;
 
-/// What it does wrong.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fault {
-    /// Nothing.
     None,
     /// A bit of its third piece.
     FlippedBit,
@@ -38,11 +36,9 @@ pub(crate) enum Fault {
 pub(crate) enum Notice {
     /// It has sent what it sends.
     Silent,
-    /// Nobody wants the rest.
     Cancelled,
 }
 
-/// See the module.
 pub(crate) struct Holder {
     endpoint: Arc<Endpoint>,
     pub(crate) notices: mpsc::UnboundedReceiver<Notice>,
@@ -82,9 +78,9 @@ impl Holder {
         Self { endpoint, notices, task }
     }
 
-    pub(crate) fn source(&self, tokens: u32) -> PullSourceV1 {
+    pub(crate) fn source(&self, tokens: u32) -> PullSource {
         let (node, quic): (NodeId, _) = (self.endpoint.name().node.clone(), self.endpoint.address());
-        PullSourceV1 { node, quic: quic.to_string(), tokens }
+        PullSource { node, quic: quic.to_string(), tokens }
     }
 }
 
@@ -92,7 +88,7 @@ fn compute(engine: &mut Engine, prompt: &[u32]) {
     let request = EngineRequest {
         name: None,
         root: ROOT,
-        tenant: TenantTurnV1::of_root(ROOT),
+        tenant: TenantTurn::of_root(ROOT),
         prompt: prompt.to_vec(),
         emitted: Vec::new(),
         sampling: Sampling::default(),
@@ -110,14 +106,10 @@ fn compute(engine: &mut Engine, prompt: &[u32]) {
 }
 
 /// A piece with its bytes.
-type Whole = (PulledPieceV1, Vec<u8>);
+type Whole = (PulledPiece, Vec<u8>);
 
 /// All pieces that are offered of these tokens.
-fn whole(
-    engine: &mut Engine,
-    asked: &PullRequestV1,
-    tokens: &[u32],
-) -> Result<(u32, Vec<Whole>), PullRefusal> {
+fn whole(engine: &mut Engine, asked: &PullRequest, tokens: &[u32]) -> Result<(u32, Vec<Whole>), PullRefusal> {
     let offer = engine.lender().offer(&asked.origin, asked.root, tokens, asked.have)?;
     let prefix = &tokens[..offer.tokens as usize];
     let names = Namer::new(&engine.origin()).unwrap().names(asked.root, prefix);
@@ -125,13 +117,13 @@ fn whole(
     let head = |((group, end, _), lent): (&(u32, u32, usize), Lent)| {
         let bytes = lent.read().unwrap();
         let digest = names.piece(*group as usize, *end).unwrap().digest(&bytes);
-        (PulledPieceV1 { group: *group, end: *end, bytes: bytes.len() as u32, digest }, bytes)
+        (PulledPiece { group: *group, end: *end, bytes: bytes.len() as u32, digest }, bytes)
     };
     Ok((offer.tokens, offer.pieces.iter().zip(copies).map(head).collect()))
 }
 
 async fn send(engine: &Mutex<Engine>, call: PullCall, fault: Fault, notice: &mpsc::UnboundedSender<Notice>) {
-    let PullCall { request: PullRequest::V1(asked), mut reply } = call;
+    let PullCall { request: asked, mut reply } = call;
     let mut tokens = asked.tokens.clone();
     if fault == Fault::OtherTokens {
         tokens[0] ^= 1;
@@ -151,7 +143,7 @@ async fn send(engine: &Mutex<Engine>, call: PullCall, fault: Fault, notice: &mps
         Fault::Repeats => pieces = vec![pieces[0].clone(); pieces.len() + 100],
     }
     let cancelled = reply.cancelled();
-    reply.head(PullHeadV1 { tokens, pieces: pieces.len() as u32 }).await.unwrap();
+    reply.head(PullHead { tokens, pieces: pieces.len() as u32 }).await.unwrap();
     let most = if matches!(fault, Fault::Dies | Fault::Silent) { 3 } else { pieces.len() };
     for (piece, bytes) in pieces.iter().take(most) {
         // Who is lied to does not listen to the end.

@@ -174,7 +174,7 @@ async fn who_cannot_be_reached_or_is_of_another_class_is_not_pulled_from() {
     let answer = other.ask(&prompt(), Some(impostor)).await;
     assert_same("an impostor", &answer, &want);
     assert_eq!(answer.cached, 0);
-    let nowhere = proto::pull::PullSourceV1 { quic: "nowhere".into(), ..holder.source(SERVED) };
+    let nowhere = proto::pull::PullSource { quic: "nowhere".into(), ..holder.source(SERVED) };
     let answer = other.ask(&prompt()[1..], Some(nowhere)).await;
     assert_eq!((answer.cached, &*answer.lookup), (0, "not_cached group=0 token=0 transfer=unreachable"));
     assert_eq!(other.metric("kvasir_block_transfer_failures_total{reason=\"unreachable\"}").await, 2.0);

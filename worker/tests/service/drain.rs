@@ -3,7 +3,6 @@
 use crate::{PATIENCE, pair, request};
 use kvasir_worker::service::WorkerService;
 use proto::message::GenerateFrame;
-use proto::transport::VersionRange;
 use tokio::task::JoinSet;
 
 /// Often enough that the end is told between any two things that a worker does for a call.
@@ -18,7 +17,7 @@ async fn end(worker: WorkerService) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_was_taken_is_served_until_it_has_arrived() {
     for round in 0..ROUNDS {
-        let pair = tokio::time::timeout(PATIENCE, pair(VersionRange::CURRENT.max)).await.unwrap();
+        let pair = tokio::time::timeout(PATIENCE, pair()).await.unwrap();
         let mut stream = pair.connection.open_generate(&request(TOKENS)).await.unwrap();
         // Told before the first token, or when that or a later one has come.
         let told_after = round % 8;

@@ -2,9 +2,8 @@
 
 use crate::{PATIENCE, pair_above, request};
 use kvasir_worker::kv_cache::memory::{HostFloor, MemInfo, MemoryFloor};
-use proto::message::{GenerateError, GenerateFrame, WorkerState, WorkerStatus};
+use proto::message::{GenerateError, GenerateFrame, WorkerState};
 use proto::service::deadline;
-use proto::transport::VersionRange;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -31,12 +30,12 @@ async fn readyz(ops: std::net::SocketAddr) -> String {
 async fn while_memory_is_short_no_new_work_is_taken() {
     let host = Arc::new(Host(AtomicU64::new(2000)));
     let floor = HostFloor { floor: MemoryFloor { bytes: 800 }, memory: host.clone() };
-    let pair = pair_above(Some(floor), VersionRange::CURRENT.max).await;
+    let pair = pair_above(Some(floor)).await;
     let api = pair.connection.worker_api().await.unwrap();
     let becomes = async |wanted: WorkerState| {
         let start = Instant::now();
         loop {
-            let WorkerStatus::V1(status) = api.status(deadline(PATIENCE)).await.unwrap();
+            let status = api.status(deadline(PATIENCE)).await.unwrap();
             if status.load.state == wanted {
                 return;
             }

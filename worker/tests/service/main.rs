@@ -4,24 +4,22 @@
 mod drain;
 mod floor;
 mod operations;
-mod versions;
 
 use kvasir_worker::kv_cache::memory::HostFloor;
 use kvasir_worker::load::EngineOptions;
 use kvasir_worker::operations::SessionLimits;
 use kvasir_worker::service::{OwnModel, WorkerConfig, WorkerService};
-use kvasir_worker::shipping::ShippingConfig;
 use kvasir_worker::snapshot::store::StoreConfig;
+use kvasir_worker::weight_distribution::ShippingConfig;
 use proto::block::{BlockId, ClusterKey};
 use proto::ca::Authority;
 use proto::ids::{Attempt, ClusterName, Epoch, ModelId, NodeId, RequestId, Role};
 use proto::message::{
-    GenerateRequest, GenerateRequestV1, LoadReport, Register, Registered, RegisteredV1, Sampling, Stop,
-    WorkPart,
+    GenerateRequest, LoadReport, Register, Registered, Sampling, Stop, TenantTurn, TokenIds, WorkPart,
 };
 use proto::service::{CertificateReport, CoordinatorApi, Refusal};
 use proto::shard::ShippingReport;
-use proto::transport::{Connection, Endpoint, EndpointConfig, Incoming, VersionRange};
+use proto::transport::{Connection, Endpoint, EndpointConfig, Incoming};
 use std::net::SocketAddr;
 use std::time::{Duration, SystemTime};
 use tarpc::context::Context;
@@ -34,29 +32,14 @@ fn any_port() -> SocketAddr {
     ([127, 0, 0, 1], 0).into()
 }
 
-/// What a worker tells its coordinator, as versions of the enums: how it registers and reports.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Told {
-    Registered(u16),
-    Reported(u16),
-}
-
+/// Says each time that its worker reports.
 #[derive(Clone)]
-struct Coordinator(mpsc::UnboundedSender<Told>);
+struct Coordinator(mpsc::UnboundedSender<()>);
 
 impl CoordinatorApi for Coordinator {
-    async fn register(self, _: Context, request: Register) -> Result<Registered, Refusal> {
-        let form = match request {
-            Register::V1(_) => 1,
-            Register::V2(_) => 2,
-            Register::V3(_) => 3,
-            Register::V4(_) => 4,
-            Register::V5(_) => 6,
-        };
-        // Fails only when the test is over.
-        let _ = self.0.send(Told::Registered(form));
+    async fn register(self, _: Context, _: Register) -> Result<Registered, Refusal> {
         let cluster_key = ClusterKey([7; 32]);
-        Ok(Registered::V1(RegisteredV1 { lease_ms: 60_000, report_every_ms: 20, cluster_key }))
+        Ok(Registered { lease_ms: 60_000, report_every_ms: 20, cluster_key })
     }
 
     async fn certificate(self, _: Context, _: CertificateReport) {}
@@ -64,12 +47,9 @@ impl CoordinatorApi for Coordinator {
         panic!("a model that is a file is not shipped: {report:?}");
     }
 
-    async fn report(self, _: Context, report: LoadReport) -> Result<(), Refusal> {
-        let form = match report {
-            LoadReport::V1(_) => 1,
-            LoadReport::V2(_) => 3,
-        };
-        let _ = self.0.send(Told::Reported(form));
+    async fn report(self, _: Context, _: LoadReport) -> Result<(), Refusal> {
+        // Fails only when the test is over.
+        let _ = self.0.send(());
         Ok(())
     }
 }
@@ -77,31 +57,26 @@ impl CoordinatorApi for Coordinator {
 /// A worker that has registered with its one coordinator.
 struct Pair {
     worker: WorkerService,
-    /// The coordinator's end.
     connection: Connection,
-    /// What the worker has told so far, and tells.
-    told: Vec<Told>,
     _serves: JoinSet<()>,
     _endpoint: Endpoint,
 }
 
-/// A worker as it is, with a coordinator that speaks up to `newest`.
-async fn pair(newest: u16) -> Pair {
-    pair_above(None, newest).await
+async fn pair() -> Pair {
+    pair_above(None).await
 }
 
 /// The same with memory that must stay free.
-async fn pair_above(floor: Option<HostFloor>, newest: u16) -> Pair {
-    pair_of(floor, newest, |_| ()).await
+async fn pair_above(floor: Option<HostFloor>) -> Pair {
+    pair_of(floor, |_| ()).await
 }
 
 /// The same with another configuration.
-async fn pair_of(floor: Option<HostFloor>, newest: u16, change: impl FnOnce(&mut WorkerConfig)) -> Pair {
+async fn pair_of(floor: Option<HostFloor>, change: impl FnOnce(&mut WorkerConfig)) -> Pair {
     let now = SystemTime::now();
     let ca = Authority::new(ClusterName::new("c").unwrap(), now).unwrap();
     let identity = |role, name| ca.issue(role, NodeId::new(name).unwrap(), now).unwrap().identity().unwrap();
-    let mut config = EndpointConfig::new(Epoch(1), [Role::Worker]);
-    config.versions = VersionRange { min: 1, max: newest };
+    let config = EndpointConfig::new(Epoch(1), [Role::Worker]);
     let endpoint = Endpoint::bind(any_port(), &identity(Role::Coordinator, "c0"), config).unwrap();
     let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/tiny/llama/llama-f32.gguf");
     let mut config = WorkerConfig {
@@ -122,7 +97,6 @@ async fn pair_of(floor: Option<HostFloor>, newest: u16, change: impl FnOnce(&mut
     change(&mut config);
     let worker = WorkerService::start(config, &identity(Role::Worker, "w0")).await.unwrap();
     let connection = endpoint.accept().await.unwrap();
-    assert_eq!(connection.version(), newest.min(VersionRange::CURRENT.max));
     let (say, mut said) = mpsc::unbounded_channel();
     let serving = connection.clone();
     let mut serves = JoinSet::new();
@@ -136,11 +110,8 @@ async fn pair_of(floor: Option<HostFloor>, newest: u16, change: impl FnOnce(&mut
             }
         }
     });
-    let mut told = Vec::new();
-    while !matches!(told.last(), Some(Told::Reported(_))) {
-        told.push(said.recv().await.unwrap());
-    }
-    Pair { worker, connection, told, _serves: serves, _endpoint: endpoint }
+    said.recv().await.unwrap();
+    Pair { worker, connection, _serves: serves, _endpoint: endpoint }
 }
 
 fn model_id() -> ModelId {
@@ -149,17 +120,22 @@ fn model_id() -> ModelId {
 
 /// For so many tokens, whatever they are.
 fn request(tokens: u32) -> GenerateRequest {
-    GenerateRequest::V1(GenerateRequestV1 {
+    GenerateRequest {
         request_id: RequestId::new("r").unwrap(),
         choice: 0,
         attempt: Attempt(0),
         model: model_id(),
         root: BlockId([1; 16]),
-        prompt: vec![5, 6, 7],
-        emitted: Vec::new(),
+        prompt: vec![5, 6, 7].into(),
+        emitted: TokenIds::default(),
         sampling: Sampling::default(),
         stop: Stop { max_tokens: tokens, ignore_eos: true, ..Stop::default() },
         predicted_cached: 0,
         deadline_ms: 0,
-    })
+        pull: None,
+        together: 1,
+        trace: None,
+        grammar: None,
+        turn: TenantTurn::of_root(BlockId([1; 16])),
+    }
 }

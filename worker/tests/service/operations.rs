@@ -4,8 +4,8 @@ use super::{PATIENCE, Pair, pair_of};
 use kvasir_worker::operations::{Bundle, SessionLimits};
 use proto::ids::{ModelId, RequestId};
 use proto::operation::{
-    Operation, OperationError, OperationInput, OperationOptions, OperationOutput, OperationRequest,
-    OperationRequestV1, Pcm, SpeechOptionsV1,
+    Operation, OperationError, OperationInput, OperationOptions, OperationOutput, OperationRequest, Pcm,
+    SpeechOptions,
 };
 use proto::transport::OperationSession;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use tokio::time::timeout;
 async fn worker(limits: SessionLimits) -> Pair {
     let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/operations").into();
     let bundles = vec![Bundle { id: ModelId::new("tiny").unwrap(), dir }];
-    pair_of(None, 4, |config| {
+    pair_of(None, |config| {
         config.model = None;
         config.bundles = bundles;
         config.sessions = limits;
@@ -25,11 +25,11 @@ async fn worker(limits: SessionLimits) -> Pair {
 async fn open(pair: &Pair, operation: Operation) -> Result<OperationSession, OperationError> {
     let options = match operation {
         Operation::Vad => {
-            OperationOptions::Speech(SpeechOptionsV1 { windows: true, ..SpeechOptionsV1::default() })
+            OperationOptions::Speech(SpeechOptions { windows: true, ..SpeechOptions::default() })
         }
         _ => OperationOptions::Default,
     };
-    let request = OperationRequestV1 {
+    let request = OperationRequest {
         request_id: RequestId::new("r").unwrap(),
         operation,
         model: None,
@@ -37,7 +37,6 @@ async fn open(pair: &Pair, operation: Operation) -> Result<OperationSession, Ope
         options,
         trace: None,
     };
-    let request = OperationRequest::V1(request);
     let opened = pair.connection.open_operation(&request);
     timeout(PATIENCE, opened).await.unwrap().unwrap()
 }
@@ -69,7 +68,7 @@ async fn a_session_hears_segments_resets_and_finishes() {
     let told = answers(&mut vad, |answer| matches!(answer, OperationOutput::Finished { .. })).await;
     let probability = 1.0;
     let heard = [
-        OperationOutput::Windows(vec![proto::operation::WindowV1 { start: 0, probability }]),
+        OperationOutput::Windows(vec![proto::operation::VoiceWindow { start: 0, probability }]),
         OperationOutput::SpeechStarted { at: 0 },
         OperationOutput::SpeechEnded { at: 512 },
         OperationOutput::Segmented { at: 512 },

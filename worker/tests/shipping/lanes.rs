@@ -4,10 +4,10 @@ use crate::cluster::{Answer, Cluster, options, path, soon};
 use crate::peer::{Fault, Peer};
 use crate::{LLAMA, chunk_bytes, empty, find, manifest, prompt};
 use kernels::backend::KvType;
-use kvasir_worker::shipping::ShippingConfig;
+use kvasir_worker::weight_distribution::ShippingConfig;
 use model::ModelFile;
 use model::gguf::{TensorInfo, writer::Writer};
-use proto::shard::ModelRefV1;
+use proto::shard::ModelRef;
 use std::collections::{BTreeMap, HashSet};
 use std::net::SocketAddr;
 use std::path::Path;
@@ -43,7 +43,6 @@ fn generate(dir: &Path) -> String {
     name
 }
 
-/// Chunks that differ.
 fn chunks(model: &str) -> usize {
     let manifest = manifest(model);
     let names = manifest.header().tensors().flat_map(|info| manifest.chunks(info.name()).unwrap());
@@ -53,7 +52,6 @@ fn chunks(model: &str) -> usize {
 /// What has become of a worker that fetched.
 struct Fetched {
     answer: Answer,
-    /// Its own socket.
     quic: SocketAddr,
     bytes: f64,
     struck: f64,
@@ -62,7 +60,7 @@ struct Fetched {
 
 async fn fetched(cluster: &Cluster, model: &str, from: Vec<String>, lanes: usize) -> Fetched {
     let (_dir, store) = empty();
-    let held = find(cluster, &ModelRefV1::Digest(manifest(model).digest()), &store, &from).await;
+    let held = find(cluster, &ModelRef::Digest(manifest(model).digest()), &store, &from).await;
     let shipping = ShippingConfig { store: Some(store), from, lanes };
     let started = cluster.worker_of("fetches", held.path().to_owned(), shipping, options(KvType::F32));
     let worker = soon("a start", started).await;

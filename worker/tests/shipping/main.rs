@@ -11,16 +11,16 @@ mod peer;
 use cluster::{Answer, Cluster, any_port, options, path, soon};
 use kernels::backend::KvType;
 use kvasir_worker::load::EngineOptions;
-use kvasir_worker::shipping::{self, ShippingConfig};
-use kvasir_worker::stage::{Replica, StageConfig, StageService};
+use kvasir_worker::pipeline::{Replica, StageConfig, StageService};
+use kvasir_worker::weight_distribution::{self, ShippingConfig};
 use model::gguf::{TensorInfo, writer::Writer};
 use model::metadata::Value;
 use model::shard::{ChunkId, HeldModel, Manifest, ShardStore};
 use model::{Metadata, ModelFile, ModelSpec};
 use peer::{Fault, Peer};
 use proto::ids::{ModelId, NodeId};
-use proto::shard::ModelRefV1;
-use proto::stage::{ActivationType, StageAddressV1};
+use proto::shard::ModelRef;
+use proto::stage::{ActivationType, StageAddress};
 use std::path::Path;
 use tempfile::TempDir;
 
@@ -51,9 +51,9 @@ fn manifest(model: &str) -> Manifest {
 }
 
 /// Gets the manifest of a model as a worker does before anything else.
-async fn find(cluster: &Cluster, model: &ModelRefV1, store: &ShardStore, from: &[String]) -> HeldModel {
+async fn find(cluster: &Cluster, model: &ModelRef, store: &ShardStore, from: &[String]) -> HeldModel {
     let identity = cluster.identity("finds");
-    soon("a manifest", shipping::find(model, store, from, any_port(), &identity)).await.unwrap()
+    soon("a manifest", weight_distribution::find(model, store, from, any_port(), &identity)).await.unwrap()
 }
 
 fn shipping(store: &ShardStore, from: &[String]) -> ShippingConfig {
@@ -68,7 +68,7 @@ async fn shipped(
     store: &ShardStore,
     from: &[String],
 ) -> (Answer, f64) {
-    let held = find(cluster, &ModelRefV1::Digest(manifest(model).digest()), store, from).await;
+    let held = find(cluster, &ModelRef::Digest(manifest(model).digest()), store, from).await;
     let shipping = shipping(store, from);
     let engine = options(KvType::F32);
     let worker = soon("a start", cluster.worker_of(name, held.path().to_owned(), shipping, engine)).await;
@@ -112,7 +112,7 @@ async fn a_model_is_found_by_the_name_that_a_worker_serves_it_under() {
     let holds = cluster.worker("holds", LLAMA, options(KvType::F32)).await;
     let from = [holds.service.quic_address().to_string()];
     let (_dir, store) = empty();
-    let named = ModelRefV1::Named(ModelId::new("m").unwrap());
+    let named = ModelRef::Named(ModelId::new("m").unwrap());
     let held = find(&cluster, &named, &store, &from).await;
     assert_eq!(held.manifest().digest(), manifest(LLAMA).digest());
     holds.service.stop().await;
@@ -123,7 +123,7 @@ async fn who_was_sent_a_model_sends_it_on() {
     let cluster = Cluster::new();
     let holds = cluster.worker("holds", LLAMA, options(KvType::F32)).await;
     let want = holds.ask(&prompt(), None).await;
-    let digest = ModelRefV1::Digest(manifest(LLAMA).digest());
+    let digest = ModelRef::Digest(manifest(LLAMA).digest());
     let (_first, store) = empty();
     let from = vec![holds.service.quic_address().to_string()];
     let held = find(&cluster, &digest, &store, &from).await;
@@ -179,7 +179,7 @@ fn stage(
     name: &str,
     held: &HeldModel,
     shipping: ShippingConfig,
-) -> (StageService, StageAddressV1) {
+) -> (StageService, StageAddress) {
     let config = StageConfig {
         model_path: Some(held.path().to_owned()),
         shipping,
@@ -188,7 +188,7 @@ fn stage(
     };
     let service = StageService::start(config, &cluster.identity(name)).unwrap();
     let quic = service.quic_address().to_string();
-    (service, StageAddressV1 { node: NodeId::new(name).unwrap(), quic })
+    (service, StageAddress { node: NodeId::new(name).unwrap(), quic })
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -198,7 +198,7 @@ async fn a_stage_without_the_file_fetches_its_layers_only() {
         let holds = cluster.worker("holds", model, options(KvType::F32)).await;
         let from = vec![holds.service.quic_address().to_string()];
         let (_dir, store) = empty();
-        let digest = ModelRefV1::Digest(manifest(model).digest());
+        let digest = ModelRef::Digest(manifest(model).digest());
         let held = find(&cluster, &digest, &store, &from).await;
         let shipping = shipping(&store, &from);
         let (service, address) = stage(&cluster, "stage-1", &held, shipping);
@@ -274,7 +274,7 @@ async fn of_two_sources_one_of_which_lies_the_other_is_believed() {
         let liar = Peer::start(&cluster, "liar", LLAMA, fault);
         let (_dir, store) = empty();
         let from = vec![liar.address(), holds.service.quic_address().to_string()];
-        let digest = ModelRefV1::Digest(manifest(LLAMA).digest());
+        let digest = ModelRef::Digest(manifest(LLAMA).digest());
         let held = find(&cluster, &digest, &store, &from).await;
         let shipping = shipping(&store, &from);
         let engine = options(KvType::F32);
@@ -310,7 +310,7 @@ async fn who_gets_nothing_but_lies_says_so_and_keeps_nothing() {
     let liar = Peer::start(&cluster, "liar", LLAMA, Fault::FlippedBits);
     let (_dir, store) = empty();
     let from = vec![liar.address()];
-    let held = find(&cluster, &ModelRefV1::Digest(manifest(LLAMA).digest()), &store, &from).await;
+    let held = find(&cluster, &ModelRef::Digest(manifest(LLAMA).digest()), &store, &from).await;
     let shipping = shipping(&store, &from);
     let started = cluster.try_worker("fetches", held.path().to_owned(), shipping, options(KvType::F32));
     let error = soon("a refusal", started).await.err().unwrap().to_string();
@@ -377,7 +377,7 @@ async fn what_was_fetched_is_served_before_it_is_repacked_and_answers_the_same_b
         let want = holds.ask(&prompt(), None).await;
         let from = vec![holds.service.quic_address().to_string()];
         let (_dir, store) = empty();
-        let digest = ModelRefV1::Digest(manifest(model).digest());
+        let digest = ModelRef::Digest(manifest(model).digest());
         let held = find(&cluster, &digest, &store, &from).await;
         let start = async |name: &str, from: &[String]| {
             let shipping = shipping(&store, from);

@@ -4,7 +4,7 @@ use crate::cluster::{Cluster, any_port, path};
 use model::ModelFile;
 use model::shard::{ChunkId, Manifest};
 use proto::ids::{Epoch, Role};
-use proto::shard::{ChunksV1, ShardRefusal, ShardRequest};
+use proto::shard::{ChunkRequest, ShardRefusal, ShardRequest};
 use proto::transport::{CloseCode, Connection, Endpoint, EndpointConfig, Incoming, ShardCall};
 use std::collections::{BTreeMap, HashMap};
 use std::net::SocketAddr;
@@ -14,7 +14,6 @@ use std::sync::{Arc, Mutex};
 /// What it does wrong; manifests it sends as they are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fault {
-    /// Nothing.
     Honest,
     /// Once, when it has sent over two connections, it ends the one over which it sends then.
     LosesALane,
@@ -32,11 +31,9 @@ pub(crate) enum Fault {
     Silent,
     /// It says that it has no chunk.
     HoldsNothing,
-    /// It refuses every request.
     Busy,
 }
 
-/// See the module.
 pub(crate) struct Peer {
     endpoint: Arc<Endpoint>,
     held: Arc<Held>,
@@ -118,7 +115,7 @@ async fn answer(connection: Connection, call: ShardCall, held: Arc<Held>, fault:
             reply.bytes(held.manifest.clone()).await.unwrap();
             return reply.finish();
         }
-        ShardRequest::Chunks(ChunksV1 { names }) => names,
+        ShardRequest::Chunks(ChunkRequest { names }) => names,
     };
     if fault == Fault::Busy {
         // The worker may have heard enough.

@@ -20,7 +20,7 @@ fn told(answer: &str, stop: &[&str], min_tokens: u64, reason: FinishReason) -> T
     let dialect = Arc::new(Dialect::of(Some(&template), &tokenizer()));
     let strings: Vec<String> = stop.iter().map(|text| (*text).to_owned()).collect();
     let stop = Stop::new(&strings, min_tokens, AbortHandle::new_pair().0);
-    let listener = Listener::new(Arc::clone(&dialect), vec!["f".into()], false);
+    let listener = OutputParser::new(Arc::clone(&dialect), vec!["f".into()], false);
     let mut progress = Progress::new(Instant::now(), 1, Some(listener), Some(stop));
     let mut all = Delta::default();
     let letters: Vec<TokenOut> =
@@ -33,7 +33,7 @@ fn told(answer: &str, stop: &[&str], min_tokens: u64, reason: FinishReason) -> T
         }
     }
     let matched = progress.stop.as_ref().and_then(|stop| stop.found.clone());
-    let mut finished = FinishedV1 {
+    let mut finished = Finished {
         reason: if matched.is_some() { FinishReason::Stop } else { reason },
         matched,
         tail: String::new(),
@@ -54,9 +54,9 @@ fn told(answer: &str, stop: &[&str], min_tokens: u64, reason: FinishReason) -> T
     };
     for part in all.said {
         match part {
-            Part::Text(text) => told.text += &text,
-            Part::Thought(text) => told.thought += &text,
-            Part::Call(call) => told.arguments.push(call.arguments),
+            DeltaPart::Text(text) => told.text += &text,
+            DeltaPart::Thought(text) => told.thought += &text,
+            DeltaPart::Call(call) => told.arguments.push(call.arguments),
         }
     }
     told

@@ -11,12 +11,10 @@ const INTEGERS: u16 = 1;
 const FLOATS: u16 = 3;
 /// What it is stands behind the rest of the format.
 const EXTENSIBLE: u16 = 0xFFFE;
-/// Where that is.
 const SUBFORMAT: usize = 24;
 /// Length of the samples in a file whose writer did not know it when it began: all that comes.
 const UNKNOWN: u32 = u32::MAX;
 
-/// What was recorded.
 #[derive(Debug, Clone, PartialEq)]
 pub(in crate::api) struct Recording {
     /// Samples per second; above 0.

@@ -1,7 +1,7 @@
 //! Every key that opens, with what it opens: made anew when keys change, and never changed then.
 
 use super::{Fixed, Grant, Tenant, Until, salt};
-use crate::consensus::table::{Access, KeyScopeV1, QuotaV1};
+use crate::consensus::table::{Access, KeyScope, Quota};
 use crate::quota::{Meter, Of, Subject};
 use proto::block::ClusterKey;
 use proto::ids::TenantId;
@@ -31,13 +31,10 @@ impl Hash for Secret {
     }
 }
 
-/// See the module.
 #[derive(Debug)]
 pub(super) struct Ring {
-    /// What is agreed on.
     pub(super) access: Arc<Access>,
     pub(super) grants: HashMap<Secret, Arc<Grant>>,
-    /// All that is counted.
     pub(super) meters: HashMap<Subject, Arc<Meter>>,
     /// Whoever is on this machine, without a key.
     pub(super) local: Arc<Grant>,
@@ -69,7 +66,7 @@ impl Ring {
         // The last word is the file's, which only who has the machine can change.
         for key in fixed {
             let Some(tenant) = tenants.get(&key.tenant) else { continue };
-            let grant = making.grant(key.sha256, tenant, key.admin, KeyScopeV1::default(), 0);
+            let grant = making.grant(key.sha256, tenant, key.admin, KeyScope::default(), 0);
             grants.insert(Secret(key.sha256), grant);
         }
         let default = TenantId::new(super::DEFAULT_TENANT).ok();
@@ -77,7 +74,7 @@ impl Ring {
             id: String::new(),
             tenant: making.tenant(super::DEFAULT_TENANT, default.as_ref()),
             admin: true,
-            scope: KeyScopeV1::default(),
+            scope: KeyScope::default(),
             until: Until::EVER,
             meter: None,
             told: Arc::new(watch::Sender::new(Until::EVER)),
@@ -124,7 +121,7 @@ impl Making<'_> {
         sha256: [u8; 32],
         tenant: &Arc<Tenant>,
         admin: bool,
-        scope: KeyScopeV1,
+        scope: KeyScope,
         expires_unix_s: u64,
     ) -> Arc<Grant> {
         let meter = self.meter(sha256, Of::Key, Some(&scope.quota));
@@ -136,8 +133,8 @@ impl Making<'_> {
     }
 
     /// The meter of whoever has limits.
-    fn meter(&mut self, subject: Subject, of: Of, quota: Option<&QuotaV1>) -> Option<Arc<Meter>> {
-        let quota = quota.filter(|quota| **quota != QuotaV1::default())?;
+    fn meter(&mut self, subject: Subject, of: Of, quota: Option<&Quota>) -> Option<Arc<Meter>> {
+        let quota = quota.filter(|quota| **quota != Quota::default())?;
         if let Some(made) = self.meters.get(&subject) {
             return Some(Arc::clone(made));
         }

@@ -1,5 +1,5 @@
 use super::*;
-use crate::consensus::table::{CacheGroupV1, Change, KeyIssuedV1, KeyV1, QuotaV1, TenantTunedV1};
+use crate::consensus::table::{CacheGroup, Change, KeyIssued, KeyRecord, Quota, TenantTuned};
 use crate::quota::Limit;
 use futures::FutureExt;
 
@@ -23,15 +23,15 @@ fn tenant(name: &str) -> TenantId {
     TenantId::new(name).unwrap()
 }
 
-fn issued(key: &str, of: &str, scope: KeyScopeV1, expires_unix_s: u64) -> Change {
-    let key = KeyV1 { sha256: digest(key), tenant: tenant(of), admin: false, expires_unix_s };
-    Change::KeyIssued(KeyIssuedV1 { key, scope, salt: TenantSalt([7; 32]) })
+fn issued(key: &str, of: &str, scope: KeyScope, expires_unix_s: u64) -> Change {
+    let key = KeyRecord { sha256: digest(key), tenant: tenant(of), admin: false, expires_unix_s };
+    Change::KeyIssued(KeyIssued { key, scope, salt: TenantSalt([7; 32]) })
 }
 
-fn tuned(name: &str, quota: QuotaV1, group: Option<&str>) -> Change {
-    let group = group.map(|name| CacheGroupV1 { name: tenant(name), salt: TenantSalt([8; 32]) });
+fn tuned(name: &str, quota: Quota, group: Option<&str>) -> Change {
+    let group = group.map(|name| CacheGroup { name: tenant(name), salt: TenantSalt([8; 32]) });
     let salt = TenantSalt([9; 32]);
-    Change::TenantTuned(TenantTunedV1 { tenant: tenant(name), salt, quota, cache_group: group })
+    Change::TenantTuned(TenantTuned { tenant: tenant(name), salt, quota, cache_group: group })
 }
 
 /// Who comes with a key, if it opens.
@@ -75,17 +75,17 @@ fn what_is_wrong_in_the_table_is_pointed_at() {
 #[tokio::test]
 async fn keys_come_and_go_as_is_agreed_on() {
     let keys = fixed(&[]).unwrap();
-    let one = issued("one", "a", KeyScopeV1::default(), 0);
-    keys.agree(&Access::of([one.clone(), issued("old", "a", KeyScopeV1::default(), 1)]).unwrap());
+    let one = issued("one", "a", KeyScope::default(), 0);
+    keys.agree(&Access::of([one.clone(), issued("old", "a", KeyScope::default(), 1)]).unwrap());
     assert_eq!(whose(&keys, "one"), Ok("a".into()));
     assert_eq!(whose(&keys, "old"), Err(ApiError::InvalidApiKey), "it has expired");
     let waits = keys.authenticate(&with("Bearer one")).unwrap();
     // Another change leaves it alone, also for whoever waits.
-    keys.agree(&Access::of([one.clone(), issued("two", "b", KeyScopeV1::default(), 0)]).unwrap());
+    keys.agree(&Access::of([one.clone(), issued("two", "b", KeyScope::default(), 0)]).unwrap());
     assert_eq!(whose(&keys, "two"), Ok("b".into()));
     assert!(tokio::time::timeout(std::time::Duration::ZERO, waits.revoked()).await.is_err());
     // Nor does a time that it has from now on, until it is over.
-    let ends = |at| Access::of([issued("one", "a", KeyScopeV1::default(), at)]).unwrap();
+    let ends = |at| Access::of([issued("one", "a", KeyScope::default(), at)]).unwrap();
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
     keys.agree(&ends(now + 3600));
     assert!(!waits.revocation().is_revoked());
@@ -114,7 +114,7 @@ async fn keys_come_and_go_as_is_agreed_on() {
 async fn a_key_that_expires_tells_whoever_waits() {
     let keys = fixed(&[]).unwrap();
     let soon = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs() + 2;
-    keys.agree(&Access::of([issued("one", "a", KeyScopeV1::default(), soon)]).unwrap());
+    keys.agree(&Access::of([issued("one", "a", KeyScope::default(), soon)]).unwrap());
     let caller = keys.authenticate(&with("Bearer one")).unwrap();
     caller.revoked().await;
     assert!(caller.revocation().is_revoked());
@@ -127,7 +127,7 @@ fn a_restart_does_not_open_what_was_closed() {
     let start = || Keys::new(&[], ClusterKey([1; 32]), Some(dir.path())).unwrap();
     let keys = start();
     assert!(keys.is_open());
-    let access = Access::of([issued("one", "a", KeyScopeV1::default(), 0)]).unwrap();
+    let access = Access::of([issued("one", "a", KeyScope::default(), 0)]).unwrap();
     keys.agree(&access);
     // Before it knows what is agreed on, it knows that there are keys.
     let again = start();
@@ -143,10 +143,10 @@ fn a_restart_does_not_open_what_was_closed() {
 fn sec_tenant_salts() {
     let keys = fixed(&[entry("file", "f", false)]).unwrap();
     let changes = [
-        issued("a", "a", KeyScopeV1::default(), 0),
-        tuned("b", QuotaV1::default(), Some("g")),
-        tuned("c", QuotaV1::default(), Some("g")),
-        tuned("f", QuotaV1::default(), None),
+        issued("a", "a", KeyScope::default(), 0),
+        tuned("b", Quota::default(), Some("g")),
+        tuned("c", Quota::default(), Some("g")),
+        tuned("f", Quota::default(), None),
     ];
     let derived = keys.salt("f");
     assert_eq!(derived, salt(&ClusterKey([1; 32]), "f"));
@@ -171,9 +171,9 @@ fn a_key_is_for_its_models_and_within_its_limits_and_its_tenants() {
     let keys = fixed(&[]).unwrap();
     let model = |name: &str| ModelId::new(name).unwrap();
     let quota =
-        |requests_per_minute, concurrency| QuotaV1 { requests_per_minute, tokens_per_minute: 0, concurrency };
-    let scope = KeyScopeV1 { models: vec![model("m")], quota: quota(2, 0), created_unix_s: 1 };
-    let first = [issued("k", "a", scope, 0), issued("l", "a", KeyScopeV1::default(), 0)];
+        |requests_per_minute, concurrency| Quota { requests_per_minute, tokens_per_minute: 0, concurrency };
+    let scope = KeyScope { models: vec![model("m")], quota: quota(2, 0), created_unix_s: 1 };
+    let first = [issued("k", "a", scope, 0), issued("l", "a", KeyScope::default(), 0)];
     keys.agree(&Access::of(first.clone()).unwrap());
     let (k, l) =
         (keys.authenticate(&with("Bearer k")).unwrap(), keys.authenticate(&with("Bearer l")).unwrap());

@@ -8,7 +8,7 @@ fn known() -> &'static [&'static str] {
     Kind::Chat.known()
 }
 
-fn read(body: &Value) -> Result<Option<Wanted>, ApiError> {
+fn read(body: &Value) -> Result<Option<OutputFormat>, ApiError> {
     wanted(&Fields::parse(body.to_string().as_bytes(), known()).unwrap())
 }
 
@@ -18,7 +18,7 @@ fn dialect() -> Dialect {
     Dialect::of(None, &tokenizer)
 }
 
-fn of(body: &Value, tools: &Tools) -> Result<Option<GrammarV1>, ApiError> {
+fn of(body: &Value, tools: &Tools) -> Result<Option<GrammarSpec>, ApiError> {
     of_chat(read(body)?, tools, &dialect(), "")
 }
 

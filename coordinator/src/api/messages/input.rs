@@ -34,12 +34,11 @@ struct Block<'a> {
 }
 
 #[derive(Deserialize)]
-struct Part {
+struct ContentBlock {
     r#type: String,
     text: Option<String>,
 }
 
-/// Reads both.
 pub(super) fn messages<'a>(fields: &Fields<'a>) -> Result<Vec<Message<'a>>, ApiError> {
     let mut chat = Vec::new();
     if let Some(raw) = fields.raw("system") {
@@ -162,8 +161,8 @@ fn result(raw: &str) -> Result<String, (String, String)> {
     if !raw.starts_with('[') {
         return serde_json::from_str(raw).map_err(wrong);
     }
-    let parts: Bounded<Part, { MAX_MESSAGES }> = serde_json::from_str(raw).map_err(wrong)?;
-    let text = |(at, part): (usize, Part)| match (part.r#type.as_str(), part.text) {
+    let parts: Bounded<ContentBlock, { MAX_MESSAGES }> = serde_json::from_str(raw).map_err(wrong)?;
+    let text = |(at, part): (usize, ContentBlock)| match (part.r#type.as_str(), part.text) {
         ("text", Some(text)) => Ok(text),
         ("text", None) => Err((format!("{CONTENT}[{at}].text"), "is missing".to_owned())),
         _ => Err((format!("{CONTENT}[{at}].type"), "only text is understood".to_owned())),

@@ -13,8 +13,8 @@ fn parse(body: &Value) -> String {
 
 fn meant(chat: Chat<'_>) -> Value {
     let wanted = match chat.wanted {
-        Some(Wanted::Json { schema, .. }) => schema,
-        Some(Wanted::Grammar(grammar)) => grammar.text.into(),
+        Some(OutputFormat::Json { schema, .. }) => schema,
+        Some(OutputFormat::Grammar(grammar)) => grammar.text.into(),
         None => Value::Null,
     };
     let Tools { tools, given, required, parallel, .. } = chat.tools;

@@ -6,13 +6,12 @@ use crate::api::shape::{Delta, Usage, Writer};
 use axum::http::StatusCode;
 use model::Tokenizer;
 use proto::ids::RequestId;
-use proto::message::{FinishReason, FinishedV1};
+use proto::message::{FinishReason, Finished};
 use serde_json::{Map, Value, json};
 
 /// Too much waits already; a status that only Anthropic has.
 const OVERLOADED: u16 = 529;
 
-/// Writes one answer.
 #[derive(Debug)]
 pub(in crate::api) struct MessageWriter {
     id: String,
@@ -20,7 +19,7 @@ pub(in crate::api) struct MessageWriter {
     /// Texts of the request that end the answer.
     stop: Vec<String>,
     blocks: Blocks,
-    finished: Option<FinishedV1>,
+    finished: Option<Finished>,
     called: bool,
 }
 

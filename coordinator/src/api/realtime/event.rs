@@ -2,7 +2,7 @@
 //! added.
 
 use crate::api::error::ApiError;
-use proto::operation::{OperationOutput, WindowV1};
+use proto::operation::{OperationOutput, VoiceWindow};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -12,14 +12,12 @@ use serde_json::Value;
 pub(super) enum Control {
     /// Say what it is, as far as heard.
     Segment,
-    /// Forget what was heard.
     Reset,
     /// A last segment, then the session ends.
     Finish,
 }
 
 impl Control {
-    /// Reads a text message.
     pub(super) fn read(text: &str) -> Result<Self, ApiError> {
         let rule = "is none of {\"type\": \"segment\"}, {\"type\": \"reset\"} and {\"type\": \"finish\"}; sound comes \
                     in binary messages";
@@ -33,14 +31,12 @@ impl Control {
 pub(super) enum Event<'a> {
     /// The session is open. Always the first.
     Opened {
-        /// The request's id.
         session: &'a str,
         operation: &'static str,
         model: &'a str,
         worker: &'a str,
         backend: &'a str,
         encoding: &'static str,
-        /// Samples per second.
         sample_rate: u32,
         /// Samples that are looked at together; 0 where that depends on what is heard.
         window: u32,
@@ -48,27 +44,45 @@ pub(super) enum Event<'a> {
         max_duration_ms: u64,
     },
     /// Of speech, in consecutive windows.
-    Probabilities { windows: Vec<Window> },
+    Probabilities {
+        windows: Vec<Window>,
+    },
     /// Somebody speaks, from this sample on.
-    SpeechStart { at: u64 },
+    SpeechStart {
+        at: u64,
+    },
     /// Nobody does any more, from this sample on.
-    SpeechEnd { at: u64 },
+    SpeechEnd {
+        at: u64,
+    },
     /// Whether who has spoken is done.
-    Turn { at: u64, complete: bool, probability: f32 },
-    /// What was said.
-    Text { text: &'a str, start: u64, end: u64 },
+    Turn {
+        at: u64,
+        complete: bool,
+        probability: f32,
+    },
+    Text {
+        text: &'a str,
+        start: u64,
+        end: u64,
+    },
     /// Which language it is heard to be.
-    Language { code: &'a str, probability: f32 },
-    /// A segment is answered.
-    Segmented { at: u64 },
+    Language {
+        code: &'a str,
+        probability: f32,
+    },
+    Segmented {
+        at: u64,
+    },
     /// All that was heard is forgotten.
     Reset,
     /// Why the session ends, where that is no end as asked for; in the shape of HTTP's errors.
-    Error { error: Value },
+    Error {
+        error: Value,
+    },
     /// The session has ended. Always the last.
     Closed {
         reason: &'static str,
-        /// Samples that were heard.
         samples: u64,
     },
 }
@@ -83,7 +97,7 @@ pub(super) struct Window {
 impl<'a> Event<'a> {
     /// What a client is told of what a worker answers; none of what opens and ends sessions.
     pub(super) fn of(output: &'a OperationOutput) -> Option<Self> {
-        let window = |window: &WindowV1| Window { start: window.start, probability: window.probability };
+        let window = |window: &VoiceWindow| Window { start: window.start, probability: window.probability };
         Some(match output {
             OperationOutput::Windows(windows) => {
                 Self::Probabilities { windows: windows.iter().map(window).collect() }
@@ -109,20 +123,20 @@ impl<'a> Event<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use proto::operation::TurnV1;
+    use proto::operation::TurnScore;
     use serde_json::json;
 
     #[test]
     fn what_a_worker_answers_is_told_in_json() {
         let told = |output: &OperationOutput| serde_json::to_string(&Event::of(output).unwrap()).unwrap();
         let windows = [(0, 0.1f32), (512, 0.933)];
-        let windows = windows.map(|(start, probability)| WindowV1 { start, probability });
+        let windows = windows.map(|(start, probability)| VoiceWindow { start, probability });
         // f32 in the fewest digits that name it.
         let text = r#"{"type":"probabilities","windows":[{"start":0,"probability":0.1},{"start":512,"probability":0.933}]}"#;
         assert_eq!(told(&OperationOutput::Windows(windows.to_vec())), text);
         assert_eq!(told(&OperationOutput::SpeechStarted { at: 3 }), r#"{"type":"speech_start","at":3}"#);
         assert_eq!(told(&OperationOutput::SpeechEnded { at: 9 }), r#"{"type":"speech_end","at":9}"#);
-        let turn = TurnV1 { at: 7, complete: true, probability: 0.75 };
+        let turn = TurnScore { at: 7, complete: true, probability: 0.75 };
         let text = r#"{"type":"turn","at":7,"complete":true,"probability":0.75}"#;
         assert_eq!(told(&OperationOutput::Turn(turn)), text);
         assert_eq!(told(&OperationOutput::Segmented { at: 9 }), r#"{"type":"segmented","at":9}"#);

@@ -50,15 +50,12 @@ type Sink = SplitSink<Socket, Message>;
 /// Why a session has ended.
 #[derive(Debug)]
 enum Ended {
-    /// As asked for.
     Finished,
     /// The client has closed it,
     Left,
-    /// or is gone.
     Gone,
     /// The worker has ended it,
     Failed(OperationError),
-    /// or is lost.
     Lost,
     /// The client has sent something that it may not.
     Invalid(ApiError, CloseCode),
@@ -66,14 +63,12 @@ enum Ended {
     Idle,
     /// It has lasted as long as it may.
     Overlong,
-    /// The coordinator stops.
     GoingAway,
     /// The key opens nothing any more.
     Revoked,
 }
 
 impl Ended {
-    /// In events and metrics.
     fn reason(&self) -> &'static str {
         match self {
             Self::Finished => "finished",
@@ -117,7 +112,6 @@ impl Ended {
     }
 }
 
-/// What both directions know.
 #[derive(Debug, Default)]
 struct Shared {
     /// Samples that the worker was sent.
@@ -126,7 +120,6 @@ struct Shared {
     waits: Mutex<Option<Instant>>,
 }
 
-/// See the module.
 pub(super) struct Session;
 
 impl Session {

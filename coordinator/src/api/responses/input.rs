@@ -14,7 +14,6 @@ const ITEM: [&str; 8] = ["type", "role", "content", "call_id", "name", "argument
 /// Parts of what is said, whoever says it.
 const SPOKEN: [&str; 4] = ["input_text", "output_text", "text", "refusal"];
 
-/// Reads both.
 pub(super) fn messages<'a>(fields: &Fields<'a>) -> Result<Vec<Message<'a>>, ApiError> {
     let mut chat = Chat::default();
     if let Some(instructions) = fields.raw("instructions") {
@@ -52,7 +51,6 @@ struct Chat<'a> {
 }
 
 impl<'a> Chat<'a> {
-    /// Takes in an item.
     fn add(&mut self, item: &Fields<'a>) -> Result<(), ApiError> {
         let kind: Option<String> = item.get("type")?;
         match kind.as_deref() {

@@ -1,10 +1,10 @@
-use super::super::shape::{CallPart, Delta, Part, Usage, Writer};
+use super::super::shape::{CallPart, Delta, DeltaPart, Usage, Writer};
 use super::*;
 use crate::api::chat;
 use crate::api::plan::Kind;
 use crate::api::request_fields;
 use model::{ModelFile, Tokenizer};
-use proto::message::{FinishReason, FinishedV1};
+use proto::message::{FinishReason, Finished};
 use std::path::Path;
 
 fn field_of<T: std::fmt::Debug>(result: Result<T, ApiError>) -> String {
@@ -17,8 +17,8 @@ fn field_of<T: std::fmt::Debug>(result: Result<T, ApiError>) -> String {
 /// What a body asks for, in all that does not depend on the API's words.
 fn meant(chat: Chat<'_>) -> Value {
     let wanted = match chat.wanted {
-        Some(Wanted::Json { schema, .. }) => schema,
-        Some(Wanted::Grammar(grammar)) => grammar.text.into(),
+        Some(OutputFormat::Json { schema, .. }) => schema,
+        Some(OutputFormat::Grammar(grammar)) => grammar.text.into(),
         None => Value::Null,
     };
     let Tools { tools, given, required, parallel, .. } = chat.tools;
@@ -223,18 +223,18 @@ pub(crate) fn tokenizer() -> Tokenizer {
 pub(crate) fn spoken(reason: FinishReason, matched: Option<&str>) -> Vec<Delta> {
     let call = |begins: Option<&str>, arguments: &str| {
         let begins = begins.map(|name| ("call_1".to_owned(), name.to_owned()));
-        Part::Call(CallPart { index: 0, begins, arguments: arguments.into() })
+        DeltaPart::Call(CallPart { index: 0, begins, arguments: arguments.into() })
     };
     let said = [
-        vec![Part::Thought("h".into())],
-        vec![Part::Thought("m".into()), Part::Text("I ".into())],
-        vec![Part::Text("look.".into()), call(Some("f"), "")],
+        vec![DeltaPart::Thought("h".into())],
+        vec![DeltaPart::Thought("m".into()), DeltaPart::Text("I ".into())],
+        vec![DeltaPart::Text("look.".into()), call(Some("f"), "")],
         vec![call(None, "{\"a\":")],
         vec![call(None, "1}")],
     ];
     let mut deltas: Vec<Delta> =
         said.into_iter().map(|said| Delta { said, called: true, ..Delta::default() }).collect();
-    let finished = FinishedV1 {
+    let finished = Finished {
         reason,
         matched: matched.map(str::to_owned),
         tail: String::new(),

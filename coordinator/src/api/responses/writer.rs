@@ -4,10 +4,9 @@ use crate::api::blocks::{Block, Blocks, Kind, Step};
 use crate::api::error::ApiError;
 use crate::api::shape::{Delta, Usage, Writer};
 use model::Tokenizer;
-use proto::message::{FinishReason, FinishedV1};
+use proto::message::{FinishReason, Finished};
 use serde_json::{Map, Value, json};
 
-/// Writes one answer.
 #[derive(Debug)]
 pub(in crate::api) struct ResponseWriter {
     id: String,
@@ -16,10 +15,9 @@ pub(in crate::api) struct ResponseWriter {
     /// What is repeated of the request.
     repeats: Map<String, Value>,
     blocks: Blocks,
-    finished: Option<FinishedV1>,
+    finished: Option<Finished>,
     /// Whether its last call lacks some of its arguments.
     cut: bool,
-    /// Events so far.
     events: u64,
 }
 

@@ -8,7 +8,7 @@ use bytes::Bytes;
 use futures::stream;
 use multer::Multipart;
 use proto::ids::ModelId;
-use proto::operation::TranscribeOptionsV1;
+use proto::operation::TranscribeOptions;
 use std::collections::HashSet;
 use std::convert::Infallible;
 
@@ -28,7 +28,7 @@ pub(super) struct Form {
     pub(super) file: Bytes,
     /// None: any that is offered.
     pub(super) model: Option<ModelId>,
-    pub(super) options: TranscribeOptionsV1,
+    pub(super) options: TranscribeOptions,
     pub(super) format: Format,
 }
 
@@ -49,12 +49,11 @@ pub(super) fn of_file(error: ApiError) -> ApiError {
     }
 }
 
-/// Reads a form.
 pub(super) async fn read(body: Bytes, boundary: String, task: Task) -> Result<Form, ApiError> {
     let mut form = Multipart::new(stream::iter([Ok::<_, Infallible>(body)]), boundary);
     let torn = |_| ApiError::field("body", "is cut off, or no form");
     let mut file = None;
-    let (mut model, mut options, mut format) = (None, TranscribeOptionsV1::default(), Format::Json);
+    let (mut model, mut options, mut format) = (None, TranscribeOptions::default(), Format::Json);
     options.translate = task == Task::Translate;
     let mut granular = false;
     let mut seen = HashSet::new();
@@ -156,7 +155,7 @@ mod tests {
     fn a_form_is_read() {
         let plain = form(Task::Transcribe, &[]).unwrap();
         assert_eq!((plain.file.as_ref(), plain.model, plain.format), (&b"RIFF"[..], None, Format::Json));
-        assert_eq!(plain.options, TranscribeOptionsV1::default());
+        assert_eq!(plain.options, TranscribeOptions::default());
         let fields = [
             ("model", "whisper-base"),
             ("language", "German"),
@@ -169,7 +168,7 @@ mod tests {
         let all = form(Task::Transcribe, &fields).unwrap();
         assert_eq!(all.model.unwrap().as_str(), "whisper-base");
         let options =
-            TranscribeOptionsV1 { language: Some("de".into()), translate: false, prompt: "Käse".into() };
+            TranscribeOptions { language: Some("de".into()), translate: false, prompt: "Käse".into() };
         assert_eq!((all.options, all.format), (options, Format::Verbose));
         assert!(form(Task::Translate, &[]).unwrap().options.translate);
     }

@@ -1,6 +1,5 @@
 //! The languages of Whisper's models: the codes of their tokens, and what they are called in answers.
 
-/// Ordered by code.
 const LANGUAGES: [(&str, &str); 100] = [
     ("af", "afrikaans"),
     ("am", "amharic"),

@@ -2,7 +2,7 @@
 
 use super::form::Format;
 use super::{Task, languages};
-use proto::operation::SpokenTextV1;
+use proto::operation::SpokenText;
 use serde::Serialize;
 use std::fmt::Write;
 
@@ -18,13 +18,12 @@ const LEVEL: u8 = 6;
 #[derive(Debug)]
 pub(super) struct Transcript {
     pub(super) task: Task,
-    /// Its code.
     pub(super) language: String,
     /// Samples per second, in which positions are told.
     pub(super) sample_rate: u32,
     /// In seconds.
     pub(super) duration: f64,
-    pub(super) texts: Vec<SpokenTextV1>,
+    pub(super) texts: Vec<SpokenText>,
 }
 
 #[derive(Debug, Serialize)]
@@ -108,7 +107,7 @@ impl Transcript {
         }
     }
 
-    fn segment<'a>(&self, id: usize, said: &'a SpokenTextV1) -> Segment<'a> {
+    fn segment<'a>(&self, id: usize, said: &'a SpokenText) -> Segment<'a> {
         Segment {
             id,
             seek: (self.seconds(said.window) * FRAMES).round() as u64,
@@ -161,7 +160,7 @@ mod tests {
     use serde_json::{Value, json};
 
     fn transcript() -> Transcript {
-        let said = |text: &str, start, end, window| SpokenTextV1 {
+        let said = |text: &str, start, end, window| SpokenText {
             text: text.into(),
             start,
             end,

@@ -68,9 +68,9 @@ impl World {
                 rig.join(&name, 1);
                 if let Some(rate) = pulls {
                     let model = ModelId::new(MODEL).unwrap();
-                    let cost = PullCostV1 { model, bytes_per_token: TOKEN_BYTES as u64, bytes_per_point: 0 };
+                    let cost = PullCost { model, bytes_per_token: TOKEN_BYTES as u64, bytes_per_point: 0 };
                     rig.balancer.introduce(&node(&name), Epoch(1), WorkPart::Both, vec![cost], String::new());
-                    let report = PullReportV1 { rate: rate as f32, ..PullReportV1::default() };
+                    let report = PullReport { rate: rate as f32, ..PullReport::default() };
                     rig.balancer.pulled(&node(&name), Epoch(1), report);
                 }
                 let told = rig.now;
@@ -84,7 +84,7 @@ impl World {
     }
 
     fn request(&mut self, prompt: u32, output: u32, chain: Arc<[BlockId]>) {
-        let ask = Ask {
+        let ask = RouteRequest {
             output: Output { most: output, fixed: true },
             ..self.rig.ask("t", prompt, Arc::clone(&chain))
         };
@@ -155,7 +155,7 @@ impl World {
             if now >= worker.told + REPORT {
                 worker.told = now;
                 let pending = worker.prompts.iter().map(|job| job.rows as u64).sum();
-                let report = LoadReportV1 {
+                let report = LoadReport {
                     running: worker.decoding.len() as u32,
                     waiting: worker.prompts.len() as u32,
                     pending_prefill_tokens: pending,
@@ -211,7 +211,6 @@ impl World {
 #[derive(Debug, Clone, Copy)]
 struct Crowd {
     workers: usize,
-    /// Requests for each worker.
     each: usize,
     /// Tokens that all have in common; each has 8 more.
     prefix: u32,
@@ -387,7 +386,7 @@ fn a_crowd_survives_the_worker_that_computes_its_prefix() {
         let actions = world.rig.leave(&gone.name, 1);
         world.follow(actions);
         for job in lost {
-            let actions = world.rig.balancer.retry(world.rig.now, job.ticket, Setback::Lost, None, 17);
+            let actions = world.rig.balancer.retry(world.rig.now, job.ticket, AttemptError::Lost, None, 17);
             world.follow(actions);
         }
         world.drain();
@@ -401,8 +400,10 @@ fn a_crowd_survives_the_worker_that_computes_its_prefix() {
 fn who_waits_for_a_prefix_that_never_comes_is_served_by_computing() {
     let mut world = World::new(&[1.0, 1.0], Some(PULL_RATE));
     let ask = |world: &mut World| {
-        let ask =
-            Ask { output: Output { most: 400, fixed: true }, ..world.rig.ask("t", 2_056, chain(0..128)) };
+        let ask = RouteRequest {
+            output: Output { most: 400, fixed: true },
+            ..world.rig.ask("t", 2_056, chain(0..128))
+        };
         world.rig.submit(ask).unwrap()
     };
     let first = only(&ask(&mut world).1).node.clone();

@@ -10,7 +10,7 @@ fn stored(units: &[BlockId]) -> KvEventBatch {
 }
 
 /// A request of `common` units that all share, and a tail of its own.
-fn sibling(rig: &Rig, common: u64, tail: u32, number: u64) -> Ask {
+fn sibling(rig: &Rig, common: u64, tail: u32, number: u64) -> RouteRequest {
     let own = 1_000_000 + 1_000 * number;
     let units = (0..common).chain(own..own + u64::from(tail / 16));
     rig.ask("t", common as u32 * 16 + tail, chain(units))
@@ -41,7 +41,7 @@ fn a_group_by_name_may_have_less_in_common() {
         (1, Some(CommonKey([7; 16])), Reason::Group),
         (2, None, Reason::Prefix),
     ] {
-        let ask = Ask { group, ..sibling(&rig, 6, 30, number) };
+        let ask = RouteRequest { group, ..sibling(&rig, 6, 30, number) };
         let (_, actions) = rig.submit(ask).unwrap();
         assert_eq!(only(&actions).reason, reason, "request {number}");
     }
@@ -64,7 +64,7 @@ fn what_all_have_enough_of_waits_here_until_one_has_computed_a_prompt() {
     assert_eq!(only(&actions).node, placed[1].1);
     // What another tenant wants and is there already does not wait: it is no work.
     let there = chain((0..250).map(|i| 1_000_000 + i));
-    let ask = Ask { tenant: "u".into(), chain: there, ..sibling(&rig, 0, 4_010, 0) };
+    let ask = RouteRequest { tenant: "u".into(), chain: there, ..sibling(&rig, 0, 4_010, 0) };
     let (_, actions) = rig.submit(ask).unwrap();
     assert_eq!((&only(&actions).node, only(&actions).predicted), (&placed[0].1, 4_000));
 }
@@ -154,7 +154,7 @@ proptest! {
         let mut computed = 0;
         for number in 0..requests {
             let group = named.then_some(CommonKey([1; 16]));
-            let ask = Ask { group, ..sibling(&rig, common, tail, number) };
+            let ask = RouteRequest { group, ..sibling(&rig, common, tail, number) };
             let (_, actions) = rig.submit(ask).unwrap();
             computed += usize::from(only(&actions).predicted < 256);
         }
@@ -173,7 +173,7 @@ fn what_is_cached_passes_what_nobody_has_room_for_and_what_would_be_computed_twi
     let mut rig = Rig::new(Policy::default(), &["a", "b"]);
     assert_eq!(rig.balancer.events(&node("a"), stored(&chain(0..93))), Ok(None));
     let busy = |rig: &mut Rig, name: &str, pending_prefill_tokens| {
-        let report = LoadReportV1 { pending_prefill_tokens, ..report(1) };
+        let report = LoadReport { pending_prefill_tokens, ..report(1) };
         rig.balancer.load(rig.now, &node(name), report, 3)
     };
     busy(&mut rig, "a", 10_000);

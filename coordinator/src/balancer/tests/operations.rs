@@ -1,15 +1,15 @@
 //! Where sessions of operations go, and who is said to serve one that goes nowhere.
 
 use super::*;
-use crate::balancer::{OperationAsk, Seated, Unseated};
-use proto::operation::{OfferedOperationV1, Operation};
+use crate::balancer::{OperationAsk, SessionPlacement, SessionRefusal};
+use proto::operation::{OfferedOperation, Operation};
 
 fn model(id: &str) -> ModelId {
     ModelId::new(id).unwrap()
 }
 
 fn offer(rig: &mut Rig, name: &str, epoch: u64, offers: &[(Operation, &str)]) {
-    let offer = |(operation, id): &(Operation, &str)| OfferedOperationV1 {
+    let offer = |(operation, id): &(Operation, &str)| OfferedOperation {
         operation: *operation,
         model: model(id),
         backend: "test".into(),
@@ -17,7 +17,12 @@ fn offer(rig: &mut Rig, name: &str, epoch: u64, offers: &[(Operation, &str)]) {
     rig.balancer.offer(&node(name), Epoch(epoch), offers.iter().map(offer).collect());
 }
 
-fn seat_with(rig: &mut Rig, named: Option<&str>, avoid: &[&str], opens: &[&str]) -> Result<Seated, Unseated> {
+fn seat_with(
+    rig: &mut Rig,
+    named: Option<&str>,
+    avoid: &[&str],
+    opens: &[&str],
+) -> Result<SessionPlacement, SessionRefusal> {
     rig.random = mix(rig.random);
     let avoid: Vec<_> = avoid.iter().map(|name| (node(name), Epoch(1))).collect();
     let named = named.map(model);
@@ -26,7 +31,7 @@ fn seat_with(rig: &mut Rig, named: Option<&str>, avoid: &[&str], opens: &[&str])
     rig.balancer.seat(rig.now, &ask, rig.random)
 }
 
-fn seat(rig: &mut Rig) -> Result<Seated, Unseated> {
+fn seat(rig: &mut Rig) -> Result<SessionPlacement, SessionRefusal> {
     seat_with(rig, None, &[], &[])
 }
 
@@ -39,7 +44,7 @@ fn a_session_goes_to_who_offers_it_and_has_fewest() {
     offer(&mut rig, "b", 1, &[(Operation::TurnDetection, "t")]);
     offer(&mut rig, "c", 1, &[(Operation::TurnDetection, "t"), (Operation::Vad, "v")]);
     let mut counts = HashMap::new();
-    let seats: Vec<Seated> = (0..10).map(|_| seat(&mut rig).unwrap()).collect();
+    let seats: Vec<SessionPlacement> = (0..10).map(|_| seat(&mut rig).unwrap()).collect();
     seats.iter().for_each(|seated| *counts.entry(seated.node.as_str()).or_insert(0) += 1);
     assert_eq!(counts, HashMap::from([("a", 5), ("c", 5)]));
     // What has ended makes room.
@@ -57,28 +62,28 @@ fn a_session_goes_to_who_offers_it_and_has_fewest() {
 #[test]
 fn who_gets_no_session_is_told_why() {
     let mut rig = Rig::new(Policy::default(), &["a", "b"]);
-    assert_eq!(seat(&mut rig), Err(Unseated::Operation));
+    assert_eq!(seat(&mut rig), Err(SessionRefusal::Operation));
     offer(&mut rig, "a", 1, &[(Operation::Vad, "v"), (Operation::Vad, "w")]);
     let told = seat_with(&mut rig, Some("x"), &[], &[]);
-    assert_eq!(told, Err(Unseated::Model { models: vec![model("v"), model("w")] }));
+    assert_eq!(told, Err(SessionRefusal::Model { models: vec![model("v"), model("w")] }));
     assert_eq!(seat_with(&mut rig, Some("w"), &[], &[]).unwrap().model, model("w"));
     // What a key is not for does not exist for it.
     assert_eq!(seat_with(&mut rig, None, &[], &["w"]).unwrap().model, model("w"));
     let told = seat_with(&mut rig, Some("v"), &[], &["w"]);
-    assert_eq!(told, Err(Unseated::Model { models: vec![model("w")] }));
-    assert_eq!(seat_with(&mut rig, None, &[], &["m"]), Err(Unseated::Operation));
-    assert_eq!(seat_with(&mut rig, None, &["a"], &[]), Err(Unseated::Declined));
+    assert_eq!(told, Err(SessionRefusal::Model { models: vec![model("w")] }));
+    assert_eq!(seat_with(&mut rig, None, &[], &["m"]), Err(SessionRefusal::Operation));
+    assert_eq!(seat_with(&mut rig, None, &["a"], &[]), Err(SessionRefusal::Declined));
     // One that drains, by an operator's word or its own, gets none.
     let drain = |draining| TableChange::Drain { node: node("a"), draining };
     rig.balancer.change(rig.now, drain(true), 1).unwrap();
-    assert_eq!(seat(&mut rig), Err(Unseated::Away));
+    assert_eq!(seat(&mut rig), Err(SessionRefusal::Away));
     rig.balancer.change(rig.now, drain(false), 1).unwrap();
     assert!(seat(&mut rig).is_ok());
-    let draining = LoadReportV1 { state: WorkerState::Draining, ..report(1) };
+    let draining = LoadReport { state: WorkerState::Draining, ..report(1) };
     rig.balancer.load(rig.now, &node("a"), draining, 1);
-    assert_eq!(seat(&mut rig), Err(Unseated::Away));
+    assert_eq!(seat(&mut rig), Err(SessionRefusal::Away));
     rig.leave("a", 1);
-    assert_eq!(seat(&mut rig), Err(Unseated::Operation));
+    assert_eq!(seat(&mut rig), Err(SessionRefusal::Operation));
 }
 
 #[test]
@@ -101,7 +106,7 @@ fn sessions_of_an_earlier_life_are_not_given_back_to_the_next() {
     let old = seat(&mut rig).unwrap();
     rig.leave("a", 1);
     rig.join("a", 2);
-    assert_eq!(seat(&mut rig), Err(Unseated::Operation), "it has not said so in this life");
+    assert_eq!(seat(&mut rig), Err(SessionRefusal::Operation), "it has not said so in this life");
     offer(&mut rig, "a", 2, &VAD);
     seat(&mut rig).unwrap();
     rig.balancer.unseat(old.seat);
@@ -114,7 +119,7 @@ fn sessions_of_an_earlier_life_are_not_given_back_to_the_next() {
 fn calls_to_encode_go_to_those_who_offer_that() {
     let mut rig = Rig::new(Policy::default(), &["a", "b", "c"]);
     let embed = |rig: &mut Rig| {
-        let ask = Ask { operation: Some(Operation::Embed), ..rig.ask("t", 16, chain([])) };
+        let ask = RouteRequest { operation: Some(Operation::Embed), ..rig.ask("t", 16, chain([])) };
         rig.submit(ask).unwrap()
     };
     // Those who say nothing offer what their models are for, which here is to generate.

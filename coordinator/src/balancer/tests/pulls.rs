@@ -5,10 +5,9 @@ use proto::pull::SENDS_AT_ONCE;
 
 /// A worker with its part, which pulls at 1 GB/s and is reached by its name.
 fn introduce(rig: &mut Rig, name: &str, part: WorkPart) {
-    let cost =
-        PullCostV1 { model: ModelId::new(MODEL).unwrap(), bytes_per_token: 20_000, bytes_per_point: 0 };
+    let cost = PullCost { model: ModelId::new(MODEL).unwrap(), bytes_per_token: 20_000, bytes_per_point: 0 };
     rig.balancer.introduce(&node(name), Epoch(1), part, vec![cost], format!("{name}:1"));
-    rig.balancer.pulled(&node(name), Epoch(1), PullReportV1 { rate: 1e9, ..PullReportV1::default() });
+    rig.balancer.pulled(&node(name), Epoch(1), PullReport { rate: 1e9, ..PullReport::default() });
 }
 
 fn rig(workers: &[(&str, WorkPart)]) -> Rig {
@@ -26,12 +25,12 @@ fn holds(rig: &mut Rig, name: &str, units: Arc<[BlockId]>) {
 }
 
 fn busy(rig: &mut Rig, name: &str, pending_prefill_tokens: u64) {
-    let report = LoadReportV1 { pending_prefill_tokens, ..report(1) };
+    let report = LoadReport { pending_prefill_tokens, ..report(1) };
     rig.balancer.load(rig.now, &node(name), report, 3);
 }
 
-fn source(name: &str, tokens: u32) -> Option<PullSourceV1> {
-    Some(PullSourceV1 { node: node(name), quic: format!("{name}:1"), tokens })
+fn source(name: &str, tokens: u32) -> Option<PullSource> {
+    Some(PullSource { node: node(name), quic: format!("{name}:1"), tokens })
 }
 
 const BOTH: WorkPart = WorkPart::Both;
@@ -184,7 +183,7 @@ fn parts_never_refuse() {
     let (ticket, actions) = rig.submit(ask).unwrap();
     assert_eq!(only(&actions).prefill.as_ref().map(|stage| &stage.node), Some(&node("p")));
     rig.leave("p", 1);
-    let actions = rig.balancer.retry(rig.now, ticket, Setback::Declined, None, 1);
+    let actions = rig.balancer.retry(rig.now, ticket, AttemptError::Declined, None, 1);
     assert!(
         matches!(actions[..], [Action::Refuse(_, Refusal::AttemptsFailed)]),
         "d does not want it: {actions:?}"

@@ -41,7 +41,7 @@ fn a_decision_is_kept_with_what_became_of_it() {
     assert_eq!(rig.balancer.recent().since(seen).count(), 0, "nothing has become of it since");
 
     let ticket = place(&mut rig, 2);
-    rig.balancer.retry(rig.now, ticket, Setback::Declined, None, 0);
+    rig.balancer.retry(rig.now, ticket, AttemptError::Declined, None, 0);
     let both: Vec<_> = rig.balancer.recent().since(seen).collect();
     assert_eq!((both.len(), both[1].0.attempt), (2, Attempt(1)));
     assert!(matches!(both[0].1.ended, Some((_, Ending::Failed))));

@@ -2,7 +2,7 @@
 
 use super::{Core, CoreError, Outbound, Request, Table, conf_change};
 use crate::consensus::member::MemberId;
-use crate::consensus::message::{Body, HardStateV1, LogEntryV1, MessageV1, OfferV1, SnapshotMetaV1};
+use crate::consensus::message::{Body, HardState, LogEntry, RaftMessage, SnapshotMeta, SnapshotOffer};
 use crate::consensus::storage::{Snapshot, Write};
 use crate::consensus::table::Outcome;
 use raft::eraftpb::{self, EntryType, MessageType};
@@ -23,22 +23,19 @@ pub struct Batch<'a> {
 /// What follows from a batch whose write is durable.
 #[derive(Debug, Default)]
 pub struct Done {
-    /// To be sent.
     pub send: Vec<Outbound>,
     /// The entries that were applied and have an answer, in their order.
-    pub answers: Vec<Answer>,
+    pub answers: Vec<ProposalResult>,
     /// Reads whose index has been applied, by their tokens.
     pub reads: Vec<u64>,
 }
 
 /// What came of a proposal.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Answer {
-    /// Which.
+pub struct ProposalResult {
     pub request: Request,
     /// Where it stands in the log; for a change made before, where it came again.
     pub index: u64,
-    /// What came of it.
     pub outcome: Outcome,
 }
 
@@ -59,8 +56,8 @@ impl<'a> Batch<'a> {
             if !ready.snapshot().is_empty() {
                 batch.write.install = Some(snapshot_of(ready.snapshot()));
             }
-            batch.write.entries = ready.entries().iter().map(LogEntryV1::from_raft).collect();
-            batch.write.hard = ready.hs().map(HardStateV1::from_raft);
+            batch.write.entries = ready.entries().iter().map(LogEntry::from_raft).collect();
+            batch.write.hard = ready.hs().map(HardState::from_raft);
             batch.ready = Some(ready);
         }
         if (due || batch.core.cut) && batch.write.install.is_none() {
@@ -122,12 +119,11 @@ impl<'a> Batch<'a> {
             return Ok(());
         };
         let conf = self.core.raw.raft.prs().conf().to_conf_state();
-        let meta = SnapshotMetaV1 { index, term, voters: conf.voters, learners: conf.learners };
+        let meta = SnapshotMeta { index, term, voters: conf.voters, learners: conf.learners };
         let at = index.saturating_sub(self.core.settings.keep_entries).max(log.floor().0);
         let floor = (at, log.term_of(at).unwrap_or(term));
         let snapshot = Snapshot { meta, data: table.to_bytes()?.into() };
-        let hard =
-            self.write.hard.unwrap_or_else(|| HardStateV1::from_raft(&self.core.raw.raft.hard_state()));
+        let hard = self.write.hard.unwrap_or_else(|| HardState::from_raft(&self.core.raw.raft.hard_state()));
         self.write.hard = Some(hard);
         self.write.compact = Some((snapshot, floor));
         Ok(())
@@ -148,7 +144,7 @@ impl<'a> Batch<'a> {
                 core.learn_names();
             }
             if let Some(request) = applied.request {
-                done.answers.push(Answer { request, index: entry.index, outcome: applied.outcome });
+                done.answers.push(ProposalResult { request, index: entry.index, outcome: applied.outcome });
             }
         }
         Ok(())
@@ -166,7 +162,7 @@ impl Core {
                 continue;
             }
             let member = self.names.keys().find(|member| member.get() == message.to).copied();
-            let (Some(member), Some(mirror)) = (member, MessageV1::from_raft(&message)) else { continue };
+            let (Some(member), Some(mirror)) = (member, RaftMessage::from_raft(&message)) else { continue };
             let body = if message.get_msg_type() == MessageType::MsgSnapshot {
                 self.offer(member, mirror, &message)
             } else {
@@ -177,12 +173,12 @@ impl Core {
         outbound
     }
 
-    fn offer(&mut self, to: MemberId, mirror: MessageV1, message: &eraftpb::Message) -> Body {
+    fn offer(&mut self, to: MemberId, mirror: RaftMessage, message: &eraftpb::Message) -> Body {
         let data = Arc::clone(self.raw.store().snapshot_data());
-        let meta = SnapshotMetaV1::from_raft(message.get_snapshot().get_metadata());
+        let meta = SnapshotMeta::from_raft(message.get_snapshot().get_metadata());
         let (len, digest) = (data.len() as u64, *blake3::hash(&data).as_bytes());
         self.sending.begin(to, digest, data);
-        Body::Offer(OfferV1 { message: mirror, meta, len, digest })
+        Body::Offer(SnapshotOffer { message: mirror, meta, len, digest })
     }
 
     fn note_reads(&mut self, reads: Vec<raft::ReadState>) {
@@ -218,6 +214,6 @@ impl Core {
 }
 
 fn snapshot_of(snapshot: &eraftpb::Snapshot) -> Snapshot {
-    let meta = SnapshotMetaV1::from_raft(snapshot.get_metadata());
+    let meta = SnapshotMeta::from_raft(snapshot.get_metadata());
     Snapshot { meta, data: snapshot.data.to_vec().into() }
 }

@@ -1,7 +1,7 @@
 //! The log in memory, as Raft reads it. What is here has been persisted by whoever drives the core; it is
 //! small, since the table is written as a snapshot every few thousand entries.
 
-use crate::consensus::message::{HardStateV1, LogEntryV1, SnapshotMetaV1};
+use crate::consensus::message::{HardState, LogEntry, SnapshotMeta};
 use crate::consensus::storage::{Loaded, Snapshot};
 use raft::eraftpb::{self, ConfState, Entry};
 use raft::{Error, GetEntriesContext, RaftState, StorageError};
@@ -10,14 +10,13 @@ use std::sync::Arc;
 
 #[derive(Debug)]
 pub(super) struct Log {
-    hard: HardStateV1,
+    hard: HardState,
     /// The snapshot that the table was last written as.
-    meta: SnapshotMetaV1,
+    meta: SnapshotMeta,
     data: Arc<[u8]>,
     /// Index and term of the entry before the first that is kept.
     floor: (u64, u64),
     entries: Vec<Entry>,
-    /// What the entries carry.
     bytes: u64,
     /// Raft has asked for a snapshot that the last one cannot serve.
     fresh_wanted: Cell<bool>,
@@ -26,14 +25,14 @@ pub(super) struct Log {
 impl Log {
     pub(super) fn new(loaded: Loaded) -> Self {
         let Loaded { hard, snapshot, floor, entries, .. } = loaded;
-        let entries: Vec<Entry> = entries.into_iter().map(LogEntryV1::into_raft).collect();
+        let entries: Vec<Entry> = entries.into_iter().map(LogEntry::into_raft).collect();
         let bytes = entries.iter().map(weight).sum();
         let Snapshot { meta, data } = snapshot;
-        let hard = HardStateV1 { commit: hard.commit.max(meta.index), ..hard };
+        let hard = HardState { commit: hard.commit.max(meta.index), ..hard };
         Self { hard, meta, data, floor, entries, bytes, fresh_wanted: Cell::new(false) }
     }
 
-    pub(super) fn snapshot_meta(&self) -> &SnapshotMetaV1 {
+    pub(super) fn snapshot_meta(&self) -> &SnapshotMeta {
         &self.meta
     }
 
@@ -74,7 +73,7 @@ impl Log {
         self.fresh_wanted.take()
     }
 
-    pub(super) fn set_hard(&mut self, hard: HardStateV1) {
+    pub(super) fn set_hard(&mut self, hard: HardState) {
         self.hard = hard;
     }
 

@@ -5,7 +5,7 @@ use super::Core;
 use super::transfer::{Fetched, Served};
 use crate::consensus::member::MemberId;
 use crate::consensus::message::{
-    Body, Frame, FrameV1, KindV1, LogView, MessageV1, OfferV1, SnapshotMetaV1, WantV1, check,
+    Body, Frame, LogView, RaftMessage, RaftMessageKind, SnapshotMeta, SnapshotOffer, SnapshotRequest, check,
 };
 use crate::consensus::table::{Standing, Table};
 use proto::ids::NodeId;
@@ -25,34 +25,23 @@ pub enum ReceiveError {
     /// The frame is for an earlier life of this disk, or for someone else: the disk was wiped, and this
     /// coordinator must be removed and added again.
     #[error("{from} speaks to member {to}, which is not here")]
-    NotForMe {
-        /// The sender.
-        from: NodeId,
-        /// For whom it is.
-        to: MemberId,
-    },
+    NotForMe { from: NodeId, to: MemberId },
     /// The message says it is from someone else than who sent it.
     #[error("{peer} sends as member {claimed:016x}")]
     Spoofed {
-        /// Whose certificate it is.
         peer: NodeId,
         /// Who the message says it is from.
         claimed: u64,
     },
     /// No correct member sends this.
     #[error("{peer} sends a message that cannot be right: {why}")]
-    Implausible {
-        /// The sender.
-        peer: NodeId,
-        /// In words.
-        why: &'static str,
-    },
+    Implausible { peer: NodeId, why: &'static str },
 }
 
 impl Core {
     /// Takes a frame. `peer` is who sent it, as its certificate says.
     pub fn receive(&mut self, peer: &NodeId, frame: Frame) -> Result<(), ReceiveError> {
-        let Frame::V1(FrameV1 { group, incarnation, to, body }) = frame;
+        let Frame { group, incarnation, to, body } = frame;
         if group != self.identity.group {
             return Err(ReceiveError::ForeignGroup(peer.clone()));
         }
@@ -67,17 +56,17 @@ impl Core {
         match body {
             Body::Raft(message) => {
                 self.check(peer, from, &message)?;
-                if message.kind == KindV1::Snapshot {
+                if message.kind == RaftMessageKind::Snapshot {
                     return Err(implausible("a snapshot comes in chunks"));
                 }
                 // Like a packet that is lost: its sender puts it forward again, to the next leader.
-                if !(self.held_back && message.kind == KindV1::Propose) {
+                if !(self.held_back && message.kind == RaftMessageKind::Propose) {
                     self.step(message.into_raft());
                 }
             }
             Body::Offer(offer) => {
                 self.check(peer, from, &offer.message)?;
-                if offer.message.kind != KindV1::Snapshot {
+                if offer.message.kind != RaftMessageKind::Snapshot {
                     return Err(implausible("it offers no snapshot"));
                 }
                 if let Some((to, body)) = self.fetching.offered(from, offer).map_err(implausible)? {
@@ -99,7 +88,7 @@ impl Core {
         Ok(())
     }
 
-    fn check(&self, peer: &NodeId, from: MemberId, message: &MessageV1) -> Result<(), ReceiveError> {
+    fn check(&self, peer: &NodeId, from: MemberId, message: &RaftMessage) -> Result<(), ReceiveError> {
         if message.from != from.get() {
             return Err(ReceiveError::Spoofed { peer: peer.clone(), claimed: message.from });
         }
@@ -123,8 +112,8 @@ impl Core {
     }
 
     /// A snapshot has come whole: it must be a table that agrees with what it is said to be.
-    fn fetched(&mut self, from: MemberId, offer: OfferV1, data: &[u8]) -> Result<(), &'static str> {
-        let OfferV1 { message, meta, len, digest } = offer;
+    fn fetched(&mut self, from: MemberId, offer: SnapshotOffer, data: &[u8]) -> Result<(), &'static str> {
+        let SnapshotOffer { message, meta, len, digest } = offer;
         let table = Table::from_bytes(data).map_err(|_| "a snapshot is no table")?;
         if table.applied() != meta.index || !agrees(&table, &meta) {
             return Err("a snapshot is not the table it is said to be");
@@ -135,13 +124,13 @@ impl Core {
         let mut message = message.into_raft();
         message.set_snapshot(snapshot);
         self.step(message);
-        self.post(from, Body::Want(WantV1 { digest, offset: len }));
+        self.post(from, Body::Want(SnapshotRequest { digest, offset: len }));
         Ok(())
     }
 }
 
 /// Whether a snapshot's members are those of its table.
-fn agrees(table: &Table, meta: &SnapshotMetaV1) -> bool {
+fn agrees(table: &Table, meta: &SnapshotMeta) -> bool {
     let mut told: HashMap<u64, bool> = meta.voters.iter().map(|&member| (member, true)).collect();
     told.extend(meta.learners.iter().map(|&member| (member, false)));
     let held: HashMap<u64, bool> = table

@@ -1,10 +1,11 @@
 use super::*;
 use crate::consensus::member::{Incarnation, MemberId};
 use crate::consensus::message::{
-    ChunkV1, EntryBodyV1, GroupId, KindV1, MessageV1, OfferV1, SnapshotMetaV1, WantV1,
+    EntryBody, GroupId, RaftMessage, RaftMessageKind, SnapshotChunk, SnapshotMeta, SnapshotOffer,
+    SnapshotRequest,
 };
 use crate::consensus::table::{
-    Change, ClientId, LevelReportedV1, OpenSessionV1, Outcome, PolicyAdvancedV1, SeatV1, Standing,
+    Change, ClientId, GroupMember, LevelReported, OpenSession, Outcome, PolicyAdvanced, Standing,
 };
 use proptest::prelude::*;
 
@@ -18,9 +19,9 @@ fn identity(name: &str, incarnation: u64) -> Identity {
     Identity { group: GROUP, node: node(name), incarnation: Incarnation(incarnation) }
 }
 
-fn seat(name: &str, incarnation: u64) -> SeatV1 {
+fn seat(name: &str, incarnation: u64) -> GroupMember {
     let level = super::super::table::Level::OWN;
-    SeatV1 { node: node(name), incarnation: Incarnation(incarnation), quic: "127.0.0.1:1".into(), level }
+    GroupMember { node: node(name), incarnation: Incarnation(incarnation), quic: "127.0.0.1:1".into(), level }
 }
 
 fn settings() -> Settings {
@@ -36,7 +37,7 @@ fn founder(name: &str, all: &[&str]) -> Core {
 /// A group on a perfect network and perfect disks.
 struct Group {
     cores: BTreeMap<NodeId, Core>,
-    answers: Vec<(NodeId, Answer)>,
+    answers: Vec<(NodeId, ProposalResult)>,
     reads: Vec<(NodeId, u64)>,
     refused: Vec<ReceiveError>,
     cut: Option<NodeId>,
@@ -105,7 +106,7 @@ impl Group {
     }
 
     fn session(&mut self, at: &NodeId) -> ClientId {
-        match self.ask(at, &Entry::OpenSession(OpenSessionV1 { nonce: 1 })) {
+        match self.ask(at, &Entry::OpenSession(OpenSession { nonce: 1 })) {
             Outcome::Opened(client) => client,
             other => panic!("{other:?}"),
         }
@@ -113,11 +114,11 @@ impl Group {
 }
 
 fn policy(client: ClientId, seq: u64) -> Entry {
-    change(client, seq, Change::PolicyAdvanced(PolicyAdvancedV1 { from: seq - 1, to: seq }))
+    change(client, seq, Change::PolicyAdvanced(PolicyAdvanced { from: seq - 1, to: seq }))
 }
 
 fn change(client: ClientId, seq: u64, change: Change) -> Entry {
-    Entry::Change(ChangeV1 { client, seq, change })
+    Entry::Change(SessionChange { client, seq, change })
 }
 
 #[test]
@@ -235,15 +236,15 @@ fn a_change_above_a_members_level_is_not_proposed() {
     let level = super::super::table::Level(0);
     assert_eq!(refused, Err(ProposeError::Refused(Refusal::LevelTooLow(level))));
     let level = super::super::table::Level::OWN;
-    let report = Change::LevelReported(LevelReportedV1 { node: name.clone(), level });
+    let report = Change::LevelReported(LevelReported { node: name.clone(), level });
     assert_eq!(group.ask(&name, &change(client, 2, report)), Outcome::Done);
     assert_eq!(group.ask(&name, &policy(client, 3)), Outcome::Refused(Refusal::PolicyMoved(0)));
 }
 
 /// A heartbeat from c1, the rest to be changed.
-fn heartbeat(core: &Core) -> FrameV1 {
-    let message = MessageV1 {
-        kind: KindV1::Heartbeat,
+fn heartbeat(core: &Core) -> Frame {
+    let message = RaftMessage {
+        kind: RaftMessageKind::Heartbeat,
         to: core.id(),
         from: MemberId::of(&node("c1"), Incarnation(1)).get(),
         term: 2,
@@ -259,25 +260,25 @@ fn heartbeat(core: &Core) -> FrameV1 {
         priority: 0,
     };
     let to = core.identity.member();
-    FrameV1 { group: GROUP, incarnation: Incarnation(1), to, body: Body::Raft(message) }
+    Frame { group: GROUP, incarnation: Incarnation(1), to, body: Body::Raft(message) }
 }
 
 #[test]
 fn who_sends_must_be_who_it_says_it_is() {
     let mut core = founder("c0", &["c0", "c1", "c2"]);
     let good = heartbeat(&core);
-    core.receive(&node("c1"), Frame::V1(good.clone())).unwrap();
-    let refused = core.receive(&node("c2"), Frame::V1(good.clone()));
+    core.receive(&node("c1"), good.clone()).unwrap();
+    let refused = core.receive(&node("c2"), good.clone());
     assert!(matches!(refused, Err(ReceiveError::Spoofed { peer, .. }) if peer == node("c2")));
     // Another life of the same coordinator is another member.
-    let other = FrameV1 { incarnation: Incarnation(2), ..good.clone() };
-    let refused = core.receive(&node("c1"), Frame::V1(other));
+    let other = Frame { incarnation: Incarnation(2), ..good.clone() };
+    let refused = core.receive(&node("c1"), other);
     assert!(matches!(refused, Err(ReceiveError::Spoofed { .. })));
-    let foreign = FrameV1 { group: GroupId(1), ..good.clone() };
-    let refused = core.receive(&node("c1"), Frame::V1(foreign));
+    let foreign = Frame { group: GroupId(1), ..good.clone() };
+    let refused = core.receive(&node("c1"), foreign);
     assert_eq!(refused, Err(ReceiveError::ForeignGroup(node("c1"))));
-    let astray = FrameV1 { to: MemberId::of(&node("c0"), Incarnation(7)), ..good };
-    let refused = core.receive(&node("c1"), Frame::V1(astray));
+    let astray = Frame { to: MemberId::of(&node("c0"), Incarnation(7)), ..good };
+    let refused = core.receive(&node("c1"), astray);
     assert!(matches!(refused, Err(ReceiveError::NotForMe { .. })));
 }
 
@@ -288,9 +289,10 @@ fn an_answer_about_lost_entries_is_no_offence() {
     let taken = |core: &Core| {
         let mut frame = heartbeat(core);
         if let Body::Raft(message) = &mut frame.body {
-            (message.kind, message.term, message.index) = (KindV1::AppendResponse, core.status().term, 40);
+            (message.kind, message.term, message.index) =
+                (RaftMessageKind::AppendResponse, core.status().term, 40);
         }
-        Frame::V1(frame)
+        frame
     };
     let seats = ["c0", "c1", "c2"].map(|name| seat(name, 1)).to_vec();
     let mut loaded = Loaded::founded(identity("c0", 1), seats).unwrap();
@@ -320,9 +322,9 @@ fn an_append_after_nothing_commits_nothing() {
     let mut core = founder("c0", &["c0", "c1", "c2"]);
     let mut frame = heartbeat(&core);
     if let Body::Raft(message) = &mut frame.body {
-        (message.kind, message.index, message.commit) = (KindV1::Append, 3, 3);
+        (message.kind, message.index, message.commit) = (RaftMessageKind::Append, 3, 3);
     }
-    let refused = core.receive(&node("c1"), Frame::V1(frame));
+    let refused = core.receive(&node("c1"), frame);
     assert!(matches!(refused, Err(ReceiveError::Implausible { .. })), "{refused:?}");
 }
 
@@ -339,16 +341,16 @@ fn nothing_is_sent_in_anothers_name() {
     let mut frame = heartbeat(core);
     if let Body::Raft(message) = &mut frame.body {
         message.from = MemberId::of(&asker, Incarnation(1)).get();
-        (message.kind, message.term) = (KindV1::ReadIndex, 0);
-        message.entries = vec![LogEntryV1 { term: 0, index: 0, body: EntryBodyV1::Plain(vec![1; 16]) }];
+        (message.kind, message.term) = (RaftMessageKind::ReadIndex, 0);
+        message.entries = vec![LogEntry { term: 0, index: 0, body: EntryBody::Plain(vec![1; 16]) }];
     }
-    core.receive(&asker, Frame::V1(frame)).unwrap();
+    core.receive(&asker, frame).unwrap();
     group.settle();
     assert_eq!(group.refused, []);
 }
 
-fn any_message() -> impl Strategy<Value = MessageV1> {
-    use KindV1::*;
+fn any_message() -> impl Strategy<Value = RaftMessage> {
+    use RaftMessageKind::*;
     let kinds = vec![
         Propose,
         Append,
@@ -365,15 +367,15 @@ fn any_message() -> impl Strategy<Value = MessageV1> {
         Snapshot,
     ];
     let body = prop_oneof![
-        prop::collection::vec(any::<u8>(), 0..12).prop_map(EntryBodyV1::Plain),
-        prop::collection::vec(any::<u8>(), 0..12).prop_map(EntryBodyV1::Membership),
+        prop::collection::vec(any::<u8>(), 0..12).prop_map(EntryBody::Plain),
+        prop::collection::vec(any::<u8>(), 0..12).prop_map(EntryBody::Membership),
     ];
     let small = || prop_oneof![4 => 0u64..6, 1 => any::<u64>()];
-    let entry = (0u64..4, small(), body).prop_map(|(term, index, body)| LogEntryV1 { term, index, body });
+    let entry = (0u64..4, small(), body).prop_map(|(term, index, body)| LogEntry { term, index, body });
     let numbers = (small(), small(), small(), small(), small(), small());
     let rest = (any::<bool>(), prop::collection::vec(any::<u8>(), 0..20), any::<i64>());
     (prop::sample::select(kinds), 0u64..4, prop::collection::vec(entry, 0..3), numbers, rest).prop_map(
-        |(kind, term, entries, n, (reject, context, priority))| MessageV1 {
+        |(kind, term, entries, n, (reject, context, priority))| RaftMessage {
             kind,
             to: 0,
             from: 0,
@@ -396,7 +398,7 @@ fn any_body() -> impl Strategy<Value = Body> {
     let digest = || prop::sample::select(vec![[0; 32], [1; 32]]);
     let bytes = prop::collection::vec(any::<u8>(), 0..8);
     let ids = || prop::collection::vec(0u64..4, 0..3);
-    let meta = (0u64..4, 0u64..4, ids(), ids()).prop_map(|(index, term, voters, learners)| SnapshotMetaV1 {
+    let meta = (0u64..4, 0u64..4, ids(), ids()).prop_map(|(index, term, voters, learners)| SnapshotMeta {
         index,
         term,
         voters,
@@ -405,10 +407,10 @@ fn any_body() -> impl Strategy<Value = Body> {
     prop_oneof![
         6 => any_message().prop_map(Body::Raft),
         1 => (any_message(), meta, 0u64..9, digest())
-            .prop_map(|(message, meta, len, digest)| Body::Offer(OfferV1 { message, meta, len, digest })),
-        1 => (digest(), 0u64..9).prop_map(|(digest, offset)| Body::Want(WantV1 { digest, offset })),
+            .prop_map(|(message, meta, len, digest)| Body::Offer(SnapshotOffer { message, meta, len, digest })),
+        1 => (digest(), 0u64..9).prop_map(|(digest, offset)| Body::Want(SnapshotRequest { digest, offset })),
         1 => (digest(), 0u64..9, bytes)
-            .prop_map(|(digest, offset, bytes)| Body::Chunk(ChunkV1 { digest, offset, bytes })),
+            .prop_map(|(digest, offset, bytes)| Body::Chunk(SnapshotChunk { digest, offset, bytes })),
     ]
 }
 
@@ -428,13 +430,13 @@ proptest! {
         for (mut body, ticks) in bodies {
             let peer = &peers[usize::from(ticks) % 2];
             let from = MemberId::of(peer, Incarnation(1));
-            if let Body::Raft(message) | Body::Offer(OfferV1 { message, .. }) = &mut body {
+            if let Body::Raft(message) | Body::Offer(SnapshotOffer { message, .. }) = &mut body {
                 (message.from, message.to) = (from.get(), core.id());
             }
             let to = core.identity.member();
-            let frame = FrameV1 { group: GROUP, incarnation: Incarnation(1), to, body };
+            let frame = Frame { group: GROUP, incarnation: Incarnation(1), to, body };
             let before = core.table().applied();
-            let _judged = core.receive(peer, Frame::V1(frame));
+            let _judged = core.receive(peer, frame);
             for _ in 0..ticks {
                 core.tick();
             }

@@ -2,7 +2,7 @@
 //! transfer goes on where it stood after a pause, and the sender keeps nothing but how long it was not asked.
 
 use crate::consensus::member::MemberId;
-use crate::consensus::message::{Body, ChunkV1, OfferV1, WantV1};
+use crate::consensus::message::{Body, SnapshotChunk, SnapshotOffer, SnapshotRequest};
 use crate::consensus::storage::MAX_SNAPSHOT_BYTES;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -27,8 +27,7 @@ struct Outgoing {
 /// How a request for a chunk was met.
 #[derive(Debug)]
 pub(super) enum Served {
-    Chunk(ChunkV1),
-    /// The receiver has everything.
+    Chunk(SnapshotChunk),
     Complete,
     /// Nothing of that kind is being sent.
     Unknown,
@@ -39,7 +38,7 @@ impl Sending {
         self.0.insert(to, Outgoing { digest, data, idle: 0 });
     }
 
-    pub(super) fn serve(&mut self, to: MemberId, want: &WantV1, chunk_bytes: usize) -> Served {
+    pub(super) fn serve(&mut self, to: MemberId, want: &SnapshotRequest, chunk_bytes: usize) -> Served {
         let Some(outgoing) = self.0.get_mut(&to).filter(|o| o.digest == want.digest) else {
             return Served::Unknown;
         };
@@ -52,7 +51,7 @@ impl Sending {
             return Served::Complete;
         }
         let bytes = rest[..chunk_bytes.min(rest.len())].to_vec();
-        Served::Chunk(ChunkV1 { digest: want.digest, offset: want.offset, bytes })
+        Served::Chunk(SnapshotChunk { digest: want.digest, offset: want.offset, bytes })
     }
 
     /// The receivers that have not asked for too long.
@@ -74,7 +73,7 @@ pub(super) struct Fetching(Option<Incoming>);
 #[derive(Debug)]
 struct Incoming {
     from: MemberId,
-    offer: OfferV1,
+    offer: SnapshotOffer,
     bytes: Vec<u8>,
     idle: u32,
 }
@@ -85,7 +84,7 @@ pub(super) enum Fetched {
     /// More is wanted, or nothing was.
     Going(Option<(MemberId, Body)>),
     /// All bytes are there and their digest is right.
-    Whole(MemberId, OfferV1, Arc<[u8]>),
+    Whole(MemberId, SnapshotOffer, Arc<[u8]>),
     /// All bytes are there and are not what was offered: the transfer begins anew.
     Corrupt,
 }
@@ -95,7 +94,7 @@ impl Fetching {
     pub(super) fn offered(
         &mut self,
         from: MemberId,
-        offer: OfferV1,
+        offer: SnapshotOffer,
     ) -> Result<Option<(MemberId, Body)>, &'static str> {
         if offer.len == 0 || offer.len > MAX_SNAPSHOT_BYTES as u64 {
             return Err("the snapshot's length is out of range");
@@ -114,7 +113,7 @@ impl Fetching {
         Ok(Some(incoming.ask()))
     }
 
-    pub(super) fn chunk(&mut self, from: MemberId, chunk: &ChunkV1) -> Fetched {
+    pub(super) fn chunk(&mut self, from: MemberId, chunk: &SnapshotChunk) -> Fetched {
         let Some(incoming) = self.0.as_mut() else { return Fetched::Going(None) };
         let here = incoming.bytes.len() as u64;
         let fits = chunk.offset == here && here + chunk.bytes.len() as u64 <= incoming.offer.len;
@@ -146,6 +145,6 @@ impl Fetching {
 impl Incoming {
     fn ask(&self) -> (MemberId, Body) {
         let offset = self.bytes.len() as u64;
-        (self.from, Body::Want(WantV1 { digest: self.offer.digest, offset }))
+        (self.from, Body::Want(SnapshotRequest { digest: self.offer.digest, offset }))
     }
 }

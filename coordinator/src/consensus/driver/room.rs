@@ -7,22 +7,20 @@ use crate::consensus::storage::{Storage, StorageError, Write};
 const LOOK_AGAIN: u32 = 20;
 
 /// A disk, and whether there is room on it.
-pub(super) struct Room {
+pub(super) struct DiskSpace {
     disk: Box<dyn Storage + Send>,
     state: State,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
-    /// Nobody has looked yet.
     Unseen,
-    /// Some is set aside.
     Enough,
     /// There is little or none; so many ticks since it was looked.
     Lacking(u32),
 }
 
-impl Room {
+impl DiskSpace {
     pub(super) fn new(disk: Box<dyn Storage + Send>) -> Self {
         Self { disk, state: State::Unseen }
     }

@@ -2,7 +2,7 @@ use super::*;
 use crate::consensus::member::Incarnation;
 use crate::consensus::message::GroupId;
 use crate::consensus::storage::{Disk, Identity, Write};
-use crate::consensus::table::{Level, PolicyAdvancedV1, SeatV1};
+use crate::consensus::table::{GroupMember, Level, PolicyAdvanced};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -18,11 +18,11 @@ fn soon() -> Instant {
 }
 
 fn policy(from: u64, to: u64) -> Change {
-    Change::PolicyAdvanced(PolicyAdvancedV1 { from, to })
+    Change::PolicyAdvanced(PolicyAdvanced { from, to })
 }
 
 fn loaded(name: &str, all: &[&str]) -> Loaded {
-    let seat = |name: &&str| SeatV1 {
+    let seat = |name: &&str| GroupMember {
         node: node(name),
         incarnation: Incarnation(1),
         quic: "127.0.0.1:1".into(),

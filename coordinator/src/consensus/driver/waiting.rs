@@ -2,7 +2,7 @@
 //! up. Putting forward twice is harmless: a change is made once, and a read gets a new token each time.
 
 use super::{ConsensusError, Event, Reply};
-use crate::consensus::core::{Answer, Core, ProposeError};
+use crate::consensus::core::{Core, ProposalResult, ProposeError};
 use crate::consensus::table::{Entry, Outcome, Request, Table};
 use crate::consensus::telemetry::RaftMetrics;
 use std::collections::BTreeMap;
@@ -144,7 +144,7 @@ impl Waiting {
         true
     }
 
-    pub(super) fn answered(&mut self, answers: &[Answer]) {
+    pub(super) fn answered(&mut self, answers: &[ProposalResult]) {
         for answer in answers {
             let Some(pending) = self.changes.remove(&answer.request) else { continue };
             for reply in pending.replies {

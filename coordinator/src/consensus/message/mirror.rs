@@ -1,6 +1,6 @@
 //! Messages to and from Raft's own types, and what of them is believed.
 
-use super::{EntryBodyV1, KindV1, LogEntryV1, MessageV1};
+use super::{EntryBody, LogEntry, RaftMessage, RaftMessageKind};
 use raft::eraftpb::{self, MessageType};
 
 /// Bytes of a message's context at most.
@@ -19,7 +19,7 @@ pub(crate) struct Log<'a> {
     pub(crate) term: &'a dyn Fn(u64) -> Option<u64>,
 }
 
-impl KindV1 {
+impl RaftMessageKind {
     fn from_raft(kind: MessageType) -> Option<Self> {
         Some(match kind {
             MessageType::MsgPropose => Self::Propose,
@@ -63,17 +63,17 @@ impl KindV1 {
     }
 }
 
-impl MessageV1 {
+impl RaftMessage {
     /// None for a message that is not for the network.
     pub(crate) fn from_raft(message: &eraftpb::Message) -> Option<Self> {
         Some(Self {
-            kind: KindV1::from_raft(message.get_msg_type())?,
+            kind: RaftMessageKind::from_raft(message.get_msg_type())?,
             to: message.to,
             from: message.from,
             term: message.term,
             log_term: message.log_term,
             index: message.index,
-            entries: message.entries.iter().map(LogEntryV1::from_raft).collect(),
+            entries: message.entries.iter().map(LogEntry::from_raft).collect(),
             commit: message.commit,
             commit_term: message.commit_term,
             request_snapshot: message.request_snapshot,
@@ -91,7 +91,7 @@ impl MessageV1 {
             term: self.term,
             log_term: self.log_term,
             index: self.index,
-            entries: self.entries.into_iter().map(LogEntryV1::into_raft).collect(),
+            entries: self.entries.into_iter().map(LogEntry::into_raft).collect(),
             commit: self.commit,
             commit_term: self.commit_term,
             request_snapshot: self.request_snapshot,
@@ -107,31 +107,31 @@ impl MessageV1 {
 }
 
 /// Refuses what no correct member sends and the Raft library would not survive. Says what is wrong.
-pub(crate) fn check(message: &MessageV1, log: &Log<'_>) -> Result<(), &'static str> {
+pub(crate) fn check(message: &RaftMessage, log: &Log<'_>) -> Result<(), &'static str> {
     if message.context.len() > MAX_CONTEXT {
         return Err("its context is too long");
     }
-    let termless = matches!(message.kind, KindV1::Propose | KindV1::ReadIndex);
+    let termless = matches!(message.kind, RaftMessageKind::Propose | RaftMessageKind::ReadIndex);
     if termless != (message.term == 0) {
         return Err("its term does not go with its kind");
     }
     match message.kind {
-        KindV1::Propose => match message.entries.as_slice() {
-            [LogEntryV1 { body: EntryBodyV1::Plain(data), .. }] if !data.is_empty() => Ok(()),
+        RaftMessageKind::Propose => match message.entries.as_slice() {
+            [LogEntry { body: EntryBody::Plain(data), .. }] if !data.is_empty() => Ok(()),
             [_] => Err("it proposes what only the leader may"),
             _ => Err("it does not propose one entry"),
         },
-        KindV1::ReadIndex | KindV1::ReadIndexResponse => match message.entries.as_slice() {
-            [LogEntryV1 { body: EntryBodyV1::Plain(data), .. }] if data.len() <= MAX_CONTEXT => Ok(()),
+        RaftMessageKind::ReadIndex | RaftMessageKind::ReadIndexResponse => match message.entries.as_slice() {
+            [LogEntry { body: EntryBody::Plain(data), .. }] if data.len() <= MAX_CONTEXT => Ok(()),
             _ => Err("it does not carry one read"),
         },
-        KindV1::Append if message.term >= log.now => append(message, log),
-        KindV1::Append => Ok(()),
+        RaftMessageKind::Append if message.term >= log.now => append(message, log),
+        RaftMessageKind::Append => Ok(()),
         _ if !message.entries.is_empty() => Err("it carries entries"),
-        KindV1::Heartbeat if message.term >= log.now && message.commit > log.last => {
+        RaftMessageKind::Heartbeat if message.term >= log.now && message.commit > log.last => {
             Err("it commits what is not there")
         }
-        KindV1::AppendResponse
+        RaftMessageKind::AppendResponse
             if log.leads && message.term == log.now && !message.reject && message.index > log.last =>
         {
             Err("it has taken what was never sent")
@@ -140,7 +140,7 @@ pub(crate) fn check(message: &MessageV1, log: &Log<'_>) -> Result<(), &'static s
     }
 }
 
-fn append(message: &MessageV1, log: &Log<'_>) -> Result<(), &'static str> {
+fn append(message: &RaftMessage, log: &Log<'_>) -> Result<(), &'static str> {
     // Raft takes term 0 for "there is no such entry", which would match any that is not there.
     if (message.log_term == 0) != (message.index == 0) {
         return Err("the entry before has no term");

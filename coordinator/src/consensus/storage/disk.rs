@@ -4,7 +4,7 @@
 
 use super::room::{self, Reserve, Trouble, Watched};
 use super::{Identity, Loaded, MAX_SNAPSHOT_BYTES, Snapshot, Storage, StorageError, Write};
-use crate::consensus::message::{HardStateV1, LogEntryV1, SnapshotMetaV1};
+use crate::consensus::message::{HardState, LogEntry, SnapshotMeta};
 use proto::codec::{Cap, CodecError, decode, encode};
 use proto::ids::NodeId;
 use redb::{
@@ -17,11 +17,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Entries, by index.
 const LOG: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("log");
-/// Everything else, by name.
 const STATE: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("state");
 
+const FORMAT: &str = "format";
 const IDENTITY: &str = "identity";
 const HARD: &str = "hard-state";
 const SNAPSHOT: &str = "snapshot";
@@ -30,14 +29,17 @@ const CHECKSUM_BYTES: usize = 16;
 /// redb's cache: the file is a few MB.
 const CACHE_BYTES: usize = 8 << 20;
 
-/// What stands in the file. Variants are only appended.
+/// The form of the records: a change of [`Record`] or of what is in it takes the next number.
+const FORMAT_OWN: u32 = 1;
+
+/// What stands in the file.
 #[derive(Debug, Serialize, Deserialize)]
 enum Record {
     Identity(Identity),
-    Hard(HardStateV1),
+    Hard(HardState),
     /// What the snapshot is of, and the log's floor.
-    Snapshot(SnapshotMetaV1, (u64, u64)),
-    Entry(LogEntryV1),
+    Snapshot(SnapshotMeta, (u64, u64)),
+    Entry(LogEntry),
 }
 
 /// A file, open. No other process can open it meanwhile.
@@ -96,6 +98,7 @@ impl Disk {
     /// Writes what a disk begins with. Only on one that was never formatted.
     pub fn format(&mut self, loaded: &Loaded) -> Result<(), StorageError> {
         self.transaction(|txn| {
+            put_bytes(txn, FORMAT, &FORMAT_OWN.to_le_bytes())?;
             put(txn, IDENTITY, &Record::Identity(loaded.identity.clone()))?;
             put_snapshot(txn, &loaded.snapshot, loaded.floor)?;
             put(txn, HARD, &Record::Hard(loaded.hard))?;
@@ -128,6 +131,24 @@ impl Disk {
             }
             _ => Ok((disk, loaded)),
         }
+    }
+
+    /// Opens a file without reading its records.
+    #[cfg(test)]
+    pub(super) fn unread(path: &Path) -> Self {
+        let trouble = Arc::default();
+        let database = open_file(path, &trouble).ok();
+        Self { database, trouble, path: Some(path.to_owned()) }
+    }
+
+    /// Replaces or removes the format's number.
+    #[cfg(test)]
+    pub(super) fn set_format(&self, format: Option<u32>) {
+        let set = self.transaction(|txn| match format {
+            Some(format) => put_bytes(txn, FORMAT, &format.to_le_bytes()),
+            None => txn.open_table(STATE).map_err(failed)?.remove(FORMAT).map_err(failed).map(drop),
+        });
+        assert!(set.is_ok());
     }
 
     /// All of `body` or nothing, durably. If room was all that it lacked, that is the error.
@@ -293,7 +314,11 @@ fn unseal<'a>(name: &str, key: &[u8], sealed: &'a [u8]) -> Result<&'a [u8], Stor
 }
 
 fn put(txn: &WriteTransaction, name: &str, record: &Record) -> Result<(), StorageError> {
-    let sealed = seal(name.as_bytes(), &encode(record, Cap::Control)?);
+    put_bytes(txn, name, &encode(record, Cap::Control)?)
+}
+
+fn put_bytes(txn: &WriteTransaction, name: &str, bytes: &[u8]) -> Result<(), StorageError> {
+    let sealed = seal(name.as_bytes(), bytes);
     let mut state = txn.open_table(STATE).map_err(failed)?;
     state.insert(name, sealed.as_slice()).map_err(failed)?;
     Ok(())
@@ -301,13 +326,10 @@ fn put(txn: &WriteTransaction, name: &str, record: &Record) -> Result<(), Storag
 
 fn put_snapshot(txn: &WriteTransaction, snapshot: &Snapshot, floor: (u64, u64)) -> Result<(), StorageError> {
     put(txn, SNAPSHOT, &Record::Snapshot(snapshot.meta.clone(), floor))?;
-    let sealed = seal(SNAPSHOT_DATA.as_bytes(), &snapshot.data);
-    let mut state = txn.open_table(STATE).map_err(failed)?;
-    state.insert(SNAPSHOT_DATA, sealed.as_slice()).map_err(failed)?;
-    Ok(())
+    put_bytes(txn, SNAPSHOT_DATA, &snapshot.data)
 }
 
-fn put_entry(txn: &WriteTransaction, entry: &LogEntryV1) -> Result<(), StorageError> {
+fn put_entry(txn: &WriteTransaction, entry: &LogEntry) -> Result<(), StorageError> {
     let sealed = seal(&entry.index.to_le_bytes(), &encode(&Record::Entry(entry.clone()), Cap::Control)?);
     let mut log = txn.open_table(LOG).map_err(failed)?;
     log.insert(entry.index, sealed.as_slice()).map_err(failed)?;
@@ -326,6 +348,17 @@ fn read(txn: &ReadTransaction) -> Result<Option<Loaded>, StorageError> {
         let bytes = unseal(name, name.as_bytes(), sealed.value())?;
         decode(bytes, Cap::Control).map(Some).map_err(|error| unknown(name, &error))
     };
+    if state.get(IDENTITY).map_err(unopened)?.is_none() {
+        return Ok(None);
+    }
+    let format = match state.get(FORMAT).map_err(unopened)? {
+        Some(sealed) => Some(unseal(FORMAT, FORMAT.as_bytes(), sealed.value())?.to_vec()),
+        None => None,
+    };
+    let found = format.and_then(|bytes| Some(u32::from_le_bytes(bytes.try_into().ok()?)));
+    if found != Some(FORMAT_OWN) {
+        return Err(StorageError::Format { found: found.unwrap_or(0), own: FORMAT_OWN });
+    }
     let Some(first) = record(IDENTITY)? else { return Ok(None) };
     let (Record::Identity(identity), Some(Record::Hard(hard)), Some(Record::Snapshot(meta, floor))) =
         (first, record(HARD)?, record(SNAPSHOT)?)
@@ -348,7 +381,7 @@ fn read(txn: &ReadTransaction) -> Result<Option<Loaded>, StorageError> {
 }
 
 /// The entries, which must follow each other from the floor on.
-fn read_log(txn: &ReadTransaction, floor: (u64, u64)) -> Result<Vec<LogEntryV1>, StorageError> {
+fn read_log(txn: &ReadTransaction, floor: (u64, u64)) -> Result<Vec<LogEntry>, StorageError> {
     let log = txn.open_table(LOG).map_err(unopened)?;
     let (mut entries, mut before) = (Vec::new(), floor);
     for item in log.iter().map_err(unopened)? {

@@ -22,7 +22,6 @@ pub(super) struct Trouble {
 }
 
 impl Trouble {
-    /// Begins anew.
     pub(super) fn forget(&self) {
         self.full.store(false, Ordering::Relaxed);
         self.broken.store(false, Ordering::Relaxed);
@@ -122,7 +121,6 @@ impl<B: StorageBackend> StorageBackend for Watched<B> {
     }
 }
 
-/// The file of zeros.
 #[derive(Debug)]
 pub(super) struct Reserve(PathBuf);
 
@@ -155,7 +153,6 @@ impl Reserve {
         file.set_len(RESERVE_BYTES as u64)
     }
 
-    /// Its room is free.
     pub(super) fn give_up(&self) -> io::Result<()> {
         match fs::remove_file(&self.0) {
             Err(error) if error.kind() != ErrorKind::NotFound => Err(error),

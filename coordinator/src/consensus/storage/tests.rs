@@ -1,5 +1,5 @@
 use super::*;
-use crate::consensus::message::EntryBodyV1;
+use crate::consensus::message::EntryBody;
 use crate::consensus::table::Level;
 use parking_lot::Mutex;
 use proptest::prelude::*;
@@ -14,7 +14,7 @@ fn node(name: &str) -> NodeId {
 fn founded() -> Loaded {
     let identity = Identity { group: GroupId(1), node: node("c0"), incarnation: Incarnation(5) };
     let quic = "127.0.0.1:1".to_owned();
-    let seat = SeatV1 { node: node("c0"), incarnation: Incarnation(5), quic, level: Level::OWN };
+    let seat = GroupMember { node: node("c0"), incarnation: Incarnation(5), quic, level: Level::OWN };
     Loaded::founded(identity, vec![seat]).unwrap()
 }
 
@@ -113,18 +113,17 @@ impl File {
     }
 }
 
-fn entry(index: u64, term: u64) -> LogEntryV1 {
-    LogEntryV1 { term, index, body: EntryBodyV1::Plain(vec![index as u8; 40]) }
+fn entry(index: u64, term: u64) -> LogEntry {
+    LogEntry { term, index, body: EntryBody::Plain(vec![index as u8; 40]) }
 }
 
 fn snapshot(index: u64, term: u64) -> Snapshot {
-    let meta = SnapshotMetaV1 { index, term, voters: vec![1], learners: vec![2] };
+    let meta = SnapshotMeta { index, term, voters: vec![1], learners: vec![2] };
     Snapshot { meta, data: vec![index as u8; 5000].into() }
 }
 
-/// Appends, overwrites, compacts, installs.
 fn writes() -> Vec<Write> {
-    let hard = |term, commit| Some(HardStateV1 { term, vote: 7, commit });
+    let hard = |term, commit| Some(HardState { term, vote: 7, commit });
     vec![
         Write { entries: vec![entry(2, 1), entry(3, 1)], hard: hard(1, 1), ..Write::default() },
         Write { entries: vec![entry(4, 1), entry(5, 1), entry(6, 2)], ..Write::default() },
@@ -133,6 +132,25 @@ fn writes() -> Vec<Write> {
         Write { install: Some(snapshot(20, 4)), hard: hard(4, 20), ..Write::default() },
         Write { entries: vec![entry(21, 4)], ..Write::default() },
     ]
+}
+
+#[test]
+fn records_of_another_format_are_refused_with_both_numbers() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("raft.redb");
+    let (mut disk, _) = Disk::open(&path, &node("c0")).unwrap();
+    disk.format(&founded()).unwrap();
+    for (format, found) in [(Some(2), 2), (None, 0)] {
+        disk.set_format(format);
+        drop(disk);
+        let refused = Disk::open(&path, &node("c0")).map(drop).unwrap_err();
+        assert!(
+            matches!(refused, StorageError::Format { found: other, own: 1 } if other == found),
+            "{refused}"
+        );
+        assert!(refused.to_string().contains(&format!("format {found}")), "{refused}");
+        disk = Disk::unread(&path);
+    }
 }
 
 #[test]
@@ -216,7 +234,7 @@ fn every_kind_of_record_is_checked() {
     let (mut disk, _) = Disk::on(file.clone(), &node("c0")).unwrap();
     let mut model = founded();
     disk.format(&model).unwrap();
-    let hard = HardStateV1 { term: 1 << 40, vote: 1 << 50, commit: 2 };
+    let hard = HardState { term: 1 << 40, vote: 1 << 50, commit: 2 };
     let write = Write { entries: vec![entry(2, 1 << 40)], hard: Some(hard), ..Write::default() };
     disk.write(&write).unwrap();
     model.take(&write);

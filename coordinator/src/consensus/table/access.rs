@@ -1,8 +1,8 @@
 //! Tenants and their keys: who may ask, for what, and how much.
 
 use super::{
-    CacheGroupV1, Change, KeyIssuedV1, KeyScopeV1, KeyV1, Kind, MAX_KEY_MODELS, MAX_KEYS, MAX_TENANTS,
-    QuotaV1, Refusal, TenantTunedV1, TenantV1, put,
+    CacheGroup, Change, KeyIssued, KeyRecord, KeyScope, Kind, MAX_KEY_MODELS, MAX_KEYS, MAX_TENANTS, Quota,
+    Refusal, TenantRecord, TenantTuned, put,
 };
 use proto::block::TenantSalt;
 use proto::ids::{ModelId, TenantId};
@@ -14,11 +14,11 @@ const MAX_SCOPE_BYTES: usize = 4 << 20;
 /// Tenants and their keys. See the module.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Access {
-    pub(super) tenants: BTreeMap<TenantId, TenantV1>,
+    pub(super) tenants: BTreeMap<TenantId, TenantRecord>,
     /// By their SHA-256.
-    pub(super) keys: BTreeMap<[u8; 32], KeyV1>,
+    pub(super) keys: BTreeMap<[u8; 32], KeyRecord>,
     /// Of those keys that have one.
-    pub(super) scopes: BTreeMap<[u8; 32], KeyScopeV1>,
+    pub(super) scopes: BTreeMap<[u8; 32], KeyScope>,
     /// The groups of those tenants that are in one.
     pub(super) sharing: BTreeMap<TenantId, TenantId>,
     /// The salts of groups. A group without tenants stays, and comes back with what it had cached.
@@ -26,18 +26,17 @@ pub struct Access {
 }
 
 impl Access {
-    /// The tenants.
-    pub fn tenants(&self) -> &BTreeMap<TenantId, TenantV1> {
+    pub fn tenants(&self) -> &BTreeMap<TenantId, TenantRecord> {
         &self.tenants
     }
 
     /// The keys, by their SHA-256.
-    pub fn keys(&self) -> &BTreeMap<[u8; 32], KeyV1> {
+    pub fn keys(&self) -> &BTreeMap<[u8; 32], KeyRecord> {
         &self.keys
     }
 
     /// What a key opens; none: all that its tenant has.
-    pub fn scope(&self, sha256: &[u8; 32]) -> Option<&KeyScopeV1> {
+    pub fn scope(&self, sha256: &[u8; 32]) -> Option<&KeyScope> {
         self.scopes.get(sha256)
     }
 
@@ -93,12 +92,12 @@ impl Access {
         }
     }
 
-    fn issue(&mut self, issued: KeyIssuedV1) -> Result<(), Refusal> {
-        let KeyIssuedV1 { key, scope, salt } = issued;
+    fn issue(&mut self, issued: KeyIssued) -> Result<(), Refusal> {
+        let KeyIssued { key, scope, salt } = issued;
         if scope.models.len() > MAX_KEY_MODELS {
             return Err(Refusal::TooLarge);
         }
-        let named = |scope: &KeyScopeV1| scope.models.iter().map(|model| model.as_str().len()).sum::<usize>();
+        let named = |scope: &KeyScope| scope.models.iter().map(|model| model.as_str().len()).sum::<usize>();
         let others = self.scopes.iter().filter(|(sha256, _)| **sha256 != key.sha256);
         let room = others.map(|(_, scope)| named(scope)).sum::<usize>() + named(&scope) <= MAX_SCOPE_BYTES;
         if !room || self.keys.len() >= MAX_KEYS && !self.keys.contains_key(&key.sha256) {
@@ -110,15 +109,15 @@ impl Access {
         Ok(())
     }
 
-    fn tune(&mut self, tuned: TenantTunedV1) -> Result<(), Refusal> {
-        let TenantTunedV1 { tenant, salt, quota, cache_group } = tuned;
+    fn tune(&mut self, tuned: TenantTuned) -> Result<(), Refusal> {
+        let TenantTuned { tenant, salt, quota, cache_group } = tuned;
         let new = cache_group.as_ref().is_some_and(|group| !self.groups.contains_key(&group.name));
         if new && self.groups.len() >= MAX_TENANTS {
             return Err(Refusal::Full(Kind::Tenant));
         }
         self.admit(&tenant, salt)?.quota = quota;
         match cache_group {
-            Some(CacheGroupV1 { name, salt }) => {
+            Some(CacheGroup { name, salt }) => {
                 self.groups.entry(name.clone()).or_insert(salt);
                 self.sharing.insert(tenant, name);
             }
@@ -128,16 +127,16 @@ impl Access {
     }
 
     /// The tenant of this name, with this salt if it is new.
-    fn admit(&mut self, tenant: &TenantId, salt: TenantSalt) -> Result<&mut TenantV1, Refusal> {
+    fn admit(&mut self, tenant: &TenantId, salt: TenantSalt) -> Result<&mut TenantRecord, Refusal> {
         if self.tenants.len() >= MAX_TENANTS && !self.tenants.contains_key(tenant) {
             return Err(Refusal::Full(Kind::Tenant));
         }
-        let new = || TenantV1 { tenant: tenant.clone(), salt, quota: QuotaV1::default() };
+        let new = || TenantRecord { tenant: tenant.clone(), salt, quota: Quota::default() };
         Ok(self.tenants.entry(tenant.clone()).or_insert_with(new))
     }
 }
 
-impl KeyScopeV1 {
+impl KeyScope {
     /// Whether a model is one of those that the key is for.
     pub fn opens(&self, model: &ModelId) -> bool {
         self.models.is_empty() || self.models.contains(model)

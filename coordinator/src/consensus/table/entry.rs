@@ -1,11 +1,10 @@
-//! What stands in the log: closed enums of versioned structs. Variants are only appended and shipped structs
-//! never change; `golden.txt` holds their bytes.
+//! What stands in the log. `golden.txt` holds the bytes of every entry; variants are only appended.
 
 use crate::consensus::member::{Incarnation, MemberId};
 use proto::block::TenantSalt;
 use proto::codec::{Cap, CodecError, decode, encode};
 use proto::ids::{Epoch, ModelId, NodeId, TenantId};
-use proto::message::Register;
+use proto::message::WorkerInfo;
 use serde::{Deserialize, Serialize};
 
 /// Bytes of one entry at most. A worker that serves as many models as it may fits.
@@ -19,26 +18,23 @@ pub struct ClientId(pub u64);
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Entry {
     /// Someone wants to make changes.
-    OpenSession(OpenSessionV1),
-    /// A client's change.
-    Change(ChangeV1),
+    OpenSession(OpenSession),
+    Change(SessionChange),
 }
 
 /// See [`Entry::OpenSession`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct OpenSessionV1 {
+pub struct OpenSession {
     /// Drawn by the opener, who knows its answer by it.
     pub nonce: u64,
 }
 
 /// See [`Entry::Change`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ChangeV1 {
-    /// Who.
+pub struct SessionChange {
     pub client: ClientId,
     /// Which of its changes; each is larger than the one before. The same number is the same change.
     pub seq: u64,
-    /// What.
     pub change: Change,
 }
 
@@ -48,58 +44,55 @@ pub struct ChangeV1 {
 pub struct Level(pub u32);
 
 impl Level {
-    /// What this build understands: 2 is replicas of several stages, 3 is keys with scopes, 4 is lost disks, 5 is
-    /// operators' plans.
-    pub const OWN: Self = Self(5);
+    pub const OWN: Self = Self(1);
 }
 
 /// A change of the table.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Change {
     /// A worker's life begins, or it serves something else.
-    WorkerJoined(Box<Register>),
+    WorkerJoined(Box<WorkerInfo>),
     /// A worker's life has ended.
-    WorkerLeft(WorkerLeftV1),
+    WorkerLeft(WorkerLeft),
     /// An operator wants a worker to take no new work, or to take it again.
-    WorkerDrained(WorkerDrainedV1),
+    WorkerDrained(WorkerDrained),
     /// A coordinator comes in; it follows and does not vote.
-    LearnerAdded(SeatV1),
+    LearnerAdded(GroupMember),
     /// A learner becomes a voter.
     LearnerPromoted(NodeId),
-    /// A coordinator goes.
     CoordinatorRemoved(NodeId),
     /// A coordinator tells what it understands since its restart.
-    LevelReported(LevelReportedV1),
+    LevelReported(LevelReported),
     /// A model is to be served so.
-    ModelPlanned(ModelPlanV1),
+    ModelPlanned(ModelPlan),
     /// A model is no longer to be served.
     ModelDropped(ModelId),
     /// A tenant, its salt and its limits.
-    TenantSet(TenantV1),
+    TenantSet(TenantRecord),
     /// A tenant goes, and its keys with it.
     TenantDropped(TenantId),
     /// A key opens for a tenant.
-    KeySet(KeyV1),
+    KeySet(KeyRecord),
     /// The key with this SHA-256 opens no more.
     KeyRevoked([u8; 32]),
     /// The routing policy changes from one version to another.
-    PolicyAdvanced(PolicyAdvancedV1),
+    PolicyAdvanced(PolicyAdvanced),
     /// A replica of several stages is to be put together, perhaps in another's place. Its life is this entry's index.
-    ReplicaPlaced(ReplicaPlacedV1),
+    ReplicaPlaced(ReplicaPlaced),
     /// The replica with this life is no more.
     ReplicaDropped(u64),
     /// A file is no model that can be served: it is placed nowhere any more.
-    ModelCondemned(ModelCondemnedV1),
+    ModelCondemned(ModelCondemned),
     /// An operator says that the file with this digest may be placed again.
     ModelPardoned([u8; 32]),
     /// A key opens for a tenant, in a scope of its own; the tenant begins with its first key.
-    KeyIssued(KeyIssuedV1),
+    KeyIssued(KeyIssued),
     /// A tenant's limits, and with whom it shares what is cached.
-    TenantTuned(TenantTunedV1),
+    TenantTuned(TenantTuned),
     /// A coordinator has lost its disk, and goes; its next life may come in without an operator.
     CoordinatorLost(NodeId),
     /// An operator says which replicas a model has; said again, the later plan counts.
-    OperatorPlanned(OperatorPlanV1),
+    OperatorPlanned(OperatorPlan),
     /// An operator leaves a model to the leader again.
     OperatorPlanWithdrawn(ModelId),
 }
@@ -110,13 +103,6 @@ impl Change {
         match self {
             // Reporting a level is how one is reached.
             Self::LevelReported(_) => Level(0),
-            Self::ReplicaPlaced(_)
-            | Self::ReplicaDropped(_)
-            | Self::ModelCondemned(_)
-            | Self::ModelPardoned(_) => Level(2),
-            Self::KeyIssued(_) | Self::TenantTuned(_) => Level(3),
-            Self::CoordinatorLost(_) => Level(4),
-            Self::OperatorPlanned(_) | Self::OperatorPlanWithdrawn(_) => Level(5),
             _ => Level(1),
         }
     }
@@ -135,8 +121,7 @@ impl Change {
 
 /// See [`Change::WorkerLeft`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct WorkerLeftV1 {
-    /// The worker.
+pub struct WorkerLeft {
     pub node: NodeId,
     /// The life that has ended.
     pub epoch: Epoch,
@@ -144,28 +129,23 @@ pub struct WorkerLeftV1 {
 
 /// See [`Change::WorkerDrained`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct WorkerDrainedV1 {
-    /// The worker.
+pub struct WorkerDrained {
     pub node: NodeId,
-    /// Whether it shall drain.
     pub draining: bool,
 }
 
 /// A coordinator's place in the group.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SeatV1 {
-    /// Its name.
+pub struct GroupMember {
     pub node: NodeId,
     /// The life of its disk.
     pub incarnation: Incarnation,
     /// Where other nodes reach it, `ip:port`.
     pub quic: String,
-    /// What it understands.
     pub level: Level,
 }
 
-impl SeatV1 {
-    /// Its number in Raft.
+impl GroupMember {
     pub fn member(&self) -> MemberId {
         MemberId::of(&self.node, self.incarnation)
     }
@@ -173,67 +153,53 @@ impl SeatV1 {
 
 /// See [`Change::LevelReported`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LevelReportedV1 {
-    /// The coordinator.
+pub struct LevelReported {
     pub node: NodeId,
-    /// What it understands.
     pub level: Level,
 }
 
 /// How a model is to be served.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ModelPlanV1 {
-    /// Its name.
+pub struct ModelPlan {
     pub model: ModelId,
-    /// Digest of its file(s).
     pub model_digest: [u8; 32],
-    /// Digest of its tokenizer.
     pub tokenizer_digest: [u8; 32],
     /// Where it is to run; at most [`MAX_PLACES`](super::MAX_PLACES).
     pub placement: Vec<NodeId>,
-    /// Takes no new work.
     pub draining: bool,
     /// A part of its requests goes to another model.
-    pub canary: Option<CanaryV1>,
+    pub canary: Option<Canary>,
 }
 
 /// A part of one model's requests is served by another.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct CanaryV1 {
-    /// The other model.
+pub struct Canary {
     pub model: ModelId,
     /// How many of a thousand requests; at most 1000.
     pub permille: u16,
 }
 
-/// A tenant.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct TenantV1 {
-    /// Its name.
+pub struct TenantRecord {
     pub tenant: TenantId,
     /// Part of all its block ids.
     pub salt: TenantSalt,
-    /// Its limits.
-    pub quota: QuotaV1,
+    pub quota: Quota,
 }
 
 /// The limits of a tenant or a key; 0 is none.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct QuotaV1 {
-    /// Requests in a minute.
+pub struct Quota {
     pub requests_per_minute: u32,
     /// Prompt and output tokens in a minute.
     pub tokens_per_minute: u64,
-    /// Requests at a time.
     pub concurrency: u32,
 }
 
-/// An API key.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct KeyV1 {
+pub struct KeyRecord {
     /// SHA-256 of the key.
     pub sha256: [u8; 32],
-    /// For whom it opens.
     pub tenant: TenantId,
     /// Whether it opens the administration too.
     pub admin: bool,
@@ -243,43 +209,38 @@ pub struct KeyV1 {
 
 /// See [`Change::KeyIssued`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct KeyIssuedV1 {
-    /// The key.
-    pub key: KeyV1,
-    /// What it opens.
-    pub scope: KeyScopeV1,
+pub struct KeyIssued {
+    pub key: KeyRecord,
+    pub scope: KeyScope,
     /// The tenant's salt if this is its first key; else it keeps the one it has.
     pub salt: TenantSalt,
 }
 
 /// What a key opens of what its tenant has.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct KeyScopeV1 {
+pub struct KeyScope {
     /// The models; none: all. At most [`MAX_KEY_MODELS`](super::MAX_KEY_MODELS).
     pub models: Vec<ModelId>,
     /// The key's own limits, beside its tenant's.
-    pub quota: QuotaV1,
+    pub quota: Quota,
     /// Seconds since 1970 at which it was made.
     pub created_unix_s: u64,
 }
 
 /// See [`Change::TenantTuned`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct TenantTunedV1 {
-    /// Its name.
+pub struct TenantTuned {
     pub tenant: TenantId,
     /// Its salt if it is new; else it keeps the one it has.
     pub salt: TenantSalt,
-    /// Its limits.
-    pub quota: QuotaV1,
+    pub quota: Quota,
     /// The tenants with the same group share what is cached; none: it shares with nobody.
-    pub cache_group: Option<CacheGroupV1>,
+    pub cache_group: Option<CacheGroup>,
 }
 
 /// Tenants that share what is cached.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct CacheGroupV1 {
-    /// Its name.
+pub struct CacheGroup {
     pub name: TenantId,
     /// Its salt if it is new; else it keeps the one it has.
     pub salt: TenantSalt,
@@ -287,38 +248,33 @@ pub struct CacheGroupV1 {
 
 /// See [`Change::PolicyAdvanced`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PolicyAdvancedV1 {
+pub struct PolicyAdvanced {
     /// The version that the change was made from; it must still be the current one.
     pub from: u64,
-    /// The new version.
     pub to: u64,
 }
 
 /// See [`Change::ReplicaPlaced`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ReplicaPlacedV1 {
-    /// The plan.
-    pub plan: ReplicaPlanV1,
+pub struct ReplicaPlaced {
+    pub plan: ReplicaPlan,
     /// The life of the replica whose place it takes; that must still be there.
     pub replaces: Option<u64>,
 }
 
 /// A replica of several stages.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ReplicaPlanV1 {
-    /// The model.
+pub struct ReplicaPlan {
     pub model: ModelId,
-    /// Digest of its file(s).
     pub model_digest: [u8; 32],
     /// In the order of their layers, the first leads; no worker twice, and at most
     /// [`MAX_STAGES`](proto::placement::MAX_STAGES).
-    pub stages: Vec<StagePlanV1>,
+    pub stages: Vec<StagePlan>,
 }
 
 /// A worker's part of a replica.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StagePlanV1 {
-    /// The worker.
+pub struct StagePlan {
     pub node: NodeId,
     /// First layer, and the one behind the last.
     pub layers: (u32, u32),
@@ -326,20 +282,17 @@ pub struct StagePlanV1 {
 
 /// See [`Change::OperatorPlanned`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct OperatorPlanV1 {
-    /// The model.
+pub struct OperatorPlan {
     pub model: ModelId,
-    /// Its replicas, each as in [`ReplicaPlanV1::stages`]: at least one, and no worker twice. All plans together name at
+    /// Its replicas, each as in [`ReplicaPlan::stages`]: at least one, and no worker twice. All plans together name at
     /// most [`MAX_PLANNED_WORKERS`](super::MAX_PLANNED_WORKERS).
-    pub replicas: Vec<Vec<StagePlanV1>>,
+    pub replicas: Vec<Vec<StagePlan>>,
 }
 
 /// See [`Change::ModelCondemned`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ModelCondemnedV1 {
-    /// Digest of the file(s).
+pub struct ModelCondemned {
     pub model_digest: [u8; 32],
-    /// Who has found out.
     pub node: NodeId,
     /// What is wrong; at most [`MAX_REASON`](super::MAX_REASON) bytes.
     pub reason: String,

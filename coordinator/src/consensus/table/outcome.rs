@@ -9,11 +9,8 @@ use serde::{Deserialize, Serialize};
 /// What came of an entry: the same on every member.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Outcome {
-    /// The change is made.
     Done,
-    /// The session is open.
     Opened(ClientId),
-    /// Nothing has changed.
     Refused(Refusal),
 }
 
@@ -31,10 +28,7 @@ pub enum Refusal {
     SessionExpired,
     /// The client has made later changes since.
     #[error("the client has made change {last} since")]
-    Superseded {
-        /// Its last one.
-        last: u64,
-    },
+    Superseded { last: u64 },
     /// A change of the group came as one of the table, or the other way round.
     #[error("changes of the group are made by its leader alone")]
     WrongPath,
@@ -85,19 +79,13 @@ pub enum Refusal {
 /// What the table has many of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Kind {
-    /// A worker.
     Worker,
-    /// A coordinator.
     Coordinator,
-    /// A model.
     Model,
-    /// A tenant.
     Tenant,
-    /// A key.
     Key,
     /// A place of a model.
     Place,
-    /// A replica.
     Replica,
 }
 

@@ -2,8 +2,8 @@
 //! nowhere.
 
 use super::{
-    Kind, MAX_CONDEMNED, MAX_MODELS, MAX_PLANNED_WORKERS, MAX_REASON, MAX_REPLICAS, ModelCondemnedV1,
-    OperatorPlanV1, Refusal, ReplicaPlacedV1, ReplicaPlanV1, StagePlanV1, Table, put,
+    Kind, MAX_CONDEMNED, MAX_MODELS, MAX_PLANNED_WORKERS, MAX_REASON, MAX_REPLICAS, ModelCondemned,
+    OperatorPlan, Refusal, ReplicaPlaced, ReplicaPlan, StagePlan, Table, put,
 };
 use proto::ids::NodeId;
 use proto::placement::MAX_STAGES;
@@ -11,8 +11,8 @@ use std::collections::BTreeSet;
 
 impl Table {
     /// Plans a replica. Its life is the present entry's index, so that a later plan has a larger one.
-    pub(super) fn place(&mut self, placed: ReplicaPlacedV1) -> Result<(), Refusal> {
-        let ReplicaPlacedV1 { plan, replaces } = placed;
+    pub(super) fn place(&mut self, placed: ReplicaPlaced) -> Result<(), Refusal> {
+        let ReplicaPlaced { plan, replaces } = placed;
         if self.condemned.contains_key(&plan.model_digest) {
             return Err(Refusal::Condemned);
         }
@@ -37,13 +37,13 @@ impl Table {
     }
 
     /// Takes an operator's plan of a model in place of an earlier one.
-    pub(super) fn plan_as_told(&mut self, plan: OperatorPlanV1) -> Result<(), Refusal> {
+    pub(super) fn plan_as_told(&mut self, plan: OperatorPlan) -> Result<(), Refusal> {
         let mut nodes = BTreeSet::new();
         if plan.replicas.is_empty() || !plan.replicas.iter().all(|stages| sound(stages, &mut nodes)) {
             return Err(Refusal::OutOfRange);
         }
         let others = self.operators.values().filter(|other| other.model != plan.model);
-        let others: Vec<&NodeId> = others.flat_map(OperatorPlanV1::workers).collect();
+        let others: Vec<&NodeId> = others.flat_map(OperatorPlan::workers).collect();
         if let Some(node) = others.iter().find(|node| nodes.contains(*node)) {
             return Err(Refusal::Taken((*node).clone()));
         }
@@ -54,12 +54,12 @@ impl Table {
     }
 
     /// Whether a replica is one of those that an operator has planned.
-    pub fn is_operators(&self, replica: &ReplicaPlanV1) -> bool {
+    pub fn is_operators(&self, replica: &ReplicaPlan) -> bool {
         self.operators.get(&replica.model).is_some_and(|plan| plan.replicas.contains(&replica.stages))
     }
 
     /// Places a file nowhere any more.
-    pub(super) fn condemn(&mut self, condemned: ModelCondemnedV1) -> Result<(), Refusal> {
+    pub(super) fn condemn(&mut self, condemned: ModelCondemned) -> Result<(), Refusal> {
         if condemned.reason.len() > MAX_REASON {
             return Err(Refusal::TooLarge);
         }
@@ -70,7 +70,7 @@ impl Table {
     }
 }
 
-impl OperatorPlanV1 {
+impl OperatorPlan {
     /// The workers that it names.
     pub fn workers(&self) -> impl Iterator<Item = &NodeId> {
         self.replicas.iter().flatten().map(|stage| &stage.node)
@@ -78,7 +78,7 @@ impl OperatorPlanV1 {
 }
 
 /// Whether stages have all layers of some model in order, no worker twice and none that is in `nodes`, where theirs go.
-fn sound<'a>(stages: &'a [StagePlanV1], nodes: &mut BTreeSet<&'a NodeId>) -> bool {
+fn sound<'a>(stages: &'a [StagePlan], nodes: &mut BTreeSet<&'a NodeId>) -> bool {
     let in_order = stages.windows(2).all(|pair| match pair {
         [before, after] => before.layers.1 == after.layers.0,
         _ => false,

@@ -17,14 +17,12 @@ use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::broadcast::{self, Receiver, Sender};
 use tokio::time::MissedTickBehavior;
 
-/// Between two looks.
 const EVERY: Duration = Duration::from_secs(1);
 /// Pages that are told at a time.
 const MAX_VIEWERS: usize = 64;
 /// Looks that a slow page may be behind; one that is more begins anew.
 const BEHIND: usize = 4;
 
-/// Who looks just now.
 #[derive(Debug, Default)]
 pub struct Feed(Mutex<Option<Sender<Bytes>>>);
 

@@ -26,13 +26,9 @@ pub(super) struct Path {
     pub(super) units: usize,
     /// The shorter path that it goes on from.
     pub(super) parent: Option<usize>,
-    /// Requests that took it.
     pub(super) requests: usize,
-    /// Their model.
     pub(super) model: ModelId,
-    /// Whose they were.
     pub(super) tenants: BTreeSet<Arc<str>>,
-    /// Where they went.
     pub(super) workers: BTreeMap<NodeId, usize>,
 }
 
@@ -48,7 +44,6 @@ impl Path {
         end.map(|id| id.0.iter().take(4).map(|byte| format!("{byte:02x}")).collect()).unwrap_or_default()
     }
 
-    /// Its first units.
     pub(super) fn chain(&self) -> &[BlockId] {
         self.chain.get(..self.units).unwrap_or_default()
     }
@@ -145,13 +140,13 @@ fn common(one: &[BlockId], other: &[BlockId], from: usize) -> usize {
 mod tests {
     use super::*;
     use crate::balancer::recent::Names;
-    use crate::balancer::{Ask, Output};
+    use crate::balancer::{Output, RouteRequest};
     use crate::slot::Slot;
     use proto::ids::RequestId;
 
     fn asked(now: Instant, tenant: &str, chain: impl IntoIterator<Item = u128>) -> Asked {
         let chain: Arc<[BlockId]> = chain.into_iter().map(|n| BlockId(n.to_be_bytes())).collect();
-        let ask = Ask {
+        let ask = RouteRequest {
             request: RequestId::new("r").unwrap(),
             tenant: tenant.into(),
             model: ModelId::new("m").unwrap(),

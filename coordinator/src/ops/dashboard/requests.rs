@@ -18,13 +18,11 @@ pub(super) struct Clock {
 }
 
 impl Clock {
-    /// Both clocks, read now.
     pub(super) fn read() -> Self {
         let unix = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Self { now: Instant::now(), unix_ms: u64::try_from(unix.as_millis()).unwrap_or(u64::MAX) }
     }
 
-    /// When something was.
     pub(super) fn ms(&self, at: Instant) -> u64 {
         self.ms_ago(self.now.saturating_duration_since(at))
     }
@@ -169,7 +167,7 @@ fn why(decided: &Decided, compared: &[(&Candidate, &Parts)]) -> String {
 mod tests {
     use super::*;
     use crate::balancer::recent::Names;
-    use crate::balancer::{Ask, Output};
+    use crate::balancer::{Output, RouteRequest};
     use crate::routing::pace::Pace;
     use crate::routing::{Query, Routing, choose};
     use proto::ids::{Attempt, ModelId, RequestId};
@@ -186,7 +184,7 @@ mod tests {
             turn: 0,
         };
         let choice = choose(&query, &candidates).unwrap();
-        let ask = Ask {
+        let ask = RouteRequest {
             request: RequestId::new("req-7").unwrap(),
             tenant: "acme".into(),
             model: ModelId::new("m").unwrap(),

@@ -7,13 +7,13 @@ use super::why::{Common, Facts, verdict};
 use crate::admission::TenantView;
 use crate::balancer::recent::{Asked, Locality, Lost};
 use crate::balancer::{Balancer, WorkerView};
-use crate::ops::history::Moment;
+use crate::metrics::history::Moment;
 use crate::ops::{Ops, cluster};
 use crate::quota::Usage;
 use crate::timeline::{SLOT, SLOTS, Sketch};
 use proto::block::HASH_UNIT_TOKENS;
 use proto::ids::{NodeId, TenantId};
-use proto::shard::ShippingReportV1;
+use proto::shard::ShippingReport;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -33,7 +33,6 @@ type Holders = Vec<(NodeId, u32, u32)>;
 #[derive(Debug, Default)]
 pub(super) struct Observer {
     engines: Engines,
-    /// Changes of decisions.
     seen: u64,
 }
 
@@ -103,7 +102,7 @@ impl Observer {
         view: &WorkerView,
         paths: &Paths,
         holders: &[Holders],
-        shipments: &[(NodeId, ShippingReportV1)],
+        shipments: &[(NodeId, ShippingReport)],
     ) -> Facts {
         let node = &view.member.register.node;
         let report = view.report.as_ref();

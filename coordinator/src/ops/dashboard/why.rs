@@ -1,6 +1,6 @@
 //! Which worker is hot, and why: facts in, a level and a sentence out.
 
-use crate::ops::metrics::state_name;
+use crate::metrics::state_name;
 use proto::message::WorkerState;
 use std::fmt::Write;
 use std::time::Duration;
@@ -15,12 +15,10 @@ const FULL: f64 = 0.95;
 const STUCK: Duration = Duration::from_secs(3);
 const SILENT: Duration = Duration::from_millis(1_500);
 
-/// How a worker does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Level {
     /// It has nothing to do.
     Idle,
-    /// It works.
     Normal,
     /// It has something to do for a while.
     Busy,
@@ -33,7 +31,6 @@ pub(super) enum Level {
 }
 
 impl Level {
-    /// Its name in JSON.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Idle => "idle",
@@ -91,7 +88,6 @@ impl Facts {
         self.state == WorkerState::Ready && !self.draining
     }
 
-    /// How it does.
     pub(super) fn level(&self) -> Level {
         let waits_for_room = self.kv >= FULL && self.waiting > 0;
         match self {

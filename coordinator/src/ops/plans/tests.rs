@@ -69,7 +69,7 @@ fn a_body_that_is_none_names_what_is_wrong() {
         (json!({"replicas": [[{"worker": "w0", "layers": [-1, 1]}]]}), "-1"),
         (json!({"replicas": [], "shards": 2}), "shards"),
     ] {
-        let error = serde_json::from_value::<Wanted>(body).unwrap_err().to_string();
+        let error = serde_json::from_value::<PlanRequest>(body).unwrap_err().to_string();
         assert!(error.contains(part), "{part} not in {error}");
     }
 }

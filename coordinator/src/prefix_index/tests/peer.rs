@@ -70,7 +70,7 @@ fn a_peer_that_has_restarted_ends_up_with_the_same() {
         }
     }
     // What the worker has said since is asked of itself, and what it says meanwhile waits.
-    assert_eq!(need, Some(Need::Replay { from: 4 }));
+    assert_eq!(need, Some(GapRepair::Replay { from: 4 }));
     let next = batch(1, 6, vec![stored(9_011..=9_011)]);
     from.apply(slot(0), next.clone()).unwrap();
     assert_eq!(to.apply(s, next), Ok(None));
@@ -178,11 +178,11 @@ proptest! {
             // It has begun a new life meanwhile: what was told of the old one is worth nothing.
             return Ok(());
         }
-        let Some(Need::Replay { from }) = need else { panic!("{need:?}") };
+        let Some(GapRepair::Replay { from }) = need else { panic!("{need:?}") };
         let missed = both.said(worker, from);
         if missed.is_none() {
             // A snapshot has taken the place of events; the worker says so.
-            prop_assert_eq!(to.replayed(slot(7), Epoch(epoch), None), Ok(Some(Need::Snapshot)));
+            prop_assert_eq!(to.replayed(slot(7), Epoch(epoch), None), Ok(Some(GapRepair::Snapshot)));
             return Ok(());
         }
         prop_assert_eq!(to.replayed(slot(7), Epoch(epoch), missed), Ok(None));

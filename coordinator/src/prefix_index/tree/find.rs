@@ -3,7 +3,7 @@
 use super::{Tree, unit};
 use crate::prefix_index::sets::{Lane, Set};
 use crate::prefix_index::strand::Before;
-use crate::prefix_index::units::Place;
+use crate::prefix_index::units::UnitPosition;
 use proto::block::BlockId;
 
 impl Tree {
@@ -71,7 +71,7 @@ impl Tree {
 
     /// The strands that the known units of `chain` stand in, the deepest first, each with how many of its units, and how
     /// many these are in all. `None` if none is known, or if the way up from the deepest does not lead to a start.
-    pub(super) fn known_path(&self, chain: &[BlockId]) -> Option<(Vec<Place>, usize)> {
+    pub(super) fn known_path(&self, chain: &[BlockId]) -> Option<(Vec<UnitPosition>, usize)> {
         let (last, mut strand, at) = self.deepest(chain)?;
         let mut path = vec![(strand, at + 1)];
         let mut above = last.checked_sub(at as usize)?;

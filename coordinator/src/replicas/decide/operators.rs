@@ -1,7 +1,7 @@
 //! Replicas as operators have planned them: put together when their workers are there, never over others.
 
-use super::{Node, View, Want, named_range};
-use crate::consensus::table::{Change, OperatorPlanV1, ReplicaPlacedV1, ReplicaPlanV1, StagePlanV1};
+use super::{Node, View, WantedModel, named_range};
+use crate::consensus::table::{Change, OperatorPlan, ReplicaPlaced, ReplicaPlan, StagePlan};
 use crate::placement::{Placement, PlacementError, Worker};
 use proto::ids::{ModelId, NodeId};
 use std::collections::BTreeMap;
@@ -37,9 +37,9 @@ impl View<'_> {
         self.table.operator_plans().values().find_map(|told| self.next_of(told, unplanned))
     }
 
-    fn next_of(&self, told: &OperatorPlanV1, unplanned: &mut BTreeMap<ModelId, String>) -> Option<Change> {
+    fn next_of(&self, told: &OperatorPlan, unplanned: &mut BTreeMap<ModelId, String>) -> Option<Change> {
         let of_model = || self.table.replicas().iter().filter(|(_, plan)| plan.model == told.model);
-        let stands = |stages: &[StagePlanV1]| of_model().any(|(_, plan)| plan.stages == stages);
+        let stands = |stages: &[StagePlan]| of_model().any(|(_, plan)| plan.stages == stages);
         let mut waits: Option<Waits> = None;
         for stages in told.replicas.iter().filter(|stages| !stands(stages)) {
             match self.lay(&told.model, stages) {
@@ -57,9 +57,9 @@ impl View<'_> {
 
     /// A replica as it is planned, if all of its workers are there and can hold it. Whether they are free is for
     /// [`make_room`](Self::make_room): in a replica of an operator's plan they are not, since plans share no worker.
-    fn lay(&self, model: &ModelId, stages: &[StagePlanV1]) -> Result<ReplicaPlanV1, Waits> {
+    fn lay(&self, model: &ModelId, stages: &[StagePlan]) -> Result<ReplicaPlan, Waits> {
         let want = self.wants.iter().find(|want| want.model == model).ok_or(Waits::Model)?;
-        let there = |stage: &StagePlanV1| {
+        let there = |stage: &StagePlan| {
             let node = self.nodes.iter().find(|node| *node.name == stage.node);
             node.ok_or_else(|| Waits::Away(stage.node.clone()))
         };
@@ -73,11 +73,11 @@ impl View<'_> {
         let costs = self.costs(want, &model_digest);
         let placement = Placement { model: &costs, workload: want.workload(), workers: &workers };
         placement.explicit(&ranges)?;
-        Ok(ReplicaPlanV1 { model: model.clone(), model_digest, stages: stages.to_vec() })
+        Ok(ReplicaPlan { model: model.clone(), model_digest, stages: stages.to_vec() })
     }
 
     /// The file that all of these workers have, or can get since they have none; of several, the one that most have.
-    fn file_for(&self, want: &Want<'_>, nodes: &[&Node<'_>]) -> Result<[u8; 32], Waits> {
+    fn file_for(&self, want: &WantedModel<'_>, nodes: &[&Node<'_>]) -> Result<[u8; 32], Waits> {
         let mut other = None;
         let digests = self.digests(want.model).into_iter().filter(|digest| {
             let has_not =
@@ -93,7 +93,7 @@ impl View<'_> {
 
     /// A replica of the plan takes the place of one that has its workers. Where several have, all but one go before; one
     /// of the same model is the last, so that its requests wait for the new one.
-    fn make_room(&self, plan: ReplicaPlanV1) -> Change {
+    fn make_room(&self, plan: ReplicaPlan) -> Change {
         let wanted = |node: &NodeId| plan.stages.iter().any(|stage| stage.node == *node);
         let held = self.table.replicas().iter();
         let held = held.filter(|(_, other)| other.stages.iter().any(|stage| wanted(&stage.node)));
@@ -104,7 +104,7 @@ impl View<'_> {
             [(_, first), _, ..] => Change::ReplicaDropped(*first),
             alone => {
                 let replaces = alone.first().map(|(_, life)| *life);
-                Change::ReplicaPlaced(ReplicaPlacedV1 { plan, replaces })
+                Change::ReplicaPlaced(ReplicaPlaced { plan, replaces })
             }
         }
     }

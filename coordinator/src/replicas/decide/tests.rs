@@ -2,9 +2,11 @@ mod operators;
 
 use super::*;
 use crate::consensus::Incarnation;
-use crate::consensus::table::{ChangeV1, ClientId, Entry, OpenSessionV1, Outcome, SeatV1, encode_entry};
+use crate::consensus::table::{
+    ClientId, Entry, GroupMember, Level, OpenSession, Outcome, SessionChange, encode_entry,
+};
 use model::{ModelFile, ModelSpec};
-use proto::placement::{DrafterV1, ModelFileV1};
+use proto::placement::{Drafter, OfferedModelFile};
 use std::path::Path;
 
 const DIGEST: [u8; 32] = [1; 32];
@@ -13,9 +15,9 @@ fn node(name: &str) -> NodeId {
     NodeId::new(name).unwrap()
 }
 
-fn capacity(memory: u64, digest: [u8; 32]) -> CapacityV1 {
-    let files = vec![ModelFileV1 { model: ModelId::new("m").unwrap(), digest }];
-    CapacityV1 { memory, bandwidth: 20_000_000_000, compute: 100_000_000_000, files }
+fn capacity(memory: u64, digest: [u8; 32]) -> Capacity {
+    let files = vec![OfferedModelFile { model: ModelId::new("m").unwrap(), digest }];
+    Capacity { memory, bandwidth: 20_000_000_000, compute: 100_000_000_000, files }
 }
 
 fn costs(fixture: &str) -> ModelCosts {
@@ -31,9 +33,9 @@ struct Rig {
     seq: u64,
     models: Vec<ModelId>,
     costs: ModelCosts,
-    workers: Vec<(NodeId, CapacityV1)>,
+    workers: Vec<(NodeId, Capacity)>,
     /// Beside the model of every worker that has one.
-    drafter: Option<OfferedDrafterV1>,
+    drafter: Option<OfferedDrafter>,
     gone: Vec<NodeId>,
     draining: Vec<NodeId>,
     bad: Option<String>,
@@ -41,11 +43,15 @@ struct Rig {
 }
 
 impl Rig {
-    fn new(level: u32, workers: &[&str]) -> Self {
-        let seat =
-            SeatV1 { node: node("c0"), incarnation: Incarnation(1), quic: "h:1".into(), level: Level(level) };
+    fn new(workers: &[&str]) -> Self {
+        let seat = GroupMember {
+            node: node("c0"),
+            incarnation: Incarnation(1),
+            quic: "h:1".into(),
+            level: Level::OWN,
+        };
         let mut table = Table::genesis(1, [seat]);
-        let open = encode_entry(&Entry::OpenSession(OpenSessionV1 { nonce: 1 })).unwrap();
+        let open = encode_entry(&Entry::OpenSession(OpenSession { nonce: 1 })).unwrap();
         let Outcome::Opened(client) = table.apply(2, &open, false).outcome else { panic!("not opened") };
         let workers = workers.iter().map(|name| (node(name), capacity(1 << 30, DIGEST))).collect();
         Self {
@@ -64,8 +70,8 @@ impl Rig {
     }
 
     fn decide(&self, shards: usize) -> (Option<Change>, BTreeMap<ModelId, String>) {
-        let want = |model| Want { model, costs: &self.costs, context: 512 };
-        let wants: Vec<Want<'_>> = self.models.iter().map(want).collect();
+        let want = |model| WantedModel { model, costs: &self.costs, context: 512 };
+        let wants: Vec<WantedModel<'_>> = self.models.iter().map(want).collect();
         let nodes: Vec<Node<'_>> = self
             .workers
             .iter()
@@ -89,7 +95,7 @@ impl Rig {
 
     fn make(&mut self, change: Change) {
         self.seq += 1;
-        let entry = Entry::Change(ChangeV1 { client: self.client, seq: self.seq, change });
+        let entry = Entry::Change(SessionChange { client: self.client, seq: self.seq, change });
         let applied = self.table.apply(self.table.applied() + 1, &encode_entry(&entry).unwrap(), false);
         assert_eq!(applied.outcome, Outcome::Done);
     }
@@ -99,25 +105,24 @@ impl Rig {
         while let (Some(change), _) = self.decide(shards) {
             self.make(change);
         }
-        let names = |plan: &ReplicaPlanV1| plan.stages.iter().map(|stage| stage.node.to_string()).collect();
+        let names = |plan: &ReplicaPlan| plan.stages.iter().map(|stage| stage.node.to_string()).collect();
         self.table.replicas().values().map(names).collect()
     }
 }
 
 #[test]
 fn free_workers_become_replicas_and_what_is_left_is_spare() {
-    let mut rig = Rig::new(2, &["a", "b", "c", "d", "e"]);
+    let mut rig = Rig::new(&["a", "b", "c", "d", "e"]);
     assert_eq!(rig.settle(2).len(), 2);
     let (nothing, why) = rig.decide(2);
     assert_eq!(nothing, None);
     assert!(why.values().all(|why| why.contains("as many workers")), "{why:?}");
-    assert!(Rig::new(1, &["a", "b"]).settle(2).is_empty(), "not before all members understand it");
-    assert!(Rig::new(2, &["a"]).settle(2).is_empty());
+    assert!(Rig::new(&["a"]).settle(2).is_empty());
 }
 
 #[test]
 fn who_is_gone_is_replaced_where_another_is_free_and_waited_for_where_none_is() {
-    let mut rig = Rig::new(2, &["a", "b"]);
+    let mut rig = Rig::new(&["a", "b"]);
     let first = rig.settle(2);
     let lost = node(&first[0][1]);
     rig.gone.push(lost.clone());
@@ -135,7 +140,7 @@ fn who_is_gone_is_replaced_where_another_is_free_and_waited_for_where_none_is() 
 
 #[test]
 fn a_plan_whose_workers_have_another_file_gives_way_to_one_of_what_they_have() {
-    let mut rig = Rig::new(2, &["a", "b"]);
+    let mut rig = Rig::new(&["a", "b"]);
     rig.settle(2);
     rig.workers[0].1 = capacity(1 << 30, [2; 32]);
     assert!(rig.settle(2).is_empty(), "no two have the same file");
@@ -146,7 +151,7 @@ fn a_plan_whose_workers_have_another_file_gives_way_to_one_of_what_they_have() {
 
 #[test]
 fn a_file_that_is_no_model_is_placed_nowhere_and_another_one_is() {
-    let mut rig = Rig::new(2, &["a", "b"]);
+    let mut rig = Rig::new(&["a", "b"]);
     rig.settle(2);
     rig.bad = Some("é".repeat(MAX_REASON));
     assert!(matches!(rig.decide(2).0, Some(Change::ModelCondemned(_))));
@@ -161,7 +166,7 @@ fn a_file_that_is_no_model_is_placed_nowhere_and_another_one_is() {
 
 #[test]
 fn what_does_not_fit_is_told_with_its_numbers() {
-    let mut rig = Rig::new(2, &["a", "b"]);
+    let mut rig = Rig::new(&["a", "b"]);
     rig.workers.iter_mut().for_each(|(_, capacity)| capacity.memory = 1000);
     let (nothing, why) = rig.decide(2);
     assert_eq!(nothing, None);
@@ -169,10 +174,10 @@ fn what_does_not_fit_is_told_with_its_numbers() {
 }
 
 /// Of the model in [`DIGEST`]: it reads the caches of `from_layer` and takes so many bytes.
-fn drafter(from_layer: u32, weight_bytes: u64) -> Option<OfferedDrafterV1> {
-    Some(OfferedDrafterV1 {
+fn drafter(from_layer: u32, weight_bytes: u64) -> Option<OfferedDrafter> {
+    Some(OfferedDrafter {
         model_digest: DIGEST,
-        drafter: DrafterV1::Assistant([9; 32]),
+        drafter: Drafter::Assistant([9; 32]),
         from_layer,
         weight_bytes,
         reads_embedding: true,
@@ -187,13 +192,13 @@ fn first_ranges(rig: &Rig) -> Vec<(u32, u32)> {
 
 #[test]
 fn layers_whose_caches_a_drafter_reads_are_the_last_stages() {
-    let mut rig = Rig::new(2, &["a", "b", "c"]);
+    let mut rig = Rig::new(&["a", "b", "c"]);
     rig.drafter = drafter(1, 1000);
     assert_eq!(rig.settle(2).len(), 1);
     assert_eq!(first_ranges(&rig), [(0, 1), (1, 3)]);
-    let mut rig = Rig::new(2, &["a", "b", "c"]);
+    let mut rig = Rig::new(&["a", "b", "c"]);
     assert_eq!(rig.settle(3).len(), 1, "without it");
-    let mut rig = Rig::new(2, &["a", "b", "c"]);
+    let mut rig = Rig::new(&["a", "b", "c"]);
     rig.drafter = drafter(1, 1000);
     let (nothing, why) = rig.decide(3);
     assert_eq!(nothing, None);
@@ -203,13 +208,13 @@ fn layers_whose_caches_a_drafter_reads_are_the_last_stages() {
         "{why}"
     );
     // Of another model's file it says nothing.
-    rig.drafter = rig.drafter.map(|drafter| OfferedDrafterV1 { model_digest: [2; 32], ..drafter });
+    rig.drafter = rig.drafter.map(|drafter| OfferedDrafter { model_digest: [2; 32], ..drafter });
     assert_eq!(rig.settle(3).len(), 1);
 }
 
 #[test]
 fn a_drafter_without_room_is_refused_with_its_bytes() {
-    let mut rig = Rig::new(2, &["a", "b"]);
+    let mut rig = Rig::new(&["a", "b"]);
     rig.drafter = drafter(2, 2 << 30);
     let (nothing, why) = rig.decide(2);
     assert_eq!(nothing, None);
@@ -224,7 +229,7 @@ fn a_drafter_without_room_is_refused_with_its_bytes() {
 
 #[test]
 fn a_plan_from_before_the_drafter_is_cut_anew_once_it_fails() {
-    let mut rig = Rig::new(2, &["a", "b", "c"]);
+    let mut rig = Rig::new(&["a", "b", "c"]);
     assert_eq!(rig.settle(3).len(), 1);
     rig.drafter = drafter(1, 1000);
     assert_eq!(rig.decide(2).0, None, "what serves stands");
@@ -241,7 +246,7 @@ fn a_plan_from_before_the_drafter_is_cut_anew_once_it_fails() {
 
 #[test]
 fn who_has_no_file_is_taken_where_those_with_it_are_too_few() {
-    let mut rig = Rig::new(2, &["a", "b", "c"]);
+    let mut rig = Rig::new(&["a", "b", "c"]);
     let without = |rig: &mut Rig, names: &[&str]| {
         let named = |name: &NodeId| names.iter().any(|other| name.as_str() == *other);
         rig.workers
@@ -253,12 +258,12 @@ fn who_has_no_file_is_taken_where_those_with_it_are_too_few() {
     let planned = rig.settle(2);
     assert!(planned.len() == 1 && !planned[0].contains(&"b".to_owned()), "{planned:?}");
 
-    let mut rig = Rig::new(2, &["a", "b"]);
+    let mut rig = Rig::new(&["a", "b"]);
     without(&mut rig, &["b"]);
     assert_eq!(rig.settle(2).len(), 1);
     assert_eq!(rig.decide(2).0, None, "who has no file is no stray");
 
-    let mut rig = Rig::new(2, &["a", "b"]);
+    let mut rig = Rig::new(&["a", "b"]);
     without(&mut rig, &["a", "b"]);
     assert!(rig.settle(2).is_empty(), "there is nobody to get it from");
 }

@@ -3,7 +3,7 @@
 //! long a head may take once it has begun, and how long a connection may be idle between requests.
 
 use super::head::{self, Chunks, Framing, Scan};
-use super::turn::Turn;
+use super::turn::ConnectionActivity;
 use crate::api::error::ApiError;
 use crate::api::limits::MAX_HEAD;
 use bytes::{Buf, Bytes, BytesMut};
@@ -26,7 +26,7 @@ const LINGER: Duration = Duration::from_secs(2);
 
 /// How long a client may take.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Patience {
+pub(super) struct ClientTimeouts {
     /// For a head, from its first byte on.
     pub(super) head: Duration,
     /// Until the first byte of a request.
@@ -36,11 +36,10 @@ pub(super) struct Patience {
 /// What a head is answered with that is refused, as it goes over the wire; given what there is of the head.
 pub(super) type Refuse = Arc<dyn Fn(&[u8], &ApiError) -> Bytes + Send + Sync>;
 
-/// See the module.
 pub(super) struct Guarded<S> {
     stream: S,
-    turn: Arc<Turn>,
-    patience: Patience,
+    turn: Arc<ConnectionActivity>,
+    patience: ClientTimeouts,
     refuse: Refuse,
     /// Read, and not handed over yet.
     buffer: BytesMut,
@@ -73,7 +72,6 @@ impl At {
 /// What is done before the stream is shut down.
 #[derive(Debug)]
 enum Farewell {
-    /// Nothing.
     None,
     /// This is still to be sent.
     Say(Bytes),
@@ -82,7 +80,12 @@ enum Farewell {
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> Guarded<S> {
-    pub(super) fn new(stream: S, turn: Arc<Turn>, patience: Patience, refuse: Refuse) -> Self {
+    pub(super) fn new(
+        stream: S,
+        turn: Arc<ConnectionActivity>,
+        patience: ClientTimeouts,
+        refuse: Refuse,
+    ) -> Self {
         Self {
             stream,
             turn,
@@ -330,13 +333,14 @@ mod tests {
     use super::*;
     use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
 
-    const PATIENCE: Patience = Patience { head: Duration::from_secs(5), idle: Duration::from_secs(75) };
+    const PATIENCE: ClientTimeouts =
+        ClientTimeouts { head: Duration::from_secs(5), idle: Duration::from_secs(75) };
     const GET: &str = "GET / HTTP/1.1\r\nhost: x\r\n\r\n";
 
     /// A client, what stands before hyper, and whose turn it is.
-    fn connection() -> (DuplexStream, Guarded<DuplexStream>, Arc<Turn>) {
+    fn connection() -> (DuplexStream, Guarded<DuplexStream>, Arc<ConnectionActivity>) {
         let (client, server) = duplex(1 << 16);
-        let turn = Arc::new(Turn::new(Instant::now()));
+        let turn = Arc::new(ConnectionActivity::new(Instant::now()));
         let refuse: Refuse = Arc::new(|_, error| error.to_string().into_bytes().into());
         (client, Guarded::new(server, Arc::clone(&turn), PATIENCE, refuse), turn)
     }

@@ -16,7 +16,6 @@ use std::mem::MaybeUninit;
 pub(super) enum Framing {
     /// So many bytes; 0 if there is no body.
     Sized(u64),
-    /// In chunks.
     Chunked,
 }
 
@@ -59,7 +58,6 @@ impl Scan {
     }
 }
 
-/// Checks a whole head.
 pub(super) fn check(head: &[u8]) -> Result<Framing, ApiError> {
     let mut headers = [const { MaybeUninit::uninit() }; MAX_HEADERS];
     let mut request = Request::new(&mut []);

@@ -1,26 +1,22 @@
 //! Who has which of a listener's connections. A newcomer that finds all taken gets the place of the connection that is idle
 //! for longest. Where none is idle, a few more are taken, only to be told so, or to ask what is answered always.
 
-use super::turn::Turn;
+use super::turn::ConnectionActivity;
 use std::collections::HashMap;
 use std::sync::Arc;
 use tokio::task::{AbortHandle, Id};
 
-/// Connections beyond the limit.
 const RESERVE: usize = 64;
 
-/// What a newcomer gets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Seat {
+pub(super) enum ConnectionClass {
     /// A place like all others.
     Regular,
-    /// One beyond the limit.
     Reserve,
     /// None.
     None,
 }
 
-/// See the module.
 #[derive(Debug)]
 pub(super) struct Places {
     limit: usize,
@@ -34,8 +30,8 @@ pub(super) struct Places {
 #[derive(Debug)]
 struct Taken {
     task: AbortHandle,
-    turn: Arc<Turn>,
-    seat: Seat,
+    turn: Arc<ConnectionActivity>,
+    seat: ConnectionClass,
 }
 
 impl Places {
@@ -43,20 +39,19 @@ impl Places {
         Self { limit, taken: HashMap::new(), reserve: 0, made_room: false }
     }
 
-    /// Connections that there are.
     pub(super) fn taken(&self) -> usize {
         self.taken.len()
     }
 
     /// What is left for a newcomer, room being made where that is possible.
-    pub(super) fn seat(&mut self) -> Seat {
+    pub(super) fn seat(&mut self) -> ConnectionClass {
         self.made_room = false;
-        if self.taken.len() - self.reserve < self.limit || self.make_room(Seat::Regular) {
-            Seat::Regular
-        } else if self.reserve < RESERVE || self.make_room(Seat::Reserve) {
-            Seat::Reserve
+        if self.taken.len() - self.reserve < self.limit || self.make_room(ConnectionClass::Regular) {
+            ConnectionClass::Regular
+        } else if self.reserve < RESERVE || self.make_room(ConnectionClass::Reserve) {
+            ConnectionClass::Reserve
         } else {
-            Seat::None
+            ConnectionClass::None
         }
     }
 
@@ -66,20 +61,19 @@ impl Places {
     }
 
     /// A newcomer takes what it was left.
-    pub(super) fn take(&mut self, task: AbortHandle, turn: Arc<Turn>, seat: Seat) {
-        self.reserve += usize::from(seat == Seat::Reserve);
+    pub(super) fn take(&mut self, task: AbortHandle, turn: Arc<ConnectionActivity>, seat: ConnectionClass) {
+        self.reserve += usize::from(seat == ConnectionClass::Reserve);
         self.taken.insert(task.id(), Taken { task, turn, seat });
     }
 
-    /// A connection has ended.
     pub(super) fn leave(&mut self, id: Id) {
         if let Some(left) = self.taken.remove(&id) {
-            self.reserve -= usize::from(left.seat == Seat::Reserve);
+            self.reserve -= usize::from(left.seat == ConnectionClass::Reserve);
         }
     }
 
     /// Closes the connection among these that is idle for longest.
-    fn make_room(&mut self, seat: Seat) -> bool {
+    fn make_room(&mut self, seat: ConnectionClass) -> bool {
         let idle = self.taken.iter().filter(|(_, taken)| taken.seat == seat);
         let idle = idle.filter_map(|(id, taken)| Some((taken.turn.idle_since()?, *id)));
         let Some((_, id)) = idle.min_by_key(|(since, _)| *since) else { return false };
@@ -104,23 +98,26 @@ mod tests {
         let (began, mut tasks) = (Instant::now(), JoinSet::new());
         let mut places = Places::new(2);
         let mut come = |places: &mut Places, seat| {
-            let turn = Arc::new(Turn::new(began));
+            let turn = Arc::new(ConnectionActivity::new(began));
             places.take(tasks.spawn(std::future::pending::<()>()), Arc::clone(&turn), seat);
             turn
         };
-        assert_eq!(places.seat(), Seat::Regular);
-        let first = come(&mut places, Seat::Regular);
-        assert_eq!(places.seat(), Seat::Regular);
-        let second = come(&mut places, Seat::Regular);
+        assert_eq!(places.seat(), ConnectionClass::Regular);
+        let first = come(&mut places, ConnectionClass::Regular);
+        assert_eq!(places.seat(), ConnectionClass::Regular);
+        let second = come(&mut places, ConnectionClass::Regular);
         assert!(first.begin() && second.begin());
         // Both answer: what comes now is beyond the limit, up to the end of the reserve.
         for _ in 0..RESERVE {
-            assert_eq!(places.seat(), Seat::Reserve);
-            assert!(come(&mut places, Seat::Reserve).begin());
+            assert_eq!(places.seat(), ConnectionClass::Reserve);
+            assert!(come(&mut places, ConnectionClass::Reserve).begin());
         }
-        assert_eq!((places.seat(), places.taken(), places.made_room()), (Seat::None, 2 + RESERVE, false));
+        assert_eq!(
+            (places.seat(), places.taken(), places.made_room()),
+            (ConnectionClass::None, 2 + RESERVE, false)
+        );
         second.end();
-        assert_eq!((places.seat(), places.made_room()), (Seat::Regular, true));
+        assert_eq!((places.seat(), places.made_room()), (ConnectionClass::Regular, true));
         assert!(second.is_closed() && !first.is_closed());
         assert_eq!(places.taken(), 1 + RESERVE);
     }
@@ -130,16 +127,16 @@ mod tests {
         let mut tasks = JoinSet::new();
         let mut places = Places::new(2);
         let began = Instant::now();
-        let turns: Vec<_> = (0..2).map(|_| Arc::new(Turn::new(began))).collect();
+        let turns: Vec<_> = (0..2).map(|_| Arc::new(ConnectionActivity::new(began))).collect();
         for turn in &turns {
             let task = tasks.spawn(std::future::pending::<()>());
             assert!(turn.begin());
-            places.take(task, Arc::clone(turn), Seat::Regular);
+            places.take(task, Arc::clone(turn), ConnectionClass::Regular);
         }
         turns[1].end();
         tokio::time::advance(std::time::Duration::from_millis(2)).await;
         turns[0].end();
-        assert_eq!(places.seat(), Seat::Regular);
+        assert_eq!(places.seat(), ConnectionClass::Regular);
         assert!(turns[1].is_closed() && !turns[0].is_closed());
     }
 }

@@ -17,7 +17,7 @@ const CLOSED: u8 = 3;
 
 /// See the module. Shared by the connection's stream, by what answers and by the listener.
 #[derive(Debug)]
-pub(super) struct Turn {
+pub(super) struct ConnectionActivity {
     state: AtomicU8,
     /// Microseconds from `began` to when it was idle last.
     idle_since: AtomicU64,
@@ -28,7 +28,7 @@ pub(super) struct Turn {
     reader: AtomicWaker,
 }
 
-impl Turn {
+impl ConnectionActivity {
     /// Of a connection that is new. `began` is one time for all connections of a listener.
     pub(super) fn new(began: Instant) -> Self {
         let turn = Self {
@@ -55,7 +55,6 @@ impl Turn {
         self.change(IDLE, BUSY)
     }
 
-    /// It has been answered.
     pub(super) fn end(&self) {
         self.idle_since.store(self.now(), Ordering::Relaxed);
         if self.change(BUSY, IDLE) {
@@ -117,7 +116,7 @@ mod tests {
 
     #[test]
     fn only_an_idle_connection_is_closed_and_a_closed_one_takes_nothing() {
-        let turn = Turn::new(Instant::now());
+        let turn = ConnectionActivity::new(Instant::now());
         assert!(turn.begin());
         assert!(!turn.close() && turn.idle_since().is_none());
         turn.end();
@@ -126,7 +125,7 @@ mod tests {
         turn.unsent(false);
         assert!(turn.idle_since().is_some() && turn.close());
         assert!(!turn.begin() && turn.is_closed());
-        let upgraded = Turn::new(Instant::now());
+        let upgraded = ConnectionActivity::new(Instant::now());
         assert!(upgraded.begin());
         upgraded.upgrade();
         upgraded.end();

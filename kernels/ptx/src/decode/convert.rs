@@ -8,7 +8,6 @@ use crate::lanes::{V32, V64, lanes};
 use crate::op::Op;
 use half::f16;
 
-/// How fractions are lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Mode {
     /// None is given.
@@ -18,7 +17,6 @@ enum Mode {
     Rz,
     Rm,
     Rp,
-    /// To integers, the same.
     Rni,
     Rzi,
     Rmi,

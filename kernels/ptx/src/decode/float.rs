@@ -225,7 +225,6 @@ fn double(d: &mut Decoder<'_>, rounding: Option<Rounding>) -> Decoded<Op> {
     Ok(Op::Unary64 { f, d: d.to(64)?, a: d.from(64)? })
 }
 
-/// Two floats at once.
 fn pairs(d: &mut Decoder<'_>, rounding: Option<Rounding>, ftz: bool) -> Decoded<Op> {
     #[inline(always)]
     fn both(a: u64, b: u64, c: u64, f: impl Fn(f32, f32, f32) -> f32) -> u64 {

@@ -92,7 +92,6 @@ impl<'a> Decoder<'a> {
         Self { raw, words, taken: 0, constants, labels, tables, globals, dynamic }
     }
 
-    /// The opcode's first word.
     pub(super) fn base(&self) -> &'a str {
         self.raw.opcode.split('.').next().unwrap_or_default()
     }
@@ -129,7 +128,6 @@ impl<'a> Decoder<'a> {
         Err("it has no type that is known".into())
     }
 
-    /// Whether everything was taken.
     pub(super) fn finish(&self) -> Decoded<()> {
         if let Some(word) = self.words.iter().flatten().next() {
             return Err(format!("the modifier .{word} is not known here"));
@@ -242,7 +240,6 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// A predicate to read.
     pub(super) fn condition(&mut self) -> Decoded<Condition> {
         match self.operand()? {
             &Operand::Reg(Reg { file: File::Pred, index }) => Ok(Condition { pred: index, negated: false }),
@@ -306,7 +303,6 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// Where a label stands.
     pub(super) fn label(&mut self) -> Decoded<u32> {
         match self.operand()? {
             Operand::Name(name) => self.find_label(name),
@@ -318,7 +314,6 @@ impl<'a> Decoder<'a> {
         in_scopes(name, |full| self.labels.get(full).copied())
     }
 
-    /// A list of labels.
     pub(super) fn label_table(&mut self) -> Decoded<Vec<u32>> {
         let Operand::Name(name) = self.operand()? else {
             return Err("a list of labels is missing".into());

@@ -6,7 +6,7 @@ use crate::ast::Space;
 use crate::lanes::{LANES, V64, each};
 use crate::memory::Allocation;
 use crate::op::{Access, Address, Atomic, AtomicOp, AtomicType, Data, Element};
-use crate::shared::Who;
+use crate::shared::Accessor;
 use crate::warp::Warp;
 use crate::window;
 use half::{bf16, f16};
@@ -101,8 +101,8 @@ impl Warp {
 }
 
 impl Block<'_> {
-    pub(super) fn who(&self, warp: &Warp) -> Who {
-        Who { warp: warp.index, pc: warp.pc }
+    pub(super) fn who(&self, warp: &Warp) -> Accessor {
+        Accessor { warp: warp.index, pc: warp.pc }
     }
 
     pub(super) fn load(&mut self, warp: &mut Warp, access: &Access, mask: u32) -> Run<()> {
@@ -235,7 +235,7 @@ impl Block<'_> {
         space: Space,
         address: u64,
         out: &mut [u8],
-        who: Who,
+        who: Accessor,
         lane: usize,
         hint: &mut Option<usize>,
     ) -> Run<()> {
@@ -278,7 +278,7 @@ impl Block<'_> {
         space: Space,
         address: u64,
         from: &[u8],
-        who: Who,
+        who: Accessor,
         lane: usize,
     ) -> Run<()> {
         let bytes = from.len();

@@ -26,7 +26,6 @@ struct Body {
 
 struct Call {
     name: String,
-    /// Label after it.
     end: String,
 }
 

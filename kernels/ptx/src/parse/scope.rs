@@ -10,7 +10,6 @@ pub(super) enum Named {
     Variable(Space, u64),
 }
 
-/// One pair of braces.
 #[derive(Debug, Default)]
 pub(super) struct Scope {
     /// Tells labels of different scopes apart.

@@ -13,7 +13,6 @@ const EPS: f32 = 1e-5;
 /// Blocks of one sequence, in blocks.
 const BLOCKS: [u32; 3] = [2, 0, 1];
 
-/// One kind of layer.
 #[derive(Clone, Copy)]
 struct Layer {
     heads: usize,

@@ -25,7 +25,6 @@ struct Case {
     shape: KvShape,
     sinks: Option<Vec<f32>>,
     block: KvBlock,
-    /// Positions of each sequence.
     lengths: Vec<usize>,
     /// Blocks lie in the arena in another order than in the sequences.
     tables: Vec<Vec<u32>>,

@@ -6,7 +6,7 @@ use super::super::qkv::{DeviceRope, HeadNorm, KeysValues, QkvCall, QkvKernels, R
 use super::super::step::KvGroup;
 use super::super::{Device, DevicePtr};
 use super::CudaBackend;
-use super::memory::{Room, Vectors, same, uploaded};
+use super::memory::{GrowingBuffer, Vectors, same, uploaded};
 use crate::attention::{OFFSET_UNIT, Visible};
 use crate::backend::{AttentionOp, KvCopy, KvLayerId, KvShape, KvWrite, Norm, QkvOp, RopeId, RopeSource};
 use crate::error::Error;
@@ -44,7 +44,7 @@ struct ShapeKernels {
 struct Rope {
     rope: DeviceRope,
     turns: DevicePtr,
-    room: Room,
+    room: GrowingBuffer,
     of_step: Option<RopeAngles>,
 }
 
@@ -56,7 +56,7 @@ impl Caches {
     ) -> Result<RopeId, Error> {
         let rope = DeviceRope::new(source)?;
         let turns = uploaded(device, &rope.bytes())?;
-        self.ropes.push(Rope { rope, turns, room: Room::default(), of_step: None });
+        self.ropes.push(Rope { rope, turns, room: GrowingBuffer::default(), of_step: None });
         Ok(RopeId(self.ropes.len() as u32 - 1))
     }
 
@@ -281,7 +281,6 @@ fn visible(shape: &KvShape) -> Visible {
     }
 }
 
-/// What both see.
 fn wider(a: Visible, b: Visible) -> Visible {
     match (a, b) {
         (Visible::Whole, _) | (_, Visible::Whole) => Visible::Whole,

@@ -23,9 +23,8 @@ const MOST: usize = 64;
 
 /// The recordings of a backend.
 pub(super) struct Graphs {
-    /// Whether any are made.
     on: bool,
-    known: HashMap<StepForm, Known>,
+    known: HashMap<StepForm, GraphState>,
     /// [`Taped::frees`] since when they are sound.
     frees: u64,
     recording: Option<StepForm>,
@@ -33,7 +32,7 @@ pub(super) struct Graphs {
 }
 
 /// What is known of steps of one form.
-enum Known {
+enum GraphState {
     /// One was run; the memory that it needed is there.
     Ran,
     Recorded(Recording),
@@ -56,13 +55,12 @@ impl Default for Graphs {
 }
 
 impl Graphs {
-    /// No more are made.
     pub(super) fn turn_off(&mut self) {
         self.on = false;
     }
 
     pub(super) fn counts(&self) -> StepCounts {
-        let kept = self.known.values().filter(|known| matches!(known, Known::Recorded(_))).count();
+        let kept = self.known.values().filter(|known| matches!(known, GraphState::Recorded(_))).count();
         StepCounts { kept, ..self.counts }
     }
 
@@ -76,9 +74,9 @@ impl Graphs {
     /// Forgets all recordings, as what they name is replaced. Memory only grows: there is enough for the next ones.
     pub(super) fn clear(&mut self, device: &mut Taped) {
         for known in self.known.values_mut() {
-            if let Known::Recorded(recording) = known {
+            if let GraphState::Recorded(recording) = known {
                 device.forget(recording.graph);
-                *known = Known::Ran;
+                *known = GraphState::Ran;
             }
         }
     }
@@ -101,16 +99,16 @@ impl Graphs {
         let now = self.counts.called + self.counts.recorded + self.counts.replayed;
         match self.known.get_mut(&form) {
             None => {
-                self.known.insert(form, Known::Ran);
+                self.known.insert(form, GraphState::Ran);
                 self.counts.called += 1;
                 Ok(StepOps::Called)
             }
-            Some(Known::Ran) => {
+            Some(GraphState::Ran) => {
                 device.start_tape();
                 self.recording = Some(form);
                 Ok(StepOps::Recorded)
             }
-            Some(Known::Recorded(recording)) => {
+            Some(GraphState::Recorded(recording)) => {
                 // What an op would have looked at before it was launched.
                 step.largest().check(&recording.most)?;
                 device.replay(recording.graph)?;
@@ -149,15 +147,15 @@ impl Graphs {
         self.counts.recorded += 1;
         let used = self.counts.called + self.counts.recorded + self.counts.replayed;
         let recording = Recording { graph, shapes: buffers.shapes(), most: step.most(), used };
-        self.known.insert(form, Known::Recorded(recording));
+        self.known.insert(form, GraphState::Recorded(recording));
         device.replay(graph)
     }
 
     /// Forgets the graph that was run longest ago, if there are as many as are kept.
     fn make_room(&mut self, device: &mut Taped) {
         let recorded = self.known.iter().filter_map(|(form, known)| match known {
-            Known::Recorded(recording) => Some((recording.used, *form, recording.graph)),
-            Known::Ran => None,
+            GraphState::Recorded(recording) => Some((recording.used, *form, recording.graph)),
+            GraphState::Ran => None,
         });
         if recorded.clone().count() < MOST {
             return;

@@ -8,12 +8,12 @@ use crate::error::Error;
 
 /// Memory that grows to what is asked for and is kept. What was in it is gone when it grows.
 #[derive(Debug, Default)]
-pub(super) struct Room {
+pub(super) struct GrowingBuffer {
     ptr: DevicePtr,
     bytes: usize,
 }
 
-impl Room {
+impl GrowingBuffer {
     /// At least so many bytes.
     ///
     /// # Errors
@@ -79,7 +79,7 @@ struct Buffer {
     view: View,
     /// Values that there is room for.
     capacity: usize,
-    quantised: Room,
+    quantised: GrowingBuffer,
     fresh: bool,
 }
 
@@ -87,7 +87,6 @@ struct Buffer {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Shapes(Vec<(usize, usize, bool)>);
 
-/// All activation buffers.
 #[derive(Debug, Default)]
 pub(super) struct Buffers(Vec<Buffer>);
 
@@ -102,7 +101,7 @@ impl Buffers {
         let capacity = rows.checked_mul(cols).filter(|n| *n <= isize::MAX as usize / size_of::<f32>());
         let capacity = capacity.ok_or(impossible)?;
         let view = View { ptr: device.allocate(capacity * size_of::<f32>())?, rows: 0, cols };
-        self.0.push(Buffer { view, capacity, quantised: Room::default(), fresh: false });
+        self.0.push(Buffer { view, capacity, quantised: GrowingBuffer::default(), fresh: false });
         Ok(BufferId(self.0.len() as u32 - 1))
     }
 
@@ -214,7 +213,6 @@ pub(super) struct Vector {
     pub(super) len: usize,
 }
 
-/// All vectors.
 #[derive(Debug, Default)]
 pub(super) struct Vectors(Vec<Vector>);
 

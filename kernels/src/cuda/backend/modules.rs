@@ -8,10 +8,8 @@ use std::collections::hash_map::Entry;
 /// Compiles a source for the device that a backend runs on.
 pub type Compile = dyn FnMut(&Source) -> Result<Compiled, CudaError> + Send;
 
-/// What was compiled.
 pub(super) struct Modules {
     compile: Box<Compile>,
-    /// By the source's name.
     compiled: HashMap<&'static str, Compiled>,
 }
 

@@ -8,7 +8,7 @@ use super::super::step::StepPointers;
 use super::super::{Device, DevicePtr, source};
 use super::CudaBackend;
 use super::attention::Caches;
-use super::memory::{Room, Vectors, same, uploaded};
+use super::memory::{GrowingBuffer, Vectors, same, uploaded};
 use super::step::StepMemory;
 use crate::attention::OFFSET_UNIT;
 use crate::backend::{
@@ -56,7 +56,6 @@ struct Inputs {
 struct DeferredStep {
     /// In row order.
     sequences: Vec<DeferredSequence>,
-    /// By layer.
     layers: Vec<Inputs>,
 }
 
@@ -69,8 +68,8 @@ enum Recurrence {
 /// The deferred rows of a buffer, one after the other, and those of them that count.
 #[derive(Debug, Default)]
 struct Kept {
-    all: Room,
-    accepted: Room,
+    all: GrowingBuffer,
+    accepted: GrowingBuffer,
     cols: usize,
 }
 

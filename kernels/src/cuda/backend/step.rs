@@ -3,7 +3,7 @@
 use super::super::attention::SPLIT;
 use super::super::step::{KvGroup, Step, StepLayout, StepLimits, StepPointers};
 use super::super::{CudaError, Device};
-use super::memory::Room;
+use super::memory::GrowingBuffer;
 use crate::backend::{EmbedIndex, StepInput, StepSequence};
 use crate::error::Error;
 
@@ -16,7 +16,6 @@ pub(super) struct Largest {
 }
 
 impl Largest {
-    /// No table is known.
     const ANY: Self = Self { token: usize::MAX, position: usize::MAX, segment: usize::MAX };
 
     /// Checks the numbers of a step against those that tables have rows for.
@@ -66,7 +65,7 @@ pub(super) struct StepMemory {
     step: Step,
     groups: Vec<KvGroup>,
     limits: StepLimits,
-    room: Room,
+    room: GrowingBuffer,
     pointers: Option<StepPointers>,
     largest: Largest,
     /// What the tables that were read by it have rows for.
@@ -85,7 +84,7 @@ impl StepMemory {
             step,
             groups,
             limits,
-            room: Room::default(),
+            room: GrowingBuffer::default(),
             pointers: None,
             largest: Largest::default(),
             most: Largest::ANY,

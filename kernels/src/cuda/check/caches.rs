@@ -9,7 +9,6 @@ use crate::backend::{
 use crate::error::Error;
 
 const BLOCK: usize = 16;
-/// Of scores.
 const SCALE: f32 = 0.125;
 /// Keys and values are rounded alike on both sides, the softmax is summed in another order.
 const ATTENTION: f64 = 1e-3;

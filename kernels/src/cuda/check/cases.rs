@@ -73,7 +73,6 @@ fn product(
     inputs.keep("matmul", format!("{of}, scaled, biased, added"), SUMS, (added, rows, outputs))
 }
 
-/// Norms and sums.
 pub(super) fn rows(inputs: &mut Inputs<'_>) -> Result<(), Error> {
     const SHAPES: [(usize, usize, usize); 4] = [(1, 576, 576), (5, 96, 32), (3, 40, 40), (2, 2304, 2304)];
     for (rows, cols, width) in SHAPES {
@@ -137,7 +136,6 @@ fn best(backend: &mut dyn Backend, x: BufferId, rows: usize, cols: usize) -> Res
     Ok(out)
 }
 
-/// Gates and gated norms.
 pub(super) fn gates(inputs: &mut Inputs<'_>) -> Result<(), Error> {
     use GateActivation::{ClampedSwiglu, GeluErf, GeluTanh, Sigmoid, Silu};
     for activation in [Silu, GeluTanh, GeluErf, Sigmoid, ClampedSwiglu] {

@@ -12,7 +12,6 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::OnceLock;
 
 functions! {
-    /// NVIDIA's driver.
     Driver of "CUDA driver", declared in sys with CUresult {
         init = cuInit(c_uint);
         version = cuDriverGetVersion(*mut c_int);

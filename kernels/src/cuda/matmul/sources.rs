@@ -82,7 +82,6 @@ macro_rules! quantised {
     };
 }
 
-/// Sources of plain floats.
 macro_rules! plain {
     ($($source:ident $name:literal $element:ident,)*) => {
         $(

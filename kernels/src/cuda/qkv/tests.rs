@@ -18,7 +18,6 @@ type NormShape = Option<(usize, Option<usize>)>;
 
 struct Case {
     shape: KvShape,
-    /// Of q, k, v.
     norms: [NormShape; 3],
     rope: Option<RopeSource>,
     /// Whether values come from a buffer of their own.
@@ -52,7 +51,6 @@ impl Case {
         self.norms[part].and_then(|(_, len)| len).map(|len| numbers(10 + part as u64, 0, len))
     }
 
-    /// What becomes of it.
     fn want(&self, part: usize, row: usize, position: usize) -> Vec<f64> {
         let mut x: Vec<f64> = self.before(part, row).iter().map(|x| f64::from(*x)).collect();
         if let Some((run, _)) = self.norms[part] {

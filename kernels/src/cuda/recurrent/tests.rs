@@ -22,7 +22,6 @@ struct Layer {
     dt_bias: Vec<f32>,
 }
 
-/// What a step gave.
 struct Given {
     /// What the convolution made of the rows, and the recurrence.
     conv: Vec<f32>,

@@ -14,19 +14,13 @@ const MAX_LAYERS: usize = 64;
 /// Sequences of one length that decode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AttentionCase {
-    /// Elements of the cache.
     pub kv_type: KvType,
-    /// Query heads.
     pub heads: usize,
-    /// Key/value heads.
     pub kv_heads: usize,
-    /// Width of all heads.
     pub width: usize,
-    /// Positions of a block.
     pub block_tokens: usize,
     /// Positions of each sequence, the new one included.
     pub context: usize,
-    /// Sequences.
     pub batch: usize,
 }
 

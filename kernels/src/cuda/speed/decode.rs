@@ -19,15 +19,11 @@ const SCALE: f32 = 1e-4;
 /// A model of one kind of layer: attention, then a gated feed-forward network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DecodeShape {
-    /// Layers.
     pub layers: usize,
     /// Width of a row.
     pub hidden: usize,
-    /// Query heads.
     pub heads: usize,
-    /// Key/value heads.
     pub kv_heads: usize,
-    /// Width of all heads.
     pub head_dim: usize,
     /// Width of the feed-forward network.
     pub ff: usize,
@@ -49,7 +45,6 @@ impl DecodeShape {
     }
 }
 
-/// What a step takes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DecodeSpeed {
     /// Of weights that are read once.
@@ -58,7 +53,6 @@ pub struct DecodeSpeed {
     pub kv_bytes: usize,
     /// With each launch asked for by the host.
     pub eager: f64,
-    /// As one graph.
     pub graph: f64,
 }
 
@@ -123,7 +117,6 @@ pub struct DecodeModel<'a> {
     rope: RopeId,
     /// Bytes of a block of all layers.
     stride: usize,
-    /// Blocks that there are.
     blocks: usize,
     weight_bytes: usize,
 }

@@ -16,20 +16,16 @@ const MAX_COPIES: usize = 256;
 pub struct ProductCase {
     /// Type of the weights; activations are of 8 bits but for plain floats.
     pub ty: GgmlType,
-    /// Outputs.
     pub rows: usize,
-    /// Inputs.
     pub cols: usize,
     /// Tokens.
     pub tokens: usize,
 }
 
-/// What a product takes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ProductSpeed {
     /// Of the matrix, each read once.
     pub bytes: usize,
-    /// Of one product.
     pub seconds: f64,
 }
 

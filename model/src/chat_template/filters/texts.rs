@@ -75,7 +75,6 @@ pub(super) fn word_count(machine: &mut Machine<'_>, value: &Value, args: Args) -
     Ok(Value::int(words.filter(|word| !word.is_empty()).count()))
 }
 
-/// For HTML.
 fn escaped(machine: &mut Machine<'_>, text: &Text) -> Fallible<Text> {
     machine.budget.charge_slow(text.as_str(), 3)?;
     let mut out = Writer::new(machine.budget);

@@ -14,7 +14,6 @@ use super::Machine;
 /// Items of `range`, as Jinja's sandbox has it.
 const RANGE: i128 = 100_000;
 
-/// Their names.
 pub(super) const NAMES: [&str; 7] =
     ["range", "dict", "namespace", "cycler", "joiner", "raise_exception", "strftime_now"];
 

@@ -1,4 +1,4 @@
-//! Room in a store that somebody is about to use: a file with the number of bytes, locked as long as its owner lives.
+//! StoreReservation in a store that somebody is about to use: a file with the number of bytes, locked as long as its owner lives.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -11,13 +11,13 @@ use super::{StoreError, dropped, write_error};
 
 /// Bytes of a store that nobody else takes, until they are used or this is dropped.
 #[derive(Debug)]
-pub struct Room {
+pub struct StoreReservation {
     /// Gone with this; when a process is killed its lock is, and the next one that looks removes the file.
     file: NamedTempFile,
     left: Mutex<u64>,
 }
 
-impl Room {
+impl StoreReservation {
     /// Of so many bytes, told in `dir`. Whoever calls has the store's turn.
     pub(super) fn take(dir: &Path, bytes: u64) -> Result<Self, StoreError> {
         let failed = write_error(dir, size_of::<u64>() as u64);

@@ -128,7 +128,7 @@ fn remembered_or_not_the_ids_are_the_same() {
                 };
                 let parts = memo.encode(text, (special, Quoted::NONE), &mut ids, encode).unwrap();
                 let mut from = 0;
-                for Part { name, end } in parts {
+                for KnownPart { name, end } in parts {
                     let tokens = &ids[std::mem::replace(&mut from, end)..end];
                     let mut meant = meant.borrow_mut();
                     prop_assert_eq!(tokens, &meant.entry(name).or_insert_with(|| tokens.to_vec())[..]);
@@ -211,12 +211,12 @@ fn nothing_is_cut_inside_or_right_behind_a_special_token() {
     let place = |text: &str, at| cuts.allow(text.as_bytes(), at);
     assert_eq!(place("ca b", 2), None, "a special token goes on so");
     assert_eq!(place("d b", 1), None, "a special token may end there");
-    assert_eq!(place("c b", 1), Some(Place::Space));
+    assert_eq!(place("c b", 1), Some(CutPoint::Space));
     assert_eq!(place("c\nb", 2), None, "a special token has text behind a newline");
     let cuts = Cuts::new(|letter| letter == 'c', true, std::iter::empty());
     let place = |text: &str, at| cuts.allow(text.as_bytes(), at);
     assert_eq!(place("c b", 1), None, "a token goes on so");
-    assert_eq!(place("c\nb", 2), Some(Place::Newline));
+    assert_eq!(place("c\nb", 2), Some(CutPoint::Newline));
     for (text, at) in [
         ("c\n\nb", 3),
         ("c\n b", 2),

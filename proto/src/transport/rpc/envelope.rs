@@ -16,29 +16,34 @@ const MAX_DEADLINE: Duration = Duration::from_secs(600);
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 enum RequestHead {
     /// A call; its body follows.
-    CallV1 { id: u64, deadline_ms: u64, trace: TraceV1 },
+    Call { id: u64, deadline_ms: u64, trace: RpcTrace },
     /// The caller has lost interest; no body.
-    CancelV1 { id: u64, trace: TraceV1 },
+    Cancel { id: u64, trace: RpcTrace },
 }
 
 /// In front of an answer's body.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 enum ResponseHead {
-    /// The method's result follows.
-    DoneV1 { id: u64 },
+    Done {
+        id: u64,
+    },
     /// The call was not executed, or its result cannot be sent; no body.
-    FailedV1 { id: u64, failure: FailureV1, detail: String },
+    Failed {
+        id: u64,
+        failure: RpcFailure,
+        detail: String,
+    },
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct TraceV1 {
+struct RpcTrace {
     trace: u128,
     span: u64,
     sampled: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-enum FailureV1 {
+enum RpcFailure {
     UnknownMethod,
     Malformed,
     Throttled,
@@ -46,7 +51,7 @@ enum FailureV1 {
     Other,
 }
 
-impl FailureV1 {
+impl RpcFailure {
     fn of(kind: io::ErrorKind) -> Self {
         match kind {
             io::ErrorKind::Unsupported => Self::UnknownMethod,
@@ -68,7 +73,7 @@ impl FailureV1 {
     }
 }
 
-impl From<&tarpc::trace::Context> for TraceV1 {
+impl From<&tarpc::trace::Context> for RpcTrace {
     fn from(context: &tarpc::trace::Context) -> Self {
         Self {
             trace: context.trace_id.into(),
@@ -78,8 +83,8 @@ impl From<&tarpc::trace::Context> for TraceV1 {
     }
 }
 
-impl From<TraceV1> for tarpc::trace::Context {
-    fn from(trace: TraceV1) -> Self {
+impl From<RpcTrace> for tarpc::trace::Context {
+    fn from(trace: RpcTrace) -> Self {
         let sampling_decision =
             if trace.sampled { SamplingDecision::Sampled } else { SamplingDecision::Unsampled };
         Self { trace_id: trace.trace.into(), span_id: trace.span.into(), sampling_decision }
@@ -96,17 +101,16 @@ pub(super) fn encode_request<Req: Serialize>(
 ) -> Result<Vec<u8>, CodecError> {
     match message {
         ClientMessage::Request(request) => {
-            let head = RequestHead::CallV1 {
+            let head = RequestHead::Call {
                 id: request.id,
                 deadline_ms: milliseconds(request.context.deadline.saturating_duration_since(now)),
                 trace: (&request.context.trace_context).into(),
             };
             encode_pair(&head, &request.message)
         }
-        ClientMessage::Cancel { trace_context, request_id } => codec::encode(
-            &RequestHead::CancelV1 { id: *request_id, trace: trace_context.into() },
-            Cap::Control,
-        ),
+        ClientMessage::Cancel { trace_context, request_id } => {
+            codec::encode(&RequestHead::Cancel { id: *request_id, trace: trace_context.into() }, Cap::Control)
+        }
         _ => Err(CodecError::Invalid { message: "ClientMessage", reason: "of a later tarpc".into() }),
     }
 }
@@ -125,7 +129,6 @@ fn encode_pair<H: Serialize, B: Serialize>(head: &H, body: &B) -> Result<Vec<u8>
 /// What a frame turned out to be.
 #[derive(Debug)]
 pub(super) enum Decoded<T> {
-    /// A message.
     Item(T),
     /// A call that is not understood, and the frame that tells the caller so.
     Refused(Vec<u8>),
@@ -137,7 +140,7 @@ pub(super) fn decode_request<Req: DeserializeOwned>(
 ) -> Result<Decoded<ClientMessage<Req>>, CodecError> {
     let (head, body) = codec::decode_prefix(frame, Cap::Control)?;
     match head {
-        RequestHead::CallV1 { id, deadline_ms, trace } => match codec::decode(body, Cap::Control) {
+        RequestHead::Call { id, deadline_ms, trace } => match codec::decode(body, Cap::Control) {
             Ok(message) => {
                 let mut context = tarpc::context::current();
                 context.deadline = now + Duration::from_millis(deadline_ms).min(MAX_DEADLINE);
@@ -146,21 +149,21 @@ pub(super) fn decode_request<Req: DeserializeOwned>(
             }
             Err(error) => encode_failure(id, kind_of(&error), error.to_string()).map(Decoded::Refused),
         },
-        RequestHead::CancelV1 { id, trace } => {
+        RequestHead::Cancel { id, trace } => {
             Ok(Decoded::Item(ClientMessage::Cancel { trace_context: trace.into(), request_id: id }))
         }
     }
 }
 
 fn encode_failure(id: u64, kind: io::ErrorKind, detail: String) -> Result<Vec<u8>, CodecError> {
-    codec::encode(&ResponseHead::FailedV1 { id, failure: FailureV1::of(kind), detail }, Cap::Control)
+    codec::encode(&ResponseHead::Failed { id, failure: RpcFailure::of(kind), detail }, Cap::Control)
 }
 
 /// A result that does not fit a frame fails its own call, not the channel.
 pub(super) fn encode_response<Resp: Serialize>(response: &Response<Resp>) -> Result<Vec<u8>, CodecError> {
     let id = response.request_id;
     match &response.message {
-        Ok(body) => match encode_pair(&ResponseHead::DoneV1 { id }, body) {
+        Ok(body) => match encode_pair(&ResponseHead::Done { id }, body) {
             Err(error) => encode_failure(id, kind_of(&error), error.to_string()),
             frame => frame,
         },
@@ -172,11 +175,11 @@ pub(super) fn decode_response<Resp: DeserializeOwned>(frame: &[u8]) -> Result<Re
     let (head, body) = codec::decode_prefix(frame, Cap::Control)?;
     let (request_id, message) = match head {
         // An answer that is not understood fails its own call only.
-        ResponseHead::DoneV1 { id } => match codec::decode(body, Cap::Control) {
+        ResponseHead::Done { id } => match codec::decode(body, Cap::Control) {
             Ok(message) => (id, Ok(message)),
             Err(error) => (id, Err(ServerError::new(kind_of(&error), error.to_string()))),
         },
-        ResponseHead::FailedV1 { id, failure, detail } => (id, Err(ServerError::new(failure.kind(), detail))),
+        ResponseHead::Failed { id, failure, detail } => (id, Err(ServerError::new(failure.kind(), detail))),
     };
     Ok(Response { request_id, message })
 }

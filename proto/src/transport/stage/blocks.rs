@@ -44,10 +44,8 @@ impl StageBlocks {
     }
 }
 
-/// The other stage's end.
 #[derive(Debug)]
 pub struct StageBlocksCall {
-    /// Whose blocks they are.
     pub feed: StageFeed,
     orders: FrameReader<StageBlocksOrder>,
     reports: FrameWriter<StageBlocksReport>,

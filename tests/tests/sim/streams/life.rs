@@ -6,7 +6,7 @@ use kvasir_cluster_tests::random::Random;
 use proto::block::BlockId;
 use proto::event::{KvEvent, KvEventBatch, KvSnapshot, Medium};
 use proto::ids::{Attempt, Epoch, NodeId};
-use proto::message::{LoadReportV1, ModelTask, RegisterV2, ServedModelV2, WorkerState};
+use proto::message::{LoadReport, ModelTask, PullReport, ServedModel, WorkerInfo, WorkerState};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -36,7 +36,7 @@ pub(super) enum Said {
     Token(Ticket, Attempt, u32),
     Finished(Ticket, Attempt),
     Declined(Ticket, Attempt),
-    Report(LoadReportV1),
+    Report(LoadReport),
     Events(KvEventBatch),
 }
 
@@ -98,8 +98,8 @@ impl Life {
         }
     }
 
-    pub(super) fn register(&self) -> RegisterV2 {
-        let model = ServedModelV2 {
+    pub(super) fn register(&self) -> WorkerInfo {
+        let model = ServedModel {
             id: model(),
             model_digest: [1; 32],
             tokenizer_digest: [1; 32],
@@ -110,7 +110,7 @@ impl Life {
             task: ModelTask::Generate,
         };
         let (node, epoch) = (self.node.clone(), self.epoch);
-        RegisterV2 { node, epoch, pid: 1, quic: String::new(), ops: String::new(), models: vec![model] }
+        WorkerInfo { node, epoch, pid: 1, quic: String::new(), ops: String::new(), models: vec![model] }
     }
 
     pub(super) fn joins(&mut self, session: u64) {
@@ -209,9 +209,9 @@ impl Life {
         }
     }
 
-    fn report(&self) -> LoadReportV1 {
+    fn report(&self) -> LoadReport {
         let waiting = self.sequences.iter().filter(|sequence| sequence.prompt > 0).count() as u32;
-        LoadReportV1 {
+        LoadReport {
             epoch: self.epoch,
             state: WorkerState::Ready,
             running: self.sequences.len() as u32 - waiting,
@@ -225,6 +225,7 @@ impl Life {
             prefill_rate: 6_400.0,
             step_ms: 10.0,
             rss: 0,
+            pulls: PullReport::default(),
         }
     }
 }

@@ -67,7 +67,6 @@ fn doubles(file: &SafeTensors<'_>, name: &str) -> Vec<f64> {
     data.as_chunks::<8>().0.iter().map(|bytes| f64::from_le_bytes(*bytes)).collect()
 }
 
-/// The largest difference.
 fn apart(got: &[f32], want: &[f64]) -> f64 {
     assert_eq!(got.len(), want.len());
     got.iter().zip(want).map(|(got, want)| (f64::from(*got) - want).abs()).fold(0.0, f64::max)

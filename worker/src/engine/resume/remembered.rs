@@ -5,7 +5,6 @@ use super::SequenceKey;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-/// Sequences at most.
 const MAX_SEQUENCES: usize = 4096;
 /// Their tokens together at most: 64 MiB.
 const MAX_TOKENS: usize = 16 << 20;

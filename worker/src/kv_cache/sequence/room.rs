@@ -103,7 +103,6 @@ impl KvCache {
         true
     }
 
-    /// Shortens the tables again.
     fn give_blocks(&mut self, sequence: &mut SequenceCache, had: &[usize], needs: &[u32]) {
         if let Some(group) = self.state_group()
             && needs[group] > 0

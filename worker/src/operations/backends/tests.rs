@@ -64,7 +64,6 @@ type Row = (Operation, &'static [&'static str], &'static str, Option<&'static st
 const WHISPER: &[&str] = &["asr/model.bin", "asr/config.json", "asr/tokenizer.json"];
 const SMART_TURN: &[&str] = &["turn_detection/smart-turn-v3.2-cpu.onnx"];
 
-/// Every operation.
 const TABLE: [Row; 6] = [
     (Operation::Embed, &["embed/model.onnx"], onnx::NAME, Some(KERNELS), Some(KERNELS)),
     (Operation::Rerank, &["rerank/model.onnx"], onnx::NAME, Some(KERNELS), Some(KERNELS)),

@@ -52,7 +52,6 @@ pub(super) fn check(bytes: &[u8], folder: &Path) -> Result<(), String> {
 
 struct Walk<'a> {
     folder: &'a Path,
-    /// Of the whole file.
     bytes: u64,
 }
 

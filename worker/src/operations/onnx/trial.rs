@@ -31,13 +31,11 @@ pub struct TrialLimits {
 /// A command whose last argument is the file: it limits itself by [`limits`] and does [`attempt`].
 #[derive(Debug)]
 pub struct Program {
-    /// What is run.
     pub path: PathBuf,
     /// With these arguments before the file.
     pub arguments: Vec<OsString>,
 }
 
-/// Of this process.
 static PROGRAM: OnceLock<Program> = OnceLock::new();
 
 /// From now on all files of this process are tried by this program first. Only the first call counts; without one they are

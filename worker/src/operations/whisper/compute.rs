@@ -19,7 +19,6 @@ const ROWS: usize = 64;
 /// Fewer rows of a matrix are not shared out.
 const PART: usize = 512;
 
-/// Threads and kernels.
 pub(super) struct Compute {
     pub(super) pool: Pool,
     pub(super) kernels: MatmulKernels,
@@ -74,12 +73,10 @@ impl Matrix {
         Self::pack(GgmlType::F32, values.len() / cols.max(1), cols, &bytes, 1)
     }
 
-    /// Outputs.
     pub(super) fn rows(&self) -> usize {
         self.rows
     }
 
-    /// One row's weights.
     pub(super) fn row(&self, kernels: MatmulKernels, row: usize, out: &mut [f32]) -> Result<(), Error> {
         let mut row = row;
         for part in &self.parts {
@@ -110,7 +107,6 @@ impl Matrix {
 }
 
 impl Compute {
-    /// With so many threads.
     pub(super) fn new(threads: NonZeroUsize) -> Result<Self, Error> {
         let isa = Isa::detect();
         Ok(Self { pool: Pool::new(PoolConfig::new(threads))?, kernels: MatmulKernels::for_isa(isa)?, isa })

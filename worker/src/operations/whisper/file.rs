@@ -18,7 +18,6 @@ use std::path::{Path, PathBuf};
 
 /// The version that is read.
 const VERSION: u32 = 6;
-/// What the model is.
 const SPECIFICATION: &str = "WhisperSpec";
 /// Revisions of the specification that have these variables.
 const REVISIONS: std::ops::RangeInclusive<u32> = 2..=3;
@@ -289,7 +288,6 @@ impl<R: Read + Seek> Weights<R> {
         Ok((ty, self.values(&variable)?))
     }
 
-    /// The same, as numbers.
     pub(super) fn vector(&mut self, name: &str, dims: &[usize]) -> Result<Vec<f32>, Error> {
         let (ty, bytes) = self.floats(name, dims)?;
         let mut values = vec![0.0; dims.iter().product()];
@@ -322,7 +320,6 @@ pub(super) mod tests {
         out
     }
 
-    /// A whole file.
     pub(in super::super) fn file(variables: &[Vec<u8>], aliases: &[(&str, &str)]) -> Vec<u8> {
         let mut out = [&VERSION.to_le_bytes()[..], &text(SPECIFICATION), &3u32.to_le_bytes()].concat();
         out.extend((variables.len() as u32).to_le_bytes());

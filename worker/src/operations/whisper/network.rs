@@ -15,7 +15,6 @@ use std::io::{Read, Seek};
 pub(super) const POSITIONS: usize = 1500;
 /// Frames of a window, one for every 10 ms.
 pub(super) const FRAMES: usize = 2 * POSITIONS;
-/// Taps of the convolutions.
 const TAPS: usize = 3;
 /// Queries that a thread attends with at a time.
 const QUERIES: usize = 100;
@@ -26,20 +25,16 @@ const MAX_WIDTH: usize = 8192;
 const MAX_TOKENS: usize = 1 << 20;
 const MAX_CONTEXT: usize = 1 << 13;
 
-/// Sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Shape {
-    /// Bands of the features.
     pub(super) bands: usize,
     /// Tokens.
     pub(super) tokens: usize,
-    /// Positions of the decoder.
     pub(super) context: usize,
     width: usize,
     heads: [usize; 2],
 }
 
-/// The weights.
 pub(super) struct Network {
     pub(super) shape: Shape,
     convolutions: [Linear; 2],

@@ -12,17 +12,14 @@ const MAX_INITIAL: u32 = 50;
 pub(super) struct Rules {
     /// Ends the text. Tokens below it are text.
     pub(super) end: u32,
-    /// Asks for no times.
     pub(super) no_times: u32,
-    /// Never said.
     pub(super) suppressed: Vec<u32>,
-    /// Never said first.
     pub(super) suppressed_first: Vec<u32>,
 }
 
 /// The token that is said, and the logarithm of its probability among those that may be.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Said {
+pub(super) struct ChosenToken {
     pub(super) token: u32,
     pub(super) log: f32,
 }
@@ -39,7 +36,7 @@ impl Rules {
     }
 
     /// The next token behind those that were `said` in this window. `logits` are worn out by it.
-    pub(super) fn say(&self, isa: Isa, logits: &mut [f32], said: &[u32]) -> Said {
+    pub(super) fn say(&self, isa: Isa, logits: &mut [f32], said: &[u32]) -> ChosenToken {
         let first_time = (self.first_time() as usize).min(logits.len());
         let end = (self.end as usize).min(logits.len());
         for token in self.suppressed.iter().chain([&self.no_times]) {
@@ -75,7 +72,7 @@ impl Rules {
         }
         let token = argmax(isa, logits);
         log_softmax(isa, logits);
-        Said { token: token as u32, log: logits.get(token).copied().unwrap_or(f32::NEG_INFINITY) }
+        ChosenToken { token: token as u32, log: logits.get(token).copied().unwrap_or(f32::NEG_INFINITY) }
     }
 }
 
@@ -150,7 +147,7 @@ mod tests {
 
     #[test]
     fn the_probability_is_among_those_that_may_be() {
-        let Said { token, log } = rules().say(Isa::detect(), &mut logits(&[(3, 50.0)]), &[]);
+        let ChosenToken { token, log } = rules().say(Isa::detect(), &mut logits(&[(3, 50.0)]), &[]);
         // 51 times are equally likely.
         assert!(token == 14 && (log + 51f32.ln()).abs() < 1e-5, "{token} {log}");
     }

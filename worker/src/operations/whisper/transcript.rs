@@ -11,7 +11,7 @@ use super::network::{Cache, FRAMES, Memory};
 use crate::Error;
 use crate::operations::log_mel::{FRAME, Spectrogram};
 use kernels::ops::softmax;
-use proto::operation::{LanguageV1, OperationOutput, SpokenTextV1};
+use proto::operation::{Language, OperationOutput, SpokenText};
 
 /// Tokens of one step.
 const STEP: usize = 16;
@@ -27,7 +27,6 @@ const TIME: usize = 2;
 pub(super) struct Task {
     /// The token of the language; none: the likeliest in the first window.
     pub(super) language: Option<u32>,
-    /// Transcribe or translate.
     pub(super) task: u32,
     /// What stands before the first window.
     pub(super) prompt: Vec<u32>,
@@ -59,14 +58,13 @@ struct Window {
 
 /// A part of a window: its tokens, and where it is in the window, in steps of times.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Part<'a> {
+struct WindowPart<'a> {
     tokens: &'a [u32],
     start: usize,
     end: usize,
 }
 
 impl Transcript {
-    /// Of these features.
     pub(super) fn new(task: Task, features: Spectrogram) -> Self {
         Self { task, features, seek: 0, window: None }
     }
@@ -136,12 +134,12 @@ impl Transcript {
             let samples = frame as u64 * FRAME as u64 * u64::from(self.task.rate);
             (samples + u64::from(super::RATE) / 2) / u64::from(super::RATE)
         };
-        for Part { tokens, start, end } in parts {
+        for WindowPart { tokens, start, end } in parts {
             let text = whisper.words.decode(tokens);
             if start == end || text.trim().is_empty() {
                 continue;
             }
-            out.push(OperationOutput::Text(SpokenTextV1 {
+            out.push(OperationOutput::Text(SpokenText {
                 text,
                 start: at(from + start),
                 end: at(from + end),
@@ -194,7 +192,7 @@ impl Window {
 }
 
 /// The language that is likeliest spoken.
-fn likeliest(whisper: &Whisper, memory: &Memory) -> Result<(u32, LanguageV1), Error> {
+fn likeliest(whisper: &Whisper, memory: &Memory) -> Result<(u32, Language), Error> {
     let Whisper { network, compute, words, .. } = whisper;
     let rows = network.decode(compute, memory, &mut network.cache(), &[words.start], &[0])?;
     let logits = rows.into_iter().next().unwrap_or_default();
@@ -206,12 +204,12 @@ fn likeliest(whisper: &Whisper, memory: &Memory) -> Result<(u32, LanguageV1), Er
     softmax(compute.isa, &mut shares);
     let best = (0..shares.len()).max_by(|a, b| shares[*a].total_cmp(&shares[*b]).then(b.cmp(a))).unwrap_or(0);
     let (code, token) = all[best];
-    Ok((token, LanguageV1 { code: code.to_owned(), probability: shares[best] }))
+    Ok((token, Language { code: code.to_owned(), probability: shares[best] }))
 }
 
 /// Cuts what was said at pairs of times, and tells how many frames of the window's `size` it is done with: what follows
 /// the last pair is heard again.
-fn parts(said: &[u32], first_time: u32, size: usize) -> (Vec<Part<'_>>, usize) {
+fn parts(said: &[u32], first_time: u32, size: usize) -> (Vec<WindowPart<'_>>, usize) {
     let is_time = |token: &u32| *token >= first_time;
     let step = |token: u32| token.saturating_sub(first_time) as usize;
     let ends_alone = matches!(said, [.., text, time] if !is_time(text) && is_time(time));
@@ -220,7 +218,7 @@ fn parts(said: &[u32], first_time: u32, size: usize) -> (Vec<Part<'_>>, usize) {
     if cuts.is_empty() {
         let last = said.iter().rev().find(|token| is_time(token)).filter(|last| **last != first_time);
         let end = last.map_or(size, |last| step(*last) * TIME);
-        return (vec![Part { tokens: said, start: 0, end }], size);
+        return (vec![WindowPart { tokens: said, start: 0, end }], size);
     }
     if ends_alone {
         cuts.push(said.len());
@@ -230,7 +228,7 @@ fn parts(said: &[u32], first_time: u32, size: usize) -> (Vec<Part<'_>>, usize) {
     for cut in cuts {
         let tokens = &said[from..cut];
         if let [first, .., last] | [first @ last] = tokens {
-            parts.push(Part { tokens, start: step(*first) * TIME, end: step(*last) * TIME });
+            parts.push(WindowPart { tokens, start: step(*first) * TIME, end: step(*last) * TIME });
         }
         from = cut;
     }

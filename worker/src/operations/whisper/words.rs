@@ -13,7 +13,6 @@ use std::path::Path;
 const MAX_FILE: u64 = 64 << 20;
 const SUPPRESSED: usize = 1 << 16;
 
-/// See the module.
 pub(super) struct Words {
     tokenizer: Tokenizer,
     pub(super) rules: Rules,

@@ -11,7 +11,7 @@ use crate::kv_cache::{CacheSpec, GroupKind, GroupSpec, NULL_OFFSET, PinId, Resum
 use crate::kv_events::EventLog;
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 use proto::ids::Epoch;
-use proto::message::TenantTurnV1;
+use proto::message::TenantTurn;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use world::{Memory, draw, extend, histories};
 
@@ -55,11 +55,9 @@ pub(super) struct Sim {
     /// Given to what is submitted.
     pub(super) priority: i32,
     /// Likewise; none for one by the root.
-    pub(super) tenant: Option<TenantTurnV1>,
-    /// Likewise.
+    pub(super) tenant: Option<TenantTurn>,
     pub(super) boundaries: Vec<u32>,
     pub(super) pins: Vec<PinId>,
-    /// Of the next steps.
     pub(super) limits: StepLimits,
     /// States kept in the middle of a step's rows.
     pub(super) exports: u64,
@@ -137,7 +135,7 @@ impl Sim {
             max_new_tokens: max_new,
             logit_rows: if self.next_id.is_multiple_of(3) { LogitRows::All } else { LogitRows::LastOnly },
             boundaries: self.boundaries.clone(),
-            tenant: self.tenant.unwrap_or_else(|| TenantTurnV1::of_root(root)),
+            tenant: self.tenant.unwrap_or_else(|| TenantTurn::of_root(root)),
             priority: self.priority,
             turn: None,
         })?;
@@ -575,7 +573,7 @@ pub(super) fn request(id: u64, prompt: Vec<u32>, max_new_tokens: u32) -> Sequenc
         max_new_tokens,
         logit_rows: LogitRows::LastOnly,
         boundaries: Vec::new(),
-        tenant: TenantTurnV1::of_root(ROOT),
+        tenant: TenantTurn::of_root(ROOT),
         priority: 0,
         turn: None,
     }

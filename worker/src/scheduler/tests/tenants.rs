@@ -5,7 +5,7 @@ use crate::kv_cache::CacheSpec;
 use crate::scheduler::{SchedulerConfig, SeqId};
 use proptest::prelude::*;
 use proto::block::BlockId;
-use proto::message::TenantTurnV1;
+use proto::message::TenantTurn;
 use std::collections::BTreeMap;
 
 /// A simulation in which tenant `n` has the root `n`.
@@ -23,7 +23,7 @@ impl Crowd {
     fn submit(&mut self, tenant: u64, weight: u32, prompt: u32, max_new: u32) -> SeqId {
         self.prompts += 1;
         let first = self.prompts * 10_000;
-        self.sim.tenant = Some(TenantTurnV1 { tenant, weight });
+        self.sim.tenant = Some(TenantTurn { tenant, weight });
         let root = BlockId([tenant as u8; 16]);
         let id = self.sim.submit(root, (first..first + prompt).collect(), max_new).unwrap();
         self.tenants.insert(id, tenant);

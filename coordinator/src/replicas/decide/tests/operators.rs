@@ -8,9 +8,9 @@ impl Rig {
     /// An operator plans a model.
     fn told(&mut self, model: &str, replicas: &[Stages<'_>]) {
         let stage =
-            |&(name, first, end): &(&str, u32, u32)| StagePlanV1 { node: node(name), layers: (first, end) };
+            |&(name, first, end): &(&str, u32, u32)| StagePlan { node: node(name), layers: (first, end) };
         let replicas = replicas.iter().map(|stages| stages.iter().map(stage).collect()).collect();
-        self.make(Change::OperatorPlanned(OperatorPlanV1 { model: ModelId::new(model).unwrap(), replicas }));
+        self.make(Change::OperatorPlanned(OperatorPlan { model: ModelId::new(model).unwrap(), replicas }));
     }
 
     /// Why of this model something is not placed.
@@ -24,7 +24,7 @@ impl Rig {
         self.table.replicas().keys().copied().collect()
     }
 
-    fn without(&mut self, name: &str) -> (NodeId, CapacityV1) {
+    fn without(&mut self, name: &str) -> (NodeId, Capacity) {
         let at = self.workers.iter().position(|(worker, _)| worker.as_str() == name).unwrap();
         self.workers.remove(at)
     }
@@ -35,7 +35,7 @@ const B_A: Stages<'_> = &[("b", 0, 1), ("a", 1, 3)];
 
 #[test]
 fn an_operators_plan_takes_the_place_of_the_leaders_in_one_step() {
-    let mut rig = Rig::new(5, &["a", "b"]);
+    let mut rig = Rig::new(&["a", "b"]);
     rig.told("m", &[B_A]);
     assert_eq!(rig.settle(2), [["b", "a"]]);
     let before = rig.lives();
@@ -50,7 +50,7 @@ fn an_operators_plan_takes_the_place_of_the_leaders_in_one_step() {
 
 #[test]
 fn an_operators_plan_without_room_for_the_drafter_waits_and_says_so() {
-    let mut rig = Rig::new(5, &["a", "b"]);
+    let mut rig = Rig::new(&["a", "b"]);
     rig.told("m", &[A_B]);
     rig.drafter = drafter(1, 1000);
     let why = rig.why("m");
@@ -64,7 +64,7 @@ fn an_operators_plan_without_room_for_the_drafter_waits_and_says_so() {
 
 #[test]
 fn replicas_that_are_not_the_operators_are_dropped_once_his_stand() {
-    let mut rig = Rig::new(5, &["a", "b", "c", "d", "e", "f"]);
+    let mut rig = Rig::new(&["a", "b", "c", "d", "e", "f"]);
     assert_eq!(rig.settle(2).len(), 3);
     // Two of them have to go for it, and the third one, in nobody's way, after that.
     rig.told("m", &[&[("a", 0, 1), ("c", 1, 3)]]);
@@ -76,7 +76,7 @@ fn replicas_that_are_not_the_operators_are_dropped_once_his_stand() {
 
 #[test]
 fn a_replica_serves_on_until_the_plans_workers_have_come() {
-    let mut rig = Rig::new(5, &["a", "b"]);
+    let mut rig = Rig::new(&["a", "b"]);
     let before = rig.settle(2);
     let lives = rig.lives();
     rig.told("m", &[&[("a", 0, 1), ("z", 1, 3)]]);
@@ -91,7 +91,7 @@ fn a_replica_serves_on_until_the_plans_workers_have_come() {
 
 #[test]
 fn who_is_away_of_an_operators_replica_is_waited_for_and_not_replaced() {
-    let mut rig = Rig::new(5, &["a", "b", "c", "d"]);
+    let mut rig = Rig::new(&["a", "b", "c", "d"]);
     rig.told("m", &[A_B]);
     assert_eq!(rig.settle(2), [["a", "b"]], "nor are others made of those who are free");
     let lives = rig.lives();
@@ -115,8 +115,8 @@ fn who_is_away_of_an_operators_replica_is_waited_for_and_not_replaced() {
 
 #[test]
 fn workers_of_an_operators_plan_are_kept_for_it() {
-    let mut rig = Rig::new(5, &["a", "b", "c", "d"]);
-    let both = |model: &str| ModelFileV1 { model: ModelId::new(model).unwrap(), digest: DIGEST };
+    let mut rig = Rig::new(&["a", "b", "c", "d"]);
+    let both = |model: &str| OfferedModelFile { model: ModelId::new(model).unwrap(), digest: DIGEST };
     rig.workers.iter_mut().for_each(|(_, capacity)| capacity.files.push(both("n")));
     rig.models.push(ModelId::new("n").unwrap());
     // It cannot be placed yet, and is kept free for.
@@ -135,7 +135,7 @@ fn workers_of_an_operators_plan_are_kept_for_it() {
 
 #[test]
 fn a_withdrawn_plan_leaves_the_model_to_the_leader() {
-    let mut rig = Rig::new(5, &["a", "b", "c", "d"]);
+    let mut rig = Rig::new(&["a", "b", "c", "d"]);
     rig.told("m", &[B_A]);
     assert_eq!(rig.settle(2), [["b", "a"]]);
     let lives = rig.lives();
@@ -151,7 +151,7 @@ fn a_withdrawn_plan_leaves_the_model_to_the_leader() {
 
 #[test]
 fn what_cannot_be_placed_as_planned_is_told_with_its_numbers() {
-    let mut rig = Rig::new(5, &["a", "b"]);
+    let mut rig = Rig::new(&["a", "b"]);
     rig.workers[1].1.memory = 1000;
     rig.told("m", &[A_B]);
     assert!(rig.why("m").contains("worker b needs") && rig.why("m").contains("has 1000"), "{}", rig.why("m"));
@@ -162,7 +162,7 @@ fn what_cannot_be_placed_as_planned_is_told_with_its_numbers() {
 
 #[test]
 fn no_cut_parts_layers_from_the_keys_that_they_read() {
-    let mut rig = Rig::new(5, &["a", "b"]);
+    let mut rig = Rig::new(&["a", "b"]);
     rig.costs = costs("gemma4/gemma4-f32.gguf");
     let layers = rig.costs.layers() as u32;
     let allowed = rig.costs.cuts().to_vec();
@@ -177,19 +177,19 @@ fn no_cut_parts_layers_from_the_keys_that_they_read() {
 
 #[test]
 fn who_has_no_file_gets_it_and_who_may_not_is_not_asked() {
-    let mut rig = Rig::new(5, &["a", "b", "c"]);
+    let mut rig = Rig::new(&["a", "b", "c"]);
     rig.workers.iter_mut().take(2).for_each(|(_, capacity)| capacity.files.clear());
     rig.told("m", &[A_B]);
     assert_eq!(rig.settle(2), [["a", "b"]], "c has what they need");
-    let mut rig = Rig::new(5, &["a", "b"]);
+    let mut rig = Rig::new(&["a", "b"]);
     rig.workers.iter_mut().for_each(|(_, capacity)| capacity.files.clear());
     rig.told("m", &[A_B]);
     assert!(rig.settle(2).is_empty());
     assert!(rig.why("m").contains("no worker of the pool has a file"), "{}", rig.why("m"));
     // The file that most of them have, not the first.
-    let mut rig = Rig::new(5, &["a", "b"]);
+    let mut rig = Rig::new(&["a", "b"]);
     rig.workers[1].1 = capacity(1 << 30, [2; 32]);
-    rig.workers[0].1.files.push(ModelFileV1 { model: ModelId::new("m").unwrap(), digest: [2; 32] });
+    rig.workers[0].1.files.push(OfferedModelFile { model: ModelId::new("m").unwrap(), digest: [2; 32] });
     rig.told("m", &[A_B]);
     assert_eq!(rig.settle(2).len(), 1);
     assert!(rig.table.replicas().values().all(|plan| plan.model_digest == [2; 32]));

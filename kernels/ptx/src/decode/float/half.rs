@@ -9,7 +9,6 @@ use crate::lanes::{V32, lanes};
 use crate::op::Op;
 use half::{bf16, f16};
 
-/// Modifiers.
 pub(super) struct Modes {
     pub(super) ftz: bool,
     pub(super) sat: bool,

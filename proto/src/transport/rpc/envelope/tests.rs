@@ -4,16 +4,16 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-fn trace() -> TraceV1 {
-    TraceV1 { trace: 0x0102_0304, span: 7, sampled: true }
+fn trace() -> RpcTrace {
+    RpcTrace { trace: 0x0102_0304, span: 7, sampled: true }
 }
 
 /// The bytes of every version; a line never changes, lines are only added.
 #[test]
 fn golden_bytes() {
     let requests = [
-        (RequestHead::CallV1 { id: 300, deadline_ms: 5000, trace: trace() }, "00fb2c01fb8813fc040302010701"),
-        (RequestHead::CancelV1 { id: 300, trace: trace() }, "01fb2c01fc040302010701"),
+        (RequestHead::Call { id: 300, deadline_ms: 5000, trace: trace() }, "00fb2c01fb8813fc040302010701"),
+        (RequestHead::Cancel { id: 300, trace: trace() }, "01fb2c01fc040302010701"),
     ];
     for (head, golden) in requests {
         let bytes = codec::encode(&head, Cap::Control).unwrap();
@@ -21,14 +21,14 @@ fn golden_bytes() {
         assert_eq!(codec::decode::<RequestHead>(&bytes, Cap::Control).unwrap(), head);
     }
     let failures = [
-        FailureV1::UnknownMethod,
-        FailureV1::Malformed,
-        FailureV1::Throttled,
-        FailureV1::TooLong,
-        FailureV1::Other,
+        RpcFailure::UnknownMethod,
+        RpcFailure::Malformed,
+        RpcFailure::Throttled,
+        RpcFailure::TooLong,
+        RpcFailure::Other,
     ];
-    let failed = failures.map(|failure| ResponseHead::FailedV1 { id: 1, failure, detail: "x".into() });
-    let responses = std::iter::once(ResponseHead::DoneV1 { id: 9 }).chain(failed);
+    let failed = failures.map(|failure| ResponseHead::Failed { id: 1, failure, detail: "x".into() });
+    let responses = std::iter::once(ResponseHead::Done { id: 9 }).chain(failed);
     let golden = ["0009", "0101000178", "0101010178", "0101020178", "0101030178", "0101040178"];
     for (head, golden) in responses.zip(golden) {
         let bytes = codec::encode(&head, Cap::Control).unwrap();
@@ -38,7 +38,7 @@ fn golden_bytes() {
 }
 
 fn call(deadline_ms: u64, body: &[u8]) -> Vec<u8> {
-    let head = RequestHead::CallV1 { id: 4, deadline_ms, trace: trace() };
+    let head = RequestHead::Call { id: 4, deadline_ms, trace: trace() };
     let mut frame = codec::encode(&head, Cap::Control).unwrap();
     frame.extend_from_slice(body);
     frame

@@ -1,0 +1,152 @@
+//! Who offers which operations, and how many sessions of them each worker has from here.
+//!
+//! A session is chosen a worker once, when it is opened; it waits for none, since what is heard does not wait. Calls to
+//! encode texts are placed like generations, among those that offer them.
+
+use super::{Load, WorkerPool, load_of};
+use crate::balancer::{OfferView, OperationAsk, SessionPlacement, SessionRefusal, SessionSlot};
+use crate::table::Member;
+use proto::ids::{Epoch, ModelId, NodeId};
+use proto::operation::{OfferedOperation, Operation};
+use std::collections::BTreeSet;
+use std::time::Instant;
+
+/// What a worker has said of operations when it joined, and what it has of them from here.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Offers {
+    said: Vec<OfferedOperation>,
+    /// Sessions from here, as [`SessionSlot::number`]s of `said`.
+    open: Vec<usize>,
+}
+
+impl Offers {
+    pub(super) fn new(said: Vec<OfferedOperation>) -> Self {
+        Self { said, open: Vec::new() }
+    }
+
+    pub(super) fn sessions(&self) -> usize {
+        self.open.len()
+    }
+
+    fn of(&self, offer: usize) -> usize {
+        self.open.iter().filter(|open| **open == offer).count()
+    }
+}
+
+/// Whether a worker offers an operation with a model that it serves. One that names no operations is of an earlier
+/// version, and offers what its models are for.
+pub(super) fn offers(member: &Member, load: &Load, operation: Operation, model: &ModelId) -> bool {
+    if load.offers.said.is_empty() {
+        let served = member.model(model);
+        return served.is_some_and(|served| Operation::of_task(served.task) == Some(operation));
+    }
+    load.offers.said.iter().any(|offer| offer.operation == operation && offer.model == *model)
+}
+
+impl WorkerPool {
+    /// A worker says what operations it offers.
+    pub(in crate::balancer) fn offer(&mut self, node: &NodeId, epoch: Epoch, offers: Vec<OfferedOperation>) {
+        if let Some(load) = self.load_of(node, epoch) {
+            load.offers = Offers::new(offers);
+        }
+    }
+
+    /// Chooses a worker for a session and books it there: of those that take work the one with the fewest sessions,
+    /// then with the least to decode.
+    pub(in crate::balancer) fn seat(
+        &mut self,
+        now: Instant,
+        ask: &OperationAsk<'_>,
+        random: u64,
+    ) -> Result<SessionPlacement, SessionRefusal> {
+        let wanted = |offer: &&OfferedOperation| {
+            offer.operation == ask.operation
+                && ask.model.is_none_or(|model| offer.model == *model)
+                && (ask.opens)(&offer.model)
+        };
+        let mut candidates = Vec::new();
+        let (mut offered, mut takes_work) = (false, false);
+        for (member, load) in self.known() {
+            let Some((at, offer)) = load.offers.said.iter().enumerate().find(|(_, offer)| wanted(offer))
+            else {
+                continue;
+            };
+            offered = true;
+            if !Self::takes_work(member, load) {
+                continue;
+            }
+            takes_work = true;
+            let register = &member.register;
+            if ask.avoid.iter().any(|(node, epoch)| *node == register.node && *epoch == register.epoch) {
+                continue;
+            }
+            let running = load.candidate(now, member.slot, 0).running;
+            let key = (!self.is_lively(now, load), load.offers.sessions(), running);
+            candidates.push((key, member, load, at, offer));
+        }
+        let Some(least) = candidates.iter().map(|(key, ..)| *key).min() else {
+            return Err(match (offered, takes_work) {
+                (true, true) => SessionRefusal::Declined,
+                (true, false) => SessionRefusal::Away,
+                (false, _) => self.unoffered(ask),
+            });
+        };
+        candidates.retain(|(key, ..)| *key == least);
+        let (_, member, load, number, offer) = &candidates[(random % candidates.len() as u64) as usize];
+        let seat = SessionSlot { slot: member.slot, join: load.join, number: *number };
+        let seated = SessionPlacement {
+            node: member.register.node.clone(),
+            epoch: member.register.epoch,
+            model: offer.model.clone(),
+            seat,
+        };
+        if let Some(load) = self.loads[seat.slot.index()].as_mut() {
+            load.offers.open.push(seat.number);
+        }
+        Ok(seated)
+    }
+
+    pub(in crate::balancer) fn unseat(&mut self, seat: SessionSlot) {
+        let Some(load) = load_of(&mut self.loads, seat.slot, seat.join) else { return };
+        let open = &mut load.offers.open;
+        if let Some(at) = open.iter().position(|number| *number == seat.number) {
+            open.swap_remove(at);
+        }
+    }
+
+    /// What workers offer that are members, by operation and model; without what `opens` says is not for who asks.
+    pub(in crate::balancer) fn offered(&self) -> BTreeSet<(Operation, ModelId)> {
+        let said = self.known().flat_map(|(_, load)| &load.offers.said);
+        said.map(|offer| (offer.operation, offer.model.clone())).collect()
+    }
+
+    pub(super) fn offer_views(member: &Member, load: &Load) -> Vec<OfferView> {
+        if load.offers.said.is_empty() {
+            let of_task = member.register.models.iter().filter_map(|model| {
+                let operation = Operation::of_task(model.task)?;
+                Some(OfferView { operation, model: model.id.clone(), backend: String::new(), sessions: 0 })
+            });
+            return of_task.collect();
+        }
+        let said = load.offers.said.iter().enumerate();
+        said.map(|(at, offer)| OfferView {
+            operation: offer.operation,
+            model: offer.model.clone(),
+            backend: offer.backend.clone(),
+            sessions: load.offers.of(at),
+        })
+        .collect()
+    }
+
+    /// Nobody offers it as it is asked for: is it the model?
+    fn unoffered(&self, ask: &OperationAsk<'_>) -> SessionRefusal {
+        let offered = self.offered().into_iter();
+        let of = offered.filter(|(operation, model)| *operation == ask.operation && (ask.opens)(model));
+        let models: Vec<ModelId> = of.map(|(_, model)| model).collect();
+        if models.is_empty() { SessionRefusal::Operation } else { SessionRefusal::Model { models } }
+    }
+
+    fn known(&self) -> impl Iterator<Item = (&Member, &Load)> {
+        self.table.members().filter_map(|m| Some((m, self.loads[m.slot.index()].as_ref()?)))
+    }
+}

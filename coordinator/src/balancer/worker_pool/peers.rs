@@ -1,0 +1,87 @@
+//! What coordinators tell each other of the prefixes of a worker. A transfer belongs to one membership: when the
+//! worker leaves, or joins anew, it is over.
+
+use super::{Action, WorkerPool};
+use crate::prefix_index::peer::{Export, Import, PeerError};
+use crate::slot::Slot;
+use proto::codec::CodecError;
+use proto::ids::{Epoch, NodeId};
+
+/// What is being told of a worker.
+#[derive(Debug)]
+pub struct PeerExport {
+    follows: Membership,
+    export: Export,
+}
+
+/// What is being heard of a worker.
+#[derive(Debug)]
+pub struct PeerImport {
+    follows: Membership,
+    node: NodeId,
+    epoch: Epoch,
+    import: Import,
+}
+
+impl PeerImport {
+    /// Whether only a part of what the worker holds is there; see [`Import::begun`].
+    pub fn begun(&self) -> bool {
+        self.import.begun()
+    }
+}
+
+/// One worker's place from its joining to its leaving.
+#[derive(Debug, Clone, Copy)]
+struct Membership {
+    slot: Slot,
+    join: u64,
+}
+
+impl WorkerPool {
+    pub(in crate::balancer) fn export(&self, node: &NodeId, epoch: Epoch, after: u64) -> Option<PeerExport> {
+        let follows = self.membership(node, epoch)?;
+        let export = Export::new(&self.index, follows.slot, node.clone(), after)?;
+        Some(PeerExport { follows, export })
+    }
+
+    pub(in crate::balancer) fn exported(
+        &self,
+        export: &mut PeerExport,
+    ) -> Result<Option<Vec<u8>>, CodecError> {
+        if !self.goes_on(export.follows) {
+            return Ok(None);
+        }
+        export.export.next(&self.index)
+    }
+
+    /// And the last of its events that is known here.
+    pub(in crate::balancer) fn import(&self, node: &NodeId, epoch: Epoch) -> Option<(PeerImport, u64)> {
+        let follows = self.membership(node, epoch)?;
+        let after = self.index.stream(follows.slot)?.applied;
+        let import = Import::new(follows.slot, node.clone(), epoch);
+        Some((PeerImport { follows, node: node.clone(), epoch, import }, after))
+    }
+
+    pub(in crate::balancer) fn imported(
+        &mut self,
+        import: &mut PeerImport,
+        frame: &[u8],
+    ) -> Result<Option<Action>, PeerError> {
+        if !self.goes_on(import.follows) {
+            return Err(PeerError::Left(import.node.clone()));
+        }
+        let need = import.import.take(&mut self.index, frame)?;
+        let fetch = |need| Action::Fetch { node: import.node.clone(), epoch: import.epoch, need };
+        Ok(need.map(fetch))
+    }
+
+    fn membership(&self, node: &NodeId, epoch: Epoch) -> Option<Membership> {
+        let member = self.table.member(node).filter(|member| member.register.epoch == epoch)?;
+        let join = self.loads[member.slot.index()].as_ref()?.join;
+        Some(Membership { slot: member.slot, join })
+    }
+
+    fn goes_on(&self, Membership { slot, join }: Membership) -> bool {
+        self.loads[slot.index()].as_ref().is_some_and(|load| load.join == join)
+    }
+}

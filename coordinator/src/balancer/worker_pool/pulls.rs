@@ -1,0 +1,301 @@
+//! What the floor knows of pulls: which part of requests each worker is for, where and at what price its prefixes can
+//! be pulled, and the prompts that are computed by one worker for another.
+
+use super::load::Queued;
+use super::{Load, QueuedRequest, WorkerPool, load_of};
+use crate::balancer::{Prefilling, Ticket};
+use crate::prefix_index::{Overlap, ReservationId};
+use crate::routing::transfer::{self, Holder, Pull, PullPrice, is_worth_asking};
+use crate::routing::{Candidate, Outlook, Routing, RoutingDecision, predicted_tokens};
+use crate::slot::Slot;
+use crate::table::Member;
+use proto::block::HASH_UNIT_TOKENS;
+use proto::ids::{Epoch, ModelId, NodeId};
+use proto::message::{PullCost, PullReport, WorkPart, WorkerState};
+use proto::pull::{PullSource, SENDS_AT_ONCE};
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// What a worker has said of pulls when it joined, and since.
+#[derive(Debug, Clone, Default)]
+pub(super) struct PullTerms {
+    part: WorkPart,
+    costs: Vec<PullCost>,
+    /// Where other workers reach it.
+    quic: String,
+    /// What it has pulled and sent.
+    report: PullReport,
+}
+
+/// What a worker is to send to others, by when it should be sent. What it says of that comes too late to choose by.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Sends(VecDeque<Instant>);
+
+impl Sends {
+    pub(super) fn len(&self, now: Instant) -> usize {
+        self.0.iter().filter(|until| **until > now).count()
+    }
+
+    /// Seconds until all is sent.
+    pub(super) fn seconds(&self, now: Instant) -> f64 {
+        self.0.back().map_or(0.0, |until| until.saturating_duration_since(now).as_secs_f64())
+    }
+
+    /// One more, which comes behind the others.
+    pub(super) fn add(&mut self, now: Instant, pull: &Pull) {
+        self.0.retain(|until| *until > now);
+        let until =
+            Duration::try_from_secs_f64(pull.seconds).ok().and_then(|seconds| now.checked_add(seconds));
+        self.0.extend(until);
+    }
+}
+
+/// A prompt that another worker computes for the one that has the flight.
+#[derive(Debug)]
+pub(super) struct PrefillStage {
+    ticket: Ticket,
+    slot: Slot,
+    join: u64,
+    pub(super) reservation: ReservationId,
+    /// Not computed yet, as far as is known.
+    waits: bool,
+}
+
+/// How a chosen worker gets what it does not compute.
+#[derive(Debug, Default)]
+pub(super) struct Supply {
+    /// What its cache will serve.
+    pub(super) predicted: u32,
+    pub(super) pull: Option<PullSource>,
+    /// Who sends what is pulled, if that is held already.
+    pub(super) sends: Option<Pull>,
+    /// Who computes it first, and what that is there.
+    pub(super) prefill: Option<(Slot, u32, Prefilling)>,
+}
+
+impl WorkerPool {
+    /// A worker says what part of requests it is for and what pulls from it cost.
+    pub(in crate::balancer) fn introduce(
+        &mut self,
+        node: &NodeId,
+        epoch: Epoch,
+        (part, costs, quic): (WorkPart, Vec<PullCost>, String),
+    ) {
+        if let Some(load) = self.load_of(node, epoch) {
+            load.pulls = PullTerms { part, costs, quic, report: PullReport::default() };
+        }
+    }
+
+    /// A worker tells what it has pulled and sent.
+    pub(in crate::balancer) fn pulled(&mut self, node: &NodeId, epoch: Epoch, report: PullReport) {
+        if let Some(load) = self.load_of(node, epoch) {
+            load.pulls.report = report;
+        }
+    }
+
+    pub(super) fn load_of(&mut self, node: &NodeId, epoch: Epoch) -> Option<&mut Load> {
+        let member = self.table.member(node).filter(|m| m.register.epoch == epoch)?;
+        self.loads[member.slot.index()].as_mut()
+    }
+
+    /// Which of these workers a generation may go to: those that compute prompts for others get none while another
+    /// is there.
+    pub(super) fn generates(wanted: &[(&Member, &Load)]) -> impl Fn(&Load) -> bool + use<> {
+        let others = wanted.iter().any(|(_, load)| load.pulls.part != WorkPart::Prefill);
+        move |load| !others || load.pulls.part != WorkPart::Prefill
+    }
+
+    /// Adds to each candidate the pull that pays, if one does.
+    pub(super) fn offer_pulls(
+        &self,
+        now: Instant,
+        waiter: &QueuedRequest,
+        lively: &[(&Member, &Load)],
+        overlap: &Overlap,
+        candidates: &mut [Candidate],
+    ) {
+        // The other ways of routing are there to compare with one that knows who holds what.
+        if self.policy.routing != Routing::Prefix {
+            return;
+        }
+        // Nobody holds more than is held or expected of it.
+        let most = self.table.members().map(|member| overlap.units(member.slot)).max();
+        if candidates.iter().all(|c| Some(c.units) == most) {
+            return;
+        }
+        let (chain, model) = (&waiter.ask.chain, &waiter.ask.model);
+        let held = self.index.lookup_held(chain);
+        let outlook = Outlook::new(candidates);
+        let may_wait = waiter.may_wait(now);
+        let mut lenders: Vec<(&Member, Holder)> = Vec::new();
+        for (member, load) in self.lenders(now, model) {
+            let (units, expected) = (held.units(member.slot), overlap.units(member.slot));
+            let holder = Holder {
+                slot: member.slot,
+                units,
+                layer: load.step_seconds() / layers(model, member),
+                backlog: load.sends.seconds(now),
+                ready: None,
+            };
+            lenders.push((member, holder));
+            let brings =
+                (may_wait && expected > units).then(|| load.brings(now, chain, (units, expected))).flatten();
+            lenders.extend(brings.map(|(pending_tokens, from)| {
+                let until = Candidate { pending_tokens, ..load.candidate(now, member.slot, expected) };
+                let ready = Some(outlook.queue(&until).max(from));
+                (member, Holder { units: expected, ready, ..holder })
+            }));
+        }
+        // A worker for decoding is sent what one for prefill computes, without waiting for it here.
+        let prefills = lively.iter().any(|(_, load)| load.pulls.part == WorkPart::Prefill);
+        for candidate in candidates {
+            let at = |(member, _): &&(&Member, &Load)| member.slot == candidate.slot;
+            let Some((member, load)) = lively.iter().find(at) else { continue };
+            let Some(price) = load.pulls.price(model) else { continue };
+            let waits = !(prefills && load.pulls.part == WorkPart::Decode);
+            let holders = lenders
+                .iter()
+                .filter(|(other, holder)| {
+                    (waits || holder.ready.is_none()) && same_class(model, member, other)
+                })
+                .map(|(_, holder)| *holder);
+            candidate.pull = transfer::best(waiter.ask.prompt_tokens, candidate, &outlook, &price, holders);
+        }
+    }
+
+    /// Workers that can be pulled from, which may drain, and do not send to as many already as they may.
+    fn lenders(&self, now: Instant, model: &ModelId) -> impl Iterator<Item = (&Member, &Load)> {
+        let serves = |load: &Load| {
+            let state = load.report.as_ref().map(|report| report.state);
+            matches!(state, Some(WorkerState::Ready | WorkerState::Draining))
+        };
+        self.table
+            .members()
+            .filter_map(|member| Some((member, self.loads[member.slot.index()].as_ref()?)))
+            .filter(move |(_, load)| serves(load) && self.is_lively(now, load))
+            .filter(move |(_, load)| load.pulls.price(model).is_some() && load.sends.len(now) < SENDS_AT_ONCE)
+    }
+
+    /// How the chosen worker gets the prompt: what it holds, what it pulls, what another computes for it first.
+    pub(super) fn supply(
+        &self,
+        now: Instant,
+        waiter: &QueuedRequest,
+        choice: &RoutingDecision,
+        lively: &[(&Member, &Load)],
+        candidates: &[Candidate],
+    ) -> Supply {
+        let at = |slot: Slot| lively.iter().find(|(member, _)| member.slot == slot);
+        let sends = candidates.iter().find(|c| c.slot == choice.slot).and_then(|c| c.pull);
+        let pull = sends.and_then(|pull| {
+            let (member, load) = (self.table.in_slot(pull.from)?, self.loads[pull.from.index()].as_ref()?);
+            let tokens = predicted_tokens(waiter.ask.prompt_tokens, pull.units);
+            Some(load.pulls.source(&member.register.node, tokens))
+        });
+        let supply = Supply { predicted: choice.predicted, pull, sends, prefill: None };
+        self.prefilled(now, waiter, choice, lively, at(choice.slot)).unwrap_or(supply)
+    }
+
+    /// A worker for decoding has a long prompt computed by one for that, while there is one.
+    fn prefilled(
+        &self,
+        now: Instant,
+        waiter: &QueuedRequest,
+        choice: &RoutingDecision,
+        lively: &[(&Member, &Load)],
+        chosen: Option<&(&Member, &Load)>,
+    ) -> Option<Supply> {
+        let (decodes, load) = chosen.filter(|(_, load)| load.pulls.part == WorkPart::Decode)?;
+        let ask = &waiter.ask;
+        load.pulls.price(&ask.model)?;
+        let predicted = predicted_tokens(ask.prompt_tokens, ask.prompt_tokens / HASH_UNIT_TOKENS as u32);
+        // What it is only expected to hold may be what another request has had computed ahead and has not pulled yet.
+        let held = self.index.lookup_held(&ask.chain).units(choice.slot);
+        let have = predicted_tokens(ask.prompt_tokens, held);
+        let long = ask.prompt_tokens - have > self.policy.decode_prefill_tokens;
+        if !long || !is_worth_asking(have, predicted) {
+            return None;
+        }
+        let overlap = self.index.lookup(&ask.chain);
+        let free = |load: &Load| load.inflight() < self.policy.max_inflight;
+        let computes = lively
+            .iter()
+            .filter(|(member, load)| {
+                let prefills = load.pulls.part == WorkPart::Prefill && load.pulls.price(&ask.model).is_some();
+                prefills && free(load) && same_class(&ask.model, decodes, member)
+            })
+            .map(|(member, load)| {
+                let held = predicted_tokens(ask.prompt_tokens, overlap.units(member.slot));
+                let waits = load.pending(now) + u64::from(ask.prompt_tokens - held);
+                (waits, ask.prompt_tokens - held, member, load)
+            })
+            .min_by_key(|(waits, ..)| *waits);
+        let (_, uncached, member, load) = computes?;
+        let node = member.register.node.clone();
+        let pull = Some(load.pulls.source(&node, predicted));
+        let stage = Prefilling { node, epoch: member.register.epoch };
+        Some(Supply { predicted, pull, sends: None, prefill: Some((member.slot, uncached, stage)) })
+    }
+
+    /// Books a prompt at the worker that computes it for another.
+    pub(super) fn book_stage(
+        &mut self,
+        now: Instant,
+        waiter: &QueuedRequest,
+        slot: Slot,
+        uncached: u32,
+    ) -> Option<PrefillStage> {
+        let load = self.loads[slot.index()].as_mut()?;
+        let ticket = waiter.ticket;
+        let chain = Arc::clone(&waiter.ask.chain);
+        let (prompt, uncached) = (u64::from(waiter.ask.prompt_tokens), u64::from(uncached));
+        load.give(now, Queued { ticket, chain: Arc::clone(&chain), prompt, uncached, from: now });
+        let join = load.join;
+        let reservation = self.index.reserve(slot, chain);
+        Some(PrefillStage { ticket, slot, join, reservation, waits: true })
+    }
+}
+
+impl PrefillStage {
+    /// The prompt has been computed, or nobody waits for it any more.
+    pub(super) fn is_over(&mut self, now: Instant, loads: &mut [Option<Load>]) {
+        if !std::mem::replace(&mut self.waits, false) {
+            return;
+        }
+        if let Some(load) = load_of(loads, self.slot, self.join) {
+            load.ended(now, self.ticket, false);
+        }
+    }
+}
+
+impl PullTerms {
+    pub(super) fn part(&self) -> WorkPart {
+        self.part
+    }
+
+    pub(super) fn report(&self) -> PullReport {
+        self.report
+    }
+
+    fn price(&self, model: &ModelId) -> Option<PullPrice<'_>> {
+        let cost = self.costs.iter().find(|cost| cost.model == *model)?;
+        Some(PullPrice { cost, rate: self.report.rate })
+    }
+
+    fn source(&self, node: &NodeId, tokens: u32) -> PullSource {
+        PullSource { node: node.clone(), quic: self.quic.clone(), tokens }
+    }
+}
+
+/// How many layers it computes.
+fn layers(model: &ModelId, member: &Member) -> f64 {
+    let (from, to) = member.model(model).map_or((0, 1), |model| model.layers);
+    f64::from(to.saturating_sub(from).max(1))
+}
+
+/// Whether what one computes is to the bit what the other does.
+fn same_class(model: &ModelId, one: &Member, other: &Member) -> bool {
+    let served = one.model(model).zip(other.model(model));
+    served.is_some_and(|(one, other)| one.numeric_class == other.numeric_class)
+}

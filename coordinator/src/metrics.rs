@@ -1,0 +1,512 @@
+//! What the coordinator counts. Request metrics carry vLLM's names, so that boards made for it work; what
+//! vLLM has no name for is `kvasir_*`. Engine metrics are the workers' own (see [`crate::ops`]).
+
+mod by_model;
+mod families;
+pub mod history;
+mod operations;
+mod ports;
+
+use crate::balancer::{AttemptError, QueueView, WorkerView};
+use crate::chain_memo::ChainMemo;
+use crate::consensus::telemetry::RaftMetrics;
+use crate::models::Models;
+use crate::prefix_index::IndexSize;
+use crate::routing::Reason;
+use by_model::ByModel;
+use families::{CachedMetrics, Histograms, One, STAGE, Two, one, registered};
+use history::History;
+use model::recent::RecentUse;
+use operations::Operations;
+use ports::{Port, Ports};
+use prometheus_client::encoding::text::encode;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::Registry;
+use proto::ids::ModelId;
+use proto::message::{FinishReason, WorkerState};
+use proto::trace::{self, TraceId};
+use proto::transport::Identity;
+use std::borrow::Cow;
+use std::sync::atomic::AtomicU64;
+use std::time::{Duration, Instant, SystemTime};
+
+/// Everything counted. Recording is cheap and never fails.
+#[derive(Debug)]
+pub struct Metrics {
+    registry: Registry,
+    by_model: ByModel,
+    operations: Operations,
+    ports: Ports,
+    http: Family<Two, Counter>,
+    routes: Family<One, Counter>,
+    retries: Family<One, Counter>,
+    stage: Histograms,
+    cached_predicted: Counter,
+    cached_actual: Counter,
+    prediction_error: Family<One, Counter>,
+    limited: Family<One, Counter>,
+    changes: Family<Two, Counter>,
+    index_imports: Family<One, Counter>,
+    index_exports: Counter,
+    index_export_bytes: Counter,
+    state: StateGauges,
+    known: KnownNumbers,
+    history: History,
+    /// When both clocks were read first.
+    began: (SystemTime, Instant),
+}
+
+/// Those of the families above that every request counts in.
+#[derive(Debug, Default)]
+struct KnownNumbers {
+    http: CachedMetrics<(&'static str, u16), Counter>,
+    routes: CachedMetrics<Reason, Counter>,
+    stage: CachedMetrics<&'static str, Histogram>,
+    prediction_error: CachedMetrics<&'static str, Counter>,
+}
+
+/// What is read off others at each scrape.
+#[derive(Debug)]
+struct StateGauges {
+    index_blocks: Gauge,
+    index_bytes: Gauge,
+    index_max_bytes: Gauge,
+    index_refused: Gauge,
+    reservations: Gauge,
+    queue_requests: Gauge,
+    queue_tokens: Gauge,
+    inflight: Gauge,
+    api_keys: Gauge,
+    clock_moved: Gauge<f64, AtomicU64>,
+    workers: Family<One, Gauge>,
+    stream_gaps: Family<One, Gauge>,
+    stream_behind: Family<One, Gauge>,
+    worker_silent_ms: Family<One, Gauge>,
+    tokenise_seconds: Family<One, Counter<f64, AtomicU64>>,
+    tokenised_bytes: Family<One, Counter>,
+    memo_hits: Family<One, Counter>,
+    memo_misses: Family<One, Counter>,
+    memo_bytes: Family<One, Gauge>,
+    trace_spans: Family<One, Counter>,
+    log_dropped: Counter,
+    settings_differ: Gauge,
+    certificate_days: Family<One, Gauge<f64, AtomicU64>>,
+    certificate_life: Family<One, Gauge<f64, AtomicU64>>,
+}
+
+/// What came of a question to another coordinator for a worker's prefixes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Imported {
+    Whole,
+    /// It knows no more than is known here.
+    Nothing,
+    /// It did not answer, or with what is of no use.
+    Failed,
+}
+
+/// Gauges that the dispatcher gives for a scrape.
+#[derive(Debug)]
+pub struct Load {
+    pub index: IndexSize,
+    pub queue: QueueView,
+    /// Requests that workers have.
+    pub inflight: usize,
+    pub workers: Vec<WorkerView>,
+}
+
+/// A finished generation, for the request metrics.
+#[derive(Debug, Clone, Copy)]
+pub struct Served {
+    /// Time from arrival to the first token.
+    pub to_first: Duration,
+    pub queued: Duration,
+    /// Time from arrival to the last token.
+    pub total: Duration,
+    /// Prompt tokens.
+    pub prompt: u64,
+    /// Tokens generated.
+    pub generated: u64,
+    pub reason: FinishReason,
+    /// The trace of its request, if it is recorded.
+    pub trace: Option<TraceId>,
+}
+
+impl Metrics {
+    /// All at zero; with those of the group, if this coordinator is in one.
+    pub fn new(group: Option<&RaftMetrics>) -> Self {
+        let mut registry = Registry::default();
+        if let Some(group) = group {
+            group.register(&mut registry);
+        }
+        let build = Family::<[(&str, &str); 1], Gauge>::default();
+        build.get_or_create(&[("version", env!("CARGO_PKG_VERSION"))]).set(1);
+        registry.register("kvasir_build_info", "1 for the version that runs", build);
+        let r = &mut registry;
+        Self {
+            by_model: ByModel::register(r),
+            operations: Operations::register(r),
+            ports: Ports::register(r),
+            http: registered(r, "kvasir_http_requests", "HTTP requests answered"),
+            routes: registered(r, "kvasir_route_decisions", "Workers chosen, by reason"),
+            retries: registered(r, "kvasir_retries", "Attempts that failed and were made again"),
+            stage: STAGE.histograms(
+                r,
+                "kvasir_stage_seconds",
+                "Time of a request's stages in the coordinator",
+            ),
+            cached_predicted: registered(
+                r,
+                "kvasir_cached_tokens_predicted",
+                "Prompt tokens that the router expected to be cached",
+            ),
+            cached_actual: registered(
+                r,
+                "kvasir_cached_tokens_actual",
+                "Prompt tokens that the chosen workers had cached",
+            ),
+            prediction_error: registered(
+                r,
+                "kvasir_cached_tokens_mispredicted",
+                "Tokens by which predictions of cached tokens were over or under; 0 when all is well, but for those that \
+                 were to be pulled and were not",
+            ),
+            limited: registered(
+                r,
+                "kvasir_rate_limited",
+                "Requests refused because a limit of their key or its tenant was reached",
+            ),
+            changes: registered(
+                r,
+                "kvasir_admin_changes",
+                "What operators wanted changed, by what came of it",
+            ),
+            index_imports: registered(
+                r,
+                "kvasir_index_imports",
+                "Questions to other coordinators for a worker's prefixes, by what came of them",
+            ),
+            index_exports: registered(
+                r,
+                "kvasir_index_exports",
+                "Workers whose prefixes another coordinator was told",
+            ),
+            index_export_bytes: registered(r, "kvasir_index_export_bytes", "Bytes that these took"),
+            state: StateGauges::register(r),
+            known: KnownNumbers::default(),
+            history: History::default(),
+            began: (SystemTime::now(), Instant::now()),
+            registry,
+        }
+    }
+
+    /// A request to encode texts has been served. Times: in the queue, and from arrival to the end.
+    pub fn encoded(&self, model: &ModelId, times: (Duration, Duration), tokens: u64, trace: Option<TraceId>) {
+        self.by_model.encoded(model, times, tokens, trace);
+    }
+
+    /// Of sessions and calls of operations.
+    pub fn operations(&self) -> &Operations {
+        &self.operations
+    }
+
+    pub fn history(&self) -> &History {
+        &self.history
+    }
+
+    pub fn served(&self, model: &ModelId, served: Served) {
+        self.history.served(&served);
+        self.by_model.served(model, &served);
+    }
+
+    /// Some time has passed between two batches of tokens of one generation.
+    pub fn tokens_after(&self, model: &ModelId, gap: Duration, tokens: usize) {
+        let each = gap.div_f64(tokens.max(1) as f64);
+        self.history.tokens(each, tokens);
+        self.by_model.tokens(model, each.as_secs_f64(), tokens);
+    }
+
+    /// An HTTP request was answered; `path` is a route, not what the client wrote.
+    /// A stream is answered when it has ended, with the status of what ended it; who has gone away before the end has 499.
+    /// `shed`: see [`crate::api::error::ApiError::is_shed`].
+    pub fn answered(&self, path: &'static str, status: u16, shed: bool) {
+        self.history.answered(status, shed);
+        let look_up = || {
+            let labels = [("path", Cow::Borrowed(path)), ("status", Cow::Owned(status.to_string()))];
+            self.http.get_or_create_owned(&labels)
+        };
+        self.known.http.of((path, status), look_up).inc();
+    }
+
+    /// Of the HTTP connections of a port, of which there may be so many.
+    pub fn port(&self, name: &'static str, limit: usize) -> Port {
+        self.ports.port(name, limit)
+    }
+
+    pub fn routed(&self, reason: Reason) {
+        let look_up = || self.routes.get_or_create_owned(&one("reason", reason.as_str()));
+        self.known.routes.of(reason, look_up).inc();
+    }
+
+    /// An attempt failed and will be made again.
+    pub fn retried(&self, setback: AttemptError) {
+        let cause = match setback {
+            AttemptError::Lost => "lost",
+            AttemptError::Declined | AttemptError::Draining => "declined",
+        };
+        self.retries.get_or_create(&one("cause", cause)).inc();
+    }
+
+    /// A stage of a request took this long here.
+    pub fn stage(&self, stage: &'static str, took: Duration) {
+        let look_up = || self.stage.get_or_create_owned(&one("stage", stage));
+        self.known.stage.of(stage, look_up).observe(took.as_secs_f64());
+    }
+
+    /// What the router believed of a worker's cache, and what was true. `pulls`: the worker was to pull some of it, and may
+    /// have got less.
+    pub fn cached(&self, predicted: u32, actual: u32, pulls: bool) {
+        self.history.cached(predicted, actual);
+        self.cached_predicted.inc_by(predicted.into());
+        self.cached_actual.inc_by(actual.into());
+        let (direction, error) = match predicted > actual {
+            true if pulls => ("unpulled", predicted - actual),
+            true => ("over", predicted - actual),
+            false => ("under", actual - predicted),
+        };
+        let look_up = || self.prediction_error.get_or_create_owned(&one("direction", direction));
+        self.known.prediction_error.of(direction, look_up).inc_by(error.into());
+    }
+
+    /// A request was refused because its key or its tenant has reached this limit.
+    pub fn limited(&self, limit: &'static str) {
+        self.limited.get_or_create(&one("limit", limit)).inc();
+    }
+
+    /// An operator wanted something changed.
+    pub fn changed(&self, what: &'static str, outcome: &'static str) {
+        let labels = [("change", Cow::Borrowed(what)), ("outcome", Cow::Borrowed(outcome))];
+        self.changes.get_or_create(&labels).inc();
+    }
+
+    /// Another coordinator was asked for a worker's prefixes.
+    pub fn index_imported(&self, imported: Imported) {
+        let outcome = match imported {
+            Imported::Whole => "whole",
+            Imported::Nothing => "nothing",
+            Imported::Failed => "failed",
+        };
+        self.index_imports.get_or_create(&one("outcome", outcome)).inc();
+    }
+
+    /// Another coordinator was told a worker's prefixes in so many bytes.
+    pub fn index_exported(&self, bytes: u64) {
+        self.index_exports.inc();
+        self.index_export_bytes.inc_by(bytes);
+    }
+
+    /// Everything in the OpenMetrics text format, without its end mark.
+    pub fn text(&self, load: &Load, models: &Models, chains: &ChainMemo, keys: usize) -> String {
+        self.state.update(load);
+        self.operations.update(&load.workers);
+        self.state.api_keys.set(i64::try_from(keys).unwrap_or(i64::MAX));
+        self.state.update_texts(models, chains.usage());
+        self.state.update_traces(trace::counts());
+        self.state.clock_moved.set(self.clock_moved());
+        let mut text = String::new();
+        // A String takes all that is written.
+        if encode(&mut text, &self.registry).is_err() {
+            tracing::error!("metrics could not be encoded");
+        }
+        text.truncate(text.trim_end().trim_end_matches("# EOF").len());
+        text
+    }
+}
+
+impl Metrics {
+    /// Brings up to date what is the process' own: its log and its certificates.
+    pub fn note_node(&self, identity: &Identity) {
+        let dropped = &self.state.log_dropped;
+        dropped.inc_by(proto::log::dropped().saturating_sub(dropped.get()));
+        let now = SystemTime::now();
+        // What cannot be read was refused when it was loaded.
+        let Ok(validities) = identity.validities() else { return };
+        for (certificate, validity) in validities.named() {
+            let label = one("certificate", certificate);
+            self.state.certificate_days.get_or_create(&label).set(validity.days_left(now));
+            self.state.certificate_life.get_or_create(&label).set(validity.life_left(now));
+        }
+    }
+
+    /// So many settings are not the same at all coordinators.
+    pub fn note_differences(&self, settings: usize) {
+        self.state.settings_differ.set(i64::try_from(settings).unwrap_or(i64::MAX));
+    }
+
+    /// Seconds by which the wall clock has gone further than the one that only goes forward.
+    fn clock_moved(&self) -> f64 {
+        let (wall, since) = self.began;
+        let passed = match SystemTime::now().duration_since(wall) {
+            Ok(forward) => forward.as_secs_f64(),
+            Err(back) => -back.duration().as_secs_f64(),
+        };
+        passed - since.elapsed().as_secs_f64()
+    }
+}
+
+impl StateGauges {
+    fn register(r: &mut Registry) -> Self {
+        Self {
+            index_blocks: registered(r, "kvasir_index_blocks", "Distinct hash units in the prefix index"),
+            index_bytes: registered(r, "kvasir_index_bytes", "Memory of the prefix index"),
+            index_max_bytes: registered(r, "kvasir_index_max_bytes", "Memory that it may take"),
+            index_refused: registered(
+                r,
+                "kvasir_index_refused_blocks",
+                "Units not recorded for lack of budget",
+            ),
+            reservations: registered(
+                r,
+                "kvasir_reservations",
+                "Requests whose prefixes are credited ahead of events",
+            ),
+            queue_requests: registered(r, "kvasir_queue_requests", "Generations that wait for a worker"),
+            queue_tokens: registered(r, "kvasir_queue_tokens", "Prompt tokens that wait for a worker"),
+            inflight: registered(r, "kvasir_inflight_requests", "Generations that workers have"),
+            api_keys: registered(r, "kvasir_api_keys", "API keys that are known"),
+            clock_moved: registered(
+                r,
+                "kvasir_clock_moved_seconds",
+                "By how much the wall clock was set forward since the start, or back if negative",
+            ),
+            workers: registered(r, "kvasir_workers", "Workers, by state"),
+            stream_gaps: registered(r, "kvasir_event_stream_gaps", "Gaps seen in a worker's event stream"),
+            stream_behind: registered(
+                r,
+                "kvasir_event_stream_behind",
+                "1 while events of a worker are missing",
+            ),
+            worker_silent_ms: registered(
+                r,
+                "kvasir_worker_silent_milliseconds",
+                "Time since a worker's last report",
+            ),
+            memo_bytes: registered(r, "kvasir_memo_bytes", "Memory of what is remembered of texts"),
+            trace_spans: registered(r, "kvasir_trace_spans", "Spans of requests, by what became of them"),
+            tokenised_bytes: registered(r, "kvasir_tokenised_bytes", "Bytes of texts that became tokens"),
+            log_dropped: registered(
+                r,
+                "kvasir_log_lines_dropped",
+                "Lines of the log that were dropped, because its reader was too slow or gone",
+            ),
+            settings_differ: registered(
+                r,
+                "kvasir_settings_differ",
+                "Settings that are not the same at all coordinators",
+            ),
+            certificate_days: registered(
+                r,
+                "kvasir_certificate_days_left",
+                "Days until the node's certificate ends, and its authority's; below 0 it has ended",
+            ),
+            certificate_life: registered(
+                r,
+                "kvasir_certificate_life_left",
+                "The share of these certificates' lives that is left",
+            ),
+            memo_hits: registered(
+                r,
+                "kvasir_memo_hits",
+                "Pieces of text and of prompts that were remembered",
+            ),
+            memo_misses: registered(r, "kvasir_memo_misses", "Pieces of text and of prompts that were not"),
+            tokenise_seconds: registered(
+                r,
+                "kvasir_tokenise_seconds",
+                "Time spent on making tokens of texts",
+            ),
+        }
+    }
+
+    fn update_traces(&self, counts: trace::SpanCounts) {
+        for (outcome, total) in counts.by_outcome() {
+            let counter = self.trace_spans.get_or_create(&one("outcome", outcome));
+            counter.inc_by(total.saturating_sub(counter.get()));
+        }
+    }
+
+    /// What the texts of requests cost, and what remembering them has saved.
+    fn update_texts(&self, models: &Models, chains: RecentUse) {
+        // Totals that others count: what has come since the last scrape is added.
+        let follow = |counter: &Counter, total: u64| {
+            counter.inc_by(total.saturating_sub(counter.get()));
+        };
+        let mut tokens = RecentUse::default();
+        for model in models.iter() {
+            let label = one("model_name", model.id.as_str().to_owned());
+            let (took, bytes) = model.tokenised();
+            follow(&self.tokenised_bytes.get_or_create(&label), bytes);
+            let seconds = self.tokenise_seconds.get_or_create(&label);
+            seconds.inc_by((took.as_secs_f64() - seconds.get()).max(0.0));
+            let used = model.tokenizer.memo_usage().unwrap_or_default();
+            tokens.hits += used.hits;
+            tokens.misses += used.misses;
+            tokens.bytes += used.bytes;
+        }
+        for (memo, used) in [("tokens", tokens), ("blocks", chains)] {
+            let label = one("memo", memo);
+            follow(&self.memo_hits.get_or_create(&label), used.hits);
+            follow(&self.memo_misses.get_or_create(&label), used.misses);
+            self.memo_bytes.get_or_create(&label).set(i64::try_from(used.bytes).unwrap_or(i64::MAX));
+        }
+    }
+
+    fn update(&self, Load { index, queue, inflight, workers }: &Load) {
+        let int = |n: u64| i64::try_from(n).unwrap_or(i64::MAX);
+        self.index_blocks.set(int(index.blocks));
+        self.index_bytes.set(int(index.bytes));
+        self.index_max_bytes.set(int(index.max_bytes));
+        self.index_refused.set(int(index.refused));
+        self.reservations.set(int(index.reservations));
+        self.queue_requests.set(int(queue.requests as u64));
+        self.queue_tokens.set(int(queue.tokens));
+        self.inflight.set(int(*inflight as u64));
+        for state in [WorkerState::Starting, WorkerState::Ready, WorkerState::Draining] {
+            let count = workers.iter().filter(|w| w.state() == state).count();
+            self.workers.get_or_create(&one("state", state_name(state))).set(int(count as u64));
+        }
+        // Workers that are gone must not be reported on.
+        for family in [&self.stream_gaps, &self.stream_behind, &self.worker_silent_ms] {
+            family.clear();
+        }
+        for WorkerView { member, stream, silent, .. } in workers {
+            let label = one("worker", member.register.node.as_str().to_owned());
+            if let Some(stream) = stream {
+                self.stream_gaps.get_or_create(&label).set(int(stream.gaps));
+                self.stream_behind.get_or_create(&label).set(i64::from(stream.behind));
+            }
+            let silent = u64::try_from(silent.as_millis()).unwrap_or(u64::MAX);
+            self.worker_silent_ms.get_or_create(&label).set(int(silent));
+        }
+    }
+}
+
+/// The state's name in JSON and labels.
+pub fn state_name(state: WorkerState) -> &'static str {
+    match state {
+        WorkerState::Starting => "starting",
+        WorkerState::Ready => "ready",
+        WorkerState::Draining => "draining",
+    }
+}
+
+/// The reason's name in the API and in labels.
+pub fn finish_name(reason: FinishReason) -> &'static str {
+    match reason {
+        FinishReason::Stop => "stop",
+        FinishReason::Length => "length",
+        FinishReason::Cancelled => "abort",
+    }
+}

@@ -1,0 +1,104 @@
+//! What is counted of sessions and calls of operations.
+
+use super::families::{Histograms, One, Two, WAIT, one, registered};
+use crate::balancer::WorkerView;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::Registry;
+use proto::operation::Operation;
+use std::borrow::Cow;
+use std::sync::atomic::AtomicU64;
+use std::time::Duration;
+
+#[derive(Debug)]
+pub struct Operations {
+    open: Family<One, Gauge>,
+    ended: Family<Two, Counter>,
+    heard: Family<One, Counter<f64, AtomicU64>>,
+    opening: Histograms,
+    workers: Family<One, Gauge>,
+}
+
+/// A session or a call under way; it counts as open while this is there.
+#[derive(Debug)]
+pub struct Counting<'a> {
+    operations: &'a Operations,
+    operation: Operation,
+    over: bool,
+}
+
+impl Operations {
+    pub(super) fn register(r: &mut Registry) -> Self {
+        Self {
+            open: registered(
+                r,
+                "kvasir_operation_client_sessions",
+                "Sessions and calls of operations under way",
+            ),
+            ended: registered(
+                r,
+                "kvasir_operation_client_sessions_ended",
+                "Sessions and calls of operations, by how they have ended",
+            ),
+            heard: registered(
+                r,
+                "kvasir_operation_client_audio_seconds",
+                "Seconds of sound that clients have sent",
+            ),
+            opening: WAIT.histograms(
+                r,
+                "kvasir_operation_open_seconds",
+                "Time until a worker had opened a session",
+            ),
+            workers: registered(r, "kvasir_operation_workers", "Workers that offer an operation"),
+        }
+    }
+
+    /// A worker has opened one.
+    pub fn opened(&self, operation: Operation, took: Duration) {
+        let seconds: Histogram = self.opening.get_or_create_owned(&one("operation", operation.name()));
+        seconds.observe(took.as_secs_f64());
+    }
+
+    pub fn session(&self, operation: Operation) -> Counting<'_> {
+        self.open.get_or_create(&one("operation", operation.name())).inc();
+        Counting { operations: self, operation, over: false }
+    }
+
+    /// Who offers what just now.
+    pub(super) fn update(&self, workers: &[WorkerView]) {
+        for operation in Operation::ALL {
+            let offers =
+                |view: &&WorkerView| view.operations.iter().any(|offer| offer.operation == operation);
+            let count = workers.iter().filter(offers).count();
+            let gauge = self.workers.get_or_create_owned(&one("operation", operation.name()));
+            gauge.set(i64::try_from(count).unwrap_or(i64::MAX));
+        }
+    }
+
+    fn end(&self, operation: Operation, reason: &'static str) {
+        self.open.get_or_create(&one("operation", operation.name())).dec();
+        let labels = [("operation", Cow::Borrowed(operation.name())), ("reason", Cow::Borrowed(reason))];
+        self.ended.get_or_create(&labels).inc();
+    }
+}
+
+impl Counting<'_> {
+    /// It has ended in this way, after so many seconds of sound.
+    pub fn ended(mut self, reason: &'static str, heard: f64) {
+        self.over = true;
+        self.operations.end(self.operation, reason);
+        self.operations.heard.get_or_create(&one("operation", self.operation.name())).inc_by(heard);
+    }
+}
+
+impl Drop for Counting<'_> {
+    fn drop(&mut self) {
+        if !self.over {
+            // Whoever waited for it has left.
+            self.operations.end(self.operation, "gone");
+        }
+    }
+}

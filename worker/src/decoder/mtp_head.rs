@@ -1,0 +1,360 @@
+//! The block behind the last layer that guesses: see [`AppendedSpec`] (docs/decisions/0051-use-a-models-mtp-head.md).
+//!
+//! Its keys and values are one layer more of the group with full attention, and what its next position takes in of the
+//! one before stands at the end of a sequence's recurrent state. So both are a function of the tokens before them like
+//! all else in the cache, and go wherever it goes: to sequences that begin alike, to files, to other workers. Each step
+//! of the model writes them for its rows, which takes no attention and no feed-forward.
+//!
+//! A round of guesses writes keys and values too, at positions that nobody has computed yet: the next step writes them
+//! over. Where a sequence has no block for them there is one behind the arena.
+
+use super::layout::{self, Buffers, CacheKind, LayerCache, Widths};
+use super::{Decoder, DraftFrom, Drafted, embedding_of, feed_forward, job, mixer};
+use crate::Error;
+use crate::weights::{Head, LayerWeights, Linear, Loader, Packs, TensorSource};
+use kernels::backend::{
+    Backend, BlockTable, BufferId, EmbedIndex, EmbedOp, MatrixId, NO_INDEX, Norm, StepInput, StepSequence,
+    StepState,
+};
+use model::spec::{AppendedSpec, MixerSpec};
+use std::collections::{HashSet, VecDeque};
+
+/// Bytes that offsets into the arena count.
+const UNIT: usize = 64;
+
+pub(super) struct Appended {
+    join: Linear,
+    embedding_norm: Norm,
+    hidden_norm: Norm,
+    layer: LayerWeights,
+    norm: Norm,
+    embedding: MatrixId,
+    embedding_scale: f32,
+    /// The norm behind the model's last layer.
+    model_norm: Norm,
+    head: Linear,
+    cache: [LayerCache; 1],
+    width: usize,
+    block_tokens: usize,
+    /// Where in a state stands what the next position takes in, in units; and units of a state.
+    past_at: u32,
+    state_units: usize,
+    /// Units of a block of its group.
+    block_units: usize,
+    /// The model's, but for the residual stream.
+    buffers: Buffers,
+    embedded: BufferId,
+    hidden: BufferId,
+    /// Both, one behind the other.
+    joined: BufferId,
+    /// Of each step with guesses, the oldest first, the sequences with some.
+    deferred: VecDeque<Vec<Deferred>>,
+    /// Sequences that it guesses for at a time, each with a block of its own from `spare` on.
+    sequences: usize,
+    spare: u32,
+}
+
+/// What became of a sequence is known when it is known how many of its rows count.
+struct Deferred {
+    write: u32,
+    /// What the first row took in, and what each row leaves to the next.
+    pasts: Vec<f32>,
+}
+
+impl Decoder {
+    /// Loads the block of this model, whose last layer must be here; before the arena is allocated. It guesses for
+    /// `sequences` at a time.
+    ///
+    /// # Errors
+    /// [`Error::Config`] where the last layer is elsewhere, and for a model without layers of both kinds.
+    pub(crate) fn load_appended(
+        &mut self,
+        spec: &AppendedSpec,
+        source: &dyn TensorSource,
+        sequences: usize,
+    ) -> Result<(), Error> {
+        let refuse = |reason: &str| Err(Error::Config { option: "spec", reason: reason.to_owned() });
+        let held = self.config.layers.clone();
+        if held.end != self.spec.layers.len() {
+            return refuse("the model's own block guesses behind the last layer, which is elsewhere");
+        }
+        let [full, state] = &mut self.groups[..] else {
+            return refuse(
+                "a model's own block guesses beside layers with full attention and recurrent ones only",
+            );
+        };
+        if (full.kind, state.kind) != (CacheKind::Full, CacheKind::State) {
+            return refuse(
+                "a model's own block guesses beside layers with full attention and recurrent ones only",
+            );
+        }
+        let (MixerSpec::Attention(attention), Some(Head::Logits { norm: model_norm, linear })) =
+            (&spec.layer.mixer, &self.weights.head)
+        else {
+            return Err(Error::NoOutputHead);
+        };
+        let (width, rows) = (self.spec.hidden, self.config.max_rows);
+        let own = std::slice::from_ref(&spec.layer);
+        let wide_enough =
+            Widths::of(&self.spec, &self.spec.layers[held]).covers(&Widths::of(&self.spec, own));
+        let backend = self.backend.as_mut();
+        let buffers = match wide_enough {
+            true => Buffers { x: backend.create_buffer(rows, width)?, ..self.buffers.clone() },
+            false => layout::create_buffers(&self.spec, own, &self.config, backend)?,
+        };
+        let shape = layout::kv_shape(attention, &self.config);
+        let cache = [LayerCache::Kv(backend.create_kv_layer(0, shape, full.block_bytes)?)];
+        full.block_bytes += backend.kv_block_bytes(shape)?;
+        full.layers += 1;
+        let past_at = state.block_bytes / UNIT;
+        state.block_bytes += (width * size_of::<f32>()).next_multiple_of(UNIT);
+        let mut loader = Loader::new(source, Packs::Off, backend);
+        let appended = Appended {
+            join: loader.linear(&spec.join)?,
+            embedding_norm: loader.norm(&spec.embedding_norm)?,
+            hidden_norm: loader.norm(&spec.hidden_norm)?,
+            layer: loader.layer(&spec.layer)?,
+            norm: loader.norm(&spec.norm)?,
+            embedding: match &spec.embedding {
+                Some(table) => loader.table(table, self.spec.vocab, width)?,
+                None => embedding_of(&self.spec, &self.weights, &mut loader)?,
+            },
+            embedding_scale: self.spec.embedding.scale,
+            model_norm: *model_norm,
+            head: match &spec.head {
+                Some(head) => loader.linear(head)?,
+                None => *linear,
+            },
+            cache,
+            width,
+            block_tokens: self.config.block_tokens,
+            past_at: units(past_at)?,
+            state_units: state.block_bytes / UNIT,
+            block_units: full.block_bytes / UNIT,
+            buffers,
+            embedded: backend.create_buffer(rows, width)?,
+            hidden: backend.create_buffer(rows, width)?,
+            joined: backend.create_buffer(rows, 2 * width)?,
+            deferred: VecDeque::new(),
+            sequences: sequences.min(rows).min(self.config.logit_rows).max(1),
+            spare: 0,
+        };
+        self.appended = Some(appended);
+        Ok(())
+    }
+
+    /// Bytes of the arena beside what is asked of [`Decoder::allocate_kv`].
+    pub(crate) fn spare_bytes(&self) -> usize {
+        self.appended.as_ref().map_or(0, |appended| appended.sequences * appended.block_units * UNIT)
+    }
+
+    /// What the block makes of the rows of a step that has just left the last layer.
+    pub(super) fn follow(&mut self, step: &StepInput<'_>) -> Result<(), Error> {
+        match &mut self.appended {
+            Some(appended) => appended.follow(self.backend.as_mut(), self.buffers.x, step),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Appended {
+    /// An arena of `bytes` for everybody else is to be allocated: how many it must have.
+    pub(super) fn make_room(&mut self, bytes: usize) -> Result<usize, Error> {
+        let first = bytes.div_ceil(UNIT);
+        let all = first + self.sequences * self.block_units;
+        (self.spare, _) = (units(first)?, units(all)?);
+        // A step names a state of each sequence, also where none is touched.
+        self.sequences = self.sequences.min(all / self.state_units.max(1)).max(1);
+        Ok(all * UNIT)
+    }
+
+    /// Sequences that [`Appended::draft`] takes at a time.
+    pub(super) fn sequences(&self) -> usize {
+        self.sequences
+    }
+
+    /// Keys and values of a step's rows, whose residual stream behind the last layer stands in `x`, and what the position
+    /// behind each sequence's last row takes in.
+    fn follow(&mut self, backend: &mut dyn Backend, x: BufferId, step: &StepInput<'_>) -> Result<(), Error> {
+        let width = self.width;
+        self.embed(backend)?;
+        backend.norm(x, &self.model_norm, self.hidden)?;
+        let left = self.normed_hidden(backend, step.tokens.len())?;
+        let mut pasts = Vec::with_capacity(left.len());
+        let mut deferred = Vec::new();
+        for (sequence, state) in step.sequences.iter().zip(step.states) {
+            let own = &left[sequence.rows.start * width..sequence.rows.end * width];
+            // The first token has nothing before it.
+            let mut row = vec![0f32; width];
+            if let Some(slot) = state.read {
+                self.read_past(backend, slot, &mut row)?;
+            }
+            row.extend_from_slice(own);
+            pasts.extend_from_slice(&row[..own.len()]);
+            for export in &state.exports {
+                self.write_past(backend, export.slot, &row[(export.row + 1) * width..][..width])?;
+            }
+            if state.deferred {
+                deferred.push(Deferred { write: state.write, pasts: row });
+            } else {
+                self.write_past(backend, state.write, &row[own.len()..])?;
+            }
+        }
+        if !deferred.is_empty() {
+            self.deferred.push_back(deferred);
+        }
+        self.join(backend, &pasts)?;
+        mixer::write_kv(backend, &self.buffers, &self.layer, self.cache[0])
+    }
+
+    /// See [`Decoder::accept`].
+    pub(super) fn accept(&mut self, backend: &mut dyn Backend, rows: &[usize]) -> Result<(), Error> {
+        let deferred = self.deferred.pop_front().unwrap_or_default();
+        for (Deferred { write, pasts }, rows) in deferred.into_iter().zip(rows) {
+            let past = pasts.get(rows * self.width..(rows + 1) * self.width);
+            let past = past.ok_or_else(|| Error::Invariant(format!("{rows} rows count of fewer")))?;
+            self.write_past(backend, write, past)?;
+        }
+        Ok(())
+    }
+
+    /// See [`Decoder::draft`]. Of sequences whose next position lies in one block only the first gets guesses: they have
+    /// just parted, and will have blocks of their own.
+    pub(super) fn draft(
+        &self,
+        backend: &mut dyn Backend,
+        from: &[DraftFrom<'_>],
+        count: usize,
+    ) -> Result<Vec<Drafted>, Error> {
+        let start = |from: &DraftFrom<'_>| Drafted { tokens: Vec::new(), hidden: from.hidden.clone() };
+        let mut drafted: Vec<Drafted> = from.iter().map(start).collect();
+        let mut taken = HashSet::new();
+        let own = |from: &DraftFrom<'_>| {
+            let mut blocks = own_blocks(from, self.block_tokens).skip(from.context / self.block_tokens);
+            blocks.next().is_none_or(|block| taken.insert(block))
+        };
+        let apart: Vec<bool> = from.iter().map(own).collect();
+        // A block more than it has is as much as a sequence may need.
+        for round in 0..count.min(self.block_tokens) {
+            let guesses = |at: &usize| apart[*at] && round < from[*at].most;
+            let rows: Vec<usize> = (0..from.len()).filter(guesses).collect();
+            if rows.is_empty() {
+                break;
+            }
+            self.guess(backend, from, &rows, &mut drafted)?;
+        }
+        Ok(drafted)
+    }
+
+    /// One more token of these sequences.
+    fn guess(
+        &self,
+        backend: &mut dyn Backend,
+        from: &[DraftFrom<'_>],
+        rows: &[usize],
+        drafted: &mut [Drafted],
+    ) -> Result<(), Error> {
+        let (b, width) = (&self.buffers, self.width);
+        let (mut tokens, mut sequences, mut blocks) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut states, mut hidden) = (Vec::new(), Vec::with_capacity(rows.len() * width));
+        for (row, &at) in rows.iter().enumerate() {
+            let (from, known) = (&from[at], &drafted[at]);
+            let context = from.context + known.tokens.len();
+            tokens.push(known.tokens.last().copied().unwrap_or(from.token));
+            sequences.push(StepSequence { rows: row..row + 1, context, segment_start: None });
+            let spare = units(self.spare as usize + at * self.block_units)?;
+            let own = own_blocks(from, self.block_tokens).chain(std::iter::once(spare));
+            blocks.push(own.take(context / self.block_tokens + 1).collect::<Vec<u32>>());
+            // No op of this step touches a state; one is named all the same.
+            states.push(StepState { write: units(row * self.state_units)?, ..StepState::default() });
+            hidden.extend_from_slice(&known.hidden);
+        }
+        let tables = [blocks.iter().map(|blocks| BlockTable::Paged(blocks)).collect()];
+        let input = StepInput { tokens: &tokens, sequences: &sequences, tables: &tables, states: &states };
+        backend.begin_step(&input)?;
+        self.embed(backend)?;
+        backend.write_rows(self.hidden, &hidden)?;
+        let pasts = self.normed_hidden(backend, rows.len())?;
+        self.join(backend, &pasts)?;
+        mixer::run(backend, b, &self.layer, 1.0, &self.cache, 0)?;
+        feed_forward::run(backend, b, &self.layer, 1.0)?;
+        backend.norm(b.x, &self.norm, b.normed)?;
+        backend.matmul(b.normed, &[job(&self.head, b.logits, false)])?;
+        let mut best = Vec::with_capacity(rows.len());
+        backend.argmax(b.logits, &mut best)?;
+        // Nothing is guessed of numbers that are none.
+        for ((row, &at), token) in rows.iter().enumerate().zip(best).filter(|(_, token)| *token != NO_INDEX) {
+            drafted[at].tokens.push(token);
+            backend.read_row(b.normed, row, &mut drafted[at].hidden)?;
+        }
+        Ok(())
+    }
+
+    /// The embeddings of the step's tokens, normed.
+    fn embed(&self, backend: &mut dyn Backend) -> Result<(), Error> {
+        backend.embed(&EmbedOp {
+            table: self.embedding,
+            index: EmbedIndex::Token,
+            scale: self.embedding_scale,
+            accumulate: false,
+            out: self.embedded,
+        })?;
+        Ok(backend.norm(self.embedded, &self.embedding_norm, self.embedded)?)
+    }
+
+    /// The hidden states that stand in their buffer, as the next position takes them in.
+    fn normed_hidden(&self, backend: &mut dyn Backend, rows: usize) -> Result<Vec<f32>, Error> {
+        backend.norm(self.hidden, &self.hidden_norm, self.hidden)?;
+        let mut values = vec![0f32; rows * self.width];
+        for (row, out) in values.chunks_exact_mut(self.width).enumerate() {
+            backend.read_row(self.hidden, row, out)?;
+        }
+        Ok(values)
+    }
+
+    /// Makes the layer's input of the step's embeddings and of what each row takes in of the position before.
+    fn join(&self, backend: &mut dyn Backend, pasts: &[f32]) -> Result<(), Error> {
+        let mut joined = vec![0f32; 2 * pasts.len()];
+        let rows = joined.chunks_exact_mut(2 * self.width).zip(pasts.chunks_exact(self.width));
+        for (row, (both, past)) in rows.enumerate() {
+            let (embedded, hidden) = both.split_at_mut(self.width);
+            backend.read_row(self.embedded, row, embedded)?;
+            hidden.copy_from_slice(past);
+        }
+        backend.write_rows(self.joined, &joined)?;
+        Ok(backend.matmul(self.joined, &[job(&self.join, self.buffers.x, false)])?)
+    }
+
+    fn read_past(&self, backend: &mut dyn Backend, slot: u32, past: &mut [f32]) -> Result<(), Error> {
+        let mut bytes = vec![0; size_of_val(past)];
+        backend.read_arena(slot + self.past_at, &mut bytes)?;
+        let values = bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes));
+        past.iter_mut().zip(values).for_each(|(past, value)| *past = value);
+        Ok(())
+    }
+
+    fn write_past(&self, backend: &mut dyn Backend, slot: u32, past: &[f32]) -> Result<(), Error> {
+        let bytes: Vec<u8> = past.iter().flat_map(|value| value.to_le_bytes()).collect();
+        Ok(backend.write_arena(slot + self.past_at, &bytes)?)
+    }
+}
+
+/// The blocks that a sequence has; of blocks that lie one behind the other those with its tokens.
+fn own_blocks<'a>(from: &'a DraftFrom<'_>, block_tokens: usize) -> impl Iterator<Item = u32> + use<'a> {
+    let (listed, run) = match from.tables.first() {
+        Some(BlockTable::Paged(offsets)) => (*offsets, None),
+        Some(BlockTable::Contiguous { first, stride }) => (&[][..], Some((*first, *stride))),
+        None => (&[][..], None),
+    };
+    let count = from.context.div_ceil(block_tokens) as u32;
+    let run = run.into_iter().flat_map(move |(first, stride)| (0..count).map(move |at| first + at * stride));
+    listed.iter().copied().chain(run)
+}
+
+/// A number of units as offsets are counted.
+fn units(count: usize) -> Result<u32, Error> {
+    u32::try_from(count).map_err(|_| Error::Invariant(format!("an arena of {count} times {UNIT} bytes")))
+}
+
+#[cfg(test)]
+mod tests;

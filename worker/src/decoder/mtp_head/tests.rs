@@ -1,0 +1,203 @@
+//! Every round of guesses is the one that plain loops in f64 make of the equations.
+
+use super::*;
+use crate::load::{self, EngineOptions};
+use appended_file::Block;
+use kernels::backend::{ActivationMode, KvType, StateExport};
+use model::ModelFile;
+use reference::Reference;
+use std::path::Path;
+
+#[path = "../../../tests/engine/appended_file.rs"]
+mod appended_file;
+mod reference;
+
+const GUESSES: usize = 4;
+/// Differences of hidden states and logits, which are about 1, between f32 and f64.
+const TOLERANCE: f64 = 2e-3;
+
+/// A model with its block, and one sequence with two states.
+struct Alone {
+    decoder: Decoder,
+    blocks: Vec<u32>,
+    slots: [u32; 2],
+    vocab: usize,
+}
+
+impl Alone {
+    fn new(path: &Path, positions: usize) -> Self {
+        let options = EngineOptions {
+            threads: Some(1),
+            kv_type: KvType::F32,
+            activations: ActivationMode::F32,
+            ..EngineOptions::default()
+        };
+        let mut decoder = load::decoder(path, &options, &mut |_, _| {}).unwrap();
+        let file = ModelFile::open(path).unwrap();
+        let before: Vec<usize> = decoder.groups().iter().map(|group| group.block_bytes).collect();
+        let spec = AppendedSpec::from_file(&file).unwrap().unwrap();
+        decoder.load_appended(&spec, &file, 3).unwrap();
+        let bytes: Vec<usize> = decoder.groups().iter().map(|group| group.block_bytes).collect();
+        assert!(before.iter().zip(&bytes).all(|(before, now)| before < now), "{before:?} {bytes:?}");
+        let stride = (bytes[0] / UNIT) as u32;
+        let count = positions.div_ceil(16) as u32;
+        let state = (bytes[1] / UNIT) as u32;
+        let slots = [count * stride, count * stride + state];
+        decoder.allocate_kv((slots[1] + state) as usize * UNIT).unwrap();
+        let vocab = decoder.spec().vocab;
+        Self { decoder, blocks: (0..count).map(|at| at * stride).collect(), slots, vocab }
+    }
+
+    /// Computes tokens behind `context`, the state from the first slot into the second, guesses or not; the most likely
+    /// token behind each, and their hidden states.
+    fn step(&mut self, tokens: &[u32], context: usize, deferred: bool) -> (Vec<u32>, Vec<Vec<f32>>) {
+        let sequence = StepSequence { rows: 0..tokens.len(), context, segment_start: None };
+        let tables = [vec![BlockTable::Paged(&self.blocks)]];
+        let read = (context > 0).then_some(self.slots[0]);
+        let states = [StepState { read, write: self.slots[1], deferred, ..StepState::default() }];
+        let input = StepInput { tokens, sequences: &[sequence], tables: &tables, states: &states };
+        self.decoder.forward(&[], &input).unwrap();
+        self.slots.reverse();
+        let rows: Vec<u32> = (0..tokens.len() as u32).collect();
+        let mut best = Vec::new();
+        self.decoder.argmax(&rows, &mut best).unwrap();
+        (best, self.decoder.hidden(&rows).unwrap())
+    }
+}
+
+fn prompt(seed: u32, len: u32, vocab: usize) -> Vec<u32> {
+    (0..len).map(|at| (seed * 7919 + at * at * 31 + at * 977) % vocab as u32).collect()
+}
+
+fn apart(got: &[f32], want: &[f64]) -> f64 {
+    assert_eq!(got.len(), want.len());
+    got.iter().zip(want).map(|(got, want)| (f64::from(*got) - want).abs()).fold(0.0, f64::max)
+}
+
+fn rounds(path: &Path, chunks: &[usize], seed: u32) -> (usize, usize) {
+    let mut alone = Alone::new(path, 160);
+    let mut reference = Reference::new(path);
+    let tokens = prompt(seed, chunks.iter().sum::<usize>() as u32, alone.vocab);
+    let (mut context, mut newest, mut hidden) = (0, 0, Vec::new());
+    for len in chunks {
+        let chunk = &tokens[context..context + len];
+        let (best, rows) = alone.step(chunk, context, false);
+        chunk.iter().zip(&rows).for_each(|(token, hidden)| reference.feed(*token, hidden));
+        (context, newest, hidden) = (context + len, best[len - 1], rows[len - 1].clone());
+    }
+    let (mut right, mut all) = (0, 0);
+    for round in 0..12 {
+        let blocks = alone.blocks[..context.div_ceil(16)].to_vec();
+        let tables = vec![BlockTable::Paged(&blocks)];
+        let from = DraftFrom { token: newest, context, hidden: hidden.clone(), tables, most: GUESSES };
+        let want = reference.draft(newest, GUESSES);
+        for (count, want) in (1..).zip(&want) {
+            let drafted = alone.decoder.draft(std::slice::from_ref(&from), count).unwrap().remove(0);
+            let what = format!("{}, round {round}, guess {count}", path.display());
+            assert!(apart(&drafted.hidden, &want.hidden) < TOLERANCE, "{what}");
+            let logits = alone.decoder.draft_logits(0).unwrap();
+            assert!(apart(&logits, &want.logits) < TOLERANCE, "{what}");
+            let tokens: Vec<u32> = drafted.tokens;
+            assert_eq!(tokens.last(), Some(&want.token), "{what}, ahead by {}", want.margin);
+        }
+        let guesses: Vec<u32> = want.iter().map(|guess| guess.token).collect();
+        // Another that stands in the same block waits; one elsewhere guesses the same.
+        let elsewhere = DraftFrom { tables: vec![BlockTable::Paged(&blocks)], most: 2, ..from.clone() };
+        let drafted = alone.decoder.draft(&[from.clone(), elsewhere], GUESSES).unwrap();
+        assert_eq!(drafted[0].tokens, guesses);
+        let shares = !context.is_multiple_of(16);
+        assert_eq!(drafted[1].tokens, guesses[..if shares { 0 } else { 2 }]);
+        let (best, rows) = alone.step(&[&[newest][..], &guesses].concat(), context, true);
+        let counted = guesses.iter().zip(&best).take_while(|(guess, drawn)| guess == drawn).count();
+        alone.decoder.accept(&[counted + 1]).unwrap();
+        reference.feed(newest, &rows[0]);
+        guesses.iter().zip(&rows[1..]).take(counted).for_each(|(token, row)| reference.feed(*token, row));
+        (newest, hidden, context) = (best[counted], rows[counted].clone(), context + counted + 1);
+        (right, all) = (right + counted, all + GUESSES);
+    }
+    (right, all)
+}
+
+#[test]
+fn every_round_is_that_of_the_equations() {
+    let folder = tempfile::tempdir().unwrap();
+    let blocks = [
+        ("qwen35", Block::Random),
+        ("qwen35moe", Block::Whole),
+        ("qwen3next", Block::Random),
+        ("qwen35", Block::Telling),
+    ];
+    for (arch, block) in blocks {
+        let path = appended_file::write(arch, block, folder.path());
+        let (mut right, mut all) = (0, 0);
+        for (seed, chunks) in [&[5][..], &[1, 30, 9], &[48], &[16, 1, 1, 13]].into_iter().enumerate() {
+            let counts = rounds(&path, chunks, seed as u32);
+            (right, all) = (right + counts.0, all + counts.1);
+        }
+        assert_eq!(right > all / 8, block == Block::Telling, "{arch}, {block:?}: {right} of {all}");
+        assert!(right < all, "{arch}, {block:?}: none was wrong");
+    }
+}
+
+/// What a state says of the position before is that of the row after which it stands.
+#[test]
+fn what_goes_on_is_of_the_last_row_that_counts() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = appended_file::write("qwen35", Block::Random, folder.path());
+    let past = |alone: &mut Alone, slot: u32| {
+        let width = alone.decoder.spec().hidden;
+        let at = alone.decoder.appended.as_ref().unwrap().past_at;
+        let mut bytes = vec![0; width * 4];
+        alone.decoder.backend.read_arena(slot + at, &mut bytes).unwrap();
+        bytes
+    };
+    let mut alone = Alone::new(&path, 64);
+    let tokens = prompt(3, 20, alone.vocab);
+    // One by one.
+    let mut want = Vec::new();
+    for (context, token) in tokens.iter().enumerate() {
+        alone.step(&[*token], context, false);
+        let slot = alone.slots[0];
+        want.push(past(&mut alone, slot));
+    }
+    assert!(want.windows(2).all(|pair| pair[0] != pair[1]));
+    // With a copy in the middle, then as guesses of which some count.
+    for counted in 0..=6 {
+        let mut alone = Alone::new(&path, 64);
+        let export = alone.slots[0];
+        let sequence = StepSequence { rows: 0..14, context: 0, segment_start: None };
+        let tables = [vec![BlockTable::Paged(&alone.blocks)]];
+        let exports = vec![StateExport { row: 8, slot: export }];
+        let states = [StepState { read: None, write: alone.slots[1], exports, deferred: false }];
+        let input =
+            StepInput { tokens: &tokens[..14], sequences: &[sequence], tables: &tables, states: &states };
+        alone.decoder.forward(&[], &input).unwrap();
+        assert_eq!(past(&mut alone, export), want[8]);
+        alone.slots.reverse();
+        let slot = alone.slots[0];
+        assert_eq!(past(&mut alone, slot), want[13]);
+        alone.step(&tokens[14..], 14, true);
+        alone.decoder.accept(&[counted]).unwrap();
+        let slot = alone.slots[0];
+        assert_eq!(past(&mut alone, slot), want[13 + counted]);
+    }
+}
+
+#[test]
+fn blocks_that_cannot_guess_are_refused() {
+    let options = EngineOptions { threads: Some(1), ..EngineOptions::default() };
+    let folder = tempfile::tempdir().unwrap();
+    let path = appended_file::write("qwen35", Block::Random, folder.path());
+    let file = ModelFile::open(&path).unwrap();
+    let spec = AppendedSpec::from_file(&file).unwrap().unwrap();
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny");
+    let fixtures = std::env::var_os("KVASIR_FIXTURES").map_or(fixtures, |root| Path::new(&root).join("tiny"));
+    let mut decoder =
+        load::decoder(&fixtures.join("llama/llama-f32.gguf"), &options, &mut |_, _| {}).unwrap();
+    let refused = decoder.load_appended(&spec, &file, 4);
+    assert!(matches!(refused, Err(Error::Config { option: "spec", .. })), "{refused:?}");
+    for other in ["qwen35/qwen35-f32.gguf", "llama/llama-f32.gguf"] {
+        let file = ModelFile::open(fixtures.join(other)).unwrap();
+        assert_eq!(AppendedSpec::from_file(&file).unwrap(), None, "{other}");
+    }
+}

@@ -1,0 +1,234 @@
+//! Guesses at the last stage, behind what it has drawn (docs/decisions/0052-draft-at-the-last-stage.md).
+//!
+//! A step asks for them, so they need no way of their own: the hidden states of its rows are still there, the tokens have
+//! just been drawn, and its tables name the caches. The stage remembers nothing of them.
+
+use super::step;
+use crate::Error;
+use crate::decoder::{Decoder, DraftFrom};
+use crate::kv_cache::Slabs;
+use kernels::backend::BlockTable;
+use proto::stage::{MAX_GUESSES, StageGuessed, StageSequence, StageStep};
+use std::collections::HashMap;
+use std::ops::Range;
+
+/// Guesses that a step asks for, of one of its sequences.
+pub(super) struct Asked<'a> {
+    sequence: &'a StageSequence,
+    /// The step's rows of the sequence.
+    rows: Range<usize>,
+    /// The first that is drawn from.
+    first: usize,
+    most: usize,
+}
+
+/// What a step asks for.
+///
+/// # Errors
+/// [`Error::StageStep`] for what a step cannot ask for, or not of this stage.
+pub(super) fn asked<'a>(step: &'a StageStep, decoder: &Decoder) -> Result<Vec<Asked<'a>>, Error> {
+    let refuse = |reason: String| Err(Error::StageStep { reason });
+    if !step.guesses.is_empty() && !decoder.drafts() {
+        return refuse("guesses are asked for, and nothing guesses here".to_owned());
+    }
+    let mut asked = Vec::with_capacity(step.guesses.len());
+    let (mut guesses, mut start) = (step.guesses.iter().peekable(), 0usize);
+    for (index, sequence) in (0u32..).zip(&step.sequences) {
+        let rows = start..start.saturating_add(sequence.rows as usize);
+        start = rows.end;
+        let Some(guess) = guesses.next_if(|guess| guess.sequence == index) else { continue };
+        let (first, most) = (guess.first as usize, guess.most as usize);
+        if !rows.contains(&first) || most > MAX_GUESSES {
+            return refuse(format!("{guess:?} of rows {rows:?}, the limit is {MAX_GUESSES} guesses"));
+        }
+        asked.push(Asked { sequence, rows, first, most });
+    }
+    match guesses.next() {
+        Some(guess) => refuse(format!("{guess:?} is of no sequence behind the one before it")),
+        None => Ok(asked),
+    }
+}
+
+/// Whether these are guesses for what was asked for, so many tokens at most of each sequence.
+pub(super) fn answers(guessed: &[StageGuessed], asked: &[u32], vocab: usize) -> bool {
+    let fits = |(StageGuessed { tokens }, most): (&StageGuessed, &u32)| {
+        tokens.len() <= *most as usize && tokens.iter().all(|token| (*token as usize) < vocab)
+    };
+    guessed.len() == asked.len() && guessed.iter().zip(asked).all(fits)
+}
+
+/// Guesses what comes behind the tokens that were `drawn` from rows of a step which has just left the last layer. Nothing
+/// is left of its residual stream.
+pub(super) fn draft(
+    decoder: &mut Decoder,
+    slabs: &Slabs,
+    (step, asked): (&StageStep, &[Asked<'_>]),
+    drawn: impl Iterator<Item = (u32, u32)>,
+) -> Result<Vec<StageGuessed>, Error> {
+    let drawn: HashMap<u32, u32> = drawn.collect();
+    let newest = |asked: &Asked<'_>| {
+        let of = |row: usize| drawn.get(&(row as u32)).copied();
+        let mut row = asked.first;
+        // As long as the token behind a row was drawn from it, that was a guess which counts.
+        while row + 1 < asked.rows.end && of(row).is_some_and(|token| step.tokens[row + 1] == token) {
+            row += 1;
+        }
+        Some((row, of(row).filter(|_| asked.most > 0)?))
+    };
+    let newest: Vec<Option<(usize, u32)>> = asked.iter().map(newest).collect();
+    let rows: Vec<u32> = newest.iter().flatten().map(|(row, _)| *row as u32).collect();
+    let mut guessed = vec![StageGuessed::default(); asked.len()];
+    if rows.is_empty() {
+        return Ok(guessed);
+    }
+    let tables = |asked: &Asked<'_>| {
+        let groups = asked.sequence.tables.iter().enumerate();
+        groups.map(|(group, table)| step::offsets(slabs, group, table)).collect::<Result<Vec<_>, Error>>()
+    };
+    let tables: Vec<Vec<Vec<u32>>> = asked.iter().map(tables).collect::<Result<_, Error>>()?;
+    let mut hidden = decoder.hidden(&rows)?.into_iter();
+    let mut from = Vec::with_capacity(rows.len());
+    for ((asked, newest), tables) in asked.iter().zip(&newest).zip(&tables) {
+        let Some((row, token)) = *newest else { continue };
+        from.push(DraftFrom {
+            token,
+            context: asked.sequence.context as usize + row + 1 - asked.rows.start,
+            hidden: hidden.next().unwrap_or_default(),
+            tables: tables.iter().map(|offsets| BlockTable::Paged(offsets)).collect(),
+            most: asked.most,
+        });
+    }
+    let rounds = from.iter().map(|from| from.most).max().unwrap_or(0);
+    let mut drafted = decoder.draft(&from, rounds)?.into_iter();
+    let places = guessed.iter_mut().zip(asked).zip(&newest).filter(|(_, newest)| newest.is_some());
+    for (((place, asked), _), drafted) in places.zip(&mut drafted) {
+        place.tokens = drafted.tokens;
+        place.tokens.truncate(asked.most);
+    }
+    Ok(guessed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::load::{self, EngineOptions};
+    use crate::speculation::Guesses;
+    use model::ModelFile;
+    use model::spec::ModelSpec;
+    use proto::stage::{StageDrafter, StageGuess, StageStep, StageTable};
+    use std::path::{Path, PathBuf};
+
+    fn file(arch: &str) -> PathBuf {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny");
+        root.join(arch).join(format!("{arch}-f32.gguf"))
+    }
+
+    /// The last layers of a small model, with who guesses beside them, and the slabs of their arena.
+    fn stage(drafts: bool) -> (Decoder, Slabs) {
+        let (path, drafter) = (file("gemma4"), file("gemma4-assistant"));
+        let digest = ModelFile::open(&drafter).unwrap().digest().unwrap();
+        let options = EngineOptions {
+            threads: Some(1),
+            max_rows: Some(8),
+            guesses: Guesses::Assistant(drafter),
+            ..EngineOptions::default()
+        };
+        let spec = ModelSpec::from_file(&ModelFile::open(&path).unwrap()).unwrap();
+        let layers = spec.cut_points()[0]..spec.layers.len();
+        let (class, _) = load::stage(&path, &options, layers.clone(), ("another", None)).unwrap();
+        let drafter = drafts.then_some(StageDrafter::Assistant { digest });
+        let (_, decoder) = load::stage(&path, &options, layers, (&class, drafter)).unwrap();
+        let mut decoder = decoder.unwrap();
+        let sizes: Vec<u64> = decoder.groups().iter().map(|group| group.block_bytes as u64).collect();
+        let slabs = Slabs::with_blocks(2, &vec![3; sizes.len()], &sizes).unwrap();
+        decoder.allocate_kv(slabs.bytes() as usize).unwrap();
+        (decoder, slabs)
+    }
+
+    /// Two sequences, of three rows and of two, that ask for guesses behind what is drawn.
+    fn good() -> StageStep {
+        let sequence = |rows, context, block| {
+            // A slab is of one group.
+            let table = |slab: u32| StageTable { skipped: 0, blocks: vec![3 * slab + block] };
+            StageSequence { rows, context, tables: vec![table(0), table(1)], state: None }
+        };
+        let guesses = vec![
+            StageGuess { sequence: 0, first: 0, most: 3 },
+            StageGuess { sequence: 1, first: 4, most: 2 },
+        ];
+        StageStep {
+            step: 1,
+            tokens: vec![3, 4, 5, 6, 7],
+            sequences: vec![sequence(3, 0, 1), sequence(2, 4, 2)],
+            guesses,
+            ..StageStep::default()
+        }
+    }
+
+    /// A change to a step, and what it is called.
+    type Spoil = (&'static str, fn(&mut StageStep));
+
+    /// What cannot be guessed behind is refused before anything is computed.
+    #[test]
+    fn sec_guesses_oob() {
+        let (decoder, _) = stage(true);
+        assert_eq!(asked(&good(), &decoder).unwrap().len(), 2);
+        let spoils: [Spoil; 7] = [
+            ("a sequence", |step| step.guesses[1].sequence = 2),
+            ("twice", |step| step.guesses[1].sequence = 0),
+            ("another order", |step| step.guesses.reverse()),
+            ("a row before", |step| step.guesses[1].first = 2),
+            ("a row behind", |step| step.guesses[0].first = 3),
+            ("no row", |step| step.guesses[1].first = u32::MAX),
+            ("a number", |step| step.guesses[0].most = MAX_GUESSES as u32 + 1),
+        ];
+        for (what, spoil) in spoils {
+            let mut step = good();
+            spoil(&mut step);
+            let refused = asked(&step, &decoder).err();
+            assert!(matches!(refused, Some(Error::StageStep { .. })), "{what}: {refused:?}");
+        }
+        let (without, _) = stage(false);
+        assert!(matches!(asked(&good(), &without).err(), Some(Error::StageStep { .. })));
+        let none = StageStep { guesses: Vec::new(), ..good() };
+        assert!(asked(&none, &without).unwrap().is_empty());
+    }
+
+    /// Guesses follow the last row that counts: what that is depends on what was drawn.
+    #[test]
+    fn guesses_follow_what_was_drawn() {
+        let (mut decoder, slabs) = stage(true);
+        let step = good();
+        let activations: Vec<f32> =
+            (0..5 * decoder.spec().hidden).map(|i| ((i * i) % 17) as f32 / 8.0 - 1.0).collect();
+        let mut guess = |step: &StageStep, drawn: &[(u32, u32)]| -> Vec<Vec<u32>> {
+            step::forward(&mut decoder, &slabs, step, Some(&activations), &mut |_| {}).unwrap();
+            let asked = asked(step, &decoder).unwrap();
+            let guessed = draft(&mut decoder, &slabs, (step, &asked), drawn.iter().copied()).unwrap();
+            assert!(answers(&guessed, &[3, 2], decoder.spec().vocab));
+            guessed.into_iter().map(|guessed| guessed.tokens).collect()
+        };
+        // Both guesses of the first sequence are right; then it is as if it were asked at its last row.
+        let all = guess(&step, &[(0, 4), (1, 5), (2, 9), (4, 8)]);
+        assert_eq!(all.iter().map(Vec::len).collect::<Vec<_>>(), [3, 2]);
+        let mut last = step.clone();
+        last.guesses[0].first = 2;
+        assert_eq!(guess(&last, &[(2, 9), (4, 8)]), all);
+        // The first is wrong: what was drawn behind it counts for nothing.
+        let wrong = guess(&step, &[(0, 300), (1, 5), (2, 9), (4, 8)]);
+        assert_eq!(wrong[1], all[1]);
+        assert_eq!(guess(&step, &[(0, 300), (4, 8)])[0], wrong[0]);
+        // Nothing was drawn of the other.
+        assert_eq!(guess(&step, &[(0, 4), (1, 5), (2, 9)]), [all[0].clone(), Vec::new()]);
+    }
+
+    #[test]
+    fn answers_are_guesses_that_were_asked_for() {
+        let guessed = |tokens: &[u32]| StageGuessed { tokens: tokens.to_vec() };
+        assert!(answers(&[guessed(&[1, 9]), guessed(&[])], &[2, 1], 10));
+        assert!(!answers(&[guessed(&[1, 10])], &[2], 10), "a token that is none");
+        assert!(!answers(&[guessed(&[1, 2, 3])], &[2], 10), "more than asked for");
+        assert!(!answers(&[guessed(&[1])], &[2, 1], 10), "of fewer sequences");
+        assert!(!answers(&[guessed(&[1])], &[], 10), "of a sequence that was not asked for");
+    }
+}

@@ -1,0 +1,263 @@
+//! The first stage's side of forming a replica: it has the others load their layers, and tells them how to lay out
+//! their caches. What comes then is [`PipelineExecutor`].
+
+use super::executor::PipelineExecutor;
+use super::lease::{self, ReplicaClaim};
+use super::remote_blocks::Parts;
+use crate::Error;
+use crate::decoder::Decoder;
+use crate::kv_cache::{CacheSpec, GroupKind, Slabs};
+use crate::load::Elsewhere;
+use model::spec::ModelSpec;
+use proto::ids::{Epoch, Role};
+use proto::stage::{
+    ActivationType, ReplicaId, StageAddress, StageBegin, StageFeed, StageJoin, StageOrder, StageReport,
+};
+use proto::transport::{Connection, Endpoint, EndpointConfig, Expected, Identity, StageControl};
+use std::net::{Ipv4Addr, SocketAddr};
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+use tokio::runtime::Handle;
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+
+/// The stages of a replica besides the first one, not yet asked to take part.
+#[derive(Debug)]
+pub struct Replica {
+    runtime: Handle,
+    endpoint: Arc<Endpoint>,
+    later: Vec<StageAddress>,
+    activations: ActivationType,
+    plan: Option<Plan>,
+    lost: watch::Sender<Option<String>>,
+}
+
+/// What a coordinator has said of a replica.
+#[derive(Debug)]
+struct Plan {
+    ranges: Vec<Range<usize>>,
+    claim: ReplicaClaim,
+}
+
+/// Why an engine cannot go on: another stage of its replica is gone.
+#[derive(Debug, thiserror::Error)]
+#[error("stage {stage} is lost: {source}")]
+pub struct LostStage {
+    /// Which, the first one being 0.
+    pub stage: usize,
+    pub source: proto::Error,
+}
+
+impl Replica {
+    /// A replica of this process and `later` workers, in the order of their layers, at least one. `runtime` moves the
+    /// bytes; what blocks must not be called on it.
+    pub fn new(
+        runtime: Handle,
+        identity: &Identity,
+        later: Vec<StageAddress>,
+        activations: ActivationType,
+    ) -> Result<Self, Error> {
+        let _runtime = runtime.enter();
+        let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let config = super::attentive(EndpointConfig::new(Epoch(since_1970.as_micros() as u64), []));
+        let endpoint = Endpoint::bind(SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0)), identity, config)?;
+        let (endpoint, lost) = (Arc::new(endpoint), watch::Sender::new(None));
+        Ok(Self { runtime: runtime.clone(), endpoint, later, activations, plan: None, lost })
+    }
+
+    /// Cut as a coordinator has planned it, a range for each stage; the other stages are claimed and held by leases.
+    pub(crate) fn planned(self, ranges: Vec<Range<usize>>, claim: ReplicaClaim) -> Self {
+        Self { plan: Some(Plan { ranges, claim }), ..self }
+    }
+
+    /// Says why when a stage that is held by a lease is lost, also while nothing is computed.
+    pub(crate) fn lost(&self) -> watch::Receiver<Option<String>> {
+        self.lost.subscribe()
+    }
+
+    /// By which the stages are reached: closing it ends the replica, whatever it does.
+    pub(crate) fn endpoint(&self) -> Arc<Endpoint> {
+        Arc::clone(&self.endpoint)
+    }
+
+    /// How many stages it has, the first one included.
+    pub fn stages(&self) -> usize {
+        self.later.len() + 1
+    }
+
+    /// What the activations' type adds to a numeric class; nothing where it changes no bit.
+    pub(crate) fn class(&self) -> Option<&'static str> {
+        match self.activations {
+            ActivationType::F32 => None,
+            ActivationType::Bf16 => Some("wire-bf16"),
+        }
+    }
+
+    /// Asks all stages to load their ranges, and the last one who guesses there if somebody does, and returns at once: the
+    /// first range is the caller's to load.
+    pub(crate) fn join(
+        self,
+        spec: &ModelSpec,
+        (model_digest, class, elsewhere): ([u8; 32], String, Option<Elsewhere>),
+        max_rows: usize,
+        block_tokens: usize,
+    ) -> Result<(Range<usize>, Joining), Error> {
+        let last = elsewhere.map(|elsewhere| elsewhere.from_layer);
+        let ranges = match &self.plan {
+            Some(plan) => crate::load::check_ranges(spec, last, &plan.ranges, self.stages())?,
+            None => crate::load::stage_ranges(spec, last, self.stages())?,
+        };
+        let replica = ReplicaId(self.fresh_id());
+        let Self { runtime, endpoint, later, activations, plan, lost } = self;
+        let mut stages = Vec::with_capacity(later.len());
+        let mut leases = JoinSet::new();
+        for (index, address) in later.iter().enumerate() {
+            let range = &ranges[index + 1];
+            let is_last = index + 1 == later.len();
+            let order = StageOrder::Join(StageJoin {
+                replica,
+                model_digest,
+                layers: (range.start as u32, range.end as u32),
+                class: class.clone(),
+                max_rows: max_rows as u32,
+                block_tokens: block_tokens as u32,
+                activations,
+                next: later.get(index + 1).cloned(),
+                drafter: elsewhere.filter(|_| is_last).map(|elsewhere| elsewhere.drafter),
+            });
+            let joined = runtime.block_on(async {
+                let connection = dial(&endpoint, address).await?;
+                if let Some(Plan { claim, .. }) = &plan {
+                    let lease = connection.claim_stage(&claim.of(replica)).await?;
+                    let (lost, held, stage) = (lost.clone(), connection.clone(), index + 1);
+                    leases.spawn(async move {
+                        let reason = lease::keep(lease, held).await;
+                        lost.send_replace(Some(format!("stage {stage} is lost: {reason}")));
+                    });
+                }
+                let mut control = connection.open_stage().await?;
+                control.orders.send(&order).await?;
+                Ok(Stage { connection, control })
+            });
+            stages.push(joined.map_err(|source| LostStage { stage: index + 1, source })?);
+        }
+        let first = ranges[0].clone();
+        Ok((first, Joining { runtime, endpoint, stages, leases, replica, activations, parts: Vec::new() }))
+    }
+
+    /// Unlike that of any other replica.
+    fn fresh_id(&self) -> [u8; 16] {
+        let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let name = format!("{} {} {since_1970:?}", self.endpoint.name(), self.endpoint.address());
+        let digest = blake3::hash(format!("{name} {}", std::process::id()).as_bytes());
+        digest.as_bytes().first_chunk().copied().unwrap_or_default()
+    }
+}
+
+async fn resolve(address: &StageAddress) -> Result<SocketAddr, proto::Error> {
+    let unresolved = |source: std::io::Error| proto::Error::Resolve { target: address.quic.clone(), source };
+    let mut found = tokio::net::lookup_host(&address.quic).await.map_err(unresolved)?;
+    found.next().ok_or_else(|| unresolved(std::io::ErrorKind::NotFound.into()))
+}
+
+pub(super) async fn dial(endpoint: &Endpoint, address: &StageAddress) -> Result<Connection, proto::Error> {
+    let expected = Expected::node(Role::Worker, address.node.clone());
+    endpoint.connect(resolve(address).await?, &expected).await
+}
+
+#[derive(Debug)]
+struct Stage {
+    connection: Connection,
+    control: StageControl,
+}
+
+/// Stages that load their layers.
+#[derive(Debug)]
+pub(crate) struct Joining {
+    runtime: Handle,
+    endpoint: Arc<Endpoint>,
+    stages: Vec<Stage>,
+    /// Those under a cluster; they end with it.
+    leases: JoinSet<()>,
+    replica: ReplicaId,
+    activations: ActivationType,
+    /// Bytes of a block of each group, by stage, the first one included.
+    parts: Vec<Vec<usize>>,
+}
+
+impl Joining {
+    /// Waits until all have loaded, and adds the bytes of their blocks to the first stage's, group by group.
+    pub(crate) fn block_bytes(&mut self, first: &[u64]) -> Result<Vec<u64>, Error> {
+        let lengths = |bytes: &[u64]| bytes.iter().map(|bytes| *bytes as usize).collect();
+        self.parts = vec![lengths(first)];
+        let mut sums = first.to_vec();
+        for (index, stage) in self.stages.iter_mut().enumerate() {
+            let lost = |source| LostStage { stage: index + 1, source };
+            let report = self.runtime.block_on(stage.control.reports.next()).map_err(lost)?;
+            let StageReport::Joined(joined) = report else {
+                return Err(lost(proto::Error::Protocol("a stage reports before it has joined")).into());
+            };
+            if joined.block_bytes.len() != sums.len() {
+                return Err(lost(proto::Error::Protocol("a stage has other cache groups")).into());
+            }
+            self.parts.push(lengths(&joined.block_bytes));
+            for (sum, bytes) in sums.iter_mut().zip(joined.block_bytes) {
+                *sum = sum.saturating_add(bytes);
+            }
+        }
+        Ok(sums)
+    }
+
+    /// Has all stages lay out their caches, `decoder`'s among them, so that together they hold what `cache` says.
+    pub(crate) fn begin(
+        mut self,
+        decoder: &mut Decoder,
+        cache: &CacheSpec,
+    ) -> Result<PipelineExecutor, Error> {
+        let blocks = Slabs::of(cache);
+        let own = arena(blocks.count(), &blocks.blocks_per_slab(), decoder)?;
+        decoder.allocate_kv(own.bytes() as usize)?;
+        let order = StageOrder::Begin(StageBegin {
+            slabs: blocks.count(),
+            blocks_per_slab: blocks.blocks_per_slab(),
+        });
+        // The last first: each connects to the one behind it.
+        for (index, stage) in self.stages.iter_mut().enumerate().rev() {
+            let begun = self.runtime.block_on(async {
+                stage.control.orders.send(&order).await?;
+                match stage.control.reports.next().await? {
+                    StageReport::Ready => Ok(()),
+                    _ => Err(proto::Error::Protocol("a stage that is not ready reports something else")),
+                }
+            });
+            begun.map_err(|source| LostStage { stage: index + 1, source })?;
+        }
+        let feed = StageFeed { replica: self.replica };
+        let Some(second) = self.stages.first() else {
+            return Err(Error::Invariant("a replica of one stage".to_owned()));
+        };
+        let sender = self
+            .runtime
+            .block_on(second.connection.open_activations(&feed))
+            .map_err(|source| LostStage { stage: 1, source })?;
+        let mut links = Vec::with_capacity(self.stages.len());
+        for (index, stage) in self.stages.iter().enumerate() {
+            let opened = self.runtime.block_on(stage.connection.open_stage_blocks(&feed));
+            links.push(opened.map_err(|source| LostStage { stage: index + 1, source })?);
+        }
+        let state_group = cache.groups.iter().position(|group| group.kind == GroupKind::State);
+        let controls = self.stages.into_iter().map(|stage| stage.control);
+        let layout = super::executor::Layout { blocks, own, state_group, activations: self.activations };
+        let arenas = (layout.blocks.clone(), layout.own.clone());
+        let parts = Parts::new(self.runtime.clone(), arenas, state_group, self.parts, links);
+        PipelineExecutor::new(self.runtime, (self.endpoint, self.leases), (layout, parts), sender, controls)
+    }
+}
+
+/// How a stage's arena is cut, given the slabs of the scheduler's cache.
+pub(super) fn arena(count: u32, blocks_per_slab: &[u32], decoder: &Decoder) -> Result<Slabs, Error> {
+    let sizes: Vec<u64> = decoder.groups().iter().map(|group| group.block_bytes as u64).collect();
+    Slabs::with_blocks(count, blocks_per_slab, &sizes)
+        .ok_or_else(|| Error::KvMemory { reason: "the blocks of a stage cannot be addressed".to_owned() })
+}

@@ -1,0 +1,181 @@
+//! Leases between stages: how a first stage holds the others under a cluster, and how either side notices that the
+//! other is gone, also when the network fails in one direction only and when no step is under way.
+//!
+//! A stage is held by the latest (life, epoch) that has claimed it. A claim of a later one ends what an earlier one
+//! holds; a claim of an earlier one is refused, so that a first stage that was given up and goes on gets nothing.
+
+use parking_lot::Mutex;
+use proto::ids::Epoch;
+use proto::placement::{ClaimRefusal, StageClaim};
+use proto::stage::ReplicaId;
+use proto::transport::{CloseCode, Connection, LeaseCall, StageLease};
+use std::time::Duration;
+use tokio::sync::watch;
+
+const BEAT_EVERY: Duration = Duration::from_millis(400);
+/// Without a sign of life for this long the other side is lost. With [`BEAT_EVERY`] before it and what it takes to act
+/// on it less than 3 s.
+const LEASE: Duration = Duration::from_secs(2);
+
+/// What a first stage claims the others with.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ReplicaClaim {
+    pub(crate) life: u64,
+    pub(crate) epoch: Epoch,
+}
+
+impl ReplicaClaim {
+    pub(super) fn of(self, replica: ReplicaId) -> StageClaim {
+        StageClaim { replica, life: self.life, epoch: self.epoch }
+    }
+}
+
+/// Keeps a lease up until the stage does not answer; then ends the connection to it, so that whoever waits for the
+/// stage hears of it.
+pub(super) async fn keep(mut lease: StageLease, connection: Connection) -> String {
+    loop {
+        let reason = match tokio::time::timeout(LEASE, lease.beat()).await {
+            Ok(Ok(())) => {
+                tokio::time::sleep(BEAT_EVERY).await;
+                continue;
+            }
+            Ok(Err(error)) => error.to_string(),
+            Err(_) => format!("no sign of life for {} s", LEASE.as_secs()),
+        };
+        connection.close(CloseCode::Fenced);
+        return reason;
+    }
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Claims(Mutex<LeaseState>);
+
+#[derive(Debug, Default)]
+struct LeaseState {
+    /// The latest that was ever granted.
+    latest: (u64, u64),
+    now: Option<Holder>,
+    /// Whether this worker is the first stage of a replica.
+    leads: bool,
+}
+
+#[derive(Debug)]
+struct Holder {
+    claim: StageClaim,
+    /// Dropped when the claim ends.
+    lasts: watch::Sender<()>,
+}
+
+/// Ends when the claim does.
+#[derive(Debug, Clone)]
+pub(super) struct Hold(watch::Receiver<()>);
+
+impl Hold {
+    /// Resolves when the claim has ended.
+    pub(super) async fn ended(&mut self) {
+        while self.0.changed().await.is_ok() {}
+    }
+}
+
+impl Claims {
+    /// The worker begins or ends to be a first stage itself.
+    pub(crate) fn leads(&self, leads: bool) {
+        self.0.lock().leads = leads;
+    }
+
+    /// The life of the replica that holds it.
+    pub(crate) fn life(&self) -> Option<u64> {
+        self.0.lock().now.as_ref().map(|holder| holder.claim.life)
+    }
+
+    /// Whether this replica holds it.
+    pub(super) fn hold(&self, replica: ReplicaId) -> Option<Hold> {
+        let held = self.0.lock();
+        let holder = held.now.as_ref().filter(|holder| holder.claim.replica == replica)?;
+        Some(Hold(holder.lasts.subscribe()))
+    }
+
+    fn claim(&self, claim: StageClaim) -> Result<(), ClaimRefusal> {
+        let mut held = self.0.lock();
+        let (life, epoch) = held.latest;
+        if (claim.life, claim.epoch.0) <= (life, epoch) {
+            return Err(ClaimRefusal::Stale { life, epoch: Epoch(epoch) });
+        }
+        if held.leads {
+            return Err(ClaimRefusal::Leads);
+        }
+        held.latest = (claim.life, claim.epoch.0);
+        held.now = Some(Holder { claim, lasts: watch::Sender::new(()) });
+        Ok(())
+    }
+
+    fn release(&self, claim: &StageClaim) {
+        let mut held = self.0.lock();
+        if held.now.as_ref().is_some_and(|holder| holder.claim == *claim) {
+            held.now = None;
+        }
+    }
+
+    /// Serves a claim until it ends.
+    pub(crate) async fn serve(&self, call: LeaseCall) {
+        let claim = call.claim;
+        if let Err(refusal) = self.claim(claim) {
+            tracing::warn!(life = claim.life, epoch = claim.epoch.0, %refusal, "a claim is refused");
+            // Whoever has claimed may be gone.
+            let _ = call.refuse(refusal).await;
+            return;
+        }
+        let ended = match call.grant().await {
+            Ok(mut lease) => loop {
+                match tokio::time::timeout(LEASE, lease.beat()).await {
+                    Ok(Ok(())) if self.hold(claim.replica).is_some() => {}
+                    Ok(Ok(())) => break "another has claimed it".to_owned(),
+                    Ok(Err(error)) => break error.to_string(),
+                    Err(_) => break format!("no sign of life for {} s", LEASE.as_secs()),
+                }
+            },
+            Err(error) => error.to_string(),
+        };
+        tracing::info!(life = claim.life, epoch = claim.epoch.0, ended, "a claim has ended");
+        self.release(&claim);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn claim(life: u64, epoch: u64) -> StageClaim {
+        StageClaim { replica: ReplicaId([epoch as u8; 16]), life, epoch: Epoch(epoch) }
+    }
+
+    #[test]
+    fn the_latest_claim_holds_and_earlier_ones_get_nothing() {
+        let claims = Claims::default();
+        claims.claim(claim(5, 10)).unwrap();
+        let first = claims.hold(ReplicaId([10; 16])).unwrap();
+        let stale = |life, epoch| Err(ClaimRefusal::Stale { life, epoch: Epoch(epoch) });
+        assert_eq!(claims.claim(claim(5, 10)), stale(5, 10), "one attempt claims once");
+        assert_eq!(claims.claim(claim(4, 99)), stale(5, 10), "an earlier life");
+        claims.claim(claim(5, 11)).unwrap();
+        assert_eq!(claims.life(), Some(5));
+        assert!(claims.hold(ReplicaId([10; 16])).is_none());
+        assert!(first.0.has_changed().is_err(), "the earlier attempt has lost it");
+        // What is over is not given back in the place of what holds it.
+        claims.release(&claim(5, 10));
+        assert!(claims.hold(ReplicaId([11; 16])).is_some());
+        claims.claim(claim(6, 1)).unwrap();
+        claims.release(&claim(6, 1));
+        assert_eq!(claims.life(), None);
+        assert_eq!(claims.claim(claim(5, 12)), stale(6, 1), "also when nobody holds it");
+    }
+
+    #[test]
+    fn a_first_stage_is_no_other_stage() {
+        let claims = Claims::default();
+        claims.leads(true);
+        assert_eq!(claims.claim(claim(1, 1)), Err(ClaimRefusal::Leads));
+        claims.leads(false);
+        claims.claim(claim(1, 1)).unwrap();
+    }
+}

@@ -1,0 +1,300 @@
+//! How much of what there is to compute one step takes, so that all stages of a replica have something to do.
+//!
+//! Results do not depend on it. Sans-IO: it is told what there is, and when steps have been answered.
+//!
+//! Sequences that decode are divided among as many steps as there are stages, or go into one step, which reads all
+//! weights once for all of them while the other stages wait. Which is faster depends on the model, the number of
+//! sequences, the links, and on who else wants the memory: nothing but the time from answer to answer has all of that
+//! in it. So both ways are timed, one after the other, and the slower one is tried again now and then: the closer they are, the sooner.
+
+use crate::scheduler::{Demand, StepLimits};
+use std::collections::{HashMap, VecDeque};
+use std::time::Duration;
+
+/// Prompts are cut so that their rest makes this many steps for each stage behind the first: a pipeline is filled and
+/// emptied once, and loses a sixteenth of the time by it.
+const STEPS_PER_FILL: u64 = 16;
+/// Rows of a prompt below which a step costs noticeably more for each of them, since it reads all weights.
+const FEWEST_PROMPT_ROWS: u64 = 128;
+/// A whole number of cache blocks and hash units.
+const PROMPT_ROWS_MULTIPLE: u64 = 64;
+/// Rounds whose median tells how long a round takes. A round is one row for each sequence.
+const ROUNDS: usize = 5;
+/// Decisions in which the way that is tried must have been timed: sequences may come and go, and then it cannot be.
+const TRIAL: u32 = 64;
+/// Rounds behind a trial before the next one,
+const REST: f64 = 128.0;
+/// and what trials may cost at most: one part of so many of the time.
+const PRICE: f64 = 100.0;
+
+#[derive(Debug)]
+pub(super) struct Pace {
+    stages: u32,
+    ways: HashMap<u32, Ways>,
+    /// What has been decided last; `None` beside prompts, where nothing can be learnt.
+    choice: Option<MicrobatchChoice>,
+    /// What the last answered step was of, and the part of a round that has been timed since that began.
+    timed: Option<(MicrobatchChoice, u32, Duration)>,
+}
+
+/// Of how many sequences a step was to take a part, and into how many steps they were divided.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct MicrobatchChoice {
+    all: u32,
+    parts: u32,
+}
+
+/// What is known of both ways for some number of sequences.
+#[derive(Debug, Default)]
+struct Ways {
+    divided: Rounds,
+    whole: Rounds,
+    takes_whole: bool,
+    /// Decisions left for trying the other.
+    trial: u32,
+    /// Seconds of work until the other is tried again.
+    rests: f64,
+}
+
+/// Seconds of the last rounds.
+#[derive(Debug, Default)]
+struct Rounds(VecDeque<f64>);
+
+impl Rounds {
+    fn took(&mut self, seconds: f64) {
+        if self.0.len() == ROUNDS {
+            self.0.pop_front();
+        }
+        self.0.push_back(seconds);
+    }
+
+    /// Seconds of a round, if it is known.
+    fn median(&self) -> Option<f64> {
+        let mut sorted: Vec<f64> = self.0.iter().copied().collect();
+        sorted.sort_by(f64::total_cmp);
+        sorted.get(ROUNDS / 2).copied().filter(|_| sorted.len() == ROUNDS)
+    }
+}
+
+impl Ways {
+    fn of(&mut self, whole: bool) -> &mut Rounds {
+        if whole { &mut self.whole } else { &mut self.divided }
+    }
+
+    /// Whether the next step takes all sequences. Beside prompts nothing is tried: nothing could be learnt.
+    fn next_is_whole(&self, demand: Demand) -> bool {
+        self.takes_whole ^ (self.trial > 0 && demand.prefill == 0)
+    }
+
+    /// A step is planned so.
+    fn decided(&mut self) {
+        if self.trial > 0 {
+            self.trial -= 1;
+            if self.trial == 0 {
+                // It could not be timed.
+                self.rest(0.0);
+            }
+        }
+    }
+
+    /// A round has taken so long.
+    fn took(&mut self, whole: bool, seconds: f64) {
+        self.of(whole).took(seconds);
+        if whole == self.takes_whole {
+            self.rests -= seconds;
+            if self.trial == 0 && self.rests <= 0.0 && self.of(whole).median().is_some() {
+                self.trial = TRIAL;
+                self.of(!whole).0.clear();
+            }
+            return;
+        }
+        let (Some(tried), Some(taken)) = (self.of(whole).median(), self.of(!whole).median()) else { return };
+        self.takes_whole ^= tried < taken;
+        self.trial = 0;
+        self.rest((tried - taken).abs() * ROUNDS as f64);
+    }
+
+    /// Nothing is tried for a while, behind a trial that has cost so much.
+    fn rest(&mut self, cost: f64) {
+        let taken = self.takes_whole;
+        let round = self.of(taken).median().unwrap_or_default();
+        self.rests = (cost * PRICE).max(round * REST);
+    }
+}
+
+impl Pace {
+    /// Of a replica of so many stages.
+    pub(super) fn new(stages: usize) -> Self {
+        let stages = u32::try_from(stages).unwrap_or(u32::MAX).max(1);
+        Self { stages, ways: HashMap::new(), choice: None, timed: None }
+    }
+
+    /// Steps that are under way at most.
+    pub(super) fn most(&self) -> u32 {
+        self.stages.saturating_add(1)
+    }
+
+    /// What the next step takes when there is so much to do and so many are under way; `None`: it waits for one of them.
+    ///
+    /// One for each stage, and one that waits for the first of them. Without prompts only as many as sequences are
+    /// divided among: a step more would take whatever happens to be free then, and so would all that follow, since what
+    /// was in one step is free at one time. Each would read all weights for a few rows, for as long as these decode.
+    pub(super) fn limits(&mut self, demand: Demand, under_way: usize) -> Option<StepLimits> {
+        let whole = self.ways.get(&demand.decoding).is_some_and(|ways| ways.next_is_whole(demand));
+        let most = self.stages.min(demand.decoding).max(1);
+        let decoding = if whole { demand.decoding } else { demand.decoding.div_ceil(most).max(1) };
+        let parts = demand.decoding.div_ceil(decoding);
+        let room = if demand.prefill > 0 || parts == 0 { self.most() } else { parts };
+        if under_way >= room as usize {
+            return None;
+        }
+        self.choice = None;
+        if most > 1 && demand.prefill == 0 {
+            self.ways.entry(demand.decoding).or_default().decided();
+            self.choice = Some(MicrobatchChoice { all: demand.decoding, parts });
+        }
+        let rows = if demand.prefill == 0 {
+            u32::MAX
+        } else {
+            let fills = STEPS_PER_FILL * u64::from(self.stages - 1).max(1);
+            let rows = (demand.prefill / fills).next_multiple_of(PROMPT_ROWS_MULTIPLE);
+            u32::try_from(rows.max(FEWEST_PROMPT_ROWS)).unwrap_or(u32::MAX).saturating_add(decoding)
+        };
+        Some(StepLimits { rows, decoding })
+    }
+
+    /// What the last [`Self::limits`] have decided, for [`Self::answered`].
+    pub(super) fn choice(&self) -> Option<MicrobatchChoice> {
+        self.choice
+    }
+
+    /// A step has been answered that was planned under this choice, so long after the one before it.
+    pub(super) fn answered(&mut self, choice: Option<MicrobatchChoice>, since_last: Duration) {
+        let Some(choice) = choice else {
+            self.timed = None;
+            return;
+        };
+        let (steps, time) = match self.timed {
+            Some((last, steps, time)) if last == choice => (steps + 1, time + since_last),
+            // What came before it was of another kind: what it took is not told by its answer.
+            _ => (0, Duration::ZERO),
+        };
+        if steps < choice.parts {
+            self.timed = Some((choice, steps, time));
+            return;
+        }
+        self.timed = Some((choice, 0, Duration::ZERO));
+        if let Some(ways) = self.ways.get_mut(&choice.all) {
+            ways.took(choice.parts == 1, time.as_secs_f64());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn decoding(decoding: u32) -> Demand {
+        Demand { decoding, prefill: 0 }
+    }
+
+    fn ms(ms: f64) -> Duration {
+        Duration::from_secs_f64(ms / 1e3)
+    }
+
+    /// Sequences that decode for ever.
+    struct Decoding {
+        pace: Pace,
+        all: u32,
+        /// Rows of steps under way, and what they were planned under.
+        under_way: VecDeque<(u32, Option<MicrobatchChoice>)>,
+        seconds: f64,
+    }
+
+    impl Decoding {
+        fn new(stages: usize, all: u32) -> Self {
+            Self { pace: Pace::new(stages), all, under_way: VecDeque::new(), seconds: 0.0 }
+        }
+
+        /// Plans what can be, and answers the oldest step: so many milliseconds after the one before it.
+        fn step(&mut self, took: impl Fn(u32) -> f64) -> u32 {
+            loop {
+                let free = self.all - self.under_way.iter().map(|(rows, _)| rows).sum::<u32>();
+                let limits = self.pace.limits(decoding(self.all), self.under_way.len());
+                let Some(limits) = limits.filter(|_| free > 0) else { break };
+                self.under_way.push_back((free.min(limits.decoding), self.pace.choice()));
+            }
+            let (rows, choice) = self.under_way.pop_front().unwrap();
+            self.seconds += took(rows) / 1e3;
+            self.pace.answered(choice, ms(took(rows)));
+            rows
+        }
+
+        /// The share of the rows of so many seconds that came all at once.
+        fn whole(&mut self, seconds: f64, took: impl Fn(u32) -> f64) -> f64 {
+            let (until, mut all, mut whole) = (self.seconds + seconds, 0, 0);
+            while self.seconds < until {
+                let rows = self.step(&took);
+                all += rows;
+                whole += if rows == self.all { rows } else { 0 };
+            }
+            f64::from(whole) / f64::from(all)
+        }
+    }
+
+    #[test]
+    fn a_single_stream_is_never_divided_and_prompts_alone_are_cut_to_fill_all_stages() {
+        let mut pace = Pace::new(2);
+        let alone = StepLimits { rows: u32::MAX, decoding: 1 };
+        assert_eq!(pace.limits(decoding(1), 0), Some(alone));
+        assert_eq!(pace.choice(), None, "there is nothing to choose");
+        let rows = |pace: &mut Pace, prefill| pace.limits(Demand { decoding: 0, prefill }, 2).unwrap().rows;
+        assert_eq!([100, 2048, 8192].map(|prefill| rows(&mut pace, prefill)), [129, 129, 513]);
+        assert_eq!(rows(&mut Pace::new(3), 8192), 257);
+        assert_eq!(rows(&mut pace, u64::MAX / 2), u32::MAX);
+        let full = Demand { decoding: 0, prefill: 99 };
+        assert_eq!(pace.limits(full, 3), None, "one for each stage and one that waits");
+    }
+
+    #[test]
+    fn both_ways_are_timed_and_the_faster_is_kept() {
+        for (stages, all) in [(2, 8), (2, 7), (3, 8), (4, 3)] {
+            let mut streams = Decoding::new(stages, all);
+            let parts = all.div_ceil(all.div_ceil(all.min(stages as u32)));
+            let faster_whole = |rows| if rows == all { 30.0 } else { 40.0 / f64::from(parts) };
+            let faster_divided = |rows| if rows == all { 40.0 } else { 30.0 / f64::from(parts) };
+            let start = streams.whole(1.0, faster_divided);
+            assert!((0.01..0.5).contains(&start), "{stages}, {all}: both were tried, {start}");
+            let later = streams.whole(60.0, faster_divided);
+            assert!((0.001..0.05).contains(&later), "{stages}, {all}: tried again now and then, {later}");
+            // Somebody else wants the memory now.
+            streams.whole(20.0, faster_whole);
+            let later = streams.whole(60.0, faster_whole);
+            assert!((0.95..0.999).contains(&later), "{stages}, {all}: {later}");
+        }
+    }
+
+    /// Sequences come and go one by one; what happens to be free together need not stay together.
+    #[test]
+    fn what_has_come_apart_comes_together_again() {
+        let mut streams = Decoding::new(2, 8);
+        streams.under_way.extend([(5, None), (1, None), (2, None)]);
+        let rows: Vec<u32> = (0..12).map(|_| streams.step(|_| 10.0)).collect();
+        assert_eq!(rows[7..10], [4, 4, 4], "{rows:?}");
+    }
+
+    #[test]
+    fn a_way_that_cannot_be_timed_is_not_tried_for_ever() {
+        let mut pace = Pace::new(2);
+        let divided = MicrobatchChoice { all: 8, parts: 2 };
+        (0..20).for_each(|_| pace.answered(Some(divided), ms(10.0)));
+        assert!(pace.ways.is_empty(), "nobody has asked");
+        assert_eq!(pace.limits(decoding(8), 0).unwrap().decoding, 4);
+        (0..20).for_each(|_| pace.answered(Some(divided), ms(10.0)));
+        let tried = (0..200).filter(|_| pace.limits(decoding(8), 0).unwrap().decoding == 8).count();
+        assert_eq!(tried, TRIAL as usize);
+        let beside = Demand { decoding: 8, prefill: 100 };
+        assert_eq!(pace.limits(beside, 0).unwrap().decoding, 4);
+        assert_eq!(pace.choice(), None, "nothing is learnt beside prompts");
+    }
+}

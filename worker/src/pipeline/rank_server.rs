@@ -1,0 +1,725 @@
+//! A stage's own side: a worker that holds a layer range for a replica which another one leads.
+
+use super::activations::{self, Gathered};
+use super::block_server::{BlockServer, BlockTask};
+use super::draft;
+use super::handshake::{arena, dial};
+use super::lease::Claims;
+use super::send_queue::{SendQueue, Writes};
+use super::step::{self, Uncounted};
+use super::wait_policy::WaitPolicy;
+use crate::Error;
+use crate::decoder::{Blocks, Decoder};
+use crate::kv_cache::Slabs;
+use crate::load::{self, EngineOptions};
+use crate::sampling::Sampler;
+use crate::speculation::Guesses;
+use crate::telemetry::ShippingMetrics;
+use crate::weight_distribution::{Inventory, Shipper, ShippingConfig, WantedLayers};
+use kernels::backend::NO_INDEX;
+use parking_lot::Mutex;
+use proto::ids::{Epoch, Role};
+use proto::message::GenerateError;
+use proto::stage::{
+    ActivationType, ReplicaId, StageBegin, StageCounted, StageDrafter, StageDrawn, StageFailure, StageFeed,
+    StageFrame, StageHead, StageJoin, StageJoined, StageOrder, StageProgressReport, StageReport, StageRest,
+    StageSample, StageSampled, StageSpent, StageStep,
+};
+use proto::trace::{self, Span, TraceContext};
+use proto::transport::{
+    ActivationReceiver, ActivationSender, Connection, Endpoint, EndpointConfig, Identity, Incoming,
+    StageCall, StageOrderReceiver, StageReporter,
+};
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use tokio::runtime::Handle;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
+use tokio::task::JoinSet;
+
+/// Until the stage before this one has connected.
+const FEED_LIMIT: Duration = Duration::from_secs(10);
+/// Until what was held before has ended.
+const ROOM_LIMIT: Duration = Duration::from_secs(3);
+
+/// What a worker that holds stages is told.
+#[derive(Debug, Clone)]
+pub struct StageConfig {
+    /// The model's file, or its manifest in the shard store; none of a stage that gets whatever model it is asked to hold
+    /// a part of from others.
+    pub model_path: Option<PathBuf>,
+    /// Where chunks of it come from that are not in the store.
+    pub shipping: ShippingConfig,
+    /// Where other stages reach this one by QUIC; port 0 is any.
+    pub listen: SocketAddr,
+    /// Threads, arithmetic and types. What concerns a scheduler is the first stage's.
+    pub engine: EngineOptions,
+}
+
+/// A worker that holds one stage at a time, for whoever of its cluster leads a replica.
+#[derive(Debug)]
+pub struct StageService {
+    endpoint: Arc<Endpoint>,
+    task: tokio::task::JoinHandle<()>,
+}
+
+/// How a worker comes by tensors, and what it has of them for others.
+#[derive(Debug, Clone)]
+pub(crate) struct Holds {
+    pub(crate) shipper: Arc<Shipper>,
+    pub(crate) holdings: Arc<Inventory>,
+}
+
+/// What holds one stage at a time. Who accepts connections hands it what comes in for it.
+#[derive(Debug)]
+pub(crate) struct RankServer {
+    config: StageConfig,
+    endpoint: Arc<Endpoint>,
+    holds: Holds,
+    /// Under a cluster: only whoever has claimed this worker makes it a stage, for as long as the claim lasts.
+    claims: Option<Claims>,
+    /// One stage at a time.
+    room: Arc<Semaphore>,
+    /// Who waits for the activations of which replica.
+    feeds: Mutex<HashMap<ReplicaId, oneshot::Sender<ActivationReceiver>>>,
+    /// Who reads and fills the blocks of which replica.
+    desks: Mutex<HashMap<ReplicaId, BlockServer>>,
+}
+
+impl StageService {
+    /// Listens. Weights are loaded when a replica asks for them.
+    pub fn start(config: StageConfig, identity: &Identity) -> Result<Self, Error> {
+        let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let epoch = Epoch(since_1970.as_micros() as u64);
+        let quic = super::attentive(EndpointConfig::new(epoch, [Role::Worker]));
+        let endpoint = Arc::new(Endpoint::bind(config.listen, identity, quic)?);
+        let metrics = ShippingMetrics::default();
+        let shipper = Shipper::new(Arc::clone(&endpoint), &config.shipping, metrics.clone());
+        let (path, engine) = (config.model_path.as_deref(), &config.engine);
+        let holdings = Inventory::new(None, path, engine, &config.shipping, metrics);
+        let holds = Holds { shipper: Arc::new(shipper), holdings: Arc::new(holdings) };
+        let host = RankServer::new(config, Arc::clone(&endpoint), holds, None);
+        let accepting = Arc::clone(&endpoint);
+        let task = tokio::spawn(async move {
+            while let Some(connection) = accepting.accept().await {
+                tokio::spawn(serve(Arc::clone(&host), connection));
+            }
+        });
+        Ok(Self { endpoint, task })
+    }
+
+    /// Where other stages reach this one.
+    pub fn quic_address(&self) -> SocketAddr {
+        self.endpoint.address()
+    }
+
+    /// Ends everything now: a replica that this is a stage of has lost it.
+    pub async fn stop(self) {
+        self.task.abort();
+        self.endpoint.close().await;
+    }
+}
+
+async fn serve(host: Arc<RankServer>, connection: Connection) {
+    while let Ok(incoming) = connection.accept().await {
+        // Nothing else is served here; dropping it says so.
+        drop(host.take(incoming));
+    }
+}
+
+impl RankServer {
+    /// Holds nothing yet. With `claims`, only for whoever has claimed it.
+    pub(crate) fn new(
+        config: StageConfig,
+        endpoint: Arc<Endpoint>,
+        holds: Holds,
+        claims: Option<Claims>,
+    ) -> Arc<Self> {
+        let room = Arc::new(Semaphore::new(1));
+        Arc::new(Self {
+            config,
+            endpoint,
+            holds,
+            claims,
+            room,
+            feeds: Mutex::default(),
+            desks: Mutex::default(),
+        })
+    }
+
+    /// Who has claimed it, under a cluster.
+    pub(crate) fn claims(&self) -> Option<&Claims> {
+        self.claims.as_ref()
+    }
+
+    /// Serves a stream if it is for a stage; gives it back if not.
+    pub(crate) fn take(self: &Arc<Self>, incoming: Incoming) -> Option<Incoming> {
+        let host = Arc::clone(self);
+        match incoming {
+            Incoming::Stage(call) => drop(tokio::spawn(hold(host, call))),
+            Incoming::StageLease(call) if self.claims.is_some() => drop(tokio::spawn(async move {
+                if let Some(claims) = &host.claims {
+                    claims.serve(call).await;
+                }
+            })),
+            Incoming::Shard(call) => drop(tokio::spawn(Arc::clone(&self.holds.holdings).answer(call))),
+            Incoming::StageBlocks(call) => {
+                let StageFeed { replica } = call.feed;
+                if let Some(desk) = host.desks.lock().get(&replica).cloned() {
+                    tokio::spawn(desk.serve(call));
+                }
+            }
+            Incoming::Activations(receiver) => {
+                let StageFeed { replica } = receiver.feed;
+                if let Some(waits) = host.feeds.lock().remove(&replica) {
+                    // Whoever has waited no longer has given up the replica.
+                    let _ = waits.send(receiver);
+                }
+            }
+            other => return Some(other),
+        }
+        None
+    }
+
+    /// Resolves when `replica` may hold this worker no longer.
+    async fn disowned(&self, replica: ReplicaId) {
+        let Some(claims) = &self.claims else { return std::future::pending().await };
+        if let Some(mut hold) = claims.hold(replica) {
+            hold.ended().await;
+        }
+    }
+
+    /// How this stage is to guess, with the drafter's file: this worker's own, or one of the shard store.
+    async fn guesses(&self, drafter: Option<StageDrafter>) -> Result<Guesses, Error> {
+        Ok(match drafter {
+            None => Guesses::Off,
+            Some(StageDrafter::Appended { .. }) => Guesses::Appended,
+            Some(StageDrafter::Assistant { digest }) => {
+                Guesses::Assistant(self.holds.shipper.locate_drafter(&digest, &self.config.engine).await?)
+            }
+        })
+    }
+
+    /// The place for a stage. A claim has ended what was there before, which may take a moment.
+    async fn room(&self) -> Option<OwnedSemaphorePermit> {
+        let room = Arc::clone(&self.room);
+        match self.claims {
+            None => room.try_acquire_owned().ok(),
+            Some(_) => tokio::time::timeout(ROOM_LIMIT, room.acquire_owned()).await.ok()?.ok(),
+        }
+    }
+}
+
+/// Takes part in a replica until it ends, and tells its first stage why.
+async fn hold(host: Arc<RankServer>, call: StageCall) {
+    let StageCall { mut orders, reporter } = call;
+    let reporter: Reporter = Arc::new(tokio::sync::Mutex::new(reporter));
+    let Ok(StageOrder::Join(join)) = orders.next().await else { return };
+    let layers = join.layers;
+    let failure = tokio::select! {
+        ended = take_part(&host, &mut orders, &reporter, &join) => match ended {
+            Ok(never) => match never {},
+            Err(failure) => failure,
+        },
+        () = host.disowned(join.replica) => StageFailure::Busy,
+    };
+    host.feeds.lock().remove(&join.replica);
+    host.desks.lock().remove(&join.replica);
+    tracing::info!(?layers, %failure, "the replica has ended");
+    let mut reporter = reporter.lock().await;
+    // The first stage may be gone, which is why it has ended then.
+    if reporter.send(&StageReport::Failed(failure), Vec::new()).await.is_ok() {
+        reporter.finish().await;
+    }
+}
+
+/// Of the task that talks to the first stage, and of the thread that computes if it is the last one's.
+type Reporter = Arc<tokio::sync::Mutex<StageReporter>>;
+
+async fn report(reporter: &Reporter, report: StageReport) -> Result<(), StageFailure> {
+    reporter.lock().await.send(&report, Vec::new()).await.map_err(|error| neighbour(&error))
+}
+
+type Ended = std::convert::Infallible;
+
+fn neighbour(error: &proto::Error) -> StageFailure {
+    StageFailure::Neighbour { reason: error.to_string() }
+}
+
+fn load_failure(error: &Error) -> StageFailure {
+    let reason = error.to_string();
+    if error.is_of_content() { StageFailure::BadFile { reason } } else { StageFailure::Load { reason } }
+}
+
+async fn take_part(
+    host: &RankServer,
+    orders: &mut StageOrderReceiver,
+    reporter: &Reporter,
+    join: &StageJoin,
+) -> Result<Ended, StageFailure> {
+    let room = host.room().await.ok_or(StageFailure::Busy)?;
+    let (feed_sender, feed) = oneshot::channel();
+    host.feeds.lock().insert(join.replica, feed_sender);
+    let located = match &host.config.model_path {
+        Some(path) => Ok(path.clone()),
+        None => host.holds.shipper.locate(&join.model_digest).await,
+    };
+    let model_path = located.map_err(|error| load_failure(&error))?;
+    let guesses = host.guesses(join.drafter).await.map_err(|error| load_failure(&error))?;
+    let options = EngineOptions { guesses: guesses.clone(), ..host.config.engine.clone() };
+    let (path, asked) = (model_path.clone(), join.clone());
+    let layers = join.layers.0 as usize..join.layers.1 as usize;
+    let load = {
+        let layers = layers.clone();
+        move |arrivals| {
+            let options = EngineOptions { arrivals, ..options.clone() };
+            load_range(&path, &options, layers.clone(), &asked)
+        }
+    };
+    let wanted = WantedLayers { layers: Some(layers), guesses, embedding: join.drafter.is_some() };
+    let loaded = host.holds.shipper.load(&model_path, wanted, load).await;
+    let (class, decoder) = loaded.map_err(|error| match error {
+        Error::StageStep { .. } => StageFailure::Layers,
+        Error::EngineStopped => StageFailure::Stops,
+        error => load_failure(&error),
+    })?;
+    let mut decoder = decoder.ok_or(StageFailure::OtherClass { class })?;
+    let part_bytes: Vec<usize> = decoder.groups().iter().map(|group| group.block_bytes).collect();
+    let block_bytes = part_bytes.iter().map(|bytes| *bytes as u64).collect();
+    report(reporter, StageReport::Joined(StageJoined { block_bytes })).await?;
+    let begin = match orders.next().await.map_err(|error| neighbour(&error))? {
+        StageOrder::Begin(begin) => begin,
+        StageOrder::Join(_) | StageOrder::TellProgress => return Err(StageFailure::Busy),
+    };
+    let slabs = lay_out((&model_path, &host.config.engine), &mut decoder, &begin)
+        .map_err(|error| load_failure(&error))?;
+    let (counted, last_counted) = watch::channel(0);
+    let (desk, errands) = BlockServer::new(slabs.clone(), part_bytes, last_counted);
+    host.desks.lock().insert(join.replica, desk);
+    let (behind, next) = match &join.next {
+        Some(address) => {
+            let connected = connect(host, address, join.replica).await;
+            let (connection, sender) = connected.map_err(|error| neighbour(&error))?;
+            (Some(connection), Some(sender))
+        }
+        None => (None, None),
+    };
+    report(reporter, StageReport::Ready).await?;
+    let fed = async { tokio::time::timeout(FEED_LIMIT, feed).await.ok().and_then(Result::ok) };
+    let feed = tokio::select! {
+        feed = fed => feed.ok_or_else(|| {
+            StageFailure::Neighbour { reason: "it has not connected".to_owned() }
+        })?,
+        error = gone(orders) => return Err(neighbour(&error)),
+    };
+    let progress = Arc::new(Mutex::new(StageProgress::default()));
+    let is_last = next.is_none();
+    let (sink, handover) = match next {
+        Some(next) => {
+            let handover = next.handover();
+            (Sink::Next(next), handover)
+        }
+        None => (Sink::First(Arc::clone(reporter)), reporter.lock().await.handover()),
+    };
+    let (output, queue) = SendQueue::new(Handle::current(), sink, handover);
+    let mut sending = JoinSet::new();
+    sending.spawn(queue.write_all());
+    let stage = Stage {
+        decoder,
+        slabs,
+        element: join.activations,
+        layers: join.layers,
+        max_rows: join.max_rows as usize,
+        errands,
+        uncounted: Uncounted::default(),
+        counted,
+        is_last,
+        output,
+        progress: Arc::clone(&progress),
+        runtime: Handle::current(),
+        _room: room,
+    };
+    // The thread ends when the other end of this is dropped with the replica.
+    let (_end, ended) = oneshot::channel();
+    let (failed, mut failure) = oneshot::channel();
+    // Nobody hears a failure behind the replica's end.
+    crate::progress::spawn("kvasir-stage", move || drop(failed.send(stage.run(feed, ended))))
+        .map_err(|error| load_failure(&error))?;
+    let mut behind = std::pin::pin!(cut(behind));
+    loop {
+        let order = tokio::select! {
+            failure = &mut failure => return Err(failure.unwrap_or(StageFailure::Stops)),
+            Some(Ok(Err(error))) = sending.join_next() => return Err(neighbour(&error)),
+            order = orders.next() => order,
+            // Also while nothing is sent there.
+            error = &mut behind => return Err(neighbour(&error)),
+        };
+        match order {
+            Ok(StageOrder::TellProgress) => {
+                let told = progress.lock().report();
+                self::report(reporter, StageReport::Progress(told)).await?;
+            }
+            Ok(_) => return Err(neighbour(&proto::Error::Protocol("an order to a stage that has begun"))),
+            Err(error) => return Err(neighbour(&error)),
+        }
+    }
+}
+
+/// Resolves when the connection to the next stage is gone.
+async fn cut(behind: Option<Connection>) -> proto::Error {
+    match behind {
+        Some(connection) => connection.closed().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Loads the layers that are asked for, if they make the bits that are asked for; also what they make.
+fn load_range(
+    path: &Path,
+    options: &EngineOptions,
+    layers: Range<usize>,
+    join: &StageJoin,
+) -> Result<(String, Option<Decoder>), Error> {
+    let options = EngineOptions {
+        max_rows: Some(join.max_rows as usize),
+        block_tokens: join.block_tokens as usize,
+        ..options.clone()
+    };
+    load::stage(path, &options, layers, (&join.class, join.drafter))
+}
+
+fn lay_out(
+    (model, options): (&Path, &EngineOptions),
+    decoder: &mut Decoder,
+    begin: &StageBegin,
+) -> Result<Slabs, Error> {
+    let slabs = arena(begin.slabs, &begin.blocks_per_slab, decoder)?;
+    load::admit_kv(model, options, slabs.bytes() + decoder.spare_bytes() as u64)?;
+    decoder.allocate_kv(slabs.bytes() as usize)?;
+    Ok(slabs)
+}
+
+async fn connect(
+    host: &RankServer,
+    next: &proto::stage::StageAddress,
+    replica: ReplicaId,
+) -> Result<(Connection, ActivationSender), proto::Error> {
+    let connection = dial(&host.endpoint, next).await?;
+    let sender = connection.open_activations(&StageFeed { replica }).await?;
+    Ok((connection, sender))
+}
+
+/// Resolves when the first stage is gone, or says something that it may not say now.
+async fn gone(orders: &mut StageOrderReceiver) -> proto::Error {
+    match orders.next().await {
+        Ok(_) => proto::Error::Protocol("an order to a stage that has begun"),
+        Err(error) => error,
+    }
+}
+
+/// How far the thread that computes is.
+#[derive(Debug, Default)]
+struct StageProgress {
+    done: u64,
+    computes: Option<(u64, Instant)>,
+}
+
+impl StageProgress {
+    fn report(&self) -> StageProgressReport {
+        let for_us = self.computes.map_or(0, |(_, since)| since.elapsed().as_micros() as u64);
+        StageProgressReport { done: self.done, computes: self.computes.map_or(0, |(step, _)| step), for_us }
+    }
+}
+
+/// What a stage has made of a step, and the bytes behind it.
+#[derive(Debug)]
+enum Outcome {
+    /// For the stage behind: a step and its activations, or what comes between steps.
+    Passed(StageFrame, Vec<u8>),
+    /// For the first one, of the last.
+    Drawn(StageDrawn, Vec<u8>),
+    /// The same: its part of logits that both make.
+    Rest(StageRest, Vec<u8>),
+}
+
+enum Sink {
+    Next(ActivationSender),
+    First(Reporter),
+}
+
+impl Writes for Sink {
+    type Message = Outcome;
+
+    async fn write(&mut self, outcome: Outcome) -> Result<(), proto::Error> {
+        match (outcome, self) {
+            (Outcome::Passed(step, activations), Self::Next(next)) => {
+                next.send(&step, activations).await.map(drop)
+            }
+            (Outcome::Drawn(drawn, rows), Self::First(first)) => {
+                first.lock().await.send(&StageReport::Drawn(drawn), rows).await
+            }
+            (Outcome::Rest(rest, logits), Self::First(first)) => {
+                first.lock().await.send(&StageReport::Rest(rest), logits).await
+            }
+            (Outcome::Passed(..), Self::First(_)) => {
+                Err(proto::Error::Protocol("nobody is behind the last stage"))
+            }
+            (Outcome::Drawn(..) | Outcome::Rest(..), Self::Next(_)) => {
+                Err(proto::Error::Protocol("only the last stage draws"))
+            }
+        }
+    }
+
+    fn bytes(outcome: &Outcome) -> usize {
+        match outcome {
+            Outcome::Passed(_, bytes) | Outcome::Drawn(_, bytes) | Outcome::Rest(_, bytes) => bytes.len(),
+        }
+    }
+}
+
+/// A layer range at work, on a thread of its own, which reads its stream itself and sends what is small itself
+/// (`outlet.rs`).
+struct Stage {
+    decoder: Decoder,
+    slabs: Slabs,
+    element: ActivationType,
+    layers: (u32, u32),
+    max_rows: usize,
+    /// What is to be done with its blocks besides.
+    errands: mpsc::UnboundedReceiver<BlockTask>,
+    uncounted: Uncounted,
+    /// The last step of which it has heard how many rows count.
+    counted: watch::Sender<u64>,
+    is_last: bool,
+    output: SendQueue<Sink>,
+    progress: Arc<Mutex<StageProgress>>,
+    runtime: Handle,
+    /// Given back with the memory.
+    _room: OwnedSemaphorePermit,
+}
+
+impl Stage {
+    /// Computes until the replica ends.
+    fn run(mut self, mut feed: ActivationReceiver, mut ended: oneshot::Receiver<()>) -> StageFailure {
+        self.decoder.backend().bind_thread();
+        let row_bytes = self.decoder.spec().hidden * self.element.bytes();
+        let (mut gathered, mut patience) = (Gathered::new(self.element), WaitPolicy::default());
+        loop {
+            let idle = Instant::now();
+            let mut arrived = None;
+            let mut received = 0u64;
+            let mut sink = |bytes: &[u8]| {
+                // From the first byte on the step is here, but for what the link takes.
+                arrived.get_or_insert_with(Instant::now);
+                received += bytes.len() as u64;
+                gathered.push(bytes);
+            };
+            let runtime = self.runtime.clone();
+            let next = patience.block_on(&runtime, async {
+                let mut next = std::pin::pin!(feed.next(row_bytes, self.max_rows, &mut sink));
+                loop {
+                    tokio::select! {
+                        biased;
+                        _ = &mut ended => return None,
+                        next = &mut next => return Some(next),
+                        Some(errand) = self.errands.recv() => errand(&mut self.decoder.blocks()),
+                    }
+                }
+            });
+            let step = match next {
+                None => return StageFailure::Stops,
+                Some(Ok(Some(StageFrame::Step(step)))) => step,
+                Some(Ok(Some(StageFrame::Counted(counted)))) => match self.count(counted) {
+                    Ok(()) => continue,
+                    Err(failure) => return failure,
+                },
+                Some(Ok(None)) => {
+                    return StageFailure::Neighbour { reason: "it sends no more".to_owned() };
+                }
+                Some(Err(error)) => return neighbour(&error),
+            };
+            let stalled = arrived.unwrap_or(idle).saturating_duration_since(idle);
+            let spent = StageSpent { stalled_us: micros(stalled), computed_us: 0, received };
+            let (number, since) = (step.step, Instant::now());
+            self.progress.lock().computes = Some((number, since));
+            if let Err(failure) = self.step(step, &gathered.take(), spent, since) {
+                return failure;
+            }
+            *self.progress.lock() = StageProgress { done: number, computes: None };
+        }
+    }
+
+    fn step(
+        &mut self,
+        mut step: StageStep,
+        activations: &[f32],
+        spent: StageSpent,
+        since: Instant,
+    ) -> Result<(), StageFailure> {
+        let _spans = self.record(&step, spent, since);
+        let spent = || StageSpent { computed_us: micros(since.elapsed()), ..spent };
+        if self.is_last {
+            draft::asked(&step, &self.decoder).map_err(failed)?;
+            self.check_part(&step)?;
+        }
+        let errands = &mut self.errands;
+        let mut beside = |mut blocks: Blocks<'_>| {
+            while let Ok(errand) = errands.try_recv() {
+                errand(&mut blocks);
+            }
+        };
+        step::forward(&mut self.decoder, &self.slabs, &step, Some(activations), &mut beside)
+            .map_err(failed)?;
+        self.uncounted.ran(&step);
+        if !self.is_last {
+            let residual = self.decoder.residual(0..step.tokens.len()).map_err(failed)?;
+            let bytes = activations::encode(self.element, &residual);
+            step.spent.push(spent());
+            self.output.send(Outcome::Passed(StageFrame::Step(step), bytes));
+            return Ok(());
+        }
+        let samplers = self.samplers(std::mem::take(&mut step.samples))?;
+        let (mut drawn, rows) = self.draw(&step, &samplers).map_err(failed)?;
+        self.guess(&step, &samplers, &mut drawn).map_err(failed)?;
+        drawn.spent = step.spent;
+        drawn.spent.push(spent());
+        self.output.send(Outcome::Drawn(drawn, rows));
+        match (step.head, step.returned.as_slice()) {
+            (Some(StageHead { from, best }), [row]) => {
+                self.rest(step.step, *row, from as usize, best).map_err(failed)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Refuses a step of whose logits this stage cannot make its part.
+    fn check_part(&self, step: &StageStep) -> Result<(), StageFailure> {
+        let (vocab, returned) = (self.decoder.spec().vocab, step.returned.len());
+        match step.head {
+            Some(StageHead { from, .. })
+                if from as usize >= vocab || returned != 1 || !self.decoder.splits_head() =>
+            {
+                let reason = format!("logits from {from} on of {vocab}, of {returned} rows");
+                Err(StageFailure::Step { reason })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Makes the logits of a row that has gone back for the tokens from `from` on, and sends them or the largest one.
+    fn rest(&mut self, step: u64, row: u32, from: usize, best: bool) -> Result<(), Error> {
+        let since = Instant::now();
+        let part = from..self.decoder.spec().vocab;
+        self.decoder.make_part(row, &part)?;
+        let (best, logits) = match best {
+            true => (Some(self.decoder.best_of_part(part)?), Vec::new()),
+            false => (None, self.decoder.part(part)?),
+        };
+        let computed_us = micros(since.elapsed());
+        let rest = StageRest { step, logits: logits.len() as u32, best, computed_us };
+        self.output.send(Outcome::Rest(rest, activations::encode(ActivationType::F32, &logits)));
+        Ok(())
+    }
+
+    /// Passes on which rows of a step count, and has the states of this stage follow them.
+    fn count(&mut self, counted: StageCounted) -> Result<(), StageFailure> {
+        if !self.is_last {
+            self.output.send(Outcome::Passed(StageFrame::Counted(counted.clone()), Vec::new()));
+        }
+        self.uncounted.count(&mut self.decoder, &counted).map_err(failed)?;
+        self.counted.send_replace(counted.step);
+        Ok(())
+    }
+
+    /// For each recorded request in a step a span, which ends with it.
+    fn record(&self, step: &StageStep, spent: StageSpent, since: Instant) -> Vec<Span> {
+        let span = |parent: &TraceContext| {
+            let mut span = trace::follow(*parent, "stage", since)?;
+            let (first, behind) = self.layers;
+            span.set("kvasir.layers", format!("{first}..{behind}"));
+            span.set("kvasir.step", step.step);
+            span.set("kvasir.step_rows", step.tokens.len());
+            span.set("kvasir.stalled_seconds", Duration::from_micros(spent.stalled_us.into()));
+            span.set("kvasir.received_bytes", spent.received);
+            Some(span)
+        };
+        step.traces.iter().filter_map(span).collect()
+    }
+
+    /// What draws each sample, and from which row.
+    fn samplers(&self, samples: Vec<StageSample>) -> Result<Vec<(u32, Sampler)>, StageFailure> {
+        let vocab = self.decoder.spec().vocab;
+        let sampler = |sample: StageSample| Ok((sample.row, Sampler::of_sample(sample, vocab)?));
+        let samplers = samples.into_iter().map(sampler).collect::<Result<_, GenerateError>>();
+        samplers.map_err(|error| StageFailure::Step { reason: error.to_string() })
+    }
+
+    /// Makes of the rows behind the last layer what the step wants; also the bytes of rows that go back.
+    fn draw(
+        &mut self,
+        step: &StageStep,
+        samplers: &[(u32, Sampler)],
+    ) -> Result<(StageDrawn, Vec<u8>), Error> {
+        let mut tokens = Vec::with_capacity(step.argmax.len());
+        if !step.argmax.is_empty() {
+            self.decoder.argmax(&step.argmax, &mut tokens)?;
+        }
+        let (mut samples, mut rows) = (Vec::with_capacity(samplers.len()), Vec::new());
+        let wanted: Vec<u32> =
+            samplers.iter().map(|(row, _)| *row).chain(step.logits.iter().copied()).collect();
+        self.decoder.logits(&wanted, &mut |index, row| match samplers.get(index) {
+            Some((_, sampler)) => {
+                let (token, logprobs) = sampler.draw(&mut row.to_vec()).unwrap_or((NO_INDEX, None));
+                samples.push(StageSampled { token, logprobs });
+            }
+            None => rows.extend_from_slice(&activations::encode(ActivationType::F32, row)),
+        })?;
+        let returned = self.decoder.residual(step.returned.iter().map(|row| *row as usize))?;
+        rows.extend_from_slice(&activations::encode(ActivationType::F32, &returned));
+        let drawn = StageDrawn {
+            step: step.step,
+            tokens,
+            rows: step.logits.len() as u32,
+            samples,
+            returned: step.returned.len() as u32,
+            ..StageDrawn::default()
+        };
+        Ok((drawn, rows))
+    }
+
+    /// Guesses what a step asks for behind what was drawn, which is the last that is made of its rows.
+    fn guess(
+        &mut self,
+        step: &StageStep,
+        samplers: &[(u32, Sampler)],
+        drawn: &mut StageDrawn,
+    ) -> Result<(), Error> {
+        if step.guesses.is_empty() {
+            return Ok(());
+        }
+        let since = Instant::now();
+        let best = step.argmax.iter().copied().zip(drawn.tokens.iter().copied());
+        let sampled = samplers.iter().zip(&drawn.samples).map(|((row, _), sample)| (*row, sample.token));
+        let asked = draft::asked(step, &self.decoder)?;
+        let newest = best.chain(sampled).filter(|(_, token)| *token != NO_INDEX);
+        drawn.guessed = draft::draft(&mut self.decoder, &self.slabs, (step, &asked), newest)?;
+        drawn.guessing_us = micros(since.elapsed());
+        Ok(())
+    }
+}
+
+fn failed(error: Error) -> StageFailure {
+    let reason = error.to_string();
+    if error.is_device_lost() {
+        // Behind the failure's way to the first stage: the next process may do better.
+        let _ = crate::progress::spawn("kvasir-end", move || crate::progress::end_process(&error));
+    }
+    StageFailure::Step { reason }
+}
+
+fn micros(duration: Duration) -> u32 {
+    u32::try_from(duration.as_micros()).unwrap_or(u32::MAX)
+}

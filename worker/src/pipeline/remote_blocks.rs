@@ -1,0 +1,315 @@
+//! The blocks of a replica, as its first stage sees them: each stage has the part of a block that is of its layers, and
+//! the parts, one behind the other in the order of the layers, are the block as a worker with all layers has it. So what
+//! is made of them knows nothing of cuts.
+//!
+//! All stages are asked at once, a few MiB at a time, and the caller waits for all. One that fails or does not answer in
+//! time is lost: what was ordered may happen there at any later time, so nothing may be computed after it.
+
+use super::handshake::LostStage;
+use crate::Error;
+use crate::decoder::{Blocks, LayerState};
+use crate::kv_cache::Slabs;
+use futures::future::try_join_all;
+use proto::stage::blocks::{MAX_BLOCKS, StageBlock, StageBlocksOrder, StageBlocksReport, StageLayerState};
+use proto::transport::StageBlocks;
+use std::time::Duration;
+use tokio::runtime::Handle;
+
+/// Bytes of blocks, all stages together, that one order moves; and one block more.
+const SLICE_BYTES: usize = 4 << 20;
+/// Bytes per second that no link between stages falls short of: a single block may be long.
+const LEAST_RATE: f64 = (16 << 20) as f64;
+
+#[derive(Debug)]
+pub(super) struct Parts {
+    runtime: Handle,
+    /// As the scheduler counts blocks.
+    blocks: Slabs,
+    /// As the first stage's arena is cut.
+    own: Slabs,
+    state_group: Option<usize>,
+    /// Bytes of a block's part: of each stage, the first one included, by group.
+    bytes: Vec<Vec<usize>>,
+    /// To the stages behind the first.
+    links: Vec<StageBlocks>,
+    /// The last step of which they have been sent how many rows count, and the last one behind which they know that
+    /// orders stand.
+    counted: (u64, u64),
+    lost: Option<Lost>,
+}
+
+/// A stage has not done what it was ordered to do.
+#[derive(Debug)]
+struct Lost {
+    stage: usize,
+    /// Until somebody has heard it.
+    why: Option<proto::Error>,
+}
+
+impl Parts {
+    pub(super) fn new(
+        runtime: Handle,
+        (blocks, own): (Slabs, Slabs),
+        state_group: Option<usize>,
+        bytes: Vec<Vec<usize>>,
+        links: Vec<StageBlocks>,
+    ) -> Self {
+        Self { runtime, blocks, own, state_group, bytes, links, counted: (0, 0), lost: None }
+    }
+
+    /// All stages are sent, on the way of the steps, how many rows of this one count. What is ordered from now on stands
+    /// behind that.
+    pub(super) fn counted(&mut self, step: u64) {
+        self.counted.0 = step;
+    }
+
+    /// Whether the next order stands behind something that the stages may not have heard yet.
+    pub(super) fn waits(&self) -> bool {
+        self.counted.0 > self.counted.1
+    }
+
+    /// Whether a stage is lost, so that nothing may be computed any more.
+    pub(super) fn is_lost(&self) -> bool {
+        self.lost.is_some()
+    }
+
+    pub(super) fn take_lost(&mut self) -> Option<LostStage> {
+        let Lost { stage, why } = self.lost.as_mut()?;
+        let source = why.take().unwrap_or(proto::Error::Protocol("it was lost before"));
+        Some(LostStage { stage: *stage, source })
+    }
+
+    /// Bytes of a block, all parts together.
+    pub(super) fn block_bytes(&self, group: usize) -> usize {
+        self.bytes.iter().filter_map(|stage| stage.get(group)).sum()
+    }
+
+    /// What blocks hold, given by group and offset as the scheduler counts.
+    pub(super) fn read(
+        &mut self,
+        mut first: Blocks<'_>,
+        wanted: &[(usize, u32)],
+        limit: Duration,
+    ) -> Result<Vec<Vec<u8>>, Error> {
+        self.may_go_on()?;
+        let mut pieces = Vec::with_capacity(wanted.len());
+        for slice in self.slices(wanted, |block| block.0) {
+            let order = StageBlocksOrder::Read(self.numbers(slice.iter().copied())?);
+            let limit = limit.saturating_add(self.travel(slice.iter().map(|block| block.0)));
+            self.tell(|_| (&order, Vec::new()), limit)?;
+            let from = pieces.len();
+            for &(group, offset) in slice {
+                let mut piece = first.read(group, self.own_offset(group, offset)?)?;
+                piece.reserve_exact(self.block_bytes(group).saturating_sub(piece.len()));
+                pieces.push(piece);
+            }
+            for stage in 1..self.bytes.len() {
+                let parts: Vec<usize> = slice.iter().map(|(group, _)| self.bytes[stage][*group]).collect();
+                let all: usize = parts.iter().sum();
+                let bytes = self.hear(stage, limit, async |link| match link.report().await? {
+                    StageBlocksReport::Read(bytes) if bytes == all as u64 => link.bytes(all).await,
+                    other => Err(refused(other)),
+                })?;
+                let mut left = bytes.as_slice();
+                for (piece, part) in pieces.iter_mut().skip(from).zip(parts) {
+                    // As many bytes as all parts take.
+                    let Some((part, behind)) = left.split_at_checked(part) else { break };
+                    piece.extend_from_slice(part);
+                    left = behind;
+                }
+            }
+        }
+        Ok(pieces)
+    }
+
+    /// Fills blocks with what [`Parts::read`] gave, here or elsewhere.
+    pub(super) fn write(
+        &mut self,
+        mut first: Blocks<'_>,
+        pieces: &[(usize, u32, &[u8])],
+        limit: Duration,
+    ) -> Result<(), Error> {
+        self.may_go_on()?;
+        if let Some((group, _, bytes)) =
+            pieces.iter().find(|piece| piece.2.len() != self.block_bytes(piece.0))
+        {
+            return Err(Error::Invariant(format!("{} bytes for a block of group {group}", bytes.len())));
+        }
+        for slice in self.slices(pieces, |piece| piece.0) {
+            let blocks = slice.iter().map(|(group, offset, _)| (*group, *offset));
+            let order = StageBlocksOrder::Write(self.numbers(blocks)?);
+            let limit = limit.saturating_add(self.travel(slice.iter().map(|piece| piece.0)));
+            let of_stage = |stage: usize| {
+                let mut bytes = Vec::new();
+                for (group, _, piece) in slice {
+                    let before: usize = self.bytes[..stage].iter().map(|bytes| bytes[*group]).sum();
+                    bytes.extend_from_slice(&piece[before..before + self.bytes[stage][*group]]);
+                }
+                bytes
+            };
+            let parts: Vec<Vec<u8>> = (1..self.bytes.len()).map(of_stage).collect();
+            let mut parts = parts.into_iter();
+            self.tell(|_| (&order, parts.next().unwrap_or_default()), limit)?;
+            for (group, offset, piece) in slice {
+                first.write(*group, self.own_offset(*group, *offset)?, &piece[..self.bytes[0][*group]])?;
+            }
+            for stage in 1..self.bytes.len() {
+                self.hear(stage, limit, async |link| match link.report().await? {
+                    StageBlocksReport::Written => Ok(()),
+                    other => Err(refused(other)),
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The recurrent states in a slot, those of all layers in order.
+    pub(super) fn states(
+        &mut self,
+        mut first: Blocks<'_>,
+        slot: u32,
+        limit: Duration,
+    ) -> Result<Vec<LayerState>, Error> {
+        self.may_go_on()?;
+        let Some(group) = self.state_group else { return Ok(Vec::new()) };
+        let limit = limit.saturating_add(self.travel(std::iter::once(group)));
+        let order = StageBlocksOrder::States(self.number(group, slot)?);
+        self.tell(|_| (&order, Vec::new()), limit)?;
+        let mut states = first.states(self.own_offset(group, slot)?)?;
+        for stage in 1..self.bytes.len() {
+            let later = self.hear(stage, limit, async |link| match link.report().await? {
+                StageBlocksReport::States(shapes) => {
+                    let mut states = Vec::with_capacity(shapes.len());
+                    for shape in shapes {
+                        states.push(state(link, shape).await?);
+                    }
+                    Ok(states)
+                }
+                other => Err(refused(other)),
+            })?;
+            states.extend(later);
+        }
+        Ok(states)
+    }
+
+    fn may_go_on(&self) -> Result<(), Error> {
+        match &self.lost {
+            None => Ok(()),
+            Some(lost) => Err(Error::StageStep { reason: format!("stage {} is lost", lost.stage) }),
+        }
+    }
+
+    fn number(&self, group: usize, offset: u32) -> Result<u32, Error> {
+        let lost = || Error::Invariant(format!("group {group} has no block at offset {offset}"));
+        self.blocks.number(group, offset).ok_or_else(lost)
+    }
+
+    fn numbers(&self, blocks: impl Iterator<Item = (usize, u32)>) -> Result<Vec<StageBlock>, Error> {
+        let numbered =
+            |(group, offset)| Ok(StageBlock { group: group as u32, number: self.number(group, offset)? });
+        blocks.map(numbered).collect()
+    }
+
+    fn own_offset(&self, group: usize, offset: u32) -> Result<u32, Error> {
+        let lost = || Error::Invariant(format!("group {group} has no block at offset {offset}"));
+        self.own.offset(group, self.number(group, offset)?).ok_or_else(lost)
+    }
+
+    /// How long blocks of these groups may be on their way, all stages together.
+    fn travel(&self, groups: impl Iterator<Item = usize>) -> Duration {
+        let bytes: usize = groups.map(|group| self.block_bytes(group)).sum();
+        Duration::try_from_secs_f64(bytes as f64 / LEAST_RATE).unwrap_or(Duration::MAX)
+    }
+
+    /// Cuts what is to be moved into orders.
+    fn slices<'a, T>(&self, blocks: &'a [T], group: impl Fn(&T) -> usize) -> Vec<&'a [T]> {
+        let (mut slices, mut rest) = (Vec::new(), blocks);
+        while !rest.is_empty() {
+            let mut bytes = 0;
+            let fits = rest.iter().take(MAX_BLOCKS).take_while(|block| {
+                let before = bytes;
+                bytes += self.block_bytes(group(block));
+                before < SLICE_BYTES
+            });
+            let (slice, behind) = rest.split_at(fits.count());
+            slices.push(slice);
+            rest = behind;
+        }
+        slices
+    }
+
+    /// Sends all later stages an order, and each the bytes that follow it.
+    fn tell<'a>(
+        &mut self,
+        mut order: impl FnMut(usize) -> (&'a StageBlocksOrder, Vec<u8>),
+        limit: Duration,
+    ) -> Result<(), Error> {
+        let behind = self.waits().then_some(StageBlocksOrder::Behind(self.counted.0));
+        self.counted.1 = self.counted.0;
+        let sends = (1..).zip(&mut self.links).map(|(stage, link)| {
+            let ((order, bytes), behind) = (order(stage), &behind);
+            let sent = async move {
+                if let Some(behind) = behind {
+                    link.order(behind, Vec::new()).await?;
+                }
+                link.order(order, bytes).await
+            };
+            async move { within(limit, sent).await.map_err(|why| (stage, why)) }
+        });
+        let sent = self.runtime.block_on(try_join_all(sends));
+        sent.map(drop).map_err(|(stage, why)| self.lose(stage, why))
+    }
+
+    /// What a stage answers to the order that all have been sent.
+    fn hear<T>(
+        &mut self,
+        stage: usize,
+        limit: Duration,
+        answer: impl AsyncFnOnce(&mut StageBlocks) -> Result<T, proto::Error>,
+    ) -> Result<T, Error> {
+        let Some(link) = self.links.get_mut(stage - 1) else {
+            return Err(Error::Invariant(format!("there is no stage {stage}")));
+        };
+        let heard = self.runtime.block_on(within(limit, answer(link)));
+        heard.map_err(|why| self.lose(stage, why))
+    }
+
+    fn lose(&mut self, stage: usize, why: proto::Error) -> Error {
+        let reason = format!("stage {stage} has not moved its part of blocks: {why}");
+        self.lost = Some(Lost { stage, why: Some(why) });
+        Error::StageStep { reason }
+    }
+}
+
+async fn within<T>(
+    limit: Duration,
+    future: impl Future<Output = Result<T, proto::Error>>,
+) -> Result<T, proto::Error> {
+    let late = |_| Err(proto::Error::Timeout { what: "moving blocks", limit_ms: limit.as_millis() as u64 });
+    tokio::time::timeout(limit, future).await.unwrap_or_else(late)
+}
+
+fn refused(report: StageBlocksReport) -> proto::Error {
+    match report {
+        StageBlocksReport::Failed(reason) => {
+            proto::Error::StageFailed(proto::stage::StageFailure::Step { reason })
+        }
+        _ => proto::Error::Protocol("a stage reports something else of its blocks"),
+    }
+}
+
+async fn state(link: &mut StageBlocks, shape: StageLayerState) -> Result<LayerState, proto::Error> {
+    let conv_shape = shape.conv.map(|length| length as usize);
+    let recurrent_shape = shape.recurrent.map(|length| length as usize);
+    let conv = floats(link, &conv_shape).await?;
+    let recurrent = floats(link, &recurrent_shape).await?;
+    Ok(LayerState { layer: shape.layer as usize, conv, conv_shape, recurrent, recurrent_shape })
+}
+
+async fn floats(link: &mut StageBlocks, shape: &[usize]) -> Result<Vec<f32>, proto::Error> {
+    let bytes = shape.iter().try_fold(size_of::<f32>(), |bytes, length| bytes.checked_mul(*length));
+    // The buffer grows with what arrives.
+    let bytes = bytes.ok_or(proto::Error::Protocol("a state that is larger than any memory"))?;
+    let bytes = link.bytes(bytes).await?;
+    Ok(bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect())
+}

@@ -1,0 +1,21 @@
+//! Metrics of a host that shares its memory with its GPU.
+
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+
+#[derive(Debug, Clone, Default)]
+pub struct HostMetrics {
+    /// Bytes that can be allocated.
+    pub available: Gauge,
+    /// 1 while no new work is taken for want of memory.
+    pub short: Gauge,
+}
+
+impl HostMetrics {
+    pub(crate) fn register(&self, registry: &mut Registry) {
+        let available = "Memory of a host that shares it with its GPU that can be allocated";
+        registry.register("kvasir_host_available_bytes", available, self.available.clone());
+        let short = "Whether so little of it is left that no new work is taken";
+        registry.register("kvasir_host_memory_short", short, self.short.clone());
+    }
+}

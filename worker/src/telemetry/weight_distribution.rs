@@ -1,0 +1,113 @@
+//! What is fetched of models from other workers, and sent to them.
+
+use parking_lot::Mutex;
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+use proto::ids::NodeId;
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+/// Label of what a source has sent wrong.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct SourceLabel {
+    /// Its node, or its address where that is not known.
+    pub source: String,
+}
+
+/// Metrics of weight shipping. Clones count together.
+#[derive(Debug, Clone, Default)]
+pub struct ShippingMetrics {
+    /// Bytes of chunks that came from other workers, refused ones included.
+    pub fetched: Counter,
+    /// Bytes of chunks sent to other workers.
+    pub served: Counter,
+    /// Requests of other workers that are being answered.
+    pub serving: Gauge,
+    /// Chunks refused because their bytes are not what their name says.
+    pub refused: Family<SourceLabel, Counter>,
+    /// Sources that are not asked any more, for having sent too many such chunks.
+    pub struck: Family<SourceLabel, Counter>,
+    /// Bytes of the model, or of the layers, that this worker is to have.
+    pub wanted: Gauge,
+    /// Bytes of these that are here.
+    pub present: Gauge,
+    /// Bytes of the shard store.
+    pub store: Gauge,
+    dishonest: Arc<Mutex<BTreeSet<NodeId>>>,
+}
+
+impl ShippingMetrics {
+    pub(crate) fn fetched(&self, bytes: u64) {
+        self.fetched.inc_by(bytes);
+    }
+
+    /// A request of another worker is being answered, until what is returned is dropped.
+    pub(crate) fn serves(&self) -> Serving {
+        self.serving.inc();
+        Serving(self.serving.clone())
+    }
+
+    pub(crate) fn served(&self, bytes: u64) {
+        self.served.inc_by(bytes);
+    }
+
+    /// So many bytes are to be here, and so many are.
+    pub(crate) fn wants(&self, wanted: u64, present: u64) {
+        self.wanted.set(wanted.cast_signed());
+        self.present.set(present.cast_signed());
+    }
+
+    pub(crate) fn kept(&self, bytes: u64) {
+        self.present.inc_by(bytes.cast_signed());
+    }
+
+    pub(crate) fn refused(&self, source: &str) {
+        self.refused.get_or_create(&SourceLabel { source: source.to_owned() }).inc();
+    }
+
+    pub(crate) fn struck(&self, source: &str, node: Option<&NodeId>) {
+        self.struck.get_or_create(&SourceLabel { source: source.to_owned() }).inc();
+        self.dishonest.lock().extend(node.cloned());
+    }
+
+    /// Workers that have sent too many chunks with other bytes than their names say.
+    pub fn dishonest(&self) -> Vec<NodeId> {
+        self.dishonest.lock().iter().cloned().collect()
+    }
+
+    pub fn register(&self, registry: &mut Registry) {
+        let mut counter =
+            |name: &str, help: &str, metric: &Counter| registry.register(name, help, metric.clone());
+        counter("kvasir_shard_fetched_bytes", "Bytes of chunks from other workers", &self.fetched);
+        counter("kvasir_shard_served_bytes", "Bytes of chunks sent to other workers", &self.served);
+        registry.register(
+            "kvasir_shard_chunks_refused",
+            "Chunks whose bytes are not what their names say",
+            self.refused.clone(),
+        );
+        registry.register(
+            "kvasir_shard_sources_struck",
+            "Sources not asked any more for having sent such chunks",
+            self.struck.clone(),
+        );
+        let mut gauge =
+            |name: &str, help: &str, metric: &Gauge| registry.register(name, help, metric.clone());
+        gauge("kvasir_shard_serving", "Requests of other workers that are being answered", &self.serving);
+        gauge("kvasir_shard_wanted_bytes", "Bytes of a shipped model that belong here", &self.wanted);
+        gauge("kvasir_shard_present_bytes", "Bytes of these that are here", &self.present);
+        gauge("kvasir_shard_store_bytes", "Bytes of the shard store of this host", &self.store);
+    }
+}
+
+/// See [`ShippingMetrics::serves`].
+#[derive(Debug)]
+pub(crate) struct Serving(Gauge);
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        self.0.dec();
+    }
+}

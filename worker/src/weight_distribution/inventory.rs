@@ -1,0 +1,296 @@
+//! What this worker can send of models: the file that it serves, that of its drafter, and whatever is in the shard store
+//! of its host.
+
+use super::ShippingConfig;
+use super::buffers::{Buffer, Buffers};
+use crate::load::EngineOptions;
+use crate::telemetry::ShippingMetrics;
+use bytes::Bytes;
+use model::ModelFile;
+use model::file::{DigestCache, Hashed};
+use model::shard::{ChunkId, Manifest, ShardStore};
+use parking_lot::Mutex;
+use proto::Error;
+use proto::ids::ModelId;
+use proto::shard::{ChunkRequest, ModelRef, ShardRefusal, ShardRequest};
+use proto::transport::{ShardCall, ShardReply};
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::Semaphore;
+
+/// Requests that are answered at a time, at least; each has two chunks in memory.
+const MAX_SENDS: usize = 16;
+/// And for each lane of ours: two workers with as many lanes, which have two requests each, are answered at a time.
+const SENDS_PER_LANE: usize = 4;
+/// A worker that does not read makes room for others after this long.
+const SEND_LIMIT: Duration = Duration::from_secs(60);
+
+#[derive(Debug)]
+pub(crate) struct Inventory {
+    /// The model's file and its drafter's; none: nothing but what is in the store.
+    files: Vec<OwnFile>,
+    digests: Option<DigestCache>,
+    store: Option<ShardStore>,
+    sends: Semaphore,
+    max_sends: usize,
+    buffers: Buffers<Vec<u8>>,
+    metrics: ShippingMetrics,
+}
+
+/// A file of this worker's own.
+#[derive(Debug)]
+struct OwnFile {
+    /// What others may call it.
+    name: Option<ModelId>,
+    path: PathBuf,
+    /// Opened when it is first asked for.
+    opened: Mutex<Option<Arc<HeldFile>>>,
+}
+
+/// A model's file, by chunks.
+#[derive(Debug)]
+struct HeldFile {
+    file: ModelFile,
+    /// As it was when its bytes were hashed, if that is known.
+    hashed: Option<Hashed>,
+    manifest: Manifest,
+    /// For each chunk of a file a tensor that has it, from where, and how long.
+    places: HashMap<ChunkId, (String, u64, usize)>,
+}
+
+impl HeldFile {
+    fn open(path: &Path, digests: Option<&DigestCache>) -> Result<Self, model::Error> {
+        let file = ModelFile::open(path)?;
+        let hashed = match digests {
+            Some(digests) => digests.fill(&file)?,
+            None => None,
+        };
+        let manifest = Manifest::of_file(&file)?;
+        let mut places = HashMap::new();
+        // Chunks of the store are read there, one by one.
+        for info in file.tensors().filter(|_| !file.is_stored()) {
+            for place in manifest.chunks(info.name())? {
+                places.insert(place.id, (place.tensor.to_owned(), place.offset, place.bytes));
+            }
+        }
+        Ok(Self { file, hashed, manifest, places })
+    }
+
+    /// Reads a chunk as it stands in the file; false if it is not there, or is no more what it was. It is hashed if nobody
+    /// has since the system started, or the file has been touched since.
+    fn read(&self, id: ChunkId, buffer: &mut Vec<u8>) -> bool {
+        let Some((tensor, offset, bytes)) = self.places.get(&id) else { return false };
+        buffer.resize(*bytes, 0);
+        match self.file.read_tensor(tensor, *offset, buffer) {
+            // Asked behind the reading: nobody has touched before what is untouched now.
+            Ok(()) if self.hashed.as_ref().is_some_and(|hashed| self.file.is_still(hashed)) => true,
+            Ok(()) if ChunkId::of(buffer) == id => true,
+            Ok(()) => {
+                tracing::error!(tensor, "the model's file has changed under the worker");
+                false
+            }
+            Err(error) => {
+                tracing::warn!(%error, "a chunk cannot be read");
+                false
+            }
+        }
+    }
+}
+
+impl Inventory {
+    /// Of the model in the file `path`, if there is one, which others may call `model`, of its drafter's file, and of the
+    /// store.
+    pub(crate) fn new(
+        model: Option<ModelId>,
+        path: Option<&Path>,
+        options: &EngineOptions,
+        shipping: &ShippingConfig,
+        metrics: ShippingMetrics,
+    ) -> Self {
+        let max_sends =
+            shipping.lanes.saturating_mul(SENDS_PER_LANE).clamp(MAX_SENDS, Semaphore::MAX_PERMITS);
+        let (store, sends) = (shipping.store.clone(), Semaphore::new(max_sends));
+        let own = |(name, path): (Option<ModelId>, &Path)| OwnFile {
+            name,
+            path: path.to_owned(),
+            opened: Mutex::default(),
+        };
+        let drafter = options.guesses.file().map(|path| (None, path));
+        let files = path.map(|path| (model, path)).into_iter().chain(drafter).map(own).collect();
+        let (digests, buffers) = (options.digests.clone(), Buffers::default());
+        Self { files, digests, store, sends, max_sends, buffers, metrics }
+    }
+
+    /// Answers one request to its end.
+    pub(crate) async fn answer(self: Arc<Self>, call: ShardCall) {
+        let ShardCall { request, reply } = call;
+        let cancelled = reply.cancelled();
+        let sent = tokio::select! {
+            sent = self.give(request, reply) => sent,
+            () = cancelled => Ok(()),
+        };
+        if self.sends.available_permits() == self.max_sends {
+            self.buffers.clear();
+        }
+        if let Err(error) = sent {
+            tracing::debug!(%error, "a request for chunks was not answered to its end");
+        }
+    }
+
+    async fn give(self: &Arc<Self>, request: ShardRequest, mut reply: ShardReply) -> Result<(), Error> {
+        let Ok(_place) = self.sends.try_acquire() else { return reply.fail(ShardRefusal::Busy).await };
+        let _serving = self.metrics.serves();
+        match request {
+            ShardRequest::Manifest(model) => {
+                let bytes = self.look(move |holdings| holdings.manifest(&model)).await;
+                send(&mut reply, bytes.map(Bytes::from)).await?;
+            }
+            ShardRequest::Chunks(ChunkRequest { names }) => {
+                let mut names = names.into_iter().map(ChunkId);
+                let Some(first) = names.next() else {
+                    reply.finish();
+                    return Ok(());
+                };
+                let mut chunk = self.look(move |holdings| holdings.chunk(first)).await;
+                loop {
+                    // The next one is read while this one is sent.
+                    let next = names.next();
+                    let read = async {
+                        match next {
+                            Some(next) => self.look(move |holdings| holdings.chunk(next)).await,
+                            None => None,
+                        }
+                    };
+                    let bytes = chunk.as_ref().map_or(0, |chunk| chunk.len() as u64);
+                    let (sent, read) = tokio::join!(send(&mut reply, chunk.map(Bytes::from_owner)), read);
+                    sent?;
+                    self.metrics.served(bytes);
+                    if next.is_none() {
+                        break;
+                    }
+                    chunk = read;
+                }
+            }
+        }
+        reply.finish();
+        Ok(())
+    }
+
+    /// Looks something up on a thread that may wait for disks.
+    async fn look<T: Send + 'static>(
+        self: &Arc<Self>,
+        look: impl FnOnce(&Self) -> Option<T> + Send + 'static,
+    ) -> Option<T> {
+        let holdings = Arc::clone(self);
+        tokio::task::spawn_blocking(move || look(&holdings)).await.ok().flatten()
+    }
+
+    fn manifest(&self, model: &ModelRef) -> Option<Vec<u8>> {
+        let own = match model {
+            ModelRef::Named(name) => {
+                let named = self.files.iter().find(|own| own.name.as_ref() == Some(name));
+                named.and_then(|own| self.open(own))
+            }
+            ModelRef::Digest(digest) => {
+                let mut files = self.files.iter().filter_map(|own| self.open(own));
+                files.find(|file| file.manifest.digest() == *digest)
+            }
+        };
+        match (own, model) {
+            (Some(own), _) => Some(own.manifest.encoded().to_vec()),
+            (None, ModelRef::Named(_)) => None,
+            (None, ModelRef::Digest(digest)) => match self.store.as_ref()?.hold(digest) {
+                Ok(held) => Some(held?.manifest().encoded().to_vec()),
+                Err(error) => {
+                    tracing::warn!(%error, "a manifest cannot be read");
+                    None
+                }
+            },
+        }
+    }
+
+    fn chunk(&self, id: ChunkId) -> Option<Buffer<Vec<u8>>> {
+        let mut buffer = self.buffers.take();
+        if self.files.iter().any(|own| self.open(own).is_some_and(|file| file.read(id, &mut buffer))) {
+            return Some(buffer);
+        }
+        match self.store.as_ref()?.read(id, &mut buffer) {
+            Ok(found) => found.then_some(buffer),
+            Err(error) => {
+                tracing::warn!(%error, "a chunk cannot be read");
+                None
+            }
+        }
+    }
+
+    /// The file, opened once; a failure is logged, and tried again the next time.
+    fn open(&self, own: &OwnFile) -> Option<Arc<HeldFile>> {
+        let mut place = own.opened.lock();
+        if place.is_none() {
+            match HeldFile::open(&own.path, self.digests.as_ref()) {
+                Ok(file) => *place = Some(Arc::new(file)),
+                Err(error) => {
+                    tracing::warn!(path = %own.path.display(), %error, "a file cannot be sent to others");
+                }
+            }
+        }
+        place.clone()
+    }
+}
+
+async fn send(reply: &mut ShardReply, bytes: Option<Bytes>) -> Result<(), Error> {
+    let sent = async {
+        match bytes {
+            Some(bytes) => reply.bytes(bytes).await,
+            None => reply.not_held().await,
+        }
+    };
+    match tokio::time::timeout(SEND_LIMIT, sent).await {
+        Ok(sent) => sent,
+        Err(_) => Err(Error::Timeout { what: "sending a chunk", limit_ms: SEND_LIMIT.as_millis() as u64 }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::File;
+    use std::os::unix::fs::FileExt;
+    use std::time::SystemTime;
+
+    #[test]
+    fn a_file_that_has_changed_under_the_worker_is_not_sent() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("m.gguf");
+        let fixture =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny/llama/llama-f32.gguf");
+        std::fs::copy(fixture, &path).unwrap();
+        let file = File::options().write(true).open(&path).unwrap();
+        let then = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000_000);
+        let digests = DigestCache::at(dir.path().join("digests"));
+        // Of the last tensor: the file's last bytes.
+        let last = |held: &HeldFile| {
+            let info =
+                held.file.tensors().max_by_key(|info| held.file.tensor_data(info.name()).unwrap().as_ptr());
+            held.manifest.chunks(info.unwrap().name()).unwrap().last().unwrap().id
+        };
+        for digests in [None, Some(&digests)] {
+            file.set_modified(then).unwrap();
+            let held = HeldFile::open(&path, digests).unwrap();
+            assert_eq!(held.hashed.is_some(), digests.is_some());
+            let (chunk, mut buffer) = (last(&held), Vec::new());
+            assert!(held.read(chunk, &mut buffer));
+            assert_eq!(ChunkId::of(&buffer), chunk);
+            // Touched, and still what it was.
+            file.set_modified(then + Duration::from_secs(1)).unwrap();
+            assert!(held.read(chunk, &mut buffer));
+            let (end, byte) = (file.metadata().unwrap().len() - 1, *buffer.last().unwrap());
+            file.write_all_at(&[!byte], end).unwrap();
+            assert!(!held.read(chunk, &mut buffer));
+            file.write_all_at(&[byte], end).unwrap();
+            assert!(held.read(chunk, &mut buffer));
+        }
+    }
+}
