@@ -1,4 +1,4 @@
-//! How the subcommands that operate a cluster reach one of its coordinators.
+//! Connection of the operator subcommands to a coordinator.
 
 use crate::ops_client::{self, Body, Call, Incoming};
 use crate::{home, status};
@@ -23,7 +23,7 @@ pub(crate) struct Access {
 }
 
 impl Access {
-    /// The coordinator's ops address.
+    /// Ops address of the coordinator.
     fn server(&self) -> anyhow::Result<SocketAddr> {
         let server = match (&self.ops, &self.data_dir) {
             (Some(ops), _) => ops.clone(),
@@ -32,7 +32,7 @@ impl Access {
         ops_client::address(&server)
     }
 
-    /// Sends a request and reads the answer's head; every wait is bounded by `timeout`.
+    /// Sends a request and reads the response head. `timeout` bounds every wait.
     pub(crate) fn send<'a>(
         &'a self,
         method: &'a str,
@@ -45,12 +45,12 @@ impl Access {
         call.send(server).with_context(|| format!("coordinator {server}"))
     }
 
-    /// The body of the answer to a request without one; any status but 2xx is an error.
+    /// Sends a request without a body and returns the response body. Any status but 2xx is an error.
     pub(crate) fn text(&self, method: &str, path: &str, timeout: Duration) -> anyhow::Result<String> {
         self.send(method, path, None, timeout)?.text()?.success()
     }
 
-    /// Asks without a body, or with one of JSON; the answer, null where it has no body.
+    /// Sends a request with an optional JSON body. Returns the JSON response; null if it is empty.
     pub(crate) fn json(
         &self,
         method: &str,
@@ -66,7 +66,7 @@ impl Access {
     }
 }
 
-/// The JSON of an answer's body; null if it has none.
+/// Parses a response body as JSON; null if it is empty.
 pub(crate) fn parse(body: &str) -> anyhow::Result<Value> {
     if body.is_empty() {
         return Ok(Value::Null);

@@ -1,4 +1,4 @@
-//! What the subcommands have in common that ask a coordinator's `/admin/v1` for something.
+//! Common part of the subcommands that call a coordinator's `/admin/v1`.
 
 use crate::access::{Access, parse};
 use crate::ops_client::Body;
@@ -6,7 +6,7 @@ use serde_json::Value;
 use std::io::{Read, Write};
 use std::time::Duration;
 
-/// A long prefix may have to be computed before there is an answer.
+/// A long prefix may have to be computed before the response.
 const TIMEOUT: Duration = Duration::from_secs(610);
 
 /// Which coordinator, as whom, and how the answer is shown.
@@ -29,7 +29,7 @@ pub(crate) struct Admin {
 }
 
 impl Admin {
-    /// `path` with what is asked in general and `more` in its query.
+    /// `path` with the common query parameters and `more`.
     fn path(&self, path: &str, more: &[(&str, Option<String>)]) -> String {
         let general = [("model", &self.model), ("tenant", &self.tenant), ("worker", &self.worker)];
         let general = general.into_iter().map(|(name, value)| (name, value.clone()));
@@ -39,7 +39,7 @@ impl Admin {
         if query.is_empty() { path.to_owned() } else { format!("{path}?{query}") }
     }
 
-    /// Asks without a body, or with one of JSON; the answer, null where it has no body.
+    /// Sends a request with an optional JSON body. Returns the JSON response; null if it is empty.
     pub(crate) fn ask(
         &self,
         method: &str,
@@ -50,7 +50,6 @@ impl Admin {
         self.access.json(method, &self.path(path, more), body, TIMEOUT)
     }
 
-    /// Sends a file.
     pub(crate) fn upload(
         &self,
         path: &str,
@@ -63,7 +62,7 @@ impl Admin {
         parse(&answer.text()?.success()?)
     }
 
-    /// Copies what is answered into `out`; its length.
+    /// Copies the response body to `out` and returns its length.
     pub(crate) fn download(
         &self,
         path: &str,
@@ -73,7 +72,7 @@ impl Admin {
         self.access.send("GET", &self.path(path, more), None, TIMEOUT)?.copy_to(out)
     }
 
-    /// Prints the answer as it is, or what `words` makes of it.
+    /// Prints the response as JSON, or the text that `words` makes of it.
     pub(crate) fn show(&self, answer: &Value, words: impl FnOnce(&Value) -> String) -> anyhow::Result<()> {
         let mut out = std::io::stdout().lock();
         match self.json {
@@ -84,7 +83,7 @@ impl Admin {
     }
 }
 
-/// A text as it may stand in a path or a query.
+/// Percent-encodes a text for a path or a query.
 pub(crate) fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for byte in text.bytes() {
@@ -98,7 +97,7 @@ pub(crate) fn escape(text: &str) -> String {
     escaped
 }
 
-/// A field of an answer, in words.
+/// A field of a response as text.
 pub(crate) fn word(answer: &Value, name: &str) -> String {
     match answer.get(name) {
         None | Some(Value::Null) => "-".to_owned(),

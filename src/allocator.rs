@@ -1,4 +1,4 @@
-//! How long the allocator keeps memory that nobody uses before the kernel gets it back.
+//! Delay after which the allocator returns unused memory to the kernel.
 #![allow(unsafe_code)]
 
 use std::ffi::{c_int, c_long};
@@ -13,13 +13,14 @@ unsafe extern "C" {
     fn mi_option_get(option: c_int) -> c_long;
 }
 
-/// Memory that is not in use for this long goes back to the kernel. What is needed again sooner would be filled with
-/// zeros by it, mostly 2 MiB at a time. `MIMALLOC_PURGE_DELAY` in the environment counts more.
+/// Returns memory to the kernel only after it was unused for `time`. Memory returned earlier would have to be
+/// zeroed again by the kernel, mostly 2 MiB at a time. The environment variable `MIMALLOC_PURGE_DELAY` has
+/// priority.
 pub(crate) fn keep_free_memory(time: Duration) {
     let millis = c_long::try_from(time.as_millis()).unwrap_or(c_long::MAX);
-    // SAFETY: mimalloc, which is linked in as the global allocator, has this function with these types; it checks the
-    // option's number and stores a number of its own. Another thread that reads it meanwhile sees the old or the new one:
-    // it is a word that is written at once.
+    // SAFETY: mimalloc, the linked global allocator, has this function with these types. It checks the
+    // option's number and stores a number of its own. A concurrent reader sees the old or the new value,
+    // because it is one word written at once.
     unsafe { mi_option_set_default(PURGE_DELAY, millis) }
 }
 
@@ -31,7 +32,7 @@ mod tests {
     fn it_is_the_delay_that_is_set() {
         // SAFETY: as above.
         let get = || unsafe { mi_option_get(PURGE_DELAY) };
-        // What only this option is by default; another version may have numbered them otherwise.
+        // Default of this option only. Another mimalloc version may number the options differently.
         assert_eq!(get(), 1_000);
         keep_free_memory(Duration::from_secs(7));
         assert_eq!(get(), 7_000);

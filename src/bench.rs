@@ -100,14 +100,14 @@ struct Row {
     /// Tokens per second over the whole batch: median, and (max - min) / median.
     tps: f64,
     spread: f64,
-    /// Bytes that one token reads at least (weights over batch, own KV), and the share of the probed bandwidth.
+    /// Least bytes read per token (weights over batch, own KV), and the share of the probed bandwidth.
     #[serde(skip_serializing_if = "Option::is_none")]
     bytes_per_token: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     bandwidth_share: Option<f64>,
 }
 
-/// A decoder and where its sequences' blocks lie.
+/// A decoder and the block tables of its sequences.
 struct Stage {
     decoder: Decoder,
     tables: Tables,
@@ -116,7 +116,7 @@ struct Stage {
     rows_limit: usize,
 }
 
-/// Where equally long sequences have their caches.
+/// Cache locations of sequences of equal length.
 struct Tables {
     /// Block tables, scattered and consecutive, of each group of keys and values.
     paged: Vec<GroupTable>,
@@ -163,7 +163,7 @@ impl Bench {
         let mut probe = self.probe(&stage.decoder.backend().info().device)?;
         let mut bandwidth = vec![probe(3)?];
         let mut rows = Vec::new();
-        // Placements take turns inside every measurement, so that drift hits both alike.
+        // Placements alternate inside every measurement, so that drift affects both equally.
         for &tokens in self.prefill.iter().filter(|tokens| **tokens > 0) {
             rows.extend(self.measure("prefill", tokens, 1, &mut stage)?);
         }
@@ -193,7 +193,8 @@ impl Bench {
         self.print(&report)
     }
 
-    /// What measures the memory that the device reads: bytes per second, the median of so many times.
+    /// A probe of the memory that the device reads. It returns bytes per second, the median of the given
+    /// number of repetitions.
     fn probe(&self, device: &str) -> Result<Box<dyn FnMut(usize) -> Result<f64>>> {
         if device == "cuda" {
             let mut gpu = Gpu::open(0)?;
@@ -236,7 +237,7 @@ impl Bench {
                         (self.decode * batch) as f64 / start.elapsed().as_secs_f64()
                     }
                 };
-                // The first round warms up.
+                // The first round is a warm-up.
                 if round > 0 {
                     rates[which].push(rate);
                 }
@@ -300,7 +301,7 @@ impl Stage {
         Ok(())
     }
 
-    /// Computes one position of each sequence and draws its successor.
+    /// Computes one position of each sequence and samples the next token.
     fn decode(&mut self, placement: Placement, batch: usize, context: usize) -> Result<()> {
         self.step(placement, batch, context, 1)?;
         self.draw(&(0..batch as u32).collect::<Vec<_>>())
@@ -325,7 +326,8 @@ impl Stage {
 }
 
 impl Tables {
-    /// Room for `blocks` blocks of every group and the states of `sequences` sequences, and its bytes.
+    /// Tables with `blocks` blocks for every group and states for `sequences` sequences; also their size in
+    /// bytes.
     fn new(groups: &[CacheGroup], blocks: usize, sequences: usize) -> (Self, usize) {
         let order = scattered(blocks);
         let (mut end, mut paged, mut state) = (0usize, Vec::new(), None);
@@ -350,7 +352,7 @@ impl Tables {
             .collect()
     }
 
-    /// Every sequence goes on in its own slot, from zeros at position 0.
+    /// Every sequence continues in its own slot, from zeros at position 0.
     fn states(&self, batch: usize, context: usize) -> Vec<StepState> {
         let Some((first, stride)) = self.state else { return Vec::new() };
         let state = |sequence: usize| {
@@ -367,7 +369,7 @@ impl Tables {
 }
 
 impl GroupTable {
-    /// The table of a sequence that owns `blocks` blocks.
+    /// Block table of a sequence that owns `blocks` blocks.
     fn table(&self, placement: Placement, sequence: usize, blocks: usize) -> BlockTable<'_> {
         let from = sequence * blocks;
         match placement {
@@ -379,7 +381,7 @@ impl GroupTable {
     }
 }
 
-/// Block numbers in an order that no prefetcher follows: a walk with a step coprime to their number.
+/// Block numbers in an order that defeats prefetchers: a walk with a step coprime to their number.
 fn scattered(blocks: usize) -> Vec<u32> {
     let coprime = |step: &usize| {
         let (mut a, mut b) = (*step, blocks);

@@ -1,4 +1,5 @@
-//! `kvasir ca`: the authority of a cluster and the identities of its nodes, how both are replaced, and how these are taken back.
+//! `kvasir ca`: manages a cluster's certificate authority and node identities: creation, rotation and
+//! revocation.
 
 use crate::cluster_key;
 use anyhow::Context;
@@ -195,7 +196,7 @@ impl Ca {
                     let new = authority.successor(SystemTime::now());
                     let new = new.context("is a rotation under way? `--finish` ends it")?;
                     new.replace(&dir)?;
-                    // What the old one has taken back stays so, also when only the new one is believed.
+                    // Certificates revoked under the old root stay revoked when only the new root is trusted.
                     new.revoke(&dir, &[], SystemTime::now())?;
                     writeln!(
                         out,

@@ -7,37 +7,36 @@ use std::fs::{self, File};
 use std::io::{ErrorKind, Read, Write};
 use std::path::Path;
 
-/// Reads the key; makes a random one if there is no file.
+/// Reads the key. Creates a random one if there is no file.
 pub(crate) fn load_or_make(path: &Path) -> anyhow::Result<ClusterKey> {
     if !path.exists() {
         make(path).map_err(|error| anyhow::anyhow!(directory::failed(path, &error)))?;
     }
     let text = fs::read_to_string(path).map_err(|error| anyhow::anyhow!(directory::failed(path, &error)))?;
     parse(text.trim()).ok_or_else(|| {
-        // The content stays out of messages.
+        // The error must not contain the file's contents.
         ConfigError::field("cluster_key", path.display(), "a file of 64 hexadecimal digits").into()
     })
 }
 
-/// A new key.
 pub(crate) fn random() -> std::io::Result<ClusterKey> {
     let mut key = [0u8; 32];
     File::open("/dev/urandom")?.read_exact(&mut key)?;
     Ok(ClusterKey(key))
 }
 
-/// Another process may make the same file at the same time: the first one wins and nobody reads a part.
+/// If several processes create the file at once, the first one wins. No process reads a partial file.
 fn make(path: &Path) -> std::io::Result<()> {
     if let Some(parent) = path.parent() {
         directory::make_private(parent)?;
     }
     let text: String = random()?.0.iter().map(|byte| format!("{byte:02x}")).collect();
     let temporary = path.with_extension(format!("tmp{}", std::process::id()));
-    // Of an earlier process with our number, as in a container, that did not get as far.
+    // A leftover of a crashed process with the same process id, as in a container.
     let mut file = directory::create_private(&temporary)?;
     let written = writeln!(file, "{text}").and_then(|()| file.sync_all());
     if let Err(error) = written {
-        // What is left of it is of no use; that it cannot be removed is not the error to tell.
+        // A failure to remove the temporary file must not hide the original error.
         let _ = fs::remove_file(&temporary);
         return Err(error);
     }

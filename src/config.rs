@@ -1,8 +1,8 @@
-//! Where settings come from: a TOML file, then `KVASIR_*` variables, then flags; the later wins.
+//! Configuration sources: a TOML file, then `KVASIR_*` variables, then flags; later sources win.
 //!
-//! A node's settings are one struct of optional fields that is both a set of flags (clap, which reads the
-//! variables too) and a file (serde, unknown fields refused). What nobody set is computed later, so that
-//! `--check-config` can print the whole and `--explain` can say why.
+//! A node's settings are one struct of optional fields, used as flags (clap, which also reads the variables)
+//! and as a file (serde, unknown fields refused). Unset fields are computed later, so that `--check-config`
+//! can print all values and `--explain` can give the reasons.
 
 mod bind;
 mod disk;
@@ -19,76 +19,73 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::path::Path;
 
-/// A setting that cannot be honoured; ends the process with exit code 64.
+/// An invalid setting; the process exits with code 64.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ConfigError {
-    /// The file is not there, is not TOML, or holds an unknown field or a value of the wrong type.
+    /// The file is missing, is not TOML, or has an unknown field or a value of the wrong type.
     #[error("configuration file {path}: {reason}")]
     File {
-        /// As given.
+        /// Path as given.
         path: String,
-        /// What is wrong, with line and field.
+        /// The problem, with line and field.
         reason: String,
     },
-    /// One field's value breaks its limit.
+    /// A field's value is out of its limit.
     #[error("setting `{field}`: {value} is refused: {limit}")]
     Field {
-        /// The field's name in the file; its flag has dashes in place of underscores.
+        /// Name of the field in the file. The flag has dashes in place of underscores.
         field: &'static str,
         /// The value found.
         value: String,
-        /// What would be accepted.
+        /// What is accepted.
         limit: String,
     },
-    /// A field that must be set and is not.
+    /// A required field is not set.
     #[error("setting `{field}` is missing: {need}")]
     Missing {
-        /// The field's name in the file.
+        /// Name of the field in the file.
         field: &'static str,
-        /// What it is needed for.
+        /// Why the field is required.
         need: String,
     },
-    /// A node that another command set up refuses its settings.
+    /// A node that another command started refuses its settings.
     #[error("{name} refuses its settings:\n{log}")]
     Node {
-        /// The node.
         name: String,
         /// The end of its log.
         log: String,
     },
-    /// A coordinator's settings contradict each other or a limit.
+    /// A coordinator's settings contradict each other or exceed a limit.
     #[error(transparent)]
     Coordinator(coordinator::config::ConfigError),
-    /// A variable of the environment does not parse.
+    /// An environment variable is invalid.
     #[error("environment: {0}")]
     Environment(String),
 }
 
-/// Flags that cannot be honoured together; ends the process with exit code 2.
+/// Flags that exclude each other; the process exits with code 2.
 #[derive(Debug, thiserror::Error)]
 #[error("{flag} cannot be used with {other}: {reason}")]
 pub(crate) struct UsageError {
-    /// A flag.
     pub(crate) flag: &'static str,
-    /// Another one.
+    /// The other flag.
     pub(crate) other: &'static str,
-    /// Why.
     pub(crate) reason: &'static str,
 }
 
 impl ConfigError {
-    /// A field's value that breaks `limit`.
+    /// A value that violates `limit`.
     pub(crate) fn field(field: &'static str, value: impl ToString, limit: impl Into<String>) -> Self {
         Self::Field { field, value: value.to_string(), limit: limit.into() }
     }
 
-    /// A field that must be set and is not.
+    /// A required field that is not set.
     pub(crate) fn missing(field: &'static str, need: impl Into<String>) -> Self {
         Self::Missing { field, need: need.into() }
     }
 }
 
-/// Lays `flags` (which hold the environment's values already) over `file`.
+/// Overrides the values of `file` with `flags`, which already include the environment.
 pub(crate) fn layered<T: Serialize + DeserializeOwned>(file: Option<&Path>, flags: &T) -> anyhow::Result<T> {
     let mut table = match file {
         None => toml::Table::new(),

@@ -1,4 +1,4 @@
-//! `kvasir coordinator`: one front of a cluster.
+//! `kvasir coordinator`: runs one coordinator of a cluster.
 
 use crate::config::{self, ByteSize, ConfigError, Period};
 use crate::node::{Announcement, Explained, NodeArgs, StopSignals, keep_renewed};
@@ -16,8 +16,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 use tokio::runtime::{Builder, Runtime};
 
-/// Prompts, texts and what is remembered come and go by megabytes, also after minutes of quiet. A virtual machine whose host
-/// has taken free memory back needs milliseconds for each 2 MiB that are to be had again.
+/// Prompts, texts and memos allocate and free megabytes, also after minutes without load. On a virtual
+/// machine whose host reclaimed free memory, getting 2 MiB back takes milliseconds.
 const KEEP_FREE_MEMORY: Duration = Duration::from_secs(600);
 
 /// Runs one coordinator: the OpenAI API, the prefix index, routing.
@@ -175,7 +175,7 @@ impl From<RoutingArg> for Routing {
 }
 
 impl CoordinatorSettings {
-    /// Every setting filled in, and why the filled ones are what they are.
+    /// Fills in every unset setting and records the reason for each value.
     fn complete(self) -> anyhow::Result<(Self, Vec<Explained>)> {
         let default = Config::default();
         let mut explained = Vec::new();
@@ -246,7 +246,7 @@ impl CoordinatorSettings {
         Ok((complete, explained))
     }
 
-    /// The library's configuration; models are pulled if need be. Of complete settings.
+    /// The library's configuration. Requires complete settings; downloads models if needed.
     fn service(&self) -> anyhow::Result<Config> {
         let Some(models) = self.models.as_ref().filter(|models| !models.is_empty()) else {
             return Err(ConfigError::missing("models", "name at least one model to offer").into());
@@ -291,7 +291,7 @@ impl CoordinatorSettings {
     }
 }
 
-/// One of `--peers`.
+/// Parses one entry of `--peers`.
 fn peer_entry(text: &str) -> Result<PeerEntry, ConfigError> {
     let entry = text.split_once('=').and_then(|(name, quic)| {
         let (host, port) = quic.rsplit_once(':')?;
@@ -350,12 +350,13 @@ impl Coordinator {
     }
 }
 
-/// Threads for half of the CPUs: a request is tens of microseconds of work in several tasks, and waking another thread for
-/// each of these costs more than they do. The rest is the kernel's network stack's, and the workers' if any are here.
+/// Uses as many threads as half of the CPUs. A request is tens of microseconds of work in several tasks, and
+/// waking another thread for each task costs more than the task. The other CPUs serve the kernel's network
+/// stack and local workers.
 fn runtime() -> std::io::Result<Runtime> {
     let threads = ::worker::cgroup::cpus().get() / 2;
-    // One that never shares its tasks takes them strictly in turn and asks nobody. One of several threads lets what was
-    // woken last go first, and puts half of its tasks aside when it has more than 256.
+    // A single-threaded runtime runs tasks strictly in turn. A multi-threaded one runs the most recently
+    // woken task first, and moves half of a thread's tasks to a shared queue at more than 256 of them.
     let mut builder = if threads > 1 { Builder::new_multi_thread() } else { Builder::new_current_thread() };
     builder.worker_threads(threads.max(1)).enable_all().build()
 }
@@ -372,7 +373,7 @@ mod tests {
         assert!(!explained.iter().any(|e| e.field == "lease"));
         let http = explained.iter().find(|e| e.field == "http").unwrap();
         assert_eq!(http.value, "\"127.0.0.1:8080\"");
-        // Nothing is left to compute the second time, and the file that is printed reads back.
+        // Completing twice changes nothing, and the printed file can be parsed.
         let file = toml::to_string(&complete).unwrap();
         let again: CoordinatorSettings = toml::from_str(&file).unwrap();
         assert_eq!(again, complete);

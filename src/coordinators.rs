@@ -1,4 +1,4 @@
-//! `kvasir coordinators`: who takes part in the coordinators' group.
+//! `kvasir coordinators`: manages the members of the coordinators' group.
 
 use crate::access::Access;
 use crate::admin::{escape, word};
@@ -8,7 +8,7 @@ use std::io::Write;
 use std::time::Duration;
 
 const PATH: &str = "/admin/v1/coordinators";
-/// One that is added has half a minute to catch up.
+/// An added coordinator has half a minute to catch up.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Lists, adds and removes coordinators of a group, and hands leadership over.
@@ -121,7 +121,7 @@ impl Asked {
         Ok(())
     }
 
-    /// Says so in words, or shows the group. Whoever was asked may be the one that is no member any more.
+    /// Prints `words` or the group. The contacted coordinator may no longer be a member.
     fn done(&self, words: &str) -> anyhow::Result<()> {
         if self.json {
             return self.show();

@@ -1,24 +1,24 @@
-//! Which CPUs each worker computes on.
+//! Assigns CPUs to workers.
 
 use std::fmt;
 use std::str::FromStr;
 
-/// CPU numbers as the kernel writes them: `0-3,8`.
+/// A set of CPU numbers in the kernel's notation: `0-3,8`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct CpuSet(Vec<usize>);
 
-/// Compute threads of one worker; more would only wait for each other.
+/// Upper bound of a worker's compute threads; more would only contend.
 pub(crate) const MAX_THREADS: usize = 1024;
-/// No machine has more.
+/// Highest supported CPU number.
 const MAX_CPU: usize = 4095;
 
-/// Why a text names no CPUs.
+/// Why a text is not a CPU set.
 #[derive(Debug, thiserror::Error)]
 #[error("{0:?} is not a list of CPUs such as 0-3,8")]
 pub(crate) struct InvalidCpuSet(String);
 
 impl CpuSet {
-    /// The CPUs that this process may run on, or `None` where the kernel does not say.
+    /// CPUs that this process may use; `None` if the kernel does not report them.
     pub(crate) fn usable() -> Option<Self> {
         let status = std::fs::read_to_string("/proc/self/status").ok()?;
         status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"))?.trim().parse().ok()
@@ -83,20 +83,20 @@ impl<'de> serde::Deserialize<'de> for CpuSet {
     }
 }
 
-/// How many threads can run at a time: CPUs that this process may use, less where a quota says so.
+/// Number of threads that can run at once: usable CPUs, reduced by a quota.
 pub(crate) fn capacity() -> usize {
     worker::cgroup::cpus().get()
 }
 
-/// Threads of each worker and, while there are CPUs enough, the CPUs of each; without, all share.
+/// Threads of each worker and its CPUs. If there are too few CPUs, all workers share them.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Shares {
     pub(crate) threads: usize,
-    /// One set a worker, disjoint; empty if the workers share all CPUs.
+    /// One disjoint set per worker; empty if the workers share all CPUs.
     pub(crate) sets: Vec<CpuSet>,
 }
 
-/// Divides `usable` among `workers`; `capacity` is what a quota leaves of them.
+/// Divides `usable` among `workers`. `capacity` is the number of CPUs that a quota allows.
 pub(crate) fn share(usable: &CpuSet, capacity: usize, workers: usize, threads: Option<usize>) -> Shares {
     let capacity = capacity.clamp(1, usable.0.len());
     let threads = threads.unwrap_or((capacity / workers.max(1)).max(1));
@@ -109,16 +109,15 @@ pub(crate) fn share(usable: &CpuSet, capacity: usize, workers: usize, threads: O
     Shares { threads, sets }
 }
 
-/// Where a worker computes among several GPUs.
+/// A worker's GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct GpuPlace {
-    /// The GPU's number.
     pub(crate) gpu: u32,
     /// Workers on that GPU.
     pub(crate) workers: usize,
 }
 
-/// Spreads `workers` over `gpus` in turn; empty where there is no GPU.
+/// Distributes `workers` over `gpus` round-robin; empty if there is no GPU.
 pub(crate) fn gpu_places(workers: usize, gpus: usize) -> Vec<GpuPlace> {
     let place = |worker: usize| {
         let gpu = worker % gpus;

@@ -1,4 +1,4 @@
-//! `kvasir drain` and `kvasir undrain`: a worker takes no new work, or takes it again.
+//! `kvasir drain` and `kvasir undrain`: stops or resumes a worker's admission of new work.
 
 use crate::access::Access;
 use crate::admin::escape;
@@ -9,9 +9,9 @@ use serde_json::{Value, json};
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
-/// Coordinators agree or refuse within two seconds.
+/// Coordinators accept or refuse a change within two seconds.
 const CHANGE_LIMIT: Duration = Duration::from_secs(10);
-/// Workers report a few times a second.
+/// Polling interval. Workers report several times a second.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 
 /// Has a worker take no new work; what it has begun it ends.
@@ -81,18 +81,18 @@ impl Target {
         answer.success().map(drop)
     }
 
-    /// The worker as it is now; none if it has left.
+    /// Current state of the worker; `None` if it has left.
     fn look(&self) -> anyhow::Result<Option<Worker>> {
         let cluster = Cluster::ask(&self.access)?;
         Ok(cluster.workers.into_iter().find(|worker| worker.id == self.node))
     }
 
-    /// Until it has no work, or has left.
+    /// Waits until the worker has no work or has left.
     fn wait(&self, limit: Duration) -> anyhow::Result<Option<Worker>> {
         let deadline = Instant::now() + limit;
         let terminal = std::io::stderr().is_terminal();
         loop {
-            // A coordinator that restarts meanwhile is asked again.
+            // Errors are retried: the coordinator may be restarting.
             let last = match self.look() {
                 Ok(Some(worker)) if !worker.draining => {
                     bail!("somebody has undrained {} meanwhile", self.node)
@@ -133,7 +133,7 @@ impl Target {
     }
 }
 
-/// What became of it.
+/// Result to print.
 fn outcome(node: &str, seen: Option<&Worker>) -> Value {
     let Some(worker) = seen else {
         return json!({"id": node, "state": "left", "draining": null, "idle": true, "running": 0, "waiting": 0});
@@ -148,8 +148,8 @@ fn outcome(node: &str, seen: Option<&Worker>) -> Value {
     })
 }
 
-/// Whether it has no work and gets none: only its own word for it that it drains keeps out what other coordinators
-/// have sent before they had heard of it.
+/// True if the worker has no work and receives none. Only the worker's own draining state counts: other
+/// coordinators may still have sent work before they received the change.
 fn is_idle(worker: &Worker) -> bool {
     let drains = worker.reported.as_deref().unwrap_or(&worker.state) == "draining";
     drains && worker.running + worker.waiting + worker.inflight == 0
@@ -159,7 +159,7 @@ fn work(worker: &Worker) -> String {
     format!("{} running, {} waiting", worker.running, worker.waiting)
 }
 
-/// Why there is no such worker.
+/// Error text for an unknown worker.
 fn nobody(node: &str, cluster: &Cluster) -> String {
     if cluster.coordinators.iter().any(|coordinator| coordinator.id == node) {
         return format!("{node} is a coordinator: only workers drain; told to end, it hands over by itself");

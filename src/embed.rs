@@ -1,4 +1,4 @@
-//! `kvasir embed`: what an encoder makes of texts, as a safetensors file or as JSON.
+//! `kvasir embed`: writes an encoder's output for texts as a safetensors file or as JSON.
 
 use crate::home;
 use crate::models::resolve_or_pull;
@@ -57,15 +57,15 @@ pub(crate) struct Embed {
     activations: ActivationsArg,
 }
 
-/// What one text became.
+/// Output for one text.
 struct Encoded {
-    /// Row by row.
+    /// Row-major.
     rows: Vec<f32>,
     tokens: usize,
     values: Vec<f32>,
 }
 
-/// What `--json` prints. Not a `serde_json::Value`, which would write each f32 as the f64 next to it.
+/// Output of `--json`. Not a `serde_json::Value`, which would print each f32 as an f64.
 #[derive(Serialize)]
 struct Report {
     backend: &'static str,
@@ -177,7 +177,7 @@ impl Embed {
     }
 }
 
-/// Where the second text of a pair begins: behind the first separator, if anything follows it.
+/// Start of the second text of a pair: after the first separator, if tokens follow it.
 fn second(tokenizer: &Tokenizer, tokens: &[u32]) -> Option<usize> {
     let end = tokens.iter().position(|token| Some(*token) == tokenizer.eos())? + 1;
     (end < tokens.len()).then_some(end)

@@ -1,5 +1,5 @@
-//! `kvasir worker --http`: an OpenAI server for one worker, in its process: a coordinator of a cluster that has nobody
-//! else in it and is gone with the process.
+//! `kvasir worker --http`: an OpenAI server for one worker, in the worker's process. It runs a coordinator of
+//! a cluster with only this worker.
 
 use crate::cluster_key;
 use crate::config::ConfigError;
@@ -13,10 +13,10 @@ use proto::transport::Identity;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::{Duration, SystemTime};
 
-/// How often it is asked whether the worker has joined.
+/// Polling interval while the worker joins.
 const ASK_EVERY: Duration = Duration::from_millis(10);
 
-/// See the module.
+/// A coordinator in the worker's process.
 pub(crate) struct LocalCoordinator {
     coordinator: Coordinator,
     worker: Identity,
@@ -24,7 +24,7 @@ pub(crate) struct LocalCoordinator {
 }
 
 impl LocalCoordinator {
-    /// Listens on `http`; a request is answered once the worker is there.
+    /// Listens on `http`. Requests are served once the worker has joined.
     pub(crate) async fn start(http: SocketAddr, model: ModelEntry, drain: Duration) -> anyhow::Result<Self> {
         let now = SystemTime::now();
         let authority = Authority::new(ClusterName::new("alone")?, now)?;
@@ -48,29 +48,27 @@ impl LocalCoordinator {
         Ok(Self { coordinator, worker: identity(Role::Worker, "worker")?, model: id })
     }
 
-    /// What the worker is to it.
+    /// Identity for the worker.
     pub(crate) fn worker_identity(&self) -> &Identity {
         &self.worker
     }
 
-    /// Where the worker has to join.
+    /// Address that the worker connects to.
     pub(crate) fn quic(&self) -> SocketAddr {
         self.coordinator.addresses().quic
     }
 
-    /// Where it listens.
     pub(crate) fn http(&self) -> SocketAddr {
         self.coordinator.addresses().http
     }
 
-    /// Waits until the worker has joined.
     pub(crate) async fn joined(&self) {
         while !self.coordinator.serves(&self.model) {
             tokio::time::sleep(ASK_EVERY).await;
         }
     }
 
-    /// Lets requests under way finish, within their time.
+    /// Drains running requests within the drain time.
     pub(crate) async fn stop(self) -> bool {
         self.coordinator.stop().await
     }

@@ -1,4 +1,4 @@
-//! `kvasir gpu-bench`: how fast a GPU is at what a worker asks of it.
+//! `kvasir gpu-bench`: measures a GPU's speed for a worker's operations.
 
 use crate::gpu_check;
 use anyhow::{Result, bail};
@@ -11,11 +11,11 @@ use serde_json::{Value, json};
 use std::io::Write;
 use std::time::{Duration, Instant};
 
-/// Bytes that are copied to measure the memory: many times what the caches hold.
+/// Bytes copied to measure memory: many times the size of the caches.
 const COPY_BYTES: usize = 1 << 30;
 /// Timed runs of each row.
 const RUNS: usize = 9;
-/// Rows of a prompt that are computed at once.
+/// Prompt rows computed at once.
 const PROMPT_ROWS: usize = 512;
 
 /// Measures a GPU: products, attention over blocks in any order, steps of an 8B model with random weights
@@ -45,11 +45,11 @@ enum BenchSection {
     Decode,
 }
 
-/// Prints rows while there is time.
+/// Prints rows while time is left.
 struct Rows {
     json: bool,
     until: Instant,
-    /// Bytes per second that copies read and write.
+    /// Bandwidth of copies in bytes per second, reads plus writes.
     copies: f64,
     failed: usize,
     skipped: usize,
@@ -65,7 +65,7 @@ impl GpuBench {
         };
         let until = Instant::now() + Duration::from_secs(self.seconds);
         let gpu = Gpu::open(info.ordinal)?;
-        // Copies and rows go through several times what the second-level cache holds.
+        // Copies and rows use several times the size of the second-level cache.
         let spread = (8 * info.l2_bytes as usize).max(1 << 28);
         let speed = Speed::new(Box::new(gpu), gpu_check::compile(compiler, info.arch), spread, RUNS);
         let copies = speed.copies(COPY_BYTES)?;
@@ -90,7 +90,7 @@ impl GpuBench {
 fn products(speed: &Speed, rows: &mut Rows) -> Result<()> {
     const SHAPES: [(usize, usize); 4] = [(4096, 4096), (14_336, 4096), (4096, 14_336), (128_256, 4096)];
     use GgmlType::{F16, MXFP4, Q4_0, Q4_K, Q5_K, Q6_K, Q8_0};
-    // What matters most comes first, in case that time runs out.
+    // The most important rows come first, in case time runs out.
     for tokens in [1, 2, 4, 8] {
         for ty in [Q4_K, Q6_K, Q8_0, Q4_0, MXFP4, F16, Q5_K] {
             for (outputs, cols) in SHAPES {
@@ -176,7 +176,7 @@ fn decode(speed: &Speed, info: &GpuInfo, rows: &mut Rows) -> Result<()> {
 }
 
 impl Rows {
-    /// Measures a row if there is time, and prints it: what it is of, and what was found or why it was not.
+    /// Measures a row if time is left, and prints its parameters with the result or the error.
     fn measure(
         &mut self,
         mut row: Value,
@@ -206,7 +206,7 @@ impl Rows {
     }
 }
 
-/// `key value` after `key value`, numbers with four digits.
+/// Formats `key value` pairs, numbers with four digits.
 fn in_words(row: &serde_json::Map<String, Value>) -> String {
     let value = |value: &Value| match value {
         Value::Number(number) if number.is_f64() => {
@@ -241,7 +241,7 @@ mod tests {
         rows.measure(json!({"part": "decode"}), |_| unreachable!()).unwrap();
         assert_eq!((rows.failed, rows.skipped), (1, 1));
     }
-    /// What `bench/gpu/run.py` writes, from the results of a run that failed in part.
+    /// Output of `bench/gpu/run.py` for the results of a partly failed run.
     #[test]
     fn the_table_of_a_run_is_as_it_was_seen() {
         let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/gpu");
@@ -260,7 +260,8 @@ mod tests {
         assert!(invented.lines().nth(1).unwrap().contains("invented") && seen.contains("**Invented**"));
     }
 
-    /// A borrowed device must not be wasted: without git, a network or a GPU, with an executable that hangs.
+    /// Device time must not be wasted: the run works without git, network and GPU, and with an executable
+    /// that hangs.
     #[test]
     fn a_run_keeps_to_its_limits_and_leaves_its_results() {
         let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/gpu");
@@ -271,7 +272,7 @@ mod tests {
         std::fs::write(&kvasir, hangs).unwrap();
         std::fs::set_permissions(&kvasir, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
         let out = dir.path().join("results");
-        // The interpreter itself, since without a PATH nothing else is found, git neither.
+        // The interpreter's own path, because with an empty PATH nothing else is found, including git.
         let python = std::process::Command::new("python3");
         let python = { python }.args(["-c", "import sys; print(sys.executable)"]).output().unwrap();
         let run = std::process::Command::new(String::from_utf8(python.stdout).unwrap().trim())
@@ -301,7 +302,7 @@ mod tests {
         assert_eq!(missing.status.code(), Some(2));
     }
 
-    /// Every change that `variants.py` makes to the products still finds its place in them.
+    /// Every change that `variants.py` makes to the products still matches their source.
     #[test]
     fn variants_of_products_fit_the_sources() {
         let script = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("bench/gpu/variants.py");

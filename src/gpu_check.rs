@@ -1,4 +1,4 @@
-//! `kvasir gpu-check`: what this machine has for GPUs, how fast they are, and whether they compute what the CPU does.
+//! `kvasir gpu-check`: reports this machine's GPUs and their speed, and compares every op with the CPU.
 
 use crate::config::ConfigError;
 use crate::home;
@@ -19,7 +19,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Launches and replays that are timed together.
+/// Launches and replays per timing.
 const TIMED: u32 = 50;
 /// Launches of one graph.
 const GRAPH_LAUNCHES: usize = 200;
@@ -47,10 +47,10 @@ struct Report {
     kvasir: &'static str,
     driver: Option<String>,
     nvrtc: Option<Nvrtc>,
-    /// Why there is nothing to compute on; empty where there is.
+    /// Why no GPU is usable; empty if one is.
     missing: Vec<String>,
     devices: Vec<DeviceReport>,
-    /// What computes each op when a worker runs on a GPU.
+    /// Where each op runs when a worker uses a GPU.
     coverage: BTreeMap<&'static str, &'static str>,
 }
 
@@ -58,12 +58,12 @@ struct Report {
 struct Nvrtc {
     version: String,
     found_at: String,
-    /// Kernels that came compiled, by architecture; nothing where KVASIR_CUBINS names no folder.
+    /// Precompiled kernels by architecture; empty if KVASIR_CUBINS is not set.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     prebuilt: BTreeMap<String, Prebuilt>,
 }
 
-/// Files of kernels in the folder that KVASIR_CUBINS names, in the places where they are looked for.
+/// Kernel files found in the folder of KVASIR_CUBINS.
 #[derive(Debug, Serialize)]
 struct Prebuilt {
     found: usize,
@@ -80,17 +80,17 @@ struct DeviceReport {
     multiprocessors: u32,
     shared_bytes_per_block: u32,
     l2_bytes: u32,
-    /// Of the first device, and where the compiler is there too.
+    /// Measurements of the first device; `None` without a compiler.
     #[serde(flatten)]
     measured: Option<Measured>,
-    /// Why it could not be measured.
+    /// Why the measurement failed.
     #[serde(skip_serializing_if = "Option::is_none")]
     failed: Option<String>,
 }
 
 #[derive(Debug, Serialize)]
 struct Measured {
-    /// None where only the cases were asked for.
+    /// `None` if only the cases were requested.
     #[serde(skip_serializing_if = "Option::is_none")]
     ceilings: Option<Ceilings>,
     correct: bool,
@@ -100,11 +100,11 @@ struct Measured {
 
 #[derive(Debug, Serialize)]
 struct Ceilings {
-    /// Read and written bytes per second of copies inside the device.
+    /// Bytes per second, read plus written, of copies inside the device.
     copy_bytes_per_second: f64,
-    /// Of kernels that do next to nothing, one after the other.
+    /// Microseconds per launch of almost empty kernels.
     launch_us: f64,
-    /// Of the same kernels, recorded and run as one graph.
+    /// The same for these kernels recorded as one graph.
     graph_launch_us: f64,
 }
 
@@ -141,7 +141,7 @@ impl GpuCheck {
         if let (Some(first), Some(report), Ok(compiler)) = (gpus.first(), devices.first_mut(), survey.nvrtc) {
             match measure(first, compiler, self.cases_only) {
                 Ok(measured) => report.measured = Some(measured),
-                // What was found is worth a report, above all then.
+                // A report is still written, because the failure is worth reporting.
                 Err(error) => report.failed = Some(format!("{error:#}")),
             }
         }
@@ -179,12 +179,12 @@ impl DeviceReport {
     }
 }
 
-/// Every op has a kernel: what none serves (a weight type, a shape of heads) is refused when a model is loaded.
+/// Every op has a kernel. Unsupported weight types and head shapes are refused when a model is loaded.
 fn coverage() -> BTreeMap<&'static str, &'static str> {
     OPS.into_iter().map(|op| (op, "gpu")).collect()
 }
 
-/// Compiles for a device, and keeps what was compiled where there is a home.
+/// Compiles for a device and caches the result if there is a home directory.
 pub(crate) fn compile(compiler: Compiler, arch: Arch) -> CompileShared {
     let cache = home::cubins().map(CubinCache::new);
     Arc::new(move |source| match &cache {
@@ -200,7 +200,7 @@ fn measure(info: &GpuInfo, compiler: Compiler, cases_only: bool) -> Result<Measu
     let environment = |name: &str| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
     CpuConfig::select(ActivationMode::Int8, environment)
         .map_err(|error| ConfigError::Environment(error.to_string()))?;
-    // The first stays open, so that the others find the device awake.
+    // The first device stays open, so that later cases find it initialised.
     let mut device = |activations| -> Result<Box<dyn Backend>, kernels::Error> {
         let (device, compile) = (Box::new(Gpu::open(info.ordinal)?), compile.clone());
         let config = CudaConfig { arch, activations, threads: 1 };
@@ -227,7 +227,7 @@ impl From<Case> for CaseReport {
 
 fn ceilings(gpu: &mut Gpu, compile: &CompileShared) -> Result<Ceilings, CudaError> {
     use kernels::cuda::rowwise::{Rows, RowwiseKernels};
-    // Before anything is measured: a device that takes no kernels is of no use.
+    // Before any measurement: a device that rejects kernels is useless.
     let kernels = RowwiseKernels::load(gpu, &compile(&source::ROWWISE)?)?;
     let copy_bytes_per_second = gpu.copy_bandwidth()?;
     let one = gpu.allocate(size_of::<f32>())?;
@@ -242,7 +242,7 @@ fn ceilings(gpu: &mut Gpu, compile: &CompileShared) -> Result<Ceilings, CudaErro
     Ok(Ceilings { copy_bytes_per_second, launch_us: each(launch), graph_launch_us: each(replayed) })
 }
 
-/// Seconds of one run of `work`, after a first one.
+/// Seconds per run of `work`, after one warm-up run.
 fn timed(gpu: &mut Gpu, mut work: impl FnMut(&mut Gpu) -> Result<(), CudaError>) -> Result<f64, CudaError> {
     work(gpu)?;
     gpu.synchronize()?;

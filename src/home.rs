@@ -1,4 +1,4 @@
-//! Where Kvasir keeps what outlives a command: `$KVASIR_HOME`, by default `~/.cache/kvasir`.
+//! Kvasir's directory for persistent data: `$KVASIR_HOME`, by default `~/.cache/kvasir`.
 
 use crate::config::ConfigError;
 use model::file::DigestCache;
@@ -14,19 +14,20 @@ pub(crate) fn home() -> Result<PathBuf, ConfigError> {
     })
 }
 
-/// Where digests of models are remembered; nowhere where there is no home.
+/// Cache of model digests; `None` without a home directory.
 pub(crate) fn digests() -> Option<DigestCache> {
     Some(DigestCache::at(home().ok()?.join("digests")))
 }
 
-/// Where compiled kernels of GPUs are kept; nowhere where there is no home.
+/// Cache of compiled GPU kernels; `None` without a home directory.
 pub(crate) fn cubins() -> Option<PathBuf> {
     Some(home().ok()?.join("cubin"))
 }
 
-/// The data directory of `kvasir up` unless one is named: one a user, so that a shared home is no clash.
+/// Default data directory of `kvasir up`. It contains the user id, so that users of a shared home do not
+/// clash.
 pub(crate) fn up_data_dir() -> Result<PathBuf, ConfigError> {
-    // The owner of our own process entry is our user id, read without a foreign call.
+    // The owner of the process's /proc entry is the user id, read without a foreign call.
     let user = std::fs::metadata("/proc/self").map_or(0, |entry| entry.uid());
     Ok(home()?.join(format!("up-{user}")))
 }

@@ -1,6 +1,6 @@
-//! The network of downloads: HTTP/1.1, over TLS, through a proxy where one is set. One request a connection.
+//! HTTP client for downloads: HTTP/1.1, with TLS and proxies. One request per connection.
 //!
-//! What is asked, what is asked again and where redirects lead is decided by `model::catalog`.
+//! `model::catalog` decides about requests, retries and redirects.
 
 use crate::config::ConfigError;
 use crate::tls;
@@ -19,18 +19,18 @@ mod proxy;
 #[cfg(test)]
 mod tests;
 
-/// Whether `http://` may lead to other machines.
+/// Whether `http://` addresses of other machines are allowed.
 const ALLOW_HTTP: &str = "KVASIR_ALLOW_HTTP";
-/// Until a connection stands.
+/// Timeout for connecting.
 const CONNECT: Duration = Duration::from_secs(15);
-/// Without a single byte.
+/// Timeout without any byte received.
 const SILENCE: Duration = Duration::from_secs(30);
-/// Longest head of an answer.
+/// Longest response head in bytes.
 const MAX_HEAD: u64 = 64 << 10;
 const MAX_HEADERS: usize = 128;
 
-/// The network as the environment describes it: proxies, certificates, where `hf://` leads. `allow_http` adds to
-/// `KVASIR_ALLOW_HTTP`.
+/// Network access configured by the environment: proxies, certificates, hub endpoint. `allow_http` has the
+/// same effect as `KVASIR_ALLOW_HTTP`.
 pub(crate) fn network(allow_http: bool) -> anyhow::Result<Network> {
     let variable = |name: &str| std::env::var(name).ok();
     let hub =
@@ -41,19 +41,19 @@ pub(crate) fn network(allow_http: bool) -> anyhow::Result<Network> {
     Ok(Network { http: Box::new(Client::new(variable)?), hub, plain })
 }
 
-/// See the module.
+/// HTTP client for downloads.
 pub(crate) struct Client {
     tls: Arc<ClientConfig>,
     proxies: Proxies,
     silence: Duration,
 }
 
-/// Either end of a connection that is open: plain, or TLS over it.
+/// An open connection, plain or TLS.
 trait Duplex: Read + Write {}
 impl<T: Read + Write> Duplex for T {}
 
 impl Client {
-    /// With the variables that other tools know: proxies, and `SSL_CERT_FILE` beside the roots that are built in.
+    /// Reads the usual variables: proxies, and `SSL_CERT_FILE` in addition to the built-in roots.
     fn new(variable: impl Fn(&str) -> Option<String>) -> Result<Self, ConfigError> {
         let mut roots = tls::built_in();
         let file = tls::CERTIFICATES;
@@ -66,7 +66,8 @@ impl Client {
         Ok(Self { tls: Arc::new(tls), proxies, silence: SILENCE })
     }
 
-    /// A connection to the server of `url`, and what stands in the request's first line.
+    /// Connects to the server of `url`, or to its proxy. Also returns the request target for the request
+    /// line.
     fn connect(&self, url: &Url) -> io::Result<(Box<dyn Duplex>, String)> {
         let proxy = self.proxies.of(url);
         let stream = match proxy {
@@ -131,7 +132,7 @@ impl Http for Client {
         let mut stream = BufReader::with_capacity(64 << 10, stream);
         loop {
             let head = read_head(&mut stream)?;
-            // What a server says before it answers.
+            // Skip informational responses.
             if (100..200).contains(&head.status) {
                 continue;
             }
@@ -141,23 +142,23 @@ impl Http for Client {
     }
 }
 
-/// Asks a proxy to lead to the server of `url`.
+/// Requests a tunnel to the server of `url` from a proxy.
 fn tunnel(mut stream: TcpStream, proxy: &Proxy, url: &Url) -> io::Result<TcpStream> {
     let to = format!("{}:{}", url.host(), url.port());
     let request = format!("CONNECT {to} HTTP/1.1\r\nHost: {to}\r\n{}\r\n", proxy.authorization());
     stream.write_all(request.as_bytes()).map_err(named)?;
-    // Byte by byte: what follows the head is TLS's.
+    // Read byte by byte: the bytes after the head belong to TLS.
     let head = read_head(&mut BufReader::with_capacity(1, &mut stream))?;
     if (200..300).contains(&head.status) {
         return Ok(stream);
     }
     let why = format!("the proxy {}:{} answered {}", proxy.host, proxy.port, head.status);
-    // Wrong credentials, or a rule against it, will be so again.
+    // Rejected credentials or a denied target: a retry is useless.
     let kind = if matches!(head.status, 403 | 407) { ErrorKind::InvalidInput } else { ErrorKind::Other };
     Err(io::Error::new(kind, why))
 }
 
-/// Reads up to the empty line behind the headers.
+/// Reads up to the empty line after the headers.
 fn read_head(stream: &mut impl BufRead) -> io::Result<Head> {
     let mut text = Vec::new();
     let mut limited = stream.take(MAX_HEAD);
@@ -183,7 +184,7 @@ fn invalid(why: &str) -> io::Error {
     io::Error::new(ErrorKind::InvalidData, why)
 }
 
-/// An error of a read or write, in words where the system's are none.
+/// Adds text to I/O errors that have none of their own.
 fn named(error: io::Error) -> io::Error {
     match error.kind() {
         ErrorKind::WouldBlock | ErrorKind::TimedOut => {

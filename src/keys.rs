@@ -1,4 +1,4 @@
-//! `kvasir keys`: who may ask, for what, and how much.
+//! `kvasir keys`: manages API keys.
 
 use crate::access::Access;
 use crate::admin::{escape, word};
@@ -9,7 +9,7 @@ use std::io::Write;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 const PATH: &str = "/admin/v1/keys";
-/// Coordinators agree or refuse within two seconds.
+/// Coordinators accept or refuse a change within two seconds.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Makes, lists and revokes the API keys of a cluster.
@@ -48,7 +48,7 @@ pub(crate) struct Limits {
 }
 
 impl Limits {
-    /// As the coordinator is asked for them.
+    /// JSON for the coordinator's API.
     pub(crate) fn json(&self) -> Value {
         json!({"rpm": self.rpm, "tpm": self.tpm, "concurrency": self.concurrency})
     }

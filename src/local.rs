@@ -1,4 +1,4 @@
-//! One process, no cluster: an engine driven to the end by the command itself (`run`, `logits`, `perplexity`).
+//! A local engine without a cluster, used by `run`, `logits` and `perplexity`.
 
 use crate::config::ConfigError;
 use crate::home;
@@ -53,26 +53,23 @@ impl EngineArgs {
     }
 }
 
-/// An engine and what is needed to talk to it.
+/// An engine with its tokenizer and metadata.
 pub(crate) struct LocalEngine {
-    /// The engine.
     pub(crate) engine: Engine,
-    /// The model's tokenizer.
     pub(crate) tokenizer: Arc<Tokenizer>,
-    /// The model's metadata.
     pub(crate) metadata: model::metadata::Metadata,
     /// Root of every prefix chain of this process.
     pub(crate) root: BlockId,
-    /// Longest sequence.
+    /// Longest sequence in tokens.
     pub(crate) max_model_len: usize,
 }
 
-/// Resolves and loads MODEL, with progress on terminals.
+/// Resolves and loads MODEL; shows progress on terminals.
 pub(crate) fn open(model: &str, options: EngineOptions) -> Result<LocalEngine> {
     open_with(&resolve_or_pull(model)?.path, |path, progress| worker::load::open(path, &options, progress))
 }
 
-/// Loads the model in a file by `load`, with progress on terminals.
+/// Loads a model file with `load`; shows progress on terminals.
 pub(crate) fn open_with(
     path: &Path,
     load: impl FnOnce(&Path, &mut worker::load::Progress<'_>) -> Result<LoadedModel, worker::Error>,
@@ -88,7 +85,7 @@ pub(crate) fn open_with(
     if bar {
         eprintln!("\rloaded {} in {:.2} s          ", path.display(), started.elapsed().as_secs_f32());
     }
-    // One process and one tenant: the key only has to be a key.
+    // One process and one tenant, so the key need not be secret.
     let root = ClusterKey([0; 32]).root(Scope {
         salt: &TenantSalt([0; 32]),
         model_digest: b"local",
@@ -99,12 +96,11 @@ pub(crate) fn open_with(
 }
 
 impl LocalEngine {
-    /// Hands a request in.
     pub(crate) fn submit(&mut self, request: EngineRequest) {
         self.engine.submit(Instant::now(), request);
     }
 
-    /// Steps until nothing is left to do.
+    /// Runs steps until all requests are finished.
     pub(crate) fn run_to_end(&mut self) -> Result<()> {
         while self.engine.has_work() {
             if self.engine.step(Instant::now())? == StepOutcome::Idle && self.engine.has_work() {

@@ -1,4 +1,4 @@
-//! The log of a process: it goes to stderr by a queue that nobody waits for (`proto::log`).
+//! Logging of a process, written to stderr through a non-blocking queue (`proto::log`).
 
 use proto::log::{self, Log};
 use std::backtrace::{Backtrace, BacktraceStatus};
@@ -6,14 +6,14 @@ use std::io::{IsTerminal, Write};
 use std::panic::PanicHookInfo;
 use tracing_subscriber::{EnvFilter, fmt};
 
-/// Starts the log: `KVASIR_LOG` filters it (default `info`), `KVASIR_LOG_FORMAT=json` is for collectors. Panics go there
-/// too.
+/// Starts logging. `KVASIR_LOG` filters it (default `info`); `KVASIR_LOG_FORMAT=json` selects JSON. Panics
+/// are logged too.
 pub(crate) fn start() -> Log {
     let log = log::start(std::io::stderr());
     let filter = EnvFilter::try_from_env("KVASIR_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
     let lines = log.clone();
     let writer = move || lines.clone();
-    // Without `log_internal_errors`, which prints to stderr and panics when that fails.
+    // Without `log_internal_errors`, which prints to stderr and panics if that fails.
     let subscriber =
         fmt().with_env_filter(filter).with_writer(writer).with_target(true).log_internal_errors(false);
     if std::env::var("KVASIR_LOG_FORMAT").is_ok_and(|format| format == "json") {
@@ -25,13 +25,13 @@ pub(crate) fn start() -> Log {
     log
 }
 
-/// Writes text that is no event of the log to where the log goes.
+/// Writes plain text to the log's destination.
 pub(crate) fn say(log: &mut Log, text: &str) {
     // Queueing never fails.
     let _queued = log.write_all(text.as_bytes());
 }
 
-/// Dropped at the end of the process, also when it panics: waits a moment for the last lines to be written.
+/// Waits a moment at process exit, also after a panic, until the last lines are written.
 pub(crate) struct FlushAtEnd;
 
 impl Drop for FlushAtEnd {
@@ -45,13 +45,13 @@ fn log_panic(panic: &PanicHookInfo<'_>) {
     let thread = std::thread::current();
     let thread = thread.name().unwrap_or("unnamed");
     let at = panic.location().map(ToString::to_string);
-    // Only where RUST_BACKTRACE asks for one.
+    // Captured only if RUST_BACKTRACE is set.
     let backtrace = Backtrace::capture();
     let backtrace = (backtrace.status() == BacktraceStatus::Captured).then(|| backtrace.to_string());
     tracing::error!(thread, at, what, backtrace, "a panic");
 }
 
-/// An error and its causes. One that says already what its cause is, as many do, is not told it again.
+/// An error and its causes in one line. A cause whose text is already included is not repeated.
 pub(crate) fn in_one_line(error: &anyhow::Error) -> String {
     error.chain().fold(String::new(), |told, cause| {
         let cause = cause.to_string();

@@ -92,7 +92,7 @@ impl From<WireArg> for ActivationType {
     }
 }
 
-/// What one prompt gave.
+/// Results for one prompt.
 #[derive(Default)]
 struct Collected {
     rows: Vec<f32>,
@@ -186,7 +186,7 @@ impl Logits {
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0) + self.greedy as usize;
         let at_once = if self.together { prompts.len() } else { 1 };
         options.max_rows = (self.chunk == 0).then_some((longest * at_once).max(512));
-        // Dropped after the engine, which then has nobody left to talk to.
+        // Dropped after the engine, whose peers these are.
         let mut _later = None;
         let mut local = if shards == 1 {
             local::open_with(&path, |path, progress| load::open(path, &options, progress))?
@@ -211,7 +211,7 @@ impl Logits {
         self.write(&prompts, vocab, &collected)
     }
 
-    /// Refuses what does not go with several shards, before any process is started.
+    /// Refuses flags that do not work with several shards, before any process is started.
     fn check_shards(&self, path: &Path, guesses: &Guesses, shards: usize) -> Result<()> {
         let refuse = |other, reason| Err(UsageError { flag: "--shards", other, reason }.into());
         if self.contiguous {
@@ -285,7 +285,7 @@ impl Logits {
     }
 }
 
-/// The flag that has a GPU's kernels interpreted, and the oracle's small models on it.
+/// Tests of the flag that interprets GPU kernels, with the oracle's small models.
 #[cfg(feature = "ptx-sim")]
 #[cfg(test)]
 mod tests {
@@ -301,7 +301,7 @@ mod tests {
         tensor.data().chunks_exact(width).map(number).collect()
     }
 
-    /// The first prompt of a model's reference is continued as there.
+    /// Compares the continuation of a model's first prompt with its reference.
     fn continued_as_the_reference(arch: &str) {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tiny").join(arch);
         let bytes = std::fs::read(folder.join("ref.safetensors")).unwrap();

@@ -1,4 +1,4 @@
-//! The `kvasir` command: one file a subcommand, everything else composed from the libraries.
+//! The `kvasir` command. Each subcommand has one file; libraries do the work.
 //!
 //! Exit codes: 0 ok, 1 failed, 2 bad usage, 64 bad configuration. stdout carries results, stderr the rest.
 
@@ -62,9 +62,9 @@ use std::process::ExitCode;
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// Exit code of a configuration that cannot be honoured (`EX_USAGE` of sysexits).
+/// Exit code for an invalid configuration (`EX_USAGE` of sysexits).
 const BAD_CONFIG: u8 = 64;
-/// Exit code of a flag that cannot be honoured, as clap has it.
+/// Exit code for invalid flags, the same as clap's.
 const BAD_USAGE: u8 = 2;
 
 /// Serves large language models from many machines as if they were one.
@@ -114,7 +114,7 @@ enum Command {
 }
 
 impl Command {
-    /// Whether it writes what only its user may read. Models and what nodes are given to trust are for everybody.
+    /// Whether the command writes private files. Downloaded models and distributed certificates are public.
     fn keeps_secrets(&self) -> bool {
         matches!(
             self,
@@ -172,7 +172,7 @@ fn main() -> ExitCode {
     };
     try_onnx::in_use();
     if cli.command.keeps_secrets() {
-        // What a node writes, a prompt in a cache for example, is nobody else's business on this machine.
+        // Files of a node, such as prompts in a cache, must be private.
         rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));
     }
     match cli.command.run() {
@@ -191,22 +191,22 @@ fn main() -> ExitCode {
     }
 }
 
-/// Whether a flag asks for what the model, or another flag, rules out.
+/// Whether the error is a flag that the model or another flag excludes.
 fn is_usage(cause: &(dyn std::error::Error + 'static)) -> bool {
     cause.is::<UsageError>()
         || matches!(cause.downcast_ref(), Some(PlacementError::Shards { .. }))
         || matches!(cause.downcast_ref(), Some(::worker::Error::Shards { .. }))
 }
 
-/// Whether what was asked for in a file, a flag or the environment is at fault.
+/// Whether the error is an invalid setting in a file, a flag or the environment.
 fn is_configuration(cause: &(dyn std::error::Error + 'static)) -> bool {
     use ::worker::Error;
     let of_worker = cause.downcast_ref::<Error>();
     cause.is::<ConfigError>() || matches!(of_worker, Some(Error::Config { .. } | Error::Backend(_)))
 }
 
-/// Usage errors end with 2, as clap has it, `--help` and `--version` with 0. A value that does not parse and
-/// came from a `KVASIR_*` variable is configuration, not usage.
+/// Exits with 2 for usage errors, as clap does, and with 0 for `--help` and `--version`. An invalid value
+/// from a `KVASIR_*` variable is a configuration error, not a usage error.
 fn bad_usage(log: &mut Log, error: &clap::Error) -> ExitCode {
     if matches!(error.kind(), ErrorKind::ValueValidation | ErrorKind::InvalidValue)
         && let Some(ContextValue::String(argument)) = error.get(ContextKind::InvalidArg)
@@ -224,13 +224,13 @@ fn bad_usage(log: &mut Log, error: &clap::Error) -> ExitCode {
     if error.use_stderr() && !std::io::stderr().is_terminal() {
         logging::say(log, &error.render().to_string());
     } else {
-        // Nothing sensible is left to do when even the error cannot be printed.
+        // If printing the error fails, nothing else can be done.
         let _ = error.print();
     }
     ExitCode::from(error.exit_code().clamp(0, 255) as u8)
 }
 
-/// The variable that sets `flag` of the subcommand that was asked for.
+/// The variable that sets `flag` of the given subcommand.
 fn variable_of(flag: &str) -> Option<String> {
     let cli = Cli::command();
     let subcommand = std::env::args().nth(1).and_then(|name| cli.find_subcommand(name).cloned())?;
@@ -238,7 +238,7 @@ fn variable_of(flag: &str) -> Option<String> {
     Some(argument.get_env()?.to_string_lossy().into_owned())
 }
 
-/// Whether the reader of our output went away (`kvasir models list | head -1`): not a failure of ours.
+/// Whether the reader closed our stdout (`kvasir models list | head -1`), which is not a failure.
 fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error.chain().any(|cause| {
         cause.downcast_ref::<std::io::Error>().is_some_and(|io| io.kind() == IoErrorKind::BrokenPipe)

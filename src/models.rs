@@ -1,4 +1,4 @@
-//! `kvasir models`: the catalog, the cache, what is in a file. And how MODEL becomes a file.
+//! `kvasir models`: the catalog, the model cache and file inspection. Also resolves MODEL arguments to files.
 
 use crate::config::{ConfigError, UsageError};
 use crate::home;
@@ -92,14 +92,14 @@ struct Verify {
     model: Source,
 }
 
-/// What is pulled: a path is not.
+/// A downloadable source; paths are excluded.
 #[derive(Debug, Clone)]
 enum Source {
     Entry(&'static Entry),
     Address(Address),
 }
 
-/// A name of the catalog or an address.
+/// Parses a catalog name or an address.
 fn pulled(model: &str) -> Result<Source, String> {
     if Address::looks_like(model) {
         return Address::parse(model).map(Source::Address).map_err(|error| error.to_string());
@@ -109,7 +109,7 @@ fn pulled(model: &str) -> Result<Source, String> {
     entry.ok_or_else(|| format!("neither an address nor in the catalog, which has {}", known()))
 }
 
-/// 64 hexadecimal digits.
+/// Parses 64 hexadecimal digits.
 fn sha256(text: &str) -> Result<String, String> {
     let sound = text.len() == 64 && text.bytes().all(|byte| byte.is_ascii_hexdigit());
     if sound { Ok(text.to_ascii_lowercase()) } else { Err("a SHA-256 has 64 hexadecimal digits".into()) }
@@ -227,7 +227,7 @@ fn table(listed: &[Listed], downloads: &[Downloaded], wide: bool) -> String {
     text
 }
 
-/// In MiB below one GiB, in GiB above.
+/// Formats bytes: MiB below one GiB, else GiB.
 fn size(bytes: u64) -> String {
     match bytes >> 30 {
         0 => format!("{} MiB", bytes >> 20),
@@ -242,7 +242,7 @@ fn json_list(listed: &[Listed], downloads: &[Downloaded]) -> String {
         serde_json::json!({
             "name": entry.name,
             "bytes": entry.bytes,
-            // Of the file, or of the first one of a split set.
+            // SHA-256 of the file, or of the first file of a split set.
             "sha256": sums.first(),
             "present": present,
             "path": path,
@@ -279,7 +279,7 @@ pub(crate) struct Resolved {
     pub(crate) id: ModelId,
 }
 
-/// The file behind MODEL: a name of the catalog or an address, which are pulled on first use, or a path.
+/// Resolves MODEL to a file. Catalog names and addresses are downloaded on first use.
 pub(crate) fn resolve_or_pull(model: &str) -> anyhow::Result<Resolved> {
     let store = Store::from_env()?;
     let resolved = store.resolve(model)?;
@@ -304,12 +304,13 @@ pub(crate) fn resolve_or_pull(model: &str) -> anyhow::Result<Resolved> {
         }
     };
     path.metadata().with_context(|| path.display().to_string())?;
-    // Children of `up` do not run where the user typed a relative path. Links are kept: what lies beside the link is meant.
+    // Make the path absolute, because children of `up` have another working directory. Symbolic links are
+    // kept: files beside the link belong to the model.
     let path = std::path::absolute(&path).with_context(|| path.display().to_string())?;
     Ok(Resolved { path, id: ModelId::new(resolved.id)? })
 }
 
-/// The same, of what is here: nothing is downloaded, and what is no model of this machine is none.
+/// Like [`resolve_or_pull`], but without a download: `None` if the model is not on this machine.
 pub(crate) fn resolve_here(model: &str) -> anyhow::Result<Option<Resolved>> {
     let store = Store::from_env()?;
     let Ok(resolved) = store.resolve(model) else { return Ok(None) };
@@ -320,7 +321,7 @@ pub(crate) fn resolve_here(model: &str) -> anyhow::Result<Option<Resolved>> {
     Ok(here.then_some(Resolved { path: resolved.path, id: ModelId::new(resolved.id)? }))
 }
 
-/// The bundle behind a name of the catalog, which is pulled on first use, or a directory, by its name or as `ID=DIR`.
+/// Resolves a bundle: a catalog name, downloaded on first use, or a directory, given as path or as `ID=DIR`.
 pub(crate) fn resolve_bundle(bundle: &str) -> anyhow::Result<Bundle> {
     let (id, place) = match bundle.split_once('=') {
         Some((id, place)) if !Path::new(bundle).exists() => (Some(id), place),
@@ -334,7 +335,7 @@ pub(crate) fn resolve_bundle(bundle: &str) -> anyhow::Result<Bundle> {
                 eprintln!("pulling {place} ({})", size(entry.bytes));
             }
             let file = store.pull(entry, &network(false)?, &mut Bar::new())?;
-            // FOLDER/FILE of it.
+            // The parent of FOLDER/FILE.
             file.ancestors().nth(2).unwrap_or(&file).to_path_buf()
         }
         _ if Path::new(place).is_dir() => PathBuf::from(place),
@@ -347,7 +348,7 @@ pub(crate) fn resolve_bundle(bundle: &str) -> anyhow::Result<Bundle> {
     Ok(Bundle { id: id.map_err(|error| refuse(&error.to_string()))?, dir })
 }
 
-/// As [`resolve_or_pull`], but `ID=MODEL` gives the model another name in the API.
+/// Like [`resolve_or_pull`], but `ID=MODEL` sets the model's name in the API.
 pub(crate) fn resolve_named(model: &str) -> anyhow::Result<Resolved> {
     match model.split_once('=') {
         Some((id, path)) if !Address::looks_like(id) && !Path::new(model).exists() => {

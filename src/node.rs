@@ -1,5 +1,5 @@
-//! What both kinds of node have in common as commands: flags besides their settings, the line that says where
-//! they listen, the signals that end them.
+//! Common part of the node commands: flags besides the settings, the announcement of listen addresses, and
+//! stop signals.
 
 use crate::config::ConfigError;
 use anyhow::Context;
@@ -12,9 +12,9 @@ use std::time::{Duration, SystemTime};
 use tokio::runtime::{Builder, Runtime};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// For a process whose arithmetic has threads of its own: these only move bytes, weights over so many lanes, of which one
-/// keeps two threads busy at its fastest: one that reads the socket, or writes to it, and one that decrypts or encrypts. One
-/// that is confined to one CPU has one, since a thread that is woken to help there takes the CPU from the one that woke it.
+/// A runtime for a process whose compute threads are separate. Its threads only move bytes. One lane at full
+/// speed uses two threads: one for the socket and one for encryption. A process with a single CPU gets one
+/// thread, because a second one would compete for that CPU.
 pub(crate) fn runtime_beside_arithmetic(lanes: usize) -> std::io::Result<Runtime> {
     let cpus = worker::cgroup::cpus().get();
     Builder::new_multi_thread().worker_threads(cpus.min(2 * lanes.max(1))).enable_all().build()
@@ -34,14 +34,12 @@ pub(crate) struct NodeArgs {
     pub(crate) explain: bool,
 }
 
-/// A default that was computed, for `--explain`.
+/// A computed default, for `--explain`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Explained {
-    /// The setting.
     pub(crate) field: &'static str,
-    /// Its value, as it would stand in a file.
+    /// Value as in a settings file.
     pub(crate) value: String,
-    /// Why.
     pub(crate) reason: String,
 }
 
@@ -53,7 +51,7 @@ impl Explained {
 }
 
 impl NodeArgs {
-    /// Prints what was asked for; `true` means that the command is done.
+    /// Prints what `--check-config` or `--explain` requests. `true` means that the command is done.
     pub(crate) fn answer(&self, settings: &impl Serialize, explained: &[Explained]) -> anyhow::Result<bool> {
         let mut out = std::io::stdout().lock();
         if self.check_config {
@@ -68,11 +66,12 @@ impl NodeArgs {
     }
 }
 
-/// How often it is looked whether the files of an identity are others.
+/// Polling interval for changed identity files.
 const RENEW_EVERY: Duration = Duration::from_secs(2);
 
-/// Takes what is in `directory` from then on, whenever it changes, until the process ends. Files that do not fit together
-/// are being replaced, or wrong; what was read last holds until they do. Inside a runtime.
+/// Reloads the identity from `directory` whenever its files change, until the process ends. If the files are
+/// inconsistent (invalid, or being replaced), the last valid identity stays in use. Must be called inside a
+/// runtime.
 pub(crate) fn keep_renewed(identity: &Identity, directory: &Path) {
     let (identity, directory) = (identity.clone(), directory.to_owned());
     tokio::spawn(async move {
@@ -101,7 +100,7 @@ pub(crate) fn keep_renewed(identity: &Identity, directory: &Path) {
     });
 }
 
-/// The identity that a node's certificate gives it.
+/// The identity in a node's certificate.
 pub(crate) fn identity(directory: Option<&Path>) -> anyhow::Result<Identity> {
     let need = "a directory with node.crt, node.key and ca.crt; `kvasir ca issue` makes one";
     let directory = directory.ok_or_else(|| ConfigError::missing("identity", need))?;
@@ -109,13 +108,13 @@ pub(crate) fn identity(directory: Option<&Path>) -> anyhow::Result<Identity> {
         .map_err(|error| ConfigError::field("identity", directory.display(), error.to_string()).into())
 }
 
-/// What a node says on stdout, as one line, when it has bound its ports and answers on them: the addresses
-/// that it really listens on, ports that it was free to choose included.
+/// The line that a node prints on stdout once its ports are bound: the actual listen addresses, including
+/// ports chosen by the system.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Announcement {
     pub(crate) id: String,
     pub(crate) pid: u32,
-    /// The API, where there is one.
+    /// Address of the API; `None` if the node has none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) http: Option<SocketAddr>,
     pub(crate) ops: SocketAddr,
@@ -123,13 +122,13 @@ pub(crate) struct Announcement {
 }
 
 impl Announcement {
-    /// Prints the line. Nothing else goes to a node's stdout.
+    /// Prints the announcement. A node prints nothing else to stdout.
     pub(crate) fn print(&self) -> anyhow::Result<()> {
         announce(serde_json::to_string(self)? + "\n")
     }
 }
 
-/// Prints what a process that goes on says on stdout. A reader that is gone, or does not read, keeps nobody from serving.
+/// Prints a line to stdout without blocking the process: a closed or stalled reader is ignored.
 pub(crate) fn announce(text: String) -> anyhow::Result<()> {
     let print = move || {
         let mut out = std::io::stdout().lock();
@@ -141,18 +140,18 @@ pub(crate) fn announce(text: String) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Ctrl-C, SIGTERM and the terminal's end. The first asks for a drain, the second for an end now.
+/// SIGINT, SIGTERM and SIGHUP. The first signal starts a drain; the second one ends the process at once.
 #[derive(Debug)]
 pub(crate) struct StopSignals([Signal; 3]);
 
 impl StopSignals {
-    /// From here on these signals no longer end the process by themselves. Needs a runtime.
+    /// Installs handlers, so that these signals no longer end the process. Needs a runtime.
     pub(crate) fn listen() -> anyhow::Result<Self> {
         let on = |kind| signal(kind).context("listening for signals");
         Ok(Self([on(SignalKind::interrupt())?, on(SignalKind::terminate())?, on(SignalKind::hangup())?]))
     }
 
-    /// The next of them.
+    /// Waits for the next signal.
     pub(crate) async fn next(&mut self) {
         let [interrupt, terminate, hangup] = &mut self.0;
         tokio::select! {

@@ -1,4 +1,4 @@
-//! How numbers are held and multiplied: the flags that choose a numeric class, the same wherever a model runs.
+//! Flags that select a numeric class, shared by all commands that run a model.
 
 use crate::config::ConfigError;
 use serde::{Deserialize, Serialize};
@@ -59,7 +59,7 @@ pub(crate) enum StateTypeArg {
 }
 
 impl StateTypeArg {
-    /// With the memory, in tokens, below which a head forgets fast.
+    /// Adds the memory, in tokens, below which a head's state is stored as bf16.
     pub(crate) fn with_tau(self, tau: Option<u32>) -> Result<StateType, ConfigError> {
         match (self, tau) {
             (Self::F32, None) => Ok(StateType::F32),
@@ -92,7 +92,7 @@ pub(crate) enum Device {
 }
 
 impl Device {
-    /// What `auto` comes to here, and why.
+    /// Resolves `auto` on this machine and gives the reason.
     pub(crate) fn chosen(choice: DeviceChoice, gpu: u32) -> Result<(Self, String), worker::Error> {
         let (choice, reason) = choice.resolve(gpu)?;
         let chosen = match choice {

@@ -1,4 +1,4 @@
-//! `kvasir operation`: one operation on a sound file, in this process; as a session of a worker would answer it.
+//! `kvasir operation`: runs one operation on a sound file in this process, with a worker session's results.
 
 use crate::config::UsageError;
 use crate::models::resolve_bundle;
@@ -13,7 +13,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use worker::operations::{encode_speech, load_hearing};
 
-/// Samples of a file at most: an hour at 16 kHz.
+/// Longest file in samples: an hour at 16 kHz.
 const MAX_SAMPLES: usize = 3600 * 16_000;
 
 /// Does one operation with a sound file, without a cluster
@@ -91,7 +91,7 @@ impl OperationCommand {
             (None, Operation::Vad) => "silero-vad",
             (None, Operation::TurnDetection) => "smart-turn",
             (None, Operation::Asr) => "whisper-base",
-            // Nothing of the catalog is for it: whether anybody serves it, the registry says.
+            // No catalog model serves this operation; the registry reports whether anything does.
             (None, _) => ".",
         };
         let bundle = resolve_bundle(bundle)?;
@@ -146,7 +146,7 @@ impl OperationCommand {
     }
 }
 
-/// A sound file's rate and samples, full scale 1.
+/// A sound file's sample rate and samples, full scale 1.
 fn read(path: &Path) -> Result<(u32, Vec<f32>)> {
     let mut reader = WavReader::open(path)?;
     let spec = reader.spec();
@@ -272,7 +272,7 @@ mod tests {
         sound.finalize().unwrap();
         let good = std::fs::read(&path).unwrap();
         let head = good.len() - 200;
-        // Every number of the head, wherever it begins and whatever its width, as 0, 1 and the largest there are.
+        // Every number of the header, at any position and width, set to 0, 1 and the largest values.
         for (at, value) in (0..head - 3).flat_map(|at| [0, 1, 0x7fff_ffff, u32::MAX].map(|value| (at, value)))
         {
             let mut bytes = good.clone();

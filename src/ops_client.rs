@@ -1,32 +1,30 @@
-//! A client for the ops ports of our own nodes: one request, one bounded answer, no keep-alive.
+//! HTTP client for nodes' ops ports: one request, one bounded response, no keep-alive.
 
 use anyhow::{Context, bail, ensure};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::time::Duration;
 
-/// No answer of an ops port that we read as a text is larger.
+/// Longest response read as text, in bytes.
 const MAX_ANSWER_BYTES: u64 = 16 << 20;
-/// Nor is an answer's head.
+/// Longest response head in bytes.
 const MAX_HEAD_BYTES: u64 = 64 << 10;
 
-/// What an ops port said.
+/// Response of an ops port.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct OpsResponse {
-    /// HTTP status.
     pub(crate) status: u16,
-    /// The body as text.
     pub(crate) body: String,
 }
 
 impl OpsResponse {
-    /// The body, or an error that shows it if the status is not 2xx.
+    /// The body; an error that includes it if the status is not 2xx.
     pub(crate) fn success(self) -> anyhow::Result<String> {
         ensure!((200..300).contains(&self.status), "answered {}: {}", self.status, self.reason());
         Ok(self.body)
     }
 
-    /// The message of an error in the API's shape, else the body as it is.
+    /// The message of an API error, or the whole body if it has another form.
     fn reason(&self) -> String {
         let json: Option<serde_json::Value> = serde_json::from_str(&self.body).ok();
         let message = json.as_ref().and_then(|json| json.pointer("/error/message")?.as_str());
@@ -36,35 +34,33 @@ impl OpsResponse {
 
 /// A request's body.
 pub(crate) struct Body<'a> {
-    /// Its content type.
+    /// Content type.
     pub(crate) kind: &'static str,
-    /// What it is read from.
+    /// Source of the body.
     pub(crate) from: &'a mut dyn Read,
-    /// Bytes of it.
+    /// Length in bytes.
     pub(crate) length: u64,
 }
 
 /// A request.
 pub(crate) struct Call<'a> {
-    /// HTTP method.
     pub(crate) method: &'a str,
     /// Path and query.
     pub(crate) path: &'a str,
-    /// API key, where one is needed.
+    /// API key, if required.
     pub(crate) key: Option<&'a str>,
-    /// What it brings.
     pub(crate) body: Option<Body<'a>>,
-    /// Every wait is bounded by this.
+    /// Bounds every wait.
     pub(crate) timeout: Duration,
 }
 
 impl<'a> Call<'a> {
-    /// A request without a body and without a key.
+    /// A request without body and key.
     pub(crate) fn new(method: &'a str, path: &'a str, timeout: Duration) -> Self {
         Self { method, path, key: None, body: None, timeout }
     }
 
-    /// Sends it and reads the answer's head.
+    /// Sends the request and reads the response head.
     pub(crate) fn send(self, server: SocketAddr) -> anyhow::Result<Incoming> {
         let Self { method, path, key, body, timeout } = self;
         let mut stream = TcpStream::connect_timeout(&server, timeout)
@@ -72,7 +68,7 @@ impl<'a> Call<'a> {
         stream.set_read_timeout(Some(timeout))?;
         stream.set_write_timeout(Some(timeout))?;
         let length = body.as_ref().map_or(0, |body| body.length);
-        // HTTP/1.0: the answer ends with the connection and is never chunked.
+        // HTTP/1.0: the response ends with the connection and is never chunked.
         let mut head = format!("{method} {path} HTTP/1.0\r\nHost: {server}\r\nContent-Length: {length}\r\n");
         if let Some(Body { kind, .. }) = &body {
             head += &format!("Content-Type: {kind}\r\n");
@@ -86,7 +82,7 @@ impl<'a> Call<'a> {
             Some(Body { from, length, .. }) => std::io::copy(&mut from.take(length), &mut stream).map(drop),
             None => Ok(()),
         };
-        // A server that refuses a body may stop reading: what it says counts more than that it did.
+        // A server that refuses a body may stop reading. Its response matters more than the write error.
         let answer = Incoming::read(BufReader::new(stream)).with_context(|| format!("reading from {server}"));
         match (answer, sent) {
             (Ok(answer), _) => Ok(answer),
@@ -96,7 +92,7 @@ impl<'a> Call<'a> {
     }
 }
 
-/// An answer whose body has not been read yet.
+/// A response whose body has not been read yet.
 pub(crate) struct Incoming {
     status: u16,
     length: Option<u64>,
@@ -122,7 +118,7 @@ impl Incoming {
         Ok(Self { status, length: head.lines().find_map(header), body: stream })
     }
 
-    /// The whole answer.
+    /// Reads the whole response.
     pub(crate) fn text(self) -> anyhow::Result<OpsResponse> {
         let mut body = Vec::new();
         self.body.take(MAX_ANSWER_BYTES + 1).read_to_end(&mut body)?;
@@ -130,7 +126,7 @@ impl Incoming {
         Ok(OpsResponse { status: self.status, body: String::from_utf8_lossy(&body).into_owned() })
     }
 
-    /// Copies the body as it comes and returns its length; any status but 200 and a body that ends early are errors.
+    /// Streams the body to `out` and returns its length. Any status but 200 and a truncated body are errors.
     pub(crate) fn copy_to(self, out: &mut impl Write) -> anyhow::Result<u64> {
         if self.status != 200 {
             self.text()?.success()?;
@@ -143,14 +139,14 @@ impl Incoming {
     }
 }
 
-/// The address in `127.0.0.1:9090` or `http://127.0.0.1:9090/`.
+/// Parses `127.0.0.1:9090` or `http://127.0.0.1:9090/`.
 pub(crate) fn address(text: &str) -> anyhow::Result<SocketAddr> {
     let host = text.strip_prefix("http://").unwrap_or(text).trim_end_matches('/');
     let found = host.to_socket_addrs().with_context(|| format!("{text:?} is not HOST:PORT"))?.next();
     found.with_context(|| format!("{text:?} has no address"))
 }
 
-/// Sends one request without a body and reads the whole answer; every wait is bounded by `timeout`.
+/// Sends one request without a body and reads the whole response. `timeout` bounds every wait.
 pub(crate) fn request(
     server: SocketAddr,
     method: &str,
@@ -165,7 +161,7 @@ mod tests {
     use super::*;
     use std::net::TcpListener;
 
-    /// A server that reads a request and says `answer` to it, once; returns what it has read.
+    /// A server that sends `answer` to one request and returns the request's bytes.
     fn server(answer: &'static [u8]) -> (SocketAddr, std::thread::JoinHandle<Vec<u8>>) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();

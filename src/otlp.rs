@@ -1,4 +1,5 @@
-//! Spans to a collector, by OTLP over HTTP, on a thread of its own: requests wait neither for it nor for the collector.
+//! Exports spans to a collector with OTLP over HTTP, on a separate thread. Requests never wait for the
+//! export.
 
 mod client;
 
@@ -18,26 +19,27 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Spans that wait for the collector at most; more are dropped and counted.
+/// Most queued spans. Further spans are dropped and counted.
 const QUEUE: usize = 4096;
-/// Spans sent together at most.
+/// Most spans per batch.
 const BATCH: usize = 512;
-/// How long spans are gathered before they are sent.
+/// Time to collect spans before a batch is sent.
 const GATHER: Duration = Duration::from_millis(500);
-/// How long the collector may take for one batch.
+/// Timeout of a batch.
 const LIMIT: Duration = Duration::from_secs(2);
-/// Behind the endpoint, as the standard has it.
+/// Path appended to the endpoint, as in the standard.
 const PATH: &str = "/v1/traces";
 
-/// The thread that sends. Dropped, it sends what is there, and ends.
+/// The exporting thread. Dropping this sends the queued spans and ends the thread.
 #[derive(Debug)]
 pub(crate) struct Exporting {
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// Sends spans of this process, which is a `service` of this name, to the collector at `endpoint`, believed by a file of
-/// `certificates`: a share `ratio` of the requests that come without a parent. Without an endpoint nothing is traced.
+/// Exports this process's spans, with service name `service`, to the collector at `endpoint`, verified with
+/// `certificates`. `ratio` is the share of requests without a parent span that are traced. Without an
+/// endpoint nothing is traced.
 pub(crate) fn start(
     endpoint: Option<&str>,
     certificates: Option<&Path>,
@@ -66,7 +68,7 @@ pub(crate) fn start(
         .build();
     let mut exporter =
         exporter.map_err(|error| ConfigError::field("otlp_endpoint", endpoint, error.to_string()))?;
-    // OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say what they say.
+    // OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES have priority.
     let named = std::env::var("OTEL_SERVICE_NAME").is_ok_and(|name| !name.is_empty());
     let resource = Resource::builder().with_attributes([
         KeyValue::new("service.instance.id", node.to_string()),
@@ -96,7 +98,7 @@ pub(crate) fn start(
 impl Drop for Exporting {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
-        // That it has panicked has been told by the panic.
+        // A panic of the thread was already logged.
         let _ = self.thread.take().map(JoinHandle::join);
     }
 }
@@ -107,12 +109,12 @@ struct Sender {
     failure: Failure,
     scope: InstrumentationScope,
     runtime: tokio::runtime::Runtime,
-    /// Whether the collector has taken the last batch.
+    /// Whether the collector accepted the last batch.
     reached: bool,
 }
 
 impl Sender {
-    /// Gathers spans for so long, and sends them.
+    /// Collects spans for `gather`, then sends them.
     fn pass_on(&mut self, gather: Duration) {
         let spans = self.queue.take(gather, BATCH);
         if spans.is_empty() {

@@ -1,11 +1,11 @@
-//! `kvasir pardon`: a file that is placed nowhere is placed again.
+//! `kvasir pardon`: removes a model file from the block list.
 
 use crate::access::Access;
 use crate::status::Cluster;
 use anyhow::{Context, bail};
 use std::time::Duration;
 
-/// Coordinators agree or refuse within two seconds.
+/// Coordinators accept or refuse a change within two seconds.
 const CHANGE_LIMIT: Duration = Duration::from_secs(10);
 
 /// Has a model file placed again that is placed nowhere, because a worker could not load it for what it says.

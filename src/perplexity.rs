@@ -49,7 +49,7 @@ struct Score {
     failed: Option<String>,
 }
 
-/// Sums the negative log-likelihood of the second half's targets.
+/// Sums the negative log-likelihood of the targets in the second half of a chunk.
 struct Scorer {
     chunk: Vec<u32>,
     into: Arc<Mutex<Score>>,

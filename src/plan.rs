@@ -1,5 +1,5 @@
-//! `kvasir plan`: which worker would compute which layers, and how fast, without loading anything; and a cluster told
-//! which is to.
+//! `kvasir plan`: predicts a placement of layers and its speed without loading the model, and applies an
+//! operator's plan to a cluster.
 
 mod apply;
 mod workers;
@@ -20,7 +20,7 @@ use std::path::PathBuf;
 use workers::{LayersOf, Workers};
 pub(crate) use workers::{compute, decode_bandwidth};
 
-/// Context that is planned for where none is given and the model has more.
+/// Default context, if the model's own is longer.
 const CONTEXT: usize = 8192;
 
 /// Shows which worker would compute which layers of a model, and how fast, without loading it
@@ -76,7 +76,7 @@ pub(crate) struct Plan {
     json: bool,
 }
 
-/// What `--json` prints.
+/// Output of `--json`.
 #[derive(Debug, Serialize)]
 struct Report {
     model: String,
@@ -84,11 +84,11 @@ struct Report {
     context: u64,
     sequences: u64,
     max_shards: usize,
-    /// Only with a drafter.
+    /// `None` without a drafter.
     #[serde(skip_serializing_if = "Option::is_none")]
     drafter: Option<DrafterReport>,
     replicas: Vec<ReplicaReport>,
-    /// Only where the cluster was to be told.
+    /// `None` unless the plan was to be applied.
     #[serde(skip_serializing_if = "Option::is_none")]
     applied: Option<bool>,
 }
@@ -96,9 +96,9 @@ struct Report {
 #[derive(Debug, Serialize)]
 struct DrafterReport {
     spec: String,
-    /// None of a block in the model's own.
+    /// `None` for an MTP head in the model's own file.
     file: Option<String>,
-    /// The first layer whose caches it reads; none of a drafter that reads none.
+    /// First layer whose caches it reads; `None` if it reads none.
     from_layer: Option<usize>,
 }
 
@@ -106,7 +106,7 @@ struct DrafterReport {
 struct ReplicaReport {
     stages: Vec<StageReport>,
     prefill_tps: f64,
-    /// Of one sequence, and of one for each stage; none of a model that generates nothing.
+    /// Tokens per second of one sequence, and of one sequence per stage. `None` for an encoder.
     decode_tps: Option<f64>,
     pipelined_decode_tps: Option<f64>,
 }
@@ -114,14 +114,14 @@ struct ReplicaReport {
 #[derive(Debug, Serialize)]
 struct StageReport {
     worker: String,
-    /// First layer, and the one behind the last.
+    /// First layer, and the index after the last one.
     layers: (usize, usize),
     weight_bytes: u64,
     kv_bytes: u64,
     state_bytes: u64,
     needed_bytes: u64,
     memory_bytes: u64,
-    /// Only where the drafter guesses: its parts of the above.
+    /// The drafter's part of the numbers above; only at its stage.
     #[serde(skip_serializing_if = "Option::is_none")]
     drafter: Option<StageDrafterReport>,
     prefill_us_per_token: f64,
@@ -131,7 +131,7 @@ struct StageReport {
 #[derive(Debug, Serialize)]
 struct StageDrafterReport {
     weight_bytes: u64,
-    /// Keys, values and states.
+    /// Keys, values and recurrent states.
     cache_bytes: u64,
 }
 
@@ -144,7 +144,7 @@ impl Plan {
         if !self.apply {
             return self.show(&self.report(&resolve_or_pull(&self.model)?)?);
         }
-        // What is wrong in it is told before anybody is asked.
+        // Validate the plan before anything is sent or measured.
         let told = self.told()?;
         match resolve_here(&self.model)? {
             Some(here) => {
@@ -162,7 +162,7 @@ impl Plan {
         Ok(())
     }
 
-    /// What is predicted of a plan.
+    /// Predictions for a plan.
     fn report(&self, Resolved { path, .. }: &Resolved) -> Result<Report> {
         let file = ModelFile::open(path)?;
         let spec = ModelSpec::from_file(&file)?;
@@ -177,7 +177,7 @@ impl Plan {
             Some(drafter) => costs.with_drafter(drafter),
             None => costs,
         };
-        // Before anything is measured for it.
+        // Checked before any measurement.
         self.shards.map_or(Ok(()), |shards| check_shards(&costs, shards))?;
         let Workers { workers, explicit } = match &self.workers_file {
             Some(file) => workers::read(file)?,
@@ -248,7 +248,7 @@ impl Plan {
         Ok(())
     }
 
-    /// Refuses counts that a plan of the operator's own does not have.
+    /// Refuses count flags, which do not apply to an operator's plan.
     fn check_counts(&self, explicit: &[Vec<LayersOf>]) -> Result<()> {
         let limit = "the workers file says which layers each worker has";
         if let Some(shards) =
@@ -263,7 +263,7 @@ impl Plan {
     }
 }
 
-/// The type in which a cache stores its elements, as a file would name it.
+/// Element type of a cache, as a GGUF type.
 fn stored(kv_type: KvType) -> GgmlType {
     match kv_type {
         KvType::F32 => GgmlType::F32,

@@ -1,4 +1,4 @@
-//! `kvasir prefix`: prefixes that are computed ahead and held against eviction.
+//! `kvasir prefix`: pins prefixes, which computes them ahead and protects them against eviction.
 
 use crate::admin::{Admin, escape, word};
 use crate::config::Period;
@@ -43,7 +43,7 @@ struct Pin {
     admin: Admin,
 }
 
-/// PinTarget is pinned.
+/// What is pinned.
 #[derive(clap::Args)]
 #[group(required = true, multiple = false)]
 struct PinTarget {
@@ -80,7 +80,7 @@ struct Drop {
 }
 
 impl PinTarget {
-    /// The field of the request that says it.
+    /// The request field for the target.
     fn field(&self) -> anyhow::Result<(&'static str, Value)> {
         let read = |path: &PathBuf| std::fs::read_to_string(path).with_context(|| path.display().to_string());
         let json = |path: &PathBuf| -> anyhow::Result<Value> {

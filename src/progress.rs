@@ -1,4 +1,4 @@
-//! A bar on stderr for work that takes long. Where stderr is no terminal, as in a Job, a line in the log now and then.
+//! Progress bar on stderr. If stderr is not a terminal, writes a log line now and then.
 
 use model::catalog::{Progress, Step};
 use std::io::{IsTerminal, Write};
@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 const WIDTH: u64 = 30;
 const REDRAW: Duration = Duration::from_millis(100);
-/// Between two lines of a log.
+/// Interval of log lines.
 const SAY_EVERY: Duration = Duration::from_secs(30);
 
-/// Draws what a pull or a check tells. Dropped, it clears its line.
+/// Shows the progress of a pull or a check. Clears its line when dropped.
 #[derive(Debug)]
 pub(crate) struct Bar {
     terminal: bool,
@@ -19,7 +19,6 @@ pub(crate) struct Bar {
 }
 
 impl Bar {
-    /// On stderr.
     pub(crate) fn new() -> Self {
         Self { terminal: std::io::stderr().is_terminal(), label: String::new(), total: None, drawn: None }
     }
@@ -37,12 +36,12 @@ impl Bar {
             return;
         }
         self.drawn = Some(Instant::now());
-        // A bar that cannot be drawn is no reason to stop the work.
+        // A failure to draw must not stop the work.
         let _ = write!(std::io::stderr(), "\r\x1b[K{}", line(&self.label, bytes, self.total));
     }
 }
 
-/// Without a bar.
+/// Progress as a log line.
 fn plain(label: &str, bytes: u64, total: Option<u64>) -> String {
     let of = total.map_or(String::new(), |total| format!(" of {}", total >> 20));
     format!("{label}: {}{of} MiB", bytes >> 20)

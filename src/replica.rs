@@ -1,4 +1,4 @@
-//! The other stages of a model that is cut, as child processes of the command that leads them.
+//! The later stages of a replica, as child processes of the command that runs the first stage.
 
 use crate::local::EngineArgs;
 use crate::node;
@@ -17,18 +17,18 @@ use tokio::runtime::Runtime;
 use worker::pipeline::Replica;
 use worker::speculation::Guesses;
 
-/// Child processes that hold the later stages; they end when it is dropped.
+/// Child processes of the later stages; killed when this is dropped.
 pub(crate) struct LaterProcesses {
     children: Vec<Child>,
-    /// After the children, which are killed on it.
+    /// Dropped after the children, which need it to be killed.
     runtime: Runtime,
     /// Identities and logs.
     _dir: TempDir,
 }
 
-/// Starts the other `shards - 1` stages of the model in `path`, each with the same arithmetic, `threads` threads and,
-/// for the last one, the same drafter.
-/// Must be called on the main thread: children end with the thread that started them.
+/// Starts the other `shards - 1` stages of the model at `path`, each with the same arithmetic, `threads`
+/// threads and, for the last one, the same drafter. Must be called on the main thread: children end with the
+/// thread that started them.
 pub(crate) fn start(
     path: &Path,
     shards: usize,
@@ -84,7 +84,7 @@ pub(crate) fn start(
 
 impl Drop for LaterProcesses {
     fn drop(&mut self) {
-        // Children are killed, and waited for, by their runtime.
+        // Killing and waiting for children needs their runtime.
         let _runtime = self.runtime.enter();
         self.children.clear();
     }

@@ -1,4 +1,4 @@
-//! `--role`: what part of requests a worker is for.
+//! `--role`: prefill, decode, or both.
 
 use proto::message::WorkPart;
 use serde::{Deserialize, Serialize};

@@ -1,4 +1,4 @@
-//! `kvasir run`: a completion from one process. stdout carries the completion and nothing else.
+//! `kvasir run`: generates one completion in this process. Only the completion goes to stdout.
 
 use crate::local::{self, EngineArgs};
 use crate::spec::SpecArg;
@@ -154,7 +154,7 @@ impl Run {
     }
 }
 
-/// Prints text as it becomes certain.
+/// Prints text once it can no longer change.
 fn printer(outcome: Arc<Mutex<Outcome>>) -> impl FnMut(GenerateFrame) -> bool + Send {
     move |frame| {
         let mut outcome = outcome.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,4 +1,4 @@
-//! Models that other workers have: their names, where they are asked for, where what they send is kept.
+//! Models of other workers: their names, sources and local store.
 
 use crate::config::{ByteSize, ConfigError};
 use crate::cpus;
@@ -14,30 +14,30 @@ use std::path::Path;
 use worker::defaults::Explained;
 use worker::weight_distribution::{self, ShippingConfig};
 
-/// What stands before a digest in the place of MODEL.
+/// Prefix of a digest given as MODEL.
 pub(crate) const DIGEST: &str = "blake3:";
-/// Bytes of the shard store unless they are set.
+/// Default size of the shard store.
 pub(crate) const STORE_BYTES: ByteSize = ByteSize(256 << 30);
 
-/// Lanes that may be asked for: of 256 connections that a source takes of one host, some are for others.
+/// Most lanes. A source accepts 256 connections from one host, some of which serve other purposes.
 pub(crate) const MAX_LANES: usize = 16;
 
-/// Lanes of a worker that shares this machine's CPUs with others, `workers` together.
+/// Default number of lanes if `workers` workers share this machine's CPUs.
 pub(crate) fn lanes(workers: usize) -> Explained<usize> {
     worker::defaults::shipping_lanes(cpus::capacity(), workers)
 }
 
-/// The store of this host, for so many bytes.
+/// The host's shard store with this limit.
 pub(crate) fn store(bytes: Option<ByteSize>) -> anyhow::Result<ShardStore> {
     let root = home::home()?.join("shards");
     Ok(ShardStore::open(root, bytes.unwrap_or(STORE_BYTES).0)?)
 }
 
-/// MODEL as a file and its name, and where it comes from, over one lane.
+/// Resolves MODEL to a file, its name and its sources, using one lane.
 ///
-/// A file, or a name of the catalog, is what it is without `from`. Otherwise it is a model of the workers `from`, by its
-/// digest (`blake3:HEX`, `ID=blake3:HEX`) or by the name under which they serve it; what the store of this host has of it
-/// is not fetched again.
+/// Without `from`, MODEL is a file or a catalog name. Otherwise the workers `from` have it, under its digest
+/// (`blake3:HEX`, `ID=blake3:HEX`) or the name under which they serve it. Data already in this host's store
+/// is not downloaded again.
 pub(crate) fn resolve(
     model: &str,
     from: &[String],
@@ -48,7 +48,7 @@ pub(crate) fn resolve(
     let digest = digest(model)?;
     let is_here = digest.is_none() && (from.is_empty() || Path::new(model).exists());
     if is_here {
-        // What others have may still be asked for: a drafter's file.
+        // The sources may still be needed for a drafter's file.
         let store = if from.is_empty() { None } else { Some(store(bytes)?) };
         let shipping = ShippingConfig { store, from: from.to_vec(), ..ShippingConfig::default() };
         return Ok((resolve_named(model)?, shipping));
@@ -62,7 +62,7 @@ pub(crate) fn resolve(
         }
     };
     let identity = identity()?;
-    // Before the node has ports, tasks and a state of its own.
+    // Before the node has ports, tasks and state.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let held = runtime
         .block_on(weight_distribution::find(&wanted, &store, from, listen, &identity))
@@ -72,7 +72,7 @@ pub(crate) fn resolve(
     Ok((resolved, ShippingConfig { store: Some(store), from: from.to_vec(), ..ShippingConfig::default() }))
 }
 
-/// The digest that MODEL names, and what the model is called in the API.
+/// The digest in MODEL, and the model's name in the API.
 fn digest(model: &str) -> Result<Option<(ModelId, [u8; 32])>, ConfigError> {
     let (id, hex) = match model.split_once('=') {
         Some((id, digest)) => (Some(id), digest.strip_prefix(DIGEST)),

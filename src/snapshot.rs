@@ -1,4 +1,4 @@
-//! `kvasir snapshot`: a sequence's caches as a file, and what else can be done with a sequence.
+//! `kvasir snapshot`: saves a sequence's caches to a file, and other operations on sequences.
 
 use crate::admin::{Admin, escape, word};
 use crate::status::columns;
@@ -193,7 +193,7 @@ impl Save {
     }
 }
 
-/// Writes beside the file and moves it there when it is whole.
+/// Downloads to a temporary file and renames it when complete.
 fn download(admin: &Admin, sequence: &Named, path: &Path) -> anyhow::Result<u64> {
     ensure!(!path.exists(), "{} exists already", path.display());
     let unfinished = path.with_added_extension("unfinished");
@@ -205,7 +205,7 @@ fn download(admin: &Admin, sequence: &Named, path: &Path) -> anyhow::Result<u64>
         Ok(bytes)
     });
     if written.is_err() {
-        // What is left of it is of no use; the error that is told is why.
+        // The partial file is useless; the original error is reported.
         let _ = std::fs::remove_file(&unfinished);
     }
     written
@@ -233,7 +233,7 @@ impl Restore {
     }
 }
 
-/// Where a sequence stands, in words.
+/// Text for where a sequence is.
 fn stands(sequence: &Value) -> String {
     let [id, worker, tokens, cached] = ["id", "worker", "tokens", "cached"].map(|name| word(sequence, name));
     format!("{id} at {worker}: {tokens} tokens, {cached} of them cached\n")

@@ -1,4 +1,4 @@
-//! `--spec`: what guesses the tokens that are drawn next, the same flag wherever a model generates.
+//! `--spec`: selects the drafter, the same flag for all commands that generate.
 
 use crate::models::resolve_or_pull;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
@@ -6,27 +6,27 @@ use std::fmt;
 use std::str::FromStr;
 use worker::speculation::Guesses;
 
-/// Who guesses.
+/// The drafter.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) enum SpecArg {
-    /// Nobody.
+    /// No drafter.
     #[default]
     Off,
-    /// What followed the last tokens before.
+    /// N-grams: the tokens that followed the same tokens before.
     Ngram,
-    /// A drafter made for the model, which reads the model's caches: the block that its own file has for that, or a file.
+    /// A drafter that reads the model's caches: the MTP head in the model's own file, or a separate file.
     DraftMtp(Option<String>),
-    /// A smaller model of the same vocabulary.
+    /// A smaller model with the same vocabulary.
     Draft(String),
 }
 
-/// Why a text is none.
+/// Why a text is not a valid `--spec`.
 #[derive(Debug, thiserror::Error)]
 #[error("{0:?} is not one of off, ngram, draft-mtp, draft-mtp:MODEL, draft:MODEL")]
 pub(crate) struct InvalidSpec(String);
 
 impl SpecArg {
-    /// As the engine is told.
+    /// The engine's option.
     pub(crate) fn guesses(&self) -> anyhow::Result<Guesses> {
         Ok(match self {
             Self::Off => Guesses::Off,

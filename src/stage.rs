@@ -1,4 +1,4 @@
-//! `kvasir stage`: a worker that holds layers of a model for a replica which another process leads.
+//! `kvasir stage`: a worker that serves a layer range for a replica led by another process.
 
 use crate::config::ByteSize;
 use crate::local::EngineArgs;
@@ -51,7 +51,7 @@ pub(crate) struct Stage {
     engine: EngineArgs,
 }
 
-/// What a stage says on stdout when it listens.
+/// The line printed on stdout when the stage listens.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct StageAnnouncement {
     pub(crate) id: String,
@@ -60,7 +60,7 @@ pub(crate) struct StageAnnouncement {
 }
 
 impl Stage {
-    /// Runs the command: until it is told to end.
+    /// Runs until a stop signal.
     pub(crate) fn run(self) -> anyhow::Result<()> {
         let identity = node::identity(Some(&self.identity))?;
         let own = identity.clone();

@@ -1,4 +1,4 @@
-//! `kvasir status`: what a coordinator knows of its cluster.
+//! `kvasir status`: shows a coordinator's view of its cluster.
 
 use crate::access::Access;
 use anyhow::Context;
@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 const PATH: &str = "/admin/v1/cluster";
-/// A coordinator answers this from memory.
+/// A coordinator answers this request from memory.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Shows the nodes of a cluster, what they serve and how full they are.
@@ -22,8 +22,8 @@ pub(crate) struct Status {
     json: bool,
 }
 
-/// The part of `/admin/v1/cluster` that people want to see. Unknown keys are a newer coordinator's, missing ones
-/// an older one's.
+/// The displayed part of `/admin/v1/cluster`. Unknown keys come from a newer coordinator, missing ones from
+/// an older one.
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct Cluster {
     #[serde(default)]
@@ -40,10 +40,10 @@ pub(crate) struct Cluster {
     unplanned: Vec<Unplanned>,
     #[serde(default)]
     pub(crate) condemned: Vec<Condemned>,
-    /// Settings that are not the same at all coordinators.
+    /// Settings that differ between coordinators.
     #[serde(default)]
     settings: Vec<Differing>,
-    /// When the authority's certificate ends, in seconds since 1970.
+    /// Expiry of the authority's certificate, in seconds since 1970.
     #[serde(default)]
     authority_ends: Option<i64>,
     #[serde(default)]
@@ -52,7 +52,7 @@ pub(crate) struct Cluster {
     pub(crate) queue: Queue,
 }
 
-/// A coordinator, as the one that is asked sees it.
+/// A coordinator as seen by the one that was queried.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Coordinator {
     pub(crate) id: String,
@@ -61,53 +61,52 @@ pub(crate) struct Coordinator {
     pub(crate) term: u64,
     #[serde(default)]
     pub(crate) applied: u64,
-    /// When its certificate ends, in seconds since 1970.
+    /// Expiry of its certificate, in seconds since 1970.
     #[serde(default)]
     certificate_ends: Option<i64>,
 }
 
-/// A worker.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Worker {
     pub(crate) id: String,
     pub(crate) epoch: u64,
     pub(crate) state: String,
-    /// What the worker itself has said it does.
+    /// State reported by the worker itself.
     #[serde(default)]
     pub(crate) reported: Option<String>,
-    /// What operators want.
+    /// Whether operators drain it.
     #[serde(default)]
     pub(crate) draining: bool,
-    /// It drains because it has lost its GPU again and again.
+    /// It drains because it lost its GPU repeatedly.
     #[serde(default)]
     quarantined: bool,
-    /// Its system refuses what keeps CPUs awake while a stage waits for another.
+    /// The system refused the setting that keeps CPUs awake while a stage waits for another.
     #[serde(default)]
     cpus_sleep: bool,
     #[serde(default)]
     models: Vec<String>,
-    /// What it can be asked for besides generations.
+    /// Operations that it serves besides generation.
     #[serde(default)]
     pub(crate) operations: Vec<Offer>,
     pub(crate) kv_used: u64,
     pub(crate) kv_total: u64,
     #[serde(default)]
     pub(crate) last_progress_ms: u64,
-    /// Sequences that it computes, and that wait there, whoever has sent them.
+    /// Sequences running and waiting there, from all coordinators.
     #[serde(default)]
     pub(crate) running: u64,
     #[serde(default)]
     pub(crate) waiting: u64,
-    /// Seconds of work ahead of another prompt.
+    /// Seconds of queued work before a new prompt.
     #[serde(default)]
     pub(crate) queue_s: f64,
-    /// Tokens generated since it began.
+    /// Tokens generated since the worker started.
     #[serde(default)]
     pub(crate) generated_tokens: u64,
-    /// Sequences that this coordinator has sent there and that have not ended.
+    /// Unfinished sequences that this coordinator sent there.
     #[serde(default)]
     pub(crate) inflight: u64,
-    /// When its certificate ends, in seconds since 1970.
+    /// Expiry of its certificate, in seconds since 1970.
     #[serde(default)]
     certificate_ends: Option<i64>,
 }
@@ -119,21 +118,20 @@ pub(crate) struct Offer {
     pub(crate) model: String,
     #[serde(default)]
     backend: Option<String>,
-    /// Those that it has from the coordinator that is asked.
+    /// Open sessions from the queried coordinator.
     #[serde(default)]
     pub(crate) sessions: u64,
 }
 
-/// A model of the API.
 #[derive(Debug, Deserialize)]
 struct Model {
     id: String,
-    /// How its file was checked, if it was downloaded.
+    /// How the file was verified, if it was downloaded.
     #[serde(default)]
     verification: Option<String>,
 }
 
-/// How far a worker is with getting its model from others.
+/// Progress of a worker that receives its model from others.
 #[derive(Debug, Deserialize)]
 struct Shipment {
     worker: String,
@@ -143,7 +141,7 @@ struct Shipment {
     struck: Vec<String>,
 }
 
-/// A model's layers over one worker or several.
+/// A replica on one or several workers.
 #[derive(Debug, Deserialize)]
 struct Replica {
     model: String,
@@ -151,7 +149,7 @@ struct Replica {
     state: String,
     #[serde(default)]
     reason: String,
-    /// `operator` where an operator has planned it.
+    /// `operator` for a replica of an operator's plan.
     #[serde(default)]
     planned_by: Option<String>,
     #[serde(default)]
@@ -164,28 +162,28 @@ struct Stage {
     layers: (u64, u64),
 }
 
-/// A setting that is not the same at all coordinators.
+/// A setting that differs between coordinators.
 #[derive(Debug, Deserialize)]
 struct Differing {
     setting: String,
-    /// Who has it otherwise than the others.
+    /// Coordinators with another value than the majority.
     coordinators: Vec<String>,
-    /// Whether these are not ready for it.
+    /// Whether these coordinators do not support the setting yet.
     #[serde(default)]
     unready: bool,
 }
 
-/// A model of which no further replica is planned, and why.
+/// A model without a further planned replica, and the reason.
 #[derive(Debug, Deserialize)]
 struct Unplanned {
     model: String,
     reason: String,
-    /// `operator` where it is an operator's plan that waits.
+    /// `operator` if an operator's plan is waiting.
     #[serde(default)]
     planned_by: Option<String>,
 }
 
-/// A file that is placed nowhere, and why.
+/// A blocked model file, and the reason.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Condemned {
     pub(crate) digest: String,
@@ -198,7 +196,7 @@ struct Index {
     bytes: u64,
 }
 
-/// What waits for a worker.
+/// Requests that wait for a worker.
 #[derive(Debug, Default, Clone, Copy, Deserialize)]
 pub(crate) struct Queue {
     #[serde(default)]
@@ -210,7 +208,7 @@ pub(crate) struct Queue {
 }
 
 impl Cluster {
-    /// As the coordinator knows it now.
+    /// Queries the coordinator's current view.
     pub(crate) fn ask(access: &Access) -> anyhow::Result<Self> {
         let body = access.text("GET", PATH, TIMEOUT)?;
         serde_json::from_str(&body).context("the coordinator's answer")
@@ -231,7 +229,7 @@ impl Status {
     }
 }
 
-/// The ops address of the first coordinator in a data directory's `up.json`.
+/// Ops address of the first coordinator in a data directory's `up.json`.
 pub(crate) fn ops_of(dir: PathBuf) -> anyhow::Result<String> {
     let path = dir.join("up.json");
     let text = std::fs::read_to_string(&path).with_context(|| {
@@ -242,7 +240,7 @@ pub(crate) fn ops_of(dir: PathBuf) -> anyhow::Result<String> {
     ops.map(str::to_owned).with_context(|| format!("{} names no coordinator", path.display()))
 }
 
-/// Which certificate ends next, and all that end within a month.
+/// Text about the next expiry, and about all certificates that expire within a month.
 fn certificates(cluster: &Cluster, now: SystemTime) -> String {
     const DAY: i64 = 24 * 60 * 60;
     const MONTH: i64 = 30 * DAY;
@@ -261,7 +259,7 @@ fn certificates(cluster: &Cluster, now: SystemTime) -> String {
     ends.iter().take(soon.max(1)).map(line).collect()
 }
 
-/// A time in its largest unit.
+/// Formats a time in its largest unit.
 fn span(seconds: i64) -> String {
     match seconds {
         0..120 => format!("{seconds} s"),

@@ -1,4 +1,4 @@
-//! `kvasir tenants`: what those who have keys may ask for in all, and which of them share what is cached.
+//! `kvasir tenants`: limits of tenants, and cache groups.
 
 use crate::access::Access;
 use crate::admin::{escape, word};
@@ -9,7 +9,7 @@ use std::io::Write;
 use std::time::Duration;
 
 const PATH: &str = "/admin/v1/tenants";
-/// Coordinators agree or refuse within two seconds.
+/// Coordinators accept or refuse a change within two seconds.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Lists tenants, limits what they may ask for, and lets them share what is cached.

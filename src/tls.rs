@@ -1,4 +1,4 @@
-//! Whom servers of HTTPS are believed: by certificates that browsers trust, which are built in, or by a file's.
+//! Trusted roots for HTTPS servers: the built-in browser roots, or a file's.
 
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
@@ -6,15 +6,16 @@ use rustls::{ClientConfig, RootCertStore};
 use std::path::Path;
 use std::sync::Arc;
 
-/// Further certificates to trust servers by, PEM: the variable that other tools know.
+/// The usual variable for additional trusted certificates (PEM).
 pub(crate) const CERTIFICATES: &str = "SSL_CERT_FILE";
 
-/// Those that browsers trust.
+/// The roots that browsers trust.
 pub(crate) fn built_in() -> RootCertStore {
     RootCertStore::from_iter(webpki_roots::TLS_SERVER_ROOTS.iter().cloned())
 }
 
-/// Adds those of a PEM file, which must hold one at least. What is wrong, without the file's name.
+/// Adds the certificates of a PEM file, which must contain at least one. The error text omits the file's
+/// name.
 pub(crate) fn add(roots: &mut RootCertStore, path: &Path) -> Result<(), String> {
     let before = roots.len();
     for certificate in CertificateDer::pem_file_iter(path).map_err(|error| error.to_string())? {
@@ -24,7 +25,7 @@ pub(crate) fn add(roots: &mut RootCertStore, path: &Path) -> Result<(), String> 
     if roots.len() == before { Err("no certificate is in it".to_owned()) } else { Ok(()) }
 }
 
-/// The dialing side of TLS 1.3, without a certificate of its own.
+/// TLS 1.3 client configuration without a client certificate.
 pub(crate) fn client(roots: RootCertStore) -> Result<ClientConfig, rustls::Error> {
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let config =

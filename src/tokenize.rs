@@ -1,4 +1,4 @@
-//! `kvasir tokenize`: a text as the model sees it.
+//! `kvasir tokenize`: prints the tokens of a text.
 
 use crate::models;
 use anyhow::Context;

@@ -1,4 +1,4 @@
-//! `kvasir top`: what a cluster does just now, again and again.
+//! `kvasir top`: shows a cluster's activity, refreshed periodically.
 
 use crate::access::Access;
 use crate::config::Period;
@@ -7,9 +7,9 @@ use std::collections::{BTreeMap, HashMap};
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
-/// A coordinator asks its workers for their metrics before it answers.
+/// A coordinator collects its workers' metrics before it responds.
 const TIMEOUT: Duration = Duration::from_secs(5);
-/// Back to the corner, and nothing below what is written next.
+/// Moves the cursor to the top left and clears the screen.
 const HOME: &str = "\x1b[H\x1b[J";
 
 /// Shows workers, coordinators, the queue and rates, and goes on showing them.
@@ -45,7 +45,7 @@ impl Top {
                     text
                 }
                 Err(error) if self.once => return Err(error),
-                // It may come back.
+                // The coordinator may come back.
                 Err(error) => format!("{error:#}\n"),
             };
             let mut out = std::io::stdout().lock();
@@ -61,7 +61,7 @@ impl Top {
     }
 }
 
-/// One look.
+/// One set of samples.
 struct Sample {
     at: Instant,
     cluster: Cluster,
@@ -76,12 +76,12 @@ impl Sample {
     }
 }
 
-/// Samples of metrics, summed over all labels but `worker`.
+/// Metric samples, summed over all labels except `worker`.
 #[derive(Debug, Default)]
 struct Series(HashMap<(String, Option<String>), f64>);
 
 impl Series {
-    /// From the text format; lines that are none of it are left out.
+    /// Parses the text format; ignores other lines.
     fn read(text: &str) -> Self {
         let mut series = HashMap::new();
         for line in text.lines().filter(|line| !line.starts_with('#')) {
@@ -99,7 +99,7 @@ impl Series {
     }
 }
 
-/// What has happened between two looks.
+/// Changes between two samples.
 struct Since<'a> {
     before: &'a Series,
     now: &'a Series,
@@ -107,7 +107,7 @@ struct Since<'a> {
 }
 
 impl Since<'_> {
-    /// By how much a counter has grown; what began anew counts from 0.
+    /// Increase of a counter. A counter that was reset counts from 0.
     fn grown(&self, name: &str, worker: Option<&str>) -> f64 {
         let (before, now) = (self.before.get(name, worker), self.now.get(name, worker));
         if now < before { now } else { now - before }
@@ -117,7 +117,7 @@ impl Since<'_> {
         format!("{:.1}", self.grown(name, worker) / self.seconds)
     }
 
-    /// The mean of a histogram of seconds, of what was counted in between.
+    /// Mean of a histogram's observations between the samples, in ms.
     fn mean_ms(&self, name: &str) -> String {
         let count = self.grown(&format!("{name}_count"), None);
         let sum = self.grown(&format!("{name}_sum"), None);
@@ -152,7 +152,7 @@ fn screen(before: &Sample, now: &Sample) -> String {
         "PROGRESS",
     ];
     let mut workers = vec![head.map(str::to_owned).to_vec()];
-    // Who has most to do is what is looked for.
+    // The busiest workers come first.
     let mut hottest: Vec<&Worker> = cluster.workers.iter().collect();
     hottest.sort_by(|a, b| b.queue_s.total_cmp(&a.queue_s).then_with(|| a.id.cmp(&b.id)));
     workers.extend(hottest.into_iter().map(|worker| {
@@ -192,7 +192,7 @@ fn screen(before: &Sample, now: &Sample) -> String {
     )
 }
 
-/// Who can be asked for operations, and how many sessions are open; nothing where nobody can.
+/// Offered operations and open sessions; empty if there are none.
 fn operations(cluster: &Cluster) -> String {
     let mut all: BTreeMap<(&str, &str), (u64, u64)> = BTreeMap::new();
     for offer in cluster.workers.iter().flat_map(|worker| &worker.operations) {
@@ -246,7 +246,7 @@ mod tests {
         let screen = screen(&before, &now);
         let row = screen.lines().find(|line| line.starts_with("w0")).unwrap();
         let cells: Vec<&str> = row.split("  ").map(str::trim).filter(|cell| !cell.is_empty()).collect();
-        // The worker has restarted: its steps count from 0.
+        // The worker restarted, so its step counter began at 0 again.
         assert_eq!(
             cells,
             ["w0", "ready", "0.25 s", "2", "1", "25 %", "0.0", "0.0", "5.0", "50 %", "7 ms ago"]

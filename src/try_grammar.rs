@@ -1,5 +1,5 @@
-//! `kvasir try-grammar`: what a worker has done with a grammar before it compiles it itself, by a process that can be
-//! ended (`worker::grammar::trial`).
+//! `kvasir try-grammar`: compiles a grammar in a process that can be killed, before the worker compiles it
+//! itself (`worker::grammar::trial`).
 #![allow(unsafe_code)]
 
 use anyhow::Context;
@@ -9,7 +9,8 @@ use worker::grammar::COMPILE_TIME;
 use worker::grammar::trial::{self, Program};
 
 const NAME: &str = "try-grammar";
-/// A third of what an engine's thread gets of a CPU that both want: with the least there is, a grammar of a few milliseconds
+/// On a shared CPU, a third of an engine thread's share. At the lowest priority a grammar of a few
+/// milliseconds would wait for seconds.
 /// waits for seconds.
 const NICENESS: libc::c_int = 5;
 
@@ -26,9 +27,9 @@ impl TryGrammar {
     }
 }
 
-/// From now on grammars of this process are tried by this same executable.
+/// Makes this process try grammars with its own executable.
 pub(crate) fn in_use() -> anyhow::Result<()> {
-    // It may have been replaced since it was started.
+    // The executable's file may have been replaced since the start.
     let own = PathBuf::from("/proc/self/exe");
     let path = match own.exists() {
         true => own,
@@ -38,8 +39,7 @@ pub(crate) fn in_use() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What else there is to compute goes first, and the system ends this process, by `SIGPROF`, when it has had its time of a
-/// CPU.
+/// Lowers this process's priority, and sets a CPU time limit after which the system ends it with `SIGPROF`.
 fn yield_to_others() {
     let none = libc::timeval { tv_sec: 0, tv_usec: 0 };
     let budget = libc::timeval {
@@ -47,10 +47,10 @@ fn yield_to_others() {
         tv_usec: COMPILE_TIME.subsec_micros() as libc::suseconds_t,
     };
     let timer = libc::itimerval { it_interval: none, it_value: budget };
-    // SAFETY: both calls change attributes of this process alone; the one pointer that is not null is to a value that
-    // outlives the call, which only reads it, and null says that the old value is not wanted.
+    // SAFETY: both calls change attributes of this process alone. The one non-null pointer is to a value that
+    // outlives the call, which only reads it; null says that the old value is not returned.
     unsafe {
-        // Neither can fail for a process that asks for less than it has, with times below a second.
+        // Neither call can fail for a lower priority and a time below one second.
         let _ = libc::nice(NICENESS);
         let _ = libc::setitimer(libc::ITIMER_PROF, &timer, null_mut());
     }

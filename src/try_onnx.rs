@@ -1,5 +1,5 @@
-//! `kvasir try-onnx`: loads an ONNX file before another process of this executable does (`worker::operations::onnx::trial`),
-//! with limits.
+//! `kvasir try-onnx`: loads an ONNX file under resource limits, before another process of this executable
+//! loads it (`worker::operations::onnx::trial`).
 #![allow(unsafe_code)]
 
 use anyhow::Context;
@@ -25,9 +25,9 @@ impl TryOnnx {
     }
 }
 
-/// From now on ONNX files of this process are tried by this same executable.
+/// Makes this process try ONNX files with its own executable.
 pub(crate) fn in_use() {
-    // It may have been replaced since it was started.
+    // The executable's file may have been replaced since the start.
     let own = Path::new("/proc/self/exe");
     let path = if own.exists() { Some(own.to_owned()) } else { std::env::current_exe().ok() };
     if let Some(path) = path {
@@ -35,7 +35,7 @@ pub(crate) fn in_use() {
     }
 }
 
-/// The system ends this process where it takes more; it leaves no image of its memory.
+/// Sets resource limits. If the process exceeds them, the system ends it without a core dump.
 fn limit(limits: TrialLimits) -> io::Result<()> {
     for (resource, most) in
         [(libc::RLIMIT_AS, limits.memory), (libc::RLIMIT_CPU, limits.seconds), (libc::RLIMIT_CORE, 0)]

@@ -1,5 +1,5 @@
-//! `kvasir up`: a cluster on this machine. Its nodes are child processes of the same executable and talk
-//! over QUIC with mutual TLS, as nodes on many machines do.
+//! `kvasir up`: a cluster on this machine. The nodes are child processes of the same executable and use QUIC
+//! with mutual TLS, as on several machines.
 
 pub(crate) mod child;
 mod data_dir;
@@ -30,9 +30,9 @@ use std::time::SystemTime;
 use supervisor::Supervisor;
 
 const DEFAULT_MODEL: &str = "smollm2-135m";
-/// What stages decode with: workers of one machine are alike, and how fast they are makes no difference.
+/// Assumed speed of each stage. Workers of one machine are equal, so the value has no effect.
 const ALIKE: ByteSize = ByteSize(20_000_000_000);
-/// More workers than this on one machine are a slip of the finger.
+/// More workers on one machine are assumed to be a typing error.
 const MAX_WORKERS: usize = 64;
 
 /// Starts a whole cluster on this machine: coordinators and workers as processes of their own.
@@ -141,21 +141,21 @@ struct UpSettings {
     keys: Option<Vec<KeyEntry>>,
 }
 
-/// Settings that are complete and within their limits.
+/// Complete and checked settings.
 #[derive(Debug)]
 struct Plan {
     coordinators: Vec<(SocketAddr, SocketAddr)>,
     workers: usize,
-    /// Stages of a replica, if it has several.
+    /// Stages per replica; `None` if each worker serves the whole model.
     shards: Option<usize>,
     shares: cpus::Shares,
-    /// The GPU of each worker; empty where there is none to choose.
+    /// GPU of each worker; empty if there is no choice.
     gpus: Vec<GpuPlace>,
     settings: UpSettings,
 }
 
 impl Plan {
-    /// `gpus` are those that workers can be spread over.
+    /// `gpus` is the number of GPUs that workers can be spread over.
     fn new(settings: UpSettings, listen_public: bool, gpus: usize) -> Result<Self, ConfigError> {
         let coordinators = count("coordinators", settings.coordinators, 1, MAX_VOTERS)?;
         if settings.shards == Some(0) {
@@ -202,7 +202,7 @@ impl Plan {
         Ok(Self { coordinators, workers, shards, shares, gpus, settings })
     }
 
-    /// The nodes to start, with an identity each from the directory's own authority.
+    /// The nodes to start. Each gets an identity from the data directory's authority.
     fn nodes(&self, dir: &DataDir, model: &models::Resolved) -> anyhow::Result<Nodes> {
         let authority = authority(dir)?;
         let path = model.path.to_str().context("a model's path that is not UTF-8")?;
@@ -214,7 +214,7 @@ impl Plan {
                 .save(&path)?;
             Ok(path)
         };
-        // Nodes find each other on this machine only, whatever the API listens on.
+        // Nodes use loopback among each other, whatever address the API has.
         let any_port = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
         let quics = free_ports(self.coordinators.len()).context("UDP ports for the coordinators")?;
         let names = (0..).map(|index| format!("coordinator-{index}"));
@@ -243,7 +243,7 @@ impl Plan {
             coordinators.push((name, settings));
         }
         let mut workers = Vec::new();
-        // Children do not run where the user typed a relative path.
+        // Make paths absolute: children have another working directory.
         let bundle = |bundle: &String| {
             let Bundle { id, dir } = models::resolve_bundle(bundle)?;
             Ok(format!("{id}={}", dir.to_str().context("a bundle's path that is not UTF-8")?))
@@ -288,7 +288,7 @@ impl Plan {
 }
 
 impl Plan {
-    /// The first workers compute prompts, if any do.
+    /// The first `prefill_workers` workers compute prompts.
     fn role(&self, worker: usize) -> Option<RoleArg> {
         let prefill = self.settings.prefill_workers.filter(|prefill| *prefill > 0)?;
         Some(if worker < prefill { RoleArg::Prefill } else { RoleArg::Decode })
@@ -308,11 +308,11 @@ impl Up {
         let dir = plan.settings.data_dir.clone().map_or_else(home::up_data_dir, Ok)?;
         let dir = DataDir::open(dir)?;
         let model = models::resolve_or_pull(plan.settings.model.as_deref().unwrap_or(DEFAULT_MODEL))?;
-        // A file that nobody can read is told here, before any node is started.
+        // Report an unreadable file here, before any node is started.
         let task = ::worker::load::task(&model.path).with_context(|| model.path.display().to_string())?;
         let nodes = plan.nodes(&dir, &model)?;
         let up_file = dir.up_file();
-        // One thread: the kernel ends children with the thread that started them.
+        // One thread: the kernel ends children together with the thread that started them.
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         runtime.block_on(async {
             let mut supervisor = Supervisor::new(dir, nodes, !self.no_restart)?;
@@ -327,7 +327,7 @@ impl Up {
     }
 }
 
-/// What does not go with replicas of several workers, or not with so many.
+/// Refuses settings that do not work with replicas of several workers.
 fn check_sharded(settings: &UpSettings, shards: usize, workers: usize) -> Result<(), ConfigError> {
     if workers < shards {
         return Err(ConfigError::field("workers", workers, format!("at least as many as shards ({shards})")));
@@ -339,7 +339,7 @@ fn check_sharded(settings: &UpSettings, shards: usize, workers: usize) -> Result
     }
 }
 
-/// The directory's certificate authority, made on first use.
+/// The data directory's certificate authority, created on first use.
 fn authority(dir: &DataDir) -> anyhow::Result<Authority> {
     let path = dir.authority();
     if !path.exists() {
@@ -372,15 +372,15 @@ fn nth(field: &'static str, first: SocketAddr, index: usize) -> Result<SocketAdd
     Ok(SocketAddr::new(first.ip(), port))
 }
 
-/// UDP ports that are free now, on this machine only: coordinators must know each other's before they start.
+/// Free UDP ports on loopback. Coordinators must know each other's ports before they start.
 fn free_ports(count: usize) -> std::io::Result<Vec<SocketAddr>> {
-    // All are held until the last is drawn, so that no two are the same.
+    // All sockets stay open until the last one is bound, so that no two ports are equal.
     let any_port = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
     let sockets = (0..count).map(|_| UdpSocket::bind(any_port)).collect::<Result<Vec<_>, _>>()?;
     sockets.iter().map(UdpSocket::local_addr).collect()
 }
 
-/// What a person sees when the cluster is ready.
+/// Text shown when the cluster is ready.
 fn banner(nodes: &Nodes, task: ModelTask, up_file: &std::path::Path) -> String {
     let mut rows = vec![["NODE", "PID", "RSS", "API", "OPS"].map(str::to_owned).to_vec()];
     for role in [Role::Coordinator, Role::Worker] {
@@ -418,7 +418,7 @@ fn banner(nodes: &Nodes, task: ModelTask, up_file: &std::path::Path) -> String {
     )
 }
 
-/// The address for a client on this machine: a socket bound to all addresses is reached by loopback.
+/// Address for a client on this machine; an unspecified address becomes loopback.
 fn reachable(address: SocketAddr) -> SocketAddr {
     match address.ip() {
         IpAddr::V4(ip) if ip.is_unspecified() => SocketAddr::from((Ipv4Addr::LOCALHOST, address.port())),
@@ -429,7 +429,6 @@ fn reachable(address: SocketAddr) -> SocketAddr {
     }
 }
 
-/// Resident set size of a process in MiB.
 fn resident_mib(pid: u32) -> Option<u64> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;

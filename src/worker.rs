@@ -27,7 +27,7 @@ use worker::snapshot::store::StoreConfig;
 use worker::tiers::{DiskConfig, TiersConfig};
 use worker::weight_distribution::ShippingConfig;
 
-/// More sequences at a time than this only lengthen every step.
+/// More concurrent sequences would only lengthen every step.
 const MAX_SEQS: usize = 4096;
 const BLOCK_TOKENS: [usize; 3] = [16, 32, 64];
 
@@ -186,7 +186,7 @@ pub(crate) struct WorkerSettings {
     pub(crate) otlp_certificate: Option<PathBuf>,
 }
 
-/// Settings within their limits, every one of them filled in.
+/// Complete and checked settings.
 #[derive(Debug)]
 struct Plan {
     settings: WorkerSettings,
@@ -196,7 +196,7 @@ struct Plan {
 }
 
 impl WorkerSettings {
-    /// Refuses what is outside its limits, with the field, the value and the limit.
+    /// Refuses a value out of its limits, with the field, the value and the limit.
     fn check(&self) -> Result<(), ConfigError> {
         let within = |field, value: Option<usize>, least: usize, most: usize| match value {
             Some(value) if !(least..=most).contains(&value) => {
@@ -224,7 +224,7 @@ impl WorkerSettings {
         Ok(())
     }
 
-    /// Fills in what nobody set, from the machine and the model.
+    /// Computes unset settings from the machine and the model.
     fn plan(self) -> anyhow::Result<Plan> {
         self.check()?;
         let local = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
@@ -235,7 +235,7 @@ impl WorkerSettings {
             Some(name) => {
                 let (model, mut shipping) = shipped::resolve(name, from, self.shard_bytes, listen, identity)?;
                 if self.pool == Some(true) && shipping.store.is_none() {
-                    // For the drafter of a replica, which others may have.
+                    // A replica's drafter may have to be fetched from other workers.
                     shipping.store = shipped::store(self.shard_bytes)
                         .inspect_err(
                             |error| tracing::warn!(%error, "no shard store: no drafter is got from others"),
@@ -244,7 +244,7 @@ impl WorkerSettings {
                 }
                 (Some(OwnModel { id: model.id, path: model.path }), shipping)
             }
-            // What coordinators place on it.
+            // The models that coordinators place on it.
             None if self.pool == Some(true) => {
                 let store = Some(shipped::store(self.shard_bytes)?);
                 (None, ShippingConfig { store, from: from.to_vec(), ..ShippingConfig::default() })
@@ -311,13 +311,13 @@ impl WorkerSettings {
             }
             None => (load::host(&with_threads)?, None, ModelTask::Generate),
         };
-        // An encoder keeps keys and values for one step, whose size decides what they take.
+        // An encoder keeps keys and values for one step only, so the step's size determines their memory.
         let encodes = task != ModelTask::Generate;
         let (kv_type, kv_reason) = match encodes {
             true => (KvTypeArg::F32, "they live for one step only, so that nothing is saved by less"),
             false => (KvTypeArg::F16, "half the memory of f32 at the same answers"),
         };
-        // Of a replica, the caches are as large as the stage with the least room allows.
+        // A replica's caches are limited by the stage with the least room.
         let elsewhere = encodes || self.pool == Some(true);
         let kv_bytes = match &defaults {
             Some(defaults) if !elsewhere => {
@@ -418,7 +418,7 @@ impl WorkerSettings {
         Ok((complete, explained))
     }
 
-    /// What it gives to replicas of several workers, if it does.
+    /// Resources for replicas of several workers; `None` if it is not in a pool.
     fn offer(&self) -> anyhow::Result<Option<PoolOffer>> {
         if self.pool != Some(true) {
             return Ok(None);
@@ -446,12 +446,12 @@ impl WorkerSettings {
         TiersConfig { host_bytes, disk, ..TiersConfig::default() }
     }
 
-    /// The engine's options as far as they are set.
+    /// Engine options as far as they are set.
     fn options(&self) -> Result<EngineOptions, ConfigError> {
         let default = EngineOptions::default();
         Ok(EngineOptions {
             threads: self.threads,
-            // A set may be larger than the pool; its first CPUs are used.
+            // The set may have more CPUs than threads; the first ones are used.
             cpus: self
                 .cpus
                 .as_ref()
@@ -585,7 +585,7 @@ mod tests {
         assert_eq!(plan.config.engine.kv_bytes, plan.settings.kv_bytes.map(|size| size.0));
         assert_eq!(Some(plan.config.shipping.lanes), plan.settings.shipping_lanes);
         assert!(!kv.reason.is_empty());
-        // Nothing is left to compute the second time, and the file that is printed reads back.
+        // Completing twice changes nothing, and the printed file can be parsed.
         let file = toml::to_string(&plan.settings).unwrap();
         let again: WorkerSettings = toml::from_str(&file).unwrap();
         assert_eq!(again, plan.settings);

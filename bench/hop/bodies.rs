@@ -1,17 +1,19 @@
-//! What is asked: chats of words from a fixed text, most of which every router has seen before.
+//! Request bodies: chats with words of a fixed text, most of which routers have seen before.
 
 use std::fmt::Write;
 
-/// Where the words come from: always the same, and ordinary English.
+/// Source of the words: ordinary English, always the same.
 const TEXT: &str = include_str!("../../LICENSE");
 
-/// Words of a body of about 100 tokens, and of one of about 8,000.
+/// Words of a body of about 100 tokens.
 const SHORT_WORDS: usize = 55;
+/// Words of a body of about 8,000 tokens.
 const LONG_WORDS: usize = 5_600;
-/// Long texts that requests begin with, nine tenths of their words.
+/// Long common prefixes, nine tenths of a request's words.
 const PREFIXES: u64 = 8;
-/// Documents, and words of each; nine tenths of a body are such documents.
+/// Documents; nine tenths of a body consist of them.
 const DOCUMENTS: u64 = 200;
+/// Words of a document.
 const DOCUMENT_WORDS: usize = 120;
 
 /// What a body consists of.
@@ -27,22 +29,23 @@ pub(crate) enum Kind {
     Cold,
 }
 
-/// Writes request after request.
+/// Generates request bodies.
 pub(crate) struct Bodies {
     kind: Kind,
     words: Vec<&'static str>,
-    /// Prefixes or documents, ready to be copied.
+    /// Prefixes or documents.
     parts: Vec<String>,
     random: Random,
     tail: String,
 }
 
 impl Bodies {
-    /// `model`, `stream` and `tokens` to generate are the same in every request; so are all requests of one `seed`.
+    /// `model`, `stream` and `tokens` to generate are the same in every request. Equal seeds give equal
+    /// requests.
     pub(crate) fn new(kind: Kind, model: &str, tokens: u32, stream: bool, seed: u64) -> Self {
         let plain = |c: char| c.is_ascii_alphanumeric() || ".,;()-".contains(c);
         let words: Vec<&str> = TEXT.split_whitespace().filter(|word| word.chars().all(plain)).collect();
-        // Parts do not depend on the seed: a later run asks for what an earlier one has made known.
+        // Parts do not depend on the seed, so that a later run repeats prefixes of an earlier one.
         let part = |number, length| {
             let mut text = String::new();
             words_into(&words, &mut Random::new(number), length, &mut text);
@@ -74,7 +77,7 @@ impl Bodies {
             Kind::Rag => {
                 for rank in 0..LONG_WORDS * 9 / 10 / DOCUMENT_WORDS {
                     let at = self.random.below(DOCUMENTS);
-                    // Nothing fails that writes into memory.
+                    // Writing to memory does not fail.
                     let _ = write!(
                         body,
                         "\\n<document rank=\\\"{rank}\\\">\\n{}\\n</document>",
@@ -99,7 +102,7 @@ fn words_into(words: &[&str], random: &mut Random, count: usize, out: &mut Strin
     }
 }
 
-/// splitmix64: good enough to draw words by.
+/// splitmix64, for selecting words.
 struct Random(u64);
 
 impl Random {

@@ -1,5 +1,5 @@
-//! The load generator: HTTP/1.1 by hand on kept connections, as little work for each request as can be, since it
-//! shares the machine with what it measures.
+//! The load generator: minimal HTTP/1.1 on persistent connections, because it shares the machine with the
+//! measured router.
 
 use super::bodies::{Bodies, Kind};
 use anyhow::{Context, bail};
@@ -58,20 +58,20 @@ pub(crate) struct Args {
     memory_every: Option<u64>,
 }
 
-/// What came of the requests.
+/// Results of the requests.
 #[derive(Default)]
 struct Tally {
-    /// Microseconds of those that were answered whole.
+    /// Latency in microseconds of completed requests.
     finished: Vec<u32>,
-    /// Microseconds of refusals.
+    /// Latency in microseconds of refusals.
     refused: Vec<u32>,
-    /// Refusals that do not say when to come back.
+    /// Refusals without `Retry-After`.
     no_retry_after: u64,
-    /// Finished between the end of warming and the end of the time.
+    /// Completed between the end of the warm-up and the end of the run.
     in_time: u64,
     failed: u64,
     first_failure: Option<String>,
-    /// Requests done, and the watched process's bytes at that moment.
+    /// Number of requests done, and the watched process's memory in bytes.
     memory: Vec<(u64, u64)>,
 }
 
@@ -83,7 +83,7 @@ struct Run {
     idle: RefCell<Vec<Connection>>,
     begun: Instant,
     sent: RefCell<u64>,
-    /// Share of a CPU while requests were sent, in the open loop; what is accepted finishes long after.
+    /// The generator's share of a CPU while sending, in the open loop. Accepted requests finish much later.
     own_share: RefCell<Option<f64>>,
 }
 
@@ -126,7 +126,7 @@ async fn closed_loop(run: &Rc<Run>) {
         })
     });
     for client in clients.collect::<Vec<_>>() {
-        // A panic of a client is told on stderr; what it has not done is missing in the count.
+        // A panic of a client is printed to stderr; its remaining requests are missing in the count.
         let _ = client.await;
     }
 }
@@ -137,7 +137,7 @@ async fn open_loop(run: &Rc<Run>, rate: f64) {
     while run.goes_on() {
         let at = run.begun + Duration::from_secs_f64(due as f64 / rate);
         tokio::time::sleep_until(at.into()).await;
-        // A timer is coarse: all that are due by now go out.
+        // Timers are coarse: send all requests that are due.
         while due as f64 / rate <= run.begun.elapsed().as_secs_f64() && run.goes_on() {
             let run = Rc::clone(run);
             requests.push(tokio::task::spawn_local(async move { run.one().await }));
@@ -163,7 +163,7 @@ impl Run {
         }
     }
 
-    /// Sends one request and notes what comes of it.
+    /// Sends one request and records its result.
     async fn one(&self) {
         *self.sent.borrow_mut() += 1;
         let mut connection = self.idle.borrow_mut().pop().unwrap_or_default();
@@ -241,7 +241,7 @@ enum Outcome {
     Refused { retry_after: bool },
 }
 
-/// A connection, opened when it is first needed, and its buffers.
+/// A connection, opened at first use, and its buffers.
 #[derive(Default)]
 struct Connection {
     stream: Option<TcpStream>,
@@ -261,8 +261,8 @@ impl Connection {
         self.request.extend_from_slice(self.body.as_bytes());
     }
 
-    /// A server may close a kept connection just as the next request is sent on it: then, as HTTP clients do, that
-    /// request is sent once more on a new one.
+    /// A server may close a persistent connection while the next request is sent. As in HTTP clients, that
+    /// request is sent once more on a new connection.
     async fn exchange(&mut self, address: SocketAddr) -> anyhow::Result<Outcome> {
         let kept = self.stream.is_some();
         self.answer.clear();
@@ -319,8 +319,8 @@ impl Connection {
 }
 
 async fn more(stream: &mut TcpStream, answer: &mut Vec<u8>) -> anyhow::Result<()> {
-    // Routers that leave Nagle's algorithm on wait for our acknowledgement between two writes. The kernel would hold
-    // it back for 40 ms, which says nothing about their work.
+    // Routers that leave Nagle's algorithm on wait for an acknowledgement between two writes. The kernel
+    // would delay it by 40 ms, which is not the router's work.
     stream.set_quickack(true)?;
     answer.reserve(16 << 10);
     if stream.read_buf(answer).await.context("reading")? == 0 {
@@ -340,12 +340,12 @@ fn content_length(head: &[u8]) -> Option<usize> {
     std::str::from_utf8(line).ok()?.trim().parse().ok()
 }
 
-/// User and system time of a process, threads that have ended included.
+/// User and system time of a process, including exited threads.
 fn cpu_seconds(pid: u32) -> anyhow::Result<f64> {
-    /// Of `/proc`, on every Linux that Rust runs on.
+    /// Unit of `/proc`, on every Linux that Rust supports.
     const TICKS_PER_SECOND: f64 = 100.0;
     let text = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
-    // The name before the parenthesis may have spaces in it.
+    // The name before the parenthesis may contain spaces.
     let (_, fields) = text.rsplit_once(')').context("stat")?;
     let ticks = fields.split(' ').skip(12).take(2).map(str::parse::<u64>);
     let ticks: u64 = ticks.sum::<Result<_, _>>().context("stat")?;

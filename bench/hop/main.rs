@@ -1,5 +1,5 @@
-//! The parts of the router-hop benchmark: workers and servers that compute nothing, and a load generator that
-//! costs little. `bench/hop/run.py` and `bench/overload/run.py` put them together.
+//! Parts of the router-hop benchmark: workers and servers that compute nothing, and a cheap load generator.
+//! `bench/hop/run.py` and `bench/overload/run.py` combine them.
 
 mod bodies;
 mod load;
@@ -10,7 +10,7 @@ mod worker;
 
 use clap::Parser;
 
-/// That of `kvasir`: a dummy worker stands for one of its processes.
+/// The same allocator as `kvasir`: a dummy worker stands for one of its processes.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
@@ -31,7 +31,7 @@ enum Command {
 
 fn main() -> anyhow::Result<()> {
     let command = Command::parse();
-    // One thread each: what is measured is the router between them, on the cores that they leave.
+    // One thread each: the router between them is measured, on the remaining cores.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     match command {
         Command::Worker(args) => runtime.block_on(worker::run(args)),

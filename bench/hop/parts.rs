@@ -1,6 +1,6 @@
-//! What a coordinator computes between a body and a placed request, step by step: one thread, no sockets, the same
-//! bodies as the other rows. The parts are timed on their own, with models and memos of their own, since what a memo
-//! has seen once it knows; so their sum is about the whole and not exactly it.
+//! A coordinator's computation from a body to a placed request, step by step: one thread, no sockets, the
+//! same bodies as in the other rows. Each part has its own models and memos, because a memo changes the cost
+//! of repetitions. The sum of the parts is therefore only about the whole.
 
 use super::bodies::{Bodies, Kind};
 use anyhow::{Context, anyhow};
@@ -85,9 +85,9 @@ struct Bench {
     caller: Caller,
     popularity: Popularity,
     balancer: Balancer,
-    /// By worker: what it has said to hold, and its last event.
+    /// For each worker: its reported units, and its last event.
     held: HashMap<NodeId, (HashSet<BlockId>, u64)>,
-    /// Grows faster than real time does, so that what waits for a while does not pile up.
+    /// Advances faster than real time, so that delayed work does not accumulate.
     now: Instant,
     random: u64,
 }
@@ -131,7 +131,7 @@ impl Bench {
             root: BlockId([1; 16]),
             chains: ChainMemo::new(&ClusterKey([7; 32]), CHAIN_BYTES),
             served,
-            // Without keys anybody may ask.
+            // Without keys every caller is accepted.
             caller: Keys::new(&[], ClusterKey([7; 32]), None)?.authenticate(&Default::default())?,
             popularity: Popularity::default(),
             balancer,
@@ -141,7 +141,7 @@ impl Bench {
         })
     }
 
-    /// What each part has taken, and the number of the prompt's tokens.
+    /// Time of each part, and the number of prompt tokens.
     fn one(&mut self, body: &[u8]) -> anyhow::Result<([u64; PARTS.len()], usize)> {
         self.step();
         let mut took = Vec::with_capacity(PARTS.len());
@@ -189,7 +189,7 @@ impl Bench {
         Ok(plan::generation(plan::Kind::Chat, body, &sources, plan::Effort::Full { counted: false })?)
     }
 
-    /// Time goes on, and workers tell that they live.
+    /// Advances time and renews the workers' leases.
     fn step(&mut self) {
         self.now += Duration::from_millis(1);
         self.random = self.random.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
@@ -214,7 +214,7 @@ impl Bench {
         }
     }
 
-    /// From its queueing to its end, and what is to be done now and then, once a request.
+    /// Queues a request and runs it to its end, with periodic work once per request.
     fn place(&mut self, ask: RouteRequest) -> anyhow::Result<NodeId> {
         let (tickets, actions) = self.balancer.submit(self.now, vec![ask], self.random)?;
         let node = actions.into_iter().find_map(|action| match action {
@@ -229,7 +229,7 @@ impl Bench {
         node.context("no worker")
     }
 
-    /// What the worker tells of a prompt that it has computed.
+    /// A worker's KV events for a computed prompt.
     fn say(&mut self, node: &NodeId, chain: &[BlockId]) -> KvEventBatch {
         let (held, sequence) = self.held.entry(node.clone()).or_default();
         let known = chain.iter().take_while(|unit| held.contains(*unit)).count();

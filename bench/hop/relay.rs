@@ -1,6 +1,6 @@
-//! A relay from HTTP to the same dummy workers over the same QUIC, and nothing else: no key, no tokens, no names, no
-//! index, no queue. Takes whole bodies, sends as many bytes as the coordinator would for such a body of which nine tenths
-//! were seen before, and answers ready made when the worker has. What it costs, any such relay costs on this machine.
+//! A relay from HTTP to the same dummy workers over the same QUIC, without keys, tokens, unit ids, index or
+//! queue. It reads whole bodies, sends as many bytes as the coordinator would for a body with nine tenths
+//! known, and returns a prepared response. Its cost is the lower bound for any such relay on this machine.
 
 use super::server::streamed_answer;
 use anyhow::Context as _;
@@ -30,9 +30,9 @@ use std::task::{Context, Poll};
 use tarpc::context;
 use tokio::net::TcpListener;
 
-/// Bytes of the bodies' text that are one token, about.
+/// Approximate bytes of text per token.
 const BYTES_PER_TOKEN: usize = 4;
-/// Prompts are made ready in steps of so many tokens, up to the longest.
+/// Prompts are prepared for multiples of this many tokens, up to the longest.
 const STEP: usize = 64;
 const MOST_TOKENS: usize = 16 << 10;
 
@@ -95,7 +95,7 @@ impl Relay {
             grammar: None,
             turn: TenantTurn::of_root(BlockId([0; 16])),
         };
-        // Two bytes each on the wire, as those of most vocabularies.
+        // Two bytes per token on the wire, as in most vocabularies.
         let prompts = (0..=MOST_TOKENS / STEP).map(|steps| vec![40_000; steps * STEP].into()).collect();
         Ok(Self { request, prompts, answer, workers: Mutex::default(), turn: AtomicUsize::new(0) })
     }
@@ -115,7 +115,7 @@ impl Relay {
         Ok(response)
     }
 
-    /// Has a worker answer a body of so many bytes; none if that does not work out.
+    /// Relays a body of `bytes` bytes to a worker; `None` on failure.
     async fn relay(&self, bytes: usize) -> Option<()> {
         let worker = {
             let workers = self.workers.lock();
@@ -135,7 +135,7 @@ impl Relay {
     }
 }
 
-/// A body in chunks, of which there is one.
+/// A chunked body with one chunk.
 struct Streamed(Option<Bytes>);
 
 impl Body for Streamed {
@@ -158,7 +158,7 @@ async fn serve(listener: TcpListener, relay: Arc<Relay>) -> anyhow::Result<()> {
         tokio::spawn(async move {
             let service = service_fn(|request| relay.to(request));
             let builder = &mut http1::Builder::new();
-            // A connection that breaks is the client's to tell.
+            // The client reports broken connections.
             let _ = builder.timer(TokioTimer::new()).serve_connection(TokioIo::new(stream), service).await;
         });
     }

@@ -1,4 +1,4 @@
-//! An OpenAI server that answers every chat with the same text, as cheaply as HTTP allows.
+//! An OpenAI server that sends the same text for every chat, at minimal cost.
 
 use anyhow::Context;
 use bytes::Bytes;
@@ -36,13 +36,13 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
         stream.set_nodelay(true)?;
         tokio::spawn(async move {
             let service = service_fn(|request| answers.to(request));
-            // A connection that breaks is the client's to tell.
+            // The client reports broken connections.
             let _ = http1::Builder::new().serve_connection(TokioIo::new(stream), service).await;
         });
     }
 }
 
-/// Bodies, ready made.
+/// Prepared bodies.
 struct Answers {
     models: Bytes,
     whole: Bytes,
@@ -66,7 +66,7 @@ impl Answers {
         let (kind, body) = match *request.method() {
             Method::POST => {
                 let streams = match request.into_body().collect().await {
-                    // The generator writes it at the end of its bodies; routers may write them anew.
+                    // The generator writes this at the end of its bodies; routers may rewrite them.
                     Ok(body) => names_stream(&body.to_bytes(), [b"\"stream\":true", b"\"stream\": true"]),
                     Err(_) => false,
                 };
@@ -91,7 +91,7 @@ fn said(tokens: usize) -> (String, String) {
     (" word".repeat(tokens), usage)
 }
 
-/// An answer as events, of so many tokens.
+/// An answer of `tokens` tokens as events.
 pub(super) fn streamed_answer(model: &str, tokens: usize) -> Bytes {
     let (text, usage) = said(tokens);
     let chunk = |delta: &str, finish: &str| {
@@ -112,7 +112,7 @@ pub(super) fn streamed_answer(model: &str, tokens: usize) -> Bytes {
     streamed.concat().into()
 }
 
-/// Whether one of `needles` stands near the end or the beginning of `body`.
+/// Whether one of `needles` occurs near the end or the beginning of `body`.
 fn names_stream(body: &[u8], needles: [&[u8]; 2]) -> bool {
     const NEAR: usize = 512;
     let (_, end) = body.split_at(body.len().saturating_sub(NEAR));

@@ -1,5 +1,5 @@
-//! A worker without an engine: the real protocol with certificates, events of what it would hold, and answers at
-//! once.
+//! A worker without an engine: the real protocol with certificates, KV events of a simulated cache, and
+//! immediate answers.
 
 use anyhow::anyhow;
 use coordinator::chain_memo::ChainMemo;
@@ -27,7 +27,7 @@ use tokio::sync::mpsc;
 
 const LIMIT: Duration = Duration::from_secs(5);
 const MAX_MODEL_LEN: u32 = 1 << 20;
-/// Units that it claims to hold at most.
+/// Most units reported as held.
 const MOST_UNITS: usize = 1 << 16;
 const CHAIN_BYTES: usize = 64 << 20;
 
@@ -65,7 +65,7 @@ struct Shared {
     steps: AtomicU64,
 }
 
-/// What it would hold: the youngest units.
+/// The simulated cache: the most recent units.
 #[derive(Default)]
 struct Held {
     units: HashSet<BlockId, BuildHasherDefault<AsItIs>>,
@@ -73,7 +73,7 @@ struct Held {
     sequence: u64,
 }
 
-/// The first bytes of an id, which are well mixed.
+/// Hash: the first bytes of an id, which are already well mixed.
 #[derive(Default)]
 struct AsItIs(u64);
 
@@ -142,7 +142,7 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
         ticks.tick().await;
         let reported = api.report(deadline(LIMIT), shared.report()).await;
         if serving.is_finished() || !matches!(reported, Ok(Ok(()))) {
-            // The coordinator has ended, and so does the measurement.
+            // The coordinator has exited, so the measurement ends.
             return Ok(());
         }
     }
@@ -168,7 +168,7 @@ impl Shared {
         }
     }
 
-    /// Tells the units of a prompt that are new here, and forgets the oldest for them.
+    /// Reports the new units of a prompt, and evicts the oldest ones for them.
     fn hold(&self, root: BlockId, prompt: &[u32]) {
         let chain = self.chains.chain(root, prompt);
         let mut held = self.held.lock();
@@ -190,7 +190,7 @@ impl Shared {
         }
         let first_sequence = held.sequence + 1;
         held.sequence += events.len() as u64;
-        // Under the lock, so that numbers are sent in order. Fails only when the connection has gone.
+        // Under the lock, so that numbers are sent in order. Fails only if the connection is gone.
         let _ = self.events.send(KvEventBatch { epoch: self.epoch, first_sequence, events });
     }
 }
@@ -210,7 +210,7 @@ async fn serve(shared: Arc<Shared>, connection: Connection) {
                     let runs = vec![(BlockId([0; 16]), held.order.iter().copied().collect(), Medium::Device)];
                     KvSnapshot { epoch: shared.epoch, sequence: held.sequence, runs, resume_points: vec![] }
                 };
-                // A coordinator that does not wait for it asks again.
+                // If the coordinator does not wait for it, it asks again.
                 let _ = reply.send(&snapshot).await;
             }
             _ => {}
@@ -243,7 +243,7 @@ async fn generate(shared: Arc<Shared>, GenerateCall { request, mut reply }: Gene
             return;
         }
     }
-    // What has been sent is taken to the socket by another task: that one first.
+    // Yield first, so that another task writes the queued data to the socket.
     tokio::task::yield_now().await;
     shared.steps.fetch_add(1, Ordering::Relaxed);
     if !shared.silent {

@@ -1,4 +1,4 @@
-//! Bytes of cache that one sequence takes, beside what engines take that treat every layer alike.
+//! Cache bytes of one sequence, compared with engines that treat all layers alike.
 
 use anyhow::{Context, Result, bail};
 use clap::Parser;
@@ -6,12 +6,13 @@ use model::spec::{MixerSpec, ModelSpec};
 use model::{ModelFile, spec::AttentionSpec};
 use std::path::PathBuf;
 
-/// Bytes of an f16 element, and of an f32 one: keys and values are kept in the former, states in the latter.
+/// Bytes of an element of keys and values (f16).
 const KV_BYTES: usize = 2;
+/// Bytes of an element of a recurrent state (f32).
 const STATE_BYTES: usize = 4;
 /// Tokens of a block.
 const BLOCK: usize = 16;
-/// States that a sequence's path keeps at most beside the one that it works on.
+/// Most checkpoints of a sequence, besides its working state.
 const CHECKPOINTS: usize = 8;
 
 /// Prints a Markdown table of cache bytes per sequence
@@ -28,12 +29,12 @@ struct Arguments {
     tokens: Vec<usize>,
 }
 
-/// What one sequence of some length takes.
+/// Cache bytes of one sequence.
 #[derive(Debug, PartialEq)]
 struct Bytes {
-    /// Here: full layers keep everything, windows their window, recurrent layers one state.
+    /// Kvasir: full layers keep everything, windows their window, recurrent layers one state.
     live: usize,
-    /// The same with all checkpoints that the policy keeps.
+    /// The same with all checkpoints of the policy.
     kept: usize,
     /// A uniform cache: every attention layer keeps everything, whatever its window.
     uniform: usize,
@@ -45,7 +46,7 @@ fn kv(attention: &AttentionSpec) -> usize {
     attention.own_kv().map_or(0, |_| (attention.k_width() + attention.v_width()) * KV_BYTES)
 }
 
-/// Distances at which states are kept while nothing is known of a prompt: 16, 32, 48, 64, 96, 128, ...
+/// Distances of checkpoints for a new prompt: 16, 32, 48, 64, 96, 128, ...
 fn checkpoints(tokens: usize) -> usize {
     let spaced = (0..).map(|power| 16usize << power).take_while(|at| *at <= tokens).count();
     let between = (0..).map(|power| 48usize << power).take_while(|at| *at <= tokens).count();
@@ -58,7 +59,7 @@ fn bytes(spec: &ModelSpec, tokens: usize) -> Bytes {
     for layer in &spec.layers {
         match &layer.mixer {
             MixerSpec::Attention(attention) => {
-                // A window that does not end at a block's edge reaches into one more.
+                // A window that does not end at a block boundary needs one more block.
                 let window = |window: usize| (window - 1).next_multiple_of(BLOCK) + BLOCK;
                 held += kv(attention) * attention.window.map_or(tokens, |w| tokens.min(window(w)));
                 uniform += kv(attention) * tokens;

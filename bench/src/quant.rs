@@ -34,8 +34,8 @@ impl Quant {
         }
     }
 
-    /// Type of `attn_v` and `ffn_down`, of the layers that have one: more bits in the first and last eighth and in
-    /// every third between.
+    /// Type of `attn_v` and `ffn_down`: more bits in the first and last eighth of the layers and in every
+    /// third between.
     pub(crate) fn wide(self, layer: u32, layers: u32) -> GgmlType {
         let eighth = layers / 8;
         let more = layer < eighth || layer >= 7 * layers / 8 || (layer - eighth) % 3 == 2;

@@ -1,9 +1,9 @@
-//! Values that only have to differ, and to keep activations finite.
+//! Random values that keep activations finite.
 
 use half::f16;
 use model::GgmlType;
 
-/// xorshift64* (Vigna 2014): enough for bytes that only have to differ.
+/// xorshift64* (Vigna 2014): sufficient for arbitrary bytes.
 pub(crate) struct Random(u64);
 
 impl Random {
@@ -59,8 +59,8 @@ impl Random {
     }
 }
 
-/// What all elements of a tensor of plain floats are: norms multiply by one, recurrent states lose about a
-/// twentieth with every token.
+/// Value of all elements of a plain float tensor: norms multiply by one, recurrent states decay by about a
+/// twentieth per token.
 fn plain_value(name: &str) -> f32 {
     if name.ends_with("ssm_a") {
         -1.0

@@ -1,4 +1,4 @@
-//! Keys and tensors of the models that are made.
+//! Keys and tensors of the generated models.
 
 use crate::quant::Quant;
 use clap::ValueEnum;
@@ -21,7 +21,7 @@ pub(crate) enum Shape {
     Granite4H0_35b,
 }
 
-/// A file to be: keys, and every tensor's name, type and dimensions.
+/// A file to write: keys, and every tensor's name, type and dimensions.
 pub(crate) struct Plan {
     pub(crate) metadata: Metadata,
     pub(crate) tensors: Vec<(String, GgmlType, Vec<u64>)>,
@@ -38,7 +38,7 @@ impl Shape {
     }
 }
 
-/// What all of these models have.
+/// Sizes common to all of these models.
 struct Sizes {
     arch: &'static str,
     pre: &'static str,
@@ -266,14 +266,14 @@ fn granite_hybrid(quant: Quant) -> Plan {
     plan
 }
 
-/// A byte-level vocabulary whose further tokens mean nothing.
+/// A byte-level vocabulary; its further tokens are arbitrary.
 fn tokenizer(vocab: u32, pre: &str) -> Metadata {
     let mut metadata = Metadata::default();
     metadata.insert("tokenizer.ggml.model", "gpt2");
     metadata.insert("tokenizer.ggml.pre", pre);
     metadata.insert("tokenizer.ggml.eos_token_id", vocab - 1);
     metadata.insert("tokenizer.ggml.add_bos_token", false);
-    // Printable bytes stand for themselves, the others for U+0100 and up, as in GPT-2's table.
+    // Printable bytes map to themselves, the others to U+0100 and up, as in GPT-2's table.
     let printable = |byte: u32| matches!(byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
     let mut other = 0x100;
     let mut tokens: Vec<String> = Vec::with_capacity(vocab as usize);

@@ -1,8 +1,9 @@
-//! An engine that is driven by lines on stdin, whole or as the first stage of a replica whose other stages it starts
-//! as processes of their own; see run.py beside it.
+//! An engine controlled by lines on stdin, with the whole model or as the first stage of a replica whose
+//! other stages it starts as processes; see run.py beside it.
 //!
-//! A line `STREAMS PROMPT TOKENS` has so many prompts of so many tokens computed at once and so many tokens drawn for
-//! each; the answer is one line of JSON. Speed does not depend on the tokens, so they are arbitrary.
+//! A line `STREAMS PROMPT TOKENS` computes STREAMS prompts of PROMPT tokens at once and generates TOKENS
+//! tokens for each. The response is one line of JSON. Speed does not depend on the tokens, so they are
+//! arbitrary.
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
@@ -25,7 +26,7 @@ use worker::telemetry::StageLabel;
 
 mod wire;
 
-/// That of the command: another gives large buffers other pages.
+/// The same allocator as `kvasir`: another one would use other pages for large buffers.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
@@ -63,13 +64,13 @@ struct Args {
     cpus: Vec<usize>,
 }
 
-/// Processes that hold the later stages.
+/// Processes of the later stages.
 struct Stages(Vec<Child>);
 
 impl Drop for Stages {
     fn drop(&mut self) {
         for child in &mut self.0 {
-            // It may have ended already.
+            // It may have exited already.
             let _ = child.kill();
             let _ = child.wait();
         }
@@ -78,7 +79,7 @@ impl Drop for Stages {
 
 fn main() -> Result<()> {
     match Tool::parse() {
-        // One thread moves the bytes: it shares a CPU with the one that computes.
+        // One thread moves the bytes, and shares a CPU with the computing one.
         Tool::Engine(args) => engine(&args, &runtime(1)?),
         Tool::Wire { steps, rows, lanes, threads } => {
             let threads = threads.unwrap_or_else(|| wire::threads(lanes));
@@ -147,7 +148,7 @@ fn start(args: &Args, runtime: &Runtime, dir: &std::path::Path) -> Result<(Stage
     Ok((stages, Some(replica)))
 }
 
-/// When a stream has got a token.
+/// Time at which a stream received a token.
 struct Token {
     at: Instant,
     first: bool,
@@ -161,7 +162,7 @@ fn request(prompt: Vec<u32>, tokens: usize, root: BlockId, heard: Sender<Token>)
             let at = Instant::now();
             for _ in new {
                 count += 1;
-                // The one who counts outlives the engine's work.
+                // The receiver outlives the engine's work.
                 let _ = heard.send(Token { at, first: count == 1, last: count == tokens });
             }
         }
@@ -217,10 +218,10 @@ fn run(engine: &mut Engine, salt: &mut u32, streams: usize, prompt: usize, token
     let all_in = times.iter().filter(|token| token.first).map(|token| token.at).max().unwrap_or(start);
     let one_out = times.iter().filter(|token| token.last).map(|token| token.at).min().unwrap_or(start);
     let prefill = (streams * prompt) as f64 / (all_in - start).as_secs_f64();
-    // While all of them decode.
+    // While all streams decode.
     let decoded = times.iter().filter(|token| token.at > all_in && token.at <= one_out).count();
     let decode = decoded as f64 / one_out.saturating_duration_since(all_in).as_secs_f64().max(1e-9);
-    // Since all prompts are computed.
+    // Since all prompts were computed.
     let busy: Vec<f64> =
         busy_seconds(engine).iter().zip(prompts).map(|(after, before)| after - before).collect();
     Ok(json!({
@@ -229,7 +230,7 @@ fn run(engine: &mut Engine, salt: &mut u32, streams: usize, prompt: usize, token
     }))
 }
 
-/// That each stage has computed so far; nothing where the model is whole.
+/// Compute seconds of each stage so far; empty for a whole model.
 fn busy_seconds(engine: &Engine) -> Vec<f64> {
     let busy = &engine.metrics().shards.busy;
     (0..).map_while(|stage| busy.get(&StageLabel { stage }).map(|seconds| seconds.get())).collect()

@@ -1,5 +1,5 @@
-//! What a byte costs on its way from stage to stage: both ends in this process, over loopback, with encryption and the
-//! conversion from and to f32, and nothing computed. Over one pair of endpoints, or over several at a time (lanes).
+//! Cost per byte between stages: both ends in this process over loopback, with encryption and conversion from
+//! and to f32, without computation. Uses one pair of endpoints, or several at once (lanes).
 
 use anyhow::{Context, Result, bail, ensure};
 use proto::ca::Authority;
@@ -16,26 +16,27 @@ use tokio::task::JoinSet;
 /// Rows of 1,024 values.
 const HIDDEN: usize = 1024;
 
-/// Both ends of a lane, each an endpoint of its own.
+/// Both ends of a lane, each with its own endpoint.
 struct Lane {
     sender: ActivationSender,
     theirs: Connection,
-    /// Until all is sent.
+    /// Kept until everything is sent.
     _endpoints: [Endpoint; 2],
 }
 
-/// Threads that move the bytes, besides the one that sends over the last lane: one as between two stages, which share a
-/// CPU with arithmetic, and with several lanes as many as there are CPUs.
+/// Threads that move the bytes, besides the sending one: one for a single lane, as between two stages that
+/// share a CPU with arithmetic; with several lanes the number of CPUs.
 pub(crate) fn threads(lanes: usize) -> usize {
     if lanes > 1 { cpus() } else { 1 }
 }
 
-/// That this process may use.
+/// CPUs that this process may use.
 fn cpus() -> usize {
     std::thread::available_parallelism().map_or(1, NonZero::get)
 }
 
-/// Sends `count` steps of `rows` rows, shared out to so many lanes, on each one behind the other.
+/// Sends `count` steps of `rows` rows, divided among `lanes` lanes; each lane sends its steps one after the
+/// other.
 pub(crate) async fn run(count: usize, rows: usize, lanes: usize) -> Result<Value> {
     ensure!((1..=64).contains(&lanes), "`lanes`: {lanes}, 1 to 64 are possible");
     let ca = Authority::new(ClusterName::new("bench")?, SystemTime::now())?;
@@ -47,7 +48,7 @@ pub(crate) async fn run(count: usize, rows: usize, lanes: usize) -> Result<Value
     let last = opened.pop().context("no lane")?;
     let mut ends = JoinSet::new();
     for (number, lane) in opened.into_iter().enumerate() {
-        // The first ones have one more where it does not come out even.
+        // The first lanes have one more if the division has a remainder.
         let count = count / lanes + usize::from(number < count % lanes);
         ends.spawn(carry(lane, count, rows));
     }
@@ -59,7 +60,7 @@ pub(crate) async fn run(count: usize, rows: usize, lanes: usize) -> Result<Value
     }
     let (seconds, cpu) = (start.elapsed().as_secs_f64(), cpu_seconds()? - cpu);
     let cost = cpu / bytes as f64;
-    // Either end has a half of it to do, on a core of its own.
+    // Each end does half of the work, on its own core.
     let per_core = 2.0 / cost;
     Ok(json!({
         "rows": rows, "bytes": bytes, "values": received, "gb_per_s": bytes as f64 / seconds / 1e9,
@@ -69,7 +70,7 @@ pub(crate) async fn run(count: usize, rows: usize, lanes: usize) -> Result<Value
     }))
 }
 
-/// Two nodes that have found each other, and the stream between them.
+/// Two connected nodes and the stream between them.
 async fn open(ca: &Authority) -> Result<Lane> {
     let [first, second] = ["w1", "w2"].map(|name| endpoint(ca, name));
     let (first, second) = (first?, second?);
@@ -81,7 +82,7 @@ async fn open(ca: &Authority) -> Result<Lane> {
     Ok(Lane { sender, theirs, _endpoints: [first, second] })
 }
 
-/// Sends over one lane, and gives the bytes sent and the values received.
+/// Sends over one lane. Returns the bytes sent and the values received.
 async fn carry(lane: Lane, count: usize, rows: usize) -> Result<(usize, usize)> {
     let Lane { mut sender, theirs, _endpoints } = lane;
     let step = StageFrame::Step(StageStep { tokens: vec![1; rows], ..StageStep::default() });
@@ -91,7 +92,8 @@ async fn carry(lane: Lane, count: usize, rows: usize) -> Result<(usize, usize)> 
         let mut checked = 0usize;
         for _ in 0..count {
             let mut values: Vec<f32> = Vec::with_capacity(rows * HIDDEN);
-            // Pieces end where packets do, which is seldom within a value; what is left out costs nothing.
+            // Pieces end at packet boundaries, rarely inside a value; skipping such a value does not change
+            // the cost.
             let mut sink = |bytes: &[u8]| {
                 values.extend(bytes.as_chunks().0.iter().map(|x| f32::from_le_bytes(*x)));
             };
@@ -115,11 +117,11 @@ fn endpoint(ca: &Authority, name: &str) -> Result<Endpoint> {
     Ok(Endpoint::bind("127.0.0.1:0".parse()?, &identity, config)?)
 }
 
-/// Of this process, in user and kernel mode.
+/// CPU time of this process, user and kernel.
 fn cpu_seconds() -> Result<f64> {
     let stat = std::fs::read_to_string("/proc/self/stat")?;
     let (_, fields) = stat.rsplit_once(')').context("/proc/self/stat")?;
     let ticks = fields.split_whitespace().skip(11).take(2).map(str::parse::<f64>);
-    // The kernel counts in hundredths of a second whatever its own clock.
+    // The kernel counts in hundredths of a second, independent of its clock.
     Ok(ticks.sum::<Result<f64, _>>()? / 100.0)
 }

@@ -1,13 +1,14 @@
-//! The bounded queue in front of the workers: tenants by the tokens that each has been served, and within a tenant
-//! first come first served, with a head start for what is more urgent.
+//! The bounded queue in front of the workers. Tenants are ordered by the tokens that each was served. Within
+//! a tenant it is first come, first served, with a head start for higher priority.
 //!
-//! Bounded in requests and in prompt tokens, because tokens are what takes time; tenants are counted in them for the
-//! same reason. Pure state: the caller says when and decides what can be placed.
+//! The bounds are in requests and in prompt tokens, since tokens determine the computing time; tenants are
+//! counted in tokens for the same reason. This is pure state: the caller passes the time and decides what can
+//! be placed.
 //!
 //! Invariants: two tenants that always have requests waiting get tokens in proportion to their weights
-//! ([`TenantWeights`]), to within the length of one request; what waits is overtaken, within its tenant, only by what came at most so much
-//! later as the difference in urgency allows ([`rank`]), and by a few more of its own priority that can be placed better
-//! ([`Queue::drain`]), so nothing waits for ever.
+//! ([`TenantWeights`]), to within the length of one request. Within its tenant, a request is overtaken only
+//! by requests whose higher priority outweighs their later arrival ([`rank`]), and by a bounded number of the
+//! same priority that can be placed better ([`Queue::drain`]). So no request waits forever.
 
 mod weights;
 
@@ -16,24 +17,25 @@ pub use weights::{BadWeight, TenantWeights};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-/// Longest and shortest `Retry-After`.
+/// Shortest `Retry-After`.
 const RETRY_MIN: Duration = Duration::from_secs(1);
+/// Longest `Retry-After`.
 const RETRY_MAX: Duration = Duration::from_secs(60);
 
-/// The most and the least urgent priority, apart from the sign.
+/// Largest absolute value of a priority.
 pub const MAX_PRIORITY: i32 = 100;
-/// Who is more urgent by one overtakes who came earlier by less than this.
+/// A request that is more urgent by 1 overtakes requests that arrived less than this before it.
 const PRIORITY_STEP: Duration = Duration::from_secs(1);
 
-/// How many of a lane are looked at for one that can be placed better than the first.
+/// Requests at the head of a lane that are considered for a better placement than the first.
 const LOOKED_AT: usize = 4;
-/// What has been overtaken so often by what stood behind it is overtaken no more.
+/// A request that was overtaken this often from behind is not overtaken again.
 const MAX_OVERTAKEN: u8 = 4;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueueLimits {
     pub requests: usize,
-    /// Prompt tokens of these requests.
+    /// Prompt tokens of all waiting requests.
     pub tokens: u64,
 }
 
@@ -41,63 +43,63 @@ pub struct QueueLimits {
 #[error("{requests} requests with {tokens} prompt tokens are waiting")]
 pub struct QueueFull {
     pub requests: usize,
-    /// Their prompt tokens.
+    /// Prompt tokens of these requests.
     pub tokens: u64,
 }
 
-/// What waits of one tenant.
+/// The waiting requests of one tenant.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TenantView {
     pub tenant: String,
     pub requests: usize,
-    /// Their prompt tokens.
+    /// Prompt tokens of these requests.
     pub tokens: u64,
 }
 
 pub trait Waiting {
-    /// Prompt tokens that it brings.
+    /// Prompt tokens.
     fn tokens(&self) -> u64;
-    /// When it is worth nothing any more.
+    /// The request is dropped after this instant.
     fn deadline(&self) -> Instant;
-    /// Its place among its tenant's: the earlier the sooner. See [`rank`].
+    /// Position among the tenant's requests: the earliest goes first. See [`rank`].
     fn rank(&self) -> Instant;
-    /// How urgent it is among its tenant's; lower goes first.
+    /// Priority among the tenant's requests; lower goes first.
     fn priority(&self) -> i32;
 }
 
-/// What becomes of something that is offered.
+/// The result of offering a request for placement.
 #[derive(Debug)]
 pub enum Offered<T> {
     Taken,
-    /// It cannot be placed just now.
+    /// The request cannot be placed now.
     Stuck(T),
-    /// It can be placed, and had better wait if another can be placed in its stead.
+    /// The request can be placed, but should wait if another one can be placed instead.
     Yields(T),
 }
 
-/// The rank of a request that came at `arrived` with a priority, of which lower is more urgent: everybody grows more
-/// urgent by waiting, so that the order of two never changes.
+/// The rank of a request from its arrival and priority (lower is more urgent). All requests gain urgency at
+/// the same rate by waiting, so that the order of two never changes.
 pub fn rank(arrived: Instant, priority: i32) -> Instant {
     let steps = (priority.clamp(-MAX_PRIORITY, MAX_PRIORITY) + MAX_PRIORITY).unsigned_abs();
     arrived + PRIORITY_STEP * steps
 }
 
-/// Where something stands in its lane: what was put back first, then by rank, then as it came.
+/// Position in a lane: requests put back come first, then by rank, then by arrival.
 type LanePosition = (Option<Instant>, u64);
 
 #[derive(Debug)]
 struct Lane<T> {
     tenant: String,
     items: BTreeMap<LanePosition, Item<T>>,
-    /// Tokens taken from here over the tenant's weight, on top of what the others had when the tenant came.
+    /// Tokens served from this lane, divided by the tenant's weight, plus the level at which the lane began.
     served: u64,
     weight: u64,
-    /// Nothing of it can be placed just now.
+    /// Whether nothing in the lane can be placed in this pass.
     blocked: bool,
 }
 
 impl<T> Lane<T> {
-    /// Tokens over the tenant's weight, in thousandths of a token. The largest weight is 1,000.
+    /// Tokens divided by the tenant's weight, in thousandths of a token. The largest weight is 1,000.
     fn share(&self, tokens: u64) -> u64 {
         tokens.saturating_mul(1_000) / self.weight
     }
@@ -106,7 +108,7 @@ impl<T> Lane<T> {
 #[derive(Debug)]
 struct Item<T> {
     inner: T,
-    /// How many that stand behind it were placed before it.
+    /// How many requests behind it were placed before it.
     overtaken: u8,
 }
 
@@ -114,23 +116,22 @@ struct Item<T> {
 pub struct Queue<T> {
     limits: QueueLimits,
     weights: TenantWeights,
-    /// Tenants that have something waiting, or have been served more than the others.
+    /// Lanes of tenants that have waiting requests, or were served more than the others.
     lanes: Vec<Lane<T>>,
     requests: usize,
     tokens: u64,
-    /// What the lane from which was taken last had been served before: where a new lane begins.
+    /// `served` of the lane that was last taken from, before that: where a new lane begins.
     level: u64,
     arrivals: u64,
 }
 
 impl<T: Waiting> Queue<T> {
-    /// An empty queue.
     pub fn new(limits: QueueLimits, weights: TenantWeights) -> Self {
         Self { limits, weights, lanes: Vec::new(), requests: 0, tokens: 0, level: 0, arrivals: 0 }
     }
 
-    /// Whether `requests` more with `tokens` in all would fit. An empty queue takes anything: what is too
-    /// long for the model has been refused before.
+    /// Whether `requests` more with `tokens` in total would fit. An empty queue accepts any request: the ones
+    /// too long for the model were refused before.
     pub fn check(&self, requests: usize, tokens: u64) -> Result<(), QueueFull> {
         let fits = self.requests.saturating_add(requests) <= self.limits.requests
             && self.tokens.saturating_add(tokens) <= self.limits.tokens;
@@ -140,25 +141,26 @@ impl<T: Waiting> Queue<T> {
         Err(QueueFull { requests: self.requests, tokens: self.tokens })
     }
 
-    /// Puts it into the tenant's lane, by its rank.
+    /// Inserts a request into the tenant's lane by its rank.
     pub fn push(&mut self, tenant: &str, item: T) {
         let rank = Some(item.rank());
         self.insert(tenant, rank, item);
     }
 
-    /// Puts back at the head of the tenant's lane what had been taken out; the tenant was not served with it.
+    /// Puts a request that was taken out back to the head of the tenant's lane and takes back its share.
     pub fn push_back_first(&mut self, tenant: &str, item: T) {
         let tokens = item.tokens();
         let lane = self.insert(tenant, None, item);
         lane.served = lane.served.saturating_sub(lane.share(tokens));
     }
 
-    /// Offers to `place` what the lane that has been served least has to offer, again and again until nothing can be
-    /// placed. `place` is told whether what it is offered may yield to another.
+    /// Offers requests of the least served lane to `place`, repeatedly, until nothing can be placed. The
+    /// second argument of `place` says whether the request may yield to another.
     ///
-    /// That is the first of the lane. If it is stuck, or yields, those behind it are offered, as far as they may overtake
-    /// it: the next few of the same priority, and none once it has been overtaken so often. If none of them can be placed
-    /// without yielding too, the first that could be is. A lane of which nothing can be placed waits, the others go on.
+    /// The first request of the lane is offered first. If it is stuck or yields, the requests behind it are
+    /// offered, as far as they may overtake it: the next few of the same priority, and none once it was
+    /// overtaken `MAX_OVERTAKEN` times. If none of them can be placed without yielding too, the first one
+    /// that can be placed is. A lane of which nothing can be placed is skipped; the others go on.
     pub fn drain(&mut self, mut place: impl FnMut(T, bool) -> Offered<T>) {
         let next = |lanes: &[Lane<T>]| {
             let open = lanes.iter().enumerate().filter(|(_, lane)| !lane.blocked && !lane.items.is_empty());
@@ -179,7 +181,7 @@ impl<T: Waiting> Queue<T> {
         self.forget();
     }
 
-    /// Takes out all that `leaves` says, in the order of lanes.
+    /// Removes and returns all requests for which `leaves` is true, in the order of lanes.
     pub fn remove(&mut self, mut leaves: impl FnMut(&T) -> bool) -> Vec<T> {
         let mut out = Vec::new();
         for lane in &mut self.lanes {
@@ -193,12 +195,12 @@ impl<T: Waiting> Queue<T> {
         out
     }
 
-    /// Takes out what has passed its deadline.
+    /// Removes and returns the requests past their deadline.
     pub fn expire(&mut self, now: Instant) -> Vec<T> {
         self.remove(|item| item.deadline() <= now)
     }
 
-    /// The tenants that have something waiting.
+    /// The tenants with waiting requests.
     pub fn tenants(&self) -> impl Iterator<Item = TenantView> {
         self.lanes.iter().filter(|lane| !lane.items.is_empty()).map(|lane| TenantView {
             tenant: lane.tenant.clone(),
@@ -211,12 +213,12 @@ impl<T: Waiting> Queue<T> {
         self.requests
     }
 
-    /// Prompt tokens that wait.
+    /// Prompt tokens of all waiting requests.
     pub fn tokens(&self) -> u64 {
         self.tokens
     }
 
-    /// Tenants who have nothing waiting, and no more than what a new one would begin with.
+    /// Removes lanes that are empty and were served no more than a new one would begin with.
     fn forget(&mut self) {
         if self.lanes.iter().all(|lane| lane.items.is_empty()) {
             self.lanes.clear();
@@ -241,7 +243,7 @@ impl<T: Waiting> Queue<T> {
 }
 
 impl<T: Waiting> Lane<T> {
-    /// Places one of the first; how many tokens that brings.
+    /// Places one of the first requests and returns its tokens. `None` if none can be placed.
     fn offer(&mut self, place: &mut impl FnMut(T, bool) -> Offered<T>) -> Option<u64> {
         let first = self.items.first_key_value().map(|(_, item)| item.inner.priority())?;
         let places: Vec<LanePosition> = self.items.keys().take(LOOKED_AT).copied().collect();
@@ -291,7 +293,8 @@ impl<T: Waiting> Lane<T> {
     }
 }
 
-/// When to come back: the time in which workers that compute `rate` tokens per second get through `tokens`.
+/// The `Retry-After` of a backlog: the time in which workers that compute `rate` tokens per second compute
+/// `tokens`.
 pub fn retry_after(tokens: u64, rate: f64) -> Duration {
     let seconds = if rate > 0.0 { tokens as f64 / rate } else { 0.0 };
     Duration::try_from_secs_f64(seconds.ceil()).unwrap_or(RETRY_MAX).clamp(RETRY_MIN, RETRY_MAX)

@@ -1,10 +1,12 @@
-//! Where agreement meets the rest of a coordinator: the group is founded or found again, its frames travel,
-//! operators' changes go through its log, and what it has agreed on is applied to the workers here.
+//! Connects Raft to the rest of a coordinator: founds or rejoins the group, carries its frames, proposes
+//! operators' changes, and applies the table to the workers here.
 //!
-//! Promises: a change is acknowledged only when it is agreed on and applied here; without a majority it is
-//! refused in bounded time, while routing goes on with what was agreed on last; a worker's life that is older
-//! than the one agreed on is not served.
-//! Never waits for the group: a coordinator starts, and takes workers and requests, before it is founded.
+//! Guarantees: a change is acknowledged only after it is committed and applied here. Without a majority,
+//! changes are refused in bounded time while routing continues with the last table. A worker with an older
+//! epoch than the committed one is not served.
+//!
+//! A coordinator never waits for the group: it starts, and accepts workers and requests, before the group is
+//! founded.
 
 mod changes;
 mod founding;
@@ -47,27 +49,27 @@ pub use members::{GroupView, MemberRequest, MemberView};
 pub use news::Standing;
 pub use settings::{Difference, ModelDigests, OwnSettings};
 
-/// A tick of [`Settings::default`].
+/// Duration of a tick of [`Settings::default`].
 const TICK: Duration = Duration::from_millis(50);
-/// How long an operator's change may take. Longer than an election, shorter than two seconds.
+/// Timeout of an operator's change: longer than an election, shorter than two seconds.
 const CHANGE_LIMIT: Duration = Duration::from_millis(1500);
-/// How often coordinators tell each other where they stand.
+/// Interval of status messages between coordinators.
 const REPORT_EVERY: Duration = Duration::from_millis(500);
-/// The same while there is no group yet.
+/// The same interval before there is a group.
 const DRAFT_EVERY: Duration = Duration::from_millis(100);
-/// How often lives of workers that are not agreed on yet are put forward again.
+/// Interval between attempts to propose worker epochs that are not in the table.
 const INTRODUCE_EVERY: Duration = Duration::from_secs(1);
-/// How long handing over leadership may take at the end.
+/// Timeout of a leadership transfer on shutdown.
 const HAND_OVER_LIMIT: Duration = Duration::from_secs(2);
-/// How long workers wait at most, after the start, until settings are compared.
+/// How long a worker's registration waits at most, after the start, for the comparison of settings.
 const COMPARE_LIMIT: Duration = Duration::from_secs(2);
-/// How often it is looked whether they are.
+/// Interval of checks for that comparison.
 const COMPARE_EVERY: Duration = Duration::from_millis(10);
-/// Settings that differ, as far as that was logged.
+/// Rate limit for logs of differing settings.
 static DIFFERS: Repeats = Repeats::new();
-/// What was agreed on, in the data directory.
+/// The Raft storage in the data directory.
 const CONSENSUS_FILE: &str = "consensus.redb";
-/// Orders of others that wait to be carried out. Whoever has given one that is lost gives it again.
+/// Maximum of queued orders from other coordinators. The sender of a dropped order retries.
 const MAX_ORDERS: usize = 8;
 
 /// Why a coordinator cannot take part in its group.
@@ -76,7 +78,7 @@ pub enum GroupError {
     /// The Raft storage cannot be read or written.
     #[error("{path}: {}{}", source, remedy(source), path = path.display())]
     Storage { path: PathBuf, source: StorageError },
-    /// The draft of a group cannot be used.
+    /// The founding proposal's file cannot be used.
     #[error(transparent)]
     Draft(#[from] DraftError),
     #[error(transparent)]
@@ -99,21 +101,21 @@ fn remedy(error: &StorageError) -> &'static str {
     }
 }
 
-/// Why a change was not made, or is not known to be made.
+/// Why a change was not made, or may not have been made.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ChangeError {
-    /// No majority has agreed in time. It may yet be made.
+    /// No majority agreed in time. The change may still be applied later.
     #[error("no majority of the coordinators has agreed in time")]
     NoQuorum,
-    /// The table has no such thing, or another rule stands against it.
+    /// The table refused the change.
     #[error(transparent)]
     Refused(#[from] Refusal),
-    /// Not as the group is; what is to be done is told.
+    /// The group's state rules the change out. The text says what to do.
     #[error("{0}")]
     Explained(String),
 }
 
-/// This coordinator's part in its group. See the module.
+/// This coordinator's participation in its group.
 #[derive(Debug)]
 pub struct Agreement {
     shared: Arc<Shared>,
@@ -128,36 +130,36 @@ struct Shared {
     dispatch: Arc<Dispatch>,
     keys: Arc<Keys>,
     metrics: RaftMetrics,
-    /// Once there is a group.
+    /// Set once there is a group.
     member: OnceLock<Member>,
     driver: Mutex<Option<Driver>>,
-    /// Who this one is, once it is known in which life.
+    /// This coordinator's seat, once its incarnation is known.
     seat: OnceLock<GroupMember>,
-    /// A member has said that this one was removed in its present life: who was away meanwhile learns it from
-    /// nobody's log. It is not kept, since whoever starts again is told again.
+    /// A member has reported that this incarnation was removed. A coordinator that was away at the time
+    /// cannot learn this from its own log. Not persisted: members report it again after a restart.
     removed: AtomicBool,
-    /// What this one had of the group was damaged and put aside: it founds none, and wants to be a member again.
+    /// The Raft storage was damaged and put aside: this coordinator founds no group, and asks to rejoin.
     lost: bool,
     heard: Mutex<LatestNews>,
     /// The settings that must be equal on all coordinators.
     settings: OwnSettings,
     compared: Mutex<Compared>,
     identity: Identity,
-    /// Something was heard that a founder waits for.
+    /// Notified when news arrives that a founder waits for.
     news: Notify,
-    /// A worker has joined here.
+    /// Notified when a worker has joined here.
     joined: Notify,
-    /// Held while a table is brought here, so that an older one is never brought after a newer one.
+    /// Held while a table is applied, so that an older table never overwrites a newer one.
     applying: Mutex<()>,
-    /// Operators' changes go one after the other.
+    /// Serializes operators' changes.
     operators: tokio::sync::Mutex<Option<Session>>,
-    /// So do changes of the group, here at the leader.
+    /// Serializes membership changes; used on the leader.
     members: tokio::sync::Mutex<Option<Session>>,
-    /// And plans of replicas, at the leader too.
+    /// Serializes replica plans; used on the leader.
     replicas: tokio::sync::Mutex<Option<Session>>,
-    /// Orders that have been handed to the leader.
+    /// Orders sent to the leader, by number, that wait for a reply.
     asked: Mutex<HashMap<u64, oneshot::Sender<MemberReply>>>,
-    /// Orders that others have handed here.
+    /// Orders received from other coordinators.
     orders: mpsc::Sender<(NodeId, u64, MemberRequest)>,
 }
 
@@ -167,7 +169,7 @@ struct Member {
     handle: Handle,
 }
 
-/// A disk without a group.
+/// An initialized disk without a group.
 struct Blank {
     disk: Disk,
     file: DraftFile,
@@ -175,8 +177,8 @@ struct Blank {
 }
 
 impl Agreement {
-    /// Takes part, inside the current tokio runtime. `None` without a data directory: what is decided here then
-    /// holds here, until the process ends.
+    /// Joins or founds the group, inside the current tokio runtime. `None` without a data directory: changes
+    /// then last until the process ends and hold on this coordinator only.
     pub fn start(
         config: &Config,
         endpoint: &Arc<Endpoint>,
@@ -193,7 +195,8 @@ impl Agreement {
         let path = directory.join(CONSENSUS_FILE);
         let at = |source| GroupError::Storage { path: path.clone(), source };
         let (disk, loaded) = match Disk::open(&path, &node) {
-            // The others have all of it. What is left here must not vote: it is as if it had been wiped.
+            // The other coordinators have all data. What is left here must not vote, so it is treated as
+            // wiped.
             Err(error @ StorageError::Damaged { .. }) if !others.is_empty() => {
                 tracing::error!(%error, "what was agreed on is damaged here; it is put aside and asked of the others");
                 Disk::put_aside(&path).map_err(at)?;
@@ -259,12 +262,12 @@ impl Agreement {
         Ok(Some(Arc::new(Self { shared, mesh, tasks, started: Instant::now() })))
     }
 
-    /// A coordinator has dialed in.
+    /// Takes a connection that another coordinator has dialed.
     pub fn accepted(&self, connection: Connection) {
         self.mesh.accepted(connection);
     }
 
-    /// Has a worker take no new work, or take it again: at every coordinator, also after restarts.
+    /// Drains a worker, or ends its drain, at every coordinator and across restarts.
     pub async fn drain(&self, node: &NodeId, draining: bool) -> Result<(), ChangeError> {
         self.shared.check_member()?;
         let deadline = Instant::now() + CHANGE_LIMIT;
@@ -278,13 +281,13 @@ impl Agreement {
         Ok(())
     }
 
-    /// The epoch agreed on for a worker, if it is a later one.
+    /// The committed epoch of a worker, if it is later than `epoch`.
     pub fn later_life(&self, node: &NodeId, epoch: Epoch) -> Option<Epoch> {
         let known = self.shared.table()?.workers().worker(node)?.epoch;
         (known > epoch).then_some(known)
     }
 
-    /// A worker has joined here: it drains if that was agreed on, and its life is put forward.
+    /// A worker has joined here: applies its committed drain state, and proposes its epoch.
     pub fn joined(&self) {
         self.shared.apply();
         self.shared.joined.notify_one();
@@ -295,7 +298,8 @@ impl Agreement {
         self.shared.compared.lock().differences(&self.shared.node)
     }
 
-    /// Why this one must not serve: settings of its own that must be the others'.
+    /// Names of the settings that keep this coordinator from serving because they differ; `None` if there are
+    /// none.
     pub fn odd_settings(&self) -> Option<String> {
         let differences = self.differences();
         let odd = differences.iter().filter(|difference| difference.own && difference.binding);
@@ -303,8 +307,8 @@ impl Agreement {
         (!odd.is_empty()).then(|| odd.join(", "))
     }
 
-    /// Waits until the others have told their settings, or have had the time to: a worker takes the cluster's key of
-    /// whoever answers it first.
+    /// Waits until the other coordinators have sent their settings, at most 2 s after the start. A worker
+    /// uses the cluster key of the first coordinator that accepts it, so that key must be the right one.
     pub async fn settings_compared(&self) {
         while self.started.elapsed() < COMPARE_LIMIT && !self.shared.compared.lock().knows(&self.mesh.peers())
         {
@@ -312,23 +316,23 @@ impl Agreement {
         }
     }
 
-    /// When a coordinator's certificate ends, in seconds since 1970, if it has said so.
+    /// Expiry of a coordinator's certificate in Unix seconds; `None` if not reported.
     pub fn certificate_ends(&self, node: &NodeId) -> Option<i64> {
         self.shared.compared.lock().certificate_ends(node)
     }
 
-    /// Where each coordinator stands, this one first.
+    /// The status of each coordinator, this one first.
     pub fn standings(&self) -> Vec<Standing> {
         let heard = self.shared.heard.lock();
         let peers = self.mesh.peers().into_iter().map(|node| heard.standing(&node));
         std::iter::once(self.shared.own()).chain(peers).collect()
     }
 
-    /// Hands leadership over if it is here, and takes part no more.
+    /// Transfers leadership if leader, and leaves the consensus.
     pub async fn stop(&self) {
         let driver = self.shared.driver.lock().take();
         if let Some(driver) = driver {
-            // It ends by itself within the limit; what could fail is only its thread, and that says so.
+            // The driver ends within the limit; a panic of its thread is logged there.
             let _ended = tokio::task::spawn_blocking(move || driver.stop(HAND_OVER_LIMIT)).await;
         }
     }
@@ -340,7 +344,7 @@ impl Drop for Agreement {
     }
 }
 
-/// Frames of the group leave by the mesh.
+/// Sends Raft frames through the mesh.
 struct ByMesh(Arc<Mesh>);
 
 impl Network for ByMesh {
@@ -353,7 +357,7 @@ impl Shared {
     fn hear(&self, peer: &NodeId, told: GroupMessage) {
         match told {
             GroupMessage::Raft(frame) => {
-                // Without a group it is for an earlier life of our disk.
+                // Without a group, the frame is for an earlier incarnation of this disk.
                 if let Some(member) = self.member.get() {
                     member.handle.receive(peer.clone(), frame);
                 }
@@ -377,7 +381,7 @@ impl Shared {
         }
     }
 
-    /// Goes on from what the disk holds.
+    /// Starts Raft with the state of the disk.
     fn take_part(&self, loaded: Loaded, disk: Disk, mesh: &Arc<Mesh>) -> Result<(), CoreError> {
         let group = loaded.identity.group;
         let network = ByMesh(Arc::clone(mesh));
@@ -386,12 +390,12 @@ impl Shared {
         let driver = Driver::start(settings, TICK, loaded, Box::new(disk), network, metrics, on_fatal)?;
         let _first = self.member.set(Member { group, handle: driver.handle() });
         *self.driver.lock() = Some(driver);
-        // Whoever follows the table begins now.
+        // Wakes `follow`, which waits for the member.
         self.joined.notify_one();
         Ok(())
     }
 
-    /// Takes part if all that is needed has been heard; gives the disk back if not.
+    /// Joins or founds the group if all required news has arrived; otherwise returns the disk.
     fn found(&self, mut blank: Blank, mesh: &Arc<Mesh>) -> Result<Option<Blank>, GroupError> {
         let mut group = None;
         for (peer, news) in self.heard.lock().all_news() {
@@ -402,7 +406,7 @@ impl Shared {
         }
         let loaded = match group {
             Some(group) => Some(blank.founding.found_by_another(group)?),
-            // There was a group, and it is not for those to found another that have lost it.
+            // A group exists; a coordinator that lost its data must not found another one.
             None if self.lost => None,
             None => {
                 if blank.founding.agree() {
@@ -420,7 +424,7 @@ impl Shared {
         Ok(None)
     }
 
-    /// Tells the peers where this one stands, and founds the group with them if there is none.
+    /// Sends status messages to the peers, and founds the group with them if there is none.
     async fn live(self: Arc<Self>, mut blank: Option<Blank>, mesh: Arc<Mesh>) {
         let mut outside = false;
         loop {
@@ -428,7 +432,7 @@ impl Shared {
                 blank = match self.found(waiting, &mesh) {
                     Ok(blank) => blank,
                     Err(error) => {
-                        // What is on the disk is unknown: as after a failed write of the log.
+                        // The content of the disk is unknown, as after a failed write of the log.
                         tracing::error!(%error, "the group cannot be founded; the process ends");
                         proto::log::flush();
                         std::process::abort();
@@ -478,7 +482,7 @@ impl Shared {
         }
     }
 
-    /// Applies what is agreed on whenever that changes, and puts forward what is seen here and is not agreed on.
+    /// Applies each new table, and proposes what is seen here and missing in the table.
     async fn follow(self: Arc<Self>, mesh: Arc<Mesh>) {
         while self.member.get().is_none() {
             self.joined.notified().await;
@@ -491,7 +495,7 @@ impl Shared {
             for seat in table.borrow_and_update().seats().filter(|seat| seat.node != self.node) {
                 mesh.ensure(&PeerEntry { node: seat.node.clone(), quic: seat.quic.clone() });
             }
-            // One is enough: the others put forward only what the leader does not know of.
+            // One proposer is enough: the leader.
             if handle.status().role == RaftRole::Leader {
                 self.introduce(&mut session).await;
                 self.report_levels(&mut session).await;
@@ -504,7 +508,7 @@ impl Shared {
         }
     }
 
-    /// Once a majority has said what is agreed on, keys that are not known here are none.
+    /// After the first linearizable read, keys that are not in the table are invalid.
     async fn settle(self: Arc<Self>) {
         loop {
             if let Some(Member { handle, .. }) = self.member.get()
@@ -529,7 +533,7 @@ impl Shared {
         }
     }
 
-    /// Looks whether the settings here are those of the others, and says so if not. What to tell them of ours.
+    /// Compares settings with the peers, logs differences, and returns the message to send.
     fn compare(&self, peers: &[NodeId]) -> SettingDigests {
         let ends = self.identity.validities().map_or(0, |validities| validities.node.ends);
         let own = self.settings.told(ends, &[]);

@@ -1,8 +1,8 @@
-//! The API port: OpenAI's HTTP, and Anthropic's messages, for those who have a key.
+//! The API port: OpenAI's API and Anthropic's Messages API, authenticated by API key.
 //!
-//! A request passes, in this order: the connection's limits ([`crate::server`]), the gate of this module
-//! (request id, key; default deny, around the whole router), [`limits::read`], [`plan`], the dispatch, and
-//! [`answer`].
+//! A request passes, in this order: the connection's limits ([`crate::server`]), this module's middleware
+//! around all routes (request id, authentication, deny by default), [`limits::read`], [`plan`], the dispatch,
+//! and [`answer`].
 
 pub mod answer;
 mod audio;
@@ -77,19 +77,19 @@ use tower::Service;
 use transcribe::Task;
 use turns::Turns;
 
-/// The client's name for its request, or ours.
+/// The client's request id; generated if the client sends none.
 pub const REQUEST_ID_HEADER: HeaderName = HeaderName::from_static("x-request-id");
-/// The client's name for requests that have a prefix in common and come together.
+/// The client's id for a group of requests with a common prefix that arrive together.
 pub const GROUP_HEADER: HeaderName = HeaderName::from_static("x-kvasir-group");
 /// Sent by Anthropic's clients with every request.
 const ANTHROPIC_VERSION: HeaderName = HeaderName::from_static("anthropic-version");
-/// Under which Anthropic's clients look for the request's name.
+/// The header in which Anthropic's clients expect the request id.
 const THEIR_ID_HEADER: HeaderName = HeaderName::from_static("request-id");
 
-/// In metrics, the status of a request whose client has gone away before its answer had ended.
+/// Status in metrics of a request whose client disconnected before the end of its answer.
 const CLIENT_GONE: u16 = 499;
 
-/// Everything that the handlers need.
+/// State shared by all handlers of the API port.
 #[derive(Debug)]
 pub struct AppState {
     pub dispatch: Arc<Dispatch>,
@@ -97,46 +97,46 @@ pub struct AppState {
     pub keys: Arc<Keys>,
     pub chains: Arc<ChainMemo>,
     pub metrics: Arc<Metrics>,
-    /// How often documents are asked for.
+    /// Request counts of documents.
     pub popularity: Popularity,
-    /// Whose turn it is to have something planned.
+    /// Limits concurrent planning and takes the tenants in turn.
     pub turns: Arc<Turns>,
-    /// Which pages may ask from browsers.
+    /// Origins whose pages may send requests from browsers.
     pub cors: Cors,
-    /// How long a request may take in all.
+    /// Time limit of a request.
     pub request_timeout: Duration,
-    /// How many sessions of operations there may be, and how long.
+    /// Limits on the number and the length of sessions.
     pub realtime: realtime::Rules,
     /// Seconds since 1970 at start.
     pub started: u64,
 }
 
-/// What is served here, and nothing else is.
+/// All endpoints of the API port.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Endpoint {
-    /// Whether requests can be answered, for routers in front of this port; probes ask the ops port.
+    /// Whether requests can be served, for routers in front of this port. Probes use the ops port.
     Health,
     Models,
     Model,
     /// Completions of text or tokens.
     Completions,
     Chat,
-    /// The same in the words of OpenAI's responses.
+    /// OpenAI's Responses API.
     Responses,
-    /// The same in Anthropic's words.
+    /// Anthropic's Messages API.
     Messages,
-    /// How many tokens a prompt in Anthropic's words has.
+    /// The number of tokens of an Anthropic prompt.
     CountTokens,
     Embeddings,
-    /// Documents by how they answer a query.
+    /// Ranks documents by relevance to a query.
     Rerank,
     /// Text to tokens.
     Tokenize,
     /// Tokens to text.
     Detokenize,
-    /// What is said in a recording.
+    /// The text of a recording.
     Transcriptions,
-    /// What is said in a recording, in English.
+    /// The text of a recording, translated into English.
     Translations,
     /// An operation on a recording.
     Audio(Operation),
@@ -166,7 +166,7 @@ impl Endpoint {
         Self::Realtime(Operation::TurnDetection),
     ];
 
-    /// What is at a path.
+    /// The endpoint at `path`; `None` for an unknown path.
     fn at(path: &str) -> Option<Self> {
         let one = || model_list::model_in(path).map(|_| Self::Model);
         Self::ALL.into_iter().find(|endpoint| endpoint.path() == path).or_else(one)
@@ -206,12 +206,12 @@ impl Endpoint {
     }
 
     fn takes(self, method: &Method) -> bool {
-        // Who asks for the head of an answer gets it by its own method, without the rest. A WebSocket has none.
+        // HEAD is accepted wherever GET is, except for a WebSocket.
         let head = self.method() == Method::GET && !matches!(self, Self::Realtime(_));
         self.method() == *method || (head && *method == Method::HEAD)
     }
 
-    /// Its methods, as in the header `Allow`.
+    /// The value of the header `Allow`.
     fn methods(self) -> &'static str {
         match self {
             Self::Realtime(_) => "GET, OPTIONS",
@@ -251,12 +251,11 @@ impl Endpoint {
     }
 }
 
-/// The whole port. Its paths are few, so [`Endpoint::ALL`] is looked through.
+/// The service behind the API port. [`Endpoint::ALL`] is searched linearly since it is short.
 #[derive(Debug, Clone)]
 pub struct Port(Arc<AppState>);
 
 impl Port {
-    /// Answers with what is there.
     pub fn new(front: Arc<AppState>) -> Self {
         Self(front)
     }
@@ -277,7 +276,7 @@ impl Service<Request> for Port {
     }
 }
 
-/// A request whose end is counted: as [`CLIENT_GONE`] if it is dropped before.
+/// Counts a request when it ends; as [`CLIENT_GONE`] if it is dropped before.
 struct Tally<'a> {
     metrics: &'a Metrics,
     path: &'static str,
@@ -285,7 +284,7 @@ struct Tally<'a> {
 }
 
 impl Tally<'_> {
-    /// It is answered, or counts itself when it will have been.
+    /// Counts the response now, unless the response counts itself at its end ([`CountsItself`]).
     fn answered(mut self, response: &Response, shed: bool) {
         self.counted = true;
         if response.extensions().get::<CountsItself>().is_none() {
@@ -302,8 +301,8 @@ impl Drop for Tally<'_> {
     }
 }
 
-/// Around everything, also around what does not exist: nothing is answered without a key but what a browser asks before
-/// it shows one, and every answer carries the request's id.
+/// Middleware around all routes and unknown paths. Only OPTIONS is answered without authentication, since
+/// browsers send a preflight before the key. Every response has the request id.
 async fn gate(front: Arc<AppState>, mut request: Request) -> Response {
     let Ok(id) = request_id(request.headers()) else { return ApiError::Internal.into_response() };
     let endpoint = Endpoint::at(request.uri().path());
@@ -342,7 +341,7 @@ async fn gate(front: Arc<AppState>, mut request: Request) -> Response {
     response
 }
 
-/// What is at a path, and what a page may send there if it may ask at all.
+/// Answers OPTIONS: the endpoint's methods and, for an allowed origin, the preflight headers.
 fn options(endpoint: Endpoint, request: &HeaderMap, allowed: bool) -> Response {
     let mut response = StatusCode::NO_CONTENT.into_response();
     let headers = response.headers_mut();
@@ -353,7 +352,7 @@ fn options(endpoint: Endpoint, request: &HeaderMap, allowed: bool) -> Response {
     response
 }
 
-/// Status and body of an error, in the words of the API that was asked.
+/// Status and body of an error, in the form of the called API.
 fn refusal(error: &ApiError, anthropic: bool, id: &RequestId) -> (StatusCode, Value) {
     match anthropic {
         true => messages::refused(error, id),
@@ -361,7 +360,7 @@ fn refusal(error: &ApiError, anthropic: bool, id: &RequestId) -> (StatusCode, Va
     }
 }
 
-/// Headers, status and body of an answer to a request at `path` that comes to no handler.
+/// Headers, status and body of a response to a request at `path` that reaches no handler.
 pub fn refused_before(error: &ApiError, path: &str) -> (HeaderMap, StatusCode, Value) {
     let anthropic = Endpoint::at(path).is_some_and(|endpoint| endpoint.is_anthropic(&HeaderMap::new()));
     match new_id() {
@@ -384,8 +383,8 @@ fn id_headers(id: &RequestId, anthropic: bool) -> HeaderMap {
     headers
 }
 
-/// Who asks. Where no keys are needed, a page in a browser may only if it is this machine's own or the operator has named
-/// its origin.
+/// Authenticates the caller. In open mode (no keys), rejects browser requests from other sites, unless the
+/// operator listed the origin.
 fn authenticate(front: &AppState, headers: &HeaderMap) -> Result<Caller, ApiError> {
     if front.keys.is_open() && from_another_site(headers) && !front.cors.allowed_without_key(headers) {
         return Err(ApiError::Origin);
@@ -393,7 +392,7 @@ fn authenticate(front: &AppState, headers: &HeaderMap) -> Result<Caller, ApiErro
     front.keys.authenticate(headers)
 }
 
-/// The client's, if it is one, else a new one.
+/// The client's request id if it is valid, else a new one.
 fn request_id(headers: &HeaderMap) -> Result<RequestId, InvalidId> {
     let given = headers.get(REQUEST_ID_HEADER).and_then(|value| value.to_str().ok());
     match given.and_then(|text| RequestId::new(text).ok()) {
@@ -406,7 +405,7 @@ fn new_id() -> Result<RequestId, InvalidId> {
     RequestId::new(format!("{:016x}{:016x}", random_u64(), random_u64()))
 }
 
-/// The group that a request says to be of.
+/// The group that the request names.
 fn group(headers: &HeaderMap) -> Result<Option<GroupId>, ApiError> {
     let Some(value) = headers.get(GROUP_HEADER) else { return Ok(None) };
     let text = value.to_str().map_err(|_| ApiError::field(GROUP_HEADER.as_str(), "is not plain text"))?;
@@ -449,7 +448,7 @@ async fn generate(front: Arc<AppState>, kind: Kind, request: Request) -> Result<
     answered
 }
 
-/// Whoever answers takes `trace`, if the request is recorded.
+/// Serves a generation. Takes `trace` once it hands the span of a recorded request on.
 async fn answer(
     front: Arc<AppState>,
     kind: Kind,
@@ -500,7 +499,7 @@ async fn answer(
     if plan.params.stream { answer.streamed(path).await } else { answer.whole().await }
 }
 
-/// What writes the answer to a request of this name.
+/// The writer for the answer of request `id`, in the form of the plan's API.
 fn writer(plan: &GenerationPlan, id: &RequestId) -> Box<dyn Writer> {
     let (created, model) = (unix_seconds(), plan.model.id.to_string());
     let shape = |prefix, chat| ResponseShape {
@@ -539,7 +538,8 @@ async fn rerank(front: Arc<AppState>, request: Request) -> Result<Response, ApiE
     encode(&front, spans::RERANK, request, rerank::plan, answer).await
 }
 
-/// Has the texts encoded that `plan` reads off a request's body; `answer` makes the answer of what came of them.
+/// Encodes the texts that `plan` reads from the body. `answer` builds the response from the vectors or
+/// scores.
 async fn encode<S: Send + 'static, A: Serialize>(
     front: &Arc<AppState>,
     operation: &'static str,
@@ -566,7 +566,7 @@ async fn encode<S: Send + 'static, A: Serialize>(
         if let Some(span) = &mut trace {
             span.set("gen_ai.usage.input_tokens", gathered.tokens);
         }
-        // There may be thousands of vectors to be written.
+        // Serializes in a turn, since there may be thousands of vectors.
         let write = move || {
             Ok((gathered.headers.clone(), Json(answer(shape, &id, model, &gathered))).into_response())
         };
@@ -579,15 +579,15 @@ async fn encode<S: Send + 'static, A: Serialize>(
     answered
 }
 
-/// Lets a request in that costs something, and reads its body.
+/// Admits a request that costs work: checks the caller's limits and reads the body.
 async fn admit(front: &AppState, request: Request) -> Result<(Asker, Bytes), ApiError> {
     admit_within(front, request, limits::MAX_BODY).await
 }
 
-/// As [`admit`], where a body may have so many bytes.
+/// Like [`admit`], for a body of at most `most` bytes.
 async fn admit_within(front: &AppState, request: Request, most: usize) -> Result<(Asker, Bytes), ApiError> {
     let arrived = Instant::now();
-    // Both were put there by the gate.
+    // The middleware inserted both.
     let caller = request.extensions().get::<Caller>().cloned().ok_or(ApiError::InvalidApiKey)?;
     let id = request.extensions().get::<RequestId>().cloned().ok_or(ApiError::Internal)?;
     let permit = caller.enter(arrived).inspect_err(|error| error.count_limit(&front.metrics))?;
@@ -603,7 +603,7 @@ async fn body(request: Request, most: usize) -> Result<Bytes, ApiError> {
 }
 
 impl AppState {
-    /// For each prompt its choices. Choices of one prompt differ in their seeds.
+    /// The jobs of a plan: for each prompt its choices. Choices of one prompt differ in their seeds.
     fn jobs(
         &self,
         plan: &GenerationPlan,
@@ -627,7 +627,7 @@ impl AppState {
                 let mut stop = plan.params.stop.clone();
                 stop.max_tokens = *max_tokens;
                 if plan.speech.is_some() {
-                    // They are looked for in what is said, once the answer has been taken apart.
+                    // The coordinator searches for stop strings after parsing the answer.
                     stop.strings.clear();
                 }
                 jobs.push(GenerationJob {
@@ -651,13 +651,13 @@ impl AppState {
         jobs
     }
 
-    /// Pays for tokens that are to be computed.
+    /// Charges prompt tokens to the caller's limits.
     fn pay(&self, permit: &Permit, tokens: u64) -> Result<(), ApiError> {
         let paid = permit.prompt(tokens, Instant::now()).map_err(ApiError::from);
         paid.inspect_err(|error| error.count_limit(&self.metrics))
     }
 
-    /// Plans a request, when it is its tenant's turn.
+    /// Runs `work` when it is the tenant's turn.
     async fn plan<T: Send + 'static>(
         self: &Arc<Self>,
         asker: &Asker,

@@ -1,8 +1,9 @@
-//! Who has done what to the cluster, when, and with what result: lines of JSON that are only appended, in `audit.jsonl` of
-//! the data directory; without one, in the log. Each coordinator writes what was asked of it; the leader writes its plans.
+//! The audit log: changes to the cluster with author, time and result, as JSON lines appended to
+//! `audit.jsonl` in the data directory, or to the process's log without a data directory. Each coordinator
+//! records the requests that it received; the leader records its plans.
 //!
-//! A line is `{"unix_ms","node","who","from","what","on","result"}`. No prompt, key or salt stands in it: who asks by a key is
-//! named by the key's id and tenant.
+//! A line is `{"unix_ms","node","who","from","what","on","result"}`. It contains no prompt, key or salt: the
+//! holder of a key is named by the key's id and tenant.
 
 use parking_lot::Mutex;
 use proto::directory;
@@ -14,12 +15,12 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// A file that is longer is put aside.
+/// A file larger than this is rotated.
 const FILE_BYTES: u64 = 16 << 20;
-/// Files that are kept besides the one that is written, the oldest go.
+/// Rotated files that are kept; the oldest is deleted.
 const OLD_FILES: usize = 8;
 
-/// The log cannot be written.
+/// The log cannot be opened.
 #[derive(Debug, thiserror::Error)]
 #[error("{}", directory::failed(path, source))]
 pub struct AuditError {
@@ -29,13 +30,13 @@ pub struct AuditError {
 
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct Record<'a> {
-    /// Who wanted it: `key ID of TENANT`, `local` for whoever is on this machine, `worker NAME`, `leader`, `authority` of what its
-    /// signature says.
+    /// The author: `key ID of TENANT`, `local` for a caller on this machine, `worker NAME`, `leader`, or
+    /// `authority` for a signed change.
     pub who: &'a str,
     pub from: Option<IpAddr>,
     pub what: &'a str,
     pub on: &'a str,
-    /// What came of it: an HTTP status, or words.
+    /// The result: an HTTP status, or words.
     pub result: &'a str,
 }
 
@@ -47,7 +48,7 @@ struct Line<'a> {
     record: Record<'a>,
 }
 
-/// The log. See the module.
+/// The audit log.
 #[derive(Debug)]
 pub struct Audit {
     node: NodeId,
@@ -60,18 +61,18 @@ struct Log {
     file: File,
     bytes: u64,
     limit: u64,
-    /// The last line was perhaps not written whole.
+    /// Whether the last line may be incomplete.
     torn: bool,
 }
 
 impl Audit {
-    /// Goes on with the log in `data_dir`, which is made if need be.
+    /// Opens the log in `data_dir`, creating it if necessary. `None`: the process's log.
     pub fn open(data_dir: Option<&Path>, node: NodeId) -> Result<Self, AuditError> {
         let log = data_dir.map(|directory| Log::open(directory, FILE_BYTES)).transpose()?;
         Ok(Self { node, log: log.map(Mutex::new) })
     }
 
-    /// Writes an action down. What cannot be written is told in the process's log; the action is not undone.
+    /// Records an action. If writing fails, the failure is logged and the action is not undone.
     pub fn note(&self, record: &Record<'_>) {
         let unix_ms = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis());
         let unix_ms = u64::try_from(unix_ms).unwrap_or(u64::MAX);

@@ -1,9 +1,10 @@
-//! What decides: table, index, loads and queue under one roof, as one state machine.
+//! The balancer: one state machine that owns the worker table, the prefix index, the worker loads and the
+//! queue.
 //!
-//! Every method takes the time (and a random number where ties may have to be broken) and gives back
-//! [`Action`]s; nothing in here waits, measures time or talks to anyone. The life of a ticket:
-//! `submit` → (queued) → [`Action::Assign`] → `started` → `ended`, or `retry` after an attempt that failed,
-//! or [`Action::Refuse`] at any point before it is assigned.
+//! Every method takes the current time, and a random number where ties must be broken, and returns
+//! [`Action`]s. The balancer never blocks, reads a clock or does I/O. Life cycle of a ticket: `submit` →
+//! (queued) → [`Action::Assign`] → `started` → `ended`. A failed attempt goes through `retry` back to the
+//! queue. [`Action::Refuse`] can end a ticket at any point before it is assigned.
 
 mod operations;
 pub mod recent;
@@ -32,30 +33,30 @@ use std::time::{Duration, Instant};
 pub use worker_pool::{PeerExport, PeerImport};
 use worker_pool::{Placing, WorkerPool};
 
-/// The numbers that steer it.
+/// Limits and timeouts of the balancer.
 #[derive(Debug, Clone, Copy)]
 pub struct Policy {
-    /// How much may wait for a worker.
+    /// Limits of the queue of requests without a worker.
     pub queue: QueueLimits,
-    /// Sequences sent to one worker and not yet ended, at most; more wait here, where any worker can still
-    /// take them.
+    /// Maximum of unfinished sequences that this coordinator has sent to one worker. Further requests stay in
+    /// the queue, where any worker can still take them.
     pub max_inflight: u32,
-    /// Prefill that a worker shall have in hand at most, by its measured rate; while all have as much, requests wait
-    /// here.
+    /// Maximum of pending prefill per worker, as time at its measured rate. Requests stay in the queue while
+    /// all candidates are at this limit.
     pub max_pending: Duration,
-    /// A worker not heard of for this long gets no new work while another is there.
+    /// A worker without a report for this long gets no new work while a live worker is available.
     pub suspect_after: Duration,
-    /// A worker not heard of for this long has left.
+    /// A worker without a report for this long is removed from the table.
     pub lease: Duration,
-    /// How long after a request's end its reservation stands in for events under way.
+    /// How long a reservation outlives its request, until the worker's KV events arrive.
     pub event_lag: Duration,
-    /// Attempts at a request, the first included.
+    /// Maximum of attempts per request, including the first.
     pub max_attempts: u32,
-    /// Bytes for the prefix index.
+    /// Size limit of the prefix index in bytes.
     pub index_bytes: u64,
-    /// By what a worker is chosen.
     pub routing: Routing,
-    /// Prompt tokens that a worker for decoding computes itself at most while there is one for prefill.
+    /// Maximum of uncached prompt tokens that a decode worker computes itself while a prefill worker is
+    /// available.
     pub decode_prefill_tokens: u32,
 }
 
@@ -76,46 +77,45 @@ impl Default for Policy {
     }
 }
 
-/// One generation to be placed.
+/// A generation, or a call to encode texts, that needs a worker.
 #[derive(Debug, Clone)]
 pub struct RouteRequest {
-    /// The client's name for it.
+    /// The client's request id.
     pub request: RequestId,
     pub tenant: Arc<str>,
     pub model: ModelId,
-    /// What is asked of it, if that is more than tokens: only workers that offer it are.
+    /// The operation, for requests that are no generation. Only workers that offer it are candidates.
     pub operation: Option<Operation>,
     pub prompt_tokens: u32,
-    /// How long the answer may be.
+    /// Limit of the answer's length.
     pub output: Output,
-    /// Ids of the prompt's full units.
+    /// Ids of the prompt's full hash units.
     pub chain: Arc<[BlockId]>,
-    /// The group of requests that it says to be of.
+    /// The request group that the client named.
     pub group: Option<CommonKey>,
-    /// How urgent it is among its tenant's; lower goes first.
+    /// Priority among the tenant's requests; lower goes first.
     pub priority: i32,
-    /// When it is worth nothing any more.
     pub deadline: Instant,
-    /// Whether it is wanted to know why a worker is chosen.
+    /// Whether to return the costs of all candidates with the assignment.
     pub explain: bool,
 }
 
-/// How many tokens an answer has.
+/// Expected length of an answer, in tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Output {
     pub most: u32,
-    /// It has as many: nothing else ends it.
+    /// The answer has exactly `most` tokens: nothing else ends it.
     pub fixed: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Ticket(u64);
 
-/// Why a worker was chosen.
+/// The candidates of a routing decision.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Explained {
     pub at: Instant,
-    /// The workers that could have been, and what each was compared by.
+    /// All candidates, each with the estimates that it was compared by.
     pub candidates: Vec<(NodeId, Parts)>,
 }
 
@@ -123,104 +123,102 @@ pub struct Explained {
 pub struct Assignment {
     pub node: NodeId,
     pub epoch: Epoch,
-    /// Which attempt this is, from 0.
+    /// Number of the attempt, from 0.
     pub attempt: Attempt,
-    /// Prompt tokens that the worker is expected to have cached.
+    /// Prompt tokens that are expected in the worker's cache.
     pub predicted: u32,
     pub reason: Reason,
     /// Workers of equal classes give bit-equal results.
     pub numeric_class: String,
-    /// Who computes the prompt first, for this worker to pull it.
+    /// The prefill worker that computes the prompt first. `None`: the chosen worker computes it.
     pub prefill: Option<Prefilling>,
-    /// Where the worker may pull a prefix from.
+    /// The worker to pull a prefix from, if any.
     pub pull: Option<PullSource>,
-    /// How many generations of this prompt go to this worker with this decision, this one included.
+    /// Number of generations with this prompt that the same decision sends to this worker, including this
+    /// one.
     pub together: u32,
-    /// Why this worker, at length, if that was asked.
+    /// Set if [`RouteRequest::explain`] is.
     pub explained: Option<Arc<Explained>>,
 }
 
-/// A worker that computes a prompt for another.
+/// A prefill worker.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Prefilling {
     pub node: NodeId,
     pub epoch: Epoch,
 }
 
-/// Why a generation is not placed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     #[error("the queue is full")]
     QueueFull {
-        /// When trying again makes sense.
+        /// Suggested delay before the client retries.
         retry_after: Duration,
     },
-    /// Nobody serves the model just now.
+    /// No worker serves the model now, and none is expected to.
     #[error("no worker serves the model at the moment")]
     NoWorker,
     #[error("the deadline passed in the queue")]
     Deadline,
-    /// As many attempts as are allowed have failed.
+    /// [`Policy::max_attempts`] attempts have failed.
     #[error("every attempt failed")]
     AttemptsFailed,
 }
 
-/// Why an attempt failed, so far as the next choice depends on it.
+/// Why an attempt failed, as far as it affects the next choice of a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AttemptError {
-    /// The worker died or the connection to it did: it may be tried again in its next life.
+    /// The worker or its connection is gone. The worker may be chosen again in a later epoch.
     Lost,
-    /// The worker lives but does not want this request.
+    /// The worker is alive and refused this request. It is not tried again in this epoch.
     Declined,
-    /// The worker drains, by its own word; it may be asked again once it says that it takes work.
+    /// The worker reported that it drains. It may be chosen again once it reports that it is ready.
     Draining,
 }
 
-/// What the caller has to do.
+/// An instruction to the caller of the balancer.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Action {
-    /// Send the generation to a worker.
     Assign(Ticket, Assignment),
     Refuse(Ticket, Refusal),
-    /// Fetch what is missing of a worker's events.
+    /// Fetch a worker's missing KV events.
     Fetch {
         node: NodeId,
         epoch: Epoch,
         need: GapRepair,
     },
-    /// The worker has lost its lease: close its connection, so that what runs there fails and moves.
+    /// The worker's lease has expired: close its connection, so that its requests fail and are retried.
     Drop {
         node: NodeId,
         epoch: Epoch,
     },
 }
 
-/// A worker as seen from here, for status and metrics.
+/// This coordinator's view of a worker, for status and metrics.
 #[derive(Debug, Clone)]
 pub struct WorkerView {
-    /// Its place in the table.
     pub member: Member,
-    /// Its last report, if one has come.
+    /// The last load report; `None` before the first.
     pub report: Option<LoadReport>,
-    /// Time since it was last heard of.
+    /// Time since the last report, or since the join.
     pub silent: Duration,
-    /// Sequences sent there by this coordinator and not yet ended.
+    /// Unfinished sequences that this coordinator has sent to the worker.
     pub inflight: u32,
-    /// Prompt tokens sent there by this coordinator and not yet computed.
+    /// Uncached prompt tokens that this coordinator has sent and the worker has not computed yet.
     pub pending_tokens: u64,
-    /// Seconds until it would begin with another prompt, whoever sent what it has to do, as requests are placed by.
+    /// Estimated seconds until the worker could start another prompt, counting the work from all
+    /// coordinators.
     pub queue_seconds: f64,
-    /// What part of requests it is for.
+    /// Prefill, decode, or both.
     pub part: WorkPart,
-    /// What it has pulled and sent, by its last report.
+    /// Pulls and sends, from the last report.
     pub pulls: PullReport,
-    /// The operations that it offers.
     pub operations: Vec<OfferView>,
     pub stream: Option<StreamView>,
 }
 
 impl WorkerView {
-    /// What it does: draining also while only an operator has asked for it.
+    /// The reported state, but `Draining` as soon as an operator has requested a drain.
     pub fn state(&self) -> WorkerState {
         match self.report.as_ref().map_or(WorkerState::Starting, |r| r.state) {
             WorkerState::Ready if self.member.draining => WorkerState::Draining,
@@ -232,7 +230,7 @@ impl WorkerView {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueueView {
     pub requests: usize,
-    /// Their prompt tokens.
+    /// Prompt tokens of all queued requests.
     pub tokens: u64,
 }
 
@@ -244,9 +242,10 @@ struct QueuedRequest {
     rank: Instant,
     attempts: u32,
     avoid: Vec<(NodeId, Epoch)>,
-    /// The only class that may go on with what has been emitted.
+    /// Numeric class that must continue the answer, once tokens have been emitted.
     only_class: Option<String>,
-    /// Until when it may wait for what another worker computes, once it has begun to.
+    /// Until when the request may wait for a prefix that another worker computes. `None`: it has not begun to
+    /// wait.
     waits_until: Option<Instant>,
 }
 
@@ -265,7 +264,6 @@ impl Waiting for QueuedRequest {
     }
 }
 
-/// The state machine. See the module.
 #[derive(Debug)]
 pub struct Balancer {
     queue: Queue<QueuedRequest>,
@@ -274,7 +272,7 @@ pub struct Balancer {
 }
 
 impl Balancer {
-    /// No workers, nothing waiting; all tenants have one weight.
+    /// Starts without workers and with equal weights for all tenants.
     pub fn new(policy: Policy) -> Self {
         Self::weighted(policy, TenantWeights::default())
     }
@@ -283,7 +281,7 @@ impl Balancer {
         Self { queue: Queue::new(policy.queue, weights), floor: WorkerPool::new(policy), next_ticket: 0 }
     }
 
-    /// Takes generations that belong to one request, all or none.
+    /// Submits the generations of one request: all are taken or none.
     pub fn submit(
         &mut self,
         now: Instant,
@@ -296,7 +294,7 @@ impl Balancer {
         let tokens = asks.iter().map(|ask| u64::from(ask.prompt_tokens)).sum();
         self.check_room(asks.len(), tokens)?;
         let mut tickets = Vec::with_capacity(asks.len());
-        // Most requests are one generation, which is together with nobody.
+        // Only generations of the same request can be sent together.
         let several = asks.len() > 1;
         let mut prompts = HashMap::new();
         for ask in asks {
@@ -327,7 +325,7 @@ impl Balancer {
         Ok((tickets, actions))
     }
 
-    /// Whether `requests` more with `tokens` prompt tokens in all would be queued.
+    /// Checks whether the queue has room for `requests` more, with `tokens` prompt tokens in all.
     pub fn check_room(&self, requests: usize, tokens: u64) -> Result<(), Refusal> {
         let waiting = self.floor.waiting();
         let (requests, tokens) = (requests + waiting.requests, tokens + waiting.tokens);
@@ -337,23 +335,23 @@ impl Balancer {
         })
     }
 
-    /// So many tokens of the prompt were cached at its worker.
+    /// Records how many prompt tokens the worker found in its cache.
     pub fn found_cached(&mut self, ticket: Ticket, tokens: u32) {
         self.floor.learn(ticket, |outcome| outcome.cached = Some(tokens));
     }
 
-    /// It has ended well, with so many tokens.
+    /// Records the number of generated tokens of a generation that ended well.
     pub fn generated(&mut self, ticket: Ticket, tokens: u32) {
         self.floor.generated(ticket, tokens);
     }
 
-    /// The worker has computed the prompt, and has room for another.
+    /// The worker has computed the prompt and has room for another.
     pub fn started(&mut self, now: Instant, ticket: Ticket, random: u64) -> Vec<Action> {
         self.floor.started(now, ticket);
         self.pump(now, random)
     }
 
-    /// The generation is over, however it ended, or nobody wants it any more.
+    /// The generation has ended in any way, or was cancelled.
     pub fn ended(&mut self, now: Instant, ticket: Ticket, random: u64) -> Vec<Action> {
         if self.floor.end(now, ticket).is_none() {
             self.queue.remove(|waiter| waiter.ticket == ticket);
@@ -362,8 +360,9 @@ impl Balancer {
         self.pump(now, random)
     }
 
-    /// The attempt failed; the generation goes to the head of its tenant's lane. `only_class`: tokens have
-    /// been emitted, and only a worker of this numeric class may go on behind them.
+    /// Handles a failed attempt: the request returns to the head of its tenant's lane, or is refused after
+    /// the last attempt. `only_class` is set if tokens have been emitted: only a worker of this numeric class
+    /// may continue.
     pub fn retry(
         &mut self,
         now: Instant,
@@ -390,7 +389,7 @@ impl Balancer {
         actions
     }
 
-    /// Changes the table of workers.
+    /// Applies a change to the worker table.
     pub fn change(
         &mut self,
         now: Instant,
@@ -402,14 +401,14 @@ impl Balancer {
         Ok(actions)
     }
 
-    /// A worker reports. Reports of other lives than the member's are ignored.
+    /// Takes a load report. Reports of another epoch than the member's are ignored.
     pub fn load(&mut self, now: Instant, node: &NodeId, report: LoadReport, random: u64) -> Vec<Action> {
         self.floor.load(now, node, report);
         self.pump(now, random)
     }
 
-    /// A member says what part of requests it is for, what pulls of its models' prefixes cost, and where other workers
-    /// reach it. Until then it is for everything, and nothing is pulled.
+    /// Sets a member's role, the costs of pulling its models' prefixes, and its address for other workers.
+    /// Before this call the worker takes all parts of requests, and pulls are off.
     pub fn introduce(
         &mut self,
         node: &NodeId,
@@ -421,12 +420,13 @@ impl Balancer {
         self.floor.introduce(node, epoch, (part, pulls, quic));
     }
 
-    /// A model that nobody serves will be served again until then: requests for it wait.
+    /// Expects that a model without a worker is served again by `until`. Requests for it are queued until
+    /// then.
     pub fn expect(&mut self, model: &ModelId, until: Instant) {
         self.floor.expect(model, until);
     }
 
-    /// A member tells what it has pulled and sent.
+    /// Takes a member's report of its pulls and sends.
     pub fn pulled(&mut self, node: &NodeId, epoch: Epoch, report: PullReport) {
         self.floor.pulled(node, epoch, report);
     }
@@ -435,17 +435,19 @@ impl Balancer {
         self.floor.index_of(node, |index, slot| index.apply(slot, batch))
     }
 
-    /// To be called after [`Balancer::events`]: places what has waited for these.
+    /// Places requests that waited for the events just applied. Call it after [`Balancer::events`].
     pub fn announced(&mut self, now: Instant, random: u64) -> Vec<Action> {
         self.pump_awaited(now, random)
     }
 
-    /// A part of what [`GapRepair::Replay`] asked for, and not its last.
+    /// Applies one part of the answer to [`GapRepair::Replay`]; [`replayed`](Self::replayed) takes the last
+    /// part.
     pub fn replaying(&mut self, node: &NodeId, part: KvEventBatch) -> Result<Option<Action>, StreamError> {
         self.floor.index_of(node, |index, slot| index.replaying(slot, part).map(|()| None))
     }
 
-    /// The last part of what [`GapRepair::Replay`] asked for; `None` if the worker no longer has it.
+    /// Applies the last part of the answer to [`GapRepair::Replay`]. `None`: the worker no longer has the
+    /// events.
     pub fn replayed(
         &mut self,
         node: &NodeId,
@@ -455,38 +457,40 @@ impl Balancer {
         self.floor.index_of(node, |index, slot| index.replayed(slot, epoch, missed))
     }
 
-    /// The next part of what [`GapRepair::Snapshot`] asked for.
+    /// Applies the next part of the answer to [`GapRepair::Snapshot`].
     pub fn snapshot(&mut self, node: &NodeId, part: KvSnapshotFrame) -> Result<Option<Action>, StreamError> {
         self.floor.index_of(node, |index, slot| index.install(slot, part))
     }
 
-    /// Begins to tell a peer what is known of a worker in this life, if that is more than up to event `after`.
+    /// Starts an export of a worker's prefixes for a peer. `None` if nothing newer than event `after` of this
+    /// epoch is known.
     pub fn export(&self, node: &NodeId, epoch: Epoch, after: u64) -> Option<PeerExport> {
         self.floor.export(node, epoch, after)
     }
 
-    /// The next frame of what a peer is told; `None` behind the last.
+    /// Returns the export's next frame, and `None` after the last.
     pub fn exported(&self, export: &mut PeerExport) -> Result<Option<Vec<u8>>, CodecError> {
         self.floor.exported(export)
     }
 
-    /// Begins to hear from a peer what it knows of a worker in this life, and the last event known here. Only whoever
-    /// has been asked by an [`Action::Fetch`] may, in its place.
+    /// Starts an import of a worker's prefixes from a peer. Returns it with the number of the last event
+    /// known here. Only the handler of an [`Action::Fetch`] may call this, in place of that fetch.
     pub fn import(&self, node: &NodeId, epoch: Epoch) -> Option<(PeerImport, u64)> {
         self.floor.import(node, epoch)
     }
 
-    /// The next frame of what a peer knows; the last one is answered with what has to be asked of the worker.
+    /// Applies the next frame of an import. The last frame returns what remains to be fetched from the
+    /// worker.
     pub fn imported(&mut self, import: &mut PeerImport, frame: &[u8]) -> Result<Option<Action>, PeerError> {
         self.floor.imported(import, frame)
     }
 
-    /// A fetch did not work out; the worker's next events will ask for it again.
+    /// Marks a fetch as failed. The worker's next events request it again.
     pub fn fetch_failed(&mut self, node: &NodeId) {
         self.floor.fetch_failed(node);
     }
 
-    /// To be called several times a second: deadlines, leases, reservations.
+    /// Expires deadlines, leases and reservations. Call it several times a second.
     pub fn tick(&mut self, now: Instant, random: u64) -> Vec<Action> {
         let mut actions: Vec<Action> = self.floor.expire(now);
         let mut late = self.queue.expire(now);
@@ -500,7 +504,7 @@ impl Balancer {
         self.floor.table()
     }
 
-    /// What is served under this name, if a worker does, or will again.
+    /// The model of this name, if a worker serves it or is expected to.
     pub fn model(&self, id: &ModelId) -> Option<&ServedModel> {
         self.floor.model(id)
     }
@@ -510,12 +514,11 @@ impl Balancer {
         self.floor.serves(id)
     }
 
-    /// The workers as seen from here.
     pub fn workers(&self, now: Instant) -> Vec<WorkerView> {
         self.floor.workers(now)
     }
 
-    /// The event stream of a worker, if it is a member.
+    /// The KV event stream of a member.
     pub fn stream(&self, node: &NodeId) -> Option<StreamView> {
         self.floor.stream(node)
     }
@@ -544,23 +547,23 @@ impl Balancer {
         all
     }
 
-    /// What was decided lately, and why.
+    /// The last routing decisions.
     pub fn recent(&self) -> &Recent {
         self.floor.recent()
     }
 
-    /// Who holds how many leading units of a chain: by name, units that the worker has announced, and those that it is
-    /// expected to hold soon.
+    /// Workers that hold leading units of `chain`: the node, the units that it has announced, and the units
+    /// that it is expected to hold soon.
     pub fn holders(&self, chain: &[BlockId]) -> Vec<(NodeId, u32, u32)> {
         self.floor.holders(chain)
     }
 
-    /// Generations assigned and not ended.
+    /// Number of assigned generations that have not ended.
     pub fn inflight(&self) -> usize {
         self.floor.inflight()
     }
 
-    /// Places what can be placed.
+    /// Places every queued request that a worker can take.
     fn pump(&mut self, now: Instant, random: u64) -> Vec<Action> {
         let mut actions = self.pump_awaited(now, random);
         let Self { queue, floor, .. } = self;
@@ -580,7 +583,7 @@ impl Balancer {
         actions
     }
 
-    /// Places what has waited for a prefix that is there now, or will not be.
+    /// Places requests whose awaited prefix has arrived or no longer will.
     fn pump_awaited(&mut self, now: Instant, random: u64) -> Vec<Action> {
         let mut actions = Vec::new();
         let mut random = random;
@@ -600,8 +603,8 @@ impl Balancer {
     }
 }
 
-/// Tells each generation with how many others of its prompt it goes to its worker. Choices of one prompt have its chain
-/// in common, not only an equal one.
+/// Sets [`Assignment::together`]. Generations have the same prompt if they share the chain's allocation;
+/// equal chains in different allocations do not count.
 fn count_together(actions: &mut [Action], prompts: &HashMap<Ticket, Arc<[BlockId]>>) {
     let key = |ticket: &Ticket, assignment: &Assignment| {
         let chain = prompts.get(ticket).filter(|_| assignment.prefill.is_none())?;
@@ -621,7 +624,7 @@ fn count_together(actions: &mut [Action], prompts: &HashMap<Ticket, Arc<[BlockId
     }
 }
 
-/// The next of a sequence of well-mixed numbers (splitmix64).
+/// Next value of a splitmix64 sequence.
 fn mix(state: u64) -> u64 {
     let z = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

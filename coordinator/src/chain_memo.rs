@@ -1,9 +1,9 @@
-//! Remembers the names of prompts: the ids of the units that stand behind a prefix.
+//! Memo of prompts' block ids: maps a parent id and the tokens after it to unit ids.
 //!
-//! Exact: an entry is found by the id of the prefix before it and the tokens behind it, and both are compared. The
-//! first of these ids is a tenant's root, so what one tenant has asked for is never found, sooner or later, by
-//! another. Of a prompt whose beginning is known by the names of its parts ([`TokenIds::parts`]) nothing is compared but
-//! these: a name is no hash, it is given once and means the same tokens for ever.
+//! The memo is exact: an entry is found by parent id and tokens, and both are compared. The first parent is a
+//! tenant's root, so a hit never reveals another tenant's prompts, not even by timing. If a prompt's
+//! beginning is given as named parts ([`TokenIds::parts`]), only the names are compared. A part's name is no
+//! hash: it is assigned once and always means the same tokens.
 
 use model::recent::{Recent, RecentUse};
 use proto::block::{BlockId, ClusterKey, HASH_UNIT_TOKENS, Scope, TenantSalt, UnitKey};
@@ -13,12 +13,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 const UNITS: usize = 16;
 const TOKENS: usize = UNITS * HASH_UNIT_TOKENS;
 
-/// What roots take at most: some thousands of tenants' and models'.
+/// Maximum bytes of memoized roots: enough for some thousands of tenants and models.
 const ROOT_BYTES: usize = 1 << 20;
-/// Of all bytes one of so many is for beginnings in parts: an id for each 16 tokens, where runs have the tokens too.
+/// One in this many bytes is for named parts. They store an id for each 16 tokens, while runs also store the
+/// tokens.
 const PARTS_OF: usize = 4;
 
-/// Makes the ids of prompts' units under one key, and remembers them.
+/// Computes the unit ids of prompts under one key, with a memo.
 #[derive(Debug)]
 pub struct ChainMemo {
     cluster: ClusterKey,
@@ -29,16 +30,16 @@ pub struct ChainMemo {
     roots: Recent<Root>,
 }
 
-/// The last part of a prompt's beginning, behind those before it.
+/// The last part of a prompt's beginning, given the parts before it.
 #[derive(Debug)]
 struct Beginning {
     root: BlockId,
-    /// The beginning up to the part before; 0 of none.
+    /// Number of the beginning before this part; 0 for none.
     before: u64,
     part: TokenPart,
-    /// What the beginning up to here is called in `before`, and nothing else is.
+    /// Unique number of the beginning that ends with this part; used as `before` of the next one.
     number: u64,
-    /// Of the units that end in this part.
+    /// Ids of the units that end in this part.
     ids: Box<[BlockId]>,
 }
 
@@ -50,18 +51,19 @@ struct Root {
     id: BlockId,
 }
 
-/// Units one after the other.
+/// Consecutive units.
 #[derive(Debug)]
 struct Run {
     parent: BlockId,
     tokens: [u32; TOKENS],
     ids: [BlockId; UNITS],
-    /// Hash of the run that followed it last; 0 of none. Whatever it names is compared before it is used.
+    /// Hash of the run that last followed this one; 0 for none. A hint: the run found there is compared
+    /// before use.
     next: AtomicU64,
 }
 
 impl ChainMemo {
-    /// One of at most about `bytes`.
+    /// A memo of at most about `bytes` bytes.
     pub fn new(key: &ClusterKey, bytes: usize) -> Self {
         let (cluster, key) = (key.clone(), key.units());
         let beginnings = bytes / PARTS_OF;
@@ -75,7 +77,7 @@ impl ChainMemo {
         }
     }
 
-    /// What [`ClusterKey::root`] gives.
+    /// Memoized [`ClusterKey::root`].
     pub fn root(&self, scope: Scope<'_>) -> BlockId {
         let Scope { salt, model_digest, tokenizer_digest, adapter } = scope;
         let fields = [model_digest, tokenizer_digest, adapter];
@@ -93,7 +95,7 @@ impl ChainMemo {
         })
     }
 
-    /// What [`UnitKey::chain`] gives for a prompt.
+    /// Memoized [`UnitKey::chain`] for a prompt that may have named parts.
     pub fn chain_of(&self, root: BlockId, prompt: &TokenIds) -> Vec<BlockId> {
         let mut chain = Vec::with_capacity(prompt.len() / HASH_UNIT_TOKENS);
         let (mut before, mut parts) = (0, prompt.parts());
@@ -121,14 +123,14 @@ impl ChainMemo {
         chain
     }
 
-    /// What [`UnitKey::chain`] gives.
+    /// Memoized [`UnitKey::chain`].
     pub fn chain(&self, root: BlockId, tokens: &[u32]) -> Vec<BlockId> {
         let mut chain = Vec::with_capacity(tokens.len() / HASH_UNIT_TOKENS);
         self.extend(root, tokens, &mut chain);
         chain
     }
 
-    /// Appends the ids of a beginning's last part, if it is known, and tells its number.
+    /// If the last part of a beginning is known, appends its ids and returns its number.
     fn begins(&self, root: BlockId, before: u64, part: TokenPart, chain: &mut Vec<BlockId>) -> Option<u64> {
         self.beginnings.get(self.beginning(root, before, part), |known| {
             (known.root == root && known.before == before && known.part == part).then(|| {
@@ -145,12 +147,12 @@ impl ChainMemo {
         hasher.finish()
     }
 
-    /// Appends the ids of the units behind `parent`.
+    /// Appends the ids of the units after `parent`.
     fn extend(&self, parent: BlockId, tokens: &[u32], chain: &mut Vec<BlockId>) {
         let (runs, rest) = tokens.as_chunks::<TOKENS>();
         let (mut parent, mut before, mut next) = (parent, 0, 0);
         for run in runs {
-            // A run that comes again is mostly followed by what has followed it before, which need not be hashed then.
+            // A repeated run is mostly followed by the same run as before, which then need not be hashed.
             let known = if next == 0 { None } else { self.recall(next, parent, run, chain) };
             let hash = if known.is_some() { next } else { self.hash(parent, run) };
             let known = known.or_else(|| self.recall(hash, parent, run, chain));
@@ -172,8 +174,7 @@ impl ChainMemo {
         }
     }
 
-    /// How often units were known: of each prompt that begins with parts whether the first was, and of other tokens run by
-    /// run.
+    /// Hits and misses. A prompt with named parts counts once, by its first part; other tokens count by run.
     pub fn usage(&self) -> RecentUse {
         let (runs, beginnings) = (self.runs.usage(), self.beginnings.usage());
         RecentUse {
@@ -183,7 +184,7 @@ impl ChainMemo {
         }
     }
 
-    /// Appends the ids of a run that is known at `hash`, and tells what has followed it last.
+    /// Appends the ids of the run known at `hash`. Returns the hash of the run that last followed it.
     fn recall(
         &self,
         hash: u64,
@@ -199,7 +200,7 @@ impl ChainMemo {
         })
     }
 
-    /// Appends the ids of a run that is not known, and remembers it.
+    /// Computes, appends and stores the ids of an unknown run.
     fn name(&self, hash: u64, parent: BlockId, tokens: &[u32; TOKENS], chain: &mut Vec<BlockId>) {
         let mut ids = [parent; UNITS];
         let mut last = parent;
@@ -213,7 +214,7 @@ impl ChainMemo {
         self.runs.put(hash, Box::new(run), size_of::<Run>());
     }
 
-    /// Notes that the run at `next` follows the one at `before`.
+    /// Records that the run at `next` follows the one at `before`.
     fn link(&self, before: u64, next: u64) {
         self.runs.get(before, |run| {
             run.next.store(next, Ordering::Relaxed);
@@ -248,7 +249,7 @@ mod tests {
             let key = ClusterKey([5; 32]);
             let memo = ChainMemo::new(&key, 1 << 20);
             for (text, root, len, last) in prompts.iter().chain(&prompts) {
-                // Four texts, of which prompts are prefixes, but for their last token.
+                // Four texts. Each prompt is a prefix of one, plus one other token.
                 let mut tokens: Vec<u32> = (0..*len as u32).map(|at| at * 31 + *text as u32).collect();
                 tokens.push(*last);
                 let root = BlockId(roots[root % roots.len()]);
@@ -266,7 +267,7 @@ mod tests {
         let scopes = [
             scope,
             Scope { salt: &other, ..scope },
-            // The same bytes, cut elsewhere.
+            // The same bytes, split differently.
             Scope { model_digest: b"a", tokenizer_digest: b"bc", ..scope },
             Scope { tokenizer_digest: b"", adapter: b"c", ..scope },
         ];
@@ -275,7 +276,7 @@ mod tests {
         }
     }
 
-    /// Prompts of these parts, the tokens of a part following from its name, and `rest` behind them.
+    /// A prompt of these parts, followed by `rest`. A part's tokens follow from its name.
     fn in_parts(names: &[u64], rest: &[u32]) -> TokenIds {
         let (mut tokens, mut parts) = (Vec::new(), Vec::new());
         for &name in names {
@@ -289,7 +290,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
         #[test]
-        fn known_in_parts_or_not_the_ids_are_the_same(
+        fn ids_of_named_parts_equal_computed_ones(
             roots in prop::collection::vec(any::<[u8; 16]>(), 1..3),
             prompts in prop::collection::vec(
                 (0..3usize, prop::collection::vec(1..6u64, 0..9), prop::collection::vec(any::<u32>(), 0..40)), 1..8),
@@ -307,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_are_another_tenants_own() {
+    fn named_parts_are_not_shared_between_tenants() {
         let memo = ChainMemo::new(&ClusterKey([5; 32]), 1 << 20);
         let prompt = in_parts(&[5, 3, 4], &[]);
         let hits = |root| {
@@ -319,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn tenants_find_their_own_only() {
+    fn runs_are_not_shared_between_tenants() {
         let memo = ChainMemo::new(&ClusterKey([5; 32]), 1 << 20);
         let tokens = [7; 2 * TOKENS];
         let hits = |root| {

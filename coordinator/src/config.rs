@@ -1,4 +1,4 @@
-//! The coordinator's configuration, as it stands in a file.
+//! The coordinator's configuration file.
 
 use crate::admission::{BadWeight, QueueLimits, TenantWeights};
 use crate::api::auth::KeyEntry;
@@ -14,75 +14,75 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Another coordinator of the group, or this one.
+/// A configured coordinator of the group, possibly this one.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PeerEntry {
-    /// Its name, as its certificate says.
+    /// The name in its certificate.
     pub node: NodeId,
-    /// Where it is dialed, `host:port`.
+    /// Address to dial, `host:port`.
     pub quic: String,
 }
-
-/// A coordinator's configuration. Every field has a default; unknown fields are refused.
+/// A coordinator's configuration. Every field has a default. Unknown fields are refused.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
-    /// API port. Port 0: any. Elsewhere than on loopback only with `keys`.
+    /// API port. Port 0: any free port. An address other than loopback requires `keys`.
     pub http: SocketAddr,
-    /// Operations port: health, metrics, administration. Port 0: any.
+    /// Operations port: health, metrics, administration. Port 0: any free port.
     pub ops: SocketAddr,
-    /// UDP port for workers. Port 0: any.
+    /// UDP port for workers. Port 0: any free port.
     pub quic: SocketAddr,
-    /// All coordinators of the group, with or without this one; 1 to 5 in all. None: a group of one.
+    /// All coordinators of the group, with or without this one; 1 to 5 in total. Empty: a group of one.
     pub peers: Vec<PeerEntry>,
-    /// Where this coordinator keeps what the group has agreed on. Without it, which only a group of one may
-    /// be, nothing is kept over a restart.
+    /// Directory for what the group agreed on. Only a group of one may leave it unset; then nothing survives
+    /// a restart.
     pub data_dir: Option<PathBuf>,
     /// Models that the API offers.
     pub models: Vec<ModelEntry>,
-    /// API keys. Without any, everybody on this machine is one tenant.
+    /// API keys. If empty, all callers on this machine are one tenant.
     pub keys: Vec<KeyEntry>,
-    /// Whether `/readyz` stays 503 until someone posts to `/admin/v1/ready`.
+    /// If set, `/readyz` returns 503 until a POST to `/admin/v1/ready`.
     pub hold_ready: bool,
-    /// Whether texts of control tokens in chats become these tokens.
+    /// If set, texts of control tokens in chats become control tokens.
     pub raw_chats: bool,
-    /// Seconds that a request may take in all.
+    /// Time limit of a request, in seconds.
     pub request_timeout_s: u64,
-    /// Generations that may wait for a worker.
+    /// Most generations that may wait for a worker.
     pub queue_requests: usize,
-    /// Prompt tokens that may wait for a worker.
+    /// Most prompt tokens that may wait for a worker.
     pub queue_tokens: u64,
-    /// Generations that one worker may have at a time; more wait here, where any worker can take them.
+    /// Most in-flight generations of one worker. Further ones wait at the coordinator, where any worker can
+    /// take them.
     pub worker_inflight: u32,
-    /// How often workers report, in milliseconds.
+    /// Interval of the workers' reports, in milliseconds.
     pub report_every_ms: u64,
-    /// A worker not heard of for this long gets no new work while another is there, in milliseconds.
+    /// A worker without a heartbeat for this long gets no new work if another is available, in milliseconds.
     pub suspect_ms: u64,
-    /// A worker not heard of for this long has left, in milliseconds.
+    /// A worker without a heartbeat for this long has left, in milliseconds.
     pub lease_ms: u64,
     /// Memory for the prefix index, in bytes.
     pub index_bytes: u64,
-    /// By what a worker is chosen.
+    /// How a worker is chosen.
     pub routing: Routing,
-    /// Stages of each replica that is made of workers of the pool; none: as few as hold the model.
+    /// Stages of each replica that is built from pool workers. `None`: as few as hold the model.
     pub shards: Option<usize>,
-    /// HTTP connections at a time, on the API port.
+    /// Most concurrent HTTP connections of the API port.
     pub max_connections: usize,
     /// Seconds that an HTTP connection may be idle between requests.
     pub keep_alive_s: u64,
-    /// Origins whose pages may ask from browsers: `https://app.example`, `*` or `none`. None: any where keys are needed,
-    /// and else none.
+    /// Origins whose pages may send requests from browsers: `https://app.example`, `*` or `none`. `None`: any
+    /// origin if keys are configured, else no origin.
     pub cors_origins: Option<Vec<String>>,
-    /// Tenants that get more turns than others: `TENANT=WEIGHT`.
+    /// Tenants with a larger share of turns: `TENANT=WEIGHT`.
     pub tenant_weights: Vec<String>,
-    /// Sessions of operations that one tenant may have here at a time.
+    /// Most concurrent sessions of operations for one tenant at this coordinator.
     pub sessions_per_tenant: u32,
-    /// A session in which nothing is said for so many seconds ends.
+    /// Ends a session after this many seconds without a message.
     pub session_idle_s: u64,
-    /// Seconds that a session may last.
+    /// Longest session, in seconds.
     pub session_max_s: u64,
-    /// Seconds that requests under way are given when the coordinator is told to stop.
+    /// Time for running requests to finish after a stop signal, in seconds.
     pub drain_s: u64,
 }
 
@@ -112,7 +112,8 @@ impl Default for Config {
             routing: policy.routing,
             shards: None,
             max_connections: 4096,
-            // Proxies and clients keep theirs for 60 s or less, and whoever closes first loses no request.
+            // Proxies and clients close idle connections after 60 s or less. The side that closes first loses
+            // no request.
             keep_alive_s: 75,
             cors_origins: None,
             tenant_weights: Vec::new(),
@@ -124,31 +125,31 @@ impl Default for Config {
     }
 }
 
-/// What is wrong with a configuration.
+/// Why a configuration is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigError {
     #[error("http = {http} is reachable from elsewhere; without [[keys]] only loopback is served")]
     KeysRequired { http: SocketAddr },
-    /// A number that makes no sense.
+    /// A number outside its range.
     #[error("{field} = {value}: {rule}")]
     OutOfRange {
         field: &'static str,
         value: u64,
-        /// The rule that it breaks.
+        /// The rule that the value breaks.
         rule: &'static str,
     },
-    /// Something that no page has for an origin.
+    /// A text that is not an origin.
     #[error("cors_origins: {0:?} is no origin such as https://app.example, nor * or none")]
     Origin(String),
     #[error(transparent)]
     Weight(#[from] BadWeight),
-    /// The group cannot be what is configured.
+    /// An impossible group of coordinators.
     #[error("peers: {rule}")]
     Peers {
-        /// The rule that it breaks.
+        /// The rule that the list breaks.
         rule: &'static str,
     },
-    /// The keys cannot be used.
+    /// Unusable keys.
     #[error("[[keys]]: {0}")]
     Keys(#[from] crate::api::auth::KeysError),
 }
@@ -199,7 +200,7 @@ impl Config {
         Err(ConfigError::Peers { rule })
     }
 
-    /// The numbers that steer the balancer.
+    /// The balancer's part of the configuration.
     pub fn policy(&self) -> Policy {
         Policy {
             queue: QueueLimits { requests: self.queue_requests, tokens: self.queue_tokens },
@@ -219,7 +220,7 @@ mod tests {
     use proto::ids::NodeId;
 
     #[test]
-    fn the_defaults_are_valid_and_unknown_fields_are_not() {
+    fn the_defaults_are_valid_and_unknown_fields_are_refused() {
         assert_eq!(Config::default().check(), Ok(()));
         let empty: Config = serde_json::from_str("{}").unwrap();
         assert_eq!(empty, Config::default());

@@ -1,14 +1,14 @@
-//! What all coordinators agree on: one small table, replicated by Raft among one, three or five of them.
+//! Consensus among one, three or five coordinators: one small table, replicated by Raft.
 //!
-//! Read in this order: [`table`] (the state machine: an entry in, an outcome out), [`core`] (Raft without
-//! clock, disk and network), [`message`] (what goes over the wire and to the disk), [`storage`] (the disk),
-//! [`driver`] (the thread that owns all of it).
+//! Reading order: [`table`] (the state machine), [`core`] (Raft without clock, disk or network), [`message`]
+//! (wire and disk formats), [`storage`] (the disk), [`driver`] (the thread that owns all of it).
 //!
-//! Promises: acknowledged changes survive the loss of any minority and any crash; reads by index see every
-//! change acknowledged before they began; a change is made at most once, however often it is sent; without a
-//! majority nothing changes, and what was agreed before stays readable.
-//! Never here: what changes by the second (load, prefixes, progress); clocks, sockets and randomness, except
-//! in the driver.
+//! Guarantees: acknowledged changes survive crashes and the loss of any minority. A linearizable read returns
+//! every change that was acknowledged before the read began. A change is applied at most once, however often
+//! it is sent. Without a majority the table does not change, but stays readable.
+//!
+//! Values that change every second (load, prefixes, progress) do not belong into the table. Only the driver
+//! uses clocks, sockets and randomness.
 
 pub mod core;
 pub mod driver;

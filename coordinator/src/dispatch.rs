@@ -1,6 +1,6 @@
-//! Where decisions become traffic: the balancer behind a lock, the connections to the workers, and the life
-//! of each generation ([`Generation`]), of each call to encode texts ([`Encoding`]) and of each session of an operation
-//! ([`Hearing`]) on them.
+//! Executes the balancer's decisions: the balancer behind a lock, the connections to the workers, and the
+//! life cycle of each generation ([`Generation`]), call to encode texts ([`Encoding`]) and session of an
+//! operation ([`Hearing`]).
 
 mod certificates;
 mod choice;
@@ -52,14 +52,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::{Notify, mpsc};
 
-/// How long a worker may take to answer what is asked of it besides generations.
+/// Timeout of RPCs to a worker, except generations.
 const RPC_LIMIT: Duration = Duration::from_secs(5);
-/// How long a worker is given to show that it is alive, when another process registers by its name.
+/// How long a worker may take to prove that it is alive when another process registers under its name.
 const ALIVE_LIMIT: Duration = Duration::from_secs(1);
-/// KV events that were not taken.
+/// Rate limit for logs of refused KV events.
 static REFUSED: Repeats = Repeats::new();
 
-/// The balancer, in traffic. Share it in an `Arc`.
+/// The balancer with its connections. Shared in an `Arc`.
 #[derive(Debug)]
 pub struct Dispatch {
     desk: Mutex<DispatchState>,
@@ -69,34 +69,34 @@ pub struct Dispatch {
     certificates: Certificates,
     lost_devices: LostDevices,
     weights: TenantWeights,
-    /// Told when events of a worker have been applied.
+    /// Notified after a worker's events have been applied.
     heard: Notify,
 }
 
-/// Under one lock, so that a decision and what it is based on are one step. Nothing waits while holding it.
+/// State under one lock, so that a decision is atomic with its inputs. Never held across an `await`.
 #[derive(Debug)]
 struct DispatchState {
     balancer: Balancer,
-    /// Where the next verdict on a ticket goes, of those that were not decided at once.
+    /// Channels for the placement results of tickets that were not decided at submission.
     tickets: HashMap<Ticket, mpsc::UnboundedSender<PlacementResult>>,
     links: HashMap<NodeId, Arc<Link>>,
     served: Served,
 }
 
-/// What the balancer has decided about a ticket.
+/// The balancer's decision about a ticket.
 #[derive(Debug)]
 enum PlacementResult {
-    /// In a box, since a channel has room for dozens of them from the first on.
+    /// Boxed, because a channel allocates space for dozens of values up front.
     Go(Box<(Assignment, Arc<Link>, SendTurn)>),
     No(Refusal),
 }
 
-/// Where a ticket's next verdict comes from.
+/// Source of a ticket's next placement result.
 #[derive(Debug)]
 enum Verdicts {
     At(PlacementResult),
     Later(mpsc::UnboundedReceiver<PlacementResult>),
-    /// It was taken, and the ticket was not given up since.
+    /// The result was taken, and no retry has followed.
     Taken,
 }
 
@@ -141,13 +141,14 @@ impl Dispatch {
         })
     }
 
-    /// Submits the generations of one request, all or none. Each is cancelled by dropping it.
+    /// Submits the generations of one request: all are taken or none. Dropping a [`Generation`] cancels it.
     pub fn generate(self: &Arc<Self>, jobs: Vec<GenerationJob>) -> Result<Vec<Generation>, Refusal> {
         let claims = self.submit(jobs.iter().map(GenerationJob::ask).collect())?;
         Ok(claims.into_iter().zip(jobs).map(|(claim, job)| Generation::new(claim, job)).collect())
     }
 
-    /// Submits the parts of one request to encode texts, all or none. Each is cancelled by dropping it.
+    /// Submits the parts of one request to encode texts: all are taken or none. Dropping an [`Encoding`]
+    /// cancels it.
     pub fn encode(self: &Arc<Self>, jobs: Vec<EncodeJob>) -> Result<Vec<Encoding>, Refusal> {
         let claims = self.submit(jobs.iter().map(EncodeJob::ask).collect())?;
         Ok(claims.into_iter().zip(jobs).map(|(claim, job)| Encoding::new(claim, job)).collect())
@@ -156,8 +157,8 @@ impl Dispatch {
     fn submit(self: &Arc<Self>, asks: Vec<RouteRequest>) -> Result<Vec<TicketGuard>, Refusal> {
         let mut desk = self.desk.lock();
         let (tickets, actions) = desk.balancer.submit(Instant::now(), asks, random_u64())?;
-        // Most requests are placed at once, and then there is nothing to wait for. In the order of the decisions, which
-        // is that of the turns.
+        // Most requests are placed at once and need no channel. Actions are handled in order, so that send
+        // turns follow the order of the decisions.
         let mut decided: Vec<Option<PlacementResult>> = tickets.iter().map(|_| None).collect();
         for action in actions {
             let ours = |ticket: &Ticket| tickets.iter().position(|ours| ours == ticket);
@@ -183,7 +184,7 @@ impl Dispatch {
         Ok(tickets.into_iter().zip(decided).map(claim).collect())
     }
 
-    /// A worker that has introduced itself on `connection` joins. An earlier connection of it is closed.
+    /// Adds a worker that has registered on `connection`. Closes its earlier connection, if any.
     pub fn join(
         self: &Arc<Self>,
         session: SessionId,
@@ -206,7 +207,7 @@ impl Dispatch {
             old.close(CloseCode::Fenced);
         }
         self.perform(&mut desk, actions);
-        // It drained in its life before, which the new one does not know.
+        // The worker's earlier epoch was draining. The new process does not know this yet.
         if desk.balancer.table().member(&node).is_some_and(|member| member.draining) {
             let dispatch = Arc::clone(self);
             tokio::spawn(async move { dispatch.tell_drain(&node).await });
@@ -214,9 +215,10 @@ impl Dispatch {
         Ok(())
     }
 
-    /// Where another process is alive that is a member by this worker's name: its connection is another one's, its life is
-    /// an earlier one, and it answers or reports while it is asked. One that was killed or has frozen does neither. If its
-    /// life is a later one, the newcomer is refused for that when it joins.
+    /// Returns the address of another live process that is a member under this worker's name: it has another
+    /// connection and an earlier epoch, and answers or reports during this call. A killed or frozen process
+    /// does neither. If the other process has a later epoch, this returns `None` and `join` refuses the
+    /// newcomer.
     pub async fn is_alive_elsewhere(
         &self,
         session: SessionId,
@@ -233,7 +235,7 @@ impl Dispatch {
         let asked = Instant::now();
         let answer = async { link.api().await.ok()?.status(deadline(ALIVE_LIMIT)).await.ok() };
         let answers = tokio::time::timeout(ALIVE_LIMIT, answer).await.is_ok_and(|answer| answer.is_some());
-        // It may have gone meanwhile.
+        // The other process may have left meanwhile.
         let link = other().filter(|now| now.session() == link.session())?;
         let silent = self
             .desk
@@ -246,7 +248,8 @@ impl Dispatch {
         (answers || reports).then(|| link.connection().remote_address())
     }
 
-    /// A worker reports on this session. `false` if it is not a member by this session and epoch.
+    /// Takes a worker's load report. Returns `false` if the worker is not a member with this session and
+    /// epoch.
     pub fn load(self: &Arc<Self>, session: SessionId, node: &NodeId, report: LoadReport) -> bool {
         let mut desk = self.desk.lock();
         let epoch = report.epoch;
@@ -259,28 +262,28 @@ impl Dispatch {
         member
     }
 
-    /// What workers say of getting their models.
+    /// The workers' reports of model downloads.
     pub fn shipments(&self) -> &Shipments {
         &self.shipments
     }
 
-    /// When workers' certificates end, as they say.
+    /// The reported expiry times of the workers' certificates.
     pub fn certificates(&self) -> &Certificates {
         &self.certificates
     }
 
-    /// Which workers' lives have ended with their GPU.
+    /// The worker epochs that ended with a lost GPU.
     pub fn lost_devices(&self) -> &LostDevices {
         &self.lost_devices
     }
 
-    /// A worker's events arrive on this session.
+    /// Applies a worker's KV events.
     pub fn events(self: &Arc<Self>, session: SessionId, node: &NodeId, batch: KvEventBatch) {
         for part in batch.into_parts() {
             let mut desk = self.desk.lock();
             if desk.links.get(node).is_none_or(|link| link.session() != session) {
-                // Said before registering, or by a connection that has been replaced: the replay that follows
-                // a registration tells it again.
+                // The worker has not registered yet, or this connection was replaced. The replay after its
+                // registration repeats the events.
                 return;
             }
             match desk.balancer.events(node, part) {
@@ -294,33 +297,33 @@ impl Dispatch {
                     }
                 }
             }
-            // Whoever has a request to place goes between the parts.
+            // Lets waiting requests take the lock between the parts.
             MutexGuard::unlock_fair(desk);
         }
         self.heard.notify_waiters();
     }
 
-    /// The session's connection is gone: if it is the one by which the worker is a member, it has left.
+    /// The session's connection is gone. If it is the worker's current connection, the worker leaves.
     pub fn session_lost(self: &Arc<Self>, session: SessionId, node: &NodeId) {
         self.shipments.forget(session, node);
         self.certificates.forget(session, node);
         self.remove(node, "connection lost", |link| link.session() == session);
     }
 
-    /// Somebody who knows says that the worker's process is dead: counts at once, whatever QUIC still
-    /// believes. `false` if it is no member.
+    /// Removes a worker whose process is reported dead, without waiting for QUIC to time out. Returns `false`
+    /// if the worker is not a member.
     pub fn notice_dead(self: &Arc<Self>, node: &NodeId) -> bool {
         self.remove(node, "reported dead", |_| true)
     }
 
-    /// Parts with those workers that have no generation from here; they join other coordinators.
+    /// Removes the workers without a generation from here. They join other coordinators.
     pub fn let_idle_go(self: &Arc<Self>, why: &str) {
         for view in self.workers().iter().filter(|view| view.inflight == 0) {
             self.remove(&view.member.register.node, why, |_| true);
         }
     }
 
-    /// Asks a worker to take no new work, or to take it again; here at once, there by RPC.
+    /// Makes a worker drain, or take work again: here at once, at the worker by RPC.
     pub async fn drain(self: &Arc<Self>, node: &NodeId, draining: bool) -> Result<(), TableError> {
         let change = TableChange::Drain { node: node.clone(), draining };
         self.change(change)?;
@@ -335,8 +338,8 @@ impl Dispatch {
         Ok(())
     }
 
-    /// Brings the workers here in line with what all coordinators have agreed on: who drains, and which life of
-    /// a worker is the present one; an older life is no member any more.
+    /// Applies what the coordinators have agreed on: which workers drain, and each worker's current epoch.
+    /// Workers of an older epoch are removed.
     pub fn agree(self: &Arc<Self>, roster: &Roster) {
         for (node, epoch, draining) in self.lives() {
             let Some(agreed) = roster.worker(&node) else { continue };
@@ -344,7 +347,7 @@ impl Dispatch {
                 self.remove(&node, "a later life of it is agreed on", |link| link.epoch() == epoch);
             } else if agreed.life.drains() != draining {
                 let change = TableChange::Drain { node: node.clone(), draining: !draining };
-                // Refused only if it has left meanwhile.
+                // Fails only if the worker has left meanwhile.
                 if self.change(change).is_ok() {
                     let dispatch = Arc::clone(self);
                     tokio::spawn(async move { dispatch.tell_drain(&node).await });
@@ -353,7 +356,7 @@ impl Dispatch {
         }
     }
 
-    /// How the workers here have introduced themselves.
+    /// The registrations of all members.
     pub fn introductions(&self) -> Vec<Arc<WorkerInfo>> {
         self.desk.lock().balancer.table().members().map(|member| Arc::clone(&member.register)).collect()
     }
@@ -364,7 +367,7 @@ impl Dispatch {
         desk.balancer.table().members().map(life).collect()
     }
 
-    /// Tells a worker whether it drains, until what it was told last is so.
+    /// Sends a worker its drain state, again if the state changes during the call.
     async fn tell_drain(&self, node: &NodeId) {
         let wanted = || {
             let desk = self.desk.lock();
@@ -382,20 +385,20 @@ impl Dispatch {
                 Err(error) => Err(error.to_string()),
             };
             if let Err(error) = told {
-                // It gets no work from here in any case.
+                // The worker gets no work from here in any case.
                 tracing::warn!(%node, draining, %error, "the worker could not be told");
             }
         }
     }
 
-    /// Deadlines, leases, reservations; to be called several times a second.
+    /// Expires deadlines, leases and reservations. Call it several times a second.
     pub fn tick(self: &Arc<Self>) {
         let mut desk = self.desk.lock();
         let actions = desk.balancer.tick(Instant::now(), random_u64());
         self.perform(&mut desk, actions);
     }
 
-    /// The workers' own metrics, as texts by name; without those that do not answer within `limit`.
+    /// The workers' own metrics as text, by node. Workers that do not answer within `limit` are left out.
     pub async fn worker_metrics(&self, limit: Duration) -> Vec<(NodeId, String)> {
         let links: Vec<_> = self.desk.lock().links.iter().map(|(n, l)| (n.clone(), Arc::clone(l))).collect();
         let ask = async |node: NodeId, link: Arc<Link>| {
@@ -406,37 +409,36 @@ impl Dispatch {
         futures::future::join_all(asked).await.into_iter().filter_map(|r| r.ok().flatten()).collect()
     }
 
-    /// What is served under this name, if a worker is there.
+    /// The model of this name, if a worker serves it or is expected to.
     pub fn model(&self, id: &ModelId) -> Option<ServedModel> {
         self.desk.lock().balancer.model(id).cloned()
     }
 
-    /// Whether a worker takes work for this model.
     pub fn serves(&self, id: &ModelId) -> bool {
         self.desk.lock().balancer.serves(id)
     }
 
-    /// Whether another request would be queued; cheap, to be asked before work is put into it.
+    /// Checks whether the queue has room for another request. Cheap; call it before preparing a request.
     pub fn check_room(&self) -> Result<(), Refusal> {
         self.desk.lock().balancer.check_room(1, 0)
     }
 
-    /// Changes of the table of workers so far.
+    /// Number of changes of the worker table so far.
     pub fn table_version(&self) -> u64 {
         self.desk.lock().balancer.table().version()
     }
 
-    /// The workers, as seen from here.
+    /// This coordinator's view of the workers.
     pub fn workers(&self) -> Vec<WorkerView> {
         self.desk.lock().balancer.workers(Instant::now())
     }
 
-    /// Looks at the balancer, which is locked meanwhile.
+    /// Calls `look` with the balancer locked.
     pub(crate) fn look<T>(&self, look: impl FnOnce(&Balancer) -> T) -> T {
         look(&self.desk.lock().balancer)
     }
 
-    /// Sizes of the index, what waits, and how many generations are assigned.
+    /// Size of the index, size of the queue, and number of assigned generations.
     pub fn sizes(&self) -> (IndexSize, QueueView, usize) {
         let desk = self.desk.lock();
         (desk.balancer.index_size(), desk.balancer.queue(), desk.balancer.inflight())
@@ -452,7 +454,7 @@ impl Dispatch {
         let mut desk = self.desk.lock();
         let Some(link) = desk.links.get(node).filter(|link| which(link)).cloned() else { return false };
         desk.links.remove(node);
-        // One that is closed keeps the reason for which it was.
+        // A connection that is closed already keeps its close code.
         if !link.is_closed() {
             link.close(CloseCode::Fenced);
         }
@@ -467,7 +469,7 @@ impl Dispatch {
         true
     }
 
-    /// The connection of a worker in this life, while it is a member.
+    /// The connection of a member in this epoch.
     fn link(&self, node: &NodeId, epoch: Epoch) -> Option<Arc<Link>> {
         self.desk.lock().links.get(node).filter(|link| link.epoch() == epoch).cloned()
     }
@@ -495,8 +497,8 @@ impl Dispatch {
         self.perform(&mut desk, actions);
     }
 
-    /// The attempt on `link` failed; `said` is what the worker said. `only_class`: what was emitted binds the rest to
-    /// this numeric class. Returns where it is told who may try next.
+    /// Handles a failed attempt on `link`; `said` is the worker's error, if it sent one. With `only_class`,
+    /// only a worker of this numeric class may continue. Returns the source of the next placement result.
     fn retry(
         self: &Arc<Self>,
         ticket: Ticket,
@@ -506,7 +508,7 @@ impl Dispatch {
         only_class: Option<String>,
     ) -> Verdicts {
         let setback = if link.is_closed() {
-            // The session's own task will find out too; the next choice must know now.
+            // The session's task will notice later, but the next choice must exclude the worker now.
             self.session_lost(link.session(), node);
             AttemptError::Lost
         } else if said == Some(&GenerateError::Draining) {
@@ -522,12 +524,12 @@ impl Dispatch {
         Verdicts::Later(verdicts)
     }
 
-    /// The verdict on a ticket that has a worker.
+    /// The placement result of an assigned ticket.
     fn assigned(&self, desk: &DispatchState, assignment: Assignment) -> PlacementResult {
         self.metrics.routed(assignment.reason);
         match desk.links.get(&assignment.node).filter(|link| link.epoch() == assignment.epoch) {
             Some(link) => PlacementResult::Go(Box::new((assignment, Arc::clone(link), link.turn()))),
-            // A member always has a link; without one there is nobody to talk to.
+            // A member always has a link; without one there is no worker to send to.
             None => PlacementResult::No(Refusal::NoWorker),
         }
     }
@@ -625,7 +627,7 @@ impl Dispatch {
                 let snapshot = snapshot.map_err(|e| e.to_string())?.map_err(|e| e.to_string())?;
                 let mut need = Ok(None);
                 for part in snapshot.into_parts() {
-                    // Whoever has a request to place goes between the parts.
+                    // Lets waiting requests take the lock between the parts.
                     let mut desk = self.desk.lock();
                     need = desk.balancer.snapshot(node, part);
                     MutexGuard::unlock_fair(desk);
@@ -639,7 +641,8 @@ impl Dispatch {
     }
 }
 
-/// Where other workers reach a worker: where it says, or, if it listens everywhere, where it has dialled from.
+/// A worker's address for other workers: as registered, but with the source IP of its connection if the
+/// registered IP is unspecified.
 fn reachable(said: &str, seen: SocketAddr) -> String {
     match said.parse::<SocketAddr>() {
         Ok(address) if address.ip().is_unspecified() => {

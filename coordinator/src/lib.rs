@@ -1,17 +1,24 @@
-//! The front of a cluster: HTTP API, admission, prefix index, routing, dispatch, operations port.
+//! The coordinator of a cluster: HTTP API, admission, prefix index, routing, dispatch, operations port.
 //!
-//! Read in this order: [`prefix_index`] (who holds what), [`routing`] (which worker, and why), [`admission`]
-//! (what waits), [`table`] (who is a member), [`consensus`] (what all coordinators agree on), [`agreement`] (how
-//! that holds here), [`balancer`]
-//! (all of these as one state machine: time and events in, actions out), [`replicas`] (models over several workers,
-//! planned by [`placement`]), [`dispatch`] (the actions become
-//! traffic; the life of a generation), [`workers`] (the workers' connections), [`api`] and [`ops`] (HTTP),
-//! [`server`] (all of it started and stopped).
+//! Read in this order:
 //!
-//! Promises: a request that has emitted nothing is tried on another worker before any error; a stream is a
-//! prefix of what an undisturbed run would emit and then ends in `[DONE]` or an explicit error; nothing
-//! waits without a bound; losing this process costs speed, not answers.
-//! Never here: arithmetic (no dependency on `kernels`), model execution.
+//! - [`prefix_index`]: which worker holds which prefix
+//! - [`routing`]: which worker serves a request, and why
+//! - [`admission`]: the queue
+//! - [`table`]: the members of the cluster
+//! - [`consensus`]: what all coordinators agree on; [`agreement`] runs it in this process
+//! - [`balancer`]: all of these as one state machine: time and events in, actions out
+//! - [`replicas`]: models over several workers, planned by [`placement`]
+//! - [`dispatch`]: turns actions into traffic; the life of a generation
+//! - [`workers`]: the workers' connections
+//! - [`api`] and [`ops`]: HTTP
+//! - [`server`]: starts and stops all of it
+//!
+//! Guarantees: a request that has emitted nothing is tried on another worker before it fails. A stream is a
+//! prefix of what an undisturbed run would emit, followed by `[DONE]` or an explicit error. Every wait is
+//! bounded. Losing this process costs speed, not answers.
+//!
+//! This crate does no arithmetic (no dependency on `kernels`) and executes no models.
 
 pub mod admission;
 pub mod agreement;

@@ -1,5 +1,5 @@
-//! What the coordinator counts. Request metrics carry vLLM's names, so that boards made for it work; what
-//! vLLM has no name for is `kvasir_*`. Engine metrics are the workers' own (see [`crate::ops`]).
+//! The coordinator's metrics. Request metrics have vLLM's names, so that dashboards for vLLM work; metrics
+//! unknown to vLLM are `kvasir_*`. Workers export their own engine metrics (see [`crate::ops`]).
 
 mod by_model;
 mod families;
@@ -33,7 +33,7 @@ use std::borrow::Cow;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant, SystemTime};
 
-/// Everything counted. Recording is cheap and never fails.
+/// All metrics. Recording is cheap and never fails.
 #[derive(Debug)]
 pub struct Metrics {
     registry: Registry,
@@ -55,11 +55,11 @@ pub struct Metrics {
     state: StateGauges,
     known: KnownNumbers,
     history: History,
-    /// When both clocks were read first.
+    /// When both clocks were first read.
     began: (SystemTime, Instant),
 }
 
-/// Those of the families above that every request counts in.
+/// Cached metrics of the families that every request updates.
 #[derive(Debug, Default)]
 struct KnownNumbers {
     http: CachedMetrics<(&'static str, u16), Counter>,
@@ -68,7 +68,7 @@ struct KnownNumbers {
     prediction_error: CachedMetrics<&'static str, Counter>,
 }
 
-/// What is read off others at each scrape.
+/// Gauges that are updated at each scrape.
 #[derive(Debug)]
 struct StateGauges {
     index_blocks: Gauge,
@@ -97,13 +97,13 @@ struct StateGauges {
     certificate_life: Family<One, Gauge<f64, AtomicU64>>,
 }
 
-/// What came of a question to another coordinator for a worker's prefixes.
+/// The outcome of requesting a worker's prefixes from another coordinator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Imported {
     Whole,
-    /// It knows no more than is known here.
+    /// The other coordinator knows no more than this one.
     Nothing,
-    /// It did not answer, or with what is of no use.
+    /// No reply, or an unusable one.
     Failed,
 }
 
@@ -125,17 +125,15 @@ pub struct Served {
     pub queued: Duration,
     /// Time from arrival to the last token.
     pub total: Duration,
-    /// Prompt tokens.
     pub prompt: u64,
-    /// Tokens generated.
     pub generated: u64,
     pub reason: FinishReason,
-    /// The trace of its request, if it is recorded.
+    /// The request's trace. `None` if it is not recorded.
     pub trace: Option<TraceId>,
 }
 
 impl Metrics {
-    /// All at zero; with those of the group, if this coordinator is in one.
+    /// All metrics at zero. `group`: the Raft metrics of a coordinator in a group.
     pub fn new(group: Option<&RaftMetrics>) -> Self {
         let mut registry = Registry::default();
         if let Some(group) = group {
@@ -202,12 +200,12 @@ impl Metrics {
         }
     }
 
-    /// A request to encode texts has been served. Times: in the queue, and from arrival to the end.
+    /// Counts a served encoder request. `times`: in the queue, and from arrival to the end.
     pub fn encoded(&self, model: &ModelId, times: (Duration, Duration), tokens: u64, trace: Option<TraceId>) {
         self.by_model.encoded(model, times, tokens, trace);
     }
 
-    /// Of sessions and calls of operations.
+    /// Metrics of operations.
     pub fn operations(&self) -> &Operations {
         &self.operations
     }
@@ -221,16 +219,15 @@ impl Metrics {
         self.by_model.served(model, &served);
     }
 
-    /// Some time has passed between two batches of tokens of one generation.
+    /// Counts `tokens` tokens that arrived `gap` after the previous ones of the same generation.
     pub fn tokens_after(&self, model: &ModelId, gap: Duration, tokens: usize) {
         let each = gap.div_f64(tokens.max(1) as f64);
         self.history.tokens(each, tokens);
         self.by_model.tokens(model, each.as_secs_f64(), tokens);
     }
 
-    /// An HTTP request was answered; `path` is a route, not what the client wrote.
-    /// A stream is answered when it has ended, with the status of what ended it; who has gone away before the end has 499.
-    /// `shed`: see [`crate::api::error::ApiError::is_shed`].
+    /// Counts an HTTP response. `path` is a route, not the client's text. A stream is counted at its end,
+    /// with the status of the end; 499 if the client disconnected before. `shed`: see [`crate::api::error::ApiError::is_shed`].
     pub fn answered(&self, path: &'static str, status: u16, shed: bool) {
         self.history.answered(status, shed);
         let look_up = || {
@@ -240,7 +237,7 @@ impl Metrics {
         self.known.http.of((path, status), look_up).inc();
     }
 
-    /// Of the HTTP connections of a port, of which there may be so many.
+    /// Metrics of the HTTP connections of a port. `limit`: most connections.
     pub fn port(&self, name: &'static str, limit: usize) -> Port {
         self.ports.port(name, limit)
     }
@@ -250,7 +247,7 @@ impl Metrics {
         self.known.routes.of(reason, look_up).inc();
     }
 
-    /// An attempt failed and will be made again.
+    /// Counts a failed attempt that will be retried.
     pub fn retried(&self, setback: AttemptError) {
         let cause = match setback {
             AttemptError::Lost => "lost",
@@ -259,14 +256,14 @@ impl Metrics {
         self.retries.get_or_create(&one("cause", cause)).inc();
     }
 
-    /// A stage of a request took this long here.
+    /// Records the time of a request's stage at this coordinator.
     pub fn stage(&self, stage: &'static str, took: Duration) {
         let look_up = || self.stage.get_or_create_owned(&one("stage", stage));
         self.known.stage.of(stage, look_up).observe(took.as_secs_f64());
     }
 
-    /// What the router believed of a worker's cache, and what was true. `pulls`: the worker was to pull some of it, and may
-    /// have got less.
+    /// Counts predicted and actually cached tokens. `pulls`: the worker was to pull part of them from
+    /// another, and may have received less.
     pub fn cached(&self, predicted: u32, actual: u32, pulls: bool) {
         self.history.cached(predicted, actual);
         self.cached_predicted.inc_by(predicted.into());
@@ -280,18 +277,18 @@ impl Metrics {
         self.known.prediction_error.of(direction, look_up).inc_by(error.into());
     }
 
-    /// A request was refused because its key or its tenant has reached this limit.
+    /// Counts a refusal by this limit of the key or the tenant.
     pub fn limited(&self, limit: &'static str) {
         self.limited.get_or_create(&one("limit", limit)).inc();
     }
 
-    /// An operator wanted something changed.
+    /// Counts an operator's change.
     pub fn changed(&self, what: &'static str, outcome: &'static str) {
         let labels = [("change", Cow::Borrowed(what)), ("outcome", Cow::Borrowed(outcome))];
         self.changes.get_or_create(&labels).inc();
     }
 
-    /// Another coordinator was asked for a worker's prefixes.
+    /// Counts a request for a worker's prefixes to another coordinator.
     pub fn index_imported(&self, imported: Imported) {
         let outcome = match imported {
             Imported::Whole => "whole",
@@ -301,13 +298,13 @@ impl Metrics {
         self.index_imports.get_or_create(&one("outcome", outcome)).inc();
     }
 
-    /// Another coordinator was told a worker's prefixes in so many bytes.
+    /// Counts prefixes of a worker sent to another coordinator. `bytes`: their size.
     pub fn index_exported(&self, bytes: u64) {
         self.index_exports.inc();
         self.index_export_bytes.inc_by(bytes);
     }
 
-    /// Everything in the OpenMetrics text format, without its end mark.
+    /// All metrics in the OpenMetrics text format, without the end mark.
     pub fn text(&self, load: &Load, models: &Models, chains: &ChainMemo, keys: usize) -> String {
         self.state.update(load);
         self.operations.update(&load.workers);
@@ -316,7 +313,7 @@ impl Metrics {
         self.state.update_traces(trace::counts());
         self.state.clock_moved.set(self.clock_moved());
         let mut text = String::new();
-        // A String takes all that is written.
+        // Writing to a `String` cannot fail.
         if encode(&mut text, &self.registry).is_err() {
             tracing::error!("metrics could not be encoded");
         }
@@ -326,12 +323,12 @@ impl Metrics {
 }
 
 impl Metrics {
-    /// Brings up to date what is the process' own: its log and its certificates.
+    /// Updates the metrics of the process: log and certificates.
     pub fn note_node(&self, identity: &Identity) {
         let dropped = &self.state.log_dropped;
         dropped.inc_by(proto::log::dropped().saturating_sub(dropped.get()));
         let now = SystemTime::now();
-        // What cannot be read was refused when it was loaded.
+        // Unreadable certificates were refused when they were loaded.
         let Ok(validities) = identity.validities() else { return };
         for (certificate, validity) in validities.named() {
             let label = one("certificate", certificate);
@@ -340,12 +337,12 @@ impl Metrics {
         }
     }
 
-    /// So many settings are not the same at all coordinators.
+    /// Sets the number of settings that differ between coordinators.
     pub fn note_differences(&self, settings: usize) {
         self.state.settings_differ.set(i64::try_from(settings).unwrap_or(i64::MAX));
     }
 
-    /// Seconds by which the wall clock has gone further than the one that only goes forward.
+    /// Seconds by which the wall clock advanced more than the monotonic clock.
     fn clock_moved(&self) -> f64 {
         let (wall, since) = self.began;
         let passed = match SystemTime::now().duration_since(wall) {
@@ -437,9 +434,9 @@ impl StateGauges {
         }
     }
 
-    /// What the texts of requests cost, and what remembering them has saved.
+    /// Updates the cost of tokenizing and the savings of the memos.
     fn update_texts(&self, models: &Models, chains: RecentUse) {
-        // Totals that others count: what has come since the last scrape is added.
+        // Totals counted elsewhere: adds what came since the last scrape.
         let follow = |counter: &Counter, total: u64| {
             counter.inc_by(total.saturating_sub(counter.get()));
         };
@@ -477,7 +474,7 @@ impl StateGauges {
             let count = workers.iter().filter(|w| w.state() == state).count();
             self.workers.get_or_create(&one("state", state_name(state))).set(int(count as u64));
         }
-        // Workers that are gone must not be reported on.
+        // Workers that left are not reported.
         for family in [&self.stream_gaps, &self.stream_behind, &self.worker_silent_ms] {
             family.clear();
         }

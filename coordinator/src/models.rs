@@ -1,4 +1,5 @@
-//! The models that the API offers: what of a model file the coordinator needs, which is text in and out.
+//! The models that the API offers: what the coordinator needs of a model file, namely tokenizer, chat
+//! template and defaults.
 
 use model::catalog::{self, Verification};
 use model::chat_template::{ChatTemplate, Prompt};
@@ -18,56 +19,56 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Memory of each model for the tokens of texts that may come again.
+/// Memory of each model for the memo of tokenized texts.
 const MEMO_BYTES: usize = 64 << 20;
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ModelEntry {
-    /// Its name in the API; workers register it under the same.
+    /// The model's name in the API; workers register it under the same name.
     pub id: ModelId,
-    /// A GGUF file, any file of a split set, or a safetensors checkpoint. Read once, at start, for tokenizer and chat template.
+    /// A GGUF file, any file of a split set, or a safetensors checkpoint. Read once at start, for tokenizer
+    /// and chat template.
     pub path: PathBuf,
 }
 
 /// Why a model cannot be offered.
 #[derive(Debug, thiserror::Error)]
 pub enum ModelsError {
-    /// Its file cannot be used.
+    /// The file cannot be used.
     #[error("model {id}: {source}")]
     File { id: ModelId, source: Box<model::Error> },
-    /// Two entries have one name.
+    /// Two entries have the same name.
     #[error("model {0} is configured twice")]
     Twice(ModelId),
 }
 
-/// A model as the API sees it.
+/// A model as the API uses it.
 #[derive(Debug)]
 pub struct OfferedModel {
     pub id: ModelId,
-    /// Cuts text into tokens.
     pub tokenizer: Tokenizer,
-    /// Makes a prompt of a chat; none if the file has no template.
+    /// `None` if the file has no usable template.
     pub template: Option<ChatTemplate>,
-    /// How it calls tools and thinks aloud.
+    /// How the model writes tool calls and reasoning.
     pub dialect: Arc<Dialect>,
-    /// How it is drawn from where a request does not say.
+    /// Default sampling parameters.
     pub sampling: SamplingDefaults,
-    /// What its layers cost; none of a model that generates nothing.
+    /// Costs of the layers. `None` for a model that generates no text.
     pub costs: Option<ModelCosts>,
-    /// Tokens of its longest sequence.
+    /// The model's longest sequence, in tokens.
     pub context: usize,
-    /// How its file was checked, if it was downloaded.
+    /// How the file was verified. `None` if it was not downloaded.
     pub verification: Option<Verification>,
-    /// Whether texts of control tokens in chats become these tokens.
+    /// If set, texts of control tokens in chats become control tokens.
     raw_chats: bool,
-    /// Of its chat templates, and of what holds where a request does not say.
+    /// Digest of the chat templates and of the sampling defaults.
     prompting: [u8; 32],
-    /// What its texts have cost so far.
+    /// Time spent on tokenizing.
     tokenised: Tokenised,
 }
 
-/// Nanoseconds spent on texts, and their bytes.
+/// Nanoseconds spent on tokenizing, and bytes tokenized.
 #[derive(Debug, Default)]
 struct Tokenised {
     nanos: AtomicU64,
@@ -75,36 +76,36 @@ struct Tokenised {
 }
 
 impl OfferedModel {
-    /// The tokens of `text`, special tokens parsed, BOS before them if `bos` is asked for, the model wants
-    /// it and the text does not begin with it already.
+    /// The tokens of `text`, with special tokens parsed. BOS is prepended if `bos` is set, the model uses BOS
+    /// and the text does not begin with it.
     pub fn tokens(&self, text: &str, bos: bool) -> Vec<u32> {
         self.tokens_in_parts(text, &[], bos).0
     }
 
-    /// The same as a prompt, which knows what it begins with.
+    /// Like [`tokens`](Self::tokens), with the known parts of the prompt.
     pub fn prompt(&self, text: &str, bos: bool) -> TokenIds {
         in_parts(self.tokens_in_parts(text, &[], bos))
     }
 
-    /// The tokens of a chat. Only what its template has written becomes control tokens, unless chats are raw.
+    /// The tokens of a chat. Only the template's own text becomes control tokens, unless `raw_chats` is set.
     pub fn chat(&self, prompt: &Prompt, bos: bool) -> TokenIds {
         let quoted = if self.raw_chats { &[][..] } else { &prompt.quoted };
         in_parts(self.tokens_in_parts(&prompt.text, quoted, bos))
     }
 
-    /// As [`prompt`](Self::prompt), with the limits of [`Tokenizer::encode_prompt_shortly`].
+    /// Like [`prompt`](Self::prompt), with the limits of [`Tokenizer::encode_prompt_shortly`].
     pub fn prompt_shortly(&self, text: &str, bos: bool, until: Instant) -> Option<TokenIds> {
         self.tokens_in_parts_within(text, &[], bos, Some(until)).map(in_parts)
     }
 
-    /// As [`chat`](Self::chat), with the limits of [`Tokenizer::encode_prompt_shortly`].
+    /// Like [`chat`](Self::chat), with the limits of [`Tokenizer::encode_prompt_shortly`].
     pub fn chat_shortly(&self, prompt: &Prompt, bos: bool, until: Instant) -> Option<TokenIds> {
         let quoted = if self.raw_chats { &[][..] } else { &prompt.quoted };
         self.tokens_in_parts_within(&prompt.text, quoted, bos, Some(until)).map(in_parts)
     }
 
     fn tokens_in_parts(&self, text: &str, quoted: &[Range<usize>], bos: bool) -> (Vec<u32>, Vec<KnownPart>) {
-        // There is none only where time is limited.
+        // `None` occurs only with a time limit.
         self.tokens_in_parts_within(text, quoted, bos, None).unwrap_or_default()
     }
 
@@ -133,7 +134,7 @@ impl OfferedModel {
         Some((tokens, parts))
     }
 
-    /// How long [`tokens`](Self::tokens) has taken so far, and for how many bytes.
+    /// The time spent on tokenizing so far, and the number of bytes.
     pub fn tokenised(&self) -> (Duration, u64) {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         (Duration::from_nanos(get(&self.tokenised.nanos)), get(&self.tokenised.bytes))
@@ -165,7 +166,7 @@ fn in_parts((tokens, parts): (Vec<u32>, Vec<KnownPart>)) -> TokenIds {
 pub struct Models(Vec<Arc<OfferedModel>>);
 
 impl Models {
-    /// Reads their files. `raw_chats`: texts of control tokens in chats become these tokens.
+    /// Reads the model files. `raw_chats`: whether texts of control tokens in chats become control tokens.
     pub fn open(entries: &[ModelEntry], raw_chats: bool) -> Result<Self, ModelsError> {
         let mut models: Vec<Arc<OfferedModel>> = Vec::with_capacity(entries.len());
         let downloads = catalog::Store::from_env().ok();
@@ -177,13 +178,14 @@ impl Models {
             let gguf = ModelFile::open(path).map_err(file)?;
             let tokenizer = Tokenizer::from_metadata(gguf.metadata()).map_err(file)?.remembering(MEMO_BYTES);
             let template = ChatTemplate::from_metadata(gguf.metadata(), &tokenizer).unwrap_or_else(|error| {
-                // Completions work without one.
+                // Completions need no template.
                 tracing::warn!(model = %id, %error, "no chat: the template cannot be used");
                 None
             });
             let known = catalog::find(id.as_str()).map_or(SamplingDefaults::PLAIN, |entry| entry.sampling);
             let sampling = known.or_file(gguf.metadata()).map_err(file)?;
-            // Tokenizer and template are enough to offer it; workers refuse what cannot be computed.
+            // Tokenizer and template suffice to offer the model; workers refuse a model that they cannot
+            // compute.
             let spec = ModelSpec::from_file(&gguf).ok();
             let generates = spec.as_ref().filter(|spec| spec.logits().is_some());
             let costs = generates.map(|spec| ModelCosts::of_file(spec, &gguf));
@@ -207,12 +209,11 @@ impl Models {
         Ok(Self(models))
     }
 
-    /// The model with this name.
     pub fn get(&self, id: &str) -> Option<&Arc<OfferedModel>> {
         self.0.iter().find(|m| m.id.as_str() == id)
     }
 
-    /// The model, if there is only one.
+    /// The model if there is exactly one.
     pub fn only(&self) -> Option<&Arc<OfferedModel>> {
         match self.0.as_slice() {
             [model] => Some(model),
@@ -220,18 +221,18 @@ impl Models {
         }
     }
 
-    /// All of them, in configured order.
+    /// All models, in configured order.
     pub fn iter(&self) -> impl Iterator<Item = &Arc<OfferedModel>> {
         self.0.iter()
     }
 
-    /// Digests of what makes the same request another one at a coordinator, besides the tokenizer: chat templates, and
-    /// what holds where a request does not say.
+    /// Digests of the chat templates and sampling defaults. Coordinators that differ in them turn the same
+    /// request into different prompts.
     pub fn prompting_digests(&self) -> HashMap<ModelId, [u8; 32]> {
         self.0.iter().map(|m| (m.id.clone(), m.prompting)).collect()
     }
 
-    /// Digests of their tokenizers: a worker that registers one of these models must have the same.
+    /// Digests of the tokenizers. A worker that registers one of these models must have the same digest.
     pub fn tokenizer_digests(&self) -> HashMap<ModelId, [u8; 32]> {
         self.0.iter().map(|m| (m.id.clone(), m.tokenizer.digest())).collect()
     }
@@ -245,7 +246,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(512))]
 
-        /// What is no plain name is no model's, whatever it would be as a path.
+        /// A name that is not plain matches no model, whatever it would be as a path.
         #[test]
         fn sec_model_name(
             name in r"[a-zA-Z0-9._/%\\\x00\u{2024}\u{ff0e} -]{0,100}",

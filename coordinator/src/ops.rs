@@ -46,46 +46,46 @@ use tower::Service;
 
 /// How long a scrape waits for workers.
 const SCRAPE_LIMIT: Duration = Duration::from_secs(1);
-/// What workers tell the status themselves is left out where it takes longer.
+/// How long the status waits for the workers' own metrics; later ones are omitted.
 const STATUS_LIMIT: Duration = Duration::from_millis(300);
-/// Characters of a path in the audit log.
+/// Most characters of a path in the audit log.
 const MAX_PATH: usize = 256;
-/// What follows is the name of a key, where someone may put the key itself.
+/// The rest of such a path is a key's id, or by mistake the key itself.
 const KEY_PATH: &str = "/admin/v1/keys/";
 
-/// Everything that the handlers need.
+/// State shared by all handlers of the operations port.
 #[derive(Debug)]
 pub struct Ops {
     pub id: NodeId,
     pub dispatch: Arc<Dispatch>,
-    /// Through which operators' changes go; without it they hold here alone.
+    /// Commits operators' changes. `None`: changes apply to this coordinator only.
     pub agreement: Option<Arc<Agreement>>,
-    /// Models over several workers, where coordinators agree.
+    /// Models over several workers. `None` without a group.
     pub replicas: Option<Arc<Replicas>>,
     pub models: Arc<Models>,
-    /// Who may administer from afar.
+    /// Authenticates administrators of other machines.
     pub keys: Arc<Keys>,
     pub cluster_key: ClusterKey,
-    /// Names prompts under that key.
+    /// Computes hash chains of prompts under the cluster key.
     pub chains: Arc<ChainMemo>,
-    /// In whose turn prefixes are made tokens of.
+    /// Runs the tokenizing of prefixes in the tenants' turns.
     pub turns: Arc<Turns>,
     pub metrics: Arc<Metrics>,
-    /// What the group counts, if this coordinator is in one.
+    /// The group's Raft metrics. `None` without a group.
     pub raft: Option<RaftMetrics>,
-    /// Who looks at the dashboard.
+    /// The dashboard's feed.
     pub feed: Feed,
-    /// Where it is written down who has changed what.
+    /// The audit log.
     pub audit: Arc<Audit>,
-    /// Whether this node may call itself ready.
+    /// Whether this node may report itself ready.
     pub gate: ReadyGate,
-    /// Whose certificates are looked at.
+    /// Identity whose certificates are reported.
     pub identity: Identity,
-    /// Without these nothing is served.
+    /// Loops without which nothing is served.
     pub loops: Vec<Heartbeat>,
 }
 
-/// Whether this node may call itself ready: nobody holds it back, and it is not stopping.
+/// Whether this node may report itself ready: it is released and not stopping.
 #[derive(Debug, Default)]
 pub struct ReadyGate {
     released: AtomicBool,
@@ -93,12 +93,12 @@ pub struct ReadyGate {
 }
 
 impl ReadyGate {
-    /// A gate that is held until [`release`](Self::release), if `held`.
+    /// If `held`, the gate is closed until [`release`](Self::release).
     pub fn new(held: bool) -> Self {
         Self { released: AtomicBool::new(!held), stopping: AtomicBool::new(false) }
     }
 
-    /// Whoever holds it lets go.
+    /// Opens the gate, unless the node is stopping.
     pub fn release(&self) {
         self.released.store(true, Ordering::Relaxed);
     }
@@ -112,12 +112,12 @@ impl ReadyGate {
     }
 }
 
-/// What orchestrators ask: answered also when all connections are taken.
+/// Orchestrators' probes; served even if all connections are in use.
 pub const PROBES: [&str; 3] = ["/livez", "/readyz", "/startupz"];
-/// The endpoints of the API that the dashboard's playground asks.
+/// The API endpoints that the dashboard's playground calls.
 const PLAYGROUND: [Endpoint; 2] = [Endpoint::Models, Endpoint::Chat];
 
-/// The whole port. `api` is the API's, which the playground asks.
+/// All routes of the port. `api`: the API's service, for the playground.
 pub fn router<S>(ops: Arc<Ops>, api: &S) -> Router
 where
     S: Service<Request, Response = Response, Error = Infallible, Future: Send>
@@ -158,25 +158,25 @@ where
         .with_state(ops)
 }
 
-/// What an operator's action was about, for the audit log, where the path does not say it.
+/// The subject of an operator's change in the audit log, if the path does not name it.
 #[derive(Debug, Clone, Default)]
 struct Subject(Arc<OnceLock<String>>);
 
 impl Subject {
     fn set(&self, what: String) {
-        // The first word counts.
+        // The first value is kept.
         let _already = self.0.set(what);
     }
 }
 
-/// Who administers: whoever is on this machine, or has an admin key. A browser that is sent here by another site is not
-/// an admin.
+/// Authenticates an administrator: a caller on this machine, or an admin key. Refuses browser requests that
+/// another site initiated.
 fn administrator(ops: &Ops, request: &Request) -> Result<Caller, ApiError> {
     let headers = request.headers();
     let local =
         request.extensions().get::<Peer>().is_some_and(|peer| peer.0.ip().to_canonical().is_loopback());
     if local && !from_elsewhere(headers) {
-        // Whose key it is still says whose sequences are meant.
+        // The key still selects the tenant whose sequences are meant.
         return Ok(ops.keys.authenticate(headers).unwrap_or_else(|_| ops.keys.local()));
     }
     if ops.keys.is_open() {
@@ -186,7 +186,7 @@ fn administrator(ops: &Ops, request: &Request) -> Result<Caller, ApiError> {
     if caller.admin() { Ok(caller) } else { Err(ApiError::Forbidden) }
 }
 
-/// Whatever may change something, and whatever is refused, is written down.
+/// Middleware of `/admin/v1`. Records every change and every refusal in the audit log.
 async fn admins_only(State(ops): State<Arc<Ops>>, mut request: Request, next: Next) -> Response {
     let allowed = administrator(&ops, &request);
     let from = request.extensions().get::<Peer>().map(|peer| peer.0.ip().to_canonical());
@@ -219,8 +219,9 @@ async fn admins_only(State(ops): State<Arc<Ops>>, mut request: Request, next: Ne
     response
 }
 
-/// With keys, the API's own gate decides. Without any, it takes everybody who reaches its port, which then is only this
-/// machine; this port may be reached from elsewhere.
+/// With keys, the API's own authentication decides. Without keys, the API accepts every caller of its port,
+/// which is then reachable from this machine only; this port may be reachable from other machines, so the
+/// caller must be an administrator.
 async fn those_whom_the_api_knows(State(ops): State<Arc<Ops>>, request: Request, next: Next) -> Response {
     match administrator(&ops, &request) {
         Err(error) if ops.keys.is_open() => error.into_response(),
@@ -228,7 +229,7 @@ async fn those_whom_the_api_knows(State(ops): State<Arc<Ops>>, request: Request,
     }
 }
 
-/// Alive: all of its loops turn.
+/// Alive if all loops make progress.
 async fn livez(State(ops): State<Arc<Ops>>) -> Response {
     let stopped = heartbeat::stopped(&ops.loops).await;
     if stopped.is_empty() {
@@ -263,7 +264,7 @@ async fn scrape(State(ops): State<Arc<Ops>>) -> Response {
 }
 
 async fn cluster(State(ops): State<Arc<Ops>>) -> Response {
-    // Only stages tell something that is not known here already.
+    // The workers' metrics are needed only for stages.
     let told = match cluster::has_stages(&ops) {
         true => ops.dispatch.worker_metrics(STATUS_LIMIT).await,
         false => Vec::new(),
@@ -304,11 +305,11 @@ async fn drain(
     made.map(|()| StatusCode::NO_CONTENT)
 }
 
-/// A file that is placed nowhere may be placed again.
+/// Removes a model from the block list.
 async fn pardon(State(ops): State<Arc<Ops>>, Path(digest): Path<String>) -> Result<StatusCode, ApiError> {
     let digest = ChunkId::from_hex(&digest);
     let ChunkId(digest) = digest.ok_or_else(|| ApiError::field("digest", "64 hexadecimal digits"))?;
-    // Without a group nothing is placed.
+    // Without a group, no model is placed.
     let agreement = ops.agreement.as_ref().ok_or(ApiError::NotFound)?;
     let made = agreement.plan(Change::ModelPardoned(digest)).await.map_err(ApiError::from);
     count(&ops, "pardon", &made);
@@ -326,7 +327,7 @@ impl From<ChangeError> for ApiError {
     }
 }
 
-/// Counts what has become of an operator's change.
+/// Counts the outcome of an operator's change.
 fn count<T>(ops: &Ops, what: &'static str, made: &Result<T, ApiError>) {
     let outcome = match made {
         Ok(_) => "made",

@@ -1,8 +1,8 @@
-//! Which worker computes which layers: a model cut into contiguous ranges, each within its worker's memory, so that
-//! the slowest stage takes as little time as can be.
+//! Placement: cuts a model into contiguous layer ranges and assigns each to a worker with enough memory, so
+//! that the slowest stage takes as little time as possible.
 //!
-//! Pure: what the model costs and what the workers offer come in, plans or a refusal with its numbers go out. The
-//! formulas and where they come from are in docs/placement.md.
+//! A pure function: model costs and worker capacities in, plans or an error with the numbers out.
+//! docs/placement.md has the formulas and their derivation.
 
 mod explicit;
 mod search;
@@ -15,43 +15,44 @@ use model::GgmlType;
 use model::costs::{DrafterStage, ModelCosts, RangeCosts};
 use std::ops::Range;
 
-/// Prompt rows of one step, for which weights are read once.
+/// Prompt rows of one step; the weights are read once per step.
 const CHUNK_ROWS: u64 = 512;
-/// Slots of recurrent state that a sequence needs to advance: one is read, another written.
+/// Recurrent-state slots per sequence: one is read while another is written.
 const STATE_SLOTS: u64 = 2;
-/// Bytes of an element of recurrent state.
+/// Bytes of a recurrent-state element.
 const STATE_ELEMENT: u64 = 4;
 
-/// A worker as placement sees it.
+/// A worker's capacity.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Worker {
     pub name: String,
-    /// Bytes that it can give to weights and caches.
+    /// Bytes available for weights and caches.
     pub memory: u64,
-    /// Bytes per second that its decode steps read.
+    /// Memory bandwidth of decode steps, in bytes per second.
     pub bandwidth: f64,
-    /// Multiply-adds per second that its prefill steps do.
+    /// Prefill throughput in multiply-adds per second.
     pub compute: f64,
 }
 
-/// What a replica is to be good for.
+/// The load that a replica is planned for.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Workload {
-    /// Tokens of the longest sequence; the caches of [`sequences`](Self::sequences) of them must fit.
+    /// Length of the longest sequence in tokens. The caches must hold [`sequences`](Self::sequences) of
+    /// these.
     pub context: u64,
-    /// How many sequences of that length are held at once.
+    /// Number of concurrent sequences of that length.
     pub sequences: u64,
     /// Element type of keys and values.
     pub kv_type: GgmlType,
     /// Prompt tokens of a typical request.
     pub prompt: u64,
-    /// Tokens that a typical request generates.
+    /// Generated tokens of a typical request.
     pub output: u64,
 }
 
 impl Workload {
-    /// One sequence of `context` tokens with keys and values in f16; requests of eight prompt tokens for one that
-    /// is generated, 1,152 in all or as many as the context has.
+    /// One sequence of `context` tokens with an f16 KV cache. Typical requests have 1,152 tokens in total, at
+    /// most `context`, with eight prompt tokens per generated one.
     pub fn of_context(context: u64) -> Self {
         let total = context.clamp(2, 1152);
         let output = (total / 9).max(1);
@@ -59,50 +60,48 @@ impl Workload {
     }
 }
 
-/// One worker's part of a replica.
+/// One worker's stage of a replica.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Stage {
-    /// Index of the worker in the list that was given.
+    /// Index of the worker in [`Placement::workers`].
     pub worker: usize,
     pub layers: Range<usize>,
-    /// Bytes that it takes there.
     pub needs: StageBytes,
-    /// Seconds that it takes.
     pub times: Times,
 }
 
-/// Bytes that a stage takes.
+/// Memory of a stage, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StageBytes {
     pub weights: u64,
-    /// Keys and values of the workload's sequences.
+    /// KV of the workload's sequences.
     pub kv: u64,
     /// Recurrent states of the workload's sequences.
     pub states: u64,
-    /// What of the weights is there for the drafter alone; 0 where none guesses at the stage.
+    /// Weights that only the drafter needs; 0 without a drafter at this stage.
     pub drafter_weights: u64,
-    /// What of keys, values and states the drafter keeps.
+    /// The drafter's share of `kv` and `states`.
     pub drafter_caches: u64,
-    /// All of these, with what a worker keeps besides: weights laid out for its instructions take up to a tenth
-    /// more, and of a worker's memory a tenth stays for activations, queues and tables.
+    /// Total including reserves: up to a tenth more for repacked weights, and a tenth of the worker's memory
+    /// for activations, queues and tables.
     pub total: u64,
 }
 
-/// Seconds that a stage takes.
+/// Durations of a stage, in seconds.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Times {
-    /// For one prompt row in the middle of the workload's prompt.
+    /// One prompt row, in the middle of the workload's prompt.
     pub prefill_row: f64,
-    /// For one step that decodes one sequence, in the middle of the workload's output.
+    /// One decode step of one sequence, in the middle of the workload's output.
     pub decode_step: f64,
-    /// For a typical request: all rows of the prompt and all steps of the output. What cuts are balanced by.
+    /// A typical request: all rows of the prompt and all steps of the output. Cuts are balanced by this.
     pub request: f64,
 }
 
-/// One replica: stages in the order of their layers.
+/// One replica: stages in layer order.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Replica {
-    /// At least one; together they hold every layer once.
+    /// At least one stage. Together the stages hold every layer once.
     pub stages: Vec<Stage>,
 }
 
@@ -112,13 +111,13 @@ impl Replica {
         1.0 / self.slowest(|times| times.prefill_row)
     }
 
-    /// Tokens per second of one sequence, which every stage works on in turn. What stages send each other is not
-    /// counted.
+    /// Tokens per second of one sequence, which passes through all stages in turn. Transfers between stages
+    /// are not counted.
     pub fn decode_rate(&self) -> f64 {
         1.0 / self.stages.iter().map(|stage| stage.times.decode_step).sum::<f64>()
     }
 
-    /// Tokens per second of as many sequences as there are stages, one in each.
+    /// Tokens per second of one sequence per stage, all running at once.
     pub fn pipelined_decode_rate(&self) -> f64 {
         1.0 / self.slowest(|times| times.decode_step)
     }
@@ -128,16 +127,15 @@ impl Replica {
     }
 }
 
-/// Why a model is not placed.
+/// Why a model cannot be placed.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum PlacementError {
-    /// Nobody to place it on.
     #[error("there is no worker to place the model on")]
     NoWorkers,
-    /// A worker's memory or speed is no number that can be reckoned with.
+    /// A worker's bandwidth or compute is not a positive finite number.
     #[error("worker {worker}: {field} must be above zero")]
     WorkerSpeed { worker: String, field: &'static str },
-    /// The model has too few places to cut it.
+    /// The model cannot be cut into this many stages.
     #[error(
         "the model cannot be cut into {wanted} shards: {most} is the most (it has {layers} layers{shared}{drafter})",
         shared = if *most < *layers && drafter_from.is_none() {
@@ -149,7 +147,7 @@ pub enum PlacementError {
     )]
     Shards {
         wanted: usize,
-        /// The most that are possible.
+        /// Maximum number of stages.
         most: usize,
         layers: usize,
         /// The first layer whose caches the drafter reads, if that rules out cuts.
@@ -157,7 +155,7 @@ pub enum PlacementError {
     },
     #[error("{wanted} shards need as many workers, and there are {workers}")]
     Workers { wanted: usize, workers: usize },
-    /// No cut fits; the numbers are those of the cut that comes nearest.
+    /// No cut fits. The numbers are those of the nearest cut.
     #[error(
         "the model does not fit: cut into {shards} it needs {needed} bytes with a context of {context}, {missing} \
          more than the workers have where they are needed (worker {worker} needs {worker_needs} and has \
@@ -170,46 +168,45 @@ pub enum PlacementError {
     DoesNotFit {
         /// Stages of the nearest cut.
         shards: usize,
-        /// Bytes that its stages need.
+        /// Bytes that all its stages need.
         needed: u64,
-        /// Bytes by which they exceed their workers' memory, in sum.
+        /// Bytes by which its stages exceed their workers' memory, in total.
         missing: u64,
         /// Context in tokens.
         context: u64,
-        /// The worker that lacks most.
+        /// The worker that lacks the most memory.
         worker: String,
         /// Bytes that its stage needs.
         worker_needs: u64,
         /// Bytes that it has.
         worker_has: u64,
-        /// Bytes of the drafter's weights and caches; 0 without one.
+        /// Bytes of the drafter's weights and caches; 0 without a drafter.
         drafter_bytes: u64,
-        /// The worker of the stage where it would guess.
+        /// The worker of the drafter's stage; empty without a drafter.
         drafter_worker: String,
     },
-    /// Some replicas can be had, not all.
+    /// Only some of the replicas can be placed.
     #[error("{made} of {wanted} replicas can be placed; for the next: {reason}")]
     Replicas { wanted: usize, made: usize, reason: Box<Self> },
-    /// A plan that an operator wrote is no plan for this model.
+    /// An operator's plan does not suit the model.
     #[error("the plan of layers is refused: {0}")]
     Explicit(#[from] ExplicitError),
 }
 
-/// A model, what it is for, and the workers it may be placed on.
+/// The inputs of a placement.
 #[derive(Debug, Clone, Copy)]
 pub struct Placement<'a> {
     pub model: &'a ModelCosts,
-    /// What it is to be good for.
     pub workload: Workload,
     pub workers: &'a [Worker],
 }
 
-/// The most stages that a model can be cut into, workers or none.
+/// Maximum number of stages of a model, whatever the workers.
 pub fn most_shards(model: &ModelCosts) -> usize {
     model.cuts().len() + 1
 }
 
-/// Refuses a number of stages that the model cannot be cut into.
+/// Checks that the model can be cut into this number of stages.
 pub fn check_shards(model: &ModelCosts, wanted: usize) -> Result<(), PlacementError> {
     let most = most_shards(model);
     match (1..=most).contains(&wanted) {
@@ -221,7 +218,7 @@ pub fn check_shards(model: &ModelCosts, wanted: usize) -> Result<(), PlacementEr
     }
 }
 
-/// The first layer whose caches a drafter beside the model reads, if it reads any.
+/// The first layer whose caches the model's drafter reads, if it reads any.
 fn drafter_from(model: &ModelCosts) -> Option<usize> {
     match model.drafter()?.stage {
         DrafterStage::Last { from_layer } if from_layer < model.layers() => Some(from_layer),
@@ -229,7 +226,7 @@ fn drafter_from(model: &ModelCosts) -> Option<usize> {
     }
 }
 
-/// Why a drafter rules out cuts, behind a refusal.
+/// The part of an error message that explains how a drafter rules out cuts.
 fn of_drafter(from: Option<usize>) -> String {
     from.map_or_else(String::new, |layer| {
         format!(
@@ -238,19 +235,20 @@ fn of_drafter(from: Option<usize>) -> String {
     })
 }
 
-/// Bytes that a stage's weights take, laid out for its instructions.
+/// Bytes of a stage's weights after repacking.
 pub(crate) fn stage_weights(costs: &RangeCosts) -> u64 {
     costs.weight_bytes.saturating_add(costs.weight_bytes / 10)
 }
 
-/// Bytes that one sequence of `context` tokens takes in a stage's caches, keys and values in f16.
+/// Cache bytes of one sequence of `context` tokens in a stage, with an f16 KV cache.
 pub(crate) fn stage_cache(costs: &RangeCosts, context: u64) -> u64 {
     let elements = costs.state_elements.saturating_add(costs.drafter_state_elements);
     let states = elements.saturating_mul(STATE_ELEMENT * STATE_SLOTS);
     costs.kv_bytes(context, CHUNK_ROWS, GgmlType::F16).saturating_add(states)
 }
 
-/// Bytes of these that a model which drafts keeps in an arena of its own. What other drafters keep is in the stage's.
+/// The part of [`stage_cache`] that a draft model keeps in an arena of its own. Other drafters use the
+/// stage's arena.
 pub(crate) fn beside_cache(model: &ModelCosts, costs: &RangeCosts, context: u64) -> u64 {
     match model.drafter().map(|drafter| drafter.stage) {
         Some(DrafterStage::First) => costs.drafter_kv_bytes(context, CHUNK_ROWS, GgmlType::F16),
@@ -259,14 +257,14 @@ pub(crate) fn beside_cache(model: &ModelCosts, costs: &RangeCosts, context: u64)
 }
 
 impl Placement<'_> {
-    /// Cuts the model `replicas` times, each time into `shards` stages or, where none is given, into the fewest that
-    /// fit, since every further stage is a hop for each token. No worker serves two stages.
+    /// Cuts the model `replicas` times into `shards` stages. `None` uses the fewest stages that fit, since
+    /// every stage adds a hop per token. No worker serves two stages.
     ///
-    /// Of all cuts and all ways to give stages to workers, a replica is one whose slowest stage takes the least time
-    /// for a typical request, and among those one whose squared times sum to the least, so that the other stages are
-    /// even too. Replicas are cut one after the other, each from the workers that are left. Where more than 512 choices
-    /// of workers differ, only the 24 fastest workers (more for more shards) are looked at, in the order of their speed:
-    /// they may be left out and not exchanged.
+    /// A replica minimizes the time of its slowest stage for a typical request over all cuts and assignments.
+    /// Ties are broken by the sum of squared times, which balances the other stages. Replicas are cut one
+    /// after the other, each from the remaining workers. With more than 512 distinct choices of workers, only
+    /// the 24 fastest workers (or `shards`, if that is more) are considered, in order of speed: workers may
+    /// be skipped but not reordered.
     pub fn place(&self, shards: Option<usize>, replicas: usize) -> Result<Vec<Replica>, PlacementError> {
         shards.map_or(Ok(()), |wanted| check_shards(self.model, wanted))?;
         self.check_workers()?;
@@ -335,7 +333,7 @@ impl Placement<'_> {
         })
     }
 
-    /// The stage that `worker` is when it computes `layers`.
+    /// The stage of `layers` on `worker`.
     fn stage(&self, worker: usize, layers: Range<usize>, costs: &RangeCosts) -> Stage {
         let times = self.times(&self.workers[worker], costs);
         Stage { worker, layers, needs: self.needs(costs), times }
@@ -383,7 +381,7 @@ impl Placement<'_> {
 }
 
 impl StageBytes {
-    /// What the drafter takes of it.
+    /// Bytes of the drafter's weights and caches.
     pub fn drafter(&self) -> u64 {
         self.drafter_weights.saturating_add(self.drafter_caches)
     }

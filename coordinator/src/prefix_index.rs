@@ -1,19 +1,18 @@
-//! Which worker holds which prefix: fed by the workers' event streams and by reservations, asked by the
+//! The prefix index: which worker holds which prefix. Fed by KV event streams and reservations, read by the
 //! router. Pure state: no clock, no I/O.
 //!
-//! What must stay true:
-//! - A unit's id commits to everything before it, and a worker announces a unit only while a lookup that ends
-//!   there would be served by every cache group. So the deepest unit held decides, not the first one missing:
-//!   a sliding window keeps its tail and forgets what came before, and of a recurrent model only the resume
-//!   points are held.
-//! - What a worker says replaces what was assumed: a reserved unit counts until its `Stored` arrives, or a
-//!   resume point at it or behind it, then only the worker's own events count.
-//! - A wrong entry costs speed, never content: workers compare tokens on a hit.
-//! - Memory is bounded by a byte budget that is never exceeded, by allocated capacity and not by estimate. Over
-//!   it new units are not recorded until workers give up others: in a full index every worker's cache is full,
-//!   so room comes as fast as it is asked for. What was not recorded is counted.
-//! - No call takes long: worker's events and snapshots come in parts, tables grow in parts, and what a worker
-//!   that has left held is swept away in parts.
+//! Invariants:
+//! - A unit's id commits to all units before it. A worker announces a unit only while every cache group could
+//!   serve a prefix that ends there. So the deepest held unit decides, not the first missing one: a sliding
+//!   window keeps only its tail, and a recurrent model holds only resume points.
+//! - A worker's events replace assumptions: a reserved unit counts until its `Stored` event, or a resume
+//!   point at or after it, arrives.
+//! - A wrong entry costs time but never changes results: workers compare tokens on a hit.
+//! - Memory never exceeds a byte budget, counted by allocated capacity. When the budget is used up, new units
+//!   are not recorded (and counted as refused) until workers evict others. With a full index the workers'
+//!   caches are full too, so evictions free space at the same rate.
+//! - No call takes long: events and snapshots arrive in parts, tables grow in parts, and the entries of a
+//!   worker that has left are swept in parts.
 
 mod blocks;
 mod claims;
@@ -44,10 +43,10 @@ use strand::Before;
 use stream::Stream;
 use tree::{Change, Tree};
 
-/// For one chain of units, up to which one each worker can serve it, or is about to.
+/// For one chain of units: how many leading units each worker serves, or will serve soon.
 #[derive(Debug, Clone, Default)]
 pub struct Overlap {
-    /// By slot; those that are not there serve nothing.
+    /// Indexed by slot; a missing slot serves nothing.
     units: Vec<u32>,
 }
 
@@ -66,22 +65,21 @@ impl Overlap {
     }
 }
 
-/// Sizes, for metrics and `status`.
+/// Sizes for metrics and `status`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct IndexSize {
-    /// Distinct units: held, expected, or on the way to such a one.
+    /// Distinct units: held, expected, or on the path to such a unit.
     pub blocks: u64,
-    /// Bytes allocated for index and reservations.
+    /// Bytes allocated by the index and its reservations.
     pub bytes: u64,
-    /// Bytes that they may take.
+    /// The byte budget.
     pub max_bytes: u64,
-    /// Units that were not recorded, or forgotten before their worker gave them up, because the byte budget was
-    /// reached; since start.
+    /// Units not recorded, or dropped before their worker evicted them, because of the byte budget; since
+    /// start.
     pub refused: u64,
     pub reservations: u64,
 }
 
-/// The index. See the module's promises.
 #[derive(Debug)]
 pub struct PrefixIndex {
     tree: Tree,
@@ -92,7 +90,7 @@ pub struct PrefixIndex {
 }
 
 impl PrefixIndex {
-    /// An empty index that takes `max_bytes` at most. Below a quarter of a MiB it records next to nothing.
+    /// An empty index with a budget of `max_bytes`. Below 256 KiB it records almost nothing.
     pub fn new(max_bytes: u64) -> Self {
         Self {
             tree: Tree::new(max_bytes),
@@ -103,15 +101,15 @@ impl PrefixIndex {
         }
     }
 
-    /// `root` is what the first units of a scope's prompts come after. Not to be told it costs nothing but the
-    /// time of lookups, and only until the first reservation in the scope.
+    /// Declares `root` as the id before the first units of a scope's prompts. Optional: without it, lookups
+    /// in the scope are slower until its first reservation.
     pub fn root(&mut self, root: BlockId) {
         self.account();
         self.tree.add_root(root);
     }
 
-    /// A worker's life is followed in `slot` from now on; whatever was known of the slot is forgotten. The
-    /// answer asks for all events from the first, since the worker may have spoken before it was heard.
+    /// Starts to follow a worker's epoch in `slot` and drops everything known of the slot. The returned
+    /// request asks for all events from the first, since the worker may have sent some before.
     pub fn join(&mut self, slot: Slot, epoch: Epoch) -> GapRepair {
         self.leave(slot);
         let (stream, need) = Stream::new(epoch);
@@ -123,7 +121,7 @@ impl PrefixIndex {
         need
     }
 
-    /// The worker in `slot` is gone, with all that it held and all that was reserved there.
+    /// Drops the worker in `slot` with its units and reservations.
     pub fn leave(&mut self, slot: Slot) {
         if self.streams.get_mut(slot.index()).and_then(Option::take).is_some() {
             self.lanes.leave(slot);
@@ -132,23 +130,24 @@ impl PrefixIndex {
         self.go_on();
     }
 
-    /// Takes a batch of the worker's event stream. `Ok(Some(need))` asks the caller to fetch what is
-    /// missing; batches that arrive meanwhile are kept aside and applied once it has come.
+    /// Takes a batch of the worker's events. `Ok(Some(need))` asks the caller to fetch missing events;
+    /// batches that arrive meanwhile are buffered and applied afterwards.
     pub fn apply(&mut self, slot: Slot, batch: KvEventBatch) -> Result<Option<GapRepair>, StreamError> {
         let (ready, need) = self.stream_mut(slot)?.accept(batch)?;
         self.take_all(slot, ready);
         Ok(need)
     }
 
-    /// Takes a part of the answer to [`GapRepair::Replay`], which [`replayed`](Self::replayed) ends.
+    /// Takes one part of the answer to [`GapRepair::Replay`]; [`replayed`](Self::replayed) takes the last
+    /// part.
     pub fn replaying(&mut self, slot: Slot, part: KvEventBatch) -> Result<(), StreamError> {
         let ready = self.stream_mut(slot)?.replaying(part)?;
         self.take_all(slot, ready);
         Ok(())
     }
 
-    /// Takes the answer to [`GapRepair::Replay`], or the last part of it: what was missed, in one batch (without
-    /// events if nothing was), or `None` if the worker no longer has it.
+    /// Takes the answer to [`GapRepair::Replay`], or its last part: a batch that is empty if nothing was
+    /// missed, or `None` if the worker no longer has the events.
     pub fn replayed(
         &mut self,
         slot: Slot,
@@ -160,8 +159,8 @@ impl PrefixIndex {
         Ok(need)
     }
 
-    /// Takes a part of the answer to [`GapRepair::Snapshot`]. The first replaces everything known of the worker, and
-    /// what has come counts at once; from the last on, the worker's events count again.
+    /// Takes a part of the answer to [`GapRepair::Snapshot`]. The first part replaces everything known of the
+    /// worker. Each part counts at once. After the last part, the event stream continues.
     pub fn install(&mut self, slot: Slot, part: KvSnapshotFrame) -> Result<Option<GapRepair>, StreamError> {
         let stream = self.stream_mut(slot)?;
         match part {
@@ -191,21 +190,21 @@ impl PrefixIndex {
         Ok(None)
     }
 
-    /// What a peer has told of the worker is complete.
+    /// The transfer of the worker's prefixes from a peer is complete.
     fn handed_over(&mut self, slot: Slot) -> Result<GapRepair, StreamError> {
         let need = self.stream_mut(slot)?.handed_over();
         self.go_on();
         need
     }
 
-    /// The fetch that [`GapRepair`] asked for failed; the next batch will ask again.
+    /// The fetch that [`GapRepair`] asked for failed; the next batch asks again.
     pub fn fetch_failed(&mut self, slot: Slot) {
         if let Ok(stream) = self.stream_mut(slot) {
             stream.fetch_failed();
         }
     }
 
-    /// How many leading units of `chain` each worker can serve, or will once a reservation is fulfilled.
+    /// Leading units of `chain` that each worker can serve, now or after its reservations are fulfilled.
     pub fn lookup(&self, chain: &[BlockId]) -> Overlap {
         if !self.tree.may_know(chain) {
             return Overlap::default();
@@ -224,7 +223,7 @@ impl PrefixIndex {
         Overlap { units }
     }
 
-    /// How many leading units of `chain` each worker has said to hold; what is only expected does not count.
+    /// Leading units of `chain` that each worker has announced; reservations do not count.
     pub fn lookup_held(&self, chain: &[BlockId]) -> Overlap {
         if !self.tree.may_know(chain) {
             return Overlap::default();
@@ -241,8 +240,8 @@ impl PrefixIndex {
         Overlap { units }
     }
 
-    /// A request with this chain, which is whole from the first unit on, was sent to the worker in `slot`, which
-    /// will hold all of it.
+    /// Records that a request with this chain, complete from its first unit, was sent to the worker in
+    /// `slot`, which will hold it.
     pub fn reserve(&mut self, slot: Slot, chain: Arc<[BlockId]>) -> ReservationId {
         self.account();
         self.claims.reserve(slot, chain, &mut self.lanes, &mut self.tree)
@@ -253,8 +252,8 @@ impl PrefixIndex {
         self.claims.release(reservation, &self.lanes, &mut self.tree);
     }
 
-    /// The request ended after its prompt was computed: the worker's events are on their way, and count
-    /// instead of the reservation from `until` at the latest.
+    /// The request ended after its prompt was computed. The reservation stays until the worker's events
+    /// replace it, at most until `until`.
     pub fn settle(&mut self, reservation: ReservationId, until: Instant) {
         self.claims.settle(reservation, until, &self.lanes, &mut self.tree);
     }
@@ -280,7 +279,7 @@ impl PrefixIndex {
         self.streams.get(slot.index())?.as_ref().map(Stream::view)
     }
 
-    /// Life and last event applied of the worker in `slot`, unless only a part of what it holds is here.
+    /// Epoch and last applied event of the worker in `slot`. `None` while only part of its units is known.
     fn whole(&self, slot: Slot) -> Option<(Epoch, u64)> {
         let view = self.stream(slot).filter(|view| !view.torn)?;
         Some((view.epoch, view.applied))
@@ -299,12 +298,12 @@ impl PrefixIndex {
         self.go_on();
     }
 
-    /// What other parts have of the budget.
+    /// Updates the bytes that the other parts use of the budget.
     fn account(&mut self) {
         self.tree.set_foreign(self.lanes.bytes() + self.claims.bytes());
     }
 
-    /// A little of what is left to be done.
+    /// Does a bounded part of the pending cleanup.
     fn go_on(&mut self) {
         self.lanes.sweep(&mut self.tree);
         self.account();
@@ -325,7 +324,7 @@ impl PrefixIndex {
             }
             KvEvent::Removed { units, medium: Medium::Device } => self.tree.remove(&units, lanes.held),
             KvEvent::Cleared => self.lanes.clear(slot, &mut self.tree),
-            // Prefixes outside the memory that layers read cost a transfer, which routing does not price yet.
+            // Prefixes on other media need a transfer, which routing does not price yet.
             KvEvent::Stored { .. } | KvEvent::Removed { .. } | KvEvent::ResumePoint { .. } => {}
         }
     }

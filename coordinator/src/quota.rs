@@ -1,15 +1,15 @@
-//! How much a tenant or a key may ask for: requests and tokens in a minute, requests at a time.
+//! Limits of tenants and keys: requests and tokens per minute, concurrent requests.
 //!
-//! Every coordinator keeps a [`Meter`] for each that has limits, and they tell each other twice a second what was
-//! spent at each since its start ([`Spending`]). So the limits are the cluster's, whichever coordinator is asked, and what
-//! is let in too much is what comes within half a second at several of them at once. One that is cut off from the
-//! others limits what comes to it alone.
+//! Every coordinator has a [`Meter`] for each subject with limits. Coordinators send each other twice a
+//! second what was spent at each since its start ([`Spending`]). Limits therefore hold for the whole cluster;
+//! the excess is what arrives at several coordinators within half a second. A coordinator that is cut off
+//! from the others limits its own requests only.
 //!
-//! Minutes are no windows: what may be asked for comes back evenly, up to what a minute allows. Prompts are paid for
-//! before they are served; what is generated is paid for as it comes, so that a meter may be in debt, by two minutes at
-//! most.
+//! The rate is a token bucket, not a window: it refills evenly, up to the amount of a minute. Prompts are
+//! charged before they are served, generated tokens as they arrive. A meter may therefore be in debt, by two
+//! minutes at most.
 //!
-//! No clock inside: whoever asks says when.
+//! This module reads no clock; callers pass the time.
 
 use crate::consensus::table::Quota;
 use parking_lot::Mutex;
@@ -20,20 +20,20 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 const MINUTE: f64 = 60.0;
-/// What is told of a meter that is not used any more is told again for so long, in case it was lost.
+/// A meter's spending is repeated for this long after its last use, in case a message was lost.
 const TOLD_FOR: Duration = Duration::from_secs(120);
-/// What runs at a coordinator that was not heard of for this long does not count.
+/// The in-flight requests of a coordinator without a message for this long do not count.
 const SILENT_AFTER: Duration = Duration::from_secs(3);
-/// When a request is to come again that there were too many others beside.
+/// `retry-after` if there are too many concurrent requests.
 const RETRY_BESIDE: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Limit {
     Requests,
-    /// Tokens in a minute.
+    /// Tokens per minute.
     Tokens,
     Concurrency,
-    /// Sessions of operations at a time, at one coordinator.
+    /// Concurrent sessions of operations at one coordinator.
     Sessions,
 }
 
@@ -67,30 +67,31 @@ pub enum Of {
     Tenant,
 }
 
-/// A limit that is reached.
+/// A limit that was reached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Exceeded {
     pub limit: Limit,
     pub of: Of,
     pub allowed: u64,
-    /// When there will be room, if nobody else takes it.
+    /// Time until there is room if nothing else uses it.
     pub retry_after: Duration,
 }
 
-/// How far limits are used: what of each, and what it allows; 0 allows all, of which nothing is counted.
+/// Usage of limits: (used, allowed) of each. An allowed amount of 0 means no limit, and then nothing is
+/// counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Usage {
-    /// Requests that have not come back yet of what a minute allows.
+    /// Requests spent and not refilled yet.
     pub requests: (u64, u64),
-    /// Tokens, likewise; in debt more than is allowed.
+    /// Tokens, likewise. Above the allowed amount while in debt.
     pub tokens: (u64, u64),
     pub inflight: (u64, u64),
 }
 
-/// What is counted by the same name at all coordinators: the SHA-256 of a key, or a digest of a tenant's name.
+/// The id of a meter at all coordinators: the SHA-256 of a key, or a digest of a tenant's name.
 pub type Subject = [u8; 32];
 
-/// Counts what one of those spends who have limits.
+/// Counts what one subject with limits spends.
 #[derive(Debug)]
 pub struct Meter {
     subject: Subject,
@@ -104,10 +105,10 @@ struct State {
     requests: Bucket,
     tokens: Bucket,
     inflight: u32,
-    /// What was spent here since the meter was made.
+    /// Spent at this coordinator since the meter was created.
     spent: Amount,
     used: Instant,
-    /// What each other coordinator has told last.
+    /// The last report of each other coordinator.
     others: HashMap<NodeId, Elsewhere>,
 }
 
@@ -119,7 +120,7 @@ struct Elsewhere {
     at: Instant,
 }
 
-/// What may be spent at once; comes back at `capacity` in a minute.
+/// A token bucket. It refills with `capacity` per minute.
 #[derive(Debug)]
 struct Bucket {
     level: f64,
@@ -143,7 +144,7 @@ impl Bucket {
         self.level = (self.level - amount).max(-2.0 * capacity);
     }
 
-    /// How long until there is so much.
+    /// The time until the level reaches `wanted`.
     fn until(&self, wanted: f64, capacity: f64) -> Duration {
         Duration::from_secs_f64((wanted - self.level).max(0.0) / capacity * MINUTE)
     }
@@ -155,7 +156,7 @@ impl State {
         self.tokens.fill(now, self.quota.tokens_per_minute as f64);
     }
 
-    /// Requests at other coordinators just now.
+    /// In-flight requests at other coordinators.
     fn beside(&self, now: Instant) -> u32 {
         let here = |other: &&Elsewhere| now.saturating_duration_since(other.at) < SILENT_AFTER;
         self.others.values().filter(here).fold(0, |sum, other| sum.saturating_add(other.inflight))
@@ -168,7 +169,7 @@ impl State {
 }
 
 impl Meter {
-    /// A meter at which nothing was spent yet.
+    /// A meter with full buckets.
     pub fn new(subject: Subject, of: Of, quota: Quota, now: Instant) -> Self {
         let full = |capacity| Bucket { level: capacity, at: now };
         let (requests, tokens) =
@@ -189,11 +190,11 @@ impl Meter {
         self.subject
     }
 
-    /// Other limits from now on. What was spent stays spent.
+    /// Changes the limits. Spending is kept.
     pub fn limit(&self, quota: Quota, now: Instant) {
         let mut state = self.state.lock();
         state.fill(now);
-        // Who had no limit has spent nothing of it.
+        // Nothing was counted while there was no limit, so the bucket is full.
         if state.quota.requests_per_minute == 0 {
             state.requests.level = quota.requests_per_minute.into();
         }
@@ -223,7 +224,7 @@ impl Meter {
         Ok(())
     }
 
-    /// Of a request that has begun and is not served: another's limit is reached.
+    /// Reverts [`Self::begin`] for a request that another meter refused.
     fn undo(&self) {
         let mut state = self.state.lock();
         state.inflight = state.inflight.saturating_sub(1);
@@ -235,7 +236,7 @@ impl Meter {
         let mut state = self.state.lock();
         state.fill(now);
         let allowed = state.quota.tokens_per_minute;
-        // What is more than a minute's can never be there at once; it waits for all that can.
+        // A prompt longer than a minute's tokens waits for a full bucket.
         let wanted = tokens.min(allowed) as f64;
         if allowed > 0 && state.tokens.level < wanted {
             let retry_after = state.tokens.until(wanted, allowed as f64);
@@ -255,11 +256,11 @@ impl Meter {
         state.inflight = state.inflight.saturating_sub(1);
     }
 
-    /// How far its limits are used, at all coordinators that were heard of.
+    /// The usage at all known coordinators.
     pub fn usage(&self, now: Instant) -> Usage {
         let mut state = self.state.lock();
         state.fill(now);
-        // Up: all are used as soon as there is no room for a whole one.
+        // Rounded up, so that a bucket without room for a whole request shows as used up.
         let used = |bucket: &Bucket, allowed: f64| (allowed - bucket.level).max(0.0).ceil() as u64;
         let Quota { requests_per_minute, tokens_per_minute, concurrency } = state.quota;
         Usage {
@@ -269,7 +270,7 @@ impl Meter {
         }
     }
 
-    /// What was spent here, for the others; none if they know for long.
+    /// What was spent here, for the other coordinators. `None` if unused for `TOLD_FOR`.
     pub fn tell(&self, now: Instant) -> Option<QuotaSpent> {
         let state = self.state.lock();
         let fresh = state.inflight > 0 || now.saturating_duration_since(state.used) < TOLD_FOR;
@@ -281,7 +282,7 @@ impl Meter {
         })
     }
 
-    /// What was spent at another coordinator in the life that it has drawn `life` for.
+    /// Counts what another coordinator spent. `life` identifies the run of that coordinator.
     pub fn hear(&self, peer: &NodeId, life: u64, spent: &QuotaSpent, now: Instant) {
         let mut state = self.state.lock();
         state.fill(now);
@@ -291,7 +292,7 @@ impl Meter {
                 told.requests.saturating_sub(before.requests),
                 told.tokens.saturating_sub(before.tokens),
             ),
-            // What it had spent before we heard of it was spent at some time: it takes what is there, and makes no debt.
+            // The time of earlier spending is unknown: it empties the bucket at most and makes no debt.
             None => {
                 state.requests.level = (state.requests.level - told.requests as f64).max(0.0);
                 state.tokens.level = (state.tokens.level - told.tokens as f64).max(0.0);
@@ -301,34 +302,33 @@ impl Meter {
     }
 }
 
-/// What one coordinator has spent of one subject since its start.
+/// What one coordinator spent of one subject since its start.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct QuotaSpent {
     pub subject: Subject,
     pub requests: u64,
-    /// Tokens.
     pub tokens: u64,
-    /// Requests under way just now.
+    /// Current in-flight requests.
     pub inflight: u32,
 }
 
-/// What one coordinator tells another of what was spent.
+/// A coordinator's report of what it spent.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Spending {
-    /// Drawn at its start: counts begin anew with it.
+    /// A random number of this run: counts restart with it.
     pub life: u64,
-    /// At most [`MAX_TOLD`] of those that have spent lately.
+    /// At most [`MAX_TOLD`] recently used meters.
     pub spent: Vec<QuotaSpent>,
 }
 
 pub const MAX_TOLD: usize = 1024;
 
-/// A request that was let in. While it is there, it counts as one that runs.
+/// An admitted request. It counts as in flight until this is dropped.
 #[derive(Debug, Default)]
 pub struct Permit([Option<Arc<Meter>>; 2]);
 
 impl Permit {
-    /// Lets a request in that all these meters have room for.
+    /// Admits a request if all meters have room.
     pub fn new(meters: [Option<&Arc<Meter>>; 2], now: Instant) -> Result<Self, Exceeded> {
         let mut permit = Self::default();
         for (held, meter) in permit.0.iter_mut().zip(meters) {
@@ -344,14 +344,14 @@ impl Permit {
         Ok(permit)
     }
 
-    /// Pays for a prompt of so many tokens, if there is room for it.
+    /// Charges a prompt, if there is room for it.
     pub fn prompt(&self, tokens: u64, now: Instant) -> Result<(), Exceeded> {
         self.0.iter().flatten().try_for_each(|meter| meter.check_tokens(tokens, now))?;
         self.generated(tokens);
         Ok(())
     }
 
-    /// Pays for tokens that are there.
+    /// Charges tokens that were already computed.
     pub fn generated(&self, tokens: u64) {
         self.0.iter().flatten().for_each(|meter| meter.spend_tokens(tokens));
     }

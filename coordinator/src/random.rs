@@ -1,18 +1,18 @@
-//! Numbers that nobody outside can guess, for seeds, names and ties; and bytes for keys.
+//! Unpredictable random numbers for seeds, names and ties, and random bytes for keys.
 
 use std::fs::File;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::Read;
 
-/// Bytes for a key or a salt, from the operating system.
+/// Random bytes for a key or salt, from the operating system.
 pub(crate) fn random_bytes() -> std::io::Result<[u8; 32]> {
     let mut bytes = [0; 32];
     File::open("/dev/urandom")?.read_exact(&mut bytes)?;
     Ok(bytes)
 }
 
-/// A random number, not for keys: the hash of nothing under a key that the operating system has drawn for this thread and
-/// that changes with every call.
+/// A random number, not for keys: the hash of no input under a per-thread random key that changes with every
+/// call.
 pub(crate) fn random_u64() -> u64 {
     RandomState::new().build_hasher().finish()
 }

@@ -1,10 +1,10 @@
-//! Models over several workers: plans are made by the leader, agreed on, and told to the workers by every coordinator.
+//! Replicas of several workers. The leader plans them, the coordinators commit the plans, and every
+//! coordinator sends them to the workers.
 //!
-//! What is planned is a pure function of what is agreed on, an operator's own plans among it, and of what is seen
-//! (`replicas/decide.rs`). Each coordinator tells each
-//! worker of the pool, again and again, which replica it leads, and hears how that is: nothing is remembered of what
-//! was said before, so that a new leader, or a coordinator that has restarted, goes on where the others stand. Requests
-//! for a model whose replica is being put together wait for it, but not for ever.
+//! A plan is a pure function of the committed table, including operators' plans, and of the observed workers
+//! (`replicas/decide.rs`). Each coordinator periodically sends each pool worker its order and receives a
+//! report. No earlier message is remembered, so a new leader or a restarted coordinator continues from the
+//! current state. Requests for a model whose replica is being set up wait for a bounded time.
 
 mod decide;
 mod drafters;
@@ -24,25 +24,25 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How often workers of the pool are told and asked.
+/// Interval of the orders to pool workers.
 const EVERY: Duration = Duration::from_millis(200);
-/// How long one may take to answer.
+/// Timeout of a worker's answer.
 const ANSWER_LIMIT: Duration = Duration::from_secs(1);
-/// A worker that is away for so long is replaced in its replica, if another is free; one that restarts is back before.
+/// A worker that is away for this long is replaced in its replica if another is free. A restart takes less.
 const AWAY_AFTER: Duration = Duration::from_secs(2);
-/// The same for one that this coordinator has not seen since it leads, or since its own start.
+/// The same for a worker that this coordinator has not seen since it became leader or started.
 const UNSEEN_AFTER: Duration = Duration::from_secs(10);
-/// How long requests wait for a replica to be put together again.
+/// How long requests wait for a replica that is being set up again.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Replicas, as this coordinator sees them. See the module.
+/// Replicas as this coordinator sees them.
 #[derive(Debug)]
 pub struct Replicas {
     dispatch: Arc<Dispatch>,
     agreement: Arc<Agreement>,
     models: Arc<Models>,
     audit: Arc<Audit>,
-    /// Stages of a replica; none: as few as hold the model.
+    /// Stages per replica; `None`: as few as hold the model.
     shards: Option<usize>,
     seen: Mutex<Seen>,
 }
@@ -53,7 +53,7 @@ struct Seen {
     workers: HashMap<NodeId, Instant>,
     leads_since: Option<Instant>,
     served: HashMap<ModelId, Instant>,
-    /// Why nothing more is planned, by model.
+    /// Why no further replica of a model can be planned.
     unplanned: BTreeMap<ModelId, String>,
 }
 
@@ -61,14 +61,14 @@ struct Seen {
 pub struct ReplicaView {
     pub life: u64,
     pub plan: ReplicaPlan,
-    /// Whether an operator has planned it so.
+    /// Whether an operator planned this replica.
     pub by_operator: bool,
-    /// What its first stage says, if it has said anything of this life.
+    /// The first stage's report, if it has sent one for this epoch.
     pub report: Option<LeadReport>,
 }
 
 impl Replicas {
-    /// Takes part from [`run`](Self::run) on.
+    /// The returned value is passive until [`run`](Self::run).
     pub fn new(
         dispatch: Arc<Dispatch>,
         agreement: Arc<Agreement>,
@@ -79,7 +79,7 @@ impl Replicas {
         Arc::new(Self { dispatch, agreement, models, audit, shards, seen: Mutex::default() })
     }
 
-    /// The replicas that are agreed on, by their lives.
+    /// The committed replicas, by epoch.
     pub fn view(&self) -> Vec<ReplicaView> {
         let Some(table) = self.agreement.table() else { return Vec::new() };
         let seen = self.seen.lock();
@@ -91,13 +91,12 @@ impl Replicas {
         table.replicas().iter().map(view).collect()
     }
 
-    /// Why nothing more is planned of a model, or not what an operator has planned, where that is so; known to the leader
-    /// alone.
+    /// Why no further replica of a model, or an operator's plan, can be placed. Known to the leader only.
     pub fn unplanned(&self) -> BTreeMap<ModelId, String> {
         self.seen.lock().unplanned.clone()
     }
 
-    /// Tells, hears and plans until it is dropped.
+    /// Sends orders, takes reports and plans, until dropped.
     pub async fn run(self: Arc<Self>) {
         let mut ticks = tokio::time::interval(EVERY);
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -111,7 +110,7 @@ impl Replicas {
         }
     }
 
-    /// Requests wait for models that are planned and were served, or planned, a short while ago.
+    /// Queues requests for planned models that were served, or planned, a short while ago.
     fn expect(&self, table: &Table) {
         let now = Instant::now();
         let mut seen = self.seen.lock();
@@ -148,7 +147,7 @@ impl Replicas {
         }
     }
 
-    /// As the leader: one change at a time, since the next follows from what it makes of the table.
+    /// Leader only: makes one change at a time, since the next depends on the resulting table.
     async fn plan(&self, table: &Table, pool: &[PoolWorker]) {
         if !self.agreement.leads() {
             self.seen.lock().leads_since = None;
@@ -212,7 +211,8 @@ impl Replicas {
         }
     }
 
-    /// What a worker is told. While not all of the stages that it leads are known here, it is only asked.
+    /// The order for a worker. While a stage of the replica that it leads is unknown here, the order only
+    /// asks for a report.
     fn order(&self, table: &Table, pool: &[PoolWorker], node: &NodeId) -> PlaceOrder {
         let is_stage = |plan: &&ReplicaPlan| plan.stages.iter().any(|stage| stage.node == *node);
         let digest = table.replicas().values().find(is_stage).map(|plan| plan.model_digest);
@@ -244,12 +244,12 @@ impl Replicas {
     }
 }
 
-/// The drafter of a model, of those in the pool.
+/// The drafter of a model that is available in the pool.
 fn drafter_of<'a>(digest: &[u8; 32], pool: &'a [PoolWorker]) -> Option<&'a OfferedDrafter> {
     drafters::of(pool.iter().map(|worker| (&worker.capacity, worker.drafter.as_ref())), digest)
 }
 
-/// What a plan does, and to what, for the audit log.
+/// The action and target of a plan change, for the audit log.
 fn named(change: &Change) -> (&'static str, String) {
     match change {
         Change::ReplicaPlaced(placed) => {

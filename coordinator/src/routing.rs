@@ -1,16 +1,17 @@
-//! Which worker a request goes to: a pure function of the prompt, what each worker holds and how busy it is.
+//! Chooses the worker for a request: a pure function of the prompt, of what each worker has cached and of its
+//! load.
 //!
-//! Cost is in seconds, from measured rates: the wait behind what the worker has to do, the prompt, and the answer's
-//! tokens at the pace that the worker has with one generation more, for as many as are expected. The prompt's work counts
-//! for more than once: the busier the workers, the more it is weighed, because a token that is computed
-//! again delays not only this request but everyone who comes to that worker after it. So requests that share an
-//! uncached prefix gather where it is being computed, and a holder must be busier by more than that to make
-//! recomputing elsewhere the better choice. Where the rest is about the same, who was given less lately is chosen.
+//! The cost of a candidate is in seconds, from measured rates: the wait behind its pending work, the prefill
+//! of the uncached tokens, and the decode time of the expected answer at the candidate's pace with one more
+//! sequence. The prefill is weighted by the share of busy candidates, because tokens that are computed twice
+//! also delay the requests behind them. So requests that share an uncached prefix gather where it is being
+//! computed, and another worker recomputes a prefix only if its holder is busier by more than the weighted
+//! prefill. If costs are about equal, the candidate that was given less work lately wins.
 //!
-//! That holds for one request. A prefix that many ask for gets a second holder earlier: what its requests wait at
-//! its holders longer than they would have elsewhere is summed up over time ([`demand`]), and once that was as long as
-//! computing the prefix again takes, for as long, the next goes elsewhere. When the demand is gone the first holder is
-//! chosen again, and what the others hold ages out of their caches.
+//! A prefix with lasting demand gets a second holder earlier. [`demand`] accumulates how much longer its
+//! requests wait at the holders than they would elsewhere. Once that exceeds the cost of computing the prefix
+//! again, the next request goes to another worker. When the demand ends, the first holder is chosen again,
+//! and the other copies age out of their caches.
 
 pub mod demand;
 pub mod groups;
@@ -25,85 +26,88 @@ use proto::block::HASH_UNIT_TOKENS;
 use serde::{Deserialize, Serialize};
 use transfer::is_worth_asking;
 
-/// The request's own work counts once as its own latency, and so often as delay of others where all workers are busy;
-/// where none is, it delays nobody.
+/// Additional weight of a request's own prefill if all candidates are busy, for the delay of other requests.
+/// It scales with the share of busy candidates.
 const DELAY_WEIGHT: f64 = 2.0;
-/// Leading units from which on requests have more in common than a usual system message: 256 tokens.
+/// Minimum of leading units that requests share beyond a usual system message: 256 tokens.
 pub const COMMON_UNITS: u32 = 16;
 
-/// Tokens per second assumed while no worker has measured its rate.
+/// Prefill rate assumed while no worker has measured one, in tokens per second.
 const ASSUMED_PREFILL_RATE: f64 = 1_000.0;
-/// Costs this close (as a share of the best, and in seconds) are a tie.
+/// Costs within this share of the best are a tie.
 const TIE_SHARE: f64 = 0.02;
+/// Costs within this many seconds of the best are a tie.
 const TIE_S: f64 = 0.001;
-/// Measured rates within this factor of their mean count as equal to it: so much they differ by what the workers
-/// were given to measure them with. From its square on they count as measured.
+/// Measured rates within this factor of the mean count as the mean, since prompts alone make rates differ
+/// this much. From the square of the factor on, the measured value counts in full.
 const SAME_RATE: f64 = 1.35;
-/// Likewise of paces, which depend less on what they were measured with.
+/// The same factor for paces, which vary less with the work that they were measured on.
 const SAME_PACE: f64 = 1.12;
-/// What was measured counts half as far from the mean after a worker has measured nothing new for this long: one that
-/// was slow and got no work is tried again.
+/// Half-life of a measurement's deviation from the mean, in seconds. So a worker that was slow and got no
+/// work is tried again.
 const TRUST_HALVES_S: f32 = 30.0;
-/// How much of a second it counts that a worker was given a second's work more than another: little, so that it
-/// decides only where the rest is about the same; more where all serve as much of the prompt, as pulls let them. Never
-/// more than the request's own work: a crowd of small requests does not make up for one large one.
+/// Weight of recently assigned prefill: cost in seconds for each second of work that a worker was given more
+/// than the worker that was given least. It is small, so it decides only between about equal costs. The term
+/// is at most the request's own prefill, so that many small requests do not outweigh one large one.
 const GIVEN_WEIGHT: f64 = 0.03;
+/// The same weight if all candidates serve about as much of the prompt, or the policy ignores prefixes.
 const EVEN_GIVEN_WEIGHT: f64 = 0.4;
-/// How often what another than the first holder of a prefix has of it counts as work, while the first holder has no
-/// requests: a replica is used while the first holder is busier than that, and ages out when it is not. The more requests
-/// the first holder has, the less it counts.
+/// Weight of the cached tokens of a replica (a further holder of a prefix), as a share of computing them,
+/// while the first holder has no sequences. It is divided by 1 + the first holder's sequences. So a replica
+/// is used while the first holder is busy, and ages out otherwise.
 const REPLICA_WEIGHT: f64 = 0.5;
 
-/// A worker that could take the request.
+/// A worker that can take the request.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Candidate {
     pub slot: Slot,
-    /// Leading hash units of the prompt that it holds or is about to hold.
+    /// Leading hash units of the prompt that the worker holds or is expected to hold soon.
     pub units: u32,
-    /// Prompt tokens that it has to compute before this request's.
+    /// Prompt tokens that the worker has to compute before this request's.
     pub pending_tokens: u64,
     pub running: u32,
-    /// Sequences that it has and does not decode yet.
+    /// Sequences that the worker has and does not decode yet.
     pub queued: u32,
-    /// Sequences that it decodes at once, if it has shown that it takes no more; else 0.
+    /// Maximum of concurrently decoded sequences if sequences waited at the last report; 0 if unknown.
     pub slots: u32,
     /// Measured prefill rate in tokens per second; 0 if unknown.
     pub prefill_rate: f32,
-    /// Seconds since that was measured.
+    /// Seconds since the prefill rate was measured.
     pub prefill_age_s: f32,
-    /// Measured pace of its decoding.
+    /// Measured decode pace.
     pub pace: Pace,
-    /// Seconds since that was measured.
+    /// Seconds since the pace was measured.
     pub pace_age_s: f32,
-    /// Prompt tokens that it was given to compute lately, old ones counting less.
+    /// Recently assigned uncached prompt tokens, with exponential decay.
     pub given_tokens: f64,
-    /// The pull by which it would get more of the prompt than it holds, if that beats computing.
+    /// A pull that gets the worker more of the prompt than it holds, if that is cheaper than computing.
     pub pull: Option<transfer::Pull>,
 }
 
-/// By what a worker is chosen.
+/// The routing policy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Routing {
-    /// The least time until it answers, with what it holds of the prompt counted in.
+    /// Lowest estimated cost, including cached prefixes.
     #[default]
     Prefix,
-    /// The same as if nobody held anything; to compare with.
+    /// Lowest estimated cost, ignoring cached prefixes. For comparison.
     LeastLoad,
-    /// One after the other; to compare with.
+    /// One worker after the other. For comparison.
     RoundRobin,
 }
 
-/// Why a worker was chosen, as told in `x-kvasir-route`.
+/// Why a worker was chosen; sent in `x-kvasir-route`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Reason {
-    /// It holds, or is computing, part of the prompt.
+    /// The worker holds or is computing part of the prompt.
     Prefix,
-    /// It has the least to do.
+    /// The worker has the lowest load.
     Load,
-    /// It is computing, for another request just now, what this one has in common with that.
+    /// The worker is computing the common prefix for another request of the group.
     Group,
-    /// It does not hold the prefix, but will from now on: those that do are asked for it too often.
+    /// The worker becomes a further holder of the prefix, because the existing holders are in too much
+    /// demand.
     Replica,
     Only,
 }
@@ -121,25 +125,25 @@ impl Reason {
     }
 }
 
-/// What is to be placed.
+/// A request to be placed.
 #[derive(Debug, Clone, Copy)]
 pub struct Query {
     pub routing: Routing,
     pub prompt_tokens: u32,
-    /// Expected length of the answer.
+    /// Expected length of the answer, in tokens.
     pub output_tokens: f64,
-    /// What is known of the prefix that it shares with earlier requests.
+    /// Demand for the prefix that the request shares with earlier ones, if known.
     pub standing: Option<Standing>,
     pub random: u64,
     pub turn: u64,
 }
 
-/// How much a prefix is in demand.
+/// Demand for a prefix.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Standing {
     pub home: Slot,
-    /// By how many seconds its requests have lately waited longer at its holders than they would have elsewhere, times
-    /// for how many seconds that has been so.
+    /// Seconds by which recent requests waited longer at the holders than elsewhere, times the seconds for
+    /// which that lasted.
     pub regret: f64,
 }
 
@@ -147,25 +151,25 @@ pub struct Standing {
 pub struct RoutingDecision {
     pub slot: Slot,
     pub reason: Reason,
-    /// Prompt tokens that its cache will serve.
+    /// Prompt tokens that the worker's cache is expected to serve.
     pub predicted: u32,
-    /// The estimate that decided, in seconds.
+    /// Estimated cost in seconds, by which the worker was chosen.
     pub cost: f64,
-    /// Seconds by which the first token is expected later here, where the prefix is held, than where it is not.
+    /// Seconds by which the first token is expected later at this holder than at the fastest other worker.
     pub excess: f64,
 }
 
-/// Prompt tokens that a worker serves from its cache if it holds `units` leading units: the last token is
-/// always computed, since its logits are needed, and hits end at unit boundaries.
+/// Prompt tokens that a worker with `units` leading units serves from its cache. The last token is always
+/// computed, since its logits are needed, and hits end at unit boundaries.
 pub fn predicted_tokens(prompt_tokens: u32, units: u32) -> u32 {
     let unit = HASH_UNIT_TOKENS as u32;
     let most = prompt_tokens.saturating_sub(1) / unit * unit;
     units.saturating_mul(unit).min(most)
 }
 
-/// Chooses among `candidates`; `None` only if there are none. Of two candidates drawn by `random` from those that
-/// cost the same, the one with less in hand is taken, so that several coordinators with the same view do not all
-/// run to the same worker.
+/// Chooses among `candidates`; `None` only if there are none. `random` draws two of the candidates with about
+/// equal costs, and the one with less pending work wins. So several coordinators with the same view do not
+/// all choose the same worker.
 pub fn choose(query: &Query, candidates: &[Candidate]) -> Option<RoutingDecision> {
     let estimates = Estimates::new(query, candidates);
     let mut tied: Vec<(&Candidate, f64)> = candidates.iter().map(|c| (c, estimates.cost(c))).collect();
@@ -190,23 +194,24 @@ pub fn choose(query: &Query, candidates: &[Candidate]) -> Option<RoutingDecision
     Some(estimates.replicated(chosen, choice, standing, candidates))
 }
 
-/// What a candidate was expected to take, part by part, in seconds.
+/// The estimates for a candidate, in seconds.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Parts {
-    /// Until it would begin with the prompt, and what it pulls is there to be pulled.
+    /// Until the worker can start the prompt and the prefix that it pulls is available to be pulled.
     pub queue: f64,
-    /// To compute what it would not serve from its cache.
+    /// To compute the uncached tokens.
     pub prefill: f64,
     pub transfer: f64,
-    /// To generate the answer, as many tokens as are expected.
+    /// To generate the expected number of tokens.
     pub decode: f64,
-    /// What it was compared by: these, with its own work weighed by how busy the candidates are.
+    /// The total by which candidates are compared: the parts above with the prefill weighted by load, and the
+    /// smaller corrections.
     pub cost: f64,
-    /// Prompt tokens that its cache would serve, pulled ones included.
+    /// Prompt tokens that the cache would serve, including pulled ones.
     pub cached: u32,
 }
 
-/// Why [`choose`] chooses as it does: for each candidate, in their order, what it is compared by.
+/// The estimates by which [`choose`] compares the candidates, in their order.
 pub fn explain(query: &Query, candidates: &[Candidate]) -> Vec<Parts> {
     let estimates = Estimates::new(query, candidates);
     candidates.iter().map(|candidate| estimates.parts(candidate)).collect()
@@ -218,14 +223,14 @@ impl Candidate {
     }
 }
 
-/// How busy candidates are, whatever the prompt.
+/// Rates and load of all candidates, independent of the prompt.
 #[derive(Debug, Clone, Copy)]
 pub struct Outlook {
-    /// The mean of the measured rates.
+    /// Weighted geometric mean of the measured prefill rates, in tokens per second.
     rate: f64,
-    /// The mean of the measured paces.
+    /// Weighted mean of the measured paces.
     pace: Pace,
-    /// How often work that a request brings counts.
+    /// Weight of the prefill that a request brings, at least 1.
     work_weight: f64,
 }
 
@@ -242,7 +247,7 @@ impl Outlook {
         Self { rate: rate.unwrap_or(ASSUMED_PREFILL_RATE), pace, work_weight }
     }
 
-    /// Prompt tokens per second.
+    /// Prefill rate of a candidate, in tokens per second.
     fn rate(&self, candidate: &Candidate) -> f64 {
         self.rate
             * deviation(f64::from(candidate.prefill_rate) / self.rate, candidate.prefill_age_s, SAME_RATE)
@@ -256,61 +261,62 @@ impl Outlook {
         Pace { seconds: self.pace.seconds * deviation(ratio, candidate.pace_age_s, SAME_PACE), ..self.pace }
     }
 
-    /// Seconds until it would begin with the prompt.
+    /// Seconds until the worker could start the prompt.
     pub fn queue(&self, candidate: &Candidate) -> f64 {
         let step =
             if candidate.running > 0 { self.pace(candidate).token_s(candidate.running.into()) } else { 0.0 };
         candidate.pending_tokens as f64 / self.rate(candidate) + step
     }
 
-    /// Seconds that it takes to generate so many tokens beside what it has to generate.
+    /// Seconds to generate `tokens` tokens beside the candidate's other sequences.
     fn decode(&self, candidate: &Candidate, tokens: f64) -> f64 {
         let n = f64::from(candidate.sequences()) + 1.0;
         let slots = if candidate.slots > 0 { f64::from(candidate.slots) } else { f64::INFINITY };
         let token = self.pace(candidate).token_s(n.min(slots));
-        // Beyond its slots it waits for as many others to end, which are taken to be as long.
+        // Beyond the slots, the request waits for running sequences to end. They are assumed to be equally
+        // long.
         tokens * token * (1.0 + ((n - slots) / slots).max(0.0))
     }
 
-    /// Seconds by which it delays, by generating so many tokens, what it has to generate already.
+    /// Seconds by which generating `tokens` tokens delays the candidate's other sequences.
     fn delays(&self, candidate: &Candidate, tokens: f64) -> f64 {
         tokens * self.pace(candidate).slope_s() * f64::from(candidate.sequences())
     }
 }
 
-/// How far something is believed that was measured so long ago.
+/// Weight of a value that was measured `age_s` seconds ago.
 fn trust(age_s: f32) -> f64 {
-    // Never nothing: of values that are all old the mean is one, too.
+    // Never 0: if all values are old, their mean must still be defined.
     f64::from((-age_s / TRUST_HALVES_S).exp2().max(1e-6))
 }
 
-/// Of (value, weight), of those that are known, if any is.
+/// Geometric mean of (value, weight), without values of 0 (unknown). `None` if all are unknown.
 fn geometric_mean(values: impl Iterator<Item = (f64, f64)>) -> Option<f64> {
     let known = values.filter(|(value, _)| *value > 0.0);
     let (sum, all) = known.fold((0.0, 0.0), |(sum, all), (value, w)| (sum + w * value.ln(), all + w));
     (all > 0.0).then(|| f64::exp(sum / all))
 }
 
-/// What a measured value counts as, relative to the mean, if it is `ratio` of it and was measured `age_s` ago; an unknown
-/// one (0) and one within a factor `same` as the mean.
+/// Factor on the mean for a value of `ratio` times the mean, measured `age_s` seconds ago. 1 if the value is
+/// unknown (`ratio` 0) or within a factor `same` of the mean.
 fn deviation(ratio: f64, age_s: f32, same: f64) -> f64 {
     if ratio <= 0.0 || (1.0 / same..=same).contains(&ratio) {
         return 1.0;
     }
     let off = ratio.ln() * trust(age_s);
-    // Nothing up to `same`, all from twice that on, and in between without a jump.
+    // No deviation counts up to `same`, all of it from `same` squared on, linear (in logarithms) in between.
     let counts = (2.0 * (off.abs() - same.ln())).clamp(0.0, off.abs());
     counts.copysign(off).exp()
 }
 
-/// What candidates are expected to take for a prompt.
+/// Cost estimates of the candidates for one prompt.
 struct Estimates<'a> {
     query: &'a Query,
     outlook: Outlook,
-    /// What the candidate was given that was given least.
+    /// The lowest [`Candidate::given_tokens`].
     least_given: f64,
     given_weight: f64,
-    /// What the first holder of the prefix has of it, and how many sequences.
+    /// Leading units and sequences of the prefix's first holder.
     home: (u32, u32),
 }
 
@@ -363,14 +369,15 @@ impl<'a> Estimates<'a> {
         }
     }
 
-    /// Seconds until the first token.
+    /// Estimated seconds until the first token.
     fn ttft(&self, candidate: &Candidate) -> f64 {
         let own = f64::from(self.query.prompt_tokens - self.cached(candidate));
         let begins = self.outlook.queue(candidate) + candidate.awaits();
         begins + candidate.pull_seconds() + own / self.outlook.rate(candidate)
     }
 
-    /// `choice`, which is the holder `chosen`, or a worker that becomes one: the one that would answer first.
+    /// Returns `choice` (the holder `chosen`), or the fastest worker without the prefix if the demand
+    /// justifies another holder.
     fn replicated(
         &self,
         chosen: &Candidate,
@@ -393,7 +400,7 @@ impl<'a> Estimates<'a> {
     }
 }
 
-/// Of two different ones of `tied`, drawn by `random`, the one with less in hand.
+/// Draws two different candidates of `tied` by `random` and returns the one with less pending work.
 fn two_choices<'a>(tied: &[(&'a Candidate, f64)], random: u64) -> Option<(&'a Candidate, f64)> {
     let len = tied.len() as u64;
     let first = random.checked_rem(len)?;

@@ -1,4 +1,4 @@
-//! A coordinator, whole: its three ports opened, everything between them connected, and stopped in order.
+//! A whole coordinator: opens its three ports, connects all parts, and stops them in order.
 
 mod http;
 
@@ -32,37 +32,37 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::task::JoinHandle;
 
-/// How often deadlines, leases and reservations are looked at.
+/// Interval for checking deadlines, leases and reservations.
 const TICK: Duration = Duration::from_millis(50);
-/// Connections on the operations port.
+/// Most concurrent connections of the operations port.
 const OPS_CONNECTIONS: usize = 256;
-/// Memory for the names of prompts that may come again.
+/// Memory for the memo of hash chains of prompts.
 const CHAIN_BYTES: usize = 32 << 20;
 
 /// Why a coordinator does not start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    /// The configuration cannot be used.
+    /// The configuration is invalid.
     #[error(transparent)]
     Config(#[from] ConfigError),
     /// A model cannot be offered.
     #[error(transparent)]
     Models(#[from] ModelsError),
-    /// The identity is not a coordinator's.
+    /// The certificate is not a coordinator's.
     #[error("the certificate is a {0:?}'s, not a coordinator's")]
     WrongRole(Role),
     /// The QUIC endpoint cannot be opened.
     #[error(transparent)]
     Quic(#[from] proto::Error),
-    /// It cannot take part in the coordinators' agreement.
+    /// The coordinator cannot join its group.
     #[error(transparent)]
     Group(#[from] GroupError),
-    /// Another process has the data directory, or it cannot be used.
+    /// Another process holds the data directory, or it cannot be used.
     #[error(transparent)]
     DataDir(#[from] ClaimError),
     #[error("the runtime has ended")]
     Ended,
-    /// It cannot write down who changes what.
+    /// The audit log cannot be opened.
     #[error(transparent)]
     Audit(#[from] AuditError),
     /// A TCP port cannot be opened.
@@ -70,7 +70,7 @@ pub enum StartError {
     Bind { address: SocketAddr, source: std::io::Error },
 }
 
-/// Where a coordinator really listens.
+/// The addresses that a coordinator listens on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Addresses {
     pub http: SocketAddr,
@@ -78,7 +78,7 @@ pub struct Addresses {
     pub quic: SocketAddr,
 }
 
-/// A running coordinator. Dropping it stops it at once; [`stop`](Self::stop) does it in order.
+/// A running coordinator. Dropping it stops it immediately; [`stop`](Self::stop) stops it in order.
 #[derive(Debug)]
 pub struct Coordinator {
     addresses: Addresses,
@@ -94,7 +94,7 @@ pub struct Coordinator {
 }
 
 impl Coordinator {
-    /// Starts one inside the current tokio runtime: reads the models' files, opens the ports, serves.
+    /// Starts a coordinator in the current tokio runtime: reads the model files, opens the ports, serves.
     pub async fn start(
         config: Config,
         identity: &Identity,
@@ -106,7 +106,7 @@ impl Coordinator {
             return Err(StartError::WrongRole(name.role));
         }
         let claim = match config.data_dir.clone() {
-            // It may wait for another process to end.
+            // May wait for another process to exit.
             Some(dir) => {
                 let claimed = tokio::task::spawn_blocking(move || DirectoryClaim::of(&dir)).await;
                 Some(claimed.map_err(|_| StartError::Ended)??)
@@ -126,7 +126,7 @@ impl Coordinator {
 
         let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let epoch = Epoch(u64::try_from(started.as_millis()).unwrap_or(u64::MAX));
-        // Others may be added to a group of one.
+        // A group of one may get further members.
         let alone = config.data_dir.is_none();
         let accepts = if alone { vec![Role::Worker] } else { vec![Role::Worker, Role::Coordinator] };
         let endpoint = Endpoint::bind(config.quic, identity, EndpointConfig::new(epoch, accepts))?;
@@ -241,26 +241,26 @@ impl Coordinator {
         self.addresses
     }
 
-    /// Whether a worker takes work for this model.
+    /// Whether a worker accepts requests for this model.
     pub fn serves(&self, model: &ModelId) -> bool {
         self.dispatch.serves(model)
     }
 
-    /// Lets `/readyz` turn 200, where the configuration holds it back.
+    /// Releases `/readyz` if the configuration holds it at 503.
     pub fn release_ready(&self) {
         self.ops.gate.release();
     }
 
-    /// A worker's parent knows that it is dead. `false` if it is no member.
+    /// Removes a worker whose parent process reports it dead. Returns `false` if the worker is not a member.
     pub fn notice_dead(&self, worker: &NodeId) -> bool {
         self.dispatch.notice_dead(worker)
     }
 
-    /// Hands leadership over, takes no new connections, lets requests under way finish for as long as the
-    /// configuration gives them, and closes everything. `true` if all of them finished.
+    /// Hands leadership over, stops accepting connections, lets running requests finish within the configured
+    /// time, and closes everything. Returns `true` if all of them finished.
     pub async fn stop(mut self) -> bool {
         self.ops.gate.stop();
-        // First, so that another takes changes while requests finish here.
+        // First, so that another coordinator takes changes while requests finish here.
         if let Some(agreement) = &self.agreement {
             agreement.stop().await;
         }
@@ -280,7 +280,7 @@ impl Drop for Coordinator {
     }
 }
 
-/// Writes down whenever the cluster's authority has taken certificates back, as far as this node has heard.
+/// Records in the audit log when this node receives revocations of certificates.
 async fn note_revocations(identity: Identity, audit: Arc<Audit>) {
     let mut known = 0;
     loop {
@@ -291,7 +291,7 @@ async fn note_revocations(identity: Identity, audit: Arc<Audit>) {
 }
 
 async fn tick(dispatch: Arc<Dispatch>, heart: Heartbeat) {
-    // Not in step with other coordinators.
+    // A random phase, so that coordinators do not tick in step.
     tokio::time::sleep(TICK.mul_f64((random_u64() % 1_000) as f64 / 1e3)).await;
     let mut ticks = tokio::time::interval(TICK);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);

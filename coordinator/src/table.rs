@@ -1,9 +1,9 @@
-//! The table of workers: who is a member, in which life, what it serves, whether it drains.
+//! The table of workers: members with their epochs, models and drain state.
 //!
-//! A deterministic state machine: [`WorkerTable::apply`] is the only way to change it, so that a replicated
-//! log can feed it. Who is a member in which life is decided by the [`Roster`], the same for every
-//! coordinator; slots are this coordinator's own numbering of the members. What changes by the second (load,
-//! progress) is not here but in [`crate::balancer`].
+//! A deterministic state machine, so that a replicated log can feed it: [`WorkerTable::apply`] is the only
+//! way to change it. The [`Roster`] holds the rules of membership and is the same on every coordinator. Slots
+//! are this coordinator's own numbering. Values that change every second (load, progress) are in
+//! [`crate::balancer`].
 
 pub mod roster;
 
@@ -14,21 +14,20 @@ use roster::{Roster, WorkerStanding};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Workers that are remembered at a time, members or not.
+/// Maximum of known workers, members or not.
 pub const MAX_WORKERS: usize = 4096;
 
-/// A worker of the table.
+/// A member of the table.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Member {
-    /// Its slot while it is a member.
     pub slot: Slot,
     pub register: Arc<WorkerInfo>,
-    /// An operator has asked it to take no new work.
+    /// An operator has drained the worker.
     pub draining: bool,
 }
 
 impl Member {
-    /// What it serves under this name.
+    /// The model that the worker serves under this name.
     pub fn model(&self, id: &ModelId) -> Option<&ServedModel> {
         self.register.models.iter().find(|m| m.id == *id)
     }
@@ -37,32 +36,32 @@ impl Member {
 /// A change of the table.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TableChange {
-    /// A worker's life begins, or its connection does anew.
+    /// A worker starts an epoch, or reconnects.
     Join(WorkerInfo),
-    /// A worker's life has ended; a change for another epoch is refused.
+    /// A worker's epoch has ended; a change for another epoch is refused.
     Leave {
         node: NodeId,
-        /// The life that has ended.
+        /// The epoch that has ended.
         epoch: Epoch,
     },
-    /// An operator wants a worker to take no new work, or to take it again. Survives the worker's restart.
+    /// An operator drains a worker or ends its drain. Survives the worker's restart.
     Drain { node: NodeId, draining: bool },
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Applied {
-    /// The worker has joined in this slot; an earlier life or connection of it has left it.
+    /// The worker has joined in this slot. It replaces its own earlier epoch or connection there.
     Joined { slot: Slot, node: NodeId, epoch: Epoch },
-    /// The worker that was in this slot has left.
+    /// The worker in this slot has left.
     Left(Slot),
-    /// The worker in this slot drains or no longer drains.
+    /// The drain state of the worker in this slot was set.
     Drained(Slot),
 }
 
-/// Why a change was refused. The table is as it was.
+/// Why a change was refused. The table is unchanged.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TableError {
-    /// A later life of the worker is or was a member.
+    /// A later epoch of the worker is known.
     #[error("{node} speaks with epoch {}, epoch {} is known", got.0, known.0)]
     StaleEpoch {
         node: NodeId,
@@ -72,31 +71,30 @@ pub enum TableError {
     },
     #[error("no worker {0} is a member")]
     UnknownWorker(NodeId),
-    /// The cluster is at its limit.
+    /// The cluster has its maximum of workers.
     #[error("{limit} workers are members already")]
     Full { limit: usize },
-    /// What all members serve is too long to be kept.
+    /// The registrations of all members are too large.
     #[error("the workers' introductions take {bytes} bytes, {limit} are kept")]
     TooLarge {
-        /// About the bytes they would take.
+        /// Approximate size with the refused registration, in bytes.
         bytes: usize,
-        /// Bytes kept at most.
+        /// Maximum size in bytes.
         limit: usize,
     },
     /// Another member serves other weights or another tokenizer under the same name.
     #[error("{node} serves a {model} that differs from the one of {other}: {what} digests differ")]
     ModelConflict {
-        /// The worker that was refused.
+        /// The refused worker.
         node: NodeId,
-        /// The member it disagrees with.
+        /// The member that it conflicts with.
         other: NodeId,
         model: ModelId,
-        /// Which digest: `model` or `tokenizer`.
+        /// The digest that differs: `model` or `tokenizer`.
         what: &'static str,
     },
 }
 
-/// The table. See the module.
 #[derive(Debug, Clone, Default)]
 pub struct WorkerTable {
     roster: Roster,
@@ -124,17 +122,15 @@ impl WorkerTable {
         self.members.values()
     }
 
-    /// The member with this name.
     pub fn member(&self, node: &NodeId) -> Option<&Member> {
         self.members.get(node)
     }
 
-    /// The member in this slot.
     pub fn in_slot(&self, slot: Slot) -> Option<&Member> {
         self.members.values().find(|m| m.slot == slot)
     }
 
-    /// What is served under this name, if anything is: all members agree on the digests.
+    /// The model of this name, if any member serves it. All members agree on its digests.
     pub fn model(&self, id: &ModelId) -> Option<&ServedModel> {
         self.members.values().find_map(|m| m.model(id))
     }
@@ -215,7 +211,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn what_an_older_life_says_is_refused() {
+    fn changes_of_an_older_epoch_are_refused() {
         let mut table = WorkerTable::default();
         joined(&mut table, "a", 5);
         let node = NodeId::new("a").unwrap();
@@ -226,7 +222,7 @@ pub(crate) mod tests {
             Err(stale.clone())
         );
         table.apply(TableChange::Leave { node: node.clone(), epoch: Epoch(5) }).unwrap();
-        // Also once it has left.
+        // The same holds after the worker has left.
         assert_eq!(table.apply(TableChange::Join(register("a", 4, &[]))), Err(stale));
         let gone = table.apply(TableChange::Leave { node: node.clone(), epoch: Epoch(5) });
         assert_eq!(gone, Err(TableError::UnknownWorker(node)));
@@ -238,7 +234,7 @@ pub(crate) mod tests {
         joined(&mut table, "a", 1);
         let refused = table.apply(TableChange::Join(register("b", 1, &[("m", 8)])));
         assert!(matches!(refused, Err(TableError::ModelConflict { what: "model", .. })), "{refused:?}");
-        // A single worker may change its mind, and other names are free.
+        // The only worker of a model may change it, and other names are free.
         table.apply(TableChange::Join(register("a", 2, &[("m", 8)]))).unwrap();
         table.apply(TableChange::Join(register("b", 1, &[("m", 8), ("n", 1)]))).unwrap();
         let mut other = register("c", 1, &[("n", 1)]);
@@ -262,7 +258,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_worker_for_whom_no_slot_is_left_is_refused() {
+    fn a_worker_without_a_free_slot_is_refused() {
         let mut table = WorkerTable::default();
         (0..MAX_SLOTS).for_each(|i| {
             joined(&mut table, &format!("w{i}"), 1);

@@ -1,18 +1,18 @@
-//! The last minutes in slots of equal length: what is counted goes into the slot of its time, and old slots are used
-//! again. Nothing runs while nobody counts and nobody looks.
+//! The last minutes in slots of equal length. A count goes into the slot of its time; old slots are reused.
+//! Nothing runs in the background.
 
 use std::time::{Duration, Instant};
 
-/// How long a slot is.
+/// Length of a slot.
 pub const SLOT: Duration = Duration::from_secs(2);
-/// Slots that are kept: five minutes.
+/// Number of slots: five minutes.
 pub const SLOTS: usize = 150;
 
 #[derive(Debug)]
 pub struct Timeline<T> {
-    /// Where the first slot began, once something has been counted.
+    /// Start of the first slot. `None` before the first count.
     origin: Option<Instant>,
-    /// By number modulo [`SLOTS`], each with its number.
+    /// Indexed by slot number modulo [`SLOTS`]; each has its number.
     slots: Vec<(u64, T)>,
 }
 
@@ -23,13 +23,13 @@ impl<T> Default for Timeline<T> {
 }
 
 impl<T: Default> Timeline<T> {
-    /// The slot of `now`, empty if it has just begun.
+    /// The slot of `now`, emptied if it has just begun.
     pub fn at(&mut self, now: Instant) -> &mut T {
         let origin = *self.origin.get_or_insert(now);
         let number = number(origin, now);
         let index = (number % SLOTS as u64) as usize;
         if self.slots.len() <= index {
-            // A number that was never used, so that what is skipped is nobody's.
+            // A number that never occurs, so that skipped slots match no time.
             self.slots.resize_with(index + 1, || (u64::MAX, T::default()));
         }
         let slot = &mut self.slots[index];
@@ -39,8 +39,8 @@ impl<T: Default> Timeline<T> {
         &mut slot.1
     }
 
-    /// The last `count` slots at `now`, oldest first, each with how long ago it began; those in which nothing was counted
-    /// are left out.
+    /// The last `count` slots at `now`, oldest first, each with the time since it began. Slots without counts
+    /// are omitted.
     pub fn last(&self, now: Instant, count: usize) -> impl Iterator<Item = (Duration, &T)> {
         let present = self.origin.map(|origin| (origin, number(origin, now)));
         let count = count.min(SLOTS) as u64;
@@ -57,18 +57,18 @@ impl<T: Default> Timeline<T> {
 
 fn number(origin: Instant, now: Instant) -> u64 {
     let slots = now.saturating_duration_since(origin).as_millis() / SLOT.as_millis();
-    // More than 2^32 slots would be 270 years.
+    // 2^32 slots are 270 years.
     u64::try_from(slots).unwrap_or(u64::MAX).min(u32::MAX.into())
 }
 
 /// Buckets of a [`Sketch`].
 const BUCKETS: usize = 64;
-/// The lower bound of its first one, in seconds.
+/// Lower bound of the first bucket, in seconds.
 const LEAST: f64 = 1e-4;
-/// Buckets in which values double.
+/// Buckets for each doubling of the duration.
 const OCTAVE: f64 = 3.0;
 
-/// How durations are spread: counts by size, each bucket a quarter wider than the one before, from 0.1 ms to 4 minutes.
+/// A histogram of durations from 0.1 ms to 4 minutes. Each bucket is a quarter wider than the one before.
 #[derive(Debug, Clone)]
 pub struct Sketch {
     counts: [u32; BUCKETS],
@@ -81,14 +81,14 @@ impl Default for Sketch {
 }
 
 impl Sketch {
-    /// `times` durations of this length.
+    /// Adds `times` durations of this length.
     pub fn add(&mut self, took: Duration, times: u32) {
         let octaves = (took.as_secs_f64() / LEAST).max(1.0).log2();
         let at = ((octaves * OCTAVE) as usize).min(BUCKETS - 1);
         self.counts[at] = self.counts[at].saturating_add(times);
     }
 
-    /// Takes over what another has counted.
+    /// Adds the counts of `other`.
     pub fn merge(&mut self, other: &Self) {
         for (count, more) in self.counts.iter_mut().zip(&other.counts) {
             *count = count.saturating_add(*more);
@@ -99,7 +99,7 @@ impl Sketch {
         self.counts.iter().map(|count| u64::from(*count)).sum()
     }
 
-    /// The duration, in seconds, that this share of them is not above; off by an eighth at most. `None` without any.
+    /// The quantile `share`, in seconds, with an error of at most an eighth. `None` without counts.
     pub fn quantile(&self, share: f64) -> Option<f64> {
         let count = self.count();
         let rank = (share * count as f64).ceil().max(1.0);
@@ -121,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_slot_is_used_again_when_its_time_comes_round() {
+    fn old_slots_are_reused() {
         let start = Instant::now();
         let after = |slots: u32| start + SLOT * slots + Duration::from_millis(1);
         let mut line = Timeline::<u32>::default();
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn quantiles_are_near_what_they_are_of() {
+    fn quantiles_are_within_an_eighth_of_the_exact_ones() {
         let mut sketch = Sketch::default();
         assert_eq!(sketch.quantile(0.5), None);
         (1..=1000).for_each(|ms| sketch.add(Duration::from_millis(ms), 1));

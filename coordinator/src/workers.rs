@@ -1,5 +1,5 @@
-//! The workers' side of the network: they dial us, introduce themselves, report, and tell their KV events. Other
-//! coordinators dial the same port and are handed on.
+//! Accepts worker connections: registration, load reports and KV events. Other coordinators dial the same
+//! port and are passed to the agreement.
 
 use crate::agreement::Agreement;
 use crate::audit::{Audit, Record};
@@ -21,20 +21,20 @@ use std::time::{Duration, Instant};
 use tarpc::context::Context;
 use tokio::task::JoinSet;
 
-/// What was logged of workers that connect, or are refused, again and again.
+/// Rate limit for logs of workers that connect, or are refused, repeatedly.
 static NOTED: Repeats = Repeats::new();
 
-/// What workers are told, and what they must agree with.
+/// Parameters for workers, and what their registrations must match.
 #[derive(Debug)]
 pub struct Terms {
     /// Keys every block id of the cluster.
     pub cluster_key: ClusterKey,
-    /// A worker not heard of for this long has left.
+    /// A worker without a report for this long is removed.
     pub lease: Duration,
     pub report_every: Duration,
-    /// Digests of the tokenizers by which this coordinator makes token ids.
+    /// Digests of the tokenizers that this coordinator uses, by model.
     pub tokenizers: HashMap<ModelId, [u8; 32]>,
-    /// Where it is written down who has joined.
+    /// The audit log, for joins.
     pub audit: Arc<Audit>,
 }
 
@@ -107,8 +107,8 @@ impl Session {
                 Ok(Incoming::KvEvents(events)) => {
                     streams.spawn(self.clone().follow(events));
                 }
-                // Kinds that a worker may not open at a coordinator are refused by the transport; tensors
-                // are not for us, and dropping the stream says so.
+                // The transport refuses streams that a worker may not open at a coordinator. Bulk streams are
+                // not used here; dropping them refuses them.
                 Ok(Incoming::Bulk(_) | Incoming::WorkerRpc(_)) => {}
                 Ok(Incoming::Generate(_) | Incoming::Encode(_) | Incoming::Operation(_)) => {}
                 Ok(Incoming::KvSnapshot(_) | Incoming::Sequence(_) | Incoming::Pull(_)) => {}
@@ -134,7 +134,8 @@ impl Session {
         }
     }
 
-    /// The worker's life ends with its GPU. If that happens again and again, it drains until an operator says otherwise.
+    /// The worker's epoch ends with its GPU. After repeated losses, the worker drains until an operator
+    /// undrains it.
     async fn device_lost(&self) {
         let (node, epoch) = (self.node(), self.connection.peer_epoch());
         tracing::error!(%node, epoch = epoch.0, "a worker has lost its GPU");
@@ -145,7 +146,7 @@ impl Session {
         self.drain(node).await;
     }
 
-    /// Has a worker take no more work, because of what this one has told.
+    /// Drains a worker because of a report on this connection.
     async fn drain(&self, node: &NodeId) {
         let drained = match &self.agreement {
             Some(agreement) => agreement.drain(node, true).await.map_err(|error| error.to_string()),
@@ -161,7 +162,7 @@ impl Session {
         while let Some(batch) = events.next().await {
             match batch {
                 Ok(batch) => self.dispatch.events(self.id, self.node(), batch),
-                // Of a later version: its place in the numbering shows as a gap.
+                // A later version's event. The skipped number shows as a gap.
                 Err(proto::Error::Codec(error @ CodecError::UnknownVariant { .. })) => {
                     tracing::debug!(node = %self.node(), %error, "KV events skipped");
                 }
@@ -178,7 +179,7 @@ impl CoordinatorApi for Session {
     async fn register(self, _: Context, request: Register) -> Result<Registered, Refusal> {
         let registered = self.admit(request).await;
         let result = registered.as_ref().map_or_else(ToString::to_string, |_| "joined".to_owned());
-        // One that is refused tries again without end.
+        // A refused worker retries forever: limit the audit records.
         if registered.is_ok() || NOTED.due((self.node(), "audit", &result)).is_some() {
             self.audit("join", &format!("epoch {}", self.connection.peer_epoch().0), &result);
         }

@@ -1,5 +1,5 @@
-//! The prefix index takes what it says that it takes, and never more than its budget, not even for a moment.
-//! Alone in its binary, because it counts every allocation of the process.
+//! The prefix index reports its memory correctly and never exceeds its budget, not even temporarily. This
+//! test is alone in its binary, because it counts every allocation of the process.
 #![allow(unsafe_code, reason = "a global allocator is an unsafe trait")]
 #![allow(clippy::unwrap_used, reason = "in a test a panic is the report")]
 
@@ -17,8 +17,8 @@ static PEAK: AtomicUsize = AtomicUsize::new(0);
 
 struct Counting;
 
-// SAFETY: every call is handed on unchanged to the system's allocator, whose contract is the caller's; the
-// counters beside it touch no memory that is handed out. `realloc` is the default one, which allocates,
+// SAFETY: every call is passed on unchanged to the system allocator, whose contract is the caller's. The
+// counters touch no memory that is handed out. `realloc` is the default implementation, which allocates,
 // copies and frees, so that both copies count.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
@@ -39,7 +39,7 @@ unsafe impl GlobalAlloc for Counting {
 static HEAP: Counting = Counting;
 
 const WORKERS: usize = 12;
-/// Streams, and the message that is being applied.
+/// Memory outside the index: the streams, and the message being applied.
 const BESIDE: u64 = 64 << 10;
 
 fn mix(state: u64) -> u64 {
@@ -49,7 +49,7 @@ fn mix(state: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Unit `at` of chain `chain`; the first 40 are those of one of four chains.
+/// Unit `at` of chain `chain`. The first 40 units are those of one of four chains.
 fn unit(chain: u64, at: u64) -> BlockId {
     let chain = if at < 40 { chain % 4 } else { chain };
     let (a, b) = (mix(chain << 20 ^ at), mix(chain ^ at << 40));
@@ -57,7 +57,7 @@ fn unit(chain: u64, at: u64) -> BlockId {
 }
 
 #[test]
-fn the_heap_is_what_the_index_says_and_within_its_budget() {
+fn the_reported_bytes_match_the_heap_and_the_budget_holds() {
     let budget = 1 << 20;
     let base = LIVE.load(Relaxed) as u64;
     PEAK.store(base as usize, Relaxed);

@@ -8,11 +8,11 @@ use std::ptr::NonNull;
 /// Bytes in a cache line, and in the widest vector register.
 pub const CACHE_LINE: usize = 64;
 
-/// Size of a transparent huge page; buffers of several are placed on one, to spare the TLB.
+/// Size of a transparent huge page. A buffer of several such pages is aligned to one, to reduce TLB misses.
 const HUGE_PAGE: usize = 2 << 20;
 
 mod sealed {
-    /// Types for which all-zero bytes are a value and that own nothing.
+    /// Types that own nothing and for which all-zero bytes are a valid value.
     pub trait Plain: Copy + Send + Sync + 'static {}
     impl Plain for u8 {}
     impl Plain for i8 {}
@@ -23,7 +23,7 @@ mod sealed {
 }
 pub(crate) use sealed::Plain;
 
-/// A fixed-length buffer of plain numbers, zeroed at birth, aligned to [`CACHE_LINE`]. Large ones ask the
+/// A fixed-length buffer of plain numbers, initially zero, aligned to [`CACHE_LINE`]. Large buffers ask the
 /// kernel for huge pages.
 pub struct AlignedBuf<T: Plain> {
     ptr: NonNull<T>,
@@ -36,7 +36,7 @@ unsafe impl<T: Plain> Send for AlignedBuf<T> {}
 unsafe impl<T: Plain> Sync for AlignedBuf<T> {}
 
 impl<T: Plain> AlignedBuf<T> {
-    /// `len` zeroes. Aborts like `Vec` does when memory is exhausted.
+    /// Creates a buffer of `len` zeros. Aborts like `Vec` if memory is exhausted.
     ///
     /// # Panics
     /// If the size in bytes exceeds `isize::MAX`.
@@ -44,8 +44,9 @@ impl<T: Plain> AlignedBuf<T> {
         let Some(layout) = Self::layout(len) else {
             return Self { ptr: NonNull::dangling(), len: 0 };
         };
-        // Fresh pages of the operating system are zero already: a large buffer costs memory as it is used. So it is with
-        // the command's allocator, mimalloc; Rust's way to glibc's writes zeroes, before the advice, on small pages.
+        // Fresh pages from the operating system are already zero, so a large buffer takes memory only as it
+        // is used. This holds for the command's allocator, mimalloc. Rust's path to glibc writes the zeros
+        // itself, on small pages, before `advise_huge_pages` is called.
         // SAFETY: `layout` has a size above zero; all-zero bytes are values of `T` (`Plain`).
         let raw = unsafe { alloc_zeroed(layout) };
         let Some(ptr) = NonNull::new(raw.cast::<T>()) else { handle_alloc_error(layout) };
@@ -55,8 +56,8 @@ impl<T: Plain> AlignedBuf<T> {
         Self { ptr, len }
     }
 
-    /// Makes the buffer at least `len` long. A buffer that is long enough keeps its memory and contents, a
-    /// shorter one is replaced by zeroes.
+    /// Makes the buffer at least `len` long. A buffer that is long enough keeps its memory and contents; a
+    /// shorter one is replaced by zeros.
     pub fn grow(&mut self, len: usize) {
         if self.len < len {
             *self = Self::zeroed(len);
@@ -76,8 +77,8 @@ impl<T: Plain> AlignedBuf<T> {
 
 #[cfg(target_os = "linux")]
 fn advise_huge_pages(start: *mut u8, bytes: usize) {
-    // SAFETY: the range is one live allocation of ours; the advice changes no contents. A refusal only costs
-    // speed, so the result is not looked at.
+    // SAFETY: the range is one live allocation of this module; the advice changes no contents. A refusal
+    // only costs speed, so the result is ignored.
     unsafe { libc::madvise(start.cast(), bytes, libc::MADV_HUGEPAGE) };
 }
 
@@ -145,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn growing_keeps_what_is_long_enough() {
+    fn growing_keeps_a_buffer_that_is_long_enough() {
         let mut buf = AlignedBuf::<i32>::zeroed(8);
         buf[3] = 7;
         buf.grow(4);

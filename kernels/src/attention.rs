@@ -1,14 +1,14 @@
 //! Attention over a paged KV cache.
 //!
-//! A [`StepPlan`] says which rows (tokens of this step) attend to which blocks; [`attention`] computes one layer of
-//! it, [`kv_write`] puts a token's keys and values into its slot. Kernels read the block table themselves: blocks
-//! may lie anywhere in the arena and are never gathered.
+//! A [`StepPlan`] has the blocks that each row (token of this step) attends to. [`attention`] computes one
+//! layer of it; [`kv_write`] writes a token's keys and values to its slot. Kernels read the block table
+//! themselves: blocks may lie anywhere in the arena and are never gathered.
 //!
-//! **Exactness.** The result of a row is bit-identical whatever else is in the step, however its prompt was cut
-//! into steps, wherever its blocks lie and however many threads compute it: tiles and splits sit at absolute
-//! positions, every sum has one order, and splits are merged in position order (`plan.rs`, `tile.rs`). It is also
-//! bit-identical on every [`Isa`]. The one assumption is that keys and values are finite: a NaN written at one
-//! position may reach the rows of positions beside it.
+//! **Exactness.** A row's result has the same bits for any other rows in the step, any split of its prompt
+//! into steps, any position of its blocks, any number of threads, and every [`Isa`]. Tiles and splits lie at
+//! absolute positions, every sum has one order, and splits are merged in position order (`plan.rs`,
+//! `tile.rs`). This assumes that keys and values are finite: a NaN at one position may reach the rows of
+//! neighbouring positions.
 
 #![allow(unsafe_code)]
 
@@ -39,7 +39,7 @@ use plan::Item;
 use work::{MergeRow, RunItem, Step, ThreadScratch, record_len};
 use write::WriteToken;
 
-/// The memory that blocks lie in.
+/// The memory that contains all blocks.
 #[derive(Debug)]
 pub struct ArenaView<'a> {
     start: *mut u8,
@@ -53,7 +53,7 @@ unsafe impl Send for ArenaView<'_> {}
 unsafe impl Sync for ArenaView<'_> {}
 
 impl<'a> ArenaView<'a> {
-    /// A view of an arena whose first byte lies on a cache line.
+    /// Creates a view of an arena whose first byte is on a cache line.
     ///
     /// # Errors
     /// [`Error::UnalignedArena`].
@@ -64,7 +64,7 @@ impl<'a> ArenaView<'a> {
         Ok(Self { start: bytes.as_mut_ptr(), len: bytes.len(), borrow: PhantomData })
     }
 
-    /// First byte of the blocks of a layer, all of which lie inside the arena.
+    /// Pointer to a layer's data in block offset 0. Checks that all blocks of the plan lie inside the arena.
     fn layer(&self, plan: &StepPlan, layer_offset: usize) -> Result<*mut u8, Error> {
         plan.check_arena(layer_offset, self.len)?;
         if plan.rows() > 0 && !layer_offset.is_multiple_of(CACHE_LINE) {
@@ -74,16 +74,16 @@ impl<'a> ArenaView<'a> {
     }
 }
 
-/// What one layer's attention needs besides the plan.
+/// Arguments of one layer's attention, besides the plan.
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionCall<'a> {
     pub arena: &'a ArenaView<'a>,
-    /// Added to every block offset, in bytes; a multiple of 64.
+    /// Byte offset of the layer inside each block; a multiple of 64.
     pub layer_offset: usize,
     pub scale: f32,
-    /// `c`: scores become `c * tanh(score / c)`.
+    /// `c`: scores become `c * tanh(score / c)`. `None`: no softcap.
     pub softcap: Option<f32>,
-    /// One logit per query head that joins the softmax without a key or a value; not scaled.
+    /// One extra logit per query head in the softmax, unscaled and without a key or a value.
     pub sinks: Option<&'a [f32]>,
 }
 
@@ -96,11 +96,11 @@ pub struct AttentionScratch {
 
 /// One layer of attention: `out = softmax(scale * q k^T) v` over the visible keys of each row.
 ///
-/// `q` is `[rows][heads * head_dim]`, `out` is `[rows][heads * v_head_dim]`, both in the order in which the rows
-/// were given to the plan. Keys and values of the step's own rows must have been written.
+/// `q` is `[rows][heads * head_dim]`, `out` is `[rows][heads * v_head_dim]`, both in the order of the rows
+/// that the plan was made from. Keys and values of the step's own rows must have been written before.
 ///
 /// # Errors
-/// [`Error::Length`] for a buffer that is not of this shape, [`Error::OutsideArena`], [`Error::UnalignedArena`].
+/// [`Error::Length`] if a buffer has another shape, [`Error::OutsideArena`], [`Error::UnalignedArena`].
 pub fn attention(
     pool: &Pool,
     isa: Isa,
@@ -134,7 +134,7 @@ pub fn attention(
     let next = AtomicUsize::new(0);
     let threads = &scratch.threads;
     pool.run(&|thread| {
-        // A panic elsewhere may have left numbers behind, but every item starts from scratch.
+        // A panic elsewhere may have left stale numbers, but every item starts from scratch.
         let mut scratch = threads[thread].lock().unwrap_or_else(PoisonError::into_inner);
         scratch.fit(plan);
         while let Some((item, kv_head)) = item_at(plan, next.fetch_add(1, Ordering::Relaxed)) {
@@ -153,7 +153,7 @@ pub fn attention(
     Ok(())
 }
 
-/// Item and key/value head of a piece of work: every item once for every head.
+/// Item and key/value head of work index `index`: every item is computed once for every head.
 fn item_at(plan: &StepPlan, index: usize) -> Option<(&Item, usize)> {
     let kv_heads = plan.shape().layout.kv_heads();
     plan.items.get(index / kv_heads).map(|item| (item, index % kv_heads))
@@ -161,8 +161,8 @@ fn item_at(plan: &StepPlan, index: usize) -> Option<(&Item, usize)> {
 
 /// Writes keys and values of one token into slot `slot` of a block.
 ///
-/// `block` is the block's bytes of one layer, on a cache line; `k` is `[kv_heads * head_dim]`, `v` is
-/// `[kv_heads * v_head_dim]`.
+/// `block` has the bytes of one layer of the block and starts on a cache line. `k` is
+/// `[kv_heads * head_dim]`, `v` is `[kv_heads * v_head_dim]`.
 ///
 /// # Errors
 /// [`Error::Length`], [`Error::OutOfRange`] for the slot, [`Error::UnalignedArena`].
@@ -183,7 +183,8 @@ pub fn kv_write(
     if !block.as_ptr().addr().is_multiple_of(CACHE_LINE) {
         return Err(Error::UnalignedArena);
     }
-    // SAFETY: the block is borrowed exclusively, aligned and of the layout's size, and the slot is inside it.
+    // SAFETY: the block is borrowed exclusively, aligned and has the layout's size, and the slot is inside
+    // it.
     unsafe { WriteToken { layout, block: block.as_mut_ptr(), slot, k, v }.on(isa) };
     Ok(())
 }
@@ -198,10 +199,10 @@ pub(crate) struct PlanWriter<'a> {
 unsafe impl Sync for PlanWriter<'_> {}
 
 impl<'a> PlanWriter<'a> {
-    /// A writer into the blocks of a layer.
+    /// Creates a writer to the blocks of a layer.
     ///
     /// # Errors
-    /// [`Error::OverlappingWrites`] where two rows of the plan share a slot, [`Error::OutsideArena`].
+    /// [`Error::OverlappingWrites`] if two rows of the plan share a slot, [`Error::OutsideArena`].
     pub(crate) fn new(
         plan: &'a StepPlan,
         arena: &'a mut ArenaView<'_>,
@@ -214,7 +215,7 @@ impl<'a> PlanWriter<'a> {
     /// Writes planned row `index`.
     ///
     /// # Safety
-    /// No two calls for one row at the same time; `k` and `v` must have the layout's widths.
+    /// No two calls for one row may run at the same time; `k` and `v` must have the layout's widths.
     pub(crate) unsafe fn write(&self, isa: Isa, index: usize, k: &[f32], v: &[f32]) {
         let layout = &self.plan.shape().layout;
         let row = &self.plan.rows[index];
@@ -223,8 +224,8 @@ impl<'a> PlanWriter<'a> {
             unreachable!("the plan has checked every visible block");
         };
         let block = self.layer.wrapping_add(offset as usize);
-        // SAFETY: the block lies inside the exclusively borrowed arena (`check_arena`); slots of different rows
-        // are different memory (`writes`).
+        // SAFETY: the block lies inside the exclusively borrowed arena (`check_arena`); slots of different
+        // rows are different memory (`writes`).
         unsafe { WriteToken { layout, block, slot: row.position % tokens, k, v }.on(isa) }
     }
 }

@@ -1,11 +1,12 @@
-//! The op vocabulary: what the decoder may ask of a device.
+//! The op vocabulary: the ops that the decoder may call on a device.
 //!
-//! Buffers, matrices and vectors are opaque handles: the host never addresses a device's memory. Everything
-//! that changes from step to step comes in one [`StepInput`]; the host reads back sampled tokens and the
-//! logits rows it asked for. A backend refuses what it cannot do exactly; it never ignores an argument.
+//! Buffers, matrices and vectors are opaque handles: the host never addresses a device's memory. All values
+//! that change from step to step are in one [`StepInput`]. The host reads back sampled tokens and the logits
+//! rows that it requests. A backend refuses an op that it cannot compute exactly; it never ignores an
+//! argument.
 //!
-//! Batch invariance is part of every op's contract: a row's result depends on nothing but that row, its position and
-//! its own context, so it has the same bits for any batch, chunking and cache.
+//! Every op is batch invariant: a row's result depends only on that row, its position and its own context. It
+//! has the same bits for any batch, chunking and cache.
 
 mod handle;
 mod op;
@@ -23,7 +24,7 @@ pub use op::{
 };
 pub use shape::{HeadType, KvShape, MatrixSource, RopeSource, StateKind, StateShape};
 
-/// What a backend says about itself; part of a worker's numeric class.
+/// Description of a backend; part of a worker's numeric class.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BackendInfo {
     /// `cpu`, `cuda`, ...
@@ -43,49 +44,50 @@ pub struct MemoryUse {
     pub kv: usize,
 }
 
-/// One sequence's part of a step.
+/// The rows of one sequence in a step.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StepSequence {
-    /// Its rows; positions are `context..context + rows.len()`.
+    /// Rows of the step; their positions are `context..context + rows.len()`.
     pub rows: Range<usize>,
     /// Positions already in the cache.
     pub context: usize,
-    /// First position of the second segment, for encoders that tell two texts apart.
+    /// First position of the second segment, for encoders that distinguish two texts. `None`: one segment.
     pub segment_start: Option<usize>,
 }
 
-/// Most rows of a sequence whose state is [`StepState::deferred`].
+/// Maximum number of rows of a sequence whose state is [`StepState::deferred`].
 pub const MAX_DEFERRED_ROWS: usize = 8;
-/// What [`Backend::argmax`] says of a row that has no largest element.
+/// Result of [`Backend::argmax`] for a row without a largest element.
 pub const NO_INDEX: u32 = u32::MAX;
 
-/// Most steps whose deferred rows wait for [`Backend::accept`] at a time.
+/// Maximum number of steps whose deferred rows wait for [`Backend::accept`] at a time.
 pub const MAX_DEFERRED_STEPS: usize = 16;
 
-/// What a step does with the recurrent state of one sequence. Slots are byte offsets / 64 into the arena.
+/// How a step reads and writes the recurrent state of one sequence. Slots are byte offsets / 64 into the
+/// arena.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct StepState {
-    /// The slot with the state before the sequence's first row; none stands for a state of zeros.
+    /// Slot with the state before the sequence's first row. `None`: the state is all zeros.
     pub read: Option<u32>,
-    /// The slot that gets the state after its last row; it may be the one that is read.
+    /// Slot that receives the state after the sequence's last row. It may equal `read`.
     pub write: u32,
-    /// Further slots, ascending by row, each for the state after one row.
+    /// Further slots, each for the state after one row; ascending by row.
     pub exports: Vec<StateExport>,
-    /// Nothing is written by the step, but by [`Backend::accept`], once it is known how many of the rows count: for
-    /// rows that are guesses, [`MAX_DEFERRED_ROWS`] at most, without exports.
+    /// If true, the step writes no state. [`Backend::accept`] writes it once the number of accepted rows is
+    /// known. For rows of draft tokens: at most [`MAX_DEFERRED_ROWS`] rows, and `exports` must be empty.
     pub deferred: bool,
 }
 
-/// A copy of the state in the middle of a step.
+/// A copy of the state after a row in the middle of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StateExport {
-    /// The row, among those of the sequence in this step.
+    /// Index of the row among the sequence's rows of this step.
     pub row: usize,
-    /// The slot that gets the state after it.
+    /// Slot that receives the state after this row.
     pub slot: u32,
 }
 
-/// All that changes from step to step.
+/// All values that change from step to step.
 #[derive(Debug, Clone, Copy)]
 pub struct StepInput<'a> {
     /// One token per row.
@@ -94,29 +96,32 @@ pub struct StepInput<'a> {
     pub sequences: &'a [StepSequence],
     /// `tables[group][sequence]`.
     pub tables: &'a [Vec<BlockTable<'a>>],
-    /// One for each sequence where the model has recurrent layers, else empty.
+    /// One entry per sequence if the model has recurrent layers, else empty.
     pub states: &'a [StepState],
 }
 
-/// What the caller has to do for the ops of a step; see [`Backend::begin_ops`].
+/// How the caller must run the ops of a step; see [`Backend::begin_ops`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StepOps {
-    /// They are to be called.
+    /// The caller calls the ops.
     Called,
-    /// They are to be called, with nothing else between them. What they compute is there after [`Backend::end_ops`].
+    /// The caller calls the ops and nothing else between them. Their results are available after
+    /// [`Backend::end_ops`].
     Recorded,
-    /// They have been run, as an earlier step like this one had them.
+    /// The device has already run the ops, as recorded for an earlier step of the same graph shape. The
+    /// caller calls none.
     Replayed,
 }
 
-/// Steps by how their ops were run; all zero where none asked with [`Backend::begin_ops`] or nothing is recorded.
+/// Number of steps by how their ops were run. All zero if [`Backend::begin_ops`] was never called or the
+/// backend records nothing.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct StepCounts {
     /// Steps whose ops were launched one by one.
     pub called: u64,
-    /// Steps whose ops were recorded, then run.
+    /// Steps whose ops were recorded and then run.
     pub recorded: u64,
-    /// Steps that were run as recorded.
+    /// Steps that ran a recording.
     pub replayed: u64,
     pub kept: usize,
 }
@@ -131,13 +136,15 @@ pub struct KvCopy {
     pub to: u32,
 }
 
-/// Keeps a piece of a repacked matrix, which belongs so many bytes from its start.
+/// Stores a piece of a repacked matrix. The arguments are the piece's byte offset in the matrix and its
+/// bytes.
 pub type KeepPiece<'a> = dyn Fn(usize, &[u8]) + Sync + 'a;
 
-/// Takes a piece of a repacked matrix, which belongs so many bytes from its start; a break ends the repacking.
+/// Receives a piece of a repacked matrix: its byte offset in the matrix and its bytes. A break ends the
+/// repacking.
 pub type TakePiece<'a> = dyn FnMut(usize, &[u8]) -> ControlFlow<()> + 'a;
 
-/// Repacks a matrix as [`Backend::pack_matrix`] does, in the calling thread alone and without the backend.
+/// Repacks a matrix like [`Backend::pack_matrix`], but on the calling thread alone and without the backend.
 pub type Packer = fn(MatrixSource<'_>, &mut TakePiece<'_>) -> Result<(), Error>;
 
 /// A device that serves the op vocabulary.
@@ -146,7 +153,7 @@ pub trait Backend: Send {
 
     fn memory(&self) -> MemoryUse;
 
-    /// Binds the calling thread to its CPU, where CPUs are assigned. For the one thread that runs steps.
+    /// Pins the calling thread to its CPU if CPUs are assigned. Only for the thread that runs steps.
     fn bind_thread(&self) {}
 
     /// Creates an f32 buffer with room for `rows` x `cols`.
@@ -155,24 +162,24 @@ pub trait Backend: Send {
     /// Uploads and repacks a matrix.
     fn create_matrix(&mut self, source: MatrixSource<'_>) -> Result<MatrixId, Error>;
 
-    /// Names the layout that matrices are repacked to, where that can be kept and mapped by later processes; another
-    /// layout has another name.
+    /// Name of the layout of repacked matrices. Different layouts have different names. `None`: repacked
+    /// matrices cannot be stored and mapped by later processes.
     fn pack_layout(&self) -> Option<&'static str> {
         None
     }
 
-    /// Bytes of a matrix in this layout; of `source` the bytes do not matter.
+    /// Bytes of a matrix in this layout. `source.bytes` is ignored.
     fn packed_bytes(&self, _source: MatrixSource<'_>) -> Result<usize, Error> {
         Err(Error::Unsupported { what: "packed matrices" })
     }
 
-    /// Repacks a matrix to where the caller keeps it: all of it is handed to `keep` in pieces, each with its place, by
-    /// several threads and in any order.
+    /// Repacks a matrix and passes it to `keep` in pieces. Several threads call `keep`, in any order.
     fn pack_matrix(&self, _source: MatrixSource<'_>, _keep: &KeepPiece<'_>) -> Result<(), Error> {
         Err(Error::Unsupported { what: "packed matrices" })
     }
 
-    /// A matrix as [`Self::pack_matrix`] gave it in this layout; of `source` the bytes do not matter.
+    /// Creates a matrix from the bytes that [`Self::pack_matrix`] produced in this layout. `source.bytes` is
+    /// ignored.
     fn create_packed_matrix(
         &mut self,
         _source: MatrixSource<'_>,
@@ -181,8 +188,9 @@ pub trait Backend: Send {
         Err(Error::Unsupported { what: "packed matrices" })
     }
 
-    /// A matrix that is multiplied with as it stands in `bytes`, as in a file: slower than a repacked one, and the same
-    /// bits come out. Of `source` the bytes do not matter. `None` where the device cannot do that.
+    /// Creates a matrix that is read directly from `bytes`, in the layout of the model file. It is slower
+    /// than a repacked matrix and gives the same bits. `source.bytes` is ignored. `None`: the device cannot
+    /// do this.
     fn create_matrix_in_place(
         &mut self,
         _source: MatrixSource<'_>,
@@ -191,12 +199,13 @@ pub trait Backend: Send {
         Ok(None)
     }
 
-    /// What repacks matrices for [`Self::replace_by_packed`] while the backend computes, where that is possible.
+    /// Function that repacks matrices for [`Self::replace_by_packed`] while the backend computes. `None`: not
+    /// supported.
     fn packer(&self) -> Option<Packer> {
         None
     }
 
-    /// From now on a matrix is read as [`Self::packer`] has made it, in `packed`.
+    /// Replaces the bytes of a matrix by `packed`, which [`Self::packer`] produced.
     fn replace_by_packed(&mut self, _matrix: MatrixId, _packed: SharedBytes) -> Result<(), Error> {
         Err(Error::Unsupported { what: "packed matrices" })
     }
@@ -205,17 +214,18 @@ pub trait Backend: Send {
 
     fn create_rope(&mut self, source: RopeSource) -> Result<RopeId, Error>;
 
-    /// Bytes that one block of one layer takes; a multiple of 64.
+    /// Bytes of one block of one layer; a multiple of 64.
     fn kv_block_bytes(&self, shape: KvShape) -> Result<usize, Error>;
 
-    /// Declares a layer's KV: its group and its byte offset inside the group's blocks (a multiple of 64). Layers
-    /// that share keys and values lie at one place; they may differ in their query heads.
+    /// Declares a layer's KV: its group and its byte offset inside the group's blocks (a multiple of 64).
+    /// Layers that share keys and values have the same offset; their number of query heads may differ.
     fn create_kv_layer(&mut self, group: usize, shape: KvShape, offset: usize) -> Result<KvLayerId, Error>;
 
-    /// Bytes that one layer's state takes in a slot; a multiple of 64. `heads` names the type of each head.
+    /// Bytes of one layer's state in a slot; a multiple of 64. `heads` has the type of each head.
     fn state_bytes(&self, shape: StateShape, heads: &[HeadType]) -> Result<usize, Error>;
 
-    /// Declares a layer's state: its shape, the type of each head, its byte offset inside a slot (a multiple of 64).
+    /// Declares a layer's state: its shape, the type of each head, and its byte offset inside a slot (a
+    /// multiple of 64).
     fn create_state_layer(
         &mut self,
         shape: StateShape,
@@ -233,7 +243,7 @@ pub trait Backend: Send {
         recurrent: &mut [f32],
     ) -> Result<(), Error>;
 
-    /// Copies bytes of the arena to the host, from byte offset / 64 `from` on.
+    /// Copies `out.len()` bytes of the arena to the host, from byte offset / 64 `from` on.
     fn read_arena(&mut self, from: u32, out: &mut [u8]) -> Result<(), Error>;
 
     /// Copies bytes from the host into the arena, to byte offset / 64 `to`.
@@ -245,18 +255,19 @@ pub trait Backend: Send {
     /// Copies blocks inside the arena, before the next step.
     fn copy_kv(&mut self, copies: &[KvCopy]) -> Result<(), Error>;
 
-    /// Takes in what is new in this step.
+    /// Starts a step with this input.
     ///
     /// # Errors
-    /// [`Error::DeferredSteps`] for one that defers while as many as are remembered wait; what is wrong with it.
+    /// [`Error::DeferredSteps`] if the step defers a state while [`MAX_DEFERRED_STEPS`] deferred steps wait
+    /// for [`Self::accept`]. Other errors report an invalid input.
     fn begin_step(&mut self, step: &StepInput<'_>) -> Result<(), Error>;
 
-    /// Asks what is to be done for the ops of the step that has begun. They must be the same for each step: the caller
-    /// may leave them to the device from here on to where it would call [`Self::end_ops`], if nothing but the number of
-    /// rows decides which there are and with which arguments.
+    /// Returns how the caller must run the ops of the step that has begun. The caller may use this only if
+    /// the number of rows alone decides which ops run between here and [`Self::end_ops`] and with which
+    /// arguments.
     ///
     /// # Errors
-    /// What the ops would say.
+    /// Errors of the ops.
     fn begin_ops(&mut self) -> Result<StepOps, Error> {
         Ok(StepOps::Called)
     }
@@ -264,12 +275,12 @@ pub trait Backend: Send {
     /// Ends the ops that were [`StepOps::Recorded`], and runs them.
     ///
     /// # Errors
-    /// What the ops would say.
+    /// Errors of the ops.
     fn end_ops(&mut self) -> Result<(), Error> {
         Ok(())
     }
 
-    /// How steps were run so far.
+    /// How steps have been run so far.
     fn step_counts(&self) -> StepCounts {
         StepCounts::default()
     }
@@ -277,20 +288,20 @@ pub trait Backend: Send {
     /// See [`EmbedOp`].
     fn embed(&mut self, op: &EmbedOp) -> Result<(), Error>;
 
-    /// `out[row] = norm(x[row])`; also quantised if the next op multiplies with 8-bit activations. `out` may be
-    /// `x`.
+    /// `out[row] = norm(x[row])`. Also quantises the result if the next op multiplies with 8-bit activations.
+    /// `out` may be `x`.
     fn norm(&mut self, x: BufferId, norm: &Norm, out: BufferId) -> Result<(), Error>;
 
-    /// Products of the rows of `x`, all in one go.
+    /// Products of the rows of `x` with several matrices, in one call.
     fn matmul(&mut self, x: BufferId, jobs: &[MatmulJob]) -> Result<(), Error>;
 
-    /// Whether it serves [`Self::matmul_part`] and what else is done with a part of a row.
+    /// Whether the backend serves [`Self::matmul_part`] and the other ops on part of a row.
     fn serves_parts(&self) -> bool {
         false
     }
 
-    /// As [`Self::matmul`] of one job that does not accumulate, but only for rows `part` of its matrix: other values of
-    /// `out` may be anything.
+    /// Like [`Self::matmul`] with one job that does not accumulate, but computes only rows `part` of the
+    /// matrix. All other values of `out` are unspecified.
     fn matmul_part(&mut self, _x: BufferId, _job: &MatmulJob, _part: Range<usize>) -> Result<(), Error> {
         Err(Error::Unsupported { what: "a part of a product" })
     }
@@ -310,14 +321,15 @@ pub trait Backend: Send {
     /// See [`Mamba2Op`].
     fn mamba2(&mut self, op: &Mamba2Op) -> Result<(), Error>;
 
-    /// Ends the deferred part of the oldest step that has one: of each sequence whose state is deferred, in their order,
-    /// `rows` of its rows count (none to all). Its slot [`StepState::write`] gets, of every layer that the step ran, the
-    /// state of having been stepped by these rows, bit for bit. A sequence that none is accepted of keeps the state that
-    /// it had. Once for each step that defers, between two steps. Until then other steps may be run, which must leave
-    /// alone the slots that it has named; [`MAX_DEFERRED_STEPS`] such steps are remembered.
+    /// Accepts deferred rows of the oldest step that has any. `rows[i]` is the number of accepted rows, from
+    /// 0 to all, of the i-th sequence with a deferred state. Slot [`StepState::write`] then holds, for each
+    /// layer that the step ran, the state after these rows, bit for bit as if only they had been computed.
+    /// With 0 accepted rows that is the state from before the step. Call this once for each step that defers,
+    /// between two steps. Other steps may run before it, but must not use the slots that the deferred step
+    /// named. At most [`MAX_DEFERRED_STEPS`] steps may wait.
     ///
-    /// The device keeps the inputs of the deferred rows' recurrences, not their states: per layer a few rows of
-    /// `channels` values and of one or two per head, where a state has `rows * cols` per head.
+    /// The device stores the inputs of the deferred rows' recurrences instead of their states: per layer and
+    /// row, `channels` values and one or two per head, where a state has `rows * cols` values per head.
     fn accept(&mut self, rows: &[usize]) -> Result<(), Error>;
 
     /// See [`GatedNormOp`].
@@ -338,24 +350,24 @@ pub trait Backend: Send {
     /// See [`MoeOp`].
     fn moe(&mut self, op: &MoeOp) -> Result<(), Error>;
 
-    /// `out` gets the named rows of `x`, in that order.
+    /// Copies the given rows of `x` to `out`, in the given order.
     fn gather_rows(&mut self, x: BufferId, rows: &[u32], out: BufferId) -> Result<(), Error>;
 
     /// `x = softcap(scale * x)`, `softcap(v) = c tanh(v / c)`.
     fn finish_logits(&mut self, x: BufferId, scale: f32, softcap: Option<f32>) -> Result<(), Error>;
 
-    /// Index of the largest element of each row; ties go to the lowest index. [`NO_INDEX`] of a row that holds NaN or
-    /// infinity, or nothing above minus infinity.
+    /// Index of the largest element of each row; ties go to the lowest index. [`NO_INDEX`] for a row that
+    /// contains NaN or infinity, or no value above minus infinity.
     fn argmax(&mut self, x: BufferId, out: &mut Vec<u32>) -> Result<(), Error>;
 
-    /// How many of a row's largest values [`Self::best`] gives, or all of a shorter row's; 0 where reading the row costs
-    /// no more.
+    /// Number of a row's largest values that [`Self::best`] returns; a shorter row returns all its values. 0:
+    /// reading the whole row costs no more.
     fn best_values(&self) -> usize {
         0
     }
 
-    /// The largest values of each row with their places, row by row, in no order; of equals those in the lowest places.
-    /// 0 is more than -0, and NaN is more than anything, so that a row that holds one is known by it.
+    /// The largest values of each row with their indices, row by row, unordered within a row. Ties go to the
+    /// lowest index. 0 ranks above -0, and NaN above everything, so that a row with a NaN can be recognised.
     fn best(&mut self, _x: BufferId, _out: &mut Vec<(u32, f32)>) -> Result<(), Error> {
         Err(Error::Unsupported { what: "the best of rows" })
     }
@@ -363,18 +375,18 @@ pub trait Backend: Send {
     /// Copies one row to the host.
     fn read_row(&mut self, x: BufferId, row: usize, out: &mut [f32]) -> Result<(), Error>;
 
-    /// The largest value of a part of a row, which must not be empty, and its place in the row; of equals the lowest one.
-    /// The value is NaN where the part holds NaN or infinity.
+    /// The largest value of a non-empty part of a row and its index in the row; ties go to the lowest index.
+    /// The value is NaN if the part contains NaN or infinity.
     fn best_of_part(&mut self, _x: BufferId, _row: usize, _part: Range<usize>) -> Result<(u32, f32), Error> {
         Err(Error::Unsupported { what: "a part of a row" })
     }
 
-    /// Copies one row to the host, from its value `from` on.
+    /// Copies values of one row to the host, from column `from` on.
     fn read_part(&mut self, _x: BufferId, _row: usize, _from: usize, _out: &mut [f32]) -> Result<(), Error> {
         Err(Error::Unsupported { what: "a part of a row" })
     }
 
-    /// Copies values from the host to one row, from its value `from` on.
+    /// Copies values from the host to one row, from column `from` on.
     fn write_part(&mut self, _x: BufferId, _row: usize, _from: usize, _values: &[f32]) -> Result<(), Error> {
         Err(Error::Unsupported { what: "a part of a row" })
     }

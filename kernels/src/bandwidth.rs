@@ -1,4 +1,5 @@
-//! What the memory gives: a read probe, so that every speed can stand beside the bandwidth of its own run.
+//! Measures the read bandwidth of memory, so that a measured speed can be compared with the bandwidth of the
+//! same run.
 #![allow(unsafe_code, reason = "wide loads")]
 
 use crate::isa::Isa;
@@ -6,10 +7,10 @@ use crate::pool::Pool;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-/// Bytes that one probe reads: far more than any cache.
+/// Bytes that one measurement reads: far more than any cache.
 const PROBE_BYTES: usize = 1 << 30;
 
-/// A buffer to read and the means to read it.
+/// A buffer, and the instruction set to read it with.
 #[derive(Debug)]
 pub struct BandwidthProbe {
     words: Vec<u64>,
@@ -23,11 +24,11 @@ pub struct BandwidthProbe {
 impl BandwidthProbe {
     /// Allocates the buffer (1 GiB).
     pub fn new() -> Self {
-        // Written values, so that the pages are real ones.
+        // Writes the values, so that the pages are allocated.
         Self { words: (0..PROBE_BYTES as u64 / 8).collect(), isa: Isa::detect() }
     }
 
-    /// Reads the buffer once with all threads of `pool`: bytes per second.
+    /// Reads the buffer once with all threads of `pool`. Returns bytes per second.
     pub fn measure(&self, pool: &Pool) -> f64 {
         let threads = pool.threads();
         let share = self.words.len().div_ceil(threads);
@@ -38,7 +39,7 @@ impl BandwidthProbe {
             total.fetch_add(self.sum(part), Ordering::Relaxed);
         });
         let seconds = start.elapsed().as_secs_f64();
-        // The sum is used, so the reads happen.
+        // The sum is used, so that the compiler keeps the reads.
         std::hint::black_box(total.into_inner());
         PROBE_BYTES as f64 / seconds
     }
@@ -94,8 +95,8 @@ fn sum_avx512(part: &[u64]) -> u64 {
     tail.iter().fold(total, |sum, word| sum.wrapping_add(*word))
 }
 
-/// Sums with eight independent 32-byte accumulators, and asks for every cache line ahead, as the products with one token
-/// do: without that Zen 3 reads a seventh less.
+/// Sums with eight independent 32-byte accumulators. Prefetches every cache line, like the products with one
+/// token: without prefetching, Zen 3 reads a seventh less.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
 fn sum_avx2(part: &[u64]) -> u64 {

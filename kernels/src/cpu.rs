@@ -1,7 +1,7 @@
 //! The CPU backend: the op vocabulary on packed weights, paged KV and a pinned thread pool.
 //!
-//! Every parallel region hands disjoint rows or panels to threads; no reduction crosses a thread, so results
-//! do not depend on how many there are.
+//! Every parallel region gives threads disjoint rows or panels. No reduction crosses a thread, so results do
+//! not depend on the number of threads.
 
 use crate::Error;
 use crate::aligned::AlignedBuf;
@@ -102,7 +102,7 @@ impl CpuBackend {
     }
 }
 
-/// Runs `work` over items and gives back the first error of any.
+/// Runs `work` on all items and returns the first error that occurred.
 fn try_each(
     pool: &Pool,
     items: usize,
@@ -117,10 +117,10 @@ fn try_each(
     failed.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
 }
 
-/// Bytes of a matrix that are repacked at a time: they stay in the cache until they are kept.
+/// Bytes of a matrix that are repacked at a time, few enough to stay in the cache until they are stored.
 const PIECE_BYTES: usize = 512 << 10;
 
-/// How a matrix is repacked for somebody else to keep.
+/// Plan for repacking a matrix in pieces.
 fn pieces(source: MatrixSource<'_>) -> Result<PackedPieces, Error> {
     let ty = GgmlType::from_id(source.ggml_type)?;
     PackedPieces::new(ty, source.rows, source.cols, source.experts, PIECE_BYTES)
@@ -197,7 +197,7 @@ impl Backend for CpuBackend {
 
     fn pack_matrix(&self, source: MatrixSource<'_>, keep: &KeepPiece<'_>) -> Result<(), Error> {
         let pieces = pieces(source)?;
-        // Used again and again: the pages of fresh memory have to be cleared first.
+        // Buffers are reused, because the kernel must clear the pages of fresh memory.
         let buffers: Mutex<Vec<Vec<u8>>> = Mutex::default();
         let buffers = || buffers.lock().unwrap_or_else(PoisonError::into_inner);
         try_each(&self.pool, pieces.count(), |index| {
@@ -290,7 +290,7 @@ impl Backend for CpuBackend {
         let positions = self.step.begin(step)?;
         self.ropes.iter_mut().for_each(|rope| rope.ensure(positions));
         self.step.make_plans(&self.kv_layers, step.tables, self.pool.threads())?;
-        // Last: a step that is refused must not be remembered.
+        // Last, because a step that is refused must not be recorded as deferred.
         self.states.begin(step)
     }
 

@@ -1,7 +1,9 @@
-//! NVIDIA GPUs: kernels in CUDA C++ that NVRTC compiles for the device at hand, and what runs them.
+//! NVIDIA GPUs: kernels in CUDA C++ that NVRTC compiles for the present device, and the backend that runs
+//! them.
 //!
-//! The sources (`kernels/src/cuda/*.cu`) include nothing but [`source::HEADERS`], so that no CUDA headers are needed.
-//! A [`Device`] takes what was compiled: the driver a CUBIN, the interpreter of tests the PTX.
+//! The sources (`kernels/src/cuda/*.cu`) include nothing but [`source::HEADERS`], so that no CUDA headers
+//! are needed. A [`Device`] loads compiled sources: the driver loads the CUBIN, the interpreter of the
+//! tests loads the PTX.
 
 mod arch;
 pub mod attention;

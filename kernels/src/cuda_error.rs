@@ -1,21 +1,21 @@
-//! What can go wrong between a kernel's source and its result.
+//! Errors between a kernel's source and its result.
 
 /// Failures of libraries, compilers and devices.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CudaError {
-    /// A library that is not on this machine.
+    /// A library is missing on this machine.
     #[error("no {library} here; looked for {}", looked_for.join(", "))]
     Missing {
-        /// Such as `NVRTC`.
+        /// For example `NVRTC`.
         library: &'static str,
         /// Files and folders, in the order in which they were tried.
         looked_for: Vec<String>,
     },
-    /// A library of a version that is not served.
+    /// A library has an unsupported version.
     #[error("{library} is version {found}; {wanted} is needed")]
     Version {
-        /// Such as `NVRTC`.
+        /// For example `NVRTC`.
         library: &'static str,
         found: String,
         wanted: &'static str,
@@ -26,29 +26,29 @@ pub enum CudaError {
     /// A call of a library failed.
     #[error("{call}: {status}")]
     Call { call: &'static str, status: String },
-    /// The device can do nothing more for this process: a kernel went wrong in a way that ends the context, or the
-    /// hardware failed. Every later call says so again.
+    /// The device is unusable for this process: a kernel's fault ended the context, or the hardware failed.
+    /// Every later call returns this error again.
     #[error("the GPU is lost to this process: {call}: {status}")]
     Lost { call: &'static str, status: String },
-    /// A kernel that a module does not have.
+    /// A module does not have this kernel.
     #[error("no kernel {name} in {source_name}")]
     NoKernel {
         name: String,
-        /// The source that was searched.
+        /// The compiled source that was searched.
         source_name: String,
     },
-    /// Memory that is not there.
+    /// The device has too little free memory.
     #[error("no {wanted} bytes of device memory left ({free} free)")]
     OutOfMemory {
-        /// Bytes asked for.
+        /// Bytes requested.
         wanted: usize,
         /// Bytes left.
         free: usize,
     },
-    /// An access outside of what was allocated, or a launch that the device cannot do.
+    /// An access outside the allocated memory, or a launch that the device cannot execute.
     #[error("{what}")]
     Invalid {
-        /// What was asked for and why it cannot be.
+        /// The request, and why it is refused.
         what: String,
     },
 }

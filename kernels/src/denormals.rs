@@ -1,24 +1,24 @@
-//! Denormal floats taken as zero, for arithmetic that promises no bits.
+//! Treats denormal floats as zero, for arithmetic whose bits are not guaranteed.
 //!
-//! A processor takes some hundred cycles for an operation on a denormal number. Sound fades through such numbers, and a
-//! recording may be full of them, so operations on sound flush them. Generation and embeddings by this engine's kernels do
-//! not: their bits are promised.
+//! An operation on a denormal number takes a processor about a hundred cycles or more. Audio fades through
+//! such numbers, and a recording may be full of them, so audio operations flush them to zero. Generation and
+//! embeddings by this engine's kernels do not: their bits are guaranteed.
 
 #![allow(unsafe_code)]
 
 use std::marker::PhantomData;
 
-/// While it lives, the calling thread, and each thread that it starts meanwhile, takes denormal floats as zero and writes
-/// zero for them. On processors other than x86-64 and aarch64 it does nothing.
+/// While this value exists, the calling thread, and each thread that it starts, treats denormal operands as
+/// zero and writes zero for denormal results. On processors other than x86-64 and aarch64 it does nothing.
 #[derive(Debug)]
 pub struct FlushDenormals {
     before: control::Word,
-    /// It belongs to the thread that made it.
+    /// Not `Send`: the value belongs to the thread that created it.
     _thread: PhantomData<*const ()>,
 }
 
 impl FlushDenormals {
-    /// From now on, until it is dropped.
+    /// Enables flushing until the value is dropped.
     #[must_use]
     pub fn new() -> Self {
         let before = control::read();
@@ -44,20 +44,20 @@ mod control {
     use std::arch::asm;
 
     pub(super) type Word = u32;
-    /// Of MXCSR: flush to zero (results) and denormals are zeros (operands).
+    /// MXCSR bits: flush to zero (results) and denormals are zeros (operands).
     pub(super) const FLUSH: Word = 1 << 15 | 1 << 6;
 
     pub(super) fn read() -> Word {
         let mut word = 0;
-        // SAFETY: stores MXCSR into four bytes that are ours.
+        // SAFETY: stores MXCSR into four bytes of this function.
         unsafe { asm!("stmxcsr [{}]", in(reg) &raw mut word, options(nostack, preserves_flags)) };
         word
     }
 
     pub(super) fn write(word: Word) {
-        // SAFETY: loads MXCSR from four bytes that are ours. Only the two bits of FLUSH differ from what was read: rounding
-        // and exceptions stay as the compiler expects them. What it has computed beforehand of constants may keep a denormal
-        // number, which no user of this relies on.
+        // SAFETY: loads MXCSR from four bytes of this function. Only the two bits of FLUSH differ from the
+        // value read: rounding and exceptions stay as the compiler expects them. Constants that the compiler
+        // computed beforehand may be denormal; no user of this type relies on them.
         unsafe { asm!("ldmxcsr [{}]", in(reg) &raw const word, options(nostack, preserves_flags)) };
     }
 }
@@ -67,7 +67,7 @@ mod control {
     use std::arch::asm;
 
     pub(super) type Word = u64;
-    /// Of FPCR: flush to zero, operands and results.
+    /// FPCR bit: flush to zero, operands and results.
     pub(super) const FLUSH: Word = 1 << 24;
 
     pub(super) fn read() -> Word {
@@ -78,8 +78,8 @@ mod control {
     }
 
     pub(super) fn write(word: Word) {
-        // SAFETY: writes a register that every process may write. Only the bit of FLUSH differs from what was read: rounding
-        // and exceptions stay as the compiler expects them.
+        // SAFETY: writes a register that every process may write. Only the bit of FLUSH differs from the
+        // value read: rounding and exceptions stay as the compiler expects them.
         unsafe { asm!("msr fpcr, {}", in(reg) word, options(nostack, preserves_flags)) };
     }
 }
@@ -96,7 +96,7 @@ mod control {
     pub(super) fn write(_: Word) {}
 }
 
-/// Whether the calling thread takes denormal floats as zero.
+/// Whether the calling thread treats denormal floats as zero.
 pub fn are_flushed() -> bool {
     control::FLUSH != 0 && control::read() & control::FLUSH == control::FLUSH
 }
@@ -106,13 +106,13 @@ mod tests {
     use super::*;
     use std::hint::black_box;
 
-    /// Half of the smallest normal number, and a denormal one times a large one.
+    /// Half of the smallest normal number, and a denormal number times a large one.
     fn products() -> (f32, f32) {
         (black_box(f32::MIN_POSITIVE) * black_box(0.5), black_box(1e-42f32) * black_box(1e30))
     }
 
     #[test]
-    fn results_and_operands_are_zero_while_it_lives_and_in_threads_that_are_started() {
+    fn denormals_are_zero_while_the_guard_exists_and_in_threads_started_meanwhile() {
         let kept = products();
         assert!(kept.0 > 0.0 && kept.1 > 0.0 && !are_flushed());
         {
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_ends_it() {
+    fn a_panic_ends_flushing() {
         let panicked = std::panic::catch_unwind(|| {
             let _flush = FlushDenormals::new();
             panic!("in the midst of it");

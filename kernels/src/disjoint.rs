@@ -1,16 +1,16 @@
-//! One output that several threads write different parts of.
+//! One output of which several threads write different parts.
 #![allow(unsafe_code)]
 
 use std::marker::PhantomData;
 
-/// A mutable slice that threads may cut up among themselves.
+/// A mutable slice that threads may divide among themselves.
 pub(crate) struct Disjoint<'a, T> {
     start: *mut T,
     len: usize,
     borrow: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: parts are only handed out under the contract of `slice`, which forbids overlap.
+// SAFETY: parts are returned only under the contract of `slice`, which forbids overlap.
 unsafe impl<T: Send> Sync for Disjoint<'_, T> {}
 // SAFETY: as above; the slice itself is borrowed exclusively.
 unsafe impl<T: Send> Send for Disjoint<'_, T> {}
@@ -30,7 +30,7 @@ impl<'a, T> Disjoint<'a, T> {
     #[expect(clippy::mut_from_ref, reason = "the contract is that parts do not overlap")]
     pub(crate) unsafe fn slice(&self, from: usize, len: usize) -> &mut [T] {
         assert!(from.checked_add(len).is_some_and(|end| end <= self.len), "{from} + {len} of {}", self.len);
-        // SAFETY: inside the borrowed slice, and not aliased by the caller's promise.
+        // SAFETY: inside the borrowed slice, and by the caller's contract not aliased.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(from), len) }
     }
 }

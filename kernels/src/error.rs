@@ -1,13 +1,13 @@
-//! What this crate refuses, and why.
+//! Errors of this crate.
 
 use crate::cuda_error::CudaError;
 use crate::isa::Isa;
 
-/// Every failure of this crate. All of them are found before any arithmetic starts.
+/// Every failure of this crate. Apart from CUDA failures, all are detected before any arithmetic starts.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A type id in a file that names no known weight format.
+    /// A type id in a file that is no known weight format.
     #[error("unknown tensor type id {id}")]
     UnknownType { id: u32 },
     /// A weight format that can be dequantised but has no matmul kernel.
@@ -30,23 +30,23 @@ pub enum Error {
         cols: usize,
         experts: usize,
     },
-    /// A buffer whose length is not what the shapes say.
+    /// A buffer whose length differs from what the shapes require.
     #[error("{what}: expected {expected} elements, found {found}")]
     Length {
         what: &'static str,
-        /// The length that the shapes ask for.
+        /// The length that the shapes require.
         expected: usize,
         found: usize,
     },
-    /// An index past the end of what it indexes.
+    /// An index past the end.
     #[error("{what} {index} is out of range, there are {len}")]
     OutOfRange {
         what: &'static str,
-        /// The first index past the end that was asked for.
+        /// The first requested index past the end.
         index: usize,
         len: usize,
     },
-    /// An int8 product was asked for without quantised activations.
+    /// An int8 product without quantised activations.
     #[error("int8 matmul without quantised activations")]
     NotQuantized,
     /// A matrix was finished before every panel had been packed.
@@ -55,7 +55,7 @@ pub enum Error {
     /// An instruction set that this processor does not have.
     #[error("this processor has no {isa}")]
     IsaUnavailable { isa: Isa },
-    /// The operating system gave no thread for the pool.
+    /// The operating system could not start a thread of the pool.
     #[error("cannot start pool thread {thread}: {kind}")]
     Spawn { thread: usize, kind: std::io::ErrorKind },
     /// A KV cache layout that no kernel serves.
@@ -84,7 +84,7 @@ pub enum Error {
         /// Absolute block number.
         block: usize,
     },
-    /// A layer in which every row sees the whole sequence was not given all of it.
+    /// A non-causal layer, in which every row sees the whole sequence, needs all of it in one step.
     #[error("sequence {sequence} is not whole: its position {position} is not in the step")]
     PartialSequence {
         /// Index of the sequence in the step.
@@ -95,7 +95,7 @@ pub enum Error {
     /// A block or slot that does not lie inside the arena.
     #[error("a block or slot ends at byte {end} of an arena of {len}")]
     OutsideArena {
-        /// First byte after it.
+        /// First byte after the block or slot.
         end: u64,
         /// Bytes in the arena.
         len: usize,
@@ -106,7 +106,7 @@ pub enum Error {
     /// Two rows of one step would write the same memory.
     #[error("two rows of the step would write overlapping KV slots at arena offset {offset}")]
     OverlappingWrites {
-        /// Byte offset of the second of the two blocks, without the layer's.
+        /// Byte offset of the second of the two blocks, without the layer's offset.
         offset: u64,
     },
     /// A shape of recurrent state that no kernel serves.
@@ -127,7 +127,7 @@ pub enum Error {
     /// A layer's state that does not fit the slots of the step.
     #[error("a layer's state ends at byte {end} of a slot of {slot}")]
     OutsideSlot {
-        /// First byte after it.
+        /// First byte after the layer's state.
         end: usize,
         /// Bytes of a slot.
         slot: usize,
@@ -141,36 +141,36 @@ pub enum Error {
     /// State exports that are not in the order of their rows.
     #[error("the state export after row {row} follows one after a later row")]
     ExportOrder {
-        /// The row that comes too late.
+        /// The row whose export is out of order.
         row: usize,
     },
-    /// More rows than can be taken back.
+    /// More deferred rows than the device can store.
     #[error("{rows} rows with a deferred state, at most {most} can be taken back")]
     DeferredRows {
         /// Rows of the sequence.
         rows: usize,
-        /// The most that it may have.
+        /// Maximum number of rows.
         most: usize,
     },
-    /// More steps with rows that may be taken back than are remembered.
+    /// More deferred steps than the device can store.
     #[error("rows of {most} steps are deferred already, and none of them has been accepted")]
     DeferredSteps {
-        /// The most that are remembered.
+        /// Maximum number of steps.
         most: usize,
     },
-    /// A deferred state and exports of it.
+    /// A deferred state with exports.
     #[error("a sequence whose state is deferred exports none")]
     DeferredExport,
-    /// An op on a layer whose state belongs to the other recurrence.
+    /// An op on a layer whose state belongs to another recurrence.
     #[error("the layer's state does not belong to {op}")]
     StateKind { op: &'static str },
-    /// An op was asked to read and write one buffer.
+    /// An op whose input and output are the same buffer.
     #[error("an op reads and writes the same buffer")]
     SameBuffer,
     /// A GPU, its driver or its compiler refused or failed.
     #[error(transparent)]
     Cuda(Box<CudaError>),
-    /// An argument that this backend would have to ignore.
+    /// An argument that this backend does not implement.
     #[error("this backend does not serve {what}")]
     Unsupported { what: &'static str },
 }

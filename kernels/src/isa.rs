@@ -1,23 +1,23 @@
-//! The instruction sets that a kernel may be compiled for, and which of them this processor has.
+//! Instruction sets that kernels are compiled for, and detection of those that this processor has.
 
-/// An instruction set level. Kernels of one op exist once per level; results of integer paths are equal on
-/// all levels, results of float paths are equal within one level.
+/// An instruction set level. Every kernel exists once per level and gives the same bits on all levels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Isa {
     /// Portable Rust, on every processor.
     Scalar,
     /// x86-64 with AVX2, FMA and F16C.
     Avx2,
-    /// x86-64 with AVX-512 F, BW, DQ, VL, VNNI and VBMI (Ice Lake, Zen 4 and later), besides everything in [`Isa::Avx2`].
+    /// x86-64 with AVX-512 F, BW, DQ, VL, VNNI and VBMI (Ice Lake, Zen 4 and later), and all of
+    /// [`Isa::Avx2`].
     Avx512,
     /// AArch64 with NEON and dot products of bytes.
     Neon,
-    /// The same with products of small byte matrices: the cores of GB10.
+    /// [`Isa::Neon`] and products of small byte matrices (i8mm), for example the cores of GB10.
     NeonI8mm,
 }
 
 impl Isa {
-    /// Every level, of one architecture the lowest first.
+    /// Every level; within an architecture the lowest first.
     pub const ALL: [Self; 5] = [Self::Scalar, Self::Avx2, Self::Avx512, Self::Neon, Self::NeonI8mm];
 
     /// The highest level that this processor has.

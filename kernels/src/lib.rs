@@ -1,8 +1,9 @@
-//! Arithmetic: quantised weight formats, the op vocabulary and its kernels for each instruction set.
+//! Arithmetic of Kvasir: quantised weight formats, the op vocabulary, and its kernels for each instruction
+//! set.
 //!
-//! Promises: a row's result depends on that row and its own context only, never on the batch around it, on
-//! threads or on splits; what a backend cannot do exactly it refuses. The unsafe code of Kvasir lives here.
-//! Never here: files, tokens, sockets.
+//! Invariants: a row's result depends only on that row and its own context, never on the other rows of the
+//! batch, on the number of threads or on how work is split. A backend refuses an op that it cannot compute
+//! exactly. The unsafe code of Kvasir lives in this crate. This crate never handles files, tokens or sockets.
 
 pub mod aligned;
 pub mod attention;

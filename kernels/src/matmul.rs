@@ -5,14 +5,14 @@
 //! are output rows: no horizontal sums, and no output depends on its neighbours. See [`PackedMatrix`].
 //!
 //! # Exactness
-//! Output `(token, row)` is a function of that row's weights and that token's activations only. Its
-//! operations come in a fixed order that does not depend on the number of tokens, on the panels of a call or
-//! on threads, so decoding one token gives the bits that prefilling it in a batch gives.
+//! Output `(token, row)` depends only on that row's weights and that token's activations. The order of its
+//! operations is fixed: it does not depend on the number of tokens, on the panels of a call or on threads.
+//! Decoding one token therefore gives the same bits as prefilling it in a batch.
 //!
 //! *int8* ([`ActivationMode::Int8`]). Activations are quantised per row in blocks of 32 (see
-//! [`QuantizedRows`]); `da` is the block's scale and `s` the sum of its quants (`s0`, `s1` of its halves). With
-//! `i` the exact integer sum of `level * quant` over the block (`i0`, `i1` over the halves), blocks in
-//! ascending order do, in f32 and fused multiply-adds:
+//! [`QuantizedRows`]); `da` is the block's scale and `s` the sum of its quants (`s0`, `s1` of its halves).
+//! `i` is the exact integer sum of `level * quant` over the block (`i0`, `i1` over the halves). Blocks are
+//! added in ascending order, in f32 and with fused multiply-adds:
 //!
 //! | formats | per block of 32 |
 //! |---|---|
@@ -25,9 +25,9 @@
 //! Integer sums are exact and stay below 2^24, so every instruction set gives the same bits.
 //!
 //! *f32* ([`ActivationMode::F32`], and F32, F16 and BF16 weights in either mode). Weights are dequantised to
-//! exactly the f32 that [`dequantize`](crate::quant::dequantize) gives. Two partial sums, for even and odd
-//! columns, each `acc = fma(w, a, acc)` in ascending order; the result is even plus odd. The same bits on
-//! every instruction set.
+//! exactly the f32 values of [`dequantize`](crate::quant::dequantize). There are two partial sums, for even
+//! and odd columns, each `acc = fma(w, a, acc)` in ascending order; the result is even plus odd. Every
+//! instruction set gives the same bits.
 
 mod activations;
 #[cfg(target_arch = "x86_64")]
@@ -54,5 +54,5 @@ pub use packed::{
     MatrixView, PACK_LAYOUT, PackedMatrix, PackedMatrixBuilder, PackedPieces, PanelChunk, SharedBytes,
 };
 
-/// Output rows in a panel, the lanes of the widest vector.
+/// Output rows in a panel: the number of lanes of the widest vector.
 pub const PANEL_ROWS: usize = 16;

@@ -1,7 +1,8 @@
 //! Row-wise operations between the matrix products.
 //!
-//! A row is computed by one thread in one fixed order, whatever other rows there are, and gives the same bits on
-//! every [`crate::Isa`]. Functions that take a [`crate::pool::Pool`] share rows out over its threads.
+//! A row is computed by one thread in one fixed order. Its result does not depend on other rows and has the
+//! same bits on every [`crate::Isa`]. Functions that take a [`crate::pool::Pool`] distribute the rows over
+//! its threads.
 
 #![allow(unsafe_code)]
 

@@ -1,9 +1,9 @@
 //! A fork-join pool of pinned threads.
 //!
-//! [`Pool::run`] calls one closure on every thread and returns when all have returned. Between runs workers spin
-//! for a while, because the next run of a decode step is microseconds away, and then park, because an idle server
-//! must not burn its CPUs. A run costs one store and one counter when everybody is awake, and nothing at all in a
-//! pool of one thread.
+//! [`Pool::run`] calls one closure on every thread and returns when all calls have returned. Between runs
+//! workers spin for a while, because the next run of a decode step is microseconds away, and then park,
+//! because an idle server must not burn its CPUs. While all threads are awake a run costs one store and one
+//! counter; in a pool of one thread it costs nothing.
 
 #![allow(unsafe_code)]
 
@@ -26,20 +26,20 @@ use crate::error::Error;
 
 pub use affinity::{give_way, run_when_idle};
 
-/// What a [`Pool`] is made of.
 #[derive(Debug, Clone)]
 pub struct PoolConfig {
-    /// Threads in all, the caller of [`Pool::run`] included. At least one.
+    /// Number of threads, including the caller of [`Pool::run`].
     pub threads: NonZeroUsize,
-    /// CPU of each thread (`cpus[i % cpus.len()]`); none leaves placement to the operating system. The caller is
-    /// thread 0 and is pinned only by [`Pool::pin_caller`].
+    /// CPU of each thread (`cpus[i % cpus.len()]`). `None`: the operating system places the threads. The
+    /// caller is thread 0 and is pinned only by [`Pool::pin_caller`].
     pub cpus: Option<Vec<usize>>,
-    /// How long a thread spins before it parks. Must be zero or short where threads outnumber CPUs.
+    /// How long a thread spins before it parks. Must be zero or short if there are more threads than CPUs.
     pub spin: Duration,
 }
 
 impl PoolConfig {
-    /// `threads` unpinned threads that spin for 50 µs, or not at all where they outnumber the usable CPUs.
+    /// `threads` unpinned threads that spin for 50 µs, or not at all if there are more threads than usable
+    /// CPUs.
     pub fn new(threads: NonZeroUsize) -> Self {
         let cpus = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
         let spin = if threads.get() > cpus { Duration::ZERO } else { Duration::from_micros(50) };
@@ -47,43 +47,46 @@ impl PoolConfig {
     }
 }
 
-/// A closure to run, its lifetime erased: [`Pool::run`] does not return before every worker is done with it.
+/// A closure to run with its lifetime erased: [`Pool::run`] does not return before every worker has finished
+/// it.
 type Job = *const (dyn Fn(usize) + Sync);
 
-/// What the caller and the workers share.
+/// State that the caller and the workers share.
 struct Shared {
-    /// Number of runs begun; a change of it is the signal to work.
+    /// Number of runs begun. A change signals the workers to start.
     epoch: AtomicUsize,
-    /// The closure of the current run. Written by the caller before it bumps `epoch`, while no worker is running.
+    /// The closure of the current run. The caller writes it before it increments `epoch`, while no worker is
+    /// running.
     job: UnsafeCell<Option<Job>>,
     /// Workers that have not yet finished the current run.
     remaining: AtomicUsize,
     stop: AtomicBool,
     /// The first panic of the current run.
     panic: Mutex<Option<Box<dyn Any + Send>>>,
-    /// Who to wake when `remaining` reaches zero. Written like `job`.
+    /// Thread to wake when `remaining` reaches zero. Written like `job`.
     caller: UnsafeCell<Option<Thread>>,
     caller_parked: AtomicBool,
     workers_parked: Box<[AtomicBool]>,
     spin: Duration,
 }
 
-// SAFETY: `job` and `caller` are written only by the thread that holds `Pool::turn`, before it bumps `epoch` and
-// after `remaining` of the run before was seen at zero, so never while a worker may read them; workers read them
-// only between seeing that bump and their own decrement of `remaining`. The job itself is `Sync`.
+// SAFETY: `job` and `caller` are written only by the thread that holds `Pool::turn`, before it increments
+// `epoch` and after it saw `remaining` of the previous run at zero, so never while a worker may read them.
+// Workers read them only between seeing that increment and their own decrement of `remaining`. The job itself
+// is `Sync`.
 unsafe impl Sync for Shared {}
-// SAFETY: as above; the job pointer is only followed while the caller of `run` keeps the closure alive.
+// SAFETY: as above; the job pointer is dereferenced only while the caller of `run` keeps the closure alive.
 unsafe impl Send for Shared {}
 
 thread_local! {
-    /// Set while this thread is inside a run, where a nested run must not wait for threads that wait for it.
+    /// Set while this thread is inside a run. A nested run must not wait for threads that wait for it.
     static INSIDE_RUN: Cell<bool> = const { Cell::new(false) };
 }
 
-/// A fork-join pool; see the module.
+/// A fork-join pool of pinned threads.
 pub struct Pool {
     shared: Arc<Shared>,
-    /// One run at a time.
+    /// Serialises runs.
     turn: Mutex<()>,
     workers: Vec<JoinHandle<()>>,
     /// Same order as `workers`.
@@ -100,10 +103,11 @@ impl std::fmt::Debug for Pool {
 impl Pool {
     /// Starts the worker threads, `config.threads - 1` of them.
     ///
-    /// A CPU that cannot be pinned to (outside the container's set, say) is logged and otherwise ignored.
+    /// If a thread cannot be pinned to its CPU (for example outside the container's set), this is logged and
+    /// otherwise ignored.
     ///
     /// # Errors
-    /// [`Error::Spawn`] when the operating system gives no thread.
+    /// [`Error::Spawn`] if the operating system cannot start a thread.
     pub fn new(config: PoolConfig) -> Result<Self, Error> {
         let workers = config.threads.get() - 1;
         let shared = Arc::new(Shared {
@@ -118,7 +122,7 @@ impl Pool {
             spin: config.spin,
         });
         let cpus = config.cpus.filter(|cpus| !cpus.is_empty());
-        // Built first: if a spawn fails, dropping it stops those already started.
+        // The pool is built first: if a spawn fails, dropping it stops the threads that have started.
         let mut pool = Self { shared, turn: Mutex::new(()), workers: Vec::new(), handles: Vec::new(), cpus };
         for thread in 1..config.threads.get() {
             let shared = Arc::clone(&pool.shared);
@@ -138,13 +142,13 @@ impl Pool {
         Ok(pool)
     }
 
-    /// Threads in all, the caller included.
+    /// Number of threads, including the caller.
     pub fn threads(&self) -> usize {
         self.shared.workers_parked.len() + 1
     }
 
-    /// Pins the calling thread to the CPU of thread 0, if CPUs were given. For the one thread that will call
-    /// [`Pool::run`]; threads that it starts later inherit the CPU.
+    /// Pins the calling thread to the CPU of thread 0 if CPUs are assigned. Only for the thread that calls
+    /// [`Pool::run`]. Threads that it starts later inherit the CPU.
     pub fn pin_caller(&self) {
         if let Some(cpu) = self.cpu_of(0) {
             affinity::pin(cpu);
@@ -156,10 +160,10 @@ impl Pool {
     }
 
     /// Calls `f(thread)` once for every thread number, in parallel, and returns when all calls have returned.
-    /// The caller is thread 0. Inside a run, a nested run makes its calls one after the other on its own thread.
+    /// The caller is thread 0. A nested run makes its calls one after the other on its own thread.
     ///
     /// # Panics
-    /// If a call panics, with the panic of the first one that did, after all have ended.
+    /// If a call panics: resumes the first panic after all calls have ended.
     pub fn run(&self, f: &(dyn Fn(usize) + Sync)) {
         if self.workers.is_empty() || INSIDE_RUN.get() {
             (0..self.threads()).for_each(f);
@@ -167,17 +171,17 @@ impl Pool {
         }
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         let shared = &*self.shared;
-        // SAFETY: only the lifetime changes. This function returns, normally or by a panic, only after
-        // `remaining` has been seen at zero, and workers do not touch the closure after they decrement it.
+        // SAFETY: only the lifetime changes. This function returns, normally or by a panic, only after it saw
+        // `remaining` at zero, and workers do not access the closure after they decrement it.
         let job: Job = unsafe { std::mem::transmute::<*const (dyn Fn(usize) + Sync + '_), Job>(f) };
-        // SAFETY: `turn` is held and the run before has ended (see `Shared`).
+        // SAFETY: `turn` is held and the previous run has ended (see `Shared`).
         unsafe {
             *shared.job.get() = Some(job);
             *shared.caller.get() = Some(std::thread::current());
         }
         shared.remaining.store(self.workers.len(), Ordering::Relaxed);
         shared.epoch.fetch_add(1, Ordering::Release);
-        // See `wait`.
+        // Pairs with the fence in `wait`.
         fence(Ordering::SeqCst);
         for (parked, handle) in shared.workers_parked.iter().zip(&self.handles) {
             if parked.load(Ordering::Relaxed) {
@@ -192,8 +196,8 @@ impl Pool {
         }
     }
 
-    /// Calls `f(item)` once for every item in `0..items`, shared out in small chunks to whichever thread is free.
-    /// Which thread runs an item is not determined, so it must not matter.
+    /// Calls `f(item)` once for every item in `0..items`. Threads take small chunks of items as they become
+    /// free. It is not determined which thread runs an item, so results must not depend on it.
     ///
     /// # Panics
     /// As [`Pool::run`].
@@ -201,8 +205,8 @@ impl Pool {
         self.for_each_range(items, 1, &|range| range.for_each(f));
     }
 
-    /// As [`Pool::for_each`], in ranges of consecutive items, each range but the last a multiple of `grain`.
-    /// For items too small to be fetched one by one.
+    /// Like [`Pool::for_each`], in ranges of consecutive items, each range except the last a multiple of
+    /// `grain`. For items that are too small to be taken one by one.
     ///
     /// # Panics
     /// As [`Pool::run`].
@@ -215,7 +219,8 @@ impl Pool {
             f(0..items);
             return;
         }
-        // About eight fetches a thread, so that a slow thread costs an eighth of its share at most.
+        // About eight chunks per thread: a slow thread then delays the others by at most an eighth of its
+        // share.
         let chunk = (items / (self.threads() * 8)).next_multiple_of(grain).max(grain);
         let next = AtomicUsize::new(0);
         self.run(&|_| {
@@ -238,13 +243,13 @@ impl Drop for Pool {
             handle.unpark();
         }
         for worker in self.workers.drain(..) {
-            // A worker catches the panics of its jobs; there is nothing to report from its end.
+            // Workers catch the panics of their jobs, so a join error has nothing to report.
             let _ = worker.join();
         }
     }
 }
 
-/// Runs `f` as part of a run and catches its panic.
+/// Runs `f` as part of a run and catches a panic.
 fn inside_run(f: impl FnOnce()) -> std::thread::Result<()> {
     INSIDE_RUN.set(true);
     let result = catch_unwind(AssertUnwindSafe(f));
@@ -252,10 +257,10 @@ fn inside_run(f: impl FnOnce()) -> std::thread::Result<()> {
     result
 }
 
-/// Spins, then parks, until `done`. Whoever makes `done` true must afterwards pass a fence and unpark this thread if it
-/// sees `parked`. There is a fence here between the same two the other way round, so one of both sees what the other
-/// did. They are fences and not sequentially consistent accesses because emulators of Arm let a load overtake a store
-/// that released.
+/// Spins, then parks, until `done` returns true. The thread that makes `done` true must then pass a fence,
+/// and unpark this thread if it sees `parked`. This function sets `parked`, passes a fence and checks `done`,
+/// so that at least one of the two threads sees the other's store. Fences are used instead of sequentially
+/// consistent accesses because emulators of Arm let a load overtake an earlier release store.
 fn wait(spin: Duration, parked: &AtomicBool, done: impl Fn() -> bool) {
     if done() {
         return;
@@ -263,7 +268,7 @@ fn wait(spin: Duration, parked: &AtomicBool, done: impl Fn() -> bool) {
     if !spin.is_zero() {
         let start = Instant::now();
         loop {
-            // The clock costs more than a look at the flag.
+            // Reading the clock costs more than reading the flag, so the clock is read once in 64 spins.
             for _ in 0..64 {
                 if done() {
                     return;
@@ -283,13 +288,14 @@ fn wait(spin: Duration, parked: &AtomicBool, done: impl Fn() -> bool) {
     parked.store(false, Ordering::Relaxed);
 }
 
-/// The life of a worker.
+/// Main loop of a worker.
 fn work(shared: &Shared, thread: usize) {
     let parked = &shared.workers_parked[thread - 1];
     let mut seen = 0;
     loop {
         wait(shared.spin, parked, || shared.epoch.load(Ordering::Acquire) != seen);
-        // Exactly one: the caller bumps it again only after this worker has finished, except to stop.
+        // The epoch has advanced by exactly one: the caller increments it again only after this worker has
+        // finished, except to stop.
         seen = shared.epoch.load(Ordering::Acquire);
         if shared.stop.load(Ordering::Relaxed) {
             return;
@@ -306,7 +312,7 @@ fn work(shared: &Shared, thread: usize) {
     }
 }
 
-/// Counts a worker out of the run; the last one wakes the caller.
+/// Marks this worker as finished. The last worker wakes the caller.
 fn finish(shared: &Shared) {
     let mut left = shared.remaining.load(Ordering::Acquire);
     while left > 1 {
@@ -315,11 +321,11 @@ fn finish(shared: &Shared) {
             Err(now) => left = now,
         }
     }
-    // The last worker: the run cannot end, nor `caller` change, before the store.
+    // This is the last worker: the run cannot end and `caller` cannot change before the store below.
     // SAFETY: this worker has not yet decremented `remaining` (see `Shared`).
     let caller = unsafe { (*shared.caller.get()).clone() };
     shared.remaining.store(0, Ordering::Release);
-    // See `wait`.
+    // Pairs with the fence in `wait`.
     fence(Ordering::SeqCst);
     if shared.caller_parked.load(Ordering::Relaxed)
         && let Some(caller) = caller

@@ -1,4 +1,4 @@
-//! The weight formats of GGUF files: their block shapes and what their bytes mean.
+//! The weight formats of GGUF files: their block shapes and the meaning of their bytes.
 
 mod codes;
 mod dequantize;
@@ -19,7 +19,7 @@ pub(crate) use scheme::{Bits, Levels, Scaling, Scheme};
 
 use crate::error::Error;
 
-/// A tensor's element format. The names are the file format's own.
+/// A tensor's element format, with the name that the file format uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[allow(non_camel_case_types)]
 pub enum GgmlType {
@@ -84,7 +84,7 @@ impl GgmlType {
     /// The format with this id in a GGUF tensor table.
     ///
     /// # Errors
-    /// [`Error::UnknownType`] for an id without a format.
+    /// [`Error::UnknownType`] for an unknown id.
     pub fn from_id(id: u32) -> Result<Self, Error> {
         Self::ALL.into_iter().find(|ty| ty.id() == id).ok_or(Error::UnknownType { id })
     }
@@ -94,7 +94,7 @@ impl GgmlType {
         self.facts().0
     }
 
-    /// The name as files and tools write it.
+    /// The name that files and tools use.
     pub fn name(self) -> &'static str {
         self.facts().1
     }
@@ -112,7 +112,7 @@ impl GgmlType {
     /// Bytes in a file of one row of `cols` values.
     ///
     /// # Errors
-    /// [`Error::PartialBlock`] when `cols` is not a whole number of blocks, [`Error::Shape`] when the size
+    /// [`Error::PartialBlock`] if `cols` is not a whole number of blocks, [`Error::Shape`] if the size
     /// overflows.
     pub fn row_bytes(self, cols: usize) -> Result<usize, Error> {
         if !cols.is_multiple_of(self.block_len()) {

@@ -1,16 +1,16 @@
-//! Recurrent layers: causal convolution, gated delta net and Mamba-2 over states that live in slots of the arena.
+//! Recurrent layers: causal convolution, gated delta net and Mamba-2 over states in slots of the arena.
 //!
-//! A [`StatePlan`] says, for one step, which slot each sequence's state is read from and which slots get the state
-//! after which rows; a [`LayerState`] is one layer's part of those slots. [`conv`], [`delta_net`] and [`mamba2`]
-//! advance it row by row in position order.
+//! For one step, a [`StatePlan`] has the slot that each sequence's state is read from, and the slots that
+//! receive the state after given rows. A [`LayerState`] is one layer's part of those slots. [`conv`],
+//! [`delta_net`] and [`mamba2`] advance it row by row in position order.
 //!
-//! **Exactness.** A row's result and the state after it are bit-identical however the rows of a sequence are cut
-//! into steps, whatever other sequences are in the step, wherever the slots lie, however many threads there are,
-//! and on every [`crate::Isa`]: each element of a state is only ever touched by the rows in their order, and every
-//! sum over a head has one order (`scan.rs`).
+//! **Exactness.** A row's result and the state after it have the same bits for any split of a sequence's rows
+//! into steps, any other sequences in the step, any position of the slots, any number of threads, and every
+//! [`crate::Isa`]. Each element of a state is changed only by its rows in their order, and every sum over a
+//! head has one fixed order (`scan.rs`).
 //!
-//! **Memory.** A step reads a state once, from the slot that it is in, and writes it once, to the slot that it
-//! belongs in: a copy on write costs nothing extra. In between it is in the L1 cache, a block of columns at a time.
+//! **Memory.** A step reads a state once, from its current slot, and writes it once, to its target slot, so
+//! copy-on-write has no extra cost. In between, a block of columns at a time is in the L1 cache.
 
 #![allow(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! Plain definitions of the ops, in f64 and without a thought for speed, that every kernel is tested against.
+//! Plain definitions of the ops in f64, not optimised. Every kernel is tested against them.
 
 pub mod attention;
 pub mod matmul;

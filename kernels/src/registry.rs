@@ -1,9 +1,9 @@
-//! Which backend serves an operation.
+//! Chooses the backend that serves an operation.
 //!
-//! An [`Operation`] is a name and a kind of request; a [`Provider`] is one way to serve it. The choice is, in order:
-//! what the environment demands (`KVASIR_<OP>_BACKEND`, else `KVASIR_BACKEND`), which must be honoured or fail
-//! loudly; the highest rank among the providers that are available here and can serve the request; the built-in
-//! provider. The registry knows nothing about any particular operation.
+//! An [`Operation`] is a name and a type of request; a [`Provider`] is one implementation. The choice is, in
+//! order: the provider that the environment names (`KVASIR_<OP>_BACKEND`, else `KVASIR_BACKEND`), which is
+//! used or the choice fails; the provider of highest rank that is available on this host and can serve the
+//! request; the built-in provider. The registry has no code for any particular operation.
 
 use crate::isa::Isa;
 
@@ -12,11 +12,11 @@ mod tests;
 
 /// A kind of work that has several implementations.
 pub trait Operation {
-    /// Everything that a provider must look at before it agrees, options included.
+    /// Everything that decides whether a provider can serve, including options.
     type Request: ?Sized;
-    /// What a chosen provider is used as.
+    /// Interface through which the chosen provider is used.
     type Service: ?Sized;
-    /// In lower case with underscores; `KVASIR_<NAME>_BACKEND` in upper case.
+    /// In lower case with underscores. The variable `KVASIR_<NAME>_BACKEND` has it in upper case.
     const NAME: &'static str;
 }
 
@@ -27,7 +27,7 @@ pub enum Refusal {
     /// An element or weight type without a kernel.
     #[error("no kernel for type {ty}")]
     Type { ty: &'static str },
-    /// An argument that the provider would not act upon. It must refuse rather than ignore it.
+    /// An argument that the provider does not implement. It must refuse rather than ignore it.
     #[error("argument {argument} is not supported")]
     Argument { argument: &'static str },
     /// A size beyond what the provider serves.
@@ -38,7 +38,7 @@ pub enum Refusal {
         found: usize,
         limit: usize,
     },
-    /// The files that it reads are not there, or not what it reads.
+    /// The files that the provider reads are missing or have another format.
     #[error("{reason}")]
     Artefact { reason: String },
     /// An instruction set that the processor lacks.
@@ -48,21 +48,22 @@ pub enum Refusal {
 
 /// One implementation of an operation.
 pub trait Provider<O: Operation>: Send + Sync {
-    /// What the environment calls it.
+    /// The name that the environment variables use.
     fn name(&self) -> &str;
 
     fn rank(&self) -> i32;
 
-    /// A cheap look at this host: is the device, driver or instruction set there? The reason where it is not.
+    /// Checks cheaply whether this host has the device, driver or instruction set.
     ///
     /// # Errors
     /// What is missing.
     fn available(&self) -> Result<(), String>;
 
-    /// Whether it would serve the request in full. A provider that would ignore part of it must refuse.
+    /// Checks whether the provider serves the whole request. A provider that would ignore part of it must
+    /// refuse.
     ///
     /// # Errors
-    /// The first thing that it does not do.
+    /// The first unsupported property of the request.
     fn can_serve(&self, request: &O::Request) -> Result<(), Refusal>;
 
     fn service(&self) -> &O::Service;
@@ -71,33 +72,33 @@ pub trait Provider<O: Operation>: Send + Sync {
 /// No provider could be chosen.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SelectError {
-    /// The environment names a backend that is not there, cannot run here or refuses the request.
+    /// The environment names a backend that does not exist, cannot run here or refuses the request.
     #[error("{variable} demands backend {wanted:?} for {operation}, which {fault}")]
     Demand {
         /// The variable that was set.
         variable: String,
         wanted: String,
         operation: &'static str,
-        /// Why it cannot be honoured.
+        /// Why the named backend cannot be used.
         fault: DemandFault,
     },
-    /// Nothing is built in, and no provider can serve.
+    /// There is no built-in provider, and no other can serve.
     #[error("nobody serves {operation}{}", tried.iter().map(|why| format!("; {why}")).collect::<String>())]
     Nobody {
         operation: &'static str,
-        /// Each provider's name, and why it does not.
+        /// Each provider's name and its reason.
         tried: Vec<String>,
     },
     /// The built-in provider refuses, and no other can serve.
     #[error("nothing serves this request for {operation}: {refusal}")]
     NoProvider {
         operation: &'static str,
-        /// What the built-in provider said.
+        /// The refusal of the built-in provider.
         refusal: Refusal,
     },
 }
 
-/// Why a demanded backend is not used.
+/// Why the backend that the environment names is not used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DemandFault {
     /// No provider has this name.
@@ -111,7 +112,7 @@ pub enum DemandFault {
     Refused(Refusal),
 }
 
-/// The providers of one operation; one may be built in.
+/// The providers of one operation, at most one of them built in.
 pub struct Registry<O: Operation> {
     builtin: Option<Box<dyn Provider<O>>>,
     others: Vec<Box<dyn Provider<O>>>,
@@ -129,7 +130,7 @@ impl<O: Operation> Registry<O> {
         Self { builtin: Some(builtin), others: Vec::new() }
     }
 
-    /// A registry without anything to fall back to.
+    /// A registry without a built-in provider.
     pub fn empty() -> Self {
         Self { builtin: None, others: Vec::new() }
     }
@@ -144,12 +145,13 @@ impl<O: Operation> Registry<O> {
         self.all().map(|provider| provider.name()).collect()
     }
 
-    /// Chooses the provider for a request; see the module. `environment` looks up a variable; an empty value
-    /// counts as unset.
+    /// Chooses the provider for a request, in the order that the module describes. `environment` looks up a
+    /// variable; an empty value counts as unset.
     ///
     /// # Errors
-    /// [`SelectError::Demand`] where the environment's choice cannot be honoured, [`SelectError::NoProvider`]
-    /// where even the built-in provider refuses, [`SelectError::Nobody`] where none is built in and all refuse.
+    /// [`SelectError::Demand`] if the backend that the environment names cannot be used,
+    /// [`SelectError::NoProvider`] if even the built-in provider refuses, [`SelectError::Nobody`] if there is
+    /// no built-in provider and all refuse.
     pub fn select(
         &self,
         request: &O::Request,

@@ -1,9 +1,9 @@
-//! Sixteen f32 lanes on every instruction set.
+//! Vectors of 16 f32 lanes on every instruction set.
 //!
 //! A kernel is written once over [`Simd`] and compiled for each [`Isa`]. A vector always has [`LANES`] lanes,
-//! whatever the width of the registers (two on AVX2, an array on the scalar path), every operation is correctly
-//! rounded, and horizontal reductions use one fixed tree. So **a kernel gives the same bits on every ISA**, which
-//! is what the tests of this module and of its users assert.
+//! independent of the width of the registers (two registers on AVX2, an array on the scalar path). Every
+//! operation is correctly rounded, and horizontal reductions use one fixed tree. Therefore **a kernel gives
+//! the same bits on every ISA**. The tests of this module and of its users check this.
 
 #![allow(unsafe_code)]
 
@@ -31,17 +31,18 @@ pub(crate) trait Kernel {
 
 /// An instruction set. Holding a value proves that the CPU has it.
 ///
-/// `min(a, b)` and `max(a, b)` return `b` where the two are unordered or equal, as x86 does.
+/// `min(a, b)` and `max(a, b)` return `b` if the two are unordered or equal, as on x86.
 pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// Sixteen lanes of f32.
     type V: Copy;
 
-    /// Rows of the largest register tile of a product: as many as the registers hold beside `COLUMNS`.
+    /// Rows of the largest register tile of a product: the number that fits registers with `COLUMNS` vectors
+    /// per row.
     const ROWS: usize;
-    /// Vectors of each row in a register tile; twice as many fit up to half the rows.
+    /// Vectors per row of a register tile. Twice that number fits for up to half the rows.
     const COLUMNS: usize;
 
-    /// Runs `kernel` in a function of its own, compiled for this instruction set: the boundary that keeps large
+    /// Runs `kernel` in a separate function compiled for this instruction set. This boundary keeps large
     /// kernels from being inlined into each other.
     fn vectorize<K: Kernel>(self, kernel: K) -> K::Output;
 
@@ -57,7 +58,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     fn min(self, a: Self::V, b: Self::V) -> Self::V;
     /// Per lane `a < b ? yes : no`.
     fn select_lt(self, a: Self::V, b: Self::V, yes: Self::V, no: Self::V) -> Self::V;
-    /// Whether any lane of `a` is greater than that of `b`.
+    /// Whether any lane of `a` is greater than the same lane of `b`.
     fn any_gt(self, a: Self::V, b: Self::V) -> bool;
     /// Lanes `from..to` of `a`, `fill` elsewhere.
     fn keep_lanes(self, a: Self::V, from: usize, to: usize, fill: Self::V) -> Self::V;
@@ -73,7 +74,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// # Safety
     /// `p` must be readable for sixteen f32; no alignment is needed.
     unsafe fn load(self, p: *const f32) -> Self::V;
-    /// The first `n` lanes from memory, zero in the others.
+    /// The first `n` lanes from memory; the others are zero.
     /// # Safety
     /// `p` must be readable for `n` f32, `n <= 16`.
     unsafe fn load_first(self, p: *const f32, n: usize) -> Self::V;
@@ -99,8 +100,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// # Safety
     /// `p` must be readable for sixteen u16.
     unsafe fn load_bf16(self, p: *const u16) -> Self::V;
-    /// Rounds to nearest even, also below the normal range; not-a-numbers become one of them. Gives back what was
-    /// stored.
+    /// Rounds to nearest even, also below the normal range; all NaNs become one NaN. Returns the stored
+    /// values.
     /// # Safety
     /// `p` must be writable for sixteen u16.
     unsafe fn store_bf16(self, a: Self::V, p: *mut u16) -> Self::V;
@@ -109,7 +110,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// `p` must be readable for sixteen i8.
     unsafe fn load_i8(self, p: *const i8) -> Self::V;
 
-    /// Asks for the cache line at `p`, which may be any address, to come to the L2 cache. No effect but on time.
+    /// Prefetches the cache line at `p`, which may be any address, to the L2 cache. Affects only time.
     fn prefetch(self, p: *const u8);
 
     /// The sixteen elements of a chunk.
@@ -119,7 +120,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         unsafe { self.load(x.as_ptr()) }
     }
 
-    /// The elements of a short slice, zero in the other lanes.
+    /// The elements of a short slice; the other lanes are zero.
     #[inline(always)]
     fn tail(self, x: &[f32]) -> Self::V {
         // SAFETY: n is within the slice and at most sixteen.
@@ -140,7 +141,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     }
 }
 
-/// Runs `kernel` compiled for `isa`. An ISA that this CPU lacks runs as scalar code, which gives the same bits.
+/// Runs `kernel` compiled for `isa`. If this CPU lacks the ISA, runs scalar code, which gives the same bits.
 #[inline]
 pub(crate) fn dispatch<K: Kernel>(isa: Isa, kernel: K) -> K::Output {
     #[cfg(target_arch = "x86_64")]

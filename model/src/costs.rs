@@ -1,5 +1,5 @@
-//! What a model asks of a machine, layer by layer: bytes that it keeps, bytes that a token reads, products that a
-//! row takes. Read off the spec and the tensors' sizes; no weight is touched.
+//! Resources that a model needs, layer by layer: bytes stored, bytes read per token, multiply-adds per row.
+//! Computed from the spec and tensor sizes; reads no weights.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -13,27 +13,28 @@ mod tests;
 
 pub use drafter::{DrafterCosts, DrafterStage};
 
-/// Products that a row takes for each element of a recurrent state: decay, correct, add, read.
+/// Multiply-adds of a row per element of a recurrent state: decay, correct, add, read.
 const STATE_PRODUCTS: u64 = 4;
 
-/// The costs of a model's parts: the embedding, each layer, the output head.
+/// Costs of a model's parts: the embedding, each layer, the output head.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ModelCosts {
     hidden: usize,
     /// The embedding, the layers in order, the head.
     parts: Vec<PartCosts>,
-    /// Tensors that several parts read: bytes, and the parts in rising order.
+    /// Tensors read by several parts: bytes, and the parts in ascending order.
     shared: Vec<(u64, Vec<usize>)>,
     cuts: Vec<usize>,
-    /// Every stage works out its layers' further inputs from the tokens, and keeps what the embedding reads.
+    /// Every stage computes its layers' further inputs from the tokens, and therefore keeps the embedding's
+    /// tensors.
     embeds_everywhere: bool,
     drafter: Option<DrafterCosts>,
 }
 
-/// What one part takes by itself.
+/// Costs of one part by itself.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct PartCosts {
-    /// Bytes of the tensors that no other part reads.
+    /// Bytes of the tensors that only this part reads.
     own_bytes: u64,
     token_bytes: u64,
     products: u64,
@@ -41,42 +42,42 @@ struct PartCosts {
     state_elements: u64,
 }
 
-/// What the attention of one layer takes.
+/// Costs of one layer's attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct AttentionCosts {
     window: Option<usize>,
     /// Elements of one position's keys and values.
     kv_elements: u64,
-    /// Whether the layer keeps them, or reads those of another.
+    /// True if the layer keeps its own keys and values, false if it reads another layer's.
     own: bool,
-    /// Products of one row for each position that it sees.
+    /// Multiply-adds of one row per position attended to.
     products: u64,
 }
 
-/// What a range of layers takes; with the first layer comes the embedding, with the last the head.
+/// Costs of a range of layers. The first layer includes the embedding, the last one the head.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RangeCosts {
     /// Bytes of all tensors that the range reads, each counted once.
     pub weight_bytes: u64,
-    /// Bytes of those that layers read, without embedding and head.
+    /// Bytes of the tensors read by layers, without embedding and head.
     pub layer_bytes: u64,
-    /// Bytes of tensors that one decoded token reads: of tables one row (not counted), of experts those used.
+    /// Bytes of tensors read per decoded token. Embedding rows are not counted; of experts, only the used
+    /// ones.
     pub token_bytes: u64,
     /// Multiply-adds of one row with the layers' matrices.
     pub row_products: u64,
-    /// Multiply-adds of one row with the head's matrix, which a prompt needs for its last row only.
+    /// Multiply-adds of one row with the head's matrix. A prompt needs this for its last row only.
     pub head_products: u64,
     /// Elements of one sequence's recurrent state.
     pub state_elements: u64,
     attention: Vec<AttentionCosts>,
-    /// Bytes of tensors that are there for the drafter alone: a part of [`weight_bytes`](Self::weight_bytes).
+    /// Bytes of tensors used by the drafter alone; included in [`weight_bytes`](Self::weight_bytes).
     pub drafter_weight_bytes: u64,
     /// Elements that the drafter keeps beside each recurrent state of a sequence.
     pub drafter_state_elements: u64,
     drafter_kv: drafter::Kv,
 }
 
-/// The size of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorSize {
     pub elements: u64,
@@ -93,7 +94,7 @@ impl ModelCosts {
         })
     }
 
-    /// The costs of `spec` with tensors of these sizes; one without a size counts nothing.
+    /// Costs of `spec` with tensors of these sizes. A tensor without a size counts 0.
     pub fn new(spec: &ModelSpec, size: impl Fn(&str) -> Option<TensorSize>) -> Self {
         let size = |name: &str| size(name).unwrap_or(TensorSize { elements: 0, bytes: 0 });
         let layers = spec.layers.len();
@@ -142,7 +143,7 @@ impl ModelCosts {
         Self { hidden: spec.hidden, parts, shared, cuts, embeds_everywhere, drafter: None }
     }
 
-    /// The same with a drafter beside the model.
+    /// Adds the costs of a drafter.
     pub fn with_drafter(self, drafter: DrafterCosts) -> Self {
         let last = match drafter.stage {
             DrafterStage::First => usize::MAX,
@@ -152,7 +153,7 @@ impl ModelCosts {
         Self { cuts, drafter: Some(drafter), ..self }
     }
 
-    /// What the drafter beside it takes, if there is one.
+    /// Costs of the drafter, if there is one.
     pub fn drafter(&self) -> Option<&DrafterCosts> {
         self.drafter.as_ref()
     }
@@ -161,19 +162,18 @@ impl ModelCosts {
         self.parts.len() - 2
     }
 
-    /// Width of what goes from one layer to the next, in elements.
+    /// Width of the activations between layers, in elements.
     pub fn hidden(&self) -> usize {
         self.hidden
     }
 
-    /// Layers, rising, at which a further stage may begin: not where a later layer, or the drafter, reads the keys and values
-    /// of an earlier one. A model can be cut into one stage more than these.
+    /// Layers at which a further stage may begin, ascending. Excluded are those where a later layer, or the
+    /// drafter, reads the keys and values of an earlier one. A model can have one stage more than cut points.
     pub fn cuts(&self) -> &[usize] {
         &self.cuts
     }
 
-    /// What the layers of `range` take together. A range that is empty or reaches past the last layer takes what
-    /// its existing layers take.
+    /// Costs of the layers of `range` together. Layers beyond the last one are ignored.
     pub fn range(&self, range: Range<usize>) -> RangeCosts {
         let layers = self.layers();
         let first = if range.start == 0 { 0 } else { range.start + 1 };
@@ -215,7 +215,8 @@ impl ModelCosts {
         sum
     }
 
-    /// Bytes of the tensors that these parts read, each once; where a drafter reads the embedding also that one's.
+    /// Bytes of the tensors that these parts read, each counted once. `reads_embedding` adds the embedding
+    /// for a drafter.
     fn weight_bytes(&self, parts: &Range<usize>, reads_embedding: bool) -> u64 {
         let kept =
             |part: usize| parts.contains(&part) || part == 0 && (self.embeds_everywhere || reads_embedding);
@@ -227,8 +228,8 @@ impl ModelCosts {
 }
 
 impl RangeCosts {
-    /// Bytes of keys and values that a sequence of `tokens` keeps, stored as `ty`; a sliding window keeps `slack`
-    /// tokens more than it sees, those of the step that computes it.
+    /// Bytes of keys and values of a sequence of `tokens` tokens, stored as `ty`. A sliding window keeps
+    /// `slack` tokens more than it attends to, for the step that computes them.
     pub fn kv_bytes(&self, tokens: u64, slack: u64, ty: GgmlType) -> u64 {
         let own = self.attention.iter().filter(|layer| layer.own);
         let own: u64 =
@@ -236,7 +237,7 @@ impl RangeCosts {
         own.saturating_add(self.drafter_kv_bytes(tokens, slack, ty))
     }
 
-    /// The drafter's part of these.
+    /// The drafter's share of [`Self::kv_bytes`].
     pub fn drafter_kv_bytes(&self, tokens: u64, slack: u64, ty: GgmlType) -> u64 {
         self.drafter_kv.bytes(tokens, slack, ty)
     }
@@ -249,7 +250,7 @@ impl RangeCosts {
             .sum()
     }
 
-    /// Multiply-adds of one row at position `depth` that no weight takes part in: attention and recurrent states.
+    /// Multiply-adds of one row at position `depth` without weights: attention and recurrent states.
     pub fn mixing_products(&self, depth: u64) -> u64 {
         let attention: u64 =
             self.attention.iter().map(|layer| layer.visible(depth, 0) * layer.products).sum();
@@ -281,7 +282,7 @@ fn attention(layer: &LayerSpec) -> Option<AttentionCosts> {
     })
 }
 
-/// Tensors of which a token reads a share only: experts used, of experts.
+/// Tensors of which a token reads only a share: (used experts, all experts).
 fn experts(layer: &LayerSpec) -> HashMap<&str, (usize, usize)> {
     let mut shares = HashMap::new();
     for part in &layer.ffn {

@@ -1,6 +1,8 @@
-//! How a model calls tools and thinks aloud: what it writes around both, as its chat template and its vocabulary say.
+//! Dialect: the markup that a model uses for tool calls and reasoning, derived from its chat template and
+//! vocabulary.
 //!
-//! From that comes the grammar of a call ([`Dialect::calls_grammar`]), and what an answer consists of ([`OutputParser`]).
+//! A dialect provides the grammar of a call ([`Dialect::calls_grammar`]) and parses answers
+//! ([`OutputParser`]).
 
 use std::fmt::Write;
 
@@ -22,23 +24,23 @@ mod stop;
 pub struct Tool {
     pub name: String,
     pub description: Option<String>,
-    /// The schema of its arguments.
+    /// JSON Schema of the arguments.
     pub parameters: Value,
-    /// Whether what of it cannot be enforced is refused; else it is left out.
+    /// True: a schema that cannot be fully enforced is refused. False: unenforceable parts are dropped.
     pub strict: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Calls {
-    /// `<tool_call>{"name": .., "arguments": ..}</tool_call>`, as Hermes, Qwen and Granite 4 do.
+    /// `<tool_call>{"name": .., "arguments": ..}</tool_call>`: Hermes, Qwen, Granite 4.
     Hermes,
-    /// `{"name": .., "parameters": ..}` and nothing else, perhaps behind `<|python_tag|>`, as Llama 3 does.
+    /// A bare `{"name": .., "parameters": ..}`, optionally after `<|python_tag|>`: Llama 3.
     Llama,
-    /// `[TOOL_CALLS][{"name": .., "arguments": ..}]`, as Mistral does.
+    /// `[TOOL_CALLS][{"name": .., "arguments": ..}]`: Mistral.
     Mistral,
-    /// `<|tool_call|>[{"name": .., "arguments": ..}]`, as Granite 3 does.
+    /// `<|tool_call|>[{"name": .., "arguments": ..}]`: Granite 3.
     Granite,
-    /// A message in the commentary channel to the tool, as gpt-oss does.
+    /// A message to the tool in the commentary channel: gpt-oss.
     Harmony,
 }
 
@@ -47,7 +49,8 @@ pub struct Dialect {
     calls: Calls,
     native: bool,
     thinks: bool,
-    /// Tokens of the vocabulary that mean something here. Of a mark that has a token no other text counts.
+    /// Tokens of the vocabulary that are marks. If a mark has a token, only that token counts, not the same
+    /// text.
     marks: Vec<(u32, &'static str)>,
 }
 
@@ -64,13 +67,13 @@ const START: &str = "<|start|>";
 const END: &str = "<|end|>";
 const CALL_END: &str = "<|call|>";
 const RETURN: &str = "<|return|>";
-/// What may be a token of its own and is looked for in answers.
+/// Marks that may be single tokens and are searched for in answers.
 const MARKS: [&str; 13] =
     [THINK, THOUGHT, CALL, CALLED, PYTHON, MISTRAL, GRANITE, CHANNEL, MESSAGE, START, END, CALL_END, RETURN];
-/// What the header of a call in the harmony format has in it.
+/// Part of a harmony call's header.
 const TO: &str = "to=functions.";
 
-/// Whether a token steers an answer's structure: it is a mark of some dialect, and no ordinary piece of text.
+/// True if a token is a mark of some dialect, not ordinary text.
 pub fn is_mark(tokenizer: &Tokenizer, token: u32) -> bool {
     mark_of(tokenizer, token).is_some()
 }
@@ -84,8 +87,8 @@ fn mark_of(tokenizer: &Tokenizer, token: u32) -> Option<&'static str> {
 }
 
 impl Dialect {
-    /// What `template` and the vocabulary tell; a model that says nothing of tools is asked for calls as Hermes writes
-    /// them.
+    /// Derives the dialect from the template and the vocabulary. If the template has no tool markup, the chat
+    /// asks for calls in Hermes format.
     pub fn of(template: Option<&ChatTemplate>, tokenizer: &Tokenizer) -> Self {
         let says = |text: &str| template.is_some_and(|template| template.mentions(text));
         let native = |calls| (calls, says("tools"));
@@ -93,7 +96,7 @@ impl Dialect {
             native(Calls::Harmony)
         } else if says(MISTRAL) {
             native(Calls::Mistral)
-        // With `<function=` in it a call is no JSON.
+        // A template with `<function=` does not write calls as JSON.
         } else if says(CALL) && !says("<function=") {
             native(Calls::Hermes)
         } else if says(GRANITE) {
@@ -112,33 +115,33 @@ impl Dialect {
         self.calls
     }
 
-    /// Whether the template tells the model which tools there are; else the chat has to.
+    /// True if the template describes the tools to the model. Otherwise the chat must do so.
     pub fn is_native(&self) -> bool {
         self.native
     }
 
-    /// Whether something of an answer may be no answer: thoughts, or headers of messages.
+    /// True if an answer may contain reasoning or message headers.
     pub fn thinks(&self) -> bool {
         self.thinks || self.calls == Calls::Harmony
     }
 
-    /// The mark that this token is.
+    /// The mark of this token; `None` for other tokens.
     pub fn mark(&self, token: u32) -> Option<&'static str> {
         self.marks.iter().find(|(id, _)| *id == token).map(|(_, text)| *text)
     }
 
-    /// Whether the vocabulary has a token for this mark.
+    /// True if the vocabulary has a token for this mark.
     fn has_token(&self, mark: &str) -> bool {
         self.marks.iter().any(|(_, text)| *text == mark)
     }
 
-    /// Whether a model is in its thoughts already where `prompt` ends.
+    /// True if the model is already in its reasoning at the end of `prompt`.
     pub fn is_thinking(&self, prompt: &str) -> bool {
         self.thinks && prompt.trim_end().ends_with(THINK)
     }
 
-    /// What an answer has in it where calls begin; behind it they are of [`Self::calls_grammar`] as `behind`. None
-    /// where a call begins as any answer may.
+    /// The text that precedes calls; what follows it matches [`Self::calls_grammar`] with `behind`. `None` if
+    /// a call has no such text.
     pub fn trigger(&self) -> Option<&'static str> {
         match self.calls {
             Calls::Hermes => Some(CALL),
@@ -149,8 +152,9 @@ impl Dialect {
         }
     }
 
-    /// A Lark grammar of calls of `tools`, of several where `parallel` and the dialect has that. `behind`: of what
-    /// follows [`Self::trigger`]; else of a whole answer to `prompt`, with thoughts before it.
+    /// A Lark grammar for calls of `tools`; several calls if `parallel` and the dialect supports it. With
+    /// `behind`, it matches the text after [`Self::trigger`]; otherwise a whole answer to `prompt`, including
+    /// reasoning.
     pub fn calls_grammar(&self, tools: &[Tool], parallel: bool, behind: bool, prompt: &str) -> String {
         let mut lark = String::new();
         let call = |lark: &mut String, key: &str| {
@@ -208,8 +212,8 @@ impl Dialect {
         format!("start: {start}\n{lark}")
     }
 
-    /// A Lark grammar of a whole answer to `prompt` that is of `schema`, behind thoughts; also of one that calls `tools`
-    /// instead.
+    /// A Lark grammar for a whole answer to `prompt` that matches `schema` after optional reasoning, or that
+    /// calls `tools` instead.
     pub fn answer_grammar(&self, schema: &Value, tools: &[Tool], parallel: bool, prompt: &str) -> String {
         let mut lark = String::new();
         let json = format!("json: %json {schema}");
@@ -221,7 +225,7 @@ impl Dialect {
             true => format!("answer: {answer}"),
             false => {
                 let calls = self.calls_grammar(tools, parallel, true, "");
-                // Its own first line says where it starts.
+                // The first line of the calls grammar is its start rule, which is skipped.
                 lark += calls.split_once('\n').map_or("", |(_, rules)| rules);
                 let open = self.trigger().map_or_else(String::new, |text| match self.calls {
                     Calls::Harmony => quoted(text),
@@ -235,7 +239,7 @@ impl Dialect {
         format!("start: {first}\n{start}\n{json}\n{lark}")
     }
 
-    /// `rule` behind what may come before an answer; the rules of that go to `lark`.
+    /// A rule that matches optional reasoning followed by `rule`. Appends the helper rules to `lark`.
     fn behind_thoughts(&self, rule: &str, prompt: &str, lark: &mut String) -> String {
         if self.calls == Calls::Harmony {
             let thoughts = quoted("<|channel|>analysis<|message|>");
@@ -262,7 +266,7 @@ impl Dialect {
         }
     }
 
-    /// A text in a grammar, or the token that it is.
+    /// A grammar atom for `text`: its token if it is a mark, else a string.
     fn atom(&self, text: &str) -> String {
         match self.marks.iter().find(|(_, mark)| *mark == text) {
             Some((id, _)) => format!("<[{id}]>"),
@@ -275,8 +279,8 @@ fn quoted(text: &str) -> String {
     Value::from(text).to_string()
 }
 
-/// A schema as grammars take it: what it allows is written on one line, with a space behind commas and colons. `lenient`:
-/// what of it cannot be enforced is left out; else it is refused.
+/// Prepares a schema for grammars: JSON on one line, with a space after commas and colons. `lenient` drops
+/// unenforceable parts; otherwise they are refused.
 pub fn schema(schema: &Value, lenient: bool) -> Value {
     let mut options = Map::new();
     options.insert("whitespace_flexible".into(), false.into());

@@ -1,4 +1,4 @@
-//! The crate's error: what a model file, or the system under it, did wrong.
+//! The crate's error type: invalid model files and failing system calls.
 
 use std::io;
 use std::path::PathBuf;
@@ -10,10 +10,10 @@ use crate::gguf::Malformed;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The system refused to open, read or map a file.
+    /// Opening, reading or mapping a file failed.
     #[error("cannot {action} {path}: {source}")]
     Io {
-        /// What was tried: "open", "map", ...
+        /// The failed operation: "open", "map", ...
         action: &'static str,
         path: PathBuf,
         source: io::Error,
@@ -21,14 +21,10 @@ pub enum Error {
     /// The path is a directory, a pipe, a device.
     #[error("{path} is not a regular file")]
     NotAFile { path: PathBuf },
-    /// The file is not a GGUF that this reader accepts.
+    /// The file is not a valid GGUF.
     #[error("{path}: {source}")]
-    Malformed {
-        path: PathBuf,
-        /// What is wrong with it.
-        source: Malformed,
-    },
-    /// The file became shorter while it was open.
+    Malformed { path: PathBuf, source: Malformed },
+    /// The file was truncated while open.
     #[error("{path} was {was} bytes when it was opened and is {now} bytes now")]
     Shrunk {
         path: PathBuf,
@@ -37,7 +33,7 @@ pub enum Error {
         /// Bytes now.
         now: u64,
     },
-    /// The file is one of a split set, but its name does not tell where the others are.
+    /// The file belongs to a split set, but its name does not reveal the names of the others.
     #[error(
         "{path} is part of a set of {count} files, but is not named PREFIX-{number:05}-of-{count:05}.gguf"
     )]
@@ -47,7 +43,7 @@ pub enum Error {
         number: u64,
         count: u64,
     },
-    /// A file of a split set is not there.
+    /// A file of a split set is missing.
     #[error("part {number} of {count} is missing: {path}")]
     MissingPart {
         path: PathBuf,
@@ -61,49 +57,44 @@ pub enum Error {
         path: PathBuf,
         /// `split.no`, `split.count` or `split.tensors.count`.
         key: &'static str,
-        /// What the file says, or what was counted.
+        /// The value in the file, or the actual count.
         found: u64,
         expected: u64,
     },
     /// A required key is absent.
     #[error("the file has no key {key}")]
     MissingKey { key: String },
-    /// A key holds another type than needed.
+    /// A key has the wrong type.
     #[error("{key} is {found}, expected {expected}")]
     KeyType { key: String, found: &'static str, expected: &'static str },
-    /// An integer of a key does not fit the type that it is read as.
+    /// An integer does not fit its target type.
     #[error("{key} is {found}, which is not a valid {expected}")]
     KeyRange { key: String, found: i128, expected: &'static str },
-    /// A tensor that the caller named is absent.
+    /// The requested tensor is absent.
     #[error("the file has no tensor {tensor}")]
     MissingTensor { tensor: String },
-    /// No translator reads this architecture.
+    /// No translator supports this architecture.
     #[error("architecture {found:?} is not served; known are {}", known.join(", "))]
     UnknownArch {
         /// Value of `general.architecture`.
         found: String,
         known: Vec<&'static str>,
     },
-    /// A hyper-parameter is absurd, contradicts another, or asks for something that is not served.
+    /// A hyper-parameter is out of range, contradicts another one, or requests something unsupported.
     #[error("{key} is {found}, needed is {needs}")]
     HyperParameter { key: String, found: String, needs: String },
-    /// A tensor's dimensions are not those that the hyper-parameters ask for.
+    /// A tensor's dimensions do not match the hyper-parameters.
     #[error("tensor {tensor} has dimensions {found:?}, expected {expected:?}")]
     TensorShape {
         tensor: String,
-        /// Its dimensions, ones at the end left out.
+        /// Its dimensions without trailing ones.
         found: Vec<u64>,
         expected: Vec<u64>,
     },
-    /// A tensor that must be of one type is of another.
+    /// A tensor has the wrong type.
     #[error("tensor {tensor} is {found}, expected {expected}")]
-    TensorType {
-        tensor: String,
-        found: GgmlType,
-        /// The type that it must have.
-        expected: GgmlType,
-    },
-    /// The file has a tensor that the architecture, as it is understood here, has no use for.
+    TensorType { tensor: String, found: GgmlType, expected: GgmlType },
+    /// The file has a tensor that the architecture's translator does not use.
     #[error("tensor {tensor} has no place in architecture {arch}")]
     UnusedTensor { tensor: String, arch: String },
     /// A read reaches past the end of a tensor.
@@ -111,27 +102,27 @@ pub enum Error {
     TensorRange {
         tensor: String,
         offset: u64,
-        /// Bytes asked for.
+        /// Bytes requested.
         len: u64,
-        /// Bytes of the tensor.
+        /// Length of the tensor in bytes.
         bytes: u64,
     },
-    /// A model's manifest cannot be made.
+    /// The model's manifest cannot be built.
     #[error(transparent)]
     Manifest(#[from] crate::shard::ManifestError),
-    /// A model's chunks cannot be had from the store.
+    /// The model's chunks cannot be read from the store.
     #[error(transparent)]
     Store(#[from] crate::shard::StoreError),
     /// A safetensors checkpoint cannot be read.
     #[error(transparent)]
     Checkpoint(#[from] crate::checkpoint::CheckpointError),
-    /// The metadata is no tokenizer.
+    /// The metadata does not describe a valid tokenizer.
     #[error(transparent)]
     Tokenizer(#[from] crate::tokenizer::TokenizerError),
-    /// A model cannot be had.
+    /// The model cannot be resolved or downloaded.
     #[error(transparent)]
     Catalog(#[from] crate::catalog::CatalogError),
-    /// The chat template cannot be used, or refuses the messages.
+    /// The chat template is invalid, or it rejects the messages.
     #[error(transparent)]
     ChatTemplate(#[from] crate::chat_template::TemplateError),
 }

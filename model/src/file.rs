@@ -1,10 +1,10 @@
-//! A model's files, whatever their format: keys and values, a table of tensors, their bytes mapped read-only.
+//! A model's files in any format: metadata, a table of tensors, and tensor bytes mapped read-only.
 //!
-//! A GGUF says all by itself. A safetensors checkpoint is read together with the files beside it as the GGUF that
-//! it would be converted to: keys, names and dimensions are GGUF's, so that everything above reads both alike.
+//! A GGUF is self-contained. A safetensors checkpoint is read with the files beside it and presented as the
+//! GGUF that it would convert to: keys, names and dimensions are GGUF's.
 //!
-//! [`ModelFile::open`] checks everything but the tensors' bytes: afterwards every tensor has a known type, a size
-//! that fits its dimensions, and bytes that lie inside its file and overlap no other's.
+//! [`ModelFile::open`] checks everything except tensor bytes. After that every tensor has a known type, a
+//! size that matches its dimensions, and bytes inside its file that overlap no other tensor.
 
 use std::ffi::OsStr;
 use std::io::ErrorKind;
@@ -32,35 +32,33 @@ pub struct ModelFile {
     chunks: OnceLock<Vec<ChunkId>>,
 }
 
-/// Where the tensors' bytes are.
 #[derive(Debug)]
 enum Data {
     Files(Vec<MappedFile>),
     Store(Box<StoredData>),
 }
 
-/// A model of a [`crate::shard::ShardStore`]; of its chunks any may be missing.
+/// A model of a [`crate::shard::ShardStore`]. Any of its chunks may be missing.
 #[derive(Debug)]
 struct StoredData {
     path: PathBuf,
     chunks: PathBuf,
     manifest: Manifest,
-    /// In the order of the manifest; mapped when they are first asked for.
+    /// In manifest order; mapped at first use.
     tensors: Vec<OnceLock<Arc<MappedTensor>>>,
     sound: VerifiedChunks,
 }
 
-/// Bytes of a tensor that stay as they are while somebody has them.
+/// Bytes of a tensor that do not change while this value exists.
 pub type StoredBytes = Arc<dyn AsRef<[u8]> + Send + Sync>;
 
-/// What a format's reader finds.
+/// Result of a format's reader.
 pub(crate) struct Contents {
     pub(crate) files: Vec<MappedFile>,
     pub(crate) metadata: Metadata,
     pub(crate) tensors: Vec<TensorInfo>,
 }
 
-/// A tensor of a file, without its bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorInfo {
     pub(crate) name: String,
@@ -69,12 +67,12 @@ pub struct TensorInfo {
     pub(crate) bytes: u64,
     /// Index into [`ModelFile::files`].
     pub(crate) file: usize,
-    /// From the start of that file.
+    /// Byte offset from the start of that file.
     pub(crate) offset: u64,
 }
 
 impl TensorInfo {
-    /// Its name, as `blk.0.attn_q.weight`.
+    /// Tensor name, such as `blk.0.attn_q.weight`.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -88,20 +86,21 @@ impl TensorInfo {
         &self.dims
     }
 
-    /// Elements in all. They fit, as their bytes do.
+    /// Number of elements. Saturation cannot occur, since the byte size was checked.
     pub fn elements(&self) -> u64 {
         self.dims.iter().fold(1, |product: u64, &dim| product.saturating_mul(dim))
     }
 
-    /// Bytes in all.
+    /// Size in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 }
 
 impl ModelFile {
-    /// Opens a GGUF (given any file of a split set, the set), a checkpoint if `path` ends in `.safetensors`, or, if it
-    /// ends in `.manifest`, a model of the shard store that the file is in. Tensor bytes are not touched.
+    /// Opens a GGUF (any file of a split set opens the set), a checkpoint if `path` ends in `.safetensors`,
+    /// or a model of the shard store that contains `path` if it ends in `.manifest`. Does not read tensor
+    /// bytes.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, Error> {
         let path = path.as_ref();
         let Contents { files, metadata, tensors } = match path.extension().and_then(OsStr::to_str) {
@@ -131,32 +130,30 @@ impl ModelFile {
         matches!(self.data, Data::Store(_))
     }
 
-    /// Everything but the tensors' bytes.
+    /// The model without its tensor bytes.
     pub fn header(&self) -> &ModelHeader {
         &self.header
     }
 
-    /// Keys and values. The `split.*` keys, which say only how a set is cut into files, are left out.
+    /// Metadata without the `split.*` keys, which only describe a split set.
     pub fn metadata(&self) -> &Metadata {
         self.header.metadata()
     }
 
-    /// All tensors, in the order of the file or of the set before it was cut.
+    /// All tensors, in file order; for a split set, in the order before the split.
     pub fn tensors(&self) -> impl ExactSizeIterator<Item = &TensorInfo> {
         self.header.tensors()
     }
 
-    /// The tensor of this name.
     pub fn tensor(&self, name: &str) -> Option<&TensorInfo> {
         self.header.tensor(name)
     }
 
-    /// The bytes of a tensor, in the mapping: `TensorInfo::bytes` of them, starting at a multiple of an
-    /// element's size.
+    /// The mapped bytes of a tensor: `TensorInfo::bytes` bytes, aligned to an element's size.
     ///
-    /// Fails if there is no such tensor, or if the file has been cut short since it was opened. Cutting it
-    /// while the slice is in use kills the process; [`read_tensor`](Self::read_tensor) copies instead. Of a model of
-    /// the shard store it fails if a chunk is missing or damaged: each is checked when it is first asked for.
+    /// Fails if there is no such tensor, or if the file was truncated after it was opened. Truncation while
+    /// the slice is in use kills the process; [`read_tensor`](Self::read_tensor) copies instead. For a model
+    /// of the shard store, fails if a chunk is missing or damaged: each chunk is checked at first use.
     pub fn tensor_data(&self, name: &str) -> Result<&[u8], Error> {
         let files = match &self.data {
             Data::Files(files) => files,
@@ -170,8 +167,8 @@ impl ModelFile {
             .ok_or_else(|| missing(name))
     }
 
-    /// Gives the pages of a tensor back that reading it has brought into memory, also of the page cache where nobody else
-    /// has them mapped. Its bytes are read again when somebody asks for them.
+    /// Releases the memory pages of a tensor, also from the page cache unless another process maps them. The
+    /// next access reads them from disk again.
     pub fn forget_tensor(&self, name: &str) {
         match &self.data {
             Data::Files(files) => {
@@ -184,8 +181,8 @@ impl ModelFile {
         }
     }
 
-    /// The bytes of a tensor of the shard store, for as long as somebody has them: its chunks are never written again.
-    /// `None` for one of a file, which may be. Fails as [`tensor_data`](Self::tensor_data) does.
+    /// The bytes of a tensor of the shard store, as an owned value; its chunks never change. `None` for a
+    /// tensor of a file, which may change. Fails like [`tensor_data`](Self::tensor_data).
     pub fn stored_tensor(&self, name: &str) -> Result<Option<StoredBytes>, Error> {
         match &self.data {
             Data::Files(_) => Ok(None),
@@ -193,10 +190,10 @@ impl ModelFile {
         }
     }
 
-    /// Copies bytes of a tensor from `offset` on into `buffer`, without the mapping: a file that is cut short
-    /// or fails to read is an error here, whenever that happens.
+    /// Copies bytes of a tensor from byte `offset` into `buffer` without using the mapping, so a truncated or
+    /// unreadable file is an error and not a signal.
     ///
-    /// Fails too if `offset` and the buffer's length reach past the tensor.
+    /// Fails if the range reaches past the end of the tensor.
     pub fn read_tensor(&self, name: &str, offset: u64, buffer: &mut [u8]) -> Result<(), Error> {
         let info = self.tensor(name).ok_or_else(|| missing(name))?;
         let len = buffer.len() as u64;
@@ -218,7 +215,7 @@ impl ModelFile {
         }
     }
 
-    /// The files, in order; more than one for a split set, the manifest's for a model of the shard store.
+    /// Paths of the files in order: several for a split set, the manifest for a model of the shard store.
     pub fn files(&self) -> impl ExactSizeIterator<Item = &Path> {
         let paths: Vec<&Path> = match &self.data {
             Data::Files(files) => files.iter().map(MappedFile::path).collect(),
@@ -227,7 +224,7 @@ impl ModelFile {
         paths.into_iter()
     }
 
-    /// The files that tensors are mapped from; none of the shard store.
+    /// Files that tensors are mapped from; empty for the shard store.
     fn mapped_files(&self) -> &[MappedFile] {
         match &self.data {
             Data::Files(files) => files,
@@ -240,17 +237,17 @@ impl ModelFile {
         self.tensors().map(TensorInfo::bytes).fold(0, u64::saturating_add)
     }
 
-    /// BLAKE3 over metadata, tensor table and the tensors' chunks: names the model, however it is cut into files.
+    /// Model digest: BLAKE3 over metadata, tensor table and chunk names. Independent of the split into files.
     ///
     /// The first call reads every tensor, unless [`chunks`](Self::chunks) already has.
     pub fn digest(&self) -> Result<[u8; 32], Error> {
         Ok(digest::digest(&self.header, self.chunks()?))
     }
 
-    /// The names of all tensors' chunks, tensor by tensor in order, [`crate::shard::CHUNK_BYTES`] each and less at
-    /// the end of a tensor.
+    /// Names of all tensors' chunks, tensor by tensor. Each chunk has [`crate::shard::CHUNK_BYTES`]; the last
+    /// one of a tensor may be shorter.
     ///
-    /// The first call reads every tensor; the result is kept.
+    /// The first call reads every tensor; the result is cached.
     pub fn chunks(&self) -> Result<&[ChunkId], Error> {
         if let Some(chunks) = self.chunks.get() {
             return Ok(chunks);

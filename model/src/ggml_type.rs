@@ -2,8 +2,8 @@
 
 use std::fmt;
 
-/// A tensor's element type: a block of [`block_len`](Self::block_len) elements takes
-/// [`block_bytes`](Self::block_bytes) bytes. The discriminant is the number in a GGUF file.
+/// A tensor's element type. [`block_len`](Self::block_len) elements take [`block_bytes`](Self::block_bytes)
+/// bytes. The discriminant is the number in a GGUF file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[allow(non_camel_case_types, reason = "the field's own names, which say it all")]
 #[repr(u32)]
@@ -37,7 +37,7 @@ pub enum GgmlType {
 }
 
 impl GgmlType {
-    /// Every type, by rising id.
+    /// Every type, by ascending id.
     pub const ALL: [Self; 26] = [
         Self::F32,
         Self::F16,
@@ -67,17 +67,16 @@ impl GgmlType {
         Self::NVFP4,
     ];
 
-    /// The type with this number, if known.
+    /// The type with this number; `None` if unknown.
     pub fn from_id(id: u32) -> Option<Self> {
         Self::ALL.into_iter().find(|ty| ty.id() == id)
     }
 
-    /// Its number in a GGUF file.
     pub const fn id(self) -> u32 {
         self as u32
     }
 
-    /// Its name, as `Q4_K`.
+    /// Type name, such as `Q4_K`.
     pub const fn name(self) -> &'static str {
         self.layout().0
     }
@@ -92,8 +91,8 @@ impl GgmlType {
         self.layout().2
     }
 
-    /// Bytes of a tensor with these dimensions; none if the first is no multiple of the block length or the
-    /// size overflows.
+    /// Bytes of a tensor with these dimensions. `None` if the first is not a multiple of the block length or
+    /// the size overflows.
     pub fn byte_size(self, dims: &[u64]) -> Option<u64> {
         let (&row, rest) = dims.split_first()?;
         let block_len = self.block_len() as u64;

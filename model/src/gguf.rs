@@ -15,26 +15,26 @@ mod parse;
 mod split;
 pub mod writer;
 
-/// What a file may hold at most; a count above its limit is refused before anything is allocated for it.
+/// Upper bounds of a file's contents. A count above its bound is refused before any allocation.
 pub mod limits {
     pub const TENSORS: u64 = 65_536;
-    /// Metadata keys of a file.
+    /// Number of metadata keys.
     pub const KEYS: u64 = 65_536;
-    /// Bytes of a key.
+    /// Length of a key in bytes.
     pub const KEY_BYTES: u64 = 65_535;
-    /// Bytes of a string.
+    /// Length of a string in bytes.
     pub const STRING_BYTES: u64 = 16 << 20;
     pub const ELEMENTS: u64 = 16 << 20;
     pub const NESTING: u64 = 4;
     pub const DIMS: u64 = 4;
-    /// Bytes of a tensor's name.
+    /// Length of a tensor's name in bytes.
     pub const TENSOR_NAME_BYTES: u64 = 64;
-    /// Files of a split set.
+    /// Number of files of a split set.
     pub const PARTS: u64 = 1_024;
 }
 
-/// Opens a file, or, given any file of a split set, the set. The `split.*` keys, which say only how a set is cut
-/// into files, are left out.
+/// Opens a file, or a whole set if `path` is any file of a split set. Omits the `split.*` keys, which only
+/// describe the split.
 pub(crate) fn open(path: &Path) -> Result<Contents, Error> {
     split::open(path)
 }

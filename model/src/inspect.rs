@@ -22,18 +22,18 @@ pub struct Summary {
     pub parameters: u64,
     /// Tensors by number, size and type.
     pub tensors: TensorSummary,
-    /// What the file says of its tokenizer, if it has one.
+    /// The tokenizer's properties, if the file has one.
     pub tokenizer: Option<TokenizerSummary>,
-    /// The model, or why it cannot be run.
+    /// The model's properties, or the reason why it cannot be run.
     #[serde(flatten)]
     pub reading: Reading,
 }
 
-/// What the file's hyper-parameters and tensors amount to.
+/// Result of reading hyper-parameters and tensors.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reading {
-    /// A model that is served.
+    /// A supported model.
     Model(ModelSummary),
     Error(String),
 }
@@ -41,9 +41,9 @@ pub enum Reading {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct TensorSummary {
     pub count: usize,
-    /// Their bytes.
+    /// Size in bytes.
     pub bytes: u64,
-    /// The same for each type that occurs.
+    /// The same for each type present.
     pub by_type: Vec<TypeSummary>,
 }
 
@@ -52,7 +52,7 @@ pub struct TypeSummary {
     #[serde(rename = "type")]
     pub ty: &'static str,
     pub count: usize,
-    /// Their bytes.
+    /// Size in bytes.
     pub bytes: u64,
 }
 
@@ -61,47 +61,46 @@ pub struct TokenizerSummary {
     /// Kind: `gpt2` is byte-level BPE, `gemma4` BPE of characters, `llama` SPM, `bert` WordPiece.
     pub model: String,
     pub pre: Option<String>,
-    /// Number of tokens.
     pub tokens: usize,
     /// Whether the file has a chat template.
     pub chat_template: bool,
 }
 
-/// A model that is served.
+/// Properties of a supported model.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ModelSummary {
     /// Rows of the embedding.
     pub vocab: usize,
     /// Width of the residual stream.
     pub hidden: usize,
-    /// Longest sequence that it was made for, in tokens.
+    /// Longest supported sequence in tokens.
     pub context_length: usize,
     pub layers: usize,
     /// Whether the output matrix is the embedding.
     pub tied_output: bool,
-    /// What the output is, in words.
+    /// Description of the output.
     pub output: String,
-    /// Elements of K and V that a token adds to the caches of all layers.
+    /// Elements of K and V per token, over all layers.
     pub kv_elements_per_token: usize,
-    /// Elements of recurrent state that a sequence holds in all layers, whatever its length.
+    /// Elements of recurrent state per sequence over all layers, independent of its length.
     pub state_elements: usize,
-    /// Layers in words, runs of equal ones together.
+    /// Descriptions of the layers; equal consecutive layers are one entry.
     pub layer_list: Vec<LayerRun>,
 }
 
-/// Consecutive layers that differ in their weights only.
+/// Consecutive layers that differ only in their weights.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct LayerRun {
-    /// The first, from 0.
+    /// First layer, from 0.
     pub first: usize,
     pub last: usize,
-    /// Mixer and FFN in words.
+    /// Description of mixer and FFN.
     pub description: String,
 }
 
 impl Summary {
-    /// Summarises `file`. A model that is not served has a summary too; only keys of a wrong type, among those
-    /// shown, are an error. Tensor bytes are not read.
+    /// Summarises `file`. An unsupported model has a summary too. A displayed key of the wrong type is an
+    /// error. Does not read tensor bytes.
     pub fn of(file: &ModelFile) -> Result<Self, Error> {
         let metadata = file.metadata();
         let owned = |key| Ok::<_, Error>(metadata.get::<&str>(key)?.map(str::to_owned));

@@ -1,13 +1,13 @@
-//! JSON Schema as clients write it, made into the part of it that grammars are compiled from.
+//! Converts clients' JSON Schema into the subset that grammars are compiled from.
 //!
-//! Clients send schemas of every draft, of OpenAPI and of code generators. [`prepare`] resolves references, rewrites
-//! old forms, drops annotations, and decides about keywords that no grammar can enforce: with `strict` they are an
-//! error that names the place, without it they are left out, so that the rest still holds.
+//! Clients send schemas of every draft, of OpenAPI and of code generators. [`prepare`] resolves references,
+//! rewrites old forms and drops annotations. A keyword that no grammar can enforce is an error with its path
+//! if `strict`; otherwise it is dropped and the rest is enforced.
 
 use serde_json::{Map, Value};
 use std::fmt::Write;
 
-/// The formats of strings that the grammar library knows.
+/// String formats that the grammar library supports.
 const FORMATS: [&str; 10] =
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"];
 const TYPES: [&str; 7] = ["null", "boolean", "number", "integer", "string", "array", "object"];
@@ -24,18 +24,18 @@ const APPLICATORS: [&str; 9] = [
     "dependencies",
 ];
 
-/// A place in a schema that cannot be enforced.
+/// A part of a schema that cannot be enforced.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unsupported {
-    /// A JSON pointer into the schema.
+    /// JSON pointer into the schema.
     pub path: String,
     pub reason: String,
 }
 
-/// Rewrites `schema` into what a grammar can be compiled from. The caller limits its size and depth.
+/// Rewrites `schema` for grammar compilation. The caller limits its size and depth.
 ///
 /// # Errors
-/// With `strict`: the first place that cannot be enforced.
+/// With `strict`: the first part that cannot be enforced.
 pub fn prepare(schema: &Value, strict: bool) -> Result<Value, Unsupported> {
     let mut rewriter = Rewriter { root: schema, strict, path: String::new(), targets: Vec::new() };
     let mut prepared = rewriter.schema(schema)?;
@@ -52,12 +52,12 @@ pub fn prepare(schema: &Value, strict: bool) -> Result<Value, Unsupported> {
     Ok(prepared)
 }
 
-/// The schema of arguments of a tool that takes none.
+/// Schema of a tool without arguments.
 pub fn no_arguments() -> Value {
     serde_json::json!({"type": "object", "properties": {}, "additionalProperties": false})
 }
 
-/// Whether a tool's schema declares no property: `{"type": "object", "properties": {}}` and nothing that says more.
+/// Whether a tool's schema is only `{"type": "object", "properties": {}}`, with no further constraint.
 pub fn declares_none(schema: &Value) -> bool {
     let Some(schema) = schema.as_object() else { return false };
     let empty = |value: &Value| match value {
@@ -80,22 +80,22 @@ pub fn declares_none(schema: &Value) -> bool {
 #[derive(Clone)]
 struct Target<'a> {
     schema: &'a Value,
-    /// Where it is in the client's schema.
+    /// Path in the client's schema.
     path: String,
-    /// What it is called among the definitions of the prepared schema.
+    /// Name in the definitions of the prepared schema.
     name: String,
 }
 
 struct Rewriter<'a> {
     root: &'a Value,
     strict: bool,
-    /// Where the schema is that is being rewritten.
+    /// Path of the schema being rewritten.
     path: String,
     targets: Vec<Target<'a>>,
 }
 
 impl<'a> Rewriter<'a> {
-    /// Leaves out what the path names, or refuses it.
+    /// Drops the part at the current path, or refuses it if `strict`.
     fn leave_out(&self, reason: impl Into<String>) -> Result<(), Unsupported> {
         match self.strict {
             true => Err(Unsupported { path: self.path.clone(), reason: reason.into() }),
@@ -103,7 +103,7 @@ impl<'a> Rewriter<'a> {
         }
     }
 
-    /// Calls `work` with the path of a member.
+    /// Calls `work` with `key` appended to the path.
     fn within<T>(&mut self, key: &str, work: impl FnOnce(&mut Self) -> T) -> T {
         let length = self.path.len();
         push(&mut self.path, key);
@@ -143,7 +143,7 @@ impl<'a> Rewriter<'a> {
             out.insert("additionalProperties".into(), false.into());
         }
         if open {
-            // Members that a pattern which is left out would have allowed must stay allowed.
+            // Members that match a dropped pattern must stay allowed.
             out.shift_remove("additionalProperties");
         }
         if !required.is_empty() {
@@ -161,7 +161,7 @@ impl<'a> Rewriter<'a> {
         Ok(out.into())
     }
 
-    /// Takes in one keyword of `node`. Keywords that are not known are annotations.
+    /// Rewrites one keyword of `node`. Unknown keywords are annotations.
     fn keyword(
         &mut self,
         node: &'a Map<String, Value>,
@@ -190,7 +190,7 @@ impl<'a> Rewriter<'a> {
                 let mut properties = Map::new();
                 for (name, schema) in members {
                     properties.insert(name.clone(), self.within(name, |this| this.schema(schema))?);
-                    // Draft 3 says it there.
+                    // Draft 3 marks required members in their own schema.
                     if schema.get("required") == Some(&Value::Bool(true)) {
                         made.required.push(name.clone());
                     }
@@ -214,7 +214,7 @@ impl<'a> Rewriter<'a> {
                 put(key, properties.into());
             }
             ("properties" | "patternProperties", _) => self.leave_out("must be an object of schemas")?,
-            // Only if it is not used up by `propertyNames`.
+            // Unless `propertyNames` uses it.
             ("additionalProperties", _) if names_of(node).is_none() => put(key, self.schema(value)?),
             ("propertyNames", _) => match names_of(node) {
                 Some(pattern) => made.names = Some(pattern),
@@ -262,7 +262,7 @@ impl<'a> Rewriter<'a> {
                 put(key, value.clone())
             }
             ("format", _) => {
-                // Of anything but a string it is only a remark.
+                // Applies to strings only; for other types it is an annotation.
                 let string = |kind: &Value| {
                     kind == "string" || kind.as_array().is_some_and(|k| k.contains(&"string".into()))
                 };
@@ -299,7 +299,7 @@ impl<'a> Rewriter<'a> {
         Ok(())
     }
 
-    /// Where nothing else looks at the same members, unevaluated ones are additional ones.
+    /// If no other keyword applies to the same members, unevaluated members equal additional ones.
     fn unevaluated(
         &mut self,
         node: &'a Map<String, Value>,
@@ -321,7 +321,7 @@ impl<'a> Rewriter<'a> {
     }
 
     fn types(&self, value: &Value) -> Option<Value> {
-        // Some generators write them in capitals.
+        // Some generators write types in capitals.
         let one = |value: &Value| {
             let name = value.as_str()?;
             let lower = name.to_ascii_lowercase();
@@ -332,7 +332,7 @@ impl<'a> Rewriter<'a> {
         let mut kinds: Vec<&str> = list.iter().map(one).collect::<Option<_>>()?;
         kinds.sort_unstable();
         kinds.dedup();
-        // In the client's order, which is the order of alternatives.
+        // Keep the client's order, which is the order of alternatives.
         let mut ordered: Vec<&str> = Vec::new();
         for kind in list.iter().filter_map(one).filter(|kind| kinds.contains(kind)) {
             if !ordered.contains(&kind) {
@@ -342,7 +342,7 @@ impl<'a> Rewriter<'a> {
         (!ordered.is_empty()).then(|| ordered.into())
     }
 
-    /// The name of the definition that a reference means.
+    /// The name of a reference's definition.
     fn reference(&mut self, value: &Value) -> Result<String, String> {
         let reference = value.as_str().ok_or("must be a text")?;
         let shown: String = reference.chars().take(128).collect();
@@ -393,22 +393,22 @@ impl<'a> Rewriter<'a> {
     }
 }
 
-/// What becomes of an object.
+/// The result of rewriting an object.
 #[derive(Default)]
 struct Made {
     out: Map<String, Value>,
-    /// Properties that say of themselves that they are required.
+    /// Properties whose own schema marks them as required.
     required: Vec<String>,
     nothing: bool,
     /// Further properties must stay allowed.
     open: bool,
     nullable: bool,
-    /// The pattern of all names of properties.
+    /// The pattern of all property names.
     names: Option<String>,
 }
 
-/// A regular expression of all names of properties, where `propertyNames` of an object without other properties can be
-/// said by one.
+/// A regular expression for all property names, if `propertyNames` of an object without other properties can
+/// be expressed as one.
 fn names_of(node: &Map<String, Value>) -> Option<String> {
     let names = node.get("propertyNames")?.as_object()?;
     if ["properties", "patternProperties"].iter().any(|key| node.contains_key(*key)) {
@@ -438,7 +438,7 @@ fn names_of(node: &Map<String, Value>) -> Option<String> {
     }
 }
 
-/// Whether a schema of names allows all names.
+/// Whether a schema of names allows every name.
 fn any_string(names: &Value) -> bool {
     match names {
         Value::Bool(all) => *all,
@@ -464,7 +464,7 @@ fn is_annotation(key: &str) -> bool {
     )
 }
 
-/// A text as a regular expression.
+/// Escapes a text for a regular expression.
 fn escaped(text: &str) -> String {
     let mut pattern = String::new();
     for c in text.chars() {
@@ -476,13 +476,13 @@ fn escaped(text: &str) -> String {
     pattern
 }
 
-/// A whole number, also as a float.
+/// A non-negative integer, also written as a float.
 fn count(value: &Value) -> Option<u64> {
     let float = || value.as_f64().filter(|n| n.fract() == 0.0 && (0.0..9e15).contains(n)).map(|n| n as u64);
     value.as_u64().or_else(float)
 }
 
-/// What in a regular expression of ECMA 262 no automaton can do.
+/// The construct of an ECMA 262 regular expression that an automaton cannot implement.
 fn unsupported_pattern(pattern: &str) -> Option<&'static str> {
     let (mut rest, mut class) = (pattern, false);
     while let Some(c) = rest.chars().next() {
@@ -514,14 +514,14 @@ pub fn push(path: &mut String, key: &str) {
     let _ = write!(path, "/{}", key.replace('~', "~0").replace('/', "~1"));
 }
 
-/// What a JSON pointer below `value`, which is at `path`, leads to.
+/// The target of a JSON pointer in `value`, which is at `path`.
 fn at_pointer<'a>(value: &'a Value, path: &str, pointer: &str) -> Option<(&'a Value, String)> {
-    // An empty last part is a common way to write the whole.
+    // An empty last part is a common form for the whole document.
     let pointer = if pointer == "/" { "" } else { pointer };
     value.pointer(pointer).map(|found| (found, format!("{path}{pointer}")))
 }
 
-/// The first object that `wanted` is true of, with its path.
+/// The first object that satisfies `wanted`, with its path.
 fn find<'a>(value: &'a Value, path: &str, wanted: &dyn Fn(&Value) -> bool) -> Option<(&'a Value, String)> {
     if value.is_object() && wanted(value) {
         return Some((value, path.to_owned()));
@@ -538,7 +538,7 @@ fn find<'a>(value: &'a Value, path: &str, wanted: &dyn Fn(&Value) -> bool) -> Op
     }
 }
 
-/// A fragment of a URI without its percent signs; where these are no escapes they stay.
+/// Decodes percent escapes of a URI fragment; invalid escapes stay unchanged.
 fn percent_decoded(text: &str) -> String {
     let hex = |digit: Option<&u8>| digit.and_then(|digit| char::from(*digit).to_digit(16));
     let bytes = text.as_bytes();

@@ -1,8 +1,10 @@
-//! What a model file says: GGUF and safetensors, the model as data (`spec`), architectures, tokenizer, chat template, catalog.
+//! Model files: GGUF and safetensors, the model as data (`spec`), architectures, tokenizer, chat template,
+//! catalog.
 //!
-//! Promises: no panic on any byte string; every count and length from a file is capped before allocation;
-//! a model is data, so a new architecture is one translator file and a fixture.
-//! Never here: arithmetic, sockets.
+//! No input bytes cause a panic. Every count and length from a file is capped before allocation. A model is
+//! data:
+//! a new architecture needs one translator file and a fixture. This crate does no tensor arithmetic and opens
+//! no sockets.
 
 pub mod arch;
 pub mod catalog;

@@ -1,7 +1,7 @@
 //! Key/value metadata of a model file, with typed access.
 //!
-//! Writers disagree on integer widths and on bool against integer arrays, so a getter accepts every stored
-//! type that holds the wanted value exactly; anything else is a typed error that names the key.
+//! Writers use different integer widths, and bool or integer arrays. A getter accepts every stored type that
+//! holds the value exactly; anything else is an error that names the key.
 
 use std::collections::BTreeMap;
 
@@ -24,7 +24,8 @@ impl Metadata {
         self.entries.get(key)
     }
 
-    /// The value as `T` (see [`FromValue`]); none if the key is absent, an error if it holds something else.
+    /// The value as `T` (see [`FromValue`]). `None` if the key is absent; an error if the value has another
+    /// type.
     ///
     /// ```
     /// use kvasir_model::metadata::{Metadata, Value};
@@ -44,12 +45,12 @@ impl Metadata {
         })
     }
 
-    /// As [`get`](Self::get), but an absent key is an error too.
+    /// Like [`get`](Self::get), but an absent key is an error.
     pub fn require<'a, T: FromValue<'a>>(&'a self, key: &str) -> Result<T, Error> {
         self.get(key)?.ok_or_else(|| Error::MissingKey { key: key.to_owned() })
     }
 
-    /// Sets a key; the value that it had comes back.
+    /// Sets a key and returns its previous value.
     pub fn insert(&mut self, key: impl Into<String>, value: impl Into<Value>) -> Option<Value> {
         self.entries.insert(key.into(), value.into())
     }
@@ -68,7 +69,6 @@ impl Metadata {
         self.entries.len()
     }
 
-    /// Whether there is no key.
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }

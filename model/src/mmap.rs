@@ -1,8 +1,8 @@
 //! Files mapped read-only; the one unsafe module of this crate.
 //!
-//! A mapping is only as long as its file: touching a page past the end of a file that was cut short kills the
-//! process (SIGBUS). Nobody can rule that out for a file that others may write, so every access to tensor
-//! bytes goes through [`MappedFile::check_size`] first, and [`MappedFile::read_at`] copies without mapping.
+//! Accessing a page past the end of a truncated file kills the process (SIGBUS). This cannot be ruled out for
+//! files that others may write. Therefore every access to tensor bytes calls [`MappedFile::check_size`]
+//! first, and [`MappedFile::read_at`] copies without the mapping.
 #![allow(unsafe_code)]
 
 use std::fs::File;
@@ -16,7 +16,8 @@ use memmap2::{Mmap, UncheckedAdvice};
 
 use crate::Error;
 
-/// Has the page cache forget a part of a file, as far as nobody has it mapped; no length stands for all behind the start.
+/// Drops a range of a file from the page cache, except pages that are mapped. `len` 0 means up to the end of
+/// the file.
 pub(crate) fn forget_cached(file: &File, start: usize, len: usize) {
     let (start, len) = (libc::off_t::try_from(start), libc::off_t::try_from(len));
     if let (Ok(start), Ok(len)) = (start, len) {
@@ -25,7 +26,7 @@ pub(crate) fn forget_cached(file: &File, start: usize, len: usize) {
     }
 }
 
-/// A regular file, mapped whole and read-only.
+/// A regular file, completely mapped read-only.
 #[derive(Debug)]
 pub(crate) struct MappedFile {
     path: PathBuf,
@@ -34,10 +35,9 @@ pub(crate) struct MappedFile {
 }
 
 impl MappedFile {
-    /// Opens and maps `path`.
     pub(crate) fn open(path: &Path) -> Result<Self, Error> {
         let io = |action| move |source| Error::Io { action, path: path.to_owned(), source };
-        // Asked before opening: opening a pipe would wait for its writer.
+        // Checked before opening, because opening a pipe would wait for its writer.
         if !std::fs::metadata(path).map_err(io("open"))?.is_file() {
             return Err(Error::NotAFile { path: path.to_owned() });
         }
@@ -50,7 +50,6 @@ impl MappedFile {
         Ok(Self { path: path.to_owned(), file, map })
     }
 
-    /// Where the file was found.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
@@ -60,14 +59,13 @@ impl MappedFile {
         &self.map
     }
 
-    /// What is another when the file is another: device, inode, length, seconds and nanoseconds of its last change.
+    /// Identifies the file's state: device, inode, length, seconds and nanoseconds of its last change.
     pub(crate) fn identity(&self) -> Result<[u64; 5], Error> {
         let stat = self.file.metadata().map_err(|source| self.io("stat", source))?;
         let (seconds, nanoseconds) = (stat.mtime().cast_unsigned(), stat.mtime_nsec().cast_unsigned());
         Ok([stat.dev(), stat.ino(), stat.len(), seconds, nanoseconds])
     }
 
-    /// When the file was last changed.
     pub(crate) fn modified(&self) -> Result<SystemTime, Error> {
         self.file.metadata().and_then(|stat| stat.modified()).map_err(|source| self.io("stat", source))
     }
@@ -82,13 +80,13 @@ impl MappedFile {
         Ok(())
     }
 
-    /// Gives the pages of a part back: those of the mapping and, unless others have them mapped too, of the page cache.
-    /// They are read from the disk again when they are asked for. What the system cannot do it leaves.
+    /// Releases the pages of a range, in the mapping and, unless other processes map them, in the page cache.
+    /// The next access reads them from disk. Errors are ignored.
     pub(crate) fn forget(&self, start: usize, len: usize) {
         if start.checked_add(len).is_none_or(|end| end > self.map.len()) {
             return;
         }
-        // SAFETY: the pages are those of a file that is mapped read-only and shared: whoever looks at them later, also
+        // SAFETY: the pages belong to a file that is mapped read-only and shared: a later access, also
         // through a slice that was handed out before, sees the file's bytes as before.
         let given_back = unsafe { self.map.unchecked_advise_range(UncheckedAdvice::DontNeed, start, len) };
         if given_back.is_ok() {

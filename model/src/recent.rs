@@ -1,8 +1,8 @@
-//! A map of what was used of late, within a bound of bytes: what memos are made of.
+//! A bounded map of recently used values, the basis of memos.
 //!
-//! Two generations: what is new or used goes into the young one; when that has half of the bytes it becomes the old
-//! one, and what nobody has asked for since then is gone. So nothing is moved or counted on a hit in the young
-//! generation, and dropping is rare and happens outside the locks.
+//! It has two generations. New and used entries go into the young one. When that reaches half of the byte
+//! limit it becomes the old one, and the previous old one is dropped. A hit in the young generation moves and
+//! counts nothing; dropping is rare and happens outside the locks.
 
 use std::collections::HashMap;
 use std::collections::hash_map::RandomState;
@@ -10,17 +10,17 @@ use std::hash::{BuildHasher, BuildHasherDefault, Hasher};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Locks; by the upper bits of a hash.
+/// Number of locks, selected by the upper bits of a hash.
 const SHARDS: usize = 16;
-/// What an entry takes besides what its owner counts: its place in the table, which is partly empty, and its hash.
+/// Overhead of an entry: its hash and its place in a partly empty table.
 const ENTRY_BYTES: usize = 64;
 
-/// See the module. Keys are hashes made by [`hasher`](Self::hasher); what is behind one is compared by the caller,
-/// so that a collision costs speed and nothing else.
+/// A bounded map from hashes to values. Keys are made with [`hasher`](Self::hasher). The caller compares the
+/// value, so a collision costs only speed.
 #[derive(Debug)]
 pub struct Recent<V> {
     shards: Vec<Mutex<Shard<V>>>,
-    /// Bytes of one generation of one shard.
+    /// Limit of one generation of one shard, in bytes.
     half: usize,
     key: u64,
     hits: AtomicU64,
@@ -38,24 +38,24 @@ struct Shard<V> {
 
 type Table<V> = HashMap<u64, (V, usize), BuildHasherDefault<AsItIs>>;
 
-/// How a [`Recent`] is used.
+/// Usage counters of a [`Recent`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RecentUse {
-    /// What was known when it was needed.
+    /// Lookups that found a value.
     pub hits: u64,
     pub misses: u64,
-    /// Bytes held now.
+    /// Bytes currently held.
     pub bytes: u64,
 }
 
 impl<V> Recent<V> {
-    /// Empty; holds at most about `bytes`.
+    /// An empty map of about `bytes` bytes at most.
     pub fn new(bytes: usize) -> Self {
         let empty = || Shard { young: Table::default(), young_bytes: 0, old: Table::default(), old_bytes: 0 };
         Self {
             shards: (0..SHARDS).map(|_| Mutex::new(empty())).collect(),
             half: bytes / SHARDS / 2,
-            // Nobody outside can know which keys fall together.
+            // Random, so that clients cannot construct collisions.
             key: RandomState::new().hash_one(bytes),
             hits: AtomicU64::new(0),
             misses: AtomicU64::new(0),
@@ -63,13 +63,13 @@ impl<V> Recent<V> {
         }
     }
 
-    /// Makes keys of this map.
+    /// Creates a hasher for this map's keys.
     pub fn hasher(&self) -> WordHasher {
         WordHasher(self.key)
     }
 
-    /// What `read` makes of the value at `hash`; it says `None` of a value that is not the one that is meant. Not
-    /// counted: see [`count`](Self::count).
+    /// Calls `read` on the value at `hash`. `read` returns `None` if it is not the wanted value. Does not
+    /// count; see [`count`](Self::count).
     pub fn get<R>(&self, hash: u64, read: impl FnOnce(&V) -> Option<R>) -> Option<R> {
         let mut shard = self.shard(hash);
         let mut outgrown = None;
@@ -91,14 +91,14 @@ impl<V> Recent<V> {
         found
     }
 
-    /// Notes whether something was known.
+    /// Counts a hit or a miss.
     pub fn count(&self, known: bool) {
         let counter = if known { &self.hits } else { &self.misses };
         counter.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Puts a value of so many bytes at `hash`, in place of what is there. One that is larger than what may be held
-    /// is not kept.
+    /// Stores a value of `bytes` bytes at `hash` and replaces an existing one. A value larger than the limit
+    /// is not stored.
     pub fn put(&self, hash: u64, value: V, bytes: usize) {
         let bytes = bytes + ENTRY_BYTES;
         if bytes > self.half {
@@ -116,13 +116,13 @@ impl<V> Recent<V> {
         drop((replaced, outgrown));
     }
 
-    /// What has been counted, and what is held.
+    /// The counters and the bytes held.
     pub fn usage(&self) -> RecentUse {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         RecentUse { hits: get(&self.hits), misses: get(&self.misses), bytes: get(&self.bytes) }
     }
 
-    /// Gives back the generation that this makes too old, to be dropped when the lock is no longer held.
+    /// Returns the generation to drop, so that the caller drops it after releasing the lock.
     fn insert(&self, shard: &mut Shard<V>, hash: u64, entry: (V, usize)) -> Option<Table<V>> {
         let mut outgrown = None;
         if shard.young_bytes + entry.1 > self.half {
@@ -141,17 +141,16 @@ impl<V> Recent<V> {
 
     fn shard(&self, hash: u64) -> MutexGuard<'_, Shard<V>> {
         let at = (hash >> 32) as usize % SHARDS;
-        // Nothing panics while holding it; what a poisoned one holds would still be right.
+        // No code panics under this lock, and the contents of a poisoned one would still be valid.
         self.shards[at].lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Hashes words by folded multiplication: a few bytes each cycle, and good enough where values are compared.
+/// Hashes words by folded multiplication: a few bytes per cycle, and sufficient where values are compared.
 #[derive(Debug, Clone, Copy)]
 pub struct WordHasher(u64);
 
 impl WordHasher {
-    /// Takes in 16 bytes.
     pub fn pair(&mut self, a: u64, b: u64) {
         self.0 = fold(a ^ self.0, b ^ 0x9e37_79b9_7f4a_7c15);
     }
@@ -179,7 +178,7 @@ fn fold(a: u64, b: u64) -> u64 {
     product as u64 ^ (product >> 64) as u64
 }
 
-/// For maps whose keys are hashes already, under a key that nobody outside knows.
+/// For maps whose keys are already hashes made with a secret key.
 #[derive(Debug, Default)]
 pub struct AsItIs(u64);
 
@@ -218,7 +217,7 @@ mod tests {
         for n in 0..100_000 {
             recent.put(key(&recent, n), n, 100);
             assert!(recent.usage().bytes <= BYTES as u64);
-            // Asked for all the time, so it stays.
+            // This entry is used continuously, so it stays.
             assert!(get(&recent, 0), "{n}");
         }
         assert!(get(&recent, 99_999) && !get(&recent, 1));

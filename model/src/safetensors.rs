@@ -1,8 +1,8 @@
-//! The header of a safetensors file: which tensors it holds and where.
+//! Reads the header of a safetensors file: the tensors and their positions.
 //!
-//! The format is eight bytes of length, so many bytes of JSON, and the tensors' bytes. Everything is checked
-//! before it is given out: afterwards every tensor has a known element type, a size that fits its shape, and
-//! bytes that lie inside the file, start at a multiple of an element's size and are no other's.
+//! The format is eight bytes with the header's length, the header as JSON, and the tensors' bytes. The header
+//! is completely checked. After that every tensor has a known element type, a size that matches its shape,
+//! and bytes inside the file, aligned to an element's size, that overlap no other tensor.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
@@ -10,27 +10,27 @@ use std::fmt;
 use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 
-/// What a file may hold at most; what is above its limit is refused before it is read.
+/// Upper bounds; a file above one is refused before it is read.
 pub mod limits {
     /// Bytes of the header.
     pub const HEADER_BYTES: u64 = 16 << 20;
     pub const TENSORS: u64 = 65_536;
     pub const DIMS: u64 = 8;
-    /// Bytes of a tensor's name, or of its type's.
+    /// Longest name of a tensor or of a type, in bytes.
     pub const NAME_BYTES: u64 = 1_024;
 }
 
-/// Name of the header's entry that is no tensor.
+/// Header entry that is not a tensor.
 const METADATA: &str = "__metadata__";
 
-/// Why bytes are not a safetensors file that this reader accepts.
+/// Why a file is not valid safetensors.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Malformed {
     /// The file ends before its header does.
     #[error("the file has {have} bytes, its header needs {need}")]
     Truncated {
-        /// Bytes that the header and its length take.
+        /// Bytes of the header and its length field.
         need: u64,
         /// Bytes of the file.
         have: u64,
@@ -38,22 +38,22 @@ pub enum Malformed {
     /// A count or a length is above its cap.
     #[error("{field} is {found}, the limit is {limit}")]
     OverLimit { field: String, found: u64, limit: u64 },
-    /// The header is not JSON, or not of the form that the format has.
+    /// The header is not JSON or has the wrong structure.
     #[error("the header is not as it should be: {reason}")]
     Header {
-        /// What the JSON reader says.
+        /// Error of the JSON parser.
         reason: String,
     },
-    /// An element type that is not known.
+    /// Unknown element type.
     #[error("tensor {tensor} has the unknown type {found:?}")]
     Type { tensor: String, found: String },
-    /// Shape and place of a tensor contradict each other, or its size does not fit 64 bits.
+    /// A tensor's shape and offsets contradict each other, or its size does not fit 64 bits.
     #[error("tensor {tensor} of shape {shape:?} and type {ty} is said to be at {start} to {end}")]
     Size {
         tensor: String,
         shape: Vec<u64>,
         ty: &'static str,
-        /// Where it starts in the data section.
+        /// Offset in the data section.
         start: u64,
         end: u64,
     },
@@ -77,13 +77,13 @@ pub enum Malformed {
     /// Two tensors share bytes.
     #[error("tensors {first} and {second} overlap")]
     Overlap {
-        /// The one that starts first.
+        /// The tensor that starts first.
         first: String,
         second: String,
     },
 }
 
-/// Element types, by the names in the header.
+/// Element types, named as in the header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(non_camel_case_types, clippy::upper_case_acronyms, reason = "the format's own names")]
 pub(crate) enum Dtype {
@@ -123,7 +123,6 @@ impl Dtype {
         Self::F64,
     ];
 
-    /// Its name in the header.
     pub(crate) const fn name(self) -> &'static str {
         self.layout().0
     }
@@ -154,7 +153,6 @@ impl Dtype {
     }
 }
 
-/// A tensor of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Tensor {
     pub(crate) name: String,
@@ -166,7 +164,7 @@ pub(crate) struct Tensor {
     pub(crate) bytes: u64,
 }
 
-/// Reads and checks the header of `file`; the tensors come in the order of their bytes.
+/// Parses and checks the header of `file`. Returns the tensors in the order of their bytes.
 pub(crate) fn parse(file: &[u8]) -> Result<Vec<Tensor>, Malformed> {
     let have = file.len() as u64;
     let Some((length, rest)) = file.split_first_chunk::<8>() else {
@@ -174,7 +172,7 @@ pub(crate) fn parse(file: &[u8]) -> Result<Vec<Tensor>, Malformed> {
     };
     let length = u64::from_le_bytes(*length);
     within("the length of the header", length, limits::HEADER_BYTES)?;
-    // Below the limit, so that nothing here overflows.
+    // The length is below the limit, so nothing overflows.
     let Some((header, data)) = rest.split_at_checked(length as usize) else {
         return Err(Malformed::Truncated { need: 8 + length, have });
     };
@@ -245,7 +243,7 @@ impl<'de> Deserialize<'de> for Header {
     }
 }
 
-/// Refuses what a map would forget: names that occur twice.
+/// Refuses duplicate names, which a map would drop.
 struct HeaderVisitor;
 
 impl<'de> Visitor<'de> for HeaderVisitor {

@@ -1,8 +1,8 @@
-//! How a model wants to be drawn from where a request does not say: its file's word, else the catalog's.
+//! Default sampling parameters of a model: from its file, else from the catalog.
 
 use crate::{Error, Metadata};
 
-/// Sampling parameters of requests that name none. Like vLLM, which takes them from `generation_config.json`.
+/// Sampling parameters for requests that do not set them. Like vLLM's use of `generation_config.json`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SamplingDefaults {
     /// 0 is greedy.
@@ -18,14 +18,14 @@ pub struct SamplingDefaults {
 }
 
 impl SamplingDefaults {
-    /// What OpenAI's API does: plain draws from the whole vocabulary.
+    /// Defaults of OpenAI's API: plain sampling from the whole vocabulary.
     pub const PLAIN: Self =
         Self { temperature: 1.0, top_p: 1.0, top_k: 0, min_p: 0.0, repetition_penalty: 1.0 };
 
     /// `general.sampling.*` of the file where present and in range, else `self`.
     ///
     /// # Errors
-    /// A key of another type.
+    /// A key of the wrong type.
     pub fn or_file(self, metadata: &Metadata) -> Result<Self, Error> {
         let number = |key: &str, low: f32, high: f32, otherwise: f32| -> Result<f32, Error> {
             let found: Option<f32> = metadata.get(&format!("general.sampling.{key}"))?;

@@ -1,9 +1,9 @@
-//! A model in pieces that any node can hold: its tensors cut into chunks that are named by what is in them, and a
-//! manifest that says which chunks make which tensors.
+//! A model as content-addressed pieces: tensors are cut into chunks named by their hash, and a manifest lists
+//! the chunks of each tensor.
 //!
-//! Chunks start at fixed places of their tensor, so every cut of the layers shares them. A model's digest is made of
-//! its manifest and nothing else, so whoever knows the digest can trust a manifest from anyone, and then every chunk.
-//! See docs/decisions/0015-make-the-manifest-the-models-digest.md.
+//! Chunks start at fixed offsets in their tensor, so all layer ranges share them. A model's digest covers
+//! only its manifest. A node that knows the digest can verify a manifest from any sender, and then every
+//! chunk. See docs/decisions/0015-make-the-manifest-the-models-digest.md.
 
 use std::fmt;
 
@@ -29,12 +29,12 @@ pub const CHUNK_BYTES: usize = 4 << 20;
 pub struct ChunkId(pub [u8; 32]);
 
 impl ChunkId {
-    /// The name of these bytes.
+    /// Hashes the bytes.
     pub fn of(bytes: &[u8]) -> Self {
         Self(blake3::hash(bytes).into())
     }
 
-    /// The name that is written as these 64 hexadecimal digits.
+    /// Parses 64 hexadecimal digits.
     pub fn from_hex(digits: &str) -> Option<Self> {
         Some(Self(blake3::Hash::from_hex(digits).ok()?.into()))
     }
@@ -57,8 +57,8 @@ impl fmt::Debug for ChunkId {
 pub struct ChunkPlace<'a> {
     pub id: ChunkId,
     pub tensor: &'a str,
-    /// Where it starts in the tensor; a multiple of [`CHUNK_BYTES`].
+    /// Byte offset in the tensor; a multiple of [`CHUNK_BYTES`].
     pub offset: u64,
-    /// Its bytes, at least 1 and at most [`CHUNK_BYTES`].
+    /// Length in bytes, from 1 to [`CHUNK_BYTES`].
     pub bytes: usize,
 }

@@ -1,7 +1,7 @@
-//! A model as data: what one decoder walks, what cache layout, memory plans and layer shards are read off.
+//! A model as data. Decoder, cache layout, memory plans and layer shards are derived from it.
 //!
-//! A GGUF's metadata is translated into a [`ModelSpec`] by one file per architecture (`arch/`). Tensors are
-//! named, not loaded: weights come through a tensor source.
+//! One file per architecture (`arch/`) translates a GGUF's metadata into a [`ModelSpec`]. Tensors are named,
+//! not loaded: a tensor source provides the weights.
 
 mod appended;
 mod assistant;
@@ -26,14 +26,13 @@ pub struct ModelSpec {
     pub vocab: usize,
     /// Width of the residual stream.
     pub hidden: usize,
-    /// Longest sequence the model was made for, in tokens.
+    /// Longest supported sequence in tokens.
     pub context_length: usize,
     /// Token embedding.
     pub embedding: EmbeddingSpec,
-    /// A second embedding that every layer reads a slice of.
+    /// Embedding of which every layer reads a slice.
     pub per_layer_input: Option<PerLayerInputSpec>,
     pub layers: Vec<LayerSpec>,
-    /// What becomes of the last layer's residual.
     pub output: OutputSpec,
 }
 
@@ -42,7 +41,7 @@ pub struct ModelSpec {
 pub struct EmbeddingSpec {
     /// `[hidden, vocab]` in GGUF order.
     pub tensor: String,
-    /// 1 where the architecture has none.
+    /// 1 if the architecture has none.
     pub scale: f32,
     /// Learned absolute positions.
     pub positions: Option<TableSpec>,
@@ -50,12 +49,11 @@ pub struct EmbeddingSpec {
     pub norm: Option<NormSpec>,
 }
 
-/// A table of rows of the residual's width.
+/// A table of rows of `hidden` values.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TableSpec {
     /// `[hidden, rows]` in GGUF order.
     pub tensor: String,
-    /// Rows.
     pub rows: usize,
 }
 
@@ -74,24 +72,24 @@ pub struct PerLayerInputSpec {
     pub norm: NormSpec,
 }
 
-/// What a model is for.
+/// What the model computes from the last layer's residual.
 #[derive(Debug, Clone, PartialEq)]
 pub enum OutputSpec {
-    /// It generates: logits of the next token.
+    /// Generation: logits of the next token.
     Logits(LogitsSpec),
-    /// It encodes: one vector, or a few scores, for a whole text.
+    /// Encoding: one vector, or a few scores, for a whole text.
     Pooled(PooledSpec),
 }
 
-/// The text's vector out of its tokens' vectors, and what is made of it.
+/// Pools the tokens' vectors to one vector, and optionally computes scores from it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PooledSpec {
     pub pooling: Pooling,
-    /// Scores instead of a vector.
+    /// Computes scores instead of a vector.
     pub classifier: Option<ClassifierSpec>,
 }
 
-/// See [`PooledSpec`].
+/// How the tokens' vectors become one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pooling {
     /// The mean of all tokens.
@@ -114,11 +112,11 @@ pub struct ClassifierSpec {
 #[derive(Debug, Clone, PartialEq)]
 pub struct LogitsSpec {
     pub norm: NormSpec,
-    /// The matrix; the embedding's own tensor where they are tied.
+    /// The output matrix; the embedding's tensor if they are tied.
     pub linear: LinearSpec,
     /// `c * tanh(logit / c)`.
     pub softcap: Option<f32>,
-    /// Multiplies the logits; 1 where the architecture has none.
+    /// Multiplies the logits; 1 if the architecture has none.
     pub scale: f32,
 }
 
@@ -131,11 +129,11 @@ pub struct LinearSpec {
     pub bias: Option<String>,
     /// Name of a `[1]` (per expert: `[experts]`) tensor that multiplies the product.
     pub scale: Option<String>,
-    /// Multiplies the product; 1 where the architecture has none.
+    /// Multiplies the product; 1 if the architecture has none.
     pub factor: f32,
     pub rows: usize,
     pub cols: usize,
-    /// Which rows of the tensor these are, where it holds several matrices.
+    /// The rows used, if the tensor holds several matrices.
     pub slice: Option<RowSlice>,
 }
 
@@ -152,11 +150,11 @@ pub struct RowSlice {
     pub len: usize,
 }
 
-/// Normalisation by root mean square or mean and variance; the weight is as stored (GGUF never needs `1 + w`).
+/// RMS norm or layer norm. The weight is used as stored (GGUF never needs `1 + w`).
 #[derive(Debug, Clone, PartialEq)]
 pub struct NormSpec {
     pub kind: NormKind,
-    /// Name of the weight; none multiplies by one.
+    /// Name of the weight; `None` multiplies by 1.
     pub weight: Option<String>,
     /// Name of the bias (layer norm).
     pub bias: Option<String>,
@@ -165,7 +163,6 @@ pub struct NormSpec {
     pub width: usize,
 }
 
-/// See [`NormSpec`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NormKind {
     /// x / sqrt(mean(x^2) + eps) * w
@@ -194,11 +191,11 @@ pub struct LayerSpec {
     pub ffn_post_norm: Option<NormSpec>,
     /// Norm of the residual itself after the addition.
     pub ffn_out_norm: Option<NormSpec>,
-    /// What the layer makes of its slice of the model's per-layer input.
+    /// What the layer computes from its slice of the per-layer input.
     pub per_layer: Option<PerLayerSpec>,
     /// Name of a `[1]` tensor that multiplies the residual at the end.
     pub output_scale: Option<String>,
-    /// Multiplies what mixer and FFN add to the residual; 1 where the architecture has none.
+    /// Multiplies the outputs of mixer and FFN before they are added; 1 if the architecture has none.
     pub residual_scale: f32,
 }
 
@@ -208,7 +205,7 @@ pub struct PerLayerSpec {
     /// From the residual to the slice's width.
     pub gate: LinearSpec,
     pub projection: LinearSpec,
-    /// Norm of what is added.
+    /// Norm of the value added to the residual.
     pub norm: NormSpec,
 }
 
@@ -229,26 +226,26 @@ impl ModelSpec {
         }
     }
 
-    /// Whether any layer carries a recurrent state from token to token.
+    /// Whether any layer has a recurrent state.
     pub fn is_recurrent(&self) -> bool {
         self.layers.iter().any(|layer| !matches!(layer.mixer, MixerSpec::Attention(_)))
     }
 }
 
 impl LinearSpec {
-    /// All `rows` of the tensor `weight`, with nothing added or multiplied.
+    /// All rows of the tensor `weight`, with neither bias nor scale.
     pub fn new(weight: impl Into<String>, cols: usize, rows: usize) -> Self {
         Self { weight: weight.into(), bias: None, scale: None, factor: 1.0, rows, cols, slice: None }
     }
 
-    /// Rows of the tensor, of which these are all or some.
+    /// Number of rows of the whole tensor.
     pub fn tensor_rows(&self) -> usize {
         self.slice.map_or(self.rows, |slice| slice.of)
     }
 }
 
 impl RowSlice {
-    /// How many rows these are.
+    /// Number of selected rows.
     pub fn rows(&self) -> usize {
         self.of / self.period.max(1) * self.len
     }

@@ -7,8 +7,8 @@ use crate::gguf::writer::Writer;
 use crate::metadata::{Strings, Value};
 use crate::{GgmlType, Metadata, ModelFile};
 
-/// A file of the oracle set: under `$KVASIR_FIXTURES`, else under `tests/fixtures` of the workspace. That it is
-/// there is for the caller to find out: a missing file fails a test, it never skips it.
+/// Path of a file of the oracle set: under `$KVASIR_FIXTURES`, else under `tests/fixtures` of the workspace.
+/// Not checked for existence: a missing file must fail the test, never skip it.
 pub(crate) fn fixture(name: &str) -> PathBuf {
     match std::env::var_os("KVASIR_FIXTURES") {
         Some(dir) => Path::new(&dir).join(name),
@@ -16,7 +16,7 @@ pub(crate) fn fixture(name: &str) -> PathBuf {
     }
 }
 
-/// A small model file to be, whole until a test spoils it.
+/// A small model file to write; valid until a test changes it.
 #[derive(Debug, Clone)]
 pub(crate) struct Plan {
     pub(crate) metadata: Metadata,
@@ -32,7 +32,7 @@ impl Plan {
         writer
     }
 
-    /// The file, all tensors zeros, opened. It is deleted; the mapping stays.
+    /// Writes the file with all tensors zero, and opens it. The file is deleted; the mapping stays.
     pub(crate) fn open(&self) -> ModelFile {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         let zeros = |info: &TensorInfo| vec![0; usize::try_from(info.bytes()).unwrap()];
@@ -50,7 +50,7 @@ impl Plan {
         self
     }
 
-    /// Adds a tensor, or gives it another shape.
+    /// Adds a tensor, or changes its shape.
     pub(crate) fn tensor(mut self, name: &str, dims: &[u64]) -> Self {
         self = self.without(name);
         self.tensors.push((name.to_owned(), GgmlType::F32, dims.to_vec()));
@@ -139,7 +139,7 @@ pub(crate) fn qwen3() -> Plan {
     Plan::new("qwen3", 2, &[ATTENTION.as_slice(), &QK_NORM, &DENSE].concat())
 }
 
-/// A qwen3moe of the same shape, with two of three experts of 12, gate and up apart.
+/// A qwen3moe of the same shape, with two of three experts of 12, and separate gate and up.
 pub(crate) fn qwen3moe() -> Plan {
     let moe: [(&str, &[u64]); 5] = [
         ("ffn_norm", &[HIDDEN]),

@@ -48,7 +48,7 @@ pub struct Tokenizer {
     /// What each token stands for in a text.
     bytes: Pieces,
     kinds: Vec<Kind>,
-    /// Most bytes of a text that one token stands for; none where parts of a text may become no token.
+    /// Longest token in bytes. `None` if parts of a text may produce no token.
     longest: Option<NonZeroUsize>,
     model: Model,
     specials: Specials,
@@ -71,10 +71,10 @@ enum Model {
 struct Ends {
     bos: Option<u32>,
     eos: Option<u32>,
-    /// There is one then; so for EOS.
+    /// If true, `bos` is `Some`. The same holds for EOS.
     adds_bos: bool,
     adds_eos: bool,
-    /// A separator of its own between two texts.
+    /// Separator between two texts.
     sep: Option<u32>,
 }
 
@@ -110,34 +110,26 @@ pub enum TokenizerError {
     /// More tokens or merges than ids can number.
     #[error("the vocabulary needs {found} ids, more than 32 bits number")]
     TooManyTokens { found: usize },
-    /// A list that goes with the tokens has another length.
+    /// A per-token list has the wrong length.
     #[error("{key} has {found} entries for {tokens} tokens")]
-    Length {
-        key: &'static str,
-        found: usize,
-        /// The number of tokens.
-        tokens: usize,
-    },
-    /// A line of the merge list is not two texts with a space between.
+    Length { key: &'static str, found: usize, tokens: usize },
+    /// A line of the merge list is not two texts separated by a space.
     #[error("tokenizer.ggml.merges has `{line}` at {rank}, which is not two texts")]
     BadMerge {
-        /// Its place, from 0.
+        /// Its index, from 0.
         rank: u32,
         line: String,
     },
     /// A score is not a number.
     #[error("the score of token {token} is not a number")]
-    ScoreNotANumber {
-        /// The token.
-        token: usize,
-    },
-    /// The file asks for a token before every prompt and does not say which.
+    ScoreNotANumber { token: usize },
+    /// The file requires a BOS token and does not define one.
     #[error("tokenizer.ggml.add_bos_token is set, but tokenizer.ggml.bos_token_id names no token")]
     NoBos,
-    /// The file asks for a token after every text and does not say which.
+    /// The file requires an EOS token and does not define one.
     #[error("tokenizer.ggml.add_eos_token is set, but tokenizer.ggml.eos_token_id names no token")]
     NoEos,
-    /// There is no token for words that are not in the vocabulary, and nothing else to make of them.
+    /// The vocabulary has neither an unknown token nor a fallback for unknown words.
     #[error("tokenizer.ggml.unknown_token_id names no token, which this kind of vocabulary needs")]
     NoUnknown,
 }
@@ -146,33 +138,33 @@ impl Tokenizer {
     /// Reads `tokenizer.ggml.*`.
     ///
     /// # Errors
-    /// A key that is missing or of another type, and [`TokenizerError`].
+    /// A missing key or one of the wrong type, and [`TokenizerError`].
     pub fn from_metadata(metadata: &Metadata) -> Result<Self, Error> {
         read::tokenizer(metadata)
     }
 
-    /// The tokens of `text`. `special`: texts of control tokens become these tokens; else they are text like any
-    /// other, and only user-defined tokens are cut out. BOS and EOS are never added.
+    /// Encodes `text`. If `special`, texts of control tokens become these tokens; otherwise they are ordinary
+    /// text, and only user-defined tokens are matched. Never adds BOS or EOS.
     pub fn encode(&self, text: &str, special: bool) -> Vec<u32> {
         self.encode_in_parts(text, special).0
     }
 
-    /// [`encode`](Self::encode), and of what it has remembered of the text: the parts that the text begins with.
+    /// Like [`encode`](Self::encode); also returns the memoised parts at the beginning of the text.
     pub fn encode_in_parts(&self, text: &str, special: bool) -> (Vec<u32>, Vec<KnownPart>) {
         self.encode_outside(text, special, Quoted::NONE)
     }
 
-    /// The tokens of a prompt as [`encode_in_parts`](Self::encode_in_parts) with special tokens makes them, but a text of
-    /// a control token of which any byte lies in `quoted` is text like any other. The ranges are ascending and do not
+    /// Encodes a prompt like [`encode_in_parts`](Self::encode_in_parts) with special tokens, but a control
+    /// token's text that overlaps a range of `quoted` is ordinary text. The ranges are ascending and do not
     /// overlap.
     pub fn encode_prompt(&self, text: &str, quoted: &[Range<usize>]) -> (Vec<u32>, Vec<KnownPart>) {
-        // Hardly any text has such texts in it, and then all of it may be remembered.
+        // Most texts contain no quoted control tokens, and then everything can be memoised.
         let quoted = self.specials.that_matter(text, quoted);
         self.encode_outside(text, true, Quoted::new(&quoted))
     }
 
-    /// As [`encode_prompt`](Self::encode_prompt), but `None` once a piece that is not remembered would begin after `until` or is
-    /// longer than 8 KiB.
+    /// Like [`encode_prompt`](Self::encode_prompt), but returns `None` at a piece outside the memo that
+    /// begins after byte `until` or is longer than 8 KiB.
     pub fn encode_prompt_shortly(
         &self,
         text: &str,
@@ -189,7 +181,7 @@ impl Tokenizer {
         self.encode_if(text, (special, quoted), |_| true).unwrap_or_default()
     }
 
-    /// None at the first piece that is not remembered and not `affordable`.
+    /// Returns `None` at the first piece that is not memoised and not `affordable`.
     fn encode_if(
         &self,
         text: &str,
@@ -234,19 +226,19 @@ impl Tokenizer {
         });
     }
 
-    /// A lower bound of the number of tokens of a text of so many bytes.
+    /// Lower bound of the number of tokens of a text of `bytes` bytes.
     pub fn fewest_tokens(&self, bytes: usize) -> usize {
         self.longest.map_or(0, |longest| bytes.div_ceil(longest.get()))
     }
 
-    /// From here on remembers what it has encoded, in at most about `bytes`: the same ids, sooner for text that comes
-    /// again. Changes nothing where texts of this vocabulary cannot be cut.
+    /// Adds a memo of about `bytes` bytes at most. The ids do not change. No effect if texts of this
+    /// vocabulary cannot be cut.
     pub fn remembering(mut self, bytes: usize) -> Self {
         self.memo = self.cuts().and_then(|cuts| Memo::new(cuts, bytes));
         self
     }
 
-    /// How often what was to be encoded was known, piece by piece; none where nothing is remembered.
+    /// Hits and misses of the memo, by piece; `None` without a memo.
     pub fn memo_usage(&self) -> Option<RecentUse> {
         self.memo.as_ref().map(Memo::usage)
     }
@@ -259,12 +251,12 @@ impl Tokenizer {
             Model::Bpe(_) => Some(Cuts::new(|_| false, true, texts)),
             Model::CharBpe(bpe) => Some(Cuts::new(|letter| bpe.joins_space(letter), true, texts)),
             Model::Spm { spm, .. } => Some(Cuts::new(|letter| spm.joins_space(letter), false, texts)),
-            // Whole texts are normalised before they are cut; encoders read each text once anyway.
+            // Whole texts are normalised before they are cut, and encoders read each text once.
             Model::WordPiece(_) => None,
         }
     }
 
-    /// `ids` as a whole sequence: BOS before and EOS after them where the vocabulary wants these.
+    /// Adds BOS and EOS to `ids` if the vocabulary requires them.
     pub fn with_ends(&self, mut ids: Vec<u32>) -> Vec<u32> {
         if let Some(bos) = self.ends.bos.filter(|_| self.ends.adds_bos) {
             ids.insert(0, bos);
@@ -273,8 +265,8 @@ impl Tokenizer {
         ids
     }
 
-    /// Two texts as one sequence, as models take them that compare texts: `[CLS] first [SEP] second [SEP]`; also
-    /// where the second begins.
+    /// Two texts as one sequence for a cross-encoder: `[CLS] first [SEP] second [SEP]`. Also returns the
+    /// index where the second begins.
     pub fn pair(&self, first: Vec<u32>, second: &[u32]) -> (Vec<u32>, usize) {
         let mut ids = self.with_ends(first);
         ids.extend(self.ends.sep);
@@ -284,8 +276,8 @@ impl Tokenizer {
         (ids, begin)
     }
 
-    /// The text of `ids`; bytes that are not UTF-8 become U+FFFD. `skip_special` leaves control tokens out. Of a
-    /// vocabulary that puts a space before every text, that space is taken off again.
+    /// The text of `ids`; invalid UTF-8 becomes U+FFFD. `skip_special` omits control tokens. If the
+    /// vocabulary adds a space before every text, that space is removed.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> String {
         let mut bytes = Vec::with_capacity(ids.len() * 4);
         let mut ids = ids.iter().copied().skip_while(|&id| self.is_special(id) && skip_special);
@@ -301,27 +293,26 @@ impl Tokenizer {
         String::from_utf8(bytes).unwrap_or_else(|e| String::from_utf8_lossy(e.as_bytes()).into_owned())
     }
 
-    /// The token that begins a sequence.
     pub fn bos(&self) -> Option<u32> {
         self.ends.bos
     }
 
-    /// The token that ends a sequence; [`eos_ids`](Self::eos_ids) are all that end a generation.
+    /// The token that ends a sequence. [`eos_ids`](Self::eos_ids) lists all tokens that end a generation.
     pub fn eos(&self) -> Option<u32> {
         self.ends.eos
     }
 
-    /// Whether [`bos`](Self::bos) belongs before every prompt; it is then there.
+    /// True if every prompt begins with BOS; then [`bos`](Self::bos) is `Some`.
     pub fn adds_bos(&self) -> bool {
         self.ends.adds_bos
     }
 
-    /// Whether [`eos`](Self::eos) belongs after every text; it is then there.
+    /// True if every text ends with EOS; then [`eos`](Self::eos) is `Some`.
     pub fn adds_eos(&self) -> bool {
         self.ends.adds_eos
     }
 
-    /// Whether `id` ends a generation: end of sequence, of turn, of message.
+    /// True if `id` ends a generation: end of sequence, turn or message.
     pub fn is_eog(&self, id: u32) -> bool {
         self.eog.contains(&id)
     }
@@ -331,33 +322,32 @@ impl Tokenizer {
         self.eog.iter().copied()
     }
 
-    /// Number of tokens.
     pub fn vocab_size(&self) -> usize {
         self.texts.len()
     }
 
-    /// The token as the file has it, `Ġthe` or `▁the`; none past the vocabulary.
+    /// The token's text as in the file, such as `Ġthe` or `▁the`; `None` beyond the vocabulary.
     pub fn token_text(&self, id: u32) -> Option<&str> {
         self.texts.get(id).and_then(|text| std::str::from_utf8(text).ok())
     }
 
-    /// The bytes that the token stands for, not always whole characters; empty past the vocabulary.
+    /// The token's bytes, not always whole characters; empty beyond the vocabulary.
     pub fn token_bytes(&self, id: u32) -> &[u8] {
         self.bytes.get(id).unwrap_or_default()
     }
 
-    /// What the token is for; none past the vocabulary.
+    /// The token's kind; `None` beyond the vocabulary.
     pub fn kind(&self, id: u32) -> Option<Kind> {
         self.kinds.get(usize::try_from(id).ok()?).copied()
     }
 
-    /// The same 32 bytes wherever the same text gives the same ids and the other way round: BLAKE3 of all that
-    /// this tokenizer was made from.
+    /// BLAKE3 of everything that this tokenizer was built from. Equal digests mean the same mapping of text
+    /// to ids.
     pub fn digest(&self) -> [u8; 32] {
         self.digest
     }
 
-    /// Whether the token is left out of what a user reads.
+    /// True if the token is omitted from visible text.
     pub fn is_special(&self, id: u32) -> bool {
         matches!(self.kind(id), Some(Kind::Control | Kind::Unknown))
     }

@@ -1,4 +1,4 @@
-//! The models of the catalog against what llama.cpp made of them. Pulls what is not in `$KVASIR_HOME` yet.
+//! The catalog's models compared with llama.cpp. Pulls models that are not in `$KVASIR_HOME` yet.
 
 #![allow(clippy::unwrap_used, reason = "a panic is the report")]
 
@@ -97,7 +97,7 @@ fn chat_templates_render_as_published() {
     let prompt = template.render(&own, None, false, &Map::new()).unwrap();
     assert_eq!(prompt, format!("<|im_start|>system\nBe brief.<|im_end|>\n{turns}"));
 
-    // This base model has none, and none is made up.
+    // This base model has no chat template, and none is invented.
     let gguf = open("gemma3-270m");
     let tokenizer = Tokenizer::from_metadata(gguf.metadata()).unwrap();
     assert!(ChatTemplate::from_metadata(gguf.metadata(), &tokenizer).unwrap().is_none());

@@ -1,6 +1,6 @@
-//! What the transport costs on loopback: `cargo bench -p kvasir-proto`. Prints medians and 99th percentiles
-//! of connecting, of one sequential call, of a generation's way in and of a token frame's way back, and the
-//! rate of tensors on one stream.
+//! Benchmark of the transport on loopback: `cargo bench -p kvasir-proto`. Prints medians and 99th
+//! percentiles of connecting, of one sequential call, of sending a generate request and of a token frame
+//! back, and the rate of tensors on one stream.
 
 use kvasir_proto::block::BlockId;
 use kvasir_proto::ca::Authority;
@@ -77,8 +77,8 @@ fn request(max_tokens: u32) -> GenerateRequest {
     }
 }
 
-/// The worker. A token's id tells when its frame was sent, in microseconds since `start`, so that one way can
-/// be measured instead of two.
+/// Runs the worker. The id of a token is the time at which its frame was sent, in microseconds since
+/// `start`, so that the one-way time can be measured.
 async fn serve(connection: Connection, start: Instant) {
     while let Ok(incoming) = connection.accept().await {
         match incoming {
@@ -86,7 +86,7 @@ async fn serve(connection: Connection, start: Instant) {
             Incoming::Generate(mut call) => drop(tokio::spawn(async move {
                 let request = call.request;
                 for _ in 0..request.stop.max_tokens {
-                    // A decode step's distance, so that every frame travels alone.
+                    // The interval of a decode step, so that every frame is sent alone.
                     tokio::time::sleep(Duration::from_millis(1)).await;
                     let mut frame = tokens();
                     if let GenerateFrame::Tokens(tokens) = &mut frame {

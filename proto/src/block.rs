@@ -1,10 +1,11 @@
-//! Block identity: the one name that a prefix has in memory, on the wire and on disk.
+//! Block identity: the id that names a prefix in memory, on the wire and on disk.
 //!
-//! `root = H(cluster key; tag, tenant salt, model digest, tokenizer digest, adapter)`, every variable field
-//! length-prefixed, and `unit = H(unit key; parent, 16 token ids)` with `unit key = H(cluster key; tag)`, H being
-//! BLAKE3 in keyed mode; ids are cut to 128 bits. Token ids are 24 bits each, little-endian, so that a unit is one
-//! block of the hash; where one has more, all of them are 32 bits. Coordinator and worker run this same code, so a
-//! predicted hit and an engine event are the same key.
+//! `root = H(cluster key; tag, tenant salt, model digest, tokenizer digest, adapter)`, with every variable
+//! field length-prefixed. `unit = H(unit key; parent, 16 token ids)` with `unit key = H(cluster key; tag)`.
+//! H is BLAKE3 in keyed mode; ids are cut to 128 bits. Token ids are packed as 24 bits each, little-endian,
+//! so that a unit fits one block of the hash. If one id of a unit needs more than 24 bits, all ids of the
+//! unit take 32 bits. Coordinators and workers run this code, so the key of a predicted hit and the key of
+//! a worker's event are the same.
 
 use serde::{Deserialize, Serialize};
 
@@ -14,7 +15,7 @@ pub const HASH_UNIT_TOKENS: usize = 16;
 const ROOT_TAG: &[u8] = b"kvasir/root/1";
 const UNIT_TAG: &[u8] = b"kvasir/unit/2";
 
-/// The secret that keys every hash of one cluster, so that ids cannot be forged from outside.
+/// Secret that keys every hash of one cluster. Nobody outside the cluster can forge ids.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClusterKey(pub [u8; 32]);
 
@@ -24,7 +25,7 @@ impl std::fmt::Debug for ClusterKey {
     }
 }
 
-/// A tenant's secret salt; two tenants never share a block id.
+/// Secret salt of a tenant. Two tenants never share a block id.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TenantSalt(pub [u8; 32]);
 
@@ -34,7 +35,7 @@ impl std::fmt::Debug for TenantSalt {
     }
 }
 
-/// The identity of a prefix: of the scope (a root) or of a prefix that ends at a hash-unit boundary.
+/// Identity of a scope (a root), or of a prefix that ends at a hash-unit boundary.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct BlockId(pub [u8; 16]);
 
@@ -50,16 +51,16 @@ impl std::fmt::Display for BlockId {
     }
 }
 
-/// What a prefix belongs to besides its tokens. Equal scopes and equal tokens give equal ids.
+/// All inputs of a block id other than tokens. Equal scopes and equal tokens give equal ids.
 #[derive(Debug, Clone, Copy)]
 pub struct Scope<'a> {
-    /// The tenant's salt; never taken from a request body.
+    /// Salt of the tenant; never taken from a request body.
     pub salt: &'a TenantSalt,
     /// SHA-256 or BLAKE3 digest of the model's weights and hyper-parameters.
     pub model_digest: &'a [u8],
     /// Digest of vocabulary, merges and special tokens.
     pub tokenizer_digest: &'a [u8],
-    /// Adapter name; empty without one.
+    /// Name of the adapter; empty if there is none.
     pub adapter: &'a [u8],
 }
 
@@ -74,7 +75,7 @@ impl ClusterKey {
         truncate(hasher.finalize())
     }
 
-    /// What names units under this key. To be kept by who names many.
+    /// Derives the key that names units. Callers that hash many units should keep it.
     pub fn units(&self) -> UnitKey {
         UnitKey(*blake3::keyed_hash(&self.0, UNIT_TAG).as_bytes())
     }
@@ -90,7 +91,7 @@ impl ClusterKey {
     }
 }
 
-/// The key of units alone: nothing else is hashed with it, so a unit needs no tag.
+/// Key for units alone. Nothing else is hashed with it, so a unit needs no tag.
 #[derive(Clone)]
 pub struct UnitKey([u8; 32]);
 
@@ -101,10 +102,10 @@ impl std::fmt::Debug for UnitKey {
 }
 
 impl UnitKey {
-    /// The id of the prefix that `parent` and one more unit of tokens make.
+    /// Returns the id of the prefix that consists of `parent` and one more unit of tokens.
     pub fn unit(&self, parent: BlockId, tokens: &[u32; HASH_UNIT_TOKENS]) -> BlockId {
         const ID: usize = size_of::<BlockId>();
-        // The bits of all of them together are as many as those of the largest.
+        // The OR of all ids needs as many bits as the largest id.
         if tokens.iter().fold(0, |all, id| all | id) < 1 << 24 {
             let mut bytes = [0u8; ID + 3 * HASH_UNIT_TOKENS];
             let (id, ids) = bytes.split_at_mut(ID);
@@ -117,7 +118,7 @@ impl UnitKey {
             }
             truncate(blake3::keyed_hash(&self.0, &bytes))
         } else {
-            // Longer than the other form, so no two units are hashed alike.
+            // The input is longer than in the packed form, so the two forms never collide.
             let mut bytes = [0u8; ID + 4 * HASH_UNIT_TOKENS];
             let (id, ids) = bytes.split_at_mut(ID);
             id.copy_from_slice(&parent.0);
@@ -129,7 +130,7 @@ impl UnitKey {
         }
     }
 
-    /// The ids of all full units of `tokens`, in order; a partial last unit has none.
+    /// Returns the ids of all full units of `tokens`, in order. A partial last unit has no id.
     pub fn chain(&self, root: BlockId, tokens: &[u32]) -> Vec<BlockId> {
         let (units, _) = tokens.as_chunks::<HASH_UNIT_TOKENS>();
         let mut parent = root;

@@ -1,11 +1,11 @@
-//! The cluster's own certificate authority: `kvasir ca init`, `issue`, `rotate` and `revoke`, and where
-//! nodes find their identity.
+//! The cluster's own certificate authority (`kvasir ca init`, `issue`, `rotate`, `revoke`) and the files of
+//! node identities.
 //!
-//! A CA directory holds `ca.crt` and `ca.key`; an identity directory holds `node.crt` (leaf first),
-//! `node.key` and `ca.crt`. Both `ca.crt` hold one root, or two while a root is being replaced, the new one
-//! first. Either may hold `ca.crl`, the list of certificates that are revoked; the authority's also `issued`, what it has
-//! issued. Keys are readable by their owner only. Nothing is overwritten unless that is what was asked for, and a
-//! file appears complete or not at all.
+//! A CA directory holds `ca.crt` and `ca.key`. An identity directory holds `node.crt` (leaf first),
+//! `node.key` and `ca.crt`. `ca.crt` holds one root, or two while a root is being replaced, the new one
+//! first. Both kinds of directory may hold `ca.crl`, the certificate revocation list. A CA directory may
+//! also hold `issued`, the record of issued certificates. Keys are readable by their owner only. Only an
+//! explicit replacement overwrites a file, and every file appears complete or not at all.
 
 mod revoke;
 
@@ -28,15 +28,16 @@ use x509_parser::prelude::{FromDer, X509Certificate};
 
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 const CA_LIFE: Duration = Duration::from_secs(10 * 365 * 24 * 60 * 60);
-/// Of the nodes whose certificate lasts longest.
+/// Longest life of a node certificate.
 const NODE_LIFE: Duration = Duration::from_secs(365 * 24 * 60 * 60);
-/// By so much less at most, so that the certificates of nodes that were issued together do not end together.
+/// Most that a node's certificate life is shortened by, so that certificates issued together do not expire
+/// together.
 const NODE_LIFE_SPREAD: Duration = Duration::from_secs(45 * 24 * 60 * 60);
-/// Clocks of nodes may be this much behind the issuer's.
+/// Most that a node's clock may be behind the issuer's.
 const CLOCK_SKEW: Duration = DAY;
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
-/// What a certificate ends with as text.
+/// Last line of a PEM certificate.
 const PEM_END: &str = "-----END CERTIFICATE-----";
 
 const CA_CERTIFICATE: &str = "ca.crt";
@@ -44,10 +45,10 @@ const CA_KEY: &str = "ca.key";
 const NODE_CERTIFICATE: &str = "node.crt";
 const NODE_KEY: &str = "node.key";
 
-/// A certificate authority of one cluster. Whoever holds it can make any node.
+/// A certificate authority of one cluster. Its holder can create any node identity.
 pub struct Authority {
     cluster: ClusterName,
-    /// Its own certificate, and behind it the one that it replaces.
+    /// The authority's certificate, followed by the one that it replaces, if any.
     certificate_pem: String,
     issuer: Issuer<'static, KeyPair>,
 }
@@ -58,7 +59,7 @@ impl std::fmt::Debug for Authority {
     }
 }
 
-/// A node's certificate and key as PEM texts, as [`Authority::issue`] makes them.
+/// Certificate and key of a node as PEM texts, as [`Authority::issue`] creates them.
 pub struct IssuedNode {
     certificate_pem: String,
     key_pem: String,
@@ -72,11 +73,11 @@ impl std::fmt::Debug for IssuedNode {
 }
 
 impl Authority {
-    /// Makes a new authority for `cluster`, valid for ten years from `now`, with an ECDSA P-256 key.
+    /// Creates an authority for `cluster`, valid for ten years from `now`, with an ECDSA P-256 key.
     pub fn new(cluster: ClusterName, now: SystemTime) -> Result<Self, Error> {
         let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
         let mut params = params(now, CA_LIFE, cluster.as_str());
-        // It signs nodes, never another authority.
+        // The authority signs nodes, never another authority.
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
         let certificate_pem = params.self_signed(&key)?.pem();
@@ -93,7 +94,7 @@ impl Authority {
         Ok(Self { cluster, issuer: Issuer::from_ca_cert_der(&der, key)?, certificate_pem })
     }
 
-    /// Writes the authority to `directory`, which is made if need be; refuses to overwrite one.
+    /// Writes the authority to `directory`, which is created if missing. Refuses to overwrite an authority.
     pub fn save(&self, directory: &Path) -> Result<(), Error> {
         write_all(
             directory,
@@ -104,8 +105,9 @@ impl Authority {
         )
     }
 
-    /// The authority that takes this one's place: with a key of its own, and with this one's certificate behind its
-    /// own for as long as nodes have certificates of this one. Refused while this one is still taking another's.
+    /// Creates the successor of this authority, with a new key. Its certificate file also holds this
+    /// authority's certificate until [`Authority::alone`] removes it, so that certificates issued by this
+    /// authority stay valid. Fails while this authority itself is replacing another.
     pub fn successor(&self, now: SystemTime) -> Result<Self, Error> {
         if self.roots()?.len() > 1 {
             return Err(CertificateError::Rotating.into());
@@ -115,8 +117,8 @@ impl Authority {
         Ok(new)
     }
 
-    /// The same authority without the one that it has replaced: certificates of that one are no longer accepted by
-    /// whoever has its roots. `None` if there is none.
+    /// Drops the certificate of the authority that this one has replaced. Nodes with the new roots no
+    /// longer accept certificates of the old authority. Returns `None` if there is no old certificate.
     pub fn alone(self) -> Result<Option<Self>, Error> {
         if self.roots()?.len() < 2 {
             return Ok(None);
@@ -126,10 +128,11 @@ impl Authority {
         Ok(Some(Self { certificate_pem: format!("{own}\n"), ..self }))
     }
 
-    /// Puts this authority in the place of the one in `directory`.
+    /// Replaces the authority in `directory` by this one.
     pub fn replace(&self, directory: &Path) -> Result<(), Error> {
-        // The certificate last: until it is there, nodes have nothing new to trust. Who is stopped in between
-        // finds a key that is not the certificate's, and the old one as `ca.key.old`.
+        // The certificate is written last: until it exists, nodes have no new root to trust. After an
+        // interruption, the directory holds a key that does not match the certificate, and the old key as
+        // `ca.key.old`.
         let kept = directory.join(format!("{CA_KEY}.old"));
         let (path, key) = (directory.join(CA_KEY), self.issuer.key().serialize_pem());
         if read_text(&path)? != key {
@@ -149,18 +152,17 @@ impl Authority {
         all.map_err(|_| CertificateError::Unreadable)
     }
 
-    /// The cluster that this authority speaks for.
     pub fn cluster(&self) -> &ClusterName {
         &self.cluster
     }
 
-    /// The root certificate as PEM text; behind it the one that it replaces, if any.
+    /// Root certificate as PEM text, followed by the one that it replaces, if any.
     pub fn certificate_pem(&self) -> &str {
         &self.certificate_pem
     }
 
-    /// Makes a key and a certificate for a node, for both dialing and listening, valid from `now` for 320 to 365 days,
-    /// depending on its name.
+    /// Creates a key and a certificate for a node, for dialing and listening. It is valid from `now` for
+    /// 320 to 365 days, depending on the node's name.
     pub fn issue(&self, role: Role, node: NodeId, now: SystemTime) -> Result<IssuedNode, Error> {
         let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
         let name = PeerIdentity { cluster: self.cluster.clone(), role, node };
@@ -180,30 +182,30 @@ impl Authority {
 }
 
 impl IssuedNode {
-    /// The identity, ready for use in this process.
+    /// Returns the identity for use in this process.
     pub fn identity(&self) -> Result<Identity, Error> {
         let parts = [&self.certificate_pem, &self.key_pem, &self.ca_pem];
         let [chain, key, roots] = parts.map(|pem| pem.as_bytes());
         Ok(Identity::from_pem(chain, key, roots)?)
     }
 
-    /// What its certificate can be revoked by.
+    /// Returns the serial number by which the certificate can be revoked.
     pub fn serial(&self) -> Result<Serial, Error> {
         Ok(Serial::of_pem(self.certificate_pem.as_bytes())?)
     }
 
-    /// Writes an identity directory, which is made if need be; refuses to overwrite one.
+    /// Writes an identity directory, which is created if missing. Refuses to overwrite one.
     pub fn save(&self, directory: &Path) -> Result<(), Error> {
         write_all(directory, &self.files())
     }
 
-    /// Puts this identity in the place of the one in `directory`. A node that reads it meanwhile finds a key that is not
-    /// the certificate's, goes on with what it has, and reads again.
+    /// Replaces the identity in `directory` by this one. A node that reads it meanwhile finds a key that
+    /// does not match the certificate. It keeps its present identity and reads again.
     pub fn replace(&self, directory: &Path) -> Result<(), Error> {
         self.files().iter().try_for_each(|(name, text, access)| write_over(directory, name, text, *access))
     }
 
-    /// What it trusts first, so that the rest is never there without it.
+    /// The trusted roots come first, so that the certificate and the key never exist without them.
     fn files(&self) -> [(&'static str, &str, Access); 3] {
         [
             (CA_CERTIFICATE, &self.ca_pem, Access::All),
@@ -213,8 +215,8 @@ impl IssuedNode {
     }
 }
 
-/// Reads the identity that [`IssuedNode::save`] (or a certificate manager with the same file names) has
-/// written to `directory`, and the list of revoked certificates if there is one.
+/// Reads the identity that [`IssuedNode::save`], or a certificate manager with the same file names, wrote
+/// to `directory`. Also reads the CRL if there is one.
 pub fn load_identity(directory: &Path) -> Result<Identity, Error> {
     let identity = load_identity_files(
         &directory.join(NODE_CERTIFICATE),
@@ -246,7 +248,7 @@ fn params(now: SystemTime, life: Duration, name: &str) -> CertificateParams {
     params
 }
 
-/// How long a node's certificate lasts: the same each time, another for each name.
+/// Lifetime of a node's certificate. It depends on the name alone.
 fn life_of(name: &PeerIdentity) -> Duration {
     let hash = blake3::hash(name.to_string().as_bytes());
     let number = hash.as_bytes().first_chunk().map_or(0, |bytes| u32::from_le_bytes(*bytes));
@@ -257,7 +259,7 @@ fn since_epoch(now: SystemTime) -> Duration {
     now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()
 }
 
-/// The cluster that a root certificate is named for, if it is one and the key is its own.
+/// Reads the cluster name of a root certificate. Fails if it is not a CA or `key` is not its key.
 fn cluster_of(der: &CertificateDer<'_>, key: &KeyPair) -> Result<String, CertificateError> {
     let (_, root) = X509Certificate::from_der(der).map_err(|_| CertificateError::Unreadable)?;
     if !root.is_ca() {
@@ -303,20 +305,20 @@ fn write_all(directory: &Path, files: &[(&str, &str, Access)]) -> Result<(), Err
     File::open(directory).and_then(|dir| dir.sync_all()).map_err(file_error(directory))
 }
 
-/// The file takes the place of the one of its name, whole.
+/// Atomically replaces the file of this name.
 fn write_over(directory: &Path, name: &str, text: &str, access: Access) -> Result<(), Error> {
     let partial = write_partial(directory, name, text, access)?;
     fs::rename(&partial, directory.join(name)).map_err(file_error(&partial))?;
     File::open(directory).and_then(|dir| dir.sync_all()).map_err(file_error(directory))
 }
 
-/// The file appears under its name only when complete, and `hard_link` refuses to replace another one that
-/// was made in the meantime.
+/// The file appears under its name only when it is complete. `hard_link` refuses to replace a file that was
+/// created in the meantime.
 fn write_new(directory: &Path, name: &str, text: &str, access: Access) -> Result<(), Error> {
     let path = directory.join(name);
     let partial = write_partial(directory, name, text, access)?;
     let linked = fs::hard_link(&partial, &path);
-    // A leftover is harmless, but nothing should hold a key that nobody knows of.
+    // A leftover is harmless, but no unknown file should hold a key.
     let removed = fs::remove_file(&partial);
     match linked {
         Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
@@ -327,14 +329,15 @@ fn write_new(directory: &Path, name: &str, text: &str, access: Access) -> Result
     }
 }
 
-/// The file under a name of this process, all of it on the disk.
+/// Writes the file under a name of this process and syncs it to the disk.
 fn write_partial(directory: &Path, name: &str, text: &str, access: Access) -> Result<PathBuf, Error> {
     let partial = directory.join(format!(".{name}.{}", std::process::id()));
     let mode = match access {
         Access::Owner => 0o600,
         Access::All => 0o644,
     };
-    // Of an earlier process with our number, as in a container, that did not get as far.
+    // A leftover of an earlier process with the same id, as in a container, that stopped before the rename
+    // or link.
     match fs::remove_file(&partial) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
             return Err(file_error(&partial)(error));
@@ -349,7 +352,7 @@ fn write_partial(directory: &Path, name: &str, text: &str, access: Access) -> Re
     match written {
         Ok(()) => Ok(partial),
         Err(source) => {
-            // What could not be written is of no use; a leftover is harmless.
+            // An incomplete file is useless; a leftover is harmless.
             let _removed = fs::remove_file(&partial);
             Err(file_error(&partial)(source))
         }
@@ -361,7 +364,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn certificates_that_are_issued_together_do_not_end_together() {
+    fn certificates_issued_together_do_not_expire_together() {
         let (now, day) =
             (SystemTime::UNIX_EPOCH + DAY * 20_000, |ends: i64| ends / DAY.as_secs().cast_signed());
         let authority = Authority::new(ClusterName::new("c").unwrap(), now).unwrap();
@@ -373,7 +376,7 @@ mod tests {
         assert!(days.iter().all(|day| (20_320..=20_365).contains(day)), "{days:?}");
         let on = |day: i64| days.iter().filter(|other| **other == day).count();
         assert!((20_320..=20_365).map(on).max() < Some(12), "{days:?}");
-        // A renewed one lasts as long again.
+        // A renewed certificate lasts equally long.
         assert_eq!(ends("w1"), ends("w1"));
     }
 }

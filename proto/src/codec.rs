@@ -1,9 +1,10 @@
-//! The one place that knows bincode: positional, little-endian, variable-length integers.
+//! Wire encoding. This is the only module that uses bincode: positional fields, little-endian,
+//! variable-length integers.
 //!
-//! Promises: a value decodes only from exactly its own bytes (trailing bytes are refused); whatever the
-//! bytes are, decoding allocates at most twice the [`Cap`] of the frame (lengths are checked against the cap
-//! before allocation, and collections of large elements have limits of their own); a variant that this build
-//! does not know is [`CodecError::UnknownVariant`], never a panic and never a reason to drop the connection.
+//! Invariants: a value decodes only from exactly its own bytes; trailing bytes are refused. For any input,
+//! decoding allocates at most twice the [`Cap`] of the frame: lengths are checked against the cap before
+//! allocation, and collections of large elements have their own limits. An unknown variant is
+//! [`CodecError::UnknownVariant`]; it never causes a panic and is never a reason to drop the connection.
 
 pub(crate) mod bounded;
 mod events;
@@ -15,10 +16,10 @@ use bincode::error::{DecodeError, EncodeError};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// The longest frame of a kind, in bytes. Checked before allocation, on both sides.
+/// Longest frame of a kind, in bytes. Both sides check it before they allocate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Cap {
-    /// Hello, RPC requests and answers: 16 MiB.
+    /// Hellos, RPC requests and replies: 16 MiB.
     Control,
     /// A [`GenerateRequest`](crate::message::GenerateRequest): 8 MiB.
     GenerateRequest,
@@ -31,7 +32,6 @@ pub enum Cap {
 const MIB: usize = 1 << 20;
 
 impl Cap {
-    /// The cap in bytes.
     pub const fn bytes(self) -> usize {
         match self {
             Self::Control => 16 * MIB,
@@ -42,16 +42,15 @@ impl Cap {
     }
 }
 
-/// Why bytes are not a message, or a message cannot become bytes.
+/// Reason why bytes do not decode, or a message does not encode.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum CodecError {
-    /// Longer than the cap of its kind.
+    /// The message is longer than the cap of its kind.
     #[error("{message}: {len} bytes, the cap is {cap}")]
     TooLong {
         message: &'static str,
-        /// Bytes that it has or claims; the cap + 1 when only "more" is known.
+        /// Actual or claimed length in bytes; cap + 1 if it is only known to be longer.
         len: usize,
-        /// Bytes allowed.
         cap: usize,
     },
     /// The bytes end before the message does.
@@ -61,17 +60,17 @@ pub enum CodecError {
     #[error("{message}: {extra} bytes too many")]
     Trailing {
         message: &'static str,
-        /// Bytes left over.
+        /// Number of bytes after the message.
         extra: usize,
     },
     /// A newer peer uses a variant that this build does not know. Not fatal: skip the message.
     #[error("{message}: unknown variant {index}")]
     UnknownVariant {
         message: &'static str,
-        /// The variant's number on the wire.
+        /// Number of the variant on the wire.
         index: u64,
     },
-    /// A value inside breaks a rule of its type.
+    /// A value breaks a rule of its type.
     #[error("{message}: {reason}")]
     Invalid { message: &'static str, reason: String },
 }
@@ -82,14 +81,14 @@ const fn config<const CAP: usize>() -> Config<CAP> {
     bincode::config::standard().with_limit::<CAP>()
 }
 
-/// Encodes `value`; refuses what a receiver with the same cap would refuse for its length.
+/// Encodes `value`. Refuses a message that a receiver with the same cap would refuse as too long.
 pub fn encode<T: Serialize>(value: &T, cap: Cap) -> Result<Vec<u8>, CodecError> {
     let mut bytes = Vec::new();
     encode_into(value, cap, &mut bytes)?;
     Ok(bytes)
 }
 
-/// Appends `value`'s bytes, at most the cap of them, to `bytes`. On error `bytes` is as it was.
+/// Appends the encoding of `value`, at most `cap` bytes, to `bytes`. On error `bytes` is unchanged.
 pub fn encode_into<T: Serialize>(value: &T, cap: Cap, bytes: &mut Vec<u8>) -> Result<(), CodecError> {
     let message = std::any::type_name::<T>();
     let start = bytes.len();
@@ -115,13 +114,13 @@ pub fn decode<T: DeserializeOwned>(bytes: &[u8], cap: Cap) -> Result<T, CodecErr
     }
 }
 
-/// Decodes a `T` from the front of `bytes` and returns what follows it.
+/// Decodes a `T` from the front of `bytes` and returns the remaining bytes with it.
 pub fn decode_prefix<T: DeserializeOwned>(bytes: &[u8], cap: Cap) -> Result<(T, &[u8]), CodecError> {
     let message = std::any::type_name::<T>();
     if bytes.len() > cap.bytes() {
         return Err(CodecError::TooLong { message, len: bytes.len(), cap: cap.bytes() });
     }
-    // bincode takes its limit as a type: one instance per cap.
+    // bincode takes the limit as a const parameter, so each cap needs its own instance.
     let result = match cap {
         Cap::Control => bincode::serde::decode_from_slice(bytes, config::<{ Cap::Control.bytes() }>()),
         Cap::GenerateRequest => {
@@ -147,13 +146,14 @@ fn explain(message: &'static str, cap: Cap, error: DecodeError) -> CodecError {
     }
 }
 
-/// serde's derive tells an unknown variant only in words; both crates are pinned, and a test holds the text.
+/// Parses the variant's number from serde's error text, the only place that has it. Both crates are pinned,
+/// and a test checks the text.
 fn unknown_variant(text: &str) -> Option<u64> {
     let (index, rest) = text.strip_prefix("invalid value: integer `")?.split_once('`')?;
     rest.contains("variant index").then(|| index.parse().ok()).flatten()
 }
 
-/// Stops at the cap, so that encoding never makes more bytes than may be sent.
+/// Stops at the cap, so that encoding never produces more bytes than may be sent.
 struct CappedWriter<'a> {
     bytes: &'a mut Vec<u8>,
     end: usize,
@@ -166,7 +166,8 @@ impl bincode::enc::write::Writer for CappedWriter<'_> {
             return Err(EncodeError::UnexpectedEnd);
         }
         match part {
-            // Nearly all of a prompt are small numbers: not worth a call to copy them.
+            // Most tokens of a prompt encode to up to three bytes; a call to copy them would cost more than
+            // the pushes.
             [a] => self.bytes.push(*a),
             [a, b] => self.bytes.extend_from_slice(&[*a, *b]),
             [a, b, c] => self.bytes.extend_from_slice(&[*a, *b, *c]),

@@ -1,4 +1,4 @@
-//! Directories that a process has for itself, and what is said when a disk does not do what it should.
+//! Directories that one process owns, private files, and error texts for disks that fail.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind};
@@ -6,27 +6,28 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// The file in a directory that its owner has locked.
+/// Lock file in a claimed directory.
 const LOCK: &str = "lock";
-/// A process that is just ending is given so long to let go.
+/// Time for a previous owner that is just ending to release the lock.
 const WAIT: Duration = Duration::from_secs(2);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// A directory that nobody else can claim while this lives, not even if the process is killed and another one takes over.
+/// Exclusive claim of a directory for as long as this value lives. The lock is released when the process
+/// dies.
 #[derive(Debug)]
 pub struct DirectoryClaim {
     _lock: File,
 }
 
-/// Why a directory cannot be had.
+/// Reason why a directory cannot be claimed.
 #[derive(Debug, thiserror::Error)]
 pub enum ClaimError {
     #[error("{path} is used by another process; end it, or give this one a directory of its own", path = path.display())]
     InUse { path: PathBuf },
-    /// It cannot be made, or nothing can be written there.
+    /// The directory cannot be created, or is not writable.
     #[error("{}", failed(path, source))]
     Io {
-        /// The directory, or the lock in it.
+        /// The directory or its lock file.
         path: PathBuf,
         #[source]
         source: io::Error,
@@ -34,7 +35,7 @@ pub enum ClaimError {
 }
 
 impl DirectoryClaim {
-    /// Makes the directory if need be, for its owner only, and claims it.
+    /// Creates the directory with mode 0700 if it is missing, and claims it.
     pub fn of(directory: &Path) -> Result<Self, ClaimError> {
         let io = |path: &Path| {
             let path = path.to_owned();
@@ -57,24 +58,24 @@ impl DirectoryClaim {
     }
 }
 
-/// Makes a directory and those above it that are missing, for their owner only.
+/// Creates a directory and its missing parents with mode 0700.
 pub fn make_private(directory: &Path) -> io::Result<()> {
     fs::DirBuilder::new().recursive(true).mode(0o700).create(directory)
 }
 
-/// How to open a file that, if it is made, only its owner reads.
+/// Returns options that create files with mode 0600.
 pub fn private() -> OpenOptions {
     let mut options = OpenOptions::new();
     options.mode(0o600);
     options
 }
 
-/// A file for its owner only, empty and ready to be written.
+/// Creates or truncates a file and opens it for writing. A new file has mode 0600.
 pub fn create_private(path: &Path) -> io::Result<File> {
     private().write(true).create(true).truncate(true).open(path)
 }
 
-/// What to tell of a file or directory that could not be used: which, why, and what can be done.
+/// Returns an error text that names the path, the reason and a remedy.
 pub fn failed(path: &Path, error: &io::Error) -> String {
     let remedy = match error.kind() {
         ErrorKind::StorageFull => "; make room on that disk",
@@ -108,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn who_cannot_have_it_is_told_which_why_and_what_to_do() {
+    fn a_failed_claim_names_the_path_the_reason_and_a_remedy() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("file");
         create_private(&file).unwrap();

@@ -1,4 +1,4 @@
-//! What can go wrong between two nodes.
+//! Errors between two nodes.
 
 use crate::codec::CodecError;
 use crate::ids::{InvalidId, NodeId};
@@ -9,10 +9,10 @@ use std::path::PathBuf;
 /// Every error of this crate.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A name breaks its rule.
+    /// An id or name breaks its rule.
     #[error(transparent)]
     InvalidId(#[from] InvalidId),
-    /// A frame is too long, cut, or not what it should be.
+    /// A frame is too long, cut off or malformed.
     #[error(transparent)]
     Codec(#[from] CodecError),
     /// A certificate or key cannot serve as a node's identity.
@@ -21,13 +21,13 @@ pub enum Error {
     /// A certificate authority or identity file cannot be read or written.
     #[error("{path}: {source}")]
     File { path: PathBuf, source: std::io::Error },
-    /// A key or certificate would be overwritten.
+    /// A key or certificate file would be overwritten.
     #[error("{path} exists already and is never overwritten")]
     WouldOverwrite { path: PathBuf },
     /// A key pair or certificate cannot be generated.
     #[error("cannot make a certificate: {0}")]
     Generate(#[from] rcgen::Error),
-    /// TLS does not accept our own identity.
+    /// TLS does not accept this node's own identity.
     #[error("TLS set-up: {0}")]
     Tls(#[from] rustls::Error),
     /// The endpoint's socket cannot be opened.
@@ -40,46 +40,46 @@ pub enum Error {
         target: String,
         source: std::io::Error,
     },
-    /// A connection cannot even be begun.
+    /// A connection attempt cannot be started.
     #[error("cannot connect to {address}: {source}")]
     Connect { address: SocketAddr, source: quinn::ConnectError },
-    /// We refuse the peer's certificate.
+    /// This node refuses the peer's certificate.
     #[error("the certificate of {address} is refused: {reason}")]
     PeerRefused { address: SocketAddr, reason: String },
-    /// The peer refuses our certificate. With TLS 1.3 a dialer learns it only after its own handshake
-    /// succeeded, so it shows up in the exchange of hellos.
+    /// The peer refuses this node's certificate. With TLS 1.3 a dialer learns this only after its own
+    /// handshake succeeded, so the error appears in the exchange of hellos.
     #[error("{address} refuses our certificate ({reason})")]
     Refused {
         address: SocketAddr,
-        /// The TLS alert, in words.
+        /// The TLS alert, as text.
         reason: String,
     },
     /// The two nodes have no protocol version in common.
     #[error("protocol versions do not overlap: we speak {ours}, {peer} speaks {theirs}")]
     VersionMismatch { ours: VersionRange, theirs: VersionRange, peer: PeerIdentity },
-    /// A node calls itself by a name that its certificate does not carry.
+    /// A node claims an id that its certificate does not carry.
     #[error("{certified} calls itself {claimed}")]
     Spoofed { certified: PeerIdentity, claimed: NodeId },
-    /// Something took longer than its limit.
+    /// An operation exceeded its time limit.
     #[error("{what} took longer than {limit_ms} ms")]
     Timeout { what: &'static str, limit_ms: u64 },
     #[error("the connection to {peer} is gone: {reason}")]
     ConnectionLost {
         /// The peer's identity or address.
         peer: String,
-        /// Why, as QUIC tells it.
+        /// Reason as QUIC reports it.
         reason: String,
     },
-    /// A worker does not send what is pulled from it.
+    /// A worker refuses a pull.
     #[error("nothing can be pulled: {0}")]
     PullRefused(#[from] crate::pull::PullRefusal),
-    /// A worker does not send manifests or chunks.
+    /// A worker refuses to send manifests or chunks.
     #[error("no chunks can be had: {0}")]
     ShardRefused(#[from] crate::shard::ShardRefusal),
-    /// A stage of a replica does not take part, or no longer.
+    /// A stage of a replica does not join, or has left.
     #[error("the stage has failed: {0}")]
     StageFailed(#[from] crate::stage::StageFailure),
-    /// A stage of a replica cannot be claimed.
+    /// A stage of a replica refuses the claim.
     #[error("the stage cannot be claimed: {0}")]
     StageClaimed(#[from] crate::placement::ClaimRefusal),
     #[error("the endpoint is closed")]
@@ -87,16 +87,16 @@ pub enum Error {
     /// The peer stopped or reset the stream.
     #[error("the peer ended the stream: {0}")]
     StreamEnded(StreamCode),
-    /// The stream ended before what it carries was complete.
+    /// The stream ended before its content was complete.
     #[error("the stream was cut off: {what}")]
     StreamCut { what: &'static str },
-    /// The peer does not follow the protocol.
+    /// The peer violates the protocol.
     #[error("protocol violation by the peer: {0}")]
     Protocol(&'static str),
 }
 
 impl Error {
-    /// Whether trying again, later or on another node, can help. False for what only a person can mend.
+    /// Whether a retry, later or on another node, can succeed. `false` for errors that need an operator.
     pub fn retryable(&self) -> bool {
         match self {
             Self::Connect { .. }

@@ -1,17 +1,17 @@
-//! KV events: what a worker tells every coordinator about the prefixes it holds, as one stream of
-//! (epoch, sequence) numbered events with gap detection, replay and bulk snapshot.
+//! KV events: each worker reports the prefixes that it holds to every coordinator, as one stream of events
+//! numbered by (epoch, sequence). A coordinator detects gaps and requests a replay or a full snapshot.
 
 use crate::block::BlockId;
 use crate::codec::bounded;
 use crate::ids::{Epoch, NodeId};
 use serde::{Deserialize, Serialize};
 
-/// Events in one batch at most; [`KvEventSender`](crate::transport::KvEventSender) splits longer ones.
+/// Most events in one batch. [`KvEventSender`](crate::transport::KvEventSender) splits longer ones.
 pub const MAX_EVENTS_PER_BATCH: usize = 32 * 1024;
-/// Runs in one frame of a snapshot at most.
+/// Most runs in one frame of a snapshot.
 pub(crate) const MAX_RUNS_PER_FRAME: usize = 64 * 1024;
 
-/// Where a prefix is held.
+/// Storage that holds a prefix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Medium {
     /// The memory that attention reads.
@@ -21,8 +21,8 @@ pub enum Medium {
 }
 
 /// One change of a worker's prefix cache. A prefix counts as held only if *every* cache group of the model
-/// can serve it: the worker joins its groups, a router never has to. Models with recurrent layers hold
-/// resume points, all others runs of units; both are given up by `Removed`.
+/// can serve it; the worker combines its groups, a router never does. Models with recurrent layers report
+/// resume points, all others runs of units. `Removed` removes both.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum KvEvent {
     /// A run of consecutive units below `parent` (a unit or a root) can now be hit.
@@ -35,16 +35,16 @@ pub enum KvEvent {
     },
     /// These prefixes can no longer be hit.
     Removed {
-        /// The prefixes, in any order.
+        /// In any order.
         units: Vec<BlockId>,
         medium: Medium,
     },
     Cleared,
-    /// A hybrid model can resume at this prefix: recurrent state, window tails and full KV are all there.
+    /// A hybrid model can resume at this prefix: recurrent state, window tails and full KV are all present.
     ResumePoint {
-        /// The prefix at whose end the state stands.
+        /// Prefix at whose end the state was kept.
         unit: BlockId,
-        /// Tokens up to there.
+        /// Number of tokens in that prefix.
         position: u32,
         medium: Medium,
     },
@@ -53,7 +53,7 @@ pub enum KvEvent {
 /// A run of events with consecutive sequence numbers.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KvEventBatch {
-    /// The worker's life that speaks.
+    /// Epoch of the worker.
     pub epoch: Epoch,
     /// Sequence number of `events[0]`; the first event of an epoch has number 1.
     pub first_sequence: u64,
@@ -66,8 +66,8 @@ pub struct KvEventBatch {
 }
 
 impl KvEventBatch {
-    /// The same events in batches of about 4,096 units, so that whoever takes one at a time does
-    /// not keep others waiting.
+    /// Splits the batch into batches of about 4,096 units, so that a consumer that processes one at a time
+    /// does not block others for long.
     pub fn into_parts(self) -> impl Iterator<Item = Self> {
         let (epoch, mut next) = (self.epoch, self.first_sequence);
         let mut events = self.events.into_iter().peekable();
@@ -87,45 +87,46 @@ impl KvEventBatch {
     }
 }
 
-/// What a worker sends on its event stream. Later kinds of events come as further variants.
+/// Frame of a worker's event stream. Later kinds of events become further variants.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum KvFrame {
     Events(KvEventBatch),
 }
 
-/// A worker's answer to a coordinator that has missed events.
+/// Reply of a worker to a coordinator that has missed events.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum KvReplay {
-    /// Every event from the asked number on, in one batch; without events when the asker has missed nothing.
+    /// All events from the requested number on, in one batch. The batch is empty if the coordinator has
+    /// missed nothing.
     Events(KvEventBatch),
-    /// Not held any more, or more than fit a batch: take a snapshot.
+    /// The events are no longer held, or do not fit a batch. The coordinator must take a snapshot.
     TakeSnapshot,
 }
 
-/// (parent, units, medium): consecutive units below a unit or a root, and where they are held.
+/// (parent, units, medium): consecutive units below a unit or a root, and the storage that holds them.
 pub type KvRun = (BlockId, Vec<BlockId>, Medium);
 
 /// (unit, position, medium): a resume point, as in [`KvEvent::ResumePoint`].
 pub type KvResumePoint = (BlockId, u32, Medium);
 
-/// All that a worker holds at one point of its event stream.
+/// Everything that a worker holds at one point of its event stream.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KvSnapshot {
     pub epoch: Epoch,
-    /// The last sequence number that this snapshot contains; the stream goes on with the next.
+    /// Last sequence number that this snapshot contains. The stream continues with the next.
     pub sequence: u64,
-    /// Runs in an order in which every parent comes before its children.
+    /// Every parent comes before its children.
     pub runs: Vec<KvRun>,
-    /// Resume points, in any order.
+    /// In any order.
     pub resume_points: Vec<KvResumePoint>,
 }
 
-/// Units and resume points of one part of a batch or a snapshot, about.
+/// Approximate number of units or resume points in one part of a batch or a snapshot.
 const UNITS_PER_PART: usize = 4096;
 
 impl KvSnapshot {
-    /// The same as the frames by which it travels, cut so small that whoever takes one part at a time does
-    /// not keep others waiting.
+    /// Splits the snapshot into its wire frames. They are small, so that a consumer that processes one at a
+    /// time does not block others for long.
     pub fn into_parts(self) -> impl Iterator<Item = KvSnapshotFrame> {
         let (mut runs, mut points) = (self.runs.into_iter().peekable(), self.resume_points.into_iter());
         let begin = KvSnapshotFrame::Begin { epoch: self.epoch, sequence: self.sequence };
@@ -146,16 +147,16 @@ impl KvSnapshot {
     }
 }
 
-/// A part of a snapshot on the wire: `Begin`, any number of `Runs` and `ResumePoints`, `End`.
+/// Frame of a snapshot on the wire: `Begin`, any number of `Runs` and `ResumePoints`, `End`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum KvSnapshotFrame {
-    /// Where in the event stream the snapshot stands.
+    /// Position of the snapshot in the event stream.
     Begin {
         epoch: Epoch,
-        /// The last sequence number that the snapshot contains.
+        /// Last sequence number that the snapshot contains.
         sequence: u64,
     },
-    /// Some of the runs, in order.
+    /// Part of the runs, in order.
     Runs(
         #[serde(
             serialize_with = "bounded::serialize::<_, _, MAX_RUNS_PER_FRAME>",
@@ -164,7 +165,7 @@ pub enum KvSnapshotFrame {
         Vec<KvRun>,
     ),
     End,
-    /// Some of the resume points.
+    /// Part of the resume points.
     ResumePoints(
         #[serde(
             serialize_with = "bounded::serialize::<_, _, MAX_RUNS_PER_FRAME>",
@@ -174,22 +175,22 @@ pub enum KvSnapshotFrame {
     ),
 }
 
-/// Roots in one frame at most.
+/// Most roots in one frame.
 pub const MAX_ROOTS_PER_FRAME: usize = 64 * 1024;
 
-/// What a coordinator asks a peer that may know more of a worker than it does itself.
-/// Where the peer follows the worker in this life and further, it answers with
-/// [`PeerIndexFrame`]s, else with none.
+/// Request of a coordinator for a peer's index of one worker. The peer replies with [`PeerIndexFrame`]s if
+/// it follows the worker in the same epoch and has applied later events than `after`. Otherwise it sends no
+/// frame.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PeerIndexAsk {
     pub node: NodeId,
     pub epoch: Epoch,
-    /// The last of its events that is known to who asks.
+    /// Sequence number of the last event that the requesting coordinator has.
     pub after: u64,
 }
 
-/// What a coordinator sends a peer that has restarted: its own prefix index, worker by worker. `Roots` first,
-/// then for each worker `Worker`, any number of `Runs` and `ResumePoints`, `End`.
+/// Prefix index of a coordinator, sent to a peer that has restarted. `Roots` comes first; then for each
+/// worker `Worker`, any number of `Runs` and `ResumePoints`, `End`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PeerIndexFrame {
     Roots(
@@ -199,14 +200,15 @@ pub enum PeerIndexFrame {
         )]
         Vec<BlockId>,
     ),
-    /// What follows is held by this worker.
+    /// The following frames describe this worker.
     Worker {
         node: NodeId,
         epoch: Epoch,
-        /// Events up to this one are contained; of later ones some may be, and the stream tells them all again.
+        /// All events up to this number are contained. Some later ones may be; the event stream repeats
+        /// those.
         sequence: u64,
     },
-    /// Runs that it holds, in any order.
+    /// Runs that the worker holds, in any order.
     Runs(
         #[serde(
             serialize_with = "bounded::serialize::<_, _, MAX_RUNS_PER_FRAME>",
@@ -214,7 +216,7 @@ pub enum PeerIndexFrame {
         )]
         Vec<KvRun>,
     ),
-    /// Units that it holds and of which only the position is known.
+    /// Units that the worker holds and of which only the position is known.
     ResumePoints(
         #[serde(
             serialize_with = "bounded::serialize::<_, _, MAX_RUNS_PER_FRAME>",
@@ -223,7 +225,7 @@ pub enum PeerIndexFrame {
         Vec<KvResumePoint>,
     ),
     End {
-        /// BLAKE3 of the bytes of its frames before this one.
+        /// BLAKE3 of the bytes of the preceding frames of this worker.
         digest: [u8; 32],
     },
 }
@@ -238,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_a_batch_are_the_batch() {
+    fn the_parts_of_a_batch_join_to_the_batch() {
         let events: Vec<_> =
             [3_000, 3_000, 1, 5_000].map(stored).into_iter().chain([KvEvent::Cleared]).collect();
         let batch = KvEventBatch { epoch: Epoch(2), first_sequence: 7, events: events.clone() };
@@ -251,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_a_snapshot_are_the_snapshot() {
+    fn the_parts_of_a_snapshot_join_to_the_snapshot() {
         let run = |n: u8, units: usize| (BlockId([n; 16]), vec![BlockId([n; 16]); units], Medium::Device);
         let runs = vec![run(1, 4_000), run(2, 4_000), run(3, 0), run(4, 10)];
         let resume_points = vec![(BlockId([9; 16]), 16, Medium::Host); 5_000];

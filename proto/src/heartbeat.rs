@@ -1,18 +1,19 @@
-//! Whether an event loop still turns: the loop beats, and whoever asks for liveness looks when it did last.
+//! Liveness of event loops. Each loop beats, and the liveness check compares the time of its last beat with
+//! a limit.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// A loop that has not beaten for this long has stopped.
+/// A loop without a beat for this long counts as stopped.
 const STOPPED_AFTER: Duration = Duration::from_secs(10);
-/// How often a loop beats that has nothing else to do.
+/// Interval at which an idle loop beats.
 pub const BEAT_EVERY: Duration = Duration::from_secs(1);
-/// How long a loop that seems to have stopped is given to beat again: after the whole process stood still, its loops
+/// Time that a loop without a recent beat gets to beat again. If the whole process was suspended, its loops
 /// need a moment.
 const SECOND_CHANCE: Duration = Duration::from_millis(250);
 
-/// One event loop. Clones are of the same loop.
+/// Heartbeat of one event loop. All clones belong to the same loop.
 #[derive(Debug, Clone)]
 pub struct Heartbeat {
     name: &'static str,
@@ -22,12 +23,12 @@ pub struct Heartbeat {
 }
 
 impl Heartbeat {
-    /// A loop that starts now.
+    /// Creates the heartbeat of a loop that starts now.
     pub fn new(name: &'static str) -> Self {
         Self::since(name, Instant::now())
     }
 
-    /// A loop that has started at this time, and not beaten since.
+    /// Creates the heartbeat of a loop that started at `started` and has not beaten since.
     pub fn since(name: &'static str, started: Instant) -> Self {
         Self { name, started, last: Arc::default() }
     }
@@ -46,7 +47,7 @@ impl Heartbeat {
         now.saturating_duration_since(last) > STOPPED_AFTER
     }
 
-    /// Beats as long as the runtime polls this.
+    /// Beats while the runtime polls this future. Never returns.
     pub async fn of_runtime(self) {
         let mut beats = tokio::time::interval(BEAT_EVERY);
         beats.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -57,7 +58,7 @@ impl Heartbeat {
     }
 }
 
-/// The names of those loops that no longer turn.
+/// Returns the names of the loops that have stopped.
 pub async fn stopped(loops: &[Heartbeat]) -> Vec<&'static str> {
     let look = || {
         let now = Instant::now();
@@ -76,7 +77,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn a_loop_that_stands_still_is_named() {
+    async fn a_stopped_loop_is_reported_by_name() {
         let past = Instant::now().checked_sub(STOPPED_AFTER * 3).unwrap();
         let (turns, stands) = (Heartbeat::since("turns", past), Heartbeat::since("stands", past));
         turns.beat();
@@ -87,7 +88,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn after_the_whole_process_stood_still_its_loops_get_a_moment() {
+    async fn loops_get_a_second_chance_after_the_process_was_suspended() {
         let past = Instant::now().checked_sub(STOPPED_AFTER * 2).unwrap();
         let beat = Heartbeat::since("runtime", past);
         let loops = [beat.clone()];

@@ -1,18 +1,18 @@
-//! Names and numbers that identify things across processes. All are validated on construction, so a value
-//! of one of these types is always safe to log, to put in a header and to compare. All are cheap to clone.
+//! Names and numbers that identify things across processes. Names are validated on construction, so they
+//! are safe to log, to put in a header and to compare. All ids are cheap to clone.
 
 use serde::{Deserialize, Serialize, Serializer};
 use std::sync::Arc;
 
-/// Why a text is not a valid identifier.
+/// Reason why a text is not a valid identifier.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{kind} {text:?} is not valid: {rule}")]
 pub struct InvalidId {
-    /// Which identifier was being parsed.
+    /// Kind of the identifier.
     pub kind: &'static str,
-    /// The offending text, cut to 64 characters.
+    /// The rejected text, cut to 64 characters.
     pub text: String,
-    /// The rule that it breaks.
+    /// The rule that the text breaks.
     pub rule: &'static str,
 }
 
@@ -24,7 +24,7 @@ macro_rules! text_id {
         pub struct $name(Arc<str>);
 
         impl $name {
-            /// The longest accepted text, in bytes.
+            /// Length limit in bytes.
             pub const MAX_LEN: usize = $max;
 
             /// Checks `text` against the rule of this identifier.
@@ -71,47 +71,47 @@ macro_rules! text_id {
 }
 
 text_id!(
-    /// A coordinator's or worker's name, unique in its cluster; the last part of its certificate's SAN URI.
+    /// Name of a coordinator or worker, unique in its cluster; the last part of its certificate's SAN URI.
     NodeId, "node id", 63, "1 to 63 characters of a-z, 0-9 and '-'",
     |b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-'
 );
 text_id!(
-    /// A cluster's name; the trust domain of its certificates' SAN URIs.
+    /// Name of a cluster; the trust domain of its certificates' SAN URIs.
     ClusterName, "cluster name", 63, "1 to 63 characters of a-z, 0-9 and '-'",
     |b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-'
 );
 text_id!(
-    /// A model's name in the API: catalog name or file stem. Never joined to a path.
+    /// Name of a model in the API: catalog name or file stem. Never joined to a path.
     ModelId, "model id", 96, "1 to 96 characters of A-Z, a-z, 0-9, '.', '_' and '-'",
     |b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-')
 );
 text_id!(
-    /// Who a key belongs to. Two tenants never share a block.
+    /// Owner of API keys. Two tenants never share a block.
     TenantId, "tenant", 63, "1 to 63 characters of a-z, 0-9, '-', '_' and '.'",
     |b| b.is_ascii_lowercase() || b.is_ascii_digit() || matches!(b, b'-' | b'_' | b'.')
 );
 text_id!(
-    /// One client request, as told in the header `x-request-id`.
+    /// Id of one client request, from the header `x-request-id`.
     RequestId, "request id", 128, "1 to 128 characters of A-Z, a-z, 0-9, '.', '_', ':' and '-'",
     |b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-' | b':')
 );
 text_id!(
-    /// A client's name for requests that have a prefix in common and come together.
+    /// Client's name for requests that have a common prefix and arrive together.
     GroupId, "group id", 128, "1 to 128 characters of A-Z, a-z, 0-9, '.', '_', ':' and '-'",
     |b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-' | b':')
 );
 
-/// What a node does; the second part of its certificate's SAN URI. The role decides which RPCs it may call.
+/// Role of a node; the second part of its certificate's SAN URI. It decides which RPCs the node may call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
-    /// Serves HTTP, routes, keeps the index.
+    /// Serves HTTP, routes requests, keeps the prefix index.
     Coordinator,
     Worker,
 }
 
 impl Role {
-    /// The role's name as it stands in the SAN URI.
+    /// Name of the role in the SAN URI.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Coordinator => "coordinator",
@@ -120,7 +120,7 @@ impl Role {
     }
 }
 
-/// One life of a worker process. A restart gets a larger epoch; what an older epoch says is refused.
+/// One run of a worker process. A restart increases the epoch; messages of an older epoch are refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Epoch(pub u64);
 

@@ -1,9 +1,9 @@
-//! What crosses a process boundary in Kvasir: ids, block identity, KV events, RPC services, token and
-//! tensor frames, the codec, and QUIC endpoints with mutual TLS.
+//! Everything that crosses a process boundary in Kvasir: ids, block identity, KV events, RPC services,
+//! token and tensor frames, the codec, and QUIC endpoints with mutual TLS.
 //!
-//! Promises: every message and persisted record is a closed enum of versioned structs; every length from
-//! outside is capped before allocation; a peer's identity comes from its certificate, never from a body.
-//! Never here: scheduling, routing, arithmetic, model files.
+//! Invariants: the form of every message belongs to the protocol number that both ends agreed on. Every length from
+//! outside is capped before allocation. A peer's identity comes from its certificate, never from a message
+//! body. This crate never contains scheduling, routing, arithmetic or model files.
 
 pub mod block;
 pub mod ca;

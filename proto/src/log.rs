@@ -1,5 +1,6 @@
-//! The log of a process. Lines go into a bounded queue, and one thread writes them: whoever logs never waits for the
-//! reader of the log, and never fails when the reader is gone. Lines that find no room are dropped and counted.
+//! Log of a process. Lines go into a bounded queue, and one thread writes them. A caller that logs never
+//! waits for the reader of the log, and never fails when the reader is gone. Lines that do not fit the
+//! queue are dropped and counted.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -7,22 +8,22 @@ use std::io::{self, ErrorKind, Write};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Bytes of lines that wait to be written.
+/// Most bytes of queued lines.
 const QUEUE_BYTES: usize = 1 << 20;
-/// How long an end of the process waits for the last lines.
+/// Longest wait for the last lines when the process ends.
 const FLUSH_LIMIT: Duration = Duration::from_secs(1);
-/// How long the writer waits when a non-blocking descriptor takes nothing.
+/// Wait of the writer after a non-blocking descriptor accepts nothing.
 const RETRY_AFTER: Duration = Duration::from_millis(20);
-/// Dropped lines are reported this often.
+/// Shortest interval between two reports of dropped lines.
 const REPORT_EVERY: Duration = Duration::from_secs(10);
-/// The same event is logged this often.
+/// Shortest interval between two log lines of the same event.
 const REPEAT_EVERY: Duration = Duration::from_secs(60);
-/// Events of longer ago than that are forgotten this often, where there are many.
+/// Shortest interval between two removals of old events, once [`MAX_KEYS`] are stored.
 const SWEEP_EVERY: Duration = Duration::from_secs(1);
-/// Events that a [`Repeats`] tells apart.
+/// Most events that a [`Repeats`] counts separately.
 const MAX_KEYS: usize = 1024;
 
-/// The log of this process, once [`start`] has been called.
+/// Log of this process; unset until [`start`] is called.
 static PROCESS: OnceLock<Log> = OnceLock::new();
 
 /// Starts the log of this process on `out`. A second call returns the log of the first.
@@ -30,19 +31,21 @@ pub fn start(out: impl Write + Send + 'static) -> Log {
     PROCESS.get_or_init(|| Log::new(out, QUEUE_BYTES)).clone()
 }
 
-/// Lines of this process' log that were dropped, because the queue was full or writing failed.
+/// Returns the number of dropped lines of this process' log. Lines are dropped if the queue is full or
+/// writing fails.
 pub fn dropped() -> u64 {
     PROCESS.get().map_or(0, Log::dropped)
 }
 
-/// Waits until this process' log is written, one second at most. To be called before the process is ended.
+/// Waits until this process' log is written, for at most one second. Call it before the process ends.
 pub fn flush() {
     if let Some(log) = PROCESS.get() {
         log.flush_within(FLUSH_LIMIT);
     }
 }
 
-/// A queue of lines and the thread that writes them. Each write is one or more whole lines. Clones share the queue.
+/// A queue of lines and the thread that writes them. Each write is one or more whole lines. Clones share
+/// the queue.
 #[derive(Debug, Clone)]
 pub struct Log(Arc<Shared>);
 
@@ -58,7 +61,7 @@ struct Shared {
 struct Queue {
     lines: VecDeque<Box<[u8]>>,
     bytes: usize,
-    /// The thread has taken lines that are not written yet.
+    /// Set while the thread holds lines that are not written yet.
     writing: bool,
     dropped: u64,
 }
@@ -75,7 +78,7 @@ impl Log {
         let thread =
             std::thread::Builder::new().name("kvasir-log".into()).spawn(move || shared.write_to(out));
         if thread.is_err() {
-            // Without the thread every line is dropped and counted, once the queue is full.
+            // Without the thread, lines fill the queue; then each further line is dropped and counted.
             log.0.lock().dropped += 1;
         }
         log
@@ -85,7 +88,7 @@ impl Log {
         self.0.lock().dropped
     }
 
-    /// Waits until all lines are written, or until `limit` has passed.
+    /// Waits until all lines are written, for at most `limit`.
     pub fn flush_within(&self, limit: Duration) {
         let end = Instant::now() + limit;
         let mut queue = self.0.lock();
@@ -139,7 +142,7 @@ impl Shared {
             let mut failed = 0;
             for line in &lines {
                 failed += u64::from(write_whole(&mut out, line).is_err());
-                // Room for others as soon as a line is out.
+                // Each written line frees its bytes at once.
                 self.lock().bytes -= line.len();
             }
             let dropped = {
@@ -149,7 +152,7 @@ impl Shared {
                 queue.dropped
             };
             self.emptied.notify_all();
-            // The reader takes lines again: it is told what it has missed.
+            // The reader accepts lines again, so report the dropped lines.
             if failed == 0 && dropped > reported && Instant::now() >= report_after {
                 tracing::warn!(
                     lines = dropped - reported,
@@ -174,15 +177,15 @@ fn write_whole(out: &mut impl Write, mut line: &[u8]) -> io::Result<()> {
     out.flush()
 }
 
-/// Limits events that may repeat without end, such as refusals of a node that tries again and again: each is logged at
-/// once, and after that once a minute with the number of those left out.
+/// Rate limit for events that may repeat without end, such as refusals of a node that keeps retrying. An
+/// event is logged at once, and after that once a minute with the number of occurrences that were left out.
 #[derive(Debug)]
 pub struct Repeats(Mutex<SeenEvents>);
 
 #[derive(Debug)]
 struct SeenEvents {
     by_key: BTreeMap<u64, Seen>,
-    /// When those of long ago were dropped last.
+    /// Time of the last removal of old events.
     swept: Option<Instant>,
 }
 
@@ -199,12 +202,12 @@ impl Default for Repeats {
 }
 
 impl Repeats {
-    /// Nothing has been seen yet.
     pub const fn new() -> Self {
         Self(Mutex::new(SeenEvents { by_key: BTreeMap::new(), swept: None }))
     }
 
-    /// Whether the event with this key is to be logged now; if so, how many of it were left out since the last time.
+    /// Returns `Some` if the event with this key must be logged now, with the number of occurrences left
+    /// out since the last log line. Returns `None` if it must not be logged.
     pub fn due(&self, key: impl Hash) -> Option<u64> {
         self.due_at(Instant::now(), key)
     }
@@ -221,7 +224,7 @@ impl Repeats {
                 *swept = Some(now);
             }
             if seen.len() >= MAX_KEYS {
-                // Too many to tell apart: what comes on top shares one place.
+                // Too many keys: all further keys share one entry.
                 key = u64::MAX;
             }
         }
@@ -247,7 +250,7 @@ mod tests {
     use super::*;
     use std::sync::mpsc;
 
-    /// Takes a line only when the test lets it.
+    /// Accepts a line only when the test allows it.
     struct Gate {
         open: mpsc::Receiver<io::Result<()>>,
         out: mpsc::Sender<Vec<u8>>,
@@ -255,7 +258,7 @@ mod tests {
 
     impl Write for Gate {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            // After the test has ended there is nobody to write for.
+            // After the test has ended, accept everything.
             self.open.recv().unwrap_or(Ok(()))?;
             let _ended = self.out.send(bytes.to_vec());
             Ok(bytes.len())
@@ -273,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_that_does_not_read_costs_lines_and_no_time() {
+    fn a_slow_log_reader_drops_lines_and_never_blocks() {
         let (mut log, allow, written) = gated(100);
         for _ in 0..1000 {
             log.write_all(b"ten bytes\n").unwrap();
@@ -292,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_that_is_gone_costs_lines_and_nothing_else() {
+    fn a_lost_log_reader_only_drops_lines() {
         let (mut log, allow, written) = gated(100);
         for error in [ErrorKind::BrokenPipe, ErrorKind::StorageFull] {
             log.write_all(b"lost\n").unwrap();
@@ -301,7 +304,7 @@ mod tests {
         log.flush_within(Duration::from_secs(60));
         assert_eq!(log.dropped(), 2);
         log.write_all(b"kept\n").unwrap();
-        // A descriptor that does not block says so, and is tried again.
+        // A non-blocking descriptor returns `WouldBlock`, and the write is retried.
         allow.send(Err(ErrorKind::WouldBlock.into())).unwrap();
         allow.send(Ok(())).unwrap();
         assert_eq!(written.recv().unwrap(), b"kept\n");
@@ -309,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn what_repeats_is_logged_once_a_minute_with_a_count() {
+    fn repeated_events_are_logged_once_a_minute_with_a_count() {
         let (repeats, start) = (Repeats::new(), Instant::now());
         let at = |second: u64| start + Duration::from_secs(second);
         assert_eq!(repeats.due_at(at(0), "w0"), Some(0));
@@ -320,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_without_end_take_bounded_memory_and_few_lines() {
+    fn unbounded_keys_use_bounded_memory_and_few_lines() {
         let (repeats, now) = (Repeats::new(), Instant::now());
         let logged = (0..100_000).filter(|key| repeats.due_at(now, key).is_some()).count();
         assert_eq!(logged, MAX_KEYS + 1);

@@ -1,5 +1,5 @@
-//! Requests, answers and reports between coordinators and workers. Their form on the wire belongs to a protocol version
-//! ([`VersionRange`](crate::transport::VersionRange)).
+//! Requests, replies and reports between coordinators and workers. The wire form belongs to a protocol
+//! version ([`VersionRange`](crate::transport::VersionRange)).
 
 use crate::block::ClusterKey;
 use crate::codec::bounded;
@@ -20,18 +20,18 @@ pub use prefix::{NumberedPrefix, PrefixNote};
 pub use tokens::{MAX_TOKEN_IDS, TokenIds, TokenPart};
 pub use transfer::{GenerateRequest, PullCost, PullReport, TenantTurn, WorkPart};
 
-/// Tokens in one frame at most.
+/// Most tokens in one frame.
 pub const MAX_TOKENS_PER_FRAME: usize = 4096;
-/// Stop strings of a request at most.
+/// Most stop strings of a request.
 pub const MAX_STOP_STRINGS: usize = 16;
-/// Entries of a request's logit bias at most.
+/// Most entries of a request's logit bias.
 pub const MAX_LOGIT_BIAS: usize = 1024;
-/// Alternatives reported with a token at most.
+/// Most alternatives reported with a token.
 pub const MAX_LOGPROBS: usize = 20;
-/// Models that one worker serves at most.
+/// Most models that one worker serves.
 pub const MAX_MODELS: usize = 256;
 
-/// How tokens are drawn. Ranges are checked at the API edge; a worker checks them again.
+/// Sampling parameters. The API edge checks the ranges; a worker checks them again.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Sampling {
     /// 0 is greedy.
@@ -42,22 +42,22 @@ pub struct Sampling {
     pub top_p: f32,
     /// 0 is off.
     pub min_p: f32,
-    /// 1 is off; applies to tokens of prompt and output.
+    /// 1 is off. Applies to tokens of the prompt and the output.
     pub repetition_penalty: f32,
-    /// 0 is off; applies to tokens of the output.
+    /// 0 is off. Applies to tokens of the output.
     pub presence_penalty: f32,
-    /// 0 is off; applies to tokens of the output.
+    /// 0 is off. Applies to tokens of the output.
     pub frequency_penalty: f32,
-    /// Added to logits before anything else; at most [`MAX_LOGIT_BIAS`] entries.
+    /// (token, bias), added to the logits before anything else; at most [`MAX_LOGIT_BIAS`] entries.
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_LOGIT_BIAS>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_LOGIT_BIAS>"
     )]
     pub logit_bias: Vec<(u32, f32)>,
-    /// Draw i of a request depends on (seed, i) and the logits only.
+    /// Draw i of a request depends on (seed, i) and the logits alone.
     pub seed: u64,
-    /// Report the log-probability of each token and of this many best alternatives; at most
-    /// [`MAX_LOGPROBS`].
+    /// Number of best alternatives whose log-probability is reported with that of the drawn token; at most
+    /// [`MAX_LOGPROBS`]. `None` reports no log-probabilities.
     pub logprobs: Option<u8>,
 }
 
@@ -80,11 +80,11 @@ impl Default for Sampling {
 
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Stop {
-    /// Tokens to generate at most.
+    /// Most tokens to generate.
     pub max_tokens: u32,
-    /// Neither end-of-sequence nor stop tokens are drawn before this many.
+    /// Number of tokens before which neither end-of-sequence nor stop tokens are drawn.
     pub min_tokens: u32,
-    /// Texts that end the generation and are not part of it; at most [`MAX_STOP_STRINGS`].
+    /// Texts that end the generation and are not part of the output; at most [`MAX_STOP_STRINGS`].
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_STOP_STRINGS>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_STOP_STRINGS>"
@@ -92,14 +92,14 @@ pub struct Stop {
     pub strings: Vec<String>,
     /// Tokens that end the generation.
     pub token_ids: Vec<u32>,
-    /// The model's end-of-sequence tokens do not end it.
+    /// If set, the model's end-of-sequence tokens do not end the generation.
     pub ignore_eos: bool,
 }
 
-/// A token's log-probability and that of the best alternatives, best first.
+/// Log-probability of a token and of the best alternatives, best first.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TokenLogprobs {
-    /// Natural log-probability of the token drawn, from the logits before temperature and filters.
+    /// Natural log-probability of the drawn token, from the logits before temperature and filters.
     pub chosen: f32,
     /// (token, log-probability); at most [`MAX_LOGPROBS`].
     #[serde(
@@ -112,9 +112,8 @@ pub struct TokenLogprobs {
 /// One generated token.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TokenOut {
-    /// The token.
     pub id: u32,
-    /// The text that became certain with it: empty while a character or a possible stop string is incomplete.
+    /// Text that this token completes. Empty while a character or a possible stop string is incomplete.
     pub text: String,
     pub logprobs: Option<TokenLogprobs>,
 }
@@ -123,24 +122,23 @@ pub struct TokenOut {
 pub enum FinishReason {
     /// End of sequence, stop token or stop string.
     Stop,
-    /// `max_tokens` or the context's end.
+    /// `max_tokens` or the end of the context.
     Length,
     Cancelled,
 }
 
-/// Closed list of what can go wrong on a worker with a generation or an encoding, and what the coordinator may
-/// do about it.
+/// All errors of a generation or an encoding on a worker. [`GenerateError::retryable`] says which ones the
+/// coordinator may retry elsewhere.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum GenerateError {
     /// The model is not loaded here.
     #[error("model {0} is not served by this worker")]
     ModelNotFound(ModelId),
-    /// Prompt and output cannot fit, ever.
+    /// Prompt and output exceed the worker's context, whatever else runs.
     #[error("the request needs {need} tokens of context, the worker has room for {limit}")]
     ContextLength {
-        /// Tokens that the request needs.
         need: u64,
-        /// Tokens that can be had.
+        /// Most tokens that the worker has room for.
         limit: u64,
     },
     /// A field has a value that the worker refuses.
@@ -150,10 +148,10 @@ pub enum GenerateError {
         /// Value and limit, in words.
         reason: String,
     },
-    /// The worker's queue is full; another worker may take it.
+    /// The worker's queue is full. Retryable on another worker.
     #[error("the worker's queue is full")]
     QueueFull,
-    /// The worker takes no new work; another worker may take it.
+    /// The worker accepts no new work. Retryable on another worker.
     #[error("the worker is draining")]
     Draining,
     #[error("the deadline passed after {after_ms} ms")]
@@ -161,10 +159,11 @@ pub enum GenerateError {
         /// Milliseconds since receipt.
         after_ms: u64,
     },
-    /// The worker failed; another worker may take it.
+    /// The worker failed. Retryable on another worker.
     #[error("internal error")]
     Internal,
-    /// What the model has computed holds NaN or infinity. Another worker may take it: its device may compute numbers.
+    /// A computed value is NaN or infinite. Retryable on another worker, because its device may compute
+    /// finite values.
     #[error(
         "the model's numbers are not finite: its weights, or what was computed of them, hold NaN or infinity"
     )]
@@ -172,7 +171,7 @@ pub enum GenerateError {
 }
 
 impl GenerateError {
-    /// Whether another worker could answer the same request.
+    /// Whether another worker may be able to serve the same request.
     pub fn retryable(&self) -> bool {
         match self {
             Self::ModelNotFound(_) | Self::QueueFull | Self::Draining | Self::Internal | Self::NotFinite => {
@@ -183,11 +182,11 @@ impl GenerateError {
     }
 }
 
-/// What a worker sends back on the request's stream: `Started`, any number of `Tokens`, then exactly one of
-/// `Finished` and `Failed`. A stream that ends otherwise was cut off.
+/// Frame of a worker on the request's stream. The order is `Started`, any number of `Tokens`, then exactly
+/// one of `Finished` and `Failed`. A stream that ends otherwise was cut off.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum GenerateFrame {
-    /// The prompt is in; comes with or before the first token.
+    /// The prompt is computed. Sent before or with the first token.
     Started(Started),
     /// New tokens, at most [`MAX_TOKENS_PER_FRAME`].
     Tokens(
@@ -198,18 +197,18 @@ pub enum GenerateFrame {
         Vec<TokenOut>,
     ),
     Finished(Finished),
-    /// The end, with an error. Tokens sent before stay valid.
+    /// The generation ended with an error. Tokens that were sent before stay valid.
     Failed(GenerateError),
 }
 
 /// See [`GenerateFrame::Started`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Started {
-    /// Prompt tokens served from the prefix cache (or taken over from a sequence that computed them).
+    /// Prompt tokens served from the prefix cache, including tokens that another running sequence computed.
     pub cached_tokens: u32,
     /// Prompt tokens computed for this request.
     pub computed_tokens: u32,
-    /// Why the prefix lookup stopped where it did, for traces and metrics.
+    /// Reason why the prefix lookup stopped where it did, for traces and metrics.
     pub hit_stop: String,
 }
 
@@ -219,15 +218,15 @@ pub struct Finished {
     pub reason: FinishReason,
     /// The stop token or stop string that matched, if one did.
     pub matched: Option<String>,
-    /// Text held back for a possible stop string that did not come.
+    /// Text that was held back for a possible stop string that did not follow.
     pub tail: String,
-    /// Tokens generated, those of earlier attempts included.
+    /// Generated tokens, including those of earlier attempts.
     pub completion_tokens: u32,
-    /// Times the sequence was preempted.
+    /// Number of preemptions of the sequence.
     pub preemptions: u32,
-    /// Tokens guessed and looked at, by this attempt.
+    /// Draft tokens that this attempt verified.
     pub drafted_tokens: u32,
-    /// Those of them that were right, and so are part of the output.
+    /// Draft tokens of this attempt that were accepted.
     pub accepted_tokens: u32,
 }
 
@@ -239,14 +238,14 @@ pub enum WorkerState {
     Draining,
 }
 
-/// What a model is asked for.
+/// Task that a model serves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum ModelTask {
-    /// Tokens that follow a prompt.
+    /// Generates tokens that follow a prompt.
     Generate,
-    /// A vector for a text.
+    /// Returns a vector of `width` values for a text.
     Embed { width: u32 },
-    /// Scores for a pair of texts.
+    /// Returns `scores` scores for a pair of texts.
     Rerank { scores: u32 },
 }
 
@@ -260,24 +259,23 @@ impl ModelTask {
     }
 }
 
-/// A model that a worker serves, and what for.
+/// A model that a worker serves, with its task.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ServedModel {
-    /// Its name in the API.
+    /// Name of the model in the API.
     pub id: ModelId,
-    /// Digest of the model file(s); part of every block root.
+    /// Digest of the model's files; part of every block root.
     pub model_digest: [u8; 32],
     /// Digest of the tokenizer; part of every block root.
     pub tokenizer_digest: [u8; 32],
-    /// Longest sequence served, in tokens.
+    /// Longest sequence that is served, in tokens.
     pub max_model_len: u32,
-    /// Layers served here: `[first, last)`.
+    /// Layers that this worker serves: `[first, last)`.
     pub layers: (u32, u32),
-    /// (model digest, device, ISA, weight path, KV type) in words: equal classes give bit-equal results.
+    /// (model digest, device, ISA, weight path, KV type) as text. Equal classes give bit-equal results.
     pub numeric_class: String,
     /// Tokens per KV block.
     pub block_tokens: u32,
-    /// What it is asked for.
     pub task: ModelTask,
 }
 
@@ -286,15 +284,15 @@ pub struct ServedModel {
 pub struct WorkerInfo {
     /// Must equal the certificate's node id.
     pub node: NodeId,
-    /// This life of the process.
+    /// Epoch of this run of the process.
     pub epoch: Epoch,
-    /// Operating-system process id, for people.
+    /// Process id of the operating system, for operators.
     pub pid: u32,
-    /// Where other nodes reach it, `ip:port`.
+    /// Address of the QUIC endpoint, `ip:port`.
     pub quic: String,
-    /// Its ops port, `ip:port`.
+    /// Address of the ops port, `ip:port`.
     pub ops: String,
-    /// What it serves; at most [`MAX_MODELS`].
+    /// At most [`MAX_MODELS`].
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_MODELS>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_MODELS>"
@@ -304,90 +302,90 @@ pub struct WorkerInfo {
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Register {
-    /// Who it is and what it serves.
     pub worker: WorkerInfo,
-    /// What part of a request it is for.
+    /// Phases of a request that the worker serves.
     pub part: WorkPart,
-    /// What a pull of each model's prefixes costs; of a model that is not here nothing can be pulled. At most
-    /// [`MAX_MODELS`].
+    /// Cost of pulling a prefix of each model. Prefixes of models that are not listed cannot be pulled. At
+    /// most [`MAX_MODELS`].
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_MODELS>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_MODELS>"
     )]
     pub pulls: Vec<PullCost>,
-    /// What it gives to replicas; none of a worker that serves its own model only.
+    /// Resources that the worker contributes to replicas. `None` for a worker that serves only its own
+    /// model.
     pub capacity: Option<Capacity>,
-    /// The operations that it offers; at most [`MAX_OPERATIONS`].
+    /// Operations that the worker offers; at most [`MAX_OPERATIONS`].
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_OPERATIONS>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_OPERATIONS>"
     )]
     pub operations: Vec<OfferedOperation>,
-    /// The drafter beside the model whose file it gives to replicas, if it has one.
+    /// Drafter that the worker has beside the model file that it contributes to replicas, if any.
     pub drafter: Option<OfferedDrafter>,
 }
 
 impl From<WorkerInfo> for Register {
-    /// A worker for all of a request that nothing is pulled from and that takes part in no replica.
+    /// Registers a worker for both phases, without pulls, replicas or operations.
     fn from(worker: WorkerInfo) -> Self {
         let (pulls, operations) = (Vec::new(), Vec::new());
         Self { worker, part: WorkPart::Both, pulls, capacity: None, operations, drafter: None }
     }
 }
 
-/// A coordinator's answer to a worker that it accepts.
+/// Coordinator's reply to a worker that it accepts.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Registered {
-    /// Without a report that shows progress for this long, the worker counts as dead.
+    /// A worker without a report of progress for this long counts as dead.
     pub lease_ms: u64,
-    /// How often to report at least.
+    /// Longest interval between two reports.
     pub report_every_ms: u64,
-    /// Keys every block id of the cluster.
+    /// Key of every block id of the cluster.
     pub cluster_key: ClusterKey,
 }
 
-/// What a worker says about itself when asked.
+/// Reply of a worker to a status request.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct WorkerStatus {
     pub node: NodeId,
-    /// What it serves; at most [`MAX_MODELS`].
+    /// At most [`MAX_MODELS`].
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_MODELS>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_MODELS>"
     )]
     pub models: Vec<ServedModel>,
     pub load: LoadReport,
-    /// Number of the last KV event of this epoch; 0 before the first.
+    /// Sequence number of the last KV event of this epoch; 0 before the first.
     pub kv_sequence: u64,
     /// Milliseconds since the process started.
     pub uptime_ms: u64,
 }
 
-/// A worker's load and progress, reported at least twice a second and after bursts.
+/// Load and progress of a worker, reported at least twice a second and after bursts.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct LoadReport {
-    /// This life of the process.
+    /// Epoch of this run of the process.
     pub epoch: Epoch,
     pub state: WorkerState,
     pub running: u32,
     pub waiting: u32,
-    /// Prompt tokens admitted or queued and not yet computed.
+    /// Prompt tokens that are admitted or queued and not yet computed.
     pub pending_prefill_tokens: u64,
-    /// KV bytes in use by live sequences.
+    /// KV bytes that live sequences use.
     pub kv_used: u64,
-    /// KV bytes in all.
+    /// Total KV bytes.
     pub kv_total: u64,
-    /// Steps executed since start: the lease is renewed by progress, not by TCP.
+    /// Steps executed since the process started. Progress renews the lease; an open connection does not.
     pub steps: u64,
-    /// Tokens generated since start.
+    /// Tokens generated since the process started.
     pub tokens: u64,
     /// Milliseconds since the last step ended while work was queued; 0 when idle.
     pub stalled_ms: u64,
-    /// Prefill rate measured over recent steps, tokens per second; 0 if unknown.
+    /// Prefill rate of recent steps, tokens per second; 0 if unknown.
     pub prefill_rate: f32,
-    /// Decode step time at the present batch, milliseconds; 0 if unknown.
+    /// Time of a decode step at the present batch size, milliseconds; 0 if unknown.
     pub step_ms: f32,
-    /// Resident set size of the process in bytes.
+    /// Resident set size of the process, bytes.
     pub rss: u64,
     pub pulls: PullReport,
 }

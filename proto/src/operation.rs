@@ -1,31 +1,32 @@
-//! From protocol version 4 on: whole operations that a worker offers beside generations (decision 44), and the one
-//! stream on which those that hear are served.
+//! Operations that a worker offers besides generation, from protocol version 4 on (decision 44), and the
+//! stream on which operations with audio input are served.
 //!
-//! A worker announces what it offers when it registers ([`OfferedOperation`]). [`Operation::Embed`] and
-//! [`Operation::Rerank`] keep their own call ([`EncodeRequest`](crate::message::EncodeRequest)); every other operation
-//! is a *session* on a stream of its own, opened by a coordinator:
+//! A worker announces its operations when it registers ([`OfferedOperation`]). [`Operation::Embed`] and
+//! [`Operation::Rerank`] have their own call ([`EncodeRequest`](crate::message::EncodeRequest)). Every
+//! other operation is a *session*: one stream, opened by a coordinator:
 //!
 //! ```text
 //! coordinator                                   worker
 //! OperationRequest                          ->
 //!                                           <-  Opened, or Failed and the end of the stream
 //! Samples, Samples, ...                     ->
-//!                                           <-  Windows, SpeechStarted, SpeechEnded: as it hears
-//! Segment: what is it, as far as heard?     ->
-//!                                           <-  what follows (Turn, Text, SpeechEnded), then Segmented
-//! Reset: as just opened                     ->
+//!                                           <-  Windows, SpeechStarted, SpeechEnded: as the audio arrives
+//! Segment: report the result so far         ->
+//!                                           <-  results (Turn, Text, SpeechEnded), then Segmented
+//! Reset: return to the initial state        ->
 //!                                           <-  Restarted
 //! Finish                                    ->
 //!                                           <-  as for Segment, then Finished and the end of the stream
 //! ```
 //!
-//! A one-shot operation is a session of Samples and Finish. Answers come in the order of what they answer, so nothing
-//! is numbered. Whoever wants no more sends `Close`, or drops the stream. The worker chose the backend when it opened
-//! the session and holds its state; nothing moves to another worker. A session that ends without `Finished` or `Failed`
-//! was cut off, and is the client's to open anew. The worker reads what it is sent only as fast as it computes and as
-//! what it answers is read: QUIC's windows are all the memory that a slow peer costs.
+//! A one-shot operation is a session of Samples and Finish. Replies come in the order of the inputs, so
+//! they have no numbers. The coordinator aborts with `Close`, or by dropping the stream. The worker chooses
+//! the backend when it opens the session and holds the session's state; the state never moves to another
+//! worker. A session that ends without `Finished` or `Failed` was cut off; the client may open a new one.
+//! The worker reads input only as fast as it computes and as its replies are read. A slow peer therefore
+//! costs no more memory than QUIC's windows.
 //!
-//! Positions are samples since the session was opened or last reset, at the rate of the request.
+//! Positions are samples since the session was opened or last reset, at the request's sample rate.
 
 use crate::codec::bounded;
 use crate::ids::{ModelId, RequestId};
@@ -34,23 +35,23 @@ use crate::trace::TraceContext;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Operations that one worker offers at most, each model of each counted.
+/// Most operations that one worker offers, counting each (operation, model) pair.
 pub const MAX_OPERATIONS: usize = 64;
-/// Samples of one frame at most: four seconds at 16 kHz.
+/// Most samples of one frame: about four seconds at 16 kHz.
 pub const MAX_FRAME_SAMPLES: usize = 1 << 16;
-/// Windows that one frame tells of at most.
+/// Most windows in one frame.
 pub const MAX_FRAME_WINDOWS: usize = 4096;
 
-/// Something that is asked of a model other than tokens that follow a prompt.
+/// Task of a model other than generating tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Operation {
-    /// A vector for a text.
+    /// Computes a vector for a text.
     Embed,
-    /// Scores for a pair of texts.
+    /// Computes scores for a pair of texts.
     Rerank,
-    /// Where in what is heard somebody speaks.
+    /// Voice activity detection: the parts of the audio in which somebody speaks.
     Vad,
-    /// Whether who has spoken is done.
+    /// Whether the speaker has finished the turn.
     TurnDetection,
     Asr,
     Tts,
@@ -60,7 +61,7 @@ impl Operation {
     pub const ALL: [Self; 6] =
         [Self::Embed, Self::Rerank, Self::Vad, Self::TurnDetection, Self::Asr, Self::Tts];
 
-    /// Its name in JSON, in variables of the environment and of a bundle's directory.
+    /// Name in JSON, in environment variables and in a bundle's directory.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Embed => "embed",
@@ -72,12 +73,12 @@ impl Operation {
         }
     }
 
-    /// The operation of this name.
+    /// Returns the operation with this name.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|operation| operation.name() == name)
     }
 
-    /// What a model of this task is asked for; none of one that generates, which is no operation of its own.
+    /// Returns the operation of a model's task. `None` for generation, which is not an operation.
     pub fn of_task(task: ModelTask) -> Option<Self> {
         match task {
             ModelTask::Generate => None,
@@ -86,7 +87,7 @@ impl Operation {
         }
     }
 
-    /// Whether it is a session on a stream of its own ([`OperationRequest`]); the others are encode calls.
+    /// Whether the operation is a session ([`OperationRequest`]). The others are encode calls.
     pub fn is_session(self) -> bool {
         !matches!(self, Self::Embed | Self::Rerank)
     }
@@ -102,80 +103,83 @@ impl fmt::Display for Operation {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OfferedOperation {
     pub operation: Operation,
-    /// With which model. Of embed and rerank it is also among the models that the worker serves.
+    /// For embed and rerank, the model is also one of the models that the worker serves.
     pub model: ModelId,
-    /// Which backend serves it there, for people: the choice is the worker's.
+    /// Backend that serves the operation, for operators. The worker chooses it.
     pub backend: String,
 }
 
-/// A session, as a coordinator opens it at a worker.
+/// Request of a coordinator to open a session.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct OperationRequest {
     pub request_id: RequestId,
-    /// What is wanted; not embed or rerank.
+    /// Any operation but embed and rerank.
     pub operation: Operation,
-    /// With which model; none: any that the worker offers it with.
+    /// `None` accepts any model that the worker offers the operation with.
     pub model: Option<ModelId>,
-    /// Samples per second of what will be heard. One that the backend does not take is refused by its name; only
-    /// [`Operation::Asr`] converts what it takes.
+    /// Samples per second of the audio. A backend refuses an unsupported rate as an invalid field; only
+    /// [`Operation::Asr`] resamples.
     pub sample_rate: u32,
     pub options: OperationOptions,
-    /// The span that it is below of, if it is recorded.
+    /// Parent span. `None` if the request is not recorded.
     pub trace: Option<TraceContext>,
 }
 
-/// How an operation is to be done. What the chosen backend would not act upon is refused.
+/// Options of a session. The chosen backend refuses options that it does not support.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub enum OperationOptions {
-    /// As the backend has it.
+    /// The backend's defaults.
     #[default]
     Default,
-    /// Of [`Operation::Vad`].
+    /// For [`Operation::Vad`].
     Speech(SpeechOptions),
-    /// Of [`Operation::TurnDetection`].
+    /// For [`Operation::TurnDetection`].
     Turn(TurnOptions),
-    /// Of [`Operation::Asr`].
+    /// For [`Operation::Asr`].
     Transcribe(TranscribeOptions),
 }
 
-/// When speech begins and ends. Each that is none is as the model's authors recommend.
+/// Limits of speech detection. `None` is the value that the model's authors recommend.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct SpeechOptions {
     /// Speech begins with a window of at least this probability; 0 to 1.
     pub threshold: Option<f32>,
     /// Speech may end with a window below this probability; 0 to 1, at most `threshold`.
     pub end_threshold: Option<f32>,
-    /// So long must windows stay below before it has ended; at most 60,000.
+    /// Time for which windows must stay below `end_threshold` before speech ends, milliseconds; at most
+    /// 60,000.
     pub min_silence_ms: Option<u32>,
-    /// Told so much earlier and later; at most 60,000.
+    /// Padding: speech is reported to begin this much earlier and to end this much later, milliseconds; at
+    /// most 60,000.
     pub pad_ms: Option<u32>,
-    /// Tell each window's probability too.
+    /// Whether to report each window's probability too.
     pub windows: bool,
 }
 
-/// When a turn is complete.
+/// Options of turn detection.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct TurnOptions {
-    /// Complete above this probability, 0 to 1; none: as the model's authors recommend.
+    /// A turn is complete above this probability, 0 to 1. `None` is the value that the model's authors
+    /// recommend.
     pub threshold: Option<f32>,
 }
 
-/// What is to be made of speech.
+/// Options of speech recognition.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct TranscribeOptions {
-    /// The language that is spoken, by its code (`en`); none: what it sounds like.
+    /// Code of the spoken language (`en`). `None` detects it.
     pub language: Option<String>,
     pub translate: bool,
-    /// What was said or written before, which tells style and spelling; empty: nothing.
+    /// Preceding text, from which the model takes style and spelling; may be empty.
     pub prompt: String,
 }
 
-/// Tokens of one piece of a transcript at most.
+/// Most tokens of one piece of a transcript.
 pub const MAX_SPOKEN_TOKENS: usize = 1 << 12;
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum Pcm {
-    /// Full scale is 1. What is not finite is refused.
+    /// Full scale is 1. Values that are not finite are refused.
     F32(
         #[serde(
             serialize_with = "bounded::serialize::<_, _, MAX_FRAME_SAMPLES>",
@@ -201,12 +205,11 @@ impl Pcm {
         }
     }
 
-    /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Full scale 1.
+    /// Converts to f32 with full scale 1.
     pub fn into_f32(self) -> Vec<f32> {
         match self {
             Self::F32(samples) => samples,
@@ -215,29 +218,29 @@ impl Pcm {
     }
 }
 
-/// What a coordinator sends on a session's stream, behind the request.
+/// Frame of a coordinator on a session's stream, after the request.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum OperationInput {
-    /// More is heard; at most [`MAX_FRAME_SAMPLES`].
+    /// More audio; at most [`MAX_FRAME_SAMPLES`].
     Samples(Pcm),
-    /// Here something ends: say what it is, as far as heard. Speech that goes on ends here; a turn is judged by what was
-    /// heard since the last reset. The session goes on: nothing that was heard is forgotten.
+    /// End of a segment: report the result for the audio so far. Ongoing speech ends here. A turn is judged
+    /// by the audio since the last reset. The session continues and keeps its state.
     Segment,
-    /// Forget all that was heard; positions begin at 0 again.
+    /// Clears the session's state. Positions begin at 0 again.
     Reset,
-    /// A last segment, for which what is left of a window is filled up with silence; then the session ends.
+    /// Last segment. A partial window is filled up with silence. Then the session ends.
     Finish,
-    /// The session ends at once.
+    /// Ends the session at once.
     Close,
 }
 
-/// What a worker sends on a session's stream: `Opened`, any number of others, then exactly one of `Finished` and
-/// `Failed`, which may also be the first.
+/// Frame of a worker on a session's stream: `Opened`, any number of others, then exactly one of `Finished`
+/// and `Failed`. `Failed` may also come first.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum OperationOutput {
-    /// It may be sent to.
+    /// The session is open and accepts input.
     Opened(OpenedOperation),
-    /// The probability of speech in consecutive windows, if asked for; at most [`MAX_FRAME_WINDOWS`].
+    /// Probability of speech in consecutive windows, if requested; at most [`MAX_FRAME_WINDOWS`].
     Windows(
         #[serde(
             serialize_with = "bounded::serialize::<_, _, MAX_FRAME_WINDOWS>",
@@ -245,32 +248,32 @@ pub enum OperationOutput {
         )]
         Vec<VoiceWindow>,
     ),
-    /// Somebody speaks, from this position on.
+    /// Speech begins.
     SpeechStarted {
         /// Position of the first sample.
         at: u64,
     },
-    /// Nobody speaks any more from this position on.
+    /// Speech has ended.
     SpeechEnded {
-        /// Position behind the last sample.
+        /// Position after the last sample.
         at: u64,
     },
-    /// Whether the turn is complete.
+    /// Result of turn detection.
     Turn(TurnScore),
     Text(SpokenText),
-    /// A `Segment` is answered.
+    /// Reply to a `Segment`; follows its results.
     Segmented {
         at: u64,
     },
-    /// A `Reset` is done.
+    /// Reply to a `Reset`.
     Restarted,
-    /// The end, as asked for.
+    /// Reply to a `Finish`; the last frame.
     Finished {
-        /// Samples heard since the session was opened, also before resets.
+        /// Samples received since the session was opened, including those before resets.
         samples: u64,
     },
     Failed(OperationError),
-    /// Which language it is heard to be, where that was not said: before the first text.
+    /// Detected language, if the request did not name one. Sent before the first text.
     Language(Language),
 }
 
@@ -279,17 +282,17 @@ pub enum OperationOutput {
 pub struct OpenedOperation {
     pub backend: String,
     pub model: ModelId,
-    /// Samples per second, as asked for.
+    /// Samples per second, as requested.
     pub sample_rate: u32,
-    /// Samples that it looks at together; 0 where that depends on what is heard.
+    /// Samples per window; 0 if that depends on the audio.
     pub window: u32,
-    /// It ends if it hears nothing for so long.
+    /// The session ends if no input arrives for this long.
     pub idle_timeout_ms: u64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct VoiceWindow {
-    /// Position of its first sample.
+    /// Position of the first sample.
     pub start: u64,
     pub probability: f32,
 }
@@ -297,9 +300,9 @@ pub struct VoiceWindow {
 /// See [`OperationOutput::Turn`].
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct TurnScore {
-    /// Samples heard when this was judged.
+    /// Samples received when the turn was judged.
     pub at: u64,
-    /// Whether who has spoken is done.
+    /// Whether the speaker has finished the turn.
     pub complete: bool,
     pub probability: f32,
 }
@@ -310,67 +313,67 @@ pub struct SpokenText {
     pub text: String,
     pub start: u64,
     pub end: u64,
-    /// Where the window begins in which they were heard.
+    /// Position at which the window of this text begins.
     pub window: u64,
-    /// The model's tokens, those of times among them; at most [`MAX_SPOKEN_TOKENS`].
+    /// Tokens of the model, including timestamp tokens; at most [`MAX_SPOKEN_TOKENS`].
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_SPOKEN_TOKENS>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_SPOKEN_TOKENS>"
     )]
     pub tokens: Vec<u32>,
-    /// The mean logarithm of the probabilities of the window's tokens.
+    /// Mean log-probability of the window's tokens.
     pub mean_log: f32,
-    /// The probability that nobody speaks in the window.
+    /// Probability that nobody speaks in the window.
     pub silence: f32,
 }
 
 /// See [`OperationOutput::Language`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Language {
-    /// Its code, `en`.
+    /// Language code, such as `en`.
     pub code: String,
-    /// Among all that the model knows.
+    /// Probability among all languages of the model.
     pub probability: f32,
 }
 
-/// Why a session is not opened, or ends. The texts are for clients.
+/// Reason why a session is not opened, or ends. The texts are shown to clients.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum OperationError {
-    /// Nothing here serves the operation.
+    /// The worker serves no model for the operation.
     #[error("operation {operation} is not served by this worker")]
     NotServed { operation: Operation },
-    /// The operation is served, not with this model.
+    /// The worker serves the operation, but not with this model.
     #[error("operation {operation} is not served with model {model} by this worker")]
     ModelNotFound { operation: Operation, model: ModelId },
-    /// A field has a value that the backend refuses, or would not act upon.
+    /// A field has a value that the backend refuses or does not support.
     #[error("{field}: {reason}")]
     InvalidField {
         field: String,
         /// Value and limit, in words.
         reason: String,
     },
-    /// As many sessions are open as may be; another worker may take it.
+    /// The worker has its maximum number of open sessions. Retryable on another worker.
     #[error("{limit} sessions are open, and there may be no more")]
     TooManySessions {
-        /// As many as there may be.
+        /// Maximum number of open sessions.
         limit: u32,
     },
-    /// The worker takes no new work; another worker may take it.
+    /// The worker accepts no new work. Retryable on another worker.
     #[error("the worker is draining")]
     Draining,
-    /// Nothing was heard for too long.
+    /// No input arrived for too long.
     #[error("nothing was heard for {after_ms} ms")]
     Idle {
-        /// Milliseconds.
+        /// Milliseconds without input.
         after_ms: u64,
     },
-    /// More was sent than a session may hear.
+    /// The input exceeds a session's limit.
     #[error("a session hears at most {limit} samples")]
     TooLong { limit: u64 },
-    /// The worker failed; another worker may take it.
+    /// The worker failed. Retryable on another worker.
     #[error("internal error")]
     Internal,
-    /// What the model has computed holds NaN or infinity. Another worker may take it.
+    /// A computed value is NaN or infinite. Retryable on another worker.
     #[error(
         "the model's numbers are not finite: its weights, or what was computed of them, hold NaN or infinity"
     )]
@@ -378,7 +381,7 @@ pub enum OperationError {
 }
 
 impl OperationError {
-    /// Whether another worker could open the same session.
+    /// Whether another worker may be able to open the same session.
     pub fn retryable(&self) -> bool {
         matches!(
             self,

@@ -1,9 +1,9 @@
-//! Replicas of several stages under a cluster. What a worker of the pool can give, which
-//! part of a replica a coordinator wants of it, and the lease by which a first stage holds the others.
+//! Replicas of several stages: the resources that a pool worker contributes, the orders of a coordinator to
+//! pool workers, and the lease by which the first stage of a replica holds the other stages.
 //!
-//! A replica's *life* is the number of the agreed entry that planned it: a later plan has a larger one. Within a life,
-//! each attempt of the first stage to put the replica together has an epoch of its own. A stage belongs to the latest
-//! (life, epoch) that has claimed it, and to none once that lease is not kept up.
+//! A replica's *life* is the index of the log entry that planned it; a later plan has a larger one. Within
+//! a life, each attempt of the first stage to form the replica has its own epoch. A stage belongs to the
+//! latest (life, epoch) that claimed it. It belongs to no replica once that lease is not renewed.
 
 use crate::codec::bounded;
 use crate::ids::{Epoch, ModelId};
@@ -11,21 +11,22 @@ use crate::message::MAX_MODELS;
 use crate::stage::{ReplicaId, StageAddress};
 use serde::{Deserialize, Serialize};
 
-/// Stages of one replica at most.
+/// Most stages of one replica.
 pub const MAX_STAGES: usize = 64;
-/// Workers that one order names as having a model at most.
+/// Most workers that one order lists as holders of a model.
 pub const MAX_HOLDERS: usize = 16;
 
-/// What a worker of the pool has to give to replicas.
+/// Resources that a pool worker contributes to replicas.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Capacity {
-    /// Bytes for weights and caches.
+    /// Memory for weights and caches, bytes.
     pub memory: u64,
-    /// Bytes per second that its decode steps read.
+    /// Bytes per second that the worker's decode steps read.
     pub bandwidth: u64,
-    /// Multiply-adds per second that its prefill steps do.
+    /// Multiply-adds per second of the worker's prefill steps.
     pub compute: u64,
-    /// The model files that it can read; at most [`MAX_MODELS`]. Who has none gets what it is to hold from others.
+    /// Model files that the worker can read; at most [`MAX_MODELS`]. A worker without a file receives its
+    /// weights from other workers.
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_MODELS>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_MODELS>"
@@ -36,68 +37,70 @@ pub struct Capacity {
 /// A model file that a worker can read.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OfferedModelFile {
-    /// The model's name in the API.
+    /// Name of the model in the API.
     pub model: ModelId,
     pub digest: [u8; 32],
 }
 
-/// The drafter of a model that is placed.
+/// Drafter of a placed model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Drafter {
-    /// The block behind the model's last layer, in the model's own file: at the last stage.
+    /// The MTP head behind the model's last layer, in the model's own file. Runs at the last stage.
     Appended,
-    /// A drafter that reads the model's caches, by the digest of its file: at the last stage.
+    /// A drafter that reads the model's caches, by the digest of its file. Runs at the last stage.
     Assistant([u8; 32]),
-    /// A smaller model of the same vocabulary, by the digest of its file: at the first stage.
+    /// A smaller model of the same vocabulary, by the digest of its file. Runs at the first stage.
     Model([u8; 32]),
 }
 
-/// A drafter that a worker of the pool has beside its model's file, and what it takes of the stage where it guesses.
+/// A drafter that a pool worker has beside its model's file, with the resources that it takes from the
+/// stage where it runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OfferedDrafter {
-    /// Digest of the model that it guesses for.
+    /// Digest of the model that the drafter serves.
     pub model_digest: [u8; 32],
     pub drafter: Drafter,
-    /// The first layer of the model whose caches it reads: all from there on are the last stage's.
+    /// First model layer whose caches the drafter reads. The last stage must hold all layers from here on.
     pub from_layer: u32,
-    /// Bytes of its tensors.
+    /// Size of the drafter's tensors, bytes.
     pub weight_bytes: u64,
-    /// Whether it reads the model's embedding too.
+    /// Whether the drafter also reads the model's embedding.
     pub reads_embedding: bool,
-    /// Elements of keys and values that it keeps for each position.
+    /// Key and value elements that the drafter keeps for each position.
     pub kv_elements: u64,
-    /// Elements that it keeps beside each recurrent state of a sequence.
+    /// Elements that the drafter keeps beside each recurrent state of a sequence.
     pub state_elements: u64,
 }
 
-/// What a coordinator wants of a worker of the pool. It comes again and again, so that nothing need be remembered of
-/// what was said before.
+/// Order of a coordinator to a pool worker. It states the full wanted state and is sent repeatedly, so a
+/// worker need not remember earlier orders.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlaceOrder {
-    /// How much of what is agreed on the coordinator knows; of two orders the one with more counts.
+    /// How far the coordinator has applied the Raft log. Of two orders, the one with the higher version
+    /// holds.
     pub version: u64,
-    /// The replica that the worker is the first stage of; none to be free, or another stage.
+    /// Replica whose first stage the worker is. `None` if the worker is free or a later stage.
     pub lead: Option<Lead>,
-    /// Where others are reached, `ip:port`, that have the model of the replica that it is a stage of, the first or
-    /// another; at most [`MAX_HOLDERS`].
+    /// Addresses, `ip:port`, of other workers that have the model of the replica in which the worker is a
+    /// stage; at most [`MAX_HOLDERS`].
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_HOLDERS>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_HOLDERS>"
     )]
     pub holders: Vec<String>,
-    /// The drafter of the replica that the worker leads; without one its own setting counts.
+    /// Drafter of the replica that the worker leads. `None` leaves it to the worker's own setting.
     pub drafter: Option<Drafter>,
 }
 
-/// A replica to be led.
+/// A replica that the worker leads as its first stage.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Lead {
     pub life: u64,
     pub model: ModelId,
     pub model_digest: [u8; 32],
-    /// Bytes that the caches of all stages together may take, so that each has room for its part.
+    /// Bytes for the caches of all stages together. Each stage has room for its part.
     pub cache_bytes: u64,
-    /// Its stages in the order of their layers, the worker itself first; at most [`MAX_STAGES`].
+    /// Stages in the order of their layers, the worker itself first; at most [`MAX_STAGES`].
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_STAGES>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_STAGES>"
@@ -108,18 +111,18 @@ pub struct Lead {
 /// A stage of a plan.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlacedStage {
-    /// Who, and where it is reached.
+    /// The worker and its address.
     pub at: StageAddress,
-    /// First layer, and the one behind the last.
+    /// Layer range `[first, last)`.
     pub layers: (u32, u32),
 }
 
-/// What a worker of the pool answers to a [`PlaceOrder`].
+/// Reply of a pool worker to a [`PlaceOrder`].
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct PlaceReport {
-    /// How the replica is that it leads.
+    /// State of the replica that the worker leads.
     pub leads: Option<LeadReport>,
-    /// The life of the replica that it is another stage of.
+    /// Life of the replica in which the worker is a later stage.
     pub holds: Option<u64>,
 }
 
@@ -127,19 +130,19 @@ pub struct PlaceReport {
 pub struct LeadReport {
     pub life: u64,
     pub state: LeadState,
-    /// Times that it was put together, or that this was tried.
+    /// Number of attempts to form the replica, failed ones included.
     pub attempts: u32,
-    /// Why the last of these has ended; empty before.
+    /// Reason why the latest attempt ended; empty if none has ended.
     pub reason: String,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum LeadState {
-    /// Its stages are claimed and load.
+    /// The stages are claimed and load their layers.
     Forming,
     Serving,
     Waiting,
-    /// The model's file is no such model: no attempt follows.
+    /// The model's file cannot be loaded. No further attempt follows.
     BadFile,
 }
 
@@ -154,39 +157,39 @@ impl LeadState {
     }
 }
 
-/// A first stage claims another: the head of a lease.
+/// Claim of a first stage for another stage: the first frame of a lease.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StageClaim {
-    /// The replica that the stage will be asked to join.
+    /// Replica that the stage will be ordered to join.
     pub replica: ReplicaId,
     pub life: u64,
-    /// Which attempt within that life.
+    /// Number of the attempt within that life.
     pub epoch: Epoch,
 }
 
-/// From the first stage, as long as it wants the lease.
+/// Frames of the first stage for as long as it needs the lease.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum LeaseBeat {
-    /// Numbered from 1.
+    /// Heartbeat, numbered from 1.
     Beat(u64),
 }
 
-/// From the stage that is held.
+/// Frames of the claimed stage.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum LeaseAnswer {
     Granted,
     Refused(ClaimRefusal),
-    /// To the beat with this number.
+    /// Reply to the heartbeat with this number.
     Beat(u64),
 }
 
-/// Why a claim does not hold.
+/// Reason why a claim is refused.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum ClaimRefusal {
-    /// A later life, or a later attempt in the same one, has claimed the stage.
+    /// A later life, or a later attempt in the same life, has claimed the stage.
     #[error("life {life} has claimed it in epoch {}", epoch.0)]
     Stale { life: u64, epoch: Epoch },
-    /// It is the first stage of a replica itself.
+    /// The worker is the first stage of a replica itself.
     #[error("it leads a replica")]
     Leads,
 }

@@ -1,35 +1,36 @@
-//! What a worker asks of another: the resume point of a prefix, so that it need not compute it. One pull is one
-//! stream: a [`PullRequest`] goes one way; [`PullFrame`]s come back, each piece's bytes behind its frame.
+//! KV transfer: a worker pulls the resume point of a prefix from another worker instead of computing it.
+//! One pull is one stream: a [`PullRequest`], and back [`PullFrame`]s, each piece's bytes after its frame.
 //!
-//! Who asks names root and tokens, never ids alone: what it does not know already it cannot ask for. Nothing that
-//! comes back is believed: which pieces belong to a resume point and how long they are the asking worker knows by its
-//! own caches, and every piece carries a digest over all that decides its bytes.
+//! The receiver names root and tokens, never ids alone, so it cannot request a prefix whose tokens it does
+//! not know. The receiver trusts no reply: it derives the pieces of a resume point and their lengths from
+//! its own caches, and every piece carries a digest over everything that decides its bytes.
 
 use crate::block::BlockId;
 use crate::ids::NodeId;
 use serde::{Deserialize, Serialize};
 
-/// Bytes that a holder copies out at a time, and one piece more: so a pull from a busy holder takes a layer of a step for
-/// every so many bytes.
+/// Most bytes that a holder copies from its caches between two of its steps; at least one piece is copied.
+/// A pull from a busy holder waits for a step before each slice.
 pub const SLICE_BYTES: u64 = 16 << 20;
 
-/// Workers that one sends to at once; further ones are refused and compute.
+/// Most workers that one worker sends to at once. Further ones are refused and compute the prefix.
 pub const SENDS_AT_ONCE: usize = 8;
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PullRequest {
-    /// Digest of what must be equal on both sides for bytes to mean the same: model, tokenizer, numeric class, layout
-    /// of the caches.
+    /// Digest of everything that must be equal on both sides for the bytes to mean the same: model,
+    /// tokenizer, numeric class, layout of the caches.
     pub origin: [u8; 32],
     /// Root of the prefix: tenant, model, tokenizer and adapter.
     pub root: BlockId,
-    /// The prefix, whole hash units.
+    /// The prefix in whole hash units.
     pub tokens: Vec<u32>,
-    /// Leading tokens that the asking worker has: what ends before them is not sent.
+    /// Leading tokens that the receiver has. Pieces that end before them are not sent.
     pub have: u32,
 }
 
-/// What comes back: `Head`, then as many `Piece`s as it says, each followed by its bytes; or `Failed`, at any time.
+/// Frame of the sender: `Head`, then the announced number of `Piece`s, each followed by its bytes. `Failed`
+/// may come at any time.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PullFrame {
     Head(PullHead),
@@ -41,10 +42,10 @@ pub enum PullFrame {
 /// See [`PullFrame::Head`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PullHead {
-    /// Tokens of the resume point: at most those asked for, more than the asking worker has.
+    /// Tokens of the resume point: at most those requested, and more than the receiver has.
     pub tokens: u32,
-    /// Pieces that follow: those of this resume point that end behind what the asking worker has, in the order of
-    /// their ends, of equal ends in that of their groups.
+    /// Number of pieces that follow: those of this resume point that end after the receiver's tokens,
+    /// ordered by end and then by group.
     pub pieces: u32,
 }
 
@@ -52,37 +53,38 @@ pub struct PullHead {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PulledPiece {
     pub group: u32,
-    /// Tokens up to its end.
+    /// Tokens up to the end of the piece.
     pub end: u32,
-    /// Bytes that follow.
+    /// Number of bytes that follow.
     pub bytes: u32,
-    /// Digest of the bytes and of all that they depend on: origin, root, the tokens up to its end, the group.
+    /// Digest of the bytes and of everything that they depend on: origin, root, the tokens up to the end,
+    /// the group.
     pub digest: [u8; 32],
 }
 
-/// Why a worker sends nothing, or nothing more.
+/// Reason why a worker sends nothing, or nothing more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, thiserror::Error)]
 pub enum PullRefusal {
-    /// It computes something else, or otherwise.
+    /// The worker has another model, numeric class or cache layout.
     #[error("it is of another origin")]
     OtherOrigin,
-    /// It holds no more of these tokens than the asking worker.
+    /// The worker holds no more of these tokens than the receiver.
     #[error("it does not hold the prefix")]
     NotHeld,
-    /// It sends to as many others already as it may.
+    /// The worker sends to its maximum number of receivers.
     #[error("it sends to too many others")]
     Busy,
     #[error("internal error")]
     Internal,
 }
 
-/// Where a worker may pull from.
+/// A worker that a prefix may be pulled from.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PullSource {
-    /// The worker that holds the prefix; its certificate must say so.
+    /// The worker that holds the prefix. Its certificate must carry this id.
     pub node: NodeId,
-    /// Where it is reached by QUIC, `ip:port`.
+    /// QUIC address, `ip:port`.
     pub quic: String,
-    /// Leading tokens of the prompt that it is expected to hold.
+    /// Leading tokens of the prompt that the worker is expected to hold.
     pub tokens: u32,
 }

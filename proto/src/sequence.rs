@@ -1,20 +1,20 @@
-//! What a coordinator asks of a worker besides generations: sequences saved, restored, forked and cut, prefixes
-//! pinned. One call is one stream: a [`SequenceRequest`], for some followed by a snapshot's bytes, goes one way; a
-//! [`SequenceReply`], for some followed by such bytes, comes back.
+//! Operations on sequences, requested by a coordinator from a worker: save, restore, fork and cut
+//! sequences, pin prefixes. One call is one stream: a [`SequenceRequest`], for some operations followed by
+//! a snapshot's bytes, and back a [`SequenceReply`], for some operations followed by such bytes.
 
 use crate::block::BlockId;
 use crate::codec::bounded;
 use crate::ids::{ModelId, RequestId};
 use serde::{Deserialize, Serialize};
 
-/// Entries of each kind in one list at most.
+/// Most entries of each kind in one list.
 pub const MAX_LISTED: usize = 4096;
 
-/// A sequence by the request that made it.
+/// Name of a sequence: the request that created it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct SequenceName {
     pub request: RequestId,
-    /// Which choice of it (`n` > 1, several prompts).
+    /// Index of the choice within the request (`n` > 1, or several prompts).
     pub choice: u32,
 }
 
@@ -27,69 +27,72 @@ impl std::fmt::Display for SequenceName {
     }
 }
 
-/// An operation, as a coordinator hands it to a worker.
+/// An operation, as a coordinator sends it to a worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SequenceRequest {
     pub model: ModelId,
-    /// Root of the tenant's prefix chains: only what stands under it is seen and touched.
+    /// Root of the tenant's prefix chains. The operation sees and changes only sequences under it.
     pub root: BlockId,
     pub operation: SequenceOperation,
 }
 
-/// What is done. Where an operation makes a sequence, one of that name that is not being generated is replaced.
+/// Operation on sequences. An operation that creates a sequence replaces one of that name, unless that one
+/// is being generated.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SequenceOperation {
-    /// Tells the sequences, snapshots and pins: [`SequenceReply::List`].
+    /// Lists the sequences, snapshots and pins: [`SequenceReply::List`].
     List,
     /// Saves a sequence's caches at the worker: [`SequenceReply::Saved`].
     Save {
         sequence: SequenceName,
-        /// Where the snapshot is kept.
+        /// Storage of the snapshot.
         medium: SaveMedium,
     },
-    /// Sends a snapshot: the one saved under this name, else one of the sequence as it stands now:
-    /// [`SequenceReply::Bytes`].
+    /// Sends the snapshot that was saved under this name, or else a snapshot of the sequence's present
+    /// state: [`SequenceReply::Bytes`].
     Fetch { sequence: SequenceName },
-    /// Brings a saved snapshot's caches back: [`SequenceReply::Sequence`].
+    /// Loads the caches of a saved snapshot: [`SequenceReply::Sequence`].
     Restore {
         snapshot: SequenceName,
-        /// What the sequence is called from now on.
+        /// Name of the restored sequence.
         name: SequenceName,
     },
-    /// As `Restore`, of a snapshot whose bytes follow the request.
+    /// Like `Restore`, for a snapshot whose bytes follow the request.
     Upload {
-        /// What the sequence is called from now on.
+        /// Name of the restored sequence.
         name: SequenceName,
-        /// Bytes that follow.
+        /// Number of bytes that follow.
         bytes: u64,
     },
-    /// Another sequence that stands where this one does and shares all of its blocks: [`SequenceReply::Sequence`].
+    /// Creates a sequence with the same tokens, which shares all blocks of this one:
+    /// [`SequenceReply::Sequence`].
     Fork { sequence: SequenceName, name: SequenceName },
-    /// Cuts a sequence; what is cached behind the cut and nobody shares is let go: [`SequenceReply::Sequence`].
+    /// Cuts a sequence. Frees cached blocks after the cut that no other sequence shares:
+    /// [`SequenceReply::Sequence`].
     Reset {
         sequence: SequenceName,
-        /// Tokens that it keeps; at least 1.
+        /// Number of tokens to keep; at least 1.
         keep: u32,
     },
-    /// Forgets a sequence and the snapshot of that name: [`SequenceReply::Done`].
+    /// Removes a sequence and the snapshot of that name: [`SequenceReply::Done`].
     Drop { sequence: SequenceName },
-    /// Computes a prefix, if it is not cached, and holds it against eviction: [`SequenceReply::Pinned`].
+    /// Computes a prefix, if it is not cached, and protects it against eviction: [`SequenceReply::Pinned`].
     Pin {
         tokens: Vec<u32>,
-        /// How long; 0 is until it is unpinned.
+        /// Lifetime of the pin in milliseconds; 0 lasts until it is unpinned.
         ttl_ms: u64,
     },
-    /// Lets a pinned prefix go: [`SequenceReply::Done`].
+    /// Removes a pin: [`SequenceReply::Done`].
     Unpin { pin: u64 },
 }
 
-/// Where a snapshot is kept.
+/// Storage of a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SaveMedium {
-    /// In the worker's memory, until the process ends.
+    /// The worker's memory, until the process ends.
     Memory,
-    /// In the worker's snapshot directory.
+    /// The worker's snapshot directory.
     Disk,
 }
 
@@ -102,26 +105,26 @@ impl SaveMedium {
     }
 }
 
-/// What a worker answers to a [`SequenceRequest`], once.
+/// Reply of a worker to a [`SequenceRequest`]; sent once.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SequenceReply {
     List(SequenceList),
-    /// The sequence as it stands now.
+    /// State of the sequence after the operation.
     Sequence(SequenceInfo),
     /// The snapshot that was saved.
     Saved(SnapshotInfo),
-    /// A snapshot of so many bytes, which follow.
+    /// A snapshot; this number of bytes follows.
     Bytes(u64),
     Pinned(PinInfo),
     Done,
-    /// It is not done, nothing has changed, and why.
+    /// The operation failed and changed nothing.
     Failed(SequenceError),
 }
 
 /// See [`SequenceReply::List`].
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct SequenceList {
-    /// Sequences that can be named, the latest last.
+    /// Sequences that have a name, the latest last.
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_LISTED>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_LISTED>"
@@ -139,15 +142,15 @@ pub struct SequenceList {
     pub pins: Vec<PinInfo>,
 }
 
-/// A sequence that can be named.
+/// A sequence that has a name.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SequenceInfo {
     pub name: SequenceName,
-    /// Its tokens, prompt and output.
+    /// Number of tokens of prompt and output.
     pub tokens: u32,
-    /// How many of them the caches serve as they are.
+    /// Number of these tokens that the caches hold.
     pub cached: u32,
-    /// Whether it is being generated.
+    /// Whether the sequence is being generated.
     pub live: bool,
 }
 
@@ -155,32 +158,32 @@ pub struct SequenceInfo {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SnapshotInfo {
     pub name: SequenceName,
-    /// Bytes of the file.
+    /// Size of the file in bytes.
     pub bytes: u64,
     pub medium: SaveMedium,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PinInfo {
-    /// Its number, unique in the worker's life.
+    /// Number of the pin; unique within the worker's epoch.
     pub pin: u64,
-    /// Tokens that are held: the prefix's full units.
+    /// Pinned tokens: the full units of the prefix.
     pub tokens: u32,
-    /// Milliseconds until it is let go; 0 is never.
+    /// Milliseconds until the pin expires; 0 is never.
     pub ttl_ms: u64,
     /// Bytes that all pins of the worker hold.
     pub pinned_bytes: u64,
-    /// Bytes that they may hold.
+    /// Most bytes that all pins of the worker may hold.
     pub budget_bytes: u64,
 }
 
-/// Closed list of why an operation is not done.
+/// All reasons why an operation fails.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum SequenceError {
-    /// No sequence, snapshot or pin of this name.
+    /// No sequence, snapshot or pin has this name.
     #[error("{what} is not known here")]
     Unknown { what: String },
-    /// The sequence is being generated; it can be named again when it has ended.
+    /// The sequence is being generated. Operations on it are possible after it has ended.
     #[error("sequence {0} is being generated")]
     Live(SequenceName),
     /// A field has a value that is refused.
@@ -190,27 +193,26 @@ pub enum SequenceError {
         /// Value and limit, in words.
         reason: String,
     },
-    /// The bytes are damaged, or of another model, numeric class or cache layout.
+    /// The bytes are damaged, or belong to another model, numeric class or cache layout.
     #[error("{0}")]
     NotThisSnapshot(String),
-    /// A budget would be exceeded.
+    /// The operation would exceed a budget.
     #[error("{what} would take {wanted} bytes, {limit} are allowed")]
     OverBudget {
         what: String,
-        /// Bytes with this one.
+        /// Bytes in use with this operation.
         wanted: u64,
-        /// Bytes allowed.
         limit: u64,
     },
-    /// Live sequences and pins leave no room for it just now.
+    /// Live sequences and pins leave no room at the moment.
     #[error("the cache has no room for {tokens} tokens at the moment")]
     NoRoom {
-        /// Tokens.
+        /// Tokens that the operation needs room for.
         tokens: u32,
     },
     #[error("the worker's queue is full")]
     QueueFull,
-    /// What is asked for is not served here: another model, no prefix cache, no snapshot directory.
+    /// The worker does not serve this model, or has no prefix cache or no snapshot directory.
     #[error("{0}")]
     Unsupported(String),
     #[error("internal error")]

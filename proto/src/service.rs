@@ -1,7 +1,7 @@
 //! The two RPC services. Methods are only appended; bodies are closed enums of versions.
 //!
-//! Calls are made with a context that carries the deadline: `client.status(deadline(SECOND))`. Dropping a
-//! call's future cancels it on the other side. A deadline of more than ten minutes is cut to that.
+//! A call takes a context with its deadline: `client.status(deadline(SECOND))`. Dropping a call's future
+//! cancels the call on the other side. Deadlines are cut to at most ten minutes.
 
 use crate::event::KvReplay;
 use crate::ids::{Epoch, NodeId};
@@ -11,20 +11,20 @@ use crate::shard::ShippingReport;
 use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
 
-/// Why a coordinator does not accept what a worker says. In each case the worker's way back is to register
-/// again, with a new epoch where the old one is fenced.
+/// Reason why a coordinator refuses a worker's call. In each case the worker must register again, with a
+/// new epoch if the old one is fenced.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum Refusal {
-    /// The body's node id is not the certificate's.
+    /// The node id in the body is not the one of the certificate.
     #[error("{claimed} is not the certified node id")]
     NotYourName { claimed: NodeId },
-    /// Another life of this worker has taken over.
+    /// A later epoch of this worker is registered.
     #[error("epoch {} is known, this one is older", known.0)]
     StaleEpoch { known: Epoch },
-    /// The lease ran out, or the coordinator has restarted.
+    /// The lease has expired, or the coordinator has restarted.
     #[error("not registered")]
     NotRegistered,
-    /// A model is served under a known name with other weights or another tokenizer.
+    /// The cluster serves other weights or another tokenizer under the name of one of the worker's models.
     #[error("model {model} differs from what the cluster serves under that name")]
     ModelDiffers { model: String },
     /// Another process with the same identity is alive.
@@ -32,48 +32,49 @@ pub enum Refusal {
         "another process with this worker's identity is alive at {at}; each worker needs an identity of its own"
     )]
     AlreadyHere { at: String },
-    /// The coordinator has a setting that is not the other coordinators'.
+    /// A setting of this coordinator differs from that of the other coordinators.
     #[error("this coordinator's {settings} is not that of the other coordinators")]
     SettingsDiffer { settings: String },
 }
 
-/// When a worker's certificate ends.
+/// Expiry of a worker's certificate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CertificateReport {
     /// Seconds since 1970.
     pub ends: i64,
 }
 
-/// What a worker calls at each coordinator.
+/// Calls of a worker to each coordinator.
 #[tarpc::service]
 pub trait CoordinatorApi {
-    /// Joins, or joins again after a lost lease. Required before anything else is said.
+    /// Registers the worker, also again after a lost lease. Required before other calls.
     async fn register(request: Register) -> Result<Registered, Refusal>;
-    /// Reports load and progress, and renews the lease by progress.
+    /// Reports load and progress. Progress renews the lease.
     async fn report(report: LoadReport) -> Result<(), Refusal>;
-    /// Says how far the worker is with getting its model, also before it has registered. From protocol version 4 on.
+    /// Reports the progress of the model download, also before registration. From protocol version 4 on.
     async fn shipping(report: ShippingReport);
-    /// Says when the worker's certificate ends, and again when it has another one. An older coordinator refuses it.
+    /// Reports when the worker's certificate expires; repeated after each renewal. An older coordinator
+    /// refuses the call.
     async fn certificate(report: CertificateReport);
 }
 
-/// What a coordinator calls at each worker.
+/// Calls of a coordinator to each worker.
 #[tarpc::service]
 pub trait WorkerApi {
-    /// The events of the present epoch from number `from` on, as far as they are still held.
+    /// Returns the events of the present epoch from number `from` on, if they are still held.
     async fn kv_replay(from: u64) -> KvReplay;
-    /// Takes no new work from now on. Repeating it changes nothing; progress shows in `status`.
+    /// Stops accepting new work. Idempotent; `status` shows the progress.
     async fn drain();
     async fn undrain();
     async fn status() -> WorkerStatus;
-    /// The worker's own metrics in the text format that Prometheus scrapes.
+    /// Returns the worker's own metrics in Prometheus text format.
     async fn metrics_text() -> String;
-    /// From protocol version 4 on, of a worker of the pool: what part of which replica it shall be. Repeating it
-    /// changes nothing; the answer says how far it is.
+    /// Assigns a pool worker its stage of a replica. Idempotent; the reply reports the progress. From
+    /// protocol version 4 on.
     async fn place(order: PlaceOrder) -> PlaceReport;
 }
 
-/// The context of a call that must be answered within `limit`.
+/// Returns the context of a call that must be answered within `limit`.
 pub fn deadline(limit: Duration) -> tarpc::context::Context {
     let mut context = tarpc::context::current();
     context.deadline = Instant::now() + limit;

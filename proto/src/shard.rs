@@ -1,36 +1,37 @@
-//! What a worker asks of another that holds a model's bytes: its manifest, or chunks by their names. One request is one
-//! stream: a [`ShardRequest`] goes one way; [`ShardFrame`]s come back, in the order of what was asked for, the bytes of
-//! each behind its frame.
+//! Weight distribution: a worker requests a model's manifest, or chunks by their names, from another
+//! worker. One request is one stream: a [`ShardRequest`], and back [`ShardFrame`]s in the order of the
+//! request, the bytes of each after its frame.
 //!
-//! Nothing that comes back is believed: a manifest is checked against the model's digest, a chunk against its name.
+//! The receiver trusts no reply: it checks a manifest against the model's digest and a chunk against its
+//! name.
 
 use crate::codec::bounded;
 use crate::ids::{ModelId, NodeId};
 use serde::{Deserialize, Serialize};
 
-/// Chunks that one request names at most.
+/// Most chunks of one request.
 pub const MAX_CHUNKS: usize = 1024;
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ShardRequest {
     /// The manifest of a model.
     Manifest(ModelRef),
-    /// Chunks, whatever model they are of.
+    /// Chunks of any models.
     Chunks(ChunkRequest),
 }
 
-/// A model that somebody holds.
+/// Reference to a model.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum ModelRef {
     Digest([u8; 32]),
-    /// By the name under which the worker that is asked serves it.
+    /// Name under which the requested worker serves the model.
     Named(ModelId),
 }
 
 /// See [`ShardRequest::Chunks`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ChunkRequest {
-    /// Their names: BLAKE3 of their bytes. At most [`MAX_CHUNKS`].
+    /// Names of the chunks: BLAKE3 of their bytes. At most [`MAX_CHUNKS`].
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_CHUNKS>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_CHUNKS>"
@@ -38,37 +39,37 @@ pub struct ChunkRequest {
     pub names: Vec<[u8; 32]>,
 }
 
-/// What comes back, for everything that was asked for, in that order.
+/// Reply for one requested item. There is one frame for each item, in the order of the request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ShardFrame {
-    /// So many bytes of it follow the frame: all that there are.
+    /// The complete item follows the frame: this number of bytes.
     Bytes(u32),
-    /// It is not held here.
+    /// The worker does not hold the item.
     NotHeld,
     Failed(ShardRefusal),
 }
 
-/// Why a worker sends nothing, or nothing more.
+/// Reason why a worker sends nothing, or nothing more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, thiserror::Error)]
 pub enum ShardRefusal {
-    /// It sends to as many others already as it may.
+    /// The worker sends to its maximum number of receivers.
     #[error("it sends to too many others")]
     Busy,
     #[error("internal error")]
     Internal,
 }
 
-/// Sources that a report names at most.
+/// Most sources that a report lists.
 pub const MAX_STRUCK: usize = 256;
 
-/// How far a worker is with getting its model from others, as coordinators are told.
+/// Progress of a worker's model download from other workers, as reported to coordinators.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShippingReport {
-    /// Bytes of chunks that belong to it; 0 where the model is a file.
+    /// Bytes of all chunks of the model; 0 if the model is a local file.
     pub wanted: u64,
-    /// Bytes of these that it has.
+    /// Bytes of these chunks that the worker has.
     pub present: u64,
-    /// Workers that it does not ask any more, since they have sent other bytes than chunks' names say. At most
+    /// Workers that are no longer used as a source because they sent chunks with wrong bytes. At most
     /// [`MAX_STRUCK`].
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_STRUCK>",

@@ -1,14 +1,14 @@
-//! What the stages of a replica say to each other. A replica is a model's layers over several workers; its first stage
-//! leads.
+//! Messages between the stages of a replica. A replica is a model's layers spread over several workers; its
+//! first stage leads.
 //!
-//! The first stage opens one control stream to every other stage: [`StageOrder`]s go one way, [`StageReport`]s come
-//! back. Activations flow from each stage to the next on a stream of one direction: a [`StageFeed`] first, then for
-//! every step a [`StageFrame`] and behind it the residual stream, which no codec touches. What the last stage has drawn
-//! it reports on its control stream; which rows of guesses count the first stage says on the stream of the steps, so that
-//! every stage hears it in front of whatever builds on it. What blocks hold is read and filled on a third stream
-//! ([`blocks`]).
+//! The first stage opens one control stream to every other stage. [`StageOrder`]s go to the stage,
+//! [`StageReport`]s come back. Activations flow from each stage to the next on a unidirectional stream:
+//! first a [`StageFeed`], then for every step a [`StageFrame`] and the residual stream of its rows as raw
+//! bytes. The last stage reports drawn tokens on its control stream. The first stage sends the number of
+//! accepted draft rows on the stream of the steps, so that every stage receives it before any step that
+//! depends on it. Cache blocks are read and written on a third stream ([`blocks`]).
 //!
-//! Cache blocks have numbers that mean the same block on every stage, whatever a block's size is there.
+//! A block number means the same block on every stage, whatever the block's size in bytes is there.
 
 use crate::codec::bounded;
 use crate::ids::NodeId;
@@ -18,28 +18,28 @@ use serde::{Deserialize, Serialize};
 
 pub mod blocks;
 
-/// Sequences of one step at most.
+/// Most sequences of one step.
 const MAX_SEQUENCES: usize = 4096;
-/// Groups of layers whose caches live and die together, at most.
+/// Most layer groups. The caches of a group are allocated and freed together.
 const MAX_GROUPS: usize = 8;
-/// States of one sequence that one step keeps besides its last.
+/// Most states of one sequence that one step keeps besides the last.
 const MAX_EXPORTS: usize = 4096;
-/// Blocks copied before one step.
+/// Most blocks that are copied before one step.
 const MAX_COPIES: usize = 65_536;
-/// Stages of one replica at most.
+/// Most stages of one replica.
 const MAX_STAGES: usize = 1024;
-/// Recorded requests that one step tells of at most.
+/// Most recorded requests that one step lists.
 pub const MAX_TRACES: usize = 64;
-/// Guesses of one sequence behind one step at most.
+/// Most draft tokens of one sequence after one step.
 pub const MAX_GUESSES: usize = 64;
 
-/// Element type of activations between stages. `F32` changes no bit; `Bf16` halves the bytes and is part of the
+/// Element type of activations between stages. `F32` is exact; `Bf16` halves the bytes and is part of the
 /// numeric class.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum ActivationType {
     /// IEEE single precision, little endian.
     F32,
-    /// Brain floats, little endian, rounded to nearest even.
+    /// bfloat16, little endian, rounded to nearest even.
     Bf16,
 }
 
@@ -53,18 +53,18 @@ impl ActivationType {
     }
 }
 
-/// Names a replica among those that a worker has heard of: made up by its first stage, unlike that of any other.
+/// Unique id of a replica, chosen by its first stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct ReplicaId(pub [u8; 16]);
 
-/// From the first stage to another.
+/// Orders of the first stage to another stage.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum StageOrder {
-    /// First: load this range.
+    /// First order: load this layer range.
     Join(StageJoin),
-    /// Second, once all have loaded: lay out the caches, and connect to the next stage.
+    /// Second order, once all stages have loaded: allocate the caches and connect to the next stage.
     Begin(StageBegin),
-    /// At any time after that: report [`StageReport::Progress`].
+    /// At any time after `Begin`: report [`StageReport::Progress`].
     TellProgress,
 }
 
@@ -72,41 +72,41 @@ pub enum StageOrder {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StageJoin {
     pub replica: ReplicaId,
-    /// Digest of the model, for a stage that has no file of it.
+    /// Digest of the model, for a stage that has no file of the model.
     pub model_digest: [u8; 32],
-    /// First layer, and the one behind the last.
+    /// Layer range `[first, last)`.
     pub layers: (u32, u32),
-    /// All that decides a result's bits, in words: model, instruction set, weight path, types of KV and states. A stage
-    /// that would compute otherwise refuses.
+    /// Everything that decides a result's bits, as text: model, instruction set, weight path, types of KV
+    /// and states. A stage of another class refuses.
     pub class: String,
-    /// Rows of the largest step.
+    /// Most rows of a step.
     pub max_rows: u32,
-    /// Positions of a cache block.
+    /// Positions per cache block.
     pub block_tokens: u32,
-    /// How activations arrive and leave.
+    /// Element type of incoming and outgoing activations.
     pub activations: ActivationType,
-    /// Where they go; none for the last stage.
+    /// Stage that receives the activations. `None` for the last stage.
     pub next: Option<StageAddress>,
-    /// Who guesses beside the last layer; none for the other stages.
+    /// Drafter that runs at the last stage. `None` for the other stages.
     pub drafter: Option<StageDrafter>,
 }
 
-/// Who guesses at the last stage what is drawn next.
+/// Drafter of the last stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum StageDrafter {
-    /// A drafter that reads the caches of some layers, all of them the last stage's.
+    /// A drafter that reads the caches of some layers. The last stage holds all of these layers.
     Assistant { digest: [u8; 32] },
-    /// The block behind the model's last layer, in its own file.
+    /// The MTP head behind the model's last layer, in the model's own file.
     Appended {
-        /// Sequences that it guesses for at a time.
+        /// Most sequences that are drafted for at once.
         sequences: u32,
     },
 }
 
-/// Where a stage is reached.
+/// Address of a stage.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StageAddress {
-    /// The worker; its certificate must say so.
+    /// The worker. Its certificate must carry this id.
     pub node: NodeId,
     /// `ip:port`.
     pub quic: String,
@@ -115,9 +115,9 @@ pub struct StageAddress {
 /// See [`StageOrder::Begin`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StageBegin {
-    /// Slabs that every stage's arena is cut into.
+    /// Number of slabs in every stage's arena.
     pub slabs: u32,
-    /// Blocks of each group that a slab holds.
+    /// Blocks per slab, for each group.
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_GROUPS>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_GROUPS>"
@@ -125,21 +125,22 @@ pub struct StageBegin {
     pub blocks_per_slab: Vec<u32>,
 }
 
-/// From a stage to the first one.
+/// Reports of a stage to the first stage.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum StageReport {
     Joined(StageJoined),
-    /// Caches are laid out, and the next stage is connected: steps may come.
+    /// The caches are allocated and the next stage is connected. Steps may follow.
     Ready,
-    /// From the last stage: what a step came to. `rows` rows of logits follow the frame, then the returned rows, f32 little
-    /// endian.
+    /// From the last stage: results of a step. After the frame follow `rows` rows of logits and then the
+    /// returned rows, f32 little endian.
     Drawn(StageDrawn),
-    /// The stage has given up the replica.
+    /// The stage has left the replica.
     Failed(StageFailure),
-    /// How far the stage is, because it was asked.
+    /// Reply to [`StageOrder::TellProgress`].
     Progress(StageProgressReport),
-    /// From the last stage, behind the report of a step that asks for it: of the row that went back, the logits of the
-    /// tokens from [`StageHead::from`] on follow the frame, f32 little endian, or it says the largest of them.
+    /// From the last stage, after the report of a step that has a [`StageHead`]: the last stage's part of
+    /// the logits of the returned row. The logits of the tokens from [`StageHead::from`] on follow the
+    /// frame, f32 little endian, or the frame holds only the largest of them.
     Rest(StageRest),
 }
 
@@ -148,16 +149,17 @@ pub enum StageReport {
 pub struct StageRest {
     pub step: u64,
     pub logits: u32,
-    /// The token of the largest logit, and that, where nothing else is wanted.
+    /// (token, logit) of the largest logit, if only that was requested.
     pub best: Option<(u32, f32)>,
-    /// Microseconds that they took.
+    /// Microseconds spent on computing the logits.
     pub computed_us: u32,
 }
 
 /// See [`StageReport::Joined`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StageJoined {
-    /// Bytes of a block of each group, over the layers of the range: 0 where it holds none of the group.
+    /// Bytes of a block of each group, over the layers of this stage; 0 if the stage holds no layer of the
+    /// group.
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_GROUPS>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_GROUPS>"
@@ -169,39 +171,40 @@ pub struct StageJoined {
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct StageDrawn {
     pub step: u64,
-    /// The most likely token of each row of [`StageStep::argmax`]; [`u32::MAX`] where the row holds NaN or infinity.
+    /// Most likely token of each row of [`StageStep::argmax`]; [`u32::MAX`] if the row holds NaN or
+    /// infinity.
     pub tokens: Vec<u32>,
-    /// Rows of logits that follow: those of [`StageStep::logits`].
+    /// Rows of logits after this frame: those of [`StageStep::logits`].
     pub rows: u32,
-    /// What was drawn for each of [`StageStep::samples`].
+    /// Token drawn for each of [`StageStep::samples`].
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_SEQUENCES>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_SEQUENCES>"
     )]
     pub samples: Vec<StageSampled>,
-    /// Rows of the residual stream that follow the logits: those of [`StageStep::returned`].
+    /// Rows of the residual stream after the logits: those of [`StageStep::returned`].
     pub returned: u32,
-    /// What each stage but the first has spent on the step, in their order.
+    /// Time and bytes of each stage but the first for this step, in stage order.
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_STAGES>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_STAGES>"
     )]
     pub spent: Vec<StageSpent>,
-    /// For each of [`StageStep::guesses`] what will probably be drawn next; fewer tokens than asked for, or none, where
-    /// no more could be made.
+    /// Draft tokens for each of [`StageStep::guesses`]. A sequence may get fewer tokens than requested, or
+    /// none.
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_SEQUENCES>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_SEQUENCES>"
     )]
     pub guessed: Vec<StageGuessed>,
-    /// Microseconds that guessing took, part of what the last stage has spent.
+    /// Microseconds spent on drafting; included in the last stage's computing time.
     pub guessing_us: u32,
 }
 
-/// What a sequence will probably draw.
+/// Draft tokens of one sequence.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StageGuessed {
-    /// The tokens, each behind those before it.
+    /// In order; each token follows the ones before it.
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_GUESSES>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_GUESSES>"
@@ -209,53 +212,53 @@ pub struct StageGuessed {
     pub tokens: Vec<u32>,
 }
 
-/// A token that a stage has drawn.
+/// A token drawn by a stage.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct StageSampled {
-    /// The token; [`u32::MAX`] where the row holds NaN or infinity.
+    /// [`u32::MAX`] if the row holds NaN or infinity.
     pub token: u32,
-    /// Its log-probability and those of the best others, if they were asked for.
+    /// Log-probability of the token and of the best alternatives, if requested.
     pub logprobs: Option<TokenLogprobs>,
 }
 
-/// What a stage has spent on a step.
+/// Time and bytes that a stage spent on a step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StageSpent {
-    /// Microseconds without work, before the step had arrived.
+    /// Microseconds without work before the step had arrived.
     pub stalled_us: u32,
-    /// Microseconds from then until it was computed.
+    /// Microseconds from the step's arrival until it was computed.
     pub computed_us: u32,
-    /// Bytes received for it.
+    /// Bytes received for the step.
     pub received: u64,
 }
 
 /// See [`StageReport::Progress`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StageProgressReport {
-    /// The last step that it has computed; 0 is none.
+    /// Last step that the stage has computed; 0 if none.
     pub done: u64,
-    /// The step that it computes; 0 is none.
+    /// Step that the stage is computing; 0 if none.
     pub computes: u64,
-    /// For how many microseconds already.
+    /// Microseconds since that computation began.
     pub for_us: u64,
 }
 
-/// Why a stage does not take part, or no longer.
+/// Reason why a stage does not join a replica, or leaves it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum StageFailure {
-    /// It would compute other bits.
+    /// The stage would compute results with other bits.
     #[error("it computes in another numeric class: {class}")]
     OtherClass { class: String },
-    /// It is part of another replica.
+    /// The stage belongs to another replica.
     #[error("it is part of another replica")]
     Busy,
-    /// The range is none of its model's, or cannot be cut out there.
+    /// The layer range does not exist in the model, or the model cannot be cut there.
     #[error("it cannot hold these layers")]
     Layers,
-    /// Weights or caches do not fit, or the file is not usable.
+    /// Weights or caches do not fit, or the file is unusable.
     #[error("it cannot load them: {reason}")]
     Load { reason: String },
-    /// The stage before or behind it is gone.
+    /// The previous or the next stage is lost.
     #[error("it has lost its neighbour: {reason}")]
     Neighbour { reason: String },
     /// A step could not be computed.
@@ -263,29 +266,31 @@ pub enum StageFailure {
     Step { reason: String },
     #[error("it stops")]
     Stops,
-    /// The file, whose digest is the one asked for, is no model that can be loaded: nor will it be elsewhere.
+    /// The file has the requested digest and cannot be loaded as a model. It will not load on another
+    /// worker either.
     #[error("its file cannot be loaded: {reason}")]
     BadFile { reason: String },
 }
 
-/// The head of a stream of activations.
+/// First frame of an activation stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StageFeed {
-    /// The replica that they belong to.
+    /// Replica that the activations belong to.
     pub replica: ReplicaId,
 }
 
-/// What travels from a stage to the next.
+/// Frames from one stage to the next.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[expect(clippy::large_enum_variant, reason = "nearly all frames are steps")]
 pub enum StageFrame {
-    /// A step. The residual stream of all rows follows the frame.
+    /// A step. The residual stream of all its rows follows the frame.
     Step(StageStep),
-    /// Which rows of a step before it count. Nothing follows.
+    /// Accepted rows of an earlier step. Nothing follows the frame.
     Counted(StageCounted),
 }
 
 impl StageFrame {
-    /// Rows of the residual stream that follow.
+    /// Number of residual-stream rows that follow the frame.
     pub fn rows(&self) -> usize {
         match self {
             Self::Step(step) => step.tokens.len(),
@@ -294,12 +299,13 @@ impl StageFrame {
     }
 }
 
-/// How many rows count of each sequence of a step whose state was [`StageState::deferred`], in their order: its state
-/// after these goes where the step has said. Said once for each step that defers any, in the order of the steps.
+/// Number of accepted rows for each sequence of a step whose state update was [`StageState::deferred`], in
+/// the order of the sequences. The state after these rows is written to the slot that the step named. Sent
+/// once for each step with a deferred update, in the order of the steps.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StageCounted {
     pub step: u64,
-    /// The rows of each.
+    /// Accepted rows of each sequence.
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_SEQUENCES>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_SEQUENCES>"
@@ -307,66 +313,68 @@ pub struct StageCounted {
     pub rows: Vec<u32>,
 }
 
-/// Logits that the first and the last stage compute together: [`StageStep::returned`] is one row, of which the first stage
-/// computes the logits of the tokens before `from`, and the last one those of the others.
+/// Vocabulary-parallel head: the first and the last stage together compute the logits of one row, which is
+/// [`StageStep::returned`]. The first stage computes the logits of the tokens before `from`, the last stage
+/// those of the others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StageHead {
-    /// The last stage's first token; below the vocabulary's size.
+    /// First token of the last stage's part; less than the vocabulary's size.
     pub from: u32,
-    /// Whether nothing but the largest logit is wanted of its part.
+    /// Whether the last stage returns only its largest logit.
     pub best: bool,
 }
 
-/// Guesses that are asked for of a sequence. A row counts if the token behind it is the one drawn from it, and the last that
-/// counts is the one that the guesses follow; each row from `first` on is drawn from at the last stage, once.
+/// Request for draft tokens of one sequence. A row is accepted if the token after it equals the token drawn
+/// from it. The draft follows the last accepted row. The last stage draws from each row from `first` on,
+/// once.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StageGuess {
-    /// Which of [`StageStep::sequences`].
+    /// Index into [`StageStep::sequences`].
     pub sequence: u32,
-    /// Its first row that is drawn from, counted from the step's first.
+    /// First row that a token is drawn from, counted from the step's first row.
     pub first: u32,
     pub most: u32,
 }
 
-/// A token to be drawn: everything that the draw depends on, so that whoever draws need remember nothing.
+/// A token to draw, with everything that the draw depends on, so that the drawing stage keeps no sampling
+/// state.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct StageSample {
-    /// The row.
     pub row: u32,
     pub sampling: Sampling,
-    /// Tokens drawn before.
+    /// Number of tokens drawn before.
     pub drawn: u32,
     /// Tokens that must not be drawn.
     pub barred: Vec<u32>,
-    /// Tokens of the prompt, each once; only where penalties ask for them.
+    /// Distinct tokens of the prompt. Sent only if a penalty needs them.
     pub prompt: Vec<u32>,
-    /// Tokens of the output and how often each; only where penalties ask for them.
+    /// (token, count) of the output's tokens. Sent only if a penalty needs them.
     pub counts: Vec<(u32, u32)>,
 }
 
-/// What a stage must know of a step. Each row of logits is used at one place only: in `argmax` or `logits`, by a sample,
-/// or by the stage that gets it back.
+/// Step of a replica, as every stage receives it. Each row of logits has one use: `argmax`, `logits`, a
+/// sample, or a return to the first stage.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct StageStep {
-    /// Its number, from 1.
+    /// Number of the step, from 1.
     pub step: u64,
     /// Token of each row.
     pub tokens: Vec<u32>,
-    /// Whose rows they are, in the order of the rows.
+    /// Sequences that the rows belong to, in the order of the rows.
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_SEQUENCES>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_SEQUENCES>"
     )]
     pub sequences: Vec<StageSequence>,
-    /// Blocks to copy first, in order.
+    /// Blocks to copy before the step, in order.
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_COPIES>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_COPIES>"
     )]
     pub copies: Vec<StageCopy>,
-    /// Rows of which the last stage names the most likely token.
+    /// Rows whose most likely token the last stage reports.
     pub argmax: Vec<u32>,
-    /// Rows of which it sends the logits.
+    /// Rows whose logits the last stage sends.
     pub logits: Vec<u32>,
     /// Tokens that the last stage draws.
     #[serde(
@@ -374,80 +382,81 @@ pub struct StageStep {
         deserialize_with = "bounded::deserialize::<_, _, MAX_SEQUENCES>"
     )]
     pub samples: Vec<StageSample>,
-    /// Rows of the residual stream behind the last layer that the first stage gets back, to compute their logits
-    /// itself.
+    /// Rows whose residual stream after the last layer goes back to the first stage, which computes their
+    /// logits itself.
     pub returned: Vec<u32>,
-    /// What the stages so far have spent on it, the first one left out.
+    /// Time and bytes of the stages so far, without the first.
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_STAGES>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_STAGES>"
     )]
     pub spent: Vec<StageSpent>,
-    /// The spans, of requests that are recorded, that it is below of.
+    /// Spans of recorded requests that the step's spans are children of.
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_TRACES>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_TRACES>"
     )]
     pub traces: Vec<TraceContext>,
-    /// Sequences, ascending, for which the last stage guesses what comes behind what it has drawn.
+    /// Sequences, ascending, for which the last stage drafts tokens after the ones that it has drawn.
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_SEQUENCES>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_SEQUENCES>"
     )]
     pub guesses: Vec<StageGuess>,
-    /// A head that two stages share; none where each row's logits are computed at one.
+    /// Vocabulary-parallel head of two stages. `None` if one stage computes all logits of each row.
     pub head: Option<StageHead>,
 }
 
-/// One sequence's part of a step.
+/// Part of a step that belongs to one sequence.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StageSequence {
-    /// How many rows.
+    /// Number of rows.
     pub rows: u32,
-    /// Positions before the first of them.
+    /// Positions before the first row.
     pub context: u32,
-    /// Its blocks in each group of keys and values.
+    /// Block table of the sequence in each cache group.
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_GROUPS>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_GROUPS>"
     )]
     pub tables: Vec<StageTable>,
-    /// What becomes of its recurrent state; none without recurrent layers.
+    /// Update of the recurrent state. `None` without recurrent layers.
     pub state: Option<StageState>,
 }
 
-/// A block table: entry i serves the positions from i times the block's length on.
+/// Block table. Entry `i` holds the positions from `i` times the block's length on.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StageTable {
-    /// Entries in front that no row can look at any more.
+    /// Leading entries that no row can attend to any more.
     pub skipped: u32,
-    /// Numbers of the blocks behind them.
+    /// Block numbers of the entries after the skipped ones.
     pub blocks: Vec<u32>,
 }
 
-/// What a step does with one sequence's recurrent state. Slots are block numbers of the group of states.
+/// Update of one sequence's recurrent state in a step. Slots are block numbers of the state group.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StageState {
-    /// The state before the first row; none for zeros.
+    /// Slot of the state before the first row. `None` starts from zeros.
     pub read: Option<u32>,
-    /// Where the state after the last row goes.
+    /// Slot for the state after the last row.
     pub write: u32,
-    /// (row, slot): further states kept, rows counted from the sequence's first.
+    /// (row, slot): further states to keep. Rows count from the sequence's first.
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_EXPORTS>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_EXPORTS>"
     )]
     pub exports: Vec<(u32, u32)>,
-    /// Nothing is written before [`StageFrame::Counted`] says how many of the rows count: all but the first are guesses.
+    /// If set, nothing is written until [`StageFrame::Counted`] gives the number of accepted rows. All rows
+    /// but the first are draft tokens.
     pub deferred: bool,
 }
 
-/// A block copied to another of its group before a step.
+/// A block that is copied to another block of its group before a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StageCopy {
     pub group: u32,
-    /// Number of the block read.
+    /// Source block number.
     pub from: u32,
-    /// Number of the block written.
+    /// Destination block number.
     pub to: u32,
 }

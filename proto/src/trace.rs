@@ -1,8 +1,10 @@
-//! Traces: what a request went through in all processes that had a part in it, as W3C and OpenTelemetry have it.
+//! Traces: the spans of a request in all processes that worked on it, as W3C Trace Context and
+//! OpenTelemetry define them.
 //!
-//! A [`Span`] is recorded when it is dropped: into a queue that is bounded and never waited for, from which whoever has
-//! its other end ([`SpanQueue`]) takes it. Until somebody [`install`]s a queue, which the command does if it is told where
-//! spans go, nothing is traced, and asking costs one load. Never in a span: prompts, texts, tokens, keys, salts.
+//! A [`Span`] is recorded when it is dropped. It goes into a bounded queue; a full queue drops it and never
+//! blocks. The owner of a [`SpanQueue`] takes spans from the other end. Nothing is traced until a queue is
+//! [`install`]ed, which happens only if an export target is configured; before that, each call costs one
+//! atomic load. A span never contains prompts, texts, tokens, keys or salts.
 
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
@@ -16,14 +18,14 @@ use std::time::{Duration, Instant, SystemTime};
 #[cfg(test)]
 mod tests;
 
-/// The header that a client says in which trace its request belongs to.
+/// Header with which a client names the trace and the parent span of its request.
 pub const TRACEPARENT_HEADER: &str = "traceparent";
 
-/// Names a trace; not zero.
+/// Id of a trace; never zero.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct TraceId(pub [u8; 16]);
 
-/// Names a span in its trace; not zero.
+/// Id of a span within its trace; never zero.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct SpanId(pub [u8; 8]);
 
@@ -33,23 +35,23 @@ impl fmt::Display for TraceId {
     }
 }
 
-/// A span as those below it know it. That a request has one says that it is recorded.
+/// Identifies a recorded span to its children. A request that carries one is recorded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct TraceContext {
     pub trace: TraceId,
     pub span: SpanId,
 }
 
-/// A span that somebody outside says a request to be below of.
+/// Parent span that a client outside names for a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TraceParent {
     pub context: TraceContext,
-    /// Whether whoever has it records it.
+    /// Whether the client records the parent span.
     pub sampled: bool,
 }
 
 impl TraceParent {
-    /// What a `traceparent` header says; none if that is nothing that can be understood.
+    /// Parses a `traceparent` header. Returns `None` if it is malformed.
     pub fn parse(header: &str) -> Option<Self> {
         let (version, rest) = header.split_once('-')?;
         let [version] = from_hex(version)?;
@@ -68,7 +70,7 @@ impl TraceParent {
     }
 }
 
-/// As many bytes as these lower-case digits are.
+/// Decodes exactly `2 * N` lower-case hexadecimal digits; otherwise returns `None`.
 fn from_hex<const N: usize>(digits: &str) -> Option<[u8; N]> {
     let (pairs, rest) = digits.as_bytes().as_chunks::<2>();
     if pairs.len() != N || !rest.is_empty() {
@@ -86,13 +88,13 @@ fn from_hex<const N: usize>(digits: &str) -> Option<[u8; N]> {
     Some(bytes)
 }
 
-/// What a span is between.
+/// Role of a span, as OpenTelemetry defines it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SpanKind {
     Internal,
-    /// A process and who asked it.
+    /// Serves a call of another process.
     Server,
-    /// A process and whom it asks.
+    /// Calls another process.
     Client,
 }
 
@@ -159,37 +161,36 @@ impl From<Vec<f64>> for Value {
     }
 }
 
-/// A span that has ended.
+/// Record of a span that has ended.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SpanRecord {
     pub context: TraceContext,
-    /// The span that it is below of.
+    /// The parent span. `None` for the root of a trace.
     pub parent: Option<SpanId>,
-    /// Whether that is another process's.
+    /// Whether the parent span belongs to another process.
     pub remote: bool,
     pub kind: SpanKind,
     pub name: Cow<'static, str>,
     pub start: SystemTime,
     pub end: SystemTime,
-    /// What is known of it.
     pub attributes: Vec<(&'static str, Value)>,
-    /// How it failed, if it did.
+    /// Error text if the span failed.
     pub error: Option<Cow<'static, str>>,
 }
 
-/// What has become of spans so far.
+/// Number of spans by outcome since the queue was installed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct SpanCounts {
-    /// Taken by whoever they are for.
+    /// Exported by the queue's owner.
     pub exported: u64,
-    /// Not recorded, for the queue was full.
+    /// Dropped because the queue was full.
     pub queue_full: u64,
-    /// Taken out of the queue and then lost, for nobody wanted them.
+    /// Taken out of the queue and then lost because the export failed.
     pub failed: u64,
 }
 
 impl SpanCounts {
-    /// The same, by the name of what became of them.
+    /// Returns each count with the name of its outcome.
     pub fn by_outcome(self) -> [(&'static str, u64); 3] {
         [("exported", self.exported), ("queue_full", self.queue_full), ("failed", self.failed)]
     }
@@ -205,30 +206,30 @@ struct Counters {
 #[derive(Debug)]
 struct Sink {
     queue: SyncSender<SpanRecord>,
-    /// Of the requests that nobody outside has decided about.
+    /// Share, 0 to 1, of requests without a parent that are recorded.
     ratio: f64,
     counters: Counters,
 }
 
 static SINK: OnceLock<Sink> = OnceLock::new();
 
-/// The other end of where this process's spans go.
+/// Receiving end of this process's span queue.
 #[derive(Debug)]
 pub struct SpanQueue {
     spans: Receiver<SpanRecord>,
     sink: &'static Sink,
 }
 
-/// From here on requests of this process are traced: a share `ratio` of those that come without a parent, and all whose
-/// parent is recorded. Up to `capacity` spans wait for the queue's owner; more are dropped and counted. None if that has
-/// been said before.
+/// Starts tracing in this process. A share `ratio` (0 to 1) of the requests without a parent is recorded,
+/// and every request whose parent is recorded. At most `capacity` spans wait in the queue; further spans
+/// are dropped and counted. Returns `None` if a queue is installed already.
 pub fn install(ratio: f64, capacity: usize) -> Option<SpanQueue> {
     let (queue, spans) = sync_channel(capacity);
     SINK.set(Sink { queue, ratio, counters: Counters::default() }).ok()?;
     Some(SpanQueue { spans, sink: SINK.get()? })
 }
 
-/// What has become of this process's spans.
+/// Returns the outcomes of this process's spans. All are 0 if no queue is installed.
 pub fn counts() -> SpanCounts {
     let Some(Sink { counters, .. }) = SINK.get() else { return SpanCounts::default() };
     let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
@@ -240,21 +241,21 @@ pub fn counts() -> SpanCounts {
 }
 
 impl SpanQueue {
-    /// Gathers spans for as long as `limit`, and up to `most` of them.
+    /// Collects at most `most` spans and waits at most `limit` for them.
     pub fn take(&self, limit: Duration, most: usize) -> Vec<SpanRecord> {
         let until = Instant::now() + limit;
         let mut taken: Vec<SpanRecord> = Vec::new();
         while taken.len() < most {
             match self.spans.recv_timeout(until.saturating_duration_since(Instant::now())) {
                 Ok(span) => taken.push(span),
-                // The other end is never dropped.
+                // The sender is in a static and is never dropped.
                 Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => break,
             }
         }
         taken
     }
 
-    /// So many were taken by whoever they are for, or not.
+    /// Counts `spans` taken spans as exported or failed.
     pub fn told(&self, spans: usize, exported: bool) {
         let Counters { exported: well, failed, .. } = &self.sink.counters;
         let counter = if exported { well } else { failed };
@@ -262,17 +263,18 @@ impl SpanQueue {
     }
 }
 
-/// Something that happens to a request that is recorded. It ends when it is dropped.
+/// Span of a recorded request. It ends when it is dropped.
 #[derive(Debug)]
 pub struct Span {
     sink: &'static Sink,
-    /// The same moment on both clocks.
+    /// The same instant on the monotonic and on the wall clock.
     clocks: (Instant, SystemTime),
     end: Option<Instant>,
     record: SpanRecord,
 }
 
-/// A request has come from outside at this moment; `parent` is its `traceparent`. None if it is not recorded.
+/// Starts the span of a request that arrived from outside at `arrived`. `parent` returns its `traceparent`
+/// header. Returns `None` if the request is not recorded.
 pub fn receive<'a>(
     parent: impl FnOnce() -> Option<&'a str>,
     name: impl FnOnce() -> Cow<'static, str>,
@@ -288,12 +290,13 @@ pub fn receive<'a>(
     Some(sink.serve(trace, parent.map(|parent| parent.context.span), name(), arrived))
 }
 
-/// Another process asks for something below its span `parent`. None if nothing is recorded here.
+/// Starts a span for a call of another process, whose span is `parent`. Returns `None` if no queue is
+/// installed.
 pub fn follow(parent: TraceContext, name: &'static str, arrived: Instant) -> Option<Span> {
     Some(SINK.get()?.serve(parent.trace, Some(parent.span), name.into(), arrived))
 }
 
-/// As [`follow`], in the process whose span `parent` is.
+/// Like [`follow`], for a `parent` in this process.
 pub fn within(parent: TraceContext, kind: SpanKind, name: &'static str, start: Instant) -> Option<Span> {
     let mut span = follow(parent, name, start)?;
     (span.record.kind, span.record.remote) = (kind, false);
@@ -301,7 +304,7 @@ pub fn within(parent: TraceContext, kind: SpanKind, name: &'static str, start: I
 }
 
 impl Sink {
-    /// A new trace, if there shall be one.
+    /// Returns the id of a new trace, or `None` if the sampling ratio excludes it.
     fn sample(&self) -> Option<TraceId> {
         let (high, low) = (random(), random());
         let mut id = [0; 16];
@@ -311,7 +314,7 @@ impl Sink {
         recorded.then_some(TraceId(id))
     }
 
-    /// A span in which somebody else is served.
+    /// Creates a server span. Its parent, if any, belongs to another process.
     fn serve(
         &'static self,
         trace: TraceId,
@@ -342,13 +345,13 @@ impl SpanId {
     }
 }
 
-/// Not zero; from what the operating system has given this thread.
+/// Returns a random number that is not zero, from the keys that the operating system gave to this thread.
 fn random() -> u64 {
     RandomState::new().build_hasher().finish().max(1)
 }
 
 impl Span {
-    /// As those below it know it.
+    /// Returns the context that children of this span refer to.
     pub fn context(&self) -> TraceContext {
         self.record.context
     }
@@ -365,17 +368,17 @@ impl Span {
         self.record.name = name.into();
     }
 
-    /// A part of it that began then.
+    /// Starts an internal child span that began at `start`.
     pub fn child(&self, name: &'static str, start: Instant) -> Self {
         self.below(SpanKind::Internal, name, start)
     }
 
-    /// A part of it, which began then, for which another process is asked.
+    /// Starts a client child span, for a call of another process that began at `start`.
     pub fn call(&self, name: &'static str, start: Instant) -> Self {
         self.below(SpanKind::Client, name, start)
     }
 
-    /// It has taken from then until now.
+    /// Records an internal child span from `start` until now.
     pub fn part(&self, name: &'static str, start: Instant) {
         drop(self.child(name, start));
     }

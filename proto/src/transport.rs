@@ -1,16 +1,17 @@
 //! QUIC with mutual TLS between the nodes of one cluster.
 //!
 //! A node [binds](Endpoint::bind) one endpoint. Every worker dials every coordinator ([`Dialer`]), and
-//! coordinators dial each other; on a [`Connection`] either side opens streams, each of which starts with a byte that says its
-//! [`StreamKind`]. Invariants:
+//! coordinators dial each other. On a [`Connection`] either side opens streams; the first byte of a stream
+//! is its [`StreamKind`]. Invariants:
 //!
 //! - A `Connection` exists only after both certificates were checked (chain, validity, key usage, cluster,
 //!   role, node id), both hellos were exchanged and a protocol version was agreed on.
-//! - Who the peer is comes from its certificate. A name in a body is only compared with it
+//! - The identity of a peer comes from its certificate. A name in a body is only compared with it
 //!   ([`Connection::require_node`]).
 //! - A stream of a kind that the opener's role may not open is refused with [`StreamCode::Forbidden`].
-//! - A certificate that its authority has revoked opens nothing, and ends what it has opened.
-//! - No 0-RTT and no session resumption: every connection checks certificates anew.
+//! - A revoked certificate cannot open a connection, and revocation closes the connections that it has
+//!   opened.
+//! - No 0-RTT and no session resumption: every connection checks the certificates again.
 //!
 //! A coordinator and a worker, in one process:
 //!
@@ -45,7 +46,7 @@
 //!     }
 //! }
 //!
-//! /// What a worker does with each connection to a coordinator.
+//! /// Serves one connection to a coordinator.
 //! async fn serve(connection: Connection) {
 //!     while let Ok(incoming) = connection.accept().await {
 //!         match incoming {

@@ -1,5 +1,5 @@
-//! R4, `sec_alloc_guard`: whatever bytes arrive, decoding them allocates at most twice the cap of their
-//! frame. Alone in its binary, because it counts every allocation of the process.
+//! R4, `sec_alloc_guard`: for any input, decoding allocates at most twice the cap of the frame. This test
+//! is alone in its binary, because it counts every allocation of the process.
 #![allow(unsafe_code, reason = "a global allocator is an unsafe trait")]
 #![allow(clippy::unwrap_used, reason = "in a test a panic is the report")]
 #![allow(dead_code, reason = "the samples' other users are in the suite")]
@@ -23,13 +23,13 @@ fn grown(size: usize) {
     PEAK.fetch_max(live, Relaxed);
 }
 
-// SAFETY: every call is handed on unchanged to the system's allocator, whose contract is the caller's; the
-// counters beside it touch no memory that is handed out. `realloc` is the default one, which allocates,
-// copies and frees, so that both copies count.
+// SAFETY: every call is passed on unchanged to the system's allocator, whose contract the caller keeps. The
+// counters touch no allocated memory. `realloc` is the default one, which allocates, copies and frees, so
+// that both copies count.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         grown(layout.size());
-        // SAFETY: the caller keeps `alloc`'s contract, and it is the same one.
+        // SAFETY: the caller keeps `alloc`'s contract, which is the same one.
         unsafe { System.alloc(layout) }
     }
 
@@ -43,7 +43,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Bytes allocated at once, at most, while `run` runs.
+/// Returns the largest number of bytes allocated at the same time by `run`.
 fn peak(run: impl FnOnce()) -> usize {
     let before = LIVE.load(Relaxed);
     PEAK.store(before, Relaxed);
@@ -51,12 +51,12 @@ fn peak(run: impl FnOnce()) -> usize {
     PEAK.load(Relaxed) - before
 }
 
-/// bincode's longest form of a number.
+/// Encodes a number in bincode's longest form.
 fn number(value: u64) -> Vec<u8> {
     [&[0xfd][..], &value.to_le_bytes()].concat()
 }
 
-/// A small generator: the inputs need variety, not quality.
+/// A simple generator: the inputs need variety, not quality.
 struct Noise(u64);
 
 impl Noise {
@@ -66,8 +66,8 @@ impl Noise {
     }
 }
 
-/// Lists of as many elements as may stand in a frame, each as small on the wire and as large in memory as
-/// it can be: (message, what, first bytes, one element).
+/// Lists with the most elements that fit a frame; each element is as small on the wire and as large in
+/// memory as possible: (message, description, first bytes, one element).
 fn full_lists() -> Vec<(&'static str, &'static str, Vec<u8>, Vec<u8>)> {
     let list = |head: &[u8], count: u64| [head, &number(count)].concat();
     let id = [0; 16];
@@ -109,7 +109,7 @@ fn sec_alloc_guard() {
         };
         let lengths = [cap.bytes() / 2, cap.bytes() - 64, cap.bytes(), 1 << 32, usize::MAX];
         for bytes in &samples.bytes {
-            // A lie about a length, at every place, with nothing behind it.
+            // A wrong length at every position, with nothing behind it.
             for at in 0..bytes.len() {
                 for length in lengths {
                     let head = [&bytes[..at], &number(length as u64)].concat();
@@ -124,7 +124,7 @@ fn sec_alloc_guard() {
             check(format!("full of {what}"), &bytes);
         }
         if matches!(name, "GenerateRequest" | "EncodeRequest") {
-            // Wherever the length of tokens stands: two million tokens.
+            // At every position that may be a token list's length: two million tokens.
             for at in 0..samples.bytes[0].len() {
                 let mut bytes = [&samples.bytes[0][..at], &number(2_090_000)].concat();
                 bytes.resize(cap.bytes(), 0);

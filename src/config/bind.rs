@@ -1,5 +1,5 @@
-//! Where a node listens, as people write it: an address, or the network whose address of this host is meant, so that one
-//! file serves hosts that differ in nothing else: `192.168.100.0/24:7000`.
+//! Listen addresses in settings: an address, or a network such as `192.168.100.0/24:7000`, which selects this
+//! host's address in that network. With a network, several hosts can use the same file.
 
 use super::ConfigError;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
@@ -10,9 +10,8 @@ use std::str::FromStr;
 /// An address and port, or a network and port.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Bind {
-    /// Here.
     Address(SocketAddr),
-    /// At the address that this host has in there.
+    /// This host's address in the network, and a port.
     Network(Network, u16),
 }
 
@@ -23,13 +22,13 @@ pub(crate) struct Network {
     bits: u32,
 }
 
-/// Why a text is neither.
+/// Why a text is not a valid [`Bind`].
 #[derive(Debug, thiserror::Error)]
 #[error("{0:?} is neither an address such as 10.0.0.1:7000 nor a network such as 10.0.0.0/24:7000")]
 pub(crate) struct InvalidBind(String);
 
 impl Bind {
-    /// The address, looked up where only the network was given. `field` is the setting's name.
+    /// The socket address; a network is resolved to this host's address in it. `field` is the setting's name.
     pub(crate) fn address(self, field: &'static str) -> Result<SocketAddr, ConfigError> {
         match self {
             Self::Address(address) => Ok(address),
@@ -44,7 +43,7 @@ impl Bind {
 }
 
 impl Network {
-    /// The address with which this host would speak to others in there, if it is one of theirs.
+    /// This host's source address for the network, if it lies in the network.
     fn own_address(self) -> Option<IpAddr> {
         let (everywhere, other) = match self.address {
             IpAddr::V4(base) => {
@@ -54,7 +53,7 @@ impl Network {
                 (IpAddr::from(Ipv6Addr::UNSPECIFIED), Ipv6Addr::from_bits(base.to_bits() | 1).into())
             }
         };
-        // Connecting a UDP socket sends nothing: it only has the kernel choose the way.
+        // Connecting a UDP socket sends nothing; the kernel only selects a route.
         let socket = UdpSocket::bind((everywhere, 0)).ok()?;
         socket.connect((other, 9)).ok()?;
         let own = socket.local_addr().ok()?.ip();
@@ -74,14 +73,14 @@ impl Network {
     }
 }
 
-/// Where to listen, as an address or as a host name and a port: `localhost:8080`. Of several addresses the first one of IPv4,
-/// which is what clients try that have no IPv6.
+/// Parses a listen address, given as IP address or host name with a port: `localhost:8080`. If a name has
+/// several addresses, prefers the first IPv4 one, because some clients do not try IPv6.
 pub(crate) fn listen(text: &str) -> Result<SocketAddr, String> {
     if let Ok(address) = text.parse() {
         return Ok(address);
     }
     let wrong = |why: &str| format!("{text:?} is neither an address nor a host name with a port: {why}");
-    // Not asked of the resolver, which may be slow to say that there is no such host.
+    // Not resolved: a resolver may be slow to report that there is no such host.
     if text.contains('/')
         || text.rsplit_once(':').is_none_or(|(host, port)| host.is_empty() || port.parse::<u16>().is_err())
     {
@@ -92,7 +91,7 @@ pub(crate) fn listen(text: &str) -> Result<SocketAddr, String> {
     first.copied().ok_or_else(|| wrong("it has no address"))
 }
 
-/// [`listen`] of a setting in a file.
+/// [`listen`] for a setting in a file.
 pub(crate) fn listen_in_file<'de, D: Deserializer<'de>>(file: D) -> Result<Option<SocketAddr>, D::Error> {
     let text = Option::<String>::deserialize(file)?;
     text.map(|text| listen(&text).map_err(de::Error::custom)).transpose()
@@ -193,7 +192,7 @@ mod tests {
         let here = bind("127.0.0.0/8:7000").address("quic").unwrap();
         assert_eq!(here, "127.0.0.1:7000".parse().unwrap());
         assert_eq!(bind("127.0.0.1:7").address("quic").unwrap(), "127.0.0.1:7".parse().unwrap());
-        // Nobody is in this one: it is kept for documents.
+        // No host has an address in this network: it is reserved for documentation.
         let error = bind("203.0.113.0/24:7000").address("quic").unwrap_err();
         assert!(error.to_string().contains("`quic`: 203.0.113.0/24:7000"), "{error}");
     }

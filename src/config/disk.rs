@@ -1,4 +1,4 @@
-//! A directory and how much it may hold, as people write it: `/var/cache/kvasir:64GiB`.
+//! A directory with a size limit, as in settings: `/var/cache/kvasir:64GiB`.
 
 use super::ByteSize;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
@@ -13,13 +13,13 @@ pub(crate) struct DiskBudget {
     pub(crate) bytes: ByteSize,
 }
 
-/// Why a text is none.
+/// Why a text is not a valid [`DiskBudget`].
 #[derive(Debug, thiserror::Error)]
 #[error("{0:?} is not a directory and a size such as /var/cache/kvasir:64GiB")]
 pub(crate) struct InvalidDiskBudget(String);
 
 impl DiskBudget {
-    /// As much again for each, in a directory of its own.
+    /// The same limit for a subdirectory.
     pub(crate) fn below(&self, name: &str) -> Self {
         Self { dir: self.dir.join(name), ..self.clone() }
     }

@@ -1,4 +1,4 @@
-//! docs/config.md, rendered from the settings themselves.
+//! Renders docs/config.md from the settings' definitions.
 
 use crate::Cli;
 use crate::coordinator::CoordinatorSettings;
@@ -33,7 +33,7 @@ fn escaped(text: &str) -> String {
     text.replace('|', "\\|").replace('\n', " ")
 }
 
-/// The settings of a subcommand: its flags that have a variable.
+/// Table of a subcommand's settings: its flags that have a variable.
 fn table(subcommand: &str) -> (String, BTreeSet<String>) {
     let command = Cli::command();
     let node = command.find_subcommand(subcommand).unwrap();
@@ -62,7 +62,7 @@ fn table(subcommand: &str) -> (String, BTreeSet<String>) {
     (text, fields)
 }
 
-/// The fields that a file may have, by what reading one says of a field that it may not.
+/// Field names that a file may have, taken from the error about an unknown field.
 fn fields_of<T: DeserializeOwned>() -> BTreeSet<String> {
     let Err(error) = toml::from_str::<T>("no_such_field = 1") else { panic!("any field is taken") };
     let (_, known) = error.message().split_once("expected one of").unwrap();

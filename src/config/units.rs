@@ -1,4 +1,4 @@
-//! Quantities with units, as people write them: `512MiB`, `30s`.
+//! Quantities with units in settings: `512MiB`, `30s`.
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use std::fmt;
@@ -44,7 +44,7 @@ const TIME_UNITS_MS: &[(&str, u64)] =
 const BYTES_KIND: &str = "size such as 65536, 512MiB or 2GB";
 const TIME_KIND: &str = "time such as 250ms, 30s, 5m, 1h or 30d";
 
-/// `number unit` as a count of the smallest unit. Without a unit the number stands for itself if
+/// Parses `number unit` as a count of the smallest unit. A number without a unit is accepted if
 /// `bare_allowed`; a fraction needs a unit.
 fn parse(
     text: &str,
@@ -68,7 +68,7 @@ fn parse(
     }
     let scaled = whole.parse::<u64>().ok().and_then(|n| n.checked_mul(scale)).ok_or_else(refuse)?;
     let Some(fraction) = fraction else { return Ok(scaled) };
-    // At most nine digits times 2^40 fits 128 bits with room to spare.
+    // Nine digits times 2^40 fit into 128 bits.
     let numerator = fraction.parse::<u128>().map_err(|_| refuse())? * u128::from(scale);
     let part = numerator / 10u128.pow(fraction.len() as u32);
     u64::try_from(part).ok().and_then(|part| scaled.checked_add(part)).ok_or_else(refuse)
@@ -89,7 +89,7 @@ impl FromStr for Period {
 }
 
 impl fmt::Display for ByteSize {
-    /// The largest binary unit that divides the number, so that the text parses back to the same value.
+    /// Uses the largest binary unit that divides the number, so that the text parses to the same value.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let binary = &BYTE_UNITS[..4];
         match binary.iter().find(|(_, scale)| self.0 > 0 && self.0.is_multiple_of(*scale)) {
@@ -106,7 +106,7 @@ impl fmt::Display for Period {
     }
 }
 
-/// Lets a quantity stand in a file as text or as a plain integer.
+/// Accepts a quantity in a file as text or as an integer.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Written {

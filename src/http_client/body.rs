@@ -1,28 +1,28 @@
-//! Where the body of an answer ends.
+//! Framing of response bodies.
 
 use super::{invalid, named};
 use model::catalog::Head;
 use std::io::{self, BufRead, ErrorKind, Read};
 
-/// Longest line with the length of a chunk.
+/// Longest line with a chunk's length.
 const MAX_LINE: u64 = 1 << 10;
-/// Longest trailer behind the last chunk.
+/// Longest trailer after the last chunk.
 const MAX_TRAILER: u64 = 64 << 10;
 
-/// How a body is marked out.
+/// How the end of a body is determined.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Framing {
-    /// So many bytes are still to come.
+    /// Bytes left of the body.
     Length(u64),
-    /// So many bytes of the present chunk; none: the next line says.
+    /// Bytes left of the current chunk; `None` if the next line has a chunk's length.
     Chunk(Option<u64>),
-    /// Nothing tells where it ends but the end of the connection, which a cut looks like too.
+    /// The body ends with the connection, so a truncated body cannot be detected.
     Unknown,
     Ended,
 }
 
 impl Framing {
-    /// As the head says.
+    /// Framing declared by the head.
     pub(super) fn of(head: &Head) -> io::Result<Self> {
         if matches!(head.status, 204 | 304) {
             return Ok(Self::Ended);
@@ -39,7 +39,7 @@ impl Framing {
     }
 }
 
-/// A body as it comes.
+/// A streamed body.
 pub(super) struct Body<S> {
     stream: S,
     framing: Framing,
@@ -59,7 +59,7 @@ impl<S: BufRead> Body<S> {
         Ok(String::from_utf8_lossy(&line).trim().to_owned())
     }
 
-    /// The length of the next chunk. Behind the last one: nothing more.
+    /// Reads the length of the next chunk; 0 after the last one.
     fn next_chunk(&mut self) -> io::Result<u64> {
         let line = self.line(MAX_LINE)?;
         let length = line.split(';').next().unwrap_or_default().trim();
@@ -77,7 +77,7 @@ impl<S: BufRead> Body<S> {
         Ok(length)
     }
 
-    /// At most `left` bytes; the end of the connection is none of the body's.
+    /// Reads at most `left` bytes. The end of the connection inside the body is an error.
     fn some(&mut self, to: &mut [u8], left: u64) -> io::Result<usize> {
         let most = to.len().min(usize::try_from(left).unwrap_or(usize::MAX));
         match self.stream.read(to.get_mut(..most).unwrap_or_default()).map_err(named)? {

@@ -1,4 +1,4 @@
-//! Which proxy a server is asked through, by the variables that other tools know.
+//! Selects the proxy for a server from the usual environment variables.
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -9,13 +9,13 @@ use model::catalog::Url;
 pub(super) struct Proxy {
     pub(super) host: String,
     pub(super) port: u16,
-    /// Name and password, encoded as the header has them.
+    /// Name and password, encoded for the header.
     credentials: Option<String>,
 }
 
 impl Proxy {
     fn parse(name: &str, text: &str) -> Result<Self, String> {
-        // The value may hold a password and is not shown.
+        // The error omits the value, which may contain a password.
         let wrong = |why: &str| format!("{name}: {why}");
         let rest = match text.split_once("://") {
             Some(("http", rest)) => rest,
@@ -31,14 +31,14 @@ impl Proxy {
         Ok(Self { host: url.host().to_owned(), port: url.port(), credentials })
     }
 
-    /// The header for it, with its line's end; empty where there is none.
+    /// The authorization header line; empty without credentials.
     pub(super) fn authorization(&self) -> String {
         let header = |credentials| format!("Proxy-Authorization: Basic {credentials}\r\n");
         self.credentials.as_ref().map(header).unwrap_or_default()
     }
 }
 
-/// `%41` is `A`.
+/// Decodes percent escapes: `%41` is `A`.
 fn unescaped(text: &str) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();
@@ -58,18 +58,18 @@ fn unescaped(text: &str) -> Vec<u8> {
     bytes
 }
 
-/// The proxies of the environment.
+/// Proxies configured in the environment.
 #[derive(Default)]
 pub(super) struct Proxies {
     https: Option<Proxy>,
     http: Option<Proxy>,
-    /// Hosts that are asked directly: names with all below them, addresses, `*`.
+    /// Hosts contacted without a proxy: names including their subdomains, addresses, or `*`.
     direct: Vec<String>,
 }
 
 impl Proxies {
-    /// `https_proxy`, `http_proxy`, `all_proxy`, `no_proxy`, and in capitals, but for `HTTP_PROXY`, which a request to a
-    /// CGI program can set.
+    /// Reads `https_proxy`, `http_proxy`, `all_proxy` and `no_proxy`, also in capitals. `HTTP_PROXY` is
+    /// excluded, because a request to a CGI program can set it.
     pub(super) fn new(variable: impl Fn(&str) -> Option<String>) -> Result<Self, String> {
         let first = |names: &[&str]| {
             let set =
@@ -87,7 +87,7 @@ impl Proxies {
         })
     }
 
-    /// The proxy for a server. This machine itself needs none.
+    /// The proxy for a server; `None` for loopback addresses.
     pub(super) fn of(&self, url: &Url) -> Option<&Proxy> {
         let proxy = if url.is_tls() { self.https.as_ref() } else { self.http.as_ref() };
         let host = url.host().trim_start_matches('[').trim_end_matches(']');

@@ -145,7 +145,7 @@ fn tls_wants_a_certificate_that_is_trusted() {
             let session = ServerConnection::new(config.clone()).unwrap();
             let mut stream = StreamOwned::new(session, stream.unwrap());
             if !head_of(&mut stream).is_empty() {
-                // Cut without a farewell behind the length: all of it has come.
+                // Closed without close_notify after the full length: the body is complete.
                 let _ = stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi");
             }
         }

@@ -1,6 +1,5 @@
-//! The way to the collector: HTTP or HTTPS, and why it did not take what was sent.
-//!
-//! The exporter itself says only that something was wrong with the network.
+//! HTTP(S) client for the collector that keeps the reason of a failure. The exporter itself reports only a
+//! network error.
 
 use crate::config::ConfigError;
 use crate::tls;
@@ -16,24 +15,23 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::time::error::Elapsed;
 
-/// Why a collector has not taken spans.
+/// Why a collector did not accept spans.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum CollectorError {
-    /// It is not who it should be, or speaks no TLS that we do.
+    /// The certificate is not trusted, or TLS failed.
     #[error("TLS: {0}")]
     Tls(#[source] rustls::Error),
-    /// No connection, or one that was cut.
+    /// The connection failed or was cut.
     #[error("the connection: {0}")]
     Connection(#[source] io::Error),
-    /// No answer.
+    /// No response within this time.
     #[error("no answer within {} s", .0.as_secs_f64())]
     Silent(Duration),
-    /// An answer that is none, or says that something is wrong.
+    /// An invalid response or an error status.
     #[error("{0}")]
     Refused(String),
 }
 
-/// A client of one collector.
 #[derive(Debug)]
 pub(super) struct Client {
     inner: Box<dyn HttpClient>,
@@ -41,7 +39,7 @@ pub(super) struct Client {
     failure: Failure,
 }
 
-/// What was wrong with the request before, until it is taken out.
+/// The error of the last request, until it is taken.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Failure(Arc<Mutex<Option<CollectorError>>>);
 
@@ -56,7 +54,7 @@ impl Failure {
 }
 
 impl Client {
-    /// One that waits for an answer for `limit`, and believes collectors at `https://` by `roots`.
+    /// A client with timeout `limit` that verifies `https://` collectors with `roots`.
     pub(super) fn new(roots: RootCertStore, limit: Duration) -> Result<Self, rustls::Error> {
         let connector = HttpsConnectorBuilder::new().with_tls_config(tls::client(roots)?);
         let connector = connector.https_or_http().enable_http1().build();
@@ -64,7 +62,7 @@ impl Client {
         Ok(Self { inner, limit, failure: Failure::default() })
     }
 
-    /// Where it will say what was wrong.
+    /// Handle to the error of the last request.
     pub(super) fn failure(&self) -> Failure {
         self.failure.clone()
     }
@@ -79,7 +77,7 @@ impl Client {
 }
 
 impl HttpClient for Client {
-    // What `async fn` in this trait stands for.
+    // Desugared form of `async fn` in this trait.
     fn send_bytes<'a, 'b>(
         &'a self,
         request: Request<Bytes>,
@@ -92,8 +90,8 @@ impl HttpClient for Client {
     }
 }
 
-/// The certificates by which a collector at `endpoint` is believed: those of `certificates` alone, else those that are built
-/// in and those of `SSL_CERT_FILE`.
+/// Roots for the collector at `endpoint`: those of `certificates` alone if given, else the built-in ones and
+/// those of `SSL_CERT_FILE`.
 pub(super) fn roots(endpoint: &str, certificates: Option<&Path>) -> Result<RootCertStore, ConfigError> {
     let secure = endpoint.starts_with("https://");
     if let Some(path) = certificates {
@@ -114,7 +112,7 @@ pub(super) fn roots(endpoint: &str, certificates: Option<&Path>) -> Result<RootC
     Ok(roots)
 }
 
-/// What lies below an error of the client.
+/// The root cause of a client error.
 fn why(error: &(dyn Error + 'static), limit: Duration) -> CollectorError {
     let mut next = Some(error);
     let mut connection = None;
@@ -126,7 +124,7 @@ fn why(error: &(dyn Error + 'static), limit: Duration) -> CollectorError {
             return CollectorError::Silent(limit);
         }
         next = match error.downcast_ref::<io::Error>() {
-            // An error that holds another one names that one's source as its own.
+            // A wrapping I/O error reports its inner error's source as its own source.
             Some(error) => {
                 connection = Some(io::Error::new(error.kind(), error.to_string()));
                 error.get_ref().map(|inner| inner as &(dyn Error + 'static))

@@ -1,4 +1,4 @@
-//! A plan of the operator's own, told to a cluster, and taken back.
+//! Sends an operator's plan to a cluster, and withdraws it.
 
 use super::Plan;
 use super::workers::{self, LayersOf};
@@ -10,11 +10,11 @@ use serde_json::{Value, json};
 use std::time::Duration;
 
 const PATH: &str = "/admin/v1/plans";
-/// Coordinators agree or refuse within two seconds.
+/// Coordinators accept or refuse a change within two seconds.
 const CHANGE_LIMIT: Duration = Duration::from_secs(10);
 
 impl Plan {
-    /// What the coordinators are to be told.
+    /// The plan to send.
     pub(super) fn told(&self) -> Result<Value> {
         let file = self.workers_file.as_deref();
         let file = file.ok_or_else(|| ConfigError::missing("workers_file", "it has the plan to apply"))?;
@@ -27,7 +27,7 @@ impl Plan {
         Ok(body(&explicit))
     }
 
-    /// Tells them of a model that is not a file here; how fast it will be is not known then.
+    /// Sends a plan for a model without a local file; its speed cannot be predicted.
     pub(super) fn send_unseen(&self, told: &Value) -> Result<()> {
         let Ok(id) = ModelId::new(self.model.as_str()) else {
             let limit = "neither a file here nor a name under which a cluster serves a model";
@@ -43,7 +43,7 @@ impl Plan {
         Ok(())
     }
 
-    /// Tells them.
+    /// Sends the plan.
     pub(super) fn send(&self, id: &ModelId, told: &Value) -> Result<()> {
         self.access.json("PUT", &of(id.as_str()), Some(told), CHANGE_LIMIT).map(drop)
     }
@@ -56,7 +56,7 @@ impl Plan {
         }
     }
 
-    /// Has the coordinators plan the model themselves again.
+    /// Withdraws the plan, so that the coordinators plan the model themselves.
     pub(super) fn withdraw(&self) -> Result<()> {
         let id = crate::models::resolve_here(&self.model)?.map(|here| here.id.to_string());
         let id = id.unwrap_or_else(|| self.model.clone());

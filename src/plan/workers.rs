@@ -1,4 +1,4 @@
-//! The workers that a model is planned for: a file of them, or this machine.
+//! Workers to plan for: from a file, or this machine's.
 
 use crate::config::{ByteSize, ConfigError};
 use crate::cpus::{self, GpuPlace, gpu_places};
@@ -15,15 +15,15 @@ use worker::load::{self, DeviceChoice, EngineOptions};
 
 /// Multiply-adds per second of one core in int8 prefill (docs/placement.md).
 const COMPUTE_PER_CORE: f64 = 100e9;
-/// What decode reaches of the probed bandwidth (docs/placement.md).
+/// Share of the probed bandwidth that decoding achieves (docs/placement.md).
 const DECODE_SHARE: f64 = 0.85;
-/// Bytes of a workers file; thousands of workers are far fewer.
+/// Longest workers file in bytes; thousands of workers need far less.
 const MOST_FILE_BYTES: u64 = 4 << 20;
 
-/// Workers, and the layers of each where the operator has said them.
+/// Workers, and their layers if the operator assigned them.
 pub(super) struct Workers {
     pub(super) workers: Vec<Worker>,
-    /// Of each replica in the order of the file; empty if nothing is said.
+    /// Assigned layers of each replica, in file order; empty if none are assigned.
     pub(super) explicit: Vec<Vec<LayersOf>>,
 }
 
@@ -47,7 +47,7 @@ struct WorkerEntry {
     bandwidth: ByteSize,
     /// Multiply-adds per second.
     compute: f64,
-    /// First layer, and the one behind the last.
+    /// First layer, and the index after the last one.
     #[serde(default)]
     layers: Option<(usize, usize)>,
 }
@@ -73,7 +73,7 @@ pub(super) fn read(path: &Path) -> Result<Workers, ConfigError> {
         if let Some((first, end)) = layers {
             let range = (name.clone(), first..end);
             match explicit.last_mut() {
-                // The first layer begins another replica.
+                // A range that begins at layer 0 starts another replica.
                 Some(replica) if first > 0 => replica.push(range),
                 _ => explicit.push(vec![range]),
             }
@@ -83,7 +83,8 @@ pub(super) fn read(path: &Path) -> Result<Workers, ConfigError> {
     Ok(Workers { workers, explicit })
 }
 
-/// Bytes per second that decoding reads on the device of these options, probed now; a GPU's are shared by its workers.
+/// Bytes per second that decoding reads on the device of these options, measured now. The workers of a GPU
+/// share it.
 pub(crate) fn decode_bandwidth(options: &EngineOptions) -> anyhow::Result<f64> {
     if let Some(copies) = load::gpu_copy_bandwidth(options)? {
         return Ok(copies * DECODE_SHARE / f64::from(load::host(options)?.workers));
@@ -93,7 +94,7 @@ pub(crate) fn decode_bandwidth(options: &EngineOptions) -> anyhow::Result<f64> {
     Ok(BandwidthProbe::new().median(&pool, 3) * DECODE_SHARE)
 }
 
-/// Multiply-adds per second of one worker: of its part of a GPU, or of its threads.
+/// Multiply-adds per second of one worker: of its share of a GPU, or of its threads.
 pub(crate) fn compute(host: &Host) -> f64 {
     match host.gpu_compute() {
         Some(compute) => compute as f64,
@@ -101,8 +102,8 @@ pub(crate) fn compute(host: &Host) -> f64 {
     }
 }
 
-/// This machine, shared evenly by `count` workers: the memory that a worker for `model` would have here, the
-/// bandwidth probed now. Several GPUs are shared out as `kvasir up` does.
+/// This machine, divided evenly among `count` workers: memory that a worker for `model` would have, and
+/// measured bandwidth. Several GPUs are divided as by `kvasir up`.
 pub(super) fn this_machine(model: &Path, count: usize) -> anyhow::Result<Workers> {
     let auto = EngineOptions { device: DeviceChoice::Auto, ..EngineOptions::default() };
     let name = |index: usize| if count == 1 { "this-machine".to_owned() } else { format!("worker-{index}") };
@@ -111,7 +112,7 @@ pub(super) fn this_machine(model: &Path, count: usize) -> anyhow::Result<Workers
     let places = gpu_places(count, gpus);
     let mut workers: Vec<Worker> = Vec::new();
     for index in 0..count {
-        // The one before it on the same device was probed.
+        // An earlier worker on the same device was already measured.
         if let Some(same) = index.checked_sub(gpus.max(1)).and_then(|same| workers.get(same)) {
             workers.push(Worker { name: name(index), ..same.clone() });
             continue;
@@ -127,7 +128,7 @@ pub(super) fn this_machine(model: &Path, count: usize) -> anyhow::Result<Workers
         };
         let load::Plan { host, defaults, .. } = load::plan(model, &options)?;
         let memory = host.memory_available.saturating_sub(defaults.floor_bytes.value);
-        // A GPU's figures are those of one worker already.
+        // A GPU's numbers are already per worker.
         let share = if host.gpu.is_some() { 1.0 } else { count as f64 };
         workers.push(Worker {
             name: name(index),

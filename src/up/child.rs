@@ -1,5 +1,5 @@
-//! One node as a child process: it dies with us, says one line when it listens, and is signalled without a
-//! chance to hit another process that got its number.
+//! A node as a child process. It ends with this process, announces itself with one line, and is signalled
+//! without a risk of hitting another process with a reused id.
 #![allow(unsafe_code)]
 
 use crate::node::Announcement;
@@ -12,19 +12,19 @@ use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader};
 use tokio::process::{Child, ChildStdout, Command};
 use tokio::sync::mpsc;
 
-/// A node's announcement is far shorter.
+/// Upper bound; a real announcement is far shorter.
 const MAX_ANNOUNCEMENT_BYTES: u64 = 64 << 10;
 
-/// What can be asked of a running child.
+/// A request to a running child.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Order {
-    /// Finish what you have and end.
+    /// Finish running work, then exit.
     Drain,
-    /// End now.
+    /// Exit at once.
     Kill,
 }
 
-/// What became of a child.
+/// State change of a child.
 #[derive(Debug)]
 pub(crate) enum ChildState {
     /// It listens.
@@ -33,8 +33,8 @@ pub(crate) enum ChildState {
     Ended(anyhow::Result<ExitStatus>),
 }
 
-/// Starts this same executable with `arguments`, its log appended to `log`, without the environment's
-/// settings named in `hidden` (what the parent decided must not be overruled).
+/// Starts this executable with `arguments` and appends its log to `log`. The variables in `hidden` are
+/// removed from its environment, so that they cannot override the parent's settings.
 ///
 /// Must be called on a thread that lives as long as the process: the kernel ends the child with the thread
 /// that started it.
@@ -44,7 +44,8 @@ pub(crate) fn spawn(arguments: &[&str], log: &Path, hidden: &[String]) -> anyhow
         File::options().create(true).append(true).open(log).with_context(|| log.display().to_string())?;
     let mut command = Command::new(executable);
     command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log).kill_on_drop(true);
-    // Ctrl-C in a terminal goes to the foreground group: the children drain when we say so, not before.
+    // Ctrl-C goes to the terminal's foreground group. Children are in another group and drain only when this
+    // process requests it.
     command.process_group(0);
     for variable in hidden {
         command.env_remove(variable);
@@ -57,7 +58,7 @@ pub(crate) fn spawn(arguments: &[&str], log: &Path, hidden: &[String]) -> anyhow
             if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 {
                 return Err(std::io::Error::last_os_error());
             }
-            // The parent may have ended before the line above.
+            // The parent may have exited before the call above.
             if libc::getppid().cast_unsigned() != parent {
                 return Err(std::io::Error::from_raw_os_error(libc::ESRCH));
             }
@@ -67,7 +68,7 @@ pub(crate) fn spawn(arguments: &[&str], log: &Path, hidden: &[String]) -> anyhow
     command.spawn().context("starting a node")
 }
 
-/// Watches a child to its end: reports what it announces and how it ended, and passes orders on.
+/// Watches a child until it exits: reports its announcement and its exit, and forwards orders.
 pub(crate) async fn watch(
     mut child: Child,
     mut orders: mpsc::UnboundedReceiver<Order>,
@@ -79,7 +80,8 @@ pub(crate) async fn watch(
         tokio::select! {
             read = &mut announcement, if !announced => {
                 announced = true;
-                // A child that says nothing usable is about to end, or is killed by whoever waits for it.
+                // A child without a valid announcement is about to exit, or the supervisor's deadline ends
+                // it.
                 if let Ok(announcement) = read {
                     report(ChildState::Listens(announcement));
                 }
@@ -90,14 +92,14 @@ pub(crate) async fn watch(
             }
             Some(order) = orders.recv() => match order {
                 Order::Drain => terminate(&child),
-                // It fails only if the child has ended, which the next turn reports.
+                // Fails only if the child has exited, which is reported next.
                 Order::Kill => drop(child.start_kill()),
             },
         }
     }
 }
 
-/// The line that a node says when it listens.
+/// Reads the announcement of a node.
 pub(crate) async fn read_announcement<T: DeserializeOwned>(stdout: Option<ChildStdout>) -> anyhow::Result<T> {
     let stdout = stdout.context("a node without stdout")?;
     let mut line = String::new();
@@ -107,7 +109,7 @@ pub(crate) async fn read_announcement<T: DeserializeOwned>(stdout: Option<ChildS
 }
 
 fn terminate(child: &Child) {
-    // `id` is `None` once the child has been waited for, so the number is still the child's.
+    // `id` is `None` once the child was reaped, so this id still belongs to the child.
     let Some(pid) = child.id().and_then(|pid| i32::try_from(pid).ok()) else { return };
     // SAFETY: kill takes two integers and touches no memory of this process; `pid` is our unreaped child.
     unsafe { libc::kill(pid, libc::SIGTERM) };

@@ -1,5 +1,5 @@
-//! What a cluster on this machine keeps: its authority, secrets and snapshots for good, its nodes' settings, identities
-//! and logs for one run, and `up.json` while it is ready.
+//! Data directory of `kvasir up`. Authority, secrets and snapshots are permanent; settings, identities and
+//! logs of nodes belong to one run; `up.json` exists while the cluster is ready.
 
 use anyhow::{Context, bail};
 use std::fs::{self, File, TryLockError};
@@ -7,7 +7,7 @@ use std::io::Write;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-/// An open data directory; nobody else can open it while this lives.
+/// A locked data directory.
 #[derive(Debug)]
 pub(crate) struct DataDir {
     root: PathBuf,
@@ -15,7 +15,7 @@ pub(crate) struct DataDir {
 }
 
 impl DataDir {
-    /// Makes the directory if need be, readable by its owner only, and locks it.
+    /// Creates the directory if needed, readable by its owner only, and locks it.
     pub(crate) fn open(root: PathBuf) -> anyhow::Result<Self> {
         make_private(&root)?;
         let root = root.canonicalize().with_context(|| root.display().to_string())?;
@@ -43,27 +43,26 @@ impl DataDir {
         Ok(dir)
     }
 
-    /// The certificate authority.
+    /// Path of the certificate authority.
     pub(crate) fn authority(&self) -> PathBuf {
         self.root.join("ca")
     }
 
-    /// The key that all block ids depend on.
+    /// Path of the key of all block ids.
     pub(crate) fn cluster_key(&self) -> PathBuf {
         self.root.join("cluster.key")
     }
 
-    /// What a node keeps for itself, its identity among it.
+    /// Directory of a node's own files, including its identity.
     pub(crate) fn node(&self, name: &str) -> PathBuf {
         self.root.join("nodes").join(name)
     }
 
-    /// Where a worker keeps snapshots; they stay for the next run.
+    /// Directory of a worker's snapshots, kept for the next run.
     pub(crate) fn snapshots(&self, name: &str) -> PathBuf {
         self.root.join("snapshots").join(name)
     }
 
-    /// A node's log.
     pub(crate) fn log(&self, name: &str) -> PathBuf {
         self.root.join("logs").join(format!("{name}.log"))
     }
@@ -81,17 +80,17 @@ impl DataDir {
         Ok(path)
     }
 
-    /// Where `up.json` is while the cluster is ready.
+    /// Path of `up.json`, which exists while the cluster is ready.
     pub(crate) fn up_file(&self) -> PathBuf {
         self.root.join("up.json")
     }
 
-    /// Writes `up.json`; readers see the old one or the new one, never a part.
+    /// Replaces `up.json` atomically.
     pub(crate) fn write_up_file(&self, line: &str) -> anyhow::Result<()> {
         replace(&self.up_file(), format!("{line}\n").as_bytes())
     }
 
-    /// Takes `up.json` away: nothing runs any more.
+    /// Removes `up.json`.
     pub(crate) fn forget_up_file(&self) -> anyhow::Result<()> {
         let path = self.up_file();
         match fs::remove_file(&path) {
@@ -102,7 +101,7 @@ impl DataDir {
         }
     }
 
-    /// The last lines of a node's log, for the error that says that it did not start.
+    /// The last lines of a node's log, for the error that it did not start.
     pub(crate) fn log_tail(&self, name: &str) -> String {
         const LINES: usize = 8;
         let text = fs::read_to_string(self.log(name)).unwrap_or_default();
@@ -117,7 +116,7 @@ fn make_private(path: &Path) -> anyhow::Result<()> {
     made.with_context(|| path.display().to_string())
 }
 
-/// Writes a file that only its owner reads, under another name first.
+/// Writes a private file atomically.
 fn replace(path: &Path, bytes: &[u8]) -> anyhow::Result<()> {
     let temporary = path.with_extension("tmp");
     let write = || -> std::io::Result<()> {

@@ -1,4 +1,4 @@
-//! The nodes of a cluster on this machine: who they are, how they are set up, whether they live.
+//! The nodes of a cluster on this machine: identities, settings and states.
 
 use super::child::Order;
 use crate::coordinator::CoordinatorSettings;
@@ -14,21 +14,21 @@ use tokio::sync::mpsc;
 
 const FIRST_BACKOFF: Duration = Duration::from_millis(100);
 const LONGEST_BACKOFF: Duration = Duration::from_secs(10);
-/// A node that has lived this long starts again with the shortest wait.
+/// A node that ran this long restarts with the shortest delay.
 const HEALTHY_LIFE: Duration = Duration::from_secs(30);
 
-/// One node, alive or not.
+/// A node, running or not.
 #[derive(Debug)]
 pub(crate) struct Node {
     pub(crate) name: String,
     pub(crate) role: Role,
     settings: Settings,
-    /// While the process lives.
+    /// `Some` while the process lives.
     orders: Option<mpsc::UnboundedSender<Order>>,
-    /// While it listens.
+    /// `Some` while it listens.
     pub(crate) announcement: Option<Announcement>,
     started: Option<Instant>,
-    /// Ends in a row, each after a short life.
+    /// Consecutive early exits.
     crashes: u32,
 }
 
@@ -57,7 +57,7 @@ impl Node {
         self.announcement = None;
     }
 
-    /// How long to wait before the next start, after an end at this moment.
+    /// Delay before the next start, after an exit now.
     pub(crate) fn backoff(&mut self) -> Duration {
         let life = self.started.map_or(Duration::ZERO, |started| started.elapsed());
         self.crashes = if life >= HEALTHY_LIFE { 0 } else { self.crashes.saturating_add(1) };
@@ -65,7 +65,7 @@ impl Node {
     }
 }
 
-/// Doubles with every early end in a row.
+/// The delay doubles with every consecutive early exit.
 fn backoff_after(crashes: u32) -> Duration {
     FIRST_BACKOFF.saturating_mul(1 << crashes.saturating_sub(1).min(16)).min(LONGEST_BACKOFF)
 }
@@ -75,13 +75,13 @@ fn backoff_after(crashes: u32) -> Duration {
 pub(crate) struct Nodes {
     nodes: Vec<Node>,
     model: String,
-    /// Of several workers each, if the model is served so.
+    /// Number of replicas of several workers each; `None` if each worker serves the whole model.
     replicas: Option<usize>,
 }
 
 impl Nodes {
-    /// `coordinators` and `workers` by name; `model` is the id in the API; `replicas` are how many of several workers
-    /// each there shall be.
+    /// `coordinators` and `workers` are node names, `model` is the id in the API, `replicas` the number of
+    /// replicas of several workers each.
     pub(crate) fn new(
         model: String,
         coordinators: Vec<(String, CoordinatorSettings)>,
@@ -103,14 +103,14 @@ impl Nodes {
         Self { nodes: coordinators.chain(workers).collect(), model, replicas }
     }
 
-    /// The places of all nodes of a role.
+    /// Indices of all nodes of a role.
     pub(crate) fn of(&self, role: Role) -> impl Iterator<Item = usize> + use<> {
         let places: Vec<usize> =
             (0..self.nodes.len()).filter(|index| self.nodes[*index].role == role).collect();
         places.into_iter()
     }
 
-    /// Notes where a node listens. A coordinator keeps its ports over restarts, since others know them.
+    /// Records where a node listens. A coordinator keeps its ports over restarts, since other nodes use them.
     pub(crate) fn listens(&mut self, index: usize, announcement: Announcement) {
         let node = &mut self.nodes[index];
         if let Settings::Coordinator(settings) = &mut node.settings {
@@ -121,7 +121,7 @@ impl Nodes {
         node.announcement = Some(announcement);
     }
 
-    /// A node's settings file; a worker's names the coordinators as they listen now.
+    /// A node's settings. A worker's settings contain the coordinators' current addresses.
     pub(crate) fn settings(&self, index: usize) -> anyhow::Result<toml::Table> {
         let table = match &self.nodes[index].settings {
             Settings::Coordinator(settings) => toml::Table::try_from(settings),
@@ -143,15 +143,15 @@ impl Nodes {
         self.nodes.iter().any(Node::is_alive)
     }
 
-    /// Passes an order to all living nodes of a role.
+    /// Sends an order to all running nodes of a role.
     pub(crate) fn order(&self, role: Role, order: Order) {
         for node in self.nodes.iter().filter(|node| node.role == role) {
-            // A node that has just ended receives nothing; its end is reported anyway.
+            // A node that just exited receives nothing; its exit is reported anyway.
             let _ = node.orders.as_ref().map(|orders| orders.send(order));
         }
     }
 
-    /// Ops addresses of the coordinators that listen.
+    /// Ops addresses of the listening coordinators.
     pub(crate) fn coordinator_ops(&self) -> Vec<SocketAddr> {
         self.nodes.iter().filter(|node| node.role == Role::Coordinator).filter_map(Node::ops).collect()
     }
@@ -160,12 +160,11 @@ impl Nodes {
         self.of(Role::Worker).map(|index| self.nodes[index].name.clone()).collect()
     }
 
-    /// Replicas of several workers.
     pub(crate) fn replicas(&self) -> usize {
         self.replicas.unwrap_or(0)
     }
 
-    /// What each listening node of a role announced.
+    /// Announcements of the listening nodes of a role.
     pub(crate) fn listening(&self, role: Role) -> impl Iterator<Item = &Announcement> {
         self.nodes.iter().filter(move |node| node.role == role).filter_map(|node| node.announcement.as_ref())
     }
@@ -174,7 +173,7 @@ impl Nodes {
         &self.model
     }
 
-    /// The one line that `up.json` is.
+    /// The content of `up.json`, one line.
     pub(crate) fn up_line(&self) -> anyhow::Result<String> {
         let coordinators: Vec<_> = self.listening(Role::Coordinator).collect();
         let workers: Vec<_> = self.listening(Role::Worker).collect();

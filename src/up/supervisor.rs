@@ -1,4 +1,4 @@
-//! Starts the nodes in order, waits until they are one cluster, restarts what dies, drains at the end.
+//! Starts the nodes in order, waits until they form a cluster, restarts failed nodes, and drains at the end.
 
 use super::child::{self, ChildState, Order};
 use super::data_dir::DataDir;
@@ -13,25 +13,24 @@ use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
 
-/// Loading weights from a slow disk is what may take long.
+/// Loading weights from a slow disk may take long.
 const START_DEADLINE: Duration = Duration::from_secs(120);
-/// Coordinators finish the requests they have, then end by themselves; this is for those that hang.
+/// Coordinators exit once their requests are finished; this limit is for those that hang.
 const DRAIN_DEADLINE: Duration = Duration::from_secs(60);
 const OPS_TIMEOUT: Duration = Duration::from_secs(5);
-/// Between looks at a coordinator's table while workers load.
+/// Polling interval of a coordinator's worker table while workers load.
 const JOIN_POLL: Duration = Duration::from_millis(10);
 
-/// What the loop waits for.
 enum Event {
-    /// Something happened to a node.
+    /// A node changed its state.
     Child(usize, ChildState),
-    /// A dead node has waited long enough.
+    /// A failed node's restart delay has passed.
     Restart(usize),
-    /// The user or the system wants an end.
+    /// A stop signal was received.
     Stop,
 }
 
-/// The nodes and everything that is told about them.
+/// Supervises all nodes.
 pub(crate) struct Supervisor {
     dir: DataDir,
     nodes: Nodes,
@@ -41,14 +40,14 @@ pub(crate) struct Supervisor {
 }
 
 impl Supervisor {
-    /// Must be made and driven on the main thread (see [`child::spawn`]), inside a runtime.
+    /// Must be created and driven on the main thread (see [`child::spawn`]), inside a runtime.
     pub(crate) fn new(dir: DataDir, nodes: Nodes, restart: bool) -> anyhow::Result<Self> {
         let (sender, events) = mpsc::unbounded_channel();
         tokio::spawn(forward(StopSignals::listen()?, sender.clone()));
         Ok(Self { dir, nodes, restart, events, sender })
     }
 
-    /// Starts all nodes and returns when they are one cluster that answers; `false` if it was stopped first.
+    /// Starts all nodes and returns when the cluster is ready; `false` if it was stopped first.
     pub(crate) async fn start(&mut self) -> anyhow::Result<bool> {
         let deadline = tokio::time::sleep(START_DEADLINE);
         tokio::pin!(deadline);
@@ -80,7 +79,7 @@ impl Supervisor {
         Ok(true)
     }
 
-    /// Handles an event before the cluster is ready: a node that dies now is an error. `false` means stop.
+    /// Handles an event before the cluster is ready. A node that exits now is an error. `false` means stop.
     fn starting(&mut self, event: Option<Event>) -> anyhow::Result<bool> {
         match event {
             Some(Event::Child(index, ChildState::Listens(announcement))) => {
@@ -96,12 +95,12 @@ impl Supervisor {
         }
     }
 
-    /// Keeps the cluster alive until it is told to stop.
+    /// Supervises the cluster until a stop signal.
     pub(crate) async fn run(&mut self) -> anyhow::Result<()> {
         loop {
             match self.events.recv().await {
                 None | Some(Event::Stop) => return Ok(()),
-                // A disk that is full, or another lack of the system, must not end the nodes that live.
+                // A full disk or another lack of resources must not end the running nodes.
                 Some(Event::Restart(index)) => {
                     if let Err(error) = self.spawn(index) {
                         self.ended(index, Err(error))?;
@@ -128,7 +127,7 @@ impl Supervisor {
         let how = status.map_or_else(|error| format!("{error:#}"), |status| status.to_string());
         tracing::warn!(node = %node.name, %how, "a node has ended");
         if node.role == Role::Worker {
-            // At once: the idle timeout of its connections would hold requests up for seconds.
+            // Immediately: waiting for the idle timeout of its connections would delay requests by seconds.
             for ops in self.nodes.coordinator_ops() {
                 tokio::spawn(report_dead(ops, self.nodes[index].name.clone()));
             }
@@ -138,7 +137,7 @@ impl Supervisor {
             let sender = self.sender.clone();
             tokio::spawn(async move {
                 tokio::time::sleep(wait).await;
-                // Nobody receives once the cluster is stopping.
+                // The receiver is gone once the cluster is stopping.
                 let _ = sender.send(Event::Restart(index));
             });
         } else {
@@ -147,7 +146,7 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Lets coordinators finish what they have, then workers; a second signal, or time, ends them at once.
+    /// Drains coordinators, then workers. A second signal or the deadline ends them at once.
     pub(crate) async fn drain(mut self) -> anyhow::Result<()> {
         if let Err(error) = self.dir.forget_up_file() {
             tracing::warn!("{error:#}");
@@ -171,7 +170,6 @@ impl Supervisor {
         Ok(())
     }
 
-    /// The nodes, for the banner.
     pub(crate) fn nodes(&self) -> &Nodes {
         &self.nodes
     }
@@ -181,7 +179,7 @@ impl Supervisor {
         let node = &mut self.nodes[index];
         let file = self.dir.write_settings(&node.name, &settings)?;
         let file = file.to_str().context("a data directory that is not UTF-8")?;
-        // What the file says must not be overruled by the environment that we were started in.
+        // The environment of this process must not override the settings file.
         let hidden: Vec<String> =
             settings.keys().map(|key| format!("KVASIR_{}", key.to_uppercase())).collect();
         let child = child::spawn(&[node.role.as_str(), "--config", file], &self.dir.log(&node.name), &hidden)
@@ -190,7 +188,7 @@ impl Supervisor {
         node.started(orders, Instant::now());
         let sender = self.sender.clone();
         tokio::spawn(child::watch(child, receiver, move |life| {
-            // Nobody receives when the command is past its end.
+            // The receiver is gone once the command has finished.
             let _ = sender.send(Event::Child(index, life));
         }));
         Ok(())
@@ -206,7 +204,7 @@ async fn forward(mut signals: StopSignals, sender: mpsc::UnboundedSender<Event>)
     }
 }
 
-/// The error for a node that ended before the cluster was ready; a configuration error stays one.
+/// The error for a node that exited before the cluster was ready; a configuration error stays one.
 fn did_not_start(name: &str, status: anyhow::Result<ExitStatus>, log: &str) -> anyhow::Error {
     const BAD_CONFIG: i32 = crate::BAD_CONFIG as i32;
     match status {
@@ -224,7 +222,8 @@ async fn ask(ops: SocketAddr, method: &'static str, path: String) -> anyhow::Res
     answer.context("asking a coordinator")?.and_then(ops_client::OpsResponse::success)
 }
 
-/// Returns when every coordinator lists every worker as ready, and so many replicas of several workers as serving.
+/// Returns when every coordinator lists every worker as ready, and `replicas` replicas of several workers as
+/// serving.
 async fn wait_until_joined(
     coordinators: Vec<SocketAddr>,
     workers: Vec<String>,
@@ -255,12 +254,12 @@ async fn wait_until_joined(
     Ok(())
 }
 
-/// Lets a coordinator's `/readyz` say yes.
+/// Makes a coordinator's `/readyz` succeed.
 async fn open_gate(ops: SocketAddr) -> anyhow::Result<()> {
     ask(ops, "POST", "/admin/v1/ready".into()).await.with_context(|| format!("coordinator {ops}")).map(drop)
 }
 
-/// The same for a coordinator that was restarted: its workers dial in anew first.
+/// The same after a coordinator's restart, once its workers have reconnected.
 async fn reopen_gate(ops: SocketAddr, workers: Vec<String>, replicas: usize) {
     let opened = tokio::time::timeout(START_DEADLINE, async {
         wait_until_joined(vec![ops], workers, replicas).await?;

@@ -1,4 +1,4 @@
-//! Finding and running the `kvasir` binary.
+//! Finds and runs the `kvasir` binary.
 
 use anyhow::{Context, bail};
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ pub fn workspace() -> PathBuf {
     crate_dir.parent().unwrap_or(crate_dir).to_owned()
 }
 
-/// Where build products and logs go: `CARGO_TARGET_DIR`, else `target/` in the workspace.
+/// Directory of build products and logs: `CARGO_TARGET_DIR`, else `target/` in the workspace.
 pub fn target() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| workspace().join("target"), PathBuf::from)
 }
@@ -51,13 +51,13 @@ pub fn command_of(binary: &Path, arguments: &[&str]) -> Command {
     command
 }
 
-/// Runs `kvasir` to its end, whatever that is.
+/// Runs `kvasir` to its end, with any exit code.
 pub fn run(arguments: &[&str]) -> anyhow::Result<Output> {
     let output = command(arguments)?.output();
     output.with_context(|| format!("kvasir {}", arguments.join(" ")))
 }
 
-/// Runs `kvasir`, which must succeed, and returns what it wrote to stdout.
+/// Runs `kvasir`, which must succeed, and returns its stdout.
 pub fn stdout(arguments: &[&str]) -> anyhow::Result<String> {
     let output = run(arguments)?;
     if !output.status.success() {
@@ -67,11 +67,11 @@ pub fn stdout(arguments: &[&str]) -> anyhow::Result<String> {
     Ok(String::from_utf8(output.stdout)?)
 }
 
-/// The path of a model of the catalog, pulled if it is not in the cache yet.
+/// Path of a catalog model, pulled if it is not in the cache yet.
 pub fn catalog_model(name: &str) -> anyhow::Result<PathBuf> {
     let path = stdout(&["models", "pull", name])?;
     Ok(PathBuf::from(path.trim()))
 }
 
-/// How long a node may take to be ready or to answer; generous, for machines under load.
+/// Time limit for a node to become ready or respond; generous, for loaded machines.
 pub const PATIENCE: Duration = Duration::from_secs(60);

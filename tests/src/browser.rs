@@ -1,4 +1,4 @@
-//! A headless Chromium, driven by the W3C's WebDriver protocol: what a person at a screen does and sees.
+//! A headless Chromium, controlled through the W3C WebDriver protocol.
 
 use crate::{binary, http, signal, wait};
 use anyhow::{Context, ensure};
@@ -8,9 +8,9 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-/// How WebDriver names an element.
+/// WebDriver's key for element references.
 const ELEMENT: &str = "element-6066-11e4-a52e-4f735466cecf";
-/// Chromium keeps to itself what it can: nothing is looked up, updated or reported.
+/// Disables Chromium's own network traffic: lookups, updates and reports.
 const FLAGS: [&str; 8] = [
     "--headless=new",
     "--no-sandbox",
@@ -22,7 +22,7 @@ const FLAGS: [&str; 8] = [
     "--disable-sync",
 ];
 
-/// A browser with one page. Gone when dropped.
+/// A browser with one page; closed when dropped.
 #[derive(Debug)]
 pub struct Browser {
     driver: Child,
@@ -30,18 +30,15 @@ pub struct Browser {
     session: String,
 }
 
-/// Keys that are no characters.
+/// Keys that are not characters.
 pub mod keys {
-    /// To the next element.
     pub const TAB: char = '\u{e004}';
-    /// Enter.
     pub const ENTER: char = '\u{e007}';
-    /// Escape.
     pub const ESCAPE: char = '\u{e00c}';
 }
 
 impl Browser {
-    /// Starts one; `chromium` and `chromedriver` are where Debian puts them.
+    /// Starts a browser. `chromium` and `chromedriver` must be installed as by Debian.
     pub fn start() -> anyhow::Result<Self> {
         let mut driver = Command::new("chromedriver")
             .arg("--port=0")
@@ -70,7 +67,7 @@ impl Browser {
         self.post(&format!("{}/{command}", self.session), body)
     }
 
-    /// A command of Chromium's own protocol.
+    /// Sends a command of the DevTools protocol.
     fn devtools(&self, command: &str, parameters: Value) -> anyhow::Result<Value> {
         self.tell("goog/cdp/execute", &json!({"cmd": command, "params": parameters}))
     }
@@ -91,7 +88,7 @@ impl Browser {
         wait::until(what, binary::PATIENCE, || (self.script(&script).ok()? == true).then_some(()))
     }
 
-    /// Clicks on the first element that a CSS selector finds, where a person would have to be able to.
+    /// Clicks the first element that matches a CSS selector. It must be visible and clickable.
     pub fn click(&self, selector: &str) -> anyhow::Result<()> {
         let find = json!({"using": "css selector", "value": selector});
         let name = json!(selector);
@@ -99,7 +96,7 @@ impl Browser {
             "document.querySelector({name})?.scrollIntoView({{block: 'center', behavior: 'instant'}})"
         );
         let click = || {
-            // The driver does not scroll a page whose size is emulated.
+            // The driver does not scroll a page with emulated size.
             self.script(&show).ok()?;
             let found = self.tell("element", &find).ok()?;
             let element = found[ELEMENT].as_str()?;
@@ -108,7 +105,7 @@ impl Browser {
         wait::until(&format!("a click on {selector}"), binary::PATIENCE, click).map(drop)
     }
 
-    /// Presses and releases keys, one after the other, wherever the focus is.
+    /// Presses and releases keys one after the other on the focused element.
     pub fn press(&self, keys: impl IntoIterator<Item = char>) -> anyhow::Result<()> {
         let stroke =
             |key: char| ["keyDown", "keyUp"].map(|kind| json!({"type": kind, "value": key.to_string()}));
@@ -117,14 +114,15 @@ impl Browser {
         self.tell("actions", &json!({"actions": [keyboard]})).map(drop)
     }
 
-    /// The size of the page in its own pixels, each of which is `scale` on the screen. A narrow one is a phone's.
+    /// Sets the page size in CSS pixels; each is `scale` pixels on the screen. A narrow page emulates a
+    /// phone.
     pub fn resize(&self, width: u32, height: u32, scale: f64) -> anyhow::Result<()> {
         let size =
             json!({"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 600});
         self.devtools("Emulation.setDeviceMetricsOverride", size).map(drop)
     }
 
-    /// What the system wants: dark, or light; and that nothing moves, so that what is clicked on stands still.
+    /// Emulates the system's colour scheme, and reduced motion so that click targets do not move.
     pub fn prefer_dark(&self, dark: bool) -> anyhow::Result<()> {
         let value = if dark { "dark" } else { "light" };
         let theme = json!({"name": "prefers-color-scheme", "value": value});
@@ -139,7 +137,7 @@ impl Browser {
         std::fs::write(path, data).with_context(|| path.display().to_string())
     }
 
-    /// What the page, or the browser on its behalf, has complained of since the last call.
+    /// Errors and warnings of the page since the last call.
     pub fn complaints(&self) -> anyhow::Result<Vec<String>> {
         let log = self.tell("se/log", &json!({"type": "browser"}))?;
         let entries = log.as_array().context("no log")?;
@@ -149,14 +147,14 @@ impl Browser {
 
 impl Drop for Browser {
     fn drop(&mut self) {
-        // Ends the browser itself; what is left of it goes with the driver.
+        // Closes the browser itself; the rest ends with the driver.
         let _ = http::send(self.server, "DELETE", &self.session, &[], b"");
         signal::terminate(self.driver.id());
         let _ = self.driver.wait();
     }
 }
 
-/// The port that the driver has chosen, by its first lines.
+/// The driver's port, from its first output lines.
 fn port(driver: &mut Child) -> anyhow::Result<u16> {
     let lines = BufReader::new(driver.stdout.take().context("no stdout")?).lines();
     for line in lines.map_while(Result::ok) {
@@ -167,7 +165,7 @@ fn port(driver: &mut Child) -> anyhow::Result<u16> {
     anyhow::bail!("chromedriver ended before it was ready")
 }
 
-/// Bytes from base64, as browsers write it.
+/// Decodes base64 as written by browsers.
 fn base64(text: &str) -> Option<Vec<u8>> {
     let digit = |byte: u8| match byte {
         b'A'..=b'Z' => Some(byte - b'A'),

@@ -1,4 +1,4 @@
-//! A cluster of real processes, started by `kvasir up` as a user would, gone when dropped.
+//! A cluster of real processes, started by `kvasir up` and ended when dropped.
 
 use crate::{binary, http, signal, wait};
 use anyhow::{Context, bail};
@@ -12,49 +12,40 @@ use std::sync::{Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// Two clusters at once on two cores would only measure each other.
+/// Two clusters at once on two cores would disturb each other's timing.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 /// `up.json`, as `kvasir up` writes it.
 #[derive(Debug, Clone, Deserialize)]
 pub struct UpFile {
-    /// The fronts.
     pub coordinators: Vec<CoordinatorNode>,
-    /// The engines.
     pub workers: Vec<WorkerNode>,
-    /// The model's id.
     pub model: String,
 }
 
-/// A coordinator process.
 #[derive(Debug, Clone, Deserialize)]
 pub struct CoordinatorNode {
-    /// Node id.
     pub id: String,
-    /// Process id.
     pub pid: u32,
-    /// Where the OpenAI API answers.
+    /// Address of the OpenAI API.
     pub http: SocketAddr,
-    /// Where `/metrics` and `/admin/v1` answer.
+    /// Address of `/metrics` and `/admin/v1`.
     pub ops: SocketAddr,
-    /// Where workers dial in.
+    /// Address that workers connect to.
     pub quic: SocketAddr,
 }
 
-/// A worker process.
 #[derive(Debug, Clone, Deserialize)]
 pub struct WorkerNode {
-    /// Node id.
     pub id: String,
-    /// Process id.
     pub pid: u32,
-    /// Where `/metrics` answers.
+    /// Address of `/metrics`.
     pub ops: SocketAddr,
-    /// Where coordinators reach it.
+    /// QUIC address for coordinators.
     pub quic: SocketAddr,
 }
 
-/// What to start.
+/// Options of a cluster.
 #[derive(Debug)]
 pub struct Builder {
     model: String,
@@ -73,12 +64,12 @@ pub struct Cluster {
     _own_dir: Option<TempDir>,
     log: PathBuf,
     ready_after: Duration,
-    /// None beside another cluster, which has it.
+    /// `None` for a second cluster, beside one that holds the lock.
     _turn: Option<MutexGuard<'static, ()>>,
 }
 
 impl Cluster {
-    /// A cluster that serves `model`; its log is kept under `name`.
+    /// Builds a cluster that serves `model`; its log is kept under `name`.
     pub fn builder(name: &str, model: &str) -> Builder {
         let (model, name) = (model.to_owned(), name.to_owned());
         Builder { model, name, flags: Vec::new(), variables: Vec::new(), data_dir: None }
@@ -86,37 +77,37 @@ impl Cluster {
 }
 
 impl Builder {
-    /// A further flag of `kvasir up` and its value.
+    /// Adds a flag of `kvasir up` with its value.
     pub fn flag(mut self, flag: &str, value: &str) -> Self {
         self.flags.extend([flag.to_owned(), value.to_owned()]);
         self
     }
 
-    /// A variable of the environment.
+    /// Adds an environment variable.
     pub fn env(mut self, name: &str, value: &str) -> Self {
         self.variables.push((name.to_owned(), value.to_owned()));
         self
     }
 
-    /// In this data directory, which stays, instead of one of its own.
+    /// Uses this data directory, which is kept, instead of a temporary one.
     pub fn data_dir(mut self, dir: &Path) -> Self {
         self.data_dir = Some(dir.to_owned());
         self
     }
 
-    /// A further flag without a value.
+    /// Adds a flag without a value.
     pub fn switch(mut self, flag: &str) -> Self {
         self.flags.push(flag.to_owned());
         self
     }
 
-    /// Starts the cluster and waits until it is ready, which it does when no other test has one.
+    /// Waits until no other test has a cluster, starts this one, and waits until it is ready.
     pub fn start(self) -> anyhow::Result<Cluster> {
         let turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
         self.start_in(Some(turn))
     }
 
-    /// The same for a second cluster of a test that has started `other`.
+    /// Starts a second cluster in a test that has already started `other`.
     pub fn start_beside(self, _other: &Cluster) -> anyhow::Result<Cluster> {
         self.start_in(None)
     }
@@ -173,14 +164,14 @@ impl UpFile {
     }
 }
 
-/// Reads the line that says that the cluster is ready, on a thread of its own so that the wait has an end.
+/// Reads the ready line on a separate thread, so that the wait has a deadline.
 fn first_line(stdout: ChildStdout) -> anyhow::Result<(String, BufReader<ChildStdout>)> {
     let (sender, receiver) = mpsc::channel();
     std::thread::spawn(move || {
         let mut reader = BufReader::new(stdout);
         let mut line = String::new();
         let read = reader.read_line(&mut line);
-        // Nobody receives after the deadline; then the line is of no use either.
+        // After the deadline nothing receives the line, and it is not needed.
         let _ = sender.send(read.map(|_| (line, reader)));
     });
     let (line, reader) = receiver.recv_timeout(binary::PATIENCE).context("kvasir up is not ready")??;
@@ -191,47 +182,43 @@ fn first_line(stdout: ChildStdout) -> anyhow::Result<(String, BufReader<ChildStd
 }
 
 impl Cluster {
-    /// The API address of the first coordinator.
     pub fn http(&self) -> SocketAddr {
         self.coordinator().http
     }
 
-    /// The first coordinator, as it was when the cluster became ready.
+    /// The first coordinator when the cluster became ready.
     pub fn coordinator(&self) -> &CoordinatorNode {
         &self.first.coordinators[0]
     }
 
-    /// All nodes, as they were when the cluster became ready.
+    /// All nodes when the cluster became ready.
     pub fn nodes(&self) -> &UpFile {
         &self.first
     }
 
-    /// The model's id.
     pub fn model(&self) -> &str {
         &self.first.model
     }
 
-    /// What `kvasir up` has logged, and its nodes', once the cluster has ended.
+    /// Log of `kvasir up` and its nodes, complete once the cluster has ended.
     pub fn log(&self) -> &Path {
         &self.log
     }
 
-    /// Time from the start of `kvasir up` to its line on stdout.
+    /// Time from the start of `kvasir up` to its ready line.
     pub fn ready_after(&self) -> Duration {
         self.ready_after
     }
 
-    /// The cluster's data directory.
     pub fn data_dir(&self) -> &Path {
         &self.dir
     }
 
-    /// The process id of `kvasir up`.
     pub fn pid(&self) -> u32 {
         self.up.id()
     }
 
-    /// `up.json` as it is now.
+    /// The current `up.json`.
     pub fn up_file(&self) -> anyhow::Result<UpFile> {
         crate::fixtures::json(&self.dir.join("up.json"))
     }
@@ -241,12 +228,12 @@ impl Cluster {
         http::get(self.coordinator().ops, "/admin/v1/cluster")?.ok()
     }
 
-    /// The sum over all series of a metric at the first coordinator, re-exported worker metrics included.
+    /// Sum over all series of a metric at the first coordinator, including re-exported worker metrics.
     pub fn metric(&self, name: &str) -> anyhow::Result<f64> {
         http::metric(self.coordinator().ops, name)
     }
 
-    /// The sum over all workers of a metric, asked of each worker itself.
+    /// Sum of a metric over all workers, read from each worker.
     pub fn worker_metric(&self, name: &str) -> anyhow::Result<f64> {
         let workers = self.up_file()?.workers;
         workers.iter().map(|worker| http::metric(worker.ops, name)).sum()
@@ -259,7 +246,7 @@ impl Cluster {
         Ok(status.code())
     }
 
-    /// What `kvasir up` wrote to stdout after its first line; call it when `up` has ended.
+    /// Stdout of `kvasir up` after its first line. Call this after it has ended.
     pub fn rest_of_stdout(&mut self) -> anyhow::Result<String> {
         let mut rest = String::new();
         while self.stdout.read_line(&mut rest)? > 0 {}
@@ -271,7 +258,7 @@ impl Drop for Cluster {
     fn drop(&mut self) {
         let nodes = self.up_file().unwrap_or_else(|_| self.first.clone());
         stop(&mut self.up);
-        // Children die with `up`; a test must leave nothing behind even where that is what is broken.
+        // Children end with `up`. A test must leave no process behind, even if that mechanism is broken.
         let pids = nodes.coordinators.iter().map(|n| n.pid).chain(nodes.workers.iter().map(|n| n.pid));
         pids.filter(|pid| is_kvasir(*pid)).for_each(signal::kill_now);
         keep_logs(&self.dir, &self.log);
@@ -279,17 +266,17 @@ impl Drop for Cluster {
 }
 
 fn stop(up: &mut Child) {
-    // Both fail only if it has ended, which is what is wanted.
+    // Both fail only if the process has already ended.
     let _ = up.kill();
     let _ = up.wait();
 }
 
-/// A process id may have been given to someone else since.
+/// The process id may have been reused since.
 fn is_kvasir(pid: u32) -> bool {
     std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name.trim() == "kvasir")
 }
 
-/// Appends the nodes' logs to the test's, best effort.
+/// Appends the nodes' logs to the test's log, best effort.
 fn keep_logs(data_dir: &Path, log: &Path) {
     let Ok(entries) = std::fs::read_dir(data_dir.join("logs")) else { return };
     let mut text = std::fs::read_to_string(log).unwrap_or_default();

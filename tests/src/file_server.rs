@@ -1,4 +1,4 @@
-//! A web server for files, as far as a download needs one: ranges, a name for each file's state, connections that are cut.
+//! A file server for download tests: ranges, ETags, and connections cut on request.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom, Write};
@@ -17,33 +17,33 @@ pub struct FileServer {
 #[derive(Debug)]
 struct State {
     dir: PathBuf,
-    /// Bytes of a body after which its connection is cut; none are cut at `u64::MAX`.
+    /// Bytes of a body after which the connection is cut; `u64::MAX` for never.
     cut_after: AtomicU64,
     requests: Mutex<Vec<Request>>,
 }
 
-/// What was asked.
+/// A received request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Request {
     /// Path and query.
     pub target: String,
-    /// First byte that was asked for.
+    /// First byte requested.
     pub from: Option<u64>,
 }
 
 impl FileServer {
-    /// On a port of this machine's loopback interface.
+    /// Listens on a port of the loopback interface.
     ///
     /// # Errors
-    /// The system's.
+    /// I/O errors.
     pub fn start(dir: &Path) -> io::Result<Self> {
         Self::start_on(Ipv4Addr::LOCALHOST.into(), dir)
     }
 
-    /// On a port of an interface that others reach.
+    /// Listens on a port of an interface that other hosts can reach.
     ///
     /// # Errors
-    /// The system's.
+    /// I/O errors.
     pub fn start_on(ip: std::net::IpAddr, dir: &Path) -> io::Result<Self> {
         let listener = TcpListener::bind((ip, 0))?;
         let address = listener.local_addr()?;
@@ -54,24 +54,24 @@ impl FileServer {
         std::thread::spawn(move || {
             for stream in listener.incoming().flatten() {
                 let state = served.clone();
-                // A client that has gone away is no failure of the server.
+                // A client that disconnects is not a server error.
                 std::thread::spawn(move || state.answer(stream).ok());
             }
         });
         Ok(Self { address, state })
     }
 
-    /// `http://` and where it listens.
+    /// `http://` and the listen address.
     pub fn url(&self) -> String {
         format!("http://{}", self.address)
     }
 
-    /// Cuts each body after so many bytes from now on.
+    /// Cuts each later body after `bytes` bytes.
     pub fn cut_after(&self, bytes: u64) {
         self.state.cut_after.store(bytes, Ordering::Relaxed);
     }
 
-    /// What was asked so far.
+    /// All requests so far.
     pub fn requests(&self) -> Vec<Request> {
         self.state.requests.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }

@@ -1,4 +1,4 @@
-//! The oracle set: tiny models, references made by an independent implementation, and their manifest.
+//! The oracle set: tiny models, references of an independent implementation, and their manifest.
 
 use anyhow::{Context, ensure};
 use safetensors::{Dtype, SafeTensors};
@@ -21,7 +21,7 @@ pub fn root() -> PathBuf {
 pub struct Manifest {
     /// Tiny models with weights in F32.
     pub items: Vec<Item>,
-    /// Quantised ones.
+    /// Quantised tiny models.
     pub quant: Vec<Item>,
     /// References for real models.
     #[serde(default)]
@@ -38,12 +38,12 @@ pub struct Item {
     pub arch: String,
     /// Path below the root.
     pub file: String,
-    /// Of `file`, in hexadecimal.
+    /// SHA-256 of `file`, in hexadecimal.
     pub sha256: String,
     /// Path of the reference below the root.
     #[serde(rename = "ref", default)]
     pub reference: Option<String>,
-    /// Of `reference`.
+    /// SHA-256 of `reference`.
     #[serde(default)]
     pub ref_sha256: Option<String>,
 }
@@ -71,7 +71,7 @@ impl Manifest {
         found.with_context(|| format!("the set has no tiny model {arch:?}"))
     }
 
-    /// Every (path, sha256) that the manifest knows.
+    /// Every (path, sha256) in the manifest.
     pub fn files(&self) -> Vec<(String, String)> {
         let parts = self.split.iter().flat_map(|split| &split.files);
         let items = self.items.iter().chain(&self.quant).chain(&self.real).chain(parts);
@@ -103,7 +103,7 @@ impl Item {
         root().join(&self.file)
     }
 
-    /// The reference: as the manifest names it, else beside the model under the same stem.
+    /// The reference: named by the manifest, else beside the model with the same stem.
     pub fn reference(&self) -> anyhow::Result<Reference> {
         let path = match &self.reference {
             Some(reference) => root().join(reference),
@@ -113,27 +113,25 @@ impl Item {
     }
 }
 
-/// What the oracle computed for one model.
+/// The oracle's results for one model.
 #[derive(Debug)]
 pub struct Reference {
-    /// One entry a prompt.
+    /// One entry per prompt.
     pub prompts: Vec<ReferencePrompt>,
 }
 
-/// What the oracle computed for one prompt.
+/// The oracle's results for one prompt.
 #[derive(Debug)]
 pub struct ReferencePrompt {
-    /// The prompt.
     pub ids: Vec<u32>,
     /// Row-major, `[rows, vocab]`; the rows belong to the prompt's last tokens.
     pub logits: Vec<f32>,
-    /// Number of rows: the prompt's length, or less where the set keeps only the last.
+    /// Number of rows: the prompt's length, or less if the set keeps only the last ones.
     pub rows: usize,
-    /// Tokens of the vocabulary.
     pub vocab: usize,
     /// Greedy continuation.
     pub greedy: Vec<u32>,
-    /// Recurrent states behind the prompt, where the set has them, by their name in the file without `pN.`.
+    /// Recurrent states after the prompt, if the set has them, by name in the file without `pN.`.
     pub states: BTreeMap<String, Vec<f32>>,
 }
 
@@ -172,19 +170,18 @@ impl Reference {
 pub struct Tensors(Vec<u8>);
 
 impl Tensors {
-    /// Reads a file.
     pub fn read(path: &Path) -> anyhow::Result<Self> {
         std::fs::read(path).map(Self).with_context(|| path.display().to_string())
     }
 
-    /// The numbers of an F32 tensor, row by row; none if there is no such tensor.
+    /// The values of an F32 tensor, row-major; `None` if there is no such tensor.
     pub fn floats(&self, name: &str) -> anyhow::Result<Option<Vec<f32>>> {
         let file = SafeTensors::deserialize(&self.0)?;
         let Ok(tensor) = file.tensor(name) else { return Ok(None) };
         floats(tensor.dtype(), tensor.data()).map(Some)
     }
 
-    /// The token ids of an I32 tensor; none if there is no such tensor.
+    /// The token ids of an I32 tensor; `None` if there is no such tensor.
     pub fn tokens(&self, name: &str) -> anyhow::Result<Option<Vec<u32>>> {
         let file = SafeTensors::deserialize(&self.0)?;
         let Ok(tensor) = file.tensor(name) else { return Ok(None) };
@@ -192,26 +189,23 @@ impl Tensors {
     }
 }
 
-/// `real/minilm.json`: what the model's own library makes of a few texts.
+/// `real/minilm.json`: results of the model's own library for a few texts.
 #[derive(Debug, Deserialize)]
 pub struct MiniLm {
-    /// The texts.
     pub items: Vec<MiniLmItem>,
 }
 
 /// One text of [`MiniLm`].
 #[derive(Debug, Deserialize)]
 pub struct MiniLmItem {
-    /// The text.
     pub text: String,
-    /// Its tokens, special ones included.
+    /// Its tokens, including special ones.
     pub ids: Vec<u32>,
-    /// Its vector, of length one.
+    /// Its embedding, of length one.
     pub embedding: Vec<f32>,
 }
 
 impl MiniLm {
-    /// Reads it.
     pub fn read() -> anyhow::Result<Self> {
         json(&root().join("real/minilm.json"))
     }

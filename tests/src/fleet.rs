@@ -1,5 +1,5 @@
-//! A cluster whose nodes are on hosts of their own: coordinators and workers as an operator starts them, with
-//! certificates, on a [`Net`] that can be made bad. Everything is gone when it is dropped.
+//! A cluster whose nodes are on separate simulated hosts: coordinators and workers with certificates, started
+//! as by an operator, on a [`Net`] with injectable faults. Everything ends when it is dropped.
 
 use crate::testnet::Net;
 use crate::{binary, http, signal, wait};
@@ -12,24 +12,22 @@ use std::process::{Child, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use tempfile::TempDir;
 
-/// Two busy ones at once on two cores would only measure each other.
+/// Two busy fleets at once on two cores would disturb each other's timing.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
-/// Every node has a host of its own, so all may use the same ports.
+/// Every node has its own host, so all use the same ports.
 const HTTP: u16 = 8080;
 const OPS: u16 = 9090;
 const QUIC: u16 = 7000;
 
-/// A node: what it may do, and which of its kind it is.
+/// A node, by role and index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Node {
-    /// A front.
     Coordinator(usize),
-    /// An engine.
     Worker(usize),
 }
 
-/// What to start.
+/// Options of a fleet.
 #[derive(Debug)]
 pub struct Builder {
     name: String,
@@ -46,12 +44,12 @@ pub struct Builder {
     takes_turn: bool,
 }
 
-/// How all workers but the first come by the model.
+/// How all workers but the first get the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fileless {
-    /// They are told nothing.
+    /// By placement; they have no setting for it.
     Placed,
-    /// From the first, by name.
+    /// From the first worker, by name.
     From,
 }
 
@@ -61,29 +59,29 @@ pub struct Fleet {
     shape: Builder,
     net: Net,
     dir: TempDir,
-    /// By host.
+    /// Running process of each host.
     processes: Vec<Mutex<Option<Child>>>,
-    /// By host: what is started there, if not the binary under test.
+    /// Binary of each host; `None` for the binary under test.
     binaries: Mutex<Vec<Option<PathBuf>>>,
-    /// By coordinator: what it is told of the others, if not what is true.
+    /// `--peers` of each coordinator, if it differs from the real group.
     peers: Mutex<Vec<Option<String>>>,
     _turn: Option<MutexGuard<'static, ()>>,
 }
 
 impl Builder {
-    /// A flag for every coordinator, with its value.
+    /// Adds a flag with its value for every coordinator.
     pub fn coordinator_flag(mut self, flag: &str, value: &str) -> Self {
         self.coordinator_flags.extend([flag.to_owned(), value.to_owned()]);
         self
     }
 
-    /// A flag for every worker, with its value.
+    /// Adds a flag with its value for every worker.
     pub fn worker_flag(mut self, flag: &str, value: &str) -> Self {
         self.worker_flags.extend([flag.to_owned(), value.to_owned()]);
         self
     }
 
-    /// A flag for every worker that has the model's file, with its value.
+    /// Adds a flag with its value for every worker that has the model's file.
     pub fn holder_flag(mut self, flag: &str, value: &str) -> Self {
         self.holder_flags.extend([flag.to_owned(), value.to_owned()]);
         self
@@ -95,31 +93,31 @@ impl Builder {
         self
     }
 
-    /// A variable in the environment of every node.
+    /// Adds an environment variable for every node.
     pub fn environment(mut self, name: &str, value: &str) -> Self {
         self.environment.push((name.to_owned(), value.to_owned()));
         self
     }
 
-    /// The nodes are of another version than the binary under test, until they are [moved](Fleet::use_binary).
+    /// Uses this binary for all nodes until [`Fleet::use_binary`] changes it.
     pub fn binary(mut self, binary: &Path) -> Self {
         self.binary = Some(binary.to_owned());
         self
     }
 
-    /// One more host, which nobody is on: see [`Fleet::start_twin`].
+    /// Adds a host without a node: see [`Fleet::start_twin`].
     pub fn spare_host(mut self) -> Self {
         self.spares += 1;
         self
     }
 
-    /// It mostly waits, so that it may run while another does.
+    /// Allows other fleets at the same time, because this test mostly waits.
     pub fn beside_others(mut self) -> Self {
         self.takes_turn = false;
         self
     }
 
-    /// Starts all nodes and waits until every coordinator can use every worker. `seed` is the network's.
+    /// Starts all nodes and waits until every coordinator can use every worker. `seed` is for the network.
     pub fn start(self, seed: u64) -> anyhow::Result<Fleet> {
         let turn = self.takes_turn.then(|| ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner));
         let hosts = self.coordinators + self.workers + self.spares;
@@ -142,7 +140,7 @@ impl Builder {
 }
 
 impl Fleet {
-    /// A cluster that serves `model`; its nodes' logs are kept under `name`.
+    /// Builds a cluster that serves `model`; its nodes' logs are kept under `name`.
     pub fn builder(name: &str, model: &str, coordinators: usize, workers: usize) -> Builder {
         let [name, model] = [name, model].map(str::to_owned);
         Builder {
@@ -161,7 +159,7 @@ impl Fleet {
         }
     }
 
-    /// The network that the nodes are on.
+    /// The nodes' network.
     pub fn net(&self) -> &Net {
         &self.net
     }
@@ -174,12 +172,12 @@ impl Fleet {
         }
     }
 
-    /// Runs `work` beside a node, where its HTTP ports can be reached: [`api`] and [`ops`].
+    /// Runs `work` on a node's host, where its HTTP ports are reachable: [`api`] and [`ops`].
     pub fn beside<T: Send>(&self, node: Node, work: impl FnOnce() -> T + Send) -> anyhow::Result<T> {
         self.net.on(self.host(node), work)
     }
 
-    /// Sends a JSON body to a coordinator's API. The answer can be read anywhere.
+    /// Sends a JSON body to a coordinator's API. The response can be read on any host.
     pub fn post(
         &self,
         coordinator: usize,
@@ -194,13 +192,13 @@ impl Fleet {
         self.beside(Node::Coordinator(coordinator), || http::get(ops(), "/admin/v1/cluster")?.ok())?
     }
 
-    /// The sum over all series of a metric at a coordinator; 0 while it has none.
+    /// Sum over all series of a metric at a coordinator; 0 if there are none.
     pub fn metric(&self, coordinator: usize, name: &str) -> anyhow::Result<f64> {
         let sum = self.beside(Node::Coordinator(coordinator), || http::metric(ops(), name))?;
         Ok(sum.unwrap_or(0.0))
     }
 
-    /// Waits until a coordinator knows so many workers that take work.
+    /// Waits until a coordinator has `count` workers that accept work.
     pub fn wait_for_workers(&self, coordinator: usize, count: usize) -> anyhow::Result<()> {
         wait::until(&format!("coordinator {coordinator} has {count} workers"), binary::PATIENCE, || {
             let status = self.status(coordinator).ok()?;
@@ -215,12 +213,12 @@ impl Fleet {
         Ok(status["models"][0]["id"].as_str().context("no model is served")?.to_owned())
     }
 
-    /// The process of a node; none if it does not run.
+    /// Process id of a node; `None` if it does not run.
     pub fn pid(&self, node: Node) -> Option<u32> {
         self.process(node).as_ref().map(Child::id)
     }
 
-    /// Ends a node as a power cut would.
+    /// Kills a node, as a power cut would.
     pub fn kill(&self, node: Node) -> anyhow::Result<()> {
         let mut process = self.process(node).take().context("it does not run")?;
         process.kill()?;
@@ -228,19 +226,19 @@ impl Fleet {
         Ok(())
     }
 
-    /// Holds a node still, or lets it go on.
+    /// Pauses or resumes a node.
     pub fn freeze(&self, node: Node, frozen: bool) -> anyhow::Result<()> {
         signal::freeze(self.pid(node).context("it does not run")?, frozen);
         Ok(())
     }
 
-    /// Asks a node to end in order and returns its exit code.
+    /// Stops a node with SIGTERM and returns its exit code.
     pub fn stop(&self, node: Node) -> anyhow::Result<Option<i32>> {
         signal::terminate(self.pid(node).context("it does not run")?);
         self.ended(node)
     }
 
-    /// Waits until a node has ended, by whatever, and returns its exit code; none if a signal ended it.
+    /// Waits until a node has exited. Returns its exit code; `None` if a signal ended it.
     pub fn ended(&self, node: Node) -> anyhow::Result<Option<i32>> {
         let mut process = self.process(node).take().context("it does not run")?;
         let ended = wait::until("it ends", binary::PATIENCE, || process.try_wait().transpose());
@@ -251,24 +249,24 @@ impl Fleet {
         Ok(ended??.code())
     }
 
-    /// Starts a node that does not run, and waits until it listens.
+    /// Starts a stopped node and waits until it listens.
     pub fn start(&self, node: Node) -> anyhow::Result<()> {
         self.start_on(self.host(node), node)
     }
 
-    /// The next life of a node is of this version; none is the binary under test.
+    /// Sets the binary for the next start of a node; `None` is the binary under test.
     pub fn use_binary(&self, node: Node, binary: Option<&Path>) {
         let mut binaries = self.binaries.lock().unwrap_or_else(PoisonError::into_inner);
         binaries[self.host(node)] = binary.map(Path::to_owned);
     }
 
-    /// The next life of a coordinator is told that its group is these.
+    /// Sets `--peers` for the next start of a coordinator.
     pub fn use_peers(&self, coordinator: usize, peers: &str) {
         let mut told = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
         told[coordinator] = Some(peers.to_owned());
     }
 
-    /// Starts another life of a node, which may still run, on a spare host. It is gone with the fleet.
+    /// Starts a second instance of a node, which may still run, on a spare host. It ends with the fleet.
     pub fn start_twin(&self, node: Node, spare: usize) -> anyhow::Result<()> {
         ensure!(spare < self.shape.spares, "there are {} spare hosts", self.shape.spares);
         self.start_on(self.spare(spare), node)
@@ -299,7 +297,7 @@ impl Fleet {
         let mut line = String::new();
         stdout.read_line(&mut line)?;
         if line.is_empty() {
-            // It has ended, or is about to.
+            // The process has exited or is about to.
             let code = running.take().map(|mut process| process.wait()).transpose()?;
             bail!("{node:?} ended before it listened: {code:?}; see {}", self.log(node)?.display());
         }
@@ -312,7 +310,7 @@ impl Fleet {
         coordinators.chain((0..self.shape.workers).map(Node::Worker)).collect()
     }
 
-    /// Where a node keeps what must outlive it.
+    /// A node's persistent directory.
     pub fn data_dir(&self, node: Node) -> PathBuf {
         self.dir.path().join(name(node))
     }
@@ -380,7 +378,7 @@ impl Fleet {
         Ok([command.to_owned()].into_iter().chain(pairs).chain(more).collect())
     }
 
-    /// Where a node says what it does; all of its lives, also those of earlier tests.
+    /// A node's log, with all of its runs, including earlier tests'.
     pub fn log(&self, node: Node) -> anyhow::Result<PathBuf> {
         let logs = binary::target().join("test-logs").join(&self.shape.name);
         std::fs::create_dir_all(&logs)?;
@@ -391,29 +389,29 @@ impl Fleet {
 impl Drop for Fleet {
     fn drop(&mut self) {
         for mut process in (0..self.processes.len()).filter_map(|host| self.process_on(host).take()) {
-            // Both fail only if it has ended, which is what is wanted.
+            // Both fail only if the process has already ended.
             let _ = process.kill();
             let _ = process.wait();
         }
     }
 }
 
-/// Where a coordinator's API answers, as seen from beside it: other hosts would need keys.
+/// A coordinator's API address on its own host. Other hosts would need keys.
 pub fn api() -> SocketAddr {
     SocketAddr::from((Ipv4Addr::LOCALHOST, HTTP))
 }
 
-/// Where a node's operations port answers, as seen from beside it.
+/// A node's ops address on its own host.
 pub fn ops() -> SocketAddr {
     SocketAddr::from((Ipv4Addr::LOCALHOST, OPS))
 }
 
-/// The worker of this name, if it is one's.
+/// The worker with this name; `None` if it is not a worker's name.
 pub fn worker_named(name: &str) -> Option<Node> {
     name.strip_prefix('w')?.parse().ok().map(Node::Worker)
 }
 
-/// Its name, as status and the `x-kvasir-worker` header tell it.
+/// Node name as in status and in the `x-kvasir-worker` header.
 pub fn name(node: Node) -> String {
     match node {
         Node::Coordinator(index) => format!("c{index}"),
@@ -421,7 +419,7 @@ pub fn name(node: Node) -> String {
     }
 }
 
-/// The cluster's authority.
+/// Creates the cluster's authority.
 fn authority(dir: &Path) -> anyhow::Result<()> {
     let ca = text(dir.join("ca"))?;
     binary::stdout(&["ca", "init", "--dir", &ca, "--cluster", "fleet"]).map(drop)

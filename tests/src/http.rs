@@ -1,4 +1,4 @@
-//! A small HTTP/1.1 client on a plain socket: what a test wants to see is exactly what came over the wire.
+//! A small HTTP/1.1 client on a plain socket, so that a test sees exactly the bytes on the wire.
 
 use anyhow::{Context, bail, ensure};
 use serde_json::Value;
@@ -6,19 +6,18 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::Duration;
 
-/// How an answer's body ends.
+/// How the end of a response body is determined.
 #[derive(Debug)]
 enum Framing {
     Length(u64),
-    /// Bytes left of the present chunk; `None` before the first.
+    /// Bytes left of the current chunk; `None` before the first chunk.
     Chunked(Option<u64>),
     UntilClose,
 }
 
-/// An answer whose body has not been read yet.
+/// A response whose body has not been read yet.
 #[derive(Debug)]
 pub struct HttpAnswer {
-    /// HTTP status.
     pub status: u16,
     headers: Vec<(String, String)>,
     body: Body,
@@ -30,7 +29,6 @@ struct Body {
     framing: Framing,
 }
 
-/// Sends a request without a body.
 pub fn get(server: SocketAddr, path: &str) -> anyhow::Result<HttpAnswer> {
     send(server, "GET", path, &[], b"")
 }
@@ -50,7 +48,7 @@ pub fn post_with(
     send(server, "POST", path, headers, body.to_string().as_bytes())
 }
 
-/// Sends any bytes as a body.
+/// Sends a body of any bytes.
 pub fn send(
     server: SocketAddr,
     method: &str,
@@ -98,7 +96,7 @@ impl HttpAnswer {
         Ok(Self { status, headers, body: Body { stream, framing } })
     }
 
-    /// The value of a header, its name in lower case.
+    /// The value of a header; `name` in lower case.
     pub fn header(&self, name: &str) -> Option<&str> {
         self.headers.iter().find(|(n, _)| n == name).map(|(_, value)| value.as_str())
     }
@@ -110,7 +108,7 @@ impl HttpAnswer {
         Ok(text)
     }
 
-    /// The whole body as JSON, whatever the status.
+    /// The body as JSON, for any status.
     pub fn json(self) -> anyhow::Result<Value> {
         let text = self.text()?;
         serde_json::from_str(&text).with_context(|| format!("not JSON: {text:?}"))
@@ -163,7 +161,7 @@ impl Read for Body {
         };
         let wanted = out.len().min(usize::try_from(*left).unwrap_or(usize::MAX));
         if wanted == 0 {
-            // Not every server closes what it has said all of.
+            // Some servers keep the connection open after the whole body.
             return Ok(0);
         }
         let (out, _) = out.split_at_mut(wanted);
@@ -184,7 +182,7 @@ pub struct Events {
 }
 
 impl Events {
-    /// The next event; `None` after `[DONE]`. A stream that ends without it is an error.
+    /// The next event; `None` after `[DONE]`. A stream that ends without `[DONE]` is an error.
     pub fn next_event(&mut self) -> anyhow::Result<Option<Value>> {
         while !self.done {
             let mut text = String::new();
@@ -202,7 +200,7 @@ impl Events {
         Ok(None)
     }
 
-    /// All events left; an `error` event is an error.
+    /// All remaining events; an `error` event is an error.
     pub fn all(mut self) -> anyhow::Result<Vec<Value>> {
         let mut events = Vec::new();
         while let Some(event) = self.next_event()? {
@@ -213,7 +211,7 @@ impl Events {
     }
 }
 
-/// The sum over all series of a metric that `server` exposes; one that is not there is an error.
+/// Sum over all series of a metric of `server`; a missing metric is an error.
 pub fn metric(server: SocketAddr, name: &str) -> anyhow::Result<f64> {
     sum_of(&get(server, "/metrics")?.text()?, name)
 }
@@ -243,7 +241,7 @@ mod tests {
     use super::*;
     use std::net::TcpListener;
 
-    /// Serves `answer` once and returns what a client reads of it.
+    /// Serves `answer` once and returns what a client parses from it.
     fn answered(answer: &'static [u8]) -> anyhow::Result<HttpAnswer> {
         let listener = TcpListener::bind("127.0.0.1:0")?;
         let server = listener.local_addr()?;

@@ -1,9 +1,8 @@
-//! The cluster under test: real `kvasir` processes, driven and observed from outside as a user would.
+//! Test cluster: real `kvasir` processes, controlled and observed from outside, as by a user.
 //!
-//! Promises: every wait has a deadline; every process started here is gone when its handle is dropped; logs
-//! of nodes stay under `target/test-logs`. Never here: linking Kvasir's libraries, so that what is tested is
-//! what is shipped; only the simulator (`tests/sim`) does, which puts a virtual world around the coordinators'
-//! consensus.
+//! Every wait has a deadline. Every process started here ends when its handle is dropped. Node logs are in
+//! `target/test-logs`. This crate never links Kvasir's libraries, so that the shipped binary is tested. The
+//! exception is the simulator (`tests/sim`), which runs the coordinators' consensus in a virtual world.
 
 pub mod binary;
 pub mod browser;

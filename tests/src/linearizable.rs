@@ -1,27 +1,27 @@
-//! Whether a history of one register could have happened one operation after the other, each at an instant
-//! between its call and its return (Wing and Gong's search, with Lowe's memory of what was tried).
+//! Checks whether a history of one register is linearizable: whether each operation can be assigned an
+//! instant between its call and its return (Wing and Gong's search with Lowe's memoisation).
 
 use std::collections::HashSet;
 
-/// An operation on the register, and what it was told.
+/// An operation on the register and its result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Op {
-    /// It is now this.
+    /// The register was set to this value.
     Write(u64),
-    /// It was this.
+    /// The register had this value.
     Read(u64),
-    /// It was `from` and is now `to`.
+    /// A successful compare-and-swap.
     Swap {
-        /// What it was.
+        /// Old value.
         from: u64,
-        /// What it is.
+        /// New value.
         to: u64,
     },
-    /// It was to be swapped from `from`, and was `found`.
+    /// A failed compare-and-swap.
     NotSwapped {
-        /// What it would have had to be.
+        /// Expected value.
         from: u64,
-        /// What it was.
+        /// Actual value.
         found: u64,
     },
 }
@@ -29,16 +29,15 @@ pub enum Op {
 /// An operation with its times.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Call {
-    /// What was done.
     pub op: Op,
-    /// When it was asked for.
+    /// Time of the call.
     pub called: u64,
-    /// When it was answered. None: nobody knows whether it was done, or will yet be.
+    /// Time of the return. `None`: it is unknown whether the operation took effect or still will.
     pub returned: Option<u64>,
 }
 
 impl Op {
-    /// The register after it, if it could have been told this.
+    /// The register after the operation; `None` if its result contradicts `state`.
     fn step(self, state: u64) -> Option<u64> {
         match self {
             Self::Write(value) => Some(value),
@@ -49,7 +48,7 @@ impl Op {
     }
 }
 
-/// Whether there is an order. The register begins at 0.
+/// Whether a valid order exists. The register begins at 0.
 pub fn linearizable(calls: &[Call]) -> bool {
     let mut calls = calls.to_vec();
     calls.sort_by_key(|call| call.called);
@@ -60,25 +59,25 @@ pub fn linearizable(calls: &[Call]) -> bool {
 struct Search {
     calls: Vec<Call>,
     done: Vec<bool>,
-    /// All before it are done.
+    /// All calls before this index are done.
     first_open: usize,
-    /// What was done behind the first that was not, and the register then.
+    /// Visited states: the first open call, the calls done after it, and the register.
     tried: HashSet<(usize, Vec<bool>, u64)>,
 }
 
-/// A point on the way: some calls are done, and one of the others is next.
+/// A node of the search: some calls are done, and one of the others is next.
 struct Point {
     state: u64,
-    /// When the first of the open calls returned: who was called later comes after it.
+    /// Earliest return of the open calls. A call that began later must come after it.
     until: u64,
-    /// The next call to be tried here.
+    /// Next call to try.
     next: usize,
-    /// The one that is being tried.
+    /// Call being tried.
     taken: Option<usize>,
 }
 
 impl Search {
-    /// Not by recursion: a history has as many points as calls.
+    /// Iterative, because the depth of the search equals the number of calls.
     fn finds_an_order(&mut self) -> bool {
         let mut way: Vec<Point> = Vec::new();
         let mut state = 0;
@@ -102,7 +101,7 @@ impl Search {
         true
     }
 
-    /// When the first of the open calls returned; none if no open call has.
+    /// Earliest return of the open calls; `None` if no open call has returned.
     fn first_return(&self) -> Option<u64> {
         let mut first: Option<u64> = None;
         for at in (self.first_open..self.calls.len()).filter(|at| !self.done[*at]) {
@@ -138,8 +137,8 @@ impl Search {
         behind[..last.map_or(0, |last| last + 1)].to_vec()
     }
 
-    /// Of equal operations that were given up, the one that was called first stands for all: it could be done whenever
-    /// another could.
+    /// Of equal operations without a return, only the earliest call is tried: it can take effect whenever
+    /// another one can.
     fn is_one_of_many(&self, at: usize) -> bool {
         let Call { op, returned, .. } = self.calls[at];
         let same = |before: &usize| {
@@ -169,7 +168,7 @@ mod tests {
             call(Op::NotSwapped { from: 1, found: 2 }, 8, 12),
         ];
         assert!(linearizable(&overlapping));
-        // Nobody knows of a write that was given up: it may have come late, or never.
+        // A write without a return may take effect late or never.
         let lost = Call { op: Op::Write(5), called: 0, returned: None };
         assert!(linearizable(&[lost, call(Op::Read(0), 1, 2), call(Op::Read(5), 20, 21)]));
         assert!(linearizable(&[lost, call(Op::Read(0), 20, 21)]));
@@ -181,17 +180,17 @@ mod tests {
         let planted: [&[Call]; 7] = [
             // A stale read.
             &[write, call(Op::Read(0), 2, 3)],
-            // A value from nowhere.
+            // A value that was never written.
             &[write, call(Op::Read(7), 2, 3)],
-            // A read that goes back in time after another has seen the write.
+            // A read of the old value after another read returned the new one.
             &[call(Op::Write(1), 0, 10), call(Op::Read(1), 1, 2), call(Op::Read(0), 3, 4)],
             // A lost write.
             &[write, call(Op::Write(2), 2, 3), call(Op::Read(1), 4, 5)],
             // The same swap done twice.
             &[call(Op::Swap { from: 0, to: 1 }, 0, 9), call(Op::Swap { from: 0, to: 1 }, 0, 9)],
-            // Refused though it was right.
+            // Refused although the expected value matched.
             &[write, call(Op::NotSwapped { from: 1, found: 1 }, 2, 3)],
-            // A write that was given up is seen, then unseen.
+            // An unreturned write is visible, then invisible.
             &[
                 Call { op: Op::Write(5), called: 0, returned: None },
                 call(Op::Read(5), 1, 2),
@@ -212,7 +211,7 @@ mod tests {
         assert!(!linearizable(&history));
     }
 
-    /// The definition, literally: some order of the calls, some of the unknown ones left out.
+    /// Brute force by definition: tries every order of the calls, with any of the unreturned calls omitted.
     fn by_trying_every_order(calls: &[Call], rest: &mut Vec<usize>, state: u64) -> bool {
         if rest.iter().all(|&at| calls[at].returned.is_none()) {
             return true;

@@ -1,4 +1,4 @@
-//! Running `kvasir logits` and comparing what it computes.
+//! Runs `kvasir logits` and compares its results with references.
 
 use crate::binary;
 use crate::fixtures::{self, ReferencePrompt};
@@ -7,24 +7,23 @@ use safetensors::SafeTensors;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// What `kvasir logits` wrote for one prompt.
+/// Output of `kvasir logits` for one prompt.
 #[derive(Debug, Clone)]
 pub struct PromptLogits {
     /// Row-major, `[prompt length, vocab]`; the first `cached` rows are NaN.
     pub logits: Vec<f32>,
-    /// Tokens of the vocabulary.
     pub vocab: usize,
-    /// Tokens that the prefix cache served.
+    /// Tokens served from the prefix cache.
     pub cached: usize,
-    /// Times that it lost its blocks and was computed again.
+    /// Number of preemptions.
     pub preemptions: usize,
-    /// Guesses that were looked at, with `--spec`.
+    /// Draft tokens verified, with `--spec`.
     pub drafted: usize,
-    /// Those of them that were right.
+    /// Draft tokens accepted.
     pub accepted: usize,
-    /// Greedy continuation; empty unless asked for.
+    /// Greedy continuation; empty unless requested.
     pub greedy: Vec<u32>,
-    /// Recurrent states behind the prompt by name; empty unless asked for.
+    /// Recurrent states after the prompt, by name; empty unless requested.
     pub states: BTreeMap<String, Vec<f32>>,
 }
 
@@ -102,7 +101,7 @@ impl PromptLogits {
         self.rows_with(reference).map(|(ours, theirs)| argmax(ours) == argmax(theirs)).collect()
     }
 
-    /// Fails with the first logit that differs in a bit, over the rows that both computed.
+    /// Fails at the first logit that differs in a bit, over the rows that both computed.
     pub fn expect_same_bits(&self, other: &Self) -> anyhow::Result<()> {
         ensure!(self.logits.len() == other.logits.len(), "shapes differ");
         let from = self.cached.max(other.cached) * self.vocab;

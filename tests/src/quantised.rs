@@ -1,8 +1,7 @@
-//! The tiny models with their matrices quantised, made when they are needed: the oracle set has F32 files only, and a
-//! second copy of each would say nothing that this does not.
+//! Tiny models with quantised matrices, generated on demand, since the oracle set has F32 files only.
 //!
-//! Reads and writes GGUF by itself, as a tool beside Kvasir would. Scales are powers of two, whose f16 is exact: a
-//! test that compares bits with bits needs no best fit.
+//! Reads and writes GGUF without Kvasir's code. Scales are powers of two, which are exact in f16: bitwise
+//! comparisons need no optimal scales.
 
 use anyhow::{Context, ensure};
 use std::path::Path;
@@ -26,8 +25,8 @@ struct Tensor<'a> {
     data: Vec<u8>,
 }
 
-/// Writes `model`, a file of F32 weights, to `out`, its matrices in Q8_0 and Q4_0 by turns. What is never quantised
-/// stays as it is: norms, biases, convolutions, routers, and rows that are not whole blocks.
+/// Writes `model`, a file of F32 weights, to `out` with its matrices alternately in Q8_0 and Q4_0. Norms,
+/// biases, convolutions, routers and rows that are not whole blocks stay unchanged.
 pub fn write(model: &Path, out: &Path) -> anyhow::Result<()> {
     let file = std::fs::read(model).with_context(|| model.display().to_string())?;
     let quantised = quantise(&file).with_context(|| model.display().to_string())?;
@@ -97,7 +96,7 @@ fn assemble(head: &[u8], tensors: &[Tensor<'_>]) -> Vec<u8> {
 }
 
 impl Format {
-    /// Its number in GGUF.
+    /// Type number in GGUF.
     fn number(self) -> u32 {
         match self {
             Self::Q4_0 => 2,

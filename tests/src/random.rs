@@ -1,16 +1,14 @@
-//! The only source of chance in the simulators.
+//! The only source of randomness in the simulators.
 
-/// SplitMix64: everything that happens in a run follows from its seed.
+/// SplitMix64: a run is determined by its seed.
 #[derive(Debug, Clone)]
 pub struct Random(u64);
 
 impl Random {
-    /// From a seed.
     pub fn new(seed: u64) -> Self {
         Self(seed)
     }
 
-    /// The next number.
     #[allow(clippy::should_implement_trait, reason = "it never ends")]
     pub fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -34,7 +32,7 @@ impl Random {
         self.below(1000) < permille
     }
 
-    /// One of `items`, none if there are none.
+    /// One of `items`; `None` if empty.
     pub fn pick<'a, T>(&mut self, items: &'a [T]) -> Option<&'a T> {
         let at = self.below(items.len() as u64) as usize;
         items.get(at)

@@ -1,4 +1,4 @@
-//! Signals to processes that are not our direct children, and threads of theirs that are held.
+//! Signals to processes that are not direct children, and pausing of their single threads.
 #![allow(unsafe_code)]
 
 use anyhow::{Context, ensure};
@@ -8,39 +8,39 @@ use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// How long a thread may stay held after its [`Hold`] is dropped.
+/// Longest time that a thread stays paused after its [`Hold`] is dropped.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
-/// Ends process `pid` at once, as a power cut would. A process that is gone already is no error.
+/// Kills process `pid`, as a power cut would. A process that does not exist is not an error.
 pub fn kill_now(pid: u32) {
     send(pid, libc::SIGKILL);
 }
 
-/// Asks process `pid` to end, as a supervisor would.
+/// Sends SIGTERM to process `pid`, as a supervisor would.
 pub fn terminate(pid: u32) {
     send(pid, libc::SIGTERM);
 }
 
-/// Holds process `pid` still, or lets it go on.
+/// Pauses or resumes process `pid`.
 pub fn freeze(pid: u32, frozen: bool) {
     send(pid, if frozen { libc::SIGSTOP } else { libc::SIGCONT });
 }
 
-/// Whether `pid` exists and has not merely yet to be waited for.
+/// Whether `pid` exists and is not a zombie.
 pub fn is_alive(pid: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    // The state follows the name, which stands in parentheses and may hold any character.
+    // The state follows the name, which is in parentheses and may contain any character.
     stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with('Z'))
 }
 
-/// A thread of another process that does not run while this is there.
+/// Pauses a thread of another process while this value exists.
 #[derive(Debug)]
 pub struct Hold {
     let_go: Arc<AtomicBool>,
     holder: Option<JoinHandle<()>>,
 }
 
-/// Holds one thread of process `pid` still; the others go on. As a debugger does it, so that only one can.
+/// Pauses one thread of process `pid`; the others continue. Uses ptrace, so only one tracer is possible.
 pub fn hold_thread(pid: u32, name: &str) -> anyhow::Result<Hold> {
     let tasks = std::fs::read_dir(format!("/proc/{pid}/task"))?;
     let named = |task: &std::path::Path| {
@@ -53,11 +53,11 @@ pub fn hold_thread(pid: u32, name: &str) -> anyhow::Result<Hold> {
     let let_go = Arc::new(AtomicBool::new(false));
     let (say, said) = mpsc::channel();
     let released = Arc::clone(&let_go);
-    // Only the thread that holds another can let it go.
+    // Only the tracing thread can release the thread.
     let holder = std::thread::spawn(move || {
         let held = seize(thread);
         let holds = held.is_ok();
-        // Whoever asked waits for this.
+        // The caller waits for this result.
         let _ = say.send(held);
         if holds {
             keep(thread, &released);
@@ -71,7 +71,7 @@ pub fn hold_thread(pid: u32, name: &str) -> anyhow::Result<Hold> {
 impl Drop for Hold {
     fn drop(&mut self) {
         self.let_go.store(true, Ordering::Relaxed);
-        // One that has panicked has said so.
+        // A panic of the thread was already reported.
         let _ = self.holder.take().map(JoinHandle::join);
     }
 }
@@ -90,7 +90,7 @@ fn seize(thread: i32) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Until it is to be let go, or has ended with its process.
+/// Waits until the thread is to be released or has ended with its process.
 fn keep(thread: i32, let_go: &AtomicBool) {
     let mut status = 0;
     while !let_go.load(Ordering::Relaxed) {

@@ -1,9 +1,9 @@
-//! A network of hosts on this machine: each host is a network namespace of its own, and all of them hang on a switch
-//! in this process, which delays, loses, doubles, reorders, damages and cuts as it is told.
+//! A network of simulated hosts: each host is a network namespace, connected to a switch in this process,
+//! which delays, loses, duplicates, reorders, corrupts and blocks packets.
 //!
-//! Kernels for containers often lack `tc netem`; this needs namespaces and `/dev/net/tun`, and to be root. Namespaces
-//! and interfaces have no names: they are gone with the [`Net`] and with what was started in them, also after a crash.
-//! Packets are drawn by a seed, but not timed by it: the operating system still decides who runs when.
+//! Container kernels often lack `tc netem`. This needs namespaces, `/dev/net/tun` and root. Namespaces and
+//! interfaces have no names: they end with the [`Net`] and the processes inside, also after a crash. A seed
+//! determines the fate of packets, but not their timing, which depends on the operating system.
 
 mod host;
 mod switch;
@@ -14,28 +14,28 @@ use std::net::Ipv4Addr;
 use std::time::Duration;
 use switch::Switch;
 
-/// Most hosts of a network: their numbers are the last byte of their addresses.
+/// Most hosts of a network: a host's number is the last byte of its address.
 const MAX_HOSTS: usize = 250;
 
-/// How packets travel in one direction between two hosts.
+/// Properties of one direction between two hosts.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Link {
-    /// Time under way.
+    /// Latency.
     pub delay: Duration,
-    /// Up to this much more, drawn for every packet: packets overtake each other.
+    /// Additional random latency per packet, at most this; packets overtake each other.
     pub jitter: Duration,
     /// Share of packets that are lost, 0 to 1.
     pub loss: f64,
     /// Share of packets that arrive twice, 0 to 1.
     pub duplication: f64,
-    /// Share of UDP packets that arrive with a flipped bit that no checksum tells of, 0 to 1.
+    /// Share of UDP packets with a flipped bit that no checksum detects, 0 to 1.
     pub corruption: f64,
-    /// Nothing arrives.
+    /// Drops all packets.
     pub cut: bool,
 }
 
 impl Link {
-    /// Nothing arrives.
+    /// Drops all packets.
     pub const CUT: Self = Self {
         delay: Duration::ZERO,
         jitter: Duration::ZERO,
@@ -46,16 +46,16 @@ impl Link {
     };
 }
 
-/// A network, there until it is dropped.
+/// A network; ends when dropped.
 #[derive(Debug)]
 pub struct Net {
-    // First, so that nothing is sent into interfaces that are gone.
+    // Dropped first, so that nothing is sent into closed interfaces.
     switch: Switch,
     hosts: Vec<Host>,
 }
 
 impl Net {
-    /// So many hosts, every one of which reaches every other one at once and without loss.
+    /// A network of `hosts` hosts, all connected without delay or loss.
     pub fn new(hosts: usize, seed: u64) -> anyhow::Result<Self> {
         ensure!(hosts <= MAX_HOSTS, "a network has at most {MAX_HOSTS} hosts, not {hosts}");
         let hosts: Vec<Host> = (0..hosts).map(|index| Host::new(address(index))).collect::<Result<_, _>>()?;
@@ -63,13 +63,12 @@ impl Net {
         Ok(Self { switch: Switch::start(tuns, seed)?, hosts })
     }
 
-    /// Where a host is reached.
     pub fn address(&self, host: usize) -> Ipv4Addr {
         address(host)
     }
 
-    /// Runs `work` as seen from a host: sockets that it opens and processes that it starts are there. It runs on a
-    /// thread of its own.
+    /// Runs `work` on a host: sockets and processes that it creates belong to that host. Uses a separate
+    /// thread.
     pub fn on<T: Send>(&self, host: usize, work: impl FnOnce() -> T + Send) -> anyhow::Result<T> {
         self.hosts[host].run(work)
     }

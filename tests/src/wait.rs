@@ -1,9 +1,9 @@
-//! Waiting for something to become true, with a deadline.
+//! Waiting for a condition with a deadline.
 
 use anyhow::bail;
 use std::time::{Duration, Instant};
 
-/// Calls `probe` until it answers `Some`, and returns that; fails when `deadline` has passed.
+/// Calls `probe` until it returns `Some`, and returns that value. Fails after `deadline`.
 pub fn until<T>(what: &str, deadline: Duration, mut probe: impl FnMut() -> Option<T>) -> anyhow::Result<T> {
     let started = Instant::now();
     loop {

@@ -1,10 +1,10 @@
-//! The control groups of this process: its own and every one above it that can be seen, of version 1 and version 2, found
-//! by `/proc/self/cgroup` and `/proc/self/mountinfo`. What limits one of them limits this process.
+//! The control groups of this process: its own and all visible ancestors, of version 1 and version 2, found
+//! in `/proc/self/cgroup` and `/proc/self/mountinfo`. A limit of any of them applies to this process.
 
 use std::num::NonZeroUsize;
 use std::path::{Component, Path, PathBuf};
 
-/// What groups are asked for.
+/// The controller whose groups are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Controller {
     Memory,
@@ -29,14 +29,14 @@ pub struct Groups(Vec<Group>);
 pub struct Group(PathBuf);
 
 impl Group {
-    /// One of its files; `None` where there is none, as in a group at the root.
+    /// Reads one of its files. `None` if there is no such file, as in a root group.
     pub fn read(&self, file: &str) -> Option<String> {
         std::fs::read_to_string(self.0.join(file)).ok()
     }
 }
 
 impl Groups {
-    /// Those of this process; none where the system does not say.
+    /// Groups of this process. Empty if the system does not list them.
     pub fn of_this_process(controller: Controller) -> Self {
         let text = |path| std::fs::read_to_string(path).unwrap_or_default();
         Self::parse(&text("/proc/self/cgroup"), &text("/proc/self/mountinfo"), controller)
@@ -46,7 +46,7 @@ impl Groups {
         self.0.iter()
     }
 
-    /// `cgroup`: lines `NUMBER:CONTROLLERS:PATH`, where version 2 has no controllers.
+    /// `cgroup` has lines `NUMBER:CONTROLLERS:PATH`. Lines of version 2 have no controllers.
     fn parse(cgroup: &str, mountinfo: &str, controller: Controller) -> Self {
         let mut groups = Vec::new();
         for mount in mountinfo.lines().filter_map(Mount::parse) {
@@ -69,18 +69,18 @@ impl Groups {
     }
 }
 
-/// Where a hierarchy of groups is mounted.
+/// A mount point of a group hierarchy.
 #[derive(Debug)]
 struct Mount {
     at: PathBuf,
-    /// The group that is seen there.
+    /// The group at the mount point.
     root: PathBuf,
-    /// Its options, which name its controllers, if it is of version 1.
+    /// The mount options, which name the controllers, for version 1; `None` for version 2.
     version_1: Option<String>,
 }
 
 impl Mount {
-    /// A line of `mountinfo` (proc_pid_mountinfo(5)), if it is of groups.
+    /// Parses a line of `mountinfo` (proc_pid_mountinfo(5)). `None` if it is not a cgroup mount.
     fn parse(line: &str) -> Option<Self> {
         let (before, after) = line.split_once(" - ")?;
         let mut after = after.split(' ');
@@ -96,8 +96,8 @@ impl Mount {
         Some(Self { at: at.into(), root: root.into(), version_1 })
     }
 
-    /// The part of a group's path below the mount. A group that is not below it, as where a container sees other names
-    /// than its host, is the one that is mounted.
+    /// The part of a group's path below the mount. A group outside the mount, as in a container that sees its
+    /// host's names, is taken as the mounted group itself.
     fn inside<'a>(&self, group: &'a Path) -> &'a Path {
         let below = group.strip_prefix(&self.root).unwrap_or(Path::new(""));
         match below.components().all(|part| matches!(part, Component::Normal(_))) {
@@ -107,7 +107,7 @@ impl Mount {
     }
 }
 
-/// Blanks and backslashes stand as octal numbers.
+/// Decodes octal escapes, which stand for blanks and backslashes.
 fn unescape(text: &str) -> String {
     let mut parts = text.split('\\');
     let mut plain = parts.next().unwrap_or_default().to_owned();
@@ -126,15 +126,15 @@ fn unescape(text: &str) -> String {
     plain
 }
 
-/// How many threads can run at a time: the CPUs that this process may use, or fewer where a quota of one of its groups says
-/// so.
+/// Number of threads that can run at a time: the CPUs that this process may use, or fewer if a CPU quota of
+/// its groups is lower.
 pub fn cpus() -> NonZeroUsize {
     let usable = std::thread::available_parallelism().unwrap_or(NonZeroUsize::MIN);
     let quota = quota(&Groups::of_this_process(Controller::Cpu)).unwrap_or(usable);
     usable.min(quota)
 }
 
-/// Whole CPUs that the lowest quota leaves, one at least.
+/// Whole CPUs that the lowest quota allows, at least one. `None` without a quota.
 fn quota(groups: &Groups) -> Option<NonZeroUsize> {
     let quota = |group: &Group| {
         let number = |text: String| text.trim().parse::<u64>().ok();
@@ -144,7 +144,7 @@ fn quota(groups: &Groups) -> Option<NonZeroUsize> {
                 let (quota, period) = both.trim().split_once(' ')?;
                 (quota.parse::<u64>().ok()?, period.parse::<u64>().ok()?)
             }
-            // Without one: -1.
+            // Without a quota: -1.
             None => (number(group.read("cpu.cfs_quota_us")?)?, number(group.read("cpu.cfs_period_us")?)?),
         };
         let cpus = usize::try_from(quota.checked_div(period)?).ok()?;
@@ -157,7 +157,7 @@ fn quota(groups: &Groups) -> Option<NonZeroUsize> {
 pub(crate) mod tests {
     use super::*;
 
-    /// A system's files of groups, with its mounts in `cg` of a temporary directory.
+    /// Simulated cgroup files of a system, mounted at `cg` in a temporary directory.
     pub(crate) struct Tree {
         root: tempfile::TempDir,
         cgroup: String,
@@ -214,7 +214,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn every_group_from_the_own_one_up_to_the_mount_is_found() {
+    fn every_group_from_the_own_one_to_the_mount_is_found() {
         let tree = Tree::v2("/system.slice/kvasir.service");
         let wanted = ["cg/system.slice/kvasir.service", "cg/system.slice", "cg"];
         assert_eq!(tree.found(Controller::Memory), wanted);
@@ -228,7 +228,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn both_versions_side_by_side_are_looked_at() {
+    fn both_versions_side_by_side_are_read() {
         let tree = Tree::v1("memory", "/a").and_v2("/", "cg/unified", "/b");
         assert_eq!(
             tree.found(Controller::Memory),
@@ -238,11 +238,11 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_mount_may_show_a_part_of_the_groups() {
+    fn a_mount_may_contain_only_some_groups() {
         let seen = |root: &str, path: &str| Tree::new().and_v2(root, "cg", path).found(Controller::Memory);
         assert_eq!(seen("/docker/x", "/docker/x/sub"), ["cg/sub", "cg"]);
         assert_eq!(seen("/docker/x", "/docker/x"), ["cg"]);
-        // Names of the host in a container, names of a container on its host, a name that begins alike.
+        // The host's names in a container, a container's names on its host, and a name with the same prefix.
         assert_eq!(seen("/docker/x", "/user.slice"), ["cg"]);
         assert_eq!(seen("/", "/../other"), ["cg"]);
         assert_eq!(seen("/docker/x", "/docker/xy"), ["cg"]);

@@ -1,7 +1,7 @@
-//! The decoder: walks a layer range of a [`ModelSpec`] on a backend, activations in and out.
+//! The decoder: runs a layer range of a [`ModelSpec`] on a backend.
 //!
-//! It knows no device and no architecture. Everything that changes from step to step comes in a
-//! [`StepInput`]; what leaves is the residual stream, logits rows or pooled vectors.
+//! It knows no device and no architecture. All input that changes from step to step is in a [`StepInput`].
+//! The outputs are the residual stream, rows of logits or pooled vectors.
 
 use crate::Error;
 use crate::weights::{Head, Linear, Loader, Packs, TensorSource, Weights};
@@ -33,18 +33,18 @@ pub(crate) use pooled::pool;
 pub use state_type::StateType;
 pub use states::LayerState;
 
-/// How a decoder is laid out.
+/// Configuration of a decoder.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DecoderConfig {
     pub layers: Range<usize>,
     /// Rows of the largest step.
     pub max_rows: usize,
-    /// Logits rows computed together; more are computed in pieces.
+    /// Maximum rows whose logits are computed together; more rows are split.
     pub logit_rows: usize,
     pub block_tokens: usize,
     /// Element type of the KV cache.
     pub kv_type: KvType,
-    /// How recurrent states are kept.
+    /// Element type of recurrent states.
     pub state_type: StateType,
 }
 
@@ -55,28 +55,29 @@ pub struct Decoder {
     weights: Weights,
     groups: Vec<CacheGroup>,
     caches: Vec<LayerCache>,
-    /// Heads of recurrent layers whose state is kept in fewer bits than it is computed in.
+    /// Number of recurrent heads whose state is stored in fewer bits than it is computed in.
     narrow_heads: usize,
     buffers: Buffers,
-    /// Group of each layer's keys and values, and where they lie in its blocks.
+    /// Cache group of each layer's keys and values, and their byte offset in its blocks.
     places: Vec<Option<(usize, usize)>>,
-    /// What guesses by this model's caches.
+    /// Drafter that reads this model's caches.
     assistant: Option<Assistant>,
-    /// What guesses behind the last layer.
+    /// MTP head behind the last layer.
     appended: Option<Appended>,
-    /// Rows whose logits are made already, in their order; none if that is not known.
+    /// Rows of the last step whose logits are in the buffer, in order. Empty if unknown.
     made: Vec<u32>,
 }
 
-/// A row of logits, as far as it was read.
+/// A row of logits, or its best values.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum RowLogits<'a> {
-    /// The largest ones and their tokens, in no order, equal ones by the lowest tokens.
+    /// The largest logits with their tokens, in any order. Among equal logits, the lowest tokens are
+    /// included.
     Best(&'a [(u32, f32)]),
     Whole(&'a [f32]),
 }
 
-/// The blocks of a decoder's caches, apart from what computes.
+/// Access to the blocks of a decoder's caches only.
 pub(crate) struct Blocks<'a>(&'a mut Decoder);
 
 impl Blocks<'_> {
@@ -100,15 +101,15 @@ impl Blocks<'_> {
         self.0.states(slot)
     }
 
-    /// The same for a shorter time.
+    /// Reborrows the blocks.
     pub(crate) fn again(&mut self) -> Blocks<'_> {
         Blocks(self.0)
     }
 }
 
 impl Decoder {
-    /// Loads the layers of `config` from `source`, and what was repacked before from `packs`. `progress` hears (layers
-    /// done, layers in all).
+    /// Loads the layers of `config` from `source`, with repacked weights from `packs`. Calls `progress` with
+    /// (loaded layers, total layers).
     pub(crate) fn load(
         spec: ModelSpec,
         config: DecoderConfig,
@@ -142,20 +143,19 @@ impl Decoder {
         &self.spec
     }
 
-    /// Cache groups: those of keys and values in the order in which [`StepInput::tables`] names them, then that
-    /// of recurrent states, if the model has any.
+    /// Cache groups: those of keys and values in the order of [`StepInput::tables`], then that of recurrent
+    /// states, if the model has any.
     pub fn groups(&self) -> &[CacheGroup] {
         &self.groups
     }
 
-    /// Distance of blocks that lie one behind the other, for each group of keys and values.
+    /// Distance of consecutive blocks in units of 64 bytes, for each group of keys and values.
     pub(crate) fn block_strides(&self) -> Vec<u32> {
         let paged = self.groups.iter().filter(|group| group.kind != CacheKind::State);
         paged.map(|group| (group.block_bytes / 64) as u32).collect()
     }
 
-    /// How recurrent states are kept, as part of a numeric class; none where it is as in any class, because all heads
-    /// are f32.
+    /// The state type's part of the numeric class. `None` if all states are stored in f32.
     pub fn state_class(&self) -> Option<String> {
         self.config.state_type.class().filter(|_| self.narrow_heads > 0)
     }
@@ -169,12 +169,13 @@ impl Decoder {
         self.weights.source_bytes
     }
 
-    /// Bytes of weights, as they stand in the source, that one token reads.
+    /// Bytes of weights that one token reads, in their format in the source.
     pub fn weight_bytes_per_token(&self) -> usize {
         self.weights.bytes_per_token
     }
 
-    /// Bytes of KV and state that one token reads, and of state that it writes, at `context` positions before it.
+    /// Bytes of KV and state that one token reads, plus bytes of state that it writes, after `context`
+    /// positions.
     pub fn cache_bytes_moved(&self, context: usize) -> usize {
         let moved = |group: &CacheGroup| match group.kind {
             CacheKind::Full => group.block_bytes * context / self.config.block_tokens,
@@ -197,15 +198,15 @@ impl Decoder {
         Blocks(self)
     }
 
-    /// The bytes of a block of a group, or of a state, given as byte offset / 64 into the arena: of a layer range its
-    /// part.
+    /// Reads a block of a group, or a state. `offset` is its byte offset in the arena divided by 64. The
+    /// block contains only this layer range's part.
     pub fn read_block(&mut self, group: usize, offset: u32) -> Result<Vec<u8>, Error> {
         let mut bytes = vec![0; self.groups.get(group).map_or(0, |group| group.block_bytes)];
         self.backend.read_arena(offset, &mut bytes)?;
         Ok(bytes)
     }
 
-    /// Fills a block of a group with bytes that [`Decoder::read_block`] gave, here or elsewhere.
+    /// Writes a block of a group with bytes that [`Decoder::read_block`] returned, here or on another worker.
     pub fn write_block(&mut self, group: usize, offset: u32, bytes: &[u8]) -> Result<(), Error> {
         let length = self.groups.get(group).map_or(0, |group| group.block_bytes);
         if bytes.len() != length {
@@ -214,19 +215,19 @@ impl Decoder {
         Ok(self.backend.write_arena(offset, bytes)?)
     }
 
-    /// Writes bytes anywhere into the arena, to byte offset / 64 `offset`.
+    /// Writes bytes at any place of the arena. `offset` is the byte offset divided by 64.
     #[cfg(debug_assertions)]
     pub(crate) fn write_bytes(&mut self, offset: u32, bytes: &[u8]) -> Result<(), Error> {
         Ok(self.backend.write_arena(offset, bytes)?)
     }
 
-    /// Runs the layers over a step; the residual stream stays on the device. Only for a range that begins with the
-    /// model's first layer.
+    /// Runs the layers over a step. The residual stream stays on the device. Only for a range that begins
+    /// with the model's first layer.
     pub fn forward(&mut self, copies: &[KvCopy], step: &StepInput<'_>) -> Result<(), Error> {
         self.forward_beside(copies, step, &mut |_| {})
     }
 
-    /// As [`Decoder::forward`], with something else done behind each layer: a step may take long, and who only reads
+    /// Like [`Decoder::forward`], but calls `beside` after each layer. A step may take long, and readers of
     /// blocks that it does not write need not wait for its end.
     pub(crate) fn forward_beside(
         &mut self,
@@ -242,8 +243,8 @@ impl Decoder {
         self.follow(step)
     }
 
-    /// As [`Decoder::forward_beside`], for a range that begins behind the first layer: from what [`Decoder::residual`]
-    /// gave for the range before it, row by row.
+    /// Like [`Decoder::forward_beside`], for a range that begins after the first layer. `activations` is the
+    /// result of [`Decoder::residual`] for the previous range, `[rows, hidden]`.
     pub(crate) fn forward_from(
         &mut self,
         copies: &[KvCopy],
@@ -263,7 +264,8 @@ impl Decoder {
         self.follow(step)
     }
 
-    /// The residual stream behind the last layer run: these rows of the last step, one behind the other.
+    /// Returns the residual stream after the last layer of the range, for these rows of the last step:
+    /// `[rows, hidden]`.
     pub fn residual(&mut self, rows: impl ExactSizeIterator<Item = usize>) -> Result<Vec<f32>, Error> {
         let mut values = vec![0f32; rows.len() * self.spec.hidden];
         for (row, out) in rows.zip(values.chunks_exact_mut(self.spec.hidden)) {
@@ -272,14 +274,14 @@ impl Decoder {
         Ok(values)
     }
 
-    /// Whether it can make logits of the residual stream behind the last layer, for which [`Decoder::resume_behind`]
-    /// stands in for the layers that it lacks.
+    /// Whether it can compute logits from the residual stream after the model's last layer.
+    /// [`Decoder::resume_behind`] sets that stream if this range lacks the last layer.
     pub fn has_head(&self) -> bool {
         matches!(self.weights.head, Some(Head::Logits { .. }))
     }
 
-    /// As if a step of `residual`'s rows had just left the model's last layer: what [`Decoder::residual`] gave where
-    /// that layer is.
+    /// Sets the residual stream as if a step of these rows had just left the model's last layer. `residual`
+    /// is the result of [`Decoder::residual`] at the stage with that layer.
     pub fn resume_behind(&mut self, residual: &[f32]) -> Result<(), Error> {
         self.made.clear();
         Ok(self.backend.write_rows(self.buffers.x, residual)?)
@@ -298,7 +300,7 @@ impl Decoder {
         Ok(self.backend.begin_step(step)?)
     }
 
-    /// The ops of a step: those of the layers, behind those of the embedding if it `embeds`.
+    /// Runs the ops of a step: those of the embedding if `embeds`, then those of the layers.
     fn run(&mut self, embeds: bool, beside: &mut dyn FnMut(Blocks<'_>)) -> Result<(), Error> {
         let ops = self.backend.begin_ops()?;
         let layers = 0..self.weights.layers.len();
@@ -317,25 +319,27 @@ impl Decoder {
             self.backend.end_ops()?;
         }
         if ops != StepOps::Called {
-            // As often as between layers: whoever reads blocks then is as far as with them.
+            // Call it as often as if the layers had been run one by one.
             layers.for_each(|_| beside(Blocks(self)));
         }
         Ok(())
     }
 
-    /// Ends the oldest step that defers states ([`StepState::deferred`]), made to look at guesses: of each sequence that does,
-    /// in their order, the first `rows` of its rows count. Afterwards its caches are, bit for bit, those of having been
-    /// stepped by these rows: go on at `context + rows`, with the state in [`StepState::write`].
+    /// Ends the oldest step with deferred state updates ([`StepState::deferred`]), which verified draft
+    /// tokens. For each sequence that defers, in order, its first `rows` rows are accepted. Afterwards its
+    /// caches equal, bit for bit, those after a step with only these rows. Continue at `context + rows` with
+    /// the state in [`StepState::write`].
     ///
-    /// What [`Decoder::forward`] computes is the same with and without. Keys and values of the rows that do not count
-    /// stay where they are and are written over by the next step; nothing reads them before, since no query looks
-    /// behind its own position. What a sliding window needs must therefore be judged by rows that count: a block is
-    /// out of the window when it is for position `context + rows`, not for the last guess, and a table must hold the
-    /// blocks of all guesses, none of which is shared or named before it is known that it counts.
+    /// [`Decoder::forward`] computes the same with and without deferring. Keys and values of rejected rows
+    /// stay in place until the next step overwrites them. Nothing reads them before, since no query attends
+    /// beyond its own position. So use accepted rows to decide which blocks a sliding window needs: a block
+    /// has left the window if it has left it for position `context + rows`, not for the last draft token. A
+    /// table must have the blocks of all draft tokens, and none of these blocks may be shared or named before
+    /// its tokens are accepted.
     ///
     /// # Errors
-    /// [`Error::Backend`] for another number of sequences than defer, more rows than one has, or a second time for one
-    /// step.
+    /// [`Error::Kernel`] if the number of sequences does not match, a sequence has fewer rows, or the step
+    /// was already ended.
     pub fn accept(&mut self, rows: &[usize]) -> Result<(), Error> {
         self.backend.accept(rows)?;
         match &mut self.appended {
@@ -344,7 +348,7 @@ impl Decoder {
         }
     }
 
-    /// Tokens into the residual stream, and into the slices that layers read by themselves.
+    /// Embeds tokens into the residual stream, and into the per-layer embeddings.
     fn embed(&mut self) -> Result<(), Error> {
         let (backend, b) = (self.backend.as_mut(), &self.buffers);
         if let Some(embedding) = &self.weights.embedding {
@@ -382,7 +386,8 @@ impl Decoder {
         Ok(())
     }
 
-    /// Logits of the named rows of the last step: `sink(i, row)` hears row `rows[i]`, vocabulary values.
+    /// Computes the logits of these rows of the last step. Calls `sink(i, row)` for each `rows[i]`; a row has
+    /// one value for each token of the vocabulary.
     pub fn logits(&mut self, rows: &[u32], sink: &mut dyn FnMut(usize, &[f32])) -> Result<(), Error> {
         let mut values = vec![0f32; self.spec.vocab];
         for (piece, picked) in rows.chunks(self.config.logit_rows).enumerate() {
@@ -395,8 +400,9 @@ impl Decoder {
         Ok(())
     }
 
-    /// As [`Decoder::logits`], but of the first `drawn` rows `sink` hears the best logits first, where reading these costs
-    /// less, and then the row only if it answers that they do not do.
+    /// Like [`Decoder::logits`], but for the first `drawn` rows `sink` gets only the best logits first, if
+    /// reading these is cheaper. It then gets the whole row only if it returned that the best logits are not
+    /// enough.
     pub(crate) fn logits_to_draw(
         &mut self,
         rows: &[u32],
@@ -426,7 +432,7 @@ impl Decoder {
         Ok(())
     }
 
-    /// Index of the largest logit of each named row of the last step; ties go to the lowest token.
+    /// Token of the largest logit of each of these rows of the last step. Ties go to the lowest token.
     pub fn argmax(&mut self, rows: &[u32], out: &mut Vec<u32>) -> Result<(), Error> {
         out.clear();
         let mut best = Vec::new();
@@ -438,30 +444,31 @@ impl Decoder {
         Ok(())
     }
 
-    /// Whether it can make the logits of some tokens by themselves.
+    /// Whether it can compute the logits of a part of the vocabulary.
     pub(crate) fn splits_head(&self) -> bool {
         self.has_head() && self.backend.serves_parts()
     }
 
-    /// Makes the logits of a row of the last step for the tokens of `part`; no others are made then.
+    /// Computes the logits of a row of the last step for the tokens of `part` only.
     pub(crate) fn make_part(&mut self, row: u32, part: &Range<usize>) -> Result<(), Error> {
         self.head(&[row], Some(part.clone()))
     }
 
-    /// The logits that [`Decoder::make_part`] has made last, which was told the same.
+    /// Reads the logits of the last [`Decoder::make_part`], which had the same `part`.
     pub(crate) fn part(&mut self, part: Range<usize>) -> Result<Vec<f32>, Error> {
         let mut values = vec![0f32; part.len()];
         self.backend.read_part(self.buffers.logits, 0, part.start, &mut values)?;
         Ok(values)
     }
 
-    /// The token of the largest of them, and that logit, as [`Decoder::argmax`] has it.
+    /// The token with the largest logit of the part, and that logit. Ties are resolved as in
+    /// [`Decoder::argmax`].
     pub(crate) fn best_of_part(&mut self, part: Range<usize>) -> Result<(u32, f32), Error> {
         Ok(self.backend.best_of_part(self.buffers.logits, 0, part)?)
     }
 
-    /// Takes the logits of the tokens from `from` to the last one, which another decoder has made of the same row: with
-    /// those before `from`, which this one has made last, these are all of it.
+    /// Adds the logits of the tokens from `from` on, which another decoder computed for the same row, to
+    /// those before `from`, which this decoder computed last. Together they are the whole row.
     pub(crate) fn complete(&mut self, row: u32, from: usize, values: &[f32]) -> Result<(), Error> {
         if from.checked_add(values.len()) != Some(self.spec.vocab) {
             let found = values.len();
@@ -479,7 +486,7 @@ impl Decoder {
         }
     }
 
-    /// Makes the logits of rows, or those of a part of the vocabulary.
+    /// Computes the logits of rows, or those of a part of the vocabulary.
     fn head(&mut self, rows: &[u32], part: Option<Range<usize>>) -> Result<(), Error> {
         self.made.clear();
         let (Some(Head::Logits { norm, linear }), Some(output)) = (&self.weights.head, self.spec.logits())
@@ -525,8 +532,8 @@ impl Decoder {
     }
 }
 
-/// The model's embedding for whoever guesses behind its last layer: where no layer reads tokens there it is the output
-/// matrix too, or is loaded.
+/// The model's embedding for the MTP head. If this layer range has no embedding, it is the output matrix if
+/// both are the same tensor, else it is loaded.
 fn embedding_of(spec: &ModelSpec, weights: &Weights, loader: &mut Loader<'_>) -> Result<MatrixId, Error> {
     match (&weights.embedding, &weights.head) {
         (Some(embedding), _) => Ok(embedding.tokens),
@@ -539,7 +546,7 @@ fn embedding_of(spec: &ModelSpec, weights: &Weights, loader: &mut Loader<'_>) ->
     }
 }
 
-/// The rows that a mixer or FFN reads: the residual, normed where there is a norm.
+/// The input rows of a mixer or FFN: the residual, normalized if there is a norm.
 fn normed(
     backend: &mut dyn Backend,
     b: &Buffers,

@@ -1,51 +1,53 @@
-//! Defaults computed from the machine and the model, each with its reason: one pure function, so that what
-//! `--explain` prints is what runs, and a table of cases can test it.
+//! Defaults computed from the machine and the model, each with its reason. One pure function, so that
+//! `--explain` prints what runs, and a table of cases can test it.
 
 use std::ops::RangeInclusive;
 
 pub(crate) const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 
-/// Rows that one core computes per second, times the weights' bytes: int8 prefill, measured at about 3,000
-/// rows per second with two cores and 87 MB of weights, rounded down.
+/// Rows per second that one core computes, times the bytes of the weights. For int8 prefill, measured at
+/// about 3,000 rows per second with two cores and 87 MB of weights, rounded down.
 const ROW_BYTES_PER_CORE: u64 = 120_000_000_000;
-/// Longest time that a prompt's chunk should hold up the sequences that decode beside it.
+/// Maximum time by which a prompt's chunk should delay the decoding sequences in its step.
 const CHUNK_MILLIS: u64 = 250;
-/// Rows of a prompt's chunk on a CPU, and on a GPU: with fewer rows a GPU's products are bound by reading the weights, and
-/// of experts nearly all are read for a few rows.
+/// Range of a chunk's rows on a CPU.
 const CPU_CHUNK: RangeInclusive<u64> = 64..=2048;
+/// Range of a chunk's rows on a GPU. With fewer rows, matrix products are limited by reading the weights, and
+/// even a few rows read nearly all experts.
 const GPU_CHUNK: RangeInclusive<u64> = 512..=2048;
 /// A chunk is a multiple of this.
 const CHUNK_STEP: u64 = 64;
-/// A GPU's chunk takes at most this part of the memory behind the weights for activations.
+/// Divisor of the memory after weights: a GPU's chunk uses at most that part for activations.
 const ACTIVATIONS_PART: u64 = 8;
-/// Longest time that the rows of all sequences should add to a step that decodes on a GPU.
+/// Maximum time that the rows of all sequences should add to a decode step on a GPU.
 const DECODE_MILLIS: u64 = 50;
-/// States that a sequence keeps at its longest: its own, and those at which others can resume.
+/// States of a sequence of maximum length: its own, and those at which other sequences can resume.
 pub(crate) const STATES_PER_SEQUENCE: u64 = 9;
-/// Sequences shorter than this are not what concurrency is planned for.
+/// Length in tokens that concurrency is planned for.
 pub(crate) const TOKENS_PER_SEQUENCE: u64 = 512;
-/// Rows of a step that decode at most on a CPU: more fill no unit of a machine better, and only lengthen every step.
+/// Maximum rows of a decode step on a CPU. More rows do not improve utilization and only lengthen every step.
 const MOST_SEQUENCES: u64 = 64;
-/// The same on a GPU, which reads its weights once for all of them.
+/// Maximum rows of a decode step on a GPU, which reads its weights once for all of them.
 const MOST_GPU_SEQUENCES: u64 = 256;
-/// For each of these there is a lane for weights, see [`shipping_lanes`].
+/// CPUs for each further lane of a weight download, see [`shipping_lanes`].
 const CPUS_PER_LANE: usize = 4;
-/// Lanes for weights unless they are set.
+/// Maximum default number of lanes.
 const MOST_LANES: usize = 8;
 
-/// What the machine offers to this worker.
+/// Resources of the machine, as this worker may use them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Host {
-    /// Bytes of memory in all (or the control group's limit, whichever is less).
+    /// Total bytes of memory, or the control group's limit if it is lower.
     pub memory_total: u64,
     /// Bytes that can be allocated now.
     pub memory_available: u64,
     /// Threads that this worker will use.
     pub threads: u32,
-    /// Workers that are started on this machine together, this one included.
+    /// Number of workers that are started together on this machine, this one included.
     pub workers: u32,
-    /// The GPU that computes; none where the CPU does. Memory is then the GPU's, and `workers` are those that share it.
+    /// The GPU that computes. `None`: the CPU does. With a GPU, memory is the GPU's and `workers` are those
+    /// that share it.
     pub gpu: Option<HostGpu>,
 }
 
@@ -53,7 +55,7 @@ pub struct Host {
 pub struct HostGpu {
     /// Multiply-adds per second that prompts reach.
     pub compute: u64,
-    /// It allocates from the host's memory.
+    /// Whether it allocates from the host's memory.
     pub unified: bool,
 }
 
@@ -63,39 +65,39 @@ impl Host {
         self.gpu.is_some_and(|gpu| gpu.unified)
     }
 
-    /// Multiply-adds per second that this worker has of its GPU.
+    /// This worker's share of the GPU's multiply-adds per second. `None` without a GPU.
     pub fn gpu_compute(&self) -> Option<u64> {
         self.gpu.map(|gpu| gpu.compute / u64::from(self.workers.max(1)))
     }
 }
 
-/// What the model asks for.
+/// Resources that the model needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ModelNeeds {
     /// Bytes of weights that this worker has yet to allocate.
     pub weight_bytes: u64,
-    /// Bytes of weights read per row of a prompt, of experts those that the row uses.
+    /// Bytes of weights that a prompt row reads; of experts only those that the row uses.
     pub active_weight_bytes: u64,
-    /// Multiply-adds of a row of a prompt.
+    /// Multiply-adds of a prompt row.
     pub row_products: u64,
-    /// Bytes of KV per token, all layers together.
+    /// Bytes of KV per token, summed over all layers.
     pub kv_bytes_per_token: u64,
-    /// Bytes of recurrent state of one sequence, all layers together.
+    /// Bytes of recurrent state of one sequence, summed over all layers.
     pub state_bytes: u64,
     /// Bytes of activations per row of a step.
     pub activation_bytes_per_row: u64,
-    /// Longest sequence served, in tokens.
+    /// Maximum tokens of a sequence.
     pub max_context: u32,
 }
 
-/// A value and why it is what it is.
+/// A value and its reason.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Explained<T> {
     pub value: T,
     pub reason: String,
 }
 
-/// See [`defaults`].
+/// The result of [`defaults`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Defaults {
     /// Bytes of host memory that must stay free.
@@ -109,14 +111,14 @@ pub struct Defaults {
     pub arena_bytes: Explained<u64>,
 }
 
-/// The defaults of a worker.
+/// Computes the defaults of a worker.
 pub fn defaults(host: Host, model: ModelNeeds) -> Defaults {
     let floor_bytes = floor(host);
     let workers = u64::from(host.workers.max(1));
     let usable = host.memory_available.saturating_sub(floor_bytes.value) / workers;
     let per_token = model.kv_bytes_per_token.max(1);
 
-    // The arena's size decides how many sequences make sense; their rows decide how much activations take.
+    // The arena's size determines the useful number of sequences, and their rows determine the activations.
     // Concurrency is planned from the memory before activations.
     let room = usable.saturating_sub(model.weight_bytes);
     let chunk = chunk(host, model, room);
@@ -126,7 +128,7 @@ pub fn defaults(host: Host, model: ModelNeeds) -> Defaults {
     let max_seqs = fit.clamp(1, most_sequences) as usize;
     let max_batch_tokens = chunk.value.saturating_add(max_seqs as u32);
     let activations = u64::from(max_batch_tokens).saturating_mul(model.activation_bytes_per_row);
-    // A tenth stays for everything that is not counted: queues, tables, the prefix tree, buffers.
+    // A tenth is left for memory that is not counted: queues, tables, the prefix tree, buffers.
     let left = room.saturating_sub(activations) / 10 * 9;
     let longest = u64::from(model.max_context).saturating_mul(per_token).saturating_add(states);
     let most = (max_seqs as u64).saturating_mul(longest);
@@ -174,7 +176,8 @@ pub fn defaults(host: Host, model: ModelNeeds) -> Defaults {
     }
 }
 
-/// Most bytes of the KV arena. A host has other work too; a GPU was bought for this one, whosever memory it computes in.
+/// Maximum bytes of the KV arena. A host also runs other work; a GPU is assumed to be dedicated, even if it
+/// shares the host's memory.
 pub(crate) fn arena_cap(host: Host) -> u64 {
     match host.gpu {
         Some(_) => u64::MAX,
@@ -182,14 +185,15 @@ pub(crate) fn arena_cap(host: Host) -> u64 {
     }
 }
 
-/// Most sequences that are computed at a time, if memory allows.
+/// Maximum number of sequences that are computed at a time if memory allows.
 pub(crate) fn most_sequences(host: Host, model: ModelNeeds) -> u64 {
     let Some(compute) = host.gpu_compute() else { return MOST_SEQUENCES };
     let rows = (compute / 1000).saturating_mul(DECODE_MILLIS) / model.row_products.max(1);
     rows.clamp(MOST_SEQUENCES, MOST_GPU_SEQUENCES) / 32 * 32
 }
 
-/// What is left to the rest of the machine, and on a GPU to what no plan counts: its context, kernels, recordings.
+/// Memory that must stay free for the rest of the machine, and on a GPU for what is not planned: its context,
+/// kernels and graphs.
 pub fn floor(host: Host) -> Explained<u64> {
     let total = host.memory_total;
     if host.unified_gpu() {
@@ -201,12 +205,12 @@ pub fn floor(host: Host) -> Explained<u64> {
     Explained { value, reason: format!("512 MiB or a twentieth of {}, at most a quarter", human(total)) }
 }
 
-/// UDP sockets that weights from other workers come to, for a worker of a machine on which this many `workers` may use this
-/// many `cpus` together.
+/// Number of UDP sockets for weight downloads, for a worker on a machine where `workers` workers share `cpus`
+/// CPUs.
 ///
-/// A lane takes two CPUs at its fastest, one that reads the socket and one that decrypts, and what it brings is hashed,
-/// written and loaded by others. With three CPUs and fewer a second lane has nothing to run on; from eight lanes on a link
-/// of 200 Gbit/s is not bounded by them alone.
+/// At full speed a lane uses two CPUs, one that reads the socket and one that decrypts. Hashing, writing and
+/// loading use further CPUs. With three CPUs or fewer, a second lane has no CPU left. From eight lanes on, a
+/// link of 200 Gbit/s is no longer limited by the lanes alone.
 pub fn shipping_lanes(cpus: usize, workers: usize) -> Explained<usize> {
     let cpus = cpus / workers.max(1);
     let value = (1 + cpus / CPUS_PER_LANE).min(MOST_LANES);
@@ -306,7 +310,7 @@ mod tests {
         Host { memory_total: total, memory_available: total / 10 * 9, threads, workers, gpu: None }
     }
 
-    /// `available` of `total` GiB, with one thread: a GPU's values must not follow the CPU's.
+    /// `available` of `total` GiB. One thread, so that a GPU's values cannot depend on the CPU's.
     fn gpu(total: u64, available: u64, workers: u32, gpu: HostGpu) -> Host {
         let (memory_total, memory_available) = (total * GIB, available * GIB);
         Host { memory_total, memory_available, threads: 1, workers, gpu: Some(gpu) }
@@ -363,7 +367,7 @@ mod tests {
             ((28, 1), 8),
             ((192, 1), 8),
             ((usize::MAX, 1), 8),
-            // They share the CPUs.
+            // Workers share the CPUs.
             ((20, 2), 3),
             ((20, 4), 2),
             ((20, 8), 1),

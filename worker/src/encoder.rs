@@ -1,8 +1,8 @@
 //! Encoders: whole texts in, vectors or scores out.
 //!
-//! No scheduler and no prefix cache: a text is computed whole in one step, because every one of its rows sees all
-//! of it. Several texts share a step; each has its own stretch of an arena that is as large as the largest step,
-//! and which texts share a step changes no bit of what any of them becomes.
+//! There is no scheduler and no prefix cache, because each row of a text attends to the whole text, so a text
+//! is computed in one step. Several texts share a step. Each has its own range of an arena as large as the
+//! largest step. The other texts of a step never change a text's result.
 
 use crate::Error;
 use crate::decoder::{CacheKind, Decoder};
@@ -23,40 +23,39 @@ pub mod thread;
 
 use onnx::OnnxTexts;
 
-/// The arena is addressed in units of so many bytes.
+/// Alignment of offsets in the arena, in bytes.
 const OFFSET_UNIT: usize = 64;
 
-/// A text, or two that are compared, as the model reads it: special tokens included.
+/// The tokens of a text, or of a pair of texts that are compared, including special tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Text {
-    /// The tokens.
     pub tokens: Vec<u32>,
-    /// Where the second text begins. From there on rows are of segment type 1, if the model tells types apart;
-    /// all others are of type 0.
+    /// Index where the second text begins. Rows from there on have segment type 1 if the model has segment
+    /// types; all others have type 0.
     pub second: Option<usize>,
 }
 
-/// What a text may be, and how much a step may hold.
+/// Limits of a text and of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Tokens of the model's vocabulary.
+    /// Size of the model's vocabulary.
     pub vocab: usize,
-    /// Tokens of one text at most; not more than those of a step.
+    /// Maximum tokens of a text; at most `step_tokens`.
     pub text_tokens: usize,
-    /// Tokens of one step at most.
+    /// Maximum tokens of a step.
     pub step_tokens: usize,
-    /// Texts of one step at most.
+    /// Maximum texts of a step.
     pub step_texts: usize,
 }
 
-/// A loaded encoder. See the module.
+/// A loaded encoder.
 pub struct Encoder {
     forward: Forward,
     tokenizer: Arc<Tokenizer>,
     limits: Limits,
     pooling: Option<Pooling>,
     row_width: usize,
-    /// Under the name of its file.
+    /// Description of the model, with a placeholder name.
     served: ServedModel,
     backend: &'static str,
 }
@@ -79,19 +78,19 @@ pub(crate) struct Layout {
     block_tokens: usize,
     step_tokens: usize,
     step_texts: usize,
-    /// Of each group the offset of its first block and the distance of its blocks, in units of 64 bytes.
+    /// For each group: the offset of its first block and the distance of its blocks, in units of 64 bytes.
     groups: Vec<(u32, u32)>,
     bytes: usize,
 }
 
-/// What was computed together; the texts' rows are still on the device.
+/// A computed step, whose rows are still on the device.
 pub struct EncodedStep<'a> {
     forward: &'a mut Forward,
-    /// Of each text, among those of the step.
+    /// The rows of each text.
     rows: Vec<Range<usize>>,
 }
 
-/// Which rows a vector is made of; none where scores come out.
+/// How rows are pooled; `None` if the model returns scores.
 fn pooling(spec: &ModelSpec) -> Option<Pooling> {
     match &spec.output {
         OutputSpec::Pooled(pooled) if pooled.classifier.is_none() => Some(pooled.pooling),
@@ -99,7 +98,7 @@ fn pooling(spec: &ModelSpec) -> Option<Pooling> {
     }
 }
 
-/// What the model of `spec` is asked for.
+/// Task of the model with `spec`.
 pub fn task(spec: &ModelSpec) -> ModelTask {
     let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
     match &spec.output {
@@ -112,7 +111,7 @@ pub fn task(spec: &ModelSpec) -> ModelTask {
 }
 
 impl Layout {
-    /// For steps of at most so many tokens and texts. Each text may leave a block partly unused.
+    /// Layout for steps of at most this many tokens and texts. Each text may leave a block partly unused.
     pub(crate) fn new(
         decoder: &Decoder,
         (step_tokens, step_texts): (usize, usize),
@@ -141,7 +140,7 @@ impl Layout {
         self.bytes
     }
 
-    /// `tables[group][text]`: the texts' blocks follow each other.
+    /// `tables[group][text]`. The texts' blocks are consecutive.
     fn tables(&self, lengths: impl Iterator<Item = usize> + Clone) -> Vec<Vec<BlockTable<'static>>> {
         let table = |&(first, stride): &(u32, u32)| {
             let mut block = 0;
@@ -157,7 +156,8 @@ impl Layout {
 }
 
 impl Encoder {
-    /// Over a decoder whose arena is as `layout` says. Texts have at most `text_tokens`.
+    /// Creates an encoder over a decoder whose arena is laid out as `layout`. Texts have at most
+    /// `text_tokens`.
     pub(crate) fn new(
         decoder: Decoder,
         tokenizer: Arc<Tokenizer>,
@@ -182,7 +182,8 @@ impl Encoder {
         }
     }
 
-    /// Over the ONNX file of a bundle whose model is of this spec. `served` is what it is told as, but for the name.
+    /// Creates an encoder over the ONNX file of a bundle whose model has this spec. `served` describes it;
+    /// its name is a placeholder.
     pub(crate) fn of_onnx(
         file: &Path,
         operation: Operation,
@@ -213,22 +214,21 @@ impl Encoder {
         self.backend
     }
 
-    /// What texts may be, and how much a step may hold.
+    /// Limits of a text and of a step.
     pub fn limits(&self) -> Limits {
         self.limits
     }
 
-    /// What it is asked for.
     pub fn task(&self) -> ModelTask {
         self.served.task
     }
 
-    /// Which rows a vector is made of; none where scores come out.
+    /// How rows are pooled; `None` if the model returns scores.
     pub fn pooling(&self) -> Option<Pooling> {
         self.pooling
     }
 
-    /// Values of the vector of each row.
+    /// Number of values of each row's vector.
     pub fn row_width(&self) -> usize {
         self.row_width
     }
@@ -237,7 +237,7 @@ impl Encoder {
         &self.tokenizer
     }
 
-    /// Memory of the device in use; of another runtime nothing is known.
+    /// Device memory in use; zero for other runtimes, where it is unknown.
     pub(crate) fn memory(&self) -> MemoryUse {
         match &self.forward {
             Forward::Kernels(kernels) => kernels.decoder.backend().memory(),
@@ -253,14 +253,14 @@ impl Encoder {
         }
     }
 
-    /// To be called by the one thread that will run steps.
+    /// Must be called on the thread that will run steps.
     pub(crate) fn bind_thread(&self) {
         if let Forward::Kernels(kernels) = &self.forward {
             kernels.decoder.backend().bind_thread();
         }
     }
 
-    /// What this worker tells coordinators of the model.
+    /// Describes the model as the worker registers it.
     pub fn served(&self, id: ModelId) -> ServedModel {
         ServedModel { id, ..self.served.clone() }
     }
@@ -282,7 +282,7 @@ impl Encoder {
 }
 
 impl KernelTexts {
-    /// Computes texts, whose rows in the step these are.
+    /// Computes texts. `rows` are their rows in the step.
     fn run(&mut self, texts: &[&Text], rows: &[Range<usize>]) -> Result<(), Error> {
         let tokens: Vec<u32> = texts.iter().flat_map(|text| text.tokens.iter().copied()).collect();
         let sequence = |(text, rows): (&&Text, &Range<usize>)| {
@@ -298,10 +298,10 @@ impl KernelTexts {
 }
 
 impl EncodedStep<'_> {
-    /// What text `index` became: its pooled vector, or its scores.
+    /// The pooled vector or the scores of text `index`.
     ///
     /// # Panics
-    /// If there is no such text.
+    /// If `index` is out of range.
     pub fn pooled(&mut self, index: usize) -> Result<Vec<f32>, Error> {
         match self.forward {
             Forward::Kernels(kernels) => kernels.decoder.pooled(self.rows[index].clone()),
@@ -309,10 +309,10 @@ impl EncodedStep<'_> {
         }
     }
 
-    /// The vectors of the rows of text `index`, as they leave the last layer.
+    /// The vectors of the rows of text `index` after the last layer.
     ///
     /// # Panics
-    /// If there is no such text.
+    /// If `index` is out of range.
     pub fn rows(&mut self, index: usize) -> Result<Vec<Vec<f32>>, Error> {
         match self.forward {
             Forward::Kernels(kernels) => kernels.decoder.row_vectors(self.rows[index].clone()),
@@ -322,7 +322,7 @@ impl EncodedStep<'_> {
 }
 
 impl Limits {
-    /// Whether a text can be encoded at all.
+    /// Checks that a text can be encoded.
     pub fn check(&self, text: &Text) -> Result<(), GenerateError> {
         let refuse = |reason: String| Err(GenerateError::InvalidField { field: "input".to_owned(), reason });
         let len = text.tokens.len();
@@ -343,8 +343,8 @@ impl Limits {
         }
     }
 
-    /// How many texts of these lengths, from the first on, fit one step together: at least one if there is any,
-    /// since no text is longer than a step.
+    /// How many leading texts of these lengths fit one step together. At least one if there is any, since no
+    /// text is longer than a step.
     pub fn fit(&self, lengths: impl Iterator<Item = usize>) -> usize {
         let mut tokens = 0;
         lengths
@@ -396,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_of_a_step_follow_each_other() {
+    fn the_blocks_of_a_step_are_consecutive() {
         let groups = vec![(0, 10), (1000, 3)];
         let layout = Layout { block_tokens: 16, step_tokens: 40, step_texts: 4, groups, bytes: 0 };
         let tables = layout.tables([5, 16, 17, 1].into_iter());

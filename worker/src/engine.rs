@@ -1,7 +1,7 @@
-//! The engine: one decoder, one scheduler, one thread. Requests in, events out, a step at a time.
+//! The engine: one decoder and one scheduler on one thread. Requests go in, frames come out.
 //!
-//! The step loop plans (scheduler), runs (decoder), draws (sampling) and tells the scheduler what came out.
-//! A request that is wrong fails alone; a broken invariant ends the worker.
+//! Each step is planned by the scheduler, computed by the decoder and sampled; the drawn tokens go back to
+//! the scheduler. An invalid request fails alone. A broken invariant ends the worker.
 
 use crate::Error;
 use crate::decoder::{Decoder, LayerState};
@@ -57,47 +57,48 @@ pub mod thread;
 mod tiering;
 mod trace;
 
-/// Bytes copied out between two steps, to tiers as to snapshots, and one piece more: a few milliseconds.
+/// Bytes that are copied out between two steps, to tiers and to snapshots alike. The last piece may exceed
+/// it. Takes a few milliseconds.
 const COPY_BYTES: u64 = 16 << 20;
-/// Ends of chat turns that the scheduler hears of; more are not kept as checkpoints anyway.
+/// Maximum number of turn ends passed to the scheduler. It would not keep more as checkpoints.
 const MAX_TURN_ENDS: usize = 16;
 
 /// A request to the engine.
 pub struct EngineRequest {
-    /// How it can be named, also after it has ended; none is not at all.
+    /// The name of its sequence, valid also after it has ended. `None`: it cannot be named.
     pub name: Option<SequenceName>,
     /// Root of its prefix chain.
     pub root: BlockId,
     pub tenant: TenantTurn,
     /// Prompt tokens; not empty.
     pub prompt: Vec<u32>,
-    /// Tokens that an earlier attempt has drawn and sent: replayed, not sent again.
+    /// Tokens that an earlier attempt drew and sent. They are replayed and not sent again.
     pub emitted: Vec<u32>,
     pub sampling: Sampling,
     pub stop: Stop,
-    /// From receipt until it is worth nothing; none is no limit.
+    /// Time limit, counted from receipt. `None` means no limit.
     pub deadline: Option<Duration>,
-    /// Another worker that is expected to hold a prefix of the prompt.
+    /// Another worker that probably holds a prefix of the prompt.
     pub pull: Option<Box<dyn Source>>,
-    /// How many requests for this prompt come at once, this one included: the first token of each is drawn from one
-    /// computation, which waits a moment for those that are late.
+    /// Number of requests for this prompt that arrive together, including this one. The first token of each
+    /// is drawn from one computation, which waits a moment for late ones.
     pub together: u32,
-    /// What may be said, if not anything. It knows of `emitted`.
+    /// The grammar of the output, if any. It has already accepted `emitted`.
     pub guide: Option<Guide>,
     pub sink: Box<dyn Sink>,
 }
 
-/// Hears what becomes of a request. Called on the engine's thread: it must not block.
+/// Receives the results of a request. Called on the engine's thread, so implementations must not block.
 pub trait Sink: Send {
-    /// Frames for the requester. `false` says that nobody listens any more: the request is cancelled.
+    /// Frames for the client. Returns `false` if the receiver is gone: the request is then cancelled.
     fn frame(&mut self, frame: GenerateFrame) -> bool;
 
-    /// The span that the request is below of, if it is recorded.
+    /// The parent span of the request, if the request is traced.
     fn span(&self) -> Option<TraceContext> {
         None
     }
 
-    /// Whether every row's logits are wanted, not only those that are drawn from.
+    /// Whether the logits of every row are wanted, not only those of sampled rows.
     fn wants_logits(&self) -> bool {
         false
     }
@@ -107,12 +108,12 @@ pub trait Sink: Send {
         let _ = (position, row);
     }
 
-    /// Whether the recurrent states behind the prompt are wanted.
+    /// Whether the recurrent states after the prompt are wanted.
     fn wants_states(&self) -> bool {
         false
     }
 
-    /// The states behind the prompt, if wanted.
+    /// The states after the prompt, if wanted.
     fn states(&mut self, states: Vec<LayerState>) {
         let _ = states;
     }
@@ -127,10 +128,9 @@ impl<F: FnMut(GenerateFrame) -> bool + Send> Sink for F {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StepOutcome {
     Idle,
-    /// So many rows were computed here. With other stages behind, what becomes of them may come with a later step; so
-    /// may what became of earlier ones have come with this one, which then has no rows.
+    /// `rows` rows were computed here. In a pipeline their results may arrive in a later step, and results of
+    /// earlier rows may have arrived in this one, which then has no rows.
     Ran {
-        /// Rows.
         rows: usize,
     },
 }
@@ -139,7 +139,7 @@ struct Live {
     key: Option<SequenceKey>,
     root: BlockId,
     sampler: Sampler,
-    /// What may be said, if not anything.
+    /// The grammar of the output, if any.
     guide: Option<Guided>,
     text: OutputText,
     sink: Box<dyn Sink>,
@@ -154,11 +154,11 @@ struct Live {
     traced: Option<Traced>,
 }
 
-/// A token that was drawn.
+/// A drawn token.
 struct Draw {
-    /// The sequence whose row it was drawn from.
+    /// The sequence from whose row it was drawn.
     of: SeqId,
-    /// Who has drawn it: the sequence itself, or one that goes on from there as its fork.
+    /// The sequence that drew it: the sequence itself, or a fork that continues from there.
     id: SeqId,
     /// The row.
     row: u32,
@@ -166,12 +166,12 @@ struct Draw {
     logprobs: Option<TokenLogprobs>,
 }
 
-/// A step that other stages have.
+/// A step that the later stages are computing.
 struct UnderWay {
     plan: StepPlan,
     targets: Targets,
     since: Instant,
-    /// What the stages do for requests that are recorded.
+    /// Spans of the stages' work for traced requests.
     spans: Vec<Span>,
     guesses: GuessedElsewhere,
 }
@@ -179,11 +179,11 @@ struct UnderWay {
 pub struct Engine {
     /// All layers, or those of the first stage.
     decoder: Decoder,
-    /// The other stages, where the model is cut.
+    /// The later stages, if the model is split.
     later: Option<PipelineExecutor>,
-    /// What these have, the oldest step first.
+    /// The steps that these stages are computing, the oldest first.
     under_way: VecDeque<UnderWay>,
-    /// When the last step was complete.
+    /// When the last step completed.
     completed: Option<Instant>,
     scheduler: Scheduler,
     events: Arc<Mutex<EventLog>>,
@@ -194,7 +194,7 @@ pub struct Engine {
     tiering: Option<Tiering>,
     pulling: Pulling,
     lending: Lending,
-    /// Bytes copied out between two steps.
+    /// Maximum number of bytes copied out between two steps.
     copy_bytes: u64,
     next_id: u64,
     max_model_len: usize,
@@ -204,16 +204,16 @@ pub struct Engine {
     rates: Rates,
     speculation: Option<Speculation>,
     newest_rows: NewestRows,
-    /// What the last stage has guessed, until a step looks at it.
+    /// Draft tokens of the last stage that no step has verified yet.
     guessed: HashMap<SeqId, Vec<u32>>,
     draft_model: Option<DraftModel>,
-    /// Held by every request that is recorded.
+    /// Cloned by every traced request: the reference count shows whether there is one.
     recorded: Arc<()>,
 }
 
 impl Engine {
-    /// An engine over a loaded decoder whose KV arena is allocated; sequences end at `max_model_len` tokens, and
-    /// snapshots of them say that they are of `origin`.
+    /// Creates an engine over a loaded decoder whose KV arena is allocated. Sequences end at `max_model_len`
+    /// tokens. `origin` is written into their snapshots.
     pub fn new(
         decoder: Decoder,
         scheduler: Scheduler,
@@ -259,32 +259,34 @@ impl Engine {
         })
     }
 
-    /// Keeps resume points in these tiers too, and serves prompts from them.
+    /// Also keeps resume points in these tiers and serves prompts from them.
     pub fn with_tiers(self, tiers: Tiers) -> Self {
         Self { tiering: Some(Tiering::new(tiers)), ..self }
     }
 
-    /// Copies so many bytes out between two steps, to tiers as to snapshots, and one block more.
+    /// Copies at most `copy_bytes` and one further block out between two steps, to tiers and to snapshots
+    /// alike.
     pub fn with_copy_bytes(self, copy_bytes: u64) -> Self {
         Self { copy_bytes, ..self }
     }
 
-    /// Guesses what sequences draw, and computes several tokens of one in a step where that pays.
+    /// Drafts tokens and verifies several of a sequence in one step where that pays.
     pub fn with_speculation(self, speculation: Speculation) -> Self {
         Self { speculation: Some(speculation), ..self }
     }
 
-    /// As many guesses for each sequence as there are up to `most`, whatever they cost.
+    /// Always uses all available draft tokens, at most `most` per sequence, whatever they cost.
     pub fn with_draft_len(self, most: u32) -> Self {
         Self { speculation: self.speculation.map(|speculation| speculation.always(most)), ..self }
     }
 
-    /// As [`Self::with_speculation`], with guesses that its decoder computes, or else this model.
+    /// Like [`Self::with_speculation`], with draft tokens computed by the draft model, or by the decoder if
+    /// it is `None`.
     pub(crate) fn with_drafter(self, model: Option<DraftModel>) -> Self {
         Self { draft_model: model, ..self.with_speculation(Speculation::computed()) }
     }
 
-    /// Its decoder has only the first layers: these stages have the others.
+    /// Adds the later stages: the decoder has only the first layers.
     pub(crate) fn with_later_stages(self, later: PipelineExecutor) -> Self {
         Self { later: Some(later), ..self }
     }
@@ -293,18 +295,17 @@ impl Engine {
         &self.metrics
     }
 
-    /// What makes text of tokens.
     pub fn tokenizer(&self) -> Arc<Tokenizer> {
         Arc::clone(&self.tokenizer)
     }
 
-    /// The decoder; of a model that is cut, the first stage's.
+    /// The decoder. If the model is split, that of the first stage.
     pub fn decoder(&self) -> &Decoder {
         &self.decoder
     }
 
-    /// Takes a request in. One that cannot be served hears why through its sink; the id names it until then. One of which
-    /// an earlier attempt has sent all tokens and not the end hears the end.
+    /// Accepts a request. If it cannot be served, its sink receives the reason. If an earlier attempt has
+    /// sent all tokens but no end frame, the sink receives the end frame.
     pub fn submit(&mut self, now: Instant, request: EngineRequest) -> Option<SeqId> {
         self.next_id += 1;
         let id = SeqId(self.next_id);
@@ -322,7 +323,7 @@ impl Engine {
             guide,
             mut sink,
         } = request;
-        // A completion ends where the context does.
+        // A completion ends at the context limit.
         let room = self.max_model_len.saturating_sub(prompt.len());
         stop.max_tokens = stop.max_tokens.min(u32::try_from(room).unwrap_or(u32::MAX));
         let prepared = self.prepare(&prompt, &emitted, sampling, stop);
@@ -376,8 +377,9 @@ impl Engine {
         self.queue(now, request, pull, together).then_some(id)
     }
 
-    /// Has the request of a live sequence wait for one with the same prompt, or for what a tier or another worker has of
-    /// it, or queues it; `false` if it is refused, and its sink has heard so.
+    /// Queues the request of a live sequence, or lets it wait for another one with the same prompt, or for a
+    /// prefix from a tier or another worker. Returns `false` if it was refused; its sink has then received
+    /// the reason.
     fn queue(
         &mut self,
         now: Instant,
@@ -395,7 +397,8 @@ impl Engine {
         request.is_none_or(|request| self.enqueue(request))
     }
 
-    /// Queues the request of a live sequence; `false` if it is refused, and its sink has heard so.
+    /// Queues the request of a live sequence. Returns `false` if it was refused; its sink has then received
+    /// the reason.
     fn enqueue(&mut self, request: SequenceRequest) -> bool {
         let id = request.id;
         let refused = self.scheduler.submit(request).err();
@@ -418,7 +421,8 @@ impl Engine {
         }
     }
 
-    /// Checks a request and replays what was sent of it; with the end if that was all.
+    /// Checks a request and replays the tokens that were already sent. Returns the ending as well if they
+    /// were all.
     fn prepare(
         &self,
         prompt: &[u32],
@@ -440,7 +444,7 @@ impl Engine {
             });
         }
         if stop.max_tokens == 0 {
-            // Nothing would ever end it.
+            // Nothing would ever end the request.
             return refuse("max_tokens", "it is 0".to_owned());
         }
         if let Some(token) = prompt.iter().chain(emitted).find(|token| **token as usize >= vocab) {
@@ -459,7 +463,7 @@ impl Engine {
         Ok((sampler, text, ending))
     }
 
-    /// Where chat turns end, the last ones: there the same conversation will go on, or another part from it.
+    /// The last ends of chat turns: the same conversation continues there, or another one diverges.
     fn turn_ends(&self, tokens: &[u32]) -> Vec<u32> {
         if !self.decoder.spec().is_recurrent() {
             return Vec::new();
@@ -470,20 +474,21 @@ impl Engine {
         ends
     }
 
-    /// Fills all of the caches that no request holds and that serves no later one with NaN, which spreads into whatever is
-    /// computed from it; how many bytes. For tests that nothing of one request reaches another.
+    /// Fills all cache bytes that no request holds and that serve no later one with NaN, which spreads into
+    /// every result computed from them. Returns the number of bytes. For tests that no request reads another
+    /// one's data.
     #[cfg(debug_assertions)]
     pub fn poison_unused(&mut self) -> Result<u64, Error> {
         let mut poisoned = 0;
         for (offset, bytes) in self.scheduler.unused() {
-            // All ones are NaN in every type of float.
+            // All ones are NaN in every float type.
             self.decoder.write_bytes(offset, &vec![0xff; bytes as usize])?;
             poisoned += bytes;
         }
         Ok(poisoned)
     }
 
-    /// Forgets a request; its blocks are free after the step in flight.
+    /// Cancels a request. Its blocks become free after the step in flight.
     pub fn cancel(&mut self, id: SeqId) {
         self.remember_live(id);
         if let Some(mut live) = self.live.remove(&id) {
@@ -500,12 +505,13 @@ impl Engine {
         self.scheduler.check().map_err(|broken| Error::Invariant(broken.to_string()))
     }
 
-    /// Binds the calling thread to its CPU: it is the one that will run the steps.
+    /// Binds the calling thread, which must be the one that runs the steps, to its CPU.
     pub fn bind_thread(&self) {
         self.decoder.backend().bind_thread();
     }
 
-    /// Whether there is something to compute: what waits for files or for other workers cannot stall.
+    /// Whether there is something to compute. Requests that wait for files or other workers do not count as a
+    /// stall.
     pub fn can_compute(&self) -> bool {
         self.scheduler.sequences() > 0
     }
@@ -516,8 +522,8 @@ impl Engine {
         !self.live.is_empty() || self.resume.has_work() || !self.under_way.is_empty() || lost
     }
 
-    /// Plans, runs and accounts for one step. With other stages behind, steps are handed to them while there is
-    /// something to compute, and accounted for as they are answered.
+    /// Plans, runs and completes one step. In a pipeline, steps are passed to the later stages while there is
+    /// work, and completed when their results arrive.
     pub fn step(&mut self, now: Instant) -> Result<StepOutcome, Error> {
         self.expire(now);
         self.settle(now);
@@ -533,7 +539,7 @@ impl Engine {
         for leader in self.siblings.gathered(now) {
             self.scheduler.hold(leader, false);
         }
-        // What has been answered makes room, and may be what others wait for.
+        // Results make room, and other sequences may be waiting for them.
         if self.hear(false)? {
             return Ok(StepOutcome::Ran { rows: 0 });
         }
@@ -552,7 +558,7 @@ impl Engine {
         Ok(if saves { StepOutcome::Ran { rows: 0 } } else { StepOutcome::Idle })
     }
 
-    /// The next step, if there is something to compute and somebody to compute it.
+    /// The next step, if there is something to compute and the stages can take another step.
     fn plan(&mut self) -> Result<Option<StepPlan>, Error> {
         let limits = match &mut self.later {
             None => StepLimits::NONE,
@@ -589,8 +595,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Takes in what became of the oldest step under way; `false` if there is none, or if that is not known yet and
-    /// is not waited for.
+    /// Processes the results of the oldest step in flight. Returns `false` if no step is in flight, or if its
+    /// results have not arrived and `wait` is false.
     fn hear(&mut self, wait: bool) -> Result<bool, Error> {
         let Some(later) = &mut self.later else { return Ok(false) };
         let Some(mut answer) = later.answer(wait)? else { return Ok(false) };
@@ -600,13 +606,13 @@ impl Engine {
         trace::note(std::mem::take(&mut step.spans), &answer.spent);
         self.hear_guesses(&mut step, std::mem::take(&mut answer.guessed), answer.guessing);
         let drawn = self.drawn(&step.targets, answer)?;
-        // What comes next is not planned yet: they are still those behind the prompt.
+        // The next step is not planned yet, so the slots still hold the states after the prompt.
         self.read_states(&step.plan)?;
         self.complete(&step, drawn)?;
         Ok(true)
     }
 
-    /// Accounts for a step that has been computed, and of which this has been drawn.
+    /// Completes a computed step with its drawn tokens.
     fn complete(&mut self, step: &UnderWay, drawn: Drawn) -> Result<(), Error> {
         let UnderWay { plan, since, guesses, .. } = step;
         let Drawn { draws: mut sampled, spoiled } = drawn;
@@ -623,13 +629,13 @@ impl Engine {
         let drawn: Vec<(SeqId, u32)> = own.map(|draw| (draw.id, draw.token)).collect();
         self.scheduler.complete(plan.step, &drawn).map_err(|broken| Error::Invariant(broken.to_string()))?;
         let ended = Instant::now();
-        // Several steps may be under way: each counts from the end of the one before it.
+        // Several steps may be in flight: each counts from the end of the one before it.
         let began = self.completed.map_or(*since, |completed| completed.max(*since));
         self.completed = Some(ended);
         let took = ended.saturating_duration_since(began);
         self.rates.step_ended(took, rows, prefill_rows);
         if let Some(speculation) = self.speculation.as_mut().filter(|_| prefill_rows == 0) {
-            // What guessing takes is counted by itself.
+            // The time for drafting is counted separately.
             speculation.step_took(rows, took.saturating_sub(guesses.took));
         }
         self.steps += 1;
@@ -655,13 +661,14 @@ impl Engine {
         Ok(())
     }
 
-    /// Where a prompt has ended, those that waited for it go on from there with what they have drawn. Who cannot be
-    /// forked is queued, and will draw the same again: a draw depends on the seed and the logits.
+    /// At the end of a prompt, forks the sequences that waited for it, each with its own first token. A
+    /// sequence that cannot be forked is queued and will draw the same token again, because a draw depends
+    /// only on the seed and the logits.
     fn fork_siblings(&mut self, plan: &StepPlan, drawn: &mut Vec<Draw>) {
         for sequence in plan.sequences.iter().filter(|sequence| sequence.samples) {
             for request in self.siblings.part(sequence.id) {
                 let Some(at) = drawn.iter().position(|draw| draw.id == request.id) else {
-                    // It came when the step was under way already, or has gone.
+                    // The request arrived while the step was in flight, or is gone.
                     if self.live.contains_key(&request.id) {
                         self.enqueue(request);
                     }
@@ -678,7 +685,7 @@ impl Engine {
         }
     }
 
-    /// Hands the states behind a prompt to whoever wants them.
+    /// Passes the states after a prompt to the sinks that want them.
     fn read_states(&mut self, plan: &StepPlan) -> Result<(), Error> {
         for sequence in plan.sequences.iter().filter(|sequence| sequence.last_chunk) {
             let Some(live) = self.live.get_mut(&sequence.id).filter(|live| live.states) else { continue };
@@ -691,12 +698,12 @@ impl Engine {
         Ok(())
     }
 
-    /// Its blocks, wherever they lie.
+    /// The engine's blocks, on this worker and on the later stages.
     fn caches(&mut self) -> Caches<'_> {
         Caches::new(self.decoder.blocks(), self.later.as_mut())
     }
 
-    /// The KV event log, to be read by others.
+    /// The KV event log, shared with its readers.
     pub fn events(&self) -> Arc<Mutex<EventLog>> {
         Arc::clone(&self.events)
     }

@@ -1,14 +1,14 @@
-//! What can go wrong in a worker.
+//! Errors of a worker.
 
 use crate::engine::thread::{EXIT_BROKEN, EXIT_DEVICE_LOST};
 use crate::kv_cache::memory::MemoryRefused;
 
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A kernel or device refused or failed.
+    /// A kernel or a device failed or refused an operation.
     #[error(transparent)]
     Kernel(#[from] kernels::Error),
-    /// The environment asks for kernels that cannot be had.
+    /// The environment selects kernels that are not available.
     #[error(transparent)]
     Backend(#[from] kernels::registry::SelectError),
     /// The model file is not usable.
@@ -16,97 +16,97 @@ pub enum Error {
     Model(#[from] model::Error),
     #[error(transparent)]
     Transport(#[from] proto::Error),
-    /// The model names a tensor that its source does not hold.
+    /// The model names a tensor that its source does not have.
     #[error("tensor {name:?} is missing from the model's source")]
     MissingTensor { name: String },
-    /// Logits were asked of a layer range without the output head.
+    /// Logits were requested from a layer range without the output head.
     #[error("this layer range does not hold the output head")]
     NoOutputHead,
-    /// A model is not made for what it is asked.
+    /// The model does not support the requested task.
     #[error("this model {does}: {instead}")]
     WrongTask {
         does: &'static str,
-        /// What it can be asked.
+        /// What to use instead.
         instead: &'static str,
     },
-    /// The KV arena would not hold one sequence, or memory would fall below the floor.
+    /// The KV arena would not hold one sequence, or free memory would fall below the floor.
     #[error("no room for the KV cache: {reason}")]
     KvMemory {
-        /// Figures and limit, in words.
+        /// Amounts and limit, as text.
         reason: String,
     },
-    /// Less memory would be left than must stay free.
+    /// Less memory than the floor would stay free.
     #[error(transparent)]
     Memory(#[from] MemoryRefused),
-    /// A file beside the model is not what it is for.
+    /// A file next to the model is not usable.
     #[error("{path}: {reason}")]
     Artefact {
         path: std::path::PathBuf,
         /// What is wrong with it.
         reason: String,
     },
-    /// A directory is another process's, or cannot be had.
+    /// A directory is in use by another process or cannot be created.
     #[error(transparent)]
     Directory(#[from] proto::directory::ClaimError),
-    /// An option has a value that cannot be served.
+    /// An option has a value that is not supported.
     #[error("{option}: {reason}")]
     Config {
         option: &'static str,
-        /// Value and limit, in words.
+        /// Value and limit, as text.
         reason: String,
     },
-    /// Coordinators name another key of block ids than the one that everything here is kept under.
+    /// Coordinators sent another cluster key than the one in use.
     #[error("coordinators belong to clusters with different keys: another cluster key is in use here")]
     OtherKey,
     #[error("{what}: {source}")]
     Io { what: String, source: std::io::Error },
-    /// An invariant of caches or tables does not hold: the worker stops rather than serve wrong content.
+    /// An invariant of caches or tables is broken. The worker stops rather than serve wrong content.
     #[error("invariant broken: {0}")]
     Invariant(String),
-    /// A model cannot be cut into so many layer ranges.
+    /// The model cannot be cut into that many layer ranges.
     #[error("this model can be cut into {most} shards at most, not {shards}")]
     Shards {
-        /// How many were asked for.
+        /// The requested number.
         shards: usize,
-        /// How many there can be.
+        /// The maximum number.
         most: usize,
     },
-    /// A model cannot be had from other workers.
+    /// The model cannot be fetched from other workers.
     #[error(transparent)]
     Shipping(#[from] crate::weight_distribution::ShippingError),
-    /// Another stage of the replica is gone.
+    /// Another stage of the replica is lost.
     #[error(transparent)]
     StageLost(#[from] crate::pipeline::LostStage),
-    /// A stage is asked for something that it cannot do.
+    /// A stage received a request that it cannot execute.
     #[error("a step of a replica: {reason}")]
     StageStep {
-        /// What, and what it has.
+        /// The request, and what the stage has.
         reason: String,
     },
-    /// A coordinator has accepted a life that this worker does not go on with.
+    /// A coordinator has accepted an epoch that is not the current one.
     #[error("epoch {} was accepted, which is not the present one", .0.0)]
     AnotherLife(proto::ids::Epoch),
-    /// A model computes what is no number.
+    /// The model computed a value that is not finite.
     #[error("the model's {what} not finite: its weights, or what was computed of them, hold NaN or infinity")]
     NotFinite { what: &'static str },
-    /// The engine thread is gone.
+    /// The engine's thread has ended.
     #[error("the engine has stopped")]
     EngineStopped,
 }
 
 impl Error {
-    /// Whether the device can do nothing more for this process.
+    /// Whether this process can no longer use the device.
     pub(crate) fn is_device_lost(&self) -> bool {
         let Self::Kernel(kernels::Error::Cuda(error)) = self else { return false };
         matches!(**error, kernels::cuda::CudaError::Lost { .. })
     }
 
-    /// What the process ends with whose engine cannot go on because of it.
+    /// Exit code of a process whose engine fails with this error.
     pub(crate) fn exit_code(&self) -> i32 {
         if self.is_device_lost() { EXIT_DEVICE_LOST } else { EXIT_BROKEN }
     }
 
-    /// Whether it comes of what a model file says, so that the same bytes fail wherever they are loaded.
+    /// Whether the cause is the content of a model file, so that the same bytes fail on every worker.
     pub(crate) fn is_of_content(&self) -> bool {
         match self {
             Self::Model(error) => !matches!(

@@ -1,9 +1,10 @@
-//! Answers that must be of a grammar: JSON of a schema, calls of tools, whatever a regular expression or a Lark grammar
-//! says. See [decision 39](../../docs/decisions/0039-compile-grammars-on-workers.md).
+//! Constrains answers to a grammar: a JSON schema, tool calls, a regular expression or a Lark grammar. See
+//! [decision 39](../../docs/decisions/0039-compile-grammars-on-workers.md).
 //!
-//! A grammar is compiled before its request is queued, on a thread of its own and within a budget, which another process
-//! has kept first ([`trial`]), and kept for the next request that brings it. What may follow a token is worked out by a small
-//! pool of threads ([`Guide`]) while the step goes on; the engine's thread only looks at the result.
+//! A grammar is compiled before its request is queued, on a thread of its own and within a CPU budget.
+//! Another process first tries whether it stays within the budget ([`trial`]). Compiled grammars are cached.
+//! A small pool of threads computes masks ([`Guide`]) while the step runs; the engine's thread only reads the
+//! results.
 
 use crate::Error;
 use crate::progress::spawn;
@@ -34,47 +35,47 @@ pub mod trial;
 mod turns;
 mod vocabulary;
 
-/// How much time of a CPU a grammar may take to compile.
+/// CPU time that a grammar may take to compile.
 pub const COMPILE_TIME: Duration = Duration::from_millis(500);
-/// How long it may take to get that time, where others want the CPUs, too.
+/// Wall-clock time within which it must get that CPU time.
 const CPU_WAIT: Duration = Duration::from_secs(5);
-/// How long a row may wait for what may be drawn, before its request is ended.
+/// Time that a row may wait for its mask before its request is ended.
 pub const MASK_TIME: Duration = Duration::from_secs(2);
-/// How long a request waits for its turn to be compiled.
+/// Time that a request waits for its turn to be compiled.
 const TURN_TIME: Duration = Duration::from_secs(5);
-/// Compiled grammars that are kept, and refused ones that are remembered.
+/// Maximum number of cached grammars, compiled or refused.
 const KEPT: usize = 64;
-/// Levels of nesting of a JSON schema.
+/// Maximum nesting of a JSON schema.
 pub const MAX_SCHEMA_DEPTH: usize = 32;
 
 type Key = [u8; 32];
-/// What became of a grammar: how it begins, or why it is refused.
+/// The result of compiling: the grammar's initial state, or a refusal.
 type Outcome = Result<Arc<Compiled>, Refusal>;
 
-/// Behind a lock only because others are cloned from it.
+/// The matcher that requests clone. The lock is only needed for cloning.
 struct Compiled(Mutex<Matcher>);
 
 #[derive(Debug, Clone)]
 struct Refusal {
     why: Refused,
-    /// What the request calls the part that is wrong, where that is known better than for the whole.
+    /// The field of the request that is wrong, if it is more specific than the whole grammar.
     field: Option<String>,
     reason: String,
 }
 
-/// What grammars of a model are compiled with.
+/// What the grammars of a model are compiled with.
 struct Made {
     factory: ParserFactory,
     names: Names,
 }
 
-/// All grammars of one model. See the module.
+/// All grammars of one model.
 pub struct Grammars {
     tokenizer: Arc<Tokenizer>,
     pool: Arc<Pool>,
     metrics: GrammarMetrics,
     wake: Waker,
-    /// Made when the first grammar comes.
+    /// Created with the first grammar.
     factory: OnceCell<Result<Arc<Made>, String>>,
     turns: Turns,
     known: Mutex<GrammarCache>,
@@ -87,7 +88,7 @@ struct GrammarCache {
 }
 
 impl Grammars {
-    /// `wake` is called when there is something new to look at.
+    /// Calls `wake` whenever there is a new result.
     ///
     /// # Errors
     /// [`Error::Io`] if no thread can be started.
@@ -104,12 +105,12 @@ impl Grammars {
         })
     }
 
-    /// Compiles `grammar` of a request below `root`, unless it is known, for a generation that has said `emitted`
-    /// already. It takes the tenant's `turn` at compiling.
+    /// Compiles the `grammar` of a request under `root`, unless it is cached. Returns a guide for a
+    /// generation that has already emitted the tokens `emitted`. Compiling takes the tenant's `turn`.
     ///
     /// # Errors
-    /// [`GenerateError::InvalidField`] names the request's field; [`GenerateError::QueueFull`] if too many are being
-    /// compiled, or others have the CPUs.
+    /// [`GenerateError::InvalidField`] names the request's field. [`GenerateError::QueueFull`] if too many
+    /// grammars are being compiled or there is not enough CPU time.
     pub async fn guide(
         &self,
         root: BlockId,
@@ -119,12 +120,12 @@ impl Grammars {
     ) -> Result<Guide, GenerateError> {
         check(&grammar)?;
         let cell = self.known.lock().cell(key(root, &grammar));
-        // Whoever comes meanwhile waits for the first; if that one goes away, for the next.
+        // Later requests wait for the first one; if it is cancelled, the next one compiles.
         let outcome = cell.get_or_try_init(|| self.compile(turn, &grammar)).await?.clone();
         let GrammarSpec { field, trigger, .. } = grammar;
         match outcome {
             Ok(compiled) => {
-                // States of the regular expressions are not shared: requests do not wait for each other.
+                // A deep clone does not share regex states, so requests do not wait for each other.
                 let matcher = compiled.0.lock().deep_clone();
                 let services = (Arc::clone(&self.pool), self.metrics.clone(), Arc::clone(&self.wake));
                 Ok(Guide::new(matcher, (field, trigger), Arc::clone(&self.tokenizer), services, emitted))
@@ -136,7 +137,7 @@ impl Grammars {
         }
     }
 
-    /// What becomes of a grammar that is not known yet.
+    /// Compiles a grammar that is not cached.
     async fn compile(&self, turn: TenantTurn, grammar: &GrammarSpec) -> Result<Outcome, GenerateError> {
         let made = self.factory.get_or_try_init(|| async {
             let tokenizer = Arc::clone(&self.tokenizer);
@@ -157,7 +158,7 @@ impl Grammars {
             Refusal { why: Refused::time, field: None, reason }
         };
         let (syntax, text) = (grammar.syntax, grammar.text.clone());
-        // Neither a process nor a thread has ended when whoever waits for it goes away: the turn is over when it has.
+        // The process and the thread go on if the caller is cancelled, so the turn is held until they end.
         let turn = Arc::new(turn);
         let tried = {
             let (made, text, turn) = (Arc::clone(made), text.clone(), Arc::clone(&turn));
@@ -167,12 +168,13 @@ impl Grammars {
             })
             .await
         };
-        // What has ended there ends here, too. Only what nobody has tried is measured by the clock.
+        // A grammar that compiled there also compiles here. Only without a trial is it limited by wall-clock
+        // time.
         let (patience, late) = match tried {
             Some(Tried::Ended) => (CPU_WAIT, Err(GenerateError::QueueFull)),
             Some(Tried::Untried) => (COMPILE_TIME, Ok(Err(too_much()))),
             Some(Tried::TooMuch) => return Ok(Err(too_much())),
-            // Not a word about the grammar, so nothing that is remembered of it.
+            // This says nothing about the grammar, so nothing is cached.
             Some(Tried::Unfinished) => return Err(GenerateError::QueueFull),
             Some(Tried::Failed(error)) => {
                 tracing::error!(error, "a grammar cannot be tried");
@@ -200,8 +202,8 @@ impl Grammars {
 }
 
 impl GrammarCache {
-    /// Where the grammar of this key is, or will be; the one that was not asked for for the longest time makes room, of
-    /// those that were refused if there are such: however many of these come, what is in use stays.
+    /// Returns the cell of this key. If the cache is full, removes the entry that was unused for longest,
+    /// refused grammars first. So refused grammars never displace used ones.
     fn cell(&mut self, key: Key) -> Arc<OnceCell<Outcome>> {
         self.uses += 1;
         if !self.grammars.contains_key(&key) && self.grammars.len() >= KEPT {
@@ -217,22 +219,23 @@ impl GrammarCache {
     }
 }
 
-/// Runs something long on a thread of its own; none if it does not come to an end.
+/// Runs long work on its own thread. `None` if the work ends without a result.
 async fn beside<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Option<T> {
     let (reply, answer) = oneshot::channel();
-    // Whoever has gone away wants no answer.
+    // The send fails if the caller is gone.
     spawn("kvasir-compile", move || drop(reply.send(work()))).ok()?;
     answer.await.ok()
 }
 
-/// A tenant's grammars are its own: how long compiling took tells nobody else what it has asked.
+/// Key of a grammar. It contains the root, so that compile times reveal nothing about other tenants'
+/// requests.
 fn key(root: BlockId, grammar: &GrammarSpec) -> Key {
     let mut hasher = blake3::Hasher::new();
     hasher.update(&root.0).update(&[grammar.syntax as u8]).update(grammar.text.as_bytes());
     *hasher.finalize().as_bytes()
 }
 
-/// What costs nothing to be checked, also of what an honest coordinator would not send.
+/// Cheap checks. They include what an honest coordinator would not send.
 fn check(grammar: &GrammarSpec) -> Result<(), GenerateError> {
     let refuse = |reason: String| {
         let field: String = grammar.field.chars().take(128).collect();
@@ -251,7 +254,7 @@ fn check(grammar: &GrammarSpec) -> Result<(), GenerateError> {
     Ok(())
 }
 
-/// Levels of nesting of a JSON text.
+/// Nesting depth of a JSON text.
 fn depth(text: &str) -> usize {
     let (mut depth, mut deepest, mut quoted, mut escaped) = (0usize, 0, false, false);
     for byte in text.bytes() {
@@ -275,7 +278,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_in_use_stays_however_many_are_refused() {
+    fn refused_grammars_do_not_displace_used_ones() {
         let mut known = GrammarCache::default();
         let key = |n: usize| *blake3::hash(&n.to_le_bytes()).as_bytes();
         for n in 0..KEPT {
@@ -286,7 +289,7 @@ mod tests {
             assert!(known.cell(key(n)).set(Err(refusal)).is_ok());
             assert_eq!(known.grammars.len(), KEPT);
         }
-        // The first of them had to take the place of one that was not.
+        // The first refused grammar displaced an unused one.
         let left = (0..KEPT).filter(|n| known.grammars.contains_key(&key(*n))).count();
         assert_eq!(left, KEPT - 1);
         known.cell(key(3 * KEPT));

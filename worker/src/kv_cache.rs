@@ -1,13 +1,13 @@
-//! The KV cache of one worker: one byte arena cut into blocks for several groups of layers, the prefix
-//! tree that says which block holds which tokens, and the tables that kernels read.
+//! The KV cache of one worker: a byte arena cut into blocks of several layer groups, the prefix tree that
+//! maps tokens to blocks, and the block tables that kernels read.
 //!
-//! Promises: a block is written by one sequence only and shared only when it is full; a hit compares
-//! tokens, so a colliding or forged id costs speed and never content; what the KV events say is held is
-//! exactly what a lookup serves. Sans-IO: no clock, no randomness, no memory of its own; whoever owns the
-//! arena's bytes reads offsets from the [`BlockTable`]s.
+//! A block is written by one sequence only and is shared only when it is full. A hit compares tokens, so a
+//! colliding or forged id costs speed but never returns wrong content. The KV events announce exactly the
+//! prefixes that a lookup serves. The module performs no I/O: it has no clock, no randomness and no arena
+//! bytes. The owner of the bytes addresses them by the offsets of the [`BlockTable`]s.
 //!
-//! Units that never depend on each other: the hash unit (16 tokens), the block (16, 32 or 64 tokens), the
-//! prefill chunk, the distance of recurrent states, and the slab in which bytes move between groups.
+//! The hash unit (16 tokens), the block (16, 32 or 64 tokens), the prefill chunk, the distance of recurrent
+//! states and the slab (the unit in which bytes move between groups) are independent of each other.
 
 pub mod memory;
 
@@ -48,8 +48,8 @@ use prefix::PrefixTree;
 use proto::event::KvEvent;
 use state::States;
 
-/// Copy the first tokens of one block into another before the step's rows are computed. Copies are
-/// executed in the order in which the plan lists them.
+/// Copies the first tokens of one block into another before the step's rows are computed. Copies run in the
+/// order in which the plan lists them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CopyBlock {
     /// The group whose layers are copied.
@@ -57,8 +57,8 @@ pub struct CopyBlock {
     /// Source block, as an offset into the arena in units of [`OFFSET_UNIT`] bytes.
     pub src: u32,
     pub dst: u32,
-    /// Tokens to copy from the start of the block. Copying the whole block is also right: what follows
-    /// in the destination is written before it is read.
+    /// Tokens to copy from the start of the block. Copying the whole block is also correct: the rest of the
+    /// destination is written before it is read.
     pub tokens: u32,
 }
 
@@ -81,7 +81,7 @@ pub(crate) struct KvCache {
 }
 
 impl KvCache {
-    /// Where nothing lies that anybody may read again: byte offset / 64 into the arena, and bytes.
+    /// Byte ranges of the arena that nothing will read again: (offset in units of 64 bytes, length in bytes).
     #[cfg(debug_assertions)]
     pub(crate) fn unused(&self) -> Vec<(u32, u64)> {
         self.pool.unused()
@@ -111,23 +111,23 @@ impl KvCache {
         &self.spec
     }
 
-    /// Whether sequences get runs of blocks instead of single ones.
+    /// Whether each sequence gets one run of consecutive blocks per group instead of single blocks.
     pub(crate) fn is_contiguous(&self) -> bool {
         self.extents.is_some()
     }
 
-    /// Bytes of blocks that live sequences hold.
+    /// Bytes of blocks held by live sequences.
     pub(crate) fn used_bytes(&self) -> u64 {
         self.extents.as_ref().map_or_else(|| self.pool.used_bytes(), Extents::used_bytes)
     }
 
-    /// Bytes of the arena that can carry blocks.
+    /// Bytes of the arena that can hold blocks.
     pub(crate) fn total_bytes(&self) -> u64 {
         self.extents.as_ref().map_or_else(|| self.pool.total_bytes(), Extents::total_bytes)
     }
 
-    /// By the name of each kind of group, bytes of the arena that groups of it have, and of these those that live
-    /// sequences hold. Runs of blocks belong to sequences and not to groups: then there is nothing.
+    /// For each group kind: (name, arena bytes owned by its groups, bytes of these held by live sequences).
+    /// Empty with contiguous placement, where runs belong to sequences instead of groups.
     pub(crate) fn bytes_by_kind(&self) -> Vec<(&'static str, u64, u64)> {
         let mut kinds: Vec<(&'static str, u64, u64)> = Vec::new();
         let groups = if self.is_contiguous() { &[][..] } else { &self.spec.groups[..] };
@@ -141,29 +141,29 @@ impl KvCache {
         kinds
     }
 
-    /// Blocks whose cached prefixes were given up for new content.
+    /// Blocks whose cached prefixes were evicted for new content.
     pub(crate) fn evictions(&self) -> u64 {
         self.evictions
     }
 
-    /// Prefix units that a lookup from outside could be served now.
+    /// Prefix units that a lookup can be served with now.
     pub(crate) fn held_units(&self) -> usize {
         self.tree.held_units()
     }
 
-    /// Everything up to `step` has been computed: what it wrote can be announced.
+    /// All steps up to `step` have been computed: the units that they wrote may be announced.
     pub(crate) fn complete(&mut self, step: u64) {
         self.tree.complete(step);
     }
 
-    /// Nothing of the steps after the last completed one was computed: forgets what they would have
-    /// written. The sequences that took part, or took over such blocks, must be closed by the caller.
+    /// No step after the last completed one was computed: forgets the units that those steps would have
+    /// written. The caller must close all sequences that took part in such a step or use such a block.
     pub(crate) fn abort(&mut self) {
         let blocks = self.tree.drop_pending();
         self.no_longer_known(&blocks);
     }
 
-    /// Units in these blocks were forgotten.
+    /// Clears the `hashed` flag of each of these blocks that has no cached unit left.
     fn no_longer_known(&mut self, blocks: &[pool::BlockAt]) {
         for at in blocks {
             if !self.tree.any_unit(at.group, at.block) {
@@ -172,7 +172,7 @@ impl KvCache {
         }
     }
 
-    /// Forgets every cached prefix, pinned ones too; live sequences keep their blocks.
+    /// Forgets every cached prefix, including pinned ones. Live sequences keep their blocks.
     pub(crate) fn clear(&mut self) {
         self.unpin_all();
         for block in self.tree.clear() {
@@ -180,8 +180,8 @@ impl KvCache {
         }
     }
 
-    /// Allocate from a group's own slabs before taking free ones, so that a lone sequence needs no more
-    /// than the sum of its peaks.
+    /// With `compact`, allocates from a group's own slabs before taking free ones, so that a single sequence
+    /// needs no more than the sum of its peaks.
     pub(crate) fn set_compact(&mut self, compact: bool) {
         self.pool.set_compact(compact);
     }
@@ -190,12 +190,12 @@ impl KvCache {
         self.tree.take_events()
     }
 
-    /// Whether blocks could be had for all groups at once, given what is free or only cached.
+    /// Whether `needs[group]` blocks can be allocated in all groups at once from free and evictable blocks.
     pub(crate) fn fits(&self, needs: &[u32]) -> bool {
         self.pool.fits(needs)
     }
 
-    /// Whether no block is owned and no prefix known.
+    /// Whether no block is owned and no prefix is cached.
     #[cfg(test)]
     pub(crate) fn is_pristine(&self) -> bool {
         self.pool.is_pristine()
@@ -204,7 +204,7 @@ impl KvCache {
             && self.extents.as_ref().is_none_or(|e| e.used_bytes() == 0)
     }
 
-    /// Free blocks looked at so far to find one to hand out.
+    /// Free blocks that allocations have examined so far.
     #[cfg(test)]
     pub(crate) fn looked_at(&self) -> u64 {
         self.pool.looked_at()
@@ -233,7 +233,7 @@ impl KvCache {
         self.pool.release(group, block);
     }
 
-    /// Gives back a reference that a step held.
+    /// Releases a reference that a step held.
     pub(crate) fn end_hold(&mut self, group: usize, block: u32) {
         self.step_refs -= 1;
         self.release(group, block);

@@ -1,17 +1,17 @@
-//! The worker's stream of KV events: numbered within an epoch, replayable from a bounded ring, with a
-//! snapshot of everything held for whoever joins late or fell behind.
+//! The worker's stream of KV events. Events are numbered within an epoch and can be replayed from a bounded
+//! ring. A consumer that joins late or fell behind takes a snapshot of all held prefixes.
 
 use proto::block::BlockId;
 use proto::event::{KvEvent, KvEventBatch, KvSnapshot, Medium};
 use proto::ids::Epoch;
 use std::collections::{HashMap, VecDeque};
 
-/// Events of one epoch. Sequence numbers start at 1; the log mirrors the set of held prefixes, so that a
+/// Events of one epoch. Sequence numbers start at 1. The log mirrors the set of held prefixes, so that a
 /// snapshot needs nothing from the engine.
 #[derive(Debug)]
 pub struct EventLog {
     epoch: Epoch,
-    /// Most units that the ring's events name.
+    /// Maximum number of units named by the ring's events.
     capacity: usize,
     ring: VecDeque<KvEvent>,
     /// Units that the ring's events name.
@@ -22,7 +22,7 @@ pub struct EventLog {
     points: HashMap<(BlockId, Medium), u32>,
 }
 
-/// The events asked for are no longer, or not yet, in the log: take a snapshot.
+/// The requested events are no longer, or not yet, in the log. The consumer must take a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("events from {asked} were asked for, {first} to {last} are at hand")]
 pub struct Gap {
@@ -45,17 +45,17 @@ impl EventLog {
         }
     }
 
-    /// The last sequence number given; 0 before the first event.
+    /// The last assigned sequence number; 0 before the first event.
     pub fn last_sequence(&self) -> u64 {
         self.last
     }
 
-    /// Units and resume points held, all media together.
+    /// Held units and resume points, summed over all media.
     pub fn held_units(&self) -> usize {
         self.held.len() + self.points.len()
     }
 
-    /// Numbers the events and keeps them.
+    /// Numbers the events and stores them.
     pub fn append(&mut self, events: Vec<KvEvent>) {
         for event in events {
             self.apply(&event);
@@ -70,7 +70,7 @@ impl EventLog {
         }
     }
 
-    /// Events from sequence number `from`, at most `most` of them; empty when `from` is the next one.
+    /// At most `most` events from sequence number `from`. Empty when `from` is the next number.
     pub fn since(&self, from: u64, most: usize) -> Result<KvEventBatch, Gap> {
         let first = self.last + 1 - self.ring.len() as u64;
         if from < first || from > self.last + 1 {
@@ -81,8 +81,8 @@ impl EventLog {
         Ok(KvEventBatch { epoch: self.epoch, first_sequence: from, events })
     }
 
-    /// Everything held now, in runs as long as possible, parents before children. A run's parent need not
-    /// be held itself.
+    /// All units held now, in runs as long as possible, parents before children. A run's parent need not be
+    /// held itself.
     pub fn snapshot(&self) -> KvSnapshot {
         let mut children: HashMap<(BlockId, Medium), Vec<BlockId>> = HashMap::new();
         for (&(unit, medium), &parent) in &self.held {
@@ -157,7 +157,7 @@ mod tests {
         KvEvent::Removed { units: units.iter().map(|&n| id(n)).collect(), medium: Medium::Device }
     }
 
-    /// The set that a consumer holds after a snapshot.
+    /// The set that a consumer holds after it has applied a snapshot.
     fn held(snapshot: &KvSnapshot) -> Vec<(BlockId, BlockId)> {
         let mut held: Vec<_> = snapshot
             .runs
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn replay_starts_where_asked_and_refuses_what_is_gone() {
+    fn replay_starts_at_the_given_number_and_refuses_dropped_events() {
         let mut log = EventLog::new(Epoch(7), 5);
         assert_eq!(log.since(1, 10).unwrap().events, []);
         log.append(vec![stored(0, &[1, 2]), stored(2, &[3]), removed(&[3])]);
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn a_snapshot_is_what_the_events_add_up_to_with_parents_first() {
+    fn a_snapshot_equals_the_sum_of_the_events_with_parents_first() {
         let mut log = EventLog::new(Epoch(1), 100);
         log.append(vec![stored(0, &[1, 2, 3, 4]), stored(2, &[13, 14]), stored(100, &[101]), removed(&[1])]);
         let snapshot = log.snapshot();

@@ -1,9 +1,9 @@
-//! The engine of one node: weights, decoder, caches, scheduler, sampling, RPC server.
+//! The engine of one node: weights, decoder, caches, scheduler, sampling and RPC server.
 //!
-//! Promises: within one numeric class a sequence's logits are bit-identical whatever the batch around it, the
-//! chunking of its prompt, block placement, prefix hits, preemption and threads; a request that is wrong fails
-//! alone; a worker whose invariants break ends rather than serve wrong content.
-//! Never here: HTTP APIs, routing, file formats.
+//! Invariants: within a numeric class, a sequence's logits are bit-identical whatever the batch around it,
+//! the chunking of its prompt, block placement, prefix hits, preemption and threads. An invalid request fails
+//! alone. A worker whose invariants break ends rather than serve wrong content.
+//! Must not contain: HTTP APIs, routing, file formats.
 
 pub mod cgroup;
 pub mod decoder;

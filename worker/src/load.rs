@@ -1,4 +1,5 @@
-//! From a model file to an engine: read the spec, load weights, size the KV cache from what memory is left.
+//! From a model file to an engine: reads the spec, loads the weights, and sizes the KV cache by the memory
+//! that is left.
 
 use crate::Error;
 use crate::decoder::{CacheGroup, CacheKind, Decoder, DecoderConfig, StateType, Widths};
@@ -49,62 +50,63 @@ use staged::Staged;
 pub(crate) use stages::{admit_kv, check_ranges, prepare_replica, stage, stage_ranges};
 pub use stages::{check_shards, open_replica};
 
-/// Units that the replay ring of KV events names at most: 4 MiB of ids.
+/// Maximum number of hash units in the replay ring of KV events: 4 MiB of ids.
 const EVENT_RING_UNITS: usize = 256 * 1024;
-/// Logits rows computed together.
+/// Rows whose logits are computed together.
 const LOGIT_ROWS: usize = 64;
-/// Longest sequence served where the model's own context would need an absurd arena, in tokens.
+/// Maximum length of a sequence in tokens, for models whose own context would need too large an arena.
 pub(crate) const MAX_CONTEXT: usize = 1 << 20;
 
 /// How to run a model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EngineOptions {
-    /// Compute threads; none = as many as CPUs are usable.
+    /// Compute threads. `None`: as many as there are usable CPUs.
     pub threads: Option<usize>,
-    /// CPU of each thread; none leaves placement to the operating system.
+    /// CPU of each thread. `None`: the operating system places the threads.
     pub cpus: Option<Vec<usize>>,
     /// Element type of the KV cache.
     pub kv_type: KvType,
-    /// How recurrent states are kept.
+    /// Element type of recurrent states.
     pub state_type: StateType,
-    /// What quantised matrices are multiplied with.
+    /// Type that quantized matrices are multiplied with.
     pub activations: ActivationMode,
     /// Tokens per KV block: 16, 32 or 64.
     pub block_tokens: usize,
-    /// Bytes of the KV arena; none = computed.
+    /// Bytes of the KV arena. `None`: computed.
     pub kv_bytes: Option<u64>,
-    /// Rows of one prompt per step; none = computed, 0 = the whole prompt.
+    /// Rows of one prompt in a step. `None`: computed; 0: the whole prompt.
     pub chunk: Option<usize>,
-    /// Rows of a step; none = computed.
+    /// Maximum rows of a step. `None`: computed.
     pub max_rows: Option<usize>,
-    /// Sequences admitted at once; none = computed.
+    /// Maximum number of sequences that are admitted at once. `None`: computed.
     pub max_sequences: Option<usize>,
-    /// Longest sequence served; none = the model's own.
+    /// Maximum tokens of a sequence. `None`: the model's own limit.
     pub max_model_len: Option<usize>,
     pub prefix_cache: bool,
-    /// Bytes of the KV arena that pinned prefixes may hold; none = a quarter.
+    /// Bytes of the KV arena that pinned prefixes may hold. `None`: a quarter.
     pub pin_bytes: Option<u64>,
-    /// Where resume points are kept besides the arena.
+    /// Tiers for resume points below the arena.
     pub tiers: TiersConfig,
-    /// How long a request waits for its prefix to come from another worker; none = as long as computing would take.
+    /// How long a request waits for a KV transfer. `None`: as long as computing the prefix would take.
     pub pull_patience: Option<Duration>,
     pub placement: Placement,
-    /// Workers started on this machine together, this one included.
+    /// Number of workers that are started together on this machine, this one included.
     pub workers: usize,
-    /// Where repacked weights are kept, for other processes of this host and later ones; none keeps them in memory.
+    /// Store for repacked weights, shared with other processes of this host and later runs. `None`: repacked
+    /// weights are only kept in memory.
     pub packed: Option<ShardStore>,
-    /// What of a model of the shard store is still being fetched; its tensors are waited for.
+    /// Chunks of a model in the shard store that are still being fetched. Loading waits for them.
     pub arrivals: Option<Arrivals>,
-    /// Where digests of models are remembered; none reads every tensor to know the model's.
+    /// Cache of model digests. `None`: every tensor is read to compute the digest.
     pub digests: Option<DigestCache>,
     pub device: DeviceChoice,
-    /// Which GPU, as the driver numbers those that `CUDA_VISIBLE_DEVICES` leaves.
+    /// Index of the GPU, as the driver numbers those that `CUDA_VISIBLE_DEVICES` leaves.
     pub gpu: u32,
-    /// Workers that compute on that GPU, this one included; none = all of `workers`.
+    /// Number of workers that use that GPU, this one included. `None`: all of `workers`.
     pub gpu_workers: Option<usize>,
-    /// Who guesses what is drawn next.
+    /// The drafter.
     pub guesses: Guesses,
-    /// Where compiled kernels of GPUs are kept; none compiles them at every start.
+    /// Directory for compiled GPU kernels. `None`: kernels are compiled at every start.
     pub cubins: Option<PathBuf>,
 }
 
@@ -140,10 +142,10 @@ impl Default for EngineOptions {
     }
 }
 
-/// A loaded model, not yet an engine: that needs the cluster's key.
+/// A loaded model. It becomes an engine once the cluster key is known.
 pub struct Prepared {
     decoder: Decoder,
-    /// The stages that have the other layers, and what their activations add to the numeric class.
+    /// The downstream ranks of a replica, and the suffix of the numeric class for their activations' type.
     later: Option<(PipelineExecutor, Option<&'static str>)>,
     tokenizer: Arc<Tokenizer>,
     metadata: Metadata,
@@ -165,17 +167,17 @@ pub struct LoadedModel {
     pub max_model_len: usize,
 }
 
-/// Hears (layers loaded, layers in all).
+/// Called with (layers loaded, total layers).
 pub type Progress<'a> = dyn FnMut(usize, usize) + 'a;
 
-/// What a model asks of a machine, and the defaults computed from both.
+/// Memory and compute needs of a model on this machine, and the defaults computed from them.
 #[derive(Debug, Clone)]
 pub struct Plan {
     pub host: Host,
     pub needs: ModelNeeds,
     /// The defaults, each with its reason.
     pub defaults: Defaults,
-    /// What the model is asked for.
+    /// The model's task.
     pub task: ModelTask,
 }
 
@@ -189,8 +191,8 @@ pub fn decoder(path: &Path, options: &EngineOptions, progress: &mut Progress<'_>
     load_decoder(&gguf, spec, options, backend(options, &environment)?, (layers, rows), progress)
 }
 
-/// The device that `options` ask for. `environment` looks up the variables that choose kernels
-/// (`KVASIR_BACKEND`, `KVASIR_MATMUL_BACKEND` and the like, see `kernels::registry`).
+/// Opens the device that `options` select. `environment` returns the variables that select kernels
+/// (`KVASIR_BACKEND`, `KVASIR_MATMUL_BACKEND` and others, see `kernels::registry`).
 pub fn backend(
     options: &EngineOptions,
     environment: &dyn Fn(&str) -> Option<String>,
@@ -209,13 +211,13 @@ pub fn backend(
     }
 }
 
-/// The process's own variables. One that is not UTF-8 is not left out: as a choice it must fail.
-/// A variable of the environment.
+/// Reads a variable of the process's environment. A value that is not UTF-8 is converted with replacement
+/// characters, not dropped, so that as a choice of kernels it fails.
 pub(crate) fn environment(name: &str) -> Option<String> {
     std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
 }
 
-/// What the model in a file is asked for.
+/// Task of the model in a file.
 pub fn task(path: &Path) -> Result<ModelTask, Error> {
     Ok(crate::encoder::task(&ModelSpec::from_file(&ModelFile::open(path)?)?))
 }
@@ -236,21 +238,22 @@ pub fn plan(path: &Path, options: &EngineOptions) -> Result<Plan, Error> {
     plan_for(&gguf, &ModelSpec::from_file(&gguf)?, options)
 }
 
-/// What `guesses` take beside the model in `path`, without loading anything; none of those that take nothing.
+/// Costs of the drafter `guesses` next to the model in `path`, without loading anything. `None` for drafters
+/// without costs.
 ///
 /// # Errors
-/// [`Error::Config`] for a drafter of another model, or a model that has no block which guesses.
+/// [`Error::Config`] for a drafter of another model, or a model without an MTP head.
 pub fn drafter_costs(path: &Path, guesses: &Guesses) -> Result<Option<DrafterCosts>, Error> {
     let file = ModelFile::open(path)?;
     drafter::costs(guesses, (&file, &ModelSpec::from_file(&file)?))
 }
 
-/// Loads a model and its engine; for one process, so the key of its prefixes does not matter.
+/// Loads a model and its engine for use in one process. Its prefixes are named with a fixed key.
 pub fn open(path: &Path, options: &EngineOptions, progress: &mut Progress<'_>) -> Result<LoadedModel, Error> {
     open_on(path, options, backend(options, &environment)?, progress)
 }
 
-/// As [`open`], on a device of the caller's.
+/// Like [`open`], on a device that the caller opened.
 pub fn open_on(
     path: &Path,
     options: &EngineOptions,
@@ -260,7 +263,7 @@ pub fn open_on(
     assemble(prepare_on(path, options, backend, None, progress)?)
 }
 
-/// The engine of one process, whose key does not matter.
+/// Creates an engine with a fixed key, for use in one process.
 fn assemble(prepared: Prepared) -> Result<LoadedModel, Error> {
     let (tokenizer, metadata) = (Arc::clone(&prepared.tokenizer), prepared.metadata.clone());
     let max_model_len = prepared.max_model_len;
@@ -353,7 +356,7 @@ fn prepare_on(
         placement: options.placement,
         ..SchedulerConfig::default()
     };
-    // Only to learn the longest sequence that fits; the real one is made with the cluster's key.
+    // Only used to find the longest sequence that fits. The real scheduler is created with the cluster key.
     let probe = Scheduler::new(scheduler.clone(), cache.clone(), ClusterKey([0; 32]))
         .map_err(|error| Error::KvMemory { reason: error.to_string() })?;
     let max_model_len = wanted_len.min(probe.max_sequence_tokens() as usize);
@@ -378,7 +381,7 @@ fn prepare_on(
 }
 
 impl Prepared {
-    /// What this worker tells coordinators of the model.
+    /// Describes the model as the worker registers it.
     pub fn served(&self, id: ModelId) -> ServedModel {
         let digests = (self.model_digest, self.tokenizer.digest());
         let lengths = (self.max_model_len, self.cache.block_tokens as usize);
@@ -393,14 +396,14 @@ impl Prepared {
         }
     }
 
-    /// What pulling prefixes of this model costs; none where none are kept.
+    /// Costs of KV transfers for this model. `None` if prefixes are not cached.
     pub(crate) fn pull_cost(&self, model: ModelId) -> Option<PullCost> {
         let block_tokens = u64::from(self.cache.block_tokens.max(1));
         let (mut bytes_per_token, mut bytes_per_point) = (0, 0);
         for group in &self.cache.groups {
             match group.kind {
                 GroupKind::Full => bytes_per_token += group.block_bytes.div_ceil(block_tokens),
-                // A window touches a block more than it is long.
+                // A window that starts inside a block spans one block more than its length.
                 GroupKind::Sliding { window } => {
                     bytes_per_point += (u64::from(window).div_ceil(block_tokens) + 1) * group.block_bytes;
                 }
@@ -411,7 +414,7 @@ impl Prepared {
         self.scheduler.prefix_cache.then_some(cost)
     }
 
-    /// What a snapshot must come from to be restored here.
+    /// The origin that a snapshot must have to be restored here.
     fn origin(&self) -> Origin {
         Origin {
             model_digest: self.model_digest,
@@ -422,7 +425,7 @@ impl Prepared {
         }
     }
 
-    /// The engine, its prefixes named under `key`.
+    /// Creates the engine, whose prefixes are named with `key`.
     pub fn engine(self, key: ClusterKey, epoch: Epoch) -> Result<Engine, Error> {
         let origin = self.origin();
         let tiers = Tiers::open(&self.tiers, &origin)?;
@@ -451,8 +454,8 @@ impl Prepared {
     }
 }
 
-/// What a worker tells coordinators of a model: its digest and its tokenizer's, the longest sequence, the tokens of
-/// a block.
+/// Describes a model as the worker registers it: its digest and its tokenizer's, the maximum length of a
+/// sequence, and the tokens of a block.
 pub(crate) fn describe(
     id: ModelId,
     decoder: &Decoder,
@@ -473,7 +476,7 @@ pub(crate) fn describe(
     }
 }
 
-/// What decides the bits of a result, in words.
+/// The numeric class, as text.
 fn numeric_class(decoder: &Decoder, model_digest: &[u8; 32], kv_type: KvType) -> String {
     let class = base_class(decoder.backend().info(), model_digest, kv_type);
     match decoder.state_class() {
@@ -482,13 +485,13 @@ fn numeric_class(decoder: &Decoder, model_digest: &[u8; 32], kv_type: KvType) ->
     }
 }
 
-/// What decides the bits of a result on a device, but for how states are kept.
+/// The numeric class without the state type.
 fn base_class(info: &BackendInfo, model_digest: &[u8; 32], kv_type: KvType) -> String {
     let digest: String = model_digest[..8].iter().map(|byte| format!("{byte:02x}")).collect();
     format!("{digest}/{}/{}/{}/kv-{}", info.device, info.isa, info.weight_path, kv_type.name())
 }
 
-/// A group of layers as the cache sees it.
+/// The cache's specification of a layer group.
 pub(crate) fn group_spec(group: &CacheGroup) -> GroupSpec {
     GroupSpec {
         kind: match group.kind {
@@ -541,10 +544,10 @@ fn load_decoder(
     }
 }
 
-/// What must stay free of a host whose GPU shares its memory; none for any other.
+/// The memory that must stay free on a host whose GPU shares its memory. `None` for other hosts.
 ///
 /// # Errors
-/// As [`host`].
+/// Those of [`host`].
 pub fn watched(options: &EngineOptions) -> Result<Option<HostFloor>, Error> {
     let host = host(options)?;
     Ok(host.unified_gpu().then(|| HostFloor {
@@ -553,7 +556,7 @@ pub fn watched(options: &EngineOptions) -> Result<Option<HostFloor>, Error> {
     }))
 }
 
-/// A model of the shard store whose tensors are waited for.
+/// A model of the shard store some of whose tensors are still being fetched. Reading one waits for it.
 struct Arriving<'a> {
     file: &'a ModelFile,
     arrivals: &'a Arrivals,
@@ -588,14 +591,14 @@ impl TensorSource for Arriving<'_> {
     }
 }
 
-/// The digest of the model in a file, of which tokens can be generated.
+/// Digest of the model in a file. Refuses models that do not generate text.
 pub(crate) fn model_digest(path: &Path, options: &EngineOptions) -> Result<[u8; 32], Error> {
     let gguf = ModelFile::open(path)?;
     generates(&ModelSpec::from_file(&gguf)?)?;
     digest(&gguf, options)
 }
 
-/// The model's digest, remembered or read.
+/// The model's digest, from the cache or computed.
 fn digest(gguf: &ModelFile, options: &EngineOptions) -> Result<[u8; 32], Error> {
     if let Some(cache) = &options.digests {
         cache.fill(gguf)?;
@@ -608,7 +611,7 @@ fn threads(options: &EngineOptions) -> NonZeroUsize {
     options.threads.and_then(NonZeroUsize::new).unwrap_or(usable)
 }
 
-/// What this machine offers to a worker.
+/// Memory, CPUs and GPU of this machine, as a worker may use them.
 pub fn host(options: &EngineOptions) -> Result<Host, Error> {
     let (memory, gpu) = Memory::and_gpu(options)?;
     let available = memory.available_bytes().map_err(|source| Error::Io {
@@ -637,7 +640,7 @@ fn plan_for(gguf: &ModelFile, spec: &ModelSpec, options: &EngineOptions) -> Resu
     let own_kv = |a: &AttentionSpec| a.own_kv().map_or(0, |_| a.k_width() + a.v_width());
     let appended = match &options.guesses {
         Guesses::Appended if spec.logits().is_some() => Some(drafter::appended(gguf, &spec.arch)?),
-        // An encoder guesses nothing.
+        // Encoders have no drafter.
         _ => None,
     };
     let layers = spec.layers.iter().chain(appended.iter().map(|appended| &appended.layer));
@@ -647,7 +650,7 @@ fn plan_for(gguf: &ModelFile, spec: &ModelSpec, options: &EngineOptions) -> Resu
             MixerSpec::DeltaNet(_) | MixerSpec::Mamba2(_) => 0,
         })
         .sum();
-    // With the states stands a hidden state, and beside the rows of a step what is made of them.
+    // An MTP head adds a hidden state to each recurrent state, and its own activations to each row.
     let (past, appended_rows) =
         appended.map_or((0, 0), |_| (spec.hidden as u64 * 4, spec.hidden as u64 * 5 * 6));
     let bytes = |name: &str| gguf.tensor(name).map_or(0, model::gguf::TensorInfo::bytes);
@@ -656,11 +659,12 @@ fn plan_for(gguf: &ModelFile, spec: &ModelSpec, options: &EngineOptions) -> Resu
     let costs = ModelCosts::of_file(spec, gguf).range(0..spec.layers.len());
     let needs = ModelNeeds {
         weight_bytes: weights + weights / 10,
-        // Prompt rows pass the layers only, and of experts those that they use; the head is read once per step.
+        // Prompt rows use the layers and only the experts that they are routed to. The head is read once a
+        // step.
         active_weight_bytes: costs.token_bytes.saturating_sub(head),
         row_products: costs.row_products,
         kv_bytes_per_token: (kv_elements as f64 * element) as u64,
-        // Which heads could do with less is known with the weights only.
+        // Upper bound: which heads can use a narrower state type is known only once the weights are loaded.
         state_bytes: spec.layers.iter().map(|layer| layer.mixer.state_elements() as u64 * 4).sum::<u64>()
             + past,
         activation_bytes_per_row: activation_bytes(spec) + appended_rows,

@@ -1,8 +1,8 @@
-//! What the operating system says of this process's memory.
+//! Memory of this process and machine, as the operating system reports it.
 
 use crate::cgroup::{Controller, Groups};
 
-/// Resident set size of this process in bytes; 0 where it cannot be read.
+/// Resident set size of this process in bytes; 0 if it cannot be read.
 pub fn resident_bytes() -> u64 {
     let statm = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
     let pages: u64 = statm.split_whitespace().nth(1).and_then(|pages| pages.parse().ok()).unwrap_or(0);
@@ -16,7 +16,7 @@ fn page_size() -> u64 {
     u64::try_from(size).unwrap_or(4096)
 }
 
-/// Memory of this machine in bytes; 0 where it cannot be read.
+/// Memory of this machine in bytes; 0 if it cannot be read.
 pub fn total_bytes() -> u64 {
     let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let line = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"));
@@ -24,22 +24,22 @@ pub fn total_bytes() -> u64 {
     kib * 1024
 }
 
-/// What the control groups of this process, those of a container, a systemd unit or a Slurm job for example, let it have.
+/// Memory limits of this process's control groups, for example of a container, a systemd unit or a Slurm job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GroupMemory {
     /// The lowest limit, in bytes.
     pub limit: u64,
-    /// What can still be taken, in bytes, before any of the limits is reached.
+    /// Bytes that can still be allocated before any limit is reached.
     pub available: u64,
 }
 
 impl GroupMemory {
-    /// Of this process; `None` without a limit.
+    /// Limits of this process; `None` without a limit.
     pub fn read() -> Option<Self> {
         Self::of(&Groups::of_this_process(Controller::Memory), total_bytes())
     }
 
-    /// Of a machine with `total` bytes, on which a limit above these is none.
+    /// `total`: bytes of the machine. Limits at or above it are ignored.
     fn of(groups: &Groups, total: u64) -> Option<Self> {
         let mut found: Option<Self> = None;
         for group in groups.iter() {
@@ -49,9 +49,9 @@ impl GroupMemory {
                 let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '))?;
                 value.parse::<u64>().ok()
             };
-            // Version 2, in which no limit is the word `max`, and version 1, in which it is a number beyond all memory.
-            // Above `memory.high` a process is slowed until it gives memory back, which the caches here never do. What
-            // version 1 calls hierarchical counts the groups above the mount, too.
+            // Version 2 writes `max` for no limit; version 1 writes a number beyond all memory. Above
+            // `memory.high` a process is throttled until it frees memory, which the caches here never do. The
+            // hierarchical limit of version 1 includes groups above the mount.
             let limits = [
                 number("memory.max"),
                 number("memory.high"),
@@ -62,7 +62,7 @@ impl GroupMemory {
                 continue;
             };
             let taken = number("memory.current").or_else(|| number("memory.usage_in_bytes"));
-            // Pages of files that nobody has used lately count as used, and go when memory is wanted.
+            // Inactive file pages count as used, but the kernel frees them on demand.
             let idle =
                 field("memory.stat", "total_inactive_file").or_else(|| field("memory.stat", "inactive_file"));
             let used = taken.unwrap_or(0).saturating_sub(idle.unwrap_or(0));
@@ -98,7 +98,7 @@ mod tests {
             .with("cg/a.slice/b.service/memory.max", "1000000\n")
             .with("cg/a.slice/b.service/memory.current", "300000\n")
             .with("cg/other/memory.max", "7\n");
-        // The slice above is nearly full: others in it have taken its memory.
+        // The slice above is nearly full, because other groups in it use memory.
         assert_eq!(memory(&tree), Some(GroupMemory { limit: 1_000_000, available: 200_000 }));
         let tree = tree.with("cg/a.slice/b.service/memory.high", "500000\n");
         assert_eq!(memory(&tree), Some(GroupMemory { limit: 500_000, available: 200_000 }));
@@ -107,14 +107,14 @@ mod tests {
     }
 
     #[test]
-    fn so_it_does_in_version_1() {
+    fn the_lowest_limit_counts_in_version_1() {
         let tree = Tree::v1("memory", "/slurm/job_7/step_0")
             .with("cg/memory/slurm/job_7/memory.limit_in_bytes", "1000000\n")
             .with("cg/memory/slurm/job_7/memory.usage_in_bytes", "700000\n")
             .with("cg/memory/slurm/job_7/memory.stat", "cache 1\ntotal_inactive_file 200000\n")
             .with("cg/memory/slurm/job_7/step_0/memory.limit_in_bytes", "9223372036854771712\n");
         assert_eq!(memory(&tree), Some(GroupMemory { limit: 1_000_000, available: 500_000 }));
-        // A limit above the mount, which only this number shows.
+        // A limit above the mount is only visible in this number.
         let stat = "hierarchical_memory_limit 400000\n";
         let tree = tree.with("cg/memory/slurm/job_7/step_0/memory.stat", stat);
         assert_eq!(memory(&tree).unwrap().limit, 400_000);

@@ -1,10 +1,11 @@
-//! Whole operations: what a worker does beside, or instead of, generating text.
+//! Operations: what a worker serves besides, or instead of, generation.
 //!
-//! Texts (embed, rerank) are the [`encoder`](crate::encoder)'s; what hears is served in sessions here, each of which
-//! holds all of its state. [`backends`] decides who serves an operation, when a model is loaded: once, so that all
-//! sessions of a model are the same. The arithmetic of each model runs on a thread of its own, one piece of sound at a
-//! time, in the order in which pieces came: no async thread and no step of the engine ever waits for it, and a model
-//! that is slow delays its own sessions only. Sessions are bounded in number, in what they hear, and in silence.
+//! Text operations (embed, rerank) belong to the [`encoder`](crate::encoder). Audio operations are served
+//! here in sessions; a session holds all of its state. [`backends`] selects the backend of an operation once,
+//! when the model is loaded, so that all sessions of a model use the same. Each model computes on its own
+//! thread, one piece of audio at a time, in order of arrival. No async thread and no engine step waits for
+//! it, and a slow model delays only its own sessions. The number of sessions, their audio and their idle time
+//! are limited.
 
 pub mod backends;
 mod flushed;
@@ -39,17 +40,17 @@ use thread::ModelThread;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SessionLimits {
-    /// Sessions open at a time, of all operations together.
+    /// Maximum number of open sessions, summed over all operations.
     pub sessions: u32,
-    /// A session that hears nothing for so long ends.
+    /// A session without input for this long is ended.
     pub idle: Duration,
-    /// A session whose client takes no answer for so long ends.
+    /// A session whose client reads no results for this long is ended.
     pub unread: Duration,
     pub samples: u64,
 }
 
 impl Default for SessionLimits {
-    /// A day of sound at 16 kHz; the rest is far beyond what a client that lives would need.
+    /// A day of audio at 16 kHz; the other limits are far above the needs of a live client.
     fn default() -> Self {
         Self {
             sessions: 256,
@@ -68,7 +69,7 @@ struct Loaded {
     open: Arc<AtomicU32>,
 }
 
-/// All that a worker has loaded for sessions.
+/// All models that a worker has loaded for sessions.
 pub struct Operations {
     loaded: Vec<Loaded>,
     limits: SessionLimits,
@@ -76,25 +77,26 @@ pub struct Operations {
     metrics: OperationMetrics,
 }
 
-/// A session that is open. It counts as such until this is dropped.
+/// An open session. It counts as open until this is dropped.
 pub struct OpenSession {
-    /// What the client is told.
+    /// The response to the client.
     pub opened: OpenedOperation,
     pub handle: SessionHandle,
     pub limits: SessionLimits,
     operation: Operation,
     metrics: OperationMetrics,
-    /// Of the worker, and of the model.
+    /// Counters of open sessions: of the worker, and of the model.
     open: [Arc<AtomicU32>; 2],
     end: SessionEnd,
 }
 
 impl Operations {
-    /// Loads everything that these bundles have folders of operations for, by the backends that `environment` chooses.
+    /// Loads the operations of these bundles, with the backends that `environment` selects.
     ///
     /// # Errors
-    /// [`Error::Backend`] where nobody serves an operation that a bundle has a folder for; [`Error::Config`] where a
-    /// bundle has no such folder, or two serve the same under one name; the models'.
+    /// [`Error::Backend`] if no backend can serve an operation that a bundle has a folder for.
+    /// [`Error::Config`] if a bundle has no such folder, or two bundles serve the same operation under one
+    /// name. Errors of the models.
     pub fn load(
         bundles: &[Bundle],
         limits: SessionLimits,
@@ -129,7 +131,6 @@ impl Operations {
         Ok(Self { loaded, limits, open: Arc::default(), metrics })
     }
 
-    /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.loaded.is_empty()
     }
@@ -142,10 +143,10 @@ impl Operations {
         &self.metrics
     }
 
-    /// Opens a session: here, and nowhere later, is decided by which model.
+    /// Opens a session and selects its model.
     ///
     /// # Errors
-    /// Why it is refused; counted.
+    /// Returns and counts the reason if it is refused.
     pub fn open(&self, request: &OperationRequest) -> Result<OpenSession, OperationError> {
         self.try_open(request).inspect_err(|error| self.metrics.refused(request.operation, error))
     }
@@ -188,7 +189,7 @@ impl Operations {
     }
 }
 
-/// One more, where there may be.
+/// Counts one more session, unless the limit is reached.
 fn enter(open: &AtomicU32, limit: u32) -> Result<(), OperationError> {
     let more = |open: u32| (open < limit).then_some(open + 1);
     let entered = open.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
@@ -196,7 +197,7 @@ fn enter(open: &AtomicU32, limit: u32) -> Result<(), OperationError> {
 }
 
 impl OpenSession {
-    /// Why it ends; one that is dropped without was cut off.
+    /// Sets the reason of the session's end. Without it, a dropped session counts as cut.
     pub fn ends(&mut self, end: SessionEnd) {
         self.end = end;
     }
@@ -212,7 +213,7 @@ impl Drop for OpenSession {
     }
 }
 
-/// Refuses values of which some are NaN or infinity; `what` they are, with a verb.
+/// Refuses values that are NaN or infinite. `what` is the start of the error text, with a verb.
 fn finite(what: &'static str, values: &[f32]) -> Result<(), Error> {
     match values.iter().all(|value| value.is_finite()) {
         true => Ok(()),
@@ -220,8 +221,8 @@ fn finite(what: &'static str, values: &[f32]) -> Result<(), Error> {
     }
 }
 
-/// The sum of products, in eight sums so that it is vectorised, which are added in their order: the same bits for the same
-/// values wherever it is called.
+/// Dot product in eight partial sums for vectorization, added in a fixed order. Equal inputs give equal bits
+/// everywhere.
 fn dot(a: &[f32], b: &[f32]) -> f32 {
     let mut sums = [0.0f32; 8];
     let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<8>(), b.as_chunks::<8>());

@@ -1,12 +1,13 @@
-//! Names of pieces: a digest of all that a piece's bytes depend on. So a name can be trusted as tokens can, wherever
-//! the piece lies: in a file, or at another worker.
+//! Keys of pieces: a digest of everything that a piece's bytes depend on. A key is as trustworthy as the
+//! tokens, wherever the piece is stored: in a file, or at another worker.
 
 use crate::Error;
 use crate::snapshot::Origin;
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 use proto::codec::{self, Cap};
 
-/// Names a piece: a digest of the tokens up to its end and what else decides its bytes, and the cache group.
+/// Key of a piece: a digest of the tokens up to its end and of everything else that determines its bytes, and
+/// the layer group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PieceKey {
     pub(crate) prefix: [u8; 32],
@@ -14,7 +15,7 @@ pub struct PieceKey {
 }
 
 impl PieceKey {
-    /// Digest of the piece's bytes, which only these bytes of this very piece have.
+    /// Digest of the piece's bytes, keyed with the piece: other bytes or another piece give another digest.
     pub fn digest(&self, bytes: &[u8]) -> [u8; 32] {
         let mut hasher = blake3::Hasher::new_keyed(&self.prefix);
         hasher.update(&self.group.to_le_bytes());
@@ -22,26 +23,25 @@ impl PieceKey {
     }
 }
 
-/// Names the pieces of caches of one origin.
+/// Computes the keys of pieces of caches of one origin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Namer {
     seed: [u8; 32],
 }
 
 impl Namer {
-    /// For caches of `origin`.
     pub fn new(origin: &Origin) -> Result<Self, Error> {
         let origin =
             codec::encode(origin, Cap::Control).map_err(|error| Error::Invariant(error.to_string()))?;
         Ok(Self { seed: blake3::derive_key("kvasir 2026-11 tiers of the KV cache", &origin) })
     }
 
-    /// Digest of the origin: equal on two workers if the bytes of one mean the same to the other.
+    /// Digest of the origin. If it is equal on two workers, they can use each other's bytes.
     pub fn origin(&self) -> [u8; 32] {
         self.seed
     }
 
-    /// Names the pieces of the full units of `tokens` behind `root`.
+    /// Keys of the pieces of the full units of `tokens` after `root`.
     pub fn names(&self, root: BlockId, tokens: &[u32]) -> PrefixNames {
         let mut hasher = blake3::Hasher::new_keyed(&self.seed);
         let mut above = *hasher.update(&root.0).finalize().as_bytes();
@@ -59,13 +59,12 @@ impl Namer {
     }
 }
 
-/// A prompt, so that its pieces can be named.
+/// The keys of a prompt's pieces, one prefix digest per unit.
 #[derive(Debug, Clone)]
 pub struct PrefixNames(Vec<[u8; 32]>);
 
 impl PrefixNames {
-    /// The piece of `group` whose last token is the one before `end`, a multiple of 16. `None`: it lies behind the
-    /// prefix, or before it.
+    /// The piece of `group` that ends at `end`, a multiple of 16. `None` if it is not within the prefix.
     pub fn piece(&self, group: usize, end: u32) -> Option<PieceKey> {
         let unit = (end as usize / HASH_UNIT_TOKENS).checked_sub(1)?;
         Some(PieceKey { prefix: *self.0.get(unit)?, group: u32::try_from(group).ok()? })

@@ -1,13 +1,14 @@
-//! A model over several workers: a replica is an ordered list of stages, each with a layer range.
+//! Runs a model on several workers. A replica is an ordered list of stages, each with a layer range.
 //!
-//! The first stage has the engine: it schedules, and runs its layers as if they were all. What other stages must know
-//! of a step goes with the activations from stage to stage (`step.rs`); the last one answers with tokens and logits.
-//! Every stage keeps the caches of its own layers under the block tables of the first one: tables name blocks by
-//! number, and each stage knows where a number lies in its arena (docs/decisions/0014-share-block-tables-by-number.md).
+//! The first stage runs the engine and schedules as if all layers were local. A step travels with its
+//! activations from stage to stage (`step.rs`); the last stage returns tokens and logits. Each stage keeps
+//! the caches of its own layers. Block tables name blocks by number, and each stage maps a number to an
+//! offset in its arena (docs/decisions/0014-share-block-tables-by-number.md).
 //!
-//! Several steps are under way at once, so that all stages have something to do (`pace.rs`, `later.rs`). The last one
-//! draws tokens; all that a draw depends on but the logits comes with the step, so it remembers nothing of a request. What
-//! guesses by the model's caches is there too (`guess.rs`): a step asks for guesses behind what is drawn from it.
+//! Several steps are in the pipeline at once so that all stages are busy (`microbatch.rs`, `executor.rs`).
+//! The last stage samples. It keeps no state of a request: a step carries all that sampling needs besides the
+//! logits. Drafters that read the model's caches also run there (`draft.rs`), when a step requests draft
+//! tokens.
 
 mod activations;
 mod block_server;
@@ -35,8 +36,8 @@ pub use rank_server::{StageConfig, StageService};
 use proto::transport::EndpointConfig;
 use std::time::Duration;
 
-/// An endpoint between stages: whoever is gone is noticed within 3 s, because all of a replica waits for each of its
-/// stages.
+/// Configures an endpoint between stages. A lost peer is noticed within 3 s, because every stage of a replica
+/// waits for all others.
 pub(crate) fn attentive(config: EndpointConfig) -> EndpointConfig {
     EndpointConfig {
         idle_timeout: Duration::from_millis(2500),

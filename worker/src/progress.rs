@@ -1,4 +1,4 @@
-//! How far a compute thread is, as everybody else sees it, with a watchdog beside it.
+//! Progress of a compute thread, readable by other threads, with a watchdog.
 
 use crate::Error;
 use crate::watchdog::{EXIT_STALLED, Health, Watchdog};
@@ -6,10 +6,10 @@ use parking_lot::Mutex;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-/// How often a busy but silent thread is looked at.
+/// Interval of the watchdog's checks.
 const WATCH_EVERY: Duration = Duration::from_millis(250);
 
-/// What the engine holds right now.
+/// An engine's present load.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct EngineLoad {
     pub running: usize,
@@ -18,7 +18,7 @@ pub struct EngineLoad {
     pub pending_prefill_tokens: u64,
     /// KV bytes held by live sequences.
     pub kv_used: u64,
-    /// KV bytes in all.
+    /// Total KV bytes.
     pub kv_total: u64,
     pub steps: u64,
     /// Tokens generated so far.
@@ -35,8 +35,8 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
-    /// Starts a watchdog that ends the process when no step ends for `stall_floor` (or 20 slow steps) while work
-    /// is queued.
+    /// Starts a watchdog that ends the process if no step ends for `stall_floor` (or 20 slow steps) while
+    /// work is queued.
     pub(crate) fn watched(load: EngineLoad, stall_floor: Duration) -> Result<Arc<Self>, Error> {
         let watchdog = Mutex::new(Watchdog::new(stall_floor));
         let progress = Arc::new(Self { load: Mutex::new(load), watchdog });
@@ -45,7 +45,7 @@ impl Progress {
         Ok(progress)
     }
 
-    /// Load as of the last step.
+    /// Load after the last step.
     pub(crate) fn load(&self) -> EngineLoad {
         *self.load.lock()
     }
@@ -54,28 +54,28 @@ impl Progress {
         *self.load.lock() = load;
     }
 
-    /// Work is queued, or there is none any more.
+    /// Records whether work is queued.
     pub(crate) fn queued(&self, now: Instant, queued: bool) {
         self.watchdog.lock().queued(now, queued);
     }
 
-    /// A step ended at `now` after `took`; `queued` says whether work is left.
+    /// Records that a step ended at `now` after `took`. `queued`: whether work is left.
     pub(crate) fn step_ended(&self, now: Instant, took: Duration, queued: bool) {
         self.watchdog.lock().step_ended(now, took, queued);
     }
 
-    /// How long work has waited without progress.
+    /// Time for which queued work has made no progress.
     pub(crate) fn stalled(&self) -> Duration {
         self.watchdog.lock().stalled(Instant::now())
     }
 
-    /// Whether there is progress as there should be.
+    /// Whether the thread makes progress or is idle.
     pub(crate) fn healthy(&self) -> bool {
         self.watchdog.lock().check(Instant::now()) == Health::Healthy
     }
 }
 
-/// Starts a thread that nobody joins.
+/// Starts a detached thread.
 pub(crate) fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<(), Error> {
     let spawned = std::thread::Builder::new().name(name.to_owned()).spawn(body);
     spawned.map(drop).map_err(|source| Error::Io { what: format!("cannot start thread {name}"), source })
@@ -95,11 +95,10 @@ fn watch_over(progress: &Weak<Progress>) {
     }
 }
 
-/// What the last words of a process that ends by itself are given to leave.
+/// Time for the last log lines and packets before the process exits.
 const FAREWELL: Duration = Duration::from_millis(100);
 
-/// Ends the process because of an error behind which nothing here can go on. Whoever is to be told has been told: the
-/// packets are sent by other threads.
+/// Ends the process after an unrecoverable error. Other threads send the packets that tell the peers.
 pub(crate) fn end_process(error: &Error) -> ! {
     tracing::error!(%error, "the engine cannot go on; the worker ends");
     std::thread::sleep(FAREWELL);

@@ -1,9 +1,9 @@
-//! A resume point that another worker holds, as the engine sees it: something that can be fetched while requests wait,
-//! for a bounded time, within a bounded number of bytes, and that is computed if it does not come.
+//! KV transfers as the engine sees them: a resume point at another worker that can be fetched while requests
+//! wait, within a bounded time and a bounded number of bytes. If it does not arrive, it is computed.
 //!
-//! The engine says what it wants ([`PullOrder`]) and takes pieces in ([`PullDelivery`]); how they travel is the business of
-//! whoever implements [`Source`]. Nothing is believed: a piece counts only with the digest that its tokens, root and
-//! origin give its bytes.
+//! The engine passes a [`PullOrder`] and receives pieces through the [`PullDelivery`]. The implementation of
+//! [`Source`] does the transport. Nothing is trusted: a piece is accepted only if its digest matches its
+//! bytes, tokens, root and origin.
 
 use crate::pieces::{Namer, PrefixNames};
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
@@ -12,37 +12,37 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::mpsc;
 
-/// Another worker that is expected to hold a prefix of a prompt.
+/// Another worker that probably holds a prefix of a prompt.
 pub trait Source: Send {
-    /// How many leading tokens.
+    /// Number of leading tokens that it probably holds.
     fn tokens(&self) -> u32;
 
-    /// Starts to fetch. Called on the engine's thread: it must not block. Fetching ends as soon as nobody wants the
-    /// delivery any more ([`PullDelivery::unwanted`]).
+    /// Starts to fetch. Called on the engine's thread, so implementations must not block. Fetching must end
+    /// when the delivery is no longer wanted ([`PullDelivery::unwanted`]).
     fn fetch(self: Box<Self>, order: PullOrder, delivery: PullDelivery);
 }
 
-/// Why a pull brings less than was hoped for.
+/// Why a pull brings less than expected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum PullFailure {
-    /// The holder cannot be reached, or not as the worker that it should be.
+    /// The holder cannot be reached, or its identity is not the expected one.
     Unreachable,
     /// The holder is of another origin, or does not hold the prefix.
     Refused,
-    /// The holder has gone before everything had come.
+    /// The connection to the holder was lost before everything arrived.
     Lost,
-    /// What came is not what was asked for.
+    /// A received piece is not the requested one.
     Damaged,
-    /// It took longer than computing would.
+    /// The pull took longer than computing would.
     Patience,
-    /// Too many bytes are on their way already.
+    /// Too many bytes are already in flight.
     Budget,
     /// Live sequences hold too much of the arena.
     NoRoom,
 }
 
 impl PullFailure {
-    /// Its name in metrics and lookup reports.
+    /// Label in metrics and lookup reports.
     pub fn name(self) -> &'static str {
         match self {
             Self::Unreachable => "unreachable",
@@ -63,9 +63,9 @@ pub struct PullOrder {
     tokens: Arc<[u32]>,
     have: u32,
     names: PrefixNames,
-    /// Bytes of a piece, by group.
+    /// Bytes of a piece of each group.
     piece_bytes: Vec<usize>,
-    /// Bytes of all pieces at most.
+    /// Maximum number of bytes of all pieces.
     bytes: u64,
 }
 
@@ -81,18 +81,18 @@ impl PullOrder {
         Self { origin: namer.origin(), root, tokens, have, names, piece_bytes, bytes }
     }
 
-    /// What to ask the holder.
+    /// The request to the holder.
     pub fn request(&self) -> PullRequest {
         let (origin, root, have) = (self.origin, self.root, self.have);
         PullRequest { origin, root, tokens: self.tokens.to_vec(), have }
     }
 
-    /// Bytes of all pieces together at most.
+    /// Maximum number of bytes of all pieces together.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// How long the bytes of a piece must be; `None`: there can be no such piece.
+    /// Required number of bytes of a piece. `None` if the piece is not part of the order.
     pub fn length(&self, piece: &PulledPiece) -> Option<usize> {
         let bytes = *self.piece_bytes.get(piece.group as usize)?;
         let inside = piece.end > self.have && piece.end as usize <= self.tokens.len();
@@ -107,18 +107,18 @@ impl PullOrder {
     }
 }
 
-/// Where what is fetched goes. Dropped without [`PullDelivery::end`], the holder counts as lost.
+/// Receiver of the fetched pieces. If it is dropped without [`PullDelivery::end`], the holder counts as lost.
 #[derive(Debug)]
 pub struct PullDelivery {
     to: mpsc::UnboundedSender<PullEvent>,
 }
 
-/// What arrives at the engine.
+/// Events for the engine.
 #[derive(Debug)]
 pub(crate) enum PullEvent {
-    /// A sound piece: group, end, bytes.
+    /// A verified piece: group, end, bytes.
     Piece(usize, u32, Arc<[u8]>),
-    /// So many bytes took so long once the holder had begun to send them.
+    /// Bytes received and the time that they took since the holder began to send.
     Travelled(u64, Duration),
     End(Result<(), PullFailure>),
 }
@@ -129,13 +129,13 @@ impl PullDelivery {
         (Self { to }, inbox)
     }
 
-    /// Hands on a piece whose bytes are sound.
+    /// Passes on a piece whose bytes are verified.
     pub fn piece(&self, piece: &PulledPiece, bytes: Vec<u8>) {
-        // Nobody wants it any more: that is noticed by `unwanted`.
+        // If the receiver is gone, `unwanted` reports it.
         let _ = self.to.send(PullEvent::Piece(piece.group as usize, piece.end, bytes.into()));
     }
 
-    /// So many bytes took so long, without what the holder did before it began to send them.
+    /// Records the time that `bytes` bytes took, without the time before the holder began to send.
     pub fn travelled(&self, bytes: u64, took: Duration) {
         let _ = self.to.send(PullEvent::Travelled(bytes, took));
     }
@@ -144,7 +144,7 @@ impl PullDelivery {
         let _ = self.to.send(PullEvent::End(outcome));
     }
 
-    /// Resolves when nobody wants it any more.
+    /// Resolves when no request wants the pieces any more.
     pub async fn unwanted(&self) {
         self.to.closed().await;
     }

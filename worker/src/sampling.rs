@@ -1,8 +1,9 @@
-//! Drawing the next token from a row of logits.
+//! Draws the next token from a row of logits.
 //!
-//! Order, as in vLLM: logit bias, penalties, minimum length, what a grammar allows, then greedy or temperature, min-p,
-//! top-k, top-p and one draw. Draw i of a request depends on (seed, i) and the logits only, so that any token can be drawn
-//! again elsewhere. Log-probabilities are those of the raw logits.
+//! The order is that of vLLM: logit bias, penalties, minimum length, grammar mask, then greedy or
+//! temperature, min-p, top-k, top-p and one draw. Draw `i` of a request depends only on (seed, i) and the
+//! logits, so that another worker can draw the same token again. Log-probabilities are those of the raw
+//! logits.
 
 use kernels::ops::is_drawable;
 use proto::message::{GenerateError, Sampling, Stop, TokenLogprobs};
@@ -16,14 +17,14 @@ mod tests;
 
 pub use mask::TokenMask;
 
-/// Most entries of a logit bias.
+/// Maximum number of entries of a logit bias.
 pub const MAX_LOGIT_BIAS: usize = 1024;
-/// At such a temperature most tokens weigh nothing, whatever else is asked for.
+/// Up to this temperature most tokens have no weight, whatever the other parameters are.
 const COLD: f32 = 0.25;
-/// Most alternatives whose log-probability is reported.
+/// Maximum number of alternatives with a reported log-probability.
 pub const MAX_LOGPROBS: u8 = 20;
 
-/// The state that drawing needs: parameters and what has been drawn.
+/// State of sampling: the parameters and the tokens drawn so far.
 #[derive(Debug, Clone)]
 pub struct Sampler {
     params: Sampling,
@@ -52,17 +53,17 @@ impl Sampler {
         Ok(Self { params, min_tokens: stop.min_tokens, ending, prompt, counts: HashMap::new(), drawn: 0 })
     }
 
-    /// True if the draw is the largest raw logit and nothing else is asked for, so that a device can do it.
+    /// Whether the draw is the largest raw logit without any adjustment, so that a device can do it.
     pub fn is_plain_argmax(&self) -> bool {
         self.params.temperature == 0.0 && !self.looks_at_tokens()
     }
 
-    /// Tokens that [`Self::sample`] names at most.
+    /// Maximum number of tokens in the description that [`Self::sample`] returns.
     pub(crate) fn tokens_known(&self) -> usize {
         self.prompt.len() + self.counts.len() + self.params.logit_bias.len() + self.ending.len()
     }
 
-    /// All that the next draw depends on but the logits of `row`, for whoever has these.
+    /// Everything that the next draw depends on except the logits of `row`, for the stage that has them.
     pub(crate) fn sample(&self, row: u32) -> StageSample {
         let p = &self.params;
         let repeats = p.repetition_penalty != 1.0;
@@ -77,7 +78,7 @@ impl Sampler {
         }
     }
 
-    /// What draws as the sampler of [`Self::sample`] would, once.
+    /// A sampler for one draw from the description of [`Self::sample`].
     pub(crate) fn of_sample(sample: StageSample, vocab: usize) -> Result<Self, GenerateError> {
         let StageSample { row: _, sampling, drawn, barred, prompt, counts } = sample;
         check(&sampling, vocab)?;
@@ -91,27 +92,27 @@ impl Sampler {
         })
     }
 
-    /// What will draw when these tokens have been drawn, too: the row of a guess is drawn from as it would be if the
-    /// guesses before it had been drawn one by one.
+    /// The sampler's state after these tokens. The row of a draft token is sampled as if the draft tokens
+    /// before it had been drawn one by one.
     pub(crate) fn ahead(&self, tokens: &[u32]) -> Self {
         let mut ahead = self.clone();
         tokens.iter().for_each(|&token| ahead.accept(token));
         ahead
     }
 
-    /// Takes note of a token that was drawn here, on a device, or by an earlier attempt.
+    /// Records a token that was drawn here, on a device, or by an earlier attempt.
     pub fn accept(&mut self, token: u32) {
         *self.counts.entry(token).or_insert(0) += 1;
         self.drawn += 1;
     }
 
-    /// Draws from `logits`, which is changed. Call [`Self::accept`] with the result. `None`: there is NaN or infinity in the
-    /// row, or nothing that could be drawn.
+    /// Draws from `logits`, which it modifies. Call [`Self::accept`] with the result. `None` if the row has
+    /// NaN or infinite values, or if no token can be drawn.
     pub fn draw(&self, logits: &mut [f32]) -> Option<(u32, Option<TokenLogprobs>)> {
         self.draw_allowed(logits, None)
     }
 
-    /// As [`Self::draw`], of the tokens in `mask` alone.
+    /// Like [`Self::draw`], limited to the tokens in `mask`.
     pub fn draw_allowed(
         &self,
         logits: &mut [f32],
@@ -175,15 +176,16 @@ impl Sampler {
         self.choose(kept).unwrap_or_else(|| argmax(logits))
     }
 
-    /// Whether [`Self::draw_of_best`] is worth a try: something keeps all but a few tokens from being drawn.
+    /// Whether [`Self::draw_of_best`] can succeed: a filter excludes all but a few tokens.
     pub(crate) fn draws_of_few(&self) -> bool {
         let p = &self.params;
         let filtered = p.top_k > 0 || p.min_p > 0.0 || p.temperature <= COLD;
         p.temperature > 0.0 && filtered && !self.looks_at_tokens()
     }
 
-    /// Draws from the largest logits of a row, given with their tokens; equal ones by the lowest tokens, NaN before all
-    /// others. None if these do not decide, or are no numbers: [`Self::draw`] does.
+    /// Draws from the largest logits of a row, given with their tokens. Ties are in order of the lowest
+    /// tokens, and NaN comes before all other values. `None` if these logits do not determine the draw or are
+    /// not finite: then use [`Self::draw`].
     pub(crate) fn draw_of_best(&self, best: &[(u32, f32)]) -> Option<u32> {
         let p = &self.params;
         if !self.draws_of_few() || best.iter().any(|(_, logit)| logit.is_nan() || *logit == f32::INFINITY) {
@@ -191,7 +193,7 @@ impl Sampler {
         }
         let weights = Weights::new(p, best.iter().map(|(_, logit)| *logit));
         let kept = weights.kept(best.iter().copied());
-        // All others are no larger than this one.
+        // All other logits are at most as large as this one.
         let least = best.iter().map(|(_, logit)| *logit).fold(f32::INFINITY, f32::min);
         let others = weights.of(least);
         let decided = match others {
@@ -206,7 +208,7 @@ impl Sampler {
         if decided { self.choose(kept) } else { None }
     }
 
-    /// Whether a draw depends on more than what the logits are and which tokens are the most likely.
+    /// Whether a draw depends on more than the logits and the order of the most likely tokens.
     fn looks_at_tokens(&self) -> bool {
         let p = &self.params;
         !(p.logit_bias.is_empty()
@@ -217,10 +219,10 @@ impl Sampler {
             && (self.drawn >= self.min_tokens || self.ending.is_empty()))
     }
 
-    /// The draw among tokens with their weights; none if there are none.
+    /// Draws among tokens with weights. `None` if there are none.
     fn choose(&self, mut kept: Vec<(u32, f64)>) -> Option<u32> {
         let p = &self.params;
-        // Heaviest first, ties by token: the same order whatever the filters.
+        // Heaviest first, ties by token: the same order with every combination of filters.
         let heavier = |a: &(u32, f64), b: &(u32, f64)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
         let top_k = p.top_k as usize;
         if top_k > 0 && top_k < kept.len() {
@@ -231,7 +233,7 @@ impl Sampler {
             kept.sort_unstable_by(heavier);
             let budget = f64::from(p.top_p) * kept.iter().map(|&(_, w)| w).sum::<f64>();
             let mut mass = 0.0;
-            // A token stays if those before it do not fill the budget; the first always stays.
+            // A token stays if the tokens before it do not fill the budget. The first always stays.
             let keep = kept
                 .iter()
                 .take_while(|&&(_, w)| {
@@ -256,24 +258,25 @@ impl Sampler {
     }
 }
 
-/// What the logits of a row weigh.
+/// Weights of the logits of a row.
 struct Weights {
     max: f32,
     inverse: f64,
-    /// Below exp(-50) of the best token a draw of 53 bits cannot tell the difference; most of a vocabulary is.
+    /// Minimum logit. A weight below exp(-50) of the best token's cannot change a draw of 53 bits; most
+    /// tokens of a vocabulary are below it.
     cut: f32,
     floor: f64,
 }
 
 impl Weights {
-    /// Of a row whose largest logit is among `logits`.
+    /// For a row whose largest logit is among `logits`.
     fn new(p: &Sampling, logits: impl Iterator<Item = f32>) -> Self {
         let max = logits.fold(f32::NEG_INFINITY, f32::max);
         let inverse = 1.0 / f64::from(p.temperature);
         Self { max, inverse, cut: max - 50.0 * p.temperature, floor: f64::from(p.min_p) }
     }
 
-    /// None for a token that is not drawn, as is then none that is less likely.
+    /// Weight of a logit, or `None` if its token is not drawn. All smaller logits then also give `None`.
     fn of(&self, logit: f32) -> Option<f64> {
         let weight = (f64::from(logit - self.max) * self.inverse).exp();
         (logit >= self.cut && weight >= self.floor).then_some(weight)
@@ -285,7 +288,7 @@ impl Weights {
     }
 }
 
-/// Log-softmax facts of a raw row, taken before the row is changed.
+/// Data for log-probabilities, taken from the raw row before it is modified.
 struct RawLogprobs {
     logits: Vec<f32>,
     log_sum: f64,
@@ -327,7 +330,8 @@ fn argmax(logits: &[f32]) -> u32 {
     best as u32
 }
 
-/// Uniform in [0, 1) from (seed, index): two rounds of the SplitMix64 finaliser over the pair (Steele et al. 2014).
+/// Uniform in [0, 1) from (seed, index): two rounds of the SplitMix64 finaliser over the pair (Steele et al.
+/// 2014).
 fn uniform(seed: u64, index: u64) -> f64 {
     let mix = |mut z: u64| {
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

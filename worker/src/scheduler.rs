@@ -1,14 +1,14 @@
-//! The scheduler: which rows of which sequences the next step computes.
+//! The scheduler: chooses the rows of the sequences that the next step computes.
 //!
-//! There are no prefill and decode phases: a sequence has tokens whose KV is computed and tokens whose KV
-//! is not, and each step computes some of the latter within one token budget, sequences that need one row
-//! first. A sequence is admitted when its whole input fits, the least served tenant's first (`tenants`); when blocks run
-//! out, the sequence with the least work to recompute is preempted, never the oldest. Sequences with one uncached prefix follow the
-//! one that computes it, block by block; with recurrent layers from state to state, and the one that
-//! computes keeps a state where they part.
+//! There are no prefill and decode phases. A sequence has tokens with and without computed KV, and each step
+//! computes some of the latter within one token budget; sequences that need one row go first. A sequence is
+//! admitted when its whole input fits, the least served tenant's first (`tenants`). When blocks run out, the
+//! sequence with the least work to recompute is preempted, never the oldest one. Sequences with the same
+//! uncached prefix follow the one that computes it: block by block, or with recurrent layers from state to
+//! state, and the producer keeps a state at each junction.
 //!
-//! Sans-IO: calls in, plans out. The engine's loop is: [`Scheduler::plan`], compute,
-//! [`Scheduler::complete`] with the tokens drawn, [`Scheduler::remove`] for what has ended, and
+//! The module performs no I/O: calls in, plans out. The engine's loop is [`Scheduler::plan`], compute,
+//! [`Scheduler::complete`] with the drawn tokens, [`Scheduler::remove`] for ended sequences, and
 //! [`Scheduler::take_events`].
 
 mod plan;
@@ -38,25 +38,24 @@ use tenants::Tenants;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SchedulerConfig {
-    /// Rows per step, all sequences together; at least 1.
+    /// Rows per step over all sequences; at least 1.
     pub max_batch_tokens: u32,
-    /// Sequences admitted at once; at least 1.
+    /// Maximum number of admitted sequences; at least 1.
     pub max_seqs: usize,
-    /// Rows of one prompt per step; 0 for no limit but `max_batch_tokens`.
+    /// Rows of one prompt per step; 0 means no limit but `max_batch_tokens`.
     pub chunk: u32,
-    /// Share prefixes between sequences. Off with contiguous placement.
+    /// Share prefixes between sequences. Always off with contiguous placement.
     pub prefix_cache: bool,
-    /// How blocks are laid out.
     pub placement: Placement,
-    /// Steps without progress of the producer after which a follower computes for itself.
+    /// Steps without progress of its producer after which a follower computes the units itself.
     pub follower_patience: u32,
-    /// Sequences that may wait; more are refused.
+    /// Maximum number of waiting sequences. Further ones are refused.
     pub max_waiting: usize,
     /// Where recurrent states are kept.
     pub checkpoints: CheckpointPolicy,
-    /// Bytes that pinned prefixes may hold; `None` for a quarter of the arena.
+    /// Bytes that pinned prefixes may hold; `None` means a quarter of the arena.
     pub pin_bytes: Option<u64>,
-    /// Steps between two full recounts of all invariants; 0 for none.
+    /// Steps between two full recounts of all invariants; 0 means never.
     pub check_interval: u64,
 }
 
@@ -77,17 +76,17 @@ impl Default for SchedulerConfig {
     }
 }
 
-/// A call that does not fit the scheduler's state: a bug of the caller.
+/// A call that does not fit the scheduler's state, which is a bug of the caller.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum StepError {
-    /// Steps complete in the order in which they were planned.
+    /// Steps must complete in the order in which they were planned.
     #[error("step {step} cannot complete: the oldest step in flight is {oldest:?}")]
     OutOfOrder {
         step: u64,
         /// The step that must complete first.
         oldest: Option<u64>,
     },
-    /// A token for a sequence that the step did not sample.
+    /// A token for a sequence for which the step draws none.
     #[error("step {step} does not draw a token for sequence {id:?}")]
     NotSampled { step: u64, id: SeqId },
 }
@@ -103,32 +102,34 @@ pub struct Scheduler {
     /// Slots of admitted sequences, oldest first.
     running: Vec<u32>,
     tenants: Tenants,
-    /// The tenant whose turn it was and whose next sequence did not fit the blocks that were left.
+    /// The tenant whose turn it was in the last admission and whose next sequence did not fit into the free
+    /// blocks.
     short_of_blocks: Option<u64>,
     planned: PlannedUnits,
     in_flight: VecDeque<PlannedStep>,
     arrivals: u64,
     step: u64,
-    /// The step before which everything was recounted last.
+    /// The step before which the last full recount ran.
     checked: u64,
-    /// While it lives nobody else is admitted: the last resort when blocks are there but scattered.
+    /// A sequence that runs alone: nothing else is admitted until it ends. Last resort when enough blocks are
+    /// free but scattered over the groups' slabs.
     alone: Option<u32>,
     following: usize,
-    /// Tokens that admission lets every sequence grow by: more after preemptions, less after quiet steps,
-    /// so that a sequence is not admitted only to be preempted.
+    /// Tokens of growth for which admission keeps room, per sequence. It grows after preemptions and shrinks
+    /// after quiet steps, so that a sequence is not admitted and soon preempted.
     lookahead: u32,
-    /// The step in which that changed last.
+    /// The step in which `lookahead` last changed.
     lookahead_since: u64,
     counters: Counters,
 }
 
-/// A step that has been planned and not completed.
+/// A planned step that has not completed.
 #[derive(Debug)]
 struct PlannedStep {
     step: u64,
-    /// Sequences with rows in it, and whether a token is drawn.
+    /// (slot of a sequence with rows in the step, whether a token is drawn).
     sequences: Vec<(u32, bool)>,
-    /// (group, block) that it reads or writes besides what its sequences hold.
+    /// (group, block) that the step reads or writes in addition to the blocks of its sequences.
     held: Vec<(usize, u32)>,
 }
 
@@ -139,7 +140,8 @@ impl Scheduler {
         self.cache.unused()
     }
 
-    /// A scheduler over an empty cache. `key` names prefix units as the coordinators do.
+    /// Creates a scheduler with an empty cache. `key` must be the coordinators' cluster key, so that prefix
+    /// ids agree.
     pub fn new(config: SchedulerConfig, spec: CacheSpec, key: ClusterKey) -> Result<Self, SpecError> {
         let config = SchedulerConfig {
             max_batch_tokens: config.max_batch_tokens.max(1),
@@ -170,7 +172,7 @@ impl Scheduler {
         })
     }
 
-    /// Queues a sequence, or refuses it for good.
+    /// Queues a sequence, or refuses it.
     pub fn submit(&mut self, request: SequenceRequest) -> Result<(), Rejected> {
         if request.prompt.is_empty() {
             return Err(Rejected::EmptyPrompt);
@@ -197,14 +199,14 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Has a sequence compute all of its tokens but the last, and nothing be drawn for it, until it is let go again.
+    /// While `held`, a sequence computes all of its tokens but the last, and no token is drawn for it.
     pub fn hold(&mut self, id: SeqId, held: bool) {
         let slot = self.by_id.get(&id).copied();
         let sequence = slot.and_then(|slot| self.sequences.get_mut(slot as usize)?.as_mut());
         sequence.into_iter().for_each(|sequence| sequence.held = held);
     }
 
-    /// The place of one sequence that comes now and is submitted later: then it goes before those that came meanwhile.
+    /// Reserves the queue position of a sequence that arrives now and is submitted later.
     pub fn take_turn(&mut self) -> QueuePosition {
         self.arrivals += 1;
         QueuePosition(self.arrivals)
@@ -245,14 +247,15 @@ impl Scheduler {
         fits
     }
 
-    /// Ends a sequence, whatever its state: finished, stopped or cancelled. Its blocks are free at once,
-    /// or when the step that computes rows of it completes. `None`: there is no such sequence.
+    /// Ends a sequence in any state: finished, stopped or cancelled. Its blocks become free at once, or when
+    /// the step in flight that computes its rows completes. `None` if the sequence does not exist.
     pub fn remove(&mut self, id: SeqId) -> Option<SequenceInfo> {
         self.end(id, false)
     }
 
-    /// As [`Scheduler::remove`], of a sequence whose caches may hold what is no number: nothing that is cached of its path
-    /// stays, what others have computed of it neither. Who has it in a table already will find out by its own rows.
+    /// Like [`Scheduler::remove`], for a sequence whose caches may hold NaN or infinite values. Everything
+    /// cached on its path is forgotten, including units that other sequences computed. Sequences that already
+    /// use such a block will detect it in their own rows.
     pub fn remove_spoiled(&mut self, id: SeqId) -> Option<SequenceInfo> {
         self.end(id, true)
     }
@@ -278,10 +281,10 @@ impl Scheduler {
         Some(info)
     }
 
-    /// The step has been computed, and these tokens were drawn: one of each sequence that samples, and behind it one
-    /// for each of its guesses that counts, in their order. Sequences that were removed meanwhile are
-    /// passed over; a sequence that samples and is not named draws nothing and waits to be removed. After
-    /// `NotSampled` the step is complete, but tokens from the offending one on are lost.
+    /// Completes a step. `drawn` has one token for each sequence that samples, followed by one token for each
+    /// accepted draft token of that sequence, in order. Sequences that were removed meanwhile are ignored. A
+    /// sampling sequence that is not in `drawn` gets no token and waits to be removed. After `NotSampled` the
+    /// step is complete, but tokens from the offending one on are lost.
     pub fn complete(&mut self, step: u64, drawn: &[(SeqId, u32)]) -> Result<(), StepError> {
         let flight = self.take_oldest(step)?;
         let guessed = self.confirm(step, drawn);
@@ -293,7 +296,7 @@ impl Scheduler {
         for (slot, samples) in flight.sequences {
             let Some(sequence) = self.sequences[slot as usize].as_mut() else { continue };
             if sequence.in_flight != Some(step) {
-                // A later step computes rows of it too.
+                // A later step also computes rows of it.
                 continue;
             }
             sequence.in_flight = None;
@@ -320,8 +323,8 @@ impl Scheduler {
         Ok(())
     }
 
-    /// The step failed. Nothing that it or a later step would have written exists: their units are
-    /// forgotten, and every running sequence goes back to the queue to be computed again.
+    /// Aborts a failed step and all later ones. Their units are forgotten, and every running sequence returns
+    /// to the queue to be computed again.
     pub fn abort(&mut self, step: u64) -> Result<(), StepError> {
         let oldest = self.in_flight.front().map(|flight| flight.step);
         if oldest != Some(step) {
@@ -346,28 +349,28 @@ impl Scheduler {
         Ok(())
     }
 
-    /// How a live sequence has been served so far. Final for the prompt once it samples.
+    /// How a live sequence has been served so far. The counts of its prompt are final once it samples.
     pub fn info(&self, id: SeqId) -> Option<SequenceInfo> {
         self.get(*self.by_id.get(&id)?).map(|sequence| sequence.info)
     }
 
-    /// The block tables of a planned sequence, one per group. Stable until the step has completed, even
-    /// if the sequence is removed meanwhile.
+    /// The block tables of a planned sequence, one per group. They are stable until the step has completed,
+    /// even if the sequence is removed meanwhile.
     pub fn tables(&self, slot: SeqSlot) -> &[BlockTable] {
         self.get(slot.0).map_or(&[], |sequence| sequence.cache.tables())
     }
 
-    /// What changed in the set of held prefixes since the last call.
+    /// The changes of the set of held prefixes since the last call.
     pub fn take_events(&mut self) -> Vec<KvEvent> {
         self.cache.take_events()
     }
 
-    /// By kind of cache: its name, the bytes that it has, and those of these that sequences hold.
+    /// For each kind of layer group: (name, bytes, bytes held by sequences).
     pub fn cache_bytes(&self) -> Vec<(&'static str, u64, u64)> {
         self.cache.bytes_by_kind()
     }
 
-    /// Forgets every cached prefix. Running sequences go on.
+    /// Forgets every cached prefix. Running sequences continue.
     pub fn clear_prefixes(&mut self) {
         self.cache.clear();
     }
@@ -391,7 +394,7 @@ impl Scheduler {
         }
     }
 
-    /// What there is to compute.
+    /// The work that is left to compute.
     pub fn demand(&self) -> Demand {
         let mut demand = Demand::default();
         for sequence in self.running.iter().chain(self.tenants.slots()).filter_map(|&slot| self.get(slot)) {
@@ -403,31 +406,31 @@ impl Scheduler {
         demand
     }
 
-    /// Sequences submitted and not removed.
+    /// Number of sequences that were submitted and not removed.
     pub fn sequences(&self) -> usize {
         self.by_id.len()
     }
 
-    /// Recounts every invariant; what [`Scheduler::plan`] does now and then by itself.
+    /// Recounts every invariant. [`Scheduler::plan`] does this at intervals.
     pub fn check(&self) -> Result<(), Broken> {
         let caches = self.sequences.iter().flatten().map(|sequence| &sequence.cache);
         let held = self.in_flight.iter().flat_map(|flight| flight.held.iter().copied());
         self.cache.check_all(caches, held)
     }
 
-    /// Whether everything is as in a new scheduler: no block owned, no prefix known, nothing planned.
+    /// Whether everything is as in a new scheduler: no block owned, no prefix cached, nothing planned.
     #[cfg(test)]
     fn is_pristine(&self) -> bool {
         self.cache.is_pristine() && self.planned.is_empty() && self.by_id.is_empty()
     }
 
-    /// Free blocks looked at so far to find one to hand out.
+    /// Free blocks that allocations have examined so far.
     #[cfg(test)]
     fn allocation_work(&self) -> u64 {
         self.cache.looked_at()
     }
 
-    /// Most rows of one sequence in one step.
+    /// Maximum number of rows of one sequence in one step.
     fn step_tokens(&self) -> u32 {
         match self.config.chunk {
             0 => self.config.max_batch_tokens,
@@ -447,8 +450,9 @@ impl Scheduler {
         }
     }
 
-    /// Back to the queue with nothing, at the place that its age gives it. What it has computed may stay
-    /// cached, its last state only if it is `intact`: all steps that wrote it have completed.
+    /// Returns a sequence without blocks to the queue, at the position of its age. The KV that it computed
+    /// may stay cached; its last state stays only if `intact`, that is, if all steps that wrote it have
+    /// completed.
     fn requeue(&mut self, slot: u32, intact: bool) {
         let Some(sequence) = self.sequences[slot as usize].as_mut() else { return };
         self.planned.withdraw(slot, sequence.units_ahead());
@@ -464,7 +468,7 @@ impl Scheduler {
         self.tenants.queue(sequence.tenant, sequence.rank, slot);
     }
 
-    /// The sequence is gone; `intact` as for [`Scheduler::requeue`].
+    /// Removes a sequence. `intact` is as for [`Scheduler::requeue`].
     fn drop_slot(&mut self, slot: u32, intact: bool) {
         if let Some(mut sequence) = self.sequences[slot as usize].take() {
             if intact {

@@ -1,7 +1,8 @@
-//! A worker node: loads a model, joins every coordinator over QUIC, serves generations, tells its KV events.
+//! A worker node: loads a model, registers with every coordinator over QUIC, serves generations and sends KV
+//! events.
 //!
-//! The worker dials; coordinators open streams on that connection. The cluster key comes with the first
-//! registration, so the engine starts then.
+//! The worker dials; coordinators open streams on that connection. The cluster key arrives with the first
+//! registration, so the engine starts only then.
 
 use crate::Error;
 use crate::encoder::Encoder;
@@ -54,116 +55,117 @@ use pool::Pool;
 use runner::Runner;
 use twin::Twin;
 
-/// What a worker node is told.
+/// Configuration of a worker node.
 #[derive(Debug, Clone)]
 pub struct WorkerConfig {
-    /// What it serves; none only of a worker of the pool, which gets what is placed on it from others, and of one that
-    /// offers operations only.
+    /// The model that it serves. `None` is allowed only for a worker of the pool, which receives the models
+    /// placed on it from other workers, and for a worker that offers only operations.
     pub model: Option<OwnModel>,
-    /// What it offers operations from.
+    /// Models for the operations that it offers.
     pub bundles: Vec<Bundle>,
-    /// What their sessions may take.
+    /// Limits of the sessions of operations.
     pub sessions: SessionLimits,
-    /// Where chunks of it come from that are not in the store.
+    /// Sources of chunks that are not in the store.
     pub shipping: ShippingConfig,
-    /// Coordinators, `host:port`; resolved anew for every attempt.
+    /// Coordinators as `host:port`, resolved again at every attempt.
     pub coordinators: Vec<String>,
-    /// Where other nodes reach this one by QUIC; port 0 is any.
+    /// QUIC address for other nodes; port 0 selects a free port.
     pub listen: SocketAddr,
-    /// Where `/livez`, `/readyz`, `/startupz` and `/metrics` are served; port 0 is any.
+    /// Address of the ops port (`/livez`, `/readyz`, `/startupz`, `/metrics`); port 0 selects a free port.
     pub ops: SocketAddr,
     pub engine: EngineOptions,
-    /// What part of requests it is for.
+    /// Part of each request that this worker computes.
     pub part: WorkPart,
     pub snapshots: StoreConfig,
-    /// No stall is called before this long.
+    /// Minimum time without progress before the engine counts as stalled.
     pub stall_floor: Duration,
-    /// It is for replicas of several stages that coordinators plan, and gives so much to them; none serves the model
-    /// alone.
+    /// `Some` makes this a worker of the pool: coordinators plan it into replicas, and it serves no model by
+    /// itself. `None`: it serves its own model alone.
     pub pool: Option<PoolOffer>,
-    /// Below this no new work is taken; none does not look.
+    /// The worker takes no new work while free memory is below this. `None` disables the check.
     pub floor: Option<HostFloor>,
 }
 
 /// A model that a worker has.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OwnModel {
-    /// Its name in the API.
+    /// Name in the API.
     pub id: ModelId,
-    /// Its file, or its manifest in the shard store.
+    /// The model's file, or its manifest in the shard store.
     pub path: PathBuf,
 }
 
-/// What a worker of the pool has to give.
+/// Resources of a worker of the pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolOffer {
     /// Bytes for weights and caches.
     pub memory: u64,
-    /// Bytes per second that its decode steps read.
+    /// Bytes per second that decode steps read.
     pub bandwidth: u64,
-    /// Multiply-adds per second that its prefill steps do.
+    /// Multiply-adds per second of prefill steps.
     pub compute: u64,
 }
 
-/// What all tasks of one life of the node share. A worker that serves its own model has one; one of the pool begins
-/// another whenever a replica that it leads comes or goes.
+/// State shared by all tasks of one epoch of the node. A worker with its own model has one epoch. A worker of
+/// the pool starts another one whenever a replica that it leads starts or ends.
 struct Node {
     node: NodeId,
-    /// This life. Changes only before the first coordinator has accepted it: see [`Node::outlive`].
+    /// Changes only before the first coordinator has accepted it: see [`Node::outlive`].
     epoch: AtomicU64,
     started: Instant,
     quic: SocketAddr,
     ops: SocketAddr,
-    /// Set when the model is loaded.
+    /// `None` until the model is loaded.
     offer: watch::Sender<Option<Arc<Offer>>>,
     part: WorkPart,
     pool: Option<Arc<Pool>>,
-    /// Also for the lives that follow.
+    /// Set while the worker drains. Shared with later epochs.
     draining: Arc<AtomicBool>,
     shortage: Shortage,
-    /// Calls for output that are being served, also by lives before.
+    /// Number of calls in progress, including calls of earlier epochs.
     calls: Arc<AtomicUsize>,
-    /// Coordinators that have accepted us.
+    /// Number of connected coordinators that have accepted this worker.
     joined: watch::Sender<usize>,
     links: Mutex<Vec<Connection>>,
     engine: watch::Sender<Option<(ClusterKey, Runner)>>,
     shipping: ShippingMetrics,
     /// Taken by the first registration.
     prepared: Mutex<Option<Loaded>>,
-    /// Hears why the engine cannot go on; where nobody does, the process ends.
+    /// Receives the reason if the engine fails. `None`: the process ends instead.
     broken: Option<mpsc::UnboundedSender<String>>,
     snapshots: Arc<SnapshotStore>,
     peers: Arc<Peers>,
     holdings: Arc<Inventory>,
     operations: Arc<Operations>,
-    /// Of what does not belong to the engine.
+    /// Metrics that do not belong to the engine.
     registry: Arc<Registry>,
     own: NodeMetrics,
     identity: Identity,
-    /// Without these nothing is served.
+    /// Heartbeats of loops without which the node cannot serve.
     loops: Arc<[Heartbeat]>,
     twin: Twin,
     stall_floor: Duration,
 }
 
-/// What this worker can be asked for; nothing, of one of the pool that leads no replica.
+/// What this worker serves. Without a model if it is a worker of the pool that leads no replica, or offers
+/// only operations.
 struct Offer {
     model: Option<ServedModel>,
-    /// Of the model, if it is for texts.
+    /// Backend of the model if it is an encoder.
     backend: Option<&'static str>,
     pull_cost: Option<PullCost>,
 }
 
-/// A model that waits for the cluster's key.
+/// A loaded model that waits for the cluster key.
 enum Loaded {
     Generator(Box<Prepared>),
     Encoder(Box<Encoder>),
-    /// A worker of the pool that leads no replica.
+    /// No model: a worker of the pool that leads no replica, or one that offers only operations.
     Nothing,
 }
 
 impl Loaded {
-    /// Loads what is in the file, whatever it is for.
+    /// Loads the model in the file according to its task.
     fn load(path: &Path, options: &EngineOptions) -> Result<Self, Error> {
         match crate::load::task(path)? {
             ModelTask::Generate => {
@@ -191,7 +193,7 @@ impl Loaded {
     }
 }
 
-/// A call that is being served, until this is dropped.
+/// Counts a call as in progress until this is dropped.
 struct UnderWay(Arc<AtomicUsize>);
 
 impl Drop for UnderWay {
@@ -201,7 +203,7 @@ impl Drop for UnderWay {
 }
 
 pub struct WorkerService {
-    /// As it is at present.
+    /// The node of the current epoch.
     node: watch::Receiver<Arc<Node>>,
     endpoint: Arc<Endpoint>,
     tasks: Vec<tokio::task::JoinHandle<()>>,
@@ -209,7 +211,7 @@ pub struct WorkerService {
     _shipper: Arc<Shipper>,
 }
 
-/// What stays the same over the lives of a node.
+/// State that is shared by all epochs of a node.
 struct NodeContext {
     endpoint: Arc<Endpoint>,
     coordinators: Vec<String>,
@@ -232,14 +234,14 @@ struct NodeContext {
     stall_floor: Duration,
 }
 
-/// One life of a node, under way.
+/// A running epoch of a node.
 struct NodeRun {
     node: Arc<Node>,
     dialers: JoinSet<()>,
 }
 
 impl NodeContext {
-    /// Begins a life of its own epoch, and to tell coordinators of it; they accept it once it has
+    /// Starts an epoch and dials all coordinators. They accept it once its model is
     /// [loaded](NodeRun::loaded).
     fn begin(&self, epoch: Epoch, broken: Option<mpsc::UnboundedSender<String>>) -> NodeRun {
         let node = Arc::new(Node {
@@ -288,7 +290,7 @@ impl NodeContext {
 }
 
 impl NodeRun {
-    /// What it is to serve under this name is loaded; without a name it serves nothing.
+    /// Sets the loaded model, to be served under `name`. Without a name it serves no model.
     fn loaded(&self, loaded: Loaded, name: Option<&ModelId>) {
         let model = name.and_then(|name| loaded.served(name.clone()));
         let pull_cost = name.and_then(|name| loaded.pull_cost(name.clone()));
@@ -300,7 +302,7 @@ impl NodeRun {
         self.node.offer.send_replace(Some(Arc::new(Offer { model, backend, pull_cost })));
     }
 
-    /// Ends it: coordinators hear of it at once, and what runs here goes elsewhere.
+    /// Ends the epoch. Coordinators notice at once and retry its requests on other workers.
     fn end(mut self) {
         self.dialers.abort_all();
         self.node.part(CloseCode::Shutdown);
@@ -310,15 +312,17 @@ impl NodeRun {
     }
 }
 
-/// A time that no earlier life of this worker can have begun at.
+/// The current time as an epoch, in microseconds since 1970. It is later than all earlier epochs unless the
+/// clock was set back.
 fn present_epoch() -> Epoch {
     let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     Epoch(u64::try_from(since_1970.as_micros()).unwrap_or(u64::MAX))
 }
 
 impl WorkerService {
-    /// Listens, gets and loads the model, unless it is for replicas of several stages, and starts joining. Returns when
-    /// the model is loaded; see [`Self::joined`]. Until then coordinators are told how far it is.
+    /// Listens, fetches and loads the model (unless the worker is of the pool) and starts to register.
+    /// Returns when the model is loaded; see [`Self::joined`]. Until then it reports the loading progress to
+    /// coordinators.
     pub async fn start(config: WorkerConfig, identity: &Identity) -> Result<Self, Error> {
         let epoch = present_epoch();
         let quic = EndpointConfig::new(epoch, [Role::Worker]);
@@ -445,7 +449,7 @@ impl WorkerService {
         service.tasks.push(tokio::spawn(async move {
             match pool {
                 Some(pool) => pool.live(&ground, life, &present).await,
-                // It lives until the task is aborted.
+                // The epoch runs until this task is aborted.
                 None => {
                     let _life = life;
                     present.closed().await;
@@ -455,7 +459,7 @@ impl WorkerService {
         Ok(service)
     }
 
-    /// Where other nodes reach this one.
+    /// QUIC address for other nodes.
     pub fn quic_address(&self) -> SocketAddr {
         self.present().quic
     }
@@ -467,11 +471,11 @@ impl WorkerService {
     /// Resolves once at least one coordinator has accepted this worker.
     pub async fn joined(&self) {
         let mut joined = self.present().joined.subscribe();
-        // The sender lives in the node, so this ends only by the condition.
+        // The node holds the sender, so this returns only when the condition holds.
         let _ = joined.wait_for(|count| *count > 0).await;
     }
 
-    /// Takes no new work, and resolves when the present work is done.
+    /// Takes no new work, and resolves when no call is in progress.
     pub async fn drain(&self) {
         let node = self.present();
         node.draining.store(true, Ordering::SeqCst);
@@ -495,7 +499,7 @@ impl WorkerService {
 }
 
 impl Node {
-    /// What it can be asked for, once the model is loaded.
+    /// What the worker serves; `None` until the model is loaded.
     fn offer(&self) -> Option<Arc<Offer>> {
         self.offer.borrow().clone()
     }
@@ -522,8 +526,9 @@ impl Node {
         Epoch(self.epoch.load(Ordering::Relaxed))
     }
 
-    /// A coordinator knows a later life. While nobody has accepted this one, it has just begun, and the clock was set
-    /// back since that other life: this one comes after it. Afterwards it is this one that is over.
+    /// Called if a coordinator knows a later epoch. If no coordinator has accepted this epoch yet, it is the
+    /// newer one and the clock was set back, so it is raised above `known`. Otherwise this epoch is outdated
+    /// and stays as it is.
     fn outlive(&self, known: Epoch) {
         let prepared = self.prepared.lock();
         if prepared.is_some() {
@@ -531,27 +536,28 @@ impl Node {
         }
     }
 
-    /// To be called before it is looked whether this node drains: then one that drains either refuses the call or
-    /// waits for it. What the engine says of its load would not do, which is as of its last step.
+    /// Must be called before a call checks whether the node drains. Then a draining node either refuses the
+    /// call or waits for it. The engine's load report cannot be used for that, because it dates from its last
+    /// step.
     fn call_begins(&self) -> UnderWay {
         self.calls.fetch_add(1, Ordering::SeqCst);
         UnderWay(Arc::clone(&self.calls))
     }
 
-    /// A coordinator has accepted this life on this connection.
+    /// Records a connection on which a coordinator has accepted this epoch.
     fn link(&self, connection: &Connection) {
         let mut links = self.links.lock();
         links.retain(|link| !link.is_closed());
         links.push(connection.clone());
     }
 
-    /// Ends all connections by which this life was accepted.
+    /// Closes all connections on which this epoch was accepted.
     fn part(&self, code: CloseCode) {
         self.links.lock().drain(..).for_each(|link| link.close(code));
     }
 
-    /// Starts the engine with the cluster's key, or checks that a later coordinator names the same one.
-    /// `epoch` is what that coordinator has accepted.
+    /// Starts the engine with the cluster key, or checks that a later coordinator sends the same key. `epoch`
+    /// is the epoch that the coordinator accepted.
     fn start_engine(self: &Arc<Self>, key: ClusterKey, epoch: Epoch) -> Result<Runner, Error> {
         let mut prepared = self.prepared.lock();
         if self.epoch() != epoch {
@@ -569,18 +575,19 @@ impl Node {
         Ok(runner)
     }
 
-    /// Passes on why the engine cannot go on, or ends the process: for want of somebody who begins another life, and
-    /// with a device that nothing here can use any more.
+    /// Handler for an engine failure. Forwards the reason so that another epoch can start, or ends the
+    /// process if nobody receives it or the device is lost.
     fn told(self: &Arc<Self>) -> Broken {
         let (node, told) = (Arc::downgrade(self), self.broken.clone());
         Box::new(move |error| {
             let lost = error.is_device_lost();
-            // First, so that coordinators know what was under way to be lost, and not declined.
+            // Close the connections first, so that coordinators treat running requests as lost and not as
+            // refused.
             if let Some(node) = node.upgrade() {
                 node.part(if lost { CloseCode::DeviceLost } else { CloseCode::Shutdown });
             }
             match told {
-                // Nobody hears it where the life has ended already.
+                // The send fails if the epoch has already ended.
                 Some(told) if !lost => drop(told.send(error.to_string())),
                 _ => end_process(error),
             }
@@ -659,18 +666,18 @@ impl Node {
         self.own.update(&self.identity);
         let own = EngineMetrics::text(&self.registry);
         match self.engine() {
-            // One text has one end.
+            // The joined text must have only one EOF marker.
             Some(engine) => own.trim_end_matches("# EOF\n").to_owned() + &engine.metrics_text(),
             None => own,
         }
     }
 
-    /// Alive: the engine makes progress, or has nothing to do.
+    /// Alive: the engine makes progress or is idle.
     fn alive(&self) -> bool {
         self.engine().is_none_or(|engine| engine.healthy())
     }
 
-    /// Ready: the engine runs, a coordinator has accepted us, and new work is taken.
+    /// Ready: the engine runs, a coordinator has accepted this worker, and the worker does not drain.
     fn ready(&self) -> bool {
         self.state() == WorkerState::Ready && *self.joined.borrow() > 0 && self.alive()
     }

@@ -1,8 +1,10 @@
-//! A sequence's caches as bytes: every layer kind, only what a continuation can read, digests over all of it.
+//! A sequence's caches as bytes: every layer kind, only what a continuation can read, with digests over
+//! everything.
 //!
-//! Layout: magic, length of the header (u32 LE), header, digest of the header, then the pieces' bytes back to
-//! back. The header is a closed enum of versions and holds the digest of every piece, so nothing can be changed
-//! unnoticed. Digests find damage; they are no signature: a snapshot is as trusted as who may restore one.
+//! Layout: magic, length of the header (u32 LE), header, digest of the header, then the bytes of all pieces.
+//! The header is a closed enum of versions and contains the digest of every piece, so every change is
+//! detected. Digests detect damage but are no signature: a snapshot is as trustworthy as the clients that may
+//! restore it.
 
 use proto::codec::{self, Cap, CodecError};
 use serde::{Deserialize, Serialize};
@@ -12,28 +14,28 @@ pub mod store;
 
 const MAGIC: &[u8; 8] = b"kvasirs1";
 const DIGEST_BYTES: usize = 32;
-/// Most bytes of one piece: no block and no state slot comes near it.
+/// Upper limit of the bytes of one piece, far above every block and state slot.
 const MAX_PIECE_BYTES: u64 = 1 << 32;
 
-/// What must agree for a snapshot to mean anything: who computed what, and how its caches are laid out.
+/// What must agree between snapshot and worker: what computed the caches, and their layout.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Origin {
     /// Digest of the model's file.
     pub model_digest: [u8; 32],
     pub tokenizer_digest: [u8; 32],
-    /// Within one class the same tokens give the same bits; outside it they do not.
+    /// Within a class the same tokens give the same bits.
     pub numeric_class: String,
     /// Tokens of a KV block.
     pub block_tokens: u32,
-    /// Bytes of a block of each group, or of a state.
+    /// Bytes of a block, or of a state, for each group.
     pub block_bytes: Vec<u64>,
 }
 
-/// One block, or one state.
+/// A block or a recurrent state.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Piece {
     pub group: u32,
-    /// Its first token; of a state the number of tokens that it stands behind.
+    /// Its first token. For a state, the number of tokens before it.
     pub token: u32,
     /// BLAKE3 of its bytes.
     digest: [u8; DIGEST_BYTES],
@@ -55,30 +57,24 @@ pub struct Snapshot {
     bytes: Vec<u8>,
 }
 
-/// Why bytes are no snapshot, or not one for this worker.
+/// Why bytes are not a snapshot, or not one for this worker.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SnapshotError {
-    /// Not a snapshot at all.
     #[error("not a snapshot of this version: it does not begin with kvasirs1")]
     Magic,
-    /// The file ends early, or goes on after its end.
+    /// The file is too short or too long.
     #[error("damaged snapshot: {found} bytes, its header tells of {expected}")]
-    Length {
-        /// Bytes that there should be.
-        expected: u64,
-        /// Bytes that there are.
-        found: u64,
-    },
-    /// Bytes do not have the digest that was written beside them.
+    Length { expected: u64, found: u64 },
+    /// Bytes whose digest differs from the stored one.
     #[error("damaged snapshot: {what} has another digest")]
     Digest { what: String },
-    /// The header makes no sense.
+    /// The header cannot be decoded.
     #[error("damaged snapshot: {0}")]
     Header(#[from] CodecError),
-    /// A piece names a group or token that cannot be.
+    /// A piece has an impossible group or token.
     #[error("damaged snapshot: piece {piece} {reason}")]
     Piece { piece: usize, reason: &'static str },
-    /// Taken with something else than what is served here.
+    /// The snapshot is of another origin.
     #[error("the snapshot's {what} is {found}, this worker has {expected}")]
     Other {
         /// What differs: model, tokenizer, numeric class, block size.
@@ -89,7 +85,7 @@ pub enum SnapshotError {
 }
 
 impl Snapshot {
-    /// Puts a snapshot together; `pieces` are (group, token, bytes) and as long as `origin` says.
+    /// Builds a snapshot. `pieces` are (group, token, bytes), with the lengths that `origin` prescribes.
     pub fn new(
         origin: Origin,
         tokens: Vec<u32>,
@@ -105,12 +101,11 @@ impl Snapshot {
         Self { header: Header { origin, tokens, position, pieces }, bytes }
     }
 
-    /// All tokens of the sequence.
     pub fn tokens(&self) -> &[u32] {
         &self.header.tokens
     }
 
-    /// How many of them the caches stand behind.
+    /// Number of tokens that the caches cover.
     pub fn position(&self) -> u32 {
         self.header.position
     }
@@ -133,7 +128,7 @@ impl Snapshot {
         let header = codec::encode(&self.header.clone(), Cap::Control)?;
         let mut file = Vec::with_capacity(MAGIC.len() + 4 + header.len() + DIGEST_BYTES + self.bytes.len());
         file.extend_from_slice(MAGIC);
-        // The cap is far below what 32 bits hold.
+        // The length is at most the cap, far below the limit of 32 bits.
         file.extend_from_slice(&(header.len() as u32).to_le_bytes());
         file.extend_from_slice(&header);
         file.extend_from_slice(blake3::hash(&header).as_bytes());
@@ -141,7 +136,7 @@ impl Snapshot {
         Ok(file)
     }
 
-    /// Reads a file that nobody vouches for, for a worker of this origin.
+    /// Parses an untrusted file for a worker of this origin.
     pub fn from_bytes(file: &[u8], here: &Origin) -> Result<Self, SnapshotError> {
         let rest = file.strip_prefix(MAGIC).ok_or(SnapshotError::Magic)?;
         let short = |expected: u64| SnapshotError::Length { expected, found: file.len() as u64 };
@@ -177,7 +172,7 @@ impl Snapshot {
             return Err(short(least + at));
         }
         for (index, (piece, range)) in header.pieces.iter().zip(ranges).enumerate() {
-            // Ranges add up to the length, which is in memory.
+            // No overflow: the ranges add up to a length that is in memory.
             let data = &bytes[range.start as usize..range.end as usize];
             if *blake3::hash(data).as_bytes() != piece.digest {
                 return Err(SnapshotError::Digest { what: format!("piece {index}") });
@@ -188,7 +183,7 @@ impl Snapshot {
 }
 
 impl Origin {
-    /// Refuses what was taken elsewhere.
+    /// Refuses a snapshot of another origin.
     fn expect(&self, here: &Self) -> Result<(), SnapshotError> {
         let differ =
             |what, found: String, expected: String| Err(SnapshotError::Other { what, found, expected });
@@ -233,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn what_goes_in_comes_out() {
+    fn a_snapshot_survives_encoding_and_decoding() {
         let snapshot = snapshot();
         let read = Snapshot::from_bytes(&snapshot.to_bytes().unwrap(), &origin()).unwrap();
         assert_eq!(read, snapshot);
@@ -244,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn every_damaged_byte_and_every_cut_is_found() {
+    fn every_damaged_byte_and_every_truncation_is_detected() {
         let file = snapshot().to_bytes().unwrap();
         for at in 0..file.len() {
             let mut damaged = file.clone();
@@ -275,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn a_header_that_lies_is_refused() {
+    fn an_inconsistent_header_is_refused() {
         let far = Snapshot::new(origin(), vec![1; 16], 16, [(0, 17, vec![0; 64])]).to_bytes().unwrap();
         assert!(matches!(Snapshot::from_bytes(&far, &origin()), Err(SnapshotError::Piece { .. })));
         let long = Snapshot::new(origin(), vec![1; 8], 16, []).to_bytes().unwrap();

@@ -1,9 +1,11 @@
-//! Guessing what sequences will draw, so that one step computes several tokens of one.
+//! Speculative decoding: draft tokens let one step compute several tokens of a sequence.
 //!
-//! A row of a step gives the same bits in any company, so a guess is looked at by computing it as the next row, and
-//! counts if it is what is drawn from the row before (docs/decisions/0041-accept-draft-tokens-that-equal-the-draw.md). That can change no token, only the time: which
-//! guesses are worth their rows is decided by how often guesses like them were right and by what steps of so many rows
-//! were seen to take. Where nothing is worth it nothing is guessed. Sans-IO: tokens and times in, guesses out.
+//! A row gives the same bits whatever else is in its step. A draft token is therefore verified by computing
+//! it as the next row, and accepted if it equals the token drawn from the row before
+//! (docs/decisions/0041-accept-draft-tokens-that-equal-the-draw.md). Drafting never changes a token, only the
+//! time. Acceptance rates of similar draft tokens and measured step times decide which draft tokens are worth
+//! their rows; if none is, nothing is drafted. The module performs no I/O: tokens and times in, draft tokens
+//! out.
 
 mod acceptance;
 mod draft_cost;
@@ -19,25 +21,25 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Guesses of one sequence in one step at most.
+/// Maximum number of draft tokens of one sequence in one step.
 const MOST_GUESSES: u32 = 16;
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Guesses {
     #[default]
     Off,
-    /// What followed the last tokens before.
+    /// The tokens that followed earlier occurrences of the last tokens (n-grams).
     Ngram,
-    /// The block behind the model's last layer, in its own file.
+    /// The MTP head behind the model's last layer, in the model's own file.
     Appended,
-    /// A drafter that reads the model's caches, in this file.
+    /// A drafter in this file that reads the model's caches.
     Assistant(PathBuf),
-    /// A smaller model of the same vocabulary, in this file.
+    /// A smaller model with the same vocabulary, in this file.
     Model(PathBuf),
 }
 
 impl Guesses {
-    /// The drafter's file, where that is another than the model's.
+    /// The drafter's file, if it is not the model's file.
     pub fn file(&self) -> Option<&Path> {
         match self {
             Self::Assistant(path) | Self::Model(path) => Some(path),
@@ -50,13 +52,13 @@ impl Guesses {
 pub struct Speculation {
     sequences: HashMap<SeqId, Followed>,
     pays: DraftCost,
-    /// Of guesses that are computed.
+    /// Only for computed draft tokens.
     rounds: Option<Rounds>,
-    /// Guesses for each sequence whatever they cost, for tests and measurements.
+    /// Fixed number of draft tokens per sequence regardless of cost, for tests and measurements.
     always: Option<u32>,
 }
 
-/// What is known of one sequence.
+/// Statistics of one sequence.
 #[derive(Debug, Default)]
 struct Followed {
     ngrams: Ngrams,
@@ -64,27 +66,27 @@ struct Followed {
 }
 
 impl Speculation {
-    /// Guesses that what has followed the last tokens before follows them again, in prompt or output.
+    /// Drafts from n-grams: the tokens that followed the last tokens before, in prompt or output.
     pub fn ngram() -> Self {
         Self { sequences: HashMap::new(), pays: DraftCost::default(), rounds: None, always: None }
     }
 
-    /// Decides about guesses that another model computes, a token of each sequence in a round.
+    /// Decides about draft tokens that another model computes, one token of each sequence per round.
     pub(crate) fn computed() -> Self {
         Self { rounds: Some(Rounds::default()), ..Self::ngram() }
     }
 
-    /// Whether somebody computes what is guessed.
+    /// Whether draft tokens are computed by a model.
     pub(crate) fn is_computed(&self) -> bool {
         self.rounds.is_some()
     }
 
-    /// As many guesses for each sequence as there are up to `most`, whatever they cost.
+    /// Always uses all available draft tokens, at most `most` per sequence, whatever they cost.
     pub fn always(self, most: u32) -> Self {
         Self { always: Some(most), ..self }
     }
 
-    /// Forgets the sequences that `lives` does not know.
+    /// Forgets the sequences for which `lives` returns `false`.
     pub(crate) fn retain(&mut self, lives: impl Fn(SeqId) -> bool) {
         self.sequences.retain(|id, _| lives(*id));
         if let Some(rounds) = &mut self.rounds {
@@ -92,8 +94,8 @@ impl Speculation {
         }
     }
 
-    /// How many rounds of guessing are worth their time before a step of `rows` sequences, of which guesses can be made
-    /// of these, so many of each at most.
+    /// Number of drafting rounds worth their time before a step of `rows` sequences. `sequences` are those
+    /// that can be drafted for, with the maximum number of draft tokens of each.
     pub(crate) fn rounds(&mut self, rows: u32, sequences: &[(SeqId, u32)]) -> usize {
         let most = sequences.iter().map(|(_, most)| *most).max().unwrap_or(0);
         match (&mut self.rounds, self.always) {
@@ -103,21 +105,22 @@ impl Speculation {
         }
     }
 
-    /// So many rounds have taken so long.
+    /// Records the time of `rounds` drafting rounds.
     pub(crate) fn rounds_took(&mut self, rounds: usize, took: Duration) {
         if let Some(known) = &mut self.rounds {
             known.took(rounds, took.as_secs_f64());
         }
     }
 
-    /// Of the guesses of a sequence that a step has looked at, the first `right` were.
+    /// Records that a step verified `guesses` draft tokens of a sequence, of which the first `right` were
+    /// accepted.
     pub(crate) fn looked_at(&mut self, id: SeqId, guesses: usize, right: usize) {
         if let Some(rounds) = &mut self.rounds {
             rounds.heard(id, guesses, right);
         }
     }
 
-    /// What the next step should look at.
+    /// The draft tokens that the next step should verify.
     pub(crate) fn guess<'a>(
         &mut self,
         decoding: impl Iterator<Item = Decoding<'a>>,
@@ -143,7 +146,7 @@ impl Speculation {
         guesses
     }
 
-    /// A step without rows of prompts has taken so long.
+    /// Records the time of a step without prompt rows.
     pub(crate) fn step_took(&mut self, rows: usize, took: Duration) {
         self.pays.took(u32::try_from(rows).unwrap_or(u32::MAX), took.as_secs_f64());
     }

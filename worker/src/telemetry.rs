@@ -1,4 +1,4 @@
-//! The engine's metrics: vLLM's names where existing boards query them, `kvasir_*` for what is ours.
+//! The engine's metrics: vLLM's names where existing dashboards query them, `kvasir_*` for all others.
 
 use crate::tiers::TierStats;
 use prometheus_client::encoding::text::encode;
@@ -12,9 +12,9 @@ use std::sync::atomic::AtomicU64;
 
 mod device;
 mod grammar;
+mod host_memory;
 mod node;
 mod operation;
-mod rank_server;
 mod shards;
 mod traces;
 mod transfers;
@@ -22,10 +22,10 @@ mod weight_distribution;
 
 pub use device::{DeviceMetrics, Launched, LaunchedLabel, OpLabel};
 pub use grammar::{GrammarMetrics, MaskHistogram, Refused, RefusedLabel};
+pub use host_memory::HostMetrics;
 pub(crate) use node::CPUS_SLEEP;
 pub use node::{CertificateLabel, NodeMetrics};
 pub use operation::{OperationLabel, OperationMetrics, SessionEnd};
-pub use rank_server::HostMetrics;
 pub use shards::{ShardMetrics, StageLabel};
 pub(crate) use shards::{StageCount, StageCounts};
 pub use transfers::{Direction, DirectionLabel, FailureLabel, TransferMetrics};
@@ -36,7 +36,7 @@ pub struct FinishedLabel {
     pub finished_reason: Reason,
 }
 
-/// Why a request ended, in vLLM's words.
+/// Why a request ended, in vLLM's terms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
 #[allow(non_camel_case_types, reason = "label values are lower case on the wire")]
 pub enum Reason {
@@ -49,24 +49,24 @@ pub enum Reason {
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct LookupLabel {
-    /// Why the lookup stopped: the first word of what the response says.
+    /// Why the lookup stopped: the first word of the reason in the response.
     pub stop: &'static str,
 }
 
-/// Label of what the arena is used for.
+/// Label of a use of the arena.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct GroupLabel {
     /// The kind of cache: `full`, `sliding` or `state`.
     pub group: &'static str,
 }
 
-/// Label of what is kept besides the arena.
+/// Label of a tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct TierLabel {
     pub tier: Tier,
 }
 
-/// A place for resume points besides the arena.
+/// A tier for resume points below the arena.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
 #[allow(non_camel_case_types, reason = "label values are lower case on the wire")]
 pub enum Tier {
@@ -77,14 +77,14 @@ pub enum Tier {
 /// Metrics of the tiers below the arena.
 #[derive(Debug, Default)]
 pub struct TierMetrics {
-    /// Bytes held.
+    /// Bytes in use.
     pub bytes: Family<TierLabel, Gauge>,
-    /// Requests that got part of their prompt back.
+    /// Requests that got a part of their prompt from a tier.
     pub hits: Counter,
-    /// Tokens that these did not compute.
+    /// Tokens that these requests did not compute.
     pub hit_tokens: Counter,
     pub loads: Counter,
-    /// Files that were damaged or gone.
+    /// Files that were damaged or missing.
     pub load_failures: Counter,
     /// Pieces that could not be written to a file.
     pub write_failures: Counter,
@@ -133,9 +133,9 @@ pub struct EngineMetrics {
     pub kv_usage: Fraction,
     /// Prompt tokens looked up in the prefix cache.
     pub prefix_queries: Counter,
-    /// Prompt tokens served by it.
+    /// Prompt tokens found in the prefix cache.
     pub prefix_hits: Counter,
-    /// Prefix lookups by why they stopped.
+    /// Prefix lookups by the reason why they stopped.
     pub lookups: Family<LookupLabel, Counter>,
     /// Prompt tokens of admitted requests.
     pub prompt_tokens: Counter,
@@ -146,19 +146,19 @@ pub struct EngineMetrics {
     /// Prompt tokens computed again after preemption.
     pub recomputed: Counter,
     pub preemptions: Counter,
-    /// Sequences that made way for another tenant's.
+    /// Sequences that were preempted for another tenant's.
     pub yields: Counter,
     /// Blocks evicted from the prefix cache.
     pub evictions: Counter,
     /// Recurrent states kept as checkpoints.
     pub checkpoints: Counter,
-    /// Recurrent states that were to be kept and were not, for want of a slot.
+    /// Recurrent states that were not kept as checkpoints because no slot was free.
     pub checkpoints_skipped: Counter,
-    /// Pins given up because a sequence could not have run otherwise.
+    /// Pins dropped because a sequence could not have run otherwise.
     pub pins_lost: Counter,
-    /// Sequences that went on from where another stood.
+    /// Sequences that continued from another one.
     pub forks: Counter,
-    /// Times guesses of a sequence were looked at.
+    /// Sequences in steps whose draft tokens were verified.
     pub drafts: Counter,
     pub drafted: Counter,
     pub accepted: Counter,
@@ -181,15 +181,15 @@ pub struct EngineMetrics {
     pub weight_file_bytes: Gauge,
     /// Bytes of the KV arena.
     pub kv_bytes: Gauge,
-    /// Bytes of it that each kind of cache has.
+    /// Bytes of the KV arena by kind of cache.
     pub kv_group_bytes: Family<GroupLabel, Gauge>,
-    /// Of these, bytes that live sequences hold.
+    /// Bytes of these that live sequences use.
     pub kv_group_used_bytes: Family<GroupLabel, Gauge>,
     pub tiers: TierMetrics,
-    /// Pulls from and by other workers.
+    /// KV transfers from and to other workers.
     pub transfers: TransferMetrics,
     pub shards: ShardMetrics,
-    /// Grammars that answers are of.
+    /// Grammars that constrain answers.
     pub grammars: GrammarMetrics,
     pub device: DeviceMetrics,
 }
@@ -307,7 +307,7 @@ impl EngineMetrics {
     /// The registry as Prometheus text.
     pub fn text(registry: &Registry) -> String {
         let mut text = String::new();
-        // Writing to a string cannot fail; an empty text would only mean a failed encoder.
+        // Writing to a string cannot fail. An empty text would only mean a failed encoder.
         let _ = encode(&mut text, registry);
         text
     }

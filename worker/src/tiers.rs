@@ -1,13 +1,13 @@
-//! Tiers below the KV arena: resume points in host memory and in files, so that an evicted prefix is copied back
-//! instead of computed again, after a restart of the worker too.
+//! Tiers below the KV arena: resume points in host memory and in files. An evicted prefix is copied back
+//! instead of computed again, also after a restart of the worker.
 //!
-//! What is kept is the pieces of resume points: a block of a group, or a recurrent state. A piece is named by a
-//! digest of all that its bytes depend on: the origin (model, tokenizer, numeric class, layout), the root, every
-//! token up to its end, the group. So a name can be trusted as tokens can, and what another model or KV type has left
-//! in a directory is never asked for; it goes as the oldest.
+//! The tiers store the pieces of resume points: blocks of a group, and recurrent states. A piece's key is a
+//! digest of everything that its bytes depend on: the origin (model, tokenizer, numeric class, layout), the
+//! root, every token up to its end, and the group. A key is thus as trustworthy as the tokens. Pieces that
+//! another model or KV type left in a directory are never requested, and are evicted as the oldest.
 //!
-//! Nothing here waits for a disk: files are written and read by threads of their own, bounded in bytes.
-//! A file that is damaged or gone is a failed load: who waited for it computes.
+//! No call blocks on a disk: separate threads write and read files, bounded in bytes. A damaged or missing
+//! file is a failed load, and the requests that wait for it compute the prefix.
 
 use crate::Error;
 use crate::pieces::{Namer, PieceKey, PrefixNames};
@@ -25,26 +25,27 @@ mod aged;
 mod disk;
 mod file;
 
-/// Bytes on their way to files, and bytes on their way back, at most; and one piece more.
+/// Maximum number of bytes queued for writing, and of bytes being read. One further piece may exceed it.
 const UNDER_WAY_BYTES: u64 = 256 << 20;
 
-/// What to keep beside the arena.
+/// Configuration of the tiers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TiersConfig {
-    /// Bytes in host memory; 0 for none.
+    /// Bytes in host memory; 0 disables this tier.
     pub host_bytes: u64,
-    /// A directory; none keeps no files.
+    /// Directory for files; `None` disables this tier.
     pub disk: Option<DiskConfig>,
-    /// How long a request waits for its prefix to be read from files before it computes what has not come.
+    /// Time for which a request waits for its prefix to be read from files. Then it computes the missing
+    /// part.
     pub patience: Duration,
 }
 
-/// A directory of pieces. It is locked: one process at a time may use it.
+/// A directory of pieces. It is locked: only one process at a time may use it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DiskConfig {
-    /// The directory; made if it does not exist.
+    /// The directory. Created if it does not exist.
     pub dir: PathBuf,
-    /// Bytes in it at most.
+    /// Maximum number of bytes in it.
     pub bytes: u64,
 }
 
@@ -54,7 +55,7 @@ impl Default for TiersConfig {
     }
 }
 
-/// What the tiers hold and have done.
+/// Sizes and counters of the tiers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TierStats {
     /// Bytes in host memory.
@@ -62,7 +63,7 @@ pub struct TierStats {
     /// Bytes of files.
     pub disk_bytes: u64,
     pub loads: u64,
-    /// Files that were asked for and were damaged or gone.
+    /// Requested files that were damaged or missing.
     pub load_failures: u64,
     /// Pieces that could not be written.
     pub write_failures: u64,
@@ -73,9 +74,9 @@ pub struct Tiers {
     namer: Namer,
     host: Aged<Arc<[u8]>>,
     disk: Option<Disk>,
-    /// Pieces that requests wait for or are about to use.
+    /// Pieces that requests wait for or will use soon.
     awaited: HashMap<PieceKey, Awaited>,
-    /// Bytes asked for and not yet arrived, or held for those who wait.
+    /// Bytes that are being read or held for requests that wait.
     awaited_bytes: u64,
     patience: Duration,
     loads: u64,
@@ -97,8 +98,8 @@ enum PieceArrival {
 }
 
 impl Tiers {
-    /// The tiers of a worker whose caches are of `origin`; finds what is in the directory. `None`: none are
-    /// configured.
+    /// Opens the tiers of a worker whose caches are of `origin`, including the pieces in the directory.
+    /// `None` if no tier is configured.
     pub fn open(config: &TiersConfig, origin: &Origin) -> Result<Option<Self>, Error> {
         if config.host_bytes == 0 && config.disk.is_none() {
             return Ok(None);
@@ -115,30 +116,30 @@ impl Tiers {
         }))
     }
 
-    /// Names the pieces of the full units of `tokens` behind `root`.
+    /// Keys of the pieces of the full units of `tokens` after `root`.
     pub fn names(&self, root: BlockId, tokens: &[u32]) -> PrefixNames {
         self.namer.names(root, tokens)
     }
 
-    /// How long a request may wait for files.
+    /// Time for which a request may wait for files.
     pub fn patience(&self) -> Duration {
         self.patience
     }
 
-    /// Whether [`Tiers::put`] would keep a piece of so many bytes somewhere where it is not yet. One that is there is
-    /// used by this: it grows young.
+    /// Whether [`Tiers::put`] would add a piece of `bytes` bytes to some tier. Where the piece exists, it is
+    /// marked as used now.
     pub fn lacks(&mut self, key: PieceKey, bytes: u64) -> bool {
         let host = !self.host.touch(&key) && bytes <= self.host.limit();
         let disk = self.disk.as_ref().is_some_and(|disk| disk.lacks(key, bytes));
         host || disk
     }
 
-    /// Whether files take more now; without a directory there is nothing to wait for.
+    /// Whether the write queue accepts more now. Always `true` without a directory.
     pub fn has_room(&self) -> bool {
         self.disk.as_ref().is_none_or(|disk| disk.queued_bytes() < UNDER_WAY_BYTES)
     }
 
-    /// Keeps a piece in every tier that lacks it; the oldest ones go.
+    /// Adds a piece to every tier that lacks it. The oldest pieces are evicted.
     pub fn put(&mut self, key: PieceKey, bytes: Vec<u8>) {
         let bytes: Arc<[u8]> = bytes.into();
         if let Some(disk) = self.disk.as_ref().filter(|disk| disk.lacks(key, bytes.len() as u64)) {
@@ -147,7 +148,7 @@ impl Tiers {
         self.host.insert(key, bytes.len() as u64, bytes);
     }
 
-    /// Forgets a piece wherever it is.
+    /// Removes a piece from all tiers.
     pub fn forget(&mut self, key: PieceKey) {
         self.host.remove(&key);
         if let Some(disk) = &self.disk {
@@ -155,7 +156,7 @@ impl Tiers {
         }
     }
 
-    /// Whether a piece could be had, now or from a file.
+    /// Whether a piece is available, in memory or from a file.
     pub fn holds(&self, key: PieceKey) -> bool {
         self.is_here(key) || self.disk.as_ref().is_some_and(|disk| disk.bytes_of(key).is_some())
     }
@@ -165,17 +166,17 @@ impl Tiers {
         self.host.get(&key).is_some() || self.arrived(key).is_some()
     }
 
-    /// A piece that is in memory, without a use by a request here: it does not grow young.
+    /// A piece that is in memory. It is not marked as used.
     pub fn peek(&self, key: PieceKey) -> Option<Arc<[u8]>> {
         self.host.get(&key).or_else(|| self.arrived(key)).cloned()
     }
 
-    /// A piece's file, to be read beside the engine's thread; none where it has none.
+    /// A piece's file, to be read on another thread; `None` if there is no file.
     pub fn file(&self, key: PieceKey) -> Option<PieceFile> {
         self.disk.as_ref()?.file(key)
     }
 
-    /// A piece that is in memory.
+    /// A piece that is in memory. It is marked as used now.
     pub fn get(&mut self, key: PieceKey) -> Option<Arc<[u8]>> {
         self.host.touch(&key);
         self.peek(key)
@@ -188,8 +189,9 @@ impl Tiers {
         }
     }
 
-    /// Has pieces read that are not in memory, and holds those that are, for one request: [`Tiers::done_with`] ends
-    /// it. `false`: too much is on its way already, and nothing has been asked for.
+    /// Starts to read the pieces that are not in memory, and holds those that are, for one request. The
+    /// caller must call [`Tiers::done_with`]. Returns `false`, without any effect, if too many bytes are
+    /// already being read.
     pub fn load(&mut self, keys: &[PieceKey]) -> bool {
         let Some(disk) = &self.disk else { return false };
         let new = keys.iter().filter(|key| !self.awaited.contains_key(key));
@@ -218,7 +220,7 @@ impl Tiers {
         true
     }
 
-    /// Takes in what has been read meanwhile.
+    /// Processes the pieces that were read meanwhile.
     pub fn receive(&mut self) {
         let Some(disk) = &self.disk else { return };
         for Loaded { key, bytes } in disk.loaded() {
@@ -244,7 +246,7 @@ impl Tiers {
         self.awaited.get(&key).is_some_and(|awaited| matches!(awaited.piece, PieceArrival::UnderWay))
     }
 
-    /// One request does not need these any more, which it has loaded.
+    /// Releases pieces that one request has loaded.
     pub fn done_with(&mut self, keys: &[PieceKey]) {
         for key in keys {
             let Some(awaited) = self.awaited.get_mut(key) else { continue };
@@ -256,7 +258,6 @@ impl Tiers {
         }
     }
 
-    /// What there is, and what has happened.
     pub fn stats(&self) -> TierStats {
         TierStats {
             host_bytes: self.host.bytes(),

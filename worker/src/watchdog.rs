@@ -1,5 +1,6 @@
-//! The step watchdog (fault F29): a worker whose engine makes no progress while work is queued says so, then
-//! ends itself, so that its supervisor can start a fresh one. Sans-IO: the caller brings the clock.
+//! The step watchdog (fault F29). A worker whose engine makes no progress while work is queued first reports
+//! itself as unhealthy, then ends itself so that its supervisor can restart it. Sans-IO: the caller provides
+//! the time.
 
 use std::time::{Duration, Instant};
 
@@ -7,20 +8,21 @@ use std::time::{Duration, Instant};
 pub const EXIT_STALLED: i32 = 70;
 
 const RECENT_STEPS: usize = 256;
-/// Somebody looks much more often than this. If nobody has for so long, the whole process stood still (stopped by a
-/// signal, starved, or its machine suspended), and that time says nothing about the engine.
+/// The watchdog is called much more often than this. If it was not called for this long, the whole process
+/// stood still (stopped by a signal, starved, or its machine suspended), and that time is not counted as a
+/// stall.
 const FROZEN: Duration = Duration::from_secs(2);
 
 #[derive(Debug)]
 pub struct Watchdog {
-    /// No stall is called before this long.
+    /// Minimum time without progress that counts as a stall.
     floor: Duration,
-    /// Durations of recent steps, a ring.
+    /// Durations of recent steps; a ring buffer.
     steps: Vec<Duration>,
     next: usize,
-    /// When work was first seen waiting without a step having ended since.
+    /// Since when work has been waiting without the end of a step. `None` if there is no work.
     waiting_since: Option<Instant>,
-    /// When it last heard of anything.
+    /// Time of the last call.
     seen: Option<Instant>,
 }
 
@@ -28,7 +30,7 @@ pub struct Watchdog {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Health {
     Healthy,
-    /// No progress for half the limit: `/livez` answers 503.
+    /// No progress for half the limit: `/livez` returns 503.
     Unwell,
     /// No progress for the limit: end the process.
     Stalled {
@@ -37,12 +39,12 @@ pub enum Health {
 }
 
 impl Watchdog {
-    /// A watchdog that never calls a stall before `floor`.
+    /// Creates a watchdog that never reports a stall before `floor`.
     pub fn new(floor: Duration) -> Self {
         Self { floor, steps: Vec::new(), next: 0, waiting_since: None, seen: None }
     }
 
-    /// A step ended at `now` after `took`; `queued` says whether work is left.
+    /// Records that a step ended at `now` after `took`. `queued`: whether work is left.
     pub fn step_ended(&mut self, now: Instant, took: Duration, queued: bool) {
         if self.steps.len() < RECENT_STEPS {
             self.steps.push(took);
@@ -54,7 +56,7 @@ impl Watchdog {
         self.seen = Some(now);
     }
 
-    /// Work is queued, or there is none any more.
+    /// Records whether work is queued.
     pub fn queued(&mut self, now: Instant, queued: bool) {
         self.discount_frozen(now);
         match queued {
@@ -63,7 +65,8 @@ impl Watchdog {
         }
     }
 
-    /// Longest time without progress: the floor or 20 times the slowest percentile of recent steps.
+    /// Maximum time without progress: the larger of the floor and 20 times the 99th percentile of recent
+    /// steps.
     pub fn limit(&self) -> Duration {
         let mut sorted = self.steps.clone();
         sorted.sort_unstable();
@@ -71,13 +74,13 @@ impl Watchdog {
         self.floor.max(p99 * 20)
     }
 
-    /// How long work has waited without progress, as far as anybody could have made any.
+    /// Time for which work has waited without progress, not counting time in which the process stood still.
     pub fn stalled(&mut self, now: Instant) -> Duration {
         self.discount_frozen(now);
         self.waiting_since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
     }
 
-    /// What to do at `now`. To be called several times in a second.
+    /// Returns what to do at `now`. Must be called several times a second.
     pub fn check(&mut self, now: Instant) -> Health {
         let (stalled, limit) = (self.stalled(now), self.limit());
         if stalled >= limit {
@@ -106,7 +109,7 @@ mod tests {
         Duration::from_secs(n)
     }
 
-    /// Looks once in a second, as far as `to`; the last verdict.
+    /// Checks once a second up to `to`; returns the last result.
     fn watch(dog: &mut Watchdog, start: Instant, from: u64, to: u64) -> Health {
         (from..=to).map(|second| dog.check(start + seconds(second))).last().unwrap()
     }
@@ -122,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn unwell_comes_before_stalled() {
+    fn a_worker_is_unwell_before_it_is_stalled() {
         let start = Instant::now();
         let mut dog = Watchdog::new(seconds(10));
         dog.queued(start, true);
@@ -151,7 +154,7 @@ mod tests {
         let mut dog = Watchdog::new(seconds(10));
         dog.queued(start, true);
         assert_eq!(watch(&mut dog, start, 1, 3), Health::Healthy);
-        // Whoever asks first after the freeze gets the same answer.
+        // The first call after the freeze discounts it, whichever method it is.
         assert_eq!(dog.stalled(start + seconds(60)), seconds(3));
         assert_eq!(watch(&mut dog, start, 60, 61), Health::Healthy);
         assert_eq!(watch(&mut dog, start, 62, 67), Health::Stalled { after: seconds(10) });

@@ -1,8 +1,10 @@
-//! Weight shipping: a worker without a model's file gets its manifest and chunks from workers that have them.
+//! Weight distribution: a worker without a model's file fetches its manifest and chunks from workers that
+//! have them.
 //!
-//! Chunks are asked for by name, of several workers at once, checked before they are written, and kept in the store of
-//! this host (`model::shard::ShardStore`), from where they are loaded as from a file and sent on to others. What decides
-//! who is asked for what is `schedule.rs`; `fetch.rs` moves the bytes; `holdings.rs` answers others.
+//! Chunks are requested by name, from several workers at once. They are checked before they are written, and
+//! kept in the shard store of this host (`model::shard::ShardStore`). From there they are loaded like a file
+//! and sent to other workers. `schedule.rs` decides which source is asked for which chunk; `fetch.rs` moves
+//! the bytes; `inventory.rs` serves other workers.
 
 use crate::Error;
 use crate::kv_cache::memory::{MemInfo, ProcMemInfo};
@@ -36,88 +38,91 @@ use fetch::fetch;
 pub(crate) use inventory::Inventory;
 use links::Links;
 
-/// Where a worker's model comes from if it is not in a file.
+/// Where a worker gets a model that is not in a local file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ShippingConfig {
-    /// Where manifests and chunks are kept; none: nothing is fetched, and of what is served only the model's file.
+    /// Store for manifests and chunks. `None`: nothing is fetched, and only the model's own file is served to
+    /// others.
     pub store: Option<ShardStore>,
-    /// Workers that hold the model, or part of it, `host:port`; resolved anew for every attempt.
+    /// Workers that have the model or parts of it, as `host:port`; resolved again at every attempt.
     pub from: Vec<String>,
-    /// UDP sockets that chunks come to, each with a connection to every source: at least one, the node's own.
+    /// Number of UDP sockets that receive chunks, each with a connection to every source. At least one: the
+    /// node's own socket.
     pub lanes: usize,
 }
 
 impl Default for ShippingConfig {
-    /// Nothing from nobody, over one lane.
+    /// No store, no sources, one lane.
     fn default() -> Self {
         Self { store: None, from: Vec::new(), lanes: 1 }
     }
 }
 
-/// Why a model cannot be had from other workers.
+/// Why a model cannot be fetched from other workers.
 #[derive(Debug, thiserror::Error)]
 pub enum ShippingError {
-    /// The store does not give or take something.
+    /// A read or write of the store failed.
     #[error(transparent)]
     Store(#[from] StoreError),
     /// The manifest names a model that cannot be read.
     #[error(transparent)]
     Manifest(#[from] ManifestError),
-    /// Every source has sent bytes that are not what they were asked for.
+    /// Every source has sent wrong bytes.
     #[error(
         "no source is left: {struck} have sent {} chunks with other bytes than their names say, of {sources}",
         schedule::STRIKES
     )]
     NoSource {
         sources: usize,
-        /// Those that are not asked any more.
+        /// Sources that are not asked any more.
         struck: usize,
     },
-    /// Chunks are missing, and nobody was named who might have them.
+    /// Chunks are missing, and no source is configured.
     #[error(
         "{missing} chunks of the model are not in the shard store, and no worker is named to get them from"
     )]
     Incomplete { missing: usize },
-    /// A replica's drafter, of which this worker has no file.
+    /// This worker has no file of the replica's drafter.
     #[error(
         "the replica's drafter is blake3:{digest}, and this worker has {has}: {lacks}; start it with the same --spec as the \
          first stage"
     )]
     NoDrafter {
         digest: ChunkId,
-        /// What it has in its place.
+        /// The drafter that it has instead.
         has: &'static str,
-        /// Why it does not get it from others.
+        /// Why it does not fetch it from other workers.
         lacks: &'static str,
     },
-    /// All workers that were asked for the rest are gone.
+    /// All workers that were asked for the rest are gone, and a coordinator has named others.
     #[error("the workers that sent the model are gone, and others have it: it goes on with these")]
     Outdated,
-    /// The store's files fail again and again.
+    /// The store repeatedly damages its files.
     #[error("the shard store damages what is written to it: {chunks} chunks, {attempts} times in a row")]
     Decays {
-        /// Chunks that were damaged the last time.
+        /// Chunks that were damaged in the last attempt.
         chunks: usize,
         attempts: usize,
     },
 }
 
-/// Times that a model is loaded whose chunks turn out damaged.
+/// Maximum attempts to load a model whose chunks turn out to be damaged.
 const ATTEMPTS: usize = 3;
-/// A source that has not sent a manifest after this long is not waited for.
+/// Time limit for a source to send a manifest.
 const MANIFEST_LIMIT: Duration = Duration::from_secs(60);
-/// A drafter's manifest is asked for as long as this.
+/// Time limit for fetching a drafter's manifest.
 const DRAFTER_LIMIT: Duration = Duration::from_secs(60);
-/// Of the memory that is free, one part of so many is for tensors that are loaded as they come.
+/// Divisor of the free memory: `1 / MEMORY_SHARE` of it may hold tensors that are loaded as they arrive.
 const MEMORY_SHARE: u64 = 4;
-/// Before sources that do not answer are asked for a manifest again: doubling from the first to the last.
+/// Pause before all sources are asked for a manifest again: the first and the longest pause. It doubles in
+/// between.
 const ASK_AGAIN: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
 
-/// Gets the manifest of a model: from the store if it has it, else from the first of `from` that sends it. Waits for
-/// one of them as long as it takes; dropping the future gives up.
+/// Returns the manifest of a model: from the store, or else from the first of `from` that sends it. Retries
+/// without limit; drop the future to give up.
 ///
 /// # Errors
-/// The store's; [`ShippingError::Incomplete`] if there is nobody to ask.
+/// Those of the store, and [`ShippingError::Incomplete`] if there is no source.
 pub async fn find(
     model: &ModelRef,
     store: &ShardStore,
@@ -133,14 +138,14 @@ pub async fn find(
     if from.is_empty() {
         return Err(ShippingError::Incomplete { missing: 1 }.into());
     }
-    // The node's own address is not open yet.
+    // The node's own endpoint is not bound yet.
     let any_port = SocketAddr::new(listen.ip(), 0);
     let endpoint = Endpoint::bind(any_port, identity, EndpointConfig::new(Epoch(0), [Role::Worker]))?;
     let links = Arc::new(Links::new(Arc::new(endpoint), from, 1));
     seek(model, store, || Arc::clone(&links)).await
 }
 
-/// As [`find`], of whoever `links` are to at the time.
+/// Like [`find`], from the current sources, which `links` returns.
 async fn seek(
     model: &ModelRef,
     store: &ShardStore,
@@ -169,26 +174,26 @@ async fn ask_manifest(links: &Links, source: usize, model: &ModelRef) -> Result<
     let Some(bytes) = bytes else { return Ok(None) };
     let manifest = match model {
         ModelRef::Digest(digest) => Manifest::decode(&bytes, digest),
-        // Whoever is asked says which model has this name, as a coordinator does.
+        // The source decides which model has this name, as a coordinator does.
         ModelRef::Named(_) => Manifest::decode_any(&bytes),
     };
     manifest.map(Some).map_err(|error| error.to_string())
 }
 
-/// Sees to it that what a model's layers need is in the store before they are loaded.
+/// Brings the chunks of a model's layers into the store before the layers are loaded.
 #[derive(Debug)]
 pub(crate) struct Shipper {
     store: Option<ShardStore>,
     endpoint: Arc<Endpoint>,
     from: Vec<String>,
     lanes: usize,
-    /// Who coordinators say has what this worker is to hold.
+    /// Sources named by coordinators, as `host:port`.
     told: watch::Sender<Vec<String>>,
     metrics: ShippingMetrics,
     held: Mutex<LoadedModels>,
 }
 
-/// What is loaded: nothing of it is dropped.
+/// The loaded models. Holding them keeps their chunks in the store.
 #[derive(Debug, Default)]
 struct LoadedModels {
     model: Option<HeldModel>,
@@ -196,7 +201,7 @@ struct LoadedModels {
 }
 
 impl LoadedModels {
-    /// Takes what `other` has in the place of what is here.
+    /// Replaces models by those that `other` has.
     fn take(&mut self, other: Self) {
         let Self { model, drafter } = other;
         self.model = model.or(self.model.take());
@@ -204,7 +209,7 @@ impl LoadedModels {
     }
 }
 
-/// What some layers of a model of the store need.
+/// What some layers of a model in the store need.
 struct LayerNeeds {
     store: ShardStore,
     chunks: Vec<(ChunkId, usize)>,
@@ -212,7 +217,7 @@ struct LayerNeeds {
     tensors: HashMap<String, Vec<ChunkId>>,
 }
 
-/// What is missing of that.
+/// The missing part of [`LayerNeeds`].
 struct Missing {
     chunks: Vec<(ChunkId, usize)>,
     bytes: u64,
@@ -225,7 +230,7 @@ impl Shipper {
         Self { store, endpoint, from, lanes, told: watch::Sender::default(), metrics, held: Mutex::default() }
     }
 
-    /// A coordinator says who has the model that this worker is to hold a part of.
+    /// Sets the workers that have the model, as named by a coordinator.
     pub(crate) fn tell(&self, holders: Vec<String>) {
         self.told.send_if_modified(|told| {
             let news = *told != holders;
@@ -236,14 +241,15 @@ impl Shipper {
         });
     }
 
-    /// To all who may have what is missing.
+    /// Links to all workers that may have missing chunks.
     fn links(&self) -> Arc<Links> {
         let mut targets = self.from.clone();
         targets.extend(self.told.borrow().iter().filter(|target| !self.from.contains(target)).cloned());
         Arc::new(Links::new(Arc::clone(&self.endpoint), &targets, self.lanes))
     }
 
-    /// The file of a model in the store, got from others if it is not there. Waits for one of them as long as it takes.
+    /// Path of a model in the store. Fetches the manifest if the store does not have it, retrying without
+    /// limit.
     pub(crate) async fn locate(&self, model: &[u8; 32]) -> Result<PathBuf, Error> {
         let Some(store) = &self.store else { return Err(ShippingError::Incomplete { missing: 1 }.into()) };
         let held = match store.hold(model).map_err(ShippingError::Store)? {
@@ -255,8 +261,8 @@ impl Shipper {
         Ok(path)
     }
 
-    /// The file of a drafter: that of this worker's own setting if it has this digest, else the store's, whose manifest is
-    /// got from others if it is not there.
+    /// Path of a drafter: this worker's own file if it has this digest, else that of the store, whose
+    /// manifest is fetched if it is missing.
     pub(crate) async fn locate_drafter(
         &self,
         drafter: &[u8; 32],
@@ -286,7 +292,8 @@ impl Shipper {
         Ok(path)
     }
 
-    /// Resolves once all who are asked have been found to be gone, and others have what they had.
+    /// Resolves once all sources are gone and coordinators have named others. Never resolves if sources are
+    /// configured.
     async fn outdated(&self, links: &Links) {
         if !self.from.is_empty() {
             return std::future::pending().await;
@@ -300,8 +307,9 @@ impl Shipper {
         }
     }
 
-    /// Loads a model, or `layers` of it, by `load`, which is told what of it is still under way; a file is just loaded.
-    /// Chunks that turn out damaged are fetched again.
+    /// Loads a model, or its layers `wanted`, with `load`. For a stored model, `load` receives the
+    /// [`Arrivals`] of chunks that are still being fetched; for a plain file it receives `None`. Damaged
+    /// chunks are fetched again.
     pub(crate) async fn load<T: Send + 'static>(
         &self,
         path: &Path,
@@ -328,7 +336,7 @@ impl Shipper {
         Err(ShippingError::Decays { chunks: damaged, attempts: ATTEMPTS }.into())
     }
 
-    /// Loads tensor after tensor, each as soon as it is here.
+    /// Loads each tensor as soon as it has arrived.
     async fn load_while_it_comes<T: Send + 'static>(
         &self,
         needs: &LayerNeeds,
@@ -336,7 +344,7 @@ impl Shipper {
         load: impl Fn(Option<Arrivals>) -> Result<T, Error> + Send + 'static,
     ) -> Result<T, Error> {
         let arrivals = Arrivals::new(needs.tensors.clone(), &missing.chunks, memory_for_tensors());
-        // Whatever becomes of the fetch, nobody waits for it behind its end.
+        // However the fetch ends, waits for its chunks must end with it.
         let ending = arrivals.ending();
         let fetching = async {
             let fetched = self.fetch(needs, missing, &arrivals).await;
@@ -367,14 +375,15 @@ impl Shipper {
         Ok(loaded)
     }
 
-    /// Fetches what is wanted of a model and is not here; nothing of what is a file.
+    /// Fetches the missing chunks of `wanted` into the store. No effect for a plain file.
     pub(crate) async fn bring(&self, path: &Path, wanted: WantedLayers) -> Result<(), Error> {
         let Some((needs, missing)) = self.look(path, wanted).await? else { return Ok(()) };
         let nobody = Arrivals::new(HashMap::new(), &[], 0);
         self.fetch(&needs, &missing, &nobody).await
     }
 
-    /// What is needed and what of it is missing, for which room is made; nothing where all of it is files.
+    /// Determines what is needed and what is missing, and reserves space for it. `None` if the model and its
+    /// drafter are plain files.
     async fn look(&self, path: &Path, wanted: WantedLayers) -> Result<Option<(LayerNeeds, Missing)>, Error> {
         let (path, store) = (path.to_owned(), self.store.clone());
         let Some((needs, held)) = blocking(move || needs(&path, store, wanted)).await?? else {
@@ -419,14 +428,15 @@ impl Shipper {
 /// What a worker loads of a model.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct WantedLayers {
-    /// All where there is none.
+    /// `None`: all layers.
     pub(crate) layers: Option<Range<usize>>,
     pub(crate) guesses: Guesses,
-    /// Whether the embedding is wanted, whatever the layers: a drafter at the last stage reads it.
+    /// Whether the embedding is needed whatever the layers: a drafter at the last stage reads it.
     pub(crate) embedding: bool,
 }
 
-/// What is needed of the model in `path` and of its drafter, which are held; none where both are files.
+/// What is needed of the model in `path` and of its drafter. Holds both in the store. `None` if both are
+/// plain files.
 fn needs(
     path: &Path,
     store: Option<ShardStore>,
@@ -483,13 +493,13 @@ fn owned(names: Vec<&str>) -> Vec<String> {
     names.into_iter().map(str::to_owned).collect()
 }
 
-/// Bytes of tensors that may stay in memory until they are loaded: what other caches, and what is made of the tensors,
-/// can do without.
+/// Maximum bytes of tensors that are kept in memory until they are loaded. Leaves room for other caches and
+/// for the repacked weights.
 fn memory_for_tensors() -> u64 {
     ProcMemInfo.available_bytes().map_or(0, |free| free / MEMORY_SHARE)
 }
 
-/// Runs something that waits for disks.
+/// Runs blocking I/O on a blocking thread.
 async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, Error> {
     tokio::task::spawn_blocking(work).await.map_err(|_| Error::EngineStopped)
 }

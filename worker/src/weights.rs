@@ -14,30 +14,31 @@ pub(crate) use loader::{Loader, tensors_of};
 pub(crate) use packed::Packs;
 pub(crate) use repacking::Repacking;
 
-/// A tensor as a source hands it out.
+/// A tensor of a source.
 #[derive(Debug, Clone, Copy)]
 pub struct TensorView<'a> {
     pub ggml_type: u32,
     /// Dimensions in GGUF order (first = contiguous).
     pub dims: &'a [u64],
-    /// Its bytes as in the file.
+    /// Bytes in the file's format.
     pub bytes: &'a [u8],
 }
 
 /// Where weights come from: a file, a split set, a shard store.
 pub trait TensorSource {
-    /// The named tensor; [`Error::MissingTensor`] if the model has none.
+    /// The named tensor, or [`Error::MissingTensor`] if the model has none.
     fn tensor(&self, name: &str) -> Result<TensorView<'_>, Error>;
 
-    /// Its bytes for as long as somebody has them, where they are mapped and never written again.
+    /// The bytes of a tensor as a shared mapping that is never written again. `None` if the source has no
+    /// such mapping.
     fn shared(&self, _name: &str) -> Result<Option<SharedBytes>, Error> {
         Ok(None)
     }
 
-    /// Nobody looks at the named tensor any more for now: what it takes of memory may go.
+    /// Hints that the named tensor is not needed for now, so that its memory may be freed.
     fn forget(&self, _name: &str) {}
 
-    /// The ggml type id and the bytes of the named tensor, which need not be read for it.
+    /// The ggml type id and the bytes of the named tensor, without reading it.
     fn measure(&self, name: &str) -> Result<(u32, u64), Error>;
 }
 
@@ -71,7 +72,7 @@ pub(crate) struct Linear {
     pub(crate) scale: f32,
 }
 
-/// What mixes a layer's positions.
+/// Weights of a layer's mixer.
 #[derive(Debug)]
 pub(crate) enum MixerWeights {
     Attention(Box<AttentionWeights>),
@@ -103,11 +104,11 @@ pub(crate) struct AttentionWeights {
     pub(crate) o: Linear,
 }
 
-/// A layer's own keys and values.
+/// Projections of a layer's own keys and values.
 #[derive(Debug)]
 pub(crate) struct KvWeights {
     pub(crate) k: Linear,
-    /// None: the values are the keys before norm and rope.
+    /// `None`: the values are the keys before norm and rotary embedding.
     pub(crate) v: Option<Linear>,
     pub(crate) k_norm: Option<Norm>,
     pub(crate) v_norm: Option<Norm>,
@@ -184,7 +185,7 @@ pub(crate) struct MoeWeights {
     pub(crate) activation: GateActivation,
 }
 
-/// What a layer makes of its slice of the per-layer input.
+/// Weights for a layer's slice of the per-layer input.
 #[derive(Debug)]
 pub(crate) struct PerLayerWeights {
     pub(crate) gate: Linear,
@@ -222,32 +223,33 @@ pub(crate) struct PerLayerInputWeights {
     pub(crate) norm: Norm,
 }
 
-/// What follows the last layer.
+/// The output head after the last layer.
 #[derive(Debug)]
 pub(crate) enum Head {
     Logits { norm: Norm, linear: Linear },
     Pooled { classifier: Option<Classifier> },
 }
 
-/// Scores of a pooled vector.
+/// Computes scores from a pooled vector.
 #[derive(Debug)]
 pub(crate) struct Classifier {
     pub(crate) dense: Option<Linear>,
     pub(crate) out: Linear,
 }
 
-/// Weights of a layer range; the head only where it holds the last layer, or is one matrix with the embedding, and that
-/// only where it holds the first layer or where layers read something of the tokens by themselves.
+/// Weights of a layer range. The head is loaded if the range has the last layer, or if the head is the
+/// embedding's matrix and that is loaded. The embedding is loaded if the range has the first layer, or if
+/// layers read per-layer embeddings of the tokens.
 #[derive(Debug)]
 pub(crate) struct Weights {
     pub(crate) embedding: Option<EmbeddingWeights>,
     pub(crate) per_layer_input: Option<PerLayerInputWeights>,
     pub(crate) layers: Vec<LayerWeights>,
     pub(crate) head: Option<Head>,
-    /// Bytes of the tensors as they stand in the source.
+    /// Bytes of the tensors in the source's format.
     pub(crate) source_bytes: usize,
-    /// Bytes of them that one token reads: of experts the share that is used, of tables one row.
+    /// Bytes of them that one token reads: of experts only the share that is used, of tables one row.
     pub(crate) bytes_per_token: usize,
-    /// Of matrices that are read as they stand in the source until then.
+    /// Repacks matrices that are still read in the source's format. `None` if there are none.
     pub(crate) repacking: Option<Repacking>,
 }

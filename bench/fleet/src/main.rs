@@ -1,8 +1,8 @@
-//! Routing policies before many workers, in simulated time.
+//! Simulates routing policies with many workers.
 //!
-//! Real: the coordinator's planning of bodies and its [`Balancer`](coordinator::balancer::Balancer), the workers'
-//! scheduler and cache with their events. Simulated: how long a step takes, from what `kvasir bench` measured, and how
-//! long messages are under way. The peers' routers are written from what their sources do.
+//! Real: the coordinator's preparation of bodies, its [`Balancer`](coordinator::balancer::Balancer), and the
+//! workers' scheduler and cache with their events. Simulated: step times, from measurements of `kvasir
+//! bench`, and message latency. The other routers are modelled on their sources.
 
 mod node;
 mod pulls;
@@ -79,7 +79,7 @@ struct Arguments {
     against: Option<PathBuf>,
 }
 
-/// Who routes which shape of prompt.
+/// A router with a form of the prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Contender {
     Kvasir(Routing),
@@ -97,7 +97,7 @@ const CONTENDERS: [Contender; 6] = [
 ];
 
 impl Contender {
-    /// Router, policy and shape of the prompt, as `bench/rag/replay.py` names them.
+    /// Router, policy and form of the prompt, named as in `bench/rag/replay.py`.
     fn names(self) -> [&'static str; 3] {
         match self {
             Self::Kvasir(Routing::Prefix) => ["kvasir", "prefix", "by_rank"],
@@ -114,7 +114,7 @@ impl Contender {
         only.is_empty() || only.iter().any(|name| *name == router || *name == format!("{policy}-{prompt}"))
     }
 
-    /// Prompt tokens that one cache without bounds would compute of these.
+    /// Prompt tokens that one unbounded cache would compute.
     fn floor(self, traffic: &Traffic, questions: usize) -> u64 {
         traffic::computed_once(self.prompts(traffic, questions).iter().copied())
     }
@@ -204,7 +204,7 @@ fn sweep(base: Setting, arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
-/// The same questions, clients and workers as in each real run.
+/// Simulates the questions, clients and workers of each real run.
 fn against(real: &[Against], base: Setting, arguments: &Arguments) -> Result<()> {
     let most = real.iter().map(|run| run.questions).max().unwrap_or(0);
     let traffic = Traffic::read(&arguments.traffic, &arguments.gguf, arguments.layers, most)?;

@@ -1,4 +1,4 @@
-//! A worker: its real scheduler and cache, and steps that take the time that they were measured to take.
+//! A worker: its real scheduler and cache, with measured step times.
 
 use crate::pulls::{Asked, PullRates, Pulling, Pulls};
 use crate::rates::Rates;
@@ -15,41 +15,35 @@ use worker::scheduler::{
     LogitRows, QueuePosition, Scheduler, SchedulerConfig, SeqId, SequenceRequest, StepPlan,
 };
 
-/// What a worker is made of.
+/// Configuration of a worker.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Build {
     /// Bytes of its KV arena.
     pub(crate) kv_bytes: u64,
-    /// Rows of a prompt in a step.
+    /// Prompt rows per step.
     pub(crate) chunk: u32,
-    /// Layers of the model.
     pub(crate) layers: u32,
-    /// Sequences in its batch.
+    /// Most sequences in the batch.
     pub(crate) max_seqs: usize,
-    /// Time of its steps.
+    /// Step times.
     pub(crate) rates: Rates,
-    /// Time of its pulls.
+    /// Pull times.
     pub(crate) pulls: PullRates,
 }
 
-/// What became of a request in a step.
+/// Progress of a request in a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Progress {
-    /// Its first token, and how many of its prompt's tokens the cache had.
+    /// The first token, and the cached tokens of the prompt.
     Started {
-        /// Which request.
         request: usize,
-        /// Prompt tokens found.
+        /// Prompt tokens found in the cache.
         cached: u32,
     },
-    /// Its last token.
-    Ended {
-        /// Which request.
-        request: usize,
-    },
+    /// The last token.
+    Ended { request: usize },
 }
 
-/// The worker.
 #[derive(Debug)]
 pub(crate) struct Node {
     build: Build,
@@ -57,12 +51,13 @@ pub(crate) struct Node {
     live: HashMap<SeqId, Live>,
     step: Option<Running>,
     pulls: Pulls,
-    /// What others ask of it while it is in a step.
+    /// Requests of other workers that arrived during a step.
     asked: Vec<(usize, Asked)>,
-    /// Until when it sends, and until when each of what it sends.
+    /// Time at which the link is free.
     link_free: Duration,
+    /// End of each of its transfers.
     sends: Vec<Duration>,
-    /// Seconds that copies of the last moments add to its next step.
+    /// Seconds that recent copies add to the next step.
     copying: f64,
     prefill_rate: f64,
     step_ms: f64,
@@ -85,9 +80,9 @@ struct Running {
 }
 
 impl Node {
-    /// Empty.
+    /// An empty worker.
     pub(crate) fn new(build: Build) -> Result<Self> {
-        // Everything in one group, as of a model with attention in all layers.
+        // One cache group, as for a model with attention in all layers.
         const BLOCK: u32 = 16;
         let groups = vec![GroupSpec {
             kind: GroupKind::Full,
@@ -118,7 +113,7 @@ impl Node {
         })
     }
 
-    /// A request for `out` tokens arrives; what has to be asked of another worker for it.
+    /// A request for `out` tokens arrives. Returns the pull to request, if any.
     pub(crate) fn submit(
         &mut self,
         now: Duration,
@@ -134,12 +129,12 @@ impl Node {
         Ok(asked)
     }
 
-    /// Another worker asks for a prefix.
+    /// Another worker requests a prefix.
     pub(crate) fn ask(&mut self, puller: usize, asked: Asked) {
         self.asked.push((puller, asked));
     }
 
-    /// What it is asked for, between two layers of its step: to whom, for which pull, how deep, and when it is there.
+    /// Serves the requests between two layers of its step: (worker, pull, depth, arrival time) of each.
     pub(crate) fn serve(&mut self, now: Duration, root: BlockId) -> Vec<(usize, usize, u32, Duration)> {
         let layer = self.step.as_ref().map_or(0.0, |step| step.seconds / 2.0 / f64::from(self.build.layers));
         let now = now + Duration::from_secs_f64(layer);
@@ -163,13 +158,12 @@ impl Node {
         sent
     }
 
-    /// What another worker has sent.
+    /// A prefix from another worker arrived.
     pub(crate) fn brought(&mut self, pull: usize, depth: u32) {
         self.pulls.brought(pull, depth);
     }
 
-    /// Goes on with the requests whose pull has come or has taken too long, if it is between two steps; what that tells
-    /// the router.
+    /// Between two steps, continues the requests whose pull has arrived or timed out. Returns the KV events.
     pub(crate) fn end_pulls(&mut self, now: Duration, root: BlockId) -> Result<Vec<KvEvent>> {
         if self.step.is_some() {
             return Ok(Vec::new());
@@ -197,7 +191,7 @@ impl Node {
         })?)
     }
 
-    /// Begins a step if none is under way and there is something to do; how long it takes.
+    /// Begins a step if none is running and there is work. Returns its duration.
     pub(crate) fn begin(&mut self) -> Result<Option<Duration>> {
         if self.step.is_some() {
             return Ok(None);
@@ -214,11 +208,11 @@ impl Node {
         Ok(Some(Duration::from_secs_f64(seconds)))
     }
 
-    /// The step is over.
+    /// The step is complete.
     pub(crate) fn complete(&mut self) -> Result<(Vec<Progress>, Vec<KvEvent>)> {
         let Running { plan, seconds, prompt_rows } = self.step.take().context("a step under way")?;
         self.measure(seconds, plan.tokens.len(), prompt_rows);
-        // What is drawn does not matter, except that it is nobody else's.
+        // The sampled token is arbitrary, but different for each sequence.
         let token = |id: SeqId| (id.0 % 40_000) as u32;
         let drawn: Vec<(SeqId, u32)> =
             plan.sequences.iter().filter(|s| s.samples).map(|s| (s.id, token(s.id))).collect();
@@ -242,7 +236,8 @@ impl Node {
         Ok((progress, self.scheduler.take_events()))
     }
 
-    /// Rates as the engine measures them: the newest step counts a fifth, and prefill only where there is little else.
+    /// Rates as the engine measures them: the newest step has a weight of one fifth, and prefill is measured
+    /// only in steps with little else.
     fn measure(&mut self, seconds: f64, rows: usize, prompt_rows: u32) {
         let blend = |old: f64, new: f64| if old == 0.0 { new } else { old + 0.2 * (new - old) };
         self.step_ms = blend(self.step_ms, seconds * 1e3);
@@ -251,7 +246,7 @@ impl Node {
         }
     }
 
-    /// What it tells coordinators of itself.
+    /// The report for coordinators.
     pub(crate) fn report(&self) -> LoadReport {
         let stats = self.scheduler.stats();
         LoadReport {

@@ -1,53 +1,52 @@
-//! Pulls as workers make and serve them (`worker/src/engine/kv_receive.rs`, `worker/src/service/peers.rs`), with time for
-//! bytes and no bytes: what a holder is asked for waits until it is between two steps, then its link, then the step of
-//! the worker that asked.
+//! KV transfers as workers make and serve them (`worker/src/engine/kv_receive.rs`,
+//! `worker/src/service/peers.rs`), with simulated time and no data. A transfer waits for the holder's gap
+//! between two steps, then for its link, then for the requesting worker's step.
 
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 use std::sync::Arc;
 use std::time::Duration;
 use worker::scheduler::Scheduler;
 
-/// Tokens that a pull must save at least, and the part of all that it brings.
+/// Fewest tokens that a pull must save.
 const LEAST_GAIN: u32 = 32;
+/// A pull must also save this part of the prefix: 1 / `GAIN_PART`.
 const GAIN_PART: u32 = 16;
-/// What a pull is given: the time that computing takes, but not less or more than this.
+/// Shortest timeout of a pull in seconds. The timeout is the time for computing the tokens, within limits.
 const LEAST_PATIENCE: f64 = 1.0;
+/// Longest timeout of a pull in seconds.
 const MOST_PATIENCE: f64 = 10.0;
 
-/// What pulls were measured to take.
+/// Measured times of pulls.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PullRates {
-    /// Bytes per second from one worker to another.
+    /// Bytes per second between two workers.
     pub(crate) bytes_per_second: f64,
-    /// Seconds besides, for round trips.
+    /// Additional seconds, for round trips.
     pub(crate) overhead: f64,
     /// Bytes per second that an engine copies between two steps.
     pub(crate) copied_per_second: f64,
 }
 
-/// What is asked of a holder.
+/// A request to a holder.
 #[derive(Debug, Clone)]
 pub(crate) struct Asked {
-    /// Who is asked.
     pub(crate) holder: usize,
-    /// Which pull of the worker that asks.
+    /// Number of the requesting worker's pull.
     pub(crate) pull: usize,
     /// The prefix.
     pub(crate) tokens: Arc<[u32]>,
-    /// Leading tokens that are there.
+    /// Leading tokens that the worker already has.
     pub(crate) have: u32,
-    /// When it is given up.
+    /// Timeout.
     pub(crate) until: Duration,
 }
 
-/// A request with where it may pull from.
+/// A request with the source that it may pull from.
 #[derive(Debug, Clone)]
 pub(crate) struct Pulling {
-    /// Which request.
     pub(crate) request: usize,
-    /// Its prompt.
     pub(crate) prompt: Arc<[u32]>,
-    /// Who holds how many leading tokens of it.
+    /// Holder, and the number of leading tokens that it holds.
     pub(crate) source: Option<(usize, u32)>,
 }
 
@@ -64,13 +63,13 @@ struct Pull {
     tokens: Arc<[u32]>,
     waiting: Vec<Pulling>,
     until: Duration,
-    /// How deep the resume point is that has come; 0: nothing.
+    /// Depth of the resume point that arrived; 0 if none.
     brought: Option<u32>,
 }
 
 impl Pulls {
-    /// Has a request wait for a pull, which may have to be asked for, or gives it back if none is worth it. `rate`:
-    /// tokens per second that the worker computes.
+    /// Makes a request wait for a pull, which may have to be requested, or returns it if no pull is worth it.
+    /// `rate` is the worker's prefill rate in tokens per second.
     pub(crate) fn wait(
         &mut self,
         now: Duration,
@@ -108,14 +107,15 @@ impl Pulls {
         (None, Some(asked))
     }
 
-    /// What a pull has brought.
+    /// A pull has arrived.
     pub(crate) fn brought(&mut self, pull: usize, depth: u32) {
         if let Some(pull) = self.under_way.iter_mut().find(|other| other.id == pull) {
             pull.brought = Some(depth);
         }
     }
 
-    /// Puts what has come into the cache; the requests that waited for it or for too long, and tokens copied.
+    /// Puts arrived prefixes into the cache. Returns the requests whose pull arrived or timed out, and the
+    /// tokens copied.
     pub(crate) fn end(
         &mut self,
         now: Duration,

@@ -1,4 +1,4 @@
-//! How long a step takes: a line through what `kvasir bench` has measured.
+//! Step times: a linear model fitted to measurements of `kvasir bench`.
 
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
@@ -6,29 +6,30 @@ use serde_json::Value;
 use std::path::Path;
 use worker::scheduler::StepPlan;
 
-/// Rows of a prompt in one step of the bench, its default.
+/// Prompt rows per step of the bench; its default.
 const BENCH_CHUNK: f64 = 512.0;
-/// Depth at which the bench decodes batches, and steps that it decodes there.
+/// Depth at which the bench decodes batches.
 const BATCH_DEPTH: f64 = 128.0;
+/// Steps that the bench decodes at that depth.
 const BATCH_STEPS: f64 = 32.0;
-/// Passes over all coefficients; they have long stopped moving by then.
+/// Iterations of the fit; it converges much earlier.
 const PASSES: usize = 100_000;
 
-/// Seconds of a step: `step + rows * row + tokens attended to by prompt rows * prefill_attended + ... by decoded
-/// rows * decode_attended`.
+/// Seconds of a step: `step + rows * row + tokens attended to by prompt rows * prefill_attended + tokens
+/// attended to by decoded rows * decode_attended`.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Rates {
-    /// Of any step, however small.
+    /// Seconds per step.
     pub(crate) step: f64,
-    /// Of each row.
+    /// Seconds per row.
     pub(crate) row: f64,
-    /// Of each token that a row of a prompt attends to.
+    /// Seconds per token attended to by a prompt row.
     pub(crate) prefill_attended: f64,
-    /// Of each token that a decoded row attends to.
+    /// Seconds per token attended to by a decoded row.
     pub(crate) decode_attended: f64,
-    /// Bytes of KV that a token takes.
+    /// Bytes of KV per token.
     pub(crate) kv_bytes_per_token: u64,
-    /// How far the line is from what was measured, at worst: 0.1 is 10 %.
+    /// Largest relative error of the model: 0.1 is 10%.
     pub(crate) worst_error: f64,
 }
 
@@ -47,11 +48,12 @@ struct Row {
     bytes_per_token: f64,
 }
 
-/// What one measurement says: coefficients of the four unknowns, and seconds.
+/// A measurement: coefficients of the four unknowns, and seconds.
 type Equation = ([f64; 4], f64);
 
 impl Rates {
-    /// Reads the output of one `kvasir bench --json`, or an array of several that ran at once. `decoded`: its `-n`.
+    /// Reads the output of `kvasir bench --json`, or an array of several concurrent runs. `decoded` is its
+    /// `-n`.
     pub(crate) fn read(path: &Path, decoded: f64) -> Result<Self> {
         let text = std::fs::read_to_string(path).with_context(|| format!("{}", path.display()))?;
         let value: Value = serde_json::from_str(&text)?;
@@ -73,7 +75,7 @@ impl Rates {
         Ok(rates)
     }
 
-    /// Seconds that `plan` takes, and its rows of prompts.
+    /// Seconds of `plan`, and its prompt rows.
     pub(crate) fn of(
         &self,
         plan: &StepPlan,
@@ -93,7 +95,7 @@ impl Rates {
         (self.seconds(&counts), prompt_rows)
     }
 
-    /// Seconds of a whole prompt that nobody has seen, with nothing beside it.
+    /// Seconds of a whole uncached prompt on an idle worker.
     pub(crate) fn prompt(&self, tokens: f64, chunk: f64) -> f64 {
         self.seconds(&prompt(tokens, chunk))
     }
@@ -120,7 +122,7 @@ fn equation(row: &Row, decoded: f64) -> Option<Equation> {
     }
 }
 
-/// Least squares of relative errors, no coefficient below zero: each in turn is set to its best.
+/// Least squares of relative errors with non-negative coefficients, by coordinate descent.
 fn fit(equations: &[Equation]) -> [f64; 4] {
     let relative: Vec<[f64; 4]> = equations.iter().map(|(c, seconds)| c.map(|c| c / seconds)).collect();
     let mut x = [0.0; 4];
@@ -138,7 +140,7 @@ fn fit(equations: &[Equation]) -> [f64; 4] {
     x
 }
 
-/// What a decoded token reads more for each token before it.
+/// Additional bytes that a decoded token reads per token before it.
 fn kv_bytes(rows: &[Row]) -> Option<u64> {
     let decodes = || rows.iter().filter(|row| row.test == "decode");
     let low = decodes().min_by(|a, b| a.tokens.total_cmp(&b.tokens))?;

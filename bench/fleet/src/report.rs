@@ -1,4 +1,4 @@
-//! Lines of JSON: a simulated run, and how far it is from a real one.
+//! JSON lines: a simulated run, and its difference from a real one.
 
 use crate::simulation::Outcome;
 use anyhow::{Context, Result};
@@ -6,7 +6,6 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// A simulated run.
 #[derive(Debug, Serialize)]
 pub(crate) struct Row {
     router: &'static str,
@@ -18,7 +17,7 @@ pub(crate) struct Row {
     prompt_tokens: u64,
     hit_ratio: f64,
     computed: u64,
-    /// What one cache without bounds would compute.
+    /// Ideal prefill: tokens that one unbounded cache would compute.
     floor: u64,
     load_cov: f64,
     seconds: f64,
@@ -30,7 +29,7 @@ pub(crate) struct Row {
 }
 
 impl Row {
-    /// Of a run of `questions` before so many workers.
+    /// Results of a run of `questions` questions.
     pub(crate) fn new(
         names: [&'static str; 3],
         workers: usize,
@@ -61,14 +60,14 @@ impl Row {
         }
     }
 
-    /// As one line.
+    /// Prints one line.
     pub(crate) fn print(&self) -> Result<()> {
         println!("{}", serde_json::to_string(self)?);
         Ok(())
     }
 }
 
-/// A real run, as `bench/rag/replay.py` writes it.
+/// A real run, as written by `bench/rag/replay.py`.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Against {
     router: String,
@@ -80,26 +79,24 @@ pub(crate) struct Against {
     seconds: f64,
     ttft_p50: f64,
     ttft_p99: f64,
-    /// Workers.
     pub(crate) workers: usize,
-    /// Bytes of KV of each.
+    /// Bytes of KV per worker.
     pub(crate) kv_bytes: u64,
-    /// Questions asked.
     pub(crate) questions: usize,
-    /// Clients.
+    /// Number of clients.
     pub(crate) concurrency: usize,
-    /// Tokens of an answer.
+    /// Tokens per answer.
     pub(crate) out: u32,
 }
 
-/// Real, simulated, and the error of the simulated: 0.1 is 10 % too much.
+/// Real and simulated values, and the relative error of the simulation: 0.1 is 10% too high.
 #[derive(Debug, Serialize)]
 pub(crate) struct Comparison<'a> {
     router: &'a str,
     policy: &'a str,
     prompt: &'a str,
     computed: [f64; 3],
-    /// What one cache without bounds would compute.
+    /// Ideal prefill: tokens that one unbounded cache would compute.
     floor: u64,
     pulls: usize,
     mispredicted: usize,
@@ -113,18 +110,18 @@ pub(crate) struct Comparison<'a> {
 }
 
 impl Against {
-    /// All runs of a file.
+    /// Reads all runs of a file.
     pub(crate) fn read(path: &Path) -> Result<Vec<Self>> {
         let text = std::fs::read_to_string(path).with_context(|| format!("{}", path.display()))?;
         text.lines().map(|line| Ok(serde_json::from_str(line)?)).collect()
     }
 
-    /// Router, policy and shape of the prompt.
+    /// Router, policy and form of the prompt.
     pub(crate) fn names(&self) -> [&str; 3] {
         [&self.router, &self.policy, &self.prompt]
     }
 
-    /// Beside what was simulated.
+    /// Compares the run with a simulation.
     pub(crate) fn compare(&self, floor: u64, outcome: &Outcome) -> Comparison<'_> {
         let error =
             |real: f64, simulated: f64| [real, rounded(simulated, 3), rounded(simulated / real - 1.0, 4)];
@@ -146,7 +143,7 @@ impl Against {
 }
 
 impl Comparison<'_> {
-    /// As one line.
+    /// Prints one line.
     pub(crate) fn print(&self) -> Result<()> {
         println!("{}", serde_json::to_string(self)?);
         Ok(())

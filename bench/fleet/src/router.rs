@@ -1,4 +1,4 @@
-//! Who decides where a request goes: Kvasir's own balancer, as it is shipped, and what its peers do.
+//! Routers: Kvasir's own balancer, and models of other routers.
 
 use crate::pulls::PullRates;
 use crate::traffic::{Prompt, TENANT};
@@ -14,50 +14,46 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The only life of every worker.
+/// Epoch of every worker.
 pub(crate) const EPOCH: Epoch = Epoch(1);
 
-/// A request that goes to a worker.
+/// A routed request.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Placed {
-    /// Which request.
     pub(crate) request: usize,
-    /// Which worker.
     pub(crate) worker: usize,
-    /// Prompt tokens expected to be cached there, by a router that knows tokens.
+    /// Prompt tokens expected in the worker's cache; `None` if the router has no tokens.
     pub(crate) predicted: Option<u32>,
-    /// Why, by a router that says so.
+    /// Reason of the decision, if the router reports one.
     pub(crate) reason: Option<Reason>,
-    /// Who the worker may pull from, and how many leading tokens.
+    /// Holder that the worker may pull from, and the number of leading tokens.
     pub(crate) pull: Option<(usize, u32)>,
 }
 
-/// A router. Times are since the start.
+/// A router. Times are relative to the start.
 pub(crate) trait Router {
-    /// A request arrives.
     fn submit(&mut self, now: Duration, request: usize, prompt: &Prompt) -> Result<Vec<Placed>>;
-    /// Its first token has come.
+    /// The first token of a request has arrived.
     fn started(&mut self, _now: Duration, _request: usize) -> Result<Vec<Placed>> {
         Ok(Vec::new())
     }
-    /// Its last token has come.
+    /// The last token of a request has arrived.
     fn ended(&mut self, now: Duration, request: usize) -> Result<Vec<Placed>>;
-    /// What a worker says of its cache.
+    /// KV events of a worker.
     fn events(&mut self, _worker: usize, _events: Vec<KvEvent>) -> Result<()> {
         Ok(())
     }
-    /// What a worker says of its load.
+    /// A worker's load report.
     fn report(&mut self, _now: Duration, _worker: usize, _report: LoadReport) -> Result<Vec<Placed>> {
         Ok(Vec::new())
     }
 }
 
-/// splitmix64: numbers for ties and arrivals, the same in every run.
+/// splitmix64, for ties and arrivals; the same in every run.
 #[derive(Debug)]
 pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
-    /// The next number.
     pub(crate) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -77,12 +73,12 @@ pub(crate) struct Kvasir {
     next_event: Vec<u64>,
     requests: HashMap<Ticket, usize>,
     tickets: HashMap<usize, Ticket>,
-    /// Tokens of an answer.
+    /// Tokens per answer.
     out: u32,
 }
 
 impl Kvasir {
-    /// All workers have joined and are idle, `report` is what they say first.
+    /// All workers have joined and are idle; `report` is their first report.
     pub(crate) fn new(
         routing: Routing,
         model: &ServedModel,
@@ -113,7 +109,7 @@ impl Kvasir {
             let cost =
                 PullCost { model: model.id.clone(), bytes_per_token: kv_bytes_per_token, bytes_per_point: 0 };
             balancer.introduce(node, EPOCH, WorkPart::Both, vec![cost], String::new());
-            // What it measures once it has pulled.
+            // Pull rate as measured by the worker.
             let report = PullReport { rate: pulls.bytes_per_second as f32, ..PullReport::default() };
             balancer.pulled(node, EPOCH, report);
         }
@@ -200,34 +196,34 @@ impl Router for Kvasir {
     }
 }
 
-/// How the two peers differ.
+/// Differences of the two other routers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Peer {
-    /// `sglang-router` 0.3.2: of equally busy workers the first.
+    /// `sglang-router` 0.3.2: ties go to the first worker.
     Sglang,
-    /// `smg` 1.13: of equally busy workers any.
+    /// `smg` 1.13: ties are random.
     Smg,
 }
 
-/// `cache_aware` with a tree of texts, before workers that are plain servers and so report no load: the router
-/// knows what it has sent and what has come back. Written from what the peers' sources do.
+/// `cache_aware` with a tree of texts, before plain servers that report no load: the router only has the
+/// requests sent and completed. Modelled on the other routers' sources.
 pub(crate) struct CacheAware {
     peer: Peer,
     tree: Tree,
-    /// Requests in flight, by worker.
+    /// In-flight requests of each worker.
     loads: Vec<usize>,
     on: HashMap<usize, usize>,
     random: Random,
 }
 
-/// The peers' defaults (`--help` of sglang-router 0.3.2 and smg 1.13.0).
+/// Defaults of both routers (`--help` of sglang-router 0.3.2 and smg 1.13.0).
 const CACHE_THRESHOLD: f64 = 0.3;
 const BALANCE_ABS: usize = 64;
 const BALANCE_REL: f64 = 1.5;
 const MAX_TREE: usize = 1 << 26;
 
 impl CacheAware {
-    /// Idle workers, an empty tree.
+    /// Idle workers and an empty tree.
     pub(crate) fn new(peer: Peer, workers: usize) -> Self {
         let (tree, on) = (Tree::new(), HashMap::new());
         Self { peer, tree, loads: vec![0; workers], on, random: Random(1) }

@@ -12,50 +12,48 @@ use std::collections::BinaryHeap;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How requests come.
+/// Arrival process of the requests.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Arrivals {
-    /// So many clients, each with its next as soon as it has an answer.
+    /// This number of clients; each sends its next request when it has a response.
     Closed(usize),
-    /// So many a second, each when it comes (Poisson).
+    /// This many requests per second, at random times (Poisson).
     Open(f64),
 }
 
-/// Everything but router and requests.
+/// Parameters besides router and requests.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Setting {
-    /// Workers.
     pub(crate) workers: usize,
-    /// What each is made of.
+    /// Configuration of each worker.
     pub(crate) build: Build,
-    /// How requests come.
     pub(crate) arrivals: Arrivals,
-    /// Tokens of an answer.
+    /// Tokens per answer.
     pub(crate) out: u32,
-    /// From client to worker or back, all told.
+    /// One-way latency between client and worker.
     pub(crate) hop: Duration,
-    /// Between two reports of a worker.
+    /// Interval of a worker's reports.
     pub(crate) report_every: Duration,
 }
 
-/// What came of it.
+/// Results of a run.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Outcome {
-    /// Seconds until the last answer.
+    /// Seconds until the last answer is complete.
     pub(crate) seconds: f64,
     /// Prompt tokens of all requests.
     pub(crate) prompt_tokens: u64,
-    /// Of these, found in a cache.
+    /// Prompt tokens found in a cache.
     pub(crate) cached: u64,
     /// Prompt tokens that each worker computed.
     pub(crate) computed: Vec<u64>,
     /// Seconds to each request's first token, ascending.
     pub(crate) ttft: Vec<f64>,
-    /// Requests that found other than the router had predicted.
+    /// Requests whose cached tokens differ from the router's prediction.
     pub(crate) mispredicted: usize,
-    /// Prefixes that a worker asked another for.
+    /// KV transfers requested by workers.
     pub(crate) pulls: usize,
-    /// Requests by the reason that the router gave.
+    /// Requests by the router's reason.
     pub(crate) reasons: Vec<(&'static str, usize)>,
 }
 
@@ -64,11 +62,11 @@ enum Event {
     Arrive,
     AtWorker(Placed),
     StepEnds(usize),
-    /// Who asks, and for what.
+    /// (holder, request): a worker requests a prefix.
     Asked(usize, Asked),
-    /// To whom, of which pull, how deep.
+    /// (worker, pull, depth): a prefix arrives.
     Brought(usize, usize, u32),
-    /// A worker's pull may have taken too long.
+    /// A worker's pull may have timed out.
     Patience(usize),
     AtRouter(usize, Vec<Progress>, Vec<KvEvent>),
     Report(usize),
@@ -80,7 +78,7 @@ struct Run<'a> {
     prompts: &'a [&'a Prompt],
     root: BlockId,
     nodes: Vec<Node>,
-    /// What happens next; equal times in the order in which they were put down.
+    /// Future events; ties go to the one queued first.
     queue: BinaryHeap<Reverse<(Duration, u64, usize)>>,
     events: Vec<Option<Event>>,
     random: Random,
@@ -91,7 +89,7 @@ struct Run<'a> {
     outcome: Outcome,
 }
 
-/// Replays the prompts in their order.
+/// Replays the prompts in order.
 pub(crate) fn run(
     setting: Setting,
     router: &mut dyn Router,
@@ -120,7 +118,7 @@ pub(crate) fn run(
     };
     (0..first).for_each(|_| run.at(Duration::ZERO, Event::Arrive));
     for worker in 0..setting.workers {
-        // Not all in one moment.
+        // Spread the reports over the interval.
         run.at(setting.report_every * worker as u32 / setting.workers as u32, Event::Report(worker));
     }
     let mut now = Duration::ZERO;
@@ -242,14 +240,14 @@ impl Run<'_> {
         }
     }
 
-    /// A worker sends what it is asked for.
+    /// A worker sends the requested prefixes.
     fn serve(&mut self, now: Duration, worker: usize) {
         for (puller, pull, depth, at) in self.nodes[worker].serve(now, self.root) {
             self.at(at, Event::Brought(puller, pull, depth));
         }
     }
 
-    /// Between two steps a worker takes in what has come for it and begins the next.
+    /// Between two steps a worker handles arrivals and begins the next step.
     fn step(&mut self, now: Duration, worker: usize) -> Result<()> {
         let events = self.nodes[worker].end_pulls(now, self.root)?;
         if !events.is_empty() {
@@ -263,19 +261,19 @@ impl Run<'_> {
 }
 
 impl Outcome {
-    /// Tokens computed by all.
+    /// Prompt tokens computed by all workers.
     pub(crate) fn total(&self) -> u64 {
         self.computed.iter().sum()
     }
 
-    /// Standard deviation of the workers' computed tokens over their mean, as `bench/rag/replay.py` has it.
+    /// Standard deviation of the workers' computed tokens divided by their mean, as in `bench/rag/replay.py`.
     pub(crate) fn load_cov(&self) -> f64 {
         let mean = self.total() as f64 / self.computed.len() as f64;
         let variance = self.computed.iter().map(|tokens| (*tokens as f64 - mean).powi(2)).sum::<f64>();
         if mean > 0.0 { (variance / self.computed.len() as f64).sqrt() / mean } else { 0.0 }
     }
 
-    /// A quantile of the times to the first token, as `bench/rag/replay.py` has it.
+    /// A quantile of TTFT, as in `bench/rag/replay.py`.
     pub(crate) fn ttft(&self, share: f64) -> f64 {
         let at = (share * self.ttft.len() as f64) as usize;
         self.ttft.get(at.min(self.ttft.len().saturating_sub(1))).copied().unwrap_or(0.0)
@@ -290,7 +288,7 @@ mod tests {
     use crate::traffic::computed_once;
     use proto::block::{ClusterKey, Scope, TenantSalt};
 
-    /// Sends each request where it is told to.
+    /// Sends each request to a given worker.
     struct Told(Vec<(usize, Option<(usize, u32)>)>);
 
     impl Router for Told {
@@ -319,7 +317,7 @@ mod tests {
         Prompt { text: "".into(), chain: KEY.chain(root(), &tokens).into(), tokens }
     }
 
-    /// Two workers that take a millisecond for a token, and a second for 10 MB.
+    /// Two workers with one millisecond per token and one second per 10 MB.
     fn simulate(told: Vec<(usize, Option<(usize, u32)>)>, clients: usize, prompts: &[Prompt]) -> Outcome {
         let rates = Rates { step: 0.001, row: 0.001, kv_bytes_per_token: 10_000, ..Rates::default() };
         let pulls = PullRates { bytes_per_second: 1e7, overhead: 0.0, copied_per_second: 1e9 };
@@ -340,9 +338,9 @@ mod tests {
         assert_eq!((alone.computed.as_slice(), alone.pulls), ([400, 400].as_slice(), 0));
         let pulled = simulate(vec![(0, None), (1, Some((0, 320)))], 1, &prompts);
         assert_eq!((pulled.computed.as_slice(), pulled.pulls), ([400, 80].as_slice(), 1));
-        // 3.2 MB take 0.32 s, as long as computing does.
+        // 3.2 MB take 0.32 s, as long as the computation.
         assert!((pulled.seconds - alone.seconds).abs() < 0.05, "{} {}", pulled.seconds, alone.seconds);
-        // Who holds less than was thought sends that; who holds nothing, nothing.
+        // A holder with less than expected sends that; without any, nothing.
         let less = simulate(vec![(0, None), (1, Some((0, 400)))], 1, &prompts);
         assert_eq!(less.computed, [400, 80]);
         let nothing = simulate(vec![(1, Some((0, 320))), (0, None)], 1, &prompts);
@@ -359,7 +357,7 @@ mod tests {
         ];
         let outcome = simulate(vec![(0, None), (1, None), (0, None), (1, Some((0, 304)))], 2, &prompts);
         assert_eq!((outcome.computed.as_slice(), outcome.cached), ([320 + 2_000, 400 + 80].as_slice(), 304));
-        // The third takes two seconds, and ends last.
+        // The third request takes two seconds, and ends last.
         assert!((2.3..2.6).contains(&outcome.seconds), "{}", outcome.seconds);
     }
 }

@@ -1,4 +1,4 @@
-//! Requests as the coordinator plans them: bodies in, tokens and names of their units out.
+//! Requests prepared by the coordinator's code: bodies in, tokens and unit ids out.
 
 use anyhow::{Context, Result, anyhow};
 use coordinator::api::auth::{Keys, salt};
@@ -19,34 +19,32 @@ use std::sync::Arc;
 /// The tenant of all requests.
 pub(crate) const TENANT: &str = "default";
 
-/// A request as routers and workers see it.
+/// A request as seen by routers and workers.
 #[derive(Debug, Clone)]
 pub(crate) struct Prompt {
-    /// What routers that know no tokens look at: the texts of the messages.
+    /// The messages' texts, for routers without tokens.
     pub(crate) text: Arc<str>,
-    /// The tokens.
     pub(crate) tokens: Arc<[u32]>,
-    /// Ids of the full units.
+    /// Ids of the full hash units.
     pub(crate) chain: Arc<[BlockId]>,
 }
 
-/// One question in both shapes.
+/// One question in both forms.
 #[derive(Debug)]
 pub(crate) struct Question {
-    /// Documents in the order of their rank, as a client writes it.
+    /// Documents in the order of their rank, as written by a client.
     pub(crate) by_rank: Prompt,
     /// Documents as a field, ordered by the coordinator.
     pub(crate) by_popularity: Prompt,
 }
 
-/// All of it.
+/// All requests of a run.
 #[derive(Debug)]
 pub(crate) struct Traffic {
-    /// The model.
     pub(crate) model: ServedModel,
-    /// The root of all chains.
+    /// Root of all chains.
     pub(crate) root: BlockId,
-    /// Requests in their order.
+    /// Requests in order.
     pub(crate) questions: Vec<Question>,
 }
 
@@ -57,8 +55,8 @@ struct Line {
 }
 
 impl Traffic {
-    /// Reads what `bench/rag/traffic.py` prints, up to `most` questions, and plans it for the model in the file `gguf`,
-    /// which has so many layers.
+    /// Reads the output of `bench/rag/traffic.py`, at most `most` questions, and prepares them for the model
+    /// in `gguf` with `layers` layers.
     pub(crate) fn read(path: &Path, gguf: &Path, layers: u32, most: usize) -> Result<Self> {
         let id = ModelId::new("simulated")?;
         let models = Models::open(&[ModelEntry { id: id.clone(), path: gguf.to_owned() }], false)?;
@@ -82,7 +80,7 @@ impl Traffic {
         });
         let popularity = Popularity::default();
         let served = |_: &ModelId| Some(model.clone());
-        // Without keys anybody may ask.
+        // Without keys every caller is accepted.
         let caller = Keys::new(&[], ClusterKey([3; 32]), None)?.authenticate(&Default::default())?;
         let sources =
             Sources { caller: &caller, models: &models, served: &served, seed: 1, popularity: &popularity };
@@ -113,20 +111,20 @@ impl Traffic {
         Ok(Self { model, root, questions })
     }
 
-    /// Mean tokens of the prompts as clients write them.
+    /// Mean prompt length in tokens, as written by clients.
     pub(crate) fn mean_tokens(&self) -> f64 {
         let tokens: usize = self.questions.iter().map(|question| question.by_rank.tokens.len()).sum();
         tokens as f64 / self.questions.len().max(1) as f64
     }
 }
 
-/// The messages' texts in their order, which is what both peers' routers look at.
+/// The messages' texts in order, as used by both other routers.
 fn text(body: &Value) -> String {
     let messages = body["messages"].as_array().into_iter().flatten();
     messages.filter_map(|message| message["content"].as_str()).collect::<Vec<_>>().join(" ")
 }
 
-/// Prompt tokens that one cache without bounds computes of these, one after the other.
+/// Prompt tokens that one unbounded cache computes for these prompts, one after the other.
 pub(crate) fn computed_once<'a>(prompts: impl Iterator<Item = &'a Prompt>) -> u64 {
     let mut seen = HashSet::new();
     let mut computed = 0;

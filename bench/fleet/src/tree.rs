@@ -1,13 +1,13 @@
-//! The approximate tree of texts that routers without tokens keep: which worker was sent which beginning.
+//! The approximate text tree of routers without tokens: the workers that received each prefix.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// A radix tree over bytes; each node knows who was sent a text that leads through it, the latest last.
+/// A radix tree over bytes. Each node lists the workers that received a text through it, the latest last.
 #[derive(Debug, Default)]
 pub(crate) struct Tree {
     nodes: Vec<Node>,
-    /// Bytes of all nodes, once for each worker that knows them.
+    /// Bytes of all nodes, counted once per worker.
     size: usize,
 }
 
@@ -39,17 +39,17 @@ impl Piece {
 }
 
 impl Tree {
-    /// An empty one.
+    /// An empty tree.
     pub(crate) fn new() -> Self {
         Self { nodes: vec![Node::default()], size: 0 }
     }
 
-    /// Bytes kept, counted for each worker.
+    /// Bytes stored, counted once per worker.
     pub(crate) fn size(&self) -> usize {
         self.size
     }
 
-    /// How much of the beginning of `text` is known, and the worker that was sent it last.
+    /// Length of the longest known prefix of `text`, and the worker that received it last.
     pub(crate) fn matched(&self, text: &str) -> (usize, Option<usize>) {
         let bytes = text.as_bytes();
         let (mut node, mut at) = (0, 0);
@@ -64,7 +64,7 @@ impl Tree {
         (at, self.nodes[node].workers.last().copied())
     }
 
-    /// `worker` was sent `text`.
+    /// Records that `worker` received `text`.
     pub(crate) fn insert(&mut self, text: &Arc<str>, worker: usize) {
         let bytes = text.as_bytes();
         let (mut node, mut at) = (0, 0);
@@ -89,7 +89,7 @@ impl Tree {
         }
     }
 
-    /// Puts a node for the first `len` bytes between `parent` and `child`.
+    /// Inserts a node for the first `len` bytes between `parent` and `child`.
     fn split(&mut self, parent: usize, child: usize, len: usize) -> usize {
         let middle = self.nodes.len();
         let text = self.nodes[child].text.clone();
@@ -135,7 +135,7 @@ mod tests {
         assert_eq!(tree.matched("abcx"), (4, Some(1)));
         tree.insert(&"abcd".into(), 1);
         assert_eq!(tree.matched("abcdZ"), (4, Some(1)));
-        // 3 workers know "abc", 3 "d", 2 "e", and one each of "f", "q", "xyz".
+        // 3 workers have "abc", 3 "d", 2 "e", and one each "f", "q", "xyz".
         assert_eq!(tree.size(), 9 + 3 + 2 + 1 + 1 + 3);
     }
 }

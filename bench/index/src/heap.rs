@@ -1,4 +1,4 @@
-//! An allocator that counts the bytes that are live.
+//! An allocator that counts live bytes.
 #![allow(unsafe_code, reason = "a global allocator is an unsafe trait")]
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -8,7 +8,7 @@ static LIVE: AtomicUsize = AtomicUsize::new(0);
 
 struct Counting;
 
-// SAFETY: every call is handed on unchanged to the system's allocator, whose contract is the caller's; the
+// SAFETY: every call is forwarded unchanged to the system's allocator, whose contract is the caller's; the
 // counter beside it touches no memory that is handed out.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
@@ -33,7 +33,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static HEAP: Counting = Counting;
 
-/// Bytes that are allocated.
+/// Bytes currently allocated.
 pub fn live() -> usize {
     LIVE.load(Relaxed)
 }

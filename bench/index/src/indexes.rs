@@ -1,5 +1,5 @@
-//! The indexes under one face. Whatever a router would have at hand already (ids in the index's own type, events
-//! as they are received) is made before the clock starts.
+//! The indexes behind one trait. Data that a router would already have (ids in the index's own type, events
+//! as received) is prepared before the clock starts.
 
 use crate::load::Stored;
 use coordinator::prefix_index::PrefixIndex;
@@ -19,13 +19,13 @@ pub trait Index {
     type Query;
     type Answer;
     fn new(workers: usize) -> Self;
-    /// Applies the events; how long that took.
+    /// Applies the events and returns the time.
     fn apply(&mut self, events: Vec<Stored>) -> Duration;
     fn query(blocks: &[u64]) -> Self::Query;
-    /// A query that is used up by being asked is cloned by this beforehand.
+    /// A query that is consumed by the lookup is cloned here beforehand.
     fn find(&self, query: &mut Self::Query) -> Self::Answer;
     fn depth(answer: &Self::Answer, worker: usize) -> u32;
-    /// Bytes that the index says it takes.
+    /// Memory by the index's own account, in bytes.
     fn says(&self) -> Option<u64> {
         None
     }
@@ -36,7 +36,7 @@ pub struct Kvasir {
     sequences: Vec<u64>,
 }
 
-/// 128 bits, as the ids of Kvasir have.
+/// A 128-bit id, as Kvasir's.
 fn id(block: u64) -> BlockId {
     let mut id = [0; 16];
     id[..8].copy_from_slice(&block.to_le_bytes());
@@ -109,7 +109,7 @@ impl Index for Smg {
 
     fn new(workers: usize) -> Self {
         let index = ChainIndex::with_max_workers(workers.max(64));
-        // Worker n gets number n: they are given out in order.
+        // Workers are numbered in order, so worker n gets number n.
         let worker = |n: usize| {
             let number = index.intern_worker(&format!("worker-{n:04}")).expect("room for a worker");
             assert_eq!(number as usize, n);
@@ -171,7 +171,7 @@ fn score(scores: &dynamo::OverlapScores, worker: usize) -> u32 {
     scores.scores.get(&dynamo::WorkerWithDpRank::new(worker as u64, 0)).copied().unwrap_or(0)
 }
 
-/// With one thread that writes, as it is meant to be used.
+/// With a single writer thread, as intended by its authors.
 pub struct DynamoCompressed {
     index: Arc<ConcurrentRadixTreeCompressed>,
     tasks: flume::Sender<WorkerTask>,
@@ -238,7 +238,7 @@ impl Index for DynamoRadix {
     }
 
     fn find(&self, query: &mut Self::Query) -> Self::Answer {
-        // It wants the sequence for itself; the next one is made where the clock stands still.
+        // The lookup consumes the sequence; the next one is prepared outside the measured time.
         self.0.find_matches(black_box(query.1.take().unwrap_or_else(|| query.0.clone())), false)
     }
 

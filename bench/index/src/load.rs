@@ -1,13 +1,13 @@
-//! The load: who stores which blocks in which order, and what is asked.
+//! The load: stored blocks with their order and workers, and the queries.
 
 /// Blocks of a prompt.
 pub const CHAIN: usize = 1024;
-/// Blocks of a system prompt, which all workers hold.
+/// Blocks of a system prompt, held by all workers.
 const SHARED: usize = 16;
 const SYSTEM_PROMPTS: u64 = 16;
 /// Blocks of one event.
 pub const EVENT: usize = 32;
-/// The block after which a half query goes its own way.
+/// Block after which a half query diverges.
 const HALF: usize = 540;
 
 /// A load of about `blocks` distinct blocks on `workers` workers.
@@ -17,7 +17,7 @@ pub struct Load {
     pub blocks: usize,
 }
 
-/// Blocks that a worker has stored, below the block before them if there is one.
+/// Blocks stored by a worker, after a predecessor if there is one.
 #[derive(Debug)]
 pub struct Stored {
     pub worker: usize,
@@ -27,11 +27,11 @@ pub struct Stored {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// All is held.
+    /// All blocks are held.
     Hit,
-    /// The first half is.
+    /// The first half is held.
     Half,
-    /// Nothing is.
+    /// No block is held.
     Miss,
 }
 
@@ -40,13 +40,13 @@ impl Load {
         self.blocks / (CHAIN - SHARED)
     }
 
-    /// Blocks held, counted once for each worker.
+    /// Blocks held, counted once per worker.
     pub fn memberships(self) -> usize {
         let own: usize = (0..self.chains()).map(|chain| self.holders(chain).len() * (CHAIN - SHARED)).sum();
         own + self.workers * SHARED * SYSTEM_PROMPTS as usize
     }
 
-    /// Who holds all of a chain: one worker, and every eighth time four.
+    /// Workers that hold a whole chain: one, for every eighth chain four.
     pub fn holders(self, chain: usize) -> Vec<usize> {
         let count = if chain % 8 == 0 { 4.min(self.workers) } else { 1 };
         let first = mix(chain as u64) as usize;
@@ -73,7 +73,8 @@ impl Load {
         })
     }
 
-    /// The first `len` blocks of a random chain, or what only begins like it. The depth of its holders too.
+    /// The first `len` blocks of a random chain, or a sequence with the same beginning. Also returns the
+    /// depth at its holders.
     pub fn query(self, number: u64, kind: Kind, len: usize) -> (usize, Vec<u64>, u32) {
         let chain = mix(number ^ 0x5eed) as usize % self.chains();
         let known = match kind {
@@ -89,7 +90,7 @@ impl Load {
         (chain, blocks, known as u32)
     }
 
-    /// The depth that every worker must be found to have.
+    /// The correct depth of every worker.
     pub fn depths(self, chain: usize, known: u32) -> Vec<u32> {
         let mut depths = vec![known.min(SHARED as u32); self.workers];
         self.holders(chain).into_iter().for_each(|worker| depths[worker] = known);

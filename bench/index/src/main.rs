@@ -1,7 +1,7 @@
-//! Kvasir's prefix index beside the published index crates, under one load: see `bench/README.md`.
+//! Compares Kvasir's prefix index with the published index crates under one load: see `bench/README.md`.
 //!
-//! Without arguments it runs itself once for every index, width and size, in turns, and prints the table. Each
-//! child process has one index and prints one line.
+//! Without arguments it runs itself once for every index, width and size, in turns, and prints the table.
+//! Each child process measures one index and prints one line.
 #![allow(clippy::expect_used, reason = "a bench that cannot go on says why and stops")]
 
 mod heap;
@@ -14,11 +14,11 @@ use load::{CHAIN, Kind, Load};
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-/// Queries of a kind.
+/// Queries per kind.
 const QUERIES: u64 = 4_000;
-/// Chains whose events are made at a time.
+/// Chains whose events are prepared at a time.
 const CHAINS: usize = 64;
-/// (blocks, kind) of the lookups that are measured.
+/// (blocks, kind) of the measured lookups.
 const LOOKUPS: [(usize, Kind); 4] =
     [(32, Kind::Hit), (CHAIN, Kind::Hit), (CHAIN, Kind::Half), (CHAIN, Kind::Miss)];
 
@@ -41,8 +41,8 @@ fn main() {
     }
 }
 
-/// p50 and p99 in ns of each lookup, M blocks/s applied, bytes of live heap and by the index's own account for
-/// each membership.
+/// p50 and p99 in ns of each lookup, M blocks/s applied, and bytes per membership: live heap, and the index's
+/// own account.
 fn measure<I: Index>(load: Load) -> Vec<f64> {
     let before = heap::live();
     let mut index = I::new(load.workers);
@@ -68,7 +68,7 @@ fn lookups<I: Index>(index: &I, load: Load, len: usize, kind: Kind) -> [f64; 2] 
     let mut times: Vec<f64> = Vec::new();
     for number in 0..QUERIES {
         let (chain, blocks, known) = load.query(number, kind, len);
-        // Fresh from hashing, as a router has it.
+        // Just hashed, as in a router.
         let mut query = black_box(I::query(&blocks));
         let start = Instant::now();
         let answer = black_box(index.find(&mut query));
@@ -83,7 +83,7 @@ fn lookups<I: Index>(index: &I, load: Load, len: usize, kind: Kind) -> [f64; 2] 
     [times[times.len() / 2], times[times.len() * 99 / 100]]
 }
 
-/// What it takes to look at the clock twice.
+/// Overhead of reading the clock twice.
 fn clock() -> f64 {
     let mut times: Vec<Duration> = (0..1000).map(|_| Instant::now().elapsed()).collect();
     times.sort();

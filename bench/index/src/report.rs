@@ -7,8 +7,9 @@ const ROUNDS: usize = 3;
 const PEERS: [&str; 3] = ["smg", "dynamo-crtc", "dynamo-radix"];
 const HEAD: &str = "| blocks | W | index | 32 hit p50 / p99 ns | 1,024 hit p50 / p99 | 1,024 half p50 / p99 | 1,024 miss p50 / p99 | apply M blocks/s | B/membership |";
 
-/// The columns where less is better, and the one where more is.
+/// Columns where lower is better.
 const P50: [usize; 4] = [0, 2, 4, 6];
+/// Column where higher is better.
 const APPLY: usize = 8;
 const BYTES: usize = 9;
 const SAYS: usize = 10;
@@ -75,7 +76,7 @@ fn print(blocks: usize, workers: usize, index: &str, row: &[f64]) {
     );
 }
 
-/// Kvasir's figure over that of the best peer in each column.
+/// Ratio of Kvasir's value to the best other index's in each column.
 fn ratios(blocks: usize, workers: usize, rows: &BTreeMap<&str, Vec<f64>>) {
     let of = |column: usize, better: fn(f64, f64) -> f64| {
         let best = PEERS.iter().map(|peer| rows[peer][column]).reduce(better).expect("peers");

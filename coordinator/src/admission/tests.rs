@@ -43,7 +43,7 @@ fn drained(queue: &mut Queue<Item>) -> Vec<&'static str> {
 }
 
 #[test]
-fn it_is_full_by_requests_or_by_tokens_but_never_when_empty() {
+fn the_queue_is_full_by_requests_or_by_tokens_but_never_when_empty() {
     let (mut q, now) = queue(2, 100);
     assert_eq!(q.check(1, 1_000), Ok(()));
     q.push("t", item("a", 60, now));
@@ -68,7 +68,7 @@ fn tenants_take_turns_by_tokens_whatever_they_queue() {
 }
 
 #[test]
-fn who_comes_late_has_no_claim_to_what_others_were_served_before() {
+fn a_late_tenant_gets_no_credit_for_earlier_service_of_others() {
     let (mut q, now) = queue(100, 10_000);
     (0..4).for_each(|_| q.push("a", item("a", 100, now)));
     let mut placed = 0;
@@ -82,7 +82,7 @@ fn who_comes_late_has_no_claim_to_what_others_were_served_before() {
 }
 
 #[test]
-fn a_lane_that_cannot_go_does_not_hold_up_the_others() {
+fn a_blocked_lane_does_not_block_the_others() {
     let (mut q, now) = queue(100, 1_000);
     for (tenant, name) in [("a", "a1"), ("a", "a2"), ("b", "b1"), ("b", "b2")] {
         q.push(tenant, item(name, 5, now));
@@ -101,7 +101,7 @@ fn a_lane_that_cannot_go_does_not_hold_up_the_others() {
 }
 
 #[test]
-fn what_came_back_goes_first_and_what_is_late_goes_out() {
+fn requests_put_back_go_first_and_expired_ones_are_removed() {
     let (mut q, now) = queue(100, 1_000);
     let later = now + Duration::from_secs(1);
     q.push("a", item("late", 3, now));
@@ -113,7 +113,7 @@ fn what_came_back_goes_first_and_what_is_late_goes_out() {
 }
 
 #[test]
-fn what_is_urgent_overtakes_what_has_not_waited_long() {
+fn urgent_requests_overtake_those_that_have_not_waited_long() {
     let (mut q, start) = queue(100, 1_000);
     let at = |name, seconds, priority| {
         let arrived = start + Duration::from_secs(seconds);
@@ -123,11 +123,11 @@ fn what_is_urgent_overtakes_what_has_not_waited_long() {
         q.push("t", item);
     }
     assert_eq!(drained(&mut q), ["urgent", "plain", "patient", "late"]);
-    // However urgent all later ones are.
+    // However urgent all later requests are.
     assert!(rank(start, i32::MAX) < rank(start + Duration::from_secs(201), i32::MIN));
 }
 
-/// Offers until one is taken, by what `says` of names; which that was.
+/// Offers until one request is placed, by the answers of `says` to names; returns its name.
 fn one(queue: &mut Queue<Item>, says: impl Fn(&str) -> Answer) -> Option<&'static str> {
     let mut taken = None;
     queue.drain(|item, yields| match says(item.name) {
@@ -150,7 +150,7 @@ enum Answer {
 }
 
 #[test]
-fn what_yields_or_is_stuck_is_overtaken_by_a_few_that_stand_close_behind() {
+fn a_yielding_or_stuck_request_is_overtaken_by_a_few_close_behind() {
     use Answer::{Goes, Stays, Yields};
     let (mut q, now) = queue(100, 1_000);
     let names = ["a", "b", "c", "d", "e"];
@@ -162,7 +162,7 @@ fn what_yields_or_is_stuck_is_overtaken_by_a_few_that_stand_close_behind() {
     assert_eq!(one(&mut q, but(Stays, "b", Yields)), Some("b"), "nobody can go in its stead");
     assert_eq!(one(&mut q, |_| Yields), Some("a"));
     assert_eq!((q.requests(), q.tokens()), (1, 1));
-    // What is more or less urgent has its own place.
+    // Requests of another priority do not overtake.
     q.push("t", Item { priority: 1, rank: rank(now, 1), ..item("f", 1, now) });
     assert_eq!(one(&mut q, but(Yields, "f", Goes)), Some("e"));
 }
@@ -200,8 +200,8 @@ fn tenants_get_tokens_by_their_weights() {
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Under overload, whatever the lengths of their requests and however many of them each queues, and though
-    /// every now and then one is put back: three tenants get the same number of tokens, but for one request.
+    /// Under overload, three tenants get the same number of tokens to within one request, whatever the
+    /// lengths and the number of their requests, and though some requests are put back.
     #[test]
     fn tenants_get_equal_shares_of_tokens(
         longest in proptest::collection::vec(1u64..2_000, 3),
@@ -243,14 +243,14 @@ proptest! {
         let (most, least) = (served.iter().max().unwrap(), served.iter().min().unwrap());
         let slack = 2 * longest.iter().max().unwrap();
         prop_assert!(most - least <= slack, "{served:?} {longest:?}");
-        // So in the long run the shares are within a fifth of each other.
+        // In the long run the shares are within a fifth of each other.
         prop_assert!(*most < 5 * slack || least * 5 >= most * 4, "{served:?} {longest:?}");
     }
 
-    /// Whatever yields or is stuck: who stands behind, within a tenant, is placed before somebody only so often, and only
-    /// where it is as urgent.
+    /// Whichever requests yield or are stuck, a request is overtaken from behind within its tenant only a
+    /// bounded number of times, and only by requests of the same priority.
     #[test]
-    fn nobody_is_overtaken_often(
+    fn a_request_is_overtaken_a_bounded_number_of_times(
         items in proptest::collection::vec((0u64..20, -1i32..=1), 1..60),
         answers in proptest::collection::vec(0u8..8, 60..200),
     ) {
@@ -282,9 +282,9 @@ proptest! {
         }
     }
 
-    /// By rank nobody who came first waits for more than those who came soon enough behind.
+    /// By rank, a request is overtaken only by later requests within their head start.
     #[test]
-    fn nobody_is_overtaken_by_who_came_too_late(
+    fn priority_overtakes_only_within_its_head_start(
         priorities in proptest::collection::vec((0u64..500, -MAX_PRIORITY..=MAX_PRIORITY), 2..40),
     ) {
         let start = Instant::now();

@@ -1,4 +1,4 @@
-//! How many turns tenants get beside each other.
+//! Weights of tenants in the queue.
 
 use proto::ids::TenantId;
 use std::collections::BTreeMap;
@@ -7,22 +7,23 @@ use std::sync::Arc;
 /// The largest weight of a tenant.
 const MAX_WEIGHT: u32 = 1_000;
 
-/// A setting that gives no tenant a weight.
+/// An invalid entry of the setting.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("tenant_weights: {entry:?}: {rule}")]
 pub struct BadWeight {
     pub entry: String,
-    /// The rule that it breaks.
+    /// The rule that the entry breaks.
     pub rule: &'static str,
 }
 
-/// The weights of tenants: of two who always have something waiting, one of weight 3 gets three times as many tokens as one
-/// of weight 1, at the coordinators' queue and in the workers' steps. A tenant that is not listed has weight 1.
+/// The weights of tenants. Of two tenants that always have requests waiting, one with weight 3 gets three
+/// times as many tokens as one with weight 1, in the coordinators' queue and in the workers' steps. A tenant
+/// that is not listed has weight 1.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TenantWeights(Arc<BTreeMap<String, u32>>);
 
 impl TenantWeights {
-    /// From entries such as `team-a=3`.
+    /// Parses entries such as `team-a=3`.
     ///
     /// # Errors
     /// The first entry that is malformed, out of range, or names a tenant a second time.

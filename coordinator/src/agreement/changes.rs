@@ -1,5 +1,4 @@
-//! Changes of the table that are made from here: what is seen of workers and of other coordinators, and what
-//! operators want of workers.
+//! Proposals from this coordinator: observed changes of workers and coordinators, and operators' changes.
 
 use super::{Agreement, CHANGE_LIMIT, ChangeError, Member, Shared};
 use crate::consensus::core::ProposeError;
@@ -11,11 +10,11 @@ use proto::ids::NodeId;
 use proto::message::WorkerInfo;
 use std::time::Instant;
 
-/// Changes of one client, one after the other.
+/// A client session that makes one change at a time.
 #[derive(Debug)]
 pub(super) struct Session {
     handle: Handle,
-    /// Who, and the number of the last change.
+    /// Client id and number of the last change; `None` without an open session.
     open: Option<(ClientId, u64)>,
 }
 
@@ -24,7 +23,7 @@ impl Session {
         Self { handle, open: None }
     }
 
-    /// Makes a change and waits until it is applied here; each is made at most once.
+    /// Makes a change, at most once, and waits until it is applied here.
     pub(super) async fn make(
         &mut self,
         change: Change,
@@ -35,10 +34,10 @@ impl Session {
                 Some(open) => open,
                 None => (self.handle.open_session(deadline).await?, 0),
             };
-            // Before it is sent: when this future is dropped, the number is used up.
+            // Set before sending: if this future is dropped, the number is used up.
             self.open = Some((client, last + 1));
             match self.handle.propose(change.clone(), client, last + 1, deadline).await? {
-                // Dropped for those of others; what is changed here may be made again.
+                // The session was evicted. Changes made here are safe to repeat.
                 Outcome::Refused(Refusal::SessionExpired) => self.open = None,
                 outcome => return Ok(outcome),
             }
@@ -47,7 +46,7 @@ impl Session {
 }
 
 impl Agreement {
-    /// Makes a change that an operator wants of the table (tenants, keys, plans), and waits until that holds here.
+    /// Makes an operator's change of the table (tenants, keys, plans) and waits until it is applied here.
     pub async fn change_table(&self, change: Change) -> Result<(), ChangeError> {
         let shared = &self.shared;
         shared.check_member()?;
@@ -67,7 +66,7 @@ impl Agreement {
 }
 
 impl Shared {
-    /// Puts forward the lives of workers here that are not agreed on. What is not taken is tried again later.
+    /// Proposes the epochs of workers here that are missing in the table. Failures are retried later.
     pub(super) async fn introduce(&self, session: &mut Session) {
         for register in self.dispatch.introductions() {
             let Some(table) = self.table() else { return };
@@ -77,7 +76,7 @@ impl Shared {
             let deadline = Instant::now() + CHANGE_LIMIT;
             match session.make(Change::WorkerJoined(Box::new((*register).clone())), deadline).await {
                 Ok(Outcome::Refused(Refusal::ModelConflict(other))) => {
-                    // A worker that is nowhere any more must not decide what a name stands for.
+                    // A worker that is no longer here must not define what a model name means.
                     let here = self.dispatch.introductions().iter().any(|register| register.node == other);
                     if let Some(worker) = table.workers().worker(&other).filter(|_| !here) {
                         let left = WorkerLeft { node: other, epoch: worker.epoch };
@@ -88,7 +87,7 @@ impl Shared {
                     tracing::debug!(node = %register.node, %refusal, "a worker's life is not agreed on");
                 }
                 Ok(Outcome::Done | Outcome::Opened(_)) => {}
-                // Nor will the others be taken.
+                // Further proposals would fail too.
                 Err(error) => {
                     tracing::debug!(%error, "a worker's life is not agreed on yet");
                     return;
@@ -97,7 +96,7 @@ impl Shared {
         }
     }
 
-    /// Puts forward what members understand since their restarts, where the table says something else.
+    /// Proposes the levels that members have reported, where the table differs.
     pub(super) async fn report_levels(&self, session: &mut Session) {
         let Some(table) = self.table() else { return };
         let reports = {
@@ -127,7 +126,7 @@ impl Shared {
         let unknown = Outcome::Refused(Refusal::Unknown(Kind::Worker));
         let mut outcome = session.make(change.clone(), deadline).await?;
         if outcome == unknown {
-            // It has joined here, perhaps while there was no majority.
+            // The worker has joined here but is not in the table, perhaps because there was no majority.
             let here = self.dispatch.introductions().into_iter().find(|register| register.node == *node);
             if let Some(register) = here {
                 session.make(Change::WorkerJoined(Box::new((*register).clone())), deadline).await?;
@@ -141,15 +140,14 @@ impl Shared {
     }
 }
 
-/// Whether the table does not know this life of a worker as one that goes on.
+/// Whether the table lacks this epoch of a worker, or has it as ended.
 fn is_news(table: &Table, register: &WorkerInfo) -> bool {
     table.workers().worker(&register.node).is_none_or(|known| {
         known.epoch < register.epoch || known.epoch == register.epoch && known.life.register().is_none()
     })
 }
 
-/// What members say that they understand, where the table has it otherwise. What another life of a disk says is
-/// not the member's word.
+/// The reported levels that differ from the table. Reports of another incarnation are ignored.
 fn new_levels<'a>(table: &Table, said: impl Fn(&NodeId) -> Option<&'a GroupMember>) -> Vec<LevelReported> {
     let report = |seat: &GroupMember| {
         let said = said(&seat.node).filter(|said| said.incarnation == seat.incarnation)?;
@@ -180,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn a_level_is_put_forward_when_the_member_itself_says_another() {
+    fn a_level_is_proposed_only_from_the_members_own_report() {
         let table = Table::genesis(1, [seat("a", 1, 1), seat("b", 1, 1), seat("c", 1, 1)]);
         let said = [seat("a", 1, 2), seat("b", 9, 2), seat("d", 1, 2)];
         let reports = new_levels(&table, |node| said.iter().find(|seat| seat.node == *node));

@@ -1,9 +1,10 @@
-//! How a group begins: all its founders must be there once, each tells the life of its disk, each agrees on the
-//! same lives, and only then the group is there. Whoever finds that another is a member of a group already
-//! joins that one and votes for nobody.
+//! Founding of a group. All founders must be present once. Each sends the incarnation of its disk, each
+//! agrees on the same set of founders, and only then the group exists. A coordinator that finds a member of
+//! an existing group joins that group without a vote, unless it has itself agreed on that group's founders.
 //!
-//! Promises: one life of a disk agrees on one set of founders for good, and a group is formed only by a set on
-//! which all of it have agreed; so no life is a founder of two groups, and a wiped founder is not one at all.
+//! Guarantees: one incarnation agrees on at most one set of founders, ever, and a group is formed only by a
+//! set on which all its founders have agreed. So no incarnation founds two groups, and a wiped founder founds
+//! none.
 
 use crate::consensus::Incarnation;
 use crate::consensus::message::GroupId;
@@ -19,32 +20,32 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::PathBuf;
 
-/// What a founder says of itself, and keeps on its disk until the group is there.
+/// A founder's proposal. It is kept on disk until the group exists.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct FounderRecord {
-    /// Its place to be, in the life of its disk.
+    /// The future seat, with the incarnation of the disk.
     pub seat: GroupMember,
-    /// The founders that it has agreed on, by name.
+    /// The founders that it has agreed on, sorted by name.
     pub agreed: Option<Vec<GroupMember>>,
 }
 
-/// Why a draft cannot be kept.
+/// Why the founding proposal's file cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum DraftError {
     /// The file cannot be read or written.
     #[error("{}", directory::failed(path, source))]
     File { path: PathBuf, source: io::Error },
-    /// The file is not a draft.
+    /// The file does not decode to a founding proposal.
     #[error("{path} is not what was written: {source}", path = path.display())]
     Damaged { path: PathBuf, source: CodecError },
 }
 
-/// The file of a draft.
+/// The file of the founding proposal.
 #[derive(Debug, Clone)]
 pub(super) struct DraftFile(pub(super) PathBuf);
 
 impl DraftFile {
-    /// The draft of before, or a new one for `node`, which is reached at `quic`.
+    /// Loads the proposal, or creates one for `node` at address `quic`.
     pub(super) fn load_or_draw(&self, node: &NodeId, quic: &str) -> Result<FounderRecord, DraftError> {
         match fs::read(&self.0) {
             Ok(bytes) => {
@@ -64,7 +65,7 @@ impl DraftFile {
         }
     }
 
-    /// Makes a draft durable: it may be told only then.
+    /// Makes a proposal durable. It may be sent only afterwards.
     pub(super) fn save(&self, draft: &FounderRecord) -> Result<(), DraftError> {
         let bytes = encode(&draft.clone(), Cap::Stream)
             .map_err(|source| DraftError::Damaged { path: self.0.clone(), source })?;
@@ -79,7 +80,8 @@ impl DraftFile {
         write().map_err(|error| self.failed(error))
     }
 
-    /// The group is there. A draft that stayed would give its life to a disk that was wiped beside it.
+    /// Deletes the file once the group exists. A file that stayed would pass its incarnation on to a disk
+    /// that was wiped.
     pub(super) fn forget(&self) -> Result<(), DraftError> {
         match fs::remove_file(&self.0) {
             Ok(()) => self.sync_directory().map_err(|error| self.failed(error)),
@@ -97,7 +99,7 @@ impl DraftFile {
     }
 }
 
-/// A founder before there is a group. Drafts in, a beginning out.
+/// The state of a founder before the group exists.
 #[derive(Debug)]
 pub(super) struct Founding {
     own: FounderRecord,
@@ -105,25 +107,25 @@ pub(super) struct Founding {
 }
 
 impl Founding {
-    /// Begins with the own draft, as it is on the disk, and the names of all other founders.
+    /// Starts with the own proposal, as on disk, and the names of all other founders.
     pub(super) fn new(own: FounderRecord, others: impl IntoIterator<Item = NodeId>) -> Self {
         Self { own, others: others.into_iter().map(|node| (node, None)).collect() }
     }
 
-    /// What to tell the others, once it is on the disk.
+    /// The own proposal. Send it only after it is on disk.
     pub(super) fn draft(&self) -> &FounderRecord {
         &self.own
     }
 
-    /// What `peer` says. Another's draft, or a stranger's, is ignored.
+    /// Takes `peer`'s proposal. Proposals of unknown founders, or for another node, are ignored.
     pub(super) fn hear(&mut self, peer: &NodeId, draft: FounderRecord) {
         if let Some(known) = self.others.get_mut(peer).filter(|_| draft.seat.node == *peer) {
             *known = Some(draft);
         }
     }
 
-    /// Agrees on the founders once all of them are known. True if it does so now: the draft must be made
-    /// durable before it is told.
+    /// Agrees on the founders once all are known. Returns `true` if it does so in this call; the proposal
+    /// must then be saved before it is sent.
     pub(super) fn agree(&mut self) -> bool {
         if self.own.agreed.is_some() {
             return false;
@@ -136,7 +138,7 @@ impl Founding {
         true
     }
 
-    /// What this founder begins with, once all have agreed on the same.
+    /// The founder's initial state, once all founders have agreed on the same set.
     pub(super) fn founded(&self) -> Result<Option<Loaded>, CodecError> {
         let Some(agreed) = &self.own.agreed else { return Ok(None) };
         let same = |draft: &Option<FounderRecord>| {
@@ -148,8 +150,8 @@ impl Founding {
         Loaded::founded(self.identity(group_of(agreed)?), agreed.clone()).map(Some)
     }
 
-    /// What it begins with when another is a member of a group already: as a founder if it has agreed on that
-    /// group's founders itself, else as one who is to be added.
+    /// The initial state if another coordinator is already a member of a group: as a founder if this one has
+    /// agreed on that group's founders, else as a coordinator to be added.
     pub(super) fn found_by_another(&self, group: GroupId) -> Result<Loaded, CodecError> {
         match &self.own.agreed {
             Some(agreed) if group_of(agreed)? == group => {
@@ -165,7 +167,7 @@ impl Founding {
     }
 }
 
-/// The group that these found: the same wherever it is computed.
+/// The group's id: a hash of its founders, equal everywhere.
 fn group_of(seats: &[GroupMember]) -> Result<GroupId, CodecError> {
     let mut hash = blake3::Hasher::new();
     hash.update(b"kvasir/raft/group/1").update(&encode(&seats.to_vec(), Cap::Stream)?);
@@ -193,7 +195,7 @@ mod tests {
         Founding::new(draft(name, life), others)
     }
 
-    /// Everybody hears what everybody else has to say now.
+    /// Delivers every founder's current proposal to all founders.
     fn exchange(founders: &mut [Founding]) {
         let said: Vec<FounderRecord> = founders.iter().map(|founder| founder.draft().clone()).collect();
         for founder in founders {
@@ -212,7 +214,7 @@ mod tests {
         let loaded: Vec<Loaded> = all.iter().map(|founder| founder.founded().unwrap().unwrap()).collect();
         assert!(loaded.iter().all(|each| each.snapshot == loaded[0].snapshot));
         assert!(loaded.iter().all(|each| each.identity.group == loaded[0].identity.group));
-        // Who was late founds the same; who was wiped does not.
+        // A late founder founds the same group; a wiped one does not.
         let group = loaded[0].identity.group;
         assert_eq!(all[2].found_by_another(group).unwrap(), loaded[2]);
         let wiped = founding("c", 4).found_by_another(group).unwrap();
@@ -220,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_agreed_founds_nothing_with_a_wiped_founder() {
+    fn founders_that_agreed_do_not_found_a_group_with_a_wiped_founder() {
         let mut all = [founding("a", 1), founding("b", 2), founding("c", 3)];
         exchange(&mut all);
         assert!(all.iter_mut().all(Founding::agree));
@@ -232,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_speaks_for_another() {
+    fn a_proposal_for_another_node_is_ignored() {
         let mut founder = founding("a", 1);
         founder.hear(&node("b"), draft("c", 3));
         founder.hear(&node("d"), draft("d", 4));
@@ -244,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn a_draft_outlives_a_restart_and_nothing_else() {
+    fn a_proposal_survives_a_restart_but_not_its_deletion() {
         let dir = tempfile::tempdir().unwrap();
         let file = DraftFile(dir.path().join("founding"));
         let drawn = file.load_or_draw(&node("a"), "h:1").unwrap();

@@ -1,9 +1,8 @@
-//! Who takes part in the group, as operators want it: coordinators are added and removed and leadership is handed
-//! over, one after the other, by the leader, whichever coordinator is asked.
+//! Membership changes by operators: coordinators are added and removed and leadership is transferred, one
+//! change at a time, by the leader, whichever coordinator receives the order.
 //!
-//! Promises: a coordinator votes only once it has caught up; no change leaves the group without a majority that is
-//! there; what is refused is refused with what is to be done instead; the same order given again goes on where it
-//! stood.
+//! Guarantees: a coordinator becomes a voter only after it has caught up. No change leaves the group without
+//! a live majority. A refusal says what to do instead. Repeating an order resumes it.
 
 use super::changes::Session;
 use super::mesh::Mesh;
@@ -23,54 +22,52 @@ use std::time::{Duration, Instant};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{sleep, timeout_at};
 
-/// How long one that is to be added may take to say who it is.
+/// Timeout for a new coordinator to report its seat.
 const SEAT_LIMIT: Duration = Duration::from_secs(8);
-/// How long it may take to catch up.
+/// Timeout for a new coordinator to catch up.
 const CATCH_UP_LIMIT: Duration = Duration::from_secs(30);
-/// How long handing over may take.
+/// Timeout of a leadership transfer.
 const TRANSFER_LIMIT: Duration = Duration::from_secs(3);
-/// What is waited for is looked at so often.
+/// Polling interval of these waits.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
-/// What an operator wants of the group. Coordinators hand it to their leader: variants are only appended.
+/// An operator's order about the group. Coordinators forward it to their leader: variants are only appended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum MemberRequest {
     Add(PeerEntry),
-    /// This one shall be no member.
     Remove(NodeId),
     Lead(NodeId),
-    /// This member, who asks for itself, has lost what it had: the life of its disk that is there now shall take the
-    /// place of the one before.
+    /// Sent by a member that has lost its data: its current incarnation replaces the lost one.
     Rejoin(NodeId),
 }
 
-/// What came of an order. Variants are only appended.
+/// The result of an order. Variants are only appended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum MemberReply {
     Done,
-    /// Why not, and what to do.
+    /// Why the order was refused, and what to do.
     Refused(String),
-    /// Who was asked does not lead, or not any more.
+    /// The receiver is not the leader.
     NotLeader,
     NoQuorum,
 }
 
-/// A coordinator, as the table has it and as it is seen.
+/// A coordinator in the table, with its observed state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemberView {
     pub seat: GroupMember,
     pub votes: bool,
-    /// Whether it takes part just now.
+    /// Whether it currently takes part in the group.
     pub here: bool,
-    /// Whether one of its name is there whose disk is another than the member's: it was wiped.
+    /// Whether a coordinator of this name reports another incarnation: its disk was wiped.
     pub another_life: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GroupView {
-    /// Whether a majority has said so just now; else it is what was agreed on last, as far as known here.
+    /// Whether a majority has confirmed this just now. Otherwise it is the local state of the table.
     pub agreed: bool,
-    /// Who leads, as far as known here.
+    /// The leader, if known here.
     pub leader: Option<NodeId>,
     pub members: Vec<MemberView>,
 }
@@ -85,7 +82,7 @@ impl MemberRequest {
 }
 
 impl Agreement {
-    /// Has an order carried out by the leader, whoever that is.
+    /// Has the leader carry out an order.
     pub async fn order(&self, order: MemberRequest) -> Result<(), ChangeError> {
         let shared = &self.shared;
         shared.check_member()?;
@@ -116,7 +113,7 @@ impl Agreement {
         }
     }
 
-    /// The group, as a majority knows it if there is one.
+    /// The group, by a linearizable read if there is a majority.
     pub async fn group(&self) -> Result<GroupView, ChangeError> {
         self.shared.check_member()?;
         let Some(Member { handle, group }) = self.shared.member.get() else {
@@ -146,7 +143,7 @@ impl Agreement {
 }
 
 impl Shared {
-    /// Whether this coordinator is a member of its group; if not, what is to be done.
+    /// Checks that this coordinator is a member of its group. The error says what to do.
     pub(super) fn check_member(&self) -> Result<(), ChangeError> {
         match (self.member.get(), self.seat.get()) {
             (Some(member), Some(seat)) if self.role(&member.handle.status()) == RaftRole::Outsider => {
@@ -156,12 +153,12 @@ impl Shared {
         }
     }
 
-    /// The part that this coordinator plays.
+    /// This coordinator's role.
     pub(super) fn role(&self, status: &Status) -> RaftRole {
         if self.removed.load(Ordering::Relaxed) { RaftRole::Outsider } else { status.role }
     }
 
-    /// The life in which a peer still is though it was removed in it.
+    /// The removed incarnation that a peer still runs with, if it does.
     pub(super) fn removed_life(&self, peer: &NodeId) -> Option<Incarnation> {
         let Some(Standing::Removed(life)) = self.table()?.coordinators().get(peer).cloned() else {
             return None;
@@ -170,8 +167,8 @@ impl Shared {
         heard.seat_of(peer).filter(|seat| seat.incarnation == life).map(|_| life)
     }
 
-    /// A peer says that this one was removed in this life. A life that was removed never returns, so a member's word
-    /// cannot be out of date.
+    /// Takes a peer's report that this incarnation was removed. A removed incarnation never returns, so a
+    /// member's report cannot be outdated.
     pub(super) fn told_removed(&self, peer: &NodeId, life: Incarnation) {
         let own = self.seat.get().is_some_and(|seat| seat.incarnation == life);
         let member = self.table().is_some_and(|table| table.seats().any(|seat| seat.node == *peer));
@@ -180,7 +177,7 @@ impl Shared {
         }
     }
 
-    /// Carries out the orders that others have been given.
+    /// Carries out orders from other coordinators.
     pub(super) async fn obey(
         self: Arc<Self>,
         mesh: Arc<Mesh>,
@@ -190,7 +187,7 @@ impl Shared {
             let (shared, mesh) = (Arc::clone(&self), Arc::clone(&mesh));
             tokio::spawn(async move {
                 let Some(Member { handle, .. }) = shared.member.get() else { return };
-                // Who is no member has no say, unless it is to be one again.
+                // Orders of non-members are ignored, except a rejoin of a coordinator that lost its disk.
                 let rejoins = matches!(order, MemberRequest::Rejoin(_));
                 let seated = match handle.table().borrow().coordinators().get(&from) {
                     Some(Standing::Lost(_)) => rejoins,
@@ -205,7 +202,7 @@ impl Shared {
         }
     }
 
-    /// Has the leader carry out an order.
+    /// Sends an order to the leader and waits for the reply.
     async fn relay(
         &self,
         handle: &Handle,
@@ -228,7 +225,7 @@ impl Shared {
         said
     }
 
-    /// Carries out an order, as the leader.
+    /// Carries out an order as the leader.
     async fn carry_out(&self, handle: &Handle, mesh: &Mesh, order: &MemberRequest) -> MemberReply {
         let Ok(mut session) = self.members.try_lock() else {
             return MemberReply::Refused(
@@ -308,7 +305,7 @@ impl Shared {
         }
     }
 
-    /// Who is at an address, by its own word.
+    /// The seat that the coordinator at this address reports.
     async fn seat_at(&self, mesh: &Mesh, entry: &PeerEntry) -> Result<GroupMember, MemberReply> {
         let PeerEntry { node, quic } = entry;
         if let Some(own) = self.seat.get().filter(|own| own.node == *node) {
@@ -331,7 +328,7 @@ impl Shared {
         }
     }
 
-    /// `change`: as what it goes.
+    /// Removes a member by `change`.
     async fn remove(
         &self,
         handle: &Handle,
@@ -354,7 +351,7 @@ impl Shared {
                 }
                 keeps_majority(&voters, |other| self.is_here(other)).map_err(MemberReply::Refused)?;
                 if *node == self.node {
-                    // Another one leads, and is asked again.
+                    // The order is repeated at the new leader.
                     self.hand_over(handle, None).await?;
                     return Err(MemberReply::NotLeader);
                 }
@@ -363,8 +360,8 @@ impl Shared {
         made(session.make(change, Instant::now() + CHANGE_LIMIT).await)
     }
 
-    /// Puts the life that a member's disk is in now in the place of the one that was lost. Who was removed by an operator
-    /// is not let in. A leader that is lost on the way leaves a table that tells the next one how to go on.
+    /// Replaces a member's lost incarnation by its current one. A coordinator that an operator removed is not
+    /// admitted. If the leader is lost on the way, the next leader can continue from the table.
     async fn rejoin(
         &self,
         handle: &Handle,
@@ -386,14 +383,16 @@ impl Shared {
         if held.is_some_and(|held| held.incarnation != seat.incarnation) {
             tracing::warn!(%node, "a coordinator has lost what was agreed on, and becomes a member again");
             let lost = Change::CoordinatorLost(node.clone());
-            // Beside members that do not know of lost disks an operator adds it if the leader is lost on the way.
+            // If a member's version does not know of lost disks, use a plain removal: an operator must then
+            // add it again should the leader be lost on the way.
             let gone = if lost.level() > level { Change::CoordinatorRemoved(node.clone()) } else { lost };
             self.remove(handle, session, node, gone).await?;
         }
         self.add(handle, mesh, session, &entry).await
     }
 
-    /// Asks whoever leads now to be made a member again, until it is one: a leader may be lost when it has done half of it.
+    /// Asks the current leader to rejoin. Repeated until this coordinator is a member, since a leader may be
+    /// lost halfway.
     pub(super) fn ask_to_rejoin(&self, mesh: &Mesh) {
         let Some(Member { group, .. }) = self.member.get() else { return };
         let leader = self.heard.lock().leader(*group).cloned();
@@ -419,7 +418,7 @@ impl Shared {
         self.hand_over(handle, Some(node)).await
     }
 
-    /// Until another one leads, `to` if it is named.
+    /// Transfers leadership and waits until another coordinator leads (`to`, if given).
     async fn hand_over(&self, handle: &Handle, to: Option<&NodeId>) -> Result<(), MemberReply> {
         let begun = handle.hand_over(to.cloned()).await;
         begun.map_err(|error| MemberReply::Refused(error.to_string()))?;
@@ -442,7 +441,7 @@ impl Shared {
     }
 }
 
-/// What a coordinator that is in no group tells whoever wants something of it.
+/// The error text of a coordinator that is in no group.
 pub(super) fn outsider(seat: &GroupMember) -> String {
     let GroupMember { node, quic, .. } = seat;
     format!(
@@ -458,7 +457,7 @@ fn voters(table: &Table) -> Vec<NodeId> {
     table.coordinators().iter().filter_map(voter).collect()
 }
 
-/// Whether enough of these voters are there to decide anything.
+/// Checks that a majority of these voters is live.
 fn keeps_majority(voters: &[NodeId], here: impl Fn(&NodeId) -> bool) -> Result<(), String> {
     let away: Vec<&str> = voters.iter().filter(|voter| !here(voter)).map(NodeId::as_str).collect();
     let (needed, there) = (voters.len() / 2 + 1, voters.len() - away.len());
@@ -473,7 +472,7 @@ fn keeps_majority(voters: &[NodeId], here: impl Fn(&NodeId) -> bool) -> Result<(
     ))
 }
 
-/// What came of a change, as an answer.
+/// Converts the result of a change to a reply.
 fn made(outcome: Result<Outcome, ConsensusError>) -> Result<(), MemberReply> {
     match outcome {
         Ok(Outcome::Done | Outcome::Opened(_)) => Ok(()),
@@ -502,20 +501,20 @@ mod tests {
     }
 
     #[test]
-    fn no_change_leaves_a_group_without_a_majority_that_is_there() {
+    fn no_change_leaves_a_group_without_a_live_majority() {
         let here = |names: &'static [&'static str]| move |node: &NodeId| names.contains(&node.as_str());
-        // Three, one of them dead: it may go, another may not.
+        // Three voters, one dead: the dead one may be removed, another may not.
         assert_eq!(keeps_majority(&nodes(&["a", "b"]), here(&["a", "b"])), Ok(()));
         let why = keeps_majority(&nodes(&["a", "c"]), here(&["a", "b"])).unwrap_err();
         assert!(why.contains("need 2") && why.contains("only 1") && why.contains("remove c"), "{why}");
-        // A fourth beside three of which one is dead: three of four.
+        // A fourth voter beside three of which one is dead: three of four are live.
         assert_eq!(keeps_majority(&nodes(&["a", "b", "c", "d"]), here(&["a", "b", "d"])), Ok(()));
         assert!(keeps_majority(&nodes(&["a", "b", "c", "d"]), here(&["a", "b"])).is_err());
         assert_eq!(keeps_majority(&nodes(&["a"]), here(&["a"])), Ok(()));
     }
 
     #[test]
-    fn who_is_in_no_group_is_told_what_to_do() {
+    fn a_coordinator_outside_the_group_explains_how_to_join() {
         let node = NodeId::new("c1").unwrap();
         let seat = GroupMember {
             node,

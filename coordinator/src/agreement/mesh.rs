@@ -1,5 +1,5 @@
-//! The ways between coordinators: each dials every other one and takes what dials in. Frames are lost while a
-//! peer is away, and when more wait than are kept; who needs them sends again.
+//! Connections between coordinators: each dials every other one and accepts their connections. Frames are
+//! dropped while a peer is away or its queue is full; senders that need them retry.
 
 use super::news::GroupMessage;
 use crate::config::PeerEntry;
@@ -17,35 +17,35 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::task::{JoinHandle, JoinSet};
 
-/// Frames that wait for one peer.
+/// Maximum of queued messages for one peer.
 const MAX_QUEUED: usize = 256;
-/// Connections that a peer has made and that wait to be used.
+/// Maximum of queued connections that a peer has dialed.
 const MAX_ACCEPTED: usize = 4;
-/// Coordinators that start together do not dial in step.
+/// Random delay of the first dial, so that coordinators that start together do not dial in step.
 const FIRST_DIAL_MS: u64 = 20;
 
-/// Coordinators that nobody has named, and that have dialed in.
+/// Rate limit for logs of unknown coordinators that dialed in.
 static STRANGERS: Repeats = Repeats::new();
 
-/// Takes what a peer tells, who is the one that its certificate names.
+/// Handles a message from a peer, as authenticated by its certificate.
 pub(super) type Deliver = Arc<dyn Fn(&NodeId, GroupMessage) + Send + Sync>;
 
-/// The ways to all peers.
+/// The connections to all peers.
 pub(super) struct Mesh {
     endpoint: Arc<Endpoint>,
     lanes: RwLock<BTreeMap<NodeId, Lane>>,
     ears: Inbox,
 }
 
-/// Whoever takes what comes in.
+/// Handles incoming messages.
 #[derive(Clone)]
 struct Inbox {
     deliver: Deliver,
-    /// Who answers for the prefix index.
+    /// Serves requests for the prefix index.
     dispatch: Arc<Dispatch>,
 }
 
-/// The way to one peer; closed when dropped.
+/// The connection to one peer; closed on drop.
 struct Lane {
     quic: String,
     task: JoinHandle<()>,
@@ -60,7 +60,7 @@ impl std::fmt::Debug for Mesh {
 }
 
 impl Mesh {
-    /// Begins to dial; inside a runtime.
+    /// Starts dialing. Must run inside a tokio runtime.
     pub(super) fn start(
         endpoint: &Arc<Endpoint>,
         peers: &[PeerEntry],
@@ -73,7 +73,8 @@ impl Mesh {
         mesh
     }
 
-    /// A way to this member. The address that was agreed on counts, unless it is none that leads there from here.
+    /// Ensures a connection to a member. The address in the table replaces the configured one, unless it is
+    /// not reachable from here.
     pub(super) fn ensure(&self, member: &PeerEntry) {
         let there = self.lanes.read().contains_key(&member.node);
         if !there || is_reachable(&member.quic) {
@@ -81,7 +82,7 @@ impl Mesh {
         }
     }
 
-    /// A way to this peer at this address; one that leads elsewhere is given up.
+    /// Ensures a connection to a peer at this address, replacing one to another address.
     pub(super) fn add(&self, PeerEntry { node, quic }: &PeerEntry) {
         let mut lanes = self.lanes.write();
         if lanes.get(node).is_some_and(|lane| lane.quic == *quic) {
@@ -101,15 +102,15 @@ impl Mesh {
         self.lanes.read().keys().cloned().collect()
     }
 
-    /// Tells a peer something, if it can be told.
+    /// Queues a message for a peer; drops it if there is no connection or the queue is full.
     pub(super) fn send(&self, to: &NodeId, told: GroupMessage) {
         if let Some(lane) = self.lanes.read().get(to) {
-            // Too much waits already: the way is down or slow.
+            // The queue is full: the connection is down or slow.
             let _lost = lane.queue.try_send(told);
         }
     }
 
-    /// A coordinator has dialed in.
+    /// Takes a connection that a coordinator has dialed.
     pub(super) fn accepted(&self, connection: Connection) {
         let lanes = self.lanes.read();
         let Some(lane) = lanes.get(&connection.peer().node) else {
@@ -124,12 +125,14 @@ impl Mesh {
             return;
         };
         tokio::spawn(listen(connection.clone(), self.ears.clone()));
-        // It is the newest, so it is with the peer's present life; if several wait, one of them will do.
+        // It is the newest connection, so it belongs to the peer's current process. If several wait, any of
+        // them will do.
         let _enough = lane.accepted.try_send(connection);
     }
 }
 
-/// Whether an address may be dialed from elsewhere: one who was not told where it is reached says where it listens.
+/// Whether an address can be dialed from another host. A coordinator without a configured address reports its
+/// listen address.
 fn is_reachable(quic: &str) -> bool {
     quic.parse::<SocketAddr>().map_or(true, |at| !at.ip().is_unspecified() && !at.ip().is_loopback())
 }
@@ -140,7 +143,7 @@ impl Drop for Lane {
     }
 }
 
-/// Tells one peer what there is to tell.
+/// Sends messages to one peer.
 struct PeerSender {
     dialer: Dialer,
     frames: mpsc::Receiver<GroupMessage>,
@@ -173,10 +176,10 @@ impl PeerSender {
         }
     }
 
-    /// Until the connection is gone, or the peer has made a newer one.
+    /// Sends until the connection is gone. Returns a newer connection if the peer has made one.
     async fn talk(&mut self, connection: Connection) -> Option<Connection> {
         let mut out = connection.open_group().await.ok()?;
-        // What has waited is of the time before.
+        // Queued messages are from before this connection.
         while self.frames.try_recv().is_ok() {}
         loop {
             let told = tokio::select! {
@@ -185,7 +188,7 @@ impl PeerSender {
                 Some(told) = self.frames.recv() => told,
             };
             tokio::select! {
-                // The peer may have restarted and not know the connection that we write to.
+                // The peer may have restarted without knowing the connection that we write to.
                 Some(newer) = self.connections.recv() => return Some(newer),
                 sent = out.send(&told) => sent.ok()?,
             }
@@ -193,7 +196,7 @@ impl PeerSender {
     }
 }
 
-/// Takes what a peer tells on one connection, until it is gone.
+/// Handles incoming streams of one connection until it is gone.
 async fn listen(connection: Connection, ears: Inbox) {
     let mut streams = JoinSet::new();
     while let Ok(incoming) = connection.accept().await {
@@ -206,7 +209,7 @@ async fn listen(connection: Connection, ears: Inbox) {
                 let dispatch = Arc::clone(&ears.dispatch);
                 streams.spawn(async move { dispatch.tell_peer(call).await });
             }
-            // Tensors are not for us; the transport refuses the rest.
+            // Bulk streams are not used here; the transport refuses the rest.
             _ => {}
         }
     }
@@ -217,7 +220,7 @@ async fn read(peer: NodeId, stream: GroupStream, deliver: Deliver) {
     while let Some(frame) = frames.next().await {
         match frame {
             Ok(told) => deliver(&peer, told),
-            // Of a later version; what it needs, its sender asks for again.
+            // A later version's message. The sender repeats what it needs.
             Err(proto::Error::Codec(CodecError::UnknownVariant { .. })) => {}
             Err(error) => {
                 tracing::debug!(%peer, %error, "a coordinator's stream has ended");

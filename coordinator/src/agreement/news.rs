@@ -1,4 +1,4 @@
-//! What coordinators tell each other besides the group's frames, and what has been heard.
+//! Messages between coordinators besides Raft frames, and the last ones received.
 
 use super::founding::FounderRecord;
 use super::members::{MemberReply, MemberRequest};
@@ -13,29 +13,29 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-/// A coordinator not heard of for this long is shown as unreachable, and does not count as one that is there.
+/// A coordinator without a message for this long is shown as unreachable and does not count as live.
 const SILENT_AFTER: Duration = Duration::from_secs(3);
 
-/// What one coordinator tells another. Variants are only appended; one that is not known is passed over.
+/// A message between coordinators. Variants are only appended; unknown ones are skipped.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum GroupMessage {
     Raft(Frame),
     News(News),
-    /// Who the sender is, in the life of its disk, and what it understands.
+    /// The sender's identity, incarnation and level.
     Seat(GroupMember),
-    /// An operator wants this of the leader; the number comes back with the answer.
+    /// An operator's order for the leader, with a number for the reply.
     MemberRequest(u64, MemberRequest),
-    /// What came of the order with this number.
+    /// The result of the order with this number.
     MemberReply(u64, MemberReply),
-    /// The receiver was removed from the group in this life of its disk.
+    /// The receiver's incarnation was removed from the group.
     Removed(Incarnation),
-    /// What was spent at the sender of the limits of tenants and keys.
+    /// The sender's usage against the limits of tenants and keys.
     Spending(Spending),
-    /// Digests of what must be the same at all coordinators.
+    /// Digests of the settings that must be equal on all coordinators.
     Settings(SettingDigests),
 }
 
-/// Where a coordinator stands. Variants are only appended.
+/// A coordinator's status. Variants are only appended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum News {
     Draft(FounderRecord),
@@ -50,20 +50,20 @@ pub(super) struct MemberStatus {
     pub(super) applied: u64,
 }
 
-/// Where a coordinator stands, as far as this one knows.
+/// A coordinator's status, as known here.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Standing {
     pub node: NodeId,
-    /// In a word: `leader`, `follower`, `candidate`, `learner`, `outsider`; `founding` while there is no group;
-    /// `unreachable` if it was not heard of lately.
+    /// `leader`, `follower`, `candidate`, `learner` or `outsider`; `founding` while there is no group;
+    /// `unreachable` without a recent message.
     pub role: &'static str,
-    /// The latest term it knows.
+    /// The latest term that it knows.
     pub term: u64,
-    /// The last entry it has applied.
+    /// Index of the last entry that it has applied.
     pub applied: u64,
 }
 
-/// What was heard last of each peer, and when.
+/// The last messages of each peer, with their times.
 #[derive(Debug, Default)]
 pub(super) struct LatestNews {
     news: BTreeMap<NodeId, (Instant, News)>,
@@ -75,7 +75,7 @@ impl LatestNews {
         self.news.insert(peer.clone(), (Instant::now(), news));
     }
 
-    /// Nobody has a seat for another.
+    /// Ignores a seat that names another coordinator than the sender.
     pub(super) fn seat(&mut self, peer: &NodeId, seat: GroupMember) {
         if seat.node == *peer {
             self.seats.insert(peer.clone(), (Instant::now(), seat));
@@ -86,8 +86,8 @@ impl LatestNews {
         self.news.iter().map(|(node, (_, news))| (node, news))
     }
 
-    /// The peer that leads the group by its own word: of those heard of lately the one of the latest term. A leader that was
-    /// lost has said that it leads until the end.
+    /// The peer that claims to lead the group: of the recently heard ones, the one with the latest term.
+    /// Claims of a lost leader thus expire.
     pub(super) fn leader(&self, group: GroupId) -> Option<&NodeId> {
         let lately = self.news.iter().filter(|(_, (at, _))| at.elapsed() < SILENT_AFTER);
         let leads = lately.filter_map(|(node, (_, news))| match news {
@@ -99,13 +99,13 @@ impl LatestNews {
         leads.max_by_key(|(term, _)| *term).map(|(_, node)| node)
     }
 
-    /// Who a peer is, if it has said so lately.
+    /// A peer's seat, if reported recently.
     pub(super) fn seat_of(&self, peer: &NodeId) -> Option<&GroupMember> {
         let (at, seat) = self.seats.get(peer)?;
         (at.elapsed() < SILENT_AFTER).then_some(seat)
     }
 
-    /// Whether a peer takes part in the group just now.
+    /// Whether a peer currently takes part in the group.
     pub(super) fn takes_part(&self, peer: &NodeId, group: GroupId) -> bool {
         matches!(self.news.get(peer), Some((at, News::Member(member)))
             if at.elapsed() < SILENT_AFTER && member.group == group && member.role != RaftRole::Outsider)
@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn who_leads_is_who_says_so_now_and_not_who_said_so_last() {
+    fn only_a_recent_claim_of_the_latest_term_counts_as_leader() {
         let (now, long_ago) = (Duration::ZERO, SILENT_AFTER * 2);
         let leader = |told: &[_]| heard(told).leader(GROUP).map(|node| node.as_str().to_owned());
         let lost = ("a", long_ago, RaftRole::Leader, 4, GROUP);

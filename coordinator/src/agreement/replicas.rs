@@ -1,4 +1,4 @@
-//! What replicas are planned from and put forward by.
+//! The table that replicas are planned from, and the proposal of plans.
 
 use super::changes::Session;
 use super::{Agreement, CHANGE_LIMIT, ChangeError, Member};
@@ -8,18 +8,18 @@ use std::sync::Arc;
 use std::time::Instant;
 
 impl Agreement {
-    /// What is agreed on, as far as it is known here; none while there is no group.
+    /// The local state of the table; `None` while there is no group.
     pub fn table(&self) -> Option<Arc<Table>> {
         self.shared.table()
     }
 
-    /// Whether this coordinator leads the group, so that it plans.
+    /// Whether this coordinator is the leader, which plans replicas.
     pub fn leads(&self) -> bool {
         let role = self.shared.member.get().map(|member| member.handle.status().role);
         role == Some(RaftRole::Leader)
     }
 
-    /// Puts a plan forward, and waits until it is applied here.
+    /// Proposes a plan and waits until it is applied here.
     pub async fn plan(&self, change: Change) -> Result<(), ChangeError> {
         let Some(Member { handle, .. }) = self.shared.member.get() else { return Err(ChangeError::NoQuorum) };
         let mut session = self.shared.replicas.lock().await;

@@ -1,5 +1,6 @@
-//! Settings that must be the same at all coordinators of a group. Each tells the others digests of its own; the odd one
-//! out says so, is not ready, and takes no workers, for whom its key of block ids would be another.
+//! Settings that must be equal on all coordinators of a group. Each sends the others digests of its own. The
+//! odd one out reports this, is not ready, and accepts no workers, since their block ids could depend on
+//! another cluster key.
 
 use crate::api::auth::KeyEntry;
 use crate::random::random_u64;
@@ -9,26 +10,26 @@ use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, Instant};
 
-/// The cluster's key, which block ids, salts and workers depend on.
+/// The cluster key. Block ids, salts and workers depend on it.
 const CLUSTER_KEY: &str = "cluster_key";
-/// Whether what clients write can become control tokens.
+/// Whether client text can become control tokens.
 const RAW_CHATS: &str = "raw_chats";
 const WEIGHTS: &str = "tenant_weights";
 /// Prefix of the setting of a model's chat template and sampling defaults; the model's name follows.
 const PROMPTING: &str = "chat template and sampling defaults of ";
-/// Coordinators that were started within so long of each other are equally old.
+/// Coordinators that started within this time count as equally old.
 const STARTED_TOGETHER: Duration = Duration::from_secs(2);
-/// Names that are passed over in what others tell: no coordinator has as many settings.
+/// Maximum of settings in a message; longer messages are ignored.
 const MAX_SETTINGS: usize = 1024;
 
 /// The settings of a coordinator as keyed digests. A digest does not reveal its setting.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct SettingDigests {
-    /// How long the sender has been running, in milliseconds: of as many who disagree, the newcomer is the odd one.
+    /// Uptime of the sender in milliseconds. If equally many disagree, the newcomer is the odd one.
     pub up_ms: u64,
-    /// Drawn by each process: tells equally old ones apart.
+    /// Random per process; orders equally old coordinators.
     pub draw: u64,
-    /// When its certificate ends, in seconds since 1970; 0 if it does not say.
+    /// Expiry of its certificate in Unix seconds; 0 if unknown.
     pub certificate_ends: i64,
     pub settings: Vec<SettingDigest>,
 }
@@ -37,7 +38,7 @@ pub(super) struct SettingDigests {
 pub(super) struct SettingDigest {
     pub name: String,
     pub digest: [u8; 16],
-    /// The sender knows that its own is the odd one.
+    /// The sender knows that its value is the odd one.
     pub odd: bool,
 }
 
@@ -45,11 +46,11 @@ pub(super) struct SettingDigest {
 #[derive(Debug, Default)]
 pub struct ModelDigests {
     pub tokenizers: HashMap<ModelId, [u8; 32]>,
-    /// Of their chat templates and sampling defaults.
+    /// Digests of chat templates and sampling defaults.
     pub prompting: HashMap<ModelId, [u8; 32]>,
 }
 
-/// The settings of this coordinator that are compared.
+/// The compared settings of this coordinator.
 #[derive(Debug, Clone)]
 pub struct OwnSettings {
     started: Instant,
@@ -58,7 +59,7 @@ pub struct OwnSettings {
 }
 
 impl OwnSettings {
-    /// From what it was started with.
+    /// Computes the digests of the start parameters.
     pub fn new(
         key: &ClusterKey,
         models: &ModelDigests,
@@ -66,7 +67,8 @@ impl OwnSettings {
         keys: &[KeyEntry],
         weights: &[String],
     ) -> Self {
-        // The key itself keys its digest, so that not even equal words are recognised.
+        // The digest is keyed by the cluster key itself, so that equal values of other keys cannot be
+        // recognized.
         let digest = |name: &str, value: &[u8]| {
             let mut hash = blake3::Hasher::new_keyed(&key.0);
             hash.update(name.as_bytes()).update(&[0]).update(value);
@@ -118,7 +120,8 @@ impl OwnSettings {
         Self { started: Instant::now(), draw: random_u64(), settings }
     }
 
-    /// The message to the other coordinators. `odd` names the settings in which this one differs from the group.
+    /// The message to the other coordinators. `odd` names the settings in which this one differs from the
+    /// group.
     pub(super) fn told(&self, certificate_ends: i64, odd: &[String]) -> SettingDigests {
         let up_ms = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX);
         let settings = self.settings.iter().cloned();
@@ -132,12 +135,14 @@ impl OwnSettings {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Difference {
     pub setting: String,
-    /// The coordinators whose digest differs from the majority's. In a tie the longest-running coordinator decides.
+    /// The coordinators whose digest differs from the majority's. In a tie the longest-running coordinator
+    /// decides.
     pub odd: Vec<NodeId>,
     /// Whether this coordinator is among these.
     pub own: bool,
-    /// Whether an odd coordinator must not serve. Lists of API keys, of models and of weights, and the models' files as far as the same
-    /// tokens are made with them, are changed at one coordinator after the other, and must not stop it meanwhile.
+    /// Whether an odd coordinator must not serve. `false` for settings that operators change at one
+    /// coordinator after the other: the lists of API keys, models and tenant weights, and chat templates and
+    /// sampling defaults.
     pub binding: bool,
 }
 
@@ -152,12 +157,12 @@ impl Compared {
         }
     }
 
-    /// Whether all of these have told theirs.
+    /// Whether all of these coordinators have sent their settings.
     pub(super) fn knows(&self, nodes: &[NodeId]) -> bool {
         nodes.iter().all(|node| self.0.contains_key(node))
     }
 
-    /// Those that are no coordinators of the group any more.
+    /// Drops the messages of coordinators that are not in `nodes`.
     pub(super) fn keep(&mut self, nodes: &[NodeId], own: &NodeId) {
         self.0.retain(|node, _| node == own || nodes.contains(node));
     }
@@ -166,7 +171,7 @@ impl Compared {
         self.0.get(node).map(|(_, told)| told.certificate_ends).filter(|ends| *ends != 0)
     }
 
-    /// What differs, by name. Who does not have a setting, such as a model, does not differ in it.
+    /// The differences, by setting. A coordinator without a setting (such as a model) does not differ in it.
     pub(super) fn differences(&self, own: &NodeId) -> Vec<Difference> {
         let mut by_setting: BTreeMap<&str, BTreeMap<[u8; 16], Vec<&NodeId>>> = BTreeMap::new();
         for (node, (_, told)) in &self.0 {
@@ -181,8 +186,8 @@ impl Compared {
         let oldest = self.0.values().map(up).max().unwrap_or_default();
         let age = |node: &&NodeId| {
             let known = self.0.get(*node)?;
-            // Their clocks and the network are not exact: which of those counts that were started together is drawn. How far
-            // they are apart does not change while they run, so neither does the answer.
+            // Clocks and the network are inexact, so a random number orders coordinators that started
+            // together. Their age difference is constant while they run, and so is the result.
             Some((up(known) + STARTED_TOGETHER >= oldest, known.1.draw))
         };
         let mut differences = Vec::new();
@@ -259,19 +264,19 @@ mod tests {
     }
 
     #[test]
-    fn of_two_the_newcomer_is_odd() {
+    fn the_newcomer_of_two_is_odd() {
         let all = compared([("a", 9_000, own(1, 1, &[])), ("b", 1_000, own(2, 1, &[]))]);
         assert_eq!(all.differences(&node("a"))[0].odd, [node("b")]);
-        // Started together, exactly one of them is, and both know which.
+        // Of two that started together exactly one is odd, and both agree on which.
         let all = compared([("a", 1_000, own(1, 1, &[])), ("b", 1_000, own(2, 1, &[]))]);
         let [a, b] = ["a", "b"].map(|name| all.differences(&node(name)));
         assert_eq!((a[0].odd.len(), &a[0].odd), (1, &b[0].odd));
         assert_ne!(a[0].own, b[0].own);
     }
 
-    /// Which of two is odd is the same however long they have run by now.
+    /// Which of two is odd does not depend on their uptime.
     #[test]
-    fn who_is_odd_does_not_change_with_time() {
+    fn the_odd_coordinator_does_not_change_with_time() {
         let (older, newer) = (own(1, 1, &[]), own(2, 1, &[]));
         for apart in [0, 400, 1_900, 2_100, 60_000] {
             let odd = |up: u64| {
@@ -285,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn who_knows_that_it_is_odd_is_believed() {
+    fn a_coordinator_that_reports_itself_as_odd_is_odd() {
         let told = own(2, 1, &[]).told(0, &[CLUSTER_KEY.to_owned()]);
         let mut all = compared([("a", 0, own(1, 1, &[]))]);
         all.hear(&node("b"), SettingDigests { up_ms: 9_000_000, ..told });
@@ -305,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn what_clients_may_write_binds_and_another_template_is_told() {
+    fn raw_chats_is_binding_and_another_template_is_reported() {
         let all = compared([
             ("a", 9_000, made(1, 1, 1, false, &[])),
             ("b", 9_000, made(1, 1, 1, false, &[])),
@@ -318,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_of_a_key_stands_in_what_is_told() {
+    fn a_digest_depends_on_the_key_and_does_not_reveal_it() {
         let told = own(7, 1, &[]).told(0, &[]);
         assert!(told.settings.iter().all(|setting| setting.digest != [7; 16]));
         assert_eq!(told.settings[0].digest, own(7, 9, &["z"]).told(0, &[]).settings[0].digest);
@@ -326,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_left_is_not_compared() {
+    fn a_coordinator_that_has_left_is_not_compared() {
         let mut all = compared([("a", 0, own(1, 1, &[])), ("b", 9_000, own(2, 1, &[]))]);
         assert!(all.knows(&[node("a"), node("b")]) && !all.knows(&[node("c")]));
         all.keep(&[], &node("a"));

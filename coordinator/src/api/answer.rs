@@ -1,8 +1,9 @@
-//! Generations become an answer: one JSON object, or server-sent events, as the API's [`Writer`] writes them.
+//! Turns generations into a response: one JSON object, or server-sent events, written by the API's
+//! [`Writer`].
 //!
-//! The body of a stream is pulled: nothing is read from the workers before the connection to the client has
-//! room for it, so a slow reader holds back its own request and no memory; if it takes nothing for long the
-//! connection is cut (see [`crate::server`]), which drops the generations and so cancels them.
+//! The body of a stream is pulled: it reads from the workers only when the client's connection has room. A
+//! slow client therefore delays its own request and uses no memory. If a client reads nothing for too long,
+//! the connection is closed (see [`crate::server`]), which drops and thereby cancels the generations.
 
 use super::CLIENT_GONE;
 use super::auth::Revocation;
@@ -28,19 +29,19 @@ use proto::trace::{Span, TraceId};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Which worker serves, as in status.
+/// The worker that serves the request, by its name in the status.
 pub const WORKER_HEADER: HeaderName = HeaderName::from_static("x-kvasir-worker");
-/// Why it was chosen, and what it was expected to have cached.
+/// The routing reason and the predicted tokens.
 pub const ROUTE_HEADER: HeaderName = HeaderName::from_static("x-kvasir-route");
-/// The places of the request's documents, from 0, in the order in which the prompt has them.
+/// Indices of the request's documents, from 0, in the order of the prompt.
 pub const DOCUMENTS_HEADER: HeaderName = HeaderName::from_static("x-kvasir-documents");
 
-/// From so many bytes on, what is there is written before more is taken.
+/// Size at which a chunk is sent before more events are read.
 const CHUNK_BYTES: usize = 16 << 10;
-/// What an answer of few tokens takes.
+/// Initial capacity of a chunk: the size of a short answer.
 const CHUNK_ROOM: usize = 1 << 10;
 
-/// An answer in the making.
+/// A response in progress.
 pub struct ResponseStream {
     writer: Box<dyn Writer>,
     model: Arc<OfferedModel>,
@@ -48,25 +49,25 @@ pub struct ResponseStream {
     events: Events,
     choices: Vec<Progress>,
     documents: Vec<usize>,
-    /// Where each token begins is told.
+    /// Whether the response has the text offset of each token.
     offsets: bool,
-    /// Texts that end an answer and are part of it.
+    /// Stop strings that are included in the answer.
     told_stops: Vec<String>,
     asker: Asker,
     revocation: Revocation,
-    /// If the request is recorded.
+    /// `None` if the request is not recorded.
     span: Option<Span>,
-    /// Where the end of a stream is counted, until it is.
+    /// The path under which the end of a stream is counted. `None` before streaming and once counted.
     counts: Option<&'static str>,
 }
 
-/// In a response: how its request ends is counted when its stream has ended.
+/// Response extension: the request is counted when its stream ends.
 #[derive(Debug, Clone, Copy)]
 pub struct CountsItself;
 
-/// What happens to the generations of a request, as it comes.
+/// The events of a request's generations, in order of arrival.
 enum Events {
-    /// Most requests are one generation, whose events need not be told from others'.
+    /// Most requests have one generation, whose events need no multiplexing.
     One(BoxStream<'static, ChoiceEvent>),
     Several(SelectAll<BoxStream<'static, ChoiceEvent>>),
 }
@@ -74,7 +75,7 @@ enum Events {
 type ChoiceEvent = (u32, Result<Event, Failure>);
 
 impl Events {
-    /// Also what ends each of them before its time, if that is `endable`.
+    /// The events, and if `endable` a handle that ends each generation early.
     fn of(generations: Vec<Generation>, endable: bool) -> (Self, Vec<AbortHandle>) {
         let mut ends = Vec::new();
         let mut events = |generation: Generation| {
@@ -96,7 +97,7 @@ impl Events {
         (events, ends)
     }
 
-    /// The next; `None` after the last of all. Dropping the future loses nothing: what was begun goes on with the next.
+    /// The next event; `None` after the last one of all generations. Cancel-safe.
     async fn next(&mut self) -> Option<ChoiceEvent> {
         match self {
             Self::One(events) => events.next().await,
@@ -105,42 +106,42 @@ impl Events {
     }
 }
 
-/// How far a choice is.
+/// The state of one choice.
 #[derive(Debug)]
 struct Progress {
     arrived: Instant,
     prompt: u64,
-    /// Whether its prompt counts: the first choice of each prompt.
+    /// Whether this choice counts the prompt's tokens: true for the first choice of each prompt.
     counts: bool,
     started: Option<Started>,
     first: Option<Instant>,
     last: Option<Instant>,
-    /// Where the next token begins, where that is told.
+    /// Text offset of the next token; used only if offsets are requested.
     characters: Characters,
     completion: u64,
-    /// Of these, what is thought.
+    /// Completion tokens that were reasoning.
     reasoning: u64,
-    /// Tokens guessed and looked at, and those that were right, where it was not retried.
+    /// Draft tokens verified and accepted, of the last attempt.
     guesses: (u64, u64),
     reason: Option<FinishReason>,
-    /// Takes it apart, if it may be more than text.
+    /// Parses the answer. `None` if it can only be text.
     listener: Option<OutputParser>,
-    /// Calls of tools that have begun.
+    /// Number of tool calls that have begun.
     calls: usize,
-    /// Arguments of the last of them.
+    /// Arguments of the last tool call.
     arguments: String,
-    /// Ends it, where it is taken apart: its texts are searched here, and the worker knows no stop strings.
+    /// Searches a parsed answer for stop strings; then the worker has none.
     stop: Option<Stop>,
 }
 
-/// Ends a choice by its text.
+/// Ends a choice at a stop string.
 #[derive(Debug)]
 struct Stop {
     strings: StopStrings,
-    /// So many tokens come before an end counts.
+    /// A stop string before this many tokens does not count.
     min_tokens: u64,
     generation: AbortHandle,
-    /// The string that was found.
+    /// The stop string that was found.
     found: Option<String>,
 }
 
@@ -149,7 +150,7 @@ impl Drop for ResponseStream {
         if let Some(span) = &mut self.span {
             span.fail("cancelled");
         }
-        // A stream that nobody reads to its end.
+        // The stream was dropped before its end.
         if let Some(path) = self.counts {
             self.metrics.answered(path, CLIENT_GONE, false);
         }
@@ -157,7 +158,7 @@ impl Drop for ResponseStream {
 }
 
 impl ResponseStream {
-    /// Of these generations, which belong to `plan`: for each prompt its choices.
+    /// `generations`: for each prompt of `plan` its choices.
     pub fn new(
         plan: &GenerationPlan,
         writer: Box<dyn Writer>,
@@ -194,13 +195,13 @@ impl ResponseStream {
         }
     }
 
-    /// The span of the request, if it is recorded.
+    /// Sets the span; `None` if the request is not recorded.
     pub fn traced(mut self, span: Option<Span>) -> Self {
         self.span = span;
         self
     }
 
-    /// Everything at once, when it is all there.
+    /// Waits for all events and returns one JSON object.
     pub async fn whole(mut self) -> Result<Response, ApiError> {
         let mut whole: Vec<Delta> = self.choices.iter().map(|_| Delta::default()).collect();
         let mut next = self.next().await?;
@@ -232,8 +233,8 @@ impl ResponseStream {
         }
     }
 
-    /// Events as they come. Waits for the first, so that what fails before it gets its own status. How it ends is counted
-    /// in the name of `path`.
+    /// Streams the events. Waits for the first event, so that an error before it gets its own status. The end
+    /// of the stream is counted under `path`.
     pub async fn streamed(mut self, path: &'static str) -> Result<Response, ApiError> {
         let mut first = Vec::with_capacity(CHUNK_ROOM);
         if let Some((choice, event)) = self.next().await? {
@@ -243,7 +244,7 @@ impl ResponseStream {
         let mut headers = self.headers();
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
         headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
-        // Proxies that gather responses must not gather this one.
+        // Proxies must not buffer this response.
         headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
         self.counts = Some(path);
         let body = stream::unfold(Some((self, first)), |state| async {
@@ -256,8 +257,8 @@ impl ResponseStream {
         Ok(response)
     }
 
-    /// What comes next, behind what is in `out` already, and whether more may follow. Everything that is there goes into
-    /// one chunk; nothing that is there waits for anything.
+    /// The next chunk, after what `out` already has, and whether more may follow. Puts all available events
+    /// into one chunk and never delays an available event.
     async fn chunk(&mut self, mut out: Vec<u8>) -> (Bytes, bool) {
         loop {
             let next = match self.events.next().now_or_never() {
@@ -290,7 +291,7 @@ impl ResponseStream {
         }
     }
 
-    /// Turns an event into chunks.
+    /// Writes an event to `out`.
     fn take(&mut self, choice: u32, event: Event, out: &mut Vec<u8>) {
         let opening = matches!(event, Event::Started(_))
             && self.choices.get(choice as usize).is_some_and(|c| c.started.is_none());
@@ -304,8 +305,8 @@ impl ResponseStream {
         }
     }
 
-    /// Ends a choice in which a stop string was found just now: its worker stops computing, and nothing of it is heard
-    /// any more.
+    /// If a stop string was just found in `choice`, aborts the generation and finishes the choice. Later
+    /// events of the worker are ignored.
     fn stopped(&mut self, choice: u32) -> Option<Delta> {
         let progress = self.choices.get_mut(choice as usize)?;
         if progress.reason.is_some() {
@@ -326,7 +327,7 @@ impl ResponseStream {
         self.advance(choice, Event::Finished(finished))
     }
 
-    /// Notes an event and tells what is new for the client.
+    /// Updates the choice's state and returns what the client gets.
     fn advance(&mut self, choice: u32, event: Event) -> Option<Delta> {
         let progress = self.choices.get_mut(choice as usize)?;
         match event {
@@ -373,14 +374,14 @@ impl ResponseStream {
         spans::answered(&mut span, self.writer.id(), self.model.id.as_str(), &self.usage(), reasons);
     }
 
-    /// What is answered when a generation has ended so.
+    /// The error of a failed generation.
     fn failed(&mut self, failure: Failure) -> ApiError {
         self.fails(failure.into())
     }
 
     fn fails(&mut self, error: ApiError) -> ApiError {
         if let Some(path) = self.counts.take() {
-            // A stream has begun: what ends it now has failed, whatever it would have been before.
+            // The stream had begun: it is counted as failed.
             self.metrics.answered(path, error.status().as_u16(), false);
         }
         if let Some(mut span) = self.span.take() {
@@ -409,7 +410,7 @@ impl ResponseStream {
         let mut headers = HeaderMap::new();
         let Some(started) = self.choices.iter().find_map(|c| c.started.as_ref()) else { return headers };
         let route = format!("reason={};predicted={}", started.reason.as_str(), started.predicted);
-        // Names are of header characters only, by their types.
+        // By their types, names have only characters that headers allow.
         if let (Ok(worker), Ok(route)) =
             (HeaderValue::from_str(started.node.as_str()), HeaderValue::from_str(&route))
         {
@@ -447,7 +448,7 @@ impl Progress {
         }
     }
 
-    /// What these tokens say. Those behind the end of the choice are taken out.
+    /// Parses `tokens` into a delta. Removes the tokens after the end of the choice.
     fn hear(&mut self, dialect: &Dialect, tokens: &mut Vec<TokenOut>) -> Delta {
         let Some(listener) = &mut self.listener else {
             self.completion += tokens.len() as u64;
@@ -481,8 +482,8 @@ impl Progress {
         self.delta(dialect.calls(), said)
     }
 
-    /// What the end says. Of an answer that the model has not ended itself, the beginning of a call is nothing. If a stop
-    /// string is found in what was held until now, that is what has ended it.
+    /// Parses the end of the answer. Drops an incomplete tool call if the model did not end the answer
+    /// itself. A stop string in the held-back text becomes the finish reason.
     fn hear_last(&mut self, dialect: &Dialect, finished: &mut Finished) -> Delta {
         let Some(listener) = &mut self.listener else {
             let mut delta = Delta::default();
@@ -558,7 +559,8 @@ struct Characters {
 }
 
 impl Characters {
-    /// Takes in a token; where it begins. One that goes on with a character begins where that does.
+    /// Adds a token and returns its text offset. A token that continues a character has that character's
+    /// offset.
     fn pass(&mut self, tokenizer: &Tokenizer, token: u32) -> usize {
         let begins = self.complete;
         if !tokenizer.is_special(token) {
@@ -573,7 +575,7 @@ impl Stop {
         Self { strings: StopStrings::new(strings.to_vec()), min_tokens, generation, found: None }
     }
 
-    /// What is left of `said` when its texts have been searched; `tokens` have come so far.
+    /// Searches the texts of `said` and returns what is left of it; `tokens`: completion tokens so far.
     fn search(&mut self, said: Vec<ParsedDelta>, tokens: u64) -> Vec<ParsedDelta> {
         let mut left = Vec::with_capacity(said.len());
         for part in said {
@@ -586,7 +588,7 @@ impl Stop {
                         break;
                     }
                 }
-                // No string goes on behind thoughts or a call.
+                // No stop string spans reasoning or a tool call.
                 other => left.extend([ParsedDelta::Text(self.strings.finish()), other]),
             }
         }
@@ -594,7 +596,7 @@ impl Stop {
     }
 }
 
-/// A new name for a call. Mistral's templates take those of nine letters and digits alone.
+/// A new id of a tool call. Mistral's templates accept only nine letters or digits.
 fn call_id(style: Calls) -> String {
     match style {
         Calls::Mistral => format!("{:09x}", random_u64() >> 28),

@@ -1,5 +1,6 @@
-//! Calls of operations on a whole recording: `POST /v1/audio/vad` and `/v1/audio/turn_detection`, whose body is a WAV file.
-//! A call is a session at a worker of which nothing is told before it is over; so one that fails starts over elsewhere.
+//! Operations on a whole recording: `POST /v1/audio/vad` and `/v1/audio/turn_detection`. The body is a WAV
+//! file. Each request is a session at a worker. The client gets no result before the end, so a failed session
+//! is repeated at another worker.
 
 pub(super) mod wav;
 
@@ -26,24 +27,24 @@ use std::sync::Arc;
 use std::time::Instant;
 use wav::Recording;
 
-/// Attempts at a call, each at whoever is there then.
+/// Attempts for one request, each at a worker available at that time.
 const ATTEMPTS: usize = 3;
-/// Samples that a worker is sent at once.
+/// Most samples in one message to a worker.
 const PIECE: usize = 16_000;
 
-/// What a call has made of a recording.
+/// The results of an operation on a recording.
 #[derive(Debug, Default)]
 pub(super) struct Made {
     speech: Vec<Speech>,
-    /// Of speech, window by window.
+    /// Speech probability of each window.
     probabilities: Vec<f32>,
     turn: Option<TurnScore>,
     pub(super) texts: Vec<SpokenText>,
-    /// In which language, if that was to be heard.
+    /// The detected language. `None` if detection was not requested.
     pub(super) language: Option<Language>,
 }
 
-/// Where somebody speaks: `[start, end)`.
+/// A segment with speech: `[start, end)` in samples.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 struct Speech {
     start: u64,
@@ -52,7 +53,7 @@ struct Speech {
     end_s: f64,
 }
 
-/// Why a call came to nothing.
+/// Why a session failed.
 #[derive(Debug)]
 enum Failure {
     Said(OperationError),
@@ -151,23 +152,23 @@ async fn answer(
         made: told,
     };
     let mut headers = HeaderMap::new();
-    // Names are of header characters only, by their types.
+    // By their types, names have only characters that headers allow.
     headers.extend(HeaderValue::from_str(worker.as_str()).map(|worker| (WORKER_HEADER, worker)));
     Ok((headers, Json(answer)).into_response())
 }
 
-/// The file itself is the body. A form around it, as some interfaces have one, is refused by what it is.
+/// The body is the file itself. A form around it is refused by its content type.
 fn refuse_forms(headers: &HeaderMap) -> Result<(), ApiError> {
     let kind = headers.get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok()).unwrap_or_default();
     let form = ["multipart/", "application/x-www-form-urlencoded", "application/json"];
     match form.into_iter().find(|form| kind.to_ascii_lowercase().starts_with(form)) {
-        // What curl says of `--data-binary` where it is told nothing else.
+        // curl's default content type for `--data-binary`.
         Some("application/x-www-form-urlencoded") | None => Ok(()),
         Some(_) => Err(ApiError::field("content-type", "the body is a WAV file itself, of type audio/wav")),
     }
 }
 
-/// Has it done by one worker after the other.
+/// Runs the operation, with up to [`ATTEMPTS`] sessions one after the other.
 pub(super) async fn run(
     front: &Arc<AppState>,
     job: &OperationJob,
@@ -208,7 +209,7 @@ pub(super) async fn run(
     Err(refused(failure))
 }
 
-/// Sends all of a recording while what is made of it comes back.
+/// Sends a whole recording while it receives the results.
 async fn exchange(
     mut sender: OperationSender,
     mut answers: OperationStream,
@@ -222,7 +223,7 @@ async fn exchange(
         sender.send(&OperationInput::Finish).await
     };
     let feed = async {
-        // Why it fails is among the answers.
+        // The results contain the reason of a failure.
         let _ = feed.await;
         std::future::pending::<Infallible>().await
     };
@@ -241,7 +242,7 @@ async fn exchange(
                     made.speech.push(Speech { start, end, start_s, end_s });
                 }
                 OperationOutput::Turn(turn) => made.turn = Some(turn),
-                // Of the last segment.
+                // Only reports the last segment.
                 OperationOutput::Segmented { .. } => {}
                 OperationOutput::Finished { .. } => return Ok(made),
                 OperationOutput::Failed(error) => return Err(Failure::Said(error)),
@@ -259,7 +260,7 @@ async fn exchange(
     }
 }
 
-/// Cuts a recording into what is sent at once.
+/// Splits a recording into messages.
 pub(super) fn pieces(pcm: Pcm) -> Vec<Pcm> {
     match pcm {
         Pcm::F32(samples) => samples.chunks(PIECE).map(|piece| Pcm::F32(piece.to_vec())).collect(),
@@ -272,7 +273,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_recording_is_cut_in_order() {
+    fn a_recording_is_split_in_order() {
         let samples: Vec<i16> = (0..40_000).map(|n| n as i16).collect();
         let cut = pieces(Pcm::I16(samples.clone()));
         assert_eq!(cut.iter().map(Pcm::len).collect::<Vec<_>>(), [16_000, 16_000, 8_000]);
@@ -285,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn a_form_is_refused_by_its_type() {
+    fn a_form_is_refused_by_its_content_type() {
         let told =
             |kind: &str| refuse_forms(&HeaderMap::from_iter([(header::CONTENT_TYPE, kind.parse().unwrap())]));
         for kind in

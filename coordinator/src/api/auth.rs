@@ -1,7 +1,7 @@
-//! Who asks: API keys, the tenants behind them, their salts and their limits.
+//! Authentication: API keys, their tenants, the tenants' salts and limits.
 //!
-//! A request costs one SHA-256 and one look into a map: what a key opens is worked out when keys change, not when they are
-//! shown.
+//! A request costs one SHA-256 and one map lookup: grants are computed when keys change, not when a key is
+//! presented.
 
 mod ring;
 
@@ -23,70 +23,70 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::sync::watch;
 
-/// The tenant of everybody while no keys are configured.
+/// The tenant of all callers while no keys are configured.
 pub const DEFAULT_TENANT: &str = "default";
 
-/// Where Anthropic's clients show their key.
+/// The header in which Anthropic's clients send their key.
 pub const KEY_HEADER: HeaderName = HeaderName::from_static("x-api-key");
 
-/// Digits of a key's name.
+/// Hexadecimal digits of a key id.
 const KEY_ID_DIGITS: usize = 16;
 
-/// An API key, as configured: never the key itself.
+/// A configured API key: only its hash, never the key.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KeyEntry {
     /// SHA-256 of the key, in hexadecimal.
     pub sha256: String,
-    /// Who has it: 1 to 63 characters of `a-z`, `0-9`, `-`, `_` and `.`.
+    /// The owner: 1 to 63 characters of `a-z`, `0-9`, `-`, `_` and `.`.
     pub tenant: String,
-    /// Whether it opens `/admin/v1` on the ops port from elsewhere than this machine.
+    /// Whether the key opens `/admin/v1` on the ops port from other machines.
     #[serde(default)]
     pub admin: bool,
 }
 
-/// Why the configured keys cannot be used.
+/// Why the configured keys are refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum KeysError {
     /// Not 64 hexadecimal digits.
     #[error("key {at}: sha256 must be 64 hexadecimal digits")]
     BadDigest {
-        /// Position in the table, from 0.
+        /// Index in the table, from 0.
         at: usize,
     },
-    /// Breaks the rule for names.
+    /// Breaks the rule for tenant names.
     #[error("key {at}: tenant must have 1 to 63 characters of a-z, 0-9, '-', '_' and '.'")]
     BadTenant {
-        /// Position in the table, from 0.
+        /// Index in the table, from 0.
         at: usize,
     },
 }
 
-/// What a key opens, and for whom.
+/// What a key permits, and for which tenant.
 #[derive(Debug)]
 struct Grant {
-    /// By which an operator names the key: the first digits of its SHA-256. Empty without a key.
+    /// The key id: the first digits of the key's SHA-256. Empty for a caller without a key.
     id: String,
     tenant: Arc<Tenant>,
     admin: bool,
     scope: KeyScope,
     until: Until,
     meter: Option<Arc<Meter>>,
-    /// The same for all that is granted by the same key, one after the other.
+    /// Publishes a changed expiry. Shared by all successive grants of the same key.
     told: Arc<watch::Sender<Until>>,
 }
 
-/// Until when a key opens anything, in seconds since 1970.
+/// When a key expires, in seconds since 1970.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Until(u64);
 
 impl Until {
     const EVER: Self = Self(u64::MAX);
     const REVOKED: Self = Self(0);
-    /// The clock may be set while somebody waits.
+    /// Interval at which the clock is read again, since it may be set during a wait.
     const LOOK_AGAIN: Duration = Duration::from_secs(2);
 
-    /// Of a key that is kept with 0 where it never ends.
+    /// From the stored form, in which 0 means that the key never expires.
     fn expires(unix_s: u64) -> Self {
         if unix_s == 0 { Self::EVER } else { Self(unix_s) }
     }
@@ -100,7 +100,8 @@ impl Until {
         Duration::from_secs(self.0).saturating_sub(now)
     }
 
-    /// Waits until it may be over.
+    /// Sleeps until the expiry, at most [`Self::LOOK_AGAIN`]. The clock may have been set, so the caller
+    /// checks again.
     async fn may_be_over(self) {
         match self {
             Self::EVER => std::future::pending().await,
@@ -109,7 +110,7 @@ impl Until {
     }
 }
 
-/// A tenant, as requests need it.
+/// A tenant, as the request path needs it.
 #[derive(Debug)]
 struct Tenant {
     name: Arc<str>,
@@ -121,7 +122,7 @@ struct Tenant {
 pub struct Caller(Arc<Grant>);
 
 impl Caller {
-    /// Decides what is shared with whom.
+    /// The tenant decides what is shared between callers.
     pub fn tenant(&self) -> &Arc<str> {
         &self.0.tenant.name
     }
@@ -130,44 +131,44 @@ impl Caller {
         self.0.admin
     }
 
-    /// In the audit log: by which key.
+    /// The key id, for the audit log. `None` for a caller without a key.
     pub fn key_id(&self) -> Option<&str> {
         Some(self.0.id.as_str()).filter(|id| !id.is_empty())
     }
 
-    /// The salt of what is cached for it; `narrowed` by what a request says, which shares less and never more.
+    /// The salt of the caller's cached prefixes. `narrowed` is a text from the request; it narrows sharing
+    /// and never widens it.
     pub fn salt(&self, narrowed: Option<&str>) -> TenantSalt {
         let salt = &self.0.tenant.salt;
         narrowed.map_or_else(|| salt.clone(), |text| derived(&salt.0, b"kvasir/cache_salt/1", text))
     }
 
-    /// Whether its key is for this model.
+    /// Whether the key's scope includes this model.
     pub fn may_use(&self, model: &ModelId) -> bool {
         self.0.scope.opens(model)
     }
 
-    /// Lets one of its requests in, if its limits have room.
+    /// Admits a request if the limits of the key and of the tenant have room.
     pub fn enter(&self, now: Instant) -> Result<Permit, ApiError> {
         Ok(Permit::new([self.0.meter.as_ref(), self.0.tenant.meter.as_ref()], now)?)
     }
 
-    /// Waits until its key opens nothing any more: it was revoked, or has expired.
+    /// Waits until the key is revoked or expires.
     pub async fn revoked(&self) {
         self.revocation().revoked().await;
     }
 
-    /// Tells when its key opens nothing any more.
+    /// A handle that resolves when the key is revoked or expires.
     pub fn revocation(&self) -> Revocation {
         Revocation(self.0.told.subscribe())
     }
 }
 
-/// Whether a key opens nothing any more: it was revoked, or has expired.
+/// Whether a key was revoked or has expired.
 #[derive(Debug)]
 pub struct Revocation(watch::Receiver<Until>);
 
 impl Revocation {
-    /// Whether it is so by now.
     pub fn is_revoked(&self) -> bool {
         self.0.borrow().is_over()
     }
@@ -181,7 +182,7 @@ impl Revocation {
             tokio::select! {
                 () = until.may_be_over() => {}
                 changed = self.0.changed() => if changed.is_err() {
-                    // The sender is dropped: nothing can revoke the key any more.
+                    // The sender was dropped: only expiry can end the key now.
                     until.may_be_over().await;
                 }
             }
@@ -189,18 +190,19 @@ impl Revocation {
     }
 }
 
-/// The keys that are accepted: those of the configuration, and those that the coordinators have agreed on.
+/// The accepted keys: the configured ones, and those that the coordinators agreed on.
 #[derive(Debug)]
 pub struct Keys {
     fixed: Vec<Fixed>,
     cluster: ClusterKey,
-    /// Remembers over restarts that there are keys, which are known only once there is a majority.
+    /// Path of a marker file that says that keys exist. It keeps the API closed after a restart, until a
+    /// majority provides the keys. `None` if this coordinator agrees on nothing.
     closed: Option<PathBuf>,
-    /// Whether what is agreed on is known here.
+    /// Whether the agreed keys are known here.
     settled: AtomicBool,
-    /// Of this start; what is told to others is counted from it.
+    /// Random id of this run. Spending is reported as totals since its start.
     life: u64,
-    /// Held only to take or put the pointer.
+    /// Locked only to read or replace the pointer.
     ring: RwLock<Arc<Ring>>,
 }
 
@@ -217,8 +219,8 @@ impl Keys {
         fixed(entries).map(drop)
     }
 
-    /// These keys, and those agreed on as soon as they are told. `data_dir`: where it is remembered that there are such;
-    /// none if nothing is agreed on.
+    /// Starts with the configured keys; [`Self::agree`] adds the agreed ones. `data_dir` has the marker file
+    /// that says that keys exist; `None` if this coordinator agrees on nothing.
     pub fn new(
         entries: &[KeyEntry],
         cluster: ClusterKey,
@@ -242,7 +244,7 @@ impl Keys {
         Arc::clone(&self.ring.read())
     }
 
-    /// Whether there are none and never were, so that everybody on this machine is [`DEFAULT_TENANT`].
+    /// Whether there are no keys and never were. Then all callers on this machine are [`DEFAULT_TENANT`].
     pub fn is_open(&self) -> bool {
         self.ring().open
     }
@@ -251,7 +253,7 @@ impl Keys {
         self.ring().grants.len()
     }
 
-    /// What is agreed on is this from now on.
+    /// Replaces the agreed keys, tenants and limits.
     pub fn agree(&self, access: &Arc<Access>) {
         let before = self.ring();
         if Arc::ptr_eq(&before.access, access) {
@@ -265,19 +267,19 @@ impl Keys {
         }
         let changes = before.changes(&ring);
         *self.ring.write() = Arc::new(ring);
-        // Only now: who is told must not find that it still opens.
+        // Only now: a notified waiter must not find the old grant.
         for (told, until) in changes {
             told.send_replace(until);
         }
     }
 
-    /// What a majority has agreed on is known here.
+    /// Marks the agreed keys as known: a majority confirmed them.
     pub fn settle(&self) {
         self.settled.store(true, Ordering::Release);
     }
 
-    /// Who has the key in `Authorization: Bearer`, or else in [`KEY_HEADER`]. How long it takes tells nothing about keys
-    /// that are there.
+    /// Authenticates by the key in `Authorization: Bearer`, or else in [`KEY_HEADER`]. The time taken reveals
+    /// nothing about existing keys.
     pub fn authenticate(&self, headers: &HeaderMap) -> Result<Caller, ApiError> {
         let ring = self.ring();
         if ring.open {
@@ -298,38 +300,38 @@ impl Keys {
         }
     }
 
-    /// Who is on this machine and has shown no key.
+    /// A caller on this machine without a key.
     pub fn local(&self) -> Caller {
         Caller(Arc::clone(&self.ring().local))
     }
 
-    /// The salt of what a tenant has cached.
+    /// The salt of a tenant's cached prefixes.
     pub fn salt(&self, tenant: &str) -> TenantSalt {
         let ring = self.ring();
         let known = TenantId::new(tenant).ok().and_then(|tenant| ring.access.salt(&tenant).cloned());
         known.unwrap_or_else(|| salt(&self.cluster, tenant))
     }
 
-    /// The keys of the configuration: SHA-256, tenant, whether they administer.
+    /// The configured keys: SHA-256, tenant, whether it administers.
     pub fn configured(&self) -> impl Iterator<Item = (&[u8; 32], &TenantId, bool)> {
         self.fixed.iter().map(|key| (&key.sha256, &key.tenant, key.admin))
     }
 
-    /// How far each tenant that has limits uses them, by name.
+    /// The usage of every tenant with limits, by name.
     pub fn tenant_usage(&self) -> BTreeMap<TenantId, Usage> {
         let (ring, now) = (self.ring(), Instant::now());
         let of = |tenant: &TenantId| Some(ring.meters.get(&ring::subject_of(tenant.as_str()))?.usage(now));
         ring.access.tenants().keys().filter_map(|tenant| Some((tenant.clone(), of(tenant)?))).collect()
     }
 
-    /// What was spent here of limits, for other coordinators.
+    /// What was spent at this coordinator, for the other coordinators. `None` if nothing was.
     pub fn spending(&self) -> Option<Spending> {
         let (ring, now) = (self.ring(), Instant::now());
         let spent: Vec<_> = ring.meters.values().filter_map(|meter| meter.tell(now)).take(MAX_TOLD).collect();
         (!spent.is_empty()).then_some(Spending { life: self.life, spent })
     }
 
-    /// What was spent at another coordinator.
+    /// Counts what another coordinator spent.
     pub fn spent_elsewhere(&self, peer: &NodeId, spending: &Spending) {
         let (ring, now) = (self.ring(), Instant::now());
         for spent in spending.spent.iter().take(MAX_TOLD) {
@@ -349,8 +351,8 @@ fn fixed(entries: &[KeyEntry]) -> Result<Vec<Fixed>, KeysError> {
     entries.iter().enumerate().map(key).collect()
 }
 
-/// The salt of a tenant that the coordinators have not agreed on: secret, since it is keyed by the cluster's key, and the
-/// same at every coordinator.
+/// The salt of a tenant that is not in the agreed table. It is secret, since it is keyed by the cluster key,
+/// and the same at every coordinator.
 pub fn salt(cluster: &ClusterKey, tenant: &str) -> TenantSalt {
     derived(&cluster.0, b"kvasir/tenant/1", tenant)
 }
@@ -364,7 +366,7 @@ fn derived(key: &[u8; 32], tag: &[u8], text: &str) -> TenantSalt {
     TenantSalt(*hasher.finalize().as_bytes())
 }
 
-/// 32 bytes from 64 hexadecimal digits.
+/// Parses 64 hexadecimal digits into 32 bytes.
 pub fn from_hex(text: &str) -> Option<[u8; 32]> {
     let (pairs, rest) = text.as_bytes().as_chunks::<2>();
     let bytes: Vec<u8> = pairs
@@ -377,7 +379,7 @@ pub fn from_hex(text: &str) -> Option<[u8; 32]> {
     if rest.is_empty() { bytes.try_into().ok() } else { None }
 }
 
-/// By which operators name a key: it tells nothing of the key.
+/// The id by which operators name a key. It does not reveal the key.
 pub fn key_id(sha256: &[u8; 32]) -> String {
     hex(sha256).chars().take(KEY_ID_DIGITS).collect()
 }

@@ -1,8 +1,7 @@
-//! Bytes as text (RFC 4648, with padding).
+//! Base64 encoding (RFC 4648, with padding).
 
 const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
 
-/// The base64 form of `bytes`.
 pub(super) fn encode(bytes: &[u8]) -> String {
     let mut text = String::with_capacity(bytes.len().div_ceil(3) * 4);
     for group in bytes.chunks(3) {

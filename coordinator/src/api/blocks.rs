@@ -1,12 +1,12 @@
-//! An answer as a row of blocks, one behind the other: what the model thinks, what it says, what it calls. The APIs that
-//! stream their answers so tell where a block begins, what comes to it, and where it ends.
+//! An answer as a sequence of blocks: reasoning, text and tool calls. Streaming APIs report the start, the
+//! growth and the end of each block.
 
 use super::shape::DeltaPart;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Block {
     pub(super) kind: Kind,
-    /// What it says so far; of a call, its arguments.
+    /// The text so far; for a tool call, its arguments.
     pub(super) text: String,
 }
 
@@ -17,7 +17,7 @@ pub(super) enum Kind {
     Call { id: String, name: String },
 }
 
-/// What happens to a block, which has this place.
+/// A change of the block at this index.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Step<'a> {
     Begins(usize, &'a Block),
@@ -28,12 +28,12 @@ pub(super) enum Step<'a> {
 #[derive(Debug, Default)]
 pub(super) struct Blocks {
     all: Vec<Block>,
-    /// The last may still grow.
+    /// Whether the last block may still grow.
     open: bool,
 }
 
 impl Blocks {
-    /// Takes in what is said next, and tells `step` what becomes of it.
+    /// Adds parts of the answer and passes every change to `step`.
     pub(super) fn hear(&mut self, said: Vec<DeltaPart>, mut step: impl FnMut(Step<'_>)) {
         for part in said {
             let (kind, text) = match part {
@@ -43,7 +43,7 @@ impl Blocks {
                     (part.begins.map(|(id, name)| Kind::Call { id, name }), part.arguments)
                 }
             };
-            // Arguments are those of the call that is told just now.
+            // Arguments belong to the current tool call.
             let goes_on = self.open
                 && self.all.last().is_some_and(|last| match &kind {
                     None => matches!(last.kind, Kind::Call { .. }),
@@ -66,7 +66,7 @@ impl Blocks {
         }
     }
 
-    /// Nothing comes to the last block any more.
+    /// Ends the last block.
     pub(super) fn end(&mut self, mut step: impl FnMut(Step<'_>)) {
         if std::mem::take(&mut self.open) {
             self.last(|at, block| step(Step::Ends(at, block)));
@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_a_kind_are_one_block_and_a_call_is_always_another() {
+    fn consecutive_parts_of_a_kind_are_one_block_and_each_call_is_its_own() {
         let text = |text: &str| DeltaPart::Text(text.to_owned());
         let said = [
             vec![DeltaPart::Thought("h".into())],

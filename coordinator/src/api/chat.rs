@@ -1,4 +1,4 @@
-//! A chat as the one request that all APIs with messages become, and how chat completions say it.
+//! A chat request, into which all APIs with messages are translated, and its form in chat completions.
 
 use super::error::ApiError;
 use super::fields::Fields;
@@ -10,12 +10,12 @@ use model::chat_template::Message;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-/// What a client may tell a chat template.
+/// Template arguments that a client may set.
 const TEMPLATE_ARGUMENTS: [&str; 3] = ["enable_thinking", "thinking", EFFORT];
-/// What templates call whether to think.
+/// Names of templates' variable that enables reasoning.
 const THINKING: [&str; 2] = ["enable_thinking", "thinking"];
 const EFFORT: &str = "reasoning_effort";
-/// Whether the last message is to be gone on with.
+/// Whether the answer continues the last message.
 pub(super) const CONTINUE: &str = "continue_final_message";
 
 /// How a chat's prompt ends.
@@ -23,7 +23,7 @@ pub(super) const CONTINUE: &str = "continue_final_message";
 pub(super) enum Ending {
     Answer,
     Message,
-    /// Within the last message, which the answer goes on with.
+    /// Inside the last message, which the answer continues.
     Continued,
 }
 
@@ -32,24 +32,24 @@ struct Reasoning {
     effort: Option<String>,
 }
 
-/// What a request wants that is a chat. How to draw and when to stop is in [`super::params::Params`].
+/// A chat request. Sampling and stopping are in [`super::params::Params`].
 #[derive(Debug)]
 pub(super) struct Chat<'a> {
-    /// What the API calls the messages.
+    /// The name of the messages' field in this API.
     pub(super) field: &'static str,
-    /// As chat templates get them.
+    /// In the form that chat templates take.
     pub(super) messages: Vec<Message<'a>>,
     pub(super) tools: Tools,
-    /// What the answer must be.
+    /// The required format of the answer.
     pub(super) wanted: Option<OutputFormat>,
-    /// How long it may be.
+    /// The limit of the answer's length.
     pub(super) most: MaxTokens,
     /// Further variables of the template.
     pub(super) template_arguments: Map<String, Value>,
     pub(super) ending: Ending,
 }
 
-/// Reads what chat completions, and all that takes `messages` in their words, have.
+/// Reads a chat in the form of chat completions; also for the other endpoints with `messages`.
 pub(super) fn read<'a>(fields: &Fields<'a>) -> Result<Chat<'a>, ApiError> {
     let tokens = limit(fields)?;
     let tools = tools::tools(fields)?;
@@ -67,7 +67,7 @@ pub(super) fn read<'a>(fields: &Fields<'a>) -> Result<Chat<'a>, ApiError> {
     })
 }
 
-/// How long an answer may be, by any of its names; less than nothing is as long as it gets.
+/// The max_tokens of the answer, under any of its names. A negative value means no limit.
 pub(super) fn limit(fields: &Fields<'_>) -> Result<Option<u32>, ApiError> {
     let new: Option<u32> = fields.get("max_completion_tokens")?;
     let old: Option<u32> = fields.get("max_tokens")?;
@@ -96,7 +96,7 @@ fn ending(fields: &Fields<'_>, messages: &[Message<'_>]) -> Result<Ending, ApiEr
     }
 }
 
-/// What chat completions tell a template, by whichever name.
+/// Template arguments of chat completions, under any of their names.
 fn arguments(fields: &Fields<'_>) -> Result<Map<String, Value>, ApiError> {
     let mut arguments = Map::new();
     if let Some(Reasoning { effort: Some(said) }) = fields.get("reasoning")? {
@@ -105,12 +105,12 @@ fn arguments(fields: &Fields<'_>) -> Result<Map<String, Value>, ApiError> {
     if let Some(said) = fields.get::<String>(EFFORT)? {
         effort(&mut arguments, EFFORT, &said)?;
     }
-    // What is said in the template's own words counts.
+    // `chat_template_kwargs` override the other fields.
     arguments.extend(template_arguments(fields)?);
     Ok(arguments)
 }
 
-/// Reads `chat_template_kwargs`.
+/// Reads `chat_template_kwargs` and `enable_thinking`.
 pub(super) fn template_arguments(fields: &Fields<'_>) -> Result<Map<String, Value>, ApiError> {
     let arguments: Map<String, Value> = fields.get("chat_template_kwargs")?.unwrap_or_default();
     if let Some(name) = arguments.keys().find(|name| !TEMPLATE_ARGUMENTS.contains(&name.as_str())) {
@@ -130,15 +130,14 @@ pub(super) fn template_arguments(fields: &Fields<'_>) -> Result<Map<String, Valu
     Ok(all)
 }
 
-/// Tells a template whether the model shall think before it answers, under the names that templates have for it.
+/// Enables or disables reasoning, under all names that templates use.
 pub(super) fn think(arguments: &mut Map<String, Value>, thinks: bool) {
     for name in THINKING {
         arguments.insert(name.into(), thinks.into());
     }
 }
 
-/// Tells a template how hard the model shall think, in the words of the families that have grades of it; `none` and
-/// `minimal` are not at all.
+/// Sets the reasoning effort for the model families that have levels. `none` and `minimal` disable reasoning.
 pub(super) fn effort(
     arguments: &mut Map<String, Value>,
     field: &'static str,
@@ -147,7 +146,7 @@ pub(super) fn effort(
     match effort {
         "none" | "minimal" => think(arguments, false),
         "low" | "medium" | "high" | "xhigh" | "max" => {
-            // There is nothing above high in any template.
+            // No template has a level above high.
             let grade = if matches!(effort, "low" | "medium") { effort } else { "high" };
             arguments.insert(EFFORT.into(), grade.into());
         }

@@ -1,36 +1,36 @@
-//! Which pages of other sites may ask here from a browser (CORS).
+//! CORS: which origins may send requests from a browser.
 //!
-//! Requests are authenticated by a key that a page has to know, never by something that a browser adds by itself. So where
-//! keys are needed any page may ask, unless the operator says which. Where none are needed, pages that this machine itself
-//! serves may, as its programs may; no other page, unless the operator names it.
+//! Requests are authenticated by a key that the page must know, never by credentials that a browser adds.
+//! With keys, any origin is therefore allowed, unless the operator lists origins. Without keys, only pages
+//! served by this machine are allowed, and the origins that the operator lists.
 
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Uri, header};
 use std::net::IpAddr;
 
-/// Answers' headers that pages may read.
+/// Response headers that pages may read.
 const EXPOSED: &str =
     "x-request-id, request-id, x-kvasir-worker, x-kvasir-route, x-kvasir-documents, retry-after";
-/// How long a browser may remember what it was told, in seconds.
+/// Lifetime of a preflight result in the browser's cache, in seconds.
 const MAX_AGE: &str = "7200";
 const PRIVATE_NETWORK: HeaderName = HeaderName::from_static("access-control-request-private-network");
 const ALLOW_PRIVATE_NETWORK: HeaderName = HeaderName::from_static("access-control-allow-private-network");
 
-/// Every origin, as a setting.
+/// The setting for any origin.
 const ANY: &str = "*";
-/// No origin, as a setting.
+/// The setting for no origin.
 const NONE: &str = "none";
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Cors {
-    /// None: nothing was said.
+    /// `None`: not configured.
     origins: Option<Vec<String>>,
 }
 
 impl Cors {
-    /// What an operator has said: `*`, `none`, or origins such as `https://app.example`.
+    /// Parses the setting: `*`, `none`, or origins such as `https://app.example`.
     ///
     /// # Errors
-    /// The first that is no origin.
+    /// The first text that is not an origin.
     pub fn new(origins: Option<&[String]>) -> Result<Self, String> {
         let known = |origin: &String| match origin.as_str() {
             ANY | NONE => Ok(origin.clone()),
@@ -41,7 +41,8 @@ impl Cors {
         Ok(Self { origins: origins.transpose()? })
     }
 
-    /// What a request's page is told that it may, `*` or its own origin; none if it may not. `open`: no keys are needed.
+    /// The value of `access-control-allow-origin`: `*` or the request's origin. `None` if the origin is not
+    /// allowed or the request has none. `open`: no keys are configured.
     pub fn allowed(&self, headers: &HeaderMap, open: bool) -> Option<HeaderValue> {
         let origin = headers.get(header::ORIGIN)?;
         let Some(origins) = &self.origins else {
@@ -57,13 +58,13 @@ impl Cors {
         origins.iter().any(|allowed| allowed.eq_ignore_ascii_case(text)).then(|| origin.clone())
     }
 
-    /// Whether a page may ask where no keys are needed.
+    /// Whether the origin is allowed when no keys are configured.
     pub fn allowed_without_key(&self, headers: &HeaderMap) -> bool {
         self.allowed(headers, true).is_some()
     }
 }
 
-/// Has a page that may ask read the answer.
+/// Adds the headers that let an allowed page read the response.
 pub fn expose(response: &mut HeaderMap, allowed: HeaderValue) {
     if allowed != ANY {
         response.append(header::VARY, HeaderValue::from_static("origin"));
@@ -72,7 +73,7 @@ pub fn expose(response: &mut HeaderMap, allowed: HeaderValue) {
     response.insert(header::ACCESS_CONTROL_EXPOSE_HEADERS, HeaderValue::from_static(EXPOSED));
 }
 
-/// What a browser asks before it sends a page's request; `methods` are those of the path.
+/// Adds the headers of a preflight response. `methods`: the methods of the path.
 pub fn preflight(request: &HeaderMap, response: &mut HeaderMap, methods: &'static str) {
     response.insert(header::ACCESS_CONTROL_ALLOW_METHODS, HeaderValue::from_static(methods));
     if let Some(asked) = request.get(header::ACCESS_CONTROL_REQUEST_HEADERS) {
@@ -84,7 +85,8 @@ pub fn preflight(request: &HeaderMap, response: &mut HeaderMap, methods: &'stati
     response.insert(header::ACCESS_CONTROL_MAX_AGE, HeaderValue::from_static(MAX_AGE));
 }
 
-/// Whether a page comes from this machine. A site whose name points here has that name as its origin.
+/// Whether the page was served by this machine. A site whose DNS name resolves to this machine has that name
+/// as its origin and does not match.
 fn is_loopback(origin: &HeaderValue) -> bool {
     let Some(uri) = origin.to_str().ok().and_then(|origin| origin.parse::<Uri>().ok()) else { return false };
     let Some(host) = uri.host() else { return false };
@@ -93,7 +95,7 @@ fn is_loopback(origin: &HeaderValue) -> bool {
     web && (host.eq_ignore_ascii_case("localhost") || address.is_ok_and(|address| address.is_loopback()))
 }
 
-/// `scheme://host[:port]`, and nothing behind it; or `null`, as sandboxed pages have.
+/// Whether `text` is `scheme://host[:port]` without a path, or `null`, the origin of sandboxed pages.
 fn is_origin(text: &str) -> bool {
     let Some((scheme, host)) = text.split_once("://") else { return text == "null" };
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"+-.".contains(&byte);
@@ -119,7 +121,7 @@ mod tests {
         let page = from("http://localhost:5173");
         let unsaid = Cors::new(None).unwrap();
         assert_eq!(unsaid.allowed(&page, false), Some(HeaderValue::from_static("*")));
-        // Without keys it is this machine's alone.
+        // Without keys, only origins of this machine are allowed.
         for here in ["http://localhost:5173", "https://LocalHost", "http://127.0.0.1:80", "http://[::1]:3000"]
         {
             assert_eq!(unsaid.allowed(&from(here), true), Some(HeaderValue::from_static(here)));
@@ -151,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_origin_is_refused() {
+    fn texts_that_are_not_origins_are_refused() {
         for wrong in ["localhost", "http://", "http://a/b", "https://a?b", "://a", "http://a b", ""] {
             assert_eq!(Cors::new(Some(&[wrong.to_owned()])), Err(wrong.to_owned()));
         }

@@ -1,9 +1,9 @@
-//! `documents` of a chat: what was retrieved to answer it, put into the prompt in an order that lets requests share
-//! it. In the order of their rank the same documents hardly ever make a common prefix; ordered by how often each is
-//! asked for, the popular ones come first and in the same order every time.
+//! `documents` of a chat: retrieved texts, put into the prompt in an order that lets requests share prefixes.
+//! Ordered by rank, the same documents rarely form a common prefix. Ordered by popularity, frequent documents
+//! come first and always in the same order.
 //!
-//! The prompt tells the rank all the same, behind the documents. Popularity is what this coordinator has seen, per
-//! tenant; coordinators under the same traffic see about the same.
+//! The prompt states the rank after the documents. Popularity is counted at this coordinator, for each
+//! tenant; coordinators with the same traffic have about the same counts.
 
 use super::error::ApiError;
 use super::fields::Fields;
@@ -15,16 +15,15 @@ use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
 
 pub const MAX_DOCUMENTS: usize = 256;
-/// Bytes of a document's id.
+/// Longest id of a document, in bytes.
 pub const MAX_DOCUMENT_ID: usize = 128;
-/// Documents whose popularity is known, at about 64 bytes each.
+/// Documents with a count, at about 64 bytes each.
 const MAX_KNOWN: usize = 1 << 17;
-/// All counts are halved when so many documents have been counted since the last time.
+/// All counts are halved after this many counted documents.
 const HALVE_AFTER: usize = 1 << 18;
-/// What has been asked for less often than this is not worth knowing.
+/// Counts below this are removed.
 const FORGOTTEN: f32 = 0.75;
 
-/// A document of a request, by its id.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Document {
     id: String,
@@ -37,7 +36,7 @@ struct RawDocument {
     text: Option<String>,
 }
 
-/// Reads `documents`, the best first; none if there are none.
+/// Reads `documents`, in order of rank. Empty without the field.
 pub fn documents(fields: &Fields<'_>) -> Result<Vec<Document>, ApiError> {
     const NAME: &str = "documents";
     let Some(raw) = fields.get::<Bounded<RawDocument, MAX_DOCUMENTS>>(NAME)? else { return Ok(Vec::new()) };
@@ -59,8 +58,8 @@ pub fn documents(fields: &Fields<'_>) -> Result<Vec<Document>, ApiError> {
     raw.0.into_iter().enumerate().map(read).collect()
 }
 
-/// Puts documents, given by rank, into a chat in the order `order` of their places: behind what the system says first,
-/// else before what the user says first.
+/// Inserts the documents, given by rank, into a chat. `order` has their indices in the order of the prompt.
+/// They are appended to a leading system message, or else prepended to the first user message.
 pub fn insert(messages: &mut [Message<'_>], documents: &[Document], order: &[usize]) -> Result<(), ApiError> {
     let mut text = String::from("Documents:\n");
     for Document { id, text: document } in order.iter().filter_map(|at| documents.get(*at)) {
@@ -77,7 +76,7 @@ pub fn insert(messages: &mut [Message<'_>], documents: &[Document], order: &[usi
     Ok(())
 }
 
-/// How often documents are asked for.
+/// Request counts of documents, for each tenant.
 #[derive(Debug)]
 pub struct Popularity(Mutex<Counts>);
 
@@ -92,20 +91,20 @@ struct Counts {
     known: HashMap<u128, Count>,
     max_known: usize,
     halve_after: usize,
-    /// Documents counted since the counts were halved.
+    /// Documents counted since the last halving.
     counted: usize,
 }
 
-/// How often one has been asked for. Old times count less: counts are halved now and then.
+/// How often a document was requested. Older requests weigh less, since all counts are halved periodically.
 #[derive(Debug, Clone, Copy)]
 struct Count {
     times: f32,
-    /// The logarithm of `times`, rounded down: small differences change no order.
+    /// The logarithm of `times`, rounded down, so that small differences do not change the order.
     level: i16,
 }
 
 impl Popularity {
-    /// Counts these documents of a tenant, and returns their places in the order in which a prompt shall have them.
+    /// Counts the tenant's documents and returns their indices in the order of the prompt.
     pub fn count(&self, tenant: &str, documents: &[Document]) -> Vec<usize> {
         let keys = keys(tenant, documents);
         let mut counts = self.0.lock();
@@ -154,7 +153,7 @@ fn keys(tenant: &str, documents: &[Document]) -> Vec<u128> {
     documents.iter().map(key).collect()
 }
 
-/// Of each part with its length, so that no two lists of parts look the same.
+/// Hashes each part with its length, so that different lists of parts have different input.
 fn digest(parts: &[&str]) -> blake3::Hash {
     let mut hasher = blake3::Hasher::new_derive_key("kvasir 2026-11 documents by popularity");
     for part in parts {
@@ -180,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn documents_have_an_id_of_their_own_or_get_one_by_their_text() {
+    fn documents_have_an_id_or_get_one_from_their_text() {
         let read_ids = |value| read(value).map(|list| list.into_iter().map(|d| d.id).collect::<Vec<_>>());
         assert_eq!(
             read_ids(json!([{"id": "b", "text": "x"}, {"id": "a", "text": "x"}])).unwrap(),
@@ -206,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn they_stand_behind_the_system_or_before_the_user_and_their_rank_behind_them() {
+    fn documents_are_appended_to_the_system_or_prepended_to_the_user_message() {
         let documents = named(&["b", "a"]);
         let text = "Documents:\n<document id=\"a\">\ntext of a\n</document>\n\
                     <document id=\"b\">\ntext of b\n</document>\nMost relevant first: b, a";
@@ -223,23 +222,23 @@ mod tests {
     }
 
     #[test]
-    fn the_popular_come_first_for_the_tenant_that_asks_for_them() {
+    fn popular_documents_come_first_for_the_tenant_that_requests_them() {
         let popularity = Popularity::default();
         for _ in 0..4 {
             popularity.count("a", &named(&["z"]));
         }
         assert_eq!(popularity.count("a", &named(&["x", "z", "y"])), [1, 0, 2]);
-        // Among equals by id, whatever their rank.
+        // Ties are ordered by id, not by rank.
         assert_eq!(popularity.order("a", &named(&["y", "z", "x"])), [1, 2, 0]);
         assert_eq!(popularity.order("b", &named(&["y", "z", "x"])), [2, 0, 1]);
-        // Another text is another document.
+        // The same id with another text is another document.
         let mut other = named(&["x", "z"]);
         other[1].text.push('!');
         assert_eq!(popularity.order("a", &other), [0, 1]);
     }
 
     #[test]
-    fn a_difference_that_is_small_changes_no_order() {
+    fn small_differences_of_popularity_do_not_change_the_order() {
         let popularity = Popularity::default();
         for _ in 0..9 {
             popularity.count("a", &named(&["b", "a"]));
@@ -251,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_known_is_bounded_and_the_popular_stay() {
+    fn the_number_of_counts_is_bounded_and_popular_documents_stay() {
         let mut counts = Counts::new(100, 1_000);
         for key in 0..300 {
             counts.count(key);
@@ -259,7 +258,7 @@ mod tests {
             assert!(counts.known.len() <= 100);
         }
         assert!(counts.known.contains_key(&u128::MAX));
-        // Old times count less.
+        // Older requests weigh less.
         for _ in 0..20_000 {
             counts.count(7);
         }

@@ -1,4 +1,4 @@
-//! `/v1/embeddings`: texts to vectors of length one.
+//! `/v1/embeddings`: texts to vectors of L2 norm 1.
 
 use super::base64;
 use super::encode::{EncodePlan, Gathered, check_length};
@@ -16,25 +16,25 @@ use serde::{Deserialize, Serialize};
 const INPUT: &str = "input";
 const FIELDS: [&str; 5] = ["model", INPUT, "encoding_format", "dimensions", "add_special_tokens"];
 
-/// How vectors are cut and written.
+/// How vectors are truncated and encoded.
 #[derive(Debug, Clone, Copy)]
 pub struct EmbeddingsFormat {
     format: Format,
-    /// Values of a vector that are sent.
+    /// Values of each vector that are sent.
     dimensions: usize,
 }
 
-/// How a vector is written.
+/// Encoding of a vector.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum Format {
     #[default]
     Float,
-    /// Its f32 values, little endian, in base64.
+    /// Its f32 values, little-endian, in base64.
     Base64,
 }
 
-/// Reads and checks a request.
+/// Parses and checks a request.
 pub fn plan(body: &[u8], sources: &Sources<'_>) -> Result<EncodePlan<EmbeddingsFormat>, ApiError> {
     let fields = Fields::parse(body, &FIELDS)?;
     let (model, served) = asked(&fields, sources)?;
@@ -74,8 +74,8 @@ pub fn plan(body: &[u8], sources: &Sources<'_>) -> Result<EncodePlan<EmbeddingsF
     Ok(EncodePlan { operation: Operation::Embed, model: model.id.clone(), texts, shape })
 }
 
-/// An answer as OpenAI's clients expect it. Not a `serde_json::Value`, which would write each f32 as the f64 next
-/// to it, with twice the digits.
+/// A response in OpenAI's form. A `serde_json::Value` would convert each f32 to f64 and write twice the
+/// digits.
 #[derive(Debug, Serialize)]
 pub struct EmbeddingsResponse {
     object: &'static str,
@@ -105,7 +105,7 @@ struct Usage {
 }
 
 impl EmbeddingsFormat {
-    /// The answer of what the texts became.
+    /// Builds the response from the vectors.
     pub fn answer(self, model: ModelId, gathered: &Gathered) -> EmbeddingsResponse {
         let item = |(index, values): (usize, &Vec<f32>)| Item {
             object: "embedding",
@@ -129,7 +129,7 @@ impl EmbeddingsFormat {
     }
 }
 
-/// `values` at length one; what has no length stays as it is.
+/// `values` scaled to L2 norm 1. A zero vector stays zero.
 fn unit(values: &[f32]) -> Vec<f32> {
     let square: f64 = values.iter().map(|value| f64::from(*value).powi(2)).sum();
     if square == 0.0 {
@@ -147,24 +147,24 @@ mod tests {
     }
 
     #[test]
-    fn vectors_are_cut_and_then_brought_to_length_one() {
+    fn vectors_are_truncated_and_then_normalized() {
         assert_eq!(
             vector(Format::Float, 3, &[3.0, 4.0, 12.0]),
             Vector::Float(vec![3.0 / 13.0, 4.0 / 13.0, 12.0 / 13.0])
         );
         assert_eq!(vector(Format::Float, 2, &[3.0, 4.0, 12.0]), Vector::Float(vec![0.6, 0.8]));
         assert_eq!(vector(Format::Float, 2, &[0.0, 0.0, 1.0]), Vector::Float(vec![0.0, 0.0]));
-        // Neither overflows nor underflows on the way.
+        // The norm neither overflows nor underflows.
         for scale in [2f32.powi(120), 2f32.powi(-120)] {
             let values = [3.0 * scale, 4.0 * scale];
             assert_eq!(vector(Format::Float, 2, &values), Vector::Float(vec![0.6, 0.8]));
         }
-        // 0.6f32 and 0.8f32, little endian.
+        // 0.6f32 and 0.8f32, little-endian.
         assert_eq!(vector(Format::Base64, 2, &[3.0, 4.0]), Vector::Base64("mpkZP83MTD8=".into()));
     }
 
     #[test]
-    fn numbers_are_written_as_short_as_they_read_back() {
+    fn floats_are_written_in_the_fewest_digits_that_read_back() {
         let shape = EmbeddingsFormat { format: Format::Float, dimensions: 2 };
         let gathered =
             Gathered { texts: vec![vec![3.0, 4.0]], tokens: 5, headers: axum::http::HeaderMap::new() };

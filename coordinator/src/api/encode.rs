@@ -1,4 +1,4 @@
-//! Requests that want texts encoded: spread over the model's workers, gathered in order.
+//! Encoder requests: splits the texts over the model's workers and gathers the results in order.
 
 use super::AppState;
 use super::answer::{ROUTE_HEADER, WORKER_HEADER};
@@ -15,8 +15,8 @@ use proto::trace::TraceContext;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Texts and tokens of one call at most: small enough that several workers share a request, large enough that a
-/// call costs little beside it. A text that is longer makes a call of its own.
+/// Most texts in one call to a worker. The limits are small enough that several workers share a request, and
+/// large enough that the overhead of a call is small. A longer text is a call of its own.
 const PART_TEXTS: usize = 32;
 const PART_TOKENS: usize = 512;
 const _: () = assert!(PART_TEXTS <= MAX_ENCODE_TEXTS);
@@ -26,33 +26,33 @@ pub struct Asker {
     pub caller: Caller,
     pub id: RequestId,
     pub arrived: Instant,
-    /// It counts as one that runs while this is there.
+    /// The request counts as running until this is dropped.
     pub permit: Permit,
 }
 
-/// Texts that a request wants encoded.
+/// A parsed encoder request.
 #[derive(Debug)]
 pub struct EncodePlan<S> {
-    /// What for: embed or rerank.
+    /// `Embed` or `Rerank`.
     pub operation: Operation,
     pub model: ModelId,
     pub texts: Vec<EncodeText>,
-    /// How the answer is written.
+    /// How the response is written.
     pub shape: S,
 }
 
-/// What became of the texts of a request.
+/// The results of a request's texts.
 #[derive(Debug)]
 pub struct Gathered {
-    /// For each text its values, in order.
+    /// The values of each text, in the order of the request.
     pub texts: Vec<Vec<f32>>,
-    /// Tokens of all texts.
+    /// Input tokens of all texts.
     pub tokens: u64,
-    /// Who served the first part, and why.
+    /// Worker and routing reason of the first call.
     pub headers: HeaderMap,
 }
 
-/// Has `texts` encoded by workers of `model`; below `trace`, if the request is recorded.
+/// Encodes `texts` at workers of `model`. `trace`: the parent span; `None` if the request is not recorded.
 pub async fn gather(
     front: &AppState,
     asker: Asker,
@@ -80,7 +80,7 @@ pub async fn gather(
         error => error,
     };
     let encodings = front.dispatch.encode(jobs)?;
-    // The first failure cancels the other parts.
+    // The first failure cancels the other calls.
     let all = try_join_all(encodings.into_iter().map(Encoding::run));
     let parts = tokio::select! {
         biased;
@@ -99,7 +99,7 @@ pub async fn gather(
     Ok(Gathered { texts, tokens, headers })
 }
 
-/// Cuts a request into calls, in order.
+/// Splits a request into calls, in order.
 fn parts(texts: Vec<EncodeText>) -> Vec<Vec<EncodeText>> {
     let mut parts: Vec<Vec<EncodeText>> = Vec::new();
     let mut tokens = 0;
@@ -122,7 +122,7 @@ fn parts(texts: Vec<EncodeText>) -> Vec<Vec<EncodeText>> {
 fn route(part: &Encoded) -> HeaderMap {
     let mut headers = HeaderMap::new();
     let route = format!("reason={};predicted=0", part.reason.as_str());
-    // Names are of header characters only, by their types.
+    // By their types, names have only characters that headers allow.
     if let (Ok(worker), Ok(route)) =
         (HeaderValue::from_str(part.node.as_str()), HeaderValue::from_str(&route))
     {
@@ -132,7 +132,7 @@ fn route(part: &Encoded) -> HeaderMap {
     headers
 }
 
-/// Refuses a text that the model cannot read whole.
+/// Refuses a text without tokens, or with more than the model's context.
 pub fn check_length(field: &str, tokens: &[u32], limit: u32) -> Result<(), ApiError> {
     let (need, limit) = (tokens.len() as u64, u64::from(limit));
     match need {
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_is_cut_in_order_by_texts_and_by_tokens() {
+    fn a_request_is_split_in_order_by_texts_and_by_tokens() {
         assert_eq!(lengths(&[3]), [[3]]);
         assert_eq!(lengths(&[300, 212, 1]), [vec![300, 212], vec![1]]);
         assert_eq!(lengths(&[1, 5_000, 2]), [vec![1], vec![5_000], vec![2]]);

@@ -1,4 +1,4 @@
-//! Errors as clients see them: OpenAI's shape, stable codes, nothing about the inside.
+//! Errors of the API: OpenAI's form, stable codes, no internal details.
 
 use axum::Json;
 use axum::http::{HeaderValue, StatusCode, header};
@@ -13,66 +13,56 @@ use crate::dispatch::Failure;
 use crate::metrics::Metrics;
 use crate::quota::{Exceeded, Of};
 
-/// What a client is told when a request cannot be served.
+/// An error that a client gets.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ApiError {
-    /// A field has a value that cannot be accepted.
+    /// A field with an unacceptable value.
     #[error("{field}: {reason}")]
     InvalidField {
-        /// Which field, as a path: `messages[2].role`.
+        /// Path of the field: `messages[2].role`.
         field: String,
-        /// Value and rule, in words.
+        /// The value and the rule that it breaks.
         reason: String,
     },
-    /// The body is longer than the limit.
     #[error("the body is longer than {limit} bytes")]
     BodyTooLarge { limit: usize },
-    /// The body did not arrive in time.
     #[error("the body did not arrive in time")]
     BodyTimeout,
-    /// The request's head means nothing, or may mean two things.
+    /// The request's head is invalid or ambiguous.
     #[error("the request's head is malformed: {reason}")]
     BadHead { reason: String },
-    /// The head is longer than the limit.
     #[error("the request's head is longer than {limit} bytes")]
     HeadTooLarge { limit: usize },
-    /// The head has more headers than the limit.
     #[error("the request has more than {limit} headers")]
     TooManyHeaders { limit: usize },
-    /// The target alone is longer than a head may be.
+    /// The request target alone is longer than the limit of a head.
     #[error("the request's target is longer than {limit} bytes")]
     TargetTooLong { limit: usize },
-    /// The head did not arrive in time.
     #[error("the request's head did not arrive in time")]
     HeadTimeout,
-    /// All connections are taken by requests.
+    /// All connections have a running request.
     #[error("all {limit} connections of this port are in use; try again later")]
-    Connections {
-        /// How many there may be.
-        limit: usize,
-    },
-    /// The prompt's text does not fit the model, whatever its tokens are.
+    Connections { limit: usize },
+    /// The prompt's text exceeds the model's context by any tokenization.
     #[error("the model's context is {limit} tokens; {bytes} bytes of prompt are at least {least}")]
     TextLength {
-        /// Bytes of the prompt.
         bytes: usize,
-        /// The fewest tokens that so many bytes can be.
+        /// The fewest tokens that this number of bytes can have.
         least: u64,
         limit: u64,
     },
-    /// Prompt and output do not fit the model.
+    /// Prompt and output exceed the model's context.
     #[error(
         "the model's context is {limit} tokens; the request needs {need} \
          (prompt {prompt}, output {})", need - prompt
     )]
     ContextLength {
-        /// Tokens of the prompt.
         prompt: u64,
-        /// Tokens needed in all.
+        /// Tokens of prompt and output.
         need: u64,
         limit: u64,
     },
-    /// A history is to be kept here, or to be gone on with.
+    /// The client wants the server to store or continue a history.
     #[error("thread: nothing is stored here: send all that went before as messages")]
     NoThreads,
     #[error("the model {0:?} does not exist")]
@@ -82,30 +72,30 @@ pub enum ApiError {
     /// The path has other methods.
     #[error("there is nothing at this path with this method; there is with: {allow}")]
     Method {
-        /// Which, as in the header `Allow`.
+        /// The value of the header `Allow`.
         allow: &'static str,
     },
-    /// A page of another site that may not ask here.
+    /// A page of an origin that is not allowed.
     #[error("pages of this origin may not ask here; the setting cors_origins says which may")]
     Origin,
-    /// No sequence, snapshot or pin of this name.
+    /// No sequence, snapshot or pin with this id.
     #[error("{what} is not known")]
     Unknown { what: String },
     #[error("{why}")]
     Refused {
-        /// Why, with the limit where there is one.
+        /// The reason, with the limit if there is one.
         why: String,
     },
-    /// No key, or not one of ours.
+    /// No key, or an unknown one.
     #[error("no valid API key was given")]
     InvalidApiKey,
-    /// The key is valid but may not do this.
+    /// The key is valid but does not permit this.
     #[error("this key may not do that")]
     Forbidden,
-    /// No such key is known, but what is agreed on is not known here yet.
+    /// The key is unknown, and the agreed keys are not known here yet.
     #[error("the keys are not all known here yet; try again")]
     KeysUnknown,
-    /// As much has been asked for as may be.
+    /// A limit of the key or of its tenant is reached.
     #[error(
         "the limit of this {} is reached: {} {}",
         match .0.of { Of::Key => "key", Of::Tenant => "key's tenant" }, .0.allowed, .0.limit
@@ -113,7 +103,7 @@ pub enum ApiError {
     RateLimited(Exceeded),
     #[error("too many requests are waiting; try again later")]
     QueueFull { retry_after: Duration },
-    /// Nobody serves the model just now.
+    /// No worker serves the model.
     #[error("no worker serves this model at the moment")]
     NoWorker,
     /// No worker offers the operation.
@@ -122,23 +112,23 @@ pub enum ApiError {
          with --operation and a bundle of models that has a folder {operation}"
     )]
     NotOffered { operation: Operation },
-    /// The operation is offered, not with this model.
+    /// The operation is offered, but not with this model.
     #[error("the operation {operation} is not offered with the model {model:?}; it is with {}", .offered.join(", "))]
     NotOfferedWith { operation: Operation, model: String, offered: Vec<String> },
-    /// Whoever offers the operation drains, or is not ready.
+    /// All workers that offer the operation are draining or not ready.
     #[error("the workers that offer the operation {operation} take no new work at the moment")]
     OperationAway { operation: Operation },
-    /// The worker went away and nobody could go on in its place.
+    /// The worker was lost and no other worker could continue.
     #[error("the worker that served this request was lost")]
     WorkerLost,
-    /// The coordinators cannot agree at the moment.
+    /// The coordinators have no majority.
     #[error(
         "no majority of the coordinators has agreed in time; the change may yet be made, and may be sent again"
     )]
     NoQuorum,
     #[error("the request did not finish in time")]
     DeadlineExceeded,
-    /// A model has computed NaN or infinity.
+    /// A model computed NaN or infinity.
     #[error(
         "the model's numbers are not finite: its weights, or what was computed of them, hold NaN or infinity"
     )]
@@ -148,7 +138,6 @@ pub enum ApiError {
 }
 
 impl ApiError {
-    /// A field that cannot be accepted.
     pub fn field(field: impl Into<String>, reason: impl Into<String>) -> Self {
         Self::InvalidField { field: field.into(), reason: reason.into() }
     }
@@ -215,8 +204,7 @@ impl ApiError {
             metrics.limited(exceeded.limit.name());
         }
     }
-
-    /// Whether too much was asked for or nobody was there, rather than that something failed.
+    /// Whether the request was shed (overload, or no worker available), as opposed to a failure.
     pub fn is_shed(&self) -> bool {
         matches!(
             self,
@@ -231,7 +219,7 @@ impl ApiError {
         )
     }
 
-    /// The body, also of an `error` event in a stream.
+    /// The body; also the data of an `error` event in a stream.
     pub fn body(&self) -> Value {
         let kind = match self.status().as_u16() {
             401 | 403 => "authentication_error",
@@ -243,7 +231,7 @@ impl ApiError {
         json!({"error": {"message": self.to_string(), "type": kind, "param": param, "code": code}})
     }
 
-    /// What of the request is wrong.
+    /// The invalid field of the request.
     pub fn param(&self) -> Option<&str> {
         match self {
             Self::InvalidField { field, .. } => Some(field.as_str()),
@@ -255,12 +243,12 @@ impl ApiError {
         }
     }
 
-    /// The answer with this status and body; whether and when to come again is in its head.
+    /// A response with this status and body, with `retry-after` if a retry can succeed.
     pub fn respond(&self, status: StatusCode, body: Value) -> Response {
         let mut response = (status, Json(body)).into_response();
         let retry = match self {
             Self::QueueFull { retry_after } => Some(retry_after.as_secs().max(1)),
-            // Not a moment before there is room.
+            // Rounded up, so that the client does not return too early.
             Self::RateLimited(exceeded) => Some(exceeded.retry_after.as_secs_f64().ceil().max(1.0) as u64),
             Self::NoWorker | Self::WorkerLost | Self::NoQuorum | Self::KeysUnknown => Some(1),
             Self::Connections { .. } => Some(1),
@@ -276,7 +264,7 @@ impl ApiError {
             response.headers_mut().insert(header::ALLOW, HeaderValue::from_static(allow));
         }
         if response.status() == StatusCode::UNAUTHORIZED {
-            // RFC 9110, section 15.5.2: whoever is refused is told by what it would be let in.
+            // RFC 9110, section 15.5.2: a 401 must name the authentication scheme.
             response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
         response
@@ -332,7 +320,7 @@ mod tests {
     use super::*;
     use crate::quota::Limit;
 
-    /// One of each that does not show what the client itself has written.
+    /// One error of each kind whose message does not repeat the client's text.
     fn every() -> Vec<ApiError> {
         let second = Duration::from_secs(1);
         let exceeded = Exceeded {

@@ -1,5 +1,5 @@
-//! A JSON body as a set of named fields: each is read by itself, so that what is wrong is named, and what is
-//! not known is skipped without being built.
+//! A JSON body as a set of named fields. Each is parsed by itself, so that errors name the field. Unknown
+//! fields are skipped without being built.
 
 use super::error::ApiError;
 use super::raw::{self, Longest, Torn};
@@ -13,28 +13,28 @@ use std::ops::RangeInclusive;
 /// Deepest nesting of arrays and objects in a body.
 pub const MAX_DEPTH: usize = 64;
 
-/// Fields that may be nearly all of a body. Whoever knows one reads all of it, and finds then what is wrong in it.
+/// Fields that may be most of a body. Their readers parse all of the value and find errors in it then.
 const READ_LATER: [&str; 4] = ["messages", "prompt", "input", "content"];
 
-/// The known fields of a body, or of an object in a list of it.
+/// The known fields of a body, or of an object in a list of the body.
 #[derive(Debug)]
 pub struct Fields<'a> {
     values: Vec<(&'static str, &'a str)>,
-    /// The list, and the place in it.
+    /// The list's name and the index in it; `None` for the body itself.
     within: Option<(&'static str, usize)>,
     longest: Longest<'a>,
 }
 
 impl<'a> Fields<'a> {
-    /// Reads the object in `body`; of a field that stands there twice the last counts.
+    /// Parses the object in `body`. The last of repeated fields counts.
     pub fn parse(body: &'a [u8], known: &'static [&'static str]) -> Result<Self, ApiError> {
         let text = std::str::from_utf8(body);
         let text = text.map_err(|error| ApiError::field("body", format!("not a JSON object: {error}")))?;
         Self::of(text, known, None, Longest::default())
     }
 
-    /// Reads the fields `known` of the objects in the list `name`, of which there may be `most`; none if there is no
-    /// such list.
+    /// Parses the fields `known` of the objects in the list `name`, at most `most` objects. `None` without
+    /// such a list.
     pub(super) fn objects(
         &self,
         name: &'static str,
@@ -80,7 +80,7 @@ impl<'a> Fields<'a> {
         Ok(fields)
     }
 
-    /// The field's value; `None` if it is absent or null.
+    /// The value of a field; `None` if it is absent or null.
     pub fn get<T: Deserialize<'a>>(&self, name: &'static str) -> Result<Option<T>, ApiError> {
         let Some(raw) = self.raw(name) else { return Ok(None) };
         let whole = |error: serde_json::Error| match whole(raw).map(T::deserialize) {
@@ -90,7 +90,7 @@ impl<'a> Fields<'a> {
         serde_json::from_str(raw).or_else(whole).map(Some)
     }
 
-    /// The field's value, within a range.
+    /// Like [`Self::get`], restricted to a range.
     pub fn ranged<T>(&self, name: &'static str, range: RangeInclusive<T>) -> Result<Option<T>, ApiError>
     where
         T: Deserialize<'a> + PartialOrd + fmt::Display,
@@ -105,18 +105,18 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Whether no other field stands in the body than these, and those that are unknown.
+    /// Whether all known fields of the body are in `names`. Unknown fields are not considered.
     pub(super) fn are_among(&self, names: &[&str]) -> bool {
         self.values.iter().all(|(name, _)| names.contains(name))
     }
 
-    /// The field's text as it stands in the body; `None` if it is absent or null.
+    /// The JSON text of a field; `None` if it is absent or null.
     pub fn raw(&self, name: &'static str) -> Option<&'a str> {
         let raw = self.values.iter().rev().find(|(n, _)| *n == name)?.1;
         (raw != "null").then_some(raw)
     }
 
-    /// What is wrong with a field of an object in the list that a field is.
+    /// An error for `part` of entry `at` in the list `name`.
     pub(super) fn wrong_part(
         &self,
         name: &'static str,
@@ -127,29 +127,29 @@ impl<'a> Fields<'a> {
         ApiError::field(format!("{name}[{at}].{part}"), reason)
     }
 
-    /// What is wrong with a field, by the field's name in the body.
+    /// An error for a field, by its path in the body.
     pub(super) fn wrong(&self, name: &'static str, reason: impl Into<String>) -> ApiError {
         ApiError::field(place(self.within, name).unwrap_or_else(|| name.into()), reason)
     }
 }
 
-/// A whole number that is written as a float, as some clients write all numbers.
+/// Parses a whole number written as a float; some clients write all numbers so.
 fn whole(raw: &str) -> Option<serde_json::Value> {
-    /// Floats tell whole numbers apart up to here.
+    /// Up to here floats represent every whole number exactly (2^53).
     const EXACT: f64 = 9_007_199_254_740_992.0;
     let number: f64 =
         raw.starts_with(|c: char| c.is_ascii_digit() || c == '-').then(|| raw.parse().ok())??;
     (number.fract() == 0.0 && number.abs() <= EXACT).then(|| (number as i64).into())
 }
 
-/// The name of a field in an object of a list.
+/// Path of a field in an object of a list.
 fn place(within: Option<(&'static str, usize)>, name: &str) -> Option<String> {
     let dot = if name.is_empty() { "" } else { "." };
     within.map(|(list, at)| format!("{list}[{at}]{dot}{name}"))
 }
 
-/// What serde says, without the position in the field's own text, which means nothing to the client, and
-/// without all of a long value.
+/// The message of serde, at most 200 characters of it, without the position, which is relative to the field's
+/// text.
 pub fn plain(error: &serde_json::Error) -> String {
     let text = error.to_string();
     let text = text.rsplit_once(" at line ").map_or(text.as_str(), |(text, _)| text);
@@ -163,7 +163,7 @@ mod tests {
     const KNOWN: &[&str] = &["a", "b"];
 
     #[test]
-    fn unknown_fields_are_skipped_null_is_absent_and_the_last_of_two_counts() {
+    fn unknown_fields_are_skipped_null_is_absent_and_the_last_duplicate_counts() {
         let fields = Fields::parse(br#"{"x":[{"y":1}],"a":1,"b":null,"a":2}"#, KNOWN).unwrap();
         assert_eq!(fields.get::<u32>("a"), Ok(Some(2)));
         assert_eq!(fields.get::<u32>("b"), Ok(None));
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn nesting_is_limited_also_in_what_is_skipped() {
+    fn nesting_is_limited_in_skipped_fields_too() {
         let nested = |n: usize| format!("{{\"x\":{}{}}}", "[".repeat(n - 1), "]".repeat(n - 1));
         assert!(Fields::parse(nested(MAX_DEPTH).as_bytes(), KNOWN).is_ok());
         assert!(Fields::parse(nested(MAX_DEPTH + 1).as_bytes(), KNOWN).is_err());

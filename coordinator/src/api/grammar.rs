@@ -1,5 +1,5 @@
-//! What an answer must be: `response_format`, `grammar`, and calls of tools. What can be checked cheaply is checked here;
-//! workers compile, and refuse by the field's name before anything is answered.
+//! Constraints on the answer: `response_format`, `grammar`, and tool calls. Cheap checks are made here.
+//! Workers compile the grammar and refuse it, naming the field, before the answer begins.
 
 use super::error::ApiError;
 use super::fields::{Fields, plain};
@@ -13,13 +13,13 @@ use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
-/// What a request wants its answer to be.
+/// The format that a request requires.
 #[derive(Debug, PartialEq)]
 pub enum OutputFormat {
     Json {
-        /// What the request calls the schema.
+        /// Path of the schema in the request.
         field: &'static str,
-        /// With the options for compiling it.
+        /// The schema, with the options for compiling it.
         schema: Value,
     },
     Grammar(GrammarSpec),
@@ -30,7 +30,7 @@ struct Format<'a> {
     r#type: String,
     #[serde(borrow)]
     json_schema: Option<JsonSchema<'a>>,
-    /// Where some servers have it, also for any object.
+    /// Where some servers expect the schema; also allowed with `json_object`.
     #[serde(borrow)]
     schema: Option<&'a RawValue>,
     strict: Option<bool>,
@@ -49,7 +49,7 @@ struct Grammar {
     definition: String,
 }
 
-/// How vLLM says all of this in one field.
+/// vLLM's `structured_outputs`, which has all of these in one field.
 #[derive(Deserialize)]
 struct Structured<'a> {
     #[serde(borrow)]
@@ -65,7 +65,7 @@ struct Structured<'a> {
     whitespace_pattern: Option<IgnoredAny>,
 }
 
-/// What a field that has another name elsewhere holds.
+/// What an alias contains.
 #[derive(Debug, Clone, Copy)]
 enum Alias {
     Json,
@@ -74,7 +74,7 @@ enum Alias {
     Lark,
 }
 
-/// Names that other servers have for it.
+/// Names of these fields on other servers.
 const ALIASES: [(&str, Alias); 7] = [
     ("guided_json", Alias::Json),
     ("json_schema", Alias::Json),
@@ -111,12 +111,12 @@ pub fn wanted(fields: &Fields<'_>) -> Result<Option<OutputFormat>, ApiError> {
     or_grammar(fields, json, "response_format")
 }
 
-/// Any JSON object, as the request's `field` asks for.
+/// Any JSON object. `field`: the field that asks for it.
 pub(super) fn any_object(field: &'static str) -> OutputFormat {
     OutputFormat::Json { field, schema: dialect::schema(&json!({"type": "object"}), false) }
 }
 
-/// JSON of the schema that the request has in `field`.
+/// JSON that matches the schema in `field`.
 pub(super) fn of_schema_in(
     field: &'static str,
     raw: Option<&RawValue>,
@@ -128,16 +128,15 @@ pub(super) fn of_schema_in(
     Ok(OutputFormat::Json { field, schema: dialect::schema(&schema, !strict) })
 }
 
-/// A schema as grammars are compiled from it, which the request calls `field`. If it is `strict`, whatever cannot be
-/// enforced is refused.
+/// Prepares the schema in `field` for compilation. If `strict`, refuses everything that cannot be enforced.
 pub(super) fn prepared(field: &str, schema: &Value, strict: bool) -> Result<Value, ApiError> {
     json_schema::prepare(schema, strict).map_err(|Unsupported { path, reason }| {
         ApiError::field(field, format!("at {path}: {reason}, and strict is true"))
     })
 }
 
-/// What `grammar` says, or a name that other servers have for it, if there is one and not also what the request asks for
-/// in `other`.
+/// Adds `grammar` or one of its aliases to `json`. Refuses more than one of them. `other`: the field that
+/// `json` comes from.
 pub(super) fn or_grammar(
     fields: &Fields<'_>,
     json: Option<OutputFormat>,
@@ -196,7 +195,7 @@ pub(super) fn or_grammar(
     Ok(wanted.map(|(_, wanted)| wanted))
 }
 
-/// What the value of a field by another name says.
+/// The format that an alias asks for.
 fn of_alias(field: &'static str, alias: Alias, raw: &str) -> Result<OutputFormat, ApiError> {
     let wrong = |error: serde_json::Error| ApiError::field(field, plain(&error));
     let text = || serde_json::from_str::<String>(raw).map_err(wrong);
@@ -220,7 +219,7 @@ fn of_alias(field: &'static str, alias: Alias, raw: &str) -> Result<OutputFormat
     }
 }
 
-/// A grammar that the request has in `field`.
+/// The grammar in `field`.
 fn defined(field: &str, syntax: GrammarSyntax, text: String) -> Result<OutputFormat, ApiError> {
     if text.trim().is_empty() || text.len() > MAX_SCHEMA_BYTES {
         let reason = format!("has {} bytes; 1 to {MAX_SCHEMA_BYTES} are accepted", text.len());
@@ -229,7 +228,7 @@ fn defined(field: &str, syntax: GrammarSyntax, text: String) -> Result<OutputFor
     Ok(OutputFormat::Grammar(GrammarSpec { field: field.to_owned(), syntax, text, trigger: None }))
 }
 
-/// Reads a schema that the request calls `field`.
+/// Parses the schema in `field`.
 pub fn schema(field: &str, raw: &str) -> Result<Value, ApiError> {
     if raw.len() > MAX_SCHEMA_BYTES {
         let reason = format!("has {} bytes, at most {MAX_SCHEMA_BYTES}", raw.len());
@@ -253,7 +252,7 @@ fn depth(value: &Value) -> usize {
     }
 }
 
-/// The grammar of answers to a chat that ends with `prompt`.
+/// The grammar of an answer to a chat that ends with `prompt`.
 pub fn of_chat(
     wanted: Option<OutputFormat>,
     tools: &Tools,
@@ -268,7 +267,7 @@ pub fn of_chat(
     };
     let Tools { tools, required, parallel, .. } = tools;
     let grammar = match wanted {
-        // What is said would be of a format; nothing is said.
+        // A required tool call leaves no text to which a format could apply.
         Some(_) | None if *required => {
             lark("tools", dialect.calls_grammar(tools, *parallel, false, prompt), None)
         }

@@ -1,4 +1,4 @@
-//! What a request may cost before anybody has looked at it. Every limit has a row in the table test.
+//! Limits of a request before it is parsed. Every limit has a row in the table test.
 
 use super::error::ApiError;
 use axum::body::Body;
@@ -11,57 +11,58 @@ use tokio::time::{Instant, timeout_at};
 
 /// Longest body, in bytes.
 pub const MAX_BODY: usize = 8 << 20;
-/// Longest recording that is sent in a form, in bytes: what OpenAI takes.
+/// Longest recording in a form, in bytes: OpenAI's limit.
 pub const MAX_UPLOAD: usize = 25 << 20;
 /// Longest form with a recording, in bytes.
 pub const MAX_FORM: usize = MAX_UPLOAD + (64 << 10);
 pub const MAX_FORM_FIELDS: usize = 32;
-/// Bytes of a field of a form that is no recording.
+/// Longest field of a form other than the recording, in bytes.
 pub const MAX_FORM_TEXT: usize = 16 << 10;
 /// Longest request head (request line and headers), in bytes.
 pub const MAX_HEAD: usize = 16 << 10;
 pub const MAX_HEADERS: usize = 100;
-/// A head must be whole so long after its first byte.
+/// Time from the first byte of a head to its last.
 pub const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
-/// A body must go on within this.
+/// Longest pause within a body.
 pub const BODY_IDLE: Duration = Duration::from_secs(10);
-/// A body must be complete after this, however it trickles in.
+/// Time for the whole body.
 pub const BODY_TOTAL: Duration = Duration::from_secs(60);
-/// A client that takes nothing of a response for this long is cut off.
+/// A connection is closed if the client reads nothing of a response for this long.
 pub const WRITE_STALL: Duration = Duration::from_secs(30);
 pub const MAX_MESSAGES: usize = 4096;
 pub const MAX_TOOLS: usize = 128;
-/// Bytes of a tool's name.
+/// Longest name of a tool, in bytes.
 pub const MAX_TOOL_NAME: usize = 64;
-/// Bytes of a JSON schema, of a regular expression and of a grammar; those of all tools together have twice as many.
+/// Longest JSON schema, regular expression or grammar, in bytes. The schemas of all tools together may be
+/// twice as long.
 pub const MAX_SCHEMA_BYTES: usize = 64 << 10;
-/// Levels of nesting of a JSON schema.
+/// Deepest nesting of a JSON schema.
 pub const MAX_SCHEMA_DEPTH: usize = 32;
 pub const MAX_N: u32 = 128;
-/// Prompts in one request, times choices.
+/// Most prompts in one request, times choices.
 pub const MAX_CHOICES: usize = 128;
-/// Texts to embed, or documents to rank, in one request.
+/// Most texts to embed, or documents to rank, in one request.
 pub const MAX_TEXTS: usize = 2048;
 pub const MAX_STOP: usize = message::MAX_STOP_STRINGS;
-/// Bytes of one stop string.
+/// Longest stop string, in bytes.
 pub const MAX_STOP_BYTES: usize = 1024;
-/// Bytes of a `cache_salt`.
+/// Longest `cache_salt`, in bytes.
 pub const MAX_CACHE_SALT: usize = 256;
-/// Stop tokens.
+/// Most stop tokens.
 pub const MAX_STOP_TOKENS: usize = 1024;
-/// Entries of `logit_bias`.
+/// Most entries of `logit_bias`.
 pub const MAX_LOGIT_BIAS: usize = message::MAX_LOGIT_BIAS;
 pub const MAX_LOGPROBS: u8 = message::MAX_LOGPROBS as u8;
 
-/// Bytes of a text message on a WebSocket; one of sound has at most
-/// [`MAX_FRAME_SAMPLES`](proto::operation::MAX_FRAME_SAMPLES).
+/// Longest text message on a WebSocket, in bytes. A message of audio has at most
+/// [`MAX_FRAME_SAMPLES`](proto::operation::MAX_FRAME_SAMPLES) samples.
 pub const MAX_CONTROL_BYTES: usize = 4096;
-/// Messages that are taken of a WebSocket in a second: a message each 20 ms is 50.
+/// Most messages on a WebSocket in a second. One message each 20 ms is 50.
 pub const MESSAGES_PER_SECOND: f64 = 250.0;
-/// Messages that may come at once.
+/// Most messages in a burst.
 pub const MESSAGE_BURST: f64 = 500.0;
 
-/// Room that is made for a body before it has arrived, at most.
+/// Most bytes that are allocated for a body before it arrives.
 const ROOM_AHEAD: u64 = 64 << 10;
 
 /// Reads a whole body, within [`MAX_BODY`], [`BODY_IDLE`] and [`BODY_TOTAL`].
@@ -69,7 +70,7 @@ pub async fn read(body: Body) -> Result<Bytes, ApiError> {
     read_within(body, MAX_BODY).await
 }
 
-/// As [`read`], with a limit of its own.
+/// Like [`read`], with at most `most` bytes.
 pub async fn read_within(mut body: Body, most: usize) -> Result<Bytes, ApiError> {
     let announced = HttpBody::size_hint(&body).lower().min(ROOM_AHEAD);
     let announced = usize::try_from(announced).unwrap_or_default();
@@ -85,7 +86,7 @@ pub async fn read_within(mut body: Body, most: usize) -> Result<Bytes, ApiError>
             return Err(ApiError::BodyTooLarge { limit: most });
         }
         if whole.is_empty() && HttpBody::is_end_stream(&body) {
-            // All of it was there at once: it stays where it was read.
+            // The whole body is one frame: returned without a copy.
             return Ok(data);
         }
         if whole.is_empty() {
@@ -95,7 +96,7 @@ pub async fn read_within(mut body: Body, most: usize) -> Result<Bytes, ApiError>
     }
 }
 
-/// The length that the client announces is too much already.
+/// Refuses a body whose `content-length` exceeds the limit.
 pub fn check_announced(length: Option<u64>, most: usize) -> Result<(), ApiError> {
     match length {
         Some(length) if length > most as u64 => Err(ApiError::BodyTooLarge { limit: most }),
@@ -109,7 +110,7 @@ mod tests {
     use futures::stream::{self, StreamExt};
     use std::convert::Infallible;
 
-    /// Bytes that come one by one, `every` so often.
+    /// A body that arrives byte by byte, one each `every`.
     fn trickle(every: Duration) -> Body {
         let byte = move |_| async move {
             tokio::time::sleep(every).await;

@@ -1,4 +1,4 @@
-//! Anthropic's `/v1/messages`: a chat in other words, and its errors in other words too.
+//! Anthropic's `/v1/messages`: another form of a chat request, and of errors.
 
 mod input;
 mod writer;
@@ -15,7 +15,7 @@ use serde_json::{Map, Value};
 
 pub(super) use writer::{MessageWriter, refused};
 
-/// Texts that end an answer.
+/// The field with the stop strings.
 pub(super) const STOP: &str = "stop_sequences";
 const LIMIT: &str = "max_tokens";
 const CHOICE: &str = "tool_choice";
@@ -67,13 +67,13 @@ struct Metadata {
     _user_id: Option<String>,
 }
 
-/// Reads a request; `answer`: for an answer, which has to say how long it may be.
+/// Parses a request. `answer`: whether it asks for an answer, for which `max_tokens` is required.
 pub(super) fn read<'a>(fields: &Fields<'a>, answer: bool) -> Result<Chat<'a>, ApiError> {
     let tokens: Option<u32> = fields.get(LIMIT)?;
     if answer && tokens.is_none() {
         return Err(ApiError::field(LIMIT, "is missing"));
     }
-    // Whose request it is is nothing to the model.
+    // The user's id has no effect on the model.
     fields.get::<Metadata>("metadata")?;
     let config: Option<OutputConfig<'_>> = fields.get("output_config")?;
     let (effort, format) = config.map_or((None, None), |config| (config.effort, config.format));
@@ -93,7 +93,7 @@ pub(super) fn read<'a>(fields: &Fields<'a>, answer: bool) -> Result<Chat<'a>, Ap
     })
 }
 
-/// Whether the model shall think; where it is not said, that is as its template has it.
+/// Enables or disables reasoning. Without the field, the template's default applies.
 fn thinking(fields: &Fields<'_>, arguments: &mut Map<String, Value>) -> Result<(), ApiError> {
     let Some(Thinking { r#type, budget_tokens, display }) = fields.get(THINKING)? else { return Ok(()) };
     match (r#type.as_str(), budget_tokens) {
@@ -145,7 +145,7 @@ fn tools(fields: &Fields<'_>) -> Result<Tools, ApiError> {
     tools::check_choice(read)
 }
 
-/// A thread is a history that is kept here, which nothing is: its client sends all of it where it is told so.
+/// Refuses `thread`, a history stored by the server. On this error the client sends the whole history.
 pub(super) fn refuse_unsupported(fields: &Fields<'_>) -> Result<(), ApiError> {
     match fields.raw("thread") {
         Some(_) => Err(ApiError::NoThreads),

@@ -1,4 +1,5 @@
-//! `GET /v1/models` and `GET /v1/models/{model}`: the fields of OpenAI's and of Anthropic's model objects in one.
+//! `GET /v1/models` and `GET /v1/models/{model}`: objects with the fields of both OpenAI's and Anthropic's
+//! model objects.
 //!
 //! A model is listed once a worker serves it, and only for callers whose key may use it.
 
@@ -12,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 
-/// The most models of a page, as Anthropic has it.
+/// Most models of a page: Anthropic's limit.
 const MAX_PAGE: usize = 1_000;
 
 /// A model that the caller can use now.
@@ -28,7 +29,7 @@ pub(super) struct ModelObject {
     /// The same in RFC 3339.
     created_at: String,
     owned_by: &'static str,
-    /// Tokens of prompt and output together; none of an operation that has no tokens.
+    /// Tokens of prompt and output together. `None` for an operation without tokens.
     max_model_len: Option<u32>,
     max_input_tokens: Option<u32>,
     max_tokens: Option<u32>,
@@ -60,7 +61,7 @@ pub(super) fn list(front: &AppState, request: &Request) -> Result<Json<ModelList
     page_of(served(front, request)?, &page).map(Json)
 }
 
-/// The model whose name ends the path.
+/// The model that the path names.
 pub(super) fn retrieve(front: &AppState, request: &Request) -> Result<Json<ModelObject>, ApiError> {
     let asked = model_in(request.uri().path()).ok_or(ApiError::NotFound)?;
     match served(front, request)?.into_iter().find(|model| model.id == asked) {
@@ -70,7 +71,7 @@ pub(super) fn retrieve(front: &AppState, request: &Request) -> Result<Json<Model
 }
 
 fn served(front: &AppState, request: &Request) -> Result<Vec<ModelObject>, ApiError> {
-    // Put there by the gate.
+    // Inserted by the middleware.
     let caller = request.extensions().get::<Caller>().ok_or(ApiError::InvalidApiKey)?;
     let created_at = rfc3339(front.started);
     let model = |id: &ModelId, max_model_len: Option<u32>, task| ModelObject {
@@ -112,7 +113,7 @@ fn page_of(mut models: Vec<ModelObject>, page: &Page) -> Result<ModelList, ApiEr
         (None, None) => (0, models.len()),
     };
     let count = (until - from).min(limit);
-    // A page before a model ends right before it.
+    // With `before_id`, the page ends directly before that model.
     let start = if page.before_id.is_some() { until - count } else { from };
     let data: Vec<_> = models.drain(start..start + count).collect();
     let id = |model: Option<&ModelObject>| model.map(|model| model.id.clone());
@@ -125,7 +126,7 @@ fn page_of(mut models: Vec<ModelObject>, page: &Page) -> Result<ModelList, ApiEr
     })
 }
 
-/// The name of a model behind `/v1/models/`: all of the rest, which may have slashes, and may be percent-encoded.
+/// The model name after `/v1/models/`: the rest of the path, which may have slashes and percent-encoding.
 pub(super) fn model_in(path: &str) -> Option<String> {
     let rest =
         path.strip_prefix(Endpoint::Models.path())?.strip_prefix('/').filter(|rest| !rest.is_empty())?;
@@ -143,7 +144,7 @@ pub(super) fn model_in(path: &str) -> Option<String> {
     Some(String::from_utf8_lossy(&name).into_owned())
 }
 
-/// Seconds since 1970 as `2026-11-27T16:49:14Z`; 1970 where a year has more than four digits.
+/// Seconds since 1970 as `2026-11-27T16:49:14Z`. Years of more than four digits give 1970.
 fn rfc3339(unix_seconds: u64) -> String {
     let moment = i64::try_from(unix_seconds).ok().and_then(|s| OffsetDateTime::from_unix_timestamp(s).ok());
     let text = moment.unwrap_or(OffsetDateTime::UNIX_EPOCH).format(&Rfc3339);
@@ -205,13 +206,13 @@ mod tests {
     }
 
     #[test]
-    fn a_moment_is_written_in_rfc_3339() {
+    fn times_are_written_in_rfc_3339() {
         assert_eq!(rfc3339(1_795_798_154), "2026-11-27T16:49:14Z");
         assert_eq!(rfc3339(u64::MAX), "1970-01-01T00:00:00Z");
     }
 
     #[test]
-    fn a_models_name_is_all_that_follows_decoded() {
+    fn a_model_name_is_the_decoded_rest_of_the_path() {
         for (path, name) in [
             ("/v1/models/tiny", Some("tiny")),
             ("/v1/models/org/tiny", Some("org/tiny")),

@@ -1,5 +1,5 @@
-//! What is common to sessions of operations ([`realtime`](super::realtime)) and calls of them (`audio`):
-//! what is asked for, how sound is written, how many sessions a tenant may have, and what is said when nobody serves one.
+//! The common part of sessions of operations ([`realtime`](super::realtime)) and of calls with a whole
+//! recording (`audio`): query fields, encoding of samples, the limit of sessions, and errors.
 
 use super::error::ApiError;
 use crate::balancer::SessionRefusal;
@@ -15,17 +15,17 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Times of options at most, as workers take them.
+/// Largest duration of an option, as at the workers.
 const MAX_OPTION_MS: u32 = 60_000;
-/// When who has too many sessions may come again.
+/// `retry-after` if a tenant has too many sessions.
 const RETRY_BESIDE: Duration = Duration::from_secs(1);
 
-/// How samples of one channel are written.
+/// Encoding of samples of one channel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Encoding {
-    /// 16 bit, signed, little endian.
+    /// 16 bit integers, signed, little-endian.
     S16le,
-    /// 32 bit floats, little endian; full scale is 1.
+    /// 32 bit floats, little-endian; full scale is 1.
     F32le,
 }
 
@@ -37,7 +37,7 @@ impl Encoding {
         }
     }
 
-    /// Bytes of a sample.
+    /// Bytes of one sample.
     pub fn width(self) -> usize {
         match self {
             Self::S16le => size_of::<i16>(),
@@ -45,7 +45,7 @@ impl Encoding {
         }
     }
 
-    /// The samples that these bytes are.
+    /// Decodes samples.
     pub fn decode(self, bytes: &[u8]) -> Result<Pcm, ApiError> {
         let torn = || {
             let (len, width) = (bytes.len(), self.width());
@@ -69,12 +69,12 @@ impl Encoding {
     }
 }
 
-/// The part of an address behind `?`, as named fields. Fields that are not known are ignored.
+/// The fields of a URL's query. Unknown fields are ignored.
 #[derive(Debug)]
 pub struct Query(HashMap<String, String>);
 
 impl Query {
-    /// Of a request to this address.
+    /// Parses the query of `uri`.
     pub fn read(uri: &Uri) -> Result<Self, ApiError> {
         let UrlQuery(pairs) = UrlQuery::<Vec<(String, String)>>::try_from_uri(uri)
             .map_err(|_| ApiError::field("query", "is not NAME=VALUE&NAME=VALUE"))?;
@@ -88,7 +88,7 @@ impl Query {
         Ok(Self(fields))
     }
 
-    /// A field that must be what `accepts` says and `rule` tells.
+    /// A field that parses and that `accepts` allows. `rule` describes the valid values.
     fn get<T: FromStr>(
         &self,
         name: &'static str,
@@ -109,7 +109,7 @@ impl Query {
         self.get(name, "a whole number from 0 to 60000", |ms| *ms <= MAX_OPTION_MS)
     }
 
-    /// `model`, if it names one.
+    /// `model`; `None` if absent.
     pub fn model(&self) -> Result<Option<ModelId>, ApiError> {
         let named = self.0.get("model");
         let id =
@@ -117,13 +117,13 @@ impl Query {
         named.map(id).transpose()
     }
 
-    /// `sample_rate`, 16,000 if it is not there.
+    /// `sample_rate`, by default 16,000.
     pub fn sample_rate(&self) -> Result<u32, ApiError> {
         let rate = self.get("sample_rate", "a whole number above 0", |rate| *rate > 0)?;
         Ok(rate.unwrap_or(16_000))
     }
 
-    /// `encoding`, 16 bit if it is not there.
+    /// `encoding`, by default 16 bit integers.
     pub fn encoding(&self) -> Result<Encoding, ApiError> {
         let all = [Encoding::S16le, Encoding::F32le];
         let Some(text) = self.0.get("encoding") else { return Ok(Encoding::S16le) };
@@ -132,7 +132,7 @@ impl Query {
         all.into_iter().find(|encoding| encoding.name() == text).ok_or_else(wrong)
     }
 
-    /// What is said of how an operation is to be done.
+    /// The options of an operation.
     pub fn options(&self, operation: Operation) -> Result<OperationOptions, ApiError> {
         match operation {
             Operation::Vad => {
@@ -163,15 +163,15 @@ impl Query {
     }
 }
 
-/// Who has how many sessions here.
+/// Counts the open sessions of each tenant.
 #[derive(Debug)]
 pub struct Sessions {
-    /// Of one tenant at most.
+    /// Most sessions of one tenant.
     limit: u32,
     open: Mutex<HashMap<Arc<str>, u32>>,
 }
 
-/// A session that counts while this is there.
+/// An open session, counted until this is dropped.
 #[derive(Debug)]
 pub struct Slot {
     sessions: Arc<Sessions>,
@@ -179,12 +179,11 @@ pub struct Slot {
 }
 
 impl Sessions {
-    /// None yet.
     pub fn new(limit: u32) -> Arc<Self> {
         Arc::new(Self { limit, open: Mutex::default() })
     }
 
-    /// Lets one more in, if its tenant has room.
+    /// Opens a session, if its tenant is below the limit.
     pub fn enter(self: &Arc<Self>, tenant: &Arc<str>) -> Result<Slot, Exceeded> {
         let mut all = self.open.lock();
         let open = all.entry(Arc::clone(tenant)).or_default();
@@ -209,7 +208,7 @@ impl Drop for Slot {
     }
 }
 
-/// What a client is told that gets no session.
+/// The error for a session that could not be opened.
 pub fn refused(operation: Operation, model: Option<&ModelId>, why: Unopened) -> ApiError {
     match why {
         Unopened::Nobody(SessionRefusal::Operation) => ApiError::NotOffered { operation },
@@ -226,7 +225,7 @@ pub fn refused(operation: Operation, model: Option<&ModelId>, why: Unopened) -> 
     }
 }
 
-/// What a client is told of what a worker says.
+/// The error for a worker's error.
 pub fn failed(operation: Operation, error: OperationError) -> ApiError {
     match error {
         OperationError::InvalidField { field, reason } => ApiError::InvalidField { field, reason },
@@ -241,7 +240,7 @@ pub fn failed(operation: Operation, error: OperationError) -> ApiError {
     }
 }
 
-/// As it is written in answers.
+/// Samples as seconds, for responses.
 pub fn seconds(samples: u64, sample_rate: u32) -> f64 {
     samples as f64 / f64::from(sample_rate.max(1))
 }
@@ -262,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn fields_of_an_address_are_read_or_refused_by_name() {
+    fn query_fields_are_parsed_or_refused_by_name() {
         let nothing = query("").unwrap();
         assert_eq!(nothing.model(), Ok(None));
         assert_eq!((nothing.sample_rate(), nothing.encoding()), (Ok(16_000), Ok(Encoding::S16le)));
@@ -303,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn samples_are_read_whole_and_finite() {
+    fn only_whole_and_finite_samples_are_accepted() {
         let pcm = Encoding::S16le.decode(&[0, 0x80, 0xff, 0x7f, 1, 0]);
         assert_eq!(pcm, Ok(Pcm::I16(vec![-32_768, 32_767, 1])));
         let bytes: Vec<u8> = [0.5f32, -1.0].iter().flat_map(|x| x.to_le_bytes()).collect();
@@ -316,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tenant_has_so_many_sessions_and_others_have_theirs() {
+    fn the_session_limit_holds_for_each_tenant() {
         let sessions = Sessions::new(2);
         let (a, b): (Arc<str>, Arc<str>) = ("a".into(), "b".into());
         let first = sessions.enter(&a).unwrap();
@@ -332,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_names_the_operation_and_what_would_serve_it() {
+    fn a_refusal_names_the_operation_and_the_models_that_serve_it() {
         let model = |id: &str| ModelId::new(id).unwrap();
         let vad = Operation::Vad;
         let told = |model: Option<&ModelId>, why| {

@@ -1,13 +1,15 @@
-//! Browsers that are sent here by another site: what is anybody's on this machine shall not be that site's.
+//! Detects browser requests that another site initiated. Such a site must not get what is open to this
+//! machine.
 //!
-//! Two headers tell, which a page cannot change: `Origin`, the site that asks, and `Host`, by which name this machine was
-//! found. A site may have a name of its own point to this machine, and is then of the same origin as what it asks for, to
-//! the browser; so a name is nobody's but `localhost`.
+//! Two headers decide, which a page cannot change: `Origin`, the requesting site, and `Host`, the name by
+//! which this machine was found. A site may let its DNS name resolve to this machine; to the browser its page
+//! then has the same origin as this server (DNS rebinding). Therefore only IP addresses and `localhost` are
+//! accepted as hosts.
 
 use axum::http::{HeaderMap, header};
 use std::net::IpAddr;
 
-/// Whether it is a page of another site that has a browser ask, by what only browsers say.
+/// Whether a page of another site initiated the request, by headers that browsers send.
 pub fn from_elsewhere(headers: &HeaderMap) -> bool {
     let host = headers.get(header::HOST).and_then(|host| host.to_str().ok()).unwrap_or_default();
     if !host.is_empty() && !is_no_name(host) {
@@ -19,14 +21,14 @@ pub fn from_elsewhere(headers: &HeaderMap) -> bool {
     !same
 }
 
-/// As [`from_elsewhere`], of requests with which a browser names its site: all that open a WebSocket, and all but plain
-/// reading. Other clients name none, and may call this machine what they like.
+/// Like [`from_elsewhere`], for requests with an `Origin` only. Browsers send it with every WebSocket and
+/// every request that is not a plain read. Other clients send none and may use any host name.
 pub fn from_another_site(headers: &HeaderMap) -> bool {
     headers.contains_key(header::ORIGIN) && from_elsewhere(headers)
 }
 
-/// Whether a host is an address, or this machine whatever a name server says: another name may have been pointed here by
-/// the site that a browser comes from.
+/// Whether a host is an IP address or `localhost`. Any other name may be one that the initiating site let
+/// resolve to this machine.
 fn is_no_name(host: &str) -> bool {
     let port = |(_, port): &(&str, &str)| port.bytes().all(|byte| byte.is_ascii_digit());
     let name = host.rsplit_once(':').filter(port).map_or(host, |(name, _)| name);
@@ -38,7 +40,8 @@ fn is_no_name(host: &str) -> bool {
 mod tests {
     use super::*;
 
-    /// A site that has its own name point to this machine, so that the browser takes our answers for its own, is refused.
+    /// Refuses a site whose DNS name resolves to this machine, so that the browser takes responses for the
+    /// site's own.
     #[test]
     fn sec_no_name_is_this_machine() {
         let headers = |host: &str, origin: Option<&str>| -> HeaderMap {

@@ -1,4 +1,4 @@
-//! How to generate: the fields that completions and chat share.
+//! Sampling and stopping: the fields that completions and chats share.
 
 use super::error::ApiError;
 use super::fields::{Fields, plain};
@@ -11,7 +11,7 @@ use serde::de::{Deserializer, MapAccess, SeqAccess, Visitor};
 use std::fmt;
 use std::marker::PhantomData;
 
-/// What a request says besides prompt and length.
+/// The parameters of a request besides prompt and length.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Params {
     pub n: u32,
@@ -19,19 +19,19 @@ pub struct Params {
     pub stream: bool,
     /// Whether the stream ends with a usage chunk.
     pub include_usage: bool,
-    /// How to draw; `seed` is that of the first choice.
+    /// Sampling; `seed` is that of the first choice.
     pub sampling: Sampling,
-    /// How urgent it is among its tenant's requests; lower goes first.
+    /// Priority among the tenant's requests. Lower goes first.
     pub priority: i32,
-    /// When to end, `max_tokens` left at 0.
+    /// Stop conditions; `max_tokens` is 0 here.
     pub stop: Stop,
-    /// Whether the text that ends an answer is part of it.
+    /// Whether a matched stop string is part of the answer.
     pub include_stop: bool,
-    /// Whether choices carry their token ids.
+    /// Whether choices have their token ids.
     pub return_token_ids: bool,
-    /// Whether BOS is put before a text prompt where the model wants it; `None` if not said.
+    /// Whether BOS precedes a text prompt, if the model uses BOS. `None`: not given.
     pub add_special_tokens: Option<bool>,
-    /// Only requests of the tenant that say the same share what is cached.
+    /// Only the tenant's requests with the same salt share cached prefixes.
     pub cache_salt: Option<String>,
 }
 
@@ -41,8 +41,8 @@ struct StreamOptions {
 }
 
 impl Params {
-    /// Reads and checks them. `vocab`: tokens of the model; `seed` and `defaults` are taken where the request
-    /// does not say; `stop`: what the API calls stop strings.
+    /// Parses and checks the parameters. `vocab`: size of the vocabulary; `seed` and `defaults`: used where
+    /// the request has no value; `stop`: name of the field with the stop strings.
     pub fn read(
         fields: &Fields<'_>,
         vocab: usize,
@@ -72,7 +72,7 @@ impl Params {
             presence_penalty: fields.ranged("presence_penalty", -2.0..=2.0)?.unwrap_or(0.0),
             frequency_penalty: fields.ranged("frequency_penalty", -2.0..=2.0)?.unwrap_or(0.0),
             logit_bias: logit_bias(fields, vocab)?,
-            // Any 64 bits are a seed; negative ones are those of the same pattern.
+            // Any 64 bits are a seed. A negative seed is used by its bit pattern.
             seed: match fields.ranged("seed", i128::from(i64::MIN)..=i128::from(u64::MAX))? {
                 Some(seed) => (seed & i128::from(u64::MAX)) as u64,
                 None => seed,
@@ -109,7 +109,7 @@ fn cache_salt(fields: &Fields<'_>) -> Result<Option<String>, ApiError> {
     Ok(salt)
 }
 
-/// A share of probability that is nothing is that of the likeliest token; workers want it above 0.
+/// A `top_p` of 0 selects the most likely token. Workers require a value above 0.
 fn likeliest(top_p: f32) -> f32 {
     top_p.max(f32::MIN_POSITIVE)
 }
@@ -143,7 +143,7 @@ fn stop_tokens(fields: &Fields<'_>, vocab: usize) -> Result<Vec<u32>, ApiError> 
     Ok(tokens)
 }
 
-/// Refuses ids that the model does not have.
+/// Refuses token ids outside the vocabulary.
 pub fn check_tokens(field: &str, tokens: &[u32], vocab: usize) -> Result<(), ApiError> {
     match tokens.iter().position(|&id| id as usize >= vocab) {
         None => Ok(()),
@@ -192,7 +192,7 @@ impl<'de> Visitor<'de> for Biases {
     }
 }
 
-/// A list that is refused as soon as it is longer than `MAX`.
+/// A list that is refused as soon as it has more than `MAX` entries.
 #[derive(Debug)]
 pub struct Bounded<T, const MAX: usize>(pub Vec<T>);
 
@@ -234,14 +234,14 @@ mod tests {
     }
 
     #[test]
-    fn nothing_said_means_the_defaults_and_a_seed() {
+    fn without_parameters_the_defaults_and_a_seed_are_used() {
         let params = read(&json!({})).unwrap();
         assert_eq!(params.sampling, Sampling { temperature: 1.0, seed: 77, ..Sampling::default() });
         assert_eq!((params.n, params.stream, params.stop), (1, false, Stop::default()));
     }
 
     #[test]
-    fn everything_said_is_taken() {
+    fn all_given_parameters_are_used() {
         let params = read(&json!({
             "n": 8, "stream": true, "stream_options": {"include_usage": true}, "temperature": 0, "top_p": 0.5,
             "top_k": -1, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": -2,
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn whole_numbers_may_be_floats_and_a_share_may_be_nothing() {
+    fn whole_numbers_may_be_floats_and_top_p_may_be_zero() {
         let params =
             read(&json!({"n": 128.0, "seed": 7.0, "top_k": 3e0, "min_tokens": 2.0, "top_p": 0})).unwrap();
         assert_eq!((params.n, params.sampling.seed, params.sampling.top_k), (128, 7, 3));

@@ -1,5 +1,5 @@
-//! From a body to what is to be generated: fields checked, templates rendered, texts cut into tokens. All of
-//! it computes and nothing of it waits, so it runs where blocking is allowed.
+//! Turns a request body into a generation plan: checks fields, renders templates, tokenizes texts. It
+//! computes and never waits, so it runs where blocking is allowed.
 
 use super::auth::Caller;
 use super::chat::{self, CONTINUE, Chat, Ending};
@@ -35,7 +35,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// The fields that it looks at.
+    /// The fields that this API reads.
     pub(super) fn known(self) -> &'static [&'static str] {
         request_fields::known(self)
     }
@@ -49,7 +49,7 @@ impl Kind {
         }
     }
 
-    /// What it calls the texts that end an answer.
+    /// The name of the field with the stop strings.
     fn stop(self) -> &'static str {
         match self {
             Self::Messages => messages::STOP,
@@ -62,76 +62,73 @@ impl Kind {
 pub struct GenerationPlan {
     pub kind: Kind,
     pub model: Arc<OfferedModel>,
-    /// How its workers serve it.
+    /// How the workers serve the model.
     pub served: ServedModel,
-    /// The prompts, each with the most tokens to generate.
+    /// The prompts, each with its max_tokens.
     pub prompts: Vec<(TokenIds, u32)>,
-    /// The places of the request's documents, in the order in which the prompt has them.
+    /// Indices of the request's documents, in the order of the prompt.
     pub documents: Vec<usize>,
-    /// Which answers are allowed; none is all.
+    /// The grammar of the answer. `None`: no restriction.
     pub grammar: Option<GrammarSpec>,
-    /// What an answer is taken apart for, if it may be more than text.
+    /// How to parse the answer. `None` if it can only be text.
     pub speech: Option<Speech>,
-    /// What the answer repeats of the request, where it does.
+    /// Fields of the request that the answer repeats.
     pub repeats: Map<String, Value>,
     pub params: Params,
 }
 
-/// What an answer may consist of besides text.
+/// What an answer may contain besides text.
 #[derive(Debug)]
 pub struct Speech {
-    /// Names of the tools that may be called.
+    /// Names of the callable tools.
     tools: Vec<String>,
-    /// Whether the model is in its thoughts where the prompt ends.
+    /// Whether the prompt ends inside the model's reasoning.
     thinking: bool,
 }
 
 impl Speech {
-    /// What takes one answer apart.
+    /// A parser for one answer.
     pub fn listener(&self, model: &OfferedModel) -> OutputParser {
         OutputParser::new(Arc::clone(&model.dialect), self.tools.clone(), self.thinking)
     }
 }
 
-/// Tokens of a text, as `/tokenize` tells them.
+/// The result of `/tokenize`.
 #[derive(Debug)]
 pub struct Tokenized {
-    /// The tokens.
     pub tokens: Vec<u32>,
-    /// The model's limit, if a worker serves it.
+    /// The model's limit; `None` if no worker serves it.
     pub max_model_len: Option<u32>,
 }
 
-/// A prefix that is to be pinned.
+/// A prefix to pin.
 #[derive(Debug)]
 pub struct Prefix {
-    /// Its tokens.
     pub tokens: Vec<u32>,
-    /// How long; 0 is until it is dropped.
+    /// Time to live; 0: until it is unpinned.
     pub ttl: Duration,
 }
 
-/// What the planner looks things up in.
+/// What the planner reads besides the body.
 pub struct Sources<'a> {
     pub caller: &'a Caller,
-    /// The models of the API.
     pub models: &'a Models,
-    /// How a model is served just now, if it is.
+    /// How a model is currently served; `None` if no worker serves it.
     pub served: &'a dyn Fn(&ModelId) -> Option<ServedModel>,
-    /// A seed for requests that bring none.
+    /// The seed for requests without one.
     pub seed: u64,
-    /// How often documents are asked for.
+    /// Request counts of documents.
     pub popularity: &'a Popularity,
 }
 
-/// How much planning a request may compute.
+/// How much work planning a request may take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Effort {
-    /// A few milliseconds at most, on a thread that carries connections.
+    /// A few milliseconds at most, on a thread that serves connections.
     Short,
     /// All that the limits of requests and templates allow.
     Full {
-        /// Whether a short try has counted the documents.
+        /// Whether a short attempt already counted the documents.
         counted: bool,
     },
 }
@@ -141,7 +138,7 @@ pub enum Effort {
 pub enum Unplanned {
     #[error(transparent)]
     Refused(#[from] ApiError),
-    /// It takes longer than [`Effort::Short`] allows.
+    /// Planning takes longer than [`Effort::Short`] allows.
     #[error("planning takes longer than the effort allows")]
     TooLong {
         /// As in [`Effort::Full`].
@@ -149,11 +146,11 @@ pub enum Unplanned {
     },
 }
 
-/// Bytes of a body that is planned with a short effort.
+/// Largest body that is planned with a short effort, in bytes.
 const SHORT_BODY: usize = 64 << 10;
-/// Time for rendering and tokenizing all of its texts.
+/// Time for rendering and tokenizing all texts of a short plan.
 const SHORT_TOKENIZING: Duration = Duration::from_millis(1);
-/// Fields whose reading takes no longer than copying them. Any other one makes planning long.
+/// Fields that take no longer to read than to copy. Any other field makes planning long.
 const SHORT_FIELDS: [&str; 30] = [
     "model",
     "messages",
@@ -189,14 +186,14 @@ const SHORT_FIELDS: [&str; 30] = [
 
 const PREFIX: [&str; 7] =
     ["prompt", "messages", "tools", "tool_choice", "chat_template_kwargs", "add_special_tokens", "ttl_s"];
-/// How long a prefix is pinned where it is not said.
+/// Default time to live of a pinned prefix.
 const DEFAULT_TTL_S: u64 = 3600;
 const MAX_TTL_S: u64 = 366 * 86_400;
 const DETOKENIZE: [&str; 2] = ["model", "tokens"];
-/// Tokens generated by a completion that does not say how many.
+/// Default max_tokens of a completion.
 const COMPLETION_TOKENS: u32 = 16;
 
-/// Reads and checks a generation request.
+/// Parses and checks a generation request.
 pub fn generation(
     kind: Kind,
     body: &[u8],
@@ -225,7 +222,7 @@ pub fn generation(
         _ => sources.popularity.count(sources.caller.tenant(), &documents),
     };
     let too_long = || Unplanned::TooLong { counted: true };
-    // One limit for all texts of the request.
+    // One deadline for all texts of the request.
     let until = Instant::now() + SHORT_TOKENIZING;
     let bos = params.add_special_tokens.unwrap_or(true);
     let limit = served.as_ref().map(|served| served.max_model_len);
@@ -287,7 +284,7 @@ pub fn generation(
     Ok(GenerationPlan { kind, model, served, prompts, documents: order, grammar, speech, repeats, params })
 }
 
-/// Reads and serves Anthropic's counting of a prompt's tokens.
+/// Counts the tokens of an Anthropic prompt.
 pub fn count_tokens(body: &[u8], sources: &Sources<'_>) -> Result<usize, ApiError> {
     let fields = Fields::parse(body, Kind::Messages.known())?;
     let (model, _) = asked(&fields, sources)?;
@@ -298,7 +295,7 @@ pub fn count_tokens(body: &[u8], sources: &Sources<'_>) -> Result<usize, ApiErro
     Ok(chat_prompt(chat, &model, (&documents, &order), bos, true)?.len())
 }
 
-/// Reads and serves `/tokenize`.
+/// Serves `/tokenize`.
 pub fn tokenize(body: &[u8], sources: &Sources<'_>) -> Result<Tokenized, ApiError> {
     let fields = Fields::parse(body, request_fields::tokenized())?;
     let (model, served) = asked(&fields, sources)?;
@@ -324,7 +321,7 @@ pub fn tokenize(body: &[u8], sources: &Sources<'_>) -> Result<Tokenized, ApiErro
     Ok(Tokenized { tokens, max_model_len })
 }
 
-/// Reads a prefix that is to be pinned, of at most `limit` tokens.
+/// Parses a prefix to pin, of at most `limit` tokens.
 pub fn prefix(body: &[u8], model: &OfferedModel, limit: u32) -> Result<Prefix, ApiError> {
     let fields = Fields::parse(body, &PREFIX)?;
     let bos = fields.get("add_special_tokens")?.unwrap_or(true);
@@ -354,7 +351,7 @@ pub fn prefix(body: &[u8], model: &OfferedModel, limit: u32) -> Result<Prefix, A
     Ok(Prefix { tokens, ttl: Duration::from_secs(ttl) })
 }
 
-/// Reads and serves `/detokenize`.
+/// Serves `/detokenize`.
 pub fn detokenize(body: &[u8], sources: &Sources<'_>) -> Result<String, ApiError> {
     let fields = Fields::parse(body, &DETOKENIZE)?;
     let model = offered(&fields, sources)?;
@@ -363,13 +360,14 @@ pub fn detokenize(body: &[u8], sources: &Sources<'_>) -> Result<String, ApiError
     Ok(model.tokenizer.decode(&tokens, false))
 }
 
-/// How many tokens may be generated.
+/// The limit of an answer's length.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct MaxTokens {
-    /// What the API calls it.
+    /// The name of the field in this API.
     pub(super) field: &'static str,
     pub(super) tokens: Option<u32>,
-    /// Whether the client said it: then more than fits is refused, else cut.
+    /// Whether the client set the limit. An explicit limit that does not fit is refused; a default one is
+    /// reduced.
     pub(super) said: bool,
 }
 
@@ -392,7 +390,7 @@ impl MaxTokens {
     }
 }
 
-/// The model that the request names, and how it is served just now, if it is.
+/// The model that the request names, and how it is currently served (`None` if no worker serves it).
 pub(super) fn asked(
     fields: &Fields<'_>,
     sources: &Sources<'_>,
@@ -402,7 +400,7 @@ pub(super) fn asked(
     Ok((model, served))
 }
 
-/// Refuses a model that is not made for what it is asked, and says what it is for.
+/// The error for a model that serves another task; it names the model's endpoint.
 pub(super) fn wrong_task(served: &ServedModel) -> ApiError {
     let what = match served.task {
         ModelTask::Generate => "generates text: ask it at /v1/completions or /v1/chat/completions",
@@ -418,7 +416,7 @@ fn offered(fields: &Fields<'_>, sources: &Sources<'_>) -> Result<Arc<OfferedMode
         Some(name) => sources.models.get(name),
         None => sources.models.only(),
     };
-    // A model that the key is not for is none.
+    // To the caller, a model outside the key's scope does not exist.
     match (found.filter(|model| sources.caller.may_use(&model.id)), name) {
         (Some(model), _) => Ok(Arc::clone(model)),
         (None, Some(name)) => Err(ApiError::ModelNotFound(name.chars().take(ModelId::MAX_LEN).collect())),
@@ -446,23 +444,24 @@ fn completion_prompts<E: From<ApiError>>(
     prompts(fields)?.into_iter().map(tokens).collect()
 }
 
-/// Refuses a chat that is too long for the model whatever its template makes of it, before that is tried. What an assistant
-/// has said may be left out by a template, as may be what is blank around texts; neither counts.
+/// Refuses a chat that cannot fit into the model's context, before it is rendered. Assistant messages and
+/// whitespace around texts are not counted, since a template may leave them out.
 fn check_chat(model: &OfferedModel, chat: &Chat<'_>, limit: Option<u32>) -> Result<(), ApiError> {
     let others = chat.messages.iter().filter(|message| message.role != "assistant");
     let texts = others.filter_map(|message| message.content.as_ref());
     check_text(model, texts.map(|text| text.0.trim().len()).sum(), limit)
 }
 
-/// Refuses a text of so many bytes that has too many tokens for the model whatever they are, before they are made. `limit`:
-/// as it is served, or else as its file says.
+/// Refuses a text of `bytes` bytes that has too many tokens by any tokenization, before it is tokenized.
+/// `limit`: the served limit; `None`: the limit in the model's file.
 pub(super) fn check_text(model: &OfferedModel, bytes: usize, limit: Option<u32>) -> Result<(), ApiError> {
     let limit = limit.map_or(model.context as u64, u64::from);
     let least = model.tokenizer.fewest_tokens(bytes) as u64;
     if limit > 0 && least > limit { Err(ApiError::TextLength { bytes, least, limit }) } else { Ok(()) }
 }
 
-/// `documents` with the order of their places; `answer`: the chat ends where an answer begins.
+/// The tokens of a chat. `documents`: the documents and the order of their indices. `answer`: whether the
+/// prompt ends where an answer begins.
 fn chat_prompt(
     mut chat: Chat<'_>,
     model: &OfferedModel,
@@ -482,7 +481,7 @@ fn chat_text(
     rendered(chat, model, documents, answer, false)?.ok_or(ApiError::Internal)
 }
 
-/// The same. `short`: none if rendering takes more than about a millisecond, or fails.
+/// Like [`chat_text`]. `short`: returns `None` if rendering takes more than about a millisecond, or fails.
 fn rendered(
     chat: &mut Chat<'_>,
     model: &OfferedModel,
@@ -501,7 +500,7 @@ fn rendered(
     let given = Some(tools.given.as_slice()).filter(|given| native && !given.is_empty());
     let template = model.template.as_ref();
     let template = template.ok_or_else(|| ApiError::field(*field, "the model has no chat template"))?;
-    // A template that does not know developers would write the role as it is, or nothing.
+    // A template without the role `developer` would write it literally or write nothing.
     if !template.mentions("developer") {
         for message in messages.iter_mut().filter(|message| message.role == "developer") {
             message.role = "system".to_owned();
@@ -533,10 +532,10 @@ fn rendered(
     Ok(Some(prompt))
 }
 
-/// Where in a rendered chat the last message's text ends.
+/// The end of the last message's text in a rendered chat.
 fn end_of_last(text: &str, messages: &[Message<'_>]) -> Option<usize> {
     let said = &messages.last()?.content.as_ref()?.0;
-    // MaxTokens templates cut off what is blank around it.
+    // Most templates trim whitespace around it.
     [&**said, said.trim()].iter().find_map(|said| text.rfind(said).map(|at| at + said.len()))
 }
 
@@ -552,12 +551,12 @@ fn logprobs(kind: Kind, fields: &Fields<'_>) -> Result<Option<u8>, ApiError> {
                 (true, top) => Ok(Some(top.unwrap_or(0))),
             }
         }
-        // Refused below, or no field there.
+        // Refused elsewhere, or not a field of these APIs.
         Kind::Responses | Kind::Messages => Ok(None),
     }
 }
 
-/// What would change the answer and is not served is refused, never left out.
+/// Refuses fields that would change the answer and are not served. They are never ignored.
 fn refuse_unsupported(kind: Kind, fields: &Fields<'_>) -> Result<(), ApiError> {
     request_fields::refuse_unsupported(kind, fields)?;
     match kind {

@@ -1,4 +1,4 @@
-//! What a request is about: prompts as text or tokens, and chats.
+//! Parses prompts (text or tokens) and chat messages.
 
 use super::error::ApiError;
 use super::fields::{Fields, plain};
@@ -11,7 +11,6 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::borrow::Cow;
 
-/// A prompt of a completion.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Prompt {
     Text(String),
@@ -23,7 +22,7 @@ pub fn prompts(fields: &Fields<'_>) -> Result<Vec<Prompt>, ApiError> {
     texts_or_tokens::<MAX_CHOICES>(fields, "prompt")
 }
 
-/// Reads such a field of at most `MAX` texts.
+/// Like [`prompts`], for the field `name` with at most `MAX` texts.
 pub fn texts_or_tokens<const MAX: usize>(
     fields: &Fields<'_>,
     name: &'static str,
@@ -64,26 +63,26 @@ const MESSAGE: [&str; 8] = [
     "function_call",
     "refusal",
 ];
-/// Parts of what is said in chats, also as other APIs call them.
+/// Types of text parts in chats, including those of other APIs.
 const SPOKEN: [&str; 4] = ["text", "input_text", "output_text", "refusal"];
 
 #[derive(Deserialize)]
 struct ContentPart {
     r#type: String,
     text: Option<String>,
-    /// Of a part of this type.
+    /// The text of a part of type `refusal`.
     refusal: Option<String>,
 }
 
-/// A call of a tool as chats had it before there were several.
+/// A tool call in the older form, which allows only one.
 #[derive(Deserialize)]
 struct FunctionCall {
     name: String,
     arguments: Option<Value>,
 }
 
-/// Reads `messages` as the chat template gets them: `content` is always a text, in the body itself if it stands there as
-/// it is.
+/// Parses `messages` for the chat template. `content` is always a text, borrowed from the body if it has no
+/// escapes.
 pub fn messages<'a>(fields: &Fields<'a>) -> Result<Vec<Message<'a>>, ApiError> {
     const NAME: &str = "messages";
     let messages = fields.objects(NAME, MAX_MESSAGES, &MESSAGE)?;
@@ -118,7 +117,7 @@ fn one<'a>(message: &Fields<'a>) -> Result<Message<'a>, ApiError> {
             }
             role
         }
-        // Its result: who is answered is all that says which call it was.
+        // A result in the older form names its call only by the function's name.
         "function" => {
             let id = legacy_id(name.as_deref().unwrap_or_default());
             rest.entry("tool_call_id").or_insert_with(|| id.into());
@@ -129,7 +128,7 @@ fn one<'a>(message: &Fields<'a>) -> Result<Message<'a>, ApiError> {
     let content = match message.raw("content") {
         Some(raw) => Some(Content(text(message, "content", raw, &SPOKEN)?)),
         None if tool_calls.is_some() => None,
-        // An assistant may have said nothing, have only thought, or have refused.
+        // An assistant message may be empty, have only reasoning, or be a refusal.
         None if role == "assistant" => {
             Some(Content(message.get::<Cow<'_, str>>("refusal")?.unwrap_or_default().into_owned().into()))
         }
@@ -138,12 +137,13 @@ fn one<'a>(message: &Fields<'a>) -> Result<Message<'a>, ApiError> {
     Ok(Message { role, content, name, tool_calls, rest })
 }
 
-/// The id of a call that has none: nine letters and digits, which all templates take, the same for the same function.
+/// The id of a call without one: nine hexadecimal digits, which all templates accept; the same for the same
+/// function.
 fn legacy_id(name: &str) -> String {
     blake3::hash(name.as_bytes()).to_hex()[..9].to_owned()
 }
 
-/// The text that a field holds, which is `raw`: as one, or in parts of these kinds, which are joined by newlines.
+/// The text of field `name` with JSON `raw`: a string, or parts of types `kinds`, joined by newlines.
 pub(super) fn text<'a>(
     of: &Fields<'a>,
     name: &'static str,
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chats_content_becomes_text() {
+    fn the_content_of_chat_messages_becomes_text() {
         let given = json!([
             {"role": "system", "content": "s"},
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "x": 1},
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_assistant_did_not_say_is_empty_and_calls_have_an_older_form() {
+    fn assistant_messages_may_be_empty_and_use_the_older_form_of_calls() {
         for said in [
             json!({}),
             json!({"content": null, "refusal": null, "tool_calls": null, "function_call": null, "audio": null}),
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_in_a_chat_is_named() {
+    fn an_invalid_chat_is_refused_by_field() {
         for (given, field) in [
             (json!([]), "messages"),
             (json!("hello"), "messages"),

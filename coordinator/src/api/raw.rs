@@ -1,28 +1,28 @@
-//! Where the values of a JSON text begin and end. Nearly all of a body is inside of strings, which are passed over
-//! here at the speed of memory; what stands in a value is found out by whoever reads it.
+//! Finds where the values of a JSON text begin and end. Most of a body is inside strings, which are skipped
+//! at memory speed. The reader of a value parses its content.
 //!
-//! Objects and lists that are taken apart here are checked between their values. Of the values only this is known:
-//! their brackets are balanced, and their strings end and have no control characters in them.
+//! Objects and lists are checked between their values. Of the values, this is guaranteed: brackets are
+//! balanced, and strings end and have no control characters.
 
 use std::borrow::Cow;
 
-/// Why a text cannot be taken apart.
+/// Why a text cannot be split.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Torn {
-    /// It is not JSON, or not what was looked for.
+    /// Not JSON, or not the expected type.
     Malformed,
-    /// Its brackets are nested deeper than was allowed.
+    /// Nested deeper than the limit.
     Deep,
-    /// It is a list of more values than were allowed.
+    /// A list with more values than the limit.
     Long,
 }
 
-/// The longest string that was found so far in a text, as it stands there. Most of a body is one string, which is met in
-/// the body, in its field, in the list there and in the message, and need not be read each time.
+/// The longest string found so far, as a slice of the text. Most of a body is one string, which is passed in
+/// the body, its field, the list and the message. It is scanned only once.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Longest<'a>(&'a str);
 
-/// Names and values of the object that `text` is, nested at most so deep in all.
+/// Names and values of the object `text`, of nesting depth at most `depth`.
 pub(super) fn members<'a>(
     text: &'a str,
     depth: usize,
@@ -42,7 +42,7 @@ pub(super) fn members<'a>(
     Ok(members)
 }
 
-/// The values of the list that `text` is, at most so many, nested at most so deep in all.
+/// Values of the list `text`: at most `most`, of nesting depth at most `depth`.
 pub(super) fn items<'a>(
     text: &'a str,
     most: usize,
@@ -61,10 +61,10 @@ pub(super) fn items<'a>(
     Ok(items)
 }
 
-/// The text that a string stands for which was found here.
+/// The text of a JSON string that this module found.
 pub(super) fn string(raw: &str) -> Result<Cow<'_, str>, serde_json::Error> {
     match raw.strip_prefix('"').and_then(|raw| raw.strip_suffix('"')) {
-        // It has no quotes or control characters inside: without escapes it is what it says.
+        // It has no inner quotes or control characters, so without escapes the text is the content.
         Some(inside) if memchr::memchr(b'\\', inside.as_bytes()).is_none() => Ok(Cow::Borrowed(inside)),
         _ => serde_json::from_str(raw).map(Cow::Owned),
     }
@@ -77,7 +77,7 @@ struct Scan<'a, 'l> {
 }
 
 impl<'a> Scan<'a, '_> {
-    /// The whole text as `open`, values with commas between, `close`; `each` takes a value.
+    /// Parses the whole text as `open`, values separated by commas, `close`. `each` consumes a value.
     fn sequence(
         &mut self,
         open: u8,
@@ -120,7 +120,7 @@ impl<'a> Scan<'a, '_> {
         there
     }
 
-    /// The value that comes next, without what is blank around it.
+    /// The next value, without surrounding whitespace.
     fn value(&mut self, depth: usize) -> Result<&'a str, Torn> {
         self.blank();
         let start = self.at;
@@ -157,11 +157,11 @@ impl<'a> Scan<'a, '_> {
         Ok(())
     }
 
-    /// From the quote before a string to behind the one after it.
+    /// Advances from the opening quote to behind the closing one.
     fn pass_string(&mut self) -> Result<(), Torn> {
         let start = self.at;
         let Longest(known) = *self.longest;
-        // The same place in memory is the same text.
+        // The same address is the same string.
         if std::ptr::eq(known.as_ptr(), self.rest().as_ptr())
             && (1..=self.rest().len()).contains(&known.len())
         {
@@ -185,18 +185,18 @@ impl<'a> Scan<'a, '_> {
     }
 }
 
-/// Bytes that are looked at by themselves first: where there are many escapes, hardly any string is longer.
+/// Bytes that are scanned one by one first: with many escapes, strings are rarely longer.
 const NEAR: usize = 64;
 
-/// Leading bytes of `inside` that stand for themselves in a string.
+/// The number of leading bytes that need no escape in a string.
 fn plain(inside: &[u8]) -> usize {
     let special = |byte: &u8| *byte < b' ' || *byte == b'"' || *byte == b'\\';
     let (near, far) = inside.split_at(inside.len().min(NEAR));
     if let Some(at) = near.iter().position(special) {
         return at;
     }
-    // Two of the three are found with the widest vectors that there are; whether there is one of the third before them is
-    // seen by the least byte, which is so few operations that the smallest vectors will do.
+    // Quotes and backslashes are found with the widest vectors. The minimum of the bytes before them shows
+    // whether a control character is among them; that is cheap enough for the narrowest vectors.
     let far = far.get(..memchr::memchr2(b'"', b'\\', far).unwrap_or(far.len())).unwrap_or_default();
     let least = far.iter().fold(u8::MAX, |least, byte| least.min(*byte));
     let far = if least < b' ' { far.iter().position(special).unwrap_or(far.len()) } else { far.len() };
@@ -209,7 +209,7 @@ mod tests {
     use proptest::prelude::*;
     use serde_json::Value;
 
-    /// Texts that are JSON, nearly JSON, or not.
+    /// Texts that are JSON, nearly JSON, or not JSON.
     fn texts() -> impl Strategy<Value = String> {
         let parts = [
             "{", "}", "[", "]", ",", ":", "\"", "\\", "\\\"", "\\n", "\\u00e9", "\\x", "\"a\"", "\"b\"", "1",
@@ -238,7 +238,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(2_000))]
         #[test]
-        fn what_is_json_is_taken_apart_as_json_and_nothing_else_has_only_json_in_it(text in texts()) {
+        fn splitting_and_parsing_each_value_accepts_exactly_json(text in texts()) {
             let parsed: Option<Value> = serde_json::from_str(&text).ok();
             let mut longest = Longest::default();
             let fresh = members(&text, 64, &mut Longest::default());
@@ -264,7 +264,7 @@ mod tests {
         }
 
         #[test]
-        fn a_string_is_plain_up_to_its_first_special_byte(length in 0usize..300, at in 0usize..300, what in 0u8..=255) {
+        fn plain_stops_at_the_first_special_byte(length in 0usize..300, at in 0usize..300, what in 0u8..=255) {
             let mut text = vec![b'x'; length];
             if let Some(byte) = text.get_mut(at) {
                 *byte = what;

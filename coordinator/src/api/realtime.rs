@@ -1,9 +1,9 @@
 //! Sessions of operations over a WebSocket: `GET /v1/realtime/vad` and `/v1/realtime/turn_detection`
 //! ([decision 46](../../../docs/decisions/0046-serve-sessions-over-websockets.md)).
 //!
-//! The session is opened at a worker before the WebSocket is: whoever cannot be served is told by an HTTP status. Then
-//! one task carries sound one way and what is made of it the other, each as fast as its reader: what a slow one costs is
-//! a message here, and QUIC's and the kernel's windows.
+//! The session is opened at a worker before the WebSocket is, so that a refusal is an HTTP status. Then one
+//! task forwards audio in one direction and results in the other, each as fast as its reader. A slow reader
+//! costs one buffered message here, and the windows of QUIC and of the kernel.
 
 mod event;
 mod session;
@@ -30,24 +30,24 @@ use sha1::{Digest, Sha1};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The one version of the protocol that there is.
+/// The only protocol version.
 const VERSION: &str = "13";
-/// What a handshake's key is answered with is a digest of it and this.
+/// Appended to the handshake's key; the response has the digest of both.
 const GUID: &str = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11";
-/// Characters of a handshake's key: 16 bytes in base64.
+/// Characters of the handshake's key: 16 bytes in base64.
 const KEY_CHARS: usize = 24;
 
-/// How many sessions there may be, and how long.
+/// Limits on the number and the length of sessions.
 #[derive(Debug)]
 pub struct Rules {
     pub sessions: Arc<Sessions>,
-    /// One in which nothing is said for so long ends.
+    /// A session without a message for this long ends.
     pub idle: Duration,
-    /// None lasts longer.
+    /// Longest session.
     pub longest: Duration,
 }
 
-/// Everything that a session has until it ends.
+/// The resources of an open session.
 #[derive(Debug)]
 struct Opened {
     front: Arc<AppState>,
@@ -56,10 +56,10 @@ struct Opened {
     id: RequestId,
     caller: Caller,
     place: ConnectionPermit,
-    /// The worker, and what it has said of the session.
+    /// The worker, and its reply to the opening.
     node: NodeId,
     told: OpenedOperation,
-    /// Until the session is over, whose end need not be told yet.
+    /// `None` once taken, at the start of the session.
     streams: Option<(OperationSender, OperationStream)>,
     seat: Seating,
     trace: Option<Span>,
@@ -67,7 +67,7 @@ struct Opened {
     _slot: Slot,
 }
 
-/// Opens a session, and answers with the WebSocket that it is told by.
+/// Opens a session and responds with the WebSocket.
 pub(super) async fn open(
     front: Arc<AppState>,
     operation: Operation,
@@ -76,7 +76,7 @@ pub(super) async fn open(
     let mut trace = spans::receive(operation.name(), request.headers());
     let answered = async {
         let accept = handshake(request.method(), request.headers())?;
-        // Put there by hyper.
+        // Inserted by hyper.
         let upgrade = hyper::upgrade::on(&mut request);
         let (head, _) = request.into_parts();
         let opened = begin(front, operation, &head, &mut trace).await?;
@@ -88,7 +88,7 @@ pub(super) async fn open(
         headers.insert(header::CONNECTION, HeaderValue::from_static("Upgrade"));
         headers.insert(header::UPGRADE, HeaderValue::from_static("websocket"));
         headers.insert(header::SEC_WEBSOCKET_ACCEPT, accept);
-        // Names are of header characters only, by their types.
+        // By their types, names have only characters that headers allow.
         headers.extend(worker.map(|worker| (WORKER_HEADER, worker)));
         Ok(response)
     }
@@ -99,7 +99,7 @@ pub(super) async fn open(
     answered
 }
 
-/// Opens it at a worker, which takes the trace if it succeeds.
+/// Opens a session at a worker. Takes the span out of `trace` on success.
 async fn begin(
     front: Arc<AppState>,
     operation: Operation,
@@ -107,7 +107,7 @@ async fn begin(
     trace: &mut Option<Span>,
 ) -> Result<Opened, ApiError> {
     let arrived = Instant::now();
-    // Put there by the gate and by the listener.
+    // Inserted by the middleware and by the listener.
     let caller = request.extensions.get::<Caller>().cloned().ok_or(ApiError::InvalidApiKey)?;
     let id = request.extensions.get::<RequestId>().cloned().ok_or(ApiError::Internal)?;
     let place = request.extensions.get::<ConnectionPermit>().cloned().ok_or(ApiError::Internal)?;
@@ -152,7 +152,7 @@ async fn begin(
     })
 }
 
-/// What a client that asks for a WebSocket is answered with (RFC 6455, section 4.2).
+/// Checks a WebSocket handshake and returns `sec-websocket-accept` (RFC 6455, section 4.2).
 fn handshake(method: &Method, headers: &HeaderMap) -> Result<HeaderValue, ApiError> {
     let says = |name: HeaderName, word: &str| {
         let values = headers.get_all(name).into_iter().filter_map(|value| value.to_str().ok());

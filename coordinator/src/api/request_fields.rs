@@ -1,7 +1,7 @@
-//! Every field of a request for an answer that this API or a server like it knows, and what becomes of it here.
+//! All request fields known to this API or to similar servers, and their treatment.
 //!
-//! The table decides what is parsed, what is refused, and what docs/api.md says. A field that is in no row is unknown to
-//! all servers and is ignored.
+//! The table decides what is parsed and what is refused, and docs/api.md contains it. A field in no row is
+//! ignored.
 
 use super::error::ApiError;
 use super::fields::Fields;
@@ -11,17 +11,18 @@ use Treatment::{Ignored, Refused, Served};
 use std::fmt::Write;
 use std::sync::LazyLock;
 
-/// What becomes of a field.
+/// Treatment of a field.
 #[derive(Debug, Clone, Copy)]
 enum Treatment {
     Served,
-    /// It changes nothing in the answer, and is skipped.
+    /// Ignored: it does not change the answer.
     Ignored,
-    /// It would change the answer: it is refused, unless it has one of these values, which ask for nothing.
+    /// Refused, since it would change the answer, unless it has one of these values, which have no effect.
+    /// The text is the reason.
     Refused(&'static [&'static str], &'static str),
 }
 
-/// A row of the table.
+/// A row of the table: APIs, treatment, field names.
 struct Row(&'static [Kind], Treatment, &'static [&'static str]);
 
 const ALL: &[Kind] = &[Completion, Chat, Responses, Messages];
@@ -35,7 +36,7 @@ const TOOLS_ELSEWHERE: &str = "no tool is run here";
 
 #[rustfmt::skip]
 const TABLE: &[Row] = &[
-    // How to draw, when to end, and what vLLM adds to that.
+    // Sampling, stopping, and vLLM's additions.
     Row(ALL, Served, &[
         "model", "stream", "stream_options", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "repeat_penalty", "presence_penalty",
         "frequency_penalty", "logit_bias", "seed", "priority", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "add_special_tokens",
@@ -49,7 +50,7 @@ const TABLE: &[Row] = &[
     Row(&[Completion], Refused(&["0"], "is served as logprobs"), &["top_logprobs"]),
     Row(&[Messages], Refused(&["0"], "is served for completions and chats"), &["top_logprobs"]),
     Row(&[Responses, Messages], Refused(&["-1"], "is served by the name that this API has for it"), &["max_new_tokens", "n_predict", "num_predict"]),
-    // What an answer must be, in everybody's words.
+    // Constraints on the answer, under the names of all servers.
     Row(ALL, Served, &[
         "grammar", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema", "regex", "ebnf",
     ]),
@@ -60,7 +61,7 @@ const TABLE: &[Row] = &[
     Row(&[Completion], Served, &["prompt"]),
     Row(&[Completion], Refused(OFF, "is not served: prompts have no log-probabilities here"), &["echo"]),
     Row(&[Completion], Refused(&["\"\""], "is not served"), &["suffix", "input_prefix", "input_suffix"]),
-    // Read with n, which it must be equal to.
+    // Parsed with `n`, which it must equal.
     Row(&[Completion], Served, &["best_of"]),
     Row(&[Completion], Refused(EMPTY, "is served for chats"), &["messages", "tools", "functions", "chat_template", "chat_template_kwargs"]),
     // Chats.
@@ -95,7 +96,7 @@ const TABLE: &[Row] = &[
     Row(&[Messages], Refused(EMPTY, TOOLS_ELSEWHERE), &["mcp_servers"]),
     Row(&[Messages], Refused(&[], "is served as output_config.format"), &["output_format", "response_format"]),
     Row(&[Messages], Ignored, &["context_management", "cache_control", "betas", "inference_geo", "speed", "diagnostics", "user_profile_id"]),
-    // What others do with the logits or the text, and nobody does here.
+    // Operations of other servers on logits or text that are not served.
     Row(ALL, Refused(EMPTY, "is not served: use logit_bias"), &["bad_words", "bad_words_ids", "allowed_token_ids", "sequence_bias"]),
     Row(ALL, Refused(&["0"], "is not served: prompts have no log-probabilities here"), &["prompt_logprobs"]),
     Row(ALL, Refused(OFF, "is not served: prompts have no log-probabilities here"), &["decoder_input_details"]),
@@ -120,7 +121,7 @@ const TABLE: &[Row] = &[
     Row(ALL, Refused(EMPTY, "is not served"), &["logits_processors", "custom_logit_processor", "custom_params", "vllm_xargs", "kv_transfer_params", "samplers", "sampler_seq"]),
     Row(ALL, Refused(&["0"], "is not served"), &["n_probs", "top_n_tokens"]),
     Row(&[Chat, Messages], Refused(EMPTY, STORE), &["previous_response_id", "conversation"]),
-    // Who asks, how it is billed, kept or cached: nothing to the answer.
+    // User, billing, storage and cache hints: no effect on the answer.
     Row(&[Completion, Chat, Messages], Ignored, &["user", "safety_identifier", "prompt_cache_key", "store"]),
     Row(CHOICES, Ignored, &["metadata"]),
     Row(ALL, Ignored, &[
@@ -138,7 +139,7 @@ static KNOWN: LazyLock<[Vec<&'static str>; 4]> = LazyLock::new(|| {
     })
 });
 
-/// The fields of an API that are looked at.
+/// The fields that an API parses.
 pub(super) fn known(kind: Kind) -> &'static [&'static str] {
     let [completion, chat, responses, messages] = &*KNOWN;
     match kind {
@@ -149,14 +150,14 @@ pub(super) fn known(kind: Kind) -> &'static [&'static str] {
     }
 }
 
-/// The fields of `/tokenize`: a text, or all that a chat has, so that the same body gives the tokens that it would be sent
-/// with.
+/// The fields of `/tokenize`: a text, or everything of a chat, so that the body of a chat gives the tokens of
+/// its prompt.
 pub(super) fn tokenized() -> &'static [&'static str] {
     static ALL: LazyLock<Vec<&'static str>> = LazyLock::new(|| [known(Chat), &["prompt"]].concat());
     &ALL
 }
 
-/// Refuses what would change the answer and is not served.
+/// Refuses fields that would change the answer and are not served.
 pub(super) fn refuse_unsupported(kind: Kind, fields: &Fields<'_>) -> Result<(), ApiError> {
     for Row(kinds, treatment, names) in TABLE {
         let Refused(unless, why) = treatment else { continue };
@@ -176,7 +177,7 @@ pub(super) fn refuse_unsupported(kind: Kind, fields: &Fields<'_>) -> Result<(), 
     Ok(())
 }
 
-/// The section of docs/api.md about fields.
+/// The section about fields in docs/api.md.
 pub fn documented() -> String {
     let apis = |kinds: &[Kind]| {
         let one = |kind: &Kind| match kind {
@@ -203,7 +204,7 @@ pub fn documented() -> String {
                 format!("refused{unless}: {why}")
             }
         };
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         let _ = writeln!(text, "| {names} | {} | {what} |", apis(kinds));
     }
     text
@@ -229,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_served_is_refused_by_its_name_unless_it_asks_for_nothing() {
+    fn unsupported_fields_are_refused_unless_their_value_has_no_effect() {
         for Row(kinds, treatment, names) in TABLE {
             let Refused(unless, _) = treatment else { continue };
             for (kind, name) in kinds.iter().flat_map(|kind| names.iter().map(move |name| (*kind, *name))) {

@@ -1,5 +1,5 @@
-//! `/v1/rerank`: documents in the order in which they answer a query. The shape is vLLM's and Jina's, which is
-//! Cohere's with `usage` (docs/decisions/0006-normalize-embeddings-and-scores.md).
+//! `/v1/rerank`: documents sorted by relevance to a query. The form is vLLM's and Jina's, which is Cohere's
+//! with `usage` (docs/decisions/0006-normalize-embeddings-and-scores.md).
 
 use super::encode::{EncodePlan, Gathered, check_length};
 use super::error::ApiError;
@@ -14,13 +14,13 @@ use serde::{Deserialize, Serialize};
 
 const FIELDS: [&str; 6] = ["model", "query", "documents", "top_n", "return_documents", "use_activation"];
 
-/// How scores are turned, sorted and written.
+/// How scores are converted, sorted and written.
 #[derive(Debug)]
 pub struct RerankFormat {
     top_n: usize,
     /// Whether scores go through a sigmoid.
     sigmoid: bool,
-    /// Texts to send back, if wanted.
+    /// Texts to return. `None` if the request does not ask for them.
     documents: Option<Vec<String>>,
 }
 
@@ -31,7 +31,7 @@ enum DocumentInput {
     Object { text: String },
 }
 
-/// Reads and checks a request.
+/// Parses and checks a request.
 pub fn plan(body: &[u8], sources: &Sources<'_>) -> Result<EncodePlan<RerankFormat>, ApiError> {
     let fields = Fields::parse(body, &FIELDS)?;
     let (model, served) = asked(&fields, sources)?;
@@ -103,11 +103,11 @@ struct Usage {
 }
 
 impl RerankFormat {
-    /// The answer of what the pairs became, best first; of equal scores the earlier document.
+    /// Builds the response, best document first. Ties go to the earlier document.
     pub fn answer(mut self, id: &RequestId, model: ModelId, gathered: &Gathered) -> RerankResponse {
         let score = |values: &Vec<f32>| values.first().copied().unwrap_or(f32::NEG_INFINITY);
         let mut scored: Vec<(usize, f32)> = gathered.texts.iter().map(score).enumerate().collect();
-        // By the score itself: far out a sigmoid is 0 or 1 for all.
+        // Sorted before the sigmoid, which saturates to 0 or 1.
         scored.sort_by(|a, b| b.1.total_cmp(&a.1));
         scored.truncate(self.top_n);
         let ranked = |(index, score): (usize, f32)| {
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn the_best_comes_first_and_equals_keep_their_order() {
+    fn the_best_document_comes_first_and_ties_keep_their_order() {
         let shape = RerankFormat { top_n: usize::MAX, sigmoid: true, documents: None };
         let found = answer(shape, &[0.0, 200.0, -1.0, 300.0, 0.0]);
         let order: Vec<usize> = found.results.iter().map(|ranked| ranked.index).collect();
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn results_are_cut_and_carry_their_documents() {
+    fn results_are_limited_to_top_n_and_have_their_documents() {
         let documents = Some(vec!["a".into(), "b".into(), "c".into()]);
         let found = answer(RerankFormat { top_n: 2, sigmoid: false, documents }, &[1.0, -2.0, 3.0]);
         let expected = r#"[{"index":2,"relevance_score":3.0,"document":{"text":"c"}},{"index":0,"relevance_score":1.0,"document":{"text":"a"}}]"#;

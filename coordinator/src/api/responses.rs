@@ -1,5 +1,5 @@
-//! OpenAI's `/v1/responses`: a chat in other words. Nothing is stored, so that every request brings all that went before;
-//! what would need a store, or tools that run here, is refused by name.
+//! OpenAI's `/v1/responses`: another form of a chat. Nothing is stored, so every request has the whole
+//! history. Fields that need storage, or tools run by the server, are refused by name.
 
 mod input;
 mod writer;
@@ -20,11 +20,11 @@ pub(super) use writer::ResponseWriter;
 
 const LIMIT: &str = "max_output_tokens";
 const SCHEMA: &str = "text.format.schema";
-/// Entries of `metadata`, characters of a name and of a value there, as OpenAI has them.
+/// Most entries of `metadata`, and most characters of a name and of a value: OpenAI's limits.
 const METADATA: (usize, usize, usize) = (16, 64, 512);
-/// Entries of `include`.
+/// Most entries of `include`.
 const MAX_INCLUDE: usize = 32;
-/// What is repeated as it was given.
+/// Fields that the response repeats unchanged.
 const NAMES_REPEATED: [&str; 3] = ["user", "safety_identifier", "prompt_cache_key"];
 
 #[derive(Deserialize)]
@@ -128,9 +128,9 @@ fn tools(fields: &Fields<'_>) -> Result<Tools, ApiError> {
     tools::check_choice(read)
 }
 
-/// What would change the answer and is not served is refused, never left out.
+/// Refuses fields that would change the answer and are not served.
 pub(super) fn refuse_unsupported(fields: &Fields<'_>) -> Result<(), ApiError> {
-    // Whatever is asked for, nothing is stored, and nothing cut off; the answer says so.
+    // Accepted with any value: nothing is stored or truncated, and the response says so.
     fields.get::<bool>("store")?;
     if fields.get::<String>("truncation")?.is_some_and(|how| how != "auto" && how != "disabled") {
         return Err(ApiError::field("truncation", "must be auto or disabled"));
@@ -148,7 +148,7 @@ pub(super) fn refuse_unsupported(fields: &Fields<'_>) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// What an answer repeats of the request, and what it says of what was done otherwise.
+/// The fields that the response repeats, and those that say what was done instead.
 pub(super) fn repeats(fields: &Fields<'_>, params: &Params) -> Result<Map<String, Value>, ApiError> {
     let given = |name: &'static str| fields.get::<Value>(name);
     let number = |value: f32| value.to_string().parse().map_or(Value::Null, |value: f64| value.into());
@@ -170,7 +170,7 @@ pub(super) fn repeats(fields: &Fields<'_>, params: &Params) -> Result<Map<String
     put("tool_choice", given("tool_choice")?.unwrap_or("auto".into()));
     put("tools", given("tools")?.unwrap_or_else(|| json!([])));
     put("top_logprobs", 0.into());
-    // What it is drawn with is never quite nothing.
+    // The request's value: a `top_p` of 0 is sampled with a value above 0.
     put("top_p", fields.get("top_p")?.unwrap_or_else(|| number(params.sampling.top_p)));
     put("truncation", "disabled".into());
     for name in NAMES_REPEATED {
@@ -195,7 +195,7 @@ fn metadata(fields: &Fields<'_>) -> Result<Map<String, Value>, ApiError> {
         let reason = format!("has a name above {longest_name} or a value above {longest_value} characters");
         return Err(ApiError::field(NAME, reason));
     }
-    // In the request's order.
+    // Parsed again to keep the request's order.
     Ok(fields.get(NAME)?.unwrap_or_default())
 }
 

@@ -1,4 +1,4 @@
-//! What this server has answered can be sent back to it, in each API's own words.
+//! Tests that a client can send every answer back as history, in each API's form.
 
 use super::chat;
 use super::fields::Fields;
@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 
 const REASONS: [FinishReason; 2] = [FinishReason::Stop, FinishReason::Length];
 
-/// Answers of every kind, calls also cut at each of their bytes.
+/// Answers of every kind, with calls cut at each of their bytes.
 fn answers() -> Vec<Vec<DeltaPart>> {
     let text = |text: &str| DeltaPart::Text(text.into());
     let thought = || DeltaPart::Thought("hm".into());
@@ -29,7 +29,7 @@ fn answers() -> Vec<Vec<DeltaPart>> {
         vec![thought(), text("So.")],
         vec![call(0, "{}"), call(1, arguments)],
         vec![text("I look."), call(0, arguments), text("So.")],
-        // Models that nothing holds to a grammar write whatever they like.
+        // Models without a grammar may write anything.
         vec![call(0, "null")],
         vec![call(0, "[1]")],
         vec![call(0, "\"text\"")],
@@ -58,7 +58,7 @@ fn delta(said: &[DeltaPart], reason: FinishReason) -> Delta {
     Delta { said: said.to_vec(), called, cut, finished: Some(finished), ..Delta::default() }
 }
 
-/// Has `history` read as a chat, in which all earlier calls have objects as arguments.
+/// Parses `history` as a chat and checks that all earlier calls have objects as arguments.
 fn read(kind: Kind, body: &Value) -> Vec<Message<'static>> {
     let body = body.to_string();
     let read = match kind {
@@ -101,7 +101,7 @@ fn answers_of_chats() {
         let calls = message["tool_calls"].as_array().cloned().unwrap_or_default();
         let results =
             calls.iter().map(|call| json!({"role": "tool", "tool_call_id": call["id"], "content": ""}));
-        // As it is, and as clients' types dump it, with all that they know and nobody has said.
+        // Unchanged, and as clients' types serialize it: with all known fields, unset ones as null.
         let mut dumped = message.clone();
         for name in ["refusal", "annotations", "audio", "function_call", "tool_calls"] {
             dumped.as_object_mut().unwrap().entry(name).or_insert(Value::Null);
@@ -159,9 +159,9 @@ fn answers_of_messages() {
     }
 }
 
-/// Whatever has cut it, a call that lacks arguments is told in no dialect as one that was made.
+/// In no API is a call with cut arguments reported as a made call, whatever cut it.
 #[test]
-fn a_cut_call_is_no_call_in_any_dialect() {
+fn a_cut_call_is_not_reported_as_a_call_by_any_api() {
     let tokenizer = tokenizer();
     let call = |arguments: &str| {
         let begins = Some(("call_0".to_owned(), "f".to_owned()));
@@ -173,7 +173,7 @@ fn a_cut_call_is_no_call_in_any_dialect() {
         ("{\"a\": 1}", FinishReason::Stop, "tool_calls", "tool_use", "completed", &Value::Null),
         ("{\"a\": 1}", FinishReason::Length, "length", "max_tokens", "incomplete", &cut),
         ("{\"a\": ", FinishReason::Length, "length", "max_tokens", "incomplete", &cut),
-        // By a token of `stop_token_ids`, or one of the model's own.
+        // Ended by a token of `stop_token_ids`, or by the model's own.
         ("{\"a\": ", FinishReason::Stop, "stop", "end_turn", "incomplete", &cut),
         ("", FinishReason::Stop, "stop", "end_turn", "incomplete", &cut),
     ];

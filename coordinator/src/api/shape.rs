@@ -1,5 +1,5 @@
-//! What an answer is made of, and how completions and chats write it: JSON as OpenAI's clients expect it, with vLLM's
-//! additions. Other APIs have a [`Writer`] of their own.
+//! The parts of an answer, and how completions and chats write them: OpenAI's JSON with vLLM's additions.
+//! Other APIs have their own [`Writer`].
 
 use super::error::ApiError;
 use crate::metrics::finish_name;
@@ -14,56 +14,57 @@ mod logprobs;
 /// How an API writes an answer: as a stream of events, in the order of these methods, or whole.
 pub trait Writer: Send {
     fn id(&self) -> &str;
-    /// Appends that a choice begins. `usage`: of the prompt, as far as it is known.
+    /// Appends the start of a choice. `usage`: of the prompt, as far as known.
     fn opens(&mut self, out: &mut Vec<u8>, choice: u32, usage: Usage);
-    /// Appends something new of a choice.
+    /// Appends new content of a choice.
     fn says(&mut self, out: &mut Vec<u8>, choice: u32, delta: Delta, tokenizer: &Tokenizer);
-    /// Appends that all has been said.
+    /// Appends the end of the answer.
     fn ends(&mut self, out: &mut Vec<u8>, usage: Usage);
-    /// Appends why there will be no more.
+    /// Appends the error that ends the stream.
     fn fails(&mut self, out: &mut Vec<u8>, error: &ApiError);
-    /// The whole answer, of which each choice has said this.
+    /// The whole answer. `choices`: the complete content of each choice.
     fn whole(&mut self, choices: Vec<Delta>, usage: Usage, tokenizer: &Tokenizer) -> Vec<u8>;
 }
 
-/// What all objects of one answer have in common.
+/// The common fields of all objects of one answer.
 #[derive(Debug)]
 pub struct ResponseShape {
-    /// Whether it is a chat's.
+    /// Whether it answers a chat.
     pub chat: bool,
     pub id: String,
     /// Seconds since 1970.
     pub created: u64,
     pub model: String,
-    /// Whether choices carry token ids.
+    /// Whether choices have token ids.
     pub token_ids: bool,
     pub logprobs: bool,
-    /// Whether a stream ends with a chunk that tells the usage.
+    /// Whether a stream ends with a usage chunk.
     pub include_usage: bool,
 }
 
-/// Something new of a choice.
+/// New content of a choice.
 #[derive(Debug, Default)]
 pub struct Delta {
-    /// What is said, in its order.
+    /// Parts in order.
     pub said: Vec<DeltaPart>,
-    /// At the end: whether the choice has called tools, the last of them with all of its arguments.
+    /// At the end: whether the choice called tools and the last call has all of its arguments.
     pub called: bool,
-    /// At the end: whether the last call lacks some of its arguments, whatever has ended the choice.
+    /// At the end: whether the last call's arguments were cut off, for whatever reason.
     pub cut: bool,
-    /// The tokens that it came with.
+    /// The tokens of this content.
     pub tokens: Vec<TokenOut>,
-    /// Where each of them begins, in characters of the choice's text; only where log-probabilities are told.
+    /// Offset of each token in the choice's text, in characters. Empty unless log-probabilities were
+    /// requested.
     pub offsets: Vec<usize>,
     pub finished: Option<Finished>,
 }
 
-/// A part of what is said.
+/// A part of an answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum DeltaPart {
     Text(String),
     Thought(String),
-    /// Of a call of a tool.
+    /// A part of a tool call.
     Call(CallPart),
 }
 
@@ -79,7 +80,7 @@ impl Delta {
         self.finished = next.finished.or(self.finished.take());
     }
 
-    /// Adds a part, to the last one if it goes on there.
+    /// Adds a part, to the last part if it continues it.
     pub fn say(&mut self, part: DeltaPart) {
         match (self.said.last_mut(), part) {
             (_, DeltaPart::Text(text) | DeltaPart::Thought(text)) if text.is_empty() => {}
@@ -118,42 +119,42 @@ impl Delta {
     }
 }
 
-/// Hardly ever are there two.
+/// Joins texts. There is rarely more than one, which is borrowed.
 fn joined<'a>(mut texts: impl Iterator<Item = &'a str>) -> Cow<'a, str> {
     let first = Cow::Borrowed(texts.next().unwrap_or_default());
     texts.fold(first, |all, text| all + text)
 }
 
-/// Something new of a call of a tool.
+/// New content of a tool call.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct CallPart {
-    /// Which call of the choice.
+    /// Index of the call in the choice.
     pub index: usize,
-    /// Its id and the tool's name, where it begins.
+    /// The call's id and the tool's name, at its beginning.
     pub begins: Option<(String, String)>,
-    /// What comes next of its arguments.
+    /// The next part of the arguments.
     pub arguments: String,
 }
 
-/// Tokens counted, as clients are told.
+/// Token counts of a response.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Usage {
     pub prompt: u64,
-    /// Of these, served from the prefix cache.
+    /// Prompt tokens served from the prefix cache.
     pub cached: u64,
-    /// Per choice, why the prefix lookup stopped where it did.
+    /// For each choice, why the prefix lookup stopped where it did.
     pub lookups: Vec<String>,
     pub completion: u64,
-    /// Of these, what the model has thought, with the marks around it.
+    /// Completion tokens of reasoning, including its marks.
     pub reasoning: u64,
-    /// Tokens that a worker guessed and looked at.
+    /// Draft tokens that the worker verified.
     pub drafted: u64,
-    /// Of these, right and so generated.
+    /// Draft tokens that were accepted.
     pub accepted: u64,
 }
 
 impl Usage {
-    /// Tokens that a worker guessed wrong.
+    /// Draft tokens that were rejected.
     pub fn rejected(&self) -> u64 {
         self.drafted.saturating_sub(self.accepted)
     }
@@ -166,7 +167,7 @@ struct UsageJson {
     completion_tokens: u64,
     total_tokens: u64,
     prompt_tokens_details: PromptDetails,
-    /// Where something was thought or guessed.
+    /// `None` without reasoning and draft tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
     completion_tokens_details: Option<CompletionDetails>,
 }
@@ -208,7 +209,7 @@ impl From<Usage> for UsageJson {
     }
 }
 
-/// An answer, or a chunk of one.
+/// A response, or a chunk of one.
 #[derive(Debug, Serialize)]
 struct Envelope<'a> {
     id: &'a str,
@@ -216,7 +217,7 @@ struct Envelope<'a> {
     created: u64,
     model: &'a str,
     choices: &'a [ChoiceBody<'a>],
-    /// Not there, not yet known, or known.
+    /// Outer `None`: the field is absent. Inner `None`: null.
     #[serde(skip_serializing_if = "Option::is_none")]
     usage: Option<Option<UsageJson>>,
 }
@@ -234,7 +235,7 @@ struct ChoiceBody<'a> {
     said: ChoiceContent<'a>,
 }
 
-/// What a choice says, under the name that its kind of answer has for it.
+/// The content of a choice, under the name of the API's object.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum ChoiceContent<'a> {
@@ -247,10 +248,11 @@ enum ChoiceContent<'a> {
 struct Speech<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     role: Option<&'static str>,
-    /// Not there, none, or this.
+    /// Outer `None`: the field is absent. Inner `None`: null.
     #[serde(skip_serializing_if = "Option::is_none")]
     content: Option<Option<Cow<'a, str>>>,
-    /// Not there, or none: nobody refuses here, but clients' types have it.
+    /// `None`: the field is absent. Otherwise null: nothing is refused here, but clients' types expect the
+    /// field.
     #[serde(skip_serializing_if = "Option::is_none")]
     refusal: Option<()>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -278,7 +280,7 @@ struct FunctionJson<'a> {
 }
 
 impl<'a> Speech<'a> {
-    /// What `delta` has; of a stream each call says which one it is.
+    /// The content of `delta`. In a stream, each call has its index.
     fn of(delta: &'a Delta, stream: bool) -> Self {
         let call = |part: &'a CallPart| {
             let begins = part.begins.as_ref();
@@ -311,7 +313,7 @@ impl Writer for ResponseShape {
         &self.id
     }
 
-    /// In a chat it is said who speaks; of other answers nothing is.
+    /// Only a chat has an opening, which names the role.
     fn opens(&mut self, out: &mut Vec<u8>, index: u32, _: Usage) {
         if self.chat {
             let content = Some(Some("".into()));
@@ -409,7 +411,7 @@ impl ResponseShape {
         let envelope =
             Envelope { id: &self.id, object, created: self.created, model: &self.model, choices, usage };
         if let Err(error) = serde_json::to_writer(out, &envelope) {
-            // Neither memory nor these types can fail.
+            // Neither writing to memory nor serializing these types can fail.
             tracing::error!(%error, "an answer could not be written");
         }
     }

@@ -1,4 +1,4 @@
-//! What the trace of a request says of its beginning and of its end, in the words of OpenTelemetry's GenAI conventions.
+//! Attributes of a request's trace span, named by OpenTelemetry's GenAI conventions.
 
 use super::error::ApiError;
 use super::plan::{GenerationPlan, Kind};
@@ -10,16 +10,16 @@ use proto::trace::{self, Span, TRACEPARENT_HEADER};
 use std::time::Instant;
 
 pub(super) const EMBEDDINGS: &str = "embeddings";
-/// Documents by how they answer a query. The conventions have no word for it.
+/// Reranking; the conventions have no name for it.
 pub(super) const RERANK: &str = "rerank";
 
-/// A request for an operation has arrived. None if it is not recorded.
+/// Begins the span of a request. `None` if the request is not recorded.
 pub(super) fn receive(operation: &'static str, headers: &HeaderMap) -> Option<Span> {
     let parent = || headers.get(TRACEPARENT_HEADER)?.to_str().ok();
     trace::receive(parent, || operation.into(), Instant::now())
 }
 
-/// A request has been read by then, and planned now.
+/// Records a parsed generation request. `read`: when its body was read.
 pub(super) fn planned(span: &mut Span, id: &RequestId, plan: &GenerationPlan, read: Instant) {
     let params = &plan.params;
     named(span, operation(plan.kind), id, &plan.model.id, read);
@@ -30,7 +30,7 @@ pub(super) fn planned(span: &mut Span, id: &RequestId, plan: &GenerationPlan, re
     span.set("gen_ai.request.max_tokens", most.unwrap_or_default());
 }
 
-/// Texts that are to be encoded have been read by then.
+/// Records a parsed encoder request. `read`: when its body was read.
 pub(super) fn encodes(
     span: &mut Span,
     operation: &'static str,
@@ -42,7 +42,7 @@ pub(super) fn encodes(
     span.set("kvasir.texts", texts);
 }
 
-/// A session or a call of an operation is open at a worker.
+/// Records that a session of an operation was opened at a worker.
 pub(super) fn hears(
     span: &mut Span,
     operation: Operation,
@@ -55,7 +55,7 @@ pub(super) fn hears(
     span.set("kvasir.backend", backend.to_owned());
 }
 
-/// It has ended, after so many samples.
+/// Records the end of a session. `samples`: samples sent to the worker.
 pub(super) fn heard(span: &mut Span, samples: u64, reason: &'static str, error: Option<&'static str>) {
     span.set("kvasir.samples", samples);
     span.set("kvasir.end", reason);
@@ -77,7 +77,7 @@ fn names(span: &mut Span, operation: &'static str, id: &RequestId, model: &Model
     span.set("kvasir.request_id", id.to_string());
 }
 
-/// All of a request has been answered.
+/// Records a completed answer.
 pub(super) fn answered(span: &mut Span, id: &str, model: &str, usage: &Usage, reasons: Vec<String>) {
     span.set("gen_ai.response.id", id.to_owned());
     span.set("gen_ai.response.model", model.to_owned());
@@ -87,7 +87,7 @@ pub(super) fn answered(span: &mut Span, id: &str, model: &str, usage: &Usage, re
     span.set("gen_ai.usage.cache_read.input_tokens", usage.cached);
 }
 
-/// A request is answered by an error.
+/// Records an error response.
 pub(super) fn failed(span: &mut Span, error: &ApiError) {
     span.fail(error.code());
 }

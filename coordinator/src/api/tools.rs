@@ -1,4 +1,4 @@
-//! Tools that a chat may call: `tools`, `tool_choice`, `parallel_tool_calls`, and earlier calls among the messages.
+//! Tools of a chat: `tools`, `tool_choice`, `parallel_tool_calls`, and earlier calls in the messages.
 
 use super::error::ApiError;
 use super::fields::{Fields, plain};
@@ -11,41 +11,41 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
 
-/// What a request says of tools.
+/// The tools of a request.
 #[derive(Debug, Default, PartialEq)]
 pub struct Tools {
-    /// Those that may be called.
+    /// The callable tools.
     pub tools: Vec<Tool>,
-    /// The same as the request has them, for the chat template.
+    /// All tools as the request lists them, for the chat template.
     pub given: Vec<Value>,
-    /// Whether one must be called.
+    /// Whether a call is required.
     pub required: bool,
-    /// Whether several may be called at once.
+    /// Whether parallel calls are allowed.
     pub parallel: bool,
-    /// Why the first tool that cannot be called here is none of them.
+    /// Why the first tool that is not served was left out.
     pub left_out: Option<ApiError>,
 }
 
 /// An entry of the list of tools.
 pub(super) enum Listed<'a> {
     Tool(Written<'a>),
-    /// What would be run by another server; why it cannot be called here.
+    /// A tool that another server would run, with the reason why it is not callable here.
     Elsewhere(String),
 }
 
-/// A tool as an API writes it.
+/// A tool in the form of an API.
 pub(super) struct Written<'a> {
     pub(super) name: Option<String>,
     pub(super) description: Option<String>,
-    /// The schema of its arguments.
+    /// The JSON schema of the arguments.
     pub(super) parameters: Option<&'a RawValue>,
-    /// Whether what of that cannot be enforced is to be refused.
+    /// Whether a schema that cannot be fully enforced is refused.
     pub(super) strict: Option<bool>,
-    /// The same for the chat template, where it is written as templates have it.
+    /// The tool's JSON for the chat template, if the API has that form.
     pub(super) given: Option<Value>,
 }
 
-/// What an API calls the parts of a tool.
+/// An API's names for the parts of a tool.
 pub(super) struct Parts {
     pub(super) name: &'static str,
     pub(super) parameters: &'static str,
@@ -80,7 +80,7 @@ struct Allowed {
     tools: Vec<Value>,
 }
 
-/// What tools were called before.
+/// The value of `function_call`, the older form of `tool_choice`.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum OldChoice {
@@ -93,7 +93,7 @@ struct Named {
     name: String,
 }
 
-/// Reads them as chat completions have them: `tools`, or the older `functions`.
+/// Reads the tools of chat completions: `tools`, or the older `functions`.
 pub fn tools(fields: &Fields<'_>) -> Result<Tools, ApiError> {
     const PARTS: Parts = Parts { name: ".function.name", parameters: ".function.parameters" };
     if fields.raw(FUNCTIONS).is_some() || fields.raw(FUNCTION_CALL).is_some() {
@@ -131,7 +131,7 @@ pub fn tools(fields: &Fields<'_>) -> Result<Tools, ApiError> {
 const FUNCTIONS: &str = "functions";
 const FUNCTION_CALL: &str = "function_call";
 
-/// Reads tools as they were called before there were others: one is called at a time.
+/// Reads `functions`, the older form of `tools`. It allows one call at a time.
 fn functions(fields: &Fields<'_>) -> Result<Tools, ApiError> {
     const PARTS: Parts = Parts { name: ".name", parameters: ".parameters" };
     if let Some(name) = ["tools", CHOICE].into_iter().find(|name| fields.raw(name).is_some()) {
@@ -154,7 +154,7 @@ fn functions(fields: &Fields<'_>) -> Result<Tools, ApiError> {
     Ok(read)
 }
 
-/// Why a tool of another kind cannot be called.
+/// Why a tool of an unknown type is not callable.
 pub(super) fn not_served(kind: &str, served: &str) -> String {
     let kind: String = kind.chars().take(64).collect();
     format!("{kind:?} is not served, only {served}")
@@ -162,7 +162,7 @@ pub(super) fn not_served(kind: &str, served: &str) -> String {
 
 const CHOICE: &str = "tool_choice";
 
-/// Reads a JSON text that is `part` of a tool.
+/// Parses the JSON of the field `part` of a tool.
 pub(super) fn parsed<'a, T: Deserialize<'a>>(
     part: &'static str,
     raw: &'a RawValue,
@@ -170,7 +170,7 @@ pub(super) fn parsed<'a, T: Deserialize<'a>>(
     serde_json::from_str(raw.get()).map_err(|error| (part, plain(&error)))
 }
 
-/// Reads a list of tools; `one` takes one of them apart, or tells which part is wrong, and why.
+/// Reads a list of tools. `one` parses an entry, or returns the wrong field and the reason.
 pub(super) fn listed<'a>(
     fields: &Fields<'a>,
     list_name: &'static str,
@@ -211,7 +211,7 @@ pub(super) fn listed<'a>(
             false => super::grammar::prepared(&field, &told, strict)?,
         };
         if let Some(parameters) = parameters.as_object_mut() {
-            // By this name a worker calls it where it cannot be compiled; it is the same in all APIs.
+            // The worker names this field if the schema does not compile. The path is the same in all APIs.
             parameters.insert("x-kvasir-field".into(), format!("{list_name}[{at}]").into());
         }
         read.given.push(given.unwrap_or_else(|| as_function(&name, description.as_deref(), &told)));
@@ -225,7 +225,7 @@ pub(super) fn listed<'a>(
     Ok(read)
 }
 
-/// A tool as chat templates have it.
+/// A tool in the form that chat templates take.
 fn as_function(name: &str, description: Option<&str>, parameters: &Value) -> Value {
     let mut function = Map::new();
     function.insert("name".into(), name.into());
@@ -234,15 +234,15 @@ fn as_function(name: &str, description: Option<&str>, parameters: &Value) -> Val
     json!({"type": "function", "function": function})
 }
 
-/// An earlier call as chat templates have it.
+/// An earlier call in the form that chat templates take.
 pub(super) fn call(id: String, name: String, arguments: Value) -> Value {
     json!({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}})
 }
 
-/// The arguments of an earlier call as an object, which is what templates expect, whatever a client sends back.
+/// The arguments of an earlier call as an object, the form that templates expect, whatever the client sends.
 ///
-/// A text that was cut off keeps the members that it has, the last one as far as it goes. What is no object at all
-/// becomes the only member of one.
+/// A cut text keeps its members, the last one as far as it goes. A value that is not an object becomes the
+/// only member of one.
 pub(super) fn arguments(given: Value) -> Value {
     const OTHER: &str = "arguments";
     let other = |value: Value| Value::Object(Map::from_iter([(OTHER.to_owned(), value)]));
@@ -253,7 +253,7 @@ pub(super) fn arguments(given: Value) -> Value {
             "" => Value::Object(Map::new()),
             json => match serde_json::from_str(json).ok().or_else(|| cut::completed(json)) {
                 Some(Value::Object(members)) => Value::Object(members),
-                // A text within a text is not looked into again.
+                // A JSON string within the string is not parsed again.
                 Some(Value::Null) => Value::Object(Map::new()),
                 Some(value) => other(value),
                 None => other(text.into()),
@@ -263,7 +263,7 @@ pub(super) fn arguments(given: Value) -> Value {
     }
 }
 
-/// Takes a choice that is a word.
+/// Applies a `tool_choice` given as a word.
 pub(super) fn choose(read: &mut Tools, word: &str) -> Result<(), ApiError> {
     match word {
         "auto" => {}
@@ -274,20 +274,20 @@ pub(super) fn choose(read: &mut Tools, word: &str) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// Only the tool of this name, which the request has in `field`, may and must be called.
+/// Requires a call of the tool `name`, given in `field`, and allows no other.
 pub(super) fn only(read: &mut Tools, field: &str, name: &str) -> Result<(), ApiError> {
     let Some(at) = read.tools.iter().position(|tool| tool.name == name) else {
         let name: String = name.chars().take(MAX_TOOL_NAME).collect();
         return Err(ApiError::field(field, format!("{name:?} is no tool")));
     };
-    // The prompt keeps them all: which one is to be called changes no prefix.
+    // The prompt keeps all tools, so that the choice does not change the prefix.
     read.tools = vec![read.tools.swap_remove(at)];
     read.required = true;
     read.parallel = false;
     Ok(())
 }
 
-/// Only these tools may be called, which the request has in `field`; one must, if `mode` says so.
+/// Restricts the callable tools to `allowed`, given in `field`. `mode` decides whether a call is required.
 pub(super) fn allow(
     read: &mut Tools,
     field: &str,
@@ -308,12 +308,12 @@ pub(super) fn allow(
     if let Some(at) = names.iter().position(unknown) {
         return Err(ApiError::field(format!("{field}.tools[{at}]"), "is no function of tools"));
     }
-    // The prompt keeps them all.
+    // The prompt keeps all tools.
     read.tools.retain(|tool| names.contains(&tool.name));
     Ok(())
 }
 
-/// Refuses a call that must be and cannot.
+/// Refuses a required call without callable tools.
 pub(super) fn check_choice(read: Tools) -> Result<Tools, ApiError> {
     match read.required && read.tools.is_empty() {
         true => Err(read.left_out.unwrap_or_else(|| ApiError::field(CHOICE, "there are no tools"))),
@@ -321,8 +321,8 @@ pub(super) fn check_choice(read: Tools) -> Result<Tools, ApiError> {
     }
 }
 
-/// Makes what a chat template gets of earlier calls what templates expect: arguments as an object, which clients send as
-/// text, perhaps as one that this server has cut off.
+/// Converts the arguments of earlier calls to objects, the form that templates expect. Clients send them as
+/// text, possibly cut off by this server.
 pub fn with_arguments(messages: &mut [Message]) -> Result<(), ApiError> {
     for (at, message) in messages.iter_mut().enumerate() {
         let Some(calls) = &mut message.tool_calls else { continue };
@@ -338,7 +338,8 @@ pub fn with_arguments(messages: &mut [Message]) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// Tells a model of tools whose template does not: which there are, what was called, and what came of it.
+/// Describes the tools, earlier calls and their results in the messages' text, for a template without support
+/// of tools.
 pub fn tell(messages: &mut Vec<Message>, tools: &Tools) -> Result<(), ApiError> {
     for message in &mut *messages {
         let calls = message.tool_calls.take();

@@ -1,5 +1,5 @@
-//! `POST /v1/audio/transcriptions` and `/v1/audio/translations`, as OpenAI has them: a form with a recording in it, and
-//! what is said there. The work is a call of the operation asr ([`audio`](super::audio)).
+//! OpenAI's `POST /v1/audio/transcriptions` and `/v1/audio/translations`: a form with a recording, answered
+//! with its text. Runs the operation `asr` ([`audio`](super::audio)).
 
 mod form;
 mod languages;
@@ -21,15 +21,15 @@ use proto::trace::Span;
 use std::sync::Arc;
 use written::Transcript;
 
-/// What is to be made of speech.
+/// What to do with the speech.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Task {
-    /// The words that are said.
+    /// Write the words in their own language.
     Transcribe,
     Translate,
 }
 
-/// Recordings that are shorter hold no word; in seconds.
+/// Shorter recordings contain no word; in seconds.
 const SHORTEST: f64 = 0.1;
 
 pub(super) async fn call(front: Arc<AppState>, task: Task, request: Request) -> Result<Response, ApiError> {
@@ -92,7 +92,7 @@ async fn answer(
     let (kind, body) = transcript.written(format);
     let mut response = Response::new(body.into());
     response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(kind));
-    // Names are of header characters only, by their types.
+    // By their types, names have only characters that headers allow.
     if let Ok(worker) = HeaderValue::from_str(worker.as_str()) {
         response.headers_mut().insert(WORKER_HEADER, worker);
     }

@@ -1,8 +1,8 @@
-//! Work that computes for long, such as planning a request: never on a thread that carries connections, so many at once as
-//! there are cores, and in turns by tenant. What one tenant asks for keeps others waiting for one piece of work at most.
+//! Runs long computations, such as planning a request, outside the threads that serve connections: about as
+//! many at once as there are cores, and in turns by tenant. A tenant delays others by at most one job.
 //!
-//! The work is done by threads of its own, each of which waits for the next piece on a channel; the one that was busy last
-//! gets it ([decision 61](../../../docs/decisions/0061-plan-requests-outside-the-runtime.md)).
+//! The work runs on dedicated threads, each of which waits on a channel. The thread that became idle last
+//! gets the next job ([decision 61](../../../docs/decisions/0061-plan-requests-outside-the-runtime.md)).
 
 use super::error::ApiError;
 use parking_lot::Mutex;
@@ -14,10 +14,11 @@ use tokio::sync::oneshot;
 #[derive(Debug)]
 pub struct Turns {
     state: Mutex<State>,
-    /// Threads that have nothing to do, by what they are told it by.
+    /// Channels of the idle threads; the last one became idle last.
     idle: Mutex<Vec<Thread>>,
-    /// Pieces of work at once, and of these of one tenant.
+    /// Most concurrent jobs.
     at_once: usize,
+    /// Most concurrent jobs of one tenant.
     of_one: usize,
 }
 
@@ -25,7 +26,7 @@ pub struct Turns {
 struct State {
     running: usize,
     lanes: HashMap<Arc<str>, Lane>,
-    /// Tenants that have something waiting, in the order of their turns.
+    /// Tenants with waiting jobs, in order of their turns.
     order: VecDeque<Arc<str>>,
 }
 
@@ -35,13 +36,13 @@ struct Lane {
     waiting: VecDeque<oneshot::Sender<PlanningPermit>>,
 }
 
-/// A piece of work. What it gives tells whoever waits for it.
+/// A job. `work` returns a closure that sends the result to the waiter.
 struct PlanningJob {
     work: Box<dyn FnOnce() -> Box<dyn FnOnce() + Send> + Send>,
     turn: PlanningPermit,
 }
 
-/// By what a thread is told its next job. It comes with the job, so that the thread ends when nobody has it any more.
+/// The channel to a thread. It is sent along with each job, so that the thread ends when no sender is left.
 #[derive(Debug)]
 struct Thread(mpsc::Sender<(PlanningJob, Self)>);
 
@@ -59,7 +60,7 @@ fn planner() -> std::io::Result<Thread> {
     Ok(Thread(jobs))
 }
 
-/// Leave to work; given back when it is dropped.
+/// Permission to run a job; returned when dropped.
 #[derive(Debug)]
 struct PlanningPermit {
     turns: Arc<Turns>,
@@ -67,7 +68,8 @@ struct PlanningPermit {
 }
 
 impl Turns {
-    /// For so many cores. One tenant may use all of them; another finds one more piece of work that may run.
+    /// `cores`: concurrent jobs of one tenant. One more job may run, so that another tenant need not wait for
+    /// all of them.
     pub fn new(cores: usize) -> Arc<Self> {
         let (state, idle) = (Mutex::default(), Mutex::default());
         Arc::new(Self { state, idle, at_once: cores + 1, of_one: cores })
@@ -86,14 +88,14 @@ impl Turns {
                 tracing::error!("planning a request failed");
                 Err(ApiError::Internal)
             });
-            // Nobody waits for it any more if that fails.
+            // Fails only if the waiter is gone.
             Box::new(move || drop(tell.send(worked))) as Box<dyn FnOnce() + Send>
         };
         self.hand_over(PlanningJob { work: Box::new(work), turn })?;
         told.await.unwrap_or(Err(ApiError::Internal))
     }
 
-    /// Gives a job to an idle thread, or to a new one: there are no more than there are turns.
+    /// Gives a job to an idle thread, or to a new one. There are at most as many threads as concurrent jobs.
     fn hand_over(&self, job: PlanningJob) -> Result<(), ApiError> {
         let idle = self.idle.lock().pop();
         let thread = match idle {
@@ -130,7 +132,7 @@ impl Turns {
 }
 
 impl State {
-    /// Whose turn is next, if something may run.
+    /// The next job, if one may run.
     fn next(&mut self, at_once: usize, of_one: usize) -> Option<(Arc<str>, oneshot::Sender<PlanningPermit>)> {
         for _ in 0..self.order.len() {
             if self.running >= at_once {
@@ -138,7 +140,7 @@ impl State {
             }
             let tenant = self.order.pop_front()?;
             let Some(lane) = self.lanes.get_mut(&tenant) else { continue };
-            // Who has gone away meanwhile needs no turn.
+            // Drops waiters that are gone.
             lane.waiting.retain(|waits| !waits.is_closed());
             let next = if lane.running < of_one { lane.waiting.pop_front() } else { None };
             if !lane.waiting.is_empty() {
@@ -172,7 +174,7 @@ impl Drop for PlanningPermit {
             }
         }
         for (waits, turn) in given {
-            // Whoever has gone away just now has it dropped, and so given on.
+            // If the waiter is gone, the permit is dropped and passed on.
             let _ = waits.send(turn);
         }
     }
@@ -199,7 +201,7 @@ mod tests {
         let mut theirs_next = Box::pin(turns.turn(&b));
         let mut third = Box::pin(turns.turn(&c));
         assert!((&mut theirs_next).now_or_never().is_none() && (&mut third).now_or_never().is_none());
-        // `a` has waited longest, and has as many as it may.
+        // `a` has waited longest, but is at its limit.
         drop(theirs);
         let _theirs = (&mut theirs_next).now_or_never().flatten().expect("it is the turn of b");
         drop(first);
@@ -210,7 +212,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_goes_away_holds_nobody_up() {
+    async fn a_cancelled_waiter_does_not_block_others() {
         let turns = Turns::new(1);
         let (a, b) = (tenant("a"), tenant("b"));
         let held = [turns.turn(&a).await.unwrap(), turns.turn(&b).await.unwrap()];
@@ -226,14 +228,14 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn work_that_panics_is_our_fault_and_gives_its_turn_back() {
+    async fn a_panic_of_the_work_is_an_internal_error_and_returns_the_permit() {
         let turns = Turns::new(1);
         let worked = turns.run::<()>(&tenant("a"), || panic!("it must not end the process")).await;
         assert_eq!(worked, Err(ApiError::Internal));
         assert_eq!(turns.run(&tenant("a"), || Ok(7)).await, Ok(7));
     }
 
-    /// Work that takes long does not keep the runtime's only thread from its other tasks.
+    /// Long work does not block the other tasks of a single-threaded runtime.
     #[tokio::test]
     async fn a_runtime_goes_on_beside_work() {
         let turns = Turns::new(2);
@@ -256,7 +258,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn threads_are_used_again_and_end_with_their_owner() {
+    async fn threads_are_reused_and_end_with_their_owner() {
         let turns = Turns::new(2);
         let a = tenant("a");
         let name = || Ok(std::thread::current().id());

@@ -1,4 +1,4 @@
-//! Sessions of operations: who asks, and where one goes.
+//! Sessions of operations: requests for them, their placement and refusal.
 
 use super::Balancer;
 use crate::slot::Slot;
@@ -12,11 +12,11 @@ use std::time::Instant;
 #[derive(Clone, Copy)]
 pub struct OperationAsk<'a> {
     pub operation: Operation,
-    /// With which model; none: any.
+    /// The requested model; `None`: any.
     pub model: Option<&'a ModelId>,
-    /// Which models are for who asks; others do not exist for it.
+    /// Selects the models that the caller may use. Other models are treated as absent.
     pub opens: &'a dyn Fn(&ModelId) -> bool,
-    /// Workers that have declined it.
+    /// Workers that have refused the session.
     pub avoid: &'a [(NodeId, Epoch)],
 }
 
@@ -31,12 +31,12 @@ impl fmt::Debug for OperationAsk<'_> {
     }
 }
 
-/// A session's place at a worker, in the life in which it was booked.
+/// A session's booking at a worker, bound to one membership.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SessionSlot {
     pub(super) slot: Slot,
     pub(super) join: u64,
-    /// Which of the worker's offers.
+    /// Index of the worker's offer.
     pub(super) number: usize,
 }
 
@@ -48,17 +48,17 @@ pub struct SessionPlacement {
     pub seat: SessionSlot,
 }
 
-/// Why a session goes nowhere.
+/// Why a session was not placed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SessionRefusal {
     Operation,
-    /// It is offered with other models.
+    /// The operation is offered with these models only.
     Model {
         models: Vec<ModelId>,
     },
-    /// Those who offer it take no work just now.
+    /// The workers that offer it take no work now.
     Away,
-    /// All who offer it and take work have declined.
+    /// All workers that offer it and take work have refused.
     Declined,
 }
 
@@ -67,19 +67,19 @@ pub enum SessionRefusal {
 pub struct OfferView {
     pub operation: Operation,
     pub model: ModelId,
-    /// What serves it there; empty if the worker has not said.
+    /// The backend that serves it; empty if not reported.
     pub backend: String,
-    /// Sessions that it has from this coordinator.
+    /// Open sessions from this coordinator.
     pub sessions: usize,
 }
 
 impl Balancer {
-    /// A member says which operations it offers. Until then those that its models are for.
+    /// Sets a member's offers. Before this call they follow from its models' tasks.
     pub fn offer(&mut self, node: &NodeId, epoch: Epoch, offers: Vec<OfferedOperation>) {
         self.floor.offer(node, epoch, offers);
     }
 
-    /// Chooses a worker for a session, which never waits for one.
+    /// Chooses a worker for a session. Sessions are never queued.
     pub fn seat(
         &mut self,
         now: Instant,
@@ -93,7 +93,7 @@ impl Balancer {
         self.floor.unseat(seat);
     }
 
-    /// What members have said to offer.
+    /// Offers of all members, by operation and model.
     pub fn offered(&self) -> BTreeSet<(Operation, ModelId)> {
         self.floor.offered()
     }

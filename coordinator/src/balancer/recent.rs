@@ -1,7 +1,7 @@
-//! What was decided lately and why, for those who look: the last decisions with all that they were made from, what was
-//! asked for, and what of it was held where it did not go. Bounded, and cheap where requests pass: a decision is kept as
-//! the values that it was made from, and what follows from these is worked out when somebody looks. No prompt is in it,
-//! only its block ids.
+//! The last routing decisions, the last requested prefixes, and statistics of lost locality, for inspection.
+//!
+//! Memory is bounded. A decision is stored as its inputs; derived values are computed when they are read, so
+//! that requests pay little. Prompts are not stored, only their block ids.
 
 use super::RouteRequest;
 use crate::routing::transfer::Pull;
@@ -14,34 +14,36 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub const DECISIONS: usize = 100;
-/// Candidates of all of them together, at about 100 bytes each: in a fleet of hundreds fewer decisions are kept.
+/// Maximum of candidates in all stored decisions, at about 100 bytes each. In a large fleet, fewer than
+/// [`DECISIONS`] decisions are stored.
 const CANDIDATES: usize = 1 << 14;
-/// Prompts of which it is kept that they were asked for, and their units together, at 16 bytes each.
+/// Maximum of stored requested prompts.
 const ASKED: usize = 512;
+/// Maximum of hash units in all stored requested prompts, at 16 bytes each.
 const ASKED_UNITS: usize = 1 << 18;
 
-/// Why a request did not go where most of its prompt was held.
+/// Why a request did not go to the worker that holds most of its prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Lost {
-    /// The holder had more to do than computing again takes.
+    /// Waiting for the holder would have cost more than computing again.
     Load,
-    /// Its requests wait too long: another holds it from now on.
+    /// Demand for the prefix is too high: the chosen worker becomes a further holder.
     Replica,
-    /// The holder has as many requests as it may have.
+    /// The holder has its maximum of requests.
     Full,
     Drain,
-    /// The holder takes no work yet.
+    /// The holder is not ready yet.
     NotReady,
-    /// The holder was not heard of, or does not get on.
+    /// The holder is silent or stalled.
     Silent,
-    /// The holder computes prompts for others only.
+    /// The holder is a prefill worker.
     Role,
-    /// The holder did not want it, or may not go on with it.
+    /// The holder refused the request, or has another numeric class than its emitted tokens.
     Declined,
 }
 
 impl Lost {
-    /// All of them, in the order of their numbers.
+    /// All reasons, in order of their discriminants.
     pub const ALL: [Self; 8] = [
         Self::Load,
         Self::Replica,
@@ -67,22 +69,23 @@ impl Lost {
     }
 }
 
-/// Prompt tokens of placed requests, by what was held of them. What nobody held is `prompt` less `best`.
+/// Prompt tokens of placed requests, by where they were cached. No worker held `prompt - best` of them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Locality {
     pub requests: u64,
-    /// Their prompt tokens.
+    /// Prompt tokens of these requests.
     pub prompt: u64,
-    /// Of these, what the best holder of each could have served, chosen or not.
+    /// Tokens that each request's best holder could have served, chosen or not.
     pub best: u64,
-    /// What the chosen worker was expected to serve.
+    /// Tokens that the chosen workers were expected to serve.
     pub predicted: u64,
-    /// What the chosen could not serve and another could, by why it was not the other; as [`Lost::ALL`].
+    /// Tokens that another worker could have served and the chosen one could not, by reason; indexed as
+    /// [`Lost::ALL`].
     pub lost: [u64; Lost::ALL.len()],
 }
 
 impl Locality {
-    /// Adds what another has counted.
+    /// Adds the counts of `other`.
     pub fn merge(&mut self, other: &Self) {
         self.requests += other.requests;
         self.prompt += other.prompt;
@@ -92,7 +95,7 @@ impl Locality {
     }
 }
 
-/// Who has which slot, at one time.
+/// The node in each slot, at one point in time.
 #[derive(Debug, Clone, Default)]
 pub struct Names(Vec<Option<NodeId>>);
 
@@ -102,63 +105,61 @@ impl Names {
     }
 }
 
-/// A decision, and what it was made from.
+/// A routing decision with its inputs.
 #[derive(Debug)]
 pub struct Decided {
     pub number: u64,
-    /// What was to be placed.
     pub ask: Arc<RouteRequest>,
     pub attempt: Attempt,
-    /// How long it had waited.
+    /// Time that the request had waited.
     pub waited: Duration,
     pub at: Instant,
-    /// As the candidates were compared.
+    /// The query that the candidates were compared with.
     pub query: Query,
-    /// Who could have had it.
     pub candidates: Vec<Candidate>,
     pub choice: RoutingDecision,
-    /// Prompt tokens that the chosen was expected to have cached.
+    /// Prompt tokens that were expected in the chosen worker's cache.
     pub predicted: u32,
     pub pull: Option<Pull>,
-    /// Who computes the prompt for it.
+    /// The prefill worker, if one computes the prompt.
     pub prefill: Option<Slot>,
-    /// What the best holder has of the prompt, in tokens, and who that is.
+    /// Prompt tokens that the best holder has, and its slot.
     pub best: Option<(u32, Slot)>,
-    /// Why it did not go there, if it lost something by that.
+    /// Why the best holder was not chosen, if locality was lost.
     pub lost: Option<Lost>,
     pub names: Arc<Names>,
 }
 
 impl Decided {
-    /// What each candidate was compared by, in their order.
+    /// The estimates for each candidate, in their order.
     pub fn parts(&self) -> Vec<Parts> {
         routing::explain(&self.query, &self.candidates)
     }
 }
 
-/// What became of a decision.
+/// What happened after a decision.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Outcome {
     /// When the prompt had been computed.
     pub started: Option<Instant>,
-    /// Prompt tokens that were cached there, once it is known.
+    /// Prompt tokens that were cached at the worker, once known.
     pub cached: Option<u32>,
-    /// When it was over, and how.
+    /// When and how the attempt ended.
     pub ended: Option<(Instant, Ending)>,
-    /// Tokens generated, of what ended well.
+    /// Generated tokens, if the attempt ended well.
     pub generated: Option<u32>,
 }
 
-/// How an attempt is over.
+/// How an attempt ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ending {
-    /// Nobody wants it any more: it is done, or was given up.
+    /// The generation finished or was cancelled.
     Over,
-    /// It failed, and another may be made.
+    /// The attempt failed; another may follow.
     Failed,
 }
 
-/// Something that was asked for.
+/// A requested prompt and the worker that it went to.
 #[derive(Debug, Clone)]
 pub struct Asked {
     pub ask: Arc<RouteRequest>,
@@ -187,7 +188,7 @@ pub struct Recent {
 }
 
 impl Recent {
-    /// A worker has this slot from now on.
+    /// Records that `node` has `slot` from now on.
     pub(super) fn joined(&mut self, slot: Slot, node: &NodeId) {
         let names = &mut Arc::make_mut(&mut self.names).0;
         if names.len() <= slot.index() {
@@ -196,12 +197,12 @@ impl Recent {
         names[slot.index()] = Some(node.clone());
     }
 
-    /// The number of the next decision, and the names for it.
+    /// The number of the next decision, and the node names at this time.
     pub(super) fn next(&self) -> (u64, Arc<Names>) {
         (self.decisions, Arc::clone(&self.names))
     }
 
-    /// A decision was made, with the number that [`next`](Self::next) told.
+    /// Records a decision with the number that [`next`](Self::next) returned.
     pub(super) fn decided(&mut self, decided: Decided) {
         self.decisions += 1;
         self.changes += 1;
@@ -244,7 +245,7 @@ impl Recent {
         }
     }
 
-    /// Something has become of a decision, if it is still known.
+    /// Updates the outcome of a decision, if it is still stored.
     pub(super) fn change(&mut self, number: u64, change: impl FnOnce(&mut Outcome)) {
         let first = self.records.front().map_or(u64::MAX, |record| record.decided.number);
         let at = number.checked_sub(first).and_then(|at| usize::try_from(at).ok());
@@ -255,7 +256,7 @@ impl Recent {
         }
     }
 
-    /// Decisions that were made, or of which something has become, after so many changes; oldest first.
+    /// Decisions that were made or updated after change number `changes`, oldest first.
     pub fn since(&self, changes: u64) -> impl Iterator<Item = (Arc<Decided>, Outcome)> {
         let new = self.records.iter().filter(move |record| record.changed > changes);
         new.map(|record| (Arc::clone(&record.decided), record.outcome))
@@ -265,12 +266,12 @@ impl Recent {
         self.changes
     }
 
-    /// What was asked for lately and has prefixes, oldest first.
+    /// The last requested prompts with at least one hash unit, oldest first.
     pub fn asked(&self) -> impl Iterator<Item = &Asked> {
         self.asked.iter()
     }
 
-    /// What was held of requests, over the last minutes.
+    /// Locality statistics of the last minutes.
     pub fn locality(&self) -> &Timeline<Locality> {
         &self.locality
     }

@@ -131,7 +131,7 @@ fn a_burst_with_one_uncached_prefix_is_computed_once_and_found_again() {
         workers.iter().find(|w| w.member.register.node == leader).unwrap().pending_tokens
     };
     assert_eq!(pending(&rig), 1_530 + 31 * 42);
-    // The worker computes, says so, answers, and the next wave finds everything there.
+    // The worker computes, reports and answers. The next wave finds the whole prefix cached.
     let units = (0..32).flat_map(|i| prompt(i).to_vec()).collect();
     let stored = KvEvent::Stored { parent: BlockId([0; 16]), units, medium: Medium::Device };
     let batch = KvEventBatch { epoch: Epoch(1), first_sequence: 1, events: vec![stored] };
@@ -149,7 +149,7 @@ fn a_burst_with_one_uncached_prefix_is_computed_once_and_found_again() {
     }
 }
 
-/// A worker takes a few of a tenant that has none there, also when it is full of another's.
+/// A worker takes a few requests of a tenant that has none there, even if it is full of another tenant's.
 #[test]
 fn a_tenant_is_not_kept_out_by_anothers_requests() {
     let mut rig = Rig::new(Policy { max_inflight: 32, ..Policy::default() }, &["a"]);
@@ -163,14 +163,15 @@ fn a_tenant_is_not_kept_out_by_anothers_requests() {
     assert_eq!(of_one.iter().map(|(_, placed)| placed).sum::<usize>(), 32);
     let others: Vec<_> = ["y", "y", "y", "z"].map(|tenant| goes(&mut rig, tenant)).to_vec();
     assert_eq!(others.iter().map(|(_, placed)| *placed).collect::<Vec<_>>(), [1, 1, 0, 1]);
-    // What ends makes room for one of its own tenant's, not for those of the tenant that has filled the worker.
+    // An ended request makes room for one of its own tenant, not for one of the tenant that has filled the
+    // worker.
     let next = rig.balancer.ended(rig.now, others[0].0, 0);
     assert_eq!(assigned(&next).iter().map(|(ticket, _)| *ticket).collect::<Vec<_>>(), [others[2].0]);
     assert_eq!(rig.balancer.queue().requests, 8);
 }
 
 #[test]
-fn what_workers_cannot_take_waits_and_goes_in_turn() {
+fn requests_beyond_capacity_are_queued_and_served_fairly() {
     let policy = Policy { max_inflight: 1, ..Policy::default() };
     let mut rig = Rig::new(policy, &["a"]);
     let (first, actions) = rig.plain();
@@ -193,7 +194,7 @@ fn what_workers_cannot_take_waits_and_goes_in_turn() {
 }
 
 #[test]
-fn a_full_queue_refuses_all_or_nothing_and_says_when_to_come_back() {
+fn a_full_queue_refuses_all_or_nothing_and_suggests_a_delay() {
     let limits = QueueLimits { requests: 100, tokens: 20_000 };
     let mut rig = Rig::new(Policy { max_inflight: 1, queue: limits, ..Policy::default() }, &["a"]);
     rig.plain();
@@ -207,7 +208,7 @@ fn a_full_queue_refuses_all_or_nothing_and_says_when_to_come_back() {
 }
 
 #[test]
-fn what_waits_too_long_is_refused_and_what_nobody_wants_leaves() {
+fn an_expired_request_is_refused_and_a_cancelled_one_leaves_the_queue() {
     let mut rig = Rig::new(Policy { max_inflight: 1, lease: Duration::MAX, ..Policy::default() }, &["a"]);
     rig.plain();
     let ask = rig.ask("t", 10, chain([]));
@@ -222,11 +223,11 @@ fn what_waits_too_long_is_refused_and_what_nobody_wants_leaves() {
 }
 
 #[test]
-fn without_a_worker_it_says_so_at_once() {
+fn without_a_worker_a_request_is_refused_at_once() {
     let mut rig = Rig::new(Policy::default(), &[]);
     let ask = rig.ask("t", 10, chain([]));
     assert_eq!(rig.submit(ask).unwrap_err(), Refusal::NoWorker);
-    // Nor does one help that is still loading or drains.
+    // A worker that is loading or draining does not help.
     rig.balancer.change(rig.now, TableChange::Join(register("a", 1, &[(MODEL, 1)])), 0).unwrap();
     let ask = rig.ask("t", 10, chain([]));
     assert_eq!(rig.submit(ask.clone()).unwrap_err(), Refusal::NoWorker);
@@ -248,12 +249,12 @@ fn a_lost_workers_requests_go_to_another_and_back_when_it_returns() {
     let actions = rig.balancer.retry(rig.now, ticket, AttemptError::Lost, None, 0);
     let second = only(&actions);
     assert_eq!((&second.node, second.attempt, second.predicted), (&other, Attempt(1), 0));
-    // The other dies too: nobody is left.
+    // The other worker is lost too: none is left.
     rig.leave(other.as_str(), 1);
     let actions = rig.balancer.retry(rig.now, ticket, AttemptError::Lost, None, 0);
     assert_eq!(actions, [Action::Refuse(ticket, Refusal::NoWorker)]);
     assert_eq!(rig.balancer.inflight(), 0);
-    // A new life may be tried.
+    // A new epoch may be tried.
     rig.join(first.as_str(), 2);
     let (ticket, actions) = rig.plain();
     assert_eq!(only(&actions).epoch, Epoch(2));
@@ -279,7 +280,7 @@ fn who_declines_is_not_asked_again_and_attempts_are_bounded() {
 }
 
 #[test]
-fn who_was_told_to_take_work_again_is_waited_for_until_it_says_so() {
+fn an_undrained_worker_is_waited_for_until_it_reports_ready() {
     let mut rig = Rig::new(Policy::default(), &["a"]);
     let drains = LoadReport { state: WorkerState::Draining, ..report(1) };
     let turn = |rig: &mut Rig, draining| {
@@ -289,18 +290,19 @@ fn who_was_told_to_take_work_again_is_waited_for_until_it_says_so() {
     rig.balancer.load(rig.now, &node("a"), drains.clone(), 0);
     let ask = rig.ask("t", 64, chain([]));
     assert_eq!(rig.submit(ask.clone()).unwrap_err(), Refusal::NoWorker);
-    // Its last word is from before.
+    // The last report is from before the undrain.
     turn(&mut rig, false);
     let (ticket, actions) = rig.submit(ask.clone()).unwrap();
     assert_eq!(actions, []);
     let actions = rig.balancer.load(rig.now, &node("a"), report(1), 0);
     assert_eq!(assigned(&actions)[0].0, ticket);
-    // It hears late of a drain that is over: what it declines goes to it again once it says that it takes work.
+    // The worker still refuses because of the ended drain: the request goes to it again once it reports that
+    // it is ready.
     assert_eq!(rig.balancer.retry(rig.now, ticket, AttemptError::Draining, None, 0), []);
     rig.now += Duration::from_millis(100);
     let actions = rig.balancer.load(rig.now, &node("a"), report(1), 0);
     assert_eq!(assigned(&actions)[0].0, ticket);
-    // One that goes on saying so is not waited for any longer.
+    // A worker that keeps reporting a drain is not waited for any longer.
     assert_eq!(rig.balancer.retry(rig.now, ticket, AttemptError::Draining, None, 0), []);
     rig.balancer.load(rig.now, &node("a"), drains, 0);
     rig.now += Duration::from_secs(3);
@@ -309,7 +311,7 @@ fn who_was_told_to_take_work_again_is_waited_for_until_it_says_so() {
 }
 
 #[test]
-fn choices_of_one_prompt_are_told_how_many_go_together() {
+fn choices_of_one_prompt_carry_the_number_sent_together() {
     let mut rig = Rig::new(Policy::default(), &["a"]);
     let (shared, other) = (chain(0..20), chain(0..20));
     let asks = [&shared, &shared, &other, &shared].map(|chain| rig.ask("t", 320, Arc::clone(chain)));
@@ -317,13 +319,13 @@ fn choices_of_one_prompt_are_told_how_many_go_together() {
     let together: HashMap<Ticket, u32> =
         assigned(&actions).into_iter().map(|(ticket, assignment)| (ticket, assignment.together)).collect();
     assert_eq!(tickets.iter().map(|ticket| together[ticket]).collect::<Vec<_>>(), [3, 3, 1, 3]);
-    // Whoever starts over does so alone.
+    // A retried choice goes alone.
     let actions = rig.balancer.retry(rig.now, tickets[0], AttemptError::Lost, None, 0);
     assert_eq!(only(&actions).together, 1);
 }
 
 #[test]
-fn what_was_emitted_binds_the_rest_to_its_numeric_class() {
+fn a_request_with_emitted_tokens_stays_in_its_numeric_class() {
     let mut rig = Rig::new(Policy::default(), &["a"]);
     let (ticket, actions) = rig.plain();
     let class = only(&actions).numeric_class.clone();
@@ -334,7 +336,7 @@ fn what_was_emitted_binds_the_rest_to_its_numeric_class() {
     rig.leave("a", 1);
     let actions = rig.balancer.retry(rig.now, ticket, AttemptError::Lost, Some(class), 0);
     assert_eq!(actions, [Action::Refuse(ticket, Refusal::NoWorker)]);
-    // One that has emitted nothing may go anywhere.
+    // A request without emitted tokens may go anywhere.
     let (_, actions) = rig.plain();
     assert_eq!(only(&actions).node, node("b"));
 }
@@ -352,14 +354,14 @@ fn a_silent_worker_first_gets_nothing_and_then_loses_its_lease() {
     let actions = rig.balancer.tick(start + Duration::from_secs(5), 0);
     assert_eq!(actions, [Action::Drop { node: node("a"), epoch: Epoch(1) }]);
     assert_eq!(rig.balancer.table().members().count(), 1);
-    // Alone, a silent worker is better than none.
+    // A silent worker is used if it is the only one.
     rig.now = start + Duration::from_secs(6);
     let (_, actions) = rig.plain();
     assert_eq!(only(&actions).node, node("b"));
 }
 
 #[test]
-fn reports_of_another_life_and_events_of_strangers_change_nothing() {
+fn reports_of_another_epoch_and_events_of_unknown_workers_are_ignored() {
     let mut rig = Rig::new(Policy::default(), &["a"]);
     rig.join("a", 2);
     let draining = LoadReport { state: WorkerState::Draining, ..report(1) };
@@ -402,10 +404,10 @@ fn step() -> impl Strategy<Value = Step> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 128, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Whatever happens, every ticket is assigned or refused at most once per attempt, and when all have
-    /// ended nothing is left of them in any account.
+    /// Whatever happens, every ticket is assigned or refused at most once per attempt. When all have ended,
+    /// no booking is left.
     #[test]
-    fn the_books_balance(steps in proptest::collection::vec(step(), 1..120), seed in any::<u64>()) {
+    fn bookings_always_balance(steps in proptest::collection::vec(step(), 1..120), seed in any::<u64>()) {
         let policy = Policy {
             max_inflight: 3,
             queue: QueueLimits { requests: 8, tokens: 600 },
@@ -446,7 +448,7 @@ proptest! {
                 Step::Leave(w) => if std::mem::take(&mut present[usize::from(w)]) {
                     let epoch = epochs[usize::from(w)];
                     let leave = TableChange::Leave { node: node(&format!("w{w}")), epoch: Epoch(epoch) };
-                    // It may have lost its lease before.
+                    // The worker may have lost its lease before.
                     actions = rig.balancer.change(rig.now, leave, random).unwrap_or_default();
                 },
                 Step::Join(w) => {
@@ -505,7 +507,7 @@ proptest! {
 }
 
 #[test]
-fn a_model_that_will_be_served_again_is_waited_for_and_not_for_ever() {
+fn a_model_that_will_be_served_again_is_awaited_for_a_bounded_time() {
     let mut rig = Rig::new(Policy::default(), &["a"]);
     let model = ModelId::new(MODEL).unwrap();
     rig.balancer.expect(&model, rig.now + Duration::from_secs(10));

@@ -1,4 +1,4 @@
-//! The workers' side of the balancer: who is there, how busy each is, what runs where.
+//! The balancer's view of the workers: members, their load, and the requests that run on them.
 
 mod awaited;
 mod lengths;
@@ -32,8 +32,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How long requests wait for a worker that shall take work and says, or has said last, that it does not: what it was
-/// told by one coordinator may cross what it is told by another, and its own word is as old as its last report.
+/// How long requests wait for a worker that should take work but whose last report says that it drains. Drain
+/// and undrain requests of several coordinators can cross, and the reported state is as old as the last
+/// report.
 const RESUMES_WITHIN: Duration = Duration::from_secs(2);
 
 #[derive(Debug)]
@@ -53,7 +54,7 @@ pub(super) struct WorkerPool {
     turns: u64,
 }
 
-/// A generation that a worker has.
+/// A generation that was sent to a worker.
 #[derive(Debug)]
 struct InFlight {
     waiter: QueuedRequest,
@@ -62,19 +63,19 @@ struct InFlight {
     slot: Slot,
     join: u64,
     reservation: ReservationId,
-    /// What others may follow it for until it has started.
+    /// The group whose followers may join it, until it has started.
     leads: Option<CommonKey>,
-    /// The prompt at the worker that computes it for this one.
+    /// The prompt's booking at the prefill worker, if one computes it.
     stage: Option<PrefillStage>,
     started: bool,
-    /// The number of the decision.
+    /// Number of the routing decision.
     decision: u64,
 }
 
-/// A model that nobody may serve just now, and that will be served again.
+/// A model that may have no worker now and is expected to have one again.
 #[derive(Debug)]
 struct Expected {
-    /// Who waits for it waits until then.
+    /// Deadline of all waiting requests.
     until: Instant,
     served: Option<ServedModel>,
 }
@@ -83,9 +84,9 @@ pub(super) enum Placing {
     Assigned(Assignment),
     Refused(Refusal),
     Later(QueuedRequest),
-    /// Somebody has room, but would compute what another is computing just now.
+    /// A worker has room, but would compute what another worker is already computing.
     Yielding(QueuedRequest),
-    /// Somebody pulls its prefix once another has it; until then it is kept with what is awaited.
+    /// The request waits in [`Awaited`] until its prefix can be pulled.
     Awaiting,
 }
 
@@ -144,7 +145,7 @@ impl WorkerPool {
         load.take(now, report);
     }
 
-    /// Applies `change` to the index at the member's slot and turns what it needs into an action.
+    /// Applies `change` to the index at the member's slot and returns the required fetch, if any.
     pub(super) fn index_of(
         &mut self,
         node: &NodeId,
@@ -173,13 +174,13 @@ impl WorkerPool {
         self.expected.insert(model.clone(), Expected { until, served });
     }
 
-    /// What is served under this name, or was last and will be again.
+    /// The model of this name, if it is served or was served and is expected to be again.
     pub(super) fn model(&self, id: &ModelId) -> Option<&ServedModel> {
         let expected = || self.expected.get(id).and_then(|expected| expected.served.as_ref());
         self.table.model(id).or_else(expected)
     }
 
-    /// Whether someone will serve this model soon, so far as is known.
+    /// Whether a worker is expected to serve this model soon.
     pub(super) fn expects(&self, now: Instant, model: &ModelId) -> bool {
         let resumes = |member: &Member| {
             let load = self.loads[member.slot.index()].as_ref();
@@ -189,7 +190,7 @@ impl WorkerPool {
             || self.table.members().any(resumes)
     }
 
-    /// A worker that was thought to take work says that it drains.
+    /// Records that a worker refused work because it drains.
     pub(super) fn drains(&mut self, now: Instant, node: &NodeId, epoch: Epoch) {
         let member = self.table.member(node).filter(|member| member.register.epoch == epoch);
         let Some(member) = member.filter(|member| !member.draining) else { return };
@@ -199,8 +200,8 @@ impl WorkerPool {
         }
     }
 
-    /// Chooses a worker for `waiter` and books it there. `yields`: it may have to wait for another that does better with
-    /// the room that there is.
+    /// Chooses a worker for `waiter` and books the request there. With `yields`, a request that would repeat
+    /// another worker's computation is returned as [`Placing::Yielding`].
     pub(super) fn place(
         &mut self,
         now: Instant,
@@ -233,7 +234,8 @@ impl WorkerPool {
             .filter(|(_, load)| load.has_room(&ask.tenant, self.policy.max_inflight))
             .map(|(member, load)| load.candidate(now, member.slot, overlap.units(member.slot)))
             .collect();
-        // Nobody pulls more of it than is held or expected somewhere: what waits is looked at often.
+        // Early exit, since waiting requests are checked often: no candidate can pull more than some worker
+        // holds or expects.
         let most = candidates.iter().map(|c| predicted_tokens(waiter.ask.prompt_tokens, c.units)).max();
         if !candidates.is_empty() && self.holds_back(&candidates, &waiter, most.unwrap_or(0)) {
             return Placing::Later(waiter);
@@ -333,7 +335,7 @@ impl WorkerPool {
         }
     }
 
-    /// The generation is over; `None` if no worker had it.
+    /// Ends a generation; `None` if no worker had it.
     pub(super) fn end(&mut self, now: Instant, ticket: Ticket) -> Option<()> {
         let flight = self.land(now, ticket, Ending::Over)?;
         for reservation in flight.reservations() {
@@ -345,14 +347,14 @@ impl WorkerPool {
         Some(())
     }
 
-    /// The attempt failed: gives back what waited, and the worker that had it.
+    /// Ends a failed attempt. Returns the request and the worker that had it.
     pub(super) fn fail(&mut self, now: Instant, ticket: Ticket) -> Option<(QueuedRequest, NodeId, Epoch)> {
         let flight = self.land(now, ticket, Ending::Failed)?;
         flight.reservations().for_each(|reservation| self.index.release(reservation));
         Some((flight.waiter, flight.node, flight.epoch))
     }
 
-    /// Ends reservations and leases whose time is up.
+    /// Expires reservations and leases.
     pub(super) fn expire(&mut self, now: Instant) -> Vec<Action> {
         self.index.expire(now);
         self.awaited.stir_all();
@@ -379,14 +381,14 @@ impl WorkerPool {
         actions
     }
 
-    /// Something is learnt of a generation that a worker has.
+    /// Updates the outcome of a generation's decision.
     pub(super) fn learn(&mut self, ticket: Ticket, change: impl FnOnce(&mut Outcome)) {
         if let Some(flight) = self.flights.get(&ticket) {
             self.recent.change(flight.decision, change);
         }
     }
 
-    /// A generation has ended well, with so many tokens.
+    /// Records the answer length of a generation that ended well.
     pub(super) fn generated(&mut self, ticket: Ticket, tokens: u32) {
         if let Some(flight) = self.flights.get(&ticket) {
             self.lengths.learn(&flight.waiter.ask.tenant, tokens);
@@ -398,7 +400,8 @@ impl WorkerPool {
         &self.recent
     }
 
-    /// By name, the leading units of the chain that a worker has announced, and those that it will hold.
+    /// By node: the leading units that a worker has announced, and those that it holds or is expected to
+    /// hold.
     pub(super) fn holders(&self, chain: &[BlockId]) -> Vec<(NodeId, u32, u32)> {
         let (held, expected) = (self.index.lookup_held(chain), self.index.lookup(chain));
         let holder = |member: &Member| {
@@ -445,12 +448,12 @@ impl WorkerPool {
         self.flights.len()
     }
 
-    /// Prompt tokens that all workers have still to compute.
+    /// Uncached prompt tokens that all workers have still to compute.
     pub(super) fn pending_tokens(&self) -> u64 {
         self.loads.iter().flatten().map(Load::sent).sum()
     }
 
-    /// Tokens per second that all workers together compute.
+    /// Sum of the measured prefill rates, in tokens per second.
     pub(super) fn prefill_rate(&self) -> f64 {
         self.loads.iter().flatten().filter_map(|l| l.report.as_ref()).map(|r| f64::from(r.prefill_rate)).sum()
     }
@@ -463,19 +466,19 @@ impl WorkerPool {
             .filter(|(member, load)| Self::takes_work(member, load))
     }
 
-    /// Neither an operator nor the worker itself wants it to take none.
+    /// Neither an operator nor the worker has disabled new work.
     fn takes_work(member: &Member, load: &Load) -> bool {
         !member.draining && load.report.as_ref().is_some_and(|r| r.state == WorkerState::Ready)
     }
 
-    /// Whether it is heard of and gets on.
+    /// Whether the worker reports in time and is not stalled.
     fn is_lively(&self, now: Instant, load: &Load) -> bool {
         load.is_lively(now, self.policy.suspect_after)
     }
 
-    /// Whether the request had better wait here, where any worker can still take it and tenants have their turns:
-    /// all have as much to prefill as they shall have in hand. What is mostly there (`predicted` tokens), or on its way,
-    /// goes.
+    /// Whether the request should stay in the queue, where any worker can take it and tenants take turns: all
+    /// candidates have the maximum of pending prefill. A request whose prompt is mostly cached or on its way
+    /// (`predicted` tokens) does not wait.
     fn holds_back(&self, candidates: &[Candidate], waiter: &QueuedRequest, predicted: u32) -> bool {
         let most = self.policy.max_pending.as_secs_f64();
         let full = |c: &Candidate| {
@@ -486,7 +489,8 @@ impl WorkerPool {
         measured && !follows && candidates.iter().all(full)
     }
 
-    /// Whether the worker would compute what another is computing: in a moment it could pull that.
+    /// Whether the chosen worker would compute tokens that another worker holds or is computing, and that it
+    /// could soon pull.
     fn computes_twice(
         &self,
         candidates: &[Candidate],
@@ -577,8 +581,8 @@ impl InFlight {
 }
 
 impl QueuedRequest {
-    /// What it has in common with earlier requests, by what is held of it, and in how many units: the group that it
-    /// says to be of, or the deepest prefix held, if that is deep enough.
+    /// The key of what the request has in common with earlier ones, and the units held of it: its named
+    /// group, or the deepest held prefix if that has at least [`COMMON_UNITS`].
     fn common(&self, candidates: &[Candidate]) -> Option<(CommonKey, u32)> {
         let most = candidates.iter().map(|c| c.units).max()?;
         let last = self.ask.chain.get((most as usize).checked_sub(1)?)?;
@@ -586,13 +590,14 @@ impl QueuedRequest {
         key.map(|key| (key, most))
     }
 
-    /// What it has in common with requests that are being computed: the group that it says to be of, or how it begins.
+    /// The key of what the request has in common with requests being computed: its named group, or its first
+    /// [`COMMON_UNITS`] units.
     fn group(&self) -> Option<CommonKey> {
         let begins = || self.ask.chain.get(COMMON_UNITS as usize - 1).map(|unit| CommonKey(unit.0));
         self.ask.group.or_else(begins)
     }
 
-    /// Whether this member may have it, besides serving the model.
+    /// Whether the member may take the request, given refusals and the numeric class.
     fn accepts(&self, member: &Member) -> bool {
         let register = &member.register;
         let declined = self.avoid.iter().any(|(n, e)| *n == register.node && *e == register.epoch);
@@ -601,7 +606,7 @@ impl QueuedRequest {
     }
 }
 
-/// The account of the worker in `slot`, if it is still the membership that the flight was booked with.
+/// The load in `slot`, if it still belongs to the membership `join`.
 fn load_of(loads: &mut [Option<Load>], slot: Slot, join: u64) -> Option<&mut Load> {
     loads[slot.index()].as_mut().filter(|load| load.join == join)
 }

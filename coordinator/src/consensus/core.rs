@@ -1,9 +1,9 @@
-//! Agreement without clock, disk and network: ticks, frames and proposals in, a [`Batch`] of what is to be
-//! sent, written and answered out.
+//! Raft without clock, disk or network. Input: ticks, frames and proposals. Output: a [`Batch`] of frames to
+//! send, records to write and proposals to answer.
 //!
-//! Promises: nothing that depends on a write is sent before the write is done, since the batch gives it out
-//! only then; what a frame claims of its sender is checked against who sent it; no frame makes it panic. The
-//! same calls in the same order give the same answers: what is random comes from the seed.
+//! Guarantees: a frame that depends on a write is released only after the write. A frame's claims about its
+//! sender are checked against the authenticated peer. No frame causes a panic. The core is deterministic: all
+//! randomness comes from the seed.
 
 mod batch;
 mod log;
@@ -32,22 +32,23 @@ use transfer::{Fetching, Sending};
 
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// Ticks without a leader after which an election begins, up to twice as many.
+    /// Ticks without a leader before an election starts; the timeout is drawn from `election_ticks..2 *
+    /// election_ticks`.
     pub election_ticks: usize,
-    /// Ticks between a leader's heartbeats; fewer than `election_ticks`.
+    /// Ticks between a leader's heartbeats; must be less than `election_ticks`.
     pub heartbeat_ticks: usize,
-    /// Entries applied after which the table is written as a snapshot.
+    /// Number of applied entries after which the table is written as a snapshot.
     pub snapshot_after: u64,
-    /// Entries kept behind a snapshot for members that are a little late.
+    /// Entries kept before a snapshot, for members that lag a little.
     pub keep_entries: u64,
-    /// Bytes of a snapshot's chunk.
+    /// Maximum chunk size of a snapshot transfer, in bytes.
     pub chunk_bytes: usize,
-    /// Bytes of entries in one message, if there is more than one.
+    /// Maximum bytes of entries in one message, unless a single entry is larger.
     pub message_bytes: u64,
 }
 
 impl Default for Settings {
-    /// For ticks of 50 ms: elections after 0.5 to 1 s.
+    /// For ticks of 50 ms: election timeouts of 0.5 to 1 s.
     fn default() -> Self {
         Self {
             election_ticks: 10,
@@ -67,65 +68,64 @@ pub struct Outbound {
     pub frame: Frame,
 }
 
-/// Why a core cannot go on. The process ends.
+/// Why a core cannot continue. The process ends.
 #[derive(Debug, thiserror::Error)]
 pub enum CoreError {
-    /// Raft refused what it must take.
+    /// Raft returned an error for a call that must succeed.
     #[error("raft: {0}")]
     Raft(#[from] raft::Error),
-    /// The table does not fit into a snapshot, or a snapshot is no table.
+    /// The table does not fit into a snapshot, or a snapshot does not decode to a table.
     #[error("snapshot: {0}")]
     Snapshot(#[from] CodecError),
 }
 
-/// Why a proposal was not made.
+/// Why an entry was not proposed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ProposeError {
-    /// Nobody leads at the moment.
+    /// The leader is unknown at the moment.
     #[error("there is no leader at the moment")]
     NoLeader,
-    /// Only the leader changes the group.
+    /// Only the leader proposes membership changes. Holds the leader's name, if known.
     #[error("only the leader changes the group")]
     NotLeader(Option<NodeId>),
-    /// Too much is under way, or leadership is being handed over.
+    /// Raft dropped the proposal: too much is uncommitted, or a leadership transfer is in progress.
     #[error("too much is under way")]
     Busy,
-    /// Another change of the group is under way.
+    /// Another membership change is in progress.
     #[error("another change of the group is under way")]
     MembershipPending,
-    /// The learner has not caught up.
     #[error("{0} has not caught up")]
     LearnerBehind(NodeId),
-    /// There is no room on this coordinator's disk.
+    /// The local disk is full.
     #[error("there is no room on this coordinator's disk; ask another one, or make room")]
     NoRoom,
-    /// The leader must hand over before it goes.
+    /// The leader must transfer leadership before it can be removed.
     #[error("the leader must hand over before it is removed")]
     LeaderStays,
-    /// The table would refuse it.
+    /// The table would refuse the change.
     #[error(transparent)]
     Refused(#[from] Refusal),
     #[error(transparent)]
     TooLong(#[from] CodecError),
 }
 
-/// What a coordinator is in its group. Coordinators tell each other: variants are only appended.
+/// A coordinator's role in its group. Serialized between coordinators: variants are only appended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RaftRole {
     Leader,
     Follower,
-    /// It stands, or asks whether it should.
+    /// In an election or a pre-vote.
     Candidate,
-    /// It follows and does not vote.
+    /// Replicates the log without a vote.
     Learner,
-    /// It is no member: not yet, or no more.
+    /// Not a member, either not yet or no longer.
     Outsider,
 }
 
 impl RaftRole {
     pub const ALL: [Self; 5] = [Self::Leader, Self::Follower, Self::Candidate, Self::Learner, Self::Outsider];
 
-    /// In a word, as status and metrics have it.
+    /// The name in status and metrics.
     pub fn name(self) -> &'static str {
         match self {
             Self::Leader => "leader",
@@ -137,32 +137,32 @@ impl RaftRole {
     }
 }
 
-/// What a core holds, for metrics.
+/// Sizes of a core's state, for metrics.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Vitals {
     pub voters: u64,
     pub learners: u64,
     pub log_entries: u64,
-    /// Their bytes.
+    /// Bytes of the log entries.
     pub log_bytes: u64,
-    /// The last entry in the snapshot.
+    /// Index of the last entry in the snapshot.
     pub snapshot_index: u64,
-    /// The snapshot's bytes.
+    /// Size of the snapshot.
     pub snapshot_bytes: u64,
-    /// Of a leader: for each other member, the entries that it has not confirmed.
+    /// On a leader: for each other member, the number of entries that it has not acknowledged. Else empty.
     pub lags: Vec<(NodeId, u64)>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Status {
     pub role: RaftRole,
-    /// The latest term it knows.
+    /// The latest known term.
     pub term: u64,
-    /// The last entry it has applied.
+    /// Index of the last applied entry.
     pub applied: u64,
-    /// The last entry it knows to be agreed on.
+    /// Index of the last entry known to be committed.
     pub committed: u64,
-    /// Who leads, as far as it knows.
+    /// The leader, if known.
     pub leader: Option<NodeId>,
 }
 
@@ -172,17 +172,17 @@ pub struct Core {
     seed: u64,
     raw: RawNode<Log>,
     table: Arc<Table>,
-    /// Names of members, of the table and of senders.
+    /// Names of the table's members and of other senders.
     names: BTreeMap<MemberId, NodeId>,
     sending: Sending,
     fetching: Fetching,
-    /// Frames that no message of Raft stands behind.
+    /// Frames that are not messages of the Raft library.
     outbox: Vec<Outbound>,
-    /// Reads whose index is known and not yet applied.
+    /// Pending reads as (index, token): the index is known but not applied yet.
     reads: Vec<(u64, u64)>,
-    /// The log has to be cut, whatever its length.
+    /// Write a snapshot and truncate the log in the next batch, whatever its length.
     cut: bool,
-    /// Nothing new is put forward from here.
+    /// Refuse new proposals.
     held_back: bool,
     elections: u64,
 }
@@ -194,8 +194,8 @@ impl std::fmt::Debug for Core {
 }
 
 impl Core {
-    /// Begins with what the disk holds. `seed` is another one at each start: it sets apart the reads of
-    /// this life from those of earlier ones. The only voter of a group leads at once.
+    /// Starts with the state of the disk. `seed` must differ at each start: it distinguishes the reads of
+    /// this process from those of earlier ones. The only voter of a group becomes leader at once.
     pub fn start(settings: Settings, loaded: Loaded, seed: u64) -> Result<Self, CoreError> {
         let identity = loaded.identity.clone();
         let data = &loaded.snapshot.data;
@@ -239,7 +239,7 @@ impl Core {
         Ok(core)
     }
 
-    /// Time goes on by a tick.
+    /// Advances time by one tick.
     pub fn tick(&mut self) {
         let raft = &self.raw.raft;
         if raft.election_elapsed + 1 >= raft.randomized_election_timeout() {
@@ -255,8 +255,8 @@ impl Core {
         }
     }
 
-    /// Puts an entry forward, here or at the leader. Whether it is taken is told by its answer, if at all:
-    /// an entry may be lost on the way. The same entry may be proposed again, since it is made once.
+    /// Proposes an entry, here or through the leader. Success is reported by the entry's answer only, since
+    /// an entry may be lost on the way. It is safe to propose the same entry again: it is applied once.
     pub fn propose(&mut self, entry: &Entry) -> Result<(), ProposeError> {
         let bytes = encode_entry(entry)?;
         if self.held_back {
@@ -277,8 +277,8 @@ impl Core {
         self.raw.propose(Vec::new(), bytes).map_err(|_| ProposeError::Busy)
     }
 
-    /// Whether there is little room to write: then nothing new is put forward from here or by those who take this one
-    /// for their leader, leadership is handed over where another voter is, and the log is cut once.
+    /// Sets whether the disk is nearly full. If so, this coordinator refuses new proposals, its own and
+    /// forwarded ones, transfers leadership to another voter if it is leader, and truncates the log once.
     pub fn hold_back(&mut self, held_back: bool) {
         self.cut |= held_back && !self.held_back;
         self.held_back = held_back;
@@ -287,9 +287,8 @@ impl Core {
         }
     }
 
-    /// Asks for an index that every change acknowledged until now is at or before. The read is done when
-    /// `token` stands in [`Done::reads`], if it ever does: it may be lost on the way. Tokens of one life
-    /// are never used twice.
+    /// Requests a read index. The read is complete when `token` appears in [`Done::reads`]; a request may be
+    /// lost on the way. Never use a token twice in one process.
     pub fn read_index(&mut self, token: u64) -> Result<(), ProposeError> {
         if self.raw.raft.leader_id == 0 {
             return Err(ProposeError::NoLeader);
@@ -300,7 +299,7 @@ impl Core {
         Ok(())
     }
 
-    /// What is to be done now, if anything is. Call until there is nothing more.
+    /// The next batch of work; `None` if there is none. Call it until it returns `None`.
     pub fn batch(&mut self) -> Result<Option<Batch<'_>>, CoreError> {
         Batch::of(self)
     }
@@ -347,7 +346,7 @@ impl Core {
         }
     }
 
-    /// The table as it is here.
+    /// The local state of the table.
     pub fn table(&self) -> &Arc<Table> {
         &self.table
     }
@@ -356,7 +355,7 @@ impl Core {
         &self.identity
     }
 
-    /// The entries that are kept and written, for those who check them.
+    /// The log entries kept in memory, for checks.
     pub fn entries(&self) -> impl Iterator<Item = LogEntry> {
         let log = self.raw.store();
         (log.floor().0 + 1..=log.last()).filter_map(|index| log.entry(index).map(LogEntry::from_raft))
@@ -371,8 +370,8 @@ impl Core {
         self.names.iter().find(|(member, _)| member.get() == leader).map(|(_, node)| node.clone())
     }
 
-    /// Raft draws its election timeouts from a generator that cannot be seeded: they are set here instead,
-    /// after everything that may have drawn one.
+    /// Sets Raft's election timeout. The library draws timeouts from a generator that cannot be seeded, so
+    /// this is called after every operation that may draw one.
     fn draw_timeout(&mut self) {
         let ticks = self.settings.election_ticks as u64;
         let drawn = mix(self.seed ^ mix(self.id() ^ mix(self.raw.raft.term ^ mix(self.elections))));
@@ -397,7 +396,7 @@ impl Core {
     }
 }
 
-/// SplitMix64's last step.
+/// The output function of SplitMix64.
 fn mix(x: u64) -> u64 {
     let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -1,8 +1,8 @@
-//! The edge: one thread that owns a [`Core`] and its disk, ticks it by the monotonic clock, and answers
-//! those who ask through a [`Handle`].
+//! The driver: one thread that owns a [`Core`] and its disk, ticks it by the monotonic clock, and serves
+//! requests through a [`Handle`].
 //!
-//! Promises: nothing is answered before it is agreed on and nobody waits past a deadline; what the disk has
-//! not taken is never built upon: after a failed write the thread does nothing more than say so.
+//! Guarantees: a change is answered only after it is committed, and no request waits past its deadline. A
+//! failed write is fatal: the thread reports it and does nothing else.
 
 mod room;
 mod waiting;
@@ -25,34 +25,34 @@ use std::time::{Duration, Instant};
 use tokio::sync::{oneshot, watch};
 use waiting::Waiting;
 
-/// Events that wait for the thread at most. What comes beyond is lost, if it is a frame, or refused.
+/// Maximum of queued events. Beyond it, frames are dropped and requests refused.
 const MAX_EVENTS: usize = 4096;
 
-/// How frames leave. A frame may be lost; sending must not block.
+/// Sends frames. A frame may be lost; sending must not block.
 pub trait Network: Send + 'static {
-    /// Sends a frame, or does not.
+    /// Sends a frame, or drops it.
     fn send(&self, outbound: Outbound);
 }
 
-/// Why the thread has ended. The process must end too, and begin anew from its disk.
+/// Why the thread ended. The process must end too, and restart from its disk.
 #[derive(Debug, thiserror::Error)]
 pub enum Fatal {
-    /// The disk failed: what it holds is unknown.
+    /// The disk failed; its content is unknown.
     #[error(transparent)]
     Storage(#[from] StorageError),
-    /// The core cannot go on.
+    /// The core cannot continue.
     #[error(transparent)]
     Core(#[from] CoreError),
 }
 
-/// Why there is no outcome.
+/// Why a request has no outcome.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ConsensusError {
-    /// No majority has agreed in time. Whether a change will yet be made is not known; the same change may be
-    /// sent again.
+    /// No majority agreed before the deadline. A change may still be applied later; it is safe to send the
+    /// same change again.
     #[error("no majority has agreed in time")]
     NoQuorum,
-    /// It was not put forward.
+    /// It was not proposed.
     #[error(transparent)]
     Refused(#[from] ProposeError),
     #[error("too much waits already")]
@@ -79,20 +79,20 @@ enum Event {
         to: Option<NodeId>,
         reply: Reply<()>,
     },
-    /// Hand over if leading, then end, at the deadline at the latest.
+    /// Transfer leadership if leader, then end, at the deadline at the latest.
     Stop {
         deadline: Instant,
     },
 }
 
-/// The thread, for whoever started it.
+/// Owns the thread.
 #[derive(Debug)]
 pub struct Driver {
     handle: Handle,
     thread: JoinHandle<()>,
 }
 
-/// Talks to the thread. Cheap to clone.
+/// A client of the thread. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Handle {
     events: SyncSender<Event>,
@@ -100,10 +100,10 @@ pub struct Handle {
     status: watch::Receiver<Status>,
 }
 
-/// What ends the process after a fatal error: [`abort`] in production.
+/// Called once after a fatal error; [`abort`] in production.
 pub type OnFatal = Box<dyn FnOnce(Fatal) + Send>;
 
-/// Ends the process without unwinding and without another write: what was not synced must not be relied on.
+/// Ends the process without unwinding and without further writes: unsynced state must not be used.
 pub fn abort(fatal: Fatal) {
     tracing::error!(error = %fatal, "consensus cannot go on; the process ends");
     proto::log::flush();
@@ -111,7 +111,7 @@ pub fn abort(fatal: Fatal) {
 }
 
 impl Driver {
-    /// Starts the thread on what the disk holds. `tick` is how long a tick of [`Settings`] lasts.
+    /// Starts the thread on the loaded state. `tick` is the duration of one tick of [`Settings`].
     pub fn start(
         settings: Settings,
         tick: Duration,
@@ -136,15 +136,14 @@ impl Driver {
         Ok(Self { handle: Handle { events, table, status }, thread })
     }
 
-    /// Something to talk to it with.
     pub fn handle(&self) -> Handle {
         self.handle.clone()
     }
 
-    /// Hands leadership over if it is here, answers whoever waits, and ends the thread within `grace`. Blocks.
+    /// Transfers leadership if leader, answers waiting requests, and ends the thread within `grace`. Blocks.
     pub fn stop(self, grace: Duration) {
         let deadline = Instant::now() + grace;
-        // A thread that has ended already takes no events.
+        // If the thread has already ended, the send fails.
         let _ended = self.handle.events.send(Event::Stop { deadline });
         if self.thread.join().is_err() {
             tracing::error!("the consensus thread has panicked");
@@ -153,7 +152,7 @@ impl Driver {
 }
 
 impl Handle {
-    /// Opens a session for changes; changes of one session are made at most once each.
+    /// Opens a session for changes. Each change of a session is applied at most once.
     pub async fn open_session(&self, deadline: Instant) -> Result<ClientId, ConsensusError> {
         let nonce = random_u64();
         let entry = Entry::OpenSession(OpenSession { nonce });
@@ -164,9 +163,9 @@ impl Handle {
         }
     }
 
-    /// Makes a change and waits until it is agreed on and applied here. `seq` grows with each change of a
-    /// session; after [`ConsensusError::NoQuorum`] the same number with the same change may be sent again, to
-    /// any coordinator.
+    /// Makes a change and waits until it is committed and applied here. `seq` must increase with each change
+    /// of a session. After [`ConsensusError::NoQuorum`] the same change may be sent again with the same
+    /// number, to any coordinator.
     pub async fn propose(
         &self,
         change: Change,
@@ -178,26 +177,27 @@ impl Handle {
         self.ask(Request::Change(client, seq), entry, deadline).await
     }
 
-    /// The table with every change acknowledged anywhere before this call.
+    /// Linearizable read: a table with every change that any coordinator acknowledged before this call.
     pub async fn read(&self, deadline: Instant) -> Result<Arc<Table>, ConsensusError> {
         let (reply, answer) = oneshot::channel();
         self.tell(Event::Read { deadline, reply })?;
         answer.await.map_err(|_| ConsensusError::Stopped)?
     }
 
-    /// Begins to hand leadership to `to`, or to the voter that is furthest.
+    /// Starts a leadership transfer to `to`, or to the most up-to-date voter.
     pub async fn hand_over(&self, to: Option<NodeId>) -> Result<(), ConsensusError> {
         let (reply, answer) = oneshot::channel();
         self.tell(Event::HandOver { to, reply })?;
         answer.await.map_err(|_| ConsensusError::Stopped)?
     }
 
-    /// A frame has come from `peer`, as its certificate says. It is lost when too many wait.
+    /// Takes a frame from `peer`, as authenticated by its certificate. The frame is dropped if the event
+    /// queue is full.
     pub fn receive(&self, peer: NodeId, frame: Frame) {
         let _lost = self.events.try_send(Event::Frame(peer, Box::new(frame)));
     }
 
-    /// The table as it is here: perhaps behind, never wrong.
+    /// The local table, which may lag behind.
     pub fn table(&self) -> watch::Receiver<Arc<Table>> {
         self.table.clone()
     }
@@ -206,7 +206,7 @@ impl Handle {
         self.status.borrow().clone()
     }
 
-    /// The same, as it changes.
+    /// The status as a watch channel.
     pub fn statuses(&self) -> watch::Receiver<Status> {
         self.status.clone()
     }
@@ -250,8 +250,8 @@ impl<N: Network> Edge<N> {
         loop {
             let now = Instant::now();
             if now >= next {
-                // After a pause of the process time goes on from here: missed ticks would only make this
-                // member suspect the others.
+                // After a pause of the process, skip the missed ticks: they would only make this member
+                // suspect the others.
                 next = now + tick;
                 self.core.tick();
                 self.waiting.tick(now, &mut self.core);
@@ -263,7 +263,7 @@ impl<N: Network> Edge<N> {
             match inbox.recv_timeout(next.saturating_duration_since(now)) {
                 Ok(event) => {
                     stop = self.take(event).or(stop);
-                    // What has come meanwhile shares a write.
+                    // Events that are already queued share one write.
                     while let Ok(event) = inbox.try_recv() {
                         stop = self.take(event).or(stop);
                     }
@@ -281,7 +281,7 @@ impl<N: Network> Edge<N> {
         }
     }
 
-    /// Takes an event; if it is the end, until when there is time.
+    /// Handles an event. Returns the deadline of a stop event.
     fn take(&mut self, event: Event) -> Option<Instant> {
         match event {
             Event::Frame(peer, frame) => {
@@ -305,7 +305,7 @@ impl<N: Network> Edge<N> {
         None
     }
 
-    /// Does what is to be done; false if the end came while it waited for room on the disk.
+    /// Executes all pending work. Returns `false` if the driver was stopped while it waited for disk space.
     fn work(&mut self, inbox: &Receiver<Event>) -> Result<bool, Fatal> {
         while let Some(mut batch) = self.core.batch()? {
             batch.early().into_iter().for_each(|outbound| self.network.send(outbound));
@@ -322,7 +322,7 @@ impl<N: Network> Edge<N> {
             }
             let done = batch.persisted()?;
             done.send.into_iter().for_each(|outbound| self.network.send(outbound));
-            // Before the answers: who is answered sees a table with the change.
+            // Before the answers: an answered client must see a table with its change.
             show(&self.table, self.core.table());
             self.waiting.answered(&done.answers);
             self.waiting.read_done(&done.reads, self.core.table());
@@ -339,7 +339,7 @@ impl<N: Network> Edge<N> {
     }
 }
 
-/// Who cannot write leads nobody and knows of no leader, whatever the core had come to before.
+/// While the disk is full, shows this coordinator as a follower without a known leader.
 fn step_back(status: &watch::Sender<Status>) {
     status.send_if_modified(|shown| {
         let leads = shown.role == RaftRole::Leader;

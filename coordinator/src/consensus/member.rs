@@ -1,21 +1,21 @@
-//! Who takes part in the agreement: a coordinator in one life of its disk.
+//! Identity of a member: a coordinator and the incarnation of its disk.
 
 use proto::ids::NodeId;
 use serde::{Deserialize, Serialize};
 
-/// One life of a coordinator's data directory: drawn at random when the directory is first written. A
-/// coordinator whose data is gone comes back with another one and is another member, so that it cannot vote
-/// a second time where it has voted before.
+/// One life of a coordinator's data directory: a random number, drawn when the directory is first written. A
+/// coordinator that has lost its data returns with a new incarnation and is another member. So it cannot vote
+/// twice in one term.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Incarnation(pub u64);
 
-/// A member's number in Raft: follows from who it is, so that whoever knows a sender's certificate can check
-/// the number that it uses. Never zero, which is nobody in Raft.
+/// A member's id in Raft, derived from node and incarnation. A receiver verifies it with the sender's
+/// certificate. Never 0, which means "no member" in Raft.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct MemberId(u64);
 
 impl MemberId {
-    /// The number of `node` in this life.
+    /// The id of `node` with this incarnation.
     pub fn of(node: &NodeId, incarnation: Incarnation) -> Self {
         let mut hash = blake3::Hasher::new();
         hash.update(b"kvasir/raft/member/1");

@@ -1,9 +1,9 @@
-//! What coordinators say to each other, and how entries and snapshots are written down: mirrors of Raft's
-//! messages in our own codec, so that no byte from outside is ever parsed by the protobuf library that raft
-//! brings along. Closed enums of versioned structs; variants are only appended.
+//! Messages between coordinators, and the format of entries and snapshots on disk. These types mirror the
+//! Raft library's messages in our own codec, so that its protobuf parser never sees external bytes. Enums are
+//! closed; variants are only appended.
 //!
-//! Promises: decoding allocates no more than the frame's cap allows; what the Raft library would answer with a
-//! panic is refused before it gets there.
+//! Guarantees: decoding allocates no more than the frame's cap. Messages that make the Raft library panic are
+//! refused before they reach it.
 
 use super::member::{Incarnation, MemberId};
 use proto::codec::{Cap, CodecError, decode, encode};
@@ -15,31 +15,30 @@ mod mirror;
 
 pub(crate) use mirror::{Log as LogView, check};
 
-/// Bytes of a frame at most.
+/// Maximum size of a frame.
 pub const FRAME_CAP: Cap = Cap::Stream;
 
-/// A group of coordinators: drawn when it is founded. Two groups never hear each other.
+/// Random id of a group of coordinators, drawn when it is founded. Frames of other groups are rejected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct GroupId(pub u128);
 
 impl Frame {
-    /// As bytes for the wire.
+    /// Encodes for the wire.
     pub fn to_bytes(&self) -> Result<Vec<u8>, CodecError> {
         encode(self, FRAME_CAP)
     }
 
-    /// From bytes of the wire.
+    /// Decodes from the wire.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, CodecError> {
         decode(bytes, FRAME_CAP)
     }
 }
 
-/// What one coordinator sends another.
+/// A message from one coordinator to another.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Frame {
-    /// The group that it is about.
     pub group: GroupId,
-    /// The life of the sender's disk; with its certificate, this is its member number.
+    /// Incarnation of the sender's disk. With the name in its certificate, it gives the sender's member id.
     pub incarnation: Incarnation,
     pub to: MemberId,
     pub body: Body,
@@ -47,68 +46,63 @@ pub struct Frame {
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Body {
-    /// A message of Raft without a snapshot.
+    /// A Raft message without a snapshot.
     Raft(RaftMessage),
-    /// A snapshot that the receiver needs, to be fetched in chunks.
+    /// Offers a snapshot that the receiver needs; the receiver fetches it in chunks.
     Offer(SnapshotOffer),
-    /// The receiver's wish for the next chunk.
+    /// The receiver's request for the next chunk.
     Want(SnapshotRequest),
     Chunk(SnapshotChunk),
 }
 
-/// See [`Body::Offer`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SnapshotOffer {
-    /// The message that the snapshot belongs to.
+    /// The Raft message that the snapshot belongs to.
     pub message: RaftMessage,
     pub meta: SnapshotMeta,
-    /// Its bytes.
+    /// Length in bytes.
     pub len: u64,
-    /// BLAKE3 of its bytes. Equal tables have equal bytes: a transfer can go on from another sender.
+    /// BLAKE3 of the snapshot. Equal tables have equal bytes, so a transfer can continue from another sender.
     pub digest: [u8; 32],
 }
 
-/// See [`Body::Want`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SnapshotRequest {
     pub digest: [u8; 32],
-    /// Bytes that are there already; all of them ends the transfer.
+    /// Number of bytes already received. If it equals the length, the transfer is complete.
     pub offset: u64,
 }
 
-/// See [`Body::Chunk`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SnapshotChunk {
     pub digest: [u8; 32],
-    /// Where the bytes begin.
+    /// Offset of the bytes in the snapshot.
     pub offset: u64,
-    /// The bytes.
     pub bytes: Vec<u8>,
 }
 
-/// The kinds of Raft's messages that cross the network. Proposals of others and reads by index are among
-/// them; what Raft tells itself is not.
+/// Raft messages that cross the network, including forwarded proposals and read-index requests. The library's
+/// local messages are excluded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RaftMessageKind {
-    /// A follower's proposal, for the leader.
+    /// A follower forwards a proposal to the leader.
     Propose,
     Append,
-    /// How far they were taken.
+    /// How far entries were appended.
     AppendResponse,
     RequestVote,
     RequestVoteResponse,
     Heartbeat,
-    /// And so is the follower.
     HeartbeatResponse,
     TimeoutNow,
-    /// A follower's read, for the leader.
+    /// A follower forwards a read to the leader.
     ReadIndex,
     /// The index that the read must see.
     ReadIndexResponse,
-    /// Someone who would be a candidate.
+    /// A pre-vote, before a candidacy.
     RequestPreVote,
     RequestPreVoteResponse,
-    /// A snapshot; only within an offer.
+    /// A snapshot; only inside a [`SnapshotOffer`].
     Snapshot,
 }
 
@@ -121,20 +115,19 @@ pub struct RaftMessage {
     /// Term of the entry at `index`.
     pub log_term: u64,
     pub index: u64,
-    /// Entries, or a read's context.
+    /// Log entries, or a read's context.
     pub entries: Vec<LogEntry>,
     pub commit: u64,
     pub commit_term: u64,
-    /// The receiver wants a snapshot from this index on.
+    /// Nonzero: the follower requests a snapshot at this index or later.
     pub request_snapshot: u64,
     pub reject: bool,
     pub reject_hint: u64,
-    /// A read's context, or why a candidate stands.
+    /// A read's context, or the reason of a candidacy.
     pub context: Vec<u8>,
     pub priority: i64,
 }
 
-/// An entry of the log.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LogEntry {
     pub term: u64,
@@ -142,29 +135,28 @@ pub struct LogEntry {
     pub body: EntryBody,
 }
 
-/// See [`LogEntry`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum EntryBody {
-    /// An entry of the table; nothing at all in a new leader's first.
+    /// An entry of the table; empty in the first entry of a new leader's term.
     Plain(Vec<u8>),
-    /// An entry of the table that changes the group.
+    /// An entry of the table that changes the membership.
     Membership(Vec<u8>),
 }
 
-/// What Raft must not forget besides the log.
+/// Raft's durable state besides the log.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HardState {
     pub term: u64,
-    /// Who got the vote in it; 0 is nobody.
+    /// Member that got the vote in this term; 0 is none.
     pub vote: u64,
-    /// Up to where the log is known to be agreed on.
+    /// Index up to which the log is known to be committed.
     pub commit: u64,
 }
 
-/// What a snapshot stands for.
+/// Metadata of a snapshot.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SnapshotMeta {
-    /// The last entry in it.
+    /// Index of the last entry in the snapshot.
     pub index: u64,
     pub term: u64,
     pub voters: Vec<u64>,
@@ -175,7 +167,7 @@ impl LogEntry {
     pub(crate) fn from_raft(entry: &eraftpb::Entry) -> Self {
         let body = match entry.get_entry_type() {
             EntryType::EntryNormal => EntryBody::Plain(entry.data.to_vec()),
-            // What Raft itself wrote into `data` is for its leader alone.
+            // Raft's own `data` is not needed: the membership change is in `context`.
             EntryType::EntryConfChange | EntryType::EntryConfChangeV2 => {
                 EntryBody::Membership(entry.context.to_vec())
             }

@@ -1,8 +1,8 @@
-//! What a coordinator must not forget: its identity, its vote, the log and the table's last snapshot.
+//! Durable state of a coordinator: its identity, its vote, the log and the last snapshot of the table.
 //!
-//! Promises: what [`Storage::write`] has taken is there after any crash, or the write has failed and the
-//! process must end, unless all that failed is that there was no room; what is read back is what was written, or reading fails: a record that does not fit its
-//! checksum is never used.
+//! Guarantees: data that [`Storage::write`] has accepted survives any crash. If a write fails, the process
+//! must end, except if the only cause was a full disk. A read returns exactly what was written, or an error:
+//! a record with a wrong checksum is never used.
 
 mod disk;
 mod room;
@@ -19,17 +19,17 @@ use proto::ids::NodeId;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// Bytes of a snapshot at most.
+/// Maximum size of a snapshot in bytes.
 pub const MAX_SNAPSHOT_BYTES: usize = Cap::Control.bytes();
-/// Index of the snapshot that a group is founded with. A member with nothing is behind it and gets a snapshot.
+/// Index of a new group's initial snapshot. A member without state is behind it and receives a snapshot.
 const GENESIS: u64 = 1;
 
-/// Whose disk this is. Written once, when the disk is first used.
+/// The owner of a disk. Written once, when the disk is first used.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identity {
     pub group: GroupId,
     pub node: NodeId,
-    /// This life of its disk.
+    /// The current incarnation of the disk.
     pub incarnation: Incarnation,
 }
 
@@ -39,20 +39,20 @@ impl Identity {
     }
 }
 
-/// The table at an index.
+/// The table at a log index.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Snapshot {
     pub meta: SnapshotMeta,
-    /// [`Table::to_bytes`]; empty before the first.
+    /// [`Table::to_bytes`]; empty before the first snapshot.
     pub data: Arc<[u8]>,
 }
 
-/// Everything that a disk holds.
+/// The complete content of a disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Loaded {
     pub identity: Identity,
     pub hard: HardState,
-    /// The table's last snapshot; index 0 before the first.
+    /// The last snapshot of the table; index 0 before the first.
     pub snapshot: Snapshot,
     /// Index and term of the entry before the first of `entries`.
     pub floor: (u64, u64),
@@ -60,8 +60,8 @@ pub struct Loaded {
 }
 
 impl Loaded {
-    /// What a founder of a group begins with. All founders must be given the same group and the same voters,
-    /// each in the life of its disk as it is now.
+    /// Initial state of a founder. All founders must use the same group and the same voters, each with its
+    /// current incarnation.
     pub fn founded(identity: Identity, voters: Vec<GroupMember>) -> Result<Self, CodecError> {
         let members = voters.iter().map(|seat| seat.member().get()).collect();
         let data = Table::genesis(GENESIS, voters).to_bytes()?;
@@ -75,8 +75,8 @@ impl Loaded {
         })
     }
 
-    /// What one begins with who is to be added to a group. It votes for nobody before the group's log says
-    /// that it is a member; so a coordinator whose data is gone is harmless.
+    /// Initial state of a coordinator that joins a group. It does not vote before the group's log makes it a
+    /// member. So a coordinator that has lost its data does no harm.
     pub fn joining(identity: Identity) -> Self {
         let meta = SnapshotMeta { index: 0, term: 0, voters: Vec::new(), learners: Vec::new() };
         Self {
@@ -90,7 +90,7 @@ impl Loaded {
 }
 
 impl Loaded {
-    /// What a disk holds after `write`. This is what a write means; every [`Storage`] must agree with it.
+    /// Applies `write`. This defines the meaning of a write; every [`Storage`] must agree with it.
     pub fn take(&mut self, write: &Write) {
         if let Some(snapshot) = &write.install {
             self.floor = (snapshot.meta.index, snapshot.meta.term);
@@ -110,67 +110,68 @@ impl Loaded {
     }
 }
 
-/// What has to be made durable, all of it or nothing.
+/// An atomic, durable update. The fields are applied in order.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Write {
-    /// A snapshot from the leader: it takes the place of the whole log. First.
+    /// A snapshot from the leader that replaces the whole log.
     pub install: Option<Snapshot>,
-    /// Entries; they take the place of those at and after the first of them.
+    /// Entries to append. Existing entries at or after the first index are replaced.
     pub entries: Vec<LogEntry>,
     pub hard: Option<HardState>,
-    /// The own table as a snapshot, and the new floor: entries up to it go. Last.
+    /// A snapshot of the local table, and the new floor: entries up to the floor are removed.
     pub compact: Option<(Snapshot, (u64, u64))>,
 }
 
 impl Write {
-    /// Whether there is nothing to write.
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }
 }
 
-/// Why a disk cannot be used. None of these but [`Full`](Self::Full) is tried again: the process ends.
+/// Why a disk cannot be used. Only [`Full`](Self::Full) can be retried; after any other error the process
+/// ends.
 #[derive(Debug, thiserror::Error)]
 pub enum StorageError {
-    /// There is no room for it. All of the write is there or nothing; after [`Storage::recover`] the same may be
-    /// written again.
+    /// The disk is full. The write is complete or absent. After [`Storage::recover`] the same write may be
+    /// repeated.
     #[error("there is no room on the disk")]
     Full,
-    /// The disk failed; what of the last write is there is unknown.
+    /// The disk failed. How much of the last write it holds is unknown.
     #[error("the disk failed: {0}")]
     Disk(String),
-    /// A record is not what was written.
+    /// A record differs from what was written.
     #[error("{record} is damaged: {why}")]
     Damaged { record: String, why: String },
-    /// A record is what was written, and says nothing to this version.
+    /// A record is intact, but this version cannot decode it.
     #[error("{record} is of a later version: {why}")]
     Unknown { record: String, why: String },
-    /// The records are of another version's form; 0 is that of builds before v0.1.0.
+    /// The records have another version's format; 0 is the format of builds before v0.1.0.
     #[error(
         "its records have format {found}, and this version reads format {own}; start with an empty directory, as a new member"
     )]
     Format {
         found: u32,
-        /// The format that is read.
+        /// The format that this version reads.
         own: u32,
     },
-    /// The disk belongs to someone else, or is in use already.
+    /// The disk belongs to another coordinator or group, or is in use.
     #[error("the disk belongs to {found} of another group or name, expected {expected}")]
     Foreign { found: NodeId, expected: NodeId },
-    /// Something to be written is too long.
+    /// A record is too long to be written.
     #[error("a record cannot be written: {0}")]
     Unwritable(#[from] CodecError),
 }
 
-/// A disk. One owner at a time.
+/// A disk with a single owner.
 pub trait Storage {
-    /// Makes all of `write` durable before it returns. After an error, what is there is unknown until the
-    /// disk is opened anew; the process must end. Writing the same again changes nothing.
+    /// Makes all of `write` durable before it returns. After an error the content is unknown until the disk
+    /// is reopened, and the process must end (except after [`StorageError::Full`]). Repeating the same write
+    /// has no effect.
     fn write(&mut self, write: &Write) -> Result<(), StorageError>;
 
-    /// Makes ready to write again after [`StorageError::Full`], and gives up the room that is set aside.
+    /// Prepares for further writes after [`StorageError::Full`], and releases the reserve.
     fn recover(&mut self) -> Result<(), StorageError>;
 
-    /// Sets room aside for when there is none. Whether it is there.
+    /// Reserves space for when the disk is full. Returns whether the reserve exists.
     fn set_aside(&mut self) -> Result<bool, StorageError>;
 }

@@ -1,8 +1,8 @@
-//! The table that coordinators agree on: [`Table::apply`] takes the entries of the log in order and is the
-//! only way to change it. Two members that have applied the same entries hold the same table, byte for byte.
+//! The replicated table. [`Table::apply`] takes the log entries in order and is the only way to change it.
+//! Two members that have applied the same entries have equal tables, byte for byte.
 //!
-//! Small state only: workers and coordinators and their lives, plans for models, tenants, keys, the version
-//! of the routing policy. Everything is bounded in number and size.
+//! The table holds small state only: workers and coordinators with their epochs and incarnations, model
+//! plans, tenants, keys, and the version of the routing policy. Every part is bounded in number and size.
 
 mod access;
 mod entry;
@@ -34,44 +34,44 @@ use sessions::Sessions;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Coordinators that are remembered at a time, removed ones included.
+/// Maximum of known coordinators, including removed ones.
 pub const MAX_COORDINATORS: usize = 64;
-/// Coordinators that vote at a time.
+/// Maximum of voters.
 pub const MAX_VOTERS: usize = 5;
-/// Coordinators that take part at a time: the voters and room for two that come or go.
+/// Maximum of seats: the voters, and two more for coordinators that join or leave.
 pub const MAX_SEATS: usize = MAX_VOTERS + 2;
-/// Models planned at a time.
+/// Maximum of model plans.
 pub const MAX_MODELS: usize = 256;
 pub const MAX_PLACES: usize = 64;
 pub const MAX_TENANTS: usize = 4096;
 pub const MAX_KEYS: usize = 16_384;
-/// Models that a key is for, where it is not for all.
+/// Maximum of models in a key's scope.
 pub const MAX_KEY_MODELS: usize = 32;
-/// Replicas of several stages at a time.
+/// Maximum of replicas of several stages.
 pub const MAX_REPLICAS: usize = 1024;
-/// Workers that operators' plans name, all models together; so a plan is far smaller than an entry may be.
+/// Maximum of workers in all operators' plans. It keeps a plan far below the size limit of an entry.
 pub const MAX_PLANNED_WORKERS: usize = 2048;
-/// Files that are known to be unusable.
+/// Maximum of block-listed model files.
 pub const MAX_CONDEMNED: usize = 1024;
-/// Bytes of the reason for which a file is unusable.
+/// Maximum length in bytes of the reason for blocking a file.
 pub const MAX_REASON: usize = 1024;
-/// Bytes of a coordinator's address.
+/// Maximum length of a coordinator's address in bytes.
 const MAX_ADDRESS: usize = 256;
 
-/// Where a coordinator stands. There is no other state than these.
+/// A coordinator's membership state.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Standing {
-    /// It follows and does not vote.
+    /// Replicates the log without a vote.
     Learner(GroupMember),
     Voter(GroupMember),
-    /// It was removed in this life of its disk.
+    /// Removed with this incarnation.
     Removed(Incarnation),
-    /// It was here and has lost its disk: another life of it may take its place.
+    /// Lost its disk: another incarnation may take the seat.
     Lost(GroupMember),
 }
 
 impl Standing {
-    /// Its place, while it has one.
+    /// The seat of a learner or voter.
     pub fn seat(&self) -> Option<&GroupMember> {
         match self {
             Self::Learner(seat) | Self::Voter(seat) => Some(seat),
@@ -80,26 +80,26 @@ impl Standing {
     }
 }
 
-/// What came of an entry, and for the group.
+/// The result of an applied entry.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Applied {
-    /// Whose answer it is; none if the entry is not one that is answered.
+    /// The request that the entry answers; `None` if the entry has no requester.
     pub request: Option<Request>,
     pub outcome: Outcome,
-    /// What it did to the group. Nothing when the same change came a second time.
+    /// The membership change, if any. `None` if the change is a repetition.
     pub membership: Option<Membership>,
 }
 
-/// What an answer belongs to.
+/// Identifies the request that an outcome answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Request {
-    /// The opening of a session, by its nonce.
+    /// Opening of a session, by its nonce.
     Open(u64),
-    /// A client's change, by its number.
+    /// A client's change, by its sequence number.
     Change(ClientId, u64),
 }
 
-/// A change of who takes part.
+/// A change of the Raft configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Membership {
     Learner(MemberId),
@@ -107,33 +107,33 @@ pub enum Membership {
     Gone(MemberId),
 }
 
-/// The table. See the module.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Table {
     applied: u64,
     workers: Roster,
     coordinators: BTreeMap<NodeId, Standing>,
     models: BTreeMap<ModelId, ModelPlan>,
-    /// Rarely changed and looked at by every request: who has it sees by the pointer that it is the same.
+    /// Behind an [`Arc`]: it rarely changes and every request reads it, so readers detect a change by the
+    /// pointer.
     access: Arc<Access>,
     policy: u64,
     sessions: Sessions,
     replicas: BTreeMap<u64, ReplicaPlan>,
     condemned: BTreeMap<[u8; 32], ModelCondemned>,
-    /// What operators want of models.
+    /// Replicas planned by operators.
     operators: BTreeMap<ModelId, OperatorPlan>,
 }
 
 impl Table {
-    /// The table that a group begins with: these coordinators vote.
+    /// The initial table of a group with these voters.
     pub fn genesis(index: u64, voters: impl IntoIterator<Item = GroupMember>) -> Self {
         let seated = |seat: GroupMember| (seat.node.clone(), Standing::Voter(seat));
         let coordinators = voters.into_iter().map(seated).collect();
         Self { applied: index, coordinators, ..Self::default() }
     }
 
-    /// Takes the entry at `index`, as it stands in the log; one without bytes is a new leader's first and
-    /// says nothing. `membership`: it came as a change of the group.
+    /// Applies the entry at `index`. An entry without bytes is the first one of a new leader and changes
+    /// nothing. `membership`: the entry came as a membership change.
     pub fn apply(&mut self, index: u64, bytes: &[u8], membership: bool) -> Applied {
         self.applied = index;
         if bytes.is_empty() {
@@ -171,12 +171,12 @@ impl Table {
         &self.workers
     }
 
-    /// Every coordinator that takes part or took part.
+    /// All current and former coordinators.
     pub fn coordinators(&self) -> &BTreeMap<NodeId, Standing> {
         &self.coordinators
     }
 
-    /// The places in the group that are taken.
+    /// The seats of all learners and voters.
     pub fn seats(&self) -> impl Iterator<Item = &GroupMember> {
         self.coordinators.values().filter_map(Standing::seat)
     }
@@ -186,17 +186,17 @@ impl Table {
         &self.models
     }
 
-    /// The replicas of several stages, by their lives.
+    /// The replicas of several stages, by epoch.
     pub fn replicas(&self) -> &BTreeMap<u64, ReplicaPlan> {
         &self.replicas
     }
 
-    /// The files that are placed nowhere, by their digests.
+    /// The block list: model files that are not placed, by digest.
     pub fn condemned(&self) -> &BTreeMap<[u8; 32], ModelCondemned> {
         &self.condemned
     }
 
-    /// The models whose replicas an operator has planned.
+    /// The operators' plans, by model.
     pub fn operator_plans(&self) -> &BTreeMap<ModelId, OperatorPlan> {
         &self.operators
     }
@@ -206,7 +206,6 @@ impl Table {
         &self.access
     }
 
-    /// The version of the routing policy.
     pub fn policy(&self) -> u64 {
         self.policy
     }
@@ -215,12 +214,12 @@ impl Table {
         self.sessions.len()
     }
 
-    /// What every coordinator in the group understands.
+    /// The highest level that every seated coordinator understands.
     pub fn level(&self) -> Level {
         self.seats().map(|seat| seat.level).min().unwrap_or(Level(0))
     }
 
-    /// What a change of the group would do to it now.
+    /// The effect of a membership change on the current table.
     pub(crate) fn preview(&self, change: &Change) -> Result<Membership, Refusal> {
         self.clone().make(change.clone())?.ok_or(Refusal::WrongPath)
     }

@@ -1,4 +1,4 @@
-//! What the agreement counts and shows, for metrics. Handles: clones count into the same.
+//! Metrics of the consensus. Clones share their counters.
 
 use super::core::{ProposeError, RaftRole, Status, Vitals};
 use super::driver::ConsensusError;
@@ -11,28 +11,28 @@ use std::time::Duration;
 
 type Label = [(&'static str, String); 1];
 
-/// From a read on an idle loopback to what is refused for want of a majority.
+/// Histogram buckets in seconds: from a read on an idle loopback to a timeout without a majority.
 const SECONDS: [f64; 13] = [5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0];
 
-/// Where the group of coordinators stands, as known to one of them.
+/// State of the coordinator group, as known to one coordinator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GroupStanding {
     /// Whether a leader is known.
     pub quorum: bool,
     pub term: u64,
-    /// The last entry known to be agreed on.
+    /// Index of the last entry known to be committed.
     pub committed: u64,
-    /// The last entry applied here.
+    /// Index of the last entry applied here.
     pub applied: u64,
     pub voters: u64,
-    /// Coordinators that follow and do not vote.
+    /// Coordinators that replicate the log without a vote.
     pub learners: u64,
-    /// How often another leader was seen.
+    /// Number of observed leader changes.
     pub leader_changes: u64,
     pub log_entries: u64,
-    /// Their bytes.
+    /// Bytes of the log entries.
     pub log_bytes: u64,
-    /// Whether there is no room on the disk for changes.
+    /// Whether the disk is too full for proposals.
     pub disk_full: bool,
 }
 
@@ -121,7 +121,7 @@ impl RaftMetrics {
         registry.register("kvasir_raft_write_seconds", write, self.write.clone());
     }
 
-    /// Where the group stands, as last heard here.
+    /// The last known state of the group.
     pub fn standing(&self) -> GroupStanding {
         let count = |gauge: &Gauge| u64::try_from(gauge.get()).unwrap_or(0);
         GroupStanding {
@@ -138,7 +138,7 @@ impl RaftMetrics {
         }
     }
 
-    /// The core stands so; `before` is where it stood when this was called last.
+    /// Updates the metrics to `now`; `before` is the status of the last call.
     pub(super) fn stands(&self, before: &Status, now: &Status) {
         let int = |n: u64| i64::try_from(n).unwrap_or(i64::MAX);
         for role in RaftRole::ALL {
@@ -161,7 +161,7 @@ impl RaftMetrics {
         self.log_bytes.set(int(vitals.log_bytes));
         self.snapshot_index.set(int(vitals.snapshot_index));
         self.snapshot_bytes.set(int(vitals.snapshot_bytes));
-        // Who has left, or is no more followed from here, must not be reported on.
+        // Removes members that have left or that this coordinator no longer tracks.
         self.lag.clear();
         for (node, lag) in &vitals.lags {
             self.lag.get_or_create(&[("coordinator", node.to_string())]).set(int(*lag));

@@ -1,21 +1,21 @@
-//! When the certificates of connected workers end.
+//! Expiry times of the connected workers' certificates.
 
 use super::SessionId;
 use parking_lot::Mutex;
 use proto::ids::NodeId;
 use std::collections::BTreeMap;
 
-/// What each worker has said last, in seconds since 1970.
+/// The last reported expiry of each worker, in Unix seconds.
 #[derive(Debug, Default)]
 pub struct Certificates(Mutex<BTreeMap<NodeId, (SessionId, i64)>>);
 
 impl Certificates {
-    /// A worker reports on this session.
+    /// Takes a worker's report.
     pub fn report(&self, session: SessionId, node: &NodeId, ends: i64) {
         self.0.lock().insert(node.clone(), (session, ends));
     }
 
-    /// When this worker's certificate ends, if it has said so.
+    /// Expiry of this worker's certificate in Unix seconds; `None` if not reported.
     pub fn ends(&self, node: &NodeId) -> Option<i64> {
         self.0.lock().get(node).map(|(_, ends)| *ends)
     }

@@ -1,17 +1,17 @@
-//! What the trace of a generation or of a call to encode texts says of how its worker was chosen.
+//! Trace spans of how a worker was chosen for a generation or a call to encode texts.
 
 use super::claim::Placed;
 use crate::balancer::{Assignment, Explained};
 use proto::trace::{Span, SpanKind, TraceContext, within};
 
-/// Records below `trace` how long it has waited, and what was chosen among; gives the span of the attempt that
-/// follows, or none if nothing is recorded.
+/// Records the queue and route spans below `trace`. Returns the span of the attempt; `None` if nothing is
+/// recorded.
 pub(super) fn record(trace: TraceContext, placed: &Placed) -> Option<Span> {
     let Placed { assignment, submitted, chosen, .. } = placed;
     let Assignment { node, attempt, predicted, reason, prefill, pull, explained, .. } = assignment;
     if let Some(explained) = explained {
         let Explained { at, candidates } = &**explained;
-        // What is placed at once was decided on before anybody could wait for it.
+        // A request that is placed at once has its decision before its submission time.
         let since = (*submitted).min(*at);
         if let Some(queue) = within(trace, SpanKind::Internal, "queue", since) {
             queue.end(*at);

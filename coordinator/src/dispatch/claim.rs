@@ -1,4 +1,4 @@
-//! A claim on a worker's time: from the ticket, over as many workers as it takes, to its end.
+//! A guard for a ticket, over as many attempts as it takes.
 
 use super::link::{Link, SendTurn};
 use super::{Dispatch, Failure, PlacementResult, Verdicts};
@@ -10,33 +10,33 @@ use proto::sequence::SequenceName;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Dropping it gives the ticket back.
+/// Owns a ticket. Dropping it ends the ticket.
 #[derive(Debug)]
 pub(super) struct TicketGuard {
     dispatch: Arc<Dispatch>,
     ticket: Ticket,
     verdicts: Verdicts,
     submitted: Instant,
-    /// Tokens generated, once it has ended well.
+    /// Generated tokens, if the generation has ended well.
     generated: Option<u32>,
-    /// Why the last attempt failed, where the worker said so.
+    /// The worker's error in the last attempt, if it sent one.
     setback: Option<GenerateError>,
     over: bool,
 }
 
-/// A worker that may be asked.
+/// A worker that was chosen for an attempt.
 #[derive(Debug)]
 pub(super) struct Placed {
     pub(super) assignment: Assignment,
     pub(super) link: Arc<Link>,
-    /// When it was asked for.
+    /// When the ticket was submitted.
     pub(super) submitted: Instant,
-    /// When it had been chosen.
+    /// When the worker was chosen.
     pub(super) chosen: Instant,
 }
 
 impl Placed {
-    /// Time from submission until it had been chosen.
+    /// Time from submission until the worker was chosen.
     pub(super) fn queued(&self) -> Duration {
         self.chosen.saturating_duration_since(self.submitted)
     }
@@ -56,7 +56,7 @@ impl TicketGuard {
         self.dispatch.weights.of(tenant)
     }
 
-    /// Waits for a worker, and for the turn to send it something.
+    /// Waits for a worker, and for the turn to send to it.
     pub(super) async fn worker(&mut self) -> Result<(Placed, SendTurn), Failure> {
         match self.verdicts.next().await {
             Some(PlacementResult::Go(go)) => {
@@ -74,18 +74,19 @@ impl TicketGuard {
         }
     }
 
-    /// The worker has what it needs of the prompt, of which it had `cached` tokens, and a sequence of this name from now on.
+    /// The worker has computed the prompt, of which `cached` tokens were cached, and now has a sequence of
+    /// this name.
     pub(super) fn started(&self, cached: u32, served: (BlockId, &SequenceName, &NodeId)) {
         self.dispatch.started(self.ticket, cached, served);
     }
 
-    /// It ends well, with so many tokens.
+    /// Records that the generation ended well with `tokens` tokens.
     pub(super) fn generated(&mut self, tokens: usize) {
         self.generated = Some(u32::try_from(tokens).unwrap_or(u32::MAX));
     }
 
-    /// The attempt at `placed` failed; the next call of [`worker`](Self::worker) tells who may try. `only_class`:
-    /// what was emitted binds the rest to this numeric class.
+    /// Reports a failed attempt at `placed`; the next call of [`worker`](Self::worker) returns the next
+    /// worker. With `only_class`, only a worker of this numeric class may continue.
     pub(super) fn give_up(
         &mut self,
         placed: &Placed,

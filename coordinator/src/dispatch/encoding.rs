@@ -1,5 +1,5 @@
-//! One call to encode texts, over as many workers as it takes: nothing is emitted before it is all there, so a
-//! call that fails starts over elsewhere.
+//! A call to encode texts, over as many workers as it takes. Nothing is emitted before the result is
+//! complete, so a failed call starts over on another worker.
 
 use super::claim::TicketGuard;
 use super::{Failure, choice};
@@ -12,25 +12,23 @@ use proto::trace::{Span, TraceContext};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Texts to be encoded together.
+/// A batch of texts to be encoded.
 #[derive(Debug, Clone)]
 pub struct EncodeJob {
     pub request_id: RequestId,
     pub part: u32,
     pub tenant: Arc<str>,
-    /// What the texts are for: embed or rerank.
+    /// `Embed` or `Rerank`.
     pub operation: Operation,
     pub model: ModelId,
-    /// The texts; at least one, at most [`proto::message::MAX_ENCODE_TEXTS`].
+    /// Between 1 and [`proto::message::MAX_ENCODE_TEXTS`] texts.
     pub texts: Vec<EncodeText>,
-    /// When it is worth nothing any more.
     pub deadline: Instant,
-    /// Where the request is recorded, if it is.
+    /// Parent span; `None` if the request is not traced.
     pub trace: Option<TraceContext>,
 }
 
 impl EncodeJob {
-    /// Tokens of all texts.
     pub fn tokens(&self) -> u64 {
         self.texts.iter().map(|text| text.tokens.len() as u64).sum()
     }
@@ -43,7 +41,7 @@ impl EncodeJob {
             operation: Some(self.operation),
             prompt_tokens: self.tokens().try_into().unwrap_or(u32::MAX),
             output: Output::default(),
-            // Encoders keep no prefixes.
+            // Encoders cache no prefixes.
             chain: [].into(),
             group: None,
             priority: 0,
@@ -53,18 +51,18 @@ impl EncodeJob {
     }
 }
 
-/// What became of a job's texts.
+/// The result of an [`EncodeJob`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct Encoded {
-    /// For each text its values, in order; all of one length.
+    /// The values of each text, in order; all of one length.
     pub texts: Vec<Vec<f32>>,
     pub node: NodeId,
     pub reason: Reason,
-    /// Time from submission until a worker had been chosen.
+    /// Time from submission until a worker was chosen.
     pub queued: Duration,
 }
 
-/// An encoding under way. Dropping it, or its future, cancels it wherever it is.
+/// A running call. Dropping it, or its future, cancels it on the worker.
 #[derive(Debug)]
 pub struct Encoding {
     claim: TicketGuard,
@@ -84,7 +82,7 @@ impl Encoding {
     async fn advance(&mut self) -> Result<Encoded, Failure> {
         loop {
             let (placed, turn) = self.claim.worker().await?;
-            // Order matters to prefix caches only.
+            // The send order matters to prefix caches only.
             drop(turn);
             let mut span = self.job.trace.and_then(|trace| choice::record(trace, &placed));
             let request = self.request(&placed.assignment, span.as_ref().map(Span::context));

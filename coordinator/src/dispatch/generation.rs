@@ -1,10 +1,10 @@
 //! One generation, from the queue to its last token, over as many workers as it takes.
 //!
-//! What must stay true: what the client sees is a prefix of what one undisturbed run would have emitted,
-//! and then its end or an error. So a request that has emitted nothing starts over elsewhere; one that has
-//! is replayed: the next worker gets the emitted tokens, computes them again as part of the prompt and goes
-//! on behind them, with the same seed and inside the same numeric class. Frames of an earlier attempt cannot
-//! mix in, because each attempt has its own stream and the old one is dropped first.
+//! Invariant: the client sees a prefix of what one undisturbed run would have emitted, and then its end or an
+//! error. A request without emitted tokens starts over on another worker. A request with emitted tokens is
+//! replayed: the next worker gets them as part of the prompt, recomputes them and continues with the same
+//! seed, inside the same numeric class. Frames of different attempts cannot mix, because each attempt has its
+//! own stream and the old stream is dropped first.
 
 use super::choice;
 use super::claim::{Placed, TicketGuard};
@@ -23,30 +23,29 @@ use proto::transport::GenerateStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// What is to be generated.
+/// A generation to be run.
 #[derive(Debug, Clone)]
 pub struct GenerationJob {
     pub request_id: RequestId,
     pub choice: u32,
     pub tenant: Arc<str>,
     pub model: ModelId,
-    /// Root of the prompt's chain.
+    /// Root of the prompt's chain of hash units.
     pub root: BlockId,
-    /// The prompt; not empty.
+    /// The prompt's tokens; not empty.
     pub prompt: TokenIds,
-    /// Ids of the prompt's full units.
+    /// Ids of the prompt's full hash units.
     pub chain: Arc<[BlockId]>,
     pub sampling: Sampling,
     pub stop: Stop,
-    /// Which answers are allowed; none is all.
+    /// Grammar of the answer; `None` allows any answer.
     pub grammar: Option<GrammarSpec>,
-    /// The group of requests that it says to be of.
+    /// The request group that the client named.
     pub group: Option<CommonKey>,
-    /// How urgent it is among its tenant's; lower goes first.
+    /// Priority among the tenant's requests; lower goes first.
     pub priority: i32,
-    /// When it is worth nothing any more.
     pub deadline: Instant,
-    /// The span that it is below of, if it is recorded.
+    /// Parent span; `None` if the request is not traced.
     pub trace: Option<TraceContext>,
 }
 
@@ -74,57 +73,56 @@ impl GenerationJob {
     }
 }
 
-/// Who serves a generation, once the prompt is computed.
+/// The worker that serves a generation, once the prompt is computed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Started {
     pub node: NodeId,
     pub reason: Reason,
-    /// Prompt tokens that were expected to be cached there.
+    /// Prompt tokens that were expected in the worker's cache.
     pub predicted: u32,
-    /// Prompt tokens that were.
+    /// Prompt tokens that were cached.
     pub cached: u32,
-    /// Why the lookup stopped there.
+    /// Why the prefix lookup stopped there.
     pub hit_stop: String,
-    /// Time from submission until a worker had been chosen.
+    /// Time from submission until a worker was chosen.
     pub queued: Duration,
 }
 
-/// What happens to a generation, in order: `Started` (again after a retry before the first token), any
-/// number of `Tokens`, `Finished`.
+/// Events of a generation, in order: `Started` (repeated after a retry before the first token), any number of
+/// `Tokens`, then `Finished`.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
     /// A worker has computed the prompt.
     Started(Started),
-    /// New tokens.
     Tokens(Vec<TokenOut>),
     Finished(Finished),
 }
 
-/// How a generation ends badly. Nothing comes after it.
+/// A generation's final error. No event follows it.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Failure {
-    /// No worker was found, or not in time.
+    /// No worker was found in time.
     #[error(transparent)]
     Refused(Refusal),
-    /// A worker says that nobody could do it, or the last one that could has failed.
+    /// A worker refused the request for good, or the last possible worker failed.
     #[error(transparent)]
     Worker(GenerateError),
-    /// The worker was lost and nobody could go on in its place.
+    /// The worker was lost and no other could continue.
     #[error("the worker was lost")]
     Lost,
     #[error("the deadline passed")]
     Deadline,
 }
 
-/// A generation under way. Dropping it cancels it wherever it is.
+/// A running generation. Dropping it cancels it on every worker.
 #[derive(Debug)]
 pub struct Generation {
-    /// Above the claim, so that it is dropped first: what is cancelled must be on its way before another takes
-    /// its place.
+    /// Declared before `claim`, so that it is dropped first: the cancellation must be sent before another
+    /// request takes the place.
     attempt: Option<Attempting>,
     claim: TicketGuard,
     job: GenerationJob,
-    /// Tokens handed out.
+    /// Tokens returned to the caller.
     emitted: Vec<u32>,
     over: bool,
 }
@@ -142,12 +140,12 @@ impl Generation {
         Self { attempt: None, claim, job, emitted: Vec::new(), over: false }
     }
 
-    /// Which choice of its request it is.
+    /// The choice's index in its request.
     pub fn choice(&self) -> u32 {
         self.job.choice
     }
 
-    /// What happens next; `None` after `Finished` or a failure.
+    /// The next event; `None` after `Finished` or a failure.
     pub async fn next(&mut self) -> Option<Result<Event, Failure>> {
         if self.over {
             return None;
@@ -180,12 +178,12 @@ impl Generation {
                     let name = SequenceName { request: self.job.request_id.clone(), choice: self.job.choice };
                     let node = &attempt.placed.assignment.node;
                     self.claim.started(started.cached_tokens, (self.job.root, &name, node));
-                    // The client knows who serves it; that another goes on is not its concern.
+                    // The client already knows a worker; a change of the worker is not reported to it.
                     if !self.emitted.is_empty() {
                         continue;
                     }
                     let assignment = &attempt.placed.assignment;
-                    // Only a fork computes nothing of its prompt: it looks nothing up that could have been predicted.
+                    // Only a fork computes none of its prompt. It does no lookup, so no prediction applies.
                     let forked = started.computed_tokens == 0;
                     let predicted = if forked { started.cached_tokens } else { assignment.predicted };
                     let pulls = assignment.pull.is_some();
@@ -210,7 +208,7 @@ impl Generation {
                 }
                 Some(Ok(GenerateFrame::Failed(error))) if error.retryable() => Some(error),
                 Some(Ok(GenerateFrame::Failed(error))) => return Err(Failure::Worker(error)),
-                // Out of order, or an end that we did not ask for.
+                // A frame out of order, or a cancellation that we did not request.
                 Some(Ok(_)) => Some(GenerateError::Internal),
                 Some(Err(error)) => {
                     tracing::info!(request = %self.job.request_id, %error, "an attempt was cut off");
@@ -226,7 +224,7 @@ impl Generation {
         }
     }
 
-    /// Waits for a worker and hands it the request.
+    /// Waits for a worker and sends it the request.
     async fn begin(&mut self) -> Result<Attempting, Failure> {
         loop {
             let (placed, turn) = match self.claim.worker().await {
@@ -237,7 +235,7 @@ impl Generation {
             let context = span.as_ref().map(Span::context);
             let (turn, computed) = match &placed.assignment.prefill {
                 Some(stage) => {
-                    // Those behind it need not wait for another worker's computing.
+                    // The requests behind this one need not wait for the prefill worker.
                     drop(turn);
                     (None, self.prefilled(stage, self.request(&placed.assignment, context)).await)
                 }
@@ -261,7 +259,7 @@ impl Generation {
         }
     }
 
-    /// Has a worker compute the prompt, and what was emitted, for another to pull; `false` if it does not.
+    /// Has a prefill worker compute the prompt and the emitted tokens. Returns `false` if it fails.
     async fn prefilled(&self, stage: &Prefilling, request: GenerateRequest) -> bool {
         let Some(link) = self.claim.dispatch().link(&stage.node, stage.epoch) else { return false };
         let request = GenerateRequest {
@@ -321,7 +319,7 @@ impl Generation {
     }
 }
 
-/// Whose turn a tenant's generations take at workers: the same number at every coordinator.
+/// The tenant's number for fair turns at workers, equal at all coordinators.
 fn turn_of(tenant: &str, weight: u32) -> TenantTurn {
     let hash = blake3::derive_key("kvasir 2026-11 tenant's turn", tenant.as_bytes());
     let [a, b, c, d, e, f, g, h, ..] = hash;

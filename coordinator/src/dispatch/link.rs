@@ -1,4 +1,4 @@
-//! The connection by which a worker is a member.
+//! The connection of a member.
 
 use parking_lot::Mutex;
 use proto::Error;
@@ -10,15 +10,15 @@ use std::time::Duration;
 use tokio::sync::oneshot::error::TryRecvError;
 use tokio::sync::{OnceCell, oneshot};
 
-/// How long a generation waits for those that were sent before it to be on their way. Longer would let one
-/// that nobody drives hold up the others.
+/// How long a generation waits until earlier ones have been sent. The limit keeps a generation that is not
+/// polled from blocking the others.
 const TURN_LIMIT: Duration = Duration::from_millis(50);
 
-/// Names one connection that a worker has made.
+/// Identifies one connection of a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SessionId(pub u64);
 
-/// What a worker of the pool gives to replicas.
+/// The resources that a pool worker offers to replicas.
 #[derive(Debug, Clone)]
 pub(super) struct Pooled {
     pub(super) capacity: Capacity,
@@ -37,9 +37,9 @@ pub(super) struct Link {
     last_turn: Mutex<Option<oneshot::Receiver<()>>>,
 }
 
-/// A place in the order in which generations are sent to a worker. A prediction holds only if what it was
-/// made of arrives first: of requests that share a prefix, the one that was expected to compute it.
-/// Dropping it lets the next one go.
+/// A position in the order in which generations are sent to a worker. A prediction holds only if the requests
+/// that it relies on arrive first, such as the one that computes a shared prefix. Dropping it releases the
+/// next position.
 #[derive(Debug)]
 pub(super) struct SendTurn {
     before: Option<oneshot::Receiver<()>>,
@@ -47,13 +47,13 @@ pub(super) struct SendTurn {
 }
 
 impl SendTurn {
-    /// Waits until those before have been sent or given up.
+    /// Waits until all earlier turns have been dropped, at most [`TURN_LIMIT`].
     pub(super) async fn come(&mut self) {
         if let Some(mut before) = self.before.take()
-            // Mostly they have, and no time needs to be kept.
+            // Usually they have, and no timer is needed.
             && before.try_recv() == Err(TryRecvError::Empty)
         {
-            // It is never sent on: what is waited for is the drop at the other end.
+            // Nothing is ever sent: the drop of the sender completes the wait.
             let _ = tokio::time::timeout(TURN_LIMIT, before).await;
         }
     }
@@ -90,7 +90,7 @@ impl Link {
         self.api.get_or_try_init(|| self.connection.worker_api()).await
     }
 
-    /// The next turn; to be taken in the order of the decisions.
+    /// The next turn. Take turns in the order of the decisions.
     pub(super) fn turn(&self) -> SendTurn {
         let (done, after) = oneshot::channel();
         SendTurn { before: self.last_turn.lock().replace(after), _done: done }

@@ -1,16 +1,16 @@
-//! Workers that end because their GPU does: who does so again and again is quarantined.
+//! Counts workers that end because they lost their GPU, and quarantines those that do so repeatedly.
 
 use parking_lot::Mutex;
 use proto::ids::{Epoch, NodeId};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-/// So many lives that end with a lost GPU...
+/// Number of epochs ended by a lost GPU within [`WITHIN`] that quarantines a worker.
 const MOST: usize = 3;
-/// ...within this time are no accident.
+/// Time window of the count.
 const WITHIN: Duration = Duration::from_secs(600);
 
-/// The lives of workers that ended with a lost GPU, as far as this coordinator has been told.
+/// The worker epochs that ended with a lost GPU, as reported to this coordinator.
 #[derive(Debug, Default)]
 pub struct LostDevices(Mutex<BTreeMap<NodeId, Losses>>);
 
@@ -21,12 +21,13 @@ struct Losses {
 }
 
 impl LostDevices {
-    /// This life of a worker has ended so. `true` if the worker is to take no work any more.
+    /// Records that an epoch of a worker ended with a lost GPU. Returns `true` if the worker is now
+    /// quarantined.
     pub fn lost(&self, now: Instant, node: &NodeId, epoch: Epoch) -> bool {
         let mut all = self.0.lock();
         let losses = all.entry(node.clone()).or_default();
         losses.lives.retain(|(_, at)| now.saturating_duration_since(*at) < WITHIN);
-        // A life may have had several connections.
+        // An epoch may have several connections, and so several reports.
         if losses.lives.iter().all(|(known, _)| *known != epoch) {
             losses.lives.push((epoch, now));
         }
@@ -37,7 +38,7 @@ impl LostDevices {
         true
     }
 
-    /// Whether the worker was found to lose its GPU again and again, and nobody has forgiven it.
+    /// Whether the worker is quarantined and was not pardoned since.
     pub fn quarantined(&self, node: &NodeId) -> bool {
         self.0.lock().get(node).is_some_and(|losses| losses.quarantined)
     }
@@ -52,12 +53,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn three_lives_within_ten_minutes_are_too_many() {
+    fn three_lost_gpus_within_ten_minutes_quarantine_a_worker() {
         let (losses, node, start) = (LostDevices::default(), NodeId::new("w1").unwrap(), Instant::now());
         let after = |seconds| start + Duration::from_secs(seconds);
         let lost = |epoch, seconds| losses.lost(after(seconds), &node, Epoch(epoch));
         assert!(!lost(1, 0) && !lost(2, 10));
-        // The same life once more, and another one after the first is forgotten.
+        // The same epoch again, and another epoch after the first has aged out.
         assert!(!lost(2, 20) && !lost(3, 601));
         assert!(!losses.quarantined(&node));
         assert!(lost(4, 602) && losses.quarantined(&node));

@@ -1,5 +1,5 @@
-//! Sessions of operations at the workers that offer them. A session is opened at one worker after the other until one
-//! takes it; from then on it is that worker's, whose model holds its state: nothing moves it to another.
+//! Sessions of operations at the workers that offer them. Workers are tried one after the other until one
+//! accepts the session. An open session never moves, because that worker's model holds its state.
 
 use super::{Dispatch, Link};
 use crate::balancer::{OperationAsk, SessionPlacement, SessionRefusal, SessionSlot, WorkerView};
@@ -13,9 +13,9 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How long one worker may take to open a session: it may have a model to load.
+/// How long a worker may take to open a session; it may have to load a model.
 const OPEN_LIMIT: Duration = Duration::from_secs(10);
-/// Workers that are asked for one session at most.
+/// Maximum of workers that are tried for one session.
 const ATTEMPTS: usize = 4;
 
 /// A session to be opened.
@@ -23,40 +23,40 @@ const ATTEMPTS: usize = 4;
 pub struct OperationJob {
     pub request_id: RequestId,
     pub operation: Operation,
-    /// With which model; none: any.
+    /// The requested model; `None`: any.
     pub model: Option<ModelId>,
     pub sample_rate: u32,
     pub options: OperationOptions,
-    /// Where the request is recorded, if it is.
+    /// Parent span; `None` if the request is not traced.
     pub trace: Option<TraceContext>,
 }
 
 /// Why no session was opened.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Unopened {
-    /// There is nobody to ask.
+    /// No worker could be chosen.
     Nobody(SessionRefusal),
-    /// This is what the last one has said that was asked.
+    /// The last worker's error.
     Said(OperationError),
-    /// Everyone who was asked was lost, or did not answer in time.
+    /// All workers that were tried were lost or did not answer in time.
     Lost,
 }
 
-/// A session that is open. Dropping it ends it at the worker.
+/// An open session. Dropping it ends it at the worker.
 #[derive(Debug)]
 pub struct Hearing {
     pub node: NodeId,
-    /// What it has said of the session.
+    /// The worker's answer to the opening.
     pub opened: OpenedOperation,
-    /// Where what is heard goes.
+    /// Sends audio to the worker.
     pub sender: OperationSender,
-    /// Where what is made of it comes from.
+    /// Receives results from the worker.
     pub answers: OperationStream,
-    /// Its place among the worker's.
+    /// The booking at the worker.
     pub seat: Seating,
 }
 
-/// A session's place at a worker, given back when it is dropped.
+/// A session's booking at a worker, released on drop.
 #[derive(Debug)]
 pub struct Seating {
     dispatch: Arc<Dispatch>,
@@ -66,8 +66,9 @@ pub struct Seating {
 }
 
 impl Seating {
-    /// The session was cut off: if that is because the connection is, nobody else shall be sent there. `true` if the
-    /// worker ends in order, having given its sessions as long as it has: it drains, or has closed the connection so.
+    /// Handles a session that was cut off. If the connection is closed, the worker is removed. Returns `true`
+    /// if the worker ends in order, after giving its sessions their time: it drains, or it closed the
+    /// connection for shutdown.
     pub fn cut(&self) -> bool {
         let (node, epoch) = (&self.node, self.link.epoch());
         let drains = |view: &WorkerView| {
@@ -90,7 +91,8 @@ impl Drop for Seating {
 }
 
 impl Dispatch {
-    /// Opens a session at a worker that offers the operation, for someone for whom the models are that `opens` says.
+    /// Opens a session at a worker that offers the operation. `opens` selects the models that the caller may
+    /// use.
     pub async fn open_operation(
         self: &Arc<Self>,
         job: &OperationJob,
@@ -137,7 +139,7 @@ impl Dispatch {
         Err(failure.unwrap_or(Unopened::Lost))
     }
 
-    /// The operations that are offered, with their models.
+    /// The offered operations, with their models.
     pub fn offered(&self) -> BTreeSet<(Operation, ModelId)> {
         self.desk.lock().balancer.offered()
     }
@@ -153,7 +155,7 @@ impl Dispatch {
         let seated = desk.balancer.seat(Instant::now(), &ask, random_u64())?;
         let link = desk.links.get(&seated.node).filter(|link| link.epoch() == seated.epoch).cloned();
         let Some(link) = link else {
-            // A member always has a link; without one there is nobody to talk to.
+            // A member always has a link; without one there is no worker to send to.
             desk.balancer.unseat(seated.seat);
             return Err(SessionRefusal::Away);
         };

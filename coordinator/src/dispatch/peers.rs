@@ -1,5 +1,5 @@
-//! What is missing of a worker's events is asked of another coordinator first: it costs the worker nothing, and a
-//! peer knows nearly everything. What it does not know, or if it does not answer, the worker tells.
+//! Fetches a worker's missing KV events from another coordinator first. This costs the worker nothing, and a
+//! peer has nearly all of them. The worker supplies what no peer has.
 
 use super::Dispatch;
 use crate::balancer::Action;
@@ -18,16 +18,16 @@ use std::time::Duration;
 use tokio::sync::{Semaphore, watch};
 use tokio::time::timeout;
 
-/// How long whoever has just started waits for a peer to be connected.
+/// How long a coordinator that has just started waits for a connected peer.
 const CONNECT_LIMIT: Duration = Duration::from_millis(500);
-/// How long a peer may take for each of its frames.
+/// Timeout of each frame from a peer.
 const FRAME_LIMIT: Duration = Duration::from_secs(2);
-/// How long for all of them: a gigabyte at a tenth of a gigabit.
+/// Timeout of a whole transfer: 1 GB at 100 Mbit/s.
 const ANSWER_LIMIT: Duration = Duration::from_secs(80);
-/// Peers that are told something at a time; others wait.
+/// Maximum of concurrent exports to peers; others wait.
 const MAX_EXPORTS: usize = 2;
 
-/// Ways to the other coordinators.
+/// Connections to the other coordinators.
 #[derive(Debug)]
 pub struct Peers {
     expected: AtomicUsize,
@@ -35,7 +35,7 @@ pub struct Peers {
     exports: Semaphore,
 }
 
-/// Why a peer's answer is of no use.
+/// Why a peer's answer cannot be used.
 #[derive(Debug, thiserror::Error)]
 enum AskError {
     #[error(transparent)]
@@ -44,7 +44,7 @@ enum AskError {
     Peer(#[from] PeerError),
     #[error("no answer in time")]
     Late,
-    /// The peer knows nothing more, or does not any more.
+    /// The peer has no newer events, or lost the worker during the transfer.
     #[error("it has ended before its end")]
     Ended,
 }
@@ -57,32 +57,32 @@ impl Default for Peers {
 }
 
 impl Peers {
-    /// So many others there are, connected or not.
+    /// Sets the number of other coordinators, connected or not.
     pub fn expect(&self, count: usize) {
         self.expected.store(count, Ordering::Relaxed);
     }
 
-    /// There is a connection to a peer; it takes the place of an earlier one.
+    /// Adds a connection to a peer, replacing an earlier one.
     pub fn connected(&self, connection: Connection) {
         let node = connection.peer().node.clone();
         self.connected.send_modify(|peers| drop(peers.insert(node, connection)));
     }
 
-    /// The connection to a peer is gone.
+    /// Removes the connection to a peer.
     pub fn gone(&self, node: &NodeId) {
         self.connected.send_modify(|peers| drop(peers.remove(node)));
     }
 
-    /// The peers that can be asked; waits a little for the first if there is none yet.
+    /// The connected peers in random rotation. Waits briefly for the first if none is connected yet.
     async fn all(&self) -> Vec<Connection> {
         let mut connected = self.connected.subscribe();
         if self.expected.load(Ordering::Relaxed) > 0 {
-            // Without one the workers tell everything.
+            // Without a peer, the workers supply everything.
             let _none = timeout(CONNECT_LIMIT, connected.wait_for(|peers| !peers.is_empty())).await;
         }
         let mut peers: Vec<Connection> = connected.borrow().values().cloned().collect();
         if !peers.is_empty() {
-            // Not all ask the same one first.
+            // Spreads the load over the peers.
             let first = random_u64() % peers.len() as u64;
             peers.rotate_left(usize::try_from(first).unwrap_or(0));
         }
@@ -91,14 +91,13 @@ impl Peers {
 }
 
 impl Dispatch {
-    /// The ways to the other coordinators.
     pub fn peers(&self) -> &Peers {
         &self.peers
     }
 
-    /// Answers a peer that asks for what is known here of a worker.
+    /// Serves a peer's request for a worker's prefixes.
     pub async fn tell_peer(&self, mut call: PeerIndexCall) {
-        // Closed never; a peer that waits too long gives up.
+        // The semaphore is never closed. A peer that waits too long gives up.
         let Ok(_turn) = self.peers.exports.acquire().await else { return };
         let PeerIndexAsk { node, epoch, after } = call.ask.clone();
         let Some(mut export) = self.desk.lock().balancer.export(&node, epoch, after) else {
@@ -106,7 +105,7 @@ impl Dispatch {
         };
         let mut bytes = 0;
         let mut next = || {
-            // Whoever has a request to place goes between the frames.
+            // Lets waiting requests take the lock between the frames.
             let desk = self.desk.lock();
             let frame = desk.balancer.exported(&mut export);
             MutexGuard::unlock_fair(desk);
@@ -134,8 +133,8 @@ impl Dispatch {
         self.metrics.index_exported(bytes);
     }
 
-    /// Asks the peers, one after the other, for what they know of a worker. What is to be fetched of the worker
-    /// itself after that; `None` if nothing has changed.
+    /// Imports a worker's prefixes from the peers, tried one after the other. Returns what remains to be
+    /// fetched from the worker itself; `None` if nothing was imported.
     pub(super) async fn ask_peers(&self, node: &NodeId, epoch: Epoch) -> Option<GapRepair> {
         let mut begun = None;
         for peer in self.peers.all().await {
@@ -176,7 +175,7 @@ impl Dispatch {
             let taken = desk.balancer.imported(&mut import, &frame);
             MutexGuard::unlock_fair(desk);
             if import.begun() {
-                // Until the end is there only a part of the worker is.
+                // Until the last frame, only a part of the worker's prefixes is in the index.
                 *begun = Some(GapRepair::Snapshot);
             }
             if let Some(Action::Fetch { need, .. }) = taken? {

@@ -1,4 +1,4 @@
-//! The workers of the pool, as replicas are planned of them: what each gives, and what it is told.
+//! The pool workers, from which replicas are planned: their capacities and their orders.
 
 use super::Dispatch;
 use super::link::{Link, Pooled};
@@ -8,23 +8,23 @@ use proto::service::deadline;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// A worker of the pool that is a member here.
+/// A pool worker that is a member here.
 #[derive(Debug, Clone)]
 pub struct PoolWorker {
     pub node: NodeId,
     pub epoch: Epoch,
     pub capacity: Capacity,
-    /// The drafter beside its model, as it has registered.
+    /// The drafter beside its model, as registered.
     pub drafter: Option<OfferedDrafter>,
-    /// Where other workers reach it.
+    /// Address for other workers.
     pub quic: String,
-    /// An operator has asked it to take no new work.
+    /// An operator has drained the worker.
     pub draining: bool,
     link: Arc<Link>,
 }
 
 impl PoolWorker {
-    /// Tells it what it leads, and hears how that is.
+    /// Sends the worker its order and returns its report. `None` on failure or after `limit`.
     pub async fn place(&self, order: PlaceOrder, limit: Duration) -> Option<PlaceReport> {
         let told = async {
             let api = self.link.api().await.ok()?;
@@ -36,7 +36,7 @@ impl PoolWorker {
 }
 
 impl Dispatch {
-    /// The workers of the pool that are members here, by name.
+    /// The pool workers that are members here, by name.
     pub fn pool(&self) -> Vec<PoolWorker> {
         let desk = self.desk.lock();
         let worker = |member: &crate::table::Member| {
@@ -49,8 +49,8 @@ impl Dispatch {
         desk.balancer.table().members().filter_map(worker).collect()
     }
 
-    /// Addresses of the workers that have the file of a model, in the pool or serving it, but for one of them; those that have
-    /// the model's drafter too come first.
+    /// At most [`MAX_HOLDERS`] addresses of workers other than `but` that have a model's file, in the pool or
+    /// serving it. Workers that also have the model's drafter come first.
     pub fn holders(&self, digest: &[u8; 32], but: &NodeId) -> Vec<String> {
         let desk = self.desk.lock();
         let offered = |member: &crate::table::Member| {
@@ -67,13 +67,13 @@ impl Dispatch {
             holds.then(|| (!drafts, member.register.quic.clone()))
         });
         let mut held: Vec<(bool, String)> = held.collect();
-        // So that all coordinators name the same ones.
+        // Sorted, so that all coordinators return the same ones.
         held.sort();
         held.truncate(MAX_HOLDERS);
         held.into_iter().map(|(_, quic)| quic).collect()
     }
 
-    /// Requests for this model wait until then for a worker that serves it, instead of being refused at once.
+    /// Until `until`, requests for this model are queued if no worker serves it, instead of being refused.
     pub fn expect(&self, model: &ModelId, until: Instant) {
         self.desk.lock().balancer.expect(model, until);
     }

@@ -1,4 +1,4 @@
-//! Operations on sequences at the workers that have them.
+//! Operations on sequences at the workers that hold them.
 
 use super::{Dispatch, Link, RPC_LIMIT};
 use model::recent::AsItIs;
@@ -13,19 +13,20 @@ use std::hash::{BuildHasher, BuildHasherDefault, RandomState};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How long the answer to an operation waits for the index to learn what it has changed.
+/// How long an operation's answer waits for the index to apply the operation's KV events.
 const CATCH_UP_LIMIT: Duration = RPC_LIMIT;
 
-/// Requests of which is remembered who served them.
+/// Maximum of requests whose worker is remembered.
 const MAX_SERVED: usize = 1 << 16;
 
-/// Who served which request: a hint, so that not every worker has to be asked. So a request is known here by a hash under a
-/// key of its own: texts of tens of thousands of names would be memory that has gone cold whenever one comes or goes.
+/// The worker that served each request. A hint, so that not every worker must be asked. Requests are stored
+/// as hashes under a random key: tens of thousands of name strings would cost a cache miss on each insertion
+/// and removal.
 #[derive(Debug, Default)]
 pub(super) struct Served {
     key: RandomState,
     nodes: HashMap<u64, NodeId, BuildHasherDefault<AsItIs>>,
-    /// In the order in which they were first served.
+    /// Request hashes in the order first served.
     order: VecDeque<u64>,
 }
 
@@ -49,13 +50,13 @@ impl Served {
 }
 
 impl Dispatch {
-    /// A worker has a sequence of this name from now on.
+    /// Records that a worker has a sequence of this name.
     pub fn note_served(&self, root: BlockId, name: &SequenceName, node: &NodeId) {
         self.desk.lock().served.insert(root, name, node.clone());
     }
 
-    /// The workers that serve a model: first the one that has the sequence of this name, as far as is known here, then
-    /// those with least to do.
+    /// The workers that serve a model. The holder of the named sequence comes first, if known; then ready
+    /// workers, then those with the fewest requests.
     pub fn serving(&self, model: &ModelId, sequence: Option<(BlockId, &SequenceName)>) -> Vec<NodeId> {
         let holder = sequence.and_then(|(root, name)| self.desk.lock().served.get(root, name).cloned());
         let mut workers = self.workers();
@@ -67,7 +68,7 @@ impl Dispatch {
         workers.into_iter().map(|view| view.member.register.node.clone()).collect()
     }
 
-    /// Opens an operation at a worker. `None`: it is no member.
+    /// Starts an operation at a worker; `None` if it is not a member.
     pub async fn open_sequence(
         &self,
         node: &NodeId,
@@ -77,8 +78,10 @@ impl Dispatch {
         Some(link.connection().open_sequence(request).await)
     }
 
-    /// Waits until the index knows all that the worker has announced up to now. An error says why it does not: the worker
-    /// has left, or it took longer than 5 s.
+    /// Waits until the index has applied all events that the worker has announced up to now.
+    ///
+    /// # Errors
+    /// The worker has left or has a new epoch, an RPC failed, or 5 s have passed.
     pub async fn catch_up(&self, node: &NodeId) -> Result<(), String> {
         let link = self.desk.lock().links.get(node).cloned().ok_or("it is no member any more")?;
         let caught_up = async {

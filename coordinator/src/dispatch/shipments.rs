@@ -1,4 +1,4 @@
-//! What workers say of getting their models from each other.
+//! The workers' reports of model downloads from each other.
 
 use super::SessionId;
 use parking_lot::Mutex;
@@ -6,12 +6,13 @@ use proto::ids::NodeId;
 use proto::shard::ShippingReport;
 use std::collections::BTreeMap;
 
-/// The last report of each connected worker that has made one.
+/// The last report of each connected worker, if it has sent one.
 #[derive(Debug, Default)]
 pub struct Shipments(Mutex<BTreeMap<NodeId, (SessionId, ShippingReport)>>);
 
 impl Shipments {
-    /// A worker reports on this session. Returns whom it has not named there before as somebody who sends wrong bytes.
+    /// Stores a worker's report. Returns the sources of wrong bytes that it names for the first time in this
+    /// session.
     pub fn report(&self, session: SessionId, node: &NodeId, report: ShippingReport) -> Vec<NodeId> {
         let mut shipments = self.0.lock();
         let before = shipments.get(node).filter(|(known, _)| *known == session);
@@ -21,7 +22,7 @@ impl Shipments {
         new
     }
 
-    /// All reports, by the workers' names.
+    /// All reports, by worker name.
     pub fn all(&self) -> Vec<(NodeId, ShippingReport)> {
         self.0.lock().iter().map(|(node, (_, report))| (node.clone(), report.clone())).collect()
     }
@@ -47,7 +48,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_is_named_is_new_once_in_a_session() {
+    fn a_struck_source_is_returned_once_per_session() {
         let shipments = Shipments::default();
         let (first, second) = (SessionId(1), SessionId(2));
         assert!(shipments.report(first, &node("w1"), report(1, &[])).is_empty());
@@ -55,7 +56,7 @@ mod tests {
         assert!(shipments.report(first, &node("w1"), report(3, &["w2"])).is_empty());
         assert_eq!(shipments.report(first, &node("w1"), report(3, &["w2", "w3"])), [node("w3")]);
         assert_eq!(shipments.all(), [(node("w1"), report(3, &["w2", "w3"]))]);
-        // An earlier session that is over takes nothing with it.
+        // The end of an earlier session does not remove the current one's report.
         assert_eq!(shipments.report(second, &node("w1"), report(3, &["w2"])), [node("w2")]);
         shipments.forget(first, &node("w1"));
         assert_eq!(shipments.all().len(), 1);

@@ -1,5 +1,5 @@
-//! What is counted of each model's requests. Where a number stands is looked up once for each model, not once for each
-//! number of each request.
+//! Request metrics of each model. A metric is looked up in its family once for each model, not for each
+//! request.
 
 use super::families::{Histograms, LENGTH, One, TOKEN, Traced, Two, WAIT, exemplar, one, registered};
 use super::{Served, finish_name};
@@ -35,7 +35,7 @@ pub(super) struct ByModel {
     models: RwLock<HashMap<ModelId, Arc<OfModel>>>,
 }
 
-/// Those of one model that have been counted so far: what never was is not told of.
+/// The metrics of one model. A metric that was never counted is not exported.
 #[derive(Debug)]
 struct OfModel {
     label: One,
@@ -56,7 +56,7 @@ struct OfModel {
     cancelled: CachedIndex<Counter>,
 }
 
-/// Where a number stands, once it is known.
+/// A metric, cached after its first lookup.
 #[derive(Debug)]
 struct CachedIndex<M>(OnceLock<M>);
 
@@ -94,10 +94,10 @@ impl OfModel {
 }
 
 impl ByModel {
-    /// All at zero, in this registry.
+    /// Registers all metrics.
     pub(super) fn register(r: &mut Registry) -> Self {
         let inter_token = TOKEN.histograms(r, "vllm:inter_token_latency_seconds", "Time between two tokens");
-        // The older name of the same.
+        // The older name of the same metric.
         r.register("vllm:time_per_output_token_seconds", "Time between two tokens", inter_token.clone());
         Self {
             time_to_first_token: WAIT.histograms(
@@ -157,7 +157,7 @@ impl ByModel {
         Arc::clone(models.entry(model.clone()).or_insert_with(|| Arc::new(OfModel::new(model))))
     }
 
-    /// A request to encode texts has been served.
+    /// Counts a served encoder request.
     pub(super) fn encoded(
         &self,
         model: &ModelId,
@@ -205,7 +205,7 @@ impl ByModel {
         self.succeeded(model, &of, served.reason);
     }
 
-    /// So many tokens have come, each so many seconds after the one before.
+    /// Counts `tokens` tokens, each `each` seconds after the one before.
     pub(super) fn tokens(&self, model: &ModelId, each: f64, tokens: usize) {
         let of = self.of(model);
         let place = of.inter_token.of(&self.inter_token, &of.label);

@@ -1,4 +1,4 @@
-//! Families of metrics: what they are labelled with, the bounds of their buckets, and how they come into a registry.
+//! Metric families: labels, bucket bounds, registration.
 
 use parking_lot::{MappedRwLockReadGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use prometheus_client::metrics::exemplar::HistogramWithExemplars;
@@ -12,20 +12,20 @@ use std::time::SystemTime;
 pub(super) type One = [(&'static str, Cow<'static, str>); 1];
 pub(super) type Two = [(&'static str, Cow<'static, str>); 2];
 
-/// Bounds for waiting times: a cache hit on a small model to a long document on a busy cluster.
+/// Bounds of waiting times: from a cache hit on a small model to a long document on a busy cluster.
 pub(super) const WAIT: Buckets = Buckets(&[
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
     80.0, 160.0, 640.0,
 ]);
-/// Bounds for the time of one token.
+/// Bounds of the time of one token.
 pub(super) const TOKEN: Buckets = Buckets(&[
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0,
 ]);
-/// Bounds for the length of prompts and outputs.
+/// Bounds of the length of prompts and outputs.
 pub(super) const LENGTH: Buckets = Buckets(&[
     1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 1e6,
 ]);
-/// Bounds for what the coordinator itself does before a worker has the request.
+/// Bounds of the coordinator's own time before a worker has the request.
 pub(super) const STAGE: Buckets =
     Buckets(&[1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2, 0.25, 1.0]);
 
@@ -44,7 +44,8 @@ impl MetricConstructor<HistogramWithExemplars<One>> for Buckets {
     }
 }
 
-/// Numbers of a family that every request counts in, each looked up in it once. There are few, so they are looked through.
+/// Metrics of a family that every request updates, each looked up once. They are few, so the search is
+/// linear.
 #[derive(Debug)]
 pub(super) struct CachedMetrics<K, M>(RwLock<Vec<(K, M)>>);
 
@@ -55,7 +56,7 @@ impl<K, M> Default for CachedMetrics<K, M> {
 }
 
 impl<K: PartialEq, M: Clone> CachedMetrics<K, M> {
-    /// The number of this key, which `look_up` finds.
+    /// The metric of `key`. `look_up` finds it the first time.
     pub(super) fn of(&self, key: K, look_up: impl FnOnce() -> M) -> MappedRwLockReadGuard<'_, M> {
         let place = |known: &Vec<(K, M)>| known.iter().position(|(of, _)| *of == key);
         let known = self.0.read();
@@ -73,11 +74,11 @@ impl<K: PartialEq, M: Clone> CachedMetrics<K, M> {
 }
 
 pub(super) type Histograms = Family<One, Histogram, Buckets>;
-/// Times of requests, each bucket with the trace of one that fell into it, if there was one.
+/// Times of requests. A bucket has the trace of one of its requests as exemplar, if one was recorded.
 pub(super) type Traced = Family<One, HistogramWithExemplars<One>, Buckets>;
 
 impl Buckets {
-    /// Histograms with these bounds in the registry.
+    /// Registers histograms with these bounds.
     pub(super) fn histograms<M>(self, registry: &mut Registry, name: &str, help: &str) -> Family<One, M, Self>
     where
         Self: MetricConstructor<M>,
@@ -87,7 +88,7 @@ impl Buckets {
     }
 }
 
-/// A metric, or a family of them, in the registry and at zero.
+/// Registers a metric or a family at zero.
 pub(super) fn registered<M: Metric + Clone + Default>(registry: &mut Registry, name: &str, help: &str) -> M {
     kept(registry, name, help, M::default())
 }
@@ -97,7 +98,7 @@ fn kept<M: Metric + Clone>(registry: &mut Registry, name: &str, help: &str, metr
     metric
 }
 
-/// Names the trace of what is observed now.
+/// The exemplar of an observation: its trace and the current time.
 pub(super) fn exemplar(trace: Option<TraceId>) -> (Option<One>, Option<SystemTime>) {
     (trace.map(|trace| one("trace_id", trace.to_string())), trace.map(|_| SystemTime::now()))
 }

@@ -1,36 +1,36 @@
-//! How requests fared over the last minutes, for those who look; what is kept for longer is in the metrics.
+//! Request statistics of the last minutes, for the dashboard. Metrics cover longer times.
 
 use super::Served;
 use crate::timeline::{Sketch, Timeline};
 use parking_lot::Mutex;
 use std::time::{Duration, Instant};
 
-/// What happened in a slot of time.
+/// The statistics of one time slot.
 #[derive(Debug, Clone, Default)]
 pub struct Moment {
-    /// From arrival to the first token.
+    /// Times from arrival to the first token.
     pub ttft: Sketch,
-    /// Between two tokens.
+    /// Times between two tokens.
     pub itl: Sketch,
-    /// From arrival to the end.
+    /// Times from arrival to the end.
     pub e2e: Sketch,
     pub done: u64,
-    /// Their prompt tokens.
+    /// Prompt tokens of finished requests.
     pub prompt: u64,
-    /// Tokens that were generated, also of what has not ended.
+    /// Tokens generated, including those of running requests.
     pub generated: u64,
     /// Prompt tokens that workers had cached.
     pub cached: u64,
-    /// Prompt tokens by which that was not as expected.
+    /// Absolute difference between predicted and cached prompt tokens.
     pub mispredicted: u64,
-    /// Requests that were turned away: too much was asked, or nobody was there.
+    /// Requests that were shed: overload, or no worker available.
     pub shed: u64,
-    /// Requests that failed, streams that have broken off among them.
+    /// Failed requests, including streams that ended early.
     pub failed: u64,
 }
 
 impl Moment {
-    /// Adds what another has counted.
+    /// Adds the counts of `other`.
     pub fn merge(&mut self, other: &Self) {
         self.ttft.merge(&other.ttft);
         self.itl.merge(&other.itl);
@@ -58,12 +58,12 @@ impl History {
         at.prompt += served.prompt;
     }
 
-    /// The first tokens of a generation have come.
+    /// Counts the first tokens of a generation.
     pub fn first_tokens(&self, tokens: usize) {
         self.0.lock().at(Instant::now()).generated += tokens as u64;
     }
 
-    /// Tokens have come, each so long after the one before.
+    /// Counts tokens, each `each` after the one before.
     pub(super) fn tokens(&self, each: Duration, tokens: usize) {
         let mut line = self.0.lock();
         let at = line.at(Instant::now());
@@ -71,7 +71,7 @@ impl History {
         at.generated += tokens as u64;
     }
 
-    /// A worker has told what it had cached.
+    /// Counts the predicted and the actually cached tokens of a request.
     pub(super) fn cached(&self, predicted: u32, actual: u32) {
         let mut line = self.0.lock();
         let at = line.at(Instant::now());
@@ -79,7 +79,7 @@ impl History {
         at.mispredicted += u64::from(predicted.abs_diff(actual));
     }
 
-    /// A request was answered with this status. `shed`: too much was asked for, or nobody was there.
+    /// Counts a response. `shed`: overload, or no worker available.
     pub(super) fn answered(&self, status: u16, shed: bool) {
         if status < 500 && !shed {
             return;
@@ -89,7 +89,7 @@ impl History {
         if shed { at.shed += 1 } else { at.failed += 1 }
     }
 
-    /// The last `count` slots, oldest first, each with how long ago it began.
+    /// The last `count` slots, oldest first, each with the time since it began.
     pub fn last(&self, now: Instant, count: usize) -> Vec<(Duration, Moment)> {
         self.0.lock().last(now, count).map(|(ago, moment)| (ago, moment.clone())).collect()
     }
@@ -101,7 +101,7 @@ mod tests {
     use proto::message::FinishReason;
 
     #[test]
-    fn what_happens_now_is_in_the_last_slot() {
+    fn current_events_are_in_the_last_slot() {
         let history = History::default();
         let ms = Duration::from_millis;
         history.served(&Served {

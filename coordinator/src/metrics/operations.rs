@@ -1,4 +1,4 @@
-//! What is counted of sessions and calls of operations.
+//! Metrics of sessions of operations.
 
 use super::families::{Histograms, One, Two, WAIT, one, registered};
 use crate::balancer::WorkerView;
@@ -21,7 +21,7 @@ pub struct Operations {
     workers: Family<One, Gauge>,
 }
 
-/// A session or a call under way; it counts as open while this is there.
+/// A session, counted as open until this is dropped.
 #[derive(Debug)]
 pub struct Counting<'a> {
     operations: &'a Operations,
@@ -56,7 +56,7 @@ impl Operations {
         }
     }
 
-    /// A worker has opened one.
+    /// Records the time to open a session at a worker.
     pub fn opened(&self, operation: Operation, took: Duration) {
         let seconds: Histogram = self.opening.get_or_create_owned(&one("operation", operation.name()));
         seconds.observe(took.as_secs_f64());
@@ -67,7 +67,7 @@ impl Operations {
         Counting { operations: self, operation, over: false }
     }
 
-    /// Who offers what just now.
+    /// Updates the number of workers that offer each operation.
     pub(super) fn update(&self, workers: &[WorkerView]) {
         for operation in Operation::ALL {
             let offers =
@@ -86,7 +86,7 @@ impl Operations {
 }
 
 impl Counting<'_> {
-    /// It has ended in this way, after so many seconds of sound.
+    /// Counts the end of a session. `heard`: seconds of audio.
     pub fn ended(mut self, reason: &'static str, heard: f64) {
         self.over = true;
         self.operations.end(self.operation, reason);
@@ -97,7 +97,7 @@ impl Counting<'_> {
 impl Drop for Counting<'_> {
     fn drop(&mut self) {
         if !self.over {
-            // Whoever waited for it has left.
+            // The task was dropped before the session ended.
             self.operations.end(self.operation, "gone");
         }
     }

@@ -1,4 +1,4 @@
-//! What is counted of the HTTP connections of a port.
+//! Metrics of the HTTP connections of a port.
 
 use super::families::{One, one, registered};
 use prometheus_client::metrics::counter::Counter;
@@ -51,17 +51,17 @@ impl Ports {
 }
 
 impl Port {
-    /// So many connections are open.
+    /// Sets the number of open connections.
     pub fn open(&self, connections: usize) {
         self.open.set(i64::try_from(connections).unwrap_or(i64::MAX));
     }
 
-    /// A connection came when all were taken.
+    /// Counts a connection that arrived while all were in use.
     pub fn refused(&self) {
         self.refused.inc();
     }
 
-    /// An idle connection was closed for another.
+    /// Counts an idle connection that was closed for a new one.
     pub fn made_room(&self) {
         self.closed.inc();
     }

@@ -1,4 +1,4 @@
-//! The cluster as `kvasir status --json` tells it. Keys are only ever added.
+//! The JSON of `kvasir status --json`. Keys are only ever added.
 
 use super::Ops;
 use crate::agreement::{Difference, Standing};
@@ -11,19 +11,19 @@ use proto::shard::ShippingReport;
 use serde_json::{Value, json};
 use std::collections::HashSet;
 
-/// Whether a model is planned over several workers.
+/// Whether any model is planned over several workers.
 pub fn has_stages(ops: &Ops) -> bool {
     let planned = ops.replicas.as_ref().map(|replicas| replicas.view()).unwrap_or_default();
     planned.iter().any(|replica| replica.plan.stages.len() > 1)
 }
 
-/// Those of the workers whose CPUs sleep while a stage waits, by what they tell of themselves.
+/// The workers whose CPUs sleep while a stage waits, from their metrics.
 pub fn asleep(metrics: &[(NodeId, String)]) -> HashSet<NodeId> {
     let sleeps = |text: &str| text.lines().any(|line| line == "kvasir_stage_cpus_sleep 1");
     metrics.iter().filter(|(_, text)| sleeps(text)).map(|(node, _)| node.clone()).collect()
 }
 
-/// The whole view; `asleep` as [`asleep`] has it.
+/// The whole status. `asleep`: the result of [`asleep`].
 pub fn view(ops: &Ops, asleep: &HashSet<NodeId>) -> Value {
     let workers = ops.dispatch.workers();
     let planned = ops.replicas.as_ref().map(|replicas| replicas.view()).unwrap_or_default();
@@ -65,7 +65,7 @@ pub fn view(ops: &Ops, asleep: &HashSet<NodeId>) -> Value {
 
 fn coordinators(ops: &Ops) -> Vec<Value> {
     let Some(agreement) = &ops.agreement else {
-        // It decides alone and leads by definition.
+        // A single coordinator is always the leader.
         let applied = ops.dispatch.table_version();
         let ends = ops.identity.validities().ok().map(|validities| validities.node.ends);
         return vec![
@@ -89,13 +89,14 @@ fn worker(ops: &Ops, view: &WorkerView, planned: &[ReplicaView], asleep: &HashSe
         "id": register.node.as_str(),
         "epoch": register.epoch.0,
         "state": state_name(view.state()),
-        // What it has said itself: it takes no work that still comes from anyone once this is `draining`.
+        // The state that the worker reported. Once this is `draining`, it refuses new work from any
+        // coordinator.
         "reported": report.map(|r| state_name(r.state)),
-        // What operators want; the state is the worker's own, and follows.
+        // The operators' setting; the worker's state follows it.
         "draining": view.member.draining,
-        // It drains because it has lost its GPU again and again, as far as is known here.
+        // Whether it drains because it lost its GPU repeatedly, as far as known here.
         "quarantined": view.member.draining && quarantined,
-        // Its system refuses what keeps CPUs awake while a stage waits for another.
+        // Whether its system refuses the setting that keeps CPUs awake while a stage waits for another.
         "cpus_sleep": asleep.contains(&register.node),
         "numeric_class": first.map(|m| m.numeric_class.as_str()),
         "models": register.models.iter().map(|m| m.id.as_str()).collect::<Vec<_>>(),
@@ -114,15 +115,15 @@ fn worker(ops: &Ops, view: &WorkerView, planned: &[ReplicaView], asleep: &HashSe
         "waiting": report.map_or(0, |r| r.waiting),
         "inflight": view.inflight,
         "pending_tokens": view.pending_tokens,
-        // Seconds until it would begin with another prompt, as requests are placed by.
+        // Estimated seconds until it would start another prompt; used for routing.
         "queue_s": view.queue_seconds,
-        // Tokens generated since it began.
+        // Tokens generated since its start.
         "generated_tokens": report.map_or(0, |r| r.tokens),
         "prefill_rate": report.map_or(0.0, |r| r.prefill_rate),
         "rss": report.map_or(0, |r| r.rss),
-        // As it says itself.
+        // As the worker reported it.
         "certificate_ends": ops.dispatch.certificates().ends(&register.node),
-        // What it can be asked for besides generations, and its sessions from here.
+        // Its operations besides generation, and their sessions from this coordinator.
         "operations": view.operations.iter().map(offer).collect::<Vec<_>>(),
     })
 }
@@ -132,7 +133,7 @@ fn offer(OfferView { operation, model, backend, sessions }: &OfferView) -> Value
     json!({"operation": operation.name(), "model": model.as_str(), "backend": backend, "sessions": sessions})
 }
 
-/// A worker that gets its model from others, or has got it.
+/// A worker that fetches its model from other workers, or has fetched it.
 fn shipment((node, report): &(NodeId, ShippingReport)) -> Value {
     json!({
         "worker": node.as_str(),
@@ -142,8 +143,8 @@ fn shipment((node, report): &(NodeId, ShippingReport)) -> Value {
     })
 }
 
-/// Models of which nothing more is planned just now, though workers are free, or not all that an operator has planned;
-/// known to the leader.
+/// Models of which no further replica can be planned though workers are free, or whose operator's plan is not
+/// fully placed. Known to the leader only.
 fn unplanned(ops: &Ops) -> Vec<Value> {
     let unplanned = ops.replicas.as_ref().map(|replicas| replicas.unplanned()).unwrap_or_default();
     let table = ops.agreement.as_ref().and_then(|agreement| agreement.table());
@@ -156,7 +157,7 @@ fn unplanned(ops: &Ops) -> Vec<Value> {
     unplanned.iter().map(value).collect()
 }
 
-/// Settings that are not the same at all coordinators.
+/// Settings that differ between coordinators.
 fn differences(ops: &Ops) -> Vec<Value> {
     let differences = ops.agreement.as_ref().map(|agreement| agreement.differences()).unwrap_or_default();
     let value = |Difference { setting, odd, binding, .. }: &Difference| {
@@ -166,7 +167,7 @@ fn differences(ops: &Ops) -> Vec<Value> {
     differences.iter().map(value).collect()
 }
 
-/// Files that are placed nowhere.
+/// The block list of models.
 fn condemned(ops: &Ops) -> Vec<Value> {
     let table = ops.agreement.as_ref().and_then(|agreement| agreement.table());
     let value = |condemned: &ModelCondemned| {
@@ -176,13 +177,13 @@ fn condemned(ops: &Ops) -> Vec<Value> {
     table.iter().flat_map(|table| table.condemned().values()).map(value).collect()
 }
 
-/// The layers that a worker has in a replica.
+/// The layer range of a worker in a replica.
 fn stage_of(planned: &[ReplicaView], node: &NodeId) -> Option<(u32, u32)> {
     let mut stages = planned.iter().flat_map(|replica| &replica.plan.stages);
     stages.find(|stage| stage.node == *node).map(|stage| stage.layers)
 }
 
-/// Workers that serve a model alone, and replicas of several.
+/// Replicas: workers that serve a model alone, and replicas of several workers.
 fn replicas(workers: &[WorkerView], planned: &[ReplicaView]) -> Vec<Value> {
     let alone = |view: &WorkerView| stage_of(planned, &view.member.register.node).is_none();
     let alone = workers.iter().filter(|view| alone(view)).flat_map(|view| {
@@ -201,7 +202,7 @@ fn replicas(workers: &[WorkerView], planned: &[ReplicaView]) -> Vec<Value> {
             "model": plan.model.as_str(),
             "life": life,
             "planned_by": if *by_operator { "operator" } else { "leader" },
-            // What its first stage says.
+            // As its first stage reported.
             "state": report.as_ref().map_or("planned", |report| report.state.name()),
             "attempts": report.as_ref().map_or(0, |report| report.attempts),
             "reason": report.as_ref().map_or("", |report| report.reason.as_str()),
@@ -228,7 +229,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_says_that_its_cpus_sleep_is_found() {
+    fn workers_whose_metrics_report_sleeping_cpus_are_found() {
         let told = |name: &str, text: &str| (NodeId::new(name).unwrap(), text.to_owned());
         let metrics = [
             told(

@@ -1,17 +1,17 @@
-//! `/admin/v1/coordinators`: who takes part in the coordinators' group, and changes of that.
+//! `/admin/v1/coordinators`: the members of the coordinators' group, and changes of them.
 //!
 //! | request | does | answers |
 //! |---|---|---|
 //! | `GET` | lists | G |
-//! | `POST` JSON `{"id","quic"}` | adds the coordinator at this address: it follows, catches up, then votes | 204 |
+//! | `POST` JSON `{"id","quic"}` | adds the coordinator at this address: it becomes a learner, catches up, then votes | 204 |
 //! | `DELETE /{id}` | removes it | 204 |
 //! | `POST /{id}/lead` | hands leadership to it | 204 |
 //!
-//! G is `{"agreed","leader","needed","coordinators":[{"id","quic","incarnation","votes","here","another_life",
-//! "level"}]}`: `agreed` tells whether a majority has confirmed it just now, `needed` how many of those that vote it
-//! takes to decide anything, `another_life` that a coordinator of this name is there with another disk than the
-//! member's. Any coordinator may be asked. 409 tells why a change is refused and what to do, 503 `no_quorum` that
-//! nobody can decide.
+//! G is `{"agreed","leader","needed","coordinators":
+//! [{"id","quic","incarnation","votes","here","another_life","level"}]}`. `agreed`: a majority has just
+//! confirmed the list. `needed`: the number of voters that a decision needs. `another_life`: a coordinator of
+//! this name is connected whose disk has another incarnation than the member's. Any coordinator may be called.
+//! 409 explains why a change is refused and what to do; 503 `no_quorum` means that there is no majority.
 
 use super::{Ops, count};
 use crate::agreement::{Agreement, GroupView, MemberRequest};
@@ -34,7 +34,7 @@ pub(super) fn router() -> Router<Arc<Ops>> {
         .route("/admin/v1/coordinators/{id}/lead", post(lead))
 }
 
-/// Who is to be added.
+/// The coordinator to add.
 #[derive(Debug, Deserialize)]
 struct Added {
     id: String,

@@ -1,8 +1,8 @@
-//! The operators' page at `/`, and what it is told.
+//! The operators' dashboard at `/`, and its data.
 //!
-//! The page is a few files that are part of the binary; it loads nothing from elsewhere and needs no build. What it shows
-//! comes from `/admin/v1/dashboard/events`, which is for administrators like everything there. Its playground asks `/v1`
-//! on this port, which is the API's own router behind the API's own gate.
+//! The page consists of a few files in the binary. It loads nothing from other sites and needs no build. Its
+//! data comes from `/admin/v1/dashboard/events`, which requires an administrator. Its playground calls `/v1`
+//! on this port, which is the API's own service with the API's own authentication.
 
 mod engines;
 mod feed;
@@ -21,7 +21,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodRouter, get};
 use std::sync::Arc;
 
-/// Nothing but this page's own files and requests to where it came from; nobody shows it in a frame.
+/// Allows the page's own files and requests to its own origin; forbids frames.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; \
                       base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
@@ -48,7 +48,7 @@ const FILES: [(&str, &str, &str); 14] = [
     ("/dashboard/playground.js", SCRIPT, include_str!("dashboard/page/playground.js")),
 ];
 
-/// The files, which hold no secret and are anybody's.
+/// Routes of the page's files. They contain no secrets and need no authentication.
 pub(super) fn files() -> Router<Arc<Ops>> {
     FILES.into_iter().fold(Router::new(), |router, (path, kind, text)| router.route(path, file(kind, text)))
 }
@@ -62,7 +62,7 @@ fn file(kind: &'static str, text: &'static str) -> MethodRouter<Arc<Ops>> {
             (header::X_CONTENT_TYPE_OPTIONS, fixed("nosniff")),
             (header::REFERRER_POLICY, fixed("no-referrer")),
             (HeaderName::from_static("cross-origin-opener-policy"), fixed("same-origin")),
-            // The next version of the binary has other files.
+            // Another version of the binary has other files.
             (header::CACHE_CONTROL, fixed("no-cache")),
         ];
         (headers, text).into_response()

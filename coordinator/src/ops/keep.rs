@@ -1,5 +1,5 @@
-//! What the handlers of `/admin/v1/snapshots` and `/admin/v1/prefixes` have in common: whose sequences are meant, at
-//! which worker they are, and how a worker is asked.
+//! The common part of `/admin/v1/snapshots` and `/admin/v1/prefixes`: selects the tenant, finds the worker of
+//! a sequence, and calls it.
 
 use super::Ops;
 use crate::api::auth::Caller;
@@ -16,20 +16,21 @@ use serde::Deserialize;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How long an operation may take: a long prefix has to be computed for some.
+/// Time limit of an operation; some compute a long prefix.
 pub(super) const OPERATION_LIMIT: Duration = Duration::from_secs(600);
 
-/// What every request may say, in its query.
+/// Query fields of all requests.
 #[derive(Debug, Clone, Default, Deserialize)]
 pub(super) struct Query {
-    /// Which model; may be left out where there is only one.
+    /// The model; optional if there is only one.
     pub(super) model: Option<String>,
-    /// Whose; the caller's own where it is left out. Only administrators come here, so it may be anybody's.
+    /// The tenant; by default the caller's. Only administrators reach these handlers, so any tenant is
+    /// allowed.
     pub(super) tenant: Option<String>,
-    /// Which choice of the request.
+    /// Index of the choice of the request.
     pub(super) choice: Option<u32>,
     pub(super) worker: Option<String>,
-    /// The name of a sequence that is made.
+    /// The name of a new sequence.
     pub(super) id: Option<String>,
 }
 
@@ -42,7 +43,7 @@ impl<S: Send + Sync> FromRequestParts<S> for Query {
     }
 }
 
-/// A tenant's sequences of one model.
+/// The sequences of one tenant and model.
 #[derive(Debug)]
 pub(super) struct Keep<'a> {
     ops: &'a Ops,
@@ -74,7 +75,8 @@ impl<'a> Keep<'a> {
         Ok(Self { ops, model, served, root })
     }
 
-    /// The workers that serve the model, the likely holder of the sequence first; or only the one that is named.
+    /// The workers that serve the model, the likely holder of `sequence` first; or only the one that the
+    /// query names.
     pub(super) fn workers(
         &self,
         query: &Query,
@@ -90,7 +92,7 @@ impl<'a> Keep<'a> {
         if workers.is_empty() { Err(ApiError::NoWorker) } else { Ok(workers) }
     }
 
-    /// Has one worker do something.
+    /// Runs an operation at one worker.
     pub(super) async fn ask(
         &self,
         node: &NodeId,
@@ -100,7 +102,7 @@ impl<'a> Keep<'a> {
         tokio::time::timeout(OPERATION_LIMIT, operation).await.unwrap_or(Err(ApiError::DeadlineExceeded))
     }
 
-    /// Begins an operation whose bytes the caller will send.
+    /// Begins an operation for which the caller will send bytes.
     pub(super) async fn open(
         &self,
         node: &NodeId,
@@ -112,7 +114,7 @@ impl<'a> Keep<'a> {
         opened.map_err(lost)
     }
 
-    /// Has it done by whichever worker knows the sequence.
+    /// Runs an operation at the first worker that knows the sequence.
     pub(super) async fn ask_holder(
         &self,
         query: &Query,
@@ -124,7 +126,7 @@ impl<'a> Keep<'a> {
             match self.ask(&node, operation.clone()).await {
                 Ok((reply, bytes)) => return Ok((node, reply, bytes)),
                 Err(ApiError::Unknown { .. }) => {}
-                // It may be at another worker all the same.
+                // Another worker may still have it.
                 Err(error @ (ApiError::WorkerLost | ApiError::Refused { .. })) => refusal = error,
                 Err(error) => return Err(error),
             }
@@ -132,21 +134,21 @@ impl<'a> Keep<'a> {
         Err(refusal)
     }
 
-    /// Waits until requests are routed by what the worker has announced so far.
+    /// Waits until the prefix index has applied what the worker has announced so far.
     pub(super) async fn catch_up(&self, node: &NodeId) {
         if let Err(why) = self.ops.dispatch.catch_up(node).await {
-            // It is done all the same: only requests that come now may go elsewhere.
+            // The operation is complete anyway: only requests arriving now may be routed elsewhere.
             tracing::warn!(%node, why, "the index does not know yet what an operation has changed");
         }
     }
 
-    /// A worker has a sequence of this name from now on.
+    /// Records that a worker has a sequence of this name.
     pub(super) fn note(&self, name: SequenceName, node: &NodeId) {
         self.ops.dispatch.note_served(self.root, &name, node);
     }
 }
 
-/// The worker's answer, a refusal as an error.
+/// The worker's reply; a refusal is an error.
 pub(super) async fn answer(exchange: SequenceExchange) -> Result<(SequenceReply, SequenceBytes), ApiError> {
     match exchange.answer().await.map_err(lost)? {
         (SequenceReply::Failed(error), _) => Err(error.into()),
@@ -165,7 +167,7 @@ fn lost(error: proto::Error) -> ApiError {
     }
 }
 
-/// The name in a path and a query.
+/// The sequence named by the path and the query.
 pub(super) fn named(id: String, query: &Query) -> Result<SequenceName, ApiError> {
     let request = RequestId::new(id).map_err(|error| ApiError::field("id", error.rule))?;
     Ok(SequenceName { request, choice: query.choice.unwrap_or(0) })

@@ -1,17 +1,18 @@
-//! `/admin/v1/keys` and `/admin/v1/tenants`: who may ask, for what, and how much.
+//! `/admin/v1/keys` and `/admin/v1/tenants`: API keys, their scopes, and limits.
 //!
 //! | request | does | answers |
 //! |---|---|---|
 //! | `GET keys` | lists | `{"keys":[K]}` |
-//! | `POST keys` JSON `{"tenant", "models"?, "rpm"?, "tpm"?, "concurrency"?, "expires_s"?, "admin"?}` | makes a key that ends after so many seconds | 201 K, with `"key"`: it is never told again |
+//! | `POST keys` JSON `{"tenant", "models"?, "rpm"?, "tpm"?, "concurrency"?, "expires_s"?, "admin"?}` | creates a key that expires after `expires_s` seconds | 201 K with `"key"`, which is never returned again |
 //! | `DELETE keys/{id}` | revokes it | 204 |
 //! | `GET tenants` | lists | `{"tenants":[T]}` |
-//! | `PUT tenants/{tenant}` JSON `{"rpm"?, "tpm"?, "concurrency"?, "cache_group"?}` | these are its limits from now on, and its group | 204 |
+//! | `PUT tenants/{tenant}` JSON `{"rpm"?, "tpm"?, "concurrency"?, "cache_group"?}` | sets the tenant's limits and cache group | 204 |
 //!
-//! K is `{"id","tenant","admin","models","rpm","tpm","concurrency","created_unix_s","expires_unix_s","from"}`: `from` is
-//! `cluster`, or `file` for a key of the coordinator's configuration, which is only listed by it. `id` is the first
-//! digits of the key's SHA-256. T is `{"tenant","rpm","tpm","concurrency","cache_group"}`. A limit that is left out is
-//! none, and is told as null; so is a time that is not there. Any coordinator may be asked.
+//! K is `{"id","tenant","admin","models","rpm","tpm","concurrency","created_unix_s","expires_unix_s","from"}`.
+//! `from` is `cluster`, or `file` for a key of the coordinator's configuration, which only that coordinator
+//! lists. `id` is the first digits of the key's SHA-256. T is
+//! `{"tenant","rpm","tpm","concurrency","cache_group"}`. An absent limit means no limit and is returned as null;
+//! so is an absent time. Any coordinator may be called.
 
 use super::{Ops, Subject, count};
 use crate::agreement::Agreement;
@@ -35,7 +36,7 @@ use sha2::{Digest, Sha256};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// What every key begins with, so that one that has leaked is found.
+/// The beginning of every key, by which scanners find leaked keys.
 const PREFIX: &str = "kvasir-";
 const MAX_EXPIRES_S: u64 = 100 * 365 * 86_400;
 
@@ -47,7 +48,7 @@ pub(super) fn router() -> Router<Arc<Ops>> {
         .route("/admin/v1/tenants/{tenant}", put(tune))
 }
 
-/// Limits as they are asked for.
+/// The limits in a request. `None`: no limit.
 #[derive(Debug, Default, Deserialize)]
 struct Limits {
     rpm: Option<u32>,
@@ -200,7 +201,7 @@ fn limits(quota: &Quota) -> Value {
     })
 }
 
-/// What is agreed on, as far as it is known here.
+/// The agreed keys and tenants, as far as known here.
 fn access(ops: &Ops) -> Arc<Access> {
     let table = ops.agreement.as_ref().and_then(|agreement| agreement.table());
     table.map(|table| Arc::clone(table.access())).unwrap_or_default()

@@ -1,14 +1,15 @@
-//! `/admin/v1/plans`: which workers a model's layers are to be on, where an operator says it.
+//! `/admin/v1/plans`: operators' plans, which assign a model's layers to workers.
 //!
 //! | request | does | answers |
 //! |---|---|---|
 //! | `GET` | lists | `{"plans":[P]}` |
-//! | `PUT /{model}` JSON `{"replicas":[[{"worker":"w0","layers":[0,14]},{"worker":"w1","layers":[14,28]}]]}` | the model's replicas are these from now on, instead of the leader's or those of an earlier plan | 204 |
-//! | `DELETE /{model}` | leaves the model to the leader again; what stands may stand | 204 |
+//! | `PUT /{model}` JSON `{"replicas":[[{"worker":"w0","layers":[0,14]},{"worker":"w1","layers":[14,28]}]]}` | replaces the model's replicas, whether planned by the leader or by an operator | 204 |
+//! | `DELETE /{model}` | returns the model to the leader's planning; existing replicas may stay | 204 |
 //!
-//! P is `{"model","replicas","waits"}`: `waits` tells why not all of it is placed, if the coordinator that is asked
-//! leads and it is so, else it is null. A range is its first layer and the one behind the last. What is no plan of the
-//! model's layers is refused before anything is put forward; workers need not be there yet. Any coordinator may be asked.
+//! P is `{"model","replicas","waits"}`. `waits` is the reason why the plan is not fully placed; null if it
+//! is, or if the called coordinator does not lead. A range is the first layer and the layer after the last. A
+//! plan that does not match the model's layers is refused before it is proposed. The workers need not be
+//! connected yet. Any coordinator may be called.
 
 use super::{Ops, count};
 use crate::agreement::{Agreement, ChangeError};
@@ -100,7 +101,7 @@ fn agreement(ops: &Ops) -> Result<&Agreement, ApiError> {
     })
 }
 
-/// What is asked for, if it is a plan of the model's layers, whoever holds them.
+/// Checks that a request is a plan of the model's layers, independent of the workers.
 fn checked(model: &OfferedModel, wanted: PlanRequest) -> Result<OperatorPlan, ApiError> {
     let PlanRequest { replicas } = wanted;
     let Some(costs) = &model.costs else {

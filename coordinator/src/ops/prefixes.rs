@@ -1,16 +1,17 @@
-//! `/admin/v1/prefixes`: prefixes that are computed ahead and held against eviction.
+//! `/admin/v1/prefixes`: pinned prefixes, which are computed in advance and protected against eviction.
 //!
 //! | request | does | answers |
 //! |---|---|---|
 //! | `GET` | lists | `{"prefixes":[P]}` |
 //! | `POST` JSON `{"prompt" or "messages","ttl_s","add_special_tokens"}` | pins, at `?worker=` or at every worker that serves the model | `{"prefixes":[P]}` |
-//! | `DELETE /{id}` | lets one go | 204 |
+//! | `DELETE /{id}` | unpins | 204 |
 //!
-//! `prompt` is a text or token ids; `messages` is rendered by the model's chat template without a place for an
-//! answer. A pin holds the prefix's full units of 16 tokens. Text that follows a text may be cut into tokens together
-//! with its end; token ids leave no doubt. `ttl_s` is 3600 where it is left out, 0 is until it is dropped. P is
-//! `{"id","worker","model","tokens","expires_in_s" (null: never),"pinned_bytes","budget_bytes"}`; the budget is the
-//! worker's and a pin beyond it is refused with 409. Every request may say `?model=`, `?tenant=`, `?worker=`.
+//! `prompt` is a text or token ids; `messages` is rendered by the model's chat template, without the beginning
+//! of an answer. A pin covers the prefix's full hash units of 16 tokens. The tokens at the end of a text may
+//! change when further text follows; token ids are exact. `ttl_s` is 3600 by default; 0: until unpinned. P is
+//! `{"id","worker","model","tokens","expires_in_s" (null: never),"pinned_bytes","budget_bytes"}`; the budget is
+//! the worker's, and a pin beyond it is refused with 409. Every request may have `?model=`, `?tenant=`,
+//! `?worker=`.
 
 use super::Ops;
 use super::keep::{Keep, Query};
@@ -26,7 +27,7 @@ use proto::sequence::{PinInfo, SequenceOperation, SequenceReply};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// Where a request comes from and what it says besides its body.
+/// State, caller and query of a request.
 type From = (State<Arc<Ops>>, Extension<Caller>, Query);
 
 pub(super) fn router() -> Router<Arc<Ops>> {
@@ -46,7 +47,7 @@ async fn list((State(ops), Extension(caller), query): From) -> Result<Json<Value
     Ok(Json(json!({"prefixes": prefixes})))
 }
 
-/// At all workers or at none: what some have pinned goes again when another refuses.
+/// Pins at all workers or at none: if one refuses, the others are unpinned.
 async fn pin(
     (State(ops), Extension(caller), query): From,
     request: Request,
@@ -72,7 +73,7 @@ async fn pin(
     }
     if let Some(error) = refusal {
         for (node, info) in pinned {
-            // The worker that cannot be told now lets it go when its time is up.
+            // An unreachable worker unpins it when its time is up.
             let _ = keep.ask(node, SequenceOperation::Unpin { pin: info.pin }).await;
         }
         return Err(error);

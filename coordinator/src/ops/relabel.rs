@@ -1,27 +1,27 @@
-//! Workers' metrics, joined into one text: every sample gets a label `worker`, samples of one family stand
-//! together, and names that older boards ask for are served beside the present ones.
+//! Joins the workers' metrics into one text: every sample gets a label `worker`, samples of one family are
+//! grouped, and names that older dashboards use are added.
 
 use proto::ids::NodeId;
 use std::collections::{BTreeMap, HashSet};
 
-/// (present name, older name) of families.
+/// Families with an older name: (present, older).
 const OLDER: [(&str, &str); 3] = [
     ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
     ("vllm:prefix_cache_queries", "vllm:gpu_prefix_cache_queries"),
     ("vllm:prefix_cache_hits", "vllm:gpu_prefix_cache_hits"),
 ];
-/// What a sample's name may have behind its family's.
+/// Suffixes of sample names after the family's name.
 const SUFFIXES: [&str; 6] = ["_total", "_created", "_bucket", "_count", "_sum", "_info"];
 
 #[derive(Debug, Default)]
 struct Family {
-    /// `# HELP`, `# TYPE` and `# UNIT` lines, as the first worker had them.
+    /// `# HELP`, `# TYPE` and `# UNIT` lines of the first worker.
     heads: Vec<String>,
     samples: Vec<String>,
 }
 
-/// Appends the workers' samples to `text`. Families that `text` has already are the coordinator's own and
-/// are left out.
+/// Appends the workers' samples to `text`. Families that `text` already has are the coordinator's own and are
+/// omitted.
 pub fn append(text: &mut String, workers: &[(NodeId, String)]) {
     let own: HashSet<&str> = text.lines().filter_map(head).map(|(_, family)| family).collect();
     let mut families: BTreeMap<String, Family> = BTreeMap::new();
@@ -94,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn samples_are_labelled_and_stand_by_family() {
+    fn samples_are_labelled_and_grouped_by_family() {
         let worker = |usage: &str| {
             format!(
                 "# HELP vllm:kv_cache_usage_perc Used.\n# TYPE vllm:kv_cache_usage_perc gauge\n\

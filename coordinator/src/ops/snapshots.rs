@@ -1,19 +1,21 @@
-//! `/admin/v1/snapshots`: sequences by the request that made them (`x-request-id`), and what is saved of them.
+//! `/admin/v1/snapshots`: sequences, named by the request that made them (`x-request-id`), and their
+//! snapshots.
 //!
 //! | request | does | answers |
 //! |---|---|---|
 //! | `GET` | lists | `{"sequences":[S],"snapshots":[K]}` |
 //! | `POST` JSON `{"id","medium"}` | saves at the worker, in `memory` (default) or on `disk` | K |
-//! | `POST` `application/octet-stream` | restores a snapshot's bytes, as `?id=` or a new name, at `?worker=` or the one with least to do | S |
-//! | `GET /{id}` | a snapshot's bytes: the saved one of this name, else one taken now | bytes |
-//! | `POST /{id}/restore` JSON `{"as"}` | restores a saved snapshot, under its own name or another; where `?worker=` is another worker than the one that has it, its bytes move there | S |
-//! | `POST /{id}/fork` JSON `{"as"}` | another sequence that stands where this one does | S |
-//! | `POST /{id}/reset` JSON `{"keep"}` | cuts the sequence to its first tokens | S |
-//! | `DELETE /{id}` | forgets the sequence and the snapshot of this name | 204 |
+//! | `POST` `application/octet-stream` | restores a snapshot's bytes, as `?id=` or a new name, at `?worker=` or the worker with the least load | S |
+//! | `GET /{id}` | a snapshot's bytes: the saved one of this name, or else a new one | bytes |
+//! | `POST /{id}/restore` JSON `{"as"}` | restores a saved snapshot, under its own name or another; if `?worker=` is another worker than its holder, its bytes move there | S |
+//! | `POST /{id}/fork` JSON `{"as"}` | forks the sequence | S |
+//! | `POST /{id}/reset` JSON `{"keep"}` | truncates the sequence to its first `keep` tokens | S |
+//! | `DELETE /{id}` | deletes the sequence and the snapshot of this name | 204 |
 //!
-//! S is `{"id","choice","worker","model","tokens","cached","live"}`, K is `{"id","choice","worker","model","bytes",
-//! "medium"}`. Every request may say `?model=`, `?tenant=` and, where a sequence is named, `?choice=` (0) and
-//! `?worker=`. A name that nobody knows is 404; what is refused because of the state of things is 409.
+//! S is `{"id","choice","worker","model","tokens","cached","live"}`. K is
+//! `{"id","choice","worker","model","bytes","medium"}`. Every request may have `?model=`, `?tenant=` and, where
+//! a sequence is named, `?choice=` (default 0) and `?worker=`. An unknown name is 404; an operation refused
+//! because of the current state is 409.
 
 use super::Ops;
 use super::keep::{Keep, OPERATION_LIMIT, Query, answer, named};
@@ -38,7 +40,7 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 use tokio::time::timeout;
 
-/// Where a request comes from and what it says besides its body.
+/// State, caller and query of a request.
 type From = (State<Arc<Ops>>, Extension<Caller>, Query);
 
 pub(super) fn router() -> Router<Arc<Ops>> {
@@ -88,7 +90,7 @@ async fn save(
     }
 }
 
-/// Passes the bytes on as they come: a snapshot may be far longer than any other body.
+/// Forwards the bytes as they arrive: a snapshot may be much longer than any other body.
 async fn upload(
     (State(ops), Extension(caller), query): From,
     request: Request,
@@ -111,7 +113,7 @@ async fn upload(
         let Ok(data) = frame.into_data() else { continue };
         let sent = timeout(WRITE_STALL, exchange.send(&data)).await;
         if sent.map_err(|_| ApiError::WorkerLost)?.is_err() {
-            // The worker wants no more and says why.
+            // The worker stopped reading; its reply has the reason.
             break;
         }
     }
@@ -143,7 +145,7 @@ async fn fetch(
     Ok(response)
 }
 
-/// At the worker that has the snapshot, or, where another is named, by way of here.
+/// Restores at the snapshot's holder, or at the worker that the query names, by forwarding the bytes.
 async fn restore(
     (State(ops), Extension(caller), query): From,
     Path(id): Path<String>,
@@ -156,7 +158,7 @@ async fn restore(
         Some(id) => named(id, &Query::default())?,
         None => snapshot.clone(),
     };
-    // Here the worker is where it goes, not where it is.
+    // Here `worker` is the destination, not the holder.
     let anywhere = Query { worker: None, ..query.clone() };
     let operation = SequenceOperation::Restore { snapshot: snapshot.clone(), name: name.clone() };
     if query.worker.is_none() {
@@ -225,7 +227,7 @@ async fn drop_all(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// The sequence that an operation has made or changed. Whoever asks for it next is sent where it is.
+/// Responds with a new or changed sequence. Later requests for it are routed to its worker.
 async fn restored(keep: &Keep<'_>, node: &NodeId, reply: SequenceReply) -> Result<Json<Value>, ApiError> {
     let SequenceReply::Sequence(info) = reply else { return Err(ApiError::Internal) };
     keep.catch_up(node).await;
@@ -234,12 +236,12 @@ async fn restored(keep: &Keep<'_>, node: &NodeId, reply: SequenceReply) -> Resul
     Ok(Json(json))
 }
 
-/// The name that is asked for, or a new one.
+/// The requested name, or a new one.
 fn new_name(id: Option<String>, query: &Query) -> Result<SequenceName, ApiError> {
     named(id.unwrap_or_else(|| format!("{:016x}{:016x}", random_u64(), random_u64())), query)
 }
 
-/// A body, where none is as good as an empty object.
+/// The body; `{}` if it is empty.
 async fn body_or_nothing(request: Request) -> Result<bytes::Bytes, ApiError> {
     let body = limits::read(request.into_body()).await?;
     Ok(if body.is_empty() { bytes::Bytes::from_static(b"{}") } else { body })

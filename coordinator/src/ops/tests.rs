@@ -10,7 +10,7 @@ use std::path::Path as FilePath;
 use std::time::SystemTime;
 use tower::ServiceExt;
 
-/// What anybody may ask; the dashboard's files too, which hold nothing of the cluster.
+/// Paths without authentication, besides the dashboard's files, which have no data of the cluster.
 const OPEN: [&str; 4] = ["/livez", "/startupz", "/readyz", "/metrics"];
 
 fn identity() -> Identity {
@@ -46,11 +46,11 @@ fn port_with(loops: Vec<Heartbeat>) -> Router {
         identity: identity(),
         loops,
     });
-    // The API has a gate and a test of its own.
+    // The API has its own authentication and its own test.
     router(ops, &Router::new())
 }
 
-/// Every path that the sources of this port give a route to: a new one is found without being told of.
+/// All paths with a route in this port's sources, so that new ones are tested automatically.
 fn routes() -> Vec<String> {
     let directory = FilePath::new(env!("CARGO_MANIFEST_DIR")).join("src/ops");
     let parts = std::fs::read_dir(&directory).unwrap().map(|entry| entry.unwrap().path());
@@ -73,7 +73,7 @@ fn routes() -> Vec<String> {
     found
 }
 
-/// Status, and whether the method is one of the route's.
+/// Status, and whether the route has the method.
 async fn ask(router: &Router, from: &str, method: &Method, path: &str, key: Option<&str>) -> (u16, bool) {
     let peer: SocketAddr = from.parse().unwrap();
     let mut request = axum::http::Request::builder().method(method).uri(path);
@@ -88,7 +88,7 @@ async fn ask(router: &Router, from: &str, method: &Method, path: &str, key: Opti
         assert!(response.headers().contains_key(header::ALLOW), "{method} {path}");
         return (status, false);
     }
-    // Some answers go on for ever.
+    // Some responses never end.
     if status != 404 {
         return (status, true);
     }
@@ -120,7 +120,7 @@ async fn sec_ops_routes() {
                 assert!(!served || open || status == refusal, "{method} {path} with {key:?}: {status}");
                 methods += usize::from(served);
             }
-            // With the right key, and from this machine, nobody is refused.
+            // An admin key, or a caller on this machine, is never refused.
             for (from, key) in [(far, Some("admin")), (near, None)] {
                 let (status, _) = ask(&router, from, &method, &path, key).await;
                 assert!(![401, 403].contains(&status), "{method} {path} from {from}: {status}");
@@ -131,7 +131,7 @@ async fn sec_ops_routes() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_node_one_of_whose_loops_stands_still_is_not_alive() {
+async fn a_node_with_a_stopped_loop_is_not_alive() {
     let past = std::time::Instant::now().checked_sub(Duration::from_secs(60)).unwrap();
     let (turns, stands) = (Heartbeat::new("the runtime"), Heartbeat::since("the dispatcher", past));
     let port = port_with(vec![turns, stands.clone()]);

@@ -1,36 +1,36 @@
-//! A cut that an operator wrote, checked.
+//! Checks a cut that an operator wrote.
 
 use super::{Placement, PlacementError, Replica, drafter_from};
 use model::costs::ModelCosts;
 use std::ops::Range;
 
-/// What is wrong with an operator's cut.
+/// Why an operator's cut is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ExplicitError {
     #[error("there is no worker {0}")]
     UnknownWorker(String),
-    /// Two stages on one worker.
+    /// A worker has two stages.
     #[error("worker {0} has two ranges")]
     WorkerTwice(String),
-    /// A range that holds no layer.
+    /// A range without layers.
     #[error("the range {start}..{end} of worker {worker} is empty")]
     Empty { worker: String, start: usize, end: usize },
-    /// A range does not begin where the one before ends.
+    /// A range does not begin where the one before it ends.
     #[error("the layers of worker {worker} begin with {found}, and {expected} is the next to be placed")]
     Gap {
         worker: String,
-        /// Layer that is to come.
+        /// The next layer to be placed.
         expected: usize,
         found: usize,
     },
     /// The last range does not end with the model.
     #[error("the last range ends before layer {end}, and the model has {layers} layers")]
     End {
-        /// Layer behind the last range.
+        /// The layer after the last range.
         end: usize,
         layers: usize,
     },
-    /// A layer would be parted from the one whose keys and values it reads.
+    /// The cut separates a layer from the one whose KV it reads.
     #[error(
         "no stage may begin with layer {at}: {}; {}",
         drafter_from.map_or_else(
@@ -45,7 +45,7 @@ pub enum ExplicitError {
         drafter_from: Option<usize>,
         cuts: Vec<usize>,
     },
-    /// A range does not fit.
+    /// A range exceeds its worker's memory.
     #[error(
         "worker {worker} needs {needed} bytes for layers {start}..{end} and has {memory}{}",
         match drafter { 0 => String::new(), bytes => format!("; the drafter takes {bytes} of these") }
@@ -58,7 +58,7 @@ pub enum ExplicitError {
         needed: u64,
         /// Bytes that the worker has.
         memory: u64,
-        /// Bytes of the drafter's weights and caches there.
+        /// Bytes of the drafter's weights and caches in the range.
         drafter: u64,
     },
 }
@@ -72,8 +72,8 @@ fn allowed(cuts: &[usize]) -> String {
     }
 }
 
-/// Checks what of an operator's cut depends on the model alone: every layer once, no cut between a layer and its keys, no
-/// worker twice.
+/// Checks the parts of an operator's cut that depend on the model alone: every layer once, no cut between a
+/// layer and the KV it reads, no worker twice.
 pub fn check_ranges(model: &ModelCosts, ranges: &[(String, Range<usize>)]) -> Result<(), ExplicitError> {
     let (layers, cuts) = (model.layers(), model.cuts());
     let mut next = 0;
@@ -101,8 +101,8 @@ pub fn check_ranges(model: &ModelCosts, ranges: &[(String, Range<usize>)]) -> Re
 }
 
 impl Placement<'_> {
-    /// The replica that an operator asks for: workers by name with their layers, in order. It is not improved, only
-    /// checked: every layer once, no cut between a layer and its keys, no worker beyond its memory.
+    /// The replica that an operator asks for: workers by name with their layers, in order. It is checked, not
+    /// optimized: every layer once, no cut between a layer and the KV it reads, no worker beyond its memory.
     pub fn explicit(&self, ranges: &[(String, Range<usize>)]) -> Result<Replica, PlacementError> {
         self.check_workers()?;
         let worker = |(name, range): &(String, Range<usize>)| {

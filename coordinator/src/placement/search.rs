@@ -1,40 +1,41 @@
-//! All cuts and all choices of workers, by dynamic programming over (workers used, layers placed).
+//! Search over all cuts and choices of workers, by dynamic programming over (workers used, layers placed).
 
 use super::{Placement, Replica, Stage};
 use std::cmp::Ordering;
 use std::collections::HashMap;
 
-/// Choices of workers that are told apart: a hundred layers then take about a second. Beyond, workers keep their order.
+/// Maximum of distinct choices of workers. With this many, a model of a hundred layers takes about a second.
+/// Above it, workers keep their order.
 const MOST_CHOICES: usize = 1 << 9;
-/// Workers that are looked at when they keep their order, for the same reason.
+/// Maximum of workers considered when they keep their order, for the same reason.
 const MOST_ORDERED: usize = 24;
 
-/// Workers that are alike in all that matters.
+/// Workers with equal capacities.
 struct Kind {
-    /// Indices of workers; which of them serves a stage makes no difference.
+    /// Indices of the workers; they are interchangeable.
     workers: Vec<usize>,
 }
 
 /// How the next worker is chosen.
 enum Order {
-    /// Any kind of which one is left. A state is how many of each kind are used, in mixed radix.
+    /// Any kind with an unused worker. A state counts the used workers of each kind, in mixed radix.
     Any,
-    /// Workers by falling speed, some left out. A state is how many are behind us.
+    /// Workers by falling speed, with some skipped. A state counts the workers already passed.
     Given,
 }
 
-/// The table of stages from which cuts are made.
+/// The table of candidate stages.
 pub(super) struct Search<'a> {
     placement: &'a Placement<'a>,
     kinds: Vec<Kind>,
     order: Order,
-    /// Layers at which stages begin or end, 0 and the number of layers included.
+    /// Layers at which stages may begin or end, including 0 and the number of layers.
     bounds: Vec<usize>,
-    /// For each kind and each pair of bounds, the stage; of a kind's workers the first stands for all.
+    /// The stage for each kind and pair of bounds. The first worker of a kind stands for all of them.
     stages: Vec<Stage>,
 }
 
-/// What a chain of stages costs, from one bound to the end.
+/// The best chain of stages from a bound to the end.
 #[derive(Clone, Copy)]
 struct Best {
     cost: f64,
@@ -43,7 +44,7 @@ struct Best {
 }
 
 impl<'a> Search<'a> {
-    /// Over the workers `free`, for replicas of up to `least` stages at the least.
+    /// A search over the workers `free`, for replicas of up to `least` stages or more.
     pub(super) fn new(placement: &'a Placement<'a>, free: &[usize], least: usize) -> Self {
         let mut bounds = vec![0];
         bounds.extend(placement.model.cuts());
@@ -65,8 +66,8 @@ impl<'a> Search<'a> {
         Self { placement, kinds, order, bounds, stages }
     }
 
-    /// The replica of `count` stages whose slowest takes the least, and among those the one whose squared times sum
-    /// to the least: nothing is gained by one stage that idles beside one that is nearly as slow as the slowest.
+    /// The replica of `count` stages with the fastest slowest stage. Ties are broken by the sum of squared
+    /// times, which balances the other stages.
     pub(super) fn fastest(&self, count: usize) -> Option<Replica> {
         let fits = |stage: &Stage| stage.needs.missing(&self.placement.workers[stage.worker]) == 0;
         let time = |stage: &Stage| fits(stage).then_some(stage.times.request);
@@ -76,13 +77,13 @@ impl<'a> Search<'a> {
         self.solve(count, &squared, |a, b| a + b)
     }
 
-    /// The replica of `count` stages that lacks the fewest bytes in sum.
+    /// The replica of `count` stages that lacks the fewest bytes in total.
     pub(super) fn nearest(&self, count: usize) -> Option<Replica> {
         let missing = |stage: &Stage| Some(stage.needs.missing(&self.placement.workers[stage.worker]) as f64);
         self.solve(count, &missing, |a, b| a + b)
     }
 
-    /// The cheapest chain of `count` stages over all layers; a stage without a cost is not to be had.
+    /// The cheapest chain of `count` stages over all layers. A stage with cost `None` is excluded.
     fn solve(
         &self,
         count: usize,
@@ -111,7 +112,7 @@ impl<'a> Search<'a> {
         (kind * bounds + from) * bounds + to
     }
 
-    /// The state after a stage on `kind`, if it may come next.
+    /// The state after a stage on `kind`; `None` if that kind may not come next.
     fn after(&self, state: usize, kind: usize) -> Option<usize> {
         match self.order {
             Order::Given => (kind >= state).then_some(kind + 1),
@@ -125,7 +126,7 @@ impl<'a> Search<'a> {
     }
 }
 
-/// One search: costs of stages, how they join, and what is known so far.
+/// One search: the stages' costs, how costs combine, and memoized results.
 struct Solver<'a> {
     search: &'a Search<'a>,
     costs: Vec<Option<f64>>,
@@ -134,7 +135,8 @@ struct Solver<'a> {
 }
 
 impl Solver<'_> {
-    /// The cheapest `left` stages from bound `from` to the last layer. As deep as there are stages.
+    /// The cheapest `left` stages from bound `from` to the last layer. Recursion depth is the number of
+    /// stages.
     fn best(&mut self, state: usize, from: usize, left: usize) -> Option<Best> {
         if let Some(known) = self.known.get(&(state, from, left)) {
             return *known;
@@ -143,7 +145,7 @@ impl Solver<'_> {
         let mut best: Option<Best> = None;
         for kind in 0..self.search.kinds.len() {
             let Some(after) = self.search.after(state, kind) else { continue };
-            // The last stage ends with the model, the others leave a range for each that follows.
+            // The last stage ends with the model; earlier stages leave a layer range for each later one.
             let ends = if left == 1 { last..=last } else { from + 1..=(last + 1).saturating_sub(left) };
             for end in ends {
                 let Some(own) = self.costs[self.search.index(kind, from, end)] else { continue };
@@ -168,8 +170,8 @@ fn pairs(bounds: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..bounds).flat_map(move |from| (from + 1..bounds).map(move |to| (from, to)))
 }
 
-/// Groups workers that are alike; where the choices are still too many, each stands for itself, fastest first, and the
-/// slowest are left out.
+/// Groups workers with equal capacities. If there are too many choices, each worker is its own kind, fastest
+/// first, and the slowest are left out.
 fn kinds(placement: &Placement<'_>, free: &[usize], least: usize) -> (Vec<Kind>, Order) {
     let of = |worker: usize| &placement.workers[worker];
     let alike = |a: usize, b: usize| {

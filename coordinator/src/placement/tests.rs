@@ -7,7 +7,7 @@ use model::spec::{
 };
 use proptest::prelude::*;
 
-/// A layer of attention and nothing else, its keys its own or those of `source`.
+/// A layer of attention only, with its own KV or that of `source`.
 fn layer(index: usize, source: Option<usize>) -> LayerSpec {
     let linear = |name: &str| LinearSpec::new(format!("{index}.{name}"), 1, 1);
     let own = || OwnKvSpec { k: linear("k"), v: None, k_norm: None, v_norm: None };
@@ -41,8 +41,8 @@ fn layer(index: usize, source: Option<usize>) -> LayerSpec {
     }
 }
 
-/// A model whose layers weigh `weights` bytes, with embedding and head tied in one tensor of `table` bytes; from
-/// `shared` on, layers read the keys of the layer before it.
+/// A model whose layers weigh `weights` bytes, with embedding and head tied in one tensor of `table` bytes.
+/// From `shared` on, each layer reads the KV of the layer before it.
 fn model(weights: &[u64], table: u64, shared: Option<usize>) -> ModelCosts {
     let source = |index: usize| shared.filter(|first| index >= *first).map(|first| first - 1);
     let spec = ModelSpec {
@@ -80,7 +80,7 @@ fn worker(name: usize, memory: u64, speed: f64) -> Worker {
     Worker { name: format!("w{name}"), memory, bandwidth: speed, compute: speed * 100.0 }
 }
 
-/// Every way to choose `count` of `items`, in every order.
+/// Every choice of `count` items, in every order.
 fn arrangements(items: &[usize], count: usize) -> Vec<Vec<usize>> {
     if count == 0 {
         return vec![Vec::new()];
@@ -130,7 +130,7 @@ fn missing(placement: &Placement<'_>, replica: &Replica) -> u64 {
     replica.stages.iter().map(|stage| stage.needs.missing(&placement.workers[stage.worker])).sum()
 }
 
-/// (slowest stage, squares of all stages).
+/// (slowest stage, sum of squares of all stages).
 fn times(replica: &Replica) -> (f64, f64) {
     let each = replica.stages.iter().map(|stage| stage.times.request);
     (each.clone().fold(0.0, f64::max), each.map(|time| time * time).sum())
@@ -199,7 +199,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 4, ..ProptestConfig::default() })]
 
     #[test]
-    fn a_fleet_of_many_unlike_workers_is_placed_on_too(
+    fn many_unlike_workers_are_placed_within_the_search_limits(
         speeds in prop::collection::vec(100u32..1_000, 30..40),
         shards in 1usize..5,
         most in 25usize..30,
@@ -250,7 +250,7 @@ fn rates_follow_from_the_stages() {
 }
 
 #[test]
-fn replicas_that_do_not_all_fit_say_how_many_do() {
+fn a_partial_placement_reports_how_many_replicas_fit() {
     let model = model(&[1_000; 4], 0, None);
     let workers: Vec<Worker> = (0..3).map(|name| worker(name, 4_000, 100.0)).collect();
     let placement = Placement { model: &model, workload: Workload::of_context(16), workers: &workers };
@@ -273,7 +273,7 @@ fn a_worker_without_a_speed_is_refused() {
 }
 
 #[test]
-fn an_operators_plan_is_taken_as_it_is_or_refused_with_what_is_wrong() {
+fn an_operators_plan_is_used_unchanged_or_refused_with_a_reason() {
     let model = model(&[100; 6], 10, Some(4));
     let workers = [worker(0, 1 << 20, 100.0), worker(1, 1 << 20, 1.0), worker(2, 300, 100.0)];
     let placement = Placement { model: &model, workload: Workload::of_context(16), workers: &workers };
@@ -304,17 +304,17 @@ fn an_operators_plan_is_taken_as_it_is_or_refused_with_what_is_wrong() {
     };
 }
 
-/// At the last stage, which reads the caches of `from_layer`.
+/// A drafter at the last stage that reads the caches of `from_layer`.
 fn drafter(from_layer: usize, weight_bytes: u64) -> DrafterCosts {
     let stage = DrafterStage::Last { from_layer };
     DrafterCosts { stage, weight_bytes, reads_embedding: false, kv_elements: 0, state_elements: 0 }
 }
 
 #[test]
-fn a_drafters_bytes_decide_where_the_last_stage_is() {
+fn a_drafters_bytes_decide_the_worker_of_the_last_stage() {
     let plain = model(&[1000; 4], 0, None);
     let workload = Workload::of_context(16);
-    // The large worker is the slow one.
+    // The larger worker is slower.
     let workers = [worker(0, 4_000, 100.0), worker(1, 20_000, 50.0)];
     let place = |model: &ModelCosts| {
         let placed = Placement { model, workload, workers: &workers }.place(Some(2), 1).unwrap().remove(0);
@@ -326,7 +326,7 @@ fn a_drafters_bytes_decide_where_the_last_stage_is() {
     assert_eq!((at, needs.drafter_weights, needs.drafter_caches), (1, 9_000, 0));
     let (_, needs) = place(&plain);
     assert_eq!(needs.drafter(), 0);
-    // Its keys, values and states are counted for each sequence.
+    // The drafter's KV and states count once per sequence.
     let keeps = DrafterCosts { kv_elements: 2, state_elements: 3, ..drafter(4, 9_000) };
     let workload = Workload { sequences: 5, ..workload };
     let with = plain.clone().with_drafter(keeps);
@@ -348,7 +348,7 @@ fn a_drafter_that_does_not_fit_is_refused_with_its_bytes_and_layers() {
     assert!(*drafter_bytes == 9_000 && *missing > 0, "{error}");
     assert!(error.to_string().contains("the drafter takes 9000 of what worker"), "{error}");
     assert!(Placement { model: &plain, ..placement }.place(Some(2), 1).is_ok());
-    // More than one cut lies behind the layer.
+    // More than one cut lies after the layer.
     assert_eq!(most_shards(&with), 3);
     let error = check_shards(&with, 4).unwrap_err().to_string();
     assert!(error.contains("3 is the most") && error.contains("the caches of layer 2"), "{error}");

@@ -1,9 +1,9 @@
-//! A growing array in blocks of fixed size: growth never moves what is there, so it never stalls anyone for
-//! long, and what it takes is known before it is taken.
+//! A growing array in blocks of fixed size. Growth never moves existing elements, so it is never slow, and
+//! its memory is known in advance.
 
 use std::ops::{Index, IndexMut};
 
-/// `1 << SHIFT` elements a block.
+/// Blocks of `1 << SHIFT` elements.
 #[derive(Debug)]
 pub(super) struct Blocks<T, const SHIFT: u32> {
     blocks: Vec<Box<[T]>>,
@@ -33,7 +33,7 @@ impl<T: Clone, const SHIFT: u32> Blocks<T, SHIFT> {
         self.blocks.len() * Self::BLOCK_BYTES + self.blocks.capacity() * size_of::<Box<[T]>>()
     }
 
-    /// Bytes that [`grow`](Self::grow) takes at its highest.
+    /// Upper bound of the bytes that [`grow`](Self::grow) allocates.
     pub(super) fn growth(&self) -> usize {
         Self::BLOCK_BYTES + (self.blocks.capacity() * 2).max(4) * size_of::<Box<[T]>>()
     }

@@ -1,7 +1,8 @@
-//! Reservations: what a worker will hold because a request was sent there, before its events say so.
+//! Reservations: units that a worker will hold because a request was sent to it, before its KV events report
+//! them.
 //!
-//! The units that are expected of a worker stand in the tree under a lane of their own; here is kept which
-//! requests expect them.
+//! Expected units are stored in the tree under a lane of their own. This module tracks which requests expect
+//! them.
 
 use super::lanes::Lanes;
 use super::sets::table_bytes;
@@ -14,13 +15,14 @@ use std::ops::Bound;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Ended requests of a worker whose events are waited for, at most; of more, the oldest wait for their time to be up.
+/// Maximum of ended requests per worker whose events are awaited. Beyond it, the oldest wait until their time
+/// is up.
 const AWAITED: usize = 256;
-/// Of these, so many that are not fulfilled yet are passed over when the worker speaks.
+/// Maximum of unfulfilled ones among these that are skipped per event batch.
 const PASSED_OVER: usize = 3;
-/// Reservations for which there is room before they are put in order, at first.
+/// Initial capacity for reservations that are not sorted yet.
 const FRESH: usize = 16;
-/// What the queue of them takes at most.
+/// Maximum bytes of the queue of ended requests.
 const AWAITED_BYTES: usize = AWAITED * size_of::<ReservationId>();
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -30,9 +32,9 @@ pub struct ReservationId(u64);
 struct Reservation {
     slot: Slot,
     chain: Arc<[BlockId]>,
-    /// Set once the request has ended: the reservation only bridges the lag of the event stream.
+    /// Set once the request has ended: then the reservation only covers the delay of the events.
     until: Option<Instant>,
-    /// It stands in the order of chains.
+    /// Whether it is in [`OfSlot::ordered`].
     ordered: bool,
 }
 
@@ -47,20 +49,21 @@ pub(super) struct Claims {
 
 /// The live reservations at one worker.
 ///
-/// Nearly all of them are fulfilled by what the worker says, and then nobody asks what other chains share with theirs. So
-/// they are put in order when that is asked the first time after they came.
+/// Nearly all are fulfilled by the worker's events, and then their shared prefixes are never needed. So
+/// reservations are sorted only when such a prefix is first needed.
 #[derive(Debug, Default)]
 struct OfSlot {
     live: usize,
     ordered: BTreeSet<Expected>,
-    /// Those that are in no order yet; also some that are over.
+    /// Reservations that are not sorted yet; may include released ones.
     fresh: Vec<ReservationId>,
-    /// Those whose requests have ended, in that order, which is mostly that of the events too; also some that are over.
+    /// Reservations of ended requests, in the order of their end, which is mostly that of the events; may
+    /// include released ones.
     settled: VecDeque<ReservationId>,
 }
 
-/// A live reservation in the order of chains. Chains that share a start are neighbours there: none shares a longer start
-/// with a chain than the one right before or right behind it.
+/// A live reservation in chain order. Chains with a common prefix are adjacent: no chain shares a longer
+/// prefix with another than its two neighbours do.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Expected {
     chain: Arc<[BlockId]>,
@@ -68,7 +71,7 @@ struct Expected {
 }
 
 impl Ord for Expected {
-    /// By the first unit in which they differ, then by length, then by age.
+    /// By the first differing unit, then by length, then by age.
     fn cmp(&self, other: &Self) -> Ordering {
         let shared = common(&self.chain, &other.chain);
         let (ours, theirs) = (self.chain.get(shared), other.chain.get(shared));
@@ -82,8 +85,8 @@ impl PartialOrd for Expected {
     }
 }
 
-/// Bytes that a set of so many takes at most: nodes of 11 entries, of which 5 at least are in use in all but the root,
-/// and above every 6 of them at least a node that has 12 pointers besides.
+/// Upper bound of the bytes of a B-tree set: nodes of 11 entries, of which at least 5 are used in all but the
+/// root, and for every 6 nodes at most one inner node with 12 more pointers.
 fn set_bytes(entries: usize) -> usize {
     const NODE: usize = 11 * size_of::<Expected>() + 16;
     const INNER: usize = NODE + 12 * size_of::<usize>();
@@ -91,7 +94,7 @@ fn set_bytes(entries: usize) -> usize {
 }
 
 impl Claims {
-    /// Without room for it the reservation counts for nothing.
+    /// Without room for it, the reservation has no effect.
     pub(super) fn reserve(
         &mut self,
         slot: Slot,
@@ -112,7 +115,7 @@ impl Claims {
             of_slot.live += 1;
             *fresh_bytes -= of_slot.fresh_bytes();
             if of_slot.fresh.len() == of_slot.fresh.capacity() {
-                // No larger than it has to be, and not looked through at every turn.
+                // Keeps the capacity small without scanning on every call.
                 of_slot.fresh.retain(|id| live.get(id).is_some_and(|reservation| !reservation.ordered));
                 of_slot.fresh.reserve_exact(of_slot.fresh.len() + FRESH);
             }
@@ -122,8 +125,8 @@ impl Claims {
         id
     }
 
-    /// The worker has announced a resume point at `unit`, after `units` units: it has computed everything before
-    /// it, and of what it keeps there it has said so. Reserved units before it will not be announced any more.
+    /// The worker has announced a resume point at `unit`, after `units` units. It has computed all units
+    /// before it and announced those that it keeps. Reserved units before it are no longer expected.
     pub(super) fn passed(&self, slot: Slot, unit: BlockId, units: usize, lanes: &Lanes, tree: &mut Tree) {
         let Some(expected) = lanes.of(slot).and_then(|pair| pair.expected) else { return };
         let passes = |chain: &&Arc<[BlockId]>| units > 0 && chain.get(units - 1) == Some(&unit);
@@ -145,9 +148,9 @@ impl Claims {
             }
         }
         let expected = lanes.of(slot).and_then(|pair| pair.expected);
-        // Mostly the worker has said all by now.
+        // Usually the worker has already announced everything.
         if let Some(expected) = expected.filter(|lane| tree.meets_path(&gone.chain, *lane)) {
-            // What others expect as well stays.
+            // Units that other reservations expect stay.
             let shared = self.longest_shared(slot, &gone);
             tree.remove_path(&gone.chain, shared, gone.chain.len(), expected);
         }
@@ -156,7 +159,7 @@ impl Claims {
         }
     }
 
-    /// Units of the longest start that the chain, which is none of them, shares with another that is live at this worker.
+    /// Length of the longest prefix that the released chain shares with another live one of this worker.
     fn longest_shared(&mut self, slot: Slot, gone: &Expected) -> usize {
         let Self { live, by_slot, fresh_bytes, .. } = self;
         let Some(of_slot) = by_slot.get_mut(&slot) else { return 0 };
@@ -195,7 +198,7 @@ impl Claims {
         }
     }
 
-    /// The worker has spoken: releases what has ended before and is fulfilled by now.
+    /// Called after the worker's events: releases ended reservations that are now fulfilled.
     pub(super) fn heard(&mut self, slot: Slot, lanes: &Lanes, tree: &mut Tree) {
         let Some(expected) = lanes.of(slot).and_then(|pair| pair.expected) else { return };
         let mut at = 0;
@@ -233,7 +236,7 @@ impl Claims {
         self.live.len() as u64
     }
 
-    /// The sets are counted as if all were one of least filled nodes, which is near their bound.
+    /// Counts the sets as one set of minimally filled nodes, which is close to their upper bound.
     pub(super) fn bytes(&self) -> usize {
         table_bytes(self.live.capacity(), size_of::<(ReservationId, Reservation)>())
             + table_bytes(self.by_slot.capacity(), size_of::<(Slot, OfSlot)>())
@@ -269,7 +272,8 @@ impl OfSlot {
     }
 }
 
-/// Leading units that two chains share. A unit's id commits to all before it, so this can be bisected.
+/// Number of leading units that two chains share. A unit's id commits to all before it, so a binary search is
+/// correct.
 fn common(a: &[BlockId], b: &[BlockId]) -> usize {
     let (mut low, mut high) = (0, a.len().min(b.len()));
     while low < high {

@@ -1,21 +1,21 @@
-//! Which ids may be the first unit of a strand: a table of counters that is asked before anything else, because most
-//! prompts that nobody holds differ from all others in their first unit.
+//! A filter of ids that may be the first unit of a strand. It is checked before anything else, because most
+//! prompts without a holder differ from all others in their first unit.
 
 use proto::block::BlockId;
 
-/// Bytes of the whole index for each counter, of a byte.
+/// One counter of one byte for this many bytes of the index budget.
 const SHARE: u64 = 256;
-/// Counters at least and at most: more would not stay in the processor's caches.
+/// Minimum of counters.
 const LEAST: u64 = 1 << 8;
+/// Maximum of counters: more would not fit the processor's caches.
 const MOST: u64 = 1 << 22;
 
-/// A counting filter with one hash. A counter that has reached its highest value stays there, so that no id is ever
-/// missed.
+/// A counting filter with one hash. A saturated counter stays saturated, so that no id is ever missed.
 #[derive(Debug)]
 pub(super) struct Heads(Box<[u8]>);
 
 impl Heads {
-    /// For an index of so many bytes.
+    /// For an index with a budget of `max_bytes`.
     pub(super) fn new(max_bytes: u64) -> Self {
         let counters = (max_bytes / SHARE).clamp(LEAST, MOST).next_power_of_two();
         Self(vec![0; usize::try_from(counters).unwrap_or(usize::MAX)].into_boxed_slice())
@@ -25,7 +25,7 @@ impl Heads {
         self.0.len()
     }
 
-    /// `false`: no strand begins with it.
+    /// If `false`, no strand begins with this id.
     #[inline]
     pub(super) fn may_begin(&self, id: &BlockId) -> bool {
         self.0[self.place(id)] > 0
@@ -47,7 +47,7 @@ impl Heads {
     #[inline]
     fn place(&self, id: &BlockId) -> usize {
         let bits = u128::from_le_bytes(id.0);
-        // Ids are outputs of a keyed hash; the multiplication spreads also those of tests.
+        // Ids are outputs of a keyed hash; the multiplication also spreads the ids of tests.
         let folded = (bits as u64 ^ (bits >> 64) as u64).wrapping_mul(0xd6e8_feb8_6659_fd93);
         (folded >> 40) as usize & (self.0.len() - 1)
     }
@@ -62,10 +62,10 @@ mod tests {
     }
 
     #[test]
-    fn what_was_added_is_never_missed_and_what_was_removed_is_mostly_forgotten() {
+    fn added_ids_are_never_missed_and_removed_ones_mostly_forgotten() {
         let mut heads = Heads::new(0);
         assert_eq!(heads.bytes(), 256);
-        // So many that counters reach their highest value.
+        // Enough ids to saturate counters.
         (0..200_000).for_each(|n| heads.add(&id(n)));
         (100..200_000).for_each(|n| heads.remove(&id(n)));
         assert!((0..100).all(|n| heads.may_begin(&id(n))));

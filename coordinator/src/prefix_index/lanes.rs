@@ -1,31 +1,32 @@
-//! Lanes: what stands in the tree for "the worker in this slot holds it" and "is expected to hold it".
+//! Lanes: the numbers that stand in the tree for "the worker in this slot holds it" and "the worker in this
+//! slot is expected to hold it".
 //!
-//! Everything that a worker holds is given up at once by giving it a new lane. The old one means nothing from
-//! then on; it is swept out of the tree a little with every later change, and used again after that.
+//! A worker's holdings are dropped at once by giving it a new lane. The old lane then has no meaning. It is
+//! swept out of the tree in steps with later changes, and reused after that.
 
 use super::sets::Lane;
 use super::tree::Tree;
 use crate::slot::Slot;
 
-/// Strands that are swept with every change.
+/// Number of strands swept with every change.
 const STRANDS_A_STEP: u32 = 512;
 const NOBODY: u16 = u16::MAX;
 
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Pair {
     pub(super) held: Lane,
-    /// Where nothing was reserved yet there is none.
+    /// `None` before the first reservation.
     pub(super) expected: Option<Lane>,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct Lanes {
-    /// By lane, the slot whose it is.
+    /// The slot of each lane.
     slots: Vec<u16>,
     pairs: Vec<Option<Pair>>,
     joined: u32,
     free: Vec<Lane>,
-    /// Given up and not being swept yet.
+    /// Dropped lanes whose sweep has not started.
     given_up: Vec<Lane>,
     sweep: Option<Sweep>,
 }
@@ -49,7 +50,7 @@ impl Lanes {
             + sweep.map_or(0, |sweep| sweep.bits.capacity() * size_of::<u64>())
     }
 
-    /// Slots up to the highest that was ever used.
+    /// Number of slots up to the highest one ever used.
     pub(super) fn slots(&self) -> usize {
         self.pairs.len()
     }
@@ -62,13 +63,13 @@ impl Lanes {
         self.pairs.get(slot.index()).copied().flatten()
     }
 
-    /// The slot whose lane of what it holds this is.
+    /// The slot whose held lane this is.
     pub(super) fn holder(&self, lane: Lane) -> Option<usize> {
         let slot = self.slot(lane)?;
         self.pairs[slot].filter(|pair| pair.held == lane).map(|_| slot)
     }
 
-    /// The slot whose lane this is, if it is still somebody's.
+    /// The slot of this lane; `None` if the lane was dropped.
     #[inline]
     pub(super) fn slot(&self, lane: Lane) -> Option<usize> {
         self.slots.get(usize::from(lane)).filter(|&&slot| slot != NOBODY).map(|&slot| usize::from(slot))
@@ -91,7 +92,7 @@ impl Lanes {
         pair.expected.into_iter().for_each(|lane| self.give_up(lane));
     }
 
-    /// The worker holds nothing any more.
+    /// Drops everything that the worker holds.
     pub(super) fn clear(&mut self, slot: Slot, tree: &mut Tree) {
         let Some(pair) = self.of(slot) else { return };
         self.give_up(pair.held);
@@ -99,7 +100,7 @@ impl Lanes {
         self.pairs[slot.index()] = Some(Pair { held, ..pair });
     }
 
-    /// The lanes of `slot`, both.
+    /// The held and the expected lane of `slot`.
     pub(super) fn expecting(&mut self, slot: Slot, tree: &mut Tree) -> Option<(Lane, Lane)> {
         let pair = self.of(slot)?;
         let expected = pair.expected.unwrap_or_else(|| self.take(slot, tree));
@@ -107,7 +108,7 @@ impl Lanes {
         Some((pair.held, expected))
     }
 
-    /// Sweeps on for a while, if there is something to sweep.
+    /// Sweeps a bounded number of strands, if any lanes were dropped.
     pub(super) fn sweep(&mut self, tree: &mut Tree) {
         if self.sweep.is_none() && !self.given_up.is_empty() {
             let lanes = std::mem::take(&mut self.given_up);
@@ -133,7 +134,7 @@ impl Lanes {
     }
 
     fn take(&mut self, slot: Slot, tree: &mut Tree) -> Lane {
-        // Two lanes a slot are far fewer than there are; only given up ones can have used them up.
+        // Two lanes per slot are far fewer than the maximum. Only dropped lanes can have used them up.
         while self.free.is_empty() && self.slots.len() >= usize::from(NOBODY) {
             self.sweep(tree);
         }

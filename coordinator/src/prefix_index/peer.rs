@@ -1,11 +1,11 @@
-//! What one coordinator's index knows of a worker, for a peer that has restarted or missed events, in frames that
-//! are bytes already.
+//! Transfers one coordinator's knowledge of a worker's prefixes to a peer that has restarted or missed
+//! events, in encoded frames.
 //!
-//! Neither side stops for it: a frame at a time is taken out or put in, and events go on in between. A frame may
-//! therefore tell more than the events up to the announced number; the receiver takes the stream up from that
-//! number, and since an event sets or takes away what it names whatever was there, both sides end up with the same.
-//! The worker counts as soon as its first frame is there. What has been heard from the worker itself is never
-//! replaced by what a peer has heard before: life and number decide.
+//! Neither side blocks: one frame at a time is exported or imported, and events continue in between. So a
+//! frame may contain more than the events up to the announced number. The receiver resumes the stream from
+//! that number. Both sides end up equal, since an event sets or clears what it names whatever was there. The
+//! worker's units count from the first frame on. A peer's older knowledge never replaces what the worker
+//! itself has sent: epoch and event number decide.
 
 use super::PrefixIndex;
 use super::strand::Before;
@@ -17,7 +17,7 @@ use proto::event::{KvRun, KvSnapshotFrame, MAX_ROOTS_PER_FRAME, Medium, PeerInde
 use proto::ids::{Epoch, NodeId};
 use std::collections::VecDeque;
 
-/// How much goes into a frame, about: the time that nobody else may use the index.
+/// Approximate content of a frame. It bounds the time for which the index is locked.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Pace {
     pub(super) strands: u32,
@@ -28,36 +28,36 @@ impl Pace {
     const USUAL: Self = Self { strands: 4_096, units: 4_096 };
 }
 
-/// Why a frame was refused; the rest of the transfer is worth nothing.
+/// Why a frame was refused; the rest of the transfer is useless.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PeerError {
     #[error(transparent)]
     Codec(#[from] CodecError),
-    /// A worker's part of no worker.
+    /// A part arrived before the frame that names the worker.
     #[error("a part comes before its worker is named")]
     NoWorker,
-    /// Another worker than was asked for, or another life of it.
+    /// The frame names another worker or another epoch than requested.
     #[error("it tells of epoch {} of {node}", epoch.0)]
     Another {
-        /// The worker that is named.
+        /// The named worker.
         node: NodeId,
         epoch: Epoch,
     },
-    /// It is not further than what is known already.
+    /// The peer knows nothing newer.
     #[error("it goes to event {told}, which is known")]
     Old {
-        /// The last event that it contains.
+        /// The last event that the transfer contains.
         told: u64,
     },
     /// The worker has left meanwhile.
     #[error("{0} has left")]
     Left(NodeId),
-    /// The frames are not those that were sent.
+    /// The frames differ from those that were sent.
     #[error("what came of {0} has another digest")]
     Digest(NodeId),
 }
 
-/// Takes out what is known of a worker, frame by frame.
+/// Exports the prefixes of a worker, frame by frame.
 #[derive(Debug)]
 pub struct Export {
     slot: Slot,
@@ -69,7 +69,7 @@ pub struct Export {
 
 #[derive(Debug)]
 enum TransferPart {
-    /// The worker is still to be named.
+    /// The frame that names the worker is next.
     Head(NodeId),
     Body(Box<Sending>),
     Done,
@@ -79,14 +79,15 @@ enum TransferPart {
 struct Sending {
     slot: Slot,
     hasher: blake3::Hasher,
-    /// Strands that have been looked at.
+    /// Number of strands already read.
     done: u32,
-    /// Parts that did not fit the last frame.
+    /// Parts that did not fit into the last frame.
     rest: VecDeque<(Before, Vec<BlockId>)>,
 }
 
 impl Export {
-    /// Of the worker in `slot`, if it is known further than to event `after` and its stream is not torn just now.
+    /// Exports the worker in `slot`. `None` if nothing newer than event `after` is known, or if its stream is
+    /// torn.
     pub fn new(index: &PrefixIndex, slot: Slot, node: NodeId, after: u64) -> Option<Self> {
         let (epoch, applied) = index.whole(slot)?;
         let roots = index.tree.roots().collect();
@@ -99,8 +100,8 @@ impl Export {
         })
     }
 
-    /// The next frame, `None` behind the last. Without an `End`, which there is none of when the worker leaves or is
-    /// told anew meanwhile, what was sent counts for nothing.
+    /// The next frame; `None` after the last. If the worker leaves or restarts during the export, there is no
+    /// `End` frame, and the receiver must discard the transfer.
     pub fn next(&mut self, index: &PrefixIndex) -> Result<Option<Vec<u8>>, CodecError> {
         let Some((epoch, sequence)) = index.whole(self.slot).filter(|(epoch, _)| *epoch == self.epoch) else {
             self.part = TransferPart::Done;
@@ -150,7 +151,8 @@ impl Sending {
                     runs.push((parent, ids, Medium::Device));
                 }
                 Some((before, mut ids)) if runs.is_empty() => {
-                    // Nobody has named what is before it. Of its position only matters whether it is the first.
+                    // What precedes this run is unknown. Of its position, only whether it is the first unit
+                    // matters.
                     let tail = ids.split_off(ids.len().min(1));
                     let unit = *ids.first()?;
                     let position = if matches!(before, Before::Start(_)) { 1 } else { 2 };
@@ -177,7 +179,7 @@ impl Sending {
     }
 }
 
-/// Puts in what an [`Export`] has taken out elsewhere.
+/// Imports what an [`Export`] has produced elsewhere.
 #[derive(Debug)]
 pub struct Import {
     slot: Slot,
@@ -187,19 +189,19 @@ pub struct Import {
 }
 
 impl Import {
-    /// Of `node`, which is followed in `slot`, in this life.
+    /// Imports `node`, which is followed in `slot`, in this epoch.
     pub fn new(slot: Slot, node: NodeId, epoch: Epoch) -> Self {
         Self { slot, node, epoch, hasher: None }
     }
 
-    /// Whether something has been put in. Then only a part of what the worker holds is there until the last frame, and
-    /// if that does not come the worker itself has to be asked for a snapshot.
+    /// Whether parts have been imported. Until the last frame, only a part of the worker's units is in the
+    /// index. If the last frame does not arrive, a snapshot must be fetched from the worker.
     pub fn begun(&self) -> bool {
         self.hasher.is_some()
     }
 
-    /// Takes the next frame. The last one answers with what has to be asked of the worker itself: what it has said
-    /// since. Until then, and until that has come, the worker's events are kept aside.
+    /// Takes the next frame. The last one returns which later events to fetch from the worker itself. Until
+    /// these have arrived, the worker's events are buffered.
     pub fn take(&mut self, index: &mut PrefixIndex, bytes: &[u8]) -> Result<Option<GapRepair>, PeerError> {
         let part = match codec::decode(bytes, Cap::Events)? {
             PeerIndexFrame::Roots(roots) => {

@@ -1,15 +1,15 @@
-//! Sets of lanes, each distinct one kept once. Most segments are held by one worker and most others by all,
-//! so a set is a number: a lane itself, or a place in the pool. Equal sets have equal numbers.
+//! Sets of lanes, deduplicated. Most segments are held by one worker, and most others by all. So a set is a
+//! number: either a single lane or an index into the pool. Equal sets have equal numbers.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// What one worker holds, or is expected to hold: see [`lanes`](super::lanes).
+/// A worker's holdings or its expected holdings: see [`lanes`](super::lanes).
 pub(super) type Lane = u16;
 
 const ONE: u32 = 1 << 31;
 
-/// A set of lanes. Whoever keeps one counts in the pool ([`Sets::acquire`], [`Sets::release`]).
+/// A set of lanes. Stored copies are reference-counted in the pool ([`Sets::acquire`], [`Sets::release`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Set(u32);
 
@@ -44,7 +44,7 @@ pub(super) struct Sets {
     scratch: Vec<u64>,
 }
 
-/// Reference counts before the words.
+/// The reference counts of an `Arc` before its data.
 const ARC_BYTES: usize = 2 * size_of::<usize>();
 
 impl Sets {
@@ -56,7 +56,7 @@ impl Sets {
             + self.word_bytes
     }
 
-    /// Bytes that one more set takes at its highest, its lanes being smaller than `lanes`.
+    /// Upper bound of the bytes that one more set allocates, with lanes less than `lanes`.
     pub(super) fn growth(&self, lanes: usize) -> usize {
         let words = lanes / 64 + 1;
         let more = |len: usize, capacity: usize, size: usize| {
@@ -119,7 +119,7 @@ impl Sets {
         }
     }
 
-    /// `set` with `lane`, acquired.
+    /// `set` plus `lane`, acquired.
     pub(super) fn with(&mut self, set: Set, lane: Lane) -> Set {
         if set == Set::EMPTY {
             return Set::one(lane);
@@ -142,7 +142,7 @@ impl Sets {
         self.intern()
     }
 
-    /// `set` without the lanes whose bits are set in `lanes`, acquired.
+    /// `set` without the lanes in the bit set `lanes`, acquired.
     pub(super) fn minus(&mut self, set: Set, lanes: &[u64]) -> Set {
         if !self.meets(set, lanes) {
             return self.acquire(set);
@@ -152,7 +152,7 @@ impl Sets {
         self.intern()
     }
 
-    /// Whether a lane of `set` has its bit set in `lanes`.
+    /// Whether `set` and the bit set `lanes` intersect.
     pub(super) fn meets(&self, set: Set, lanes: &[u64]) -> bool {
         match set.as_one() {
             Some(one) => lanes.get(usize::from(one) / 64).is_some_and(|word| word & bit(one) != 0),
@@ -164,7 +164,7 @@ impl Sets {
         Some(&self.pool.get(set.pooled()?)?.words)
     }
 
-    /// Puts the words of `set` into the scratch, at least `len` of them.
+    /// Loads the words of `set` into the scratch, at least `len` of them.
     fn load(&mut self, set: Set, len: usize) {
         self.scratch.clear();
         if let Some(one) = set.as_one() {
@@ -178,7 +178,7 @@ impl Sets {
         }
     }
 
-    /// The set whose words are in the scratch, acquired.
+    /// The set of the scratch's words, acquired.
     fn intern(&mut self) -> Set {
         while self.scratch.last() == Some(&0) {
             self.scratch.pop();
@@ -209,8 +209,8 @@ impl Sets {
     }
 }
 
-/// Bytes that a std table of `capacity` entries of `entry` bytes takes: a power of two of buckets, an eighth
-/// of them always free, and a control byte for each and for one more group.
+/// Bytes of a std hash table of `capacity` entries of `entry` bytes: a power of two of buckets, an eighth of
+/// them always free, and a control byte for each bucket and for one more group.
 pub(super) fn table_bytes(capacity: usize, entry: usize) -> usize {
     match capacity {
         0 => 0,

@@ -1,57 +1,57 @@
-//! A strand: consecutive units of one path, cut into segments of equal holders.
+//! A strand: consecutive units of one path, divided into segments of equal holders.
 
 use super::sets::{Set, Sets};
 use proto::block::BlockId;
 
 pub(super) const NONE: u32 = u32::MAX;
 
-/// What is before a strand's first unit.
+/// What precedes a strand's first unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Before {
-    /// Nothing but a root, if it has been named: its first unit is the first of a prompt.
+    /// Only a root, if it is known: the strand's first unit is the first of a prompt.
     Start(Option<BlockId>),
-    /// Another strand, the first `at` units of it.
+    /// The first `at` units of another strand.
     Strand {
         parent: u32,
-        /// How many of its units.
+        /// Number of the parent's units.
         at: u32,
     },
-    /// A unit that is not in the index, or a root that is not known to be one.
+    /// A unit that is not in the index, or an undeclared root.
     After(BlockId),
     Unknown,
 }
 
 impl Before {
-    /// Whether nothing tells what is above the strand.
+    /// Whether the path above the strand is unknown.
     pub(super) fn is_loose(self) -> bool {
         matches!(self, Self::After(_) | Self::Unknown)
     }
 }
 
-/// The units from the end of the segment before on, up to `end`, have these holders.
+/// A run of units with equal holders: from the end of the previous segment up to `end`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Segment {
     pub(super) end: u32,
     pub(super) set: Set,
 }
 
-/// Most strands have one segment, which then is found without another memory access.
+/// Most strands have one segment; it is stored inline to save a memory access.
 #[derive(Debug, Clone)]
 enum Segments {
     One(Segment),
     Many(Vec<Segment>),
 }
 
-/// What a lookup reads is in its first line of memory.
+/// Lookups read only the first cache line.
 #[derive(Debug, Clone)]
 #[repr(C, align(64))]
 pub(super) struct Strand {
     pub(super) before: Before,
-    /// Units; 0 in a strand that is free.
+    /// Number of units; 0 in a free strand.
     pub(super) len: u32,
     segments: Segments,
     pub(super) chunks: Vec<u32>,
-    /// (units before it, strands that go off there), ascending.
+    /// Forks as (units before the fork, number of strands there), ascending.
     forks: Vec<(u32, u32)>,
 }
 
@@ -61,7 +61,7 @@ impl Strand {
         Self { before, len: 0, segments, chunks: Vec::new(), forks: Vec::new() }
     }
 
-    /// Ascending, the last one ends with the strand.
+    /// Ascending; the last segment ends with the strand.
     #[inline]
     pub(super) fn segments(&self) -> &[Segment] {
         match &self.segments {
@@ -70,7 +70,7 @@ impl Strand {
         }
     }
 
-    /// Bytes that hang at it.
+    /// Heap bytes of the strand.
     pub(super) fn heap(&self) -> usize {
         let segments = match &self.segments {
             Segments::One(_) => 0,
@@ -79,13 +79,13 @@ impl Strand {
         segments + self.chunks.capacity() * size_of::<u32>() + self.forks.capacity() * size_of::<(u32, u32)>()
     }
 
-    /// Bytes that a change of segments, one more chunk and one more fork take at their highest.
+    /// Upper bound of the bytes allocated by a change of segments, one more chunk and one more fork.
     pub(super) fn growth(&self) -> usize {
         let twice = |len: usize| (len * 2 + 8) * size_of::<Segment>();
         2 * twice(self.segments().len()) + twice(self.chunks.len()) + twice(self.forks.len())
     }
 
-    /// The strand has grown to `len` units, the new ones with the holders `set`, which is taken over.
+    /// Extends the strand to `len` units. The new units have the holders `set`, whose reference is consumed.
     pub(super) fn extend(&mut self, len: u32, set: Set, sets: &mut Sets) {
         self.len = len;
         let added = Segment { end: len, set };
@@ -106,7 +106,7 @@ impl Strand {
         }
     }
 
-    /// Gives every unit from `from` up to `until` the holders that `change` makes of its own, acquired.
+    /// Replaces the holders of the units `from..until` by what `change` returns for them (acquired).
     pub(super) fn change(
         &mut self,
         from: u32,
@@ -155,7 +155,7 @@ impl Strand {
         };
     }
 
-    /// Units that must stay: up to the last that is held or has strands going off behind it.
+    /// Number of units to keep: up to the last one that is held or has a fork behind it.
     pub(super) fn needed(&self) -> u32 {
         let forked = self.forks.last().map_or(0, |&(at, _)| at);
         let held = match self.segments() {
@@ -166,7 +166,7 @@ impl Strand {
         forked.max(held)
     }
 
-    /// Keeps the first `len` units; the others have no holders.
+    /// Keeps the first `len` units; the others must have no holders.
     pub(super) fn truncate(&mut self, len: u32) {
         self.len = len;
         match &mut self.segments {
@@ -186,7 +186,7 @@ impl Strand {
         }
     }
 
-    /// Whether another strand goes off behind the first `at` units.
+    /// Whether another strand forks off after the first `at` units.
     pub(super) fn forks_at(&self, at: u32) -> bool {
         self.forks.binary_search_by_key(&at, |&(at, _)| at).is_ok()
     }

@@ -1,11 +1,11 @@
-//! One worker's event stream: what has been applied, what is missing, what must wait for it.
+//! One worker's KV event stream: the last applied event, pending gap repair, and buffered batches.
 
 use proto::event::{KvEvent, KvEventBatch};
 use proto::ids::Epoch;
 use std::collections::VecDeque;
 
-/// Units and events kept aside while a gap is being filled; beyond, they are dropped and fetched again. About
-/// 4 MiB, which are not of the index's budget.
+/// Maximum of units and events buffered during a gap repair. Beyond it the buffer is dropped and fetched
+/// again. About 4 MiB, not counted in the index budget.
 const MAX_PARKED: usize = 1 << 18;
 
 /// What the caller must fetch from the worker to close a gap.
@@ -13,7 +13,7 @@ const MAX_PARKED: usize = 1 << 18;
 pub enum GapRepair {
     /// The events from this sequence number on.
     Replay { from: u64 },
-    /// Everything that the worker holds.
+    /// A snapshot of everything that the worker holds.
     Snapshot,
 }
 
@@ -23,7 +23,7 @@ pub enum StreamError {
     /// No worker is followed in this slot.
     #[error("no worker is followed here")]
     NotFollowed,
-    /// It comes from another life of the worker.
+    /// The message is of another epoch.
     #[error("epoch {got:?} speaks, {expected:?} is followed")]
     WrongEpoch {
         /// The epoch that is followed.
@@ -31,7 +31,7 @@ pub enum StreamError {
         /// The epoch of the message.
         got: Epoch,
     },
-    /// A part of a snapshot that has not begun.
+    /// A snapshot part without the beginning of a snapshot.
     #[error("a part of a snapshot that has not begun")]
     NoSnapshot,
     /// Sequence numbers start at 1 and do not wrap.
@@ -43,16 +43,16 @@ pub enum StreamError {
     },
 }
 
-/// Where a stream stands, for `status`.
+/// State of a stream, for `status`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StreamView {
     pub epoch: Epoch,
     pub applied: u64,
     pub gaps: u64,
     pub snapshots: u64,
-    /// Whether something is missing just now.
+    /// Whether events are missing.
     pub behind: bool,
-    /// Whether only a part of a snapshot is there.
+    /// Whether a snapshot is only partly installed.
     pub torn: bool,
 }
 
@@ -62,12 +62,12 @@ pub(super) struct Stream {
     applied: u64,
     gaps: u64,
     snapshots: u64,
-    /// What has been asked for and not yet come.
+    /// The requested repair that has not arrived yet.
     pending: Option<GapRepair>,
     parked: VecDeque<KvEventBatch>,
     parked_weight: usize,
-    /// The last sequence number in the snapshot that is being installed. What is in the index belongs to no point
-    /// of the stream until all of it is there.
+    /// Last sequence number of the snapshot being installed. Until the snapshot is complete, the index
+    /// matches no point of the stream.
     installing: Option<u64>,
 }
 
@@ -89,7 +89,7 @@ impl Stream {
         (stream, need)
     }
 
-    /// Events that are now in order, and what to fetch if a gap has just opened.
+    /// Takes a batch. Returns the events that are now in order, and the repair to fetch if a gap has opened.
     pub(super) fn accept(&mut self, batch: KvEventBatch) -> Result<Step, StreamError> {
         self.check_epoch(batch.epoch)?;
         check_sequence(&batch)?;
@@ -105,19 +105,20 @@ impl Stream {
         Ok((ready, need))
     }
 
-    /// A part of what was missed, and not its last.
+    /// Takes one part of a replay, except the last.
     pub(super) fn replaying(&mut self, part: KvEventBatch) -> Result<Vec<KvEvent>, StreamError> {
         self.check_epoch(part.epoch)?;
         check_sequence(&part)?;
         let mut ready = Vec::new();
-        // After a hole nothing more is taken; the last part tells of it.
+        // After a gap in the replay nothing more is taken; the last part reports it.
         if self.installing.is_none() && part.first_sequence <= self.applied + 1 {
             self.advance(part, &mut ready);
         }
         Ok(ready)
     }
 
-    /// What was missed, in one batch (without events if nothing was), or `None` if it is gone.
+    /// Takes the last part of a replay: a batch that is empty if nothing was missed, or `None` if the events
+    /// are gone.
     pub(super) fn replayed(
         &mut self,
         epoch: Epoch,
@@ -133,7 +134,7 @@ impl Stream {
         if !batch.events.is_empty() {
             check_sequence(&batch)?;
             if batch.first_sequence > self.applied + 1 {
-                // The replay itself has a hole: only a snapshot can help.
+                // The replay itself has a gap: only a snapshot can repair it.
                 self.pending = Some(GapRepair::Snapshot);
                 return Ok((ready, self.pending));
             }
@@ -143,11 +144,11 @@ impl Stream {
         Ok((ready, need))
     }
 
-    /// A snapshot begins, which contains everything up to `sequence`.
+    /// Starts to install a snapshot that contains everything up to `sequence`.
     pub(super) fn install(&mut self, epoch: Epoch, sequence: u64) -> Result<(), StreamError> {
         self.check_epoch(epoch)?;
         if sequence == u64::MAX {
-            // Nothing could come after it.
+            // No event could follow.
             return Err(StreamError::BadSequence { first: sequence, len: 0 });
         }
         self.installing = Some(sequence);
@@ -169,8 +170,8 @@ impl Stream {
         Ok((ready, need))
     }
 
-    /// The snapshot is complete and was a peer's: what the worker has said since is asked of itself, and what it says
-    /// meanwhile waits for that.
+    /// A peer's snapshot is complete. Requests the later events from the worker; its new batches are buffered
+    /// until then.
     pub(super) fn handed_over(&mut self) -> Result<GapRepair, StreamError> {
         self.check_installing()?;
         self.applied = self.installing.take().ok_or(StreamError::NoSnapshot)?;
@@ -199,7 +200,7 @@ impl Stream {
         if got == self.epoch { Ok(()) } else { Err(StreamError::WrongEpoch { expected: self.epoch, got }) }
     }
 
-    /// Takes what is new of a batch that starts at or before the next sequence number.
+    /// Takes the new events of a batch that starts at or before the next sequence number.
     fn advance(&mut self, batch: KvEventBatch, ready: &mut Vec<KvEvent>) {
         let last = batch.first_sequence + batch.events.len() as u64 - 1;
         if last <= self.applied {
@@ -255,7 +256,7 @@ fn check_sequence(batch: &KvEventBatch) -> Result<(), StreamError> {
     Ok(())
 }
 
-/// What a parked batch takes, in units or events.
+/// Units and events of a buffered batch.
 fn weight(batch: &KvEventBatch) -> usize {
     let units = |event: &KvEvent| match event {
         KvEvent::Stored { units, .. } | KvEvent::Removed { units, .. } => 1 + units.len(),

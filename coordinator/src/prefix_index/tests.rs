@@ -21,7 +21,7 @@ fn chain(numbers: impl IntoIterator<Item = u64>) -> Arc<[BlockId]> {
     numbers.into_iter().map(unit).collect()
 }
 
-/// Unit n comes after unit n - 1 and is the n-th of its path; 0 is the root.
+/// Unit n follows unit n - 1 and is the n-th of its path; 0 is the root.
 fn stored(numbers: impl IntoIterator<Item = u64>) -> KvEvent {
     let numbers: Vec<u64> = numbers.into_iter().collect();
     let parent = unit(numbers[0] - 1);
@@ -50,7 +50,7 @@ fn install(
     snapshot.into_parts().map(|part| index.install(slot, part)).last().unwrap()
 }
 
-/// A worker that has said nothing yet.
+/// Joins a worker without any events.
 fn join(index: &mut PrefixIndex, worker: usize, epoch: u64) {
     assert_eq!(index.join(slot(worker), Epoch(epoch)), GapRepair::Replay { from: 1 });
     assert_eq!(index.replayed(slot(worker), Epoch(epoch), Some(batch(epoch, 1, vec![]))), Ok(None));
@@ -72,7 +72,7 @@ fn events_that_come_before_the_first_replay_wait_for_it() {
 #[test]
 fn the_deepest_unit_held_decides() {
     let mut index = joined(2);
-    // A sliding window has left units 1 and 2 behind, and 4 was evicted.
+    // A sliding window has dropped units 1 and 2, and 4 was evicted.
     index.apply(slot(0), batch(1, 1, vec![stored(1..=4), removed([1, 2, 4])])).unwrap();
     index.apply(slot(1), batch(1, 1, vec![stored(1..=3)])).unwrap();
     let overlap = index.lookup(&chain(1..=4));
@@ -88,7 +88,7 @@ fn a_resume_point_counts_until_it_is_removed() {
     index.apply(s, batch(1, 1, vec![point(2, Medium::Device), point(5, Medium::Disk)])).unwrap();
     let reservation = index.reserve(s, chain(1..=5));
     assert_eq!([1, 3, 5].map(|units| index.lookup(&chain(1..=units)).units(s)), [1, 3, 5]);
-    // The worker is past unit 3 and keeps no state there or before 2: only what is still to come is assumed.
+    // The worker is past unit 3 and keeps no state there or before 2. Only later units are still expected.
     index.apply(s, batch(1, 3, vec![point(4, Medium::Device)])).unwrap();
     assert_eq!([1, 3, 4, 5].map(|units| index.lookup(&chain(1..=units)).units(s)), [0, 2, 4, 5]);
     index.release(reservation);
@@ -100,12 +100,12 @@ fn a_resume_point_counts_until_it_is_removed() {
 }
 
 #[test]
-fn a_gap_asks_for_a_replay_and_nothing_is_applied_out_of_order() {
+fn a_gap_requests_a_replay_and_events_are_applied_in_order() {
     let mut index = joined(1);
     let s = slot(0);
     assert_eq!(index.apply(s, batch(1, 1, vec![stored([1])])), Ok(None));
     assert_eq!(index.apply(s, batch(1, 3, vec![removed([1])])), Ok(Some(GapRepair::Replay { from: 2 })));
-    // While the replay is on its way everything waits, and nothing is asked for twice.
+    // During the replay all batches wait, and nothing is requested twice.
     assert_eq!(index.apply(s, batch(1, 4, vec![stored([3])])), Ok(None));
     assert_eq!(index.lookup(&chain([1])).units(s), 1);
     assert!(index.stream(s).unwrap().behind);
@@ -123,15 +123,15 @@ fn a_replay_may_come_in_parts() {
     let s = slot(0);
     assert_eq!(index.apply(s, batch(1, 6, vec![stored([6])])), Ok(Some(GapRepair::Replay { from: 1 })));
     assert_eq!(index.replaying(s, batch(1, 1, vec![stored([1]), stored([2])])), Ok(()));
-    // What has come counts, and the stream still waits for the rest.
+    // Received parts count at once; the stream still waits for the rest.
     assert_eq!(index.lookup(&chain(1..=6)).units(s), 2);
     assert_eq!(index.apply(s, batch(1, 7, vec![stored([7])])), Ok(None));
-    // A part is lost: only a snapshot can help.
+    // A part is lost: only a snapshot can repair this.
     assert_eq!(index.replaying(s, batch(1, 4, vec![stored([4])])), Ok(()));
     let last = batch(1, 5, vec![stored([5])]);
     assert_eq!(index.replayed(s, Epoch(1), Some(last.clone())), Ok(Some(GapRepair::Snapshot)));
     assert_eq!(index.lookup(&chain(1..=6)).units(s), 2);
-    // None is.
+    // No part is lost.
     index.fetch_failed(s);
     assert_eq!(index.apply(s, batch(1, 8, vec![stored([8])])), Ok(Some(GapRepair::Replay { from: 3 })));
     assert_eq!(index.replaying(s, batch(1, 3, vec![stored([3]), stored([4])])), Ok(()));
@@ -140,7 +140,7 @@ fn a_replay_may_come_in_parts() {
 }
 
 #[test]
-fn a_replay_that_is_gone_asks_for_a_snapshot_which_replaces_everything() {
+fn an_unavailable_replay_requests_a_snapshot_that_replaces_everything() {
     let mut index = joined(1);
     let s = slot(0);
     index.apply(s, batch(1, 1, vec![stored([1])])).unwrap();
@@ -158,7 +158,7 @@ fn a_replay_that_is_gone_asks_for_a_snapshot_which_replaces_everything() {
 }
 
 #[test]
-fn a_failed_fetch_is_asked_for_again_by_the_next_batch() {
+fn a_failed_fetch_is_requested_again_by_the_next_batch() {
     let mut index = joined(1);
     let s = slot(0);
     assert!(index.apply(s, batch(1, 5, vec![stored([5])])).unwrap().is_some());
@@ -167,7 +167,7 @@ fn a_failed_fetch_is_asked_for_again_by_the_next_batch() {
 }
 
 #[test]
-fn duplicates_are_ignored_and_foreign_lives_refused() {
+fn duplicates_are_ignored_and_other_epochs_refused() {
     let mut index = joined(1);
     let s = slot(0);
     index.apply(s, batch(1, 1, vec![stored([1]), removed([1])])).unwrap();
@@ -186,7 +186,7 @@ fn duplicates_are_ignored_and_foreign_lives_refused() {
 }
 
 #[test]
-fn a_new_life_forgets_the_old_one() {
+fn a_new_epoch_drops_the_units_of_the_old_one() {
     let mut index = joined(1);
     let s = slot(0);
     index.apply(s, batch(1, 1, vec![stored(1..=3)])).unwrap();
@@ -200,7 +200,7 @@ fn a_new_life_forgets_the_old_one() {
 }
 
 #[test]
-fn reservations_count_until_the_worker_speaks() {
+fn reservations_count_until_the_workers_events_arrive() {
     let now = Instant::now();
     let mut index = joined(2);
     let s = slot(0);
@@ -208,10 +208,10 @@ fn reservations_count_until_the_worker_speaks() {
     let second = index.reserve(s, chain(1..=4));
     assert_eq!(index.lookup(&chain(1..=4)).units(s), 4);
     assert_eq!(index.lookup(&chain(1..=4)).units(slot(1)), 0);
-    // One of two fails: the other still computes the prefix.
+    // One of two reservations is released: the other still expects the prefix.
     index.release(first);
     assert_eq!(index.lookup(&chain(1..=4)).units(s), 4);
-    // The worker says what it holds, and later that it dropped some: its word counts.
+    // The worker announces units and later evicts some: its events count.
     index.apply(s, batch(1, 1, vec![stored(1..=4), removed([4])])).unwrap();
     assert_eq!(index.lookup(&chain(1..=4)).units(s), 3);
     index.settle(second, now);
@@ -220,7 +220,7 @@ fn reservations_count_until_the_worker_speaks() {
 }
 
 #[test]
-fn a_settled_reservation_bridges_the_lag_of_events_and_then_expires() {
+fn a_settled_reservation_covers_the_delay_of_events_and_then_expires() {
     let now = Instant::now();
     let mut index = joined(1);
     let s = slot(0);
@@ -233,7 +233,7 @@ fn a_settled_reservation_bridges_the_lag_of_events_and_then_expires() {
 }
 
 #[test]
-fn a_settled_reservation_is_over_when_its_events_have_come() {
+fn a_settled_reservation_ends_when_its_events_have_arrived() {
     let until = Instant::now() + Duration::from_secs(1);
     let mut index = joined(1);
     let s = slot(0);
@@ -241,14 +241,15 @@ fn a_settled_reservation_is_over_when_its_events_have_come() {
         let id = index.reserve(s, chain([1, last]));
         index.settle(id, until);
     };
-    // More than are waited for one by one.
+    // More than [`Claims`] checks one by one.
     for last in 1_000..1_400 {
         settled(&mut index, last);
     }
     assert_eq!(index.size().reservations, 400);
     index.expire(until);
     assert_eq!((index.size().reservations, index.size().blocks), (0, 0));
-    // The second and the third are told of before the first is, and something that nobody has asked for.
+    // The events of the second and third request, and one of an unknown request, arrive before those of the
+    // first.
     index.apply(s, batch(1, 1, vec![stored([1])])).unwrap();
     (1_000..1_003).for_each(|last| settled(&mut index, last));
     for (number, (last, left)) in (2..).zip([(1_001, 2), (1_002, 1), (1_003, 1), (1_000, 0)]) {
@@ -274,7 +275,7 @@ fn a_unit_evicted_before_it_is_used_again_counts_again_for_the_new_request() {
 }
 
 #[test]
-fn a_snapshot_that_breaks_off_is_asked_for_again() {
+fn an_interrupted_snapshot_is_requested_again() {
     let mut index = joined(1);
     let s = slot(0);
     index.apply(s, batch(1, 1, vec![stored([1])])).unwrap();
@@ -287,11 +288,11 @@ fn a_snapshot_that_breaks_off_is_asked_for_again() {
     let begin = KvSnapshotFrame::Begin { epoch: Epoch(1), sequence: 8 };
     assert_eq!(index.install(s, begin.clone()), Ok(None));
     assert_eq!(index.install(s, runs(1..=2)), Ok(None));
-    // What has come serves already.
+    // The received part already counts.
     assert_eq!(index.lookup(&chain(1..=3)).units(s), 2);
     index.fetch_failed(s);
     assert_eq!(index.install(s, KvSnapshotFrame::End), Err(StreamError::NoSnapshot));
-    // A replay could not tell what is missing between the part and the stream.
+    // A replay cannot fill the hole between the part and the stream.
     assert_eq!(index.apply(s, batch(1, 10, vec![stored([10])])), Ok(Some(GapRepair::Snapshot)));
     assert_eq!(index.install(s, begin), Ok(None));
     assert_eq!(index.lookup(&chain(1..=3)).units(s), 0);
@@ -302,7 +303,7 @@ fn a_snapshot_that_breaks_off_is_asked_for_again() {
 }
 
 #[test]
-fn a_path_told_from_its_end_is_found_before_and_after_the_rest_is_told() {
+fn a_path_reported_from_its_end_is_found_before_and_after_its_start() {
     let mut index = joined(3);
     index.apply(slot(0), batch(1, 1, vec![stored(700..=800)])).unwrap();
     index.apply(slot(1), batch(1, 1, vec![stored(300..=400)])).unwrap();
@@ -336,7 +337,7 @@ fn workers_beyond_the_first_word_of_a_set_are_found() {
 }
 
 #[test]
-fn the_byte_budget_holds_and_what_it_costs_is_counted() {
+fn the_byte_budget_holds_and_refused_units_are_counted() {
     let budget = 1 << 20;
     let mut index = PrefixIndex::new(budget);
     join(&mut index, 0, 1);
@@ -354,7 +355,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 128, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn however_batches_are_cut_lost_or_repeated_the_end_is_the_same(
+    fn cut_lost_and_repeated_batches_lead_to_the_same_state(
         events in proptest::collection::vec((1..12u64, any::<bool>()), 1..40),
         cuts in proptest::collection::vec((1..6usize, any::<bool>(), any::<bool>()), 1..20),
     ) {
@@ -382,7 +383,7 @@ proptest! {
                 prop_assert_eq!(index.replayed(slot(0), Epoch(1), Some(missing)), Ok(None));
             }
         }
-        // A last heartbeat-like event shows any loss at the end.
+        // A final event reveals any loss at the end.
         let last = events.len() as u64 + 1;
         let need = index.apply(slot(0), batch(1, last, vec![stored([99])])).unwrap();
         if let Some(GapRepair::Replay { from }) = wanted.or(need) {

@@ -1,20 +1,20 @@
-//! Paths of units and who holds what on them.
+//! Paths of units and the holders of each unit.
 //!
-//! A unit's id commits to everything before it, so ids form trees. A tree is kept as *strands*: a strand is a
-//! run of units as it was first told, another path that leaves it goes off as a strand of its own, and a
-//! strand's units are cut into segments of equal holders. Holes, kept tails, lone resume points are segments
-//! like others. A unit that nobody holds stays while a unit behind it is held, so that from any unit the way
-//! up to the start is known.
+//! A unit's id commits to all units before it, so ids form trees. A tree is stored as *strands*. A strand is
+//! a run of units as first reported. A path that leaves it becomes a strand of its own. A strand is divided
+//! into segments of equal holders; holes, kept tails and lone resume points are segments too. A unit without
+//! a holder stays while a later unit is held, so that the path from any unit up to the start is known.
 //!
-//! So a lookup finds the deepest unit of a chain that is known at all, and from there walks up strand by
-//! strand: it visits as many segments as the path has, not as many units. Where the end of the chain is not known, the
-//! deepest unit is found by following the chain from its start. That is right as long as the way up to the start is
-//! known for every unit, so that the known units of a chain are its first ones. While some strand is *loose* (a worker has kept a unit whose path was never told),
-//! the chain is scanned from its end instead, which is slower and as exact.
+//! A lookup finds the deepest known unit of a chain and walks up from there, strand by strand. It visits the
+//! segments of the path, not its units. If the chain's last unit is unknown, the deepest known one is found
+//! by following the chain from its start. This requires that the path to the start is known for every unit,
+//! so that a chain's known units are its first ones. A strand is *loose* if a worker has kept a unit whose
+//! path was never reported. While any strand is loose, the chain is scanned from its end instead, which is
+//! slower and equally exact.
 //!
-//! No allocation takes the whole over its budget: before anything grows, the highest that it may need is
-//! added to what is there. What does not fit is refused and counted; where even forgetting would need memory
-//! (a hole makes two segments of one), more is forgotten than was asked for, and that is counted too.
+//! No allocation exceeds the budget: before anything grows, the upper bound of its growth is added to the
+//! current size. What does not fit is refused and counted. Even a removal may need memory (a hole splits a
+//! segment in two). If that does not fit, more is dropped than requested, and that is counted too.
 
 mod find;
 
@@ -26,36 +26,36 @@ use super::units::{CHUNK, UnitPosition, Units};
 use proto::block::BlockId;
 use std::collections::{HashMap, HashSet};
 
-/// Roots known as such, at most: one for each tenant, model and adapter.
+/// Maximum of known roots: one for each tenant, model and adapter.
 const MAX_ROOTS: usize = 1 << 16;
 
-/// Beyond, units could no longer be numbered by 32 bits.
+/// Above this, units could not be numbered with 32 bits.
 const MAX_BYTES: u64 = 60 << 30;
 
-/// Ids whose places in the table are fetched at a time.
+/// Number of ids whose table entries are prefetched at once.
 const FETCH: usize = 64;
 
-/// Chunks of an addition that are checked for room all at once, if there is plenty.
+/// Number of chunks of an addition whose memory is checked at once, if there is plenty.
 const SURE_CHUNKS: usize = 32;
 
-/// Bytes that only removals may use, so that they need not forget more than they are told to.
+/// Bytes reserved for removals, so that they need not drop more than requested.
 const SPARE: usize = 16 << 10;
 
-/// What happens to a unit's holders.
+/// A change of a unit's holders.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Change<'a> {
-    /// The worker holds it, which need not be expected any more.
+    /// The worker holds it and is no longer expected to.
     Hold {
         held: Lane,
         expected: Option<Lane>,
     },
-    /// The worker is expected to hold it, unless it does.
+    /// The worker is expected to hold it, unless it already does.
     Expect {
         held: Lane,
         expected: Lane,
     },
     Drop(Lane),
-    /// These lanes are of nobody any more.
+    /// These lanes were dropped.
     Forget(&'a [u64]),
 }
 
@@ -81,22 +81,22 @@ impl Change<'_> {
 pub(super) struct Tree {
     units: Units,
     strands: Blocks<Strand, 6>,
-    /// First of the free strands; each names the next in `Before::Strand`.
+    /// First of the free strands; each links to the next by `Before::Strand`.
     free: u32,
     strands_used: u32,
     strand_heap: usize,
     sets: Sets,
-    /// The loose strands behind each id that is not in the index.
+    /// The loose strands after each id that is not in the index.
     anchors: HashMap<BlockId, Vec<u32>>,
     anchor_heap: usize,
     loose: u32,
-    /// Ids that are known to be roots.
+    /// Known roots.
     roots: HashSet<BlockId>,
     heads: Heads,
-    /// Higher than any lane in use.
+    /// An upper bound of the lanes in use.
     lanes: usize,
     max_bytes: usize,
-    /// Bytes that others than the tree have of the budget.
+    /// Bytes of the budget used outside the tree.
     foreign: usize,
     refused: u64,
     forgotten: u64,
@@ -139,40 +139,40 @@ impl Tree {
             + self.heads.bytes()
     }
 
-    /// Units that were not recorded for lack of room.
+    /// Number of units not recorded for lack of room.
     pub(super) fn refused(&self) -> u64 {
         self.refused
     }
 
-    /// Units of which it was forgotten who holds them, for lack of room.
+    /// Number of units whose holders were dropped for lack of room.
     pub(super) fn forgotten(&self) -> u64 {
         self.forgotten
     }
 
-    /// `false`: no unit of the chain is known. Where the way up to the start is known for every unit, the first unit of a
-    /// chain of which any is known begins a strand.
+    /// If `false`, no unit of the chain is known. Without loose strands, the first unit of a chain with known
+    /// units begins a strand.
     #[inline]
     pub(super) fn may_know(&self, chain: &[BlockId]) -> bool {
         self.loose > 0 || chain.first().is_some_and(|first| self.heads.may_begin(first))
     }
 
-    /// Bytes of the budget that are used elsewhere.
+    /// Sets the bytes of the budget used outside the tree.
     pub(super) fn set_foreign(&mut self, bytes: usize) {
         self.foreign = bytes;
     }
 
-    /// Whether `more` bytes elsewhere would fit.
+    /// Whether `more` bytes fit into the budget.
     pub(super) fn has_room(&self, more: usize) -> bool {
         self.bytes() + self.foreign + more <= self.max_bytes
     }
 
-    /// Lanes below `lanes` are used from now on.
+    /// Sets the upper bound of lanes in use.
     pub(super) fn set_lanes(&mut self, lanes: usize) {
         self.lanes = lanes;
     }
 
-    /// Records `change` for a run of units; what is not known yet is added. `before` tells what is before the
-    /// first.
+    /// Applies `change` to a run of units and adds those that are unknown. `before` is what precedes the
+    /// first unit.
     pub(super) fn insert(&mut self, before: Before, ids: &[BlockId], change: Change<'_>) {
         let cursor = match before {
             Before::After(id) => self.units.find(&id).map(|(strand, at)| (strand, at + 1)),
@@ -181,8 +181,8 @@ impl Tree {
         self.insert_from(0, cursor, before, ids, change);
     }
 
-    /// [`insert`](Self::insert) of a chain from its first unit on, of which nothing is told but that it is one: what is
-    /// known of it is found strand by strand, not unit by unit.
+    /// Like [`insert`](Self::insert), for a chain from its first unit. Its known part is found strand by
+    /// strand, not unit by unit.
     pub(super) fn insert_chain(&mut self, chain: &[BlockId], change: Change<'_>) {
         let Some((path, known)) = self.known_path(chain) else {
             return self.insert_from(0, None, Before::Start(None), chain, change);
@@ -193,7 +193,7 @@ impl Tree {
         self.insert_from(known, path.first().copied(), Before::Start(None), chain, change);
     }
 
-    /// [`insert`](Self::insert) of `ids` from the one at `at` on, which comes after the `cursor`.
+    /// Inserts `ids[at..]`, which follow the position `cursor`.
     fn insert_from(
         &mut self,
         mut at: usize,
@@ -210,7 +210,7 @@ impl Tree {
         let (mut full, mut unchanged) = (false, false);
         let mut fetched = 0;
         while let Some(id) = ids.get(at) {
-            // What was told before is mostly told in the same order. What is before such a unit is known.
+            // Repeated reports mostly have the same order. What precedes such a unit is already known.
             if let Some(place) = cursor
                 && let run @ 1.. = self.standing(place, &ids[at..])
             {
@@ -235,7 +235,7 @@ impl Tree {
                 if let Some((end, added)) = added {
                     (cursor, at) = (Some(end), at + added);
                 } else {
-                    // What is known already can still be told of.
+                    // Known units after this one can still be changed.
                     (full, at) = (true, at + 1);
                     self.refused += 1;
                 }
@@ -256,12 +256,12 @@ impl Tree {
         }
         unchanged |= !self.change_known(known, change);
         if unchanged && let Change::Hold { expected: Some(expected), .. } = change {
-            // The worker has spoken, even if there was no room to note what it said.
+            // The worker's report ends the expectation, even if there was no room to record the holding.
             self.remove(ids, expected);
         }
     }
 
-    /// `lane` leaves these units, in any order.
+    /// Removes `lane` from these units, in any order.
     pub(super) fn remove(&mut self, ids: &[BlockId], lane: Lane) {
         let mut known: Option<(u32, u32, u32)> = None;
         let (mut fetched, mut index) = (0, 0);
@@ -283,7 +283,7 @@ impl Tree {
                 Some((s, from, until)) if (s, until) == (strand, at) => Some((s, from, until + 1)),
                 Some((s, from, until)) if s == strand && at + 1 == from => Some((s, at, until)),
                 other => {
-                    // This may take units away, also that of `id` (if nobody holds it).
+                    // This may remove units, also that of `id` (if nobody holds it).
                     self.drop_known(other, lane);
                     self.units.find(id).map(|(strand, at)| (strand, at, at + 1))
                 }
@@ -292,7 +292,7 @@ impl Tree {
         self.drop_known(known, lane);
     }
 
-    /// `lane` leaves the units of `chain` from `from` up to `until`, which are on one path.
+    /// Removes `lane` from the units `from..until` of `chain`, which are on one path.
     pub(super) fn remove_path(&mut self, chain: &[BlockId], from: usize, until: usize, lane: Lane) {
         let mut end = until.min(chain.len());
         while end > from {
@@ -304,7 +304,8 @@ impl Tree {
         }
     }
 
-    /// How many of the first of `ids` stand one after the other from `place` on, which may be behind the end of its strand.
+    /// Number of leading `ids` that are stored consecutively from `place` on. `place` may be past the end of
+    /// its strand.
     fn standing(&self, (strand, at): UnitPosition, ids: &[BlockId]) -> usize {
         let here = &self.strands[strand];
         let most = ids.len().min(here.len.saturating_sub(at) as usize);
@@ -321,7 +322,8 @@ impl Tree {
         done
     }
 
-    /// Takes the lanes in `dead` out of up to `strands` strands from `from` on; where to go on, if not done.
+    /// Removes the lanes in `dead` from up to `strands` strands, starting at `from`. Returns where to
+    /// continue, or `None` when done.
     pub(super) fn sweep(&mut self, dead: &[u64], from: u32, strands: u32) -> Option<u32> {
         let end = self.strands.len().min(from.saturating_add(strands));
         for strand in from..end {
@@ -339,13 +341,13 @@ impl Tree {
         (end < self.strands.len()).then_some(end)
     }
 
-    /// Ids that are known to be roots.
+    /// Known roots.
     pub(super) fn roots(&self) -> impl Iterator<Item = BlockId> {
         self.roots.iter().copied()
     }
 
-    /// What is known of one of the strands, which are numbered without gaps: the parts of it that `lane` is in,
-    /// first to last, each as what is before its first unit, and its units. `None` behind the last strand.
+    /// The parts of a strand that `lane` holds, in order, each as what precedes it and its units. Strands are
+    /// numbered without gaps. `None` after the last strand.
     pub(super) fn held_in(&self, strand: u32, lane: Lane) -> Option<Vec<(Before, Vec<BlockId>)>> {
         if strand >= self.strands.len() {
             return None;
@@ -368,8 +370,8 @@ impl Tree {
         Some(parts)
     }
 
-    /// Adds units of `ids` until one is known: where they end, and how many they are. `None` if there is no room
-    /// for even one.
+    /// Appends units of `ids` until a known one. Returns the end position and the number of units; `None` if
+    /// there is no room for any.
     fn append(
         &mut self,
         cursor: Option<UnitPosition>,
@@ -425,7 +427,7 @@ impl Tree {
         Some(((strand, len), (len - first) as usize))
     }
 
-    /// Whether up to a chunk of units may be added, at this strand or at a new one.
+    /// Whether there is room for a chunk of units, at this strand or at a new one.
     fn may_add(&self, strand: Option<u32>) -> bool {
         let strands = if self.free == NONE { self.strands.growth() } else { 0 };
         let anchors = table_bytes(self.anchors.capacity() * 2 + 4, size_of::<(BlockId, Vec<u32>)>()) + 64;
@@ -459,7 +461,7 @@ impl Tree {
         self.free = strand;
     }
 
-    /// Tells what is before `strand` that it hangs there.
+    /// Registers `strand` at its predecessor.
     fn bind(&mut self, strand: u32) {
         let before = self.strands[strand].before;
         self.loose += u32::from(before.is_loose());
@@ -479,7 +481,7 @@ impl Tree {
         }
     }
 
-    /// Undoes [`bind`](Self::bind); the strand that it hung at, which may not be needed any more.
+    /// Undoes [`bind`](Self::bind). Returns the parent strand, which may no longer be needed.
     fn unbind(&mut self, strand: u32) -> Option<u32> {
         let before = self.strands[strand].before;
         self.loose -= u32::from(before.is_loose());
@@ -505,7 +507,7 @@ impl Tree {
         None
     }
 
-    /// The loose strands behind `id`, which wait no longer (and are loose still).
+    /// Removes and returns the strands that wait for `id`. They stay loose.
     fn take_anchored(&mut self, id: &BlockId) -> Vec<u32> {
         let waiting = self.anchors.remove(id).unwrap_or_default();
         self.anchor_heap -= waiting.capacity() * size_of::<u32>();
@@ -515,7 +517,7 @@ impl Tree {
         waiting
     }
 
-    /// What a run tells about the unit at `place`, which was known: what is before it.
+    /// Records what precedes the known unit at `place`, if it begins a strand.
     fn learn(&mut self, place: UnitPosition, cursor: Option<UnitPosition>, before: Before) {
         let (strand, 0) = place else { return };
         match (self.strands[strand].before, cursor, before) {
@@ -534,7 +536,7 @@ impl Tree {
         }
     }
 
-    /// `root` is what the first units of prompts come after.
+    /// Declares `root` as an id that precedes the first units of prompts.
     pub(super) fn add_root(&mut self, root: BlockId) {
         for strand in self.take_anchored(&root) {
             self.unbind(strand);
@@ -546,9 +548,9 @@ impl Tree {
         }
     }
 
-    /// A loose strand turns out to be behind the first `at` units of `parent`.
+    /// Attaches a loose strand after the first `at` units of `parent`.
     fn attach(&mut self, strand: u32, (parent, at): UnitPosition) {
-        // Contradicting workers must not be able to close a circle, which nothing would ever free.
+        // Contradicting reports must not create a cycle, which would never be freed.
         let mut above = parent;
         loop {
             if above == strand {
@@ -565,7 +567,7 @@ impl Tree {
         self.bind(strand);
     }
 
-    /// `false` if there was no room for it.
+    /// Applies `change` to a known run of units. Returns `false` if there was no room.
     fn change_known(&mut self, known: Option<(u32, u32, u32)>, change: Change<'_>) -> bool {
         let Some((strand, from, until)) = known else { return true };
         let may = self.may_change(strand, SPARE);
@@ -583,7 +585,7 @@ impl Tree {
         }
     }
 
-    /// Takes holders away, and units that are not needed any more.
+    /// Removes holders, then units that are no longer needed.
     fn lessen(&mut self, strand: u32, from: u32, until: u32, change: Change<'_>) {
         if self.may_change(strand, 0) {
             self.change(strand, from, until, change);
@@ -613,8 +615,8 @@ impl Tree {
         self.strand_heap = self.strand_heap - heap + self.strands[strand].heap();
     }
 
-    /// Takes away the units at the end of `strand` that are not needed; the strand itself if none is, and then
-    /// perhaps units of what it hung at.
+    /// Removes unneeded units from the end of `strand`. If none is left, removes the strand, and then perhaps
+    /// units of its parent.
     fn trim(&mut self, strand: u32) {
         let mut next = Some(strand);
         while let Some(strand) = next.take() {

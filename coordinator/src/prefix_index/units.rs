@@ -1,8 +1,8 @@
-//! Unit ids, each kept once, and where in the tree each stands.
+//! Unit ids, each stored once, with their positions in the tree.
 //!
-//! Ids lie in chunks of [`CHUNK`]; a chunk belongs to one strand. A hash table of (32 bits of hash, unit
-//! number) finds an id with two dependent memory accesses. It is cut into [`SHARDS`] parts that grow one by
-//! one, so that no insertion waits for a table of millions to move.
+//! Ids are stored in chunks of [`CHUNK`]; a chunk belongs to one strand. A hash table of (32 bits of hash,
+//! unit number) finds an id with two dependent memory accesses. It is divided into [`SHARDS`] parts that grow
+//! independently, so that no insertion waits for a table of millions to move.
 
 use super::blocks::Blocks;
 use proto::block::BlockId;
@@ -13,18 +13,18 @@ const SHARD_BITS: u32 = 10;
 const VACANT: u64 = u64::MAX;
 const NONE: u32 = u32::MAX;
 
-/// Where a unit stands: the strand, and how many of the strand's units are before it.
+/// Position of a unit: its strand, and the number of the strand's units before it.
 pub(super) type UnitPosition = (u32, u32);
 
 #[derive(Debug, Clone, Copy)]
 struct Owner {
-    /// The strand; the next free chunk in a chunk that is free.
+    /// The strand; in a free chunk, the next free chunk.
     strand: u32,
-    /// Which of the strand's chunks it is.
+    /// Index of the chunk in its strand.
     ordinal: u32,
 }
 
-/// Ids and owner side by side: a lookup that finds the id needs the owner next.
+/// Ids and owner are adjacent: a lookup that finds the id needs the owner next.
 #[derive(Debug, Clone)]
 struct Chunk {
     ids: [BlockId; CHUNK as usize],
@@ -38,13 +38,13 @@ pub(super) struct Units {
     free: u32,
     shards: Box<[Shard]>,
     shard_bytes: usize,
-    /// The most that one shard has.
+    /// Size of the largest shard ever, in bytes.
     largest_shard: usize,
     len: u64,
 }
 
-/// Open addressing with linear probing, an entry being `hash << 32 | unit`. The home of an entry is its hash
-/// scaled to the capacity, which need not be a power of two.
+/// Open addressing with linear probing. An entry is `hash << 32 | unit`. An entry's home is its hash scaled
+/// to the capacity, which need not be a power of two.
 #[derive(Debug, Clone, Default)]
 struct Shard {
     entries: Box<[u64]>,
@@ -71,7 +71,7 @@ impl Units {
         self.chunks.bytes() + SHARDS * size_of::<Shard>() + self.shard_bytes
     }
 
-    /// Bytes that taking a chunk and filling it takes at its highest.
+    /// Upper bound of the bytes allocated by taking and filling one chunk.
     pub(super) fn growth(&self) -> usize {
         let table = (CHUNK as usize + 1) * (self.largest_shard + 64);
         table + if self.free == NONE { self.chunks.growth() } else { 0 }
@@ -85,13 +85,13 @@ impl Units {
         Some((owner.strand, owner.ordinal * CHUNK + unit % CHUNK))
     }
 
-    /// Has the places of these ids in the table fetched, all at once, for what is done with them one by one next.
+    /// Prefetches the table entries of these ids, all at once, for the following operations.
     pub(super) fn fetch(&self, ids: impl Iterator<Item = BlockId>) {
         let places = |id: BlockId| {
             let (shard, hash) = hash(&id);
             let shard = &self.shards[shard];
             let home = shard.home(hash);
-            // Looking on often leads into the next line of memory.
+            // Probing often reaches the next cache line.
             let entry = |at: usize| shard.entries.get(at).copied().unwrap_or(0);
             entry(home) ^ entry(home + 7)
         };
@@ -107,7 +107,7 @@ impl Units {
         &self.chunks[unit / CHUNK].ids[(unit % CHUNK) as usize..]
     }
 
-    /// A chunk for `strand`, whose chunk number `ordinal` it will be.
+    /// Takes a chunk for `strand`, as its chunk number `ordinal`.
     pub(super) fn take_chunk(&mut self, strand: u32, ordinal: u32) -> u32 {
         if self.free == NONE {
             let first = self.chunks.len();
@@ -123,13 +123,13 @@ impl Units {
         chunk
     }
 
-    /// Gives a chunk back; none of its units is in the table any more.
+    /// Returns a chunk. None of its units may be in the table.
     pub(super) fn give_chunk(&mut self, chunk: u32) {
         self.chunks[chunk].owner = Owner { strand: self.free, ordinal: 0 };
         self.free = chunk;
     }
 
-    /// Names `unit`, whose chunk was taken; `false` if the id is another unit's already.
+    /// Assigns `id` to `unit`, whose chunk was taken. Returns `false` if another unit has the id.
     pub(super) fn insert(&mut self, id: BlockId, unit: u32) -> bool {
         let (shard, hash) = hash(&id);
         let shard = &mut self.shards[shard];
@@ -201,8 +201,8 @@ impl Shard {
         if at + 1 == self.entries.len() { 0 } else { at + 1 }
     }
 
-    /// Adds an entry unless `is_it` knows one with its hash. There is always a vacant place: see the load that
-    /// [`Units::insert`] allows.
+    /// Adds an entry unless `is_it` finds one with its hash. The load limit of [`Units::insert`] guarantees a
+    /// vacant place.
     fn insert(&mut self, hash: u32, unit: u32, is_it: impl Fn(u32) -> bool) -> bool {
         let mut at = self.home(hash);
         loop {
@@ -238,7 +238,8 @@ impl Shard {
         self.len -= 1;
         // Entries behind the hole move into it unless they would then stand before their home.
         let capacity = self.entries.len();
-        // Places from one to another, going on at the start behind the end. Divisions would take longer than all the rest.
+        // Distance from one place to another, wrapping at the end. Divisions would take longer than
+        // everything else here.
         let distance = |from: usize, to: usize| if to < from { to + capacity - from } else { to - from };
         let mut at = hole;
         loop {
@@ -262,7 +263,8 @@ fn id_of(chunks: &Blocks<Chunk, 9>, unit: u32) -> &BlockId {
     &chunks[unit / CHUNK].ids[(unit % CHUNK) as usize]
 }
 
-/// Shard and hash of an id. Ids are outputs of a keyed hash; one multiplication spreads also those of tests.
+/// Shard and hash of an id. Ids are outputs of a keyed hash; one multiplication also spreads the ids of
+/// tests.
 #[inline]
 fn hash(id: &BlockId) -> (usize, u32) {
     let bits = u128::from_le_bytes(id.0);

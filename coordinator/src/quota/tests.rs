@@ -17,7 +17,7 @@ fn seconds(s: u64) -> Duration {
 }
 
 #[test]
-fn requests_come_back_evenly() {
+fn the_request_bucket_refills_evenly() {
     let now = Instant::now();
     let meter = meter(quota(3, 0, 0), now);
     for _ in 0..3 {
@@ -27,13 +27,13 @@ fn requests_come_back_evenly() {
     assert_eq!(enter(&meter, now + seconds(15)).unwrap_err(), (Limit::Requests, seconds(5)));
     enter(&meter, now + seconds(20)).unwrap();
     assert!(enter(&meter, now + seconds(20)).is_err());
-    // After a long time there is a minute's worth, not more.
+    // After a long time the bucket has one minute's amount.
     let later = now + seconds(3_600);
     assert_eq!((0..9).filter(|_| enter(&meter, later).is_ok()).count(), 3);
 }
 
 #[test]
-fn as_many_run_at_a_time_as_are_allowed() {
+fn concurrent_requests_are_limited() {
     let now = Instant::now();
     let meter = meter(quota(0, 0, 2), now);
     let first = enter(&meter, now).unwrap();
@@ -44,7 +44,7 @@ fn as_many_run_at_a_time_as_are_allowed() {
 }
 
 #[test]
-fn prompts_are_paid_before_and_what_is_generated_after() {
+fn prompts_are_charged_before_and_generated_tokens_after() {
     let now = Instant::now();
     let meter = meter(quota(0, 600, 0), now);
     let permit = enter(&meter, now).unwrap();
@@ -53,14 +53,14 @@ fn prompts_are_paid_before_and_what_is_generated_after() {
     let refused = permit.prompt(10, now).unwrap_err();
     assert_eq!((refused.limit, refused.allowed, refused.retry_after), (Limit::Tokens, 600, seconds(11)));
     permit.prompt(10, now + seconds(11)).unwrap();
-    // A prompt that is longer than a minute's tokens waits for all of them.
+    // A prompt longer than a minute's tokens waits for a full bucket.
     let late = now + seconds(600);
     permit.prompt(5_000, late).unwrap();
     assert_eq!(permit.prompt(1, late).unwrap_err().retry_after, Duration::from_secs_f64(120.1));
 }
 
 #[test]
-fn whom_the_second_meter_refuses_the_first_does_not_count() {
+fn a_refusal_by_the_second_meter_reverts_the_first() {
     let now = Instant::now();
     let (key, tenant) = (meter(quota(1, 0, 1), now), meter(quota(0, 0, 1), now));
     let running = enter(&tenant, now).unwrap();
@@ -70,7 +70,7 @@ fn whom_the_second_meter_refuses_the_first_does_not_count() {
 }
 
 #[test]
-fn what_is_spent_elsewhere_counts_once() {
+fn spending_at_other_coordinators_counts_once() {
     let now = Instant::now();
     let (here, there) = (meter(quota(10, 0, 4), now), meter(quota(10, 0, 4), now));
     let peer = NodeId::new("c1").unwrap();
@@ -85,12 +85,12 @@ fn what_is_spent_elsewhere_counts_once() {
     here.hear(&peer, 7, &there.tell(now).unwrap(), now);
     let left = (0..10).filter(|_| enter(&here, now).is_ok()).count();
     assert_eq!(left, 10 - 3 - 1);
-    // Who hears only of what was heard of does not speak of it.
+    // A meter that only received reports does not report them.
     let silent = meter(quota(10, 0, 4), now);
     silent.hear(&peer, 7, &there.tell(now).unwrap(), now + TOLD_FOR);
     assert_eq!(silent.tell(now + TOLD_FOR), None);
     assert_eq!((0..10).filter(|_| enter(&silent, now + TOLD_FOR).is_ok()).count(), 7);
-    // It has restarted: its counts begin anew.
+    // A restarted coordinator counts from zero.
     here.hear(&peer, 8, &QuotaSpent { subject: [1; 32], requests: 2, tokens: 0, inflight: 4 }, now);
     assert_eq!(enter(&here, now + seconds(2)).unwrap_err().0, Limit::Requests);
     let soon = now + seconds(60);
@@ -102,7 +102,7 @@ fn what_is_spent_elsewhere_counts_once() {
 }
 
 #[test]
-fn limits_change_under_way() {
+fn limits_can_change_while_requests_run() {
     let now = Instant::now();
     let meter = meter(quota(0, 0, 1), now);
     let _running = enter(&meter, now).unwrap();
@@ -112,7 +112,7 @@ fn limits_change_under_way() {
 }
 
 #[test]
-fn what_is_used_of_limits_is_that_of_all_coordinators() {
+fn usage_includes_all_coordinators() {
     let now = Instant::now();
     let meter = meter(quota(60, 0, 4), now);
     let permits = [enter(&meter, now).unwrap(), enter(&meter, now).unwrap()];
@@ -122,7 +122,7 @@ fn what_is_used_of_limits_is_that_of_all_coordinators() {
     meter.hear(&peer, 7, &spent(10, 1), now);
     let usage = meter.usage(now);
     assert_eq!(usage, Usage { requests: (12, 60), tokens: (0, 0), inflight: (3, 4) });
-    // A request comes back each second; whoever is silent runs nothing.
+    // One request is refilled each second. In-flight requests of a silent coordinator do not count.
     drop(permits);
     let usage = meter.usage(now + seconds(5));
     assert_eq!(usage, Usage { requests: (7, 60), tokens: (0, 0), inflight: (0, 4) });

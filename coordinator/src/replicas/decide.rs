@@ -1,7 +1,7 @@
-//! What is planned next, as a function of what is agreed on and what is seen.
+//! Decides the next plan change from the table and the observed workers.
 //!
-//! Where an operator has planned a model, `decide/operators.rs` makes its replicas those, and nothing here touches them
-//! but for their files; workers that a plan names are left out of everything else.
+//! For a model with an operator's plan, `decide/operators.rs` sets the replicas; this file then only handles
+//! its unusable files. Workers that such a plan names are not used for anything else.
 
 mod operators;
 
@@ -17,18 +17,18 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-/// Context that a replica is planned for, if its model has as much.
+/// Context that a replica is planned for, at most the model's own.
 const CONTEXT: usize = 8192;
 
-/// A model that is to be served.
+/// A model to be served.
 pub(super) struct WantedModel<'a> {
     pub(super) model: &'a ModelId,
     pub(super) costs: &'a ModelCosts,
-    /// Tokens of its longest sequence.
+    /// Length of its longest sequence in tokens.
     pub(super) context: usize,
 }
 
-/// A worker of the pool that is there.
+/// An available pool worker.
 pub(super) struct Node<'a> {
     pub(super) name: &'a NodeId,
     pub(super) capacity: &'a Capacity,
@@ -38,14 +38,14 @@ pub(super) struct Node<'a> {
 }
 
 impl WantedModel<'_> {
-    /// What a replica is to be good for.
+    /// The load that a replica is planned for.
     fn workload(&self) -> Workload {
         Workload::of_context(self.context.min(CONTEXT) as u64)
     }
 }
 
 impl Node<'_> {
-    /// Whether it has this file under the model's name.
+    /// Whether the worker has this file under the model's name.
     fn has(&self, model: &ModelId, digest: [u8; 32]) -> bool {
         self.capacity.files.iter().any(|file| file.model == *model && file.digest == digest)
     }
@@ -59,18 +59,18 @@ impl Node<'_> {
 pub(super) struct View<'a> {
     pub(super) table: &'a Table,
     pub(super) wants: &'a [WantedModel<'a>],
-    /// Stages of a replica; none: as few as hold the model.
+    /// Stages per replica; `None`: as few as hold the model.
     pub(super) shards: Option<usize>,
     pub(super) nodes: &'a [Node<'a>],
-    /// Whether a worker is away for so long that it is not waited for.
+    /// Whether a worker has been away for too long to wait for it.
     pub(super) gone: &'a dyn Fn(&NodeId) -> bool,
-    /// Why the first stage of this life says that the file is no model, if it does.
+    /// Why the first stage of this replica epoch reports its file as unusable, if it does.
     pub(super) bad: &'a dyn Fn(u64, &NodeId) -> Option<String>,
-    /// Whether the first stage of this life says that the replica could not be put together the last time.
+    /// Whether the first stage of this replica epoch reports that the last setup failed.
     pub(super) fails: &'a dyn Fn(u64, &NodeId) -> bool,
 }
 
-/// The next change, and why of a model nothing more is planned.
+/// The next change, and for each model why no further replica can be planned.
 pub(super) fn decide(view: &View<'_>) -> (Option<Change>, BTreeMap<ModelId, String>) {
     let mut unplanned = BTreeMap::new();
     let change = view.condemn().or_else(|| view.as_told(&mut unplanned));
@@ -80,7 +80,7 @@ pub(super) fn decide(view: &View<'_>) -> (Option<Change>, BTreeMap<ModelId, Stri
 }
 
 impl View<'_> {
-    /// A file was found to be no model.
+    /// Adds a file to the block list that a first stage reported as unusable.
     fn condemn(&self) -> Option<Change> {
         self.table.replicas().iter().find_map(|(&life, plan)| {
             let lead = &plan.stages.first()?.node;
@@ -91,9 +91,9 @@ impl View<'_> {
         })
     }
 
-    /// A replica has lost a worker for good, or fails because it was cut without the present drafter, and can be cut anew over
-    /// the workers that are there. Where it cannot, its plan stands, for when the worker returns. So does one of a
-    /// model that an operator has planned.
+    /// Replaces a replica that has lost a worker for good, or that fails because it was cut without the
+    /// current drafter, if it can be cut again over the available workers. Otherwise its plan stays, in case
+    /// the worker returns. Replicas of a model with an operator's plan also stay.
     fn replace(&self, unplanned: &mut BTreeMap<ModelId, String>) -> Option<Change> {
         self.table.replicas().iter().find_map(|(&life, plan)| {
             let told = self.table.operator_plans().contains_key(&plan.model);
@@ -117,7 +117,7 @@ impl View<'_> {
         })
     }
 
-    /// Whether a plan is possible without the model's drafter and not with it, by what its workers give.
+    /// Whether the plan fits its workers without the model's drafter but not with it.
     fn has_no_room_for_drafter(&self, want: &WantedModel<'_>, plan: &ReplicaPlan) -> bool {
         let with = self.costs(want, &plan.model_digest);
         if with.drafter().is_none() {
@@ -132,14 +132,14 @@ impl View<'_> {
         goes(want.costs) && !goes(&with)
     }
 
-    /// What the model with this digest costs with its drafter.
+    /// The costs of the model with this digest, including its drafter.
     fn costs<'a>(&self, want: &WantedModel<'a>, digest: &[u8; 32]) -> Cow<'a, ModelCosts> {
         let offered = self.nodes.iter().map(|node| (node.capacity, node.drafter));
         drafters::with(want.costs, drafters::of(offered, digest))
     }
 
-    /// A worker of a replica is here with another file, which the plan can never be made of. Where none could take its
-    /// place, the plan goes, and its workers are free for what they have.
+    /// Drops a replica of which a worker has another file, so that the replica can never be set up and no
+    /// other worker can replace it. Its workers become free.
     fn drop_strays(&self) -> Option<Change> {
         let strays = |plan: &ReplicaPlan| {
             plan.stages.iter().any(|stage| {
@@ -154,7 +154,7 @@ impl View<'_> {
         stray.map(|(&life, _)| Change::ReplicaDropped(life))
     }
 
-    /// Workers are free: the model that has the fewest replicas gets one of them.
+    /// Adds a replica over free workers, for the model with the fewest replicas first.
     fn add(&self, unplanned: &mut BTreeMap<ModelId, String>) -> Option<Change> {
         let replicas = |want: &&WantedModel<'_>| {
             self.table.replicas().values().filter(|plan| plan.model == *want.model).count()
@@ -174,16 +174,16 @@ impl View<'_> {
         })
     }
 
-    /// What workers have under a model's name and may be placed.
+    /// Digests of the files under a model's name that may be placed.
     fn digests(&self, model: &ModelId) -> BTreeSet<[u8; 32]> {
         let files = self.nodes.iter().flat_map(|node| &node.capacity.files);
         let digests = files.filter(|file| file.model == *model).map(|file| file.digest);
         digests.filter(|digest| !self.table.condemned().contains_key(digest)).collect()
     }
 
-    /// Cuts a model over workers that take new work, that no operator's plan names, and that are in no replica but one
-    /// whose workers may be taken: over those with the file if that can be, else also over those that have none and get
-    /// what they need. None where nobody is free.
+    /// Cuts a model over free workers: not draining, in no operator's plan, and in no replica unless
+    /// `may_take` allows it. Uses the workers that have the file if possible, else also workers without
+    /// files, which then receive it. `None` if no worker is free.
     fn plan(
         &self,
         want: &WantedModel<'_>,
@@ -207,7 +207,7 @@ impl View<'_> {
         let holders = with(&has);
         let all = match self.nodes.iter().any(has) {
             true => with(&|node| has(node) || node.capacity.files.is_empty()),
-            // Nobody could send it.
+            // No worker could send the file.
             false => holders.clone(),
         };
         match self.cut(want, digest, &holders) {
@@ -235,7 +235,7 @@ impl View<'_> {
     }
 }
 
-/// A stage of a plan as placement checks it.
+/// A stage of a plan in the form that placement checks.
 fn named_range(stage: &StagePlan) -> (String, Range<usize>) {
     let (first, end) = stage.layers;
     (stage.node.to_string(), first as usize..end as usize)

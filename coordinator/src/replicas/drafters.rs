@@ -1,16 +1,17 @@
-//! The drafter of a model's replicas: a function of what the workers that have the model's file have registered.
+//! Selects the drafter of a model's replicas from the registrations of the workers that have the model's
+//! file.
 
 use model::costs::{DrafterCosts, DrafterStage, ModelCosts};
 use proto::placement::{Capacity, Drafter, OfferedDrafter};
 use std::borrow::Cow;
 
-/// More than any drafter takes; a larger number that is registered counts as this.
+/// Upper bound of a drafter's registered bytes; larger numbers are clamped.
 const MOST_BYTES: u64 = 1 << 50;
-/// The same for the elements of a position, and of a sequence.
+/// Upper bound of registered elements per position and per sequence.
 const MOST_ELEMENTS: u64 = 1 << 24;
 
-/// The drafter of the model with this digest. Where workers have registered several it is the first in their order, so that
-/// all coordinators name the same one.
+/// The drafter of the model with this digest. If workers have registered several, the smallest in their order
+/// is used, so that all coordinators choose the same one.
 pub(super) fn of<'a>(
     workers: impl Iterator<Item = (&'a Capacity, Option<&'a OfferedDrafter>)>,
     digest: &[u8; 32],
@@ -22,7 +23,7 @@ pub(super) fn of<'a>(
     offered.min_by_key(|offered| offered.drafter)
 }
 
-/// What the model costs with its drafter beside it.
+/// The costs of the model with its drafter.
 pub(super) fn with<'a>(costs: &'a ModelCosts, drafter: Option<&OfferedDrafter>) -> Cow<'a, ModelCosts> {
     match drafter {
         None => Cow::Borrowed(costs),

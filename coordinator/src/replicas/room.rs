@@ -1,4 +1,4 @@
-//! How much the caches of a replica may take, so that each stage has room for its part.
+//! Sizes the caches of a replica so that they fit into every stage.
 
 use crate::consensus::table::ReplicaPlan;
 use crate::dispatch::PoolWorker;
@@ -6,8 +6,8 @@ use crate::models::Models;
 use crate::placement::{beside_cache, stage_cache, stage_weights};
 use proto::placement::OfferedDrafter;
 
-/// Bytes over all stages: what the stage with the least room for its part of a sequence allows beside the drafter. 0 where
-/// the model or a worker is not known here.
+/// Cache bytes of a replica over all stages, limited by the stage with the least room relative to its share,
+/// without the drafter's arena. 0 if the model or a worker is unknown here.
 pub(super) fn cache_bytes(
     plan: &ReplicaPlan,
     models: &Models,
@@ -36,12 +36,12 @@ pub(super) fn cache_bytes(
     share_out(&stages.unwrap_or_default())
 }
 
-/// Bytes of a stage.
+/// Memory of a stage, in bytes.
 struct StageMemory {
     room: u64,
-    /// What a sequence takes there.
+    /// Bytes that a sequence takes in this stage.
     sequence: u64,
-    /// The part of that in the arena of a model which drafts.
+    /// The part of `sequence` that is in the draft model's own arena.
     beside: u64,
 }
 
@@ -64,7 +64,7 @@ mod tests {
 
     #[test]
     fn a_model_that_drafts_has_its_part_beside_the_caches() {
-        // Eight of a sequence in both stages' caches, and two of the drafter at the first.
+        // A sequence takes 8 bytes in the caches of both stages, and 2 in the drafter's arena at the first.
         let stages = |room| {
             [StageMemory { room, sequence: 6, beside: 2 }, StageMemory { room: 1000, sequence: 4, beside: 0 }]
         };
@@ -80,7 +80,7 @@ mod tests {
     #[test]
     fn the_stage_with_the_least_room_decides() {
         assert_eq!(shared(&[(100, 1), (100, 1)]), 200);
-        // Three quarters of every sequence are in the first.
+        // The first stage holds three quarters of every sequence.
         assert_eq!(shared(&[(90, 3), (100, 1)]), 120);
         assert_eq!(shared(&[(90, 1), (0, 1)]), 0);
         assert_eq!(shared(&[(90, 1), (0, 0)]), 90, "who keeps nothing needs no room");

@@ -1,5 +1,5 @@
-//! How much prefixes are in demand: how long their requests wait at their holders, beyond what they would elsewhere,
-//! and for how long that has been so. A burst that drains by itself is no demand that lasts.
+//! Demand for prefixes: how much longer their requests wait at the holders than elsewhere, and for how long.
+//! A burst that drains by itself does not count as lasting demand.
 
 use super::{Reason, RoutingDecision, Standing};
 use crate::slot::Slot;
@@ -7,14 +7,14 @@ use proto::ids::GroupId;
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-/// A wait counts half after this long.
+/// Half-life of accumulated regret.
 const HALVES: Duration = Duration::from_secs(30);
-/// A prefix that nobody has asked for this long is forgotten.
+/// A prefix without a request for this long is dropped.
 const FORGOTTEN: Duration = Duration::from_secs(300);
-/// Prefixes that are known, at about 64 bytes each.
+/// Maximum of tracked prefixes, at about 64 bytes each.
 const MAX_KNOWN: usize = 1 << 14;
 
-/// Names what requests have in common: a prefix, or the group that they say to be of.
+/// Names what requests have in common: a prefix, or a request group that the client named.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct CommonKey(pub [u8; 16]);
 
@@ -29,7 +29,7 @@ impl CommonKey {
     }
 }
 
-/// What is known of prefixes. Bounded; what is forgotten costs a second holder some waits more.
+/// Demand by prefix, of bounded size. If a prefix is dropped, its next replica is only made somewhat later.
 #[derive(Debug, Default)]
 pub struct Demand {
     known: HashMap<CommonKey, PrefixDemand>,
@@ -38,19 +38,18 @@ pub struct Demand {
 #[derive(Debug, Clone, Copy)]
 struct PrefixDemand {
     standing: Standing,
-    /// Of the last request, beyond what it would have waited elsewhere, in seconds; less by a second each second.
+    /// Extra wait of the last request in seconds. It shrinks by one second each second.
     excess: f64,
     at: Instant,
 }
 
 impl Demand {
-    /// Of one prefix, if it was asked for lately.
+    /// The demand for a prefix; `None` without a recent request.
     pub fn standing(&self, now: Instant, key: CommonKey) -> Option<Standing> {
         self.known.get(&key).and_then(|known| known.decayed(now))
     }
 
-    /// A request with the prefix has been placed. `home`: where it is held first, if the one that was known holds
-    /// it no more.
+    /// Records a placed request. `home` is the prefix's first holder; a changed `home` resets the regret.
     pub fn note(&mut self, now: Instant, key: CommonKey, home: Slot, choice: &RoutingDecision) {
         if self.known.len() >= MAX_KNOWN && !self.known.contains_key(&key) {
             self.forget(now);
@@ -70,7 +69,6 @@ impl Demand {
         self.known.len()
     }
 
-    /// Whether none is known.
     pub fn is_empty(&self) -> bool {
         self.known.is_empty()
     }
@@ -108,19 +106,19 @@ mod tests {
     }
 
     #[test]
-    fn waits_add_up_fade_and_are_settled_by_a_replica() {
+    fn regret_adds_up_decays_and_is_reset_by_a_replica() {
         let (mut demand, start) = (Demand::default(), Instant::now());
         let key = CommonKey([1; 16]);
         assert_eq!(demand.standing(start, key), None);
         let regret = |demand: &Demand, at| demand.standing(at, key).map(|s| s.regret);
         let about = |found: Option<f64>, expected: f64| (found.unwrap() - expected).abs() < 0.05;
-        // Many at one moment are a burst.
+        // Requests at the same instant are a burst and add no regret.
         (0..30).for_each(|_| demand.note(start, key, slot(0), &choice(Reason::Prefix, 2.0)));
         assert_eq!(regret(&demand, start), Some(0.0));
-        // Two seconds that become less.
+        // Two seconds of extra wait that shrink.
         let later = start + Duration::from_secs(1);
         assert!(about(regret(&demand, later), 1.5));
-        // And that do not, because more come.
+        // More requests keep the extra wait up.
         demand.note(later, key, slot(0), &choice(Reason::Prefix, 2.0));
         assert!(about(regret(&demand, later + Duration::from_secs(1)), 3.0));
         demand.note(later, key, slot(0), &choice(Reason::Prefix, 0.0));
@@ -128,14 +126,14 @@ mod tests {
         assert_eq!(regret(&demand, later + FORGOTTEN), None);
         demand.note(later, key, slot(0), &choice(Reason::Replica, 0.0));
         assert_eq!(regret(&demand, later), Some(0.0));
-        // Where it is held first has changed: it begins anew.
+        // A changed first holder resets the regret.
         demand.note(start, key, slot(0), &choice(Reason::Prefix, 2.0));
         demand.note(later, key, slot(1), &choice(Reason::Prefix, 1.0));
         assert_eq!(demand.standing(later, key), Some(Standing { home: slot(1), regret: 0.0 }));
     }
 
     #[test]
-    fn no_more_are_known_than_there_is_room_for() {
+    fn tracked_prefixes_are_bounded() {
         let (mut demand, mut now) = (Demand::default(), Instant::now());
         for number in 0..2 * MAX_KNOWN as u128 {
             now += Duration::from_millis(1);

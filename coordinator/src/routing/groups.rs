@@ -1,28 +1,28 @@
-//! Requests with something in common, and where the first of them is being computed: that one leads, the others
-//! follow it there.
+//! Groups of requests whose common prefix is being computed. The first request leads; the others are routed
+//! to its worker.
 
 use super::demand::CommonKey;
 use crate::slot::Slot;
 use std::collections::HashMap;
 
-/// Leaders whose prompts are being computed. As many as there are such requests.
+/// Slots of the leaders by group. The size is bounded by the number of requests that are being computed.
 #[derive(Debug, Default)]
 pub struct Groups {
     leaders: HashMap<CommonKey, Vec<Slot>>,
 }
 
 impl Groups {
-    /// Whether a request of the group is being computed there.
+    /// Whether a request of the group is being computed on `slot`.
     pub fn leads(&self, key: CommonKey, slot: Slot) -> bool {
         self.leaders.get(&key).is_some_and(|slots| slots.contains(&slot))
     }
 
-    /// A request of the group begins there.
+    /// A request of the group was sent to `slot`.
     pub fn begin(&mut self, key: CommonKey, slot: Slot) {
         self.leaders.entry(key).or_default().push(slot);
     }
 
-    /// Its prompt has been computed, or will not be.
+    /// The prompt of a request of the group has been computed, or was given up.
     pub fn end(&mut self, key: CommonKey, slot: Slot) {
         let Some(slots) = self.leaders.get_mut(&key) else { return };
         if let Some(at) = slots.iter().position(|other| *other == slot) {

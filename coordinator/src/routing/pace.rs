@@ -1,35 +1,36 @@
-//! How long one token of a generation takes at a worker, by how many generations run beside it.
+//! Pace of a worker: the time per generated token as a function of the number of concurrent generations.
 //!
-//! The time is taken to be linear in the number of generations: `seconds * (1 + share * (n - 8))`. Both numbers are
-//! learned from the tokens that a worker has generated between two of its load reports.
+//! The model is linear: `seconds * (1 + share * (n - 8))`. Both parameters are learned from the tokens that a
+//! worker generated between two load reports.
 
 use std::time::{Duration, Instant};
 
-/// Generations at which paces are compared.
+/// Number of generations at which paces are compared.
 const AT: f64 = 8.0;
-/// What one more generation adds, before anything is known of it.
+/// Initial share: the cost of one more generation relative to [`Pace::seconds`].
 const ASSUMED_SHARE: f64 = 0.05;
-/// Above, an empty worker would take no time at all.
+/// Upper bound of the share. A larger one would give an empty worker a token time of almost 0.
 const MAX_SHARE: f64 = 0.12;
-/// Seconds of a token assumed while no worker has measured one.
+/// Seconds per token assumed while no worker has measured one.
 const ASSUMED_S: f64 = 0.01;
-/// A pace is averaged over about this long.
+/// Time constant of the average of [`Pace::seconds`].
 const MEMORY: Duration = Duration::from_secs(5);
-/// What a further generation adds is averaged over about this long.
+/// Time constant of the average of [`Pace::share`].
 const SHARE_MEMORY: Duration = Duration::from_secs(120);
-/// How much evidence the assumed share is worth, in seconds times squared generations.
+/// Weight of the assumed share as evidence, in seconds times squared generations.
 const PRIOR: f64 = 50.0;
-/// Intervals in which prompts were computed say less about decoding, and are used only after so long without others.
+/// Intervals with prefill say less about decoding. They are used only after this long without an interval of
+/// pure decoding.
 const CLEAN_FOR: Duration = Duration::from_secs(10);
-/// Longer intervals are not measured: too much may have happened in them.
+/// Longer intervals are skipped: their number of generations is too uncertain.
 const LONGEST: Duration = Duration::from_secs(5);
 
-/// What is known of a worker's decoding.
+/// Measured decode pace of a worker.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Pace {
-    /// Seconds of a token with 8 generations; 0 if unknown.
+    /// Seconds per token with 8 generations; 0 if unknown.
     pub seconds: f64,
-    /// What one more generation adds, as a part of that.
+    /// Added time per further generation, relative to `seconds`.
     pub share: f64,
 }
 
@@ -40,7 +41,7 @@ impl Default for Pace {
 }
 
 impl Pace {
-    /// Seconds of a token with `n` generations; the same pace is assumed of all workers where none is known.
+    /// Seconds per token with `n` generations. Workers without a measurement share one assumed pace.
     pub fn token_s(&self, n: f64) -> f64 {
         self.known() * (1.0 + self.share * (n - AT)).max(0.0)
     }
@@ -55,25 +56,26 @@ impl Pace {
     }
 }
 
-/// What a worker had done at the time of a report.
+/// A worker's counters at the time of a load report.
 #[derive(Debug, Clone, Copy)]
 pub struct Done {
     pub at: Instant,
-    /// Tokens generated since its start.
+    /// Tokens generated since the worker's start.
     pub tokens: u64,
     pub running: u32,
-    /// Whether prompts were to be computed.
+    /// Whether prompt tokens were pending.
     pub prefills: bool,
 }
 
-/// Learns a worker's pace. See the module.
+/// Learns a worker's pace from its load reports.
 #[derive(Debug)]
 pub struct PaceMeter {
     pace: Pace,
     last: Option<Done>,
     measured: Option<Instant>,
     clean: Option<Instant>,
-    /// Weighted sums for the share: of deviations times generations, and of squared generations, both less [`AT`].
+    /// Weighted sums for the share: deviation × generations, and generations², with generations counted from
+    /// [`AT`].
     sums: (f64, f64),
 }
 
@@ -97,13 +99,14 @@ impl PaceMeter {
             return;
         }
         let (took, n) = (took.as_secs_f64(), f64::from(last.running + done.running) / 2.0);
-        // What was measured long ago counts for little.
+        // An old average gets little weight.
         let since = self.measured.map_or(took, |at| done.at.saturating_duration_since(at).as_secs_f64());
         self.sample(took, since, n, took * n / tokens as f64);
         self.measured = Some(done.at);
     }
 
-    /// For `took` seconds a token has taken `token_s`, with `n` generations; the sample before is `since` seconds old.
+    /// Takes a sample: over `took` seconds a token took `token_s` with `n` generations. The last sample is
+    /// `since` seconds old.
     fn sample(&mut self, took: f64, since: f64, n: f64, token_s: f64) {
         let off = n - AT;
         if self.pace.seconds > 0.0 {
@@ -123,7 +126,7 @@ impl PaceMeter {
         self.measured.map(|_| self.pace)
     }
 
-    /// When it was measured last.
+    /// Time of the last sample.
     pub fn measured(&self) -> Option<Instant> {
         self.measured
     }
@@ -133,7 +136,7 @@ impl PaceMeter {
 mod tests {
     use super::*;
 
-    /// Reports every half second of a worker whose tokens take `base + slope * n` seconds.
+    /// Simulates load reports, two per second, of a worker whose tokens take `base + slope * n` seconds.
     struct Worker {
         meter: PaceMeter,
         now: Instant,
@@ -189,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn an_idle_worker_and_one_that_computes_prompts_say_nothing_new() {
+    fn idle_and_prefill_intervals_give_no_sample() {
         let mut worker = worker();
         worker.runs(10.0, 4, 0.02, 0.0);
         let (known, at) = (worker.meter.pace(), worker.meter.measured());
@@ -202,7 +205,7 @@ mod tests {
         worker.tokens += 1.0;
         worker.report(4, true);
         assert_eq!((worker.meter.pace(), worker.meter.measured()), (known, at));
-        // Where prompts never cease there is nothing else to go by.
+        // If prompts are always pending, their intervals are used too.
         worker.now += CLEAN_FOR;
         worker.report(4, true);
         worker.now += Duration::from_millis(500);

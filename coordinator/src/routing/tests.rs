@@ -2,7 +2,7 @@ use super::pace::Pace;
 use super::*;
 use proptest::prelude::*;
 
-/// Of a request for 16 tokens.
+/// A query with 16 expected output tokens.
 fn query(prompt_tokens: u32, random: u64) -> Query {
     Query { routing: Routing::Prefix, prompt_tokens, output_tokens: 16.0, standing: None, random, turn: 0 }
 }
@@ -29,7 +29,7 @@ fn idle(index: usize) -> Candidate {
 }
 
 #[test]
-fn routings_to_compare_with_do_not_look_at_what_is_held() {
+fn the_comparison_policies_ignore_cached_prefixes() {
     let workers = [Candidate { units: 60, pending_tokens: 10, ..idle(0) }, idle(1)];
     let by = |routing, turn| super::choose(&Query { routing, turn, ..query(1_000, 3) }, &workers).unwrap();
     assert_eq!(by(Routing::Prefix, 0).slot.index(), 0);
@@ -37,7 +37,7 @@ fn routings_to_compare_with_do_not_look_at_what_is_held() {
     assert_eq!((least.slot.index(), least.reason, least.predicted), (1, Reason::Load, 0));
     let turns: Vec<_> = (0..4).map(|turn| by(Routing::RoundRobin, turn)).collect();
     assert_eq!(turns.iter().map(|c| c.slot.index()).collect::<Vec<_>>(), [0, 1, 0, 1]);
-    // What a worker has is told truly all the same.
+    // The prediction is correct with these policies too.
     assert_eq!((turns[0].predicted, turns[1].predicted), (960, 0));
 }
 
@@ -59,8 +59,8 @@ fn a_prediction_leaves_the_last_token_to_compute_and_ends_at_a_unit() {
 }
 
 #[test]
-fn a_burst_that_shares_an_uncached_prefix_gathers_where_it_is_computed() {
-    // As the caller accounts it: what is sent to a worker is pending there until it starts to answer.
+fn a_burst_with_an_uncached_prefix_goes_to_the_worker_that_computes_it() {
+    // As the caller books it: tokens sent to a worker are pending until it starts to answer.
     for (own, shared) in [(30u32, 1500u32), (30, 4096)] {
         let mut workers = [idle(0), idle(1)];
         let prompt = shared + own;
@@ -75,7 +75,7 @@ fn a_burst_that_shares_an_uncached_prefix_gathers_where_it_is_computed() {
             assert_eq!((choice.reason, choice.predicted), (Reason::Prefix, shared / 16 * 16));
             workers[leader].pending_tokens += u64::from(prompt - choice.predicted);
         }
-        // A second wave finds it cached.
+        // A second wave finds the prefix cached.
         workers[leader].pending_tokens = 0;
         workers[leader].units = shared / 16;
         assert_eq!(choose(prompt, &workers, 5).unwrap().slot, first.slot);
@@ -83,12 +83,12 @@ fn a_burst_that_shares_an_uncached_prefix_gathers_where_it_is_computed() {
 }
 
 #[test]
-fn load_alone_spills() {
-    // A short shared system prompt is no reason to queue behind a long document.
+fn a_busy_holder_loses_requests_to_an_idle_worker() {
+    // A short shared system prompt does not justify waiting behind a long document.
     let holder = Candidate { units: 4, pending_tokens: 8_000, ..idle(0) };
     let choice = choose(100, &[holder, idle(1)], 0).unwrap();
     assert_eq!((choice.slot.index(), choice.reason, choice.predicted), (1, Reason::Load, 0));
-    // Nor is it to join a large batch while another worker is idle.
+    // It does not justify joining a large batch while another worker is idle either.
     let busy = Candidate { units: 4, running: 60, ..idle(0) };
     assert_eq!(choose(100, &[busy, idle(1)], 0).unwrap().slot.index(), 1);
     // A long document is worth a wait, but not any wait.
@@ -119,7 +119,7 @@ fn ties_are_spread_and_lean_to_the_emptier_worker() {
 }
 
 #[test]
-fn alone_is_told_and_nobody_is_nobody() {
+fn one_candidate_gives_the_reason_only_and_none_gives_none() {
     assert_eq!(choose(64, &[], 3), None);
     let only = Candidate { units: 2, ..idle(9) };
     let choice = choose(64, &[only], 3).unwrap();
@@ -132,7 +132,7 @@ fn standing(home: usize, regret: f64) -> Option<Standing> {
 
 #[test]
 fn a_prefix_in_demand_gets_a_second_holder_and_only_then() {
-    // A second to compute again, and a wait at the holder of a quarter of a second more than that.
+    // Recomputing takes 1 s. The wait at the holder is 0.25 s longer than that.
     let holder = Candidate { units: 125, pending_tokens: 2_500, ..idle(0) };
     let by = |regret| {
         let query = Query { standing: standing(0, regret), ..query(2_010, 1) };
@@ -144,7 +144,7 @@ fn a_prefix_in_demand_gets_a_second_holder_and_only_then() {
     assert_eq!(by(0.95).reason, Reason::Prefix);
     let replica = by(1.05);
     assert_eq!((replica.slot.index(), replica.reason, replica.predicted), (1, Reason::Replica, 0));
-    // Where it is no faster elsewhere nothing is copied, whatever was suffered before.
+    // If no other worker is faster, no replica is made, however large the regret.
     let busy = Candidate { pending_tokens: 600, ..idle(1) };
     let query = Query { standing: standing(0, 50.0), ..query(2_010, 1) };
     assert_eq!(super::choose(&query, &[holder, busy]).unwrap().reason, Reason::Prefix);
@@ -164,18 +164,18 @@ fn a_replica_is_used_while_the_first_holder_is_busy_and_left_when_it_is_not() {
 }
 
 #[test]
-fn where_all_else_is_equal_who_was_given_less_is_chosen() {
+fn ties_go_to_the_worker_with_less_recent_work() {
     let given = Candidate { given_tokens: 1_000.0, ..idle(0) };
     for random in 0..50 {
         assert_eq!(choose(640, &[given, idle(1)], random << 32 | random).unwrap().slot.index(), 1);
     }
-    // But a prefix of some length counts for more.
+    // A cached prefix of some length counts for more.
     let holder = Candidate { units: 20, ..given };
     assert_eq!(choose(640, &[holder, idle(1)], 1).unwrap().slot.index(), 0);
 }
 
 #[test]
-fn rates_that_differ_a_little_are_the_same_and_others_are_not() {
+fn small_differences_of_rates_are_ignored() {
     let slower = Candidate { prefill_rate: 1_300.0, ..idle(0) };
     let busy = Candidate { pending_tokens: 100, ..idle(1) };
     assert_eq!(choose(1_000, &[slower, busy], 0).unwrap().slot.index(), 0);
@@ -216,7 +216,7 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn the_choice_is_never_dearer_than_a_tie(
+    fn the_choice_costs_at_most_as_much_as_a_tie(
         prompt in 0u32..100_000,
         workers in proptest::collection::vec(numbers(), 1..64),
         random in any::<u64>(),
@@ -236,7 +236,7 @@ proptest! {
         }
     }
 
-    /// More to do, less held: never cheaper.
+    /// More work or fewer cached units never lower the cost.
     #[test]
     fn the_cost_rises_with_all_that_takes_time(
         prompt in 1u32..100_000,

@@ -1,77 +1,81 @@
-//! Pulling as the other way to get a prefix: a worker that does not hold one can fetch it from a worker of its numeric
-//! class that does, if that costs less than computing it.
+//! KV transfer as the alternative to prefill: a worker can pull a prefix from a worker of its numeric class
+//! that holds it, if that costs less than computing it.
 //!
-//! A pull costs two workers' engines a copy of its bytes. Its latency (until the holder is between two layers, and until
-//! the bytes are there) costs nothing while the worker has other prompts to compute before this one; what it lasts longer
-//! counts as if the worker computed meanwhile.
+//! A pull costs both engines a copy of its bytes. Its latency (until the holder is between two layers, and
+//! until the bytes have arrived) is free while the puller has other prompts to compute first. Latency beyond
+//! that counts like prefill time.
 //!
-//! What a worker has announced can be fetched at once. What it is still computing or pulling can be fetched when it has
-//! come: such a pull is awaited. A burst of requests finds workers idle that the burst will fill, so computing counts twice
-//! against an awaited pull. Then the answer ends later than with computing by at most the time that computing takes.
+//! An announced prefix can be pulled at once. A prefix that is still being computed or pulled elsewhere can
+//! be pulled when it is complete: such a pull is awaited. Prefill counts twice against an awaited pull,
+//! because a burst finds workers idle that the burst itself will fill. The wait then delays the answer by at
+//! most the prefill time.
 
 use super::{Candidate, Outlook, predicted_tokens};
 use crate::slot::Slot;
 use proto::message::PullCost;
 use proto::pull::SLICE_BYTES;
 
-/// Bytes per second assumed of a worker that has not pulled anything yet.
+/// Transfer rate assumed for a worker that has not pulled yet, in bytes per second.
 const ASSUMED_RATE: f64 = 100e6;
-/// Bytes per second at which an engine copies blocks out of its arena or into it.
+/// Rate at which an engine copies blocks into or out of its arena, in bytes per second.
 const COPY_RATE: f64 = 1e9;
-/// Seconds that a pull takes besides its bytes: a connection, round trips.
+/// Fixed seconds of a pull for the connection and round trips.
 const OVERHEAD_S: f64 = 0.02;
-/// How often computing counts where what would be computed is on its way elsewhere.
+/// Weight of prefill if the prefix is already being computed elsewhere.
 const COMPUTED_AGAIN: f64 = 2.0;
-/// Workers pull whole resume points, and only if that saves so many tokens and this part of them.
+/// Workers pull whole resume points. A pull must save at least this many tokens.
 const LEAST_GAIN: u32 = 32;
+/// A pull must also save at least `1 / GAIN_PART` of its tokens.
 const GAIN_PART: u32 = 16;
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Pull {
     pub from: Slot,
-    /// Leading hash units of the prompt that the worker holds afterwards.
+    /// Leading hash units of the prompt that the puller holds afterwards.
     pub units: u32,
-    /// Seconds from now until it has come.
+    /// Seconds from now until the pull is complete.
     pub seconds: f64,
-    /// Seconds that the two engines spend on it.
+    /// Engine time of the copies on both workers, in seconds.
     pub work: f64,
-    /// Seconds that it lasts longer than what the worker has to compute first.
+    /// Seconds for which the puller would be idle: latency beyond the prompts that it has to compute first.
     pub idle: f64,
-    /// Seconds for which the worker could begin and the prefix is not there yet; `None` if it is held already.
+    /// Seconds for which the puller could start but the holder does not have the prefix yet. `None`: it is
+    /// announced.
     pub awaits: Option<f64>,
 }
 
-/// What pulling costs a worker.
+/// What a pull costs a worker.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PullPrice<'a> {
-    /// Bytes of a resume point.
+    /// Sizes of a resume point.
     pub cost: &'a PullCost,
-    /// Bytes per second that it has measured; 0 if unknown.
+    /// Measured transfer rate in bytes per second; 0 if unknown.
     pub rate: f32,
 }
 
-/// A worker that holds a part of the prompt, or will.
+/// A worker that holds, or will hold, a part of the prompt.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Holder {
     pub slot: Slot,
-    /// Leading units that it holds.
+    /// Leading units that the worker holds.
     pub units: u32,
-    /// Seconds of a layer of its steps, between which it copies out what is pulled; 0 while it has nothing to do.
+    /// Seconds per layer of its steps; pulled blocks are copied out between layers. 0 if the worker is idle.
     pub layer: f64,
-    /// Seconds until what it has to send to others is sent.
+    /// Seconds until the worker has sent its earlier pulls.
     pub backlog: f64,
-    /// Seconds until it holds them; `None` if it has announced them.
+    /// Seconds until the worker holds `units`; `None` if it has announced them.
     pub ready: Option<f64>,
 }
 
 impl PullPrice<'_> {
-    /// The pull of the resume point at `tokens` to a worker that has the first `have` of them and would begin with the
-    /// prompt in `begins` seconds.
+    /// The pull of the resume point at `tokens`, for a worker that holds the first `have` tokens and could
+    /// start the prompt in `begins` seconds.
     fn pull(&self, holder: &Holder, have: u32, tokens: u32, begins: f64) -> Pull {
         let rate = if self.rate > 0.0 { f64::from(self.rate) } else { ASSUMED_RATE };
         let bytes = f64::from(tokens.saturating_sub(have)) * self.cost.bytes_per_token as f64
             + self.cost.bytes_per_point as f64;
-        // The first slice waits for a layer that is under way, each further one for one more.
+        // The first slice waits for the rest of a layer (half on average), each further slice for one more
+        // layer.
         let slices = (bytes / SLICE_BYTES as f64).floor() + 0.5;
         let ready = holder.ready.unwrap_or(0.0);
         let takes = OVERHEAD_S + (slices * holder.layer).max(holder.backlog - ready) + bytes / rate;
@@ -88,19 +92,19 @@ impl PullPrice<'_> {
 }
 
 impl Pull {
-    /// Seconds that it adds to a request's, besides those for which it is awaited.
+    /// Seconds that the pull adds to a request, without the time for which it is awaited.
     pub(super) fn cost(&self) -> f64 {
         self.work + self.idle
     }
 }
 
-/// Whether a worker that serves `have` tokens of a prompt itself would fetch `tokens` of it.
+/// Whether a worker that serves `have` tokens of a prompt itself would pull `tokens` of it.
 pub fn is_worth_asking(have: u32, tokens: u32) -> bool {
     let gain = tokens.saturating_sub(have);
     gain >= LEAST_GAIN && gain >= tokens / GAIN_PART
 }
 
-/// The pull that saves `candidate` the most. `None`: computing costs as little.
+/// The pull that saves `candidate` the most time; `None` if no pull is cheaper than computing.
 pub fn best(
     prompt_tokens: u32,
     candidate: &Candidate,
@@ -127,17 +131,17 @@ pub fn best(
 }
 
 impl Candidate {
-    /// Leading units that it serves the request, by a pull if that is how it gets them.
+    /// Leading units that the worker serves, including pulled ones.
     pub fn served_units(&self) -> u32 {
         self.pull.map_or(self.units, |pull| pull.units)
     }
 
-    /// Seconds that its pull costs, if there is one.
+    /// Cost of the pull in seconds; 0 without a pull.
     pub(super) fn pull_seconds(&self) -> f64 {
         self.pull.map_or(0.0, |pull| pull.cost())
     }
 
-    /// Seconds for which it could begin and what it pulls is not there yet.
+    /// Seconds for which the worker could start but the prefix to pull is not available yet.
     pub(super) fn awaits(&self) -> f64 {
         self.pull.and_then(|pull| pull.awaits).unwrap_or(0.0)
     }
@@ -191,7 +195,7 @@ mod tests {
         Slot::new(index).unwrap()
     }
 
-    /// The best pull of a prompt to `here`, which is alone.
+    /// The best pull to `here`, the only candidate.
     fn best<const N: usize>(
         prompt: u32,
         here: &Candidate,
@@ -202,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pull_is_chosen_where_it_beats_computing() {
+    fn a_pull_is_chosen_if_it_is_cheaper_than_computing() {
         let cost = cost();
         let here = candidate(0, 0);
         let holders = [idle(0, 90), idle(1, 50), idle(2, 60)];
@@ -212,9 +216,9 @@ mod tests {
         let bytes = 960.0 * 20_000.0 + 1e6;
         assert!((pull.seconds - (OVERHEAD_S + bytes / 1e9)).abs() < 1e-9, "{}", pull.seconds);
         assert!((pull.work - 2.0 * bytes / COPY_RATE).abs() < 1e-9 && pull.idle == pull.seconds, "{pull:?}");
-        // 960 tokens take a second to compute: at 10 MB/s a pull takes two.
+        // Computing 960 tokens takes 1 s; a pull at 10 MB/s takes 2 s.
         assert_eq!(best(1_000, &here, &PullPrice { cost: &cost, rate: 1e7 }, holders), None);
-        // What is there already is not fetched again, and little more is not worth it.
+        // A held prefix is not pulled again, and a small gain does not justify a pull.
         assert!(best(1_000, &candidate(0, 55), &fast, holders).is_some());
         assert_eq!(best(1_000, &candidate(0, 59), &fast, holders), None);
         assert_eq!(best(1_000, &candidate(0, 60), &fast, holders), None);
@@ -222,11 +226,11 @@ mod tests {
     }
 
     #[test]
-    fn what_a_holder_has_to_do_first_counts() {
+    fn a_busy_holder_makes_a_pull_more_expensive() {
         let cost = cost();
         let here = candidate(0, 0);
         let fast = PullPrice { cost: &cost, rate: 1e9 };
-        // It copies out between layers: half of one for the first slice, one more for the second.
+        // The holder copies out between layers: the first slice waits half a layer, the second one more.
         let slow = |layer| Holder { layer, ..idle(2, 60) };
         assert!(best(1_000, &here, &fast, [slow(0.5)]).is_some());
         assert_eq!(best(1_000, &here, &fast, [slow(0.6)]), None);
@@ -249,9 +253,10 @@ mod tests {
         assert_eq!(best(1_000, &busy(500), &slow, [idle(1, 60)]), None);
     }
 
-    /// 960 tokens take 0.96 s to compute. The pull takes 0.02 s, 19.2 MB at 1 GB/s and two copies of these at 1 GB/s.
+    /// 960 tokens take 0.96 s to compute. The pull takes 0.02 s, 19.2 MB at 1 GB/s and two copies of these at
+    /// 1 GB/s.
     #[test]
-    fn what_is_computed_elsewhere_is_awaited_for_as_long_as_computing_takes() {
+    fn a_pull_is_awaited_for_at_most_the_weighted_prefill_time() {
         let cost = PullCost { bytes_per_point: 0, ..cost() };
         let price = PullPrice { cost: &cost, rate: 1e9 };
         let takes = OVERHEAD_S + 3.0 * 960.0 * 20_000.0 / 1e9;
@@ -260,21 +265,21 @@ mod tests {
         let pull = best(1_000, &candidate(0, 0), &price, [in_flight(most - 0.001)]).unwrap();
         assert!(pull.awaits == Some(most - 0.001) && (pull.cost() - takes).abs() < 1e-9, "{pull:?}");
         assert_eq!(best(1_000, &candidate(0, 0), &price, [in_flight(most + 0.001)]), None);
-        // It is awaited while the worker has something else to do.
+        // While the worker has other prompts to compute, waiting is free.
         let busy = Candidate { pending_tokens: 1_500, ..candidate(0, 0) };
         let pull = best(1_000, &busy, &price, [in_flight(most + 0.001)]).unwrap();
         assert!((pull.awaits.unwrap() - (most + 0.001 - 1.5)).abs() < 1e-9, "{pull:?}");
-        // What is held already is pulled if what is not yet brings little more.
+        // A held prefix is preferred if the awaited one brings little more.
         let half = |units| Holder { slot: slot(2), ..idle(2, units) };
         let from = |units| best(1_000, &candidate(0, 0), &price, [in_flight(0.9), half(units)]).unwrap().from;
         assert_eq!((from(30), from(59)), (slot(1), slot(2)));
-        // A pull that costs as much as computing is not awaited either.
+        // A pull that costs as much as computing is not awaited.
         let slow = PullPrice { cost: &cost, rate: 2e7 };
         assert_eq!(best(1_000, &candidate(0, 0), &slow, [in_flight(0.0)]), None);
     }
 
     #[test]
-    fn the_last_token_is_computed_also_of_what_is_pulled() {
+    fn the_last_token_of_a_pulled_prompt_is_computed() {
         let cost = cost();
         let price = PullPrice { cost: &cost, rate: 1e9 };
         let pull = best(960, &candidate(0, 0), &price, [idle(1, 60)]).unwrap();
@@ -284,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn a_busy_holder_is_relieved_by_who_pulls_sooner_than_by_who_computes() {
+    fn a_request_leaves_a_busy_holder_earlier_if_the_other_worker_can_pull() {
         let cost = cost();
         let price = PullPrice { cost: &cost, rate: 1e9 };
         let other = |pull| Candidate { pull, ..candidate(1, 0) };

@@ -1,4 +1,5 @@
-//! TCP listeners with limits: connections, time and size of heads, time between requests, clients that do not read.
+//! TCP listeners with limits: connections, time and size of request heads, idle time, clients that do not
+//! read.
 
 mod guard;
 mod head;
@@ -37,18 +38,19 @@ use tokio::time::{Instant, Sleep};
 use tower::{Service, ServiceExt};
 use turn::ConnectionActivity;
 
-/// Waits after `accept` has failed, as it does when file descriptors run out.
+/// Pause after a failed `accept`, which happens when file descriptors run out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
-/// Between two lines in the log about connections that are refused.
+/// Shortest interval between log lines about refused connections.
 const SAY_EVERY: Duration = Duration::from_secs(10);
-/// What is still read of a body that is refused.
+/// Most bytes that are read of a body that the handler dropped.
 const LINGER_BYTES: usize = 2 * MAX_FORM;
+/// Time limit of reading a body that the handler dropped.
 const LINGER_TIME: Duration = Duration::from_secs(5);
 
-/// Who is told to stop still takes connections for a moment, since whoever sends requests learns of it only by and by:
-/// until none has come for so long,
+/// A stopping listener accepts connections until none arrived for this long, since senders learn of the stop
+/// with a delay.
 const QUIET: Duration = Duration::from_millis(200);
-/// and at most for so long.
+/// Longest time for which a stopping listener accepts connections.
 const LINGER_OPEN: Duration = Duration::from_secs(2);
 
 pub(super) trait Port:
@@ -61,15 +63,15 @@ impl<S> Port for S where
 {
 }
 
-/// What a listener allows, and whom it tells.
+/// The limits of a listener, and its metrics.
 #[derive(Debug, Clone)]
 pub(super) struct Limits {
-    /// In metrics and in the log.
+    /// The port's name in metrics and in the log.
     pub(super) port: &'static str,
     pub(super) connections: usize,
-    /// How long a connection may stay between requests.
+    /// How long a connection may be idle between requests.
     pub(super) idle: Duration,
-    /// Paths that are answered also when all connections are taken.
+    /// Paths that are served even if all connections are in use.
     pub(super) always: &'static [&'static str],
     pub(super) metrics: Arc<Metrics>,
 }
@@ -78,7 +80,7 @@ pub(super) struct Limits {
 #[derive(Debug)]
 pub(super) struct Listener {
     address: SocketAddr,
-    /// Since when, once it is stopped.
+    /// When the listener was stopped. `None` while it serves.
     stopping: watch::Sender<Option<Instant>>,
     task: JoinHandle<()>,
 }
@@ -101,9 +103,10 @@ impl Listener {
         self.address
     }
 
-    /// Soon takes no new connections, and waits at most `limit` for requests under way; `true` if all finished.
+    /// Stops accepting connections and waits at most `limit` for running requests. Returns `true` if all
+    /// finished.
     pub(super) async fn stop(&mut self, limit: Duration) -> bool {
-        // Fails only when the task has ended already.
+        // Fails only if the task has ended already.
         let _ = self.stopping.send(Some(Instant::now()));
         tokio::time::timeout(limit, &mut self.task).await.is_ok()
     }
@@ -155,7 +158,7 @@ async fn serve(
             counted.made_room();
         }
         if seat != ConnectionClass::Regular || places.made_room() {
-            // Who has come before is read before another may take its place.
+            // Lets earlier connections be read before another one may displace them.
             tokio::task::yield_now().await;
         }
         if seat != ConnectionClass::Regular {
@@ -187,16 +190,16 @@ async fn serve(
     }
 }
 
-/// Waits until it is time to take no more connections, of which the latest came at `latest`.
+/// Waits until the listener should stop accepting. `latest`: arrival of the latest connection.
 async fn quiet(stop: &mut watch::Receiver<Option<Instant>>, latest: Instant) {
-    // An error means that whoever would tell is gone.
+    // An error means that the sender is gone.
     let stopped = stop.wait_for(Option::is_some).await.ok().and_then(|since| *since);
     if let Some(since) = stopped {
         tokio::time::sleep_until((since.max(latest) + QUIET).min(since + LINGER_OPEN)).await;
     }
 }
 
-/// What every connection of a listener is given.
+/// What every connection of a listener gets.
 #[derive(Clone)]
 struct Entrance<P> {
     port: P,
@@ -223,14 +226,14 @@ impl<P: Port> Entrance<P> {
         turn: Arc<ConnectionActivity>,
         seat: ConnectionClass,
     ) {
-        // Tokens are small and each is waited for.
+        // Tokens are small, and the client waits for each.
         if let Err(error) = stream.set_nodelay(true) {
             tracing::debug!(%error, "no TCP_NODELAY");
         }
         let Self { port, limits, mut close, refuse } = self;
         let (taken, mut left) = mpsc::channel(1);
         let place = ConnectionPermit::new(close.clone(), taken);
-        // Who has no place of its own says at once what it wants.
+        // A connection beyond the limit must begin its request within `HEAD_TIMEOUT`.
         let idle = if seat == ConnectionClass::Regular { limits.idle } else { HEAD_TIMEOUT };
         let patience = ClientTimeouts { head: HEAD_TIMEOUT, idle };
         let stream = Unstalled::new(stream, WRITE_STALL);
@@ -262,12 +265,12 @@ impl<P: Port> Entrance<P> {
         });
         let connection = http1::Builder::new()
             .timer(TokioTimer::new())
-            // How long heads and pauses may take is told by the stream.
+            // [`Guarded`] enforces the timeouts of heads and idle connections.
             .header_read_timeout(None)
             .max_header_size(MAX_HEAD)
             .serve_connection(TokioIo::new(stream), service)
             .with_upgrades();
-        // In a box, so that it is gone, and its place with it, before what it may have become is waited for.
+        // Boxed, so that it is dropped with its permit before the wait for an upgraded connection.
         let mut connection = Box::pin(connection);
         let ended = tokio::select! {
             ended = connection.as_mut() => ended,
@@ -280,12 +283,12 @@ impl<P: Port> Entrance<P> {
         if let Err(error) = ended {
             tracing::debug!(%peer, %error, "a connection has ended early");
         }
-        // Nothing is ever sent: it ends when nobody has the place any more.
+        // Nothing is ever sent: `recv` returns when all permits are dropped.
         let _ = left.recv().await;
     }
 }
 
-/// The answer to a request at `path` that came when all connections were taken.
+/// The response to a request at `path` that arrived while all connections were in use.
 fn full(limits: &Limits, path: &str) -> Response {
     let error = ApiError::Connections { limit: limits.connections };
     limits.metrics.answered("other", error.status().as_u16(), error.is_shed());
@@ -295,7 +298,7 @@ fn full(limits: &Limits, path: &str) -> Response {
     response
 }
 
-/// A refusal as it goes over the wire, of a head that is for `path` as far as that is known.
+/// The bytes of a refusal on the wire. `path`: the path in the refused head, as far as known.
 fn written(error: &ApiError, path: &str) -> Bytes {
     let (id, status, body) = refused_before(error, path);
     let body = body.to_string();
@@ -312,7 +315,7 @@ fn written(error: &ApiError, path: &str) -> Bytes {
     head.into()
 }
 
-/// The body of an answer. When it has gone, it is the client's turn again.
+/// The body of a response. When it has been sent or dropped, the connection is idle again.
 #[derive(Debug)]
 struct Answering {
     body: axum::body::Body,
@@ -347,8 +350,8 @@ impl Drop for Answering {
     }
 }
 
-/// A request's body that is read to its end, within limits, also if nobody wants it any more: a client that
-/// is refused while it still sends must find the answer, not a broken connection.
+/// A request's body that is read to its end, within limits, even if the handler drops it. Otherwise a client
+/// that is refused while it still sends would get a connection reset instead of the response.
 #[derive(Debug)]
 struct Lingering(Option<Incoming>);
 
@@ -394,7 +397,7 @@ impl Drop for Lingering {
     }
 }
 
-/// A stream whose reader must take something now and then: a write that stays blocked for `limit` fails.
+/// A stream whose reader must make progress: a write that blocks for `limit` fails.
 #[derive(Debug)]
 struct Unstalled<S> {
     stream: S,
@@ -467,7 +470,7 @@ mod tests {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
     #[tokio::test(start_paused = true)]
-    async fn a_reader_that_takes_nothing_is_given_up_and_a_slow_one_is_not() {
+    async fn a_stalled_reader_is_disconnected_and_a_slow_one_is_not() {
         let limit = Duration::from_secs(30);
         let (near, mut far) = tokio::io::duplex(8);
         let mut near = Unstalled::new(near, limit);

@@ -1,7 +1,7 @@
-//! The lives of workers: who is a member, in which epoch, whether it drains, and what it says it serves.
+//! The roster: workers with their epochs, drain state and registrations.
 //!
-//! These are the rules that hold wherever workers are counted: in one coordinator's [`WorkerTable`], where a
-//! member also has a slot, and in the table that coordinators replicate ([`crate::consensus::table`]).
+//! These rules hold wherever workers are counted: in one coordinator's [`WorkerTable`], where a member also
+//! has a slot, and in the replicated table ([`crate::consensus::table`]).
 //!
 //! [`WorkerTable`]: crate::table::WorkerTable
 
@@ -12,34 +12,34 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Bytes that all members' introductions may take together, roughly.
+/// Approximate maximum size of all members' registrations, in bytes.
 const MAX_BYTES: usize = 4 << 20;
 
-/// A worker that is or was a member.
+/// A current or former member.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Worker {
-    /// Its latest life; what an earlier one says is refused.
+    /// The latest epoch; changes of earlier ones are refused.
     pub epoch: Epoch,
     pub life: WorkerStanding,
 }
 
-/// Where a worker stands. There is no other state than these.
+/// A worker's membership state.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum WorkerStanding {
-    /// A member that takes work, as it introduced itself.
+    /// A member that takes work, with its registration.
     Serving(Arc<WorkerInfo>),
-    /// A member that an operator has asked to take no new work.
+    /// A member that an operator has drained.
     Draining(Arc<WorkerInfo>),
     Away {
-        /// It will drain when it comes back.
+        /// Whether the worker will drain when it returns.
         drains: bool,
-        /// How many departures the roster had seen before this one: the longest away is forgotten first.
+        /// Number of departures before this one. The worker that left first is dropped first.
         departure: u64,
     },
 }
 
 impl WorkerStanding {
-    /// How it introduced itself, while it is a member.
+    /// The registration of a member.
     pub fn register(&self) -> Option<&Arc<WorkerInfo>> {
         match self {
             Self::Serving(register) | Self::Draining(register) => Some(register),
@@ -47,7 +47,7 @@ impl WorkerStanding {
         }
     }
 
-    /// Whether it drains, or will when it comes back.
+    /// Whether the worker drains, or will when it returns.
     pub fn drains(&self) -> bool {
         match self {
             Self::Serving(_) => false,
@@ -57,8 +57,8 @@ impl WorkerStanding {
     }
 }
 
-/// The workers of a cluster. Bounded: [`MAX_WORKERS`] names, of which those longest away are forgotten when a
-/// new one comes.
+/// The workers of a cluster. Holds at most [`MAX_WORKERS`] names; a new worker evicts the one that has been
+/// away longest.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Roster {
     workers: BTreeMap<NodeId, Worker>,
@@ -66,7 +66,7 @@ pub struct Roster {
 }
 
 impl Roster {
-    /// Changes one worker's life, or refuses and leaves everything as it was.
+    /// Applies a change to one worker. A refused change has no effect.
     pub fn apply(&mut self, change: TableChange) -> Result<(), TableError> {
         match change {
             TableChange::Join(register) => self.join(register),
@@ -75,17 +75,16 @@ impl Roster {
         }
     }
 
-    /// The worker of this name, if it is known.
     pub fn worker(&self, node: &NodeId) -> Option<&Worker> {
         self.workers.get(node)
     }
 
-    /// All workers known, by name.
+    /// All known workers, by name.
     pub fn workers(&self) -> impl Iterator<Item = (&NodeId, &Worker)> {
         self.workers.iter()
     }
 
-    /// The introductions of all members.
+    /// The registrations of all members.
     pub fn members(&self) -> impl Iterator<Item = &Arc<WorkerInfo>> {
         self.workers.values().filter_map(|worker| worker.life.register())
     }
@@ -174,7 +173,7 @@ impl Roster {
     }
 }
 
-/// About the bytes that an introduction takes in a snapshot.
+/// Approximate bytes of a registration in a snapshot.
 fn weight(register: &WorkerInfo) -> usize {
     let model = |m: &proto::message::ServedModel| 96 + m.id.as_str().len() + m.numeric_class.len();
     let texts = register.node.as_str().len() + register.quic.len() + register.ops.len();

@@ -1,4 +1,4 @@
-//! A coordinator that keeps what was agreed on. Groups of several are tested with real processes.
+//! A coordinator with Raft. Groups of several coordinators are tested with real processes.
 
 use super::client::post;
 use super::{Rig, until};
@@ -51,7 +51,7 @@ async fn drains_and_epochs_outlive_a_restart() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn before_its_peers_are_there_a_founder_serves_and_changes_nothing() {
+async fn a_founder_serves_before_its_peers_but_refuses_changes() {
     let dir = tempfile::tempdir().unwrap();
     let rig = Rig::bare(|config| {
         config.data_dir = Some(dir.path().join("data"));
@@ -77,7 +77,7 @@ async fn before_its_peers_are_there_a_founder_serves_and_changes_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_data_directory_is_one_process_own() {
+async fn a_data_directory_belongs_to_one_process() {
     let dir = tempfile::tempdir().unwrap();
     let data = dir.path().join("data");
     let rig = Rig::bare(|config| config.data_dir = Some(data.clone())).await;

@@ -1,4 +1,4 @@
-//! What clients see when all is well.
+//! The API without faults.
 
 use super::client::{Events, Reply, get, post};
 use super::fake_worker::{MAX_MODEL_LEN, letters};
@@ -18,7 +18,7 @@ fn ok(reply: &Reply) -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_completion_tells_text_usage_and_route() {
+async fn a_completion_has_text_usage_and_route() {
     let (rig, _workers) = Rig::with_workers::<1>(|_| {}).await;
     let body = json!({"model": "tiny", "prompt": "hello", "max_tokens": 5, "unknown_field": {"x": [1]}});
     let reply = post(rig.at.http, COMPLETIONS, &body).await;
@@ -57,7 +57,7 @@ async fn prompts_have_four_forms_and_choices_are_in_order() {
     let mut twice = prompt(json!(["ab", "c"]));
     twice["n"] = json!(2);
     assert_eq!(texts(&twice).await, [ab.clone(), ab, c.clone(), c]);
-    // Choices of one prompt differ in their seeds, and a seed given counts.
+    // Choices of one prompt have different seeds, and a given seed is used.
     let mut seeds: Vec<_> =
         workers[0].requests().iter().rev().take(4).map(|r| (r.choice, r.sampling.seed)).collect();
     seeds.sort_unstable();
@@ -65,7 +65,7 @@ async fn prompts_have_four_forms_and_choices_are_in_order() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_streamed_chat_opens_goes_on_and_ends_with_usage() {
+async fn a_streamed_chat_has_all_chunks_and_ends_with_usage() {
     let (rig, workers) = Rig::with_workers::<1>(|_| {}).await;
     let body = json!({
         "model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 4,
@@ -78,7 +78,7 @@ async fn a_streamed_chat_opens_goes_on_and_ends_with_usage() {
     let (chunks, done) = events.rest().await;
     assert!(done);
     let sent = workers[0].requests();
-    // <bos> and what the template makes, special tokens parsed.
+    // <bos> and the template's output, with special tokens parsed.
     let expected =
         [&[258, 256][..], &tokens("user\nhi"), &[257], &tokens("\n"), &[256], &tokens("assistant\n")];
     assert_eq!(*sent[0].prompt, expected.concat());
@@ -105,7 +105,7 @@ async fn a_streamed_chat_opens_goes_on_and_ends_with_usage() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_asked_for_reaches_the_worker() {
+async fn request_fields_reach_the_worker() {
     let (rig, workers) = Rig::with_workers::<1>(|_| {}).await;
     let body = json!({
         "prompt": [1, 2, 3], "max_tokens": 2, "min_tokens": 1, "temperature": 0.5, "top_k": 7, "top_p": 0.25,
@@ -151,7 +151,7 @@ async fn chat_logprobs_have_bytes_and_alternatives() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn tokens_and_text_are_told_without_generating() {
+async fn tokenize_and_detokenize_generate_nothing() {
     let (rig, _workers) = Rig::with_workers::<1>(|_| {}).await;
     let tokenized = ok(&post(rig.at.http, "/tokenize", &json!({"prompt": "a<|im_end|>"})).await);
     let expected = json!({"tokens": [258, 97, 257], "count": 3, "max_model_len": MAX_MODEL_LEN});
@@ -203,7 +203,7 @@ async fn documents_stand_in_the_prompt_by_popularity() {
     let messages = json!([{"role": "user", "content": "why"}]);
     let body = json!({"messages": messages, "documents": [a, b]});
     assert_eq!(ok(&post(rig.at.http, "/tokenize", &body).await)["tokens"], json!(*prompt));
-    // Without any, nothing is said of them.
+    // Without documents, the answer does not mention them.
     assert_eq!(ask(json!([])).await.0, None);
 }
 
@@ -238,7 +238,7 @@ async fn a_burst_with_one_uncached_prefix_is_computed_once_and_found_again() {
     assert_eq!(computed, 1_530 + 31 * 42);
     let (cached, predicted) = burst(2).await;
     assert_eq!((cached, &predicted), (vec![1_488; 32], &vec![1_488; 32]));
-    // Belief and truth in the books.
+    // Predicted and actual cached tokens in the metrics.
     let predicted = rig.metric("kvasir_cached_tokens_predicted_total").await;
     assert_eq!(predicted, f64::from((31 + 32) * 1_488));
     assert_eq!(predicted, rig.metric("kvasir_cached_tokens_actual_total").await);
@@ -247,7 +247,7 @@ async fn a_burst_with_one_uncached_prefix_is_computed_once_and_found_again() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_a_worker_held_before_it_joined_is_known() {
+async fn prefixes_cached_before_the_join_are_known() {
     let rig = Rig::bare(|_| {}).await;
     let first = rig.join("w1", 1).await;
     let prompt: Vec<u32> = (0..100).collect();

@@ -1,4 +1,4 @@
-//! Fields of chats that decide what the model is given, and of requests that decide what it may say.
+//! Chat fields that affect the prompt, and request fields that affect the answer.
 
 use super::client::{Reply, post};
 use super::fake_worker::{FakeWorker, letters};
@@ -12,11 +12,11 @@ const CHAT: &str = "/v1/chat/completions";
 const RESPONSES: &str = "/v1/responses";
 const MESSAGES: &str = "/v1/messages";
 
-/// Tells all that it was given.
+/// A template that outputs all its inputs.
 const TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
     [{{ reasoning_effort }}{{ enable_thinking }}]{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
 
-/// A coordinator and a worker of a model with this template.
+/// A coordinator and a worker with a model of this template.
 async fn rig(template: &str) -> (Rig, FakeWorker, tempfile::TempDir) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tiny.gguf");
@@ -31,7 +31,7 @@ fn ok(reply: &Reply) -> Value {
     reply.json()
 }
 
-/// What the last request's tokens spell.
+/// The text of the last request's tokens.
 fn prompt(worker: &FakeWorker) -> String {
     let prompt = worker.requests().last().unwrap().prompt.clone();
     let token = |id: &u32| match id {
@@ -48,7 +48,7 @@ fn user(text: &str) -> Value {
     json!([{"role": "user", "content": text}])
 }
 
-/// The same request of each dialect; `merge` is its own.
+/// The same request in each dialect; `merge` adds fields to each.
 fn bodies(merge: [Value; 3]) -> [(&'static str, Value); 3] {
     let bodies = [
         (CHAT, json!({"messages": user("q"), "max_tokens": 2})),
@@ -64,7 +64,7 @@ fn bodies(merge: [Value; 3]) -> [(&'static str, Value); 3] {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_developer_is_the_system_where_the_template_knows_no_developers() {
+async fn the_developer_role_becomes_system_unless_the_template_knows_it() {
     let knows = TEMPLATE.replace("{{ m.role }}", "{{ 'Developer' if m.role == 'developer' else m.role }}");
     for (template, role) in [(TEMPLATE, "system"), (&knows, "Developer")] {
         let (rig, worker, _dir) = rig(template).await;
@@ -104,7 +104,7 @@ async fn an_effort_reaches_the_template_in_every_dialect() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn tokens_are_told_as_a_chat_is_sent() {
+async fn tokenize_agrees_with_the_prompt_of_a_chat() {
     let (rig, worker, _dir) = rig(TEMPLATE).await;
     let function =
         json!({"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}});
@@ -130,14 +130,14 @@ async fn tokens_are_told_as_a_chat_is_sent() {
         assert_eq!((&told["tokens"], &told["count"]), (&json!(sent), &json!(sent.len())), "{more}");
         prompts.push(sent);
     }
-    // Each of these fields makes another prompt, but for tools that may not be called.
+    // Each of these fields changes the prompt, except tools that may not be called.
     prompts.sort();
     prompts.dedup();
     assert!(prompts.len() >= 8, "{}", prompts.len());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_last_message_is_gone_on_with() {
+async fn the_last_message_is_continued() {
     let (rig, worker, _dir) = rig(TEMPLATE).await;
     let said =
         |role: &str, text: &str| json!([{"role": "user", "content": "q"}, {"role": role, "content": text}]);
@@ -155,9 +155,9 @@ async fn the_last_message_is_gone_on_with() {
     assert_eq!(post(rig.at.http, CHAT, &both).await.error().2, "continue_final_message");
 }
 
-/// Also of an answer that the coordinator takes apart.
+/// Also for an answer that the coordinator parses.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_stop_string_is_part_of_the_answer_where_that_is_asked_for() {
+async fn a_stop_string_is_included_on_request() {
     let (rig, worker, _dir) = rig(TEMPLATE).await;
     let function = json!({"name": "f", "parameters": {"type": "object", "properties": {}}});
     let mut body = json!({
@@ -178,7 +178,7 @@ async fn a_stop_string_is_part_of_the_answer_where_that_is_asked_for() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_share_of_nothing_is_the_likeliest_token() {
+async fn a_top_p_of_0_selects_the_most_likely_token() {
     let (rig, worker, _dir) = rig(TEMPLATE).await;
     let nothing = json!({"top_p": 0, "temperature": 1});
     for (path, body) in bodies([nothing.clone(), nothing.clone(), nothing]) {
@@ -207,7 +207,7 @@ async fn nothing_has_no_vector() {
     assert_eq!(worker.counters().received, 0);
 }
 
-/// What cannot fit whatever the template makes of it is refused before the template is asked.
+/// A chat that cannot fit into the context is refused before its template is rendered.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_chat_that_cannot_fit_is_not_rendered() {
     let template = "{{ raise_exception('it was rendered') }}";
@@ -220,7 +220,7 @@ async fn a_chat_that_cannot_fit_is_not_rendered() {
         let pinned = post(rig.at.ops, "/admin/v1/prefixes", &json!({ "messages": messages })).await;
         assert_eq!(pinned.error(), (400, "context_length_exceeded".into(), String::new()));
     }
-    // What a template may leave out does not count.
+    // Content that a template may leave out does not count.
     let blank = " ".repeat(4 << 20);
     let thought = json!([{"role": "user", "content": "q"}, {"role": "assistant", "content": long}]);
     for messages in [user(&blank), thought] {

@@ -1,4 +1,4 @@
-//! HTTP as a client speaks it: one connection a request.
+//! An HTTP client with one connection per request.
 
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
@@ -33,7 +33,7 @@ impl Reply {
         self.headers.get(name).map_or("", |value| value.to_str().unwrap())
     }
 
-    /// `error.code` and `error.param` of an error.
+    /// Status, `error.code` and `error.param` of an error.
     pub(crate) fn error(&self) -> (u16, String, String) {
         let json = self.json();
         let text = |name: &str| json["error"][name].as_str().unwrap_or_default().to_owned();
@@ -116,7 +116,7 @@ impl Events {
         Self { status: head.status, headers: head.headers, body, buffer: String::new() }
     }
 
-    /// The next event: its name, if it has one, and its data. `None` at the end.
+    /// The next event: its name, if any, and its data. `None` at the end.
     pub(crate) async fn next(&mut self) -> Option<(Option<String>, String)> {
         loop {
             if let Some((event, rest)) = self.buffer.split_once("\n\n") {
@@ -137,7 +137,7 @@ impl Events {
         }
     }
 
-    /// All that is left, until `[DONE]` (then true) or the end.
+    /// All remaining events, and whether the stream ended with `[DONE]`.
     pub(crate) async fn rest(&mut self) -> (Vec<Value>, bool) {
         let mut all = Vec::new();
         while let Some((_, data)) = self.next().await {

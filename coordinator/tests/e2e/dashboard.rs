@@ -1,4 +1,4 @@
-//! The operators' page, and what it is told.
+//! The dashboard page and its event stream.
 
 use super::client::{Events, get, post, send};
 use super::{Rig, until};
@@ -7,13 +7,13 @@ use kvasir_coordinator::api::auth::KeyEntry;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-/// What follows each `start` in a text, up to `end`.
+/// The texts between each `start` and the next `end`.
 fn between<'a>(text: &'a str, start: &str, end: char) -> Vec<&'a str> {
     text.split(start).skip(1).filter_map(|rest| rest.split(end).next()).collect()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_page_is_whole_and_asks_nobody_else() {
+async fn the_page_is_complete_and_loads_nothing_from_elsewhere() {
     let rig = Rig::bare(|_| {}).await;
     let page = get(rig.at.ops, "/").await;
     assert_eq!(page.header("content-type"), "text/html; charset=utf-8");
@@ -43,7 +43,7 @@ async fn the_page_is_whole_and_asks_nobody_else() {
     assert_eq!(get(rig.at.ops, "/dashboard/other.js").await.status.as_u16(), 404);
 }
 
-/// Reads looks until one is as wanted.
+/// Reads events until one matches.
 async fn look_when(events: &mut Events, what: &str, mut wanted: impl FnMut(&Value) -> bool) -> Value {
     for _ in 0..20 {
         let (name, data) = events.next().await.expect(what);
@@ -56,7 +56,7 @@ async fn look_when(events: &mut Events, what: &str, mut wanted: impl FnMut(&Valu
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn each_look_tells_of_workers_and_explains_requests() {
+async fn each_event_has_workers_and_explains_requests() {
     let (rig, _workers) = Rig::with_workers::<2>(|_| {}).await;
     let prompt: Vec<u32> = (0..40).collect();
     let ask = async || {
@@ -96,7 +96,7 @@ async fn each_look_tells_of_workers_and_explains_requests() {
     let chosen = &request["candidates"][0];
     assert_eq!((&chosen["worker"], &chosen["chosen"]), (&request["worker"], &json!(true)));
     assert!(request["why"].as_str().unwrap().contains("32 of 40 tokens"), "{request}");
-    // Both have the whole prompt's two units in common, which one worker holds.
+    // Both prompts share all of their two units, which one worker holds.
     let prefix = &look["prefixes"][0];
     assert_eq!(
         (&prefix["tokens"], &prefix["requests"], &prefix["parent"]),
@@ -113,19 +113,19 @@ async fn each_look_tells_of_workers_and_explains_requests() {
         "prompts are told"
     );
 
-    // What a worker has to do it reports beside its answers, so that can be behind them.
+    // A worker's load reports may lag behind its answers.
     look_when(&mut events, "all is idle again", |look| look["verdict"]["level"] == "idle").await;
 
-    // Who joins later is told the same from the beginning.
+    // A later client receives the same state from the beginning.
     let mut late = Events::get(rig.at.ops, "/admin/v1/dashboard/events").await;
     let (_, begin) = late.next().await.unwrap();
     let begin: Value = serde_json::from_str(&begin).unwrap();
     assert_eq!(begin["requests"].as_array().unwrap().len(), 2);
 }
 
-/// How far tenants use their limits, also those that are refused because of them.
+/// Usage of the tenants' limits, including refused requests.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn each_look_tells_of_tenants_and_their_limits() {
+async fn each_event_has_tenants_and_their_limits() {
     let dir = tempfile::tempdir().unwrap();
     let (rig, _workers) = Rig::with_workers::<1>(|config| {
         config.data_dir = Some(dir.path().to_owned());
@@ -152,7 +152,7 @@ async fn each_look_tells_of_tenants_and_their_limits() {
     let told = &look["tenants"][0]["limits"];
     assert_eq!(look["tenants"][0]["tenant"], "a");
     assert_eq!(told["requests_per_minute"]["allowed"], 3);
-    // Three were spent; one comes back in twenty seconds.
+    // Three requests were counted; one is refilled every twenty seconds.
     assert!(told["requests_per_minute"]["used"].as_u64().unwrap() >= 2, "{told}");
     let tokens = told["tokens_per_minute"]["used"].as_u64().unwrap();
     assert!((1..=129).contains(&tokens), "{told}");
@@ -160,7 +160,7 @@ async fn each_look_tells_of_tenants_and_their_limits() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_playground_is_as_open_as_the_api_and_pages_of_others_get_nothing() {
+async fn the_playground_has_the_apis_access_rules_and_other_sites_get_nothing() {
     let (rig, _workers) = Rig::with_workers::<1>(|_| {}).await;
     let models = get(rig.at.ops, "/v1/models").await;
     assert_eq!(models.json()["data"][0]["id"], "tiny");

@@ -1,4 +1,4 @@
-//! OpenAI's responses and Anthropic's messages: the same requests in other words.
+//! OpenAI's responses and Anthropic's messages: the same requests in other formats.
 
 use super::client::{Events, Reply, get, post, send};
 use super::fake_worker::{FakeWorker, letters};
@@ -19,7 +19,7 @@ fn ok(reply: &Reply) -> Value {
     reply.json()
 }
 
-/// The same question in the words of chats, responses and messages.
+/// The same question as a chat, a response and a message.
 fn questions(text: &str, tokens: u32) -> [(&'static str, Value); 3] {
     let user = json!([{"role": "user", "content": text}]);
     [
@@ -29,7 +29,7 @@ fn questions(text: &str, tokens: u32) -> [(&'static str, Value); 3] {
     ]
 }
 
-/// What is said in a whole answer.
+/// The text of a complete answer.
 fn text(path: &str, answer: &Value) -> String {
     let text = match path {
         CHAT => &answer["choices"][0]["message"]["content"],
@@ -55,7 +55,7 @@ fn streamed(body: &Value) -> Value {
     body
 }
 
-/// Events until so much has been said.
+/// Reads events until the text has this length.
 async fn until_said(events: &mut Events, letters: usize) -> String {
     let mut all = String::new();
     while all.len() < letters {
@@ -66,7 +66,7 @@ async fn until_said(events: &mut Events, letters: usize) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn three_words_for_one_request_have_one_answer() {
+async fn one_request_has_the_same_answer_in_three_dialects() {
     let (rig, workers) = Rig::with_workers::<1>(|_| {}).await;
     let mut texts = Vec::new();
     for (path, body) in questions("what is this?", 6) {
@@ -130,7 +130,7 @@ async fn a_response_streams_all_its_events_and_stores_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn usage_tells_what_was_cached_and_what_was_guessed() {
+async fn usage_has_cached_and_draft_tokens() {
     let (rig, [worker]) = Rig::with_workers::<1>(|_| {}).await;
     let question = "a question of many letters, so that there is something to be cached".repeat(2);
     let prompt = {
@@ -166,7 +166,7 @@ async fn usage_tells_what_was_cached_and_what_was_guessed() {
                     &whole["output_tokens_details"],
                 ),
                 _ => {
-                    // What was read from the cache stands beside the input, and is none of it.
+                    // Cached tokens are listed beside the input tokens and are not part of them.
                     let start = &events[0]["message"]["usage"];
                     assert_eq!(start["cache_read_input_tokens"], cached);
                     assert_eq!(start["input_tokens"], prompt - cached);
@@ -188,7 +188,7 @@ async fn usage_tells_what_was_cached_and_what_was_guessed() {
     }
 }
 
-/// The worker that has a request, and the other.
+/// The worker that has the request, then the other one.
 async fn busy_first(workers: [FakeWorker; 2]) -> [FakeWorker; 2] {
     until("a worker has the request", async || workers.iter().any(|w| w.counters().received > 0)).await;
     let [a, b] = workers;
@@ -196,7 +196,7 @@ async fn busy_first(workers: [FakeWorker; 2]) -> [FakeWorker; 2] {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_stream_goes_on_at_another_worker_and_ends_in_an_error_where_there_is_none() {
+async fn a_stream_moves_to_another_worker_or_ends_with_an_error() {
     for at in [1, 2] {
         let (rig, workers) = Rig::with_workers::<2>(|_| {}).await;
         workers.iter().for_each(|w| w.allow_tokens(3));
@@ -232,7 +232,7 @@ async fn a_stream_goes_on_at_another_worker_and_ends_in_an_error_where_there_is_
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn whoever_leaves_a_stream_in_other_words_is_cancelled() {
+async fn a_closed_stream_is_cancelled_in_every_dialect() {
     let (rig, [worker]) = Rig::with_workers::<1>(|_| {}).await;
     worker.allow_tokens(1);
     for (nth, at) in [(1, 1), (2, 2)] {
@@ -244,9 +244,10 @@ async fn whoever_leaves_a_stream_in_other_words_is_cancelled() {
     }
 }
 
-/// Where an answer may have calls in it, its worker knows no stop strings: they are looked for in what is said.
+/// If an answer may contain calls, the worker gets no stop strings: the coordinator searches the text for
+/// them.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_stop_string_ends_what_is_said_and_the_worker_stops() {
+async fn a_stop_string_ends_the_text_and_cancels_the_worker() {
     let (rig, [worker]) = Rig::with_workers::<1>(|_| {}).await;
     let schema = json!({"type": "object", "properties": {}});
     let function = json!({"name": "f", "parameters": schema});
@@ -258,7 +259,7 @@ async fn a_stop_string_ends_what_is_said_and_the_worker_stops() {
     let mut bodies = questions("when does it stop?", 40);
     for ((path, body), tool) in bodies.iter_mut().zip(tools) {
         body["tools"] = json!([tool]);
-        // One that is not there, and one that is found in all answers.
+        // One stop string that does not occur, and one that occurs in all answers.
         worker.allow_tokens(u32::MAX);
         ok(&post(rig.at.http, path, body).await);
         let prompt = worker.requests().last().unwrap().prompt.clone();
@@ -267,7 +268,7 @@ async fn a_stop_string_ends_what_is_said_and_the_worker_stops() {
         let said = &all[..all.find(stop).unwrap()];
         body[if *path == MESSAGES { "stop_sequences" } else { "stop" }] = json!(["NOT", stop]);
         let tokens = said.len() as u64 + 2;
-        // More than that the worker would have to be asked for.
+        // The worker sends no more tokens than these.
         worker.allow_tokens(tokens as u32);
         let before = worker.counters().cancelled;
         let whole = ok(&post(rig.at.http, path, body).await);
@@ -285,7 +286,7 @@ async fn a_stop_string_ends_what_is_said_and_the_worker_stops() {
         worker.until("it is cancelled again", |c| c.cancelled == before + 2).await;
         assert!(worker.requests().iter().all(|request| request.stop.strings.is_empty()));
     }
-    // Several choices end by themselves.
+    // Several choices end independently.
     worker.allow_tokens(u32::MAX);
     let (path, mut body) = bodies[0].clone();
     body["n"] = json!(3);
@@ -294,7 +295,7 @@ async fn a_stop_string_ends_what_is_said_and_the_worker_stops() {
     assert!(reasons.eq([&json!("stop"); 3]), "{whole}");
 }
 
-/// Status, kind and code of an error in Anthropic's form.
+/// Status, type and code of an error in Anthropic's format.
 fn theirs(reply: &Reply) -> (u16, String, String) {
     let body = reply.json();
     assert_eq!(body["type"], "error", "{body}");
@@ -358,7 +359,7 @@ async fn errors_have_anthropics_form_at_anthropics_paths() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn limits_of_a_tenant_hold_whatever_is_spoken() {
+async fn tenant_limits_hold_in_every_dialect() {
     let dir = tempfile::tempdir().unwrap();
     let data = dir.path().join("data");
     let (rig, _workers) = Rig::with_workers::<1>(|c| c.data_dir = Some(data)).await;
@@ -379,7 +380,7 @@ async fn limits_of_a_tenant_hold_whatever_is_spoken() {
     }
 }
 
-/// A key that expires ends what was begun with it, streamed or not, in every dialect.
+/// A key's expiry ends its running requests, streamed or not, in every dialect.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sec_key_expires() {
     let dir = tempfile::tempdir().unwrap();
@@ -388,7 +389,7 @@ async fn sec_key_expires() {
     worker.allow_tokens(1);
     let completion = ("/v1/completions", json!({"model": "tiny", "prompt": [1, 2], "max_tokens": 9}));
     let bodies: Vec<_> = questions("q", 9).into_iter().chain([completion]).collect();
-    // On a machine that is too slow to begin all of them the key lasts longer next time.
+    // On a machine that is too slow to start all requests in time, the next key lasts longer.
     for lasts in [2, 8, 30] {
         let made = post(rig.at.ops, "/admin/v1/keys", &json!({"tenant": "a", "expires_s": lasts})).await;
         let key = made.json()["key"].as_str().unwrap().to_owned();
@@ -423,7 +424,7 @@ async fn sec_key_expires() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn tokens_of_a_message_are_counted_as_they_are_sent() {
+async fn count_tokens_agrees_with_the_prompt_of_a_message() {
     let (rig, workers) = Rig::with_workers::<1>(|_| {}).await;
     let mut body = json!({
         "system": "be brief", "messages": [{"role": "user", "content": "q"}],
@@ -446,7 +447,7 @@ fn every_path_is_described() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_other_words_do_not_have_is_refused_by_name() {
+async fn unsupported_fields_of_a_dialect_are_refused_by_name() {
     let (rig, _workers) = Rig::with_workers::<1>(|_| {}).await;
     for at in [1, 2] {
         let (path, good) = questions("q", 2)[at].clone();

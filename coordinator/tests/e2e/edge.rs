@@ -1,4 +1,4 @@
-//! The edge of the HTTP ports: heads, connections, browsers, and what is counted of how requests end.
+//! HTTP-level behavior: heads, connections, browsers, and metrics of how requests end.
 
 use super::client::{Events, Reply, get, post, send};
 use super::limits::{key, raw};
@@ -52,12 +52,12 @@ async fn sec_bad_heads_are_refused_in_the_apis_words_and_counted() {
             assert_eq!(answered(&rig, "other", status).await, before + 1.0, "{start:?}");
         }
     }
-    // In Anthropic's words where those are spoken.
+    // In Anthropic's format at Anthropic's paths.
     let (status, body) =
         parts(&raw(rig.at.http, head("/v1/messages", "host: a\r\nhost: a\r\n").as_bytes()).await);
     assert_eq!((status, &body["type"]), (400, &json!("error")));
     assert_eq!(body["error"]["type"], "invalid_request_error");
-    // What follows a request is looked at too, and the request is answered first.
+    // A pipelined bad head is refused after the request before it is answered.
     let ahead =
         "GET /v1/models HTTP/1.1\r\nhost: a\r\n\r\nGET /v1/models HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n";
     let answers = raw(rig.at.http, ahead.as_bytes()).await;
@@ -66,7 +66,7 @@ async fn sec_bad_heads_are_refused_in_the_apis_words_and_counted() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn requests_follow_each_other_on_a_connection_however_their_bodies_come() {
+async fn keep_alive_works_with_any_body_encoding() {
     let (rig, _workers) = Rig::with_workers::<1>(|_| {}).await;
     let body = json!({"prompt": [1, 2], "max_tokens": 1}).to_string();
     let head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\n";
@@ -79,7 +79,7 @@ async fn requests_follow_each_other_on_a_connection_however_their_bodies_come() 
     );
     let last = "GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n";
     let all = [&chunked, &sized, &sized, &chunked, last].map(ToString::to_string).concat();
-    // At once, and in pieces.
+    // In one piece, and in pieces of 11 bytes.
     for piece in [all.len(), 11] {
         let mut stream = TcpStream::connect(rig.at.http).await.unwrap();
         for bytes in all.as_bytes().chunks(piece) {
@@ -93,13 +93,13 @@ async fn requests_follow_each_other_on_a_connection_however_their_bodies_come() 
     }
 }
 
-/// A connection that says nothing.
+/// A connection that sends nothing.
 async fn silent(to: SocketAddr) -> TcpStream {
     TcpStream::connect(to).await.unwrap()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn who_comes_when_all_connections_answer_is_told_so_at_once() {
+async fn a_new_connection_is_refused_at_once_if_all_others_are_busy() {
     let (rig, [worker]) = Rig::with_workers::<1>(|c| c.max_connections = 2).await;
     worker.allow_tokens(1);
     let mut running = Vec::new();
@@ -133,7 +133,7 @@ async fn sec_idle_connections_make_room_and_probes_have_their_own() {
     }
     assert_eq!(get(rig.at.http, "/v1/models").await.status.as_u16(), 200);
     assert!(rig.metric("kvasir_http_connections_closed_idle_total{port=\"api\"}").await >= 17.0);
-    // The ops port is asked while far more are open than it takes, some of them with half a head.
+    // The ops port answers while far more connections are open than it accepts, some with half a head.
     for at in 0..400 {
         let mut stream = silent(rig.at.ops).await;
         if at % 2 == 0 {
@@ -149,10 +149,10 @@ async fn sec_idle_connections_make_room_and_probes_have_their_own() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn probes_are_answered_when_all_connections_of_their_port_answer() {
+async fn probes_are_answered_while_all_connections_of_their_port_are_busy() {
     let (rig, _workers) = Rig::with_workers::<1>(|_| {}).await;
     let mut pages = Vec::new();
-    // Pages of the dashboard are answered for ever, but there may be only so many: the rest sends half a body.
+    // Dashboard streams never end but are limited in number. The other connections send half a body.
     for _ in 0..60 {
         let page = Events::get(rig.at.ops, "/admin/v1/dashboard/events").await;
         assert_eq!(page.status.as_u16(), 200);
@@ -174,7 +174,7 @@ async fn probes_are_answered_when_all_connections_of_their_port_answer() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn every_path_says_which_methods_it_has() {
+async fn every_path_lists_its_allowed_methods() {
     let (rig, _workers) = Rig::with_workers::<1>(|c| c.keys = vec![key("k", "t", false)]).await;
     let with = [("authorization", "Bearer k")];
     for endpoint in Endpoint::ALL {
@@ -195,7 +195,7 @@ async fn every_path_says_which_methods_it_has() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_model_is_there_once_somebody_serves_it() {
+async fn a_model_is_listed_once_a_worker_serves_it() {
     let rig = Rig::bare(|_| {}).await;
     assert_eq!(get(rig.at.http, "/v1/models").await.json()["data"], json!([]));
     let unknown = async |path: &str| get(rig.at.http, path).await.error();
@@ -228,7 +228,7 @@ async fn sec_pages_may_ask_where_it_is_said() {
     let ask = async |to: SocketAddr, headers: &[(&str, &str)]| -> Reply {
         send(to, Method::GET, "/v1/models", headers, "").await
     };
-    // With keys: any page, and only who has one is answered.
+    // With keys: pages of any origin, but only requests with a key are answered.
     let (keyed, _workers) = Rig::with_workers::<1>(|c| c.keys = vec![key("k", "t", false)]).await;
     let told = preflight(keyed.at.http, PAGE).await;
     assert_eq!((told.status.as_u16(), told.header("access-control-allow-origin")), (204, "*"));
@@ -239,7 +239,7 @@ async fn sec_pages_may_ask_where_it_is_said() {
     assert!(answer.header("access-control-expose-headers").contains("x-request-id"));
     let refused = ask(keyed.at.http, &[("origin", PAGE)]).await;
     assert_eq!((refused.status.as_u16(), refused.header("access-control-allow-origin")), (401, "*"));
-    // Without: this machine's own, and others once they are named.
+    // Without keys: this machine's own pages, and configured origins.
     let (open, _workers) = Rig::with_workers::<1>(|_| {}).await;
     let told = preflight(open.at.http, PAGE).await;
     assert_eq!((told.status.as_u16(), told.header("access-control-allow-origin")), (204, ""));
@@ -256,7 +256,7 @@ async fn sec_pages_may_ask_where_it_is_said() {
     assert_eq!(ask(named.at.http, &[("origin", "http://evil")]).await.status.as_u16(), 403);
 }
 
-/// One stream of each dialect: its path and a body.
+/// One stream of each dialect: its path and body.
 fn streams() -> [(&'static str, Value); 4] {
     let messages = json!([{"role": "user", "content": "hi"}]);
     [
@@ -276,7 +276,7 @@ async fn a_stream_is_counted_by_how_it_ends() {
         drop(events);
         until("its end is counted", async || answered(&rig, path, 200).await == 1.0).await;
     }
-    // Nobody reads on.
+    // The client stops reading.
     worker.allow_tokens(1);
     for (path, body) in streams() {
         let mut events = Events::post(rig.at.http, path, &body).await;
@@ -285,7 +285,7 @@ async fn a_stream_is_counted_by_how_it_ends() {
         drop(events);
         until("it is counted as left", async || answered(&rig, path, 499).await == 1.0).await;
     }
-    // The worker goes away.
+    // The worker is lost.
     let mut running = Vec::new();
     for (path, body) in streams() {
         let mut events = Events::post(rig.at.http, path, &body).await;
@@ -301,7 +301,7 @@ async fn a_stream_is_counted_by_how_it_ends() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn who_goes_away_before_an_answer_is_counted_apart() {
+async fn a_client_that_leaves_before_the_answer_is_counted_separately() {
     let (rig, [worker]) = Rig::with_workers::<1>(|_| {}).await;
     worker.hold(true);
     let mut stream = silent(rig.at.http).await;
@@ -314,7 +314,7 @@ async fn who_goes_away_before_an_answer_is_counted_apart() {
     until("it is counted", async || answered(&rig, COMPLETIONS, 499).await == 1.0).await;
 }
 
-/// A prompt that cannot fit is refused before its tokens are made.
+/// A prompt that cannot fit is refused before it is tokenized.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sec_one_word_prompts() {
     let (rig, workers) = Rig::with_workers::<1>(|_| {}).await;

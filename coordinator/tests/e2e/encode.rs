@@ -1,4 +1,4 @@
-//! Embeddings and reranking, as clients see them.
+//! Embeddings and reranking through the API.
 
 use super::client::{Reply, get, post};
 use super::fake_worker::{FakeWorker, MAX_MODEL_LEN, values};
@@ -22,7 +22,7 @@ fn framed(text: &str) -> Vec<u32> {
     [vec![BOS], tokens(text), vec![EOS]].concat()
 }
 
-/// The vector that the API must give for these tokens.
+/// The expected embedding of these tokens.
 fn vector(tokens: Vec<u32>, dimensions: usize) -> Vec<f32> {
     let mut values = values(&EncodeText { tokens, segment_start: None }, EMBED);
     values.truncate(dimensions);
@@ -79,7 +79,7 @@ async fn vectors_can_be_shorter_and_in_base64() {
     assert_eq!(vectors(&ok(&post(rig.at.http, EMBEDDINGS, &body).await)), [vector(framed("ab"), 3)]);
     let body = json!({"input": [7, 9], "dimensions": 1, "encoding_format": "base64"});
     let reply = post(rig.at.http, EMBEDDINGS, &body).await;
-    // -1.0f32 or 1.0f32, as the first value's sign is.
+    // -1.0f32 or 1.0f32, by the sign of the first value.
     let expected = if vector(vec![7, 9], 1)[0] < 0.0 { "AACAvw==" } else { "AACAPw==" };
     assert_eq!(ok(&reply)["data"][0]["embedding"], expected);
     assert_eq!(reply.header("x-kvasir-worker"), "w1");
@@ -108,7 +108,7 @@ async fn a_large_request_is_spread_over_the_workers() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn documents_are_ranked_by_what_the_pairs_score() {
+async fn documents_are_ranked_by_the_scores_of_their_pairs() {
     let (rig, workers) = Rig::with_task::<1>(COMPARE, |_| {}).await;
     let documents = ["one", "two", "three", "four"];
     let body = json!({"model": "tiny", "query": "q?", "documents": [
@@ -128,7 +128,7 @@ async fn documents_are_ranked_by_what_the_pairs_score() {
     }
     let pairs: usize = documents.iter().map(|d| framed("q?").len() + d.len() + 1).sum();
     assert_eq!(answer["usage"], json!({"prompt_tokens": pairs, "total_tokens": pairs}));
-    // <bos> q ? <eos>: the document begins behind them.
+    // <bos> q ? <eos>: the document follows.
     assert_eq!(workers[0].encodes()[0].texts[1].segment_start, Some(4));
     let body = json!({
         "query": "q?", "documents": documents, "top_n": 2, "return_documents": false, "use_activation": false,
@@ -161,7 +161,7 @@ async fn a_model_is_asked_only_for_what_it_does() {
             let right = requests.iter().find(|(_, _, wants)| *wants == task).unwrap().0;
             assert!(message.contains("tiny") && message.contains(right), "{message}");
         }
-        // Tokens are told as the model would read them.
+        // Tokens are returned as the model would read them.
         let told = post(rig.at.http, "/tokenize", &json!({"prompt": "hi"})).await.json();
         let expected =
             if task == ModelTask::Generate { [vec![BOS], tokens("hi")].concat() } else { framed("hi") };
@@ -235,7 +235,7 @@ async fn a_part_whose_worker_dies_moves_to_another() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_no_worker_can_do_is_told_and_the_other_parts_are_cancelled() {
+async fn a_permanent_refusal_is_returned_and_cancels_the_other_parts() {
     let (rig, [a, b]) = Rig::with_task::<2>(EMBED, |_| {}).await;
     let one = json!({"input": "x"});
     a.fail(Some(GenerateError::QueueFull));
@@ -244,7 +244,7 @@ async fn what_no_worker_can_do_is_told_and_the_other_parts_are_cancelled() {
     }
     b.fail(Some(GenerateError::QueueFull));
     assert_eq!(post(rig.at.http, EMBEDDINGS, &one).await.error(), (429, "queue_full".into(), String::new()));
-    // One worker refuses for good while the other still holds its parts.
+    // One worker refuses permanently while the other still holds its parts.
     let refused = GenerateError::InvalidField { field: "input".into(), reason: "too odd".into() };
     a.fail(Some(refused));
     b.hold(true);
@@ -258,7 +258,7 @@ async fn what_no_worker_can_do_is_told_and_the_other_parts_are_cancelled() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn whoever_leaves_is_cancelled_and_what_takes_too_long_ends() {
+async fn a_closed_request_is_cancelled_and_a_slow_one_times_out() {
     let (rig, [worker]) = Rig::with_task::<1>(EMBED, |c| c.request_timeout_s = 1).await;
     worker.hold(true);
     let http = rig.at.http;

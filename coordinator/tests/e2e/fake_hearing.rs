@@ -1,4 +1,5 @@
-//! What the dummy worker makes of sound: windows of 512 samples, of which the first sample says how likely speech is.
+//! The fake worker's audio operations: windows of 512 samples, with the speech probability in the first
+//! sample.
 
 use parking_lot::Mutex;
 use proto::operation::{
@@ -11,18 +12,18 @@ use tokio::sync::watch;
 pub(crate) const WINDOW: u64 = 512;
 pub(crate) const IDLE_MS: u64 = 25_000;
 
-/// What sessions do, and what was asked of them.
+/// State of the sessions, and the requests received.
 pub(crate) struct Hearing {
     asked: Mutex<Vec<OperationRequest>>,
-    /// Sessions that are refused in this way.
+    /// If set, sessions are refused with this error.
     refuse: Mutex<Option<OperationError>>,
     draining: watch::Sender<bool>,
     open: watch::Sender<u32>,
-    /// Answers nothing and takes nothing while this is true.
+    /// While true, sessions neither read nor answer.
     stands: watch::Sender<bool>,
-    /// Each frame of sound is answered by as many windows as one frame has.
+    /// If true, each audio frame is answered by the maximum of windows of a frame.
     pub(crate) loud: Mutex<bool>,
-    /// Such answers that were sent.
+    /// Number of such answers sent.
     pub(crate) said: watch::Sender<u64>,
 }
 
@@ -62,7 +63,7 @@ impl Hearing {
     }
 }
 
-/// The probability that follows from a window's first sample.
+/// The speech probability of a window by its first sample.
 pub(crate) fn probability(sample: i16) -> f32 {
     f32::from(sample.unsigned_abs().min(32_767)) / 32_767.0
 }
@@ -98,7 +99,7 @@ pub(crate) async fn serve(hearing: &Hearing, call: OperationCall) {
         }
         () = cancelled => {}
         () = async { drop(draining.wait_for(|draining| *draining).await) } => {
-            // A real one waits for its deadline.
+            // A real worker waits for its deadline.
             let _ = reply.end(&OperationOutput::Failed(OperationError::Draining)).await;
         }
     }

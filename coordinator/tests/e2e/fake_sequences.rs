@@ -1,5 +1,5 @@
-//! What the fake worker does with sequences: it knows those that it was asked to generate, its snapshots are their
-//! tokens, and it notes every operation.
+//! The fake worker's sequences: it knows those that it generated, a snapshot is the sequence's tokens, and
+//! every operation is recorded.
 
 use super::fake_worker::letters;
 use proto::block::BlockId;
@@ -7,8 +7,9 @@ use proto::sequence::*;
 use proto::transport::SequenceCall;
 use std::collections::BTreeMap;
 
-/// Bytes of a snapshot at most, and tokens of all pins.
+/// Maximum size of a snapshot in bytes.
 pub(crate) const MAX_UPLOAD: u64 = 64 << 20;
+/// Maximum tokens of all pins.
 pub(crate) const PIN_TOKENS: u64 = 100;
 
 type Key = (BlockId, SequenceName);
@@ -18,7 +19,7 @@ pub(crate) struct Sequences {
     known: BTreeMap<Key, Vec<u32>>,
     saved: BTreeMap<Key, (SaveMedium, Vec<u8>)>,
     pins: BTreeMap<u64, (BlockId, Vec<u32>, u64)>,
-    /// Names of what was asked, in order.
+    /// The received operations, in order.
     pub(crate) asked: Vec<SequenceOperation>,
 }
 
@@ -40,7 +41,7 @@ fn unknown(name: &SequenceName) -> SequenceError {
 }
 
 impl Sequences {
-    /// It generates what a request asks for.
+    /// Records the sequence of a completed request.
     pub(crate) fn generated(&mut self, key: Key, prompt: &[u32], n: u32) {
         let output = letters(prompt, n as usize);
         self.known.insert(key, prompt.iter().copied().chain(output.bytes().map(u32::from)).collect());
@@ -172,7 +173,7 @@ impl Sequences {
 
 pub(crate) async fn serve(sequences: &parking_lot::Mutex<Sequences>, call: SequenceCall) {
     let request = call.request;
-    // A coordinator that is cut off sends less than it said; then nothing has happened.
+    // A coordinator that is cut off sends less than announced; then nothing has happened.
     let answer = match call.body.read(MAX_UPLOAD).await {
         Ok(body) => sequences.lock().perform(&request, body),
         Err(proto::Error::Codec(error)) => {
@@ -185,6 +186,6 @@ pub(crate) async fn serve(sequences: &parking_lot::Mutex<Sequences>, call: Seque
         Ok(Answer::File(file)) => call.reply.send_bytes(&file).await,
         Err(error) => call.reply.fail(error).await,
     };
-    // A client that has gone away takes no answer.
+    // The client may have left.
     let _ = sent;
 }

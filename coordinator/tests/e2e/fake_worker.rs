@@ -1,5 +1,5 @@
-//! A worker without an engine: it speaks the protocol, keeps a prefix cache of ids, and generates letters
-//! that follow from the prompt.
+//! A worker without an engine: it implements the protocol, keeps a prefix cache of ids, and generates letters
+//! that depend on the prompt.
 
 use super::fake_hearing::{self, Hearing};
 use super::fake_sequences::{self, Sequences};
@@ -29,19 +29,19 @@ use tokio::sync::{mpsc, watch};
 
 pub(crate) const MAX_MODEL_LEN: u32 = 4096;
 
-/// How a worker is made.
+/// Parameters of a fake worker.
 #[derive(Clone)]
 pub(crate) struct Setup {
     pub(crate) name: &'static str,
     pub(crate) epoch: u64,
     pub(crate) tokenizer_digest: [u8; 32],
-    /// Prompts that it has computed before it joins.
+    /// Units that are cached before it joins.
     pub(crate) warm: Vec<BlockId>,
-    /// Whether it still has the events of what it holds already, or must be asked for a snapshot.
+    /// Whether it can replay the events of these units; otherwise a snapshot is needed.
     pub(crate) keeps_events: bool,
-    /// What its model is for.
+    /// The model's task.
     pub(crate) task: ModelTask,
-    /// What it offers besides its model.
+    /// Additional offers.
     pub(crate) operations: Vec<OfferedOperation>,
 }
 
@@ -59,11 +59,11 @@ struct Shared {
     sequences: Mutex<Sequences>,
     hearing: Hearing,
     state: Mutex<State>,
-    /// Requests compute their prompts while this is true.
+    /// While true, requests compute their prompts.
     open: watch::Sender<bool>,
-    /// Tokens that each request may emit.
+    /// Number of tokens that each request may emit.
     tokens: watch::Sender<u32>,
-    /// Nothing is reported or sent while this is true.
+    /// While true, nothing is reported or sent.
     frozen: watch::Sender<bool>,
     counters: watch::Sender<Counters>,
     events: mpsc::UnboundedSender<KvEventBatch>,
@@ -74,7 +74,7 @@ struct State {
     held: HashSet<BlockId>,
     log: Vec<KvEvent>,
     fail: Option<GenerateError>,
-    /// Tokens guessed, and guessed right, of every request.
+    /// Draft tokens and accepted draft tokens of every request.
     guessed: (u32, u32),
     requests: Vec<GenerateRequest>,
     encodes: Vec<EncodeRequest>,
@@ -89,7 +89,7 @@ pub(crate) struct Counters {
     pub(crate) computed: u64,
 }
 
-/// What is generated after `prompt`, as letters.
+/// The letters generated after `prompt`.
 pub(crate) fn letters(prompt: &[u32], n: usize) -> String {
     let start = prompt.iter().fold(7u32, |sum, &t| sum.wrapping_mul(31).wrapping_add(t));
     (0..n as u32).map(|i| letter(start, i)).map(|id| char::from(id as u8)).collect()
@@ -156,52 +156,52 @@ impl FakeWorker {
         Ok(Self { name, shared, tasks, endpoint, connection })
     }
 
-    /// Holds back or lets go what has yet to compute its prompt.
+    /// Holds or releases requests before their prompts are computed.
     pub(crate) fn hold(&self, hold: bool) {
         self.shared.open.send_replace(!hold);
     }
 
-    /// Each request stops after `n` tokens until it may emit more.
+    /// Stops each request after `n` tokens until more are allowed.
     pub(crate) fn allow_tokens(&self, n: u32) {
         self.shared.tokens.send_replace(n);
     }
 
-    /// From now on it is silent, as a process that is stopped or gone.
+    /// Stops all messages, like a frozen or dead process.
     pub(crate) fn freeze(&self) {
         self.shared.frozen.send_replace(true);
     }
 
-    /// Every request from now on fails in this way, or none.
+    /// Fails every following request with `error`; `None` ends this.
     pub(crate) fn fail(&self, error: Option<GenerateError>) {
         self.shared.state.lock().fail = error;
     }
 
-    /// It has guessed so many tokens of every request from now on, and so many of them right.
+    /// Sets the draft tokens and accepted draft tokens of every following request.
     pub(crate) fn guess(&self, drafted: u32, accepted: u32) {
         self.shared.state.lock().guessed = (drafted, accepted);
     }
 
-    /// What it was asked for, in order of arrival.
+    /// The received requests, in order of arrival.
     pub(crate) fn requests(&self) -> Vec<GenerateRequest> {
         self.shared.state.lock().requests.clone()
     }
 
-    /// What it was asked to encode, in order of arrival.
+    /// The received encode requests, in order of arrival.
     pub(crate) fn encodes(&self) -> Vec<EncodeRequest> {
         self.shared.state.lock().encodes.clone()
     }
 
-    /// What it was asked to do with sequences, in order.
+    /// The received sequence operations, in order.
     pub(crate) fn operations(&self) -> Vec<SequenceOperation> {
         self.shared.sequences.lock().asked.clone()
     }
 
-    /// What it does with sessions of operations.
+    /// The state of its audio sessions.
     pub(crate) fn hearing(&self) -> &Hearing {
         &self.shared.hearing
     }
 
-    /// It has a sequence of this name, of the default tenant.
+    /// Adds a sequence of this name for the default tenant.
     pub(crate) fn knows(&self, request: &str, prompt: &[u32]) {
         let key = super::cluster_key();
         let root = key.root(Scope {
@@ -222,19 +222,19 @@ impl FakeWorker {
         *self.shared.counters.borrow()
     }
 
-    /// Waits until the counters are as wanted.
+    /// Waits until the counters match.
     pub(crate) async fn until(&self, what: &str, wanted: impl FnMut(&Counters) -> bool) {
         let mut counters = self.shared.counters.subscribe();
         let reached = tokio::time::timeout(Duration::from_secs(20), counters.wait_for(wanted)).await;
         assert!(reached.is_ok(), "{what}: {:?}", self.counters());
     }
 
-    /// Leaves as a process does whose GPU is lost to it.
+    /// Closes the connection like a process that has lost its GPU.
     pub(crate) fn lose_device(&self) {
         self.connection.close(CloseCode::DeviceLost);
     }
 
-    /// Leaves as a process does that is stopped in order.
+    /// Closes the connection like a process that is shut down.
     pub(crate) async fn leave(self) {
         self.endpoint.close().await;
     }
@@ -299,8 +299,8 @@ impl Shared {
         self.counters.send_modify(change);
     }
 
-    /// Tokens of the prompt that are cached, or were sent by another worker, which never fails; the others are in flight
-    /// from now on, and cached for the next request.
+    /// Prompt tokens that are cached or pulled (a pull never fails). The others count as cached for the next
+    /// request.
     fn look_up(&self, request: &GenerateRequest) -> (u32, Vec<BlockId>) {
         let key = super::cluster_key();
         let chain = key.chain(request.root, &request.prompt);
@@ -321,7 +321,7 @@ impl Shared {
         let event = stored(units);
         state.log.push(event.clone());
         let first_sequence = state.log.len() as u64;
-        // Sent under the lock, so that numbers are sent in order.
+        // Sent under the lock, so that sequence numbers are sent in order.
         let batch = KvEventBatch { epoch: Epoch(self.setup.epoch), first_sequence, events: vec![event] };
         let _ = self.events.send(batch);
     }
@@ -434,7 +434,7 @@ async fn generate(shared: Arc<Shared>, mut call: GenerateCall, (cached, new): (u
     }
 }
 
-/// What a text becomes: values that follow from its tokens and from where its second part begins.
+/// The values of a text: a function of its tokens and of where its second part begins.
 pub(crate) fn values(text: &EncodeText, task: ModelTask) -> Vec<f32> {
     let sum: u32 = text.tokens.iter().zip(1..).map(|(token, place)| token * place).sum();
     match task {

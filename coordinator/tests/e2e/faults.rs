@@ -1,4 +1,4 @@
-//! What clients see when something fails.
+//! The API during faults.
 
 use super::client::{Events, Reply, get, post};
 use super::fake_worker::{Counters, FakeWorker, letters};
@@ -22,7 +22,7 @@ fn text_of(chunks: &[Value]) -> String {
     chunks.iter().filter_map(|c| c["choices"][0]["text"].as_str()).collect()
 }
 
-/// The worker that has a request, and the other.
+/// The worker that has the request, then the other one.
 async fn busy_first(workers: [FakeWorker; 2]) -> [FakeWorker; 2] {
     until("a worker has the request", async || workers.iter().any(|w| w.counters().received > 0)).await;
     let [a, b] = workers;
@@ -41,7 +41,7 @@ async fn before_its_first_token_a_request_moves_to_another_worker() {
     let reply = spawn_post(&rig, body("abc", 4));
     let [first, second] = busy_first(workers).await;
     first.freeze();
-    // The parent sees the process die; QUIC does not know yet.
+    // The parent sees the process die before QUIC does.
     let dead = post(rig.at.ops, &format!("/admin/v1/workers/{}/dead", first.name), &json!({})).await;
     assert_eq!(dead.status.as_u16(), 204);
     second.hold(false);
@@ -51,14 +51,14 @@ async fn before_its_first_token_a_request_moves_to_another_worker() {
     assert_eq!(reply.header("x-kvasir-worker"), second.name.as_str());
     assert_eq!(second.requests()[0].attempt.0, 1);
     assert_eq!(rig.metric("kvasir_retries_total{cause=\"lost\"}").await, 1.0);
-    // Everything sent from now on is answered.
+    // All further requests are answered.
     for _ in 0..8 {
         assert_eq!(post(rig.at.http, COMPLETIONS, &body("x", 1)).await.status.as_u16(), 200);
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_stream_goes_on_at_another_worker_without_a_seam() {
+async fn a_stream_continues_seamlessly_at_another_worker() {
     let (rig, workers) = Rig::with_workers::<2>(|_| {}).await;
     workers.iter().for_each(|w| w.allow_tokens(3));
     let mut events = Events::post(rig.at.http, COMPLETIONS, &streamed("seam", 9)).await;
@@ -82,7 +82,7 @@ async fn a_stream_goes_on_at_another_worker_without_a_seam() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn with_nobody_left_a_stream_ends_in_an_error_and_not_in_silence() {
+async fn a_stream_without_a_remaining_worker_ends_with_an_error() {
     let (rig, [worker]) = Rig::with_workers::<1>(|_| {}).await;
     worker.allow_tokens(2);
     let mut events = Events::post(rig.at.http, COMPLETIONS, &streamed("gone", 9)).await;
@@ -96,7 +96,7 @@ async fn with_nobody_left_a_stream_ends_in_an_error_and_not_in_silence() {
     let error: Value = serde_json::from_str(&data).unwrap();
     assert_eq!(error["error"]["code"], "worker_lost");
     assert_eq!(events.next().await, None, "no [DONE] after an error");
-    // And now there is nobody at all.
+    // Now there is no worker at all.
     let reply = post(rig.at.http, COMPLETIONS, &body("x", 1)).await;
     assert_eq!(reply.error(), (503, "no_worker".into(), String::new()));
     assert_eq!(get(rig.at.http, "/health").await.status.as_u16(), 503);
@@ -122,7 +122,7 @@ async fn a_silent_worker_loses_its_lease_and_its_requests() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_that_declines_is_passed_over_and_what_nobody_can_do_is_told() {
+async fn a_refusing_worker_is_skipped_and_a_permanent_error_is_returned() {
     let (rig, [a, b]) = Rig::with_workers::<2>(|_| {}).await;
     a.fail(Some(GenerateError::QueueFull));
     for _ in 0..6 {
@@ -169,7 +169,7 @@ async fn whoever_leaves_is_cancelled_and_nobody_else() {
     worker.allow_tokens(1);
     let stays = spawn_post(&rig, body("stays", 4));
     worker.until("one is there", |c| c.received == 1).await;
-    // One that streams, one that waits for a whole answer, one in the queue.
+    // One request streams, one waits for a complete answer, and one is queued.
     let mut streams = Events::post(rig.at.http, COMPLETIONS, &streamed("streams", 4)).await;
     streams.next().await.unwrap();
     let waits = spawn_post(&rig, body("waits", 4));
@@ -190,7 +190,7 @@ async fn whoever_leaves_is_cancelled_and_nobody_else() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_takes_too_long_ends() {
+async fn a_slow_request_times_out() {
     let (rig, [worker]) = Rig::with_workers::<1>(|c| c.request_timeout_s = 1).await;
     worker.hold(true);
     let reply = post(rig.at.http, COMPLETIONS, &body("slow", 2)).await;
@@ -200,7 +200,7 @@ async fn what_takes_too_long_ends() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_restarted_worker_takes_over_from_itself() {
+async fn a_restarted_worker_replaces_its_earlier_epoch() {
     let (rig, [old]) = Rig::with_workers::<1>(|_| {}).await;
     post(rig.at.http, COMPLETIONS, &body("a long enough prompt to be remembered", 1)).await;
     until("it is in the index", async || rig.metric("kvasir_index_blocks ").await == 2.0).await;
@@ -230,7 +230,7 @@ async fn a_second_process_with_a_workers_identity_waits_until_the_first_is_gone(
     first.allow_tokens(2);
     let cut = spawn_post(&rig, body("abc", 8));
     until("it has the request", async || first.counters().received > 0).await;
-    // Later or earlier, a copy of the identity takes nothing from a worker that is alive.
+    // Whatever its epoch, a copy of the identity takes nothing from a live worker.
     for epoch in [2, 3] {
         let refused = rig.join_as(rig.setup("w1", epoch)).await.err();
         assert!(
@@ -241,7 +241,7 @@ async fn a_second_process_with_a_workers_identity_waits_until_the_first_is_gone(
     assert_eq!(rig.cluster().await["workers"][0]["epoch"], 1);
     first.allow_tokens(u32::MAX);
     assert_eq!(cut.await.unwrap().status, 200);
-    // One that is frozen loses its place, as one that was killed does.
+    // A frozen worker loses its membership, like a killed one.
     first.freeze();
     let second = rig.join("w1", 4).await;
     assert_eq!(rig.cluster().await["workers"][0]["epoch"], 4);

@@ -1,4 +1,4 @@
-//! Voice activity and turn detection, as clients hear them: over WebSockets and in one call.
+//! Voice activity and turn detection through the API: over WebSockets and in one call.
 
 use super::client::{Reply, get, post, send};
 use super::fake_hearing::{IDLE_MS, WINDOW, probability};
@@ -37,19 +37,19 @@ async fn joined(rig: &Rig, name: &'static str, of: &[(Operation, &str)]) -> Fake
     rig.join_as(Setup { operations: offers(of), ..rig.setup(name, 1) }).await.unwrap()
 }
 
-/// A coordinator with one worker that offers both.
+/// A coordinator with one worker that offers both operations.
 async fn rig(change: impl FnOnce(&mut Config)) -> (Rig, FakeWorker) {
     let rig = Rig::bare(change).await;
     let worker = joined(&rig, "w1", &BOTH).await;
     (rig, worker)
 }
 
-/// Windows whose first samples are these.
+/// Windows with these first samples.
 fn sound(firsts: &[i16]) -> Vec<i16> {
     firsts.iter().flat_map(|first| std::iter::once(*first).chain((1..WINDOW).map(|_| 0))).collect()
 }
 
-/// A WAV file of 16 bit.
+/// A WAV file with 16-bit samples.
 pub(crate) fn wav(samples: &[i16], sample_rate: u32) -> Vec<u8> {
     let data = s16(samples);
     let mut file = b"RIFF".to_vec();
@@ -72,7 +72,7 @@ fn kinds(events: &[Value]) -> Vec<&str> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_session_tells_what_its_worker_hears() {
+async fn a_session_returns_its_workers_events() {
     let (rig, worker) = rig(|_| {}).await;
     let path = format!("{VAD}?model=silero&probabilities=true&threshold=0.25&pad_ms=30&unknown=1");
     let mut session = WebSocket::open_with(rig.at.http, &path, &[("x-request-id", "s-1")]).await;
@@ -95,7 +95,7 @@ async fn a_session_tells_what_its_worker_hears() {
     assert_eq!(asked.options, OperationOptions::Speech(options));
 
     let firsts = [0, 32_767, 12_345, 1];
-    // However it is cut into messages.
+    // The result does not depend on the division into messages.
     for piece in sound(&firsts).chunks(700) {
         session.sound(piece).await;
     }
@@ -132,7 +132,7 @@ async fn a_session_tells_what_its_worker_hears() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn floats_and_fragments_are_heard_alike() {
+async fn floats_and_fragments_give_equal_results() {
     let (rig, _worker) = rig(|_| {}).await;
     let firsts = [16_384, 0];
     let shorts = sound(&firsts);
@@ -141,7 +141,7 @@ async fn floats_and_fragments_are_heard_alike() {
     let mut session = WebSocket::open(rig.at.http, &path).await;
     let opened = session.next().await.unwrap();
     assert_eq!((&opened["encoding"], &opened["sample_rate"]), (&json!("pcm_f32le"), &json!(8_000)));
-    // One message in three frames, cut within a sample, with a ping between.
+    // One message in three frames, split within a sample, with a ping between.
     let mut bytes = frame(0x02, &floats[..7]);
     bytes.extend(frame(0x89, b"there?"));
     bytes.extend(frame(0x00, &floats[7..2_000]));
@@ -162,7 +162,7 @@ async fn floats_and_fragments_are_heard_alike() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_turn_is_judged_where_the_client_says() {
+async fn a_turn_is_evaluated_at_the_clients_request() {
     let (rig, worker) = rig(|_| {}).await;
     let mut session = WebSocket::open(rig.at.http, &format!("{TURN}?threshold=0.75")).await;
     assert_eq!(session.until("opened").await["model"], "smart");
@@ -185,9 +185,9 @@ async fn a_turn_is_judged_where_the_client_says() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_recording_is_answered_as_its_session_is() {
+async fn a_recording_gives_the_same_result_as_its_session() {
     let (rig, worker) = rig(|_| {}).await;
-    // Longer than what is planned where it was read, and than a frame.
+    // Longer than the inline planning limit, and than a frame.
     let firsts: Vec<i16> = (0..200).map(|n: i32| (n * n * 37 % 32_768) as i16).collect();
     let samples = sound(&firsts);
     let reply = call(&rig, &format!("{ONE_VAD}?probabilities=true"), wav(&samples, 16_000)).await;
@@ -217,11 +217,11 @@ async fn a_recording_is_answered_as_its_session_is() {
     assert_eq!(speech.iter().map(|s| s["start"].clone()).collect::<Vec<_>>(), starts);
     assert_eq!(speech.iter().map(|s| s["end"].clone()).collect::<Vec<_>>(), ends);
     assert_eq!(speech[0]["start_s"].as_f64().unwrap(), starts[0].as_f64().unwrap() / 16_000.0);
-    // Without asking there are no probabilities.
+    // Probabilities are returned on request only.
     let reply = call(&rig, ONE_VAD, wav(&samples[..1024], 16_000)).await;
     assert!(reply.json().get("probabilities").is_none(), "{}", reply.text());
 
-    // What the worker refuses is told by its field, and what is no recording by what it is not.
+    // A refused field is named, and an invalid recording has a reason.
     let refused = call(&rig, ONE_VAD, wav(&samples, 44_100)).await;
     assert_eq!(refused.error(), (400, "invalid_field".into(), "sample_rate".into()));
     assert_eq!(call(&rig, ONE_VAD, b"nonsense".to_vec()).await.error().2, "body");
@@ -234,7 +234,7 @@ async fn a_recording_is_answered_as_its_session_is() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_operation_that_nobody_offers_is_refused_by_its_name() {
+async fn an_operation_without_a_worker_is_refused_by_name() {
     let rig = Rig::bare(|_| {}).await;
     let _plain = rig.join("w0", 1).await;
     let told = async |path: &str| match ask(rig.at.http, path, &[]).await {
@@ -249,7 +249,7 @@ async fn an_operation_that_nobody_offers_is_refused_by_its_name() {
     let reply = call(&rig, ONE_VAD, wav(&[0; 512], 16_000)).await;
     assert_eq!(reply.error().1, "no_worker");
     assert!(reply.text().contains("operation vad "), "{}", reply.text());
-    // Texts too.
+    // Also for calls to encode texts.
     let body = json!({"input": "x"});
     let embeddings = post(rig.at.http, "/v1/embeddings", &body).await;
     assert_eq!(embeddings.error().0, 400, "the model there is generates");
@@ -273,7 +273,7 @@ async fn an_operation_that_nobody_offers_is_refused_by_its_name() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn sessions_go_to_who_offers_them_and_move_on_before_they_are_open() {
+async fn sessions_go_to_offering_workers_and_try_another_before_opening() {
     let rig = Rig::bare(|_| {}).await;
     let a = joined(&rig, "w1", &BOTH).await;
     let b = joined(&rig, "w2", &BOTH[1..]).await;
@@ -290,7 +290,7 @@ async fn sessions_go_to_who_offers_them_and_move_on_before_they_are_open() {
     let vad = json!({"operation": "vad", "model": "silero", "backend": "fake", "sessions": 3});
     let turn = json!({"operation": "turn_detection", "model": "smart", "backend": "fake", "sessions": 0});
     assert_eq!(offered, [json!([vad, turn]), json!([turn]), json!([vad])]);
-    // One declines, the other takes it.
+    // One worker refuses, the other accepts.
     a.hearing().refuse(Some(OperationError::TooManySessions { limit: 3 }));
     for _ in 0..3 {
         open.push(WebSocket::open(rig.at.http, VAD).await);
@@ -299,7 +299,7 @@ async fn sessions_go_to_who_offers_them_and_move_on_before_they_are_open() {
     c.hearing().refuse(Some(OperationError::TooManySessions { limit: 6 }));
     let refused = ask(rig.at.http, VAD, &[]).await.unwrap_err();
     assert_eq!(refused.error(), (429, "queue_full".into(), String::new()));
-    // What is wrong anywhere is not asked of others.
+    // An invalid request is not sent to other workers.
     let asked = c.hearing().asked().len();
     a.hearing().refuse(None);
     let refused = ask(rig.at.http, &format!("{VAD}?sample_rate=44100"), &[]).await.unwrap_err();
@@ -326,7 +326,7 @@ async fn a_lost_worker_ends_its_sessions_and_only_these() {
     }
     let [first, second] = sessions;
     let (lost, mut kept) = if on_a == Some(0) { (first, second) } else { (second, first) };
-    // The parent sees the process die; QUIC does not know yet.
+    // The parent sees the process die before QUIC does.
     assert_eq!(post(rig.at.ops, "/admin/v1/workers/w1/dead", &json!({})).await.status.as_u16(), 204);
     let (events, code) = lost.rest().await;
     assert_eq!(kinds(&events), ["error", "closed"], "{events:?}");
@@ -337,7 +337,7 @@ async fn a_lost_worker_ends_its_sessions_and_only_these() {
     assert_eq!(kept.until("speech_end").await["at"], WINDOW);
     kept.leave().await;
     until("nobody hears", async || b.hearing().open() == 0).await;
-    // A call of which nothing was told yet starts over elsewhere.
+    // A call without any output so far starts over on another worker.
     drop(a);
     let c = joined(&rig, "w3", &BOTH[..1]).await;
     b.hearing().stand(true);
@@ -357,7 +357,7 @@ async fn a_lost_worker_ends_its_sessions_and_only_these() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_that_drains_or_stops_says_so() {
+async fn sessions_report_a_draining_or_stopping_worker() {
     let (rig, worker) = rig(|_| {}).await;
     let mut session = WebSocket::open(rig.at.http, VAD).await;
     session.until("opened").await;
@@ -378,7 +378,7 @@ async fn a_worker_that_drains_or_stops_says_so() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_coordinator_that_stops_sends_its_sessions_away() {
+async fn a_stopping_coordinator_closes_its_sessions() {
     let (rig, _worker) = rig(|_| {}).await;
     let mut session = WebSocket::open(rig.at.http, VAD).await;
     session.until("opened").await;
@@ -406,12 +406,12 @@ async fn sessions_have_limits() {
     assert!(refused.text().contains("2 sessions at a time"), "{}", refused.text());
     assert_eq!(refused.header("retry-after"), "1");
     assert_eq!(rig.metric("kvasir_rate_limited_total{limit=\"sessions\"} ").await, 1.0);
-    // Another tenant has its own.
+    // Another tenant has its own limit.
     let other = WebSocket::open_with(rig.at.http, VAD, &b).await;
     other.leave().await;
     assert_eq!(long.until("opened").await["max_duration_ms"], 3_000);
     let says = async {
-        // Never idle; also when told so late.
+        // The session is never idle, even with events this late.
         while long.takes(Message::text(r#"{"type":"segment"}"#), Duration::from_secs(5)).await {
             if tokio::time::timeout(Duration::from_millis(50), async { long.until("closed").await })
                 .await
@@ -438,7 +438,7 @@ async fn sessions_have_limits() {
     for reason in ["idle_timeout", "max_duration"] {
         until("it is counted", async || ended(reason).await == 1.0).await;
     }
-    // What has ended makes room.
+    // An ended session makes room.
     until("the worker is free", async || worker.hearing().open() == 0).await;
     WebSocket::open_with(rig.at.http, VAD, &a).await.leave().await;
 }
@@ -456,32 +456,32 @@ async fn sec_sessions_are_the_keys() {
     let (_, other) = create(json!({"tenant": "b", "models": ["tiny"]})).await;
     let refused = ask(rig.at.http, VAD, &[]).await.unwrap_err();
     assert_eq!(refused.error().0, 401);
-    // Nobody's key is in the address, or a protocol's name.
+    // No key appears in the address or in a protocol's name.
     let bearer = one.split_once(' ').unwrap().1;
     let named = [("sec-websocket-protocol", bearer)];
     assert_eq!(
         ask(rig.at.http, &format!("{VAD}?api_key={bearer}"), &named).await.unwrap_err().error().0,
         401
     );
-    // A model that the key is not for does not exist for it.
+    // A model that the key may not use is treated as absent.
     let refused = ask(rig.at.http, VAD, &[("authorization", &other)]).await.unwrap_err();
     assert_eq!(refused.error(), (503, "no_worker".into(), String::new()));
     let models = send(rig.at.http, Method::GET, "/v1/models", &[("authorization", &other)], "").await.json();
     assert_eq!(models["data"].as_array().unwrap().len(), 1);
-    // A session is a request that runs.
+    // A session counts as a running request.
     let headers = [("authorization", one.as_str())];
     let mut session = WebSocket::open_with(rig.at.http, VAD, &headers).await;
     session.until("opened").await;
     let refused = ask(rig.at.http, VAD, &headers).await.unwrap_err();
     assert_eq!(refused.error(), (429, "rate_limited".into(), String::new()));
-    // Once the key is revoked the session ends.
+    // Revoking the key ends the session.
     let revoked = send(rig.at.ops, Method::DELETE, &format!("/admin/v1/keys/{id}"), &[], "").await;
     assert_eq!(revoked.status.as_u16(), 204);
     let (events, code) = session.rest().await;
     assert_eq!(kinds(&events), ["error", "closed"]);
     assert_eq!((&events[0]["error"]["code"], code), (&json!("invalid_api_key"), Some(1008)));
     assert_eq!(events[1]["reason"], "key_revoked");
-    // So does one whose key expires, if it could begin before that.
+    // The key's expiry ends the session too, if it could begin before.
     for lasts in [2, 8, 30] {
         let (_, brief) = create(json!({"tenant": "a", "expires_s": lasts})).await;
         let headers = [("authorization", brief.as_str())];
@@ -495,8 +495,7 @@ async fn sec_sessions_are_the_keys() {
     panic!("this machine is too slow to open a session within 30 s");
 }
 
-/// Where everybody on the machine may ask, a page of another site in its browser may not: neither open a session, nor
-/// have anything computed.
+/// In open mode on this machine, a page of another site may neither open a session nor cause any computation.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sec_no_page_of_another_site_asks() {
     let (open, _worker) = rig(|_| {}).await;
@@ -507,7 +506,7 @@ async fn sec_no_page_of_another_site_asks() {
         (here.as_str(), "null"),
         (here.as_str(), "http://127.0.0.1.evil.example"),
         (here.as_str(), "http://localhost.evil.example:80"),
-        // A name that the site has pointed here.
+        // A name that the other site has pointed to this machine.
         ("evil.example", "http://evil.example"),
     ] {
         let headers = [("host", host), ("origin", origin)];
@@ -521,17 +520,17 @@ async fn sec_no_page_of_another_site_asks() {
     }
     let same = format!("http://{here}");
     assert!(ask(open.at.http, VAD, &[("origin", &same)]).await.is_ok());
-    // A page that this machine serves is as much as one of its programs.
+    // A page served by this machine counts as a local program.
     assert!(ask(open.at.http, VAD, &[("origin", "http://127.0.0.1:1")]).await.is_ok());
     assert!(ask(open.at.http, VAD, &[("host", "whatever")]).await.is_ok(), "it is no browser");
-    // With keys, whoever has one may ask from anywhere.
+    // With keys, a request with a key may come from any origin.
     let (keyed, _worker) = rig(|config| config.keys = vec![key("key-a", "a", false)]).await;
     let headers = [("origin", "http://evil.example"), ("authorization", "Bearer key-a")];
     assert!(ask(keyed.at.http, VAD, &headers).await.is_ok());
     assert_eq!(ask(keyed.at.http, VAD, &headers[..1]).await.unwrap_err().error().0, 401);
 }
 
-/// Whatever a client sends that is no message of a session ends that session, by an event and a code, and no other.
+/// An invalid message ends its own session with an event and a close code, and no other session.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sec_websocket_abuse() {
     let (rig, worker) = rig(|_| {}).await;
@@ -570,7 +569,7 @@ async fn sec_websocket_abuse() {
         session.raw(&bytes).await;
         let (events, code) = session.rest().await;
         if what == "sound behind the end" && code == Some(1000) {
-            // The end was there first.
+            // The session had already ended.
             continue;
         }
         assert_eq!(code, Some(expected), "{what}: {events:?}");
@@ -582,25 +581,26 @@ async fn sec_websocket_abuse() {
         );
         assert!(!error["param"].is_null(), "{what}: {error}");
     }
-    // At the cap it is heard.
+    // A frame at the size limit is accepted.
     healthy.sound(&vec![0; MAX_FRAME_SAMPLES]).await;
     healthy.say(r#"{"type":"segment"}"#).await;
     assert_eq!(healthy.until("segmented").await["at"], MAX_FRAME_SAMPLES);
     healthy.leave().await;
-    // Whoever goes away without a word is gone.
+    // A connection that closes without a close frame ends its session.
     let (stream, _) = ask(rig.at.http, VAD, &[]).await.unwrap();
     until("it is there", async || worker.hearing().open() == 1).await;
     drop(stream);
     until("all are gone", async || worker.hearing().open() == 0).await;
-    // Whoever asks for something else than a WebSocket gets none.
+    // A plain HTTP request gets no WebSocket.
     let plain = get(rig.at.http, VAD).await;
     assert_eq!(plain.error(), (400, "invalid_field".into(), "upgrade".into()));
 }
 
-/// What is made of sound for a client that does not read waits where its windows end: nobody keeps it.
+/// If a client does not read, results wait in the flow-control windows and are not buffered elsewhere.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sec_who_does_not_read_is_read_no_further() {
-    /// Each takes 128 KiB and is answered by 200 KB; what the windows of all sockets and streams hold is a few hundred.
+    /// Each message takes 128 KiB and is answered by 200 KB. The windows of all sockets and streams hold a
+    /// few hundred.
     const MESSAGES: u64 = 2_000;
     let (rig, worker) = rig(|_| {}).await;
     *worker.hearing().loud.lock() = true;
@@ -611,12 +611,12 @@ async fn sec_who_does_not_read_is_read_no_further() {
         sent += 1;
         assert!(sent < MESSAGES, "all was taken though nothing was read");
     }
-    // Others are served beside it.
+    // Other clients are still served.
     let mut other = WebSocket::open(rig.at.http, TURN).await;
     other.say(r#"{"type":"segment"}"#).await;
     other.until("segmented").await;
     other.leave().await;
-    // What was taken is answered, in order, as soon as it is read.
+    // All accepted messages are answered in order as soon as the client reads.
     let mut answers = 0;
     while answers < sent {
         let event = slow.next_text().await;

@@ -1,4 +1,4 @@
-//! Keys, tenants and limits as the coordinators agree on them, and what is written down of it.
+//! Keys, tenants and limits in the replicated table, and their audit log.
 
 use super::Rig;
 use super::client::{Events, Reply, get, post, send};
@@ -10,13 +10,13 @@ use std::time::{Duration, Instant};
 const COMPLETIONS: &str = "/v1/completions";
 const KEYS: &str = "/admin/v1/keys";
 
-/// A key that was made: its id and what it is.
+/// A created key: its id and its secret.
 struct Made {
     id: String,
     key: String,
 }
 
-/// A coordinator of a group of one, with a worker, that has no keys yet.
+/// A group of one coordinator with a worker and without keys.
 async fn group(dir: &tempfile::TempDir) -> (Rig, [super::FakeWorker; 1]) {
     let data = dir.path().join("data");
     Rig::with_workers::<1>(|config| {
@@ -67,7 +67,7 @@ async fn sec_key_lifecycle() {
     assert_eq!(one.key.len(), "kvasir-".len() + 64);
     assert_eq!(complete(&rig, "whatever", &body).await.error().0, 401, "now one is needed");
     assert_eq!(complete(&rig, &two.key, &body).await.status.as_u16(), 200);
-    // A model that the key is not for does not exist for it.
+    // A model that the key may not use is treated as absent.
     let named = json!({"model": "tiny", "prompt": [1], "max_tokens": 1});
     assert_eq!(
         complete(&rig, &one.key, &named).await.error(),
@@ -86,7 +86,7 @@ async fn sec_key_lifecycle() {
         (&json!("a"), &json!(1000), &json!("cluster"))
     );
 
-    // One runs and has begun, one waits for its turn.
+    // One request is running, one is queued.
     worker.allow_tokens(1);
     let authorization = format!("Bearer {}", two.key);
     let streaming = json!({"prompt": [4], "max_tokens": 3, "stream": true});
@@ -114,7 +114,7 @@ async fn sec_key_lifecycle() {
     drop(workers);
     assert!(rig.stop().await);
 
-    // Keys outlive a restart, and so does that they are needed.
+    // Keys, and the requirement of a key, survive a restart.
     let (rig, _workers) = group(&dir).await;
     let refused = complete(&rig, &two.key, &body).await.error();
     assert!(matches!(refused.0, 401 | 503), "{refused:?}");
@@ -140,13 +140,13 @@ async fn sec_tenant_cache() {
     assert_eq!(cached(&complete(&rig, &a.key, &body).await), 96);
     let theirs = complete(&rig, &b.key, &body).await;
     assert_eq!((cached(&theirs), theirs.header("x-kvasir-route")), (0, "reason=only;predicted=0"));
-    // A salt narrows, and cannot be guessed into another tenant's.
+    // A client's salt separates its own cache entries, and cannot be guessed to reach another tenant's.
     assert_eq!(cached(&complete(&rig, &a.key, &salted("x")).await), 0);
     assert_eq!(cached(&complete(&rig, &a.key, &salted("x")).await), 96);
     assert_eq!(cached(&complete(&rig, &b.key, &salted("x")).await), 0);
     let refused = complete(&rig, &a.key, &salted("")).await.error();
     assert_eq!(refused, (400, "invalid_field".into(), "cache_salt".into()));
-    // An operator may have tenants share.
+    // An operator may let tenants share a cache group.
     for tenant in ["b", "c"] {
         tune(&rig, tenant, json!({"cache_group": "g"})).await;
     }
@@ -217,7 +217,7 @@ async fn sec_audit_complete() {
         let reply = send(rig.at.ops, method, path, &authorization, "{}").await;
         assert_eq!(reply.status.as_u16(), status, "{path}: {}", reply.text());
     }
-    // From another site: refused, and written down.
+    // From another site: refused, and recorded.
     let reply = send(rig.at.ops, Method::GET, KEYS, &[("origin", "http://elsewhere")], "").await;
     assert_eq!(reply.status.as_u16(), 401);
     drop(workers);

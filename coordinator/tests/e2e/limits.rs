@@ -1,4 +1,4 @@
-//! Who gets in, and how much they may bring: at the cap it is served, one above it is refused.
+//! Authentication and size limits: a request at the limit is served, and one above it is refused.
 
 use super::Rig;
 use super::client::{Reply, post, send};
@@ -33,7 +33,7 @@ async fn sec_routes() {
             &[("authorization", "Bearer key-c")],
             &[("authorization", "Basic key-a")],
             &[("x-api-key", "key-c")],
-            // Who shows two is asked for the first.
+            // With two keys, the first one counts.
             &[("authorization", "Bearer key-c"), ("x-api-key", "key-a")],
         ] {
             let reply = send(rig.at.http, method.clone(), path, wrong, "{}").await;
@@ -119,7 +119,7 @@ async fn sec_limits() {
     let tokens = |n: u32| json!((0..n).map(|i| i % 256).collect::<Vec<_>>());
     let invalid = |param: &str| (400, "invalid_field".to_owned(), param.to_owned());
     let tool = |n: usize| json!({"type": "function", "function": {"name": format!("f{n}")}});
-    // Left out of the prompt, which would be too long for this model.
+    // `tool_choice: none` keeps the tools out of the prompt, which would be too long for this model.
     let tools = |n: usize| json!({"tools": (0..n).map(tool).collect::<Vec<_>>(), "tool_choice": "none"});
     let schema = |schema: Value| {
         let schema = json!({"name": "x", "schema": schema});
@@ -170,10 +170,10 @@ async fn sec_limits() {
         assert_eq!(served.status.as_u16(), 200, "{head}: {}", served.text());
         assert_eq!(asked(above).await.error(), expected, "{head}");
     }
-    // 4,096 messages do not fit this model's context, which is another refusal than the one for 4,097.
+    // 4,096 messages exceed this model's context, which gives another error than 4,097 messages.
     assert_eq!(post(rig.at.http, CHAT, &chat(4_096, json!({}))).await.error(), context());
     assert_eq!(post(rig.at.http, CHAT, &chat(4_097, json!({}))).await.error(), invalid("messages"));
-    // Nor does the model have 1,024 tokens to put a bias on.
+    // This model does not have 1,024 tokens to set a bias for either.
     let refused = post(rig.at.http, COMPLETIONS, &completion(json!({"logit_bias": biases(1024)}))).await;
     assert!(
         refused.json()["error"]["message"].as_str().unwrap().contains("is not a token"),
@@ -237,7 +237,7 @@ async fn what_is_not_served_is_refused_by_name() {
     }
     let wrong_method = send(rig.at.http, Method::GET, COMPLETIONS, &[], "").await;
     assert_eq!(wrong_method.status.as_u16(), 405);
-    // The client's id is kept if it is one, and only then.
+    // A client's request id is kept only if it is valid.
     let with_id = async |id: &str| -> Reply {
         send(rig.at.http, Method::GET, "/v1/models", &[("x-request-id", id)], "").await
     };
@@ -247,7 +247,7 @@ async fn what_is_not_served_is_refused_by_name() {
 
 pub(crate) async fn raw(to: SocketAddr, request: &[u8]) -> String {
     let mut stream = TcpStream::connect(to).await.unwrap();
-    // The answer may come, and the connection go, before all is written.
+    // The server may answer and close before the request is completely written.
     let _ = stream.write_all(request).await;
     let mut answer = Vec::new();
     let read =
@@ -256,8 +256,8 @@ pub(crate) async fn raw(to: SocketAddr, request: &[u8]) -> String {
     String::from_utf8_lossy(&answer).into_owned()
 }
 
-/// What is too much of a shape for an answer is refused before a worker hears of it; what only compiling tells of one is
-/// in the worker's test of the same name.
+/// A grammar over the limits is refused before it is sent to a worker. Limits that only show during
+/// compilation are covered by the worker's test of the same name.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sec_grammar_bomb() {
     let (rig, workers) = Rig::with_workers::<1>(|_| {}).await;
@@ -331,23 +331,23 @@ async fn sec_http_abuse() {
     assert!(at_cap.starts_with("HTTP/1.1 200"), "{at_cap}");
     let above = raw(rig.at.http, head((16 << 10) + 1).as_bytes()).await;
     assert!(above.starts_with("HTTP/1.1 431"), "{above}");
-    // Two lengths, or a length and chunks, are an attack on whoever stands in between.
+    // Two lengths, or a length and chunks, can be an attack on a proxy in between.
     let post = "POST /tokenize HTTP/1.1\r\nhost: x\r\nconnection: close\r\n";
     for lengths in ["content-length: 2\r\ncontent-length: 3", "content-length: x"] {
         let refused = raw(rig.at.http, format!("{post}{lengths}\r\n\r\n{{}}").as_bytes()).await;
         assert!(refused.starts_with("HTTP/1.1 400"), "{lengths}: {refused}");
     }
-    // Both of them mean one request here and another to whoever stands in between.
+    // Both together are one request here and another one to a proxy.
     let both = format!("{post}content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{{}}\r\n0\r\n\r\n");
     assert!(raw(rig.at.http, both.as_bytes()).await.starts_with("HTTP/1.1 400"));
-    // A body byte by byte is a body.
+    // A body in chunks of one byte is valid.
     let body = completion(json!({})).to_string();
     let bytes: String = body.chars().map(|byte| format!("1\r\n{byte}\r\n")).collect();
     let head =
         "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n";
     let served = raw(rig.at.http, format!("{head}{bytes}0\r\n\r\n").as_bytes()).await;
     assert!(served.starts_with("HTTP/1.1 503"), "nobody serves it, but it was read: {served}");
-    // Requests that are sent ahead are answered in their order, each by its own.
+    // Pipelined requests are answered in order.
     let get =
         |path: &str, then: &str| format!("GET {path} HTTP/1.1\r\nhost: x\r\nconnection: {then}\r\n\r\n");
     let ahead = [get("/v1/models", "keep-alive"), get("/nowhere", "keep-alive"), get("/v1/models", "close")];
@@ -355,7 +355,7 @@ async fn sec_http_abuse() {
     let statuses: Vec<&str> =
         answers.split("HTTP/1.1 ").skip(1).filter_map(|answer| answer.get(..3)).collect();
     assert_eq!(statuses, ["200", "404", "200"], "{answers}");
-    // A head that never ends is not waited for.
+    // A head that never ends times out.
     let slow = raw(rig.at.http, b"GET /v1/models HTTP/1.1\r\nhost: ").await;
     assert!(slow.starts_with("HTTP/1.1 408") && slow.contains("deadline_exceeded"), "{slow}");
 }

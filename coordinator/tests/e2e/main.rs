@@ -1,4 +1,4 @@
-//! A whole coordinator over loopback, with workers that speak the protocol but compute nothing.
+//! A complete coordinator over loopback, with workers that implement the protocol but compute nothing.
 #![allow(clippy::unwrap_used)] // a panic is the report
 
 mod agreement;
@@ -44,7 +44,7 @@ pub(crate) fn cluster_key() -> ClusterKey {
     ClusterKey([3; 32])
 }
 
-/// A running coordinator and what workers need to join it.
+/// A running coordinator, and what workers need to join it.
 pub(crate) struct Rig {
     pub(crate) at: Addresses,
     coordinator: Option<Coordinator>,
@@ -74,7 +74,7 @@ impl Rig {
             quic: any_port(),
             models: vec![entry],
             report_every_ms: 20,
-            // Test machines stall; leases are tested where they are meant.
+            // Test machines stall. Leases have tests of their own.
             suspect_ms: 10_000,
             lease_ms: 60_000,
             drain_s: 10,
@@ -85,14 +85,14 @@ impl Rig {
         Self { at: coordinator.addresses(), coordinator: Some(coordinator), authority, digest, _dir: dir }
     }
 
-    /// A coordinator with workers `w1`, `w2`, ..., all ready, whose model generates.
+    /// A coordinator with workers `w1`, `w2`, ..., all ready, with a model for generation.
     pub(crate) async fn with_workers<const N: usize>(
         change: impl FnOnce(&mut Config),
     ) -> (Self, [FakeWorker; N]) {
         Self::with_task(ModelTask::Generate, change).await
     }
 
-    /// A coordinator with workers `w1`, `w2`, ..., all ready, whose model is for `task`.
+    /// A coordinator with workers `w1`, `w2`, ..., all ready, with a model for `task`.
     pub(crate) async fn with_task<const N: usize>(
         task: ModelTask,
         change: impl FnOnce(&mut Config),
@@ -149,7 +149,7 @@ impl Rig {
     }
 }
 
-/// Waits until `reached` says so.
+/// Waits until `reached` returns `true`.
 pub(crate) async fn until(what: &str, mut reached: impl AsyncFnMut() -> bool) {
     let start = Instant::now();
     while !reached().await {
@@ -161,9 +161,9 @@ pub(crate) async fn until(what: &str, mut reached: impl AsyncFnMut() -> bool) {
 const TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
     {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
 
-/// A file with a tokenizer whose tokens are bytes, and a chat template; no weights.
+/// Writes a file with a byte tokenizer and a chat template, without weights.
 pub(crate) fn write_model(path: &Path, template: &str) {
-    // Bytes as byte-level BPE writes them.
+    // Bytes in the notation of byte-level BPE.
     let printable = |b: u32| (33..=126).contains(&b) || (161..=172).contains(&b) || (174..=255).contains(&b);
     let mut others = 256..;
     let mut tokens: Vec<String> = (0..256u32)

@@ -1,4 +1,4 @@
-//! The operations port, and starting and stopping.
+//! The ops port, start and stop.
 
 use super::client::{get, post, send};
 use super::fake_worker::letters;
@@ -13,7 +13,7 @@ use serde_json::json;
 use std::time::SystemTime;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn ready_means_told_so_and_a_worker_is_there() {
+async fn ready_requires_release_and_a_worker() {
     let rig = Rig::bare(|c| c.hold_ready = true).await;
     let ready = async || get(rig.at.ops, "/readyz").await.status.as_u16();
     assert_eq!(ready().await, 503);
@@ -58,7 +58,7 @@ async fn a_draining_worker_gets_nothing_new_and_finishes_what_it_has() {
     assert_eq!(invalid.error(), (400, "invalid_field".into(), "id".into()));
 }
 
-/// Also after its last life: what was agreed on is for the node.
+/// The quarantine belongs to the node and outlasts its epochs.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_that_loses_its_gpu_three_times_is_quarantined_until_it_is_pardoned() {
     let dir = tempfile::tempdir().unwrap();
@@ -79,7 +79,7 @@ async fn a_worker_that_loses_its_gpu_three_times_is_quarantined_until_it_is_pard
     assert_eq!(undrained.status.as_u16(), 204);
     let here = worker().await;
     assert_eq!((&here["draining"], &here["quarantined"]), (&json!(false), &json!(false)));
-    // Once more is not too often again.
+    // After the pardon, one more loss is not too many.
     life.lose_device();
     until("it has left", async || worker().await.is_null()).await;
     let _life = rig.join("w1", 5).await;
@@ -87,7 +87,7 @@ async fn a_worker_that_loses_its_gpu_three_times_is_quarantined_until_it_is_pard
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_cluster_is_told_as_agreed() {
+async fn the_cluster_view_has_its_documented_fields() {
     let (rig, _workers) = Rig::with_workers::<2>(|_| {}).await;
     post(rig.at.http, "/v1/completions", &json!({"prompt": (0..40).collect::<Vec<u32>>(), "max_tokens": 1}))
         .await;
@@ -188,7 +188,7 @@ async fn stopping_lets_requests_finish() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_cannot_start_says_why() {
+async fn a_failed_start_has_a_reason() {
     let authority = Authority::new(ClusterName::new("test").unwrap(), SystemTime::now()).unwrap();
     let identity = |role| {
         let node = NodeId::new("c1").unwrap();

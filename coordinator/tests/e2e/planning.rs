@@ -1,4 +1,4 @@
-//! Planning with a short effort: the same plan, or none.
+//! Planning with the short effort gives the same plan or none.
 
 use super::write_model;
 use kvasir_coordinator::api::auth::{Caller, Keys};
@@ -58,7 +58,7 @@ fn chat(text: &str) -> Value {
 #[test]
 fn a_short_effort_plans_the_same_or_gives_up() {
     let planner = Planner::new(TEMPLATE);
-    // A piece of text as long as that is not encoded with a short effort.
+    // A text of this length is not tokenized with the short effort.
     let long = chat(&"a".repeat(40_000));
     assert!(matches!(planner.plan(&long, Effort::Short), Err(Unplanned::TooLong { counted: true })));
     for body in [chat("hi"), long] {
@@ -81,7 +81,7 @@ fn a_template_that_takes_long_is_not_rendered_with_a_short_effort() {
     let planner = Planner::new("{% for x in range(9000) %}{% endfor %}{{ messages[0].content }}");
     assert!(matches!(planner.plan(&chat("hi"), Effort::Short), Err(Unplanned::TooLong { .. })));
     planner.plan(&chat("hi"), FULL).expect("it is within the limits of templates");
-    // What a template raises is said by the full effort.
+    // An error raised by a template is reported with the full effort only.
     let planner = Planner::new("{{ raise_exception('not so') }}");
     assert!(matches!(planner.plan(&chat("hi"), Effort::Short), Err(Unplanned::TooLong { .. })));
     assert!(matches!(planner.plan(&chat("hi"), FULL), Err(Unplanned::Refused(_))));

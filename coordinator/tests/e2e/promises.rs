@@ -1,4 +1,4 @@
-//! What docs/security.md promises is tested by what it names.
+//! Checks that the tests named in docs/security.md exist.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -14,7 +14,7 @@ fn root() -> &'static Path {
     own.parent().unwrap_or(own)
 }
 
-/// Every source in Rust or Python.
+/// All Rust and Python sources.
 fn sources() -> Vec<(PathBuf, String)> {
     let mut open: Vec<PathBuf> =
         ["src", "proto", "model", "kernels", "worker", "coordinator", "tests", "bench"]
@@ -68,7 +68,7 @@ fn every_promise_of_security_names_tests_that_exist() {
     assert!(missing.is_empty(), "docs/security.md says nothing of {missing:?}");
 }
 
-/// Outside of the arithmetic, unsafe code is in these files alone: the workspace denies it elsewhere.
+/// Outside of the compute kernels, unsafe code is in these files only: the workspace denies it elsewhere.
 #[test]
 fn sec_unsafe_is_listed() {
     const LISTED: [&str; 15] = [
@@ -100,7 +100,7 @@ fn sec_unsafe_is_listed() {
     assert!(allowing.is_empty(), "unsafe code where it is not listed: {allowing:?}");
 }
 
-/// What must not be shown has no form to be shown in: secrets are types whose `Debug` is empty of them.
+/// Secrets cannot be printed: their types have a `Debug` without content.
 #[test]
 fn sec_no_secret_has_words() {
     let secrets = [

@@ -1,4 +1,4 @@
-//! Transcripts, as OpenAI's clients ask for them: forms with a recording.
+//! Transcriptions in OpenAI's format: forms with a recording.
 
 use super::client::{Reply, send};
 use super::fake_worker::{FakeWorker, Setup};
@@ -44,9 +44,9 @@ fn second() -> Vec<u8> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_said_is_told_in_every_form() {
+async fn a_transcript_is_returned_in_every_format() {
     let (rig, worker) = rig(|_| {}).await;
-    // What the dummy says of a second: "en", and one text.
+    // The fake worker's transcript of one second: language "en" and one text.
     let plain = ask(&rig, WORDS, &[], form(&second(), &[("model", "ears")])).await;
     assert_eq!(plain.status.as_u16(), 200, "{}", plain.text());
     let usage = json!({"type": "duration", "seconds": 1});
@@ -105,14 +105,14 @@ async fn a_recording_may_be_longer_than_other_bodies_and_no_longer_than_its_limi
     let told = ask(&rig, WORDS, &[], long.clone()).await.error();
     assert_eq!((told.0, told.1.as_str()), (401, "invalid_api_key"), "before the body");
     let reply = ask(&rig, WORDS, &[("authorization", "Bearer key-a")], long).await;
-    // The dummy knows no such rate: the recording has come to it.
+    // The fake worker refuses this sample rate: so the recording has reached it.
     assert_eq!(reply.error(), (400, "invalid_field".into(), "sample_rate".into()), "{}", reply.text());
     let too_long = ask(&rig, WORDS, &[("authorization", "Bearer key-a")], vec![b'x'; 26 << 20]).await;
     assert_eq!(too_long.error().0, 413);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_call_whose_time_is_over_ends_at_the_worker() {
+async fn a_timed_out_call_is_cancelled_at_the_worker() {
     let (rig, worker) = rig(|config| config.request_timeout_s = 1).await;
     worker.hearing().stand(true);
     let told = ask(&rig, WORDS, &[], form(&second(), &[])).await.error();

@@ -1,5 +1,5 @@
-//! A WebSocket as a client speaks it: the handshake by hand, so that refusals are seen, then messages, or bytes that are
-//! none.
+//! A WebSocket client with a manual handshake, so that tests see refusals. It can send messages and invalid
+//! bytes.
 
 use super::client::Reply;
 use bytes::Bytes;
@@ -16,7 +16,7 @@ use tokio_tungstenite::tungstenite::Message;
 use tokio_tungstenite::tungstenite::protocol::Role;
 
 const LIMIT: Duration = Duration::from_secs(30);
-/// A mask of a client's frames. That it does not change harms nobody here.
+/// The mask of the client's frames. Here it may be constant.
 const MASK: [u8; 4] = [0x5a, 0x01, 0xc3, 0x77];
 
 pub(crate) struct WebSocket {
@@ -24,7 +24,7 @@ pub(crate) struct WebSocket {
     pub(crate) headers: HeaderMap,
 }
 
-/// Asks for a WebSocket: the connection if it is one now, else what was answered instead.
+/// Requests a WebSocket. Returns the connection, or the HTTP answer if refused.
 pub(crate) async fn ask(
     to: SocketAddr,
     path: &str,
@@ -41,7 +41,7 @@ pub(crate) async fn ask(
     headers.iter().for_each(|(name, value)| request += &format!("{name}: {value}\r\n"));
     stream.write_all(format!("{request}\r\n").as_bytes()).await.unwrap();
     let read = async {
-        // One by one: what follows is not HTTP's.
+        // Read byte by byte: what follows the head is not HTTP.
         let mut head = Vec::new();
         while !head.ends_with(b"\r\n\r\n") {
             head.push(stream.read_u8().await.unwrap());
@@ -69,7 +69,7 @@ pub(crate) async fn ask(
     }
 }
 
-/// One frame as it is on the wire.
+/// One frame in wire format.
 pub(crate) fn frame(first: u8, payload: &[u8]) -> Vec<u8> {
     let mut bytes = vec![first];
     match payload.len() {
@@ -84,7 +84,7 @@ pub(crate) fn frame(first: u8, payload: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// Samples as 16 bit.
+/// Samples as 16-bit little-endian bytes.
 pub(crate) fn s16(samples: &[i16]) -> Bytes {
     samples.iter().flat_map(|sample| sample.to_le_bytes()).collect()
 }
@@ -123,18 +123,18 @@ impl WebSocket {
         sent.expect("a message is taken").unwrap();
     }
 
-    /// Whether the other end takes a message within `limit`.
+    /// Whether the other side accepts a message within `limit`.
     pub(crate) async fn takes(&mut self, message: Message, limit: Duration) -> bool {
         tokio::time::timeout(limit, self.socket.send(message)).await.is_ok_and(|sent| sent.is_ok())
     }
 
-    /// Bytes instead of messages.
+    /// Sends raw bytes.
     pub(crate) async fn raw(&mut self, bytes: &[u8]) {
-        // The other end may have had enough before all is written.
+        // The other side may close before all is written.
         let _ = self.socket.get_mut().write_all(bytes).await;
     }
 
-    /// The next event as it is.
+    /// The next event as text.
     pub(crate) async fn next_text(&mut self) -> String {
         loop {
             let message = tokio::time::timeout(LIMIT, self.socket.next()).await.expect("an event in time");
@@ -144,7 +144,7 @@ impl WebSocket {
         }
     }
 
-    /// The next event; at the end none.
+    /// The next event; `None` at the end.
     pub(crate) async fn next(&mut self) -> Option<Value> {
         loop {
             let message = tokio::time::timeout(LIMIT, self.socket.next()).await.expect("an event in time")?;
@@ -157,7 +157,7 @@ impl WebSocket {
         }
     }
 
-    /// The next event of this type; others are passed over.
+    /// The next event of this type; skips others.
     pub(crate) async fn until(&mut self, kind: &str) -> Value {
         loop {
             let event = self.next().await.unwrap_or_else(|| panic!("closed before {kind}"));
@@ -167,7 +167,7 @@ impl WebSocket {
         }
     }
 
-    /// All that is left: the events, and the code by which it was closed, if it was.
+    /// All remaining events, and the close code, if any.
     pub(crate) async fn rest(mut self) -> (Vec<Value>, Option<u16>) {
         let mut all = Vec::new();
         loop {
@@ -180,7 +180,7 @@ impl WebSocket {
         }
     }
 
-    /// Closes it as a client does that has heard enough.
+    /// Sends a close frame.
     pub(crate) async fn leave(mut self) {
         let _ = self.socket.close(None).await;
         while let Ok(Some(Ok(_))) = tokio::time::timeout(LIMIT, self.socket.next()).await {}

@@ -1,4 +1,4 @@
-//! Instructions of lanes a second, of one core: `cargo bench -p kvasir-ptx`.
+//! Benchmark of the interpreter: lane instructions per second on one core. Run `cargo bench -p kvasir-ptx`.
 
 use kvasir_ptx::{Launch, Limits, Machine, RunError};
 use std::error::Error;

@@ -1,4 +1,4 @@
-//! A module as it was read: names are resolved, opcodes are still words.
+//! A parsed module: names are resolved, opcodes are still text.
 
 use std::fmt;
 
@@ -25,7 +25,7 @@ impl Space {
     }
 }
 
-/// A register file: predicates are masks, 16-bit and 32-bit values share a file.
+/// A register file. Predicates are masks; 16-bit and 32-bit values share a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum File {
     Pred,
@@ -37,7 +37,7 @@ pub(crate) enum File {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Reg {
     pub(crate) file: File,
-    /// In its file; that of 16-bit values is the one of 32 bits.
+    /// Index in its file. 16-bit values use the indices of the 32-bit file.
     pub(crate) index: u32,
 }
 
@@ -79,11 +79,11 @@ pub(crate) enum Operand {
     Sink,
     /// `[base+offset]`
     Memory(Box<Self>, i64),
-    /// A variable's address in its space.
+    /// Address of a variable in its space.
     Variable(Space, u64),
-    /// So many bytes into a variable of global memory, by its number in the module.
+    /// (index of a global variable in the module, byte offset).
     Global(usize, i64),
-    /// So many bytes into dynamic shared memory.
+    /// Byte offset into dynamic shared memory.
     Dynamic(i64),
     /// `{a, b}`
     List(Vec<Self>),
@@ -91,7 +91,7 @@ pub(crate) enum Operand {
     Pair(Box<Self>, Box<Self>),
     /// `!p`
     Not(Box<Self>),
-    /// A name that is no variable: a label or a function.
+    /// A name that is not a variable: a label or a function.
     Name(String),
 }
 
@@ -102,7 +102,7 @@ pub(crate) struct Raw {
     pub(crate) guard: Option<(Reg, bool)>,
     pub(crate) operands: Vec<Operand>,
     pub(crate) line: u32,
-    /// Place in the source: file, line.
+    /// Location in the source: (file, line).
     pub(crate) source: (u32, u32),
 }
 
@@ -114,32 +114,32 @@ pub(crate) struct Parameter {
     pub(crate) bytes: u32,
 }
 
-/// A function's body and what it declares.
+/// Body of a function with its declarations.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Function {
     pub(crate) name: String,
     pub(crate) parameters: Vec<Parameter>,
     pub(crate) parameter_bytes: u32,
     pub(crate) code: Vec<Raw>,
-    /// How many registers: 32-bit (and narrower), 64-bit, predicates.
+    /// Number of registers: `[32 bits and narrower, 64 bits, predicates]`.
     pub(crate) registers: [u32; 3],
-    /// Bytes of declared shared memory, and where dynamic shared memory begins.
+    /// Bytes of static shared memory. Dynamic shared memory follows.
     pub(crate) shared_bytes: u32,
     pub(crate) local_bytes: u32,
-    /// Labels and the instruction that each stands before.
+    /// Labels, with the index of the instruction that follows each.
     pub(crate) labels: Vec<(String, u32)>,
-    /// Lists of labels of `brx.idx`.
+    /// Label lists of `brx.idx`.
     pub(crate) tables: Vec<(String, Vec<String>)>,
-    /// `.reqntid` or `.maxntid`: threads a block may have, and whether it must have them.
+    /// Threads per block and whether they are exact: `.reqntid` (exact) or `.maxntid` (maximum).
     pub(crate) max_threads: Option<([u32; 3], bool)>,
 }
 
-/// A variable of a module with what it begins with.
+/// A variable of a module with its initial value.
 #[derive(Debug, Clone)]
 pub(crate) struct Variable {
     pub(crate) name: String,
     pub(crate) bytes: u64,
-    /// Empty if nothing was given: it begins as zeros.
+    /// Empty without an initial value; then the variable starts as zeros.
     pub(crate) initial: Vec<u8>,
 }
 

@@ -1,4 +1,4 @@
-//! From words to operations: what each opcode means, family by family.
+//! Decoder: instructions to operations, by opcode family.
 
 mod arithmetic;
 mod bits;
@@ -24,27 +24,27 @@ pub(crate) struct Kernel {
     pub(crate) name: String,
     pub(crate) code: Vec<Instruction>,
     pub(crate) places: Vec<SourceLocation>,
-    /// Registers of 32 bits, of 64 bits, predicates.
+    /// Number of registers: `[32 bits, 64 bits, predicates]`.
     pub(crate) registers: [u32; 3],
     pub(crate) constants32: Vec<(u32, u32)>,
     pub(crate) constants64: Vec<(u32, u64)>,
     pub(crate) specials: Vec<(Special, u32)>,
-    /// Offset and bytes of each parameter.
+    /// (offset, bytes) of each parameter.
     pub(crate) parameters: Vec<(u32, u32)>,
     pub(crate) parameter_bytes: u32,
-    /// Declared shared memory, after which dynamic shared memory begins.
+    /// Bytes of static shared memory, after which dynamic shared memory begins.
     pub(crate) shared_bytes: u32,
     pub(crate) local_bytes: u32,
     pub(crate) max_threads: Option<([u32; 3], bool)>,
 }
 
-/// Dynamic shared memory begins at a multiple of this.
+/// Alignment of dynamic shared memory.
 const DYNAMIC_ALIGN: u32 = 128;
 
-/// What an instruction's decoder returns: why it cannot, or an operation.
+/// Result of an instruction's decoder, with the reason of a refusal as its error.
 type Decoded<T> = Result<T, String>;
 
-/// Makes a kernel of a function; `globals` are the addresses of the module's variables, `text` all of it.
+/// Decodes a function. `globals` are the addresses of the module's variables, `text` is the module's text.
 pub(crate) fn kernel(function: &Function, globals: &[u64], text: &str) -> Result<Kernel, PtxError> {
     let labels: HashMap<&str, u32> = function.labels.iter().map(|(name, at)| (name.as_str(), *at)).collect();
     let dynamic = function.shared_bytes.checked_next_multiple_of(DYNAMIC_ALIGN).unwrap_or(u32::MAX);

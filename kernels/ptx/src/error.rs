@@ -1,15 +1,15 @@
-//! What can go wrong: in the text, in a launch, in a kernel.
+//! Errors in a text, in a launch, or in a kernel.
 
-/// A PTX text that is not understood. Nothing is ever guessed: what is unknown is refused by name.
+/// A PTX text that is not understood. The interpreter never guesses; anything unknown is refused by name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PtxError {
-    /// The text is not PTX as this crate knows it.
+    /// The text is not valid PTX for this crate.
     #[error("PTX line {line}: {what}")]
     Syntax {
         /// Line of the text, from 1.
         line: u32,
-        /// What was found or missed.
+        /// Unexpected or missing element.
         what: String,
     },
     /// An instruction, modifier or combination that is not implemented.
@@ -18,7 +18,7 @@ pub enum PtxError {
         /// Line of the text, from 1.
         line: u32,
         instruction: String,
-        /// What about it is not known.
+        /// The unknown part.
         why: String,
     },
 }
@@ -26,10 +26,10 @@ pub enum PtxError {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RunError {
-    /// A launch that the machine's limits or the kernel's parameters forbid.
+    /// A launch that violates the machine's limits or the kernel's parameters.
     #[error("kernel {kernel} cannot be launched: {why}")]
     Launch { kernel: String, why: String },
-    /// An access of the host that is not within one living allocation.
+    /// A host access that does not lie inside one live allocation.
     #[error("host access of {bytes} bytes at {address:#x}: {why}")]
     Host {
         /// First byte.
@@ -37,20 +37,20 @@ pub enum RunError {
         bytes: usize,
         why: String,
     },
-    /// More memory than the machine has.
+    /// The machine has too little memory.
     #[error("no {wanted} bytes left ({free} free)")]
     OutOfMemory {
-        /// Bytes asked for.
+        /// Bytes requested.
         wanted: usize,
         /// Bytes left.
         free: usize,
     },
-    /// A kernel did what it must not.
+    /// A kernel's fault.
     #[error(transparent)]
     Fault(Box<Fault>),
 }
 
-/// What a kernel did wrong, and where.
+/// A kernel's fault and its location.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{kind}; kernel {kernel}, block {block:?}, thread {thread:?}, {source_line}, PTX line {line}: {instruction}"
@@ -58,22 +58,22 @@ pub enum RunError {
 pub struct Fault {
     pub kind: FaultKind,
     pub kernel: String,
-    /// Its block, `x y z`.
+    /// Block index, `x y z`.
     pub block: [u32; 3],
-    /// The thread in it (of a warp's instruction the first one that is concerned), `x y z`.
+    /// Thread index in the block, `x y z`. For an instruction of a warp, the first thread concerned.
     pub thread: [u32; 3],
     /// File and line of the CUDA source.
     pub source_line: String,
     /// Line of the PTX text, from 1.
     pub line: u32,
-    /// The instruction as it is written there.
+    /// Text of the instruction.
     pub instruction: String,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FaultKind {
-    /// An access outside of what was allocated or declared.
+    /// An access outside the allocated or declared memory.
     #[error("{bytes} bytes at {address:#x} of {space} memory are out of bounds ({near})")]
     OutOfBounds {
         /// `global`, `shared`, ...
@@ -83,7 +83,7 @@ pub enum FaultKind {
         bytes: usize,
         near: String,
     },
-    /// An access of memory that was given back.
+    /// An access to freed memory.
     #[error("{bytes} bytes at {address:#x} belong to memory that was freed")]
     Freed {
         /// First byte.
@@ -99,7 +99,7 @@ pub enum FaultKind {
         address: u64,
         bytes: usize,
     },
-    /// A read of what nobody ever wrote.
+    /// A read of unwritten memory.
     #[error("{bytes} bytes at {address:#x} of {space} memory are read, and nobody wrote them")]
     Unwritten {
         /// `global`, `shared`, ...
@@ -108,7 +108,7 @@ pub enum FaultKind {
         address: u64,
         bytes: usize,
     },
-    /// Two threads meet at an address with nothing that orders them.
+    /// Two threads access an address, and nothing orders the accesses.
     #[error("race at {address:#x} of {space} memory: this {access} and {other} have no barrier between them")]
     Race {
         /// `global` or `shared`.
@@ -117,32 +117,32 @@ pub enum FaultKind {
         address: u64,
         /// `read` or `write`.
         access: &'static str,
-        /// The other access: what, who, where.
+        /// The other access, with its warp or block and its location.
         other: String,
     },
-    /// Shared memory is used while a copy into it goes on.
+    /// Shared memory is used while an asynchronous copy into it is in progress.
     #[error("{address:#x} of shared memory is used before the copy into it from {copy} was waited for")]
     InFlight {
         /// First byte.
         address: u64,
-        /// The copy's place and instruction.
+        /// Location and instruction of the copy.
         copy: String,
     },
-    /// An instruction that needs lanes which did not come.
+    /// An instruction requires lanes that are not active.
     #[error("{what}: lanes {expected:#010x} are needed, lanes {present:#010x} are here")]
     MissingLanes { what: &'static str, expected: u32, present: u32 },
-    /// A barrier that not all threads of the block can pass.
+    /// A barrier that not all threads of the block can reach.
     #[error("divergent barrier: {why}")]
     DivergentBarrier { why: String },
     #[error("trap")]
     Trap,
-    /// Nothing moves any more, or nothing comes to an end.
+    /// No warp can run, or the kernel does not end.
     #[error("no progress: {why}")]
     Stuck { why: String },
-    /// A value that an instruction does not take.
+    /// An instruction refuses a value.
     #[error("{what}")]
     Invalid {
-        /// What is wrong with it.
+        /// The value and the reason.
         what: String,
     },
 }

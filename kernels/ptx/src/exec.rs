@@ -14,38 +14,40 @@ use crate::op::{Compared, Instruction, Op};
 use crate::shared::{Race, Shared, Wrong};
 use crate::warp::{State, Warp};
 
-/// Instructions of a warp before others get their turn, so that a warp may wait for what another one writes.
+/// Instructions of a warp before other warps run, so that a warp may poll for a value that another one
+/// writes.
 const TURN: u64 = 1 << 20;
 
-/// What a block sees of the machine.
+/// State of the machine that a block uses.
 pub(crate) struct Block<'a> {
     pub(crate) kernel: &'a Kernel,
     pub(crate) memory: &'a mut Memory,
     pub(crate) constants: &'a [u8],
     pub(crate) counts: &'a mut crate::Counts,
-    /// How often each instruction ran, in lanes; a branch that none takes counts once.
+    /// Number of lanes that ran each instruction. A branch that no lane takes counts once.
     pub(crate) executed: &'a mut [u64],
     pub(crate) names: &'a Names,
     pub(crate) parameters: Vec<u8>,
     pub(crate) shared: Shared,
     pub(crate) number: u32,
-    /// Whether it did an atomic on global memory: it may know by it what other blocks have done.
+    /// Whether the block did an atomic on global memory, which may have told it what other blocks have
+    /// done.
     pub(crate) synchronised: bool,
 }
 
-/// A fault and the lane that it concerns.
+/// Result with a fault and the lane that it concerns.
 pub(crate) type Run<T> = Result<T, (FaultKind, usize)>;
 
 enum Flow {
     Next,
-    /// The place of the active lanes was set.
+    /// The program counter of the active lanes was set.
     Jumped,
-    /// The warp waits or is done.
+    /// The warp waits or has ended.
     Stop,
 }
 
 impl Block<'_> {
-    /// Runs a warp until it waits, ends or has had its turn.
+    /// Runs a warp until it waits, ends or has used up its turn.
     pub(crate) fn run(&mut self, warp: &mut Warp) -> Run<()> {
         let code = &self.kernel.code;
         let end = self.counts.warp_instructions + TURN;
@@ -59,7 +61,7 @@ impl Block<'_> {
             let lanes = if mask == ALL { 32 } else { u64::from(mask.count_ones()) };
             self.counts.warp_instructions += 1;
             self.counts.lane_instructions += lanes;
-            // A branch that is not taken is executed all the same.
+            // A branch that is not taken is executed nevertheless.
             self.executed[at] += lanes.max(matches!(op, Op::Branch { .. }).into());
             let flow = if mask == 0 { Flow::Next } else { self.execute(warp, op, mask)? };
             match flow {
@@ -205,7 +207,7 @@ impl Block<'_> {
         Ok(Flow::Next)
     }
 
-    /// A block-wide barrier. All lanes of the warp must come together.
+    /// Runs a block-wide barrier. All live lanes of the warp must reach it together.
     fn barrier(
         &mut self,
         warp: &mut Warp,
@@ -234,7 +236,7 @@ impl Block<'_> {
         Ok(Flow::Stop)
     }
 
-    /// A fault of shared memory in words.
+    /// Converts an error of shared memory to a fault.
     fn wrong(&self, wrong: Wrong, lane: usize) -> (FaultKind, usize) {
         let kind = match wrong {
             Wrong::Fault(kind) => kind,
@@ -251,12 +253,12 @@ impl Block<'_> {
         (kind, lane)
     }
 
-    /// File and line of an instruction.
+    /// Returns file and line of an instruction.
     pub(crate) fn place(&self, pc: u32) -> String {
         self.names.source_line(self.kernel.places[pc as usize].source)
     }
 
-    /// How an instruction is written.
+    /// Returns the text of an instruction.
     fn text(&self, pc: u32) -> String {
         self.names.instruction(self.kernel.places[pc as usize].line)
     }

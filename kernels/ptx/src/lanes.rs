@@ -1,14 +1,16 @@
-//! A warp's values: one of each lane, side by side, so that a loop over them becomes vector instructions.
+//! Values of a warp: one per lane, side by side, so that a loop over the lanes compiles to vector
+//! instructions.
 
 pub(crate) const LANES: usize = 32;
 pub(crate) const ALL: u32 = u32::MAX;
 
-/// 32-bit values; narrower ones have zeros above.
+/// 32-bit values; narrower ones are zero-extended.
 pub(crate) type V32 = [u32; LANES];
 /// 64-bit values.
 pub(crate) type V64 = [u64; LANES];
 
-/// A function of whole warps from one of single lanes: `lanes!(|a: V32, b: V32| -> V32 { a.wrapping_add(b) })`.
+/// Makes a function of warps from a function of lanes: `lanes!(|a: V32, b: V32| -> V32 { a.wrapping_add(b)
+/// })`.
 macro_rules! lanes {
     (|$($a:ident: $t:ty),+| -> $r:ty { $e:expr }) => {{
         fn of_a_warp($($a: &$t,)+ out: &mut $r) {
@@ -21,7 +23,7 @@ macro_rules! lanes {
     }};
 }
 
-/// A mask of the lanes for which something holds.
+/// Makes a function that returns the mask of the lanes for which a condition holds.
 macro_rules! compare {
     (|$a:ident: $t:ty, $b:ident| $e:expr) => {{
         fn of_a_warp($a: &$t, $b: &$t) -> u32 {
@@ -38,7 +40,7 @@ macro_rules! compare {
 
 pub(crate) use {compare, lanes};
 
-/// The lanes of a mask, lowest first.
+/// Returns the lanes of a mask, lowest first.
 pub(crate) fn each(mut mask: u32) -> impl Iterator<Item = usize> {
     std::iter::from_fn(move || {
         let lane = mask.trailing_zeros() as usize;

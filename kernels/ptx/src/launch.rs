@@ -1,4 +1,4 @@
-//! One launch: its checks, its blocks and their barriers.
+//! Execution of one launch: checks, blocks and barriers.
 
 use crate::ast::Special;
 use crate::decode::Kernel;
@@ -8,12 +8,12 @@ use crate::shared::Shared;
 use crate::warp::{State, Warp};
 use crate::{Fault, FaultKind, Launch, Limits, RunError};
 
-/// Bytes of local memory that a thread may have.
+/// Most bytes of local memory per thread.
 const MAX_LOCAL: u32 = 512 << 10;
-/// Instructions of warps after which a block is taken for endless.
+/// Warp instructions after which a block is taken for endless.
 const MAX_INSTRUCTIONS: u64 = 1 << 28;
 
-/// Runs all blocks, in an order that the seed chooses.
+/// Runs all blocks, in an order that the seed determines.
 pub(crate) fn run(
     launch: &Launch<'_>,
     limits: Limits,
@@ -42,7 +42,7 @@ pub(crate) fn run(
             warp.start((threads as usize).saturating_sub(warp.index * LANES).min(LANES));
         }
         block.shared.reset(warps);
-        // Numbers beyond 32 bits share one: blocks that share it are not told apart.
+        // Numbers beyond 32 bits are truncated; blocks with the same number are not distinguished.
         block.number = number as u32;
         block.synchronised = false;
         run_block(&mut block, &mut all, &mut random).map_err(|(kind, warp, lane)| {
@@ -105,7 +105,7 @@ fn check(kernel: &Kernel, launch: &Launch<'_>, limits: Limits) -> Result<Vec<u8>
     Ok(bytes)
 }
 
-/// Runs all warps of a block to their ends. A fault comes with its warp and lane.
+/// Runs all warps of a block to their ends. A fault is returned with its warp and lane.
 fn run_block(
     block: &mut Block<'_>,
     warps: &mut [Warp],
@@ -175,7 +175,7 @@ fn release(block: &mut Block<'_>, warps: &mut [Warp]) -> Result<bool, (FaultKind
     Ok(moved)
 }
 
-/// The place of a thread in its block.
+/// Returns the index of a thread in its block.
 fn thread([x, y, _]: [u32; 3], linear: usize) -> [u32; 3] {
     let linear = linear as u32;
     [linear % x, linear / x % y, linear / x / y]
@@ -215,7 +215,7 @@ fn set_block_specials(warp: &mut Warp, kernel: &Kernel, block: [u32; 3]) {
     }
 }
 
-/// Numbers that a seed repeats (SplitMix64).
+/// Random numbers from a seed (SplitMix64).
 #[derive(Debug)]
 struct Random(u64);
 
@@ -234,7 +234,7 @@ impl Random {
         }
     }
 
-    /// A first number and a stride that together visit all below `count`.
+    /// Returns a start and a stride that together visit all numbers below `count`.
     fn walk(&mut self, count: u64) -> (u64, u64) {
         fn divisor(a: u64, b: u64) -> u64 {
             if b == 0 { a } else { divisor(b, a % b) }

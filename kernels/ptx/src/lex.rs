@@ -1,14 +1,13 @@
-//! From text to tokens.
+//! Lexer: PTX text to tokens.
 
 use crate::PtxError;
 
-/// One token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Token<'a> {
-    /// Names, opcodes with their modifiers, directives, numbers.
+    /// A name, an opcode with its modifiers, a directive or a number.
     Word(&'a str),
     Text(&'a str),
-    /// Anything else, one character each.
+    /// Any other character.
     Mark(char),
 }
 
@@ -19,7 +18,7 @@ pub(crate) struct Placed<'a> {
     pub(crate) line: u32,
 }
 
-/// All tokens of a text, without comments.
+/// Returns all tokens of a text, without comments.
 pub(crate) fn tokens(text: &str) -> Result<Vec<Placed<'_>>, PtxError> {
     let mut out = Vec::new();
     let mut rest = text;
@@ -70,7 +69,7 @@ fn is_word(c: char) -> bool {
     c.is_ascii_alphanumeric() || matches!(c, '_' | '$' | '%' | '.')
 }
 
-/// Where the word ends that a text begins with: `shared::cta` is one word, `label:` is not.
+/// Returns the end of the word at the beginning of a text: `shared::cta` is one word, `label:` is not.
 fn word_end(text: &str) -> usize {
     let mut end = 0;
     while let Some(c) = text[end..].chars().next() {

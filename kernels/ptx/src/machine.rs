@@ -1,4 +1,4 @@
-//! A device of its own: memory, modules, launches.
+//! The interpreted device: memory, modules, launches.
 
 use crate::decode::{Kernel, kernel};
 use crate::exec::Block;
@@ -8,12 +8,12 @@ use crate::parse::{Parsed, parse};
 use crate::shared::Shared;
 use crate::{PtxError, RunError};
 
-/// What a device can do.
+/// Limits of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Bytes of shared memory that a block may have.
+    /// Most bytes of shared memory per block.
     pub shared_bytes: u32,
-    /// Threads that a block may have.
+    /// Most threads per block.
     pub threads: u32,
     /// Bytes of global memory.
     pub memory_bytes: u64,
@@ -26,15 +26,15 @@ impl Limits {
     pub const GB10: Self = Self { shared_bytes: 99 << 10, threads: 1024, memory_bytes: 4 << 30 };
 }
 
-/// What was done so far.
+/// Counters of executed work.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counts {
     pub warp_instructions: u64,
-    /// The same, counted once for each lane that took part.
+    /// The same instructions, counted once for each participating lane.
     pub lane_instructions: u64,
-    /// Bytes that lanes read from global memory.
+    /// Bytes that lanes have read from global memory.
     pub global_read: u64,
-    /// Bytes that lanes wrote to global memory.
+    /// Bytes that lanes have written to global memory.
     pub global_written: u64,
 }
 
@@ -66,7 +66,7 @@ pub struct Launch<'a> {
     pub block: [u32; 3],
     /// Bytes of dynamic shared memory.
     pub shared_bytes: u32,
-    /// The kernel's parameters in their order, each in the low bytes.
+    /// The kernel's parameters in order, each in the low bytes.
     pub arguments: &'a [u64],
 }
 
@@ -76,14 +76,14 @@ pub struct Uncovered {
     /// Line of the PTX text, from 1.
     pub line: u32,
     pub instruction: String,
-    /// File and line of the source.
+    /// File and line of the CUDA source.
     pub source_line: String,
 }
 
 #[derive(Debug)]
 struct Module {
     kernels: Vec<Kernel>,
-    /// For each kernel and instruction: how many lanes ran it.
+    /// For each kernel and instruction: the number of lanes that ran it.
     executed: Vec<Vec<u64>>,
     constants: Vec<u8>,
     names: Names,
@@ -100,16 +100,16 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// An empty one. The seed chooses the order of blocks and of the warps between barriers.
+    /// Creates an empty device. The seed determines the order of blocks, and of warps between barriers.
     pub fn new(limits: Limits, seed: u64) -> Self {
         let memory = Memory::new(limits.memory_bytes);
         Self { limits, seed, memory, modules: Vec::new(), counts: Counts::default() }
     }
 
-    /// Reads a PTX text; its variables get memory.
+    /// Loads a PTX text and allocates its variables.
     ///
     /// # Errors
-    /// [`PtxError`] for anything in it that is not known.
+    /// [`PtxError`] for anything unknown in the text.
     pub fn load(&mut self, ptx: &str) -> Result<ModuleRef, PtxError> {
         let parsed = parse(ptx)?;
         let mut addresses = Vec::with_capacity(parsed.globals.len());
@@ -136,13 +136,13 @@ impl Machine {
         Ok(ModuleRef(self.modules.len() - 1))
     }
 
-    /// A kernel by its name.
+    /// Returns a kernel by its name.
     pub fn kernel(&self, module: ModuleRef, name: &str) -> Option<KernelRef> {
         let kernel = self.modules.get(module.0)?.kernels.iter().position(|kernel| kernel.name == name)?;
         Some(KernelRef { module: module.0, kernel })
     }
 
-    /// Takes memory, aligned to 256 bytes, that nobody has written yet.
+    /// Allocates memory, aligned to 256 bytes. Its bytes count as unwritten.
     ///
     /// # Errors
     /// [`RunError::OutOfMemory`].
@@ -150,60 +150,60 @@ impl Machine {
         self.memory.allocate(bytes, None)
     }
 
-    /// Gives memory back. Its address is never used again.
+    /// Frees memory. Its address is never used again.
     ///
     /// # Errors
-    /// [`RunError::Host`] where nothing begins.
+    /// [`RunError::Host`] if no allocation starts there.
     pub fn free(&mut self, address: u64) -> Result<(), RunError> {
         self.memory.free(address)
     }
 
-    /// Writes as the host does.
+    /// Writes from the host.
     ///
     /// # Errors
-    /// [`RunError::Host`] outside of one allocation.
+    /// [`RunError::Host`] unless the bytes lie inside one allocation.
     pub fn write(&mut self, address: u64, data: &[u8]) -> Result<(), RunError> {
         self.memory.write(address, data)
     }
 
-    /// Sets bytes as the host does.
+    /// Sets bytes from the host.
     ///
     /// # Errors
-    /// [`RunError::Host`] outside of one allocation.
+    /// [`RunError::Host`] unless the bytes lie inside one allocation.
     pub fn fill(&mut self, address: u64, value: u8, bytes: usize) -> Result<(), RunError> {
         self.memory.fill(address, value, bytes)
     }
 
-    /// Reads as the host does. What nobody wrote reads as 0xff.
+    /// Reads from the host. Unwritten bytes read as 0xff.
     ///
     /// # Errors
-    /// [`RunError::Host`] outside of one allocation.
+    /// [`RunError::Host`] unless the bytes lie inside one allocation.
     pub fn read(&self, address: u64, out: &mut [u8]) -> Result<(), RunError> {
         self.memory.read(address, out)
     }
 
-    /// Whether all of these bytes were written by somebody.
+    /// Whether all of these bytes were written.
     ///
     /// # Errors
-    /// [`RunError::Host`] outside of one allocation.
+    /// [`RunError::Host`] unless the bytes lie inside one allocation.
     pub fn is_written(&self, address: u64, bytes: usize) -> Result<bool, RunError> {
         self.memory.is_written(address, bytes)
     }
 
-    /// Copies inside the memory; what was not written stays so in the copy.
+    /// Copies inside global memory. Unwritten bytes count as unwritten in the copy too.
     ///
     /// # Errors
-    /// [`RunError::Host`] outside of one allocation.
+    /// [`RunError::Host`] unless each range lies inside one allocation.
     pub fn copy(&mut self, from: u64, to: u64, bytes: usize) -> Result<(), RunError> {
         self.memory.copy(from, to, bytes)
     }
 
-    /// All that was done so far.
+    /// Returns the counters since the machine was created.
     pub fn counts(&self) -> Counts {
         self.counts
     }
 
-    /// Instructions of a kernel that no launch has run yet.
+    /// Returns the instructions of a kernel that no launch has run yet.
     pub fn uncovered(&self, kernel: KernelRef) -> Vec<Uncovered> {
         let Some(module) = self.modules.get(kernel.module) else { return Vec::new() };
         let (Some(code), Some(executed)) =
@@ -211,7 +211,7 @@ impl Machine {
         else {
             return Vec::new();
         };
-        // The last one is the end that every body gets.
+        // The last instruction is the end that is added to every body.
         let written = executed.len().saturating_sub(1);
         (0..written)
             .filter(|&at| executed[at] == 0)
@@ -226,7 +226,7 @@ impl Machine {
     /// Runs a kernel to its end.
     ///
     /// # Errors
-    /// [`RunError::Launch`] for what cannot be launched, [`RunError::Fault`] for what the kernel did wrong.
+    /// [`RunError::Launch`] for an invalid launch, [`RunError::Fault`] for a fault of the kernel.
     pub fn launch(&mut self, launch: &Launch<'_>) -> Result<Counts, RunError> {
         let before = self.counts;
         let KernelRef { module, kernel } = launch.kernel;

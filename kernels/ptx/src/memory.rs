@@ -1,39 +1,39 @@
-//! Global memory: allocations with gaps between them, each byte known as written or not.
+//! Global memory: allocations with gaps between them. Each byte is known as written or unwritten.
 
 use crate::lanes::{ALL, V64};
 use crate::{FaultKind, RunError};
 
 const FIRST: u64 = 0x7000_0000_0000;
-/// Bytes between allocations that belong to nobody.
+/// Unallocated bytes between allocations.
 const GAP: u64 = 1 << 16;
-/// Every allocation begins at a multiple of this.
+/// Alignment of every allocation.
 const ALIGN: u64 = 256;
-/// Bytes of a word, as far as blocks are told apart.
+/// Bytes of a word, the unit in which stores of blocks are distinguished.
 const WORD: usize = 4;
-/// What memory holds that nobody wrote: no number as a float, and far off as an integer.
+/// Value of unwritten bytes: NaN as a float, and far off as an integer.
 const POISON: u8 = 0xff;
 
 #[derive(Debug)]
 pub(crate) struct Allocation {
     base: u64,
     len: u64,
-    /// Empty when it was given back.
+    /// Empty after the allocation was freed.
     bytes: Vec<u8>,
-    /// One bit a byte.
+    /// One bit per byte.
     written: Vec<u64>,
-    /// Bytes that nobody wrote yet.
+    /// Number of unwritten bytes.
     unwritten: u64,
-    /// The launch that last stored to it.
+    /// The launch that stored to it last.
     stored: u32,
-    /// For each word of four bytes, from the first store of a kernel on: the launch that last stored to it, and above
-    /// that the block.
+    /// For each word of four bytes, from the first store of a kernel on: the launch that stored to it last
+    /// (low 32 bits) and the block (high 32 bits).
     writers: Vec<u64>,
     alive: bool,
-    /// A variable of a module; `None` of what the host asked for.
+    /// Name of a module's variable; `None` for allocations of the host.
     name: Option<String>,
 }
 
-/// All of them, in the order of their addresses, which are never used again.
+/// All allocations in order of their addresses, which are never reused.
 #[derive(Debug)]
 pub(crate) struct Memory {
     allocations: Vec<Allocation>,
@@ -43,7 +43,7 @@ pub(crate) struct Memory {
     launch: u32,
 }
 
-/// A block of the launch that goes on.
+/// A block of the current launch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Visitor {
     launch: u32,
@@ -51,14 +51,14 @@ pub(crate) struct Visitor {
 }
 
 impl Allocation {
-    /// Whether `bytes` from `address` lie in it.
+    /// Whether `bytes` bytes from `address` lie in the allocation.
     pub(crate) fn holds(&self, address: u64, bytes: u64) -> bool {
         let at = address.wrapping_sub(self.base);
         at < self.len && bytes <= self.len - at && self.alive
     }
 
-    /// How far into it each address lies, if all that `mask` names lie in it, aligned to `bytes`, a power of two; the
-    /// others become the place of lane `first`.
+    /// Returns the offset of each address, if all addresses of the lanes in `mask` lie in the allocation
+    /// and are aligned to `bytes`, a power of two. The other lanes get the offset of lane `first`.
     pub(crate) fn places(&self, addresses: &V64, bytes: u64, first: usize, mask: u32) -> Option<V64> {
         if !self.alive || bytes > self.len {
             return None;
@@ -75,7 +75,8 @@ impl Allocation {
         (wrong == 0).then_some(places)
     }
 
-    /// Another block that stored there in the same launch. Words only: what blocks do to their bytes is not known.
+    /// Returns another block that stored to these words in the same launch. Bytes of a word are not
+    /// distinguished.
     pub(crate) fn stranger(&self, at: u64, bytes: usize, visitor: Visitor) -> Option<u32> {
         if self.stored != visitor.launch {
             return None;
@@ -99,12 +100,12 @@ impl Allocation {
         self.writers[words].fill(u64::from(visitor.block) << 32 | u64::from(visitor.launch));
     }
 
-    /// How far into it an address lies.
+    /// Returns the offset of an address in the allocation.
     pub(crate) fn place(&self, address: u64) -> u64 {
         address.wrapping_sub(self.base)
     }
 
-    /// All bytes, if those at these places were written.
+    /// Returns all bytes of the allocation if `bytes` bytes at each place are written.
     pub(crate) fn written(&self, places: &V64, bytes: usize) -> Option<&[u8]> {
         let all = self.unwritten == 0 || places.iter().all(|&at| self.is_written(self.base + at, bytes));
         all.then_some(&self.bytes)
@@ -149,7 +150,7 @@ impl Allocation {
         }
     }
 
-    /// Takes over what another piece knows of its bytes.
+    /// Copies the written flags of another range.
     fn set_written(&mut self, at: usize, written: &[bool]) {
         for (i, &is) in (at..).zip(written) {
             let (word, bit) = (&mut self.written[i / 64], 1 << (i % 64));
@@ -168,7 +169,7 @@ impl Memory {
         Self { allocations: Vec::new(), next: FIRST, limit, used: 0, launch: 0 }
     }
 
-    /// What kernels store from now on belongs to another launch.
+    /// Begins a new launch, to which the following stores of kernels belong.
     pub(crate) fn begin_launch(&mut self) {
         self.launch = self.launch.wrapping_add(1);
     }
@@ -217,7 +218,7 @@ impl Memory {
         }
     }
 
-    /// The allocation that an access lies in.
+    /// Returns the index of the allocation that contains an access.
     pub(crate) fn find(&self, address: u64, bytes: u64) -> Option<usize> {
         let index = self.allocations.partition_point(|a| a.base <= address).checked_sub(1)?;
         self.allocations[index].holds(address, bytes).then_some(index)
@@ -231,7 +232,7 @@ impl Memory {
         &mut self.allocations[index]
     }
 
-    /// What is wrong with an access that lies in no allocation.
+    /// Returns the fault of an access that lies in no allocation.
     pub(crate) fn explain(&self, address: u64, bytes: usize) -> FaultKind {
         let next = self.allocations.partition_point(|a| a.base <= address);
         let below = next.checked_sub(1).map(|index| &self.allocations[index]);
@@ -291,7 +292,7 @@ impl Memory {
         Ok(bytes == 0 || self.allocations[self.host(address, bytes)?].is_written(address, bytes))
     }
 
-    /// Copies bytes and what is known of them.
+    /// Copies bytes and their written flags.
     pub(crate) fn copy(&mut self, from: u64, to: u64, bytes: usize) -> Result<(), RunError> {
         if bytes == 0 {
             return Ok(());

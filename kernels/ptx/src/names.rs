@@ -1,8 +1,8 @@
-//! What instructions are called in messages.
+//! Names of instructions and source lines in messages.
 
 use std::collections::HashMap;
 
-/// A module's text and the files that it was made from.
+/// Text of a module and the source files that it was compiled from.
 #[derive(Debug)]
 pub(crate) struct Names {
     text: String,
@@ -14,19 +14,19 @@ impl Names {
         Self { text: text.into(), files }
     }
 
-    /// How an instruction is written.
+    /// Returns the text of an instruction.
     pub(crate) fn instruction(&self, line: u32) -> String {
         instruction(&self.text, line).unwrap_or_else(|| "the end".into())
     }
 
-    /// File and line of the source.
+    /// Returns file and line of the source.
     pub(crate) fn source_line(&self, (file, line): (u32, u32)) -> String {
         let name = self.files.get(&file).map_or("?", |name| name.rsplit('/').next().unwrap_or(name));
         format!("{name}:{line}")
     }
 }
 
-/// A line of a text without what surrounds it; lines count from 1.
+/// Returns a line of a text without surrounding space; lines count from 1.
 pub(crate) fn instruction(text: &str, line: u32) -> Option<String> {
     let line = text.lines().nth((line as usize).checked_sub(1)?)?;
     Some(line.split_whitespace().collect::<Vec<_>>().join(" "))

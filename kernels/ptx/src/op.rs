@@ -1,39 +1,40 @@
-//! A kernel as it runs: registers are numbers, constants are registers, arithmetic is a function of whole warps.
+//! A kernel in executable form: registers are numbers, constants are registers, arithmetic is a function of
+//! whole warps.
 
 use crate::ast::Space;
 use crate::lanes::{V32, V64};
 
-/// A predicate and whether its opposite is meant.
+/// A predicate and whether it is negated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Condition {
     pub(crate) pred: u32,
     pub(crate) negated: bool,
 }
 
-/// A register of data, by its width.
+/// A register for data, by its width.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Data {
-    /// 16 bits in a register of 32.
+    /// 16 bits in a 32-bit register.
     B16(u32),
     B32(u32),
     B64(u32),
 }
 
-/// An address: a register of either width and a distance.
+/// An address: a register of either width and an offset.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Address {
     pub(crate) base: Data,
     pub(crate) offset: i64,
 }
 
-/// Bytes of one element of a memory access, and what becomes of its sign.
+/// Bytes of one element of a memory access, and whether a load sign-extends it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Element {
     pub(crate) bytes: u8,
     pub(crate) signed: bool,
 }
 
-/// `ld` and `st`: up to eight elements that lie together.
+/// `ld` and `st` of up to eight consecutive elements.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Access {
     pub(crate) space: Space,
@@ -60,7 +61,7 @@ impl Logic {
     }
 }
 
-/// Where `setp` puts its result, and what it is combined with.
+/// Destination of `setp`, and the condition that its result is combined with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Compared {
     pub(crate) to: u32,
@@ -68,7 +69,7 @@ pub(crate) struct Compared {
     pub(crate) combine: Option<(Logic, Condition)>,
 }
 
-/// Which lane `shfl` reads.
+/// Source lane of `shfl`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Shuffle {
     Up,
@@ -77,7 +78,7 @@ pub(crate) enum Shuffle {
     Index,
 }
 
-/// What lanes ask each other.
+/// Kind of vote.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Vote {
     All,
@@ -100,7 +101,7 @@ pub(crate) enum AtomicOp {
     Decrement,
 }
 
-/// What an atomic's operands are.
+/// Type of an atomic's operands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum AtomicType {
     Unsigned,
@@ -121,26 +122,26 @@ pub(crate) struct Atomic {
     pub(crate) space: Space,
     pub(crate) bytes: u8,
     pub(crate) address: Address,
-    /// `None` of `red`.
+    /// `None` for `red`.
     pub(crate) to: Option<Data>,
     pub(crate) operand: Data,
-    /// The new value of a compare-and-swap, whose `operand` is the old one.
+    /// The new value of a compare-and-swap, whose `operand` is the expected old value.
     pub(crate) swap: Option<Data>,
 }
 
-/// What a matrix product multiplies.
+/// Element type of a matrix product's factors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Factor {
     F16,
     Bf16,
-    /// 32 bits of which the upper 19 count.
+    /// 32 bits, of which the upper 19 are used.
     Tf32,
     S8,
     U8,
 }
 
 impl Factor {
-    /// Values in 32 bits.
+    /// Returns the number of values in a 32-bit register.
     pub(crate) fn in_register(self) -> usize {
         match self {
             Self::F16 | Self::Bf16 => 2,
@@ -150,7 +151,7 @@ impl Factor {
     }
 }
 
-/// What it adds up in.
+/// Type of a matrix product's sums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Sum {
     F32,
@@ -158,7 +159,7 @@ pub(crate) enum Sum {
     S32,
 }
 
-/// `mma`: 16 rows, 8 columns, spread over the lanes' registers.
+/// `mma`: 16 rows, 8 columns, distributed over the lanes' registers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct MatrixProduct {
     pub(crate) d: Vec<u32>,
@@ -169,7 +170,7 @@ pub(crate) struct MatrixProduct {
     pub(crate) sum: Sum,
 }
 
-/// `ldmatrix`: matrices of 8 rows of 16 bytes, whose addresses the lanes give.
+/// `ldmatrix`: matrices of 8 rows of 16 bytes. The lanes provide the addresses of the rows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct LoadMatrix {
     pub(crate) d: Vec<u32>,
@@ -183,11 +184,11 @@ pub(crate) struct CopyAsync {
     pub(crate) to: Address,
     pub(crate) from: Address,
     pub(crate) bytes: u8,
-    /// Register with the bytes to read; the rest becomes zeros.
+    /// Register with the number of bytes to read; the rest becomes zeros.
     pub(crate) read: Option<u32>,
 }
 
-/// What an instruction does. `d` is written, the others are read; all are register numbers.
+/// Operation of an instruction. `d` is written, the others are read; all are register numbers.
 #[derive(Debug, Clone)]
 pub(crate) enum Op {
     Move32 {
@@ -298,7 +299,7 @@ pub(crate) enum Op {
         b: u32,
         to: Compared,
     },
-    /// 0 and all bits (or 1.0) instead of a predicate.
+    /// Sets 0 or all bits (or 1.0) instead of a predicate.
     Set32 {
         f: fn(&V32, &V32) -> u32,
         d: u32,
@@ -332,12 +333,12 @@ pub(crate) enum Op {
         a: Condition,
         b: Condition,
     },
-    /// Parts, lowest first, become one.
+    /// Joins parts, lowest first.
     Pack {
         d: Data,
         parts: Box<[Data]>,
     },
-    /// One becomes parts, lowest first.
+    /// Splits a value into parts, lowest first.
     Unpack {
         a: Data,
         parts: Box<[Option<Data>]>,
@@ -354,7 +355,7 @@ pub(crate) enum Op {
     },
     Exit,
     Trap,
-    /// `barrier` is a register, `threads` as well; all of the block without it.
+    /// `barrier` and `threads` are registers. Without `threads`, the barrier is for the whole block.
     Barrier {
         barrier: u32,
         threads: Option<u32>,
@@ -385,7 +386,7 @@ pub(crate) enum Op {
         a: Data,
         members: u32,
     },
-    /// One value of all members.
+    /// Reduces the values of all members to one.
     Reduce {
         f: fn(u32, u32) -> u32,
         d: u32,
@@ -396,15 +397,15 @@ pub(crate) enum Op {
     LoadMatrix(Box<LoadMatrix>),
     CopyAsync(Box<CopyAsync>),
     CopyCommit,
-    /// All but so many of the last groups are waited for; all copies without a number.
+    /// Waits for all groups except the last `keep`, or for all copies without `keep`.
     CopyWait {
         keep: Option<u32>,
     },
-    /// The lanes that are here.
+    /// Returns the active lanes.
     ActiveMask {
         d: u32,
     },
-    /// Fences, hints, prefetches: they change nothing that lock-step shows.
+    /// Fences, hints, prefetches: they have no effect in lock-step execution.
     Nothing,
 }
 

@@ -1,4 +1,4 @@
-//! From tokens to functions: declarations, scopes, operands.
+//! Parser: tokens to functions, with declarations, scopes and operands.
 
 mod body;
 mod number;
@@ -14,7 +14,7 @@ pub(crate) struct Parsed {
     pub(crate) kernels: Vec<Function>,
     pub(crate) globals: Vec<Variable>,
     pub(crate) constants: Vec<u8>,
-    /// Source files by their numbers.
+    /// Source files by number.
     pub(crate) files: HashMap<u32, String>,
 }
 
@@ -30,7 +30,7 @@ pub(crate) fn parse(text: &str) -> Result<Parsed, PtxError> {
     Ok(parser.parsed)
 }
 
-/// A function as it stands in the text.
+/// Declaration of a function in the text.
 #[derive(Debug, Clone)]
 struct Header {
     name: String,
@@ -38,7 +38,7 @@ struct Header {
     parameters: Vec<(String, u32, u32)>,
     returns: Vec<(String, u32, u32)>,
     max_threads: Option<([u32; 3], bool)>,
-    /// The token after its `{`; `None` of a declaration.
+    /// Index of the token after its `{`; `None` for a declaration without a body.
     body: Option<usize>,
 }
 
@@ -51,12 +51,12 @@ enum ModuleVariable {
     DynamicShared,
 }
 
-/// What is declared by `.space .align n .type name[n]`.
+/// Result of parsing `.space .align n .type name[n]`.
 struct Declared {
     name: String,
     align: u32,
     bytes: u64,
-    /// Of one element, for initial values.
+    /// Bytes of one element, for initial values.
     element: u32,
     /// `name[]`
     unsized_array: bool,
@@ -109,7 +109,7 @@ impl<'a> Parser<'a> {
         Ok(())
     }
 
-    /// `.file 1 "name"`, perhaps with a time and a size.
+    /// `.file 1 "name"`, optionally with a time and a size.
     fn file(&mut self, line: u32) -> Result<(), PtxError> {
         let number = self.integer()?;
         if let Some(Placed { token: Token::Text(name), .. }) = self.tokens.get(self.at) {
@@ -174,7 +174,7 @@ impl<'a> Parser<'a> {
         loop {
             let word = self.word()?;
             match word {
-                // Not the parameter's alignment, but that of what it points to.
+                // The alignment of the pointee, not of the parameter.
                 ".align" if pointer => _ = self.integer()?,
                 ".ptr" if element.is_some() => pointer = true,
                 ".align" => align = Some(self.integer()? as u32),
@@ -229,7 +229,8 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// `name(.param ...)`, before it perhaps `(.param ... result)`, after it directives, then `;` or a body.
+    /// `name(.param ...)`, optionally preceded by `(.param ... result)` and followed by directives, then
+    /// `;` or a body.
     fn header(&mut self, entry: bool) -> Result<Header, PtxError> {
         let returns = if self.peek_mark('(') { self.parameters()? } else { Vec::new() };
         let name = self.word()?.to_owned();
@@ -264,7 +265,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// Names, bytes and alignments.
+    /// Parses (name, bytes, alignment) of each parameter.
     fn parameters(&mut self) -> Result<Vec<(String, u32, u32)>, PtxError> {
         self.expect('(')?;
         let mut out = Vec::new();
@@ -343,7 +344,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// Past the rest of a line.
+    /// Skips the rest of a line.
     fn skip_line(&mut self, line: u32) {
         while self.tokens.get(self.at).is_some_and(|placed| placed.line == line) {
             self.at += 1;
@@ -355,7 +356,7 @@ impl<'a> Parser<'a> {
         Ok(())
     }
 
-    /// Past the `}` that closes what is open.
+    /// Skips to the `}` that closes the open block.
     fn skip_block(&mut self) -> Result<(), PtxError> {
         let mut open = 1;
         while open > 0 {

@@ -1,11 +1,11 @@
-//! A block's shared memory: what was written, by which warp, and when.
+//! Shared memory of a block, with the warp and time of each access.
 
 use crate::FaultKind;
 
-/// Bytes that are watched together.
+/// Bytes that are tracked together.
 const WORD: usize = 4;
 
-/// What is known of a word.
+/// Tracked accesses of a word.
 #[derive(Debug, Clone, Copy, Default)]
 struct Cell {
     write: Stamp,
@@ -13,18 +13,19 @@ struct Cell {
     reads: [Stamp; 2],
     /// Bytes that were ever written, one bit each.
     written: u8,
-    /// Bytes of the last write and of the two reads.
+    /// Bytes of the last write.
     write_bytes: u8,
+    /// Bytes of the two reads.
     read_bytes: [u8; 2],
-    /// Bytes that a copy is on its way to; `write` is its beginning.
+    /// Bytes that a copy in progress will write; then `write` is the beginning of the copy.
     copied: u8,
 }
 
-/// Accessor did something, when, and with which instruction: warp, clock and place, from the top. That of nobody is 0.
+/// An access: warp (8 bits), clock (24 bits) and program counter (32 bits), from the top. 0 is no access.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Stamp(u64);
 
-/// Barriers that a block passes before its clocks are full: more are taken for an endless loop.
+/// Most barriers that a block passes before its clocks overflow. More are taken for an endless loop.
 const MAX_CLOCK: u32 = (1 << 24) - 1;
 
 impl Stamp {
@@ -44,13 +45,14 @@ impl Stamp {
         self.0 as u32
     }
 
-    /// Whether both are of one warp between the same barriers.
+    /// Whether both accesses are by one warp between the same barriers.
     fn together(self, other: Self) -> bool {
         self.0 >> 32 == other.0 >> 32
     }
 }
 
-/// What each warp knows of the others' clocks. A warp's clock moves at each barrier.
+/// The clocks of all warps, as far as each warp knows them (vector clocks). A warp's clock advances at each
+/// barrier.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Clocks {
     warps: usize,
@@ -75,7 +77,7 @@ impl Clocks {
         stamp.0 == 0 || other == warp || self.known[warp * self.warps + other] >= stamp.clock()
     }
 
-    /// Warps pass a barrier together: each knows afterwards what any knew.
+    /// Lets warps pass a barrier together. Afterwards each knows what any of them knew.
     pub(crate) fn meet(&mut self, warps: &[usize]) {
         let mut all = vec![0; self.warps];
         for &warp in warps {
@@ -92,7 +94,7 @@ impl Clocks {
     }
 }
 
-/// A race: the address, what this access is, and the other one's kind, warp and instruction.
+/// A race: the address, the kind of this access, and the kind, warp and instruction of the other.
 #[derive(Debug)]
 pub(crate) struct Race {
     pub(crate) address: u64,
@@ -102,12 +104,12 @@ pub(crate) struct Race {
     pub(crate) pc: u32,
 }
 
-/// What an access of shared memory did wrong.
+/// Error of an access to shared memory.
 #[derive(Debug)]
 pub(crate) enum Wrong {
     Fault(FaultKind),
     Race(Race),
-    /// A copy that this instruction began goes on there.
+    /// A copy that this instruction began is in progress there.
     InFlight {
         address: u64,
         pc: u32,
@@ -121,7 +123,7 @@ pub(crate) struct Shared {
     pub(crate) clocks: Clocks,
 }
 
-/// Accessor accesses: warp and instruction.
+/// The warp and the instruction of an access.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Accessor {
     pub(crate) warp: usize,
@@ -134,7 +136,7 @@ impl Shared {
         Self { bytes: vec![0xff; bytes], cells, clocks: Clocks::default() }
     }
 
-    /// As at the start of a block.
+    /// Resets the memory to its state at the start of a block.
     pub(crate) fn reset(&mut self, warps: usize) {
         self.bytes.fill(0xff);
         self.cells.fill(Cell::default());
@@ -157,7 +159,7 @@ impl Shared {
         }))
     }
 
-    /// Reads, if it was written and nobody writes at the same time.
+    /// Reads bytes that were written and that no other warp writes concurrently.
     pub(crate) fn read(&mut self, address: u64, bytes: usize, who: Accessor) -> Result<&[u8], Wrong> {
         let range = self.range(address, bytes)?;
         let stamp = Stamp::new(self.clocks.own(who.warp), who);
@@ -187,7 +189,7 @@ impl Shared {
         Ok(&self.bytes[range])
     }
 
-    /// A place to write to, if nobody reads or writes it at the same time.
+    /// Returns bytes to write, if no other warp accesses them concurrently.
     pub(crate) fn write(&mut self, address: u64, bytes: usize, who: Accessor) -> Result<&mut [u8], Wrong> {
         let range = self.range(address, bytes)?;
         let stamp = Stamp::new(self.clocks.own(who.warp), who);
@@ -213,7 +215,7 @@ impl Shared {
         Ok(&mut self.bytes[range])
     }
 
-    /// A copy begins: from now on the place may not be used.
+    /// Begins a copy. Until it ends, the bytes must not be used.
     pub(crate) fn copy_begin(&mut self, address: u64, bytes: usize, who: Accessor) -> Result<(), Wrong> {
         self.write(address, bytes, who)?;
         let range = self.range(address, bytes)?;
@@ -223,7 +225,7 @@ impl Shared {
         Ok(())
     }
 
-    /// A copy was waited for: what it brought is there.
+    /// Ends a copy that was waited for: its data becomes visible.
     pub(crate) fn copy_end(&mut self, address: u64, data: &[u8], who: Accessor) -> Result<(), Wrong> {
         let range = self.range(address, data.len())?;
         for word in range.start / WORD..range.end.div_ceil(WORD) {
@@ -233,7 +235,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Atomics do not race with each other: they are watched for bounds and first writes only.
+    /// Atomics do not race with each other. Only bounds and unwritten bytes are checked.
     pub(crate) fn atomic(&mut self, address: u64, bytes: usize) -> Result<&mut [u8], Wrong> {
         let range = self.range(address, bytes)?;
         for word in range.start / WORD..range.end.div_ceil(WORD) {
@@ -246,7 +248,7 @@ impl Shared {
     }
 }
 
-/// Which bytes of a word a range covers.
+/// Returns the bytes of a word that a range covers, one bit each.
 fn covered(range: &std::ops::Range<usize>, word: usize) -> u8 {
     let from = range.start.saturating_sub(word * WORD).min(WORD);
     let to = (range.end - word * WORD).min(WORD);

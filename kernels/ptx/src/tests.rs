@@ -1,4 +1,4 @@
-//! Each opcode against values worked out by hand, each check against a kernel that breaks it.
+//! Tests of each opcode with values computed by hand, and of each check with a kernel that violates it.
 
 mod bits;
 mod control;
@@ -13,17 +13,17 @@ mod warp;
 
 use crate::{Counts, Launch, Limits, Machine, RunError};
 
-/// The head of every text.
+/// Head of every PTX text.
 const HEAD: &str = ".version 9.0\n.target sm_90\n.address_size 64\n";
 
-/// A machine with one module and the kernel `k` of it, ready to launch.
+/// A machine with one module and its kernel `k`, ready to launch.
 struct Rig {
     machine: Machine,
     kernel: crate::KernelRef,
 }
 
 impl Rig {
-    /// From a whole text after its head.
+    /// Creates a rig from a PTX text without its head.
     fn new(text: &str) -> Self {
         Self::with(text, Limits::HOPPER, 1)
     }
@@ -35,7 +35,7 @@ impl Rig {
         Self { machine, kernel }
     }
 
-    /// One block of `threads`.
+    /// Launches one block of `threads`.
     fn launch(&mut self, threads: u32, arguments: &[u64]) -> Result<Counts, RunError> {
         self.launch_grid(1, threads, 0, arguments)
     }
@@ -71,9 +71,9 @@ impl Rig {
     }
 }
 
-/// What a body leaves in `%y` (64 bits), `%d` (32), `%h` (16) or `%q` (a predicate), whichever `result` names, for each
-/// row of inputs. A row's values are in `%x0`..`%x3` (64 bits), `%a0`..`%a3` (their low 32) and `%h0`..`%h3` (their low
-/// 16). All rows run in one warp.
+/// Runs a body on rows of inputs, all in one warp. Returns for each row the register that `result` names:
+/// `%y` (64 bits), `%d` (32), `%h` (16) or `%q` (a predicate). A row's values are in `%x0`..`%x3` (64
+/// bits), `%a0`..`%a3` (their low 32 bits) and `%h0`..`%h3` (their low 16 bits).
 fn results(result: &str, body: &str, rows: &[Vec<u64>]) -> Vec<u64> {
     assert!(rows.len() <= 32, "one row a lane");
     let store = match result {
@@ -102,7 +102,7 @@ fn results(result: &str, body: &str, rows: &[Vec<u64>]) -> Vec<u64> {
     rig.doubles(to, rows.len())
 }
 
-/// Rows that end with what must come out.
+/// Each row ends with the expected result.
 fn table32(body: &str, rows: &[&[u32]]) {
     table("%d", body, rows.iter().map(|row| row.iter().map(|&v| u64::from(v)).collect()).collect());
 }
@@ -115,12 +115,12 @@ fn table64(body: &str, rows: &[&[u64]]) {
     table("%y", body, rows.iter().map(|row| row.to_vec()).collect());
 }
 
-/// Rows that end with 1 or 0.
+/// Each row ends with 1 or 0.
 fn table_pred(body: &str, rows: &[&[u32]]) {
     table("%q", body, rows.iter().map(|row| row.iter().map(|&v| u64::from(v)).collect()).collect());
 }
 
-/// Floats in and out, compared bit by bit.
+/// Float inputs and results, compared bit by bit.
 fn table_f32(body: &str, rows: &[&[f32]]) {
     table("%d", body, rows.iter().map(|row| row.iter().map(|&v| u64::from(v.to_bits())).collect()).collect());
 }
@@ -133,7 +133,7 @@ fn table(result: &str, body: &str, rows: Vec<Vec<u64>>) {
     }
 }
 
-/// Why a body is refused.
+/// Returns the reason why a body is refused.
 fn refused(body: &str) -> String {
     let text = format!(
         "{HEAD}.visible .entry k(.param .u64 p) {{

@@ -1,17 +1,17 @@
-//! A warp's registers and where its lanes stand.
+//! Registers of a warp and program counters of its lanes.
 
 use crate::decode::Kernel;
 use crate::lanes::{ALL, LANES, V32, V64, each};
 use crate::op::{Condition, Data};
 
-/// What registers hold that nobody wrote: no number as a float.
+/// Contents of unwritten registers; NaN as a float.
 const POISON: u32 = 0xffc0_dead;
 
-/// Why a warp does not go on.
+/// Execution state of a warp.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum State {
     Ready,
-    /// At a barrier, with the number of threads it waits for (0 is all of the block).
+    /// At a barrier, with the number of threads to wait for (0 is the whole block).
     Waiting {
         barrier: u32,
         threads: u32,
@@ -26,12 +26,13 @@ pub(crate) struct Warp {
     pub(crate) r32: Vec<V32>,
     pub(crate) r64: Vec<V64>,
     pub(crate) pred: Vec<u32>,
-    /// Where the lanes of `active` stand.
+    /// Program counter of the lanes of `active`.
     pub(crate) pc: u32,
     pub(crate) active: u32,
-    /// Other lanes, further on: lanes with the lowest place always go first, so that they meet again.
+    /// (program counter, lanes) of other lanes, all further on. Lanes with the lowest program counter run
+    /// first, so that diverged lanes reconverge.
     pub(crate) others: Vec<(u32, u32)>,
-    /// Lanes that exist and did not exit.
+    /// Lanes that exist and have not exited.
     pub(crate) live: u32,
     pub(crate) state: State,
     /// Local memory, lane by lane.
@@ -39,7 +40,7 @@ pub(crate) struct Warp {
     pub(crate) copies: Copies,
 }
 
-/// A copy into shared memory that was begun and not yet waited for.
+/// A copy into shared memory that has begun and was not waited for yet.
 #[derive(Debug)]
 pub(crate) struct Copy {
     pub(crate) lane: usize,
@@ -52,12 +53,12 @@ pub(crate) struct Copy {
 #[derive(Debug, Default)]
 pub(crate) struct Copies {
     pub(crate) going: Vec<Copy>,
-    /// Groups that each lane has closed.
+    /// Number of groups that each lane has committed.
     pub(crate) groups: V32,
 }
 
 impl Copies {
-    /// What was begun since the last time becomes a group.
+    /// Makes a group of the copies since the last commit.
     pub(crate) fn commit(&mut self, mask: u32) {
         for lane in each(mask) {
             self.groups[lane] += 1;
@@ -90,7 +91,7 @@ impl Warp {
         warp
     }
 
-    /// At the first instruction, with so many lanes.
+    /// Resets the warp to the first instruction, with `threads` lanes.
     pub(crate) fn start(&mut self, threads: usize) {
         self.live = if threads >= LANES { ALL } else { (1 << threads) - 1 };
         self.active = self.live;
@@ -105,13 +106,13 @@ impl Warp {
         if condition.negated { !mask } else { mask }
     }
 
-    /// Sets a predicate of some lanes.
+    /// Sets a predicate for the lanes of `mask`.
     pub(crate) fn set_pred(&mut self, register: u32, value: u32, mask: u32) {
         let pred = &mut self.pred[register as usize];
         *pred = *pred & !mask | value & mask;
     }
 
-    /// Sets a register of some lanes.
+    /// Sets a 32-bit register for the lanes of `mask`.
     #[inline]
     pub(crate) fn set32(&mut self, register: u32, value: &V32, mask: u32) {
         let to = &mut self.r32[register as usize];
@@ -124,7 +125,7 @@ impl Warp {
         }
     }
 
-    /// The same of 64 bits.
+    /// Sets a 64-bit register for the lanes of `mask`.
     #[inline]
     pub(crate) fn set64(&mut self, register: u32, value: &V64, mask: u32) {
         let to = &mut self.r64[register as usize];
@@ -146,7 +147,7 @@ impl Warp {
         }
     }
 
-    /// Sets one lane, cut to the register's width.
+    /// Sets the register of one lane, truncated to the register's width.
     #[inline]
     pub(crate) fn set_lane(&mut self, data: Data, lane: usize, value: u64) {
         match data {
@@ -162,7 +163,7 @@ impl Warp {
         }
     }
 
-    /// Chooses the lanes that go next; nothing if none is left.
+    /// Chooses the lanes that run next. Does nothing if no lane is left.
     pub(crate) fn choose(&mut self) {
         if self.others.is_empty() {
             return;

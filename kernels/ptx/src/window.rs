@@ -1,17 +1,17 @@
-//! Generic addresses: each space but global memory has a window of its own.
+//! Generic addresses: each space except global memory has its own window.
 
 use crate::ast::Space;
 
-/// Bytes of a window, beyond any space's size.
+/// Bytes of a window; more than any space's size.
 const SIZE: u64 = 1 << 32;
-/// Where shared memory lies in generic addresses.
+/// Start of shared memory in generic addresses.
 pub(crate) const SHARED: u64 = 0x0100_0000_0000;
-/// The same of local memory.
+/// Start of local memory in generic addresses.
 pub(crate) const LOCAL: u64 = 0x0200_0000_0000;
 pub(crate) const CONST: u64 = 0x0300_0000_0000;
 pub(crate) const PARAM: u64 = 0x0400_0000_0000;
 
-/// The space that a generic address lies in.
+/// Returns the space of a generic address.
 pub(crate) fn of(address: u64) -> Space {
     match address {
         a if a.wrapping_sub(SHARED) < SIZE => Space::Shared,
@@ -22,7 +22,7 @@ pub(crate) fn of(address: u64) -> Space {
     }
 }
 
-/// A generic address as its space knows it.
+/// Converts a generic address to its space and the address in it.
 pub(crate) fn resolve(address: u64) -> (Space, u64) {
     let space = of(address);
     let base = match space {

@@ -1,27 +1,28 @@
-//! How the kernels read the elements of a KV group.
+//! Reads of the elements of a KV group, for each element type.
 
 use super::layout::{GROUP, Q8_RUN, q8_scales_bytes};
 use crate::simd::{LANES, Simd};
 
-/// An element type of the cache. Every value is exact in f32, so a kernel that converts as it reads and one that
-/// reads converted copies compute the same.
+/// An element type of the cache. Every value is exact in f32, so a kernel that converts while reading and one
+/// that reads converted copies compute the same result.
 ///
-/// All methods: `group` must point to a whole group of heads of width `width` in this format, aligned as in a
-/// block whose first byte is aligned to 64.
+/// Contract of all methods: `group` must point to a whole group of heads of width `width` in this format,
+/// aligned as in a block whose first byte is aligned to 64.
 pub(super) trait Format: Copy + Send + Sync + 'static {
-    /// Elements of a row between two looks at the scales: as many as share one, or a few where there are none.
+    /// Elements per loop iteration of a row: the number that share a scale, or a few if the format has no
+    /// scales.
     const RUN: usize;
 
-    /// Scales of sixteen keys for one run of their elements; not looked at where the format has none.
+    /// Scales of 16 keys for one run of their elements. Ignored if the format has no scales.
     unsafe fn k_scales<S: Simd>(s: S, group: *const u8, run: usize) -> S::V;
 
-    /// Element `d` of sixteen keys.
+    /// Element `d` of 16 keys.
     unsafe fn k<S: Simd>(s: S, group: *const u8, width: usize, d: usize, scales: S::V) -> S::V;
 
     /// Elements `d..d + 16` of the value of one token.
     unsafe fn v<S: Simd>(s: S, group: *const u8, width: usize, token: usize, d: usize) -> S::V;
 
-    /// Elements `d..width` of the value of one token, fewer than sixteen, then zeroes.
+    /// Elements `d..width` of the value of one token, fewer than 16, padded with zeros.
     unsafe fn v_tail<S: Simd>(s: S, group: *const u8, width: usize, token: usize, d: usize) -> S::V;
 }
 

@@ -1,11 +1,11 @@
-//! How keys and values lie in a KV block.
+//! Memory layout of keys and values in a KV block.
 
 use std::num::NonZeroUsize;
 
 use crate::error::Error;
 use crate::simd::LANES;
 
-/// Tokens whose keys share a vector; every block is a whole number of such groups.
+/// Number of tokens whose keys share a vector. Every block is a whole number of such groups.
 pub(crate) const GROUP: usize = LANES;
 
 /// Elements of a Q8_0 row that share a scale. The last run of a row may be shorter.
@@ -19,7 +19,7 @@ const MAX_KV_HEADS: usize = 4096;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum KvType {
     F32,
-    /// Half the bytes. Values beyond the range of binary16 are stored as its largest.
+    /// Half the size of f32. Values outside the range of binary16 are clamped to its largest value.
     F16,
     /// Signed bytes with one binary16 scale per 32 elements of one head of one token.
     Q8_0,
@@ -43,11 +43,10 @@ impl KvType {
 
 /// Layout of one KV block of one layer: `block_tokens` positions of all key/value heads.
 ///
-/// Heads follow each other, so that one head's part is one run of memory: first its keys, then its values, both in
-/// groups of 16 tokens. In a group keys are transposed, `[head_dim][16 tokens]`, so that a vector holds one element
-/// of sixteen keys; values are `[16 tokens][v_head_dim]`.
-/// In Q8_0 each group starts with its scales, `[runs][16 tokens]` for keys and `[16 tokens][runs]` for values.
-/// There is no padding: a block is exactly as large as what it holds.
+/// The parts of the heads follow each other. Each is contiguous: first the head's keys, then its values, both
+/// in groups of 16 tokens. In a group keys are transposed, `[head_dim][16 tokens]`, so that a vector holds
+/// one element of 16 keys; values are `[16 tokens][v_head_dim]`. In Q8_0 each group starts with its scales,
+/// `[runs][16 tokens]` for keys and `[16 tokens][runs]` for values. There is no padding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct KvLayout {
     kv_type: KvType,
@@ -58,7 +57,7 @@ pub struct KvLayout {
 }
 
 impl KvLayout {
-    /// A layout of blocks of 16, 32 or 64 tokens.
+    /// Creates a layout of blocks of 16, 32 or 64 tokens.
     ///
     /// # Errors
     /// [`Error::KvLayout`] for any other block size, no heads, or a head width of zero or above 1,024.
@@ -80,7 +79,7 @@ impl KvLayout {
         Ok(Self { kv_type, block_tokens, kv_heads, head_dim, v_head_dim })
     }
 
-    /// Size of one block of one layer.
+    /// Bytes of one layer's part of a block.
     pub fn bytes(&self) -> usize {
         self.kv_heads * self.head_bytes()
     }
@@ -124,12 +123,12 @@ impl KvLayout {
         self.groups() * (self.group_bytes(self.head_dim) + self.group_bytes(self.v_head_dim))
     }
 
-    /// Byte of the block at which the keys of a group start.
+    /// Byte offset of the keys of a group in the block.
     pub(crate) fn k_group(&self, kv_head: usize, group: usize) -> usize {
         kv_head * self.head_bytes() + group * self.group_bytes(self.head_dim)
     }
 
-    /// Byte of the block at which the values of a group start.
+    /// Byte offset of the values of a group in the block.
     pub(crate) fn v_group(&self, kv_head: usize, group: usize) -> usize {
         let keys = self.groups() * self.group_bytes(self.head_dim);
         kv_head * self.head_bytes() + keys + group * self.group_bytes(self.v_head_dim)

@@ -1,9 +1,9 @@
-//! What one step attends to, checked once and cut into work.
+//! The attention of one step, checked once and cut into work items.
 //!
-//! A plan is made once per step and KV group and serves all layers of the group. It is also where the exactness
-//! of attention is decided: scores are taken in *tiles* of keys and partial results in *splits*, both at absolute
-//! positions, so what is computed for a row depends on the row's position alone. How rows and splits are put
-//! together into work items only decides who computes it.
+//! A plan is made once per step and KV group and serves all layers of the group. The exactness of attention
+//! is decided here: scores are computed in *tiles* of keys and partial results in *splits*, both at absolute
+//! positions, so the computation of a row depends on the row's position alone. The grouping of rows and
+//! splits into work items only decides which thread computes them.
 
 use std::num::NonZeroU32;
 use std::ops::Range;
@@ -14,19 +14,19 @@ use crate::error::Error;
 /// Keys between two updates of a row's running maximum.
 pub(crate) const TILE: usize = 128;
 
-/// Keys whose partial result is computed from scratch and then merged in position order.
+/// Keys of a split: its partial result is computed from scratch and then merged in position order.
 pub(crate) const SPLIT: usize = 1024;
 
-/// A block table entry for which there is no block.
+/// A block table entry without a block.
 pub const NO_BLOCK: u32 = u32::MAX;
 
 /// Bytes in one unit of a block offset.
 pub const OFFSET_UNIT: usize = 64;
 
-/// Rows of a sequence from which its work is cut by rows and not by splits.
+/// Minimum number of rows from which a sequence's work is cut by rows instead of by splits.
 const PREFILL_ROWS: usize = 8;
 
-/// f32 of row state (query and results) in one work item: a share of the L2 cache.
+/// Number of f32 of row state (query and results) in one work item: a share of the L2 cache.
 const ITEM_STATE: usize = 56 * 1024;
 
 /// One query: a token of this step.
@@ -38,72 +38,73 @@ pub struct QueryRow {
     pub position: u32,
 }
 
-/// Where the blocks of a sequence lie. Offsets are in units of [`OFFSET_UNIT`] bytes from the start of the arena;
-/// the layer's own offset is added.
+/// Positions of a sequence's blocks. Offsets are in units of [`OFFSET_UNIT`] bytes from the start of the
+/// arena, without the layer's offset.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Placement<'a> {
-    /// Entry i is the offset of block i (position / block tokens), [`NO_BLOCK`] where the sequence keeps none.
+    /// Entry i is the offset of block i (position / block tokens), or [`NO_BLOCK`] if the sequence has no
+    /// such block.
     Paged(&'a [u32]),
-    /// Block i lies at `first + i * stride`.
+    /// Block i is at offset `first + i * stride`.
     Contiguous {
         /// Offset of block 0.
         first: u32,
-        /// From one block to the next.
+        /// Distance from one block to the next.
         stride: u32,
     },
 }
 
 impl Placement<'_> {
-    /// Offset of a block in bytes, without the layer's.
+    /// Byte offset of a block, without the layer's offset.
     #[inline(always)]
     pub(crate) fn byte(&self, block: usize) -> Option<u64> {
         let unit = match *self {
             Self::Paged(table) => u64::from(*table.get(block).filter(|offset| **offset != NO_BLOCK)?),
             Self::Contiguous { first, stride } => u64::from(first) + block as u64 * u64::from(stride),
         };
-        // A far offset must stay far: `check_arena` refuses it.
+        // Saturates, so that `check_arena` rejects an offset that is too large.
         Some(unit.saturating_mul(OFFSET_UNIT as u64))
     }
 }
 
-/// What a plan is made for.
+/// The shape that a plan is made for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AttentionShape {
     /// Layout of the KV blocks.
     pub layout: KvLayout,
     /// Query heads, a multiple of the layout's key/value heads.
     pub heads: usize,
-    /// Which keys a query sees.
     pub visible: Visible,
 }
 
-/// Which keys of its sequence a query sees.
+/// The keys of its sequence that a query sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Visible {
-    /// Those up to and including its own position.
+    /// Keys up to and including the query's own position.
     Causal,
-    /// The last few of those: the query at p sees keys j <= p with p - j < w.
+    /// The last w of the causal keys: the query at p sees keys j <= p with p - j < w.
     Window(NonZeroU32),
-    /// All. A step holds the whole input of a sequence, positions 0 and up.
+    /// All keys. A step contains the whole input of a sequence, from position 0 on.
     Whole,
 }
 
 /// A row of the step in the plan's order.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PlannedRow {
-    /// Row of q and of the result.
+    /// Index of the row in q and in the result.
     pub(crate) query: usize,
     pub(crate) sequence: usize,
     pub(crate) position: usize,
     pub(crate) start: usize,
     /// Position after the last visible one.
     pub(crate) end: usize,
-    /// Where the partial results of this row start, one per visible split, if it has any.
+    /// Index of the row's first partial result, one per visible split. `None`: the row has no stored partial
+    /// results.
     pub(crate) partial: Option<usize>,
 }
 
 impl PlannedRow {
-    /// Splits that hold a visible key.
+    /// Splits with a visible key.
     pub(crate) fn splits(&self) -> Range<usize> {
         self.start / SPLIT..self.end.div_ceil(SPLIT)
     }
@@ -112,13 +113,13 @@ impl PlannedRow {
 /// Rows and splits that one thread computes for one key/value head.
 #[derive(Debug, Clone)]
 pub(crate) struct Item {
-    /// Into [`StepPlan::members`].
+    /// Range in [`StepPlan::members`].
     pub(crate) members: Range<usize>,
-    /// One split whose partial results are stored, or all splits of all rows.
+    /// `Some`: a split whose partial results are stored. `None`: all splits of all rows.
     pub(crate) only_split: Option<usize>,
 }
 
-/// A placement of which the plan keeps its own copy, so that a backend can hold plans from op to op.
+/// An owned copy of a placement, so that a backend can keep plans from op to op.
 #[derive(Debug)]
 enum Kept {
     Paged(Vec<u32>),
@@ -134,7 +135,7 @@ impl Kept {
     }
 }
 
-/// A checked step; see the module.
+/// A checked step, cut into work items.
 #[derive(Debug)]
 pub struct StepPlan {
     shape: AttentionShape,
@@ -144,11 +145,11 @@ pub struct StepPlan {
     /// Rows of the items, as indices into `rows`.
     pub(crate) members: Vec<usize>,
     pub(crate) items: Vec<Item>,
-    /// Partial results of one head.
+    /// Number of partial results of one head.
     pub(crate) partials: usize,
-    /// Most members of an item.
+    /// Maximum number of members of an item.
     pub(crate) widest_item: usize,
-    /// End of the farthest block of the step, without the layer's offset.
+    /// End of the last block of the step, without the layer's offset.
     end: u64,
     writes: Result<(), Error>,
 }
@@ -157,12 +158,12 @@ impl StepPlan {
     /// Checks a step and cuts it into work for `threads` threads. The result of attention does not depend on
     /// `threads`.
     ///
-    /// Rows of one sequence need not be in order. Sequences may share blocks; rows of decoding sequences that do
-    /// are computed together. Takes time linear in rows and visible blocks.
+    /// Rows of one sequence need not be in order. Sequences may share blocks; decoding sequences that share
+    /// blocks are computed together. Takes time linear in rows and visible blocks.
     ///
     /// # Errors
     /// [`Error::HeadGroups`], [`Error::OutOfRange`] (a row of a sequence without placement),
-    /// [`Error::MissingBlock`], [`Error::PartialSequence`] (under [`Visible::Whole`]).
+    /// [`Error::MissingBlock`], [`Error::PartialSequence`] (only with [`Visible::Whole`]).
     pub fn new(
         shape: AttentionShape,
         rows: &[QueryRow],
@@ -211,12 +212,11 @@ impl StepPlan {
         Ok(plan)
     }
 
-    /// What the plan was made for.
     pub fn shape(&self) -> &AttentionShape {
         &self.shape
     }
 
-    /// Query rows in the step.
+    /// Number of query rows in the step.
     pub fn rows(&self) -> usize {
         self.rows.len()
     }
@@ -226,24 +226,24 @@ impl StepPlan {
         self.group_size
     }
 
-    /// Offset in bytes of a block that is visible to a row of the plan, without the layer's.
+    /// Byte offset of a block that is visible to a row of the plan, without the layer's offset.
     #[inline(always)]
     pub(crate) fn block(&self, sequence: usize, block: usize) -> Option<u64> {
         self.placements[sequence].placement().byte(block)
     }
 
-    /// Whether all blocks of a layer lie inside an arena of `len` bytes.
+    /// Checks that all blocks of a layer lie inside an arena of `len` bytes.
     pub(crate) fn check_arena(&self, layer_offset: usize, len: usize) -> Result<(), Error> {
         let end = self.end.saturating_add(layer_offset as u64);
         if end > len as u64 { Err(Error::OutsideArena { end, len }) } else { Ok(()) }
     }
 
-    /// Whether all rows may write their keys and values at the same time.
+    /// Checks that all rows may write their keys and values in parallel.
     pub(crate) fn writes(&self) -> Result<(), Error> {
         self.writes.clone()
     }
 
-    /// The rows of each sequence.
+    /// The range of rows of each sequence.
     fn sequences(&self) -> impl Iterator<Item = Range<usize>> {
         let mut start = 0;
         self.rows.chunk_by(|a, b| a.sequence == b.sequence).map(move |rows| {
@@ -257,7 +257,7 @@ impl StepPlan {
         let tokens = self.shape.layout.block_tokens();
         let mut end = 0;
         for range in self.sequences() {
-            // First block that no row of the sequence has asked for; rows come by position.
+            // First block that no earlier row of the sequence has checked; rows are sorted by position.
             let mut next = 0;
             for row in &self.rows[range] {
                 let sequence = row.sequence;
@@ -301,7 +301,7 @@ impl StepPlan {
             self.sequences().partition(|rows| rows.len() >= PREFILL_ROWS);
         self.cut_prefills(&prefills, threads);
         self.cut_decodes(&decodes);
-        // Long items first, so that none is left over at the end.
+        // Long items first, so that no long item is left for the end.
         let rows = &self.rows;
         let members = &self.members;
         let cost = |item: &Item| {
@@ -315,8 +315,8 @@ impl StepPlan {
         self.widest_item = self.items.iter().map(|item| item.members.len()).max().unwrap_or(0);
     }
 
-    /// Rows of one sequence in chunks that keep a thread's caches warm; each chunk also by split where there would
-    /// be too few items for the threads.
+    /// Cuts the rows of one sequence into chunks whose state fits a thread's caches. If that gives too few
+    /// items for the threads, each chunk is also cut by splits.
     fn cut_prefills(&mut self, sequences: &[Range<usize>], threads: usize) {
         let layout = &self.shape.layout;
         let kv_heads = layout.kv_heads();
@@ -342,8 +342,8 @@ impl StepPlan {
         }
     }
 
-    /// Each split of a decoding sequence on its own, together with the other sequences that have the same blocks
-    /// where the split begins.
+    /// Makes an item of each split of a decoding sequence, together with the other sequences that have the
+    /// same blocks at the start of the split.
     fn cut_decodes(&mut self, sequences: &[Range<usize>]) {
         let mut by_split: Vec<Vec<Range<usize>>> = Vec::new();
         for rows in sequences {
@@ -400,14 +400,14 @@ impl StepPlan {
         }
     }
 
-    /// Most rows in an item, so that their state stays in the L2 cache.
+    /// Maximum number of rows in an item, so that their state stays in the L2 cache.
     fn widest_chunk(&self) -> usize {
         let layout = &self.shape.layout;
         let state = self.group_size * (layout.head_dim() + layout.v_head_dim());
         (ITEM_STATE / state).clamp(8, 128)
     }
 
-    /// Blocks of a split that a sequence sees, as bytes or none, for comparison.
+    /// Byte offsets of the blocks of a split that a sequence sees, for comparison. `None`: no block.
     fn blocks_of_split(&self, rows: &Range<usize>, split: usize) -> impl Iterator<Item = Option<u64>> {
         self.blocks_of_keys(rows, split * SPLIT..(split + 1) * SPLIT)
     }
@@ -434,7 +434,7 @@ impl StepPlan {
     }
 }
 
-/// Lets every row see its whole sequence.
+/// Makes the whole sequence visible to every row.
 fn see_all(rows: &mut [PlannedRow]) -> Result<(), Error> {
     for rows in rows.chunk_by_mut(|a, b| a.sequence == b.sequence) {
         let len = rows.len();

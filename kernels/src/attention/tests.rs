@@ -71,7 +71,7 @@ impl World {
         self.sequences[sequence].k.len().div_ceil(self.shape.layout.block_tokens())
     }
 
-    /// What element type and layout make of a value: the yardstick must see the same keys and values.
+    /// The value after storage in the cache's element type: the reference must use the same keys and values.
     fn stored(&self, x: &[f32], width: usize) -> Vec<f32> {
         let run = |xs: &[f32]| {
             let largest = xs.iter().fold(0.0f32, |m, x| m.max(x.abs()));
@@ -118,7 +118,7 @@ impl World {
     }
 }
 
-/// An arena and where each sequence lies in it.
+/// An arena and the blocks of each sequence in it.
 struct Memory {
     bytes: AlignedBuf<u8>,
     tables: Vec<Vec<u32>>,
@@ -133,7 +133,7 @@ enum Place {
 }
 
 impl Memory {
-    /// All of memory is NaN; only the first `lengths` positions of each sequence are written.
+    /// Fills memory with NaN, then writes the first `lengths` positions of each sequence.
     fn new(world: &World, lengths: &[usize], place: Place, isa: Isa) -> Self {
         let layout = &world.shape.layout;
         let stride = (LAYER_OFFSET + layout.bytes()).next_multiple_of(64);
@@ -184,7 +184,7 @@ impl Memory {
     }
 }
 
-/// Runs one step; the result of each row.
+/// Runs one step and returns the result of each row.
 fn step(world: &World, memory: &mut Memory, rows: &[QueryRow], pool: &Pool, isa: Isa) -> Vec<Vec<f32>> {
     let mut bytes = std::mem::take(&mut memory.bytes);
     let placements = memory.placements();
@@ -290,7 +290,8 @@ fn rows_that_see_their_whole_sequence_agree_with_the_reference_on_every_isa() {
         for ty in TYPES {
             let visible = Visible::Whole;
             let shape = AttentionShape { visible, ..shape(ty, 16, 4, [1, 2, 4][i % 3], dims, 0) };
-            // On both sides of group, tile and split borders; one decides between cuts by rows and by splits.
+            // Lengths on both sides of group, tile and split borders. One decides whether work is cut by rows
+            // or by splits.
             let lengths = [1, 7, 8, 37, 129, if i == 0 { 1100 } else { 200 }];
             let mut world = World::new(shape, &lengths, i as u64);
             world.sinks = (i == 1).then(|| vec![0.5, -2.0, 3.0, 4.0]);
@@ -311,7 +312,7 @@ fn rows_that_see_their_whole_sequence_agree_with_the_reference_on_every_isa() {
                     }
                     first.get_or_insert(out);
                 }
-                // Alone, and with its rows in another order.
+                // The sequence alone, and with its rows in another order.
                 let whole = first.as_ref().unwrap();
                 let alone = step(&world, &mut memory, &rows_of(4, 0..129), &pool(1), isa);
                 assert_eq!(alone, whole[53..182]);
@@ -324,7 +325,7 @@ fn rows_that_see_their_whole_sequence_agree_with_the_reference_on_every_isa() {
 }
 
 #[test]
-fn part_of_a_sequence_cannot_see_the_whole() {
+fn a_part_of_a_sequence_is_refused_without_causality() {
     let shape = AttentionShape { visible: Visible::Whole, ..shape(KvType::F16, 16, 1, 1, (8, 8), 0) };
     let placements = [Placement::Paged(&[0, 8]), Placement::Paged(&[16])];
     let plan = |rows: &[QueryRow]| StepPlan::new(shape, rows, &placements, 1).map(|plan| plan.rows());
@@ -336,7 +337,7 @@ fn part_of_a_sequence_cannot_see_the_whole() {
 }
 
 #[test]
-fn refuses_what_it_cannot_serve() {
+fn shapes_and_placements_that_attention_cannot_serve_are_refused() {
     assert!(matches!(KvLayout::new(KvType::F16, 48, 1, 64, 64), Err(Error::KvLayout { .. })));
     assert!(matches!(KvLayout::new(KvType::F16, 16, 1, 0, 64), Err(Error::KvLayout { .. })));
     let wanted = shape(KvType::F16, 16, 4, 2, (64, 64), 0);
@@ -350,7 +351,7 @@ fn refuses_what_it_cannot_serve() {
     assert_eq!(plan(&[other]), Err(Error::OutOfRange { what: "sequence", index: 1, len: 1 }));
     let uneven = AttentionShape { heads: 5, ..wanted };
     assert!(matches!(StepPlan::new(uneven, &[], &placements, 1), Err(Error::HeadGroups { .. })));
-    // A window that starts after the hole.
+    // A window that starts after the missing block.
     let windowed = AttentionShape { visible: Visible::Window(NonZeroU32::new(4).unwrap()), ..wanted };
     let plan = StepPlan::new(windowed, &[row(40)], &placements, 1).unwrap();
     let mut bytes = AlignedBuf::zeroed(400 * 64 + wanted.layout.bytes() - 1);

@@ -1,9 +1,9 @@
 //! One tile of keys against a few rows: scores, softmax, values.
 //!
-//! The order of arithmetic of a row is fixed here, whatever rows are beside it: a score is a chain of fused
-//! multiply-adds over ascending elements; a tile's sixteen lanes of weights are summed lane by lane over ascending
-//! groups; a result element is a chain over ascending keys. Keys that a row does not see have weight zero, which
-//! changes nothing but the sign of a zero, and that is settled when the row is finished.
+//! This module fixes the order of a row's arithmetic, independent of other rows. A score is a chain of fused
+//! multiply-adds over ascending elements. The sixteen lanes of a tile's weights are summed lane by lane over
+//! ascending groups. A result element is a chain over ascending keys. Keys that a row does not see have
+//! weight zero, which changes only the sign of a zero; the last operation on a row makes that sign unique.
 
 use std::marker::PhantomData;
 
@@ -15,15 +15,15 @@ use crate::simd::{Kernel, LANES, Simd, exp, softcap};
 
 pub(super) const TILE_GROUPS: usize = TILE / GROUP;
 
-/// The groups of a tile in memory. Entries for groups that no row of the block sees are not looked at.
+/// Addresses of the groups of a tile. Entries for groups that no row sees are not read.
 #[derive(Clone, Copy)]
 pub(super) struct TileGroups {
     pub(super) k: [*const u8; TILE_GROUPS],
     pub(super) v: [*const u8; TILE_GROUPS],
 }
 
-/// Memory to ask for while something else is computed: what the thread will read after this tile. Reading it
-/// unannounced would find short runs all over the arena, which no hardware prefetcher follows.
+/// Memory to prefetch while a tile is computed: the memory that this thread reads next. It consists of short
+/// runs all over the arena, which no hardware prefetcher follows.
 #[derive(Clone, Copy)]
 pub(super) struct Ahead {
     pub(super) runs: [*const u8; TILE_GROUPS],
@@ -44,7 +44,7 @@ impl Ahead {
         self.len += 1;
     }
 
-    /// Asks for about `bytes` more.
+    /// Prefetches about `bytes` more.
     #[inline(always)]
     fn fetch<S: Simd>(&mut self, s: S, bytes: usize) {
         if self.next < self.len {
@@ -62,7 +62,7 @@ impl Ahead {
     }
 }
 
-/// What a row has gathered so far. All pointers hold one entry per row.
+/// Accumulated state of rows. All pointers have one entry per row.
 #[derive(Clone, Copy)]
 pub(super) struct RowState {
     /// Queries times the attention scale, `[rows][width]`.
@@ -76,19 +76,19 @@ pub(super) struct RowState {
     pub(super) scores: *mut f32,
 }
 
-/// `R` rows against one tile.
+/// Computes `R` rows against one tile.
 pub(super) struct TileRows<'a, F, const R: usize> {
     pub(super) groups: &'a TileGroups,
     pub(super) width: usize,
     /// Row length of the values in memory.
     pub(super) v_width: usize,
-    /// The same rounded up to whole vectors; the values must be readable to there.
+    /// `v_width` rounded up to whole vectors; the values must be readable up to there.
     pub(super) v_padded: usize,
     pub(super) state: RowState,
-    /// Keys of the tile that each row sees, `from..to`, not empty for at least one row.
+    /// Keys `from..to` of the tile that each row sees; not empty for at least one row.
     pub(super) visible: [(usize, usize); R],
     pub(super) softcap: Option<f32>,
-    /// What to ask for meanwhile.
+    /// Memory to prefetch meanwhile.
     pub(super) ahead: Ahead,
     pub(super) format: PhantomData<F>,
 }
@@ -106,10 +106,11 @@ impl<F: Format, const R: usize> Kernel for TileRows<'_, F, R> {
         }
         let groups = (from / GROUP, to.div_ceil(GROUP));
         let mut corrections = [0.0; R];
-        // SAFETY: the makers of this kernel (`work.rs`) give state for R rows and groups that are readable
-        // wherever a row of the block sees a key; `from..to` is within those.
+        // SAFETY: the callers (`work.rs`) provide state for R rows and groups that are readable wherever a
+        // row of the block sees a key; `from..to` is within those.
         unsafe {
-            // The conditions are constants of the instruction set: only tiles that fit its registers are compiled.
+            // The conditions are constants of the instruction set: only tiles that fit its registers are
+            // compiled.
             if const { S::COLUMNS >= 4 && 2 * R <= S::ROWS } && groups.1 - groups.0 > 4 {
                 self.scores::<S, 8>(s, groups);
             } else if const { S::COLUMNS >= 4 } {
@@ -137,10 +138,10 @@ impl<F: Format, const R: usize> Kernel for TileRows<'_, F, R> {
 }
 
 impl<F: Format, const R: usize> TileRows<'_, F, R> {
-    /// Scores of the groups `from..to`, `C` groups at a time; where fewer are left the last one is repeated.
+    /// Scores of the groups `from..to`, `C` groups at a time. If fewer are left, the last one is repeated.
     #[inline(always)]
     unsafe fn scores<S: Simd, const C: usize>(&mut self, s: S, (from, to): (usize, usize)) {
-        // Half while scores are computed, half with the values.
+        // Half of the memory is prefetched with the scores, half with the values.
         let steps = (to - from).div_ceil(C) * self.width.div_ceil(F::RUN);
         let per_run = (self.ahead.len * self.ahead.bytes / 2).div_ceil(steps);
         let mut first = from;
@@ -150,7 +151,7 @@ impl<F: Format, const R: usize> TileRows<'_, F, R> {
             let mut d = 0;
             while d < self.width {
                 self.ahead.fetch(s, per_run);
-                // SAFETY: the groups are seen by a row of the block, so readable; d < width.
+                // SAFETY: a row of the block sees the groups, so they are readable; d < width.
                 let scales: [S::V; C] =
                     std::array::from_fn(|c| unsafe { F::k_scales(s, group[c], d / F::RUN) });
                 let end = self.width.min(d.saturating_add(F::RUN));
@@ -173,7 +174,7 @@ impl<F: Format, const R: usize> TileRows<'_, F, R> {
         }
     }
 
-    /// Turns scores into weights, and gives what the sums so far have to be multiplied by.
+    /// Turns scores into weights. Sets `corrections` to the factors of the sums so far.
     #[inline(always)]
     unsafe fn weights<S: Simd>(&self, s: S, (first, last): (usize, usize), corrections: &mut [f32; R]) {
         for (r, kept) in corrections.iter_mut().enumerate() {
@@ -203,7 +204,7 @@ impl<F: Format, const R: usize> TileRows<'_, F, R> {
             // SAFETY: one maximum and sixteen lanes for each of R rows.
             let (m, l) = unsafe { (&mut *self.state.m.add(r), self.state.l.add(r * LANES)) };
             let new = if highest > *m { highest } else { *m };
-            // A row that has not seen any key yet keeps its sums of zero.
+            // A row that has not seen any key yet keeps sums of zero.
             let base = if new == f32::NEG_INFINITY { 0.0 } else { new };
             let correction = exp(s, s.splat(*m - base));
             *m = new;
@@ -225,8 +226,8 @@ impl<F: Format, const R: usize> TileRows<'_, F, R> {
         }
     }
 
-    /// Adds the values of the keys `from..to` to elements `d..` of the results, `C` vectors at a time while there
-    /// are as many; the first element left over.
+    /// Adds the values of the keys `from..to` to elements `d..` of the results, `C` vectors at a time as long
+    /// as whole steps fit. Returns the first element that is left.
     #[inline(always)]
     unsafe fn values<S: Simd, const C: usize>(
         &mut self,
@@ -243,7 +244,7 @@ impl<F: Format, const R: usize> TileRows<'_, F, R> {
         d
     }
 
-    /// As `values`, for elements `d..d + 16 C`.
+    /// Like `values`, for elements `d..d + 16 C`.
     #[inline(always)]
     unsafe fn value_vectors<S: Simd, const C: usize>(
         &mut self,
@@ -271,7 +272,8 @@ impl<F: Format, const R: usize> TileRows<'_, F, R> {
                 if key % 2 == 0 {
                     self.ahead.fetch(s, per_pair);
                 }
-                // SAFETY: some row of the block sees the key's group, so it is readable; d + 16 C <= v_padded.
+                // SAFETY: some row of the block sees the key's group, so it is readable; d + 16 C <=
+                // v_padded.
                 let v = |c: usize| unsafe { F::v(s, group, self.v_width, key % GROUP, d + c * LANES) };
                 // SAFETY: R rows of TILE weights.
                 let weight = |r: usize| s.splat(unsafe { *self.state.scores.add(r * TILE + key) });
@@ -288,8 +290,8 @@ impl<F: Format, const R: usize> TileRows<'_, F, R> {
     }
 }
 
-/// `acc[r][c] += row(r) * column(c)`. The shorter side is held in registers while the longer one passes through
-/// one.
+/// `acc[r][c] += row(r) * column(c)`. The shorter side stays in registers; the longer one passes through one
+/// register.
 #[inline(always)]
 fn outer_product<S: Simd, const R: usize, const C: usize>(
     s: S,
@@ -316,7 +318,7 @@ fn outer_product<S: Simd, const R: usize, const C: usize>(
     }
 }
 
-/// Copies keys and values of a tile to f32, for rows enough to pay for it.
+/// Copies keys and values of a tile to f32. Worth its cost only for enough rows.
 pub(super) struct Convert<'a, F> {
     pub(super) groups: &'a TileGroups,
     pub(super) width: usize,

@@ -1,4 +1,4 @@
-//! One work item: the rows of a step that one thread attends with, for one key/value head.
+//! One work item: rows of a step that one thread computes for one key/value head.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -11,16 +11,16 @@ use crate::aligned::AlignedBuf;
 use crate::disjoint::Disjoint;
 use crate::simd::{Kernel, LANES, Simd, exp};
 
-/// Rows in the largest register tile.
+/// Number of rows of the largest register tile.
 const MAX_TILE_ROWS: usize = 6;
 
-/// Rows against one tile from which the tile is first converted to f32.
+/// Minimum number of rows per tile from which the tile is converted to f32 first.
 const CONVERT_ROWS: usize = 7;
 
-/// What all items of one call share.
+/// State that all items of one call share.
 pub(super) struct Step<'a> {
     pub(super) plan: &'a StepPlan,
-    /// First byte of block offset 0 of the layer.
+    /// Address of the layer's part of block offset 0.
     pub(super) layer: *const u8,
     pub(super) scale: f32,
     pub(super) softcap: Option<f32>,
@@ -33,10 +33,12 @@ pub(super) struct Step<'a> {
     pub(super) partials: Disjoint<'a, f32>,
 }
 
-// SAFETY: `layer` is only read, inside blocks that the plan has checked, while the arena is borrowed for reading.
+// SAFETY: `layer` is only read, inside blocks that the plan has checked, while the arena is borrowed for
+// reading.
 unsafe impl Sync for Step<'_> {}
 
-/// f32 of a partial result: the weighted sum padded to whole vectors, then maximum, sum of weights, padding.
+/// f32 values of a partial result: the weighted sum padded to whole vectors, then maximum, sum of weights,
+/// padding.
 pub(super) fn record_len(v_padded: usize) -> usize {
     v_padded + LANES
 }
@@ -55,7 +57,7 @@ pub(super) struct ThreadScratch {
 }
 
 impl ThreadScratch {
-    /// Makes room for the plan's widest item.
+    /// Grows the buffers to the plan's widest item.
     pub(super) fn fit(&mut self, plan: &StepPlan) {
         let layout = &plan.shape().layout;
         let rows = plan.widest_item * plan.group_size();
@@ -76,7 +78,7 @@ pub(super) struct RunItem<'a> {
     pub(super) step: &'a Step<'a>,
     pub(super) item: &'a Item,
     pub(super) kv_head: usize,
-    /// What this thread will probably compute next, for which key/value head.
+    /// Returns the item and key/value head that this thread probably computes next.
     pub(super) upcoming: &'a dyn Fn() -> Option<(&'a Item, usize)>,
     pub(super) scratch: &'a mut ThreadScratch,
 }
@@ -84,7 +86,7 @@ pub(super) struct RunItem<'a> {
 /// Rows of an item that see keys of a tile and have the same blocks there.
 struct Run {
     members: Range<usize>,
-    /// Keys of the tile that any of them sees.
+    /// Keys of the tile that at least one of these rows sees.
     keys: (usize, usize),
 }
 
@@ -128,7 +130,7 @@ impl<'a> RunItem<'a> {
         self.step.plan.shape().layout.v_head_dim().next_multiple_of(LANES)
     }
 
-    /// Query head of entry `entry` of the state, which is `[member][heads of the group]`.
+    /// Query head of entry `entry` of the state; the state is `[member][heads of the group]`.
     fn head(&self, entry: usize) -> usize {
         let group = self.step.plan.group_size();
         self.kv_head * group + entry % group
@@ -151,7 +153,7 @@ impl<'a> RunItem<'a> {
         }
     }
 
-    /// Forgets what was gathered, for the next split.
+    /// Clears the accumulated state for the next split.
     #[inline(always)]
     fn clear(&mut self) {
         let entries = self.members().len() * self.step.plan.group_size();
@@ -161,7 +163,7 @@ impl<'a> RunItem<'a> {
         self.scratch.m[..entries].fill(f32::NEG_INFINITY);
     }
 
-    /// Keys of a tile that a row sees, relative to the tile; empty where `from >= to`.
+    /// Keys of a tile that a row sees, relative to the tile; none if `from >= to`.
     fn visible(&self, member: usize, tile: usize) -> (usize, usize) {
         let row = self.row(member);
         let start = tile * TILE;
@@ -201,7 +203,7 @@ impl<'a> RunItem<'a> {
         }
     }
 
-    /// The rows of a run against a tile.
+    /// Computes the rows of a run against a tile.
     fn attend<S: Simd>(&mut self, s: S, tile: usize, run: &Run) {
         let groups = self.groups(tile, run.members.start, run.keys);
         match self.step.plan.shape().layout.kv_type() {
@@ -211,7 +213,7 @@ impl<'a> RunItem<'a> {
         }
     }
 
-    /// Where the groups of some visible keys of a tile lie.
+    /// Addresses of the groups of some visible keys of a tile.
     fn groups(&self, tile: usize, member: usize, keys: (usize, usize)) -> TileGroups {
         let layout = &self.step.plan.shape().layout;
         let sequence = self.row(member).sequence;
@@ -233,7 +235,8 @@ impl<'a> RunItem<'a> {
         groups
     }
 
-    /// What the thread reads after a run's tile: the next tile of the item, or the first one of the next item.
+    /// Memory that the thread reads after a run's tile: the next tile of the item, or the first tile of the
+    /// next item.
     fn ahead(&self, tile: usize, run: &Run) -> Ahead {
         let last = run.members.end - 1;
         let (from, to) = self.visible(last, tile + 1);
@@ -285,7 +288,7 @@ impl<'a> RunItem<'a> {
         let (mut entry, end) = (run.members.start * size, run.members.end * size);
         while entry < end {
             let left = end - entry;
-            // The constant halves decide which tiles are compiled for an instruction set.
+            // The constant conditions decide which tiles are compiled for an instruction set.
             entry += if const { S::ROWS >= 6 } && left >= 6 {
                 self.rows::<S, F, 6>(s, tile, entry, groups, v_width, ahead)
             } else if const { S::ROWS >= 4 } && left >= 4 {
@@ -297,7 +300,7 @@ impl<'a> RunItem<'a> {
             } else {
                 self.rows::<S, F, 1>(s, tile, entry, groups, v_width, ahead)
             };
-            // Once is enough.
+            // Prefetching once is enough.
             ahead = Ahead::new(0);
         }
     }
@@ -337,7 +340,7 @@ impl<'a> RunItem<'a> {
         R
     }
 
-    /// Stores the split's result of every row that sees it, or merges it with the splits before.
+    /// Stores the split's result of every row that sees it, or merges it with the earlier splits.
     #[inline(always)]
     fn keep<S: Simd>(&mut self, s: S, split: usize) {
         let v_padded = self.v_padded();
@@ -357,7 +360,8 @@ impl<'a> RunItem<'a> {
             match row.partial {
                 Some(first) => {
                     let index = (first + split - row.splits().start) * heads + head;
-                    // SAFETY: a partial belongs to one row and split, and so to one item; the head to one kv head.
+                    // SAFETY: a partial belongs to one row and split, and so to one item; the head belongs to
+                    // one kv head.
                     let record = unsafe { self.step.partials.slice(index * len, len) };
                     store_record(record, o, m, l);
                 }
@@ -389,7 +393,7 @@ impl<'a> RunItem<'a> {
 }
 
 impl Step<'_> {
-    /// The memory of one head in the blocks of a tile that a row sees.
+    /// Memory of one head in the blocks of a tile that a row sees.
     fn head_runs(&self, row: &PlannedRow, kv_head: usize, tile: usize) -> Ahead {
         let layout = &self.plan.shape().layout;
         let tokens = layout.block_tokens();
@@ -403,13 +407,13 @@ impl Step<'_> {
         ahead
     }
 
-    /// Normalises the result of one head of one row.
+    /// Normalises and writes the result of one head of one row.
     #[inline(always)]
     fn write<S: Simd>(&self, s: S, row: &PlannedRow, head: usize, record: &[f32]) {
         let shape = self.plan.shape();
         let width = shape.layout.v_head_dim();
         let (o, (m, l)) = split_record(record);
-        // A sink is one more key whose value is zero.
+        // A sink acts as one more key whose value is zero.
         let (o_scale, l) = match self.sinks {
             Some(sinks) => {
                 let new = m.max(sinks[head]);
@@ -419,10 +423,10 @@ impl Step<'_> {
             None => (1.0, l),
         };
         let factor = s.splat(o_scale / l);
-        // SAFETY: a row is finished once, and its heads are apart.
+        // SAFETY: each row is finished once, and the outputs of its heads do not overlap.
         let out = unsafe { self.out.slice((row.query * shape.heads + head) * width, width) };
         for (o, out) in o.chunks_exact(LANES).zip(out.chunks_mut(LANES)) {
-            // Adding zero settles the sign of a zero.
+            // Adding zero makes the sign of a zero unique.
             s.put_tail(s.fma(s.tail(o), factor, s.splat(0.0)), out);
         }
     }
@@ -469,7 +473,7 @@ fn split_record(record: &[f32]) -> (&[f32], (f32, f32)) {
     (o, (rest[0], rest[1]))
 }
 
-/// Adds a later split to the result of those before it.
+/// Merges a later split into the result of the earlier ones.
 #[inline(always)]
 fn merge<S: Simd>(s: S, total: &mut [f32], o: &[f32], m: f32, l: f32) {
     let end = total.len() - LANES;
@@ -482,7 +486,7 @@ fn merge<S: Simd>(s: S, total: &mut [f32], o: &[f32], m: f32, l: f32) {
     total[end + 1] = l.mul_add(add, total[end + 1] * old);
 }
 
-/// The vector exponential of one number.
+/// The vector exponential of a single number.
 #[inline(always)]
 fn scalar_exp<S: Simd>(s: S, x: f32) -> f32 {
     s.reduce_max(exp(s, s.splat(x)))

@@ -1,4 +1,4 @@
-//! Writing one token's keys and values into its slot.
+//! Writes one token's keys and values to its slot.
 
 use half::f16;
 
@@ -19,8 +19,8 @@ pub(super) struct WriteToken<'a> {
 
 impl WriteToken<'_> {
     /// # Safety
-    /// `block` must be writable for `layout.bytes()` bytes that nobody else reads or writes at slot `slot`
-    /// meanwhile, and be aligned to 64; `slot < layout.block_tokens()`.
+    /// `block` must be writable for `layout.bytes()` bytes and aligned to 64, nothing else may access its
+    /// slot `slot` meanwhile, and `slot < layout.block_tokens()`.
     pub(super) unsafe fn on(self, isa: crate::isa::Isa) {
         crate::simd::dispatch(isa, self);
     }
@@ -48,11 +48,12 @@ impl Kernel for WriteToken<'_> {
     }
 }
 
-/// Writes one head of one token into its group. Keys are `transposed`: element d lies at `[d][token]`, values at
-/// `[token][d]`.
+/// Writes one head of one token to its group. Keys are `transposed`: element d is at `[d][token]`; values are
+/// at `[token][d]`.
 ///
 /// # Safety
-/// `group` must be writable for a whole group of `row.len()` wide heads and aligned to 2 (Q8_0, F16) or 4 (F32).
+/// `group` must be writable for a whole group of `row.len()` wide heads and aligned to 2 (Q8_0, F16) or 4
+/// (F32).
 #[inline(always)]
 unsafe fn write_row<S: Simd>(
     s: S,
@@ -107,7 +108,7 @@ unsafe fn write_row<S: Simd>(
     }
 }
 
-/// Rounds up to sixteen values; what binary16 cannot hold becomes its largest, NaN stays NaN.
+/// Rounds up to 16 values to binary16. Values out of range become its largest value; NaN stays NaN.
 #[inline(always)]
 fn to_f16<S: Simd>(s: S, xs: &[f32], bits: &mut [u16; LANES]) {
     let largest = f16::MAX.to_f32();

@@ -1,15 +1,14 @@
-//! Names for what lies on a device. Only the backend that made one understands its number.
+//! Handles of objects on a device. Only the backend that created a handle can interpret its number.
 
-/// Handles are numbers that only the backend that made them understands.
+/// Defines the constructor and the accessor of a handle.
 macro_rules! handle {
     ($name:ident) => {
         impl $name {
-            /// A handle of a backend's own making.
+            /// Creates a handle. Only backends call this.
             pub const fn new(number: u32) -> Self {
                 Self(number)
             }
 
-            /// The number that it was made with.
             pub const fn number(self) -> u32 {
                 self.0
             }
@@ -24,12 +23,12 @@ handle!(RopeId);
 handle!(KvLayerId);
 handle!(StateLayerId);
 
-/// An `[rows][cols]` f32 activation buffer on the device. It has a capacity; how many rows of which width it
-/// holds is decided by the op that fills it.
+/// An `[rows][cols]` f32 activation buffer on the device. Its capacity is fixed. The op that fills it sets
+/// the current number of rows and their width.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct BufferId(pub(crate) u32);
 
-/// A weight matrix on the device, repacked.
+/// A weight matrix on the device, usually repacked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct MatrixId(pub(crate) u32);
 
@@ -41,10 +40,10 @@ pub struct VectorId(pub(crate) u32);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RopeId(pub(crate) u32);
 
-/// The KV of one layer: where it lies in its group's blocks.
+/// The KV of one layer, at a fixed offset in its group's blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct KvLayerId(pub(crate) u32);
 
-/// The recurrent state of one layer: where it lies in a sequence's state slot.
+/// The recurrent state of one layer, at a fixed offset in a sequence's state slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct StateLayerId(pub(crate) u32);

@@ -1,28 +1,30 @@
-//! The ops, as data: which handles they read and change, and what is computed.
+//! The ops as data: the handles that they read and write, and what they compute.
 
 use super::handle::{BufferId, KvLayerId, MatrixId, RopeId, StateLayerId, VectorId};
 
 /// Normalisation of each row, or of each head of a row.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Norm {
-    /// Root mean square if true, mean and variance otherwise.
+    /// RMS norm if true, layer norm (mean and variance) otherwise.
     pub rms: bool,
-    /// Weight; none multiplies by one.
+    /// `None`: no weight is multiplied.
     pub weight: Option<VectorId>,
     pub bias: Option<VectorId>,
     /// Added to the mean square or variance.
     pub eps: f32,
-    /// Elements normalised together; divides the row. The weight has as many elements, or as the row.
+    /// Number of elements that are normalised together; divides the row. The weight has `width` elements or
+    /// the row's width.
     pub width: usize,
 }
 
-/// Which row of a table each row of a step takes.
+/// Selects the table row for each row of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EmbedIndex {
-    /// That of its token.
+    /// The row's token.
     Token,
     Position,
-    /// That of its sequence's segment, where there is one: [`StepSequence::segment_start`](super::StepSequence::segment_start).
+    /// The segment of the row's position, 0 or 1:
+    /// [`StepSequence::segment_start`](super::StepSequence::segment_start).
     Segment,
 }
 
@@ -30,13 +32,11 @@ pub enum EmbedIndex {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct EmbedOp {
     pub table: MatrixId,
-    /// Which of its rows.
     pub index: EmbedIndex,
     /// Multiplies the table's row.
     pub scale: f32,
-    /// Added to what stands in `out` instead of replacing it.
+    /// If true, the result is added to `out` instead of replacing it.
     pub accumulate: bool,
-    /// Where the rows go.
     pub out: BufferId,
 }
 
@@ -47,32 +47,32 @@ pub struct MatmulJob {
     pub out: BufferId,
     pub bias: Option<VectorId>,
     pub scale: f32,
-    /// Added to what stands in `out` instead of replacing it.
+    /// If true, the product is added to `out` instead of replacing it.
     pub accumulate: bool,
 }
 
-/// Per-head norm and rope of q and k, then k and v into the cache: one op over the step's rows.
+/// Per-head norm and rope of q and k, then a write of k and v to the cache: one op over the step's rows.
 #[derive(Debug, Clone, Copy)]
 pub struct QkvOp {
     /// `[rows][heads * head_dim]`, changed in place.
     pub q: BufferId,
     /// Norm of each query head.
     pub q_norm: Option<Norm>,
-    /// Keys and values to write; none where the layer reads another's.
+    /// Keys and values to write. `None`: the layer reads the cache of another layer.
     pub kv: Option<KvWrite>,
     /// Rotary embedding of q and k.
     pub rope: Option<RopeId>,
-    /// Whose heads q has, and where k and v go.
+    /// The layer whose heads `q` has and whose cache receives k and v.
     pub layer: KvLayerId,
 }
 
-/// Keys and values on their way into the cache.
+/// Keys and values to write to the cache.
 #[derive(Debug, Clone, Copy)]
 pub struct KvWrite {
     /// `[rows][kv_heads * head_dim]`, changed in place.
     pub k: BufferId,
-    /// `[rows][kv_heads * v_head_dim]`, changed in place. It may be `k` itself: then the values are the keys as
-    /// they are before norm and rope.
+    /// `[rows][kv_heads * v_head_dim]`, changed in place. It may be the buffer `k`: then the values are the
+    /// keys before norm and rope.
     pub v: BufferId,
     /// Norm of each key head.
     pub k_norm: Option<Norm>,
@@ -88,14 +88,15 @@ pub struct AttentionOp {
     /// `[rows][heads * v_head_dim]`.
     pub out: BufferId,
     pub scale: f32,
-    /// `[heads]`: per head one more logit, not scaled, with no value, joins the softmax.
+    /// `[heads]`: one extra logit per head in the softmax, unscaled and without a value.
     pub sinks: Option<VectorId>,
     pub layer: KvLayerId,
 }
 
 /// Depthwise causal convolution over positions and silu, in place:
-/// `x_t[c] = silu(bias[c] + sum_j weight[c][j] x_{t-taps+1+j}[c])`. The first step of a recurrent layer: it
-/// reads its past inputs from the state and leaves there the last `taps`, this step's included.
+/// `x_t[c] = silu(bias[c] + sum_j weight[c][j] x_{t-taps+1+j}[c])`. This is the first op of a recurrent
+/// layer. It reads its past inputs from the state and stores there the last `taps` inputs, including this
+/// step's.
 #[derive(Debug, Clone, Copy)]
 pub struct ConvOp {
     /// `[rows][channels]`, changed in place.
@@ -128,7 +129,7 @@ pub struct DeltaNetOp {
     pub l2_eps: f32,
     /// `[rows][v_heads v_dim]`.
     pub out: BufferId,
-    /// Whose state: `heads` = v_heads, `rows` = k_dim, `cols` = v_dim.
+    /// The layer of the state: `heads` = v_heads, `rows` = k_dim, `cols` = v_dim.
     pub layer: StateLayerId,
 }
 
@@ -149,7 +150,7 @@ pub struct Mamba2Op {
     pub groups: usize,
     /// `[rows][heads head_dim]`.
     pub out: BufferId,
-    /// Whose state: `rows` = head_dim, `cols` = state.
+    /// The layer of the state: `rows` = head_dim, `cols` = state.
     pub layer: StateLayerId,
 }
 
@@ -159,13 +160,13 @@ pub struct GatedNormOp {
     pub x: BufferId,
     /// As wide as `x`.
     pub gate: BufferId,
-    /// RMS norm of each run of `norm.width` elements.
+    /// RMS norm of each group of `norm.width` elements.
     pub norm: Norm,
     /// `norm(x * silu(gate))` if true (Mamba-2), `norm(x) * silu(gate)` otherwise (delta net).
     pub gate_first: bool,
 }
 
-/// What multiplies, or replaces, an FFN's inner values.
+/// Activation of an FFN's gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum GateActivation {
     Silu,
@@ -173,18 +174,18 @@ pub enum GateActivation {
     /// GELU by the error function.
     GeluErf,
     Sigmoid,
-    /// `g = min(gate, 7)`, `u = clamp(up, -7, 7)`, `g sigmoid(1.702 g) (u + 1)`; needs an `up`.
+    /// `g = min(gate, 7)`, `u = clamp(up, -7, 7)`, `g sigmoid(1.702 g) (u + 1)`; requires an `up`.
     ClampedSwiglu,
 }
 
-/// `gate[row] = activation(gate[row]) * up[row][from..from + cols of gate]`, in place, also quantised where
-/// needed next.
+/// `gate[row] = activation(gate[row]) * up[row][from..from + cols of gate]`, in place. Also quantises the
+/// result if the next op needs 8-bit activations.
 #[derive(Debug, Clone, Copy)]
 pub struct GateOp {
     pub gate: BufferId,
-    /// What the activation multiplies; none leaves the activation alone.
+    /// Factor of the activation. `None`: the activation alone is the result.
     pub up: Option<BufferId>,
-    /// First column of `up` that takes part.
+    /// First column of `up` that is used.
     pub up_from: usize,
     pub activation: GateActivation,
 }
@@ -194,7 +195,7 @@ pub struct GateOp {
 pub enum ExpertGateUp {
     /// Two matrices of `ff` rows.
     Separate {
-        /// Gate, scaled per expert by `gate_scale`.
+        /// `[ff]` rows per expert.
         gate: MatrixId,
         up: MatrixId,
         /// Per-expert factor of the gate product.
@@ -223,13 +224,13 @@ pub struct MoeOp {
     pub x: BufferId,
     /// Router logits `[rows][experts]`.
     pub router: BufferId,
-    /// `out += scale * sum`, or `out = ...` when not accumulating.
+    /// `out += scale * sum` if `accumulate`, else `out = scale * sum`.
     pub out: BufferId,
     pub accumulate: bool,
     pub scale: f32,
     /// Experts per row.
     pub used: usize,
-    /// Weights of the chosen experts sum to one.
+    /// If true, the weights of the chosen experts are scaled to sum to one.
     pub renormalise: bool,
     pub gate_up: ExpertGateUp,
     pub down: MatrixId,

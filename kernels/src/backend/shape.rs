@@ -1,11 +1,12 @@
-//! What a device is told before the first step: shapes of KV and states, matrices and rotary embeddings to upload.
+//! Objects that a device is given before the first step: shapes of KV and states, matrices, rotary
+//! embeddings.
 
 use crate::attention::KvType;
 
 /// Shape of one layer's KV.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KvShape {
-    /// Query heads that read it.
+    /// Query heads that read this KV.
     pub heads: usize,
     pub kv_heads: usize,
     /// Width of a key head.
@@ -15,14 +16,14 @@ pub struct KvShape {
     /// Positions per block: 16, 32 or 64.
     pub block_tokens: usize,
     pub kv_type: KvType,
-    /// `Some(w)`: query p sees keys j with p - j < w, and only these have blocks.
+    /// `Some(w)`: the query at position p sees keys j with p - j < w, and only these have blocks.
     pub window: Option<usize>,
-    /// Whether a query sees only keys at its own position and before. Without it a sequence's whole input
+    /// If true, a query sees only keys at its own position and before. If false, a sequence's whole input
     /// must be in one step, and every row sees all of it.
     pub causal: bool,
 }
 
-/// The recurrence that a state belongs to. It decides which way a backend lays the matrices out.
+/// The recurrence that a state belongs to. A backend chooses the layout of the matrices by it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum StateKind {
     /// [`DeltaNetOp`](super::DeltaNetOp).
@@ -31,8 +32,8 @@ pub enum StateKind {
     Mamba2,
 }
 
-/// What a head's matrix is stored as. Rows are computed in f32 whatever it is; what a row leaves behind is rounded
-/// after each row, so that it does not matter where a chunk ends.
+/// Storage type of a head's matrix. Rows are always computed in f32. The state is rounded after each row, so
+/// that chunk boundaries do not change the result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum HeadType {
     F32,
@@ -40,19 +41,19 @@ pub enum HeadType {
     Bf16,
 }
 
-/// Shape of one layer's recurrent state: the inputs of its convolution's last `taps` positions, all f32, and `heads`
-/// matrices of `rows` x `cols`, each of a [`HeadType`]. The oldest of those inputs is read by no later row; it is
-/// kept because reference implementations keep it and states are compared with theirs.
+/// Shape of one layer's recurrent state: the convolution's inputs at its last `taps` positions, all f32, and
+/// `heads` matrices of `rows` x `cols`, each of a [`HeadType`]. No later row reads the oldest of these
+/// inputs; it is stored because reference implementations store it and states are compared with theirs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct StateShape {
     pub kind: StateKind,
     pub channels: usize,
-    /// Positions that the convolution sees, the token's own included.
+    /// Positions that the convolution sees, including the token's own.
     pub taps: usize,
     pub heads: usize,
-    /// Delta net: width of a key; Mamba-2: width of a head.
+    /// Delta net: width of a key. Mamba-2: width of a head.
     pub rows: usize,
-    /// Delta net: width of a value; Mamba-2: width of B and C.
+    /// Delta net: width of a value. Mamba-2: width of B and C.
     pub cols: usize,
 }
 
@@ -76,7 +77,7 @@ pub struct MatrixSource<'a> {
     pub cols: usize,
     /// 1 for an ordinary matrix.
     pub experts: usize,
-    /// The bytes as in the file.
+    /// The bytes as in the model file.
     pub bytes: &'a [u8],
 }
 
@@ -88,8 +89,8 @@ pub struct RopeSource {
     pub n_rot: usize,
     pub base: f32,
     pub freq_scale: f32,
-    /// Divides frequency i; `n_rot / 2` values.
+    /// Divisor of each frequency; `n_rot / 2` values.
     pub factors: Option<Vec<f32>>,
-    /// Multiplies cosine and sine; 1 but for YaRN.
+    /// Factor of cosine and sine; 1 except for YaRN.
     pub magnitude: f32,
 }

@@ -1,4 +1,4 @@
-//! The arena as bytes: blocks copied inside it, parts of it read and written by the host.
+//! The arena as bytes: copies of blocks inside it, and reads and writes by the host.
 
 use crate::Error;
 use crate::attention::OFFSET_UNIT;
@@ -29,7 +29,7 @@ pub(super) fn write(arena: &mut [u8], to: u32, bytes: &[u8]) -> Result<(), Error
     Ok(())
 }
 
-/// The `len` bytes from a block offset on.
+/// The `len` bytes from a block offset (bytes / 64) on.
 ///
 /// # Errors
 /// [`Error::OutsideArena`].

@@ -1,4 +1,4 @@
-//! KV layers, what happens to q, k and v before attention, and attention.
+//! KV layers, the op on q, k and v before attention, and attention.
 
 use super::CpuBackend;
 use super::rows::pair;
@@ -9,11 +9,11 @@ use crate::backend::{AttentionOp, KvLayerId, KvShape, KvWrite, Norm, QkvOp};
 use crate::ops;
 use std::num::NonZeroU32;
 
-/// One layer's place in its group's blocks.
+/// A layer's position in its group's blocks.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct KvLayer {
     pub(super) group: usize,
-    /// In bytes, inside a block.
+    /// In bytes from the start of a block.
     pub(super) offset: usize,
     pub(super) shape: AttentionShape,
 }

@@ -1,4 +1,5 @@
-//! Which instruction set serves which operations: a registry for each operation, a provider for each set.
+//! Chooses the instruction set of each operation: one registry per operation, one provider per instruction
+//! set.
 
 use crate::backend::ActivationMode;
 use crate::isa::Isa;
@@ -12,7 +13,7 @@ pub struct CpuConfig {
     pub attention: Isa,
     /// Instruction set of everything else.
     pub rows: Isa,
-    /// What quantised matrices are multiplied with.
+    /// Type that quantised matrices are multiplied with.
     pub activations: ActivationMode,
 }
 
@@ -24,11 +25,11 @@ pub struct Matmul;
 #[derive(Debug, Clone, Copy)]
 pub struct Attention;
 
-/// What works on one row at a time, such as norms and rotary embeddings; `KVASIR_ROWS_BACKEND`.
+/// Ops on one row at a time, such as norms and rotary embeddings; `KVASIR_ROWS_BACKEND`.
 #[derive(Debug, Clone, Copy)]
 pub struct Rows;
 
-/// Every instruction set serves every type and shape, so a request says nothing.
+/// Every instruction set serves every type and shape, so the request is empty.
 impl Operation for Matmul {
     type Request = ();
     type Service = Isa;
@@ -50,13 +51,12 @@ impl Operation for Rows {
 }
 
 impl CpuConfig {
-    /// The best that this processor has, except where the environment chooses: `KVASIR_BACKEND` for all
-    /// operations, `KVASIR_MATMUL_BACKEND`, `KVASIR_ATTENTION_BACKEND` and `KVASIR_ROWS_BACKEND` for one, each
-    /// one of `cpu-scalar`, `cpu-avx2`, `cpu-avx512`, `cpu-neon` and `cpu-neon-i8mm`. `environment` looks up a
-    /// variable.
-    ///
+    /// Selects the best instruction sets of this processor, unless the environment chooses. `KVASIR_BACKEND`
+    /// applies to all operations; `KVASIR_MATMUL_BACKEND`, `KVASIR_ATTENTION_BACKEND` and
+    /// `KVASIR_ROWS_BACKEND` apply to one. Each is one of `cpu-scalar`, `cpu-avx2`, `cpu-avx512`, `cpu-neon`
+    /// and `cpu-neon-i8mm`. `environment` looks up a variable.
     /// # Errors
-    /// [`SelectError::Demand`] where the environment's choice cannot be honoured.
+    /// [`SelectError::Demand`] if the environment's choice is unknown or unavailable.
     pub fn select(
         activations: ActivationMode,
         environment: impl Fn(&str) -> Option<String>,
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn a_choice_that_cannot_be_honoured_is_an_error() {
+    fn an_unusable_backend_in_the_environment_is_an_error() {
         assert_eq!(
             select(&[("KVASIR_BACKEND", "cuda")]).unwrap_err().to_string(),
             "KVASIR_BACKEND demands backend \"cuda\" for matmul, which is unknown; there are cpu-scalar, \

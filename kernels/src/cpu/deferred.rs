@@ -1,12 +1,12 @@
-//! Rows that may be taken back: their states are written when it is known how many of them count.
+//! Deferred state updates: states of draft rows are written once the number of accepted rows is known.
 //!
-//! To guess several tokens, compute them in one step and keep those that were right is only worth it if the wrong ones
-//! cost little. A KV cache forgets rows by not counting them; a recurrent state cannot be run backwards. Engines in the
-//! field (vLLM, SGLang) write a whole state per row and then pick one: as many states, and as many writes, as there
-//! are guesses. Here a deferred step reads the state, leaves it alone and keeps what the rows brought to each layer;
-//! afterwards the rows that count are run once more from the same state, by the same kernels, so that the state is bit
-//! for bit the one of having stepped. It costs one more pass over the state, and the guesses' inputs in place of their
-//! states (the idea is that of ReplaySSM).
+//! Verifying several draft tokens in one step pays off only if rejected ones are cheap. A KV cache drops rows
+//! by not counting them, but a recurrent state cannot be run backwards. Other engines (vLLM, SGLang) write a
+//! whole state per row and then pick one, so the number of states and of writes equals the number of draft
+//! tokens. Here a deferred step reads the state, does not change it, and stores the inputs of its rows for
+//! each layer. Afterwards the accepted rows are computed once more from the same state by the same kernels,
+//! so the state is bit for bit the one of an ordinary step. The cost is one more pass over the state, and
+//! memory for the inputs of the draft rows instead of their states. The idea is that of ReplaySSM.
 
 use super::rows::Buffer;
 use crate::Error;
@@ -17,19 +17,19 @@ use crate::backend::{
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// What steps have deferred that nobody has accepted yet.
+/// Deferred steps that have not been accepted yet, oldest first.
 #[derive(Debug, Default)]
 pub(super) struct Deferred {
     steps: VecDeque<DeferredStep>,
-    /// Whether the last of them is the one that is run.
+    /// Whether the last of `steps` is the step that is running.
     runs: bool,
 }
 
-/// What one of them has deferred.
+/// The deferred sequences of one step and the inputs of their rows.
 #[derive(Debug)]
 struct DeferredStep {
     sequences: Vec<Sequence>,
-    /// Rows of the step.
+    /// Number of rows of the whole step.
     rows: usize,
     layers: Vec<Inputs>,
 }
@@ -37,45 +37,45 @@ struct DeferredStep {
 /// A sequence whose state is deferred.
 #[derive(Debug)]
 struct Sequence {
-    /// Its rows of the step.
+    /// Rows of the step that belong to the sequence.
     rows: Range<usize>,
     read: Option<u32>,
     write: u32,
 }
 
-/// What the deferred rows brought to one layer.
+/// Inputs of the deferred rows at one layer.
 #[derive(Debug, Default)]
 pub(super) struct Inputs {
     pub(super) conv: Option<(ConvOp, Kept)>,
     pub(super) recurrence: Option<Recurrence>,
 }
 
-/// The op of a recurrence, and its inputs.
+/// The op of a recurrence and copies of its inputs.
 #[derive(Debug)]
 pub(super) enum Recurrence {
     DeltaNet { op: DeltaNetOp, qkv: Kept, beta: Kept, alpha: Kept },
     Mamba2 { op: Mamba2Op, xbc: Kept, dt: Kept },
 }
 
-/// The deferred rows of a buffer, one after the other.
+/// Copies of the deferred rows of a buffer, one after the other.
 #[derive(Debug)]
 pub(super) struct Kept {
     values: Vec<f32>,
     cols: usize,
 }
 
-/// Which of the deferred rows count.
+/// The deferred rows that were accepted.
 #[derive(Debug)]
 pub(super) struct Accepted {
-    /// The sequences with these rows alone, and what happens to their states.
+    /// Each sequence with its accepted rows only.
     pub(super) sequences: Vec<StepSequence>,
     pub(super) states: Vec<StepState>,
-    /// Their places among the deferred rows.
+    /// Ranges of the accepted rows among the deferred rows.
     kept: Vec<Range<usize>>,
 }
 
 impl Deferred {
-    /// Has the rows of a step that defers remembered beside those of others.
+    /// Records the sequences of a step that have a deferred state.
     ///
     /// # Errors
     /// [`Error::DeferredSteps`].
@@ -98,7 +98,7 @@ impl Deferred {
         Ok(())
     }
 
-    /// Where a layer's inputs are to be kept; none where the step defers nothing.
+    /// Returns where to store a layer's inputs. `None`: the running step defers nothing.
     pub(super) fn layer(&mut self, id: StateLayerId) -> Option<(DeferredCopies<'_>, &mut Inputs)> {
         let DeferredStep { sequences, rows, layers } = self.steps.back_mut().filter(|_| self.runs)?;
         let index = id.0 as usize;
@@ -106,11 +106,12 @@ impl Deferred {
         Some((DeferredCopies { sequences, rows: *rows }, &mut layers[index]))
     }
 
-    /// Takes out what the oldest step has kept, by layer, and which of it counts: `rows` of each sequence.
+    /// Removes the oldest step and returns its inputs by layer and its accepted rows. `rows` has the number
+    /// of accepted rows of each deferred sequence.
     ///
     /// # Errors
-    /// [`Error::Length`] where there are not as many sequences, [`Error::OutOfRange`] for more rows than one has. Then
-    /// nothing is taken out.
+    /// [`Error::Length`] if the number of sequences differs, [`Error::OutOfRange`] if a sequence has fewer
+    /// rows. Then nothing is removed.
     pub(super) fn accept(&mut self, rows: &[usize]) -> Result<(Accepted, Vec<Inputs>), Error> {
         let sequences = self.steps.front().map_or(&[][..], |step| &step.sequences);
         check_len("sequences with deferred states", sequences.len(), rows.len())?;
@@ -126,7 +127,7 @@ impl Deferred {
         self.runs &= !self.steps.is_empty();
         for (sequence, rows) in sequences.into_iter().zip(rows) {
             let Sequence { read, write, .. } = sequence;
-            // Where it stands already, a state needs no passage.
+            // With no accepted row, a state that is already in its slot needs no pass.
             if *rows > 0 || read != Some(write) {
                 let rows = row..row + rows;
                 row = rows.end;
@@ -162,7 +163,7 @@ impl DeferredCopies<'_> {
 }
 
 impl Kept {
-    /// The rows that count.
+    /// The accepted rows.
     pub(super) fn accepted(&self, accepted: &Accepted) -> Vec<f32> {
         let rows = |rows: &Range<usize>| &self.values[rows.start * self.cols..rows.end * self.cols];
         accepted.kept.iter().flat_map(rows).copied().collect()

@@ -1,8 +1,9 @@
 //! Mixture of experts: route, gate and up of all experts, activation, down, weighted sum in rank order.
 //!
-//! A *slot* is one row at one of its experts. Slots are numbered by expert, then by row, so that what an expert
-//! gives is a run of slots, and its input a list of rows that the products read in place. Experts go through the
-//! stages together, each stage one parallel region, as many at a time as keep their inner values in the caches.
+//! A *slot* is one row at one of its experts. Slots are numbered by expert, then by row. The output of an
+//! expert is therefore a range of slots, and its input a list of rows that the products read in place.
+//! Experts pass through the stages together, each stage in one parallel region. A group has as many experts
+//! as keep their inner values in the caches.
 //!
 //! A row's result depends on that row only: each slot is a row of a batch-invariant product, and the sum runs
 //! over the row's experts from the most to the least probable.
@@ -18,10 +19,10 @@ use crate::matmul::{Activations, Epilogue, MatmulKernels, PackedMatrix};
 use crate::ops;
 use std::ops::Range;
 
-/// Bytes of inner values for each thread: what its share of them may take of an L2 cache.
+/// Bytes of inner values per thread: its share must fit into a part of an L2 cache.
 const INNER_BYTES: usize = 1 << 19;
 
-/// Buffers that grow to the largest call and stay.
+/// Buffers that grow to the largest call and are never shrunk.
 #[derive(Debug, Default)]
 pub(super) struct Scratch {
     routes: Routes,
@@ -123,7 +124,7 @@ impl Scratch {
         product::run(&backend.pool, backend.kernels, backend.config.activations, &products)
     }
 
-    /// The weighted sums, in rank order.
+    /// Writes the weighted sums, in rank order.
     fn combine(&mut self, backend: &mut CpuBackend, op: &MoeOp, rows: usize) -> Result<(), Error> {
         let isa = backend.config.rows;
         let out = &mut backend.buffers[op.out.0 as usize];
@@ -142,12 +143,12 @@ impl Scratch {
     }
 }
 
-/// Which experts each row goes to.
+/// The experts of each row.
 #[derive(Debug, Default)]
 struct Routes {
     /// `[rows][used]`, the most probable first.
     chosen: Vec<RoutedExpert>,
-    /// Slot of each of them.
+    /// Slot of each entry of `chosen`.
     slot_of: Vec<u32>,
     /// Row of each slot.
     rows: Vec<u32>,
@@ -225,21 +226,22 @@ impl Routes {
         self.starts[experts.start] as usize..self.starts[experts.end] as usize
     }
 
-    /// Experts from `from` on that together have at most so many slots, or one that has more.
+    /// The range of experts from `from` on that have at most `slots` slots together; at least one expert.
     fn some_experts(&self, from: usize, slots: usize) -> Range<usize> {
         let end = self.starts[from] as usize + slots;
         let fit = self.starts[from + 1..].iter().take_while(|start| **start as usize <= end).count();
         from..from + fit.max(1)
     }
 
-    /// Those experts that have rows, with their slots.
+    /// The experts that have rows, with their slots.
     fn by_expert(&self, experts: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> {
         let with_slots = experts.map(|expert| (expert, self.slots_of(expert..expert + 1)));
         with_slots.filter(|(_, slots)| !slots.is_empty())
     }
 }
 
-/// Weights of a row's best experts. Where its logits are not numbers, neither are the weights.
+/// Fills `chosen` with the weights of a row's best experts. The weights are NaN if the row's logits are not
+/// numbers.
 fn choose(best: &[(usize, f32)], renormalise: bool, chosen: &mut [RoutedExpert]) {
     let total: f32 = if renormalise { best.iter().map(|(_, p)| p).sum() } else { 1.0 };
     chosen.fill(RoutedExpert { expert: 0, weight: f32::NAN });
@@ -248,7 +250,7 @@ fn choose(best: &[(usize, f32)], renormalise: bool, chosen: &mut [RoutedExpert])
     }
 }
 
-/// Matrices of all experts, and the columns of a buffer that their products fill.
+/// Matrices of all experts, and the columns of the buffer that receive their products.
 struct ExpertMatrices {
     matrix: MatrixId,
     /// `[experts]`
@@ -267,7 +269,7 @@ impl ExpertMatrices {
         MatmulKernels::reads_int8(self.matrix(backend).ty(), backend.config.activations)
     }
 
-    /// The product of one expert, into its slots.
+    /// The product of one expert, with its slots as output.
     fn product<'a>(
         &self,
         backend: &'a CpuBackend,

@@ -9,10 +9,10 @@ use crate::matmul::{
 use crate::pool::Pool;
 use std::ops::Range;
 
-/// Parts per thread: a slow thread costs an eighth of its share at most.
+/// Parts per thread. With 8, a slow thread delays the others by at most an eighth of its share.
 const PARTS_PER_THREAD: usize = 8;
 
-/// One product with its output, ready to be cut into panels.
+/// One product with its output, divisible into panels.
 pub(super) struct Product<'a> {
     pub(super) view: MatrixView<'a>,
     pub(super) activations: Activations<'a>,
@@ -21,7 +21,7 @@ pub(super) struct Product<'a> {
 }
 
 impl Product<'_> {
-    /// What a panel costs, in bytes read: up to a few rows that is all it costs, beyond it grows with them.
+    /// Cost of a panel, in bytes read. It is constant up to 4 rows and grows with the rows above that.
     fn panel_cost(&self) -> usize {
         self.view.panel_bytes() * self.activations.rows().max(4)
     }
@@ -37,7 +37,7 @@ pub(super) fn run(
     run_panels(pool, kernels, mode, products, None)
 }
 
-/// The same for those of the panels that each has.
+/// Like [`run`], but runs only panels `only` of each product; `None` runs all.
 fn run_panels(
     pool: &Pool,
     kernels: MatmulKernels,
@@ -73,7 +73,7 @@ fn run_panels(
     })
 }
 
-/// See [`crate::backend::Backend::matmul`]; with `part` [`crate::backend::Backend::matmul_part`].
+/// See [`crate::backend::Backend::matmul`]. With a `part`, see [`crate::backend::Backend::matmul_part`].
 pub(super) fn matmul(
     backend: &mut CpuBackend,
     x: BufferId,
@@ -107,7 +107,7 @@ pub(super) fn matmul(
             epilogue: Epilogue { scale: job.scale, bias, accumulate: job.accumulate },
         });
     }
-    // Whole panels, of which more may be than was asked for.
+    // Whole panels: these may contain more rows than `part`.
     let only = part.map(|part| part.start / PANEL_ROWS..part.end.div_ceil(PANEL_ROWS));
     run_panels(&backend.pool, backend.kernels, mode, &products, only)
 }

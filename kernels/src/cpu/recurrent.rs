@@ -20,16 +20,16 @@ use std::collections::hash_map::Entry;
 #[derive(Debug, Default)]
 pub(super) struct States {
     layers: Vec<StateLayer>,
-    /// Bytes of a slot, as far as layers have been declared.
+    /// Bytes of a slot for the layers declared so far.
     slot_bytes: usize,
     plan: StatePlan,
-    /// Weights in the order of the kernel, made when first used: vectors never change.
+    /// Weights in the kernel's order, created on first use. Vectors never change, so they stay valid.
     conv_weights: HashMap<(VectorId, usize), ConvWeight>,
     scratch: ScanScratch,
     deferred: Deferred,
 }
 
-/// One layer's place in the slots.
+/// A layer's position in the slots.
 #[derive(Debug)]
 struct StateLayer {
     layout: StateLayout,
@@ -52,9 +52,9 @@ impl States {
         Ok(StateLayerId(self.layers.len() as u32 - 1))
     }
 
-    /// Takes in what a step does with the states.
+    /// Plans the reads and writes of states of a step.
     pub(super) fn begin(&mut self, step: &StepInput<'_>) -> Result<(), Error> {
-        // A worker may hold none of a model's recurrent layers.
+        // A stage may have none of a model's recurrent layers.
         self.plan = match self.layers.is_empty() {
             true => StatePlan::default(),
             false => StatePlan::new(step.sequences, step.states, self.slot_bytes)?,
@@ -76,12 +76,12 @@ impl States {
         layout.read(&arena[slot][*offset..], conv, recurrent)
     }
 
-    /// Bytes of weights in the order of the kernels.
+    /// Bytes of convolution weights in the kernel's order.
     pub(super) fn weight_bytes(&self) -> usize {
         self.conv_weights.values().map(ConvWeight::bytes).sum()
     }
 
-    /// Bytes of scratch.
+    /// Bytes of scratch and of deferred inputs.
     pub(super) fn scratch_bytes(&self) -> usize {
         self.scratch.bytes() + self.deferred.bytes()
     }
@@ -180,7 +180,7 @@ pub(super) fn accept(backend: &mut CpuBackend, rows: &[usize]) -> Result<(), Err
             let bias = op.bias.map(|id| vectors[id.0 as usize].as_slice());
             recurrent::conv(pool, config.rows, &mut state, weight, bias, &mut x.accepted(&accepted))?;
         }
-        // What the rows gave is known already.
+        // The results of the rows are not used: the deferred step has already returned them.
         let mut out = vec![0.0; plan.rows() * layout.out_len()];
         match recurrence {
             None => {}

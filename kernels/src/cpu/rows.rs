@@ -1,4 +1,4 @@
-//! Row-major f32 buffers, and their rows handed to several threads at once.
+//! Row-major f32 buffers, and access of several threads to their rows.
 #![allow(unsafe_code, reason = "disjoint rows of one buffer on several threads")]
 
 use crate::Error;
@@ -9,14 +9,14 @@ use crate::pool::Pool;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// An activation buffer: `rows` of `cols` values with room for more, and their 8-bit form while it is fresh.
+/// An activation buffer: `rows` of `cols` values with a fixed or grown capacity, and their 8-bit form.
 #[derive(Debug, Default)]
 pub(super) struct Buffer {
     data: AlignedBuf<f32>,
     cols: usize,
     rows: usize,
     pub(super) quantized: QuantizedRows,
-    /// Whether `quantized` holds what `data` holds.
+    /// Whether `quantized` is the 8-bit form of the current `data`.
     fresh: bool,
 }
 
@@ -40,7 +40,7 @@ impl Buffer {
         self.data.len() * size_of::<f32>()
     }
 
-    /// Declares how many rows of which width the buffer holds; what it held is stale.
+    /// Sets the number of rows and their width. The previous contents are stale.
     pub(super) fn set_shape(&mut self, rows: usize, cols: usize) -> Result<(), Error> {
         if rows.checked_mul(cols).is_none_or(|len| len > self.data.len()) {
             let (index, len) = (rows.saturating_mul(cols), self.data.len());
@@ -50,7 +50,7 @@ impl Buffer {
         Ok(())
     }
 
-    /// Makes sure that the buffer holds as many rows as are to be added to it.
+    /// Returns an error unless the buffer has exactly `rows` rows to add to.
     pub(super) fn check_rows(&self, rows: usize) -> Result<(), Error> {
         match self.rows == rows {
             true => Ok(()),
@@ -58,7 +58,7 @@ impl Buffer {
         }
     }
 
-    /// Gives the buffer another shape and as much memory as that takes; what it held is stale.
+    /// Sets the shape and grows the memory as needed. The previous contents are stale.
     pub(super) fn fit(&mut self, rows: usize, cols: usize) -> Result<(), Error> {
         let len = rows.checked_mul(cols).ok_or(Error::Shape { rows, cols, experts: 1 })?;
         self.data.grow(len);
@@ -82,7 +82,7 @@ impl Buffer {
         }
     }
 
-    /// Where values `part` of a row stand.
+    /// Index range in `values` of columns `part` of a row.
     pub(super) fn part(&self, row: usize, part: Range<usize>) -> Result<Range<usize>, Error> {
         let (rows, cols) = (self.rows, self.cols);
         if row >= rows {
@@ -94,13 +94,13 @@ impl Buffer {
         Ok(row * cols + part.start..row * cols + part.end)
     }
 
-    /// The rows for several threads; what the 8-bit form holds is stale.
+    /// Gives several threads access to the rows. Marks the 8-bit form as stale.
     pub(super) fn share(&mut self) -> SharedRows<'_> {
         self.fresh = false;
         SharedRows { start: self.data.as_mut_ptr(), rows: self.rows, cols: self.cols, owner: PhantomData }
     }
 
-    /// Changes every row, rows in parallel.
+    /// Calls `row` for every row, rows in parallel.
     pub(super) fn change(
         &mut self,
         pool: &Pool,
@@ -113,7 +113,7 @@ impl Buffer {
         })
     }
 
-    /// As [`Buffer::change`], and makes the 8-bit form of each row on the way if `kernels` are given for it.
+    /// Like [`Buffer::change`]. With `kernels`, also computes the 8-bit form of each row.
     pub(super) fn fill(
         &mut self,
         pool: &Pool,
@@ -136,7 +136,7 @@ impl Buffer {
         Ok(())
     }
 
-    /// Makes the 8-bit form fresh, rows in parallel.
+    /// Computes the 8-bit form unless it is current, rows in parallel.
     pub(super) fn quantize(&mut self, pool: &Pool, kernels: MatmulKernels) -> Result<(), Error> {
         if self.fresh {
             return Ok(());
@@ -155,8 +155,8 @@ impl Buffer {
     /// The buffer as the output of products.
     pub(super) fn output(&mut self) -> SharedOut<'_> {
         self.fresh = false;
-        // SAFETY: the pointer is valid for rows * cols initialised values and borrowed mutably for the handle's
-        // life; each product gives its threads disjoint panels.
+        // SAFETY: the pointer is valid for rows * cols initialised values and borrowed mutably for the
+        // handle's lifetime; each product gives its threads disjoint panels.
         unsafe { SharedOut::new(self.data.as_mut_ptr(), self.rows, self.cols) }
     }
 }
@@ -199,7 +199,7 @@ pub(super) fn outputs<'a>(
     Ok((read, outs.ok_or(Error::OutOfRange { what: "buffer", index: len, len })?))
 }
 
-/// Rows of a buffer, to be changed by several threads, each its own.
+/// Rows of a buffer that several threads change, each its own rows.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct SharedRows<'a> {
     start: *mut f32,
@@ -214,28 +214,29 @@ unsafe impl Send for SharedRows<'_> {}
 unsafe impl Sync for SharedRows<'_> {}
 
 impl<'a> SharedRows<'a> {
-    /// Some columns of some rows as the output of a product of as many rows and columns.
+    /// Some columns of some rows as the output of a product with the same number of rows and columns.
     ///
     /// # Safety
-    /// While a product runs on the result, nobody else may touch these columns of these rows.
+    /// While a product runs on the result, nothing else may access these columns of these rows.
     pub(super) unsafe fn output(&self, rows: Range<usize>, columns: Range<usize>) -> SharedOut<'a> {
         assert!(rows.end <= self.rows && columns.end <= self.cols);
-        // SAFETY: from there on the rows lie inside the buffer that this handle borrows mutably, `cols` values
-        // apart, and of the last row as much is left as the columns take.
+        // SAFETY: the rows from `start` on lie inside the buffer that this handle borrows mutably, `cols`
+        // values apart, and the last row has at least as many values left as the columns need.
         unsafe {
             let start = self.start.add(rows.start * self.cols + columns.start);
             SharedOut::new(start, rows.len(), self.cols)
         }
     }
 
-    /// Row `row`.
+    /// Returns row `row`.
     ///
     /// # Safety
     /// No other reference to the same row may exist while the result lives.
     #[allow(clippy::mut_from_ref, reason = "rows are disjoint by this function's contract")]
     pub(super) unsafe fn row(&self, row: usize) -> &mut [f32] {
         assert!(row < self.rows);
-        // SAFETY: the row lies inside the buffer that this handle borrows mutably; nobody else is in it.
+        // SAFETY: the row lies inside the buffer that this handle borrows mutably; no other reference to it
+        // exists.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(row * self.cols), self.cols) }
     }
 }

@@ -108,7 +108,7 @@ pub(super) fn scale_rows(backend: &mut CpuBackend, x: BufferId, gate: BufferId) 
     ops::scale_rows(&backend.pool, backend.config.rows, x.cols(), x.values_mut(), gates)
 }
 
-/// What an activation makes of a gate and what it gates.
+/// Maps a gate activation to its kernel.
 pub(super) fn gating(activation: GateActivation) -> Gating {
     match activation {
         GateActivation::Silu => Gating::By(Activation::Silu),
@@ -150,7 +150,7 @@ impl<'a> RowNorm<'a> {
     }
 }
 
-/// The RMS norm of rows of `cols` values; `otherwise` says what another norm is.
+/// The RMS norm of rows of `cols` values. `otherwise` is the error text for another kind of norm.
 pub(super) fn rms<'a>(
     vectors: &'a [Vec<f32>],
     norm: &Norm,

@@ -1,4 +1,4 @@
-//! The step in flight: its tokens, their places in their sequences, and the attention plans of its layers.
+//! The running step: its tokens, the positions of its rows, and the attention plans of its layers.
 
 use crate::Error;
 use crate::attention::{AttentionShape, Placement, QueryRow, StepPlan};
@@ -6,20 +6,20 @@ use crate::backend::{KvLayerId, StepInput};
 
 use super::attend::KvLayer;
 
-/// What a step's ops look at.
+/// The parts of a step's input that its ops read.
 #[derive(Debug, Default)]
 pub(super) struct Step {
     pub(super) tokens: Vec<u32>,
     pub(super) rows: Vec<QueryRow>,
-    /// Of each sequence; the end of all positions where it has one segment.
+    /// Start of the second segment of each sequence. With one segment, a value above all positions.
     segment_starts: Vec<usize>,
-    /// Per KV layer, which of `plans` serves it; layers of one group and shape share a plan.
+    /// Index into `plans` per KV layer. Layers of one group and shape share a plan.
     plan_of: Vec<usize>,
     plans: Vec<StepPlan>,
 }
 
 impl Step {
-    /// Takes in a step; the end of its positions.
+    /// Stores a step's input and returns the end of its positions.
     pub(super) fn begin(&mut self, input: &StepInput<'_>) -> Result<usize, Error> {
         self.tokens.clear();
         self.tokens.extend_from_slice(input.tokens);
@@ -45,7 +45,7 @@ impl Step {
         Ok(end)
     }
 
-    /// One plan for each group and shape that any layer has.
+    /// Creates one plan for each combination of group and shape.
     pub(super) fn make_plans(
         &mut self,
         layers: &[KvLayer],

@@ -1,4 +1,4 @@
-//! The op vocabulary on every instruction set, against plain definitions.
+//! Tests of the op vocabulary on every instruction set, against plain definitions.
 
 use super::*;
 use crate::Isa;
@@ -32,7 +32,7 @@ fn device(isa: Isa, activations: ActivationMode, threads: usize) -> CpuBackend {
     CpuBackend::new(config, pool).unwrap()
 }
 
-/// What `f` gives on every instruction set, with one thread and with three: the same bits.
+/// Runs `f` on every instruction set, with one thread and with three, and checks that the bits are equal.
 fn on_every_isa(activations: ActivationMode, f: impl Fn(&mut CpuBackend) -> Vec<f32>) -> Vec<f32> {
     let want = f(&mut device(Isa::Scalar, activations, 1));
     for isa in Isa::available() {
@@ -56,7 +56,7 @@ fn assert_close(got: &[f32], want: &[f64], tolerance: f64) {
     }
 }
 
-/// A buffer that holds these rows.
+/// Creates a buffer with these rows.
 fn buffer(backend: &mut CpuBackend, cols: usize, values: &[f32]) -> BufferId {
     let id = backend.create_buffer(values.len() / cols, cols).unwrap();
     backend.write_rows(id, values).unwrap();
@@ -67,7 +67,7 @@ fn values(backend: &CpuBackend, id: BufferId) -> Vec<f32> {
     backend.buffers[id.0 as usize].values().to_vec()
 }
 
-/// `experts` matrices of F32.
+/// Creates `experts` matrices of F32.
 fn matrix(backend: &mut CpuBackend, experts: usize, cols: usize, values: &[f32]) -> MatrixId {
     let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
     let rows = values.len() / cols / experts;
@@ -93,7 +93,7 @@ fn the_arena_is_read_and_written_in_bounds_only() {
     backend.copy_kv(&[copy(3, 9), copy(9, 14)]).unwrap();
     backend.read_arena(14, &mut read[..128]).unwrap();
     assert_eq!(read[..128], bytes[..128]);
-    // Up to the last byte, and not beyond.
+    // Access up to the last byte is allowed, beyond it is not.
     assert_eq!(backend.write_arena(15, &[1; 64]), Ok(()));
     assert_eq!(backend.read_arena(16, &mut []), Ok(()));
     let outside = |end| Err(Error::OutsideArena { end, len: 1024 });
@@ -107,7 +107,7 @@ fn the_arena_is_read_and_written_in_bounds_only() {
 }
 
 #[test]
-fn parts_of_a_product_are_those_of_the_whole() {
+fn a_part_of_a_product_equals_that_part_of_the_whole_product() {
     let mut random = Random(7);
     let (rows, cols, outputs) = (3, 64, 150);
     let (weights, x) = (random.values(outputs * cols), random.values(rows * cols));
@@ -120,7 +120,8 @@ fn parts_of_a_product_are_those_of_the_whole() {
         backend.matmul(input, &[job]).unwrap();
         let whole = values(&backend, out);
         assert!(backend.serves_parts());
-        // Ends inside panels, at their edges, nothing, and the last one, which is not whole.
+        // Parts that end inside panels and at their edges, an empty part, and the last panel, which is not
+        // whole.
         for part in [0..150, 0..16, 16..32, 5..20, 63..64, 40..40, 140..150] {
             backend.write_rows(out, &vec![f32::NAN; rows * outputs]).unwrap();
             backend.matmul_part(input, &job, part.clone()).unwrap();
@@ -152,7 +153,7 @@ fn parts_of_a_product_are_those_of_the_whole() {
 }
 
 #[test]
-fn a_step_s_sequences_cover_its_tokens() {
+fn the_sequences_of_a_step_must_cover_its_tokens() {
     let mut backend = device(Isa::detect(), ActivationMode::Int8, 1);
     let sequence = |rows| StepSequence { rows, context: 0, segment_start: None };
     assert_eq!(begin(&mut backend, &[1, 2, 3], &[sequence(0..1), sequence(1..3)]), Ok(()));

@@ -11,33 +11,34 @@ use std::ops::Range;
 #[cfg(test)]
 mod tests;
 
-/// Keys of a split: partial results are taken from one multiple of this position to the next. As in `common.cuh`.
+/// Keys of a split. Splits begin at multiples of this position. As in `common.cuh`.
 pub(super) const SPLIT: usize = 512;
 
-/// Splits that a row has in common with another of its sequence. As in `common.cuh`.
+/// Marker in place of a count of common splits, for a row of the same sequence as the row before. As in
+/// `common.cuh`.
 pub(super) const SAME: u32 = u32::MAX;
 
-/// The window of a row that sees every key.
+/// Window of a row that sees every key.
 const ALL: usize = i32::MAX as usize;
 
-/// Scratch for partial results that is asked for where a single row does not need more.
+/// Smallest size of the scratch memory for partial results, if a single row does not need more.
 const SCRATCH_BYTES: usize = 32 << 20;
 
 /// Most blocks of a grid's second and third dimension.
 const MAX_GRID: usize = 65_535;
 
-/// Widths of heads that the kernels are compiled for.
+/// Head widths that the kernels are compiled for.
 const WIDTHS: [usize; 4] = [64, 128, 256, 512];
 
-/// The kernels that serve layers of one shape.
+/// Kernels for layers of one shape.
 #[derive(Debug, Clone)]
 pub struct AttentionKernels {
     shape: KvShape,
     block: KvBlock,
-    /// Each with the query vectors that a block of it takes, ascending.
+    /// Kernels with the query vectors that a block processes, ascending.
     attend: Vec<(usize, KernelId)>,
     combine: KernelId,
-    /// Query heads that a block takes together, all of one key/value head.
+    /// Query heads that a block processes together. They share one key/value head.
     together: usize,
     /// Most query vectors of a block.
     most: usize,
@@ -49,26 +50,27 @@ pub struct AttentionCall<'a> {
     pub q: DevicePtr,
     /// `[rows][heads * v_head_dim]`
     pub out: DevicePtr,
-    /// [`AttentionKernels::scratch_bytes`] for partial results.
+    /// [`AttentionKernels::scratch_bytes`] bytes for partial results.
     pub scratch: DevicePtr,
     pub arena: DevicePtr,
     pub step: &'a StepPointers,
     pub sequences: &'a [StepSequence],
     pub group: usize,
-    /// Of the layer inside a block.
+    /// Byte offset of the layer inside a block.
     pub layer_offset: usize,
-    /// `[heads]`: one more logit of each head, with no value.
+    /// `[heads]`: attention sinks, an additional logit of each head without a value.
     pub sinks: Option<DevicePtr>,
     pub scale: f32,
 }
 
-/// Rows of one launch, by their places in the step's order.
+/// Rows of one launch, as indices into the step's order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Rows {
     rows: Range<usize>,
-    /// Rows that a block of threads looks after.
+    /// Rows that a block of threads is responsible for.
     tile: usize,
-    /// Rows that it can take together: with one to look after, those whose caches begin alike, of other blocks of threads.
+    /// Most rows that a block of threads can process together. With a `tile` of 1, these include rows of
+    /// other blocks of threads whose caches begin with the same blocks.
     join: usize,
     /// Most splits of a row.
     splits: usize,
@@ -77,7 +79,7 @@ struct Rows {
 }
 
 impl AttentionKernels {
-    /// The source that serves a shape.
+    /// Returns the source for a shape.
     ///
     /// # Errors
     /// As [`KvBlock::new`]; [`Error::EmptyWindow`], [`Error::Unsupported`] for a window that is not causal.
@@ -86,11 +88,11 @@ impl AttentionKernels {
         Ok(&source::ATTENTION[type_number(shape.kv_type)][width_class(shape)])
     }
 
-    /// Loads what was compiled of [`Self::source`].
+    /// Loads the compiled [`Self::source`].
     ///
     /// # Errors
-    /// [`CudaError::NoKernel`] for what was compiled of another source, [`CudaError::Invalid`] for a shape that is not
-    /// served; what the device says.
+    /// [`CudaError::NoKernel`] for another compiled source, [`CudaError::Invalid`] for an unsupported
+    /// shape; errors of the device.
     pub fn load(device: &mut dyn Device, compiled: &Compiled, shape: KvShape) -> Result<Self, CudaError> {
         let source = Self::source(&shape).map_err(not_served)?;
         let block = KvBlock::new(&shape).map_err(not_served)?;
@@ -106,20 +108,21 @@ impl AttentionKernels {
         Ok(Self { shape, block, attend, combine, together, most })
     }
 
-    /// Layout of the layer's blocks.
+    /// Returns the layout of the layer's blocks.
     pub fn block(&self) -> &KvBlock {
         &self.block
     }
 
-    /// Device memory that a call needs besides its buffers, for sequences of `positions` at most.
+    /// Returns the bytes of device memory that a call needs besides its buffers, for sequences of at most
+    /// `positions`.
     pub fn scratch_bytes(&self, positions: usize) -> usize {
         self.row_scratch(self.splits(0..positions.max(1)).len()).max(SCRATCH_BYTES)
     }
 
-    /// Runs the step's rows. `scratch_bytes` lie at [`AttentionCall::scratch`].
+    /// Processes the step's rows. [`AttentionCall::scratch`] has `scratch_bytes` bytes.
     ///
     /// # Errors
-    /// What the device says; [`CudaError::Invalid`] for too little scratch.
+    /// [`CudaError::Invalid`] for too little scratch memory; errors of the device.
     pub fn launch(
         &self,
         device: &mut dyn Device,
@@ -132,8 +135,9 @@ impl AttentionKernels {
         Ok(())
     }
 
-    /// Cuts the step into launches: sequences of one row and longer ones are not mixed, and no launch leaves more
-    /// partial results than there is scratch for. What a row gives does not depend on it.
+    /// Splits the step into launches. Sequences of one row and longer ones are not mixed, and the partial
+    /// results of a launch fit the scratch memory. A row's result does not depend on the split into
+    /// launches.
     fn plan(&self, sequences: &[StepSequence], scratch_bytes: usize) -> Result<Vec<Rows>, CudaError> {
         let mut launches = Vec::new();
         for alike in sequences.chunk_by(|a, b| has_several(a) == has_several(b)) {
@@ -142,7 +146,7 @@ impl AttentionKernels {
             let (tile, join) = match self.attend.len() {
                 _ if several => (join, join),
                 1 => (1, join),
-                // Kernels by lanes do the work of every vector that they have room for, whether or not it is there.
+                // Kernels by lanes do the work of every vector that they have room for, present or not.
                 _ => (1, 1),
             };
             let rows = alike.iter().flat_map(|sequence| {
@@ -152,7 +156,7 @@ impl AttentionKernels {
                     (row, self.splits(0..if self.shape.causal { own } else { end }).len())
                 })
             });
-            // Single rows have an order of the step's own: any of them may stand anywhere.
+            // The step orders single rows itself, so any of them may be at any index.
             let most = if several { 0 } else { rows.clone().map(|(_, splits)| splits).max().unwrap_or(0) };
             let rows = rows.map(|(row, splits)| (row, splits.max(most)));
             let mut open: Option<Rows> = None;
@@ -182,7 +186,7 @@ impl AttentionKernels {
             launches.extend(open);
         }
         for launch in &mut launches {
-            // The windows of a block's rows begin in two splits at most.
+            // The windows of a block's rows begin in at most two splits.
             let slides = usize::from(self.shape.window.is_some() && launch.tile > 1);
             launch.grid_splits = launch.splits + slides;
         }
@@ -257,13 +261,13 @@ impl AttentionKernels {
         Ok(())
     }
 
-    /// Splits of a row that sees the positions up to `0..end`, its window applied.
+    /// Returns the splits of a row that sees the positions `keys`, limited by its window.
     fn splits(&self, keys: Range<usize>) -> Range<usize> {
         let start = self.shape.window.map_or(0, |window| keys.end.saturating_sub(window));
         start / SPLIT..keys.end.div_ceil(SPLIT)
     }
 
-    /// Bytes of partial results of a row with so many splits.
+    /// Returns the bytes of partial results of a row with `splits` splits.
     fn row_scratch(&self, splits: usize) -> usize {
         self.shape.heads * splits * (self.shape.v_head_dim + 2) * size_of::<f32>()
     }
@@ -282,14 +286,14 @@ fn check(shape: &KvShape) -> Result<(), Error> {
     }
 }
 
-/// The narrowest of [`WIDTHS`] that both heads fit.
+/// Returns the index of the narrowest of [`WIDTHS`] that fits keys and values.
 fn width_class(shape: &KvShape) -> usize {
     let widest = shape.head_dim.max(shape.v_head_dim);
     WIDTHS.iter().position(|width| *width >= widest).unwrap_or(WIDTHS.len() - 1)
 }
 
-/// How many query vectors a block of each of the shape's kernels takes: on tensor cores always 16, by lanes as many as
-/// there are registers for.
+/// Returns the query vectors per block of each of the shape's kernels: always 16 on tensor cores; by lanes
+/// as many as the registers allow.
 fn vectors(shape: &KvShape) -> &'static [usize] {
     match (shape.kv_type, WIDTHS[width_class(shape)]) {
         (KvType::F16, 64 | 128 | 256) => &[16],

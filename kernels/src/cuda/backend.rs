@@ -1,9 +1,9 @@
-//! The op vocabulary on a GPU.
+//! GPU backend: the operations of [`Backend`] on a device.
 //!
-//! All that an op touches lies in device memory: weights as `pack` has them, buffers of f32, the arena, one piece of
-//! memory with all that changes from step to step. An op checks what its kernels do not look at, then launches; the host
-//! waits only where values come back to it. There is no op that is done by the CPU instead: what no kernel serves is
-//! refused when the model is loaded, by the type, the shape or the argument.
+//! All data of an operation is in device memory: packed weights, f32 buffers, the arena, and one area with
+//! everything that changes from step to step. An operation checks the arguments that its kernels do not
+//! check, then launches; the host waits only where values are copied back. No operation falls back to the
+//! CPU. An unsupported type, shape or argument is refused when the model is loaded.
 
 use super::rowwise::RowwiseKernels;
 use super::tape::Taped;
@@ -37,9 +37,9 @@ pub use modules::Compile;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CudaConfig {
-    /// What the device's kernels are compiled for.
+    /// Architecture that the device's kernels are compiled for.
     pub arch: Arch,
-    /// What quantised matrices are multiplied with.
+    /// Activation type that quantised matrices are multiplied with.
     pub activations: ActivationMode,
     /// Host threads that repack matrices.
     pub threads: usize,
@@ -59,18 +59,18 @@ pub struct CudaBackend {
     caches: Caches,
     states: States,
     step: StepMemory,
-    /// What one op needs for itself.
+    /// Scratch memory of a single operation.
     scratch: GrowingBuffer,
-    /// Row numbers that go to the device and come from it.
+    /// Row numbers copied to and from the device.
     indices: GrowingBuffer,
     graphs: Graphs,
 }
 
 impl CudaBackend {
-    /// A backend on a device, for which `compile` compiles.
+    /// Creates a backend on a device. `compile` compiles its kernels.
     ///
     /// # Errors
-    /// What the compiler or the device says.
+    /// Errors of the compiler or the device.
     pub fn new(
         device: Box<dyn Device>,
         config: CudaConfig,
@@ -109,7 +109,7 @@ impl CudaBackend {
         })
     }
 
-    /// Launches every kernel of every step by itself.
+    /// Turns graphs off: every kernel of every step is launched separately.
     #[must_use]
     pub fn without_graphs(mut self) -> Self {
         self.graphs.turn_off();
@@ -181,7 +181,7 @@ impl Backend for CudaBackend {
         self.caches.begin_step();
         self.states.check(step, self.caches.arena_bytes)?;
         self.step.begin(self.device.as_mut(), step, self.caches.arena_bytes)?;
-        // Last: a step that is refused must not be remembered.
+        // Last, because a refused step must not change the states.
         self.states.begin(step);
         Ok(())
     }

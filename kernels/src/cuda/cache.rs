@@ -1,4 +1,4 @@
-//! What was compiled, kept in files: compiling all kernels takes seconds, reading them milliseconds.
+//! Cache of compiled kernels in files. Compiling all kernels takes seconds, reading them milliseconds.
 
 use super::nvrtc::named_options;
 use super::source::{HEADERS, Source};
@@ -9,16 +9,16 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::SystemTime;
 
-/// Starts every file; another layout of files gets another one.
+/// First bytes of every file. Another file layout needs another value.
 const MAGIC: &[u8] = b"kvasir cubin 1\n";
 const EXTENSION: &str = "cubin";
 const HASH: usize = blake3::OUT_LEN;
-/// More than any kernel takes; a longer file is none of ours.
+/// Most bytes of a file. No kernel is that large, so a longer file is foreign.
 const MAX_FILE: u64 = 64 << 20;
-/// What the folder holds at most by default: some versions of all kernels for two architectures.
+/// Default limit of the folder's size in bytes: some versions of all kernels for two architectures.
 const MAX_BYTES: u64 = 256 << 20;
 
-/// A folder of compiled sources, named by all that they depend on. Several processes may share one.
+/// A folder of compiled sources. File names are hashes of all inputs. Several processes may share a folder.
 #[derive(Debug, Clone)]
 pub struct CubinCache {
     folder: PathBuf,
@@ -26,19 +26,19 @@ pub struct CubinCache {
 }
 
 impl CubinCache {
-    /// Over a folder, which is made when something is kept.
+    /// Creates a cache in a folder, which is created by the first write.
     pub fn new(folder: impl Into<PathBuf>) -> Self {
         Self { folder: folder.into(), max_bytes: MAX_BYTES }
     }
 
-    /// With another limit of bytes; the oldest files go first.
+    /// Sets another limit in bytes. The oldest files are removed first.
     #[must_use]
     pub fn with_max_bytes(self, max_bytes: u64) -> Self {
         Self { max_bytes, ..self }
     }
 
-    /// What is kept of the source, else what the compiler makes of it. A folder that cannot be read or written costs
-    /// time only.
+    /// Returns the cached source, or compiles and caches it. A folder that cannot be read or written only
+    /// costs time.
     ///
     /// # Errors
     /// Those of [`Compiler::compile`].
@@ -54,8 +54,8 @@ impl CubinCache {
         Ok(compiled)
     }
 
-    /// Fills the folder with every kernel for the architectures that all are checked for, machine code alone, to be sent
-    /// along with the program.
+    /// Fills the folder with the CUBINs of every kernel for all checked architectures, without PTX and
+    /// logs, to ship them with the program.
     ///
     /// # Errors
     /// Those of [`Compiler::compile`], and [`CudaError::Call`] for a folder that cannot be written.
@@ -77,7 +77,7 @@ impl CubinCache {
         Ok(Arch::CHECKED.len() * super::source::all().count())
     }
 
-    /// Writes a file whole or not at all.
+    /// Writes a file atomically.
     fn keep(&self, path: &Path, compiled: &Compiled) -> io::Result<()> {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         fs::create_dir_all(&self.folder)?;
@@ -90,14 +90,14 @@ impl CubinCache {
         written.and_then(|()| self.shrink(path))
     }
 
-    /// Removes the oldest files, but not `newest`, until the others fit.
+    /// Removes the oldest files, but not `newest`, until all fit the limit.
     fn shrink(&self, newest: &Path) -> io::Result<()> {
         let mut files: Vec<(SystemTime, u64, PathBuf)> = Vec::new();
         for entry in fs::read_dir(&self.folder)? {
             let path = entry?.path();
             let ours =
                 path.extension().is_some_and(|extension| extension == EXTENSION || extension == "partial");
-            // Another process may have removed it since.
+            // Another process may have removed it meanwhile.
             if let (true, Ok(found)) = (ours && path != newest, fs::metadata(&path)) {
                 files.push((found.modified()?, found.len(), path));
             }
@@ -118,12 +118,12 @@ impl CubinCache {
     }
 }
 
-/// Where a folder has a source that one version of the compiler has compiled.
+/// Returns the path of a source that one version of the compiler has compiled.
 pub(super) fn path(folder: &Path, version: (i32, i32), source: &Source, arch: Arch) -> PathBuf {
     folder.join(key(version, source, arch)).with_extension(EXTENSION)
 }
 
-/// All that a compiled source depends on.
+/// Hashes all inputs of a compiled source.
 fn key(version: (i32, i32), source: &Source, arch: Arch) -> String {
     let mut hasher = blake3::Hasher::new();
     let version = format!("{}.{}", version.0, version.1);
@@ -136,7 +136,7 @@ fn key(version: (i32, i32), source: &Source, arch: Arch) -> String {
     hasher.finalize().to_hex().to_string()
 }
 
-/// Magic, hash of the rest, then the three parts, each behind its length.
+/// Encodes the magic, the hash of the rest, and the three parts, each after its length.
 fn encode(compiled: &Compiled) -> Vec<u8> {
     let mut body = Vec::new();
     for part in [compiled.cubin.as_slice(), compiled.ptx.as_bytes(), compiled.log.as_bytes()] {
@@ -146,7 +146,7 @@ fn encode(compiled: &Compiled) -> Vec<u8> {
     [MAGIC, blake3::hash(&body).as_bytes(), &body].concat()
 }
 
-/// What a file holds; none if it is not there, or not as it was written.
+/// Reads a file. Returns `None` if it is missing or damaged.
 pub(super) fn read(path: &Path, source: &Source, arch: Arch) -> Option<Compiled> {
     if fs::metadata(path).ok()?.len() > MAX_FILE {
         return None;
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn the_name_depends_on_all_that_the_code_depends_on() {
+    fn the_file_name_depends_on_all_inputs_of_the_code() {
         let changed = |name, text| Source { name, text, kernels: &["a"] };
         let keys = [
             key((13, 0), &SOURCE, Arch::SM_90),
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_is_read_again_unless_a_bit_has_changed() {
+    fn a_cached_file_is_read_unless_it_is_damaged() {
         let cache = CubinCache::new(folder("bits"));
         let path = cache.folder.join("a.cubin");
         assert_eq!(read(&path, &SOURCE, Arch::SM_90), None);
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn the_oldest_files_go_when_the_folder_is_full() {
+    fn the_oldest_files_are_removed_when_the_folder_is_full() {
         let size = encode(&compiled()).len() as u64;
         let cache = CubinCache::new(folder("cap")).with_max_bytes(2 * size);
         let long_ago = SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(1_000_000_000);
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_compiled_once_comes_from_the_file() {
+    fn a_compiled_source_is_read_from_its_file() {
         let cache = CubinCache::new(folder("hit"));
         let compiler = Compiler::find().unwrap();
         let source = &super::super::source::ROWWISE;

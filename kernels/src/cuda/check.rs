@@ -1,5 +1,5 @@
-//! Every op on a device against the same op on the CPU: what `kvasir gpu-check` runs on a GPU, and the tests on the
-//! interpreter.
+//! Comparison of every operation on a device with the same operation on the CPU. `kvasir gpu-check` runs it
+//! on a GPU, the tests run it on the interpreter.
 
 use crate::backend::{ActivationMode, Backend, BufferId, VectorId};
 use crate::error::Error;
@@ -11,7 +11,7 @@ mod cases;
 #[cfg(test)]
 mod tests;
 
-/// Every op that a backend on a GPU has kernels for, as [`Backend`] calls it.
+/// Operations that the GPU backend has kernels for, by the names of [`Backend`].
 pub const OPS: [&str; 20] = [
     "embed",
     "norm",
@@ -35,49 +35,49 @@ pub const OPS: [&str; 20] = [
     "copy_kv",
 ];
 
-/// Makes a backend of its own for each group of cases, which multiplies quantised matrices with such activations.
+/// Creates a new backend for each group of cases, with this activation type for quantised matrices.
 pub type Make<'a> = dyn FnMut(ActivationMode) -> Result<Box<dyn Backend>, Error> + 'a;
 
-/// What a group of cases asks of a backend: a name and values for each.
+/// Runs the operations of a group of cases on a backend, with a name and values for each result.
 type Group = fn(&mut Inputs<'_>) -> Result<(), Error>;
 
-/// One op with one set of arguments.
+/// Result of one operation with one set of arguments.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Case {
-    /// The op, as [`Backend`] calls it.
+    /// Name of the operation in [`Backend`].
     pub op: &'static str,
     pub what: String,
-    /// How far the device is from the CPU, relative to the length of what the CPU gives.
+    /// Difference between device and CPU, relative to the norm of the CPU's result.
     pub error: f64,
-    /// How far it may be.
+    /// Largest allowed difference.
     pub tolerance: f64,
 }
 
 impl Case {
-    /// Whether the device does what the CPU does.
+    /// Whether the difference is within the tolerance.
     pub fn passed(&self) -> bool {
         self.error <= self.tolerance
     }
 }
 
-/// What was compared, and what could not be.
+/// Results of all comparisons.
 #[derive(Debug, Default)]
 pub struct Checked {
-    /// All cases that ran on both.
+    /// Cases that ran on both backends.
     pub cases: Vec<Case>,
-    /// Groups that the device, or the CPU, refused in the middle, and why.
+    /// Groups that the device or the CPU refused, with the reason.
     pub refused: Vec<String>,
 }
 
 impl Checked {
-    /// Whether everything ran and is as near as it must be.
+    /// Whether everything ran and is within its tolerance.
     pub fn passed(&self) -> bool {
         self.refused.is_empty() && self.cases.iter().all(Case::passed)
     }
 }
 
-/// Compares a device of so many multiprocessors with an oracle in all cases. Together they go through every kernel that
-/// there is.
+/// Compares a device with `multiprocessors` multiprocessors with an oracle in all cases. Together the cases
+/// use every kernel.
 pub fn compare(device: &mut Make<'_>, oracle: &mut Make<'_>, multiprocessors: usize) -> Checked {
     let mut checked = Checked::default();
     let mut group = |name: &str, mode, run: &dyn Fn(&mut Inputs<'_>) -> Result<(), Error>| {
@@ -155,7 +155,7 @@ impl Output {
     }
 }
 
-/// |found - wanted| / |wanted|; a value that is not a number must be none on both sides.
+/// |found - wanted| / |wanted|. A NaN must be NaN on both sides.
 fn distance(found: &[f32], wanted: &[f32]) -> f64 {
     if found.len() != wanted.len() {
         return f64::INFINITY;
@@ -175,7 +175,7 @@ fn distance(found: &[f32], wanted: &[f32]) -> f64 {
     if apart == 0.0 { 0.0 } else { (apart / length.max(f64::MIN_POSITIVE)).sqrt() }
 }
 
-/// A backend, the same numbers for each, and what comes out.
+/// A backend, random inputs that are the same for each backend, and the results.
 struct Inputs<'a> {
     backend: &'a mut dyn Backend,
     random: Random,
@@ -183,7 +183,7 @@ struct Inputs<'a> {
 }
 
 impl Inputs<'_> {
-    /// A buffer that holds random rows.
+    /// Creates a buffer of random rows.
     fn rows(&mut self, rows: usize, cols: usize) -> Result<BufferId, Error> {
         let buffer = self.backend.create_buffer(rows, cols)?;
         let values = self.random.values(rows * cols);
@@ -191,13 +191,13 @@ impl Inputs<'_> {
         Ok(buffer)
     }
 
-    /// A vector of random values.
+    /// Creates a vector of random values.
     fn vector(&mut self, len: usize) -> Result<VectorId, Error> {
         let values = self.random.values(len);
         self.backend.create_vector(&values)
     }
 
-    /// Keeps what a buffer holds as what an op gave.
+    /// Adds a buffer's contents to the results as output of an operation.
     fn keep(
         &mut self,
         op: &'static str,
@@ -214,7 +214,7 @@ impl Inputs<'_> {
     }
 }
 
-/// The same numbers on every machine.
+/// Random numbers that are the same on every machine.
 struct Random(u64);
 
 impl Random {
@@ -224,7 +224,7 @@ impl Random {
         mixed ^ (mixed >> 31)
     }
 
-    /// In -1..1.
+    /// Returns a value in -1..1.
     fn value(&mut self) -> f32 {
         (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0
     }
@@ -233,7 +233,8 @@ impl Random {
         (0..len).map(|_| self.value()).collect()
     }
 
-    /// Bytes of a weight format: with one bit cleared in each, no scale or value of any format is infinite or none.
+    /// Returns bytes of a weight format. One bit of each byte is zero, so that no scale or value of any
+    /// format is infinite or NaN.
     fn weights(&mut self, len: usize) -> Vec<u8> {
         (0..len).map(|_| self.next() as u8 & 0xbf).collect()
     }

@@ -1,4 +1,4 @@
-//! What runs kernels: memory, copies, launches. No kernel's meaning is known here.
+//! Interface of a device: memory, copies, launches, graphs. It does not know what kernels compute.
 
 use super::{Compiled, CudaError};
 
@@ -7,22 +7,22 @@ use super::{Compiled, CudaError};
 pub struct DevicePtr(pub u64);
 
 impl DevicePtr {
-    /// The address so many bytes further on.
+    /// Returns the address `bytes` bytes further on.
     #[must_use]
     pub const fn offset(self, bytes: usize) -> Self {
         Self(self.0 + bytes as u64)
     }
 }
 
-/// A kernel of a loaded module. Only the device that loaded it understands the number.
+/// A kernel of a loaded module. The number is valid only for the device that loaded it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct KernelId(pub(crate) u32);
 
-/// What was recorded, to be run again. Only the device that recorded it understands the number.
+/// A recorded graph. The number is valid only for the device that recorded it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct GraphId(pub(crate) u32);
 
-/// One parameter of a kernel, in the low bytes of eight: pointers, 32-bit and 64-bit integers, floats.
+/// One parameter of a kernel, in the low bytes of a u64: a pointer, a 32-bit or 64-bit integer, or a float.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Argument(pub(crate) u64);
 
@@ -61,37 +61,38 @@ pub struct Launch<'a> {
     pub kernel: KernelId,
     pub grid: [u32; 3],
     pub block: [u32; 3],
-    /// Bytes of shared memory besides what the kernel declares.
+    /// Bytes of dynamic shared memory, in addition to the kernel's static shared memory.
     pub shared_bytes: u32,
-    /// In the kernel's order, one for each of its parameters.
+    /// One for each of the kernel's parameters, in order.
     pub arguments: &'a [Argument],
 }
 
-/// A device. Calls take effect in their order, as on one stream; [`Self::download`] waits for those before it.
+/// A device. Calls take effect in their order, as on one stream. [`Self::download`] waits for the earlier
+/// calls.
 pub trait Device: Send {
-    /// What it is in a numeric class.
+    /// Returns the device's name in a numeric class.
     fn name(&self) -> &'static str {
         "cuda"
     }
 
-    /// Blocks of threads that can run at the same time without sharing anything, at least: one that does not say has one.
+    /// Returns the number of multiprocessors, which run blocks in parallel. The default is 1.
     fn multiprocessors(&self) -> usize {
         1
     }
 
-    /// Loads a compiled source and names its kernels, in the order of `kernels`.
+    /// Loads a compiled source and returns its kernels, in the order of `kernels`.
     ///
     /// # Errors
-    /// [`CudaError::NoKernel`] if it lacks one; what the driver says.
+    /// [`CudaError::NoKernel`] if it lacks a kernel; errors of the driver.
     fn load(&mut self, compiled: &Compiled, kernels: &[&str]) -> Result<Vec<KernelId>, CudaError>;
 
-    /// Takes memory, aligned to 256 bytes. What is in it is not defined.
+    /// Allocates memory, aligned to 256 bytes. Its contents are undefined.
     ///
     /// # Errors
     /// [`CudaError::OutOfMemory`].
     fn allocate(&mut self, bytes: usize) -> Result<DevicePtr, CudaError>;
 
-    /// Gives back what [`Self::allocate`] gave.
+    /// Frees memory from [`Self::allocate`].
     ///
     /// # Errors
     /// [`CudaError::Invalid`] for any other address.
@@ -100,25 +101,25 @@ pub trait Device: Send {
     /// Copies from the host.
     ///
     /// # Errors
-    /// [`CudaError::Invalid`] outside of one allocation.
+    /// [`CudaError::Invalid`] unless the bytes lie inside one allocation.
     fn upload(&mut self, to: DevicePtr, bytes: &[u8]) -> Result<(), CudaError>;
 
-    /// Copies to the host, when all that was asked for before is done.
+    /// Copies to the host, after all earlier work is done.
     ///
     /// # Errors
-    /// [`CudaError::Invalid`] outside of one allocation; what a kernel before it did wrong.
+    /// [`CudaError::Invalid`] unless the bytes lie inside one allocation; errors of earlier kernels.
     fn download(&mut self, from: DevicePtr, out: &mut [u8]) -> Result<(), CudaError>;
 
-    /// Copies inside the device; the two do not overlap.
+    /// Copies inside the device. The ranges must not overlap.
     ///
     /// # Errors
-    /// [`CudaError::Invalid`] outside of one allocation.
+    /// [`CudaError::Invalid`] unless each range lies inside one allocation.
     fn copy(&mut self, from: DevicePtr, to: DevicePtr, bytes: usize) -> Result<(), CudaError>;
 
-    /// Sets bytes.
+    /// Sets bytes to `value`.
     ///
     /// # Errors
-    /// [`CudaError::Invalid`] outside of one allocation.
+    /// [`CudaError::Invalid`] unless the bytes lie inside one allocation.
     fn fill(&mut self, to: DevicePtr, value: u8, bytes: usize) -> Result<(), CudaError>;
 
     /// Runs a kernel.
@@ -127,45 +128,46 @@ pub trait Device: Send {
     /// [`CudaError::Invalid`] for a launch beyond the device's limits.
     fn launch(&mut self, launch: &Launch<'_>) -> Result<(), CudaError>;
 
-    /// Waits for all that was asked for.
+    /// Waits for all earlier work.
     ///
     /// # Errors
-    /// What a kernel did wrong.
+    /// Errors of earlier kernels.
     fn synchronize(&mut self) -> Result<(), CudaError>;
 
-    /// Begins to record: until [`Self::end_graph`] launches, fills and copies inside the device are kept, not run, and
-    /// nothing else may be asked for.
+    /// Begins to record a graph. Until [`Self::end_graph`], launches, fills and copies inside the device
+    /// are recorded and not run; all other calls are refused.
     ///
     /// # Errors
-    /// [`CudaError::Invalid`] for a device that does not record.
+    /// [`CudaError::Invalid`] if the device does not support graphs.
     fn begin_graph(&mut self) -> Result<(), CudaError> {
         Err(no_graphs())
     }
 
-    /// Ends what [`Self::begin_graph`] began.
+    /// Ends the recording that [`Self::begin_graph`] began.
     ///
     /// # Errors
-    /// [`CudaError::Invalid`] where nothing is recorded.
+    /// [`CudaError::Invalid`] if no recording has begun.
     fn end_graph(&mut self) -> Result<GraphId, CudaError> {
         Err(no_graphs())
     }
 
-    /// Runs what was recorded, with the addresses and numbers of then.
+    /// Runs a recorded graph, with the addresses and numbers of the recording.
     ///
     /// # Errors
-    /// [`CudaError::Invalid`] for a graph that is none of this device's.
+    /// [`CudaError::Invalid`] for a graph that this device does not have.
     fn replay(&mut self, _graph: GraphId) -> Result<(), CudaError> {
         Err(no_graphs())
     }
 
-    /// Gives back what was recorded; its number may come again.
+    /// Frees a recorded graph. Its number may be reused.
     fn forget(&mut self, _graph: GraphId) {}
 }
 
-/// Records what `work` asks for; none where the device does not record. Whatever fails, the device records no longer.
+/// Records the calls of `work`. Returns `None` if the device does not support graphs. After an error the
+/// device no longer records.
 ///
 /// # Errors
-/// What `work` or the device says.
+/// Errors of `work` or of the device.
 pub fn record<E: From<CudaError>>(
     device: &mut dyn Device,
     work: impl FnOnce(&mut dyn Device) -> Result<(), E>,

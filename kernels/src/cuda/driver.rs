@@ -1,9 +1,9 @@
-//! A GPU behind NVIDIA's driver.
+//! Device implementation on NVIDIA's driver.
 //!
-//! One context, one stream. What the host copies passes through two pinned buffers, so that
-//! no copy reads memory that its caller may have changed since. An error that leaves the context useless (a kernel that
-//! read where nothing is, a fault of the hardware) is [`CudaError::Lost`], then and at every later call; so is a wait that
-//! does not end.
+//! A [`Gpu`] has one context and one stream. Host copies pass through two pinned buffers, so that no copy
+//! reads memory that its caller may have changed since. An error that makes the context unusable (a
+//! kernel's invalid access, a hardware fault) is [`CudaError::Lost`], and every later call returns it
+//! again. A wait that does not end is [`CudaError::Lost`] too.
 
 #![allow(unsafe_code)]
 
@@ -23,72 +23,74 @@ mod staging;
 mod tests;
 mod wait;
 
-/// The stream does not wait for the default stream.
+/// The stream does not synchronise with the default stream.
 const NON_BLOCKING: u32 = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
 /// A thread that waits inside the driver sleeps instead of spinning.
 const SCHEDULE_BLOCKING: u32 = sys::CUctx_flags::CU_CTX_SCHED_BLOCKING_SYNC as u32;
 /// Most parameters of a kernel.
 const MAX_PARAMETERS: usize = 64;
-/// Threads of a block, on every device there is.
+/// Most threads of a block, on every device.
 const MAX_THREADS: u64 = 1024;
-/// Blocks of a grid along each axis, on every device there is.
+/// Most blocks of a grid along each axis, on every device.
 const MAX_GRID: [u32; 3] = [i32::MAX.cast_unsigned(), 65_535, 65_535];
-/// Bytes of a device's name.
+/// Bytes of the buffer for a device's name.
 const NAME_BYTES: usize = 256;
-/// Longest wait for the device. No launch takes longer; one that does has hung, or the device has fallen off its bus
-/// without an error.
+/// Longest wait for the device. No launch takes longer; one that does has hung, or the device has fallen
+/// off the bus without an error.
 const LONGEST_WAIT: Duration = Duration::from_secs(60);
-/// Bytes that are copied to measure the memory: many times what the caches hold.
+/// Bytes per copy when memory bandwidth is measured; many times the size of the device's caches.
 const COPY_BYTES: usize = 1 << 30;
-/// Copies that are timed together.
+/// Number of copies in one time measurement.
 const TIMED_COPIES: u32 = 50;
-/// Multiply-adds that a multiprocessor does in a cycle when it computes a prompt with 8-bit activations, by the counts of
-/// instructions in docs/measurements/gpu.md.
+/// Multiply-adds per cycle of a multiprocessor that computes a prompt with 8-bit activations, from the
+/// instruction counts in docs/measurements/gpu.md.
 const PRODUCTS_PER_CYCLE: u64 = 190;
-/// Kilohertz of a device that does not tell its clock.
+/// Assumed clock in kHz of a device that does not report its clock.
 const USUAL_CLOCK: u64 = 1_500_000;
 
-/// What the driver says of a GPU.
+/// Properties of a GPU, as the driver reports them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GpuInfo {
-    /// As the driver counts, from 0, among those that `CUDA_VISIBLE_DEVICES` leaves.
+    /// The driver's index from 0, among the devices that `CUDA_VISIBLE_DEVICES` leaves.
     pub ordinal: u32,
-    /// Such as `NVIDIA H200`.
+    /// For example `NVIDIA H200`.
     pub name: String,
-    /// What kernels are compiled for.
+    /// Architecture that kernels are compiled for.
     pub arch: Arch,
-    /// Bytes of memory, all of it.
+    /// Total memory in bytes.
     pub memory_bytes: u64,
     pub multiprocessors: u32,
-    /// Their clock; 0 where the driver does not say.
+    /// Clock of the multiprocessors in kHz; 0 if the driver does not report it.
     pub clock_khz: u32,
-    /// Bytes of shared memory that one block may have.
+    /// Most bytes of shared memory for one block.
     pub shared_bytes: u32,
-    /// Bytes of the level 2 cache.
+    /// Bytes of the L2 cache.
     pub l2_bytes: u32,
-    /// Whether its memory is the host's: then what the host uses is missing on the device.
+    /// Whether the device shares the host's memory, so that the host's use reduces the device's free
+    /// memory.
     pub unified: bool,
 }
 
 impl GpuInfo {
-    /// Multiply-adds per second that prompts reach, roughly.
+    /// Estimates the multiply-adds per second of prompt computation.
     pub fn compute(&self) -> u64 {
         let kilohertz = if self.clock_khz == 0 { USUAL_CLOCK } else { u64::from(self.clock_khz) };
         u64::from(self.multiprocessors).saturating_mul(kilohertz).saturating_mul(1000 * PRODUCTS_PER_CYCLE)
     }
 }
 
-/// Of the driver, 1000 times the major and 10 times the minor version of CUDA: 13000 for 13.0.
+/// Returns the driver's CUDA version as 1000 times the major plus 10 times the minor number: 13000 for
+/// 13.0.
 ///
 /// # Errors
-/// [`CudaError::Missing`], [`CudaError::Version`] for a driver older than CUDA 13.0.
+/// [`CudaError::Missing`]; [`CudaError::Version`] for a driver older than CUDA 13.0.
 pub fn driver_version() -> Result<i32, CudaError> {
     version_of(Driver::here()?)
 }
 
 fn version_of(driver: &Driver) -> Result<i32, CudaError> {
     let mut version = 0;
-    // SAFETY: the pointer is to an integer of ours. Needs no cuInit.
+    // SAFETY: the pointer is to a local integer. The call does not need cuInit.
     driver.begun("cuDriverGetVersion", unsafe { (driver.version)(&raw mut version) })?;
     if version < library::DRIVER_VERSION {
         let found = format!("{}.{}", version / 1000, version % 1000 / 10);
@@ -101,22 +103,22 @@ fn version_of(driver: &Driver) -> Result<i32, CudaError> {
     Ok(version)
 }
 
-/// All GPUs of this machine that `CUDA_VISIBLE_DEVICES` leaves.
+/// Returns all GPUs of this machine that `CUDA_VISIBLE_DEVICES` leaves.
 ///
 /// # Errors
-/// As [`driver_version`]; [`CudaError::Call`] where the driver finds no device or does not start.
+/// As [`driver_version`]; [`CudaError::Call`] if the driver finds no device or does not start.
 pub fn gpus() -> Result<Vec<GpuInfo>, CudaError> {
     let driver = Driver::here()?;
     (0..count(driver)?).map(|ordinal| Ok(describe(driver, ordinal)?.1)).collect()
 }
 
-/// Starts the driver and counts its devices.
+/// Initialises the driver and returns the number of devices.
 fn count(driver: &Driver) -> Result<c_int, CudaError> {
     version_of(driver)?;
-    // SAFETY: takes a number that must be 0.
+    // SAFETY: the only argument is a number that must be 0.
     driver.begun("cuInit", unsafe { (driver.init)(0) })?;
     let mut count = 0;
-    // SAFETY: the pointer is to an integer of ours.
+    // SAFETY: the pointer is to a local integer.
     driver.begun("cuDeviceGetCount", unsafe { (driver.device_count)(&raw mut count) })?;
     Ok(count)
 }
@@ -124,11 +126,11 @@ fn count(driver: &Driver) -> Result<c_int, CudaError> {
 fn describe(driver: &Driver, ordinal: c_int) -> Result<(sys::CUdevice, GpuInfo), CudaError> {
     use sys::CUdevice_attribute as Attribute;
     let mut device = 0;
-    // SAFETY: the pointer is to an integer of ours.
+    // SAFETY: the pointer is to a local integer.
     driver.begun("cuDeviceGet", unsafe { (driver.device)(&raw mut device, ordinal) })?;
     let attribute = |attribute: Attribute| {
         let mut value = 0;
-        // SAFETY: a device that the driver has just given; the pointer is to an integer of ours.
+        // SAFETY: the driver has just returned this device; the pointer is to a local integer.
         let status = unsafe { (driver.device_attribute)(&raw mut value, attribute, device) };
         driver.begun("cuDeviceGetAttribute", status).map(|()| c_int::unsigned_abs(value))
     };
@@ -136,11 +138,11 @@ fn describe(driver: &Driver, ordinal: c_int) -> Result<(sys::CUdevice, GpuInfo),
     // SAFETY: as above.
     driver.begun("cuDeviceTotalMem", unsafe { (driver.device_memory)(&raw mut memory, device) })?;
     let mut name: [c_char; NAME_BYTES] = [0; NAME_BYTES];
-    // SAFETY: as many bytes as the call is told.
+    // SAFETY: the buffer has the length that the call gets.
     let status = unsafe { (driver.device_name)(name.as_mut_ptr(), NAME_BYTES as c_int, device) };
     driver.begun("cuDeviceGetName", status)?;
     name[NAME_BYTES - 1] = 0;
-    // SAFETY: it ends with a zero, as just made sure.
+    // SAFETY: the buffer ends with a zero, which was set above.
     let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
     let info = GpuInfo {
         ordinal: ordinal.unsigned_abs(),
@@ -151,7 +153,7 @@ fn describe(driver: &Driver, ordinal: c_int) -> Result<(sys::CUdevice, GpuInfo),
         ),
         memory_bytes: memory as u64,
         multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
-        // Not every driver says it of every device, and nothing depends on it but an estimate.
+        // Not every driver reports it for every device, and only an estimate depends on it.
         clock_khz: attribute(Attribute::CU_DEVICE_ATTRIBUTE_CLOCK_RATE).unwrap_or(0),
         shared_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
         l2_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?,
@@ -160,12 +162,12 @@ fn describe(driver: &Driver, ordinal: c_int) -> Result<(sys::CUdevice, GpuInfo),
     Ok((device, info))
 }
 
-/// A kernel, and what a launch of it must keep to.
+/// A kernel and the limits of its launches.
 #[derive(Debug)]
 struct Kernel {
     function: sys::CUfunction,
     parameters: usize,
-    /// Bytes of shared memory that a launch may add to what it declares.
+    /// Most bytes of dynamic shared memory of a launch.
     dynamic_shared: u32,
 }
 
@@ -176,30 +178,31 @@ pub struct Gpu {
     device: sys::CUdevice,
     context: sys::CUcontext,
     stream: sys::CUstream,
-    /// Marks the end of what is waited for.
+    /// Event that marks the end of the work to wait for.
     done: sys::CUevent,
     longest_wait: Duration,
     staging: Option<Staging>,
     allocations: Allocations,
     modules: Vec<sys::CUmodule>,
     kernels: Vec<Kernel>,
-    /// Those forgotten have left their places.
+    /// A forgotten graph leaves `None` at its index.
     graphs: Vec<Option<sys::CUgraphExec>>,
     recording: bool,
     lost: Option<CudaError>,
-    /// A wait did not end: whatever else is asked of the driver may never return.
+    /// Set after a wait that did not end. Any further call of the driver may never return.
     hung: bool,
 }
 
-// SAFETY: the pointers are the driver's handles, which any thread may use once the context is current there; every call
-// makes it so first. `&mut self` keeps two threads from using them at once, and nothing is shared with another value.
+// SAFETY: the pointers are the driver's handles. Any thread may use them once the context is current on
+// that thread, and every call makes it current first. `&mut self` prevents two threads from using them at
+// once, and no other value shares them.
 unsafe impl Send for Gpu {}
 
 impl Gpu {
-    /// Takes a GPU into use.
+    /// Opens a GPU.
     ///
     /// # Errors
-    /// As [`gpus`]; [`CudaError::Call`] for an ordinal that there is not.
+    /// As [`gpus`]; [`CudaError::Call`] for an ordinal without a device.
     pub fn open(ordinal: u32) -> Result<Self, CudaError> {
         Self::open_with(Driver::here()?, ordinal, LONGEST_WAIT)
     }
@@ -207,14 +210,14 @@ impl Gpu {
     fn open_with(driver: &'static Driver, ordinal: u32, longest_wait: Duration) -> Result<Self, CudaError> {
         count(driver)?;
         let (device, info) = describe(driver, c_int::try_from(ordinal).unwrap_or(c_int::MAX))?;
-        // SAFETY: a device that the driver has just given. Another user's context
-        // of this process may be active already and keeps its flags then.
+        // SAFETY: the driver has just returned this device. If other code in this process already uses the
+        // primary context, the context keeps its flags.
         let set = unsafe { (driver.set_context_flags)(device, SCHEDULE_BLOCKING) };
         if set != api::PRIMARY_CONTEXT_ACTIVE {
             driver.begun("cuDevicePrimaryCtxSetFlags", set)?;
         }
         let mut context = std::ptr::null_mut();
-        // SAFETY: as above; released when this is dropped.
+        // SAFETY: as above; released when `self` is dropped.
         let retained = unsafe { (driver.retain_context)(&raw mut context, device) };
         driver.begun("cuDevicePrimaryCtxRetain", retained)?;
         let mut gpu = Self {
@@ -235,7 +238,7 @@ impl Gpu {
             hung: false,
         };
         gpu.enter()?;
-        // SAFETY: the pointers are to handles of ours, and the context is current.
+        // SAFETY: the pointers are to local handles, and the context is current.
         let created = unsafe { (driver.create_stream)(&raw mut gpu.stream, NON_BLOCKING) };
         gpu.check("cuStreamCreate", created)?;
         // SAFETY: as above.
@@ -250,29 +253,29 @@ impl Gpu {
         &self.info
     }
 
-    /// Bytes of memory that can still be taken.
+    /// Returns the bytes of memory that can still be allocated.
     ///
     /// # Errors
     /// [`CudaError::Lost`].
     pub fn free_bytes(&mut self) -> Result<u64, CudaError> {
         self.enter()?;
         let (mut free, mut total) = (0, 0);
-        // SAFETY: both pointers are to numbers of ours.
+        // SAFETY: both pointers are to local numbers.
         let status = unsafe { (self.driver.memory_info)(&raw mut free, &raw mut total) };
         self.check("cuMemGetInfo", status)?;
         Ok(free as u64)
     }
 
-    /// Bytes per second that copies inside the device read and write, measured now.
+    /// Measures the bytes per second that device-to-device copies read and write.
     ///
     /// # Errors
-    /// [`CudaError::OutOfMemory`]; what the driver says.
+    /// [`CudaError::OutOfMemory`]; errors of the driver.
     pub fn copy_bandwidth(&mut self) -> Result<f64, CudaError> {
         let free = self.free_bytes()?;
         let bytes = COPY_BYTES.min(usize::try_from(free / 4).unwrap_or(COPY_BYTES));
         let (from, to) = (self.allocate(bytes)?, self.allocate(bytes)?);
         self.fill(from, 1, bytes)?;
-        // The first brings the device to its clock.
+        // The first copy brings the device to its clock.
         self.copy(from, to, bytes)?;
         self.synchronize()?;
         let started = Instant::now();
@@ -284,17 +287,17 @@ impl Gpu {
         Ok(2.0 * bytes as f64 / seconds)
     }
 
-    /// Makes the context this thread's, unless it is lost.
+    /// Makes the context current on this thread. Fails if the context is lost.
     fn enter(&mut self) -> Result<(), CudaError> {
         if let Some(lost) = &self.lost {
             return Err(lost.clone());
         }
-        // SAFETY: retained in `open` and not released before this is dropped.
+        // SAFETY: the context was retained in `open` and is not released before `self` is dropped.
         let entered = unsafe { (self.driver.set_current)(self.context) };
         self.check("cuCtxSetCurrent", entered)
     }
 
-    /// As [`Self::enter`], for what a graph cannot hold.
+    /// Like [`Self::enter`], for operations that a graph cannot contain.
     fn enter_unrecorded(&mut self, what: &str) -> Result<(), CudaError> {
         if self.recording {
             return Err(CudaError::Invalid { what: format!("{what} while a graph is recorded") });
@@ -302,13 +305,13 @@ impl Gpu {
         self.enter()
     }
 
-    /// Types a status, and remembers one that nothing can follow.
+    /// Converts a status to a result, and stores a fatal error.
     fn check(&mut self, call: &'static str, status: u32) -> Result<(), CudaError> {
         let checked = self.driver.check(call, status);
         self.keep(checked)
     }
 
-    /// Remembers an error that nothing can follow.
+    /// Stores an error after which no call can succeed.
     fn keep<T>(&mut self, result: Result<T, CudaError>) -> Result<T, CudaError> {
         result.inspect_err(|error| {
             if let CudaError::Lost { .. } = error {
@@ -318,16 +321,16 @@ impl Gpu {
         })
     }
 
-    /// Waits for all that the stream was asked for.
+    /// Waits for all work of the stream.
     fn drain(&mut self) -> Result<(), CudaError> {
-        // SAFETY: both were made in `open` and are destroyed when this is dropped.
+        // SAFETY: both were created in `open` and are destroyed when `self` is dropped.
         let recorded = unsafe { (self.driver.record_event)(self.done, self.stream) };
         self.check("cuEventRecord", recorded)?;
         let waited = wait::event(self.driver, self.done, self.longest_wait);
         self.keep(waited)
     }
 
-    /// Loads machine code, or where there is none or the driver refuses it, has the driver compile the PTX.
+    /// Loads the CUBIN. If there is none, or the driver refuses it, the driver compiles the PTX.
     fn load_module(&mut self, compiled: &Compiled) -> Result<sys::CUmodule, CudaError> {
         let mut module = std::ptr::null_mut();
         if !compiled.cubin.is_empty() {
@@ -336,7 +339,8 @@ impl Gpu {
                 return Err(CudaError::Invalid { what });
             }
             let image = compiled.cubin.as_ptr().cast();
-            // SAFETY: an ELF image as NVRTC made it (and as the cache's hash says that it still is); the driver copies it.
+            // SAFETY: an ELF image from NVRTC, verified by the cache's hash if it comes from there. The
+            // driver copies it.
             let status = unsafe { (self.driver.load_module)(&raw mut module, image) };
             let refused = [api::NO_BINARY_FOR_GPU, api::INVALID_IMAGE].contains(&status);
             if !refused || compiled.ptx.is_empty() {
@@ -356,14 +360,14 @@ impl Gpu {
         Ok(module)
     }
 
-    /// Looks a kernel up, and lets it have all the shared memory that the device has for a block.
+    /// Looks up a kernel and allows it all shared memory that the device has for a block.
     fn find(&mut self, module: sys::CUmodule, compiled: &Compiled, name: &str) -> Result<Kernel, CudaError> {
         use sys::CUfunction_attribute as Attribute;
         let missing = || CudaError::NoKernel { name: name.into(), source_name: compiled.source_name.clone() };
         let c_name = CString::new(name).map_err(|_| missing())?;
         let driver = self.driver;
         let mut function = std::ptr::null_mut();
-        // SAFETY: a module that was loaded and not unloaded, and a text that ends with a zero.
+        // SAFETY: the module is loaded, and the text ends with a zero.
         match unsafe { (driver.function)(&raw mut function, module, c_name.as_ptr()) } {
             api::NOT_FOUND => return Err(missing()),
             other => self.check("cuModuleGetFunction", other)?,
@@ -371,7 +375,7 @@ impl Gpu {
         let mut parameters = 0;
         loop {
             let (mut offset, mut size) = (0, 0);
-            // SAFETY: a function of a module that stays loaded; both pointers are to numbers of ours.
+            // SAFETY: the function's module stays loaded; both pointers are to local numbers.
             match unsafe { (driver.parameter)(function, parameters, &raw mut offset, &raw mut size) } {
                 api::INVALID_VALUE => break,
                 other => self.check("cuFuncGetParamInfo", other)?,
@@ -394,7 +398,7 @@ impl Gpu {
         self.check("cuFuncGetAttribute", status)?;
         let dynamic_shared = self.info.shared_bytes.saturating_sub(declared.unsigned_abs());
         let attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        // SAFETY: as above; the driver refuses a size that it does not have.
+        // SAFETY: as above; the driver refuses a size that the device does not have.
         let set =
             unsafe { (driver.set_function_attribute)(function, attribute, dynamic_shared.cast_signed()) };
         self.check("cuFuncSetAttribute", set)?;
@@ -421,10 +425,10 @@ impl Device for Gpu {
 
     fn allocate(&mut self, bytes: usize) -> Result<DevicePtr, CudaError> {
         self.enter_unrecorded("memory is taken")?;
-        // The driver has no empty allocations.
+        // The driver does not support empty allocations.
         let bytes = bytes.max(1);
         let mut ptr = 0;
-        // SAFETY: the pointer is to a number of ours. What is in the memory is read by kernels and copies only.
+        // SAFETY: the pointer is to a local number. Only kernels and copies read the memory's contents.
         match unsafe { (self.driver.allocate)(&raw mut ptr, bytes) } {
             api::OUT_OF_MEMORY => {
                 let free = self.free_bytes().unwrap_or(0);
@@ -437,10 +441,10 @@ impl Device for Gpu {
     }
 
     fn free(&mut self, ptr: DevicePtr) -> Result<(), CudaError> {
-        // What was asked for before may still use it.
+        // Earlier work may still use the memory.
         self.synchronize()?;
         self.allocations.remove(ptr)?;
-        // SAFETY: it was allocated here, and is known no longer.
+        // SAFETY: the memory was allocated here, and is no longer in `allocations`.
         let freed = unsafe { (self.driver.free)(ptr.0) };
         self.check("cuMemFree", freed)
     }
@@ -449,7 +453,7 @@ impl Device for Gpu {
         self.enter_unrecorded("bytes are uploaded")?;
         self.allocations.check(to, bytes.len())?;
         let Some(staging) = &mut self.staging else { return Ok(()) };
-        // SAFETY: the bytes lie inside of one allocation that lives, as just checked; the context is current.
+        // SAFETY: the bytes lie inside one live allocation, as just checked; the context is current.
         let done = unsafe { staging.upload(to.0, bytes) };
         self.keep(done)
     }
@@ -470,7 +474,7 @@ impl Device for Gpu {
         if bytes == 0 {
             return Ok(());
         }
-        // SAFETY: both ends lie inside of allocations that live: `free` waits for the stream.
+        // SAFETY: both ranges lie inside live allocations, because `free` waits for the stream.
         let copied = unsafe { (self.driver.copy)(to.0, from.0, bytes, self.stream) };
         self.check("cuMemcpyDtoDAsync", copied)
     }
@@ -509,15 +513,15 @@ impl Device for Gpu {
         }
         let mut pointers = [std::ptr::null_mut::<c_void>(); MAX_PARAMETERS];
         for (pointer, argument) in pointers.iter_mut().zip(arguments) {
-            // The driver only reads, as many bytes as the parameter has: eight at most.
+            // The driver only reads, and only the bytes of the parameter: at most eight.
             *pointer = (&raw const argument.0).cast_mut().cast();
         }
         let function = kernel.function;
         let [gx, gy, gz] = grid;
         let [bx, by, bz] = block;
-        // SAFETY: a function of a loaded module, with a pointer to eight bytes for each of its parameters, which the
-        // call copies. What the kernel does to the device's memory is checked where its sources are run by the
-        // interpreter; the host's memory it cannot reach.
+        // SAFETY: the function belongs to a loaded module, and there is a pointer to eight bytes for each
+        // of its parameters, which the call copies. The kernel cannot access the host's memory. Its
+        // accesses to device memory are checked when the interpreter runs the same sources in tests.
         let launched = unsafe {
             (self.driver.launch)(
                 function,
@@ -544,7 +548,7 @@ impl Device for Gpu {
     fn begin_graph(&mut self) -> Result<(), CudaError> {
         self.enter_unrecorded("a graph is begun")?;
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        // SAFETY: the stream lives.
+        // SAFETY: the stream is live.
         let begun = unsafe { (self.driver.begin_capture)(self.stream, mode) };
         self.check("cuStreamBeginCapture", begun)?;
         self.recording = true;
@@ -558,13 +562,13 @@ impl Device for Gpu {
         self.enter()?;
         let driver = self.driver;
         let mut graph = std::ptr::null_mut();
-        // SAFETY: the stream lives and is being captured.
+        // SAFETY: the stream is live and is being captured.
         let ended = unsafe { (driver.end_capture)(self.stream, &raw mut graph) };
         self.check("cuStreamEndCapture", ended)?;
         let mut ready = std::ptr::null_mut();
-        // SAFETY: a graph that the driver has just given, with no flags.
+        // SAFETY: the driver has just returned this graph; the call has no flags.
         let instantiated = unsafe { (driver.instantiate)(&raw mut ready, graph, 0) };
-        // SAFETY: as above; what was made from it lives on without it.
+        // SAFETY: as above; the instantiated graph does not need it.
         let destroyed = unsafe { (driver.destroy_graph)(graph) };
         self.check("cuGraphInstantiate", instantiated)?;
         let place = self.graphs.iter().position(Option::is_none).unwrap_or(self.graphs.len());
@@ -581,25 +585,26 @@ impl Device for Gpu {
         let Some(graph) = self.graphs.get(graph.0 as usize).copied().flatten() else {
             return Err(CudaError::Invalid { what: format!("graph {} is not known", graph.0) });
         };
-        // SAFETY: made by `end_graph`, destroyed when this is dropped; what it touches is as for `launch`.
+        // SAFETY: created by `end_graph` and destroyed when `self` is dropped. For its memory accesses see
+        // `launch`.
         let launched = unsafe { (self.driver.launch_graph)(graph, self.stream) };
         self.check("cuGraphLaunch", launched)
     }
 
     fn forget(&mut self, graph: GraphId) {
-        // It may still be running. Of a lost context nothing is given back but with the context.
+        // The graph may still be running. In a lost context it is freed with the context.
         if self.synchronize().is_ok()
             && let Some(graph) = self.graphs.get_mut(graph.0 as usize).and_then(Option::take)
         {
-            // SAFETY: made by `end_graph`, taken out of its place, and not running.
+            // SAFETY: created by `end_graph`, taken out of `graphs`, and not running.
             let _ = unsafe { (self.driver.destroy_instance)(graph) };
         }
     }
 }
 
 impl Drop for Gpu {
-    /// Gives everything back. An error of a lost context changes nothing, the context goes with the process; of a device
-    /// that hangs nothing is given back, since those calls may not return.
+    /// Frees all resources. Errors of a lost context are ignored; the context is freed with the process.
+    /// Frees nothing if the device hangs, since those calls may not return.
     fn drop(&mut self) {
         let driver = self.driver;
         if self.lost.is_none() && !self.stream.is_null() && !self.done.is_null() && self.enter().is_ok() {
@@ -608,8 +613,8 @@ impl Drop for Gpu {
         if self.hung {
             return;
         }
-        // SAFETY: each handle was made here and is destroyed once; the stream is idle, or its context lost, before
-        // what it uses goes; the context goes last.
+        // SAFETY: each handle was created here and is destroyed once. The stream is idle or its context is
+        // lost before its resources are destroyed. The context goes last.
         unsafe {
             let _ = (driver.set_current)(self.context);
             for graph in self.graphs.drain(..).flatten() {

@@ -1,4 +1,4 @@
-//! How keys and values lie in a block on a device.
+//! Layout of keys and values in a cache block on a device.
 
 use crate::attention::KvType;
 use crate::backend::KvShape;
@@ -7,10 +7,10 @@ use crate::error::Error;
 #[cfg(test)]
 mod oracle;
 
-/// Widest head that the kernels serve.
+/// Largest head dimension that the kernels support.
 pub const MAX_HEAD_DIM: usize = 512;
 
-/// Elements that a row is padded to: what one lane loads at a time.
+/// Rows are padded to a multiple of this number of elements, which one lane loads at a time.
 const ROW_STEP: usize = 8;
 
 /// Elements that share a scale in [`KvType::Q8_0`].
@@ -18,9 +18,10 @@ const Q8_RUN: usize = 32;
 
 /// Layout of one layer's part of a block: the keys of all heads, then the values of all heads.
 ///
-/// A head's *stripe* is `[block_tokens][width]`, rows padded with zeroes to eight elements, so that a warp reads
-/// neighbouring tokens in one run of memory and every load is aligned. In [`KvType::Q8_0`] the scales follow the bytes,
-/// `[block_tokens][width / 32]`. Stripes start at multiples of 16 bytes.
+/// A head's *stripe* is `[block_tokens][width]`. Rows are padded with zeroes to a multiple of eight
+/// elements, so that a warp reads neighbouring tokens from contiguous memory and every load is aligned. In
+/// [`KvType::Q8_0`] the scales follow the bytes, `[block_tokens][width / 32]`. Stripes start at multiples
+/// of 16 bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KvBlock {
     kv_type: KvType,
@@ -32,8 +33,8 @@ pub struct KvBlock {
 
 impl KvBlock {
     /// # Errors
-    /// [`Error::KvLayout`] for other blocks than of 16, 32 or 64 tokens, no heads, more than 4,096, or a head that is
-    /// wider than [`MAX_HEAD_DIM`]; [`Error::HeadGroups`].
+    /// [`Error::KvLayout`] unless blocks have 16, 32 or 64 tokens, there are 1 to 4,096 heads, and both
+    /// head dimensions are 1 to [`MAX_HEAD_DIM`]; [`Error::HeadGroups`].
     pub fn new(shape: &KvShape) -> Result<Self, Error> {
         let KvShape { heads, kv_heads, head_dim, v_head_dim, block_tokens, kv_type, .. } = *shape;
         let widths = 1..=MAX_HEAD_DIM;
@@ -50,7 +51,7 @@ impl KvBlock {
         Ok(Self { kv_type, block_tokens, kv_heads, head_dim, v_head_dim })
     }
 
-    /// Size of one layer's part of a block; a multiple of 64.
+    /// Returns the bytes of one layer's part of a block; a multiple of 64.
     pub fn bytes(&self) -> usize {
         (self.kv_heads * (self.k_stripe() + self.v_stripe())).next_multiple_of(64)
     }
@@ -59,17 +60,17 @@ impl KvBlock {
         self.kv_type
     }
 
-    /// Bytes of one head's keys.
+    /// Returns the bytes of one head's keys.
     pub(super) fn k_stripe(&self) -> usize {
         self.stripe(self.head_dim)
     }
 
-    /// Bytes of one head's values.
+    /// Returns the bytes of one head's values.
     pub(super) fn v_stripe(&self) -> usize {
         self.stripe(self.v_head_dim)
     }
 
-    /// A block has two to this power tokens.
+    /// Returns the base-2 logarithm of the tokens per block.
     pub(super) fn block_shift(&self) -> u32 {
         self.block_tokens.trailing_zeros()
     }
@@ -87,7 +88,7 @@ impl KvBlock {
     }
 }
 
-/// The number by which the kernels know an element type.
+/// Returns the number by which the kernels identify an element type.
 pub(super) const fn type_number(kv_type: KvType) -> usize {
     match kv_type {
         KvType::F32 => 0,
@@ -106,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn stripes_are_as_long_as_what_they_hold() {
+    fn stripes_have_the_size_of_their_elements() {
         for (kv_type, width, stripe) in [
             (KvType::F32, 40, 16 * 40 * 4),
             (KvType::F16, 20, 16 * 24 * 2),
@@ -120,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_kernel_serves_is_refused() {
+    fn unsupported_layouts_are_refused() {
         let good = shape(KvType::F16, 64, 64);
         assert!(KvBlock::new(&good).is_ok());
         for bad in [

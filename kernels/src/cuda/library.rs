@@ -1,7 +1,8 @@
-//! Where CUDA's libraries are, and which versions of them do.
+//! Locations of CUDA's libraries, and the versions that are supported.
 //!
-//! NVRTC is looked for in the folder that [`VARIABLE`] names, on the loader's path, in toolkits, among pip wheels
-//! (`nvidia-cuda-nvrtc`) of virtual environments and of the system's Python. The first that can be loaded is taken.
+//! The search for NVRTC tries the folder that [`VARIABLE`] names, the loader's path, toolkits, and pip
+//! wheels (`nvidia-cuda-nvrtc`) of virtual environments and of the system's Python. The first library that
+//! can be loaded is used.
 
 #![allow(unsafe_code)]
 
@@ -14,38 +15,39 @@ mod symbols;
 
 pub(super) use symbols::{Loaded, functions};
 
-/// Names a folder with `libnvrtc.so.13` and its builtins.
+/// Environment variable with a folder that contains `libnvrtc.so.13` and its builtins.
 pub(super) const VARIABLE: &str = "KVASIR_CUDA_LIBRARIES";
 
-/// The minor version of NVRTC 13 whose CUBINs every driver of the 13 line loads.
+/// Minor version of NVRTC 13 whose CUBINs every driver of the 13 line loads.
 pub(super) const NVRTC_MINOR: i32 = 0;
 
-/// What the driver must be: the first that knows CUDA 13.0 (driver 580), as `cuDriverGetVersion` counts.
+/// Oldest supported driver: the first with CUDA 13.0 (driver 580), as `cuDriverGetVersion` counts.
 pub(super) const DRIVER_VERSION: i32 = 13_000;
 
-/// The driver's names on the loader's path.
+/// File names of the driver on the loader's path.
 const DRIVER: [&str; 2] = ["libcuda.so.1", "libcuda.so"];
-/// Where containers, WSL and distributions put the driver without telling the loader.
+/// Folders where containers, WSL and distributions install the driver outside the loader's path.
 const DRIVER_FOLDERS: [&str; 3] =
     ["/usr/local/nvidia/lib64", "/usr/lib/wsl/lib", "/usr/lib/x86_64-linux-gnu/nvidia/current"];
 
-/// Symbols are visible to what is loaded later: NVRTC finds its builtins so.
+/// Makes symbols visible to libraries that are loaded later. NVRTC finds its builtins this way.
 const GLOBAL: libc::c_int = libc::RTLD_NOW | libc::RTLD_GLOBAL;
 
 const NVRTC: &str = "libnvrtc.so.13";
 /// NVRTC finds its builtins only among the libraries that are loaded already.
 const BUILTINS: &str = "libnvrtc-builtins.so.13";
-/// A virtual environment of this name is looked for around the executable; `./test` makes one.
+/// Name of a virtual environment that is searched for next to the executable and above; `./test` creates
+/// one.
 const OWN_ENVIRONMENT: &str = "cuda-venv";
 
-/// Where a library may be.
+/// Location of a library.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum LibraryLocation {
     Folder(PathBuf),
     LoaderPath,
 }
 
-/// Places to look for NVRTC in, first to last.
+/// Returns the locations to search for NVRTC, in order.
 fn places(variable: impl Fn(&str) -> Option<OsString>, executable: Option<&Path>) -> Vec<LibraryLocation> {
     let folder = |name: &str, inside: &str| variable(name).map(|path| PathBuf::from(path).join(inside));
     let mut folders =
@@ -64,7 +66,8 @@ fn places(variable: impl Fn(&str) -> Option<OsString>, executable: Option<&Path>
     folders.into_iter().flatten().chain(wheels.map(LibraryLocation::Folder)).collect()
 }
 
-/// Folders where pip puts NVRTC under a prefix: one for each Python that has packages there, or the pattern of none.
+/// Returns the folders where pip installs NVRTC under a prefix: one for each Python that has packages
+/// there, or the pattern if there is none.
 fn wheels(prefix: &Path) -> Vec<PathBuf> {
     let inside = Path::new("nvidia/cu13/lib");
     let lib = prefix.join("lib");
@@ -85,8 +88,8 @@ fn wheels(prefix: &Path) -> Vec<PathBuf> {
     if found.is_empty() { vec![lib.join("python3*/site-packages").join(inside)] } else { found }
 }
 
-/// Finds and loads NVRTC, which stays loaded, and says where it was. A library that is found and cannot be loaded is
-/// passed over like one that is not there.
+/// Finds and loads NVRTC, which stays loaded. Returns it with its location. A library that is found and
+/// cannot be loaded is skipped.
 ///
 /// # Errors
 /// [`CudaError::Missing`]; the first [`CudaError::Call`] if a library was found and none could be loaded.
@@ -134,7 +137,7 @@ pub(super) fn load_driver() -> Result<Loaded, CudaError> {
     Err(CudaError::Missing { library: "CUDA driver", looked_for })
 }
 
-/// The builtins of whatever minor version lie in a folder.
+/// Returns the builtins in a folder, of any minor version.
 fn builtins(folder: &Path) -> Option<PathBuf> {
     let mut found: Vec<PathBuf> = std::fs::read_dir(folder)
         .ok()?
@@ -142,16 +145,16 @@ fn builtins(folder: &Path) -> Option<PathBuf> {
         .filter(|path| path.file_name().is_some_and(|name| name.as_bytes().starts_with(BUILTINS.as_bytes())))
         .collect();
     found.sort();
-    // The longest name has the whole version; the others are links to it.
+    // The longest name has the full version; the others are links to it.
     found.pop()
 }
 
-/// Loads a library for good.
+/// Loads a library, which stays loaded until the process ends.
 pub(super) fn open(path: &Path, flags: libc::c_int) -> Result<Loaded, CudaError> {
     let failed = |status: String| CudaError::Call { call: "dlopen", status };
     let name =
         CString::new(path.as_os_str().as_bytes()).map_err(|_| failed("a path with a zero byte".into()))?;
-    // SAFETY: the name ends with a zero; the handle is never closed, so nothing that is taken from it dangles. The
+    // SAFETY: the name ends with a zero. The handle is never closed, so no symbol of it dangles. The
     // initialisers that run are NVIDIA's.
     let handle = unsafe { libc::dlopen(name.as_ptr(), flags) };
     if handle.is_null() {
@@ -178,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn a_named_folder_comes_first_then_the_loader_toolkits_and_wheels() {
+    fn the_named_folder_is_searched_before_loader_path_toolkits_and_wheels() {
         let root = std::env::temp_dir().join(format!("kvasir-cuda-places-{}", std::process::id()));
         let of_environment = root.join("environment/lib/python3.11/site-packages/nvidia/cu13/lib");
         let own = root.join("target/cuda-venv/lib/python3.12/site-packages/nvidia/cu13/lib");
@@ -210,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_without_builtins_is_passed_over() {
+    fn a_folder_without_builtins_is_skipped() {
         assert_eq!(builtins(Path::new("/nowhere")), None);
     }
 

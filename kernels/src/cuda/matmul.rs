@@ -1,8 +1,9 @@
-//! Products with packed matrices on a device, and rows of them as embeddings.
+//! Products with packed matrices on a device, and embedding lookups in them.
 //!
-//! A type's kernels are a source of their own, so that a worker compiles those that its model needs. Which row of a
-//! matrix adds what in which order is decided by the matrix: how many tokens a call has changes no bit of any of them.
-//! On 8-bit activations a segment of columns adds as [`crate::matmul`] says, then the segments' sums are added in order.
+//! Each weight type has its own source, so that a worker compiles only the types of its model. The matrix
+//! alone decides the order of additions in a row: the number of tokens in a call changes no bit of any
+//! token's result. On 8-bit activations a segment of columns is summed as [`crate::matmul`] defines; then
+//! the segments' sums are added in order.
 
 use super::pack::{BLOCK, TiledShape, UNIT_COLS};
 use super::source::Source;
@@ -14,7 +15,8 @@ pub mod sources;
 #[cfg(test)]
 mod tests;
 
-/// Parts of a matrix's columns that are added up by themselves, at most; as many warps share a tile.
+/// Most segments: parts of a matrix's columns that are summed separately. Each segment is one warp of a
+/// tile's block.
 const MAX_SEGMENTS: usize = 8;
 
 /// Bytes of the 8-bit form of 32 activations: quants, scale, scaled sum, sums.
@@ -23,41 +25,44 @@ const QUANTISED_BLOCK: usize = 48;
 /// Most products of one launch.
 pub(super) const TOGETHER: usize = 3;
 
-/// Tokens and tiles of a block of the kernel for prompts, and its threads.
+/// Tokens of a block of the kernel for prompts.
 const STAGED_TOKENS: usize = 128;
+/// Tiles of a block of the kernel for prompts.
 const STAGED_TILES: usize = 2;
+/// Threads of a block of the kernel for prompts.
 const STAGED_THREADS: u32 = 256;
 
 /// Threads of a block that reads rows of a table.
 const EMBED_THREADS: usize = 64;
 
-/// Bytes of the 8-bit form of a row of activations.
+/// Returns the bytes of the 8-bit form of a row of activations.
 pub fn quantised_row_bytes(cols: usize) -> usize {
     cols.div_ceil(UNIT_COLS) * (UNIT_COLS / BLOCK) * QUANTISED_BLOCK
 }
 
-/// Whether products with a type may read activations of 8 bits; plain floats never do.
+/// Whether products with a type may read 8-bit activations. Plain floats never do.
 pub fn reads_int8(ty: GgmlType) -> bool {
     Scheme::of(ty).is_some()
 }
 
-/// A product's kernel and how many tokens a block of it takes.
+/// A product's kernel with the number of tokens per block.
 #[derive(Debug, Clone, Copy)]
 struct Width {
     tokens: usize,
     kernel: KernelId,
 }
 
-/// The kernels of one weight type on one device.
+/// Kernels of one weight type on one device.
 #[derive(Debug, Clone)]
 pub struct MatmulKernels {
     ty: GgmlType,
-    /// On activations of 8 bits, narrowest first; none for plain floats.
+    /// Kernels for 8-bit activations, narrowest first. Empty for plain floats.
     int8: Vec<Width>,
-    /// The same for prompts: a block of it makes eight times as much of what it reads.
+    /// Kernel for prompts on 8-bit activations. A block of it computes eight times as many results from
+    /// each value that it reads.
     staged: Option<KernelId>,
     multiprocessors: usize,
-    /// On activations of f32, narrowest first.
+    /// Kernels for f32 activations, narrowest first.
     exact: Vec<Width>,
     embed: KernelId,
 }
@@ -66,7 +71,7 @@ pub struct MatmulKernels {
 #[derive(Debug, Clone, Copy)]
 pub struct Matrix {
     pub shape: TiledShape,
-    /// What [`TiledShape::pack`] gave.
+    /// Start of the bytes from [`TiledShape::pack`].
     pub start: DevicePtr,
 }
 
@@ -75,19 +80,19 @@ pub struct Matrix {
 pub enum Activations {
     /// `[rows][cols]`
     F32(DevicePtr),
-    /// Rows of [`quantised_row_bytes`].
+    /// Rows of [`quantised_row_bytes`] bytes.
     Int8(DevicePtr),
 }
 
-/// Which matrix of a tensor each token is multiplied with.
+/// Selects the matrix that each token is multiplied with.
 #[derive(Debug, Clone, Copy)]
 pub enum Experts {
     One,
-    /// `[tokens]` u32: the expert of each. Weights are read for each token.
+    /// `[tokens]` u32: the expert of each token. Weights are read separately for each token.
     Each(DevicePtr),
-    /// Tokens by expert, which share what is read.
+    /// Tokens grouped by expert. The tokens of a group share the weights that are read.
     Listed {
-        /// `[experts + 1]` u32: first entry of each expert in `list`, and their number.
+        /// `[experts + 1]` u32: first entry of each expert in `list`; the last is the number of entries.
         starts: DevicePtr,
         /// `[tokens]` u32.
         list: DevicePtr,
@@ -100,46 +105,45 @@ pub enum Experts {
 #[derive(Debug, Clone, Copy)]
 pub struct Product<'a> {
     pub matrix: &'a Matrix,
-    /// Rows of the matrix's columns.
+    /// Rows of as many values as the matrix has columns.
     pub x: Activations,
     /// Rows of `out`.
     pub tokens: usize,
-    /// Tokens that have a row of `x` in common; 1 if each has its own.
+    /// Tokens that share one row of `x`; 1 if each has its own.
     pub share: usize,
     pub experts: Experts,
     pub scale: f32,
-    /// f32 for each row of the matrix.
+    /// `[rows of the matrix]` f32.
     pub bias: Option<DevicePtr>,
-    /// Whether the result is added to what is there.
+    /// Whether the result is added to `out`.
     pub accumulate: bool,
     /// `[tokens][ld]` f32
     pub out: DevicePtr,
-    /// Values from one token's outputs to the next's.
+    /// Values between the outputs of two consecutive tokens.
     pub ld: usize,
 }
 
 /// `out[row] = [out[row] +] scale * table[index[row]]`
 #[derive(Debug, Clone, Copy)]
 pub struct Embedding<'a> {
-    /// The first expert, if there are several.
+    /// The first matrix is used if there are several.
     pub table: &'a Matrix,
-    /// `[rows]` u32, all below the table's rows: nobody looks.
+    /// `[rows]` u32. All must be less than the table's rows; they are not checked.
     pub index: DevicePtr,
     /// Rows of `out`.
     pub rows: usize,
-    /// Multiplies the table's rows.
     pub scale: f32,
-    /// Whether the result is added to what is there.
+    /// Whether the result is added to `out`.
     pub accumulate: bool,
     /// `[rows][cols]` f32
     pub out: DevicePtr,
 }
 
 impl Product<'_> {
-    /// What kernels take of a product that is not there.
+    /// Arguments of an unused product.
     const NONE: [Argument; 7] = [Argument(0); 7];
 
-    /// Whether both can be done by one launch: all that they share is the same, and neither has experts.
+    /// Whether one launch can compute both: equal activations, tokens, type and columns, and no experts.
     pub(super) fn goes_with(&self, other: &Self) -> bool {
         let plain = |product: &Self| matches!(product.experts, Experts::One);
         let shared = |product: &Self| {
@@ -149,7 +153,7 @@ impl Product<'_> {
         plain(self) && plain(other) && shared(self) == shared(other)
     }
 
-    /// As kernels take what belongs to one of several products.
+    /// Returns the arguments that are specific to one of several products.
     fn arguments(&self) -> Result<[Argument; 7], CudaError> {
         Ok([
             self.matrix.start.into(),
@@ -164,7 +168,7 @@ impl Product<'_> {
 }
 
 impl MatmulKernels {
-    /// What has to be compiled for a type.
+    /// Returns the source of a type.
     ///
     /// # Errors
     /// [`Error::NoMatmul`] for a type without kernels.
@@ -172,10 +176,10 @@ impl MatmulKernels {
         sources::of(ty).ok_or(Error::NoMatmul { ty: ty.name() })
     }
 
-    /// Loads what was compiled of the type's source.
+    /// Loads the compiled source of the type.
     ///
     /// # Errors
-    /// [`CudaError::NoKernel`] for what was compiled of another source; what the device says.
+    /// [`CudaError::NoKernel`] for another compiled source; errors of the device.
     pub fn load(device: &mut dyn Device, compiled: &Compiled, ty: GgmlType) -> Result<Self, CudaError> {
         let missing =
             || CudaError::NoKernel { name: ty.name().into(), source_name: compiled.source_name.clone() };
@@ -198,12 +202,12 @@ impl MatmulKernels {
         }
     }
 
-    /// Multiplies, in one launch: up to three products of the same rows with matrices of one type, without experts if there
-    /// are several. What a product gives does not depend on the others.
+    /// Multiplies in one launch. Up to three products of the same rows with matrices of one type are
+    /// possible; several products may not have experts. A product's result does not depend on the others.
     ///
     /// # Errors
-    /// [`CudaError::Invalid`] for products that no launch has in common, a matrix of another type, activations of 8 bits
-    /// with plain floats, sizes beyond 32 bits; what the device says.
+    /// [`CudaError::Invalid`] for products that cannot share a launch, a matrix of another type, 8-bit
+    /// activations with plain floats, and sizes beyond 32 bits; errors of the device.
     pub fn multiply(&self, device: &mut dyn Device, products: &[Product<'_>]) -> Result<(), CudaError> {
         let [first, others @ ..] = products else { return Ok(()) };
         if products.len() > TOGETHER || !others.iter().all(|other| first.goes_with(other)) {
@@ -226,7 +230,8 @@ impl MatmulKernels {
             Experts::Each(experts) => (experts, none, none, 1, 1),
             Experts::Listed { starts, list, most } => (none, starts, list, most, shape.experts()),
         };
-        // As narrow as holds all tokens, else the widest. Who has experts one by one has blocks of one.
+        // The narrowest kernel that holds all tokens, else the widest. With [`Experts::Each`], blocks have
+        // one token.
         let width = widths.iter().find(|width| width.tokens >= most).or(widths.last());
         let one_by_one = matches!(first.experts, Experts::Each(_));
         let width = width.filter(|width| !one_by_one || width.tokens == 1).ok_or_else(|| {
@@ -251,7 +256,7 @@ impl MatmulKernels {
         ];
         arguments.extend(shared);
         let tiles: usize = products.iter().map(|product| product.matrix.shape.tiles()).sum();
-        // An expert has a few of the tokens, and nobody here knows how many.
+        // With experts, each has only a few of the tokens, and the host does not know how many.
         let int8 = matches!((first.x, first.experts), (Activations::Int8(_), Experts::One));
         let staged = self.staged.filter(|_| int8);
         let (kernel, grid, threads) = match staged {
@@ -269,8 +274,8 @@ impl MatmulKernels {
         })
     }
 
-    /// Whether so many tokens are multiplied by the kernel for prompts: where more than half of those of a block are there,
-    /// and there are blocks for all of the device.
+    /// Whether the kernel for prompts is used: for more than half a block of tokens, and at least one block
+    /// for each multiprocessor.
     fn is_for_staged(&self, tokens: usize, tiles: usize) -> bool {
         let blocks = tokens.div_ceil(STAGED_TOKENS) * tiles.div_ceil(STAGED_TILES);
         tokens > STAGED_TOKENS / 2 && blocks >= self.multiprocessors
@@ -279,14 +284,15 @@ impl MatmulKernels {
     /// Reads rows of a table.
     ///
     /// # Errors
-    /// [`CudaError::Invalid`] for a table of another type and sizes beyond 32 bits; what the device says.
+    /// [`CudaError::Invalid`] for a table of another type and for sizes beyond 32 bits; errors of the
+    /// device.
     pub fn embed(&self, device: &mut dyn Device, embedding: &Embedding<'_>) -> Result<(), CudaError> {
         let Embedding { table, index, rows, scale, accumulate, out } = *embedding;
         self.check(table)?;
         if rows == 0 {
             return Ok(());
         }
-        // Of a quantised row a thread reads a unit.
+        // A thread reads one unit of a quantised row.
         let cols = table.shape.cols();
         let threads = if self.int8.is_empty() { cols } else { cols.div_ceil(UNIT_COLS) };
         device.launch(&Launch {
@@ -317,14 +323,14 @@ impl MatmulKernels {
     }
 }
 
-/// Units of a segment, and segments, of a matrix of so many columns.
+/// Returns (units per segment, segments) for a matrix of `cols` columns.
 fn segments(cols: usize) -> (usize, usize) {
     let units = cols.div_ceil(UNIT_COLS);
     let segment = units.div_ceil(MAX_SEGMENTS);
     (segment, units.div_ceil(segment))
 }
 
-/// A size as kernels take it.
+/// Converts a size to the u32 that kernels take.
 pub(super) fn small(size: usize) -> Result<u32, CudaError> {
     u32::try_from(size).map_err(|_| CudaError::Invalid { what: format!("a size of {size}, beyond 32 bits") })
 }

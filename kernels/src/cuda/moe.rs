@@ -1,9 +1,9 @@
-//! Mixture of experts on a device, all but the products: which rows go to which experts, the gate between their
+//! Mixture of experts on a device, without the products: routing of rows to experts, the gate between the
 //! products, and the weighted sum.
 //!
-//! A *pair* is one row at one of its experts, numbered `row * used + rank`. Nothing of it comes to the host: products
-//! read their experts from [`Routes::chosen`], one for each pair, or take the pairs of one expert together from
-//! [`Routes::list`].
+//! A *pair* is one row at one of its experts, numbered `row * used + rank`. No pair is copied to the host.
+//! Products read the expert of each pair from [`Routes::chosen`], or process the pairs of one expert
+//! together from [`Routes::list`].
 
 use super::rowwise::gate_code;
 use super::{Argument, Compiled, CudaError, Device, DevicePtr, KernelId, Launch, source};
@@ -16,7 +16,7 @@ mod tests;
 /// Most experts of a layer.
 const MAX_EXPERTS: usize = 1024;
 
-/// Rows that a block routes.
+/// Rows that one block routes.
 const ROUTE_ROWS: usize = 4;
 
 /// The kernels of [`source::MOE`].
@@ -34,24 +34,24 @@ pub struct MoeShape {
     /// Rows of the step.
     pub rows: usize,
     pub experts: usize,
-    /// Experts of a row.
+    /// Experts per row.
     pub used: usize,
 }
 
-/// Where rows go. All arrays but the weights are of 32-bit numbers.
+/// Routing of rows to experts. All arrays but the weights hold u32.
 #[derive(Debug, Clone, Copy)]
 pub struct Routes {
     /// `[pairs]`: the expert of each pair.
     pub chosen: DevicePtr,
     /// `[pairs]`, f32.
     pub weights: DevicePtr,
-    /// `[experts + 1]`: first entry of each expert in `list`, and their number.
+    /// `[experts + 1]`: first entry of each expert in `list`; the last is the number of pairs.
     pub starts: DevicePtr,
-    /// `[pairs]`: pairs by expert, ascending.
+    /// `[pairs]`: pairs grouped by expert, in ascending order.
     pub list: DevicePtr,
 }
 
-/// Per-expert factor and bias of a product; none multiplies by one and adds nothing.
+/// Factor and bias per expert of a product. `None` multiplies by one or adds nothing.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct ExpertScale {
     /// `[experts]`
@@ -60,32 +60,32 @@ pub struct ExpertScale {
     pub bias: Option<DevicePtr>,
 }
 
-/// The products of gate and up, `scale * matrix x + bias` still to be done.
+/// Products of gate and up, to which `scale * matrix x + bias` has not been applied yet.
 #[derive(Debug, Clone, Copy)]
 pub enum GateUp {
-    /// Two of `[pairs][ff]`.
+    /// Two arrays `[pairs][ff]`.
     Separate { gate: DevicePtr, up: DevicePtr, gate_scale: ExpertScale, up_scale: ExpertScale },
-    /// One of `[pairs][2 ff]`, gate first.
+    /// One array `[pairs][2 ff]`, gate first.
     Fused {
         gate_up: DevicePtr,
-        /// Of both; the bias is `[experts][2 ff]`.
+        /// Factor and bias of both; the bias is `[experts][2 ff]`.
         scale: ExpertScale,
     },
 }
 
-/// The gate between the products of all pairs.
+/// Gate between the products of all pairs.
 #[derive(Debug, Clone, Copy)]
 pub struct ExpertGate {
     /// Products of gate and up.
     pub gate_up: GateUp,
     pub ff: usize,
-    /// What the gate goes through.
+    /// Activation function of the gate.
     pub activation: GateActivation,
     /// `[pairs][ff]`
     pub inner: DevicePtr,
 }
 
-/// The weighted sum of the experts' results.
+/// Weighted sum of the experts' results.
 #[derive(Debug, Clone, Copy)]
 pub struct ExpertSum {
     /// `[pairs][hidden]`: the products of the down matrices.
@@ -94,7 +94,7 @@ pub struct ExpertSum {
     /// Width of a row.
     pub hidden: usize,
     pub scale: f32,
-    /// Added to what stands in `out` instead of replacing it.
+    /// Whether the sum is added to `out` instead of replacing it.
     pub accumulate: bool,
     /// `[rows][hidden]`
     pub out: DevicePtr,
@@ -102,7 +102,7 @@ pub struct ExpertSum {
 
 impl MoeShape {
     /// # Errors
-    /// [`Error::OutOfRange`] for more experts than there are, or than are served.
+    /// [`Error::OutOfRange`] if a row uses 0 experts or more than there are, or if there are more than 1,024.
     pub fn check(&self) -> Result<(), Error> {
         if self.experts > MAX_EXPERTS {
             return Err(Error::OutOfRange { what: "experts", index: self.experts, len: MAX_EXPERTS });
@@ -113,17 +113,17 @@ impl MoeShape {
         Ok(())
     }
 
-    /// Rows at experts.
+    /// Returns the number of pairs.
     pub fn pairs(&self) -> usize {
         self.rows * self.used
     }
 }
 
 impl MoeKernels {
-    /// Loads what was compiled of [`source::MOE`].
+    /// Loads the compiled [`source::MOE`].
     ///
     /// # Errors
-    /// [`CudaError::NoKernel`] for what was compiled of another source; what the device says.
+    /// [`CudaError::NoKernel`] for another compiled source; errors of the device.
     pub fn load(device: &mut dyn Device, compiled: &Compiled) -> Result<Self, CudaError> {
         let kernels = device.load(compiled, source::MOE.kernels)?;
         let [route, expert_lists, expert_gate, expert_sum] = kernels[..] else {
@@ -135,12 +135,12 @@ impl MoeKernels {
         Ok(Self { route, expert_lists, expert_gate, expert_sum })
     }
 
-    /// Fills [`Routes::chosen`] and [`Routes::weights`] from the router's logits `[rows][experts]`: the most probable
-    /// experts of each row, the lower index first among equals, weighted by their probabilities over all experts, or
-    /// over the chosen ones if `renormalise`. The shape has been checked.
+    /// Fills [`Routes::chosen`] and [`Routes::weights`] from the router's logits `[rows][experts]`: the
+    /// most probable experts of each row; ties go to the lower index. Weights are the probabilities over
+    /// all experts, or over the chosen ones if `renormalise`. The caller has checked the shape.
     ///
     /// # Errors
-    /// What the device says.
+    /// Errors of the device.
     pub fn route(
         &self,
         device: &mut dyn Device,
@@ -173,7 +173,7 @@ impl MoeKernels {
     /// Fills [`Routes::starts`] and [`Routes::list`] from [`Routes::chosen`].
     ///
     /// # Errors
-    /// What the device says.
+    /// Errors of the device.
     pub fn lists(&self, device: &mut dyn Device, shape: &MoeShape, routes: &Routes) -> Result<(), CudaError> {
         let number = |n: usize| Argument::from(n as u32);
         let pointers = [routes.starts, routes.list, routes.chosen].map(Argument::from);
@@ -190,7 +190,7 @@ impl MoeKernels {
     /// `inner[pair] = activation(gate) * up`, `[pairs][ff]`.
     ///
     /// # Errors
-    /// What the device says.
+    /// Errors of the device.
     pub fn gate(
         &self,
         device: &mut dyn Device,
@@ -225,10 +225,10 @@ impl MoeKernels {
         })
     }
 
-    /// `out[row] (+)= scale * sum of weight * result`, in rank order.
+    /// `out[row] (+)= scale * sum of weight * result`, summed in rank order.
     ///
     /// # Errors
-    /// What the device says.
+    /// Errors of the device.
     pub fn sum(
         &self,
         device: &mut dyn Device,

@@ -1,4 +1,4 @@
-//! From CUDA C++ to PTX and CUBIN.
+//! Compilation of CUDA C++ to PTX and CUBIN.
 
 #![allow(unsafe_code)]
 
@@ -29,7 +29,7 @@ functions! {
     }
 }
 
-/// The version that the kernels are checked with, and that compiles those which come with the program.
+/// Version that the kernels are checked with, and that compiles the kernels shipped with the program.
 const CHECKED_VERSION: (i32, i32) = (13, library::NVRTC_MINOR);
 
 /// A source, compiled for one architecture.
@@ -37,48 +37,48 @@ const CHECKED_VERSION: (i32, i32) = (13, library::NVRTC_MINOR);
 pub struct Compiled {
     pub source_name: String,
     pub arch: Arch,
-    /// Machine code that the driver loads; empty where the compiler does not know the architecture, and the driver has to
-    /// compile the PTX.
+    /// CUBIN that the driver loads. Empty if the compiler does not know the architecture; then the driver
+    /// compiles the PTX.
     pub cubin: Vec<u8>,
-    /// The same for readers and interpreters, and for drivers.
+    /// PTX of the same code, for the interpreter and for the driver. Empty in shipped kernels.
     pub ptx: String,
-    /// What the compiler said: registers, shared memory and spills of each kernel.
+    /// Log of the compiler: registers, shared memory and spills of each kernel.
     pub log: String,
 }
 
-/// The library, once it was found.
+/// The loaded library.
 #[derive(Debug, Clone)]
 struct Nvrtc {
     functions: Functions,
     found_at: String,
     version: (i32, i32),
-    /// Compute capabilities that it compiles for, ten times the major and once the minor number.
+    /// Compute capabilities that it compiles for: ten times the major plus the minor number.
     architectures: Vec<u32>,
 }
 
-/// NVRTC, kernels that it has compiled elsewhere, or both. There is one in a process.
+/// NVRTC, kernels that were compiled elsewhere, or both.
 #[derive(Debug)]
 pub struct Compiler {
-    /// The library, or why there is none.
+    /// The library, or the reason why there is none.
     nvrtc: Result<Nvrtc, CudaError>,
     prebuilt: Option<PathBuf>,
 }
 
-/// Names a folder of compiled kernels that came with the program, as [`CubinCache::prebuild`](super::CubinCache::prebuild)
-/// fills it.
+/// Environment variable with the folder of precompiled kernels, as
+/// [`CubinCache::prebuild`](super::CubinCache::prebuild) fills it.
 const PREBUILT: &str = "KVASIR_CUBINS";
 
-/// What the compiler makes for a device.
+/// Output of the compiler for a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Target {
-    /// Machine code, and the PTX that it comes from.
+    /// CUBIN, and the PTX that it comes from.
     MachineCode(Arch),
-    /// PTX of an older architecture, for a device that is newer than the compiler: the driver makes machine code of it.
+    /// PTX of an older architecture, for a device that is newer than the compiler. The driver compiles it.
     Ptx(u32),
 }
 
 impl Nvrtc {
-    /// Looks for the library once, and keeps what was found.
+    /// Looks for the library once and keeps the result.
     fn here() -> Result<Self, CudaError> {
         static FOUND: OnceLock<Result<Nvrtc, CudaError>> = OnceLock::new();
         FOUND.get_or_init(Self::find).clone()
@@ -88,7 +88,7 @@ impl Nvrtc {
         let (loaded, found_at) = library::load_nvrtc()?;
         let functions = Functions::load(loaded)?;
         let (mut major, mut minor) = (0, 0);
-        // SAFETY: both point to integers of ours.
+        // SAFETY: both pointers are to local integers.
         check("nvrtcVersion", unsafe { (functions.version)(&raw mut major, &raw mut minor) })?;
         if major != 13 {
             let found = format!("{major}.{minor}, at {found_at}");
@@ -101,10 +101,10 @@ impl Nvrtc {
             );
         }
         let mut count = 0;
-        // SAFETY: it points to an integer of ours.
+        // SAFETY: the pointer is to a local integer.
         check("nvrtcGetNumSupportedArchs", unsafe { (functions.count_architectures)(&raw mut count) })?;
         let mut architectures: Vec<c_int> = vec![0; usize::try_from(count).unwrap_or(0)];
-        // SAFETY: as many integers as the library has just said that it writes.
+        // SAFETY: the buffer has as many integers as the library has just reported.
         check("nvrtcGetSupportedArchs", unsafe { (functions.architectures)(architectures.as_mut_ptr()) })?;
         let architectures = architectures.into_iter().map(c_int::unsigned_abs).collect();
         Ok(Self { functions, found_at, version: (major, minor), architectures })
@@ -115,7 +115,8 @@ impl Nvrtc {
         let program = OwnedProgram::new(&self.functions, source)?;
         let options: Vec<CString> = options(target).into_iter().map(c_string).collect::<Result<_, _>>()?;
         let pointers: Vec<*const c_char> = options.iter().map(|option| option.as_ptr()).collect();
-        // SAFETY: the program lives; as many strings as it says, which outlive the call.
+        // SAFETY: the program is live; there are as many strings as the call gets, and they outlive the
+        // call.
         let status =
             unsafe { (self.functions.compile)(program.program, pointers.len() as c_int, pointers.as_ptr()) };
         let Functions { log_size, log, ptx_size, ptx, cubin_size, cubin, .. } = self.functions;
@@ -134,11 +135,11 @@ impl Nvrtc {
 }
 
 impl Compiler {
-    /// Looks for the library, and for kernels in the folder that `KVASIR_CUBINS` names; these do without it, whatever is
-    /// wrong with it.
+    /// Looks for the library, and for kernels in the folder that `KVASIR_CUBINS` names. With that folder, a
+    /// missing or broken library is no error.
     ///
     /// # Errors
-    /// [`CudaError::Missing`], [`CudaError::Version`] and [`CudaError::Call`] where there is neither.
+    /// [`CudaError::Missing`], [`CudaError::Version`] and [`CudaError::Call`] if there is neither.
     pub fn find() -> Result<Self, CudaError> {
         let prebuilt = std::env::var_os(PREBUILT).map(PathBuf::from).filter(|folder| folder.is_dir());
         Self::of(Nvrtc::here(), prebuilt)
@@ -155,12 +156,12 @@ impl Compiler {
         Ok(Self { nvrtc, prebuilt })
     }
 
-    /// Major and minor, of what is there or of what the kernels were compiled with.
+    /// Returns (major, minor) of the library, or without one of the compiler of the shipped kernels.
     pub fn version(&self) -> (i32, i32) {
         self.nvrtc.as_ref().map_or(CHECKED_VERSION, |nvrtc| nvrtc.version)
     }
 
-    /// The folder where the library was found, or words for the loader's path.
+    /// Returns the folder of the library, or text about the loader's path.
     pub fn found_at(&self) -> String {
         match (&self.nvrtc, &self.prebuilt) {
             (Ok(nvrtc), _) => nvrtc.found_at.clone(),
@@ -169,8 +170,8 @@ impl Compiler {
         }
     }
 
-    /// For each architecture that the kernels are checked for, how many of all sources came compiled, whole and in a
-    /// place where [`Self::compile`] looks; empty where no folder was named.
+    /// Returns for each checked architecture the number of sources with a valid precompiled file where
+    /// [`Self::compile`] looks. Empty if no folder was named.
     pub fn prebuilt(&self) -> Vec<(Arch, usize)> {
         if self.prebuilt.is_none() {
             return Vec::new();
@@ -180,8 +181,8 @@ impl Compiler {
         Arch::CHECKED.map(|arch| (arch, count(arch))).into()
     }
 
-    /// What came compiled by the version that is here, or by the one that the kernels were checked with: a newer compiler
-    /// on this machine is no reason to compile again.
+    /// Reads a precompiled source. It may come from this library's version, or from the version that the
+    /// kernels were checked with, so that a newer compiler on this machine does not force a recompilation.
     fn came_compiled(&self, source: &Source, arch: Arch) -> Option<Compiled> {
         let folder = self.prebuilt.as_ref()?;
         let read =
@@ -189,11 +190,11 @@ impl Compiler {
         read(self.version()).or_else(|| read(CHECKED_VERSION))
     }
 
-    /// Compiles a source, unless it came compiled.
+    /// Compiles a source, unless there is a precompiled one.
     ///
     /// # Errors
-    /// [`CudaError::Compile`] with the compiler's words; why there is no compiler, where the source came not compiled for
-    /// this architecture.
+    /// [`CudaError::Compile`] with the compiler's log; the error of the missing compiler, if there is no
+    /// precompiled source for this architecture.
     pub fn compile(&self, source: &Source, arch: Arch) -> Result<Compiled, CudaError> {
         match (self.came_compiled(source, arch), &self.nvrtc) {
             (Some(found), _) => Ok(found),
@@ -203,17 +204,17 @@ impl Compiler {
     }
 }
 
-/// What is made for a device of `arch` by a compiler that knows `known`.
+/// Returns the target for a device of `arch` and a compiler that supports `known`.
 fn target(known: &[u32], arch: Arch) -> Target {
     let older = known.iter().copied().filter(|known| *known < arch.number()).max();
     match older {
         Some(older) if !known.contains(&arch.number()) => Target::Ptx(older),
-        // What is older than all that the compiler knows is refused in the compiler's words.
+        // An architecture older than all known ones is refused by the compiler itself.
         _ => Target::MachineCode(arch),
     }
 }
 
-/// What the compiler is told.
+/// Returns the compiler's options.
 fn options(target: Target) -> Vec<String> {
     let (architecture, machine_code) = match target {
         Target::MachineCode(arch) => (arch.to_string(), true),
@@ -231,13 +232,13 @@ fn options(target: Target) -> Vec<String> {
     options
 }
 
-/// The options by which a device's architecture is part of a file's name. What they become for a compiler that does not
-/// know the architecture depends on its version, which is part of the name too.
+/// Returns the options that are part of a cached file's name. A compiler that does not know the
+/// architecture gets other options. These depend on its version, which is part of the name too.
 pub(super) fn named_options(arch: Arch) -> Vec<String> {
     options(Target::MachineCode(arch))
 }
 
-/// A program that is destroyed in the end.
+/// A program that is destroyed on drop.
 struct OwnedProgram<'a> {
     functions: &'a Functions,
     program: nvrtcProgram,
@@ -254,7 +255,7 @@ impl<'a> OwnedProgram<'a> {
         let pointers = |strings: &[CString]| strings.iter().map(|text| text.as_ptr()).collect::<Vec<_>>();
         let (names_at, texts_at) = (pointers(&names), pointers(&texts));
         let mut program = std::ptr::null_mut();
-        // SAFETY: strings that end with a zero, as many headers as names of them; NVRTC copies all of them.
+        // SAFETY: strings that end with a zero, and as many headers as names. NVRTC copies all of them.
         check("nvrtcCreateProgram", unsafe {
             (functions.create)(
                 &raw mut program,
@@ -268,7 +269,7 @@ impl<'a> OwnedProgram<'a> {
         Ok(Self { functions, program })
     }
 
-    /// What one pair of calls, for length and bytes, says of the program.
+    /// Returns the result of one pair of calls: one for the length, one for the bytes.
     fn bytes(
         &self,
         call: &'static str,
@@ -276,10 +277,10 @@ impl<'a> OwnedProgram<'a> {
         get: unsafe extern "C" fn(nvrtcProgram, *mut c_char) -> u32,
     ) -> Result<Vec<u8>, CudaError> {
         let mut len = 0;
-        // SAFETY: the program lives and `len` is ours.
+        // SAFETY: the program is live, and `len` is a local variable.
         check(call, unsafe { size(self.program, &raw mut len) })?;
         let mut bytes = vec![0u8; len];
-        // SAFETY: as many bytes as the library has just asked for.
+        // SAFETY: the buffer has as many bytes as the library has just reported.
         check(call, unsafe { get(self.program, bytes.as_mut_ptr().cast()) })?;
         Ok(bytes)
     }
@@ -287,7 +288,7 @@ impl<'a> OwnedProgram<'a> {
 
 impl Drop for OwnedProgram<'_> {
     fn drop(&mut self) {
-        // SAFETY: made by nvrtcCreateProgram and destroyed nowhere else.
+        // SAFETY: created by nvrtcCreateProgram and destroyed nowhere else.
         unsafe { (self.functions.destroy)(&raw mut self.program) };
     }
 }
@@ -306,7 +307,7 @@ fn c_string(text: String) -> Result<CString, CudaError> {
     CString::new(text).map_err(|_| CudaError::Invalid { what: "a source with a zero byte".into() })
 }
 
-/// Up to the zero that NVRTC ends texts with.
+/// Cuts the text at the zero that NVRTC ends it with.
 fn text(mut bytes: Vec<u8>) -> String {
     bytes.truncate(bytes.iter().position(|&b| b == 0).unwrap_or(bytes.len()));
     String::from_utf8_lossy(&bytes).into_owned()
@@ -319,7 +320,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn without_the_library_what_it_has_made_is_taken_and_nothing_else() {
+    fn without_nvrtc_only_precompiled_kernels_are_used() {
         let folder = std::env::temp_dir().join(format!("kvasir-prebuilt-{}", std::process::id()));
         let compiler = Compiler::find().unwrap();
         let made = CubinCache::new(&folder).compile(&compiler, &ROWWISE, Arch::SM_90).unwrap();
@@ -335,7 +336,7 @@ mod tests {
             }
             assert_eq!(alone.compile(&ROWWISE, Arch::SM_121A), Err(error));
         }
-        // A compiler of another version takes what came compiled, too.
+        // A compiler of another version uses precompiled kernels too.
         let newer = Nvrtc { version: (13, 99), ..Nvrtc::here().unwrap() };
         let both = Compiler::of(Ok(newer), Some(folder.clone())).unwrap();
         if compiler.version() == CHECKED_VERSION {
@@ -346,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_the_compiler_does_not_know_gets_ptx_of_the_newest_one_before_it() {
+    fn an_unknown_architecture_gets_ptx_of_the_newest_older_one() {
         let known = [75, 90, 120, 121];
         for (arch, expected) in [
             (Arch::SM_90, Target::MachineCode(Arch::SM_90)),

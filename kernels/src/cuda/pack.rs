@@ -1,22 +1,23 @@
-//! Weight matrices as GPU kernels read them.
+//! Weight matrices in the layout that the GPU kernels read.
 //!
-//! A *tile* is 32 rows of one matrix, one for each lane of a warp; a *unit* is 256 columns of a tile. A lane reads its
-//! own row in pieces of 16 bytes, so a warp reads 512 bytes in one go, all of them wanted, whatever the format. Tiles
-//! lie one behind the other, experts too; a tile is its units in order. A unit is, each part for all 32 rows:
+//! A *tile* is 32 rows of one matrix, one for each lane of a warp. A *unit* is 256 columns of a tile. A
+//! lane reads its own row in pieces of 16 bytes, so a warp reads 512 contiguous bytes and needs all of
+//! them, in every format. Tiles lie one after the other, across experts too. A tile is its units in order.
+//! A unit consists of the following parts, each for all 32 rows:
 //!
 //! | part | of each row |
 //! |---|---|
 //! | record | the scales, in pieces of 16 or 8 bytes, see below |
-//! | side | 0, 2 or 4 bytes: what does not fit the record |
+//! | side | 0, 2 or 4 bytes: scales that do not fit the record |
 //! | minor plane | the upper bits of 3-, 5- and 6-bit codes, in pieces of 16 bytes |
 //! | main plane | the lower bits, or all, in pieces of 16 bytes |
 //!
-//! The last unit of a tile may have fewer columns: then its main plane is as long as they need, all else as long as ever.
-//! Columns beyond the last and rows beyond the last are zeroes.
+//! The last unit of a tile may have fewer columns. Its main plane is shorter accordingly; all other parts
+//! have full length. Columns and rows beyond the last are zeroes.
 //!
-//! Codes of 32 columns (a block) are eight *groups* of four. Words of 32 bits keep the columns of a group in their four
-//! bytes, so that one `dp4a` takes them, and are in the order of the fragments of `mma.m16n8k32`: lane `t` of four needs
-//! the groups `t` and `t + 4` of a row.
+//! The codes of 32 columns (a block) are eight *groups* of four. A 32-bit word holds one column of a group
+//! in each of its four bytes, so that one `dp4a` processes it. Words are in the order of the fragments of
+//! `mma.m16n8k32`: lane `t` of four needs the groups `t` and `t + 4` of a row.
 //!
 //! | plane | words of a block | word `v` holds |
 //! |---|---|---|
@@ -26,9 +27,11 @@
 //! | 2 bits | 2 | groups `4v..4v+4`, lowest bits first |
 //! | 1 bit | 1 | all eight groups, lowest bit first |
 //!
-//! Of codes of a codebook, the lower three bits, by which `prmt` looks up, are those of four nibbles side by side: of
-//! group `v` in the lower half of a word, of group `v + 4` in the upper. The fourth bits, which choose the half of the
-//! codebook, are the upper bits of the word's bytes for group `v`, and the fourth bits of its bytes for group `v + 4`.
+//! Word `v` of a codebook's plane holds the codes of the groups `v` and `v + 4`. The lower three bits of a
+//! code are the index for `prmt`. They are in four adjacent nibbles, those of group `v` in the lower half
+//! of the word and those of group `v + 4` in the upper half. The fourth bit of a code selects the half of
+//! the codebook. For code `i` of group `v` it is bit 7 of byte `i`, for code `i` of group `v + 4` it is bit
+//! 3 of byte `i`.
 //!
 //! | scales | record | side |
 //! |---|---|---|
@@ -42,7 +45,8 @@
 //! | Q3_K | 12 bytes of scales, scale of scales, two zeroes | |
 //! | Q2_K | 16 bytes of scales and mins | scales of both |
 //!
-//! Plain floats have a main plane only. All but Q3_K (112 bytes where the file has 110) take what they take in the file.
+//! Plain floats have a main plane only. Every format but Q3_K (112 bytes instead of 110) takes the same
+//! space as in the file.
 
 use crate::error::Error;
 use crate::quant::{Bits, Codes, GgmlType, Levels, Scaling, Scheme, split};
@@ -56,13 +60,13 @@ pub const TILE_ROWS: usize = 32;
 
 pub const UNIT_COLS: usize = 256;
 
-/// Values that share a scale of activations.
+/// Activations that share a scale.
 pub(crate) const BLOCK: usize = 32;
 
 /// Bytes that a lane reads at once.
 const PIECE: usize = 16;
 
-/// What a unit takes of each row, in bytes.
+/// Bytes of each part of a unit, per row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Parts {
     record: usize,
@@ -72,7 +76,7 @@ struct Parts {
 }
 
 impl Parts {
-    /// Of a type that has a matmul.
+    /// Returns `None` for a type without a matmul.
     fn of(ty: GgmlType) -> Option<Self> {
         let Some(scheme) = Scheme::of(ty) else {
             let float = matches!(ty, GgmlType::F32 | GgmlType::F16 | GgmlType::BF16);
@@ -97,7 +101,7 @@ impl Parts {
         Some(Self { record, side, minor, main })
     }
 
-    /// Bytes of a unit of `cols` columns.
+    /// Returns the bytes of a unit of `cols` columns.
     fn unit_bytes(&self, cols: usize) -> usize {
         let Self { record, side, minor, main } = self;
         let main = (cols * main).div_ceil(BLOCK).next_multiple_of(PIECE);
@@ -113,7 +117,8 @@ impl Parts {
     }
 }
 
-/// Format and shape of a tensor of `experts` matrices of `rows x cols`, and where its parts lie when it is packed.
+/// Format and shape of a tensor of `experts` matrices of `rows x cols`, with the offsets of its packed
+/// parts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TiledShape {
     ty: GgmlType,
@@ -127,8 +132,8 @@ pub struct TiledShape {
 
 impl TiledShape {
     /// # Errors
-    /// [`Error::NoMatmul`] for a type that no kernel multiplies, [`Error::PartialBlock`] for rows that are not whole
-    /// blocks, [`Error::Shape`] for a dimension of zero or a size beyond the address space.
+    /// [`Error::NoMatmul`] for a type without a matmul kernel, [`Error::PartialBlock`] for rows that are
+    /// not whole blocks, [`Error::Shape`] for a dimension of zero or a size beyond the address space.
     pub fn new(ty: GgmlType, rows: usize, cols: usize, experts: usize) -> Result<Self, Error> {
         let impossible = Error::Shape { rows, cols, experts };
         if rows == 0 || cols == 0 || experts == 0 || u32::try_from(rows.max(cols)).is_err() {
@@ -171,42 +176,45 @@ impl TiledShape {
         self.rows.div_ceil(TILE_ROWS)
     }
 
-    /// Bytes of a packed tile, a multiple of 32.
+    /// Returns the bytes of a packed tile; a multiple of 32.
     pub fn tile_bytes(&self) -> usize {
         self.tile_bytes
     }
 
-    /// Bytes of one packed matrix.
+    /// Returns the bytes of one packed matrix.
     pub fn expert_bytes(&self) -> usize {
         self.tiles() * self.tile_bytes
     }
 
-    /// Bytes of all packed matrices.
+    /// Returns the bytes of all packed matrices.
     pub fn packed_bytes(&self) -> usize {
         self.experts * self.expert_bytes()
     }
 
-    /// Bytes of the tensor in a file.
+    /// Returns the bytes of the tensor in a file.
     pub fn file_bytes(&self) -> usize {
         self.experts * self.rows * self.row_bytes
     }
 
-    /// Where the rows of some tiles are in a file. Tiles are numbered through all matrices.
+    /// Returns the range of file bytes with the rows of some tiles. Tile numbers run through all matrices.
     pub fn file_range(&self, tiles: Range<usize>) -> Range<usize> {
         self.first_row(tiles.start) * self.row_bytes..self.first_row(tiles.end) * self.row_bytes
     }
 
-    /// First row of a tile, numbered through all matrices; of the tile after the last, the number of rows.
+    /// Returns the first row of a tile, counted through all matrices. For the tile after the last, that is
+    /// the number of rows.
     fn first_row(&self, tile: usize) -> usize {
         let (expert, tile) = (tile / self.tiles(), tile % self.tiles());
         expert * self.rows + tile * TILE_ROWS
     }
 
-    /// Packs tiles from the bytes of their [`file_range`](Self::file_range). What `out` held is gone; its bytes belong
-    /// [`tile_bytes`](Self::tile_bytes) times the first tile's number from the start.
+    /// Packs tiles from the bytes of their [`file_range`](Self::file_range) into `out`, whose old contents
+    /// are dropped. The result belongs at the offset [`tile_bytes`](Self::tile_bytes) times the first
+    /// tile's number.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for tiles past the end, [`Error::Length`] for other bytes than those of the range.
+    /// [`Error::OutOfRange`] for tiles past the end, [`Error::Length`] if `rows` has another length than
+    /// the range.
     pub fn pack(&self, tiles: Range<usize>, rows: &[u8], out: &mut Vec<u8>) -> Result<(), Error> {
         let all = self.tiles() * self.experts;
         if tiles.end > all || tiles.start > tiles.end {
@@ -241,7 +249,7 @@ impl TiledShape {
         }
     }
 
-    /// A row's part of a unit of a quantised format.
+    /// Packs one row's blocks of a quantised unit.
     fn pack_blocks(&self, scheme: &Scheme, row: &[u8], lane: usize, unit: &mut [u8], codes: &mut Codes) {
         let (minor_at, main_at) = (self.parts.minor_at(), self.parts.main_at());
         let per_file_block = self.ty.block_len() / BLOCK;
@@ -258,7 +266,7 @@ impl TiledShape {
         }
     }
 
-    /// The scales of file block number `index` of a unit.
+    /// Packs the scales of file block `index` of a unit.
     #[allow(clippy::too_many_arguments, reason = "one caller; the parts of one unit")]
     fn pack_scales(
         &self,
@@ -296,14 +304,15 @@ impl TiledShape {
     }
 }
 
-/// Bytes of one row, piece by piece.
+/// Copies the bytes of one row into a plane, piece by piece.
 fn pack_pieces(row: &[u8], lane: usize, plane: &mut [u8]) {
     for (piece, of_rows) in row.chunks(PIECE).zip(plane.chunks_exact_mut(TILE_ROWS * PIECE)) {
         of_rows[lane * PIECE..][..piece.len()].copy_from_slice(piece);
     }
 }
 
-/// Spreads the 32 stored codes of a block over the planes of its unit. Groups are worked on as words of four codes.
+/// Distributes the 32 stored codes of a block over the planes of its unit. A group is processed as a word
+/// of four codes.
 fn pack_codes(scheme: &Scheme, codes: &[u8], block: usize, lane: usize, minor: &mut [u8], main: &mut [u8]) {
     let groups: [u32; 8] = std::array::from_fn(|g| {
         u32::from_le_bytes([codes[4 * g], codes[4 * g + 1], codes[4 * g + 2], codes[4 * g + 3]])
@@ -330,28 +339,28 @@ fn words(word: impl Fn(usize) -> u32) -> [u32; 4] {
     std::array::from_fn(word)
 }
 
-/// A word of codes of a codebook.
+/// Returns the word of codebook indices of two groups, see the module.
 fn indices(lower: u32, upper: u32) -> u32 {
     let run = |group: u32| (0..4).fold(0, |run, i| run | (group >> (8 * i) & 7) << (4 * i));
     run(lower) | run(upper) << 16 | (lower & 0x0808_0808) << 4 | upper & 0x0808_0808
 }
 
-/// Two bits of each code, from `shift` on.
+/// Returns two bits of each code, from bit `shift` on.
 fn crumbs(groups: &[u32; 8], shift: u32) -> [u32; 2] {
     std::array::from_fn(|v| {
         (0..4).fold(0, |word, i| word | (groups[4 * v + i] >> shift & 0x0303_0303) << (2 * i))
     })
 }
 
-/// One bit of each code.
+/// Returns bit `shift` of each code.
 fn single(groups: &[u32; 8], shift: u32) -> u32 {
     (0..8).fold(0, |word, g| word | (groups[g] >> shift & 0x0101_0101) << g)
 }
 
-/// A row's words of block number `block` into a plane.
+/// Writes a row's words of block `block` into a plane.
 fn put_words(plane: &mut [u8], block: usize, lane: usize, words: &[u32]) {
     for (i, word) in words.iter().enumerate() {
-        // Of the row, then of the plane, where pieces of all rows lie side by side.
+        // First the offset in the row, then in the plane, where the pieces of all rows lie side by side.
         let byte = 4 * (block * words.len() + i);
         let at = byte / PIECE * TILE_ROWS * PIECE + lane * PIECE + byte % PIECE;
         plane[at..][..4].copy_from_slice(&word.to_le_bytes());

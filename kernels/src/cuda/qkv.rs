@@ -1,4 +1,5 @@
-//! Between the projections and attention: norm of heads, rotation, keys and values into the cache.
+//! Operations between the projections and attention: head norms, rotation, and writes of keys and values to
+//! the cache.
 
 use super::kv::{KvBlock, type_number};
 use super::source::{self, Source};
@@ -13,7 +14,7 @@ mod tests;
 
 const WARPS: usize = 4;
 
-/// The kernels that serve layers of one shape.
+/// Kernels for layers of one shape.
 #[derive(Debug, Clone)]
 pub struct QkvKernels {
     shape: KvShape,
@@ -23,10 +24,10 @@ pub struct QkvKernels {
     qkv: KernelId,
 }
 
-/// A rotary embedding as its kernel wants it.
+/// A rotary embedding in its kernel's format.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DeviceRope {
-    /// Per pair, what it turns by for each position, in 2^-64 of a full turn.
+    /// Rotation per position of each pair, in 2^-64 of a full turn.
     turns: Vec<u64>,
     interleaved: bool,
     magnitude: f32,
@@ -35,25 +36,25 @@ pub struct DeviceRope {
 /// Cosines and sines of a step's rows.
 #[derive(Debug, Clone, Copy)]
 pub struct RopeAngles {
-    /// `[rows][pairs][2]`, as [`QkvKernels::angles`] leaves them.
+    /// `[rows][pairs][2]`, as written by [`QkvKernels::angles`].
     pub angles: DevicePtr,
-    /// Pairs of a head that rotate.
+    /// Rotating pairs of a head.
     pub pairs: usize,
-    /// Pairs (2i, 2i + 1) if true, (i, i + pairs) otherwise.
+    /// Pairs are (2i, 2i + 1) if true, otherwise (i, i + pairs).
     pub interleaved: bool,
 }
 
-/// RMS norm of the runs of a row.
+/// RMS norm of each run of a row.
 #[derive(Debug, Clone, Copy)]
 pub struct HeadNorm {
-    /// As many values as a run has, or as the row; none multiplies by one.
+    /// Address and number of values, either those of a run or those of the row. `None` multiplies by one.
     pub weight: Option<(DevicePtr, usize)>,
     /// Added to the mean square.
     pub eps: f32,
     pub width: usize,
 }
 
-/// Keys and values on their way into the cache. They are not changed.
+/// Keys and values to write to the cache. These buffers are not changed.
 #[derive(Debug, Clone, Copy)]
 pub struct KeysValues {
     /// `[rows][kv_heads * head_dim]`
@@ -64,30 +65,31 @@ pub struct KeysValues {
     pub v_norm: Option<HeadNorm>,
 }
 
-/// One layer's q, k and v.
+/// q, k and v of one layer.
 #[derive(Debug, Clone, Copy)]
 pub struct QkvCall<'a> {
     /// `[rows][heads * head_dim]`, changed in place.
     pub q: DevicePtr,
     pub q_norm: Option<HeadNorm>,
-    /// None where the layer reads another's.
+    /// `None` if the layer uses another layer's keys and values.
     pub kv: Option<KeysValues>,
-    /// None for no rotation.
+    /// `None` for no rotation.
     pub rope: Option<RopeAngles>,
     pub arena: DevicePtr,
     pub step: &'a StepPointers,
-    /// Its rows.
+    /// Rows of the step.
     pub rows: usize,
     pub group: usize,
-    /// Of the layer inside a block.
+    /// Byte offset of the layer inside a block.
     pub layer_offset: usize,
-    /// [`QkvKernels::scratch_bytes`].
+    /// [`QkvKernels::scratch_bytes`] bytes.
     pub scratch: DevicePtr,
 }
 
 impl DeviceRope {
     /// # Errors
-    /// [`Error::Length`] for an odd number of rotating elements, or factors of another length than half of it.
+    /// [`Error::Length`] for an odd number of rotating elements, or if the number of factors is not half of
+    /// it.
     pub fn new(source: &RopeSource) -> Result<Self, Error> {
         let pairs = source.n_rot / 2;
         check_len("rotating elements of a head", pairs * 2, source.n_rot)?;
@@ -98,7 +100,7 @@ impl DeviceRope {
             let exponent = -2.0 * i as f64 / source.n_rot as f64;
             let factor = source.factors.as_ref().map_or(1.0, |factors| f64::from(factors[i]));
             let radians = f64::from(source.base).powf(exponent) / factor * f64::from(source.freq_scale);
-            // Whole turns make no difference at whole positions.
+            // Whole turns make no difference at integer positions.
             let turns = (radians / std::f64::consts::TAU).rem_euclid(1.0);
             (turns * 2f64.powi(64)) as u64
         };
@@ -110,14 +112,14 @@ impl DeviceRope {
         self.turns.iter().flat_map(|turn| turn.to_ne_bytes()).collect()
     }
 
-    /// Bytes of the angles of so many rows.
+    /// Returns the bytes of the angles of `rows` rows.
     pub fn angle_bytes(&self, rows: usize) -> usize {
         rows * self.turns.len() * 2 * size_of::<f32>()
     }
 }
 
 impl QkvKernels {
-    /// The source that serves a shape.
+    /// Returns the source for a shape.
     ///
     /// # Errors
     /// As [`KvBlock::new`].
@@ -126,11 +128,11 @@ impl QkvKernels {
         Ok(&source::QKV[type_number(shape.kv_type)])
     }
 
-    /// Loads what was compiled of [`Self::source`].
+    /// Loads the compiled [`Self::source`].
     ///
     /// # Errors
-    /// [`CudaError::NoKernel`] for what was compiled of another source, [`CudaError::Invalid`] for a shape that is not
-    /// served; what the device says.
+    /// [`CudaError::NoKernel`] for another compiled source, [`CudaError::Invalid`] for an unsupported
+    /// shape; errors of the device.
     pub fn load(device: &mut dyn Device, compiled: &Compiled, shape: KvShape) -> Result<Self, CudaError> {
         let block = KvBlock::new(&shape).map_err(|error| CudaError::Invalid { what: error.to_string() })?;
         let kernels = device.load(compiled, source::QKV[type_number(shape.kv_type)].kernels)?;
@@ -143,12 +145,12 @@ impl QkvKernels {
         Ok(Self { shape, block, rope_angles, run_factors, qkv })
     }
 
-    /// Checks a call; the device memory that [`Self::launch`] needs besides its buffers: norms of runs that are no
-    /// heads.
+    /// Checks a call. Returns the bytes of device memory that [`Self::launch`] needs besides its buffers.
+    /// They are for norms whose runs are not heads.
     ///
     /// # Errors
-    /// [`Error::Length`] for a norm that does not divide a row, a weight that is as long as neither, or a head that is
-    /// narrower than what rotates.
+    /// [`Error::Length`] for a norm that does not divide a row, a weight whose length is neither the run's
+    /// nor the row's, or a head that is narrower than the rotating elements.
     pub fn scratch_bytes(&self, call: &QkvCall<'_>) -> Result<usize, Error> {
         let (head_dim, rotates) = (self.shape.head_dim, call.rope.map_or(0, |rope| 2 * rope.pairs));
         if rotates > head_dim {
@@ -172,11 +174,11 @@ impl QkvKernels {
         Ok(runs * size_of::<f32>())
     }
 
-    /// Cosines and sines of the step's rows, once a step for each rotary embedding. `turns` are
+    /// Computes cosines and sines of the step's rows, once per step for each rotary embedding. `turns` are
     /// [`DeviceRope::bytes`]; `angles` has room for [`DeviceRope::angle_bytes`].
     ///
     /// # Errors
-    /// What the device says.
+    /// Errors of the device.
     pub fn angles(
         &self,
         device: &mut dyn Device,
@@ -203,10 +205,10 @@ impl QkvKernels {
         Ok(RopeAngles { angles, pairs, interleaved: rope.interleaved })
     }
 
-    /// Norms, rotates and writes the step's rows. The call has been checked by [`Self::scratch_bytes`].
+    /// Normalises, rotates and writes the step's rows. [`Self::scratch_bytes`] has checked the call.
     ///
     /// # Errors
-    /// What the device says.
+    /// Errors of the device.
     pub fn launch(&self, device: &mut dyn Device, call: &QkvCall<'_>) -> Result<(), CudaError> {
         if call.rows == 0 {
             return Ok(());
@@ -261,7 +263,7 @@ impl QkvKernels {
         })
     }
 
-    /// Norm, head width and heads of q, k and v.
+    /// Returns norm, head width and number of heads of q, k and v.
     fn norms(&self, call: &QkvCall<'_>) -> [(Option<HeadNorm>, usize, usize); 3] {
         let KvShape { heads, kv_heads, head_dim, v_head_dim, .. } = self.shape;
         let (k, v) = call.kv.map_or((None, None), |kv| (kv.k_norm, kv.v_norm));

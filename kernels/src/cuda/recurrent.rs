@@ -1,4 +1,5 @@
-//! Recurrent layers on a device: convolution, gated delta net and Mamba-2 over states in slots of the arena.
+//! Recurrent layers on a device: convolution, gated delta net and Mamba-2, with their states in slots of
+//! the arena.
 
 use super::step::StatePointers;
 use super::{Argument, Compiled, CudaError, Device, DevicePtr, KernelId, Launch, source};
@@ -13,18 +14,18 @@ mod tests;
 /// Most positions that a convolution sees.
 const MAX_TAPS: usize = 4;
 
-/// Longest sum of a recurrence.
+/// Most terms of a recurrence's sum.
 const MAX_INNER: usize = 256;
 
-/// Rows of a head's matrix that a block takes.
+/// Rows of a head's matrix per block.
 const BLOCK_ROWS: usize = 16;
 
-/// Layout of one layer's state in a slot: the convolution's past inputs `[taps][channels]`, oldest first, then, each
-/// from a multiple of 64 bytes on, the heads' matrices.
+/// Layout of one layer's state in a slot: first the convolution's past inputs `[taps][channels]`, oldest
+/// first, then the heads' matrices, each from a multiple of 64 bytes on.
 ///
-/// Each recurrence sums over one side of its matrices (`inner`: delta net rows, Mamba-2 columns) and works on the
-/// elements of the other (`outer`) independently. A matrix is stored `[outer][inner]`, so that the sums of a warp lie in
-/// one run of memory; rows are padded to whole lanes.
+/// Each recurrence sums over one side of its matrices (`inner`: delta net rows, Mamba-2 columns) and
+/// processes the elements of the other side (`outer`) independently. A matrix is stored `[outer][inner]`,
+/// so that a warp's sums read contiguous memory. Rows are padded to whole lanes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceState {
     shape: StateShape,
@@ -34,7 +35,7 @@ pub struct DeviceState {
     bytes: usize,
 }
 
-/// Where a head's matrix starts, and what it is made of.
+/// Start and element type of a head's matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct HeadPlace {
     ty: HeadType,
@@ -42,11 +43,12 @@ struct HeadPlace {
 }
 
 impl DeviceState {
-    /// The layout of a shape, `heads` naming the type of each head.
+    /// Creates the layout of a shape. `heads` has the element type of each head.
     ///
     /// # Errors
-    /// [`Error::Length`] where there is not one type for each head; [`Error::StateShape`] for a dimension of zero, more
-    /// than 4 taps or a size that does not fit the address space; [`Error::Unsupported`] for a sum over more than 256.
+    /// [`Error::Length`] unless there is one type for each head; [`Error::StateShape`] for a dimension of
+    /// zero, more than 4 taps or a size that does not fit the address space; [`Error::Unsupported`] for a
+    /// sum over more than 256.
     pub fn new(shape: StateShape, heads: &[HeadType]) -> Result<Self, Error> {
         let StateShape { kind, channels, taps, rows, cols, .. } = shape;
         let refused = || Error::StateShape { channels, taps, heads: shape.heads, rows, cols };
@@ -72,35 +74,35 @@ impl DeviceState {
             places.push(HeadPlace { ty, start: bytes });
             let len = outer.checked_mul(padded).and_then(|n| n.checked_mul(element(ty)));
             let end = len.and_then(|len| bytes.checked_add(len)).and_then(aligned);
-            // Kernels count places in 32 bits, of 64 bytes, doubled.
+            // Kernels store offsets in 32 bits, in units of 64 bytes, times two.
             bytes = end.filter(|end| *end / 64 <= (u32::MAX / 2) as usize).ok_or_else(refused)?;
         }
         Ok(Self { shape, inner, outer, heads: places, bytes })
     }
 
-    /// Bytes of the layer's part of a slot; a multiple of 64.
+    /// Returns the bytes of the layer's part of a slot; a multiple of 64.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// What it is the layout of.
+    /// Returns the shape of the layout.
     pub fn shape(&self) -> &StateShape {
         &self.shape
     }
 
-    /// Values of a row's output, all heads together.
+    /// Returns the values of a row's output, all heads together.
     pub fn out_len(&self) -> usize {
         self.shape.heads * self.outer
     }
 
-    /// The heads' places as the kernels want them, to be uploaded once.
+    /// Returns the heads' offsets in the kernels' format, to upload once.
     pub fn places(&self) -> Vec<u8> {
         let place = |head: &HeadPlace| (head.start / 64 * 2) as u32 + u32::from(head.ty == HeadType::Bf16);
         self.heads.iter().flat_map(|head| place(head).to_ne_bytes()).collect()
     }
 
-    /// Takes a layer's part of a slot apart into what the convolution saw, `[taps][channels]`, oldest first, and the
-    /// matrices `[heads][rows][cols]`.
+    /// Splits a layer's part of a slot into the convolution's past inputs, `[taps][channels]`, oldest
+    /// first, and the matrices `[heads][rows][cols]`.
     ///
     /// # Errors
     /// [`Error::Length`].
@@ -134,7 +136,7 @@ impl DeviceState {
     }
 }
 
-/// Elements of a row that one lane takes.
+/// Returns the elements of a row per lane.
 fn per_lane(inner: usize) -> usize {
     [2, 4].into_iter().find(|per| inner <= 32 * per).unwrap_or(MAX_INNER / 32)
 }
@@ -151,27 +153,27 @@ fn element(ty: HeadType) -> usize {
 pub struct RecurrentKernels {
     conv: KernelId,
     keep_rows: KernelId,
-    /// For sums over 64, 128, 256.
+    /// For sums over 64, 128 and 256 elements.
     delta_net: [KernelId; 3],
     mamba2: [KernelId; 3],
 }
 
-/// One layer's states and the sequences that they belong to.
+/// States of one layer and the sequences that they belong to.
 #[derive(Debug, Clone, Copy)]
 pub struct StateCall<'a> {
-    /// How a state lies in a slot.
+    /// Layout of a state in a slot.
     pub layout: &'a DeviceState,
-    /// [`DeviceState::places`], uploaded.
+    /// The uploaded [`DeviceState::places`].
     pub places: DevicePtr,
-    /// Of the layer inside a slot.
+    /// Byte offset of the layer inside a slot.
     pub layer_offset: usize,
     pub arena: DevicePtr,
-    /// What happens to the states.
+    /// State updates of the step.
     pub states: &'a StatePointers,
     pub sequences: usize,
 }
 
-/// One layer's convolution, `x` in place.
+/// Convolution of one layer, in place in `x`.
 #[derive(Debug, Clone, Copy)]
 pub struct ConvCall {
     /// `[rows][channels]`
@@ -182,7 +184,7 @@ pub struct ConvCall {
     pub bias: Option<DevicePtr>,
 }
 
-/// One layer's delta net: see [`DeltaNetOp`](crate::backend::DeltaNetOp).
+/// Delta net of one layer: see [`DeltaNetOp`](crate::backend::DeltaNetOp).
 #[derive(Debug, Clone, Copy)]
 pub struct DeltaNetCall {
     /// `[rows][2 k_heads k_dim + v_heads v_dim]`
@@ -197,7 +199,7 @@ pub struct DeltaNetCall {
     pub dt_bias: DevicePtr,
     /// Heads of q and k.
     pub k_heads: usize,
-    /// Head h uses key head `h % k_heads` if true, `h / (v_heads / k_heads)` otherwise.
+    /// Head h uses key head `h % k_heads` if true, otherwise `h / (v_heads / k_heads)`.
     pub tiled: bool,
     /// Added to the squared length of q and k.
     pub l2_eps: f32,
@@ -205,7 +207,7 @@ pub struct DeltaNetCall {
     pub out: DevicePtr,
 }
 
-/// One layer's Mamba-2: see [`Mamba2Op`](crate::backend::Mamba2Op).
+/// Mamba-2 of one layer: see [`Mamba2Op`](crate::backend::Mamba2Op).
 #[derive(Debug, Clone, Copy)]
 pub struct Mamba2Call {
     /// `[rows][heads head_dim + 2 groups state]`
@@ -218,13 +220,13 @@ pub struct Mamba2Call {
     pub d: DevicePtr,
     /// `[heads]`
     pub dt_bias: DevicePtr,
-    /// Groups that share B and C.
+    /// Groups of heads that share B and C.
     pub groups: usize,
     /// `[rows][heads head_dim]`
     pub out: DevicePtr,
 }
 
-/// What the two recurrences share.
+/// Common arguments of the two recurrences.
 struct Scan {
     kernels: [KernelId; 3],
     x: DevicePtr,
@@ -245,10 +247,10 @@ struct Scan {
 }
 
 impl RecurrentKernels {
-    /// Loads what was compiled of [`source::RECURRENT`].
+    /// Loads the compiled [`source::RECURRENT`].
     ///
     /// # Errors
-    /// [`CudaError::NoKernel`] for what was compiled of another source; what the device says.
+    /// [`CudaError::NoKernel`] for another compiled source; errors of the device.
     pub fn load(device: &mut dyn Device, compiled: &Compiled) -> Result<Self, CudaError> {
         let kernels = device.load(compiled, source::RECURRENT.kernels)?;
         let [conv, keep_rows, d64, d128, d256, m64, m128, m256] = kernels[..] else {
@@ -263,7 +265,7 @@ impl RecurrentKernels {
     /// Convolves the rows of the sequences in place and advances the past inputs.
     ///
     /// # Errors
-    /// What the device says.
+    /// Errors of the device.
     pub fn conv(
         &self,
         device: &mut dyn Device,
@@ -288,11 +290,11 @@ impl RecurrentKernels {
         })
     }
 
-    /// Runs the rows of the sequences and advances the matrices.
+    /// Runs the recurrence over the rows of the sequences and advances the matrices.
     ///
     /// # Errors
-    /// What the device says; [`CudaError::Invalid`] for the state of another recurrence, or heads that do not share the
-    /// key heads evenly.
+    /// [`CudaError::Invalid`] for the state of another recurrence, or if the key heads do not divide the
+    /// heads; errors of the device.
     pub fn delta_net(
         &self,
         device: &mut dyn Device,
@@ -324,7 +326,7 @@ impl RecurrentKernels {
         scan.launch(device, state)
     }
 
-    /// As [`Self::delta_net`].
+    /// Like [`Self::delta_net`].
     ///
     /// # Errors
     /// As [`Self::delta_net`].
@@ -359,11 +361,11 @@ impl RecurrentKernels {
         scan.launch(device, state)
     }
 
-    /// `kept[i] = x[rows[i]]`, both `cols` wide: keeps the inputs of deferred rows before an op changes them.
-    /// `rows` are [`StepPointers::kept_rows`](super::step::StepPointers::kept_rows).
+    /// `kept[i] = x[rows[i]]`, both `cols` wide. Saves the inputs of deferred rows before an operation
+    /// changes them. `rows` are [`StepPointers::kept_rows`](super::step::StepPointers::kept_rows).
     ///
     /// # Errors
-    /// What the device says.
+    /// Errors of the device.
     pub fn keep_rows(
         &self,
         device: &mut dyn Device,

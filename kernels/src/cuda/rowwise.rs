@@ -1,9 +1,9 @@
-//! Ops on one row at a time, on a device: norms, gates, sums, the 8-bit form of rows.
+//! Row operations on a device: norms, gates, sums, quantisation of rows to 8 bits.
 //!
-//! Buffers are `[rows][cols]` f32. Elementary functions have the CPU's bits; sums over a row add in an order of their
-//! own, which the row's width decides. Where an op has `quantised`, it makes the 8-bit form of the rows on the way, rows of
-//! [`quantised_row_bytes`](super::quantised_row_bytes), with the bits of
-//! [`QuantizedRows`](crate::matmul::QuantizedRows).
+//! Buffers are `[rows][cols]` f32. Elementary functions give the same bits as on the CPU. Sums over a row
+//! are added in another order, which depends on the row's width alone. With an argument `quantised`, an
+//! operation also writes the 8-bit form of the rows, [`quantised_row_bytes`](super::quantised_row_bytes)
+//! each, with the bits of [`QuantizedRows`](crate::matmul::QuantizedRows).
 
 use super::matmul::small;
 use super::pack::{BLOCK, UNIT_COLS};
@@ -13,14 +13,14 @@ use crate::backend::GateActivation;
 #[cfg(test)]
 mod tests;
 
-/// Threads of a block where each makes one value.
+/// Threads of a block in kernels with one value per thread.
 const THREADS: usize = 256;
-/// Most threads of a block that makes a run of values.
+/// Most threads of a block that processes a run of values.
 const MAX_THREADS: usize = 1024;
-/// Values of a run that a thread takes, while there are threads.
+/// Values of a run per thread, as long as there are enough threads.
 const VALUES: usize = 4;
 
-/// The number by which kernels know an activation: `Gating` of `math.cuh`.
+/// Returns the number by which kernels identify an activation: `Gating` of `math.cuh`.
 pub(super) const fn gate_code(activation: GateActivation) -> u32 {
     match activation {
         GateActivation::Silu => 0,
@@ -49,13 +49,13 @@ pub struct RowwiseKernels {
 /// Rows and columns of a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rows {
-    /// Rows of the step, or of what each row becomes.
+    /// Rows of the step, or rows derived from them.
     pub rows: usize,
     /// Values of a row.
     pub cols: usize,
 }
 
-/// A weight or bias: f32 values as long as a run, or several runs, which then take turns.
+/// A weight or bias: f32 values for one run, or for several consecutive runs; they repeat along the row.
 #[derive(Debug, Clone, Copy)]
 pub struct Affine {
     pub start: DevicePtr,
@@ -65,15 +65,15 @@ pub struct Affine {
 /// See [`crate::backend::Norm`].
 #[derive(Debug, Clone, Copy)]
 pub struct DeviceNorm {
-    /// Root mean square if true, mean and variance otherwise.
+    /// `true` for an RMS norm, `false` for a norm with mean and variance.
     pub rms: bool,
-    /// None multiplies by one.
+    /// `None` multiplies by one.
     pub weight: Option<Affine>,
-    /// None adds nothing.
+    /// `None` adds nothing.
     pub bias: Option<Affine>,
     /// Added to the mean square or variance.
     pub eps: f32,
-    /// Values of a run; divides the row.
+    /// Values of a run; must divide the row's width.
     pub width: usize,
 }
 
@@ -87,10 +87,10 @@ pub struct Up {
 }
 
 impl RowwiseKernels {
-    /// Loads what was compiled of [`source::ROWWISE`].
+    /// Loads the compiled [`source::ROWWISE`].
     ///
     /// # Errors
-    /// [`CudaError::NoKernel`] for what was compiled of another source; what the device says.
+    /// [`CudaError::NoKernel`] for another compiled source; errors of the device.
     pub fn load(device: &mut dyn Device, compiled: &Compiled) -> Result<Self, CudaError> {
         let kernels = device.load(compiled, source::ROWWISE.kernels)?;
         let [quantise, norm, add_norm, gated_norm, gate, add, scale_rows, scale, gather_rows, argmax] =
@@ -102,10 +102,10 @@ impl RowwiseKernels {
         Ok(Self { quantise, norm, add_norm, gated_norm, gate, add, scale_rows, scale, gather_rows, argmax })
     }
 
-    /// Makes the 8-bit form of rows.
+    /// Quantises rows to 8 bits.
     ///
     /// # Errors
-    /// Sizes that kernels do not take; what the device says.
+    /// [`CudaError::Invalid`] for sizes beyond 32 bits; errors of the device.
     pub fn quantise(
         &self,
         device: &mut dyn Device,
@@ -120,7 +120,7 @@ impl RowwiseKernels {
     /// `out = norm(x)`; `out` may be `x`.
     ///
     /// # Errors
-    /// [`CudaError::Invalid`] for a norm that does not fit the row; what the device says.
+    /// [`CudaError::Invalid`] for a norm that does not fit the row; errors of the device.
     pub fn norm(
         &self,
         device: &mut dyn Device,
@@ -150,10 +150,11 @@ impl RowwiseKernels {
         self.quantise_unless(fused, device, of, out, quantised)
     }
 
-    /// `x += scale * norm(y)`, an RMS norm; without one, `x += scale * y`.
+    /// `x += scale * norm(y)` with an RMS norm; without a norm, `x += scale * y`.
     ///
     /// # Errors
-    /// [`CudaError::Invalid`] for a norm that does not fit the row, or is no RMS norm; what the device says.
+    /// [`CudaError::Invalid`] for a norm that does not fit the row or is not an RMS norm; errors of the
+    /// device.
     pub fn add(
         &self,
         device: &mut dyn Device,
@@ -176,10 +177,11 @@ impl RowwiseKernels {
         launch(device, self.add_norm, [of.rows, runs], norm.threads(), &arguments)
     }
 
-    /// `x = norm(x silu(gate))` if `gate_first`, else `norm(x) silu(gate)`: an RMS norm.
+    /// `x = norm(x silu(gate))` if `gate_first`, else `norm(x) silu(gate)`, with an RMS norm.
     ///
     /// # Errors
-    /// [`CudaError::Invalid`] for a norm that does not fit the row, or is no RMS norm; what the device says.
+    /// [`CudaError::Invalid`] for a norm that does not fit the row or is not an RMS norm; errors of the
+    /// device.
     #[allow(clippy::too_many_arguments, reason = "an op's own parts, and where it runs")]
     pub fn gated_norm(
         &self,
@@ -209,10 +211,11 @@ impl RowwiseKernels {
         self.quantise_unless(fused, device, of, x, quantised)
     }
 
-    /// `gate = activation(gate) * up[..][up.from..]`; without `up` the activation alone.
+    /// `gate = activation(gate) * up[..][up.from..]`; without `up` only the activation.
     ///
     /// # Errors
-    /// [`CudaError::Invalid`] for columns that `up` does not have, and a clamped SwiGLU of nothing; what the device says.
+    /// [`CudaError::Invalid`] for columns that `up` does not have, and for a clamped SwiGLU without `up`;
+    /// errors of the device.
     pub fn gate(
         &self,
         device: &mut dyn Device,
@@ -244,10 +247,10 @@ impl RowwiseKernels {
         launch(device, self.gate, [of.rows, threads.div_ceil(THREADS)], THREADS, &arguments)
     }
 
-    /// `x[row] *= sigmoid(gate[row][0])`, `gate` of `gate_cols` values a row.
+    /// `x[row] *= sigmoid(gate[row][0])`; `gate` is `[rows][gate_cols]`.
     ///
     /// # Errors
-    /// Sizes that kernels do not take; what the device says.
+    /// [`CudaError::Invalid`] for sizes beyond 32 bits; errors of the device.
     pub fn scale_rows(
         &self,
         device: &mut dyn Device,
@@ -260,10 +263,10 @@ impl RowwiseKernels {
         launch(device, self.scale_rows, [of.rows, of.cols.div_ceil(THREADS)], THREADS, &arguments)
     }
 
-    /// `x = softcap(factor * x)`, `softcap(v) = cap tanh(v / cap)`; none leaves it at the factor.
+    /// `x = softcap(factor * x)` with `softcap(v) = cap tanh(v / cap)`. `None` applies only the factor.
     ///
     /// # Errors
-    /// What the device says.
+    /// Errors of the device.
     pub fn scale(
         &self,
         device: &mut dyn Device,
@@ -278,10 +281,11 @@ impl RowwiseKernels {
         launch(device, self.scale, [count.div_ceil(THREADS), 1], THREADS, &arguments)
     }
 
-    /// `out[row] = x[index[row]]`: `of.rows` rows of `out`, `index` u32, each a row of `x`, which nobody checks.
+    /// `out[row] = x[index[row]]` for the `of.rows` rows of `out`. `index` is u32; the values must be rows
+    /// of `x` and are not checked.
     ///
     /// # Errors
-    /// Sizes that kernels do not take; what the device says.
+    /// [`CudaError::Invalid`] for sizes beyond 32 bits; errors of the device.
     pub fn gather_rows(
         &self,
         device: &mut dyn Device,
@@ -294,11 +298,12 @@ impl RowwiseKernels {
         launch(device, self.gather_rows, [of.rows, of.cols.div_ceil(THREADS)], THREADS, &arguments)
     }
 
-    /// `out[row]`, u32: index of the row's largest value, the lowest of equals; [`NO_INDEX`](crate::backend::NO_INDEX) of a
-    /// row that holds NaN or infinity, or nothing above minus infinity.
+    /// Writes to `out[row]`, u32, the index of the row's largest value; ties go to the lowest index. The
+    /// index is [`NO_INDEX`](crate::backend::NO_INDEX) for a row that holds NaN or infinity, or nothing
+    /// above minus infinity.
     ///
     /// # Errors
-    /// Sizes that kernels do not take; what the device says.
+    /// [`CudaError::Invalid`] for sizes beyond 32 bits; errors of the device.
     pub fn argmax(
         &self,
         device: &mut dyn Device,
@@ -311,7 +316,7 @@ impl RowwiseKernels {
         launch(device, self.argmax, [of.rows, 1], threads, &arguments)
     }
 
-    /// The 8-bit form by itself, where an op could not make it.
+    /// Quantises the rows separately if the operation could not do it itself.
     fn quantise_unless(
         &self,
         fused: Option<DevicePtr>,
@@ -328,7 +333,7 @@ impl RowwiseKernels {
 }
 
 impl DeviceNorm {
-    /// Runs of a row.
+    /// Returns the runs of a row.
     fn runs(&self, of: Rows) -> Result<usize, CudaError> {
         let fits = |affine: Option<Affine>| {
             affine.is_none_or(|affine| {
@@ -370,7 +375,7 @@ fn affine(values: Option<Affine>) -> Result<(Argument, Argument), CudaError> {
     Ok((start.into(), small(len)?.into()))
 }
 
-/// Runs a kernel, if it has anything to do.
+/// Launches a kernel, unless its grid is empty.
 fn launch(
     device: &mut dyn Device,
     kernel: KernelId,

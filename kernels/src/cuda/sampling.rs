@@ -1,4 +1,4 @@
-//! The largest values of rows, on a device.
+//! Largest values of rows, on a device.
 
 use super::matmul::small;
 use super::rowwise::Rows;
@@ -17,10 +17,10 @@ pub struct SamplingKernels {
 }
 
 impl SamplingKernels {
-    /// Loads what was compiled of [`source::SAMPLING`].
+    /// Loads the compiled [`source::SAMPLING`].
     ///
     /// # Errors
-    /// [`CudaError::NoKernel`] for what was compiled of another source; what the device says.
+    /// [`CudaError::NoKernel`] for another compiled source; errors of the device.
     pub fn load(device: &mut dyn Device, compiled: &Compiled) -> Result<Self, CudaError> {
         let kernels = device.load(compiled, source::SAMPLING.kernels)?;
         let [best] = kernels[..] else {
@@ -32,11 +32,12 @@ impl SamplingKernels {
         Ok(Self { best })
     }
 
-    /// Of each row the `count` largest values, with their places, in no order: `out` is `[rows][count]` of a 32-bit place
-    /// and an f32. Of equals the lowest places are taken; 0 is more than -0, and NaN more than anything.
+    /// Finds the `count` largest values of each row with their indices, in no particular order. `out` is
+    /// `[rows][count]` of a u32 index and an f32 value. Ties go to the lowest index; 0 is larger than -0,
+    /// and NaN larger than everything.
     ///
     /// # Errors
-    /// [`CudaError::Invalid`] for more values than a row has, or none; what the device says.
+    /// [`CudaError::Invalid`] if `count` is 0 or more than a row's values; errors of the device.
     pub fn best(
         &self,
         device: &mut dyn Device,

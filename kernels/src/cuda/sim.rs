@@ -1,28 +1,29 @@
-//! A device that is none: the PTX that would have become its code, interpreted on the CPU.
+//! A simulated device: interprets the PTX of kernels on the CPU.
 
 use super::device::GraphId;
 use super::tape::Entry;
 use super::{Compiled, CudaError, Device, DevicePtr, KernelId, Launch};
 use ptx::{KernelRef, Limits, Machine, RunError};
 
-/// Runs kernels from their PTX and checks every access of theirs. A kernel's fault is returned by the launch itself.
+/// Runs kernels from their PTX and checks every memory access. A kernel's fault is returned by the launch
+/// itself.
 #[derive(Debug)]
 pub struct SimDevice {
     machine: Machine,
     kernels: Vec<KernelRef>,
-    /// What is recorded just now.
+    /// Entries of the graph that is being recorded.
     recording: Option<Vec<Entry>>,
     graphs: Vec<Option<Vec<Entry>>>,
 }
 
 impl SimDevice {
-    /// An empty device with the limits of another one. The seed chooses the order of blocks and warps.
+    /// Creates an empty device with the given limits. The seed determines the order of blocks and warps.
     pub fn new(limits: Limits, seed: u64) -> Self {
         let machine = Machine::new(limits, seed);
         Self { machine, kernels: Vec::new(), recording: None, graphs: Vec::new() }
     }
 
-    /// As the driver has it: what a graph cannot hold.
+    /// Refuses operations that a graph cannot contain, like the driver.
     fn unrecorded(&self, what: &str) -> Result<(), CudaError> {
         match &self.recording {
             None => Ok(()),
@@ -34,12 +35,12 @@ impl SimDevice {
         self.graphs.get_mut(graph.0 as usize)
     }
 
-    /// What interprets: counts and coverage.
+    /// Returns the interpreter, for counts and coverage.
     pub fn machine(&self) -> &Machine {
         &self.machine
     }
 
-    /// The interpreter's name of a kernel.
+    /// Returns the interpreter's reference to a kernel.
     ///
     /// # Errors
     /// [`CudaError::Invalid`] for a kernel of another device.
@@ -59,7 +60,7 @@ impl From<RunError> for CudaError {
 }
 
 impl Device for SimDevice {
-    /// Of its own: what a GPU approximates, the host computes here.
+    /// A name of its own, because the host computes exactly what a GPU approximates.
     fn name(&self) -> &'static str {
         "ptx-sim"
     }

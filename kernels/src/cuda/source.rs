@@ -1,21 +1,21 @@
-//! The kernels' sources.
+//! Sources of the kernels.
 
 use super::matmul::sources as matmul;
 
-/// What every source may include, by name: types and conversions, elementary functions.
+/// Headers that every source may include, by name: types and conversions, elementary functions.
 pub const HEADERS: [(&str, &str); 2] =
     [("prelude.cuh", include_str!("prelude.cuh")), ("math.cuh", include_str!("math.cuh"))];
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Source {
-    /// Its name, as in messages.
+    /// Name in messages.
     pub name: &'static str,
     pub text: &'static str,
-    /// `extern "C"` kernels in it.
+    /// Names of its `extern "C"` kernels.
     pub kernels: &'static [&'static str],
 }
 
-/// Per row: norms, gates, sums, the 8-bit form.
+/// Row operations: norms, gates, sums, quantisation to 8 bits.
 pub const ROWWISE: Source = Source {
     name: "rowwise.cu",
     text: include_str!("rowwise.cu"),
@@ -33,7 +33,8 @@ pub const ROWWISE: Source = Source {
     ],
 };
 
-/// Attention for one element type (as `kv::type_number` counts) and one width of heads, by lanes or on tensor cores.
+/// Attention for one element type (a number of `kv::type_number`) and one head width, by lanes or on tensor
+/// cores.
 macro_rules! attention {
     ($kv_type:literal, $width:literal, $how:literal, $($attend:literal),*) => {
         Source {
@@ -55,7 +56,7 @@ macro_rules! attention {
     };
 }
 
-/// Attention of heads up to 64, 128, 256 and 512 wide.
+/// Attention for heads up to 64, 128, 256 and 512 wide.
 macro_rules! attention_by_lanes {
     ($kv_type:literal) => {
         [
@@ -67,7 +68,7 @@ macro_rules! attention_by_lanes {
     };
 }
 
-/// Paged attention, by element type of the cache and width of heads.
+/// Paged attention, by element type of the cache and by head width.
 pub static ATTENTION: [[Source; 4]; 3] = [
     attention_by_lanes!(0),
     [
@@ -79,7 +80,7 @@ pub static ATTENTION: [[Source; 4]; 3] = [
     attention_by_lanes!(2),
 ];
 
-/// Norm and rotation of heads, and writing to the cache, for one element type.
+/// Norm and rotation of heads, and writes to the cache, for one element type.
 macro_rules! qkv {
     ($kv_type:literal) => {
         Source {
@@ -90,7 +91,7 @@ macro_rules! qkv {
     };
 }
 
-/// What happens between projections and attention, by element type of the cache.
+/// Operations between projections and attention, by element type of the cache.
 pub static QKV: [Source; 3] = [qkv!(0), qkv!(1), qkv!(2)];
 
 /// Convolution, delta net, Mamba-2.
@@ -109,18 +110,18 @@ pub const RECURRENT: Source = Source {
     ],
 };
 
-/// Mixture of experts, all but the products.
+/// Mixture of experts without the products.
 pub const MOE: Source = Source {
     name: "moe.cu",
     text: include_str!("moe.cu"),
     kernels: &["route", "expert_lists", "expert_gate", "expert_sum"],
 };
 
-/// The best of rows of logits.
+/// Best tokens of rows of logits.
 pub const SAMPLING: Source =
     Source { name: "sampling.cu", text: include_str!("sampling.cu"), kernels: &["best"] };
 
-/// Those that are compiled in one way.
+/// Sources without variants for cache types.
 const PLAIN: &[Source] = &[
     ROWWISE,
     RECURRENT,
@@ -145,7 +146,7 @@ const PLAIN: &[Source] = &[
     matmul::NVFP4,
 ];
 
-/// Every source that a worker may compile.
+/// Returns every source that a worker may compile.
 pub fn all() -> impl Iterator<Item = &'static Source> {
     PLAIN.iter().chain(&QKV).chain(ATTENTION.iter().flatten())
 }

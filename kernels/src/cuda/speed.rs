@@ -1,9 +1,9 @@
-//! How fast a device is: copies, products, attention, a whole step of a model that is not there.
+//! Speed of a device: copies, products, attention, and a whole decode step of a synthetic model.
 //!
-//! What is measured is what a worker runs: the same kernels by the same launches, on random weights and caches of real
-//! shapes. A measurement goes through far more memory than the caches hold, since a model does too, and launches are
-//! recorded as a graph where the device records, so that the host's time is not in them. Everything runs on the
-//! interpreter as well, in tests with tiny shapes; only the seconds mean nothing there.
+//! The benchmarks run a worker's kernels with a worker's launches, on random weights and caches of real
+//! shapes. A measurement goes through far more memory than the device's caches hold, as a model does.
+//! Launches are recorded as a graph if the device supports graphs, so that the times exclude the host. In
+//! tests everything also runs on the interpreter with tiny shapes; the times mean nothing there.
 
 use super::device::{GraphId, record};
 use super::source::Source;
@@ -22,44 +22,45 @@ pub use attention::{AttentionCase, AttentionSpeed};
 pub use decode::{DecodeModel, DecodeShape, DecodeSpeed};
 pub use product::{ProductCase, ProductSpeed};
 
-/// Compiles a source for the device that is measured.
+/// Compiles a source for the measured device.
 pub type CompileShared = Arc<dyn Fn(&Source) -> Result<Compiled, CudaError> + Send + Sync>;
 
-/// Random bytes that are made on the host; the device repeats them.
+/// Random bytes that the host generates; the device repeats them.
 const RANDOM_BYTES: usize = 4 << 20;
 
-/// A device with several users, one call at a time.
+/// A device with several users, which make one call at a time.
 #[derive(Clone)]
 struct SharedDevice(Arc<Mutex<Box<dyn Device>>>);
 
 pub struct Speed {
     device: SharedDevice,
     compile: CompileShared,
-    /// Bytes that a measurement goes through before it comes back to the first.
+    /// Bytes that a measurement goes through before it reuses the first ones.
     spread: usize,
-    /// Timed runs of each measurement, of which the median counts.
+    /// Timed runs of each measurement; the median is the result.
     runs: usize,
 }
 
-/// Device memory of one measurement, given back after it.
+/// Device memory of one measurement, freed after it.
 struct DeviceBuffers {
     device: SharedDevice,
     all: Vec<DevicePtr>,
 }
 
-/// What is to be timed: launches and nothing else.
+/// Work to time: only launches.
 type Work<'a> = &'a mut dyn FnMut(&mut dyn Device) -> Result<(), Error>;
 
 impl Speed {
-    /// Measures `device`, whose caches hold far less than `spread` bytes, with the median of `runs` runs.
+    /// Creates a benchmark of `device`. `spread` must be far more than its caches hold. Each result is the
+    /// median of `runs` runs.
     pub fn new(device: Box<dyn Device>, compile: CompileShared, spread: usize, runs: usize) -> Self {
         Self { device: SharedDevice(Arc::new(Mutex::new(device))), compile, spread, runs: runs.max(1) }
     }
 
-    /// Bytes that copies of `bytes` inside the device read and write per second.
+    /// Measures the bytes per second that device-to-device copies of `bytes` read and write.
     ///
     /// # Errors
-    /// What the device says.
+    /// Errors of the device.
     pub fn copies(&self, bytes: usize) -> Result<f64, Error> {
         let mut held = self.held();
         let (from, to) = (held.random(bytes)?, held.room(bytes)?);
@@ -76,13 +77,13 @@ impl Speed {
         (self.compile)(source)
     }
 
-    /// Seconds of one run of each work, the median of several. They take turns, so that what changes on the device
-    /// meanwhile meets all alike.
+    /// Returns the seconds of one run of each work, the median of several. The works take turns, so that
+    /// changes of the device's state affect all alike.
     fn time(&self, works: &mut [Work<'_>]) -> Result<Vec<f64>, Error> {
         let mut device = self.device.clone();
         let mut graphs: Vec<Option<GraphId>> = Vec::new();
         for work in works.iter_mut() {
-            // What is done for the first time only is not recorded.
+            // One-time work happens here and is not recorded.
             work(&mut device)?;
             device.synchronize()?;
             graphs.push(record(&mut device, work)?);
@@ -104,14 +105,14 @@ impl Speed {
         Ok(seconds.into_iter().map(median).collect())
     }
 
-    /// The median seconds of several runs, after a first.
+    /// Returns the median seconds of several runs, after an untimed one.
     fn seconds(&self, mut run: impl FnMut() -> Result<(), Error>) -> Result<f64, Error> {
         self.timed(&mut run)?;
         let seconds: Result<Vec<f64>, Error> = (0..self.runs).map(|_| self.timed(&mut run)).collect();
         Ok(median(seconds?))
     }
 
-    /// Seconds until the device has done what `run` asks for.
+    /// Returns the seconds until the device has done the work of `run`.
     fn timed(&self, run: impl FnOnce() -> Result<(), Error>) -> Result<f64, Error> {
         let started = Instant::now();
         run()?;
@@ -138,7 +139,7 @@ impl DeviceBuffers {
         Ok(start)
     }
 
-    /// Memory full of [`random_bytes`].
+    /// Allocates memory filled with [`random_bytes`].
     fn random(&mut self, bytes: usize) -> Result<DevicePtr, CudaError> {
         let start = self.room(bytes)?;
         let mut done = bytes.min(RANDOM_BYTES);
@@ -155,13 +156,13 @@ impl DeviceBuffers {
 impl Drop for DeviceBuffers {
     fn drop(&mut self) {
         for start in &self.all {
-            // A device that cannot free any more says so to whoever asks it next.
+            // A device that cannot free memory reports that at its next call.
             self.device.free(*start).ok();
         }
     }
 }
 
-/// Bytes of which no format makes an infinite number or none: one bit of each is zero.
+/// Returns bytes that are neither infinite nor NaN in any format, because one bit of each byte is zero.
 fn random_bytes(len: usize) -> Vec<u8> {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let mut next = || {
@@ -171,7 +172,7 @@ fn random_bytes(len: usize) -> Vec<u8> {
     (0..len).map(|_| next()).collect()
 }
 
-/// Values in -1..1, as bytes.
+/// Returns random f32 values in -1..1, as bytes.
 fn random_values(len: usize) -> Vec<u8> {
     let value = |pair: &[u8]| f32::from(i16::from_le_bytes([pair[0], pair[1] << 1])) / 32_768.0;
     random_bytes(2 * len).chunks_exact(2).flat_map(|pair| value(pair).to_ne_bytes()).collect()

@@ -1,8 +1,8 @@
-//! Everything that changes from step to step, in one piece of device memory that is uploaded once a step.
+//! Everything that changes from step to step, in one area of device memory that is uploaded once per step.
 //!
-//! Arrays of 32-bit numbers follow each other, each with room for the most that a step may have, so that every array
-//! keeps its address and a launch may be recorded once. Only the block tables are packed: they come last, and a step
-//! uploads no more than it has.
+//! The area consists of arrays of u32. Each has room for the largest step, so that every array keeps its
+//! address and a launch can be recorded once. Only the block tables are packed: they come last, and a step
+//! uploads only the entries that it has.
 
 mod check;
 mod order;
@@ -19,16 +19,15 @@ use crate::backend::{StepInput, StepSequence, StepState};
 use crate::error::Error;
 use std::ops::Range;
 
-/// Stands for a state of zeros where a slot is read, for nothing where one is written.
+/// Marker for no slot. A read of it gives a state of zeros; a write to it writes nothing.
 pub(super) const NO_SLOT: u32 = u32::MAX;
 
-/// Arrays start at multiples of so many bytes.
+/// Arrays start at multiples of this number of bytes.
 const ALIGN: usize = 16;
 
-/// The most that a step may have.
+/// Limits of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StepLimits {
-    /// Rows.
     pub rows: usize,
     pub sequences: usize,
     /// State exports of all sequences together.
@@ -37,7 +36,7 @@ pub struct StepLimits {
     pub table_entries: usize,
 }
 
-/// The arrays of a step, in their order in memory.
+/// Arrays of a step, in their order in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Field {
     /// `[rows]`
@@ -48,13 +47,13 @@ enum Field {
     RowSequences,
     /// `[rows]`: 0 or 1.
     Segments,
-    /// `[rows]`: the rows whose states are deferred.
+    /// `[rows]`: rows whose state updates are deferred.
     KeptRows,
-    /// `[sequences]`: positions after the step.
+    /// `[sequences]`: number of positions after the step.
     SequenceEnds,
     /// `[sequences]`
     FirstRows,
-    /// `[sequences]`: how many.
+    /// `[sequences]`: number of rows.
     Rows,
     /// `[sequences]`: slot, or [`NO_SLOT`].
     Reads,
@@ -70,7 +69,7 @@ enum Field {
     Order,
     /// `[groups][rows]`
     Common,
-    /// `[groups][sequences]`: into the tables.
+    /// `[groups][sequences]`: offsets into the tables.
     TableStarts,
     /// `[table entries]`
     Tables,
@@ -97,7 +96,7 @@ impl Field {
         Self::Tables,
     ];
 
-    /// Most elements, and what they are called when there are more.
+    /// Returns the most elements, and their name for the error of a longer array.
     fn room(self, limits: &StepLimits, groups: usize) -> (usize, &'static str) {
         match self {
             Self::Tokens | Self::Positions | Self::RowSequences | Self::Segments | Self::KeptRows => {
@@ -115,18 +114,18 @@ impl Field {
     }
 }
 
-/// Where the arrays of a step lie.
+/// Layout of a step's arrays.
 #[derive(Debug, Clone)]
 pub struct StepLayout {
     limits: StepLimits,
     groups: Vec<KvGroup>,
-    /// Bytes from the start, in the order of [`Field::ALL`].
+    /// Byte offsets from the start, in the order of [`Field::ALL`].
     offsets: [usize; Field::ALL.len()],
     bytes: usize,
 }
 
 impl StepLayout {
-    /// A layout for steps within `limits` over KV groups.
+    /// Creates the layout for steps within `limits` over the KV groups.
     pub fn new(limits: StepLimits, groups: &[KvGroup]) -> Self {
         let mut bytes = 0;
         let offsets = Field::ALL.map(|field| {
@@ -138,12 +137,12 @@ impl StepLayout {
         Self { limits, groups: groups.to_vec(), offsets, bytes }
     }
 
-    /// Device memory that a step takes.
+    /// Returns the bytes of device memory of a step.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// The arrays of a step that lies at `base`.
+    /// Returns the addresses of the arrays of a step at `base`.
     pub fn at(&self, base: DevicePtr) -> StepPointers {
         let at = |field: Field| base.offset(self.offsets[field as usize]);
         StepPointers {
@@ -172,7 +171,7 @@ impl StepLayout {
     }
 }
 
-/// Addresses of a step's arrays; see [`StepLayout::at`]. All are of 32-bit numbers.
+/// Addresses of a step's arrays; see [`StepLayout::at`]. All elements are u32.
 #[derive(Debug, Clone, Copy)]
 pub struct StepPointers {
     /// `[rows]`
@@ -183,13 +182,13 @@ pub struct StepPointers {
     pub row_sequences: DevicePtr,
     /// `[rows]`: 0 or 1.
     pub segments: DevicePtr,
-    /// The rows whose states are deferred, [`Step::kept_rows`] of them.
+    /// Rows whose state updates are deferred, [`Step::kept_rows`] of them.
     pub kept_rows: DevicePtr,
-    /// `[sequences]`: positions after the step.
+    /// `[sequences]`: number of positions after the step.
     pub sequence_ends: DevicePtr,
-    /// Block tables of all groups and sequences: offsets / 64.
+    /// Block tables of all groups and sequences: byte offsets / 64.
     pub tables: DevicePtr,
-    /// What happens to the states of the sequences.
+    /// State updates of the sequences.
     pub states: StatePointers,
     order: DevicePtr,
     common: DevicePtr,
@@ -199,43 +198,43 @@ pub struct StepPointers {
 }
 
 impl StepPointers {
-    /// `[rows]`: the rows in the order in which attention takes them, those side by side whose caches begin with the same
-    /// blocks of a group.
+    /// Returns `[rows]`: the rows in attention's order. Rows whose caches begin with the same blocks of a
+    /// group are adjacent.
     pub fn order(&self, group: usize) -> DevicePtr {
         self.order.offset(group * self.rows * size_of::<u32>())
     }
 
-    /// `[rows]`: how many leading splits of attention a row has in common with the one before it in that order; all bits
-    /// for a row of the same sequence.
+    /// Returns `[rows]`: the number of leading attention splits that a row shares with the one before it in
+    /// that order. All bits are set for a row of the same sequence.
     pub fn common(&self, group: usize) -> DevicePtr {
         self.common.offset(group * self.rows * size_of::<u32>())
     }
 
-    /// `[sequences]`: where the table of each sequence starts in a group.
+    /// Returns `[sequences]`: start of each sequence's table in a group.
     pub fn table_starts(&self, group: usize) -> DevicePtr {
         self.table_starts.offset(group * self.sequences * size_of::<u32>())
     }
 }
 
-/// Addresses of what happens to the states of the sequences.
+/// Addresses of the sequences' state updates.
 #[derive(Debug, Clone, Copy)]
 pub struct StatePointers {
     /// `[sequences]`
     pub first_rows: DevicePtr,
-    /// `[sequences]`: how many rows.
+    /// `[sequences]`: number of rows.
     pub rows: DevicePtr,
-    /// `[sequences]`: slot, or all bits for a state of zeros.
+    /// `[sequences]`: slot, or all bits set for a state of zeros.
     pub reads: DevicePtr,
-    /// `[sequences]`: slot, or all bits where nothing is left behind.
+    /// `[sequences]`: slot, or all bits set if no state is written.
     pub writes: DevicePtr,
-    /// `[sequences + 1]`, into the two that follow.
+    /// `[sequences + 1]`: offsets into the following two arrays.
     pub export_starts: DevicePtr,
-    /// Row among the sequence's own, ascending.
+    /// Row index within the sequence, ascending.
     pub export_rows: DevicePtr,
     pub export_slots: DevicePtr,
 }
 
-/// A step as it is uploaded.
+/// A step in upload format.
 #[derive(Debug, Clone)]
 pub struct Step {
     layout: StepLayout,
@@ -247,7 +246,7 @@ pub struct Step {
 }
 
 impl Step {
-    /// Room for steps of a layout.
+    /// Creates room for steps of a layout.
     pub fn new(layout: StepLayout) -> Self {
         let bytes = vec![0; layout.bytes()];
         Self { layout, bytes, used: 0, sequences: Vec::new(), rows: 0, kept_rows: 0 }
@@ -257,35 +256,34 @@ impl Step {
         &self.layout
     }
 
-    /// Sequences of the step, in row order.
+    /// Returns the sequences of the step, in row order.
     pub fn sequences(&self) -> &[StepSequence] {
         &self.sequences
     }
 
-    /// Rows of the step.
     pub fn rows(&self) -> usize {
         self.rows
     }
 
-    /// Rows whose states are deferred.
+    /// Returns the number of rows whose state updates are deferred.
     pub fn kept_rows(&self) -> usize {
         self.kept_rows
     }
 
-    /// What is to be uploaded.
+    /// Returns the bytes to upload.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes[..self.used]
     }
 
-    /// Takes in a step. Kernels read tables without a look at them, so what is wrong with a table is found here:
-    /// blocks that lie outside of the arena's `arena_bytes`, that are not there, that two rows would write.
+    /// Stores a step. Kernels do not check tables, so this finds their errors: blocks outside the arena's
+    /// `arena_bytes`, missing blocks, and blocks that two rows would write.
     ///
     /// `states` have been checked: see [`StatePlan`](crate::recurrent::StatePlan).
     ///
     /// # Errors
-    /// [`Error::Length`] where rows, tokens, tables or states are not those of the sequences, [`Error::OutOfRange`]
-    /// beyond the layout's limits, [`Error::MissingBlock`], [`Error::OutsideArena`], [`Error::OverlappingWrites`],
-    /// [`Error::PartialSequence`].
+    /// [`Error::Length`] if rows, tokens, tables or states do not match the sequences,
+    /// [`Error::OutOfRange`] beyond the layout's limits, [`Error::MissingBlock`], [`Error::OutsideArena`],
+    /// [`Error::OverlappingWrites`], [`Error::PartialSequence`].
     pub fn fill(&mut self, input: &StepInput<'_>, arena_bytes: usize) -> Result<(), Error> {
         self.take_rows(input)?;
         self.put_states(input.sequences, input.states)?;
@@ -385,7 +383,7 @@ impl Step {
     /// Writes an array.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for more values than there is room for.
+    /// [`Error::OutOfRange`] if there are more values than room.
     fn put(&mut self, field: Field, values: impl IntoIterator<Item = u32>) -> Result<(), Error> {
         let (room, what) = field.room(&self.layout.limits, self.layout.groups.len());
         let start = self.layout.offsets[field as usize];

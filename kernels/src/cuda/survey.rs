@@ -1,20 +1,20 @@
-//! What this machine has for GPUs, and what is missing.
+//! Survey of this machine's GPUs, driver and compiler, with the reasons for missing parts.
 
 use super::{Compiler, CudaError, GpuInfo, driver_version, gpus};
 
-/// Driver, compiler and devices, each found or with the reason why not.
+/// Driver, compiler and devices, each with its error if it is missing.
 #[derive(Debug)]
 pub struct Survey {
-    /// 13000 for CUDA 13.0.
+    /// CUDA version of the driver: 13000 for 13.0.
     pub driver: Result<i32, CudaError>,
-    /// Devices; none are found without a driver.
+    /// An error if there is no driver.
     pub gpus: Result<Vec<GpuInfo>, CudaError>,
     pub nvrtc: Result<Compiler, CudaError>,
 }
 
 impl Survey {
-    /// Looks. Without a driver this takes a few failed attempts to open a file, and the compiler is not looked for
-    /// unless `thorough`.
+    /// Takes the survey. Without a driver it costs a few failed attempts to open a file, and it looks for
+    /// the compiler only if `thorough`.
     pub fn take(thorough: bool) -> Self {
         let driver = driver_version();
         let gpus = match &driver {
@@ -28,10 +28,10 @@ impl Survey {
         Self { driver, gpus, nvrtc }
     }
 
-    /// A GPU, numbered among those that the driver shows, and the compiler, if both are there.
+    /// Returns the GPU with this ordinal among the visible ones, and the compiler, if both exist.
     ///
     /// # Errors
-    /// All that is missing, in words.
+    /// Text about everything that is missing.
     pub fn usable(self, ordinal: u32) -> Result<(GpuInfo, Compiler), String> {
         let missing = self.missing();
         let gpus = self.gpus.unwrap_or_default();
@@ -49,7 +49,7 @@ impl Survey {
         }
     }
 
-    /// What is missing, each thing once.
+    /// Returns the missing parts, each once.
     pub fn missing(&self) -> Vec<String> {
         let mut missing = Vec::new();
         match (&self.driver, &self.gpus) {
@@ -76,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_is_said_once() {
+    fn each_missing_part_is_reported_once() {
         let survey = Survey { driver: Err(no_driver()), gpus: Err(no_driver()), nvrtc: Err(no_driver()) };
         assert_eq!(survey.missing(), ["no CUDA driver here; looked for libcuda.so"]);
         let nvrtc = CudaError::Version { library: "NVRTC", found: "12.8".into(), wanted: "13.x" };
@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_is_chosen_by_its_number() {
+    fn a_gpu_is_selected_by_its_ordinal() {
         let gpu = |ordinal| GpuInfo {
             ordinal,
             name: format!("GPU {ordinal}"),

@@ -1,4 +1,4 @@
-//! What a device is asked for, kept to be asked for again.
+//! Tape of device operations, to replay them later.
 
 use super::device::{GraphId, no_graphs, record};
 use super::{Argument, Compiled, CudaError, Device, DevicePtr, KernelId, Launch};
@@ -24,16 +24,16 @@ pub(super) enum Entry {
 }
 
 impl Entry {
-    /// A launch, with arguments of its own.
+    /// Copies a launch with its arguments.
     pub(super) fn launch(launch: &Launch<'_>) -> Self {
         let Launch { kernel, grid, block, shared_bytes, arguments } = *launch;
         Self::Launch { kernel, grid, block, shared_bytes, arguments: arguments.into() }
     }
 
-    /// Asks a device for it.
+    /// Executes the entry on a device.
     ///
     /// # Errors
-    /// What the device says.
+    /// Errors of the device.
     pub(super) fn play(&self, device: &mut (impl Device + ?Sized)) -> Result<(), CudaError> {
         match self {
             Self::Launch { kernel, grid, block, shared_bytes, arguments } => device.launch(&Launch {
@@ -49,8 +49,8 @@ impl Entry {
     }
 }
 
-/// A device, and a tape of what it is asked for while one is wanted. What cannot be taped (copies from and to the host,
-/// memory that is given back) ends the tape: what is on it is run first, so that everything happens in its order.
+/// A device with a tape of its operations while taping is on. An operation that cannot be taped (a copy
+/// from or to the host, a free) ends the tape: its entries run first, so that everything happens in order.
 pub(super) struct Taped {
     device: Box<dyn Device>,
     tape: Option<Vec<Entry>>,
@@ -62,32 +62,33 @@ impl Taped {
         Self { device, tape: None, frees: 0 }
     }
 
-    /// How often memory was given back. Whatever was taped at another count may name memory that is gone.
+    /// Returns the number of frees so far. A tape that was made at another count may refer to freed memory.
     pub(super) fn frees(&self) -> u64 {
         self.frees
     }
 
-    /// Tapes from here on instead of running.
+    /// Starts taping instead of running.
     pub(super) fn start_tape(&mut self) {
         self.tape = Some(Vec::new());
     }
 
-    /// What was asked for since, which has not been run; none if the tape has ended, and all was run.
+    /// Ends taping and returns the entries, which have not run. Returns `None` if the tape has ended
+    /// already and its entries have run.
     pub(super) fn take_tape(&mut self) -> Option<Vec<Entry>> {
         self.tape.take()
     }
 
-    /// A graph of a tape.
+    /// Records a tape as a graph.
     ///
     /// # Errors
-    /// What the device says, which records no longer then.
+    /// Errors of the device, which no longer records after an error.
     pub(super) fn graph_of(&mut self, tape: &[Entry]) -> Result<GraphId, CudaError> {
         let recorded =
             record(self.device.as_mut(), |device| tape.iter().try_for_each(|entry| entry.play(device)));
         recorded?.ok_or_else(no_graphs)
     }
 
-    /// Runs what is on the tape, if there is one, and ends it.
+    /// Ends the tape, if there is one, and runs its entries.
     fn catch_up(&mut self) -> Result<(), CudaError> {
         let tape = self.tape.take().unwrap_or_default();
         tape.iter().try_for_each(|entry| entry.play(self.device.as_mut()))

@@ -1,4 +1,4 @@
-//! What needs NVRTC but no GPU.
+//! Tests that need NVRTC and no GPU.
 
 use super::{Arch, Compiled, Compiler, CubinCache, Device, Launch, SimDevice, source};
 use std::collections::BTreeMap;
@@ -9,7 +9,8 @@ mod gate;
 pub(crate) mod hole;
 pub(crate) mod sim;
 
-/// A compiled source: once in a process, and kept among what is built, since compiling all takes half a minute.
+/// Returns a compiled source. Each is compiled once per process and cached in the target folder, because
+/// compiling all sources takes half a minute.
 pub(crate) fn compiled(source: &source::Source, arch: Arch) -> &'static Compiled {
     static COMPILED: Mutex<BTreeMap<String, &'static OnceLock<Compiled>>> = Mutex::new(BTreeMap::new());
     let cell = {
@@ -22,7 +23,7 @@ pub(crate) fn compiled(source: &source::Source, arch: Arch) -> &'static Compiled
     })
 }
 
-/// Does something with every source for every architecture that is checked, on as many threads as there are CPUs.
+/// Runs `work` for every source and every checked architecture, on as many threads as there are CPUs.
 fn each_compiled<T: Send>(work: impl Fn(&'static source::Source, Arch) -> T + Sync) -> Vec<T> {
     let jobs = source::all().flat_map(|source| Arch::CHECKED.map(|arch| (source, arch)));
     let jobs = Mutex::new(jobs.collect::<Vec<_>>().into_iter());
@@ -47,7 +48,7 @@ fn every_source_compiles_for_every_checked_architecture() {
     assert!(checked.len() > 60);
 }
 
-/// `scale` of `rowwise.cu`, from source to result, on the interpreter.
+/// Runs `scale` of `rowwise.cu` on the interpreter, from source to result.
 #[test]
 fn a_kernel_runs_from_its_source_on_the_interpreter() {
     for arch in Arch::CHECKED {
@@ -70,7 +71,7 @@ fn a_kernel_runs_from_its_source_on_the_interpreter() {
         device.download(x, &mut out).unwrap();
         let out: Vec<f32> = out.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
         assert!(out.iter().zip(&values).all(|(out, value)| *out == value * 1.5), "{out:?}");
-        // One count too many reads past the end, and the message names the place.
+        // A count that is one too large reads past the end, and the message contains the source location.
         let arguments = [x.into(), 1.5f32.into(), 0.0f32.into(), 1001u64.into()];
         let fault = device.launch(&Launch { arguments: &arguments, ..launch }).unwrap_err().to_string();
         assert!(fault.contains("0 bytes past the end") && fault.contains("rowwise.cu:"), "{fault}");

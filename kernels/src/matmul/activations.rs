@@ -1,4 +1,4 @@
-//! The right-hand side: rows of f32 activations and their int8 form.
+//! Activations of a product: rows of f32 values and their int8 form.
 #![allow(unsafe_code)]
 
 use super::kernel::MatmulKernels;
@@ -18,24 +18,24 @@ impl crate::aligned::Plain for QuantizedBlock {}
 pub(crate) struct QuantizedBlock {
     /// `value / scale`, rounded to nearest, ties to even.
     pub(crate) quants: [i8; BLOCK],
-    /// Largest magnitude of the block / 127. NaN (with quants of 0) if any value is not finite, so that the
-    /// poison reaches the outputs.
+    /// Largest magnitude of the block / 127. If any value is not finite, NaN with quants of 0, so that the
+    /// outputs become NaN.
     pub(crate) scale: f32,
     /// `scale` times the sum of the quants.
     pub(crate) scaled_sum: f32,
-    /// Minus the sum of the quants: times a format's offset, what turns a sum of codes into one of levels.
+    /// Minus the sum of the quants. Times a format's offset, it turns a sum of codes into a sum of levels.
     pub(crate) minus_sum: i32,
-    /// The same of the two halves.
+    /// Minus the sums of the quants of the two halves.
     pub(crate) minus_half_sums: [i16; 2],
 }
 
 impl QuantizedBlock {
     pub(crate) const ZERO: Self =
         Self { quants: [0; BLOCK], scale: 0.0, scaled_sum: 0.0, minus_sum: 0, minus_half_sums: [0; 2] };
-    /// What a block with a value that is not finite becomes.
+    /// The block for values of which one is not finite.
     pub(crate) const POISON: Self = Self { scale: f32::NAN, scaled_sum: f32::NAN, ..Self::ZERO };
 
-    /// A block of `quants`, which must be set afterwards, that sum to `sums` over the halves.
+    /// A block whose quants sum to `sums` over the halves. The caller must set the quants afterwards.
     #[inline(always)]
     pub(crate) fn with_sums(scale: f32, sums: [i32; 2]) -> Self {
         let sum = sums[0] + sums[1];
@@ -50,7 +50,7 @@ impl QuantizedBlock {
     }
 }
 
-/// Which form of the activations a product with quantised weights reads.
+/// The form of the activations that a product with quantised weights reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum ActivationMode {
     /// Activations rounded to 8 bits: the fast path.
@@ -60,19 +60,19 @@ pub enum ActivationMode {
     F32,
 }
 
-/// Activations of a call: rows (tokens) of `k` f32 values, row-major, and their int8 form if an int8 product is
-/// wanted; all of them or some, such as those that go to one expert.
+/// Activations of a call: rows (tokens) of `k` f32 values, row-major, and their int8 form if an int8 product
+/// needs it. A call may use a subset of the rows, for example those of one expert.
 #[derive(Debug, Clone, Copy)]
 pub struct Activations<'a> {
     pub(super) k: usize,
     pub(super) f32: &'a [f32],
     pub(super) int8: Option<&'a QuantizedRows>,
-    /// Rows that `f32` and `int8` hold.
+    /// Number of rows in `f32` and `int8`.
     held: usize,
     chosen: Chosen<'a>,
 }
 
-/// Which rows take part in a call. All of them exist.
+/// The rows that a call uses. All of them exist.
 #[derive(Debug, Clone, Copy)]
 enum Chosen<'a> {
     Run { first: usize, len: usize },
@@ -83,7 +83,7 @@ impl<'a> Activations<'a> {
     /// Wraps `rows * k` values.
     ///
     /// # Errors
-    /// [`Error::Length`] when `f32` or `int8` holds another number of values.
+    /// [`Error::Length`] if `f32` or `int8` has another number of values.
     pub fn new(
         rows: usize,
         k: usize,
@@ -105,10 +105,10 @@ impl<'a> Activations<'a> {
         Ok(Self { k, f32, int8, held: rows, chosen: Chosen::Run { first: 0, len: rows } })
     }
 
-    /// Only these rows, in this order; nothing is copied.
+    /// Selects these rows, in this order. Copies nothing.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for a row that there is not.
+    /// [`Error::OutOfRange`] for a row that does not exist.
     pub fn listed(&self, rows: &'a [u32]) -> Result<Self, Error> {
         match rows.iter().find(|row| **row as usize >= self.held) {
             Some(row) => Err(Error::OutOfRange { what: "row", index: *row as usize, len: self.held }),
@@ -116,10 +116,10 @@ impl<'a> Activations<'a> {
         }
     }
 
-    /// Only the rows of a range; nothing is copied.
+    /// Selects the rows of a range. Copies nothing.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for a row that there is not.
+    /// [`Error::OutOfRange`] for a row that does not exist.
     pub fn run(&self, rows: Range<usize>) -> Result<Self, Error> {
         if rows.end > self.held {
             return Err(Error::OutOfRange { what: "row", index: rows.end, len: self.held });
@@ -135,7 +135,7 @@ impl<'a> Activations<'a> {
         }
     }
 
-    /// Where the row of token `token` of the call lies.
+    /// Index of the row of token `token` of the call.
     #[inline]
     pub(super) fn row(&self, token: usize) -> usize {
         match self.chosen {
@@ -145,8 +145,8 @@ impl<'a> Activations<'a> {
     }
 }
 
-/// A reusable buffer of int8 activations: rows in blocks of 32 with a scale each, the last block of a row
-/// padded with zeroes.
+/// A reusable buffer of int8 activations: rows in blocks of 32 with one scale each. The last block of a row
+/// is padded with zeros.
 #[derive(Debug, Default)]
 pub struct QuantizedRows {
     rows: usize,
@@ -160,8 +160,7 @@ impl QuantizedRows {
         Self::default()
     }
 
-    /// Gives the buffer a shape, keeping memory that is large enough. Contents are unspecified until each row
-    /// is quantised.
+    /// Sets the shape and grows the memory if needed. Contents are unspecified until each row is quantised.
     pub fn resize(&mut self, rows: usize, k: usize) {
         self.blocks.grow(rows * k.div_ceil(BLOCK));
         (self.rows, self.k) = (rows, k);
@@ -189,7 +188,7 @@ impl QuantizedRows {
     /// Resizes to `src.len() / k` rows and quantises them all.
     ///
     /// # Errors
-    /// [`Error::Length`] when `src` is not whole rows.
+    /// [`Error::Length`] if `src` is not a whole number of rows.
     pub fn quantize(&mut self, kernels: MatmulKernels, k: usize, src: &[f32]) -> Result<(), Error> {
         let rows = src.len().checked_div(k).unwrap_or(0);
         if rows * k != src.len() {
@@ -199,7 +198,7 @@ impl QuantizedRows {
         (0..rows).try_for_each(|row| self.quantize_row(kernels, row, &src[row * k..][..k]))
     }
 
-    /// A handle through which several threads may quantise different rows at once.
+    /// A handle through which several threads may quantise different rows in parallel.
     pub fn share(&mut self) -> SharedQuantizedRows<'_> {
         SharedQuantizedRows {
             rows: self.rows,
@@ -249,8 +248,8 @@ impl SharedQuantizedRows<'_> {
             return Err(Error::Length { what: "activation row", expected: self.k, found: src.len() });
         }
         let stride = self.k.div_ceil(BLOCK);
-        // SAFETY: `row < rows`, and `QuantizedRows::resize` made room for `rows * stride` blocks, borrowed for
-        // this handle's lifetime; by this function's contract nobody else is in this row.
+        // SAFETY: `row < rows`, and `QuantizedRows::resize` allocated `rows * stride` blocks, borrowed for
+        // this handle's lifetime; by this function's contract nothing else accesses this row.
         let out = unsafe { std::slice::from_raw_parts_mut(self.blocks.add(row * stride), stride) };
         kernels.quantize_blocks(src, out);
         Ok(())

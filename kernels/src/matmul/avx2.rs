@@ -1,4 +1,4 @@
-//! AVX2 kernels, on two vectors of eight rows.
+//! AVX2 kernels: a panel is two vectors of eight rows.
 #![allow(unsafe_code)]
 
 mod codes;

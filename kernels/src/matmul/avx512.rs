@@ -14,8 +14,8 @@ use crate::quant::GgmlType;
 use codes::{Bits2, Bits3, Bits4, Bits5, Bits6, Bits8, E2m1, Iq4};
 use scales::{E8m0, F16, F16Min, Sixteenths, SixteenthsMin, Super, SuperMin, Ue4m3};
 
-/// How far ahead of use packed weights are asked into L2. Shorter distances get in the hardware prefetchers'
-/// way (measured on Zen 4).
+/// Prefetch distance of packed weights into L2, in bytes. Shorter distances interfere with the hardware
+/// prefetchers (measured on Zen 4).
 const PREFETCH: usize = 8192;
 
 pub(super) static KERNELS: KernelSet =
@@ -35,8 +35,8 @@ unsafe fn f32(call: &F32Call<'_>, tile: &mut Tile) {
     unsafe { by_format!(call.ty, float::quantised, (call, tile), float::plain(call, tile)) }
 }
 
-/// Repeats `$body` for every `$i` below the constant `$count`, at most 16, as straight code: accumulators
-/// indexed by `$i` stay in registers.
+/// Repeats `$body` for every `$i` below the constant `$count`, at most 16, as unrolled code, so that
+/// accumulators indexed by `$i` stay in registers.
 macro_rules! unroll {
     ($count:expr, |$i:ident| $body:expr) => {
         unroll!(@ $count, $i, $body, 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15)

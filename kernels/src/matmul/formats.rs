@@ -1,8 +1,8 @@
-//! Which code planes and which scales each quantised format is made of, for instruction sets whose kernels are compiled
-//! for every one of them.
+//! The code planes and scales of each quantised format, for instruction sets whose kernels are compiled for
+//! every combination.
 
-/// Calls `$module::$kernel::<Codes, Scales>` for the format of the call. The kinds are those of the caller's own `codes`
-/// and `scales`, which it has to import.
+/// Calls `$module::$kernel::<Codes, Scales>` for the format of the call. The caller must import its own
+/// `codes` and `scales`.
 macro_rules! by_format {
     ($ty:expr, $module:ident::$kernel:ident, $args:tt, $other:expr) => {
         match $ty {

@@ -1,4 +1,4 @@
-//! The entry point: which kernel serves a call, in what order tiles are computed, and what is checked first.
+//! Entry point of products: chooses the kernel, checks the arguments and fixes the order of tiles.
 #![allow(unsafe_code)]
 
 use super::activations::{ActivationMode, Activations, BLOCK, QuantizedBlock, QuantizedRows};
@@ -14,13 +14,14 @@ use crate::quant::{GgmlType, Scheme};
 use half::{bf16, f16};
 use std::ops::Range;
 
-/// Most tokens that one kernel call handles: what a panel block's unpacking is shared by.
+/// Maximum number of tokens of one kernel call. They share the unpacking of a panel's blocks.
 pub(super) const TILE_TOKENS: usize = 16;
 
-/// Bytes of activations that are walked for all panels before the next tokens' turn: they stay in L2.
+/// Bytes of activations that are used for all panels before the next tokens, so that they stay in L2.
 const L2_ACTIVATIONS: usize = 384 << 10;
 
-/// Results of one panel and up to [`TILE_TOKENS`] tokens. Kernels find it dirty and set those of their tokens.
+/// Results of one panel and up to [`TILE_TOKENS`] tokens. It is not cleared before a call; kernels overwrite
+/// the lanes of their tokens.
 #[repr(align(64))]
 pub(super) struct Tile(pub(super) [[f32; PANEL_ROWS]; TILE_TOKENS]);
 
@@ -30,11 +31,11 @@ pub(super) struct Int8Call<'a> {
     pub(super) ty: GgmlType,
     /// Start of the panel: `cols / 32` blocks in the layout of `ty`.
     pub(super) panel: *const u8,
-    /// Blocks of 32 columns.
+    /// Number of blocks of 32 columns.
     pub(super) blocks: usize,
-    /// Blocks that the tokens lie in.
+    /// Blocks of all tokens' activations.
     pub(super) activations: *const QuantizedBlock,
-    /// Where the first block of each token is among them, of 1 to [`TILE_TOKENS`] tokens.
+    /// Index in `activations` of the first block of each token, for 1 to [`TILE_TOKENS`] tokens.
     pub(super) tokens: &'a [usize],
 }
 
@@ -45,23 +46,24 @@ pub(super) struct F32Call<'a> {
     /// Start of the panel: `cols` columns in the layout of `ty`.
     pub(super) panel: *const u8,
     pub(super) cols: usize,
-    /// Values that the tokens lie in.
+    /// Values of all tokens' activations.
     pub(super) activations: *const f32,
-    /// Where the first value of each token is among them, of 1 to [`TILE_TOKENS`] tokens.
+    /// Index in `activations` of the first value of each token, for 1 to [`TILE_TOKENS`] tokens.
     pub(super) tokens: &'a [usize],
 }
 
 /// The kernels of one instruction set.
 ///
-/// Contracts of the unsafe functions: the processor has the instruction set; the pointers of a call cover what
-/// its fields say; `int8` is called for formats with a [`Scheme`] only, `f32` for those and plain floats.
+/// Contracts of the unsafe functions: the processor has the instruction set; the pointers of a call cover the
+/// lengths in its fields; `int8` is called only for formats with a [`Scheme`], `f32` for those and plain
+/// floats.
 pub(super) struct KernelSet {
     pub(super) int8: unsafe fn(&Int8Call<'_>, &mut Tile),
     pub(super) f32: unsafe fn(&F32Call<'_>, &mut Tile),
     /// Quantises a row into `len.div_ceil(32)` blocks.
     pub(super) quantize: unsafe fn(&[f32], &mut [QuantizedBlock]),
-    /// Puts rows of plain floats in the order of a panel. Of what is behind the last column anything may be written, as
-    /// far as [`interleaved_bytes`].
+    /// Copies rows of plain floats to a panel in panel order. It may write any bytes after the last column,
+    /// up to [`interleaved_bytes`].
     pub(super) interleave: unsafe fn(&PlainRows<'_>, &mut [u8]),
 }
 
@@ -82,7 +84,7 @@ impl MatmulKernels {
     /// The kernels of `isa`.
     ///
     /// # Errors
-    /// [`Error::IsaUnavailable`] when this processor lacks it.
+    /// [`Error::IsaUnavailable`] if this processor lacks it.
     pub fn for_isa(isa: Isa) -> Result<Self, Error> {
         if !isa.is_available() {
             return Err(Error::IsaUnavailable { isa });
@@ -105,23 +107,23 @@ impl MatmulKernels {
         self.isa
     }
 
-    /// Whether products with `ty` read the int8 activations in `mode` (plain floats never do).
+    /// Whether products with `ty` read the int8 activations in `mode`. Plain floats never do.
     pub fn reads_int8(ty: GgmlType, mode: ActivationMode) -> bool {
         mode == ActivationMode::Int8 && Scheme::of(ty).is_some()
     }
 
     pub(super) fn quantize_blocks(&self, src: &[f32], out: &mut [QuantizedBlock]) {
         assert_eq!(out.len(), src.len().div_ceil(BLOCK));
-        // SAFETY: `for_isa` made sure of the instruction set, and the lengths agree.
+        // SAFETY: `for_isa` checked the instruction set, and the lengths agree.
         unsafe { (self.set.quantize)(src, out) }
     }
 
     /// Computes `out[token][row]` for all tokens of `activations` and the rows of `panels`, on the calling
-    /// thread. Which panels share a call changes no bit of the result.
+    /// thread. The result has the same bits for any split of panels into calls.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for panels past the end, [`Error::Length`] when activations, output or bias do
-    /// not fit the matrix, [`Error::NotQuantized`] when the int8 form is needed and absent.
+    /// [`Error::OutOfRange`] for panels past the end, [`Error::Length`] if activations, output or bias do not
+    /// fit the matrix, [`Error::NotQuantized`] if the int8 form is needed and absent.
     pub fn run(
         &self,
         matrix: MatrixView<'_>,
@@ -168,9 +170,9 @@ impl MatmulKernels {
                 activations: all.as_ptr(),
                 tokens: &starts[..tokens.len()],
             };
-            // SAFETY: `for_isa` made sure of the instruction set. The panel slice holds `cols / 32` blocks of
-            // the format (`PackedMatrix` only exists with whole blocks). Rows of a call exist (`Activations`), so
-            // that `stride` blocks follow each start, which `check` made sure are `cols` columns.
+            // SAFETY: `for_isa` checked the instruction set. The panel slice holds `cols / 32` blocks of the
+            // format (`PackedMatrix` only exists with whole blocks). Rows of a call exist (`Activations`), so
+            // `stride` blocks follow each start, and `check` verified that these are `cols` columns.
             unsafe { (self.set.int8)(&call, &mut tile) };
             store(&matrix, panel, tokens, &tile, out, epilogue);
         });
@@ -211,11 +213,11 @@ impl MatmulKernels {
         });
     }
 
-    /// Writes the weights of row `row` to `out` (`cols` values), exactly as
-    /// [`dequantize`](crate::quant::dequantize) gives them: an embedding lookup from a packed matrix.
+    /// Dequantises row `row` to `out` (`cols` values), exactly like [`dequantize`](crate::quant::dequantize).
+    /// Used for embedding lookups in a packed matrix.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for a row past the end, [`Error::Length`] for an output of another length.
+    /// [`Error::OutOfRange`] for a row past the end, [`Error::Length`] if the output has another length.
     pub fn dequantize_row(&self, matrix: MatrixView<'_>, row: usize, out: &mut [f32]) -> Result<(), Error> {
         if row >= matrix.rows() {
             return Err(Error::OutOfRange { what: "row", index: row, len: matrix.rows() });
@@ -251,7 +253,7 @@ impl MatmulKernels {
     }
 }
 
-/// The latest panel of a matrix that stands in the order of a file, in the order that kernels read.
+/// The most recent panel of a matrix in file order, converted to the order that kernels read.
 #[derive(Default)]
 struct Turned {
     panel: Option<usize>,
@@ -263,7 +265,7 @@ impl Turned {
         if self.panel != Some(panel) {
             let rows = PlainRows::new(matrix.ty(), matrix.cols(), matrix.panel(panel));
             self.bytes.grow(interleaved_bytes(matrix.ty(), matrix.cols()));
-            // SAFETY: `for_isa` made sure of the instruction set.
+            // SAFETY: `for_isa` checked the instruction set.
             unsafe { (set.interleave)(&rows, &mut self.bytes) };
             self.panel = Some(panel);
         }
@@ -317,13 +319,13 @@ fn store(
     let first_row = panel * PANEL_ROWS;
     let rows = PANEL_ROWS.min(matrix.rows() - first_row);
     for (token, lanes) in tokens.zip(&tile.0) {
-        // SAFETY: `check` made sure that tokens, rows and bias are in bounds; access is exclusive by the
+        // SAFETY: `check` verified that tokens, rows and bias are in bounds; access is exclusive by the
         // contract of `SharedOut::new`.
         unsafe { out.store(epilogue, token, first_row, rows, lanes) };
     }
 }
 
-/// The order of tiles: tokens in chunks that stay in L2, and for each chunk all panels.
+/// The order of tiles: chunks of tokens that stay in L2, and all panels for each chunk.
 struct Walk {
     panels: Range<usize>,
     tokens: usize,
@@ -344,10 +346,10 @@ impl Walk {
     }
 }
 
-/// The product of a whole matrix on the calling thread: `out` becomes `[tokens][rows]`.
+/// The product of a whole matrix on the calling thread: sets `out` to `[tokens][rows]`.
 ///
 /// # Errors
-/// As [`MatmulKernels::run`], and [`Error::Length`] when `out` has another size.
+/// As [`MatmulKernels::run`], and [`Error::Length`] if `out` has another size.
 pub fn matmul_single_thread(
     kernels: MatmulKernels,
     matrix: MatrixView<'_>,

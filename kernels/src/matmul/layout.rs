@@ -1,10 +1,11 @@
 //! The bytes of a panel: 16 rows of one matrix, column blocks in order.
 //!
-//! Quantised formats: column blocks of 32 come in *clusters* of as many as have 64 bytes of scales (one, two
-//! or four). A cluster is a line of scales, then the code planes of its blocks; the last one of a row may
-//! have fewer blocks. In the formats with two levels of scales each 256 columns are preceded by a header line
-//! (f16 scales of the 16 rows, then their f16 mins if there are any). So vector loads never straddle two
-//! lines, and a panel is read strictly upwards, which hardware prefetchers need to follow.
+//! Quantised formats: column blocks of 32 are grouped into *clusters*. A cluster has the number of blocks
+//! whose scales take 64 bytes (one, two or four). It is a line of scales, then the code planes of its blocks;
+//! the last cluster of a row may have fewer blocks. In formats with two levels of scales, a header line
+//! precedes each 256 columns (f16 scales of the 16 rows, then their f16 mins if the format has mins). Vector
+//! loads therefore never straddle two lines, and a panel is read in strictly ascending order, as hardware
+//! prefetchers need it.
 //!
 //! | scales of a block | bytes |
 //! |---|---|
@@ -14,8 +15,8 @@
 //! | Sixteenths, Ue4m3 | `[[u8; 2]; 16]`: both halves of each row |
 //! | SixteenthsMin | the same, scale in the low and min in the high nibble |
 //!
-//! Codes are seen as eight *groups* of four columns; a vector of 64 bytes holds one group, bytes `4r..4r+4`
-//! being row `r`'s four columns. Planes keep that order:
+//! Codes are grouped into eight *groups* of four columns. A vector of 64 bytes holds one group; bytes
+//! `4r..4r+4` are row `r`'s four columns. Planes keep that order:
 //!
 //! | plane | vectors | vector `v` holds |
 //! |---|---|---|
@@ -24,7 +25,8 @@
 //! | 2 bits | 2 | groups `4v..4v+4`, lowest bits first |
 //! | 1 bit | 1 | all eight groups, lowest bit first |
 //!
-//! Five and six bits are the 4-bit plane, then the rest; three bits the 2-bit plane, then the rest.
+//! Five and six bits are a 4-bit plane and a plane with the rest. Three bits are a 2-bit plane and a plane
+//! with the rest.
 //!
 //! Plain floats: `[column][16 rows]`.
 
@@ -46,21 +48,21 @@ pub(super) const HEADER_BLOCKS: usize = 256 / BLOCK;
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Layout {
     header: bool,
-    /// Bytes of one block, like `codes`.
+    /// Bytes of scales per block.
     scales: usize,
     codes: usize,
 }
 
-/// Where the parts of a block are in its panel.
+/// Byte offsets of the parts of a block in its panel.
 #[derive(Debug, Clone, Copy)]
 struct BlockOffsets {
-    /// Of the header; of no meaning without one.
+    /// Offset of the header; meaningless for formats without one.
     header: usize,
     scales: usize,
     codes: usize,
 }
 
-/// The bytes that make one block.
+/// The bytes of one block.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PackedBlock<'a> {
     header: &'a [u8],
@@ -89,7 +91,7 @@ impl Layout {
         Self { header, scales, codes }
     }
 
-    /// Where block `index` is. Past the last block: where the next one's cluster would begin or go on.
+    /// Offsets of block `index`. Past the last block: the offsets that the next block would have.
     const fn place(&self, index: usize) -> BlockOffsets {
         let per_cluster = cluster_blocks(self.scales);
         let (cluster, nth) = (index / per_cluster, index % per_cluster);
@@ -125,7 +127,7 @@ impl Layout {
     }
 }
 
-/// Blocks of a whole cluster of a format with `scales` bytes of scales per block.
+/// Number of blocks in a full cluster of a format with `scales` bytes of scales per block.
 pub(super) const fn cluster_blocks(scales: usize) -> usize {
     VECTOR / scales
 }
@@ -138,7 +140,7 @@ pub(super) fn panel_bytes(ty: GgmlType, cols: usize) -> Option<usize> {
             cols.checked_mul(ty.block_bytes() * PANEL_ROWS)?
         }
         (_, Some(scheme)) => {
-            // A block takes less than 1 KiB with its share of everything.
+            // A block takes less than 1 KiB, including its share of scales and headers.
             let blocks = cols / BLOCK;
             blocks.checked_mul(1 << 10)?;
             Layout::of(&scheme).panel_bytes(blocks)
@@ -177,7 +179,8 @@ pub(super) fn pack_row(ty: GgmlType, row: &[u8], lane: usize, panel: &mut [u8]) 
     }
 }
 
-/// Values of `SIZE` bytes: known here, since copying two bytes by a call takes longer than all else.
+/// Copies values of `SIZE` bytes. The constant size avoids a call per copied value, which would dominate the
+/// time.
 fn pack_values<const SIZE: usize>(row: &[u8], lane: usize, panel: &mut [u8]) {
     let (values, slots) = (row.as_chunks::<SIZE>().0, panel.as_chunks_mut::<SIZE>().0);
     for (value, slots) in values.iter().zip(slots.chunks_exact_mut(PANEL_ROWS)) {
@@ -212,7 +215,7 @@ fn pack_scales(scaling: Scaling, codes: &Codes, sub: usize, lane: usize, to: &mu
     }
 }
 
-/// Spreads the 32 stored codes of one row over the planes. Groups are worked on as words of four codes.
+/// Distributes the 32 stored codes of one row over the planes. Groups are handled as words of four codes.
 fn pack_codes(bits: Bits, codes: &[u8], lane: usize, planes: &mut [u8]) {
     let groups: [u32; GROUPS] = std::array::from_fn(|g| {
         u32::from_le_bytes([codes[4 * g], codes[4 * g + 1], codes[4 * g + 2], codes[4 * g + 3]])
@@ -247,7 +250,7 @@ pub(super) struct Block {
     pub(super) codes: [Lanes<[u8; 4]>; GROUPS],
     /// Scale of each half's levels.
     pub(super) scale: [Lanes<f32>; 2],
-    /// What is added to each half's weights; unused by formats without mins.
+    /// Min added to each half's weights; unused by formats without mins.
     pub(super) added: [Lanes<f32>; 2],
     /// The integer scales of each half, for the formats per 16.
     pub(super) factor: [Lanes<i32>; 2],
@@ -375,8 +378,8 @@ fn add_bits(codes: &mut [u8], plane: &[u8], from: usize, mask: u8, to: usize) {
     }
 }
 
-/// A value for each row. (`std::array::from_fn` is not inlined everywhere, and so not compiled with the vector
-/// features of its caller.)
+/// Calls `value` for each row. (`std::array::from_fn` is not inlined everywhere, and is then not compiled
+/// with the vector features of its caller.)
 #[inline(always)]
 pub(super) fn lanes<T: Copy + Default>(value: impl Fn(usize) -> T) -> Lanes<T> {
     let mut lanes = [T::default(); PANEL_ROWS];

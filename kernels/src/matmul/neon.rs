@@ -1,9 +1,10 @@
-//! NEON kernels, on four vectors of four rows. A block is unpacked to memory and meets all tokens of the tile from
-//! there. Its codes become signed levels on the way where they do not fit into seven bits, so that one instruction,
-//! the dot product of signed bytes, serves all formats.
+//! NEON kernels: a panel is four vectors of four rows. A block is unpacked to memory and used for all tokens
+//! of the tile from there. Codes that do not fit into seven bits are converted to signed levels while
+//! unpacking, so that one instruction, the dot product of signed bytes, serves all formats.
 //!
-//! Two tokens at a time meet a block by products of 2 x 8 with 8 x 2 bytes where the processor has them: twice the
-//! work for an instruction. Dot products and matrix products are written in assembly: their intrinsics are not stable.
+//! If the processor has products of 2 x 8 with 8 x 2 bytes, two tokens at a time use a block: twice the work
+//! per instruction. Dot products and matrix products are written in assembly: their intrinsics are not
+//! stable.
 #![allow(unsafe_code)]
 
 use super::PANEL_ROWS;
@@ -22,17 +23,16 @@ use std::arch::aarch64::{
 use std::arch::asm;
 
 pub(super) static DOTPROD: KernelSet = KernelSet { int8: int8_dotprod, f32, quantize, interleave };
-/// With matrix products as well.
+/// Also uses matrix products.
 pub(super) static I8MM: KernelSet = KernelSet { int8: int8_i8mm, f32, quantize, interleave };
 
 /// Rows in a register of dot products.
 const QUARTER: usize = PANEL_ROWS / 4;
 
-/// The levels of a block in the order of their groups, as bytes with a sign, and what the products of its halves
-/// begin with.
+/// The levels of a block in the order of their groups, as signed bytes, and the offset of the sums.
 struct Signed {
     levels: [[[i8; 4]; PANEL_ROWS]; 2 * QUARTER],
-    /// What a level lacks, times minus the sum of the quants.
+    /// Offset still to be subtracted from a level; it is multiplied by minus the sum of the quants.
     offset: i32,
 }
 
@@ -79,10 +79,10 @@ unsafe fn int8_i8mm(call: &Int8Call<'_>, tile: &mut Tile) {
     }
 }
 
-/// Clears the tile and hands every unpacked block to `meet`.
+/// Clears the tile and calls `meet` for every unpacked block.
 ///
 /// # Safety
-/// As [`KernelSet`] says of `int8`.
+/// The contract of `int8` in [`KernelSet`].
 #[inline(always)]
 unsafe fn for_blocks(
     call: &Int8Call<'_>,
@@ -95,12 +95,12 @@ unsafe fn for_blocks(
     let panel = unsafe { std::slice::from_raw_parts(call.panel, bytes) };
     tile.0[..call.tokens.len()].fill([0.0; PANEL_ROWS]);
     let mut block = Block::EMPTY;
-    // Codes of up to eight bits have an offset of 128 and become levels by turning their highest bit over.
+    // 8-bit codes have an offset of 128; flipping their highest bit turns them into levels.
     let wide = scheme.offset == 128;
     let mut signed =
         Signed { levels: [[[0; 4]; PANEL_ROWS]; 2 * QUARTER], offset: if wide { 0 } else { scheme.offset } };
     for (index, packed) in Layout::of(&scheme).blocks(panel, call.blocks).enumerate() {
-        // SAFETY: NEON is there, which the callers' own features say.
+        // SAFETY: the callers' target features include NEON.
         unsafe {
             block
                 .unpack_scales(&scheme, packed, |bytes| plain_lanes(GgmlType::F16, &bytes[..2 * PANEL_ROWS]));
@@ -110,8 +110,8 @@ unsafe fn for_blocks(
     }
 }
 
-/// The codes of four rows in one group, of the planes that [`super::layout`] describes, each with the bits of `flip`
-/// turned over.
+/// Unpacks the codes of four rows in one group from the planes that [`super::layout`] describes, and flips
+/// the bits of `flip` in each.
 #[inline]
 #[target_feature(enable = "neon")]
 fn unpack_levels(
@@ -127,8 +127,8 @@ fn unpack_levels(
     };
     let (vectors, _) = planes.as_chunks::<VECTOR>();
     for (g, group) in levels.iter_mut().enumerate() {
-        // The vector of the first plane, how far its bits are up, and their mask; then the same of the second
-        // plane and where its bits go.
+        // For the first plane: its vector, the right shift of its bits, and their mask. For the second plane:
+        // the same and the left shift of its bits.
         let (low, high) = match scheme.bits {
             Bits::Eight => ((g, 0, 0xff), None),
             Bits::Two => ((g / 4, 2 * (g % 4), 3), None),
@@ -169,7 +169,7 @@ fn bits_at(bytes: uint8x16_t, from: usize, mask: u8) -> uint8x16_t {
     vandq_u8(vshlq_u8(bytes, vdupq_n_s8(-(from as i8))), vdupq_n_u8(mask))
 }
 
-/// Adds to each of four sums the products of its four bytes with the four of `b` at `LANE`.
+/// Adds to each of the four sums the products of its four bytes with the four bytes of `b` at `LANE`.
 #[inline]
 #[target_feature(enable = "neon,dotprod")]
 fn dot<const LANE: usize>(sum: int32x4_t, a: int8x16_t, b: int8x16_t) -> int32x4_t {
@@ -182,7 +182,7 @@ fn dot<const LANE: usize>(sum: int32x4_t, a: int8x16_t, b: int8x16_t) -> int32x4
     sum
 }
 
-/// Adds to the 2 x 2 sums the product of the 2 x 8 bytes of `a` with those of `b`, turned over.
+/// Adds to the 2 x 2 sums the product of the 2 x 8 bytes of `a` with the transposed 2 x 8 bytes of `b`.
 #[inline]
 #[target_feature(enable = "neon,i8mm")]
 fn product(sum: int32x4_t, a: int8x16_t, b: int8x16_t) -> int32x4_t {
@@ -225,10 +225,10 @@ fn four_rows(group: &[[i8; 4]; PANEL_ROWS], quarter: usize) -> int8x16_t {
     unsafe { vld1q_s8(group[QUARTER * quarter..][..QUARTER].as_ptr().cast()) }
 }
 
-/// The levels of a block as operands of products: of eight columns at a time, eight pairs of rows.
+/// The levels of a block as operands of matrix products: for each eight columns, eight pairs of rows.
 type Paired = [[int8x16_t; PANEL_ROWS / 2]; BLOCK / 8];
 
-/// Brings the columns of two groups together.
+/// Interleaves the columns of two groups.
 #[inline]
 #[target_feature(enable = "neon")]
 fn pair_columns(block: &Signed) -> Paired {
@@ -267,7 +267,7 @@ fn pair_sums(paired: &Paired, offset: i32, half: usize, a: [&QuantizedBlock; 2])
     }
     let mut out = [[0; PANEL_ROWS]; 2];
     for (quarter, sums) in sums.as_chunks::<2>().0.iter().enumerate() {
-        // SAFETY: four i32 at four times the quarter, of sixteen.
+        // SAFETY: four i32 at index `4 * quarter`, of sixteen.
         unsafe {
             vst1q_s32(out[0][QUARTER * quarter..][..QUARTER].as_mut_ptr(), vuzp1q_s32(sums[0], sums[1]));
             vst1q_s32(out[1][QUARTER * quarter..][..QUARTER].as_mut_ptr(), vuzp2q_s32(sums[0], sums[1]));
@@ -331,7 +331,8 @@ fn plain_lanes(ty: GgmlType, bytes: &[u8]) -> Lanes<f32> {
     let mut lanes = [0.0; PANEL_ROWS];
     let values = bytes.chunks_exact(2 * QUARTER * ty.block_bytes());
     for (lanes, values) in lanes.as_chunks_mut::<{ 2 * QUARTER }>().0.iter_mut().zip(values) {
-        // SAFETY: `values` is eight values of the format: 16 bytes, or 32 of f32, at any address; `lanes` is eight f32.
+        // SAFETY: `values` is eight values of the format: 16 bytes, or 32 of f32, at any address; `lanes` is
+        // eight f32.
         unsafe {
             let [low, high] = match ty {
                 GgmlType::F16 => load_f16_8(values.as_ptr().cast()),

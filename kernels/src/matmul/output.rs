@@ -1,17 +1,17 @@
-//! Where results go and what is done to them on the way.
+//! The output of products, and the epilogue that is applied before storing.
 #![allow(unsafe_code)]
 
 use super::PANEL_ROWS;
 use std::marker::PhantomData;
 
-/// What happens to a product before it is stored: `out = [out +] (product * scale + bias[row])`.
+/// Operations on a product before it is stored: `out = [out +] (product * scale + bias[row])`.
 #[derive(Debug, Clone, Copy)]
 pub struct Epilogue<'a> {
-    /// Factor of the whole matrix, for formats with a scale beside the tensor; 1 otherwise.
+    /// Factor of the whole matrix, for formats with a separate scale tensor; otherwise 1.
     pub scale: f32,
     /// One value per output row.
     pub bias: Option<&'a [f32]>,
-    /// Add to what the output holds instead of replacing it.
+    /// If true, adds to the output instead of replacing it.
     pub accumulate: bool,
 }
 
@@ -22,7 +22,7 @@ impl Epilogue<'static> {
     pub const ADD: Self = Self { scale: 1.0, bias: None, accumulate: true };
 }
 
-/// A row-major `[m][ld]` f32 output that several threads may fill at once, each its own columns (matrix
+/// A row-major `[m][ld]` f32 output that several threads may fill in parallel, each its own columns (matrix
 /// rows).
 #[derive(Debug, Clone, Copy)]
 pub struct SharedOut<'a> {
@@ -42,11 +42,11 @@ impl<'a> SharedOut<'a> {
     /// `start[token * ld + row]` for `token < m` and `row < n`.
     ///
     /// # Safety
-    /// - `start` must be valid for reads and writes of `m * ld` initialised values for `'a` (of the last row,
-    ///   only the `n` values that products write), and nothing else may access those that are written
-    ///   while a product runs.
-    /// - Two products that run at the same time on handles to the same memory must be given disjoint ranges
-    ///   of panels (or write disjoint memory for another reason).
+    /// - `start` must be valid for reads and writes of `m * ld` initialised values for `'a` (in the last row,
+    ///   only the `n` values that products write), and nothing else may access the written values while a
+    ///   product runs.
+    /// - Two products that run at the same time on handles to the same memory must have disjoint ranges of
+    ///   panels (or write disjoint memory for another reason).
     pub unsafe fn new(start: *mut f32, m: usize, ld: usize) -> Self {
         Self { start, m, ld, owner: PhantomData }
     }
@@ -61,8 +61,8 @@ impl<'a> SharedOut<'a> {
         self.ld
     }
 
-    /// Asks for the cache lines that the lanes of one panel will be stored to. Rows are often a power of two of
-    /// bytes apart, and a store that has to fetch its line first holds up those behind it.
+    /// Prefetches the cache lines that will receive the lanes of one panel. Rows are often a power of two of
+    /// bytes apart, and a store that must first fetch its line delays the stores behind it.
     #[inline]
     pub(super) fn prefetch(&self, token: usize, first_row: usize) {
         #[cfg(target_arch = "x86_64")]
@@ -91,7 +91,7 @@ impl<'a> SharedOut<'a> {
         let _ = (token, first_row);
     }
 
-    /// Stores the lanes of one panel that are rows of the matrix.
+    /// Stores those lanes of one panel that are rows of the matrix.
     ///
     /// # Safety
     /// `token < m`, `first_row + rows <= ld`, `rows <= 16`, a bias is longer than the last row, and the
@@ -114,7 +114,7 @@ impl<'a> SharedOut<'a> {
         let out =
             unsafe { std::slice::from_raw_parts_mut(self.start.add(token * self.ld + first_row), rows) };
         if let Ok(out) = <&mut [f32; PANEL_ROWS]>::try_from(&mut *out) {
-            // All panels but the last: no call to copy a handful of bytes.
+            // All panels except the last: avoids a call to copy a few bytes.
             *out = if epilogue.accumulate { std::array::from_fn(|r| out[r] + values[r]) } else { values };
         } else if epilogue.accumulate {
             out.iter_mut().zip(&values).for_each(|(out, value)| *out += value);

@@ -46,10 +46,10 @@ impl Shape {
     }
 }
 
-/// Names the layout of panels: another one has another name. It is the same for every instruction set.
+/// Name of the panel layout, equal for all instruction sets. Another layout has another name.
 pub const PACK_LAYOUT: &str = "panels-1";
 
-/// Bytes that somebody else keeps, as a mapped file does.
+/// Bytes with another owner, for example a mapped file.
 pub type SharedBytes = Arc<dyn AsRef<[u8]> + Send + Sync>;
 
 enum Panels {
@@ -74,16 +74,16 @@ impl std::fmt::Debug for Panels {
     }
 }
 
-/// In which order the values of a matrix stand.
+/// Order of the values of a matrix in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Order {
     Panels,
-    /// Row after row, as in a file: plain floats only.
+    /// Row after row, as in a file; only for plain floats.
     Rows,
 }
 
-/// A weight tensor repacked into panels of 16 output rows: a matrix, or one matrix per expert. Padding rows of
-/// the last panel are zeroes. Or one of plain floats that is left as it stands in a file.
+/// A weight tensor repacked into panels of 16 output rows: one matrix, or one matrix per expert. Padding rows
+/// of the last panel are zeros. A tensor of plain floats may instead be used in file order.
 #[derive(Debug)]
 pub struct PackedMatrix {
     shape: Shape,
@@ -95,7 +95,7 @@ impl PackedMatrix {
     /// Packs a whole tensor of `experts` matrices of `rows x cols` from its bytes in a file.
     ///
     /// # Errors
-    /// As [`PackedMatrixBuilder::new`], and [`Error::Length`] when `bytes` is not the tensor's size.
+    /// As [`PackedMatrixBuilder::new`], and [`Error::Length`] if `bytes` is not the tensor's size.
     pub fn pack(ty: GgmlType, rows: usize, cols: usize, experts: usize, bytes: &[u8]) -> Result<Self, Error> {
         let mut builder = PackedMatrixBuilder::new(ty, rows, cols, experts)?;
         let expected = builder.file_bytes();
@@ -109,12 +109,12 @@ impl PackedMatrix {
         builder.finish()
     }
 
-    /// A tensor that was packed before: `data` is what [`Self::packed`] was then, under the same [`PACK_LAYOUT`].
-    /// Its content is not looked at: any bytes are some matrix.
+    /// Creates a tensor from packed bytes: `data` is an earlier result of [`Self::packed`] under the same
+    /// [`PACK_LAYOUT`]. The content is not checked; any bytes are a valid matrix.
     ///
     /// # Errors
-    /// As [`PackedMatrixBuilder::new`], and [`Error::Length`] when `data` is not of the packed size, or does not start
-    /// on a cache line.
+    /// As [`PackedMatrixBuilder::new`], and [`Error::Length`] if `data` does not have the packed size or does
+    /// not start on a cache line.
     pub fn from_packed(
         ty: GgmlType,
         rows: usize,
@@ -140,12 +140,12 @@ impl PackedMatrix {
         MatrixView::supports(ty) && Scheme::of(ty).is_none()
     }
 
-    /// A tensor of plain floats that is multiplied with as it stands in a file. The bits of products are those of the
-    /// packed tensor.
+    /// Creates a tensor of plain floats that products read in file order. Products give the same bits as with
+    /// the packed tensor.
     ///
     /// # Errors
     /// As [`PackedMatrixBuilder::new`]; [`Error::Unsupported`] for formats other than F32, F16 and BF16, and
-    /// [`Error::Length`] when `data` is not the tensor's size.
+    /// [`Error::Length`] if `data` is not the tensor's size.
     pub fn in_place(
         ty: GgmlType,
         rows: usize,
@@ -164,7 +164,7 @@ impl PackedMatrix {
         Ok(Self { shape, order: Order::Rows, data: Panels::Shared(data) })
     }
 
-    /// All of its bytes, in whatever order they stand.
+    /// All bytes of the tensor, in their current order.
     pub fn packed(&self) -> &[u8] {
         &self.data
     }
@@ -193,7 +193,7 @@ impl PackedMatrix {
         self.data.len()
     }
 
-    /// The matrix of one expert; 0 for a plain matrix.
+    /// The matrix of one expert. Use 0 for a matrix without experts.
     ///
     /// # Errors
     /// [`Error::OutOfRange`] for an expert that does not exist.
@@ -251,20 +251,19 @@ impl<'a> MatrixView<'a> {
         self.panel_bytes
     }
 
-    /// The bytes of panel `panel`, which must exist. In the order of a file the last one may have fewer rows.
+    /// The bytes of panel `panel`, which must exist. In file order the last panel may have fewer rows.
     pub(super) fn panel(&self, panel: usize) -> &'a [u8] {
         let rest = &self.data[panel * self.panel_bytes..];
         &rest[..self.panel_bytes.min(rest.len())]
     }
 
-    /// How the bytes of a panel stand.
     pub(super) fn order(&self) -> Order {
         self.order
     }
 }
 
-/// Packs a tensor piece by piece, so that pieces can be read and packed in parallel and the file's bytes need
-/// never be in memory as a whole.
+/// Packs a tensor chunk by chunk. Chunks can be read and packed in parallel, and the file's bytes need never
+/// be in memory as a whole.
 ///
 /// ```
 /// # use kvasir_kernels::{matmul::PackedMatrixBuilder, quant::GgmlType};
@@ -290,8 +289,8 @@ impl PackedMatrixBuilder {
     /// Allocates the packed tensor.
     ///
     /// # Errors
-    /// [`Error::NoMatmul`] for formats that can only be dequantised, [`Error::PartialBlock`] when `cols` is
-    /// not whole blocks, [`Error::Shape`] for empty or impossibly large shapes.
+    /// [`Error::NoMatmul`] for formats that can only be dequantised, [`Error::PartialBlock`] if `cols` is not
+    /// a whole number of blocks, [`Error::Shape`] for empty or impossibly large shapes.
     pub fn new(ty: GgmlType, rows: usize, cols: usize, experts: usize) -> Result<Self, Error> {
         let shape = Shape::new(ty, rows, cols, experts)?;
         let data = AlignedBuf::zeroed(shape.panels() * experts * shape.panel_bytes);
@@ -304,7 +303,7 @@ impl PackedMatrixBuilder {
     }
 
     /// Cuts the tensor into independent chunks of at most `max_rows` rows (rounded down to panels, at least
-    /// one), none of them across experts. Packing starts over with each call.
+    /// one panel). No chunk spans experts. Each call restarts packing.
     pub fn chunks(&mut self, max_rows: usize) -> impl Iterator<Item = PanelChunk<'_>> {
         let shape = self.shape;
         *self.packed.get_mut() = 0;
@@ -324,7 +323,7 @@ impl PackedMatrixBuilder {
     /// The packed tensor.
     ///
     /// # Errors
-    /// [`Error::Unpacked`] when some chunk has not been packed.
+    /// [`Error::Unpacked`] if a chunk has not been packed.
     pub fn finish(self) -> Result<PackedMatrix, Error> {
         let total = self.shape.panels() * self.shape.experts;
         let packed = self.packed.into_inner();
@@ -335,7 +334,7 @@ impl PackedMatrixBuilder {
     }
 }
 
-/// Some panels of one expert, to be packed.
+/// Panels of one expert to be packed.
 #[derive(Debug)]
 pub struct PanelChunk<'a> {
     shape: Shape,
@@ -346,7 +345,7 @@ pub struct PanelChunk<'a> {
 }
 
 impl PanelChunk<'_> {
-    /// Where this chunk's rows lie in the tensor's bytes.
+    /// Byte range of this chunk's rows in the tensor's file bytes.
     pub fn file_range(&self) -> Range<usize> {
         let at = |row: usize| (self.expert * self.shape.rows + row) * self.shape.row_bytes;
         at(self.rows.start)..at(self.rows.end)
@@ -355,7 +354,7 @@ impl PanelChunk<'_> {
     /// Packs the chunk from the bytes of its [`file_range`](Self::file_range).
     ///
     /// # Errors
-    /// [`Error::Length`] when `bytes` has another length than the range.
+    /// [`Error::Length`] if `bytes` does not have the length of the range.
     pub fn pack(self, bytes: &[u8]) -> Result<(), Error> {
         let expected = self.file_range().len();
         if bytes.len() != expected {
@@ -367,7 +366,7 @@ impl PanelChunk<'_> {
     }
 }
 
-/// Packs rows into zeroed panels, and says how many panels there are.
+/// Packs rows into zeroed panels and returns the number of panels.
 fn pack_panels(shape: &Shape, rows: &[u8], panels: &mut [u8]) -> usize {
     let panels = panels.chunks_exact_mut(shape.panel_bytes);
     let count = panels.len();
@@ -379,17 +378,17 @@ fn pack_panels(shape: &Shape, rows: &[u8], panels: &mut [u8]) -> usize {
     count
 }
 
-/// Packs a tensor piece by piece into memory of the caller's, who keeps the pieces, one behind the other, elsewhere: in
-/// the end that is what [`PackedMatrix::from_packed`] takes. No piece reaches across experts.
+/// Packs a tensor piece by piece into the caller's buffer. The caller stores the pieces; all pieces in order
+/// are the input of [`PackedMatrix::from_packed`]. No piece spans experts.
 #[derive(Debug, Clone, Copy)]
 pub struct PackedPieces {
     shape: Shape,
-    /// Panels of a piece; the last of an expert may have fewer.
+    /// Panels of a piece; an expert's last piece may have fewer.
     panels: usize,
 }
 
 impl PackedPieces {
-    /// In pieces of at most `bytes`, or of one panel where that is more.
+    /// Pieces have at most `bytes` bytes, or one panel if a panel is larger.
     ///
     /// # Errors
     /// As [`PackedMatrixBuilder::new`].
@@ -404,7 +403,7 @@ impl PackedPieces {
         self.shape.row_bytes * self.shape.rows * self.shape.experts
     }
 
-    /// Bytes of all pieces.
+    /// Total bytes of all pieces.
     pub fn packed_bytes(&self) -> usize {
         self.shape.panels() * self.shape.experts * self.shape.panel_bytes
     }
@@ -417,10 +416,11 @@ impl PackedPieces {
         self.of_an_expert() * self.shape.experts
     }
 
-    /// Puts piece `index` of the tensor `file` in the place of what is in `piece`, and says where it starts among all.
+    /// Replaces the contents of `piece` by piece `index` of the tensor `file` and returns the piece's byte
+    /// offset.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for a piece that does not exist, [`Error::Length`] when `file` is not
+    /// [`Error::OutOfRange`] for a piece that does not exist, [`Error::Length`] if `file` is not
     /// [`file_bytes`](Self::file_bytes) long.
     pub fn pack(&self, index: usize, file: &[u8], piece: &mut Vec<u8>) -> Result<usize, Error> {
         if file.len() != self.file_bytes() {

@@ -1,13 +1,13 @@
-//! Plain floats as they stand in a file, row after row, put in the order of a panel just before it is multiplied with.
+//! Plain floats in file order, row after row, converted to panel order just before a product.
 
 use super::PANEL_ROWS;
 use super::layout::pack_row;
 use crate::quant::GgmlType;
 
-/// Columns that are turned at a time.
+/// Number of columns that are transposed at a time.
 pub(super) const TURNED_COLUMNS: usize = 32;
 
-/// Up to 16 rows, one behind the other.
+/// Up to 16 consecutive rows.
 #[derive(Clone, Copy)]
 pub(super) struct PlainRows<'a> {
     pub(super) ty: GgmlType,
@@ -16,7 +16,7 @@ pub(super) struct PlainRows<'a> {
 }
 
 impl<'a> PlainRows<'a> {
-    /// `bytes` are whole rows, at least one, of a plain float format.
+    /// `bytes` must be whole rows, at least one, of a plain float format.
     pub(super) fn new(ty: GgmlType, cols: usize, bytes: &'a [u8]) -> Self {
         Self { ty, cols, bytes }
     }
@@ -27,12 +27,12 @@ impl<'a> PlainRows<'a> {
     }
 }
 
-/// Bytes of a panel of plain floats and of what may be written behind its last column.
+/// Bytes of a panel of plain floats, including the bytes after its last column that may be written.
 pub(super) fn interleaved_bytes(ty: GgmlType, cols: usize) -> usize {
     cols.next_multiple_of(TURNED_COLUMNS) * PANEL_ROWS * ty.block_bytes()
 }
 
-/// Puts rows in the order of a panel, on any processor. Rows that do not exist become zeroes.
+/// Copies rows to a panel in panel order, on any processor. Missing rows become zeros.
 #[inline(always)]
 pub(super) fn interleave(rows: &PlainRows<'_>, panel: &mut [u8]) {
     if rows.rows().count() < PANEL_ROWS {

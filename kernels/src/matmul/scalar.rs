@@ -1,4 +1,4 @@
-//! The kernels in portable Rust: the definition that the vector kernels are held to.
+//! The kernels in portable Rust. They define the results that the vector kernels must reproduce.
 #![allow(unsafe_code)]
 
 use super::PANEL_ROWS;
@@ -44,7 +44,7 @@ fn integer_sums(block: &Block, offset: i32, half: usize, a: &QuantizedBlock) -> 
     sums
 }
 
-/// Adds a block's integer sums to the accumulators, as the table in [`crate::matmul`] says.
+/// Adds a block's integer sums to the accumulators, as the table in [`crate::matmul`] defines.
 #[inline(always)]
 pub(super) fn fold(
     block: &Block,
@@ -132,9 +132,9 @@ unsafe fn f32(call: &F32Call<'_>, tile: &mut Tile) {
 /// The f32 weights of up to 32 columns.
 pub(super) type Columns = [Lanes<f32>; BLOCK];
 
-/// Products with f32 activations for the instruction sets that make a block's weights in memory before tokens meet them:
-/// `unpack` is how a block is unpacked there, `plain` makes one column of a plain float format, and `add` adds columns,
-/// the first one even, to a token's sums.
+/// Products with f32 activations for instruction sets that unpack a block's weights to memory before using
+/// them. `unpack` unpacks a block, `plain` converts one column of a plain float format, and `add` adds
+/// columns, the first of which is even, to a token's sums.
 ///
 /// # Safety
 /// See [`KernelSet`].
@@ -198,12 +198,13 @@ pub(super) fn quantize_row(src: &[f32], out: &mut [QuantizedBlock]) {
     }
 }
 
-/// Blocks whose largest magnitude is below this become zero: the reciprocal of their scale would overflow.
+/// Blocks whose largest magnitude is below this become zero, because the reciprocal of their scale would
+/// overflow.
 pub(super) const SMALLEST: f32 = 1e-36;
 
 #[inline(always)]
 fn quantize_block(values: &[f32; BLOCK]) -> QuantizedBlock {
-    // Magnitudes compare as integers, and anything not finite compares above all finite values.
+    // Magnitudes compare as integers, and non-finite values compare above all finite ones.
     let largest = values.iter().map(|x| x.to_bits() & 0x7fff_ffff).max().unwrap_or(0);
     let largest = f32::from_bits(largest);
     if !largest.is_finite() {

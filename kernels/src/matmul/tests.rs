@@ -9,7 +9,7 @@ use crate::reference::matmul as reference;
 use proptest::prelude::*;
 use std::sync::Arc;
 
-/// A small deterministic generator: tests name their seed.
+/// A small deterministic generator. Each test passes its seed.
 pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
@@ -23,7 +23,7 @@ impl Random {
         self.next() as u8
     }
 
-    /// Roughly normal, of magnitude 1, with an outlier now and then.
+    /// Roughly normal, of magnitude 1, with occasional outliers.
     pub(crate) fn value(&mut self) -> f32 {
         let sum: i64 = (0..4).map(|_| i64::from(self.next() as u16) - 32768).sum();
         let scale = if self.next().is_multiple_of(50) { 30.0 } else { 1.0 };
@@ -34,14 +34,14 @@ impl Random {
         (0..count).map(|_| self.value()).collect()
     }
 
-    /// A finite f16: mostly of ordinary size, sometimes any.
+    /// A finite f16, mostly of ordinary size, sometimes of any size.
     fn f16(&mut self) -> [u8; 2] {
         let bits = self.next() as u16;
         let exponent = if self.next().is_multiple_of(8) { (bits >> 10) % 31 } else { 5 + (bits >> 10) % 12 };
         (bits & 0x83ff | exponent << 10).to_le_bytes()
     }
 
-    /// Bytes of `count` blocks: any codes and small scales, finite f16 scales.
+    /// Bytes of `count` blocks with arbitrary codes and small scales, and finite f16 scales.
     fn blocks(&mut self, ty: GgmlType, count: usize) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(count * ty.block_bytes());
         for _ in 0..count {
@@ -68,7 +68,7 @@ impl Random {
     }
 }
 
-/// Where a block has f16 values.
+/// Byte offsets of the f16 values of a block.
 fn f16_fields(ty: GgmlType) -> &'static [usize] {
     match ty {
         GgmlType::Q4_0 | GgmlType::Q5_0 | GgmlType::Q8_0 | GgmlType::IQ4_NL | GgmlType::IQ4_XS => &[0],
@@ -108,7 +108,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|x| x.to_bits()).collect()
 }
 
-/// Columns that are `blocks` blocks, of a size that all formats share.
+/// Number of columns in `blocks` blocks, of a block size that all formats share.
 fn columns(ty: GgmlType, blocks: usize) -> usize {
     match ty.block_len() {
         1 => 33 * blocks + 4,
@@ -116,7 +116,7 @@ fn columns(ty: GgmlType, blocks: usize) -> usize {
     }
 }
 
-/// Plain floats are multiplied with as they stand in a file, and their rows read, as repacked.
+/// Checks that plain floats in file order give the same products and the same rows as repacked ones.
 fn check_in_place(ty: GgmlType, (rows, cols, tokens): (usize, usize, usize), bytes: &[u8], a: &[f32]) {
     let packed = PackedMatrix::pack(ty, rows, cols, 1, bytes).unwrap();
     let in_place = PackedMatrix::in_place(ty, rows, cols, 1, Arc::new(bytes.to_vec()));
@@ -140,7 +140,7 @@ fn check_in_place(ty: GgmlType, (rows, cols, tokens): (usize, usize, usize), byt
     }
 }
 
-/// Every format, every instruction set, both modes, against the references.
+/// Checks one format on every instruction set and in both modes against the references.
 fn check_products(ty: GgmlType, rows: usize, cols: usize, tokens: usize, seed: u64) {
     let mut random = Random(seed);
     let bytes = random.tensor(ty, rows, cols);
@@ -215,7 +215,7 @@ fn a_token_s_result_does_not_depend_on_the_batch() {
 }
 
 #[test]
-fn rows_read_back_from_a_packed_matrix_are_the_dequantised_ones() {
+fn rows_of_a_packed_matrix_equal_the_dequantised_rows() {
     let rows = 17;
     for ty in served() {
         let cols = columns(ty, 2);
@@ -234,7 +234,7 @@ fn rows_read_back_from_a_packed_matrix_are_the_dequantised_ones() {
 }
 
 #[test]
-fn extreme_bytes_are_exact_too() {
+fn products_of_extreme_bytes_are_exact() {
     let (rows, cols) = (16, 512);
     for ty in served_by_int8() {
         for fill in [0x00, 0x7f, 0x80, 0xff] {
@@ -270,7 +270,7 @@ fn quantised_rows_are_the_same_on_every_isa_and_poison_spreads() {
     a[cols] = f32::INFINITY;
     a[2 * cols + 40] = f32::NAN;
     a[3 * cols] = f32::MAX;
-    // Ties: with a scale of 1, halves round to even.
+    // Ties: with a scale of 1, halves are rounded to even.
     a[4 * cols..][..32].copy_from_slice(&std::array::from_fn::<f32, 32, _>(|i| i as f32 - 15.5));
     a[4 * cols] = 127.0;
     let mut results = Vec::new();
@@ -291,7 +291,7 @@ fn quantised_rows_are_the_same_on_every_isa_and_poison_spreads() {
 }
 
 #[test]
-fn chosen_rows_give_what_they_give_among_all() {
+fn chosen_rows_give_the_same_results_as_among_all_rows() {
     let (rows, tokens) = (33, 40);
     for ty in served() {
         let cols = columns(ty, 3);
@@ -311,7 +311,7 @@ fn chosen_rows_give_what_they_give_among_all() {
                         .unwrap();
                     bits(&out)
                 };
-                // With repetitions, out of order, more than a tile.
+                // Lists with repetitions, out of order, and longer than a tile.
                 for count in [0, 1, 3, 7, 19, 37] {
                     let listed: Vec<u32> = (0..count).map(|i| (i * 23 + 5) % tokens as u32).collect();
                     let want: Vec<f32> = listed
@@ -436,7 +436,7 @@ fn what_does_not_fit_is_refused() {
     assert!(matches!(kernels.dequantize_row(view, 1, &mut [0.0; 33]), Err(Error::Length { .. })));
 }
 
-/// Bytes from `from` on in a buffer that starts on a cache line.
+/// A byte range of a buffer that starts on a cache line.
 struct Kept(crate::aligned::AlignedBuf<u8>, std::ops::Range<usize>);
 
 impl AsRef<[u8]> for Kept {
@@ -452,7 +452,7 @@ fn kept(bytes: &[u8], from: usize) -> super::SharedBytes {
 }
 
 #[test]
-fn pieces_one_behind_the_other_are_what_is_packed_whole() {
+fn concatenated_pieces_equal_the_packed_tensor() {
     let mut random = Random(32);
     for (ty, rows, cols, experts) in [(GgmlType::F16, 70, 64, 1), (GgmlType::Q4_K, 40, 256, 3)] {
         let file = random.tensor(ty, rows * experts, cols);
@@ -475,7 +475,7 @@ fn pieces_one_behind_the_other_are_what_is_packed_whole() {
 }
 
 #[test]
-fn what_was_packed_elsewhere_is_the_same_matrix_and_nothing_else_fits() {
+fn packed_bytes_give_the_same_matrix_and_other_sizes_are_refused() {
     let mut random = Random(31);
     for ty in [GgmlType::F16, GgmlType::Q4_K] {
         let packed = PackedMatrix::pack(ty, 20, 256, 1, &random.tensor(ty, 20, 256)).unwrap();

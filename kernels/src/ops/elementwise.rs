@@ -1,4 +1,4 @@
-//! Operations on one element at a time.
+//! Elementwise operations.
 
 use super::norm::for_each_row;
 use crate::attention::check_len;
@@ -7,7 +7,7 @@ use crate::isa::Isa;
 use crate::pool::Pool;
 use crate::simd::{self, Kernel, LANES, Simd, dispatch};
 
-/// Elements that one thread takes at a time.
+/// Elements per work item.
 const CHUNK: usize = 4096;
 
 /// A function of one value.
@@ -34,7 +34,7 @@ impl Activation {
     }
 }
 
-/// How a gate and what it gates become one value.
+/// Combines a gate and the value that it gates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Gating {
     By(Activation),
@@ -52,14 +52,14 @@ impl Gating {
     }
 }
 
-/// Some columns of the rows of a matrix.
+/// A range of columns of a row-major matrix.
 #[derive(Debug, Clone, Copy)]
 pub struct Columns<'a> {
     /// `[rows][width]`
     pub values: &'a [f32],
-    /// Values of a row.
+    /// Columns of the whole matrix.
     pub width: usize,
-    /// First column that takes part.
+    /// First column of the range.
     pub from: usize,
     pub len: usize,
 }
@@ -67,7 +67,7 @@ pub struct Columns<'a> {
 /// `out = gating(gate, up)`, element by element, on the calling thread.
 ///
 /// # Errors
-/// [`Error::Length`] where the three are not of one length.
+/// [`Error::Length`] if the three lengths differ.
 pub fn gated_row(isa: Isa, gating: Gating, gate: &[f32], up: &[f32], out: &mut [f32]) -> Result<(), Error> {
     check_len("gate", out.len(), gate.len())?;
     check_len("up", out.len(), up.len())?;
@@ -75,10 +75,10 @@ pub fn gated_row(isa: Isa, gating: Gating, gate: &[f32], up: &[f32], out: &mut [
     Ok(())
 }
 
-/// `out = scale * sum of weight * row (+ out)`, the rows in order, on the calling thread.
+/// `out = scale * sum of weight * row (+ out)`, rows in order, on the calling thread.
 ///
 /// # Errors
-/// [`Error::Length`] where a row is not as long as `out`.
+/// [`Error::Length`] if a row and `out` differ in length.
 pub fn weighted_sum(
     isa: Isa,
     rows: &[(&[f32], f32)],
@@ -96,7 +96,7 @@ pub fn weighted_sum(
 /// `gate = gating(gate, up)`, element by element, in place; `gate` is `[rows][columns]`.
 ///
 /// # Errors
-/// [`Error::Length`] where `up` does not have these columns and rows.
+/// [`Error::Length`] if `up` has other columns or rows.
 pub fn gate_in_place(
     pool: &Pool,
     isa: Isa,
@@ -118,7 +118,7 @@ pub fn gate_in_place(
 }
 
 impl<'a> Columns<'a> {
-    /// Whole rows of `width` values.
+    /// All columns of a matrix of width `width`.
     pub fn all(values: &'a [f32], width: usize) -> Self {
         Self { values, width, from: 0, len: width }
     }
@@ -145,7 +145,7 @@ pub fn activate(pool: &Pool, isa: Isa, activation: Activation, x: &mut [f32]) {
 /// Multiplies each row of `x` (`[rows][width]`) by the sigmoid of the first column of `gates`.
 ///
 /// # Errors
-/// [`Error::Length`] where `gates` has another number of rows or no column.
+/// [`Error::Length`] if `gates` has another number of rows or no column.
 pub fn scale_rows(
     pool: &Pool,
     isa: Isa,
@@ -165,7 +165,7 @@ pub fn scale_rows(
 /// `x += scale * y`
 ///
 /// # Errors
-/// [`Error::Length`] where the two are not of one length.
+/// [`Error::Length`] if the lengths differ.
 pub fn add_scaled(pool: &Pool, isa: Isa, x: &mut [f32], scale: f32, y: &[f32]) -> Result<(), Error> {
     check_len("addend", x.len(), y.len())?;
     map(pool, isa, y, y, x, AddScaled(scale));
@@ -182,7 +182,7 @@ pub fn softcap(pool: &Pool, isa: Isa, x: &mut [f32], cap: f32) {
     map(pool, isa, &[], &[], x, Softcap(cap));
 }
 
-/// A function of one element of two inputs and of the old output.
+/// A function of an element of each of two inputs and of the old output.
 trait Map: Copy + Send + Sync {
     fn at<S: Simd>(self, s: S, a: S::V, b: S::V, old: S::V) -> S::V;
 }
@@ -247,8 +247,8 @@ impl Map for Softcap {
     }
 }
 
-/// Applies `map` in chunks over the threads. The inputs are as long as the output, or empty where they are not
-/// looked at.
+/// Applies `map` in chunks over the threads. An input has the length of the output, or is empty if `map`
+/// ignores it.
 fn map<M: Map>(pool: &Pool, isa: Isa, a: &[f32], b: &[f32], out: &mut [f32], map: M) {
     let whole = out.len() / CHUNK * CHUNK;
     let part = |x: &'_ [f32], from: usize, to: usize| -> std::ops::Range<usize> {

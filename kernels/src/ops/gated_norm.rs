@@ -7,7 +7,7 @@ use crate::isa::Isa;
 use crate::pool::Pool;
 use crate::simd::{self, Kernel, LANES, Simd, dispatch};
 
-/// What a gate does to an RMS norm.
+/// Order of an RMS norm and a silu gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GateOrder {
     /// `norm(x silu(gate))`
@@ -16,10 +16,10 @@ pub enum GateOrder {
     NormFirst,
 }
 
-/// Norms and gates each run of `x` in its own place; `gate` is as long as `x`.
+/// Norms and gates each run of `x` in place; `gate` has the length of `x`.
 ///
 /// # Errors
-/// [`Error::Length`] where `x` is not a whole number of runs, or gate or weight have other lengths.
+/// [`Error::Length`] if `x` is not a whole number of runs, or `gate` or the weight has another length.
 pub fn gated_norm(
     pool: &Pool,
     isa: Isa,
@@ -99,7 +99,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
         #[test]
-        fn it_is_the_reference(
+        fn a_gated_norm_matches_the_reference(
             x in prop::collection::vec((-4.0f32..4.0, -6.0f32..6.0), 1..80),
             runs in 1..4usize,
             per_row in any::<bool>(),

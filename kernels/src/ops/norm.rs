@@ -11,7 +11,7 @@ use crate::simd::{Kernel, LANES, Simd, dispatch};
 #[derive(Debug, Clone, Copy)]
 pub struct RmsNorm<'a> {
     pub width: usize,
-    /// One run long, or several: then the runs of a row take turns. None multiplies by one.
+    /// Weight of one run, or of several runs, which the runs of a row use in turn. `None`: no weight.
     pub weight: Option<&'a [f32]>,
     /// Added to the mean square.
     pub eps: f32,
@@ -21,22 +21,22 @@ pub struct RmsNorm<'a> {
 #[derive(Debug, Clone, Copy)]
 pub struct LayerNorm<'a> {
     pub width: usize,
-    /// As of [`RmsNorm`].
+    /// As for [`RmsNorm`].
     pub weight: Option<&'a [f32]>,
-    /// As long as a weight may be; none adds nothing.
+    /// Same lengths as a weight. `None`: no bias.
     pub bias: Option<&'a [f32]>,
     pub eps: f32,
 }
 
 impl RmsNorm<'_> {
     /// # Errors
-    /// [`Error::Length`] where `len` elements are not whole runs, or not whole rounds of the weight.
+    /// [`Error::Length`] if `len` is not a multiple of the width, or not a multiple of the weight's length.
     pub(super) fn check(&self, len: usize) -> Result<(), Error> {
         check_runs("norm input", self.width, len)?;
         check_affine("norm weight", self.weight, self.width, len)
     }
 
-    /// The norm of run number `run`.
+    /// The norm for run number `run`, with that run's part of the weight.
     #[inline(always)]
     pub(super) fn of_run(self, run: usize) -> Self {
         Self { weight: part(self.weight, self.width, run), ..self }
@@ -56,7 +56,7 @@ impl LayerNorm<'_> {
     }
 }
 
-/// What belongs to run `run` of a weight or bias.
+/// The part of a weight or bias that belongs to run `run`.
 #[inline(always)]
 fn part(values: Option<&[f32]>, width: usize, run: usize) -> Option<&[f32]> {
     values.map(|values| &values[run % (values.len() / width) * width..][..width])
@@ -65,7 +65,8 @@ fn part(values: Option<&[f32]>, width: usize, run: usize) -> Option<&[f32]> {
 /// RMS norm of each run of `x` into `out`.
 ///
 /// # Errors
-/// [`Error::Length`] where `x` is not a whole number of runs, `out` not as long or the weight of an odd length.
+/// [`Error::Length`] if `x` is not a whole number of runs, `out` has another length, or the weight's length
+/// does not fit.
 pub fn rms_norm(pool: &Pool, isa: Isa, norm: RmsNorm<'_>, x: &[f32], out: &mut [f32]) -> Result<(), Error> {
     norm.check(x.len())?;
     check_len("norm output", x.len(), out.len())?;
@@ -77,7 +78,7 @@ pub fn rms_norm(pool: &Pool, isa: Isa, norm: RmsNorm<'_>, x: &[f32], out: &mut [
     Ok(())
 }
 
-/// RMS norm of each run of `x` in its own place.
+/// RMS norm of each run of `x`, in place.
 ///
 /// # Errors
 /// As [`rms_norm`].
@@ -89,7 +90,7 @@ pub fn rms_norm_in_place(pool: &Pool, isa: Isa, norm: RmsNorm<'_>, x: &mut [f32]
     Ok(())
 }
 
-/// Adds the RMS norm of each run of `x`, times `scale`, to `residual`: a norm after a mixer or FFN.
+/// Adds `scale` times the RMS norm of each run of `x` to `residual`: a norm after a mixer or FFN.
 ///
 /// # Errors
 /// As [`rms_norm`].
@@ -134,7 +135,7 @@ pub fn layer_norm(
     Ok(())
 }
 
-/// Layer norm of each run of `x` in its own place.
+/// Layer norm of each run of `x`, in place.
 ///
 /// # Errors
 /// As [`rms_norm`].
@@ -160,7 +161,7 @@ fn check_affine(what: &'static str, values: Option<&[f32]>, width: usize, len: u
     }
 }
 
-/// Gives each row of `out` to one thread.
+/// Calls `f` for each row of `out`, rows distributed over the threads.
 pub(super) fn for_each_row(
     pool: &Pool,
     rows: usize,
@@ -168,7 +169,7 @@ pub(super) fn for_each_row(
     out: &mut [f32],
     f: impl Fn(usize, &mut [f32]) + Sync,
 ) {
-    // Below this many elements a thread is faster alone than woken.
+    // Below this number of elements the calling thread alone is faster than waking other threads.
     const GRAIN: usize = 4096;
     let out = Disjoint::new(out);
     pool.for_each_range(rows, (GRAIN / width.max(1)).max(1), &|range| {
@@ -179,8 +180,8 @@ pub(super) fn for_each_row(
     });
 }
 
-/// Sum of `f(x)` over a row: four vectors of lanes over chunks of 64, folded as a
-/// tree. `f(sum, x)` adds.
+/// Sum over a row: four vectors of partial sums over chunks of 64 elements, combined as a tree. `f(sum, x)`
+/// adds an element.
 #[inline(always)]
 pub(crate) fn row_sum<S: Simd>(s: S, x: &[f32], f: impl Fn(S::V, S::V) -> S::V) -> f32 {
     let mut acc = [s.splat(0.0); 4];
@@ -203,7 +204,7 @@ fn rms_factor<S: Simd>(s: S, x: &[f32], eps: f32) -> f32 {
     1.0 / (sum / x.len() as f32 + eps).sqrt()
 }
 
-/// RMS norm of one run in its own place.
+/// RMS norm of one run, in place.
 pub(super) struct Rms<'a> {
     pub(super) norm: RmsNorm<'a>,
     pub(super) x: &'a mut [f32],
@@ -249,7 +250,7 @@ impl Kernel for RmsAdd<'_> {
     }
 }
 
-/// Layer norm of one run in its own place.
+/// Layer norm of one run, in place.
 struct Layer<'a> {
     norm: LayerNorm<'a>,
     x: &'a mut [f32],
@@ -279,10 +280,11 @@ impl Kernel for Layer<'_> {
     }
 }
 
-/// A weight or bias of one run in vectors, or nothing, which stands for one value everywhere.
+/// A weight or bias of one run as vectors. Without values, every element is the default that the reader
+/// passes.
 struct Affine<'a> {
     chunks: &'a [[f32; LANES]],
-    /// What does not fill a vector.
+    /// Elements after the last whole vector. `None`: no values.
     rest: Option<&'a [f32]>,
 }
 

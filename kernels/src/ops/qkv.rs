@@ -1,4 +1,4 @@
-//! What happens between the q, k, v projections and attention, fused per row.
+//! The op between the q, k, v projections and attention, fused per row.
 
 use super::norm::{Rms, RmsNorm};
 use super::rope::{RopeTable, rope};
@@ -9,14 +9,14 @@ use crate::isa::Isa;
 use crate::pool::Pool;
 use crate::simd::dispatch;
 
-/// What one layer does to q, k and v before attention.
+/// Arguments for one layer's q, k and v before attention.
 #[derive(Debug, Clone, Copy)]
 pub struct QkvStep<'a> {
-    /// Added to every block offset, in bytes; a multiple of 64.
+    /// Byte offset of the layer inside each block; a multiple of 64.
     pub layer_offset: usize,
     /// Norm of the runs of each query row before rope.
     pub q_norm: Option<RmsNorm<'a>>,
-    /// Norm of the runs of each key row, likewise.
+    /// Norm of the runs of each key row before rope.
     pub k_norm: Option<RmsNorm<'a>>,
     /// Norm of the runs of each value row.
     pub v_norm: Option<RmsNorm<'a>>,
@@ -24,30 +24,31 @@ pub struct QkvStep<'a> {
     pub rope: Option<&'a RopeTable>,
 }
 
-/// Projections of a step, one row per row of its plan.
+/// Projections of a step, with one row per row of its plan.
 #[derive(Debug)]
 pub struct Qkv<'a> {
     /// `[rows][heads * head_dim]`
     pub q: &'a mut [f32],
-    /// What goes into the cache; nothing where the layer reads another's.
+    /// Keys and values for the cache. `None`: the layer reads the cache of another layer.
     pub kv: Option<KeysValues<'a>>,
 }
 
-/// See [`Qkv`].
+/// Keys and values of a [`Qkv`].
 #[derive(Debug)]
 pub struct KeysValues<'a> {
     /// `[rows][kv_heads * head_dim]`
     pub k: &'a mut [f32],
-    /// `[rows][kv_heads * v_head_dim]`; without it the values are the keys as they come, before norm and rope.
+    /// `[rows][kv_heads * v_head_dim]`. `None`: the values are the keys before norm and rope.
     pub v: Option<&'a mut [f32]>,
 }
 
-/// Per row of the plan: norms and rotates q and k and norms v in place, then writes k and v to the row's slot in
-/// the arena.
+/// For each row of the plan: norms and rotates q and k and norms v in place, then writes k and v to the row's
+/// slot in the arena.
 ///
 /// # Errors
-/// [`Error::Length`] for buffers of other shapes, [`Error::OutOfRange`] for a position that the rope table lacks,
-/// [`Error::OverlappingWrites`] where two rows have one slot, [`Error::OutsideArena`], [`Error::UnalignedArena`].
+/// [`Error::Length`] if a buffer has another shape, [`Error::OutOfRange`] for a position outside the rope
+/// table, [`Error::OverlappingWrites`] if two rows have the same slot, [`Error::OutsideArena`],
+/// [`Error::UnalignedArena`].
 pub fn norm_rope_write(
     pool: &Pool,
     isa: Isa,
@@ -101,7 +102,7 @@ pub fn norm_rope_write(
     Ok(())
 }
 
-/// Norm of the runs of one row.
+/// Norms the runs of one row.
 fn norm_row(isa: Isa, norm: Option<RmsNorm<'_>>, row: &mut [f32]) {
     if let Some(norm) = norm {
         for (run, x) in row.chunks_exact_mut(norm.width).enumerate() {
@@ -110,7 +111,7 @@ fn norm_row(isa: Isa, norm: Option<RmsNorm<'_>>, row: &mut [f32]) {
     }
 }
 
-/// Rows of k and v on their way into the cache.
+/// Rows of k and v to write to the cache.
 struct KvRows<'a> {
     k: Disjoint<'a, f32>,
     v: Option<Disjoint<'a, f32>>,
@@ -140,12 +141,12 @@ impl<'a> KvRows<'a> {
         Ok(Self { k: Disjoint::new(kv.k), v: kv.v.map(Disjoint::new), k_width, v_width, writer })
     }
 
-    /// A row of keys and of values; `raw` takes the values that are keys.
+    /// Returns a row of keys and of values. `raw` is the buffer for values that are copies of the keys.
     ///
     /// # Safety
-    /// No two calls for one row while what the first one gave lives.
+    /// No second call for the same row while the result of the first one is alive.
     unsafe fn row<'b>(&'b self, row: usize, raw: &'b mut Vec<f32>) -> (&'b mut [f32], &'b mut [f32]) {
-        // SAFETY: rows are apart, and this one is the caller's alone.
+        // SAFETY: rows do not overlap, and only the caller uses this one.
         let k = unsafe { self.k.slice(row * self.k_width, self.k_width) };
         let v = match &self.v {
             // SAFETY: as above.

@@ -5,7 +5,7 @@ use crate::error::Error;
 use crate::isa::Isa;
 use crate::simd::{Kernel, LANES, Simd, dispatch};
 
-/// Which elements of a head rotate together.
+/// The elements of a head that rotate as a pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RopeStyle {
     /// Pairs (2i, 2i + 1).
@@ -17,25 +17,24 @@ pub enum RopeStyle {
 /// `angle_i(pos) = pos * base^(-2i / n_rot) / factor_i * freq_scale`
 #[derive(Debug, Clone, PartialEq)]
 pub struct RopeParams {
-    /// Which elements make a pair.
     pub style: RopeStyle,
-    /// Elements of a head that rotate, an even number; the others pass through.
+    /// Number of elements of a head that rotate; even. The others are unchanged.
     pub n_rot: usize,
     pub base: f32,
     pub freq_scale: f32,
     /// `[n_rot / 2]` divisors of the frequencies.
     pub factors: Option<Vec<f32>>,
-    /// Multiplies every cosine and sine; 1 except under YaRN.
+    /// Factor of every cosine and sine; 1 except for YaRN.
     pub magnitude: f32,
 }
 
-/// Cosines and sines of a [`RopeParams`], computed in f64 for the positions asked for so far.
+/// Cosines and sines of a [`RopeParams`], computed in f64, for the positions requested so far.
 #[derive(Debug)]
 pub struct RopeTable {
     style: RopeStyle,
     n_rot: usize,
     magnitude: f64,
-    /// Angle per position of each pair.
+    /// Angle per position, for each pair.
     frequencies: Vec<f64>,
     /// `[position][row]`, see `fill`.
     rows: Vec<f32>,
@@ -66,7 +65,7 @@ impl RopeTable {
         })
     }
 
-    /// Makes the table hold at least the positions `0..positions`. Grows by doubling.
+    /// Extends the table to at least the positions `0..positions`. Grows by doubling.
     pub fn ensure(&mut self, positions: usize) {
         let held = self.positions();
         if positions > held && self.n_rot > 0 {
@@ -94,8 +93,8 @@ impl RopeTable {
         }
     }
 
-    /// Appends a position. Half: all cosines, all sines. Interleaved: for each element what it is multiplied by,
-    /// then for each element what its partner is multiplied by, so that no lane has to know its parity.
+    /// Appends a position. `Half`: all cosines, then all sines. `Interleaved`: the factor of each element,
+    /// then the factor of each element's partner, so that no lane depends on its parity.
     fn fill(&mut self, position: usize) {
         let magnitude = self.magnitude;
         let angles = self.frequencies.iter().map(|frequency| position as f64 * frequency);
@@ -114,7 +113,7 @@ impl RopeTable {
     }
 
     /// # Errors
-    /// [`Error::OutOfRange`] for a position that [`RopeTable::ensure`] has not been asked for.
+    /// [`Error::OutOfRange`] for a position that [`RopeTable::ensure`] has not added.
     pub(super) fn row(&self, position: usize) -> Result<&[f32], Error> {
         let len = self.row_len();
         let out_of_range =
@@ -127,8 +126,8 @@ impl RopeTable {
 /// Rotates every head of one row (`[heads][head_dim]`) to `position`.
 ///
 /// # Errors
-/// [`Error::Length`] where the row is not whole heads or a head is narrower than what rotates,
-/// [`Error::OutOfRange`] for a position that the table does not hold.
+/// [`Error::Length`] if the row is not a whole number of heads or a head is narrower than `n_rot`,
+/// [`Error::OutOfRange`] for a position that is not in the table.
 pub fn rope(
     isa: Isa,
     table: &RopeTable,

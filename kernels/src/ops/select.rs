@@ -1,28 +1,28 @@
-//! Over the logits of one row.
+//! Selection over the logits of one row.
 
 use super::norm::row_sum;
 use crate::isa::Isa;
 use crate::simd::{Kernel, LANES, Simd, dispatch, exp};
 
-/// Index of the largest value, the lowest of equals; NaN is never the largest. 0 for an empty row.
+/// Index of the largest value; ties go to the lowest index. NaN is never the largest. 0 for an empty row.
 pub fn argmax(isa: Isa, x: &[f32]) -> usize {
     let highest = dispatch(isa, Highest { x });
     x.iter().position(|x| *x == highest).unwrap_or(0)
 }
 
-/// Whether no value is NaN or infinity; minus infinity, which stands for what is never chosen, may be among them.
+/// Whether no value is NaN or infinity. Minus infinity, the logit of excluded tokens, is allowed.
 pub fn are_numbers(x: &[f32]) -> bool {
-    // No early end, so that it is vectorised.
+    // No early exit, so that the loop is vectorised.
     x.iter().fold(true, |sound, x| sound & (*x <= f32::MAX))
 }
 
-/// Whether something can be drawn from a row: [`are_numbers`], and one of them is more than minus infinity.
+/// Whether a token can be drawn from a row: [`are_numbers`], and at least one value is above minus infinity.
 pub fn is_drawable(x: &[f32]) -> bool {
     are_numbers(x) && x.iter().any(|x| *x > f32::NEG_INFINITY)
 }
 
-/// The `k` largest values with their indices, largest first, the lower index first among equals. NaN is left out,
-/// so there may be fewer than `k`, as there are when the row is shorter.
+/// The `k` largest values with their indices, largest first; ties go to the lower index. NaN is left out.
+/// Returns fewer than `k` values if the row has fewer.
 pub fn top_k(isa: Isa, x: &[f32], k: usize) -> Vec<(usize, f32)> {
     if k == 0 {
         return Vec::new();
@@ -50,7 +50,7 @@ fn before(a: &(usize, f32), b: &(usize, f32)) -> std::cmp::Ordering {
     b.1.total_cmp(&a.1).then(a.0.cmp(&b.0))
 }
 
-/// The largest value that is not NaN, minus infinity where there is none.
+/// The largest value that is not NaN, or minus infinity if there is none.
 struct Highest<'a> {
     x: &'a [f32],
 }
@@ -75,7 +75,7 @@ impl Kernel for Highest<'_> {
     }
 }
 
-/// At least the `k` largest values, unsorted.
+/// At least the `k` largest values (or all, if there are fewer), unsorted.
 struct TopK<'a> {
     x: &'a [f32],
     k: usize,
@@ -86,8 +86,9 @@ impl Kernel for TopK<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> Vec<(usize, f32)> {
-        // Candidates gather up to twice what is wanted, then the lesser half is dropped and what is left is the
-        // bar for the next ones. Equals come later and lose, so only greater values pass the bar.
+        // Collects up to about `2 k` candidates, then drops all but the `k` largest. The smallest of these
+        // becomes the bar for later values. A later value equal to the bar loses the tie, so only greater
+        // values pass the bar.
         let room = self.k.saturating_mul(2).min(self.x.len()).max(self.k.min(self.x.len()) + LANES);
         let mut best: Vec<(usize, f32)> = Vec::with_capacity(room);
         let mut bar: Option<f32> = None;
@@ -101,7 +102,7 @@ impl Kernel for TopK<'_> {
             }
             for (i, x) in xs.iter().enumerate() {
                 if !x.is_nan() && bar.is_none_or(|bar| *x > bar) {
-                    // Zeroes of both signs are equal.
+                    // Adding 0.0 turns -0 into 0, so that zeros of both signs are equal.
                     best.push((chunk * LANES + i, *x + 0.0));
                 }
             }

@@ -27,7 +27,7 @@ fn close(got: &[f32], want: &[f64], tolerance: f64) -> Result<(), TestCaseError>
     Ok(())
 }
 
-/// Runs `f` on every ISA and checks that the bits are the same; the result.
+/// Runs `f` on every ISA, checks that the bits are equal, and returns the result.
 fn on_every_isa(f: impl Fn(Isa) -> Vec<f32>) -> Vec<f32> {
     let want = f(Isa::Scalar);
     for isa in Isa::available() {
@@ -41,12 +41,12 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn norms_are_the_reference(
+    fn norms_match_the_reference(
         seed in floats(1800..1801),
         width in 1..300usize,
         runs in 1..4usize,
         rows in 1..3usize,
-        // None, of one run, of the whole row.
+        // Weights: none, of one run, or of the whole row.
         weights in 0..3usize,
         offset in -5.0f32..5.0,
     ) {
@@ -100,7 +100,7 @@ proptest! {
                 reference::layer_norm(x, part.as_deref(), part.as_deref(), norm.eps)
             })
             .collect();
-        // Of a few elements the difference to the mean may be all rounding.
+        // With few elements, the difference to the mean may consist of rounding only.
         close(&out, &want, if width < 8 { 1e-3 } else { 2e-4 })?;
     }
 
@@ -119,7 +119,7 @@ proptest! {
     }
 
     #[test]
-    fn rope_is_the_reference(
+    fn rope_matches_the_reference(
         half in any::<bool>(),
         pairs in 0..40usize,
         pass in 0..20usize,
@@ -151,7 +151,7 @@ proptest! {
     }
 
     #[test]
-    fn elementwise_operations_are_the_reference(x in floats(1..9000), threads in 1..3usize) {
+    fn elementwise_operations_match_the_reference(x in floats(1..9000), threads in 1..3usize) {
         let y: Vec<f32> = x.iter().rev().map(|x| x * 2.0).collect();
         let pool = pool(threads);
         for (activation, reference) in [
@@ -192,7 +192,7 @@ proptest! {
     }
 
     #[test]
-    fn gates_take_the_columns_they_are_told(
+    fn gates_use_the_requested_columns(
         x in floats(1..700),
         rows in 1..5usize,
         before in 0..40usize,
@@ -234,7 +234,7 @@ proptest! {
     }
 
     #[test]
-    fn softmax_and_log_softmax_are_the_reference(x in floats(1..400), spread in 0.1f32..20.0) {
+    fn softmax_and_log_softmax_match_the_reference(x in floats(1..400), spread in 0.1f32..20.0) {
         let x: Vec<f32> = x.iter().map(|x| x * spread).collect();
         let want = reference::log_softmax(&x);
         let logs = on_every_isa(|isa| {

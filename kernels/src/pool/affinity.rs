@@ -1,6 +1,6 @@
-//! Where and when a thread runs.
+//! CPU affinity and scheduling priority of threads.
 
-/// Pins the calling thread to `cpu`. A failure is logged: the thread then runs wherever it is put.
+/// Pins the calling thread to `cpu`. A failure is logged, and the operating system places the thread.
 #[cfg(target_os = "linux")]
 pub(super) fn pin(cpu: usize) {
     // SAFETY: an all-zero cpu_set_t is an empty set.
@@ -20,25 +20,24 @@ pub(super) fn pin(cpu: usize) {
     }
 }
 
-/// Other systems place threads as they like.
+/// On other systems threads cannot be pinned.
 #[cfg(not(target_os = "linux"))]
 pub(super) fn pin(_cpu: usize) {}
 
-/// From now on the calling thread runs where others of the system leave a CPU idle, or nearly so. What the system does
-/// not grant stays as it is.
+/// Gives the calling thread the lowest nice priority (19). A failure is ignored.
 pub fn give_way() {
-    // SAFETY: a plain call; on Linux 0 is the calling thread alone.
+    // SAFETY: a plain call; on Linux, 0 is the calling thread alone.
     #[cfg(target_os = "linux")]
     unsafe {
         libc::setpriority(libc::PRIO_PROCESS, 0, 19);
     }
 }
 
-/// From now on the calling thread runs only where no other thread wants the CPU, and gives it up at once to one that
-/// wakes.
+/// Schedules the calling thread only when no other thread wants the CPU (`SCHED_IDLE`). A thread that wakes
+/// preempts it at once.
 ///
 /// # Errors
-/// What the system says that does not grant it, or knows no such thing.
+/// The error of the operating system if it refuses the policy.
 #[cfg(target_os = "linux")]
 pub fn run_when_idle() -> std::io::Result<()> {
     let parameters = libc::sched_param { sched_priority: 0 };
@@ -49,7 +48,7 @@ pub fn run_when_idle() -> std::io::Result<()> {
     }
 }
 
-/// See the other.
+/// Not supported on this system.
 ///
 /// # Errors
 /// Always.

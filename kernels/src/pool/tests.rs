@@ -21,7 +21,7 @@ fn every_thread_runs_once_per_run_spinning_or_parked() {
 }
 
 #[test]
-fn what_a_run_wrote_is_seen_by_the_next() {
+fn a_run_sees_the_writes_of_the_previous_run() {
     let pool = pool(3, Duration::ZERO);
     let mut values = vec![0u64; 3];
     for round in 1..=500 {
@@ -122,13 +122,13 @@ fn dropping_ends_the_threads() {
         pool.run(&|_| {});
         Arc::downgrade(&pool.shared)
     };
-    // Each worker held a reference until it ended.
+    // Each worker holds a reference until it ends.
     assert_eq!(shared.strong_count(), 0);
 }
 
 #[test]
-fn threads_are_pinned_where_told_and_an_impossible_cpu_is_survived() {
-    // The first CPU that this process may use; the second cannot exist.
+fn threads_are_pinned_to_their_cpus_and_an_impossible_cpu_is_ignored() {
+    // The first CPU is one that this process may use; the second cannot exist.
     let usable = usable_cpus();
     let config =
         PoolConfig { cpus: Some(vec![100_000, usable[0]]), ..PoolConfig::new(NonZeroUsize::new(2).unwrap()) };

@@ -1,21 +1,21 @@
-//! One file block taken apart into stored codes and scales, the common ground of dequantising, packing and
-//! the reference product.
+//! Splits a file block into stored codes and scales, the common input of dequantising, packing and the
+//! reference product.
 
 use super::scheme::{Scaling, Scheme};
 use super::{GgmlType, e8m0_half, k, legacy, ue4m3_half};
 use half::f16;
 
-/// The parts of one block. Formats with smaller blocks leave the tails as they were.
+/// The parts of one block. Formats with smaller blocks do not change the remaining entries.
 #[derive(Debug, Clone)]
 pub(crate) struct Codes {
-    /// Stored codes in the order of the row.
+    /// Stored codes in column order.
     pub(crate) codes: [u8; 256],
     /// Bits of the f16 scale, for the formats that have one.
     pub(crate) d: u16,
     /// Bits of the f16 min or scale of mins.
     pub(crate) dmin: u16,
-    /// The small scales, one per 32 or 16 values, in the form the packed layout keeps: signed ones as `i8`
-    /// bits, E8M0 and UE4M3 as in the file (UE4M3's one NaN pattern, which reads as 0, replaced by 0).
+    /// The small scales, one per 32 or 16 values, in the form of the packed layout: signed scales as `i8`
+    /// bits, E8M0 and UE4M3 as in the file (UE4M3's one NaN pattern, which reads as 0, is replaced by 0).
     pub(crate) scales: [u8; 16],
     pub(crate) mins: [u8; 16],
 }
@@ -26,9 +26,9 @@ impl Default for Codes {
     }
 }
 
-/// Takes one block of a format that has a [`Scheme`] apart.
+/// Splits one block of a format that has a [`Scheme`].
 ///
-/// `block` must hold `ty.block_bytes()` bytes.
+/// `block` must be `ty.block_bytes()` long.
 pub(crate) fn split(ty: GgmlType, block: &[u8], out: &mut Codes) {
     debug_assert_eq!(block.len(), ty.block_bytes());
     match ty {
@@ -50,8 +50,8 @@ pub(crate) fn split(ty: GgmlType, block: &[u8], out: &mut Codes) {
 }
 
 impl Codes {
-    /// Scale and what is added (the min, or minus the min) of the 16 values number `sixteenth` of the block.
-    /// The added part is `None` for formats without mins.
+    /// Scale and addend (the min, or minus the min) of the block's 16 values with index `sixteenth`. The
+    /// addend is `None` for formats without mins.
     pub(crate) fn affine(&self, scaling: Scaling, sixteenth: usize) -> (f32, Option<f32>) {
         let d = || f16::from_bits(self.d).to_f32();
         let dmin = || f16::from_bits(self.dmin).to_f32();

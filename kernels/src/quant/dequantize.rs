@@ -1,4 +1,4 @@
-//! File bytes to f32, any format.
+//! Conversion of file bytes to f32, for every format.
 
 use super::codes::{Codes, split};
 use super::scheme::Scheme;
@@ -6,11 +6,11 @@ use super::{GgmlType, iq, ternary};
 use crate::error::Error;
 use half::{bf16, f16};
 
-/// Turns whole blocks of `ty` into f32. The values are those of the format's definition, bit for bit.
+/// Dequantises whole blocks of `ty` to f32. The values are those of the format's definition, bit for bit.
 ///
 /// # Errors
-/// [`Error::PartialBlock`] when `out` is not a whole number of blocks, [`Error::Length`] when `bytes` is not
-/// their size.
+/// [`Error::PartialBlock`] if `out` is not a whole number of blocks, [`Error::Length`] if `bytes` does not
+/// have their size.
 pub fn dequantize(ty: GgmlType, bytes: &[u8], out: &mut [f32]) -> Result<(), Error> {
     let expected = ty.row_bytes(out.len())?;
     if bytes.len() != expected {

@@ -2,7 +2,7 @@
 
 use super::codes::Codes;
 
-/// Half of an E8M0 scale: `2^(e - 128)`. The half makes up for E2M1 levels kept doubled.
+/// Half of an E8M0 scale: `2^(e - 128)`. It is halved because E2M1 levels are stored doubled.
 pub(crate) fn e8m0_half(e: u8) -> f32 {
     f32::from_bits(match e {
         0 | 1 => 0x0020_0000 << e,
@@ -10,9 +10,10 @@ pub(crate) fn e8m0_half(e: u8) -> f32 {
     })
 }
 
-/// Half of an unsigned E4M3 scale (bias 7). The sign bit is not looked at.
+/// Half of an unsigned E4M3 scale (bias 7). The sign bit is ignored.
 pub(crate) fn ue4m3_half(x: u8) -> f32 {
-    // Exponent and mantissa put at the places of an f32's are off by the difference of the biases, 120.
+    // Exponent and mantissa are placed at their positions in an f32. The exponent is then off by the
+    // difference of the biases, 120.
     f32::from_bits(u32::from(x & 0x7f) << 20) * 2f32.powi(119)
 }
 

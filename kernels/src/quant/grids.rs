@@ -1,9 +1,9 @@
-//! The codebooks of the IQ formats: facts of the file format, one entry per index.
+//! The codebooks of the IQ formats, as the file format defines them: one entry per index.
 //!
-//! An entry packs its elements lowest first: eight of 2 bits (values 0, 1, 2) or four of 4 bits (values
-//! 0 to 7). What a packed value stands for differs by format and is said where the grid is used.
+//! An entry packs its elements lowest first: eight of 2 bits (values 0, 1, 2) or four of 4 bits (values 0 to
+//! 7). The meaning of a packed value differs by format; the code that reads the grid documents it.
 
-/// IQ1_S and IQ1_M, eight elements an entry.
+/// IQ1_S and IQ1_M, eight elements per entry.
 #[rustfmt::skip]
 pub(super) static IQ1: [u16; 2048] = [
     0x0000, 0x0002, 0x0005, 0x0008, 0x000a, 0x0011, 0x0015, 0x0020, 0x0022, 0x0028, 0x002a, 0x0045, 0x0051,
@@ -166,7 +166,7 @@ pub(super) static IQ1: [u16; 2048] = [
     0xaa88, 0xaa8a, 0xaa95, 0xaaa0, 0xaaa2, 0xaaa8, 0xaaaa,
 ];
 
-/// IQ2_XXS, eight elements an entry.
+/// IQ2_XXS, eight elements per entry.
 #[rustfmt::skip]
 pub(super) static IQ2_XXS: [u16; 256] = [
     0x0000, 0x0002, 0x0005, 0x0008, 0x000a, 0x0011, 0x0014, 0x0020, 0x0022, 0x0028, 0x002a, 0x0041, 0x0044,
@@ -191,7 +191,7 @@ pub(super) static IQ2_XXS: [u16; 256] = [
     0x9920, 0xa002, 0xa050, 0xa085, 0xa109, 0xa200, 0xa418, 0xa850, 0xa904,
 ];
 
-/// IQ2_XS, eight elements an entry.
+/// IQ2_XS, eight elements per entry.
 #[rustfmt::skip]
 pub(super) static IQ2_XS: [u16; 512] = [
     0x0000, 0x0002, 0x0005, 0x0008, 0x000a, 0x0011, 0x0014, 0x0016, 0x0019, 0x0020, 0x0022, 0x0025, 0x0028,
@@ -236,7 +236,7 @@ pub(super) static IQ2_XS: [u16; 512] = [
     0xa986, 0xaa28, 0xaa2a, 0xaa91, 0xaaaa,
 ];
 
-/// IQ2_S, eight elements an entry.
+/// IQ2_S, eight elements per entry.
 #[rustfmt::skip]
 pub(super) static IQ2_S: [u16; 1024] = [
     0x0000, 0x0002, 0x0005, 0x0008, 0x000a, 0x0011, 0x0014, 0x0016, 0x0019, 0x0020, 0x0022, 0x0025, 0x0028,
@@ -320,7 +320,7 @@ pub(super) static IQ2_S: [u16; 1024] = [
     0xa8a2, 0xa954, 0xa986, 0xaa08, 0xaa0a, 0xaa20, 0xaa22, 0xaa28, 0xaa88, 0xaaaa,
 ];
 
-/// IQ3_XXS, four elements an entry.
+/// IQ3_XXS, four elements per entry.
 #[rustfmt::skip]
 pub(super) static IQ3_XXS: [u16; 256] = [
     0x0000, 0x0002, 0x0004, 0x0011, 0x0013, 0x0017, 0x0020, 0x0022, 0x0031, 0x0042, 0x0073, 0x0075, 0x0101,
@@ -345,7 +345,7 @@ pub(super) static IQ3_XXS: [u16; 256] = [
     0x7315, 0x7333, 0x7360, 0x7421, 0x7441, 0x7500, 0x7502, 0x7524, 0x7630,
 ];
 
-/// IQ3_S, four elements an entry.
+/// IQ3_S, four elements per entry.
 #[rustfmt::skip]
 pub(super) static IQ3_S: [u16; 512] = [
     0x0000, 0x0001, 0x0002, 0x0005, 0x0007, 0x0010, 0x0011, 0x0012, 0x0014, 0x0016, 0x0020, 0x0021, 0x0025,

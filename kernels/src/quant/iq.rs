@@ -1,15 +1,15 @@
-//! The codebook formats below four bits: groups of 8 or 4 values are indices into a grid of magnitudes, with
-//! signs beside them. All hold 256 values a block.
+//! The codebook formats below four bits. Groups of 8 or 4 values are indices into a grid of magnitudes, with
+//! separate signs. All have 256 values per block.
 
 use super::GgmlType;
 use super::grids::{IQ1, IQ2_S, IQ2_XS, IQ2_XXS, IQ3_S, IQ3_XXS};
 use half::f16;
 
-/// What the three packed values of an IQ2 grid stand for.
+/// Magnitudes of the three packed values of an IQ2 grid. The fourth is unused.
 const IQ2_LEVELS: [f32; 4] = [8.0, 25.0, 43.0, 0.0];
-/// What the eight packed values of IQ3_XXS's grid stand for.
+/// Magnitudes of the eight packed values of IQ3_XXS's grid.
 const IQ3_XXS_LEVELS: [f32; 8] = [4.0, 12.0, 20.0, 28.0, 36.0, 44.0, 52.0, 62.0];
-/// IQ1 levels are shifted by this, up or down.
+/// IQ1 levels are shifted up or down by this value.
 const IQ1_DELTA: f32 = 0.125;
 
 /// Dequantises one block of an IQ format other than IQ4.
@@ -38,7 +38,7 @@ fn f16_at(block: &[u8], at: usize) -> f32 {
     f16::from_bits(u16_at(block, at)).to_f32()
 }
 
-/// Eight signs from seven bits: the eighth makes the number of minus signs even.
+/// Eight signs from seven bits: the eighth sign makes the number of minus signs even.
 fn even_signs(bits: u32) -> u8 {
     let bits = (bits & 127) as u8;
     bits | ((bits.count_ones() as u8 & 1) << 7)
@@ -142,7 +142,7 @@ fn iq1_s(block: &[u8], out: &mut [f32]) {
 
 fn iq1_m(block: &[u8], out: &mut [f32]) {
     let scales: [u16; 4] = std::array::from_fn(|i| u16_at(block, 48 + 2 * i));
-    // The f16 scale is spread over the top nibbles of the four words, lowest nibble first.
+    // The f16 scale is distributed over the top nibbles of the four words, lowest nibble first.
     let d = scales.iter().enumerate().fold(0, |bits, (i, word)| bits | word >> 12 << (4 * i));
     let d = f16::from_bits(d).to_f32();
     for (group, out) in out.chunks_exact_mut(8).enumerate() {

@@ -6,7 +6,7 @@ fn u16_at(block: &[u8], at: usize) -> u16 {
     u16::from_le_bytes([block[at], block[at + 1]])
 }
 
-/// 2-bit codes: each run of 32 bytes holds four runs of 32 values, the lowest bits first.
+/// 2-bit codes: each run of 32 bytes holds four runs of 32 values, in the lowest bits first.
 fn crumbs(qs: &[u8], out: &mut Codes) {
     for (run, codes) in out.codes.chunks_exact_mut(32).enumerate() {
         let bytes = &qs[run / 4 * 32..][..32];
@@ -17,7 +17,7 @@ fn crumbs(qs: &[u8], out: &mut Codes) {
     }
 }
 
-/// 4-bit codes: each run of 32 bytes holds 32 values low and the next 32 high.
+/// 4-bit codes: each run of 32 bytes holds 32 values in its low nibbles and the next 32 in its high nibbles.
 fn nibble_runs(qs: &[u8], out: &mut Codes) {
     for (codes, bytes) in out.codes.chunks_exact_mut(64).zip(qs.chunks_exact(32)) {
         let (low, high) = codes.split_at_mut(32);
@@ -28,8 +28,9 @@ fn nibble_runs(qs: &[u8], out: &mut Codes) {
     }
 }
 
-/// The eight 6-bit scales and mins of Q4_K and Q5_K, in 12 bytes: 0..4 and 4..8 hold scales and mins 0..4 in
-/// their low 6 bits and the top 2 bits of 4..8 above; the last four hold the low nibbles of 4..8.
+/// The eight 6-bit scales and mins of Q4_K and Q5_K, in 12 bytes. The first eight bytes hold scales 0..4,
+/// then mins 0..4, in their low 6 bits, and the top 2 bits of scales and mins 4..8 above. The last four hold
+/// the low nibbles of 4..8.
 fn scales_and_mins(bytes: &[u8], out: &mut Codes) {
     for i in 0..4 {
         let (scale, min, low) = (bytes[i], bytes[i + 4], bytes[i + 8]);
@@ -58,7 +59,8 @@ pub(super) fn split_q3(block: &[u8], out: &mut Codes) {
             *code |= (byte >> run & 1) << 2;
         }
     }
-    // 16 scales of 6 bits: bytes 0..8 hold the low nibbles of 0..8 and of 8..16, bytes 8..12 the top pairs.
+    // 16 scales of 6 bits: bytes 0..8 hold the low nibbles of scales 0..8 and 8..16, bytes 8..12 the top two
+    // bits.
     for i in 0..16 {
         let low = scales[i % 8] >> (4 * (i / 8)) & 15;
         let high = scales[8 + i % 4] >> (2 * (i / 4)) & 3;
@@ -87,8 +89,8 @@ pub(super) fn split_q5(block: &[u8], out: &mut Codes) {
 }
 
 pub(super) fn split_q6(block: &[u8], out: &mut Codes) {
-    // Each half of 128 values has 64 bytes of nibbles (runs 0 and 1 low, 2 and 3 high) and 32 bytes of top
-    // pairs (run r in bits 2r).
+    // Each half of 128 values has 64 bytes of nibbles (runs 0 and 1 low, 2 and 3 high) and 32 bytes with the
+    // top two bits (run r in bits 2r).
     for (half, codes) in out.codes.chunks_exact_mut(128).enumerate() {
         let nibbles = &block[64 * half..][..64];
         let pairs = &block[128 + 32 * half..][..32];
@@ -111,7 +113,8 @@ pub(super) fn split_iq4_xs(block: &[u8], out: &mut Codes) {
         let pair = (high >> (2 * i)) as u8 & 3;
         out.scales[i] = (low | pair << 4).wrapping_sub(32);
     }
-    // 4-bit codes as in the formats with blocks of 32: value i low, value i + 16 high.
+    // 4-bit codes as in the formats with blocks of 32: value i in the low nibble, value i + 16 in the high
+    // one.
     for (codes, bytes) in out.codes.chunks_exact_mut(32).zip(block[8..136].chunks_exact(16)) {
         for (i, &byte) in bytes.iter().enumerate() {
             codes[i] = byte & 15;

@@ -1,4 +1,5 @@
-//! The formats with blocks of 32 and f16 scales. Nibble bytes hold value `i` low and value `i + 16` high.
+//! The formats with blocks of 32 and f16 scales. A byte holds value `i` in its low nibble and value `i + 16`
+//! in its high nibble.
 
 use super::codes::Codes;
 

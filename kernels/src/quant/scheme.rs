@@ -1,12 +1,12 @@
-//! How each quantised format that has a matmul turns integers into weights, as data.
+//! For each quantised format with a matmul: the mapping from integers to weights, as data.
 //!
-//! A weight is `scale * level [+ min]`. Levels are small integers held as unsigned codes (after a table
-//! lookup where the format has a codebook), `level = code - offset`. The scale, and the min where there is
-//! one, hold for 32 consecutive values of a row, or for 16 (the two *halves* of 32).
+//! A weight is `scale * level [+ min]`. Levels are small integers stored as unsigned codes (after a table
+//! lookup for formats with a codebook), `level = code - offset`. The scale, and the min if the format has
+//! one, apply to 32 consecutive values of a row, or to 16 (the two *halves* of 32).
 
 use super::GgmlType;
 
-/// Bits of a stored code, hence the bit planes of a packed block.
+/// Bits of a stored code. They determine the bit planes of a packed block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Bits {
     Two,
@@ -17,7 +17,7 @@ pub(crate) enum Bits {
     Eight,
 }
 
-/// From stored code to unsigned code: `level = unsigned code - offset`.
+/// Mapping from stored code to unsigned code: `level = unsigned code - offset`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Levels {
     /// The stored code is the unsigned code.
@@ -26,7 +26,7 @@ pub(crate) enum Levels {
     Table(&'static [u8; 16]),
 }
 
-/// Where the scales (and mins) of 32 values come from.
+/// Source of the scales (and mins) of 32 values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Scaling {
     /// f16 scale per 32.
@@ -48,13 +48,13 @@ pub(crate) enum Scaling {
 }
 
 impl Scaling {
-    /// Whether weights have a part that does not scale with the level.
+    /// Whether weights have a min that does not scale with the level.
     pub(crate) const fn has_min(self) -> bool {
         matches!(self, Self::F16Min | Self::SuperMin | Self::SixteenthsMin)
     }
 }
 
-/// Everything that is fixed about a quantised format with a matmul.
+/// Constants of a quantised format with a matmul.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Scheme {
     pub(crate) bits: Bits,
@@ -70,7 +70,7 @@ static IQ4_CODES: [u8; 16] = [1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 16
 static E2M1_CODES: [u8; 16] = [16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4];
 
 impl Scheme {
-    /// The scheme of `ty`, if it is a quantised format that has a matmul.
+    /// The scheme of `ty`. `None` unless it is a quantised format with a matmul.
     pub(crate) const fn of(ty: GgmlType) -> Option<Self> {
         Some(match ty {
             GgmlType::Q4_0 => Self::plain(Bits::Four, 8, Scaling::F16),

@@ -29,7 +29,7 @@ fn every_format_dequantises_to_the_oracle_bit_for_bit() {
 }
 
 #[test]
-fn ids_and_block_shapes_are_the_oracle_s() {
+fn ids_and_block_shapes_match_the_oracle() {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/quant/vectors");
     let text = std::fs::read_to_string(dir.join("vectors.json")).unwrap();
     let facts: serde_json::Value = serde_json::from_str(&text).unwrap();

@@ -1,4 +1,4 @@
-//! Depthwise causal convolution over positions, with its past inputs in the state.
+//! Depthwise causal convolution over positions. Its past inputs are part of the recurrent state.
 
 use super::layout::MAX_TAPS;
 use super::plan::{LayerState, PlannedSequence};
@@ -10,19 +10,19 @@ use crate::isa::Isa;
 use crate::pool::Pool;
 use crate::simd::{self, Kernel, LANES, Simd, dispatch};
 
-/// Channels that one thread takes at a time: runs of memory long enough to stream, few enough for the L1 cache.
+/// Channels per work item: enough that a run of memory streams, few enough for the L1 cache.
 const CHANNELS: usize = 256;
 
-/// Rows whose inputs go through the registers before the next channels have their turn.
+/// Rows that are convolved in registers before the next channels.
 const TILE_ROWS: usize = 8;
 
-/// How many channels ahead of use a single row asks for its past inputs and weights.
+/// Prefetch distance of the single-row path, in channels.
 const AHEAD: usize = 256;
 
-/// Below this many inputs a thread is faster alone than woken.
+/// Below this number of inputs the calling thread alone is faster than waking other threads.
 const GRAIN: usize = 2048;
 
-/// Weights of a convolution, `[taps][channels]`, so that a vector holds one tap of sixteen channels.
+/// Weights of a convolution, `[taps][channels]`, so that a vector holds one tap of 16 channels.
 #[derive(Debug)]
 pub struct ConvWeight {
     taps: usize,
@@ -51,12 +51,12 @@ impl ConvWeight {
     }
 }
 
-/// `x_t[c] = silu(bias[c] + sum_j weight[c][j] x_{t-taps+1+j}[c])` in place on `x`, `[rows][channels]` of the plan's
-/// rows. What lies before a sequence's first row comes from the slot that it reads; its last `taps` inputs go to the
-/// slots that it writes, of a deferred one nowhere.
+/// `x_t[c] = silu(bias[c] + sum_j weight[c][j] x_{t-taps+1+j}[c])` in place on `x`, `[rows][channels]` of the
+/// plan's rows. The inputs before a sequence's first row come from the slot that it reads. Its last `taps`
+/// inputs are stored in the slots that it writes; a deferred sequence stores none.
 ///
 /// # Errors
-/// [`Error::Length`] for a weight, bias or `x` that is not of the layer's shape.
+/// [`Error::Length`] if a weight, bias or `x` does not have the layer's shape.
 pub fn conv(
     pool: &Pool,
     isa: Isa,
@@ -97,7 +97,7 @@ struct Convolve<'a> {
     channels: usize,
 }
 
-/// Past inputs of some channels, `[taps][channels]`, oldest first. The oldest is only carried along.
+/// Past inputs of some channels, `[taps][channels]`, oldest first. The oldest is stored but not used.
 type History = [[f32; CHANNELS]; MAX_TAPS];
 
 impl Kernel for Convolve<'_> {
@@ -135,25 +135,26 @@ impl Convolve<'_> {
         }
     }
 
-    /// One row that is not deferred, straight from slot to slot. What it reads is far away and lies in short runs, so the next channels
-    /// are asked for early.
+    /// Convolves a single row that is not deferred, from slot to slot. Its reads are short runs at distant
+    /// addresses, so the next channels are prefetched.
     #[inline(always)]
     fn step<S: Simd, const TAPS: usize>(&self, s: S) {
         let (width, sequence) = (self.weight.channels, self.sequence);
         for channel in (0..self.channels).step_by(LANES) {
             let (at, lanes) = (self.first + channel, LANES.min(self.channels - channel));
             let mut sum = self.bias.map_or(s.splat(0.0), |bias| load(s, &bias[at..at + lanes]));
-            // The inputs of the last positions, oldest first; the last is the row's own.
+            // Inputs of the last positions, oldest first; the last one is the row's own input.
             let mut inputs = [s.splat(0.0); TAPS];
-            // SAFETY: sequences do not share rows, and these channels are this item's.
+            // SAFETY: sequences do not share rows, and only this item uses these channels.
             let x = unsafe { self.x.slice(sequence.rows.start * width + at, lanes) };
             inputs[TAPS - 1] = load(s, x);
             if let Some(slot) = sequence.read {
                 for (tap, input) in inputs.iter_mut().take(TAPS - 1).enumerate() {
                     let from = self.state.at(slot, (tap + 1) * width + at);
                     s.prefetch(from.wrapping_add(AHEAD).cast());
-                    // SAFETY: the channels lie inside the layer's past inputs (`LayerState::at`), which nobody else
-                    // writes; those of all taps are read before this sequence's own slot is written.
+                    // SAFETY: the channels lie inside the layer's past inputs (`LayerState::at`), which no
+                    // other thread writes; those of all taps are read before this sequence's own slot is
+                    // written.
                     *input = unsafe { s.load_first(from, lanes) };
                 }
             }
@@ -162,7 +163,8 @@ impl Convolve<'_> {
                 s.prefetch(weight.as_ptr().wrapping_add(AHEAD).cast());
                 sum = s.fma(load(s, weight), *input, sum);
                 let to = self.state.at(sequence.write, tap * width + at);
-                // SAFETY: as above; a slot that the sequence writes is its own, and these channels are this item's.
+                // SAFETY: as above; only its sequence uses a slot that it writes, and only this item these
+                // channels.
                 unsafe { s.store_first(*input, to, lanes) };
             }
             s.prefetch(self.state.at(sequence.write, at).wrapping_add(AHEAD).cast());
@@ -179,8 +181,8 @@ impl Convolve<'_> {
         if let Some(slot) = self.sequence.read {
             for (tap, past) in history.iter_mut().take(TAPS).enumerate() {
                 let from = self.state.at(slot, tap * self.weight.channels + self.first);
-                // SAFETY: the channels lie inside the layer's past inputs (`LayerState::at`), which nobody else
-                // writes; they are read before this sequence's own slots are written.
+                // SAFETY: the channels lie inside the layer's past inputs (`LayerState::at`), which no other
+                // thread writes; they are read before this sequence's own slots are written.
                 unsafe { from.copy_to_nonoverlapping(past.as_mut_ptr(), self.channels) };
             }
         }
@@ -190,7 +192,8 @@ impl Convolve<'_> {
     fn write<const TAPS: usize>(&self, history: &History, slot: usize) {
         for (tap, past) in history.iter().take(TAPS).enumerate() {
             let to = self.state.at(slot, tap * self.weight.channels + self.first);
-            // SAFETY: as for `read`; a slot that the sequence writes is its own, and these channels are this item's.
+            // SAFETY: as for `read`; only its sequence uses a slot that it writes, and only this item these
+            // channels.
             unsafe { to.copy_from_nonoverlapping(past.as_ptr(), self.channels) };
         }
     }
@@ -208,13 +211,13 @@ impl Convolve<'_> {
                     *weight = load(s, &self.weight.values[tap * width + at..][..lanes]);
                 }
                 let mut oldest = load(s, &history[0][channel..channel + LANES]);
-                // The inputs that a row sees, oldest first; the last is its own, which is still to come.
+                // Inputs that a row sees, oldest first. The last is the row's own input, which is set below.
                 let mut inputs = [bias; TAPS];
                 for (input, past) in inputs.iter_mut().zip(&history[1..TAPS]) {
                     *input = load(s, &past[channel..channel + LANES]);
                 }
                 for row in tile..rows.end.min(tile + TILE_ROWS) {
-                    // SAFETY: sequences do not share rows, and these channels are this item's.
+                    // SAFETY: sequences do not share rows, and only this item uses these channels.
                     let x = unsafe { self.x.slice((self.sequence.rows.start + row) * width + at, lanes) };
                     inputs[TAPS - 1] = load(s, x);
                     let mut sum = bias;
@@ -242,7 +245,7 @@ impl Convolve<'_> {
     }
 }
 
-/// Up to sixteen values, zero in the other lanes.
+/// Loads up to 16 values; the other lanes are zero.
 #[inline(always)]
 fn load<S: Simd>(s: S, x: &[f32]) -> S::V {
     match x.first_chunk() {

@@ -1,4 +1,4 @@
-//! Gated delta net.
+//! Gated delta net: its inputs to the shared scan over states (`scan.rs`).
 
 use std::ops::Range;
 
@@ -12,7 +12,7 @@ use crate::ops::row_sum;
 use crate::pool::Pool;
 use crate::simd::{self, LANES, Simd};
 
-/// Weights and shape of a delta net, beside those of its state.
+/// Weights and shape of a delta net, except for the shape of its state.
 #[derive(Debug, Clone, Copy)]
 pub struct DeltaNet<'a> {
     /// `[heads]`, below zero.
@@ -27,7 +27,7 @@ pub struct DeltaNet<'a> {
     pub l2_eps: f32,
 }
 
-/// What the rows of a step bring.
+/// Inputs of the rows of a step.
 #[derive(Debug, Clone, Copy)]
 pub struct DeltaNetInput<'a> {
     /// `[rows][2 k_heads k_dim + heads v_dim]`: q, k, v of all heads, after the convolution.
@@ -38,8 +38,9 @@ pub struct DeltaNetInput<'a> {
     pub alpha: &'a [f32],
 }
 
-/// Per head a state S of `[k_dim][v_dim]`, per row, with q and k of unit length and q times `k_dim^-0.5`:
-/// `S = exp(a softplus(alpha + dt_bias)) S`, `d = sigmoid(beta) (v - S^T k)`, `S += k d^T`, `out = S^T q`.
+/// For each head, a state S of `[k_dim][v_dim]`. For each row, with q and k scaled to unit length and q
+/// multiplied by `k_dim^-0.5`: `S = exp(a softplus(alpha + dt_bias)) S`, `d = sigmoid(beta) (v - S^T k)`,
+/// `S += k d^T`, `out = S^T q`.
 ///
 /// `out` is `[rows][heads][v_dim]`.
 ///
@@ -87,8 +88,8 @@ struct DeltaRule<'a> {
 impl Rule for DeltaRule<'_> {
     const CORRECTS: bool = true;
 
-    /// Keys and queries get unit length here, once for each head that uses them: next to the passage over a state
-    /// that is nothing, and they are still in the cache when they are needed.
+    /// Scales keys and queries to unit length, once for each head that uses them. The cost is negligible next
+    /// to the pass over a state, and they are still in the cache when they are used.
     #[inline(always)]
     fn prepare<S: Simd>(&self, s: S, head: usize, rows: Range<usize>, tile: &mut Tile<'_>) {
         let Self { net, input, heads, width, k_dim, .. } = *self;

@@ -1,4 +1,4 @@
-//! How a layer's recurrent state lies in memory.
+//! Memory layout of a layer's recurrent state.
 
 use crate::aligned::CACHE_LINE;
 use crate::attention::check_len;
@@ -8,39 +8,39 @@ use crate::simd::LANES;
 use half::bf16;
 use std::sync::Arc;
 
-/// Most positions that a convolution sees.
+/// Maximum number of positions that a convolution sees.
 pub(super) const MAX_TAPS: usize = 4;
 
-/// Layout of one layer's state in a slot: the convolution's past inputs `[taps][channels]`, oldest first, then
-/// from the next cache line on the matrices.
+/// Layout of one layer's state in a slot: the convolution's past inputs `[taps][channels]`, oldest first,
+/// then the matrices, from the next cache line on.
 ///
-/// Each recurrence sums over one side of its matrices (`inner`: delta net rows, Mamba-2 columns) and works on the
-/// elements of the other (`outer`) independently. A head's matrix is cut along `outer` into strips of sixteen
-/// lanes, `[strips][inner][16]`, the last one padded with zeroes: a strip is one run of memory, and a vector of it
-/// is sixteen sums that never meet.
+/// Each recurrence sums over one dimension of its matrices (`inner`: delta net rows, Mamba-2 columns) and
+/// computes the elements of the other (`outer`) independently. A head's matrix is cut along `outer` into
+/// strips of 16 lanes, `[strips][inner][16]`, the last one padded with zeros. A strip is contiguous, and a
+/// vector of it holds 16 independent sums.
 ///
-/// Places are counted in units of 4 bytes: one f32, two bfloat16. Every head starts on a cache line.
+/// Offsets are in units of 4 bytes: one f32 or two bfloat16. Every head starts on a cache line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StateLayout {
     shape: StateShape,
     inner: usize,
     outer: usize,
     heads: Arc<[HeadPlace]>,
-    /// Units of the layer's part of a slot.
+    /// Size of the layer's part of a slot, in units.
     len: usize,
 }
 
-/// Where a head's matrix starts, and what it is made of.
+/// Offset and element type of a head's matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct HeadPlace {
     ty: HeadType,
     start: usize,
 }
 
-/// Bytes of the unit in which places are counted.
+/// Bytes of the unit of offsets.
 const UNIT: usize = size_of::<f32>();
 
-/// Units of a vector of sixteen values.
+/// Units of a vector of 16 values.
 fn vector_len(ty: HeadType) -> usize {
     match ty {
         HeadType::F32 => LANES,
@@ -49,11 +49,11 @@ fn vector_len(ty: HeadType) -> usize {
 }
 
 impl StateLayout {
-    /// The layout of a shape, `heads` naming the type of each head.
+    /// Creates the layout of a shape; `heads` has the type of each head.
     ///
     /// # Errors
-    /// [`Error::Length`] where there is not one type for each head. [`Error::StateShape`] for a dimension of zero, a
-    /// convolution of more than 4 taps, or a size that does not fit the address space.
+    /// [`Error::Length`] unless there is one type for each head. [`Error::StateShape`] if a dimension is
+    /// zero, the convolution has more than 4 taps, or the size does not fit the address space.
     pub fn new(shape: StateShape, heads: &[HeadType]) -> Result<Self, Error> {
         let StateShape { kind, channels, taps, rows, cols, .. } = shape;
         let refused = || Error::StateShape { channels, taps, heads: shape.heads, rows, cols };
@@ -81,7 +81,6 @@ impl StateLayout {
         Ok(Self { shape, inner, outer, heads: places.into(), len: end })
     }
 
-    /// What it is the layout of.
     pub fn shape(&self) -> &StateShape {
         &self.shape
     }
@@ -91,12 +90,12 @@ impl StateLayout {
         self.len * UNIT
     }
 
-    /// Values of a row's output, all heads together.
+    /// Number of values of a row's output, over all heads.
     pub fn out_len(&self) -> usize {
         self.shape.heads * self.outer
     }
 
-    /// Takes a layer's part of a slot apart into what the convolution saw, `[taps][channels]`, oldest first,
+    /// Splits a layer's part of a slot into the convolution's past inputs, `[taps][channels]`, oldest first,
     /// and the matrices `[heads][rows][cols]`.
     ///
     /// # Errors
@@ -143,7 +142,6 @@ impl StateLayout {
         self.outer.div_ceil(LANES)
     }
 
-    /// What a head's matrix is stored as.
     pub(super) fn head_type(&self, head: usize) -> HeadType {
         self.heads[head].ty
     }
@@ -153,7 +151,7 @@ impl StateLayout {
         self.inner * vector_len(self.heads[head].ty)
     }
 
-    /// The unit of the layer's part at which a strip starts.
+    /// First unit of a strip, in the layer's part of a slot.
     pub(super) fn strip(&self, head: usize, strip: usize) -> usize {
         self.heads[head].start + strip * self.strip_len(head)
     }

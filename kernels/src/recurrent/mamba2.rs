@@ -1,4 +1,4 @@
-//! Mamba-2.
+//! Mamba-2: its inputs to the shared scan over states (`scan.rs`).
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ use crate::isa::Isa;
 use crate::pool::Pool;
 use crate::simd::{self, LANES, Simd};
 
-/// Weights and shape of a Mamba-2 layer, beside those of its state.
+/// Weights and shape of a Mamba-2 layer, except for the shape of its state.
 #[derive(Debug, Clone, Copy)]
 pub struct Mamba2<'a> {
     /// `[heads]`, below zero.
@@ -24,7 +24,7 @@ pub struct Mamba2<'a> {
     pub groups: usize,
 }
 
-/// What the rows of a step bring.
+/// Inputs of the rows of a step.
 #[derive(Debug, Clone, Copy)]
 pub struct Mamba2Input<'a> {
     /// `[rows][heads head_dim + 2 groups state]`: x, B of all groups, C of all groups, after the convolution.
@@ -33,7 +33,7 @@ pub struct Mamba2Input<'a> {
     pub dt: &'a [f32],
 }
 
-/// Per head a state S of `[head_dim][state]`, per row, with `dt = softplus(dt + dt_bias)`:
+/// For each head, a state S of `[head_dim][state]`. For each row, with `dt = softplus(dt + dt_bias)`:
 /// `S = exp(dt a) S + dt x B^T`, `out = S C + d x`.
 ///
 /// `out` is `[rows][heads][head_dim]`.

@@ -1,4 +1,4 @@
-//! Which slots a step reads and writes, checked once for all layers.
+//! The slots that a step reads and writes, checked once for all layers.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -9,41 +9,41 @@ use crate::attention::OFFSET_UNIT;
 use crate::backend::{MAX_DEFERRED_ROWS, StepSequence, StepState};
 use crate::error::Error;
 
-/// Units of four bytes in one unit of a slot's offset.
+/// Four-byte units per unit of a slot's offset.
 const UNIT: usize = OFFSET_UNIT / size_of::<f32>();
 
-/// What one step does with the states of its sequences.
+/// The reads and writes of states in one step.
 ///
-/// No two slots that it writes overlap each other, nor a slot that another sequence reads, so sequences can be
-/// advanced in any order and at the same time.
+/// A slot that is written overlaps no other written slot and no slot that another sequence reads. Sequences
+/// can therefore be advanced in any order and in parallel.
 #[derive(Debug, Clone, Default)]
 pub struct StatePlan {
     sequences: Vec<PlannedSequence>,
     rows: usize,
     slot_bytes: usize,
-    /// First byte after the farthest slot.
+    /// First byte after the last slot.
     end: u64,
 }
 
-/// One sequence of a [`StatePlan`]. Slots are given by their first unit of four bytes in the arena.
+/// One sequence of a [`StatePlan`]. Slots are offsets in the arena, in units of four bytes.
 #[derive(Debug, Clone)]
 pub(super) struct PlannedSequence {
     pub(super) rows: Range<usize>,
     pub(super) read: Option<usize>,
     pub(super) write: usize,
-    /// Row among the sequence's own, and slot; ascending by row.
+    /// (Row among the sequence's rows, slot); ascending by row.
     pub(super) exports: Vec<(usize, usize)>,
     pub(super) deferred: bool,
 }
 
 impl PlannedSequence {
-    /// The slot in which the state stands before a row; none for zeroes.
+    /// The slot that holds the state before a row. `None`: the state is all zeros.
     pub(super) fn before(&self, row: usize) -> Option<usize> {
         row.checked_sub(1).map_or(self.read, |previous| Some(self.after(previous)))
     }
 
-    /// The slot in which the state is left by a row. A state to be kept in the middle of a step is left where it
-    /// belongs, and the next row goes on from there.
+    /// The slot that holds the state after a row. A state that is exported in the middle of a step is written
+    /// to its export slot, and the next row continues from there.
     pub(super) fn after(&self, row: usize) -> usize {
         match self.exports_of(row) {
             [(_, slot), ..] if row + 1 < self.rows.len() => *slot,
@@ -51,7 +51,7 @@ impl PlannedSequence {
         }
     }
 
-    /// The slots that get a copy of what a row leaves in [`PlannedSequence::after`].
+    /// The slots that receive a copy of the state in [`PlannedSequence::after`].
     pub(super) fn copies(&self, row: usize) -> impl Iterator<Item = usize> {
         let left_in = self.after(row);
         self.exports_of(row).iter().map(|(_, slot)| *slot).filter(move |slot| *slot != left_in)
@@ -65,12 +65,13 @@ impl PlannedSequence {
 }
 
 impl StatePlan {
-    /// Checks a step: one state for each sequence, slots of `slot_bytes` (all layers together).
+    /// Checks the states of a step. `slot_bytes` is the size of a slot over all layers.
     ///
     /// # Errors
-    /// [`Error::Length`] where there is not one state for each sequence or the sequences' rows do not follow each
-    /// other, [`Error::OutOfRange`] for an export after a row that the sequence lacks, [`Error::ExportOrder`],
-    /// [`Error::DeferredRows`], [`Error::DeferredExport`], [`Error::OverlappingStates`].
+    /// [`Error::Length`] unless there is one state for each sequence and the sequences' rows follow each
+    /// other, [`Error::OutOfRange`] for an export after a row that the sequence does not have,
+    /// [`Error::ExportOrder`], [`Error::DeferredRows`], [`Error::DeferredExport`],
+    /// [`Error::OverlappingStates`].
     pub fn new(sequences: &[StepSequence], states: &[StepState], slot_bytes: usize) -> Result<Self, Error> {
         if sequences.len() != states.len() {
             let (expected, found) = (sequences.len(), states.len());
@@ -139,7 +140,7 @@ fn check_deferred(rows: usize, state: &StepState) -> Result<(), Error> {
     Ok(())
 }
 
-/// Refuses slots that may not be used in one step; the first byte after the farthest slot.
+/// Rejects slots that must not be used in one step. Returns the first byte after the last slot.
 fn check_overlap(states: &[StepState], slot_bytes: usize) -> Result<u64, Error> {
     let bytes = slot_bytes as u64;
     let at = |slot: u32| u64::from(slot) * OFFSET_UNIT as u64;
@@ -156,7 +157,7 @@ fn check_overlap(states: &[StepState], slot_bytes: usize) -> Result<u64, Error> 
     for (sequence, state) in states.iter().enumerate() {
         let Some(read) = state.read else { continue };
         farthest = farthest.max(Some(read));
-        // Written slots lie apart, so only the neighbours can reach into the one that is read.
+        // Written slots do not overlap each other, so only the two nearest can overlap the slot that is read.
         let next = writes.partition_point(|(slot, _)| *slot < read);
         let near = &writes[next.saturating_sub(1)..writes.len().min(next + 1)];
         let clash = near.iter().any(|(slot, writer)| {
@@ -180,16 +181,16 @@ pub struct LayerState<'a> {
     arena: PhantomData<&'a mut [u8]>,
 }
 
-// SAFETY: an exclusive borrow of the arena's bytes; threads work on parts of it that do not overlap (see `at`).
+// SAFETY: an exclusive borrow of the arena's bytes; threads use parts of it that do not overlap (see `at`).
 unsafe impl Send for LayerState<'_> {}
 // SAFETY: as above.
 unsafe impl Sync for LayerState<'_> {}
 
 impl<'a> LayerState<'a> {
-    /// The states of the layer that lies `offset` bytes into each slot.
+    /// The states of a layer at `offset` bytes into each slot.
     ///
     /// # Errors
-    /// [`Error::UnalignedArena`] where the arena or `offset` is not on a cache line, [`Error::OutsideSlot`],
+    /// [`Error::UnalignedArena`] if the arena or `offset` is not on a cache line, [`Error::OutsideSlot`],
     /// [`Error::OutsideArena`].
     pub fn new(
         arena: &'a mut [u8],
@@ -219,9 +220,10 @@ impl<'a> LayerState<'a> {
         self.layout
     }
 
-    /// Unit `index` of the layer's part of a slot. For a slot of the plan and an index inside the layout it points
-    /// to four aligned, initialised bytes of the arena: an f32, or two bfloat16. A slot that is written may be touched only on behalf of its
-    /// own sequence, and each value of it by one thread; then nothing else touches it.
+    /// Pointer to unit `index` of the layer's part of a slot. For a slot of the plan and an index inside the
+    /// layout it points to four aligned, initialised bytes of the arena: an f32 or two bfloat16. Only the
+    /// sequence that writes a slot may access it, and only one thread each value of it. Then no two accesses
+    /// conflict.
     pub(super) fn at(&self, slot: usize, index: usize) -> *mut f32 {
         self.start.wrapping_add(slot + index)
     }
@@ -256,7 +258,7 @@ mod tests {
             vec![state(Some(0), 2, &[(0, 4), (1, 0)])],
             vec![state(Some(0), 2, &[(1, 4), (1, 6)])],
             vec![state(Some(0), 2, &[]), state(Some(0), 4, &[]), state(Some(0), 6, &[])],
-            // Two that overlap may both be read.
+            // Two overlapping slots may both be read.
             vec![state(Some(0), 4, &[]), state(Some(1), 6, &[])],
         ] {
             let planned = plan(&states).unwrap();
@@ -266,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn slots_that_may_not() {
+    fn slots_that_may_not_be_used_together() {
         for (states, slot) in [
             (vec![state(None, 3, &[]), state(None, 3, &[])], 3),
             (vec![state(None, 3, &[]), state(None, 4, &[])], 4),

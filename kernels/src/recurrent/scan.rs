@@ -1,19 +1,20 @@
-//! Advancing the matrices of a layer over the rows of a step: the part that both recurrences share.
+//! Advances a layer's matrices over the rows of a step: the part that both recurrences share.
 //!
-//! Per head there is a state S of `[inner][outer]`, and each row brings a key k and a query q of `inner`, a value v
-//! of `outer`, a decay and a gain:
+//! For each head there is a state S of `[inner][outer]`. Each row has a key k and a query q of length
+//! `inner`, a value v of length `outer`, a decay and a gain:
 //!
 //! - delta net: `u = gain (v - decay S^T k)`; Mamba-2: `u = gain v`
 //! - `S = decay S + k u^T`
 //! - `out = S^T q`, Mamba-2 also `+ skip v`
 //!
-//! Columns of S never meet, so a few strips of them go through all rows of the step on their own, in the L1 cache.
-//! The delta net's `S^T k` of the next row is summed in the same sweep that updates S with this one, so S is
-//! loaded and stored once a row. A sum over `inner` is always two sums, over even and odd indices in ascending
-//! order, then added: whether or not it is fused, and on every instruction set.
+//! Columns of S are independent, so a few strips of them pass through all rows of the step in the L1 cache.
+//! The delta net sums `S^T k` of the next row in the same sweep that updates S with this row, so S is loaded
+//! and stored once per row. A sum over `inner` is always two sums, over even and odd indices in ascending
+//! order, which are then added. This holds on every instruction set, with and without that fusion of sweeps.
 //!
-//! A row is computed in f32 from what the row before it has left. Where a head is stored as bfloat16, what is left
-//! is rounded; `S^T q` is summed before that, the next row's `S^T k` after.
+//! A row is computed in f32 from the state that the previous row stored. For a head stored as bfloat16, the
+//! stored state is rounded: `S^T q` uses the state before rounding, the next row's `S^T k` the state after
+//! it.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -29,24 +30,24 @@ use crate::isa::Isa;
 use crate::pool::Pool;
 use crate::simd::{Kernel, LANES, Simd, dispatch};
 
-/// Strips that go through the rows together: with 128 of `inner`, half of an L1 cache.
+/// Strips that pass through the rows together. With an `inner` of 128 they take half of an L1 cache.
 const STRIPS: usize = 2;
 
-/// Rows that all strips of a part go through before the next rows, so that their keys, values and outputs come from
-/// far away once, and then from the L2 cache.
+/// Rows that all strips of a part pass before the next rows. Keys, values and outputs of a tile come from
+/// distant memory once, and then from the L2 cache.
 pub(super) const TILE_ROWS: usize = 64;
 
-/// Heads are cut into several parts where there would be fewer parts than this for a thread.
+/// Heads are cut into several parts if there would be fewer than this number of parts per thread.
 const PARTS_PER_THREAD: usize = 4;
 
-/// How many rows ahead values and outputs are fetched: they lie so far apart that each is a line from the far end of
-/// the caches.
+/// Prefetch distance of values and outputs, in rows. Rows are far apart, so that each one is a cache line
+/// from memory or the last-level cache.
 const AHEAD_ROWS: usize = 8;
 
 /// Buffers that scans reuse from step to step.
 #[derive(Debug, Default)]
 pub struct ScanScratch {
-    /// Keys of a tile, and strips of a deferred state, for each thread.
+    /// For each thread: keys of a tile and strips of a deferred state.
     threads: Vec<Mutex<AlignedBuf<f32>>>,
 }
 
@@ -59,7 +60,7 @@ impl ScanScratch {
     }
 }
 
-/// Which key head a head uses.
+/// Maps a head to its key head.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct KeyHeads {
     heads: usize,
@@ -69,7 +70,7 @@ pub(super) struct KeyHeads {
 
 impl KeyHeads {
     /// # Errors
-    /// [`Error::HeadGroups`] where the heads do not share the key heads evenly.
+    /// [`Error::HeadGroups`] unless the number of heads is a multiple of the number of key heads.
     pub(super) fn new(heads: usize, key_heads: usize, tiled: bool) -> Result<Self, Error> {
         if key_heads == 0 || !heads.is_multiple_of(key_heads) {
             return Err(Error::HeadGroups { heads, kv_heads: key_heads });
@@ -82,23 +83,23 @@ impl KeyHeads {
     }
 }
 
-/// What the two recurrences do differently.
+/// The differences between the two recurrences.
 pub(super) trait Rule: Sync {
-    /// Whether the state's own answer to the key is taken off the value.
+    /// Whether `S^T k` is subtracted from the value (delta net).
     const CORRECTS: bool;
 
-    /// Works out what rows bring to a head.
+    /// Computes decay, gain, keys and queries of rows for a head.
     fn prepare<S: Simd>(&self, s: S, head: usize, rows: Range<usize>, tile: &mut Tile<'_>);
 
-    /// What a head's value is multiplied with before it is added to its output.
+    /// Factor of a head's value in its output.
     fn skip(&self, head: usize) -> f32;
 }
 
-/// What a tile of rows brings to one head.
+/// Inputs of a tile of rows for one head.
 pub(super) struct Tile<'a> {
     pub(super) decay: [f32; TILE_ROWS],
     pub(super) gain: [f32; TILE_ROWS],
-    /// `[rows][2][inner]`: key, then query. Together, because in the input rows lie far apart.
+    /// `[rows][2][inner]`: key, then query. They are copied together because rows of the input are far apart.
     pub(super) keys: &'a mut [f32],
 }
 
@@ -114,7 +115,7 @@ pub(super) struct Scan<'a, R> {
     pub(super) scratch: &'a mut ScanScratch,
 }
 
-/// Advances the states over the rows of the plan. All shapes have been checked.
+/// Advances the states over the rows of the plan. The caller has checked all shapes.
 pub(super) fn scan<R: Rule>(pool: &Pool, isa: Isa, state: &mut LayerState<'_>, scan: Scan<'_, R>) {
     let Scan { rule, values, value_stride, value_offset, out, scratch } = scan;
     let state = &*state;
@@ -124,7 +125,7 @@ pub(super) fn scan<R: Rule>(pool: &Pool, isa: Isa, state: &mut LayerState<'_>, s
     let whole_heads = sequences.len() * heads >= PARTS_PER_THREAD * pool.threads();
     let strips = if whole_heads { layout.strips() } else { STRIPS };
     let parts = layout.strips().div_ceil(strips);
-    // By sequence, head and strips: the order of the memory.
+    // Ordered by sequence, head and strips: the order of memory.
     let part = |item: usize| {
         let (rest, part) = (item / parts, item % parts);
         let sequence = sequences.get(rest / heads)?;
@@ -136,7 +137,7 @@ pub(super) fn scan<R: Rule>(pool: &Pool, isa: Isa, state: &mut LayerState<'_>, s
     threads.resize_with(pool.threads().max(threads.len()), Mutex::default);
     let (threads, next) = (&*threads, AtomicUsize::new(0));
     pool.run(&|thread| {
-        // A panic elsewhere may have left numbers behind, but every tile is prepared from scratch.
+        // A panic elsewhere may have left stale numbers, but every tile is prepared from scratch.
         let mut keys = threads[thread].lock().unwrap_or_else(PoisonError::into_inner);
         let tile = TILE_ROWS * 2 * layout.inner();
         keys.grow(tile + spill);
@@ -154,13 +155,13 @@ pub(super) fn scan<R: Rule>(pool: &Pool, isa: Isa, state: &mut LayerState<'_>, s
     });
 }
 
-/// How the elements of a state are stored.
+/// Storage type of a state's elements.
 trait Element: Copy {
     /// # Safety
     /// `p` must be readable for sixteen elements.
     unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::V;
 
-    /// What a load gives afterwards.
+    /// Stores 16 elements and returns the values that a load would return afterwards.
     ///
     /// # Safety
     /// `p` must be writable for sixteen elements.
@@ -201,7 +202,7 @@ impl Element for Bf16 {
     }
 }
 
-/// What all parts of a scan look at.
+/// State that all parts of a scan share.
 struct Shared<'a, R> {
     rule: R,
     state: &'a LayerState<'a>,
@@ -212,7 +213,7 @@ struct Shared<'a, R> {
 }
 
 impl<R> Shared<'_, R> {
-    /// Where a strip of a part comes from.
+    /// Address of a strip of a part in the slot that it is read from.
     fn source(&self, part: &HeadStrips<'_>, strip: usize) -> *const f32 {
         let slot = part.sequence.read.unwrap_or(part.sequence.write);
         self.state.at(slot, self.state.layout().strip(part.head, strip))
@@ -226,19 +227,19 @@ struct HeadStrips<'a> {
     strips: Range<usize>,
 }
 
-/// Takes a part through its sequence's rows.
+/// Advances a part over its sequence's rows.
 struct Advance<'a, R> {
     shared: &'a Shared<'a, R>,
     part: HeadStrips<'a>,
-    /// Where the part that is likely to be next starts.
+    /// Start of the part that this thread probably computes next.
     upcoming: Option<*const f32>,
-    /// Room for the keys of a tile.
+    /// Buffer for the keys of a tile.
     keys: &'a mut [f32],
-    /// Room for the strips of a state that is not to be written.
+    /// Buffer for the strips of a deferred state.
     spill: &'a mut [f32],
 }
 
-/// A part whose head's elements are `E`.
+/// A part whose head has elements of type `E`.
 struct Typed<'a, R, E>(Advance<'a, R>, PhantomData<E>);
 
 impl<R: Rule, E: Element> Kernel for Typed<'_, R, E> {
@@ -261,8 +262,8 @@ impl<R: Rule, E: Element> Kernel for Typed<'_, R, E> {
             shared.rule.prepare(s, part.head, rows.clone(), &mut tile);
             for first in strips.clone().step_by(STRIPS) {
                 let passage = Passage { shared, part: &part, rows: rows.clone(), tile: &tile, upcoming };
-                // Both at once need twenty vectors, which only the largest register file has, and are no faster
-                // where they come from memory for one row.
+                // Two strips at once need 20 vectors, which only the largest register file has. For a single
+                // row that comes from memory they are no faster.
                 if S::COLUMNS > 2 && rows.len() > 1 && first + STRIPS <= strips.end {
                     passage.run::<S, E, STRIPS>(s, first, spill);
                 } else {
@@ -276,11 +277,11 @@ impl<R: Rule, E: Element> Kernel for Typed<'_, R, E> {
 }
 
 impl HeadStrips<'_> {
-    /// What a sequence without rows does: its state goes where it belongs.
+    /// A sequence without rows: copies its state to its target slot.
     fn carry_over(&self, state: &LayerState<'_>) {
         let place = |slot| state.at(slot, state.layout().strip(self.head, self.strips.start));
         let (to, len) = (place(self.sequence.write), self.strips.len() * state.layout().strip_len(self.head));
-        // SAFETY: these are the strips of this part, in slots of its sequence; the two may be one.
+        // SAFETY: these are the strips of this part, in slots of its sequence; the two slots may be the same.
         unsafe {
             match self.sequence.read {
                 Some(slot) => place(slot).copy_to(to, len),
@@ -290,18 +291,18 @@ impl HeadStrips<'_> {
     }
 }
 
-/// A tile of rows on its way over strips of a part.
+/// A tile of rows and the part whose strips pass through it.
 struct Passage<'a, R> {
     shared: &'a Shared<'a, R>,
     part: &'a HeadStrips<'a>,
-    /// Rows of the step.
+    /// Rows, as indices of the step.
     rows: Range<usize>,
     tile: &'a Tile<'a>,
     upcoming: Option<*const f32>,
 }
 
 impl<R: Rule> Passage<'_, R> {
-    /// Takes strips `strip..strip + N` through the rows. Those of a deferred state go from row to row in `spill`.
+    /// Advances strips `strip..strip + N` over the rows. A deferred state is kept in `spill` from row to row.
     #[inline(always)]
     fn run<S: Simd, E: Element, const N: usize>(&self, s: S, strip: usize, spill: &mut [f32]) {
         let Self { shared, part, rows, tile, .. } = self;
@@ -309,7 +310,7 @@ impl<R: Rule> Passage<'_, R> {
         let inner = layout.inner();
         let len = N * inner * LANES;
         let place = |slot: usize| shared.state.at(slot, layout.strip(part.head, strip)).cast::<E>();
-        // A deferred sequence has few rows, all in one tile, so that its spill need not outlive the passage.
+        // A deferred sequence has few rows, all in one tile, so its spill need not outlive this call.
         assert!(!sequence.deferred || len * size_of::<E>() <= size_of_val(spill));
         let spill = spill.as_mut_ptr().cast::<E>();
         let written = |slot: usize| if sequence.deferred { spill } else { place(slot) };
@@ -317,8 +318,8 @@ impl<R: Rule> Passage<'_, R> {
             Some(slot) => place(slot),
             None => {
                 let zeroes = written(sequence.write);
-                // SAFETY: `len` elements of strips of this part, in a slot that is its sequence's own, or as many of
-                // this thread's spill.
+                // SAFETY: `len` elements of strips of this part, in a slot that only its sequence uses, or
+                // the same number in this thread's spill.
                 unsafe { zeroes.write_bytes(0, len) };
                 zeroes
             }
@@ -346,8 +347,8 @@ impl<R: Rule> Passage<'_, R> {
             let ahead = if last { self.ahead(strip).map(<*const f32>::cast) } else { None };
             assert!(key.len() == inner && query.len() == inner && next_key.len() == inner);
             let sweep = Sweep { from, to, key, query, next_key, ahead, decay: s.splat(decay), update };
-            // SAFETY: `from` and `to` point to N strips of `inner` vectors, and nobody else touches what is written: a
-            // slot (`LayerState::at`) or this thread's spill.
+            // SAFETY: `from` and `to` point to N strips of `inner` vectors, and nothing else accesses the
+            // written memory: a slot (`LayerState::at`) or this thread's spill.
             let (mut out, next_projected) = unsafe {
                 match (R::CORRECTS && !last, ahead.is_some()) {
                     (true, _) => sweep.run::<S, true, false>(s),
@@ -377,8 +378,8 @@ impl<R: Rule> Passage<'_, R> {
         self.tile.keys[row * 2 * inner..(row + 1) * 2 * inner].split_at(inner)
     }
 
-    /// The memory to fetch while the last row passes over a strip: that of the strip after the next, because the next
-    /// one is too close.
+    /// Memory to prefetch while the last row passes over a strip: the strip after the next one, because the
+    /// next one is too close.
     fn ahead(&self, strip: usize) -> Option<*const f32> {
         let (ahead, end) = (strip + 2, self.part.strips.end);
         if ahead < end {
@@ -388,7 +389,7 @@ impl<R: Rule> Passage<'_, R> {
         self.upcoming.map(|start| start.wrapping_add((ahead - end) * layout.strip_len(self.part.head)))
     }
 
-    /// A strip of the value that a row brings, zero in the padding.
+    /// A strip of a row's value; the padding is zero.
     #[inline(always)]
     fn value<S: Simd>(&self, s: S, row: usize, strip: usize) -> S::V {
         let shared = self.shared;
@@ -396,7 +397,7 @@ impl<R: Rule> Passage<'_, R> {
         let column = self.part.head * outer + strip * LANES;
         let lanes = LANES.min(outer - strip * LANES);
         let at = row * shared.value_stride + shared.value_offset + column;
-        // Rows lie too far apart for the processor to foresee the next one.
+        // Rows are too far apart for the hardware prefetcher.
         s.prefetch(shared.values.as_ptr().wrapping_add(at + AHEAD_ROWS * shared.value_stride).cast());
         match shared.values[at..at + lanes].first_chunk() {
             Some(chunk) => s.chunk(chunk),
@@ -411,9 +412,9 @@ impl<R: Rule> Passage<'_, R> {
         let outer = layout.outer();
         let lanes = LANES.min(outer - strip * LANES);
         let at = (row * layout.shape().heads + self.part.head) * outer + strip * LANES;
-        // SAFETY: sequences do not share rows, and this strip of this head is this part's.
+        // SAFETY: sequences do not share rows, and only this part uses this strip of this head.
         let place = unsafe { self.shared.out.slice(at, lanes) };
-        // A store that waits for its line holds up those of the state behind it.
+        // Prefetched, because a store that waits for its line delays the stores of the state behind it.
         s.prefetch(place.as_ptr().wrapping_add(AHEAD_ROWS * layout.shape().heads * outer).cast());
         match place.first_chunk_mut() {
             Some(chunk) => s.put(out, chunk),
@@ -422,20 +423,20 @@ impl<R: Rule> Passage<'_, R> {
     }
 }
 
-/// One row's passage over N strips.
+/// One row's pass over N strips.
 struct Sweep<'a, E, V, const N: usize> {
     from: *const E,
     to: *mut E,
     key: &'a [f32],
     query: &'a [f32],
     next_key: &'a [f32],
-    /// As much memory as the strips take, to be fetched meanwhile.
+    /// Memory to prefetch meanwhile, of the same size as the strips.
     ahead: Option<*const E>,
     decay: V,
     update: [V; N],
 }
 
-/// Two partial sums of each of N strips, over even and odd indices.
+/// For each of N strips, two partial sums: over even and over odd indices.
 struct Sums<V, const N: usize>([[V; N]; 2]);
 
 impl<V: Copy, const N: usize> Sums<V, N> {
@@ -454,7 +455,7 @@ impl<V: Copy, const N: usize> Sums<V, N> {
     }
 }
 
-/// `S^T key` of N strips.
+/// Computes `S^T key` of N strips.
 ///
 /// # Safety
 /// `from` must be readable for N strips of `key.len()` vectors.
@@ -466,7 +467,7 @@ unsafe fn project<S: Simd, E: Element, const N: usize>(s: S, from: *const E, key
         for (parity, key) in pair.iter().enumerate() {
             let at = (2 * i + parity) * LANES;
             for (n, sum) in sums.0[parity].iter_mut().enumerate() {
-                // SAFETY: there is one vector in each strip for each element of the key.
+                // SAFETY: each strip has one vector for each element of the key.
                 *sum = s.fma(s.splat(*key), unsafe { E::load(s, from.add(at + n * strip)) }, *sum);
             }
         }
@@ -475,10 +476,12 @@ unsafe fn project<S: Simd, E: Element, const N: usize>(s: S, from: *const E, key
 }
 
 impl<E: Element, V: Copy, const N: usize> Sweep<'_, E, V, N> {
-    /// Updates the strips; their new `S^T query` and, where `NEXT`, `S^T next_key`. `AHEAD` fetches.
+    /// Updates the strips. Returns their new `S^T query` and, if `NEXT`, `S^T next_key`. `AHEAD` enables
+    /// prefetching.
     ///
     /// # Safety
-    /// `from` must be readable and `to` writable for N strips of `key.len()` vectors; they may be one.
+    /// `from` must be readable and `to` writable for N strips of `key.len()` vectors; they may be the same
+    /// memory.
     #[inline(always)]
     unsafe fn run<S: Simd<V = V>, const NEXT: bool, const AHEAD: bool>(&self, s: S) -> ([V; N], [V; N]) {
         let inner = self.key.len();
@@ -498,7 +501,7 @@ impl<E: Element, V: Copy, const N: usize> Sweep<'_, E, V, N> {
         (sums.total(s), next_sums.total(s))
     }
 
-    /// Index `i` of all strips.
+    /// Updates index `i` of all strips.
     ///
     /// # Safety
     /// As for `run`, and `i` below the length of key, query and next key.
@@ -514,8 +517,8 @@ impl<E: Element, V: Copy, const N: usize> Sweep<'_, E, V, N> {
         // SAFETY: `i` is below their lengths, by this function's contract.
         let [key, query, next_key] =
             unsafe { [self.key, self.query, self.next_key].map(|x| s.splat(*x.get_unchecked(i))) };
-        // All loads come first: a store of one strip would look like the source of a load of the next, which lies a
-        // multiple of 4 KiB away.
+        // All loads come first: a store of one strip looks like the source of a load of the next strip, which
+        // is a multiple of 4 KiB away.
         let mut states = self.update;
         for (n, state) in states.iter_mut().enumerate() {
             let at = i * LANES + n * strip;

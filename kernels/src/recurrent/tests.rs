@@ -17,7 +17,7 @@ fn pool(threads: usize) -> Pool {
     Pool::new(PoolConfig::new(NonZeroUsize::new(threads).unwrap())).unwrap()
 }
 
-/// Numbers in -1..1 that look random.
+/// Pseudo-random numbers in -1..1.
 fn numbers(seed: u64, n: usize) -> Vec<f32> {
     let mut state = seed;
     let next = |_| {
@@ -37,7 +37,7 @@ struct Sizes {
     rows: usize,
     cols: usize,
     tiled: bool,
-    /// Which heads are stored as bfloat16, a bit for each.
+    /// Bit mask of the heads that are stored as bfloat16.
     bf16: u32,
 }
 
@@ -59,7 +59,7 @@ fn sizes() -> impl Strategy<Value = Sizes> {
     )
 }
 
-/// A layer with weights, whose convolution feeds its recurrence.
+/// A layer with weights. Its convolution is the input of its recurrence.
 struct Layer {
     layout: StateLayout,
     key_heads: usize,
@@ -71,10 +71,10 @@ struct Layer {
     dt_bias: Vec<f32>,
 }
 
-/// Convolution's and recurrence's state in a slot.
+/// The states of convolution and recurrence in a slot.
 type StateBits = (Vec<u32>, Vec<u32>);
 
-/// Where the layer's part of a slot starts: other layers may lie before it.
+/// Offset of the layer in a slot: other layers may come before it.
 const OFFSET: usize = 2 * OFFSET_UNIT;
 
 impl Layer {
@@ -110,12 +110,12 @@ impl Layer {
         OFFSET + self.layout.bytes()
     }
 
-    /// Number of slot `index`, slots back to back.
+    /// Slot number (offset / 64) of slot `index`; slots are contiguous.
     fn slot(&self, index: usize) -> u32 {
         (index * self.slot_bytes() / OFFSET_UNIT) as u32
     }
 
-    /// An arena of `slots`, full of what nobody should read.
+    /// An arena of `slots`, filled with bytes that must not be read.
     fn arena(&self, slots: usize) -> AlignedBuf<u8> {
         let mut arena = AlignedBuf::zeroed(slots * self.slot_bytes());
         arena.fill(0xff);
@@ -146,7 +146,7 @@ impl Layer {
         heads * if kind == StateKind::DeltaNet { cols } else { rows }
     }
 
-    /// The recurrence alone, on what the convolution gave.
+    /// Runs the recurrence alone, on the output of the convolution.
     fn recurrence(&self, isa: Isa, pool: &Pool, state: &mut LayerState<'_>, x: &Rows) -> Vec<f32> {
         let mut out = vec![f32::NAN; x.len() * self.out_width()];
         let mut scratch = ScanScratch::default();
@@ -213,7 +213,8 @@ impl Rows {
     }
 }
 
-/// One step of several sequences through convolution and recurrence; the output of each sequence, as bits.
+/// Runs one step of several sequences through convolution and recurrence. Returns the output of each
+/// sequence, as bits.
 fn step(
     layer: &Layer,
     isa: Isa,
@@ -249,7 +250,7 @@ fn write(read: Option<u32>, write: u32) -> StepState {
     StepState { read, write, exports: Vec::new(), deferred: false }
 }
 
-/// Close relative to the largest of all, because each is a sum of numbers of that size.
+/// Compares relative to the largest value, because each value is a sum of numbers of that size.
 fn close(got: &[f32], want: &[f64], tolerance: f64) -> Result<(), TestCaseError> {
     prop_assert_eq!(got.len(), want.len());
     let scale = want.iter().fold(1.0f64, |scale, want| scale.max(want.abs()));
@@ -267,7 +268,7 @@ fn one_sequence(layer: &Layer, rows: usize, state: StepState) -> StatePlan {
 
 fn check_recurrence(sizes: Sizes, rows: usize, seed: u64) -> Result<(), TestCaseError> {
     let layer = Layer::new(sizes, seed);
-    // Twice, so that the second step starts from what the first one left.
+    // Two steps, so that the second one starts from the state that the first one stored.
     let inputs = [Rows::new(&layer, rows, seed + 10), Rows::new(&layer, 3, seed + 20)];
     for isa in Isa::available() {
         let mut arena = layer.arena(2);
@@ -290,12 +291,12 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn a_recurrence_is_the_reference(sizes in sizes(), rows in 1..20usize, seed in 0..1_000_000u64) {
+    fn a_recurrence_matches_the_reference(sizes in sizes(), rows in 1..20usize, seed in 0..1_000_000u64) {
         check_recurrence(Sizes { bf16: 0, ..sizes }, rows, seed)?;
     }
 
     #[test]
-    fn conv_is_the_reference(
+    fn conv_matches_the_reference(
         channels in 1..600usize,
         taps in 1..=4usize,
         rows in 0..20usize,
@@ -318,7 +319,7 @@ proptest! {
                 let mut x = input.clone();
                 conv(&pool(1), isa, &mut state, &packed, bias, &mut x).unwrap();
                 close(&x, &reference::conv(&shape, &weight, bias, &input, &mut past), 1e-6)?;
-                // What is kept are inputs, not results of arithmetic.
+                // The state stores inputs, not results of arithmetic.
                 let want: Vec<f32> = past.iter().map(|x| *x as f32).collect();
                 prop_assert_eq!(layer.state(&arena, 0).0, bits(&want));
             }
@@ -326,7 +327,7 @@ proptest! {
     }
 }
 
-/// Sizes that fill nothing evenly, and sizes of real models.
+/// Sizes that are no multiple of any vector, and sizes of real models.
 const ODD: [Sizes; 4] = {
     let delta = Sizes {
         kind: StateKind::DeltaNet,
@@ -348,7 +349,7 @@ const ODD: [Sizes; 4] = {
 };
 
 #[test]
-fn known_sizes_are_the_reference() {
+fn known_sizes_match_the_reference() {
     for sizes in ODD {
         check_recurrence(sizes, 150, 7).unwrap();
     }

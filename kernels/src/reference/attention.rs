@@ -10,7 +10,7 @@ pub struct AttentionHead<'a> {
     pub scale: f32,
     /// `c`: scores become `c * tanh(score / c)`.
     pub softcap: Option<f32>,
-    /// A logit that joins the softmax without a value.
+    /// An extra logit in the softmax, without a value.
     pub sink: Option<f32>,
 }
 

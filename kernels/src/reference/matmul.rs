@@ -1,4 +1,4 @@
-//! Matrix products straight from file bytes.
+//! Matrix products computed directly from file bytes.
 
 use crate::error::Error;
 use crate::quant::{Codes, GgmlType, Scaling, Scheme, dequantize, split};
@@ -9,7 +9,7 @@ use half::f16;
 pub struct Product {
     /// Sum of weight times activation.
     pub value: f64,
-    /// Sum of the magnitudes of the terms: what errors are measured against.
+    /// Sum of the magnitudes of the terms; errors are measured relative to it.
     pub magnitude: f64,
 }
 
@@ -51,8 +51,8 @@ fn quantise(values: &[f32]) -> Quantised {
     Quantised { quants, scale: largest / 127.0 }
 }
 
-/// The product with activations rounded to int8, with the operations that [`crate::matmul`] fixes; finite
-/// activations (`[tokens][cols]`) only. The result is `[tokens][rows]`.
+/// The product with activations rounded to int8, with the operations that [`crate::matmul`] defines. Only for
+/// finite activations (`[tokens][cols]`). The result is `[tokens][rows]`.
 ///
 /// # Errors
 /// [`Error::NoMatmul`] for formats without an int8 product, [`Error::PartialBlock`] for partial blocks.
@@ -60,8 +60,8 @@ pub fn int8(ty: GgmlType, cols: usize, bytes: &[u8], activations: &[f32]) -> Res
     int8_in_segments(ty, cols, bytes, activations, cols)
 }
 
-/// As [`int8`], but with each run of `segment` columns, a multiple of a file block, summed by itself, and then the
-/// segments' sums in order.
+/// Like [`int8`], but sums each segment of `segment` columns (a multiple of a file block) separately and then
+/// adds the segments' sums in order.
 ///
 /// # Errors
 /// As [`int8`].

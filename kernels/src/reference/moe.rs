@@ -1,6 +1,7 @@
 //! Mixture of experts of one row.
 
-/// One expert: `scale * (matrix x) + bias`, gated, and down again. Matrices are `[outputs][inputs]`.
+/// One expert: gate and up products, gating, down product; each product is `scale * (matrix x) + bias`.
+/// Matrices are `[outputs][inputs]`.
 #[derive(Debug, Clone)]
 pub struct Expert {
     /// `[ff][hidden]`
@@ -19,9 +20,9 @@ pub struct Expert {
     pub scales: [f32; 3],
 }
 
-/// `sum of w_e expert_e(x)` over the `used` most probable experts, the lower index first among equals; the weights
-/// are the probabilities over all experts, or those over the chosen ones if `renormalise`. `gate` makes one inner
-/// value of a gate and an up.
+/// `sum of w_e expert_e(x)` over the `used` most probable experts; ties go to the lower index. The weights
+/// are the probabilities over all experts, or over the chosen ones if `renormalise`. `gate` computes one
+/// inner value from a gate and an up value.
 pub fn mixture(
     experts: &[Expert],
     logits: &[f32],
@@ -34,7 +35,7 @@ pub fn mixture(
     let highest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let weights: Vec<f64> = logits.iter().map(|x| f64::from(x - highest).exp()).collect();
     let mut order: Vec<usize> = (0..experts.len()).collect();
-    // The sort is stable, and zeroes of both signs are equal.
+    // The sort is stable, and zeros of both signs compare equal.
     order.sort_by(|a, b| logits[*b].partial_cmp(&logits[*a]).unwrap_or(std::cmp::Ordering::Equal));
     order.truncate(used);
     let total: f64 = if renormalise { order.iter().map(|e| weights[*e]).sum() } else { weights.iter().sum() };

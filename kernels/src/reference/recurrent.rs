@@ -13,8 +13,8 @@ fn sigmoid(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
 }
 
-/// `silu(bias[c] + sum_j weight[c][j] x_{t-taps+1+j}[c])` of each row of `x`. `past` are the inputs before the first
-/// row, `[taps][channels]`, oldest first; afterwards those before the next.
+/// `silu(bias[c] + sum_j weight[c][j] x_{t-taps+1+j}[c])` for each row of `x`. `past` has the inputs before
+/// the first row, `[taps][channels]`, oldest first. It is updated to those before the next row.
 pub fn conv(
     shape: &StateShape,
     weight: &[f32],

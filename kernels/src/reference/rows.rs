@@ -55,7 +55,8 @@ pub fn gelu_erf(x: f32) -> f64 {
     0.5 * x * (1.0 + erf(x / std::f64::consts::SQRT_2))
 }
 
-/// The error function: `2 / sqrt(pi) e^(-z^2) sum of 2^n z^(2n+1) / (1 3 5 .. (2n+1))`, whose terms have one sign.
+/// The error function: `2 / sqrt(pi) e^(-z^2) sum of 2^n z^(2n+1) / (1 3 5 .. (2n+1))`, whose terms have one
+/// sign.
 fn erf(z: f64) -> f64 {
     if z.abs() > 6.5 {
         return z.signum();

@@ -1,6 +1,6 @@
 use super::*;
 
-/// An operation that has nothing to do with language models.
+/// An operation unrelated to language models.
 struct Resize;
 
 #[derive(Default)]
@@ -53,7 +53,7 @@ impl Provider<Resize> for Fake {
     }
 }
 
-/// cpu (built in) < npu (ignores gamma) < gpu (small) < tpu (not here).
+/// By rank: cpu (built in) < npu (does not support gamma) < gpu (small) < tpu (not available).
 fn registry() -> Registry<Resize> {
     let mut registry = Registry::<Resize>::new(Box::new(Fake { widest: 5000, ..Fake::new("cpu", 0) }));
     registry.register(Box::new(Fake { knows_gamma: false, ..Fake::new("npu", 20) }));
@@ -102,7 +102,7 @@ fn the_table_of_choices() {
 }
 
 #[test]
-fn a_demand_that_cannot_be_honoured_fails_and_says_why() {
+fn an_unusable_backend_in_the_environment_fails_with_its_reason() {
     let message = |width, gamma, environment: &[(&str, &str)]| {
         choose(width, gamma, environment).unwrap_err().to_string()
     };
@@ -126,7 +126,7 @@ fn a_demand_that_cannot_be_honoured_fails_and_says_why() {
 }
 
 #[test]
-fn a_request_that_nobody_serves_is_an_error() {
+fn a_request_that_no_provider_serves_is_an_error() {
     assert_eq!(
         choose(6000, None, &[]),
         Err(SelectError::NoProvider {
@@ -137,7 +137,7 @@ fn a_request_that_nobody_serves_is_an_error() {
 }
 
 #[test]
-fn nothing_registered_means_built_in_and_equal_ranks_keep_their_order() {
+fn an_empty_registry_uses_the_built_in_provider_and_equal_ranks_keep_their_order() {
     let mut registry = Registry::<Resize>::new(Box::new(Fake::new("cpu", 0)));
     let chosen = |registry: &Registry<Resize>| {
         registry.select(&Picture::default(), |_| None).unwrap().name().to_owned()
@@ -152,7 +152,7 @@ fn nothing_registered_means_built_in_and_equal_ranks_keep_their_order() {
 }
 
 #[test]
-fn where_nothing_is_built_in_nobody_may_serve_and_that_is_said_by_name() {
+fn without_a_built_in_provider_the_error_names_every_provider() {
     let empty = Registry::<Resize>::empty();
     let picture = |width| Picture { width, gamma: None };
     let error = empty.select(&picture(50), |_| None).err().map(|error| error.to_string());

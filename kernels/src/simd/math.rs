@@ -1,15 +1,15 @@
 //! Elementary functions over lanes. Each is a fixed sequence of correctly rounded operations.
 
-// Coefficients are given to more digits than f32 holds, so that they can be checked against their derivation.
+// Coefficients have more digits than f32 holds, so that they can be checked against their derivation.
 #![allow(clippy::excessive_precision)]
 
 use super::Simd;
 
-/// e^x to 1.5 ulp on -87..=88; 0 below, where the result would be subnormal (so masked scores of minus infinity
-/// weigh exactly nothing), and e^88 above. NaN stays NaN.
+/// e^x to 1.5 ulp on -87..=88. Below, where the result would be subnormal, it is 0, so that masked scores of
+/// minus infinity have weight zero. Above, it is e^88. NaN stays NaN.
 ///
-/// x = n ln 2 + r with |r| <= ln 2 / 2; e^r by a polynomial whose degree 2..6 terms minimise the relative error
-/// (Remez exchange: 3.1e-9 before rounding).
+/// x = n ln 2 + r with |r| <= ln 2 / 2; e^r by a polynomial whose degree 2..6 terms minimise the relative
+/// error (Remez exchange: 3.1e-9 before rounding).
 #[inline(always)]
 pub(crate) fn exp<S: Simd>(s: S, x: S::V) -> S::V {
     // 1.5 * 2^23 puts integers into the low mantissa bits; 127 is the exponent bias.
@@ -50,11 +50,12 @@ pub(crate) fn gelu_tanh<S: Simd>(s: S, x: S::V) -> S::V {
     s.div(x, s.add(s.splat(1.0), e))
 }
 
-/// GELU by the error function: max(x, 0) - a q(a) with a = |x| and q the upper tail of the normal distribution.
+/// GELU by the error function: max(x, 0) - a q(a) with a = |x| and q the upper tail of the normal
+/// distribution.
 ///
-/// q(a) = e^(-a^2 / 2) m(1 / (1 + 0.3 a)), where m is a polynomial that minimises the relative error for a up to 14
-/// (Remez exchange: 5.8e-8 before rounding); beyond, q is zero in f32. Nothing cancels, so the tail on the left
-/// keeps its relative precision.
+/// q(a) = e^(-a^2 / 2) m(1 / (1 + 0.3 a)), where m is a polynomial that minimises the relative error for a up
+/// to 14 (Remez exchange: 5.8e-8 before rounding). Beyond 14, q is zero in f32. Nothing cancels, so the left
+/// tail keeps its relative precision.
 #[inline(always)]
 pub(crate) fn gelu_erf<S: Simd>(s: S, x: S::V) -> S::V {
     let one = s.splat(1.0);
@@ -91,7 +92,7 @@ pub(crate) fn clamped_swiglu<S: Simd>(s: S, gate: S::V, up: S::V) -> S::V {
     s.mul(s.div(gate, s.add(one, e)), s.add(up, one))
 }
 
-/// tanh to 2 ulp: an odd series near zero, where 1 - 2 / (e^2x + 1) would cancel.
+/// tanh to 2 ulp. Uses an odd series near zero, where 1 - 2 / (e^2x + 1) would cancel.
 #[inline(always)]
 fn tanh<S: Simd>(s: S, x: S::V) -> S::V {
     let one = s.splat(1.0);
@@ -113,10 +114,10 @@ pub(crate) fn softcap<S: Simd>(s: S, x: S::V, cap: S::V, inverse: S::V) -> S::V 
     s.mul(cap, tanh(s, s.mul(x, inverse)))
 }
 
-/// ln(1 + e^x) to 3 ulp; x itself where it is large.
+/// ln(1 + e^x) to 3 ulp; x itself for large x.
 ///
-/// max(x, 0) + ln(1 + z) with z = e^-|x|, and ln(1 + z) = 2 artanh(r) with r = z / (2 + z) <= 1/3: a series in
-/// r^2 <= 1/9 whose terms minimise the relative error (Remez exchange: 4.5e-9 before rounding).
+/// max(x, 0) + ln(1 + z) with z = e^-|x|, and ln(1 + z) = 2 artanh(r) with r = z / (2 + z) <= 1/3: a series
+/// in r^2 <= 1/9 whose terms minimise the relative error (Remez exchange: 4.5e-9 before rounding).
 #[inline(always)]
 pub(crate) fn softplus<S: Simd>(s: S, x: S::V) -> S::V {
     let zero = s.splat(0.0);

@@ -1,4 +1,5 @@
-//! NEON. The token can only be had from `of`, so holding one proves that the CPU has what the intrinsics below need.
+//! NEON. `of` is the only constructor of the token, so a token proves that the CPU has the features of the
+//! intrinsics below.
 //!
 //! Conversions from and to binary16 are written in assembly: their intrinsics are not stable.
 
@@ -13,7 +14,7 @@ use crate::isa::Isa;
 pub(crate) struct Neon(());
 
 impl Neon {
-    /// The token, if a level with NEON is asked for and this CPU has it.
+    /// Returns the token if a level with NEON is requested and this CPU has it.
     #[inline]
     pub(crate) fn of(isa: Isa) -> Option<Self> {
         (matches!(isa, Isa::Neon | Isa::NeonI8mm) && isa.is_available()).then_some(Self(()))
@@ -25,11 +26,11 @@ fn run_neon<K: Kernel>(s: Neon, kernel: K) -> K::Output {
     kernel.run(s)
 }
 
-/// Every intrinsic of this file is called through here: the token proves the feature.
+/// Every intrinsic of this file is called through this macro: the token proves the feature.
 macro_rules! neon {
     ($e:expr) => {
-        // SAFETY: `self` exists only where `of` found the feature that these intrinsics need; memory operands are
-        // covered by the contract of the enclosing function.
+        // SAFETY: `self` exists only where `of` found the feature that these intrinsics need; memory operands
+        // are covered by the contract of the enclosing function.
         unsafe { $e }
     };
 }
@@ -39,7 +40,7 @@ fn each<T: Copy, U>(a: [T; 4], f: impl Fn(T) -> U) -> [U; 4] {
     a.map(f)
 }
 
-/// Register by register, of two vectors.
+/// Applies an operation to two vectors, register by register.
 #[inline(always)]
 fn both<T: Copy, U>(a: [T; 4], b: [T; 4], f: impl Fn(T, T) -> U) -> [U; 4] {
     [f(a[0], b[0]), f(a[1], b[1]), f(a[2], b[2]), f(a[3], b[3])]
@@ -133,7 +134,7 @@ fn lane_mask(base: usize, from: usize, to: usize) -> uint32x4_t {
 
 impl Simd for Neon {
     type V = [float32x4_t; 4];
-    // Four registers a vector, of thirty-two.
+    // Four registers per vector, of thirty-two.
     const ROWS: usize = 2;
     const COLUMNS: usize = 2;
 
@@ -174,7 +175,7 @@ impl Simd for Neon {
             vfmaq_f32(c[3], a[3], b[3]),
         ])
     }
-    // The instructions for maximum and minimum propagate not-a-numbers, which x86's do not.
+    // The instructions for maximum and minimum propagate NaN; those of x86 do not.
     #[inline(always)]
     fn max(self, a: Self::V, b: Self::V) -> Self::V {
         both(a, b, |a, b| neon!(vbslq_f32(vcgtq_f32(a, b), a, b)))

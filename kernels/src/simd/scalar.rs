@@ -1,10 +1,10 @@
-//! The portable instruction set: arrays, which compilers turn into whatever the target has.
+//! The portable instruction set: arrays, which the compiler maps to the target's instructions.
 
 use half::f16;
 
 use super::{Kernel, LANES, Simd};
 
-/// Plain Rust; also what aarch64 runs, where sixteen lanes become four NEON registers.
+/// Plain Rust. It also runs on aarch64, where sixteen lanes become four NEON registers.
 #[derive(Clone, Copy)]
 pub(crate) struct Scalar;
 
@@ -40,7 +40,7 @@ fn lesser(a: f32, b: f32) -> f32 {
 
 impl Simd for Scalar {
     type V = Lanes;
-    // Four NEON registers a vector, of thirty-two; elsewhere there is nothing to fill.
+    // Four NEON registers per vector, of thirty-two. Other targets use the smallest tile.
     const ROWS: usize = if cfg!(target_arch = "aarch64") { 2 } else { 1 };
     const COLUMNS: usize = if cfg!(target_arch = "aarch64") { 2 } else { 1 };
 

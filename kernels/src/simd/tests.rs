@@ -2,7 +2,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Every operation on one set of lanes, as bits.
+/// The results of every operation on one set of lanes, as bits.
 struct Everything {
     a: [f32; LANES],
     b: [f32; LANES],
@@ -152,7 +152,7 @@ fn functions_are_accurate() {
     assert!(worst(Silu, -80.0, 80.0, 1e-30, |x| rows::silu(x as f32)) < 4e-7);
     assert!(worst(Gelu, -9.0, 30.0, 1e-3, |x| rows::gelu_tanh(x as f32)) < 3e-6);
     assert!(worst(Softplus, -87.0, 100.0, 0.0, recurrent::softplus) < 3e-7);
-    // Relative to the value itself far into the tail, where 1 + erf would have nothing left.
+    // Relative to the value itself even far into the tail, where 1 + erf would have no precision left.
     assert!(worst(GeluErf, -2.0, 30.0, 0.0, |x| rows::gelu_erf(x as f32)) < 5e-7);
     assert!(worst(GeluErf, -5.0, -2.0, 0.0, |x| rows::gelu_erf(x as f32)) < 2e-6);
     assert!(worst(GeluErf, -13.0, 30.0, 1.0, |x| rows::gelu_erf(x as f32)) < 2e-7);
@@ -161,7 +161,7 @@ fn functions_are_accurate() {
     assert!(worst(Cap, -300.0, 300.0, 1e-6, |x| 30.0 * (x / 30.0).tanh()) < 1e-6);
 }
 
-/// Stores a number as bfloat16; the number that is then there, and its bits.
+/// Stores a number as bfloat16. Returns the stored number and its bits.
 struct Narrow(f32);
 
 impl Kernel for Narrow {
@@ -178,7 +178,7 @@ impl Kernel for Narrow {
 
 #[test]
 fn bfloat16_is_rounded_to_nearest_even() {
-    // All upper halves, below, at and above the middle between two neighbours.
+    // Upper halves in steps of 7, with lower halves below, at and above the middle between two neighbours.
     for (high, low) in
         (0..=u16::MAX).step_by(7).flat_map(|high| [0, 1, 0x7fff, 0x8000, 0x8001].map(|low| (high, low)))
     {

@@ -1,5 +1,5 @@
-//! AVX-512 and AVX2. Each token can only be had from `of`, so holding one proves that the CPU has what the
-//! intrinsics below need.
+//! AVX-512 and AVX2. `of` is the only constructor of each token, so a token proves that the CPU has the
+//! features of the intrinsics below.
 
 use std::arch::x86_64::*;
 
@@ -15,8 +15,8 @@ pub(crate) struct Avx512(());
 pub(crate) struct Avx2(());
 
 impl Avx512 {
-    /// The token, if that is what is asked for and this CPU has it ([`Isa::is_available`] covers all that
-    /// `run_avx512` enables).
+    /// Returns the token if this level is requested and this CPU has it ([`Isa::is_available`] covers all
+    /// features that `run_avx512` enables).
     #[inline]
     pub(crate) fn of(isa: Isa) -> Option<Self> {
         (isa == Isa::Avx512 && isa.is_available()).then_some(Self(()))
@@ -24,8 +24,8 @@ impl Avx512 {
 }
 
 impl Avx2 {
-    /// The token, if that is what is asked for and this CPU has it ([`Isa::is_available`] covers all that
-    /// `run_avx2` enables).
+    /// Returns the token if this level is requested and this CPU has it ([`Isa::is_available`] covers all
+    /// features that `run_avx2` enables).
     #[inline]
     pub(crate) fn of(isa: Isa) -> Option<Self> {
         (isa == Isa::Avx2 && isa.is_available()).then_some(Self(()))
@@ -49,7 +49,7 @@ fn lane_mask(from: usize, to: usize) -> u16 {
     (below(to) & !below(from)) as u16
 }
 
-/// Every intrinsic of this file is called through here: the token proves the feature.
+/// Every intrinsic of this file is called through this macro: the token proves the feature.
 macro_rules! avx {
     ($e:expr) => {
         // SAFETY: `self` exists only where `of` found the features that these intrinsics need; memory
@@ -173,7 +173,8 @@ impl Simd for Avx512 {
             p.cast()
         )))))
     }
-    // The instruction that rounds to bfloat16 takes subnormal numbers for zero, which no other instruction set does.
+    // The instruction that rounds to bfloat16 treats subnormal numbers as zero, unlike all other instruction
+    // sets.
     #[inline(always)]
     unsafe fn store_bf16(self, a: __m512, p: *mut u16) -> __m512 {
         avx!({
@@ -384,7 +385,7 @@ impl Simd for Avx2 {
     unsafe fn store_bf16(self, a: Self::V, p: *mut u16) -> Self::V {
         avx!({
             let high = [round_bf16_8(a[0]), round_bf16_8(a[1])];
-            // Packing works on the halves of registers on their own.
+            // The pack instruction works on each half of a register separately.
             let packed = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi32(high[0], high[1]));
             _mm256_storeu_si256(p.cast(), packed);
             high.map(|high| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(high)))

@@ -1,5 +1,5 @@
-//! `bert`: an encoder. Every token attends to all, norms come after mixer and FFN, and the tokens' vectors are
-//! pooled into one, or one of them is scored.
+//! `bert`: an encoder. Every token attends to all tokens, norms follow mixer and FFN, and the output is a
+//! pooled vector or a score.
 
 use super::decoder::{bare_embedding, bare_layer};
 use super::shape::{Counting, Shape, limits};
@@ -11,7 +11,7 @@ use crate::spec::{
     LinearSpec, MixerSpec, ModelSpec, NormSpec, OutputSpec, OwnKvSpec, PooledSpec, Pooling, TableSpec,
 };
 
-/// Number of segment types, a key of the tokenizer.
+/// Number of token types; a key of the tokenizer.
 const TYPE_COUNT: &str = "tokenizer.ggml.token_type_count";
 
 pub(super) fn translate(source: &Source<'_>) -> Result<ModelSpec, Error> {
@@ -56,14 +56,14 @@ impl Encoder<'_> {
         Ok(TableSpec { tensor: self.source.tensor(name, &[self.hidden, rows])?, rows })
     }
 
-    /// A matrix of a layer. All have biases.
+    /// A layer's matrix; all have biases.
     fn linear(&self, layer: usize, name: &str, cols: usize, rows: usize) -> Result<LinearSpec, Error> {
         let stem = format!("blk.{layer}.{name}");
         self.source.dims(&format!("{stem}.bias"))?;
         self.source.linear(&stem, cols, rows)
     }
 
-    /// Segment types, which some models have none of.
+    /// Token type embeddings; `None` in some models.
     fn token_types(&self) -> Result<Option<TableSpec>, Error> {
         match self.source.metadata().get::<usize>(TYPE_COUNT)? {
             None | Some(0) => Ok(None),
@@ -92,7 +92,7 @@ impl Encoder<'_> {
     }
 
     fn attention(&self, layer: usize, shape: &Shape) -> Result<AttentionSpec, Error> {
-        // The lists have one entry per layer, and `layer` is below their number.
+        // The lists have one entry per layer, and `layer` is below their length.
         let (heads, kv_heads, dims) = (shape.heads[layer], shape.kv_heads[layer], shape.dims);
         let linear = |name, cols, rows| self.linear(layer, name, cols, rows);
         Ok(AttentionSpec {

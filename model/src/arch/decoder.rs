@@ -1,4 +1,4 @@
-//! What the decoders have in common; translators state what differs.
+//! Common part of the decoders; translators add the differences.
 
 use super::shape::{Counting, EMBEDDING, HeadDims, Shape};
 use super::source::Source;
@@ -8,19 +8,19 @@ use crate::spec::{
     NormSpec, OutputSpec, OwnKvSpec, RopeSpec,
 };
 
-/// Hyper-parameters of a decoder, checked.
+/// Checked hyper-parameters of a decoder.
 pub(super) struct Decoder<'a> {
     pub(super) source: &'a Source<'a>,
     pub(super) shape: Shape,
     pub(super) eps: f32,
 }
 
-/// What differs between architectures in a layer's attention.
+/// Differences between architectures in a layer's attention.
 #[derive(Default)]
 pub(super) struct AttentionOptions {
     pub(super) window: Option<usize>,
     pub(super) rope: Option<RopeSpec>,
-    /// Multiplies q.k; 1/sqrt(head width) where none.
+    /// Multiplies q.k; `None` is 1/sqrt(head width).
     pub(super) scale: Option<f32>,
     /// Per-head norms of q and k.
     pub(super) qk_norm: bool,
@@ -42,7 +42,7 @@ impl<'a> Decoder<'a> {
         format!("blk.{layer}.{name}")
     }
 
-    /// Fails if a tensor of a layer is not there: for those that are optional to most architectures.
+    /// Fails if a tensor of a layer is missing. For tensors that are optional in most architectures.
     pub(super) fn require(&self, layer: usize, names: &[&str]) -> Result<(), Error> {
         names.iter().try_for_each(|name| self.source.dims(&self.stem(layer, name)).map(drop))
     }
@@ -70,11 +70,11 @@ impl<'a> Decoder<'a> {
 
     /// Query heads and key/value heads of a layer.
     pub(super) fn heads(&self, layer: usize) -> (usize, usize) {
-        // The lists have one entry per block, and `layer` is below their number.
+        // The lists have one entry per block, and `layer` is below their length.
         (self.shape.heads[layer], self.shape.kv_heads[layer])
     }
 
-    /// Softmax attention over the keys and values of one layer.
+    /// Softmax attention with the layer's own keys and values.
     pub(super) fn attention(&self, layer: usize, options: AttentionOptions) -> Result<AttentionSpec, Error> {
         let (heads, dims) = (self.heads(layer).0, self.shape.dims);
         let q = self.linear(layer, "attn_q", self.shape.hidden, heads * dims.k)?;
@@ -82,7 +82,7 @@ impl<'a> Decoder<'a> {
         self.attention_of(layer, dims, q, kv, options)
     }
 
-    /// As [`attention`](Self::attention), of the given heads, queries, keys and values.
+    /// Like [`attention`](Self::attention), with the given heads, queries, keys and values.
     pub(super) fn attention_of(
         &self,
         layer: usize,
@@ -122,12 +122,12 @@ impl<'a> Decoder<'a> {
         })
     }
 
-    /// A norm of every head by itself.
+    /// A norm of each head.
     pub(super) fn head_norm(&self, layer: usize, name: &str, width: usize) -> Result<NormSpec, Error> {
         self.source.rms_norm(&self.stem(layer, name), width, self.eps)
     }
 
-    /// A layer whose norms are before mixer and FFN only.
+    /// A layer with norms only before mixer and FFN.
     pub(super) fn pre_norm_layer(
         &self,
         layer: usize,
@@ -142,7 +142,7 @@ impl<'a> Decoder<'a> {
         })
     }
 
-    /// The whole model, without scale on the embedding.
+    /// The whole model, without a scale on the embedding.
     pub(super) fn model(&self, layers: Vec<LayerSpec>, logits: LogitsSpec) -> ModelSpec {
         ModelSpec {
             arch: self.source.arch().to_owned(),
@@ -156,7 +156,7 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// The output head, without scale or cap; its matrix is the embedding's where the file has none of its own.
+    /// The output head without scale or cap. Uses the embedding's matrix if the file has no output matrix.
     pub(super) fn logits(&self) -> Result<LogitsSpec, Error> {
         let (hidden, vocab) = (self.shape.hidden, self.shape.vocab);
         let linear = if self.source.has("output.weight") {
@@ -171,7 +171,7 @@ impl<'a> Decoder<'a> {
     }
 }
 
-/// The rows of the embedding matrix as they are.
+/// The embedding matrix without scale or norm.
 pub(super) fn bare_embedding() -> EmbeddingSpec {
     EmbeddingSpec { tensor: EMBEDDING.to_owned(), scale: 1.0, positions: None, token_types: None, norm: None }
 }

@@ -1,4 +1,4 @@
-//! Feed-forward parts as most files name them.
+//! Feed-forward parts with the usual tensor names.
 
 use super::decoder::Decoder;
 use super::shape::limits;
@@ -13,7 +13,7 @@ impl Decoder<'_> {
         layers.map(|(layer, &width)| self.gated(layer, "", width, activation)).collect()
     }
 
-    /// The gated feed-forward of a layer whose tensors' names end in `suffix`.
+    /// The gated feed-forward of a layer; tensor names end in `suffix`.
     pub(super) fn gated(
         &self,
         layer: usize,
@@ -32,7 +32,7 @@ impl Decoder<'_> {
         })
     }
 
-    /// The expert that every token takes a part of, decided by a row of its own.
+    /// The shared expert, weighted by its own one-row router.
     pub(super) fn shared_expert(&self, layer: usize, width: usize) -> Result<FfnSpec, Error> {
         let gate = self.linear(layer, "ffn_gate_inp_shexp", self.shape.hidden, 1)?;
         let mut ffn = self.gated(layer, "_shexp", width, Activation::Silu)?;
@@ -42,7 +42,7 @@ impl Decoder<'_> {
         Ok(ffn)
     }
 
-    /// Inner width of the shared expert: that of a dense feed-forward unless the file says otherwise.
+    /// Inner width of the shared expert: by default that of the dense feed-forward.
     pub(super) fn shared_expert_widths(&self) -> Result<Vec<usize>, Error> {
         match self.source.count("expert_shared_feed_forward_length", 0..=limits::WIDTH)? {
             None | Some(0) => self.shape.feed_forward_lengths(self.source),
@@ -50,13 +50,13 @@ impl Decoder<'_> {
         }
     }
 
-    /// Experts in all and per token.
+    /// Number of experts, and experts per token.
     fn expert_counts(&self) -> Result<(usize, usize), Error> {
         let experts = self.source.require_count("expert_count", 1..=limits::EXPERTS)?;
         Ok((experts, self.source.require_count("expert_used_count", 1..=experts)?))
     }
 
-    /// Inner width of an expert in each layer: the share of a dense feed-forward unless the file says otherwise.
+    /// Inner width of an expert in each layer: by default the dense width divided by the experts per token.
     pub(super) fn expert_widths(&self) -> Result<Vec<usize>, Error> {
         if let Some(width) = self.source.count("expert_feed_forward_length", 1..=limits::WIDTH)? {
             return Ok(vec![width; self.shape.blocks]);
@@ -71,7 +71,7 @@ impl Decoder<'_> {
         self.moe_routed(widths, activation, router)
     }
 
-    /// As [`moe`](Self::moe); `router` gives the router of a layer and a number of experts.
+    /// Like [`moe`](Self::moe); `router` returns the router of a layer for a number of experts.
     pub(super) fn moe_routed(
         &self,
         widths: &[usize],

@@ -8,10 +8,10 @@ use crate::spec::{
     Activation, FfnPart, FfnSpec, LayerSpec, LogitsSpec, MixerSpec, ModelSpec, RopeSpec, RopeStyle,
 };
 
-/// Every so many layers one is full, where the file does not say.
+/// Every `PERIOD`th layer has full attention, unless the file specifies it.
 const PERIOD: usize = 6;
-/// Layers of the 27B model, which scales attention by hidden / heads in place of the head's width.
-/// No key tells them apart.
+/// Number of layers of the 27B model, which scales attention by hidden / heads instead of the head's width.
+/// No key distinguishes it.
 const LAYERS_27B: usize = 62;
 
 pub(super) fn translate(source: &Source<'_>) -> Result<ModelSpec, Error> {

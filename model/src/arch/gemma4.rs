@@ -1,5 +1,5 @@
-//! `gemma4`: as gemma3, with another width of head on full layers, keys and values that later layers share,
-//! per-layer embeddings, and in the larger models a mixture of experts beside the dense feed-forward.
+//! `gemma4`: gemma3 with another head width on full layers, shared keys and values in later layers, per-layer
+//! embeddings, and in the larger models a mixture of experts beside the dense feed-forward.
 
 use super::decoder::{AttentionOptions, Decoder};
 use super::shape::{HeadDims, limits};
@@ -12,7 +12,7 @@ use crate::spec::{
     RopeFactors, RopeSpec, RopeStyle,
 };
 
-/// A drafter that reads the keys and values of the model that it drafts for: all of its layers are shared ones.
+/// A drafter that reads its target's keys and values: all of its layers share them.
 pub(super) fn translate_assistant(source: &Source<'_>) -> Result<AssistantSpec, Error> {
     let gemma = Gemma4::read(source, true)?;
     let decoder = &gemma.decoder;
@@ -20,7 +20,7 @@ pub(super) fn translate_assistant(source: &Source<'_>) -> Result<AssistantSpec, 
     let backbone = source.require_count("embedding_length_out", 1..=limits::WIDTH)?;
     let mut specs: Vec<LayerSpec> = Vec::with_capacity(layers);
     for (layer, dense) in decoder.dense(Activation::GeluTanh)?.into_iter().enumerate() {
-        // Whose they are is known with the target.
+        // The target determines which layer's keys and values are used.
         let mixer = MixerSpec::Attention(gemma.attention_over(layer, KvSpec::Shared { layer })?);
         specs.push(gemma.layer(layer, mixer, vec![FfnPart::plain(dense)])?);
     }
@@ -32,7 +32,8 @@ pub(super) fn translate_assistant(source: &Source<'_>) -> Result<AssistantSpec, 
     })
 }
 
-/// Tensors of an assistant that name candidates by clusters of the vocabulary: drafting looks at all of it.
+/// Tensors of an assistant that select candidates by vocabulary clusters. Unused: drafting scores the whole
+/// vocabulary.
 pub(super) fn names_candidates(_: &Source<'_>, tensor: &str) -> bool {
     tensor.starts_with("masked_embd_")
 }
@@ -68,13 +69,13 @@ struct Gemma4<'a> {
     windows: Vec<Option<usize>>,
     full: Heads,
     sliding: Heads,
-    /// Layers with keys and values of their own; the others use those of one of these.
+    /// Number of layers with their own keys and values; the other layers use one of these layers' KV.
     own_kv: usize,
-    /// Values of one layer's embedding; 0 without such embeddings.
+    /// Width of a layer's embedding; 0 if there are none.
     per_layer_width: usize,
 }
 
-/// The heads of one kind of layer.
+/// Heads of one kind of layer.
 struct Heads {
     dims: HeadDims,
     rope: RopeSpec,
@@ -89,13 +90,13 @@ impl<'a> Gemma4<'a> {
         if source.metadata().value(&source.key(pattern)).is_none() {
             return Err(Error::MissingKey { key: source.key(pattern) });
         }
-        // A period is given by the key that is there.
+        // The period comes from the file.
         let windows = windows(source, layers, layers)?;
         let plain = decoder.plain_rope(RopeStyle::Half)?;
         let base = source.positive("rope.freq_base_swa")?.unwrap_or(10_000.0);
         let sliding = HeadDims::read(source, "_swa", || Ok(decoder.shape.dims.k))?;
         let full = decoder.shape.dims;
-        // Most frequencies of a full layer do not turn at all; the tensor says which.
+        // Most frequencies of a full layer do not rotate; the tensor specifies them.
         let factors = match windows.contains(&None) {
             true => Some(source.floats("rope_freqs.weight", &[full.n_rot / 2])?),
             false => None,
@@ -142,17 +143,17 @@ impl<'a> Gemma4<'a> {
         self.attention_over(layer, kv)
     }
 
-    /// Attention over these keys and values.
+    /// Attention with the given keys and values.
     fn attention_over(&self, layer: usize, kv: KvSpec) -> Result<AttentionSpec, Error> {
         let (decoder, window) = (&self.decoder, self.windows[layer]);
         let Heads { dims, rope } = self.heads(layer);
         let q = decoder.linear(layer, "attn_q", decoder.shape.hidden, decoder.heads(layer).0 * dims.k)?;
-        // q and k are of unit size by their norms.
+        // The norms give q and k unit size.
         let options = AttentionOptions { window, rope: Some(rope.clone()), scale: Some(1.0), qk_norm: true };
         decoder.attention_of(layer, *dims, q, kv, options)
     }
 
-    /// Keys and values of a layer; full layers of the larger models make both of one projection.
+    /// A layer's own keys and values. Full layers of the larger models use one projection for both.
     fn own_kv(&self, layer: usize, dims: HeadDims, full: bool) -> Result<OwnKvSpec, Error> {
         let decoder = &self.decoder;
         let (hidden, kv_heads) = (decoder.shape.hidden, decoder.heads(layer).1);
@@ -175,7 +176,7 @@ impl<'a> Gemma4<'a> {
         })
     }
 
-    /// The layer whose keys and values `layer` uses: the last one of its kind that has its own.
+    /// The layer whose keys and values `layer` uses: the last one of its kind with its own KV.
     fn producer(&self, layer: usize, dims: HeadDims, before: &[LayerSpec]) -> Result<usize, Error> {
         let decoder = &self.decoder;
         let (window, kv_heads) = (self.windows[layer], decoder.heads(layer).1);
@@ -193,7 +194,7 @@ impl<'a> Gemma4<'a> {
         })
     }
 
-    /// The experts of every layer, routed by the residual itself: its norm's weight stands in for a scale.
+    /// The experts of every layer. The router reads the residual; the weight of its norm replaces a scale.
     fn mixtures(&self) -> Result<Vec<MoeSpec>, Error> {
         let decoder = &self.decoder;
         let hidden = decoder.shape.hidden;
@@ -216,7 +217,7 @@ impl<'a> Gemma4<'a> {
         moes.into_iter().enumerate().map(with_norm).collect()
     }
 
-    /// The dense feed-forward and the experts, side by side.
+    /// The dense feed-forward and the experts in parallel.
     fn parts(&self, layer: usize, dense: FfnSpec, moe: MoeSpec) -> Result<Vec<FfnPart>, Error> {
         let norm = |name| self.decoder.layer_norm(layer, name);
         let dense = FfnPart { post_norm: norm("post_ffw_norm_1")?, ..FfnPart::plain(dense) };

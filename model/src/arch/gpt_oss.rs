@@ -9,9 +9,9 @@ use crate::spec::{
     Activation, AttentionSpec, FfnPart, FfnSpec, LayerSpec, MixerSpec, ModelSpec, MoeSpec, RopeStyle,
 };
 
-/// Every so many layers one is full, where the file does not say.
+/// Every `PERIOD`th layer has full attention, unless the file specifies it.
 const PERIOD: usize = 2;
-/// Biases that other architectures may lack.
+/// Biases that are optional in other architectures.
 const BIASES: [&str; 8] = [
     "attn_q.bias",
     "attn_k.bias",
@@ -25,7 +25,7 @@ const BIASES: [&str; 8] = [
 
 pub(super) fn translate(source: &Source<'_>) -> Result<ModelSpec, Error> {
     let decoder = Decoder::read(source)?;
-    // Never tied here.
+    // The output matrix is never tied.
     source.dims("output.weight")?;
     source.require_count("attention.sliding_window", 1..=limits::CONTEXT)?;
     let windows = windows(source, decoder.shape.layers, PERIOD)?;

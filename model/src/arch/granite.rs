@@ -1,5 +1,5 @@
-//! `granite`, `granitemoe` and `granitehybrid`: as llama, with scales on embedding, residual, attention and
-//! logits; in the hybrids most layers are Mamba-2.
+//! `granite`, `granitemoe` and `granitehybrid`: llama with scales on embedding, residual, attention and
+//! logits. In the hybrids most layers are Mamba-2.
 
 use super::decoder::{AttentionOptions, Decoder};
 use super::shape::{Counting, limits};
@@ -37,7 +37,7 @@ fn dense(decoder: &Decoder<'_>) -> Result<Vec<Vec<FfnPart>>, Error> {
     Ok(ffns.into_iter().map(|ffn| vec![FfnPart::plain(ffn)]).collect())
 }
 
-/// The experts, each as wide as a dense feed-forward, and beside them one for all tokens if there is one.
+/// The experts, each as wide as a dense feed-forward, and the shared expert if there is one.
 fn mixtures(decoder: &Decoder<'_>) -> Result<Vec<Vec<FfnPart>>, Error> {
     let source = decoder.source;
     let moes = decoder.moe(&decoder.shape.feed_forward_lengths(source)?, Activation::Silu)?;
@@ -74,7 +74,7 @@ fn model(decoder: &Decoder<'_>, ffns: Vec<Vec<FfnPart>>, ssm: Option<&Ssm>) -> R
     Ok(model)
 }
 
-/// None where positions do not enter at all.
+/// `None` if the model uses no positions.
 fn rope(decoder: &Decoder<'_>) -> Result<Option<RopeSpec>, Error> {
     let source = decoder.source;
     match source.metadata().get(&source.key("rope.scaling.finetuned"))? {
@@ -111,12 +111,12 @@ impl Ssm {
 
     fn layer(&self, decoder: &Decoder<'_>, layer: usize) -> Result<Mamba2Spec, Error> {
         let (source, hidden) = (decoder.source, decoder.shape.hidden);
-        // Optional to the convolutions of other architectures.
+        // This bias is optional in other architectures.
         decoder.require(layer, &["ssm_conv1d.bias"])?;
         let inner = self.heads * self.head_dim;
         let channels = inner + 2 * self.groups * self.state;
         let rows = inner + channels + self.heads;
-        // One matrix for all that goes in: the gate, then x, B and C, then the step sizes.
+        // One matrix for all inputs: the gate, then x, B and C, then the step sizes.
         let part = |start, len| {
             let slice = RowSlice { of: rows, period: rows, start, len };
             source.linear_slice(&decoder.stem(layer, "ssm_in"), hidden, slice)

@@ -1,5 +1,5 @@
-//! `qwen2` and `qwen2moe`: as llama, with half-split rope and biases on q, k and v; the mixture adds a shared
-//! expert and keeps the router's probabilities as they are.
+//! `qwen2` and `qwen2moe`: llama with half-split rope and biases on q, k and v. The mixture adds a shared
+//! expert and does not renormalise the router's probabilities.
 
 use super::decoder::{AttentionOptions, Decoder};
 use super::source::Source;
@@ -14,7 +14,7 @@ pub(super) fn translate(source: &Source<'_>) -> Result<ModelSpec, Error> {
 
 pub(super) fn translate_moe(source: &Source<'_>) -> Result<ModelSpec, Error> {
     let decoder = Decoder::read(source)?;
-    // Never tied here.
+    // The output matrix is never tied.
     source.dims("output.weight")?;
     let moes = decoder.moe(&decoder.expert_widths()?, Activation::Silu)?;
     let shared = decoder.shared_expert_widths()?;

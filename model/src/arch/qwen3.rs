@@ -1,4 +1,4 @@
-//! `qwen3` and `qwen3moe`: as llama, with half-split rope and norms on every head of q and k.
+//! `qwen3` and `qwen3moe`: llama with half-split rope and norms on every head of q and k.
 
 use super::decoder::{AttentionOptions, Decoder};
 use super::source::Source;

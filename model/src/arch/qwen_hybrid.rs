@@ -1,4 +1,4 @@
-//! `qwen3next`, `qwen35` and `qwen35moe`: gated delta nets, with gated attention every few layers, and a dense
+//! `qwen3next`, `qwen35` and `qwen35moe`: gated delta nets, gated attention at every few layers, and a dense
 //! feed-forward or a mixture with a shared expert.
 
 use super::decoder::{AttentionOptions, Decoder};
@@ -10,13 +10,13 @@ use crate::spec::{
     LinearSpec, MixerSpec, ModelSpec, NormSpec, RopeSpec, RopeStyle, RowSlice,
 };
 
-/// Every so many layers one has attention, where the file does not say.
+/// Every `INTERVAL`th layer has attention, unless the file specifies it.
 const INTERVAL: usize = 4;
-/// Added to the squared length of q and k; the same for all of these models, and no key of the file.
+/// Added to the squared length of q and k. The same for all of these models; not a key of the file.
 const L2_EPS: f32 = 1e-6;
-/// How many blocks behind the last layer predict further tokens.
+/// Key for the number of MTP blocks after the last layer.
 const APPENDED_KEY: &str = "nextn_predict_layers";
-/// What a block that predicts further tokens adds to the tensors of an attention layer.
+/// Tensors of an MTP head in addition to an attention layer's.
 const APPENDED: [&str; 6] = [
     "nextn.eh_proj.weight",
     "nextn.enorm.weight",
@@ -25,7 +25,7 @@ const APPENDED: [&str; 6] = [
     "nextn.embed_tokens.weight",
     "nextn.shared_head_head.weight",
 ];
-/// The tensors of an attention layer, by their names before `.weight`.
+/// Tensors of an attention layer, without `.weight`.
 const ATTENTION_LAYER: [&str; 20] = [
     "attn_norm",
     "attn_q",
@@ -70,8 +70,7 @@ pub(super) fn translate_qwen35moe(source: &Source<'_>) -> Result<ModelSpec, Erro
     model(&decoder, ffns, beta_and_alpha, HeadGrouping::Tiled)
 }
 
-/// Whether `tensor` belongs to the blocks after the last layer, which predict further tokens and are no part of
-/// the model proper.
+/// Whether `tensor` belongs to the MTP blocks after the last layer, which are not part of the model proper.
 pub(super) fn is_appended(source: &Source<'_>, tensor: &str) -> bool {
     let counts = || -> Result<(usize, usize), Error> {
         Ok((source.require_count("block_count", 1..=limits::LAYERS)?, appended(source)?))
@@ -86,7 +85,7 @@ pub(super) fn is_appended(source: &Source<'_>, tensor: &str) -> bool {
     after_the_last && (APPENDED.contains(&name) || of_a_layer())
 }
 
-/// The block after the last layer of a model whose layers have a dense feed-forward.
+/// The MTP head of a model with dense feed-forwards.
 pub(super) fn translate_appended_dense(source: &Source<'_>) -> Result<Option<AppendedSpec>, Error> {
     translate_appended(source, |decoder| {
         let ffns = decoder.dense(Activation::Silu)?.into_iter();
@@ -94,12 +93,12 @@ pub(super) fn translate_appended_dense(source: &Source<'_>) -> Result<Option<App
     })
 }
 
-/// The same where they have a mixture of experts.
+/// The MTP head of a model with mixtures of experts.
 pub(super) fn translate_appended_mixture(source: &Source<'_>) -> Result<Option<AppendedSpec>, Error> {
     translate_appended(source, mixtures)
 }
 
-/// The block after the last layer: a layer with attention, and what makes its input. `ffns` are of all layers.
+/// The MTP head: an attention layer and the tensors that build its input. `ffns` are those of all layers.
 fn translate_appended(
     source: &Source<'_>,
     ffns: fn(&Decoder<'_>) -> Result<Vec<Vec<FfnPart>>, Error>,
@@ -109,7 +108,7 @@ fn translate_appended(
         1 => {}
         several => return Err(source.refuse(APPENDED_KEY, several, "one block to guess with")),
     }
-    // Counted as a layer like the others, its tensors are read as theirs are.
+    // The head is counted as a layer, so its tensors are read like a layer's.
     let decoder = Decoder::read(source)?;
     let (block, hidden, vocab) = (decoder.shape.layers - 1, decoder.shape.hidden, decoder.shape.vocab);
     let stem = |name: &str| decoder.stem(block, name);
@@ -145,8 +144,8 @@ fn read<'a>(source: &'a Source<'a>) -> Result<Decoder<'a>, Error> {
     Decoder::counting(source, Counting { appended: appended(source)?, ..Counting::default() })
 }
 
-/// Pairs of a head turn by the time, the height or the width of a token, in turns. A text has the same position
-/// in all three, so that the sections do not matter, if every pair belongs to one of them.
+/// Pairs of a head rotate by a token's time, height or width, in turns. In text all three positions are
+/// equal, so the sections do not matter if every pair belongs to one.
 fn check_sections(source: &Source<'_>) -> Result<(), Error> {
     let key = "rope.dimension_sections";
     let sections = source.counts(key, 0..=limits::HEAD_DIM)?;
@@ -211,7 +210,7 @@ fn recurrent(decoder: &Decoder<'_>) -> Result<Vec<bool>, Error> {
     Ok((1..=shape.layers).map(|nth| !nth.is_multiple_of(interval)).collect())
 }
 
-/// Attention whose query projection gives, head by head, a query and a gate of the head's output.
+/// Attention whose query projection returns, for each head, a query and a gate of the head's output.
 fn attention(decoder: &Decoder<'_>, layer: usize, rope: RopeSpec) -> Result<AttentionSpec, Error> {
     let (source, dims, heads) = (decoder.source, decoder.shape.dims, decoder.heads(layer).0);
     if dims.v != dims.k {
@@ -255,7 +254,7 @@ impl Heads {
         Ok(Self { taps, k_heads, v_heads, k_dim, v_dim: inner / v_heads })
     }
 
-    /// Width of all heads of v.
+    /// Total width of all heads of v.
     fn inner(&self) -> usize {
         self.v_heads * self.v_dim
     }
@@ -270,7 +269,7 @@ fn beta_and_alpha(
     Ok((linear("ssm_beta")?, linear("ssm_alpha")?))
 }
 
-/// One matrix for both: of each key head the betas of its value heads, then their alphas.
+/// One matrix for both: for each key head the betas of its value heads, then their alphas.
 fn beta_and_alpha_in_one(
     decoder: &Decoder<'_>,
     layer: usize,

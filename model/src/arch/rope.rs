@@ -1,4 +1,4 @@
-//! Rotary embeddings as keys describe them.
+//! Rotary embeddings from metadata keys.
 
 use std::f32::consts::TAU;
 
@@ -9,12 +9,12 @@ use crate::Error;
 use crate::spec::{RopeFactors, RopeSpec, RopeStyle};
 
 impl Decoder<'_> {
-    /// The rotary embedding of `rope.freq_base` and `rope.scaling.*`, where that is none or linear.
+    /// The rotary embedding of `rope.freq_base` and `rope.scaling.*`, without scaling or with linear scaling.
     pub(super) fn rope(&self, style: RopeStyle) -> Result<RopeSpec, Error> {
         let source = self.source;
         let freq_scale = match source.metadata().get::<&str>(&source.key("rope.scaling.type"))? {
             Some("none") => 1.0,
-            // A factor without a type is linear; `rope.scale_linear` is the older name of the factor.
+            // A factor without a type is linear; `rope.scale_linear` is the factor's older name.
             Some("linear") | None => {
                 let factor = match source.positive_unless_zero("rope.scaling.factor")? {
                     Some(factor) => Some(factor),
@@ -27,7 +27,7 @@ impl Decoder<'_> {
         Ok(RopeSpec { freq_scale, ..self.plain_rope(style)? })
     }
 
-    /// As [`rope`](Self::rope), where the scaling is YaRN (arXiv 2309.00071).
+    /// Like [`rope`](Self::rope), with YaRN scaling (arXiv 2309.00071).
     pub(super) fn yarn_rope(&self, style: RopeStyle) -> Result<RopeSpec, Error> {
         let (source, plain) = (self.source, self.plain_rope(style)?);
         let found: &str = source.metadata().require(&source.key("rope.scaling.type"))?;
@@ -42,7 +42,7 @@ impl Decoder<'_> {
         })
     }
 
-    /// The tensor of frequency factors of [`rope`](Self::rope), where there is one.
+    /// The tensor of frequency factors, if there is one.
     pub(super) fn rope_factors(&self) -> Result<Option<RopeFactors>, Error> {
         let tensor = self.source.optional_floats("rope_freqs.weight", &[self.shape.dims.n_rot / 2])?;
         Ok(tensor.map(RopeFactors::Tensor))
@@ -55,8 +55,9 @@ impl Decoder<'_> {
     }
 }
 
-/// Frequencies that turn often within the original context stay, those that turn less than once are divided by
-/// the factor, and between the two betas (turns per context) there is a ramp over the dimensions.
+/// Frequencies with many rotations in the original context stay unchanged; those with less than one are
+/// divided by the factor. Between the two betas (rotations per context) the divisor is a ramp over the
+/// dimensions.
 struct Yarn {
     factor: f32,
     original_context: usize,
@@ -87,14 +88,14 @@ impl Yarn {
         })
     }
 
-    /// What each frequency is divided by.
+    /// Divisor of each frequency.
     fn factors(&self, n_rot: usize, base: f32) -> Vec<f32> {
         let last = n_rot.saturating_sub(1) as f32;
         let dimension = |turns: f32| {
             n_rot as f32 * (self.original_context as f32 / (turns * TAU)).ln() / (2.0 * base.ln())
         };
-        // Whole dimensions, although the released checkpoints were made without rounding: the file format has
-        // no key for it, and its other readers round.
+        // Rounds to whole dimensions, although the released checkpoints were made without rounding: the file
+        // format has no key for this, and its other readers round.
         let low = dimension(self.beta_fast).floor().max(0.0);
         let high = dimension(self.beta_slow).ceil().min(last);
         let factor = |i: usize| {
@@ -104,7 +105,7 @@ impl Yarn {
         (0..n_rot / 2).map(factor).collect()
     }
 
-    /// What cosine and sine are multiplied by.
+    /// Factor of cosine and sine.
     fn magnitude(&self) -> f32 {
         self.attention_factor * (1.0 + 0.1 * self.factor.ln())
     }

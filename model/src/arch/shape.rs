@@ -1,10 +1,10 @@
-//! What every architecture says of its size, read and checked.
+//! Sizes common to all architectures, read and checked.
 
 use super::source::Source;
 use crate::Error;
 use crate::metadata::Strings;
 
-/// Largest hyper-parameters that are taken for true. All products of two fit 64 bits.
+/// Largest accepted hyper-parameters. The product of any two fits 64 bits.
 pub(super) mod limits {
     pub(in super::super) const LAYERS: usize = 1 << 10;
     pub(in super::super) const CONTEXT: usize = 1 << 30;
@@ -22,7 +22,7 @@ pub(super) const EMBEDDING: &str = "token_embd.weight";
 pub(super) struct Shape {
     /// Layers that a token passes through.
     pub(super) layers: usize,
-    /// Blocks of the file: the layers, and after them what predicts further tokens. Lists by layer are this long.
+    /// Blocks of the file: the layers, then MTP blocks. Per-layer lists have this length.
     pub(super) blocks: usize,
     pub(super) hidden: usize,
     pub(super) vocab: usize,
@@ -40,12 +40,12 @@ pub(super) struct HeadDims {
     pub(super) n_rot: usize,
 }
 
-/// What an architecture counts otherwise than most.
+/// Differences between architectures in counting layers and heads.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Counting {
     /// Blocks after the last layer.
     pub(super) appended: usize,
-    /// 0 where a layer without key/value heads is one without attention, else 1.
+    /// 0 if a layer without key/value heads has no attention, else 1.
     pub(super) least_kv_heads: usize,
 }
 
@@ -82,7 +82,7 @@ impl Shape {
 }
 
 impl HeadDims {
-    /// The widths of keys that end in `suffix`, with `default` for a head.
+    /// Reads the widths from keys that end in `suffix`; `default` is the head width.
     pub(super) fn read(
         source: &Source<'_>,
         suffix: &str,
@@ -120,7 +120,7 @@ fn heads(source: &Source<'_>, blocks: usize, least: usize) -> Result<(Vec<usize>
     }
 }
 
-/// The width of a head where no key gives it.
+/// The head width if no key specifies it.
 fn default_head_dim(
     source: &Source<'_>,
     hidden: usize,
@@ -136,13 +136,13 @@ fn default_head_dim(
     }
 }
 
-/// Rows of the embedding, at least as many as the vocabulary has tokens.
+/// Rows of the embedding: at least the number of tokens.
 fn vocab(source: &Source<'_>, hidden: usize) -> Result<usize, Error> {
     let vocab = match source.dims(EMBEDDING)? {
         [_, rows] => usize::try_from(*rows).ok().filter(|&rows| rows <= limits::VOCAB),
         _ => None,
     };
-    // A shape that gives no vocabulary is reported by the check against the largest.
+    // If the shape gives no vocabulary size, the check against the limit reports it.
     let vocab = vocab.unwrap_or(limits::VOCAB);
     source.tensor(EMBEDDING, &[hidden, vocab])?;
     let tokens: Option<&Strings> = source.metadata().get("tokenizer.ggml.tokens")?;

@@ -9,7 +9,7 @@ use crate::metadata::Value;
 use crate::spec::{ConvSpec, LinearSpec, NormKind, NormSpec, RowSlice};
 use crate::{Error, GgmlType, Metadata};
 
-/// A header read as architecture `arch`: keys are `ARCH.key`.
+/// A header read as architecture `arch`; keys are `ARCH.key`.
 pub(super) struct Source<'a> {
     header: &'a ModelHeader,
     arch: &'a str,
@@ -36,7 +36,7 @@ impl<'a> Source<'a> {
         format!("{}.{key}", self.arch)
     }
 
-    /// The error that `key` holds `found`.
+    /// The error that the value `found` of `key` is refused.
     pub(super) fn refuse(&self, key: &str, found: impl Display, needs: impl Display) -> Error {
         Error::HyperParameter { key: self.key(key), found: found.to_string(), needs: needs.to_string() }
     }
@@ -52,7 +52,7 @@ impl<'a> Source<'a> {
         self.count(key, range)?.ok_or_else(|| Error::MissingKey { key: self.key(key) })
     }
 
-    /// One count per layer in `range`: an array of them, or one for all layers. None if the key is missing.
+    /// One count per layer in `range`: an array, or one number for all layers. `None` if the key is missing.
     pub(super) fn layer_counts(
         &self,
         key: &str,
@@ -76,7 +76,7 @@ impl<'a> Source<'a> {
         list.iter().map(count).collect()
     }
 
-    /// A flag per layer, if the key is there: an array as long as one of `lens`.
+    /// A flag per layer: an array with one of the lengths `lens`. `None` if the key is missing.
     pub(super) fn layer_flags(&self, key: &str, lens: &[usize]) -> Result<Option<Vec<bool>>, Error> {
         let Some(list) = self.metadata().get::<Cow<'_, [bool]>>(&self.key(key))? else { return Ok(None) };
         if !lens.contains(&list.len()) {
@@ -101,7 +101,7 @@ impl<'a> Source<'a> {
         self.positive(key)?.ok_or_else(|| Error::MissingKey { key: self.key(key) })
     }
 
-    /// As [`positive`](Self::positive), but zero says the same as no key.
+    /// Like [`positive`](Self::positive), but 0 counts as absent.
     pub(super) fn positive_unless_zero(&self, key: &str) -> Result<Option<f32>, Error> {
         match self.metadata().get::<f32>(&self.key(key))? {
             Some(0.0) => Ok(None),
@@ -122,14 +122,14 @@ impl<'a> Source<'a> {
         self.header.tensor(tensor).is_some()
     }
 
-    /// Dimensions of a tensor, trailing ones left out.
+    /// Dimensions of a tensor without trailing ones.
     pub(super) fn dims(&self, tensor: &str) -> Result<&'a [u64], Error> {
         let info =
             self.header.tensor(tensor).ok_or_else(|| Error::MissingTensor { tensor: tensor.to_owned() })?;
         Ok(significant(info.dims()))
     }
 
-    /// The name of a tensor that is there with these dimensions.
+    /// Returns `name` if the tensor exists with these dimensions.
     pub(super) fn tensor(&self, name: &str, expected: &[usize]) -> Result<String, Error> {
         let found = self.dims(name)?;
         let expected: Vec<u64> = expected.iter().map(|&dim| dim as u64).collect();
@@ -139,7 +139,7 @@ impl<'a> Source<'a> {
         Ok(name.to_owned())
     }
 
-    /// As [`tensor`](Self::tensor), for a tensor that kernels read as plain floats.
+    /// Like [`tensor`](Self::tensor), for a tensor that kernels read as plain floats.
     pub(super) fn floats(&self, name: &str, expected: &[usize]) -> Result<String, Error> {
         let tensor = self.tensor(name, expected)?;
         match self.header.tensor(name).map(|info| info.ty()) {
@@ -150,7 +150,7 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// As [`floats`](Self::floats), none if the tensor is not there.
+    /// Like [`floats`](Self::floats); `None` if the tensor does not exist.
     pub(super) fn optional_floats(&self, name: &str, expected: &[usize]) -> Result<Option<String>, Error> {
         self.has(name).then(|| self.floats(name, expected)).transpose()
     }
@@ -167,7 +167,7 @@ impl<'a> Source<'a> {
         Ok(NormSpec { kind: NormKind::Layer, bias, ..self.rms_norm(stem, width, eps)? })
     }
 
-    /// Matrix `STEM.weight`, with its bias and scale where it has them.
+    /// Matrix `STEM.weight` with optional bias and scale.
     pub(super) fn linear(&self, stem: &str, cols: usize, rows: usize) -> Result<LinearSpec, Error> {
         Ok(LinearSpec {
             bias: self.optional_floats(&format!("{stem}.bias"), &[rows])?,
@@ -176,19 +176,19 @@ impl<'a> Source<'a> {
         })
     }
 
-    /// The rows `slice` of `STEM.weight`, with the scale of the whole where it has one. A bias has no place.
+    /// The rows `slice` of `STEM.weight`, with the optional scale of the whole. A bias is not supported.
     pub(super) fn linear_slice(&self, stem: &str, cols: usize, slice: RowSlice) -> Result<LinearSpec, Error> {
         let whole = self.matrix(stem, cols, slice.of)?;
         let scale = self.optional_floats(&format!("{stem}.scale"), &[1])?;
         Ok(LinearSpec { rows: slice.rows(), slice: Some(slice), scale, ..whole })
     }
 
-    /// Matrix `STEM.weight` alone.
+    /// Matrix `STEM.weight` without bias and scale.
     pub(super) fn matrix(&self, stem: &str, cols: usize, rows: usize) -> Result<LinearSpec, Error> {
         Ok(LinearSpec::new(self.tensor(&format!("{stem}.weight"), &[cols, rows])?, cols, rows))
     }
 
-    /// The matrices `STEM.weight` of all experts, with one bias and scale per expert where it has them.
+    /// The matrices `STEM.weight` of all experts, with an optional bias and scale per expert.
     pub(super) fn experts(
         &self,
         stem: &str,
@@ -203,7 +203,7 @@ impl<'a> Source<'a> {
         })
     }
 
-    /// Depthwise convolution `STEM.weight` of `taps` positions, with its bias where it has one.
+    /// Depthwise convolution `STEM.weight` of `taps` positions, with an optional bias.
     pub(super) fn conv(&self, stem: &str, taps: usize, channels: usize) -> Result<ConvSpec, Error> {
         Ok(ConvSpec {
             weight: self.floats(&format!("{stem}.weight"), &[taps, channels])?,
@@ -213,7 +213,7 @@ impl<'a> Source<'a> {
         })
     }
 
-    /// For architectures that have another name when they are a mixture of experts.
+    /// Refuses experts, for architectures whose mixtures have another name.
     pub(super) fn refuse_experts(&self) -> Result<(), Error> {
         match self.count("expert_count", 0..=usize::MAX)?.filter(|&experts| experts > 0) {
             Some(experts) => Err(self.refuse("expert_count", experts, "0")),
@@ -222,7 +222,7 @@ impl<'a> Source<'a> {
     }
 }
 
-/// Dimensions without the ones at the end, which say nothing; at least one is left.
+/// Dimensions without trailing ones; keeps at least one.
 fn significant(dims: &[u64]) -> &[u64] {
     match dims {
         [head @ .., 1] if !head.is_empty() => significant(head),

@@ -1,12 +1,12 @@
-//! Which layers see only the last positions.
+//! Sliding windows by layer.
 
 use super::shape::limits;
 use super::source::Source;
 use crate::Error;
 use crate::metadata::Value;
 
-/// The window of each layer, none where attention is full: as a list says, else every `period`th layer is full.
-/// `period` is the architecture's own, for files that give none.
+/// The window of each layer; `None` for full attention. Uses the file's list, or makes every `period`th layer
+/// full. `period` is the architecture's default for files without one.
 pub(super) fn windows(
     source: &Source<'_>,
     layers: usize,

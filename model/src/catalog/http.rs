@@ -1,50 +1,51 @@
-//! What a download asks of the network. This crate opens no sockets: whoever downloads brings an [`Http`].
+//! HTTP interface of downloads. This crate opens no sockets; the caller supplies an [`Http`].
 
 use std::io::{self, Read};
 use std::time::Duration;
 
 use super::Url;
 
-/// A `GET`.
+/// An HTTP `GET` request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Request {
     pub url: Url,
-    /// First byte that is wanted, if not all are.
+    /// First byte requested; `None` requests the whole file.
     pub from: Option<u64>,
-    /// With `from`: send everything if the file is not this one any more.
+    /// With `from`: validator for `If-Range`. The server sends the whole file if it changed.
     pub if_range: Option<String>,
-    /// A token for this server alone.
+    /// Bearer token, for this server only.
     pub bearer: Option<String>,
 }
 
-/// The head of an answer.
+/// Status and headers of a response.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Head {
     pub status: u16,
-    /// Names, in lower case, and values.
+    /// Header names in lower case, with their values.
     pub headers: Vec<(String, String)>,
 }
 
 impl Head {
-    /// The first header of this name, given in lower case.
+    /// The first header with this lower-case name.
     pub fn header(&self, name: &str) -> Option<&str> {
         self.headers.iter().find(|(found, _)| found == name).map(|(_, value)| value.trim())
     }
 }
 
-/// An answer: its head, and its body as it comes. A body that ends before its length is an error of `read`.
+/// A response head and a streamed body. A body that ends before its declared length is an error of `read`.
 pub struct Response {
     pub head: Head,
-    /// The rest; one without length and without chunks is an error of `read`.
+    /// The body. One with neither a length nor chunked encoding is an error of `read`.
     pub body: Box<dyn Read>,
 }
 
-/// Carries requests to servers. It follows no redirects and repeats nothing: what to do is decided by whoever asks.
+/// Sends requests. Follows no redirects and does not retry; the caller decides about both.
 pub trait Http {
-    /// Sends a request and waits for the head of the answer, for a bounded time, as reading the body does.
+    /// Sends a request and waits for the response head. Both this wait and reading the body have a time
+    /// limit.
     ///
     /// # Errors
-    /// The network's, the server's, those of TLS. `InvalidData` and `PermissionDenied` are not tried again.
+    /// Errors of the network, the server and TLS. `InvalidData` and `PermissionDenied` are not retried.
     fn get(&self, request: &Request) -> io::Result<Response>;
 
     /// Waits before the next attempt.

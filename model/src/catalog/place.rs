@@ -1,4 +1,4 @@
-//! What all pulls do to a directory: one at a time, names that survive a crash.
+//! Directory operations shared by all pulls: locking, and renames that survive a crash.
 
 use std::fs::{File, TryLockError};
 use std::io;
@@ -8,7 +8,7 @@ use crate::Error;
 
 use super::{Progress, Step};
 
-/// Held while pulling into `dir`; let go when dropped, or when the process dies.
+/// Locks `dir` for a pull. The lock is released when the file is dropped or the process dies.
 pub(super) fn lock(dir: &Path, progress: &mut dyn Progress) -> Result<File, Error> {
     let path = dir.join(".lock");
     let file = File::options().create(true).append(true).open(&path).map_err(io_error("create", &path))?;
@@ -23,7 +23,7 @@ pub(super) fn lock(dir: &Path, progress: &mut dyn Progress) -> Result<File, Erro
     Ok(file)
 }
 
-/// Has the names in `dir` on the disk.
+/// Syncs the names in `dir` to disk.
 pub(super) fn sync_dir(dir: &Path) -> Result<(), Error> {
     File::open(dir).and_then(|dir| dir.sync_all()).map_err(io_error("write", dir))
 }

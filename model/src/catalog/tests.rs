@@ -5,7 +5,7 @@ use super::entries::Beside;
 use super::*;
 use crate::sampling::SamplingDefaults;
 
-/// A model of packages with these parts.
+/// A model made of packages with these parts.
 const fn hello(sha256: &'static str, parts: &'static [PackagePart]) -> Entry {
     Entry {
         name: "hello",
@@ -28,13 +28,13 @@ static HELLO: Entry = hello(
     ],
 );
 
-/// As [`HELLO`], but its packages hold something else.
+/// Like [`HELLO`], but with other package contents.
 static CHANGED: Entry = hello(
     SHA256,
     &[PackagePart { requirement: "one==1", member: "hello earth", wheel_bytes: 7, beside: &[] }],
 );
 
-/// As [`HELLO`], with files beside its own.
+/// Like [`HELLO`], with further files beside the model's own.
 static FOLDER: Entry = hello(
     SHA256,
     &[PackagePart {
@@ -51,11 +51,11 @@ const X: Beside = Beside {
     sha256: "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881",
 };
 
-/// A package with more than there should be.
+/// A package whose member is longer than pinned.
 static ENDLESS: Entry =
     hello(SHA256, &[PackagePart { requirement: "one==1", member: "ENDLESS", wheel_bytes: 7, beside: &[] }]);
 
-/// A network that nobody asks.
+/// A network that must not be used.
 fn nobody() -> Network {
     struct Nobody;
     impl Http for Nobody {
@@ -67,10 +67,10 @@ fn nobody() -> Network {
 }
 
 /// A store whose Python is a shell script: `pip download` runs `download` with the wheel's path in `$wheel`,
-/// unpacking prints the member's own name.
+/// and unpacking prints the member's name.
 fn store(download: &str) -> (tempfile::TempDir, Store) {
-    // One script for all tests, complete before any of them runs it: a file that another thread's child still
-    // holds open for writing cannot be executed.
+    // All tests share one script, written before any test runs it. A file that a child process of another
+    // thread still holds open for writing cannot be executed.
     static SCRIPT: LazyLock<tempfile::TempPath> = LazyLock::new(|| {
         let script = r#"#!/bin/sh
 here=$(dirname "$0")
@@ -302,7 +302,7 @@ fn the_catalog_is_sound() {
     assert!(listed.iter().all(|l| !l.present));
 }
 
-/// Answers everything with these bytes.
+/// Sends these bytes as the body of every response.
 struct One(&'static [u8]);
 impl Http for One {
     fn get(&self, _: &Request) -> io::Result<Response> {

@@ -1,105 +1,102 @@
-//! One file's way from a server: what to ask, what an answer means, when to try again. No sockets, files or clocks.
+//! State machine of one file's download: builds requests, interprets responses and schedules retries. Uses no
+//! sockets, files or clocks.
 
 use std::time::Duration;
 
 use super::http::{Head, Request};
 use super::{InvalidAddress, Url};
 
-/// Redirects that one request may lead to.
+/// Most redirects that one request follows.
 const MAX_REDIRECTS: u32 = 10;
-/// Failures one after the other without a byte between them.
+/// Most consecutive failures without a byte received in between.
 const MAX_FAILURES: u32 = 6;
-/// How often a file may change, or a server contradict itself, before this is given up.
+/// Most restarts from byte 0 because the file changed or the server contradicted itself.
 const MAX_RESTARTS: u32 = 4;
-/// The first pause; each one more is twice as long.
+/// First pause before a retry. Each further pause is twice as long.
 const PAUSE: Duration = Duration::from_secs(1);
-/// No pause is longer, whatever a server asks for.
+/// Upper bound of a pause, whatever `Retry-After` says.
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
-/// No file of a model is larger.
+/// Upper bound of a model file's size.
 const MAX_BYTES: u64 = 1 << 44;
 
-/// Why a server's answer ends a download.
+/// Why a server's response ends a download.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Refusal {
-    /// 401 or 403.
+    /// HTTP status 401 or 403.
     #[error("the server refuses it ({0}); a hub's model may want a token (HF_TOKEN) and its terms accepted")]
     Denied(u16),
-    /// 404 or 410.
+    /// HTTP status 404 or 410.
     #[error("the server has no such file ({0})")]
     Absent(u16),
     #[error("the server answered {0}")]
     Status(u16),
-    /// Redirects that do not end.
+    /// Too many redirects.
     #[error("more than {MAX_REDIRECTS} redirects")]
     Redirects,
     /// A redirect without a usable address.
     #[error("it is redirected to {location:?}: {source}")]
-    Location {
-        location: String,
-        /// What is wrong with that.
-        source: InvalidAddress,
-    },
-    /// Not over TLS, and not this machine.
+    Location { location: String, source: InvalidAddress },
+    /// Not TLS, and not a loopback address.
     #[error(
         "{0} is not asked without TLS; use https://, or allow it with --allow-http (KVASIR_ALLOW_HTTP=1)"
     )]
     Plain(String),
-    /// Another length than the one that is pinned.
+    /// The length differs from the pinned one.
     #[error("the file has {found} bytes there, and should have {wanted}")]
     Length {
-        /// Bytes there.
+        /// Actual bytes.
         found: u64,
-        /// Bytes that are pinned.
+        /// Pinned bytes.
         wanted: u64,
     },
     #[error("the file has {0} bytes, as no model has")]
     Huge(u64),
-    /// It changed, or the server contradicted itself, too often.
+    /// The file changed, or the server contradicted itself, too often.
     #[error("the file changed on the server again and again")]
     Unsteady,
-    /// The network failed too often without a byte between.
+    /// The network failed too often without a byte received in between.
     #[error("{MAX_FAILURES} attempts failed, the last one: {0}")]
     Failed(String),
 }
 
-/// What is known of a file from earlier answers, kept with the part of it that is here.
+/// What earlier responses reported about the file. Stored beside the partial file.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(super) struct TransferState {
-    /// Bytes of it that are safely here.
+    /// Bytes of the file that are on disk.
     pub(super) have: u64,
-    /// Bytes of all of it.
+    /// Size of the whole file.
     pub(super) total: Option<u64>,
-    /// What tells this file from a changed one: a strong `ETag`, else `Last-Modified`.
+    /// Detects that the file changed: a strong `ETag`, else `Last-Modified`.
     pub(super) validator: Option<String>,
-    /// What the server says that its SHA-256 is.
+    /// SHA-256 reported by the server.
     pub(super) told: Option<String>,
 }
 
-/// What to do with an answer.
+/// What to do with a response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ResponseAction {
-    /// The body goes to this position, everything behind it is dropped first.
+    /// Write the body at this position, after truncating the file to it.
     Body {
         at: u64,
     },
     Again,
-    /// Ask again, after a pause.
+    /// Retry after a pause.
     Later(Duration),
-    /// All of it is here.
+    /// The file is complete.
     Complete,
 }
 
-/// Whom to ask without TLS.
+/// Hosts that may be contacted without TLS.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum PlainHttp {
     #[default]
     Loopback,
-    /// Everybody that an `http://` address names; never one that an `https://` address is redirected to.
+    /// Any host of an `http://` address. A redirect from `https://` to `http://` is still refused.
     Allowed,
 }
 
-/// A file that is being fetched.
+/// A file that is being downloaded.
 #[derive(Debug)]
 pub(super) struct Transfer {
     origin: Url,
@@ -107,7 +104,7 @@ pub(super) struct Transfer {
     plain: PlainHttp,
     wanted: Option<u64>,
     known: TransferState,
-    /// Where the next request goes.
+    /// Target of the next request.
     url: Url,
     redirects: u32,
     failures: u32,
@@ -115,7 +112,8 @@ pub(super) struct Transfer {
 }
 
 impl Transfer {
-    /// Of the file at `origin`, of which something may be here already. `wanted`: bytes that it must have.
+    /// Downloads the file at `origin`. `known` describes the part already on disk; `wanted` is the pinned
+    /// length in bytes.
     pub(super) fn new(
         origin: Url,
         bearer: Option<String>,
@@ -132,9 +130,9 @@ impl Transfer {
         &self.known
     }
 
-    /// What is to be asked now.
+    /// The next request to send.
     pub(super) fn request(&self) -> Request {
-        // Without something to tell a changed file by, the rest of it may be the rest of another one.
+        // Without a validator the rest could belong to a changed file, so the download starts at byte 0.
         let resumes = self.known.have > 0 && self.known.validator.is_some();
         Request {
             url: self.url.clone(),
@@ -144,7 +142,7 @@ impl Transfer {
         }
     }
 
-    /// What the answer to [`request`](Self::request) means.
+    /// Interprets the response to [`request`](Self::request).
     pub(super) fn head(&mut self, head: &Head) -> Result<ResponseAction, Refusal> {
         let asked = self.request().from;
         if let Some(told) = head.header("x-linked-etag").and_then(sha256) {
@@ -176,7 +174,7 @@ impl Transfer {
                 if complete { Ok(ResponseAction::Complete) } else { self.start_over() }
             }
             301 | 302 | 303 | 307 | 308 => self.follow(head.header("location").unwrap_or_default()),
-            // What a redirect leads to may have been signed for a short time only.
+            // The URL of a redirect target may have expired; retry from the original address.
             401 | 403 if self.url != self.origin && self.known.have > 0 => self.broken("refused", None),
             status @ (401 | 403) => Err(Refusal::Denied(status)),
             status @ (404 | 410) => Err(Refusal::Absent(status)),
@@ -188,7 +186,7 @@ impl Transfer {
         }
     }
 
-    /// So many bytes of the body have come.
+    /// Counts `bytes` received of the body.
     pub(super) fn received(&mut self, bytes: u64) -> Result<(), Refusal> {
         self.known.have = self.known.have.saturating_add(bytes);
         self.failures = 0;
@@ -199,13 +197,13 @@ impl Transfer {
         Ok(())
     }
 
-    /// The body has ended as it should. Whether that is all of the file.
+    /// Handles a body that ended normally: complete, or to be continued if bytes are missing.
     pub(super) fn ended(&mut self) -> Result<ResponseAction, Refusal> {
         match self.known.total {
             Some(total) if self.known.have < total => {
                 self.broken(&format!("the answer ended after {} of {total} bytes", self.known.have), None)
             }
-            // Chunks say where they end: that is all there is.
+            // A chunked body marks its own end.
             _ => match self.wanted {
                 Some(wanted) if wanted != self.known.have => Err(self.wrong_length(self.known.have)),
                 _ => Ok(ResponseAction::Complete),
@@ -213,7 +211,8 @@ impl Transfer {
         }
     }
 
-    /// The connection failed, or the server wants to be left alone.
+    /// Handles a failed connection or a temporary server error. `after` is the pause that the server
+    /// requested.
     pub(super) fn broken(&mut self, why: &str, after: Option<Duration>) -> Result<ResponseAction, Refusal> {
         self.failures += 1;
         if self.failures >= MAX_FAILURES {
@@ -224,7 +223,7 @@ impl Transfer {
         Ok(ResponseAction::Later(after.unwrap_or(own).min(LONGEST_PAUSE)))
     }
 
-    /// What is here is of no use: the file has changed, or the server has said two things.
+    /// Discards the partial file because the file changed or the server contradicted itself.
     fn start_over(&mut self) -> Result<ResponseAction, Refusal> {
         self.restarts += 1;
         if self.restarts > MAX_RESTARTS {
@@ -257,7 +256,7 @@ impl Transfer {
         Ok(ResponseAction::Again)
     }
 
-    /// Remembers what the head of a body says of the file.
+    /// Records the file's size and validator from a response head.
     fn learn(&mut self, head: &Head, total: Option<u64>) -> Result<(), Refusal> {
         if let (Some(total), Some(wanted)) = (total, self.wanted)
             && total != wanted
@@ -288,7 +287,7 @@ fn check_plain(url: &Url, plain: PlainHttp) -> Result<(), Refusal> {
     }
 }
 
-/// What `If-Range` may carry: a strong `ETag`, else a date.
+/// Value for `If-Range`: a strong `ETag`, else a date.
 fn validator(head: &Head) -> Option<String> {
     let strong = head.header("etag").filter(|etag| etag.starts_with('"') && etag.len() < 256);
     let found = strong.or_else(|| head.header("last-modified").filter(|date| date.len() < 64))?;
@@ -300,7 +299,7 @@ struct Range {
     total: Option<u64>,
 }
 
-/// `bytes 5-9/10`, `bytes 5-9/*`.
+/// Parses `bytes 5-9/10` and `bytes 5-9/*`.
 fn content_range(text: &str) -> Option<Range> {
     let (range, total) = text.strip_prefix("bytes ")?.split_once('/')?;
     let (first, last) = range.split_once('-')?;
@@ -309,7 +308,7 @@ fn content_range(text: &str) -> Option<Range> {
     (first <= last && total.is_none_or(|total| last < total)).then_some(Range { first, total })
 }
 
-/// A quoted SHA-256, as a hub writes it.
+/// Parses a quoted SHA-256, as hubs send it in `x-linked-etag`.
 fn sha256(etag: &str) -> Option<String> {
     let hex = etag.trim_matches('"');
     (hex.len() == 64 && hex.bytes().all(|byte| byte.is_ascii_hexdigit())).then(|| hex.to_ascii_lowercase())
@@ -351,13 +350,13 @@ mod tests {
             (head(206, &[range, ("etag", "\"v1\"")]), ResponseAction::Body { at: 5 }, 5),
             (head(206, &[range]), ResponseAction::Body { at: 5 }, 5),
             (head(206, &[("content-range", "bytes 5-9/*")]), ResponseAction::Body { at: 5 }, 5),
-            // Another file, another position, no position, another length: from the start.
+            // Changed file, wrong position, no position, wrong length: start over.
             (head(206, &[range, ("etag", "\"v2\"")]), ResponseAction::Again, 0),
             (head(206, &[("content-range", "bytes 4-9/10")]), ResponseAction::Again, 0),
             (head(206, &[]), ResponseAction::Again, 0),
             (head(206, &[("content-range", "bytes 5-9/9")]), ResponseAction::Again, 0),
             (head(206, &[("content-range", "bytes 5-10/11")]), ResponseAction::Again, 0),
-            // A server that knows no ranges, or has another file, sends all of it.
+            // A server without range support, or with a changed file, sends the whole file.
             (head(200, &[("content-length", "20"), ("etag", "\"v2\"")]), ResponseAction::Body { at: 0 }, 0),
             (head(416, &[("content-range", "bytes */10")]), ResponseAction::Again, 0),
         ] {
@@ -399,7 +398,7 @@ mod tests {
         assert_eq!(transfer.request().bearer, None, "another server is not told the token");
         assert_eq!(transfer.request().from, Some(5));
         assert_eq!(transfer.known().told.as_deref(), Some(linked.to_ascii_lowercase().trim_matches('"')));
-        // The signature may have run out: from the address that was given.
+        // The signed URL may have expired, so the original address is requested again.
         assert_eq!(transfer.head(&head(403, &[])), Ok(ResponseAction::Later(PAUSE)));
         assert_eq!(transfer.request().url.host(), "a.example");
         for _ in 0..MAX_REDIRECTS {

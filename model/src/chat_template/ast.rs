@@ -1,4 +1,4 @@
-//! What a template says, parsed.
+//! Syntax tree of a template.
 
 use std::sync::Arc;
 
@@ -95,7 +95,7 @@ pub(super) struct Macro {
     pub(super) name: Name,
     pub(super) parameters: Vec<(Name, Option<Expr>)>,
     pub(super) body: Body,
-    /// Whether it looks at `caller`, `varargs`, `kwargs`.
+    /// Whether it reads `caller`, `varargs` or `kwargs`.
     pub(super) takes_caller: bool,
     pub(super) takes_rest: bool,
     pub(super) takes_named_rest: bool,
@@ -119,17 +119,17 @@ pub(super) enum Does {
     If(Vec<(Expr, Body)>, Body),
     With(Vec<(Target, Expr)>, Body),
     Macro(Arc<Macro>),
-    /// The body, as a macro, and the call that is given it.
+    /// The body as a macro, and the call that receives it.
     CallBlock(Arc<Macro>, Expr, Box<Arguments>),
     /// The filter reads the name [`CAPTURED`].
     Filter(Expr, Body),
-    /// Names that are set in it are its own.
+    /// Names set inside are local.
     Scope(Body),
-    /// It sees only the template's own names.
+    /// Sees only the template's global names.
     Block(Body),
     Break,
     Continue,
 }
 
-/// What a block's text is called while its filters are applied. No template can say it.
+/// Name of a block's text while its filters are applied. No template can write this name.
 pub(super) const CAPTURED: &str = "\0captured";

@@ -1,7 +1,7 @@
-//! What one rendering may use up.
+//! Limits of one rendering.
 //!
-//! Every operation of the interpreter charges what it reads and what it makes before it does so, in bytes. All limits
-//! are checked where the charge is made, so no single operation can run past one of them.
+//! Every operation of the interpreter charges the bytes that it reads and creates before it runs. The charge
+//! checks all limits, so no single operation can exceed one of them.
 
 use std::cell::Cell;
 use std::time::Duration;
@@ -11,41 +11,41 @@ use rustix::time::{ClockId, clock_gettime};
 use super::Limit;
 use super::value::{Fallible, Fault};
 
-/// Bytes of one value.
+/// Largest value in bytes.
 pub(super) const ONE: u64 = 32 << 20;
-/// What handling a value costs, whatever its size.
+/// Cost of handling a value, independent of its size.
 pub(super) const VISIT: u64 = 64;
-/// Depth of statements, operations and calls within each other.
+/// Deepest nesting of statements, operations and calls.
 const DEPTH: u32 = 400;
-/// Depth of macro calls and recursive loops within each other.
+/// Deepest nesting of macro calls and recursive loops.
 const CALLS: u32 = 64;
-/// Charged work between two looks at the clock, well below a millisecond.
+/// Work charged between two reads of the clock; takes well below a millisecond.
 const UNTIMED: u64 = 1 << 17;
 
-/// What one rendering may use up in all.
+/// Limits of a whole rendering.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Limits {
     pub(super) time: Duration,
-    /// Bytes read and made.
+    /// Bytes read and created.
     pub(super) work: u64,
-    /// Statements, operations and passes of loops.
+    /// Statements, operations and loop iterations.
     pub(super) steps: u32,
 }
 
 impl Limits {
     pub(super) const FULL: Self =
         Self { time: Duration::from_millis(250), work: 256 << 20, steps: 1_000_000 };
-    /// Of a rendering on a thread that has other work to do.
+    /// For rendering on a thread with other work.
     pub(super) const SHORT: Self = Self { time: Duration::from_millis(1), work: 1 << 20, steps: 4_000 };
 }
 
-/// The account of one rendering.
+/// Resources used by one rendering.
 #[derive(Debug)]
 pub(super) struct Budget {
     started: Duration,
     limits: Limits,
     work: Cell<u64>,
-    /// The clock is read when so much work is done.
+    /// Work at which the clock is read next.
     look: Cell<u64>,
     steps: Cell<u32>,
     depth: Cell<u32>,
@@ -65,7 +65,7 @@ impl Budget {
         }
     }
 
-    /// Charges so many bytes.
+    /// Charges `bytes` bytes.
     pub(super) fn charge(&self, bytes: u64) -> Fallible<()> {
         let work = self.work.get().saturating_add(bytes);
         self.work.set(work);
@@ -83,7 +83,7 @@ impl Budget {
         self.charge(bytes as u64)
     }
 
-    /// Charges going through a text character by character, so many times as slow as copying it.
+    /// Charges a pass over a text, character by character, at `times` times the cost of a copy.
     pub(super) fn charge_slow(&self, text: &str, times: u64) -> Fallible<()> {
         self.charge((text.len() as u64).saturating_mul(times))
     }
@@ -105,7 +105,8 @@ impl Budget {
         self.charge(VISIT)
     }
 
-    /// Goes one level down. A rendering that fails never comes up again, so only success calls [`leave`](Self::leave).
+    /// Goes one level deeper. Only a successful operation calls [`leave`](Self::leave): a failed rendering
+    /// ends.
     pub(super) fn enter(&self) -> Fallible<()> {
         let depth = self.depth.get() + 1;
         self.depth.set(depth);
@@ -116,7 +117,7 @@ impl Budget {
         self.depth.set(self.depth.get() - 1);
     }
 
-    /// Runs a macro's body or a recursive loop.
+    /// Runs the body of a macro or of a recursive loop.
     pub(super) fn call<T>(&self, run: impl FnOnce() -> Fallible<T>) -> Fallible<T> {
         let calls = self.calls.get() + 1;
         self.calls.set(calls);
@@ -135,7 +136,7 @@ impl From<Limit> for Fault {
     }
 }
 
-/// CPU time of this thread: a busy machine must not fail a chat.
+/// CPU time of this thread: load on the machine must not fail a chat.
 fn cpu_time() -> Duration {
     let now = clock_gettime(ClockId::ThreadCPUTime);
     Duration::new(u64::try_from(now.tv_sec).unwrap_or(0), u32::try_from(now.tv_nsec).unwrap_or(0))

@@ -1,9 +1,9 @@
-//! Arguments of calls.
+//! Arguments of calls and their binding to parameters.
 
 use super::ast::Name;
 use super::value::{Fallible, Value, failed};
 
-/// What a call is given.
+/// Arguments of a call.
 #[derive(Debug, Default)]
 pub(super) struct Args {
     pub(super) positional: Vec<Value>,
@@ -11,7 +11,7 @@ pub(super) struct Args {
 }
 
 impl Args {
-    /// By the names of a function's parameters, of which the first so many must be there.
+    /// Binds arguments to parameter names. The first `required` ones must be present.
     pub(super) fn bind<const N: usize>(
         self,
         function: &str,
@@ -43,7 +43,7 @@ impl Args {
     }
 }
 
-/// What is given as `None` is as if it were not given.
+/// Treats an explicit `None` as absent.
 pub(super) fn given(value: Option<Value>) -> Option<Value> {
     value.filter(|value| !matches!(value, Value::None))
 }

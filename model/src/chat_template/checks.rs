@@ -93,7 +93,7 @@ pub(super) fn holds(machine: &mut Machine<'_>, name: &str, value: &Value, args: 
         ("true", value) => matches!(value, Value::Bool(true)),
         ("false", value) => matches!(value, Value::Bool(false)),
         ("escaped", _) => false,
-        // Calling what is undefined fails, but Python has it among what can be called.
+        // Calling an undefined value fails, but Python's `callable` is true for it.
         ("callable", value) => matches!(value, Value::Callable(_) | Value::Undefined(_)),
         ("iterable", Value::Callable(callable)) => matches!(**callable, Callable::Loop(_)),
         ("iterable", value) => !matches!(
@@ -121,7 +121,7 @@ pub(super) fn holds(machine: &mut Machine<'_>, name: &str, value: &Value, args: 
     })
 }
 
-/// `value % divisor == rest`, which strings can answer too.
+/// `value % divisor == rest`. On strings `%` is formatting.
 fn leaves(machine: &mut Machine<'_>, value: &Value, divisor: &Value, rest: i128) -> Fallible<bool> {
     let found = binary(machine, Binary::Rem, value, divisor)?;
     equal(machine, &found, &Value::Int(rest))

@@ -1,4 +1,4 @@
-//! `strftime_now`: some templates tell the model the date. Always UTC and in English.
+//! `strftime_now`, used by templates that give the model the date. Always UTC and English.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -18,9 +18,8 @@ const MONTHS: [&str; 12] = [
 ];
 const DAYS: [&str; 7] = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"];
 
-/// A moment's date and time.
 struct Moment {
-    /// Since 1970-01-01.
+    /// Seconds since 1970-01-01.
     seconds: u64,
     year: u64,
     month: u64,
@@ -29,7 +28,7 @@ struct Moment {
     minute: u64,
     second: u64,
     weekday: u64,
-    /// The first day of the year is 1.
+    /// From 1.
     year_day: u64,
 }
 
@@ -52,14 +51,14 @@ impl Moment {
         }
     }
 
-    /// Year and week of ISO 8601: a week belongs to the year of its Thursday.
+    /// ISO 8601 year and week: a week belongs to the year of its Thursday.
     fn iso_week(&self) -> (u64, u64) {
         let thursday = self.seconds / 86400 + 3 - self.weekday;
         let year = date(thursday).0;
         (year, (thursday - day_number(year, 1, 1)) / 7 + 1)
     }
 
-    /// A number of the date with its width and what fills it.
+    /// A number of the date, its width and its fill character.
     fn number(&self, conversion: char) -> Option<(u64, usize, char)> {
         let twelve = if self.hour.is_multiple_of(12) { 12 } else { self.hour % 12 };
         Some(match conversion {
@@ -151,14 +150,14 @@ impl Moment {
     }
 }
 
-/// `format` with C's conversions filled in; one that is not known stays as it is.
+/// Formats a time with C's conversions; unknown ones stay unchanged.
 pub(super) fn format(format: &str, now: SystemTime) -> String {
     Moment::of(now).written(format)
 }
 
 /// Year, month and day of the day that is `days` after 1970-01-01.
 fn date(days: u64) -> (u64, u64, u64) {
-    // Counted from 0000-03-01, so that the leap day is a year's last: 146097 days in 400 years.
+    // Counted from 0000-03-01, so that the leap day is the last day of a year. 400 years have 146097 days.
     let days = days + 719_468;
     let (era, day) = (days / 146_097, days % 146_097);
     let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;

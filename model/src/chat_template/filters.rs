@@ -129,7 +129,7 @@ pub(super) fn apply(machine: &mut Machine<'_>, name: &str, value: Value, args: A
         "truncate" if !matches!(value, Value::Str(_)) => unchanged_if_short(machine, value, args),
         _ if FILTERS.contains(&name) => {
             let text = match name {
-                // Those that Jinja does not make a string first.
+                // Jinja does not convert the operands of these to strings.
                 "indent" | "truncate" | "wordwrap" => value.text("what is formatted")?.clone(),
                 _ => string(machine, &value)?,
             };
@@ -142,7 +142,7 @@ pub(super) fn apply(machine: &mut Machine<'_>, name: &str, value: Value, args: A
     }
 }
 
-/// `truncate` of something that is no text: it can only be short enough.
+/// `truncate` of a value that is not a string: an error unless it is short enough.
 fn unchanged_if_short(machine: &mut Machine<'_>, value: Value, args: Args) -> Fallible<Value> {
     let [longest, _, _, leeway] = args.bind("truncate", ["length", "killwords", "end", "leeway"], 0)?;
     let longest = longest.map_or(Ok(255), |longest| longest.integer("the length"))?;
@@ -168,7 +168,7 @@ fn length(machine: &mut Machine<'_>, value: &Value) -> Fallible<Value> {
     )
 }
 
-/// The steps of an attribute's name: `a.0.b`.
+/// Splits an attribute path: `a.0.b`.
 fn path(attribute: &Value) -> Fallible<Vec<Value>> {
     Ok(match attribute {
         Value::None => Vec::new(),
@@ -196,7 +196,7 @@ fn get(machine: &mut Machine<'_>, item: &Value, path: &[Value], default: Option<
     Ok(found)
 }
 
-/// What items are compared by.
+/// Sort key of an item.
 fn key(machine: &mut Machine<'_>, value: Value, case_sensitive: bool) -> Fallible<Value> {
     match &value {
         Value::Str(text) if !case_sensitive => {
@@ -224,7 +224,7 @@ fn map(machine: &mut Machine<'_>, value: &Value, mut args: Args) -> Fallible<Val
     }
     let filter = args.positional.remove(0);
     let filter = filter.text("the filter's name")?.as_str();
-    // What is mapped can be `map` itself.
+    // The mapped filter can be `map` itself.
     machine.budget.enter()?;
     while let Some(item) = source.next(machine.budget)? {
         machine.budget.step()?;
@@ -439,7 +439,7 @@ fn of_items(machine: &mut Machine<'_>, name: &str, value: &Value, args: Args) ->
             let mut lists = Vec::new();
             for (at, mut part) in parts.into_iter().enumerate() {
                 if let Some(fill) = &fill {
-                    // A slice that is not one of the longer ones gets one more, also where none is longer.
+                    // Each shorter slice gets one fill item, even if all slices have the same length.
                     let missing = match name {
                         "batch" => count.saturating_sub(part.len()),
                         _ => usize::from(at >= longer),

@@ -1,4 +1,4 @@
-//! `%` of strings, and `str.format` with its little language.
+//! `%` formatting and `str.format`.
 
 use super::Limit;
 use super::budget::ONE;
@@ -8,11 +8,11 @@ use super::operators::position;
 use super::print;
 use super::value::{Fallible, Fault, Iter, Kind, Number, Text, Value, Writer, failed};
 
-/// Digits behind the point, at most.
+/// Most digits after the decimal point.
 const PRECISION: usize = 1000;
 const LEVELS: u32 = 2;
 
-/// How a value is written.
+/// A format specification.
 #[derive(Debug, Default, Clone)]
 struct Spec {
     fill: Option<char>,
@@ -202,7 +202,7 @@ fn grouped(digits: &str, group: char, step: usize) -> String {
     text
 }
 
-/// A float that is not negative.
+/// Formats a non-negative float.
 fn float_body(float: f64, kind: Option<char>, precision: Option<usize>, alternate: bool) -> String {
     let upper = kind.is_some_and(char::is_uppercase);
     let text = if !float.is_finite() {
@@ -235,7 +235,7 @@ fn scientific(float: f64, precision: usize, alternate: bool) -> String {
     format!("{digits}{point}e{}{:02}", if exponent < 0 { '-' } else { '+' }, exponent.abs())
 }
 
-/// `g`; `whole`: at least one digit behind the point where there is no exponent.
+/// Type `g`. `whole`: at least one digit after the point if there is no exponent.
 fn general(float: f64, precision: usize, alternate: bool, whole: bool) -> String {
     let precision = precision.max(1);
     let rounded = format!("{float:.*e}", precision - 1);
@@ -336,7 +336,7 @@ pub(super) fn percent(machine: &mut Machine<'_>, template: &Text, value: &Value)
     }
     out.push_part(template, at..all.len())?;
     let rest = if single { !used } else { given.next(machine.budget)?.is_some() };
-    // Python does not mind where a value can be indexed as a dict can.
+    // Python accepts unused arguments if the value supports dict-like indexing.
     let mapping =
         matches!(value, Value::Dict(_) | Value::Undefined(_)) || matches!(value, Value::Seq(_)) && single;
     if rest && !mapping {
@@ -419,7 +419,7 @@ pub(super) fn brace(machine: &mut Machine<'_>, template: &Text, args: Args) -> F
 
 struct Fields {
     args: Args,
-    /// Whether fields are numbered by themselves, once one has shown it.
+    /// Whether fields are numbered automatically, once known.
     automatic: Option<bool>,
     next: usize,
 }

@@ -1,5 +1,5 @@
-//! `tojson` as Transformers defines it: Python's `json.dumps`, of other characters than ASCII by default nothing is
-//! escaped, and nothing for HTML.
+//! `tojson` as in Transformers: Python's `json.dumps`. By default, escapes neither non-ASCII characters nor
+//! HTML.
 
 use super::budget::VISIT;
 use super::calls::{Args, given};
@@ -112,7 +112,7 @@ fn write<'b>(
     }
 }
 
-/// Before an item: a comma unless it is the first, and a line where there are lines.
+/// Writes the separator before an item: a comma unless it is the first, and a line break in indented style.
 fn begin(out: &mut Writer<'_>, style: &Style, level: usize, comma: bool) -> Fallible<()> {
     if comma {
         out.push_text(&style.between)?;

@@ -1,4 +1,4 @@
-//! Jinja's tokens, with `trim_blocks` and `lstrip_blocks` as Transformers sets them.
+//! Jinja lexer with `trim_blocks` and `lstrip_blocks`, as Transformers sets them.
 
 use std::sync::Arc;
 
@@ -35,7 +35,7 @@ pub(super) fn tokens(source: &str) -> Result<Vec<Placed>, String> {
     Ok(lexer.tokens)
 }
 
-/// With `\n` at the end of every line.
+/// Normalises line ends to `\n`.
 fn normalised(text: &str) -> String {
     text.replace("\r\n", "\n").replace('\r', "\n")
 }
@@ -43,11 +43,11 @@ fn normalised(text: &str) -> String {
 struct Lexer<'s> {
     source: &'s str,
     at: usize,
-    /// That of byte `counted`.
+    /// Line number at byte `counted`.
     line: u32,
     counted: usize,
     tokens: Vec<Placed>,
-    /// What closes the brackets that are open.
+    /// Closing brackets of the open ones.
     open: Vec<&'static str>,
 }
 
@@ -76,7 +76,7 @@ impl<'s> Lexer<'s> {
         Ok(())
     }
 
-    /// Text up to a tag, and the tag.
+    /// Reads text up to a tag, and the tag.
     fn data(&mut self) -> Result<(), String> {
         let rest = self.rest();
         let starts = |at: usize| rest.get(at + 1..at + 2).is_some_and(|c| matches!(c, "{" | "%" | "#"));
@@ -114,7 +114,7 @@ impl<'s> Lexer<'s> {
         }
     }
 
-    /// What remains of the text before a tag.
+    /// Strips the text before a tag.
     fn before_tag<'t>(&self, text: &'t str, sign: Option<u8>, block: bool) -> &'t str {
         match sign {
             Some(b'-') => text.trim_end_matches(is_space),
@@ -129,7 +129,7 @@ impl<'s> Lexer<'s> {
         }
     }
 
-    /// Behind the end of a block or comment with `sign` in front of its end.
+    /// Skips whitespace after a block or comment whose end has `sign`.
     fn after_block(&mut self, sign: Option<u8>) {
         match sign {
             Some(b'-') => self.skip_space(),
@@ -143,7 +143,7 @@ impl<'s> Lexer<'s> {
         self.at += rest.len() - rest.trim_start_matches(is_space).len();
     }
 
-    /// `{% raw %}`, if it is that; behind the tag's sign.
+    /// Reads a `{% raw %}` block if there is one, starting after the tag's sign.
     fn raw(&mut self) -> Result<bool, String> {
         let word = |text: &'s str, word: &str| -> Option<&'s str> {
             Some(text.trim_start_matches(is_space).strip_prefix(word)?.trim_start_matches(is_space))
@@ -180,7 +180,7 @@ impl<'s> Lexer<'s> {
         Err("missing end of raw directive".into())
     }
 
-    /// The tokens of a tag that ends with `close`.
+    /// Reads the tokens of a tag that ends with `close`.
     fn tag(&mut self, end: Token, close: &str) -> Result<(), String> {
         loop {
             self.skip_space();
@@ -244,7 +244,7 @@ impl<'s> Lexer<'s> {
     fn number(&mut self) -> Result<(), String> {
         let rest = self.rest();
         let digits = |from: usize, digit: fn(char) -> bool| -> usize {
-            // Digits with single underscores between them.
+            // Digits separated by single underscores.
             let bytes = rest.as_bytes();
             let is = |at: usize| bytes.get(at).is_some_and(|&b| b.is_ascii() && digit(char::from(b)));
             let mut at = from;
@@ -257,7 +257,7 @@ impl<'s> Lexer<'s> {
         let whole = digits(0, decimal);
         let mut end = whole;
         let mut float = false;
-        // `messages.0.1` has no float in it.
+        // In `messages.0.1` there is no float.
         if self.at == 0 || self.source.as_bytes().get(self.at - 1) != Some(&b'.') {
             if rest.get(end..).is_some_and(|rest| rest.starts_with('.')) && digits(end + 1, decimal) > end + 1
             {
@@ -287,7 +287,7 @@ impl<'s> Lexer<'s> {
             };
             let (radix, from) = if based_end > 2 { (radix, 2) } else { (10, 0) };
             end = if from > 0 { based_end } else { whole };
-            // A leading zero is a number of its own.
+            // A leading zero is a separate number.
             if from == 0
                 && rest.starts_with('0')
                 && clean(rest.get(..end).unwrap_or_default()).contains(|c| c != '0')
@@ -321,7 +321,7 @@ impl<'s> Lexer<'s> {
     }
 }
 
-/// What follows a backslash, as Python reads it.
+/// Interprets an escape sequence like Python.
 fn escape(chars: &mut std::str::CharIndices<'_>, text: &mut String) -> Result<(), String> {
     let Some((_, c)) = chars.next() else { return Ok(()) };
     let mut numbered = |digits: usize| -> Result<u32, String> {

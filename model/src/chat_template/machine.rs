@@ -22,10 +22,10 @@ use super::{Limit, OUTPUT, checks, filters, methods, operators, print};
 mod globals;
 mod loops;
 
-/// Bytes written, those of blocks and macros included: what a macro writes is written again by its caller.
+/// Most bytes written, including those of blocks and macros: a macro's caller writes its output again.
 const WRITTEN: usize = 4 * OUTPUT;
 
-/// Names that belong together. Those within see those around.
+/// Names of one scope. Inner scopes see outer ones.
 #[derive(Debug, Default)]
 struct Scope {
     names: RefCell<Vec<(Name, Value)>>,
@@ -61,12 +61,12 @@ impl Scope {
     }
 }
 
-/// A loop while it runs.
+/// State of a running loop.
 struct Loop {
     node: Arc<For>,
     around: Rc<Scope>,
     items: Iter,
-    /// Looked at, but not passed.
+    /// Read ahead, but not yet consumed.
     pending: VecDeque<Value>,
     passed: usize,
     length: Option<usize>,
@@ -88,13 +88,13 @@ pub(super) struct Machine<'b> {
     variables: IndexMap<Key, Value>,
     top: Rc<Scope>,
     scope: Rc<Scope>,
-    /// Where text goes; the first is the prompt.
+    /// Output stack; the first writer is the prompt.
     outputs: Vec<Writer<'b>>,
     written: usize,
     loops: Vec<Loop>,
     macros: Vec<(Arc<Macro>, Rc<Scope>)>,
     now: SystemTime,
-    /// Places of texts that are not known, where an outline is made.
+    /// While building an outline: positions of unknown texts.
     places: Option<Places>,
     line: u32,
 }
@@ -124,7 +124,7 @@ impl<'b> Machine<'b> {
         }
     }
 
-    /// Renders `body`: the prompt, its quotes, and the places of what is not known.
+    /// Renders `body`. Returns the prompt, its quoted ranges and the positions of unknown texts.
     pub(super) fn run(mut self, body: &[Stmt]) -> Fallible<(String, Vec<std::ops::Range<usize>>, Places)> {
         self.budget.check_time()?;
         self.body(body).map_err(|fault| match fault {
@@ -222,7 +222,7 @@ impl<'b> Machine<'b> {
         Ok(Flow::On)
     }
 
-    /// Enters a new scope; the one to come back to.
+    /// Enters a new scope and returns the previous one.
     fn go_within(&mut self) -> Rc<Scope> {
         let inner = Scope::within(&self.scope);
         std::mem::replace(&mut self.scope, inner)
@@ -235,7 +235,7 @@ impl<'b> Machine<'b> {
         Ok(flow)
     }
 
-    /// What `run` writes.
+    /// Returns the output of `run`.
     fn captured<T>(&mut self, run: impl FnOnce(&mut Self) -> Fallible<T>) -> Fallible<Text> {
         self.outputs.push(Writer::new(self.budget));
         run(self)?;
@@ -252,7 +252,7 @@ impl<'b> Machine<'b> {
     }
 
     fn closure(&mut self, node: &Arc<Macro>) -> Fallible<Value> {
-        // It keeps its scope.
+        // The macro captures its scope.
         self.budget.charge(4 * VISIT)?;
         self.macros.push((Arc::clone(node), Rc::clone(&self.scope)));
         Ok(Value::callable(Callable::Macro(self.macros.len() - 1)))
@@ -335,7 +335,7 @@ impl<'b> Machine<'b> {
         })
     }
 
-    /// The value of an expression.
+    /// Evaluates an expression.
     pub(super) fn eval(&mut self, expr: &Expr) -> Fallible<Value> {
         match expr {
             Expr::Const(constant) => Ok(match constant {
@@ -480,7 +480,7 @@ impl<'b> Machine<'b> {
 
     #[inline(never)]
     fn call_expression(&mut self, callee: &Expr, arguments: &Arguments) -> Fallible<Value> {
-        // A method is called without making a value of it.
+        // Method calls do not create a method value.
         if let Expr::Attribute(object, name) = callee {
             let object = self.eval(object)?;
             if methods::has(&object, name) {
@@ -519,7 +519,7 @@ impl<'b> Machine<'b> {
         Ok(args)
     }
 
-    /// `object.name`: Python's attributes first, then items.
+    /// `object.name`: attributes first, then items.
     pub(super) fn attribute(&mut self, object: &Value, name: &str) -> Fallible<Value> {
         if let Some(value) = self.own_attribute(object, name)? {
             return Ok(value);
@@ -579,7 +579,7 @@ impl<'b> Machine<'b> {
         })
     }
 
-    /// What Python's `getattr` finds.
+    /// Like Python's `getattr`.
     pub(super) fn own_attribute(&mut self, object: &Value, name: &str) -> Fallible<Option<Value>> {
         Ok(match object {
             Value::Undefined(about) => return failed(&**about),
@@ -706,7 +706,7 @@ fn missing(object: &Value, name: &str) -> Value {
     })
 }
 
-/// Whether Python takes a value as true.
+/// Python's truth value.
 pub(super) fn truth(value: &Value) -> bool {
     match value {
         Value::Undefined(_) | Value::None => false,
@@ -716,7 +716,7 @@ pub(super) fn truth(value: &Value) -> bool {
         Value::Str(text) => !text.as_str().is_empty(),
         Value::Seq(seq) => !seq.items.is_empty(),
         Value::Dict(dict) => !dict.entries.is_empty(),
-        // An empty text is never a passage.
+        // A passage is never empty.
         Value::Generator(_) | Value::Namespace(_) | Value::Callable(_) | Value::Passage(_) => true,
     }
 }

@@ -1,4 +1,4 @@
-//! Chat messages as requests bring them and templates see them.
+//! Chat messages as received in requests and as seen by templates.
 
 use std::borrow::Cow;
 
@@ -10,26 +10,26 @@ use serde_json::{Map, Value as Json};
 use super::budget::{Budget, VISIT};
 use super::value::{Fallible, Key, Text, Value};
 
-/// One message of a chat; its text may stand where the request was read.
+/// One chat message. Its text may be borrowed from the request.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Message<'a> {
-    /// Who speaks: `system`, `user`, `assistant`, `tool`, or what else the template knows.
+    /// Role: `system`, `user`, `assistant`, `tool`, or any other that the template supports.
     pub role: String,
-    /// What is said; none (`null`) where an assistant only calls tools.
+    /// The text; `None` (`null`) if an assistant only calls tools.
     #[serde(default)]
     pub content: Option<Content<'a>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
-    /// Calls of tools, as the request has them.
+    /// Tool calls as in the request.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tool_calls: Option<Json>,
-    /// All other fields; a template may look at `tool_call_id` or `reasoning_content`.
+    /// All other fields. A template may read `tool_call_id` or `reasoning_content`.
     #[serde(flatten)]
     pub rest: Map<String, Json>,
 }
 
 impl<'a> Message<'a> {
-    /// A message with nothing but text.
+    /// A message with text only.
     pub fn new(role: impl Into<String>, content: impl Into<Cow<'a, str>>) -> Self {
         Self {
             role: role.into(),
@@ -40,11 +40,12 @@ impl<'a> Message<'a> {
         }
     }
 
-    /// What a template sees; `stand_in` instead of a text that is not empty.
+    /// The value for templates. `stand_in` replaces a non-empty text.
     pub(super) fn value(&self, budget: &Budget, stand_in: Option<Value>) -> Fallible<Value> {
         let mut entries = IndexMap::with_capacity(2 + self.rest.len());
         let mut insert = |name: &str, value: Value| entries.insert(Key::Str(Text::own(name)), value);
-        // Templates make tokens of roles: `'<|' + role + '|>'`. A plain word alone can be none.
+        // Templates build tokens from roles: `'<|' + role + '|>'`. A plain word by itself is not a control
+        // token.
         let plain = self.role.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-'));
         let role = self.role.as_str();
         insert("role", Value::Str(if plain { Text::own(role) } else { Text::quoted(role) }));
@@ -74,8 +75,8 @@ impl<'a> Message<'a> {
     }
 }
 
-/// Text, sent as a string or as a list of parts of type `text`, which are joined by newlines. Parts of other
-/// types are refused by name.
+/// Text, sent as a string or as a list of `text` parts, which are joined by newlines. Other part types are an
+/// error that names them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Content<'a>(pub Cow<'a, str>);
 

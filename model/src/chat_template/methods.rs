@@ -1,4 +1,4 @@
-//! Methods of Python's strings, dicts, lists and numbers, as far as they change nothing.
+//! Non-mutating methods of Python's strings, dicts, lists and numbers.
 
 use unicode_general_category::{GeneralCategory, get_general_category};
 
@@ -140,18 +140,18 @@ pub(super) fn call(machine: &mut Machine<'_>, object: &Value, name: &str, args: 
     }
 }
 
-/// A bound of Python's, from the end where it is negative, within `len`.
+/// Resolves a bound like Python: negative counts from the end; clamped to `len`.
 fn place(bound: i128, len: usize) -> Fallible<usize> {
     let bound = if bound < 0 { bound.saturating_add(len as i128) } else { bound };
     Ok(usize::try_from(bound.clamp(0, len as i128)).unwrap_or(0))
 }
 
-/// An optional text argument; `None` is none.
+/// An optional string argument; Python's `None` counts as absent.
 fn optional_text(value: Option<Value>, what: &str) -> Fallible<Option<Text>> {
     given(value).map(|value| value.text(what).cloned()).transpose()
 }
 
-/// How often at most; everywhere if it is negative or not given.
+/// Most replacements or splits; unlimited if negative or absent.
 fn limit(value: Option<Value>) -> Fallible<usize> {
     let times = value.map(|value| value.integer("the limit")).transpose()?.unwrap_or(-1);
     Ok(usize::try_from(times).unwrap_or(usize::MAX))
@@ -159,7 +159,7 @@ fn limit(value: Option<Value>) -> Fallible<usize> {
 
 fn string(machine: &mut Machine<'_>, text: &Text, name: &str, args: Args) -> Fallible<Value> {
     let budget = machine.budget;
-    // Nearly all methods go through all of it.
+    // Almost all methods read the whole string.
     budget.charge_len(text.as_str().len())?;
     let all = text.as_str();
     Ok(Value::Str(match name {
@@ -326,8 +326,8 @@ fn string(machine: &mut Machine<'_>, text: &Text, name: &str, args: Args) -> Fal
     }))
 }
 
-/// The part of a text between two bounds of characters and how many characters are before it; none where Python finds
-/// not even an empty text.
+/// The part of a text between two character bounds, and the number of characters before it. `None` if Python
+/// would not even find an empty string there.
 fn window<'t>(
     budget: &Budget,
     text: &'t Text,
@@ -378,7 +378,7 @@ pub(super) fn aligned(budget: &Budget, text: &Text, width: usize, fill: &str, ho
     let before = match how {
         "ljust" => 0,
         "rjust" => missing,
-        // As Python rounds it.
+        // Rounds like Python.
         _ => missing / 2 + (missing & width & 1),
     };
     let mut aligned = Writer::new(budget);
@@ -409,7 +409,7 @@ fn expand_tabs(budget: &Budget, text: &Text, width: usize) -> Fallible<Text> {
     Ok(expanded.finish())
 }
 
-/// A text in other cases, by the method's name.
+/// Changes the case of a text; `how` is the method's name.
 pub(super) fn cased(text: &str, how: &str) -> String {
     let first_upper = |word: &str| {
         let mut chars = word.chars();
@@ -464,7 +464,7 @@ fn is_digit(c: char) -> bool {
     is_decimal(c) || matches!(c, '²' | '³' | '¹' | '⁰' | '⁴'..='⁹' | '₀'..='₉' | '①'..='⑨')
 }
 
-/// `isalpha` and the others.
+/// `isalpha` and similar methods.
 pub(super) fn is(text: &str, method: &str) -> bool {
     let all = |is: fn(char) -> bool| !text.is_empty() && text.chars().all(is);
     match method {

@@ -35,7 +35,7 @@ pub(super) fn positive(value: &Value) -> Fallible<Value> {
     }
 }
 
-/// An operand is of a type that the operator does not take.
+/// Error: unsupported operand types.
 fn not_for<T>(operator: &str, operands: &[&Value]) -> Fallible<T> {
     for operand in operands {
         match operand {
@@ -89,7 +89,7 @@ pub(super) fn binary(
     }
 }
 
-/// What lists and tuples become when they are joined or repeated.
+/// Type of joined or repeated sequences.
 fn base(seq: &Seq) -> Kind {
     if seq.kind == Kind::Group { Kind::Tuple } else { seq.kind }
 }
@@ -100,7 +100,7 @@ fn joins(one: &Seq, other: &Seq) -> bool {
 
 fn repeated(budget: &Budget, sequence: &Value, times: &Value) -> Fallible<Value> {
     let Some(Number::Int(times)) = times.number() else { return not_for("*", &[sequence, times]) };
-    // What is too often fails by its size.
+    // Too large a factor fails because of the result's size.
     let times = usize::try_from(times.clamp(0, i128::from(u32::MAX) << 16)).unwrap_or(usize::MAX);
     match sequence {
         Value::Str(text) if text.is_quoted() => {
@@ -263,7 +263,7 @@ pub(super) fn equal(machine: &mut Machine<'_>, one: &Value, other: &Value) -> Fa
     })
 }
 
-/// Which comes first; none where a NaN is in it.
+/// Orders two values; `None` if a NaN is involved.
 pub(super) fn order(machine: &mut Machine<'_>, one: &Value, other: &Value) -> Fallible<Option<Ordering>> {
     machine.budget.charge(VISIT)?;
     if let (Some(one), Some(other)) = (one.number(), other.number()) {
@@ -327,7 +327,7 @@ pub(super) fn contains(machine: &mut Machine<'_>, needle: &Value, haystack: &Val
     }
 }
 
-/// The place that an index means.
+/// Resolves an index, negative from the end.
 pub(super) fn position(index: &Value, len: usize) -> Option<usize> {
     let Some(Number::Int(index)) = index.number() else { return None };
     let index = if index < 0 { index.checked_add(len as i128)? } else { index };
@@ -346,7 +346,7 @@ pub(super) fn character(budget: &Budget, text: &Text, index: &Value) -> Fallible
     text.slice(budget, start..end).map(|text| Some(Value::Str(text)))
 }
 
-/// First, end and step of a slice of `len` items, as Python cuts them.
+/// Start, end and step of a slice over `len` items, like Python.
 fn cut(bounds: &[Option<Value>; 3], len: usize) -> Fallible<(i128, i128, i128)> {
     let [start, stop, step] = bounds.each_ref().map(|bound| match bound {
         None | Some(Value::None) => Ok(None),
@@ -365,7 +365,7 @@ fn cut(bounds: &[Option<Value>; 3], len: usize) -> Fallible<(i128, i128, i128)> 
     Ok((start.map_or(first, place), stop.map_or(last, place), step))
 }
 
-/// The places that a slice has.
+/// Indices selected by a slice.
 fn places(cut: (i128, i128, i128)) -> impl Iterator<Item = usize> {
     let (start, stop, step) = cut;
     let inside = move |at: &i128| if step > 0 { *at < stop } else { *at > stop };
@@ -427,8 +427,8 @@ fn slice_text(budget: &Budget, text: &Text, bounds: &[Option<Value>; 3]) -> Fall
     Ok(cut.finish())
 }
 
-/// Items in order of their keys; those of equal keys stay in theirs. A merge sort of our own, since the library's may
-/// panic over an order that is none, and the keys are whatever a template compares.
+/// Stable sort by keys. An own merge sort, because the standard library's may panic on an inconsistent order,
+/// and templates compare arbitrary values.
 pub(super) fn sorted(
     machine: &mut Machine<'_>,
     mut items: Vec<(Value, Value)>,
@@ -464,7 +464,7 @@ pub(super) fn sorted(
     Ok(sorted)
 }
 
-/// A size that a template asks for.
+/// Converts a size given by a template.
 pub(super) fn size(value: i128) -> Fallible<usize> {
     match usize::try_from(value.max(0)) {
         Ok(size) if size as u64 <= ONE => Ok(size),

@@ -1,10 +1,10 @@
-//! What a template writes around the texts of a chat, remembered by the chat's shape.
+//! Caches the text that a template writes around the messages, by the shape of the chat.
 //!
-//! Most templates pass the texts of messages on as they are. Such a template is run once with stand-ins for the texts;
-//! where these were written is the outline of all chats of the same shape. As soon as a template does anything with a
-//! stand-in but to write it, to join it to other text, to ask whether it is there or whether it is text, there is no
-//! outline, and chats of that shape are rendered one by one. An outline counts only if it gives what rendering gives
-//! for the chat that it was made for.
+//! Most templates write messages unchanged. Such a template is run once with stand-ins for the messages'
+//! texts; the result with the positions of the stand-ins is the outline of all chats of the same shape. A
+//! template may only write a stand-in, concatenate it, or test whether it is defined or a string. After any
+//! other use there is no outline, and chats of that shape are rendered one by one. An outline is accepted
+//! only if it reproduces the rendering of the chat that it was made for.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -15,20 +15,22 @@ use super::Prompt;
 use super::message::{Content, Message};
 use super::value::{Fallible, Fault, Text, Value, Writer};
 
-/// Messages of a chat with an outline, and outlines that are kept, at most.
+/// Most messages of a chat with an outline.
 const MESSAGES: usize = 64;
+/// Most cached outlines.
 const KEPT: usize = 256;
-/// Bytes of a role.
+/// Longest role in bytes.
 const ROLE: usize = 32;
-/// Parts of a passage that is joined to another.
+/// Most parts of a concatenated passage.
 const PARTS: usize = 256;
 
-/// What besides the texts themselves decides about a prompt: roles, which texts are empty, whether an answer begins.
+/// Everything except the texts that determines a prompt: roles, which texts are empty, whether an answer
+/// begins.
 #[derive(Debug, PartialEq, Eq, Hash)]
 pub(super) struct Shape(Vec<u8>);
 
 impl Shape {
-    /// None of chats that have more to them than roles and texts.
+    /// `None` for chats with more than roles and texts.
     pub(super) fn of(messages: &[Message<'_>], add_generation_prompt: bool) -> Option<Self> {
         if messages.len() > MESSAGES {
             return None;
@@ -48,12 +50,11 @@ impl Shape {
     }
 }
 
-/// The outlines of one template.
 #[derive(Debug, Default)]
 pub(super) struct Outlines(Mutex<HashMap<Shape, Option<Arc<Outline>>>>);
 
 impl Outlines {
-    /// What is known of a shape: its outline, or that there is none.
+    /// The cached result for a shape: its outline, or that there is none. `None` if the shape is unknown.
     pub(super) fn known(&self, shape: &Shape) -> Option<Option<Arc<Outline>>> {
         self.lock().get(shape).cloned()
     }
@@ -67,25 +68,25 @@ impl Outlines {
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<Shape, Option<Arc<Outline>>>> {
-        // Nothing panics while holding it.
+        // No code panics while holding the lock.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Where in a prompt the texts of which messages stand, ascending.
+/// (byte position in the prompt, message index), ascending.
 pub(super) type Places = Vec<(usize, usize)>;
 
-/// A prompt without the texts.
+/// A prompt without the messages' texts.
 #[derive(Debug)]
 pub(super) struct Outline {
     pub(super) text: String,
-    /// What of it came with the request nevertheless, as roles can.
+    /// Ranges that came from the request, such as roles.
     pub(super) quoted: Vec<Range<usize>>,
     pub(super) places: Places,
 }
 
 impl Outline {
-    /// The prompt of a chat of its shape.
+    /// Fills in the texts of a chat of the same shape.
     pub(super) fn fill(&self, messages: &[Message<'_>]) -> Prompt {
         let text = |message: usize| {
             let content = messages.get(message).and_then(|message| message.content.as_ref());
@@ -129,7 +130,7 @@ enum OutlinePart {
     Message(usize),
 }
 
-/// Text that is not known: a stand-in, or what it was joined to.
+/// Unknown text: a stand-in, possibly concatenated with other text.
 #[derive(Debug)]
 pub(super) struct Passage(Vec<OutlinePart>);
 
@@ -139,7 +140,7 @@ impl Passage {
         Value::Passage(Rc::new(Self(vec![OutlinePart::Message(message)])))
     }
 
-    /// It is written behind what is there.
+    /// Appends the passage to the prompt.
     pub(super) fn write(&self, prompt: &mut Writer<'_>, places: &mut Places) -> Fallible<()> {
         for part in &self.0 {
             match part {
@@ -150,7 +151,7 @@ impl Passage {
         Ok(())
     }
 
-    /// `left + right`, or `left ~ right`, of texts and passages; of anything else there is no outline.
+    /// Concatenates texts and passages. Other operands prevent an outline.
     pub(super) fn joined(left: &Value, right: &Value) -> Fallible<Value> {
         let mut parts = Vec::new();
         for value in [left, right] {

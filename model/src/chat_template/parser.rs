@@ -1,7 +1,7 @@
 //! Parses templates as Jinja 3.1 does, with the loop controls and the `generation` tag of Transformers.
 //!
-//! Depth is limited while parsing: of brackets and blocks, which recurse here, and of expressions, which recurse when
-//! they are evaluated and dropped.
+//! The parser limits the depth of brackets and blocks, which recurse here, and of expressions, which recurse
+//! when evaluated and dropped.
 
 use std::sync::Arc;
 
@@ -11,9 +11,9 @@ use super::lexer::{Placed, Token, tokens};
 
 mod expressions;
 
-/// Brackets and blocks within each other.
+/// Deepest nesting of brackets and blocks.
 const NESTING: u32 = 64;
-/// Operations within each other: `1 + 1 + 1` has two. Python takes 200 in what Jinja makes of a template.
+/// Deepest nesting of operations: `1 + 1 + 1` has two. Python accepts 200 in Jinja's generated code.
 const HEIGHT: u32 = 200;
 
 pub(super) fn parse(source: &str) -> Result<Body, TemplateError> {
@@ -45,9 +45,9 @@ struct Parser {
     tokens: Vec<Placed>,
     at: usize,
     depth: u32,
-    /// Loops around, up to the next macro.
+    /// Enclosing loops, up to the next macro.
     loops: u32,
-    /// What the macro that is being read looks at.
+    /// Special names that the current macro reads.
     caller: bool,
     varargs: bool,
     kwargs: bool,
@@ -56,7 +56,7 @@ struct Parser {
 
 type Parsed<T> = Result<T, String>;
 
-/// An expression and how high it is.
+/// An expression and its height.
 struct Node(Expr, u32);
 
 impl Node {
@@ -64,7 +64,7 @@ impl Node {
         Self(expr, 1)
     }
 
-    /// One level above the highest of `below`.
+    /// One level above `below`.
     fn above(below: u32, expr: impl FnOnce() -> Expr) -> Parsed<Self> {
         if below >= HEIGHT {
             return Err(format!("an expression of more than {HEIGHT} operations within each other"));
@@ -73,7 +73,7 @@ impl Node {
     }
 }
 
-/// Several expressions and how high the highest is.
+/// Splits nodes into expressions and their greatest height.
 fn unzip(nodes: Vec<Node>) -> (Vec<Expr>, u32) {
     let height = nodes.iter().map(|node| node.1).max().unwrap_or(0);
     (nodes.into_iter().map(|node| node.0).collect(), height)
@@ -169,7 +169,7 @@ impl Parser {
         Ok(parsed)
     }
 
-    /// Statements up to a tag of one of these names, which is not consumed.
+    /// Parses statements up to a tag of one of these names, which is not consumed.
     fn body(&mut self, ends: &[&str]) -> Parsed<Body> {
         self.nested(|parser| {
             let mut body = Body::new();
@@ -204,7 +204,7 @@ impl Parser {
         })
     }
 
-    /// The rest of a block's tag, its body, and the name of the tag that ends the body.
+    /// Parses the rest of a block's tag and its body. Returns also the name of the tag that ends it.
     fn block(&mut self, ends: &[&str]) -> Parsed<(Body, Name)> {
         self.skip_operator(":");
         self.block_end()?;
@@ -213,7 +213,7 @@ impl Parser {
         Ok((body, end))
     }
 
-    /// The same where only one tag can end it.
+    /// Like [`Self::block`], with one possible end tag.
     fn whole_block(&mut self, end: &str) -> Parsed<Body> {
         let (body, _) = self.block(&[end])?;
         self.block_end()?;
@@ -224,7 +224,7 @@ impl Parser {
         self.expect_token(&Token::BlockEnd, "the end of the tag")
     }
 
-    /// A statement from behind its tag's name on; none if it has put what it does into `body`.
+    /// Parses a statement after its tag's name. `None` if its effect was added to `body`.
     fn statement(&mut self, tag: &str, body: &mut Body, line: u32) -> Parsed<Option<Does>> {
         Ok(Some(match tag {
             "for" => self.for_loop()?,
@@ -350,7 +350,7 @@ impl Parser {
         Ok(Does::SetBlock(target, filter, self.whole_block("endset")?))
     }
 
-    /// Parameters, if they are `given`, and body of a macro.
+    /// Parses a macro's parameters, if `given`, and its body.
     fn macro_body(&mut self, name: Name, given: bool, end: &str) -> Parsed<Macro> {
         let mut parameters: Vec<(Name, Option<Expr>)> = Vec::new();
         if given {
@@ -383,7 +383,7 @@ impl Parser {
             takes_rest: self.varargs,
             takes_named_rest: self.kwargs,
         };
-        // A macro within a macro may look at what the outer one is given.
+        // A nested macro may read the outer macro's arguments.
         (self.caller, self.varargs, self.kwargs) =
             (outer.0 || self.caller, outer.1 || self.varargs, outer.2 || self.kwargs);
         self.loops = outer.3;
@@ -412,7 +412,7 @@ impl Parser {
         }
     }
 
-    /// What a value is assigned to.
+    /// Parses the target of an assignment.
     fn target(&mut self, ends: &[&str]) -> Parsed<Target> {
         let mut targets = Vec::new();
         let mut is_tuple = false;

@@ -1,4 +1,4 @@
-//! Values as Python writes them: `str` and `repr`.
+//! Python's `str` and `repr` of values.
 
 use unicode_general_category::{GeneralCategory, get_general_category};
 
@@ -173,7 +173,7 @@ pub(super) fn float_text(float: f64) -> String {
     let (digits, exponent) = shortest.split_once('e').unwrap_or((&shortest, "0"));
     let exponent: i32 = exponent.parse().unwrap_or(0);
     if (-4..16).contains(&exponent) {
-        // The shortest digits, in full.
+        // The shortest digits, without an exponent.
         let text = format!("{float}");
         return if text.contains('.') { text } else { text + ".0" };
     }

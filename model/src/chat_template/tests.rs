@@ -28,7 +28,7 @@ fn rendered(
 
 #[test]
 fn a_turn_based_template_renders_as_its_author_meant() {
-    // Of the shape that Gemma's instruction-tuned models carry.
+    // Like the templates of Gemma's instruction-tuned models.
     let source = "{{ bos_token }}
 {%- if messages[0]['role'] == 'system' -%}
     {%- set first = messages[0]['content'] + '\n\n' -%}
@@ -128,7 +128,7 @@ fn requests_cannot_replace_what_a_rendering_defines() {
     assert_eq!(set(json!({"bos": 1})).unwrap(), "<bos>");
 }
 
-/// Templates that use up something; what limit stops them.
+/// Templates that exhaust a resource, with the limit that stops them.
 const BOMBS: &[(&str, &str, Limit)] = &[
     (
         "nested loops",
@@ -317,13 +317,13 @@ const BOMBS: &[(&str, &str, Limit)] = &[
     ),
 ];
 
-/// CPU time of this thread: a busy machine must not fail a test of what a rendering costs.
+/// CPU time of this thread: load on the machine must not fail a test of rendering cost.
 fn cpu_time() -> Duration {
     let stat = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap();
     Duration::from_nanos(stat.split(' ').next().unwrap().parse().unwrap())
 }
 
-/// Three times the promise of 300 ms: a shared machine's CPU time stretches too.
+/// Three times the limit of 300 ms: CPU time varies on a shared machine too.
 const BOUND: Duration = Duration::from_millis(900);
 
 #[test]
@@ -342,7 +342,7 @@ fn sec_template_bomb() {
     }
 }
 
-/// `n` repetitions between two ends; whether as few as ten of them are accepted.
+/// `n` repetitions between a start and an end. The flag says whether ten repetitions are valid.
 const CHAINS: [(&str, &str, &str, bool); 26] = [
     ("{{ 1", "+1", " }}", true),
     ("{{ 1", "*1", " }}", true),
@@ -374,7 +374,7 @@ const CHAINS: [(&str, &str, &str, bool); 26] = [
 
 #[test]
 fn depth_is_limited_when_parsing() {
-    // On a stack as small as any thread's that renders.
+    // Runs on a stack as small as that of any rendering thread.
     let run = || {
         for (start, link, end, valid) in CHAINS {
             for times in [10, 150, 250, 50_000] {
@@ -392,7 +392,7 @@ fn depth_is_limited_when_parsing() {
 
 #[test]
 fn depth_is_limited_when_rendering() {
-    // The deepest expressions in the deepest blocks in the deepest calls.
+    // Deepest expressions in deepest blocks in deepest calls.
     let expression = format!("{}m(){}", "[".repeat(20), "]".repeat(20));
     let chain = "1+(".repeat(20) + "m()|length" + &")".repeat(20);
     let bodies = [
@@ -474,7 +474,7 @@ fn in_time(time: Duration) -> Limits {
 fn what_takes_long_is_not_rendered_shortly() {
     let render = |source: &str| {
         let template = ChatTemplate::new(source, "", "").unwrap();
-        // Before it is rendered at length: then its outline may be known.
+        // Called before the full rendering, which may create the outline.
         let short = template.render_shortly(&chat(), true);
         let full = template.render(&chat(), None, true, &Map::new()).unwrap();
         short.inspect(|prompt| assert_eq!(prompt.text, full))
@@ -504,7 +504,7 @@ fn time_is_limited() {
     }
 }
 
-/// Templates, and whether chats have outlines by them.
+/// Templates, and whether they allow outlines.
 const OUTLINED: [(&str, bool); 16] = [
     (
         "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are helpful<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
@@ -594,11 +594,11 @@ fn chats_with_more_than_texts_have_no_outline() {
     }
 }
 
-/// The parts of a prompt that came with the request, by a chat of one message.
+/// The parts of the prompt that came from the request, for a chat of one message.
 fn quoted(source: &str, content: &str) -> Vec<String> {
     let message = [Message::new("user", content)];
     let template = compile(source);
-    // The second time it may be by an outline.
+    // The second rendering may use an outline.
     let prompts = [0, 1].map(|_| template.render_marked(&message, None, true, &Map::new()).unwrap());
     assert_eq!(prompts[0], prompts[1]);
     let Prompt { text, quoted } = &prompts[0];
@@ -646,7 +646,7 @@ fn a_prompt_knows_what_came_with_the_request() {
         template.render_marked(&chat(), Some(&[json!("t")]), true, extra.as_object().unwrap()).unwrap();
     let parts: Vec<&str> = prompt.quoted.iter().map(|range| &prompt.text[range.clone()]).collect();
     assert_eq!(parts, ["<e>", "<k>", "<v>"]);
-    // A role that is no plain word is the request's.
+    // A role that is not a plain word counts as request text.
     let role = [Message::new("<|im_end|>", "x")];
     let prompt = compile("{{ messages[0].role }}").render_marked(&role, None, true, &Map::new()).unwrap();
     assert_eq!(prompt.quoted.iter().map(|quote| (quote.start, quote.end)).collect::<Vec<_>>(), [(0, 10)]);

@@ -1,4 +1,4 @@
-//! Cutting texts up and replacing parts of them.
+//! Splitting and replacing in strings.
 
 use std::ops::Range;
 
@@ -74,7 +74,7 @@ pub(super) fn split(
     Ok(parts)
 }
 
-/// The lines of a text, and where each ends with what ends it.
+/// The lines of a text: range without the line end, and position after the line end.
 pub(super) fn lines(text: &str) -> impl Iterator<Item = (Range<usize>, usize)> {
     let breaks = |c: char| {
         matches!(

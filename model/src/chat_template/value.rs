@@ -1,4 +1,4 @@
-//! Values as templates see them: Python's, with a note of which bytes of a text came with the request.
+//! Values of templates: Python's types. Strings record which of their bytes came from the request.
 
 use std::cell::{Cell, RefCell};
 use std::fmt;
@@ -14,28 +14,28 @@ use super::Limit;
 use super::budget::{Budget, ONE, VISIT};
 use super::outline::Passage;
 
-/// Levels of lists and dicts in one value: printing, comparing and dropping it recurse.
+/// Deepest nesting of lists and dicts in one value. Printing, comparing and dropping a value recurse.
 pub(super) const NESTING: u16 = 160;
 
-/// Why a rendering ends early.
+/// Why rendering stopped.
 #[derive(Debug)]
 pub(super) enum Fault {
     Limit(Limit),
-    /// By `raise_exception`, in the template's words.
+    /// `raise_exception` was called with this message.
     Raised(String),
     Failed(String),
-    /// An outline is being made and the template looks at a text that is not known.
+    /// While building an outline, the template read a text that is not known.
     Read,
 }
 
 pub(super) type Fallible<T> = Result<T, Fault>;
 
-/// An error of the template.
+/// A template error.
 pub(super) fn failed<T>(reason: impl Into<String>) -> Fallible<T> {
     Err(Fault::Failed(reason.into()))
 }
 
-/// A text, and which of its bytes came with the request: ascending ranges that do not touch.
+/// A string and the ranges of its bytes that came from the request, ascending and not adjacent.
 #[derive(Clone, Default)]
 pub(super) struct Text {
     text: Arc<str>,
@@ -64,7 +64,7 @@ impl Text {
         self.quoted.is_some()
     }
 
-    /// `text` with this one's provenance: quoted as a whole if any of this is.
+    /// `text` with this string's provenance: entirely quoted if any byte of this one is.
     pub(super) fn like(&self, text: &str) -> Self {
         if self.is_quoted() { Self::quoted(text) } else { Self::own(text) }
     }
@@ -85,7 +85,7 @@ impl fmt::Debug for Text {
     }
 }
 
-/// Makes a text; charges what it writes.
+/// Builds a string and charges the written bytes to the budget.
 pub(super) struct Writer<'b> {
     budget: &'b Budget,
     text: String,
@@ -97,7 +97,7 @@ impl<'b> Writer<'b> {
         Self { budget, text: String::new(), quoted: Vec::new() }
     }
 
-    /// One that `room` bytes will be written into; what is not written is not charged.
+    /// Reserves `room` bytes. Only written bytes are charged.
     pub(super) fn with_room(budget: &'b Budget, room: usize) -> Self {
         Self { budget, text: String::with_capacity(room.min(ONE as usize)), quoted: Vec::new() }
     }
@@ -106,12 +106,12 @@ impl<'b> Writer<'b> {
         self.text.len()
     }
 
-    /// As [`Budget::charge_slow`].
+    /// Like [`Budget::charge_slow`].
     pub(super) fn charge_slow(&self, text: &Text, times: u64) -> Fallible<()> {
         self.budget.charge_slow(text.as_str(), times)
     }
 
-    /// Writes text of the template.
+    /// Writes template text.
     pub(super) fn push(&mut self, text: &str) -> Fallible<()> {
         self.budget.charge_len(text.len())?;
         if (self.text.len() + text.len()) as u64 > ONE {
@@ -178,18 +178,18 @@ impl<'b> Writer<'b> {
         Text { text: self.text.into(), quoted }
     }
 
-    /// The text and its quotes.
+    /// The text and its quoted ranges.
     pub(super) fn into_parts(self) -> (String, Vec<Range<usize>>) {
         (self.text, self.quoted)
     }
 }
 
-/// What Python calls the type of a sequence.
+/// Python type of a sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     List,
     Tuple,
-    /// What `groupby` makes: a tuple whose items have names.
+    /// Result of `groupby`: a tuple with named items.
     Group,
     Keys,
     Values,
@@ -197,7 +197,7 @@ pub(super) enum Kind {
     Range,
 }
 
-/// A sequence that never changes.
+/// An immutable sequence.
 #[derive(Debug)]
 pub(super) struct Seq {
     pub(super) kind: Kind,
@@ -205,7 +205,7 @@ pub(super) struct Seq {
     depth: u16,
 }
 
-/// What a filter yields: read once.
+/// Result of a lazy filter; can be read once.
 #[derive(Debug)]
 pub(super) struct Generator {
     pub(super) items: Vec<Value>,
@@ -213,14 +213,14 @@ pub(super) struct Generator {
     depth: u16,
 }
 
-/// A dict that never changes.
+/// An immutable dict.
 #[derive(Debug, Default)]
 pub(super) struct Dict {
     pub(super) entries: IndexMap<Key, Value>,
     depth: u16,
 }
 
-/// A number as Python computes with it.
+/// A number with Python's arithmetic.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Number {
     Int(i128),
@@ -236,10 +236,10 @@ impl Number {
     }
 }
 
-/// What can be called. Loops and macros are kept by the rendering, so that no value can hold itself.
+/// A callable. Loops and macros are stored in the rendering, so that no value can contain itself.
 #[derive(Debug, Clone)]
 pub(super) enum Callable {
-    /// A function that every template has.
+    /// A built-in function.
     Global(&'static str),
     /// A method of a value.
     Method(Value, Arc<str>),
@@ -251,7 +251,7 @@ pub(super) enum Callable {
 
 #[derive(Debug, Clone)]
 pub(super) enum Value {
-    /// With what is said of it when it is used.
+    /// With the error message for its use.
     Undefined(Rc<str>),
     None,
     Bool(bool),
@@ -261,10 +261,10 @@ pub(super) enum Value {
     Seq(Rc<Seq>),
     Generator(Rc<Generator>),
     Dict(Rc<Dict>),
-    /// Kept by the rendering, since it can hold itself.
+    /// Stored in the rendering, because it can contain itself.
     Namespace(usize),
     Callable(Rc<Callable>),
-    /// A text that is not known, where an outline is made.
+    /// While building an outline: a text that is not known.
     Passage(Rc<Passage>),
 }
 
@@ -281,7 +281,7 @@ impl Value {
         Self::Int(int as i128)
     }
 
-    /// A sequence; its items have been charged.
+    /// A sequence whose items are already charged.
     pub(super) fn seq(kind: Kind, items: Vec<Self>) -> Fallible<Self> {
         let depth = deeper(items.iter())?;
         Ok(Self::Seq(Rc::new(Seq { kind, items, depth })))
@@ -323,7 +323,7 @@ impl Value {
         }
     }
 
-    /// What Python calls its type.
+    /// Python's name of the type.
     pub(super) fn type_name(&self) -> &'static str {
         match self {
             Self::Undefined(_) => "Undefined",
@@ -351,7 +351,7 @@ impl Value {
         matches!(self, Self::Undefined(_))
     }
 
-    /// Numbers, truth values among them.
+    /// The value as a number; booleans count as numbers.
     pub(super) fn number(&self) -> Option<Number> {
         match *self {
             Self::Bool(truth) => Some(Number::Int(i128::from(truth))),
@@ -361,7 +361,7 @@ impl Value {
         }
     }
 
-    /// An integer, or what `what` is not.
+    /// The value as an integer, or an error about `what`.
     pub(super) fn integer(&self, what: &str) -> Fallible<i128> {
         match self.number() {
             Some(Number::Int(int)) => Ok(int),
@@ -369,7 +369,7 @@ impl Value {
         }
     }
 
-    /// A string, or what `what` is not.
+    /// The value as a string, or an error about `what`.
     pub(super) fn text(&self, what: &str) -> Fallible<&Text> {
         match self {
             Self::Str(text) => Ok(text),
@@ -379,7 +379,7 @@ impl Value {
         }
     }
 
-    /// The value that JSON of the request says.
+    /// Converts JSON of the request.
     pub(super) fn from_json(json: &Json, budget: &Budget) -> Fallible<Self> {
         budget.charge(VISIT)?;
         Ok(match json {
@@ -414,15 +414,15 @@ fn deeper<'v>(items: impl Iterator<Item = &'v Value>) -> Fallible<u16> {
     if depth > NESTING { Err(Limit::Nesting.into()) } else { Ok(depth) }
 }
 
-/// What a dict's keys can be.
+/// A dict key.
 #[derive(Debug, Clone)]
 pub(super) enum Key {
     Str(Text),
     None,
     Int(i128),
-    /// Never of an integer's value.
+    /// Never equal to an integer.
     Float(f64),
-    /// As the integer of its value, but written as a truth value.
+    /// Equal to the integer of its value, but printed as a boolean.
     Bool(bool),
     Tuple(Vec<Self>),
 }
@@ -483,7 +483,7 @@ impl PartialEq for Key {
     }
 }
 
-// A NaN is no key that anything finds; it hashes like itself.
+// A NaN key is never found, but its hash is consistent.
 impl Eq for Key {}
 
 impl Hash for Key {
@@ -504,7 +504,7 @@ impl Equivalent<Key> for str {
     }
 }
 
-/// Goes through what Python can iterate.
+/// Iterates over what is iterable in Python.
 pub(super) enum Iter {
     Empty,
     Seq(Rc<Seq>, usize),
@@ -562,7 +562,7 @@ impl Iter {
         Ok(items)
     }
 
-    /// How many are to come, where Python knows.
+    /// Remaining items, if Python knows their number.
     pub(super) fn len(&self, budget: &Budget) -> Fallible<Option<usize>> {
         Ok(match self {
             Self::Empty => Some(0),
@@ -577,7 +577,6 @@ impl Iter {
     }
 }
 
-/// All items of a value.
 pub(super) fn items(value: &Value, budget: &Budget) -> Fallible<Vec<Value>> {
     Iter::of(value)?.all(budget)
 }

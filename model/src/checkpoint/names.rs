@@ -1,4 +1,4 @@
-//! What GGUF calls the tensors and the pieces of words of a BERT.
+//! GGUF names of a BERT's tensors and word pieces.
 
 /// Names without `.weight` and `.bias`.
 const MODEL: [(&str, &str); 4] = [
@@ -19,19 +19,19 @@ const LAYER: [(&str, &str); 8] = [
     ("output.LayerNorm", "layer_output_norm"),
 ];
 
-/// The name without what a model with a head puts before it.
+/// Strips the prefix that models with a head add.
 fn of_body(name: &str) -> &str {
     name.strip_prefix("bert.").unwrap_or(name)
 }
 
-/// Whether the tensor takes no part in a pooled vector: the numbers of positions, and the layer that training
-/// puts on the first token's vector.
+/// True if the tensor does not affect a pooled vector: position numbers, and the training layer on the first
+/// token's vector.
 pub(super) fn is_left_out(name: &str) -> bool {
     let name = of_body(name);
     name == "embeddings.position_ids" || name.starts_with("pooler.dense.")
 }
 
-/// The name in a GGUF; one that is not known stays as it is, for the translator to refuse.
+/// The GGUF name. An unknown name stays unchanged, and the translator refuses it.
 pub(super) fn of_gguf(name: &str) -> String {
     known(name).unwrap_or_else(|| name.to_owned())
 }
@@ -49,8 +49,8 @@ fn known(name: &str) -> Option<String> {
     Some(format!("blk.{layer}.{}.{part}", among(&LAYER, stem)?))
 }
 
-/// A line of `vocab.txt`: a piece that goes on with a word has `##` before it there; here one that begins a word
-/// has U+2581.
+/// Converts a line of `vocab.txt`. There a piece that continues a word begins with `##`; in GGUF a piece that
+/// begins a word starts with U+2581.
 pub(super) fn piece_of_gguf(line: &str) -> String {
     match line.strip_prefix("##") {
         Some(rest) if !rest.is_empty() => rest.to_owned(),

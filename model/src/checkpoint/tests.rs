@@ -29,13 +29,13 @@ fn original_name(name: &str) -> String {
     name.replace(gguf, hf).replace("blk.", "encoder.layer.")
 }
 
-/// A checkpoint in a folder of its own.
+/// A checkpoint in its own folder.
 struct Checkpoint {
     dir: TempDir,
 }
 
 impl Checkpoint {
-    /// `change` is given the header of the tensors.
+    /// `change` receives the header of the tensors.
     fn write(change: impl FnOnce(&mut serde_json::Map<String, Json>)) -> Self {
         let gguf = ModelFile::open(fixture("tiny/bert/bert-f32.gguf")).unwrap();
         let (mut header, mut data) = (serde_json::Map::new(), Vec::new());
@@ -180,7 +180,7 @@ fn files_that_are_missing_or_damaged_are_named() {
 fn tensors_that_no_model_has_are_refused() {
     let of_body = "embeddings.word_embeddings.weight";
     let error = |dtype: &str, shape: Json, bytes: u64| {
-        // Where the numbers of positions were, which are left out.
+        // In the place of the position numbers, which are left out.
         Checkpoint::write(|header| {
             let free = header.remove("embeddings.position_ids").unwrap()["data_offsets"][0].as_u64().unwrap();
             let entry = json!({"dtype": dtype, "shape": shape, "data_offsets": [free, free + bytes]});

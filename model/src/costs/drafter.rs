@@ -1,40 +1,39 @@
-//! What a drafter beside a model takes of the stage where it guesses. Its time is not counted: it guesses where that was
-//! seen to pay.
+//! Memory that a drafter needs at its stage. Its compute time is not counted: a drafter is used only where it
+//! was measured to pay off.
 
 use super::{AttentionCosts, attention, element_bytes};
 use crate::spec::{AppendedSpec, AssistantSpec};
 use crate::{GgmlType, ModelFile, ModelSpec};
 
-/// A model that drafts has caches of its own: of the model's, one part in so many.
+/// A draft model's KV cache gets 1 / `MODEL_SHARE` of the model's.
 const MODEL_SHARE: u64 = 4;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DrafterCosts {
     pub stage: DrafterStage,
-    /// Bytes of its tensors.
     pub weight_bytes: u64,
-    /// Whether it reads the model's embedding, which is then with its stage.
+    /// Whether it reads the model's embedding, which is then kept at its stage.
     pub reads_embedding: bool,
-    /// Elements of keys and values that it keeps for each position.
+    /// Elements of keys and values per position.
     pub kv_elements: u64,
-    /// Elements that it keeps beside each recurrent state of a sequence.
+    /// Elements kept beside each recurrent state of a sequence.
     pub state_elements: u64,
 }
 
-/// The stage at which a drafter guesses.
+/// The stage where the drafter runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DrafterStage {
-    /// A model of its own, beside the scheduler. Its caches are a quarter of what the model's may take.
+    /// A separate draft model beside the scheduler. Its caches are a quarter of the model's.
     First,
-    /// It reads what the last stage has.
+    /// It reads data of the last stage.
     Last {
-        /// The first layer whose caches it reads: all from there on are the last stage's.
+        /// First layer whose caches it reads. All layers from here on belong to the last stage.
         from_layer: usize,
     },
 }
 
 impl DrafterCosts {
-    /// Of a drafter in `file` that reads the caches of `model`; none where that has no such layers.
+    /// Costs of a drafter in `file` that reads the caches of `model`; `None` if that has no suitable layers.
     pub fn of_assistant(drafter: &AssistantSpec, file: &ModelFile, model: &ModelSpec) -> Option<Self> {
         let from_layer = drafter.from_layer(model)?;
         Some(Self {
@@ -46,7 +45,7 @@ impl DrafterCosts {
         })
     }
 
-    /// Of the block behind the last layer of `model`, in the model's own `file`.
+    /// Costs of the MTP head of `model`, in the model's own `file`.
     pub fn of_appended(block: &AppendedSpec, file: &ModelFile, model: &ModelSpec) -> Self {
         let kept = attention(&block.layer).filter(|layer| layer.own);
         Self {
@@ -58,7 +57,7 @@ impl DrafterCosts {
         }
     }
 
-    /// Of a model in `file` that drafts for another one.
+    /// Costs of a separate draft model in `file`.
     pub fn of_model(drafter: &ModelSpec, file: &ModelFile) -> Self {
         Self {
             stage: DrafterStage::First,
@@ -74,7 +73,7 @@ fn bytes(file: &ModelFile, tensors: &[&str]) -> u64 {
     tensors.iter().filter_map(|name| file.tensor(name)).map(|info| info.bytes()).sum()
 }
 
-/// The keys and values that a drafter keeps: those of these layers, divided.
+/// KV that a drafter keeps: that of these layers, divided.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Kv {
     layers: Vec<AttentionCosts>,
@@ -82,7 +81,7 @@ pub(super) struct Kv {
 }
 
 impl Kv {
-    /// Of a drafter beside a model with these layers.
+    /// KV of a drafter beside a model with these layers.
     pub(super) fn of(drafter: &DrafterCosts, model: impl Iterator<Item = AttentionCosts>) -> Self {
         match drafter.stage {
             DrafterStage::First => {

@@ -35,7 +35,7 @@ fn every_range_counts_each_of_its_tensors_once() {
         for start in 0..layers {
             for end in start + 1..=layers {
                 let mut names = spec.layer_tensors(start..end);
-                // Further inputs of layers are worked out from the tokens by every stage.
+                // Every stage computes the layers' further inputs from the tokens.
                 if start == 0 || spec.per_layer_input.is_some() {
                     names.extend(spec.embedding_tensors());
                 }
@@ -95,7 +95,7 @@ fn experts_that_are_not_used_are_kept_and_not_read() {
     let whole = costs.range(0..spec.layers.len());
     let dense = open("qwen3").2;
     let dense = dense.range(0..dense.layers());
-    // All but the embedding table is read by each token of a dense model with a head of its own.
+    // In a dense model with its own output matrix, each token reads everything except the embedding table.
     assert!(whole.token_bytes < whole.weight_bytes - spec.hidden as u64 * spec.vocab as u64 * 4);
     assert!(dense.token_bytes > 0 && dense.token_bytes <= dense.weight_bytes);
 }
@@ -130,7 +130,7 @@ fn a_drafter_is_with_the_stage_where_it_guesses() {
     // Every stage of this model has the embedding.
     assert_eq!((last.weight_bytes, last.drafter_weight_bytes), (plain.weight_bytes + bytes, bytes));
     assert_eq!(last.kv_bytes(64, 8, GgmlType::F16), plain.kv_bytes(64, 8, GgmlType::F16));
-    // Another model has no such layers.
+    // Another model lacks these layers.
     let (llama, ..) = open("llama");
     assert_eq!(DrafterCosts::of_assistant(&spec, &file, &llama), None);
 }
@@ -159,7 +159,7 @@ fn a_drafter_brings_the_embedding_that_it_reads_and_caches_of_its_own() {
         assert_eq!(last.weight_bytes, plain.weight_bytes + 1000 + table, "{name}");
         assert_eq!(last.drafter_state_elements, 8, "{name}");
         assert_eq!(last.drafter_kv_bytes(100, 8, GgmlType::F16), 100 * 32 * 2, "{name}");
-        // What the first stage has is there in a model of one stage.
+        // A model of one stage includes the data of the first stage.
         assert_eq!(with.range(0..layers).drafter_weight_bytes, 1000, "{name}");
         let draft = DrafterCosts { stage: DrafterStage::First, reads_embedding: false, ..block };
         let with = costs.clone().with_drafter(draft);

@@ -1,25 +1,25 @@
-//! One call, `{"name": .., "arguments": ..}`, read while it is written.
+//! Streaming parser of one call, `{"name": .., "arguments": ..}`.
 
 use serde_json::Value;
 
-/// Keys under which arguments stand.
+/// Keys that hold the arguments.
 const ARGUMENTS: [&str; 2] = ["arguments", "parameters"];
 
 #[derive(Debug, Default)]
 pub(super) struct CallReader {
     text: String,
-    /// Bytes of it that have been looked at.
+    /// Bytes of `text` parsed so far.
     at: usize,
     depth: usize,
     quoted: bool,
     escaped: bool,
-    /// The key whose value is read.
+    /// Key of the current value.
     key: Option<String>,
-    /// Where a key or a value at the first level begins.
+    /// Start of the current top-level key or value.
     from: Option<usize>,
     name: Option<String>,
     arguments: Option<Arguments>,
-    /// How much of these was given out.
+    /// Bytes of the arguments returned so far.
     given: usize,
     over: bool,
 }
@@ -27,12 +27,12 @@ pub(super) struct CallReader {
 #[derive(Debug, Clone, Copy)]
 struct Arguments {
     from: usize,
-    /// Where they end, if they have.
+    /// End of the arguments, once known.
     to: Option<usize>,
 }
 
 impl CallReader {
-    /// Takes in what it can use of `text`, and returns how many bytes that was: less than all once the call is over.
+    /// Consumes `text` and returns the number of bytes used: fewer than all once the call is complete.
     pub(super) fn push(&mut self, text: &str) -> usize {
         let before = self.text.len();
         self.text.push_str(text);
@@ -49,12 +49,12 @@ impl CallReader {
         self.over
     }
 
-    /// All of it so far.
+    /// The whole text of the call so far.
     pub(super) fn text(&self) -> &str {
         &self.text
     }
 
-    /// Whether what is there, without its name, may become a call of one of these tools.
+    /// True if the text, whose name is still incomplete, may become a call of one of `tools`.
     pub(super) fn may_become(&self, tools: &[String]) -> bool {
         let text: String = self.text.chars().filter(|c| !c.is_whitespace()).collect();
         tools.iter().any(|tool| {
@@ -65,19 +65,19 @@ impl CallReader {
         })
     }
 
-    /// Whose call it is, once that is known.
+    /// Name of the called tool, once known.
     pub(super) fn name(&self) -> Option<&str> {
         self.name.as_deref()
     }
 
-    /// What is new of its arguments.
+    /// The part of the arguments that was not returned before.
     pub(super) fn arguments(&mut self) -> String {
         let Some(Arguments { from, to }) = self.arguments else {
             let none = self.over && self.given == 0;
             self.given += usize::from(none);
             return if none { "{}".to_owned() } else { String::new() };
         };
-        // Of a value that is no object the end is awaited: it may be an object in a string.
+        // If the value is not an object, wait for its end: it may be an object encoded in a string.
         let object = self.text.as_bytes().get(from) == Some(&b'{');
         let end = match to {
             Some(to) => to,

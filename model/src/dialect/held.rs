@@ -1,12 +1,12 @@
-//! The part of an answer that a listener has not told yet.
+//! Text of an answer that the parser has not emitted yet.
 
 use super::Dialect;
 
-/// Text, and which stretches of it are tokens that are marks.
+/// Text in which some ranges are mark tokens.
 #[derive(Debug, Default)]
 pub(super) struct HeldText {
     text: String,
-    /// Where these tokens begin, ascending.
+    /// Start of each mark token, ascending.
     tokens: Vec<(usize, &'static str)>,
 }
 
@@ -24,7 +24,8 @@ impl HeldText {
         &self.text
     }
 
-    /// Where a mark begins first: its token, or, if the vocabulary has none, its text.
+    /// Byte position of the first occurrence of a mark: its token, or its text if the vocabulary has no token
+    /// for it.
     pub(super) fn find(&self, dialect: &Dialect, mark: &str) -> Option<usize> {
         if dialect.has_token(mark) {
             return self.tokens.iter().find(|(_, token)| *token == mark).map(|(at, _)| *at);
@@ -32,7 +33,7 @@ impl HeldText {
         self.text.find(mark)
     }
 
-    /// Where the end of the text begins that more text could make one of `marks`.
+    /// Byte position of a suffix that more text could complete to one of `marks`.
     pub(super) fn unfinished(&self, dialect: &Dialect, marks: &[&'static str]) -> Option<usize> {
         let longest = marks.iter().map(|mark| mark.len()).max()?;
         let from = self.text.len().saturating_sub(longest);
@@ -43,7 +44,7 @@ impl HeldText {
         (from..self.text.len()).filter(|at| self.text.is_char_boundary(*at)).find(begins)
     }
 
-    /// Takes out the first bytes.
+    /// Removes and returns the first `bytes` bytes.
     pub(super) fn take(&mut self, bytes: usize) -> String {
         self.tokens.retain_mut(|(at, _)| match at.checked_sub(bytes) {
             Some(left) => {
@@ -55,7 +56,7 @@ impl HeldText {
         self.text.drain(..bytes).collect()
     }
 
-    /// Puts text back to the front.
+    /// Inserts text at the front.
     pub(super) fn put_back(&mut self, text: &str) {
         self.tokens.iter_mut().for_each(|(at, _)| *at += text.len());
         self.text.insert_str(0, text);

@@ -1,4 +1,4 @@
-//! What an answer consists of, while it comes: text, thoughts, calls of tools.
+//! Streaming output parser: splits an answer into text, reasoning and tool calls.
 
 use std::sync::Arc;
 
@@ -9,32 +9,31 @@ use super::{
     THINK, THOUGHT, TO,
 };
 
-/// What a message in the harmony format ends with.
+/// Marks that end a harmony message.
 const MESSAGE_ENDS: [&str; 4] = [END, START, CALL_END, RETURN];
 
-/// A part of an answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ParsedDelta {
     Text(String),
-    /// Of what the model thinks.
+    /// Reasoning text.
     Thought(String),
-    /// A call of this tool begins; what follows as [`ParsedDelta::Arguments`] is its.
+    /// A call of this tool begins. The following [`ParsedDelta::Arguments`] belong to it.
     Call(String),
-    /// Of the arguments of the call that has begun last, as JSON.
+    /// Part of the arguments of the latest call, as JSON.
     Arguments(String),
 }
 
-/// Takes an answer apart. What may yet become a mark is held back.
+/// Splits an answer into deltas. Holds back text that may still become a mark.
 #[derive(Debug)]
 pub struct OutputParser {
     dialect: Arc<Dialect>,
-    /// Names of the tools that may be called; without any, calls are text.
+    /// Tools that may be called. If empty, calls are treated as text.
     tools: Vec<String>,
     state: State,
     held: HeldText,
-    /// Nothing but space has been said so far.
+    /// True while the answer has only whitespace.
     blank: bool,
-    /// That space is between thoughts, calls and the answer, and of none of them.
+    /// True if that whitespace separates reasoning, calls and text, and belongs to none of them.
     between: bool,
 }
 
@@ -42,13 +41,13 @@ pub struct OutputParser {
 enum State {
     Text,
     Thought,
-    /// Between calls: what is there already of one, and what they are within.
+    /// Between calls: the partial call, and the mark that opened the calls.
     Calls {
         call: Option<Call>,
         within: &'static str,
         any: bool,
     },
-    /// Of a message in the harmony format.
+    /// In the header of a harmony message.
     Header,
     Message(Channel),
 }
@@ -56,7 +55,7 @@ enum State {
 #[derive(Debug)]
 struct Call {
     reader: CallReader,
-    /// That it has begun was told.
+    /// True once the start of the call was emitted.
     told: bool,
 }
 
@@ -68,19 +67,19 @@ enum Channel {
 }
 
 impl OutputParser {
-    /// Of an answer to a prompt behind which the model is `thinking` already or not.
+    /// `thinking`: the prompt ends inside the model's reasoning.
     pub fn new(dialect: Arc<Dialect>, tools: Vec<String>, thinking: bool) -> Self {
         let state = if thinking { State::Thought } else { State::Text };
         Self { dialect, tools, state, held: HeldText::default(), blank: true, between: false }
     }
 
-    /// Takes in the text that comes next.
+    /// Parses the next text.
     pub fn push(&mut self, text: &str) -> Vec<ParsedDelta> {
         self.held.push(text);
         self.listen()
     }
 
-    /// Takes in a token that is a mark ([`Dialect::mark`]).
+    /// Parses the next token, which is a mark ([`Dialect::mark`]).
     pub fn push_mark(&mut self, mark: &'static str) -> Vec<ParsedDelta> {
         self.held.push_token(mark);
         self.listen()
@@ -92,12 +91,12 @@ impl OutputParser {
         join(said)
     }
 
-    /// Whether what comes next is thought, as far as is known.
+    /// True if the next text is reasoning, as far as is known.
     pub fn is_thinking(&self) -> bool {
         matches!(self.state, State::Thought | State::Message(Channel::Thoughts))
     }
 
-    /// The answer has ended. `cut`: not by the model itself; then the beginning of a mark or of a call is told as nothing.
+    /// Ends the answer. `cut`: the model did not end it itself; then an incomplete mark or call is dropped.
     pub fn finish(&mut self, cut: bool) -> Vec<ParsedDelta> {
         if cut {
             self.drop_unfinished_mark();
@@ -123,7 +122,8 @@ impl OutputParser {
         join(said)
     }
 
-    /// Of an answer that was cut off in what may be a mark. A single character within an answer is more likely text.
+    /// Drops an incomplete mark at the end of a cut answer. A single character inside an answer is kept,
+    /// since it is more likely text.
     fn drop_unfinished_mark(&mut self) {
         let (marks, surely) = match &self.state {
             State::Text => (self.text_marks(), self.blank),
@@ -141,7 +141,7 @@ impl OutputParser {
         }
     }
 
-    /// Takes in part of what is held; `false` when nothing more can be said of it now.
+    /// Parses part of the held text. Returns false if more input is needed.
     fn advance(&mut self, said: &mut Vec<ParsedDelta>, last: bool) -> bool {
         match &mut self.state {
             State::Text => self.text(said, last),
@@ -191,7 +191,7 @@ impl OutputParser {
         if self.blank {
             let start = self.held.text().trim_start();
             let space = self.held.text().len() - start.len();
-            // Space before thoughts and calls, or behind thoughts, is of no answer.
+            // Whitespace before reasoning and calls, or after reasoning, is not part of the answer.
             let decided = !start.is_empty() || last;
             let bare = self.dialect.calls == Calls::Llama && !self.tools.is_empty() && start.starts_with('{');
             if !decided {
@@ -215,21 +215,21 @@ impl OutputParser {
         if blank && !spoke && (found.is_some() || !last) {
             let space: Vec<ParsedDelta> = said.drain(before..).collect();
             if let (None, Some(ParsedDelta::Text(space))) = (found, space.first()) {
-                // What follows it tells whether it is of the answer.
+                // The text that follows decides whether this whitespace belongs to the answer.
                 self.held.put_back(space);
             }
         }
         self.blank = blank && !spoke;
         match found {
             Some(THINK) if blank && !spoke => self.state = State::Thought,
-            // In the middle of an answer it is text.
+            // Inside an answer this mark is text.
             Some(THINK) => said.push(ParsedDelta::Text(THINK.to_owned())),
             Some(CHANNEL) => {
                 self.held.put_back(CHANNEL);
                 self.state = State::Header;
             }
             Some(START) => self.state = State::Header,
-            // Ends of messages behind the last one.
+            // End marks after the last message.
             Some(END | CALL_END | RETURN) => {}
             Some(mark) => self.state = State::Calls { call: None, within: mark, any: false },
             None => return false,
@@ -237,7 +237,7 @@ impl OutputParser {
         true
     }
 
-    /// What an answer may go on with besides its own text.
+    /// Marks that may follow in the current text.
     fn text_marks(&self) -> Vec<&'static str> {
         let tools = !self.tools.is_empty();
         let mut marks = Vec::new();
@@ -266,7 +266,7 @@ impl OutputParser {
                     *any = true;
                     said.push(ParsedDelta::Call(name.to_owned()));
                 } else {
-                    // No tool of this request: it is text, as all that follows.
+                    // Not a tool of this request: this call and everything after it are text.
                     let text = format!("{within}{}", reader.text());
                     said.push(ParsedDelta::Text(text));
                     self.blank = false;
@@ -293,10 +293,10 @@ impl OutputParser {
         let between = |c: char| c.is_whitespace() || matches!(c, '[' | ']' | ',' | ';');
         let rest = self.held.text().trim_start_matches(between).len();
         if rest == 0 && !last {
-            // Whether it was between two calls is not known yet.
+            // More input decides whether this whitespace is between two calls.
             return false;
         }
-        // What is passed over is taken out when it is clear between what it stands.
+        // Skipped text is removed only once it is known what follows it.
         let passed = self.held.text().len() - rest;
         let next = &self.held.text()[passed..];
         if next.starts_with('{') {
@@ -326,8 +326,8 @@ impl OutputParser {
         true
     }
 
-    /// Gives out what is held up to the first of `marks`, which is returned and left out; without one all that cannot be
-    /// the beginning of one.
+    /// Emits the held text up to the first of `marks`, which is removed and returned. If there is none, emits
+    /// everything that cannot begin a mark.
     fn until(
         &mut self,
         marks: &[&'static str],
@@ -348,7 +348,7 @@ impl OutputParser {
     }
 }
 
-/// Without what is empty, and with neighbours of one kind as one.
+/// Drops empty deltas and joins neighbours of the same kind.
 fn join(said: Vec<ParsedDelta>) -> Vec<ParsedDelta> {
     let mut joined: Vec<ParsedDelta> = Vec::new();
     for part in said {

@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-/// Stop strings, and the text that could still become one of them. No string may be empty.
+/// Stop strings, and the text that may still become one of them. No string may be empty.
 #[derive(Debug, Clone)]
 pub struct StopStrings {
     strings: Arc<[String]>,
-    /// Not given out yet; shorter than the longest string.
+    /// Held-back text, shorter than the longest string.
     held: String,
 }
 
@@ -15,8 +15,8 @@ impl StopStrings {
         Self { strings: strings.into(), held: String::new() }
     }
 
-    /// Takes in the next piece. Returns the text that is certain now, and the string that was found behind it. After a
-    /// match nothing is held. `matches`: whether a string that is complete now counts.
+    /// Adds text. Returns the text that is now certain, and the stop string that follows it, if found. After
+    /// a match nothing is held back. `matches`: whether a string that is complete now counts.
     pub fn push(&mut self, text: &str, matches: bool) -> (String, Option<String>) {
         self.held.push_str(text);
         if matches && let Some((at, found)) = self.earliest() {
@@ -27,7 +27,7 @@ impl StopStrings {
         (std::mem::replace(&mut self.held, rest), None)
     }
 
-    /// No text follows: returns what was held.
+    /// Ends the text and returns the held-back part.
     pub fn finish(&mut self) -> String {
         std::mem::take(&mut self.held)
     }
@@ -37,7 +37,7 @@ impl StopStrings {
         found.min_by_key(|(at, _)| *at).map(|(at, stop)| (at, stop.clone()))
     }
 
-    /// Length of the longest end of the held text that begins a stop string.
+    /// Length of the longest suffix of the held-back text that begins a stop string.
     fn possible(&self) -> usize {
         let longest = |stop: &String| {
             let most = self.held.len().min(stop.len().saturating_sub(1));

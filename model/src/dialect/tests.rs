@@ -24,7 +24,7 @@ fn tools() -> Vec<Tool> {
     vec![tool("weather"), tool("time")]
 }
 
-/// Templates as those of the families are, as far as it matters here, and what is made of them.
+/// Simplified templates of the model families, with the expected dialects.
 #[test]
 fn the_template_tells_the_dialect() {
     for (template, calls, native, thinks) in [
@@ -34,7 +34,7 @@ fn the_template_tells_the_dialect() {
         ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]", Calls::Mistral, true, false),
         ("{% if tools %}<|tool_call|>{% endif %}", Calls::Granite, true, false),
         ("{% if tools %}<|start|>{% endif %}<|channel|>final<|message|>", Calls::Harmony, true, true),
-        // Calls that are no JSON.
+        // Calls that are not JSON.
         ("{% if tools %}<tool_call><function={% endif %}", Calls::Hermes, false, false),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", Calls::Hermes, false, false),
     ] {
@@ -48,7 +48,7 @@ fn the_template_tells_the_dialect() {
     assert_eq!(Dialect::of(None, &tokenizer("llama")).calls(), Calls::Hermes);
 }
 
-/// What a listener makes of an answer that comes in pieces of `size` characters and that the model ends.
+/// Parses an answer in pieces of `size` characters; the model ends it.
 fn heard(dialect: &Arc<Dialect>, thinking: bool, answer: &str, size: usize) -> Vec<ParsedDelta> {
     heard_until(dialect, thinking, answer, size, false)
 }
@@ -84,7 +84,7 @@ fn add(all: &mut Vec<ParsedDelta>, said: ParsedDelta) {
 }
 
 #[test]
-fn it_is_told_where_thoughts_are() {
+fn the_parser_separates_reasoning() {
     let hermes = of("{% if tools %}<tool_call></tool_call>{% endif %}<think>");
     let harmony = of("{% if tools %}<|start|>{% endif %}<|channel|>final<|message|>");
     for (dialect, thinking, pieces) in [
@@ -149,14 +149,14 @@ fn answers_are_taken_apart_however_they_come() {
             "<think>x</think><tool_call>{\"arguments\": {\"a\": 1}, \"name\": \"time\"}</tool_call>",
             vec![thought("x"), call("time"), arguments("{\"a\": 1}")],
         ),
-        // Arguments within a text, and none at all.
+        // Arguments encoded in a string, and no arguments.
         (
             &hermes,
             false,
             "<tool_call>{\"name\": \"time\", \"arguments\": \"{\\\"a\\\": 1}\"}</tool_call><tool_call>{\"name\": \"time\"}</tool_call>",
             vec![call("time"), arguments("{\"a\": 1}"), call("time"), arguments("{}")],
         ),
-        // No tool of the request, and no call.
+        // Not a tool of the request, and not a call.
         (
             &hermes,
             false,
@@ -165,7 +165,7 @@ fn answers_are_taken_apart_however_they_come() {
         ),
         (&hermes, false, "<tool_call>nothing", vec![text("<tool_call>nothing")]),
         (&hermes, false, "<tool_call>{\"name\": ", vec![text("<tool_call>{\"name\": ")]),
-        // Cut off by its length.
+        // Cut off by the length limit.
         (
             &hermes,
             false,
@@ -215,7 +215,7 @@ fn answers_are_taken_apart_however_they_come() {
 }
 
 #[test]
-fn of_a_call_that_is_cut_off_no_mark_is_told() {
+fn a_cut_off_call_emits_no_mark() {
     let call = "{\"name\": \"weather\", \"arguments\": {\"at\": \"Oslo\"}}";
     let parameters = call.replace("arguments", "parameters");
     let table = [
@@ -238,7 +238,7 @@ fn of_a_call_that_is_cut_off_no_mark_is_told() {
         }
         let whole = heard_until(&dialect, false, &answer, 3, true);
         assert_eq!(whole.first(), Some(&ParsedDelta::Call("weather".into())), "{answer}");
-        // Text is text, also where it ends like a mark begins.
+        // Text stays text, also if it ends like the beginning of a mark.
         let text = |text: &str| vec![ParsedDelta::Text(text.into())];
         assert_eq!(heard_until(&dialect, false, "is 1 <", 2, true), text("is 1 <"));
         assert_eq!(heard_until(&dialect, false, "a [", 2, true), text("a ["));
@@ -248,7 +248,7 @@ fn of_a_call_that_is_cut_off_no_mark_is_told() {
     assert_eq!(heard_until(&llama, false, "{\"age\": 3", 4, true), json);
 }
 
-/// Of a mark that is a token, only the token counts.
+/// If a mark has a token, only the token counts.
 #[test]
 fn ordinary_text_is_no_mark_where_the_vocabulary_has_a_token_for_it() {
     let base = of("{% if tools %}<tool_call></tool_call>{% endif %}<think>");
@@ -274,9 +274,9 @@ fn ordinary_text_is_no_mark_where_the_vocabulary_has_a_token_for_it() {
 }
 
 proptest::proptest! {
-    /// Nothing is lost of an answer that has no call in it, and no answer is too much for it.
+    /// The parser loses nothing of an answer without calls, and accepts any answer.
     #[test]
-    fn whatever_is_said_is_heard(
+    fn the_parser_loses_no_text(
         parts in proptest::collection::vec(proptest::sample::select(vec![
             "<think>", "</think>", "<tool_call>", "</tool_call>", "{\"name\": \"time\"", ", \"arguments\": {", "}", "\"",
             "\\", "[", "]", " ", "é", "x", "<|channel|>", "<|message|>", "<|end|>", "to=functions.time",
@@ -318,7 +318,7 @@ fn grammars_of_calls_are_as_the_dialect_writes_them() {
     assert!(lark.contains("calls: \"<tool_call>\" \"\\n\" call \"\\n\" \"</tool_call>\" ("), "{lark}");
     let one = hermes.calls_grammar(&tools(), false, true, "");
     assert!(one.contains("calls: \"\\n\" call \"\\n\" \"</tool_call>\"\n"), "{one}");
-    // Thoughts come first, and are begun by the prompt or not.
+    // Reasoning comes first, and may have been begun by the prompt.
     let thinks = of("{% if tools %}<tool_call>{% endif %}<think>");
     assert!(
         thinks.calls_grammar(&tools(), false, false, "<think>\n").starts_with("start: thought gap? calls")

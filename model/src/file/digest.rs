@@ -1,4 +1,4 @@
-//! The digest of a model: the same for a file and for any set that it is split into.
+//! The digest of a model, independent of its split into files.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -10,14 +10,14 @@ use crate::gguf::ALIGNMENT_KEY;
 use crate::gguf::writer::encode_value;
 use crate::shard::{CHUNK_BYTES, ChunkId};
 
-/// Names the layout below; a change of it changes the tag.
+/// Identifies the layout below; a new layout needs a new tag.
 const TAG: &str = "kvasir model 1";
 
 /// Hash of: tag; number of keys, then each key and value, ordered by key; number of tensors, then each name,
-/// type and dimensions; then, tensor by tensor, the names of its chunks. Numbers are little-endian, strings and lists
-/// have their length before them. The alignment, which says nothing about the model, is left out.
+/// type and dimensions; then, tensor by tensor, the names of its chunks. Numbers are little-endian; strings
+/// and lists have a length prefix. The alignment is omitted, because it is not part of the model.
 ///
-/// So whoever knows the digest can check a list of chunks before it has a single one of them.
+/// The digest therefore verifies a list of chunks before any chunk is present.
 pub(crate) fn digest(header: &ModelHeader, chunks: &[ChunkId]) -> [u8; 32] {
     let mut hash = blake3::Hasher::new();
     put_string(&mut hash, TAG);
@@ -47,8 +47,8 @@ pub(crate) fn digest(header: &ModelHeader, chunks: &[ChunkId]) -> [u8; 32] {
     hash.finalize().into()
 }
 
-/// The names of all chunks of a file. A chunk is hashed as one, so that even a model that is mostly one tensor keeps
-/// every CPU busy.
+/// Names of all chunks of a file. Chunks are hashed separately, so that a model with one dominant tensor
+/// still uses every CPU.
 pub(super) fn chunks(file: &ModelFile) -> Result<Vec<ChunkId>, Error> {
     let mut chunks = Vec::new();
     for info in file.tensors() {
@@ -57,13 +57,13 @@ pub(super) fn chunks(file: &ModelFile) -> Result<Vec<ChunkId>, Error> {
     Ok(hash_each(&chunks).into_iter().map(|hash| ChunkId(hash.into())).collect())
 }
 
-/// The hash of each chunk, by as many threads as there are CPUs to use.
+/// The hash of each chunk, computed with as many threads as CPUs.
 pub(crate) fn hash_each(chunks: &[&[u8]]) -> Vec<blake3::Hash> {
     let hashes: Vec<OnceLock<blake3::Hash>> = chunks.iter().map(|_| OnceLock::new()).collect();
     let next = AtomicUsize::new(0);
     let work = || {
         loop {
-            // Hands out indices and nothing else: what the threads read was there before they started.
+            // Relaxed: only an index is handed out; the threads' input existed before they started.
             let index = next.fetch_add(1, Ordering::Relaxed);
             let Some((chunk, hash)) = chunks.get(index).zip(hashes.get(index)) else { break };
             hash.get_or_init(|| blake3::hash(chunk));
@@ -74,7 +74,7 @@ pub(crate) fn hash_each(chunks: &[&[u8]]) -> Vec<blake3::Hash> {
     let others = bytes.div_ceil(CHUNK_BYTES).min(cpus).saturating_sub(1);
     thread::scope(|scope| {
         for _ in 0..others {
-            // A thread that cannot be had is one fewer; this one does what is left.
+            // If a thread cannot be started, the other threads do its work.
             let _ = thread::Builder::new().name("model-digest".to_owned()).spawn_scoped(scope, work);
         }
         work();

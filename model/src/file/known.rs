@@ -1,4 +1,4 @@
-//! Digests of files that were read before: a start need not read a model twice.
+//! Cache of digests, so that a start does not read a model's files again.
 
 use std::io::{self, Write};
 use std::os::unix::ffi::OsStrExt;
@@ -13,34 +13,34 @@ use crate::shard::{CHUNK_BYTES, ChunkId, verified_chunks};
 #[cfg(test)]
 mod tests;
 
-/// Layout of an entry: this; number of files; of each device, inode, length, and time of its last change; number of
-/// chunks; BLAKE3 of the name of the system's start in which they were read, or zeros; the chunks' names; BLAKE3 of all
-/// that. Numbers are little-endian. Another layout gets another number.
+/// Format of an entry: this tag; number of files; per file device, inode, length and change time; number of
+/// chunks; BLAKE3 of the boot id under which the files were read, or zeros; the chunk names; BLAKE3 of
+/// everything before. Numbers are little-endian. A new format needs a new tag.
 const START: [u8; 8] = *b"KVCHUNK2";
-/// A file that has just been changed may be changed again without its time moving on: it is not remembered.
+/// A file changed this recently is not cached, because a further change may not alter its timestamp.
 const SETTLED: Duration = Duration::from_secs(2);
 
-/// What a model's files were like when somebody read and hashed all of them, since the system started.
+/// State of a model's files when they were completely hashed, since the system started.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Hashed(Vec<[u64; 5]>);
 
-/// A directory of the chunk names of files, one small file for each model's path.
+/// A directory with one small file of chunk names per model path.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DigestCache {
     dir: PathBuf,
 }
 
 impl DigestCache {
-    /// In `dir`, which is made when there is something to keep.
+    /// Uses `dir`, which is created when the first entry is written.
     pub fn at(dir: impl Into<PathBuf>) -> Self {
         Self { dir: dir.into() }
     }
 
-    /// Makes [`ModelFile::chunks`] and [`ModelFile::digest`] of `file` known: from the cache, if each of its files has
-    /// the path, device, inode, length and time of change that it had when it was read; else by reading every tensor,
-    /// which is remembered. A cache that cannot be read or written costs the reading and nothing else.
+    /// Sets [`ModelFile::chunks`] and [`ModelFile::digest`] of `file`. Uses the cache if path, device, inode,
+    /// length and change time of every file are unchanged; otherwise reads every tensor and caches the
+    /// result. If the cache cannot be read or written, the only cost is reading the tensors.
     ///
-    /// Says what the files were like then, if that was since the system started: see [`ModelFile::is_still`].
+    /// Returns the files' state if they were hashed since the system started: see [`ModelFile::is_still`].
     pub fn fill(&self, file: &ModelFile) -> Result<Option<Hashed>, Error> {
         if file.chunks.get().is_some() {
             return Ok(None);
@@ -78,8 +78,8 @@ impl DigestCache {
 }
 
 impl ModelFile {
-    /// Whether nothing has touched the files since their bytes were hashed: what has been read of them by now is what
-    /// [`Self::chunks`] says, unless the disk, or the memory that the system keeps them in, is broken.
+    /// Whether the files are unchanged since their bytes were hashed. If so, bytes read until now match
+    /// [`Self::chunks`], unless disk or memory are faulty.
     pub fn is_still(&self, hashed: &Hashed) -> bool {
         self.stamps().is_ok_and(|now| now == hashed.0)
     }
@@ -89,12 +89,12 @@ impl ModelFile {
     }
 }
 
-/// This start of the system, if it says which one that is.
+/// Hash of the boot id; `None` if the system has none.
 fn start_of_system() -> Option<[u8; 32]> {
     verified_chunks::start_of_system().map(|start| blake3::hash(start.as_bytes()).into())
 }
 
-/// What an entry of files that are like this begins with.
+/// Beginning of the entry for files in this state.
 fn identity(model: &ModelFile, files: &[[u64; 5]]) -> Vec<u8> {
     let mut bytes = START.to_vec();
     bytes.extend((files.len() as u64).to_le_bytes());
@@ -104,7 +104,7 @@ fn identity(model: &ModelFile, files: &[[u64; 5]]) -> Vec<u8> {
     bytes
 }
 
-/// The chunks of an entry that begins with `identity` and is whole, behind the system's start in which they were read.
+/// Decodes an entry if it begins with `identity` and is intact. Returns the boot hash and the chunks.
 fn recall(entry: &[u8], identity: &[u8]) -> Option<([u8; 32], Vec<ChunkId>)> {
     let (body, check) = entry.split_last_chunk::<32>()?;
     if blake3::hash(body).as_bytes() != check {
@@ -117,11 +117,11 @@ fn recall(entry: &[u8], identity: &[u8]) -> Option<([u8; 32], Vec<ChunkId>)> {
     whole.then(|| (*start, chunks.iter().map(|id| ChunkId(*id)).collect()))
 }
 
-/// The name of a file's entry, from the paths.
+/// Name of a file's entry, derived from the paths.
 fn name(file: &ModelFile) -> String {
     let mut hash = blake3::Hasher::new();
     for path in file.files() {
-        // One file under two names is remembered twice; that is all.
+        // A file with two names is cached twice.
         let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
         let path = path.as_os_str().as_bytes();
         hash.update(&(path.len() as u64).to_le_bytes()).update(path);

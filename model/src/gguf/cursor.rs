@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::Malformed;
 
-/// What is being read, in the words of an error.
+/// Name of the field being read, for errors.
 #[derive(Clone, Copy)]
 pub(super) struct Field<'a> {
     what: &'static str,

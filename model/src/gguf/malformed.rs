@@ -1,18 +1,15 @@
-//! What can be wrong inside a GGUF file.
+//! Errors of malformed GGUF files.
 
-/// Why bytes are not a GGUF that this reader accepts. Offsets count from the start of the file.
+/// Why a file is not valid GGUF. Offsets count from the start of the file.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Malformed {
     /// The first four bytes are not `GGUF`.
     #[error("the file starts with {found:02x?}, not with \"GGUF\"")]
-    Magic {
-        /// The bytes there.
-        found: [u8; 4],
-    },
-    /// The file was written for big-endian machines.
+    Magic { found: [u8; 4] },
+    /// The file is big-endian.
     #[error("the file is big-endian (version {version} with its bytes swapped); only little-endian is read")]
     BigEndian { version: u32 },
-    /// The format's version is not served.
+    /// Unsupported format version.
     #[error("GGUF version {found}, only 2 and 3 are read")]
     Version { found: u32 },
     /// The file ends inside a field.
@@ -20,7 +17,7 @@ pub enum Malformed {
     Truncated {
         field: String,
         offset: u64,
-        /// Bytes that it takes.
+        /// Bytes that the field needs.
         need: u64,
         /// Bytes left.
         have: u64,
@@ -28,7 +25,7 @@ pub enum Malformed {
     /// A count or a length is above its cap.
     #[error("{field} is {found}, the limit is {limit}")]
     OverLimit { field: String, found: u64, limit: u64 },
-    /// A name, a dimension or a count of dimensions that must not be zero or empty is.
+    /// A name, a dimension or a number of dimensions is empty or zero.
     #[error("{field} is empty or zero")]
     Zero { field: String },
     /// A string is not UTF-8.
@@ -37,7 +34,7 @@ pub enum Malformed {
     /// A bool is neither 0 nor 1.
     #[error("{field} is a bool of value {found}, not 0 or 1")]
     NotBool { field: String, found: u8 },
-    /// A value type that GGUF does not have.
+    /// Unknown value type.
     #[error("{field} has value type {found}, the highest is 12")]
     ValueType { field: String, found: u32 },
     /// Two entries with one key.
@@ -52,10 +49,10 @@ pub enum Malformed {
         /// The value, or its type.
         found: String,
     },
-    /// A tensor type that is not known.
+    /// Unknown tensor type.
     #[error("tensor {tensor} has the unknown type {found}")]
     TensorType { tensor: String, found: u32 },
-    /// A row is not made of whole blocks.
+    /// The row length is not a multiple of the block size.
     #[error("rows of tensor {tensor} have {row} elements, {ty} needs a multiple of {block}")]
     PartialBlock { tensor: String, ty: crate::GgmlType, row: u64, block: u64 },
     /// The size of a tensor does not fit 64 bits.

@@ -1,7 +1,7 @@
 //! Header, metadata and tensor table of one GGUF file.
 //!
-//! Nothing is allocated on the word of a count: every list is either taken from bytes that are there, or
-//! grows as its elements are read.
+//! No allocation depends on an unverified count: a list is either a slice of existing bytes, or grows as
+//! elements are read.
 
 use std::collections::HashSet;
 
@@ -10,14 +10,14 @@ use super::{Malformed, TensorInfo, limits};
 use crate::GgmlType;
 use crate::metadata::{Array, Metadata, Strings, Value};
 
-/// Key of the alignment of tensor data.
+/// Metadata key of the tensor data's alignment.
 pub(crate) const ALIGNMENT_KEY: &str = "general.alignment";
-/// Alignment of a file that has no such key.
+/// Alignment in bytes of a file without that key.
 pub(super) const DEFAULT_ALIGNMENT: u64 = 32;
 /// First bytes of every GGUF file.
 pub(super) const MAGIC: [u8; 4] = *b"GGUF";
 
-/// Numbers of the value types in a file.
+/// Value types as numbered in a file.
 pub(super) mod value_type {
     pub(in super::super) const U8: u32 = 0;
     pub(in super::super) const I8: u32 = 1;
@@ -34,14 +34,14 @@ pub(super) mod value_type {
     pub(in super::super) const F64: u32 = 12;
 }
 
-/// What precedes the tensor data of one file.
+/// Everything before the tensor data of a file.
 #[derive(Debug)]
 pub(super) struct Header {
     pub(super) metadata: Metadata,
     pub(super) tensors: Vec<TensorEntry>,
 }
 
-/// One row of the tensor table; the bytes are inside the file.
+/// One entry of the tensor table. Its bytes were checked to be inside the file.
 #[derive(Debug)]
 pub(super) struct TensorEntry {
     pub(super) name: String,
@@ -52,12 +52,12 @@ pub(super) struct TensorEntry {
     pub(super) offset: u64,
 }
 
-/// Reads and checks everything of a file but the tensors' bytes.
+/// Reads and checks a file, except the tensors' bytes.
 pub(super) fn parse(file: &[u8]) -> Result<Header, Malformed> {
     let mut cursor = Cursor::new(file);
     let Header { metadata, mut tensors } = table(&mut cursor)?;
     let alignment = alignment(&metadata)?;
-    // A file that ends with its table has no data section; offsets into it are then refused below.
+    // A file that ends after its table has no data section; offsets into it are refused below.
     let data_start = cursor.offset().next_multiple_of(alignment);
     let data_bytes = (file.len() as u64).saturating_sub(data_start);
     for entry in &mut tensors {
@@ -67,7 +67,7 @@ pub(super) fn parse(file: &[u8]) -> Result<Header, Malformed> {
     Ok(Header { metadata, tensors })
 }
 
-/// Reads the beginning of a file whose tensors' bytes are elsewhere; where the table says they are is not looked at.
+/// Reads the beginning of a file whose tensor bytes are elsewhere. Ignores the offsets in the table.
 pub(crate) fn parse_table(start: &[u8]) -> Result<(Metadata, Vec<TensorInfo>), Malformed> {
     let Header { metadata, tensors } = table(&mut Cursor::new(start))?;
     let info =
@@ -75,7 +75,7 @@ pub(crate) fn parse_table(start: &[u8]) -> Result<(Metadata, Vec<TensorInfo>), M
     Ok((metadata, tensors.into_iter().map(info).collect()))
 }
 
-/// Reads metadata and tensor table; offsets are still those in the data section, and unchecked.
+/// Reads metadata and tensor table. Offsets are unchecked and relative to the data section.
 fn table(cursor: &mut Cursor<'_>) -> Result<Header, Malformed> {
     let found = cursor.array(Field::of_file("the magic"))?;
     if found != MAGIC {
@@ -113,7 +113,7 @@ fn table(cursor: &mut Cursor<'_>) -> Result<Header, Malformed> {
     Ok(Header { metadata, tensors })
 }
 
-/// The alignment of tensor data that `metadata` asks for.
+/// Alignment of tensor data in bytes, from `metadata`.
 pub(super) fn alignment(metadata: &Metadata) -> Result<u64, Malformed> {
     match metadata.value(ALIGNMENT_KEY) {
         None => Ok(DEFAULT_ALIGNMENT),
@@ -123,7 +123,7 @@ pub(super) fn alignment(metadata: &Metadata) -> Result<u64, Malformed> {
     }
 }
 
-/// Bytes of a tensor that can be stored, by the rules for names and dimensions.
+/// Size of a tensor in bytes, after checking its name and dimensions.
 pub(super) fn tensor_bytes(name: &str, ty: GgmlType, dims: &[u64]) -> Result<u64, Malformed> {
     let field = |what| Field::of(what, name).to_string();
     if dims.is_empty() {
@@ -220,7 +220,7 @@ fn flag(byte: u8, field: Field<'_>) -> Result<bool, Malformed> {
     }
 }
 
-/// A row of the table; its offset is still that in the data section, and unchecked.
+/// Reads an entry of the table. Its offset is unchecked and relative to the data section.
 fn tensor_entry(cursor: &mut Cursor<'_>) -> Result<TensorEntry, Malformed> {
     let name = name(cursor, limits::TENSOR_NAME_BYTES, "a tensor's name")?;
     let field = Field::of("the number of dimensions", name);
@@ -238,7 +238,7 @@ fn tensor_entry(cursor: &mut Cursor<'_>) -> Result<TensorEntry, Malformed> {
     Ok(TensorEntry { name: name.to_owned(), ty, dims, bytes, offset })
 }
 
-/// Checks the offset in the data section and makes it one in the file.
+/// Checks an offset and converts it from the data section to the file.
 fn place(entry: &mut TensorEntry, alignment: u64, data_start: u64, data_bytes: u64) -> Result<(), Malformed> {
     let TensorEntry { offset, bytes, .. } = *entry;
     if offset % alignment != 0 {

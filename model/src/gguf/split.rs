@@ -1,4 +1,4 @@
-//! From a path to the files of a model: one, or `PREFIX-00001-of-00003.gguf` and its siblings.
+//! Finds a model's files from one path: a single file, or `PREFIX-00001-of-00003.gguf` and its siblings.
 //!
 //! The first file of a set carries the model's metadata; every file carries `split.no` (from 0), `split.count`
 //! and `split.tensors.count` (of the whole set), and its own tensor table. The tables in file order are the
@@ -17,12 +17,12 @@ const NUMBER: &str = "split.no";
 const COUNT: &str = "split.count";
 const TENSOR_COUNT: &str = "split.tensors.count";
 
-/// Whether a key says how a set is cut, not what the model is.
+/// Whether a key only describes the split.
 fn is_split_key(key: &str) -> bool {
     key.starts_with("split.")
 }
 
-/// Opens `path` and, if it is one of a set, the others.
+/// Opens `path` and, if it belongs to a set, the other files.
 pub(super) fn open(path: &Path) -> Result<Contents, Error> {
     let given = SplitFile::open(path)?;
     let Some(count) = given.header.metadata.get::<u64>(COUNT)? else {
@@ -111,8 +111,8 @@ impl SplitFile {
     }
 }
 
-/// The path of file `index` of a set, from that of file `number` (both from 0); none if the latter is not named
-/// as files of a set are.
+/// Path of file `index` of a set, derived from that of file `number` (both from 0). `None` if the name does
+/// not have the form of a split set's.
 fn sibling(path: &Path, number: u64, index: u64, count: u64) -> Option<PathBuf> {
     let suffix = |number: u64| format!("-{:05}-of-{count:05}.gguf", number.saturating_add(1));
     let prefix = path.file_name()?.to_str()?.strip_suffix(&suffix(number))?;

@@ -27,7 +27,7 @@ use crate::metadata::{Array, Metadata, Value};
 
 const VERSION: u32 = 3;
 
-/// A file to be: metadata and a table of tensors, laid out in the order in which they are declared.
+/// A file being prepared: metadata and a table of tensors, laid out in order of declaration.
 #[derive(Debug)]
 pub struct Writer {
     metadata: Metadata,
@@ -38,14 +38,14 @@ pub struct Writer {
 }
 
 impl Writer {
-    /// A file without tensors. Data is aligned to `general.alignment`, else to 32 bytes; fails if that key is
-    /// no valid alignment.
+    /// A file without tensors. Data is aligned to `general.alignment`, by default to 32 bytes. Fails if that
+    /// key is invalid.
     pub fn new(metadata: Metadata) -> Result<Self, Malformed> {
         let alignment = parse::alignment(&metadata)?;
         Ok(Self { metadata, alignment, tensors: Vec::new(), names: HashSet::new(), data_end: 0 })
     }
 
-    /// Declares the next tensor, under the rules that the reader applies; gives its size in bytes.
+    /// Declares the next tensor, with the same checks as the reader. Returns its size in bytes.
     pub fn tensor(&mut self, name: &str, ty: GgmlType, dims: &[u64]) -> Result<u64, Malformed> {
         let over = |field: Field<'_>, found: usize, limit| {
             let found = found as u64;
@@ -75,10 +75,10 @@ impl Writer {
         Ok(bytes)
     }
 
-    /// Writes the file; `data` is asked for the bytes of each tensor in turn, so that a model needs no more
-    /// memory than its largest tensor.
+    /// Writes the file. `data` returns the bytes of one tensor at a time, so that memory is needed only for
+    /// the largest tensor.
     ///
-    /// Fails with [`io::ErrorKind::InvalidInput`] if it gives another number of bytes than the tensor takes.
+    /// Fails with [`io::ErrorKind::InvalidInput`] if `data` returns a wrong number of bytes.
     pub fn write<'a, D: Into<Cow<'a, [u8]>>>(
         &self,
         out: &mut impl Write,
@@ -102,7 +102,7 @@ impl Writer {
         out.flush()
     }
 
-    /// What precedes the tensors' bytes, without padding.
+    /// Everything before the tensor data, without padding.
     pub(crate) fn header(&self) -> Vec<u8> {
         let mut out = MAGIC.to_vec();
         out.extend(VERSION.to_le_bytes());
@@ -123,7 +123,7 @@ impl Writer {
     }
 }
 
-/// Appends a value as a file holds it: the number of its type, then itself.
+/// Appends a value as in a file: its type number, then the value.
 pub(crate) fn encode_value(value: &Value, out: &mut Vec<u8>) {
     macro_rules! scalar {
         ($ty:expr, $x:expr) => {{

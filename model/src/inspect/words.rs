@@ -1,4 +1,4 @@
-//! A summary in words.
+//! Text form of a summary.
 
 use std::fmt::{self, Display, Formatter};
 

@@ -115,7 +115,7 @@ fn references_are_found_however_they_are_written() {
     let next = &made["properties"]["next"]["$ref"];
     assert_eq!(made["$defs"].as_object().map(Map::len), Some(1));
     assert_eq!(&made["$defs"]["0_"]["properties"]["next"]["$ref"], next);
-    // Where in the client's schema a definition is wrong.
+    // The path of the invalid definition in the client's schema.
     let schema = json!({"$ref": "#/$defs/a", "$defs": {"a": {"not": {"type": "null"}}}});
     assert_eq!(refused(&schema), "/$defs/a/not");
 }

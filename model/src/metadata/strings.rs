@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// Many short strings, as a vocabulary: the text end to end, and where each ends.
+/// Many short strings, such as a vocabulary: the concatenated text and the end of each string.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct Strings {
     text: String,
@@ -29,7 +29,6 @@ impl Strings {
         self.ends.len()
     }
 
-    /// Whether there is none.
     pub fn is_empty(&self) -> bool {
         self.ends.is_empty()
     }

@@ -1,10 +1,9 @@
-//! One metadata value, and what it can be read as.
+//! A metadata value and its conversions.
 
 use std::borrow::Cow;
 
 use super::Strings;
 
-/// A value of any type that GGUF knows.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Value {
     U8(u8),
@@ -41,7 +40,7 @@ pub enum Array {
 }
 
 impl Value {
-    /// The stored type in words.
+    /// Name of the stored type.
     pub fn type_name(&self) -> &'static str {
         match self {
             Self::U8(_) => "u8",
@@ -75,7 +74,7 @@ impl Value {
     }
 }
 
-/// `$body` with `$list` bound to the elements, whatever their type.
+/// Expands to `$body` with `$list` bound to the elements, for any element type.
 macro_rules! for_each_list {
     ($array:expr, $list:ident => $body:expr) => {
         match $array {
@@ -97,7 +96,7 @@ macro_rules! for_each_list {
 }
 
 impl Array {
-    /// The stored type in words.
+    /// Name of the stored type.
     pub fn type_name(&self) -> &'static str {
         match self {
             Self::U8(_) => "array of u8",
@@ -120,7 +119,6 @@ impl Array {
         for_each_list!(self, list => list.len())
     }
 
-    /// Whether there is no element.
     pub fn is_empty(&self) -> bool {
         for_each_list!(self, list => list.is_empty())
     }
@@ -152,18 +150,17 @@ fn integer<T: TryFrom<i128>>(n: i128) -> Result<T, Mismatch> {
 /// Why a value cannot be read as a type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mismatch {
-    /// It is of another type.
+    /// Wrong type.
     Type,
-    /// It is an integer that the type does not hold.
+    /// An integer out of the type's range.
     Range(i128),
 }
 
-/// A type that a [`Value`] can be read as.
-///
-/// Integers are read from every integer type that holds them, `f32` from `f32` and (rounded) `f64`, `bool` from
-/// `bool` and the integers 0 and 1; arrays alike, borrowed where the stored type is the wanted one.
+/// A type that a [`Value`] converts to. Integers convert from every integer type that holds them, `f32` from
+/// `f32` and (rounded) `f64`, `bool` from `bool` and the integers 0 and 1. Arrays convert likewise, and are
+/// borrowed if the stored type is the wanted one.
 pub trait FromValue<'a>: Sized {
-    /// The type in the words of an error.
+    /// Type name for errors.
     const NAME: &'static str;
 
     /// Reads `value`.

@@ -2,7 +2,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// A file with this header and so many bytes of data.
+/// A file with this header and `data` bytes of data.
 fn file(header: &str, data: usize) -> Vec<u8> {
     let mut file = (header.len() as u64).to_le_bytes().to_vec();
     file.extend(header.as_bytes());
@@ -85,7 +85,7 @@ fn deep_nesting_is_an_error_and_no_crash() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(512))]
 
-    /// A few bytes changed: an error, or tensors inside the file that share nothing.
+    /// With a few changed bytes: an error, or tensors inside the file without overlap.
     #[test]
     fn changed_bytes_never_panic(
         changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
@@ -103,7 +103,7 @@ proptest! {
         check(&bytes)?;
     }
 
-    /// Headers of the right form with any numbers in them.
+    /// Well-formed headers with arbitrary numbers.
     #[test]
     fn random_numbers_never_panic(
         entries in prop::collection::vec((prop::sample::select(vec!["F32", "BF16", "I64", "Q4"]),

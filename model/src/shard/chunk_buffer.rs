@@ -1,4 +1,4 @@
-//! Memory that chunks are received into whose tensor is not gathered in memory.
+//! Receive buffer for chunks whose tensor is not assembled in memory.
 
 use std::fmt;
 use std::io;
@@ -8,16 +8,16 @@ use memmap2::MmapMut;
 
 use super::CHUNK_BYTES;
 
-/// Memory for one chunk at a time. It begins at a page, so that what is in it can be written past the page cache.
+/// Memory for one chunk at a time, page-aligned so that its contents can be written past the page cache.
 #[derive(Default)]
 pub struct ChunkBuffer {
-    /// Taken when it is used first.
+    /// Allocated at first use.
     memory: Option<MmapMut>,
     length: usize,
 }
 
 impl ChunkBuffer {
-    /// Forgets what is in it, and sees to it that a chunk has room.
+    /// Empties the buffer and allocates room for a chunk.
     pub fn clear(&mut self) -> io::Result<()> {
         self.length = 0;
         if self.memory.is_none() {
@@ -26,7 +26,7 @@ impl ChunkBuffer {
         Ok(())
     }
 
-    /// Appends what there is room for.
+    /// Appends as much of `bytes` as fits.
     pub fn push(&mut self, bytes: &[u8]) {
         let room = self.memory.as_mut().and_then(|memory| memory.get_mut(self.length..));
         let room = room.unwrap_or_default();

@@ -1,4 +1,4 @@
-//! Which chunks a model is made of.
+//! Manifest: a model's header and the names of its chunks.
 
 use super::{CHUNK_BYTES, ChunkId, ChunkPlace};
 use crate::file::{ModelHeader, TensorInfo, digest};
@@ -9,28 +9,29 @@ use crate::{Error, ModelFile};
 #[cfg(test)]
 mod tests;
 
-/// Bytes of a manifest at most: a vocabulary of a million long tokens and the chunks of 4 TB of tensors fit.
+/// Longest manifest in bytes: enough for a vocabulary of a million long tokens and the chunks of 4 TB of
+/// tensors.
 pub const MANIFEST_BYTES: usize = 128 << 20;
 
 const MAGIC: [u8; 4] = *b"KVMF";
 /// Magic, version, length of the header.
 const PREFIX_BYTES: usize = 16;
 
-/// Layouts of a manifest. A layout that has been shipped is never changed.
+/// Manifest format versions. A released format never changes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 enum Version {
-    /// Length of the header as u64; the header, as a GGUF file begins: metadata, then tensors without their bytes;
-    /// then 32 bytes for each chunk, tensor by tensor. All numbers little-endian.
+    /// Little-endian. Length of the header as u64; the header as the beginning of a GGUF file (metadata and
+    /// tensor table, no tensor bytes); then 32 bytes per chunk, tensor by tensor.
     V1 = 1,
 }
 
-/// Everything of a model but its tensors' bytes, and the names of the chunks that hold those.
+/// A model without its tensor bytes: header and chunk names.
 #[derive(Debug, Clone)]
 pub struct Manifest {
     header: ModelHeader,
     chunks: Vec<ChunkId>,
-    /// For each tensor, its first chunk.
+    /// Index of each tensor's first chunk.
     first: Vec<usize>,
     encoded: Vec<u8>,
 }
@@ -38,48 +39,48 @@ pub struct Manifest {
 /// Why bytes are not the manifest of a model.
 #[derive(Debug, thiserror::Error)]
 pub enum ManifestError {
-    /// More bytes than any manifest takes.
+    /// Longer than [`MANIFEST_BYTES`].
     #[error("a manifest of {bytes} bytes, the limit is {MANIFEST_BYTES}")]
     TooLong {
-        /// Its bytes.
+        /// Length in bytes.
         bytes: usize,
     },
-    /// Bytes of something else, or cut short.
+    /// Not a manifest, or truncated.
     #[error("these {bytes} bytes are no manifest")]
     NotAManifest { bytes: usize },
-    /// A layout that this version does not know.
+    /// Unsupported format version.
     #[error("a manifest of version {found}; version 1 is read")]
     Version { found: u32 },
-    /// Metadata or tensor table cannot be read, or written.
+    /// The metadata or the tensor table cannot be read or written.
     #[error("a manifest's header: {0}")]
     Header(#[from] Malformed),
-    /// The tensors need another number of chunks.
+    /// The number of chunks does not match the tensors.
     #[error("a manifest of {found} chunks, its tensors have {expected}")]
     Chunks {
         found: u64,
-        /// Chunks of the tensors; none if their bytes are beyond counting.
+        /// Chunks that the tensors need; saturated if their size overflows.
         expected: u64,
     },
-    /// It says what it says in a way that no writer would.
+    /// Not in canonical form.
     #[error("a manifest that is not written as it should be")]
     NotCanonical,
-    /// It is the manifest of another model.
+    /// The manifest of another model.
     #[error("the manifest of model {found}, asked for was {expected}")]
     Digest {
-        /// What it is the manifest of.
+        /// Digest of this manifest.
         found: ChunkId,
         expected: ChunkId,
     },
 }
 
 impl Manifest {
-    /// The manifest of a file or a set. Reads every tensor, unless the file's digest is known already.
+    /// The manifest of a file or a split set. Reads every tensor unless the file's chunks are already known.
     pub fn of_file(file: &ModelFile) -> Result<Self, Error> {
         let chunks = file.chunks()?.to_vec();
         Ok(Self::new(file.header(), chunks)?)
     }
 
-    /// Reads the manifest of the model whose digest is `model`; whoever sent it need not be trusted.
+    /// Decodes the manifest of the model with digest `model`. The sender need not be trusted.
     pub fn decode(bytes: &[u8], model: &[u8; 32]) -> Result<Self, ManifestError> {
         let manifest = Self::decode_any(bytes)?;
         match manifest.digest() {
@@ -88,8 +89,8 @@ impl Manifest {
         }
     }
 
-    /// Reads the manifest of whatever model it is of; see [`Self::digest`]. As with [`Self::decode`], what does not fit
-    /// together is refused.
+    /// Decodes a manifest of any model; see [`Self::digest`]. Inconsistent data is refused, as by
+    /// [`Self::decode`].
     pub fn decode_any(bytes: &[u8]) -> Result<Self, ManifestError> {
         if bytes.len() > MANIFEST_BYTES {
             return Err(ManifestError::TooLong { bytes: bytes.len() });
@@ -122,7 +123,7 @@ impl Manifest {
     }
 
     fn new(header: &ModelHeader, chunks: Vec<ChunkId>) -> Result<Self, ManifestError> {
-        // How a file aligns its tensors says nothing about the model.
+        // The alignment of tensors in a file is not part of the model.
         let mut metadata = header.metadata().clone();
         metadata.retain(|key| key != ALIGNMENT_KEY);
         let mut writer = Writer::new(metadata.clone())?;
@@ -130,7 +131,7 @@ impl Manifest {
         let mut expected = 0u64;
         for info in header.tensors() {
             writer.tensor(&info.name, info.ty, &info.dims)?;
-            // As many as fit into memory are counted; more are refused below.
+            // Saturates: a number of chunks that does not fit is refused below.
             first.push(usize::try_from(expected).unwrap_or(usize::MAX));
             expected = expected.saturating_add(info.bytes.div_ceil(CHUNK_BYTES as u64));
         }
@@ -152,27 +153,27 @@ impl Manifest {
         Ok(Self { header, chunks, first, encoded })
     }
 
-    /// Metadata and tensors: enough for a spec, a tokenizer, a plan.
+    /// Metadata and tensor table: enough to build a spec, a tokenizer and a placement.
     pub fn header(&self) -> &ModelHeader {
         &self.header
     }
 
-    /// The digest of the model, as of a file that holds it.
+    /// The model's digest, equal to that of a file with the same model.
     pub fn digest(&self) -> [u8; 32] {
         digest::digest(&self.header, &self.chunks)
     }
 
-    /// As bytes, the same wherever it comes from.
+    /// The canonical encoding.
     pub fn encoded(&self) -> &[u8] {
         &self.encoded
     }
 
-    /// The names of all chunks, tensor by tensor in order.
+    /// Names of all chunks, tensor by tensor.
     pub fn all_chunks(&self) -> &[ChunkId] {
         &self.chunks
     }
 
-    /// The chunks of a tensor, in order.
+    /// A tensor's chunks in order.
     pub fn chunks(&self, tensor: &str) -> Result<impl Iterator<Item = ChunkPlace<'_>>, Error> {
         let missing = || Error::MissingTensor { tensor: tensor.to_owned() };
         let index = self.header.index(tensor).ok_or_else(missing)?;

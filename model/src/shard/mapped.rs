@@ -1,4 +1,4 @@
-//! A tensor of the store in memory: its chunks mapped one behind the other, so that it looks as in a file.
+//! A tensor of the store in memory: its chunks are mapped one after the other and form one slice.
 #![allow(unsafe_code)]
 
 use std::fs::{File, Metadata};
@@ -13,15 +13,15 @@ use super::{CHUNK_BYTES, ChunkPlace};
 use crate::file::digest::hash_each;
 use crate::mmap::forget_cached;
 
-/// The chunks of one tensor, read-only, as their names say.
+/// The verified chunks of one tensor, read-only.
 #[derive(Debug)]
 pub(crate) struct MappedTensor {
     map: Mmap,
 }
 
 impl MappedTensor {
-    /// Maps the chunks `places` below the directory `dir`: `bytes` in all, at least one. Reads and checks those that
-    /// nobody has since the system started.
+    /// Maps the chunks `places` under the directory `dir`: `bytes` bytes in total, at least one. Hashes the
+    /// chunks that were not verified since the system started.
     pub(crate) fn open<'a>(
         dir: &Path,
         bytes: usize,
@@ -51,10 +51,10 @@ impl MappedTensor {
 }
 
 impl MappedTensor {
-    /// Gives its pages back, and those of its chunks below the directory `dir` that nobody else has mapped.
+    /// Releases its pages, and those of its chunks under `dir` that no other process has mapped.
     pub(crate) fn forget<'a>(&self, dir: &Path, places: impl Iterator<Item = ChunkPlace<'a>>) {
-        // SAFETY: the pages are those of files that are mapped read-only and never written again: whoever looks at them
-        // later sees the same bytes.
+        // SAFETY: the pages are those of files that are mapped read-only and never written again: a later
+        // access sees the same bytes.
         if unsafe { self.map.unchecked_advise(UncheckedAdvice::DontNeed) }.is_err() {
             return;
         }
@@ -72,7 +72,7 @@ impl AsRef<[u8]> for MappedTensor {
     }
 }
 
-/// Puts the file of a chunk where it belongs in the tensor, and says which file that was.
+/// Maps a chunk's file at its place in the tensor. Returns the file's metadata.
 fn place_chunk(region: &mut MmapMut, dir: &Path, place: ChunkPlace<'_>) -> Result<Metadata, StoreError> {
     let path = chunk_path(dir, place.id);
     let file = match File::open(&path) {
@@ -89,11 +89,12 @@ fn place_chunk(region: &mut MmapMut, dir: &Path, place: ChunkPlace<'_>) -> Resul
         return Err(StoreError::Damaged { chunk: place.id });
     };
     // SAFETY: `target` lies inside a mapping that this function has exclusively, and starts at a multiple of
-    // `CHUNK_BYTES` from its beginning, hence at a page. It ends where the next chunk begins or inside the last page of
-    // the mapping, so that exactly its own pages are replaced, by readable ones that stay mapped as long as `region`,
-    // whose drop unmaps the whole range whatever was mapped into it. Nobody writes to them: `region` is made read-only
-    // before anyone else sees it, and until then only `mmap` touches it. What remains is another process changing
-    // the file: callers treat the bytes as untrusted, as those of `crate::mmap`.
+    // `CHUNK_BYTES` from its beginning, hence at a page. It ends where the next chunk begins or inside the
+    // last page of the mapping, so that exactly its own pages are replaced, by readable ones that stay mapped
+    // as long as `region`, whose drop unmaps the whole range whatever was mapped into it. Nothing writes to
+    // them: `region` is made read-only before other code sees it, and until then only `mmap` touches it. The
+    // remaining risk is another process that changes the file: callers treat the bytes as untrusted, as those
+    // of `crate::mmap`.
     let mapped = unsafe {
         libc::mmap(
             target.as_mut_ptr().cast(),
@@ -110,5 +111,5 @@ fn place_chunk(region: &mut MmapMut, dir: &Path, place: ChunkPlace<'_>) -> Resul
     }
 }
 
-// Chunks must start at pages: the largest that Linux has on any machine that this runs on.
+// Chunks must start at pages. 64 KiB is the largest page size of supported Linux systems.
 const _: () = assert!(CHUNK_BYTES.is_multiple_of(64 << 10));

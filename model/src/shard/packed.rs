@@ -1,12 +1,12 @@
-//! Weights in the layout of a device, on disk, so that they are repacked once and mapped by every process of a host.
+//! Repacked weights on disk: repacked once, then mapped by every process of a host.
 //!
-//! A file of named regions: the regions, each from a page's start; then the index, JSON, of each region its name, its
-//! place, and length and BLAKE3 of the pieces that it was written in; then the length of the index, its BLAKE3 and a
-//! magic. It has its name only when all of it is written.
+//! A file has, in this order: the regions, each at the start of a page; the index as JSON, with name,
+//! position and pieces of each region (length and BLAKE3 of each piece); the length of the index, its BLAKE3
+//! and a magic number. A file gets its name only when it is completely written.
 //!
-//! To open it its end is read and checked. The regions are checked, too, unless the system has not been restarted and
-//! the file has not been touched since somebody did (a note beside it says so): so nothing needs to be synced, since
-//! what a power cut tears is found before it is used.
+//! Opening a file verifies the index. The regions are verified too, unless a note beside the file says that
+//! this was done since the system started and the file has not been touched since. Files are therefore not
+//! synced: data torn by a power cut is found before use.
 #![allow(unsafe_code)]
 
 use std::collections::{BTreeMap, HashMap};
@@ -28,27 +28,27 @@ use crate::file::digest::hash_each;
 mod tests;
 
 const MAGIC: [u8; 8] = *b"KVPACK02";
-/// Length of the index, its hash, the magic.
+/// Length of the index, its hash and the magic number.
 const FOOTER_BYTES: usize = 8 + 32 + 8;
 const INDEX_BYTES: u64 = 64 << 20;
-/// Regions start at multiples of this: the largest page of any system that this runs on.
+/// Alignment of regions: the largest page size of supported systems.
 const REGION_START: u64 = 64 << 10;
 
-/// A file of regions, mapped.
+/// A mapped file of regions.
 #[derive(Debug)]
 pub struct PackedFile {
     map: Arc<Mmap>,
     regions: HashMap<String, Range<usize>>,
-    /// Locked, shared with others that use it.
+    /// Holds a lock shared with other users of the file.
     lock: Arc<File>,
 }
 
-/// A region, mapped as long as this exists.
+/// A region. It stays mapped while this value exists.
 #[derive(Debug, Clone)]
 pub struct PackedRegion {
     map: Arc<Mmap>,
     range: Range<usize>,
-    /// So that the file is in use.
+    /// Keeps the file in use.
     _lock: Arc<File>,
 }
 
@@ -63,7 +63,7 @@ struct Region {
     name: String,
     start: u64,
     bytes: u64,
-    /// One behind the other, all of it.
+    /// Consecutive pieces that cover the region.
     pieces: Vec<Piece>,
 }
 
@@ -86,7 +86,8 @@ impl From<io::Error> for Flaw {
 }
 
 impl PackedFile {
-    /// Opens the file `path`. `None` if it is not there, or is damaged, which is logged, and then it is removed.
+    /// Opens the file at `path`. `None` if it does not exist, or if it is damaged; a damaged file is logged
+    /// and removed.
     pub fn open(path: &Path) -> Result<Option<Self>, StoreError> {
         match Self::read(path) {
             Ok(file) => Ok(Some(file)),
@@ -122,13 +123,15 @@ impl PackedFile {
             return Err(Flaw::Damaged("its index"));
         }
         let index: Vec<Region> = serde_json::from_slice(&index).map_err(|_| Flaw::Damaged("its index"))?;
-        // SAFETY: as in `crate::mmap`: read-only, and `file` stays open as long as what is returned. What remains is
-        // another process writing to the file, which is private to this user; bytes of weights are never lengths.
+        // SAFETY: as in `crate::mmap`: the map is read-only, and `file` stays open as long as the returned
+        // value. The remaining risk is another process that writes to the file, which is private to this
+        // user; bytes of weights are never used as lengths.
         let map = unsafe { Mmap::map(&file) }?;
         let mut regions = HashMap::new();
         let mut free = 0;
         for region in &index {
-            // In order and apart, as they are written: what is checked below is no more than the file has bytes.
+            // Regions must be in order and must not overlap, so that the checks below read no more bytes than
+            // the file has.
             let end =
                 region.start.checked_add(region.bytes).filter(|end| *end <= start && free <= region.start);
             free = end.unwrap_or_default();
@@ -164,7 +167,6 @@ impl PackedFile {
         Ok(Self { map: Arc::new(map), regions, lock: Arc::new(file) })
     }
 
-    /// The region of this name.
     pub fn region(&self, name: &str) -> Option<PackedRegion> {
         let range = self.regions.get(name)?.clone();
         Some(PackedRegion { map: Arc::clone(&self.map), range, _lock: Arc::clone(&self.lock) })
@@ -178,15 +180,15 @@ pub struct PackedWriter {
     file: NamedTempFile,
     end: u64,
     index: Vec<Region>,
-    /// The file, locked as by those that use it.
+    /// The lock file, locked as by its users.
     lock: Arc<File>,
-    /// One writes a file at a time.
+    /// Held so that one process writes the file at a time.
     _turn: File,
 }
 
 impl PackedWriter {
-    /// Begins the file `path`, in a directory that is made if it is not there. Waits while another process writes it;
-    /// if there is one then, it is opened instead.
+    /// Begins to write the file at `path`, creating its directory if needed. Waits while another process
+    /// writes it. If the file exists then, opens it instead.
     pub fn begin(path: &Path) -> Result<Result<PackedFile, Self>, StoreError> {
         let dir = path.parent().unwrap_or(Path::new("."));
         super::store::make_dir(dir)?;
@@ -203,8 +205,8 @@ impl PackedWriter {
         Ok(Err(Self { path: path.to_owned(), file, end: 0, index: Vec::new(), lock, _turn: turn }))
     }
 
-    /// Adds a region of so many bytes, and gives it back as it is in the file. `fill` writes all of it, in whatever order
-    /// and by as many threads as it likes.
+    /// Adds a region of `bytes` bytes and returns it mapped from the file. `fill` must write all of it, in
+    /// any order and from any number of threads.
     pub fn add(
         &mut self,
         name: &str,
@@ -225,7 +227,7 @@ impl PackedWriter {
         Ok(PackedRegion { map, range: 0..length, _lock: Arc::clone(&self.lock) })
     }
 
-    /// Gives the file its name.
+    /// Writes the index and renames the file to its final name.
     pub fn finish(self) -> Result<(), StoreError> {
         let failed = |error: io::Error| write_error(&self.path, 0)(error);
         let mut end = serde_json::to_vec(&self.index).map_err(|error| failed(error.into()))?;
@@ -242,18 +244,18 @@ impl PackedWriter {
     }
 }
 
-/// Where a region is written, piece by piece.
+/// Writes the pieces of a region.
 #[derive(Debug)]
 pub struct RegionWriter<'a> {
     file: &'a File,
     start: u64,
     bytes: u64,
-    /// By where they start in the region.
+    /// Pieces by their offset in the region.
     pieces: Mutex<io::Result<BTreeMap<u64, Piece>>>,
 }
 
 impl RegionWriter<'_> {
-    /// Writes a piece that starts so far behind the region's start. What fails is told in the end.
+    /// Writes a piece at byte `place` of the region. Errors are returned when the region is finished.
     pub fn piece(&self, place: u64, bytes: &[u8]) {
         let length = bytes.len() as u64;
         let written = match place.checked_add(length) {
@@ -269,7 +271,7 @@ impl RegionWriter<'_> {
         }
     }
 
-    /// The pieces in order, if they are all of the region.
+    /// The pieces in order. Fails unless they cover the whole region.
     fn finish(self) -> io::Result<Vec<Piece>> {
         let mut end = 0;
         let mut in_order = Vec::new();
@@ -284,7 +286,7 @@ impl RegionWriter<'_> {
     }
 }
 
-/// What is another when the system has been restarted or the file been touched. Renaming it does not count.
+/// A text that changes when the system restarts or the file is touched. Renaming the file does not change it.
 fn seen(file: &File) -> io::Result<String> {
     let mut boot = String::new();
     File::open("/proc/sys/kernel/random/boot_id")?.read_to_string(&mut boot)?;
@@ -297,7 +299,7 @@ fn note(path: &Path) -> PathBuf {
     path.with_extension("seen")
 }
 
-/// Without the note the regions are checked again, and that is all.
+/// Writes the note that the regions were verified. If this fails, they are verified again.
 fn note_seen(path: &Path, seen: &str) {
     let written = path.parent().ok_or(ErrorKind::NotFound.into()).and_then(NamedTempFile::new_in);
     let written = written.and_then(|mut file| {

@@ -1,12 +1,14 @@
-//! Chunks and manifests on disk: `chunks/ab/NAME` and `models/DIGEST.manifest` under one directory, which processes of
-//! this host may share.
+//! Chunks and manifests on disk: `chunks/ab/NAME` and `models/DIGEST.manifest` in one directory, shared by
+//! the processes of a host.
 //!
-//! A file has its name only when all of it is written, so a process that is killed leaves whole files and temporary ones,
-//! which the next one that opens the store clears away. Chunks are not synced: a power cut may tear those of the last half
-//! minute. Whoever reads a chunk checks it against its name, or knows that somebody has since the system started
-//! (`sound.rs`), so what is torn is found before it is used. A model is in use
-//! while a [`HeldModel`] of it exists in any process; room is made by dropping models that are not, the one whose last use
-//! is longest ago first. Who is about to write takes [`StoreReservation`] first, which others leave free.
+//! A file gets its name only when it is completely written. A killed process leaves complete files and
+//! temporary ones, and the next process that opens the store removes the temporary ones. Chunks are not
+//! synced, so a power cut may tear those of the last half minute. A reader hashes a chunk unless it was
+//! verified since the system started (`verified_chunks.rs`), so a torn chunk is found before use.
+//!
+//! A model is in use while a [`HeldModel`] of it exists in any process. Space is freed by dropping unused
+//! models, least recently used first. A writer takes a [`StoreReservation`] first; other processes leave
+//! those bytes free.
 
 use std::collections::HashSet;
 use std::fs::{self, DirBuilder, File, Metadata};
@@ -26,47 +28,47 @@ mod tests;
 
 pub use room::StoreReservation;
 
-/// What a manifest's file is called behind its digest.
+/// File extension of manifests. The file name is the digest.
 pub(crate) const MANIFEST_EXTENSION: &str = "manifest";
 const PACKED_EXTENSION: &str = "pack";
-/// Nobody writes a chunk for as long as this: an older temporary file is left over.
+/// Upper bound of the time to write a chunk. Older temporary files are abandoned.
 const ABANDONED: Duration = Duration::from_secs(600);
 
-/// Why the store cannot give or take something.
+/// Why the store cannot read or write something.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
     #[error("cannot {action} {path}: {source}")]
     Io { action: &'static str, path: PathBuf, source: io::Error },
     #[error("the disk is full: no room for {bytes} bytes at {path}")]
     DiskFull {
-        /// The file that was to be written.
+        /// The file being written.
         path: PathBuf,
-        /// Its bytes.
+        /// Its size.
         bytes: u64,
     },
-    /// The store may not hold so much, and what it holds is in use.
+    /// The store's limit is reached, and its contents are in use.
     #[error("the shard store {path} may hold {limit} bytes: {used} are in use, {needed} more are needed")]
     NoRoom {
         path: PathBuf,
-        /// Bytes that it may hold.
+        /// Limit of the store in bytes.
         limit: u64,
         /// Bytes that cannot be dropped.
         used: u64,
-        /// Bytes asked for.
+        /// Bytes requested.
         needed: u64,
     },
-    /// A chunk is not there.
+    /// The chunk is not in the store.
     #[error("chunk {chunk} is not in the shard store")]
     Missing { chunk: ChunkId },
-    /// What a chunk's file holds is not the chunk.
+    /// The file of the chunk does not match the chunk's hash.
     #[error("chunk {chunk} is damaged in the shard store")]
     Damaged { chunk: ChunkId },
-    /// The file of a manifest holds something else.
+    /// The file is not the manifest that its name says.
     #[error("{path}: {source}")]
     Manifest { path: PathBuf, source: ManifestError },
 }
 
-/// Where chunks and manifests are kept.
+/// Directory of chunks and manifests.
 #[derive(Debug, Clone)]
 pub struct ShardStore {
     root: PathBuf,
@@ -82,23 +84,23 @@ impl PartialEq for ShardStore {
 
 impl Eq for ShardStore {}
 
-/// A manifest of the store. While it exists nothing of its model is dropped to make room.
+/// A manifest of the store. While this value exists, no data of its model is dropped.
 #[derive(Debug)]
 pub struct HeldModel {
     path: PathBuf,
     manifest: Manifest,
-    /// Locked, shared with others that use the model.
+    /// Holds a shared lock.
     _file: File,
 }
 
-/// Whether a file has to survive a power cut.
+/// Whether a file must survive a power cut.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Durable {
     Yes,
     No,
 }
 
-/// What a file's bytes go through on their way to the disk.
+/// Whether a file's bytes are written through the page cache.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Through {
     PageCache,
@@ -106,7 +108,7 @@ enum Through {
 }
 
 impl HeldModel {
-    /// Its file: what [`crate::ModelFile::open`] opens.
+    /// Path of the manifest, for [`crate::ModelFile::open`].
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -117,7 +119,7 @@ impl HeldModel {
 }
 
 impl ShardStore {
-    /// Opens the store in `root`, which is made if it is not there, for at most `limit` bytes.
+    /// Opens the store in `root`, creating the directory if needed. It holds at most `limit` bytes.
     pub fn open(root: impl Into<PathBuf>, limit: u64) -> Result<Self, StoreError> {
         let root = root.into();
         let store = Self { sound: Arc::new(VerifiedChunks::of_store(&root)), root, limit };
@@ -134,7 +136,7 @@ impl ShardStore {
         &self.root
     }
 
-    /// Keeps a manifest, and holds its model.
+    /// Stores a manifest and holds its model.
     pub fn keep(&self, manifest: &Manifest) -> Result<HeldModel, StoreError> {
         let digest = manifest.digest();
         let _turn = self.turn()?;
@@ -146,7 +148,7 @@ impl ShardStore {
             .ok_or_else(|| io_error("keep", &self.manifest_path(&digest))(ErrorKind::NotFound.into()))
     }
 
-    /// Holds a model whose manifest is here; `None` if it is not, or no more what it was.
+    /// Holds a model whose manifest is in the store. `None` if the manifest is missing or damaged.
     pub fn hold(&self, model: &[u8; 32]) -> Result<Option<HeldModel>, StoreError> {
         let _turn = self.turn()?;
         self.hold_now(model)
@@ -169,29 +171,30 @@ impl ShardStore {
             Err(error) => return Err(error),
         };
         file.lock_shared().map_err(io_error("lock", &path))?;
-        // When it was last used. A store that cannot be written only drops models in another order.
+        // Time of last use. If the store is read-only, only the order of eviction is affected.
         let _ = file.set_modified(SystemTime::now());
         Ok(Some(HeldModel { path, manifest, _file: file }))
     }
 
-    /// Whether a chunk of so many bytes is here; its bytes are not looked at.
+    /// True if a chunk of this many bytes is in the store. Does not verify its contents.
     pub fn has(&self, chunk: ChunkId, bytes: usize) -> bool {
         fs::metadata(chunk_path(&self.chunks(), chunk)).is_ok_and(|file| file.len() == bytes as u64)
     }
 
-    /// The bytes of a chunk, as its name says; `None` if they are not here. What is damaged is dropped.
+    /// The verified bytes of a chunk; `None` if it is not in the store. A damaged chunk is dropped.
     pub fn get(&self, chunk: ChunkId) -> Result<Option<Vec<u8>>, StoreError> {
         let mut bytes = Vec::new();
         Ok(self.read_unless(|_| false, chunk, &mut bytes)?.then_some(bytes))
     }
 
-    /// As [`Self::get`], in the place of what is in `bytes`; false if they are not here. They are hashed if nobody has
-    /// since the system started, or the file has been touched since.
+    /// Like [`Self::get`], but replaces the contents of `bytes`; false if the chunk is not in the store.
+    /// Hashes the chunk unless it was verified since the system started and its file has not been touched
+    /// since.
     pub fn read(&self, chunk: ChunkId, bytes: &mut Vec<u8>) -> Result<bool, StoreError> {
         self.read_unless(|file| self.sound.knows(chunk, file), chunk, bytes)
     }
 
-    /// As [`Self::read`]; a file that is known to be sound is not hashed.
+    /// Like [`Self::read`], but skips the hash if `known` returns true for the file.
     fn read_unless(
         &self,
         known: impl FnOnce(&Metadata) -> bool,
@@ -201,9 +204,9 @@ impl ShardStore {
         let path = chunk_path(&self.chunks(), chunk);
         bytes.clear();
         let read = File::open(&path).and_then(|file| {
-            // A byte more than any chunk has, so that a longer file is not taken for one.
+            // Read one byte more than the largest chunk, to detect a longer file.
             (&file).take(CHUNK_BYTES as u64 + 1).read_to_end(bytes)?;
-            // Of what it is now: nobody has touched what was read before.
+            // Taken after the read, so that the metadata shows whether the file was touched during it.
             file.metadata()
         });
         let file = match read {
@@ -219,13 +222,13 @@ impl ShardStore {
         Ok(false)
     }
 
-    /// Keeps a chunk: from then on it outlives this process. `bytes` must be what its name says.
+    /// Stores a chunk. It outlives this process. `bytes` must match the chunk's hash.
     pub fn put(&self, chunk: ChunkId, bytes: &[u8]) -> Result<(), StoreError> {
         self.put_by(chunk, bytes, Through::PageCache)
     }
 
-    /// As [`Self::put`], past the page cache where that can be: for what is not read from there soon. `bytes` had better
-    /// begin at a page.
+    /// Like [`Self::put`], but bypasses the page cache where possible, for data that is not read soon.
+    /// `bytes` should be page-aligned.
     pub fn put_aside(&self, chunk: ChunkId, bytes: &[u8]) -> Result<(), StoreError> {
         self.put_by(chunk, bytes, Through::Nothing)
     }
@@ -241,7 +244,7 @@ impl ShardStore {
         Ok(())
     }
 
-    /// Drops what is damaged of these chunks, and says how many were.
+    /// Drops the damaged ones of these chunks and returns their number.
     pub fn check(&self, chunks: impl IntoIterator<Item = ChunkId>) -> Result<usize, StoreError> {
         let mut damaged = 0;
         for chunk in chunks {
@@ -251,16 +254,16 @@ impl ShardStore {
         Ok(damaged)
     }
 
-    /// StoreReservation for so many more bytes, which all processes of the host leave free until they are written or the [`StoreReservation`] is
-    /// dropped. Where there is none, repacked weights that nobody uses are dropped, which can be made again, then what
-    /// belongs to no model, then models that nobody uses.
+    /// Reserves `needed` bytes. All processes of the host leave them free until they are written or the
+    /// [`StoreReservation`] is dropped. If space is short, drops unused repacked weights first (they can be
+    /// rebuilt), then chunks that belong to no model, then unused models.
     pub fn reserve(&self, needed: u64) -> Result<StoreReservation, StoreError> {
         let _turn = self.turn()?;
         self.make_room(needed)?;
         StoreReservation::take(&self.reserved(), needed)
     }
 
-    /// What others have reserved and not used yet.
+    /// Bytes that other processes reserved and have not written yet.
     fn reserved_bytes(&self) -> u64 {
         files(&self.reserved()).iter().map(|path| StoreReservation::of_another(path)).sum()
     }
@@ -285,7 +288,7 @@ impl ShardStore {
         }
         let (mut kept, mut unused) = (HashSet::new(), Vec::new());
         for path in files(&self.models()) {
-            // Of something that is no manifest no chunk can be needed.
+            // No chunk belongs to a file that is not a valid manifest.
             let Some(manifest) = digest_of(&path).and_then(|digest| read_manifest(&path, &digest).ok())
             else {
                 used = used.saturating_sub(dropped(&path));
@@ -318,12 +321,12 @@ impl ShardStore {
         }
     }
 
-    /// Where repacked weights are kept under this name: see [`super::PackedFile`].
+    /// Path of the repacked weights of this name: see [`super::PackedFile`].
     pub fn packed_path(&self, name: &str) -> PathBuf {
         self.packed().join(format!("{name}.{PACKED_EXTENSION}"))
     }
 
-    /// Bytes of everything in it but notes.
+    /// Bytes of all files in the store except the verified-chunk log.
     pub fn bytes(&self) -> u64 {
         bytes_under(&self.root).saturating_sub(bytes_under(&self.root.join(verified_chunks::DIR)))
     }
@@ -352,7 +355,7 @@ impl ShardStore {
         self.models().join(format!("{}.{MANIFEST_EXTENSION}", ChunkId(*model)))
     }
 
-    /// One at a time says which models there are.
+    /// Locks the store: one process at a time changes the set of models.
     fn turn(&self) -> Result<File, StoreError> {
         let path = self.root.join("lock");
         let file = File::options().create(true).truncate(false).write(true).open(&path);
@@ -361,7 +364,7 @@ impl ShardStore {
         Ok(file)
     }
 
-    /// Writes a file that is there whole or not at all, as far as this system goes on.
+    /// Writes a file atomically. Synced against a power cut only if `durable` requires it.
     fn write(
         &self,
         path: &Path,
@@ -402,7 +405,7 @@ impl ShardStore {
     }
 }
 
-/// Where a chunk is kept below the directory of chunks.
+/// Path of a chunk under the directory of chunks.
 pub(super) fn chunk_path(chunks: &Path, chunk: ChunkId) -> PathBuf {
     let name = chunk.to_string();
     chunks.join(&name[..2]).join(name)
@@ -412,7 +415,7 @@ fn chunk_of(path: &Path) -> Option<ChunkId> {
     ChunkId::from_hex(path.file_name()?.to_str()?)
 }
 
-/// The digest that a manifest's file is named by.
+/// The digest in the name of a manifest's file.
 pub(crate) fn digest_of(path: &Path) -> Option<[u8; 32]> {
     Some(ChunkId::from_hex(path.file_stem()?.to_str()?)?.0)
 }
@@ -432,7 +435,7 @@ pub(crate) fn io_error(action: &'static str, path: &Path) -> impl Fn(io::Error) 
     move |source| StoreError::Io { action, path: path.to_owned(), source }
 }
 
-/// Why a file of so many bytes cannot be written.
+/// Converts the error of writing a file of `bytes` bytes.
 pub(super) fn write_error(path: &Path, bytes: u64) -> impl Fn(io::Error) -> StoreError {
     move |source| match source.kind() {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
@@ -442,7 +445,7 @@ pub(super) fn write_error(path: &Path, bytes: u64) -> impl Fn(io::Error) -> Stor
     }
 }
 
-/// Weights are nobody else's business, and nobody else may change them.
+/// Creates a directory that only this user can read and write.
 pub(super) fn make_dir(dir: &Path) -> Result<(), StoreError> {
     DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(io_error("make", dir))
 }
@@ -454,23 +457,23 @@ fn remove(path: &Path) -> Result<(), StoreError> {
     }
 }
 
-/// Whether nobody has the file locked.
+/// True if no process has locked the file.
 fn is_unused(path: &Path) -> bool {
     File::open(path).is_ok_and(|file| file.try_lock().is_ok())
 }
 
-/// When a file was changed, or made to look so because it was used.
+/// Modification time, which is set at each use.
 fn last_use(path: &Path) -> SystemTime {
     fs::metadata(path).and_then(|file| file.modified()).unwrap_or(SystemTime::UNIX_EPOCH)
 }
 
-/// Removes a file; the bytes that this frees.
+/// Removes a file and returns the bytes freed.
 fn dropped(path: &Path) -> u64 {
     let bytes = fs::metadata(path).map_or(0, |file| file.len());
     if fs::remove_file(path).is_ok() { bytes } else { 0 }
 }
 
-/// What is in a directory; nothing if it cannot be read.
+/// Paths in a directory; empty if it cannot be read.
 fn files(dir: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(dir).into_iter().flatten();
     entries.filter_map(|entry| Some(entry.ok()?.path())).collect()

@@ -1,7 +1,7 @@
-//! A tensor in the making: memory of all of it, which chunks are received into where they belong, in any order.
+//! Memory of a tensor that is being received: chunks are written to their places in any order.
 //!
-//! Each chunk has one slot, which is free, taken by one [`ChunkSlot`], or filled for good. Nobody looks at a byte of a chunk
-//! but who has its slot, until all are filled; from then on nobody writes.
+//! Each chunk has one slot, which is free, taken by one [`ChunkSlot`], or filled. Only the owner of a slot
+//! reads or writes the chunk's bytes until all slots are filled. After that nothing writes to the tensor.
 #![allow(unsafe_code)]
 
 use std::fmt;
@@ -16,7 +16,7 @@ use memmap2::{MmapMut, MmapRaw};
 use super::CHUNK_BYTES;
 use crate::file::StoredBytes;
 
-/// States of a slot. It is taken and given back by [`ChunkSlot`] only; nothing leads away from `FILLED`.
+/// Slot states. Only [`ChunkSlot`] takes and releases a slot; `FILLED` is final.
 const FREE: u8 = 0;
 const TAKEN: u8 = 1;
 const FILLED: u8 = 2;
@@ -27,36 +27,36 @@ pub struct TensorMemory(Arc<Tensor>);
 #[derive(Debug)]
 struct Tensor {
     bytes: usize,
-    /// Taken when the first chunk comes: `bytes` bytes.
+    /// `bytes` bytes, mapped when the first slot is taken.
     memory: OnceLock<MmapRaw>,
     slots: Box<[AtomicU8]>,
 }
 
-/// The place of one chunk in its tensor, which nobody else has. Dropped unfinished it is free again.
+/// Exclusive access to one chunk's place in its tensor. Dropping an unfinished slot frees it.
 pub struct ChunkSlot {
     tensor: Arc<Tensor>,
     chunk: usize,
-    /// Where it begins in the tensor: at a page.
+    /// Byte offset in the tensor, page-aligned.
     start: usize,
-    /// Bytes of the chunk: `start + room` is at most the tensor's.
+    /// Bytes of the chunk. `start + room` is at most the tensor's length.
     room: usize,
-    /// Bytes that are there, from the first on: at most `room`.
+    /// Bytes received, from the first on; at most `room`.
     filled: usize,
     finished: bool,
 }
 
-/// A tensor that is known to be whole.
+/// A tensor whose slots are all filled.
 struct Whole(Arc<Tensor>);
 
 impl TensorMemory {
-    /// Of a tensor of `bytes` bytes, all of whose chunks but the last have [`CHUNK_BYTES`].
+    /// For a tensor of `bytes` bytes. All chunks but the last have [`CHUNK_BYTES`].
     pub fn new(bytes: usize) -> Self {
         let slots = (0..bytes.div_ceil(CHUNK_BYTES)).map(|_| AtomicU8::new(FREE)).collect();
         Self(Arc::new(Tensor { bytes, memory: OnceLock::new(), slots }))
     }
 
-    /// The place of the chunk of this number; none where somebody has it or has filled it, or there is no such chunk.
-    /// Fails where there is no memory for the tensor.
+    /// Takes the slot of a chunk. `None` if the slot is taken or filled, or if there is no such chunk. Fails
+    /// if the tensor's memory cannot be allocated.
     pub fn slot(&self, chunk: usize) -> io::Result<Option<ChunkSlot>> {
         let Some(slot) = self.0.slots.get(chunk) else { return Ok(None) };
         if slot.compare_exchange(FREE, TAKEN, Ordering::Acquire, Ordering::Relaxed).is_err() {
@@ -70,12 +70,12 @@ impl TensorMemory {
         Ok(Some(slot))
     }
 
-    /// The tensor, once every chunk is there.
+    /// The tensor's bytes; `None` until every chunk is filled.
     pub fn bytes(&self) -> Option<&[u8]> {
         self.0.bytes()
     }
 
-    /// As [`Self::bytes`], for whoever keeps it.
+    /// Like [`Self::bytes`], but owned.
     pub fn stored(&self) -> Option<StoredBytes> {
         self.0.bytes()?;
         Some(Arc::new(Whole(Arc::clone(&self.0))))
@@ -85,7 +85,7 @@ impl TensorMemory {
 impl Tensor {
     fn map(&self) -> io::Result<()> {
         if self.memory.get().is_none() {
-            // Two may get here. What the second one has mapped it gives back untouched.
+            // Two threads may get here. The mapping of the second one is dropped unused.
             let _ = self.memory.set(MmapMut::map_anon(self.bytes)?.into());
         }
         Ok(())
@@ -96,21 +96,22 @@ impl Tensor {
         if !self.slots.iter().all(|slot| slot.load(Ordering::Acquire) == FILLED) {
             return None;
         }
-        // SAFETY: all of the mapping, which lives as long as `self` and is initialised, since anonymous memory begins as zeros.
-        // Every slot is filled, and the stores that say so come behind the last writes; none is given out any more, so nobody
-        // writes again.
+        // SAFETY: the slice is the whole mapping, which lives as long as `self` and is initialised, since
+        // anonymous memory begins as zeros. Every slot is filled, and the stores that mark them filled come
+        // after the last writes; no slot is given out any more, so nothing writes again.
         Some(unsafe { slice::from_raw_parts(memory.as_ptr(), memory.len()) })
     }
 }
 
 impl ChunkSlot {
-    /// Appends what there is room for.
+    /// Appends as much of `bytes` as fits.
     pub fn push(&mut self, bytes: &[u8]) {
         let Some(memory) = self.tensor.memory.get() else { return };
         let fits = (self.room - self.filled).min(bytes.len());
-        // SAFETY: the target is inside the mapping, which has as many bytes as the tensor: see the fields. It belongs to this
-        // slot alone, of which there is one while the state is `TAKEN`; the only reference to it is what `deref` gave, which
-        // `&mut self` has ended. `bytes`, a reference that lives now, is of other memory.
+        // SAFETY: the target is inside the mapping, which has as many bytes as the tensor: see the fields. It
+        // belongs to this slot alone, because only one slot exists while the state is `TAKEN`; the only other
+        // reference to it is what `deref` returned, which `&mut self` has ended. `bytes`, a live reference,
+        // is other memory.
         unsafe {
             let target = memory.as_mut_ptr().add(self.start + self.filled);
             target.copy_from_nonoverlapping(bytes.as_ptr(), fits);
@@ -118,17 +119,19 @@ impl ChunkSlot {
         self.filled += fits;
     }
 
-    /// The chunk is complete and as its name says: it stays. False, and the slot is free again, if bytes are missing.
+    /// Marks the slot filled if the chunk is complete; its hash must have been verified. If bytes are
+    /// missing, returns false and frees the slot.
     pub fn finish(mut self) -> bool {
         self.finished = self.filled == self.room;
         self.finished
     }
 
-    /// Asks for all its pages in one call, where `push` would stop at each.
+    /// Populates all pages of the slot in one call, to avoid a page fault for each in `push`.
     fn populate(&self) {
         let Some(memory) = self.tensor.memory.get() else { return };
-        // SAFETY: the range begins at a page inside the mapping and ends inside its last one (see `push`). What is there stays
-        // as it is: pages are only made. A system that does not know this fails, and the pages come one by one.
+        // SAFETY: the range begins at a page inside the mapping and ends inside its last page (see `push`).
+        // Existing contents stay unchanged: pages are only populated. A system without this call returns an
+        // error, and the pages are populated one by one.
         unsafe {
             let start = memory.as_mut_ptr().add(self.start);
             libc::madvise(start.cast(), self.room, libc::MADV_POPULATE_WRITE);
@@ -140,8 +143,9 @@ impl Deref for ChunkSlot {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
         let Some(memory) = self.tensor.memory.get() else { return &[] };
-        // SAFETY: inside the mapping (see `push`), which lives as long as `tensor` and is initialised (see `Tensor::bytes`).
-        // Nobody writes there while the reference lives: only this slot may, for which it would be borrowed.
+        // SAFETY: inside the mapping (see `push`), which lives as long as `tensor` and is initialised (see
+        // `Tensor::bytes`). Nothing writes there while the reference lives: only this slot may write, and it
+        // would have to be borrowed mutably.
         unsafe { slice::from_raw_parts(memory.as_ptr().add(self.start), self.filled) }
     }
 }
@@ -150,7 +154,7 @@ impl Drop for ChunkSlot {
     fn drop(&mut self) {
         let state = if self.finished { FILLED } else { FREE };
         if let Some(slot) = self.tensor.slots.get(self.chunk) {
-            // Whoever has it next, or reads the whole tensor, sees what was written.
+            // Release: the next owner of the slot, or a reader of the whole tensor, sees the writes.
             slot.store(state, Ordering::Release);
         }
     }
@@ -171,7 +175,7 @@ impl AsRef<[u8]> for Whole {
     }
 }
 
-// Chunks must start at pages: the largest that Linux has on any machine that this runs on.
+// Chunks must start at pages. 64 KiB is the largest page size of supported Linux systems.
 const _: () = assert!(CHUNK_BYTES.is_multiple_of(64 << 10));
 
 #[cfg(test)]

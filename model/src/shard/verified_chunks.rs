@@ -1,8 +1,10 @@
-//! Which chunks of a store somebody has hashed since the system started, so that they are not hashed again to be loaded.
+//! Records which chunks of a store were hashed since the system started, so that loading does not hash them
+//! again.
 //!
-//! One file a start of the system, `sound/BOOT`, to which every process of the host appends: a record says which chunk
-//! was found to be as its name says, in which file, as long and changed as then. A file that has been touched since, or
-//! another one, is another record's. What a power cut tears has no record, since the file of another start is not read.
+//! All processes of the host append to one file per boot, `sound/BOOT`. A record says that a chunk's file
+//! matched its name and has that file's identity, length and change time. A file touched or replaced since
+//! then does not match its record. A chunk torn by a power cut has no valid record, because the file of an
+//! earlier boot is not read.
 
 use std::collections::HashMap;
 use std::fs::{self, File, Metadata};
@@ -13,21 +15,21 @@ use std::sync::{Mutex, PoisonError};
 
 use super::ChunkId;
 
-/// Where it is in a store.
+/// Directory in the store.
 pub(crate) const DIR: &str = "sound";
-/// Which file, how long, and when it was changed.
+/// Size of the file's identity, length and change time.
 const STAMP_BYTES: usize = 5 * 8;
 const BODY_BYTES: usize = 32 + STAMP_BYTES;
 /// A record and the first bytes of its hash.
 const RECORD_BYTES: usize = BODY_BYTES + 8;
-/// Of a longer file no more is read: what is not known is hashed.
+/// Reads at most this many bytes of the file. Chunks without a record are hashed again.
 const MOST_BYTES: u64 = 64 << 20;
 
 type Stamp = [u8; STAMP_BYTES];
 
 #[derive(Debug)]
 pub(crate) struct VerifiedChunks {
-    /// Nothing is remembered of a system that does not say when it started.
+    /// `None` if the system has no boot id; then nothing is recorded.
     path: Option<PathBuf>,
     known: Mutex<VerifiedState>,
 }
@@ -35,41 +37,41 @@ pub(crate) struct VerifiedChunks {
 #[derive(Debug, Default)]
 struct VerifiedState {
     stamps: HashMap<ChunkId, Stamp>,
-    /// How far the file has been read.
+    /// Bytes of the file read so far.
     read: u64,
 }
 
 impl VerifiedChunks {
-    /// Of the store in `root`, where [`DIR`] must be for anything to be noted.
+    /// For the store in `root`. Records are written only if the directory [`DIR`] exists there.
     pub(crate) fn of_store(root: &Path) -> Self {
         let path = start_of_system().map(|start| root.join(DIR).join(start));
         Self { path, known: Mutex::default() }
     }
 
-    /// Removes what was noted before the system started.
+    /// Removes the record files of earlier boots.
     pub(crate) fn clear_older(&self) {
         let Some((path, dir)) = self.path.as_ref().and_then(|path| Some((path, path.parent()?))) else {
             return;
         };
         for entry in fs::read_dir(dir).into_iter().flatten().flatten().filter(|entry| entry.path() != *path) {
-            // Whatever stays is not read.
+            // A file that cannot be removed is never read.
             let _ = fs::remove_file(entry.path());
         }
     }
 
-    /// Whether `file`, which is a chunk's, has been found to be as the chunk's name says, and has not been touched since.
+    /// True if the chunk's `file` was verified against the chunk's name and has not been touched since.
     pub(crate) fn knows(&self, chunk: ChunkId, file: &Metadata) -> bool {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         let stamp = stamp(file);
         if known.stamps.get(&chunk) == Some(&stamp) {
             return true;
         }
-        // Others may have noted it in the meantime. What cannot be read is not known.
+        // Another process may have added a record. A read error counts as no record.
         let _ = self.path.as_deref().map_or(Ok(()), |path| known.read_on(path));
         known.stamps.get(&chunk) == Some(&stamp)
     }
 
-    /// Notes that `file` is as the chunk's name says. Without the note it is hashed again, and that is all.
+    /// Records that `file` matches the chunk's name. If writing fails, the chunk is hashed again later.
     pub(crate) fn note(&self, chunk: ChunkId, file: &Metadata) {
         let stamp = stamp(file);
         self.known.lock().unwrap_or_else(PoisonError::into_inner).stamps.insert(chunk, stamp);
@@ -105,7 +107,7 @@ impl VerifiedState {
     }
 }
 
-/// What this start of the system is called; none where the system does not say.
+/// The boot id. `None` if the system does not provide one.
 pub(crate) fn start_of_system() -> Option<String> {
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
     let boot = boot.trim();

@@ -1,32 +1,32 @@
-//! A block behind a model's last layer that guesses.
+//! MTP head: a block after a model's last layer that drafts tokens.
 
 use super::tensors::distinct;
 use super::{LayerSpec, LinearSpec, NormSpec};
 
-/// What predicts the token behind the next one (MTP; Qwen3-Next, Qwen 3.5): a layer with attention and keys and values
-/// of its own, whose input at position p is made of the token there and of the model's residual stream behind its final
-/// norm at the position before:
-/// `x = join concat(embedding_norm(embedding(token_p)), hidden_norm(h_{p-1}))`, then `g = norm(layer x)`, and
-/// `logits = W g` are of the token at p + 1. A further guess takes g in for the h that the model has yet to compute.
+/// Predicts the token after the next one (MTP; Qwen3-Next, Qwen 3.5). It is an attention layer with its own
+/// KV cache. Its input at position p combines the token at p with the model's residual after the final norm
+/// at p - 1: `x = join concat(embedding_norm(embedding(token_p)), hidden_norm(h_{p-1}))`. Then `g =
+/// norm(layer x)`, and `logits = W g` are those of the token at p + 1. For further draft tokens, g replaces
+/// the h that the model has not computed yet.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AppendedSpec {
-    /// From twice the residual's width to it.
+    /// From `2 * hidden` to `hidden` values.
     pub join: LinearSpec,
     /// Norm of the token's embedding.
     pub embedding_norm: NormSpec,
     /// Norm of the hidden state.
     pub hidden_norm: NormSpec,
     pub layer: LayerSpec,
-    /// Norm of what leaves it.
+    /// Norm of the layer's output.
     pub norm: NormSpec,
-    /// Its own embedding, `[hidden, vocab]` in GGUF order; the model's where there is none.
+    /// Own embedding, `[hidden, vocab]` in GGUF order; `None` uses the model's.
     pub embedding: Option<String>,
-    /// Its own output matrix; the model's where there is none.
+    /// Own output matrix; `None` uses the model's.
     pub head: Option<LinearSpec>,
 }
 
 impl AppendedSpec {
-    /// Names of its tensors, each once; not those that it has from the model.
+    /// Names of its own tensors, without duplicates. Tensors shared with the model are excluded.
     pub fn tensors(&self) -> Vec<&str> {
         let Self { join, embedding_norm, hidden_norm, layer, norm, embedding, head } = self;
         let mut names = vec![join.weight.as_str()];

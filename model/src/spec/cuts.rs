@@ -1,13 +1,13 @@
-//! Where a model can be cut into layer ranges.
+//! Layer boundaries at which a model can be split into stages.
 
 use super::{KvSpec, MixerSpec, ModelSpec};
 use std::ops::Range;
 
 impl ModelSpec {
-    /// Layers before which the model can be cut, ascending: no layer behind the cut reads keys and values of one
-    /// before it.
+    /// Layers before which the model can be cut, ascending. No layer after a cut reads keys and values of a
+    /// layer before it.
     pub fn cut_points(&self) -> Vec<usize> {
-        // From the end: the earliest layer whose keys and values some layer from here on reads.
+        // Iterates from the end: the earliest layer whose keys and values any later layer reads.
         let mut earliest = usize::MAX;
         let mut cuts = Vec::new();
         for (index, layer) in self.layers.iter().enumerate().skip(1).rev() {
@@ -24,13 +24,13 @@ impl ModelSpec {
         cuts
     }
 
-    /// Layer ranges of `shards` stages, as even in layers as the cut points allow; none if there cannot be so many, or
-    /// if there shall be none at all.
+    /// Layer ranges of `shards` stages, as even in layers as the cut points allow. `None` if `shards` is 0 or
+    /// more than the cut points allow.
     pub fn stage_ranges(&self, shards: usize) -> Option<Vec<Range<usize>>> {
         self.stage_ranges_before(shards, self.layers.len())
     }
 
-    /// As [`Self::stage_ranges`], where all layers from `last` on are to be the last stage's.
+    /// Like [`Self::stage_ranges`], but the last stage contains all layers from `last` on.
     pub fn stage_ranges_before(&self, shards: usize, last: usize) -> Option<Vec<Range<usize>>> {
         let mut cuts = self.cut_points();
         cuts.retain(|cut| *cut <= last);
@@ -42,7 +42,7 @@ impl ModelSpec {
         let mut ranges = Vec::with_capacity(shards);
         let (mut start, mut next) = (0, 0);
         for made in 1..=wanted {
-            // Enough must be left for the cuts to come.
+            // Leave enough cut points for the remaining cuts.
             let choice = &cuts[next..cuts.len() - (wanted - made)];
             let best =
                 choice.iter().enumerate().min_by_key(|(_, cut)| (**cut * shards).abs_diff(made * layers));
@@ -67,7 +67,7 @@ mod tests {
         ModelSpec::from_file(&file).unwrap()
     }
 
-    /// `tiny` with so many layers.
+    /// `tiny` with `layers` layers.
     fn stretched(layers: usize) -> ModelSpec {
         let mut spec = tiny("llama");
         spec.layers = vec![spec.layers[0].clone(); layers];
@@ -105,7 +105,7 @@ mod tests {
             }
             assert_eq!(spec.stage_ranges(layers + 1), None);
             assert_eq!(spec.stage_ranges(0), None);
-            // With so many layers at least at the last stage.
+            // The last stage has at least this many layers.
             for last in 1..layers {
                 assert_eq!(spec.stage_ranges_before(last + 2, last), None);
                 let ranges = spec.stage_ranges_before(last + 1, last).unwrap();

@@ -1,4 +1,4 @@
-//! Feed-forward parts of a layer: gated, plain, mixtures of experts.
+//! Feed-forward parts of a layer: gated, plain, mixture of experts.
 
 use super::{LinearSpec, NormSpec};
 
@@ -13,10 +13,10 @@ pub enum Activation {
     ClampedSwiglu,
 }
 
-/// One of the parts whose sum is a layer's feed-forward.
+/// One of the parts whose outputs are summed.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FfnPart {
-    /// Norm of the residual for this part alone; none takes what the layer's `ffn_norm` gives.
+    /// Norm of the residual for this part alone; `None` uses the layer's `ffn_norm`.
     pub own_norm: Option<NormSpec>,
     pub ffn: FfnSpec,
     /// Norm of its output before the parts are summed.
@@ -26,13 +26,13 @@ pub struct FfnPart {
 /// What a feed-forward part computes.
 #[derive(Debug, Clone, PartialEq)]
 pub enum FfnSpec {
-    /// `down(act(gate x) * up x)`, times `sigmoid(row_gate x)` where there is one.
+    /// `down(act(gate x) * up x)`, times `sigmoid(row_gate x)` if present.
     Gated {
         gate: LinearSpec,
         up: LinearSpec,
         down: LinearSpec,
         activation: Activation,
-        /// One row: how much of a shared expert a token takes.
+        /// One row: weight of a shared expert for a token.
         row_gate: Option<LinearSpec>,
     },
     /// `down(act(up x))`.
@@ -49,7 +49,7 @@ pub enum FfnSpec {
 /// Biases of `gate_up` and `down` are `[rows, experts]`; the down bias is inside the weighting.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MoeSpec {
-    /// Norm of the residual for the router alone; none routes on the experts' input.
+    /// Norm of the residual for the router alone; `None` uses the experts' input.
     pub router_norm: Option<NormSpec>,
     /// Router, `experts` rows.
     pub router: LinearSpec,
@@ -77,7 +77,7 @@ pub enum ExpertGateUp {
 }
 
 impl FfnPart {
-    /// A part on the layer's own norm, its output added as it is.
+    /// A part that uses the layer's norm and adds its output unchanged.
     pub fn plain(ffn: FfnSpec) -> Self {
         Self { own_norm: None, ffn, post_norm: None }
     }

@@ -1,8 +1,8 @@
-//! What mixes information over positions: attention, delta net, Mamba-2, and what they are made of.
+//! Mixers (attention, delta net, Mamba-2) and their components.
 
 use super::{LinearSpec, NormSpec};
 
-/// What mixes information over positions.
+/// The part of a layer that mixes information across positions.
 #[derive(Debug, Clone, PartialEq)]
 pub enum MixerSpec {
     /// Softmax attention, full or windowed.
@@ -16,7 +16,7 @@ pub enum MixerSpec {
 /// Attention of one layer: `out = o (softmax(scale q.k) v * sigmoid(gate))`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AttentionSpec {
-    /// Whether a query sees only keys at its own position and before.
+    /// Whether a query attends only to keys at its own and earlier positions.
     pub causal: bool,
     /// `Some(w)`: query p sees keys j with p - j < w.
     pub window: Option<usize>,
@@ -34,19 +34,19 @@ pub struct AttentionSpec {
     /// Rotary embedding of q and k.
     pub rope: Option<RopeSpec>,
     pub scale: f32,
-    /// Name of a `[heads]` tensor: per head one more logit, not scaled, with no value, joins the softmax.
+    /// Name of a `[heads]` tensor: one more logit per head, not scaled and without a value, takes part in the
+    /// softmax.
     pub sinks: Option<String>,
-    /// Sigmoid gate of what attention gives, element by element, before `o`.
+    /// Sigmoid gate, applied to attention's output element by element before `o`.
     pub gate: Option<LinearSpec>,
     pub o: LinearSpec,
 }
 
-/// Where a layer's keys and values come from.
 #[derive(Debug, Clone, PartialEq)]
 #[allow(clippy::large_enum_variant, reason = "one per layer, and in most models all are the large one")]
 pub enum KvSpec {
     Own(OwnKvSpec),
-    /// Those of an earlier layer of the same shape.
+    /// Uses the keys and values of an earlier layer of the same shape.
     Shared {
         layer: usize,
     },
@@ -56,7 +56,7 @@ pub enum KvSpec {
 #[derive(Debug, Clone, PartialEq)]
 pub struct OwnKvSpec {
     pub k: LinearSpec,
-    /// Value projection; none takes the key projection's product, before its norm and rope.
+    /// Value projection. `None` uses the output of the key projection before its norm and rope.
     pub v: Option<LinearSpec>,
     /// Per-head norm of k before rope.
     pub k_norm: Option<NormSpec>,
@@ -70,7 +70,7 @@ pub struct ConvSpec {
     pub weight: String,
     /// Name of the bias, `[channels]`.
     pub bias: Option<String>,
-    /// Positions that a token sees, its own included.
+    /// Positions that affect a token, including its own.
     pub taps: usize,
     pub channels: usize,
 }
@@ -112,7 +112,6 @@ pub struct DeltaNetSpec {
     pub out: LinearSpec,
 }
 
-/// See [`DeltaNetSpec`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum HeadGrouping {
     /// Value head h uses key head h / (v_heads / k_heads).
@@ -163,20 +162,18 @@ pub struct RopeSpec {
     pub freq_scale: f32,
     /// `n_rot / 2` divisors of the frequencies.
     pub factors: Option<RopeFactors>,
-    /// 1 but for YaRN.
+    /// 1 except for YaRN.
     pub magnitude: f32,
 }
 
-/// See [`RopeSpec`].
 #[derive(Debug, Clone, PartialEq)]
 pub enum RopeFactors {
     /// Name of an F32 tensor of them.
     Tensor(String),
-    /// The factors, computed from hyper-parameters.
+    /// Computed from hyper-parameters.
     Values(Vec<f32>),
 }
 
-/// See [`RopeSpec`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RopeStyle {
     /// Pairs (2i, 2i+1).
@@ -186,7 +183,7 @@ pub enum RopeStyle {
 }
 
 impl MixerSpec {
-    /// Elements that a sequence keeps whatever its length: convolution and recurrent state; 0 for attention.
+    /// Elements of convolution and recurrent state, independent of the sequence's length; 0 for attention.
     pub fn state_elements(&self) -> usize {
         match self {
             Self::Attention(_) => 0,
@@ -197,7 +194,7 @@ impl MixerSpec {
 }
 
 impl AttentionSpec {
-    /// The projections of its own keys and values, if it has them.
+    /// The layer's own key and value projections; `None` if it shares another layer's KV.
     pub fn own_kv(&self) -> Option<&OwnKvSpec> {
         match &self.kv {
             KvSpec::Own(own) => Some(own),
@@ -217,8 +214,8 @@ impl AttentionSpec {
 }
 
 impl ConvSpec {
-    /// Elements that a sequence keeps: the inputs of as many positions as a token sees. The oldest is read by no
-    /// later token; reference implementations keep it, and states are compared with theirs.
+    /// Elements of the state per sequence: the inputs of the last `taps` positions. No later token reads the
+    /// oldest one; reference implementations keep it, and states are compared with theirs.
     pub fn state_elements(&self) -> usize {
         self.taps * self.channels
     }

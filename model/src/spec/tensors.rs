@@ -1,4 +1,4 @@
-//! Which tensors a model, or a range of its layers, needs.
+//! Names of the tensors that a model, or a range of its layers, needs.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -10,8 +10,8 @@ use super::{
 };
 
 impl ModelSpec {
-    /// Names of the tensors that turn tokens into the first layer's residual and the layers' further inputs,
-    /// each once.
+    /// Tensors that compute the first layer's residual and the layers' further inputs from tokens, without
+    /// duplicates.
     pub fn embedding_tensors(&self) -> Vec<&str> {
         let mut names = Vec::new();
         self.embedding.push_tensors(&mut names);
@@ -21,8 +21,8 @@ impl ModelSpec {
         distinct(names)
     }
 
-    /// Names of the tensors that the layers of `range` read, each once, in order of use. Layers that do not
-    /// exist have none.
+    /// Tensors that the layers of `range` read, without duplicates, in order of use. Layers that do not exist
+    /// are ignored.
     pub fn layer_tensors(&self, range: Range<usize>) -> Vec<&str> {
         let mut names = Vec::new();
         for layer in self.layers.iter().take(range.end).skip(range.start) {
@@ -31,7 +31,7 @@ impl ModelSpec {
         distinct(names)
     }
 
-    /// Names of the tensors that turn the residual of the last layer into what the model gives.
+    /// Tensors that compute the output from the last layer's residual.
     pub fn output_tensors(&self) -> Vec<&str> {
         let mut names = Vec::new();
         match &self.output {
@@ -49,7 +49,7 @@ impl ModelSpec {
         names
     }
 
-    /// Names of all tensors, each once: the embedding, the layers, the output.
+    /// All tensors without duplicates: embedding, layers, output.
     pub fn tensors(&self) -> Vec<&str> {
         let mut names = self.embedding_tensors();
         names.extend(self.layer_tensors(0..self.layers.len()));

@@ -14,36 +14,36 @@ use super::pretokenize::{self, PreTokenizer};
 #[derive(Debug)]
 pub(super) struct Bpe {
     pre: PreTokenizer,
-    /// Symbol of each byte. One without a token stands for nothing.
+    /// Symbol of each byte. A byte without a token is dropped.
     bytes: [u32; 256],
     merges: Merges,
     /// Tokens by their bytes.
     words: Index,
-    /// Per token, whether merging its bytes gives the token itself: 0 unknown yet, 1 yes, 2 no. Found out when
-    /// first asked for; saves most words of a text from being merged.
+    /// Whether merging a token's bytes gives the token itself: 0 unknown, 1 yes, 2 no. Computed at first use;
+    /// saves merging most words of a text.
     whole: Vec<AtomicU8>,
-    /// Of those that are encoding nothing just now.
+    /// Scratch memory that is not in use.
     desks: Mutex<Vec<BpeScratch>>,
 }
 
-/// What one text is encoded with; memory that is kept for the next one.
+/// Scratch memory for encoding one text, reused for the next one.
 #[derive(Debug)]
 struct BpeScratch {
     merger: Merger<u32>,
     known: KnownWords,
 }
 
-/// Desks that are kept, at most: so many threads encode at once without making a new one.
+/// Most scratch buffers kept: this many threads encode at once without an allocation.
 const DESKS: usize = 8;
 
-/// Whether the bytes of a token merge to it.
+/// Values of `whole`: whether the bytes of a token merge to it.
 pub(super) const UNKNOWN: u8 = 0;
 pub(super) const WHOLE: u8 = 1;
 pub(super) const NOT_WHOLE: u8 = 2;
 
 impl Bpe {
-    /// `texts` are the tokens as the file has them, `pieces` their bytes (empty where a token has no byte form),
-    /// `lines` the merge list, best first, each two texts with a space between.
+    /// `texts` are the tokens as in the file, `pieces` their bytes (empty if a token has no byte form),
+    /// `lines` the merge list, best first, each line two texts separated by a space.
     pub(super) fn new<'a>(
         pre: PreTokenizer,
         texts: &Pieces,
@@ -68,7 +68,7 @@ impl Bpe {
 
     /// Appends the tokens of `text`.
     pub(super) fn encode(&self, pieces: &Pieces, text: &str, out: &mut Vec<u32>) {
-        // Nothing panics while holding it; a list of desks is right whatever happened.
+        // No code panics under this lock, and the list stays valid in any case.
         let free = || self.desks.lock().unwrap_or_else(PoisonError::into_inner);
         let desk = free().pop();
         let mut desk = desk.unwrap_or_else(|| BpeScratch { merger: Merger::new(), known: KnownWords::new() });
@@ -121,13 +121,13 @@ impl Bpe {
         );
     }
 
-    /// Whether every byte becomes a token.
+    /// Whether every byte has a token.
     pub(super) fn keeps_all(&self) -> bool {
         self.bytes.iter().all(|&symbol| self.merges.is_token(symbol))
     }
 }
 
-/// The printable character that stands for `byte` in the file.
+/// The printable character that represents `byte` in the file.
 pub(super) fn byte_char(byte: u8) -> char {
     let printable = |b: u8| matches!(b, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
     if printable(byte) {
@@ -137,7 +137,7 @@ pub(super) fn byte_char(byte: u8) -> char {
     char::from_u32(256 + before).unwrap_or(char::REPLACEMENT_CHARACTER)
 }
 
-/// The byte that `c` stands for in the file: the inverse of [`byte_char`].
+/// The byte that `c` represents in the file: the inverse of [`byte_char`].
 pub(super) fn char_byte(c: char) -> Option<u8> {
     match u32::from(c) {
         0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff => u8::try_from(c).ok(),

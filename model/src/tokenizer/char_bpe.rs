@@ -1,5 +1,5 @@
-//! BPE of characters, spaces written as U+2581: merged in the order of the file's merge list like byte-level BPE,
-//! bytes for characters that are no token like SentencePiece.
+//! BPE of characters with spaces as U+2581. Merges follow the file's merge list as in byte-level BPE;
+//! characters without a token become bytes as in SentencePiece.
 
 use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
@@ -12,7 +12,7 @@ use super::merges::{Merges, Symbols};
 use super::pieces::{Index, Pieces};
 use super::spm::SPACE;
 
-/// No symbol; merges with nothing.
+/// No symbol; never merges.
 const NO_SYMBOL: u32 = u32::MAX;
 
 #[derive(Debug)]
@@ -21,16 +21,17 @@ pub(super) struct CharBpe {
     chars: HashMap<char, u32>,
     /// Tokens by their text.
     index: Index,
-    /// Token of each byte that is no token by itself.
+    /// Token of each byte, for characters without a token.
     bytes: [Option<u32>; 256],
-    /// Characters after which a merge goes on with a space. Anywhere else a space begins a new word.
+    /// Characters after which a merge may include a space. After any other character a space begins a new
+    /// word.
     before_space: BTreeSet<char>,
-    /// As in byte-level BPE: whether the text of a token merges to it.
+    /// Whether the text of a token merges to it, as in byte-level BPE.
     whole: Vec<AtomicU8>,
 }
 
 impl CharBpe {
-    /// `texts` are the tokens as the file has them, `lines` the merge list, best first.
+    /// `texts` are the tokens as in the file, `lines` the merge list, best first.
     pub(super) fn new<'a>(
         texts: &Pieces,
         lines: impl ExactSizeIterator<Item = &'a str>,
@@ -64,7 +65,8 @@ impl CharBpe {
         let mut merger = Merger::new();
         let (mut start, mut before) = (0, None);
         for (at, c) in escaped.char_indices() {
-            // Newlines and other text never merge; no merge crosses into a space but those that were noted.
+            // Newlines never merge with other text. A merge includes a space only after one of the recorded
+            // characters.
             let cut = before.is_some_and(|last: char| {
                 (last == '\n') != (c == '\n')
                     || (c == SPACE && last != SPACE && !self.before_space.contains(&last))
@@ -78,12 +80,12 @@ impl CharBpe {
         self.word(texts, &escaped[start..], &mut merger, out);
     }
 
-    /// Whether a word may go on with a space behind `letter`.
+    /// Whether a word may continue with a space after `letter`.
     pub(super) fn joins_space(&self, letter: char) -> bool {
         self.before_space.contains(&letter)
     }
 
-    /// Whether every byte becomes a token, or a part of one.
+    /// Whether every byte has a token, or is part of one.
     pub(super) fn keeps_all(&self) -> bool {
         self.bytes.iter().all(Option::is_some)
     }
@@ -177,7 +179,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(300))]
 
-        /// Cutting into words changes nothing: the whole text merged at once gives the same.
+        /// Splitting into words does not change the result of merging the whole text.
         #[test]
         fn words_are_cut_where_nothing_merges(
             text in "[ab \nc]{0,30}",
@@ -186,7 +188,7 @@ mod tests {
             let (texts, bpe) = bpe(&taken);
             let (mut by_word, mut at_once) = (Vec::new(), Vec::new());
             bpe.encode(&texts, &text, &mut by_word);
-            // Once more, with what is remembered of whole words.
+            // Again, with cached results of whole words.
             bpe.encode(&texts, &text, &mut by_word);
             for _ in 0..2 {
                 bpe.merge(&text.replace(' ', "▁"), &mut Merger::new(), &mut at_once);

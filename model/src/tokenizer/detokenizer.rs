@@ -1,14 +1,14 @@
-//! Text out of a stream of tokens, as early as it is certain.
+//! Streaming detokenizer: emits text as soon as it cannot change.
 
 use std::sync::Arc;
 
 use super::Tokenizer;
 
-/// Turns one sequence's tokens into text while they arrive.
+/// Converts one sequence's tokens to text as they arrive.
 ///
-/// A character is given out when its last byte is there, never half. What is no UTF-8 becomes U+FFFD, at the
-/// token that makes it certain. Together the pieces are what a lossy conversion of all bytes at once gives. A
-/// leading space stays: the tokens go on with a text, they do not begin one.
+/// A character is emitted when its last byte has arrived. Invalid UTF-8 becomes U+FFFD, at the token that
+/// makes it certain. The concatenated pieces equal a lossy conversion of all bytes. A leading space is kept,
+/// because the tokens continue a text.
 #[derive(Debug, Clone)]
 pub struct Detokenizer {
     tokenizer: Arc<Tokenizer>,
@@ -17,12 +17,12 @@ pub struct Detokenizer {
 }
 
 impl Detokenizer {
-    /// At the start of a completion. `skip_special` leaves control tokens out of the text.
+    /// For the start of a completion. `skip_special` omits control tokens from the text.
     pub fn new(tokenizer: Arc<Tokenizer>, skip_special: bool) -> Self {
         Self { tokenizer, skip_special, text: Utf8Stream::default() }
     }
 
-    /// Takes the next token and returns the text that is certain now; often one word, sometimes nothing.
+    /// Adds a token and returns the text that is now certain; often one word, possibly nothing.
     pub fn push(&mut self, id: u32) -> String {
         if self.skip_special && self.tokenizer.is_special(id) {
             return String::new();
@@ -30,21 +30,21 @@ impl Detokenizer {
         self.text.push(self.tokenizer.token_bytes(id))
     }
 
-    /// Ends the sequence: a character that was never finished becomes U+FFFD.
+    /// Ends the sequence. An incomplete character becomes U+FFFD.
     pub fn finish(&mut self) -> String {
         self.text.finish()
     }
 }
 
-/// The text of bytes that come in pieces; see [`Detokenizer`].
+/// Streaming conversion of bytes to text; see [`Detokenizer`].
 #[derive(Debug, Clone, Default)]
 pub struct Utf8Stream {
-    /// The begin of a character, at most 3 bytes.
+    /// The beginning of a character, at most 3 bytes.
     pending: Vec<u8>,
 }
 
 impl Utf8Stream {
-    /// Takes the next bytes and returns the text that is certain now.
+    /// Adds bytes and returns the text that is now certain.
     pub fn push(&mut self, bytes: &[u8]) -> String {
         self.pending.extend_from_slice(bytes);
         let mut text = String::new();
@@ -65,7 +65,7 @@ impl Utf8Stream {
         text
     }
 
-    /// No more bytes come: a character that was never finished becomes U+FFFD.
+    /// Ends the stream. An incomplete character becomes U+FFFD.
     pub fn finish(&mut self) -> String {
         let unfinished = !self.pending.is_empty();
         self.pending.clear();
@@ -73,7 +73,7 @@ impl Utf8Stream {
     }
 }
 
-/// Whether more bytes could make all of `rest` the begin of one character.
+/// Whether more bytes could complete `rest` to one character.
 fn could_begin_a_character(rest: &[u8]) -> bool {
     std::str::from_utf8(rest).is_err_and(|e| e.valid_up_to() == 0 && e.error_len().is_none())
 }

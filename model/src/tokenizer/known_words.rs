@@ -1,14 +1,16 @@
-//! Remembers the tokens of short words. Most words of any text are among a few thousand, and finding one in the
-//! vocabulary takes several memory accesses far apart; a word that is no token takes a merge.
+//! Memo of the tokens of short words. Most words of a text are among a few thousand. Finding one in the
+//! vocabulary takes several distant memory accesses, and a word that is not a token must be merged.
 //!
-//! Exact: the word itself is kept and compared, not a hash of it. Of two words for one place the later stays.
+//! The memo is exact: it stores and compares the word itself, not a hash. If two words map to one slot, the
+//! later one stays.
 
-/// Longest word that is remembered, in bytes, and the most tokens that it may have.
+/// Longest memoised word in bytes.
 const MOST_BYTES: usize = 15;
+/// Most tokens of a memoised word.
 const MOST_TOKENS: usize = 4;
-/// Places; with words and tokens side by side in half a line of memory each, what a core keeps close.
+/// Number of slots. Word and tokens share half a cache line, so the table stays in a core's cache.
 const PLACES: usize = 1 << 13;
-/// Where fewer tokens are.
+/// Fills unused token places.
 const NONE: u32 = u32::MAX;
 
 #[derive(Debug)]
@@ -18,7 +20,7 @@ pub(super) struct KnownWords {
 
 #[derive(Debug, Clone, Copy)]
 struct WordSlot {
-    /// Of no word at first: [`Word`]s are never 0.
+    /// 0 if the slot is empty: a [`Word`] is never 0.
     word: u128,
     tokens: [u32; MOST_TOKENS],
 }
@@ -28,15 +30,15 @@ struct WordSlot {
 pub(super) struct Word(u128);
 
 impl Word {
-    /// None if it is empty or too long to be remembered.
+    /// `None` if the word is empty or too long.
     #[inline]
     pub(super) fn new(bytes: &[u8]) -> Option<Self> {
         let len = bytes.len();
-        // Two loads that overlap, in place of a copy of any length.
+        // Two overlapping loads instead of a copy of variable length.
         let (low, high) = match len {
             8..=MOST_BYTES => {
                 let (first, last) = (bytes.first_chunk::<8>()?, bytes.last_chunk::<8>()?);
-                // Of a word of 8 bytes nothing is left: the shift is by all 64 bits.
+                // For 8 bytes nothing is left: the shift is by all 64 bits.
                 let rest = u64::from_le_bytes(*last).checked_shr(8 * (16 - len as u32)).unwrap_or(0);
                 (u64::from_le_bytes(*first), rest)
             }
@@ -68,7 +70,7 @@ impl KnownWords {
         Self { places: vec![empty; PLACES].into_boxed_slice() }
     }
 
-    /// Appends the tokens of `word`; `false` if they are not known.
+    /// Appends the tokens of `word`; false if the word is not in the memo.
     #[inline]
     pub(super) fn recall(&self, word: Word, out: &mut Vec<u32>) -> bool {
         let Some(place) = self.places.get(word.place()).filter(|place| place.word == word.0) else {
@@ -81,7 +83,7 @@ impl KnownWords {
         true
     }
 
-    /// Notes the tokens of `word`, unless they are too many.
+    /// Stores the tokens of `word`, unless there are too many.
     pub(super) fn note(&mut self, word: Word, tokens: &[u32]) {
         let fits = (1..=MOST_TOKENS).contains(&tokens.len()) && !tokens.contains(&NONE);
         if fits && let Some(place) = self.places.get_mut(word.place()) {

@@ -1,13 +1,13 @@
-//! Remembers the tokens of pieces of text, so that what comes again and again (system prompts, documents, earlier
-//! turns) is not encoded again.
+//! Memo of encoded pieces of text, so that recurring text (system prompts, documents, earlier turns) is not
+//! encoded again.
 //!
-//! Exact by construction: a text is cut only where encoding the two sides one after the other gives what encoding
-//! them together gives ([`Cuts`]), and a remembered piece is compared byte by byte. Where a vocabulary has no such
-//! places nothing is remembered. The places themselves depend on the bytes around them and not on what stands far
-//! before, so that a document is found again behind another one.
+//! The memo is exact. A text is cut only where encoding both sides separately gives the same tokens as
+//! encoding them together ([`Cuts`]), and a memoised piece is compared byte by byte. If a vocabulary has no
+//! such places, nothing is memoised. Cut points depend only on nearby bytes, so a document is found again
+//! after a different prefix.
 //!
-//! Pieces that have come one after the other before become one long piece, a run: what has been seen twice is found by
-//! a few long comparisons. Their pieces stay, for texts that part from it on the way.
+//! Pieces that followed each other before are joined to a longer piece, a run, so that repeated text needs
+//! few comparisons. The single pieces stay, for texts that diverge inside the run.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -15,30 +15,31 @@ use crate::recent::{Recent, RecentUse};
 
 use super::special::Quoted;
 
-/// Bytes of a piece, but for the last: at least and, where there is a place, at most.
+/// Shortest piece in bytes, except the last one of a text.
 const LEAST: usize = 64;
+/// Longest piece in bytes, if there is a cut point.
 const MOST: usize = 4096;
-/// Of so many places before a space, one is taken.
+/// One of this many cut points before a space is used.
 const ONE_OF: u32 = 32;
-/// Bytes of a run, at most.
+/// Longest run in bytes.
 const RUN: usize = 8 << 10;
-/// The hash of no piece; of one that has it nothing worse comes than that it is searched for.
+/// Stands for "no piece". A piece with this hash is only looked up in the normal way.
 const NOTHING: u64 = 0;
-/// Bytes before a place that decide whether it is taken.
+/// Bytes before a cut point that decide whether it is used.
 const WINDOW: usize = 8;
-/// Parts that most texts begin with at most.
+/// Most memoised parts reported for the beginning of a text.
 const PARTS: usize = 16;
 
 /// Places where any text may be cut:
 ///
-/// - between an ASCII letter and a space. In every expression a run of letters ends there and the next word begins
-///   with the space; what is decided by looking ahead is decided the same at the end of the text. Score-based and
-///   character vocabularies are asked whether a token goes on over such a place.
-/// - behind a newline that stands alone between printable ASCII characters, where newlines end words. `/` may
-///   belong to a newline before it.
+/// - Between an ASCII letter and a space. In every expression a run of letters ends there and the next word
+///   begins with the space; look-ahead gives the same result at the end of the text. For score-based and
+///   character vocabularies, no token may span such a place.
+/// - After a single newline between printable ASCII characters, if newlines end words. `/` may belong to a
+///   newline before it.
 ///
-/// Not where the text of a special token lies over the place, or ends at it: text behind one may be encoded
-/// otherwise.
+/// A place inside or at the end of a special token's text is excluded: the text after it may be encoded
+/// differently.
 #[derive(Debug)]
 pub(super) struct Cuts {
     letters: [bool; 256],
@@ -46,7 +47,8 @@ pub(super) struct Cuts {
 }
 
 impl Cuts {
-    /// `joins`: whether a word may go on with a space behind this letter. `newlines`: whether these end words.
+    /// `joins`: whether a token may continue with a space after this letter. `newlines`: whether newlines end
+    /// words.
     pub(super) fn new<'a>(
         joins: impl Fn(char) -> bool,
         newlines: bool,
@@ -75,7 +77,7 @@ impl Cuts {
         self.newlines || self.letters.contains(&true)
     }
 
-    /// Whether `text` may be cut before the byte at `at`, which is neither its first nor behind its last.
+    /// Whether `text` may be cut before byte `at`, which must be inside the text.
     fn allow(&self, text: &[u8], at: usize) -> Option<CutPoint> {
         let (before, after) = (text.get(at.checked_sub(1)?)?, text.get(at)?);
         if *after == b' ' {
@@ -102,7 +104,7 @@ pub(super) struct Memo {
     grain: Grain,
 }
 
-/// How long pieces and runs are; tests cut finer.
+/// Lengths of pieces and runs; smaller in tests.
 #[derive(Debug)]
 struct Grain {
     least: usize,
@@ -110,70 +112,69 @@ struct Grain {
     run: usize,
 }
 
-/// The name of the next piece or run that is remembered, by whatever memo.
+/// Name of the next memoised piece or run, unique in the process.
 static NEXT_NAME: AtomicU64 = AtomicU64::new(1);
 
 /// A piece or a run.
 #[derive(Debug)]
 struct Piece {
-    /// Nothing else ever has it.
+    /// Unique; never reused.
     name: u64,
     how: How,
     text: Box<str>,
     tokens: Box<[u32]>,
-    /// Hash of what followed it last. Whatever it names is compared before it is used.
+    /// Hash of the piece that followed last. That piece is compared before it is used.
     next: AtomicU64,
 }
 
-/// What besides its text decides about a piece's tokens.
+/// Properties besides the text that determine a piece's tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct How {
     /// Texts of control tokens become these tokens.
     pub(super) special: bool,
-    /// Nothing but perhaps special tokens stands before it.
+    /// The piece is at the beginning of the text, or only special tokens precede it.
     pub(super) first: bool,
 }
 
-/// Tokens at the beginning of a text that were remembered, and not made anew.
+/// Memoised tokens at the beginning of a text.
 ///
-/// A name is given once in the life of the process, to a text and its tokens, and means these for ever. So two texts that
-/// begin with parts of the same names begin with the same tokens, up to the end of the last of these, and nobody needs to
-/// compare them.
+/// A name is assigned once per process to a text and its tokens. Two texts whose parts have the same names
+/// therefore have the same tokens up to the end of these parts, without a comparison.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KnownPart {
     pub name: u64,
-    /// How many of the text's tokens there are up to its end.
+    /// Number of the text's tokens up to the end of this part.
     pub end: usize,
 }
 
 impl KnownPart {
-    /// A token that was put before a text by itself, as its only part.
+    /// A single token placed before a text, as the only part.
     pub fn lone(token: u32) -> Self {
-        // No text gets a number as high as that.
+        // Names of texts never get this high.
         Self { name: !u64::from(token), end: 1 }
     }
 }
 
-/// What of a text came as it was expected to.
+/// A range of the text whose pieces came in the expected order.
 #[derive(Debug, Clone, Copy)]
 struct Stretch {
-    /// Hash of what stands before it.
+    /// Hash of the piece before it.
     before: u64,
-    /// Where it begins in the text, and its tokens among all.
+    /// Start in the text in bytes, and in the tokens.
     start: usize,
     tokens: usize,
-    /// Of how many pieces and runs it is.
+    /// Number of pieces and runs in it.
     pieces: usize,
 }
 
 impl Memo {
-    /// One of at most about `bytes`; none where nothing can be cut.
+    /// A memo of about `bytes` bytes at most; `None` if nothing can be cut.
     pub(super) fn new(cuts: Cuts, bytes: usize) -> Option<Self> {
         let grain = Grain { least: LEAST, one_of: ONE_OF, run: RUN };
         cuts.any().then(|| Self { cuts, pieces: Recent::new(bytes), grain })
     }
 
-    /// Cuts wherever that is allowed.
+    /// Uses every allowed cut point.
     #[cfg(test)]
     pub(super) fn finest(mut self) -> Self {
         self.grain = Grain { least: 1, one_of: 1, run: 12 };
@@ -184,8 +185,8 @@ impl Memo {
         self.pieces.usage()
     }
 
-    /// Appends the tokens of `text`; those of pieces that are not known are appended by `encode`, until it gives up: then
-    /// there are none. Otherwise the parts that `text` begins with.
+    /// Appends the tokens of `text` and returns the memoised parts at its beginning. `encode` appends the
+    /// tokens of unknown pieces; if it gives up, returns `None`.
     pub(super) fn encode(
         &self,
         text: &str,
@@ -199,8 +200,8 @@ impl Memo {
         while start < text.len() {
             let how = How { special, first: start == 0 };
             let tokens = out.len();
-            // A piece that comes again is mostly followed by what has followed it before: then the end of that one need
-            // not be searched for.
+            // A memoised piece is mostly followed by the same piece as before. If so, its end need not be
+            // searched.
             if let Some((end, after, name)) = self.expected((text, quoted), start, how, next, out) {
                 if known {
                     parts.push(KnownPart { name, end: out.len() });
@@ -216,11 +217,11 @@ impl Memo {
             }
             before = self.join(text, special, (stretch, start, tokens), out).unwrap_or(before);
             let end = self.piece_end(text.as_bytes(), start);
-            // Places are between ASCII characters.
+            // Cut points are next to ASCII characters.
             let Some(piece) = text.get(start..end) else { return Some(parts) };
             let within = quoted.part(start, end);
             if !within.is_empty() {
-                // Its tokens are not those that its text alone would have.
+                // Quoted ranges change the tokens of the piece, so it is not memoised.
                 if !encode(piece, how, within, out) {
                     return None;
                 }
@@ -240,8 +241,8 @@ impl Memo {
         Some(parts)
     }
 
-    /// If what is `expected` stands at `start`: appends its tokens and tells where it ends, what has followed it and its
-    /// name.
+    /// If the piece `expected` is at `start`: appends its tokens and returns its end, the hash of what
+    /// followed it, and its name.
     fn expected(
         &self,
         (text, quoted): (&str, Quoted<'_>),
@@ -267,8 +268,8 @@ impl Memo {
         Some(found)
     }
 
-    /// Appends the tokens of a piece; its hash, that of what has followed it last, and its name if it was known. None if
-    /// `encode` gives up.
+    /// Appends the tokens of a piece. Returns its hash, the hash of what followed it last, and its name if it
+    /// was known. `None` if `encode` gives up.
     fn piece(
         &self,
         text: &str,
@@ -295,8 +296,8 @@ impl Memo {
         Some((hash, NOTHING, None))
     }
 
-    /// Makes a run of a stretch that ends at `end` in the text and at `tokens` among its tokens, if it is of more than
-    /// one piece; the run's hash.
+    /// Joins a stretch of several pieces to a run that ends at `end` in the text and at `tokens` in its
+    /// tokens. Returns the run's hash.
     fn join(
         &self,
         text: &str,
@@ -308,7 +309,7 @@ impl Memo {
             return None;
         }
         let (text, tokens) = (text.get(stretch.start..end)?, out.get(stretch.tokens..tokens)?);
-        // A text's first piece is never expected.
+        // A text's first piece is never an expected one.
         let how = How { special, first: false };
         let hash = self.hash(text, how);
         self.put(hash, how, text, tokens);
@@ -316,7 +317,7 @@ impl Memo {
         Some(hash)
     }
 
-    /// Notes that `next` follows `before`.
+    /// Records that `next` follows `before`.
     fn link(&self, before: u64, next: u64) {
         if before != NOTHING {
             self.pieces.get(before, |piece| {
@@ -339,9 +340,9 @@ impl Memo {
         self.pieces.put(hash, Piece { name, how, text: text.into(), tokens: tokens.into(), next }, bytes);
     }
 
-    /// Where the piece ends that begins at `start`, which is not the end of the text.
+    /// End of the piece that begins at `start`, which is before the end of the text.
     fn piece_end(&self, text: &[u8], start: usize) -> usize {
-        // A newline may stand right before the first place.
+        // A newline may be just before the first possible cut point.
         let from = (start + self.grain.least).saturating_sub(1).max(start);
         let near = memchr::memchr2_iter(b' ', b'\n', text.get(from..).unwrap_or_default());
         let places = near.map(|at| from + at + usize::from(text.get(from + at) == Some(&b'\n')));
@@ -355,7 +356,7 @@ impl Memo {
     }
 }
 
-/// Whether the bytes before `at` say that it is one of those to be taken.
+/// Whether the bytes before `at` select it as a cut point.
 fn chosen(text: &[u8], at: usize, one_of: u32) -> bool {
     let window = text.get(..at).and_then(|before| before.last_chunk::<WINDOW>());
     let mixed = window.map_or(0, |window| u64::from_le_bytes(*window).wrapping_mul(0x9e37_79b9_7f4a_7c15));

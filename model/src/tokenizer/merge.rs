@@ -1,20 +1,20 @@
-//! Merging neighbours, best pair first: what every BPE tokenizer does inside a word.
+//! Merging neighbours, best pair first: the common step of BPE tokenizers inside a word.
 //!
-//! A short word is merged at once, in O(n log n). A long one is merged window by window ([`Merger::word`]), so that
-//! time is linear in its length and memory does not grow with it.
+//! A short word is merged at once in O(n log n). A long one is merged in windows ([`Merger::word`]), so that
+//! time is linear in its length and memory is bounded.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::ops::Range;
 
-/// A run of bytes of the word that will become one token.
+/// A range of the word's bytes that will become one token.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Symbol {
-    /// Token, or whatever the caller numbers symbols by.
+    /// Token, or the caller's own numbering of symbols.
     pub(super) id: u32,
     /// First byte in the word.
     pub(super) start: usize,
-    /// Bytes; 0 once it has been merged into its left neighbour.
+    /// Length in bytes; 0 once it was merged into its left neighbour.
     pub(super) len: usize,
     prev: usize,
     next: usize,
@@ -22,39 +22,39 @@ pub(super) struct Symbol {
 
 const NONE: usize = usize::MAX;
 
-/// Bytes that are merged at once; a longer word is cut into windows of this size.
+/// Most bytes merged at once. A longer word is split into windows of this size.
 const WINDOW: usize = 8 << 10;
-/// Bytes that two neighbouring windows have in common.
+/// Overlap of two neighbouring windows in bytes.
 const OVERLAP: usize = 1 << 10;
-/// Symbols that a merger keeps room for.
+/// Symbols for which a merger keeps memory.
 const KEPT_SYMBOLS: usize = 2 * WINDOW;
 
-/// A pair that may merge: lower priority first, then further left.
+/// A pair that may merge. Order: lower priority first, then further left.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Candidate<P> {
     priority: P,
     left: usize,
-    /// Bytes of both together. Tells a pair from one that has grown since.
+    /// Bytes of both together. Detects a pair that has grown since.
     len: usize,
     merged: u32,
 }
 
-/// A word being merged; its memory is kept from one word to the next.
+/// A word being merged. Its memory is reused for the next word.
 #[derive(Debug)]
 pub(super) struct Merger<P> {
     symbols: Vec<Symbol>,
     queue: BinaryHeap<Reverse<Candidate<P>>>,
-    /// Where the first symbol starts in the word.
+    /// Offset of the first symbol in the word.
     base: usize,
 }
 
-/// How the bytes of a word become symbols.
+/// Conversion of a word's bytes to symbols.
 pub(super) struct Letters<F, C> {
     /// Bytes of the word.
     pub(super) bytes: usize,
-    /// Pushes the symbols of a range of bytes.
+    /// Pushes the symbols of a byte range.
     pub(super) push: F,
-    /// The last place at or before a byte where a symbol may start.
+    /// The last offset at or before a byte where a symbol may start.
     pub(super) floor: C,
 }
 
@@ -63,14 +63,14 @@ impl<P: Ord + Copy> Merger<P> {
         Self { symbols: Vec::new(), queue: BinaryHeap::new(), base: 0 }
     }
 
-    /// Merges a word and appends what `spell` makes of each symbol that remains, in order.
+    /// Merges a word, and appends the result of `spell` for each remaining symbol, in order.
     ///
-    /// A long word is merged in overlapping windows. This gives the same as merging it at once: a sequence of symbols
-    /// is the result for a word if and only if every two neighbours in it are the result for their own bytes, because
-    /// no merge crosses a border between two symbols of the result, and between such borders the order of merges does
-    /// not depend on what lies outside. So two windows may be joined where both have the same symbol at the same
-    /// place: every pair of neighbours comes from one window. Where two windows share no symbol, the whole word is
-    /// merged at once.
+    /// A long word is merged in overlapping windows, with the same result as merging it at once. Reason: a
+    /// sequence of symbols is the result for a word if and only if every two neighbours in it are the result
+    /// for their own bytes, because no merge crosses a border between two symbols of the result, and between
+    /// such borders the order of merges does not depend on anything outside. Two windows may therefore be
+    /// joined where both have the same symbol at the same place: every pair of neighbours comes from one
+    /// window. If two windows share no symbol, the whole word is merged at once.
     pub(super) fn word<F, C>(
         &mut self,
         letters: &Letters<F, C>,
@@ -125,7 +125,7 @@ impl<P: Ord + Copy> Merger<P> {
             let at = current.partition_point(|symbol| symbol.start + OVERLAP <= end).saturating_sub(1);
             let Some(from) = current.get(at).map(|symbol| symbol.start) else { return false };
             if at == 0 {
-                // One symbol takes nearly all of the window.
+                // One symbol covers almost the whole window.
                 return false;
             }
             let next = window(from);
@@ -158,8 +158,8 @@ impl<P: Ord + Copy> Merger<P> {
         self.symbols.push(Symbol { id, start, len, prev, next: NONE });
     }
 
-    /// Merges until no pair is left that `pair` gives a priority and a new id for, and calls `emit` with what
-    /// remains, in order.
+    /// Merges until `pair` returns no priority and id for any pair. Calls `emit` with the remaining symbols,
+    /// in order.
     fn run(&mut self, pair: impl Fn(&Symbol, &Symbol) -> Option<(P, u32)>, mut emit: impl FnMut(&Symbol)) {
         for left in 0..self.symbols.len() {
             self.consider(left, &pair);
@@ -203,7 +203,7 @@ impl<P: Ord + Copy> Merger<P> {
     }
 }
 
-/// The places of the first symbol that both sequences have, each ordered by where its symbols start.
+/// Indices of the first symbol that both sequences have, each ordered by start.
 fn common(left: &[Symbol], right: &[Symbol]) -> Option<(usize, usize)> {
     let (mut i, mut j) = (0, 0);
     loop {
@@ -223,7 +223,7 @@ mod tests {
 
     use super::*;
 
-    /// The definition: look at all pairs, merge the best, start over.
+    /// The definition: find the best of all pairs, merge it, start over.
     fn by_definition(word: &[u8], pair: impl Fn(u32, u32) -> Option<(u32, u32)>) -> Vec<u32> {
         let mut ids: Vec<u32> = word.iter().map(|&b| u32::from(b)).collect();
         while let Some((_, at, merged)) =
@@ -242,7 +242,7 @@ mod tests {
             word in prop::collection::vec(0u8..3, 0..40),
             merges in prop::collection::btree_map((0u32..9, 0u32..9), 0u32..6, 0..20),
         ) {
-            // A merged pair's id depends on its parts, so that any wrong order shows.
+            // A merged pair's id depends on its parts, so that a wrong order is detected.
             let pair = |a: u32, b: u32| merges.get(&(a.min(8), b.min(8))).map(|&rank| (rank, (a * 3 + b + 3) % 64));
             let mut merger = Merger::new();
             for &b in &word {
@@ -269,7 +269,7 @@ mod tests {
         (out, merger.symbols.capacity())
     }
 
-    /// The same merged at once.
+    /// Merges the same at once.
     fn at_once(word: &[u8], pair: impl Fn(u32, u32) -> Option<(u32, u32)>) -> Vec<u32> {
         let mut merger = Merger::new();
         word.iter().for_each(|&byte| merger.push(u32::from(byte), 1));
@@ -278,9 +278,9 @@ mod tests {
         out
     }
 
-    /// Texts of up to eight letters out of two, as symbols: what they merge to has the text of both.
+    /// Texts of up to eight letters of two kinds, as symbols. Merging concatenates the texts.
     fn text_pair(ranks: &[u32]) -> impl Fn(u32, u32) -> Option<(u32, u32)> {
-        // A symbol is 1, followed by a bit for each letter.
+        // A symbol is a 1 followed by a bit per letter.
         move |a, b| {
             let bits = b.checked_ilog2()?;
             let both = (a << bits) | (b & ((1 << bits) - 1));
@@ -292,7 +292,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(24))]
 
-        /// Windows change nothing, whatever repeats in a word and whichever texts are tokens.
+        /// Windows do not change the result, for any repetition in a word and any set of tokens.
         #[test]
         fn a_long_word_in_windows_is_as_at_once(
             unit in prop::collection::vec(2u8..4, 1..7),
@@ -317,7 +317,7 @@ mod tests {
         }
     }
 
-    /// One symbol that is longer than a window: nothing can be joined, and the word is merged at once.
+    /// One symbol is longer than a window: windows cannot be joined, and the word is merged at once.
     #[test]
     fn a_symbol_longer_than_a_window_is_found() {
         let word = vec![2; 4 * WINDOW];

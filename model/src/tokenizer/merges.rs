@@ -5,8 +5,7 @@ use std::collections::HashMap;
 use super::TokenizerError;
 use super::pieces::{FastBuild, Pieces};
 
-/// Texts numbered: the tokens by their ids, and from then on texts that the merge list goes through although they
-/// are no tokens.
+/// Numbers of texts: tokens have their ids; texts of the merge list that are not tokens have higher numbers.
 pub(super) struct Symbols {
     by_text: HashMap<String, u32, FastBuild>,
     tokens: u32,
@@ -14,7 +13,7 @@ pub(super) struct Symbols {
 }
 
 impl Symbols {
-    /// The tokens. Of two with one text the first counts.
+    /// The tokens. If two have the same text, the first one counts.
     pub(super) fn new(texts: &Pieces) -> Result<Self, TokenizerError> {
         let tokens =
             u32::try_from(texts.len()).map_err(|_| TokenizerError::TooManyTokens { found: texts.len() })?;
@@ -27,7 +26,7 @@ impl Symbols {
         Ok(Self { by_text, tokens, spelled: Vec::new() })
     }
 
-    /// The symbol of `text`: the token, or else a new one that stands for the tokens of its characters.
+    /// The symbol of `text`: its token, or a new symbol that stands for the tokens of its characters.
     pub(super) fn number(&mut self, text: &str) -> Result<u32, TokenizerError> {
         if let Some(&known) = self.by_text.get(text) {
             return Ok(known);
@@ -52,16 +51,16 @@ impl Symbols {
 
 #[derive(Debug)]
 pub(super) struct Merges {
-    /// Rank and symbol of what two symbols merge to, by `left << 32 | right`.
+    /// Rank and symbol of merging two symbols, by `left << 32 | right`.
     pairs: HashMap<u64, (u32, u32), FastBuild>,
     tokens: u32,
-    /// What the symbols from `tokens` on stand for.
+    /// Tokens of each symbol from `tokens` on.
     spelled: Vec<Vec<u32>>,
 }
 
 impl Merges {
-    /// `lines` is the list, best first; `each` is told the two texts of every line. What `symbols` knows by then
-    /// are symbols too.
+    /// Reads the merge list `lines`, best first. Calls `each` with the two texts of every line. Texts already
+    /// in `symbols` are symbols too.
     pub(super) fn read<'a>(
         symbols: &mut Symbols,
         lines: impl ExactSizeIterator<Item = &'a str>,
@@ -70,7 +69,7 @@ impl Merges {
         let mut pairs = HashMap::with_capacity_and_hasher(lines.len(), FastBuild::default());
         for (rank, line) in lines.enumerate() {
             let rank = u32::try_from(rank).map_err(|_| TokenizerError::TooManyTokens { found: rank })?;
-            // A text may itself begin with a space.
+            // A text may begin with a space.
             let cut = line.char_indices().skip(1).find(|&(_, c)| c == ' ').map(|(at, _)| at);
             let Some((left, right)) = cut.map(|at| (&line[..at], &line[at + 1..])) else {
                 return Err(TokenizerError::BadMerge { rank, line: line.to_owned() });
@@ -83,7 +82,7 @@ impl Merges {
         Ok(Self { pairs, tokens: symbols.tokens, spelled: std::mem::take(&mut symbols.spelled) })
     }
 
-    /// Rank and symbol of what two symbols merge to.
+    /// Rank and symbol of merging two symbols.
     pub(super) fn pair(&self, left: u32, right: u32) -> Option<(u32, u32)> {
         self.pairs.get(&key(left, right)).copied()
     }
@@ -93,7 +92,7 @@ impl Merges {
         symbol < self.tokens
     }
 
-    /// Appends the tokens that a symbol stands for.
+    /// Appends the tokens of a symbol.
     pub(super) fn spell(&self, symbol: u32, out: &mut Vec<u32>) {
         match symbol.checked_sub(self.tokens) {
             None => out.push(symbol),

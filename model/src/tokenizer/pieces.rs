@@ -28,10 +28,10 @@ impl Pieces {
     }
 }
 
-/// Finds a piece's number by its bytes. Open addressing: the pieces stay where they are.
+/// Finds a piece's number by its bytes. Open addressing; the pieces themselves are not moved.
 #[derive(Debug)]
 pub(super) struct Index {
-    /// Number of a piece plus one, 0 for an empty slot; twice as many slots as pieces or more.
+    /// Number of a piece plus one; 0 for an empty slot. At least twice as many slots as pieces.
     slots: Vec<u32>,
 }
 
@@ -41,7 +41,7 @@ impl Index {
         Self { slots: vec![0; (capacity * 2).next_power_of_two().max(2)] }
     }
 
-    /// Adds piece `id` of `pieces`. Of two equal pieces the first stays.
+    /// Adds piece `id` of `pieces`. If an equal piece exists, that one stays.
     pub(super) fn insert(&mut self, pieces: &Pieces, id: u32) {
         let Some(piece) = pieces.get(id) else { return };
         let slot = self.slot(pieces, piece);
@@ -55,7 +55,7 @@ impl Index {
         self.slots[self.slot(pieces, piece)].checked_sub(1)
     }
 
-    /// Where `piece` is, or would go.
+    /// The slot of `piece`, or the empty slot for it.
     fn slot(&self, pieces: &Pieces, piece: &[u8]) -> usize {
         let mut hasher = FastHasher::default();
         hasher.write(piece);
@@ -71,7 +71,7 @@ impl Index {
     }
 }
 
-/// For tables whose keys come from the model file, never from a request: multiply and fold.
+/// Multiply-and-fold hash, for keys that come from the model file and never from a request.
 #[derive(Debug, Default)]
 pub(super) struct FastHasher(u64);
 

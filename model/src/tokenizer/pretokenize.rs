@@ -1,7 +1,7 @@
-//! Cuts text into the words that byte-level BPE merges within.
+//! Splits text into the words inside which byte-level BPE merges.
 //!
-//! Every style is a regular expression in its model's own files. These scanners give the same cuts in one
-//! pass without backtracking; the tests hold them against the expressions.
+//! Every style is a regular expression in its models' files. These scanners split the same way in one pass
+//! without backtracking; the tests compare them with the expressions.
 
 use std::sync::OnceLock;
 
@@ -13,9 +13,9 @@ pub(super) struct PreTokenizer {
     /// The value in the file.
     pub(super) name: &'static str,
     pub(super) style: Style,
-    /// A word that is a token as it stands is not merged from its bytes.
+    /// True: a word that is a token is not merged from its bytes.
     pub(super) whole_words_first: bool,
-    /// What `tokenizer.ggml.add_bos_token` is when absent.
+    /// Default of `tokenizer.ggml.add_bos_token`.
     pub(super) adds_bos: bool,
 }
 
@@ -23,18 +23,18 @@ pub(super) struct PreTokenizer {
 pub(super) enum Style {
     /// GPT-2's expression.
     Gpt2,
-    /// Every number character alone, GPT-2's expression between them.
+    /// Every number character by itself, GPT-2's expression between them.
     DigitsThenGpt2,
-    /// Runs of punctuation, then GPT-2's expression, then numbers, then ASCII digits by three.
+    /// Runs of punctuation, then GPT-2's expression, then numbers, then ASCII digits in groups of three.
     PunctuationThenGpt2,
-    /// The cl100k family: any one character may lead a word, newlines end punctuation.
+    /// The cl100k family: any one character may begin a word; newlines end punctuation.
     Words {
-        /// Longest run of number characters in one word.
+        /// Most number characters in one word.
         digits: usize,
         /// Combining marks count as letters.
         marks: bool,
     },
-    /// The o200k family: as cl100k, and a word ends where its case says so.
+    /// The o200k family: like cl100k, and a change of case may end a word.
     Cased,
 }
 
@@ -72,7 +72,7 @@ pub(super) fn find(name: &str) -> Option<PreTokenizer> {
     TABLE.iter().copied().find(|row| row.name == name)
 }
 
-/// What the expressions tell characters apart by.
+/// Classes of characters in the expressions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Class {
     Letter,
@@ -106,7 +106,7 @@ fn is_punctuation(c: char) -> bool {
     if c.is_ascii() { c.is_ascii_punctuation() && c != '`' } else { properties(c).punctuation }
 }
 
-/// What is remembered of a character outside ASCII.
+/// Cached properties of a character outside ASCII.
 #[derive(Debug, Clone, Copy)]
 struct Properties {
     class: Class,
@@ -114,12 +114,12 @@ struct Properties {
     punctuation: bool,
 }
 
-/// What a letter can be in a word.
+/// Case of a letter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Case {
     Upper,
     Lower,
-    /// Either: letters of scripts without case, modifiers, marks.
+    /// Either case: letters of scripts without case, modifiers, marks.
     Any,
 }
 
@@ -144,7 +144,7 @@ fn case(c: char) -> Option<Case> {
 
 const PAGE: usize = 256;
 
-/// The properties of every character, page by page, filled in when first asked for: finding one takes a search.
+/// Properties of every character, by page. A page is computed at first use, because each lookup is a search.
 static PAGES: [OnceLock<[Properties; PAGE]>; (char::MAX as usize + 1) / PAGE] =
     [const { OnceLock::new() }; (char::MAX as usize + 1) / PAGE];
 
@@ -190,11 +190,11 @@ fn search(c: char) -> Properties {
     Properties { class, case, punctuation }
 }
 
-/// Calls `emit` with every word of `text`, in order; together they are the text.
+/// Calls `emit` with every word of `text`, in order. The words together are the text.
 pub(super) fn split<'a>(style: Style, text: &'a str, emit: &mut impl FnMut(&'a str)) {
     match style {
         Style::Gpt2 => words(text, gpt2_word, emit),
-        // As most text has it.
+        // The common case.
         Style::DigitsThenGpt2 if !may_have_numbers(text) => words(text, gpt2_word, emit),
         Style::DigitsThenGpt2 => {
             alternate(text, |c| class(c) == Class::Number, &mut |part, digits| {
@@ -211,7 +211,7 @@ pub(super) fn split<'a>(style: Style, text: &'a str, emit: &mut impl FnMut(&'a s
             let mut by_number = |word: &'a str| {
                 alternate(word, |c| class(c) == Class::Number, &mut |part, _| by_three_digits(part, emit));
             };
-            // Runs of punctuation are words of their own for the second expression too, which may cut them.
+            // The second expression also treats runs of punctuation as separate words, and may split them.
             alternate(text, is_punctuation, &mut |part, _| words(part, gpt2_word, &mut by_number));
         }
         Style::Words { digits, marks } => words(text, |rest| cl100k_word(rest, digits, marks), emit),
@@ -219,7 +219,7 @@ pub(super) fn split<'a>(style: Style, text: &'a str, emit: &mut impl FnMut(&'a s
     }
 }
 
-/// Cuts off word after word; `word` gives the length of the first one, never 0.
+/// Splits off one word after the other. `word` returns the length of the first one, never 0.
 fn words<'a>(mut text: &'a str, word: impl Fn(&str) -> usize, emit: &mut impl FnMut(&'a str)) {
     while !text.is_empty() {
         let (head, tail) = text.split_at(word(text));
@@ -228,7 +228,7 @@ fn words<'a>(mut text: &'a str, word: impl Fn(&str) -> usize, emit: &mut impl Fn
     }
 }
 
-/// Cuts `text` into the longest runs that `pick` agrees on.
+/// Splits `text` into maximal runs of characters with the same result of `pick`.
 fn alternate<'a>(mut text: &'a str, pick: impl Fn(char) -> bool, emit: &mut impl FnMut(&'a str, bool)) {
     while let Some(first) = text.chars().next() {
         let picked = pick(first);
@@ -239,7 +239,7 @@ fn alternate<'a>(mut text: &'a str, pick: impl Fn(char) -> bool, emit: &mut impl
     }
 }
 
-/// `[0-9][0-9][0-9]`, and what lies between.
+/// `[0-9][0-9][0-9]`, and the text between.
 fn by_three_digits<'a>(mut text: &'a str, emit: &mut impl FnMut(&'a str)) {
     while !text.is_empty() {
         let triple = text.as_bytes().windows(3).position(|w| w.iter().all(u8::is_ascii_digit));
@@ -253,12 +253,12 @@ fn by_three_digits<'a>(mut text: &'a str, emit: &mut impl FnMut(&'a str)) {
     }
 }
 
-/// Bytes of the longest prefix whose characters are all `pick`ed.
+/// Length in bytes of the longest prefix whose characters all satisfy `pick`.
 fn run(text: &str, pick: impl Fn(char) -> bool) -> usize {
     text.char_indices().find(|&(_, c)| !pick(c)).map_or(text.len(), |(at, _)| at)
 }
 
-/// Bytes of the longest prefix whose characters are all `pick`ed, as all ASCII letters are and nothing else of ASCII.
+/// Like [`run`]; `pick` must accept all ASCII letters and no other ASCII characters.
 fn letters(text: &str, pick: impl Fn(char) -> bool) -> usize {
     let bytes = text.as_bytes();
     let mut ascii = 0;
@@ -269,17 +269,17 @@ fn letters(text: &str, pick: impl Fn(char) -> bool) -> usize {
             break;
         }
     }
-    // The last few bytes of the text, and what is not ASCII.
+    // The last few bytes of the text, and non-ASCII text.
     let rest = text.get(ascii..).unwrap_or_default();
     ascii + run(rest, pick)
 }
 
-/// How many ASCII letters come first.
+/// Number of leading ASCII letters.
 fn ascii_letters(eight: [u8; 8]) -> usize {
     const EACH: u64 = 0x0101_0101_0101_0101;
     const HIGHEST: u64 = 0x80 * EACH;
     let text = u64::from_le_bytes(eight);
-    // Capitals become small letters; nothing else becomes one. Without their highest bits no sum leaves its byte.
+    // Lower-case capitals; nothing else becomes a letter. Without the highest bits no sum overflows its byte.
     let small = (text | (0x20 * EACH)) & !HIGHEST;
     let from_a = small + u64::from(0x80 - b'a') * EACH;
     let above_z = small + u64::from(0x7f - b'z') * EACH;
@@ -287,12 +287,12 @@ fn ascii_letters(eight: [u8; 8]) -> usize {
     others.trailing_zeros() as usize / 8
 }
 
-/// `false` if all of it is ASCII without digits. Looks at every byte, which takes less than to stop early.
+/// False if the text is ASCII without digits. Reads every byte, which is faster than stopping early.
 fn may_have_numbers(text: &str) -> bool {
     text.bytes().fold(false, |any, byte| any | byte.is_ascii_digit() | !byte.is_ascii())
 }
 
-/// Bytes of the contraction at the start of `text`, 0 if there is none.
+/// Length in bytes of the contraction at the start of `text`; 0 if there is none.
 fn contraction(text: &str, any_case: bool) -> usize {
     let lower = |b: Option<&u8>| b.map(|b| if any_case { b.to_ascii_lowercase() } else { *b });
     let bytes = text.as_bytes();
@@ -329,8 +329,8 @@ fn gpt2_word(text: &str) -> usize {
     }
 }
 
-/// `\s+(?!\S)|\s+`: all of the white space at the end of the text, else all but its last character, which is
-/// left to lead the next word, unless it is alone.
+/// `\s+(?!\S)|\s+`: all white space at the end of the text. Elsewhere all but its last character, which
+/// begins the next word, unless it is the only one.
 fn spaces(text: &str) -> usize {
     let end = run(text, |c| class(c).is_space());
     if end == text.len() {
@@ -343,8 +343,9 @@ fn spaces(text: &str) -> usize {
     }
 }
 
-/// `'(?i:s|t|re|ve|m|ll|d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,digits}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+`,
-/// with marks counted as letters where `marks`.
+/// `'(?i:s|t|re|ve|m|ll|d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,digits}|
+/// ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+`,
+/// with marks counted as letters if `marks`.
 fn cl100k_word(text: &str, digits: usize, marks: bool) -> usize {
     let short = contraction(text, true);
     if short > 0 {
@@ -377,7 +378,7 @@ fn o200k_word(text: &str) -> usize {
     if kind == Class::Number {
         return number(text, 3);
     }
-    // One character may lead the word; it is taken as such if a word then follows.
+    // One character may precede the word, if a word follows it.
     let lead = if matches!(kind, Class::Letter | Class::Newline) { 0 } else { first.len_utf8() };
     let ends = [lead, 0].map(|start| small_word(&text[start..]).map(|end| start + end));
     let capitals =
@@ -389,14 +390,14 @@ fn o200k_word(text: &str) -> usize {
     symbols_or_blank(text, other, |c| class(c) == Class::Newline || c == '/')
 }
 
-/// `[U]*[L]+` of [`o200k_word`]: none if the text does not begin so.
+/// `[U]*[L]+` of [`o200k_word`]; `None` if the text does not begin with it.
 fn small_word(text: &str) -> Option<usize> {
     let capitals = run(text, |c| case(c).is_some_and(Case::is_upper));
     let small = run(&text[capitals..], |c| case(c).is_some_and(Case::is_lower));
     if small > 0 {
         return Some(capitals + small);
     }
-    // The last that can be a small letter is one.
+    // The last character that can be lower case counts as such.
     let last = text[..capitals].char_indices().rev().find(|&(_, c)| case(c) == Some(Case::Any));
     last.map(|(at, c)| at + c.len_utf8())
 }

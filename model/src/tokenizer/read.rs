@@ -1,4 +1,4 @@
-//! From metadata to a tokenizer.
+//! Builds a tokenizer from metadata.
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -18,7 +18,7 @@ use super::{Ends, Kind, Model, Tokenizer, TokenizerError};
 
 const MODELS: &[&str] = &["bert", "gemma4", "gpt2", "llama"];
 
-/// Tokens that end a generation wherever they occur, whatever the file says about them.
+/// Tokens that end a generation in every model, whatever the file says.
 const END_TEXTS: &[&str] = &[
     "<|eot_id|>",
     "<|im_end|>",
@@ -44,8 +44,8 @@ const END_TEXTS: &[&str] = &[
     "[e~[",
 ];
 
-/// Keys of further ids that end a generation, each with the texts that stand in for an absent key. The last three end a
-/// file, where a model that completes code would go on with another.
+/// Keys of further end-of-generation ids, with the token texts to look for if the key is absent. The last
+/// three end a file, after which a code model would continue with another file.
 const END_KEYS: &[(&str, &[&str])] = &[
     ("tokenizer.ggml.eot_token_id", &[]),
     ("tokenizer.ggml.eom_token_id", &[]),
@@ -57,10 +57,10 @@ const END_KEYS: &[(&str, &[&str])] = &[
     ("tokenizer.ggml.fim_sep_token_id", &["<|file_sep|>"]),
 ];
 
-/// Parts of the harmony format that clients read, marked as control tokens in the files.
+/// Parts of the harmony format that clients read, although files mark them as control tokens.
 const SHOWN_TEXTS: &[&str] = &["<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"];
 
-/// See [`Tokenizer::from_metadata`].
+/// Implements [`Tokenizer::from_metadata`].
 pub(super) fn tokenizer(metadata: &Metadata) -> Result<Tokenizer, Error> {
     let model: &str = metadata.require("tokenizer.ggml.model")?;
     let tokens: &Strings = metadata.require("tokenizer.ggml.tokens")?;
@@ -130,7 +130,7 @@ pub(super) fn tokenizer(metadata: &Metadata) -> Result<Tokenizer, Error> {
         Model::Bpe(bpe) => bpe.keeps_all(),
         Model::CharBpe(bpe) => bpe.keeps_all(),
         Model::Spm { spm, .. } => spm.keeps_all(),
-        // White space and accents may become nothing, and a long word becomes one token.
+        // White space and accents may be dropped, and a long word becomes one token.
         Model::WordPiece(_) => false,
     };
     Ok(Tokenizer {
@@ -155,7 +155,7 @@ fn pre_tokenizer(metadata: &Metadata) -> Result<PreTokenizer, Error> {
     })
 }
 
-/// One score per token; some writers store them as integers.
+/// One score per token. Some writers store integers.
 fn scores(metadata: &Metadata, tokens: usize) -> Result<Vec<f32>, Error> {
     let key = "tokenizer.ggml.scores";
     let scores: Vec<f32> = match metadata.value(key) {
@@ -171,7 +171,7 @@ fn same_length(key: &'static str, found: usize, tokens: usize) -> Result<(), Tok
     if found == tokens { Ok(()) } else { Err(TokenizerError::Length { key, found, tokens }) }
 }
 
-/// The bytes that the characters of a byte-level token stand for.
+/// Converts a byte-level token's characters to the bytes that they stand for.
 fn spell_bytes(text: &str, out: &mut Vec<u8>) {
     for c in text.chars() {
         match bpe::char_byte(c) {
@@ -181,12 +181,12 @@ fn spell_bytes(text: &str, out: &mut Vec<u8>) {
     }
 }
 
-/// Of a text whose spaces are written as U+2581.
+/// Converts U+2581 to spaces.
 fn spell_spaces(text: &str, out: &mut Vec<u8>) {
     out.extend_from_slice(text.replace(SPACE, " ").as_bytes());
 }
 
-/// What a kind of vocabulary takes for granted where the file says nothing.
+/// Defaults of a kind of vocabulary, for absent keys.
 #[derive(Default)]
 struct Defaults {
     bos: Option<u32>,
@@ -205,7 +205,7 @@ impl Defaults {
     }
 }
 
-/// Tokens while a tokenizer is made of them.
+/// Tokens while a tokenizer is built.
 struct Vocabulary {
     texts: Pieces,
     bytes: Pieces,
@@ -241,8 +241,8 @@ impl Vocabulary {
         (0..).take(self.texts.len())
     }
 
-    /// The token that `key` names, or `default`. One past the vocabulary counts as absent, as in llama.cpp:
-    /// files that carry another model's ids are about.
+    /// The token of `key`, or `default`. An id beyond the vocabulary counts as absent, as in llama.cpp,
+    /// because some files carry another model's ids.
     fn id(&self, metadata: &Metadata, key: &str, default: Option<u32>) -> Result<Option<u32>, Error> {
         let within = |id: &u32| (*id as usize) < self.texts.len();
         let default = default.filter(within);
@@ -254,7 +254,7 @@ impl Vocabulary {
         Ok(id.or(default))
     }
 
-    /// Finds the tokens that end a generation, and corrects the kinds that files get wrong.
+    /// Finds the end-of-generation tokens, and corrects wrong token kinds in files.
     fn ends(&mut self, metadata: &Metadata, eos: Option<u32>) -> Result<BTreeSet<u32>, Error> {
         let mut ends = BTreeSet::from_iter(eos);
         for &(key, texts) in END_KEYS {
@@ -276,7 +276,7 @@ impl Vocabulary {
         }
         let find = |text: &str| ends.iter().copied().find(|&id| self.text(id) == text);
         let calls = find("<|call|>").or(find("<|calls|>")).is_some();
-        // In these formats a message ends there and another follows.
+        // In these formats this token ends a message, and another message follows.
         let message_end =
             find("<|end|>").filter(|_| calls && (find("<|return|>").or(find("<|flush|>"))).is_some());
         let html_end = find("</s>").filter(|_| find("<|tool_response>").is_some());
@@ -291,7 +291,7 @@ impl Vocabulary {
         Ok(ends)
     }
 
-    /// What stands before, between and after the texts of a sequence.
+    /// The special tokens before, between and after the texts of a sequence.
     fn sequence_ends(
         &self,
         metadata: &Metadata,
@@ -309,7 +309,7 @@ impl Vocabulary {
             return Err(TokenizerError::NoEos.into());
         }
         let adds_sep = metadata.get("tokenizer.ggml.add_sep_token")?.unwrap_or(false);
-        // The key is spelled so.
+        // This spelling is the key's.
         let sep = match adds_sep {
             true => self.id(metadata, "tokenizer.ggml.seperator_token_id", None)?,
             false => None,
@@ -323,7 +323,7 @@ impl Vocabulary {
         }
     }
 
-    /// Fills in what each token stands for; `normal` does so for pieces of text.
+    /// Computes the bytes of each token; `normal` converts pieces of text.
     fn spell(&mut self, normal: impl Fn(&str, &mut Vec<u8>)) {
         let mut bytes = Pieces::default();
         let mut spelled = Vec::new();
@@ -343,11 +343,11 @@ impl Vocabulary {
         self.bytes = bytes;
     }
 
-    /// Most bytes of a text that one token stands for.
+    /// Longest token in bytes.
     fn longest(&self) -> Option<NonZeroUsize> {
         let bytes = |(id, kind): (u32, &Kind)| {
             let text = match kind {
-                // Cut out of a text by what the file calls it.
+                // Matched in a text by the token's own text.
                 Kind::Control | Kind::Unknown | Kind::UserDefined => self.texts.get(id),
                 Kind::Normal | Kind::Unused | Kind::Byte => None,
             };
@@ -365,7 +365,7 @@ impl Vocabulary {
     }
 }
 
-/// The byte of `<0xE2>`.
+/// Parses a byte token such as `<0xE2>`.
 fn byte(text: &str) -> Option<u8> {
     let digits = text.strip_prefix("<0x")?.strip_suffix('>')?;
     u8::from_str_radix(digits, 16).ok()
@@ -382,7 +382,7 @@ fn kind(number: i32) -> Kind {
     }
 }
 
-/// BLAKE3 over what defines a tokenizer; everything of variable length goes in with its length.
+/// BLAKE3 over everything that defines a tokenizer; variable-length data has a length prefix.
 struct Hash(blake3::Hasher);
 
 impl Hash {

@@ -1,17 +1,17 @@
-//! Finds the texts of special tokens in a text, before anything is merged.
+//! Finds special tokens in a text before anything is merged.
 //!
-//! Longer tokens win over shorter ones wherever they are in the text, and of one length the leftmost wins: the
-//! rule that the GGUF world's reference follows, so `ab` and `bcd` on `abcd` give `a`, `bcd`.
+//! Longer tokens take precedence over shorter ones anywhere in the text, and among equal lengths the leftmost
+//! one. This is the rule of llama.cpp: tokens `ab` and `bcd` on `abcd` give `a`, `bcd`.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Stretches of a text in which the texts of control tokens are text like any other; ascending, not overlapping, counted
-/// from some place of a longer text on.
+/// Ranges of a text in which control tokens' texts are ordinary text. Ascending, not overlapping, with
+/// offsets in a longer text.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Quoted<'a> {
     ranges: &'a [Range<usize>],
-    /// Where in that longer text this one begins.
+    /// Offset of this text in the longer one.
     base: usize,
 }
 
@@ -22,7 +22,7 @@ impl<'a> Quoted<'a> {
         Self { ranges, base: 0 }
     }
 
-    /// Of the part of the text from `start` to `end`.
+    /// The ranges for the part of the text from `start` to `end`.
     pub(super) fn part(self, start: usize, end: usize) -> Self {
         let (start, end) = (self.base + start, self.base + end);
         let from = self.ranges.partition_point(|range| range.end <= start);
@@ -34,7 +34,7 @@ impl<'a> Quoted<'a> {
         self.ranges.is_empty()
     }
 
-    /// The first quoted stretch that ends behind `start`, from there on.
+    /// The first quoted range that ends after `start`, cut at `start`.
     fn next(self, start: usize) -> Option<Range<usize>> {
         let start = self.base + start;
         let next = self.ranges.get(self.ranges.partition_point(|range| range.end <= start))?;
@@ -42,25 +42,25 @@ impl<'a> Quoted<'a> {
     }
 }
 
-/// Texts of special tokens as a tree of bytes.
+/// Texts of special tokens as a byte trie.
 #[derive(Debug)]
 pub(super) struct Specials {
     nodes: Vec<Node>,
-    /// Bytes that a token begins with.
+    /// First bytes of all tokens.
     first: First,
-    /// Bytes that a token begins with that is always cut out.
+    /// First bytes of the tokens that are always matched.
     first_always: First,
-    /// Bytes that a token begins with that is not always cut out.
+    /// First bytes of the tokens that are not always matched.
     first_control: First,
-    /// Bytes of the longest of these.
+    /// Length in bytes of the longest token that is not always matched.
     longest_control: usize,
 }
 
-/// A set of bytes to look for.
+/// A set of bytes to search for.
 #[derive(Debug)]
 struct First {
     bytes: [bool; 256],
-    /// The same in a list.
+    /// The same as a list.
     list: Vec<u8>,
 }
 
@@ -76,7 +76,7 @@ impl First {
         }
     }
 
-    /// Calls `at` with every place of `text` where one of them is, in order.
+    /// Calls `at` with every position in `text` of a byte of the set, in order.
     fn each(&self, text: &[u8], mut at: impl FnMut(usize)) {
         match self.list[..] {
             [] => {}
@@ -101,15 +101,15 @@ struct Node {
     token: Option<Special>,
 }
 
-/// A token that is cut out of the text whole.
+/// A special token.
 #[derive(Debug, Clone, Copy)]
 struct Special {
     id: u32,
-    /// Cut out even where special tokens are not asked for.
+    /// True: matched even if special tokens are not requested.
     always: bool,
 }
 
-/// What a text consists of.
+/// A part of a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SpecialPart<'a> {
     /// Text between special tokens; never empty.
@@ -118,7 +118,7 @@ pub(super) enum SpecialPart<'a> {
     Token(u32),
 }
 
-/// A place where a token's text stands; `taken` once the bytes are given to a token.
+/// An occurrence of a token's text. `taken` is set once its bytes belong to a token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Found {
     start: usize,
@@ -127,7 +127,7 @@ struct Found {
 }
 
 impl Specials {
-    /// From `(text, id, always)`: `always` are cut out even where special tokens are not asked for.
+    /// Takes `(text, id, always)`. Tokens with `always` are matched even if special tokens are not requested.
     pub(super) fn new<'a>(tokens: impl IntoIterator<Item = (&'a [u8], u32, bool)>) -> Self {
         let mut tree = Self {
             nodes: vec![Node::default()],
@@ -163,7 +163,7 @@ impl Specials {
         tree
     }
 
-    /// What of `quoted` lies in the text of a control token; that the rest is quoted does not matter.
+    /// The parts of `quoted` that overlap a control token's text. The other ranges have no effect.
     pub(super) fn that_matter(&self, text: &str, quoted: &[Range<usize>]) -> Vec<Range<usize>> {
         let all = Quoted::new(quoted);
         let mut matter: Vec<Range<usize>> = Vec::new();
@@ -192,8 +192,8 @@ impl Specials {
         matter
     }
 
-    /// Calls `emit` with the parts of `text` in order. `all`: with the tokens that are not `always` too, unless a part of
-    /// their text is quoted.
+    /// Calls `emit` with the parts of `text` in order. `all` includes tokens without `always`, unless a part
+    /// of their text is quoted.
     pub(super) fn split<'a>(
         &self,
         text: &'a str,
@@ -214,10 +214,10 @@ impl Specials {
         }
     }
 
-    /// The tokens that are cut out, in the order of the text.
+    /// The matched tokens, in the order of the text.
     fn choose(&self, text: &[u8], all: bool, quoted: Quoted<'_>) -> Vec<Found> {
         let first = if all { &self.first } else { &self.first_always };
-        // By length: the longest token at each place, to begin with.
+        // By length, starting with the longest token at each position.
         let mut by_len: BTreeMap<usize, Vec<Found>> = BTreeMap::new();
         first.each(text, |start| {
             if let Some(found) = self.longest_outside(text, start, text.len(), all, quoted) {
@@ -239,7 +239,7 @@ impl Specials {
                         chosen.push(found);
                     }
                     Some(0) => {}
-                    // A shorter token may still fit before the one that is there already.
+                    // A shorter token may still fit before the one already chosen.
                     Some(room) => {
                         if let Some(shorter) =
                             self.longest_outside(text, found.start, found.start + room, all, quoted)
@@ -254,8 +254,8 @@ impl Specials {
         chosen
     }
 
-    /// The longest token at `start` that ends at `end` or before, and of which nothing is quoted unless it is always cut
-    /// out.
+    /// The longest token at `start` that ends at or before `end`. A token that overlaps a quoted range counts
+    /// only if it is always matched.
     fn longest_outside(
         &self,
         text: &[u8],
@@ -276,7 +276,7 @@ impl Specials {
         }
     }
 
-    /// The longest token at `start` that ends at `end` or before.
+    /// The longest token at `start` that ends at or before `end`.
     fn longest(&self, text: &[u8], start: usize, end: usize, all: bool) -> Option<Found> {
         let mut best = None;
         let mut at = 0;
@@ -302,7 +302,7 @@ mod tests {
 
     use super::*;
 
-    /// The rule, as it is said: token after token, the longest first, cut out of every piece of text left.
+    /// The definition: for each token, longest first, match it in every remaining piece of text.
     fn by_definition<'a>(tokens: &[(&str, bool)], text: &'a str, all: bool) -> Vec<SpecialPart<'a>> {
         let mut order: Vec<usize> =
             (0..tokens.len()).filter(|&i| (all || tokens[i].1) && !tokens[i].0.is_empty()).collect();
@@ -361,18 +361,18 @@ mod tests {
         let tokens = [("<e>", false), ("<e>x", false), ("<u>", true), ("<", false)];
         let outside = |text, quoted| outside(&tokens, text, std::slice::from_ref(&quoted));
         assert_eq!(outside("a<e>b", 0..100), [SpecialPart::Text("a<e>b")]);
-        // Only one of the two is quoted, or only a part of one is.
+        // Only one of the two is quoted, or only a part of one.
         assert_eq!(outside("<e><e>", 0..3), [SpecialPart::Text("<e>"), SpecialPart::Token(0)]);
         assert_eq!(outside("<e><e>", 3..6), [SpecialPart::Token(0), SpecialPart::Text("<e>")]);
         assert_eq!(outside("<e>", 1..2), [SpecialPart::Token(3), SpecialPart::Text("e>")]);
-        // A shorter one before quoted text is one, as are those that are always cut out.
+        // A shorter token before quoted text is matched, as are tokens that are always matched.
         assert_eq!(outside("<e>x", 3..4), [SpecialPart::Token(0), SpecialPart::Text("x")]);
         assert_eq!(outside("<u><e>", 0..100), [SpecialPart::Token(2), SpecialPart::Text("<e>")]);
     }
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(800))]
-        /// No token lies over quoted text unless it is always cut out, and what is quoted elsewhere changes nothing.
+        /// No token overlaps quoted text unless it is always matched. Quoted ranges elsewhere have no effect.
         #[test]
         fn quoted_texts_stay_texts(
             tokens in prop::collection::btree_set("[ab]{1,4}", 0..6),
@@ -409,7 +409,7 @@ mod tests {
             text in "[abc\né]{0,24}",
             all in any::<bool>(),
         ) {
-            // Of one length the leftmost wins here and the first token there: keep to one token per length.
+            // The two methods differ for tokens of equal length, so use one token per length.
             let mut lens = std::collections::BTreeSet::new();
             let tokens: Vec<(&str, bool)> =
                 tokens.iter().filter(|t| lens.insert(t.len())).zip(flags).map(|(t, f)| (t.as_str(), f)).collect();

@@ -1,5 +1,4 @@
-//! SentencePiece by score: characters merged into whatever neighbours form the best-scored token, bytes for
-//! what is no token.
+//! SentencePiece by score: merges characters to the best-scored tokens; text without a token becomes bytes.
 
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
@@ -11,29 +10,29 @@ use super::bpe::{NOT_WHOLE, UNKNOWN, WHOLE};
 use super::merge::{Letters, Merger};
 use super::pieces::{Index, Pieces};
 
-/// Stands for a space inside tokens.
+/// Represents a space in tokens.
 pub(super) const SPACE: char = '\u{2581}';
 
-/// No token; symbols only.
+/// A symbol that is not a token.
 const NO_TOKEN: u32 = u32::MAX;
 
 #[derive(Debug)]
 pub(super) struct Spm {
-    /// Per token, the order of its score: a higher score has a lower number.
+    /// Rank of each token's score: a higher score has a lower number.
     order: Vec<Reverse<i32>>,
     /// Tokens by their text.
     index: Index,
-    /// Token of each byte that is no token by itself.
+    /// Token of each byte, for characters without a token.
     bytes: [Option<u32>; 256],
-    /// Characters after which a token goes on with a space. Anywhere else a space begins a new word: no merge
-    /// can cross, so words are merged one by one.
+    /// Characters after which a token may include a space. After any other character a space begins a new
+    /// word. No merge crosses that boundary, so words are merged separately.
     before_space: BTreeSet<char>,
-    /// As in BPE: whether the text of a token merges to it.
+    /// Whether the text of a token merges to it, as in BPE.
     whole: Vec<AtomicU8>,
 }
 
 impl Spm {
-    /// `texts` are the tokens as the file has them, `scores` one each.
+    /// `texts` are the tokens as in the file, with one score each.
     pub(super) fn new(texts: &Pieces, scores: &[f32], unknown: Option<u32>) -> Result<Self, TokenizerError> {
         let tokens =
             u32::try_from(texts.len()).map_err(|_| TokenizerError::TooManyTokens { found: texts.len() })?;
@@ -67,7 +66,7 @@ impl Spm {
         })
     }
 
-    /// Appends the tokens of `text`, after a space of its own where `space_first`.
+    /// Appends the tokens of `text`, with a space inserted before it if `space_first`.
     pub(super) fn encode(&self, texts: &Pieces, text: &str, space_first: bool, out: &mut Vec<u32>) {
         let mut escaped = String::with_capacity(text.len() + text.len() / 2 + SPACE.len_utf8());
         if space_first {
@@ -94,12 +93,12 @@ impl Spm {
         self.word(texts, &escaped[start..], &mut merger, out);
     }
 
-    /// Whether a word may go on with a space behind `letter`.
+    /// Whether a word may continue with a space after `letter`.
     pub(super) fn joins_space(&self, letter: char) -> bool {
         self.before_space.contains(&letter)
     }
 
-    /// Whether every byte becomes a token, or a part of one.
+    /// Whether every byte has a token, or is part of one.
     pub(super) fn keeps_all(&self) -> bool {
         self.bytes.iter().all(Option::is_some)
     }
@@ -151,7 +150,7 @@ impl Spm {
     }
 }
 
-/// An integer that orders as the floats do; -0 and 0 are equal, as they are for `<`.
+/// An integer with the order of the float. -0 and 0 are equal, as for `<`.
 fn ascending(score: f32) -> i32 {
     let bits = (score + 0.0).to_bits() as i32;
     if bits < 0 { !(bits & i32::MAX) } else { bits }

@@ -22,7 +22,7 @@ fn ids(json: &Json) -> Vec<u32> {
     json.as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
 }
 
-/// Vocabularies that every text can be had back from.
+/// Vocabularies that can decode every encoded text.
 pub(super) const TINY: &[&str] = &[
     "llama",
     "llama3rope",
@@ -35,7 +35,7 @@ pub(super) const TINY: &[&str] = &[
     "granitehybrid",
     "qwen35",
 ];
-/// The others, and those that are in TINY under another name.
+/// Other vocabularies, and duplicates of those in TINY under another name.
 pub(super) const MORE: &[&str] =
     &["bert", "bert-rerank", "gemma4moe", "granitehybrid-dense", "qwen2moe", "qwen35moe", "qwen3next"];
 
@@ -65,7 +65,7 @@ fn generation_ends_where_the_models_end() {
         let texts = tokenizer.eos_ids().map(|id| tokenizer.token_text(id).unwrap().to_owned());
         texts.collect::<BTreeSet<_>>().into_iter().collect::<Vec<_>>()
     };
-    // A message ends at <|end|>, and another follows.
+    // A message ends at <|end|>, and another message follows.
     assert_eq!(ends("gpt-oss"), ["<|call|>", "<|endoftext|>", "<|return|>"]);
     assert_eq!(ends("gemma4"), ["<eos>", "<turn|>"]);
 }
@@ -79,7 +79,7 @@ fn text_survives_encoding_and_decoding() {
         .run(&text, |text| {
             for tokenizer in &tokenizers {
                 let ids = tokenizer.encode(&text, false);
-                // SentencePiece writes spaces as U+2581 and cannot tell them apart again.
+                // SentencePiece writes spaces as U+2581, so decoding cannot distinguish the two.
                 let expected = match tokenizer.model {
                     Model::Spm { .. } | Model::CharBpe(_) => text.replace('\u{2581}', " "),
                     Model::Bpe(_) | Model::WordPiece(_) => text.clone(),
@@ -108,7 +108,7 @@ proptest! {
         let mut text = String::new();
         for end in 1..=bytes.len() {
             text.push_str(&stream.push(FIRST_BYTE + u32::from(bytes[end - 1])));
-            // All that is certain is out: what is held back is an unfinished character.
+            // Everything certain was emitted: only an incomplete character is held back.
             let certain = String::from_utf8_lossy(&bytes[..end]);
             prop_assert!(certain.starts_with(&text));
             let held_back = &certain[text.len()..];
@@ -121,7 +121,7 @@ proptest! {
 
 const FIRST_BYTE: u32 = 4;
 
-/// `<unk>`, `<s>`, `</s>`, `<t>` (user-defined), 256 bytes, then `pieces` with falling scores.
+/// `<unk>`, `<s>`, `</s>`, `<t>` (user-defined), 256 bytes, then `pieces` with descending scores.
 pub(super) fn score_based(pieces: &[&str], add_space_prefix: bool) -> Tokenizer {
     let mut tokens: Vec<String> = ["<unk>", "<s>", "</s>", "<t>"].map(String::from).to_vec();
     let mut types = vec![2, 3, 3, 4];
@@ -266,7 +266,7 @@ fn ends_of_generation_are_known_by_key_and_by_text() {
     let tokenizer = Tokenizer::from_metadata(&metadata).unwrap();
     assert_eq!(tokenizer.eos_ids().collect::<Vec<_>>(), [7, 256, 257, 258, 259]);
     assert_eq!(tokenizer.kind(256), Some(Kind::Control), "whatever the file says");
-    // In the harmony format a message ends at <|end|> and the next one follows.
+    // In the harmony format a message ends at <|end|> and another message follows.
     let harmony = bytes_merged("qwen2", &["<|end|>", "<|return|>", "<|call|>", "<|channel|>"], &[]);
     let tokenizer = Tokenizer::from_metadata(&harmony).unwrap();
     assert_eq!(tokenizer.eos_ids().collect::<Vec<_>>(), [257, 258]);
@@ -304,8 +304,8 @@ fn digests_differ_exactly_where_tokenizers_do() {
     );
 }
 
-/// Long words of every vocabulary: windows give what merging at once gives, in the tokens and in the text, and no text has
-/// fewer tokens than its length allows.
+/// Long words of every vocabulary: windows give the tokens and the text of merging at once, and no text has
+/// fewer tokens than the lower bound.
 #[test]
 fn words_longer_than_a_window_are_tokens_too() {
     let bytes = 40 << 10;
@@ -320,6 +320,6 @@ fn words_longer_than_a_window_are_tokens_too() {
             assert!(tokenizer.fewest_tokens(text.len()) > 0, "{name}");
         }
     }
-    // Spaces are no tokens here, and a long word is one.
+    // Spaces give no tokens here, and a long word gives one.
     assert_eq!(tiny("bert").fewest_tokens(1 << 20), 0);
 }

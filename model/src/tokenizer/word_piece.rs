@@ -1,5 +1,5 @@
-//! WordPiece: words cut at white space and punctuation, each taken apart from its start into the longest pieces
-//! that are tokens. A piece that begins a word has U+2581 before it in the file.
+//! WordPiece: splits text into words at white space and punctuation, and each word from its start into the
+//! longest possible tokens. In the file, a piece that begins a word starts with U+2581.
 
 use unicode_general_category::{GeneralCategory, get_general_category};
 use unicode_normalization::char::decompose_canonical;
@@ -7,23 +7,23 @@ use unicode_normalization::char::decompose_canonical;
 use super::pieces::{Index, Pieces};
 use super::spm::SPACE;
 
-/// A longer word is unknown as a whole; so it was where these vocabularies were made.
+/// A word with more characters becomes the unknown token, as in the original implementation.
 const LONGEST_WORD: usize = 100;
 
 #[derive(Debug)]
 pub(super) struct WordPiece {
     /// Tokens by their text.
     index: Index,
-    /// Bytes of the longest token.
+    /// Length in bytes of the longest token.
     longest: usize,
-    /// For words that cannot be taken apart.
+    /// Token of words that cannot be split into pieces.
     unknown: u32,
-    /// Letters are made small and lose their accents.
+    /// Lower-case letters and remove accents.
     lowercase: bool,
 }
 
 impl WordPiece {
-    /// `texts` are the tokens as the file has them.
+    /// `texts` are the tokens as in the file.
     pub(super) fn new(texts: &Pieces, unknown: u32, lowercase: bool) -> Self {
         let mut index = Index::with_capacity(texts.len());
         (0..).take(texts.len()).for_each(|id| index.insert(texts, id));

@@ -1,4 +1,5 @@
-//! What an authority takes back: the record of what it has issued, and the list of what holds no longer.
+//! Revocation: the record of certificates that an authority issued, and its certificate revocation list
+//! (CRL).
 
 use super::{Access, Authority, CA_LIFE, IssuedNode, file_error, read_text, since_epoch, write_over};
 use crate::Error;
@@ -19,22 +20,22 @@ use std::str::FromStr;
 use std::time::SystemTime;
 use x509_parser::prelude::{CertificateRevocationList, FromDer, X509Certificate};
 
-/// The list, in an authority's directory and in those of identities.
+/// CRL file, in the directory of an authority and in identity directories.
 pub(super) const REVOKED: &str = "ca.crl";
-/// What was issued, a line each: serial number, role, node.
+/// Record of issued certificates, one per line: serial number, role, node.
 const ISSUED: &str = "issued";
-/// Bytes of that record at most, some hundred thousand certificates.
+/// Largest record that is read, bytes. Enough for some hundred thousand certificates.
 const MAX_RECORD: u64 = 16 << 20;
 
-/// The number that an authority has given a certificate.
+/// Serial number of a certificate.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Serial(Vec<u8>);
 
 impl Serial {
-    /// The longest that there is (RFC 5280, section 4.1.2.2), and a sign.
+    /// Longest serial number (RFC 5280, section 4.1.2.2) and a sign byte.
     const MAX_BYTES: usize = 21;
 
-    /// That of the first certificate of a PEM text.
+    /// Reads the serial number of the first certificate of a PEM text.
     pub fn of_pem(certificate: &[u8]) -> Result<Self, CertificateError> {
         let der = CertificateDer::from_pem_slice(certificate).map_err(|_| CertificateError::Unreadable)?;
         let (_, parsed) = X509Certificate::from_der(&der).map_err(|_| CertificateError::Unreadable)?;
@@ -51,12 +52,12 @@ impl fmt::Display for Serial {
 impl FromStr for Serial {
     type Err = &'static str;
 
-    /// Hexadecimal digits, as `openssl x509 -serial` prints them or with colons between bytes.
+    /// Parses hexadecimal digits as `openssl x509 -serial` prints them, or with colons between the bytes.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let digits: Option<Vec<u8>> =
             text.chars().filter(|c| *c != ':').map(|c| Some(c.to_digit(16)? as u8)).collect();
         let digits = digits.ok_or("a serial number in hexadecimal digits")?;
-        // In whole bytes, without zeros before.
+        // Whole bytes, without leading zeros.
         let padded: Vec<u8> = std::iter::repeat_n(0, digits.len() % 2).chain(digits).collect();
         let bytes = padded.as_chunks::<2>().0.iter().map(|[high, low]| high << 4 | low);
         let bytes: Vec<u8> = bytes.skip_while(|byte| *byte == 0).collect();
@@ -68,8 +69,8 @@ impl FromStr for Serial {
 }
 
 impl Authority {
-    /// Issues a certificate ([`Authority::issue`]) and writes it down in `directory`, the authority's, so that it can be
-    /// revoked by the node's name.
+    /// Issues a certificate ([`Authority::issue`]) and records it in `directory`, the authority's, so that
+    /// it can be revoked by the node's name.
     pub fn issue_recorded(
         &self,
         directory: &Path,
@@ -80,7 +81,8 @@ impl Authority {
         let issued = self.issue(role, node.clone(), now)?;
         let line = format!("{} {} {node}\n", issued.serial()?, role.as_str());
         let path = directory.join(ISSUED);
-        // Before anybody has it. One write, so that two who issue at once do not mix their lines.
+        // Recorded before the caller gets the certificate. A single write, so that concurrent callers do
+        // not mix their lines.
         let written = OpenOptions::new().append(true).create(true).mode(0o644).open(&path);
         let written = written.and_then(|mut file| {
             file.write_all(line.as_bytes())?;
@@ -90,7 +92,7 @@ impl Authority {
         Ok(issued)
     }
 
-    /// All certificates that were written down in `directory` for a node of this name and role.
+    /// Returns all certificates that are recorded in `directory` for this node name and role.
     pub fn issued(directory: &Path, role: Role, node: &NodeId) -> Result<Vec<Serial>, Error> {
         let path = directory.join(ISSUED);
         let bytes = std::fs::metadata(&path).map_err(file_error(&path))?.len();
@@ -107,9 +109,9 @@ impl Authority {
         Ok(text.lines().filter_map(serial).collect())
     }
 
-    /// Adds certificates to the list in `directory`, the authority's, and signs it anew; without any it is only signed
-    /// anew, by the authority's present key. How many certificates are on the list; none, and no list, if it would be
-    /// empty.
+    /// Adds `serials` to the CRL in `directory`, the authority's, and signs it with the authority's present
+    /// key. With no `serials` it only signs the list again. Returns the number of certificates on the list;
+    /// writes no list and returns 0 if it would be empty.
     pub fn revoke(&self, directory: &Path, serials: &[Serial], now: SystemTime) -> Result<usize, Error> {
         let mut revoked = self.revoked(directory)?;
         let at = i64::try_from(since_epoch(now).as_secs()).unwrap_or(i64::MAX);
@@ -143,7 +145,7 @@ impl Authority {
         Ok(revoked.len())
     }
 
-    /// What is on the list in `directory`, and since when (seconds since 1970).
+    /// Reads the CRL in `directory`: each serial with its revocation time in seconds since 1970.
     fn revoked(&self, directory: &Path) -> Result<BTreeMap<Serial, i64>, Error> {
         let bad = |reason| CertificateError::RevocationList { reason };
         let Some(text) = revocations(directory)? else { return Ok(BTreeMap::new()) };
@@ -155,7 +157,7 @@ impl Authority {
     }
 }
 
-/// The text of the list in a directory, if there is one.
+/// Reads the CRL text in `directory`. Returns `None` if there is no list.
 pub(super) fn revocations(directory: &Path) -> Result<Option<String>, Error> {
     match read_text(&directory.join(REVOKED)) {
         Ok(text) => Ok(Some(text)),
@@ -169,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn serials_are_read_as_they_are_printed() {
+    fn serials_are_parsed_as_they_are_printed() {
         for (text, same) in [("0a1B", "0a1b"), ("00:0a:1b", "0a1b"), ("A1B", "0a1b"), ("7", "07")] {
             assert_eq!(text.parse::<Serial>().unwrap().to_string(), same);
         }

@@ -1,13 +1,13 @@
-//! Collections with a constant limit on their elements, for fields whose elements are much larger in memory
-//! than on the wire: `#[serde(with...)]` cannot carry a number, so both functions are named in the
-//! attribute. The wire form is that of a plain `Vec`.
+//! Vectors with a constant limit on their number of elements, for fields whose elements are much larger in
+//! memory than on the wire. `#[serde(with...)]` cannot carry a number, so the attribute names both
+//! functions. The wire form is that of a plain `Vec`.
 
 use serde::de::{Deserialize, Deserializer, Error as _, SeqAccess, Visitor};
 use serde::ser::{Error as _, Serialize, Serializer};
 use std::fmt;
 use std::marker::PhantomData;
 
-/// Refuses more than `MAX` elements, so that nothing is sent that would be refused.
+/// Refuses more than `MAX` elements, so that a sender never sends what the receiver refuses.
 pub(crate) fn serialize<T, S, const MAX: usize>(items: &Vec<T>, serializer: S) -> Result<S::Ok, S::Error>
 where
     T: Serialize,
@@ -19,7 +19,7 @@ where
     items.serialize(serializer)
 }
 
-/// Refuses more than `MAX` elements before the first of them is read; allocates once.
+/// Refuses more than `MAX` elements before it reads the first one. Allocates once.
 pub(crate) fn deserialize<'de, T, D, const MAX: usize>(deserializer: D) -> Result<Vec<T>, D::Error>
 where
     T: Deserialize<'de>,

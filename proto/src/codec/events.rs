@@ -1,5 +1,6 @@
-//! KV events, read by hand. Their form is that of every other message; but they are mostly ids, which serde would have
-//! byte by byte, and a coordinator reads dozens of them for each prompt that a worker has computed.
+//! Hand-written decoder of KV events. The wire form is that of every other message. The events consist
+//! mostly of ids, which serde would decode byte by byte, and a coordinator reads dozens of them for each
+//! prompt that a worker has computed.
 
 use super::{Cap, CodecError, config, explain};
 use crate::block::BlockId;
@@ -12,7 +13,7 @@ use bincode::error::{AllowedEnumVariants, DecodeError};
 
 const ID_BYTES: usize = size_of::<BlockId>();
 
-/// What [`decode`](super::decode) makes of the same bytes.
+/// Returns the same result as [`decode`](super::decode) for the same bytes.
 pub(crate) fn decode_kv_frame(bytes: &[u8]) -> Result<KvFrame, CodecError> {
     const CAP: Cap = Cap::Events;
     let message = std::any::type_name::<KvFrame>();
@@ -80,7 +81,7 @@ fn id<'de, D: BorrowDecoder<'de>>(from: &mut D) -> Result<BlockId, DecodeError> 
     <[u8; ID_BYTES]>::decode(from).map(BlockId)
 }
 
-/// As many as there are bytes for, copied all at once.
+/// Reads a list of ids with one copy. Fails if the input has too few bytes.
 fn ids<'de, D: BorrowDecoder<'de>>(from: &mut D) -> Result<Vec<BlockId>, DecodeError> {
     let bytes = length(from)?.checked_mul(ID_BYTES).ok_or(DecodeError::LimitExceeded)?;
     from.claim_bytes_read(bytes)?;
@@ -134,7 +135,7 @@ mod tests {
         })
     }
 
-    /// By hand and by serde the same is understood, and the same is of a later version.
+    /// Both decoders return the same frame, and report the same error for a variant of a later version.
     fn check(bytes: &[u8]) -> Result<bool, TestCaseError> {
         let (by_hand, by_serde) = (decode_kv_frame(bytes), codec::decode::<KvFrame>(bytes, Cap::Events));
         let later = |frame: &Result<KvFrame, CodecError>| match frame {
@@ -153,7 +154,7 @@ mod tests {
         }
 
         #[test]
-        fn what_is_cut_or_changed_is_read_as_serde_does(
+        fn cut_or_changed_frames_decode_as_with_serde(
             bytes in encoded(),
             at in any::<prop::sample::Index>(),
             value in any::<u8>(),
@@ -170,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_claimed_is_not_believed() {
+    fn claimed_lengths_are_not_trusted() {
         let list = |head: &[u8], len: u64| {
             let mut bytes = head.to_vec();
             bytes.push(253);
@@ -178,7 +179,7 @@ mod tests {
             bytes
         };
         for len in [1, 32_769, 262_145, u64::MAX / 16 + 2, u64::MAX] {
-            // As many events, and one event of as many units.
+            // First a batch of that many events, then one event of that many units.
             assert!(decode_kv_frame(&list(&[0, 0, 0], len)).is_err(), "{len}");
             assert!(decode_kv_frame(&list(&[0, 0, 0, 1, 1], len)).is_err(), "{len}");
         }

@@ -1,4 +1,4 @@
-//! Texts to be encoded and what becomes of them.
+//! Requests to encode texts, and their replies.
 
 use super::GenerateError;
 use crate::codec::bounded;
@@ -6,45 +6,46 @@ use crate::ids::{Attempt, ModelId, RequestId};
 use crate::trace::TraceContext;
 use serde::{Deserialize, Serialize};
 
-/// Texts of one encode call at most.
+/// Most texts of one encode call.
 pub const MAX_ENCODE_TEXTS: usize = 256;
-/// Values of one encoded text at most.
+/// Most values of one encoded text.
 pub const MAX_ENCODED_WIDTH: u32 = 1 << 14;
 
-/// Texts to be encoded, as a coordinator hands them to a worker.
+/// Texts to encode, as a coordinator sends them to a worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EncodeRequest {
     pub request_id: RequestId,
-    /// Which part of the request, where it is spread over several calls.
+    /// Number of the part, if the request is spread over several calls.
     pub part: u32,
-    /// Which try at this part it is.
+    /// Number of the attempt at this part.
     pub attempt: Attempt,
     pub model: ModelId,
-    /// The texts; at least one, at most [`MAX_ENCODE_TEXTS`].
+    /// At least one, at most [`MAX_ENCODE_TEXTS`].
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_ENCODE_TEXTS>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_ENCODE_TEXTS>"
     )]
     pub texts: Vec<EncodeText>,
-    /// Milliseconds from receipt until the request is worth nothing any more; 0 is no limit.
+    /// Milliseconds from receipt until the result is no longer needed; 0 is no limit.
     pub deadline_ms: u64,
-    /// The span that it is below of; none if it is not recorded.
+    /// Parent span. `None` if the request is not recorded.
     pub trace: Option<TraceContext>,
 }
 
-/// A text, or two that are compared, as the model reads it: special tokens included.
+/// One text, or two texts to compare, as the model's input with special tokens.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EncodeText {
-    /// The tokens; not empty.
+    /// Not empty.
     pub tokens: Vec<u32>,
-    /// Where the second text begins, of a model that tells them apart.
+    /// Index of the second text's first token, for models with segment ids.
     pub segment_start: Option<u32>,
 }
 
-/// What a worker answers to an [`EncodeRequest`], once.
+/// Reply of a worker to an [`EncodeRequest`]; sent once.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum EncodeReply {
-    /// What every text became. The values follow the frame: `texts * width` f32, little endian, text by text.
+    /// All texts are encoded. The values follow the frame: `[texts, width]` f32, little endian, text by
+    /// text.
     Encoded(EncodedHead),
     Failed(GenerateError),
 }
@@ -52,8 +53,8 @@ pub enum EncodeReply {
 /// See [`EncodeReply::Encoded`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EncodedHead {
-    /// As many as the request has.
+    /// Number of texts, as in the request.
     pub texts: u32,
-    /// Values of each: a vector's width or the number of scores, at most [`MAX_ENCODED_WIDTH`].
+    /// Values per text: the vector's width or the number of scores, at most [`MAX_ENCODED_WIDTH`].
     pub width: u32,
 }

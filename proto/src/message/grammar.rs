@@ -1,33 +1,32 @@
-//! What an answer must be: the grammar that goes with a generation. Workers compile it; see decision 39.
+//! The grammar that constrains a generation's output. Workers compile it; see decision 39.
 
 use serde::{Deserialize, Serialize};
 
-/// Bytes of a grammar's text at most.
+/// Most bytes of a grammar's text.
 pub const MAX_GRAMMAR_BYTES: usize = 256 << 10;
-/// Bytes of the text that a grammar may wait for.
+/// Most bytes of a grammar's trigger.
 pub const MAX_TRIGGER_BYTES: usize = 256;
 
-/// In which language a grammar is written.
+/// Language that a grammar is written in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum GrammarSyntax {
     JsonSchema,
-    /// A regular expression for all of the answer.
+    /// A regular expression that the whole answer must match.
     Regex,
-    /// A grammar as Lark writes them.
+    /// A Lark grammar.
     Lark,
 }
 
-/// Which answers are allowed. What says so is checked at the API's edge as far as that is cheap; a worker checks all of
-/// it before it computes anything.
+/// Constraint on an answer. The API edge makes the cheap checks of it; a worker checks it fully before it
+/// computes anything.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GrammarSpec {
-    /// What the request calls it, for refusals.
+    /// Name of the request's field, for error messages.
     pub field: String,
-    /// The language of `text`.
     pub syntax: GrammarSyntax,
-    /// The grammar; at most [`MAX_GRAMMAR_BYTES`].
+    /// At most [`MAX_GRAMMAR_BYTES`].
     pub text: String,
-    /// Everything is allowed until the answer has this in it, and the grammar is of what comes behind; none: it is of
-    /// the whole answer. At most [`MAX_TRIGGER_BYTES`].
+    /// Text after which the grammar applies; everything before it is unconstrained. With `None` the grammar
+    /// applies to the whole answer. At most [`MAX_TRIGGER_BYTES`].
     pub trigger: Option<String>,
 }

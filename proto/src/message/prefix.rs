@@ -1,21 +1,23 @@
-//! From protocol version 4 on: a prompt that begins as an earlier one is sent without its beginning.
+//! Numbered prefixes, from protocol version 4 on: a prompt that begins like an earlier one is sent without
+//! the common prefix.
 
 use serde::{Deserialize, Serialize};
 
-/// What is said before a generation's request about the beginning of its prompt.
+/// Sent before a generate request; describes the beginning of its prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct PrefixNote {
-    /// The prompt is these tokens, which were sent on this connection before, and then those of the request.
+    /// Prefix that was sent on this connection before. The prompt consists of its tokens and then those of
+    /// the request.
     pub after: Option<NumberedPrefix>,
-    /// So much of the whole prompt is to be kept under this number.
+    /// Number and length of the prefix of the whole prompt that the worker must keep for later requests.
     pub keep: Option<NumberedPrefix>,
 }
 
-/// The first tokens of a prompt.
+/// Leading tokens of a prompt, with a number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NumberedPrefix {
-    /// Never another prefix's on one connection.
+    /// Unique among the prefixes of one connection.
     pub number: u64,
-    /// How many tokens.
+    /// Number of tokens.
     pub tokens: u32,
 }

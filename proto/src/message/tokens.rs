@@ -6,14 +6,14 @@ use std::fmt;
 use std::ops::Deref;
 use std::sync::Arc;
 
-/// Token ids in one list at most: as many as fit a request's frame at four bytes each.
+/// Most token ids in one list. At four bytes each they fit a request's frame.
 pub const MAX_TOKEN_IDS: usize = 2 << 20;
 
-/// The tokens of a prompt or of what was generated. Cheap to clone.
+/// Tokens of a prompt or of generated output. Cheap to clone.
 ///
-/// On the wire they are one string of bytes: how many bytes a token takes, the least that hold the largest of them, then
-/// the tokens, little-endian. Packing and unpacking cost about as much as a copy, and tokens of vocabularies
-/// up to 65,536 take two bytes.
+/// On the wire a list is one byte string: first the number of bytes per token, the smallest that holds the
+/// largest token, then the tokens, little-endian. Packing and unpacking cost about as much as a copy.
+/// Vocabularies of up to 65,536 tokens take two bytes per token.
 #[derive(Clone, Default)]
 pub struct TokenIds(Arc<Inner>);
 
@@ -23,17 +23,18 @@ struct Inner {
     parts: Vec<TokenPart>,
 }
 
-/// Tokens at the beginning of a list that have a name: the same name is the same tokens behind the same parts, in this
-/// process and for as long as it lives. Only who makes the names can know that. It is not sent.
+/// Named run of tokens at the beginning of a list. Within one process, equal names stand for equal tokens
+/// after equal earlier parts. Only the code that creates the names can guarantee that. Names are not sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TokenPart {
     pub name: u64,
-    /// Tokens of the list up to the end of the part.
+    /// End of the part: number of tokens from the beginning of the list.
     pub end: usize,
 }
 
 impl TokenIds {
-    /// A list that begins with these parts, one behind the other; those that are longer than it are not believed.
+    /// Creates a list that begins with `parts`, in order. Drops the parts from the first one on that
+    /// exceeds the list or ends before its predecessor.
     pub fn in_parts(ids: Vec<u32>, mut parts: Vec<TokenPart>) -> Self {
         let mut from = 0;
         let fits = parts.iter().take_while(|part| {
@@ -44,19 +45,19 @@ impl TokenIds {
         Self(Arc::new(Inner { ids, parts }))
     }
 
-    /// The parts that it is known to begin with.
+    /// Returns the named parts that the list begins with.
     pub fn parts(&self) -> &[TokenPart] {
         &self.0.parts
     }
 
-    /// How many of the first tokens of both are the same by the names of their parts: at least so many are.
+    /// Returns a lower bound of the common prefix's length in tokens, by comparing the names of the parts.
     pub fn shared_parts(&self, other: &Self) -> usize {
         let both = self.parts().iter().zip(other.parts());
         both.take_while(|(ours, theirs)| ours == theirs).last().map_or(0, |(part, _)| part.end)
     }
 
     fn packed(&self) -> Vec<u8> {
-        // The bits of all of them together are as many as those of the largest.
+        // The OR of all ids needs as many bits as the largest id.
         let ids = &self.0.ids;
         let width = match ids.iter().fold(0, |all, id| all | id) {
             0..0x100 => 1,
@@ -75,7 +76,7 @@ impl TokenIds {
         bytes
     }
 
-    /// None of what is no packed list.
+    /// Returns `None` if `bytes` is not a packed list.
     fn unpacked(bytes: &[u8]) -> Option<Self> {
         let (&width, packed) = bytes.split_first()?;
         let ids = match width {
@@ -89,7 +90,7 @@ impl TokenIds {
     }
 }
 
-/// Appends the low `WIDTH` bytes of each.
+/// Appends the low `WIDTH` bytes of each id.
 fn pack<const WIDTH: usize>(ids: &[u32], bytes: &mut Vec<u8>) {
     let start = bytes.len();
     bytes.resize(start + WIDTH * ids.len(), 0);
@@ -192,19 +193,19 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_packed_is_unpacked(ids in lists()) {
+        fn packed_tokens_unpack_to_the_same_tokens(ids in lists()) {
             let tokens = TokenIds::from(ids.clone());
             let bytes = codec::encode(&tokens, Cap::GenerateRequest).unwrap();
             let most = ids.iter().max().copied().unwrap_or(0);
             let width = (1..4).find(|width| u64::from(most) < 1 << (8 * width)).unwrap_or(4);
-            // A number up to 250 takes one byte on the wire, a larger one three here.
+            // The length prefix takes one byte up to 250, and three for the larger lengths here.
             let head = if 1 + width * ids.len() > 250 { 3 } else { 1 };
             prop_assert_eq!(bytes.len(), head + 1 + width * ids.len());
             prop_assert_eq!(codec::decode::<TokenIds>(&bytes, Cap::GenerateRequest).unwrap(), tokens);
         }
 
         #[test]
-        fn whatever_comes_is_a_list_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..100)) {
+        fn any_bytes_decode_to_a_list_or_are_refused(bytes in prop::collection::vec(any::<u8>(), 0..100)) {
             let width = bytes.first().copied().unwrap_or(0);
             let good = (1..=4).contains(&width) && (bytes.len() - 1) % usize::from(width) == 0;
             let framed = codec::encode(&serde_bytes(&bytes), Cap::GenerateRequest).unwrap();
@@ -216,13 +217,13 @@ mod tests {
         }
     }
 
-    /// A string of bytes has the form of a list of them.
+    /// A byte string has the same wire form as a list of bytes.
     fn serde_bytes(bytes: &[u8]) -> Vec<u8> {
         bytes.to_vec()
     }
 
     #[test]
-    fn lists_share_the_parts_that_are_the_same_from_the_first_on() {
+    fn lists_share_their_leading_equal_parts() {
         let list = |parts: &[(u64, usize)]| {
             let parts = parts.iter().map(|&(name, end)| TokenPart { name, end }).collect();
             TokenIds::in_parts(vec![7; 100], parts)
@@ -233,7 +234,7 @@ mod tests {
         assert_eq!(one.shared_parts(&list(&[(1, 31), (2, 60)])), 0, "a name is of so many tokens");
         assert_eq!(one.shared_parts(&TokenIds::from(vec![7; 100])), 0);
         assert_eq!(one, TokenIds::from(vec![7; 100]), "lists are their tokens");
-        // Parts that cannot be are none.
+        // Impossible parts are dropped.
         assert_eq!(list(&[(1, 30), (2, 101)]).parts().len(), 1);
         assert_eq!(list(&[(1, 30), (2, 20)]).parts().len(), 1);
     }

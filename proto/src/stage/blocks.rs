@@ -1,20 +1,20 @@
-//! What the first stage of a replica says to another one about the bytes of its cache blocks, on a stream of its own: a
-//! [`StageFeed`](super::StageFeed) first, then orders one way and reports back, each answered before the next is sent, if
-//! it is answered.
-//! Bytes follow orders and reports raw; no codec touches them.
+//! Messages about the contents of a stage's cache blocks, between the first stage of a replica and another
+//! stage, on their own stream. A [`StageFeed`](super::StageFeed) comes first, then orders to the stage and
+//! reports back. The first stage waits for the report of an order, if it has one, before it sends the next.
+//! Block contents follow orders and reports as raw bytes.
 
 use crate::codec::bounded;
 use serde::{Deserialize, Serialize};
 
-/// Blocks of one order at most.
+/// Most blocks of one order.
 pub const MAX_BLOCKS: usize = 4096;
-/// Layers of one stage at most.
+/// Most layers of one stage.
 const MAX_LAYERS: usize = 4096;
 
-/// From the first stage to another.
+/// Orders of the first stage to another stage.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum StageBlocksOrder {
-    /// Send what these blocks hold.
+    /// Send the contents of these blocks.
     Read(
         #[serde(
             serialize_with = "bounded::serialize::<_, _, MAX_BLOCKS>",
@@ -22,7 +22,7 @@ pub enum StageBlocksOrder {
         )]
         Vec<StageBlock>,
     ),
-    /// Fill these blocks: their bytes follow, block by block.
+    /// Overwrite these blocks. Their contents follow, block by block.
     Write(
         #[serde(
             serialize_with = "bounded::serialize::<_, _, MAX_BLOCKS>",
@@ -32,8 +32,8 @@ pub enum StageBlocksOrder {
     ),
     /// Send the recurrent states in this slot as numbers.
     States(u32),
-    /// What is ordered next is of the blocks as they are once
-    /// [`StageCounted`](super::StageCounted) of this step, which is on its way, has been obeyed. Not answered.
+    /// The following orders refer to the blocks after [`StageCounted`](super::StageCounted) of this step,
+    /// which is on its way, has been applied. Has no report.
     Behind(u64),
 }
 
@@ -41,18 +41,18 @@ pub enum StageBlocksOrder {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StageBlock {
     pub group: u32,
-    /// Its number in the group.
+    /// Block number in the group.
     pub number: u32,
 }
 
-/// From a stage to the first one.
+/// Reports of a stage to the first stage.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum StageBlocksReport {
-    /// So many bytes follow: what the blocks hold, one behind the other.
+    /// The contents of the blocks follow, one after the other: this number of bytes in total.
     Read(u64),
     Written,
-    /// The states follow: of each of these layers the convolution's inputs, then the recurrent state, f32 little
-    /// endian.
+    /// The states follow. For each of these layers: first the inputs of the convolution, then the recurrent
+    /// state, f32 little endian.
     States(
         #[serde(
             serialize_with = "bounded::serialize::<_, _, MAX_LAYERS>",
@@ -60,17 +60,17 @@ pub enum StageBlocksReport {
         )]
         Vec<StageLayerState>,
     ),
-    /// It cannot be done; nothing follows.
+    /// The order failed; no bytes follow.
     Failed(String),
 }
 
 /// Shapes of one layer's state.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StageLayerState {
-    /// The layer, counted over the whole model.
+    /// Index of the layer in the whole model.
     pub layer: u32,
-    /// Channels and taps of the convolution's inputs.
+    /// `[channels, taps]` of the convolution's inputs.
     pub conv: [u32; 2],
-    /// Heads, rows and columns of the recurrent state.
+    /// `[heads, rows, columns]` of the recurrent state.
     pub recurrent: [u32; 3],
 }

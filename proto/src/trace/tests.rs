@@ -3,7 +3,7 @@ use super::*;
 const HEADER: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
 
 #[test]
-fn a_traceparent_is_read_as_it_is_written_in_the_standard() {
+fn a_traceparent_is_parsed_as_the_standard_defines_it() {
     let parent = TraceParent::parse(HEADER).unwrap();
     assert_eq!(parent.context.trace.to_string(), "4bf92f3577b34da6a3ce929d0e0e4736");
     assert_eq!(parent.context.span.0, [0, 0xf0, 0x67, 0xaa, 0x0b, 0xa9, 0x02, 0xb7]);
@@ -27,9 +27,9 @@ fn a_traceparent_is_read_as_it_is_written_in_the_standard() {
     }
 }
 
-/// One test, for there is one queue in a process.
+/// A single test, because a process has only one queue.
 #[test]
-fn spans_are_recorded_in_a_bounded_queue_from_when_there_is_one() {
+fn spans_are_recorded_in_a_bounded_queue_once_it_is_installed() {
     let name = || Cow::Borrowed("chat");
     let (before, unrecorded) = (Instant::now(), HEADER.replace("-01", "-00"));
     assert!(receive(|| Some(HEADER), name, before).is_none(), "nobody wants to know");

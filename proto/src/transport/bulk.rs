@@ -1,4 +1,4 @@
-//! Tensors: a header frame, then the bytes themselves, which no codec touches.
+//! Streams of tensors: a header frame, then the raw bytes.
 
 use super::streams::{FrameReader, FrameWriter};
 use crate::Error;
@@ -11,7 +11,7 @@ const MAX_DIMENSIONS: usize = 8;
 /// Type of a tensor's elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum TensorType {
-    /// Bytes in a layout that the header's `name` tells.
+    /// Bytes in a layout that the header's `name` determines.
     U8,
     /// Signed 32-bit integers, little endian.
     I32,
@@ -19,7 +19,7 @@ pub enum TensorType {
     F32,
     /// IEEE half precision, little endian.
     F16,
-    /// Brain floats, little endian.
+    /// bfloat16, little endian.
     Bf16,
 }
 
@@ -34,13 +34,13 @@ impl TensorType {
     }
 }
 
-/// What stands before a tensor's bytes.
+/// Header of a tensor.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TensorHeader {
-    /// What it is, as sender and receiver have agreed.
+    /// Meaning of the tensor, agreed between sender and receiver.
     pub name: String,
     pub element: TensorType,
-    /// Its dimensions, slowest first; at most 8. None: a single element.
+    /// Dimensions, slowest first; at most 8. Empty for a single element.
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_DIMENSIONS>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_DIMENSIONS>"
@@ -49,7 +49,7 @@ pub struct TensorHeader {
 }
 
 impl TensorHeader {
-    /// Bytes that follow the header.
+    /// Returns the number of bytes after the header.
     pub fn payload_bytes(&self) -> Result<usize, CodecError> {
         let size = self.shape.iter().try_fold(self.element.bytes(), |size, n| {
             usize::try_from(*n).ok().and_then(|n| size.checked_mul(n))
@@ -59,7 +59,7 @@ impl TensorHeader {
     }
 }
 
-/// A tensor as it arrived.
+/// A received tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tensor {
     pub header: TensorHeader,
@@ -78,7 +78,7 @@ impl BulkSender {
         Self { frames: FrameWriter::new(stream, Cap::Stream) }
     }
 
-    /// Sends one tensor; `bytes` must be as long as the header says.
+    /// Sends one tensor. `bytes` must have the length that the header implies.
     pub async fn send(&mut self, header: &TensorHeader, bytes: &[u8]) -> Result<(), Error> {
         if header.payload_bytes()? != bytes.len() {
             return Err(Error::Protocol("a tensor's bytes do not fit its shape"));
@@ -87,7 +87,7 @@ impl BulkSender {
         self.frames.write_raw(bytes).await
     }
 
-    /// Says that no more tensors follow.
+    /// Closes the stream; no more tensors follow.
     pub fn finish(mut self) {
         self.frames.finish();
     }
@@ -104,8 +104,9 @@ impl BulkReceiver {
         Self { frames: FrameReader::new(stream, Cap::Stream) }
     }
 
-    /// The next tensor, or `None` at a clean end. One of more than `max_bytes` is refused by its header;
-    /// memory grows with what arrives. Dropping the future halfway loses the tensor and the stream.
+    /// Returns the next tensor, or `None` at a clean end. Refuses a tensor of more than `max_bytes` after
+    /// its header. Memory grows with the received bytes. If the future is dropped before it completes, the
+    /// tensor and the stream are lost.
     pub async fn next(&mut self, max_bytes: usize) -> Result<Option<Tensor>, Error> {
         let Some(header) = self.frames.next().await? else { return Ok(None) };
         let len = header.payload_bytes()?;

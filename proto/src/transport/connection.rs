@@ -1,4 +1,4 @@
-//! A connection between two nodes that have accepted each other.
+//! An authenticated connection between two nodes.
 
 use super::BulkSender;
 use super::driver::Driver;
@@ -41,24 +41,24 @@ use std::time::Duration;
 use tokio::sync::{Mutex, mpsc};
 use tokio::task::JoinHandle;
 
-/// Nodes that used another name.
+/// Limits the log lines about nodes that used another node's name.
 static SPOOFED: Repeats = Repeats::new();
-/// Waiting for the peer to allow another stream.
+/// Longest wait for the peer to allow another stream.
 const OPEN_LIMIT: Duration = Duration::from_secs(5);
 
-/// Why a connection is closed on purpose.
+/// Reason why a node closes a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CloseCode {
     Shutdown,
-    /// No protocol version in common.
+    /// The nodes have no protocol version in common.
     VersionMismatch,
-    /// A body carried another node's name.
+    /// A message body contained another node's name.
     Spoofed,
-    /// The peer does not follow the protocol.
+    /// The peer violated the protocol.
     Protocol,
-    /// The node has been declared dead, or a newer connection or life of it has taken over.
+    /// The node was declared dead, or a newer connection or epoch of it has replaced this one.
     Fenced,
-    /// The node's GPU can do nothing more for this life of it, which ends; another one may begin.
+    /// The node's GPU is lost for this run of the process, which ends. A new run may work again.
     DeviceLost,
     /// The peer's certificate was revoked.
     Revoked,
@@ -90,7 +90,7 @@ impl CloseCode {
     }
 }
 
-/// Calls back when dropped; how an endpoint counts open connections.
+/// Calls back when dropped. An endpoint counts its open connections with it.
 pub(super) struct Slot(Option<Box<dyn FnOnce() + Send + Sync>>);
 
 impl Slot {
@@ -113,8 +113,8 @@ impl Drop for Slot {
     }
 }
 
-/// A connection between two nodes. Cheap to clone; the connection closes when all clones and all streams
-/// are dropped, or by [`close`](Self::close).
+/// A connection between two nodes. Cheap to clone. It closes when all clones and all streams are dropped,
+/// or by [`close`](Self::close).
 #[derive(Debug, Clone)]
 pub struct Connection(Arc<Inner>);
 
@@ -167,17 +167,17 @@ impl Connection {
         }))
     }
 
-    /// Who the peer is, by its certificate.
+    /// Returns the peer's identity from its certificate.
     pub fn peer(&self) -> &PeerIdentity {
         &self.0.peer
     }
 
-    /// The peer's life, by its hello.
+    /// Returns the peer's epoch from its hello.
     pub fn peer_epoch(&self) -> Epoch {
         self.0.agreement.peer_epoch
     }
 
-    /// The protocol version agreed on; messages are encoded at it.
+    /// Returns the agreed protocol version, which decides the encoding of messages.
     pub fn version(&self) -> u16 {
         self.0.agreement.version
     }
@@ -186,28 +186,28 @@ impl Connection {
         self.0.quic.remote_address()
     }
 
-    /// Round-trip time as QUIC estimates it.
+    /// Returns QUIC's estimate of the round-trip time.
     pub fn round_trip(&self) -> Duration {
         self.0.quic.rtt()
     }
 
-    /// The longest datagram, in bytes, that the path is known to carry.
+    /// Returns the longest datagram, in bytes, that the path is known to carry.
     pub fn datagram_bytes(&self) -> u16 {
         self.0.quic.stats().path.current_mtu
     }
 
-    /// Whether the connection is gone.
+    /// Whether the connection is lost or closed.
     pub fn is_closed(&self) -> bool {
         self.0.quic.close_reason().is_some()
     }
 
-    /// Whether the peer has closed the connection, and for this.
+    /// Whether the peer has closed the connection with this code.
     pub fn was_closed_for(&self, code: CloseCode) -> bool {
         let theirs = self.0.quic.close_reason();
         matches!(theirs, Some(quinn::ConnectionError::ApplicationClosed(close)) if close.error_code == code.to_wire())
     }
 
-    /// Waits until the connection is gone and tells why.
+    /// Waits until the connection is lost or closed. Returns the reason.
     pub async fn closed(&self) -> Error {
         let reason = self.0.quic.closed().await;
         Error::ConnectionLost { peer: self.0.peer.to_string(), reason: reason.to_string() }
@@ -218,8 +218,8 @@ impl Connection {
         self.0.quic.close(code.to_wire(), code.as_str().as_bytes());
     }
 
-    /// Compares a name from a body with the certificate. A peer that uses another node's name is counted
-    /// and loses its connection.
+    /// Compares a node id from a message body with the certificate. A mismatch is counted and closes the
+    /// connection.
     pub fn require_node(&self, claimed: &NodeId) -> Result<(), Error> {
         if *claimed == self.0.peer.node {
             return Ok(());
@@ -232,8 +232,8 @@ impl Connection {
         Err(Error::Spoofed { certified: self.0.peer.clone(), claimed: claimed.clone() })
     }
 
-    /// The next stream that the peer has opened; an error once the connection is gone. Dropping the future
-    /// loses nothing. While nobody accepts, 64 streams wait and further ones are held back.
+    /// Returns the next stream that the peer has opened. Fails once the connection is lost. Cancel-safe.
+    /// While nothing accepts, 64 streams wait and further ones are held back.
     pub async fn accept(&self) -> Result<Incoming, Error> {
         let next = self.0.incoming.lock().await.recv().await;
         match next {
@@ -242,7 +242,7 @@ impl Connection {
         }
     }
 
-    /// Hands a request to the worker at the other end. Dropping the result cancels it there.
+    /// Sends a generate request to the worker. Dropping the result cancels the request.
     pub async fn open_generate(&self, request: &GenerateRequest) -> Result<GenerateStream, Error> {
         let (send, receive) = within("opening a stream", OPEN_LIMIT, self.open_silent()).await?;
         let sending = self.0.prefixes.sending(&request.prompt, request.predicted_cached as usize);
@@ -252,8 +252,8 @@ impl Connection {
         GenerateStream::start(send, receive, request).await
     }
 
-    /// [`open_generate`](Self::open_generate) for a worker that does not have the beginning of the prompt that was
-    /// referred to.
+    /// Like [`open_generate`](Self::open_generate), with the whole prompt, for a worker that does not have
+    /// the numbered prefix `unknown`.
     pub(super) async fn open_whole(
         &self,
         request: &GenerateRequest,
@@ -264,8 +264,8 @@ impl Connection {
         GenerateStream::start(send, receive, request).await
     }
 
-    /// Has the worker at the other end encode texts: for each its values, in order. Dropping the future cancels
-    /// the call there. `Ok(Err(_))` is what the worker says.
+    /// Encodes texts on the worker. Returns the values of each text, in order. `Ok(Err(_))` is an error of
+    /// the worker. Dropping the future cancels the call.
     pub async fn encode(
         &self,
         request: &EncodeRequest,
@@ -274,14 +274,14 @@ impl Connection {
         encode::call(send, receive, request).await
     }
 
-    /// Asks the worker at the other end to do something with a sequence.
+    /// Starts an operation on sequences at the worker.
     pub async fn open_sequence(&self, request: &SequenceRequest) -> Result<SequenceExchange, Error> {
         let (send, receive) = self.open_bidirectional(StreamKind::Sequence).await?;
         SequenceExchange::start(send, receive, request).await
     }
 
-    /// Opens a session of an operation at the worker at the other end, which must have agreed on protocol version 4 at
-    /// least. `Ok(Err(_))` is what the worker says. Dropping the session ends it there.
+    /// Opens a session of an operation at the worker. Requires protocol version 4 or later. `Ok(Err(_))` is
+    /// an error of the worker. Dropping the session ends it at the worker.
     pub async fn open_operation(
         &self,
         request: &OperationRequest,
@@ -290,59 +290,60 @@ impl Connection {
         OperationSession::open(send, receive, request).await
     }
 
-    /// Asks the worker at the other end, one of our own kind, for the resume point of a prefix.
+    /// Worker to worker: pulls the resume point of a prefix.
     pub async fn open_pull(&self, request: &PullRequest) -> Result<PullStream, Error> {
         let (send, receive) = self.open_bidirectional(StreamKind::Pull).await?;
         PullStream::start(send, receive, request).await
     }
 
-    /// Asks the worker at the other end, one of our own kind, for a manifest or for chunks.
+    /// Worker to worker: requests a manifest or chunks.
     pub async fn open_shard(&self, request: &ShardRequest) -> Result<ShardStream, Error> {
         let (send, receive) = self.open_bidirectional(StreamKind::Shard).await?;
         ShardStream::start(send, receive, request).await
     }
 
-    /// Makes the worker at the other end a stage of a replica that we lead.
+    /// Opens the control stream by which the peer becomes a stage of the replica that this worker leads.
     pub async fn open_stage(&self) -> Result<StageControl, Error> {
         let (send, receive) = self.open_bidirectional(StreamKind::Stage).await?;
         Ok(StageControl::new(send, receive))
     }
 
-    /// Claims the worker at the other end for a replica that we lead. [`Error::StageClaimed`] is its answer too.
+    /// Claims the peer for the replica that this worker leads. Fails with [`Error::StageClaimed`] if the
+    /// peer refuses.
     pub async fn claim_stage(&self, claim: &StageClaim) -> Result<StageLease, Error> {
         let (send, receive) = self.open_bidirectional(StreamKind::StageLease).await?;
         StageLease::start(send, receive, claim).await
     }
 
-    /// Opens a stream by which we read and fill the cache blocks of the stage at the other end.
+    /// Opens a stream to read and write the cache blocks of the stage that the peer is.
     pub async fn open_stage_blocks(&self, feed: &StageFeed) -> Result<StageBlocks, Error> {
         let (send, receive) = self.open_bidirectional(StreamKind::StageBlocks).await?;
         StageBlocks::start(send, receive, feed).await
     }
 
-    /// Opens a stream of steps and activations to the worker at the other end, the stage behind ours.
+    /// Opens a stream of steps and activations to the next stage.
     pub async fn open_activations(&self, feed: &StageFeed) -> Result<ActivationSender, Error> {
         let send = self.open_one_way(StreamKind::Activations).await?;
         ActivationSender::start(send, &self.0.driver, feed).await
     }
 
-    /// Opens a stream for our KV events to the coordinator at the other end.
+    /// Opens a stream for this worker's KV events to the coordinator.
     pub async fn open_kv_events(&self) -> Result<KvEventSender, Error> {
         Ok(KvEventSender::new(self.open_one_way(StreamKind::KvEvents).await?))
     }
 
-    /// Asks the worker at the other end for all that it holds.
+    /// Requests a snapshot of all prefixes that the worker holds.
     pub async fn kv_snapshot(&self) -> Result<KvSnapshot, Error> {
         let (_, receive) = self.open_bidirectional(StreamKind::KvSnapshot).await?;
         kv::read_snapshot(receive).await
     }
 
-    /// Opens a stream for what we tell the coordinator at the other end.
+    /// Opens a stream of frames to another coordinator.
     pub async fn open_group<T: Serialize>(&self) -> Result<GroupSender<T>, Error> {
         Ok(GroupSender::new(self.open_one_way(StreamKind::Group).await?))
     }
 
-    /// Asks the coordinator at the other end what it knows of a worker's prefixes.
+    /// Requests another coordinator's index of one worker's prefixes.
     pub async fn open_peer_index(&self, ask: &PeerIndexAsk) -> Result<PeerIndexStream, Error> {
         let (send, receive) = self.open_bidirectional(StreamKind::PeerIndex).await?;
         PeerIndexStream::start(send, receive, ask).await
@@ -353,13 +354,13 @@ impl Connection {
         Ok(BulkSender::new(self.open_one_way(StreamKind::Bulk).await?))
     }
 
-    /// A client of the coordinator at the other end. Open one per connection and clone it.
+    /// Returns a client of the coordinator. Open one per connection and clone it.
     pub async fn coordinator_api(&self) -> Result<CoordinatorApiClient, Error> {
         let (send, receive) = self.open_bidirectional(StreamKind::CoordinatorRpc).await?;
         Ok(rpc::coordinator_client(send, receive))
     }
 
-    /// A client of the worker at the other end. Open one per connection and clone it.
+    /// Returns a client of the worker. Open one per connection and clone it.
     pub async fn worker_api(&self) -> Result<WorkerApiClient, Error> {
         let (send, receive) = self.open_bidirectional(StreamKind::WorkerRpc).await?;
         Ok(rpc::worker_client(send, receive))
@@ -379,7 +380,7 @@ impl Connection {
         .await
     }
 
-    /// A stream on which the caller has to say what it is.
+    /// Opens a stream whose kind byte the caller must send.
     async fn open_silent(&self) -> Result<(SendStream, RecvStream), Error> {
         self.0.quic.open_bi().await.map_err(|error| self.lost(&error))
     }

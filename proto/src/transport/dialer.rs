@@ -1,4 +1,4 @@
-//! Dialing until it works.
+//! Dialing with retries.
 
 use super::{Connection, Endpoint, Expected};
 use crate::Error;
@@ -8,8 +8,9 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Waiting times between attempts: doubling from `first` to `longest`, each drawn evenly from its upper
-/// half, so that nodes that lost the same peer do not return in step. Deterministic for a seed.
+/// Delays between attempts. The upper bound doubles from `first` to `longest`; each delay is drawn
+/// uniformly from the upper half, so that nodes that lost the same peer do not return in step.
+/// Deterministic for a seed.
 #[derive(Debug, Clone)]
 pub struct Backoff {
     first: Duration,
@@ -19,17 +20,17 @@ pub struct Backoff {
 }
 
 impl Backoff {
-    /// A backoff between two bounds. `seed` should differ between nodes.
+    /// Creates a backoff between two bounds. `seed` should differ between nodes.
     pub fn new(first: Duration, longest: Duration, seed: u64) -> Self {
         Self { first, longest, attempts: 0, state: seed }
     }
 
-    /// How long to wait after one more failure.
+    /// Returns the delay after one more failure.
     pub fn after_failure(&mut self) -> Duration {
         let factor = 1u32.checked_shl(self.attempts).unwrap_or(u32::MAX);
         let ceiling = self.first.saturating_mul(factor).min(self.longest);
         self.attempts = self.attempts.saturating_add(1);
-        // SplitMix64: no more is needed to keep nodes apart.
+        // SplitMix64 is enough to keep nodes apart.
         self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.state;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -44,8 +45,8 @@ impl Backoff {
     }
 }
 
-/// Keeps a node connected to one peer: call [`connect`](Self::connect), use the connection until it is gone,
-/// call it again.
+/// Keeps a node connected to one peer. Call [`connect`](Self::connect), use the connection until it is
+/// lost, and call it again.
 #[derive(Debug)]
 pub struct Dialer {
     endpoint: Arc<Endpoint>,
@@ -53,16 +54,16 @@ pub struct Dialer {
     expected: Expected,
     backoff: Backoff,
     connected_at: Option<Instant>,
-    /// Since it was connected last.
+    /// Limits the log lines about failures since the last success.
     failures: Repeats,
 }
 
-/// A connection that lived this long was a success; one that broke sooner counts as a failed attempt.
+/// A connection that lived this long counts as a success, a shorter one as a failed attempt.
 const SETTLED: Duration = Duration::from_secs(5);
 
 impl Dialer {
-    /// A dialer to `target` (`host:port`, resolved anew for every attempt) that accepts only `expected`,
-    /// with waits of 50 ms to 2 s.
+    /// Creates a dialer to `target` (`host:port`, resolved for every attempt) that accepts only `expected`,
+    /// with delays of 50 ms to 2 s.
     pub fn new(endpoint: Arc<Endpoint>, target: impl Into<String>, expected: Expected) -> Self {
         let target = target.into();
         let name = format!("{} {target}", endpoint.name());
@@ -72,8 +73,8 @@ impl Dialer {
         Self { endpoint, target, expected, backoff, connected_at: None, failures: Repeats::new() }
     }
 
-    /// Dials until a connection stands, with growing, jittered waits in between; each failure is
-    /// logged, one that repeats once a minute. Never gives up: what only a person can mend may be mended while we wait. Dropping the future is safe.
+    /// Dials until a connection succeeds, with growing, jittered delays. Logs each failure, repeated ones
+    /// once a minute. Never gives up, because an operator may fix the cause meanwhile. Cancel-safe.
     pub async fn connect(&mut self) -> Connection {
         match self.connected_at.take() {
             Some(since) if since.elapsed() >= SETTLED => self.backoff.reset(),

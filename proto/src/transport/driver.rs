@@ -1,9 +1,11 @@
-//! What moves the bytes of a connection, so that whoever writes something small may send it itself.
+//! Driver of a QUIC connection, which a thread that writes a small message can poll itself to send it at
+//! once.
 //!
-//! QUIC has a task for each connection: who writes wakes it, and it sends. For a thread outside the runtime that is a wake
-//! and a change of threads before the first byte leaves, a good part of a short message's way. So the task's future lies
-//! here, where the thread that writes can take its turn ([`Handover::poll`]); what wakes the task meanwhile is remembered,
-//! and that thread sees to it.
+//! quinn has one task per connection: a writer wakes the task, and the task sends. For a thread outside the
+//! runtime, this costs a wake-up and a thread switch before the first byte leaves, a good part of a short
+//! message's latency. So the task's future is kept here, and the writing thread can poll it
+//! ([`Handover::poll`]). Wake-ups of the task during that poll are recorded, and the polling thread handles
+//! them.
 
 use super::socket::Socket;
 use crate::Error;
@@ -16,21 +18,21 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::time::Instant;
 use tokio::runtime::Handle;
 
-/// [`Driver::state`]: whoever wakes it wakes its task.
+/// [`Driver::state`]: a wake-up wakes the background task.
 const FREE: u8 = 0;
-/// A thread takes its turn, and sees to what wakes it.
+/// A thread is polling the driver and handles wake-ups itself.
 const TAKEN: u8 = 1;
-/// As before, and something has.
+/// Like [`TAKEN`], and a wake-up has arrived.
 const WOKEN: u8 = 2;
 
 type Task = Pin<Box<dyn Future<Output = ()> + Send>>;
 
-/// Tokio's runtime for QUIC, but that the tasks of connections are [`Driver`]s.
+/// Tokio's runtime for QUIC, with a [`Driver`] for each connection's task.
 #[derive(Debug)]
 pub(super) struct Drivers;
 
 thread_local! {
-    /// The last one that this thread has spawned.
+    /// The last driver that this thread has spawned.
     static SPAWNED: RefCell<Option<Arc<Driver>>> = const { RefCell::new(None) };
 }
 
@@ -58,7 +60,8 @@ impl quinn::Runtime for Drivers {
     }
 }
 
-/// Takes the turns that nobody else takes. A runtime that ends drops it, and the task with it.
+/// Background task that polls the driver when no writing thread does. A runtime that shuts down drops it,
+/// and the driver's task with it.
 struct Background(Arc<Driver>);
 
 impl Future for Background {
@@ -76,11 +79,11 @@ impl Drop for Background {
     }
 }
 
-/// The task of a connection.
+/// Task of a connection.
 pub(super) struct Driver {
-    /// None once it has ended.
+    /// `None` once the task has ended.
     task: Mutex<Option<Task>>,
-    /// Wakes what polls it in the background.
+    /// Waker of the background task.
     spawned: Mutex<Option<Waker>>,
     state: AtomicU8,
 }
@@ -105,7 +108,7 @@ impl Wake for Driver {
 }
 
 impl Driver {
-    /// That of the connection which this thread has just begun.
+    /// Returns the driver of the connection that this thread has just started.
     pub(super) fn spawned() -> Result<Arc<Self>, Error> {
         SPAWNED.take().ok_or(Error::Protocol("a connection that nothing drives"))
     }
@@ -135,7 +138,7 @@ impl Driver {
     }
 }
 
-/// Sends what is written to one connection at once, from the thread that writes.
+/// Sends what is written to one connection at once, from the writing thread.
 #[derive(Debug, Clone)]
 pub struct Handover(Arc<Driver>);
 
@@ -144,9 +147,10 @@ impl Handover {
         Self(Arc::clone(driver))
     }
 
-    /// Polls a future that writes to the connection, once, and sends what it has written, up to some datagrams. Whoever
-    /// gets [`Poll::Pending`] has it polled to its end elsewhere: nothing wakes this thread. `runtime` is the connection's,
-    /// none of whose threads this need be.
+    /// Polls a future that writes to the connection, once, and sends what it has written, up to some
+    /// datagrams. After [`Poll::Pending`] the caller must poll the future to completion elsewhere, because
+    /// nothing wakes this thread. `runtime` is the connection's runtime; the caller need not be one of its
+    /// threads.
     pub fn poll<F: Future>(&self, runtime: &Handle, write: Pin<&mut F>) -> Poll<F::Output> {
         let driver = &self.0;
         let _runtime = runtime.enter();
@@ -154,7 +158,7 @@ impl Handover {
         let mut task = match driver.task.try_lock() {
             Ok(task) => task,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            // Another thread has it, which sends this, too, when it is woken.
+            // Another thread polls the driver and, once woken, sends this too.
             Err(TryLockError::WouldBlock) => return write.poll(&mut context),
         };
         driver.state.store(TAKEN, Ordering::Release);
@@ -162,7 +166,7 @@ impl Handover {
         let woken = driver.state.swap(TAKEN, Ordering::AcqRel) == WOKEN;
         let ended = woken && driver.turn(&mut task).is_ready();
         drop(task);
-        // What is more than a turn's worth is the task's, and its own end.
+        // The background task does the rest of the work, and ends the task.
         if driver.state.swap(FREE, Ordering::AcqRel) == WOKEN || ended {
             driver.wake_task();
         }

@@ -1,5 +1,5 @@
-//! One call to encode texts on one stream: the request goes one way; a head frame and then the values
-//! themselves, which no codec touches, come back.
+//! One call to encode texts on one stream. The request goes to the worker; a head frame and then the values
+//! as raw bytes come back.
 
 use super::streams::{FrameReader, FrameWriter, read_request};
 use crate::Error;
@@ -37,7 +37,7 @@ pub(super) async fn call(
     }
 }
 
-/// The worker's end: texts, and where what becomes of them goes.
+/// Worker's end: the texts, and the replier for their values.
 #[derive(Debug)]
 pub struct EncodeCall {
     pub request: EncodeRequest,
@@ -51,15 +51,16 @@ impl EncodeCall {
     }
 }
 
-/// Where a worker sends its one answer. Dropped without, the coordinator sees a stream that was cut off.
+/// Sends the worker's single reply. If it is dropped before, the coordinator sees a stream that was cut
+/// off.
 #[derive(Debug)]
 pub struct EncodeReplier {
     frames: FrameWriter<EncodeReply>,
 }
 
 impl EncodeReplier {
-    /// Sends what the texts became, in the request's order, all of one length; waits until it has arrived. Fails with
-    /// [`Error::StreamEnded`] once the coordinator has cancelled.
+    /// Sends the values of all texts in the request's order, all of equal length, and waits until they have
+    /// arrived. Fails with [`Error::StreamEnded`] once the coordinator has cancelled.
     pub async fn send(mut self, encoded: &[Vec<f32>]) -> Result<(), Error> {
         let width = encoded.first().map_or(0, Vec::len);
         if encoded.iter().any(|values| values.len() != width) {
@@ -76,19 +77,19 @@ impl EncodeReplier {
         }
         let arrived = self.frames.stream().stopped();
         self.frames.finish();
-        // If nobody reads to the end, nobody misses it.
+        // An error means that the coordinator no longer reads, so it needs no values.
         let _ = arrived.await;
         Ok(())
     }
 
-    /// Says why there is nothing to send.
+    /// Sends an error in place of the values.
     pub async fn fail(mut self, error: GenerateError) -> Result<(), Error> {
         self.frames.write(&EncodeReply::Failed(error)).await?;
         self.frames.finish();
         Ok(())
     }
 
-    /// Resolves as soon as nobody reads any more: the coordinator has cancelled or the connection is gone.
+    /// Resolves once nobody reads any more: the coordinator has cancelled or the connection is lost.
     pub fn cancelled(&self) -> impl Future<Output = ()> + Send + 'static {
         let stopped = self.frames.stream().stopped();
         async move {

@@ -1,4 +1,4 @@
-//! A node's QUIC endpoint: one UDP socket that both dials and listens.
+//! QUIC endpoint of a node: one UDP socket that dials and listens.
 
 use super::connection::{CloseCode, Connection, Slot};
 use super::driver::{Driver, Drivers};
@@ -20,53 +20,56 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::task::{JoinHandle, JoinSet};
 
-/// Kernel buffers asked for, so that a burst is not dropped while both cores compute: 3 ms of the 1.4 GB/s that a CPU can
-/// carry. Best effort: systems that allow 208 KiB give that, with which two CPUs carried a sixth less.
+/// Requested size of the kernel's socket buffers, so that a burst is not dropped while both cores compute:
+/// 3 ms at the 1.4 GB/s that a CPU can carry. Best effort: systems with a limit of 208 KiB grant that, and
+/// two CPUs then carried a sixth less.
 const SOCKET_BUFFER_BYTES: usize = 4 << 20;
-/// Longest UDP payload that is tried, on links with jumbo frames; where the path carries less, discovery settles for less.
-/// QUIC hands the kernel up to ten datagrams at once, and the kernel takes 65,507 bytes: of longer ones a burst would be
-/// lost whole, without a word, until the path counts as one that carries nothing but the shortest.
+/// Longest UDP payload that path MTU discovery tries, for links with jumbo frames; on other paths discovery
+/// settles for less. QUIC passes up to ten datagrams to the kernel at once, and the kernel accepts 65,507
+/// bytes. With longer datagrams a burst would be lost silently as a whole, until discovery falls back to
+/// the shortest datagrams.
 pub(super) const MAX_DATAGRAM: u16 = 65_507 / 10;
-/// Bytes sent before the first acknowledgement. The usual 12 KB are for the internet: less than one prompt, of which every
-/// new connection would wait for an acknowledgement in the middle.
+/// Bytes sent before the first acknowledgement. The usual 12 KB are meant for the internet and smaller than
+/// one prompt, so every new connection would wait for an acknowledgement in the middle of a prompt.
 const INITIAL_WINDOW: u64 = 256 << 10;
-/// Packets that a peer may gather before it acknowledges them. Most exchanges are a packet or two each way, and an
-/// acknowledgement is another one, as dear to send and to receive.
+/// Most packets that a peer receives before it sends an acknowledgement. Most exchanges are one or two
+/// packets each way, and an acknowledgement is another packet that costs as much to send and to receive.
 const ACK_EVERY: u32 = 8;
-/// Accepted connections that wait for [`Endpoint::accept`].
+/// Most accepted connections that wait for [`Endpoint::accept`].
 const ACCEPT_BACKLOG: usize = 64;
 const CLOSE_LIMIT: Duration = Duration::from_secs(2);
 
-/// How an endpoint behaves. Start from [`EndpointConfig::new`].
+/// Settings of an endpoint. Start from [`EndpointConfig::new`].
 #[derive(Debug, Clone)]
 pub struct EndpointConfig {
-    /// This life of the process; told to peers in the hello.
+    /// Epoch of this run of the process; sent to peers in the hello.
     pub epoch: Epoch,
-    /// Roles that may dial us.
+    /// Roles of nodes that may dial this endpoint.
     pub accepts: Vec<Role>,
-    /// Protocol versions that we speak.
+    /// Protocol versions that this node speaks.
     pub versions: VersionRange,
-    /// A connection without a sign of life for this long is lost.
+    /// A connection from which nothing arrives for this long is lost.
     pub idle_timeout: Duration,
-    /// A quiet connection is pinged this often; well below `idle_timeout`.
+    /// Ping interval of an idle connection; must be well below `idle_timeout`.
     pub keep_alive: Duration,
-    /// Handshake and hello together take at most this long.
+    /// Time limit for handshake and hello together.
     pub handshake_timeout: Duration,
     pub max_connections: usize,
-    /// Connections accepted at once from one IP address.
+    /// Most connections accepted from one IP address.
     pub max_connections_per_ip: usize,
-    /// From this many unfinished handshakes on, a dialer must first prove that its address is not forged,
-    /// which costs it a round trip; 0 is always.
+    /// Number of unfinished handshakes from which on a dialer must prove its address first, which costs it
+    /// a round trip; 0 is always.
     pub retry_from_handshakes: usize,
-    /// Bidirectional streams that a peer may have open: RPC channels and generations.
+    /// Most bidirectional streams that a peer may have open, such as RPC channels and generations.
     pub max_bidi_streams: u32,
-    /// Streams of one direction that a peer may have open.
+    /// Most unidirectional streams that a peer may have open.
     pub max_uni_streams: u32,
 }
 
 impl EndpointConfig {
-    /// The defaults: 10 s idle timeout, 2 s keep-alive, 5 s handshake, 1,024 connections, 256 per address,
-    /// proof of address from 32 handshakes on, 4,096 and 256 streams.
+    /// Returns the defaults: 10 s idle timeout, 2 s keep-alive, 5 s handshake timeout, 1,024 connections,
+    /// 256 per address, proof of address from 32 handshakes on, 4,096 bidirectional and 256 unidirectional
+    /// streams.
     pub fn new(epoch: Epoch, accepts: impl Into<Vec<Role>>) -> Self {
         Self {
             epoch,
@@ -96,12 +99,13 @@ impl EndpointConfig {
             .keep_alive_interval(Some(self.keep_alive))
             .max_concurrent_bidi_streams(self.max_bidi_streams.into())
             .max_concurrent_uni_streams(self.max_uni_streams.into())
-            // The defaults are for 100 Mbit/s; a cluster's links carry 10 to 200 Gbit/s, with 0.2 to 1 ms there and back.
-            // 200 Gbit/s times 0.2 ms are 5 MB, times 1 ms 25 MB: a stream's window covers the one, a connection's both.
-            // What one connection brings is bounded by a CPU before, at 1.4 GB/s, of which 1 ms is 1.4 MB. What a reader
-            // leaves lies here: one slow reader may hold a stream's window, not the connection's, which is the most that
-            // a peer can have us hold. Larger is no better: with 32 MiB a stream two CPUs carried a sixth less, with
-            // 1 MiB a twelfth (docs/measurements/stages.md).
+            // quinn's defaults are for 100 Mbit/s. A cluster's links carry 10 to 200 Gbit/s with round
+            // trips of 0.2 to 1 ms. 200 Gbit/s times 0.2 ms are 5 MB, times 1 ms 25 MB: a stream's window
+            // covers the first, a connection's window both. A CPU limits one connection to 1.4 GB/s, of
+            // which 1 ms is 1.4 MB. Unread data is buffered here: one slow reader can fill a stream's
+            // window but not the connection's, which is the most that a peer can make this node buffer.
+            // With 32 MiB per stream two CPUs carried a sixth less, with 1 MiB a twelfth less
+            // (docs/measurements/stages.md).
             .stream_receive_window(VarInt::from_u32(8 << 20))
             .receive_window(VarInt::from_u32(64 << 20))
             .send_window(64 << 20)
@@ -113,19 +117,19 @@ impl EndpointConfig {
     }
 }
 
-/// What an endpoint has counted since it was bound.
+/// Counters of an endpoint since it was bound.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct EndpointStats {
     pub accepted: u64,
-    /// Handshakes or hellos that failed, whoever was to blame.
+    /// Handshakes or hellos that failed, for whatever reason.
     pub failed: u64,
-    /// Attempts turned away because a limit on connections was reached.
+    /// Attempts refused because a limit on connections was reached.
     pub over_limit: u64,
-    /// Attempts asked to prove their address first.
+    /// Attempts that had to prove their address first.
     pub retried: u64,
-    /// Names in bodies that were not the certificate's ([`Connection::require_node`] and hellos).
+    /// Node ids in hellos and bodies that did not match the certificate ([`Connection::require_node`]).
     pub spoofed: u64,
-    /// Connections closed because the peer's certificate was revoked meanwhile.
+    /// Connections closed because the peer's certificate was revoked.
     pub revoked: u64,
     /// Streams refused: unknown kind, or a kind that the opener's role may not open.
     pub streams_refused: u64,
@@ -148,19 +152,18 @@ impl Counters {
     }
 }
 
-/// A node's QUIC endpoint. Dropping it ends accepting; connections that stand live on until they are dropped
-/// too.
+/// QUIC endpoint of a node. Dropping it stops accepting; open connections live until they are dropped too.
 #[derive(Debug)]
 pub struct Endpoint {
     quic: quinn::Endpoint,
     local: Arc<Local>,
     address: SocketAddr,
     accepted: tokio::sync::Mutex<mpsc::Receiver<Connection>>,
-    /// None: it only dials.
+    /// `None` for an endpoint that only dials.
     acceptor: Option<JoinHandle<()>>,
 }
 
-/// What every connection of an endpoint needs of it.
+/// State of an endpoint that every connection of it shares.
 #[derive(Debug)]
 pub(super) struct Local {
     identity: Identity,
@@ -184,8 +187,8 @@ impl Local {
 }
 
 impl Endpoint {
-    /// Opens a UDP socket at `address` (port 0: any) and starts to accept. Must be called inside a tokio
-    /// runtime.
+    /// Opens a UDP socket at `address` (port 0: any free port) and starts to accept. Must be called inside
+    /// a tokio runtime.
     pub fn bind(address: SocketAddr, identity: &Identity, config: EndpointConfig) -> Result<Self, Error> {
         let transport = Arc::new(config.transport());
         let mut server = quinn::ServerConfig::with_crypto(tls::server(identity, &config.accepts)?);
@@ -201,22 +204,23 @@ impl Endpoint {
         Ok(Self { quic, local, address, accepted: tokio::sync::Mutex::new(accepted), acceptor })
     }
 
-    /// Another UDP socket of this node, on the same address and a port of its own, that only dials. What comes to a socket
-    /// is read by one task: who wants more bytes than a CPU reads dials from several. Its connections are this node's like
-    /// all others, and are counted with them. Must be called inside a tokio runtime.
+    /// Opens another UDP socket of this node, on the same address and its own port, that only dials. One
+    /// task reads a socket, so a node that must receive more than one CPU can read dials from several
+    /// sockets. Its connections share this endpoint's state and counters. Must be called inside a tokio
+    /// runtime.
     pub fn another(&self) -> Result<Self, Error> {
         let address = SocketAddr::new(self.address.ip(), 0);
         let bind_error = |source| Error::Bind { address, source };
         let settings = reset::endpoint_config(self.local.identity())?;
         let quic = driven(address, settings, None).map_err(bind_error)?;
         let address = quic.local_addr().map_err(bind_error)?;
-        // Nobody sends: there is nothing to accept.
+        // The sender is dropped; this endpoint accepts nothing.
         let (_, accepted) = mpsc::channel(1);
         let (local, accepted) = (Arc::clone(&self.local), tokio::sync::Mutex::new(accepted));
         Ok(Self { quic, local, address, accepted, acceptor: None })
     }
 
-    /// Where it listens, with the port really taken.
+    /// Returns the local address with the actual port.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
@@ -225,8 +229,8 @@ impl Endpoint {
         self.local.name()
     }
 
-    /// Dials `address` and succeeds only when both sides have accepted each other: certificates, hellos,
-    /// versions. See [`Dialer`](super::Dialer) for trying until it works.
+    /// Dials `address`. Succeeds only after both sides have accepted each other: certificates, hellos,
+    /// versions. [`Dialer`](super::Dialer) retries until it succeeds.
     pub async fn connect(&self, address: SocketAddr, expected: &Expected) -> Result<Connection, Error> {
         let limit = self.local.config.handshake_timeout;
         within("connecting", limit, self.dial(address, expected)).await
@@ -243,7 +247,8 @@ impl Endpoint {
         let quic = connecting.await.map_err(|error| handshake_error(address, &error))?;
         let peer = certified(&quic)?;
         let agreement = dialer_hello(&self.local, &quic, &peer).await.map_err(|error| {
-            // The peer's verdict on our certificate arrives only now; tell it in place of "stream gone".
+            // The peer's verdict on this node's certificate arrives only now. Report it instead of a lost
+            // stream.
             match (&error, quic.close_reason()) {
                 (Error::ConnectionLost { .. }, Some(reason)) => handshake_error(address, &reason),
                 _ => error,
@@ -253,13 +258,13 @@ impl Endpoint {
         Ok(Connection::new(quic, driver, self.local.clone(), peer, agreement, None))
     }
 
-    /// The next connection that a peer has made to us, or `None` once the endpoint is closed. Dropping the
-    /// future loses nothing.
+    /// Returns the next connection that a peer has made, or `None` once the endpoint is closed.
+    /// Cancel-safe.
     pub async fn accept(&self) -> Option<Connection> {
         self.accepted.lock().await.recv().await
     }
 
-    /// Counts since the endpoint was bound.
+    /// Returns the counters since the endpoint was bound.
     pub fn stats(&self) -> EndpointStats {
         let counters = &self.local.counters;
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
@@ -274,10 +279,10 @@ impl Endpoint {
         }
     }
 
-    /// Closes every connection and waits, at most 2 s, until the peers have been told.
+    /// Closes every connection and waits for the peers to be notified, for at most 2 s.
     pub async fn close(&self) {
         self.quic.close(CloseCode::Shutdown.to_wire(), b"shutdown");
-        // A peer that does not answer finds out by its idle timeout.
+        // A peer that is not notified detects the end by its idle timeout.
         let _ = tokio::time::timeout(CLOSE_LIMIT, self.quic.wait_idle()).await;
     }
 }
@@ -296,7 +301,7 @@ fn driven(
     server: Option<quinn::ServerConfig>,
 ) -> std::io::Result<quinn::Endpoint> {
     let endpoint = quinn::Endpoint::new(settings, server, socket(address)?, Arc::new(Drivers));
-    // The endpoint's own task is of no interest.
+    // The endpoint's own task is not needed.
     let _ = Driver::spawned();
     endpoint
 }
@@ -304,7 +309,7 @@ fn driven(
 fn socket(address: SocketAddr) -> std::io::Result<UdpSocket> {
     use socket2::{Domain, Protocol, Socket, Type};
     let socket = Socket::new(Domain::for_address(address), Type::DGRAM, Some(Protocol::UDP))?;
-    // The kernel caps these as it is configured; less is slower, not wrong.
+    // The kernel may grant less, which is slower but correct.
     let _ = socket.set_recv_buffer_size(SOCKET_BUFFER_BYTES);
     let _ = socket.set_send_buffer_size(SOCKET_BUFFER_BYTES);
     socket.bind(&address.into())?;
@@ -313,7 +318,8 @@ fn socket(address: SocketAddr) -> std::io::Result<UdpSocket> {
 
 static REFUSED: Repeats = Repeats::new();
 
-/// Accepts until the endpoint closes. Handshakes run side by side, so that a slow one holds up nobody.
+/// Accepts until the endpoint closes. Handshakes run concurrently, so that a slow one does not delay
+/// others.
 async fn accept_all(quic: quinn::Endpoint, local: Arc<Local>, accepted: mpsc::Sender<Connection>) {
     let open = Arc::new(Mutex::new(HashMap::new()));
     let mut handshakes = JoinSet::new();
@@ -340,7 +346,7 @@ async fn accept_all(quic: quinn::Endpoint, local: Arc<Local>, accepted: mpsc::Se
             match within("handshake", limit, welcome(&local, incoming, slot)).await {
                 Ok(connection) => {
                     Counters::add(&local.counters.accepted);
-                    // Fails only when the endpoint is gone, and the connection with it.
+                    // Fails only if the endpoint is gone, and the connection with it.
                     let _ = accepted.send(connection).await;
                 }
                 Err(error) => {
@@ -348,7 +354,7 @@ async fn accept_all(quic: quinn::Endpoint, local: Arc<Local>, accepted: mpsc::Se
                     if matches!(error, Error::Spoofed { .. }) {
                         Counters::add(&local.counters.spoofed);
                     }
-                    // Without its port, by which every attempt would be another.
+                    // The key has no port, because each attempt comes from another port.
                     if let Some(left_out) = REFUSED.due((address.ip(), std::mem::discriminant(&error))) {
                         tracing::warn!(%address, %error, left_out, "peer not accepted");
                     }
@@ -358,9 +364,9 @@ async fn accept_all(quic: quinn::Endpoint, local: Arc<Local>, accepted: mpsc::Se
     }
 }
 
-/// Counts a connection for as long as the slot lives; `None` when a limit is reached.
+/// Counts a connection for the lifetime of the slot. Returns `None` if a limit is reached.
 fn take_slot(open: &Arc<Mutex<HashMap<IpAddr, usize>>>, ip: IpAddr, config: &EndpointConfig) -> Option<Slot> {
-    // Nobody panics while holding this lock; a poisoned one would still hold true counts.
+    // No holder of this lock panics, and the counts of a poisoned lock would still be right.
     let mut counts = open.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let from_ip = counts.get(&ip).copied().unwrap_or(0);
     let total: usize = counts.values().sum();
@@ -427,7 +433,7 @@ async fn listener_hello(
     let told = writer.write(&local.hello()).await;
     writer.finish();
     if agreement.is_err() {
-        // The peer must have read our hello, or it could not name our versions, before we close.
+        // Before closing, wait until the peer has read this hello, so that it can report the versions.
         let _ = writer.stream().stopped().await;
     }
     let agreement = agreement?;
@@ -444,7 +450,7 @@ fn close_for(quic: &quinn::Connection, error: &Error) {
     quic.close(code.to_wire(), code.as_str().as_bytes());
 }
 
-/// The name in the certificate that TLS has verified.
+/// Returns the identity in the certificate that TLS has verified.
 fn certified(quic: &quinn::Connection) -> Result<PeerIdentity, Error> {
     let chain = quic.peer_identity().ok_or(Error::Protocol("no certificate"))?;
     let chain = chain.downcast::<Vec<CertificateDer<'static>>>();
@@ -453,7 +459,8 @@ fn certified(quic: &quinn::Connection) -> Result<PeerIdentity, Error> {
     Ok(PeerIdentity::from_certificate(leaf)?)
 }
 
-/// Tells who refused whom. TLS alerts travel as QUIC error codes 0x100 to 0x1ff (RFC 9001, section 4.8).
+/// Reports which side refused the other. TLS alerts travel as QUIC error codes 0x100 to 0x1ff (RFC 9001,
+/// section 4.8).
 fn handshake_error(address: SocketAddr, error: &ConnectionError) -> Error {
     let is_alert = |code: quinn::TransportErrorCode| (0x100..0x200).contains(&u64::from(code));
     match error {

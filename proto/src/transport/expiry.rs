@@ -1,4 +1,4 @@
-//! When certificates end, and how often that is worth a line in the log.
+//! Expiry of certificates, and the rate-limited log lines about it.
 
 use super::identity::{CertificateError, Identity, Material};
 use rustls::pki_types::CertificateDer;
@@ -7,12 +7,12 @@ use x509_parser::prelude::{FromDer, X509Certificate};
 
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 const HOUR: Duration = Duration::from_secs(60 * 60);
-/// A certificate with less than this share of its life left should have been renewed.
+/// Share of a certificate's life below which it is due for renewal.
 const RENEW_SHARE: f64 = 0.1;
-/// So should one with less time left, however short its life is.
+/// Remaining time below which a certificate is due for renewal, however short its life is.
 const RENEW_LEFT: Duration = Duration::from_secs(10 * 60);
 
-/// From when to when a certificate holds, in seconds since 1970.
+/// Validity period of a certificate, in seconds since 1970.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Validity {
     pub begins: i64,
@@ -20,17 +20,17 @@ pub struct Validity {
 }
 
 impl Validity {
-    /// Seconds until it ends; negative once it has ended.
+    /// Seconds until the end; negative after it.
     pub fn seconds_left(self, now: SystemTime) -> i64 {
         self.ends.saturating_sub(unix_seconds(now))
     }
 
-    /// Days until it ends; negative once it has ended.
+    /// Days until the end; negative after it.
     pub fn days_left(self, now: SystemTime) -> f64 {
         self.seconds_left(now) as f64 / DAY.as_secs_f64()
     }
 
-    /// The share of its life that is left, 0 to 1.
+    /// Remaining share of the certificate's life, 0 to 1.
     pub fn life_left(self, now: SystemTime) -> f64 {
         let life = self.ends.saturating_sub(self.begins).max(1) as f64;
         (self.seconds_left(now) as f64 / life).clamp(0.0, 1.0)
@@ -47,17 +47,17 @@ impl Validity {
     }
 }
 
-/// When a node's certificate ends, and that of the authority which has signed it.
+/// Validity of a node's certificate and of the authority that signed it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Validities {
-    /// Of the node's chain, whichever certificate of it ends first.
+    /// The certificate of the node's chain that ends first.
     pub node: Validity,
-    /// Of the root that the chain ends at.
+    /// The root that signed the chain.
     pub authority: Validity,
 }
 
 impl Validities {
-    /// Both, with the words for them that metrics and logs use.
+    /// Returns both with their names in metrics and logs.
     pub fn named(self) -> [(&'static str, Validity); 2] {
         [("node", self.node), ("authority", self.authority)]
     }
@@ -72,23 +72,23 @@ impl Validities {
             let parsed = X509Certificate::from_der(root);
             parsed.is_ok_and(|(_, root)| last.verify_signature(Some(root.public_key())).is_ok())
         };
-        // While one root replaces another there are two.
+        // There are two roots while one replaces the other.
         let root = material.roots.iter().find(signed).or(material.roots.first()).ok_or(none)?;
         Ok(Self { node, authority: Validity::of(root)? })
     }
 }
 
 impl Identity {
-    /// When its certificates end, as they are now.
+    /// Returns the validities of the present certificates.
     pub fn validities(&self) -> Result<Validities, CertificateError> {
         Validities::of(&self.material())
     }
 }
 
-/// Says in the log that a certificate is about to end, or has ended: at once, then again and again.
+/// Logs certificates that are about to expire or have expired: at once, then repeatedly.
 #[derive(Debug, Default)]
 pub struct ExpiryWatch {
-    /// When each of [`Validities::named`] was last spoken of, and how it stood.
+    /// Time and state of the last log line for each of [`Validities::named`].
     said: [Option<(SystemTime, Stand)>; 2],
 }
 
@@ -119,9 +119,9 @@ impl Stand {
 }
 
 impl ExpiryWatch {
-    /// To be called every few seconds. Logs what is due.
+    /// Logs the certificates that are due. Call it every few seconds.
     pub fn look(&mut self, identity: &Identity, now: SystemTime) {
-        // What cannot be read was refused when it was loaded.
+        // Unreadable certificates were refused when they were loaded.
         let Ok(validities) = identity.validities() else { return };
         let node = identity.name();
         for (certificate, validity, stand) in self.due(validities, now) {
@@ -148,7 +148,7 @@ impl ExpiryWatch {
         for (said, (certificate, validity)) in self.said.iter_mut().zip(validities.named()) {
             let stand = Stand::of(validity, now);
             let told = said.is_some_and(|(at, before)| {
-                // A clock that was set back does not silence it.
+                // A clock that was set back does not suppress the log line.
                 Some(before) == stand && now.duration_since(at).is_ok_and(|since| since < before.say_every())
             });
             match stand {
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn the_certificates_of_an_identity_say_when_they_end() {
+    fn the_validities_of_an_identity_are_those_of_its_certificates() {
         let now = at(1_800_000_000);
         let old = Authority::new(ClusterName::new("c").unwrap(), now).unwrap();
         let new = old.successor(now + DAY * 100).unwrap();
@@ -192,12 +192,12 @@ mod tests {
         assert!((300.0..366.0).contains(&validities.node.days_left(now)), "{validities:?}");
         assert_eq!(validities.authority.days_left(now), 3650.0);
         assert!(validities.node.life_left(now) > 0.99);
-        // Of two roots, the one that has signed.
+        // With two roots, the one that signed counts.
         assert_eq!(issue(&new).authority.days_left(now), 3750.0);
     }
 
     #[test]
-    fn it_is_said_once_a_day_then_once_an_hour_and_past_the_end() {
+    fn expiry_is_logged_daily_then_hourly_and_after_the_end() {
         let validity = |ends: i64| Validity { begins: 0, ends };
         let life = 100 * DAY.as_secs();
         let validities = Validities { node: validity(life.cast_signed()), authority: validity(i64::MAX) };
@@ -211,7 +211,7 @@ mod tests {
         }
         let count = |wanted: Stand| stands.iter().filter(|stand| **stand == wanted).count();
         assert_eq!([Stand::Due, Stand::LastDay, Stand::Over].map(count), [9, 24, 24]);
-        // Renewed, it is silent; the next one that ends is spoken of at once.
+        // After a renewal nothing is logged. The next certificate that expires is logged at once.
         let renewed = Validities { node: validity(i64::MAX), ..validities };
         let now = at(life + DAY.as_secs());
         assert!(watch.due(renewed, now).is_empty());
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn short_lives_are_spoken_of_when_little_of_them_is_left() {
+    fn short_lived_certificates_are_logged_shortly_before_they_expire() {
         let hour = Validity { begins: 0, ends: 3600 };
         assert_eq!(Stand::of(hour, at(1800)), None);
         assert_eq!(Stand::of(hour, at(3100)), Some(Stand::LastDay));

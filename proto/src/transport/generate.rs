@@ -1,5 +1,5 @@
-//! One generation on one stream: the request goes one way, frames come back, and either side's leaving is
-//! seen by the other.
+//! One generation on one stream. The request goes to the worker, frames come back. Each side detects when
+//! the other leaves.
 
 use super::Connection;
 use super::prefixes::{KeptPrefixes, Numbering, Sending};
@@ -9,15 +9,15 @@ use crate::codec::Cap;
 use crate::message::{GenerateFrame, GenerateRequest, NumberedPrefix, PrefixNote};
 use quinn::{RecvStream, SendStream};
 
-/// What a request takes besides its tokens, unless it has many stop strings or biases.
+/// Bytes of a request other than its tokens, unless it has many stop strings or biases.
 const REQUEST_ROOM: usize = 512;
 const WHAT: &str = "a generation's request";
 
-/// Requests leave one after the other, the oldest first, and not a packet of each in turn: a worker takes them in the order
-/// in which their streams were opened, so nobody would be served sooner and all but the last later. Everything else that
-/// goes over the connection goes before them.
+/// Priority of a request's stream. Requests are sent one after the other, the oldest first, not
+/// interleaved: a worker admits them in the order in which their streams were opened, so interleaving would
+/// serve none sooner and all but the last later. Everything else on the connection goes first.
 fn priority(stream: u64) -> i32 {
-    // Once in a thousand million requests a newer one goes first.
+    // Priorities wrap once in 2^30 requests; then a newer request goes first.
     const COUNT: u64 = 1 << 30;
     -1 - i32::try_from(stream % COUNT).unwrap_or(0)
 }
@@ -29,22 +29,22 @@ fn is_last(frame: &GenerateFrame) -> bool {
     }
 }
 
-/// The coordinator's end. Dropping it before the last frame cancels the generation.
+/// Coordinator's end. Dropping it before the last frame cancels the generation.
 #[derive(Debug)]
 pub struct GenerateStream {
     frames: FrameReader<GenerateFrame>,
-    /// What the request has said of its prompt's beginning, until the worker has answered.
+    /// Numbered prefix of the request, until the worker has replied.
     said: SentPrefix,
     ended: bool,
 }
 
-/// See [`GenerateStream`].
+/// How the beginning of the prompt was sent. See [`GenerateStream`].
 #[derive(Debug, Default)]
 struct SentPrefix {
     numbering: Option<Numbering>,
-    /// The prompt was sent without its beginning.
+    /// Set if the prompt was sent without its beginning.
     short: Option<Box<Short>>,
-    /// The worker does not have that: all of it has to be sent.
+    /// Set once the worker has reported that it does not have the prefix. The whole prompt must be sent.
     unknown: bool,
 }
 
@@ -56,7 +56,7 @@ struct Short {
 }
 
 impl GenerateStream {
-    /// On a stream that nothing has been sent on.
+    /// Starts a generation on a stream on which nothing has been sent.
     pub(super) async fn start(
         send: SendStream,
         receive: RecvStream,
@@ -66,7 +66,8 @@ impl GenerateStream {
         Self::sent(writer, receive, request, SentPrefix::default()).await
     }
 
-    /// [`start`](Self::start) for a prompt whose beginning is numbered, or known by its number, on `connection`.
+    /// Like [`start`](Self::start), for a prompt whose beginning gets a number on `connection`, or is
+    /// replaced by one.
     pub(super) async fn start_after(
         (send, receive): (SendStream, RecvStream),
         connection: &Connection,
@@ -97,9 +98,9 @@ impl GenerateStream {
         Ok(Self { frames: FrameReader::new(receive, Cap::Stream), said, ended: false })
     }
 
-    /// The next frame; `None` after the last one or after an error. A stream that ends before its last frame
-    /// is [`Error::StreamCut`], a worker that is gone [`Error::ConnectionLost`]. Dropping the future loses
-    /// nothing.
+    /// Returns the next frame, or `None` after the last frame or after an error. Fails with
+    /// [`Error::StreamCut`] if the stream ends before its last frame, and with [`Error::ConnectionLost`] if
+    /// the worker is lost. Cancel-safe.
     pub async fn next(&mut self) -> Option<Result<GenerateFrame, Error>> {
         if self.ended {
             return None;
@@ -112,7 +113,8 @@ impl GenerateStream {
                 frame => return Some(self.took(frame)),
             }
         }
-        // SentPrefix once: what follows has no number. Dropped on the way, it begins again.
+        // Retried once: the whole prompt has no number. If the future is dropped here, the retry starts
+        // again.
         if let Some(short) = &self.said.short {
             match short.connection.open_whole(&short.request, short.after).await {
                 Ok(whole) => *self = whole,
@@ -141,17 +143,17 @@ impl GenerateStream {
     }
 }
 
-/// A writer that begins with the kind of the stream and has room for the request.
+/// Creates a writer that starts with the stream's kind and has capacity for the request.
 fn opening(send: SendStream, kind: StreamKind, request: &GenerateRequest) -> FrameWriter<GenerateRequest> {
     let tokens = request.prompt.len() + request.emitted.len();
-    // Fails only for a stream that is finished.
+    // Fails only for a finished stream.
     let _ = send.set_priority(priority(send.id().index()));
-    // A token takes three bytes at most in all vocabularies there are.
+    // A token takes at most three bytes in all existing vocabularies.
     let room = 3 * tokens + REQUEST_ROOM;
     FrameWriter::opening(send, kind, Cap::GenerateRequest, room)
 }
 
-/// The worker's end: a request and where its frames go.
+/// Worker's end: a request, and the sender for its frames.
 #[derive(Debug)]
 pub struct GenerateCall {
     pub request: GenerateRequest,
@@ -164,7 +166,7 @@ impl GenerateCall {
         Ok(Self { request, reply: GenerateReply { frames, finished: false } })
     }
 
-    /// [`read`](Self::read) of a prompt that may begin with what was kept of an earlier one.
+    /// Like [`read`](Self::read), for a prompt that may begin with a numbered prefix of an earlier one.
     pub(super) async fn read_after(
         send: SendStream,
         receive: RecvStream,
@@ -186,7 +188,7 @@ impl GenerateCall {
     }
 }
 
-/// Where a worker sends the frames of one generation. Dropped before the last frame, the coordinator sees a
+/// Sends the frames of one generation. If it is dropped before the last frame, the coordinator sees a
 /// stream that was cut off.
 #[derive(Debug)]
 pub struct GenerateReply {
@@ -195,9 +197,9 @@ pub struct GenerateReply {
 }
 
 impl GenerateReply {
-    /// Sends a frame; waits while the coordinator reads slower than we generate. Fails with
-    /// [`Error::StreamEnded`] once the coordinator has cancelled. After a frame that is a generation's last
-    /// the stream is finished. Do not drop the future halfway and then send on.
+    /// Sends a frame. Waits while the coordinator reads more slowly. Fails with [`Error::StreamEnded`] once
+    /// the coordinator has cancelled. The last frame of a generation also finishes the stream. If the
+    /// future is dropped before it completes, the stream is unusable.
     pub async fn send(&mut self, frame: &GenerateFrame) -> Result<(), Error> {
         self.frames.write(frame).await?;
         if is_last(frame) {
@@ -207,12 +209,12 @@ impl GenerateReply {
         Ok(())
     }
 
-    /// Whether a generation's last frame was sent; it may still be under way.
+    /// Whether the last frame was sent. It may still be in transit.
     pub fn is_finished(&self) -> bool {
         self.finished
     }
 
-    /// Resolves as soon as nobody reads any more: the coordinator has cancelled, the connection is gone, or
+    /// Resolves once nobody reads any more: the coordinator has cancelled, the connection is lost, or
     /// everything up to the last frame has arrived.
     pub fn cancelled(&self) -> impl Future<Output = ()> + Send + 'static {
         let stopped = self.frames.stream().stopped();
@@ -227,7 +229,7 @@ mod tests {
     use super::priority;
 
     #[test]
-    fn older_requests_go_before_newer_ones_and_behind_everything_else() {
+    fn older_requests_have_priority_over_newer_ones_and_none_over_other_streams() {
         for stream in [0, 1, 1_000_000, (1 << 30) - 2] {
             assert!(priority(stream) > priority(stream + 1));
             assert!(priority(stream) < 0);

@@ -1,4 +1,4 @@
-//! What coordinators tell each other: frames of a type that is theirs to define.
+//! Streams between coordinators, with frames of a type that the coordinators define.
 
 use super::streams::{FrameReader, FrameWriter};
 use crate::Error;
@@ -7,7 +7,7 @@ use quinn::{RecvStream, SendStream};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// The end of the coordinator that tells.
+/// Sending coordinator's end.
 #[derive(Debug)]
 pub struct GroupSender<T> {
     frames: FrameWriter<T>,
@@ -18,14 +18,14 @@ impl<T: Serialize> GroupSender<T> {
         Self { frames: FrameWriter::new(stream, Cap::Stream) }
     }
 
-    /// Sends a frame of at most 1 MiB; waits while the other one reads slower than we send. Do not drop the
-    /// future halfway and then send on.
+    /// Sends a frame of at most 1 MiB. Waits while the peer reads more slowly. If the future is dropped
+    /// before it completes, the stream is unusable.
     pub async fn send(&mut self, frame: &T) -> Result<(), Error> {
         self.frames.write(frame).await
     }
 }
 
-/// A stream that another coordinator has opened; whose it is, its connection's certificate says.
+/// A stream opened by another coordinator. The connection's certificate identifies that coordinator.
 #[derive(Debug)]
 pub struct GroupStream(RecvStream);
 
@@ -39,16 +39,16 @@ impl GroupStream {
     }
 }
 
-/// The end of the coordinator that is told.
+/// Receiving coordinator's end.
 #[derive(Debug)]
 pub struct GroupReceiver<T> {
     frames: FrameReader<T>,
 }
 
 impl<T: DeserializeOwned> GroupReceiver<T> {
-    /// The next frame; `None` at a clean end. After
-    /// [`CodecError::UnknownVariant`](crate::codec::CodecError::UnknownVariant) the stream goes on behind the
-    /// frame that was not understood. Dropping the future loses nothing.
+    /// Returns the next frame, or `None` at a clean end. After
+    /// [`CodecError::UnknownVariant`](crate::codec::CodecError::UnknownVariant) the stream continues with
+    /// the following frame. Cancel-safe.
     pub async fn next(&mut self) -> Option<Result<T, Error>> {
         self.frames.next().await.transpose()
     }

@@ -1,5 +1,5 @@
-//! The first words on a connection: both sides say which protocol versions they speak, who they are and in
-//! which life, and both work out the same version.
+//! Hello: the first message of each side on a connection. Both sides send their protocol versions, node id
+//! and epoch, and compute the same version.
 
 use super::identity::PeerIdentity;
 use crate::Error;
@@ -14,10 +14,10 @@ pub struct VersionRange {
 }
 
 impl VersionRange {
-    /// The versions of this build. 1 to 6 were never released: builds from before v0.1.0 spoke them.
+    /// Versions of this build. 1 to 6 were used only by builds before v0.1.0, which were never released.
     pub const CURRENT: Self = Self { min: 7, max: 7 };
 
-    /// The newest version in both ranges.
+    /// Returns the newest version in both ranges.
     pub fn newest_common(self, other: Self) -> Option<u16> {
         let newest = self.max.min(other.max);
         (newest >= self.min.max(other.min)).then_some(newest)
@@ -30,24 +30,24 @@ impl std::fmt::Display for VersionRange {
     }
 }
 
-/// The first message of each side. Its form never changes under one ALPN name.
+/// First message of each side. Its form never changes under one ALPN name.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
     pub versions: VersionRange,
     /// Must equal the certificate's node id.
     pub node: NodeId,
-    /// This life of the process.
+    /// Epoch of this run of the process.
     pub epoch: Epoch,
 }
 
-/// What a connection is, once both hellos are known.
+/// Result of the exchange of hellos.
 #[derive(Debug, Clone)]
 pub(super) struct Agreement {
     pub(super) version: u16,
     pub(super) peer_epoch: Epoch,
 }
 
-/// Judges the peer's hello. Both sides run this and come to the same version.
+/// Checks the peer's hello. Both sides run this and get the same version.
 pub(super) fn agree(ours: VersionRange, peer: &PeerIdentity, hello: Hello) -> Result<Agreement, Error> {
     if hello.node != peer.node {
         return Err(Error::Spoofed { certified: peer.clone(), claimed: hello.node });
@@ -74,7 +74,7 @@ mod tests {
             (range(1, 3), range(3, 9), Some(3)),
             (range(2, 9), range(4, 5), Some(5)),
             (range(1, 2), range(3, 4), None),
-            // A range turned upside down speaks nothing.
+            // An inverted range contains no version.
             (range(5, 2), range(1, 9), None),
         ] {
             assert_eq!(a.newest_common(b), common, "{a} and {b}");

@@ -1,5 +1,4 @@
-//! Who a node is: `spiffe://<cluster>/<role>/<node id>`, carried as the only URI among the names of its
-//! certificate.
+//! Identity of a node: `spiffe://<cluster>/<role>/<node id>`, the only SAN URI of its certificate.
 
 use super::revocation::Revoked;
 use super::tls;
@@ -11,20 +10,19 @@ use std::sync::{Arc, PoisonError, RwLock};
 use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
 
 const SCHEME: &str = "spiffe://";
-/// Certificates sent by a peer or read from a file: a leaf and what links it to a root.
+/// Most certificates of a chain from a peer or a file: a leaf and its links to a root.
 const MAX_CHAIN: usize = 4;
 
-/// A node of a cluster, as a certificate names it.
+/// Identity of a node, as its certificate states it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct PeerIdentity {
     pub cluster: ClusterName,
-    /// What the node may do.
     pub role: Role,
     pub node: NodeId,
 }
 
 impl PeerIdentity {
-    /// Checks what a certificate must say by itself to be a node's (not who signed it) and reads the name.
+    /// Reads the identity of a node certificate. Checks the certificate's own fields, not its signature.
     pub fn from_certificate(certificate: &CertificateDer<'_>) -> Result<Self, CertificateError> {
         let (rest, parsed) =
             X509Certificate::from_der(certificate).map_err(|_| CertificateError::Unreadable)?;
@@ -79,93 +77,92 @@ impl std::str::FromStr for PeerIdentity {
     }
 }
 
-/// Whom a dialer wants to reach. The certificate must say so; an address or a DNS name proves nothing.
+/// Peer that a dialer accepts. The peer's certificate must match; an address or a DNS name proves nothing.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Expected {
-    /// The role it must have.
     pub role: Role,
-    /// The one node it must be, or any of that role.
+    /// `None` accepts any node of the role.
     pub node: Option<NodeId>,
 }
 
 impl Expected {
-    /// Any node of `role` in our own cluster.
+    /// Expects any node of `role` in this node's cluster.
     pub fn any(role: Role) -> Self {
         Self { role, node: None }
     }
 
-    /// This node and no other.
+    /// Expects exactly this node.
     pub fn node(role: Role, node: NodeId) -> Self {
         Self { role, node: Some(node) }
     }
 }
 
-/// Why a certificate does not make its holder a node that we talk to.
+/// Reason why a certificate, key or list is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum CertificateError {
-    /// Not a certificate, key or PEM file at all.
+    /// The input is not a certificate, key or PEM file.
     #[error("not readable")]
     Unreadable,
-    /// A private key is missing in a PEM file.
+    /// A PEM file has no private key.
     #[error("no private key found")]
     NoKey,
-    /// No certificate, or more than a chain can have.
+    /// The PEM file has no certificate, or more than a chain may have.
     #[error("{found} certificates where 1 to {MAX_CHAIN} are expected")]
     ChainLength { found: usize },
-    /// A certificate authority's own certificate.
+    /// The certificate is a CA certificate; a node certificate was expected.
     #[error("a CA certificate is not a node's")]
     IsCa,
-    /// A certificate authority's certificate was expected.
+    /// The certificate is not a CA certificate; one was expected.
     #[error("not a CA certificate")]
     NotCa,
-    /// The private key belongs to another certificate.
+    /// The private key does not match the certificate.
     #[error("the key is not this certificate's")]
     OtherKey,
-    /// It may not sign handshakes.
+    /// The certificate may not sign handshakes.
     #[error("key usage must be digital signature and not certificate signing")]
     KeyUsage,
-    /// No SAN of type URI; other names do not count.
+    /// The certificate has no SAN of type URI. Other names do not count.
     #[error("no SAN URI")]
     NoUri,
-    /// More than one SAN of type URI.
+    /// The certificate has more than one SAN of type URI.
     #[error("more than one SAN URI")]
     SeveralUris,
-    /// The SAN URI names no node.
+    /// The SAN URI does not name a node.
     #[error("SAN URI {uri:?} is not spiffe://<cluster>/<coordinator|worker>/<node id>")]
     BadUri {
         /// The URI, cut to 200 characters.
         uri: String,
     },
-    /// A node of another cluster.
+    /// The node belongs to another cluster.
     #[error("of cluster {found}, ours is {ours}")]
     WrongCluster { found: ClusterName, ours: ClusterName },
-    /// A node whose role may not be here.
+    /// A node of this role is not accepted here.
     #[error("role {} is not expected here", found.as_str())]
     WrongRole { found: Role },
-    /// An authority that is still taking another's place cannot be replaced yet.
+    /// An authority that is still replacing another cannot be replaced.
     #[error("another root is still being replaced")]
     Rotating,
     #[error("revoked (serial {serial})")]
     Revoked {
-        /// Its serial number in hexadecimal.
+        /// Serial number in hexadecimal digits.
         serial: String,
     },
-    /// A list of revoked certificates cannot be taken.
+    /// A certificate revocation list is refused.
     #[error("a list of revoked certificates: {reason}")]
     RevocationList { reason: &'static str },
-    /// A certificate that an identity is to be renewed with is another node's.
+    /// The certificate for a renewal belongs to another node.
     #[error("it is {found}'s, not {wanted}'s")]
     OtherName { found: String, wanted: String },
-    /// A node of the right role that is not the one dialed.
+    /// The node has the right role, but is not the one that was dialed.
     #[error("node {found} answered instead of {wanted}")]
     WrongNode { found: NodeId, wanted: NodeId },
 }
 
-/// What a node needs to prove who it is and to check others: its key, its certificate chain and the roots
-/// of its cluster (two while a root is being replaced).
+/// Credentials of a node: its key, its certificate chain, and the roots of its cluster (two while a root is
+/// being replaced) to check peers.
 ///
-/// Clones are the same identity: what one of them is [renewed](Self::renew) with is what all of them, and every
-/// endpoint bound with one of them, show and check from the next handshake on. Connections that stand go on.
+/// Clones share one state. After a [renewal](Self::renew), all clones and every endpoint bound with one of
+/// them present and check the new credentials from the next handshake on. Open connections continue.
 #[derive(Debug, Clone)]
 pub struct Identity {
     name: PeerIdentity,
@@ -173,7 +170,7 @@ pub struct Identity {
     pub(super) revoked: Revoked,
 }
 
-/// What an identity consists of just now.
+/// Present credentials of an identity.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Material {
     pub(super) chain: Vec<CertificateDer<'static>>,
@@ -183,8 +180,8 @@ pub(super) struct Material {
 
 impl Identity {
     /// Reads an identity from PEM texts: the certificate chain (leaf first), the leaf's private key, the
-    /// cluster's root certificates. The leaf must be a node's; whether key and certificate fit together and
-    /// whether the chain holds is checked when the identity is put to use.
+    /// cluster's root certificates. The leaf must be a node certificate. Whether key and certificate match,
+    /// and whether the chain is valid, is checked when the identity is used.
     pub fn from_pem(chain: &[u8], key: &[u8], roots: &[u8]) -> Result<Self, CertificateError> {
         let chain = certificates(chain)?;
         let roots = certificates(roots)?;
@@ -199,9 +196,9 @@ impl Identity {
         &self.name
     }
 
-    /// Holds the certificates for revoked that are on these lists, PEM texts (`X509 CRL`) that a root of the cluster has
-    /// signed; `false` if that is nothing new. Whoever is connected to an endpoint of this identity is told, and loses
-    /// its connection if it is about itself.
+    /// Adds certificate revocation lists, PEM texts (`X509 CRL`) that a root of the cluster has signed.
+    /// Returns `false` if they add nothing. The lists are sent to all peers of this identity's endpoints.
+    /// Connections of a revoked peer are closed.
     pub fn revoke(&self, lists: &[u8]) -> Result<bool, CertificateError> {
         let bad = CertificateError::RevocationList { reason: "not readable" };
         let lists: Result<Vec<_>, _> = CertificateRevocationListDer::pem_slice_iter(lists).collect();
@@ -212,12 +209,12 @@ impl Identity {
         lists.iter().try_fold(false, |changed, list| Ok(self.learn_revoked(list)? || changed))
     }
 
-    /// [`revoke`](Self::revoke) of one list as DER.
+    /// Like [`revoke`](Self::revoke), for one list in DER.
     pub(super) fn learn_revoked(&self, list: &[u8]) -> Result<bool, CertificateError> {
         self.revoked.learn(list, &self.material().roots)
     }
 
-    /// Says in the log how many certificates are revoked by now.
+    /// Logs the number of revoked certificates.
     pub(super) fn tell_revoked(&self) {
         tracing::warn!(certificates = self.revoked.count(), "certificates are revoked");
         if self.revoked.check(&self.material().chain).is_err() {
@@ -225,8 +222,8 @@ impl Identity {
         }
     }
 
-    /// Takes the certificate, key, roots and lists of revoked certificates of `other`, which must be of the same node
-    /// and fit together. `false` if they are what it has already. What was revoked once stays so.
+    /// Takes over the certificate, key, roots and revocation lists of `other`. They must belong to the same
+    /// node and match each other. Returns `false` if nothing changes. Revoked certificates stay revoked.
     pub fn renew(&self, other: &Self) -> Result<bool, Error> {
         if other.name != self.name {
             let (found, wanted) = (other.name.to_string(), self.name.to_string());
@@ -234,7 +231,7 @@ impl Identity {
         }
         let new = other.material();
         tls::certified(&new)?;
-        // Nobody panics while holding this lock.
+        // No holder of this lock panics.
         let mut material = self.material.write().unwrap_or_else(PoisonError::into_inner);
         let changed = *material != new;
         let roots = Arc::clone(&new);
@@ -247,12 +244,12 @@ impl Identity {
         Ok(changed || revoked)
     }
 
-    /// Waits until more certificates are known to be revoked than so many; how many are.
+    /// Waits until more than `known` certificates are revoked. Returns their number.
     pub async fn more_revoked_than(&self, known: usize) -> usize {
         self.revoked.more_than(known).await
     }
 
-    /// What it consists of just now.
+    /// Returns the present credentials.
     pub(super) fn material(&self) -> Arc<Material> {
         Arc::clone(&self.material.read().unwrap_or_else(PoisonError::into_inner))
     }

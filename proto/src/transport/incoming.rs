@@ -1,5 +1,5 @@
-//! What the peer opens: each stream is recognised by its first byte, checked against the peer's role, and
-//! handed on as something that can be served.
+//! Streams that the peer opens. Each stream is identified by its first byte, checked against the peer's
+//! role, and handed on as a typed call.
 
 use super::BulkReceiver;
 use super::driver::Driver;
@@ -29,52 +29,52 @@ use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::{JoinHandle, JoinSet};
 
-/// Streams that were opened by the peer and wait for [`Connection::accept`].
+/// Most streams opened by the peer that wait for [`Connection::accept`].
 const INCOMING_BACKLOG: usize = 64;
-/// A stream must say what it is, and a request must be complete, within this time.
+/// Time limit for a stream's kind byte and for a complete request.
 const OPENING_LIMIT: Duration = Duration::from_secs(10);
-/// Streams that were refused, by peer and kind.
+/// Limits the log lines about refused streams, by peer and kind.
 static REFUSED: Repeats = Repeats::new();
 
 /// A stream that the peer has opened, ready to be served.
 #[derive(Debug)]
 pub enum Incoming {
-    /// A worker wants to call our [`CoordinatorApi`](crate::service::CoordinatorApi).
+    /// Calls of a worker to this node's [`CoordinatorApi`](crate::service::CoordinatorApi).
     CoordinatorRpc(CoordinatorRpc),
-    /// A coordinator wants to call our [`WorkerApi`](crate::service::WorkerApi).
+    /// Calls of a coordinator to this node's [`WorkerApi`](crate::service::WorkerApi).
     WorkerRpc(WorkerRpc),
-    /// A coordinator wants tokens.
+    /// A generate request of a coordinator.
     Generate(Box<GenerateCall>),
-    /// A coordinator wants texts encoded.
+    /// An encode call of a coordinator.
     Encode(EncodeCall),
-    /// A coordinator wants something done with a sequence.
+    /// An operation of a coordinator on sequences.
     Sequence(SequenceCall),
-    /// A coordinator opens a session of an operation.
+    /// A session of an operation, opened by a coordinator.
     Operation(Box<OperationCall>),
-    /// A worker wants the resume point of a prefix from us, a worker.
+    /// Worker to worker: a pull of a prefix's resume point.
     Pull(PullCall),
-    /// A worker tells its KV events.
+    /// KV events of a worker.
     KvEvents(KvEventReceiver),
-    /// A coordinator wants to know all that we hold.
+    /// A coordinator's request for a snapshot of this worker's prefixes.
     KvSnapshot(KvSnapshotReply),
-    /// A coordinator tells us, a coordinator, something.
+    /// Coordinator to coordinator: frames of their own protocol.
     Group(GroupStream),
-    /// A coordinator wants to know what we, a coordinator, know of a worker's prefixes.
+    /// Coordinator to coordinator: a request for the index of one worker's prefixes.
     PeerIndex(PeerIndexCall),
-    /// The first stage of a replica wants us to be another one.
+    /// The first stage of a replica controls this worker as another stage.
     Stage(StageCall),
-    /// The first stage of a replica claims us.
+    /// The first stage of a replica claims this worker.
     StageLease(LeaseCall),
-    /// The first stage of our replica reads and fills our blocks.
+    /// The first stage of the replica reads and writes this worker's blocks.
     StageBlocks(StageBlocksCall),
-    /// The stage before ours sends steps and activations.
+    /// The previous stage sends steps and activations.
     Activations(ActivationReceiver),
-    /// A worker wants a model's manifest, or chunks, from us, a worker.
+    /// Worker to worker: a request for a model's manifest or for chunks.
     Shard(ShardCall),
     Bulk(BulkReceiver),
 }
 
-/// Starts to accept streams, until the connection is gone or the task is aborted.
+/// Starts to accept streams, until the connection is lost or the task is aborted.
 pub(super) fn demultiplex(
     quic: quinn::Connection,
     driver: &Arc<Driver>,
@@ -85,9 +85,10 @@ pub(super) fn demultiplex(
     (tokio::spawn(accept_all(quic, Arc::clone(driver), local, peer, ready)), incoming)
 }
 
-/// Each stream is identified in its own task, within [`OPENING_LIMIT`]; QUIC's stream limits bound the tasks.
-/// Bidirectional streams are handed on in the order in which the peer opened them: a coordinator's prediction
-/// of what is cached holds only if the request that computes a prefix arrives before those that wait for it.
+/// Identifies each stream in its own task, within [`OPENING_LIMIT`]; QUIC's stream limits bound the number
+/// of tasks. Bidirectional streams are handed on in the order in which the peer opened them, because a
+/// coordinator's prediction of cached tokens holds only if the request that computes a prefix arrives
+/// before the requests that wait for it.
 async fn accept_all(
     quic: quinn::Connection,
     driver: Arc<Driver>,
@@ -98,7 +99,7 @@ async fn accept_all(
     let mut openings = JoinSet::new();
     let kept = Arc::new(KeptPrefixes::default());
     let hears = Arc::new(AtomicBool::new(false));
-    // Resolves when the stream before has been handed on or given up.
+    // Resolves when the previous stream has been handed on or abandoned.
     let mut before = None;
     loop {
         let (send, receive) = tokio::select! {
@@ -125,11 +126,11 @@ async fn accept_all(
             let identified = identify(&local, &driver, &peer, (&kept, &hears), send, receive);
             let opened = within("opening of a stream", OPENING_LIMIT, identified).await;
             if let Some(turn) = turn {
-                // An error means that the task before has ended.
+                // An error means that the previous task has ended.
                 let _ = turn.await;
             }
             match opened {
-                // Fails only when nobody will ever accept again.
+                // Fails only if no one will accept again.
                 Ok(Some(incoming)) => drop(ready.send(incoming).await),
                 Ok(None) => {}
                 Err(error) => tracing::debug!(%peer, %error, "stream not accepted"),
@@ -139,8 +140,8 @@ async fn accept_all(
     }
 }
 
-/// What has been opened; none if that is nothing to be handed on. `hears`: the peer's stream of revoked certificates is
-/// open already.
+/// Identifies a stream. Returns `None` if the stream needs no handing on. `hears` is set if the peer's
+/// stream of revoked certificates is open already.
 async fn identify(
     local: &Arc<Local>,
     driver: &Arc<Driver>,
@@ -216,11 +217,11 @@ async fn identify(
         (Ok(StreamKind::Group), None) => return Ok(Some(Incoming::Group(GroupStream::new(receive)))),
         (Ok(StreamKind::Bulk), None) => return Ok(Some(Incoming::Bulk(BulkReceiver::new(receive)))),
         (Ok(StreamKind::Revocations), None) if !hears.swap(true, Ordering::Relaxed) => {
-            // Ends with the connection at the latest.
+            // Ends at the latest with the connection.
             tokio::spawn(revocation::hear(receive, local.clone(), peer.clone()));
             return Ok(None);
         }
-        // A kind that is allowed, on a stream of the wrong direction.
+        // An allowed kind on a stream of the wrong direction.
         (Ok(_), send) => (StreamCode::Malformed, send),
         (Err(code), send) => (code, send),
     };
@@ -228,7 +229,7 @@ async fn identify(
     if let Some(left_out) = REFUSED.due((peer, byte[0])) {
         tracing::warn!(%peer, kind = byte[0], %code, left_out, "stream refused");
     }
-    // Either fails only when the peer has closed that direction already.
+    // Each call fails only if the peer has closed that direction already.
     let _ = receive.stop(code.to_wire());
     if let Some(mut send) = send {
         let _ = send.reset(code.to_wire());

@@ -1,4 +1,4 @@
-//! KV events, as they happen, and KV snapshots, in parts.
+//! Streams of KV events, and KV snapshots sent in parts.
 
 use super::streams::{FrameReader, FrameWriter};
 use crate::Error;
@@ -7,13 +7,13 @@ use crate::event::{KvEvent, KvEventBatch, KvFrame, KvRun, KvSnapshot, KvSnapshot
 use crate::event::{MAX_EVENTS_PER_BATCH, MAX_RUNS_PER_FRAME};
 use quinn::{RecvStream, SendStream};
 
-/// Units in one frame: 1 MiB of ids, a quarter of the frame's cap. Runs without units count as one, so
-/// that their number is bounded too.
+/// Most units of one frame: 1 MiB of ids, a quarter of the frame's cap. A run without units counts as one
+/// unit, so that the number of runs is bounded too.
 const UNITS_PER_FRAME: usize = MAX_RUNS_PER_FRAME;
-/// Units that a snapshot may have in all: 256 MiB of ids.
+/// Most units of a snapshot: 256 MiB of ids.
 const MAX_SNAPSHOT_UNITS: usize = 16 << 20;
 
-/// The worker's end of its event stream to one coordinator.
+/// Worker's end of its event stream to one coordinator.
 #[derive(Debug)]
 pub struct KvEventSender {
     frames: FrameWriter<KvFrame>,
@@ -24,9 +24,9 @@ impl KvEventSender {
         Self { frames: FrameWriter::new(stream, Cap::Events) }
     }
 
-    /// Sends a batch, as several where it is too long for a frame; waits while the coordinator reads slower
-    /// than we send. A single event has room for about 250,000 units; a longer one is refused
-    /// ([`Error::Codec`]). Do not drop the future halfway and then send on.
+    /// Sends a batch, split into several if it is too long for a frame. Waits while the coordinator reads
+    /// more slowly. A single event fits about 250,000 units; a longer one is refused ([`Error::Codec`]). If
+    /// the future is dropped before it completes, the stream is unusable.
     pub async fn send(&mut self, batch: KvEventBatch) -> Result<(), Error> {
         for batch in split(batch, MAX_EVENTS_PER_BATCH, UNITS_PER_FRAME) {
             self.frames.write(&KvFrame::Events(batch)).await?;
@@ -35,7 +35,8 @@ impl KvEventSender {
     }
 }
 
-/// Cuts a batch into batches of at most `events` events and, unless a single event has more, `units` units.
+/// Splits a batch into batches of at most `events` events and `units` units. A single event may have more
+/// units.
 fn split(batch: KvEventBatch, events: usize, units: usize) -> Vec<KvEventBatch> {
     let KvEventBatch { epoch, mut first_sequence, events: all } = batch;
     let mut batches = Vec::new();
@@ -62,7 +63,7 @@ fn split(batch: KvEventBatch, events: usize, units: usize) -> Vec<KvEventBatch> 
     batches
 }
 
-/// The coordinator's end of one worker's event stream.
+/// Coordinator's end of one worker's event stream.
 #[derive(Debug)]
 pub struct KvEventReceiver {
     frames: FrameReader<KvFrame>,
@@ -73,9 +74,9 @@ impl KvEventReceiver {
         Self { frames: FrameReader::new(stream, Cap::Events) }
     }
 
-    /// The next batch; `None` at a clean end. Numbers are not checked here: a gap is the index's matter.
-    /// After [`CodecError::UnknownVariant`](crate::codec::CodecError::UnknownVariant) the stream goes on
-    /// behind the frame that was not understood. Dropping the future loses nothing.
+    /// Returns the next batch, or `None` at a clean end. Does not check sequence numbers; the index detects
+    /// gaps. After [`CodecError::UnknownVariant`](crate::codec::CodecError::UnknownVariant) the stream
+    /// continues with the following frame. Cancel-safe.
     pub async fn next(&mut self) -> Option<Result<KvEventBatch, Error>> {
         match self.frames.next_bytes().await {
             Ok(Some(frame)) => {
@@ -88,7 +89,7 @@ impl KvEventReceiver {
     }
 }
 
-/// A coordinator's question for a snapshot, to be answered once.
+/// Reply to a coordinator's request for a snapshot.
 #[derive(Debug)]
 pub struct KvSnapshotReply {
     frames: FrameWriter<KvSnapshotFrame>,
@@ -99,7 +100,7 @@ impl KvSnapshotReply {
         Self { frames: FrameWriter::new(stream, Cap::Events) }
     }
 
-    /// Sends the snapshot, in as many frames as it takes.
+    /// Sends the snapshot, split into frames.
     pub async fn send(mut self, snapshot: &KvSnapshot) -> Result<(), Error> {
         let (epoch, sequence) = (snapshot.epoch, snapshot.sequence);
         self.frames.write(&KvSnapshotFrame::Begin { epoch, sequence }).await?;
@@ -115,8 +116,8 @@ impl KvSnapshotReply {
     }
 }
 
-/// Cuts `runs` into parts of at most `units` units; a run that does not fit is continued as a run below its
-/// last unit. Runs without units count as one, so that a part stays bounded.
+/// Splits `runs` into parts of at most `units` units. A run that does not fit continues in the next part as
+/// a run below its last unit. A run without units counts as one unit, so that a part stays bounded.
 fn parts(runs: &[KvRun], units: usize) -> Vec<Vec<KvRun>> {
     let mut parts = Vec::new();
     let mut part = Vec::new();

@@ -1,5 +1,5 @@
-//! A first stage's lease of another stage: claimed once, then kept up by beats that are answered. It says nothing of
-//! layers and steps; these have streams of their own, and end with the lease.
+//! Lease of a stage by the first stage of a replica: one claim, then heartbeats with replies. Layers and
+//! steps have their own streams, which end with the lease.
 
 use super::streams::{FrameReader, FrameWriter, StreamCode};
 use crate::Error;
@@ -7,7 +7,7 @@ use crate::codec::Cap;
 use crate::placement::{ClaimRefusal, LeaseAnswer, LeaseBeat, StageClaim};
 use quinn::{RecvStream, SendStream};
 
-/// The first stage's end, granted. Dropping it gives the stage back.
+/// First stage's end of a granted lease. Dropping it releases the stage.
 #[derive(Debug)]
 pub struct StageLease {
     beats: FrameWriter<LeaseBeat>,
@@ -35,7 +35,7 @@ impl StageLease {
         }
     }
 
-    /// Asks for a sign of life and waits for it; an error when the stage has ended the lease.
+    /// Sends a heartbeat and waits for the reply. Fails if the stage has ended the lease.
     pub async fn beat(&mut self) -> Result<(), Error> {
         self.sent += 1;
         self.beats.write(&LeaseBeat::Beat(self.sent)).await?;
@@ -50,7 +50,7 @@ impl StageLease {
     }
 }
 
-/// A claim that has come in.
+/// An incoming claim.
 #[derive(Debug)]
 pub struct LeaseCall {
     pub claim: StageClaim,
@@ -77,7 +77,7 @@ impl LeaseCall {
         Ok(LeaseHeld { beats: self.beats, answers: self.answers })
     }
 
-    /// The claim does not hold.
+    /// Refuses the claim.
     pub async fn refuse(mut self, refusal: ClaimRefusal) -> Result<(), Error> {
         self.answers.write(&LeaseAnswer::Refused(refusal)).await?;
         self.answers.finish();
@@ -85,7 +85,7 @@ impl LeaseCall {
     }
 }
 
-/// The held stage's end. Dropping it ends the lease.
+/// Claimed stage's end. Dropping it ends the lease.
 #[derive(Debug)]
 pub struct LeaseHeld {
     beats: FrameReader<LeaseBeat>,
@@ -93,7 +93,8 @@ pub struct LeaseHeld {
 }
 
 impl LeaseHeld {
-    /// Waits for the next beat and answers it; an error when the first stage wants the lease no more, or is gone.
+    /// Waits for the next heartbeat and replies to it. Fails if the first stage has ended the lease or is
+    /// lost.
     pub async fn beat(&mut self) -> Result<(), Error> {
         let LeaseBeat::Beat(number) =
             self.beats.next().await?.ok_or(Error::StreamCut { what: "a lease's beats" })?;

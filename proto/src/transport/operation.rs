@@ -1,5 +1,5 @@
-//! One session of an operation on one stream: the request and what is heard go one way, what is made of it comes back.
-//! Either end may send while it receives; the order of what comes is that of what it answers.
+//! One session of an operation on one stream. The request and the input go to the worker, the results come
+//! back. Both ends may send while they receive. Results come in the order of the inputs.
 
 use super::streams::{FrameReader, FrameWriter, StreamCode};
 use crate::Error;
@@ -7,14 +7,14 @@ use crate::codec::Cap;
 use crate::operation::{OpenedOperation, OperationError, OperationInput, OperationOutput, OperationRequest};
 use quinn::{RecvStream, SendStream};
 
-/// The coordinator's end of a session that is open.
+/// Coordinator's end of an open session.
 #[derive(Debug)]
 pub struct OperationSession {
-    /// What the worker has said of it.
+    /// The worker's description of the session.
     pub opened: OpenedOperation,
-    /// Where what is heard goes. Dropped: the worker hears no more, and ends the session.
+    /// Sends the input. Dropping it ends the input, and the worker ends the session.
     pub sender: OperationSender,
-    /// Where what is made of it comes from. Dropped: the session is cancelled.
+    /// Receives the results. Dropping it cancels the session.
     pub answers: OperationStream,
 }
 
@@ -39,29 +39,29 @@ impl OperationSession {
     }
 }
 
-/// The coordinator's way to a session.
+/// Sends a session's input to the worker.
 #[derive(Debug)]
 pub struct OperationSender {
     frames: FrameWriter<OperationInput>,
 }
 
 impl OperationSender {
-    /// Sends one frame; waits while the worker hears slower than we send, so that whoever feeds this is to be read only
-    /// as fast. Fails with [`Error::StreamEnded`] once the worker has ended the session: why is among its answers.
-    /// When the future is dropped halfway the stream is unusable.
+    /// Sends one frame. Waits while the worker reads more slowly; callers should pass this back pressure on
+    /// to their source. Fails with [`Error::StreamEnded`] once the worker has ended the session; the reason
+    /// is among the results. If the future is dropped before it completes, the stream is unusable.
     pub async fn send(&mut self, input: &OperationInput) -> Result<(), Error> {
         self.frames.write(input).await
     }
 }
 
-/// The coordinator's way from a session.
+/// Receives a session's results from the worker.
 #[derive(Debug)]
 pub struct OperationStream {
     frames: FrameReader<OperationOutput>,
 }
 
 impl OperationStream {
-    /// The next answer; nothing comes after `Finished` and `Failed`. Dropping the future loses nothing.
+    /// Returns the next result. Nothing follows `Finished` and `Failed`. Cancel-safe.
     pub async fn next(&mut self) -> Result<OperationOutput, Error> {
         let answer = self.frames.next().await?.ok_or(Error::StreamCut { what: "a session" })?;
         if matches!(answer, OperationOutput::Finished { .. } | OperationOutput::Failed(_)) {
@@ -71,7 +71,7 @@ impl OperationStream {
     }
 }
 
-/// The worker's end of a session that is to be opened.
+/// Worker's end of a session that is not open yet.
 #[derive(Debug)]
 pub struct OperationCall {
     pub request: OperationRequest,
@@ -99,34 +99,34 @@ impl OperationCall {
     }
 }
 
-/// The worker's way from a session's client.
+/// Receives a session's input from the coordinator.
 #[derive(Debug)]
 pub struct OperationInputs {
     frames: FrameReader<OperationInput>,
 }
 
 impl OperationInputs {
-    /// The next frame; none where the client says no more. Dropping the future loses nothing.
+    /// Returns the next frame, or `None` at the end of the input. Cancel-safe.
     pub async fn next(&mut self) -> Result<Option<OperationInput>, Error> {
         self.frames.next().await
     }
 
-    /// What still comes is of no interest.
+    /// Discards all further input.
     pub fn stop(mut self) {
         self.frames.stop(StreamCode::Cancelled);
     }
 }
 
-/// The worker's way to a session's client. Dropped before `Finished` or `Failed`, the client sees a session that was
-/// cut off.
+/// Sends a session's results to the coordinator. If it is dropped before `Finished` or `Failed`, the
+/// coordinator sees a session that was cut off.
 #[derive(Debug)]
 pub struct OperationReplier {
     frames: FrameWriter<OperationOutput>,
 }
 
 impl OperationReplier {
-    /// Sends one frame; waits while the client reads slower than we send. When the future is dropped halfway the stream
-    /// is unusable.
+    /// Sends one frame. Waits while the coordinator reads more slowly. If the future is dropped before it
+    /// completes, the stream is unusable.
     pub async fn send(&mut self, output: &OperationOutput) -> Result<(), Error> {
         self.frames.write(output).await
     }
@@ -137,7 +137,7 @@ impl OperationReplier {
         Ok(())
     }
 
-    /// Resolves as soon as nobody reads any more: the client has left or the connection is gone.
+    /// Resolves once nobody reads any more: the coordinator has cancelled or the connection is lost.
     pub fn cancelled(&self) -> impl Future<Output = ()> + Send + 'static {
         let stopped = self.frames.stream().stopped();
         async move {

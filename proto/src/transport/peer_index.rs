@@ -1,5 +1,5 @@
-//! What one coordinator's index knows of a worker, for another coordinator: a question goes one way, frames come
-//! back as the bytes that their digest is of.
+//! A coordinator's index of one worker's prefixes, for another coordinator. A request goes one way; frames
+//! come back as the bytes that their digest covers.
 
 use super::streams::{FrameReader, FrameWriter};
 use crate::Error;
@@ -11,7 +11,7 @@ use quinn::{RecvStream, SendStream};
 const ASK: Cap = Cap::Control;
 const FRAMES: Cap = Cap::Events;
 
-/// The end of the coordinator that asks. Dropping it ends the answer.
+/// Requesting coordinator's end. Dropping it ends the reply.
 #[derive(Debug)]
 pub struct PeerIndexStream {
     frames: FrameReader<PeerIndexFrame>,
@@ -29,14 +29,14 @@ impl PeerIndexStream {
         Ok(Self { frames: FrameReader::new(receive, FRAMES) })
     }
 
-    /// The bytes of the next [`PeerIndexFrame`], at most 4 MiB; `None` behind the last, which is also the first where the
-    /// other one knows nothing more.
+    /// Returns the bytes of the next [`PeerIndexFrame`], at most 4 MiB, or `None` after the last. The first
+    /// call returns `None` if the other coordinator has nothing newer.
     pub async fn next(&mut self) -> Result<Option<Bytes>, Error> {
         self.frames.next_bytes().await
     }
 }
 
-/// The end of the coordinator that is asked.
+/// Replying coordinator's end.
 #[derive(Debug)]
 pub struct PeerIndexCall {
     pub ask: PeerIndexAsk,
@@ -50,7 +50,7 @@ impl PeerIndexCall {
         Ok(Self { ask, frames: FrameWriter::new(send, FRAMES) })
     }
 
-    /// Sends the bytes of a [`PeerIndexFrame`]; waits while the other one reads slower than we send.
+    /// Sends the bytes of a [`PeerIndexFrame`]. Waits while the peer reads more slowly.
     pub async fn send(&mut self, frame: &[u8]) -> Result<(), Error> {
         self.frames.write_bytes(frame).await
     }

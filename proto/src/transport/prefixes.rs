@@ -1,23 +1,25 @@
-//! What prompts begin with is sent once: a coordinator numbers the prefix of a prompt that it expects to come again, the
-//! worker keeps it, and prompts that begin so are sent as the number and what is behind it.
+//! Numbered prefixes: a coordinator numbers the prefix of a prompt that it expects to recur, and the worker
+//! keeps it. Later prompts with that prefix are sent as the number and the remaining tokens.
 //!
-//! Exact: a number means the tokens that were sent with it on this connection and nothing else, and the coordinator compares
-//! them all before it uses it, but for those that are the same by name ([`TokenIds::shared_parts`]). It uses a number only
-//! when a worker that has read the request with it has answered. Both ends forget the oldest prefixes, by the same bounds; a
-//! worker that is told a number it does not have says so
-//! ([`StreamCode::UnknownPrefix`](super::StreamCode::UnknownPrefix)), and gets the whole prompt.
+//! This is exact. A number stands for the tokens that were sent with it on this connection. The coordinator
+//! compares all tokens before it uses a number, except those of parts with equal names
+//! ([`TokenIds::shared_parts`]). It uses a number only after the worker has replied to the request that
+//! defined it. Both ends drop the oldest prefixes by the same bounds. A worker that receives an unknown
+//! number replies with [`StreamCode::UnknownPrefix`](super::StreamCode::UnknownPrefix), and gets the whole
+//! prompt.
 
 use crate::message::{MAX_TOKEN_IDS, NumberedPrefix, TokenIds};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Prefixes that are kept of a connection at most, and the tokens in all of the prompts that they are of.
+/// Most prefixes that are kept for a connection.
 const MOST: usize = 64;
+/// Most tokens of all prompts whose prefixes are kept for a connection.
 const MOST_TOKENS: usize = 512 << 10;
-/// Fewer tokens are hardly a packet.
+/// Shortest prefix that gets a number. Fewer tokens hardly fill a packet.
 const LEAST: usize = 512;
-/// Where two prefixes of a length differ, it is mostly seen here.
+/// Number of last tokens that are compared first. Different prefixes of equal length mostly differ here.
 const LAST: usize = 16;
 
 /// The first `length` tokens of a prompt.
@@ -26,7 +28,8 @@ struct Prefix {
     number: u64,
     prompt: TokenIds,
     length: usize,
-    /// The last tokens, or zeros before all of them: what stands elsewhere is looked at only if these are the same.
+    /// Last tokens of the prefix, padded with zeros in front. The other tokens are compared only if these
+    /// are equal.
     last: [u32; LAST],
 }
 
@@ -48,12 +51,13 @@ impl Prefix {
     }
 
     fn named(&self) -> NumberedPrefix {
-        // No prompt has more than 32 bits count.
+        // No prompt has more than `u32::MAX` tokens.
         NumberedPrefix { number: self.number, tokens: u32::try_from(self.length).unwrap_or(u32::MAX) }
     }
 }
 
-/// The last of the first `length` tokens, with zeros before them if these are few; none of a prompt that is shorter.
+/// Returns the last of the first `length` tokens, padded with zeros in front. `None` if the prompt is
+/// shorter.
 fn last_of(prompt: &[u32], length: usize) -> Option<[u32; LAST]> {
     let tokens = prompt.get(..length)?;
     let mut last = [0; LAST];
@@ -101,7 +105,7 @@ struct Sent {
     next: u64,
 }
 
-/// Whether a worker has read what was said of a prefix.
+/// Whether a worker has read the definition of a prefix.
 #[derive(Debug)]
 struct PrefixAck(AtomicU8);
 
@@ -109,12 +113,12 @@ const UNDER_WAY: u8 = 0;
 const READ: u8 = 1;
 const LOST: u8 = 2;
 
-/// A prefix that a request numbers. Dropped before [`read`](Self::read), the number is never used.
+/// A prefix that a request defines. If it is dropped before [`read`](Self::read), the number is never used.
 #[derive(Debug)]
 pub(super) struct Numbering(Arc<PrefixAck>);
 
 impl Numbering {
-    /// The worker has read the request.
+    /// Marks the prefix as read by the worker.
     pub(super) fn read(self) {
         self.0.0.store(READ, Ordering::Relaxed);
     }
@@ -122,22 +126,22 @@ impl Numbering {
 
 impl Drop for Numbering {
     fn drop(&mut self) {
-        // Fails if it was read.
+        // Fails if the prefix was read.
         let _ = self.0.0.compare_exchange(UNDER_WAY, LOST, Ordering::Relaxed, Ordering::Relaxed);
     }
 }
 
-/// How a prompt is to be sent.
+/// How to send a prompt.
 #[derive(Debug, Default)]
 pub(super) struct Sending {
-    /// Without these first tokens.
+    /// Prefix that is replaced by its number.
     pub(super) after: Option<NumberedPrefix>,
     pub(super) keep: Option<(NumberedPrefix, Numbering)>,
 }
 
 impl SentPrefixes {
-    /// How to send `prompt`, of which the first `cached` tokens are expected to be there already: such a prefix comes
-    /// again.
+    /// Decides how to send `prompt`. The first `cached` tokens are expected to be cached at the worker, so
+    /// such a prefix is likely to recur.
     pub(super) fn sending(&self, prompt: &TokenIds, cached: usize) -> Sending {
         let mut sent = self.lock();
         let told = |told: &Arc<PrefixAck>| told.0.load(Ordering::Relaxed);
@@ -159,13 +163,13 @@ impl SentPrefixes {
         Sending { after, keep: Some((named, Numbering(with))) }
     }
 
-    /// The worker does not have this one.
+    /// Drops a prefix that the worker does not have.
     pub(super) fn forget(&self, number: u64) {
         self.lock().shelf.retain(|(prefix, _)| prefix.number != number);
     }
 
     fn lock(&self) -> MutexGuard<'_, Sent> {
-        // Nothing panics while holding it.
+        // No holder of this lock panics.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -174,7 +178,7 @@ impl SentPrefixes {
 pub(super) struct KeptPrefixes(Mutex<Shelf<()>>);
 
 impl KeptPrefixes {
-    /// The prompt that begins with this prefix and ends with `rest`; none if there is no such prefix.
+    /// Returns the prompt that consists of this prefix and `rest`, or `None` if the prefix is unknown.
     pub(super) fn whole(&self, after: NumberedPrefix, rest: &[u32]) -> Option<TokenIds> {
         let prefix = {
             let shelf = self.lock();
@@ -191,7 +195,8 @@ impl KeptPrefixes {
         Some([tokens, rest].concat().into())
     }
 
-    /// Keeps the first tokens of a prompt; not what is longer than it, or has a number that is taken.
+    /// Keeps the first tokens of a prompt. Ignores a prefix that is longer than the prompt, or whose number
+    /// is in use.
     pub(super) fn keep(&self, keep: NumberedPrefix, prompt: &TokenIds) {
         let NumberedPrefix { number, tokens } = keep;
         let length = tokens as usize;
@@ -203,7 +208,7 @@ impl KeptPrefixes {
     }
 
     fn lock(&self) -> MutexGuard<'_, Shelf<()>> {
-        // As above.
+        // No holder of this lock panics.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -220,7 +225,8 @@ mod tests {
         tokens.into()
     }
 
-    /// Sends `prompt` from one end to the other; `None` if the other does not know the prefix.
+    /// Sends `prompt` from one end to the other. The prompt is `None` if the receiver does not know the
+    /// prefix.
     fn send(
         sent: &SentPrefixes,
         kept: &KeptPrefixes,
@@ -259,7 +265,7 @@ mod tests {
                 let (from, whole) = send(&sent, &kept, &prompt, cached);
                 match whole {
                     Some(whole) => prop_assert_eq!(&whole, &prompt),
-                    // Then all of it is sent, of which nothing is expected any more.
+                    // Then the whole prompt is sent, and no tokens are expected to be cached.
                     None => prop_assert!(from > 0 && sent.sending(&prompt, 0).after.is_none_or(|next| (next.tokens as usize) < from)),
                 }
             }
@@ -267,11 +273,11 @@ mod tests {
     }
 
     #[test]
-    fn the_second_prompt_with_a_prefix_goes_without_it() {
+    fn a_later_prompt_is_sent_without_its_known_prefix() {
         let (sent, kept) = (SentPrefixes::default(), KeptPrefixes::default());
         let sent_from = |end, cached| send(&sent, &kept, &prompt(1, 4_000, end), cached).0;
         assert_eq!([sent_from(1, 0), sent_from(2, 4_000), sent_from(3, 4_000)], [0, 0, 4_000]);
-        // Another text of that length is another prefix, and a chat that goes on is numbered as it grows.
+        // Another text of equal length is another prefix. A growing chat gets new numbers.
         assert_eq!(send(&sent, &kept, &prompt(2, 4_000, 3), 0).0, 0);
         let grown = prompt(1, 6_000, 9);
         assert_eq!(send(&sent, &kept, &grown, 5_000).0, 4_000);
@@ -279,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_behind_the_parts_that_are_the_same_are_compared() {
+    fn tokens_after_the_shared_parts_are_compared() {
         let (sent, kept) = (SentPrefixes::default(), KeptPrefixes::default());
         let in_parts = |end| {
             let parts = [(1, 1_000), (2, 3_900)].map(|(name, end)| TokenPart { name, end });
@@ -291,12 +297,12 @@ mod tests {
         let sent_from = |prompt: &TokenIds, cached| send(&sent, &kept, prompt, cached).0;
         assert_eq!([sent_from(&in_parts(1), 4_000), sent_from(&in_parts(2), 4_000)], [0, 4_000]);
         assert_eq!(sent_from(&other, 0), 0);
-        // The same without parts.
+        // The same tokens without parts.
         assert_eq!(sent_from(&prompt(1, 4_000, 4), 0), 4_000);
     }
 
     #[test]
-    fn a_number_counts_once_its_request_was_read() {
+    fn a_prefix_number_is_used_only_after_its_request_was_read() {
         let sent = SentPrefixes::default();
         let prompt = prompt(1, 4_000, 0);
         let first = sent.sending(&prompt, 4_000);
@@ -310,13 +316,13 @@ mod tests {
     }
 
     #[test]
-    fn both_ends_forget_the_oldest_by_the_same_bounds() {
+    fn both_ends_drop_the_oldest_prefixes_by_the_same_bounds() {
         let (sent, kept) = (SentPrefixes::default(), KeptPrefixes::default());
         for text in 0..3 * MOST as u32 {
             assert!(send(&sent, &kept, &prompt(text, 2_000, 1), 2_000).1.is_some());
         }
         for text in 0..3 * MOST as u32 {
-            // Numbering it anew would push out another.
+            // A new number would displace another prefix.
             let (from, whole) = send(&sent, &kept, &prompt(text, 2_000, 2), 0);
             assert_eq!(from > 0, text as usize >= 2 * MOST, "{text}");
             assert!(whole.is_some());

@@ -1,5 +1,5 @@
-//! One pull of a prefix's resume point on one stream: the request goes one way, frames and the bytes of pieces, which
-//! no codec touches, come back.
+//! One pull of a prefix's resume point on one stream. The request goes to the holder; frames and the
+//! pieces' raw bytes come back.
 
 use super::streams::{FrameReader, FrameWriter, read_request};
 use crate::Error;
@@ -7,7 +7,7 @@ use crate::codec::Cap;
 use crate::pull::{PullFrame, PullHead, PullRefusal, PullRequest, PulledPiece};
 use quinn::{RecvStream, SendStream};
 
-/// The asking worker's end. Dropping it before the last piece cancels the pull.
+/// Receiver's end. Dropping it before the last piece cancels the pull.
 #[derive(Debug)]
 pub struct PullStream {
     frames: FrameReader<PullFrame>,
@@ -25,7 +25,8 @@ impl PullStream {
         Ok(Self { frames: FrameReader::new(receive, Cap::Stream) })
     }
 
-    /// What will follow; [`Error::PullRefused`] is the peer's answer too. To be asked once, first.
+    /// Returns the head. Fails with [`Error::PullRefused`] if the peer refuses. Call it once, before
+    /// [`piece`](Self::piece).
     pub async fn head(&mut self) -> Result<PullHead, Error> {
         match self.next().await? {
             PullFrame::Head(head) => Ok(head),
@@ -34,8 +35,9 @@ impl PullStream {
         }
     }
 
-    /// The next piece. `length` says how many bytes such a piece has, or that there is none; of one that announces
-    /// anything else no byte is read.
+    /// Returns the next piece. `length` returns the expected length of a piece in bytes, or `None` if no
+    /// such piece is expected. A piece that announces another length is refused before any of its bytes are
+    /// read.
     pub async fn piece(
         &mut self,
         length: impl FnOnce(&PulledPiece) -> Option<usize>,
@@ -57,7 +59,7 @@ impl PullStream {
     }
 }
 
-/// The holder's end: what is asked, and where the answer goes.
+/// Holder's end: the request, and the sender of the reply.
 #[derive(Debug)]
 pub struct PullCall {
     pub request: PullRequest,
@@ -71,7 +73,7 @@ impl PullCall {
     }
 }
 
-/// Where a holder sends its answer. Dropped before the end, the asking worker sees a stream that was cut off.
+/// Sends the holder's reply. If it is dropped before the end, the receiver sees a stream that was cut off.
 #[derive(Debug)]
 pub struct PullReply {
     frames: FrameWriter<PullFrame>,
@@ -82,8 +84,8 @@ impl PullReply {
         self.frames.write(&PullFrame::Head(head)).await
     }
 
-    /// Sends a piece; waits while the other side reads slower than we send. Fails with [`Error::StreamEnded`] once
-    /// nobody wants it any more.
+    /// Sends a piece. Waits while the receiver reads more slowly. Fails with [`Error::StreamEnded`] once
+    /// the receiver has cancelled.
     pub async fn piece(&mut self, piece: PulledPiece, bytes: &[u8]) -> Result<(), Error> {
         if usize::try_from(piece.bytes) != Ok(bytes.len()) {
             return Err(Error::Protocol("a piece's bytes are not as many as its frame says"));
@@ -96,14 +98,15 @@ impl PullReply {
         self.frames.finish();
     }
 
-    /// Says why nothing follows, or nothing more.
+    /// Sends the reason why nothing, or nothing more, follows.
     pub async fn fail(mut self, refusal: PullRefusal) -> Result<(), Error> {
         self.frames.write(&PullFrame::Failed(refusal)).await?;
         self.frames.finish();
         Ok(())
     }
 
-    /// Resolves as soon as nobody reads any more: the pull is cancelled, the connection is gone, or all has arrived.
+    /// Resolves once nobody reads any more: the pull is cancelled, the connection is lost, or everything
+    /// has arrived.
     pub fn cancelled(&self) -> impl Future<Output = ()> + Send + 'static {
         let stopped = self.frames.stream().stopped();
         async move {

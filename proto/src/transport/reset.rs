@@ -1,6 +1,6 @@
-//! Connections of an earlier life: a node that has ended without a word and is back tells its peers that it
-//! knows nothing of them (RFC 9000, section 10.3). Otherwise they would wait for the idle timeout before they
-//! dial again. For that, the tokens by which a peer recognises such a word must be the same in all lives.
+//! QUIC stateless resets (RFC 9000, section 10.3). A node that was killed and restarted resets the
+//! connections of its earlier run, so that peers dial again without waiting for the idle timeout. For that,
+//! the reset tokens must be the same in all runs of a node.
 
 use super::endpoint::MAX_DATAGRAM;
 use super::identity::Identity;
@@ -13,20 +13,20 @@ use std::time::Duration;
 
 const ID_BYTES: usize = 8;
 
-/// QUIC's settings for an endpoint of this node.
+/// Returns QUIC's settings for an endpoint of this node.
 pub(super) fn endpoint_config(identity: &Identity) -> Result<quinn::EndpointConfig, Error> {
     let secret = blake3::derive_key("kvasir 2026 quic stateless reset", identity.material().key.secret_der());
     let mut config = quinn::EndpointConfig::new(Arc::new(ResetKey(secret)));
     let mut seed = [0; blake3::KEY_LEN];
     tls::fill_random(&mut seed)?;
-    // The generator that comes with QUIC drops what an earlier life has named, without a word.
-    // Fails only below what every path carries.
+    // quinn's own connection id generator silently drops packets for ids of an earlier run, so it is
+    // replaced below. The call fails only below the size that every path carries.
     let _ = config.max_udp_payload_size(MAX_DATAGRAM);
     config.cid_generator(move || Box::new(Ids { seed, drawn: 0 }));
     Ok(config)
 }
 
-/// Makes and checks the tokens. Only who has the node's private key can.
+/// Creates and checks the tokens. This requires the node's private key.
 struct ResetKey([u8; blake3::KEY_LEN]);
 
 impl HmacKey for ResetKey {
@@ -45,7 +45,7 @@ impl HmacKey for ResetKey {
     }
 }
 
-/// Names of connections: random, and any is taken for one that may have been ours.
+/// Connection ids: random, and every id is accepted as one of an earlier run.
 struct Ids {
     seed: [u8; blake3::KEY_LEN],
     drawn: u64,
@@ -73,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tokens_outlive_a_life_and_names_do_not() {
+    fn reset_tokens_survive_a_restart_and_connection_ids_do_not() {
         let sign = |key: u8, id: &ConnectionId| {
             let mut token = [0; blake3::OUT_LEN];
             ResetKey([key; blake3::KEY_LEN]).sign(id, &mut token);

@@ -1,9 +1,9 @@
-//! Certificates that hold no longer although their time has not ended. The cluster's authority says which, in a list
-//! that it has signed (an X.509 CRL, RFC 5280): whoever has such a list may hand it on, and need not be believed.
+//! Revocation of certificates before they expire. The cluster's authority signs a list of them (an X.509
+//! CRL, RFC 5280). Any node may forward a list, because each receiver checks the signature.
 //!
-//! A node reads lists beside its certificate and tells them to all that it is connected to, who tell them on: what one
-//! node was given is known to all within moments. What was revoked once stays revoked, so lists are not replaced by later
-//! ones but added up; one that says nothing that another does not is dropped.
+//! A node reads lists from its identity directory and sends them to all its peers, which forward them, so
+//! that a list reaches all nodes within moments. A revoked certificate stays revoked: lists add up, and a
+//! later list does not replace an earlier one. A list that another one covers is dropped.
 
 use super::CloseCode;
 use super::endpoint::{Counters, Local};
@@ -21,31 +21,32 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use x509_parser::prelude::{CertificateRevocationList, FromDer, X509Certificate};
 
-/// Bytes of a list at most, some 12,000 certificates.
+/// Most bytes of a list, enough for some 12,000 certificates.
 pub const MAX_REVOCATION_LIST: usize = 1 << 19;
-/// Lists kept at most. A list covers those before it, unless its authority has forgotten them.
+/// Most lists that are kept. A list covers the earlier ones unless its authority has lost them.
 const MAX_LISTS: usize = 16;
-/// All is told again after this: who did not yet trust the root that has signed a list may do so by now.
+/// Interval at which all lists are sent again, because a peer may trust the root that signed a list only
+/// later.
 const AGAIN: Duration = Duration::from_secs(5);
-/// Why a list that may be true is not taken.
+/// Reason why a list that may be valid is refused.
 const NOT_OURS: &str = "signed by none of the cluster's roots";
-/// A peer that does not take a list for so long is not told more.
+/// Time limit for a peer to accept a list. After a timeout the peer gets no more lists.
 const TELLING_LIMIT: Duration = Duration::from_secs(10);
 
-/// What nodes tell each other of certificates that hold no longer.
+/// A certificate revocation list, as nodes send it to each other.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Revocations {
-    /// A list as its authority has signed it, DER, at most [`MAX_REVOCATION_LIST`] bytes.
+    /// The list as its authority signed it, in DER; at most [`MAX_REVOCATION_LIST`] bytes.
     pub list: Vec<u8>,
 }
 
-/// One list, whose signature was checked.
+/// A list with a verified signature.
 #[derive(Debug)]
 struct List {
     der: Vec<u8>,
-    /// By whom it is signed.
+    /// The root that signed the list.
     root: CertificateDer<'static>,
-    /// Whose certificates it is about, as these name it.
+    /// Issuer of the listed certificates, as the certificates name it.
     issuer: Vec<u8>,
     serials: BTreeSet<Vec<u8>>,
 }
@@ -78,7 +79,7 @@ impl List {
         (&self.root, &self.issuer) == (&other.root, &other.issuer) && self.serials.is_superset(&other.serials)
     }
 
-    /// The serial of the certificate, if it is on the list.
+    /// Returns the certificate's serial number if it is on the list.
     fn names(&self, certificate: &X509Certificate<'_>) -> Option<String> {
         let serial = certificate.tbs_certificate.serial.to_bytes_be();
         let named = certificate.issuer().as_raw() == self.issuer && self.serials.contains(&serial);
@@ -88,7 +89,7 @@ impl List {
 
 type Lists = Arc<Vec<Arc<List>>>;
 
-/// All that an identity knows to be revoked. Clones are the same.
+/// All revocation lists of an identity. Clones share them.
 #[derive(Debug, Clone)]
 pub(super) struct Revoked(Arc<watch::Sender<Lists>>);
 
@@ -99,13 +100,14 @@ impl Default for Revoked {
 }
 
 impl Revoked {
-    /// Adds a list that one of `roots` has signed; `false` if that says nothing new.
+    /// Adds a list that one of `roots` has signed. Returns `false` if it adds nothing.
     pub(super) fn learn(
         &self,
         der: &[u8],
         roots: &[CertificateDer<'static>],
     ) -> Result<bool, CertificateError> {
-        // Most come again and again, from everybody; a signature takes longer than looking.
+        // Most lists arrive repeatedly from every peer, and comparing bytes is cheaper than verifying a
+        // signature.
         if self.0.borrow().iter().any(|known| known.der == der) {
             return Ok(false);
         }
@@ -128,7 +130,8 @@ impl Revoked {
         outcome
     }
 
-    /// Adds what another one knows, whose lists were signed by `roots`, and forgets those that none of these has signed.
+    /// Adds the lists of `other`, which were signed by `roots`, and drops lists that none of `roots` has
+    /// signed.
     pub(super) fn renew(
         &self,
         other: &Self,
@@ -144,7 +147,7 @@ impl Revoked {
         others.iter().try_fold(false, |changed, list| Ok(self.learn(&list.der, roots)? || changed))
     }
 
-    /// Refuses a chain of which a certificate is revoked.
+    /// Refuses a chain that contains a revoked certificate.
     pub(super) fn check<'a>(
         &self,
         chain: impl IntoIterator<Item = &'a CertificateDer<'a>>,
@@ -163,7 +166,7 @@ impl Revoked {
         Ok(())
     }
 
-    /// Waits until more certificates are on the lists than so many; how many.
+    /// Waits until the lists have more than `known` certificates. Returns their number.
     pub(super) async fn more_than(&self, known: usize) -> usize {
         let mut lists = self.0.subscribe();
         loop {
@@ -172,7 +175,7 @@ impl Revoked {
             if count > known {
                 return count;
             }
-            // Whoever asks has the other end too.
+            // `self` holds the sender, so this does not fail.
             if lists.changed().await.is_err() {
                 std::future::pending::<()>().await;
             }
@@ -189,7 +192,7 @@ impl Revoked {
     }
 }
 
-/// Ends a connection once its peer's certificate is revoked, and tells the peer what is.
+/// Closes a connection once its peer's certificate is revoked, and sends all lists to the peer.
 pub(super) fn watch(quic: quinn::Connection, local: Arc<Local>, peer: PeerIdentity) -> JoinHandle<()> {
     tokio::spawn(async move {
         let told = async {
@@ -254,7 +257,7 @@ async fn tell(quic: &quinn::Connection, identity: &Identity) -> Result<(), Error
     }
 }
 
-/// Takes what a peer tells, until it has no more to tell or tells what cannot be true.
+/// Receives a peer's lists until the stream ends or a list is malformed.
 pub(super) async fn hear(stream: RecvStream, local: Arc<Local>, peer: PeerIdentity) {
     let mut frames = FrameReader::<Revocations>::new(stream, Cap::Stream);
     loop {
@@ -266,7 +269,7 @@ pub(super) async fn hear(stream: RecvStream, local: Arc<Local>, peer: PeerIdenti
         match heard {
             Ok(false) => {}
             Ok(true) => local.identity().tell_revoked(),
-            // By a root that is to be ours, or by somebody else's; looked at no faster than this.
+            // Signed by a future root or by a foreign one. The delay limits the rate of such lists.
             Err(CertificateError::RevocationList { reason: NOT_OURS }) => {
                 tracing::debug!(%peer, "a list of revoked certificates is {NOT_OURS}");
                 tokio::time::sleep(TELLING_LIMIT / 10).await;

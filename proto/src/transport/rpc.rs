@@ -1,8 +1,8 @@
-//! tarpc on a QUIC stream. Its own serialised form is not used: it would tie our wire to its releases, and
-//! it adds whatever deadline a peer sends to the present time, which panics when that overflows.
+//! tarpc on a QUIC stream. tarpc's own serialised form is not used: it would tie the wire form to tarpc's
+//! releases, and it adds a peer's deadline to the present time, which panics on overflow.
 //!
-//! The form that is used stands in [`envelope`]. A request whose body is not understood (a newer peer's
-//! method) is answered as such; the channel goes on.
+//! [`envelope`] defines the wire form. A request whose body does not decode, such as a newer peer's method,
+//! gets an error reply, and the channel continues.
 
 mod envelope;
 
@@ -27,12 +27,12 @@ use tarpc::server::{BaseChannel, Channel, Requests};
 use tarpc::{ClientMessage, RequestName, Response};
 use tokio_util::codec::{Framed, LengthDelimitedCodec};
 
-/// Requests that one channel executes at once; further ones are answered as throttled.
+/// Most requests that one channel executes at once. Further ones are refused as throttled.
 const MAX_CONCURRENT_REQUESTS: usize = 64;
-/// Requests that one client has on the wire at once; further ones wait.
+/// Most requests that one client has in flight. Further ones wait.
 const MAX_IN_FLIGHT: usize = 64;
 
-/// One side's view of a channel: what it reads, what it writes, and how either stands on the wire.
+/// One side of a channel: the messages that it reads and writes, and their wire form.
 trait Side: Unpin {
     type Read;
     type Write;
@@ -56,7 +56,7 @@ impl<Req: Serialize, Resp: DeserializeOwned> Side for Caller<Req, Resp> {
     }
 }
 
-/// The side that is called.
+/// Called side.
 #[derive(Debug)]
 struct Callee<Req, Resp>(PhantomData<fn(Req) -> Resp>);
 
@@ -99,8 +99,8 @@ impl<S: Side> Stream for Transport<S> {
             let Some(frame) = ready!(self.frames.poll_next_unpin(cx)) else { return Poll::Ready(None) };
             match S::decode(&frame?).map_err(io_error)? {
                 Decoded::Item(item) => return Poll::Ready(Some(Ok(item))),
-                // tarpc flushes after every read. Without room the answer is lost, and the caller's
-                // deadline tells it.
+                // tarpc flushes after every read. If there is no room, the reply is lost and the caller's
+                // deadline expires.
                 Decoded::Refused(answer) => {
                     if let Poll::Ready(Ok(())) = self.sink().poll_ready(cx) {
                         self.sink().start_send(answer.into())?;
@@ -151,7 +151,7 @@ pub(super) fn worker_client(send: SendStream, receive: RecvStream) -> WorkerApiC
     WorkerApiClient::new(client_config(), Transport::<Caller<_, _>>::new(send, receive)).spawn()
 }
 
-/// A worker's calls of our [`CoordinatorApi`].
+/// Calls of a worker to this node's [`CoordinatorApi`].
 #[derive(Debug)]
 pub struct CoordinatorRpc(Transport<Callee<CoordinatorApiRequest, CoordinatorApiResponse>>);
 
@@ -160,14 +160,14 @@ impl CoordinatorRpc {
         Self(Transport::new(send, receive))
     }
 
-    /// Executes the calls, up to 64 at once, until the worker closes the stream or the connection is gone.
-    /// A call that panics loses its own answer only.
+    /// Executes the calls, up to 64 at once, until the worker closes the stream or the connection is lost.
+    /// A call that panics loses only its own reply.
     pub async fn serve(self, api: impl CoordinatorApi + Clone) {
         run(requests(self.0).execute(api.serve())).await;
     }
 }
 
-/// A coordinator's calls of our [`WorkerApi`].
+/// Calls of a coordinator to this node's [`WorkerApi`].
 #[derive(Debug)]
 pub struct WorkerRpc(Transport<Callee<WorkerApiRequest, WorkerApiResponse>>);
 
@@ -177,7 +177,7 @@ impl WorkerRpc {
     }
 
     /// Executes the calls, up to 64 at once, until the coordinator closes the stream or the connection is
-    /// gone. A call that panics loses its own answer only.
+    /// lost. A call that panics loses only its own reply.
     pub async fn serve(self, api: impl WorkerApi + Clone) {
         run(requests(self.0).execute(api.serve())).await;
     }
@@ -194,11 +194,11 @@ where
     BaseChannel::new(config, transport).max_concurrent_requests(MAX_CONCURRENT_REQUESTS).requests()
 }
 
-/// Runs the calls side by side until the channel ends and the last of them is done.
+/// Runs the calls concurrently until the channel ends and the last call is done.
 async fn run<C: Future<Output = ()>>(calls: impl Stream<Item = C>) {
     calls
         .for_each_concurrent(None, async |call| {
-            // tarpc answers a call whose handler is gone when its deadline has passed.
+            // tarpc replies to a call whose handler has panicked when its deadline expires.
             if AssertUnwindSafe(call).catch_unwind().await.is_err() {
                 tracing::error!("an RPC handler panicked");
             }

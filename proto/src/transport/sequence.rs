@@ -1,5 +1,5 @@
-//! One operation on sequences on one stream: a request goes one way, an answer comes back, and either may be
-//! followed by a snapshot's bytes, which no codec touches.
+//! One operation on sequences on one stream. A request goes to the worker, a reply comes back. Either may
+//! be followed by a snapshot's raw bytes.
 
 use super::streams::{FrameReader, FrameWriter, StreamCode};
 use crate::Error;
@@ -10,10 +10,10 @@ use quinn::{RecvStream, SendStream};
 
 const REQUEST: Cap = Cap::GenerateRequest;
 const REPLY: Cap = Cap::Control;
-/// Bytes written at once.
+/// Bytes per write.
 const PIECE: usize = 1 << 20;
 
-/// The coordinator's end. Dropping it cancels the operation as far as it has not been done.
+/// Coordinator's end. Dropping it cancels the parts of the operation that are not done yet.
 #[derive(Debug)]
 pub struct SequenceExchange {
     writer: FrameWriter<SequenceRequest>,
@@ -31,13 +31,13 @@ impl SequenceExchange {
         Ok(Self { writer, frames: FrameReader::new(receive, REPLY) })
     }
 
-    /// Sends a part of the bytes that the request announces. Fails with [`Error::StreamEnded`] once the worker
-    /// wants no more of them; then it has answered.
+    /// Sends a part of the bytes that the request announces. Fails with [`Error::StreamEnded`] once the
+    /// worker accepts no more of them; the worker has replied by then.
     pub async fn send(&mut self, bytes: &[u8]) -> Result<(), Error> {
         self.writer.write_raw(bytes).await
     }
 
-    /// The worker's answer, and what follows it.
+    /// Returns the worker's reply and the bytes that follow it.
     pub async fn answer(mut self) -> Result<(SequenceReply, SequenceBytes), Error> {
         self.writer.finish();
         let reply = self.frames.next().await?;
@@ -55,7 +55,7 @@ pub struct SequenceBytes {
 }
 
 impl SequenceBytes {
-    /// The next bytes; `None` after the last.
+    /// Returns the next bytes, or `None` after the last.
     pub async fn next(&mut self) -> Result<Option<Bytes>, Error> {
         if self.left == 0 {
             return Ok(None);
@@ -67,7 +67,7 @@ impl SequenceBytes {
     }
 }
 
-/// The worker's end: what is asked, and where the answer goes.
+/// Worker's end: the request, its bytes, and the replier.
 #[derive(Debug)]
 pub struct SequenceCall {
     pub request: SequenceRequest,
@@ -106,7 +106,8 @@ pub struct SequenceBody {
 }
 
 impl SequenceBody {
-    /// All of them; none are read if they are more than `most`. Memory grows with what arrives.
+    /// Reads all bytes. Fails without reading any if they are more than `most`. Memory grows with the
+    /// received bytes.
     pub async fn read(mut self, most: u64) -> Result<Vec<u8>, Error> {
         let len = usize::try_from(self.bytes).unwrap_or(usize::MAX);
         if self.bytes > most {
@@ -119,14 +120,15 @@ impl SequenceBody {
     }
 }
 
-/// Where a worker sends its one answer. Dropped without, the coordinator sees a stream that was cut off.
+/// Sends the worker's single reply. If it is dropped before, the coordinator sees a stream that was cut
+/// off.
 #[derive(Debug)]
 pub struct SequenceReplier {
     frames: FrameWriter<SequenceReply>,
 }
 
 impl SequenceReplier {
-    /// Sends an answer that no bytes follow.
+    /// Sends a reply without bytes.
     pub async fn send(mut self, reply: SequenceReply) -> Result<(), Error> {
         if matches!(reply, SequenceReply::Bytes(_)) {
             return Err(Error::Protocol("a snapshot is announced and not sent"));
@@ -145,12 +147,12 @@ impl SequenceReplier {
         Ok(())
     }
 
-    /// Says why it is not done.
+    /// Sends an error.
     pub async fn fail(self, error: SequenceError) -> Result<(), Error> {
         self.send(SequenceReply::Failed(error)).await
     }
 
-    /// Resolves as soon as nobody reads any more: the coordinator has cancelled or the connection is gone.
+    /// Resolves once nobody reads any more: the coordinator has cancelled or the connection is lost.
     pub fn cancelled(&self) -> impl Future<Output = ()> + Send + 'static {
         let stopped = self.frames.stream().stopped();
         async move {

@@ -1,5 +1,5 @@
-//! One request for a manifest or for chunks on one stream: the request goes one way, frames and bytes, which no codec
-//! touches, come back. On a connection that it shares with other streams it goes last.
+//! One request for a manifest or for chunks on one stream. The request goes to the holder; frames and raw
+//! bytes come back. These streams have the lowest priority on a connection.
 
 use super::streams::{FrameReader, FrameWriter, read_request, within};
 use crate::Error;
@@ -9,12 +9,12 @@ use bytes::Bytes;
 use quinn::{RecvStream, SendStream};
 use std::time::Duration;
 
-/// A holder that sends nothing for so long has failed.
+/// A holder that sends nothing for this long has failed.
 const STALL: Duration = Duration::from_secs(10);
-/// Below everything else, which has 0.
+/// Below the 0 of all other streams between workers.
 const PRIORITY: i32 = -1;
 
-/// The asking worker's end. Dropping it before the last answer cancels the request.
+/// Receiver's end. Dropping it before the last reply cancels the request.
 #[derive(Debug)]
 pub struct ShardStream {
     frames: FrameReader<ShardFrame>,
@@ -32,15 +32,16 @@ impl ShardStream {
         Ok(Self { frames: FrameReader::new(receive, Cap::Stream) })
     }
 
-    /// The next of what was asked for; `None` if the peer does not hold it. As [`Self::next_into`].
+    /// Returns the next requested item, or `None` if the peer does not hold it. See [`Self::next_into`].
     pub async fn next(&mut self, most: usize) -> Result<Option<Vec<u8>>, Error> {
         let mut bytes = Vec::new();
         let here = self.next_into(most, |part| bytes.extend_from_slice(part)).await?;
         Ok(here.then_some(bytes))
     }
 
-    /// Hands the next of what was asked for to `take`, part by part as it arrives; false if the peer does not hold it. Of
-    /// something that is announced as longer than `most` bytes not one is read. Fails if nothing arrives for ten seconds.
+    /// Passes the next requested item to `take`, in parts as they arrive. Returns `false` if the peer does
+    /// not hold it. Fails before reading any bytes if the item is longer than `most` bytes, and if nothing
+    /// arrives for ten seconds.
     pub async fn next_into(&mut self, most: usize, mut take: impl FnMut(&[u8])) -> Result<bool, Error> {
         let frame = within("an answer of a holder", STALL, self.frames.next()).await?;
         let frame = frame.ok_or(Error::StreamCut { what: "an answer of a holder" })?;
@@ -60,7 +61,7 @@ impl ShardStream {
     }
 }
 
-/// The holder's end: what is asked, and where the answers go.
+/// Holder's end: the request, and the sender of the replies.
 #[derive(Debug)]
 pub struct ShardCall {
     pub request: ShardRequest,
@@ -69,28 +70,29 @@ pub struct ShardCall {
 
 impl ShardCall {
     pub(super) async fn read(send: SendStream, receive: RecvStream) -> Result<Self, Error> {
-        // A stream that has ended has no priority to set, and nobody who cares.
+        // Fails only for an ended stream, which needs no priority.
         let _ = send.set_priority(PRIORITY);
         let (request, frames) = read_request(send, receive, "a request for chunks").await?;
         Ok(Self { request, reply: ShardReply { frames } })
     }
 }
 
-/// Where a holder sends its answers. Dropped before the end, the asking worker sees a stream that was cut off.
+/// Sends the holder's replies. If it is dropped before the end, the receiver sees a stream that was cut
+/// off.
 #[derive(Debug)]
 pub struct ShardReply {
     frames: FrameWriter<ShardFrame>,
 }
 
 impl ShardReply {
-    /// Sends the next of what was asked for, uncopied; waits while the other side reads slower than we send.
+    /// Sends the next requested item without copying it. Waits while the receiver reads more slowly.
     pub async fn bytes(&mut self, bytes: impl Into<Bytes>) -> Result<(), Error> {
         let bytes = bytes.into();
         let length = u32::try_from(bytes.len()).map_err(|_| Error::Protocol("an answer of over 4 GiB"))?;
         self.frames.write_with(&ShardFrame::Bytes(length), bytes).await.map(drop)
     }
 
-    /// Says that the next of what was asked for is not here.
+    /// Reports that the next requested item is not held.
     pub async fn not_held(&mut self) -> Result<(), Error> {
         self.frames.write(&ShardFrame::NotHeld).await
     }
@@ -99,14 +101,15 @@ impl ShardReply {
         self.frames.finish();
     }
 
-    /// Says why nothing follows, or nothing more.
+    /// Sends the reason why nothing, or nothing more, follows.
     pub async fn fail(mut self, refusal: ShardRefusal) -> Result<(), Error> {
         self.frames.write(&ShardFrame::Failed(refusal)).await?;
         self.frames.finish();
         Ok(())
     }
 
-    /// Resolves as soon as nobody reads any more: the request is cancelled, the connection is gone, or all has arrived.
+    /// Resolves once nobody reads any more: the request is cancelled, the connection is lost, or everything
+    /// has arrived.
     pub fn cancelled(&self) -> impl Future<Output = ()> + Send + 'static {
         let stopped = self.frames.stream().stopped();
         async move {

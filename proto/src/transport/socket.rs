@@ -1,4 +1,4 @@
-//! A UDP socket that QUIC reads from into no more memory than what comes can fill.
+//! A UDP socket that limits QUIC's receive buffers to the largest amount that can arrive at once.
 
 use quinn::udp::{RecvMeta, Transmit};
 use quinn::{AsyncUdpSocket, UdpPoller};
@@ -10,12 +10,13 @@ use std::task::{Context, Poll};
 
 use super::endpoint::MAX_DATAGRAM;
 
-/// What the kernel hands over at once is datagrams of one sender, as many as a packet of IP has room for: it does not put
-/// more than this together, whatever their length (`skb_gro_receive` in Linux' `net/core/gro.c`).
+/// Most bytes that the kernel returns in one receive. GRO joins datagrams of one sender up to the size of
+/// one IP packet, whatever their length (`skb_gro_receive` in Linux' `net/core/gro.c`).
 const MAX_GATHERED: usize = 65_536;
 
-/// Tokio's socket. QUIC keeps memory for the longest datagrams times as many as may come at once times 32: with what the
-/// socket says, 64, that is 13 MB, of which no more than 2 can be used, since 64 datagrams that come at once are short.
+/// Tokio's socket with fewer receive segments. quinn allocates 32 buffers of (longest datagram) times
+/// (receive segments) bytes. With the 64 segments of Tokio's socket that is 13 MB, of which at most 2 MB
+/// can be used, because 64 datagrams that arrive at once are short.
 #[derive(Debug)]
 pub(super) struct Socket(pub(super) Arc<dyn AsyncUdpSocket>);
 
@@ -45,7 +46,8 @@ impl AsyncUdpSocket for Socket {
         self.0.max_transmit_segments()
     }
 
-    /// Not how many may come, but how many of the longest have room where all that comes at once has.
+    /// Number of longest datagrams whose total size covers all data that can arrive at once; not the number
+    /// of datagrams that can arrive.
     fn max_receive_segments(&self) -> usize {
         MAX_GATHERED.div_ceil(MAX_DATAGRAM.into()).min(self.0.max_receive_segments())
     }
@@ -62,7 +64,7 @@ mod tests {
     use std::net::Ipv4Addr;
 
     #[tokio::test]
-    async fn what_comes_at_once_has_room_and_little_more() {
+    async fn receive_buffers_fit_the_largest_read_and_little_more() {
         let socket = std::net::UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let tokio = quinn::TokioRuntime.wrap_udp_socket(socket).unwrap();
         let gathers = tokio.max_receive_segments() > 1;

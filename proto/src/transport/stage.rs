@@ -1,4 +1,4 @@
-//! Streams between the stages of a replica: control, both ways, and activations, one way.
+//! Streams between the stages of a replica: control (bidirectional) and activations (unidirectional).
 
 use super::driver::{Driver, Handover};
 use super::streams::{FrameReader, FrameWriter, StreamCode};
@@ -13,7 +13,7 @@ mod blocks;
 
 pub use blocks::{StageBlocks, StageBlocksCall};
 
-/// The first stage's end of a control stream.
+/// First stage's end of a control stream.
 #[derive(Debug)]
 pub struct StageControl {
     pub orders: StageOrders,
@@ -29,7 +29,7 @@ impl StageControl {
     }
 }
 
-/// Sends orders to a stage. Dropping it tells the stage that the replica is no more.
+/// Sends orders to a stage. Dropping it ends the replica for that stage.
 #[derive(Debug)]
 pub struct StageOrders {
     frames: FrameWriter<StageOrder>,
@@ -47,7 +47,7 @@ pub struct StageReports {
 }
 
 impl StageReports {
-    /// The next report; [`Error::StageFailed`] is the stage's own word too.
+    /// Returns the next report. A report of failure becomes [`Error::StageFailed`].
     pub async fn next(&mut self) -> Result<StageReport, Error> {
         match self.frames.next().await?.ok_or(Error::StreamCut { what: "a stage's reports" })? {
             StageReport::Failed(failure) => Err(Error::StageFailed(failure)),
@@ -55,7 +55,7 @@ impl StageReports {
         }
     }
 
-    /// One row of `width` values that follow [`StageReport::Drawn`].
+    /// Reads one row of `width` values that follows [`StageReport::Drawn`].
     pub async fn row(&mut self, width: usize) -> Result<Vec<f32>, Error> {
         let mut bytes = Vec::new();
         let mut append = |part: &[u8]| bytes.extend_from_slice(part);
@@ -64,7 +64,7 @@ impl StageReports {
     }
 }
 
-/// A stage's end of a control stream.
+/// Stage's end of a control stream.
 #[derive(Debug)]
 pub struct StageCall {
     pub orders: StageOrderReceiver,
@@ -90,7 +90,7 @@ pub struct StageOrderReceiver {
 }
 
 impl StageOrderReceiver {
-    /// The next order; an error when the first stage is gone, or sends no more. Dropping the future loses nothing.
+    /// Returns the next order. Fails if the first stage is lost or has closed the stream. Cancel-safe.
     pub async fn next(&mut self) -> Result<StageOrder, Error> {
         self.frames.next().await?.ok_or(Error::StreamCut { what: "the first stage's orders" })
     }
@@ -103,18 +103,18 @@ pub struct StageReporter {
 }
 
 impl StageReporter {
-    /// Has what is written sent at once.
+    /// Returns the handover that sends written data at once.
     pub fn handover(&self) -> Handover {
         self.handover.clone()
     }
 
-    /// Sends a report and the rows, f32 little endian, of which it says that they follow; no others may. When the
-    /// future is dropped halfway the stream is unusable.
+    /// Sends a report and the rows that it announces, f32 little endian, and no others. If the future is
+    /// dropped before it completes, the stream is unusable.
     pub async fn send(&mut self, report: &StageReport, rows: Vec<u8>) -> Result<(), Error> {
         self.frames.write_with(report, Bytes::from(rows)).await.map(drop)
     }
 
-    /// Says that nothing follows, and waits until the first stage has it, or is gone.
+    /// Closes the stream and waits until the first stage has received everything, or is lost.
     pub async fn finish(&mut self) {
         self.frames.finish();
         let _ = self.frames.stream().stopped().await;
@@ -139,17 +139,17 @@ impl ActivationSender {
         Ok(Self { frames: head.retyped(Cap::Control), handover: Handover::new(driver) })
     }
 
-    /// Has what is written sent at once.
+    /// Returns the handover that sends written data at once.
     pub fn handover(&self) -> Handover {
         self.handover.clone()
     }
 
-    /// Sends a step and the residual stream of its rows at once. Returns how many bytes that is.
+    /// Sends a step and the residual stream of its rows in one write. Returns the number of bytes.
     pub async fn send(&mut self, step: &StageFrame, activations: Vec<u8>) -> Result<usize, Error> {
         self.frames.write_with(step, Bytes::from(activations)).await
     }
 
-    /// Resolves once the stage reads no more.
+    /// Resolves once the stage stops reading.
     pub fn cancelled(&self) -> impl Future<Output = ()> + Send + 'static {
         let stopped = self.frames.stream().stopped();
         async move {
@@ -158,7 +158,7 @@ impl ActivationSender {
     }
 }
 
-/// Receives steps and activations of the stage before.
+/// Receives steps and activations from the previous stage.
 #[derive(Debug)]
 pub struct ActivationReceiver {
     pub feed: StageFeed,
@@ -178,9 +178,9 @@ impl ActivationReceiver {
         }
     }
 
-    /// The next step; its activations, `row_bytes` for each of its rows, of which there must be at most `max_rows`, go
-    /// to `sink` piece by piece as they arrive. `None` at a clean end. A future that is dropped loses nothing before
-    /// `sink` is called, and the step afterwards.
+    /// Returns the next step, or `None` at a clean end. Passes its activations, `row_bytes` for each row,
+    /// to `sink` in pieces as they arrive. Fails if the step has more than `max_rows` rows. Cancel-safe
+    /// until `sink` is called for the first time; after that, dropping the future loses the step.
     pub async fn next(
         &mut self,
         row_bytes: usize,

@@ -13,10 +13,11 @@ use std::time::Duration;
 
 const LENGTH_BYTES: usize = 4;
 const FRAME_ROOM: usize = 64;
-/// Read from QUIC at once; what a frame's buffer may be larger than what has arrived.
+/// Most bytes read from QUIC at once, and most bytes by which a frame's buffer may exceed the received
+/// data.
 const READ_BYTES: usize = 64 * 1024;
 
-/// The first byte of every stream.
+/// First byte of every stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum StreamKind {
@@ -26,35 +27,36 @@ pub enum StreamKind {
     WorkerRpc = 1,
     /// One generation, coordinator to worker. Bidirectional.
     Generate = 2,
-    /// KV events, worker to coordinator. One direction.
+    /// KV events, worker to coordinator. Unidirectional.
     KvEvents = 3,
-    /// Tensors, between any two nodes. One direction.
+    /// Tensors, between any two nodes. Unidirectional.
     Bulk = 4,
-    /// One KV snapshot, asked for by a coordinator. Bidirectional.
+    /// One KV snapshot, requested by a coordinator from a worker. Bidirectional.
     KvSnapshot = 5,
     /// One call to encode texts, coordinator to worker. Bidirectional.
     Encode = 6,
     /// One operation on sequences, coordinator to worker. Bidirectional.
     Sequence = 7,
-    /// What coordinators tell each other. One direction.
+    /// Frames of the coordinators' own protocol, coordinator to coordinator. Unidirectional.
     Group = 8,
     /// One pull of a prefix's resume point, worker to worker. Bidirectional.
     Pull = 9,
-    /// What a coordinator knows of one worker's prefixes, for another coordinator. Bidirectional.
+    /// A coordinator's index of one worker's prefixes, requested by another coordinator. Bidirectional.
     PeerIndex = 10,
-    /// Control of one stage of a replica, by its first stage, worker to worker. Bidirectional.
+    /// Control of one stage of a replica by its first stage, worker to worker. Bidirectional.
     Stage = 11,
-    /// Steps and activations, from a stage to the next, worker to worker. One direction.
+    /// Steps and activations, from a stage to the next, worker to worker. Unidirectional.
     Activations = 12,
     /// One request for a model's manifest or for chunks, worker to worker. Bidirectional.
     Shard = 13,
-    /// A first stage's lease of another stage, worker to worker. Bidirectional.
+    /// Lease of a stage by the first stage, worker to worker. Bidirectional.
     StageLease = 14,
-    /// What the cache blocks of one stage of a replica hold, for its first stage, worker to worker. Bidirectional.
+    /// Contents of a stage's cache blocks, for the first stage, worker to worker. Bidirectional.
     StageBlocks = 15,
-    /// One generation whose prompt may begin as an earlier one, coordinator to worker. Bidirectional.
+    /// One generation whose prompt may use a numbered prefix, coordinator to worker. Bidirectional.
     GenerateAfter = 16,
-    /// Certificates that hold no longer, between any two nodes; one at most in each direction of a connection. One direction.
+    /// Certificate revocation lists, between any two nodes; at most one per direction of a connection.
+    /// Unidirectional.
     Revocations = 17,
     /// A session of an operation, coordinator to worker. Bidirectional.
     Operation = 18,
@@ -114,22 +116,22 @@ impl StreamKind {
     }
 }
 
-/// Why a stream was stopped or reset by the other side.
+/// Reason why the peer stopped or reset a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, thiserror::Error)]
 pub enum StreamCode {
-    /// The reader has no more interest; also what dropping a stream says.
+    /// The reader needs no more data. Dropping a stream sends this code too.
     #[error("cancelled")]
     Cancelled,
-    /// The kind byte is not known to this version.
+    /// This version does not know the kind byte.
     #[error("unknown stream kind")]
     UnknownKind,
     /// The opener's role may not open a stream of this kind.
     #[error("this role may not open such a stream")]
     Forbidden,
-    /// A frame was too long or not what it should be.
+    /// A frame is too long or malformed.
     #[error("malformed frame")]
     Malformed,
-    /// The prompt begins with tokens that the worker no longer has.
+    /// The prompt refers to a numbered prefix that the worker no longer has.
     #[error("unknown prefix")]
     UnknownPrefix,
     /// A code of a later version.
@@ -184,7 +186,7 @@ fn lost(reason: &quinn::ConnectionError) -> Error {
     Error::ConnectionLost { peer: "the peer".into(), reason: reason.to_string() }
 }
 
-/// Awaits `future`, but not longer than `limit`.
+/// Awaits `future` for at most `limit`.
 pub(super) async fn within<T>(
     what: &'static str,
     limit: Duration,
@@ -196,7 +198,7 @@ pub(super) async fn within<T>(
     }
 }
 
-/// Appends a frame; nothing if it cannot be encoded.
+/// Appends a frame. Appends nothing if encoding fails.
 fn put_frame<T: Serialize>(item: &T, cap: Cap, bytes: &mut Vec<u8>) -> Result<(), Error> {
     let start = bytes.len();
     bytes.extend_from_slice(&[0; LENGTH_BYTES]);
@@ -217,7 +219,7 @@ fn put_frame<T: Serialize>(item: &T, cap: Cap, bytes: &mut Vec<u8>) -> Result<()
 pub(super) struct FrameWriter<T> {
     stream: SendStream,
     cap: Cap,
-    /// What goes before the next frame; empty but at the beginning.
+    /// Bytes to send before the next frame; empty except at the beginning.
     buffer: Vec<u8>,
     item: PhantomData<fn(&T)>,
 }
@@ -227,22 +229,22 @@ impl<T: Serialize> FrameWriter<T> {
         Self { stream, cap, buffer: Vec::new(), item: PhantomData }
     }
 
-    /// Of a stream that nothing has been sent on, its kind neither: that goes with the first frame, which is about so
-    /// many bytes long.
+    /// Creates the writer of a stream on which nothing has been sent, not even its kind. The kind is sent
+    /// with the first frame, which has about `bytes` bytes.
     pub(super) fn opening(stream: SendStream, kind: StreamKind, cap: Cap, bytes: usize) -> Self {
         let mut buffer = Vec::with_capacity(1 + LENGTH_BYTES + bytes.min(cap.bytes()));
         buffer.push(kind as u8);
         Self { stream, cap, buffer, item: PhantomData }
     }
 
-    /// Puts a frame of another type before the first.
+    /// Inserts a frame of another type before the first.
     pub(super) fn preceded_by<U: Serialize>(mut self, item: &U) -> Result<Self, Error> {
         put_frame(item, self.cap, &mut self.buffer)?;
         Ok(self)
     }
 
-    /// Sends one frame; waits while the peer's window is full. When the future is dropped halfway the
-    /// stream is unusable, as half a frame may have been sent.
+    /// Sends one frame. Waits while the peer's window is full. If the future is dropped before it
+    /// completes, half a frame may have been sent, and the stream is unusable.
     pub(super) async fn write(&mut self, item: &T) -> Result<(), Error> {
         let mut bytes = std::mem::take(&mut self.buffer);
         bytes.reserve(FRAME_ROOM);
@@ -250,12 +252,13 @@ impl<T: Serialize> FrameWriter<T> {
             self.buffer = bytes;
             return Err(error);
         }
-        // Handed over, not copied.
+        // Passed on without a copy.
         self.stream.write_chunk(bytes.into()).await.map_err(write_error)
     }
 
-    /// Sends one frame and the raw bytes behind it with one call to QUIC, which takes them over uncopied, so that they
-    /// leave together. Returns how many bytes that is; when the future is dropped halfway the stream is unusable.
+    /// Sends one frame and the raw bytes after it in one call to QUIC, which takes them without a copy, so
+    /// that they leave together. Returns the number of bytes. If the future is dropped before it completes,
+    /// the stream is unusable.
     pub(super) async fn write_with(&mut self, item: &T, raw: Bytes) -> Result<usize, Error> {
         let mut frame = vec![0; LENGTH_BYTES];
         codec::encode_into(item, self.cap, &mut frame)?;
@@ -268,7 +271,7 @@ impl<T: Serialize> FrameWriter<T> {
         Ok(bytes)
     }
 
-    /// Sends a frame that is encoded already.
+    /// Sends an encoded frame.
     pub(super) async fn write_bytes(&mut self, frame: &[u8]) -> Result<(), Error> {
         let (message, len, cap) = (std::any::type_name::<T>(), frame.len(), self.cap.bytes());
         if len > cap {
@@ -279,14 +282,14 @@ impl<T: Serialize> FrameWriter<T> {
         self.stream.write_all(frame).await.map_err(write_error)
     }
 
-    /// Sends raw bytes of a frame whose length was announced by the item before it.
+    /// Sends raw bytes whose length the previous frame announced.
     pub(super) async fn write_raw(&mut self, bytes: &[u8]) -> Result<(), Error> {
         self.stream.write_all(bytes).await.map_err(write_error)
     }
 
-    /// No more frames will come.
+    /// Closes the stream; no more frames follow.
     pub(super) fn finish(&mut self) {
-        // Fails only when the stream is already finished or reset, and then there is nothing to say.
+        // Fails only if the stream is already finished or reset.
         let _ = self.stream.finish();
     }
 
@@ -298,7 +301,7 @@ impl<T: Serialize> FrameWriter<T> {
         &self.stream
     }
 
-    /// Frames of another type follow.
+    /// Continues with frames of another type.
     pub(super) fn retyped<U: Serialize>(self, cap: Cap) -> FrameWriter<U> {
         FrameWriter { stream: self.stream, cap, buffer: self.buffer, item: PhantomData }
     }
@@ -318,8 +321,8 @@ impl<T: DeserializeOwned> FrameReader<T> {
         Self { stream, cap, buffer: BytesMut::new(), item: PhantomData }
     }
 
-    /// The next frame, or `None` at a clean end. Dropping the future loses nothing. A frame that does not
-    /// decode is consumed, so that the caller may go on after an unknown variant.
+    /// Returns the next frame, or `None` at a clean end. Cancel-safe. A frame that does not decode is
+    /// consumed, so the caller may continue after an unknown variant.
     pub(super) async fn next(&mut self) -> Result<Option<T>, Error> {
         let Some(len) = self.next_frame().await? else { return Ok(None) };
         let decoded = codec::decode(self.buffer.get(..len).unwrap_or_default(), self.cap);
@@ -327,13 +330,13 @@ impl<T: DeserializeOwned> FrameReader<T> {
         Ok(Some(decoded?))
     }
 
-    /// The next frame as it is, or `None` at a clean end. Dropping the future loses nothing.
+    /// Returns the bytes of the next frame, or `None` at a clean end. Cancel-safe.
     pub(super) async fn next_bytes(&mut self) -> Result<Option<Bytes>, Error> {
         Ok(self.next_frame().await?.map(|len| self.buffer.split_to(len).freeze()))
     }
 
-    /// The length of the next frame, all of which is what the buffer begins with then, or `None` at a clean end. Whoever
-    /// asks takes it out before anybody waits again.
+    /// Returns the length of the next frame, or `None` at a clean end. The buffer then begins with the
+    /// whole frame. The caller must remove it before the next await.
     async fn next_frame(&mut self) -> Result<Option<usize>, Error> {
         if !self.fill(LENGTH_BYTES).await? {
             return Ok(None);
@@ -351,7 +354,7 @@ impl<T: DeserializeOwned> FrameReader<T> {
         Ok(Some(len))
     }
 
-    /// Exactly `len` raw bytes, appended to `out` as they arrive.
+    /// Reads exactly `len` raw bytes and appends them to `out` as they arrive.
     pub(super) async fn read_raw(&mut self, len: usize, out: &mut Vec<u8>) -> Result<(), Error> {
         let mut missing = len;
         while missing > 0 {
@@ -365,8 +368,8 @@ impl<T: DeserializeOwned> FrameReader<T> {
         Ok(())
     }
 
-    /// Exactly `len` raw bytes, handed to `sink` as they arrive; but for what came with the frame before them they are
-    /// not copied.
+    /// Reads exactly `len` raw bytes and passes them to `sink` as they arrive. Only bytes that arrived with
+    /// the previous frame are copied.
     pub(super) async fn read_raw_with(
         &mut self,
         len: usize,
@@ -384,7 +387,7 @@ impl<T: DeserializeOwned> FrameReader<T> {
         Ok(())
     }
 
-    /// At least one and at most `most` of the raw bytes that come next, uncopied; `most` must not be 0.
+    /// Returns at least one and at most `most` raw bytes without a copy. `most` must not be 0.
     pub(super) async fn read_some(&mut self, most: usize) -> Result<Bytes, Error> {
         if !self.buffer.is_empty() {
             return Ok(self.buffer.split_to(self.buffer.len().min(most)).freeze());
@@ -393,8 +396,8 @@ impl<T: DeserializeOwned> FrameReader<T> {
         chunk.map(|chunk| chunk.bytes).ok_or(Error::StreamCut { what: "raw bytes" })
     }
 
-    /// Reads until `len` bytes are buffered; false at an end before the first of them. The buffer grows
-    /// with what arrives, never with what a length claims.
+    /// Reads until `len` bytes are buffered. Returns `false` if the stream ends before the first byte. The
+    /// buffer grows with the received bytes, never with a claimed length.
     async fn fill(&mut self, len: usize) -> Result<bool, Error> {
         while self.buffer.len() < len {
             match self.stream.read_chunk(READ_BYTES, true).await.map_err(read_error)? {
@@ -406,27 +409,29 @@ impl<T: DeserializeOwned> FrameReader<T> {
         Ok(true)
     }
 
-    /// No more frames are expected: takes the end of the stream, if it is there. A stream that is dropped before its end
-    /// was read tells the peer to stop, in a packet that is for nothing when the peer has finished.
+    /// Reads the end of the stream if it has arrived, when no more frames are expected. Dropping a stream
+    /// before its end was read would send a stop to the peer, which is a wasted packet if the peer has
+    /// finished.
     pub(super) fn take_end(&mut self) {
         if self.buffer.is_empty() {
-            // Whatever else comes is of no interest.
+            // Any further data is ignored.
             let _ = self.stream.read_chunk(1, true).now_or_never();
         }
     }
 
-    /// Frames of another type follow.
+    /// Continues with frames of another type.
     pub(super) fn retyped<U: DeserializeOwned>(self, cap: Cap) -> FrameReader<U> {
         FrameReader { stream: self.stream, cap, buffer: self.buffer, item: PhantomData }
     }
 
     pub(super) fn stop(&mut self, code: StreamCode) {
-        // Fails only when the stream is already at its end.
+        // Fails only if the stream is already at its end.
         let _ = self.stream.stop(code.to_wire());
     }
 }
 
-/// The one request on a stream, and where its answer goes. What cannot be read ends the stream both ways.
+/// Reads the only request on a stream and returns it with the writer of its reply. A request that does not
+/// decode ends the stream in both directions.
 pub(super) async fn read_request<R: DeserializeOwned, A: Serialize>(
     send: SendStream,
     receive: RecvStream,
@@ -435,7 +440,7 @@ pub(super) async fn read_request<R: DeserializeOwned, A: Serialize>(
     next_request(send, FrameReader::new(receive, Cap::GenerateRequest), what).await
 }
 
-/// [`read_request`] where other frames may have come before.
+/// Like [`read_request`], after other frames may have been read.
 pub(super) async fn next_request<R: DeserializeOwned, A: Serialize>(
     send: SendStream,
     mut requests: FrameReader<R>,

@@ -1,5 +1,5 @@
-//! TLS 1.3 with certificates on both sides, by ring. What rustls checks for names of hosts, the two
-//! verifiers here check for names of nodes.
+//! TLS 1.3 with certificates on both sides, with ring. The two verifiers here check node names where rustls
+//! would check host names.
 
 use super::identity::{CertificateError, Expected, Identity, Material, PeerIdentity};
 use crate::Error;
@@ -17,17 +17,18 @@ use rustls::sign::CertifiedKey;
 use rustls::{DigitallySignedStruct, DistinguishedName, PeerIncompatible, RootCertStore, SignatureScheme};
 use std::sync::Arc;
 
-/// Names the form of the hello, which never changes; versions above it are agreed on by hello.
+/// Names the form of the hello, which never changes. The hellos agree on versions above it.
 const ALPN: &[u8] = b"kvasir/1";
 
-/// Sent as SNI because QUIC wants a name; nobody reads it, so it tells nothing about the cluster.
+/// Sent as SNI because QUIC requires a name. It is never evaluated, so it reveals nothing about the
+/// cluster.
 pub(super) const SERVER_NAME: &str = "node.kvasir.internal";
 
 fn provider() -> Arc<CryptoProvider> {
     Arc::new(rustls::crypto::ring::default_provider())
 }
 
-/// Random bytes that nobody can guess.
+/// Fills `out` with cryptographically secure random bytes.
 pub(super) fn fill_random(out: &mut [u8]) -> Result<(), Error> {
     Ok(provider().secure_random.fill(out).map_err(rustls::Error::from)?)
 }
@@ -40,17 +41,18 @@ fn roots(identity: &Identity) -> Result<Arc<RootCertStore>, rustls::Error> {
     Ok(Arc::new(store))
 }
 
-/// Certificate and key, if they fit together.
+/// Returns certificate and key. Fails if they do not match.
 pub(super) fn certified(material: &Material) -> Result<CertifiedKey, rustls::Error> {
     CertifiedKey::from_der(material.chain.clone(), material.key.clone_key(), &provider())
 }
 
-/// The listening side: asks for a certificate, accepts nodes of our cluster whose role is in `accepts`.
+/// Returns the settings of the listening side: requires a certificate of a node in this cluster whose role
+/// is in `accepts`.
 pub(super) fn server(identity: &Identity, accepts: &[Role]) -> Result<Arc<QuicServerConfig>, Error> {
     let provider = provider();
     let verifier =
         NodeDials { identity: identity.clone(), provider: provider.clone(), accepts: accepts.to_vec() };
-    // What cannot be used is told now, not to whoever dials first.
+    // Report unusable credentials now, not to the first peer that dials.
     verifier.chain()?;
     certified(&identity.material())?;
     let mut config = rustls::ServerConfig::builder_with_provider(provider)
@@ -64,7 +66,7 @@ pub(super) fn server(identity: &Identity, accepts: &[Role]) -> Result<Arc<QuicSe
     Ok(Arc::new(QuicServerConfig::try_from(Arc::new(config)).map_err(no_initial_cipher)?))
 }
 
-/// The dialing side: accepts only `expected`, in our own cluster.
+/// Returns the settings of the dialing side: accepts only `expected`, in this node's cluster.
 pub(super) fn client(identity: &Identity, expected: &Expected) -> Result<Arc<QuicClientConfig>, Error> {
     let provider = provider();
     let verifier = NodeAnswers {
@@ -88,7 +90,7 @@ fn no_initial_cipher(error: quinn::crypto::rustls::NoInitialCipherSuite) -> Erro
     Error::Tls(rustls::Error::General(error.to_string()))
 }
 
-/// rustls shows a foreign reason by `Debug`, and that text is all that reaches the caller.
+/// rustls formats a foreign error with `Debug`, and only that text reaches the caller.
 #[derive(thiserror::Error)]
 #[error("{0}")]
 struct Reason(CertificateError);
@@ -109,7 +111,7 @@ fn holds(
     more: &[CertificateDer<'_>],
 ) -> Result<(), rustls::Error> {
     identity.revoked.check(std::iter::once(leaf).chain(more)).map_err(|error| match error {
-        // Told to the peer by the alert that is for it.
+        // The peer gets the TLS alert for a revoked certificate.
         CertificateError::Revoked { .. } => rustls::CertificateError::Revoked.into(),
         other => refuse(other),
     })
@@ -123,13 +125,13 @@ fn of_cluster(leaf: &CertificateDer<'_>, ours: &ClusterName) -> Result<PeerIdent
     Ok(name)
 }
 
-/// Shows what the identity consists of at each handshake.
+/// Presents the identity's present credentials at each handshake.
 #[derive(Debug)]
 struct Presented(Identity);
 
 impl Presented {
     fn now(&self) -> Option<Arc<CertifiedKey>> {
-        // Checked before it was put there.
+        // The credentials were checked before they were stored.
         certified(&self.0.material()).ok().map(Arc::new)
     }
 }
@@ -150,7 +152,7 @@ impl ResolvesClientCert for Presented {
     }
 }
 
-/// Checks whoever dials us, by the roots that hold at that moment.
+/// Verifies peers that dial this node, with the roots at the time of the handshake.
 #[derive(Debug)]
 struct NodeDials {
     identity: Identity,
@@ -168,7 +170,8 @@ impl NodeDials {
 
 impl ClientCertVerifier for NodeDials {
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
-        // A list of roots would only tell strangers about us; nodes have one certificate to offer.
+        // A list of roots would only reveal information to strangers. Nodes have only one certificate to
+        // offer.
         &[]
     }
 
@@ -210,7 +213,7 @@ impl ClientCertVerifier for NodeDials {
     }
 }
 
-/// Checks whoever answers where we dialed.
+/// Verifies peers that this node has dialed.
 #[derive(Debug)]
 struct NodeAnswers {
     roots: Arc<RootCertStore>,

@@ -1,4 +1,4 @@
-//! `kvasir ca init|issue|rotate`: what is written, what is refused, and that it all loads again, also while nodes run.
+//! `kvasir ca init|issue|rotate`: written files, refusals, and reloading, also while nodes run.
 
 use crate::cluster::{any_port, authority, config, node, pair_of, soon, until};
 use crate::samples;
@@ -45,7 +45,7 @@ fn files_are_whole_private_and_never_overwritten() {
     let before = (contents(&ca), contents(&nodes));
     let error = authority("c").save(&ca).unwrap_err();
     assert!(matches!(error, Error::WouldOverwrite { .. }), "{error:?}");
-    // One file in the way is enough, and then none is written.
+    // If one file exists, none is written.
     std::fs::remove_file(nodes.join("node.key")).unwrap();
     let error = issued.save(&nodes).unwrap_err();
     assert!(matches!(error, Error::WouldOverwrite { .. }), "{error:?}");
@@ -72,9 +72,9 @@ async fn nodes_of_a_saved_authority_join_each_other() {
     worker.connect(coordinator.address(), &Expected::node(Role::Coordinator, node("c1"))).await.unwrap();
 }
 
-/// A node's certificate ends within a year: the same dial works now and not then.
+/// A node certificate expires within a year: the same dial succeeds now and fails then.
 #[tokio::test]
-async fn certificates_end_after_their_year() {
+async fn certificates_expire_after_their_year() {
     let ca = authority("c");
     let day = Duration::from_secs(24 * 60 * 60);
     let loopback = crate::cluster::any_port();
@@ -90,7 +90,7 @@ async fn certificates_end_after_their_year() {
     }
 }
 
-/// R5: certificates and roots are replaced while streams go on, and what was replaced ends to hold.
+/// R5: certificates and roots are replaced while streams stay open, and the replaced ones become invalid.
 #[tokio::test]
 async fn sec_rotate() {
     let dir = tempfile::tempdir().unwrap();
@@ -114,7 +114,7 @@ async fn sec_rotate() {
             .map(drop)
             .map_err(|error| error.to_string())
     };
-    // A stream that is open all the time.
+    // A stream that stays open throughout.
     let mut events = pair.to_coordinator.open_kv_events().await.unwrap();
     let Incoming::KvEvents(mut heard) = pair.to_worker.accept().await.unwrap() else { panic!("no events") };
     let mut sent = 0;
@@ -131,7 +131,7 @@ async fn sec_rotate() {
     let new = Authority::load(&ca).unwrap();
     assert!(matches!(new.successor(SystemTime::now()), Err(Error::Certificate(CertificateError::Rotating))));
     let renew = |identity: &Identity, name: &str| identity.renew(&load_identity(&at(name)).unwrap());
-    // Everybody trusts both, and shows what it has.
+    // All nodes trust both roots and keep their certificates.
     for (identity, name) in [(&c1, "c1"), (&w1, "w1")] {
         std::fs::copy(ca.join("ca.crt"), at(name).join("ca.crt")).unwrap();
         assert!(renew(identity, name).unwrap());
@@ -139,14 +139,14 @@ async fn sec_rotate() {
     }
     joins(&pair.worker).await.unwrap();
     goes_on("both roots").await;
-    // One after the other shows the new one's, in either order of dialer and listener.
+    // One node after the other presents a certificate of the new root, as listener and as dialer.
     for ((role, name), identity) in [nodes[0], nodes[1]].into_iter().zip([&c1, &w1]) {
         new.issue(role, node(name), SystemTime::now()).unwrap().replace(&at(name)).unwrap();
         assert!(renew(identity, name).unwrap());
         joins(&pair.worker).await.unwrap();
         goes_on(name).await;
     }
-    // Whoever has missed all of that does not trust what it meets.
+    // A node that has missed the rotation does not trust the new certificates.
     let late = bind(&w2);
     joins(&late).await.unwrap_err();
     std::fs::copy(ca.join("ca.crt"), at("w2").join("ca.crt")).unwrap();
@@ -165,8 +165,8 @@ async fn sec_rotate() {
     goes_on("after").await;
 }
 
-/// R1: who has a certificate that was taken back loses what it has open and gets nothing new, with nodes that were given
-/// the list and with those that these have told.
+/// R1: a node with a revoked certificate loses its connections and gets no new ones, at nodes that were
+/// given the list and at nodes that received it from peers.
 #[tokio::test]
 async fn sec_revoked() {
     let dir = tempfile::tempdir().unwrap();
@@ -184,7 +184,7 @@ async fn sec_revoked() {
     let (c1, c2, w1) =
         (bind(&given), bind(&issue(Role::Coordinator, "c2")), bind(&issue(Role::Worker, "w1")));
     let stolen = bind(&issue(Role::Worker, "w2"));
-    // c1 - c2 - w1, and the one to be revoked with each of them.
+    // c1 - c2 - w1; the node to be revoked is connected to each of them.
     let (to_c1, to_c2) = (Expected::any(Role::Coordinator), Expected::any(Role::Coordinator));
     let to_w1 = Expected::any(Role::Worker);
     let stays =
@@ -197,7 +197,7 @@ async fn sec_revoked() {
     ];
     let held = [c1.accept().await.unwrap(), c2.accept().await.unwrap(), w1.accept().await.unwrap()];
 
-    // What another authority says, and what is no list, is not believed and changes nothing.
+    // A list of another authority and a malformed list are refused and change nothing.
     let other = tempfile::tempdir().unwrap();
     authority("c").save(other.path()).unwrap();
     let serials = Authority::issued(dir.path(), Role::Worker, &node("w2")).unwrap();
@@ -219,14 +219,15 @@ async fn sec_revoked() {
         until("counting", || node.stats().revoked == 1).await;
         let refused = stolen.connect(node.address(), to).await.unwrap_err();
         assert!(matches!(refused, Error::Refused { .. }), "{refused:?}");
-        // Nor do they dial it.
+        // Nor do the nodes dial the revoked node.
         let refused = node.connect(stolen.address(), &Expected::any(Role::Worker)).await.unwrap_err();
         assert!(refused.to_string().contains("Revoked"), "{refused}");
     }
     assert!(held.iter().all(Connection::is_closed));
     assert!(stays.iter().chain(&kept).all(|connection| !connection.is_closed()));
 
-    // A new certificate of the same name holds, whoever connects later is told of the old one, and lists add up.
+    // A new certificate for the same node is valid, nodes that connect later get the list, and lists add
+    // up.
     bind(&issue(Role::Worker, "w2")).connect(w1.address(), &to_w1).await.unwrap();
     std::fs::remove_file(dir.path().join("ca.crl")).unwrap();
     let later = issue(Role::Worker, "w3");
@@ -241,7 +242,7 @@ async fn sec_revoked() {
         assert!(matches!(refused, Error::Refused { .. }), "{refused:?}");
     }
 
-    // The authority that takes this one's place says the same of this one's certificates.
+    // The authority's successor revokes certificates of its predecessor.
     let new = ca.successor(SystemTime::now()).unwrap();
     new.replace(dir.path()).unwrap();
     assert_eq!(new.revoke(dir.path(), &serials, SystemTime::now()).unwrap(), 2);
@@ -249,10 +250,10 @@ async fn sec_revoked() {
     issued.save(&dir.path().join("c4")).unwrap();
     std::fs::write(dir.path().join("c4/ca.crl"), list()).unwrap();
     let newest = bind(&load_identity(&dir.path().join("c4")).unwrap());
-    // It knows of that one from the beginning, and does not dial it.
+    // The node has the list from the start and does not dial the revoked node.
     let refused = newest.connect(stolen.address(), &Expected::any(Role::Worker)).await.unwrap_err();
     assert!(refused.to_string().contains("Revoked"), "{refused}");
-    // Who does not trust the new root yet learns of it once it does.
+    // A node that does not trust the new root yet takes over the list once it does.
     let old = |name: &str, role| {
         ca.issue(role, node(name), SystemTime::now()).unwrap().save(&dir.path().join(name)).unwrap();
     };
@@ -274,12 +275,12 @@ async fn sec_revoked() {
     assert!(slow.renew(&trusting("w5")).unwrap());
     soon("being told again", slow.more_revoked_than(0)).await;
     assert!(knows_it().await);
-    // A list that is there and cannot be read is not passed over.
+    // An unreadable list is an error.
     std::fs::write(dir.path().join("c4/ca.crl"), "nonsense").unwrap();
     load_identity(&dir.path().join("c4")).unwrap_err();
 }
 
-/// A file at a time is replaced: what does not fit together, or is another node's, changes nothing.
+/// Files are replaced one at a time: files that do not match, or belong to another node, change nothing.
 #[tokio::test]
 async fn what_cannot_be_put_to_use_renews_nothing() {
     let dir = tempfile::tempdir().unwrap();
@@ -317,7 +318,7 @@ fn missing_and_broken_files_are_named() {
     assert!(matches!(error("nonsense"), Error::Generate(_)));
     let other = rcgen::KeyPair::generate().unwrap().serialize_pem();
     assert!(matches!(error(&other), Error::Certificate(CertificateError::OtherKey)));
-    // A node's files are no authority.
+    // A node's files are not an authority.
     let nodes = dir.path().join("w1");
     authority("c").issue(Role::Worker, node("w1"), SystemTime::now()).unwrap().save(&nodes).unwrap();
     std::fs::rename(nodes.join("node.crt"), nodes.join("ca.crt")).unwrap();

@@ -1,4 +1,4 @@
-//! Nodes that keep to no rules: certificates of any shape, and QUIC without our transport.
+//! Nodes that violate the protocol: arbitrary certificates, and QUIC without the crate's transport.
 
 use crate::cluster::{any_port, node};
 use kvasir_proto::codec::{self, Cap};
@@ -15,7 +15,7 @@ use rustls::{DigitallySignedStruct, SignatureScheme};
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-/// A self-made authority that can sign anything.
+/// A test authority that signs any certificate.
 pub(crate) struct Root {
     pub(crate) certificate: Certificate,
     pub(crate) issuer: Issuer<'static, KeyPair>,
@@ -61,7 +61,7 @@ impl Shown {
     }
 }
 
-/// What a good node's certificate says; each row of the table spoils one thing.
+/// A valid node certificate. Each row of the table breaks one field.
 pub(crate) fn leaf(uri: &str) -> CertificateParams {
     let mut params = CertificateParams::default();
     params.subject_alt_names = vec![SanType::URI(uri.try_into().unwrap())];
@@ -72,7 +72,7 @@ pub(crate) fn leaf(uri: &str) -> CertificateParams {
     params
 }
 
-/// Accepts whatever it is shown.
+/// A verifier that accepts every certificate.
 #[derive(Debug)]
 pub(crate) struct Gullible;
 
@@ -111,7 +111,7 @@ impl ServerCertVerifier for Gullible {
     }
 }
 
-/// Shows its certificate without looking at it: rustls itself would not use a key that does not fit.
+/// Presents its certificate unchecked, because rustls itself would refuse a key that does not match.
 #[derive(Debug)]
 struct Shows(Arc<rustls::sign::CertifiedKey>);
 
@@ -143,7 +143,7 @@ pub(crate) fn provider() -> Arc<rustls::crypto::CryptoProvider> {
     Arc::new(rustls::crypto::ring::default_provider())
 }
 
-/// A bare QUIC client that shows `shown`, or nothing.
+/// Connects a bare QUIC client that presents `shown`, or no certificate.
 pub(crate) async fn dial(address: SocketAddr, shown: Option<&Shown>) -> quinn::Connection {
     let builder = rustls::ClientConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&rustls::version::TLS13])
@@ -157,11 +157,11 @@ pub(crate) async fn dial(address: SocketAddr, shown: Option<&Shown>) -> quinn::C
     config.alpn_protocols = vec!["kvasir/1".into()];
     let config = quinn::ClientConfig::new(Arc::new(QuicClientConfig::try_from(config).unwrap()));
     let endpoint = quinn::Endpoint::client(any_port()).unwrap();
-    // As the dialer judges nothing, its own handshake succeeds whatever the listener thinks.
+    // The dialer checks nothing, so its own handshake succeeds even if the listener refuses.
     endpoint.connect_with(config, address, "any").unwrap().await.unwrap()
 }
 
-/// A bare QUIC server that shows `shown` and asks for nothing.
+/// Starts a bare QUIC server that presents `shown` and requests no certificate.
 pub(crate) fn listen(shown: &Shown) -> quinn::Endpoint {
     let mut config = rustls::ServerConfig::builder_with_provider(provider())
         .with_protocol_versions(&[&rustls::version::TLS13])
@@ -174,25 +174,25 @@ pub(crate) fn listen(shown: &Shown) -> quinn::Endpoint {
     let accepting = endpoint.clone();
     tokio::spawn(async move {
         while let Some(incoming) = accepting.accept().await {
-            // The dialer is expected to break it off.
+            // The dialer is expected to abort the handshake.
             drop(incoming.await);
         }
     });
     endpoint
 }
 
-/// A frame around `body`, whose length may be a lie.
+/// Builds a frame around `body`. `len` may be wrong.
 pub(crate) fn frame(len: usize, body: &[u8]) -> Vec<u8> {
     [&(len as u32).to_be_bytes()[..], body].concat()
 }
 
-/// Says hello as `name` on the connection's first stream and waits for the answer.
+/// Sends a hello as `name` on the connection's first stream and waits for the reply.
 pub(crate) async fn hello(connection: &quinn::Connection, name: &str) {
     let hello = Hello { versions: VersionRange::CURRENT, node: node(name), epoch: Epoch(1) };
     let body = codec::encode(&hello, Cap::Control).unwrap();
     let (mut send, mut receive) = connection.open_bi().await.unwrap();
     send.write_all(&[&[255], &frame(body.len(), &body)[..]].concat()).await.unwrap();
     send.finish().unwrap();
-    // Whether an answer comes, and which, is for the caller to see on the connection.
+    // The caller checks on the connection whether a reply came.
     drop(receive.read_to_end(1000).await);
 }

@@ -1,4 +1,4 @@
-//! Block identity: golden vectors, and that no two scopes or prefixes share a name.
+//! Block identity: golden vectors, and uniqueness of ids over scopes and prefixes.
 
 use kvasir_proto::block::{BlockId, ClusterKey, HASH_UNIT_TOKENS, Scope, TenantSalt};
 use proptest::collection::vec;
@@ -21,7 +21,8 @@ fn golden_vectors() {
         let salt = TenantSalt([salt; 32]);
         let root = key.root(Scope { salt: &salt, model_digest, tokenizer_digest, adapter });
         lines.push(format!("root {root}"));
-        // 40 tokens: two units and a rest that has no id. All below 2^24, as those of vocabularies are, and not.
+        // 40 tokens: two units and a rest that has no id. Once with ids below 2^24, as in vocabularies, and
+        // once above.
         for factor in [10_007u32, 1_000_003] {
             let tokens: Vec<u32> = (0..40u32).map(|i| i * i * factor).collect();
             lines.extend(key.chain(root, &tokens).iter().map(|id| format!("unit {id}")));
@@ -31,7 +32,7 @@ fn golden_vectors() {
     assert_eq!(lines, golden, "\n{}", lines.join("\n"));
 }
 
-/// What an id is made of, flattened.
+/// Inputs of an id.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Tuple {
     Root { key: u8, salt: u8, fields: [Vec<u8>; 3] },
@@ -50,7 +51,7 @@ impl Tuple {
     }
 }
 
-/// From few symbols, so that concatenations of different fields often coincide.
+/// Uses few symbols, so that concatenations of different fields often coincide.
 fn tuple() -> impl Strategy<Value = Tuple> {
     let field = || vec(prop_oneof![Just(0u8), Just(1), Just(b'k')], 0..4);
     let root = (0u8..2, 0u8..2, [field(), field(), field()]).prop_map(|(key, salt, fields)| Tuple::Root {
@@ -58,14 +59,14 @@ fn tuple() -> impl Strategy<Value = Tuple> {
         salt,
         fields,
     });
-    // Also of tokens whose first bits are alike, and that are packed one way and the other.
+    // Includes tokens with equal leading bits, and both packed forms.
     let token = prop_oneof![8 => 0u32..2, 1 => Just(1 << 23), 1 => Just(1 << 24), 1 => Just(1 << 24 | 1)];
     let unit = (0u8..2, 0u8..3, prop::array::uniform16(token))
         .prop_map(|(key, parent, tokens)| Tuple::Unit { key, parent: BlockId([parent; 16]), tokens });
     prop_oneof![root, unit]
 }
 
-/// T1: over 10,000 shuffles of fields, equal ids mean equal tuples, across both kinds of id.
+/// T1: for 10,000 random tuples, equal ids imply equal tuples, across both kinds of id.
 #[test]
 fn sec_hash_domains() {
     let mut seen: HashMap<BlockId, Tuple> = HashMap::new();

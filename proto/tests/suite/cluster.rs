@@ -1,4 +1,4 @@
-//! Nodes in one process, over loopback.
+//! Nodes in one process, connected over loopback.
 
 use kvasir_proto::ca::Authority;
 use kvasir_proto::ids::{ClusterName, Epoch, NodeId, Role};
@@ -6,7 +6,7 @@ use kvasir_proto::transport::{Connection, Endpoint, EndpointConfig, Expected, Id
 use std::net::SocketAddr;
 use std::time::{Duration, SystemTime};
 
-/// Long enough for any machine, short enough for a person to wait for.
+/// Time limit of every wait, long enough for slow machines.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 
 pub(crate) fn any_port() -> SocketAddr {
@@ -25,7 +25,7 @@ pub(crate) fn identity(ca: &Authority, role: Role, name: &str) -> Identity {
     ca.issue(role, node(name), SystemTime::now()).unwrap().identity().unwrap()
 }
 
-/// Accepts workers, as both kinds of node do.
+/// An endpoint that accepts workers, as both roles do.
 pub(crate) fn config() -> EndpointConfig {
     EndpointConfig { handshake_timeout: PATIENCE, ..EndpointConfig::new(Epoch(1), [Role::Worker]) }
 }
@@ -34,12 +34,12 @@ pub(crate) fn endpoint(ca: &Authority, role: Role, name: &str, config: EndpointC
     Endpoint::bind(any_port(), &identity(ca, role, name), config).unwrap()
 }
 
-/// Awaits `future`; a test that hangs fails and says where.
+/// Awaits `future` with a time limit, so that a hanging test fails and names the step.
 pub(crate) async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
     tokio::time::timeout(PATIENCE, future).await.unwrap_or_else(|_| panic!("{what} takes too long"))
 }
 
-/// Awaits a state that nothing announces.
+/// Polls until a condition holds that nothing signals.
 pub(crate) async fn until(what: &str, mut reached: impl FnMut() -> bool) {
     soon(what, async {
         while !reached() {

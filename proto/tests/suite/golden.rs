@@ -1,5 +1,5 @@
-//! The bytes of every message, as the protocol version of this build has them. From the tag v0.1.0 on a line of
-//! `golden/wire.txt` changes only with a new protocol version; a new variant adds one.
+//! Golden bytes of every message in this build's protocol version. From the tag v0.1.0 on, a line of
+//! `golden/wire.txt` changes only with a new protocol version; a new variant adds a line.
 
 use crate::samples::{self, Samples};
 use kvasir_proto::codec::CodecError;

@@ -1,4 +1,4 @@
-//! What the crate promises, tested from outside: wire forms, block identity, and nodes over loopback QUIC.
+//! External tests of the crate's guarantees: wire forms, block identity, and nodes over loopback QUIC.
 #![allow(clippy::unwrap_used, reason = "in a test a panic is the report")]
 
 mod authority;

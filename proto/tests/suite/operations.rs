@@ -1,4 +1,4 @@
-//! Sessions of operations: frames both ways at once, refusals that are typed, and nothing that grows because one end is
+//! Sessions of operations: frames both ways at once, typed refusals, and bounded memory when one end is
 //! slow.
 
 use crate::cluster::{Pair, pair, soon};
@@ -35,7 +35,7 @@ async fn opened(pair: &Pair) -> (OperationSession, OperationCall) {
 }
 
 #[tokio::test]
-async fn what_is_heard_and_what_is_made_of_it_come_in_order() {
+async fn inputs_and_results_arrive_in_order() {
     let pair = pair().await;
     let (mut session, mut call) = opened(&pair).await;
     let heard = [
@@ -67,7 +67,7 @@ async fn what_is_heard_and_what_is_made_of_it_come_in_order() {
 }
 
 #[tokio::test]
-async fn a_session_that_is_refused_says_why() {
+async fn a_refused_session_has_a_typed_error() {
     let pair = pair().await;
     let request = samples::operation_request();
     let refusal = OperationError::TooManySessions { limit: 3 };
@@ -79,7 +79,7 @@ async fn a_session_that_is_refused_says_why() {
 }
 
 #[tokio::test]
-async fn whoever_leaves_ends_the_session() {
+async fn a_session_ends_when_either_side_leaves() {
     let pair = pair().await;
     let (session, call) = opened(&pair).await;
     let cancelled = call.reply.cancelled();
@@ -95,7 +95,7 @@ async fn whoever_leaves_ends_the_session() {
 }
 
 #[tokio::test]
-async fn a_worker_that_has_ended_is_not_sent_to() {
+async fn sending_to_an_ended_session_fails_with_the_reason() {
     let pair = pair().await;
     let (mut session, call) = opened(&pair).await;
     call.reply.end(&OperationOutput::Failed(OperationError::Idle { after_ms: 7 })).await.unwrap();
@@ -105,7 +105,7 @@ async fn a_worker_that_has_ended_is_not_sent_to() {
             if let Err(error) = session.sender.send(&OperationInput::Segment).await {
                 break error;
             }
-            // Nothing of it has to wait, and who drives the connection has to run, too.
+            // `send` completes at once, so yield to the task that drives the connection.
             tokio::task::yield_now().await;
         }
     })
@@ -116,7 +116,7 @@ async fn a_worker_that_has_ended_is_not_sent_to() {
 }
 
 #[tokio::test]
-async fn a_worker_that_does_not_hear_holds_the_client_back() {
+async fn a_worker_that_does_not_read_slows_the_client_down() {
     let pair = pair().await;
     let (mut session, mut call) = opened(&pair).await;
     let frame = OperationInput::Samples(Pcm::F32(vec![0.5; MAX_FRAME_SAMPLES]));
@@ -125,7 +125,7 @@ async fn a_worker_that_does_not_hear_holds_the_client_back() {
         sent += 1;
         assert!(sent < 1000, "{sent} frames were taken that nobody has read");
     }
-    // One frame was cut in its midst; all before it arrive.
+    // One frame was cut off. All frames before it arrive.
     for _ in 0..sent {
         assert_eq!(soon("a frame", call.inputs.next()).await.unwrap().as_ref(), Some(&frame));
     }

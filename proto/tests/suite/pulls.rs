@@ -1,5 +1,5 @@
-//! How prefixes travel between workers: what is pulled arrives as it is, and whoever sends something else than the next
-//! piece is not read on.
+//! KV transfer between workers: pulled pieces arrive unchanged, and reading stops at anything other than
+//! the expected piece.
 
 use crate::bare::frame;
 use crate::cluster::{authority, config, endpoint, node, soon};
@@ -33,7 +33,7 @@ async fn begun(workers: &Workers) -> (PullStream, PullCall) {
     }
 }
 
-/// That only this piece is taken, with so many bytes.
+/// Accepts only this piece, with `len` bytes.
 fn only(group: u32, end: u32, len: usize) -> impl FnOnce(&PulledPiece) -> Option<usize> {
     move |piece| ((piece.group, piece.end) == (group, end)).then_some(len)
 }
@@ -43,7 +43,7 @@ fn piece(group: u32, end: u32, bytes: usize) -> PulledPiece {
 }
 
 #[tokio::test]
-async fn what_is_pulled_arrives_whole_and_in_order() {
+async fn pulled_pieces_arrive_whole_and_in_order() {
     let workers = workers().await;
     let (mut stream, mut call) = begun(&workers).await;
     assert_eq!(call.request, samples::pull_request());
@@ -85,7 +85,7 @@ async fn a_refusal_is_typed_before_the_head_and_after_it() {
 }
 
 #[tokio::test]
-async fn what_is_not_the_next_piece_is_not_read() {
+async fn an_unexpected_piece_is_not_read() {
     let workers = workers().await;
     for wrong in [piece(1, 16, 3), piece(0, 32, 3), piece(0, 16, 4), piece(0, 16, 0)] {
         let (mut stream, mut call) = begun(&workers).await;
@@ -112,12 +112,12 @@ async fn dropping_a_pull_cancels_it_and_a_holder_that_leaves_cuts_it() {
     assert!(matches!(error, Error::StreamCut { .. }), "{error:?}");
 }
 
-/// A frame that is longer than its cap is refused by its length, whatever it claims to be.
+/// A frame that is longer than its cap is refused after its length field.
 #[tokio::test]
 async fn a_frame_longer_than_its_cap_is_refused_by_its_length() {
     let workers = workers().await;
     let (mut stream, mut call) = begun(&workers).await;
-    // The raw bytes of a piece may be anything, also the length of a frame that is too long.
+    // The raw bytes of a piece may be anything, including the length of a frame that is too long.
     let long = frame(Cap::Stream.bytes() + 1, &[]);
     call.reply.head(PullHead { tokens: 1, pieces: 1 }).await.unwrap();
     call.reply.piece(piece(0, 16, long.len()), &long).await.unwrap();

@@ -1,4 +1,4 @@
-//! Any value of any message survives the wire; any bytes at all are a value or a typed error.
+//! Any value of any message survives the wire. Any bytes decode to a value or to a typed error.
 
 use crate::samples;
 use kvasir_proto::block::BlockId;
@@ -40,7 +40,7 @@ fn medium() -> impl Strategy<Value = Medium> {
 }
 
 fn float() -> impl Strategy<Value = f32> {
-    // NaN is not equal to itself; its bits are as good as any other's.
+    // NaN is not equal to itself, so the comparison would fail.
     any::<f32>().prop_filter("NaN", |x| !x.is_nan())
 }
 
@@ -68,7 +68,7 @@ prop_compose! {
 }
 
 prop_compose! {
-    /// Where a prompt comes from, and whose it is.
+    /// Pull source, group size, trace and tenant of a request.
     fn origin()(
         source in option::of((node(), ".*", any::<u32>())), together: u32,
         trace in option::of(any::<([u8; 16], [u8; 8])>()), tenant: u64, weight: u32,
@@ -325,8 +325,8 @@ proptest! {
         prop_assert_eq!(header.payload_bytes().ok().map(|n| n as u64), elements);
     }
 
-    /// Neither noise nor damage panics, and what is accepted is written back as the same bytes or fewer
-    /// (a number may be written longer than it need be).
+    /// Noise and damaged messages never panic. Accepted bytes encode again to at most as many bytes,
+    /// because a number may be written longer than necessary.
     #[test]
     fn damaged_messages(noise in vec(any::<u8>(), 0..64), at: prop::sample::Index, flip in 1u8..) {
         for samples in samples::all() {

@@ -1,4 +1,4 @@
-//! One value of every variant of everything that crosses the wire or is written to disk.
+//! Samples of every variant of every type that crosses the wire or is written to disk.
 
 use kvasir_proto::block::{BlockId, ClusterKey};
 use kvasir_proto::codec::{self, Cap, CodecError};
@@ -28,14 +28,14 @@ use std::fmt::Debug;
 mod stages;
 pub(crate) use stages::*;
 
-/// A message type with its samples, seen through its bytes.
+/// Samples of one message type, encoded.
 pub(crate) struct Samples {
     pub(crate) name: &'static str,
     pub(crate) cap: Cap,
-    /// One value of each variant, in order; of a struct, any.
+    /// Whether the type is an enum. Then there is one value for each variant, in order.
     pub(crate) is_enum: bool,
     pub(crate) bytes: Vec<Vec<u8>>,
-    /// Decodes, and encodes again what was decoded.
+    /// Decodes the bytes and encodes the result again.
     pub(crate) recode: fn(&[u8], Cap) -> Result<Vec<u8>, CodecError>,
 }
 
@@ -116,7 +116,7 @@ fn model() -> ServedModel {
     }
 }
 
-/// A worker of the pool, with a model of each task and a drafter.
+/// Registration of a pool worker with a model of each task and a drafter.
 pub(crate) fn register(node: &str) -> Register {
     let tasks = [ModelTask::Generate, ModelTask::Embed { width: 384 }, ModelTask::Rerank { scores: 1 }];
     let worker = WorkerInfo {

@@ -1,5 +1,5 @@
-//! R4: lengths are checked before anything is allocated, nonsense on one stream harms that stream only, and
-//! what a newer peer says is skipped, not fatal.
+//! R4: lengths are checked before anything is allocated. A malformed stream harms only itself. Unknown
+//! variants of a newer peer are skipped and not fatal.
 
 use crate::bare::{self, Root, frame, leaf};
 use crate::cluster::{any_port, soon, until};
@@ -11,7 +11,7 @@ use kvasir_proto::ids::{Epoch, Role};
 use kvasir_proto::message::{GenerateRequest, NumberedPrefix, PrefixNote};
 use kvasir_proto::transport::{Connection, Endpoint, EndpointConfig, Incoming};
 
-/// An endpoint's end of a connection whose other end is in our hands.
+/// An endpoint's end of a connection whose other end the test controls.
 struct Half {
     ours: quinn::Connection,
     theirs: Connection,
@@ -29,12 +29,12 @@ async fn half(listener: &str, dialer: &str, accepts: Role) -> Half {
     Half { ours, theirs: theirs.unwrap(), endpoint }
 }
 
-/// A worker, and a coordinator in our hands.
+/// A worker; the test plays the coordinator.
 async fn worker() -> Half {
     half("worker", "coordinator", Role::Coordinator).await
 }
 
-/// A coordinator, and a worker in our hands.
+/// A coordinator; the test plays the worker.
 async fn coordinator() -> Half {
     half("coordinator", "worker", Role::Worker).await
 }
@@ -45,7 +45,7 @@ async fn write(connection: &quinn::Connection, bytes: &[u8]) -> (quinn::SendStre
     (send, receive)
 }
 
-/// The code with which the other side has ended both directions.
+/// Returns the codes with which the other side stopped and reset the two directions.
 async fn refusal(stream: (quinn::SendStream, quinn::RecvStream)) -> (u64, u64) {
     let (send, mut receive) = stream;
     let stopped = soon("stop", send.stopped()).await.unwrap().unwrap();
@@ -55,7 +55,7 @@ async fn refusal(stream: (quinn::SendStream, quinn::RecvStream)) -> (u64, u64) {
     }
 }
 
-/// A worker, and another one in our hands.
+/// A worker; the test plays another worker.
 async fn worker_of_worker() -> Half {
     half("worker", "worker", Role::Worker).await
 }
@@ -84,7 +84,7 @@ async fn malformed_requests_end_their_own_stream() {
         ("cut body", frame(body.len() - 1, &body[..body.len() - 1])),
     ];
     for (what, bytes) in rows {
-        // As a generation and as an encode call, which has another form.
+        // As a generate request, and as an encode call, which has another form.
         for kind in [2, 6] {
             let stream = write(&half.ours, &[&[kind], &bytes[..]].concat()).await;
             assert_eq!(refusal(stream).await, (3, 3), "{what}, kind {kind}");
@@ -93,7 +93,7 @@ async fn malformed_requests_end_their_own_stream() {
     generation_still_works(&half).await;
 }
 
-/// A worker may pull from another, and do nothing else; what it asks for wrongly harms nobody but itself.
+/// A worker may only pull from another. A malformed request harms only its own stream.
 #[tokio::test]
 async fn a_worker_may_pull_from_another_and_nothing_else() {
     let half = worker_of_worker().await;
@@ -133,9 +133,9 @@ async fn unknown_kinds_and_wrong_directions_are_refused() {
     generation_still_works(&half).await;
 }
 
-/// A stream that never says what it wants holds up nobody else.
+/// An incomplete request does not delay other streams.
 #[tokio::test]
-async fn half_a_request_holds_up_nobody() {
+async fn an_incomplete_request_does_not_delay_other_streams() {
     let half = worker().await;
     let mut waiting = Vec::new();
     for part in [&[2][..], &[2, 0, 0], &[2, 0, 0, 1, 0, 7]] {
@@ -151,7 +151,7 @@ async fn an_event_stream_survives_unknown_events_and_reports_a_cut() {
     let half = coordinator().await;
     let good = codec::encode(&KvFrame::Events(samples::batch(1)), Cap::Events).unwrap();
     let mut newer = good.clone();
-    // The first event's kind becomes one of a later version.
+    // The kind of the first event becomes one of a later version.
     newer[4] = 9;
     let mut send = half.ours.open_uni().await.unwrap();
     let frames =
@@ -186,9 +186,9 @@ async fn an_event_frame_longer_than_its_cap_is_refused_by_its_length() {
     assert!(matches!(error, Error::Codec(CodecError::TooLong { .. })), "{error:?}");
 }
 
-/// A reset in the middle of a frame is an error of that stream, with the peer's code.
+/// A reset in the middle of a frame is an error of that stream and carries the peer's code.
 #[tokio::test]
-async fn a_reset_inside_a_frame_is_told() {
+async fn a_reset_inside_a_frame_is_an_error_with_its_code() {
     let half = coordinator().await;
     let mut send = half.ours.open_uni().await.unwrap();
     send.write_all(&[3, 0, 0, 1]).await.unwrap();
@@ -201,7 +201,7 @@ async fn a_reset_inside_a_frame_is_told() {
 }
 
 #[tokio::test]
-async fn rpc_nonsense_ends_the_channel_and_nothing_else() {
+async fn a_malformed_rpc_ends_only_its_channel() {
     let half = worker().await;
     for bytes in [frame(Cap::Control.bytes() + 1, &[]), frame(2, &[9, 9]), frame(0, &[])] {
         let (_send, mut receive) = write(&half.ours, &[&[1], &bytes[..]].concat()).await;
@@ -215,7 +215,7 @@ async fn rpc_nonsense_ends_the_channel_and_nothing_else() {
     generation_still_works(&half).await;
 }
 
-/// No call may come through.
+/// An API that must not be called.
 #[derive(Clone)]
 struct Unreachable;
 
@@ -263,12 +263,12 @@ async fn a_first_stream_that_is_no_hello_ends_the_connection() {
     assert_eq!(endpoint.stats().accepted, 0);
 }
 
-/// The stream kind of a generation whose prompt may begin as an earlier one.
+/// Stream kind of a generation whose prompt may use a numbered prefix.
 const GENERATE_AFTER: u8 = 16;
 const UNKNOWN_PREFIX: u32 = 4;
 
 #[tokio::test]
-async fn a_prompt_behind_an_unknown_prefix_is_refused_by_code() {
+async fn a_prompt_after_an_unknown_prefix_is_refused_with_a_code() {
     let half = worker().await;
     let message = |note, request: &GenerateRequest| {
         let note = codec::encode(&note, Cap::GenerateRequest).unwrap();
@@ -279,7 +279,7 @@ async fn a_prompt_behind_an_unknown_prefix_is_refused_by_code() {
     let keeping = PrefixNote { after: None, keep: numbered(7, 2) };
     let _kept = write(&half.ours, &message(keeping, &samples::request())).await;
     assert!(matches!(soon("it", half.theirs.accept()).await.unwrap(), Incoming::Generate(_)));
-    // Another number, another length of it, and more than there is of the prompt.
+    // An unknown number, a wrong length, and a length beyond the prompt.
     for after in [numbered(8, 2), numbered(7, 1), numbered(7, u32::MAX)] {
         let (_send, mut receive) =
             write(&half.ours, &message(PrefixNote { after, keep: None }, &samples::request())).await;
@@ -327,7 +327,7 @@ async fn a_worker_without_the_prefix_gets_the_whole_prompt() {
             assert_eq!(soon("the answer", stream.next()).await.unwrap().unwrap(), samples::frames()[2]);
         }
     }
-    // What the worker does not have is numbered anew.
+    // A prefix that the worker does not have gets a new number.
     let _stream = half.theirs.open_generate(&request).await.unwrap();
     assert!(next().await.1.ends_with(&whole));
 }

@@ -1,5 +1,5 @@
-//! R1, R2, R6: who may connect, as what, and under which name. Each certificate of the table is shown by a
-//! dialer and by a listener, both of which do no checks of their own.
+//! R1, R2, R6: which nodes may connect, with which role and under which name. A dialer and a listener
+//! present each certificate of the table; neither checks its peer.
 
 use crate::bare::{self, Gullible, Root, Shown, leaf, provider};
 use crate::cluster::{any_port, authority, config, endpoint, node, pair, soon, until};
@@ -38,7 +38,7 @@ fn with_intermediate(root: &Root, is_ca: IsCa, uri: &str) -> Shown {
     Shown { chain: vec![leaf(uri).signed_by(&key, &issuer).unwrap(), intermediate], key }
 }
 
-/// (what is wrong, what is shown). `role` is what the other side waits for.
+/// Returns (defect, chain) pairs. `role` is the role that the other side expects.
 fn bad_certificates(root: &Root, role: &str) -> Vec<(&'static str, Shown)> {
     use rcgen::date_time_ymd as day;
     let uri = format!("spiffe://c/{role}/n1");
@@ -150,7 +150,7 @@ async fn sec_join_right_certificates() {
     }
 }
 
-/// Both roots of a rotation are trusted, by old and new nodes alike.
+/// During a rotation, old and new nodes trust both roots.
 #[tokio::test]
 async fn two_roots_while_one_replaces_the_other() {
     let (old, new) = (Root::new(), Root::new());
@@ -183,7 +183,7 @@ async fn a_dialer_learns_that_it_is_refused() {
 }
 
 #[test]
-fn an_identity_that_is_no_nodes_does_not_load() {
+fn an_identity_without_a_node_certificate_does_not_load() {
     let root = Root::new();
     let load = |params: &CertificateParams| {
         let shown = root.sign(params);
@@ -225,7 +225,7 @@ async fn versions_that_do_not_overlap_are_told_to_both() {
     }
 }
 
-/// R2 in the first words already: the hello's name must be the certificate's.
+/// R2 applies to the hello too: its node id must be the certificate's.
 #[tokio::test]
 async fn sec_spoof_hello() {
     let root = Root::new();
@@ -259,7 +259,7 @@ impl CoordinatorApi for Checks {
     }
 }
 
-/// R2: a worker that speaks in another's name is not believed, is counted, and loses its connection.
+/// R2: a worker that uses another node's id is refused and counted, and loses its connection.
 #[tokio::test]
 async fn sec_spoof_from() {
     let nodes = pair().await;
@@ -283,7 +283,8 @@ async fn sec_spoof_from() {
     assert!(nodes.to_worker.is_closed());
 }
 
-/// R1: the role decides what may be called. A worker opens every stream that only a coordinator may open.
+/// R1: the role decides which streams a node may open. A worker opens every stream that only a coordinator
+/// may open.
 #[tokio::test]
 async fn a_role_opens_only_its_own_streams() {
     let nodes = pair().await;
@@ -293,14 +294,14 @@ async fn a_role_opens_only_its_own_streams() {
     let error = soon("refusing a snapshot", nodes.to_coordinator.kv_snapshot()).await.unwrap_err();
     assert!(matches!(error, Error::StreamEnded(_)), "{error:?}");
     let stream = nodes.to_coordinator.open_generate(&samples::request()).await;
-    // Whether the refusal comes before or after the request is written is a race; it comes.
+    // The refusal may arrive before or after the request is written.
     if let Ok(mut stream) = stream {
         let error = soon("refusing a generation", stream.next()).await.unwrap().unwrap_err();
         assert!(matches!(error, Error::StreamEnded(_)), "{error:?}");
     }
     let group = nodes.to_coordinator.open_group::<u64>().await;
     if let Ok(mut group) = group {
-        // Refused, whether the frame gets there first or not.
+        // Refused, whether the frame is written first or not.
         let _ = group.send(&1).await;
     }
     let ask = PeerIndexAsk { node: nodes.to_worker.peer().node.clone(), epoch: Epoch(1), after: 0 };
@@ -309,13 +310,13 @@ async fn a_role_opens_only_its_own_streams() {
         assert!(matches!(error, Error::StreamEnded(_)), "{error:?}");
     }
     until("counting", || nodes.coordinator.stats().streams_refused == 5).await;
-    // And the connection goes on.
+    // The connection stays usable.
     nodes.to_coordinator.open_kv_events().await.unwrap().send(samples::batch(1)).await.unwrap();
     let incoming = soon("accepting", nodes.to_worker.accept()).await.unwrap();
     assert!(matches!(incoming, Incoming::KvEvents(_)), "{incoming:?}");
 }
 
-/// R6: neither early data nor a resumed session gets around the certificate check.
+/// R6: neither early data nor a resumed session bypasses the certificate check.
 #[tokio::test]
 async fn sec_0rtt_off() {
     let root = Root::new();
@@ -340,7 +341,7 @@ async fn sec_0rtt_off() {
             Err(connecting) => connecting,
         };
         let connection = connecting.await.unwrap();
-        // A ticket would come with the listener's first words.
+        // The listener would send a ticket with its first data.
         soon("hello", bare::hello(&connection, "w1")).await;
     }
     assert_eq!(coordinator.stats().failed, 0);
@@ -363,7 +364,7 @@ async fn another_alpn_is_refused() {
     soon("refusing", connecting).await.unwrap_err();
 }
 
-/// R6: limits on open connections hold, and a place that is given back can be taken again.
+/// R6: limits on open connections hold, and a closed connection frees its slot.
 #[tokio::test]
 async fn connections_are_limited() {
     let ca = authority("c");
@@ -383,7 +384,7 @@ async fn connections_are_limited() {
     }
 }
 
-/// R6: under load a dialer proves its address first, and then joins as ever.
+/// R6: under load a dialer must prove its address first, and then joins.
 #[tokio::test]
 async fn addresses_are_validated_under_load() {
     let ca = authority("c");
@@ -395,8 +396,8 @@ async fn addresses_are_validated_under_load() {
     assert_eq!(coordinator.stats().retried, 1);
 }
 
-/// R6: who is flooded with first packets of handshakes, forged or not packets at all, still lets nodes in, and remembers
-/// nothing of the flood.
+/// R6: a node that is flooded with initial packets, some forged and some malformed, still accepts nodes,
+/// and keeps no state of the flood.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sec_quic_flood() {
     let ca = authority("c");
@@ -407,12 +408,13 @@ async fn sec_quic_flood() {
         for n in 0..20_000u32 {
             let mut packet = vec![n as u8; 1_200];
             if n % 4 != 0 {
-                // A long header of version 1 with two connection ids of eight bytes: an Initial whose rest is nonsense.
+                // A long header of version 1 with two connection ids of eight bytes: an Initial packet with
+                // a random rest.
                 packet[..6].copy_from_slice(&[0xc3, 0, 0, 0, 1, 8]);
                 packet[6..10].copy_from_slice(&n.to_le_bytes());
                 packet[14] = 8;
             }
-            // What the kernel has no room for is lost, as it would be on a link.
+            // The kernel drops what exceeds its buffer, as on a real link.
             let _lost = socket.send_to(&packet, target);
         }
     });
@@ -437,15 +439,15 @@ async fn sec_quic_flood() {
     assert_eq!(coordinator.stats().accepted, joined);
 }
 
-/// A further socket of a node dials as that node, and nobody gets in by it.
+/// A further socket of a node dials as that node and accepts no connections.
 #[tokio::test]
-async fn another_socket_dials_as_the_node_and_takes_nobody() {
+async fn another_socket_dials_as_the_node_and_accepts_no_connections() {
     let ca = authority("c");
     let [w1, w2] = ["w1", "w2"].map(|name| endpoint(&ca, Role::Worker, name, config()));
     let another = w2.another().unwrap();
     assert_eq!(another.name(), w2.name());
     assert_ne!(another.address(), w2.address());
-    // Both roads lead to the same node, from different sockets.
+    // Both sockets authenticate as the same node.
     for dials in [&w2, &another] {
         let expected = Expected::node(Role::Worker, node("w1"));
         let (ours, theirs) =
@@ -458,7 +460,7 @@ async fn another_socket_dials_as_the_node_and_takes_nobody() {
     let w3 = endpoint(&ca, Role::Worker, "w3", brief);
     w3.connect(another.address(), &Expected::any(Role::Worker)).await.unwrap_err();
     assert!(soon("saying so", another.accept()).await.is_none());
-    // It does not need the one that it is another of.
+    // The further socket outlives the endpoint that created it.
     drop(w2);
     let expected = Expected::node(Role::Worker, node("w1"));
     soon("dialling", another.connect(w1.address(), &expected)).await.unwrap();

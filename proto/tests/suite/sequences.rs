@@ -1,4 +1,4 @@
-//! How operations on sequences travel.
+//! Streams of operations on sequences.
 
 use crate::cluster::{pair, soon};
 use crate::samples::{sequence_name, sequence_request};
@@ -14,7 +14,7 @@ async fn next_call(worker_end: &Connection) -> SequenceCall {
 }
 
 #[tokio::test]
-async fn snapshots_travel_both_ways_as_they_are() {
+async fn snapshots_arrive_unchanged_in_both_directions() {
     let nodes = pair().await;
     let file: Vec<u8> = (0..3_000_000u32).map(|i| (i.wrapping_mul(i) >> 7) as u8).collect();
     let upload =
@@ -42,7 +42,7 @@ async fn snapshots_travel_both_ways_as_they_are() {
 }
 
 #[tokio::test]
-async fn what_is_too_long_is_refused_unread_and_what_ends_early_is_cut() {
+async fn a_long_body_is_refused_unread_and_a_short_one_is_cut_off() {
     let nodes = pair().await;
     let upload = sequence_request(SequenceOperation::Upload { name: sequence_name(0), bytes: 1 << 40 });
     let exchange = nodes.to_worker.open_sequence(&upload).await.unwrap();
@@ -65,7 +65,7 @@ async fn what_is_too_long_is_refused_unread_and_what_ends_early_is_cut() {
 }
 
 #[tokio::test]
-async fn bytes_cannot_be_announced_and_left_out_and_a_drop_cancels() {
+async fn announced_bytes_must_be_sent_and_a_drop_cancels() {
     let nodes = pair().await;
     let exchange = nodes.to_worker.open_sequence(&sequence_request(SequenceOperation::List)).await.unwrap();
     let call = next_call(&nodes.to_coordinator).await;

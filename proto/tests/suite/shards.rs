@@ -1,5 +1,5 @@
-//! How manifests and chunks travel between workers: in the order in which they were asked for, whole, and nothing that
-//! is longer than what was asked for.
+//! Weight distribution between workers: manifests and chunks arrive complete and in the order of the
+//! request, and longer replies are refused.
 
 use crate::cluster::{authority, config, endpoint, node, soon};
 use crate::samples;
@@ -36,7 +36,7 @@ async fn begun(workers: &Workers) -> (ShardStream, ShardCall) {
 }
 
 #[tokio::test]
-async fn what_is_asked_for_arrives_whole_and_in_order() {
+async fn requested_items_arrive_whole_and_in_order() {
     let workers = workers().await;
     let (mut stream, mut call) = begun(&workers).await;
     let bytes: Vec<u8> = (0..3_000_000u32).map(|i| (i.wrapping_mul(i) >> 7) as u8).collect();
@@ -58,7 +58,7 @@ async fn what_is_asked_for_arrives_whole_and_in_order() {
 }
 
 #[tokio::test]
-async fn more_than_was_asked_for_is_not_read() {
+async fn a_reply_longer_than_requested_is_not_read() {
     let workers = workers().await;
     let (mut stream, mut call) = begun(&workers).await;
     call.reply.bytes(vec![1; 6]).await.unwrap();
@@ -67,7 +67,7 @@ async fn more_than_was_asked_for_is_not_read() {
 }
 
 #[tokio::test]
-async fn a_refusal_is_typed_and_whoever_goes_cancels() {
+async fn a_refusal_is_typed_and_dropping_the_stream_cancels() {
     let workers = workers().await;
     let (mut stream, call) = begun(&workers).await;
     call.reply.fail(ShardRefusal::Busy).await.unwrap();

@@ -1,5 +1,5 @@
-//! How the stages of a replica hear of steps: orders, reports and activations arrive as they are, and nothing longer
-//! than agreed on is read.
+//! Streams between the stages of a replica: orders, reports and activations arrive unchanged, and data
+//! beyond the agreed length is not read.
 
 use crate::cluster::{authority, config, endpoint, node, soon};
 use crate::samples;
@@ -65,7 +65,7 @@ async fn orders_reports_and_rows_of_logits_arrive() {
 }
 
 #[tokio::test]
-async fn activations_arrive_behind_their_step_and_no_more_rows_than_agreed_on_are_read() {
+async fn activations_follow_their_step_and_further_rows_are_refused() {
     let workers = workers().await;
     let feed = StageFeed { replica: ReplicaId([6; 16]) };
     let mut sender = workers.first.open_activations(&feed).await.unwrap();
@@ -92,12 +92,12 @@ async fn activations_arrive_behind_their_step_and_no_more_rows_than_agreed_on_ar
     soon("the refusal", sender.cancelled()).await;
 }
 
-/// One thread, which a test may keep busy.
+/// A runtime with one thread, which a test can keep busy.
 fn runtime() -> Runtime {
     Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap()
 }
 
-/// Two workers, each on a runtime of its own, and a stream from the first to the second.
+/// Two workers, each on its own runtime, and a stream from the first to the second.
 fn stream_between(
     first: &Runtime,
     second: &Runtime,
@@ -123,7 +123,7 @@ fn stream_between(
 }
 
 #[test]
-fn what_is_handed_over_leaves_though_no_thread_of_the_runtime_has_time() {
+fn handed_over_writes_are_sent_while_the_runtime_is_busy() {
     let (first, second) = (runtime(), runtime());
     let (_endpoints, _connections, mut sender, mut receiver) = stream_between(&first, &second);
     let (begun, begins) = std::sync::mpsc::channel();
@@ -152,7 +152,7 @@ fn what_is_handed_over_leaves_though_no_thread_of_the_runtime_has_time() {
     hand_over(&mut sender, 0);
     read(1);
     free.send(()).unwrap();
-    // Beside the runtime's thread, which hears acknowledgements meanwhile.
+    // In parallel with the runtime's thread, which receives acknowledgements meanwhile.
     for time in 0..200 {
         hand_over(&mut sender, time);
     }
@@ -162,7 +162,7 @@ fn what_is_handed_over_leaves_though_no_thread_of_the_runtime_has_time() {
 }
 
 #[test]
-fn a_runtime_that_ends_leaves_nothing_of_a_connection_to_whoever_could_send_there() {
+fn a_runtime_that_ends_drops_the_connection_that_a_handover_could_drive() {
     let (first, second) = (runtime(), runtime());
     let (endpoints, connections, sender, receiver) = stream_between(&first, &second);
     let (handover, address) = (sender.handover(), endpoints[0].address());
@@ -173,7 +173,7 @@ fn a_runtime_that_ends_leaves_nothing_of_a_connection_to_whoever_could_send_ther
 }
 
 #[tokio::test]
-async fn blocks_are_read_and_filled_behind_orders_and_reports() {
+async fn block_contents_follow_orders_and_reports() {
     let workers = workers().await;
     let feed = StageFeed { replica: ReplicaId([6; 16]) };
     let bytes: Vec<u8> = (0..3_000_000u32).map(|i| (i.wrapping_mul(i) >> 5) as u8).collect();
@@ -205,7 +205,7 @@ async fn blocks_are_read_and_filled_behind_orders_and_reports() {
 }
 
 #[tokio::test]
-async fn a_claim_is_granted_or_refused_and_kept_up_by_beats() {
+async fn a_claim_is_granted_or_refused_and_renewed_by_heartbeats() {
     let workers = workers().await;
     let incoming = async || match soon("a claim", workers.second.accept()).await.unwrap() {
         Incoming::StageLease(call) => call,

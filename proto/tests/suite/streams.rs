@@ -1,4 +1,4 @@
-//! What travels on a connection, and how each side learns that the other has left.
+//! Streams of a connection, and how each side detects that the other has left.
 
 use crate::cluster::{Pair, authority, config, endpoint, node, pair, pair_of, soon, until};
 use crate::samples;
@@ -42,8 +42,8 @@ async fn a_generation_arrives_whole_and_in_order() {
     soon("arrival of all", call.reply.cancelled()).await;
 }
 
-/// What the kernel does not take in one call is lost whole, and after a few such bursts the path counts as one that carries
-/// nothing but short datagrams.
+/// The kernel drops a burst as a whole if it does not accept it in one call. After a few such bursts, the
+/// path is limited to the shortest datagrams.
 #[tokio::test]
 async fn bursts_of_long_datagrams_arrive() {
     const LONG: u16 = 4096;
@@ -59,7 +59,7 @@ async fn bursts_of_long_datagrams_arrive() {
     assert!(nodes.to_worker.datagram_bytes() > LONG);
 }
 
-/// `next` loses nothing when its future is dropped, however the frames are cut into packets.
+/// `next` loses nothing when its future is dropped, however the frames are split into packets.
 #[tokio::test]
 async fn next_frame_can_be_awaited_in_pieces() {
     let nodes = pair().await;
@@ -147,7 +147,7 @@ async fn texts_become_values_or_a_typed_refusal() {
 }
 
 #[tokio::test]
-async fn an_encoding_of_another_shape_than_asked_for_is_refused() {
+async fn a_reply_of_another_shape_than_requested_is_refused() {
     let nodes = pair().await;
     let request = samples::encode_request();
     // Too few texts, too many, none, texts of no width.
@@ -333,7 +333,7 @@ async fn a_tensor_larger_than_wanted_is_refused_by_its_header() {
     assert!(matches!(error, Error::Codec(_)), "{error:?}");
 }
 
-/// A worker's service whose `drain` never ends by itself and whose `undrain` panics.
+/// A worker's service whose `drain` never returns and whose `undrain` panics.
 #[derive(Clone, Default)]
 struct Api {
     drained: Arc<AtomicBool>,
@@ -416,7 +416,7 @@ async fn dropping_a_call_cancels_its_handler() {
     until("the handler's end", || api.dropped.load(Ordering::SeqCst)).await;
 }
 
-/// The dialer comes back by itself, to a coordinator that was restarted on the same port.
+/// The dialer reconnects to a coordinator that was restarted on the same port.
 #[tokio::test]
 async fn a_dialer_reconnects() {
     let ca = authority("c");
@@ -445,7 +445,7 @@ async fn a_dialer_reconnects() {
 }
 
 #[tokio::test]
-async fn a_fenced_worker_is_told_so() {
+async fn a_fenced_worker_receives_the_close_code() {
     let nodes = pair().await;
     nodes.to_worker.close(CloseCode::Fenced);
     let error = soon("the close", nodes.to_coordinator.closed()).await;
@@ -453,7 +453,7 @@ async fn a_fenced_worker_is_told_so() {
 }
 
 #[tokio::test]
-async fn coordinators_tell_each_other_frames() {
+async fn coordinators_exchange_frames_in_both_directions() {
     let ca = authority("c");
     let config = || EndpointConfig { accepts: vec![Role::Coordinator], ..config() };
     let [c1, c2] = ["c1", "c2"].map(|name| endpoint(&ca, Role::Coordinator, name, config()));
@@ -461,7 +461,7 @@ async fn coordinators_tell_each_other_frames() {
     let (ours, theirs) = tokio::join!(c1.connect(c2.address(), &expected), c2.accept());
     let (ours, theirs) = (ours.unwrap(), theirs.unwrap());
     assert_eq!(theirs.peer().node, node("c1"));
-    // Either side may, on the one connection.
+    // Either side may open such a stream on the one connection.
     for (from, to) in [(&ours, &theirs), (&theirs, &ours)] {
         let mut sender = from.open_group::<Vec<u8>>().await.unwrap();
         let too_long = sender.send(&vec![0; 2 << 20]).await;
@@ -478,7 +478,7 @@ async fn coordinators_tell_each_other_frames() {
 }
 
 #[tokio::test]
-async fn a_coordinator_asks_another_for_what_it_knows_of_a_worker() {
+async fn a_coordinator_requests_another_ones_index_of_a_worker() {
     let ca = authority("c");
     let config = || EndpointConfig { accepts: vec![Role::Coordinator], ..config() };
     let [c1, c2] = ["c1", "c2"].map(|name| endpoint(&ca, Role::Coordinator, name, config()));
@@ -491,7 +491,7 @@ async fn a_coordinator_asks_another_for_what_it_knows_of_a_worker() {
         panic!("another kind");
     };
     assert_eq!(call.ask, ask);
-    // The bytes come as they are sent, whatever they say.
+    // The bytes arrive unchanged, whatever they contain.
     for frame in [&[9u8; 1_000_000][..], &[]] {
         let (sent, got) = tokio::join!(call.send(frame), answer.next());
         sent.unwrap();
@@ -503,9 +503,9 @@ async fn a_coordinator_asks_another_for_what_it_knows_of_a_worker() {
     assert_eq!(soon("the end", answer.next()).await.unwrap(), None);
 }
 
-/// What coordinators of two versions say to each other: an earlier build passes over what it does not know, and goes on.
+/// Frames between coordinators of two versions: the earlier build skips unknown frames and continues.
 #[tokio::test]
-async fn coordinators_of_two_versions_go_on_together() {
+async fn coordinators_of_two_versions_skip_unknown_frames() {
     use serde::{Deserialize, Serialize};
     #[derive(Debug, PartialEq, Serialize, Deserialize)]
     enum Now {
@@ -541,9 +541,9 @@ async fn coordinators_of_two_versions_go_on_together() {
     assert_eq!(soon("a frame", frames.next()).await.unwrap().unwrap(), Before::Known(2));
 }
 
-/// Of prompts that begin alike, the beginning travels once.
+/// The common prefix of several prompts is sent once.
 #[tokio::test]
-async fn prompts_arrive_whole_whatever_of_them_was_sent() {
+async fn prompts_with_numbered_prefixes_arrive_whole() {
     let nodes = pair().await;
     let request = |text: u32, length: u32, end: u32, predicted_cached: u32| {
         let prompt: Vec<u32> = (0..length).map(|at| at * 3 + text).chain([end]).collect();

@@ -1,4 +1,5 @@
-//! One host: a network namespace with a loopback interface and one whose packets this process carries.
+//! A host: a network namespace with a loopback interface and a TUN interface, whose packets this process
+//! forwards.
 #![allow(unsafe_code)]
 
 use anyhow::Context;
@@ -8,11 +9,11 @@ use std::mem;
 use std::net::Ipv4Addr;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
-/// Packets of this size need no splitting on their way.
+/// Packets of this size need no fragmentation.
 const MTU: i32 = 1500;
 const NETMASK: Ipv4Addr = Ipv4Addr::new(255, 255, 255, 0);
 
-/// See the module. The namespace lives as long as this, or a process in it.
+/// A network namespace. It lives as long as this value, or a process in it.
 #[derive(Debug)]
 pub(super) struct Host {
     namespace: File,
@@ -20,9 +21,9 @@ pub(super) struct Host {
 }
 
 impl Host {
-    /// A new namespace whose only way out leads to [`Host::tun`].
+    /// A new namespace with [`Host::tun`] as its only exit.
     pub(super) fn new(address: Ipv4Addr) -> anyhow::Result<Self> {
-        // A thread can leave its process's namespace, and takes nothing else with it.
+        // A separate thread can change its namespace without affecting the rest of the process.
         let made = std::thread::scope(|scope| scope.spawn(|| Self::make(address)).join());
         made.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     }
@@ -53,7 +54,7 @@ impl Host {
         Ok(Self { namespace, tun })
     }
 
-    /// Packets that the host sends are read here, those written here it receives; it does not block.
+    /// Reads return packets sent by the host; writes deliver packets to it. Non-blocking.
     pub(super) fn tun(&self) -> io::Result<File> {
         self.tun.try_clone()
     }
@@ -61,7 +62,8 @@ impl Host {
     /// Runs `work` on a thread in this namespace.
     pub(super) fn run<T: Send>(&self, work: impl FnOnce() -> T + Send) -> anyhow::Result<T> {
         let entered = || {
-            // SAFETY: the descriptor is open and a namespace's; the call changes this thread only, which ends here.
+            // SAFETY: the descriptor is open and a namespace's; the call changes this thread only, which ends
+            // here.
             check(unsafe { libc::setns(self.namespace.as_raw_fd(), libc::CLONE_NEWNET) })
                 .context("entering a network namespace")?;
             Ok(work())
@@ -75,11 +77,11 @@ fn datagram_socket() -> anyhow::Result<OwnedFd> {
     // SAFETY: takes integers, touches no memory of this process.
     let socket = unsafe { libc::socket(libc::AF_INET, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0) };
     check(socket).context("a socket to configure interfaces with")?;
-    // SAFETY: the call above has just opened it, and nobody else knows it.
+    // SAFETY: the call above has just opened it, and nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(socket) })
 }
 
-/// What interfaces are configured with: a name and one value.
+/// A request to configure an interface: its name and one value.
 struct Request(libc::ifreq);
 
 impl Request {

@@ -1,4 +1,4 @@
-//! The switch: one thread that reads every host's packets and hands them to the host they are for, in its time.
+//! The switch: one thread that reads every host's packets and delivers them when they are due.
 #![allow(unsafe_code)]
 
 use super::{Link, host_at};
@@ -13,14 +13,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Longest packet that is read.
+/// Longest packet in bytes.
 const MAX_PACKET: usize = 65_536;
-/// Packets under way at most; more are lost, as in a router.
+/// Most packets in flight; further ones are dropped, as in a router.
 const MAX_UNDER_WAY: usize = 65_536;
-/// How long the thread may not notice that it shall end.
+/// Longest time until the thread notices that it must end.
 const LONGEST_WAIT: Duration = Duration::from_millis(20);
 
-/// See the module. Ends when it is dropped.
+/// The switch. Ends when dropped.
 #[derive(Debug)]
 pub(super) struct Switch {
     links: Arc<Links>,
@@ -47,7 +47,7 @@ impl Links {
 }
 
 impl Switch {
-    /// Carries packets between these, which must not block.
+    /// Forwards packets between `tuns`, which must be non-blocking.
     pub(super) fn start(tuns: Vec<File>, seed: u64) -> io::Result<Self> {
         let hosts = tuns.len();
         let links = Arc::new(Links { hosts, links: Mutex::new(vec![Link::default(); hosts * hosts]) });
@@ -72,7 +72,7 @@ impl Switch {
 impl Drop for Switch {
     fn drop(&mut self) {
         self.ending.store(true, Ordering::Relaxed);
-        // One that has panicked has said so.
+        // A panic of the thread was already reported.
         let _ = self.thread.take().map(JoinHandle::join);
     }
 }
@@ -86,7 +86,7 @@ struct Carrier {
     carried: u64,
 }
 
-/// Ordered by the time of its arrival; among equals, by when it was sent.
+/// Ordered by arrival time, then by sending order.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 struct Packet {
     due: Instant,
@@ -101,7 +101,7 @@ impl Carrier {
         while !self.ending.load(Ordering::Relaxed) {
             self.wait();
             for from in 0..self.tuns.len() {
-                // Would block: it has sent all. Any other error is of an interface that goes away.
+                // An error is either that no packet is left, or that the interface is being closed.
                 while let Ok(length) = self.tuns[from].read(&mut buffer) {
                     self.accept(from, &buffer[..length]);
                 }
@@ -110,7 +110,7 @@ impl Carrier {
         }
     }
 
-    /// Until something has been sent or is due.
+    /// Waits until a packet was sent or is due.
     fn wait(&self) {
         let due = self.under_way.peek().map(|Reverse(packet)| packet.due);
         let wait = due.map_or(LONGEST_WAIT, |due| due.saturating_duration_since(Instant::now()));
@@ -118,7 +118,8 @@ impl Carrier {
         let timeout = libc::timespec { tv_sec: 0, tv_nsec: i64::from(wait.subsec_nanos()) };
         let poll = |tun: &File| libc::pollfd { fd: tun.as_raw_fd(), events: libc::POLLIN, revents: 0 };
         let mut polls: Vec<libc::pollfd> = self.tuns.iter().map(poll).collect();
-        // SAFETY: the array is as long as is said, the timespec lives through the call, no signal mask is given.
+        // SAFETY: the array has the given length, the timespec lives through the call, no signal mask is
+        // given.
         unsafe { libc::ppoll(polls.as_mut_ptr(), polls.len() as libc::nfds_t, &timeout, std::ptr::null()) };
     }
 
@@ -146,12 +147,12 @@ impl Carrier {
         while self.under_way.peek().is_some_and(|Reverse(packet)| packet.due <= now)
             && let Some(Reverse(packet)) = self.under_way.pop()
         {
-            // One that cannot be taken is lost, as in any network.
+            // A packet that cannot be delivered is dropped, as in any network.
             let _ = self.tuns[packet.to].write(&packet.bytes);
         }
     }
 
-    /// From 0 to 1, without 1 (splitmix64).
+    /// A number in [0, 1) (splitmix64).
     fn draw(&mut self) -> f64 {
         self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let z = (self.random ^ (self.random >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -160,8 +161,8 @@ impl Carrier {
     }
 }
 
-/// Flips a bit of what a UDP packet over IPv4 carries, `at` of the way through it, and takes its checksum away: the
-/// receiving kernel would only drop it. Other packets stay as they are.
+/// Flips a bit in the payload of a UDP packet over IPv4, at fraction `at`, and removes its checksum:
+/// otherwise the receiving kernel would drop it. Other packets stay unchanged.
 fn damage(packet: &mut [u8], at: f64) {
     const UDP: u8 = 17;
     const HEADER: usize = 8;
@@ -176,7 +177,7 @@ fn damage(packet: &mut [u8], at: f64) {
     carried[bit / 8] ^= 1 << (bit % 8);
 }
 
-/// The host that an IPv4 packet is for; there is nothing else to carry.
+/// The destination host of an IPv4 packet; there are no others.
 fn destination(packet: &[u8]) -> Option<usize> {
     let [first, ..] = packet else { return None };
     let octets: [u8; 4] = packet.get(16..20)?.try_into().ok()?;

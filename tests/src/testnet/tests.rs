@@ -12,7 +12,8 @@ fn socket(net: &Net, host: usize) -> UdpSocket {
     socket
 }
 
-/// Sends packets one by one, each once the one before has arrived or `patience` has passed; the numbers received.
+/// Sends packets one by one, each after the previous one arrived or `patience` passed. Returns the numbers
+/// received.
 fn send(from: &UdpSocket, to: &UdpSocket, count: u32, patience: Duration) -> Vec<u32> {
     let address = to.local_addr().unwrap();
     to.set_read_timeout(Some(patience)).unwrap();
@@ -46,7 +47,7 @@ fn hosts_reach_each_other_and_nobody_else() {
     for (from, to) in [(0, 1), (1, 0), (2, 1), (0, 2)] {
         assert_eq!(send(&sockets[from], &sockets[to], 20, Duration::from_millis(500)).len(), 20);
     }
-    // The machine's own loopback is not theirs.
+    // The machine's own loopback is not reachable from hosts.
     let outside = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = outside.local_addr().unwrap();
     let reached = net.on(0, || TcpStream::connect_timeout(&address, Duration::from_secs(1))).unwrap();
@@ -60,7 +61,7 @@ fn a_link_delays() {
     net.everywhere(Link { delay: Duration::from_millis(40), ..Link::default() });
     let started = Instant::now();
     assert_eq!(send(&there, &here, 5, Duration::from_secs(2)).len(), 5);
-    // The last wait finds nothing.
+    // The last wait receives nothing.
     assert!(started.elapsed() >= Duration::from_millis(5 * 40));
 }
 

@@ -1,4 +1,4 @@
-//! One worker with the API in its own process: no certificates, no coordinator.
+//! A single worker with the API in its own process: no certificates, no coordinator.
 
 use crate::tiny_model;
 use anyhow::Context;
@@ -8,12 +8,12 @@ use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
 use std::process::{Child, Stdio};
 
-/// Gone when dropped.
+/// Killed when dropped.
 struct Worker(Child);
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        // Both fail only if it has ended, which is what is wanted.
+        // Both fail only if the process has already exited.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -34,7 +34,7 @@ fn start(model: &str) -> anyhow::Result<(Worker, SocketAddr)> {
 #[test]
 fn a_worker_alone_is_an_openai_server() {
     let (mut worker, server) = start(&tiny_model()).unwrap();
-    // It has said so only once it could.
+    // The worker announced itself only after it could serve.
     let prompt: Vec<u32> = (5..45).collect();
     let body = json!({"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": true});
     let answers: Vec<Value> =

@@ -1,12 +1,13 @@
-//! Several outputs of one prompt: computed once, then forked, each as if it had been asked for alone.
+//! Several outputs of one prompt: the prompt is computed once and forked; each output equals that of a
+//! separate request.
 
 use crate::tiny_model;
 use kvasir_cluster_tests::cluster::Cluster;
 use kvasir_cluster_tests::http;
 use serde_json::{Value, json};
 
-/// Neither a whole number of hash units nor of blocks. It is computed in a step, before another request could come that
-/// was not sent with the first.
+/// Neither a multiple of hash units nor of blocks. Computed in one step, before a separately sent request
+/// could arrive.
 const PROMPT: usize = 87;
 const TOKENS: u64 = 12;
 
@@ -41,7 +42,8 @@ fn choices_of_one_prompt_are_computed_once_and_forked() {
     assert_eq!(greedy["usage"]["prompt_tokens"], PROMPT);
     assert_eq!(greedy["usage"]["completion_tokens"], 3 * TOKENS);
 
-    // Drawn ones differ from each other, and come again by their seed: forked now, from a cached prompt then.
+    // Sampled outputs differ from each other and are reproducible by seed: first forked, then from a cached
+    // prompt.
     let sampling = json!({"n": 3, "temperature": 1.0, "seed": 7});
     for turn in 1..20 {
         let before = counters();

@@ -1,4 +1,4 @@
-//! Clients that go away, and clients that do not read.
+//! Clients that disconnect, and clients that do not read.
 
 use crate::{kv_held, resident, tiny_model, wait_for_quiet};
 use kvasir_cluster_tests::cluster::Cluster;
@@ -12,7 +12,7 @@ use std::time::Duration;
 
 const GOLDEN: usize = 8;
 const GONE: usize = 200;
-/// Clients that are there at a time, besides the golden ones: more than the workers take, so that some wait.
+/// Concurrent clients besides the golden ones: more than the workers admit, so that some wait.
 const AT_ONCE: usize = 12;
 
 fn prompt(seed: usize, tokens: usize) -> Vec<usize> {
@@ -29,7 +29,8 @@ fn text(answer: HttpAnswer) -> anyhow::Result<String> {
     Ok(events.iter().filter_map(|event| event["choices"][0]["text"].as_str()).collect())
 }
 
-/// One that goes away: while it sends the head, the body, while it waits or its prompt is computed, or while tokens come.
+/// A client that disconnects: while sending the head or the body, while queued, during prefill, or while
+/// tokens arrive.
 fn leave(cluster: &Cluster, number: usize) {
     let body = completion(cluster.model(), &prompt(1_000 + number, 40 + number % 7 * 50), 120).to_string();
     let request = format!(
@@ -41,7 +42,7 @@ fn leave(cluster: &Cluster, number: usize) {
     let (sent, read) = match number % 4 {
         0 => (1 + number * 13 % (head - 2), 0),
         1 => (head + number * 17 % body.len(), 0),
-        // The answer's head comes with the first token.
+        // The response head arrives with the first token.
         2 => (request.len(), 0),
         _ => (request.len(), 1 + number * 29 % 2_000),
     };
@@ -55,7 +56,7 @@ fn leave(cluster: &Cluster, number: usize) {
             Ok(n) => rest -= n,
         }
     }
-    // Dropped with what has been sent still unread: to the server some of these are resets, not ends.
+    // Dropped with unread data, so that the server sees some of these as resets.
 }
 
 #[test]
@@ -92,8 +93,8 @@ fn who_goes_away_disturbs_nobody_and_leaves_nothing() {
 #[test]
 fn who_does_not_read_holds_no_memory_and_holds_up_nobody() {
     const READERS: usize = 50;
-    /// Less than what they have asked for, which is 2 MiB each. Frames that workers have sent may wait within QUIC's
-    /// windows, in a tenth of the bytes.
+    /// Less than the clients requested, which is 2 MiB each. Frames of workers may wait within QUIC's
+    /// windows, in a tenth of these bytes.
     const GROWTH: u64 = 64 << 20;
     let cluster = Cluster::builder("slow-readers", &tiny_model()).start().unwrap();
     let pids: Vec<u32> = {
@@ -122,7 +123,7 @@ fn who_does_not_read_holds_no_memory_and_holds_up_nobody() {
             stream
         })
         .collect();
-    // Some are under way, and others are served beside them.
+    // Some streams run, and other requests are served meanwhile.
     wait::until("slow streams run", binary::PATIENCE, || (kv_held(&cluster)? > 0).then_some(())).unwrap();
     let mut most = before.clone();
     for _ in 0..20 {
@@ -131,7 +132,8 @@ fn who_does_not_read_holds_no_memory_and_holds_up_nobody() {
             *most = resident(*pid).max(*most);
         }
     }
-    // Either all of it fits into the kernel's buffers and they end, or they stand still: either way it goes on.
+    // Either the streams fit into the kernel's buffers and end, or they stall. In both cases the server
+    // continues.
     let settled = || {
         let computed = cluster.worker_metric("kvasir_steps_total").ok()?;
         std::thread::park_timeout(Duration::from_millis(500));

@@ -1,4 +1,4 @@
-//! A collector of traces, as OpenTelemetry's: takes OTLP over HTTP or HTTPS for as long as a test runs.
+//! A trace collector like OpenTelemetry's: accepts OTLP over HTTP or HTTPS during a test.
 
 use kvasir_cluster_tests::{binary, wait};
 use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
@@ -12,14 +12,14 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener};
 use std::sync::{Arc, Condvar, Mutex};
 
-/// A span and the node that has recorded it.
+/// A span and the node that recorded it.
 #[derive(Debug, Clone)]
 pub(crate) struct Told {
     pub(crate) node: String,
     pub(crate) span: Span,
 }
 
-/// See the module.
+/// A trace collector.
 pub(crate) struct Collector {
     scheme: &'static str,
     address: SocketAddr,
@@ -29,20 +29,20 @@ pub(crate) struct Collector {
 #[derive(Default)]
 struct Heard {
     told: Mutex<Vec<Told>>,
-    /// Every body, one behind the other.
+    /// All bodies, concatenated.
     raw: Mutex<Vec<u8>>,
-    /// Whether answers are held back.
+    /// Whether responses are held back.
     hangs: Mutex<bool>,
     answers: Condvar,
 }
 
 impl Collector {
-    /// One that takes whatever comes.
+    /// A collector that accepts everything.
     pub(crate) fn start() -> Self {
         Self::listen(false, None)
     }
 
-    /// The same at `https://`, and its certificate, which is its own authority, as PEM.
+    /// A collector at `https://`, and its self-signed certificate as PEM.
     pub(crate) fn with_certificate() -> (Self, String) {
         let key = KeyPair::generate().unwrap();
         let certificate =
@@ -57,7 +57,7 @@ impl Collector {
         (Self::listen(false, Some(Arc::new(config))), certificate.pem())
     }
 
-    /// One that takes connections and requests, and does not answer them until it is told to.
+    /// A collector that accepts requests and sends no response until [`Self::answer`] is called.
     pub(crate) fn that_hangs() -> Self {
         Self::listen(true, None)
     }
@@ -80,13 +80,13 @@ impl Collector {
         Self { scheme, address, heard }
     }
 
-    /// From now on it answers.
+    /// Sends responses from now on.
     pub(crate) fn answer(&self) {
         *self.heard.hangs.lock().unwrap() = false;
         self.heard.answers.notify_all();
     }
 
-    /// For `OTEL_EXPORTER_OTLP_ENDPOINT`.
+    /// Value of `OTEL_EXPORTER_OTLP_ENDPOINT`.
     pub(crate) fn url(&self) -> String {
         format!("{}://{}", self.scheme, self.address)
     }
@@ -101,7 +101,7 @@ impl Collector {
         self.heard.raw.lock().unwrap().clone()
     }
 
-    /// The spans of a trace, once `enough` says that these are all.
+    /// The spans of a trace, once `enough` returns true.
     pub(crate) fn trace(&self, trace: &[u8], enough: impl Fn(&[Told]) -> bool) -> Vec<Told> {
         wait::until("the trace has been exported", binary::PATIENCE, || {
             let all = self.heard.told.lock().unwrap();

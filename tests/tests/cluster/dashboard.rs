@@ -1,5 +1,5 @@
-//! The operators' page in a browser: it shows what goes on, its buttons do what they say, and the keyboard reaches all of
-//! them. What it looked like is kept in the logs' directory.
+//! The dashboard in a browser: it shows the cluster's activity, its buttons work, and the keyboard reaches
+//! all controls. Screenshots are kept in the log directory.
 
 use kvasir_cluster_tests::browser::{Browser, keys};
 use kvasir_cluster_tests::cluster::Cluster;
@@ -12,13 +12,13 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-/// A system message that many requests have in common, and one that few have.
+/// A system message: one of a few documents shared by requests.
 fn document(number: usize) -> String {
     format!("Document {number}. ")
         + &"The quick brown fox jumps over the lazy dog near the river bank. ".repeat(12 + 8 * number)
 }
 
-/// Rounds of chats: six about one document, two about another, some about nothing.
+/// Rounds of chats: six about one document, two about another, the rest without a document.
 fn drive(cluster: &Cluster, rounds: Range<usize>) {
     for round in rounds {
         let chats: Vec<Value> = (0..9)
@@ -44,8 +44,8 @@ fn drive(cluster: &Cluster, rounds: Range<usize>) {
     }
 }
 
-/// Looks at what goes on, for as long as that takes: a line needs two looks with something to tell, however fast answers
-/// are made.
+/// Runs `look` while chats are sent. The page's rates need two samples with activity, however fast the
+/// answers are.
 fn while_chats_go_on(cluster: &Cluster, look: impl FnOnce()) {
     let seen = AtomicBool::new(false);
     thread::scope(|scope| {
@@ -61,7 +61,7 @@ fn picture(name: &str) -> PathBuf {
     binary::target().join(format!("test-logs/dashboard-{name}.png"))
 }
 
-/// Draining by mouse, and what the coordinator then says.
+/// Drains a worker with the mouse, and checks the coordinator's state.
 fn drain_and_undrain(cluster: &Cluster, browser: &Browser) {
     let worker = &cluster.nodes().workers[0].id;
     let drains = |wanted: bool| {
@@ -92,8 +92,8 @@ fn drain_and_undrain(cluster: &Cluster, browser: &Browser) {
     browser.wait_for("its row says so", &format!("{row}.dataset.level !== 'out'")).unwrap();
 }
 
-/// Who goes through the workers by keyboard, comes to each of them: none changes its place beneath him, whatever it is told to
-/// do meanwhile. Hottest first is how they stand again when he has gone.
+/// Moving through the workers by keyboard reaches each of them: rows keep their places meanwhile, although
+/// the load changes. Afterwards they are sorted hottest first again.
 fn workers_stand_still_for_who_is_there(cluster: &Cluster, browser: &Browser) {
     let [first, second] = [0, 1].map(|at| cluster.nodes().workers[at].id.as_str());
     let ops = cluster.coordinator().ops.to_string();
@@ -111,7 +111,7 @@ fn workers_stand_still_for_who_is_there(cluster: &Cluster, browser: &Browser) {
     browser.script(&format!("{}.focus()", button(first))).unwrap();
     browser.press([keys::TAB]).unwrap();
     browser.wait_for("at the second one", &at(second)).unwrap();
-    // One that is out stands before one that is idle.
+    // A drained worker is sorted before an idle one.
     binary::stdout(&["drain", second, "--ops", &ops]).unwrap();
     browser.wait_for("its row says so", &format!("{}.dataset.level === 'out'", row(second))).unwrap();
     for (what, holds) in [("the order", order([first, second])), ("the focus", at(second))] {
@@ -123,8 +123,8 @@ fn workers_stand_still_for_who_is_there(cluster: &Cluster, browser: &Browser) {
     browser.wait_for("as before", &order([first, second])).unwrap();
 }
 
-/// With the other one drained a worker gets more than it can do: the page, opened as an operator would who was called, names it
-/// within a minute, and why.
+/// With the other one drained, a worker is overloaded. Opened as by an operator on call, the page names it
+/// within a minute, with the reason.
 fn who_is_hot(cluster: &Cluster, browser: &Browser) {
     let [hot, other] = [0, 1].map(|at| cluster.nodes().workers[at].id.as_str());
     let ops = cluster.coordinator().ops.to_string();
@@ -144,7 +144,7 @@ fn who_is_hot(cluster: &Cluster, browser: &Browser) {
         let seen = catch_unwind(AssertUnwindSafe(|| {
             browser.open(&format!("http://{ops}/")).unwrap();
             let verdict = "document.querySelector('#verdict')";
-            // The words stay for the test, as the next look may have others.
+            // Keep the text, because the next refresh may change it.
             let named = format!(
                 "{verdict}?.dataset.level === 'hot' && {verdict}.textContent.includes('{hot} is hot.') \
                  && document.querySelector(\"tr[data-worker='{hot}']\").dataset.level === 'hot' \
@@ -157,7 +157,7 @@ fn who_is_hot(cluster: &Cluster, browser: &Browser) {
         }));
         told.store(true, Ordering::Relaxed);
         let text = seen.unwrap_or_else(|panic| resume_unwind(panic));
-        // What it has to do, and why it has that; what went on before is looked at, too.
+        // The current queue and its cause; the history is checked too.
         let text = text.as_str().unwrap();
         assert!(text.contains("of work ahead: ") && text.contains("to compute"), "{text}");
         let why = ["no other worker takes work", "of its requests share prefix"];
@@ -166,7 +166,7 @@ fn who_is_hot(cluster: &Cluster, browser: &Browser) {
     binary::stdout(&["undrain", other, "--ops", &ops]).unwrap();
 }
 
-/// A chat in the playground, and the explanation of where it went.
+/// A chat in the playground, and the explanation of its routing.
 fn chat(browser: &Browser) {
     browser.click("#prompt").unwrap();
     browser.press("What is a fox?".chars().chain([keys::ENTER])).unwrap();
@@ -187,9 +187,9 @@ fn chat(browser: &Browser) {
     browser.wait_for("its decision is shown alone", shown).unwrap();
 }
 
-/// Every control that can be seen, and those of them that the Tab key comes to.
+/// Asserts that the Tab key reaches every visible control.
 fn assert_the_keyboard_reaches_everything(browser: &Browser) {
-    // The controls of a hundred requests are all alike: one is left.
+    // The controls of many requests are alike; one is kept.
     let name = "const name = (e) => e.id || e.getAttribute('aria-label') || e.textContent.trim(); ";
     let all = browser
         .script(&format!(
@@ -210,7 +210,7 @@ fn assert_the_keyboard_reaches_everything(browser: &Browser) {
     assert!(missed.is_empty(), "Tab does not come to {missed:?}");
 }
 
-/// A tenant that asks for more than it may is seen with its limits.
+/// A tenant above its limit is shown with its limits.
 fn limits(cluster: &Cluster, browser: &Browser) {
     let ops = cluster.coordinator().ops;
     let made = http::post(ops, "/admin/v1/keys", &json!({"tenant": "team-a"})).unwrap().json().unwrap();
@@ -247,7 +247,7 @@ fn an_operator_sees_who_is_hot_and_why_and_acts_on_it() {
         .wait_for("both workers are there", "document.querySelectorAll('#workers tr').length === 2")
         .unwrap();
 
-    // While something goes on it says who is hot, in the first screen, and goes on to say it.
+    // During activity, the first screen names the hot worker, and keeps doing so.
     while_chats_go_on(&cluster, || {
         let hot = "['hot', 'busy', 'normal'].includes(document.querySelector('#verdict').dataset.level)";
         browser.wait_for("it says who works", hot).unwrap();
@@ -277,7 +277,7 @@ fn an_operator_sees_who_is_hot_and_why_and_acts_on_it() {
 
     drain_and_undrain(&cluster, &browser);
 
-    // The switch goes from what the system wants to light, then dark.
+    // The switch goes from the system's theme to light, then dark.
     let ground =
         |browser: &Browser| browser.script("return getComputedStyle(document.body).backgroundColor").unwrap();
     let light = ground(&browser);
@@ -297,7 +297,7 @@ fn an_operator_sees_who_is_hot_and_why_and_acts_on_it() {
     workers_stand_still_for_who_is_there(&cluster, &browser);
     assert_the_keyboard_reaches_everything(&browser);
 
-    // From dark to what the system wants, and on to dark again.
+    // From dark to the system's theme, then to dark again.
     browser.click("#theme").unwrap();
     assert_eq!(ground(&browser), light, "as the system has it");
     who_is_hot(&cluster, &browser);
@@ -305,7 +305,7 @@ fn an_operator_sees_who_is_hot_and_why_and_acts_on_it() {
     browser.click("#theme").unwrap();
     assert_ne!(ground(&browser), light, "dark");
 
-    // With a key there is nobody without one any more.
+    // With a key there is no unauthenticated access any more.
     limits(&cluster, &browser);
 
     browser.resize(390, 844, 2.0).unwrap();

@@ -1,11 +1,11 @@
-//! OpenAI's responses and Anthropic's messages through whole clusters and their own official clients.
+//! OpenAI's responses API and Anthropic's messages API through whole clusters, with their official clients.
 
 use crate::openai_client::{endpoint, python, run};
 use kvasir_cluster_tests::cluster::Cluster;
 use kvasir_cluster_tests::{binary, http, wait};
 use serde_json::{Value, json};
 
-/// A new key.
+/// Creates a key.
 fn key(cluster: &Cluster, wanted: &Value) -> String {
     let ops = cluster.coordinator().ops;
     let made = || http::post(ops, "/admin/v1/keys", wanted).ok().filter(|answer| answer.status == 201);
@@ -20,7 +20,7 @@ fn official_clients_stream_through_their_own_endpoints() {
     let [base, model] = endpoint(&cluster);
     let good = key(&cluster, &json!({"tenant": "a"}));
     for script in ["openai_responses.py", "anthropic_client.py"] {
-        // One request a minute: the second is too many.
+        // One request a minute: the second is refused.
         let few = key(&cluster, &json!({"tenant": "few", "rpm": 1}));
         run(&python(), script, &[base.clone(), model.clone(), good.clone(), few]);
     }

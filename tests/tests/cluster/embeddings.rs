@@ -22,7 +22,7 @@ fn the_official_client_gets_the_vectors_of_minilm() {
     let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     println!("{stdout}");
     assert!(output.status.success(), "{stdout}\n{stderr}");
-    // What the workers counted themselves.
+    // The workers' own counters.
     let requests = cluster.worker_metric("vllm:request_success_total").unwrap();
     let computed = cluster.worker_metric("kvasir_prefill_tokens_computed_total").unwrap();
     assert!(requests >= 20.0 && computed >= 20.0 * 100.0, "{requests} requests, {computed} tokens");

@@ -1,4 +1,4 @@
-//! A worker dies without a word; nobody who asks afterwards notices.
+//! A worker is killed without notice; no later request notices.
 
 use crate::tiny_model;
 use kvasir_cluster_tests::cluster::Cluster;
@@ -8,7 +8,7 @@ use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 fn complete(server: SocketAddr, model: &str, seed: usize) -> anyhow::Result<Value> {
-    // Prompts differ, so that routing by prefix does not send all to one worker.
+    // Different prompts, so that prefix routing does not send all to one worker.
     let prompt: Vec<usize> = (0..40).map(|i| 5 + (seed * 31 + i * 7) % 400).collect();
     let body =
         json!({"model": model, "prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": true});
@@ -26,7 +26,8 @@ fn after_a_kill_every_request_is_answered_and_the_worker_comes_back() {
     let stop = AtomicBool::new(false);
     let victim = cluster.nodes().workers[0].clone();
     std::thread::scope(|scope| {
-        // Load from before the kill: what has emitted nothing must move, so that plain answers never fail.
+        // Load from before the kill: a request without output must move to another worker, so that unstreamed
+        // answers never fail.
         let background = scope.spawn(|| {
             let mut failures = Vec::new();
             let mut seed = 100;
@@ -51,7 +52,7 @@ fn after_a_kill_every_request_is_answered_and_the_worker_comes_back() {
         stop.store(true, Ordering::Relaxed);
         assert_eq!(background.join().unwrap(), Vec::<String>::new());
     });
-    // The restarted process is in up.json, with a new pid, and takes work again.
+    // The restarted process is in up.json with a new pid, and accepts work again.
     wait::until("the worker comes back", binary::PATIENCE, || {
         let again = cluster.up_file().ok()?.workers.into_iter().find(|worker| worker.id == victim.id)?;
         (again.pid != victim.pid && signal::is_alive(again.pid)).then_some(())
@@ -68,7 +69,7 @@ fn after_a_kill_every_request_is_answered_and_the_worker_comes_back() {
     }
 }
 
-/// A document twice, and a third time as far as its first words: what follows is guessed, and mostly right.
+/// A document twice, and its first words a third time: the drafts of what follows are mostly accepted.
 fn quoting() -> String {
     let document = "The Harlan bridge was opened in 1931 after four years of work. It carries two lanes of road and a narrow \
                     path for people on foot across the river Ane, and is 412 metres long. Its towers are built of granite \
@@ -81,7 +82,8 @@ fn tokens_of(event: &Value) -> Vec<Value> {
     event["choices"][0]["token_ids"].as_array().cloned().unwrap_or_default()
 }
 
-/// A stream of guessed tokens goes on at another worker, bit by bit as it would without guesses: greedy, and drawn by a seed.
+/// A stream with a drafter continues on another worker, with the same bits as without a drafter: greedy, and
+/// sampled with a seed.
 #[test]
 fn a_stream_with_guesses_goes_on_where_its_worker_dies() {
     const TOKENS: usize = 320;

@@ -1,4 +1,5 @@
-//! Answers that must be of a schema or a grammar, and calls of tools, through whole clusters and official clients.
+//! Answers that must match a schema or a grammar, and tool calls, through whole clusters and official
+//! clients.
 
 use crate::openai_client::{clients, endpoint, run};
 use crate::{resident, tiny_model};
@@ -11,7 +12,7 @@ use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// What the workers' histogram of this name says: the bound that this share of its values is below.
+/// Upper bucket bound of a quantile of the workers' histogram.
 fn quantile(cluster: &Cluster, name: &str, share: f64) -> f64 {
     let text = http::get(cluster.coordinator().ops, "/metrics").unwrap().text().unwrap();
     let mut buckets: Vec<(f64, f64)> = Vec::new();
@@ -42,8 +43,8 @@ fn two_hundred_schemas_are_answered_validly() {
     let schemas: Vec<Value> = serde_json::from_str(told.lines().last().unwrap()).unwrap();
     let different: HashSet<String> =
         schemas.iter().map(|schema| json_schema::prepare(schema, true).unwrap().to_string()).collect();
-    // Numbers 2 and 29 differ only in what no answer depends on. Where both come to one worker while it has the first
-    // one's grammar, it compiles that once; otherwise there is one for each request, and never more.
+    // Schemas 2 and 29 have the same grammar. A worker that receives both at the same time compiles it once;
+    // otherwise there is one compilation per request, never more.
     let compiled = cluster.worker_metric("kvasir_grammars_compiled_total").unwrap();
     let range = different.len() as f64..=schemas.len() as f64;
     assert!(schemas.len() == 200 && range.contains(&compiled), "{compiled} compiled, {range:?} expected");
@@ -56,7 +57,7 @@ fn clients_call_tools_and_get_structured_answers() {
     run(&clients(), "structured.py", &endpoint(&cluster));
 }
 
-/// The whole text of a stream, and how many events it came in.
+/// The whole text of a stream, and its number of events.
 fn text(answer: HttpAnswer) -> anyhow::Result<String> {
     let events = answer.events()?.all()?;
     Ok(events.iter().filter_map(|event| event["choices"][0]["text"].as_str()).collect())
@@ -67,15 +68,15 @@ fn completion(model: &str, seed: usize, tokens: u64) -> Value {
     json!({"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 1, "seed": seed, "stream": true})
 }
 
-/// What hardly can be compiled, or not at all, or allows nothing: the field that it stands in, what stands there, and what
-/// of it is refused. Each is another one, so that none is known already.
+/// Grammars that are expensive or impossible to compile, or allow nothing: the request field, its value, and
+/// the part named by the error. Each one is different, so that none is cached.
 fn evil(n: usize) -> (&'static str, Value, &'static str) {
     let schema = match n % 6 {
         0 => json!({"type": "string", "pattern": format!("((.*a{n}){{300}}){{300}}")}),
         1 => json!({"type": "string", "pattern": format!("(a{{1000}}){{{}}}", 1000 + n)}),
         2 => json!({"type": "string", "minLength": n + 1, "maxLength": n}),
         3 => json!({"type": "array", "items": {"$ref": "#"}, "minItems": n, "maxItems": 5000 + n}),
-        // All patterns at once: compiling it takes time and memory without an end.
+        // All patterns at once: compiling needs unbounded time and memory.
         4 => {
             let pattern = |at: usize| json!({"type": "string", "pattern": format!("(a|b)*{at}x{n}")});
             json!({"allOf": (0..50).map(pattern).collect::<Vec<_>>()})
@@ -104,7 +105,7 @@ fn paced(answer: HttpAnswer) -> anyhow::Result<(String, Duration)> {
     Ok((text, longest))
 }
 
-/// Tells others to stop, also where a test fails.
+/// Stops the other threads, also if a test fails.
 struct Stops<'a>(&'a AtomicBool);
 
 impl Drop for Stops<'_> {
@@ -117,14 +118,14 @@ impl Drop for Stops<'_> {
 fn an_evil_schema_holds_nobody_up() {
     const ATTACKERS: usize = 3;
     const KINDS: usize = 6;
-    /// What a grammar may take, as the worker has it.
+    /// A worker's limit for a grammar.
     const BUDGET: Duration = Duration::from_millis(500);
-    /// More than a process may take up within that, and less than all of them together.
+    /// More than one process may use within that limit, and less than all of them together.
     const GROWTH: u64 = 512 << 20;
     let cluster = Cluster::builder("evil-schema", &tiny_model()).start().unwrap();
     let workers: Vec<u32> = cluster.nodes().workers.iter().map(|node| node.pid).collect();
     let in_memory = || workers.iter().map(|pid| resident(*pid)).sum::<u64>();
-    // Four streams that say what they like, and two that say what a grammar wants.
+    // Four free streams, and two constrained by a grammar.
     let others = || {
         let since = Instant::now();
         let (texts, pauses): (Vec<String>, Vec<Duration>) = std::thread::scope(|scope| {
@@ -156,7 +157,7 @@ fn an_evil_schema_holds_nobody_up() {
             let status = answer.status;
             let told = answer.text().unwrap();
             longest = longest.max(since.elapsed());
-            // Whoever finds two of these being compiled waits, and may be sent away.
+            // A request that finds two of these being compiled waits, and may be refused.
             assert!(matches!(status, 200 | 400 | 429), "{told}");
             over.fetch_add(1, Ordering::Relaxed);
             if status == 400 {
@@ -171,7 +172,7 @@ fn an_evil_schema_holds_nobody_up() {
         let attackers: Vec<_> = (0..ATTACKERS).map(|_| scope.spawn(attack)).collect();
         let stops = Stops(&stop);
         let (since, mut rounds) = (Instant::now(), Vec::new());
-        // As long as it takes to have had each kind a few times.
+        // Until each kind has been sent several times.
         while over.load(Ordering::Relaxed) < KINDS * 4 && since.elapsed() < Duration::from_secs(60) {
             let (texts, took, pause) = others();
             assert_eq!(texts, expected);
@@ -198,7 +199,7 @@ fn an_evil_schema_holds_nobody_up() {
         assert!(refused > late && late > 0);
         assert!(longest < Duration::from_secs(20), "{longest:?}");
     });
-    // Nothing of them goes on: there is room for others, and for what they say.
+    // No compilation is left running: other requests, with grammars, are served.
     let mut body = completion(cluster.model(), 7, 40);
     body["grammar"] = json!({"syntax": "regex", "definition": "[0-9]{4}"});
     let answer = text(http::post(cluster.http(), "/v1/completions", &body).unwrap()).unwrap();
@@ -207,7 +208,7 @@ fn an_evil_schema_holds_nobody_up() {
     assert!(grown < GROWTH, "the workers have grown by {} MiB", grown >> 20);
 }
 
-/// A worker that dies in the middle of an answer that must be of a grammar: another goes on where it was.
+/// A worker dies during an answer with a grammar; another worker continues the answer.
 #[test]
 fn an_answer_of_a_grammar_survives_its_worker() {
     let cluster = Cluster::builder("grammar-failover", "smollm2-135m").start().unwrap();

@@ -29,19 +29,19 @@ use kvasir_cluster_tests::cluster::Cluster;
 use kvasir_cluster_tests::fixtures::Manifest;
 use kvasir_cluster_tests::{binary, wait};
 
-/// A model of a few hundred kilobytes, for tests of everything but speed.
+/// A model of a few hundred kilobytes, for tests that do not depend on speed.
 fn tiny_model() -> String {
     let manifest = Manifest::read().unwrap();
     manifest.tiny("llama").unwrap().path().to_str().unwrap().to_owned()
 }
 
-/// Bytes of KV that the workers' sequences hold, by the coordinator's view; what is merely cached does not count.
+/// Bytes of KV held by running sequences, from the coordinator's view; cached prefixes do not count.
 fn kv_held(cluster: &Cluster) -> Option<u64> {
     let status = cluster.status().ok()?;
     status["workers"].as_array()?.iter().map(|worker| worker["kv_used"].as_u64()).sum()
 }
 
-/// Waits until nothing runs, nothing waits and no sequence holds a block.
+/// Waits until nothing runs, nothing is queued and no sequence holds a block.
 fn wait_for_quiet(cluster: &Cluster) {
     let all = [
         "kvasir_inflight_requests",
@@ -56,7 +56,7 @@ fn wait_for_quiet(cluster: &Cluster) {
     .unwrap();
 }
 
-/// Bytes of a process that are in memory.
+/// Resident memory of a process in bytes.
 fn resident(pid: u32) -> u64 {
     let text = std::fs::read_to_string(format!("/proc/{pid}/statm")).unwrap();
     text.split(' ').nth(1).unwrap().parse::<u64>().unwrap() * 4096

@@ -1,4 +1,4 @@
-//! What `/metrics` shows is what docs/metrics.md tells of.
+//! `/metrics` and docs/metrics.md must agree.
 
 use crate::tiny_model;
 use kvasir_cluster_tests::cluster::Cluster;
@@ -44,11 +44,11 @@ fn every_metric_is_documented() {
     };
     becomes("kvasir_raft_quorum", |is| is == 1.0);
     becomes("kvasir_raft_voters", |is| is == 1.0);
-    // Workers' lives are put forward.
+    // Registrations of workers are proposed to the group.
     becomes("kvasir_raft_proposals_total", |is| is > 0.0);
 }
 
-/// A module's file, and those of its parts in the directory beside it.
+/// A module's file, and its submodules' in the directory beside it.
 fn source_of(module: &Path) -> String {
     let mut text = std::fs::read_to_string(module.with_extension("rs")).unwrap();
     for part in std::fs::read_dir(module).into_iter().flatten() {
@@ -57,7 +57,7 @@ fn source_of(module: &Path) -> String {
     text
 }
 
-/// Every metric that the code names is told of, and nothing is told of that the code does not name.
+/// The code and the document name exactly the same metrics.
 #[test]
 fn the_code_and_the_document_name_the_same_metrics() {
     let code: String =
@@ -70,7 +70,7 @@ fn the_code_and_the_document_name_the_same_metrics() {
         (text.starts_with("kvasir_") || text.starts_with("vllm:")) && !text.contains(['{', ' '])
     };
     let mut named: BTreeSet<String> = code.lines().flat_map(quoted).filter(is_name).collect();
-    // Two spellings of the same, put together in the code.
+    // Two spellings of the same metric, assembled in the code.
     for prefix in ["vllm:prefix_cache", "vllm:gpu_prefix_cache"] {
         if named.remove(prefix) {
             named.extend(["queries", "hits"].map(|what| format!("{prefix}_{what}")));
@@ -83,7 +83,7 @@ fn the_code_and_the_document_name_the_same_metrics() {
     assert!(only_document.is_empty(), "not in the code any more: {only_document:?}");
 }
 
-/// A rule of docs/alerts.yml for something that does not exist would never fire.
+/// Every alert in docs/alerts.yml must use an existing metric, or it would never fire.
 #[test]
 fn alarms_are_of_metrics_that_there_are() {
     let text = std::fs::read_to_string(binary::workspace().join("docs/alerts.yml")).unwrap();

@@ -1,4 +1,4 @@
-//! A cluster of a worker on the CPU and one on a GPU, which is interpreted: two numeric classes of one model.
+//! A cluster of one worker on the CPU and one on an interpreted GPU: two numeric classes of one model.
 
 use crate::tiny_model;
 use kvasir_cluster_tests::cluster::Cluster;
@@ -12,10 +12,10 @@ use std::process::{Child, Stdio};
 
 const CPU: &str = "worker-0";
 const GPU: &str = "gpu";
-/// Both reckon as the models' references do.
+/// Arithmetic of the models' references.
 const EXACT: [(&str, &str); 2] = [("--activations", "f32"), ("--kv-type", "f32")];
 
-/// A worker on the interpreter; gone when dropped.
+/// A worker on the interpreter; killed when dropped.
 struct Gpu {
     process: Child,
     ops: SocketAddr,
@@ -37,7 +37,7 @@ impl Gpu {
         arguments.extend(EXACT.iter().flat_map(|(flag, value)| [*flag, *value]));
         let log = binary::target().join("test-logs/mixed-gpu.log");
         let mut process = binary::command_of(&binary::simulating().unwrap(), &arguments)
-            // What is compiled for the device is kept.
+            // Compiled kernels are cached there.
             .env("KVASIR_HOME", binary::target().join("test-simulating"))
             .stdout(Stdio::piped())
             .stderr(File::create(&log).unwrap())
@@ -54,7 +54,7 @@ impl Gpu {
     }
 
     fn kill(&mut self) {
-        // Both fail only if it has ended, which is what is wanted.
+        // Both fail only if the process has already exited.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
@@ -80,7 +80,7 @@ fn worker(cluster: &Cluster, name: &str) -> Option<Value> {
     status["workers"].as_array()?.iter().find(|worker| worker["id"] == name).cloned()
 }
 
-/// Whatever comes next goes to the other worker.
+/// Later requests go to the other worker.
 fn drain(cluster: &Cluster, name: &str) {
     let ops = cluster.coordinator().ops.to_string();
     binary::stdout(&["drain", name, "--ops", &ops, "--wait"]).unwrap();
@@ -100,7 +100,7 @@ fn body(cluster: &Cluster, prompt: &ReferencePrompt, stream: bool) -> Value {
     })
 }
 
-/// Who answered, how much of the prompt it had, the tokens and their log-probabilities.
+/// The worker, its cached tokens, the output tokens and their log-probabilities.
 fn ask(cluster: &Cluster, prompt: &ReferencePrompt) -> (String, u64, Value, Value) {
     let answer = http::post(cluster.http(), "/v1/completions", &body(cluster, prompt, false)).unwrap();
     let by = answer.header("x-kvasir-worker").unwrap().to_owned();
@@ -129,7 +129,7 @@ fn both_classes_answer_by_themselves_and_each_takes_over_from_the_other() {
             assert_eq!(tokens, json!(prompt.greedy), "{name}");
             first.push(logprobs);
         }
-        // Within the class what was computed serves, to the bit.
+        // Within the class the cached blocks are used, with equal results bit for bit.
         let (by, cached, tokens, logprobs) = ask(&cluster, &prompts[1]);
         assert_eq!((by.as_str(), cached, &tokens), (name, 32, &json!(prompts[1].greedy)));
         assert_eq!(&logprobs, first.last().unwrap(), "{name}");
@@ -138,7 +138,7 @@ fn both_classes_answer_by_themselves_and_each_takes_over_from_the_other() {
     assert_eq!(first.len(), 4);
     assert_ne!(first[..2], first[2..], "two classes would be one");
 
-    // With both there, each answers as it does alone, whoever is asked.
+    // With both workers present, each gives the same results as alone.
     std::thread::scope(|scope| {
         let cluster = &cluster;
         let asked: Vec<_> = (0..8)
@@ -170,13 +170,13 @@ fn a_stream_is_not_continued_by_another_class() {
     let mut heard = vec![events.next_event().unwrap().unwrap()];
     gpu.kill();
     undrain(&cluster, CPU);
-    // Requests that have no answer yet go to the one that is left.
+    // Requests without output move to the remaining worker.
     let (by, _, greedy, _) = ask(&cluster, prompt);
     assert_eq!((by.as_str(), &greedy), (CPU, &json!(prompt.greedy)));
     let cpu = cluster.nodes().workers[0].ops;
     let computed = || http::metric(cpu, "kvasir_prefill_tokens_computed_total").unwrap();
     let own = computed();
-    // This one has begun, and nobody else is of its kind: it says that it has not come to its end.
+    // This stream has begun, and no other worker has the same class: it ends with an error.
     let broken = loop {
         match events.next_event() {
             Ok(event) => heard.push(event.expect("it had ended before its worker was killed")),

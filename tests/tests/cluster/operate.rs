@@ -1,4 +1,4 @@
-//! What operators do to a cluster that runs: drain a worker and take it back, watch.
+//! Operators' actions on a running cluster: drain and undrain a worker, watch.
 
 use crate::tiny_model;
 use kvasir_cluster_tests::cluster::Cluster;
@@ -12,12 +12,12 @@ use std::path::Path;
 use std::process::{Child, Stdio};
 use std::time::{Duration, SystemTime};
 
-/// Gone when dropped.
+/// Killed when dropped.
 struct Node(Child);
 
 impl Drop for Node {
     fn drop(&mut self) {
-        // Both fail only if it has ended, which is what is wanted.
+        // Both fail only if the process has already exited.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -57,7 +57,7 @@ fn a_drained_worker_ends_what_it_has_and_takes_nothing_new() {
 }
 
 #[test]
-fn who_cannot_be_drained_is_told_why() {
+fn a_refused_drain_reports_its_reason() {
     let cluster = Cluster::builder("operate-refused", &tiny_model()).start().unwrap();
     let ops = cluster.coordinator().ops.to_string();
     let (worker, coordinator) = (&cluster.nodes().workers[0].id, &cluster.coordinator().id);
@@ -81,8 +81,8 @@ fn top_shows_every_node_and_what_it_does() {
     assert!(!shown.contains('\x1b'), "what is for a terminal");
 }
 
-/// Starts the coordinator `added` and makes it one of the cluster's, with `flags` of its own and a certificate as it would
-/// have it from `issued` on. Also what it says of itself.
+/// Starts the coordinator `added` with its own `flags` and a certificate valid from `issued`, and adds it to
+/// the cluster. Also returns its announcement.
 fn add(cluster: &Cluster, flags: &[&str], issued: SystemTime) -> (Node, Value) {
     let dir = cluster.data_dir();
     let text = |name: &str| dir.join(name).to_str().unwrap().to_owned();
@@ -102,7 +102,7 @@ fn add(cluster: &Cluster, flags: &[&str], issued: SystemTime) -> (Node, Value) {
     let said: Value = serde_json::from_str(&line).unwrap();
     let name = format!("added={}", said["quic"].as_str().unwrap());
     let group = ["coordinators", "add", &name, "--data-dir", dir.to_str().unwrap(), "--json"];
-    // A change that was not agreed on in time may be sent again, as the answer says.
+    // A change that was not agreed in time may be sent again, as the response says.
     let agreed = || match binary::stdout(&group) {
         Err(error) if error.to_string().contains("may be sent again") => None,
         answered => Some(answered.unwrap()),
@@ -121,11 +121,11 @@ fn a_coordinator_is_added_to_one_that_was_alone() {
     let cluster = Cluster::builder("operate-add", &tiny_model()).flag("--workers", "1").start().unwrap();
     let first = cluster.coordinator();
     let (added, said) = add(&cluster, &[], SystemTime::now());
-    // It leads as well as the other one.
+    // It can lead like the other one.
     let ops = said["ops"].as_str().unwrap();
     let led = || binary::stdout(&["coordinators", "transfer", "added", "--ops", ops]).ok();
     assert_eq!(wait::until("it leads", binary::PATIENCE, led).unwrap(), "added leads\n");
-    // One of two is not enough to go on with, so the first cannot go while the other is away.
+    // One of two is no majority, so the first cannot be removed while the other is away.
     drop(added);
     let alone = || {
         let path = format!("/admin/v1/coordinators/{}", first.id);
@@ -135,7 +135,8 @@ fn a_coordinator_is_added_to_one_that_was_alone() {
     wait::until("nobody can decide", binary::PATIENCE, alone).unwrap();
 }
 
-/// One of three is the odd one: it is not ready, says why, and has no worker, while the others go on.
+/// One of three coordinators has a different setting: it is not ready, reports why, and has no worker, while
+/// the others continue.
 #[test]
 fn a_coordinator_with_another_setting_is_not_ready_and_says_so() {
     let cluster = Cluster::builder("operate-odd", &tiny_model()).flag("--coordinators", "2").start().unwrap();
@@ -169,7 +170,7 @@ fn a_coordinator_with_another_setting_is_not_ready_and_says_so() {
 fn a_certificate_that_ends_soon_is_told_by_its_node_and_by_status() {
     let cluster = Cluster::builder("operate-ends", &tiny_model()).flag("--workers", "1").start().unwrap();
     let day = Duration::from_hours(24);
-    // It lasts 320 to 365 days.
+    // A certificate is valid for 320 to 365 days.
     let (_added, said) = add(&cluster, &[], SystemTime::now() - 315 * day);
     let ops: SocketAddr = said["ops"].as_str().unwrap().parse().unwrap();
     let left = |ops: SocketAddr, certificate: &str| {

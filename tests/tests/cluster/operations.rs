@@ -1,4 +1,4 @@
-//! Voice activity and turn detection, by a client of a WebSocket library.
+//! Voice activity and turn detection, with a WebSocket library's client.
 
 use crate::openai_client::{python, run};
 use crate::tiny_model;
@@ -10,18 +10,18 @@ use std::time::Duration;
 
 const BOTH: &str = "silero-vad,smart-turn";
 
-/// A worker beside those of a cluster, gone when dropped.
+/// An additional worker of a cluster, killed when dropped.
 struct Beside(Child);
 
 impl Drop for Beside {
     fn drop(&mut self) {
-        // It may be gone already.
+        // It may have exited already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-/// Starts a worker that offers `operation` alone, and waits until it has joined.
+/// Starts a worker that only offers `operation`, and waits until it has joined.
 fn beside(cluster: &Cluster, name: &str, operation: &str) -> Beside {
     let data = cluster.data_dir();
     let text = |path: std::path::PathBuf| path.to_str().unwrap().to_owned();
@@ -80,7 +80,7 @@ fn the_one_worker_that_hears_is_killed_in_a_session() {
     let ears = beside(&cluster, "ears", "silero-vad");
     let _turns = beside(&cluster, "turns", "smart-turn");
     script(&cluster, &["lost", &ears.0.id().to_string()]);
-    // Those who generate are as they were.
+    // The generating workers are not affected.
     let body = json!({"prompt": [1, 2, 3], "max_tokens": 2});
     http::post(cluster.http(), "/v1/completions", &body).unwrap().ok().unwrap();
 }
@@ -109,8 +109,8 @@ fn sessions_are_for_who_has_a_key_and_room() {
     script(&cluster, &["limits", &mine, &other]);
 }
 
-/// By OpenAI's client. Who goes away while a recording is transcribed ends that at the worker too, long before it would
-/// be done.
+/// With OpenAI's client. If a client disconnects during a transcription, the worker stops it, long before it
+/// would be finished.
 #[test]
 fn what_is_said_is_told_to_openais_client() {
     let flag = ("--operation", "whisper-base");

@@ -1,4 +1,4 @@
-//! More is asked than can be done: what is accepted is finished, what is not is told so at once.
+//! Overload: accepted requests are finished, the others are refused at once.
 
 use crate::{tiny_model, wait_for_quiet};
 use kvasir_cluster_tests::cluster::Cluster;
@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 
 const CLIENTS: usize = 48;
 const TOKENS: u64 = 24;
-/// How long they all ask, again as soon as they have an answer.
+/// Duration of the load; each client sends its next request when it has a response.
 const STORM: Duration = Duration::from_secs(4);
-/// Ten times what is promised: those who ask and those who compute share the CPUs.
+/// Ten times the documented limit, because clients and workers share the CPUs.
 const REFUSED_WITHIN: Duration = Duration::from_millis(1500);
 
 #[derive(Default)]

@@ -1,4 +1,4 @@
-//! An operator's plan of a model's layers, told to a cluster that runs.
+//! An operator's plan of a model's layers, applied to a running cluster.
 
 use crate::shards::{greedy_streams, read_all, replica, serves};
 use crate::{tiny_model, wait_for_quiet};
@@ -49,7 +49,7 @@ fn an_operators_cut_takes_the_place_of_the_leaders_and_outlives_the_coordinator(
     let before = serves(&cluster).unwrap();
     assert_eq!(before["planned_by"], "leader", "{before}");
 
-    // The same workers in the other order, cut elsewhere.
+    // The same workers in the other order, with another cut.
     let [first, second] = [0, 1].map(|at| stages(&before)[at].clone());
     let cut = LAYERS - first.1[1];
     let wanted = [(second.0, [0, cut]), (first.0, [cut, LAYERS])];
@@ -58,7 +58,7 @@ fn an_operators_cut_takes_the_place_of_the_leaders_and_outlives_the_coordinator(
     workers_file(&file, &wanted);
     let file = file.to_str().unwrap();
     let apply = ["plan", model, "--workers-file", file, "--apply", "--ops", &address];
-    // Streams that are under way while it happens tell what they tell undisturbed.
+    // Streams that run during the change return the same tokens as undisturbed ones.
     let told = read_all(server, &bodies, 8, || {
         let output = binary::run(&apply).unwrap();
         let stderr = String::from_utf8_lossy(&output.stderr);
@@ -72,14 +72,14 @@ fn an_operators_cut_takes_the_place_of_the_leaders_and_outlives_the_coordinator(
     assert_eq!(read_all(server, &bodies, 1, || {}), undisturbed);
     let status = binary::stdout(&["status", "--ops", &address]).unwrap();
     assert!(status.contains("planned by an operator"), "{status}");
-    // With the file at hand, speeds are predicted beside it, and the same plan changes nothing.
+    // With a local file the command predicts speeds too. Applying the same plan again changes nothing.
     let tiny = tiny_model();
     let shown =
         binary::stdout(&["plan", &tiny, "--workers-file", file, "--apply", "--ops", &address]).unwrap();
     assert!(shown.contains("predicted: prefill") && shown.contains(model), "{shown}");
     wait_for_quiet(&cluster);
 
-    // It is agreed on, not remembered.
+    // The plan is in the replicated table, not only in memory.
     let killed = cluster.coordinator().pid;
     signal::kill_now(killed);
     let another =
@@ -92,7 +92,7 @@ fn an_operators_cut_takes_the_place_of_the_leaders_and_outlives_the_coordinator(
     assert_eq!((&again["life"], &again["planned_by"]), (&after["life"], &json!("operator")));
     assert_eq!(read_all(server, &bodies, 1, || {}), undisturbed);
 
-    // What cannot be placed is told, and what stands serves on.
+    // An impossible plan is reported, and the existing replicas continue.
     let away = json!({"replicas": [[{"worker": wanted[0].0, "layers": [0, 1]}, {"worker": "nobody", "layers": [1, LAYERS]}]]});
     assert_eq!(put(ops, model, &away).status, 204);
     let waits = || plans(ops)?[0]["waits"].as_str().filter(|why| why.contains("nobody is away")).map(drop);
@@ -140,7 +140,7 @@ fn what_is_no_plan_is_refused_by_name_and_nothing_is_agreed_on_without_a_majorit
     let nothing = http::send(ops, "DELETE", &format!("/admin/v1/plans/{model}"), &[], b"").unwrap();
     assert_eq!(nothing.status, 404);
     assert_eq!(serves(&cluster).unwrap()["life"], before["life"], "nothing of it was put forward");
-    // Any coordinator takes it, and all know it.
+    // Any coordinator accepts it, and all have it.
     let kept: Vec<(String, [u64; 2])> = stages(&before);
     let stage = |(worker, layers): &(String, [u64; 2])| json!({"worker": worker, "layers": layers});
     let same = json!({"replicas": [kept.iter().map(stage).collect::<Vec<_>>()]});

@@ -1,4 +1,4 @@
-//! Keys of a group of coordinators, certificates that are replaced under load, and what is never written down.
+//! API keys of a coordinators' group, certificate rotation under load, and data that must never be written.
 
 use crate::collector::Collector;
 use crate::tiny_model;
@@ -25,7 +25,8 @@ fn complete(server: SocketAddr, key: &str, body: &Value) -> http::HttpAnswer {
     http::post_with(server, "/v1/completions", &[("authorization", &format!("Bearer {key}"))], body).unwrap()
 }
 
-/// Starts requests at all coordinators until `until` has ended; how many were served. One that fails fails the test.
+/// Sends requests to all coordinators until `until` returns. Returns the number served. A failed request
+/// fails the test.
 fn under_load<T>(
     fronts: &[SocketAddr],
     key: impl Fn() -> String + Sync,
@@ -49,7 +50,7 @@ fn under_load<T>(
                 }
             });
         }
-        // Whatever comes of it, those threads must end.
+        // The threads must end in any case.
         let result = catch_unwind(AssertUnwindSafe(|| until(&served)));
         ended.store(true, Ordering::Relaxed);
         result.unwrap_or_else(|panic| resume_unwind(panic))
@@ -71,10 +72,10 @@ fn sec_keys_of_a_group() {
         fronts.iter().all(|front| complete(*front, key, &body).status == status).then_some(())
     };
     wait::until("all know the key", binary::PATIENCE, || everywhere(&first, 200)).unwrap();
-    // 503 until a majority has said that there is no such key.
+    // 503 until a majority has confirmed that the key does not exist.
     wait::until("there is no other", binary::PATIENCE, || everywhere("another", 401)).unwrap();
 
-    // Keys are replaced one by the other under load: nobody is refused.
+    // Key rotation under load: no request is refused.
     let current = std::sync::Mutex::new(first.clone());
     let key = || current.lock().unwrap().clone();
     let (last, served) = under_load(&fronts, key, |served| {
@@ -87,7 +88,7 @@ fn sec_keys_of_a_group() {
             })
             .unwrap();
             *current.lock().unwrap() = new;
-            // Whoever has read the old one has used it by then.
+            // By then every thread that read the old key has used it.
             wait::until("requests go on", binary::PATIENCE, || {
                 (served.load(Ordering::Relaxed) > at + 12).then_some(())
             })
@@ -100,7 +101,7 @@ fn sec_keys_of_a_group() {
         old.unwrap()
     });
     assert!(served > 30, "{served}");
-    // Revoked at one, it opens nowhere within five seconds.
+    // A key revoked at one coordinator is refused by all within five seconds.
     let key = key();
     let asked = Instant::now();
     let revoked = http::send(ops[1], "DELETE", &format!("/admin/v1/keys/{last}"), &[], b"").unwrap();
@@ -108,7 +109,7 @@ fn sec_keys_of_a_group() {
     wait::until("nobody takes it", binary::PATIENCE, || everywhere(&key, 401)).unwrap();
     assert!(asked.elapsed() < 3 * Duration::from_secs(5), "{:?}", asked.elapsed());
 
-    // A limit is the cluster's: what one coordinator has served, the others count.
+    // A limit holds for the whole cluster: requests served by one coordinator count at the others.
     let (_, few) = create(ops[2], json!({"tenant": "b", "rpm": 4}));
     wait::until("all know the key", binary::PATIENCE, || {
         let known = |ops: &SocketAddr| http::metric(*ops, "kvasir_api_keys").ok() == Some(2.0);
@@ -120,7 +121,7 @@ fn sec_keys_of_a_group() {
         let answer = complete(fronts[1], &few, &body);
         (answer.status == 429).then_some(answer)
     };
-    // Each that is let in there before it is told counts too.
+    // Requests accepted there before the count arrives count too.
     let refused = wait::until("the others count it", binary::PATIENCE, told).unwrap();
     assert!(refused.header("retry-after").is_some_and(|after| after.parse::<u32>().unwrap() > 0));
     assert_eq!(refused.json().unwrap()["error"]["code"], "rate_limited");
@@ -140,7 +141,7 @@ fn certificates_are_replaced_under_load() {
     let ca = data.join("ca");
     let ca_dir = ca.to_str().unwrap();
     let directory = |id: &str| data.join("nodes").join(id).join("identity");
-    // All nodes have read what they were given.
+    // All nodes have loaded their new files.
     let renewed = |times: usize| {
         let count = |id: &str| {
             let log = std::fs::read_to_string(data.join("logs").join(format!("{id}.log"))).unwrap();
@@ -174,7 +175,7 @@ fn certificates_are_replaced_under_load() {
             binary::stdout(&["ca", "rotate", "--dir", ca_dir, "--finish"]).unwrap();
             trust();
             renewed(3);
-            // What is dialed from now on stands by the new root alone.
+            // New connections are verified with the new root alone.
             let killed = cluster.nodes().workers[1].pid;
             let id = &cluster.nodes().workers[1].id;
             signal::kill_now(killed);
@@ -199,8 +200,8 @@ fn certificates_are_replaced_under_load() {
     assert_eq!(refused.status.code(), Some(1));
 }
 
-/// A worker whose certificate is taken back is out within seconds, at all coordinators although only one was given the
-/// list, and no request is lost by it; with a new certificate it comes back.
+/// A worker with a revoked certificate is excluded by all coordinators within seconds, although only one
+/// received the list. No request is lost. With a new certificate the worker returns.
 #[test]
 fn sec_revoked_node() {
     let cluster =
@@ -210,7 +211,7 @@ fn sec_revoked_node() {
     let revoked = &nodes.workers[1];
     let ca = data.join("ca");
     let ca_dir = ca.to_str().unwrap();
-    // How many workers each coordinator may send requests to.
+    // Number of workers that each coordinator may use.
     let ready = |count: usize| {
         let at = |ops: SocketAddr| {
             let status = http::get(ops, "/admin/v1/cluster").ok()?.ok().ok()?;
@@ -236,9 +237,9 @@ fn sec_revoked_node() {
             let given = data.join("nodes").join(&nodes.coordinators[2].id).join("identity/ca.crl");
             std::fs::copy(ca.join("ca.crl"), given).unwrap();
             wait::until("nobody has it", binary::PATIENCE, || ready(1)).unwrap();
-            // Two to look, one to tell.
+            // Two seconds to poll the file, one to notify the others.
             assert!(asked.elapsed() < Duration::from_secs(3 * 3), "{:?}", asked.elapsed());
-            // It dials again and again.
+            // It keeps reconnecting.
             let log = data.join("logs").join(format!("{}.log", revoked.id));
             wait::until("it is refused", binary::PATIENCE, || {
                 let log = std::fs::read_to_string(&log).unwrap();
@@ -258,7 +259,7 @@ fn sec_revoked_node() {
         },
     );
     assert!(served > 12, "{served}");
-    // Each coordinator has written it down when it heard of it.
+    // Each coordinator wrote the list to disk when it received it.
     let told = |(path, text): &(PathBuf, Vec<u8>)| {
         path.ends_with("audit.jsonl") && String::from_utf8_lossy(text).contains(r#""what":"revoke""#)
     };
@@ -268,8 +269,8 @@ fn sec_revoked_node() {
     assert_eq!(binary::run(&["ca", "revoke", "--dir", ca_dir]).unwrap().status.code(), Some(2));
 }
 
-/// A coordinator whose certificate is taken back is heard by nobody, and its clients are not served by it; its seat counts for the
-/// majority until it is removed, which the others can do without it.
+/// A coordinator with a revoked certificate is refused by all nodes, and does not serve its clients. It
+/// counts for the majority until it is removed, which the others can do without it.
 #[test]
 fn sec_revoked_coordinator() {
     let cluster =
@@ -297,11 +298,11 @@ fn sec_revoked_coordinator() {
         let votes = group["coordinators"].as_array()?.iter().filter(|member| member["votes"] == true).count();
         (votes == wanted && group["needed"] == wanted / 2 + 1).then_some(())
     };
-    // No worker believes it either.
+    // No worker accepts it either.
     wait::until("it has no worker left", binary::PATIENCE, || (status(revoked.http) == 503).then_some(()))
         .unwrap();
     votes(3).unwrap();
-    // The other two agree, and serve.
+    // The other two agree and serve.
     let (_, key) = create(nodes.coordinators[1].ops, json!({"tenant": "a"}));
     wait::until("both know the key", binary::PATIENCE, || {
         let opens = |at: usize| complete(nodes.coordinators[at].http, &key, &body).status == 200;
@@ -329,7 +330,7 @@ fn first_token(server: SocketAddr, key: &str, prompt: &[u32]) -> Duration {
     took
 }
 
-/// Another tenant's cached prompt takes as long as one that nobody has asked for: who guesses by the time is right half of
+/// Another tenant's cached prompt takes as long as an uncached one: a guess from the time is right half of
 /// the time.
 #[test]
 fn sec_ttft_side_channel() {
@@ -343,7 +344,7 @@ fn sec_ttft_side_channel() {
     for probe in 0..PROBES {
         let [theirs, nobodys] = [2 * probe, 2 * probe + 1].map(prompt);
         first_token(front, &a, &theirs);
-        // Neither is always the first.
+        // Alternate the order.
         match probe % 2 {
             0 => {
                 known.push(first_token(front, &b, &theirs));
@@ -356,7 +357,7 @@ fn sec_ttft_side_channel() {
         }
         own.push(first_token(front, &a, &theirs));
     }
-    // How often the one is faster than the other: half, if nothing tells them apart.
+    // How often one is faster than the other: one half, if the times are indistinguishable.
     let faster = |these: &[Duration], those: &[Duration]| {
         let pairs = these.iter().flat_map(|this| those.iter().map(move |that| this < that));
         pairs.filter(|faster| *faster).count() as f64 / (these.len() * those.len()) as f64
@@ -365,12 +366,12 @@ fn sec_ttft_side_channel() {
     eprintln!(
         "another tenant's prompt is faster than a new one in {leak:.2}, one's own in {hit:.2} of all pairs"
     );
-    // By chance it is this far from a half in one of 3,000 runs.
+    // Chance gives this distance from one half in one of 3,000 runs.
     assert!(leak < 0.6, "{leak}");
     assert!(hit > 0.6, "{hit}: a hit of one's own would be seen, so that the other would be, too");
 }
 
-/// All that was written into a directory, by file.
+/// All bytes written into a directory, by file.
 fn written(directory: &Path) -> Vec<(PathBuf, Vec<u8>)> {
     let entries = std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
     entries
@@ -381,7 +382,7 @@ fn written(directory: &Path) -> Vec<(PathBuf, Vec<u8>)> {
         .collect()
 }
 
-/// What a page of the dashboard is told at first, up to so many looks.
+/// The first updates of a dashboard page, at most `count`.
 fn looks(ops: SocketAddr, count: usize) -> Vec<u8> {
     let mut stream = TcpStream::connect(ops).unwrap();
     stream.set_read_timeout(Some(binary::PATIENCE)).unwrap();
@@ -396,8 +397,8 @@ fn looks(ops: SocketAddr, count: usize) -> Vec<u8> {
     told
 }
 
-/// Whatever a client writes is in nothing that operators keep: not in any log at its finest, nor in any file of the data
-/// directory (the audit log is one), in the metrics of any node, in traces, or in what the dashboard is told.
+/// Text of a client must not be in any data that operators store: not in a log at its finest level, any file
+/// of the data directory (including the audit log), any node's metrics, traces, or the dashboard's updates.
 #[test]
 fn sec_log_canary() {
     let bert = Manifest::read().unwrap().tiny("bert").unwrap().path();
@@ -521,7 +522,7 @@ fn nothing_is_written_down(name: &str, model: &str) {
     for worker in &cluster.nodes().workers {
         places.push((PathBuf::from(&worker.id), text(worker.ops, "/metrics")));
     }
-    // The last decisions, then looks.
+    // The recent decisions, then updates.
     places.push(("dashboard".into(), looks(ops, 2)));
     wait::until("spans of both kinds of node are exported", binary::PATIENCE, || {
         let nodes: BTreeSet<String> = collector.told().into_iter().map(|told| told.node).collect();

@@ -1,4 +1,4 @@
-//! A model over several workers under a cluster: the answers of one worker, and stages that fail as one replica.
+//! A model over several workers of a cluster: the same answers as from one worker, and failures of stages.
 
 use crate::{tiny_model, wait_for_quiet};
 use kvasir_cluster_tests::cluster::{Cluster, WorkerNode};
@@ -11,7 +11,7 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Within which a replica that has lost a stage is no more: 3 s are promised.
+/// Limit for the end of a replica that lost a stage; the documented limit is 3 s.
 const LOST_WITHIN: Duration = Duration::from_secs(9);
 
 fn prompt(seed: usize, tokens: usize) -> Vec<usize> {
@@ -22,7 +22,7 @@ fn ask(server: SocketAddr, body: &Value) -> Value {
     http::post(server, "/v1/completions", body).unwrap().ok().unwrap()["choices"].clone()
 }
 
-/// Requests of every kind, with all that tells one bit from another.
+/// Requests of every kind, with outputs that reveal any differing bit.
 fn bodies(model: &str) -> Vec<Value> {
     let base = |seed, tokens| json!({"model": model, "prompt": prompt(seed, tokens), "return_token_ids": true, "ignore_eos": true});
     let with = |mut body: Value, more: Value| {
@@ -38,7 +38,7 @@ fn bodies(model: &str) -> Vec<Value> {
     ]
 }
 
-/// The replica of several workers that `status` shows.
+/// The replica of several workers in the status.
 pub(crate) fn replica(cluster: &Cluster) -> Option<Value> {
     let status = cluster.status().ok()?;
     let several = |replica: &&Value| replica["stages"].as_array().is_some_and(|stages| stages.len() > 1);
@@ -70,7 +70,7 @@ fn stages_answer_as_one_worker_does_bit_by_bit() {
             Cluster::builder("shards-several", &tiny_model()).flag("--shards", shards).start().unwrap();
         let got: Vec<Value> = bodies(cluster.model()).iter().map(|body| ask(cluster.http(), body)).collect();
         assert_eq!(got, want, "{shards} shards");
-        // Prefix hits are the same again.
+        // Prefix hits give the same results.
         let again: Vec<Value> =
             bodies(cluster.model()).iter().map(|body| ask(cluster.http(), body)).collect();
         assert_eq!(again, want, "{shards} shards, again");
@@ -88,7 +88,7 @@ fn stages_answer_as_one_worker_does_bit_by_bit() {
     }
 }
 
-/// The drafter reads the caches of the last stage, and guesses there.
+/// The drafter reads the caches of the last stage, and runs there.
 #[test]
 fn a_drafter_guesses_at_the_last_stage_and_answers_are_the_same() {
     let manifest = Manifest::read().unwrap();
@@ -103,7 +103,7 @@ fn a_drafter_guesses_at_the_last_stage_and_answers_are_the_same() {
         || -> Vec<Value> { bodies(cluster.model()).iter().map(|body| ask(cluster.http(), body)).collect() };
     let counted = |name: &str| http::metric(worker_of(&cluster, 0).ops, name).unwrap();
     let drafted = || counted("vllm:spec_decode_num_draft_tokens_total");
-    // Where it does not pay it is tried after so many steps.
+    // A drafter that does not pay off is tried again only after some steps.
     wait::until("the last stage guesses", binary::PATIENCE, || {
         assert_eq!(asked(), want);
         (drafted() > 0.0).then_some(())
@@ -119,8 +119,8 @@ fn a_drafter_guesses_at_the_last_stage_and_answers_are_the_same() {
     assert!(stderr.contains("2 shards at most"), "{stderr}");
 }
 
-/// Recurrent states of both stages follow the rows of guesses that count. Who says one token again and again is guessed
-/// right, others are not.
+/// The recurrent states of both stages follow the accepted rows. Drafts of a repeated token are accepted,
+/// others are rejected.
 #[test]
 fn guesses_of_a_recurrent_model_are_right_over_two_stages_and_answers_are_the_same() {
     let manifest = Manifest::read().unwrap();
@@ -163,10 +163,10 @@ fn a_count_that_cannot_be_cut_is_refused_with_the_largest() {
     assert_eq!(few.status.code(), Some(64), "{}", String::from_utf8_lossy(&few.stderr));
 }
 
-/// What a stream has told, and the code of the error that it ended with, if it did.
+/// The tokens of a stream, and the code of its error if it ended with one.
 pub(crate) type Told = (Vec<u64>, Option<String>);
 
-/// Reads a stream to its end; `seen` is called whenever tokens come.
+/// Reads a stream to its end. Calls `seen` for each arrival of tokens.
 fn read(server: SocketAddr, body: &Value, seen: impl Fn()) -> anyhow::Result<Told> {
     let mut events = http::post(server, "/v1/completions", body)?.events()?;
     let mut tokens = Vec::new();
@@ -183,7 +183,7 @@ fn read(server: SocketAddr, body: &Value, seen: impl Fn()) -> anyhow::Result<Tol
     Ok((tokens, None))
 }
 
-/// All at once; `disturb` runs once tokens have come so many times.
+/// Reads all streams at once. `disturb` runs after a number of arrivals of tokens.
 pub(crate) fn read_all(
     server: SocketAddr,
     bodies: &[Value],
@@ -198,7 +198,7 @@ pub(crate) fn read_all(
                 let say = say.clone();
                 scope.spawn(move || {
                     read(server, body, || {
-                        // Nobody listens once the disturbance is over.
+                        // The receiver is gone once the disturbance is over.
                         let _ = say.send(());
                     })
                 })
@@ -220,7 +220,7 @@ pub(crate) fn greedy_streams(model: &str, count: usize, tokens: usize) -> Vec<Va
     (0..count).map(body).collect()
 }
 
-/// Each stream told what it tells undisturbed, or a part of that and then what has become of it.
+/// Asserts that each stream has the undisturbed tokens, or a prefix of them and an error.
 fn assert_whole_or_told(told: &[Told], undisturbed: &[Told]) {
     for (number, ((tokens, error), (want, _))) in told.iter().zip(undisturbed).enumerate() {
         match error.as_deref() {
@@ -279,7 +279,7 @@ fn a_frozen_stage_is_missed_while_nothing_is_asked_and_a_spare_takes_its_place()
     let after = wait::until("the spare takes its place", binary::PATIENCE, replaced).unwrap();
     assert!(after["stages"].as_array().unwrap().iter().all(|s| s["worker"] != before["stages"][1]["worker"]));
     assert_eq!(read_all(server, &bodies, 1, || {}), undisturbed);
-    // Awake again, it belongs to nobody and is a spare.
+    // After resuming it belongs to no replica and is a spare.
     signal::freeze(frozen, false);
     let three = || {
         let status = cluster.status().ok()?;
@@ -317,7 +317,7 @@ fn a_plan_outlives_the_leader_that_made_it() {
     signal::kill_now(nodes[leader].pid);
     let bodies = greedy_streams(cluster.model(), 2, 40);
     let undisturbed = read_all(nodes[other].http, &bodies, 1, || {});
-    // A stage dies while there may be no leader: the plan stands, and the first stage needs no other.
+    // A stage dies while there may be no leader: the plan stays, and the first stage needs no change.
     let pid = cluster.up_file().unwrap().workers;
     let second = pid.iter().find(|worker| before["stages"][1]["worker"] == worker.id.as_str()).unwrap().pid;
     signal::kill_now(second);
@@ -328,7 +328,7 @@ fn a_plan_outlives_the_leader_that_made_it() {
     assert_eq!(read_all(nodes[other].http, &bodies, 1, || {}), undisturbed);
 }
 
-/// Fault F23, for what a node meets at its start: nobody is started with a file that cannot be served.
+/// F23 at a node's start: no node starts with a file that cannot be served.
 #[test]
 fn sixty_malformed_files_are_refused_by_type_at_the_start() {
     let good = std::fs::read(tiny_model()).unwrap();
@@ -338,7 +338,7 @@ fn sixty_malformed_files_are_refused_by_type_at_the_start() {
         bytes[at] ^= 0xff;
         bytes
     };
-    // Magic, version, and how many tensors and keys there are.
+    // Magic, version, and the numbers of tensors and keys.
     let files: Vec<Vec<u8>> = (0..40).map(cut).chain((0..20).map(damaged)).collect();
     let dir = tempfile::tempdir().unwrap();
     for (number, bytes) in files.iter().enumerate() {
@@ -355,13 +355,13 @@ fn sixty_malformed_files_are_refused_by_type_at_the_start() {
     }
 }
 
-/// The files that no worker may hold layers of any more.
+/// Files on the block list.
 fn condemned(cluster: &Cluster) -> Option<Vec<Value>> {
     let files = cluster.status().ok()?["condemned"].as_array()?.clone();
     (!files.is_empty()).then_some(files)
 }
 
-/// Puts a file in the place of the one that is served, and has all workers begin anew with it.
+/// Replaces the served file, and restarts all workers with it.
 fn serve_instead(cluster: &Cluster, from: &Path, served: &Path) {
     let beside = served.with_extension("new");
     std::fs::copy(from, &beside).unwrap();
@@ -369,13 +369,13 @@ fn serve_instead(cluster: &Cluster, from: &Path, served: &Path) {
     cluster.up_file().unwrap().workers.iter().for_each(|worker| signal::kill_now(worker.pid));
 }
 
-/// Fault F23, for a file that is placed before it turns out that it cannot be served.
+/// F23 for a file that is placed before the failure to load is known.
 #[test]
 fn a_placed_file_that_cannot_be_loaded_is_condemned_and_harms_nothing_else() {
     let dir = tempfile::tempdir().unwrap();
     let [served, bad] = ["served", "bad"].map(|name| dir.path().join(format!("{name}.gguf")));
     std::fs::copy(tiny_model(), &served).unwrap();
-    // All that a plan is made of is as it was; the words are gone.
+    // Everything that a plan uses is unchanged; the vocabulary is removed.
     let file = ModelFile::open(tiny_model()).unwrap();
     let mut metadata = file.metadata().clone();
     metadata.retain(|key| key != "tokenizer.ggml.tokens");
@@ -394,7 +394,7 @@ fn a_placed_file_that_cannot_be_loaded_is_condemned_and_harms_nothing_else() {
     serve_instead(&cluster, &bad, &served);
     let files = wait::until("the file is condemned", binary::PATIENCE, || condemned(&cluster)).unwrap();
     assert_eq!(files.len(), 1, "{files:?}");
-    // Its workers are there and free, and nobody tries again.
+    // Its workers are present and free, and no placement is tried again.
     let free = || {
         let status = cluster.status().ok()?;
         let ready = status["workers"].as_array()?.iter().filter(|worker| worker["state"] == "ready").count();
@@ -405,7 +405,7 @@ fn a_placed_file_that_cannot_be_loaded_is_condemned_and_harms_nothing_else() {
     let before = pids();
     let ops = cluster.coordinator().ops.to_string();
     let digest = files[0]["digest"].as_str().unwrap();
-    // Pardoned, it is tried again, with the same result.
+    // After unblocking it is tried again, with the same result.
     assert!(binary::stdout(&["pardon", &digest[..16], "--ops", &ops]).unwrap().contains("placed again"));
     wait::until("it is condemned again", binary::PATIENCE, || condemned(&cluster)).unwrap();
     assert_eq!(pids(), before, "a file that cannot be loaded ends no worker");

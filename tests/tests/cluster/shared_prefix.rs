@@ -1,11 +1,11 @@
-//! Many requests with one long prefix: it is computed once, and later requests go where it is held.
+//! Many requests with one long prefix: it is computed once, and later requests go to its holder.
 
 use kvasir_cluster_tests::cluster::Cluster;
 use kvasir_cluster_tests::{fixtures, http, signal, wait};
 use serde_json::{Value, json};
 use std::time::Duration;
 
-/// What one request of a burst reports.
+/// Result of one request of a burst.
 #[derive(Debug)]
 struct Outcome {
     prompt_tokens: u64,
@@ -36,11 +36,11 @@ fn ask(cluster: &Cluster, prompt: &[u32], tokens: u32) -> Outcome {
     }
 }
 
-/// `count` requests at once for `tokens` tokens each: `prefix`, then 30 tokens of their own.
+/// Sends `count` requests at once for `tokens` tokens each: `prefix`, then 30 tokens of their own.
 fn burst(cluster: &Cluster, prefix: &[u32], count: usize, wave: usize, tokens: u32) -> Vec<Outcome> {
     let prompts: Vec<Vec<u32>> = (0..count)
         .map(|index| {
-            // The first own token tells all requests of all waves apart.
+            // The first own token is different in all requests of all waves.
             let own = (0..30).map(|at| 1000 + (wave * count + index) as u32 * 40 + at);
             prefix.iter().copied().chain(own).collect()
         })
@@ -56,7 +56,7 @@ fn computed(outcomes: &[Outcome]) -> u64 {
     outcomes.iter().map(|outcome| outcome.prompt_tokens - outcome.cached_tokens).sum()
 }
 
-/// Tokens that workers computed for prompts, as their counters tell.
+/// Prompt tokens computed by workers, from their counters.
 fn counter(cluster: &Cluster) -> u64 {
     cluster.worker_metric("kvasir_prefill_tokens_computed_total").unwrap() as u64
 }
@@ -64,7 +64,7 @@ fn counter(cluster: &Cluster) -> u64 {
 #[test]
 fn a_prefix_is_computed_once_in_the_cluster_and_found_again() {
     const PREFIX: usize = 1_500;
-    /// The whole hash units of the prefix.
+    /// Whole hash units of the prefix, in tokens.
     const SHARED: u64 = 1_488;
     const REQUESTS: usize = 32;
     let cluster = Cluster::builder("shared-prefix", "smollm2-135m").start().unwrap();
@@ -74,7 +74,7 @@ fn a_prefix_is_computed_once_in_the_cluster_and_found_again() {
     let first = burst(&cluster, prefix, REQUESTS, 0, 96);
     let (hits, computing): (Vec<&Outcome>, Vec<&Outcome>) =
         first.iter().partition(|outcome| outcome.cached_tokens >= SHARED);
-    // One worker computes it. Whether the other one serves requests, too, depends on how fast that is.
+    // One worker computes it. Whether the other one also serves requests depends on its speed.
     assert_eq!(computing.len(), 1, "{computing:?}");
     let own = 30 + (PREFIX as u64 - SHARED);
     let most = PREFIX as u64 + 30 + hits.len() as u64 * own;
@@ -87,7 +87,7 @@ fn a_prefix_is_computed_once_in_the_cluster_and_found_again() {
         );
     }
 
-    // Whoever has it, or pulls it from who has it: nobody computes it again.
+    // A worker has the prefix or pulls it from a holder; none computes it again.
     let second = burst(&cluster, prefix, REQUESTS, 1, 16);
     for outcome in &second {
         assert!(outcome.cached_tokens >= SHARED, "second wave: {} cached", outcome.cached_tokens);

@@ -1,4 +1,4 @@
-//! What outlives a request, and a process: pinned prefixes, saved sequences.
+//! Data that survives a request and a process: pinned prefixes, saved sequences.
 
 use crate::shared_prefix::text;
 use crate::tiny_model;
@@ -7,13 +7,13 @@ use kvasir_cluster_tests::{binary, http, signal, wait};
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// `kvasir` against the cluster of a data directory, its answer as JSON.
+/// Runs `kvasir` against the cluster of a data directory. Returns its JSON output.
 fn kvasir(dir: &Path, arguments: &[&str]) -> Value {
     let all = [arguments, &["--data-dir", dir.to_str().unwrap(), "--json"]].concat();
     serde_json::from_str(&binary::stdout(&all).unwrap()).unwrap()
 }
 
-/// What a greedy request without an end of its own got: its one choice, the tokens from the cache, the worker.
+/// Result of a greedy request without a stop condition: its choice, its cached tokens, its worker.
 struct Completion {
     tokens: Vec<u32>,
     logprobs: Vec<f64>,
@@ -71,7 +71,7 @@ fn a_saved_sequence_outlives_every_process_and_goes_on_bit_by_bit() {
     assert_eq!(then.tokens, whole.tokens[FIRST..]);
     assert_eq!(then.logprobs, whole.logprobs[FIRST..], "the same bits");
 
-    // What was kept on disk is still there, and can go to the other worker.
+    // The snapshot on disk still exists, and can move to the other worker.
     let list = kvasir(dir.path(), &["snapshot", "list"]);
     assert_eq!(list["snapshots"][0], kept);
     let mut workers = cluster.nodes().workers.iter().map(|node| node.id.clone());
@@ -161,7 +161,7 @@ fn a_pinned_prefix_is_hit_after_an_overload_of_the_pool() {
         |seed: u32| -> Vec<u32> { prefix.iter().copied().chain((0..9).map(|at| 5 + seed + at)).collect() };
     assert_eq!(complete(&cluster, "first", &behind(1), 1).cached, 96, "warm before anybody asked");
 
-    // Until far more has been evicted than the pool holds.
+    // Until far more was evicted than the pool holds.
     let evicted = || cluster.worker_metric("kvasir_kv_evictions_total").unwrap();
     let mut seed = 0;
     while evicted() < 400.0 {
@@ -187,14 +187,14 @@ fn a_pinned_prefix_is_hit_after_an_overload_of_the_pool() {
     assert_eq!(kvasir(cluster.data_dir(), &["prefix", "list"]), json!({"prefixes": []}));
 }
 
-/// Gemma 3 270M: 18 layers, every sixth of them full, one key-value head of 256, windows of 512, f16.
+/// Gemma 3 270M: 18 layers, every sixth with full attention, one KV head of 256, windows of 512, f16.
 #[test]
 fn a_snapshot_has_windows_of_sliding_layers_only() {
     const TOKENS: usize = 8_000;
     const LAYER_TOKEN: usize = 2 * 256 * 2;
     let cluster = Cluster::builder("snapshot-size", "gemma3-270m").flag("--workers", "1").start().unwrap();
     let prompt: Vec<u32> = text().into_iter().cycle().take(TOKENS).collect();
-    // In parts, each behind the one before: an answer is waited for for two minutes only.
+    // In parts, each after the previous one, because a response is awaited for only two minutes.
     for end in [2_000, 4_000, 6_000, TOKENS] {
         complete(&cluster, "long", &prompt[..end], 1);
     }
@@ -223,7 +223,7 @@ fn a_worker_that_is_killed_finds_its_prefixes_in_its_directory() {
     let prompt: Vec<u32> = (0..200).map(|at| 5 + at * 7 % 400).collect();
     let first = complete(&cluster, "first", &prompt, 12);
     assert_eq!(first.cached, 0);
-    // Thirteen units have been computed, one block each.
+    // Thirteen units were computed, one block each.
     let worker = cluster.nodes().workers[0].clone();
     let pieces = || {
         let files = std::fs::read_dir(dir.path().join(&worker.id)).unwrap();

@@ -1,5 +1,5 @@
-//! One trace for a request, over all processes that had a part in it, as a collector gets it; and what becomes of requests
-//! while there is none.
+//! One trace per request over all its processes, as received by a collector; and requests while the collector
+//! fails.
 
 use crate::collector::{Collector, Told, text, value};
 use crate::tiny_model;
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use std::collections::{BTreeSet, HashMap};
 use std::net::SocketAddr;
 
-/// Never to be seen in a trace.
+/// Text that must not occur in a trace.
 const SECRET: &str = "Halibut";
 
 fn count(told: &Told, key: &str) -> i64 {
@@ -30,7 +30,7 @@ fn only<'a>(trace: &'a [Told], name: &str) -> &'a Told {
     one
 }
 
-/// Asks for a few tokens as part of the trace `trace`.
+/// Requests a few tokens as part of the trace `trace`.
 fn ask(cluster: &Cluster, trace: [u8; 16], flags: &str) {
     let body = json!({
         "model": cluster.model(), "max_tokens": 5, "ignore_eos": true, "temperature": 0,
@@ -49,14 +49,15 @@ fn post(cluster: &Cluster, path: &str, trace: [u8; 16], flags: &str, body: &Valu
     status
 }
 
-/// Spans of a node of which this has become.
+/// Number of a node's spans with this outcome.
 fn spans(ops: SocketAddr, metric: &str, outcome: &str) -> f64 {
     let line = format!("{metric}_total{{outcome=\"{outcome}\"}} ");
     let text = http::get(ops, "/metrics").unwrap().text().unwrap();
     text.lines().find_map(|at| at.strip_prefix(&line)?.parse().ok()).unwrap_or(0.0)
 }
 
-/// The root, and that every other span is below another of the trace and not outside of it in time.
+/// Returns the root. Asserts that every other span has its parent in the trace and lies within the parent's
+/// time.
 fn expect_tree(trace: &[Told]) -> &Told {
     let spans: HashMap<&[u8], &Told> =
         trace.iter().map(|told| (told.span.span_id.as_slice(), told)).collect();
@@ -68,7 +69,7 @@ fn expect_tree(trace: &[Told]) -> &Told {
         let parent = spans.get(told.span.parent_span_id.as_slice());
         let parent = parent.unwrap_or_else(|| panic!("{} is below nothing", told.span.name));
         assert!(told.span.start_time_unix_nano <= told.span.end_time_unix_nano);
-        // What two processes read off their clocks may differ by the moment between two readings.
+        // The clocks of two processes may differ slightly.
         let slack = 1_000_000;
         assert!(
             told.span.start_time_unix_nano + slack >= parent.span.start_time_unix_nano,
@@ -142,7 +143,7 @@ fn a_request_is_one_trace_over_coordinator_worker_and_stages() {
     let nodes: BTreeSet<&str> = trace.iter().map(|told| told.node.as_str()).collect();
     assert_eq!(nodes.len(), 3, "{nodes:?}");
 
-    // What the client does not record is not recorded here either, nor what no client has begun.
+    // Traces that the client does not sample, and requests without a trace, are not recorded.
     assert!(!collector.told().iter().any(|told| told.span.trace_id != [2; 16]));
     let ops = cluster.coordinator().ops;
     let (hex, sent) = ("02".repeat(16), "kvasir_trace_spans_total{outcome=\"exported\"} ");
@@ -161,7 +162,7 @@ fn a_request_is_one_trace_over_coordinator_worker_and_stages() {
     assert!(!String::from_utf8_lossy(&collector.raw()).contains(SECRET), "a prompt is in a trace");
 }
 
-/// Embeddings and rerankings too are one trace, from the client's request to the encoder's step.
+/// Embeddings and reranking are one trace too, from the client's request to the encoder's step.
 #[test]
 fn texts_that_are_encoded_are_traced_as_well() {
     let collector = Collector::start();
@@ -174,11 +175,11 @@ fn texts_that_are_encoded_are_traced_as_well() {
     let inputs: Vec<Vec<u32>> = (0..40).map(|n| vec![5 + n, 9, 11]).collect();
     let embeddings = json!({"model": cluster.model(), "input": inputs});
     assert_eq!(post(&cluster, "/v1/embeddings", [3; 16], "01", &embeddings), 200);
-    // Of another task: refused, and that is told.
+    // A model of another task: refused, and recorded.
     let documents = json!({"model": cluster.model(), "query": SECRET, "documents": [SECRET, "b"]});
     assert_eq!(post(&cluster, "/v1/rerank", [4; 16], "01", &documents), 400);
 
-    // 32 texts a call.
+    // 32 texts per call.
     let enough = |trace: &[Told]| {
         let has = |name: &str| named(trace, name).len();
         has("encode") == 2
@@ -224,8 +225,8 @@ fn texts_that_are_encoded_are_traced_as_well() {
     assert!(!String::from_utf8_lossy(&collector.raw()).contains(SECRET), "a text is in a trace");
 }
 
-/// A collector that takes connections and says nothing costs no request anything: what the queue has no room for is dropped
-/// and counted, and once it answers, spans come again.
+/// A collector that accepts connections but does not respond delays no request. Spans that exceed the queue
+/// are dropped and counted; once it responds, spans arrive again.
 #[test]
 fn a_collector_that_hangs_harms_no_request() {
     let collector = Collector::that_hangs();
@@ -239,7 +240,7 @@ fn a_collector_that_hangs_harms_no_request() {
         json!({"model": cluster.model(), "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "seed": 1});
     let text_of = |answer: http::HttpAnswer| answer.ok().unwrap()["choices"][0]["text"].clone();
     let expected = text_of(http::post(cluster.http(), "/v1/completions", &plain).unwrap());
-    // 384 spans a request at the coordinator, of which 256 a second are given up.
+    // 384 spans per request at the coordinator; 256 per second are dropped.
     let many: Vec<[u32; 3]> = (0..128).map(|n| [5 + n, 6, 7]).collect();
     let many = json!({"model": cluster.model(), "prompt": many, "max_tokens": 1});
     wait::until("the queue is full", binary::PATIENCE, || {
@@ -266,7 +267,7 @@ fn a_collector_that_hangs_harms_no_request() {
     assert!(!collector.told().is_empty());
 }
 
-/// Nor does one that is not there.
+/// A missing collector does not affect requests either.
 #[test]
 fn a_collector_that_is_gone_harms_no_request() {
     let nobody = {
@@ -285,8 +286,8 @@ fn a_collector_that_is_gone_harms_no_request() {
     .unwrap();
 }
 
-/// One at https:// is told where its certificate is trusted. Where it is not, nothing is sent, the log says so once, and
-/// requests go on.
+/// A collector at https:// receives spans if its certificate is trusted. Otherwise nothing is sent, the log
+/// reports it once, and requests continue.
 #[test]
 fn a_collector_is_who_its_certificate_says() {
     let (collector, certificate) = Collector::with_certificate();
@@ -299,7 +300,7 @@ fn a_collector_is_who_its_certificate_says() {
         let builder = variables.iter().fold(builder, |builder, (name, value)| builder.env(name, value));
         builder.start().unwrap()
     };
-    // Spans of both kinds of node of which this has become, as requests go on.
+    // Spans with this outcome at both kinds of nodes, while requests continue.
     let both = |cluster: &Cluster, outcome: &str, count: f64| {
         let body = json!({"model": cluster.model(), "prompt": [5, 6, 7], "max_tokens": 4});
         wait::until("spans of both kinds of node", binary::PATIENCE, || {

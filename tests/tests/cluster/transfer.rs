@@ -1,14 +1,14 @@
-//! Long prompts are computed by a prefill worker and pulled by the one that decodes; nobody notices, whatever becomes
-//! of the prefill worker.
+//! A prefill worker computes long prompts, and the decoding worker pulls them. Answers do not change, even if
+//! the prefill worker fails.
 
 use crate::tiny_model;
 use kvasir_cluster_tests::cluster::Cluster;
 use kvasir_cluster_tests::{binary, http, signal, wait};
 use serde_json::{Value, json};
 
-/// Tokens of each prompt: more than a decoding worker computes itself.
+/// Tokens per prompt: more than a decoding worker computes itself.
 const PROMPT: usize = 450;
-/// What of it is whole units before the last token.
+/// Whole hash units before the last token, in tokens.
 const PULLED: u64 = 448;
 
 fn prompt(seed: usize) -> Vec<usize> {
@@ -22,7 +22,7 @@ fn body(cluster: &Cluster, seed: usize) -> Value {
     })
 }
 
-/// The answer's tokens, the cached tokens, who answered and what was predicted.
+/// The answer's tokens, the cached tokens, the worker and the predicted tokens.
 fn ask(cluster: &Cluster, seed: usize) -> (Value, u64, String, String) {
     let answer = http::post(cluster.http(), "/v1/completions", &body(cluster, seed)).unwrap();
     let header = |name: &str| answer.header(name).unwrap().to_owned();
@@ -32,7 +32,7 @@ fn ask(cluster: &Cluster, seed: usize) -> (Value, u64, String, String) {
     (answer["choices"][0]["token_ids"].clone(), cached, worker, route)
 }
 
-/// What one worker answers that does everything itself.
+/// Answers of a single worker with both roles.
 fn alone(seeds: usize) -> Vec<Value> {
     let cluster = Cluster::builder("transfer-alone", &tiny_model()).flag("--workers", "1").start().unwrap();
     (0..seeds).map(|seed| ask(&cluster, seed).0).collect()
@@ -100,13 +100,13 @@ fn a_prefill_worker_that_is_killed_is_not_missed() {
     let want = alone(REQUESTS);
     let cluster = split("transfer-kill");
     let victim = cluster.nodes().workers[0].clone();
-    // The first proves that prompts go that way.
+    // The first request proves that prompts are pulled.
     assert_eq!(ask(&cluster, 0).1, PULLED);
     let sent = http::metric(victim.ops, "kvasir_block_transfer_bytes_total").unwrap();
     std::thread::scope(|scope| {
         let cluster = &cluster;
         let asked: Vec<_> = (1..REQUESTS).map(|seed| scope.spawn(move || ask(cluster, seed).0)).collect();
-        // In the middle of it, as soon as bytes of another prompt have gone over.
+        // During a transfer, as soon as bytes of another prompt were sent.
         wait::until("bytes go over", binary::PATIENCE, || {
             let now = http::metric(victim.ops, "kvasir_block_transfer_bytes_total").ok()?;
             (now > sent).then_some(())
@@ -117,7 +117,7 @@ fn a_prefill_worker_that_is_killed_is_not_missed() {
             assert_eq!(request.join().unwrap(), want[seed], "prompt {seed}");
         }
     });
-    // And it comes back to its part.
+    // It returns to its role.
     wait::until("both workers are ready", binary::PATIENCE, || {
         let status = cluster.status().ok()?;
         let ready = status["workers"].as_array()?.iter().filter(|worker| worker["state"] == "ready").count();

@@ -1,4 +1,5 @@
-//! The bill of materials that images carry: every crate of the lock, as it is locked; and what deny.toml says of them.
+//! The images' bill of materials lists every crate of the lock file as locked, and deny.toml's rules hold for
+//! them.
 
 use kvasir_cluster_tests::binary;
 use serde_json::Value;
@@ -56,7 +57,8 @@ fn it_has_every_crate_of_the_lock_and_tells_what_is_linked() {
     }
 }
 
-/// Of what `cargo deny check bans licenses sources` looks at what the lock and the crates say themselves.
+/// Checks of `cargo deny check bans licenses sources`, as far as the lock file and the crates contain the
+/// information.
 #[test]
 fn sec_supply_chain() {
     let text = std::fs::read_to_string(binary::workspace().join("deny.toml")).unwrap();
@@ -94,13 +96,13 @@ fn sec_supply_chain() {
     }
 }
 
-/// A version's numbers, for what is before another.
+/// A version's numbers, for ordering.
 fn numbers(version: &str) -> Vec<u64> {
     let core = version.split(['-', '+']).next().unwrap_or(version);
     core.split('.').map(|number| number.parse().unwrap()).collect()
 }
 
-/// Whether licences that are allowed suffice for an SPDX expression.
+/// Whether the allowed licences satisfy an SPDX expression.
 fn is_allowed(expression: &str, allowed: &[&str]) -> bool {
     let spaced = expression.replace('(', " ( ").replace(')', " ) ");
     let mut words = spaced.split_whitespace().peekable();
@@ -134,7 +136,7 @@ fn one(words: &mut Words<'_>, allowed: &[&str]) -> bool {
             assert_eq!(words.next(), Some(")"));
             found
         }
-        // An exception lets one do more, and is allowed by its own name only.
+        // An exception extends a licence, and is allowed only by its full name.
         Some(licence) if words.next_if_eq(&"WITH").is_some() => {
             let named = format!("{licence} WITH {}", words.next().unwrap());
             allowed.contains(&named.as_str())

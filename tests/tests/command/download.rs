@@ -1,4 +1,4 @@
-//! Models from addresses, as users and Jobs pull them: `http://` on this machine stands for a server behind TLS.
+//! Downloads from addresses as by users and Jobs. `http://` on this machine stands for a TLS server.
 
 use kvasir_cluster_tests::binary;
 use kvasir_cluster_tests::file_server::FileServer;
@@ -48,7 +48,7 @@ fn out(output: Output) -> String {
 fn a_download_that_is_cut_again_and_again_arrives_and_is_used_by_its_address() {
     let world = world();
     let bytes = std::fs::metadata(&world.model).unwrap().len();
-    // The pause after a cut with bytes before it is one second.
+    // The pause after a cut that followed received bytes is one second.
     world.server.cut_after(bytes / 3 + 1);
     let path = PathBuf::from(out(world.run(&["models", "pull", &world.address()])));
     assert_eq!(sha256(&path).unwrap(), sha256(&world.model).unwrap());

@@ -1,4 +1,4 @@
-//! `kvasir embed` against the oracle, and what it refuses.
+//! `kvasir embed` compared with the oracle, and its refusals.
 
 use kvasir_cluster_tests::binary;
 use kvasir_cluster_tests::fixtures::{Manifest, MiniLm, Tensors};
@@ -6,7 +6,7 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 
-/// The gate of vectors and scores.
+/// Largest difference of vectors and scores.
 const MAX_DIFFERENCE: f32 = 1e-4;
 
 fn worst(a: &[f32], b: &[f32]) -> f32 {
@@ -75,7 +75,7 @@ fn scores_of_pairs_are_the_references_with_and_without_token_types() {
 #[test]
 fn minilm_gives_the_vectors_of_its_own_library() {
     let reference = MiniLm::read().unwrap();
-    // The first by itself, the others behind one flag.
+    // The first text by itself, the others in one call.
     let (first, others) = reference.items.split_first().unwrap();
     let flags = ["embed", "minilm-l6", "--text", &first.text, "--json", "--text"];
     let arguments: Vec<&str> =

@@ -1,8 +1,8 @@
-//! The set of oracle files is the one that its manifest describes.
+//! The set of oracle files matches its manifest.
 
 use kvasir_cluster_tests::fixtures::{self, Manifest};
 
-/// What this version serves, and so what the set must hold.
+/// Architectures of this version, which the set must contain.
 const NEEDED: [&str; 15] = [
     "gemma3",
     "gemma4",
@@ -25,7 +25,7 @@ const NEEDED: [&str; 15] = [
 fn every_file_of_the_set_has_the_digest_of_the_manifest() {
     let manifest = Manifest::read().unwrap();
     let mut checked = 0;
-    // The manifest describes all architectures; the set holds those that are served so far.
+    // The manifest describes all architectures; the set has those supported so far.
     for (file, sha256) in manifest.files() {
         let path = fixtures::root().join(&file);
         if path.exists() {

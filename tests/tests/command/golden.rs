@@ -1,11 +1,12 @@
-//! `kvasir logits` against the oracle.
+//! `kvasir logits` compared with the oracle.
 
 use kvasir_cluster_tests::fixtures::{self, HYBRID, Item, Manifest};
 use kvasir_cluster_tests::logits::{self, PromptLogits};
 
-/// The gate of the exact path, for logits and for recurrent states.
+/// Largest difference on the exact path, for logits and recurrent states.
 const MAX_DIFFERENCE: f32 = 1e-3;
-/// The gate where a delta net's small outputs are normed: f32 noise is a hundred times larger there.
+/// Largest difference if a delta net's small outputs are normed: f32 rounding is a hundred times larger
+/// there.
 const MAX_DELTA_NET_DIFFERENCE: f32 = 3e-3;
 const EXACT: [&str; 4] = ["--activations", "f32", "--kv-type", "f32"];
 
@@ -13,7 +14,7 @@ fn exact(flags: &[&'static str]) -> Vec<&'static str> {
     EXACT.iter().chain(flags).copied().collect()
 }
 
-/// Logits within the gate and all greedy tokens equal.
+/// Asserts that logits are within the limit and all greedy tokens equal.
 fn assert_exact(item: &Item, computed: &[PromptLogits]) {
     let reference = item.reference().unwrap();
     let delta_net = ["qwen35", "qwen35moe", "qwen3next"].contains(&item.arch.as_str());
@@ -49,7 +50,8 @@ fn tiny_model_matches(arch: &str) {
 
 tiny_models!(tiny_model_matches);
 
-/// Experts in MXFP4, other matrices in F16, and the F32 file's values: the exact path must be as close.
+/// Experts in MXFP4, other matrices in F16, with the F32 file's values: the exact path must have the same
+/// accuracy.
 #[test]
 fn gpt_oss_with_mxfp4_experts() {
     let manifest = Manifest::read().unwrap();
@@ -76,7 +78,7 @@ fn a_split_set_equals_the_single_file_bit_for_bit() {
     }
 }
 
-/// The exact path on every quantised file: as close as on F32 weights.
+/// The exact path on every quantised file: the same accuracy as with F32 weights.
 #[test]
 fn quantised_models_match_on_the_exact_path() {
     for item in &Manifest::read().unwrap().quant {
@@ -86,7 +88,7 @@ fn quantised_models_match_on_the_exact_path() {
     }
 }
 
-/// The default path (int8 activations, f16 KV) rounds, so its gate is statistical.
+/// The default path (int8 activations, f16 KV) rounds, so its limit is statistical.
 #[test]
 fn quantised_models_stay_within_the_gates_of_the_default_path() {
     for item in &Manifest::read().unwrap().quant {

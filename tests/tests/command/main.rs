@@ -1,4 +1,4 @@
-//! The command line as others script against it: numbers against the oracle, exit codes, outputs.
+//! The command line as used by scripts: numbers compared with the oracle, exit codes, outputs.
 #![allow(clippy::unwrap_used, reason = "a panic in a test is its report")]
 
 /// A test of `$check` for every tiny model that generates, by the manifest's name.

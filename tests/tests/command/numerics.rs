@@ -1,11 +1,11 @@
-//! One numeric class, one answer: whatever surrounds a sequence, its logits do not change in a bit.
+//! Within a numeric class, a sequence's logits are equal bit for bit, whatever else is computed.
 
 use kvasir_cluster_tests::fixtures::{self, HYBRID, Manifest};
 use kvasir_cluster_tests::{binary, logits};
 use serde_json::Value;
 use std::path::Path;
 
-/// Ways to compute the same prompts that must agree with `--chunk 0 --threads 1`.
+/// Ways to compute the same prompts that must give the results of `--chunk 0 --threads 1`.
 const VARIANTS: [&[&str]; 13] = [
     &["--chunk", "1"],
     &["--chunk", "3"],
@@ -22,7 +22,7 @@ const VARIANTS: [&[&str]; 13] = [
     &["--no-prefix-cache", "--chunk", "7", "--together", "--threads", "2"],
 ];
 
-/// `prompts` in every variant; then each twice, so that the second time is a prefix hit.
+/// Computes `prompts` in every variant, each twice, so that the second time is a prefix hit.
 fn assert_batch_invariant(model: &Path, prompts: &[Vec<u32>], class: &[&str]) {
     let run = |prompts: &[Vec<u32>], variant: &[&str]| {
         logits::run(model, prompts, &[class, &["--greedy", "8"], variant].concat()).unwrap()
@@ -37,7 +37,7 @@ fn assert_batch_invariant(model: &Path, prompts: &[Vec<u32>], class: &[&str]) {
     let computed = run(&twice, &[]);
     let (_, hits) = computed.split_at(prompts.len());
     for (index, (hit, expected)) in hits.iter().zip(&expected).enumerate() {
-        // Every full hash unit but the one that holds the last token can be served.
+        // Every full hash unit except that of the last token can be a prefix hit.
         let least = (prompts[index].len() - 1) / 16 * 16;
         assert!(hit.cached >= least, "{model:?} p{index}: {} of {least} cached", hit.cached);
         hit.expect_same_bits(expected).unwrap_or_else(|e| panic!("{model:?} p{index} prefix hit: {e}"));
@@ -53,7 +53,7 @@ fn tiny_model_is_batch_invariant(arch: &str) {
 
 tiny_models!(tiny_model_is_batch_invariant);
 
-/// Every architecture on the path that users get: quantised matrices, int8 activations, f16 KV.
+/// Every architecture on the default path: quantised matrices, int8 activations, f16 KV.
 mod quantised {
     use super::*;
     use kvasir_cluster_tests::quantised;
@@ -93,7 +93,7 @@ fn the_second_sighting_of_a_prefix_hits() {
     }
 }
 
-/// Prompts that do not fit together while they grow: some are preempted, and nobody can tell by the answers.
+/// Prompts that together exceed the cache while they grow: some are preempted, and the answers do not change.
 fn assert_preemption_invisible(model: &Path, text: &[u32], kv_bytes: &str) {
     let prompts: Vec<Vec<u32>> = text.chunks_exact(200).take(6).map(|part| part[..40].to_vec()).collect();
     let run = |flags: &[&str]| logits::run(model, &prompts, &[flags, &["--greedy", "64"]].concat()).unwrap();
@@ -108,7 +108,7 @@ fn assert_preemption_invisible(model: &Path, text: &[u32], kv_bytes: &str) {
     }
 }
 
-/// A real model as users run it: int8 activations, f16 KV.
+/// A real model with the default settings: int8 activations, f16 KV.
 fn real_model_is_batch_invariant(name: &str, reference: &str) {
     let model = binary::catalog_model(name).unwrap();
     let reference: Value = fixtures::json(&fixtures::root().join("real").join(reference)).unwrap();

@@ -1,5 +1,5 @@
-//! Operations against their published networks, run by onnxruntime: `operations/reference.py` makes the sound and says
-//! what is to be answered.
+//! Operations compared with their published networks, run by onnxruntime: `operations/reference.py` generates
+//! the audio and the expected results.
 
 use kvasir_cluster_tests::fixtures::{MiniLm, json};
 use kvasir_cluster_tests::{binary, fixtures};
@@ -10,9 +10,9 @@ use std::process::Command;
 use std::sync::LazyLock;
 use tempfile::TempDir;
 
-/// The gate of probabilities.
+/// Largest difference of probabilities.
 const MAX_DIFFERENCE: f64 = 1e-3;
-/// The gate of vectors, of which each value is 0.05 or so.
+/// Largest difference of vectors, whose values are about 0.05.
 const MAX_VECTOR_DIFFERENCE: f64 = 1e-4;
 
 #[derive(Deserialize)]
@@ -42,7 +42,7 @@ struct Turn {
 /// Made once for all tests of this file.
 static MADE: LazyLock<(TempDir, Reference)> = LazyLock::new(|| {
     let dir = tempfile::tempdir().unwrap();
-    // Pulled by now, or pulled here.
+    // Pulled already, or pulled here.
     let models = binary::catalog_model("minilm-l6").unwrap();
     let models = models.ancestors().nth(2).unwrap().to_path_buf();
     for name in ["silero-vad", "smart-turn"] {
@@ -69,7 +69,7 @@ fn word(path: &Path) -> &str {
     path.to_str().unwrap()
 }
 
-/// What the command answers to a file of the reference.
+/// The command's result for a file of the reference.
 fn answer(operation: &str, file: &str, flags: &[&str]) -> Value {
     let audio = made().0.join(file);
     let arguments = ["operation", operation, "--audio", word(&audio), "--json"];
@@ -85,7 +85,7 @@ fn voice_activity_is_what_the_published_network_answers() {
     let (_, reference) = made();
     let (mut worst, mut near, mut all) = (0f64, 0, 0);
     for case in &reference.vad {
-        // An odd number of samples at a time.
+        // An odd number of samples per chunk.
         let answer = answer("vad", &case.file, &["--windows", "--chunk", "777"]);
         assert_eq!(
             (answer["backend"].as_str(), answer["sample_rate"].as_u64()),
@@ -101,7 +101,7 @@ fn voice_activity_is_what_the_published_network_answers() {
         }
         near += case.windows.iter().filter(|p| (*p - 0.5).abs() < 0.1).count();
         all += found.len();
-        // Who is so near a threshold that the difference decides may say either.
+        // If a value is nearer to a threshold than the tolerance, either result is accepted.
         let open =
             |p: &f64| [0.5, 0.35].iter().any(|threshold| (p - threshold).abs() <= MAX_DIFFERENCE / 10.0);
         if !case.windows.iter().any(open) {
@@ -122,9 +122,9 @@ fn voice_activity_is_what_the_published_network_answers() {
     assert!(near > 100, "{near} of {all} windows are near the threshold: too few to mean anything");
 }
 
-/// The network as published rounds its activations to 8 bits, so that the last bit of a sum may decide all that follows:
-/// onnxruntime's own answers differ by `published_most - published_least` (decision 44). Cut at the same bounds, but not
-/// rounded, it is a function that two runtimes can agree on.
+/// The published network rounds its activations to 8 bits, so the last bit of a sum can change everything
+/// after it: onnxruntime's own results differ by `published_most - published_least` (decision 44). Clamped to
+/// the same bounds but not rounded, it is a function that two runtimes can agree on.
 #[test]
 fn turn_detection_is_what_the_network_answers_as_far_as_that_is_defined() {
     let (dir, reference) = made();
@@ -161,7 +161,7 @@ fn turn_detection_is_what_the_network_answers_as_far_as_that_is_defined() {
     assert!(same >= 2, "{same}");
 }
 
-/// Both backends, chosen by the environment, and the one that is chosen where nobody asks.
+/// Both backends, selected by the environment, and the default one.
 #[test]
 fn minilm_gives_the_same_vectors_through_both_backends() {
     let (dir, reference) = made();

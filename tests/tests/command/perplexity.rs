@@ -1,4 +1,4 @@
-//! `kvasir perplexity` on real models and the reference text.
+//! `kvasir perplexity` on real models with the reference text.
 
 use kvasir_cluster_tests::{binary, fixtures};
 use serde_json::{Value, json};

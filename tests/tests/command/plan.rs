@@ -1,4 +1,4 @@
-//! `kvasir plan`: cuts, bytes and refusals, without a weight being loaded.
+//! `kvasir plan`: cuts, bytes and refusals, without loading weights.
 
 use kvasir_cluster_tests::binary;
 use kvasir_cluster_tests::fixtures::Manifest;
@@ -37,7 +37,8 @@ fn ranges(replica: &Value) -> Vec<(u64, u64)> {
     replica["stages"].as_array().unwrap().iter().map(|stage| (of(stage, 0), of(stage, 1))).collect()
 }
 
-/// Every number of shards up to the largest is placed, its ranges hold every layer once; one more is refused.
+/// Every number of shards up to the largest is placed, and the ranges cover every layer once; one more is
+/// refused.
 fn check(arch: &str) {
     let model = Manifest::read().unwrap().tiny(arch).unwrap().path();
     let most = json(&model, THREE, &[])["max_shards"].as_u64().unwrap();
@@ -74,7 +75,7 @@ fn layers_that_share_keys_stay_with_their_source_and_the_refusal_says_so() {
     let report = json(&model, THREE, &[]);
     let (most, layers) = (report["max_shards"].as_u64().unwrap(), report["layers"].as_u64().unwrap());
     assert!(most < layers, "{report}");
-    // Without workers of its own: this machine is not even looked at.
+    // Without a workers file: refused before this machine is measured.
     let output = binary::run(&["plan", model.to_str().unwrap(), "--shards", &layers.to_string()]).unwrap();
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(2), "{stderr}");
@@ -92,7 +93,7 @@ fn a_split_set_is_planned_like_its_whole() {
 
 #[test]
 fn experts_are_stored_whole_and_read_in_part() {
-    // The same weights on a worker that reads fast: decode is bound by bytes, and those of unused experts are none.
+    // The same weights on a worker with fast memory: decode is bound by bytes, and unused experts count none.
     let model = Manifest::read().unwrap().tiny("qwen3moe").unwrap().path();
     let slow = r#"{"workers":[{"name":"a","memory":"1GiB","bandwidth":"1MB","compute":1e15}]}"#;
     let report = json(&model, slow, &["--context", "16"]);
@@ -119,7 +120,7 @@ fn a_model_that_does_not_fit_is_refused_with_the_numbers() {
     assert!(stderr.contains("99999999"), "{stderr}");
 }
 
-/// The drafter's bytes are the last stage's, with the layers whose caches it reads.
+/// The drafter's bytes are counted at the last stage, which has the layers whose caches it reads.
 #[test]
 fn a_drafter_is_planned_at_the_last_stage() {
     let manifest = Manifest::read().unwrap();
@@ -147,7 +148,7 @@ fn a_drafter_is_planned_at_the_last_stage() {
     let shown = plan(&model, THREE, &[&two[..], &["--spec", &spec]].concat());
     let shown = String::from_utf8_lossy(&shown.stdout).into_owned();
     assert!(shown.contains(&format!("drafter: {spec} ({}) at ", drafter.display())), "{shown}");
-    // Nobody has room for it where each has just enough for the model.
+    // There is no room for it if each worker has just enough for the model.
     let enough = last["needed_bytes"].as_u64().unwrap();
     let tight = own.replace("1GiB", &format!("{enough}B"));
     json(&model, &tight, &[]);
@@ -199,10 +200,10 @@ fn a_plan_is_applied_only_where_there_is_one() {
     assert!(stderr.contains("127.0.0.1:1"), "a name of the cluster's is not looked for here: {stderr}");
     let (code, stderr) = refused(Path::new("no/such.gguf"), &whole, &nobody);
     assert_eq!(code, Some(64), "{stderr}");
-    // What the model's own layers rule out is not sent.
+    // A plan that the model's layers exclude is not sent.
     let (code, stderr) = refused(&model, &whole.replace("[0,3]", "[0,2]"), &nobody);
     assert!(code == Some(1) && stderr.contains("3 layers"), "{stderr}");
-    // Several replicas, each from layer 0 on.
+    // Several replicas, each starting at layer 0.
     let twice = THREE.replace("1e11", "1e11,\"layers\":[0,3]");
     let report = json(&model, &twice, &[]);
     assert_eq!(report["replicas"].as_array().unwrap().len(), 3);

@@ -1,11 +1,11 @@
-//! `kvasir logits --shards N`: a model over several processes gives the bits of one.
+//! `kvasir logits --shards N`: several processes give the same bits as one.
 
 use kvasir_cluster_tests::fixtures::Manifest;
 use kvasir_cluster_tests::{binary, logits, signal};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// As many shards as a refusal names: nothing is so long that it could be cut into a thousand.
+/// The most shards possible, from the error for too many.
 fn most_shards(model: &Path) -> usize {
     let model = model.to_str().unwrap();
     let arguments = ["logits", model, "--tokens", "/dev/null", "--out", "/dev/null", "--shards", "1024"];
@@ -50,7 +50,7 @@ fn tiny_model_over_shards(arch: &str) {
 
 tiny_models!(tiny_model_over_shards);
 
-/// The path that users get: quantised matrices, int8 activations, f16 KV.
+/// The default path: quantised matrices, int8 activations, f16 KV.
 #[test]
 fn quantised_models_over_shards() {
     for item in &Manifest::read().unwrap().quant {
@@ -74,14 +74,14 @@ fn what_does_not_go_with_shards_is_refused() {
     }
 }
 
-/// Processes whose parent is `parent`.
+/// Child processes of `parent`.
 fn children(parent: u32) -> Vec<u32> {
     let file = format!("/proc/{parent}/task/{parent}/children");
     let list = std::fs::read_to_string(file).unwrap_or_default();
     list.split_whitespace().map(|pid| pid.parse().unwrap()).collect()
 }
 
-/// Whether a stage has all that it needs and waits for steps.
+/// Whether a stage has loaded and waits for steps.
 fn is_ready(stage: u32) -> bool {
     let threads = std::fs::read_dir(format!("/proc/{stage}/task")).into_iter().flatten().flatten();
     let mut names = threads.filter_map(|thread| std::fs::read_to_string(thread.path().join("comm")).ok());
@@ -103,7 +103,7 @@ fn fails_soon_after(harm: impl Fn(u32)) {
     let model = manifest.tiny("llama").unwrap().path();
     let dir = tempfile::tempdir().unwrap();
     let (ids, out) = (dir.path().join("ids.json"), dir.path().join("out.safetensors"));
-    // More than will ever be computed: 200 prompts, one after the other.
+    // More work than will be finished: 200 prompts, one after the other.
     std::fs::write(&ids, serde_json::to_vec(&vec![(4..300).collect::<Vec<u32>>(); 200]).unwrap()).unwrap();
     let text = |path: &Path| path.to_str().unwrap().to_owned();
     let (model, ids, out_text) = (text(&model), text(&ids), text(&out));
@@ -130,7 +130,7 @@ fn fails_soon_after(harm: impl Fn(u32)) {
     println!("failed {:?} after the kill: {said}", killed.elapsed());
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(said.contains("stage 1 is lost"), "{said}");
-    // Three seconds until it is known, and some for processes to end; three times that.
+    // Three seconds for the detection, and some for processes to exit; times three.
     assert!(killed.elapsed() < 3 * Duration::from_secs(5), "{:?}", killed.elapsed());
     assert!(!out.exists(), "no file is half written");
     assert!(stages.iter().all(|stage| !signal::is_alive(*stage)), "the other stage is gone too");

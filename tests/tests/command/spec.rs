@@ -1,4 +1,4 @@
-//! `--spec`: whoever guesses, every token and every logit is the one that comes without guesses.
+//! `--spec`: with any drafter, every token and every logit equals those without.
 
 use crate::appended_file::{self, Block};
 use kvasir_cluster_tests::binary;
@@ -15,9 +15,9 @@ fn assert_same(what: &str, want: &[PromptLogits], got: &[PromptLogits]) {
     }
 }
 
-/// Guessing by `specs` in every way that a prompt can be computed, against a run without.
+/// Runs with `specs` in every variant and compares them with a run without a drafter.
 fn assert_guesses_change_no_bit(model: &Path, prompts: &[Vec<u32>], class: &[&str], specs: &[&str]) {
-    // What stands there twice is guessed to come again.
+    // Repeated text is drafted by n-grams.
     let prompts: Vec<Vec<u32>> = prompts.iter().map(|prompt| prompt.repeat(2)).collect();
     let prompts: Vec<Vec<u32>> = prompts.iter().cycle().take(8).cloned().collect();
     let run =
@@ -37,7 +37,7 @@ fn assert_guesses_change_no_bit(model: &Path, prompts: &[Vec<u32>], class: &[&st
             let sum = |count: fn(&PromptLogits) -> usize| got.iter().map(count).sum::<usize>();
             let (drafted, accepted) = (sum(|prompt| prompt.drafted), sum(|prompt| prompt.accepted));
             assert!(accepted <= drafted, "{what}: {accepted} of {drafted}");
-            // A drafter is tried now and then where it does not pay.
+            // A drafter that does not pay off is still tried now and then.
             assert!(drafted > 0 || !spec.starts_with("draft-mtp"), "{what}: nothing is guessed");
         }
     }
@@ -49,7 +49,7 @@ fn tiny_model_with_guesses(arch: &str) {
     let own = format!("draft:{}", item.path().display());
     let assistant = format!("draft-mtp:{}", manifest.tiny("gemma4-assistant").unwrap().path().display());
     let mut specs = vec!["ngram"];
-    // What recurrent layers have read cannot be taken back, so such a model does not draft.
+    // A recurrent state cannot be rolled back, so such a draft model is not supported.
     if !fixtures::HYBRID.contains(&arch) {
         specs.push(&own);
     }
@@ -61,7 +61,7 @@ fn tiny_model_with_guesses(arch: &str) {
 
 tiny_models!(tiny_model_with_guesses);
 
-/// Models of which a block of their own guesses.
+/// Models whose MTP head drafts.
 fn own_block(arch: &str, block: Block) {
     let folder = tempfile::tempdir().unwrap();
     let model = appended_file::write(arch, block, folder.path());
@@ -85,7 +85,7 @@ fn a_block_that_is_hardly_ever_right() {
     own_block("qwen3next", Block::Random);
 }
 
-/// As users run it, on text that repeats itself; with room for three or four of eight sequences.
+/// Default settings, with repeating text and room for three or four of eight sequences.
 fn real_model_with_guesses(name: &str, reference: &str) {
     let model = binary::catalog_model(name).unwrap();
     let reference: Value = fixtures::json(&fixtures::root().join("real").join(reference)).unwrap();

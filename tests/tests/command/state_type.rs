@@ -1,4 +1,4 @@
-//! What `--state-type auto-bf16` costs; `--nocapture` prints the table of docs/measurements/state-type.md.
+//! Accuracy of `--state-type auto-bf16`. `--nocapture` prints the table of docs/measurements/state-type.md.
 
 use kvasir_cluster_tests::binary;
 use kvasir_cluster_tests::fixtures::{HYBRID, Manifest};
@@ -9,7 +9,7 @@ const EXACT: [&str; 4] = ["--activations", "f32", "--kv-type", "f32"];
 const TAUS: [&str; 4] = ["4", "16", "64", "256"];
 const DEFAULT_TAU: &str = "16";
 
-/// Perplexity of four chunks of 256 tokens, none of which means anything.
+/// Perplexity of four chunks of 256 random tokens.
 fn perplexity(model: &str, flags: &[&str]) -> f64 {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("ids.json");
@@ -47,8 +47,8 @@ fn states_in_bfloat16_stay_near() {
                 "| {arch} | {tau} | {worst:.1e} | {agree} of {rows} | {greedy} of {} | {change:+.3} % |",
                 computed.len()
             );
-            // Rounding shows, and decides few tokens. Logits as such may move far: what a norm makes of a small output
-            // of a delta net, or a router of two experts that are nearly equal, is no smooth function.
+            // Rounding is visible, and changes few tokens. Single logits may change much: a norm of a delta
+            // net's small output, or a router with two nearly equal experts, is not a smooth function.
             assert!(worst > 1e-4, "{arch}, tau {tau}: {worst}");
             if tau == DEFAULT_TAU {
                 assert!(agree * 100 >= rows * 95, "{arch}: {agree} of {rows}");

@@ -1,4 +1,4 @@
-//! `kvasir tokenize` against the oracle's token ids.
+//! `kvasir tokenize` compared with the oracle's token ids.
 
 use kvasir_cluster_tests::binary;
 use kvasir_cluster_tests::fixtures::{self, Manifest, MiniLm};
@@ -26,7 +26,7 @@ fn tiny_models() {
     }
 }
 
-/// Of encoders the oracle's ids are those of the whole text, [CLS] and [SEP] included.
+/// For encoders the oracle's ids are those of the whole text, including [CLS] and [SEP].
 #[test]
 fn encoders() {
     let manifest = Manifest::read().unwrap();

@@ -1,4 +1,4 @@
-//! Speech to text against the published model, run by ctranslate2 as `faster-whisper` does it
+//! Speech to text compared with the published model, run by ctranslate2 like `faster-whisper`
 //! (`operations/transcripts.py`).
 
 use kvasir_cluster_tests::binary;
@@ -8,9 +8,9 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The gate of the encoder's values, of which the largest is 24 or so.
+/// Largest difference of the encoder's values, whose maximum is about 24.
 const MAX_ENCODED: f64 = 1e-2;
-/// The gate of logarithms and probabilities.
+/// Largest difference of log-probabilities and probabilities.
 const MAX_SHARE: f64 = 1e-3;
 
 #[derive(Deserialize)]
@@ -44,7 +44,7 @@ fn floats(path: &Path) -> Vec<f32> {
 fn what_is_said_is_what_the_published_model_says() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path();
-    // Pulled by now, or pulled here.
+    // Pulled already, or pulled here.
     let model = PathBuf::from(binary::stdout(&["models", "pull", "whisper-base"]).unwrap().trim());
     let python = binary::target().join("operations-venv/bin/python");
     let script = binary::workspace().join("tests/tests/command/operations/transcripts.py");

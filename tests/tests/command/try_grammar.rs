@@ -1,4 +1,4 @@
-//! The process that workers have grammars tried by.
+//! The process in which workers try grammars.
 
 use kvasir_cluster_tests::{binary, wait};
 use serde_json::{Value, json};
@@ -8,7 +8,7 @@ use std::process::{ExitStatus, Stdio};
 
 const SIGPROF: i32 = 27;
 
-/// How it ends with this schema.
+/// Exit status for this schema.
 fn tried(schema: &Value) -> ExitStatus {
     let task = json!({
         "syntax": "JsonSchema", "text": schema.to_string(),
@@ -18,7 +18,7 @@ fn tried(schema: &Value) -> ExitStatus {
     let mut process = command.stdin(Stdio::piped()).spawn().unwrap();
     process.stdin.take().unwrap().write_all(task.to_string().as_bytes()).unwrap();
     let ended = wait::until("it has ended", binary::PATIENCE, || process.try_wait().unwrap());
-    // Fails where it has ended, as it should.
+    // Fails if the process has exited, as expected.
     let _ = process.kill();
     ended.unwrap()
 }
@@ -27,7 +27,7 @@ fn tried(schema: &Value) -> ExitStatus {
 fn who_takes_too_much_of_a_cpu_is_ended_by_the_system() {
     let object = json!({"type": "object", "properties": {"a": {"type": "integer"}}});
     assert!(tried(&object).success());
-    // All patterns at once: that has no end within a lifetime.
+    // All patterns at once: compiling this would not end within a lifetime.
     let pattern = |at: usize| json!({"type": "string", "pattern": format!("(a|b)*{at}x")});
     let endless = json!({"allOf": (0..50).map(pattern).collect::<Vec<_>>()});
     assert_eq!(tried(&endless).signal(), Some(SIGPROF));

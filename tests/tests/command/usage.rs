@@ -1,4 +1,4 @@
-//! Exit codes and outputs that scripts lean on.
+//! Exit codes and outputs that scripts depend on.
 
 use kvasir_cluster_tests::binary;
 use kvasir_cluster_tests::fixtures::Manifest;
@@ -49,7 +49,7 @@ fn exit_codes() {
 
 #[test]
 fn flags_of_what_a_command_does_not_do_are_absent() {
-    // It measures steps, in which nothing is drawn.
+    // It measures steps without sampling.
     assert_eq!(end(&["bench", "m", "--spec", "ngram"]).0, BAD_USAGE);
 }
 
@@ -99,7 +99,7 @@ fn kernels_that_cannot_be_had_are_bad_configuration() {
     }
 }
 
-/// Where there is a GPU it is checked, where there is none everything says what is missing, and nothing else.
+/// With a GPU it is checked; without one, every command reports only what is missing.
 #[test]
 fn without_a_gpu_it_is_said_what_is_missing() {
     let output = binary::run(&["gpu-check", "--json"]).unwrap();

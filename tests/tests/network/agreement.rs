@@ -1,4 +1,4 @@
-//! What coordinators have agreed on outlives any of them, and without a majority only changes wait.
+//! Agreed changes survive the loss of any coordinator. Without a majority only changes are blocked.
 
 use crate::group::{
     RECOVERY, completes, converge, drain, drain_by_any, is_draining, is_ready, leader, others, own,
@@ -9,14 +9,15 @@ use kvasir_cluster_tests::testnet::Link;
 use kvasir_cluster_tests::wait;
 use std::time::{Duration, Instant};
 
-/// What is promised is 2 s.
+/// The documented limit is 2 s.
 const REFUSED_WITHIN: Duration = Duration::from_secs(6);
-/// What is promised is 2 s.
+/// The documented limit is 2 s.
 const ELECTED_WITHIN: Duration = Duration::from_secs(6);
 const KILLS: usize = 10;
 const FREEZES: usize = 3;
 
-/// Operators change two registers all the time while `trouble` goes on; all they were told must fit together.
+/// Operators change two registers continuously while `trouble` runs. The history of their results must be
+/// linearizable.
 fn under_changes(fleet: &Fleet, trouble: impl FnOnce(&History)) {
     let history = History::new();
     std::thread::scope(|scope| {
@@ -30,7 +31,7 @@ fn under_changes(fleet: &Fleet, trouble: impl FnOnce(&History)) {
         acting.into_iter().for_each(|operator| operator.join().unwrap());
     });
     converge(fleet);
-    // The last word on each register, after which nobody acts any more.
+    // The final change of each register, after all other operators have stopped.
     let mut last = history.operator(fleet, 2);
     (0..3).for_each(|coordinator| assert!(last.act(coordinator)));
     println!("{} changes acknowledged", history.acknowledged());
@@ -46,7 +47,7 @@ fn acknowledged_changes_survive_the_leaders_that_took_them() {
         let mut operator = history.operator(&fleet, 2);
         for _ in 0..KILLS {
             let killed = leader(&fleet, &[0, 1, 2]);
-            // Acknowledged just before the leader dies.
+            // Acknowledged just before the leader is killed.
             operator.act_until(true, RECOVERY);
             fleet.kill(Node::Coordinator(killed)).unwrap();
             let killed_at = Instant::now();
@@ -83,9 +84,9 @@ fn a_frozen_leader_that_goes_on_claims_nothing() {
                 wait::until("the new leader takes a change", RECOVERY, || operator.act(next).then_some(()))
                     .unwrap();
             }
-            // w2 takes work, whatever the others are told: from the moment on at which that is acknowledged.
+            // From the acknowledgement on, w2 accepts work, whatever the other coordinators have received.
             let completed = completes(&fleet, next, &model);
-            // First, since operators wait for it.
+            // Resumed first, since operators wait for it.
             fleet.freeze(Node::Coordinator(frozen), false).unwrap();
             assert!(completed, "a worker that takes work again was not found");
             let follows = || own(&fleet, frozen).filter(|(role, now, _)| role != "leader" && *now > before);
@@ -95,7 +96,7 @@ fn a_frozen_leader_that_goes_on_claims_nothing() {
     });
 }
 
-/// Cuts the ways from one coordinator to the two others, or from them to it.
+/// Cuts the links from one coordinator to the two others, or from them to it.
 fn cut(fleet: &Fleet, one: usize, from_it: bool, link: Link) {
     for other in others(one) {
         let (from, to) = if from_it { (one, other) } else { (other, one) };
@@ -119,7 +120,7 @@ fn a_leader_cut_one_way_is_replaced_and_a_follower_disturbs_nobody() {
             drain(&fleet, next, 0, from_it).ok().filter(|answer| answer.status == 204)
         })
         .unwrap();
-        // Who is cut off changes nothing and claims nothing.
+        // The isolated coordinator accepts no change and reports none.
         assert_eq!(drain(&fleet, cut_off, 1, true).unwrap().status, 503);
         assert_ne!(own(&fleet, cut_off).unwrap().0, "leader");
         cut(&fleet, cut_off, from_it, Link::default());

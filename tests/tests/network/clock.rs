@@ -1,4 +1,4 @@
-//! Wall clocks that jump: nothing that matters here is measured by them.
+//! Jumps of the wall clock have no effect on the cluster.
 
 use crate::group::{completes, drain, leader};
 use crate::history::term;
@@ -6,7 +6,7 @@ use crate::stream::{prompt, read_all, request};
 use kvasir_cluster_tests::fleet::{Fleet, Node};
 use std::path::{Path, PathBuf};
 
-/// Where Debian's package `faketime` has its library.
+/// Library of Debian's package `faketime`.
 fn library() -> PathBuf {
     let places = ["x86_64-linux-gnu", "aarch64-linux-gnu"];
     let mut places =
@@ -50,10 +50,10 @@ fn clocks_that_jump_by_an_hour_change_nothing() {
         "the leader was lost"
     );
     assert_eq!(fleet.metric(0, "kvasir_retries_total").unwrap(), lost, "a worker was given up");
-    // An operator is told, by the rule of docs/alerts.yml: certificates are judged by this clock.
+    // An operator is alerted by docs/alerts.yml, because certificates are checked against this clock.
     let moved = fleet.metric(0, "kvasir_clock_moved_seconds").unwrap();
     assert!((moved + 1_800.0).abs() < 60.0, "{moved}");
-    // The clocks stand before the start of everything: who restarts now is let in all the same.
+    // The clocks are before the cluster's start. A restarted node is accepted nevertheless.
     for node in [Node::Worker(1), Node::Coordinator(leads)] {
         fleet.kill(node).unwrap();
         fleet.start(node).unwrap();

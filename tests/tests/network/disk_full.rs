@@ -1,5 +1,5 @@
-//! F10: the disk under a coordinator's log is full. It puts nothing forward and leads nobody, it answers all the same,
-//! and it is back when there is room.
+//! F10: the disk of a coordinator's log is full. The coordinator proposes nothing and does not lead, but
+//! serves requests, and recovers when space is freed.
 
 use kvasir_cluster_tests::fleet::{Fleet, Node, ops};
 use kvasir_cluster_tests::{binary, http, wait};
@@ -12,15 +12,15 @@ use std::time::Duration;
 
 const RECOVERY: Duration = Duration::from_secs(45);
 
-/// A file system of 8 MiB; gone when dropped.
+/// A file system of 8 MiB; unmounted when dropped.
 struct SmallDisk(PathBuf);
 
 impl SmallDisk {
-    /// In the place of `dir`, with what is there.
+    /// Mounted at `dir`, with its previous contents.
     fn under(dir: &Path) -> Self {
         let kept = tempfile::tempdir().unwrap();
         let (dir_name, kept_name) = (dir.to_str().unwrap(), kept.path().to_str().unwrap());
-        // What the database has not used yet takes no room, and none is there when it is used.
+        // The database's unused parts are sparse here, and writing them needs space that does not exist.
         let copy = |from: &str, to: &str| {
             run(
                 "cp",
@@ -47,7 +47,7 @@ impl SmallDisk {
 
 impl Drop for SmallDisk {
     fn drop(&mut self) {
-        // Lazily: whoever still has a file open there is about to end.
+        // Lazily: a process that has files open there is about to exit.
         let _ = Command::new("umount").arg("-l").arg(&self.0).status();
     }
 }
@@ -75,7 +75,7 @@ fn a_leader_without_room_leads_no_more_and_answers_all_the_same() {
     let fleet = Fleet::builder("disk-full", &crate::tiny_model(), 3, 2).start(51).unwrap();
     let model = fleet.model().unwrap();
     let full = Node::Coordinator(0);
-    // What it keeps until there is a group is not taken to the small disk.
+    // What it keeps before there is a group is not copied to the small disk.
     let member = || (fleet.metric(0, "kvasir_raft_quorum").ok()? == 1.0).then_some(());
     wait::until("c0 is of the group", RECOVERY, member).unwrap();
     fleet.kill(full).unwrap();
@@ -93,7 +93,7 @@ fn a_leader_without_room_leads_no_more_and_answers_all_the_same() {
     wait::until("room is set aside", RECOVERY, || reserve.exists().then_some(())).unwrap();
     disk.fill();
 
-    // Changes go on until one needs room; then it gives up what was set aside, and hands over.
+    // Changes succeed until one needs space. Then the leader frees its reserve and transfers leadership.
     let mut draining = false;
     wait::until("the disk is full", RECOVERY, || {
         draining = !draining;
@@ -120,7 +120,7 @@ fn a_leader_without_room_leads_no_more_and_answers_all_the_same() {
     .unwrap();
     let undrained = || (fleet.status(2).ok()?["workers"][0]["draining"] == false).then_some(());
     wait::until("the others know", RECOVERY, undrained).unwrap();
-    // And what it has on its disk is what was agreed on.
+    // Its disk contains the agreed state.
     fleet.kill(full).unwrap();
     fleet.start(full).unwrap();
     wait::until("it takes part", RECOVERY, || (role(&fleet, 0)? != "outsider").then_some(())).unwrap();

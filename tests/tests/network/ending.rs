@@ -1,4 +1,5 @@
-//! Nodes that are told to end: leadership first, then what is under way, and at the second word at once.
+//! Node shutdown: leadership is transferred first, then running requests finish. The second signal ends the
+//! node at once.
 
 use crate::group::{converge, drain, leader, others, own};
 use crate::stream::{prompt, read_all, read_all_by, request};
@@ -6,7 +7,7 @@ use kvasir_cluster_tests::fleet::{Fleet, Node};
 use kvasir_cluster_tests::{signal, wait};
 use std::time::{Duration, Instant};
 
-/// Nobody waits for anything then.
+/// Limit when nothing is waited for.
 const AT_ONCE: Duration = Duration::from_secs(5);
 
 #[test]
@@ -14,7 +15,7 @@ fn a_leader_that_is_told_to_end_hands_over() {
     let fleet = Fleet::builder("leader-ends", &crate::tiny_model(), 3, 3).start(25).unwrap();
     let ending = leader(&fleet, &[0, 1, 2]);
     assert_eq!(fleet.stop(Node::Coordinator(ending)).unwrap(), Some(0));
-    // Nobody has to find out that it is gone: a change is taken at once.
+    // Without an election timeout: a change is accepted at once.
     let answer = drain(&fleet, others(ending)[0], 0, true).unwrap();
     assert_eq!(answer.status, 204);
     leader(&fleet, &others(ending));
@@ -27,7 +28,7 @@ fn leadership_goes_before_streams_end_and_the_second_word_ends_them() {
     let fleet = Fleet::builder("second-signal", &crate::real_model(), 3, 1).start(27).unwrap();
     let model = fleet.model().unwrap();
     let leads = leader(&fleet, &[0, 1, 2]);
-    // Long enough that nobody would wait for its end.
+    // Long enough that the node cannot wait for its end.
     let long = [request(&model, &prompt(0, 60), 1_500)];
     let cut_off = read_all_by(&fleet, leads, &long, |events| {
         events.recv().unwrap();

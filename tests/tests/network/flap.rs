@@ -1,4 +1,4 @@
-//! A link that comes and goes once in a second, for a minute.
+//! A link that goes down and up once a second, for a minute.
 
 use crate::group::{RECOVERY, completes, converge, leader};
 use crate::history::{History, term};
@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 const FOR: Duration = Duration::from_secs(60);
 const HALF: Duration = Duration::from_millis(500);
 const LEADERS: u64 = 3;
-/// Connections that the flapping node may make anew, to five others in a minute.
+/// Most new connections of the flapping node, to five others, in a minute.
 const RECONNECTIONS: usize = 60;
 
-/// Lines of a node's log that tell of a connection made or tried.
+/// Log lines of a node about connections made or tried.
 fn connections(fleet: &Fleet, node: Node) -> usize {
     let log = std::fs::read_to_string(fleet.log(node).unwrap()).unwrap();
     log.lines()
@@ -40,7 +40,7 @@ fn a_flapping_link_moves_leadership_seldom_and_stops_nobody_else() {
             if due > FOR {
                 break;
             }
-            // Others go on as if nothing were the matter.
+            // Other nodes are not affected.
             let asked = (flapping + 1 + turn as usize % 2) % 3;
             assert!(completes(&fleet, asked, &model), "c{asked} has failed a request");
             wait::until("half a second", FOR, || (began.elapsed() >= due).then_some(())).unwrap();

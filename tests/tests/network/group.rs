@@ -1,14 +1,14 @@
-//! Coordinators as an operator sees and asks them.
+//! Operators' requests to coordinators, and coordinators' states.
 
 use kvasir_cluster_tests::fleet::{Fleet, Node, ops};
 use kvasir_cluster_tests::{http, wait};
 use serde_json::{Value, json};
 use std::time::Duration;
 
-/// Longer than any election, backoff or idle timeout, three times over.
+/// Three times longer than any election, backoff or idle timeout.
 pub(crate) const RECOVERY: Duration = Duration::from_secs(45);
 
-/// Asks a coordinator to have a worker drain, or take work again.
+/// Requests that a worker drains, or accepts work again.
 pub(crate) fn drain(
     fleet: &Fleet,
     coordinator: usize,
@@ -20,7 +20,7 @@ pub(crate) fn drain(
     fleet.beside(Node::Coordinator(coordinator), || http::post(ops(), &path, &Value::Null))?
 }
 
-/// As an operator does it: until somebody has acknowledged it.
+/// Retries at all coordinators until one acknowledges the change, as an operator does.
 pub(crate) fn drain_by_any(fleet: &Fleet, worker: usize, draining: bool) {
     let mut turn = 0..;
     wait::until("a drain is acknowledged", RECOVERY, || {
@@ -31,7 +31,7 @@ pub(crate) fn drain_by_any(fleet: &Fleet, worker: usize, draining: bool) {
     .unwrap();
 }
 
-/// How a coordinator sees itself: role, term, and the last change applied.
+/// A coordinator's own state: role, term, and the last applied change.
 pub(crate) fn own(fleet: &Fleet, coordinator: usize) -> Option<(String, u64, u64)> {
     let status = fleet.status(coordinator).ok()?;
     let own = &status["coordinators"][0];
@@ -39,7 +39,7 @@ pub(crate) fn own(fleet: &Fleet, coordinator: usize) -> Option<(String, u64, u64
     Some((own["role"].as_str()?.to_owned(), own["term"].as_u64()?, own["applied"].as_u64()?))
 }
 
-/// Whether a worker drains, as a coordinator shows it.
+/// Whether a worker drains, as reported by a coordinator.
 pub(crate) fn is_draining(fleet: &Fleet, coordinator: usize, worker: usize) -> Option<bool> {
     let status = fleet.status(coordinator).ok()?;
     let workers = status["workers"].as_array()?;
@@ -47,7 +47,7 @@ pub(crate) fn is_draining(fleet: &Fleet, coordinator: usize, worker: usize) -> O
     worker["draining"].as_bool()
 }
 
-/// The leader that `among` agree on: one leads, and all are in its term.
+/// The leader of `among`: exactly one leads, and all are in its term.
 pub(crate) fn leader(fleet: &Fleet, among: &[usize]) -> usize {
     wait::until("one leads", RECOVERY, || {
         let seen: Vec<_> = among.iter().map(|&c| own(fleet, c)).collect::<Option<_>>()?;
@@ -64,7 +64,7 @@ pub(crate) fn others(one: usize) -> [usize; 2] {
     [(one + 1) % 3, (one + 2) % 3]
 }
 
-/// All three have applied the same, and each shows the others as they are.
+/// Waits until all three have applied the same entries and report each other correctly.
 pub(crate) fn converge(fleet: &Fleet) {
     leader(fleet, &[0, 1, 2]);
     wait::until("status converges", RECOVERY, || {
@@ -82,7 +82,7 @@ pub(crate) fn converge(fleet: &Fleet) {
     .unwrap();
 }
 
-/// Whether a coordinator answers a short request.
+/// Whether a coordinator completes a short request.
 pub(crate) fn completes(fleet: &Fleet, coordinator: usize, model: &str) -> bool {
     let body = json!({"model": model, "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0});
     let answer = fleet.post(coordinator, "/v1/completions", &body);
@@ -93,7 +93,7 @@ pub(crate) fn completes(fleet: &Fleet, coordinator: usize, model: &str) -> bool 
     completed
 }
 
-/// Whether a coordinator calls itself ready.
+/// Whether a coordinator reports itself ready.
 pub(crate) fn is_ready(fleet: &Fleet, coordinator: usize) -> bool {
     let answer = fleet.beside(Node::Coordinator(coordinator), || http::get(ops(), "/readyz"));
     answer.is_ok_and(|answer| answer.is_ok_and(|answer| answer.status == 200))

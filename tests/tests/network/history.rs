@@ -1,8 +1,9 @@
-//! What operators were told while things went wrong: is there an order in which it all could have happened?
+//! History of operators' changes during faults, checked for linearizability.
 //!
-//! A register is whether a worker drains. One operator changes it, turn by turn by another coordinator; all of them read
-//! all registers. A coordinator shows its own table, which may be old; but who has just been acknowledged a change by it
-//! sees at least that, so change and look together are a read that began with the change.
+//! A register is the drain state of a worker. One operator changes it, using the coordinators in turn; all
+//! operators read all registers. A coordinator reports its own table, which may be stale. But after it
+//! acknowledged a change its table includes at least that change, so change and report together are a read
+//! that began with the change.
 
 use crate::group::{drain, own};
 use kvasir_cluster_tests::fleet::{Fleet, Node};
@@ -22,12 +23,12 @@ pub(crate) struct History {
     over: AtomicBool,
 }
 
-/// Whoever changes one register.
+/// An operator that changes one register.
 pub(crate) struct Operator<'a> {
     fleet: &'a Fleet,
     history: &'a History,
     worker: usize,
-    /// What it was acknowledged last.
+    /// The last acknowledged value.
     last: bool,
 }
 
@@ -41,18 +42,18 @@ impl History {
         Operator { fleet, history: self, worker, last: false }
     }
 
-    /// Changes that were acknowledged.
+    /// Number of acknowledged changes.
     pub(crate) fn acknowledged(&self) -> usize {
         self.acknowledged.load(Ordering::Relaxed)
     }
 
-    /// Waits until some more changes have been acknowledged.
+    /// Waits until several more changes have been acknowledged.
     pub(crate) fn goes_on(&self, within: Duration) -> anyhow::Result<()> {
         let before = self.acknowledged();
         wait::until("changes are acknowledged", within, || (self.acknowledged() > before + 2).then_some(()))
     }
 
-    /// Ends operators that act [until it is over](Operator::act_until_over), when it is dropped.
+    /// When the result is dropped, ends operators that run [`Operator::act_until_over`].
     pub(crate) fn ends(&self) -> impl Drop {
         struct Ends<'a>(&'a AtomicBool);
         impl Drop for Ends<'_> {
@@ -63,7 +64,7 @@ impl History {
         Ends(&self.over)
     }
 
-    /// All of it could have happened one after the other. Once nobody acts any more.
+    /// Asserts that the history is linearizable. Call this after all operators have stopped.
     pub(crate) fn check(&self) {
         for (worker, calls) in self.calls.iter().enumerate() {
             let calls = calls.lock().unwrap_or_else(PoisonError::into_inner);
@@ -84,7 +85,7 @@ impl History {
 }
 
 impl Operator<'_> {
-    /// Changes the register by a coordinator and looks at all of them there. `false` if it was not acknowledged.
+    /// Changes the register at a coordinator and reads all registers there. `false` if not acknowledged.
     pub(crate) fn act(&mut self, coordinator: usize) -> bool {
         let (history, called) = (self.history, self.history.now());
         let op = Op::Write(u64::from(!self.last));
@@ -96,9 +97,9 @@ impl Operator<'_> {
                 self.look(coordinator, called);
                 true
             }
-            // Nobody has heard of it.
+            // The change was not received.
             Err(error) if refused(&error) => false,
-            // Nobody knows.
+            // It is unknown whether the change took effect.
             _ => {
                 history.note(self.worker, op, called, None);
                 false
@@ -106,7 +107,7 @@ impl Operator<'_> {
         }
     }
 
-    /// Acts until [`History::ends`], on whoever runs.
+    /// Changes the register at any running coordinator until [`History::ends`].
     pub(crate) fn act_until_over(&mut self) {
         for turn in self.worker.. {
             if self.history.over.load(Ordering::Relaxed) {
@@ -118,7 +119,7 @@ impl Operator<'_> {
         }
     }
 
-    /// Acts until the register is this, by whoever acknowledges it.
+    /// Retries at all coordinators until the register has this value.
     pub(crate) fn act_until(&mut self, draining: bool, within: Duration) {
         let mut turn = 0..;
         wait::until("a change is acknowledged", within, || {
@@ -129,13 +130,13 @@ impl Operator<'_> {
         .unwrap();
     }
 
-    /// What the coordinator shows that has acknowledged a change called at this time.
+    /// Records the table of the coordinator that acknowledged a change called at this time.
     fn look(&self, coordinator: usize, called: u64) {
         let Ok(status) = self.fleet.status(coordinator) else { return };
         let returned = self.history.now();
         for listed in status["workers"].as_array().into_iter().flatten() {
             let worker = listed["id"].as_str().and_then(|id| id.strip_prefix('w')?.parse::<usize>().ok());
-            // One that is just joining is not shown as it will be.
+            // A joining worker is not listed with its final state yet.
             if let (Some(worker), Some(draining)) = (worker, listed["draining"].as_bool())
                 && listed["state"] != "starting"
             {
@@ -145,12 +146,12 @@ impl Operator<'_> {
     }
 }
 
-/// Elections since this term, as the coordinators that run tell it.
+/// The highest term of the running coordinators.
 pub(crate) fn term(fleet: &Fleet, among: &[usize]) -> u64 {
     among.iter().filter_map(|&coordinator| own(fleet, coordinator)).map(|(_, term, _)| term).max().unwrap()
 }
 
-/// Nobody has taken the connection.
+/// Whether the connection was refused.
 fn refused(error: &anyhow::Error) -> bool {
     let io = error.downcast_ref::<std::io::Error>();
     io.is_some_and(|error| error.kind() == ErrorKind::ConnectionRefused)

@@ -1,5 +1,5 @@
-//! The container images under the settings that Kubernetes' restricted pods have, run by runc. `./test images` builds the
-//! images first; without them these tests do not run.
+//! Container images under the settings of Kubernetes' restricted pods, run by runc. `./test images` builds
+//! the images first; without them these tests do not run.
 
 mod names;
 
@@ -17,10 +17,10 @@ use tempfile::TempDir;
 /// The user of the images.
 const USER: u32 = 65532;
 const QEMU: &str = "/usr/bin/qemu-aarch64-static";
-/// Where an image has the node's own things.
+/// The node's own directory in an image.
 const HOME: &str = "/var/lib/kvasir";
 
-/// What `./test images` has built.
+/// Directory of the images built by `./test images`.
 fn images() -> PathBuf {
     binary::target().join("images")
 }
@@ -34,7 +34,7 @@ fn podman() -> Command {
     command
 }
 
-/// An image of an architecture, loaded once.
+/// Loads an image of an architecture, once.
 fn image(kind: &str, arch: &str) -> String {
     let name = format!("localhost/kvasir-{kind}:{arch}");
     static LOADING: std::sync::Mutex<()> = std::sync::Mutex::new(());
@@ -51,8 +51,8 @@ fn text(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).trim().to_owned()
 }
 
-/// `podman run` as a restricted pod: no capability, no new privileges, the runtime's seccomp filter, a root that cannot be
-/// written. The network is this host's, so that tests reach the ports.
+/// `podman run` as a restricted pod: no capabilities, no new privileges, the runtime's seccomp filter, a
+/// read-only root. Uses this host's network, so that tests can reach the ports.
 fn restricted(name: &str, mounts: &[(&Path, &str, bool)]) -> Command {
     let mut command = podman();
     command.args([
@@ -66,7 +66,7 @@ fn restricted(name: &str, mounts: &[(&Path, &str, bool)]) -> Command {
         "--read-only-tmpfs=false",
     ]);
     command.args(["--cap-drop", "all", "--security-opt", "no-new-privileges"]);
-    // Without these runc asks for more than a machine without CAP_SYS_RESOURCE can give.
+    // Without these, runc requests more than a machine without CAP_SYS_RESOURCE can grant.
     command.args(["--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4096:4096"]);
     for (from, to, writable) in mounts {
         let mode = if *writable { "rw" } else { "ro" };
@@ -80,21 +80,21 @@ fn fresh_name() -> String {
     format!("kvasir-test-{}-{}", std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed))
 }
 
-/// Runs a container to its end.
+/// Runs a container until it exits.
 fn run(image: &str, mounts: &[(&Path, &str, bool)], more: &[&str], arguments: &[&str]) -> Output {
     restricted(&fresh_name(), mounts).args(more).arg(image).args(arguments).output().unwrap()
 }
 
-/// A container that goes on until this is dropped.
+/// A container that runs until this is dropped.
 struct Container {
     name: String,
     process: Child,
-    /// What the node has announced.
+    /// The node's announcement.
     node: Value,
 }
 
 impl Container {
-    /// Starts a node and waits for its line with the addresses.
+    /// Starts a node and waits for its announcement.
     fn start(image: &str, mounts: &[(&Path, &str, bool)], more: &[&str], arguments: &[&str]) -> Self {
         let name = fresh_name();
         let mut command = restricted(&name, mounts);
@@ -111,7 +111,7 @@ impl Container {
         self.node[port].as_str().unwrap().parse().unwrap()
     }
 
-    /// Of its first process, as this host counts.
+    /// Process id of its first process, on this host.
     fn pid(&self) -> u32 {
         let inspected =
             podman().args(["inspect", "--format", "{{.State.Pid}}", &self.name]).output().unwrap();
@@ -133,20 +133,20 @@ impl Container {
 
 impl Drop for Container {
     fn drop(&mut self) {
-        // Fails only if it has ended.
+        // Fails only if the container has exited.
         let _ = podman().args(["kill", &self.name]).output();
         let _ = self.process.wait();
     }
 }
 
-/// A directory that the image's user may write.
+/// A directory that the image's user can write.
 fn volume() -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     give(dir.path());
     dir
 }
 
-/// Hands a directory and all in it to the image's user.
+/// Changes the owner of a directory and its contents to the image's user.
 fn give(path: &Path) {
     chown(path, Some(USER), Some(USER)).unwrap();
     if path.is_dir() {
@@ -156,7 +156,7 @@ fn give(path: &Path) {
     }
 }
 
-/// The tiny model under its name, in a directory of its own.
+/// The tiny model in its own directory.
 fn model() -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     std::fs::copy(crate::tiny_model(), dir.path().join("tiny.gguf")).unwrap();
@@ -164,7 +164,7 @@ fn model() -> TempDir {
     dir
 }
 
-/// A directory with a `libcuda.so.1` for an architecture that says what there is.
+/// A directory with a stub `libcuda.so.1` that reports a device of an architecture.
 fn stub_driver(arch: &str) -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/network/stub_libcuda.c");
@@ -174,7 +174,7 @@ fn stub_driver(arch: &str) -> TempDir {
     dir
 }
 
-/// Where NVIDIA's runtime mounts the driver in an image of Debian's layout.
+/// Directory where NVIDIA's runtime mounts the driver in a Debian-based image.
 fn place_of_driver(arch: &str) -> &'static str {
     match arch {
         "arm64" => "/usr/lib/aarch64-linux-gnu/libcuda.so.1",
@@ -182,7 +182,7 @@ fn place_of_driver(arch: &str) -> &'static str {
     }
 }
 
-/// An image's files, to look at.
+/// An image's mounted files.
 struct Mounted {
     image: String,
     path: PathBuf,
@@ -246,7 +246,8 @@ fn k8s_image_hardening() {
     }
 }
 
-/// A static program opens no libraries, not even those that NVIDIA's runtime mounts: it says so and goes on.
+/// A static program cannot load libraries, not even those that NVIDIA's runtime mounts. It reports this and
+/// continues.
 #[test]
 #[ignore = "needs images: ./test images"]
 fn the_cpu_image_computes_on_the_cpu_also_where_a_driver_is_mounted() {
@@ -274,15 +275,15 @@ fn the_arm64_image_starts_and_computes_under_qemu() {
     let more = ["--entrypoint", "/qemu"];
     let version = run(&image, &mounts, &more, &["/usr/local/bin/kvasir", "--version"]);
     assert!(text(&version).starts_with("kvasir "), "{}", String::from_utf8_lossy(&version.stderr));
-    // In one process: the emulator does not know all that QUIC asks of a socket.
+    // In one process: the emulator does not support all socket options of QUIC.
     let arguments = ["run", "/models/tiny.gguf", "-p", "hello there", "-n", "4", "--temperature", "0"];
     let computed = run(&image, &mounts, &more, &[&["/usr/local/bin/kvasir"][..], &arguments].concat());
     let stderr = String::from_utf8_lossy(&computed.stderr);
     assert!(computed.status.success() && stderr.contains("4 tokens generated"), "{stderr}");
 }
 
-/// `kvasir gpu-check --json` in the `cuda` image of an architecture, before a driver for a GPU or none; what it reports and
-/// what was said on stderr. The report ends with a failure: a stub cannot be computed on.
+/// Runs `kvasir gpu-check --json` in the `cuda` image of an architecture, with or without a stub driver.
+/// Returns the report and stderr. The report ends with a failure, because a stub cannot compute.
 fn gpu_check(arch: &str, driver: Option<(&TempDir, &str)>) -> (Value, String) {
     let (image, home) = (image("cuda", arch), volume());
     let library = driver.map(|(driver, _)| driver.path().join("libcuda.so.1"));
@@ -307,10 +308,10 @@ fn gpu_check(arch: &str, driver: Option<(&TempDir, &str)>) -> (Value, String) {
 fn the_cuda_image_opens_a_mounted_driver_and_says_what_it_finds() {
     let (report, _) = gpu_check("amd64", None);
     assert!(report["missing"][0].as_str().unwrap().contains("no CUDA driver here"), "{report}");
-    // NVIDIA's runtime looks for this file, to mount the driver where this image's loader finds it.
+    // NVIDIA's runtime looks for this file to choose where to mount the driver.
     let root = Mounted::of(&image("cuda", "amd64"));
     assert!(root.path.join("etc/debian_version").is_file());
-    // No variable and no cache of the loader tells where the driver is.
+    // No variable and no loader cache contains the driver's path.
     let (report, _) = gpu_check("amd64", Some((&stub_driver("amd64"), "121")));
     assert_eq!((&report["driver"], &report["missing"]), (&"13.0".into(), &json!([])), "{report}");
     let device = &report["devices"][0];
@@ -318,12 +319,12 @@ fn the_cuda_image_opens_a_mounted_driver_and_says_what_it_finds() {
     assert_eq!(report["nvrtc"]["version"], "13.0", "{report}");
     let found = report["nvrtc"]["found_at"].as_str().unwrap();
     assert!(found.starts_with("/usr/local/share/kvasir/cubin") && found.contains("no NVRTC"), "{found}");
-    // It is a stub: taking it into use fails, in words.
+    // Using the stub device fails with an error text.
     assert!(device["failed"].as_str().is_some_and(|why| why.contains("device memory")), "{report}");
 }
 
-/// Drivers of both architectures are given machine code of the image, from the place where it is looked for; nothing there
-/// could compile it. A Spark is the one of arm64 with sm_121a.
+/// The drivers of both architectures receive machine code from the image's own folder; nothing there could
+/// compile it. A Spark is arm64 with sm_121a.
 #[test]
 #[ignore = "needs images: ./test images"]
 fn the_cuda_images_have_every_kernel_for_both_architectures() {
@@ -338,17 +339,17 @@ fn the_cuda_images_have_every_kernel_for_both_architectures() {
             let kernels = &prebuilt[arch];
             assert!(kernels["of"].as_u64().unwrap() > 10 && kernels["found"] == kernels["of"], "{kernels}");
             assert!(stderr.contains(&format!("the stub has loaded a module for sm_{number}")), "{stderr}");
-            // What fails is behind the kernels.
+            // The failure comes after the kernels were loaded.
             assert!(device["failed"].as_str().is_some_and(|why| why.contains("device memory")), "{report}");
         }
     }
-    // One of another architecture is told that it would need the compiler.
+    // An unsupported architecture gets the error that the compiler would be needed.
     let (report, _) = gpu_check("amd64", Some((&stub_driver("amd64"), "80")));
     let failed = report["devices"][0]["failed"].as_str().unwrap();
     assert!(failed.contains("no NVRTC here"), "{failed}");
 }
 
-/// What `gpu-check --json` has printed.
+/// The printed report of `gpu-check --json`.
 fn report_of(output: &Output) -> Value {
     serde_json::from_str(&text(output))
         .unwrap_or_else(|error| panic!("{error}: {}", String::from_utf8_lossy(&output.stderr)))
@@ -359,11 +360,11 @@ fn report_of(output: &Output) -> Value {
 fn a_pod_with_an_empty_volume_becomes_ready_by_a_fetch() {
     let (image, served, etc) = (image("cpu", "amd64"), model(), volume());
     let server = FileServer::start(served.path()).unwrap();
-    // By a Service's name, as in a cluster: the static binary has to resolve it, without opening a library.
+    // By a Service's name, as in a cluster: the static binary must resolve it without loading a library.
     let resolver = etc.path().join("resolv.conf");
     names::serve("files", &resolver);
     let address = server.url().replace("127.0.0.1", "files") + "/tiny.gguf";
-    // As the manifests have it: the Job writes to the volume, and the pods that serve read.
+    // As in the manifests: the Job writes the volume, and the serving pods read it.
     let (job, worker, models, downloads) = (volume(), volume(), volume(), volume());
     let mounts = |home: &TempDir, writable| {
         [
@@ -402,7 +403,7 @@ fn a_pod_with_an_empty_volume_becomes_ready_from_a_peer_alone() {
         binary::stdout(&issue).unwrap();
     }
     give(identities.path());
-    // Free a moment ago; nothing else here takes ports.
+    // A port that was free just now; no other process here takes ports.
     let quic = UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     let homes = [volume(), volume(), volume()];
     let start = |home: &TempDir, with_model: bool, arguments: &[&str]| {
@@ -434,7 +435,7 @@ fn a_pod_with_an_empty_volume_becomes_ready_from_a_peer_alone() {
     let receiver = strings(&worker("/identities/w1"), &["--model", "tiny", "--from", peer]);
     let receiver = start(&homes[2], false, &receiver.iter().map(String::as_str).collect::<Vec<_>>());
     receiver.until_ready();
-    // Only the one that has come without a file is left to answer.
+    // Only the worker that started without a file remains.
     drop(holder);
     let answered = || {
         let body = json!({"model": "tiny", "prompt": [5, 6, 7, 8], "max_tokens": 4, "temperature": 0});

@@ -1,4 +1,4 @@
-//! A coordinator that has lost its memory gets its index back from another one, while requests go on.
+//! A restarted coordinator gets its prefix index from a peer while requests continue.
 
 use kvasir_cluster_tests::fleet::{Fleet, Node};
 use kvasir_cluster_tests::testnet::Link;
@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 const RECOVERY: Duration = Duration::from_secs(45);
-/// Prompts, each of so many tokens, of which as many can be cached as are whole units before the last token.
+/// Number of prompts. Whole hash units before the last token of each can be cached.
 const PROMPTS: u32 = 24;
 const TOKENS: u32 = 81;
 const CACHED: u64 = 80;
@@ -18,7 +18,7 @@ fn prompt(number: u32) -> Vec<u32> {
     (0..TOKENS).map(|n| 5 + (n * 7 + number * 31 + n * number) % 200).collect()
 }
 
-/// The tokens that the coordinator expected to be cached, and those that were.
+/// Predicted and actual cached tokens.
 fn ask(fleet: &Fleet, coordinator: usize, model: &str, number: u32) -> Option<(u64, u64)> {
     let body = json!({"model": model, "prompt": prompt(number), "max_tokens": 2, "temperature": 0});
     let answer = fleet.post(coordinator, "/v1/completions", &body).ok()?;
@@ -28,7 +28,7 @@ fn ask(fleet: &Fleet, coordinator: usize, model: &str, number: u32) -> Option<(u
     Some((predicted, usage))
 }
 
-/// Ends the client also when the test fails.
+/// Stops the client even if the test fails.
 struct Stop<'a>(&'a AtomicBool);
 
 impl Drop for Stop<'_> {
@@ -68,7 +68,7 @@ fn a_restarted_coordinator_has_its_index_from_a_peer() {
         println!("c1 knows all again {:?} after it listens", restarted.elapsed());
     });
     assert!(answered.load(Ordering::Relaxed) > 0);
-    // From peers, and not from the workers.
+    // From peers, not from the workers.
     let exports = [0, 2].map(|peer| fleet.metric(peer, "kvasir_index_exports_total").unwrap());
     assert!(exports.iter().sum::<f64>() >= 2.0, "{exports:?}");
 }
@@ -78,7 +78,7 @@ fn what_is_held_is_known_again_after_events_were_late_doubled_and_lost() {
     let fleet = Fleet::builder("events-lost", &crate::tiny_model(), 2, 1).start(38).unwrap();
     let model = fleet.model().unwrap();
     let [c0, w0] = [Node::Coordinator(0), Node::Worker(0)].map(|node| fleet.host(node));
-    // The other coordinator has them computed: this one learns of it from events alone.
+    // The other coordinator sends these requests, so this one receives only their KV events.
     let computes = |prompts: Range<u32>| {
         for number in prompts {
             ask(&fleet, 1, &model, number).unwrap();
@@ -89,12 +89,13 @@ fn what_is_held_is_known_again_after_events_were_late_doubled_and_lost() {
         let all = || (fleet.metric(0, "kvasir_index_blocks").ok()? == units).then_some(());
         wait::until("c0 knows what w0 holds", RECOVERY, all).unwrap();
     };
-    // Late, in another order, and twice.
+    // Delayed, reordered and duplicated.
     let delay = Duration::from_millis(60);
     fleet.net().link(w0, c0, Link { delay, jitter: delay, duplication: 0.5, ..Link::default() });
     computes(0..8);
     learns(8);
-    // Lost, with the connection that told them: the worker is lost here, works on for the other, and is back.
+    // Lost together with the connection: this coordinator loses the worker, which continues for the other one
+    // and then reconnects.
     fleet.net().link(w0, c0, Link::CUT);
     computes(8..16);
     fleet.wait_for_workers(0, 0).unwrap();

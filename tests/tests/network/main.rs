@@ -1,4 +1,4 @@
-//! Clusters whose nodes are on hosts of their own: what is promised when nodes die, freeze or cannot reach each other.
+//! Clusters with each node on its own simulated host: behaviour when nodes die, freeze or are partitioned.
 //! Needs root, for network namespaces.
 #![allow(clippy::unwrap_used, reason = "a panic in a test is its report")]
 
@@ -30,7 +30,7 @@ fn real_model() -> String {
     binary::catalog_model("smollm2-135m").unwrap().to_str().unwrap().to_owned()
 }
 
-/// A model of a few hundred kilobytes, for all that does not need time.
+/// A model of a few hundred kilobytes, for tests that need no long requests.
 fn tiny_model() -> String {
     let manifest = Manifest::read().unwrap();
     manifest.tiny("llama").unwrap().path().to_str().unwrap().to_owned()

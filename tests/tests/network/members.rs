@@ -1,5 +1,5 @@
-//! Who takes part in the group: a coordinator that has lost its disk is told what to do, and that works; another one
-//! comes and goes; nothing is changed that would leave no majority.
+//! Membership of the group: a coordinator with a wiped disk reports how to replace it; members are added and
+//! removed; a change that would lose the majority is refused.
 
 use kvasir_cluster_tests::fleet::{Fleet, Node, ops};
 use kvasir_cluster_tests::{binary, http, wait};
@@ -8,7 +8,7 @@ use std::time::Duration;
 
 const RECOVERY: Duration = Duration::from_secs(45);
 
-/// `kvasir coordinators ..`, beside a coordinator: whether it succeeded, stdout, stderr.
+/// Runs `kvasir coordinators ..` on a coordinator's host. Returns success, stdout and stderr.
 fn kvasir(fleet: &Fleet, coordinator: usize, arguments: &[&str]) -> (bool, String, String) {
     let at = ops().to_string();
     let all = [&["coordinators"], arguments, &["--ops", &at]].concat();
@@ -22,7 +22,7 @@ fn group(fleet: &Fleet, coordinator: usize) -> Option<Value> {
     done.then(|| serde_json::from_str(&shown).unwrap())
 }
 
-/// A member, as a coordinator lists it.
+/// A member as listed by a coordinator.
 fn member(fleet: &Fleet, coordinator: usize, name: &str) -> Option<Value> {
     let group = group(fleet, coordinator)?;
     group["coordinators"].as_array()?.iter().find(|member| member["id"] == name).cloned()
@@ -55,7 +55,7 @@ fn wipe(fleet: &Fleet, coordinator: usize) {
 }
 
 #[test]
-fn a_wiped_founder_is_told_what_to_do_and_that_works() {
+fn a_wiped_founder_reports_how_to_replace_it_and_the_procedure_works() {
     let fleet = Fleet::builder("wiped-founder", &crate::tiny_model(), 3, 1).start(41).unwrap();
     let wiped = (leader(&fleet, 0) + 1) % 3;
     let (asked, name) = ((wiped + 1) % 3, format!("c{wiped}"));
@@ -64,7 +64,7 @@ fn a_wiped_founder_is_told_what_to_do_and_that_works() {
     assert_eq!(drain(&fleet, asked, true).status, 204);
     wipe(&fleet, wiped);
 
-    // It says itself what to do, and changes nothing.
+    // It reports the required commands, and accepts no changes.
     let remove = format!("kvasir coordinators remove {name}");
     let add = format!("{name}={quic}");
     wait::until("it finds the group", RECOVERY, || {
@@ -75,14 +75,14 @@ fn a_wiped_founder_is_told_what_to_do_and_that_works() {
     let refused = drain(&fleet, wiped, false);
     assert_eq!(refused.status, 409);
     assert!(refused.text().unwrap().contains(&remove));
-    // The others know it for wiped, and will not have it in two lives.
+    // The others detect that its disk was wiped, and refuse to add a second incarnation.
     wait::until("it is known for wiped", RECOVERY, || {
         (member(&fleet, asked, &name)?["another_life"] == true).then_some(())
     })
     .unwrap();
     let (done, _, said) = kvasir(&fleet, asked, &["add", &add]);
     assert!(!done && said.contains(&remove), "{said}");
-    // With one away, nobody else may go.
+    // While one member is away, no other may be removed.
     let other = format!("c{}", (0..3).find(|c| ![wiped, asked].contains(c)).unwrap());
     let (done, _, said) = kvasir(&fleet, asked, &["remove", &other]);
     assert!(!done && said.contains("need 2"), "{said}");
@@ -93,7 +93,7 @@ fn a_wiped_founder_is_told_what_to_do_and_that_works() {
     let (done, said, error) = kvasir(&fleet, asked, &["add", &add]);
     assert!(done && said.contains(&name), "{error}");
     (0..3).for_each(|c| all_here(&fleet, c, 3));
-    // It has learned what was agreed on without it, and decides with the others.
+    // It has the changes made without it, and takes part in decisions.
     let draining = || fleet.status(wiped).ok()?["workers"][0]["draining"].as_bool().filter(|&d| d);
     wait::until("it knows of the drain", RECOVERY, draining).unwrap();
     fleet.kill(Node::Coordinator(asked)).unwrap();
@@ -115,12 +115,12 @@ fn leadership_is_handed_over_and_a_leader_can_be_removed() {
     assert_eq!(leader(&fleet, asked), next);
     let (done, _, said) = kvasir(&fleet, asked, &["transfer", "c9"]);
     assert!(!done && said.contains("c9"), "{said}");
-    // The leader hands over before it goes, whoever is asked.
+    // The leader transfers leadership before its removal, whichever coordinator receives the request.
     let (done, _, error) = kvasir(&fleet, asked, &["remove", &format!("c{next}")]);
     assert!(done, "{error}");
     all_here(&fleet, asked, 2);
     assert_ne!(leader(&fleet, asked), next);
-    // Its disk is that of a life which has ended.
+    // Its disk belongs to a removed incarnation.
     let quic = format!("c{next}={}", std::net::SocketAddr::from((fleet.net().address(next), 7000)));
     let (done, _, said) = kvasir(&fleet, asked, &["add", &quic]);
     assert!(!done && said.contains("empty its data directory"), "{said}");
@@ -128,7 +128,7 @@ fn leadership_is_handed_over_and_a_leader_can_be_removed() {
     let added = || kvasir(&fleet, asked, &["add", &quic]).0.then_some(());
     wait::until("it is a member again", RECOVERY, added).unwrap();
     (0..3).for_each(|c| all_here(&fleet, c, 3));
-    // Nobody is where nobody is.
+    // Adding a coordinator that does not exist fails.
     let (done, _, said) = kvasir(&fleet, asked, &["add", "c7=127.0.0.1:9"]);
     assert!(!done && said.contains("does not answer"), "{said}");
     let answer = fleet.beside(Node::Coordinator(asked), || {
@@ -138,7 +138,7 @@ fn leadership_is_handed_over_and_a_leader_can_be_removed() {
 }
 
 #[test]
-fn a_coordinator_that_was_removed_while_it_was_away_is_told() {
+fn a_coordinator_that_was_removed_while_away_learns_of_its_removal() {
     let fleet = Fleet::builder("removed-away", &crate::tiny_model(), 3, 1).start(43).unwrap();
     let away = (leader(&fleet, 0) + 1) % 3;
     let (asked, name) = ((away + 1) % 3, format!("c{away}"));
@@ -147,7 +147,7 @@ fn a_coordinator_that_was_removed_while_it_was_away_is_told() {
     let removed = || kvasir(&fleet, asked, &["remove", &name]).0.then_some(());
     wait::until("it is removed", RECOVERY, removed).unwrap();
     fleet.freeze(Node::Coordinator(away), false).unwrap();
-    // It does not wait for a majority that it is no part of.
+    // It does not wait for a majority of a group that it no longer belongs to.
     wait::until("it knows", RECOVERY, || {
         let refused = drain(&fleet, away, true);
         (refused.status == 409 && refused.text().unwrap().contains("it was removed")).then_some(())

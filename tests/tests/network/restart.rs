@@ -1,4 +1,4 @@
-//! Coordinators and workers that come back: one, all at once, with nothing left on the disk, with a damaged one.
+//! Restarts of coordinators and workers: one, all at once, with an empty disk, with a damaged disk.
 
 use crate::group::{RECOVERY, completes, converge, drain, drain_by_any, is_draining, leader, others, own};
 use crate::history::term;
@@ -11,19 +11,20 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// What is promised is 2 s.
+/// The documented limit is 2 s.
 const ANSWER_WITHIN: Duration = Duration::from_secs(6);
-/// What is promised is 10 s.
+/// The documented limit is 10 s.
 const WARM_WITHIN: Duration = Duration::from_secs(30);
-/// What is promised is 15 s.
+/// The documented limit is 15 s.
 const ALL_UP_WITHIN: Duration = Duration::from_secs(45);
-/// So long after everything is up, nobody loses anything.
+/// After everything is up for this long, no node may lose another.
 const CALM: Duration = Duration::from_secs(3);
 const PROMPTS: u32 = 48;
-/// Of the hit rate before.
+/// Share of the hit rate before the restart.
 const WARM: f64 = 0.95;
 
-/// Asks coordinators for each prompt in turn; the share of the prompts' tokens that was cached. None if one failed.
+/// Sends each prompt to the coordinators in turn. Returns the cached share of the prompts' tokens; `None` if
+/// a request failed.
 fn hit_rate(fleet: &Fleet, model: &str, coordinators: &[usize]) -> Option<f64> {
     let (mut cached, mut asked) = (0, 0);
     for (number, &coordinator) in (0..PROMPTS).zip(coordinators.iter().cycle()) {
@@ -36,7 +37,8 @@ fn hit_rate(fleet: &Fleet, model: &str, coordinators: &[usize]) -> Option<f64> {
     Some(cached as f64 / asked as f64)
 }
 
-/// Kills these coordinators at once and starts them again; they answer soon, and soon know again who holds what.
+/// Kills these coordinators at once and restarts them. They must serve requests soon, and soon have their
+/// prefix index back.
 fn restarted(fleet: &Fleet, model: &str, killed: &[usize]) {
     let all = [0, 1, 2];
     hit_rate(fleet, model, &all).unwrap();
@@ -44,7 +46,7 @@ fn restarted(fleet: &Fleet, model: &str, killed: &[usize]) {
     assert!(before > 0.5, "a hit rate of {before} proves nothing");
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        // Traffic from before the kill until everything is as it was.
+        // Traffic from before the kill until the cluster has recovered.
         for client in 0..2 {
             let over = &over;
             scope.spawn(move || {
@@ -126,7 +128,7 @@ fn after_a_power_cut_everything_comes_back_at_once() {
 }
 
 #[test]
-fn who_has_lost_its_disk_has_no_vote_nor_has_who_has_a_damaged_one() {
+fn a_coordinator_with_a_lost_or_damaged_disk_has_no_vote() {
     let fleet = Fleet::builder("disk-lost", &crate::tiny_model(), 3, 2).start(32).unwrap();
     let model = fleet.model().unwrap();
     let leads = leader(&fleet, &[0, 1, 2]);
@@ -139,7 +141,7 @@ fn who_has_lost_its_disk_has_no_vote_nor_has_who_has_a_damaged_one() {
     let nobody = || own(&fleet, wiped).filter(|(role, ..)| role == "outsider");
     wait::until("it finds that there is a group without it", RECOVERY, nobody).unwrap();
     assert_eq!(drain(&fleet, other, 0, true).unwrap().status, 204);
-    // With its vote there would be a majority.
+    // If its vote counted, there would be a majority.
     fleet.kill(Node::Coordinator(leads)).unwrap();
     for _ in 0..3 {
         assert_eq!(drain(&fleet, other, 0, false).unwrap().status, 503);
@@ -150,13 +152,13 @@ fn who_has_lost_its_disk_has_no_vote_nor_has_who_has_a_damaged_one() {
 
     let file = fleet.data_dir(Node::Coordinator(leads)).join("data/consensus.redb");
     let whole = std::fs::read(&file).unwrap();
-    // Every byte that says something and is not redb's own is in a record with a checksum.
+    // Every byte that carries data and is not redb's own belongs to a record with a checksum.
     let damaged: Vec<u8> = whole.iter().enumerate().map(|(at, byte)| byte ^ u8::from(at % 64 == 7)).collect();
     std::fs::write(&file, damaged).unwrap();
     fleet.start(Node::Coordinator(leads)).unwrap();
     let outside = || own(&fleet, leads).filter(|(role, ..)| role == "outsider");
     wait::until("it finds that it has lost its place", RECOVERY, outside).unwrap();
-    // One of three is no majority that could give it back, and what it has left is no vote.
+    // One of three is no majority that could restore it, and its damaged state gives no vote.
     for _ in 0..3 {
         assert_eq!(drain(&fleet, other, 0, false).unwrap().status, 503);
     }
@@ -171,7 +173,7 @@ fn who_has_lost_its_disk_has_no_vote_nor_has_who_has_a_damaged_one() {
     .unwrap();
 }
 
-/// Ends a coordinator and damages its log: the file, and what is in it now.
+/// Stops a coordinator and damages its log. Returns the file and its contents.
 fn damage(fleet: &Fleet, coordinator: usize) -> (PathBuf, Vec<u8>) {
     fleet.kill(Node::Coordinator(coordinator)).unwrap();
     let file = fleet.data_dir(Node::Coordinator(coordinator)).join("data/consensus.redb");
@@ -192,7 +194,7 @@ fn who_finds_its_disk_damaged_becomes_a_member_again_by_itself() {
     let follows = || own(&fleet, damaged).filter(|(role, ..)| role == "follower");
     wait::until("it is a member again", RECOVERY, follows).unwrap();
     assert_eq!(std::fs::read(file.with_extension("damaged")).unwrap(), flipped, "what is damaged is kept");
-    // It has learned what was agreed on, and is one of a majority without the one that it learned it from.
+    // It has the agreed changes, and forms a majority without the member that sent them.
     wait::until("it knows of the drain", RECOVERY, || is_draining(&fleet, damaged, 0).filter(|&d| d))
         .unwrap();
     let votes = || {
@@ -209,7 +211,8 @@ fn who_finds_its_disk_damaged_becomes_a_member_again_by_itself() {
     .unwrap();
 }
 
-/// Its leader is lost after the old life has gone and before the new one votes: the next leader goes on from there.
+/// The leader fails after the old incarnation was removed and before the new one votes. The next leader
+/// completes the replacement.
 #[test]
 fn who_finds_its_disk_damaged_becomes_a_member_again_though_the_leader_is_lost_in_the_middle() {
     let fleet = Fleet::builder("half-back", &crate::tiny_model(), 3, 1).start(38).unwrap();
@@ -217,7 +220,7 @@ fn who_finds_its_disk_damaged_becomes_a_member_again_though_the_leader_is_lost_i
     let [damaged, other] = others(leads);
     drain_by_any(&fleet, 0, true);
     damage(&fleet, damaged);
-    // It is far away, and takes long to learn what was agreed on.
+    // High latency, so that catching up takes long.
     let far = Link { delay: Duration::from_millis(250), ..Link::default() };
     fleet.net().around(fleet.host(Node::Coordinator(damaged)), far);
     fleet.start(Node::Coordinator(damaged)).unwrap();
@@ -244,7 +247,7 @@ fn members_are_found_where_it_was_agreed_that_they_are() {
     leader(&fleet, &[0, 1, 2]);
     drain_by_any(&fleet, 0, true);
     (0..3).for_each(|c| fleet.kill(Node::Coordinator(c)).unwrap());
-    // As after changes of the group, which flags do not follow: one is where nobody is, one is not named.
+    // As after membership changes that the flags do not reflect: one address is wrong, one member is missing.
     let old = |c: usize| {
         format!("c{c}={}:7000,c{}={}:7001", fleet.net().address(c), (c + 1) % 3, fleet.net().address(c))
     };

@@ -1,4 +1,4 @@
-//! Every node is restarted in turn under load, as an upgrade does it; nobody who asks notices.
+//! Rolling restart of every node under load, as in an upgrade. No request may fail.
 
 use crate::group::{converge, drain_by_any};
 use crate::stream::prompt;
@@ -18,7 +18,8 @@ fn body(model: &str, number: u32) -> Value {
     json!({"model": model, "prompt": prompt, "max_tokens": 48, "temperature": 0, "ignore_eos": true})
 }
 
-/// As a service in front of several coordinators does it: to one that is ready; if it takes no connection, to the next.
+/// Sends a request like a service in front of several coordinators: to one that is ready; if the connection
+/// is refused, to the next.
 fn ask(fleet: &Fleet, first: usize, body: &Value) -> anyhow::Result<Value> {
     let mut tried = Vec::new();
     for coordinator in (first..first + 3).map(|n| n % 3) {
@@ -36,12 +37,12 @@ fn ask(fleet: &Fleet, first: usize, body: &Value) -> anyhow::Result<Value> {
     anyhow::bail!("no coordinator takes it: {tried:?}")
 }
 
-/// Nobody has taken the connection, so nobody has seen the request.
+/// Whether the connection was refused, so that no coordinator received the request.
 fn is_refused(error: &anyhow::Error) -> bool {
     error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
 }
 
-/// Ends every node in order and starts it again, as `prepare` has it, under load; nobody who asks notices.
+/// Stops every node in order and restarts it after `prepare`, under load. No request may fail.
 fn restart_all(fleet: &Fleet, prepare: impl Fn(Node)) {
     let model = fleet.model().unwrap();
     let expected: Vec<Value> =
@@ -97,7 +98,8 @@ fn a_rolling_restart_fails_no_request() {
     restart_all(&fleet, |_| {});
 }
 
-/// `KVASIR_OLD_BIN` is the `kvasir` of an earlier version, such as one that `git worktree` and `cargo build` make.
+/// `KVASIR_OLD_BIN` is an earlier version's `kvasir`, for example built with `git worktree` and `cargo
+/// build`.
 #[test]
 #[ignore = "needs the binary of an earlier version in KVASIR_OLD_BIN"]
 fn an_upgrade_and_the_way_back_fail_no_request() {

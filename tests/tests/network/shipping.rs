@@ -1,5 +1,5 @@
-//! Models that travel: workers without the file, on hosts of their own, get it from others that may die, and a crash
-//! costs no more than what was under way.
+//! Weight distribution: workers without the file, on their own hosts, get it from other workers that may die.
+//! A crash loses at most the data in flight.
 
 use bytes::Bytes;
 use kvasir_cluster_tests::testnet::Net;
@@ -20,15 +20,16 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 use tempfile::TempDir;
 
-/// What a worker of one lane has under way at most (`worker::weight_distribution::schedule::Limits`), and one of four.
+/// Most bytes in flight of a worker with one lane (`worker::weight_distribution::schedule::Limits`).
 const WINDOW: u64 = 32 << 20;
+/// Most bytes in flight of a worker with four lanes.
 const WINDOW_OF_FOUR: u64 = 64 << 20;
-/// First starts that are measured: two of the same build differ by a tenth and more.
+/// First starts measured. Two runs of the same build differ by 10% and more.
 const STARTS: usize = 5;
 const QUIC: u16 = 7001;
 const PATIENCE: Duration = Duration::from_secs(180);
 
-/// Hosts, identities for a worker on each, and a model.
+/// Hosts, a worker identity on each, and a model.
 struct Site {
     net: Net,
     dir: TempDir,
@@ -37,7 +38,7 @@ struct Site {
     bytes: u64,
 }
 
-/// A worker that is dead when it is dropped.
+/// A worker that is killed when dropped.
 struct Worker {
     process: Child,
     host: usize,
@@ -45,7 +46,7 @@ struct Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        // Fails only if it is dead.
+        // Fails only if it has already exited.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
@@ -58,7 +59,7 @@ impl Site {
         generate(&model, hidden, layers);
         let manifest = Manifest::of_file(&ModelFile::open(&model).unwrap()).unwrap();
         let digest = model::shard::ChunkId(manifest.digest()).to_string();
-        // What several tensors have in common travels once.
+        // Chunks shared by several tensors are sent once.
         let mut seen = HashSet::new();
         let places = manifest.header().tensors().flat_map(|info| manifest.chunks(info.name()).unwrap());
         let bytes = places.filter(|place| seen.insert(place.id)).map(|place| place.bytes as u64).sum();
@@ -85,7 +86,7 @@ impl Site {
         self.dir.path().join(format!("home-{host}"))
     }
 
-    /// The manifest that a host has got.
+    /// The manifest received by a host.
     fn manifest(&self, host: usize) -> PathBuf {
         self.home(host).join(format!("shards/models/{}.manifest", self.digest))
     }
@@ -97,7 +98,8 @@ impl Site {
         worker
     }
 
-    /// Starts a worker that has not, and does not wait for it. It has one lane, on hosts of many CPUs too.
+    /// Starts a worker without the file and does not wait for it. It has one lane, also on hosts with many
+    /// CPUs.
     fn receiver(&self, host: usize, from: &[usize]) -> Worker {
         self.receiver_over("1", host, from)
     }
@@ -111,7 +113,7 @@ impl Site {
 
     fn spawn(&self, host: usize, model: &str, more: &[&str]) -> Worker {
         let (quic, identity) = (self.address(host), self.identity(host));
-        // Nobody is there: what is shipped does not need a coordinator.
+        // An unused address: weight distribution needs no coordinator.
         let nobody = SocketAddr::from((Ipv4Addr::LOCALHOST, 1)).to_string();
         let fixed =
             ["worker", "--model", model, "--quic", &quic, "--ops", "127.0.0.1:9090", "--threads", "1"];
@@ -126,14 +128,14 @@ impl Site {
         Worker { process: spawned.unwrap(), host }
     }
 
-    /// A metric of a worker; 0 while it has none, or does not answer.
+    /// A metric of a worker; 0 if it is missing or the worker does not respond.
     fn metric(&self, worker: &Worker, name: &str) -> u64 {
         let ops = SocketAddr::from((Ipv4Addr::LOCALHOST, 9090));
         self.net.on(worker.host, || http::metric(ops, name)).unwrap().unwrap_or(0.0) as u64
     }
 
-    /// Bytes of the chunks that a worker has sent, once it sends nothing more: what was asked for by somebody who is dead
-    /// counts when all of it has gone out, or is given up when the connection is.
+    /// Chunk bytes sent by a worker, once it sends no more. Requests of a killed receiver are counted when
+    /// they are completely sent, or dropped with the connection.
     fn served(&self, holder: &Worker) -> u64 {
         let ops = SocketAddr::from((Ipv4Addr::LOCALHOST, 9090));
         let rests = || {
@@ -144,14 +146,14 @@ impl Site {
         self.metric(holder, "kvasir_shard_served_bytes_total")
     }
 
-    /// Waits until a worker has so much of the model.
+    /// Waits until a worker has this share of the model.
     fn until(&self, worker: &Worker, share: f64) {
         let enough = (self.bytes as f64 * share) as u64;
         let has = || (self.metric(worker, "kvasir_shard_present_bytes") >= enough.max(1)).then_some(());
         wait::until("enough has come", PATIENCE, has).unwrap();
     }
 
-    /// Bytes of the chunks that a host has, whole.
+    /// Bytes of the complete chunks on a host.
     fn kept(&self, host: usize) -> u64 {
         let inside = |dir: &Path| -> Vec<PathBuf> {
             std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path()).collect()
@@ -160,7 +162,7 @@ impl Site {
         chunks.iter().flat_map(|dir| inside(dir)).map(|path| path.metadata().unwrap().len()).sum()
     }
 
-    /// That what a host has got computes what the file does.
+    /// Asserts that the received model computes the same as the file.
     fn expect_same_bits(&self, host: usize) {
         let prompts = [(1..40).collect::<Vec<u32>>()];
         let of_file = logits::run(&self.model, &prompts, &[]).unwrap();
@@ -170,17 +172,17 @@ impl Site {
 }
 
 impl Worker {
-    /// Waits until its model is loaded.
+    /// Waits until the model is loaded.
     fn listens(&mut self) {
         let mut line = String::new();
         BufReader::new(self.process.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
         assert!(line.contains("quic"), "it has not started: {line:?}");
     }
 
-    /// CPU time that it has used, of all its threads.
+    /// CPU seconds used by all of its threads.
     fn cpu_seconds(&self) -> f64 {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.process.id())).unwrap();
-        // Behind the name: utime and stime are the 12th and 13th, in hundredths of a second (proc(5)).
+        // After the name: utime and stime are fields 12 and 13, in hundredths of a second (proc(5)).
         let (_, numbers) = stat.rsplit_once(')').unwrap();
         let ticks = numbers.split_whitespace().skip(11).take(2).map(|ticks| ticks.parse::<u64>().unwrap());
         ticks.sum::<u64>() as f64 / 100.0
@@ -192,7 +194,7 @@ impl Worker {
     }
 }
 
-/// Writes a model of F16 matrices with the vocabulary of a small one.
+/// Writes a model of F16 matrices with a small model's vocabulary.
 fn generate(path: &Path, hidden: u64, layers: u64) {
     let tiny = ModelFile::open(crate::tiny_model()).unwrap();
     let mut metadata = tiny.metadata().clone();
@@ -233,14 +235,14 @@ fn generate(path: &Path, hidden: u64, layers: u64) {
         }
         let value = || {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            // Small and of either sign: exponents of 2^-7 to 2^-10.
+            // Small values of either sign: exponents of 2^-7 to 2^-10.
             let bits = 0x1400 | ((state >> 40) as u16 & 0x0fff) | ((state >> 63) as u16) << 15;
             bits.to_le_bytes()
         };
         std::iter::repeat_with(value).take(info.elements() as usize).flatten().collect()
     };
     writer.write(&mut { file }, fill).unwrap();
-    // As one that has been there for a while: of a file that may be changing still no digest is remembered.
+    // Give the file an old modification time: the digest of a file that may still be changing is not cached.
     let file = File::options().write(true).open(path).unwrap();
     file.set_modified(SystemTime::now() - Duration::from_secs(60)).unwrap();
 }
@@ -309,9 +311,8 @@ fn a_killed_sender_is_made_up_for_by_another_and_by_itself_when_it_is_back() {
     }
 }
 
-/// Bytes per second that chunks of memory reach from one host to the other by the same streams, as many at a time, and
-/// moved by as many threads as workers of one lane have (`runtime_beside_arithmetic`), without anybody hashing or writing
-/// them.
+/// Bytes per second of chunks sent from memory between two hosts, over the same number of streams and with as
+/// many threads as workers with one lane (`runtime_beside_arithmetic`), without hashing or writing.
 fn bare_rate(site: &Site, bytes: u64) -> f64 {
     let endpoint = |host: usize| {
         let identity = proto::ca::load_identity(&site.identity(host)).unwrap();
@@ -383,8 +384,8 @@ fn bare_rate(site: &Site, bytes: u64) -> f64 {
     })
 }
 
-/// `cargo test --release -p kvasir-cluster-tests --test network gigabyte -- --ignored --nocapture --test-threads 1`,
-/// `KVASIR_BIN` being a release build.
+/// Run with `cargo test --release -p kvasir-cluster-tests --test network gigabyte -- --ignored --nocapture
+/// --test-threads 1`, with `KVASIR_BIN` set to a release build.
 #[test]
 #[ignore = "a measurement: a gigabyte, some times over, on a quiet machine"]
 fn a_gigabyte_comes_as_fast_as_the_wire_allows() {
@@ -398,7 +399,8 @@ fn a_gigabyte_comes_as_fast_as_the_wire_allows() {
     assert!(median <= 1.3, "{over_bare:?}");
 }
 
-/// Starts a worker that has nothing, between two measurements of the bare rate, and once more.
+/// Runs a first start between two measurements of the bare rate, then a second start. Returns the first
+/// start's time divided by that at the mean bare rate.
 fn first_start_over_bare(site: &Site, holder: &Worker) -> f64 {
     let sent_before = holder.cpu_seconds();
     let before = bare_rate(site, 512 << 20);

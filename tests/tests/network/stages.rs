@@ -1,5 +1,5 @@
-//! A replica of two workers loses one of them to the network (fault F28): both parts end, and what was asked goes on at
-//! another replica.
+//! F28: a replica of two workers loses one of them to the network. Both stages end, and the requests continue
+//! on another replica.
 
 use crate::group::RECOVERY;
 use crate::stream::{prompt, read_all, request};
@@ -10,7 +10,7 @@ use kvasir_cluster_tests::{binary, http, wait};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
-/// Promised are 3 s.
+/// The documented limit is 3 s.
 const LOST_WITHIN: Duration = Duration::from_secs(9);
 
 fn replicas(fleet: &Fleet) -> Option<Vec<Value>> {
@@ -69,7 +69,7 @@ fn a_stage_cut_off_in_either_direction_ends_its_replica_and_the_other_one_goes_o
         for (told, undisturbed) in told.iter().zip(&undisturbed) {
             assert_eq!(told.tokens, undisturbed.tokens);
         }
-        // Nobody holds anything for who is gone.
+        // No worker holds resources for the lost one.
         let quiet = || {
             let status = fleet.status(0).ok()?;
             let held = |worker: &Value| worker["kv_used"].as_u64();
@@ -82,7 +82,8 @@ fn a_stage_cut_off_in_either_direction_ends_its_replica_and_the_other_one_goes_o
     wait::until("two replicas serve again", RECOVERY, both).unwrap();
 }
 
-/// A worker of the pool that has no file gets its part from one that has, whom the coordinator names, or whom it is told.
+/// A pool worker without the file gets its layers from a worker that has them, named by the coordinator or by
+/// a setting.
 #[test]
 fn a_worker_without_the_file_is_placed_and_gets_its_layers_from_another() {
     for how in [Fileless::Placed, Fileless::From] {
@@ -106,7 +107,7 @@ fn a_worker_without_the_file_is_placed_and_gets_its_layers_from_another() {
         assert!(
             replica["stages"].as_array().unwrap().iter().any(|stage| stage["worker"] == without.as_str())
         );
-        // How far it is, and was, stands in the status.
+        // The status shows current and past progress.
         let all_of_it = || {
             let status = fleet.status(0).ok()?;
             let shipped =
@@ -118,19 +119,19 @@ fn a_worker_without_the_file_is_placed_and_gets_its_layers_from_another() {
     }
 }
 
-/// The sum over all series of a metric of a worker.
+/// Sum over all series of a worker's metric.
 fn worker_metric(fleet: &Fleet, worker: usize, name: &str) -> f64 {
     let metric = fleet.beside(Node::Worker(worker), || http::metric(ops(), name)).unwrap();
     metric.unwrap_or(0.0)
 }
 
-/// Tokens of one greedy answer after the other.
+/// Tokens of several greedy answers, generated one after the other.
 fn greedy(fleet: &Fleet, model: &str) -> Vec<Vec<u64>> {
     let bodies = (0..6).map(|n| small(request(model, &prompt(n, 40), 60)));
     bodies.map(|body| read_all(fleet, &[body], drop).unwrap().remove(0).tokens).collect()
 }
 
-/// Workers with the layers of each, in the order of the stages.
+/// Workers with their layers, in stage order.
 type Turn = &'static [(usize, [usize; 2])];
 
 /// Layers of the model with drafters.
@@ -140,7 +141,8 @@ fn tiny(name: &str) -> String {
     Manifest::read().unwrap().tiny(name).unwrap().path().display().to_string()
 }
 
-/// The other worker gets what it needs, once: as the last stage that guesses, as the first one that says who does, and alone.
+/// The other worker receives the data that it needs, once: as the last stage that drafts, as the first stage,
+/// and alone.
 #[test]
 fn a_worker_without_files_gets_the_drafter_and_answers_are_those_of_one_worker() {
     let spec = format!("draft-mtp:{}", tiny("gemma4-assistant"));
@@ -149,14 +151,14 @@ fn a_worker_without_files_gets_the_drafter_and_answers_are_those_of_one_worker()
     drafts_for_a_worker_without_files("drafter", &spec, &turns);
 }
 
-/// The same of a model that drafts, which is with the first stage.
+/// The same with a draft model, which runs at the first stage.
 #[test]
 fn a_worker_without_files_gets_a_model_that_drafts_and_answers_are_those_of_one_worker() {
     let spec = format!("draft:{}", tiny("gemma4"));
     drafts_for_a_worker_without_files("draft-model", &spec, &[&[(1, [0, 1]), (0, [1, LAYERS])]]);
 }
 
-/// Only the first worker has the model's file and the drafter's.
+/// Only the first worker has the files of the model and the drafter.
 fn drafts_for_a_worker_without_files(what: &str, spec: &str, turns: &[Turn]) {
     let model = tiny("gemma4");
     let one = Fleet::builder(&format!("{what}-alone"), &model, 1, 1).start(30).unwrap();
@@ -189,7 +191,7 @@ fn drafts_for_a_worker_without_files(what: &str, spec: &str, turns: &[Turn]) {
             (serving.len() == 1 && as_planned(&serving[0])).then_some(())
         };
         wait::until("the plan serves", binary::PATIENCE, as_planned).unwrap();
-        // Where it does not pay it is tried after so many steps.
+        // A drafter that does not pay off is tried again only after some steps.
         let right = || worker_metric(&fleet, first, "vllm:spec_decode_num_accepted_tokens_total");
         wait::until("guesses are right", binary::PATIENCE, || {
             assert_eq!(greedy(&fleet, &id), want, "turn {turn}");
@@ -197,9 +199,9 @@ fn drafts_for_a_worker_without_files(what: &str, spec: &str, turns: &[Turn]) {
         })
         .unwrap();
         let fetched = || worker_metric(&fleet, 1, "kvasir_shard_fetched_bytes_total");
-        // Alone it needs what it has got in the turns before.
+        // When it serves alone, it already has everything from the earlier turns.
         assert_eq!(fetched() > 0.0, turn < 2, "turn {turn}");
-        // Again: all of it is in the store.
+        // After a restart everything is in the store.
         fleet.kill(Node::Worker(1)).unwrap();
         fleet.start(Node::Worker(1)).unwrap();
         wait::until("the plan serves again", binary::PATIENCE, || {

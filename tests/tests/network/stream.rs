@@ -6,7 +6,7 @@ use serde_json::json;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-/// What a stream has told.
+/// What a stream returned.
 #[derive(Debug, Default)]
 pub(crate) struct Told {
     pub(crate) tokens: Vec<u64>,
@@ -14,7 +14,7 @@ pub(crate) struct Told {
     pub(crate) longest_pause: Duration,
 }
 
-/// A request for `count` tokens of greedy decoding, whatever they are.
+/// A request for `count` tokens with greedy decoding, with no stop condition.
 pub(crate) fn request(model: &str, prompt: &[u32], count: usize) -> serde_json::Value {
     json!({
         "model": model, "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": true,
@@ -22,12 +22,13 @@ pub(crate) fn request(model: &str, prompt: &[u32], count: usize) -> serde_json::
     })
 }
 
-/// A prompt that no other number shares a block with.
+/// A prompt that shares no block with another number's.
 pub(crate) fn prompt(number: u32, length: u32) -> Vec<u32> {
     (0..length).map(|at| 1_000 + (number * 7_919 + at * 31 + at * at % 97) % 40_000).collect()
 }
 
-/// Asks a coordinator and reads to the end; `seen` is called whenever tokens come, with the worker that began.
+/// Sends a request to a coordinator and reads to the end. Calls `seen` for each arrival of tokens, with the
+/// worker that began the stream.
 fn read(
     fleet: &Fleet,
     coordinator: usize,
@@ -61,15 +62,16 @@ fn read(
     Ok(told)
 }
 
-/// Tokens have come.
+/// Tokens arrived.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Heard {
     pub(crate) stream: usize,
-    /// Who began this stream.
+    /// Worker that began this stream.
     pub(crate) worker: Node,
 }
 
-/// All at once, by coordinator 0. `disturb` runs beside them and is told whenever tokens come.
+/// Reads all streams at once from coordinator 0. `disturb` runs concurrently and receives each arrival of
+/// tokens.
 pub(crate) fn read_all(
     fleet: &Fleet,
     bodies: &[serde_json::Value],
@@ -78,7 +80,8 @@ pub(crate) fn read_all(
     read_all_by(fleet, 0, bodies, disturb)
 }
 
-/// All at once, by one coordinator. `disturb` runs beside them and is told whenever tokens come.
+/// Reads all streams at once from one coordinator. `disturb` runs concurrently and receives each arrival of
+/// tokens.
 pub(crate) fn read_all_by(
     fleet: &Fleet,
     coordinator: usize,
@@ -94,7 +97,7 @@ pub(crate) fn read_all_by(
                 let sender = sender.clone();
                 scope.spawn(move || {
                     read(fleet, coordinator, body, |worker| {
-                        // Nobody listens once the disturbance is over.
+                        // The receiver is gone once the disturbance is over.
                         let _ = sender.send(Heard { stream: number, worker });
                     })
                 })

@@ -1,5 +1,6 @@
-//! F11: the disk under a leader's log takes writes and fails to keep them. What was not synced must not be relied on:
-//! the process ends without another write, the others decide, and nothing acknowledged is lost.
+//! F11: the disk of a leader's log accepts writes and then fails to sync. Unsynced data must not be relied
+//! on: the process exits without another write, the others elect a leader, and no acknowledged change is
+//! lost.
 
 use crate::group::{RECOVERY, completes, converge, drain, drain_by_any, is_draining, leader, others};
 use kvasir_cluster_tests::fleet::{Fleet, Node};
@@ -8,11 +9,11 @@ use std::fs;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-/// A tracer under which every sync of a process fails; gone when dropped.
+/// A tracer that makes every sync of a process fail; ended when dropped.
 struct FailingSync(Child);
 
 impl FailingSync {
-    /// From when this returns on.
+    /// Syncs fail from the return of this function on.
     fn of(pid: u32) -> Self {
         let mut tracer = Command::new("strace");
         tracer.args(["-f", "-qq", "-e", "trace=fsync,fdatasync", "-e", "signal=none"]);
@@ -31,7 +32,7 @@ impl FailingSync {
 
 impl Drop for FailingSync {
     fn drop(&mut self) {
-        // It has ended by itself if what it traced has.
+        // It exits by itself with the traced process.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -51,9 +52,9 @@ fn a_leader_whose_disk_keeps_nothing_ends_and_the_others_decide() {
     let left = others(failing);
     assert_eq!(drain(&fleet, left[0], 0, true).unwrap().status, 204);
     let disk = FailingSync::of(fleet.pid(Node::Coordinator(failing)).unwrap());
-    // Whoever asks may be told that it is unknown what became of the change, or of the next leader's word for it.
+    // The client may get an unknown outcome for this change.
     let answer = drain(&fleet, left[0], 0, false);
-    // By a signal, as who aborts.
+    // Ended by a signal, as by abort.
     assert_eq!(fleet.ended(Node::Coordinator(failing)).unwrap(), None);
     drop(disk);
     let log = fs::read_to_string(fleet.log(Node::Coordinator(failing)).unwrap()).unwrap();

@@ -1,4 +1,5 @@
-//! An engine that stops in the middle of a step: found out, passed over, ended, and its streams go on elsewhere.
+//! An engine that hangs inside a step is detected, gets no new work, is ended, and its streams continue
+//! elsewhere.
 
 use crate::group::{RECOVERY, completes};
 use crate::stream::{prompt, read_all, request};
@@ -6,7 +7,7 @@ use kvasir_cluster_tests::fleet::{Fleet, ops};
 use kvasir_cluster_tests::{http, signal, wait};
 use std::time::Instant;
 
-/// sysexits' EX_SOFTWARE, as the worker's watchdog uses it.
+/// EX_SOFTWARE of sysexits, the exit code of the worker's watchdog.
 const STALLED: i32 = 70;
 
 #[test]
@@ -28,7 +29,7 @@ fn a_wedged_engine_is_noticed_and_its_streams_go_on() {
             .unwrap();
         println!("not live after {:.2?}", wedged.elapsed());
         assert!(signal::is_alive(pid), "it is said before the end");
-        // Nobody new is sent there.
+        // New requests avoid it.
         assert!(completes(&fleet, 0, &model));
         assert_eq!(fleet.ended(victim).unwrap(), Some(STALLED));
         println!("ended after {:.2?}", wedged.elapsed());

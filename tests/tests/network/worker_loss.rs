@@ -12,12 +12,12 @@ const STREAMS: u32 = 8;
 const TOKENS: usize = 96;
 const A_MINUTE: Duration = Duration::from_secs(60);
 
-/// Long enough that nothing is over before the fault has been noticed.
+/// Long enough that the fault is detected before the end.
 fn bodies(model: &str, round: u32) -> Vec<Value> {
     (0..STREAMS).map(|n| request(model, &prompt(round * STREAMS + n, 60), TOKENS)).collect()
 }
 
-/// Until some stream has told tokens so many times; the worker that it is from.
+/// Waits until a stream has had `count` arrivals of tokens, and returns its worker.
 fn until_token(events: &Receiver<Heard>, count: usize) -> Node {
     let mut told = [0; STREAMS as usize];
     loop {
@@ -29,7 +29,7 @@ fn until_token(events: &Receiver<Heard>, count: usize) -> Node {
     }
 }
 
-/// The streams of `bodies` with a fault in the middle tell what they tell without it.
+/// Streams with a fault in the middle return the same tokens as without. Returns the pauses.
 fn assert_undisturbed(fleet: &Fleet, bodies: &[Value], fault: impl FnOnce(Receiver<Heard>)) -> Vec<Duration> {
     let undisturbed = read_all(fleet, bodies, drop).unwrap();
     let told = read_all(fleet, bodies, fault).unwrap();
@@ -38,7 +38,7 @@ fn assert_undisturbed(fleet: &Fleet, bodies: &[Value], fault: impl FnOnce(Receiv
     told.iter().map(|told| told.longest_pause).collect()
 }
 
-/// Attempts that were lost with their worker.
+/// Attempts lost with their worker.
 fn lost(fleet: &Fleet) -> f64 {
     fleet.metric(0, "kvasir_retries_total").unwrap()
 }
@@ -50,7 +50,7 @@ fn print(what: &str, mut pauses: Vec<Duration>) -> Duration {
     longest
 }
 
-/// Prompts that a worker has of a coordinator and has not computed.
+/// A worker with unfinished prompts of a coordinator.
 fn in_prefill(fleet: &Fleet) -> Option<Node> {
     let status = fleet.status(0).ok()?;
     let busy = |worker: &&Value| {
@@ -66,7 +66,7 @@ fn a_worker_killed_in_prefill_costs_time_and_nothing_else() {
     // Long enough that the kill comes before its end.
     let long = |number| [request(&model, &prompt(number, 1_800), 16)];
     let undisturbed = read_all(&fleet, &long(1), drop).unwrap();
-    // What was computed must not be found again.
+    // Computed prefixes must not be found again.
     for worker in [0, 1].map(Node::Worker) {
         fleet.kill(worker).unwrap();
         fleet.start(worker).unwrap();
@@ -81,7 +81,7 @@ fn a_worker_killed_in_prefill_costs_time_and_nothing_else() {
     })
     .unwrap();
     assert_eq!(told[0].tokens, undisturbed[0].tokens);
-    // It may have been sent, before that, to the life of a worker that was over and had not been missed yet.
+    // The request may have been sent earlier to an ended run of the worker whose loss was not detected yet.
     assert!((1.0..=3.0).contains(&lost(&fleet)), "{} attempts were lost", lost(&fleet));
     fleet.wait_for_workers(0, 2).unwrap();
 }
@@ -105,11 +105,11 @@ fn streams_of_a_killed_worker_go_on_token_by_token() {
         fleet.start(victim).unwrap();
         fleet.wait_for_workers(0, 2).unwrap();
     }
-    // Promised are 5 seconds.
+    // The documented limit is 5 s.
     assert!(print("killed", pauses) < Duration::from_secs(15));
 }
 
-/// What a coordinator knows of a worker's cache is complete.
+/// Whether a coordinator's view of a worker's cache is complete.
 fn is_followed(fleet: &Fleet, worker: Node) -> bool {
     let status = fleet.status(0).unwrap();
     let mut streams = status["index"]["streams"].as_array().into_iter().flatten();
@@ -131,7 +131,7 @@ fn a_worker_frozen_for_a_minute_repeats_nothing_when_it_goes_on() {
     let (frozen, since) = said.recv().unwrap();
     fleet.wait_for_workers(0, 1).unwrap();
     wait::until("a minute", A_MINUTE * 2, || (since.elapsed() >= A_MINUTE).then_some(())).unwrap();
-    // It wakes up in the middle of others' streams with its own that nobody wants any more.
+    // It resumes during other streams, with its own abandoned ones.
     let bodies = bodies(&model, 1);
     assert_undisturbed(&fleet, &bodies, |events| {
         until_token(&events, 7);
@@ -173,7 +173,7 @@ fn a_worker_that_cannot_be_heard_is_replaced_and_comes_back() {
     assert!(lost(&fleet) > 0.0, "no stream was on the worker that was cut off");
     fleet.net().everywhere(Link::default());
     fleet.wait_for_workers(0, 2).unwrap();
-    // What is cut off only from hearing can still finish what it has been asked for.
+    // If only its sending works, it can still finish its requests.
     let pauses = assert_undisturbed(&fleet, &bodies(&model, 1), |events| {
         let victim = until_token(&events, 7);
         fleet.net().link(coordinator, fleet.host(victim), Link::CUT);
@@ -202,6 +202,6 @@ fn bad_links_change_no_token() {
         print("bad links", pauses);
         fleet.net().everywhere(Link::default());
     }
-    // Nobody was given up for dead.
+    // No worker was considered lost.
     assert_eq!(lost(&fleet), 0.0);
 }

@@ -1,5 +1,5 @@
-//! A worker is started a second time while its first life goes on: that one keeps its place while it is alive. Once it is
-//! not, as far as a majority sees, the later life counts, with every coordinator.
+//! A worker is started twice. The first process keeps its registration while it is alive; once a majority
+//! considers it lost, all coordinators use the second one.
 
 use crate::group::{RECOVERY, completes, leader};
 use crate::stream::{prompt, read_all, request};
@@ -7,7 +7,7 @@ use kvasir_cluster_tests::fleet::{Fleet, Node};
 use kvasir_cluster_tests::testnet::Link;
 use kvasir_cluster_tests::wait;
 
-/// A worker's life as a coordinator knows it.
+/// A worker's epoch at a coordinator.
 fn epoch(fleet: &Fleet, coordinator: usize, worker: usize) -> Option<u64> {
     let status = fleet.status(coordinator).ok()?;
     let listed = status["workers"].as_array()?.iter().find(|listed| listed["id"] == format!("w{worker}"))?;
@@ -20,14 +20,14 @@ fn a_second_process_waits_for_the_first_and_then_fences_it_everywhere() {
     let model = fleet.model().unwrap();
     leader(&fleet, &[0, 1, 2]);
     let first = epoch(&fleet, 0, 0).unwrap();
-    // c0 never hears the later life; only the other coordinators can tell it.
+    // c0 receives nothing from the second process; only the other coordinators can inform it.
     let c0 = fleet.host(Node::Coordinator(0));
     for (from, to) in [(fleet.spare(0), c0), (c0, fleet.spare(0))] {
         fleet.net().link(from, to, Link::CUT);
     }
     let bodies: Vec<_> = (0..4).map(|n| small(request(&model, &prompt(n, 60), 64))).collect();
     let undisturbed = read_all(&fleet, &bodies, drop).unwrap();
-    // While the first one answers, the second one takes nothing from it.
+    // While the first process responds, the second one takes nothing from it.
     let told = read_all(&fleet, &bodies, |events| {
         events.recv().unwrap();
         fleet.start_twin(Node::Worker(0), 0).unwrap();
@@ -42,7 +42,7 @@ fn a_second_process_waits_for_the_first_and_then_fences_it_everywhere() {
         assert_eq!(epoch(&fleet, coordinator, 0), Some(first));
     }
     assert_eq!(refusals(&fleet, LATER_LIFE), 0);
-    // Two of the three no longer hear the first one.
+    // Two of the three lose contact with the first process.
     for coordinator in [1, 2] {
         let (worker, coordinator) = (fleet.host(Node::Worker(0)), fleet.host(Node::Coordinator(coordinator)));
         for (from, to) in [(worker, coordinator), (coordinator, worker)] {
@@ -53,7 +53,7 @@ fn a_second_process_waits_for_the_first_and_then_fences_it_everywhere() {
         let later = || epoch(&fleet, coordinator, 0).filter(|&epoch| epoch > first);
         wait::until("the later life is the member", RECOVERY, later).unwrap();
     }
-    // The earlier one is let in nowhere, though it dials and dials.
+    // The first process keeps reconnecting and is refused everywhere.
     let gone = || epoch(&fleet, 0, 0).is_none().then_some(());
     wait::until("c0 has fenced the earlier life", RECOVERY, gone).unwrap();
     wait::until("the earlier life is refused", RECOVERY, || (refusals(&fleet, LATER_LIFE) > 0).then_some(()))
@@ -67,7 +67,7 @@ fn a_second_process_waits_for_the_first_and_then_fences_it_everywhere() {
     wait::until("c0 knows the later life", RECOVERY, whole).unwrap();
 }
 
-/// Tokens that the tiny models have.
+/// Restricts tokens to those of the tiny models.
 fn small(mut body: serde_json::Value) -> serde_json::Value {
     let prompt = body["prompt"].as_array().into_iter().flatten();
     let prompt: Vec<u64> = prompt.filter_map(|token| Some(token.as_u64()? % 400)).collect();
@@ -75,11 +75,12 @@ fn small(mut body: serde_json::Value) -> serde_json::Value {
     body
 }
 
-/// What a coordinator says of a second process, and of one that has been replaced.
+/// Log text about a second process.
 const COPY: &str = "another process with this worker's identity is alive";
+/// Log text about a process that was replaced by a later one.
 const LATER_LIFE: &str = "a later life is agreed on";
 
-/// How often coordinators have said so in their logs.
+/// Occurrences of `of` in the logs of all coordinators.
 fn refusals(fleet: &Fleet, of: &str) -> usize {
     let log = |c| std::fs::read_to_string(fleet.log(Node::Coordinator(c)).unwrap()).unwrap();
     (0..3).map(|c| log(c).matches(of).count()).sum()

@@ -1,4 +1,4 @@
-//! Bugs that can be planted in the world around the cores, to see that the checks find them.
+//! Bugs that are planted in the simulated world, to test that the checks find them.
 
 use crate::invariants::apply;
 use coordinator::consensus::message::{Body, EntryBody, Frame, LogEntry};
@@ -7,18 +7,17 @@ use coordinator::consensus::table::{Change, Entry, SessionChange, Table, encode_
 use proto::codec::{Cap, decode};
 use proto::ids::Epoch;
 
-/// A bug.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Bug {
-    /// What was written is not synced before what depends on it is sent.
+    /// A write is not synced before the messages that depend on it are sent.
     SkipSync,
-    /// A restarted coordinator remembers its workers without their epochs.
+    /// A restarted coordinator loses its workers' epochs.
     ForgetEpoch,
-    /// A restarted coordinator applies entries to a table that has them already.
+    /// A restarted coordinator applies entries twice.
     ApplyTwice,
     /// A snapshot's second chunk is never sent.
     DropChunk,
-    /// Reads are answered from the table as it is.
+    /// Reads return the local table without confirmation.
     StaleRead,
 }
 
@@ -26,7 +25,7 @@ impl Bug {
     pub(crate) const ALL: [Self; 5] =
         [Self::SkipSync, Self::ForgetEpoch, Self::ApplyTwice, Self::DropChunk, Self::StaleRead];
 
-    /// Tampers with what a disk says; `agreed` is the whole log from index 2 on.
+    /// Changes the data that a disk returns. `agreed` is the whole log from index 2 on.
     pub(crate) fn on_restart(self, loaded: &mut Loaded, agreed: &[LogEntry]) {
         let index = loaded.snapshot.meta.index;
         let before = |upto: u64| agreed.iter().filter(move |entry| entry.index <= upto);
@@ -50,7 +49,7 @@ impl Bug {
         }
     }
 
-    /// Whether this frame is never sent.
+    /// Whether this frame is dropped.
     pub(crate) fn drops(self, frame: &Frame) -> bool {
         self == Self::DropChunk && matches!(&frame.body, Body::Chunk(chunk) if chunk.offset > 0)
     }

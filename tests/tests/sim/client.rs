@@ -1,5 +1,5 @@
-//! Clients: each does one thing at a time, tries it again until it has an answer, gives up at last, and
-//! writes down when it called and what it was told.
+//! Clients of the table. Each does one operation at a time, retries until it has a result or gives up, and
+//! records the times and results.
 
 use coordinator::consensus::core::ProposalResult;
 use coordinator::consensus::table::{
@@ -13,10 +13,11 @@ use proto::ids::{Epoch, NodeId, TenantId};
 use proto::message::WorkerInfo;
 use std::collections::BTreeMap;
 
-/// Registers: so many tenants, each with a number, and the version of the policy.
+/// Number of tenants. Registers are one number per tenant, and the version of the policy.
 const TENANTS: u64 = 2;
-/// Microseconds after which a call is made again, and after which it is given up.
+/// Microseconds until a call is retried.
 const TRY_AGAIN: u64 = 400_000;
+/// Microseconds until a call is given up.
 const GIVE_UP: u64 = 6_000_000;
 
 /// A register of the table.
@@ -26,7 +27,7 @@ pub(crate) enum Cell {
     Policy,
 }
 
-/// What a client wants of a coordinator now.
+/// A client's request to a coordinator.
 #[derive(Debug, Clone)]
 pub(crate) enum Want {
     Propose(Entry),
@@ -51,11 +52,11 @@ pub(crate) struct Client {
     doing: Doing,
     called: u64,
     tried: u64,
-    /// The value written last, so that each is another.
+    /// The last written value, so that every value is different.
     written: u64,
 }
 
-/// All that clients were told.
+/// All results of clients.
 #[derive(Debug, Default)]
 pub(crate) struct History {
     pub(crate) calls: BTreeMap<Cell, Vec<Call>>,
@@ -69,7 +70,7 @@ impl Client {
         Self { number, session: None, seq: 0, nonce, doing, called: 0, tried: 0, written: 0 }
     }
 
-    /// What to ask of a coordinator now, if it is time.
+    /// The request to send to a coordinator now; `None` if it is not time.
     pub(crate) fn act(
         &mut self,
         now: u64,
@@ -104,7 +105,7 @@ impl Client {
         }
     }
 
-    /// A coordinator has applied an entry.
+    /// Handles an applied entry of a coordinator.
     pub(crate) fn answered(&mut self, now: u64, answer: &ProposalResult, history: &mut History) {
         match (&self.doing, answer.request, &answer.outcome) {
             (Doing::Opening, Request::Open(nonce), Outcome::Opened(client)) if nonce == self.nonce => {
@@ -125,7 +126,7 @@ impl Client {
         }
     }
 
-    /// A coordinator whose table is this one may answer this read.
+    /// Handles a read that a coordinator with this table may serve.
     pub(crate) fn read(&mut self, now: u64, token: u64, table: &Table, history: &mut History) {
         if let Doing::Reading { register, tokens } = &self.doing
             && tokens.contains(&token)
@@ -171,7 +172,7 @@ impl Client {
         self.doing = Doing::Nothing;
     }
 
-    /// Whether it was done, or will yet be, is not known.
+    /// Ends a call whose effect is unknown.
     pub(crate) fn give_up(&mut self, history: &mut History) {
         if let Doing::Changing { what: Some((register, op)), .. } = self.doing {
             let call = Call { op, called: self.called, returned: None };
@@ -181,7 +182,7 @@ impl Client {
     }
 }
 
-/// What an operation turned out to be.
+/// The completed operation for an outcome.
 fn told(op: Op, outcome: &Outcome) -> Option<Op> {
     match (op, outcome) {
         (op, Outcome::Done) => Some(op),
@@ -213,7 +214,7 @@ fn write(number: u64, value: u64) -> Change {
     }
 }
 
-/// A worker's life begins; sometimes an old one speaks again.
+/// A worker registers with a new epoch; sometimes with an old one.
 fn worker(random: &mut Random) -> Change {
     let name = ["w0", "w1"][random.below(2) as usize];
     let register = WorkerInfo {

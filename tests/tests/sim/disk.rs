@@ -1,10 +1,10 @@
-//! A disk that keeps what was synced and, after a crash, perhaps some of what was not.
+//! A simulated disk. A crash keeps all synced writes and possibly some unsynced ones.
 
 use coordinator::consensus::storage::{Loaded, Write};
 use kvasir_cluster_tests::random::Random;
 
-/// One member's disk. Writes are atomic, as the real one's transactions are (its own tests cut the power in
-/// the middle of them); the order in which they become durable is the order in which they were made.
+/// One member's disk. Writes are atomic, as the real disk's transactions are (its own tests cut the power
+/// during them), and become durable in order.
 #[derive(Debug, Clone)]
 pub(crate) struct Disk {
     synced: Loaded,
@@ -26,7 +26,7 @@ impl Disk {
         }
     }
 
-    /// What is there after a crash: of the unsynced writes the first few, or none.
+    /// Contents after a crash: some prefix of the unsynced writes survives.
     pub(crate) fn crash(&mut self, random: &mut Random) {
         let kept = random.below(self.unsynced.len() as u64 + 1) as usize;
         self.unsynced.truncate(kept);

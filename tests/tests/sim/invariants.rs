@@ -1,4 +1,4 @@
-//! What must hold at every step, whatever happens.
+//! Invariants checked at every step.
 
 use coordinator::consensus::MemberId;
 use coordinator::consensus::core::{Core, ProposalResult, RaftRole};
@@ -8,7 +8,7 @@ use coordinator::consensus::table::{GroupMember, Outcome, Refusal, Request, Tabl
 use proto::ids::{Epoch, NodeId};
 use std::collections::{BTreeMap, HashMap};
 
-/// What went wrong.
+/// A violated invariant.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Violation(pub(crate) String);
 
@@ -16,21 +16,21 @@ fn holds(right: bool, what: impl FnOnce() -> String) -> Result<(), Violation> {
     if right { Ok(()) } else { Err(Violation(what())) }
 }
 
-/// Everything that was ever seen, against which each step is held.
+/// Everything observed so far, for comparison with each step.
 #[derive(Debug)]
 pub(crate) struct Invariants {
     leaders: BTreeMap<u64, MemberId>,
-    /// Every entry ever written: the same place and term is the same entry.
+    /// Every entry ever written: index and term identify an entry.
     written: HashMap<(u64, u64), EntryBody>,
-    /// What was agreed on, from `first` on.
+    /// Agreed entries, from `first` on.
     agreed: Vec<LogEntry>,
     first: u64,
-    /// The table that follows from `agreed`, and its digest after each entry.
+    /// The table that results from `agreed`, and its digest after each entry.
     table: Table,
     digests: Vec<[u8; 32]>,
     /// How far each member's log was compared.
     compared: BTreeMap<MemberId, u64>,
-    /// The largest epoch of each worker that a table has shown to each member.
+    /// Largest epoch of each worker seen in each member's table.
     epochs: BTreeMap<(MemberId, NodeId), Epoch>,
     outcomes: BTreeMap<Request, Outcome>,
 }
@@ -52,17 +52,17 @@ impl Invariants {
         }
     }
 
-    /// The table as agreed on so far.
+    /// The table after all agreed entries.
     pub(crate) fn table(&self) -> &Table {
         &self.table
     }
 
-    /// Entries agreed on, the first of them at index 2.
+    /// Agreed entries; the first one has index 2.
     pub(crate) fn agreed(&self) -> &[LogEntry] {
         &self.agreed
     }
 
-    /// A member is about to write.
+    /// Checks a write before it happens.
     pub(crate) fn writes(&mut self, who: &NodeId, write: &Write) -> Result<(), Violation> {
         for entry in &write.entries {
             let known = self.written.entry((entry.index, entry.term)).or_insert_with(|| entry.body.clone());
@@ -73,13 +73,13 @@ impl Invariants {
         Ok(())
     }
 
-    /// A member was restarted: its log is compared from the start.
+    /// A member restarted: its log is compared from the start again.
     pub(crate) fn restarted(&mut self, member: MemberId) {
         self.compared.remove(&member);
         self.epochs.retain(|(m, _), _| *m != member);
     }
 
-    /// A member has done a step.
+    /// Checks a member after a step.
     pub(crate) fn stepped(&mut self, core: &Core, answers: &[ProposalResult]) -> Result<(), Violation> {
         let (who, status) = (core.identity(), core.status());
         let member = who.member();
@@ -107,12 +107,12 @@ impl Invariants {
         answers.iter().try_for_each(|answer| self.answered(answer))
     }
 
-    /// A change has one outcome, whoever tells it and however often.
+    /// A change has the same outcome at every member and at every repetition.
     fn answered(&mut self, answer: &ProposalResult) -> Result<(), Violation> {
         let gone = |outcome: &Outcome| {
             matches!(outcome, Outcome::Refused(Refusal::SessionExpired | Refusal::Superseded { .. }))
         };
-        // The opening of a session may be made twice: that leaves an idle one.
+        // A session may be opened twice; one of them stays idle.
         if gone(&answer.outcome) || matches!(answer.request, Request::Open(_)) {
             return Ok(());
         }
@@ -122,7 +122,7 @@ impl Invariants {
         })
     }
 
-    /// A new leader must have everything that was agreed on.
+    /// A new leader must have all agreed entries.
     fn leads(&self, core: &Core) -> Result<(), Violation> {
         let mut log = core.entries().peekable();
         let floor = log.peek().map_or(core.status().applied, |first| first.index - 1);
@@ -135,7 +135,7 @@ impl Invariants {
         Ok(())
     }
 
-    /// What a member has applied must be what everybody applies at that place.
+    /// All members must apply the same entry at an index.
     fn agrees(&mut self, core: &Core, member: MemberId, applied: u64) -> Result<(), Violation> {
         let compared = self.compared.get(&member).copied().unwrap_or(0);
         if applied <= compared {
@@ -166,7 +166,7 @@ impl Invariants {
     }
 }
 
-/// What an entry does to a table.
+/// Applies an entry to a table.
 pub(crate) fn apply(table: &mut Table, entry: &LogEntry) {
     let (bytes, membership) = match &entry.body {
         EntryBody::Plain(bytes) => (bytes, false),

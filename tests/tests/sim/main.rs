@@ -1,6 +1,7 @@
-//! Coordinators' agreement in a seeded world: virtual network, disks and clocks around the real cores; and streams of
-//! tokens around the real balancer. A failure prints its seed; `SIM_SEED=n` runs that one alone, `SIM_SEEDS=n` so many:
-//! `SIM_SEEDS=20000 cargo test --release -p kvasir-cluster-tests --test sim many -- --nocapture`.
+//! Seeded simulation of the coordinators' agreement, with virtual network, disks and clocks around the real
+//! cores, and of token streams around the real balancer. A failure prints its seed. `SIM_SEED=n` runs one
+//! seed, `SIM_SEEDS=n` runs n seeds: `SIM_SEEDS=20000 cargo test --release -p kvasir-cluster-tests --test sim
+//! many -- --nocapture`.
 
 mod bugs;
 mod client;
@@ -18,14 +19,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use streams::Numbering;
 use world::{Plan, Report, run};
 
-/// Microseconds of trouble in a run.
+/// Microseconds with faults in a run.
 const TROUBLE: u64 = 10_000_000;
 
 fn plan(seed: u64) -> Plan {
     Plan { seed, trouble: TROUBLE, bug: None }
 }
 
-/// Runs a seed that must hold.
+/// Runs a seed and asserts that all invariants hold.
 fn holds(seed: u64) -> Report {
     let outcome = catch_unwind(AssertUnwindSafe(|| run(plan(seed))));
     match outcome {
@@ -39,7 +40,7 @@ fn number(variable: &str) -> Option<u64> {
     std::env::var(variable).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{variable}={text}")))
 }
 
-/// Runs seeds on all CPUs and adds up what they have seen.
+/// Runs seeds on all CPUs and sums their reports.
 fn sweep<const N: usize>(seeds: Range<u64>, run: impl Fn(u64) -> [usize; N] + Sync) -> [usize; N] {
     let next = AtomicU64::new(seeds.start);
     let some = || {
@@ -82,12 +83,12 @@ fn many_seeds_hold() {
         "{runs} seeds: {answered} calls answered, {entries} entries agreed on, {terms} terms, {crashes} crashes, \
          {wipes} disks lost, {snapshots} snapshots"
     );
-    // A world in which nothing happens proves nothing.
+    // A run in which nothing happens proves nothing.
     let runs = runs as usize;
     assert!(answered > 20 * runs && crashes > 2 * runs && snapshots > runs);
 }
 
-/// Runs a seed of the streams' world that must hold.
+/// Runs a seed of the stream simulation and asserts that all invariants hold.
 fn streams_hold(seed: u64) -> streams::Report {
     streams::run(seed, TROUBLE, Numbering::Fresh)
         .unwrap_or_else(|violation| panic!("SIM_SEED={seed}: {}", violation.0))
@@ -114,20 +115,20 @@ fn many_seeds_of_streams_hold() {
     );
 }
 
-/// It had sent entries before its own disk had them, crashed, and was still in the term that it had led when the others
-/// told what they had taken: that was refused as what no correct member says.
+/// The leader sent entries before its own disk had them, crashed, and was still in the same term when
+/// acknowledgements arrived. These were refused as messages that no correct member sends.
 #[test]
-fn a_leader_that_has_lost_what_it_sent_hears_of_it() {
+fn a_leader_that_lost_sent_entries_accepts_their_acknowledgements() {
     holds(2765);
 }
 
 #[test]
-fn a_seed_tells_everything() {
+fn a_seed_determines_the_whole_run() {
     assert_eq!(run(plan(4)), run(plan(4)));
     assert_eq!(streams_hold(4), streams_hold(4));
 }
 
-/// A bug that is planted is found by some of these seeds, whatever the others see.
+/// A planted bug is found by at least one of these seeds.
 #[test]
 fn planted_bugs_are_found() {
     for bug in Bug::ALL {
@@ -144,7 +145,7 @@ fn planted_bugs_are_found() {
     }
 }
 
-/// Late tokens of an attempt that was given up reach a reader when attempts have the same number.
+/// If attempts share a number, late tokens of an abandoned attempt reach the reader.
 #[test]
 fn a_reused_attempt_is_found() {
     let found = (0..60).find_map(|seed| Some((seed, streams::run(seed, TROUBLE, Numbering::Reused).err()?)));

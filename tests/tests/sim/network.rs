@@ -1,4 +1,4 @@
-//! A network that delays, loses, doubles, reorders, and is cut one way or both.
+//! A simulated network that delays, loses, duplicates, reorders and partitions.
 
 use kvasir_cluster_tests::random::Random;
 use proto::ids::NodeId;
@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 
 #[derive(Debug, Default)]
 pub(crate) struct Network {
-    /// Ways that are cut: (from, to).
+    /// Blocked directions: (from, to).
     cuts: BTreeSet<(NodeId, NodeId)>,
     loss: u64,
     doubled: u64,
@@ -14,7 +14,7 @@ pub(crate) struct Network {
 }
 
 impl Network {
-    /// Microseconds after which each copy of a packet arrives.
+    /// Delays in microseconds of each copy of a packet; empty if it is lost.
     pub(crate) fn send(&self, random: &mut Random, from: &NodeId, to: &NodeId) -> Vec<u64> {
         if self.cuts.contains(&(from.clone(), to.clone())) || random.chance(self.loss) {
             return Vec::new();
@@ -27,14 +27,14 @@ impl Network {
         (0..copies).map(|_| delay(random)).collect()
     }
 
-    /// Another weather.
+    /// Changes the network's conditions.
     pub(crate) fn change(&mut self, random: &mut Random) {
         self.loss = *random.pick(&[0, 0, 20, 100, 300]).unwrap_or(&0);
         self.doubled = *random.pick(&[0, 50, 200]).unwrap_or(&0);
         self.late = *random.pick(&[0, 10, 100]).unwrap_or(&0);
     }
 
-    /// Cuts some of `nodes` off: one way, both ways, or into two halves.
+    /// Isolates some of `nodes`: one way, both ways, or as two partitions.
     pub(crate) fn cut(&mut self, random: &mut Random, nodes: &[NodeId]) {
         let kind = random.below(3);
         let Some(one) = random.pick(nodes).cloned() else { return };
@@ -53,12 +53,12 @@ impl Network {
         }
     }
 
-    /// Mends the cuts.
+    /// Removes all partitions.
     pub(crate) fn mend(&mut self) {
         self.cuts.clear();
     }
 
-    /// A perfect network.
+    /// Removes all faults.
     pub(crate) fn heal(&mut self) {
         *self = Self::default();
     }

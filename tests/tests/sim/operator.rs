@@ -1,4 +1,4 @@
-//! Who changes the group: brings coordinators in, takes them out, and replaces those whose data is gone.
+//! An operator that adds, removes and replaces coordinators.
 
 use crate::world::{Machine, World, seat};
 use coordinator::consensus::core::{ProposalResult, RaftRole};
@@ -9,16 +9,16 @@ use kvasir_cluster_tests::random::Random;
 use proto::ids::NodeId;
 
 const NONCE: u64 = 1 << 60;
-/// Microseconds after which a change without an answer is given up.
+/// Microseconds until a change without a result is given up.
 const GIVE_UP: u64 = 3_000_000;
 
 #[derive(Debug)]
 pub(crate) struct Operator {
     session: Option<ClientId>,
     seq: u64,
-    /// The change that is under way, and since when.
+    /// The pending change and its start.
     doing: Option<(Change, u64)>,
-    /// A change was given up and may yet be made.
+    /// A change was given up and may still take effect.
     unsure: bool,
 }
 
@@ -31,14 +31,14 @@ impl Operator {
         match (answer.request, &answer.outcome) {
             (Request::Open(NONCE), Outcome::Opened(client)) => self.session = Some(*client),
             (Request::Change(client, seq), _) if Some(client) == self.session && seq == self.seq => {
-                // It comes after all earlier ones, which can no more be made.
+                // This change comes after all earlier ones, which can no longer take effect.
                 (self.doing, self.unsure) = (None, false);
             }
             _ => {}
         }
     }
 
-    /// Does something at the leader, whose name is returned.
+    /// Makes a request to the leader and returns the leader's name.
     pub(crate) fn act(&mut self, world: &mut World) -> Option<NodeId> {
         let now = world.now;
         self.unsure |= self.doing.take_if(|(_, since)| now > *since + GIVE_UP).is_some();
@@ -59,7 +59,7 @@ impl Operator {
         };
         let core = world.machines.get_mut(&name)?.core.as_mut()?;
         if core.propose(&entry).is_err() && self.session.is_some() {
-            // The group is not ready for it; another time, another change.
+            // The group is not ready for this change; another one follows later.
             self.unsure |= self.doing.take().is_some();
         }
         Some(name)
@@ -70,7 +70,7 @@ impl Operator {
         for (name, standing) in table.coordinators() {
             let Some(known) = standing.seat().map(|seat| seat.incarnation) else { continue };
             if known != world.machines.get(name)?.incarnation {
-                // As an operator does it, or as it asks for it itself.
+                // Chosen by the operator, or requested by the coordinator itself.
                 let gone =
                     if known.0 % 2 == 0 { Change::CoordinatorRemoved } else { Change::CoordinatorLost };
                 return Some(gone(name.clone()));
@@ -86,7 +86,7 @@ impl Operator {
         let voters: Vec<&NodeId> = voting.map(|(name, _)| name).collect();
         let all = voters.len();
         match world.random.below(20) {
-            // One that is not there comes in.
+            // Adds a coordinator that is not a member.
             0..=2 if all < 5 => {
                 let names: Vec<NodeId> = world.machines.keys().cloned().collect();
                 let name = world.random.pick(&names)?;
@@ -96,7 +96,7 @@ impl Operator {
                     _ => false,
                 };
                 if removed {
-                    // A life that was removed never comes back.
+                    // A removed incarnation never returns.
                     world.wipe(name);
                     return None;
                 }
@@ -106,7 +106,7 @@ impl Operator {
                 let name = pick_other(&mut world.random, &voters, leader)?;
                 Some(Change::CoordinatorRemoved(name))
             }
-            // A disk is lost, as long as the others are a majority.
+            // Wipes a disk while the other members are a majority.
             4 if all > 2 && !self.unsure => {
                 let name = pick_other(&mut world.random, &voters, leader)?;
                 world.wipe(&name);

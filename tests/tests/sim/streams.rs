@@ -1,9 +1,9 @@
-//! Streams of tokens over workers that die, freeze, decline and come back: the real balancer and its prefix index
-//! between virtual workers and readers. What a reader has been told is at every step the beginning of what one
-//! undisturbed run tells, and in the end all of it.
+//! Simulation of token streams over workers that die, freeze, refuse and return: the real balancer and prefix
+//! index between virtual workers and readers. At every step a reader's tokens are a prefix of an undisturbed
+//! run's, and in the end all of them.
 //!
-//! A reader takes the tokens of its present attempt and no others, as the front does, where each attempt has a stream
-//! of its own. Here only the number that the balancer gives to an attempt tells the late from the present.
+//! A reader accepts only tokens of its current attempt, as the front does, where each attempt has its own
+//! stream. Here only the attempt's number separates late tokens from current ones.
 
 mod life;
 
@@ -22,32 +22,32 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 const NAMES: [&str; 3] = ["w0", "w1", "w2"];
-/// Requests of one group have a prefix in common.
+/// Number of groups; requests of a group have a common prefix.
 const GROUPS: u64 = 4;
-/// Microseconds between two looks at deadlines and leases.
+/// Microseconds between two checks of deadlines and leases.
 const TICK: u64 = 50_000;
-/// Microseconds that a request may take.
+/// Deadline of a request in microseconds.
 const LIMIT: u64 = 20_000_000;
-/// Microseconds after which what was healed is at rest.
+/// Microseconds until the healed world must be at rest.
 const REST: u64 = 30_000_000;
 
-/// How attempts are told apart.
+/// Numbering of attempts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Numbering {
-    /// As the balancer says.
+    /// As assigned by the balancer.
     Fresh,
-    /// The bug that is planted: all attempts at a request have one number.
+    /// Planted bug: all attempts of a request have the same number.
     Reused,
 }
 
-/// What a run has seen.
+/// Counters of a run.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct Report {
     pub(crate) finished: usize,
     pub(crate) refused: usize,
     /// Attempts after the first.
     pub(crate) moved: usize,
-    /// Tokens of an attempt that nobody waits for any more.
+    /// Tokens of abandoned attempts.
     pub(crate) late: usize,
     pub(crate) deaths: usize,
     pub(crate) gaps: u64,
@@ -61,23 +61,23 @@ enum Event {
     Born(NodeId),
     Dial(Epoch),
     Step(Epoch),
-    /// A worker hears of a request, or that a connection is closed.
+    /// A worker receives a request, or the closing of a connection.
     Called(Epoch, u64, Call),
     Closed(Epoch, u64),
-    /// The coordinator hears of a worker.
+    /// The coordinator receives a worker's message.
     Heard(u64, NodeId, Said),
     Gone(u64, NodeId),
     Fetched(u64, NodeId, Epoch, GapRepair),
 }
 
-/// Whoever waits for a stream.
+/// The client of a stream.
 #[derive(Debug)]
 struct Reader {
     number: u64,
     group: u64,
     wanted: usize,
     told: Vec<u32>,
-    /// The connection by which its present attempt is made, and the attempt's number.
+    /// Connection of its current attempt, and the attempt's number.
     placed: Option<(u64, Attempt)>,
     over: bool,
 }
@@ -90,20 +90,20 @@ struct World {
     count: u64,
     events: BTreeMap<(u64, u64), Event>,
     balancer: Balancer,
-    /// Every life of every worker, by epoch, also those that are over.
+    /// Every run of every worker by epoch, including ended ones.
     lives: BTreeMap<Epoch, Life>,
-    /// The connections by which workers are members here, and the life at the other end.
+    /// The current connection of each worker, and the epoch at its other end.
     sessions: BTreeMap<NodeId, (u64, Epoch)>,
     readers: BTreeMap<Ticket, Reader>,
-    /// When the last frame of an attempt arrives: they do not overtake each other.
+    /// Arrival of the last frame of each attempt: frames do not overtake each other.
     arrivals: BTreeMap<(u64, Ticket, Attempt), u64>,
-    /// Of 1000 batches of events.
+    /// Lost batches of events, per 1000.
     lost: u64,
     calm: bool,
     report: Report,
 }
 
-/// Runs a seed: `trouble` microseconds of trouble, then rest.
+/// Runs a seed: `trouble` microseconds with faults, then a quiet period.
 pub(crate) fn run(seed: u64, trouble: u64, numbering: Numbering) -> Result<Report, Violation> {
     let mut world = World::new(seed, numbering);
     world.until(trouble)?;
@@ -216,7 +216,7 @@ impl World {
         let wanted = self.random.within(1, 60) as usize;
         let ask = self.ask(group, number);
         let submitted = self.balancer.submit(self.instant(), vec![ask], self.random.next());
-        // Refused when no worker is there.
+        // Refused if there is no worker.
         let Ok((tickets, actions)) = submitted else { return };
         for ticket in tickets {
             let reader = Reader { number, group, wanted, told: Vec::new(), placed: None, over: false };
@@ -242,7 +242,7 @@ impl World {
         }
     }
 
-    /// Somebody does not want to wait.
+    /// A client cancels.
     fn leave(&mut self) {
         let open: Vec<Ticket> =
             self.readers.iter().filter(|(_, reader)| !reader.over).map(|(ticket, _)| *ticket).collect();
@@ -295,7 +295,7 @@ impl World {
         }
     }
 
-    /// A connection is over: what was under way on it is tried elsewhere, and the worker will hear of it.
+    /// A connection ended: its requests are retried elsewhere, and the worker will notice.
     fn ended(&mut self, session: u64, epoch: Epoch) {
         let way = self.way();
         self.after(way, Event::Closed(epoch, session));
@@ -336,7 +336,7 @@ impl World {
                     self.ended(before, other);
                 }
             }
-            // A zombie has nothing to do any more.
+            // A superseded worker has nothing left to do.
             Err(_) => {
                 self.lives.values_mut().filter(|life| life.epoch == epoch).for_each(|l| l.alive = false)
             }
@@ -355,7 +355,7 @@ impl World {
         }
     }
 
-    /// Sends what a worker says; what it says of its cache may be lost, doubled and late.
+    /// Sends a worker's message. Its KV events may be lost, duplicated and late.
     fn say(&mut self, session: u64, name: NodeId, said: Said) {
         let mut due = self.now + self.way();
         match &said {
@@ -412,7 +412,7 @@ impl World {
         Ok(())
     }
 
-    /// Whether this is the attempt that a reader waits for.
+    /// Whether this is the reader's current attempt.
     fn waits(&self, ticket: Ticket, attempt: Attempt) -> bool {
         self.readers.get(&ticket).is_some_and(|reader| reader.placed.is_some_and(|(_, now)| now == attempt))
     }
@@ -446,20 +446,20 @@ impl World {
         }
     }
 
-    /// The coordinator finds out that a connection is gone.
+    /// The coordinator detects that a connection is gone.
     fn gone(&mut self, session: u64, name: &NodeId) {
         let Some((_, epoch)) = self.sessions.get(name).copied().filter(|(now, _)| *now == session) else {
             return;
         };
         self.sessions.remove(name);
         let leave = TableChange::Leave { node: name.clone(), epoch };
-        // Refused if its lease has ended already.
+        // Refused if its lease has already ended.
         let left = self.balancer.change(self.instant(), leave, self.random.next());
         self.perform(left.unwrap_or_default());
         self.ended(session, epoch);
     }
 
-    /// An answer to what the index has asked of a worker.
+    /// A worker's response to a request of the index.
     fn fetched(&mut self, session: u64, name: &NodeId, epoch: Epoch, need: GapRepair) {
         if !self.is_session(session, name) {
             return;
@@ -497,7 +497,7 @@ impl World {
         let Some(life) = self.lives.get_mut(&epoch) else { return };
         let (name, session) = (life.node.clone(), life.session);
         match kind {
-            // It dies; its connection shows that soon, late, or never.
+            // The worker dies; the connection closes soon, late or never.
             0..3 => {
                 life.alive = false;
                 self.report.deaths += 1;
@@ -510,7 +510,7 @@ impl World {
                 }
             }
             3..6 => life.frozen = self.now + moment * 3,
-            // Somebody starts it again while it is merely frozen.
+            // A second instance starts while the first one is only frozen.
             6 => {
                 life.frozen = self.now + moment * 3;
                 self.after(moment, Event::Born(name));
@@ -529,9 +529,9 @@ impl World {
         self.lives.values_mut().for_each(|life| life.frozen = 0);
     }
 
-    /// After the trouble nobody waits, nothing is booked, and the index knows what the workers hold.
+    /// After the faults: no request waits, nothing is reserved, and the index matches the workers' caches.
     fn at_rest(&mut self) -> Result<(), Violation> {
-        // Who has lost the last events hears of it by the next.
+        // A lost last event is detected with the next one.
         let epochs: Vec<Epoch> = self.lives.keys().copied().collect();
         for epoch in epochs {
             self.lives.get_mut(&epoch).into_iter().for_each(Life::stores_one_more);
@@ -566,7 +566,7 @@ impl World {
         Ok(())
     }
 
-    /// Tokens of a group's prompt that a worker is expected to hold.
+    /// Prompt tokens of a group that a worker is expected to hold.
     fn hint(&mut self, name: &NodeId, group: u64) -> Option<u32> {
         let others = || NAMES.iter().map(|name| node(name)).filter(|other| other != name);
         self.drain(others(), true);

@@ -1,4 +1,4 @@
-//! A group of coordinators in a virtual world: time is a number, chance a seed, and nothing else is there.
+//! A group of coordinators in a virtual world with simulated time and seeded randomness.
 
 use crate::bugs::Bug;
 use crate::client::{Client, History, Want, node};
@@ -18,29 +18,29 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 
 const GROUP: GroupId = GroupId(77);
-/// Microseconds of a tick at a clock that goes right.
+/// Microseconds per tick of a correct clock.
 const TICK: u64 = 50_000;
-/// Microseconds in which everything comes to rest once it has healed: crashed ones are back, calls are
-/// answered or given up, snapshots fetched.
+/// Microseconds until everything is at rest after healing: crashed members are back, calls are completed or
+/// given up, snapshots are transferred.
 const REST: u64 = 10_000_000;
-/// Coordinators that there are at most; those beyond the founders wait to be added.
+/// All possible coordinators; those beyond the founders can be added.
 const NAMES: [&str; 6] = ["c0", "c1", "c2", "c3", "c4", "c5"];
 
-/// What to simulate.
+/// Parameters of a simulation.
 #[derive(Debug, Clone)]
 pub(crate) struct Plan {
     pub(crate) seed: u64,
-    /// Microseconds of trouble, after which everything heals and must come to rest.
+    /// Microseconds with faults. After that everything heals and must come to rest.
     pub(crate) trouble: u64,
     pub(crate) bug: Option<Bug>,
 }
 
-/// What happened.
+/// Counters of a run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Report {
-    /// Calls of clients that were answered.
+    /// Completed calls of clients.
     pub(crate) answered: usize,
-    /// Entries agreed on.
+    /// Agreed entries.
     pub(crate) entries: usize,
     pub(crate) crashes: usize,
     pub(crate) wipes: usize,
@@ -50,7 +50,7 @@ pub(crate) struct Report {
 
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Event {
-    /// A member's clock ticks, in this start of its process.
+    /// A member's clock ticks; the number is the process's start count.
     Tick(NodeId, u64),
     Packet {
         from: NodeId,
@@ -68,11 +68,11 @@ pub(crate) struct Machine {
     pub(crate) incarnation: Incarnation,
     disk: Disk,
     pub(crate) core: Option<Core>,
-    /// Starts of its process.
+    /// Number of starts of its process.
     starts: u64,
-    /// Microseconds of its tick.
+    /// Length of its tick in microseconds.
     tick: u64,
-    /// The process stands still until then.
+    /// The process is frozen until this time.
     frozen: u64,
 }
 
@@ -88,12 +88,11 @@ pub(crate) struct World {
     history: History,
     operator: Option<Operator>,
     pub(crate) invariants: Invariants,
-    /// Everything has healed; nothing breaks any more.
+    /// True after healing: no further faults.
     pub(crate) calm: bool,
     report: Report,
 }
 
-/// Runs a plan.
 pub(crate) fn run(plan: Plan) -> Result<Report, Violation> {
     let mut world = World::new(plan);
     let end = world.plan.trouble;
@@ -125,7 +124,7 @@ impl World {
             } else {
                 Loaded::joining(identity)
             };
-            // Clocks are wrong by up to a fifth.
+            // Clocks are wrong by up to 20%.
             let tick = random.within(TICK * 4 / 5, TICK * 6 / 5);
             let disk = Disk::new(loaded);
             let incarnation = Incarnation(1);
@@ -224,7 +223,7 @@ impl World {
             let want = client.act(now, &mut self.random, table, &mut self.history);
             let Some(machine) = self.machines.get_mut(&name).filter(|m| m.frozen <= now) else { continue };
             let (Some(want), Some(core)) = (want, machine.core.as_mut()) else { continue };
-            // What is refused is tried again elsewhere.
+            // A refused request is retried elsewhere.
             match want {
                 Want::Propose(entry) => {
                     let _tried_again = core.propose(&entry);
@@ -245,16 +244,16 @@ impl World {
         let Some(core) = self.machines.get_mut(to).and_then(|m| m.core.as_mut()) else { return Ok(()) };
         let frame = Frame::from_bytes(bytes).map_err(|error| Violation(format!("frame: {error}")))?;
         match core.receive(from, frame) {
-            // Members speak to a life that is over until they know better.
+            // Members send to an ended incarnation until they learn of the new one.
             Ok(()) | Err(ReceiveError::NotForMe { .. }) => {}
             Err(error) => return Err(Violation(format!("{to} refuses what a member sent: {error}"))),
         }
         self.work(to)
     }
 
-    /// Does what a core wants done, perhaps not to the end.
+    /// Performs a core's actions, possibly not to the end.
     fn work(&mut self, name: &NodeId) -> Result<(), Violation> {
-        // The process may die before a write, before its sync, or before what follows from it.
+        // The process may crash before a write, before its sync, or before the actions that depend on it.
         let mut dies = (!self.calm && self.random.chance(2)).then(|| self.random.below(3));
         loop {
             let Some(machine) = self.machines.get_mut(name) else { return Ok(()) };
@@ -346,7 +345,7 @@ impl World {
         self.work(name)
     }
 
-    /// The process dies; it is started again after a while.
+    /// The process crashes and restarts after a while.
     fn crash(&mut self, name: &NodeId) {
         self.report.crashes += 1;
         let Some(machine) = self.machines.get_mut(name) else { return };
@@ -356,7 +355,7 @@ impl World {
         self.at(back, Event::Start(name.clone()));
     }
 
-    /// A coordinator's data is gone.
+    /// Deletes a coordinator's data.
     pub(crate) fn wipe(&mut self, name: &NodeId) {
         self.report.wipes += 1;
         self.crash(name);
@@ -412,10 +411,10 @@ impl World {
         self.machines.values_mut().for_each(|machine| machine.frozen = 0);
     }
 
-    /// After the trouble every member has caught up and changes are made again.
+    /// After the faults every member has caught up and changes succeed again.
     fn at_rest(&mut self) -> Result<(), Violation> {
         let before = self.history.done;
-        // Many a client asks one who is no member first.
+        // Many clients try a non-member first.
         for _ in 0..20 {
             self.until(self.now + 500_000)?;
             if self.history.done > before {
@@ -453,7 +452,7 @@ impl World {
     }
 }
 
-/// A coordinator's place in the group.
+/// A coordinator's membership entry.
 pub(crate) fn seat(name: &NodeId, incarnation: Incarnation) -> GroupMember {
     GroupMember { node: name.clone(), incarnation, quic: "127.0.0.1:1".into(), level: Level::OWN }
 }

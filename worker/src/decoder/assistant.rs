@@ -1,8 +1,8 @@
-//! A drafter that looks at its target's keys and values: see [`AssistantSpec`].
+//! A drafter that attends to its target's keys and values: see [`AssistantSpec`].
 //!
-//! It lives in the target's decoder, since it reads the target's embedding, its residual stream behind the final norm,
-//! and its caches, which it never writes. All guesses of a round have the position of the token that they follow, and
-//! look at the positions before it.
+//! It lives in the target's decoder, since it reads the target's embedding, its residual stream after the
+//! final norm, and its caches, which it never writes. All draft tokens of a round have the position of the
+//! token that they follow, and attend to the positions before it.
 
 use super::layout::{self, Buffers};
 use super::{Decoder, DecoderConfig, embedding_of, feed_forward, job, normed};
@@ -19,46 +19,46 @@ pub(super) struct Assistant {
     before: Linear,
     behind: Linear,
     embedding: MatrixId,
-    /// For each of its layers, the target's keys and values as it sees them.
+    /// For each layer of the drafter: the target's cache of keys and values that it attends to.
     caches: Vec<KvLayerId>,
     buffers: Buffers,
-    /// What goes in: embedding and hidden state, one behind the other.
+    /// The input: embedding and hidden state, concatenated.
     joined: BufferId,
-    /// The hidden state that the next guess takes in.
+    /// The hidden state that is the next draft token's input.
     next: BufferId,
     backbone: usize,
 }
 
-/// What guesses of one sequence begin with.
+/// The state that drafting for a sequence starts from.
 #[derive(Debug, Clone)]
 pub(crate) struct DraftFrom<'a> {
     /// The newest token, whose keys and values are not computed yet.
     pub(crate) token: u32,
-    /// Tokens before it; at least 1.
+    /// Number of tokens before it; at least 1.
     pub(crate) context: usize,
-    /// The target's hidden state of the last of them: [`Decoder::hidden`].
+    /// The target's hidden state of the last of these tokens: [`Decoder::hidden`].
     pub(crate) hidden: Vec<f32>,
     /// The target's block table for each group of keys and values, as in [`StepInput::tables`].
     pub(crate) tables: Vec<BlockTable<'a>>,
-    /// Guesses that are of use.
+    /// Maximum number of useful draft tokens.
     pub(crate) most: usize,
 }
 
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Drafted {
-    /// The most likely tokens, each behind those before it.
+    /// The most likely tokens, each following those before it.
     pub(crate) tokens: Vec<u32>,
-    /// What the next guess would have taken in.
+    /// The hidden state that the next draft token would have used.
     pub(crate) hidden: Vec<f32>,
 }
 
 impl Decoder {
-    /// Loads a drafter for this model, whose last layer must be here and those whose caches the drafter reads, before the
-    /// arena is allocated: it from the first source, and from the second one the model's embedding where that is not here. It drafts
-    /// for `rows` sequences at a time.
+    /// Loads a drafter for this model, for `rows` sequences at a time. The model's last layer and all layers
+    /// whose caches the drafter reads must be here. Must be called before the arena is allocated. `source`
+    /// has the drafter; `target_source` has the model's embedding, which is loaded if it is not here.
     ///
     /// # Errors
-    /// [`Error::Config`] for a drafter of another model, or of layers that are elsewhere.
+    /// [`Error::Config`] for a drafter of another model, or one that reads layers of other stages.
     pub(crate) fn load_assistant(
         &mut self,
         spec: &AssistantSpec,
@@ -99,7 +99,7 @@ impl Decoder {
                 ));
             };
             let mut shape = layout::kv_shape(attention, &config);
-            // Seen from the position before its own, a window reaches one position further.
+            // From the previous position, a window reaches one position further back.
             shape.window = match shape.window {
                 Some(0 | 1) => return refuse(format!("layer {layer} of the drafter sees no position")),
                 window => window.map(|window| window - 1),
@@ -130,7 +130,7 @@ impl Decoder {
         self.assistant.is_some() || self.appended.is_some()
     }
 
-    /// The residual stream of these rows of the last step, as it leaves the final norm.
+    /// The residual stream of these rows of the last step, after the final norm.
     pub(crate) fn hidden(&mut self, rows: &[u32]) -> Result<Vec<Vec<f32>>, Error> {
         let Some(Head::Logits { norm, .. }) = &self.weights.head else { return Err(Error::NoOutputHead) };
         let mut hidden = Vec::with_capacity(rows.len());
@@ -147,8 +147,8 @@ impl Decoder {
         Ok(hidden)
     }
 
-    /// Has the drafter guess `count` tokens of each sequence; fewer where fewer are of use or it can make no more. Nothing
-    /// is left of the last step's residual stream.
+    /// Drafts up to `count` tokens for each sequence; fewer if fewer are useful or possible. Overwrites the
+    /// residual stream of the last step.
     pub(crate) fn draft(&mut self, from: &[DraftFrom<'_>], count: usize) -> Result<Vec<Drafted>, Error> {
         let mut drafted = Vec::with_capacity(from.len());
         if let Some(appended) = &self.appended {
@@ -198,7 +198,7 @@ impl Decoder {
             let mut best = Vec::with_capacity(from.len());
             backend.argmax(assistant.buffers.logits, &mut best)?;
             for (row, (drafted, token)) in drafted.iter_mut().zip(best).enumerate() {
-                // Nothing is guessed of numbers that are none.
+                // Logits that are not finite give no draft token.
                 if token == NO_INDEX {
                     continue;
                 }
@@ -209,19 +209,19 @@ impl Decoder {
         Ok(drafted)
     }
 
-    /// The logits of a row of the last guesses, for tests.
+    /// The logits of a row of the last draft step. For tests.
     #[cfg(test)]
     pub(crate) fn draft_logits(&mut self, row: usize) -> Result<Vec<f32>, Error> {
         let mut logits = vec![0f32; self.spec.vocab];
         let of_assistant = self.assistant.as_ref().map(|assistant| assistant.buffers.logits);
-        // The block behind the last layer has the model's own.
+        // An MTP head uses the model's logits buffer.
         self.backend.read_row(of_assistant.unwrap_or(self.buffers.logits), row, &mut logits)?;
         Ok(logits)
     }
 }
 
 impl Assistant {
-    /// From what stands in `joined` to logits and the next hidden state.
+    /// Computes logits and the next hidden state from `joined`.
     fn guess(
         &self,
         backend: &mut dyn Backend,
@@ -238,7 +238,7 @@ impl Assistant {
             backend.matmul(input, &[job(&weights.q, b.q, false)])?;
             let (q, q_norm, rope) = (b.q, weights.q_norm, weights.rope);
             backend.qkv(&QkvOp { q, q_norm, kv: None, rope, layer: cache })?;
-            // Turned to the token's position, it looks at those before it.
+            // The query has the token's position in its rotary embedding, and attends to earlier positions.
             seen.begin(backend, tokens)?;
             let (scale, sinks) = (weights.scale, weights.sinks);
             backend.attention(&AttentionOp { q, out: b.mixed, scale, sinks, layer: cache })?;
@@ -257,7 +257,7 @@ impl Assistant {
     }
 }
 
-/// One row of each sequence.
+/// One row for each sequence.
 struct Rows<'a> {
     sequences: Vec<StepSequence>,
     tables: Vec<Vec<Table<'a>>>,
@@ -269,7 +269,7 @@ enum Table<'a> {
 }
 
 impl<'a> Rows<'a> {
-    /// At the positions of the newest tokens. Nothing looks at a cache there, and there may be no block yet.
+    /// Rows at the positions of the newest tokens. No cache is read there, and there may be no block yet.
     fn own(from: &[DraftFrom<'a>], block_tokens: usize) -> Self {
         let table = |from: &DraftFrom<'a>, group: usize| match from.tables[group] {
             BlockTable::Paged(offsets) => {
@@ -283,7 +283,7 @@ impl<'a> Rows<'a> {
         Self::new(from, |from| from.context, table)
     }
 
-    /// At the positions before them.
+    /// Rows at the positions before the newest tokens.
     fn seen(from: &[DraftFrom<'a>]) -> Self {
         Self::new(from, |from| from.context.saturating_sub(1), |from, group| Table::As(from.tables[group]))
     }

@@ -16,8 +16,8 @@ pub(super) fn run(
         let routes_on_x = matches!(&part.ffn, FfnWeights::Moe(moe) if moe.router_norm.is_some());
         part.own_norm.is_some() || routes_on_x
     };
-    // Straight into the residual where nothing happens to the sum and no part reads the residual after another
-    // has been added to it.
+    // Add directly to the residual if nothing is applied to the sum and no part reads the residual after
+    // another part was added to it.
     let later_reads_x = layer.ffn.iter().any(reads_x) || layer.ffn_norm.is_none() && layer.ffn.len() > 1;
     let direct = layer.ffn_post_norm.is_none() && scale == 1.0 && !later_reads_x;
     let sum = if direct { b.x } else { b.branch };
@@ -63,7 +63,8 @@ fn part_into(
             backend.matmul(input, &jobs)?;
             backend.gate(&GateOp { gate: b.gate, up: Some(b.up), up_from: 0, activation: *activation })?;
             if row_gate.is_some() {
-                // Before the down projection, which is linear and has no bias: as good as after it.
+                // Scaling before the down projection equals scaling after it, since it is linear and has no
+                // bias.
                 backend.scale_rows(b.gate, b.row_gate)?;
             }
             backend.matmul(b.gate, &[job(down, out, accumulate)])?;

@@ -1,4 +1,4 @@
-//! Where a layer range's caches and activations lie.
+//! Layout of a layer range's caches and activations.
 
 use super::DecoderConfig;
 use crate::Error;
@@ -8,23 +8,23 @@ use kernels::backend::{
 };
 use model::spec::{AttentionSpec, FfnSpec, KvSpec, LayerSpec, MixerSpec, ModelSpec, OutputSpec};
 
-/// Layers whose cache blocks live and die together.
+/// Layers whose cache blocks are allocated and freed together.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CacheGroup {
     pub kind: CacheKind,
-    /// Bytes of one block, or of one sequence's state, over all layers of the group that the range holds; a multiple
-    /// of 64, and 0 where it holds none.
+    /// Bytes of one block, or of one sequence's state, summed over the group's layers in this range. A
+    /// multiple of 64; 0 if the range has none of its layers.
     pub block_bytes: usize,
-    /// Layers of the group that have a cache of their own.
+    /// Layers of the group that have their own cache.
     pub layers: usize,
 }
 
-/// See [`CacheGroup`].
+/// Kind of a [`CacheGroup`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CacheKind {
     /// Keys and values of every position.
     Full,
-    /// Keys and values of the last positions only.
+    /// Keys and values of the last positions only; the value is the window in tokens.
     Sliding(usize),
     /// A recurrent state of constant size.
     State,
@@ -37,26 +37,26 @@ pub(super) enum LayerCache {
     State(StateLayerId),
 }
 
-/// Where the caches of a layer range are.
+/// Placement of the caches of a layer range.
 #[derive(Debug)]
 pub(super) struct Placed {
     pub(super) groups: Vec<CacheGroup>,
     pub(super) caches: Vec<LayerCache>,
-    /// Group of each layer's keys and values, and where in its blocks they begin, in bytes.
+    /// Group of each layer's keys and values, and the byte offset of the layer in its blocks.
     pub(super) places: Vec<Option<(usize, usize)>>,
-    /// Heads that keep a narrow state.
+    /// Number of heads with a narrow state.
     pub(super) narrow_heads: usize,
 }
 
-/// Groups layers by what they can forget, and places each layer inside its group's block. Full attention comes
-/// first: its hit bounds every other group's; states come last.
+/// Groups layers by how long their cache entries are needed, and places each layer inside its group's block.
+/// Full attention comes first, because its prefix hit bounds that of every other group. States come last.
 pub(super) fn place_caches(
     spec: &ModelSpec,
     weights: &Weights,
     config: &DecoderConfig,
     backend: &mut dyn Backend,
 ) -> Result<Placed, Error> {
-    // Of the whole model, not of this range alone: all stages of a replica name groups alike.
+    // Based on the whole model and not on this range, so that all stages of a replica number groups alike.
     let attention = (0..spec.layers.len()).filter_map(|index| spec.attention(index));
     let mut windows: Vec<Option<usize>> = attention.map(|attention| attention.window).collect();
     windows.sort_unstable();
@@ -134,7 +134,7 @@ pub(super) fn kv_shape(attention: &AttentionSpec, config: &DecoderConfig) -> KvS
     }
 }
 
-/// Activation buffers. Those of one name are shared by all layers, as wide as the widest needs.
+/// Activation buffers. All layers share them, so each is as wide as the widest layer needs.
 #[derive(Debug, Clone)]
 pub(super) struct Buffers {
     pub(super) x: BufferId,
@@ -146,22 +146,22 @@ pub(super) struct Buffers {
     pub(super) conv: BufferId,
     pub(super) beta: BufferId,
     pub(super) dt: BufferId,
-    /// Gate of what a mixer computed.
+    /// Gate of the mixer's output.
     pub(super) mixer_gate: BufferId,
-    /// What a mixer computed, before its output projection.
+    /// The mixer's output before its output projection.
     pub(super) mixed: BufferId,
     pub(super) gate: BufferId,
     pub(super) up: BufferId,
     pub(super) row_gate: BufferId,
     pub(super) router: BufferId,
-    /// Norms of single FFN parts and of a router.
+    /// Normed inputs of single FFN parts and of a router.
     pub(super) own_normed: BufferId,
     pub(super) router_normed: BufferId,
     /// Output of one FFN part that is normed before it is summed.
     pub(super) part: BufferId,
     /// Output of a mixer or FFN that is normed or scaled before it is added.
     pub(super) branch: BufferId,
-    /// The slices of all layers, and one that a layer gates.
+    /// The per-layer embeddings of all layers, and the slice that a layer gates.
     pub(super) per_layer: BufferId,
     pub(super) slice: BufferId,
     pub(super) picked: BufferId,
@@ -169,7 +169,7 @@ pub(super) struct Buffers {
     pub(super) logits: BufferId,
 }
 
-/// Widths of the buffers that not every model needs; 0 where none does.
+/// Widths of the buffers that only some models need; 0 if unused.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Widths {
     pub(crate) q: usize,
@@ -239,7 +239,7 @@ impl Widths {
         }
     }
 
-    /// Whether buffers of these widths do for layers that need `others`.
+    /// Whether buffers of these widths are wide enough for layers that need `others`.
     pub(crate) fn covers(&self, others: &Self) -> bool {
         let all = |of: &Self| {
             let Self { q, k, v, conv, heads, mixer_gate, mixed, ff, router, .. } = *of;
@@ -264,7 +264,7 @@ impl Widths {
         all(self).iter().zip(all(others)).all(|(own, other)| *own >= other)
     }
 
-    /// Values per row, all buffers together, without residual, norm and branch.
+    /// Values per row, summed over all buffers except residual, norm and branch.
     pub(crate) fn total(&self) -> usize {
         let Self { q, k, v, conv, heads, mixer_gate, mixed, ff, router, .. } = *self;
         let Self { own_normed, router_normed, part, per_layer, slice, .. } = *self;
@@ -273,7 +273,7 @@ impl Widths {
     }
 }
 
-/// The buffers that these layers of a model need.
+/// Creates the buffers that these layers of a model need.
 pub(super) fn create_buffers(
     spec: &ModelSpec,
     layers: &[LayerSpec],
@@ -283,7 +283,7 @@ pub(super) fn create_buffers(
     let widths = Widths::of(spec, layers);
     let mut make = |rows: usize, cols: usize| backend.create_buffer(rows, cols.max(1));
     let rows = config.max_rows;
-    // Layers of one model may differ in width: a buffer takes the width of what is written into it.
+    // Layers of one model may differ in width. A buffer takes the width of what is written into it.
     Ok(Buffers {
         x: make(rows, spec.hidden)?,
         normed: make(rows, spec.hidden)?,

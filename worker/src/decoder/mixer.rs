@@ -44,10 +44,10 @@ pub(super) fn run(
     }
 }
 
-/// What the mixer computed, and the projection that it still has to go through.
+/// The mixer's output, and the projection that follows it.
 type Mixed<'a> = (BufferId, &'a Linear);
 
-/// As [`run`] of a layer with attention, as far as its keys and values: nothing comes out.
+/// Like [`run`] for a layer with attention, but only writes its keys and values.
 pub(super) fn write_kv(
     backend: &mut dyn Backend,
     b: &Buffers,
@@ -61,7 +61,8 @@ pub(super) fn write_kv(
     qkv(backend, b, weights, input, kv, None)
 }
 
-/// Queries, and keys and values into the cache; with them the product for `gate`.
+/// Computes queries, writes keys and values into the cache, and computes the projection `gate` if there is
+/// one.
 fn qkv(
     backend: &mut dyn Backend,
     b: &Buffers,

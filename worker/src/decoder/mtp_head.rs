@@ -1,12 +1,14 @@
-//! The block behind the last layer that guesses: see [`AppendedSpec`] (docs/decisions/0051-use-a-models-mtp-head.md).
+//! The MTP head, a drafter behind the last layer: see [`AppendedSpec`]
+//! (docs/decisions/0051-use-a-models-mtp-head.md).
 //!
-//! Its keys and values are one layer more of the group with full attention, and what its next position takes in of the
-//! one before stands at the end of a sequence's recurrent state. So both are a function of the tokens before them like
-//! all else in the cache, and go wherever it goes: to sequences that begin alike, to files, to other workers. Each step
-//! of the model writes them for its rows, which takes no attention and no feed-forward.
+//! Its keys and values are one more layer of the group with full attention. The hidden state that its next
+//! position needs is stored at the end of a sequence's recurrent state. So both depend only on earlier
+//! tokens, like the rest of the cache, and are shared, saved and transferred with it. Each step of the model
+//! writes them for its rows, which needs no attention and no feed-forward.
 //!
-//! A round of guesses writes keys and values too, at positions that nobody has computed yet: the next step writes them
-//! over. Where a sequence has no block for them there is one behind the arena.
+//! A drafting round also writes keys and values, at positions that are not computed yet. The next step
+//! overwrites them. For a sequence without a block at these positions there is a spare block behind the
+//! arena.
 
 use super::layout::{self, Buffers, CacheKind, LayerCache, Widths};
 use super::{Decoder, DraftFrom, Drafted, embedding_of, feed_forward, job, mixer};
@@ -19,7 +21,7 @@ use kernels::backend::{
 use model::spec::{AppendedSpec, MixerSpec};
 use std::collections::{HashSet, VecDeque};
 
-/// Bytes that offsets into the arena count.
+/// Unit of offsets into the arena, in bytes.
 const UNIT: usize = 64;
 
 pub(super) struct Appended {
@@ -30,43 +32,44 @@ pub(super) struct Appended {
     norm: Norm,
     embedding: MatrixId,
     embedding_scale: f32,
-    /// The norm behind the model's last layer.
+    /// The norm after the model's last layer.
     model_norm: Norm,
     head: Linear,
     cache: [LayerCache; 1],
     width: usize,
     block_tokens: usize,
-    /// Where in a state stands what the next position takes in, in units; and units of a state.
+    /// Offset in a state of the hidden state for the next position, and size of a state; both in units.
     past_at: u32,
     state_units: usize,
     /// Units of a block of its group.
     block_units: usize,
-    /// The model's, but for the residual stream.
+    /// The model's buffers, except for the residual stream.
     buffers: Buffers,
     embedded: BufferId,
     hidden: BufferId,
-    /// Both, one behind the other.
+    /// Embedding and hidden state, concatenated.
     joined: BufferId,
-    /// Of each step with guesses, the oldest first, the sequences with some.
+    /// For each step with deferred updates, the oldest first: the deferred sequences.
     deferred: VecDeque<Vec<Deferred>>,
-    /// Sequences that it guesses for at a time, each with a block of its own from `spare` on.
+    /// Number of sequences that it drafts for at a time. Each has a spare block, from offset `spare` on.
     sequences: usize,
     spare: u32,
 }
 
-/// What became of a sequence is known when it is known how many of its rows count.
+/// A sequence whose number of accepted rows is not known yet.
 struct Deferred {
     write: u32,
-    /// What the first row took in, and what each row leaves to the next.
+    /// Hidden states before each row and after the last one, `[rows + 1, width]`.
     pasts: Vec<f32>,
 }
 
 impl Decoder {
-    /// Loads the block of this model, whose last layer must be here; before the arena is allocated. It guesses for
-    /// `sequences` at a time.
+    /// Loads the MTP head of this model, for `sequences` sequences at a time, before the arena is allocated.
+    /// The model's last layer must be here.
     ///
     /// # Errors
-    /// [`Error::Config`] where the last layer is elsewhere, and for a model without layers of both kinds.
+    /// [`Error::Config`] if the last layer is at another stage, or the model lacks recurrent or
+    /// full-attention layers.
     pub(crate) fn load_appended(
         &mut self,
         spec: &AppendedSpec,
@@ -143,12 +146,12 @@ impl Decoder {
         Ok(())
     }
 
-    /// Bytes of the arena beside what is asked of [`Decoder::allocate_kv`].
+    /// Bytes of the arena on top of those passed to [`Decoder::allocate_kv`].
     pub(crate) fn spare_bytes(&self) -> usize {
         self.appended.as_ref().map_or(0, |appended| appended.sequences * appended.block_units * UNIT)
     }
 
-    /// What the block makes of the rows of a step that has just left the last layer.
+    /// Runs the MTP head on the rows of a step that has just left the last layer.
     pub(super) fn follow(&mut self, step: &StepInput<'_>) -> Result<(), Error> {
         match &mut self.appended {
             Some(appended) => appended.follow(self.backend.as_mut(), self.buffers.x, step),
@@ -158,23 +161,23 @@ impl Decoder {
 }
 
 impl Appended {
-    /// An arena of `bytes` for everybody else is to be allocated: how many it must have.
+    /// Reserves space for spare blocks behind an arena of `bytes`. Returns the bytes to allocate.
     pub(super) fn make_room(&mut self, bytes: usize) -> Result<usize, Error> {
         let first = bytes.div_ceil(UNIT);
         let all = first + self.sequences * self.block_units;
         (self.spare, _) = (units(first)?, units(all)?);
-        // A step names a state of each sequence, also where none is touched.
+        // A step names a state for each sequence, even if it uses none.
         self.sequences = self.sequences.min(all / self.state_units.max(1)).max(1);
         Ok(all * UNIT)
     }
 
-    /// Sequences that [`Appended::draft`] takes at a time.
+    /// Maximum number of sequences of a call of [`Appended::draft`].
     pub(super) fn sequences(&self) -> usize {
         self.sequences
     }
 
-    /// Keys and values of a step's rows, whose residual stream behind the last layer stands in `x`, and what the position
-    /// behind each sequence's last row takes in.
+    /// Writes keys and values of a step's rows, whose residual stream after the last layer is in `x`, and the
+    /// hidden state for the position after each sequence's last row.
     fn follow(&mut self, backend: &mut dyn Backend, x: BufferId, step: &StepInput<'_>) -> Result<(), Error> {
         let width = self.width;
         self.embed(backend)?;
@@ -184,7 +187,7 @@ impl Appended {
         let mut deferred = Vec::new();
         for (sequence, state) in step.sequences.iter().zip(step.states) {
             let own = &left[sequence.rows.start * width..sequence.rows.end * width];
-            // The first token has nothing before it.
+            // The first token has no hidden state before it.
             let mut row = vec![0f32; width];
             if let Some(slot) = state.read {
                 self.read_past(backend, slot, &mut row)?;
@@ -218,8 +221,8 @@ impl Appended {
         Ok(())
     }
 
-    /// See [`Decoder::draft`]. Of sequences whose next position lies in one block only the first gets guesses: they have
-    /// just parted, and will have blocks of their own.
+    /// See [`Decoder::draft`]. Of several sequences whose next position is in the same block, only the first
+    /// one gets draft tokens. They have just diverged and will get blocks of their own.
     pub(super) fn draft(
         &self,
         backend: &mut dyn Backend,
@@ -234,7 +237,7 @@ impl Appended {
             blocks.next().is_none_or(|block| taken.insert(block))
         };
         let apart: Vec<bool> = from.iter().map(own).collect();
-        // A block more than it has is as much as a sequence may need.
+        // A sequence may need at most one block more than it has.
         for round in 0..count.min(self.block_tokens) {
             let guesses = |at: &usize| apart[*at] && round < from[*at].most;
             let rows: Vec<usize> = (0..from.len()).filter(guesses).collect();
@@ -246,7 +249,7 @@ impl Appended {
         Ok(drafted)
     }
 
-    /// One more token of these sequences.
+    /// Drafts one more token for these sequences.
     fn guess(
         &self,
         backend: &mut dyn Backend,
@@ -265,7 +268,7 @@ impl Appended {
             let spare = units(self.spare as usize + at * self.block_units)?;
             let own = own_blocks(from, self.block_tokens).chain(std::iter::once(spare));
             blocks.push(own.take(context / self.block_tokens + 1).collect::<Vec<u32>>());
-            // No op of this step touches a state; one is named all the same.
+            // No op of this step uses a state, but each sequence must name one.
             states.push(StepState { write: units(row * self.state_units)?, ..StepState::default() });
             hidden.extend_from_slice(&known.hidden);
         }
@@ -282,7 +285,7 @@ impl Appended {
         backend.matmul(b.normed, &[job(&self.head, b.logits, false)])?;
         let mut best = Vec::with_capacity(rows.len());
         backend.argmax(b.logits, &mut best)?;
-        // Nothing is guessed of numbers that are none.
+        // Logits that are not finite give no draft token.
         for ((row, &at), token) in rows.iter().enumerate().zip(best).filter(|(_, token)| *token != NO_INDEX) {
             drafted[at].tokens.push(token);
             backend.read_row(b.normed, row, &mut drafted[at].hidden)?;
@@ -290,7 +293,7 @@ impl Appended {
         Ok(())
     }
 
-    /// The embeddings of the step's tokens, normed.
+    /// Computes the normed embeddings of the step's tokens.
     fn embed(&self, backend: &mut dyn Backend) -> Result<(), Error> {
         backend.embed(&EmbedOp {
             table: self.embedding,
@@ -302,7 +305,7 @@ impl Appended {
         Ok(backend.norm(self.embedded, &self.embedding_norm, self.embedded)?)
     }
 
-    /// The hidden states that stand in their buffer, as the next position takes them in.
+    /// Norms the hidden states in their buffer and returns them.
     fn normed_hidden(&self, backend: &mut dyn Backend, rows: usize) -> Result<Vec<f32>, Error> {
         backend.norm(self.hidden, &self.hidden_norm, self.hidden)?;
         let mut values = vec![0f32; rows * self.width];
@@ -312,7 +315,7 @@ impl Appended {
         Ok(values)
     }
 
-    /// Makes the layer's input of the step's embeddings and of what each row takes in of the position before.
+    /// Computes the layer's input from the step's embeddings and the hidden state before each row.
     fn join(&self, backend: &mut dyn Backend, pasts: &[f32]) -> Result<(), Error> {
         let mut joined = vec![0f32; 2 * pasts.len()];
         let rows = joined.chunks_exact_mut(2 * self.width).zip(pasts.chunks_exact(self.width));
@@ -339,7 +342,7 @@ impl Appended {
     }
 }
 
-/// The blocks that a sequence has; of blocks that lie one behind the other those with its tokens.
+/// The offsets of a sequence's blocks. For contiguous blocks, those with its tokens.
 fn own_blocks<'a>(from: &'a DraftFrom<'_>, block_tokens: usize) -> impl Iterator<Item = u32> + use<'a> {
     let (listed, run) = match from.tables.first() {
         Some(BlockTable::Paged(offsets)) => (*offsets, None),
@@ -351,7 +354,7 @@ fn own_blocks<'a>(from: &'a DraftFrom<'_>, block_tokens: usize) -> impl Iterator
     listed.iter().copied().chain(run)
 }
 
-/// A number of units as offsets are counted.
+/// Converts a number of units into an offset.
 fn units(count: usize) -> Result<u32, Error> {
     u32::try_from(count).map_err(|_| Error::Invariant(format!("an arena of {count} times {UNIT} bytes")))
 }

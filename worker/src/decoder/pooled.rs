@@ -1,4 +1,4 @@
-//! What an encoder makes of a text: one vector, or scores.
+//! An encoder's output for a text: one vector, or scores.
 
 use super::{Decoder, job};
 use crate::Error;
@@ -7,7 +7,7 @@ use model::spec::{OutputSpec, Pooling};
 use std::ops::Range;
 
 impl Decoder {
-    /// The vectors of the named rows of the last step, as they leave the last layer.
+    /// The vectors of these rows of the last step, after the last layer.
     pub fn row_vectors(&mut self, rows: Range<usize>) -> Result<Vec<Vec<f32>>, Error> {
         let mut vectors = Vec::with_capacity(rows.len());
         for row in rows {
@@ -18,11 +18,11 @@ impl Decoder {
         Ok(vectors)
     }
 
-    /// The pooled vector of the rows of one text in the last step, or its scores where the model classifies.
+    /// The pooled vector of one text's rows in the last step, or its scores if the model has a classifier.
     pub fn pooled(&mut self, rows: Range<usize>) -> Result<Vec<f32>, Error> {
         let OutputSpec::Pooled(spec) = &self.spec.output else { return Err(Error::NoOutputHead) };
         let pooling = spec.pooling;
-        // Only those that count are read.
+        // Read only the rows that pooling uses.
         let picked = match pooling {
             Pooling::Mean => rows,
             Pooling::First => rows.start..(rows.start + 1).min(rows.end),

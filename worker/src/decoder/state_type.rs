@@ -1,14 +1,14 @@
-//! In how many bits recurrent states are kept.
+//! Element types of recurrent states.
 
 use kernels::backend::HeadType;
 
-/// How the heads of recurrent layers keep their states. Convolutions' inputs are f32 in any case.
+/// Element type of the states of recurrent heads. Convolution inputs are always f32.
 ///
-/// Rounding a state after each token adds an error of up to one part in 512, and each following token shrinks what is
-/// there of it by the head's decay. So a head that forgets fast keeps little of it, and one that forgets slowly would
-/// add up hundreds. The decay of a token depends on the token; what the weights fix is its value where the token's own
-/// part is zero: `exp(a softplus(dt_bias))`, which is e^-1 after `1 / (-a softplus(dt_bias))` tokens. That is a
-/// head's *memory* here: the middle of what it does, not a bound.
+/// Rounding a state after each token adds an error of up to one part in 512, and the head's decay shrinks
+/// earlier errors with each following token. So a head that forgets fast keeps little error, and one that
+/// forgets slowly accumulates hundreds of errors. The decay depends on the token. The weights determine its
+/// value if the token's own contribution is zero: `exp(a softplus(dt_bias))`, which reaches e^-1 after
+/// `1 / (-a softplus(dt_bias))` tokens. This is the head's *memory*: a typical value, not a bound.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum StateType {
     /// All heads in f32.
@@ -21,18 +21,18 @@ pub enum StateType {
     },
 }
 
-/// Version of the layout of slots that hold bfloat16, so that a later one is not taken for it.
+/// Version of the layout of slots with bfloat16 states. It is part of the numeric class.
 const FORMAT: u32 = 1;
 
 impl StateType {
-    /// The `tau` for who names none: errors add up over so few tokens that their sum stays near that of one.
+    /// The default `tau`. Over so few tokens, the accumulated error stays close to a single rounding error.
     pub const TAU: u32 = 16;
 
-    /// The largest `tau` that makes sense: with a longer memory a token's decay is less than the rounding, and a
-    /// state would never fade.
+    /// Maximum `tau`. With a longer memory, the decay of a token is smaller than the rounding, so a state
+    /// would never fade.
     pub const MAX_TAU: u32 = 256;
 
-    /// The type of each head, by its memory.
+    /// The element type of each head, by its memory in tokens.
     pub(super) fn heads(self, memory: &[f32]) -> Vec<HeadType> {
         let narrow = |memory: f32| match self {
             Self::F32 => false,
@@ -41,7 +41,7 @@ impl StateType {
         memory.iter().map(|memory| if narrow(*memory) { HeadType::Bf16 } else { HeadType::F32 }).collect()
     }
 
-    /// What it adds to a numeric class; nothing where all heads are f32.
+    /// Part of the numeric class; `None` if all heads are f32.
     pub(crate) fn class(self) -> Option<String> {
         match self {
             Self::F32 => None,
@@ -56,7 +56,7 @@ mod tests {
 
     #[test]
     fn heads_that_forget_within_tau_are_narrow() {
-        // softplus(0) = ln 2: memories of 1, 10 and 100 tokens, and of all.
+        // softplus(0) = ln 2: memories of 1, 10 and 100 tokens, and an infinite one.
         let a = [1.0, 0.1, 0.01, 0.0].map(|rate: f32| -rate / std::f32::consts::LN_2);
         let memory = crate::weights::head_memory(&a, &[0.0; 4]);
         for (memory, want) in memory.iter().zip([1.0, 10.0, 100.0, f32::INFINITY]) {

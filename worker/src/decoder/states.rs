@@ -1,4 +1,4 @@
-//! Recurrent states read back, in the layout in which reference implementations hold them.
+//! Reads recurrent states in the layout of reference implementations.
 
 use super::{Decoder, LayerCache};
 use crate::Error;
@@ -12,15 +12,15 @@ pub struct LayerState {
     pub conv: Vec<f32>,
     /// Shape of `conv`.
     pub conv_shape: [usize; 2],
-    /// `[heads][rows][cols]`; delta net: key by value, Mamba-2: channel by state. Value heads that share a key
-    /// head stand together, whatever their order in the file.
+    /// `[heads][rows][cols]`. Delta net: key by value; Mamba-2: channel by state. Value heads that share a
+    /// key head are adjacent, whatever their order in the file.
     pub recurrent: Vec<f32>,
     /// Shape of `recurrent`.
     pub recurrent_shape: [usize; 3],
 }
 
 impl Decoder {
-    /// The states of all recurrent layers in a slot, given as byte offset / 64 into the arena.
+    /// Reads the states of all recurrent layers in a slot. `slot` is its byte offset / 64 in the arena.
     pub fn states(&mut self, slot: u32) -> Result<Vec<LayerState>, Error> {
         let mut states = Vec::new();
         for (index, cache) in self.caches.iter().enumerate() {

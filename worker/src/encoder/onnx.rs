@@ -1,6 +1,6 @@
-//! Texts through a model in the ONNX format: `input_ids`, `attention_mask` and, if it tells segments apart,
-//! `token_type_ids` in, the vectors of all tokens (`last_hidden_state`) or scores (`logits`) out. Each text is computed
-//! by itself, so no text's numbers depend on its neighbours.
+//! Encodes texts with a model in the ONNX format. Inputs: `input_ids`, `attention_mask` and, for models with
+//! segment types, `token_type_ids`. Outputs: vectors of all tokens (`last_hidden_state`) or scores
+//! (`logits`). Each text is computed separately, so no result depends on other texts.
 
 use super::Text;
 use crate::Error;
@@ -18,16 +18,16 @@ pub(super) struct OnnxTexts {
     mask: NodeId,
     types: Option<NodeId>,
     output: NodeId,
-    /// How rows become a vector; none where scores come out.
+    /// How rows are pooled; `None` if the model returns scores.
     pooling: Option<Pooling>,
     /// Values of a row, or scores of a text.
     width: usize,
-    /// What was computed last, text by text: rows, or scores as one row.
+    /// Results of the last run, by text: its rows, or its scores as one row.
     computed: Vec<Vec<Vec<f32>>>,
 }
 
 impl OnnxTexts {
-    /// Reads the model that does `operation` with `width` values for each token or pair.
+    /// Loads the model for `operation`. It returns `width` values for each token, or for each pair.
     pub(super) fn load(
         path: &Path,
         operation: Operation,
@@ -51,12 +51,11 @@ impl OnnxTexts {
         })
     }
 
-    /// Bytes of its file.
     pub(super) fn file_bytes(&self) -> usize {
         usize::try_from(self.onnx.file_bytes()).unwrap_or(usize::MAX)
     }
 
-    /// Computes texts; [`Self::pooled`] and [`Self::rows`] then tell what they became.
+    /// Computes texts. [`Self::pooled`] and [`Self::rows`] return the results.
     pub(super) fn run(&mut self, texts: &[&Text]) -> Result<(), Error> {
         self.computed.clear();
         for text in texts {
@@ -69,7 +68,7 @@ impl OnnxTexts {
     fn text(&self, text: &Text) -> Result<Vec<Vec<f32>>, Error> {
         let len = text.tokens.len();
         let row = |values: Vec<i32>| Tensor::from_data(&[1, len], values).into();
-        // The vocabulary is far smaller; a text was checked against it.
+        // The text was checked against the vocabulary, which is far below `i32::MAX`.
         let ids = text.tokens.iter().map(|id| id.cast_signed()).collect();
         let mut inputs: Vec<(NodeId, ValueOrView<'_>)> =
             vec![(self.ids, row(ids)), (self.mask, row(vec![1; len]))];
@@ -90,7 +89,7 @@ impl OnnxTexts {
         Ok(values.chunks_exact(self.width).map(<[f32]>::to_vec).collect())
     }
 
-    /// The vector or the scores of text `index`.
+    /// The pooled vector or the scores of text `index`.
     pub(super) fn pooled(&self, index: usize) -> Vec<f32> {
         match self.pooling {
             Some(pooling) => pool(&self.computed[index], pooling),

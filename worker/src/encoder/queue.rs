@@ -1,5 +1,5 @@
-//! Texts that wait to be encoded: first come first served, several requests in one step, whoever has left
-//! dropped. Pure state: the caller brings the clock and says who is gone.
+//! Queue of texts to be encoded: first come, first served; several requests share a step; cancelled requests
+//! are dropped. Sans-IO: the caller provides the time and reports which requests were cancelled.
 
 use super::{Limits, Text};
 use std::collections::VecDeque;
@@ -25,11 +25,11 @@ pub(super) struct Left<R> {
     pub(super) received: Instant,
     /// When its first text was taken, if it was.
     pub(super) started: Option<Instant>,
-    /// What its texts became, if they all did.
+    /// Results of its texts, if all were computed.
     pub(super) encoded: Vec<Vec<f32>>,
 }
 
-/// See the module. `R` is where a request's answer goes.
+/// The queue. `R` is the reply handle of a request.
 #[derive(Debug)]
 pub(super) struct Queue<R> {
     limits: Limits,
@@ -41,7 +41,7 @@ impl<R> Queue<R> {
         Self { limits, waiting: VecDeque::new() }
     }
 
-    /// Appends a request; its texts are within the limits.
+    /// Appends a request. Its texts must be within the limits.
     pub(super) fn push(&mut self, now: Instant, texts: Vec<Text>, deadline: Option<Instant>, reply: R) {
         let done = Vec::with_capacity(texts.len());
         self.waiting.push_back(Waiting { texts, done, started: None, received: now, deadline, reply });
@@ -51,7 +51,7 @@ impl<R> Queue<R> {
         self.waiting.is_empty()
     }
 
-    /// Requests of which some texts have been computed, those of which none have, and tokens left to compute.
+    /// Number of requests with some computed texts, number of requests without, and tokens left to compute.
     pub(super) fn sizes(&self) -> (usize, usize, u64) {
         let running = self.waiting.iter().filter(|request| request.started.is_some()).count();
         let tokens =
@@ -59,14 +59,14 @@ impl<R> Queue<R> {
         (running, self.waiting.len() - running, tokens.sum())
     }
 
-    /// Drops requests that nobody waits for any more.
+    /// Drops cancelled requests and returns their number.
     pub(super) fn forget(&mut self, gone: impl Fn(&R) -> bool) -> usize {
         let before = self.waiting.len();
         self.waiting.retain(|request| !gone(&request.reply));
         before - self.waiting.len()
     }
 
-    /// Takes out what has passed its deadline.
+    /// Removes and returns requests that have passed their deadline.
     pub(super) fn expire(&mut self, now: Instant) -> Vec<Left<R>> {
         let late = |request: &Waiting<R>| request.deadline.is_some_and(|deadline| deadline <= now);
         self.take_out(late)
@@ -87,7 +87,8 @@ impl<R> Queue<R> {
         self.waiting.iter().flat_map(Waiting::left).take(fit).collect()
     }
 
-    /// What the texts of the last [`step`](Self::step) became, in order; gives back the requests that are done.
+    /// Stores the results of the last [`step`](Self::step), in order. Removes and returns the completed
+    /// requests.
     pub(super) fn complete(&mut self, encoded: Vec<Vec<f32>>) -> Vec<Left<R>> {
         let mut encoded = encoded.into_iter();
         for request in &mut self.waiting {
@@ -107,7 +108,7 @@ impl<R> Queue<R> {
 }
 
 impl<R> Waiting<R> {
-    /// Its texts that are still to be computed.
+    /// Texts that are not computed yet.
     fn left(&self) -> impl Iterator<Item = &Text> {
         self.texts.iter().skip(self.done.len())
     }
@@ -124,7 +125,7 @@ mod tests {
         lengths.iter().map(|len| Text { tokens: vec![1; *len], second: None }).collect()
     }
 
-    /// The next step, each text of which becomes its length.
+    /// Runs the next step; the result of each text is its length.
     fn run(queue: &mut Queue<&'static str>, now: Instant) -> (Vec<usize>, Vec<Left<&'static str>>) {
         let lengths: Vec<usize> = queue.step(now).iter().map(|text| text.tokens.len()).collect();
         let encoded = lengths.iter().map(|len| vec![*len as f32]).collect();
@@ -152,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_has_left_or_is_late_is_dropped_in_the_middle_too() {
+    fn canceled_and_late_requests_are_dropped_anywhere_in_the_queue() {
         let (mut queue, now) = (Queue::new(LIMITS), Instant::now());
         queue.push(now, texts(&[10, 10]), None, "gone");
         queue.push(now, texts(&[10]), Some(now + Duration::from_secs(5)), "late");
@@ -165,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_without_texts_is_done_with_the_next_step() {
+    fn a_request_without_texts_completes_with_the_next_step() {
         let (mut queue, now) = (Queue::new(LIMITS), Instant::now());
         queue.push(now, texts(&[]), None, "empty");
         queue.push(now, texts(&[4]), None, "full");

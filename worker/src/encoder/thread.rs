@@ -1,4 +1,4 @@
-//! The encoder on its own thread, and the handle by which everybody else talks to it.
+//! Runs the encoder on its own thread, with a handle for other threads.
 
 use super::queue::{Left, Queue};
 use super::{Encoder, Limits, Text};
@@ -17,10 +17,10 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 use tokio::sync::{oneshot, watch};
 
-/// Tokens that may wait; an empty queue takes any request.
+/// Maximum tokens in the queue. An empty queue takes any request.
 const QUEUE_TOKENS: u64 = 1 << 20;
 
-/// What a request's texts became, in order, or why nothing did.
+/// Results of a request's texts in order, or an error.
 pub type EncodeResult = Result<Vec<Vec<f32>>, GenerateError>;
 
 enum Command {
@@ -33,19 +33,19 @@ enum Command {
     Stop,
 }
 
-/// What others may read at any time.
+/// State that other threads may read at any time.
 struct Shared {
     progress: Arc<Progress>,
     limits: Limits,
-    /// Tokens handed in and not yet taken out again.
+    /// Tokens of requests that are not answered yet.
     queued: AtomicU64,
-    /// An encoder keeps no prefixes: it stays empty.
+    /// Always empty, because an encoder keeps no prefixes.
     events: Mutex<EventLog>,
     registry: Registry,
     metrics: EngineMetrics,
 }
 
-/// Talks to the encoder's thread. Cheap to clone.
+/// Handle of the encoder's thread. Cheap to clone.
 #[derive(Clone)]
 pub struct EncoderHandle {
     commands: Sender<Command>,
@@ -54,8 +54,8 @@ pub struct EncoderHandle {
 }
 
 impl EncoderHandle {
-    /// Moves the encoder to a thread of its own, with a watchdog beside it that ends the process when the
-    /// encoder makes no progress for `stall_floor` (or 20 slow steps) while work is queued.
+    /// Moves the encoder to its own thread. A watchdog ends the process if the encoder makes no progress for
+    /// `stall_floor` (or 20 slow steps) while work is queued.
     pub fn start(encoder: Encoder, epoch: Epoch, stall_floor: Duration) -> Result<Self, Error> {
         let (commands, inbox) = channel();
         let metrics = EngineMetrics::default();
@@ -85,7 +85,7 @@ impl EncoderHandle {
         Ok(Self { commands, shared, steps })
     }
 
-    /// Hands texts in. Dropping the receiver cancels them. `trace` ends with them, if they are recorded.
+    /// Submits texts. Dropping the receiver cancels them. The span `trace`, if any, ends with the request.
     pub fn encode(
         &self,
         texts: Vec<Text>,
@@ -113,27 +113,27 @@ impl EncoderHandle {
         Ok(answer)
     }
 
-    /// Ends the thread after the step in flight.
+    /// Ends the thread after the current step.
     pub fn stop(&self) {
         let _ = self.commands.send(Command::Stop);
     }
 
-    /// Load as of the last step.
+    /// Load after the last step.
     pub fn load(&self) -> EngineLoad {
         self.shared.progress.load()
     }
 
-    /// Whether anything is handed in and not yet answered.
+    /// Whether any request is not answered yet.
     pub fn busy(&self) -> bool {
         self.shared.queued.load(Ordering::Relaxed) > 0
     }
 
-    /// How long work has waited without progress.
+    /// Time for which queued work has made no progress.
     pub fn stalled(&self) -> Duration {
         self.shared.progress.stalled()
     }
 
-    /// Whether the encoder makes progress as it should.
+    /// Whether the encoder makes progress or is idle.
     pub fn healthy(&self) -> bool {
         self.shared.progress.healthy()
     }
@@ -176,7 +176,7 @@ impl Serving {
     fn run(mut self, inbox: &Receiver<Command>) {
         self.encoder.bind_thread();
         loop {
-            // Idle: wait for a command. Busy: take what is there and go on.
+            // Idle: wait for a command. Busy: take the commands that are there and go on.
             if self.queue.is_empty() {
                 self.shared.progress.queued(Instant::now(), false);
                 let Ok(command) = inbox.recv() else { return };
@@ -214,7 +214,7 @@ impl Serving {
         true
     }
 
-    /// Drops what nobody waits for and what is too late.
+    /// Drops cancelled requests and answers those that have passed their deadline.
     fn clear_out(&mut self, now: Instant) {
         let shared = &self.shared;
         let gone = |reply: &Reply| {
@@ -235,7 +235,7 @@ impl Serving {
         }
     }
 
-    /// Computes one step; the rows computed.
+    /// Computes one step and returns its number of rows.
     fn step(&mut self, now: Instant) -> Result<usize, Error> {
         let texts = self.queue.step(now);
         if texts.is_empty() {
@@ -267,7 +267,7 @@ impl Serving {
     fn answer(&self, left: Left<Reply>, reason: Reason, answer: impl FnOnce(Vec<Vec<f32>>) -> EncodeResult) {
         self.shared.queued.fetch_sub(left.reply.tokens, Ordering::Relaxed);
         self.count_end(reason);
-        // Whoever asked may have left since.
+        // The send fails if the caller is gone.
         let _ = left.reply.answer.send(answer(left.encoded));
     }
 

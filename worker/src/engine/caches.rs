@@ -1,23 +1,23 @@
-//! Where the bytes of blocks lie: in the arena of the only worker, or in parts at the stages of a replica. Whoever saves
-//! them, brings them back or lends them need not know.
+//! Uniform access to block bytes, which are in the arena of a single worker or in parts at the stages of a
+//! replica. Code that saves, restores or sends blocks need not distinguish the two.
 
 use crate::Error;
 use crate::decoder::{Blocks, LayerState};
 use crate::pipeline::PipelineExecutor;
 
-/// See the module. Blocks are given by group and offset as the scheduler counts them.
+/// Read and write access to blocks, which are addressed by the scheduler's group and offset.
 pub(super) struct Caches<'a> {
     own: Blocks<'a>,
     later: Option<&'a mut PipelineExecutor>,
 }
 
 impl<'a> Caches<'a> {
-    /// Blocks of this worker, and of the stages behind it where it has not all layers.
+    /// Access to the blocks of this worker, and of the later stages if it does not have all layers.
     pub(super) fn new(own: Blocks<'a>, later: Option<&'a mut PipelineExecutor>) -> Self {
         Self { own, later }
     }
 
-    /// Bytes of a block, or of a state.
+    /// Bytes of a block or of a recurrent state.
     pub(super) fn block_bytes(&self, group: usize) -> usize {
         match &self.later {
             None => self.own.groups().get(group).map_or(0, |group| group.block_bytes),
@@ -32,7 +32,7 @@ impl<'a> Caches<'a> {
         }
     }
 
-    /// Fills blocks with what [`Caches::read`] gave, here or at another worker of the same origin.
+    /// Fills blocks with bytes from [`Caches::read`], of this worker or of another one of the same origin.
     pub(super) fn write(&mut self, pieces: &[(usize, u32, &[u8])]) -> Result<(), Error> {
         match &mut self.later {
             None => {

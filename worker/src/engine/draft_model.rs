@@ -1,7 +1,8 @@
-//! A smaller model of the same vocabulary that guesses for a larger one.
+//! A smaller model with the same vocabulary that drafts tokens for a larger one.
 //!
-//! It computes the same tokens in a decoder and an arena of its own, a few steps behind. Positions of guesses that were
-//! wrong are written over. It is never waited for: what it has not read yet it does not guess for.
+//! The draft model computes the same tokens in its own decoder and arena, a few steps behind. Positions of
+//! rejected draft tokens are overwritten. The engine never waits for it: a sequence that the draft model has
+//! not read to its end gets no draft tokens.
 
 use crate::Error;
 use crate::decoder::{CacheKind, Decoder};
@@ -9,7 +10,7 @@ use crate::scheduler::SeqId;
 use kernels::backend::{BlockTable, NO_INDEX, StepInput, StepSequence};
 use std::collections::HashMap;
 
-/// Tokens that it reads before one step at most, all sequences together.
+/// Maximum number of tokens that it reads before one step, over all sequences.
 const MOST_READ: usize = 512;
 
 pub(crate) struct DraftModel {
@@ -17,21 +18,20 @@ pub(crate) struct DraftModel {
     block_tokens: usize,
     longest: usize,
     max_rows: usize,
-    /// Numbers of blocks that nobody has.
+    /// Numbers of free blocks.
     free: Vec<u32>,
-    /// First block and distance of blocks of each group, in units of 64 bytes.
+    /// For each group: (offset of the first block, distance between blocks), in units of 64 bytes.
     groups: Vec<(u32, u32)>,
     sequences: HashMap<SeqId, Read>,
 }
 
-/// What it has computed of a sequence.
+/// The computed tokens and the blocks of a sequence.
 #[derive(Debug, Default)]
 struct Read {
     tokens: Vec<u32>,
     blocks: Vec<u32>,
 }
 
-/// A sequence's rows in a step.
 struct DraftRows {
     at: usize,
     id: SeqId,
@@ -40,10 +40,10 @@ struct DraftRows {
 }
 
 impl DraftModel {
-    /// Over a loaded decoder without an arena, which gets one of at most `bytes`.
+    /// Creates it over a loaded decoder without an arena, and allocates an arena of at most `bytes`.
     ///
     /// # Errors
-    /// [`Error::Config`] for a model with recurrent layers: what these have read cannot be taken back.
+    /// [`Error::Config`] for a model with recurrent layers: their state cannot be rolled back.
     pub(crate) fn new(
         mut decoder: Decoder,
         (block_tokens, max_rows): (usize, usize),
@@ -70,7 +70,7 @@ impl DraftModel {
         Ok(Self { decoder, block_tokens, longest, max_rows, free, groups, sequences: HashMap::new() })
     }
 
-    /// Forgets the sequences that `lives` does not know.
+    /// Forgets the sequences for which `lives` returns `false`.
     pub(crate) fn retain(&mut self, lives: impl Fn(SeqId) -> bool) {
         let Self { sequences, free, .. } = self;
         sequences.retain(|id, read| {
@@ -82,7 +82,8 @@ impl DraftModel {
         });
     }
 
-    /// What it takes for the next `count` tokens of each sequence; nothing of those that it has not read yet.
+    /// The next `count` draft tokens of each sequence, or an empty list if the sequence is not read to its
+    /// end.
     pub(crate) fn draft(&mut self, of: &[(SeqId, &[u32])], count: usize) -> Result<Vec<Vec<u32>>, Error> {
         let mut drafted = vec![Vec::new(); of.len()];
         let (mut parts, mut ready) = (Vec::new(), Vec::new());
@@ -114,7 +115,7 @@ impl DraftModel {
             let best = self.step(&parts)?;
             let mut next = Vec::with_capacity(ready.len());
             for (part, token) in parts.into_iter().zip(best) {
-                // Nothing is guessed of numbers that are none.
+                // No draft token if the logits are not finite.
                 if ready.contains(&part.at) && token != NO_INDEX {
                     drafted[part.at].push(token);
                     let context = part.context + part.tokens.len();
@@ -126,7 +127,8 @@ impl DraftModel {
         Ok(drafted)
     }
 
-    /// Room for a sequence's tokens and guesses behind them, if there is.
+    /// Allocates blocks for a sequence's tokens and `guesses` draft tokens. Returns `false` if there are too
+    /// few.
     fn make_room(&mut self, id: SeqId, tokens: &[u32], guesses: usize) -> bool {
         let len = tokens.len() + guesses;
         let blocks = len.div_ceil(self.block_tokens);
@@ -139,7 +141,7 @@ impl DraftModel {
         true
     }
 
-    /// Computes these rows; the most likely token behind each part.
+    /// Computes these rows. Returns the most likely token after each part.
     fn step(&mut self, parts: &[DraftRows]) -> Result<Vec<u32>, Error> {
         let (mut tokens, mut sequences, mut last) = (Vec::new(), Vec::new(), Vec::new());
         let mut offsets: Vec<Vec<Vec<u32>>> = vec![Vec::with_capacity(parts.len()); self.groups.len()];
@@ -167,7 +169,7 @@ impl DraftModel {
     }
 }
 
-/// How many tokens both begin with; one less than there are, so that there is always something to compute.
+/// Length of the common prefix, but at most `tokens.len() - 1`, so that there is always a row to compute.
 fn same(read: &[u32], tokens: &[u32]) -> usize {
     let same = read.iter().zip(tokens).take_while(|(a, b)| a == b).count();
     same.min(tokens.len().saturating_sub(1))

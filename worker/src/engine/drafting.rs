@@ -1,4 +1,4 @@
-//! Guesses of what is drawn next: who makes them, and what becomes of them.
+//! Draft tokens: which drafter proposes them, and what happens to them.
 
 use super::forward::tables_of;
 use super::{Draw, Engine, Live, UnderWay};
@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 /// The row of the last step from which each sequence's newest token was drawn.
 pub(super) type NewestRows = HashMap<SeqId, u32>;
 
-/// Sequences for which a step asks the last stage for guesses, and what these are when it is answered.
+/// The sequences for which a step requests draft tokens from the last stage, and their cost.
 #[derive(Debug, Default)]
 pub(super) struct GuessedElsewhere {
     pub(super) asked: Vec<SeqId>,
@@ -23,14 +23,15 @@ pub(super) struct GuessedElsewhere {
     pub(super) took: Duration,
 }
 
-/// What may follow a guess is known only once the guess has been taken in: an answer of a grammar has none.
+/// Disables draft tokens for sequences with a grammar: the mask after a draft token is known only after the
+/// token has been accepted.
 fn unguided<'a>(live: &HashMap<SeqId, Live>, decoding: Decoding<'a>) -> Decoding<'a> {
     let guided = live.get(&decoding.id).is_some_and(|live| live.guide.is_some());
     Decoding { most_guesses: if guided { 0 } else { decoding.most_guesses }, ..decoding }
 }
 
 impl Engine {
-    /// Has the next step look at what sequences will probably draw, where that pays.
+    /// Sets the draft tokens of the next step, where that pays.
     pub(super) fn guess(&mut self) -> Result<(), Error> {
         let looks = self.looks_at_guesses();
         let Some(speculation) = &mut self.speculation else { return Ok(()) };
@@ -56,19 +57,19 @@ impl Engine {
         Ok(())
     }
 
-    /// Whether steps may look at guesses: recurrent states must be able to follow the rows that count.
+    /// Whether steps can verify draft tokens: recurrent states must be able to follow the accepted rows.
     fn looks_at_guesses(&self) -> bool {
         let defers = self.later.as_ref().is_none_or(PipelineExecutor::can_defer);
         defers || !self.decoder.spec().is_recurrent()
     }
 
-    /// Whether the last stage guesses behind what it draws.
+    /// Whether the last stage drafts tokens after those that it draws.
     fn guesses_elsewhere(&self) -> bool {
         let computed = self.speculation.as_ref().is_some_and(Speculation::is_computed);
         computed && self.later.is_some() && self.draft_model.is_none() && self.looks_at_guesses()
     }
 
-    /// Has the next step look at what the last stage has guessed.
+    /// Sets the draft tokens from the last stage for the next step.
     fn take_guessed(&mut self) {
         let decoding = self.scheduler.decoding().map(|decoding| unguided(&self.live, decoding));
         let most: Vec<(SeqId, u32)> = decoding.map(|decoding| (decoding.id, decoding.most_guesses)).collect();
@@ -80,8 +81,9 @@ impl Engine {
         }
     }
 
-    /// What a step asks the last stage to guess behind it, where that pays: of sequences that draw for themselves alone, and
-    /// there. What is drawn there must be known there, so of rows that are `wanted` whole it is wanted too.
+    /// The draft tokens that a step requests from the last stage, where that pays: for sequences without
+    /// followers or grammar whose tokens are drawn there. The last stage must know the drawn tokens, so for
+    /// greedy sequences whose logits are returned whole, `wanted` also gets the argmax of these rows.
     pub(super) fn ask_for_guesses(
         &mut self,
         plan: &StepPlan,
@@ -121,7 +123,8 @@ impl Engine {
         (guesses, GuessedElsewhere { asked, rounds, took: Duration::ZERO })
     }
 
-    /// Takes in what the last stage has guessed behind a step; what it guessed for these sequences before is of the past.
+    /// Stores the draft tokens that the last stage returned with a step. Earlier ones of these sequences are
+    /// dropped.
     pub(super) fn hear_guesses(&mut self, step: &mut UnderWay, guessed: Vec<Vec<u32>>, took: Duration) {
         for sequence in &step.plan.sequences {
             self.guessed.remove(&sequence.id);
@@ -177,7 +180,7 @@ impl Engine {
         Ok(())
     }
 
-    /// What was drawn behind the end of a generation has never been.
+    /// Removes draws after the end of a generation.
     pub(super) fn end_with_the_text(&self, drawn: &mut Vec<Draw>) {
         let mut counts = Vec::with_capacity(drawn.len());
         for run in drawn.chunk_by(|before, behind| before.id == behind.id) {
@@ -190,8 +193,8 @@ impl Engine {
         drawn.retain(|_| counts.next().unwrap_or(true));
     }
 
-    /// Has the states of sequences with guesses follow the rows that count, at all stages, and remembers how good guesses
-    /// were.
+    /// Commits the states of sequences with draft tokens up to the accepted rows, at all stages, and updates
+    /// the acceptance rates.
     pub(super) fn accept(&mut self, plan: &StepPlan, drawn: &[Draw]) -> Result<(), Error> {
         let Some(speculation) = &mut self.speculation else { return Ok(()) };
         self.newest_rows.clear();
@@ -199,7 +202,7 @@ impl Engine {
         let counted = |sequence: &PlannedSequence| drawn.iter().filter(|draw| draw.id == sequence.id).count();
         let mut rows = Vec::new();
         for sequence in plan.sequences.iter().filter(|sequence| sequence.guesses > 0) {
-            // Of one that has gone meanwhile only what counts without guesses may be kept.
+            // For a sequence that is gone, keep only the rows before its draft tokens.
             let mut counts = sequence.rows.len() - sequence.guesses as usize;
             if self.live.contains_key(&sequence.id) {
                 counts = counted(sequence);

@@ -1,4 +1,5 @@
-//! From a step's rows to tokens: which rows are wanted, before it runs, and what is drawn from them, after.
+//! Sampling of a step: which rows are needed, before the step runs, and the tokens drawn from them,
+//! afterwards.
 
 use super::guided::Guided;
 use super::{Draw, Engine, Live};
@@ -13,17 +14,18 @@ use proto::message::TokenLogprobs;
 use std::borrow::Cow;
 use std::time::Instant;
 
-/// Tokens in the description of a draw up to which it is sent to another stage; logits are sent back above.
+/// Maximum number of known tokens with which a draw is sent to another stage. With more, that stage returns
+/// the logits instead.
 const MAX_SAMPLE_TOKENS: usize = 16_384;
 
-/// The rows of a step that somebody waits for.
+/// The rows of a step from which results are needed.
 #[derive(Debug, Default)]
 pub(super) struct Targets {
-    /// Whose most likely token is wanted.
+    /// Rows whose most likely token is needed.
     plain: Vec<Target>,
-    /// That are drawn from in another way.
+    /// Rows that are sampled otherwise.
     sampled: Vec<Target>,
-    /// Whose logits are wanted: the position of each, and whether it is drawn from.
+    /// Rows whose logits are needed: (target, position, whether a token is drawn).
     whole: Vec<(Target, usize, bool)>,
 }
 
@@ -33,33 +35,34 @@ struct Target {
     /// The sequence of the row.
     of: SeqId,
     id: SeqId,
-    /// The guesses up to this row: it counts only if they are what was drawn from the rows before it.
+    /// The draft tokens up to this row. The row is accepted only if they equal the tokens drawn from the rows
+    /// before it.
     guesses: Vec<u32>,
 }
 
-/// What was drawn in a step.
+/// The draws of a step.
 #[derive(Default)]
 pub(super) struct Drawn {
-    /// In the order of rows, for each way of drawing; only rows that count.
+    /// Accepted rows only, in the order of rows for each way of sampling.
     pub(super) draws: Vec<Draw>,
-    /// Who was to draw from a row that holds NaN or infinity: these requests fail.
+    /// Sequences that would draw from a row with NaN or infinite values. Their requests fail.
     pub(super) spoiled: Vec<SeqId>,
 }
 
-/// What a row gives.
+/// Result of a row.
 enum Row {
     Token(u32, Option<TokenLogprobs>),
-    /// What may be drawn from it is not known yet.
+    /// The grammar mask is not known yet.
     Waits,
-    /// It is not drawn from.
+    /// No token is drawn from it.
     Unused,
-    /// It holds NaN or infinity.
+    /// It has NaN or infinite values.
     Spoiled,
 }
 
 impl Row {
-    /// Of a token that a device, another stage or a sampler has drawn; `None` and what is no token of the vocabulary stand
-    /// for a row that cannot be drawn from.
+    /// Converts the draw of a device, another stage or a sampler. `None` and tokens outside the vocabulary
+    /// mean that the row cannot be sampled.
     fn of(drawn: Option<(u32, Option<TokenLogprobs>)>, vocab: usize) -> Self {
         match drawn {
             Some((token, logprobs)) if (token as usize) < vocab => Self::Token(token, logprobs),
@@ -69,7 +72,7 @@ impl Row {
 }
 
 impl Target {
-    /// Whether the row counts, by what was `drawn` so far: rows of one sequence come one behind the other.
+    /// Whether the row is accepted, given the draws so far. The rows of a sequence are consecutive.
     fn counts(&self, drawn: &[Draw]) -> bool {
         self.guesses.last().is_none_or(|guess| {
             let before = drawn.last().filter(|draw| draw.id == self.id && draw.row + 1 == self.row);
@@ -79,7 +82,7 @@ impl Target {
 }
 
 impl Drawn {
-    /// Draws from a row if it counts.
+    /// Adds the row's draw if the row is accepted.
     fn keep(&mut self, target: &Target, draw: impl FnOnce() -> Row) {
         if !target.counts(&self.draws) {
             return;
@@ -94,7 +97,7 @@ impl Drawn {
 }
 
 impl Live {
-    /// Takes note of a row of logits, which stands at `position` if it is wanted whole, and draws from it.
+    /// Processes a row of logits: passes it to the sink if it is wanted at `position`, and draws from it.
     fn read(&mut self, target: &Target, position: Option<usize>, draws: bool, row: &[f32]) -> Row {
         if let Some(position) = position.filter(|_| self.all_logits) {
             self.sink.logits(position, row);
@@ -103,7 +106,7 @@ impl Live {
             return Row::Unused;
         }
         let mask = match &mut self.guide {
-            // Whoever draws from another's row has none of its own to be kept.
+            // A sequence that draws from another one's row keeps no row of its own.
             Some(guided) => match guided.allows(row, target.of == target.id) {
                 Some(mask) => mask,
                 None => return Row::Waits,
@@ -114,7 +117,7 @@ impl Live {
         Row::of(drawn, row.len())
     }
 
-    /// What draws from a row: this is the one place that says what the state behind guesses is.
+    /// The sampler for a row. The only place that defines the sampler's state after draft tokens.
     fn sampler_of(&self, target: &Target) -> Cow<'_, Sampler> {
         match target.guesses.as_slice() {
             [] => Cow::Borrowed(&self.sampler),
@@ -124,8 +127,8 @@ impl Live {
 }
 
 impl Engine {
-    /// Rows that are drawn from or wanted whole. The last row of a prompt is drawn from for everybody who waits for
-    /// it.
+    /// The rows from which tokens are drawn or that are needed whole. The last row of a prompt is sampled for
+    /// all sequences that wait for it.
     pub(super) fn targets(&self, plan: &StepPlan) -> Targets {
         let mut targets = Targets::default();
         let with_siblings = plan.sequences.iter().flat_map(|sequence| {
@@ -135,7 +138,7 @@ impl Engine {
         });
         for (sequence, id) in with_siblings {
             let Some(live) = self.live.get(&id) else { continue };
-            // The rows that are drawn from: those of guesses, and the one before them.
+            // The sampled rows: the one before the draft tokens, and those of the draft tokens.
             let first = sequence.rows.end - 1 - sequence.guesses;
             let target = |row: u32| {
                 let guesses = (first + 1..=row).map(|row| plan.tokens[row as usize]).collect();
@@ -150,7 +153,8 @@ impl Engine {
             } else if sequence.samples {
                 let rows = first..sequence.rows.end;
                 match live.sampler.is_plain_argmax() {
-                    // Any token may be the one that is allowed: the whole row is looked at. Nothing is guessed there.
+                    // A grammar may allow any token, so the whole row is needed. Such sequences have no draft
+                    // tokens.
                     _ if live.guide.as_ref().is_some_and(Guided::constrains) => {
                         targets.whole.extend(rows.map(|row| (target(row), position(row), true)));
                     }
@@ -165,7 +169,7 @@ impl Engine {
         targets
     }
 
-    /// The same for whoever computes the rows.
+    /// The same targets in the form of the stage that computes the rows.
     pub(super) fn wanted(&self, targets: &Targets) -> WantedRows {
         let sample = |target: &Target| Some(self.live.get(&target.id)?.sampler_of(target).sample(target.row));
         WantedRows {
@@ -175,7 +179,8 @@ impl Engine {
         }
     }
 
-    /// The draws of a step whose rows are in the decoder, where row r of the step is row `place(r)`.
+    /// The draws of a step whose rows are in the decoder. Row `r` of the step is row `place(r)` of the
+    /// decoder.
     pub(super) fn draw(&mut self, targets: &Targets, place: impl Fn(u32) -> u32) -> Result<Drawn, Error> {
         let Targets { plain, sampled, whole } = targets;
         let vocab = self.decoder.spec().vocab;
@@ -218,7 +223,7 @@ impl Engine {
         Ok(drawn)
     }
 
-    /// The draws of a step whose rows other stages have.
+    /// The draws of a step whose rows are at other stages.
     pub(super) fn drawn(&mut self, targets: &Targets, answer: StepResult) -> Result<Drawn, Error> {
         let vocab = self.decoder.spec().vocab;
         if let Some((rows, returned)) = answer.returned {
@@ -240,7 +245,7 @@ impl Engine {
                         Err(Error::Invariant("more than the best was wanted".to_owned()))
                     }
                     (Rest::Best(token, logit), Some((first, highest))) => {
-                        // As with the whole row: the lowest of equals.
+                        // As with the whole row: ties go to the lowest token.
                         let token = if logit > highest { token } else { first };
                         let token = is_drawable(&[highest, logit]).then_some((token, None));
                         let mut drawn = Drawn::default();

@@ -1,4 +1,4 @@
-//! From a step's plan to the decoder's input.
+//! Converts a step's plan into the decoder's input.
 
 use crate::Error;
 use crate::decoder::{Blocks, Decoder};
@@ -6,7 +6,7 @@ use crate::kv_cache::BlockTable as Table;
 use crate::scheduler::{PlannedSequence, Scheduler, SequenceState, StepPlan};
 use kernels::backend::{BlockTable, KvCopy, StateExport, StepInput, StepSequence, StepState};
 
-/// Uploads the plan and runs the layers, and `beside` behind each.
+/// Uploads the plan and runs the layers. Calls `beside` after each layer.
 pub(super) fn run(
     decoder: &mut Decoder,
     scheduler: &Scheduler,
@@ -34,7 +34,7 @@ pub(super) fn run(
     decoder.forward_beside(&copies, &input, beside)
 }
 
-/// A sequence's table as a step names it.
+/// A sequence's block table in the form of the decoder's input.
 fn table_of(table: Option<&Table>, stride: u32) -> BlockTable<'_> {
     table.map_or(BlockTable::Paged(&[]), |table| match table.contiguous_base() {
         Some(first) => BlockTable::Contiguous { first, stride },

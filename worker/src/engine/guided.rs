@@ -1,7 +1,7 @@
-//! Requests whose answers are of a grammar: a row is drawn from when it is known what may be drawn.
+//! Requests with a grammar: a row is sampled once the mask of allowed tokens is known.
 //!
-//! That is worked out by other threads while the row is computed. Where it takes longer the row is kept and the sequence
-//! sits steps out, and nobody else waits.
+//! Other threads compute the mask while the row is computed. If that takes longer, the row is kept and the
+//! sequence skips steps, without delaying other sequences.
 
 use super::Engine;
 use crate::grammar::{Guide, Look, MASK_TIME};
@@ -15,17 +15,17 @@ use std::time::Instant;
 
 pub(super) struct Guided {
     guide: Guide,
-    /// A row that is drawn from when it is known what may be.
+    /// A row that is sampled when its mask is known.
     row: Option<Vec<f32>>,
-    /// Since when it has waited.
+    /// Start of the wait.
     since: Option<Instant>,
-    /// That it waits is counted.
+    /// Whether the wait has been counted.
     counted: bool,
 }
 
-/// What becomes of a request.
+/// Outcome for a request that waited.
 enum Settled {
-    /// It draws from the row that it has kept.
+    /// It samples the kept row.
     Draws(Option<Arc<TokenMask>>),
     Ends,
     Fails(String),
@@ -36,20 +36,20 @@ impl Guided {
         Self { guide, row: None, since: None, counted: false }
     }
 
-    /// Whether what is drawn next depends on it.
+    /// Whether the grammar restricts the next token.
     pub(super) fn constrains(&self) -> bool {
         self.guide.constrains()
     }
 
-    /// Takes note of a token that was drawn.
+    /// Accepts a drawn token.
     pub(super) fn accept(&mut self, token: u32) {
         self.row = None;
         self.since = None;
         self.guide.accept(token);
     }
 
-    /// What may be drawn from this row: anything, or what is in the mask. None: nothing for now, and the row is kept if
-    /// it is the request's own.
+    /// The mask for this row: `Some(None)` allows every token. `None` means that the mask is not known yet;
+    /// the row is kept if it is the request's own.
     pub(super) fn allows(&mut self, row: &[f32], own: bool) -> Option<Option<Arc<TokenMask>>> {
         self.row = None;
         match self.guide.look() {
@@ -80,7 +80,7 @@ impl Guided {
 }
 
 impl Engine {
-    /// Draws from rows that were kept, and ends requests that are complete or cannot go on.
+    /// Samples kept rows, and ends requests that are complete or cannot continue.
     pub(super) fn settle(&mut self, now: Instant) {
         let mut settled: Vec<(SeqId, Settled)> = Vec::new();
         for (id, live) in &mut self.live {
@@ -90,7 +90,8 @@ impl Engine {
             }
             settled.extend(guided.settle(now).map(|settled| (*id, settled)));
         }
-        // The order of a map is nobody's: frames go to requests of their own, but tokens to the log of events.
+        // Sort: a map has no fixed order, and although frames go to separate requests, tokens go to the
+        // common event log.
         settled.sort_unstable_by_key(|(id, _)| *id);
         for (id, settled) in settled {
             match settled {
@@ -109,14 +110,14 @@ impl Engine {
         let Some((token, logprobs)) = live.sampler.draw_allowed(&mut row, mask) else {
             return self.fail_not_finite(id);
         };
-        // Else its row is being computed once more, and is drawn from then.
+        // Otherwise its row is computed once more and sampled then.
         if self.scheduler.draw_late(id, token) {
             self.start(id);
             self.emit(now, id, vec![(token, logprobs)]);
         }
     }
 
-    /// The grammar allows nothing more. Of a request that has not begun its prompt is computed first.
+    /// The grammar allows no further token. If the request has not started, its prompt is computed first.
     fn complete_guided(&mut self, now: Instant, id: SeqId) {
         let Some(live) = self.live.get_mut(&id) else { return };
         let computed = live.guide.as_ref().is_some_and(|guided| guided.row.is_some());

@@ -1,9 +1,10 @@
-//! Prefixes that come from another worker. A request that is told of a holder waits, at most as long as computing
-//! would take, while the resume point is fetched; so do those that come meanwhile and share the prefix. Then what has
-//! come is put where a computed prefix would be, and the lookup hits as any other.
+//! KV transfers from other workers. A request with a known holder of its prefix waits while the resume point
+//! is fetched, at most as long as computing it would take. Requests that arrive meanwhile and share the
+//! prefix wait too. The received pieces are put where a computed prefix would be, and the lookup hits as
+//! usual.
 //!
-//! What ends a pull early (a holder that dies, lies or is slow) leaves a shorter prefix or none: the rest is computed.
-//! A damaged pull leaves none.
+//! If a pull ends early because its holder died or was slow, a shorter prefix or none remains, and the rest
+//! is computed. A damaged pull leaves nothing.
 
 use super::Engine;
 use super::caches::Caches;
@@ -20,12 +21,14 @@ use std::time::{Duration, Instant};
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::sync::mpsc::error::TryRecvError;
 
-/// Bytes on their way at most; and one pull more.
+/// Maximum number of bytes in flight. A single pull may exceed it.
 const UNDER_WAY_BYTES: u64 = 512 << 20;
-/// Requests that wait for one pull at most; more compute.
+/// Maximum number of requests that wait for one pull. Further ones compute.
 const MAX_WAITING: usize = 256;
-/// A pull is given the time that computing takes, but not less or more than this.
+/// Lower limit of the time that a pull may take. Between the limits it is the estimated time to compute the
+/// tokens.
 const LEAST_PATIENCE: Duration = Duration::from_secs(1);
+/// Upper limit of the time that a pull may take.
 const MOST_PATIENCE: Duration = Duration::from_secs(10);
 
 type Pieces = HashMap<(usize, u32), Arc<[u8]>>;
@@ -33,7 +36,7 @@ type Pieces = HashMap<(usize, u32), Arc<[u8]>>;
 /// The engine's side of pulls.
 pub(super) struct Pulling {
     namer: Namer,
-    /// How long a pull may take; computed if not set.
+    /// Fixed time that a pull may take; `None` derives it from the time to compute the tokens.
     patience: Option<Duration>,
     pulls: Vec<Pull>,
 }
@@ -41,12 +44,12 @@ pub(super) struct Pulling {
 struct Pull {
     root: BlockId,
     tokens: Arc<[u32]>,
-    /// The pieces of the resume point behind all of them.
+    /// The pieces of the resume point after all tokens.
     wanted: HashSet<(usize, u32)>,
-    /// Bytes that it may bring.
+    /// Expected size in bytes.
     bytes: u64,
     arrived: Pieces,
-    /// How long so many of them took once the holder had begun to send.
+    /// Bytes received and the time that they took since the holder began to send.
     travelled: Option<(u64, Duration)>,
     inbox: UnboundedReceiver<PullEvent>,
     waiting: Vec<Waiting>,
@@ -54,16 +57,17 @@ struct Pull {
     until: Instant,
 }
 
-/// A request that waits for a pull, perhaps for another's: then it may still pull more from where it was told.
+/// A request that waits for a pull, perhaps one of another request. It may then still pull more from its own
+/// `source`.
 struct Waiting {
     request: SequenceRequest,
     source: Option<Box<dyn Source>>,
 }
 
-/// What a request got from another worker, for its lookup report.
+/// Result of a pull for a request, for its lookup report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Pulled {
-    /// So many tokens.
+    /// Number of tokens received.
     Tokens(u32),
     Nothing(PullFailure),
 }
@@ -82,12 +86,12 @@ impl Pulling {
         Self { namer, patience: None, pulls: Vec::new() }
     }
 
-    /// Requests that wait for a pull.
+    /// Number of requests that wait for a pull.
     pub(super) fn waiting(&self) -> usize {
         self.pulls.iter().map(|pull| pull.waiting.len()).sum()
     }
 
-    /// A request has gone: what is fetched for nobody is given up at once.
+    /// Removes a request. Pulls that no request waits for are cancelled at once.
     pub(super) fn gone(&mut self, id: SeqId) {
         self.pulls.retain_mut(|pull| {
             pull.waiting.retain(|waiting| waiting.request.id != id);
@@ -101,7 +105,7 @@ impl Pulling {
 }
 
 impl Pull {
-    /// Takes in what has come; how it ended, if it has.
+    /// Receives pieces. Returns the outcome once the pull has ended.
     fn receive(&mut self) -> Option<Result<(), PullFailure>> {
         loop {
             match self.inbox.try_recv() {
@@ -118,14 +122,14 @@ impl Pull {
 }
 
 impl Engine {
-    /// Gives every pull this long, whatever computing would take.
+    /// Sets a fixed time limit for every pull, instead of the estimated computing time.
     pub fn with_pull_patience(mut self, patience: Duration) -> Self {
         self.pulling.patience = Some(patience);
         self
     }
 
-    /// Has the request of a live sequence wait for a pull that brings a prefix of it; gives it back if there is none
-    /// that is worth it.
+    /// Lets the request of a live sequence wait for a pull that brings a prefix of it. Returns the request if
+    /// no pull is worth it.
     pub(super) fn pull_or_compute(
         &mut self,
         now: Instant,
@@ -159,7 +163,7 @@ impl Engine {
         let caches = self.caches();
         let piece_bytes: Vec<usize> = groups.map(|group| caches.block_bytes(group)).collect();
         let of = |&(group, _): &(usize, u32)| piece_bytes.get(group).map_or(0, |bytes| *bytes as u64);
-        // What is here already is copied within the arena, by way of memory too.
+        // Pieces that are already here are also copied within the arena through memory, so they count too.
         let bytes: u64 = wanted.iter().map(of).sum();
         let under_way = self.pulling.under_way();
         if under_way > 0 && under_way + bytes > UNDER_WAY_BYTES {
@@ -188,7 +192,7 @@ impl Engine {
         None
     }
 
-    /// How long computing so many tokens takes, as far as that is known.
+    /// Time limit for pulling `tokens` tokens: the estimated time to compute them.
     fn patience(&self, tokens: u32) -> Duration {
         let rate = self.rates.prefill();
         let computing = match rate > 0.0 {
@@ -198,7 +202,7 @@ impl Engine {
         self.pulling.patience.unwrap_or_else(|| computing.clamp(LEAST_PATIENCE, MOST_PATIENCE))
     }
 
-    /// Queues the requests whose pull has ended, or has taken too long.
+    /// Queues the requests whose pull has ended or timed out.
     pub(super) fn end_pulls(&mut self, now: Instant) {
         let mut ended = Vec::new();
         for mut pull in std::mem::take(&mut self.pulling.pulls) {
@@ -212,7 +216,8 @@ impl Engine {
             let pulled = self.install(&mut pull, outcome);
             for Waiting { request, source } in std::mem::take(&mut pull.waiting) {
                 self.pulled(request.id, pulled);
-                // What has come may be a part of what another source has; what has failed is not tried again.
+                // The pull may have brought part of what another source has. A failed pull is not tried
+                // again.
                 let source = source.filter(|_| outcome.is_ok());
                 if let Some(request) = self.pull_or_compute(now, request, source) {
                     self.enqueue(request);
@@ -221,11 +226,11 @@ impl Engine {
         }
     }
 
-    /// Puts what has come of a pull into the arena.
+    /// Copies the received pieces into the arena.
     fn install(&mut self, pull: &mut Pull, outcome: Result<(), PullFailure>) -> Pulled {
         let bytes: u64 = pull.arrived.values().map(|bytes| bytes.len() as u64).sum();
         self.metrics.transfers.moved(Direction::pulled, bytes);
-        // Who sends one piece that is wrong is not believed in others.
+        // After one wrong piece no other piece of this pull is trusted.
         if outcome == Err(PullFailure::Damaged) {
             pull.arrived.clear();
         }
@@ -248,7 +253,7 @@ impl Engine {
         }
     }
 
-    /// How many tokens more than before the arena serves; `None`: it has no room.
+    /// The number of tokens that the arena serves in addition. `None` if it has no room.
     fn put_pieces(&mut self, pull: &mut Pull) -> Option<u32> {
         let (root, prefix) = (pull.root, &pull.tokens);
         let here = self.scheduler.resume_point(root, prefix);
@@ -263,7 +268,7 @@ impl Engine {
         if !worthwhile(arena, deepest) {
             return Some(0);
         }
-        // What lies here is copied before room is made: that may take these very blocks.
+        // Copy pieces that are already here before allocating: allocation may evict these very blocks.
         let lacking: Vec<(usize, u32)> =
             self.scheduler.shape(deepest).filter(|piece| !pull.arrived.contains_key(piece)).collect();
         let place = |piece: &(usize, u32)| Some((piece.0, *here.get(piece)?));
@@ -282,7 +287,7 @@ impl Engine {
         put_back(&mut self.scheduler, caches, point, piece).then_some(deepest - arena)
     }
 
-    /// Notes what a request got.
+    /// Records the result of a pull for a request.
     fn pulled(&mut self, id: SeqId, pulled: Pulled) {
         if let Some(live) = self.live.get_mut(&id) {
             live.pulled = Some(match (live.pulled, pulled) {

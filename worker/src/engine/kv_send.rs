@@ -1,7 +1,7 @@
-//! What other workers may pull: resume points that lie in the arena, copied out a few blocks at a time between steps and
-//! between the layers of one, so that nobody waits for a long step to end. What has been evicted meanwhile is given from
-//! host memory or from a file, if it is kept there too; files are read by whoever sends them. Nothing is held for them: what
-//! is nowhere any more ends the pull, and who pulled computes the rest.
+//! KV transfers to other workers. Resume points in the arena are copied out a few blocks at a time, between
+//! steps and between the layers of a step, so that no receiver waits for a long step. Pieces that were
+//! evicted meanwhile come from host memory or a file, if a tier has them; the sending thread reads the files.
+//! Blocks are not pinned: a piece that is gone everywhere ends the pull, and the receiver computes the rest.
 
 use super::Engine;
 use super::caches::Caches;
@@ -14,25 +14,26 @@ use proto::pull::PullRefusal;
 use std::collections::HashMap;
 use std::sync::mpsc::Receiver;
 
-/// A resume point that another worker may have.
+/// A resume point that another worker may pull.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Offer {
-    /// Tokens up to it.
+    /// Its length in tokens.
     pub tokens: u32,
-    /// Its pieces that end behind what the other worker has: group, end, bytes; by ends, then groups.
+    /// Its pieces that end after the part that the other worker has: (group, end, bytes), ordered by end,
+    /// then group.
     pub pieces: Vec<(u32, u32, usize)>,
 }
 
-/// A piece that is lent.
+/// A piece for another worker.
 #[derive(Debug)]
 pub enum Lent {
     Copy(Vec<u8>),
-    /// It is to be read from here.
+    /// Must be read from this file.
     File(PieceFile),
 }
 
 impl Lent {
-    /// Its bytes; none if its file is damaged, or gone meanwhile. May wait for a disk.
+    /// Its bytes; `None` if its file is damaged or gone. May block on a disk.
     pub fn read(self) -> Option<Vec<u8>> {
         match self {
             Self::Copy(bytes) => Some(bytes),
@@ -41,10 +42,10 @@ impl Lent {
     }
 }
 
-/// What is to be done with what lies in the arena.
+/// A function that reads the caches.
 pub(super) type Loan = Box<dyn FnOnce(&mut KvSender<'_>) + Send>;
 
-/// The engine's side of pulls by others.
+/// The engine's side of pulls by other workers.
 pub(super) struct Lending {
     origin: [u8; 32],
     max_model_len: usize,
@@ -56,8 +57,8 @@ impl Lending {
         Self { origin: namer.origin(), max_model_len, asked: None }
     }
 
-    /// Serves one of those who have asked, if there is one. Between two layers this is sound because a resume point is made
-    /// of completed steps only: the step under way writes none of its blocks.
+    /// Runs one queued read, if there is one. Between two layers this is sound because a resume point
+    /// consists of completed steps only: the step in flight writes none of its blocks.
     pub(super) fn serve_one(&mut self, caches: Caches<'_>, scheduler: &Scheduler, tiers: Option<&Tiers>) {
         if let Some(loan) = self.asked.as_ref().and_then(|asked| asked.try_recv().ok()) {
             loan(&mut self.lender(caches, scheduler, tiers));
@@ -74,7 +75,7 @@ impl Lending {
     }
 }
 
-/// What others may read of an engine at any time.
+/// Read access to an engine's caches for other workers.
 pub struct KvSender<'a> {
     caches: Caches<'a>,
     scheduler: &'a Scheduler,
@@ -84,7 +85,7 @@ pub struct KvSender<'a> {
 }
 
 impl KvSender<'_> {
-    /// The deepest resume point within `tokens` that lies behind the first `have` of them, for a worker of this
+    /// The deepest resume point within `tokens` that is longer than `have` tokens, for a worker of this
     /// `origin`.
     pub fn offer(
         &self,
@@ -120,8 +121,8 @@ impl KvSender<'_> {
         self.scheduler.deepest_whole(tokens.len() as u32, has)
     }
 
-    /// Copies out pieces of the resume point behind `tokens`, which was offered; `NotHeld` if one of them is neither in
-    /// the arena, with all of that point, nor in a tier any more.
+    /// Copies pieces of the offered resume point after `tokens`. Returns `NotHeld` if one of them is no
+    /// longer in the arena (with all of that point) or in a tier.
     pub fn copy_pieces(
         &mut self,
         root: BlockId,
@@ -167,19 +168,19 @@ impl KvSender<'_> {
 }
 
 impl Engine {
-    /// What others may read of it, between two steps.
+    /// Read access for other workers between two steps.
     pub fn lender(&mut self) -> KvSender<'_> {
         let tiers = self.tiering.as_ref().map(Tiering::tiers);
         let caches = Caches::new(self.decoder.blocks(), self.later.as_mut());
         self.lending.lender(caches, &self.scheduler, tiers)
     }
 
-    /// Serves what is asked for here also between the layers of a step.
+    /// Also serves the reads of this queue between the layers of a step.
     pub(super) fn lends_to(&mut self, asked: Receiver<Loan>) {
         self.lending.asked = Some(asked);
     }
 
-    /// Serves all who have asked.
+    /// Runs all queued reads.
     pub(super) fn lend(&mut self) {
         while let Some(loan) = self.lending.asked.as_ref().and_then(|asked| asked.try_recv().ok()) {
             loan(&mut self.lender());

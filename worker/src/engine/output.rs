@@ -1,4 +1,4 @@
-//! What requesters hear: that a prompt is in, tokens, the end.
+//! Frames that clients receive: start of the output, tokens, end.
 
 use super::{Engine, Sink};
 use crate::kv_cache::HitStop;
@@ -31,13 +31,13 @@ impl Engine {
         }));
     }
 
-    /// A step has drawn these tokens for a request; several, if guesses of it were right.
+    /// Sends the tokens that a step drew for a request; several if draft tokens were accepted.
     pub(super) fn emit(&mut self, now: Instant, id: SeqId, tokens: Vec<(u32, Option<TokenLogprobs>)>) {
         let Some(live) = self.live.get_mut(&id) else { return };
         let before = live.last_token.replace(now);
         let mut between = now.saturating_duration_since(before.unwrap_or(live.received)).as_secs_f64();
         if before.is_some() {
-            // They came together, and each has cost its part of the time.
+            // They arrived together, so each gets an equal part of the time.
             between /= tokens.len().max(1) as f64;
         }
         let (mut out, mut ending) = (Vec::with_capacity(tokens.len()), None);
@@ -85,7 +85,7 @@ impl Engine {
         }));
     }
 
-    /// Of a request whose tokens have all been sent by an earlier attempt, which was cut off before it could say so.
+    /// Ends a request whose tokens were all sent by an earlier attempt that was cut off before the end frame.
     pub(super) fn finish_at_once(&self, sink: &mut dyn Sink, ending: Ending, completion_tokens: u32) {
         self.count_end(label(ending.reason));
         let hit_stop = HitStop::Disabled.to_string();
@@ -122,8 +122,8 @@ impl Engine {
         }
     }
 
-    /// A row that it was to draw from holds NaN or infinity: it ends, with an error that says so, and nothing stays cached
-    /// that it was computed from.
+    /// Ends a request with an error because a row that it samples has NaN or infinite values. Everything
+    /// cached on its path is forgotten.
     pub(super) fn fail_not_finite(&mut self, id: SeqId) {
         self.forget_kept(id);
         self.scheduler.remove_spoiled(id);

@@ -1,4 +1,4 @@
-//! How busy the engine is, and its metrics.
+//! The engine's load and metrics.
 
 use super::Engine;
 use super::tiering::Tiering;
@@ -92,7 +92,7 @@ impl Rates {
         let seconds = took.as_secs_f32().max(1e-6);
         let blend = |old: f32, new: f32| if old == 0.0 { new } else { old + 0.2 * (new - old) };
         self.step_ms = blend(self.step_ms, seconds * 1e3);
-        // Mixed steps say little about prefill alone.
+        // Mixed steps are not a measure of prefill alone.
         if prefill_rows * 10 >= rows * 9 && prefill_rows >= 64 {
             self.prefill = blend(self.prefill, prefill_rows as f32 / seconds);
         }

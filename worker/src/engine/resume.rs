@@ -1,9 +1,9 @@
-//! Sequences and prefixes as things of their own. A sequence can be named after it has ended: saved, restored,
-//! forked, cut. A prefix can be computed ahead and pinned.
+//! Sequences and prefixes as named objects. An ended sequence can be saved, restored, forked and cut by its
+//! name. A prefix can be computed ahead and pinned.
 //!
-//! A snapshot stands at the deepest unit boundary before the sequence's last token: what is computed to go on from
-//! there is at most a unit. Where the cache does not reach there any more, the sequence is computed once again
-//! first, as a request without output.
+//! A snapshot covers the sequence up to the deepest unit boundary before its last token, so that at most one
+//! unit must be computed to continue. If the cache no longer reaches that position, the sequence is first
+//! computed again as a request without output.
 
 mod remembered;
 mod saving;
@@ -23,10 +23,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 
-/// Hears how an operation ended that may have to compute first.
+/// Receives the result of an operation that may have to compute first.
 pub type Reply<T> = oneshot::Sender<Result<T, SequenceError>>;
 
-/// A sequence's caches, copied out. What is left to make a [`Snapshot`] of it, digests above all, needs no engine.
+/// The copied caches of a sequence. Turning it into a [`Snapshot`], which computes digests, needs no engine.
 #[derive(Debug)]
 pub struct Capture {
     origin: Arc<Origin>,
@@ -41,13 +41,13 @@ impl Capture {
     }
 }
 
-/// What the engine keeps besides live requests.
+/// State of named sequences and pins, apart from live requests.
 #[derive(Debug)]
 pub(super) struct Resume {
     origin: Arc<Origin>,
     remembered: Remembered,
     saving: VecDeque<Saving>,
-    /// Prompts that are computed to be saved or pinned.
+    /// Prompts that are computed in order to be saved or pinned.
     warming: HashMap<SeqId, Warming>,
     pins: BTreeMap<u64, Pinned>,
     last_pin: u64,
@@ -76,7 +76,7 @@ struct Pinned {
 }
 
 impl Then {
-    /// Whether nobody waits for it any more.
+    /// Whether the receiver of the result is gone.
     fn is_closed(&self) -> bool {
         match self {
             Self::Save(reply) => reply.is_closed(),
@@ -85,7 +85,7 @@ impl Then {
     }
 
     fn refuse(self, error: SequenceError) {
-        // Fails only where nobody waits any more.
+        // Fails only if the receiver is gone.
         match self {
             Self::Save(reply) => drop(reply.send(Err(error))),
             Self::Pin(_, reply) => drop(reply.send(Err(error))),
@@ -105,7 +105,7 @@ impl Resume {
         }
     }
 
-    /// Whether something is being saved, or a prompt waits to be computed.
+    /// Whether a sequence is being saved, or a prompt waits to be computed.
     pub(super) fn has_work(&self) -> bool {
         !self.saving.is_empty() || !self.warming.is_empty()
     }
@@ -119,19 +119,20 @@ fn field(field: &str, reason: String) -> SequenceError {
     SequenceError::InvalidField { field: field.to_owned(), reason }
 }
 
-/// Where a sequence of so many tokens is saved: units before its last token, which is computed in any case.
+/// Number of tokens that a snapshot of `tokens` tokens covers: the full units before the last token, which is
+/// always computed.
 pub(super) fn savable(tokens: usize) -> usize {
     tokens.saturating_sub(1) / HASH_UNIT_TOKENS * HASH_UNIT_TOKENS
 }
 
 impl Engine {
-    /// What a snapshot must come from to be restored here.
+    /// The origin that a snapshot must have to be restored here.
     pub fn origin(&self) -> Arc<Origin> {
         Arc::clone(&self.resume.origin)
     }
 
-    /// Sequences that can be named under `root`: those that have ended, the least recently used first, then those
-    /// that are being generated.
+    /// Named sequences under `root`: first the ended ones, the least recently used first, then those that are
+    /// being generated.
     pub fn sequences(&self, root: BlockId) -> Vec<SequenceInfo> {
         let ended = self.resume.remembered.iter().filter(|(key, _)| key.root == root);
         let ended = ended.map(|(key, tokens)| self.describe(key, tokens, false));
@@ -142,8 +143,8 @@ impl Engine {
         ended.chain(live).collect()
     }
 
-    /// Copies a sequence's caches out, as it stands now, some at once and the rest between steps; computes them first
-    /// where they are not all there.
+    /// Copies the caches of a sequence out, some at once and the rest between steps. Computes them first if
+    /// they are not all cached.
     pub fn save(&mut self, key: &SequenceKey, reply: Reply<Capture>) {
         let Some(tokens) = self.tokens_of(key) else { return drop(reply.send(Err(unknown(&key.name)))) };
         if self.reaches(key.root, &tokens[..savable(tokens.len())]) {
@@ -152,7 +153,7 @@ impl Engine {
         self.warm(key.root, tokens, Then::Save(reply));
     }
 
-    /// Brings a snapshot's caches back and names the sequence. Nothing has changed after an error.
+    /// Restores a snapshot's caches and names the sequence. After an error nothing has changed.
     pub fn restore(&mut self, key: SequenceKey, snapshot: &Snapshot) -> Result<SequenceInfo, SequenceError> {
         self.not_live(&key)?;
         self.check_tokens("tokens", snapshot.tokens())?;
@@ -173,12 +174,12 @@ impl Engine {
                 return Err(SequenceError::Internal);
             }
         }
-        // Who hears that it is restored can hear from the event log of what.
+        // Publish first, so that the event log already has the events when the caller gets its answer.
         self.publish();
         Ok(self.remember(key, snapshot.tokens()))
     }
 
-    /// Another sequence that stands where this one does.
+    /// Creates another name for a sequence at its present end.
     pub fn fork(&mut self, of: &SequenceKey, name: SequenceName) -> Result<SequenceInfo, SequenceError> {
         let tokens = self.tokens_of(of).ok_or_else(|| unknown(&of.name))?;
         let key = SequenceKey { root: of.root, name };
@@ -186,8 +187,8 @@ impl Engine {
         Ok(self.remember(key, &tokens))
     }
 
-    /// Cuts a sequence to its first `keep` tokens. What is cached behind them and no other sequence or pin shares is
-    /// let go.
+    /// Cuts a sequence to its first `keep` tokens. Cached units after them are forgotten unless another
+    /// sequence or pin shares them.
     pub fn reset(&mut self, key: &SequenceKey, keep: u32) -> Result<SequenceInfo, SequenceError> {
         self.not_live(key)?;
         let tokens = self.resume.remembered.get(key).ok_or_else(|| unknown(&key.name))?;
@@ -198,7 +199,7 @@ impl Engine {
             ));
         };
         let info = self.remember(key.clone(), kept);
-        // A fork has no blocks of its own: it counts by its name.
+        // A fork has no blocks of its own: compare the tokens of all named sequences.
         let shared =
             self.resume.remembered.iter().filter(|(other, _)| *other != key && other.root == key.root);
         let shared = shared.map(|(_, other)| other.iter().zip(&*tokens).take_while(|(a, b)| a == b).count());
@@ -207,14 +208,14 @@ impl Engine {
         Ok(info)
     }
 
-    /// Forgets a sequence's name. `false`: there is none.
+    /// Removes a sequence's name. Returns `false` if the name does not exist.
     pub fn forget(&mut self, key: &SequenceKey) -> Result<bool, SequenceError> {
         self.not_live(key)?;
         Ok(self.resume.remembered.remove(key))
     }
 
-    /// Holds the full units of a prefix against eviction, for `ttl` if there is one; computes them first where they
-    /// are not cached. A prefix that is pinned already is pinned for as long as is said last.
+    /// Pins the full units of a prefix, for `ttl` or without limit if it is `None`. Computes them first if
+    /// they are not cached. Pinning a pinned prefix again replaces its `ttl`.
     pub fn pin(
         &mut self,
         now: Instant,
@@ -242,7 +243,7 @@ impl Engine {
         self.warm(root, whole.into(), Then::Pin(until, reply));
     }
 
-    /// Lets a pinned prefix go; it stays cached until its bytes are needed.
+    /// Removes a pin. The prefix stays cached until its bytes are needed.
     pub fn unpin(&mut self, now: Instant, root: BlockId, pin: u64) -> Result<(), SequenceError> {
         self.expire_pins(now);
         let held = self.resume.pins.get(&pin).filter(|held| held.root == root);
@@ -254,14 +255,14 @@ impl Engine {
         Ok(())
     }
 
-    /// Prefixes pinned under `root`, the first one first.
+    /// Pins under `root`, the oldest first.
     pub fn pins(&mut self, now: Instant, root: BlockId) -> Vec<PinInfo> {
         self.expire_pins(now);
         let pins = self.resume.pins.iter().filter(|(_, pinned)| pinned.root == root);
         pins.map(|(pin, pinned)| self.describe_pin(now, *pin, pinned)).collect()
     }
 
-    /// Pins whose time is up are let go, those that the scheduler has given up forgotten.
+    /// Removes pins whose time is up, and forgets those that the scheduler has dropped.
     pub(super) fn expire_pins(&mut self, now: Instant) {
         let scheduler = &mut self.scheduler;
         self.resume.pins.retain(|_, pinned| {
@@ -273,7 +274,7 @@ impl Engine {
         });
     }
 
-    /// Drops what is computed for nobody.
+    /// Cancels computations whose receiver is gone.
     pub(super) fn expire_warming(&mut self) {
         let scheduler = &mut self.scheduler;
         self.resume.warming.retain(|id, warming| {
@@ -285,18 +286,18 @@ impl Engine {
         });
     }
 
-    /// A prompt's last rows have been computed.
+    /// Continues after the last rows of a prompt were computed.
     pub(super) fn warmed(&mut self, now: Instant, id: SeqId) {
         let Some(Warming { root, tokens, then }) = self.resume.warming.remove(&id) else { return };
         self.scheduler.remove(id);
-        // Sending fails only where nobody waits any more.
+        // Sending fails only if the receiver is gone.
         match then {
             Then::Save(reply) => self.begin_save(root, tokens, reply),
             Then::Pin(until, reply) => drop(reply.send(self.hold(now, root, tokens, until))),
         }
     }
 
-    /// A live request is about to end: from now on it can be named by its tokens.
+    /// Stores the tokens of a live request that is about to end, so that it can be named afterwards.
     pub(super) fn remember_live(&mut self, id: SeqId) {
         self.keep_ended(id);
         let key = self.live.get(&id).and_then(|live| live.key.clone());
@@ -348,13 +349,13 @@ impl Engine {
         }
     }
 
-    /// Whether the cache serves all of these tokens, which are whole units.
+    /// Whether the cache serves all of these tokens, which must be whole units.
     fn reaches(&self, root: BlockId, tokens: &[u32]) -> bool {
         let point = || self.scheduler.resume_point(root, tokens);
         tokens.is_empty() || point().is_some_and(|point| point.tokens as usize == tokens.len())
     }
 
-    /// Computes a prompt and nothing behind it.
+    /// Computes a prompt without output.
     fn warm(&mut self, root: BlockId, tokens: Arc<[u32]>, then: Then) {
         self.next_id += 1;
         let id = SeqId(self.next_id);
@@ -364,7 +365,7 @@ impl Engine {
             prompt: tokens.to_vec(),
             max_new_tokens: 0,
             logit_rows: LogitRows::LastOnly,
-            // So that a state is kept at the very end too: longer prompts go on from there.
+            // Keep a state at the very end too: longer prompts continue from there.
             boundaries: vec![tokens.len() as u32],
             tenant: TenantTurn::of_root(root),
             priority: 0,
@@ -380,7 +381,7 @@ impl Engine {
         }
     }
 
-    /// Fills the blocks of a resume point with what a snapshot has of it.
+    /// Fills the blocks of a resume point from a snapshot.
     fn write(&mut self, point: &ResumePoint, snapshot: &Snapshot) -> Result<(), SequenceError> {
         let wanted = point.blocks.iter().map(|block| (block.group as u32, block.tokens.start));
         if !wanted.eq(snapshot.pieces().map(|(piece, _)| (piece.group, piece.token))) {

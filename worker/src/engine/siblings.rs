@@ -1,9 +1,10 @@
-//! Requests for one prompt that come before it has been computed: the choices of one request (`n` > 1) above all.
+//! Requests with the same prompt that arrive before it has been computed, mainly the choices of one request
+//! (`n` > 1).
 //!
-//! The first one leads and is computed. The others wait for the end of its prompt and go on from there as forks, each
-//! with a first token of its own, drawn from the same logits. If the leader goes before that, the next one leads.
-//! Where so many were announced as come at once, the leader does not end its prompt before they are here: whoever came
-//! later would compute the end of it again.
+//! The first one leads and is computed. The others wait for the end of its prompt and continue from there as
+//! forks, each with its own first token, drawn from the same logits. If the leader is removed before that,
+//! the next one leads. If a number of requests is announced to arrive together, the leader does not finish
+//! its prompt before they have arrived, because a later one would have to compute its end again.
 
 use crate::scheduler::{SeqId, SequenceRequest};
 use proto::block::BlockId;
@@ -11,10 +12,10 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Requests that wait for one leader at most; more are computed like any others.
+/// Maximum number of requests that wait for one leader. Further ones are computed like any others.
 const MAX_FOLLOWERS: usize = 256;
-/// How long a leader that is done but for the last row waits for those that were announced with it. They were sent with
-/// it, so that what is late by more has been lost on its way, or has gone to another worker.
+/// Time for which a leader that has only its last row left waits for the announced requests. They were sent
+/// together, so a request that is later than this was lost or went to another worker.
 const PATIENCE: Duration = Duration::from_millis(500);
 
 type Prompt = (BlockId, Arc<[u32]>);
@@ -23,7 +24,7 @@ type Prompt = (BlockId, Arc<[u32]>);
 pub(super) struct Siblings {
     leaders: HashMap<Prompt, SeqId>,
     families: HashMap<SeqId, Family>,
-    /// Those whose leader has gone.
+    /// Followers whose leader is gone.
     orphans: Vec<SequenceRequest>,
 }
 
@@ -31,16 +32,17 @@ pub(super) struct Siblings {
 struct Family {
     prompt: Prompt,
     followers: Vec<SequenceRequest>,
-    /// How many were announced, and how many have come, the leader among them.
+    /// Number of announced requests, including the leader.
     announced: u32,
+    /// Number of requests that have arrived, including the leader.
     come: u32,
-    /// It waits for the others until then, if it does.
+    /// The leader waits for the others until this instant; `None` if it does not wait.
     gathers: Option<Instant>,
 }
 
 impl Siblings {
-    /// Has the request, one of `together` that come at once, wait for the one that leads its prompt; gives it back to be
-    /// computed if it leads itself.
+    /// Lets a request, one of `together` that arrive together, wait for the leader of its prompt. Returns the
+    /// request if it leads itself and must be computed.
     pub(super) fn join(
         &mut self,
         now: Instant,
@@ -71,12 +73,12 @@ impl Siblings {
         }
     }
 
-    /// Whether the one that leads must not end its prompt yet.
+    /// Whether the leader must not finish its prompt yet.
     pub(super) fn awaits(&self, leader: SeqId) -> bool {
         self.families.get(&leader).is_some_and(|family| family.gathers.is_some())
     }
 
-    /// Those that need not wait for others any more.
+    /// Leaders that no longer need to wait for others.
     pub(super) fn gathered(&mut self, now: Instant) -> Vec<SeqId> {
         let over = |family: &&mut Family| {
             family.gathers.is_some_and(|until| family.come >= family.announced || now >= until)
@@ -90,25 +92,25 @@ impl Siblings {
             .collect()
     }
 
-    /// Who waits for the end of this one's prompt; some of them may have been cancelled.
+    /// The sequences that wait for the end of the leader's prompt. Some may have been cancelled.
     pub(super) fn followers(&self, leader: SeqId) -> impl Iterator<Item = SeqId> {
         self.families.get(&leader).into_iter().flat_map(|family| &family.followers).map(|request| request.id)
     }
 
-    /// The prompt has been computed: nobody waits for it any more.
+    /// Ends the waiting for a leader's prompt, and returns the followers.
     pub(super) fn part(&mut self, leader: SeqId) -> Vec<SequenceRequest> {
         let Some(Family { prompt, followers, .. }) = self.families.remove(&leader) else { return Vec::new() };
         self.leaders.remove(&prompt);
         followers
     }
 
-    /// A request has gone: if it led, others have to.
+    /// Removes a request. If it led, its followers become orphans.
     pub(super) fn gone(&mut self, id: SeqId) {
         let followers = self.part(id);
         self.orphans.extend(followers);
     }
 
-    /// Those whose leader has gone since the last call, the one that waits longest first.
+    /// The orphans since the last call, the longest waiting first.
     pub(super) fn take_orphans(&mut self) -> Vec<SequenceRequest> {
         std::mem::take(&mut self.orphans)
     }

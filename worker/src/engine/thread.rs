@@ -1,4 +1,4 @@
-//! The engine on its own thread, and the handle by which everybody else talks to it.
+//! The engine's thread, and the handle through which other threads use it.
 
 use super::kv_send::{KvSender, Loan};
 use super::{Engine, EngineLoad, EngineRequest, StepOutcome};
@@ -16,24 +16,24 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel}
 use std::time::{Duration, Instant};
 use tokio::sync::{oneshot, watch};
 
-/// The engine thread exits with this code when a step fails: its state can no longer be trusted.
+/// Exit code when a step fails: the engine's state can no longer be trusted.
 pub const EXIT_BROKEN: i32 = 71;
 
-/// It exits with this code when the device can do nothing more for the process: the next one may do better.
+/// Exit code when the process has lost its device. The next process may be able to use it.
 pub const EXIT_DEVICE_LOST: i32 = 72;
 
 enum Command {
     Submit(Box<EngineRequest>, oneshot::Sender<Option<SeqId>>),
     Cancel(SeqId),
     Call(Box<dyn FnOnce(&mut Engine) + Send>),
-    /// Somebody has asked to read; perhaps that was done between two layers.
+    /// A read of caches was requested. It may already have been served between two layers.
     Lend,
-    /// Somebody has worked out what a request may say next.
+    /// A grammar mask is ready.
     Look,
     Stop,
 }
 
-/// What others may read at any time.
+/// State that other threads may read at any time.
 struct Shared {
     progress: Arc<Progress>,
     events: Arc<Mutex<EventLog>>,
@@ -43,15 +43,15 @@ struct Shared {
     rss: prometheus_client::metrics::gauge::Gauge,
 }
 
-/// Hears why an engine cannot go on, before it is dropped with all that it holds.
+/// Receives the error of an engine that cannot continue, before the engine is dropped.
 pub(crate) type Broken = Box<dyn FnOnce(&Error) + Send>;
 
-/// Talks to the engine thread. Cheap to clone.
+/// Sends commands to the engine thread. Cheap to clone.
 #[derive(Clone)]
 pub struct EngineHandle {
     commands: Sender<Command>,
     loans: Sender<Loan>,
-    /// Not among what the engine's thread has too: it ends when nobody can send it commands any more.
+    /// Not part of `Shared`, which the engine's thread also holds: it must be dropped when no handle is left.
     grammars: Arc<Grammars>,
     shared: Arc<Shared>,
     /// Number of the newest KV event.
@@ -59,14 +59,13 @@ pub struct EngineHandle {
 }
 
 impl EngineHandle {
-    /// Moves the engine to a thread of its own, with a watchdog beside it that ends the process when the
-    /// engine makes no progress for `stall_floor` (or 20 slow steps) while work is queued. A step that fails ends the
-    /// process.
+    /// Moves the engine to its own thread. A watchdog ends the process if the engine makes no progress for
+    /// `stall_floor` (or 20 slow steps) while work is queued. A failed step also ends the process.
     pub fn start(engine: Engine, stall_floor: Duration) -> Result<Self, Error> {
         Self::start_with(engine, stall_floor, None)
     }
 
-    /// As [`Self::start`]; a step that fails ends the engine alone where `broken` is to hear of it.
+    /// Like [`Self::start`], but with `broken` a failed step calls it and ends only the engine.
     pub(crate) fn start_with(
         mut engine: Engine,
         stall_floor: Duration,
@@ -84,7 +83,7 @@ impl EngineHandle {
         let shared = Arc::new(Shared { progress, events, origin, registry, transfers, rss });
         let for_engine = Arc::clone(&shared);
         let wake = commands.clone();
-        // An engine that has stopped looks at nothing any more.
+        // A stopped engine ignores the command.
         let wake = Arc::new(move || drop(wake.send(Command::Look)));
         let grammars = Grammars::new(engine.tokenizer(), engine.metrics().grammars.clone(), wake)?;
         let grammars = Arc::new(grammars);
@@ -92,7 +91,7 @@ impl EngineHandle {
         Ok(Self { commands, loans, grammars, shared, newest })
     }
 
-    /// Hands a request in at once, behind those handed in before. The answer is its id, or none if it was
+    /// Submits a request at once, in the order of calls. The future returns its id, or `None` if it was
     /// refused through its sink.
     pub fn submit(
         &self,
@@ -106,30 +105,30 @@ impl EngineHandle {
         }
     }
 
-    /// Compiles what answers must be.
+    /// The compiler of output grammars.
     pub fn grammars(&self) -> &Grammars {
         &self.grammars
     }
 
     pub fn cancel(&self, id: SeqId) {
-        // A stopped engine has forgotten it already.
+        // A stopped engine has already forgotten the request.
         let _ = self.commands.send(Command::Cancel(id));
     }
 
-    /// Has the engine do something between two steps: it must be short.
+    /// Runs a function on the engine between two steps. It must be short.
     pub async fn call<T: Send + 'static>(
         &self,
         call: impl FnOnce(&mut Engine) -> T + Send + 'static,
     ) -> Result<T, Error> {
         let (reply, answer) = oneshot::channel();
-        // A caller that has gone away wants no answer.
+        // The caller may be gone.
         let call = move |engine: &mut Engine| drop(reply.send(call(engine)));
         self.commands.send(Command::Call(Box::new(call))).map_err(|_| Error::EngineStopped)?;
         answer.await.map_err(|_| Error::EngineStopped)
     }
 
-    /// Has somebody read what lies in the engine's arena: between two steps, or between two layers of one. It must be
-    /// short.
+    /// Runs a function that reads the engine's caches, between two steps or between two layers of one. It
+    /// must be short.
     pub async fn lend<T: Send + 'static>(
         &self,
         read: impl FnOnce(&mut KvSender<'_>) -> T + Send + 'static,
@@ -141,27 +140,27 @@ impl EngineHandle {
         answer.await.map_err(|_| Error::EngineStopped)
     }
 
-    /// What a snapshot must come from to be restored here.
+    /// The origin that a snapshot must have to be restored here.
     pub fn origin(&self) -> Arc<Origin> {
         Arc::clone(&self.shared.origin)
     }
 
-    /// Ends the thread after the step in flight.
+    /// Stops the thread after the step in flight.
     pub fn stop(&self) {
         let _ = self.commands.send(Command::Stop);
     }
 
-    /// Load as of the last step.
+    /// The load after the last step.
     pub fn load(&self) -> EngineLoad {
         self.shared.progress.load()
     }
 
-    /// How long work has waited without progress.
+    /// Time for which work has waited without progress.
     pub fn stalled(&self) -> Duration {
         self.shared.progress.stalled()
     }
 
-    /// Whether the engine makes progress as it should.
+    /// Whether the engine makes progress.
     pub fn healthy(&self) -> bool {
         self.shared.progress.healthy()
     }
@@ -175,7 +174,7 @@ impl EngineHandle {
         self.newest.clone()
     }
 
-    /// What has been pulled from other workers and sent to them.
+    /// Metrics of KV transfers from and to other workers.
     pub fn transfers(&self) -> &TransferMetrics {
         &self.shared.transfers
     }
@@ -196,7 +195,7 @@ fn serve(
 ) {
     engine.bind_thread();
     loop {
-        // Idle: wait for a command. Busy: take what is there and go on.
+        // Idle: wait for a command. Busy: process the queued commands and continue.
         if !engine.has_work() {
             shared.progress.queued(Instant::now(), false);
             let copying = engine.copy_out();
@@ -223,7 +222,7 @@ fn serve(
                 shared.progress.step_ended(now, now - start, engine.has_work());
             }
             Ok(StepOutcome::Idle) if engine.has_work() => {
-                // Everything waits for something outside: a command, a deadline.
+                // All work waits for an external event: a command or a deadline.
                 match inbox.recv_timeout(Duration::from_millis(1)) {
                     Ok(command) => {
                         if !obey(&mut engine, command) {
@@ -252,13 +251,13 @@ fn obey(engine: &mut Engine, command: Command) -> bool {
     match command {
         Command::Submit(request, reply) => {
             let id = engine.submit(Instant::now(), *request);
-            // A caller that has gone away has dropped the sink too: the next frame finds nobody.
+            // If the caller is gone, so is the sink: the next frame will cancel the request.
             let _ = reply.send(id);
         }
         Command::Cancel(id) => engine.cancel(id),
         Command::Call(call) => call(engine),
         Command::Lend => engine.lend(),
-        // The next step does.
+        // The next step looks at the masks.
         Command::Look => {}
         Command::Stop => return false,
     }

@@ -1,9 +1,9 @@
-//! Resume points to the tiers below the arena, and back.
+//! Moves resume points between the arena and the tiers below it.
 //!
-//! A sequence that has ended leaves copies of the resume points on its path, so many bytes per step. A request whose
-//! prompt the tiers know further than the arena has that copied back before it is queued; if part of it lies in
-//! files it is parked until that has been read, at most as long as the tiers' patience lasts. Then the lookup hits as
-//! any other.
+//! The resume points on the path of an ended sequence are copied to the tiers, a bounded number of bytes per
+//! step. If the tiers have a longer prefix of a prompt than the arena, it is copied back before the request
+//! is queued. If part of it is in files, the request is parked until they are read, at most for the tiers'
+//! patience. Then the lookup hits as usual.
 
 use super::Engine;
 use super::caches::Caches;
@@ -18,12 +18,12 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Sequences that wait to be copied; of more, those that have waited longest are left out.
+/// Maximum number of sequences that wait to be copied. The oldest is dropped when there are more.
 const MAX_ENDED: usize = 256;
-/// Tokens that bringing a resume point back must save at least.
+/// Minimum number of tokens that restoring a resume point must save.
 const LEAST_GAIN: u32 = 32;
-/// It is brought back whole, so it must save this part of its tokens at least: copying a token is faster than
-/// computing it, but not by any factor.
+/// A resume point is restored whole, so it must save at least one in this number of its tokens: copying a
+/// token is faster than computing it, but not by an unlimited factor.
 const GAIN_PART: u32 = 16;
 
 /// The engine's side of the tiers.
@@ -39,13 +39,13 @@ pub(super) struct Tiering {
 struct Ended {
     root: BlockId,
     tokens: Arc<[u32]>,
-    /// Its prompt ended here: there, too, others may part from it.
+    /// Length of the prompt: other sequences may diverge there too.
     prompt: usize,
-    /// Its pieces from this one on, by end and group, have been dealt with.
+    /// The first piece, by (end, group), from which on all pieces are done.
     done: Option<(u32, usize)>,
 }
 
-/// A piece that tiers may lack.
+/// A piece that the tiers may lack.
 struct MissingPiece {
     piece: (u32, usize),
     key: PieceKey,
@@ -56,7 +56,7 @@ struct MissingPiece {
 #[derive(Debug)]
 struct Parked {
     request: SequenceRequest,
-    /// Pieces that are read, or held, for it.
+    /// Pieces that are being read or held for it.
     keys: Vec<PieceKey>,
     until: Instant,
 }
@@ -74,15 +74,15 @@ impl Tiering {
         self.counts
     }
 
-    /// Requests that wait for files.
+    /// Number of requests that wait for files.
     pub(super) fn parked(&self) -> usize {
         self.parked.len()
     }
 }
 
 impl Engine {
-    /// Copies out some of what has ended; whether there is more to copy at once. Called by every step, and between
-    /// requests.
+    /// Copies part of what has ended. Returns whether more can be copied at once. Called by every step and
+    /// between requests.
     pub fn copy_out(&mut self) -> bool {
         let mut left = self.copy_bytes;
         while left > 0 {
@@ -99,7 +99,7 @@ impl Engine {
         true
     }
 
-    /// A live sequence is about to end.
+    /// Queues the path of a live sequence that is about to end to be copied to the tiers.
     pub(super) fn keep_ended(&mut self, id: SeqId) {
         let Some(tiering) = &mut self.tiering else { return };
         let (Some(live), Some(tokens)) = (self.live.get(&id), self.scheduler.tokens(id)) else { return };
@@ -115,7 +115,7 @@ impl Engine {
         });
     }
 
-    /// What tiers have of a live sequence's tokens is not to be used again.
+    /// Removes the tiers' pieces of a live sequence's tokens.
     pub(super) fn forget_kept(&mut self, id: SeqId) {
         let Some(tiering) = &mut self.tiering else { return };
         let (Some(live), Some(tokens)) = (self.live.get(&id), self.scheduler.tokens(id)) else { return };
@@ -127,10 +127,11 @@ impl Engine {
         }
     }
 
-    /// Copies the resume points of a path that are in the arena and in no tier yet, but no more than about `most` bytes.
-    /// Returns how many, and whether that is all.
+    /// Copies the resume points of a path that are in the arena and in no tier, about `most` bytes at most.
+    /// Returns the number of bytes, and whether all are copied.
     ///
-    /// From the end of the path on, each piece once: what runs out of room, or grows old, is then its end and leaves a
+    /// Copies each piece once, from the end of the path on: when room runs out, or pieces age, the end is
+    /// lost first and a shorter prefix remains.
     /// shorter prefix.
     fn keep(&mut self, ended: &mut Ended, most: u64) -> (u64, bool) {
         let Ended { root, tokens, .. } = &*ended;
@@ -150,7 +151,7 @@ impl Engine {
                 Some(MissingPiece { piece, key, bytes, place: (piece.1, offset) })
             })
             .collect();
-        // Read ahead, several at once: they may lie at other workers.
+        // Read several pieces ahead at once: they may be at other workers.
         let mut read = HashMap::new();
         let mut copied = 0;
         for (at, wanted) in to_do.iter().enumerate() {
@@ -193,8 +194,9 @@ impl Engine {
         let Ended { root, tokens, prompt, .. } = ended;
         let recurrent = self.decoder.spec().is_recurrent();
         let mut points = Vec::new();
-        // Without states, what lies before a resume point is one too as far as its windows are there: the last one
-        // and the prompt's are enough. States are few, and each of them is a place where others may go on.
+        // Without states, every shorter prefix is also a resume point as far as its windows are cached, so
+        // the last resume point and the prompt's are enough. States are few, and other sequences may continue
+        // at each of them.
         let mut next = Some(tokens.len());
         while let Some(end) = next {
             let Some(point) = self.scheduler.resume_point(*root, &tokens[..end]) else { break };
@@ -207,8 +209,8 @@ impl Engine {
         points
     }
 
-    /// Brings back what the tiers know of a prompt and the arena does not, then hands the request on; `None` if it
-    /// waits for files.
+    /// Copies back what the tiers have of a prompt beyond the arena, then returns the request. `None` if the
+    /// request waits for files.
     pub(super) fn bring_or_park(
         &mut self,
         now: Instant,
@@ -233,7 +235,7 @@ impl Engine {
         Some(request)
     }
 
-    /// Queues the requests for which everything has been read, or which have waited long enough.
+    /// Queues the parked requests whose files were read or whose time is up.
     pub(super) fn unpark(&mut self, now: Instant) {
         let Some(tiering) = self.tiering.as_mut().filter(|tiering| !tiering.parked.is_empty()) else {
             return;
@@ -255,7 +257,7 @@ impl Engine {
         }
     }
 
-    /// Copies into the arena what is in memory of a prompt beyond what the arena has, if that is worth it.
+    /// Copies into the arena what host memory has of a prompt beyond the arena, if that is worth it.
     fn bring_back(&mut self, root: BlockId, prompt: &[u32]) {
         let prefix = &prompt[..savable(prompt.len())];
         let Some(names) = self.tiering.as_ref().map(|tiering| tiering.tiers.names(root, prefix)) else {
@@ -275,7 +277,8 @@ impl Engine {
         }
     }
 
-    /// How many tokens of a prefix the arena can serve, and how many the tiers by what `has` says.
+    /// The number of tokens of a prefix that the arena can serve, and that the tiers can serve according to
+    /// `has`.
     fn depths(
         &self,
         root: BlockId,
@@ -294,9 +297,9 @@ impl Engine {
     }
 }
 
-/// Copies the pieces of the resume point behind `prefix` into the arena, where a lookup finds them as if they had been
-/// computed; `piece` gives those of a group that end at a token. `false`: nothing has changed, since live sequences
-/// hold too much, or a piece is missing.
+/// Copies the pieces of the resume point after `prefix` into the arena, where a lookup finds them as if they
+/// had been computed. `piece` returns the piece of a group that ends at a token. On `false` nothing has
+/// changed: live sequences hold too much, or a piece is missing.
 pub(super) fn put_back(
     scheduler: &mut Scheduler,
     mut caches: Caches<'_>,
@@ -305,7 +308,7 @@ pub(super) fn put_back(
 ) -> bool {
     let Some((id, point)) = scheduler.begin_restore(prefix.len() as u32) else { return false };
     let find = |block: &ResumeBlock| piece(block.group, block.tokens.end);
-    // The end first, so that it is what was used the longest ago.
+    // The end first, so that it counts as least recently used.
     let pieces: Option<Vec<Arc<[u8]>>> = point.blocks.iter().rev().map(find).collect();
     let written = pieces.is_some_and(|pieces| {
         let filled = point.blocks.iter().rev().zip(&pieces);
@@ -317,7 +320,7 @@ pub(super) fn put_back(
     scheduler.end_restore(id, written.then_some((root, prefix)))
 }
 
-/// Whether it is worth it to bring back a resume point where the arena serves `arena` tokens.
+/// Whether restoring a resume point of `deepest` tokens is worth it if the arena serves `arena` tokens.
 pub(super) fn worthwhile(arena: u32, deepest: u32) -> bool {
     let gain = deepest.saturating_sub(arena);
     gain >= LEAST_GAIN && gain >= deepest / GAIN_PART

@@ -1,5 +1,5 @@
-//! What the trace of a recorded request says of the engine: how long it waited, was prefilled and decoded, and, where the
-//! model is over several workers, what its first steps have cost at each of them.
+//! The engine's spans in the trace of a recorded request: queueing, prefill and decode time, and in a
+//! pipeline the cost of its first steps at each stage.
 
 use super::{Engine, Live};
 use crate::pipeline::Spent;
@@ -10,22 +10,22 @@ use proto::trace::{Span, TraceContext, follow};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Steps of a request that are recorded one by one, where other stages take part.
+/// Number of steps of a request that are recorded one by one in a pipeline.
 const STEPS: u32 = 32;
 
 #[derive(Debug)]
 pub(super) struct Traced {
-    /// What it is in now. Above the whole, so that it ends first.
+    /// The current phase. Declared before `whole`, so that it is dropped first.
     phase: Span,
     whole: Span,
     scheduled: bool,
     steps: u32,
-    /// As long as one of these lives there is something to record.
+    /// As long as one clone lives there is something to record.
     _recorded: Arc<()>,
 }
 
 impl Traced {
-    /// A request below `parent` has come; none if nothing is recorded here.
+    /// Starts the trace of a request below `parent`. `None` if nothing is recorded here.
     pub(super) fn begin(
         parent: TraceContext,
         now: Instant,
@@ -38,7 +38,7 @@ impl Traced {
         Some(Self { phase, whole, scheduled: false, steps: 0, _recorded: Arc::clone(recorded) })
     }
 
-    /// It is in a step that is planned now.
+    /// The request takes part in a step that is being planned.
     fn planned(&mut self, now: Instant) {
         self.steps += 1;
         if !std::mem::replace(&mut self.scheduled, true) {
@@ -46,7 +46,7 @@ impl Traced {
         }
     }
 
-    /// Its prompt is in, of which so many tokens were there before.
+    /// The prompt is computed; `cached` of its tokens came from the cache.
     pub(super) fn started(&mut self, cached: usize, computed: usize, lookup: &str) {
         self.phase.set("kvasir.cached_tokens", cached);
         self.phase.set("kvasir.computed_tokens", computed);
@@ -69,7 +69,7 @@ impl Traced {
 }
 
 impl Live {
-    /// It ends otherwise, for this reason.
+    /// Marks the request as failed for this reason.
     pub(super) fn fail(&mut self, reason: &'static str) {
         if let Some(traced) = &mut self.traced {
             traced.whole.fail(reason);
@@ -78,10 +78,10 @@ impl Live {
 }
 
 impl Engine {
-    /// A step has been planned. For each recorded request in it a span of what the other stages do, if there are some.
+    /// Counts a planned step. Returns a span for each recorded request in it if there are later stages.
     pub(super) fn trace_plan(&mut self, plan: &StepPlan) -> Vec<Span> {
         let (mut spans, now) = (Vec::new(), Instant::now());
-        // Nearly always nothing is recorded.
+        // Fast path: usually nothing is recorded.
         if Arc::strong_count(&self.recorded) == 1 {
             return spans;
         }
@@ -101,12 +101,12 @@ impl Engine {
     }
 }
 
-/// What the stages have spent on a step of these requests.
+/// Writes the times that the stages spent on a step into the spans of its requests.
 pub(super) fn note(spans: Vec<Span>, spent: &Spent) {
     let micros = |us: u32| Duration::from_micros(us.into());
     let later: Duration = spent.stages.iter().skip(1).map(|stage| micros(stage.computed_us)).sum();
     for mut span in spans {
-        // The first stage computes before the step is handed over.
+        // The first stage computes before the step is sent on.
         let first = spent.stages.first().map_or(Duration::ZERO, |first| micros(first.computed_us));
         span.set("kvasir.first_stage_seconds", first);
         span.set("kvasir.stages_seconds", later);

@@ -1,7 +1,7 @@
-//! What one generation may say next.
+//! The position of one generation in its grammar.
 //!
-//! The engine's thread tells a guide which tokens were drawn and looks at what it may draw; everything between the two is
-//! computed by other threads.
+//! The engine's thread passes drawn tokens to a guide and reads the mask of the next token. Other threads
+//! compute the masks.
 
 use super::pool::{Paid, Pool, Share};
 use crate::sampling::TokenMask;
@@ -17,20 +17,20 @@ use std::time::Instant;
 #[derive(Debug, Clone)]
 pub enum Look {
     Free,
-    /// These tokens.
+    /// Only these tokens may be drawn.
     Mask(Arc<TokenMask>),
-    /// It is not known yet.
+    /// The mask is not computed yet.
     Waits,
-    /// Nothing: what has been said is complete.
+    /// No token may follow: the answer is complete.
     Over,
-    /// Nothing: working it out has failed.
+    /// Computing the mask failed.
     Failed(String),
 }
 
-/// Woken when there is something new to look at.
+/// Called when there is a new result to read.
 pub type Waker = Arc<dyn Fn() + Send + Sync>;
 
-/// A generation's place in its grammar.
+/// A generation's position in its grammar.
 pub struct Guide {
     field: String,
     tokenizer: Arc<Tokenizer>,
@@ -40,7 +40,7 @@ pub struct Guide {
     wake: Waker,
     trigger: Option<Trigger>,
     shared: Arc<Mutex<Shared>>,
-    /// Ends the work of the threads when nobody waits for it any more.
+    /// Ends the threads' work when the guide is dropped.
     cancellation: Option<CancellationHandle>,
 }
 
@@ -50,18 +50,18 @@ impl Drop for Guide {
     }
 }
 
-/// What has to be said before the grammar counts.
+/// Text after which the grammar applies.
 struct Trigger {
     text: Vec<u8>,
-    /// Where the text is a mark that the vocabulary has a token for: only that token says it.
+    /// The token of the text, if the text is a mark with a token of its own. Then only that token triggers.
     token: Option<u32>,
-    /// The end of what has been said, shorter than that.
+    /// The end of the emitted text; shorter than `text`.
     tail: Vec<u8>,
 }
 
 struct Shared {
     look: Look,
-    /// Not here while another thread works with it.
+    /// `None` while another thread uses it.
     matcher: Option<Matcher>,
 }
 
@@ -97,7 +97,7 @@ impl Guide {
             }
         }
         match free {
-            // The tokens behind a trigger are taken in behind the rest of the one that it ended in.
+            // The rest of the token that completed the trigger comes before the tokens that follow it.
             Err(rest) => guide.work(Take::Both(rest, said)),
             Ok(()) if !waits => guide.work(Take::Tokens(said)),
             Ok(()) => {}
@@ -105,17 +105,17 @@ impl Guide {
         guide
     }
 
-    /// What the request calls its grammar.
+    /// The field of the request that contains the grammar.
     pub fn field(&self) -> &str {
         &self.field
     }
 
-    /// Whether what is drawn next depends on it, as far as is known.
+    /// Whether the grammar constrains the next token, as far as is known.
     pub fn constrains(&self) -> bool {
         self.trigger.is_none()
     }
 
-    /// Takes note of a token that was drawn, and has what may follow worked out.
+    /// Records a drawn token and starts to compute the next mask.
     pub fn accept(&mut self, token: u32) {
         match self.note(token) {
             Noted::Nothing => {}
@@ -154,7 +154,7 @@ impl Guide {
         }
     }
 
-    /// Has another thread take this in and work out what may follow.
+    /// Starts to consume `take` and to compute the next mask on another thread.
     fn work(&mut self, take: Take) {
         let matcher = {
             let mut shared = self.shared.lock();
@@ -163,7 +163,7 @@ impl Guide {
                     shared.look = Look::Waits;
                     matcher
                 }
-                // It has failed, or it is over; what was drawn all the same changes nothing.
+                // The grammar has ended or failed; further tokens change nothing.
                 None => return,
             }
         };
@@ -175,7 +175,7 @@ impl Guide {
             let look = next(&mut matcher, &take);
             metrics.mask_seconds.0.observe(since.elapsed().as_secs_f64());
             let goes_on = matches!(look, Look::Mask(_));
-            // Before the request can bring its next one.
+            // Charge the share before the request can submit its next job.
             drop(paid);
             {
                 let mut shared = shared.lock();
@@ -188,17 +188,17 @@ impl Guide {
     }
 }
 
-/// What a token means.
+/// Effect of a token.
 enum Noted {
-    /// The grammar does not count yet.
+    /// The grammar does not apply yet.
     Nothing,
-    /// It counts from here on, and this much has been said already.
+    /// The grammar applies from here on; these bytes already belong to it.
     Began(Vec<u8>),
-    /// It is said within the grammar.
+    /// The token is inside the grammar.
     Token,
 }
 
-/// What is to be taken in.
+/// What the matcher must consume.
 enum Take {
     Tokens(Vec<u32>),
     /// Bytes that are the end of a token, and then tokens.
@@ -213,7 +213,8 @@ fn next(matcher: &mut Matcher, take: &Take) -> Look {
                 Ok(env) => env.tok_trie().greedy_tokenize(bytes),
                 Err(error) => return Look::Failed(plain(&error)),
             };
-            // The token that ended the trigger went on with something else: it was no call of anything.
+            // The rest of the token that completed the trigger does not match the grammar, so the text was
+            // not a trigger.
             match matcher.validate_tokens(&spelled) {
                 Ok(valid) if valid == spelled.len() => {}
                 _ => return Look::Free,
@@ -245,7 +246,7 @@ fn next(matcher: &mut Matcher, take: &Take) -> Look {
     }
 }
 
-/// What the library says, without its state.
+/// The library's error message without its internal state.
 pub(super) fn plain(error: &impl Display) -> String {
     first_line(&error.to_string())
 }

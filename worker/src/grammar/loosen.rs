@@ -1,9 +1,10 @@
-//! What becomes of a schema that cannot be compiled: where strictness was not asked for, the smallest part of it that is
-//! in the way becomes "any value of its type"; else the refusal names that part.
+//! Compiles schemas that the library cannot compile as they are. Unless the request asked for strictness, the
+//! smallest offending part of a schema becomes "any value of its type". Otherwise the refusal names that
+//! part.
 //!
-//! Keywords that no grammar can enforce have been left out before ([`model::json_schema`]). What is left is found by
-//! trying: patterns that the library cannot read, patterns of properties that overlap, references in circles, parts
-//! that allow nothing.
+//! [`model::json_schema`] has already removed keywords that no grammar can enforce. The remaining offending
+//! parts are found by trial: unreadable patterns, overlapping property patterns, circular references, and
+//! parts that allow no value.
 
 use super::guide::plain;
 use llguidance::api::{GrammarWithLexer, TopLevelGrammar};
@@ -12,14 +13,14 @@ use model::json_schema::push;
 use proto::message::GrammarSyntax;
 use serde_json::{Map, Value};
 
-/// Parts of schemas that are tried for one grammar.
+/// Maximum number of schema parts that are tried for a grammar.
 const MAX_TRIES: usize = 200;
-/// Where the coordinator says what the request calls a schema.
+/// Key under which the coordinator stores the request's field of a schema.
 const FIELD: &str = "x-kvasir-field";
-/// How this schema is to be compiled.
+/// Key of the compile options of a schema.
 const OPTIONS: &str = "x-guidance";
 const DEFINITIONS: &str = "$defs";
-/// Keywords that are taken away, the narrowest first.
+/// Keywords to remove, the narrowest first.
 const KEYWORDS: [&str; 20] = [
     "pattern",
     "format",
@@ -46,12 +47,12 @@ const KEYWORDS: [&str; 20] = [
 /// Why a grammar is refused.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Refused {
-    /// What the request calls the part that is wrong, if it is known better than for the whole grammar.
+    /// The field of the request that is wrong, if it is more specific than the whole grammar.
     pub(super) field: Option<String>,
     pub(super) reason: String,
 }
 
-/// Compiles a grammar; a schema in it that is not strict is loosened until it can be.
+/// Compiles a grammar. Schemas in it that are not strict are loosened until they compile.
 pub(super) fn build(factory: &ParserFactory, syntax: GrammarSyntax, text: &str) -> Result<Matcher, Refused> {
     let whole = match compile(factory, syntax, text) {
         Ok(matcher) => return Ok(matcher),
@@ -99,7 +100,7 @@ fn compile(factory: &ParserFactory, syntax: GrammarSyntax, text: &str) -> Result
     if let Some(error) = matcher.get_error() {
         return Err(plain(&error));
     }
-    // What allows nothing at all is found out before anything is answered.
+    // A grammar that allows nothing is refused before any output.
     match matcher.compute_mask_or_eos() {
         Ok(mask) if !mask.is_zero() => Ok(matcher),
         Ok(_) => Err("it allows no answer".to_owned()),
@@ -110,11 +111,11 @@ fn compile(factory: &ParserFactory, syntax: GrammarSyntax, text: &str) -> Result
 /// A part of a grammar.
 enum GrammarPart<'a> {
     Text(&'a str),
-    /// What stands before a schema in its line, and the schema.
+    /// The text before a schema in its line, and the schema.
     Schema(&'a str, Value),
 }
 
-/// The schemas of a grammar, each on a line of its own, and what is between them.
+/// Splits a grammar into its schemas, each on its own line, and the text between them.
 fn parts(syntax: GrammarSyntax, text: &str) -> Vec<GrammarPart<'_>> {
     const JSON: &str = "%json ";
     let object = |text: &str| serde_json::from_str::<Value>(text).ok().filter(Value::is_object);
@@ -134,7 +135,7 @@ fn parts(syntax: GrammarSyntax, text: &str) -> Vec<GrammarPart<'_>> {
     }
 }
 
-/// The first part that was in the way.
+/// The first part that did not compile.
 struct Found {
     /// A JSON pointer into the schema.
     path: String,
@@ -148,7 +149,7 @@ struct Loosener<'a> {
 }
 
 impl Loosener<'_> {
-    /// Loosens a schema until it can be compiled; tells what was in the way, if anything was.
+    /// Loosens a schema until it compiles. Returns the first part that did not compile, if any.
     fn loosen(&mut self, schema: &mut Value) -> Option<Found> {
         let options = schema.get(OPTIONS).cloned().unwrap_or_default();
         let mut context = Context { options, definitions: Map::new() };
@@ -163,7 +164,7 @@ impl Loosener<'_> {
             put_back(schema, definitions);
             return None;
         }
-        // First each definition by itself, the others being anything; then as they are together.
+        // First each definition alone, with all others allowing any value; then all together.
         for (name, definition) in &mut definitions {
             let others = context.definitions.keys().map(|name| (name.clone(), Value::Bool(true)));
             let alone = Context { options: context.options.clone(), definitions: others.collect() };
@@ -191,7 +192,7 @@ impl Loosener<'_> {
         self.first.take()
     }
 
-    /// Makes `node` something that compiles.
+    /// Changes `node` until it compiles.
     fn fix(&mut self, node: &mut Value, context: &Context, path: &mut String) {
         let Err(reason) = self.compiles(node, context) else { return };
         for (key, child) in children(node) {
@@ -202,14 +203,14 @@ impl Loosener<'_> {
         }
         let reason = match self.compiles(node, context) {
             Ok(()) => return,
-            // What was found below is what is in the way, unless it was not all.
+            // The first error was inside a child; if the node still fails, this is another error.
             Err(again) if self.first.is_some() => again,
             Err(_) => reason,
         };
         let Some(members) = node.as_object() else { return };
         let tried = KEYWORDS.iter().filter(|key| members.contains_key(**key)).copied();
         let groups = tried.map(|key| vec![key]);
-        // Properties that a pattern allows must stay allowed without it.
+        // Without a pattern, the properties that it allowed must stay allowed.
         let patterns = ["patternProperties", "additionalProperties"];
         let groups = groups.chain(members.contains_key(patterns[0]).then(|| patterns.to_vec()));
         for group in groups.collect::<Vec<_>>() {
@@ -238,9 +239,9 @@ impl Loosener<'_> {
         self.first.get_or_insert(Found { path: if path.is_empty() { "/".into() } else { path }, reason });
     }
 
-    /// Whether a part of a schema compiles by itself.
+    /// Whether a part of a schema compiles alone.
     fn compiles(&mut self, node: &Value, context: &Context) -> Result<(), String> {
-        // False allows nothing, which is meant.
+        // `false` allows no value, which is intended.
         let Value::Object(node) = node else { return Ok(()) };
         if self.tries >= MAX_TRIES {
             return match node.keys().any(|key| !matches!(key.as_str(), "type" | OPTIONS | FIELD)) {
@@ -258,7 +259,7 @@ impl Loosener<'_> {
     }
 }
 
-/// What a part of a schema is compiled with.
+/// Options and definitions to compile a part of a schema with.
 struct Context {
     options: Value,
     definitions: Map<String, Value>,
@@ -270,7 +271,7 @@ fn put_back(schema: &mut Value, definitions: Map<String, Value>) {
     }
 }
 
-/// The schemas directly below one, each with its way there.
+/// The schemas directly below one, each with its path.
 fn children(node: &mut Value) -> Vec<(Vec<String>, &mut Value)> {
     let mut found = Vec::new();
     for (key, value) in node.as_object_mut().into_iter().flatten() {
@@ -349,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn definitions_and_circles_are_loosened_where_they_are_wrong() {
+    fn definitions_and_circular_references_are_loosened_where_they_fail() {
         let schema = json!({
             "type": "object",
             "properties": {"a": {"$ref": "#/$defs/bad"}, "b": {"$ref": "#/$defs/tree"}},
@@ -370,12 +371,12 @@ mod tests {
         assert!(accepts(&matcher, "x{\"a\": \"z\", \"b\": {}}"));
         assert!(!accepts(&matcher, "x{\"a\": 1, \"b\": {}}"));
         assert!(!accepts(&matcher, "x{\"a\": \"z\", \"b\": 1}"));
-        // A circle without an end.
+        // A circular reference.
         built(&json!({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}), true).unwrap();
     }
 
     #[test]
-    fn a_grammar_that_is_no_schema_is_refused_as_it_is() {
+    fn a_grammar_that_is_no_schema_is_not_loosened() {
         let refused = build(&factory(), GrammarSyntax::Regex, "(").err().unwrap();
         assert_eq!(refused.field, None);
         assert!(build(&factory(), GrammarSyntax::Lark, "start: other").is_err());

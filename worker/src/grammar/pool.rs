@@ -1,9 +1,9 @@
-//! Threads that work out what may be drawn, shared out by request: who has had much of them waits for those who have had
-//! little. So a grammar that is hard to follow takes time from others like it, and hardly any from the rest.
+//! Threads that compute masks, shared fairly between requests. A request that has used much time waits for
+//! requests that have used little. So a costly grammar slows similar ones and has little effect on others.
 //!
-//! That is start-time fair queueing (Goyal, Vin and Cheng, 1996): what a request has had stands on a clock of its own,
-//! which never is behind that of the pool, and the job goes next whose request's clock is the least. Short jobs, as nearly
-//! all are, hardly count: they go between those of others that are alike to the microsecond.
+//! Uses start-time fair queueing (Goyal, Vin and Cheng, 1996). Each request has a clock of the time that it
+//! used, which never lags behind the pool's clock. The job of the request with the lowest clock runs next.
+//! Short jobs, which nearly all are, hardly advance the clock, so they run between jobs of other requests.
 
 use crate::Error;
 use crate::progress::spawn;
@@ -14,17 +14,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-/// It drops what it is given when its work is done, before it tells anybody.
+/// A job must drop its [`Paid`] when its work is done, before it reports its result.
 pub(super) type Job = Box<dyn FnOnce(Paid) + Send>;
 
-/// A shorter job counts by the square of what it takes of this, in nanoseconds.
+/// A job of `t` ns that is shorter than this counts as `t * t / SHORT` ns.
 const SHORT: u64 = 1_000_000;
 
-/// A request's share of the threads: its clock, in nanoseconds of work.
+/// A request's clock: nanoseconds of work that are charged to it.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Share(Arc<AtomicU64>);
 
-/// See the module. They end when it is dropped and all jobs are done.
+/// The pool. Its threads end when it is dropped and all jobs are done.
 pub(super) struct Pool(Arc<Inside>);
 
 struct Inside {
@@ -51,7 +51,7 @@ impl Pool {
         Ok(pool)
     }
 
-    /// Has a job of a request run.
+    /// Queues a job of a request.
     pub(super) fn run(&self, share: &Share, job: Job) {
         self.0.queue.lock().0.push(share, job);
         self.0.changed.notify_one();
@@ -78,12 +78,12 @@ fn serve(inside: &Inside) {
             }
         };
         let paid = Paid { start, share, since: Instant::now() };
-        // What a job has broken is the job's own; whoever waits for it has a deadline.
+        // A panic affects only its job; the waiting request has a deadline.
         drop(catch_unwind(AssertUnwindSafe(|| job(paid))));
     }
 }
 
-/// A job under way: dropped, its request's clock is put on by what it took.
+/// A running job. Dropping it charges its time to the request.
 pub(super) struct Paid {
     start: u64,
     share: Share,
@@ -98,17 +98,17 @@ impl Drop for Paid {
 }
 
 impl Share {
-    /// A job that began at `start` of the request's clock took so long.
+    /// Charges a job that started at clock `start` and took `took` ns.
     fn spend(&self, start: u64, took: u64) {
         let counts = if took < SHORT { took * took / SHORT } else { took };
         self.0.store(start.saturating_add(counts), Ordering::Release);
     }
 }
 
-/// What waits. Of equals the first to come goes first.
+/// Waiting jobs by start clock. Ties go to the job that was queued first.
 struct Queue<T> {
     waiting: BTreeMap<(u64, u64), (Share, T)>,
-    /// The clock of the job that went last.
+    /// Start clock of the job that was started last.
     now: u64,
     came: u64,
 }
@@ -121,13 +121,13 @@ impl<T> Default for Queue<T> {
 
 impl<T> Queue<T> {
     fn push(&mut self, share: &Share, job: T) {
-        // Who has had nothing for a while has saved up nothing.
+        // An idle request gains no credit.
         let start = share.0.load(Ordering::Acquire).max(self.now);
         self.came += 1;
         self.waiting.insert((start, self.came), (share.clone(), job));
     }
 
-    /// The next job, with where its request's clock stands.
+    /// The next job, with its start clock.
     fn pop(&mut self) -> Option<(u64, Share, T)> {
         let ((start, _), (share, job)) = self.waiting.pop_first()?;
         self.now = self.now.max(start);
@@ -160,7 +160,7 @@ mod tests {
                 queue.push(&shares[0], 0);
             }
             if who == 0 {
-                // Its next one comes while another job is under way.
+                // Its next job arrives while another job runs.
                 waited.push(std::mem::take(&mut behind));
                 comes = true;
             } else {
@@ -168,7 +168,7 @@ mod tests {
                 queue.push(&share, who);
             }
         }
-        // At first all are new; then it goes next, or nearly, whenever it is there.
+        // At first all clocks are equal. Later the job runs next, or nearly so, whenever it arrives.
         assert!(waited[2..].iter().all(|waited| *waited <= 3), "{:?}", waited[2..].iter().max());
         let dear = &turns[1..];
         let (least, most) = (dear.iter().min().unwrap(), dear.iter().max().unwrap());
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn jobs_run_also_behind_one_that_panics_and_threads_end_with_the_pool() {
+    fn jobs_run_after_a_panic_and_threads_end_with_the_pool() {
         let pool = Pool::start(1).unwrap();
         let inside = Arc::downgrade(&pool.0);
         let (told, heard) = channel();

@@ -1,10 +1,10 @@
-//! A grammar is tried by another process before it is compiled in this one.
+//! Tries a grammar in another process before it is compiled in this one.
 //!
-//! Compiling some takes time and memory without a bound that the library sees to: that of all strings of fifty patterns at
-//! once, in two kilobytes of schema, takes a hundred megabytes a second for as long as it is let. A thread cannot be
-//! stopped; a process can. What has come to an end there in time comes to an end here, too: the same library builds the
-//! same automata from the same text. Only the vocabulary is another, which has bearing on masks alone, whose steps are
-//! limited.
+//! For some grammars the library's time and memory are unbounded: an automaton for all strings that match
+//! fifty patterns at once, from 2 KiB of schema, allocates a hundred MB a second without end. A thread cannot
+//! be stopped; a process can. A grammar that compiles there in time also compiles here, because the same
+//! library builds the same automata from the same text. Only the vocabulary differs. It affects only masks,
+//! whose steps are limited.
 
 use super::CPU_WAIT;
 use super::loosen::build;
@@ -20,36 +20,37 @@ use std::sync::OnceLock;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-/// Most of what a process that tries reads: a grammar, and the names of tokens.
+/// Maximum bytes that the other process reads: a grammar and the names of tokens.
 const MAX_TASK: u64 = 16 * MAX_GRAMMAR_BYTES as u64;
 
-/// A command that does [`attempt`] with its input, and that a signal ends when it has had [`super::COMPILE_TIME`] of a CPU.
+/// A command that runs [`attempt`] on its standard input. It must be ended by a signal once it has used
+/// [`super::COMPILE_TIME`] of CPU time.
 #[derive(Debug)]
 pub struct Program {
     pub path: PathBuf,
     pub arguments: Vec<OsString>,
 }
 
-/// Of this process, which serves requests of others.
+/// The trial program of this process.
 static PROGRAM: OnceLock<Program> = OnceLock::new();
 
-/// From now on all grammars of this process are tried by this program first. Only the first call counts. Without one they
-/// are compiled untried: for processes whose grammars are their own.
+/// Sets the program that tries all grammars of this process. Only the first call has an effect. Without a
+/// program, grammars are compiled untried; that is only for processes that compile their own grammars.
 pub fn tried_by(program: Program) {
     PROGRAM.get_or_init(|| program);
 }
 
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Tried {
-    /// There is no program to try it with.
+    /// There is no trial program.
     Untried,
-    /// It has ended; whether the grammar can be used is another question.
+    /// The trial ended in time. Whether the grammar is valid is not known.
     Ended,
-    /// It was ended for what it took.
+    /// The trial was ended because it used too much time or memory.
     TooMuch,
-    /// It has not had the time of a CPU to tell: others had it.
+    /// The trial did not get enough CPU time to finish.
     Unfinished,
-    /// It could not be tried.
+    /// The trial could not be run.
     Failed(String),
 }
 
@@ -60,7 +61,7 @@ struct Task {
     names: Names,
 }
 
-/// Tries a grammar of a model with tokens of these names. Takes [`CPU_WAIT`] at most, and the calling thread.
+/// Tries a grammar of a model with these token names. Blocks the calling thread for at most [`CPU_WAIT`].
 pub(super) fn attempted(syntax: GrammarSyntax, text: &str, names: &Names) -> Tried {
     let Some(program) = PROGRAM.get() else { return Tried::Untried };
     let task = Task { syntax, text: text.to_owned(), names: names.clone() };
@@ -77,10 +78,10 @@ fn run(program: &Program, task: Vec<u8>, patience: Duration) -> io::Result<Tried
     let (input, output) = (child.0.stdin.take(), child.0.stdout.take());
     let (told, ended) = channel();
     spawn("kvasir-trial", move || {
-        // One that ends before it has read all of it is told by how it ended.
+        // A child may end before it has read everything; its exit status tells how.
         drop(input.map(|mut input| input.write_all(&task)));
         let closed = output.map(|mut output| io::copy(&mut output, &mut io::sink()));
-        // Whoever waited may have gone.
+        // The receiver is gone if the wait timed out.
         let _ = told.send(closed.is_some());
     })
     .map_err(|error| io::Error::other(error.to_string()))?;
@@ -91,7 +92,7 @@ fn run(program: &Program, task: Vec<u8>, patience: Duration) -> io::Result<Tried
     Ok(match status.code() {
         Some(0) => Tried::Ended,
         Some(code) => Tried::Failed(format!("it ends with {code}")),
-        // By a signal: that of its time, or of memory that ran out.
+        // Ended by a signal: CPU time or memory ran out.
         None => Tried::TooMuch,
     })
 }
@@ -100,22 +101,22 @@ struct Ended(Child);
 
 impl Drop for Ended {
     fn drop(&mut self) {
-        // Fails where it has ended already.
+        // Fails if the child has already ended.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-/// What the other process does with its input.
+/// What the trial process does with its input.
 ///
 /// # Errors
-/// What cannot be read, or is no task. How the grammar turns out is none.
+/// Input that cannot be read or is not a task. A grammar that does not compile is not an error.
 pub fn attempt(input: impl Read) -> io::Result<()> {
     let mut task = Vec::new();
     input.take(MAX_TASK).read_to_end(&mut task)?;
     let Task { syntax, text, names } = serde_json::from_slice(&task)?;
     let factory = vocabulary::stand_in(&names).map_err(io::Error::other)?;
-    // Only that it ends is asked for.
+    // Only termination matters; the result is ignored.
     drop(build(&factory, syntax, &text));
     Ok(())
 }
@@ -138,7 +139,7 @@ mod tests {
         assert_eq!(tried("exit 0"), Tried::Ended, "it need not read");
         assert_eq!(tried("exit 3"), Tried::Failed("it ends with 3".into()));
         assert_eq!(tried("kill -PROF $$"), Tried::TooMuch);
-        // Who is kept from the CPUs has not taken too much of them.
+        // A process that gets no CPU time has not used too much of it.
         let since = Instant::now();
         let stopped = run(&shell("kill -STOP $$"), task(), Duration::from_millis(200)).unwrap();
         assert_eq!(stopped, Tried::Unfinished);
@@ -148,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_tried_is_built_from_the_same_names() {
+    fn a_trial_uses_the_same_token_names() {
         let names =
             Names { tokens: 300, named: vec![(258, "<tool>".into()), (259, "</s>".into())], ends: vec![259] };
         let task = |text: &str| {

@@ -1,7 +1,7 @@
-//! Turns at compiling grammars, by tenant: who has had less of the compilers' time goes next.
+//! Schedules grammar compilation by tenant: the tenant that has used the least compile time goes next.
 //!
-//! A tenant may compile [`OF_ONE`] at once and all together [`OF_ALL`], so that one whose grammars are slow leaves room
-//! for another's.
+//! At most [`OF_ONE`] grammars of a tenant and [`OF_ALL`] in total are compiled at once, so that slow
+//! grammars of one tenant leave room for other tenants.
 
 use parking_lot::Mutex;
 use proto::message::TenantTurn;
@@ -10,17 +10,17 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 
-/// Compilations of one tenant at once.
+/// Maximum compilations of one tenant at a time.
 const OF_ONE: usize = 2;
-/// Compilations at once; one that takes longer than it may counts until it has ended.
+/// Maximum compilations at a time. One that exceeds its limit counts until it has ended.
 const OF_ALL: usize = 4;
-/// Requests of one tenant that wait; more are refused at once.
+/// Maximum waiting requests of a tenant; more are refused at once.
 const MAX_WAITING: usize = 256;
 
-/// What a compilation counts until it is known how long it takes.
+/// Time charged for a compilation until its real time is known.
 const ASSUMED: Duration = super::COMPILE_TIME;
 
-/// A place among the compilers. Dropped, it is the next one's.
+/// Permission to compile one grammar. Dropping it hands it to the next request.
 #[derive(Debug)]
 pub(super) struct CompilePermit {
     turns: Turns,
@@ -39,7 +39,8 @@ impl Drop for CompilePermit {
 pub(super) struct Turns(Arc<Mutex<Queue<oneshot::Sender<CompilePermit>>>>);
 
 impl Turns {
-    /// Waits for a place; `None` if too much of the tenant waits already. Dropping the future gives the turn up.
+    /// Waits for a permit. `None` if too many requests of the tenant wait already. Dropping the future
+    /// cancels the wait.
     pub(super) async fn take(&self, turn: TenantTurn) -> Option<CompilePermit> {
         let (sender, place) = oneshot::channel();
         if !self.0.lock().push(turn, sender, oneshot::Sender::is_closed) {
@@ -53,27 +54,27 @@ impl Turns {
         loop {
             let next = self.0.lock().pop(oneshot::Sender::is_closed);
             let Some((tenant, waiting)) = next else { return };
-            // One that has left in this very moment drops the place, which hands it on.
+            // If the receiver was just dropped, the permit is dropped with the message and handed on.
             let _ = waiting.send(CompilePermit { turns: self.clone(), tenant, since: Instant::now() });
         }
     }
 }
 
-/// Who waits, by tenant. Pure state.
+/// Waiting requests by tenant. Sans-IO.
 #[derive(Debug)]
 struct Queue<W> {
     lanes: HashMap<u64, Lane<W>>,
     under_way: usize,
-    /// The clock of the tenant whose turn came last.
+    /// Clock of the tenant that was served last.
     now: u64,
-    /// How many came so far.
+    /// Number of requests so far.
     came: u64,
 }
 
 #[derive(Debug)]
 struct Lane<W> {
     weight: u64,
-    /// Nanoseconds of compiling that it has had, by weight, on top of where it began.
+    /// Nanoseconds of compile time divided by weight, added to the clock that the lane started with.
     clock: u64,
     under_way: usize,
     waiting: VecDeque<(u64, W)>,
@@ -86,7 +87,8 @@ impl<W> Default for Queue<W> {
 }
 
 impl<W> Queue<W> {
-    /// `false` if too much of the tenant waits. Those that are `gone` are forgotten.
+    /// Adds a request. Returns `false` if too many requests of the tenant wait. Requests that are `gone` are
+    /// dropped first.
     fn push(&mut self, turn: TenantTurn, who: W, gone: impl Fn(&W) -> bool) -> bool {
         let now = self.now;
         self.lanes.retain(|_, lane| lane.under_way > 0 || !lane.waiting.is_empty() || lane.clock > now);
@@ -94,7 +96,7 @@ impl<W> Queue<W> {
         let lane = self.lanes.entry(turn.tenant).or_insert_with(new);
         lane.weight = u64::from(turn.weight.max(1));
         if lane.under_way == 0 && lane.waiting.is_empty() {
-            // Who has had nothing for a while has saved up nothing.
+            // An idle tenant gains no credit.
             lane.clock = lane.clock.max(now);
         }
         if lane.waiting.len() >= MAX_WAITING {
@@ -108,7 +110,7 @@ impl<W> Queue<W> {
         room
     }
 
-    /// Whose turn it is, if there is a place.
+    /// The next request, if fewer than the maximum are being compiled.
     fn pop(&mut self, gone: impl Fn(&W) -> bool) -> Option<(u64, W)> {
         if self.under_way >= OF_ALL {
             return None;
@@ -128,7 +130,7 @@ impl<W> Queue<W> {
         Some((tenant, who))
     }
 
-    /// A compilation of the tenant's is over, and has taken so long.
+    /// Records that a compilation of the tenant ended after `took`.
     fn ended(&mut self, tenant: u64, took: Duration) {
         self.under_way -= 1;
         if let Some(lane) = self.lanes.get_mut(&tenant) {
@@ -163,7 +165,7 @@ mod tests {
         }
         let of_one = std::iter::from_fn(|| queue.pop(present)).collect::<Vec<_>>();
         assert_eq!(of_one, [(1, 0), (1, 1)], "a tenant has two places, although there are more");
-        // Another's comes at once, and so does its next one.
+        // Another tenant's grammar gets a permit at once, and so does its next one.
         for n in 100..105 {
             assert!(queue.push(turn(2, 1), n, present));
             assert_eq!(queue.pop(present), Some((2, n)));
@@ -171,7 +173,7 @@ mod tests {
         }
     }
 
-    /// All places are wanted by tenants that have many; each gets its part of the time.
+    /// All tenants always have waiting requests; each gets its share of the time.
     #[test]
     fn time_is_shared_by_weight() {
         let mut queue = Queue::default();
@@ -180,7 +182,7 @@ mod tests {
             (0..200).for_each(|n| assert!(queue.push(turn(tenant, weight), n, present)));
         }
         let mut had: HashMap<u64, u64> = HashMap::new();
-        // By when they are over.
+        // By end time.
         let (mut under_way, mut now) = (Vec::new(), 0);
         for _ in 0..150 {
             while let Some((tenant, _)) = queue.pop(present) {
@@ -199,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn those_that_have_left_are_passed_over_and_nobody_waits_without_a_bound() {
+    fn canceled_requests_are_skipped_and_the_queue_is_bounded() {
         let mut queue = Queue::default();
         let gone = |n: &u32| *n < 1_000;
         for n in 0..MAX_WAITING as u32 {
@@ -211,7 +213,7 @@ mod tests {
         (0..MAX_WAITING as u32).for_each(|n| assert!(queue.push(turn(1, 1), 1_000 + n, gone)));
         assert!(!queue.push(turn(1, 1), 3_000, gone));
         assert!(queue.push(turn(2, 1), 3_000, gone), "another tenant's may");
-        // A tenant that has gone is forgotten once the others have had as much.
+        // An idle tenant is removed once the others have caught up with its clock.
         queue.ended(1, Duration::ZERO);
         for tenant in 10..1_000 {
             assert!(queue.push(turn(tenant, 1), 1_000, gone));
@@ -222,7 +224,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_place_is_handed_on_when_it_is_dropped_or_not_taken() {
+    async fn a_permit_is_handed_on_when_it_is_dropped_or_not_taken() {
         let turns = Turns::default();
         let (one, two) = (turns.take(turn(1, 1)).await.unwrap(), turns.take(turn(1, 1)).await.unwrap());
         let mut left = Box::pin(turns.take(turn(1, 1)));
@@ -235,7 +237,7 @@ mod tests {
         assert_eq!(turns.0.lock().under_way, 0);
     }
 
-    /// What the future gives at once, if it does.
+    /// The future's value if it is ready.
     fn futures_now<T>(future: &mut (impl Future<Output = T> + Unpin)) -> Option<T> {
         let mut context = std::task::Context::from_waker(std::task::Waker::noop());
         match std::pin::Pin::new(future).poll(&mut context) {

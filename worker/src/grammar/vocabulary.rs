@@ -1,4 +1,4 @@
-//! A tokenizer's vocabulary as the grammar library wants it.
+//! Converts a tokenizer's vocabulary for the grammar library.
 
 use llguidance::ParserFactory;
 use llguidance::earley::SlicedBiasComputer;
@@ -10,33 +10,33 @@ use model::tokenizer::{Kind, Tokenizer};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// Steps of building a grammar's regular expressions; about 50,000 a millisecond.
+/// Maximum steps to build a grammar's regular expressions; about 50,000 a millisecond.
 const LEXER_FUEL: u64 = 1_000_000;
-/// Steps in them for one mask; about 14,000 a millisecond.
+/// Maximum regex steps for one mask; about 14,000 a millisecond.
 const STEP_LEXER_FUEL: u64 = 200_000;
-/// Items of the parser for one mask; about 20,000 a millisecond.
+/// Maximum parser items for one mask; about 20,000 a millisecond.
 const STEP_ITEMS: usize = 50_000;
-/// Items of the parser at one byte.
+/// Maximum parser items at one byte.
 const ROW_ITEMS: usize = 2_000;
-/// States of a grammar's regular expressions, at 1 to 2 KiB.
+/// Maximum states of a grammar's regular expressions, of 1 to 2 KiB each.
 const LEXER_STATES: usize = 50_000;
-/// Tokens of a vocabulary; the largest there are have a quarter of a million.
+/// Maximum tokens of a vocabulary. The largest known ones have a quarter of a million.
 const MAX_TOKENS: usize = 1 << 22;
-/// Symbols in a grammar's productions.
+/// Maximum symbols in a grammar's productions.
 const GRAMMAR_SYMBOLS: usize = 200_000;
 
-/// Of a vocabulary, what a grammar may name.
+/// The parts of a vocabulary that a grammar may name.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Names {
-    /// How many tokens there are.
+    /// Number of tokens.
     pub(super) tokens: u32,
-    /// Tokens that steer the model, by their names.
+    /// Control tokens with their names.
     pub(super) named: Vec<(u32, String)>,
-    /// Those that end an answer.
+    /// Tokens that end an answer.
     pub(super) ends: Vec<u32>,
 }
 
-/// What a grammar over a tokenizer's vocabulary may name.
+/// What a grammar may name of a tokenizer's vocabulary.
 pub(super) fn names(tokenizer: &Tokenizer) -> Names {
     let tokens = tokenizer.vocab_size() as u32;
     let name = |id| Some((id, tokenizer.token_text(id)?.to_owned()));
@@ -44,13 +44,14 @@ pub(super) fn names(tokenizer: &Tokenizer) -> Names {
     Names { tokens, named, ends: tokenizer.eos_ids().collect() }
 }
 
-/// Compiles grammars over a vocabulary, within the limits above. Takes a second for the largest vocabularies.
+/// Creates a factory that compiles grammars over a vocabulary within the limits above. Takes a second for the
+/// largest vocabularies.
 pub(super) fn factory(tokenizer: &Tokenizer) -> Result<ParserFactory, String> {
     let words: Vec<Vec<u8>> = (0..tokenizer.vocab_size() as u32).map(|id| word(tokenizer, id)).collect();
     limited(&words, &tokenizer.eos_ids().collect::<Vec<_>>())
 }
 
-/// Compiles grammars as [`factory`] of the vocabulary that these names are of, but over single bytes.
+/// Like [`factory`] for the vocabulary with these names, but over single bytes.
 pub(super) fn stand_in(names: &Names) -> Result<ParserFactory, String> {
     let mut words = vec![Vec::new(); (names.tokens as usize).min(MAX_TOKENS)];
     for (id, name) in &names.named {
@@ -71,7 +72,7 @@ fn limited(words: &[Vec<u8>], ends: &[u32]) -> Result<ParserFactory, String> {
     if !ends.is_empty() {
         trie = trie.with_eos_tokens(ends);
     }
-    // It never forces tokens upon us: those that the model would not write cost quality.
+    // It must never force tokens: ones that the model would not choose cost quality.
     let env: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
     let slices = SlicedBiasComputer::general_slices();
     let factory = ParserFactory::new(&env, InferenceCapabilities::default(), &slices);
@@ -88,14 +89,14 @@ fn limited(words: &[Vec<u8>], ends: &[u32]) -> Result<ParserFactory, String> {
     Ok(factory)
 }
 
-/// Whether a token is no text, but steers the model, or is a mark of an answer's structure: a grammar names these.
+/// Whether a token is a control token or marks an answer's structure. Grammars name such tokens.
 fn steers(tokenizer: &Tokenizer, id: u32) -> bool {
     tokenizer.is_eog(id)
         || matches!(tokenizer.kind(id), Some(Kind::Control | Kind::Unknown))
         || is_mark(tokenizer, id)
 }
 
-/// What a token writes; of one that steers the model its name behind a mark that no text has.
+/// Bytes of a token's text. For control tokens: a marker that no text contains, and the name.
 fn word(tokenizer: &Tokenizer, id: u32) -> Vec<u8> {
     if steers(tokenizer, id) {
         let text = tokenizer.token_text(id).unwrap_or_default();

@@ -1,9 +1,9 @@
-//! Contiguous placement: first-fit runs of bytes in the arena.
+//! Contiguous placement: allocates byte runs of the arena first-fit.
 
 use super::table::OFFSET_UNIT;
 use std::collections::BTreeMap;
 
-/// Free runs of the arena, in units of [`OFFSET_UNIT`]: start to length.
+/// Free runs of the arena: start to length, both in units of [`OFFSET_UNIT`].
 #[derive(Debug)]
 pub(super) struct Extents {
     free: BTreeMap<u32, u32>,
@@ -12,7 +12,7 @@ pub(super) struct Extents {
 
 impl Extents {
     pub(super) fn new(arena_bytes: u64) -> Self {
-        // The arena's size was checked to be addressable by 32-bit offsets.
+        // The size was checked: 32-bit offsets address the whole arena.
         let total = (arena_bytes / OFFSET_UNIT) as u32;
         Self { free: BTreeMap::from([(0, total)]), total }
     }
@@ -26,7 +26,7 @@ impl Extents {
         self.total_bytes() - free * OFFSET_UNIT
     }
 
-    /// The first free run of `len` units.
+    /// Takes `len` units from the first free run that is long enough.
     pub(super) fn take(&mut self, len: u64) -> Option<u32> {
         let len = u32::try_from(len).ok()?;
         let (&start, &room) = self.free.iter().find(|&(_, &room)| room >= len)?;
@@ -37,7 +37,7 @@ impl Extents {
         Some(start)
     }
 
-    /// Gives a run back and joins it to its neighbours.
+    /// Frees a run and joins it to its free neighbours.
     pub(super) fn give(&mut self, start: u32, len: u32) {
         let (mut start, mut len) = (start, len);
         if let Some((&before, &before_len)) = self.free.range(..start).next_back()

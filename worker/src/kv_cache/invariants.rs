@@ -1,36 +1,37 @@
-//! The checker that stays on in release builds: a cheap part before every step, a full recount now and
-//! then. A broken invariant means that some sequence may read another's memory, so the engine must stop.
+//! Checks of the cache's invariants, also in release builds: a cheap one before every step, and a full
+//! recount at intervals. After a broken invariant a sequence may read another one's memory, so the engine
+//! must stop.
 
 use super::{KvCache, SequenceCache};
 use std::collections::HashMap;
 
-/// An invariant of the cache that does not hold.
+/// A violated invariant of the cache.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Broken {
-    /// References counted by the pool, by tables and by copies differ.
+    /// The references counted by the pool differ from those of sequences, steps and pins.
     #[error("the pool counts {pool} references, sequences hold {sequences}, steps {steps}, pins {pins}")]
     References {
         pool: u64,
         /// Live entries of all tables, and slots of live sequences.
         sequences: u64,
-        /// What steps in flight read or write besides.
+        /// Further slots and blocks that steps in flight read or write.
         steps: u64,
-        /// What is pinned, or being restored.
+        /// Blocks that are pinned or being restored.
         pins: u64,
     },
-    /// A group's free list and blocks do not add up.
+    /// A group's free list, blocks and slabs do not add up.
     #[error("group {group}: free list, blocks and slabs disagree")]
     FreeList { group: usize },
-    /// A block's references are not those of the tables.
+    /// A block's reference count differs from the references to it.
     #[error("group {group}, block {block}: {counted} references counted, {held} held")]
     Block {
         group: usize,
         block: u32,
         counted: u32,
-        /// What sequences, steps and pins say.
+        /// References held by sequences, steps and pins.
         held: u32,
     },
-    /// A sequence has tokens before its end and no recurrent state of them.
+    /// A sequence has tokens but no recurrent state.
     #[error("a sequence of {tokens} tokens has no recurrent state")]
     State { tokens: u32 },
     /// The pool and the prefix tree disagree on which blocks have cached content.
@@ -42,7 +43,7 @@ pub enum Broken {
 }
 
 impl KvCache {
-    /// The part that costs nothing: do the running sums agree?
+    /// The cheap check: compares running sums.
     pub(crate) fn check(&self) -> Result<(), Broken> {
         let (pool, sequences, steps) = (self.pool.total_refs(), self.entries, self.step_refs);
         let pins = self.pins.refs();
@@ -50,7 +51,7 @@ impl KvCache {
         if pool == sum { Ok(()) } else { Err(Broken::References { pool, sequences, steps, pins }) }
     }
 
-    /// The full recount, over all sequences and the (group, block) that steps in flight hold.
+    /// The full recount, over all sequences and the (group, block) pairs that steps in flight hold.
     pub(crate) fn check_all<'a>(
         &self,
         sequences: impl Iterator<Item = &'a SequenceCache>,

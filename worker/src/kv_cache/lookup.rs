@@ -1,4 +1,4 @@
-//! How far a prompt is served by the cache, and why no further.
+//! Prefix lookup: how much of a prompt the cache serves, and why it stops there.
 
 use super::prefix::{BoundaryNeed, Child};
 use super::{KvCache, SequenceCache};
@@ -7,11 +7,11 @@ use proto::block::{BlockId, HASH_UNIT_TOKENS};
 /// Why a prefix lookup stopped where it did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HitStop {
-    /// Nothing was looked up: prefix caching is off, or the placement does not share.
+    /// No lookup: prefix caching is off, or the placement does not share blocks.
     Disabled,
-    /// Nothing was looked up: the sequence goes on from where another one stood, and computes nothing of its prompt.
+    /// No lookup: the sequence is a fork of another one and computes nothing of its prompt.
     Forked,
-    /// Everything that may be served is: the last token of a prompt is always computed.
+    /// Every token that may be served is served. The last token of a prompt is always computed.
     PromptEnd,
     /// A group that needs every unit lacks one.
     NotCached {
@@ -19,13 +19,13 @@ pub enum HitStop {
         /// First token of the missing unit.
         token: u32,
     },
-    /// A longer prefix is cached, but this group no longer has the window before its end.
+    /// A longer prefix is cached, but this group no longer has the window before the prefix's end.
     WindowGone {
         group: usize,
         /// The boundary at which the window is missing.
         token: u32,
     },
-    /// The KV of a longer prefix is cached, but no recurrent state stands at its end.
+    /// The KV of a longer prefix is cached, but there is no recurrent state at its end.
     StateGone {
         /// The boundary at which the state is missing.
         token: u32,
@@ -35,7 +35,7 @@ pub enum HitStop {
         /// First token of the unit.
         token: u32,
     },
-    /// The rest lies in part of a block, and there was no block to copy it to.
+    /// The rest is in part of a block, and no block was free to copy it to.
     PoolFull {
         /// First token that is not served.
         token: u32,
@@ -73,30 +73,31 @@ impl std::fmt::Display for HitStop {
     }
 }
 
-/// What a lookup found beyond the tokens that a sequence already has.
+/// Result of a lookup beyond the tokens that a sequence already has.
 #[derive(Debug)]
 pub(crate) struct Hit {
     pub(super) from: usize,
     /// Nodes of the served units, from unit `from`.
     pub(super) path: Vec<u32>,
-    /// Units from the prompt's start whose KV is cached as far as all of it is needed; more than are served
-    /// where only a state is missing.
+    /// With recurrent layers, units from the prompt's start whose KV is present in every group that needs all
+    /// units. It exceeds the served units if only a state or a window is missing. Without recurrent layers,
+    /// the units found in the tree.
     pub(crate) known: usize,
     pub(crate) stop: HitStop,
 }
 
 impl Hit {
-    /// Units served from the prompt's start, those that the sequence already has included.
+    /// Units served from the prompt's start, including those that the sequence already has.
     pub(crate) fn end(&self) -> usize {
         self.from + self.path.len()
     }
 
-    /// First unit that it serves beyond those that the sequence already has.
+    /// First unit served beyond those that the sequence already has.
     pub(crate) fn from(&self) -> usize {
         self.from
     }
 
-    /// Whether it serves nothing new.
+    /// Whether the lookup serves nothing new.
     pub(crate) fn is_empty(&self) -> bool {
         self.path.is_empty()
     }
@@ -107,9 +108,9 @@ impl Hit {
 }
 
 impl KvCache {
-    /// The longest prefix of at most `cap` units that every group can serve to a sequence which has the
-    /// units before `sequence.len()`; `ids` and `tokens` are those of the whole sequence. Scheduled units
-    /// count. A monotone fixed point: each group shortens the candidate until none does.
+    /// The longest prefix of at most `cap` units that every group can serve to a sequence which already has
+    /// `sequence.len()` tokens. `ids` and `tokens` are those of the whole sequence. Scheduled units count as
+    /// cached. The result is a monotone fixed point: groups shorten the candidate until none of them does.
     pub(crate) fn find(&self, sequence: &SequenceCache, ids: &[BlockId], tokens: &[u32], cap: usize) -> Hit {
         let from = sequence.len() as usize / HASH_UNIT_TOKENS;
         let (units, _) = tokens.as_chunks::<HASH_UNIT_TOKENS>();
@@ -162,7 +163,7 @@ impl KvCache {
         Hit { from, path, known: from + known, stop }
     }
 
-    /// Leading units of `path` that every group has which needs all of them.
+    /// Leading units of `path` that are present in every group which needs all units.
     fn known(&self, path: &[u32]) -> usize {
         let all = |&&node: &&u32| {
             let mut needs = self.tree.needs().iter().enumerate();
@@ -171,7 +172,7 @@ impl KvCache {
         path.iter().take_while(all).count()
     }
 
-    /// The longest start of `path` behind which `group` lets a sequence go on.
+    /// The longest start of `path` after which `group` lets a sequence continue.
     fn served(&self, group: usize, need: BoundaryNeed, path: &[u32]) -> usize {
         let (mut run, mut served) = (need.start(), 0);
         for (at, &node) in path.iter().enumerate() {

@@ -1,12 +1,12 @@
-//! The host-memory floor: allocations are refused before the kernel has to kill, or before a machine whose
-//! GPU shares the host's memory locks up.
+//! The host-memory floor. Allocations that would leave less than the floor free are refused, so that the
+//! kernel need not kill a process and a machine whose GPU shares the host's memory does not lock up.
 
 use std::fmt;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Where the free memory of the host is read from; a fake in tests.
+/// Source of the host's free memory. Tests use a fake.
 pub trait MemInfo {
     /// Bytes that can be allocated without swapping.
     fn available_bytes(&self) -> io::Result<u64>;
@@ -22,22 +22,20 @@ impl MemInfo for ProcMemInfo {
     }
 }
 
-/// Why an allocation is refused.
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryRefused {
-    /// It would leave less than the floor.
+    /// The allocation would leave less than the floor.
     #[error("{wanted} bytes for {purpose}: {available} are available and {floor} must stay free")]
     BelowFloor {
-        /// What the bytes are for.
         purpose: &'static str,
-        /// Bytes asked for.
+        /// Requested bytes.
         wanted: u64,
-        /// Bytes that can be had.
+        /// Bytes that can be allocated now.
         available: u64,
-        /// Bytes that must stay.
+        /// Bytes that must stay free.
         floor: u64,
     },
-    /// Free memory cannot be read, so nothing can be promised.
+    /// Free memory cannot be read, so no allocation is admitted.
     #[error("cannot read the free memory of this host: {0}")]
     Unknown(#[from] io::Error),
 }
@@ -50,8 +48,8 @@ pub struct MemoryFloor {
 }
 
 impl MemoryFloor {
-    /// Asks before allocating `wanted` bytes. Large allocations ask again before each part, because others
-    /// allocate too.
+    /// Checks whether `wanted` bytes can be allocated. Large allocations repeat the check before each part,
+    /// because other processes allocate too.
     pub fn admit(self, info: &dyn MemInfo, purpose: &'static str, wanted: u64) -> Result<(), MemoryRefused> {
         let available = info.available_bytes()?;
         if wanted.checked_add(self.bytes).is_some_and(|needed| needed <= available) {
@@ -61,13 +59,13 @@ impl MemoryFloor {
         }
     }
 
-    /// Whether the host is below the floor now: take no new work, give back what can be given back.
+    /// Whether the host is below the floor now. If it is, the worker takes no new work and frees what it can.
     pub fn is_breached(self, info: &dyn MemInfo) -> io::Result<bool> {
         Ok(info.available_bytes()? < self.bytes)
     }
 }
 
-/// What must stay free, and where it is read how much is.
+/// The host's memory floor and the source of its free memory.
 #[derive(Clone)]
 pub struct HostFloor {
     /// Bytes that must stay free.

@@ -1,5 +1,5 @@
-//! Resume points held, read and restored as wholes: pins against eviction, the list of what a snapshot has to
-//! save, and room for what a snapshot brings back.
+//! Pins, snapshots and restores of whole resume points: protects them against eviction, lists the blocks that
+//! a snapshot saves, and allocates blocks for a snapshot that is loaded.
 
 use super::pool::BlockAt;
 use super::prefix::Child;
@@ -11,7 +11,6 @@ use std::ops::Range;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PinId(u64);
 
-/// Why a prefix is not pinned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum PinRefused {
     /// There is no resume point within these tokens.
@@ -20,7 +19,7 @@ pub enum PinRefused {
     /// The budget for pins would be exceeded.
     #[error("pins would take {wanted} bytes, {budget} are allowed")]
     OverBudget {
-        /// Bytes of all pins together, this one included.
+        /// Bytes of all pins together, including this one.
         wanted: u64,
         /// Bytes allowed.
         budget: u64,
@@ -30,36 +29,35 @@ pub enum PinRefused {
 /// One block of a resume point.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ResumeBlock {
-    /// The group whose layers it holds.
     pub group: usize,
-    /// Where it starts in the arena, in units of [`OFFSET_UNIT`](super::OFFSET_UNIT).
+    /// Start in the arena, in units of [`OFFSET_UNIT`](super::OFFSET_UNIT).
     pub offset: u32,
-    /// Positions of the tokens that it holds from its start; empty for a recurrent state, which is a whole
+    /// Positions of the tokens in the block, from its start. Empty for a recurrent state, which is a whole
     /// slot.
     pub tokens: Range<u32>,
 }
 
-/// A prefix at whose end a sequence can go on, and all blocks that this takes: full layers have all tokens,
-/// sliding ones the blocks that their window touches, recurrent ones a slot.
+/// A prefix at whose end a sequence can continue, with all blocks that this needs: all tokens of full layers,
+/// the blocks that the windows of sliding layers touch, and a slot of recurrent layers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ResumePoint {
-    /// Tokens up to there.
+    /// Length of the prefix in tokens.
     pub tokens: u32,
     /// The blocks, group by group, ascending by position.
     pub blocks: Vec<ResumeBlock>,
 }
 
-/// Names blocks that wait for the content of a restored resume point.
+/// Id of the blocks that wait for the content of a restored resume point.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RestoreId(u64);
 
-/// References from outside of sequences and steps.
+/// References held by pins and restores, apart from sequences and steps.
 #[derive(Debug, Default)]
 pub(super) struct Pins {
     last: u64,
     pins: BTreeMap<PinId, Pin>,
     restores: BTreeMap<RestoreId, Vec<Placed>>,
-    /// How many pins hold each (group, block).
+    /// Number of pins that hold each (group, block).
     counts: HashMap<(usize, u32), u32>,
     /// Bytes of the blocks in `counts`.
     bytes: u64,
@@ -71,7 +69,7 @@ struct Pin {
     blocks: Vec<(usize, u32)>,
 }
 
-/// Consecutive units, and the block that holds them from its start.
+/// Consecutive units and the block that holds them from its start.
 #[derive(Debug)]
 struct Placed {
     group: usize,
@@ -98,7 +96,7 @@ impl Pins {
 }
 
 impl KvCache {
-    /// The deepest resume point within these tokens that completed steps have left: its node.
+    /// The node of the deepest resume point within these tokens that completed steps wrote.
     fn deepest_held(&self, root: BlockId, ids: &[BlockId], tokens: &[u32]) -> Option<u32> {
         let mut node = self.tree.root(root)?;
         let mut held = None;
@@ -112,14 +110,14 @@ impl KvCache {
         held
     }
 
-    /// The deepest resume point within these tokens, as it lies in the arena until the next step is planned.
+    /// The deepest resume point within these tokens. Its offsets are valid until the next step is planned.
     pub(crate) fn resume_point(&self, root: BlockId, ids: &[BlockId], tokens: &[u32]) -> Option<ResumePoint> {
         let node = self.deepest_held(root, ids, tokens)?;
         Some(self.describe(self.tree.depth(node), &self.placed(node)?))
     }
 
-    /// Holds the deepest resume point within these tokens against eviction, unless all pins together would
-    /// then hold more than `budget` bytes. Also says how many tokens it covers.
+    /// Protects the deepest resume point within these tokens against eviction, and returns the number of
+    /// tokens that it covers. Refused if all pins together would exceed `budget` bytes.
     pub(crate) fn pin(
         &mut self,
         root: BlockId,
@@ -148,10 +146,11 @@ impl KvCache {
         Ok((id, self.tree.depth(node) * HASH_UNIT_TOKENS as u32))
     }
 
-    /// Lets a pinned prefix go; it stays cached until its bytes are needed. `false`: there is no such pin.
+    /// Removes a pin. The prefix stays cached until its bytes are needed. Returns `false` if the pin does not
+    /// exist.
     pub(crate) fn unpin(&mut self, id: PinId) -> bool {
         let Some(pin) = self.pins.pins.remove(&id) else { return false };
-        // The last tokens first, as when a sequence goes.
+        // The last tokens first, as in `close`.
         for &(group, block) in pin.blocks.iter().rev() {
             self.pool.release(group, block);
             if let Some(count) = self.pins.counts.get_mut(&(group, block)) {
@@ -166,13 +165,13 @@ impl KvCache {
         true
     }
 
-    /// Whether there is such a pin: a sequence that could not have run otherwise may have ended it.
+    /// Whether the pin exists. A pin may have been removed for a sequence that could not run otherwise.
     pub(crate) fn is_pinned(&self, id: PinId) -> bool {
         self.pins.pins.contains_key(&id)
     }
 
-    /// Gives up what is cached of a path behind its first `keep` units, from its end as far as nobody else stands
-    /// on it: no other path, no live sequence, no pin.
+    /// Forgets the cached units of a path after its first `keep` units, from its end up to the first node
+    /// that another path, a live sequence or a pin needs.
     pub(crate) fn cut(&mut self, root: BlockId, ids: &[BlockId], tokens: &[u32], keep: usize) {
         let Some(mut node) = self.tree.root(root) else { return };
         let mut path = Vec::with_capacity(ids.len());
@@ -181,18 +180,18 @@ impl KvCache {
             node = child;
             path.push(node);
         }
-        // Forgetting a node may end those above it that hold nothing themselves, never those that it keeps.
+        // Forgetting a node may remove empty nodes above it, but never one that others need.
         for &node in path.iter().skip(keep).rev() {
             let Some(blocks) = self.tree.forget(node) else { return };
             self.no_longer_known(&blocks);
         }
     }
 
-    /// Forgets all that is cached of the path on which a sequence stands, whoever else stands on it, and ends the pins of any
-    /// of it. The sequence shares nothing any more. Returns how many pins there were.
+    /// Forgets everything cached on the path of a sequence, even if others use it, and removes the pins on
+    /// it. The sequence no longer shares anything. Returns the number of pins removed.
     pub(crate) fn spoil(&mut self, sequence: &mut SequenceCache) -> u64 {
         let Some(cursor) = sequence.cursor.take() else { return 0 };
-        // The cursor is still pinned: none of these nodes goes meanwhile.
+        // The cursor is still pinned, so none of these nodes is removed meanwhile.
         let path: Vec<u32> = self.tree.upwards(cursor).collect();
         let blocks: Vec<BlockAt> = path.into_iter().flat_map(|node| self.tree.forget_unit(node)).collect();
         self.no_longer_known(&blocks);
@@ -204,7 +203,7 @@ impl KvCache {
         pins.into_iter().map(|id| u64::from(self.unpin(id))).sum()
     }
 
-    /// Lets every pin go; returns how many there were.
+    /// Removes every pin. Returns their number.
     pub(crate) fn unpin_all(&mut self) -> u64 {
         let ids: Vec<PinId> = self.pins.pins.keys().copied().collect();
         ids.into_iter().map(|id| u64::from(self.unpin(id))).sum()
@@ -215,8 +214,8 @@ impl KvCache {
         self.pins.bytes
     }
 
-    /// Room for a resume point of `units` units that comes from elsewhere. The caller fills the blocks, then
-    /// calls [`KvCache::end_restore`]. `None`: there is not enough that is free or only cached.
+    /// Allocates blocks for a resume point of `units` units whose content comes from elsewhere. The caller
+    /// fills the blocks, then calls [`KvCache::end_restore`]. `None` if too few blocks are free or evictable.
     pub(crate) fn begin_restore(&mut self, units: u32) -> Option<(RestoreId, ResumePoint)> {
         if self.extents.is_some() {
             return None;
@@ -230,7 +229,7 @@ impl KvCache {
         if !self.pool.fits(&needs) {
             return None;
         }
-        // As for a sequence: once more, thriftily, if one group's thrift leaves none for another.
+        // As for a sequence: retry in compact mode if one group's cached blocks leave none for another group.
         let placed = self.take_placed(&wanted).or_else(|| {
             let compact = self.pool.set_compact(true);
             let placed = self.take_placed(&wanted);
@@ -244,7 +243,7 @@ impl KvCache {
         Some((id, point))
     }
 
-    /// A block for each of these, or none at all.
+    /// Allocates a block for each item, or none at all.
     fn take_placed(&mut self, wanted: &[(usize, Range<u32>)]) -> Option<Vec<Placed>> {
         let mut placed: Vec<Placed> = Vec::with_capacity(wanted.len());
         for (group, units) in wanted {
@@ -257,9 +256,9 @@ impl KvCache {
         Some(placed)
     }
 
-    /// The blocks of a restore are filled: from now on they serve `ids` and `tokens`, which are as many units
-    /// as were asked for. Without them the restore has failed, and its blocks are free again. `false`: there
-    /// is no such restore, or the prefix cannot be named.
+    /// Ends a restore. With a `prefix` the filled blocks serve its `ids` and `tokens`, whose number of units
+    /// must be that of [`KvCache::begin_restore`]. With `None` the restore has failed, and its blocks are
+    /// freed. Returns `false` if the restore does not exist or an id collides.
     pub(crate) fn end_restore(
         &mut self,
         id: RestoreId,
@@ -289,7 +288,7 @@ impl KvCache {
         named
     }
 
-    /// The nodes of all units, made where there are none, and the last, pinned. `None`: one cannot be named.
+    /// The nodes of all units, inserted where missing, and the last node, pinned. `None` if an id collides.
     fn path_of(&mut self, root: BlockId, ids: &[BlockId], tokens: &[u32]) -> Option<(Vec<u32>, u32)> {
         let mut cursor = self.tree.pin_root(root)?;
         let mut path = Vec::with_capacity(ids.len());
@@ -305,7 +304,7 @@ impl KvCache {
         Some((path, cursor))
     }
 
-    /// Where the resume point at `node` lies. `None`: not all of it is there.
+    /// The blocks of the resume point at `node`. `None` if one is missing.
     fn placed(&self, node: u32) -> Option<Vec<Placed>> {
         let units = self.tree.depth(node);
         let mut path: Vec<u32> = self.tree.upwards(node).collect();

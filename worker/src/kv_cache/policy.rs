@@ -1,21 +1,22 @@
-//! Where recurrent states are kept, and which is given up first. Pure: positions in, decisions out.
+//! Decides where recurrent states are kept as checkpoints and which checkpoint is evicted first. Pure
+//! functions: positions in, decisions out.
 //!
-//! A checkpoint costs a slot, whatever its position; a prefix without one must be computed from the checkpoint
-//! before it. So few are kept, where prompts are likely to part: at their ends, between turns, where they were
-//! seen to part, and at distances that double, because then the loss stays below half of what is shared.
+//! Every checkpoint occupies a slot. A prefix without one is recomputed from the checkpoint before it. So
+//! only a few are kept, where prompts are likely to diverge: at prompt ends, between turns, at observed
+//! junctions, and at distances that double, which bounds the loss to half of the shared tokens.
 
 use proto::block::HASH_UNIT_TOKENS;
 
-/// Why a recurrent state is kept. Later ones are better reasons.
+/// Why a recurrent state is kept. Variants are ordered by increasing value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum CheckpointKind {
-    /// The last boundary that a sequence passed while it decoded; the next one takes its place.
+    /// The last boundary that a sequence passed while it decoded. The next one replaces it.
     Tail,
     /// A distance from the start: 16, 32, 48, 64, 96, 128, 192, ... tokens.
     Spacing,
-    /// A boundary that the request named, as the end of a chat turn.
+    /// A boundary that the request named, such as the end of a chat turn.
     Turn,
-    /// The last boundary before the end of a prompt: what the same prompt can use again.
+    /// The last boundary before the end of a prompt. The same prompt can resume there.
     PromptEnd,
     Junction,
 }
@@ -25,14 +26,14 @@ pub enum CheckpointKind {
 pub(crate) struct Checkpoint {
     pub(crate) unit: u32,
     pub(crate) kind: CheckpointKind,
-    /// In use: it cannot be given up now.
+    /// In use: it cannot be evicted now.
     pub(crate) fixed: bool,
 }
 
 /// How many states are kept, and where.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CheckpointPolicy {
-    /// Most checkpoints between a root and a sequence's end; 0 keeps none.
+    /// Maximum number of checkpoints between a root and a sequence's end. 0 keeps none.
     pub max_per_path: usize,
 }
 
@@ -43,8 +44,8 @@ impl Default for CheckpointPolicy {
 }
 
 impl CheckpointPolicy {
-    /// Where the states of a prompt are kept, ascending: (units before it, why). `boundaries` are positions
-    /// in tokens; they count as the last unit boundary before them.
+    /// Checkpoints of a prompt in ascending order: (units before it, kind). `boundaries` are positions in
+    /// tokens; each is rounded down to a unit boundary.
     pub(crate) fn of_prompt(self, prompt_len: u32, boundaries: &[u32]) -> Vec<(u32, CheckpointKind)> {
         let unit = HASH_UNIT_TOKENS as u32;
         let (end, last) = (prompt_len / unit, prompt_len.saturating_sub(1) / unit);
@@ -58,7 +59,7 @@ impl CheckpointPolicy {
             add(spaced, CheckpointKind::Spacing);
             spaced = next_spaced(spaced);
         }
-        // The last turns only: of more, none would survive.
+        // The last turns only: `excess` would remove earlier ones.
         for &boundary in boundaries.iter().rev().filter(|&&b| b <= prompt_len).take(2 * self.max_per_path) {
             add((boundary / unit).min(end), CheckpointKind::Turn);
         }
@@ -70,14 +71,14 @@ impl CheckpointPolicy {
         path.iter().map(|point| (point.unit, point.kind)).collect()
     }
 
-    /// Why the state at the end of a unit beyond the prompt is kept.
+    /// Kind of the checkpoint after `unit` units, for a unit beyond the prompt.
     pub(crate) fn of_output(self, unit: u32) -> CheckpointKind {
         if is_spaced(unit) { CheckpointKind::Spacing } else { CheckpointKind::Tail }
     }
 
-    /// Which of the checkpoints of a path, ascending, is to be given up, if there are too many: the one
-    /// whose loss costs least recomputation. Never a junction, the newest prompt end or the deepest of all
-    /// before others, never one in use; `None` too when all are in use.
+    /// Index of the checkpoint to evict if the ascending `path` has too many: the one whose loss costs the
+    /// least recomputation. Junctions, the newest prompt end and the deepest checkpoint go last. Returns
+    /// `None` if the path is short enough or all checkpoints are in use.
     pub(crate) fn excess(self, path: &[Checkpoint]) -> Option<usize> {
         if path.len() <= self.max_per_path {
             return None;
@@ -91,11 +92,12 @@ impl CheckpointPolicy {
     }
 }
 
-/// How much likelier prompts part at the end of a turn than elsewhere.
+/// How much likelier prompts diverge at the end of a turn than elsewhere. Estimate.
 const TURN_WEIGHT: u64 = 8;
 
-/// What losing a checkpoint costs: the units back to the one before, times how likely a prompt parts between
-/// it and the next. Where prompts part is taken to be as likely in [n, 2n) for every n, turns aside.
+/// Cost of losing a checkpoint: the units back to the previous one, times the likelihood that a prompt
+/// diverges between it and the next one. A prompt is assumed to diverge with equal probability in [n, 2n) for
+/// every n, except at turns, which have a higher weight.
 fn loss(path: &[Checkpoint], at: usize) -> u64 {
     let unit = u64::from(path[at].unit);
     let before = at.checked_sub(1).map_or(0, |at| u64::from(path[at].unit));
@@ -130,12 +132,12 @@ mod tests {
             (1, &[][..], vec![]),
             (16, &[], vec![]),
             (17, &[], vec![(1, PromptEnd)]),
-            // The last token is always computed: the unit that it ends is of no use to the same prompt.
+            // The last token is always computed, so the same prompt cannot use the unit that ends with it.
             (32, &[], vec![(1, PromptEnd)]),
             (33, &[], vec![(1, Spacing), (2, PromptEnd)]),
             (130, &[], [spaced(&[1, 2, 3, 4, 6]), vec![(8, PromptEnd)]].concat()),
             (130, &[100], [spaced(&[1, 2, 3, 4]), vec![(6, Turn), (8, PromptEnd)]].concat()),
-            // A boundary at the very end is what a longer prompt goes on from.
+            // A boundary at the very end is where a longer prompt continues.
             (96, &[96], [spaced(&[1, 2, 3, 4]), vec![(5, PromptEnd), (6, Turn)]].concat()),
             (40, &[15, 41, 4000], vec![(1, Spacing), (2, PromptEnd)]),
         ] {
@@ -163,14 +165,14 @@ mod tests {
         assert_eq!(kept(2, 1000, &[500]), [(31, Turn), (62, PromptEnd)]);
         let units: Vec<u32> = kept(8, 32 << 10, &[]).into_iter().map(|(unit, _)| unit).collect();
         assert_eq!(units.len(), 8);
-        // What is left is still spread over all orders of magnitude below the longest half.
+        // The remaining checkpoints still cover all orders of magnitude below the longest half.
         assert!(units.windows(2).all(|pair| pair[1] <= 4 * pair[0]), "{units:?}");
         let turns: Vec<u32> = (0..1000).map(|turn| turn * 30).collect();
         assert_eq!(kept(8, 30_000, &turns).len(), 8);
     }
 
     #[test]
-    fn the_cheapest_loss_goes_first_and_what_is_known_to_serve_last() {
+    fn the_cheapest_loss_is_evicted_first_and_junctions_last() {
         let policy = CheckpointPolicy { max_per_path: 3 };
         let path = |points: &[(u32, CheckpointKind, bool)]| {
             let points: Vec<Checkpoint> =

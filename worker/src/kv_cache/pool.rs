@@ -1,17 +1,17 @@
-//! The block pool: one arena cut into slabs, slabs lent to groups, and per group an intrusive free list
-//! whose head is the next block to be given out.
+//! The block pool: an arena cut into slabs, each owned by one group at a time, and per group an intrusive
+//! free list whose head is the next block to be allocated.
 //!
-//! A freed block without cached content goes to the head (reused first, still warm), one with cached
-//! content to the tail (least recently used at the front of those); its content is given up only when it
-//! is handed out. A slab whose blocks are all free and empty goes back to the arena, so that no group
-//! owns bytes that it does not use and there is no split to configure.
+//! A freed block without cached content goes to the head, where it is reused first. A block with cached
+//! content goes to the tail, so that the least recently used content is nearest the head; its content is
+//! evicted only when the block is allocated again. A slab whose blocks are all free and empty returns to the
+//! arena. No group keeps bytes that it does not use, and no split between groups is configured.
 
 use super::Placement;
 use super::spec::CacheSpec;
 use super::table::OFFSET_UNIT;
 
 const NIL: u32 = u32::MAX;
-/// Free blocks of another group that are looked at, oldest first, to decide whose cache is older.
+/// Number of free blocks of another group, oldest first, that are examined to compare cache ages.
 const LOOK_AHEAD: usize = 32;
 
 /// A block of a group.
@@ -26,7 +26,7 @@ pub(super) struct BlockPool {
     /// Slab length in units of [`OFFSET_UNIT`].
     slab_units: u64,
     slabs: Vec<Slab>,
-    /// Slabs that no group owns; the last is taken first.
+    /// Slabs that no group owns. The last one is taken first.
     free_slabs: Vec<u32>,
     groups: Vec<Group>,
     /// Counts frees, to compare ages across groups.
@@ -34,7 +34,7 @@ pub(super) struct BlockPool {
     compact: bool,
     refs: u64,
     permutation: Option<u64>,
-    /// Free blocks looked at so far to find one to hand out.
+    /// Free blocks that allocations have examined so far.
     #[cfg(test)]
     looked_at: std::cell::Cell<u64>,
 }
@@ -69,7 +69,7 @@ struct Block {
     freed_at: u64,
 }
 
-/// What the pool's own recount found, for the invariant checker.
+/// Result of the pool's own recount, for the invariant checker.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct GroupCount {
     pub(super) owned: u32,
@@ -122,20 +122,21 @@ impl BlockPool {
         }
     }
 
-    /// Blocks that `group` would have if it owned every slab.
+    /// Number of blocks that `group` would have if it owned every slab.
     pub(super) fn block_capacity(&self, group: usize) -> usize {
         self.groups[group].blocks.len()
     }
 
-    /// Where a block starts in the arena, in units of [`OFFSET_UNIT`].
+    /// Start of a block in the arena, in units of [`OFFSET_UNIT`].
     pub(super) fn offset(&self, group: usize, block: u32) -> u32 {
         let g = &self.groups[group];
         let (slab, index) = (u64::from(block / g.per_slab), u64::from(block % g.per_slab));
-        // The arena's size was checked to be addressable by 32-bit offsets.
+        // The size was checked: 32-bit offsets address the whole arena.
         (slab * self.slab_units + index * g.block_units) as u32
     }
 
-    /// Whether a group gives up its own cached blocks before it takes a slab; returns what was set before.
+    /// Sets whether a group evicts its own cached blocks before it takes a free slab. Returns the previous
+    /// setting.
     pub(super) fn set_compact(&mut self, compact: bool) -> bool {
         std::mem::replace(&mut self.compact, compact)
     }
@@ -152,7 +153,7 @@ impl BlockPool {
         self.groups.iter().map(|g| u64::from(g.owned - g.free) * g.block_units * OFFSET_UNIT).sum()
     }
 
-    /// Bytes of the slabs that a group owns, and of those of its blocks that are held.
+    /// Bytes of the slabs that a group owns, and bytes of its referenced blocks.
     pub(super) fn group_bytes(&self, group: usize) -> (u64, u64) {
         let g = &self.groups[group];
         let bytes = |blocks: u32| u64::from(blocks) * g.block_units * OFFSET_UNIT;
@@ -163,13 +164,14 @@ impl BlockPool {
         self.slabs.len() as u64 * self.slab_units * OFFSET_UNIT
     }
 
-    /// Slabs that `needs` blocks per group take when nothing else is held.
+    /// Whether `needs[group]` blocks fit into the arena when nothing else is held.
     pub(super) fn possible(&self, needs: &[u32]) -> bool {
         let slabs: u64 = self.groups.iter().zip(needs).map(|(g, &n)| u64::from(n.div_ceil(g.per_slab))).sum();
         slabs <= self.slabs.len() as u64
     }
 
-    /// Whether `needs` blocks per group can be had now, cached content being given up.
+    /// Whether `needs[group]` blocks can be allocated now in all groups, evicting cached content if
+    /// necessary.
     pub(super) fn fits(&self, needs: &[u32]) -> bool {
         let (mut wanted, mut spare) = (0u64, self.free_slabs.len() as u64);
         for (g, &need) in self.groups.iter().zip(needs) {
@@ -181,17 +183,17 @@ impl BlockPool {
         wanted <= spare
     }
 
-    /// Whether `need` blocks of `group` need another slab.
+    /// Whether `group` must take another slab to get `need` blocks.
     pub(super) fn is_short(&self, group: usize, need: u32) -> bool {
         need > self.groups[group].free
     }
 
-    /// Hands out a block with one reference. Blocks whose cached content is given up for it are appended
-    /// to `evicted`.
+    /// Allocates a block with one reference. Blocks whose cached content is evicted for it are appended to
+    /// `evicted`.
     pub(super) fn alloc(&mut self, group: usize, evicted: &mut Vec<BlockAt>) -> Option<u32> {
         let g = &self.groups[group];
         let first = (g.head != NIL).then(|| g.blocks[g.head as usize]);
-        // A slab that nobody owns comes before giving up content, except when room must not be scattered.
+        // Prefer an unowned slab to evicting content, except in compact mode.
         let serves = first.is_some_and(|block| !block.hashed || self.compact);
         if !serves && !self.take_free_slab(group) {
             self.take_older_slab(group, evicted);
@@ -207,7 +209,7 @@ impl BlockPool {
         Some(block)
     }
 
-    /// Adds a reference; a free block leaves the free list.
+    /// Adds a reference. A free block leaves the free list.
     pub(super) fn retain(&mut self, group: usize, block: u32) {
         if self.refs(group, block) == 0 {
             self.unlink(group, block);
@@ -216,7 +218,7 @@ impl BlockPool {
         self.refs += 1;
     }
 
-    /// Drops a reference; the last one puts the block into the free list.
+    /// Drops a reference. The last one puts the block into the free list.
     pub(super) fn release(&mut self, group: usize, block: u32) {
         let entry = &mut self.groups[group].blocks[block as usize];
         debug_assert!(entry.refs > 0, "block {block} of group {group} released once too often");
@@ -228,7 +230,7 @@ impl BlockPool {
         }
     }
 
-    /// A free block with cached content becomes the first whose content is given up.
+    /// Makes a free block with cached content the next one whose content is evicted.
     pub(super) fn demote(&mut self, group: usize, block: u32) {
         let entry = self.groups[group].blocks[block as usize];
         if entry.refs > 0 || !entry.hashed {
@@ -236,7 +238,7 @@ impl BlockPool {
         }
         self.unlink(group, block);
         let g = &mut self.groups[group];
-        // Free blocks without content come first, and few are free without content.
+        // Skip the free blocks without content: they come first and are few.
         let (mut prev, mut next) = (NIL, g.head);
         while next != NIL && !g.blocks[next as usize].hashed {
             (prev, next) = (next, g.blocks[next as usize].next);
@@ -246,7 +248,7 @@ impl BlockPool {
         self.linked(group, block);
     }
 
-    /// Says whether the prefix tree knows content of this block.
+    /// Sets whether the prefix tree has content in this block.
     pub(super) fn set_hashed(&mut self, group: usize, block: u32, hashed: bool) {
         let entry = &mut self.groups[group].blocks[block as usize];
         if entry.hashed == hashed {
@@ -288,8 +290,8 @@ impl BlockPool {
         true
     }
 
-    /// Takes a slab that lies idle in another group when the group has nothing to give up itself, or only
-    /// content that was used more recently.
+    /// Takes an idle slab from another group if this group has no free block, or only blocks whose content
+    /// was used more recently.
     fn take_older_slab(&mut self, group: usize, evicted: &mut Vec<BlockAt>) {
         let own = &self.groups[group];
         let own_age = (own.head != NIL).then(|| own.blocks[own.head as usize].freed_at);
@@ -306,7 +308,8 @@ impl BlockPool {
         self.take_free_slab(group);
     }
 
-    /// The idle slab of `group` that holds its oldest free block, if that is older than `age`.
+    /// The idle slab of `group` with the oldest content: (when its oldest block was freed, group, slab). With
+    /// an `age`, only blocks freed before it count, and at most [`LOOK_AHEAD`] blocks are examined.
     fn oldest_idle(&self, group: usize, age: Option<u64>) -> Option<(u64, usize, u32)> {
         let g = &self.groups[group];
         let mut at = g.head;
@@ -342,7 +345,7 @@ impl BlockPool {
         self.free_slabs.push(slab);
     }
 
-    /// Puts a block into the free list: at the tail with cached content, else at the head.
+    /// Puts a block into the free list: at the tail if it has cached content, else at the head.
     fn link(&mut self, group: usize, block: u32) {
         self.clock += 1;
         let g = &mut self.groups[group];
@@ -356,7 +359,8 @@ impl BlockPool {
         self.linked(group, block);
     }
 
-    /// A block names its neighbours in the free list: makes it part of the list.
+    /// Completes the insertion of a block whose `prev` and `next` are set: updates its neighbours and the
+    /// counts.
     fn linked(&mut self, group: usize, block: u32) {
         let g = &mut self.groups[group];
         g.set_neighbours(block);
@@ -389,13 +393,13 @@ impl BlockPool {
         self.free_slabs.len() == self.slabs.len() && self.slabs.iter().all(|slab| slab.owner.is_none())
     }
 
-    /// Free blocks looked at so far to find one to hand out.
+    /// Free blocks that allocations have examined so far.
     #[cfg(test)]
     pub(super) fn looked_at(&self) -> u64 {
         self.looked_at.get()
     }
 
-    /// Recounts a group from its blocks and its free list. `None`: list and blocks disagree.
+    /// Recounts a group from its blocks and its free list. `None` if they disagree.
     pub(super) fn recount(&self, group: usize) -> Option<GroupCount> {
         let g = &self.groups[group];
         let mut count = GroupCount { owned: 0, free: 0, used: 0, refs: 0 };
@@ -427,7 +431,8 @@ impl BlockPool {
         (g.tail == prev && count.free == g.free && count.owned == g.owned).then_some(count)
     }
 
-    /// Where nothing lies that anybody may read again: byte offsets, in units of [`OFFSET_UNIT`], and bytes.
+    /// Byte ranges of the arena that nothing will read again: (offset in units of [`OFFSET_UNIT`], length in
+    /// bytes).
     #[cfg(debug_assertions)]
     pub(super) fn unused(&self) -> Vec<(u32, u64)> {
         let mut places = Vec::new();
@@ -448,14 +453,14 @@ impl BlockPool {
         places
     }
 
-    /// Whether the pool believes that the prefix tree knows content of this block.
+    /// Whether the pool's flag says that the prefix tree has content in this block.
     pub(super) fn is_hashed(&self, group: usize, block: u32) -> bool {
         self.groups[group].blocks[block as usize].hashed
     }
 }
 
 impl Group {
-    /// Makes the neighbours that a block names point back at it.
+    /// Updates the links of a block's neighbours in the free list to point at it.
     fn set_neighbours(&mut self, block: u32) {
         let Block { prev, next, .. } = self.blocks[block as usize];
         match prev {
@@ -469,8 +474,9 @@ impl Group {
     }
 }
 
-/// The multiple of the largest block that wastes least: tails of slabs, the tail of the arena, and for each
-/// group but one a slab that lies half empty. With up to 50 blocks to a slab its tail is below 2 %.
+/// Slab length in bytes: the multiple of the largest block that wastes least. Waste is the tails of slabs,
+/// the tail of the arena, and one half-empty slab for each group but one. With up to 50 blocks per slab its
+/// tail is below 2 %.
 pub(super) fn slab_bytes(spec: &CacheSpec) -> u64 {
     let sizes = || spec.groups.iter().map(|g| g.block_bytes);
     let largest = sizes().max().unwrap_or(OFFSET_UNIT);
@@ -483,7 +489,7 @@ pub(super) fn slab_bytes(spec: &CacheSpec) -> u64 {
     largest * (1..=50).min_by_key(|&times| waste(times)).unwrap_or(1)
 }
 
-/// Fisher-Yates by splitmix64: the same seed gives the same order on every machine.
+/// Fisher-Yates shuffle with splitmix64: the same seed gives the same order on every machine.
 fn shuffle(items: &mut [u32], seed: u64) {
     let mut state = seed;
     for i in (1..items.len()).rev() {

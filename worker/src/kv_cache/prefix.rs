@@ -1,18 +1,20 @@
-//! The prefix tree: which unit of which prefix lies in which block slot, group by group.
+//! The prefix tree: for each group, which unit of which prefix is in which slot of which block.
 //!
-//! A node is a prefix that ends at a hash-unit boundary; its children extend it by one unit. A node may
-//! be written in several blocks of a group (a copy of a partial block, a unit computed twice) and stays
-//! without any while descendants, or a live sequence's cursor, need it: a walk can always compare every
+//! A node is a prefix that ends at a hash-unit boundary. Its children extend it by one unit. A unit may be in
+//! several blocks of a group (a copy of a partial block, or a unit computed twice). A node without any block
+//! remains while a descendant or a live sequence's cursor needs it, so that a walk can always compare every
 //! token from the root.
 //!
-//! **What counts as held.** A unit is held when a lookup whose prompt passes through it would be served up
-//! to its end by every group: full groups have all units from the root, a sliding group has the units of
-//! the last window before the unit's end (or all from the root). It is kept incrementally, and each change
-//! of it is an event. With recurrent layers a unit is held only where a state stands at its end, full KV and
-//! windows included: a resume point. So a router predicts exactly what a lookup returns by taking the
-//! *deepest* held unit of a prompt's chain; shallower ones may be missing where a window has been given up
-//! or no state was kept. Only completed steps count: a unit that is scheduled can be shared inside the
-//! worker at once, is announced when its step has been computed, and a failed step never announces anything.
+//! **Held units.** A unit is held if a lookup whose prompt contains it would be served up to its end by every
+//! group: full groups have all units from the root, and a sliding group has the units of the last window
+//! before the unit's end, or all from the root. With recurrent layers a unit is held only at a resume point,
+//! where a state is present as well as full KV and windows. Heldness is maintained incrementally, and each
+//! change is an event.
+//!
+//! A router predicts a lookup's result by taking the *deepest* held unit of a prompt's chain. Shallower units
+//! may be missing where a window was evicted or no state was kept. Only completed steps count: a scheduled
+//! unit can be shared inside the worker at once, but is announced after its step has been computed. A failed
+//! step never announces anything.
 
 mod held;
 mod recount;
@@ -29,7 +31,7 @@ pub(super) const NIL: u32 = u32::MAX;
 /// Tokens of one unit.
 pub(super) type Unit = [u32; HASH_UNIT_TOKENS];
 
-/// Ids are outputs of a keyed hash: eight of their bytes are as good a hash as any.
+/// Ids are outputs of a keyed hash, so eight of their bytes serve as the hash.
 #[derive(Debug, Default)]
 pub(super) struct IdHasher(u64);
 
@@ -40,7 +42,7 @@ impl Hasher for IdHasher {
         }
     }
 
-    /// The length prefix of the array says nothing.
+    /// Ignores the array's length prefix: it is the same for all ids.
     fn write_usize(&mut self, _: usize) {}
 
     fn finish(&self) -> u64 {
@@ -51,7 +53,7 @@ impl Hasher for IdHasher {
 #[derive(Debug)]
 pub(super) struct PrefixTree {
     needs: Vec<BoundaryNeed>,
-    /// Units per block, group by group.
+    /// Units per block of each group.
     units_in: Vec<u32>,
     /// The group of recurrent states.
     recurrent: Option<usize>,
@@ -59,9 +61,9 @@ pub(super) struct PrefixTree {
     nodes: Vec<Node>,
     vacant: Vec<u32>,
     states: Vec<State>,
-    /// Per group, per block and unit in it.
+    /// For each group, one slot for each unit of each block.
     slots: Vec<Vec<Slot>>,
-    /// Slots of steps that have not completed, in the order of registration.
+    /// Slots of steps that have not completed, in the order of steps.
     pending: VecDeque<Pending>,
     completed: u64,
     held: usize,
@@ -69,7 +71,7 @@ pub(super) struct PrefixTree {
     stack: Vec<u32>,
 }
 
-/// What a group needs before a boundary.
+/// What a group must have before a boundary.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum BoundaryNeed {
     /// Every unit from the root.
@@ -89,7 +91,7 @@ struct Node {
     first_child: u32,
     next_sibling: u32,
     prev_sibling: u32,
-    /// Sequences whose cursor stands here, and what else must find it again.
+    /// Number of cursors at this node and of other references that must find it again.
     pins: u32,
     held: bool,
 }
@@ -100,7 +102,7 @@ struct State {
     head: u32,
     /// Slots whose step has completed.
     ready: u32,
-    /// Consecutive ready units that end here, as far as it matters: see [`BoundaryNeed::run`].
+    /// Number of consecutive ready units that end here, capped: see [`BoundaryNeed::run`].
     run: u32,
 }
 
@@ -120,12 +122,12 @@ struct Pending {
     node: u32,
 }
 
-/// The result of looking for a prefix one unit further.
+/// Result of looking up a child.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Child {
     Node(u32),
     Missing,
-    /// The id is known with other tokens or another parent.
+    /// The id belongs to other tokens or to another parent.
     Collision,
 }
 
@@ -137,7 +139,7 @@ impl BoundaryNeed {
         }
     }
 
-    /// The run that ends at a present unit whose parent's run is `above`.
+    /// The run that ends at a present unit whose parent has the run `above`.
     pub(super) fn run(self, above: u32) -> u32 {
         match self {
             Self::All => u32::from(above > 0),
@@ -145,7 +147,7 @@ impl BoundaryNeed {
         }
     }
 
-    /// Whether a sequence can go on behind a unit with this run.
+    /// Whether a sequence can continue after a unit with this run.
     pub(super) fn met(self, run: u32) -> bool {
         match self {
             Self::All => run > 0,
@@ -153,7 +155,7 @@ impl BoundaryNeed {
         }
     }
 
-    /// The run with which a walk starts at a boundary where everything needed is at hand.
+    /// The run with which a walk starts at a boundary where everything needed is present.
     pub(super) fn start(self) -> u32 {
         self.of_root()
     }
@@ -198,7 +200,7 @@ impl PrefixTree {
         std::mem::take(&mut self.events)
     }
 
-    /// Pins the root of a scope. `None`: the id is in use as a unit.
+    /// Pins the root of a scope. `None` if the id is in use as a unit.
     pub(super) fn pin_root(&mut self, id: BlockId) -> Option<u32> {
         let node = match self.ids.get(&id) {
             Some(&node) if self.nodes[node as usize].parent == NIL => node,
@@ -209,7 +211,7 @@ impl PrefixTree {
         Some(node)
     }
 
-    /// The root of a scope, if anything of it is known.
+    /// The root of a scope, or `None` if nothing of that scope is cached.
     pub(super) fn root(&self, id: BlockId) -> Option<u32> {
         self.ids.get(&id).copied().filter(|&node| self.nodes[node as usize].parent == NIL)
     }
@@ -225,7 +227,7 @@ impl PrefixTree {
         self.prune(node);
     }
 
-    /// The child of `parent` with this id, if its tokens are these.
+    /// The child of `parent` with this id, if its tokens match.
     pub(super) fn child(&self, parent: u32, id: BlockId, unit: &Unit) -> Child {
         match self.ids.get(&id) {
             None => Child::Missing,
@@ -240,7 +242,7 @@ impl PrefixTree {
         }
     }
 
-    /// Whether `group` has the unit somewhere, completed or scheduled.
+    /// Whether any block of `group` holds the unit, completed or scheduled.
     pub(super) fn has(&self, node: u32, group: usize) -> bool {
         self.state(node, group).head != NIL
     }
@@ -251,7 +253,7 @@ impl PrefixTree {
         (head != NIL).then(|| head / self.units_in[group])
     }
 
-    /// A block of `group` that holds the unit since a step before `step`.
+    /// A block of `group` that holds the unit as written by a step before `step`.
     pub(super) fn copy_source(&self, node: u32, group: usize, step: u64) -> Option<u32> {
         let mut at = self.state(node, group).head;
         while at != NIL {
@@ -264,7 +266,7 @@ impl PrefixTree {
         None
     }
 
-    /// The child of `parent` with this id and these tokens, made if there is none. `None`: a collision.
+    /// The child of `parent` with this id and these tokens, inserted if missing. `None` on a collision.
     pub(super) fn child_or_insert(&mut self, parent: u32, id: BlockId, unit: &Unit) -> Option<u32> {
         match self.child(parent, id, unit) {
             Child::Node(node) => Some(node),
@@ -273,24 +275,25 @@ impl PrefixTree {
         }
     }
 
-    /// `step` writes the unit of `node` into place `index` of `block`.
+    /// Records that `step` writes the unit of `node` into index `index` of `block`.
     pub(super) fn place(&mut self, node: u32, group: usize, block: u32, index: u32, step: u64) {
         let slot = block * self.units_in[group] + index;
         if self.link(node, group, slot, step) {
-            // By step: what counts of guesses is known when later steps have been planned already.
+            // Sorted by step: the accepted draft tokens of a step become known after later steps have been
+            // planned.
             let at = self.pending.partition_point(|pending| pending.step <= step);
             self.pending.insert(at, Pending { step, group, slot, node });
         }
     }
 
-    /// `slot` holds the unit of `node` from `step` on. `false`: it did already.
+    /// Records that `slot` holds the unit of `node` from `step` on. Returns `false` if it already did.
     fn link(&mut self, node: u32, group: usize, slot: u32, step: u64) -> bool {
         if self.slots[group][slot as usize].node == node {
             return false;
         }
         debug_assert_eq!(self.slots[group][slot as usize].node, NIL, "slot {slot} of group {group} is taken");
         let head = self.state(node, group).head;
-        // Behind the head: the oldest place stays the one that is shared.
+        // Insert behind the head: the oldest slot remains the one that is shared.
         let next = if head == NIL { NIL } else { self.slots[group][head as usize].next };
         self.slots[group][slot as usize] = Slot { node, next, step };
         match head {
@@ -300,7 +303,7 @@ impl PrefixTree {
         true
     }
 
-    /// The node `units` units from the root, on the way to `node`.
+    /// The ancestor of `node` that is `units` units from the root.
     pub(super) fn ancestor(&self, mut node: u32, units: u32) -> u32 {
         while self.nodes[node as usize].depth > units {
             node = self.nodes[node as usize].parent;
@@ -313,7 +316,7 @@ impl PrefixTree {
         self.nodes[node as usize].depth
     }
 
-    /// The nodes from `node` up to the root, the root left out.
+    /// The nodes from `node` up to the root, without the root.
     pub(super) fn upwards(&self, node: u32) -> impl Iterator<Item = u32> {
         let inner = |&node: &u32| self.nodes[node as usize].parent != NIL;
         std::iter::successors(Some(node).filter(inner), move |&node| {
@@ -321,26 +324,26 @@ impl PrefixTree {
         })
     }
 
-    /// Whether more than one known prefix goes on from here.
+    /// Whether more than one known prefix continues from here.
     pub(super) fn branches(&self, node: u32) -> bool {
         let child = self.nodes[node as usize].first_child;
         child != NIL && self.nodes[child as usize].next_sibling != NIL
     }
 
-    /// Keeps a node alive while something outside the tree stands on it.
+    /// Keeps a node alive while something outside the tree refers to it.
     pub(super) fn pin(&mut self, node: u32) {
         self.nodes[node as usize].pins += 1;
     }
 
-    /// A block of `group` that holds the unit since a step that has completed.
+    /// A block of `group` that holds the unit as written by a completed step.
     pub(super) fn ready_block(&self, node: u32, group: usize) -> Option<u32> {
         self.copy_source(node, group, self.completed + 1)
     }
 
-    /// Forgets everything; returns the blocks that held something.
+    /// Removes everything. Returns the blocks that held units.
     pub(super) fn clear(&mut self) -> Vec<BlockAt> {
         self.pending.clear();
-        // First, so that the removals below stand in events of their own, which go again.
+        // Push `Cleared` first: the removals below then create separate events, which are discarded.
         self.events.push(KvEvent::Cleared);
         let events = self.events.len();
         let mut blocks = Vec::new();
@@ -356,9 +359,9 @@ impl PrefixTree {
         blocks
     }
 
-    /// The block is going to be overwritten.
+    /// Removes the units of a block that will be overwritten.
     pub(super) fn remove_block(&mut self, group: usize, block: u32) {
-        // From the end: a unit goes before the one that it extends.
+        // From the end: a unit is removed before the one that it extends.
         let units = self.units_in[group];
         for slot in (block * units..(block + 1) * units).rev() {
             if self.slots[group][slot as usize].node != NIL {
@@ -367,22 +370,23 @@ impl PrefixTree {
         }
     }
 
-    /// Whether the tree knows content of the block.
+    /// Whether the tree has a unit in the block.
     pub(super) fn any_unit(&self, group: usize, block: u32) -> bool {
         let units = self.units_in[group];
         let first = (block * units) as usize;
         self.slots[group][first..first + units as usize].iter().any(|slot| slot.node != NIL)
     }
 
-    /// Forgets where the unit of `node` lies; returns the blocks concerned. `None`: something stands on it, a
-    /// descendant or a pin.
+    /// Removes all slots of the unit of `node` and returns their blocks. `None` if a descendant or a pin
+    /// needs the node.
     pub(super) fn forget(&mut self, node: u32) -> Option<Vec<BlockAt>> {
         let entry = &self.nodes[node as usize];
         let is_free = entry.pins == 0 && entry.first_child == NIL;
         is_free.then(|| self.forget_unit(node))
     }
 
-    /// Forgets where the unit of `node` lies, whatever stands on it; returns the blocks concerned.
+    /// Removes all slots of the unit of `node`, even if descendants or pins need it, and returns their
+    /// blocks.
     pub(super) fn forget_unit(&mut self, node: u32) -> Vec<BlockAt> {
         let mut blocks = Vec::new();
         for group in 0..self.needs.len() {
@@ -442,7 +446,7 @@ impl PrefixTree {
         index
     }
 
-    /// Removes nodes that nothing needs, from `node` upwards.
+    /// Removes the nodes that nothing needs, from `node` upwards.
     fn prune(&mut self, mut node: u32) {
         while node != NIL {
             let entry = &self.nodes[node as usize];

@@ -1,4 +1,4 @@
-//! One sequence's share of the cache: its tables, and the place in the prefix tree where it stands.
+//! The cache state of one sequence: its block tables and its position in the prefix tree.
 
 mod advance;
 mod fork;
@@ -9,26 +9,27 @@ use super::table::{BlockTable, OFFSET_UNIT};
 use super::{GroupSpec, Hit, KvCache};
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 
-/// Tables and cursor of one sequence. Made by [`KvCache::open`], given back by [`KvCache::close`].
+/// Tables and cursor of one sequence. Created by [`KvCache::open`], released by [`KvCache::close`].
 #[derive(Debug, Default)]
 pub(crate) struct SequenceCache {
     /// Tokens whose KV is in the tables or scheduled to be written there.
     pub(super) len: u32,
-    /// The node of the last full unit before `len`. `None`: the sequence shares nothing.
+    /// The node of the last full unit before `len`. `None` if the sequence shares nothing.
     pub(super) cursor: Option<u32>,
-    /// One per group; that of recurrent states stays empty.
+    /// One table per group. The table of the group of recurrent states stays empty.
     pub(super) tables: Vec<BlockTable>,
     pub(super) state: StateSlots,
-    /// (group, block) of which the first part is still to be copied into the table's last block: see [`KvCache::fork`].
+    /// (group, block) whose first part must still be copied into the table's last block: see
+    /// [`KvCache::fork`].
     pub(super) tail: Vec<(usize, u32)>,
 }
 
 /// Why a sequence did not advance to a hit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum NotAdvanced {
-    /// Part of a block must be copied, and a step that has not begun writes it.
+    /// Part of a block must be copied, and a step that has not started yet writes it.
     TooFresh,
-    /// Part of a block must be copied, and there is no block to copy it to.
+    /// Part of a block must be copied, and no block is free to copy it to.
     NoBlock,
 }
 
@@ -46,21 +47,23 @@ impl SequenceCache {
         self.tables.iter().any(|table| table.live() > 0) || self.state.blocks().next().is_some()
     }
 
-    /// Whether it takes part in prefix caching.
+    /// Whether the sequence takes part in prefix caching.
     pub(crate) fn shares(&self) -> bool {
         self.cursor.is_some()
     }
 }
 
 impl KvCache {
-    /// A sequence with nothing in it. With a root it stands at the root of that scope's prefixes.
+    /// Creates an empty sequence. With a `root` its cursor is at that root, and it shares prefixes of that
+    /// scope.
     pub(crate) fn open(&mut self, root: Option<BlockId>) -> SequenceCache {
         let tables = vec![BlockTable::default(); self.spec.groups.len()];
         let cursor = root.and_then(|id| self.tree.pin_root(id));
         SequenceCache { cursor, tables, ..SequenceCache::default() }
     }
 
-    /// A sequence with room for `max_len` tokens in one run per group, and a slot. `None`: there is no such run now.
+    /// Creates a sequence with one run per group for `max_len` tokens, and a slot. `None` if no run is free
+    /// now.
     pub(crate) fn open_contiguous(&mut self, max_len: u32) -> Option<SequenceCache> {
         let mut sequence = self.open(None);
         let extents = self.extents.as_mut()?;
@@ -77,15 +80,16 @@ impl KvCache {
         Some(sequence)
     }
 
-    /// As [`KvCache::close`]; the state that it leaves, if it stands at a boundary, stays behind. Only for
-    /// a sequence whose every step has completed.
+    /// Like [`KvCache::close`], but leaves the state as a checkpoint if it stands at a unit boundary. Every
+    /// step of the sequence must have completed.
     pub(crate) fn retire(&mut self, sequence: &mut SequenceCache) {
         self.donate_state(sequence);
         self.close(sequence);
     }
 
-    /// Gives everything back, the last tokens' blocks first, so that they are evicted first. States go
-    /// before them: without the KV before it a state serves nobody, and KV shows at least where prompts part.
+    /// Releases all blocks, those of the last tokens first, so that they are evicted first. States go before
+    /// them: a state is useless without the KV before it, while KV alone at least shows where prompts
+    /// diverge.
     pub(crate) fn close(&mut self, sequence: &mut SequenceCache) {
         if let Some(group) = self.state_group() {
             let slots = std::mem::take(&mut sequence.state);
@@ -115,8 +119,8 @@ impl KvCache {
         sequence.len = 0;
     }
 
-    /// `step` computes the tokens up to `len`: names the units that become full. `ids` and `tokens` are
-    /// those of the whole sequence. A sequence whose unit cannot be named stops sharing.
+    /// Records that `step` computes the tokens up to `len`, and registers the units that become full. `ids`
+    /// and `tokens` are those of the whole sequence. If a unit's id collides, the sequence stops sharing.
     pub(crate) fn commit(
         &mut self,
         sequence: &mut SequenceCache,
@@ -149,15 +153,15 @@ impl KvCache {
         }
     }
 
-    /// Blocks per group that a new sequence of `len` tokens takes out of the free lists, if it starts with
-    /// `hit` and computes at most `step_tokens` in a step.
+    /// Blocks per group that a new sequence of `len` tokens takes from the free lists if it starts with `hit`
+    /// and computes at most `step_tokens` per step.
     pub(crate) fn admission_needs(&self, hit: &Hit, len: u32, step_tokens: u32) -> Vec<u32> {
         let units = self.spec.units_per_block();
         let end = (hit.end() * HASH_UNIT_TOKENS) as u32;
         (0..self.spec.groups.len())
             .map(|group| {
                 if self.state_group() == Some(group) {
-                    // Of a checkpoint that nobody uses the sequence can make its own slot.
+                    // An unreferenced checkpoint can become the sequence's own slot, so one slot is enough.
                     return 1;
                 }
                 let first = self.spec.groups[group].kind.first_visible(end) / self.spec.block_tokens;
@@ -170,7 +174,7 @@ impl KvCache {
             .collect()
     }
 
-    /// Adds to `needs` what a running sequence may still take to grow to `len` tokens.
+    /// Adds to `needs` the blocks that a running sequence may still take to grow to `len` tokens.
     pub(crate) fn add_outstanding(
         &self,
         sequence: &SequenceCache,
@@ -187,7 +191,7 @@ impl KvCache {
         }
     }
 
-    /// Whether a sequence of `len` tokens fits when nothing else is there.
+    /// Whether a sequence of `len` tokens fits into an empty cache.
     pub(crate) fn possible(&self, len: u32, step_tokens: u32) -> bool {
         if let Some(extents) = &self.extents {
             let blocks = |group: &GroupSpec| u64::from(self.spec.whole_blocks(group.kind, len));
@@ -199,8 +203,8 @@ impl KvCache {
         self.pool.possible(&needs)
     }
 
-    /// Leading tokens whose blocks other sequences hold too: what a preempted sequence gets back for sure, as
-    /// far as there is a state to go on from.
+    /// Leading tokens whose blocks other sequences also hold, up to a recurrent state. A preempted sequence
+    /// gets these back from the cache.
     pub(crate) fn tokens_shared(&self, sequence: &SequenceCache) -> u32 {
         let kv = sequence.tables.iter().enumerate().filter(|&(group, _)| self.state_group() != Some(group));
         let shared = kv.map(|(group, table)| {

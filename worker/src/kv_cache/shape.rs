@@ -1,20 +1,21 @@
-//! What resume points are made of, wherever their pieces lie.
+//! The pieces of a resume point, wherever they are stored.
 
 use super::KvCache;
 use super::prefix::BoundaryNeed;
 use std::ops::Range;
 
 impl KvCache {
-    /// The pieces of a resume point after `units` units: groups, and the ends of their blocks in units.
+    /// The pieces of a resume point after `units` units: (group, end of the block in units).
     pub(crate) fn shape(&self, units: u32) -> impl Iterator<Item = (usize, u32)> {
         let groups = 0..self.spec.groups.len();
         groups.flat_map(move |group| self.unit_ranges(group, units).map(move |block| (group, block.end)))
     }
 
-    /// The deepest resume point of at most `units` units whose pieces are all there; 0 if there is none. `has` is
-    /// asked for a group and the end of a block in units.
+    /// The deepest resume point of at most `units` units whose pieces all exist, or 0 if there is none. `has`
+    /// receives a group and the end of a block in units.
     pub(crate) fn deepest_whole(&self, units: u32, mut has: impl FnMut(usize, u32) -> bool) -> u32 {
-        // Windows and states first: they are few, and where they are missing nobody needs to count the rest.
+        // Windows and states first: they have few blocks, and if one is missing, full groups need not be
+        // checked.
         let mut groups: Vec<usize> = (0..self.spec.groups.len()).collect();
         groups.sort_by_key(|&group| self.tree.needs()[group] == BoundaryNeed::All);
         let mut units = units;
@@ -25,7 +26,7 @@ impl KvCache {
             });
             match missing {
                 None => return units,
-                // Whatever reaches that far needs this block.
+                // Every deeper resume point needs this block.
                 Some((BoundaryNeed::All, block)) => units = block.end - 1,
                 Some((BoundaryNeed::Window(_), _)) => units -= 1,
             }
@@ -33,8 +34,8 @@ impl KvCache {
         0
     }
 
-    /// Which units a resume point after `units` units takes of a group, block by block. Every block holds its
-    /// units from its start: so it can serve shorter prefixes too.
+    /// The units of `group` that a resume point after `units` units needs, as one range per block. Every
+    /// range starts at the start of its block, so that the block can also serve shorter prefixes.
     pub(super) fn unit_ranges(&self, group: usize, units: u32) -> impl Iterator<Item = Range<u32>> + use<> {
         let per_block = self.spec.units_in(group) as u32;
         let first = match self.tree.needs()[group] {
@@ -71,7 +72,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(200))]
 
-        /// As trying every length, the longest first.
+        /// Compares with a search over all lengths, the longest first.
         #[test]
         fn the_deepest_whole_point_is_found(
             kinds in kinds(),
@@ -92,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_prefix_without_its_first_block_is_not_counted_through() {
+    fn a_long_prefix_without_its_first_block_needs_few_checks() {
         let cache = cache(&[GroupKind::Full, GroupKind::Sliding { window: 512 }], 16);
         let mut asked = BTreeSet::new();
         let mut times = 0u32;

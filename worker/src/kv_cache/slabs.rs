@@ -1,12 +1,13 @@
-//! Where numbered blocks lie in an arena.
+//! Maps block numbers to arena offsets and back.
 
 use super::pool::slab_bytes;
 use super::spec::CacheSpec;
 use super::table::{NULL_OFFSET, OFFSET_UNIT};
 
-/// An arena cut into slabs, and slabs into blocks of the group that owns them. Blocks of a group are numbered through
-/// all slabs; so one block table serves several arenas whose blocks differ in size, as those of the stages of one
-/// replica do, if each has as many slabs and as many blocks of each group to a slab.
+/// An arena cut into slabs, and slabs into blocks of the group that owns them. The blocks of a group are
+/// numbered across all slabs. One block table therefore serves several arenas with different block sizes,
+/// such as those of the stages of a replica, if all have the same number of slabs and the same number of
+/// blocks per slab in each group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Slabs {
     count: u32,
@@ -18,12 +19,12 @@ pub struct Slabs {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Blocks {
     per_slab: u32,
-    /// Of one block; 0 where an arena holds nothing of the group.
+    /// Size of one block in units of [`OFFSET_UNIT`]; 0 if the arena holds nothing of the group.
     units: u64,
 }
 
 impl Slabs {
-    /// As the pool of a cache cuts its arena.
+    /// The slabs of the pool that is built from `spec`.
     pub fn of(spec: &CacheSpec) -> Self {
         let slab = slab_bytes(spec);
         let count = u32::try_from(spec.arena_bytes / slab).unwrap_or(u32::MAX - 1);
@@ -34,8 +35,9 @@ impl Slabs {
         Self { count, units: slab / OFFSET_UNIT, groups: groups.collect() }
     }
 
-    /// As many slabs with as many blocks, for blocks of other sizes; `None` if these are not multiples of
-    /// [`OFFSET_UNIT`], or more than can be addressed, or if `per_slab` does not fit them.
+    /// `count` slabs with `per_slab` blocks of each group, for blocks of other sizes. Returns `None` if a
+    /// size is not a multiple of [`OFFSET_UNIT`], if the arena cannot be addressed, or if `per_slab` does not
+    /// match `block_bytes`.
     pub fn with_blocks(count: u32, per_slab: &[u32], block_bytes: &[u64]) -> Option<Self> {
         if per_slab.len() != block_bytes.len() || per_slab.contains(&0) {
             return None;
@@ -55,7 +57,7 @@ impl Slabs {
         self.count
     }
 
-    /// Blocks of each group that a slab holds.
+    /// Blocks per slab, for each group.
     pub fn blocks_per_slab(&self) -> Vec<u32> {
         self.groups.iter().map(|group| group.per_slab).collect()
     }
@@ -65,7 +67,8 @@ impl Slabs {
         u64::from(self.count) * self.units * OFFSET_UNIT
     }
 
-    /// Number of the block of `group` that lies at an offset; `None` if none does. [`NULL_OFFSET`] stays what it is.
+    /// Number of the block of `group` at an offset, or `None` if no block starts there. [`NULL_OFFSET`] maps
+    /// to itself.
     pub fn number(&self, group: usize, offset: u32) -> Option<u32> {
         if offset == NULL_OFFSET {
             return Some(offset);
@@ -74,19 +77,19 @@ impl Slabs {
         let (slab, inside) = (u64::from(offset) / self.units, u64::from(offset) % self.units);
         let index = inside.checked_div(blocks.units)?;
         let lies = slab < u64::from(self.count) && index < u64::from(blocks.per_slab);
-        // Below `per_slab * count`, which was counted in 32 bits.
+        // No overflow: the number is below `per_slab * count`, which fits into 32 bits.
         (lies && index * blocks.units == inside).then(|| (slab * u64::from(blocks.per_slab) + index) as u32)
     }
 
-    /// Offset of a block, in units of [`OFFSET_UNIT`]; `None` if there is no such block. [`NULL_OFFSET`] stays what
-    /// it is.
+    /// Offset of a block in units of [`OFFSET_UNIT`], or `None` if the block does not exist. [`NULL_OFFSET`]
+    /// maps to itself.
     pub fn offset(&self, group: usize, number: u32) -> Option<u32> {
         if number == NULL_OFFSET {
             return Some(number);
         }
         let blocks = self.groups.get(group)?;
         let (slab, index) = (number / blocks.per_slab, number % blocks.per_slab);
-        // All offsets were counted in 32 bits.
+        // No overflow: every offset fits into 32 bits.
         (slab < self.count).then(|| (u64::from(slab) * self.units + u64::from(index) * blocks.units) as u32)
     }
 }
@@ -103,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_are_those_of_the_pool() {
+    fn block_numbers_match_those_of_the_pool() {
         for sizes in [&[64][..], &[4096, 1088], &[64, 8192, 192]] {
             let spec = spec(sizes);
             let (pool, slabs) = (BlockPool::new(&spec, Placement::Paged), Slabs::of(&spec));
@@ -123,9 +126,9 @@ mod tests {
         assert_eq!(Slabs::of(&spec(&[4096])).number(0, 1), None, "in the middle of a block");
     }
 
-    /// Whoever owns a slab, blocks of two stages with one number never overlap others of their stage.
+    /// Whichever group owns a slab, a stage's blocks of one number never overlap other blocks of that stage.
     #[test]
-    fn blocks_of_other_sizes_keep_their_numbers_and_their_room() {
+    fn blocks_of_other_sizes_keep_their_numbers_and_stay_in_their_slab() {
         let whole = Slabs::of(&spec(&[4096, 1088]));
         let stage = Slabs::with_blocks(whole.count(), &whole.blocks_per_slab(), &[1024, 0]).unwrap();
         let per_slab = whole.blocks_per_slab();
@@ -142,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_addressed_is_refused() {
+    fn arenas_that_cannot_be_addressed_are_refused() {
         assert_eq!(Slabs::with_blocks(1, &[1], &[63]), None);
         assert_eq!(Slabs::with_blocks(1, &[0], &[64]), None);
         assert_eq!(Slabs::with_blocks(1, &[1, 1], &[64]), None);

@@ -1,4 +1,4 @@
-//! What the cache is made of: groups of layers, block size, arena size, and how blocks are placed.
+//! Shape of the cache: layer groups, block size, arena size and placement.
 
 use super::table::{NULL_OFFSET, OFFSET_UNIT};
 use proto::block::HASH_UNIT_TOKENS;
@@ -12,8 +12,8 @@ pub enum GroupKind {
         /// Tokens that a row sees, its own included; at least 1.
         window: u32,
     },
-    /// Only what the recurrent state keeps of them. A block is a slot: the state of all recurrent layers
-    /// after one position of one sequence, whatever that position is.
+    /// No past tokens, only the recurrent state. A block is a slot: the state of all recurrent layers after
+    /// any one position of one sequence.
     State,
 }
 
@@ -27,40 +27,38 @@ impl GroupKind {
     }
 }
 
-/// Layers whose KV, or recurrent state, lives and dies together.
+/// Layers whose KV or recurrent state is allocated and freed together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GroupSpec {
     pub kind: GroupKind,
-    /// Bytes of one block: K and V of all layers of the group, or one slot; a multiple of [`OFFSET_UNIT`].
+    /// Bytes of one block (K and V of all layers of the group) or of one slot. A multiple of [`OFFSET_UNIT`].
     pub block_bytes: u64,
 }
 
 /// Shape of a worker's KV cache.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CacheSpec {
-    /// The groups, in the order in which plans list their tables; 1 to 8.
+    /// The groups, 1 to 8, in the order of the tables in plans.
     pub groups: Vec<GroupSpec>,
     /// Tokens per block: 16, 32 or 64.
     pub block_tokens: u32,
-    /// Bytes of the arena.
     pub arena_bytes: u64,
 }
 
 /// How blocks are laid out in the arena.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Placement {
-    /// Blocks wherever there is room.
+    /// Each block at any free position.
     #[default]
     Paged,
-    /// As `Paged`, from free lists that start in an order derived from the seed: results must not depend
-    /// on where blocks lie.
+    /// Like `Paged`, but free lists start in an order derived from the seed. Shows that results do not depend
+    /// on block positions.
     Permuted { seed: u64 },
-    /// Each sequence gets one run of physically consecutive blocks per group, for its longest possible
-    /// length, at admission. No sharing, no recycling of windows: a mode that shows the price of paging.
+    /// Each sequence gets one run of consecutive blocks per group at admission, for its maximum length.
+    /// Prefixes are not shared and window blocks are not recycled. This mode measures the cost of paging.
     Contiguous,
 }
 
-/// Why a cache cannot be built.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SpecError {
     /// Too few or too many groups.
@@ -68,10 +66,9 @@ pub enum SpecError {
     Groups(usize),
     #[error("a block holds 16, 32 or 64 tokens, not {0}")]
     BlockTokens(u32),
-    /// Bytes per block.
+    /// The size of a block is not a positive multiple of [`OFFSET_UNIT`].
     #[error("group {group}: blocks of {bytes} bytes are not a positive multiple of {OFFSET_UNIT}")]
     BlockBytes { group: usize, bytes: u64 },
-    /// A window of no tokens.
     #[error("group {0}: a sliding window of 0 tokens")]
     Window(usize),
     /// More than one group of recurrent states.
@@ -83,19 +80,19 @@ pub enum SpecError {
         bytes: u64,
         /// One block of each group.
         least: u64,
-        /// What 32-bit offsets reach.
+        /// The limit of 32-bit offsets.
         most: u64,
     },
 }
 
 impl GroupKind {
-    /// Hash units before a boundary that must be cached for a sequence to go on there; at least one, so
-    /// that a group without any content never counts as serving.
+    /// Hash units before a boundary that must be cached for a sequence to continue there, at least 1, so that
+    /// a group without content never counts as cached. `None` means all units.
     pub(crate) fn window_units(self) -> Option<u32> {
         match self {
             Self::Full => None,
             Self::Sliding { window } => Some((window - 1).div_ceil(HASH_UNIT_TOKENS as u32).max(1)),
-            // The state at the boundary stands for everything before it.
+            // The state at the boundary represents all tokens before it.
             Self::State => Some(1),
         }
     }
@@ -111,7 +108,7 @@ impl GroupKind {
 }
 
 impl CacheSpec {
-    /// Checks every rule that the rest of the cache relies on.
+    /// Checks every rule on which the rest of the cache relies.
     pub fn validate(&self) -> Result<(), SpecError> {
         if self.groups.is_empty() || self.groups.len() > 8 {
             return Err(SpecError::Groups(self.groups.len()));
@@ -119,7 +116,7 @@ impl CacheSpec {
         if !matches!(self.block_tokens, 16 | 32 | 64) {
             return Err(SpecError::BlockTokens(self.block_tokens));
         }
-        // Offsets, and the places of units in blocks, are counted in 32 bits.
+        // Offsets, and the positions of units in blocks, have 32 bits.
         let units = u64::from(NULL_OFFSET) / self.units_per_block() as u64;
         let (mut least, mut most) = (0u64, u64::from(NULL_OFFSET) * OFFSET_UNIT);
         for (group, spec) in self.groups.iter().enumerate() {
@@ -148,7 +145,7 @@ impl CacheSpec {
         self.block_tokens as usize / HASH_UNIT_TOKENS
     }
 
-    /// Hash units that a block of `group` is divided into: a slot stands for the end of one.
+    /// Hash units per block of `group`. A slot represents the end of one unit.
     pub(crate) fn units_in(&self, group: usize) -> usize {
         match self.groups[group].kind {
             GroupKind::Full | GroupKind::Sliding { .. } => self.units_per_block(),
@@ -156,7 +153,7 @@ impl CacheSpec {
         }
     }
 
-    /// Blocks of a group of this kind that hold `len` tokens when none is given back.
+    /// Blocks that hold `len` tokens in a group of this kind if none is freed.
     pub(crate) fn whole_blocks(&self, kind: GroupKind, len: u32) -> u32 {
         match kind {
             GroupKind::Full | GroupKind::Sliding { .. } => len.div_ceil(self.block_tokens),
@@ -169,8 +166,8 @@ impl CacheSpec {
         self.groups.iter().position(|group| group.kind == GroupKind::State)
     }
 
-    /// Most blocks that a sequence of `len` tokens holds at once in `group` when no step computes more
-    /// than `step_tokens` of it. The one formula that admission and the refusal at submit share.
+    /// Maximum number of blocks that a sequence of `len` tokens holds at once in `group` when each step
+    /// computes at most `step_tokens` of it. Admission and the check at submission use this same formula.
     pub(crate) fn peak_blocks(&self, group: usize, len: u32, step_tokens: u32) -> u32 {
         let all = len.div_ceil(self.block_tokens);
         match self.groups[group].kind {

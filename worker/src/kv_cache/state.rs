@@ -1,19 +1,19 @@
-//! Recurrent states: the slot that a live sequence writes, and the slots that stay behind as checkpoints.
+//! Recurrent states: the slot that a live sequence writes, and the slots that remain as checkpoints.
 //!
-//! A slot holds the state of all recurrent layers after one position. A live sequence owns one at a time; a
-//! checkpoint is a slot that the prefix tree knows, and nobody writes it again. So a sequence that starts at a
-//! checkpoint, or has just left its own slot behind as one, reads there and writes to another: copy on write
-//! without a copy. The slot read is given back when the step has been computed.
+//! A slot holds the state of all recurrent layers after one position. A live sequence owns one slot at a
+//! time. A checkpoint is a slot in the prefix tree and is never written again. A sequence that starts at a
+//! checkpoint, or has just left its own slot as one, therefore reads there and writes to another slot: copy
+//! on write without a copy. The slot that it read is released when the step has been computed.
 
 use super::policy::{Checkpoint, CheckpointKind, CheckpointPolicy};
 use super::{KvCache, SequenceCache};
 use proto::block::HASH_UNIT_TOKENS;
 
-/// What the cache keeps about the group of recurrent states.
+/// The cache's data about the group of recurrent states.
 #[derive(Debug)]
 pub(super) struct States {
     pub(super) group: usize,
-    /// Per slot, why it is kept; says something only about checkpoints.
+    /// Why each slot is kept. Valid only for checkpoints.
     kinds: Vec<CheckpointKind>,
 }
 
@@ -22,32 +22,32 @@ pub(super) struct States {
 pub(super) struct StateSlots {
     /// The state after the sequence's last token; `None` before its first step.
     pub(super) current: Option<u32>,
-    /// Where the next step writes, unless it writes where it reads.
+    /// The slot that the next step writes, if it differs from the one that it reads.
     pub(super) next: Option<u32>,
-    /// The node at which it last left a checkpoint of kind [`CheckpointKind::Tail`].
+    /// The node of the sequence's latest checkpoint of kind [`CheckpointKind::Tail`].
     tail: Option<u32>,
 }
 
-/// What a step does with one sequence's state; offsets into the arena in units of
+/// The slots that a step reads and writes for one sequence, as offsets into the arena in units of
 /// [`OFFSET_UNIT`](super::OFFSET_UNIT).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct StateStep {
     pub(crate) read: Option<u32>,
     pub(crate) write: u32,
-    /// (group, slot) to be given back when the step has completed.
+    /// (group, slot) to release when the step has completed.
     pub(crate) held: Option<(usize, u32)>,
 }
 
-/// How a state is kept.
+/// How a state becomes a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kept {
-    /// The step's last row leaves its slot behind.
+    /// The slot that the step's last row writes becomes the checkpoint.
     Left,
-    /// The step writes a copy.
+    /// The step writes a copy to another slot.
     Copied {
         /// Offset of the slot, as in [`StateStep`].
         offset: u32,
-        /// (group, slot) to be given back when the step has completed.
+        /// (group, slot) to release when the step has completed.
         held: (usize, u32),
     },
 }
@@ -65,12 +65,11 @@ impl StateSlots {
 }
 
 impl KvCache {
-    /// Whether there are recurrent layers: then a prefix can be taken over only where a state stands.
+    /// Whether the model has recurrent layers. If it has, a prefix can be reused only up to a checkpoint.
     pub(crate) fn has_states(&self) -> bool {
         self.states.is_some()
     }
 
-    /// The group of recurrent states.
     pub(crate) fn state_group(&self) -> Option<usize> {
         self.states.as_ref().map(|states| states.group)
     }
@@ -81,26 +80,26 @@ impl KvCache {
         sequence.tables[group].base.is_none() && !self.has_own_slot(sequence)
     }
 
-    /// Whether that slot must come from elsewhere: the sequence has none that it could write again.
+    /// Whether that slot must be allocated: the sequence has no slot that it could reclaim.
     pub(super) fn wants_slot(&self, sequence: &SequenceCache) -> bool {
         let alone = |group| sequence.state.current.is_some_and(|slot| self.pool.refs(group, slot) == 1);
         self.lacks_slot(sequence) && !self.state_group().is_some_and(alone)
     }
 
-    /// Whether the sequence has a slot that it may write although it goes on from another one.
+    /// Whether the sequence has a slot that it may write, even if it continues from another one.
     pub(super) fn has_own_slot(&self, sequence: &SequenceCache) -> bool {
         let Some(States { group, .. }) = self.states else { return false };
         let slots = &sequence.state;
         slots.next.is_some() || slots.current.is_some_and(|slot| self.is_private(group, slot))
     }
 
-    /// Nobody else can read it.
+    /// Whether only its sequence can read the slot.
     fn is_private(&self, group: usize, slot: u32) -> bool {
         self.pool.refs(group, slot) == 1 && !self.pool.is_hashed(group, slot)
     }
 
-    /// Makes the checkpoint that the sequence stands on its own again, if nobody else uses it: a live
-    /// sequence comes before a checkpoint.
+    /// Turns the checkpoint at which the sequence stands back into its own slot, if nothing else references
+    /// it: a live sequence has priority over a checkpoint.
     pub(super) fn reclaim_slot(&mut self, sequence: &SequenceCache) -> bool {
         let Some(States { group, .. }) = self.states else { return false };
         match sequence.state.current {
@@ -112,8 +111,8 @@ impl KvCache {
         }
     }
 
-    /// What the step does with the state of a sequence that [`KvCache::extend`] has made room for, before
-    /// whose rows there are tokens or not. The step writes what the next one reads.
+    /// The slots that a step uses for a sequence after [`KvCache::extend`] made room for it. `context` is
+    /// whether tokens precede the step's rows. The next step reads what this step writes.
     pub(crate) fn step_state(&mut self, sequence: &mut SequenceCache, context: bool) -> Option<StateStep> {
         let group = self.state_group()?;
         if let Some(base) = sequence.tables[group].base {
@@ -132,8 +131,9 @@ impl KvCache {
         Some(StateStep { read: read.map(offset), write: offset(write), held })
     }
 
-    /// Keeps the state after `unit` units of a sequence whose rows up to its present end `step` computes.
-    /// `None`: one stands there already, or it is not worth a slot, or there is none.
+    /// Keeps the state after `unit` units of a sequence whose rows up to its present end are computed by
+    /// `step`. Returns `None` if there is already a checkpoint, if the policy does not want this one, or if
+    /// no slot is available.
     pub(crate) fn keep_state(
         &mut self,
         sequence: &mut SequenceCache,
@@ -167,14 +167,15 @@ impl KvCache {
         Some(kept)
     }
 
-    /// Whether a lookup could be served up to `unit` units of this sequence as far as states go.
+    /// Whether a checkpoint stands after `unit` units of this sequence, so that states allow a lookup to end
+    /// there.
     pub(crate) fn has_state_at(&self, sequence: &SequenceCache, unit: u32) -> bool {
         let at = |group, cursor| self.tree.has(self.tree.ancestor(cursor, unit), group);
         self.state_group().zip(sequence.cursor).is_some_and(|(group, cursor)| at(group, cursor))
     }
 
-    /// Gives up what the policy no longer wants on the sequence's path when a checkpoint is added at `unit`.
-    /// `false`: the new one is what it wants least.
+    /// Evicts the checkpoints on the sequence's path that the policy no longer wants when one is added at
+    /// `unit`. Returns `false` if the new one is the least wanted.
     fn make_way(
         &mut self,
         sequence: &mut SequenceCache,
@@ -208,15 +209,15 @@ impl KvCache {
             let points: Vec<Checkpoint> = path.iter().map(|&(point, _)| point).collect();
             let Some(at) = policy.excess(&points) else { return true };
             let (_, Some(slot)) = path.remove(at) else {
-                // Where prompts part one more is kept than the policy wants, until others can go.
+                // At a junction, keep one more than the policy wants until others can be evicted.
                 return kind == CheckpointKind::Junction && path.iter().all(|(point, _)| point.fixed);
             };
             self.forget(group, slot);
         }
     }
 
-    /// The state that the sequence leaves stays behind as a checkpoint, if it stands at a boundary. Every
-    /// step that wrote to it must have completed.
+    /// Leaves the state of a closing sequence as a checkpoint if it stands at a unit boundary. Every step
+    /// that wrote to it must have completed.
     pub(super) fn donate_state(&mut self, sequence: &SequenceCache) {
         let (Some(group), Some(node)) = (self.state_group(), sequence.cursor) else { return };
         let Some(slot) = sequence.state.current else { return };
@@ -228,9 +229,9 @@ impl KvCache {
         }
     }
 
-    /// A sequence goes. Its deepest checkpoints, where its own prompt or the next turn would go on, count as
-    /// used now. Those before them are given up first, unless other prefixes branch off behind them: the
-    /// deeper one serves whoever comes this way, and every user that comes back needs his deepest one only.
+    /// Ages the checkpoints of a closing sequence. Its deepest ones, where the same prompt or the next turn
+    /// would resume, count as used now. The ones before them are evicted first unless another prefix branches
+    /// off after them, because the deeper checkpoint serves every request on this path.
     pub(super) fn age_states(&mut self, sequence: &SequenceCache) {
         const NEWEST: usize = 2;
         let (Some(group), Some(cursor)) = (self.state_group(), sequence.cursor) else { return };
@@ -252,7 +253,7 @@ impl KvCache {
         }
     }
 
-    /// The sequence goes on from a checkpoint, on which the caller has taken a reference.
+    /// Continues the sequence from a checkpoint on which the caller has taken a reference.
     pub(super) fn resume_at(&mut self, sequence: &mut SequenceCache, group: usize, slot: u32) {
         self.improve_used(slot);
         self.entries += 1;
@@ -265,7 +266,7 @@ impl KvCache {
         }
     }
 
-    /// Deepest boundary, in tokens and at most `tokens`, at which a checkpoint of the sequence's path stands.
+    /// Deepest boundary, in tokens and at most `tokens`, with a checkpoint on the sequence's path.
     pub(super) fn state_before(&self, sequence: &SequenceCache, tokens: u32) -> u32 {
         let (Some(group), Some(cursor)) = (self.state_group(), sequence.cursor) else { return 0 };
         let position = |node| self.tree.depth(node) * HASH_UNIT_TOKENS as u32;
@@ -273,7 +274,7 @@ impl KvCache {
         path.find(|&node| position(node) <= tokens && self.tree.has(node, group)).map_or(0, position)
     }
 
-    /// Prompts are now known to part here.
+    /// Marks the checkpoint as a junction: it was used, so prompts diverge there.
     fn improve_used(&mut self, slot: u32) {
         if let Some(states) = &mut self.states
             && states.kinds[slot as usize] < CheckpointKind::Turn
@@ -295,7 +296,7 @@ impl KvCache {
         }
     }
 
-    /// The prefix tree forgets the content of a block.
+    /// Removes the content of a block from the prefix tree.
     fn forget(&mut self, group: usize, block: u32) {
         self.tree.remove_block(group, block);
         self.pool.set_hashed(group, block, false);

@@ -1,17 +1,17 @@
-//! Block tables: what kernels read to find a token's KV.
+//! Block tables: the arrays in which kernels find the blocks of a sequence.
 
 /// Block offsets count units of this many bytes from the start of the arena.
 pub const OFFSET_UNIT: u64 = 64;
 
-/// Stands in a table where a sliding window has left a block behind.
+/// Entry of a block that a sliding window has left behind.
 pub const NULL_OFFSET: u32 = u32::MAX;
 
-/// Where the blocks of one sequence lie in one group: entry `i` serves the tokens from
-/// `i * block_tokens`. Kept from step to step, so that a plan need not touch the whole context.
+/// The blocks of one sequence in one group. Entry `i` holds the tokens from `i * block_tokens`. Kept between
+/// steps, so that a plan does not touch the whole context.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct BlockTable {
     pub(super) offsets: Vec<u32>,
-    /// Block numbers in the group's pool, entry by entry; empty when the placement is contiguous.
+    /// Block numbers in the group's pool, one for each entry. Empty with contiguous placement.
     pub(super) blocks: Vec<u32>,
     /// Entries before this one are null.
     pub(super) first_live: usize,
@@ -20,12 +20,12 @@ pub struct BlockTable {
 }
 
 impl BlockTable {
-    /// Offsets in units of [`OFFSET_UNIT`] bytes; [`NULL_OFFSET`] where no row can look any more.
+    /// Offsets in units of [`OFFSET_UNIT`] bytes, or [`NULL_OFFSET`] where no row can read any more.
     pub fn offsets(&self) -> &[u32] {
         &self.offsets
     }
 
-    /// With contiguous placement, the first block's offset: block `i` lies `i * block_bytes` behind it.
+    /// With contiguous placement, the offset of block 0. Block `i` starts `i * block_bytes` after it.
     pub fn contiguous_base(&self) -> Option<u32> {
         self.base
     }

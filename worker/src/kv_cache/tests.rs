@@ -1,4 +1,4 @@
-//! The cache without a scheduler: ids made by hand, blocks counted one by one.
+//! Tests of the cache without a scheduler: ids are made by hand, blocks are counted one by one.
 
 use super::pool::{BlockAt, BlockPool};
 use super::*;
@@ -48,16 +48,16 @@ fn sec_forged_index() {
     assert_eq!(lookup(&mut cache, &ids, &tokens(&[10, 20, 30])), (3, HitStop::PromptEnd));
     // The same id for other tokens.
     assert_eq!(lookup(&mut cache, &ids, &tokens(&[10, 21, 30])), (1, HitStop::Collision { token: 16 }));
-    // The same tokens and id, behind another prefix.
+    // The same tokens and id after another prefix.
     assert_eq!(
         lookup(&mut cache, &[id(1), id(3)], &tokens(&[10, 30])),
         (1, HitStop::Collision { token: 16 })
     );
-    // A unit's id as a root: that scope shares nothing.
+    // A unit's id as a root: the scope shares nothing.
     let mut sequence = cache.open(Some(id(2)));
     assert!(!sequence.shares());
     cache.close(&mut sequence);
-    // Whoever computes such a unit keeps it to himself, and what was there stays.
+    // A sequence that computes such a unit does not share it, and the cached content stays.
     let held = cache.held_units();
     store(&mut cache, &[id(1), id(2), id(4)], &tokens(&[10, 21, 40]), 2);
     assert_eq!(cache.held_units(), held);
@@ -73,8 +73,8 @@ fn groups_shorten_each_other_until_all_agree() {
     let all = tokens(&(0..20).collect::<Vec<_>>());
     store(&mut cache, &ids, &all, 1);
     assert_eq!(lookup(&mut cache, &ids, &all).0, 20);
-    // Units that single groups lose, and the longest prefix that all can serve then: the windows need two
-    // and three units.
+    // Units that single groups lose, and the longest prefix that all groups can then serve. The windows need
+    // two and three units.
     let mut drop = |group: usize, unit: usize| {
         let node = cache.tree.node_of(ids[unit]).unwrap();
         let block = cache.tree.block_of(node, group).unwrap();
@@ -86,7 +86,7 @@ fn groups_shorten_each_other_until_all_agree() {
         (end, stop.to_string())
     };
     assert_eq!(drop(0, 18), (18, "not_cached group=0 token=288".to_owned()));
-    // Group 1 cannot go on at 17 or 18, group 2 can: the longest for both is 16.
+    // Group 1 cannot continue at 17 or 18, group 2 can. The longest prefix for both is 16.
     assert_eq!(drop(1, 16), (16, "window_gone group=1 token=288".to_owned()));
     assert_eq!(drop(2, 14), (14, "window_gone group=2 token=256".to_owned()));
     assert_eq!(drop(1, 13), (13, "not_cached group=1 token=208".to_owned()));
@@ -109,7 +109,7 @@ fn a_state_shortens_the_hit_to_where_it_stands() {
             let Some(Kept::Copied { held: (group, slot), .. }) = kept else { panic!("{kept:?}") };
             assert_eq!(group, state);
             cache.step_state(&mut sequence, false).unwrap();
-            // As when the step has been computed.
+            // As after the step has been computed.
             cache.end_hold(group, slot);
         }
         cache.complete(1);
@@ -118,7 +118,7 @@ fn a_state_shortens_the_hit_to_where_it_stands() {
         assert_eq!(lookup(&mut cache, &ids[..7], &all), (7, HitStop::PromptEnd));
         assert_eq!(lookup(&mut cache, &ids[..5], &all), (3, HitStop::StateGone { token: 80 }));
         assert_eq!(cache.tree.deepest_held(&ids), 7);
-        // The KV before a state is as necessary as the state.
+        // The KV before a state is as necessary as the state itself.
         let node = cache.tree.node_of(ids[4]).unwrap();
         let block = cache.tree.block_of(node, 1 - state).unwrap();
         cache.tree.remove_block(1 - state, block);
@@ -146,7 +146,7 @@ fn a_sequence_gets_its_last_slot_back_from_its_own_checkpoint() {
     assert_eq!((first.read, first.held), (None, None));
     cache.complete(1);
     assert_eq!(cache.held_units(), 1);
-    // One block more, and no slot: the checkpoint is written on.
+    // One block more and no free slot: the sequence writes to its own checkpoint.
     assert!(cache.extend(&mut sequence, 32));
     assert_eq!(cache.held_units(), 0);
     cache.commit(&mut sequence, &ids, &all, 32, 2);
@@ -160,7 +160,7 @@ fn a_sequence_gets_its_last_slot_back_from_its_own_checkpoint() {
     let lost = sequence.state.current.take();
     assert_eq!(check(&cache, &sequence), Err(Broken::State { tokens: 32 }));
     sequence.state.current = lost;
-    // At the end it stays behind.
+    // When the sequence retires, its state stays as a checkpoint.
     cache.retire(&mut sequence);
     assert_eq!(lookup(&mut cache, &ids, &all), (2, HitStop::PromptEnd));
 }
@@ -181,7 +181,7 @@ fn free_blocks_are_reused_empty_first_and_then_the_oldest() {
     // A hit takes block 1 out of the list and gives it back as the youngest.
     pool.retain(0, blocks[1]);
     pool.release(0, blocks[1]);
-    // What is worth least goes before all other content, and after what is empty.
+    // Demoted content is evicted before all other content and after empty blocks.
     pool.demote(0, blocks[2]);
     pool.demote(0, blocks[3]);
     assert_eq!(pool.recount(0).map(|count| count.free), Some(3));
@@ -209,12 +209,12 @@ fn bytes_move_between_groups_oldest_content_first() {
     pool.release(1, large[0]);
     assert!(pool.fits(&[1, 1]) && pool.fits(&[3, 0]) && !pool.fits(&[2, 1]));
     pool.release(0, small[1]);
-    // Group 1 owns a free block; group 0's idle slab is older, as its first block shows.
+    // Group 1 owns a free block. Group 0's idle slab is older by the age of its first block.
     assert!(pool.fits(&[0, 2]) && !pool.fits(&[0, 3]));
     let taken = pool.alloc(1, &mut evicted).unwrap();
     assert_eq!(pool.offset(1, taken), pool.offset(0, small[0]).min(pool.offset(0, small[1])));
     assert_eq!(evicted, [small[0], small[1]].map(|block| BlockAt { group: 0, block }));
-    // What is empty and wholly free belongs to nobody.
+    // A slab without content whose blocks are all free belongs to no group.
     pool.release(1, taken);
     pool.release(1, large[1]);
     assert!(pool.fits(&[4, 1]) && pool.fits(&[0, 3]) && !pool.fits(&[5, 1]));
@@ -283,7 +283,7 @@ fn impossible_caches_are_refused() {
 }
 
 #[test]
-fn the_checker_sees_what_is_broken() {
+fn the_checker_detects_every_broken_invariant() {
     let mut cache = cache(&[(FULL, 64)], 16, 64 * 100);
     let mut sequence = cache.open(Some(id(0)));
     assert!(cache.extend(&mut sequence, 64));

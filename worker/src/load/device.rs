@@ -1,4 +1,4 @@
-//! What a model is computed on, and whose memory that takes.
+//! Selects the compute device and determines whose memory weights and caches use.
 
 use super::{EngineOptions, environment, threads};
 use crate::Error;
@@ -11,29 +11,29 @@ use std::io;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum DeviceChoice {
-    /// A GPU if there is one, with all that it needs.
+    /// A usable GPU if there is one, else the CPU.
     Auto,
     #[default]
     Cpu,
     Cuda,
-    /// The kernels of a GPU, a GB10's, interpreted on the CPU: for tests.
+    /// The kernels for a GB10, interpreted on the CPU. For tests.
     #[cfg(feature = "ptx-sim")]
     PtxSim,
 }
 
-/// Variables that choose kernels of the CPU.
+/// Variables that select CPU kernels.
 const CPU_VARIABLES: [&str; 4] =
     ["KVASIR_BACKEND", "KVASIR_MATMUL_BACKEND", "KVASIR_ATTENTION_BACKEND", "KVASIR_ROWS_BACKEND"];
 
-/// `off` has a GPU launch every kernel by itself: to find out whether recordings are to blame for something.
+/// The value `off` disables CUDA graphs, so that every kernel is launched separately. For debugging.
 const GRAPHS_VARIABLE: &str = "KVASIR_CUDA_GRAPHS";
 
 impl DeviceChoice {
-    /// What the choice comes to on this machine, where `gpu` is the number of the GPU that it would be; never
-    /// [`Self::Auto`], and why.
+    /// Resolves the choice on this machine; never returns [`Self::Auto`]. `gpu` is the index of the GPU to
+    /// use. Also returns the reason.
     ///
     /// # Errors
-    /// [`Error::Config`] for a GPU that cannot be had, with all that is missing.
+    /// [`Error::Config`] for a GPU that is not usable, with all that is missing.
     pub fn resolve(self, gpu: u32) -> Result<(Self, String), Error> {
         self.resolve_with(gpu, &environment)
     }
@@ -48,7 +48,8 @@ impl DeviceChoice {
         self.decide(demanded, || Survey::take(self == Self::Cuda).usable(gpu).map(|(gpu, _)| gpu.name))
     }
 
-    /// `demanded` is a variable that demands kernels of the CPU, `look` finds a GPU's name or what is missing.
+    /// `demanded` is a variable that selects CPU kernels, if one is set. `look` returns a usable GPU's name,
+    /// or what is missing.
     fn decide(
         self,
         demanded: Option<&str>,
@@ -72,7 +73,7 @@ impl DeviceChoice {
     }
 }
 
-/// GPUs that the driver shows, for a choice that may come to one; 0 where it shows none.
+/// Number of GPUs that the driver shows. 0 if there are none or `choice` cannot select one.
 pub fn visible_gpus(choice: DeviceChoice) -> usize {
     match choice {
         DeviceChoice::Auto | DeviceChoice::Cuda => gpus().map_or(0, |gpus| gpus.len()),
@@ -80,10 +81,10 @@ pub fn visible_gpus(choice: DeviceChoice) -> usize {
     }
 }
 
-/// Bytes per second that copies inside the GPU read and write, measured now; none where the CPU computes.
+/// Measures the bytes per second that copies inside the GPU read and write. `None` if the CPU computes.
 ///
 /// # Errors
-/// [`Error::Config`] for a GPU that cannot be had; what the driver says.
+/// [`Error::Config`] for a GPU that is not usable; errors of the driver.
 pub fn gpu_copy_bandwidth(options: &EngineOptions) -> Result<Option<f64>, Error> {
     if options.device.resolve(options.gpu)?.0 != DeviceChoice::Cuda {
         return Ok(None);
@@ -92,7 +93,7 @@ pub fn gpu_copy_bandwidth(options: &EngineOptions) -> Result<Option<f64>, Error>
     Ok(Some(gpu.copy_bandwidth().map_err(kernels::Error::from)?))
 }
 
-/// The GPU that the options choose.
+/// Opens the GPU that the options select.
 pub(super) fn gpu(options: &EngineOptions) -> Result<Box<dyn Backend>, Error> {
     let cannot = |reason| Error::Config { option: "device", reason };
     let (info, compiler) = Survey::take(true).usable(options.gpu).map_err(cannot)?;
@@ -108,7 +109,7 @@ pub(super) fn simulated(options: &EngineOptions) -> Result<Box<dyn Backend>, Err
     on(Box::new(device), Arch::SM_121A, compiler, options)
 }
 
-/// A backend on a device.
+/// Creates a backend on a device.
 fn on(
     device: Box<dyn Device>,
     arch: Arch,
@@ -131,18 +132,18 @@ fn on(
     }
 }
 
-/// What the interpreter's GPU has: it looks at every byte, and what runs on it is small.
+/// Memory of the interpreted GPU in bytes. It is small because the interpreter checks every byte.
 #[cfg(feature = "ptx-sim")]
 const SIMULATED: u64 = 384 << 20;
-/// Multiply-adds per second of the GPU that it interprets, a GB10.
+/// Multiply-adds per second of the interpreted GPU, a GB10.
 #[cfg(feature = "ptx-sim")]
 const SIMULATED_COMPUTE: u64 = 22_000_000_000_000;
 
-/// The memory that weights and caches lie in.
+/// The memory for weights and caches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Memory {
     Host,
-    /// The host's, shared with the GPU that computes: what is free is `MemAvailable` there too, for the driver counts
+    /// The host's memory, shared with the GPU. `MemAvailable` is its free memory, because the driver counts
     /// the page cache as used.
     Unified,
     Own {
@@ -152,12 +153,12 @@ pub(super) enum Memory {
 }
 
 impl Memory {
-    /// That of the device which the options choose.
+    /// Memory of the device that the options select.
     pub(super) fn of(options: &EngineOptions) -> Result<Self, Error> {
         Ok(Self::and_gpu(options)?.0)
     }
 
-    /// That, and what a GPU is that computes, but for whether workers share it.
+    /// The same, with the GPU's properties except whether several workers share it.
     pub(super) fn and_gpu(options: &EngineOptions) -> Result<(Self, Option<HostGpu>), Error> {
         match options.device.resolve(options.gpu)?.0 {
             DeviceChoice::Cuda => {}
@@ -174,14 +175,14 @@ impl Memory {
         if info.unified {
             return Ok((Self::Unified, host_gpu));
         }
-        // What is free once there is a context: that takes some hundred MB itself.
+        // Measured with an open context, which itself takes some hundred MB.
         let mut gpu = Gpu::open(info.ordinal).map_err(kernels::Error::from)?;
         let free = gpu.free_bytes().map_err(kernels::Error::from)?;
         Ok((Self::Own { total: info.memory_bytes, free }, host_gpu))
     }
 
-    /// What is left behind a backend that has taken so much. Of a GPU's own memory the driver is asked again: kernels,
-    /// recordings and other processes take some, too, which no backend counts.
+    /// Memory that is left after a backend has allocated `taken`. A GPU's own memory is also measured again,
+    /// since kernels, graphs and other processes use memory that no backend counts.
     pub(super) fn behind(self, taken: MemoryUse, options: &EngineOptions) -> Result<Self, Error> {
         match self {
             Self::Own { .. } => Ok(self.less(taken).at_most(Self::of(options)?)),
@@ -189,7 +190,7 @@ impl Memory {
         }
     }
 
-    /// The lesser of two figures of what is free of a GPU's own memory.
+    /// The smaller of two amounts of free GPU memory.
     fn at_most(self, other: Self) -> Self {
         match (self, other) {
             (Self::Own { total, free }, Self::Own { free: measured, .. }) => {
@@ -199,14 +200,14 @@ impl Memory {
         }
     }
 
-    /// Without what a backend has taken since.
+    /// Subtracts what a backend has allocated.
     fn less(self, taken: MemoryUse) -> Self {
         let MemoryUse { weights, activations, kv } = taken;
         match self {
             Self::Own { total, free } => {
                 Self::Own { total, free: free.saturating_sub((weights + activations + kv) as u64) }
             }
-            // The host says it itself.
+            // The host's free memory is read when it is needed.
             other => other,
         }
     }
@@ -230,7 +231,7 @@ impl MemInfo for Memory {
                 let free = ProcMemInfo.available_bytes()?;
                 Ok(GroupMemory::read().map_or(free, |group| group.available.min(free)))
             }
-            // What a driver allocates is counted in no group.
+            // Memory allocated by a driver is not counted in a cgroup.
             Self::Unified => ProcMemInfo.available_bytes(),
             Self::Own { free, .. } => Ok(*free),
         }
@@ -271,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_taken_of_a_gpu_is_not_free() {
+    fn allocated_gpu_memory_is_not_free() {
         let taken = MemoryUse { weights: 10, activations: 20, kv: 30 };
         let own = Memory::Own { total: 1000, free: 100 };
         assert_eq!(own.less(taken), Memory::Own { total: 1000, free: 40 });

@@ -1,4 +1,4 @@
-//! Loading what guesses for a model.
+//! Loads drafters.
 
 use super::{
     Arriving, EngineOptions, Memory, ModelFile, ModelSpec, backend, digest, environment, generates, host,
@@ -18,21 +18,21 @@ use proto::placement::{Drafter, OfferedDrafter};
 use proto::stage::StageDrafter;
 use std::path::Path;
 
-/// Who guesses, ready to do so.
+/// A loaded drafter.
 pub(super) enum Guesser {
     Nobody,
     Ngrams,
-    /// The decoder's own block or assistant, or a model.
+    /// `None`: an MTP head or assistant inside the decoder. `Some`: a draft model.
     Drafter(Option<Box<DraftModel>>),
 }
 
 /// Rows of a drafter's largest step.
 const ROWS: usize = 512;
 
-/// The block behind the last layer of the model in `file`, of architecture `arch`, which guesses.
+/// The MTP head of the model in `file`, which has architecture `arch`.
 ///
 /// # Errors
-/// [`Error::Config`] where there is none.
+/// [`Error::Config`] if the model has none.
 pub(super) fn appended(file: &ModelFile, arch: &str) -> Result<AppendedSpec, Error> {
     AppendedSpec::from_file(file)?.ok_or_else(|| {
         let reason = format!(
@@ -43,8 +43,8 @@ pub(super) fn appended(file: &ModelFile, arch: &str) -> Result<AppendedSpec, Err
     })
 }
 
-/// Loads who guesses for the model in `decoder`, which is that of `file`, has its tokenizer and decodes so many sequences at
-/// once; before its arena of `arena_bytes` is allocated.
+/// Loads the drafter for the model in `decoder`, loaded from `file`, which uses `tokenizer` and decodes
+/// `sequences` at once. Must be called before its arena of `arena_bytes` is allocated.
 pub(super) fn guesser(
     options: &EngineOptions,
     file: &ModelFile,
@@ -78,7 +78,7 @@ pub(super) fn guesser(
                 &of_file(path, Tokenizer::from_metadata(file.metadata()))?,
                 (&*decoder, tokenizer),
             )?;
-            // Its caches are a small part of what the model's own may take.
+            // The drafter's caches get a quarter of the model's.
             let cache_bytes = arena_bytes / 4;
             admit("the drafter", file.total_tensor_bytes() + cache_bytes)?;
             let arrivals = options.arrivals.as_ref().map(Arrivals::of_drafter);
@@ -103,7 +103,7 @@ fn load_appended(
     with_source(options, file, |source| decoder.load_appended(&spec, source, sequences))
 }
 
-/// Loads a drafter that reads what is in the decoder of the model in the first file.
+/// Loads a drafter that reads the caches in the decoder. The first file is the model, the second the drafter.
 fn load_assistant(
     options: &EngineOptions,
     (model, drafter): (&ModelFile, &ModelFile),
@@ -118,14 +118,14 @@ fn load_assistant(
     })
 }
 
-/// A drafter that reads a model's caches.
+/// Opens a drafter that reads a model's caches.
 fn assistant(path: &Path) -> Result<(ModelFile, AssistantSpec), Error> {
     let file = of_file(path, ModelFile::open(path))?;
     let spec = of_file(path, AssistantSpec::from_file(&file))?;
     Ok((file, spec))
 }
 
-/// A model that drafts for another one.
+/// Opens a draft model.
 fn draft_model(path: &Path) -> Result<(ModelFile, ModelSpec), Error> {
     let file = of_file(path, ModelFile::open(path))?;
     let spec = of_file(path, ModelSpec::from_file(&file))?;
@@ -133,7 +133,8 @@ fn draft_model(path: &Path) -> Result<(ModelFile, ModelSpec), Error> {
     Ok((file, spec))
 }
 
-/// What is wrong with a drafter's file says nothing of the model's. What the shard store lacks of it can be got again.
+/// Converts an error in a drafter's file into one that names that file, so that it is not attributed to the
+/// model. Errors of the shard store stay, since missing chunks can be fetched again.
 fn of_file<T>(path: &Path, read: Result<T, model::Error>) -> Result<T, Error> {
     read.map_err(|error| match error {
         model::Error::Store(_) => Error::Model(error),
@@ -141,15 +142,15 @@ fn of_file<T>(path: &Path, read: Result<T, model::Error>) -> Result<T, Error> {
     })
 }
 
-/// The digest of a drafter's file.
+/// Digest of a drafter's file.
 pub(crate) fn digest_of(path: &Path, options: &EngineOptions) -> Result<[u8; 32], Error> {
     digest(&of_file(path, ModelFile::open(path))?, options)
 }
 
-/// What `guesses` take beside the model in `file`; none of those that take nothing.
+/// Costs of the drafter `guesses` next to the model in `file`. `None` for drafters without costs.
 ///
 /// # Errors
-/// [`Error::Config`] for a drafter of another model, or a model that has no such block.
+/// [`Error::Config`] for a drafter of another model, or a model without an MTP head.
 pub(super) fn costs(
     guesses: &Guesses,
     (file, spec): (&ModelFile, &ModelSpec),
@@ -169,10 +170,10 @@ pub(super) fn costs(
     }
 }
 
-/// What a worker of the pool registers of the drafter beside the model in `path`.
+/// The drafter that a worker of the pool registers with the model in `path`.
 ///
 /// # Errors
-/// As [`costs`].
+/// Those of [`costs`].
 pub(crate) fn offered(path: &Path, options: &EngineOptions) -> Result<Option<OfferedDrafter>, Error> {
     let file = ModelFile::open(path)?;
     let spec = ModelSpec::from_file(&file)?;
@@ -197,7 +198,7 @@ pub(crate) fn offered(path: &Path, options: &EngineOptions) -> Result<Option<Off
     }))
 }
 
-/// Loads something of the model in `file`, parts of which may still be on their way.
+/// Loads a part of the model in `file`, whose chunks may still be arriving.
 fn with_source<T>(options: &EngineOptions, file: &ModelFile, load: impl FnOnce(&dyn TensorSource) -> T) -> T {
     match &options.arrivals {
         None => load(file),
@@ -205,14 +206,15 @@ fn with_source<T>(options: &EngineOptions, file: &ModelFile, load: impl FnOnce(&
     }
 }
 
-/// Who guesses at the last stage of a replica, and the layer from which on all must be there.
+/// The drafter at the last stage of a replica, and the first layer that must be at that stage.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Elsewhere {
     pub(crate) drafter: StageDrafter,
     pub(crate) from_layer: usize,
 }
 
-/// The layer of the model with `spec` from which on all must be where `guesses` are made; none where no layer need be there.
+/// First layer of the model with `spec` that must be at the stage that drafts. `None` if no layer must be
+/// there.
 ///
 /// # Errors
 /// [`Error::Config`] for a drafter of another model.
@@ -227,10 +229,10 @@ fn of_another_model(path: &Path) -> Error {
     Error::Config { option: "spec", reason }
 }
 
-/// What the other stages of the model with `spec` are told of who guesses; none where that is this stage's to do.
+/// The drafter that the last stage of the model with `spec` must load. `None` if the first stage drafts.
 ///
 /// # Errors
-/// As [`from_layer`].
+/// Those of [`from_layer`].
 pub(super) fn elsewhere(
     options: &EngineOptions,
     (file, spec): (&ModelFile, &ModelSpec),
@@ -248,11 +250,11 @@ pub(super) fn elsewhere(
     Ok(Some(Elsewhere { drafter, from_layer }))
 }
 
-/// Loads the drafter at the last stage, of which `file` is the model; before its arena is allocated. `options` name the
-/// drafter's file where it has one.
+/// Loads the drafter at the last stage of the model in `file`, before the arena is allocated. `options` name
+/// the drafter's file, if it has one.
 ///
 /// # Errors
-/// [`Error::Config`] where that does not go with the stage's layers.
+/// [`Error::Config`] if the drafter does not fit the stage's layers.
 pub(super) fn at_last_stage(
     drafter: StageDrafter,
     options: &EngineOptions,
@@ -273,7 +275,7 @@ pub(super) fn at_last_stage(
     load_assistant(options, (file, &own), &spec, decoder, usize::MAX)
 }
 
-/// Refuses a drafter whose tokens are others.
+/// Refuses a drafter with another vocabulary or tokenizer.
 fn check_vocabulary(
     path: &Path,
     spec: &ModelSpec,

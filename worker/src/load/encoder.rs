@@ -18,14 +18,14 @@ use proto::operation::Operation;
 use std::path::Path;
 use std::sync::Arc;
 
-/// What it is called until whoever serves it gives it a name.
+/// Placeholder name, until the encoder is served under another one.
 fn nameless() -> Result<ModelId, Error> {
     Ok(ModelId::new("model").map_err(proto::Error::from)?)
 }
 
-/// Loads a model that encodes texts, by the backend that the environment and the files beside the model choose
-/// ([`crate::operations`]). Of the options `chunk` and `max_sequences` are the most tokens and texts of a
-/// step, and `kv_bytes` is the most that keys and values may take; prefixes and placement do not apply.
+/// Loads an encoder with the backend that the environment and the files next to the model select
+/// ([`crate::operations`]). The options `chunk` and `max_sequences` limit the tokens and texts of a step,
+/// `kv_bytes` limits keys and values. Options for prefixes and placement are ignored.
 pub fn encoder(path: &Path, options: &EngineOptions, progress: &mut Progress<'_>) -> Result<Encoder, Error> {
     let operation = match super::task(path)? {
         ModelTask::Embed { .. } => Operation::Embed,
@@ -39,7 +39,7 @@ pub fn encoder(path: &Path, options: &EngineOptions, progress: &mut Progress<'_>
     load_encoder(operation, &model, environment, progress)
 }
 
-/// What all backends read of a model.
+/// What all backends need of a model.
 struct Read {
     file: ModelFile,
     spec: ModelSpec,
@@ -70,8 +70,8 @@ impl Read {
     }
 }
 
-/// By the ONNX file that the bundle has for the operation. Of `path` are the tokenizer, the limits and what the values
-/// mean.
+/// Loads an encoder from the bundle's ONNX file for the operation. `path` provides the tokenizer, the limits
+/// and the meaning of the values.
 pub(crate) fn onnx_encoder(
     path: &Path,
     file: &Path,
@@ -107,7 +107,7 @@ fn file_digest(path: &Path) -> Result<[u8; 32], Error> {
     Ok(hasher.finalize().into())
 }
 
-/// By this engine's own arithmetic.
+/// Loads an encoder that runs on this engine's own kernels.
 pub(crate) fn kernel_encoder(
     path: &Path,
     options: &EngineOptions,

@@ -1,12 +1,12 @@
-//! Loading where weights take the memory that the file's pages are kept in, as on a GPU that shares the host's.
+//! Loads weights where they share memory with the page cache of their file, as on a GPU with unified memory.
 
 use crate::Error;
 use crate::kv_cache::memory::{MemInfo, MemoryFloor};
 use crate::weights::{TensorSource, TensorView};
 use std::cell::RefCell;
 
-/// A source whose tensors are taken one after the other: before each it is asked whether there is memory for one more,
-/// as others allocate too, and the pages of the one before are given back.
+/// A source that reads one tensor at a time. Before each tensor it checks that there is memory for it, since
+/// other processes allocate too, and drops the pages of the previous one.
 pub(super) struct Staged<'a> {
     source: &'a dyn TensorSource,
     floor: MemoryFloor,
@@ -28,7 +28,7 @@ impl<'a> Staged<'a> {
 
 impl TensorSource for Staged<'_> {
     /// # Errors
-    /// [`Error::Memory`] where it would leave less than the floor.
+    /// [`Error::Memory`] if less than the floor would stay free.
     fn tensor(&self, name: &str) -> Result<TensorView<'_>, Error> {
         self.give_back(None);
         let (_, bytes) = self.source.measure(name)?;
@@ -54,7 +54,7 @@ mod tests {
     use std::cell::Cell;
     use std::io;
 
-    /// Tensors of a hundred bytes, each of which takes as much memory when it is read.
+    /// Tensors of 100 bytes, each of which takes as much memory when it is read.
     struct Host {
         free: Cell<u64>,
         forgotten: RefCell<Vec<String>>,
@@ -96,7 +96,7 @@ mod tests {
             "100 bytes for a tensor of the weights: 150 are available and 100 must stay free"
         );
         assert_eq!(*host.forgotten.borrow(), ["a", "b"]);
-        // Somebody else has given something back.
+        // Another process has freed memory.
         host.free.set(200);
         staged.tensor("d").unwrap();
         drop(staged);

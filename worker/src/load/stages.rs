@@ -1,4 +1,4 @@
-//! Models over several workers: the first stage with its engine, and the layer ranges of the others.
+//! Models on several workers: loads the first stage with its engine, and the layer ranges of later stages.
 
 use super::{
     EngineOptions, LoadedModel, Memory, ModelFile, ModelSpec, Prepared, Progress, assemble, backend,
@@ -15,12 +15,13 @@ use proto::stage::StageDrafter;
 use std::ops::Range;
 use std::path::Path;
 
-/// Loads the first stage of a model whose other layers are on `replica`'s workers, and its engine; for one process, so
-/// the key of its prefixes does not matter. It blocks while the others load, and must not be called on a thread of
+/// Loads the first stage of a model whose other layers are on `replica`'s workers, and its engine, for use in
+/// one process with a fixed key. Blocks while the other stages load, so it must not be called on a thread of
 /// the replica's runtime.
 ///
 /// # Errors
-/// [`Error::Shards`] if the model cannot be cut so often, [`Error::StageLost`] if another stage refuses or fails.
+/// [`Error::Shards`] if the model cannot be cut into that many ranges, [`Error::StageLost`] if another stage
+/// refuses or fails.
 pub fn open_replica(
     path: &Path,
     options: &EngineOptions,
@@ -31,7 +32,7 @@ pub fn open_replica(
     assemble(prepare_on(path, options, backend(options, &environment)?, Some(replica), progress)?)
 }
 
-/// Refuses what does not go with several stages.
+/// Refuses options that do not work with several stages.
 fn check_options(options: &EngineOptions) -> Result<(), Error> {
     if options.placement == crate::kv_cache::Placement::Contiguous {
         let reason = "runs of blocks are placed in one worker's memory".to_owned();
@@ -40,7 +41,8 @@ fn check_options(options: &EngineOptions) -> Result<(), Error> {
     Ok(())
 }
 
-/// As [`open_replica`], for a cluster whose key comes later, and whose caches may take `cache_bytes` over all stages.
+/// Like [`open_replica`], but without a key, which arrives later. The caches of all stages together get at
+/// most `cache_bytes`.
 pub(crate) fn prepare_replica(
     path: &Path,
     options: &EngineOptions,
@@ -50,7 +52,8 @@ pub(crate) fn prepare_replica(
     check_options(options)?;
     let plan = plan(path, options)?;
     let (needs, host) = (plan.needs, plan.host);
-    // As in `defaults`, for what all stages have: no more than is of use, and of each machine what its part may be.
+    // As in `defaults`, summed over all stages: no more than is useful, and no more than the cap of each
+    // machine.
     let most_sequences = most_sequences(host, needs);
     let longest = u64::from(needs.max_context).saturating_mul(needs.kv_bytes_per_token);
     let states = STATES_PER_SEQUENCE.saturating_mul(needs.state_bytes);
@@ -66,23 +69,23 @@ pub(crate) fn prepare_replica(
         max_sequences: options.max_sequences.or(Some(fit)),
         ..options.clone()
     };
-    // Of one stage it is a model like any other.
+    // A replica of one stage is loaded like any other model.
     let replica = (replica.stages() > 1).then_some(replica);
     prepare_on(path, &options, backend(&options, &environment)?, replica, &mut |_, _| {})
 }
 
-/// Whether the model in a file can be cut into so many layer ranges, with these who guess.
+/// Checks that the model in a file can be cut into `shards` layer ranges with this drafter.
 ///
 /// # Errors
-/// [`Error::Shards`] if not; [`Error::WrongTask`] for a model that generates nothing; [`Error::Config`] for a drafter of
-/// another model.
+/// [`Error::Shards`] if not; [`Error::WrongTask`] for a model that does not generate text; [`Error::Config`]
+/// for a drafter of another model.
 pub fn check_shards(path: &Path, guesses: &Guesses, shards: usize) -> Result<(), Error> {
     let spec = ModelSpec::from_file(&ModelFile::open(path)?)?;
     generates(&spec)?;
     stage_ranges(&spec, drafter::from_layer(guesses, &spec)?, shards).map(drop)
 }
 
-/// The layer ranges of a replica's stages; those from `last` on, if that is given, are the last one's.
+/// Layer ranges of a replica's stages. The layers from `last` on, if given, stay together at the last stage.
 pub(crate) fn stage_ranges(
     spec: &ModelSpec,
     last: Option<usize>,
@@ -95,8 +98,8 @@ pub(crate) fn stage_ranges(
     })
 }
 
-/// The ranges of a plan, if they are the whole model in order and it can be cut there; the layers from `last` on must be
-/// the last one's.
+/// Returns the ranges of a plan after checking that they cover the whole model in order, that it can be cut
+/// there, and that the layers from `last` on are at the last stage.
 pub(crate) fn check_ranges(
     spec: &ModelSpec,
     last: Option<usize>,
@@ -127,10 +130,12 @@ pub(crate) fn check_ranges(
     }
 }
 
-/// Loads a layer range, if a stage with these options is of `class`, and who guesses beside it; also its own class.
+/// Loads a layer range and its drafter if the numeric class is `class`. Returns the actual class; the decoder
+/// is `None` if it differs.
 ///
 /// # Errors
-/// [`Error::StageStep`] for a range that cannot be cut out, [`Error::Config`] for who cannot guess there.
+/// [`Error::StageStep`] for a range that cannot be cut out, [`Error::Config`] for a drafter that does not
+/// fit.
 pub(crate) fn stage(
     path: &Path,
     options: &EngineOptions,
@@ -159,15 +164,15 @@ pub(crate) fn stage(
     Ok((own, Some(decoder)))
 }
 
-/// Asks for memory for a stage's caches, before they are allocated.
+/// Checks that there is memory for a stage's caches before they are allocated.
 pub(crate) fn admit_kv(path: &Path, options: &EngineOptions, bytes: u64) -> Result<(), Error> {
     let floor = MemoryFloor { bytes: plan(path, options)?.defaults.floor_bytes.value };
     let admitted = floor.admit(&Memory::of(options)?, "a stage's KV cache", bytes);
     admitted.map_err(|refused| Error::KvMemory { reason: refused.to_string() })
 }
 
-/// What must be equal on all stages of a replica. How states are kept is part of it as it was asked for: which heads
-/// are narrow is known layer by layer only.
+/// The numeric class that all stages of a replica must share. It contains the requested state type, because
+/// which heads actually get the narrower type is decided layer by layer.
 pub(super) fn class(info: &BackendInfo, model_digest: &[u8; 32], options: &EngineOptions) -> String {
     let class = base_class(info, model_digest, options.kv_type);
     match options.state_type.class() {

@@ -1,9 +1,9 @@
-//! Who serves an operation: the registry of each, and the choice.
+//! Selects the backend of each operation.
 //!
-//! A bundle is a directory with a folder for every operation that it has something for, by the operation's name; a
-//! backend looks into that folder to know whether it can serve. Which backend, is decided as for the arithmetic of the
-//! engine ([`kernels::registry`]): `KVASIR_VAD_BACKEND` and its like, then `KVASIR_BACKEND`, must be honoured; else the
-//! highest rank among those that can serve.
+//! A bundle is a directory with a folder for each of its operations, named after the operation. A backend
+//! inspects that folder to decide whether it can serve. The selection follows [`kernels::registry`]:
+//! `KVASIR_VAD_BACKEND` (and the like for other operations), then `KVASIR_BACKEND`, must be honored.
+//! Otherwise the backend with the highest rank that can serve is used.
 
 use super::flushed::Flushed;
 use super::session::Hears;
@@ -20,16 +20,15 @@ use proto::operation::Operation;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// A directory with a folder for each operation that it has something for.
+/// A directory with a folder for each of its operations.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Bundle {
-    /// Its name in the API.
+    /// Name in the API.
     pub id: ModelId,
     pub dir: PathBuf,
 }
 
 impl Bundle {
-    /// Its folder for an operation.
     pub fn folder(&self, operation: Operation) -> PathBuf {
         self.dir.join(operation.name())
     }
@@ -40,24 +39,23 @@ impl Bundle {
     }
 }
 
-/// A model of texts, and how it is to be run.
+/// A text model, and how to run it.
 #[derive(Clone)]
 pub struct TextModel {
-    /// Its file. The bundle is the directory that it is in.
+    /// The model's file. Its directory is the bundle.
     pub path: PathBuf,
     pub options: EngineOptions,
 }
 
 impl TextModel {
-    /// The bundle's folder for an operation.
     fn folder(&self, operation: Operation) -> PathBuf {
         self.path.parent().unwrap_or(Path::new("")).join(operation.name())
     }
 }
 
-/// Loads a model that hears.
+/// Loads an audio model.
 pub type LoadHearing = dyn Fn(&Bundle) -> Result<Arc<dyn Hears>, Error> + Send + Sync;
-/// Loads a model of texts.
+/// Loads a text model.
 pub type LoadEncoder = dyn Fn(&TextModel, &mut Progress<'_>) -> Result<Encoder, Error> + Send + Sync;
 
 macro_rules! operations {
@@ -109,7 +107,7 @@ where
         self.rank
     }
 
-    /// They are all arithmetic of the CPU, or look for their device when they load.
+    /// Always available: all run on the CPU, or find their device when they load.
     fn available(&self) -> Result<(), String> {
         Ok(())
     }
@@ -123,11 +121,11 @@ where
     }
 }
 
-/// The backend of this engine's own arithmetic.
+/// Name of the backend that uses this engine's own kernels.
 pub const KERNELS: &str = "kernels";
 const KERNELS_RANK: i32 = 20;
 
-/// How the names of ONNX files begin, and what loads them.
+/// Prefixes of ONNX file names.
 const SILERO: &str = "silero_vad";
 const SMART_TURN: &str = "smart-turn-v3";
 
@@ -136,7 +134,7 @@ fn no_fault(refusal: Refusal) -> Error {
     Error::Config { option: "operation", reason }
 }
 
-/// What loads the one file that an operation's folder has under this name.
+/// Loads the only file with this prefix in an operation's folder.
 fn hearing<H: Hears + 'static>(
     operation: Operation,
     begins: &'static str,
@@ -183,7 +181,7 @@ fn asr() -> Registry<Asr> {
     registry
 }
 
-/// For the two operations of texts: this engine's arithmetic, and the bundle's ONNX file.
+/// Registry of a text operation: this engine's kernels, and the bundle's ONNX file.
 fn of_texts<O>(operation: Operation, can_serve: fn(&TextModel) -> Result<(), Refusal>) -> Registry<O>
 where
     O: Served<Request = TextModel, Service = LoadEncoder> + 'static,
@@ -200,7 +198,7 @@ where
     registry
 }
 
-/// Whether the bundle has the file, and nothing is asked for that the runtime would not act upon.
+/// Checks that the bundle has the file, and that no option is set that the runtime would ignore.
 fn onnx_serves(model: &TextModel, operation: Operation) -> Result<(), Refusal> {
     the_file(&model.folder(operation), "")?;
     let options = &model.options;
@@ -223,10 +221,10 @@ fn rerank() -> Registry<Rerank> {
     of_texts(Operation::Rerank, |model| onnx_serves(model, Operation::Rerank))
 }
 
-/// The backend that `environment` and the bundle choose for an operation that hears, loaded, and its name.
+/// Loads the backend that `environment` and the bundle select for an audio operation. Returns its name, too.
 ///
 /// # Errors
-/// [`Error::Backend`] where nobody serves, by the operation's name, or the choice cannot be honoured; the model's.
+/// [`Error::Backend`] if no backend can serve, or the selected one cannot; errors of the model.
 pub fn load_hearing(
     operation: Operation,
     bundle: &Bundle,
@@ -253,7 +251,8 @@ pub fn load_hearing(
     }
 }
 
-/// The general variable is the kernels' too, and these have names of their own: whoever names one of them wants ours.
+/// Maps names of kernel backends to this engine's backend, because the general variable also selects among
+/// kernels.
 fn kernels_too(environment: impl Fn(&str) -> Option<String>) -> impl Fn(&str) -> Option<String> {
     move |name| {
         let value = environment(name)?;
@@ -262,11 +261,11 @@ fn kernels_too(environment: impl Fn(&str) -> Option<String>) -> impl Fn(&str) ->
     }
 }
 
-/// The backend that `environment` and the bundle choose for a model of texts, loaded. `operation` is what the model is
-/// asked for.
+/// Loads the backend that `environment` and the bundle select for a text model. `operation` is the model's
+/// task.
 ///
 /// # Errors
-/// [`Error::Backend`] where the choice cannot be honoured; the model's.
+/// [`Error::Backend`] if the selected backend cannot serve; errors of the model.
 pub fn load_encoder(
     operation: Operation,
     model: &TextModel,

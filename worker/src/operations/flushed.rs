@@ -1,5 +1,5 @@
-//! Sessions that take denormal floats as zero, whichever model they are of: sound fades through denormal numbers, and a
-//! recording of nothing else would take ten times as long as any other.
+//! Makes sessions of any audio model flush denormal floats to zero. Fading audio passes through denormal
+//! numbers, and a recording of nothing else would take ten times as long to compute.
 
 use super::session::{Hears, Session};
 use crate::Error;
@@ -7,11 +7,11 @@ use kernels::denormals::FlushDenormals;
 use proto::operation::{OperationError, OperationOptions, OperationOutput};
 use std::sync::Arc;
 
-/// A model all of whose sessions flush denormal floats.
+/// A model whose sessions all flush denormal floats.
 pub(super) struct Flushed(Arc<dyn Hears>);
 
 impl Flushed {
-    /// Loads a model. The threads that it starts for its arithmetic flush too.
+    /// Loads a model. The compute threads that it starts flush denormals, too.
     pub(super) fn load(load: impl FnOnce() -> Result<Arc<dyn Hears>, Error>) -> Result<Self, Error> {
         let _flush = FlushDenormals::new();
         load().map(Self)
@@ -66,7 +66,7 @@ mod tests {
     use kernels::pool::{Pool, PoolConfig};
     use std::num::NonZeroUsize;
 
-    /// Asserts in each call that all of its threads flush.
+    /// Asserts in each call that all of its threads flush denormals.
     struct Asserts(Arc<Pool>);
 
     impl Hears for Asserts {
@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn every_call_flushes_on_all_threads_and_nothing_else_does() {
+    fn only_session_calls_flush_denormals_and_on_all_threads() {
         let model = Flushed::load(|| {
             let three = PoolConfig::new(NonZeroUsize::new(3).unwrap());
             Ok(Arc::new(Asserts(Arc::new(Pool::new(three)?))))

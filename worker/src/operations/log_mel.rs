@@ -1,7 +1,8 @@
-//! What Whisper's encoder is fed: the logarithm of the power in 80 or more bands of the mel scale, for every 10 ms. Windows
-//! of 25 ms (Hann) stand in the sound's midst by reflection at both ends, bands are Slaney's, and what is more than 80 dB
-//! below the loudest counts as that. smart-turn looks at eight seconds, which are brought to mean 0 and variance 1 first;
-//! of a recording all is looked at as it is.
+//! Input features of Whisper's encoder: the logarithm of the power in 80 or more bands of the mel scale, for
+//! every 10 ms. Windows (Hann) have 25 ms. The audio is padded by reflection at both ends, so that a frame is
+//! at the center of its window. Bands are Slaney's. Values more than 80 dB below the loudest one are raised
+//! to that level. For smart-turn, eight seconds are first normalized to mean 0 and variance 1; recordings are
+//! used as they are.
 
 use realfft::num_complex::Complex;
 use realfft::{RealFftPlanner, RealToComplex};
@@ -9,11 +10,11 @@ use std::f64::consts::PI;
 use std::sync::Arc;
 
 pub(super) const RATE: u32 = 16_000;
-/// Samples that are looked at: eight seconds.
+/// Samples of smart-turn's input: eight seconds.
 pub(super) const SAMPLES: usize = 8 * RATE as usize;
-/// Bands that smart-turn looks at.
+/// Bands of smart-turn's input.
 pub(super) const BANDS: usize = 80;
-/// Frames: one for each hop.
+/// Frames of smart-turn's input, one for each hop.
 pub(super) const FRAMES: usize = SAMPLES / HOP;
 
 /// Samples from one frame to the next.
@@ -21,20 +22,20 @@ pub(super) const FRAME: usize = HOP;
 
 const WINDOW: usize = 400;
 const HOP: usize = 160;
-/// Silence behind a recording, as `faster-whisper` has it.
+/// Samples of silence appended to a recording, as in `faster-whisper`.
 const BEHIND: usize = 160;
 const BINS: usize = WINDOW / 2 + 1;
-/// Power below this counts as this.
+/// Minimum power.
 const FLOOR: f64 = 1e-10;
-/// Decades below the loudest band that are told apart.
+/// Decades below the loudest band that are distinguished.
 const DECADES: f64 = 8.0;
 const VARIANCE_FLOOR: f64 = 1e-7;
 
-/// What does not depend on the sound.
+/// Precomputed tables for the features.
 pub(super) struct LogMel {
     fft: Arc<dyn RealToComplex<f64>>,
     window: Vec<f64>,
-    /// Of each band the first bin that it weighs, and the weights from there on.
+    /// For each band: its first bin, and the weights from there on.
     bands: Vec<(usize, Vec<f64>)>,
 }
 
@@ -47,12 +48,12 @@ pub(super) struct Spectrogram {
 }
 
 impl Spectrogram {
-    /// Frames that were heard; one more than these is known.
+    /// Number of frames with audio. There is one more frame than these.
     pub(super) fn content(&self) -> usize {
         self.content
     }
 
-    /// `[band][frame]` of the `len` frames from `from` on, and zeros behind them up to `all`.
+    /// `[band][frame]` of the `len` frames from `from` on, padded with zeros to `all` frames.
     pub(super) fn window(&self, from: usize, len: usize, all: usize) -> Vec<f32> {
         let row = |row: &[f32]| {
             let heard = row.iter().skip(from).take(len.min(all)).copied();
@@ -71,7 +72,7 @@ fn to_hertz(mel: f64) -> f64 {
     if mel < 15.0 { 200.0 * mel / 3.0 } else { 1000.0 * ((mel - 15.0) * 6.4f64.ln() / 27.0).exp() }
 }
 
-/// Triangles whose corners stand evenly on the mel scale, each of the same area.
+/// Triangles with evenly spaced corners on the mel scale, each of the same area.
 fn bands(count: usize) -> Vec<(usize, Vec<f64>)> {
     let highest = f64::from(RATE) / 2.0;
     let corner = |n: usize| to_hertz(to_mel(highest) * n as f64 / (count + 1) as f64);
@@ -96,23 +97,23 @@ impl LogMel {
         Self { fft: RealFftPlanner::new().plan_fft_forward(WINDOW), window, bands: bands(count) }
     }
 
-    /// The features of exactly [`SAMPLES`] samples: `[BANDS, FRAMES]`, the first dimension outermost.
+    /// The features of exactly [`SAMPLES`] samples: `[BANDS, FRAMES]`, row-major.
     ///
     /// # Panics
-    /// If there are more or fewer samples.
+    /// If the number of samples differs.
     pub(super) fn features(&self, samples: &[f32]) -> Vec<f32> {
         assert_eq!(samples.len(), SAMPLES, "eight seconds");
-        // One frame more fits, and is left out.
+        // One more frame would fit; it is left out.
         self.spectrogram(&reflected(&normalised(samples)), FRAMES)
     }
 
-    /// The features of a recording of any length. Less than a frame is nothing.
+    /// The features of a recording of any length. A recording shorter than a frame has none.
     pub(super) fn recording(&self, samples: &[f32]) -> Spectrogram {
         let content = samples.len() / HOP;
         if content == 0 {
             return Spectrogram { values: Vec::new(), frames: 0, content };
         }
-        // As `reflected`, without a second copy: it may be half an hour.
+        // Like `reflected`, but without a second copy, since a recording may have half an hour.
         let (half, len) = (WINDOW / 2, samples.len() + BEHIND);
         let at = |n: usize| samples.get(n).copied().map_or(0.0, f64::from);
         let before = (1..=half).rev().map(at);
@@ -122,7 +123,7 @@ impl LogMel {
         Spectrogram { values: self.spectrogram(&padded, frames), frames, content }
     }
 
-    /// `[band][frame]` of the first frames of a sound that has half a window more at both ends.
+    /// `[band][frame]` of the first frames of audio that is padded with half a window at both ends.
     fn spectrogram(&self, padded: &[f64], frames: usize) -> Vec<f32> {
         let mut frame = self.fft.make_input_vec();
         let mut spectrum = self.fft.make_output_vec();
@@ -151,7 +152,7 @@ impl LogMel {
     }
 }
 
-/// With mean 0 and variance 1.
+/// Normalizes to mean 0 and variance 1.
 fn normalised(samples: &[f32]) -> Vec<f64> {
     let count = samples.len() as f64;
     let mean = (samples.iter().map(|sample| f64::from(*sample)).sum::<f64>() / count) as f32;
@@ -160,7 +161,7 @@ fn normalised(samples: &[f32]) -> Vec<f64> {
     samples.iter().map(|sample| f64::from((*sample - mean) / scale)).collect()
 }
 
-/// With half a window before and behind, mirrored at the first and the last sample.
+/// Pads with half a window at both ends, mirrored at the first and the last sample.
 fn reflected(samples: &[f64]) -> Vec<f64> {
     let half = WINDOW / 2;
     let before = samples[1..=half].iter().rev();
@@ -174,12 +175,12 @@ mod tests {
 
     #[test]
     fn a_tone_is_loudest_in_its_band_at_all_times() {
-        // Of even phase, so that mirroring it goes on with it.
+        // With even phase, so that mirroring continues the tone.
         let tone: Vec<f32> =
             (0..SAMPLES).map(|n| (2.0 * PI * 1000.0 * n as f64 / f64::from(RATE)).cos() as f32).collect();
         let features = LogMel::new(BANDS).features(&tone);
         let of = |band: usize, frame: usize| features[band * FRAMES + frame];
-        // 1 kHz is mel 15 of 45.2 up to 8 kHz: the corner of this number is the top of the band before.
+        // 1 kHz is mel 15 of 45.2 up to 8 kHz: the corner with this index is the peak of the band before.
         let expected = (15.0 / to_mel(8000.0) * (BANDS + 1) as f64).round() as usize - 1;
         for frame in [0, 1, FRAMES / 2, FRAMES - 1] {
             let best = (0..BANDS).max_by(|a, b| of(*a, frame).total_cmp(&of(*b, frame))).unwrap();
@@ -188,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn silence_and_loudness_change_nothing_that_should_not_change() {
+    fn features_depend_on_neither_silence_nor_loudness_where_they_should_not() {
         let mel = LogMel::new(BANDS);
         let silence = mel.features(&vec![0.0; SAMPLES]);
         assert!(silence.iter().all(|value| *value == silence[0]), "all at the floor");
@@ -201,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn a_recording_has_a_frame_for_every_ten_milliseconds_and_zeros_behind_it() {
+    fn a_recording_has_a_frame_every_ten_milliseconds_and_zero_padding() {
         let mel = LogMel::new(BANDS);
         assert_eq!(mel.recording(&[0.5; 159]).content(), 0);
         let short = mel.recording(&[0.5; 160]);
@@ -218,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn bands_cover_all_bins_but_the_ends() {
+    fn bands_cover_all_bins_except_both_ends() {
         let bands = bands(BANDS);
         let covered = |bin: usize| bands.iter().any(|(first, w)| (*first..first + w.len()).contains(&bin));
         assert!((1..BINS - 1).all(covered));

@@ -1,5 +1,4 @@
-//! Models in the ONNX format, run by rten: pure Rust, the CPU only. Where such a model serves an operation, the backend is
-//! called `onnx`.
+//! Runs models in the ONNX format with rten: pure Rust, CPU only. The backend's name is `onnx`.
 
 mod sizes;
 pub mod trial;
@@ -12,13 +11,13 @@ use rustix::thread::{CpuSet, sched_setaffinity};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// What the environment and people call the backend.
+/// The backend's name, in the environment and in logs.
 pub const NAME: &str = "onnx";
-/// Below what is written for this engine, above nothing.
+/// Rank of the backend: lower than this engine's own kernels.
 pub const RANK: i32 = 10;
 const SUFFIX: &str = "onnx";
 
-/// A loaded model. Runs may overlap; each takes the threads that it was loaded with.
+/// A loaded model. Runs may overlap; they share the thread pool that it was loaded with.
 pub struct Onnx {
     path: PathBuf,
     bytes: u64,
@@ -27,10 +26,11 @@ pub struct Onnx {
 }
 
 impl Onnx {
-    /// Reads a model whose runs use so many threads, on these CPUs if any are named.
+    /// Loads a model whose runs use `threads` threads, on these CPUs if any are given.
     ///
     /// # Errors
-    /// [`Error::Artefact`] where it is none, or has an operator that is not known; the system's for the threads.
+    /// [`Error::Artefact`] if the file is not a model or has an unknown operator. System errors of the
+    /// threads.
     pub fn load(path: &Path, threads: usize, cpus: Option<&[usize]>) -> Result<Self, Error> {
         let fault = |reason: String| Error::Artefact { path: path.to_owned(), reason };
         let file = std::fs::read(path);
@@ -45,29 +45,28 @@ impl Onnx {
         Ok(Self { path: path.to_owned(), bytes, model, threads })
     }
 
-    /// Bytes of its file.
     pub fn file_bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// An input or output.
+    /// An input or output by name.
     ///
     /// # Errors
-    /// [`Error::Artefact`] where the model has none of this name.
+    /// [`Error::Artefact`] if the model has none of this name.
     pub fn node(&self, name: &str) -> Result<NodeId, Error> {
         self.find(name).ok_or_else(|| self.fault(format!("it has no {name:?}")))
     }
 
-    /// An input or output, if the model has one of this name.
+    /// An input or output by name, or `None`.
     pub fn find(&self, name: &str) -> Option<NodeId> {
         let mut ends = self.model.input_ids().iter().chain(self.model.output_ids());
         self.model.find_node(name).filter(|node| ends.any(|end| end == node))
     }
 
-    /// What these outputs become of these inputs.
+    /// Runs the model and returns these outputs.
     ///
     /// # Errors
-    /// [`Error::Artefact`] where the model does not take them.
+    /// [`Error::Artefact`] if the model does not accept the inputs.
     pub fn run<const N: usize>(
         &self,
         inputs: Vec<(NodeId, ValueOrView<'_>)>,
@@ -78,13 +77,14 @@ impl Onnx {
         values.map_err(|error| self.fault(error.to_string()))
     }
 
-    /// The model does not do what it is expected to.
+    /// Error for a model that does not behave as expected.
     pub fn fault(&self, reason: impl Into<String>) -> Error {
         Error::Artefact { path: self.path.clone(), reason: reason.into() }
     }
 }
 
-/// Threads that take denormal floats as zero. They inherit that, and their CPUs, from the one that starts them.
+/// Starts threads that flush denormal floats to zero. They inherit this, and their CPUs, from the thread that
+/// starts them.
 fn started_on(threads: usize, cpus: Option<&[usize]>) -> Result<ThreadPool, Error> {
     let set = cpus.map(|cpus| {
         let mut set = CpuSet::new();
@@ -104,10 +104,10 @@ fn started_on(threads: usize, cpus: Option<&[usize]>) -> Result<ThreadPool, Erro
     started.map_err(|source| Error::Io { what: what(), source })
 }
 
-/// The one file of `dir` whose name begins so and ends in `.onnx`.
+/// The only file of `dir` whose name starts with `begins` and ends with `.onnx`.
 ///
 /// # Errors
-/// [`Refusal::Artefact`] where there is none, or more than one.
+/// [`Refusal::Artefact`] if there is none, or more than one.
 pub(super) fn the_file(dir: &Path, begins: &str) -> Result<PathBuf, Refusal> {
     let fits = |path: &PathBuf| {
         let name = path.file_name().and_then(|name| name.to_str());

@@ -1,5 +1,5 @@
-//! Sound at one rate brought to another: a sinc under a Kaiser window, in phases, so that each output is a sum of inputs
-//! with fixed weights. Outputs depend on where they are in the sound, not on how it comes in pieces.
+//! Resamples audio with a sinc under a Kaiser window, in phases: each output is a sum of inputs with fixed
+//! weights. Outputs depend on their position in the audio, not on how it is split into pieces.
 
 use super::dot;
 use std::f64::consts::PI;
@@ -7,24 +7,24 @@ use std::sync::Arc;
 
 /// Zero crossings of the sinc on each side.
 const CROSSINGS: usize = 24;
-/// Of the window: what is cut off is 90 dB lower.
+/// Parameter of the Kaiser window, for a stopband attenuation of 90 dB.
 const BETA: f64 = 9.0;
-/// Where the cut is, as a share of half the lower rate: the window makes it as wide as the rest.
+/// Cutoff frequency as a share of half the lower rate. The rest is the width of the window's transition band.
 const CUT: f64 = 0.92;
-/// Weights that are computed at once at most; beyond them each is computed when it is wanted.
+/// Maximum number of precomputed weights. Larger tables are computed on demand.
 const MAX_TABLE: usize = 1 << 20;
 
 #[derive(Debug, Clone)]
 pub(super) struct Resampler {
-    /// In lowest terms: so many outputs are as long as `inputs` inputs.
+    /// `outputs` / `inputs` is the ratio of the rates in lowest terms.
     outputs: u64,
     inputs: u64,
-    /// Taps before and behind the place of an output.
+    /// Taps before and after the position of an output.
     half: usize,
-    /// Of each phase `2 * half` weights, if they are kept.
+    /// `2 * half` weights for each phase. Empty if they are computed on demand.
     table: Arc<[f32]>,
     filter: Filter,
-    /// The input that `tail` begins with. Before the first there is silence, of which `half` are there from the start.
+    /// Index of the input that `tail` begins with. `half` samples of silence precede the first input.
     from: u64,
     tail: Vec<f32>,
     heard: u64,
@@ -33,13 +33,13 @@ pub(super) struct Resampler {
 
 #[derive(Debug, Clone, Copy)]
 struct Filter {
-    /// Cut, as a share of the inputs' rate.
+    /// Cutoff frequency as a share of the input rate.
     cut: f64,
     half: usize,
 }
 
 impl Filter {
-    /// The weights of the inputs around a place that is this share of the way from one input to the next.
+    /// Weights of the inputs around an output that lies at this fraction between two inputs.
     fn weights(self, phase: f64, weights: &mut Vec<f32>) {
         let half = self.half as f64;
         let raw = |tap: usize| {
@@ -51,7 +51,7 @@ impl Filter {
             sinc * window
         };
         let raw: Vec<f64> = (0..2 * self.half).map(raw).collect();
-        // What does not change stays as it is, in every phase.
+        // Normalize, so that a constant signal stays constant in every phase.
         let sum: f64 = raw.iter().sum();
         weights.extend(raw.iter().map(|weight| (weight / sum) as f32));
     }
@@ -73,7 +73,7 @@ fn divisor(a: u64, b: u64) -> u64 {
 }
 
 impl Resampler {
-    /// From one rate to another, both above 0. Of equal rates nothing is changed.
+    /// Creates a resampler between two rates, both above 0. With equal rates the audio is unchanged.
     pub(super) fn new(from: u32, to: u32) -> Self {
         let by = divisor(from.into(), to.into()).max(1);
         let (outputs, inputs) = (u64::from(to) / by, u64::from(from) / by);
@@ -88,7 +88,7 @@ impl Resampler {
         Self { outputs, inputs, half, table, filter, from: 0, tail, heard: 0, told: 0 }
     }
 
-    /// More is heard; appends what is known of the outputs by it.
+    /// Takes more input and appends the outputs that it completes.
     pub(super) fn push(&mut self, samples: &[f32], out: &mut Vec<f32>) {
         self.heard += samples.len() as u64;
         if self.outputs == self.inputs {
@@ -100,7 +100,7 @@ impl Resampler {
         loop {
             let place = self.told * self.inputs;
             let (input, phase) = (place / self.outputs, (place % self.outputs) as usize);
-            // `tail` begins `half - 1` inputs before the one that it is named after.
+            // `tail` begins `half - 1` inputs before `from`.
             let start = (input - self.from) as usize;
             let Some(inputs) = self.tail.get(start..start + 2 * self.half) else { break };
             let weights = match self.table.get(phase * 2 * self.half..(phase + 1) * 2 * self.half) {
@@ -120,7 +120,8 @@ impl Resampler {
         self.from += done as u64;
     }
 
-    /// Nothing more is heard; appends the rest, as if silence followed: as many outputs in all as the inputs are long.
+    /// Ends the input and appends the remaining outputs, as if silence followed. The total duration is that
+    /// of the input.
     pub(super) fn finish(mut self, out: &mut Vec<f32>) {
         let all = (self.heard * self.outputs).div_ceil(self.inputs);
         let missing = all.saturating_sub(self.told) as usize;
@@ -150,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn tones_that_both_rates_have_stay_and_others_go() {
+    fn tones_above_the_lower_rate_are_removed() {
         for from in [8_000, 11_025, 22_050, 44_100, 48_000, 44_101, 96_000] {
             let seconds = |hertz| whole(from, 16_000, &tone(hertz, from, from as usize / 2), 1000);
             let inner = |sound: &[f32], expected: &[f32]| {
@@ -168,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn how_it_comes_in_pieces_does_not_matter_and_its_length_is_kept() {
+    fn pieces_do_not_matter_and_the_duration_is_kept() {
         let sound: Vec<f32> = (0..5_000).map(|n| ((n * n % 977) as f32 / 977.0) - 0.5).collect();
         for from in [8_000, 16_000, 22_050, 48_000] {
             let expected = whole(from, 16_000, &sound, sound.len());
@@ -181,9 +182,9 @@ mod tests {
         assert!(whole(48_000, 16_000, &[], 1).is_empty());
     }
 
-    /// Against the sum that it stands for, in f64, without phases or a table.
+    /// Compares with the defining sum in f64, without phases or a table.
     #[test]
-    fn outputs_are_the_sum_that_they_stand_for() {
+    fn outputs_equal_the_defining_sum() {
         let sound: Vec<f32> = (0..600).map(|n| ((n * 7919 % 997) as f32 / 997.0) - 0.5).collect();
         let found = whole(22_050, 16_000, &sound, 100);
         let ratio: f64 = 16_000.0 / 22_050.0;

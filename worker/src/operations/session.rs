@@ -1,50 +1,51 @@
-//! What a session is to whoever drives it.
+//! The interface of audio models and their sessions.
 
 use super::speech::invalid;
 use crate::Error;
 use proto::operation::{OperationError, OperationOptions, OperationOutput};
 
-/// A loaded model that hears. Its sessions share it.
+/// A loaded audio model, shared by its sessions.
 pub trait Hears: Send + Sync {
-    /// A session for sound at so many samples per second.
+    /// Opens a session for audio at `rate` samples per second.
     ///
     /// # Errors
-    /// [`OperationError::InvalidField`] for what it does not take, or would not act upon.
+    /// [`OperationError::InvalidField`] for a rate or option that it does not support.
     fn open(&self, rate: u32, options: &OperationOptions) -> Result<Box<dyn Session>, OperationError>;
 
-    /// Sessions of this model that may be open at a time, where they take much memory.
+    /// Maximum number of open sessions of this model, for models whose sessions need much memory.
     fn most_sessions(&self) -> u32 {
         u32::MAX
     }
 }
 
-/// One session: everything that was heard is in here, and nowhere else. After an error it is of no use.
+/// A session, which holds all state of its audio. It must not be used after an error.
 pub trait Session: Send {
-    /// Samples that it looks at together.
+    /// Samples that it processes together.
     fn window(&self) -> u32;
 
-    /// Samples that one session hears at most.
+    /// Maximum samples of a session.
     fn most_samples(&self) -> u64 {
         u64::MAX
     }
 
-    /// More is heard, of full scale 1; appends what follows of it.
+    /// Takes more samples, with full scale 1, and appends the resulting outputs.
     ///
     /// # Errors
-    /// The model's.
+    /// Errors of the model.
     fn hear(&mut self, samples: &[f32], out: &mut Vec<OperationOutput>) -> Result<(), Error>;
 
-    /// Appends what it is, as far as heard. `last`: nothing more will be heard.
+    /// Appends the outputs for the audio so far. `last`: no more audio will follow.
     ///
     /// # Errors
-    /// The model's.
+    /// Errors of the model.
     fn segment(&mut self, last: bool, out: &mut Vec<OperationOutput>) -> Result<(), Error>;
 
-    /// Goes on with a segment that takes long, and appends what follows; whether there is more to do. Called after
-    /// [`Self::segment`] until there is not, with other sessions' turns in between: a call is a second or two at most.
+    /// Continues a long segment and appends its outputs. Returns whether more work is left. Called after
+    /// [`Self::segment`] until it returns false, alternating with other sessions. A call takes at most a
+    /// second or two.
     ///
     /// # Errors
-    /// The model's.
+    /// Errors of the model.
     fn go_on(&mut self, _out: &mut Vec<OperationOutput>) -> Result<bool, Error> {
         Ok(false)
     }
@@ -52,7 +53,7 @@ pub trait Session: Send {
     fn reset(&mut self);
 }
 
-/// A rate that is one of these.
+/// Returns the rate if it is supported.
 pub(super) fn at_rate(rate: u32, served: &[u32]) -> Result<u32, OperationError> {
     if served.contains(&rate) {
         return Ok(rate);

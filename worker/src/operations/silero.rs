@@ -1,5 +1,5 @@
-//! Voice activity by Silero's network: windows of 32 ms, each with the last 4 ms before it, and a state that is carried
-//! from one to the next.
+//! Voice activity detection with Silero's network. It processes windows of 32 ms, each with the last 4 ms
+//! before it, and carries a state from one to the next.
 
 use super::finite;
 use super::onnx::Onnx;
@@ -15,7 +15,7 @@ use rten_tensor::Tensor;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Values of the state: two layers' worth of 128.
+/// Shape of the state: two layers of 128 values.
 const STATE: [usize; 3] = [2, 1, 128];
 
 pub(super) struct Silero(Arc<Network>);
@@ -30,7 +30,7 @@ struct Network {
 }
 
 impl Silero {
-    /// Loads it; its arithmetic is too little for more than one thread.
+    /// Loads the network. One thread suffices for it.
     pub(super) fn load(path: &Path) -> Result<Self, Error> {
         let onnx = Onnx::load(path, 1, None)?;
         let node = |name| onnx.node(name);
@@ -57,7 +57,7 @@ impl Hears for Silero {
             network: Arc::clone(&self.0),
             rate,
             window,
-            // What stands before the first window is silence.
+            // Silence precedes the first window.
             sound: vec![0.0; context],
             context,
             state: vec![0.0; STATE.iter().product()],
@@ -73,7 +73,7 @@ struct VadSession {
     rate: u32,
     window: usize,
     context: usize,
-    /// The context, and behind it what is not yet a whole window.
+    /// The context, followed by samples of an incomplete window.
     sound: Vec<f32>,
     state: Vec<f32>,
     heard: u64,
@@ -82,7 +82,7 @@ struct VadSession {
 }
 
 impl VadSession {
-    /// Computes the window that begins so far behind the first sample held.
+    /// Computes the window that begins at index `start` of the held samples.
     fn window(&mut self, start: usize) -> Result<f32, Error> {
         let Network { onnx, sound, state, rate, probability, next_state } = &*self.network;
         let heard = self.sound[start..start + self.context + self.window].to_vec();
@@ -106,7 +106,7 @@ impl VadSession {
         }
     }
 
-    /// Computes the whole windows among what is held.
+    /// Computes all complete windows of the held samples.
     fn windows(&mut self, out: &mut Vec<OperationOutput>) -> Result<(), Error> {
         let mut told = Vec::new();
         let mut done = 0;
@@ -118,7 +118,7 @@ impl VadSession {
             done += self.window;
             self.heard += self.window as u64;
             let event = self.speech.window(self.window as u64, probability);
-            // In the order of time: windows up to the event, then the event.
+            // In order of time: windows up to the event, then the event.
             if event.is_some() || told.len() == MAX_FRAME_WINDOWS {
                 tell(&mut told, out);
             }

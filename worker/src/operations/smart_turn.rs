@@ -1,4 +1,5 @@
-//! Whether who has spoken is done, by smart-turn's network: the encoder of Whisper over the last eight seconds.
+//! Detects the end of a speaker's turn with smart-turn's network: Whisper's encoder over the last eight
+//! seconds.
 
 use super::finite;
 use super::log_mel::{BANDS, FRAMES, LogMel, RATE, SAMPLES};
@@ -13,7 +14,7 @@ use std::collections::VecDeque;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Above this a turn is complete, its authors say.
+/// Above this probability a turn is complete; the value recommended by its authors.
 const THRESHOLD: f32 = 0.5;
 
 pub(super) struct SmartTurn(Arc<Network>);
@@ -26,7 +27,7 @@ struct Network {
 }
 
 impl SmartTurn {
-    /// Loads it. It is run by one thread: what is computed beside it is more urgent.
+    /// Loads the network. It runs on one thread, because other work on the machine is more urgent.
     pub(super) fn load(path: &Path) -> Result<Self, Error> {
         let onnx = Onnx::load(path, 1, None)?;
         let (features, probability) = (onnx.node("input_features")?, onnx.node("logits")?);
@@ -56,17 +57,17 @@ impl Hears for SmartTurn {
 struct TurnSession {
     network: Arc<Network>,
     threshold: f32,
-    /// The last eight seconds at most.
+    /// The last samples, at most eight seconds.
     last: VecDeque<f32>,
     heard: u64,
 }
 
 impl Network {
-    /// That who has spoken is done, from exactly eight seconds.
+    /// Probability that the turn is complete, from exactly eight seconds.
     fn probability(&self, samples: &[f32]) -> Result<f32, Error> {
         let features = Tensor::from_data(&[1, BANDS, FRAMES], self.mel.features(samples));
         let [value] = self.onnx.run(vec![(self.features, features.into())], [self.probability])?;
-        // The output is called logits, and is behind the sigmoid.
+        // The output is named logits, but a sigmoid was already applied.
         match value.into_shape_vec::<f32, 2>() {
             Ok(([1, 1], values)) => finite("probabilities are", &values).map(|()| values[0]),
             Ok(_) | Err(_) => Err(self.onnx.fault("its output has another shape")),
@@ -88,7 +89,7 @@ impl Session for TurnSession {
         Ok(())
     }
 
-    /// What is shorter than eight seconds stands at their end.
+    /// Shorter audio is padded with silence at its start.
     fn segment(&mut self, _: bool, out: &mut Vec<OperationOutput>) -> Result<(), Error> {
         let mut samples = vec![0.0; SAMPLES - self.last.len()];
         samples.extend(&self.last);

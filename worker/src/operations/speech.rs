@@ -1,16 +1,16 @@
-//! Where speech begins and ends, by the probabilities of windows: the rule of Silero's own iterator over a stream, in
-//! samples. Sans-IO.
+//! Detects where speech begins and ends from the probabilities of windows, with the rule of Silero's own
+//! stream iterator. Positions are in samples. Sans-IO.
 
 use proto::operation::{OperationError, OperationOutput, SpeechOptions};
 
 const THRESHOLD: f32 = 0.5;
-/// Between what begins speech and what ends it.
+/// Difference between the thresholds for the start and the end of speech.
 const HYSTERESIS: f32 = 0.15;
 const MIN_SILENCE_MS: u32 = 100;
 const PAD_MS: u32 = 30;
 const MAX_MS: u32 = 60_000;
 
-/// The options of a session, each with a value.
+/// The options of a session with defaults applied.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct SpeechRule {
     threshold: f32,
@@ -20,7 +20,7 @@ pub(super) struct SpeechRule {
 }
 
 impl SpeechRule {
-    /// For samples at `rate`.
+    /// Creates the rule for audio at `rate`.
     ///
     /// # Errors
     /// [`OperationError::InvalidField`] for a value outside its limits.
@@ -49,7 +49,7 @@ impl SpeechRule {
     }
 }
 
-/// A field that is refused.
+/// Error for an invalid field.
 pub(super) fn invalid(field: &str, reason: String) -> OperationError {
     OperationError::InvalidField { field: field.to_owned(), reason }
 }
@@ -60,7 +60,7 @@ pub(super) struct Speech {
     /// Samples of all windows so far.
     heard: u64,
     speaks: bool,
-    /// Behind the first window of the silence that may be the end.
+    /// End of the first window of a silence that may end the speech.
     quiet_since: Option<u64>,
 }
 
@@ -69,7 +69,8 @@ impl Speech {
         Self { rule, heard: 0, speaks: false, quiet_since: None }
     }
 
-    /// The next window, of so many samples, is speech with this probability: what follows of it.
+    /// Takes the next window of `samples` samples with its probability of speech. Returns an event if it
+    /// starts or ends speech.
     pub(super) fn window(&mut self, samples: u64, probability: f32) -> Option<OperationOutput> {
         let start = self.heard;
         self.heard += samples;
@@ -95,7 +96,7 @@ impl Speech {
         Some(OperationOutput::SpeechEnded { at: (quiet_since + pad).saturating_sub(samples) })
     }
 
-    /// Speech that goes on ends at `at`.
+    /// Ends ongoing speech at `at`.
     pub(super) fn cut(&mut self, at: u64) -> Option<OperationOutput> {
         self.quiet_since = None;
         std::mem::take(&mut self.speaks).then_some(OperationOutput::SpeechEnded { at })
@@ -124,25 +125,25 @@ mod tests {
         .collect()
     }
 
-    /// The positions are those that Silero's VADIterator gives for these probabilities.
+    /// The expected positions are those of Silero's VADIterator for these probabilities.
     #[test]
     fn begins_at_the_threshold_and_ends_after_enough_silence_below_the_lower_one() {
         let mut one = speech(SpeechOptions::default());
-        // Silence of 100 ms is 1,600 samples: the fourth window behind the first quiet one completes it.
+        // Silence of 100 ms is 1,600 samples: the fourth window after the first quiet one completes it.
         let told = events(&mut one, &[0.1, 0.49, 0.5, 0.9, 0.2, 0.2, 0.2, 0.2, 0.2]);
         assert_eq!(told, [('s', 1024 - 480), ('e', 5 * 512 + 480 - 512)]);
-        // Between the thresholds silence neither goes on nor starts, and does not end either.
+        // A probability between the thresholds neither starts nor ends a silence, and does not continue it.
         let told = events(&mut one, &[0.6, 0.3, 0.4, 0.4, 0.4, 0.4, 0.34]);
         let start = 9 * 512;
         assert_eq!(told, [('s', start - 480), ('e', start + 2 * 512 + 480 - 512)]);
-        // Speech that comes back forgets it.
+        // Returning speech cancels the silence.
         let mut two = speech(SpeechOptions::default());
         assert_eq!(events(&mut two, &[0.9, 0.1, 0.1, 0.1, 0.5, 0.1, 0.1, 0.1]), [('s', 0)]);
         assert_eq!(events(&mut two, &[0.1, 0.1]), [('e', 6 * 512 + 480 - 512)]);
     }
 
     #[test]
-    fn what_is_said_when_it_is_cut_ends_there_once() {
+    fn speech_that_is_cut_ends_there_once() {
         let mut speech = speech(SpeechOptions::default());
         assert_eq!(speech.cut(0), None);
         assert_eq!(events(&mut speech, &[0.9]), [('s', 0)]);
@@ -154,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn options_are_acted_upon_or_refused_by_name() {
+    fn options_are_applied_or_refused_by_name() {
         let options = SpeechOptions {
             threshold: Some(0.8),
             end_threshold: Some(0.8),

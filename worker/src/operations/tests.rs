@@ -1,4 +1,4 @@
-//! Sessions over networks that are so small that what they answer is plain (tests/fixtures/operations/make.py).
+//! Tests sessions with networks so small that their results are obvious (tests/fixtures/operations/make.py).
 
 use super::*;
 use crate::telemetry::EngineMetrics;
@@ -31,7 +31,7 @@ fn session(operation: Operation, rate: u32, options: &OperationOptions) -> Box<d
     load_hearing(operation, &fixture(), |_| None).unwrap().1.open(rate, options).unwrap()
 }
 
-/// 512 samples of this loudness each.
+/// 512 samples of each of these amplitudes.
 fn loud(windows: &[f32]) -> Vec<f32> {
     windows.iter().flat_map(|value| [*value; 512]).collect()
 }
@@ -56,11 +56,12 @@ fn events(outputs: &[OperationOutput]) -> Vec<OperationOutput> {
 }
 
 #[test]
-fn windows_context_and_state_are_carried_however_the_sound_is_cut() {
+fn context_and_state_are_carried_however_the_audio_is_split() {
     let mut sound = loud(&[0.0, 0.25, 0.0, 0.0, 1.0, 0.0]);
-    // Part of a window, which the end fills up with silence.
+    // An incomplete window, which is padded with silence at the end.
     sound.extend([0.125; 100]);
-    // Of each window the greatest of: the window, the 64 samples before it, half the probability before.
+    // Each probability is the maximum of the window, the 64 samples before it, and half the previous
+    // probability.
     let expected = [0.0, 0.25, 0.25, 0.125, 1.0, 1.0, 0.5];
     let whole = heard(session(Operation::Vad, 16_000, &windows()).as_mut(), &sound, sound.len());
     let told: Vec<_> = expected
@@ -75,7 +76,7 @@ fn windows_context_and_state_are_carried_however_the_sound_is_cut() {
         let cut = heard(session(Operation::Vad, 16_000, &windows()).as_mut(), &sound, chunk);
         assert_eq!((probabilities(&cut), events(&cut)), (told.clone(), events(&whole)), "{chunk} at a time");
     }
-    // What is not asked for is not told.
+    // Window outputs are only sent if requested.
     let silent = heard(session(Operation::Vad, 16_000, &OperationOptions::Default).as_mut(), &sound, 700);
     assert_eq!(silent, events(&whole));
 }
@@ -89,7 +90,7 @@ fn a_reset_forgets_everything_and_a_segment_nothing() {
     let begun = OperationOutput::SpeechStarted { at: 0 };
     assert_eq!(events(&out), [begun.clone(), OperationOutput::SpeechEnded { at: 700 }]);
     out.clear();
-    // 324 samples complete the window that was begun before the segment.
+    // 324 samples complete the window that was started before the segment.
     vad.hear(&[0.0; 324], &mut out).unwrap();
     assert_eq!(probabilities(&out), [VoiceWindow { start: 512, probability: 1.0 }]);
     assert_eq!(events(&out), [OperationOutput::SpeechStarted { at: 512 - 480 }]);
@@ -146,13 +147,13 @@ fn a_turn_is_judged_by_the_last_eight_seconds() {
     let exact = judged(turn.as_mut(), &[&last]);
     assert_eq!((exact.at, exact.probability), (128_000, long.probability), "what was before does not count");
     turn.reset();
-    // What is shorter stands at the end of silence.
+    // Shorter audio is padded with silence at its start.
     let short = judged(turn.as_mut(), &[&last[64_000..]]);
     let mut padded = vec![0.0; 64_000];
     padded.extend(&last[64_000..]);
     turn.reset();
     assert_eq!(judged(turn.as_mut(), &[&padded]).probability, short.probability);
-    // More is heard after a segment, and counts.
+    // Audio after a segment also counts.
     let more = judged(turn.as_mut(), &[&[0.5; 1000]]);
     assert_eq!(more.at, 129_000);
     let strict = OperationOptions::Turn(TurnOptions { threshold: Some(long.probability) });
@@ -161,7 +162,7 @@ fn a_turn_is_judged_by_the_last_eight_seconds() {
 }
 
 #[test]
-fn what_a_model_does_not_take_or_would_not_act_upon_is_refused_by_name() {
+fn options_that_a_model_does_not_support_are_refused_by_name() {
     let refused = |operation, rate, options: OperationOptions| {
         let model = load_hearing(operation, &fixture(), |_| None).unwrap().1;
         match model.open(rate, &options).err() {
@@ -195,7 +196,7 @@ async fn sessions_are_counted_refused_above_the_limit_and_given_back() {
     let second = open(request(Operation::TurnDetection)).unwrap();
     let full = OperationError::TooManySessions { limit: 2 };
     assert_eq!(open(request(Operation::Vad)).err(), Some(full.clone()));
-    // What nobody serves says so whether there is room or not, and takes none.
+    // An operation without a model is refused as such even at the limit, and takes no slot.
     let asr = OperationError::NotServed { operation: Operation::Asr };
     assert_eq!(open(request(Operation::Asr)).err(), Some(asr));
     let other = ModelId::new("other").unwrap();

@@ -1,5 +1,5 @@
-//! The thread that computes for all sessions of one model, one piece after the other. A segment that takes long is done in
-//! turns: between two of them come those of all other sessions, and one that nobody waits for any more ends.
+//! The thread that computes for all sessions of one model, one piece after the other. A long segment is
+//! computed in turns, alternating with other sessions, and ends when its caller is gone.
 
 use super::session::Session;
 use crate::Error;
@@ -11,7 +11,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Instant;
 use tokio::sync::oneshot;
 
-/// What a session is asked.
+/// A request to a session.
 enum Ask {
     Hear(Vec<f32>),
     Segment { last: bool },
@@ -19,30 +19,30 @@ enum Ask {
     Reset,
 }
 
-/// A session, lent to the thread with what is asked of it.
+/// A session on its way to the thread, with a request.
 struct Job {
     session: Box<dyn Session>,
     ask: Ask,
     rate: u32,
-    /// What has followed so far.
+    /// Outputs so far.
     out: Vec<OperationOutput>,
     done: oneshot::Sender<Done>,
 }
 
-/// The session, back, and what followed.
+/// The returned session, with its outputs.
 struct Done {
     session: Box<dyn Session>,
     answer: Result<Vec<OperationOutput>, Error>,
 }
 
-/// See the module. The thread ends when this and all sessions are gone.
+/// Handle of the thread, which ends when this and all sessions are dropped.
 pub(super) struct ModelThread {
     jobs: Sender<Job>,
 }
 
-/// A session, wherever it is. A piece is computed before the next is taken, so no more waits than there are sessions.
+/// A session. A piece is computed before the next one is sent, so at most one job of each session waits.
 pub struct SessionHandle {
-    /// None while it is lent, and after it was lost.
+    /// `None` while the thread has it, and after it was lost.
     session: Option<Box<dyn Session>>,
     jobs: Sender<Job>,
     rate: u32,
@@ -64,11 +64,11 @@ impl ModelThread {
 }
 
 fn run(inbox: &Receiver<Job>, operation: Operation, metrics: &OperationMetrics) {
-    // Those that are not done yet, in the order of their turns.
+    // Unfinished jobs, in the order of their turns.
     let mut begun: VecDeque<Job> = VecDeque::new();
     let mut fresh = false;
     loop {
-        // One that has come meanwhile, then one that has begun: neither keeps the other waiting.
+        // Alternate between new and unfinished jobs, so that neither starves.
         fresh = !fresh;
         let job = match begun.is_empty() {
             true => inbox.recv().ok(),
@@ -76,7 +76,7 @@ fn run(inbox: &Receiver<Job>, operation: Operation, metrics: &OperationMetrics) 
             false => begun.pop_front(),
         };
         let Some(Job { mut session, ask, rate, mut out, done }) = job else { return };
-        // Whoever asked has left meanwhile.
+        // The caller is gone.
         if done.is_closed() {
             continue;
         }
@@ -85,7 +85,7 @@ fn run(inbox: &Receiver<Job>, operation: Operation, metrics: &OperationMetrics) 
             Ask::Hear(samples) => samples.len(),
             Ask::Segment { .. } | Ask::GoOn | Ask::Reset => 0,
         };
-        // A runtime that panics ends the session, not those that share its thread: `done` is dropped unsent.
+        // A panic ends only this session: `done` is dropped without a result.
         let computed = catch_unwind(AssertUnwindSafe(|| computed(session.as_mut(), ask, &mut out)));
         let Ok(more) = computed else { continue };
         metrics.computed(operation, start.elapsed(), heard as f64 / f64::from(rate));
@@ -97,12 +97,12 @@ fn run(inbox: &Receiver<Job>, operation: Operation, metrics: &OperationMetrics) 
             Ok(false) => Ok(out),
             Err(error) => Err(error),
         };
-        // Nobody waits for it any more: the session ends with what is sent.
+        // The send fails if the caller is gone; the session is dropped with it.
         let _ = done.send(Done { session, answer });
     }
 }
 
-/// Whether there is more to do.
+/// Runs a request. Returns whether more work is left.
 fn computed(session: &mut dyn Session, ask: Ask, out: &mut Vec<OperationOutput>) -> Result<bool, Error> {
     match ask {
         Ask::Hear(samples) => session.hear(&samples, out)?,
@@ -117,15 +117,16 @@ fn computed(session: &mut dyn Session, ask: Ask, out: &mut Vec<OperationOutput>)
 }
 
 impl SessionHandle {
-    /// More is heard; what follows of it.
+    /// Takes more samples; returns the resulting outputs.
     ///
     /// # Errors
-    /// The model's, after which the session is of no use; [`Error::EngineStopped`] where it is lost.
+    /// Errors of the model, after which the session must not be used; [`Error::EngineStopped`] if the session
+    /// is lost.
     pub async fn hear(&mut self, samples: Vec<f32>) -> Result<Vec<OperationOutput>, Error> {
         self.ask(Ask::Hear(samples)).await
     }
 
-    /// What it is, as far as heard.
+    /// Returns the outputs for the audio so far.
     ///
     /// # Errors
     /// As [`Self::hear`].
@@ -133,7 +134,7 @@ impl SessionHandle {
         self.ask(Ask::Segment { last }).await
     }
 
-    /// As just opened.
+    /// Resets the session to its initial state.
     ///
     /// # Errors
     /// As [`Self::hear`].
@@ -141,13 +142,13 @@ impl SessionHandle {
         self.ask(Ask::Reset).await.map(drop)
     }
 
-    /// Dropping the future loses the session.
+    /// Sends a request to the thread. Dropping the future loses the session.
     async fn ask(&mut self, ask: Ask) -> Result<Vec<OperationOutput>, Error> {
         let session = self.session.take().ok_or(Error::EngineStopped)?;
         let (done, answer) = oneshot::channel();
         let job = Job { session, ask, rate: self.rate, out: Vec::new(), done };
         self.jobs.send(job).map_err(|_| Error::EngineStopped)?;
-        // The model has panicked.
+        // The receive fails if the model panicked.
         let Done { session, answer } = answer.await.map_err(|_| Error::EngineStopped)?;
         self.session = Some(session);
         answer
@@ -178,7 +179,7 @@ mod tests {
         fn reset(&mut self) {}
     }
 
-    /// Takes so many turns for a segment, and tells of each.
+    /// Takes `left` turns for a segment, with an output for each.
     struct Slow {
         name: u64,
         left: u64,
@@ -207,19 +208,19 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_long_segment_lets_others_through_and_ends_when_nobody_waits() {
+    async fn a_long_segment_takes_turns_and_ends_when_its_caller_is_gone() {
         let thread = ModelThread::start(Operation::Asr, OperationMetrics::default()).unwrap();
         let endless = || Box::new(Slow { name: 1, left: u64::MAX });
         let mut waits = thread.session(endless(), 16_000);
         let waiting = tokio::spawn(async move { waits.segment(true).await.map(drop) });
-        // Served although the other one never ends, and with all of its own turns.
+        // It is served although the other session never ends, and gets all of its own turns.
         let mut other = thread.session(Box::new(Slow { name: 2, left: 3 }), 16_000);
         let told = other.segment(true).await.unwrap();
         assert_eq!(told, vec![OperationOutput::SpeechEnded { at: 2 }; 3]);
         assert!(!waiting.is_finished());
         waiting.abort();
         assert!(waiting.await.unwrap_err().is_cancelled());
-        // The thread ends with its sessions: it does not go on with what nobody waits for.
+        // The thread ends with its sessions and drops work that nobody waits for.
         let alone = other.segment(true);
         drop(alone);
         drop((thread, other));

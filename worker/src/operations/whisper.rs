@@ -1,4 +1,5 @@
-//! Speech to text by Whisper's network, as CTranslate2 publishes it ([`file`]), on this engine's own arithmetic.
+//! Speech to text with Whisper's network, in CTranslate2's file format ([`file`]), on this engine's own
+//! kernels.
 
 mod compute;
 mod file;
@@ -28,15 +29,15 @@ use words::Words;
 
 /// The files of a model.
 const FILES: [&str; 3] = ["model.bin", "config.json", "tokenizer.json"];
-/// Rates that are taken: sound is brought to [`RATE`].
+/// Accepted sample rates. Audio is resampled to [`RATE`].
 const RATES: std::ops::RangeInclusive<u32> = 8_000..=192_000;
-/// Seconds of a recording at most.
+/// Maximum seconds of a recording.
 const MAX_SECONDS: u64 = 1_800;
-/// Recordings that are heard or transcribed at a time: each may be 115 MB of samples, and as much of features.
+/// Maximum number of open recordings. Each may have 115 MB of samples and as much of features.
 const MAX_SESSIONS: u32 = 8;
-/// Bytes of a prompt at most; of its tokens the last ones count.
+/// Maximum bytes of a prompt. Only its last tokens are used.
 const MAX_PROMPT: usize = 16 << 10;
-/// More threads than this gain little.
+/// Maximum number of threads; more gain little.
 const MAX_THREADS: usize = 8;
 
 pub(super) struct Whisper {
@@ -49,7 +50,7 @@ pub(super) struct Whisper {
 /// A model that sessions share.
 pub(super) struct Shared(Arc<Whisper>);
 
-/// Whether a folder has all files of a model.
+/// Checks that a folder has all files of a model.
 pub(super) fn is_in(folder: &Path) -> Result<(), Refusal> {
     match FILES.iter().find(|file| !folder.join(file).is_file()) {
         None => Ok(()),
@@ -60,10 +61,10 @@ pub(super) fn is_in(folder: &Path) -> Result<(), Refusal> {
 }
 
 impl Whisper {
-    /// Loads the model of a folder, for so many threads.
+    /// Loads the model of a folder, for `threads` threads.
     ///
     /// # Errors
-    /// [`Error::Artefact`] where a file is not what it must be; the system's.
+    /// [`Error::Artefact`] for a file that is not valid; I/O errors.
     pub(super) fn load(folder: &Path, threads: NonZeroUsize) -> Result<Self, Error> {
         let compute = Compute::new(threads)?;
         let network = Network::load(&mut Weights::open(&folder.join(FILES[0]))?, threads.get())?;
@@ -73,11 +74,11 @@ impl Whisper {
     }
 }
 
-/// What the encoder of a bundle's model makes of the first thirty seconds of a sound, 1500 vectors one behind the other:
-/// to be compared with other programs.
+/// Encodes the first thirty seconds of audio with the encoder of a bundle's model: 1500 vectors,
+/// concatenated. For comparisons with other programs.
 ///
 /// # Errors
-/// The model's; [`Error::Config`] for a rate that is not taken.
+/// Errors of the model; [`Error::Config`] for a sample rate that is not accepted.
 pub fn encode_speech(bundle: &Bundle, rate: u32, sound: &[f32]) -> Result<Vec<f32>, Error> {
     if !RATES.contains(&rate) {
         let reason = format!("{rate}, it must be {} to {}", RATES.start(), RATES.end());
@@ -101,8 +102,8 @@ pub fn encode_speech(bundle: &Bundle, rate: u32, sound: &[f32]) -> Result<Vec<f3
 }
 
 impl Shared {
-    /// Loads the model of a folder. It is run by half of the threads that this process may have, since there are other
-    /// things to do that are more urgent.
+    /// Loads the model of a folder. It runs on half of the threads that this process may use, because other
+    /// work is more urgent.
     pub(super) fn load(folder: &Path) -> Result<Self, Error> {
         let all = crate::cgroup::cpus().get();
         let threads = NonZeroUsize::new((all / 2).min(MAX_THREADS)).unwrap_or(NonZeroUsize::MIN);
@@ -162,7 +163,7 @@ struct Recording {
     whisper: Arc<Whisper>,
     task: Task,
     resampler: Resampler,
-    /// What was heard, at [`RATE`].
+    /// The audio so far, at [`RATE`].
     sound: Vec<f32>,
     transcript: Option<Transcript>,
 }
@@ -182,7 +183,7 @@ impl Session for Recording {
     }
 
     fn segment(&mut self, _: bool, _: &mut Vec<OperationOutput>) -> Result<(), Error> {
-        // What is heard later goes on where the sound was cut, not behind the silence that ends it here.
+        // Later audio must continue where the audio was cut, not after the silence that is appended here.
         let heard = self.sound.len();
         self.resampler.clone().finish(&mut self.sound);
         let features = self.whisper.mel.recording(&self.sound);

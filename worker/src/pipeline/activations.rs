@@ -1,8 +1,8 @@
-//! Activations as bytes.
+//! Converts activations from and to bytes.
 
 use proto::stage::ActivationType;
 
-/// Little endian; as brain floats rounded to the nearest, ties to even.
+/// Encodes values in little endian. Bf16 rounds to nearest, ties to even.
 pub(super) fn encode(element: ActivationType, values: &[f32]) -> Vec<u8> {
     let mut bytes = vec![0; values.len() * element.bytes()];
     match element {
@@ -17,12 +17,12 @@ pub(super) fn encode(element: ActivationType, values: &[f32]) -> Vec<u8> {
     bytes
 }
 
-/// Gathers what [`encode`] wrote as it arrives, cut anywhere.
+/// Decodes the bytes of [`encode`] as they arrive, split at any byte.
 #[derive(Debug)]
 pub(super) struct Gathered {
     element: ActivationType,
     values: Vec<f32>,
-    /// An element of which the end is missing.
+    /// The first bytes of an incomplete element.
     begun: [u8; 4],
     begun_len: usize,
 }
@@ -49,7 +49,7 @@ impl Gathered {
         self.begin(rest);
     }
 
-    /// All elements since the last call.
+    /// Returns all elements since the last call.
     pub(super) fn take(&mut self) -> Vec<f32> {
         self.begun_len = 0;
         std::mem::take(&mut self.values)
@@ -76,7 +76,7 @@ impl Gathered {
 fn to_bf16(value: f32) -> u16 {
     let bits = value.to_bits();
     if value.is_nan() {
-        // Rounding must not make an infinity of it.
+        // Rounding must not turn a NaN into an infinity.
         return (bits >> 16) as u16 | 0x40;
     }
     (bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16) as u16
@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn f32_changes_no_bit_however_it_is_cut() {
+    fn f32_changes_no_bit_however_it_is_split() {
         let values = [0.0, -0.0, 1.5, f32::MIN_POSITIVE / 8.0, f32::MAX, f32::INFINITY, f32::NAN];
         for piece in 1..=30 {
             let back = decode(F32, &encode(F32, &values), piece);

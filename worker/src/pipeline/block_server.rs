@@ -1,5 +1,5 @@
-//! What a stage holds, read and filled by the first one. Blocks are named by number; nothing of an order is believed
-//! but that the first stage orders it. The thread that computes does it, between two steps or two layers of one.
+//! Lets the first stage read and write this stage's blocks. Blocks are named by number. Every order is
+//! checked. The compute thread executes it, between two steps or between two layers of a step.
 
 use crate::Error;
 use crate::decoder::{Blocks, LayerState};
@@ -10,20 +10,20 @@ use proto::stage::blocks::{StageBlock, StageBlocksOrder, StageBlocksReport, Stag
 use proto::transport::StageBlocksCall;
 use tokio::sync::{mpsc, oneshot, watch};
 
-/// Bytes that one order may move, and one block more.
+/// Maximum bytes that one order moves, not counting its last block.
 const MAX_BYTES: usize = 64 << 20;
 
-/// Something to be done with the blocks of a stage.
+/// A task for the compute thread, which owns the blocks.
 pub(super) type BlockTask = Box<dyn FnOnce(&mut Blocks<'_>) + Send>;
 
-/// Takes orders for a stage's blocks.
+/// Receives orders for a stage's blocks.
 #[derive(Debug, Clone)]
 pub(super) struct BlockServer {
     errands: mpsc::UnboundedSender<BlockTask>,
     slabs: Slabs,
-    /// Of each group; the last one may be that of states.
+    /// Bytes of a block, by group. The last group may be that of recurrent states.
     block_bytes: Vec<usize>,
-    /// The last step that it has been told the rows of which count.
+    /// The last step whose accepted rows have been applied.
     counted: watch::Receiver<u64>,
 }
 
@@ -31,8 +31,9 @@ pub(super) struct BlockServer {
 type BlockPlace = (usize, u32, usize);
 
 impl BlockServer {
-    /// For blocks of these sizes in an arena that is cut so; also what the thread that computes has to do. It tells by
-    /// `counted` the last step of which it has heard how many rows count.
+    /// Creates a server for blocks of these sizes, by group, in an arena laid out as `slabs`. Returns also
+    /// the receiver of its tasks, for the compute thread. That thread publishes in `counted` the last step
+    /// whose accepted rows it has applied.
     pub(super) fn new(
         slabs: Slabs,
         block_bytes: Vec<usize>,
@@ -42,7 +43,7 @@ impl BlockServer {
         (Self { errands, slabs, block_bytes, counted }, to_do)
     }
 
-    /// Does what is ordered, until the first stage wants no more.
+    /// Executes orders until the first stage closes the stream or one fails.
     pub(super) async fn serve(mut self, mut call: StageBlocksCall) {
         while let Ok(Some(order)) = call.next().await {
             let (report, bytes) = match self.obey(order, &mut call).await {
@@ -57,7 +58,7 @@ impl BlockServer {
         }
     }
 
-    /// Does one thing, and says what is answered to it.
+    /// Executes an order and returns the report with its payload. `None`: the order has no report.
     async fn obey(
         &mut self,
         order: StageBlocksOrder,
@@ -92,7 +93,7 @@ impl BlockServer {
                 Ok(Some((StageBlocksReport::Written, Vec::new())))
             }
             StageBlocksOrder::Behind(step) => {
-                // An error: the thread that computes has ended.
+                // The wait fails if the compute thread has ended.
                 let counted = self.counted.wait_for(|counted| *counted >= step).await;
                 counted.map(|_| None).map_err(|_| Error::EngineStopped)
             }
@@ -113,7 +114,8 @@ impl BlockServer {
         offset.ok_or_else(|| Error::StageStep { reason: format!("group {group} has no block {number}") })
     }
 
-    /// Where these lie, those left out of which the stage holds nothing, and their bytes in all.
+    /// Offsets of these blocks, and their total bytes. Blocks of groups in which this stage stores nothing
+    /// are left out.
     fn places(&self, blocks: &[StageBlock]) -> Result<(Vec<BlockPlace>, usize), Error> {
         let (mut places, mut all) = (Vec::with_capacity(blocks.len()), 0);
         for block in blocks {
@@ -136,7 +138,7 @@ impl BlockServer {
         errand: impl FnOnce(&mut Blocks<'_>) -> Result<T, Error> + Send + 'static,
     ) -> Result<T, Error> {
         let (done, result) = oneshot::channel();
-        // Whoever does not wait any more has given the replica up.
+        // If the receiver is gone, the replica was given up.
         let errand = move |held: &mut Blocks<'_>| drop(done.send(errand(held)));
         self.errands.send(Box::new(errand)).map_err(|_| Error::EngineStopped)?;
         result.await.map_err(|_| Error::EngineStopped)?

@@ -1,22 +1,22 @@
-//! When a stage that computes a step has failed: long after it should be done. Sans-IO.
+//! Time limit of a step at a stage. A stage that exceeds it by far counts as failed. Sans-IO.
 
 use std::time::Duration;
 
-/// No stage is given up before it has computed this long: machines hesitate.
+/// Minimum limit, since machines stall briefly.
 const FLOOR: Duration = Duration::from_secs(2);
-/// Before anything like a step has been measured: weights may still come from a disk.
+/// Limit before any step was measured, when weights may still be read from disk; also the maximum.
 const UNKNOWN: Duration = Duration::from_secs(60);
-/// How many times longer than the longest known a step may take.
+/// Ratio of the limit to the longest measured time.
 const PATIENCE: f64 = 8.0;
-/// What is left of the longest time with every step that takes less.
+/// Factor on the longest time at each step that took less.
 const FADE: f64 = 0.99;
-/// Powers of two of rows.
+/// Number of size classes; class `i` has up to `2^i` rows.
 const SIZES: usize = 32;
 
-/// How long one stage may take for a step.
+/// Time limits of one stage.
 #[derive(Debug, Clone)]
 pub(super) struct Deadline {
-    /// By the power of two that is not less than the rows: the longest of recent times, in seconds.
+    /// For each size class the longest recent time in seconds. `None` if not measured.
     longest: [Option<f64>; SIZES],
 }
 
@@ -31,13 +31,14 @@ fn size(rows: usize) -> usize {
 }
 
 impl Deadline {
-    /// A step of so many rows has taken `took`.
+    /// Records that a step of `rows` rows took `took`.
     pub(super) fn took(&mut self, rows: usize, took: Duration) {
         let longest = &mut self.longest[size(rows)];
         *longest = Some(took.as_secs_f64().max(longest.unwrap_or(0.0) * FADE));
     }
 
-    /// The longest that one of so many rows may take. Smaller steps tell by their rows, larger ones as they are.
+    /// Time limit of a step of `rows` rows. Without a time of its size, the largest smaller one is scaled by
+    /// its rows; without one, the smallest larger one is used unscaled.
     pub(super) fn limit(&self, rows: usize) -> Duration {
         let size = size(rows);
         let smaller = self.longest[..=size].iter().enumerate().rev();

@@ -1,7 +1,8 @@
-//! Guesses at the last stage, behind what it has drawn (docs/decisions/0052-draft-at-the-last-stage.md).
+//! Drafting at the last stage, after sampling (docs/decisions/0052-draft-at-the-last-stage.md).
 //!
-//! A step asks for them, so they need no way of their own: the hidden states of its rows are still there, the tokens have
-//! just been drawn, and its tables name the caches. The stage remembers nothing of them.
+//! A step requests draft tokens, so no extra message is needed: the hidden states of its rows are still
+//! present, its tokens were just drawn, and its tables name the caches. The stage keeps no state between
+//! steps.
 
 use super::step;
 use crate::Error;
@@ -12,20 +13,20 @@ use proto::stage::{MAX_GUESSES, StageGuessed, StageSequence, StageStep};
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// Guesses that a step asks for, of one of its sequences.
+/// A step's request for draft tokens of one sequence.
 pub(super) struct Asked<'a> {
     sequence: &'a StageSequence,
     /// The step's rows of the sequence.
     rows: Range<usize>,
-    /// The first that is drawn from.
+    /// The first row that a token is drawn from.
     first: usize,
     most: usize,
 }
 
-/// What a step asks for.
+/// Returns the draft requests of a step.
 ///
 /// # Errors
-/// [`Error::StageStep`] for what a step cannot ask for, or not of this stage.
+/// [`Error::StageStep`] if a request is invalid or this stage has no drafter.
 pub(super) fn asked<'a>(step: &'a StageStep, decoder: &Decoder) -> Result<Vec<Asked<'a>>, Error> {
     let refuse = |reason: String| Err(Error::StageStep { reason });
     if !step.guesses.is_empty() && !decoder.drafts() {
@@ -49,7 +50,7 @@ pub(super) fn asked<'a>(step: &'a StageStep, decoder: &Decoder) -> Result<Vec<As
     }
 }
 
-/// Whether these are guesses for what was asked for, so many tokens at most of each sequence.
+/// Whether these are valid draft tokens: in the vocabulary, and at most `asked[i]` for the i-th sequence.
 pub(super) fn answers(guessed: &[StageGuessed], asked: &[u32], vocab: usize) -> bool {
     let fits = |(StageGuessed { tokens }, most): (&StageGuessed, &u32)| {
         tokens.len() <= *most as usize && tokens.iter().all(|token| (*token as usize) < vocab)
@@ -57,8 +58,8 @@ pub(super) fn answers(guessed: &[StageGuessed], asked: &[u32], vocab: usize) -> 
     guessed.len() == asked.len() && guessed.iter().zip(asked).all(fits)
 }
 
-/// Guesses what comes behind the tokens that were `drawn` from rows of a step which has just left the last layer. Nothing
-/// is left of its residual stream.
+/// Drafts tokens after the tokens `drawn` (row, token) of a step that has just passed the last layer.
+/// Overwrites the step's residual stream.
 pub(super) fn draft(
     decoder: &mut Decoder,
     slabs: &Slabs,
@@ -69,7 +70,7 @@ pub(super) fn draft(
     let newest = |asked: &Asked<'_>| {
         let of = |row: usize| drawn.get(&(row as u32)).copied();
         let mut row = asked.first;
-        // As long as the token behind a row was drawn from it, that was a guess which counts.
+        // While the token of the next row equals the one drawn from this row, that draft token was accepted.
         while row + 1 < asked.rows.end && of(row).is_some_and(|token| step.tokens[row + 1] == token) {
             row += 1;
         }
@@ -123,7 +124,7 @@ mod tests {
         root.join(arch).join(format!("{arch}-f32.gguf"))
     }
 
-    /// The last layers of a small model, with who guesses beside them, and the slabs of their arena.
+    /// The last layers of a small model with a draft model, and the slabs of their arena.
     fn stage(drafts: bool) -> (Decoder, Slabs) {
         let (path, drafter) = (file("gemma4"), file("gemma4-assistant"));
         let digest = ModelFile::open(&drafter).unwrap().digest().unwrap();
@@ -145,10 +146,10 @@ mod tests {
         (decoder, slabs)
     }
 
-    /// Two sequences, of three rows and of two, that ask for guesses behind what is drawn.
+    /// Two sequences, of three rows and of two, that request draft tokens.
     fn good() -> StageStep {
         let sequence = |rows, context, block| {
-            // A slab is of one group.
+            // Each slab belongs to one group.
             let table = |slab: u32| StageTable { skipped: 0, blocks: vec![3 * slab + block] };
             StageSequence { rows, context, tables: vec![table(0), table(1)], state: None }
         };
@@ -165,10 +166,10 @@ mod tests {
         }
     }
 
-    /// A change to a step, and what it is called.
+    /// A change that makes a step invalid, and its name.
     type Spoil = (&'static str, fn(&mut StageStep));
 
-    /// What cannot be guessed behind is refused before anything is computed.
+    /// An invalid draft request is refused before anything is computed.
     #[test]
     fn sec_guesses_oob() {
         let (decoder, _) = stage(true);
@@ -194,9 +195,9 @@ mod tests {
         assert!(asked(&none, &without).unwrap().is_empty());
     }
 
-    /// Guesses follow the last row that counts: what that is depends on what was drawn.
+    /// Draft tokens continue the last accepted row, which depends on the drawn tokens.
     #[test]
-    fn guesses_follow_what_was_drawn() {
+    fn draft_tokens_follow_the_drawn_tokens() {
         let (mut decoder, slabs) = stage(true);
         let step = good();
         let activations: Vec<f32> =
@@ -208,22 +209,22 @@ mod tests {
             assert!(answers(&guessed, &[3, 2], decoder.spec().vocab));
             guessed.into_iter().map(|guessed| guessed.tokens).collect()
         };
-        // Both guesses of the first sequence are right; then it is as if it were asked at its last row.
+        // Both draft tokens of the first sequence are accepted; the result equals a request at its last row.
         let all = guess(&step, &[(0, 4), (1, 5), (2, 9), (4, 8)]);
         assert_eq!(all.iter().map(Vec::len).collect::<Vec<_>>(), [3, 2]);
         let mut last = step.clone();
         last.guesses[0].first = 2;
         assert_eq!(guess(&last, &[(2, 9), (4, 8)]), all);
-        // The first is wrong: what was drawn behind it counts for nothing.
+        // The first draft token is rejected, so tokens drawn after it are ignored.
         let wrong = guess(&step, &[(0, 300), (1, 5), (2, 9), (4, 8)]);
         assert_eq!(wrong[1], all[1]);
         assert_eq!(guess(&step, &[(0, 300), (4, 8)])[0], wrong[0]);
-        // Nothing was drawn of the other.
+        // No token was drawn for the other sequence.
         assert_eq!(guess(&step, &[(0, 4), (1, 5), (2, 9)]), [all[0].clone(), Vec::new()]);
     }
 
     #[test]
-    fn answers_are_guesses_that_were_asked_for() {
+    fn only_requested_draft_tokens_are_valid() {
         let guessed = |tokens: &[u32]| StageGuessed { tokens: tokens.to_vec() };
         assert!(answers(&[guessed(&[1, 9]), guessed(&[])], &[2, 1], 10));
         assert!(!answers(&[guessed(&[1, 10])], &[2], 10), "a token that is none");

@@ -1,8 +1,8 @@
-//! All stages of a replica but the first, as its engine sees them: steps go out, several at a time, and answers come
-//! back in the same order.
+//! The downstream ranks of a replica, as the first stage's engine uses them. Several steps are in flight at
+//! once; results return in the order of the steps.
 //!
-//! The engine's thread reads the stream of the last stage itself, and sends what is small itself (`outlet.rs`): a step of
-//! some streams passes no other thread than those that QUIC has at the other end.
+//! The engine's thread reads the last stage's stream itself and sends small messages itself
+//! (`send_queue.rs`), so that a small step needs no other thread on this node.
 
 use super::activations;
 use super::deadline::Deadline;
@@ -34,18 +34,18 @@ use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
-/// How long an answer is waited for before the stages are asked how far they are, and then again.
+/// Time to wait for a result before all stages are polled for their progress; also the polling interval.
 const ASK_AFTER: Duration = Duration::from_millis(250);
-/// A stage that answers nothing for so long is lost, though its connection stands.
+/// A stage that sends nothing for this long counts as lost, even if its connection is open.
 const SILENCE: Duration = Duration::from_millis(2500);
-/// A stage that has lost its neighbour is seldom the one to blame: for so long another is waited for.
+/// When a stage reports a lost neighbour, the time to wait for a report that names the stage that failed.
 const BLAME: Duration = Duration::from_millis(500);
 
-/// Where the blocks of a replica lie.
+/// Block layout of a replica.
 #[derive(Debug)]
 pub(super) struct Layout {
     pub(super) blocks: Slabs,
-    /// As the first stage's arena is cut.
+    /// Layout of the first stage's own arena.
     pub(super) own: Slabs,
     pub(super) state_group: Option<usize>,
     pub(super) activations: ActivationType,
@@ -60,27 +60,30 @@ pub(crate) struct PipelineExecutor {
     steps: SendQueue<ActivationSender>,
     reports: StageReports,
     heard: mpsc::UnboundedReceiver<StageSignal>,
-    /// Its other end, so that it stays open where there are none.
+    /// The sender of `heard`, kept so that the channel stays open if no task has a sender.
     _tell: mpsc::UnboundedSender<StageSignal>,
-    /// Where the question for progress goes; dropped, a stage hears that the replica has ended.
+    /// One channel for each later stage; a message polls its progress. Dropping it closes the stage's control
+    /// stream, which ends the replica there.
     asks: Vec<mpsc::Sender<()>>,
     tasks: Vec<tokio::task::JoinHandle<()>>,
     under_way: VecDeque<UnderWay>,
     stages: Vec<StageStatus>,
     pace: Pace,
-    /// When a step was answered last.
+    /// When the last result arrived.
     answered: Instant,
     head_share: HeadShare,
-    /// Where all logits of the last stage's part are wanted, and where the largest one is.
+    /// Head splits for rows whose logits are all needed (0) and for rows of which only the largest logit is
+    /// needed (1).
     head_splits: [HeadSplit; 2],
-    /// A step of whose logits the last stage has not sent its part.
+    /// A step whose result arrived without the last stage's part of the logits.
     halved: Option<UnderWay>,
     counts: StageCounts,
-    /// What the stages are reached by, and the leases under a cluster, which end with this.
+    /// The endpoint to the stages, and the tasks that renew their leases in a cluster. Both end when this is
+    /// dropped.
     _held: (Arc<Endpoint>, JoinSet<()>),
 }
 
-/// What is known of a stage, the first one included.
+/// State of one stage. The first stage has an entry, too.
 #[derive(Debug, Clone)]
 struct StageStatus {
     deadline: Deadline,
@@ -88,49 +91,49 @@ struct StageStatus {
     heard: Instant,
 }
 
-/// A step that the other stages have.
+/// A step that was sent to the other stages and has no result yet.
 #[derive(Debug)]
 struct UnderWay {
     step: u64,
     rows: usize,
     decodes: bool,
-    /// What it was planned under.
+    /// The choice that the step was planned with; `None` next to prompts.
     choice: Option<MicrobatchChoice>,
-    /// Tokens, samples and rows of logits that must come.
+    /// Expected numbers of tokens, samples and rows of logits.
     wanted: [usize; 3],
-    /// Rows of the residual stream that must.
+    /// Rows whose residual stream is expected back.
     returned: Vec<u32>,
-    /// Guesses that may come of each sequence for which some were asked for.
+    /// Maximum number of draft tokens for each sequence that requested some.
     guesses: Vec<u32>,
-    /// Values of a row of logits and of the residual stream.
+    /// Values of a row of logits, and of a row of the residual stream.
     widths: (usize, usize),
     handed_over: Instant,
-    /// What the first stage took.
+    /// Compute time of the first stage.
     computed: Duration,
-    /// No other was under way then.
+    /// No other step was in flight when this one was sent.
     alone: bool,
-    /// If its logits could be made at two places.
+    /// `None` if the step's logits cannot be split between two stages.
     split: Option<HeadSplitChoice>,
 }
 
-/// Of one row, whose logits are made where.
+/// Which stage computes which logits of one row.
 #[derive(Debug, Clone, Copy)]
 struct HeadSplitChoice {
-    /// The last stage's first token; none where it makes all logits.
+    /// First token of the last stage's part. `None`: the last stage computes all logits.
     from: Option<u32>,
-    /// Only the largest logit is wanted.
+    /// Only the largest logit is needed.
     best: bool,
 }
 
-/// What the last stage has made of its part of a row's logits.
+/// The last stage's part of a row's logits.
 #[derive(Debug)]
 pub(crate) enum Rest {
     Logits(Vec<f32>),
-    /// The token of the largest one, and that.
+    /// Token with the largest logit of the part, and that logit.
     Best(u32, f32),
 }
 
-/// What was made of a step behind its last layer.
+/// The result of a step.
 #[derive(Debug)]
 pub(crate) struct StepResult {
     pub(crate) step: u64,
@@ -140,34 +143,38 @@ pub(crate) struct StepResult {
     pub(crate) samples: Vec<StageSampled>,
     /// Each row of [`WantedRows::logits`].
     pub(crate) logits: Vec<Vec<f32>>,
-    /// If nothing of that has been made: the rows that something is wanted of, ascending, and their residual stream.
+    /// The residual stream of rows for which the last stage computed no tokens or logits: their row numbers
+    /// in ascending order, and their values, `[rows, hidden]`. `None` if the last stage computed the results.
     pub(crate) returned: Option<(Vec<u32>, Vec<f32>)>,
-    /// The last stage makes the logits of that one row itself from this token on: [`PipelineExecutor::rest`] gives them.
+    /// First token of the last stage's part of the one row's logits; [`PipelineExecutor::rest`] returns that
+    /// part. `None` if the logits are not split.
     pub(crate) head_from: Option<u32>,
-    /// For each of [`StepRequest::guesses`] what will probably be drawn next.
+    /// Draft tokens for each of [`StepRequest::guesses`].
     pub(crate) guessed: Vec<Vec<u32>>,
-    /// What guessing has taken of the last stage's time.
+    /// Time that the last stage spent on drafting.
     pub(crate) guessing: Duration,
     pub(crate) spent: Spent,
 }
 
-/// What the other stages are asked for beside a step's plan.
+/// What a step requests from the other stages besides its plan.
 #[derive(Debug, Default)]
 pub(crate) struct StepRequest {
-    /// Rows that something is to be made of.
+    /// Rows that need a token, a sample or logits.
     pub(crate) wanted: WantedRows,
-    /// Sequences behind whose draws the last stage is to guess, in the order of the plan's.
+    /// Sequences for which the last stage drafts tokens after sampling, in the order of the plan's sequences.
     pub(crate) guesses: Vec<StageGuess>,
-    /// Spans that the step is below of.
+    /// Parent spans of the step.
     pub(crate) traces: Vec<TraceContext>,
 }
 
-/// What a step has cost.
+/// Time and traffic of a step.
 #[derive(Debug)]
 pub(crate) struct Spent {
-    /// Each stage, the first one included; what that waits for and receives belongs to no one step.
+    /// One entry for each stage, the first one included. The first stage's waiting time and received bytes
+    /// are not part of it, since they belong to no single step.
     pub(crate) stages: Vec<StageSpent>,
-    /// Since it was handed to the second stage: what the stages have not computed meanwhile it has waited or travelled.
+    /// Time since the step was sent to the second stage. What the stages did not spend computing was waiting
+    /// or network time.
     pub(crate) under_way: Duration,
 }
 
@@ -184,7 +191,7 @@ impl Drop for PipelineExecutor {
 }
 
 impl PipelineExecutor {
-    /// Over the control streams of the later stages, in their order.
+    /// Creates an executor over the control streams of the later stages, in the order of the stages.
     pub(super) fn new(
         runtime: Handle,
         held: (Arc<Endpoint>, JoinSet<()>),
@@ -236,22 +243,24 @@ impl PipelineExecutor {
         })
     }
 
-    /// What the next step takes of what there is to do; `None` if it must wait for an answer.
+    /// Returns the limits of the next step, or `None` if the engine must first wait for a result.
     pub(crate) fn limits(&mut self, demand: Demand) -> Option<StepLimits> {
         self.pace.limits(demand, self.under_way.len())
     }
 
-    /// Whether a stage has failed to move its part of blocks: the next [`Self::answer`] says which.
+    /// Whether a stage failed to read or write its part of blocks. The next [`Self::answer`] returns the
+    /// error.
     pub(crate) fn is_lost(&self) -> bool {
         self.parts.is_lost()
     }
 
-    /// Bytes of a block, at all stages together.
+    /// Bytes of a block, summed over all stages.
     pub(crate) fn block_bytes(&self, group: usize) -> usize {
         self.parts.block_bytes(group)
     }
 
-    /// What blocks hold, those of `first` and all other stages. Blocks of completed steps may be read at any time.
+    /// Reads whole blocks: the parts of `first` (this stage's blocks) and of all other stages. Blocks of
+    /// completed steps may be read at any time.
     pub(crate) fn read_blocks(
         &mut self,
         first: Blocks<'_>,
@@ -261,7 +270,7 @@ impl PipelineExecutor {
         self.parts.read(first, wanted, limit)
     }
 
-    /// Fills blocks that no step under way knows.
+    /// Writes blocks that no step in flight uses.
     pub(crate) fn write_blocks(
         &mut self,
         first: Blocks<'_>,
@@ -271,45 +280,46 @@ impl PipelineExecutor {
         self.parts.write(first, pieces, limit)
     }
 
-    /// The recurrent states of all layers in a slot.
+    /// Reads the recurrent states of all layers in a slot.
     pub(crate) fn read_states(&mut self, first: Blocks<'_>, slot: u32) -> Result<Vec<LayerState>, Error> {
         let limit = self.patience();
         self.parts.states(first, slot, limit)
     }
 
-    /// How long a stage may take to move its part of a few blocks: it does so behind the layer that it computes.
+    /// Time limit for a stage to read or write its part of a few blocks. The stage does so only after the
+    /// layer that it is computing.
     fn patience(&self) -> Duration {
         let steps = self.under_way.iter().map(|step| step.rows);
         let limits = steps.flat_map(|rows| self.stages.iter().map(move |known| known.deadline.limit(rows)));
         match self.parts.waits() {
-            // Behind steps that are on the same way.
+            // The order waits for accepted rows that follow these steps on their stream.
             true => limits.fold(SILENCE, Duration::saturating_add),
             false => limits.fold(SILENCE, Duration::max),
         }
     }
 
-    /// Whether rows of as many steps as may be under way can be taken back.
+    /// Whether every step that may be in flight can defer its state updates.
     pub(crate) fn can_defer(&self) -> bool {
         self.pace.most() as usize <= MAX_DEFERRED_STEPS
     }
 
-    /// So many rows count of each sequence that an answered step has deferred the state of. It goes the way of the steps,
-    /// at once: the stages are done with it when the next one comes.
+    /// Sends the number of accepted rows of each sequence whose state update a finished step deferred. The
+    /// message is sent at once on the stream of the steps, so stages apply it before the next step.
     pub(crate) fn counted(&mut self, step: u64, rows: &[usize]) {
         let rows = rows.iter().map(|rows| *rows as u32).collect();
         self.steps.send((StageFrame::Counted(StageCounted { step, rows }), Vec::new()));
         self.parts.counted(step);
     }
 
-    /// What the stages have done so far.
+    /// Returns the counters and resets [`StageCounts::hops`].
     pub(crate) fn take_counts(&mut self) -> StageCounts {
         self.counts.under_way = self.under_way.len();
         let hops = std::mem::take(&mut self.counts.hops);
         StageCounts { hops, ..self.counts.clone() }
     }
 
-    /// Runs a step over the first stage's layers and hands it on with what is asked for. [`Self::answer`] gives what became
-    /// of it.
+    /// Runs a step over the first stage's layers and sends it to the next stage with the request.
+    /// [`Self::answer`] returns its result.
     pub(crate) fn run(
         &mut self,
         decoder: &mut Decoder,
@@ -326,9 +336,9 @@ impl PipelineExecutor {
         let bytes = activations::encode(*activations, &residual);
         let one = |sequence: &PlannedSequence| sequence.rows.len() == 1 + sequence.guesses as usize;
         let decodes = plan.sequences.iter().all(|sequence| sequence.samples && one(sequence));
-        // Who guesses behind draws must make them.
+        // The stage that drafts must also sample, because drafting starts from the sampled tokens.
         let shared = decodes && decoder.has_head() && step.guesses.is_empty();
-        // A step that has the stages to itself takes the shortest way.
+        // A step that is alone in the pipeline splits its logits to minimize latency.
         let alone = self.under_way.is_empty();
         let vocab = decoder.spec().vocab;
         let split = shared && alone && wanted.is_one() && decoder.splits_head();
@@ -363,7 +373,7 @@ impl PipelineExecutor {
         Ok(())
     }
 
-    /// The first stage has made logits of rows that came back, in so much time.
+    /// Records that the first stage spent `took` on logits of rows that the last stage returned.
     pub(crate) fn helped(&mut self, took: Duration) {
         self.head_share.head_took(took);
         if let Some(first) = self.counts.stages.first_mut() {
@@ -371,8 +381,8 @@ impl PipelineExecutor {
         }
     }
 
-    /// What became of the oldest step under way; none if that is not known yet and is not waited for, or if there is
-    /// no step.
+    /// Returns the result of the oldest step in flight. `None` if there is no step, or if `wait` is false and
+    /// the result has not arrived.
     pub(crate) fn answer(&mut self, wait: bool) -> Result<Option<StepResult>, Error> {
         let (since, runtime) = (Instant::now(), self.runtime.clone());
         if let Some(lost) = self.parts.take_lost() {
@@ -414,13 +424,13 @@ impl PipelineExecutor {
         Ok(Some(StepResult { step, tokens, samples, logits, returned, head_from, guessed, guessing, spent }))
     }
 
-    /// The last stage's part of the logits of the row that the last answer has given back, where that says that it makes one.
-    /// The first stage has made its own in so much time.
+    /// Returns the last stage's part of the logits of the row that the last result returned, if
+    /// [`StepResult::head_from`] is set. `own` is the time that the first stage spent on its own part.
     pub(crate) fn rest(&mut self, own: Duration) -> Result<Rest, Error> {
         let Some(halved) = self.halved.take() else {
             return Err(Error::Invariant("no stage makes a part of these logits".to_owned()));
         };
-        // Until then it is not done, wherever it hangs.
+        // The step stays in flight until its logits arrive, so that timeouts apply to it.
         self.under_way.push_front(halved);
         let (since, runtime) = (Instant::now(), self.runtime.clone());
         let mut patience = std::mem::take(&mut self.patience);
@@ -479,7 +489,8 @@ impl PipelineExecutor {
         }
     }
 
-    /// The answer to the oldest step, and its rows, unless there is no step.
+    /// Receives the oldest step's result and its rows. `None` if there is no step, or if `wait` is false and
+    /// no result has arrived.
     async fn hear(&mut self, wait: bool) -> Result<Option<(StageDrawn, Vec<Vec<f32>>)>, Error> {
         match self.report(wait).await? {
             None => Ok(None),
@@ -488,7 +499,7 @@ impl PipelineExecutor {
         }
     }
 
-    /// What the last stage has made of the oldest step's logits.
+    /// Receives the last stage's part of the oldest step's logits.
     async fn hear_rest(&mut self) -> Result<(StageRest, Vec<f32>), Error> {
         let split = |step: &UnderWay| Some((step.step, step.widths.0, step.split?.from?, step.split?.best));
         let Some((step, vocab, from, best)) = self.under_way.front().and_then(split) else {
@@ -514,12 +525,13 @@ impl PipelineExecutor {
         }
     }
 
-    /// The last stage, which reports something at the wrong time.
+    /// Error for a report that the last stage sent at the wrong time.
     fn not_awaited(&self, report: StageReport) -> LostStage {
         LostStage { stage: self.asks.len(), source: not_awaited(Ok(report)) }
     }
 
-    /// The last stage's next report of a step, unless there is no step; none, too, if it is not there and not waited for.
+    /// Receives the last stage's next result. `None` if there is no step, or if `wait` is false and no result
+    /// has arrived.
     async fn report(&mut self, wait: bool) -> Result<Option<StageReport>, Error> {
         if self.under_way.is_empty() {
             return Ok(None);
@@ -540,7 +552,7 @@ impl PipelineExecutor {
                     if let Some(late) = self.late(since) {
                         return Err(late.into());
                     }
-                    // Whoever has not answered the last question need not be asked again.
+                    // A stage that has not answered the last poll is not polled again.
                     for ask in &self.asks {
                         let _ = ask.try_send(());
                     }
@@ -559,7 +571,7 @@ impl PipelineExecutor {
         }
     }
 
-    /// The rows behind a report, if it says what the oldest step wants to know.
+    /// Reads the rows that follow a report, after checking that it matches the oldest step.
     async fn rows_of(&mut self, drawn: StageDrawn) -> Result<(StageDrawn, Vec<Vec<f32>>), Error> {
         let Some(oldest) = self.under_way.front() else {
             return Err(Error::Invariant("an answer to no step".to_owned()));
@@ -586,7 +598,8 @@ impl PipelineExecutor {
         Ok((drawn, rows))
     }
 
-    /// The stage that has held up the oldest step for longer than it may, if one has; waited for since `since`.
+    /// Returns the stage that delayed the oldest step beyond its limit, if any. `since` is the start of the
+    /// wait.
     fn late(&self, since: Instant) -> Option<LostStage> {
         let oldest = self.under_way.front()?;
         let mut before = Duration::ZERO;
@@ -606,7 +619,7 @@ impl PipelineExecutor {
                 return timeout("computing a step", limit);
             }
             if done < oldest.step {
-                // It computes what came before, or the step has not reached it.
+                // The stage computes an earlier step, or this step has not arrived there.
                 let lost = computed.is_none() && since.elapsed() > before;
                 return if lost { timeout("receiving a step", before) } else { None };
             }
@@ -614,8 +627,8 @@ impl PipelineExecutor {
         None
     }
 
-    /// Who is to blame when a stage is lost: if it only says that it has lost its neighbour, whoever is heard to be
-    /// lost soon.
+    /// Finds the stage that failed. If `lost` only reports a lost neighbour, waits up to [`BLAME`] for a
+    /// report that names another stage.
     async fn blame(&mut self, lost: LostStage) -> LostStage {
         let second_hand = |source: &proto::Error| {
             matches!(
@@ -643,7 +656,7 @@ impl PipelineExecutor {
     }
 }
 
-/// Why a report ends the replica.
+/// Converts an unexpected report, or a receive error, into the error that ends the replica.
 fn not_awaited(report: Result<StageReport, proto::Error>) -> proto::Error {
     report.map_or_else(|error| error, |_| proto::Error::Protocol("a report at the wrong time"))
 }
@@ -660,17 +673,17 @@ impl Writes for ActivationSender {
     }
 }
 
-/// Writes what does not leave at once.
+/// Sends queued messages until the queue ends or a write fails.
 async fn pass_steps(queue: Queue<ActivationSender>, heard: mpsc::UnboundedSender<StageSignal>) {
     if let Err(source) = queue.write_all().await {
-        // An engine that is gone need not hear it.
+        // The send fails only if the engine is gone.
         let _ = heard.send(StageSignal::Lost(LostStage { stage: 1, source }));
     }
 }
 
 async fn pass_questions(mut orders: StageOrders, mut asked: mpsc::Receiver<()>) {
     while asked.recv().await.is_some() {
-        // A stage that is gone is noticed by whoever reads its reports.
+        // The reader of the stage's reports notices a lost stage.
         if orders.send(&StageOrder::TellProgress).await.is_err() {
             return;
         }
@@ -684,7 +697,7 @@ async fn listen(stage: usize, mut reports: StageReports, heard: mpsc::UnboundedS
             report => StageSignal::Lost(LostStage { stage, source: not_awaited(report) }),
         };
         let last = matches!(told, StageSignal::Lost(_));
-        // An engine that is gone need not hear it.
+        // The send fails only if the engine is gone.
         if heard.send(told).is_err() || last {
             return;
         }

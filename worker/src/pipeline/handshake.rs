@@ -1,5 +1,5 @@
-//! The first stage's side of forming a replica: it has the others load their layers, and tells them how to lay out
-//! their caches. What comes then is [`PipelineExecutor`].
+//! Forms a replica, on the first stage: requests the other stages to load their layers and to lay out their
+//! caches. Ends with a [`PipelineExecutor`].
 
 use super::executor::PipelineExecutor;
 use super::lease::{self, ReplicaClaim};
@@ -22,7 +22,7 @@ use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
-/// The stages of a replica besides the first one, not yet asked to take part.
+/// The later stages of a replica, before they are asked to join.
 #[derive(Debug)]
 pub struct Replica {
     runtime: Handle,
@@ -33,25 +33,25 @@ pub struct Replica {
     lost: watch::Sender<Option<String>>,
 }
 
-/// What a coordinator has said of a replica.
+/// A replica's layer ranges as planned by a coordinator, with its claim on the stages.
 #[derive(Debug)]
 struct Plan {
     ranges: Vec<Range<usize>>,
     claim: ReplicaClaim,
 }
 
-/// Why an engine cannot go on: another stage of its replica is gone.
+/// Another stage of the replica is lost, so the engine must stop.
 #[derive(Debug, thiserror::Error)]
 #[error("stage {stage} is lost: {source}")]
 pub struct LostStage {
-    /// Which, the first one being 0.
+    /// Index of the stage; the first stage is 0.
     pub stage: usize,
     pub source: proto::Error,
 }
 
 impl Replica {
-    /// A replica of this process and `later` workers, in the order of their layers, at least one. `runtime` moves the
-    /// bytes; what blocks must not be called on it.
+    /// Creates a replica of this process and `later` workers, at least one, in the order of their layers.
+    /// `runtime` does the network I/O. Methods that block must not be called on its threads.
     pub fn new(
         runtime: Handle,
         identity: &Identity,
@@ -66,27 +66,29 @@ impl Replica {
         Ok(Self { runtime: runtime.clone(), endpoint, later, activations, plan: None, lost })
     }
 
-    /// Cut as a coordinator has planned it, a range for each stage; the other stages are claimed and held by leases.
+    /// Uses a coordinator's plan: one range for each stage. The other stages are then claimed and held by
+    /// leases.
     pub(crate) fn planned(self, ranges: Vec<Range<usize>>, claim: ReplicaClaim) -> Self {
         Self { plan: Some(Plan { ranges, claim }), ..self }
     }
 
-    /// Says why when a stage that is held by a lease is lost, also while nothing is computed.
+    /// Watches for a lost stage, also while no step runs. The value is the reason. Only stages with a lease
+    /// are watched.
     pub(crate) fn lost(&self) -> watch::Receiver<Option<String>> {
         self.lost.subscribe()
     }
 
-    /// By which the stages are reached: closing it ends the replica, whatever it does.
+    /// The endpoint to the other stages. Closing it ends the replica at any time.
     pub(crate) fn endpoint(&self) -> Arc<Endpoint> {
         Arc::clone(&self.endpoint)
     }
 
-    /// How many stages it has, the first one included.
+    /// Number of stages, the first one included.
     pub fn stages(&self) -> usize {
         self.later.len() + 1
     }
 
-    /// What the activations' type adds to a numeric class; nothing where it changes no bit.
+    /// Suffix of the numeric class for the activations' type. `None` if the type changes no results.
     pub(crate) fn class(&self) -> Option<&'static str> {
         match self.activations {
             ActivationType::F32 => None,
@@ -94,8 +96,9 @@ impl Replica {
         }
     }
 
-    /// Asks all stages to load their ranges, and the last one who guesses there if somebody does, and returns at once: the
-    /// first range is the caller's to load.
+    /// Requests all later stages to load their ranges and, if there is a drafter for it, the last stage to
+    /// load the drafter. Returns without waiting for them. The caller loads the first range, which is
+    /// returned.
     pub(crate) fn join(
         self,
         spec: &ModelSpec,
@@ -146,7 +149,7 @@ impl Replica {
         Ok((first, Joining { runtime, endpoint, stages, leases, replica, activations, parts: Vec::new() }))
     }
 
-    /// Unlike that of any other replica.
+    /// An id that no other replica has.
     fn fresh_id(&self) -> [u8; 16] {
         let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let name = format!("{} {} {since_1970:?}", self.endpoint.name(), self.endpoint.address());
@@ -172,13 +175,13 @@ struct Stage {
     control: StageControl,
 }
 
-/// Stages that load their layers.
+/// Stages that are loading their layers.
 #[derive(Debug)]
 pub(crate) struct Joining {
     runtime: Handle,
     endpoint: Arc<Endpoint>,
     stages: Vec<Stage>,
-    /// Those under a cluster; they end with it.
+    /// Tasks that renew the leases in a cluster. Dropping them ends the leases.
     leases: JoinSet<()>,
     replica: ReplicaId,
     activations: ActivationType,
@@ -187,7 +190,8 @@ pub(crate) struct Joining {
 }
 
 impl Joining {
-    /// Waits until all have loaded, and adds the bytes of their blocks to the first stage's, group by group.
+    /// Waits until all stages have loaded. Returns the bytes of a block of each group, summed over all
+    /// stages; `first` has those of the first stage.
     pub(crate) fn block_bytes(&mut self, first: &[u64]) -> Result<Vec<u64>, Error> {
         let lengths = |bytes: &[u64]| bytes.iter().map(|bytes| *bytes as usize).collect();
         self.parts = vec![lengths(first)];
@@ -209,7 +213,7 @@ impl Joining {
         Ok(sums)
     }
 
-    /// Has all stages lay out their caches, `decoder`'s among them, so that together they hold what `cache` says.
+    /// Has all stages, `decoder`'s included, lay out their caches so that together they implement `cache`.
     pub(crate) fn begin(
         mut self,
         decoder: &mut Decoder,
@@ -222,7 +226,7 @@ impl Joining {
             slabs: blocks.count(),
             blocks_per_slab: blocks.blocks_per_slab(),
         });
-        // The last first: each connects to the one behind it.
+        // In reverse order, because each stage connects to its successor.
         for (index, stage) in self.stages.iter_mut().enumerate().rev() {
             let begun = self.runtime.block_on(async {
                 stage.control.orders.send(&order).await?;
@@ -255,7 +259,7 @@ impl Joining {
     }
 }
 
-/// How a stage's arena is cut, given the slabs of the scheduler's cache.
+/// Layout of a stage's arena, from the slabs of the scheduler's cache.
 pub(super) fn arena(count: u32, blocks_per_slab: &[u32], decoder: &Decoder) -> Result<Slabs, Error> {
     let sizes: Vec<u64> = decoder.groups().iter().map(|group| group.block_bytes as u64).collect();
     Slabs::with_blocks(count, blocks_per_slab, &sizes)

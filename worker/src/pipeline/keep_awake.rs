@@ -1,7 +1,7 @@
-//! Keeping a CPU awake for a thread that waits.
+//! Keeps a CPU awake while a compute thread waits.
 //!
-//! A thread of its own spins meanwhile, below all others: whoever wakes has the CPU at once, and where another computes
-//! it has next to nothing of it. So nobody need find out who else is there.
+//! A separate thread with `SCHED_IDLE` spins meanwhile. A thread that becomes runnable preempts it at once,
+//! and next to running threads it gets almost no CPU time. So it needs no knowledge of other load.
 
 use crate::telemetry::CPUS_SLEEP;
 use rustix::thread::{CpuSet, sched_getcpu, sched_setaffinity};
@@ -10,13 +10,13 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
-/// Looks at nothing for so many pauses.
+/// Spin-loop hints between two checks of the shared state.
 const PAUSES: u32 = 64;
 
-/// [`Shared::until`] of a thread that is to end.
+/// Value of [`Shared::until`] that ends the thread.
 const END: u64 = u64::MAX;
 
-/// Says so once, however many stages there are; `kvasir status` says it for as long as it is so.
+/// Logs the refusal once, however many stages there are, and sets the gauge that `kvasir status` shows.
 fn note_refused(error: &std::io::Error) {
     if CPUS_SLEEP.set(1) == 0 {
         tracing::warn!(
@@ -27,7 +27,7 @@ fn note_refused(error: &std::io::Error) {
     }
 }
 
-/// See the module. Dropping it ends the thread.
+/// Handle of the spinning thread. Dropping it ends the thread.
 #[derive(Debug)]
 pub(super) struct CpuKeepAwake {
     shared: Arc<Shared>,
@@ -37,7 +37,7 @@ pub(super) struct CpuKeepAwake {
 #[derive(Debug)]
 struct Shared {
     since: Instant,
-    /// Nanoseconds behind `since` until which the CPU is kept awake; [`END`] says that nobody waits any more.
+    /// Nanoseconds after `since` until which the CPU is kept awake. [`END`] ends the thread.
     until: AtomicU64,
     cpu: AtomicUsize,
 }
@@ -47,7 +47,7 @@ impl Shared {
         u64::try_from(self.since.elapsed().as_nanos()).unwrap_or(END - 1)
     }
 
-    /// Until it is to end.
+    /// Runs until [`END`] is set.
     fn keep(&self) {
         let mut placed = None;
         loop {
@@ -59,7 +59,8 @@ impl Shared {
                     if placed.replace(cpu) != Some(cpu) {
                         let mut set = CpuSet::new();
                         set.set(cpu);
-                        // Where it may not be placed it keeps another CPU awake, which is for nothing but harms nobody.
+                        // If the affinity cannot be set, the thread keeps another CPU awake: useless but
+                        // harmless.
                         let _ = sched_setaffinity(None, &set);
                     }
                     (0..PAUSES).for_each(|_| std::hint::spin_loop());
@@ -70,7 +71,8 @@ impl Shared {
 }
 
 impl CpuKeepAwake {
-    /// A thread that sleeps so far; none where the system has no threads below all others.
+    /// Starts the thread, parked. `None` if no thread can be started. If the system refuses `SCHED_IDLE`, the
+    /// thread ends and the handle has no effect.
     pub(super) fn start() -> Option<Self> {
         let shared =
             Arc::new(Shared { since: Instant::now(), until: AtomicU64::new(0), cpu: AtomicUsize::new(0) });
@@ -84,7 +86,7 @@ impl CpuKeepAwake {
         thread.inspect_err(note_refused).ok().map(|thread| Self { shared, thread })
     }
 
-    /// From now on keeps the CPU of the calling thread awake, for so long at most.
+    /// Keeps the CPU of the calling thread awake from now on, for at most `limit`.
     pub(super) fn begin(&self, limit: Duration) {
         let cpu = sched_getcpu();
         if cpu < CpuSet::MAX_CPU {
@@ -95,7 +97,7 @@ impl CpuKeepAwake {
         }
     }
 
-    /// The wait is over. The thread sees that when it has the CPU next.
+    /// Ends the wait. The thread notices it when it next runs.
     pub(super) fn end(&self) {
         self.shared.until.store(0, Ordering::Release);
     }
@@ -112,7 +114,7 @@ impl Drop for CpuKeepAwake {
 mod tests {
     use super::*;
 
-    /// Waits until it is so, or a minute is over.
+    /// Waits up to a minute until `is` returns true.
     fn soon(is: impl Fn() -> bool) -> bool {
         let since = Instant::now();
         while !is() && since.elapsed() < Duration::from_secs(60) {
@@ -121,7 +123,7 @@ mod tests {
         is()
     }
 
-    /// Of the threads of this process that have the name.
+    /// CPU time in nanoseconds of all threads of this process with the spinning thread's name.
     fn cpu_time() -> Option<u64> {
         let threads = std::fs::read_dir("/proc/self/task").ok()?.flatten();
         let named = threads.filter(|thread| {
@@ -136,18 +138,18 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_is_kept_for_status() {
+    fn a_refusal_is_kept_in_the_gauge() {
         note_refused(&std::io::ErrorKind::PermissionDenied.into());
         note_refused(&std::io::ErrorKind::PermissionDenied.into());
         assert_eq!(CPUS_SLEEP.get(), 1);
     }
 
     #[test]
-    fn it_runs_while_somebody_waits_and_ends() {
+    fn the_thread_runs_during_a_wait_and_ends_when_dropped() {
         let keeper = CpuKeepAwake::start().expect("this system has threads below others");
         let weak = Arc::downgrade(&keeper.shared);
         keeper.begin(Duration::from_secs(600));
-        // Beside other tests it runs when a CPU is idle; this thread gives one up.
+        // Next to other tests the thread runs only on an idle CPU; this thread sleeps to leave one.
         let ran = |more: u64| {
             let before = cpu_time().unwrap();
             soon(|| {

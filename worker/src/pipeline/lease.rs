@@ -1,8 +1,8 @@
-//! Leases between stages: how a first stage holds the others under a cluster, and how either side notices that the
-//! other is gone, also when the network fails in one direction only and when no step is under way.
+//! Leases between stages. In a cluster, the first stage holds the others by leases, and either side notices
+//! the loss of the other, even if the network fails in one direction only or no step is in flight.
 //!
-//! A stage is held by the latest (life, epoch) that has claimed it. A claim of a later one ends what an earlier one
-//! holds; a claim of an earlier one is refused, so that a first stage that was given up and goes on gets nothing.
+//! The latest claim, by (plan index, epoch), holds a stage. A later claim ends an earlier one; an earlier
+//! claim is refused. So a first stage that was given up but still runs can use no stage.
 
 use parking_lot::Mutex;
 use proto::ids::Epoch;
@@ -13,11 +13,11 @@ use std::time::Duration;
 use tokio::sync::watch;
 
 const BEAT_EVERY: Duration = Duration::from_millis(400);
-/// Without a sign of life for this long the other side is lost. With [`BEAT_EVERY`] before it and what it takes to act
-/// on it less than 3 s.
+/// Without a heartbeat for this long the other side is lost. Together with one [`BEAT_EVERY`] and the time to
+/// react, a loss is handled within 3 s.
 const LEASE: Duration = Duration::from_secs(2);
 
-/// What a first stage claims the others with.
+/// The claim of a first stage on the others.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ReplicaClaim {
     pub(crate) life: u64,
@@ -30,8 +30,8 @@ impl ReplicaClaim {
     }
 }
 
-/// Keeps a lease up until the stage does not answer; then ends the connection to it, so that whoever waits for the
-/// stage hears of it.
+/// Renews a lease until the stage stops responding. Then closes the connection, so that all waits for the
+/// stage fail, and returns the reason.
 pub(super) async fn keep(mut lease: StageLease, connection: Connection) -> String {
     loop {
         let reason = match tokio::time::timeout(LEASE, lease.beat()).await {
@@ -52,7 +52,7 @@ pub(crate) struct Claims(Mutex<LeaseState>);
 
 #[derive(Debug, Default)]
 struct LeaseState {
-    /// The latest that was ever granted.
+    /// The latest claim that was ever granted: (plan index, epoch).
     latest: (u64, u64),
     now: Option<Holder>,
     /// Whether this worker is the first stage of a replica.
@@ -66,7 +66,7 @@ struct Holder {
     lasts: watch::Sender<()>,
 }
 
-/// Ends when the claim does.
+/// Resolves when the claim ends.
 #[derive(Debug, Clone)]
 pub(super) struct Hold(watch::Receiver<()>);
 
@@ -78,17 +78,17 @@ impl Hold {
 }
 
 impl Claims {
-    /// The worker begins or ends to be a first stage itself.
+    /// Sets whether this worker is a first stage itself.
     pub(crate) fn leads(&self, leads: bool) {
         self.0.lock().leads = leads;
     }
 
-    /// The life of the replica that holds it.
+    /// The plan index of the claim that holds this worker, or `None`.
     pub(crate) fn life(&self) -> Option<u64> {
         self.0.lock().now.as_ref().map(|holder| holder.claim.life)
     }
 
-    /// Whether this replica holds it.
+    /// A [`Hold`] on the claim if `replica` is its holder.
     pub(super) fn hold(&self, replica: ReplicaId) -> Option<Hold> {
         let held = self.0.lock();
         let holder = held.now.as_ref().filter(|holder| holder.claim.replica == replica)?;
@@ -121,7 +121,7 @@ impl Claims {
         let claim = call.claim;
         if let Err(refusal) = self.claim(claim) {
             tracing::warn!(life = claim.life, epoch = claim.epoch.0, %refusal, "a claim is refused");
-            // Whoever has claimed may be gone.
+            // The send fails if the claimant is gone.
             let _ = call.refuse(refusal).await;
             return;
         }
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn the_latest_claim_holds_and_earlier_ones_get_nothing() {
+    fn the_latest_claim_holds_and_earlier_ones_are_refused() {
         let claims = Claims::default();
         claims.claim(claim(5, 10)).unwrap();
         let first = claims.hold(ReplicaId([10; 16])).unwrap();
@@ -161,7 +161,7 @@ mod tests {
         assert_eq!(claims.life(), Some(5));
         assert!(claims.hold(ReplicaId([10; 16])).is_none());
         assert!(first.0.has_changed().is_err(), "the earlier attempt has lost it");
-        // What is over is not given back in the place of what holds it.
+        // Releasing a claim that has ended must not release its successor.
         claims.release(&claim(5, 10));
         assert!(claims.hold(ReplicaId([11; 16])).is_some());
         claims.claim(claim(6, 1)).unwrap();
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn a_first_stage_is_no_other_stage() {
+    fn a_first_stage_cannot_be_claimed() {
         let claims = Claims::default();
         claims.leads(true);
         assert_eq!(claims.claim(claim(1, 1)), Err(ClaimRefusal::Leads));

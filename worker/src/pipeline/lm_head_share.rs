@@ -1,8 +1,9 @@
-//! Which steps the first stage makes the logits of, where it has the output head because that is the embedding too.
+//! Decides which decode steps get their logits from the first stage, for models whose output head is also the
+//! embedding, so that the first stage has it.
 //!
-//! The head of a small model costs as much as a third of its layers. Behind the last layers it would make the last
-//! stage the slowest by far, and cutting before fewer layers would do the same to prompts, of which only one row needs
-//! it. So steps that decode are shared out, as evenly as the stages' layers leave room for. Sans-IO.
+//! The head of a small model costs up to a third of its layers and would make the last stage the slowest.
+//! Moving layers away from the last stage would unbalance prompts, which need the head for only one row. So
+//! decode steps are shared between both stages in proportion to the time that their layers leave. Sans-IO.
 
 use std::time::Duration;
 
@@ -11,12 +12,12 @@ const BLEND: f64 = 0.1;
 
 #[derive(Debug, Default)]
 pub(super) struct HeadShare {
-    /// Seconds that a step's layers take at the first stage.
+    /// Seconds that a step's layers take at the first stage. `None` until measured.
     first: Option<f64>,
     last: Option<f64>,
-    /// Seconds that its head takes.
+    /// Seconds that the head takes for a step.
     head: Option<f64>,
-    /// Steps that the first stage owes.
+    /// Sum of shares that were not yet used by a whole step.
     owed: f64,
 }
 
@@ -26,7 +27,7 @@ fn blend(known: &mut Option<f64>, took: Duration) {
 }
 
 impl HeadShare {
-    /// Whether the first stage makes the logits of the step that is handed over now.
+    /// Whether the first stage computes the logits of the step that is sent now.
     pub(super) fn takes_next(&mut self) -> bool {
         self.owed += self.share();
         let takes = self.owed >= 1.0;
@@ -36,24 +37,24 @@ impl HeadShare {
         takes
     }
 
-    /// Both have the same to do when the first takes so much of it.
+    /// Share of steps for which the first stage computes the logits, so that both stages have equal work.
     fn share(&self) -> f64 {
         match (self.first, self.last, self.head) {
             (Some(first), Some(last), Some(head)) if head > 0.0 => {
                 (0.5 + (last - first) / (2.0 * head)).clamp(0.0, 1.0)
             }
-            // To be measured.
+            // Not measured yet.
             _ => 0.5,
         }
     }
 
-    /// A step whose logits the first stage makes has taken so long there and at the last stage.
+    /// Records the time of the layers at both stages, for a step whose logits the first stage computes.
     pub(super) fn layers_took(&mut self, first: Duration, last: Duration) {
         blend(&mut self.first, first);
         blend(&mut self.last, last);
     }
 
-    /// The first stage has made the logits of a step.
+    /// Records the time of the head at the first stage.
     pub(super) fn head_took(&mut self, took: Duration) {
         blend(&mut self.head, took);
     }
@@ -72,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn equal_stages_take_turns_and_a_slower_one_is_spared() {
+    fn equal_stages_alternate_and_a_slower_one_gets_less() {
         let turns = [false, true, false, true, false, true, false, true];
         assert_eq!(taken(10, 10, 5), turns);
         let mut unknown = HeadShare::default();

@@ -1,36 +1,37 @@
-//! Of one row, which logits the first stage makes and which the last one, where the first has the output head because that
-//! is the embedding too.
+//! Splits the logits of one row between the first and the last stage, for models whose output head is also
+//! the embedding, so that the first stage has it.
 //!
-//! A step that has the stages to itself would leave the first one without work while the last makes the logits, as much as
-//! a third of a small model's step. So they make them together, each those of a part of the vocabulary, unless that takes
-//! longer: the last stage's part has to come over, and both may want the same memory, or the same CPU. Nothing but a step's
-//! time has all of that in it, so now and then both ways are timed, step by step in turns, since what else a machine does
-//! changes from one second to the next. Results do not depend on it. Sans-IO.
+//! If a step is alone in the pipeline, the first stage would idle while the last one computes the logits: up
+//! to a third of the step for a small model. With a split, each computes a part of the vocabulary. A split
+//! may also be slower: the last stage's part travels over the network, and both stages may share memory
+//! bandwidth or a CPU. So both ways are timed from time to time. Timed steps alternate between the ways,
+//! since the load of a machine changes within seconds. Never changes results. Sans-IO.
 
 use std::time::Duration;
 
-/// Parts of the vocabulary begin at multiples of this: kernels make so many logits at a time, or a part of that.
+/// Alignment of a part's first token. Kernels compute this many logits at a time, or a divisor of that.
 const MULTIPLE: usize = 64;
-/// The first stage's part before anything is known: it begins later, when the row has come.
+/// Initial share of the first stage. It is below one half because the first stage starts later, when the row
+/// has arrived.
 const FIRST: f64 = 0.4;
-/// Steps of each way of whose times the medians are compared.
+/// Number of timed steps of each way before their medians are compared.
 const TRIES: usize = 16;
-/// Steps of the faster way until both are timed again, which costs a few of these by what one way is slower.
+/// Number of steps of the faster way before both are timed again.
 const REST: u32 = 512;
-/// How much of what would have made both end at the same time the next step follows.
+/// Fraction of the computed correction by which the share changes in one step.
 const GAIN: f64 = 0.5;
-/// What the first stage gives up where the other part was there before it had made its own: that does not say since when.
+/// Decrease of the first stage's share if the other part had already arrived. How long before is unknown.
 const GIVES_UP: f64 = 0.01;
 
 #[derive(Debug)]
 pub(super) struct HeadSplit {
-    /// Of the vocabulary, the first stage's.
+    /// Share of the vocabulary that the first stage computes.
     share: f64,
-    /// Seconds of steps that have been timed: whole ones, and divided ones.
+    /// Seconds of timed steps: undivided ones, and divided ones.
     times: [Vec<f64>; 2],
-    /// Whether a step is divided, if both ways have been timed.
+    /// Whether steps are divided. Valid once both ways were timed.
     divides: bool,
-    /// Steps until they are timed again.
+    /// Steps until both ways are timed again; 0 while they are timed.
     rest: u32,
 }
 
@@ -46,11 +47,12 @@ fn median(times: &mut [f64]) -> f64 {
 }
 
 impl HeadSplit {
-    /// The last stage's first token, of the vocabulary's so many, for the next step; none if it makes all logits.
+    /// Returns the first token of the last stage's part of the next step's logits, or `None` if the last
+    /// stage computes all of them.
     pub(super) fn next(&mut self, vocab: usize) -> Option<u32> {
         let last = vocab.saturating_sub(1) / MULTIPLE;
         let from = ((self.share * vocab as f64 / MULTIPLE as f64).round() as usize).min(last) * MULTIPLE;
-        // Where it cannot be divided there is one way.
+        // A part would be empty: the logits cannot be divided.
         if from == 0 {
             return None;
         }
@@ -60,13 +62,13 @@ impl HeadSplit {
         divides.then(|| u32::try_from(from).ok()).flatten()
     }
 
-    /// A step for which [`Self::next`] has been asked has taken so long, divided or whole.
+    /// Records the time of a step for which [`Self::next`] was called.
     pub(super) fn took(&mut self, divided: bool, all: Duration) {
         if self.rest > 0 {
             return;
         }
         let times = &mut self.times[usize::from(divided)];
-        // Where there is one way only it is timed no further.
+        // If the logits cannot be divided, only one way gets times; drop further ones.
         if times.len() < TRIES {
             times.push(all.as_secs_f64());
         }
@@ -78,10 +80,10 @@ impl HeadSplit {
         }
     }
 
-    /// The first stage has made its part in so much time, and waited so long for the other one.
+    /// Records that the first stage computed its part in `own` and then waited for the other part.
     pub(super) fn met(&mut self, own: Duration, waited: Duration) {
         let (own, waited) = (own.as_secs_f64(), waited.as_secs_f64());
-        // As seconds of the whole head at this stage.
+        // Seconds that this stage would need for the whole head.
         let head = own / self.share;
         let more = if waited > own * GIVES_UP { GAIN * waited / (2.0 * head) } else { -GIVES_UP };
         if more.is_finite() {
@@ -94,8 +96,8 @@ impl HeadSplit {
 mod tests {
     use super::*;
 
-    /// A head that takes both stages so many milliseconds; the first begins so much later, and the other part comes so
-    /// long after it is made.
+    /// Simulated head. Times in milliseconds: the whole head at each stage, the delay before the first stage
+    /// starts, and the travel time of the last stage's part.
     struct Stages {
         first: f64,
         last: f64,
@@ -104,7 +106,7 @@ mod tests {
     }
 
     impl Stages {
-        /// Milliseconds of a step, and whether it was divided.
+        /// Simulates a step; returns its milliseconds and whether it was divided.
         fn step(&self, split: &mut HeadSplit, vocab: usize) -> (f64, bool) {
             let Some(from) = split.next(vocab) else {
                 let all = self.last + self.begins;
@@ -121,7 +123,8 @@ mod tests {
             (own.max(other), true)
         }
 
-        /// The mean of a step, and how many of a hundred are divided, once all is known: both ways may be timed meanwhile.
+        /// After 1000 steps: the mean of 100 further steps in milliseconds, and how many of them were
+        /// divided. Some of them may be timed steps of the other way.
         fn settled(&self) -> (f64, usize) {
             let (mut split, vocab) = (HeadSplit::default(), 100_000);
             for _ in 0..1000 {
@@ -134,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn both_end_at_about_the_same_time() {
+    fn both_parts_end_at_about_the_same_time() {
         let (mean, divided) = Stages { first: 6.0, last: 6.0, begins: 0.3, comes: 0.4 }.settled();
         assert!(mean < 3.8 && divided >= 80, "{mean} {divided}");
         let (mean, divided) = Stages { first: 3.0, last: 6.0, begins: 0.3, comes: 0.4 }.settled();
@@ -142,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn what_takes_longer_divided_is_not() {
+    fn a_split_that_is_slower_is_not_used() {
         let (mean, divided) = Stages { first: 6.0, last: 6.0, begins: 0.3, comes: 9.0 }.settled();
         assert!(mean < 7.6 && divided <= 20, "{mean} {divided}");
     }

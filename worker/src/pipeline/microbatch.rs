@@ -1,62 +1,63 @@
-//! How much of what there is to compute one step takes, so that all stages of a replica have something to do.
+//! Decides how many rows a step takes, so that all stages of a replica are busy. Never changes results.
+//! Sans-IO.
 //!
-//! Results do not depend on it. Sans-IO: it is told what there is, and when steps have been answered.
-//!
-//! Sequences that decode are divided among as many steps as there are stages, or go into one step, which reads all
-//! weights once for all of them while the other stages wait. Which is faster depends on the model, the number of
-//! sequences, the links, and on who else wants the memory: nothing but the time from answer to answer has all of that
-//! in it. So both ways are timed, one after the other, and the slower one is tried again now and then: the closer they are, the sooner.
+//! Decoding sequences are either divided into one micro-batch for each stage, or all taken into one step,
+//! which reads all weights only once while the other stages wait. Which is faster depends on the model, the
+//! number of sequences, the links and other users of the memory, so both ways are timed. The slower way is
+//! tried again from time to time, sooner the closer the two are.
 
 use crate::scheduler::{Demand, StepLimits};
 use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
 
-/// Prompts are cut so that their rest makes this many steps for each stage behind the first: a pipeline is filled and
-/// emptied once, and loses a sixteenth of the time by it.
+/// A long prompt is cut into this many steps for each stage after the first. Filling and draining the
+/// pipeline then costs about a sixteenth of the time.
 const STEPS_PER_FILL: u64 = 16;
-/// Rows of a prompt below which a step costs noticeably more for each of them, since it reads all weights.
+/// Minimum prompt rows of a step. Below it the cost of a row rises noticeably, because each step reads all
+/// weights.
 const FEWEST_PROMPT_ROWS: u64 = 128;
-/// A whole number of cache blocks and hash units.
+/// Divisor of the prompt rows of a step: a multiple of the block size and of the hash unit.
 const PROMPT_ROWS_MULTIPLE: u64 = 64;
-/// Rounds whose median tells how long a round takes. A round is one row for each sequence.
+/// Number of rounds whose median is the time of a round. A round computes one row of each sequence.
 const ROUNDS: usize = 5;
-/// Decisions in which the way that is tried must have been timed: sequences may come and go, and then it cannot be.
+/// Number of decisions after which a trial ends without result. It cannot be timed while sequences come and
+/// go.
 const TRIAL: u32 = 64;
-/// Rounds behind a trial before the next one,
+/// Minimum number of rounds between two trials.
 const REST: f64 = 128.0;
-/// and what trials may cost at most: one part of so many of the time.
+/// The work between two trials takes at least this many times the cost of a trial.
 const PRICE: f64 = 100.0;
 
 #[derive(Debug)]
 pub(super) struct Pace {
     stages: u32,
     ways: HashMap<u32, Ways>,
-    /// What has been decided last; `None` beside prompts, where nothing can be learnt.
+    /// The last decision; `None` next to prompts, where rounds are not timed.
     choice: Option<MicrobatchChoice>,
-    /// What the last answered step was of, and the part of a round that has been timed since that began.
+    /// The choice of the last finished step, the steps counted in the current round, and their time.
     timed: Option<(MicrobatchChoice, u32, Duration)>,
 }
 
-/// Of how many sequences a step was to take a part, and into how many steps they were divided.
+/// A decision: the number of decoding sequences, and the number of steps that they are divided into.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct MicrobatchChoice {
     all: u32,
     parts: u32,
 }
 
-/// What is known of both ways for some number of sequences.
+/// Timings of both ways for one number of sequences.
 #[derive(Debug, Default)]
 struct Ways {
     divided: Rounds,
     whole: Rounds,
     takes_whole: bool,
-    /// Decisions left for trying the other.
+    /// Decisions left for the trial of the other way; 0 while no trial runs.
     trial: u32,
-    /// Seconds of work until the other is tried again.
+    /// Seconds of work until the next trial.
     rests: f64,
 }
 
-/// Seconds of the last rounds.
+/// Seconds of each of the last rounds, at most [`ROUNDS`].
 #[derive(Debug, Default)]
 struct Rounds(VecDeque<f64>);
 
@@ -68,7 +69,7 @@ impl Rounds {
         self.0.push_back(seconds);
     }
 
-    /// Seconds of a round, if it is known.
+    /// Median seconds of a round, or `None` while fewer than [`ROUNDS`] were timed.
     fn median(&self) -> Option<f64> {
         let mut sorted: Vec<f64> = self.0.iter().copied().collect();
         sorted.sort_by(f64::total_cmp);
@@ -81,23 +82,24 @@ impl Ways {
         if whole { &mut self.whole } else { &mut self.divided }
     }
 
-    /// Whether the next step takes all sequences. Beside prompts nothing is tried: nothing could be learnt.
+    /// Whether the next step takes all sequences. No trial runs next to prompts, since rounds are not timed
+    /// then.
     fn next_is_whole(&self, demand: Demand) -> bool {
         self.takes_whole ^ (self.trial > 0 && demand.prefill == 0)
     }
 
-    /// A step is planned so.
+    /// Counts a planned step.
     fn decided(&mut self) {
         if self.trial > 0 {
             self.trial -= 1;
             if self.trial == 0 {
-                // It could not be timed.
+                // The trial could not be timed.
                 self.rest(0.0);
             }
         }
     }
 
-    /// A round has taken so long.
+    /// Records the time of a round.
     fn took(&mut self, whole: bool, seconds: f64) {
         self.of(whole).took(seconds);
         if whole == self.takes_whole {
@@ -114,7 +116,7 @@ impl Ways {
         self.rest((tried - taken).abs() * ROUNDS as f64);
     }
 
-    /// Nothing is tried for a while, behind a trial that has cost so much.
+    /// Starts the pause after a trial that cost `cost` seconds.
     fn rest(&mut self, cost: f64) {
         let taken = self.takes_whole;
         let round = self.of(taken).median().unwrap_or_default();
@@ -123,22 +125,23 @@ impl Ways {
 }
 
 impl Pace {
-    /// Of a replica of so many stages.
+    /// `stages` is the number of stages of the replica, the first one included.
     pub(super) fn new(stages: usize) -> Self {
         let stages = u32::try_from(stages).unwrap_or(u32::MAX).max(1);
         Self { stages, ways: HashMap::new(), choice: None, timed: None }
     }
 
-    /// Steps that are under way at most.
+    /// Maximum number of steps in flight.
     pub(super) fn most(&self) -> u32 {
         self.stages.saturating_add(1)
     }
 
-    /// What the next step takes when there is so much to do and so many are under way; `None`: it waits for one of them.
+    /// Returns the limits of the next step, or `None` if it must wait until a step in flight has finished.
     ///
-    /// One for each stage, and one that waits for the first of them. Without prompts only as many as sequences are
-    /// divided among: a step more would take whatever happens to be free then, and so would all that follow, since what
-    /// was in one step is free at one time. Each would read all weights for a few rows, for as long as these decode.
+    /// With prompts, one step for each stage and one waiting step may be in flight. Without prompts there are
+    /// only as many as the sequences are divided into. One more step would take whichever sequences are free
+    /// at that time, and so would all later steps, since the sequences of a step become free together. Each
+    /// would read all weights for a few rows.
     pub(super) fn limits(&mut self, demand: Demand, under_way: usize) -> Option<StepLimits> {
         let whole = self.ways.get(&demand.decoding).is_some_and(|ways| ways.next_is_whole(demand));
         let most = self.stages.min(demand.decoding).max(1);
@@ -163,12 +166,12 @@ impl Pace {
         Some(StepLimits { rows, decoding })
     }
 
-    /// What the last [`Self::limits`] have decided, for [`Self::answered`].
+    /// The decision of the last call of [`Self::limits`], to be passed to [`Self::answered`].
     pub(super) fn choice(&self) -> Option<MicrobatchChoice> {
         self.choice
     }
 
-    /// A step has been answered that was planned under this choice, so long after the one before it.
+    /// Records that a step planned with `choice` finished, `since_last` after the previous one.
     pub(super) fn answered(&mut self, choice: Option<MicrobatchChoice>, since_last: Duration) {
         let Some(choice) = choice else {
             self.timed = None;
@@ -176,7 +179,7 @@ impl Pace {
         };
         let (steps, time) = match self.timed {
             Some((last, steps, time)) if last == choice => (steps + 1, time + since_last),
-            // What came before it was of another kind: what it took is not told by its answer.
+            // The previous step had another choice, so the time since then does not belong to this round.
             _ => (0, Duration::ZERO),
         };
         if steps < choice.parts {
@@ -202,11 +205,11 @@ mod tests {
         Duration::from_secs_f64(ms / 1e3)
     }
 
-    /// Sequences that decode for ever.
+    /// Simulated sequences that decode without end.
     struct Decoding {
         pace: Pace,
         all: u32,
-        /// Rows of steps under way, and what they were planned under.
+        /// Rows of each step in flight, and the choice that it was planned with.
         under_way: VecDeque<(u32, Option<MicrobatchChoice>)>,
         seconds: f64,
     }
@@ -216,7 +219,8 @@ mod tests {
             Self { pace: Pace::new(stages), all, under_way: VecDeque::new(), seconds: 0.0 }
         }
 
-        /// Plans what can be, and answers the oldest step: so many milliseconds after the one before it.
+        /// Plans all possible steps, then finishes the oldest one. `took` returns its milliseconds from its
+        /// rows.
         fn step(&mut self, took: impl Fn(u32) -> f64) -> u32 {
             loop {
                 let free = self.all - self.under_way.iter().map(|(rows, _)| rows).sum::<u32>();
@@ -230,7 +234,8 @@ mod tests {
             rows
         }
 
-        /// The share of the rows of so many seconds that came all at once.
+        /// Simulates `seconds` of decoding and returns the share of rows that were computed in undivided
+        /// steps.
         fn whole(&mut self, seconds: f64, took: impl Fn(u32) -> f64) -> f64 {
             let (until, mut all, mut whole) = (self.seconds + seconds, 0, 0);
             while self.seconds < until {
@@ -267,16 +272,17 @@ mod tests {
             assert!((0.01..0.5).contains(&start), "{stages}, {all}: both were tried, {start}");
             let later = streams.whole(60.0, faster_divided);
             assert!((0.001..0.05).contains(&later), "{stages}, {all}: tried again now and then, {later}");
-            // Somebody else wants the memory now.
+            // The undivided way becomes faster.
             streams.whole(20.0, faster_whole);
             let later = streams.whole(60.0, faster_whole);
             assert!((0.95..0.999).contains(&later), "{stages}, {all}: {later}");
         }
     }
 
-    /// Sequences come and go one by one; what happens to be free together need not stay together.
+    /// Sequences come and go one by one, and a step takes those that are free. An uneven division must not
+    /// persist.
     #[test]
-    fn what_has_come_apart_comes_together_again() {
+    fn an_uneven_division_becomes_even_again() {
         let mut streams = Decoding::new(2, 8);
         streams.under_way.extend([(5, None), (1, None), (2, None)]);
         let rows: Vec<u32> = (0..12).map(|_| streams.step(|_| 10.0)).collect();
@@ -284,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn a_way_that_cannot_be_timed_is_not_tried_for_ever() {
+    fn a_trial_that_cannot_be_timed_ends() {
         let mut pace = Pace::new(2);
         let divided = MicrobatchChoice { all: 8, parts: 2 };
         (0..20).for_each(|_| pace.answered(Some(divided), ms(10.0)));

@@ -1,4 +1,5 @@
-//! A stage's own side: a worker that holds a layer range for a replica which another one leads.
+//! The pipeline rank server: runs a layer range for a replica whose first stage is another worker. One stage
+//! at a time; orders and steps of the first stage are checked before they are applied.
 
 use super::activations::{self, Gathered};
 use super::block_server::{BlockServer, BlockTask};
@@ -40,57 +41,58 @@ use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 
-/// Until the stage before this one has connected.
+/// Time for the previous stage to connect.
 const FEED_LIMIT: Duration = Duration::from_secs(10);
-/// Until what was held before has ended.
+/// Time for an earlier replica's stage to end and release its memory.
 const ROOM_LIMIT: Duration = Duration::from_secs(3);
 
-/// What a worker that holds stages is told.
+/// Configuration of a worker that serves stages.
 #[derive(Debug, Clone)]
 pub struct StageConfig {
-    /// The model's file, or its manifest in the shard store; none of a stage that gets whatever model it is asked to hold
-    /// a part of from others.
+    /// The model's file, or its manifest in the shard store. `None`: the first stage names the model, and its
+    /// weights are received from other workers.
     pub model_path: Option<PathBuf>,
-    /// Where chunks of it come from that are not in the store.
+    /// Sources of chunks that are not in the store.
     pub shipping: ShippingConfig,
-    /// Where other stages reach this one by QUIC; port 0 is any.
+    /// QUIC address for other stages; port 0 selects a free port.
     pub listen: SocketAddr,
-    /// Threads, arithmetic and types. What concerns a scheduler is the first stage's.
+    /// Threads, arithmetic and types. Scheduler options are ignored: the first stage schedules.
     pub engine: EngineOptions,
 }
 
-/// A worker that holds one stage at a time, for whoever of its cluster leads a replica.
+/// A worker that serves one stage at a time to any first stage of its cluster.
 #[derive(Debug)]
 pub struct StageService {
     endpoint: Arc<Endpoint>,
     task: tokio::task::JoinHandle<()>,
 }
 
-/// How a worker comes by tensors, and what it has of them for others.
+/// Receives weights from other workers, and sends them to others.
 #[derive(Debug, Clone)]
 pub(crate) struct Holds {
     pub(crate) shipper: Arc<Shipper>,
     pub(crate) holdings: Arc<Inventory>,
 }
 
-/// What holds one stage at a time. Who accepts connections hands it what comes in for it.
+/// Serves one stage at a time. The owner of the endpoint passes incoming streams to [`RankServer::take`].
 #[derive(Debug)]
 pub(crate) struct RankServer {
     config: StageConfig,
     endpoint: Arc<Endpoint>,
     holds: Holds,
-    /// Under a cluster: only whoever has claimed this worker makes it a stage, for as long as the claim lasts.
+    /// In a cluster, only the first stage that has claimed this worker may use it, until the claim ends.
+    /// `None`: no claim is needed.
     claims: Option<Claims>,
-    /// One stage at a time.
+    /// One permit: one stage at a time.
     room: Arc<Semaphore>,
-    /// Who waits for the activations of which replica.
+    /// For each replica, where to deliver the stream of its activations.
     feeds: Mutex<HashMap<ReplicaId, oneshot::Sender<ActivationReceiver>>>,
-    /// Who reads and fills the blocks of which replica.
+    /// For each replica, the server that reads and writes its blocks.
     desks: Mutex<HashMap<ReplicaId, BlockServer>>,
 }
 
 impl StageService {
-    /// Listens. Weights are loaded when a replica asks for them.
+    /// Starts to listen. Weights are loaded when a replica requests them.
     pub fn start(config: StageConfig, identity: &Identity) -> Result<Self, Error> {
         let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let epoch = Epoch(since_1970.as_micros() as u64);
@@ -111,12 +113,12 @@ impl StageService {
         Ok(Self { endpoint, task })
     }
 
-    /// Where other stages reach this one.
+    /// The bound QUIC address.
     pub fn quic_address(&self) -> SocketAddr {
         self.endpoint.address()
     }
 
-    /// Ends everything now: a replica that this is a stage of has lost it.
+    /// Closes the endpoint at once. A replica that uses this stage loses it.
     pub async fn stop(self) {
         self.task.abort();
         self.endpoint.close().await;
@@ -125,13 +127,14 @@ impl StageService {
 
 async fn serve(host: Arc<RankServer>, connection: Connection) {
     while let Ok(incoming) = connection.accept().await {
-        // Nothing else is served here; dropping it says so.
+        // Other streams are not served here; dropping one resets it.
         drop(host.take(incoming));
     }
 }
 
 impl RankServer {
-    /// Holds nothing yet. With `claims`, only for whoever has claimed it.
+    /// Creates a server without a stage. With `claims`, only a first stage that has claimed this worker may
+    /// use it.
     pub(crate) fn new(
         config: StageConfig,
         endpoint: Arc<Endpoint>,
@@ -150,12 +153,12 @@ impl RankServer {
         })
     }
 
-    /// Who has claimed it, under a cluster.
+    /// The claims on this worker; `None` outside a cluster.
     pub(crate) fn claims(&self) -> Option<&Claims> {
         self.claims.as_ref()
     }
 
-    /// Serves a stream if it is for a stage; gives it back if not.
+    /// Serves a stream that is meant for a stage; returns any other stream.
     pub(crate) fn take(self: &Arc<Self>, incoming: Incoming) -> Option<Incoming> {
         let host = Arc::clone(self);
         match incoming {
@@ -175,7 +178,7 @@ impl RankServer {
             Incoming::Activations(receiver) => {
                 let StageFeed { replica } = receiver.feed;
                 if let Some(waits) = host.feeds.lock().remove(&replica) {
-                    // Whoever has waited no longer has given up the replica.
+                    // If the receiver is gone, the replica was given up.
                     let _ = waits.send(receiver);
                 }
             }
@@ -184,7 +187,7 @@ impl RankServer {
         None
     }
 
-    /// Resolves when `replica` may hold this worker no longer.
+    /// Resolves when `replica` no longer has a claim on this worker. Never resolves outside a cluster.
     async fn disowned(&self, replica: ReplicaId) {
         let Some(claims) = &self.claims else { return std::future::pending().await };
         if let Some(mut hold) = claims.hold(replica) {
@@ -192,7 +195,8 @@ impl RankServer {
         }
     }
 
-    /// How this stage is to guess, with the drafter's file: this worker's own, or one of the shard store.
+    /// How this stage drafts, with the path of the draft model: this worker's own file, or one of the shard
+    /// store.
     async fn guesses(&self, drafter: Option<StageDrafter>) -> Result<Guesses, Error> {
         Ok(match drafter {
             None => Guesses::Off,
@@ -203,7 +207,7 @@ impl RankServer {
         })
     }
 
-    /// The place for a stage. A claim has ended what was there before, which may take a moment.
+    /// Acquires the permit for a stage. With claims, waits up to [`ROOM_LIMIT`] for an earlier stage to end.
     async fn room(&self) -> Option<OwnedSemaphorePermit> {
         let room = Arc::clone(&self.room);
         match self.claims {
@@ -213,7 +217,7 @@ impl RankServer {
     }
 }
 
-/// Takes part in a replica until it ends, and tells its first stage why.
+/// Serves a stage of a replica until it ends, and reports the reason to the first stage.
 async fn hold(host: Arc<RankServer>, call: StageCall) {
     let StageCall { mut orders, reporter } = call;
     let reporter: Reporter = Arc::new(tokio::sync::Mutex::new(reporter));
@@ -230,13 +234,13 @@ async fn hold(host: Arc<RankServer>, call: StageCall) {
     host.desks.lock().remove(&join.replica);
     tracing::info!(?layers, %failure, "the replica has ended");
     let mut reporter = reporter.lock().await;
-    // The first stage may be gone, which is why it has ended then.
+    // The send fails if the first stage is gone.
     if reporter.send(&StageReport::Failed(failure), Vec::new()).await.is_ok() {
         reporter.finish().await;
     }
 }
 
-/// Of the task that talks to the first stage, and of the thread that computes if it is the last one's.
+/// Shared by the task that reads the orders of the first stage, and on the last stage by the compute thread.
 type Reporter = Arc<tokio::sync::Mutex<StageReporter>>;
 
 async fn report(reporter: &Reporter, report: StageReport) -> Result<(), StageFailure> {
@@ -342,10 +346,10 @@ async fn take_part(
         runtime: Handle::current(),
         _room: room,
     };
-    // The thread ends when the other end of this is dropped with the replica.
+    // The thread ends when `_end` is dropped with the replica.
     let (_end, ended) = oneshot::channel();
     let (failed, mut failure) = oneshot::channel();
-    // Nobody hears a failure behind the replica's end.
+    // The receiver is gone if the replica has already ended.
     crate::progress::spawn("kvasir-stage", move || drop(failed.send(stage.run(feed, ended))))
         .map_err(|error| load_failure(&error))?;
     let mut behind = std::pin::pin!(cut(behind));
@@ -354,7 +358,7 @@ async fn take_part(
             failure = &mut failure => return Err(failure.unwrap_or(StageFailure::Stops)),
             Some(Ok(Err(error))) = sending.join_next() => return Err(neighbour(&error)),
             order = orders.next() => order,
-            // Also while nothing is sent there.
+            // Notices a lost connection also while nothing is sent.
             error = &mut behind => return Err(neighbour(&error)),
         };
         match order {
@@ -368,7 +372,7 @@ async fn take_part(
     }
 }
 
-/// Resolves when the connection to the next stage is gone.
+/// Resolves when the connection to the next stage is lost. Never resolves on the last stage.
 async fn cut(behind: Option<Connection>) -> proto::Error {
     match behind {
         Some(connection) => connection.closed().await,
@@ -376,7 +380,8 @@ async fn cut(behind: Option<Connection>) -> proto::Error {
     }
 }
 
-/// Loads the layers that are asked for, if they make the bits that are asked for; also what they make.
+/// Loads the requested layers if their numeric class is the requested one. Returns the class of this worker;
+/// the decoder is `None` if it differs.
 fn load_range(
     path: &Path,
     options: &EngineOptions,
@@ -412,7 +417,7 @@ async fn connect(
     Ok((connection, sender))
 }
 
-/// Resolves when the first stage is gone, or says something that it may not say now.
+/// Resolves when the first stage is gone or sends an order that is not allowed now.
 async fn gone(orders: &mut StageOrderReceiver) -> proto::Error {
     match orders.next().await {
         Ok(_) => proto::Error::Protocol("an order to a stage that has begun"),
@@ -420,7 +425,7 @@ async fn gone(orders: &mut StageOrderReceiver) -> proto::Error {
     }
 }
 
-/// How far the thread that computes is.
+/// Progress of the compute thread.
 #[derive(Debug, Default)]
 struct StageProgress {
     done: u64,
@@ -434,14 +439,14 @@ impl StageProgress {
     }
 }
 
-/// What a stage has made of a step, and the bytes behind it.
+/// A stage's output for a step, with its payload.
 #[derive(Debug)]
 enum Outcome {
-    /// For the stage behind: a step and its activations, or what comes between steps.
+    /// For the next stage: a step with its activations, or a message between steps.
     Passed(StageFrame, Vec<u8>),
-    /// For the first one, of the last.
+    /// From the last stage to the first one: the results of a step.
     Drawn(StageDrawn, Vec<u8>),
-    /// The same: its part of logits that both make.
+    /// From the last stage to the first one: the last stage's part of logits that both compute.
     Rest(StageRest, Vec<u8>),
 }
 
@@ -480,29 +485,29 @@ impl Writes for Sink {
     }
 }
 
-/// A layer range at work, on a thread of its own, which reads its stream itself and sends what is small itself
-/// (`outlet.rs`).
+/// A running layer range. Its compute thread reads its stream itself and sends small messages itself
+/// (`send_queue.rs`).
 struct Stage {
     decoder: Decoder,
     slabs: Slabs,
     element: ActivationType,
     layers: (u32, u32),
     max_rows: usize,
-    /// What is to be done with its blocks besides.
+    /// Reads and writes of this stage's blocks.
     errands: mpsc::UnboundedReceiver<BlockTask>,
     uncounted: Uncounted,
-    /// The last step of which it has heard how many rows count.
+    /// The last step whose accepted rows have been applied.
     counted: watch::Sender<u64>,
     is_last: bool,
     output: SendQueue<Sink>,
     progress: Arc<Mutex<StageProgress>>,
     runtime: Handle,
-    /// Given back with the memory.
+    /// Released together with the memory.
     _room: OwnedSemaphorePermit,
 }
 
 impl Stage {
-    /// Computes until the replica ends.
+    /// Computes steps until the replica ends; returns the reason.
     fn run(mut self, mut feed: ActivationReceiver, mut ended: oneshot::Receiver<()>) -> StageFailure {
         self.decoder.backend().bind_thread();
         let row_bytes = self.decoder.spec().hidden * self.element.bytes();
@@ -512,7 +517,8 @@ impl Stage {
             let mut arrived = None;
             let mut received = 0u64;
             let mut sink = |bytes: &[u8]| {
-                // From the first byte on the step is here, but for what the link takes.
+                // From its first byte on, the step counts as received; its transfer time is not counted as
+                // waiting.
                 arrived.get_or_insert_with(Instant::now);
                 received += bytes.len() as u64;
                 gathered.push(bytes);
@@ -595,7 +601,7 @@ impl Stage {
         }
     }
 
-    /// Refuses a step of whose logits this stage cannot make its part.
+    /// Refuses a step if this stage cannot compute its part of the logits.
     fn check_part(&self, step: &StageStep) -> Result<(), StageFailure> {
         let (vocab, returned) = (self.decoder.spec().vocab, step.returned.len());
         match step.head {
@@ -609,7 +615,8 @@ impl Stage {
         }
     }
 
-    /// Makes the logits of a row that has gone back for the tokens from `from` on, and sends them or the largest one.
+    /// Computes the logits of a returned row for the tokens from `from` on. Sends them, or with `best` only
+    /// the largest one.
     fn rest(&mut self, step: u64, row: u32, from: usize, best: bool) -> Result<(), Error> {
         let since = Instant::now();
         let part = from..self.decoder.spec().vocab;
@@ -624,7 +631,7 @@ impl Stage {
         Ok(())
     }
 
-    /// Passes on which rows of a step count, and has the states of this stage follow them.
+    /// Forwards the accepted rows of a step and applies them to this stage's states.
     fn count(&mut self, counted: StageCounted) -> Result<(), StageFailure> {
         if !self.is_last {
             self.output.send(Outcome::Passed(StageFrame::Counted(counted.clone()), Vec::new()));
@@ -634,7 +641,7 @@ impl Stage {
         Ok(())
     }
 
-    /// For each recorded request in a step a span, which ends with it.
+    /// Starts a span for each traced request of a step. The spans end when they are dropped.
     fn record(&self, step: &StageStep, spent: StageSpent, since: Instant) -> Vec<Span> {
         let span = |parent: &TraceContext| {
             let mut span = trace::follow(*parent, "stage", since)?;
@@ -649,7 +656,7 @@ impl Stage {
         step.traces.iter().filter_map(span).collect()
     }
 
-    /// What draws each sample, and from which row.
+    /// The row and the sampler of each sample.
     fn samplers(&self, samples: Vec<StageSample>) -> Result<Vec<(u32, Sampler)>, StageFailure> {
         let vocab = self.decoder.spec().vocab;
         let sampler = |sample: StageSample| Ok((sample.row, Sampler::of_sample(sample, vocab)?));
@@ -657,7 +664,8 @@ impl Stage {
         samplers.map_err(|error| StageFailure::Step { reason: error.to_string() })
     }
 
-    /// Makes of the rows behind the last layer what the step wants; also the bytes of rows that go back.
+    /// Computes the tokens, samples and logits that the step requests. Also returns the bytes of all rows
+    /// that are sent back.
     fn draw(
         &mut self,
         step: &StageStep,
@@ -690,7 +698,8 @@ impl Stage {
         Ok((drawn, rows))
     }
 
-    /// Guesses what a step asks for behind what was drawn, which is the last that is made of its rows.
+    /// Drafts tokens after sampling, if the step requests them. The step's residual stream is invalid
+    /// afterwards.
     fn guess(
         &mut self,
         step: &StageStep,
@@ -714,7 +723,8 @@ impl Stage {
 fn failed(error: Error) -> StageFailure {
     let reason = error.to_string();
     if error.is_device_lost() {
-        // Behind the failure's way to the first stage: the next process may do better.
+        // On another thread, so that the failure is sent before the process exits. A restarted process may
+        // get the device back.
         let _ = crate::progress::spawn("kvasir-end", move || crate::progress::end_process(&error));
     }
     StageFailure::Step { reason }

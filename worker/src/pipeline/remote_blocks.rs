@@ -1,9 +1,10 @@
-//! The blocks of a replica, as its first stage sees them: each stage has the part of a block that is of its layers, and
-//! the parts, one behind the other in the order of the layers, are the block as a worker with all layers has it. So what
-//! is made of them knows nothing of cuts.
+//! Blocks of a replica, as the first stage reads and writes them. Each stage has the part of a block that
+//! belongs to its layers. The parts concatenated in the order of the layers are the block of a worker with
+//! all layers, so snapshots, tiers and KV transfers do not depend on the layer ranges.
 //!
-//! All stages are asked at once, a few MiB at a time, and the caller waits for all. One that fails or does not answer in
-//! time is lost: what was ordered may happen there at any later time, so nothing may be computed after it.
+//! Orders go to all stages at once, a few MiB at a time, and the caller waits for all of them. A stage that
+//! fails or exceeds its time limit is lost. It may still execute the order later, so no step may be computed
+//! afterwards.
 
 use super::handshake::LostStage;
 use crate::Error;
@@ -15,34 +16,34 @@ use proto::transport::StageBlocks;
 use std::time::Duration;
 use tokio::runtime::Handle;
 
-/// Bytes of blocks, all stages together, that one order moves; and one block more.
+/// Maximum bytes that one order moves, summed over all stages, not counting its last block.
 const SLICE_BYTES: usize = 4 << 20;
-/// Bytes per second that no link between stages falls short of: a single block may be long.
+/// Minimum bytes per second of a link between stages. Extends the time limit for long blocks.
 const LEAST_RATE: f64 = (16 << 20) as f64;
 
 #[derive(Debug)]
 pub(super) struct Parts {
     runtime: Handle,
-    /// As the scheduler counts blocks.
+    /// Layout of the scheduler's cache.
     blocks: Slabs,
-    /// As the first stage's arena is cut.
+    /// Layout of the first stage's own arena.
     own: Slabs,
     state_group: Option<usize>,
-    /// Bytes of a block's part: of each stage, the first one included, by group.
+    /// Bytes of a block's part, by stage and group. The first stage is included.
     bytes: Vec<Vec<usize>>,
-    /// To the stages behind the first.
+    /// Links to the later stages.
     links: Vec<StageBlocks>,
-    /// The last step of which they have been sent how many rows count, and the last one behind which they know that
-    /// orders stand.
+    /// The last step whose accepted rows were sent to the stages, and the last one that a block order was
+    /// made to wait for.
     counted: (u64, u64),
     lost: Option<Lost>,
 }
 
-/// A stage has not done what it was ordered to do.
+/// A stage that failed to execute an order.
 #[derive(Debug)]
 struct Lost {
     stage: usize,
-    /// Until somebody has heard it.
+    /// The error, until it is reported once.
     why: Option<proto::Error>,
 }
 
@@ -57,18 +58,18 @@ impl Parts {
         Self { runtime, blocks, own, state_group, bytes, links, counted: (0, 0), lost: None }
     }
 
-    /// All stages are sent, on the way of the steps, how many rows of this one count. What is ordered from now on stands
-    /// behind that.
+    /// Records that the accepted rows of `step` were sent to all stages on the stream of the steps. Later
+    /// orders wait until a stage has applied them.
     pub(super) fn counted(&mut self, step: u64) {
         self.counted.0 = step;
     }
 
-    /// Whether the next order stands behind something that the stages may not have heard yet.
+    /// Whether the next order must wait for accepted rows that the stages may not have applied yet.
     pub(super) fn waits(&self) -> bool {
         self.counted.0 > self.counted.1
     }
 
-    /// Whether a stage is lost, so that nothing may be computed any more.
+    /// Whether a stage is lost. No step may be computed then.
     pub(super) fn is_lost(&self) -> bool {
         self.lost.is_some()
     }
@@ -79,12 +80,12 @@ impl Parts {
         Some(LostStage { stage: *stage, source })
     }
 
-    /// Bytes of a block, all parts together.
+    /// Bytes of a block, summed over all parts.
     pub(super) fn block_bytes(&self, group: usize) -> usize {
         self.bytes.iter().filter_map(|stage| stage.get(group)).sum()
     }
 
-    /// What blocks hold, given by group and offset as the scheduler counts.
+    /// Reads blocks, named by group and offset in the scheduler's cache.
     pub(super) fn read(
         &mut self,
         mut first: Blocks<'_>,
@@ -112,7 +113,7 @@ impl Parts {
                 })?;
                 let mut left = bytes.as_slice();
                 for (piece, part) in pieces.iter_mut().skip(from).zip(parts) {
-                    // As many bytes as all parts take.
+                    // `bytes` is as long as all parts together.
                     let Some((part, behind)) = left.split_at_checked(part) else { break };
                     piece.extend_from_slice(part);
                     left = behind;
@@ -122,7 +123,7 @@ impl Parts {
         Ok(pieces)
     }
 
-    /// Fills blocks with what [`Parts::read`] gave, here or elsewhere.
+    /// Writes blocks with bytes that [`Parts::read`] returned, here or on another worker.
     pub(super) fn write(
         &mut self,
         mut first: Blocks<'_>,
@@ -163,7 +164,7 @@ impl Parts {
         Ok(())
     }
 
-    /// The recurrent states in a slot, those of all layers in order.
+    /// Reads the recurrent states in a slot, in the order of the layers.
     pub(super) fn states(
         &mut self,
         mut first: Blocks<'_>,
@@ -215,13 +216,13 @@ impl Parts {
         self.own.offset(group, self.number(group, offset)?).ok_or_else(lost)
     }
 
-    /// How long blocks of these groups may be on their way, all stages together.
+    /// Maximum travel time of one block of each of these groups, all stages together.
     fn travel(&self, groups: impl Iterator<Item = usize>) -> Duration {
         let bytes: usize = groups.map(|group| self.block_bytes(group)).sum();
         Duration::try_from_secs_f64(bytes as f64 / LEAST_RATE).unwrap_or(Duration::MAX)
     }
 
-    /// Cuts what is to be moved into orders.
+    /// Splits blocks into orders of limited size.
     fn slices<'a, T>(&self, blocks: &'a [T], group: impl Fn(&T) -> usize) -> Vec<&'a [T]> {
         let (mut slices, mut rest) = (Vec::new(), blocks);
         while !rest.is_empty() {
@@ -238,7 +239,7 @@ impl Parts {
         slices
     }
 
-    /// Sends all later stages an order, and each the bytes that follow it.
+    /// Sends an order to all later stages, each with its own payload.
     fn tell<'a>(
         &mut self,
         mut order: impl FnMut(usize) -> (&'a StageBlocksOrder, Vec<u8>),
@@ -260,7 +261,7 @@ impl Parts {
         sent.map(drop).map_err(|(stage, why)| self.lose(stage, why))
     }
 
-    /// What a stage answers to the order that all have been sent.
+    /// Receives a stage's response to the last order.
     fn hear<T>(
         &mut self,
         stage: usize,
@@ -308,7 +309,7 @@ async fn state(link: &mut StageBlocks, shape: StageLayerState) -> Result<LayerSt
 
 async fn floats(link: &mut StageBlocks, shape: &[usize]) -> Result<Vec<f32>, proto::Error> {
     let bytes = shape.iter().try_fold(size_of::<f32>(), |bytes, length| bytes.checked_mul(*length));
-    // The buffer grows with what arrives.
+    // The buffer grows as bytes arrive, so a false length costs no memory.
     let bytes = bytes.ok_or(proto::Error::Protocol("a state that is larger than any memory"))?;
     let bytes = link.bytes(bytes).await?;
     Ok(bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect())

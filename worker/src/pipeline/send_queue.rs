@@ -1,7 +1,8 @@
-//! Where the thread that computes hands over what another stage is to have.
+//! Queue of messages from a compute thread to another stage.
 //!
-//! What is small leaves from that thread itself: nobody has to be woken for it. The rest is written by a task beside the
-//! next step, since it takes longer, or waits until the other side reads.
+//! Small messages are sent on the compute thread itself, which saves waking another thread. A task sends
+//! larger ones while the next step is computed, because they take longer or block until the peer reads.
+//! Messages never overtake each other.
 
 use super::wait_policy::step_aside;
 use proto::Error;
@@ -13,23 +14,24 @@ use std::task::Poll;
 use tokio::runtime::Handle;
 use tokio::sync::{Mutex, mpsc};
 
-/// What is not longer leaves at once: the rows of some streams. A microsecond or two for each KiB is what that takes.
+/// Messages of at most this size are sent on the calling thread: the rows of some streams. That takes one to
+/// two microseconds a KiB.
 const SMALL_BYTES: usize = 64 << 10;
 
-/// What writes messages to another stage.
+/// Writes messages to another stage.
 pub(super) trait Writes: Send + 'static {
     type Message: Send + 'static;
 
     fn write(&mut self, message: Self::Message) -> impl Future<Output = Result<(), Error>> + Send;
 
-    /// The bytes behind a message, which are the most of it.
+    /// Size of a message's payload in bytes.
     fn bytes(message: &Self::Message) -> usize;
 }
 
-/// What the task has to do.
+/// Work for the sending task.
 enum Item<M> {
     Write(M),
-    /// It has the writer, and what has been written is part of a message.
+    /// A message that was written in part. The future holds the writer's lock.
     Begun(Pin<Box<dyn Future<Output = Result<(), Error>> + Send>>),
     Failed(Error),
 }
@@ -39,11 +41,11 @@ pub(super) struct SendQueue<W: Writes> {
     handover: Handover,
     writer: Arc<Mutex<W>>,
     queue: mpsc::UnboundedSender<Item<W::Message>>,
-    /// Items that are not done.
+    /// Number of items that are not sent yet.
     queued: Arc<AtomicUsize>,
 }
 
-/// What does not leave at once.
+/// The receiving end of a [`SendQueue`], for the task that sends.
 pub(super) struct Queue<W: Writes> {
     writer: Arc<Mutex<W>>,
     items: mpsc::UnboundedReceiver<Item<W::Message>>,
@@ -57,7 +59,7 @@ impl<W: Writes> std::fmt::Debug for SendQueue<W> {
 }
 
 impl<W: Writes> SendQueue<W> {
-    /// `handover` is of the connection that `writer` writes to, and `runtime` that one's.
+    /// `handover` and `runtime` must belong to the connection that `writer` writes to.
     pub(super) fn new(runtime: Handle, writer: W, handover: Handover) -> (Self, Queue<W>) {
         let (queue, items) = mpsc::unbounded_channel();
         let (writer, queued) = (Arc::new(Mutex::new(writer)), Arc::new(AtomicUsize::new(0)));
@@ -65,8 +67,8 @@ impl<W: Writes> SendQueue<W> {
         (Self { runtime, handover, writer, queue, queued }, other)
     }
 
-    /// Hands a message over, behind all before it; never on a thread of the runtime. Why one cannot be written is told by
-    /// [`Queue::write_all`].
+    /// Sends a message after all earlier ones. Must not be called on a thread of the runtime.
+    /// [`Queue::write_all`] returns the error if a write fails.
     pub(super) fn send(&mut self, message: W::Message) {
         let idle = self.queued.load(Ordering::Acquire) == 0;
         if idle
@@ -87,13 +89,13 @@ impl<W: Writes> SendQueue<W> {
 
     fn put(&self, item: Item<W::Message>) {
         self.queued.fetch_add(1, Ordering::AcqRel);
-        // Without the other end it is told already why.
+        // If the receiver is gone, its task has already returned the error.
         let _ = self.queue.send(item);
     }
 }
 
 impl<W: Writes> Queue<W> {
-    /// Writes what does not leave at once, until the outlet is gone or something cannot be written.
+    /// Sends all queued messages until the [`SendQueue`] is dropped or a write fails.
     pub(super) async fn write_all(mut self) -> Result<(), Error> {
         while let Some(item) = self.items.recv().await {
             match item {
@@ -121,7 +123,7 @@ mod tests {
     const ROW_BYTES: usize = 1 << 10;
     const MAX_ROWS: usize = 1 << 10;
 
-    /// Both ends of a stream, and what it needs.
+    /// Both ends of a stream, with the connections and endpoints that keep it open.
     struct Ends {
         sender: ActivationSender,
         receiver: ActivationReceiver,
@@ -149,7 +151,7 @@ mod tests {
         Ends { sender, receiver, _connections: [dialed, accepted], _endpoints: [first, second] }
     }
 
-    /// The step of this number, and so many rows.
+    /// A step with this number and this many rows.
     fn message(number: u64, rows: usize) -> (StageFrame, Vec<u8>) {
         let step = StageStep { step: number, tokens: vec![0; rows], ..StageStep::default() };
         (StageFrame::Step(step), vec![number as u8; rows * ROW_BYTES])
@@ -171,7 +173,8 @@ mod tests {
         let handover = sender.handover();
         let (mut outlet, queue) = SendQueue::new(runtime.handle().clone(), sender, handover);
         let writing = runtime.spawn(queue.write_all());
-        // Small ones fill all windows while nobody reads, and more come; then large and small ones by turns.
+        // Small messages fill all flow-control windows while nobody reads. Large and small ones follow in
+        // turn.
         let small = SMALL_BYTES / ROW_BYTES;
         let rows = |step: u64| if step < 200 || step.is_multiple_of(3) { small } else { 3 * small };
         let count = 260;
@@ -194,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_has_nobody_to_write_to_says_so() {
+    fn a_write_to_a_closed_connection_returns_an_error() {
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let Ends { sender, receiver, _connections: [dialed, _accepted], _endpoints } =

@@ -1,4 +1,4 @@
-//! From a planned step to what other stages must know of it, and from there to the decoder.
+//! Converts a planned step into the message for other stages, and that message into the decoder's input.
 
 use crate::Error;
 use crate::decoder::{Blocks, Decoder};
@@ -11,31 +11,31 @@ use kernels::backend::{
 use proto::stage::{StageCopy, StageCounted, StageSample, StageSequence, StageState, StageStep, StageTable};
 use std::collections::VecDeque;
 
-/// Table entries of one step at most, all sequences together, those that no row looks at included.
+/// Maximum table entries of a step, summed over all sequences and including skipped blocks.
 const MAX_ENTRIES: usize = 4 << 20;
 
-/// Rows that something is to be made of behind the last layer.
+/// Rows that need a result after the last layer.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct WantedRows {
-    /// Of these the most likely token.
+    /// Rows that need their most likely token.
     pub(crate) argmax: Vec<u32>,
-    /// Of these a token drawn in another way.
+    /// Rows that need a token from a sampler.
     pub(crate) samples: Vec<StageSample>,
     pub(crate) logits: Vec<u32>,
 }
 
 impl WantedRows {
-    /// Whether a row is drawn from where it is computed.
+    /// Whether the stage that computes this row also draws a token from it.
     pub(crate) fn draws(&self, row: u32) -> bool {
         self.argmax.contains(&row) || self.samples.iter().any(|sample| sample.row == row)
     }
 
-    /// Whether something is made of one row, once.
+    /// Whether exactly one row needs one result.
     pub(crate) fn is_one(&self) -> bool {
         self.argmax.len() + self.samples.len() + self.logits.len() == 1
     }
 
-    /// All of them, each once.
+    /// All rows in ascending order, without duplicates.
     pub(super) fn distinct(&self) -> Vec<u32> {
         let sampled = self.samples.iter().map(|sample| sample.row);
         let mut rows: Vec<u32> = self.argmax.iter().chain(&self.logits).copied().chain(sampled).collect();
@@ -45,8 +45,8 @@ impl WantedRows {
     }
 }
 
-/// A planned step in words of block numbers, nothing made of its rows. `slabs` is how the scheduler's cache cuts its
-/// arena.
+/// Describes a planned step by block numbers, without any requests for its rows. `slabs` is the layout of the
+/// scheduler's cache.
 pub(super) fn describe(
     scheduler: &Scheduler,
     plan: &StepPlan,
@@ -102,8 +102,9 @@ fn describe_state(
     })
 }
 
-/// Runs a step over the layers of a stage whose arena is cut as `slabs` say, from `activations` unless it is the
-/// first one, and `beside` behind each layer. Nothing of the step is believed.
+/// Runs a step over the layers of a stage, whose arena is laid out as `slabs`. `activations` have the shape
+/// `[rows, hidden]`; `None` on the first stage. Calls `beside` after each layer. Checks every field of the
+/// step before it computes anything.
 pub(super) fn forward(
     decoder: &mut Decoder,
     slabs: &Slabs,
@@ -176,7 +177,7 @@ fn offset(slabs: &Slabs, group: usize, number: u32) -> Result<u32, Error> {
     slabs.offset(group, number).filter(|offset| *offset != NULL_OFFSET).ok_or_else(reason)
 }
 
-/// Where the blocks of a table lie; whoever asks has seen to it that it is no longer than [`MAX_ENTRIES`].
+/// Offsets of a table's blocks. The caller has checked that the table has at most [`MAX_ENTRIES`] entries.
 pub(super) fn offsets(slabs: &Slabs, group: usize, table: &StageTable) -> Result<Vec<u32>, Error> {
     let mut offsets = vec![NULL_OFFSET; table.skipped as usize];
     for number in &table.blocks {
@@ -196,15 +197,15 @@ fn step_state(state: &StageState, offset: impl Fn(u32) -> Result<u32, Error>) ->
     })
 }
 
-/// The steps of a stage with rows that may be taken back, before it is said which of them count.
+/// Steps with deferred state updates whose numbers of accepted rows are not known yet.
 #[derive(Debug, Default)]
 pub(super) struct Uncounted {
-    /// Steps, the oldest first: how many rows each sequence has that may.
+    /// The step and, for each deferred sequence, its number of rows. The oldest step comes first.
     steps: VecDeque<(u64, Vec<u32>)>,
 }
 
 impl Uncounted {
-    /// A step has been run.
+    /// Records a step that was run.
     pub(super) fn ran(&mut self, step: &StageStep) {
         let defers = |sequence: &&StageSequence| sequence.state.as_ref().is_some_and(|state| state.deferred);
         let rows: Vec<u32> = step.sequences.iter().filter(defers).map(|sequence| sequence.rows).collect();
@@ -213,10 +214,11 @@ impl Uncounted {
         }
     }
 
-    /// Has the states follow the rows that count. Nothing of it is believed.
+    /// Applies the numbers of accepted rows to the states, after checking them.
     ///
     /// # Errors
-    /// [`Error::StageStep`] for another step than the oldest, other sequences, more rows than one has.
+    /// [`Error::StageStep`] if the step is not the oldest one, or if the number of sequences or of rows does
+    /// not match.
     pub(super) fn count(&mut self, decoder: &mut Decoder, counted: &StageCounted) -> Result<(), Error> {
         let StageCounted { step, rows } = counted;
         let refuse = |reason: String| Err(Error::StageStep { reason });
@@ -282,10 +284,10 @@ mod tests {
         forward(decoder, slabs, step, Some(activations), &mut |_| {})
     }
 
-    /// A change to a step, and what it is called.
+    /// A change that makes a step invalid, and its name.
     type Spoil = (&'static str, fn(&mut StageStep));
 
-    /// A step that the stage cannot do is refused before anything is computed.
+    /// An invalid step is refused before anything is computed.
     #[test]
     fn sec_handle_oob() {
         let spoils: [Spoil; 13] = [
@@ -336,14 +338,14 @@ mod tests {
         }
     }
 
-    /// Rows count once, of the step that waits longest, and no more than it has.
+    /// Accepted rows are applied once, to the oldest waiting step, and never more than it has.
     #[test]
     fn sec_counted_rows() {
         let (mut decoder, slabs) = stage("granitehybrid");
         let activations = vec![0.5; 2 * decoder.spec().hidden];
         let mut uncounted = Uncounted::default();
         let mut step = good(&decoder);
-        // One that defers nothing is not waited for.
+        // A step without deferred updates does not wait for accepted rows.
         run(&mut decoder, &slabs, &step, &activations).unwrap();
         uncounted.ran(&step);
         for (number, write) in [(2, 4), (3, 5)] {

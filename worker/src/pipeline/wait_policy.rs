@@ -1,8 +1,8 @@
-//! Waiting for another stage without letting the CPU fall asleep.
+//! Waits for another stage without letting the CPU sleep.
 //!
-//! A stage of one stream computes for some milliseconds and then waits for about as long. A CPU that sleeps meanwhile
-//! takes long to wake, and computes more slowly for a while after. So whoever waits has its CPU kept awake (`keeper.rs`),
-//! if waits are short; it lets it sleep after all when the wait is longer than that.
+//! With one stream, a stage computes for some milliseconds and then waits for about as long. A sleeping CPU
+//! takes long to wake and then computes more slowly for a while. So a waiting thread keeps its CPU awake
+//! (`keep_awake.rs`) while waits are short, and lets it sleep once a wait exceeds [`AWAKE`].
 
 use super::keep_awake::CpuKeepAwake;
 use std::cell::OnceCell;
@@ -14,20 +14,20 @@ use std::thread::Thread;
 use std::time::{Duration, Instant};
 use tokio::runtime::Handle;
 
-/// For so long a wait keeps its CPU awake at most, and only where the one before it was not longer: that is what a
-/// replica costs when it falls idle, once. What is lost by waking counts for little where steps take longer.
+/// Maximum time for which a wait keeps its CPU awake. Also the longest previous wait after which the next one
+/// does so. An idle replica spins once for this long. With longer waits, the cost of waking is negligible.
 const AWAKE: Duration = Duration::from_millis(100);
 
-/// How the thread that computes waits; see the module.
+/// How the compute thread waits.
 #[derive(Debug, Default)]
 pub(super) struct WaitPolicy {
-    /// The last wait was short.
+    /// The last wait was shorter than [`AWAKE`].
     short: bool,
-    /// Started when it is needed first; none inside where there can be none.
+    /// Started at first use. The inner value is `None` if no thread could be started.
     keeper: OnceCell<Option<CpuKeepAwake>>,
 }
 
-/// Tells a thread to look again.
+/// Wakes a thread that polls a future.
 struct Signal {
     thread: Thread,
     given: AtomicBool,
@@ -45,7 +45,8 @@ impl Wake for Signal {
 }
 
 impl WaitPolicy {
-    /// Runs a future on this thread, which must be none of `runtime`'s; that one moves the bytes and keeps the time.
+    /// Runs a future on this thread, which must not be one of `runtime`'s. `runtime` does the I/O and drives
+    /// the timers.
     pub(super) fn block_on<T>(&mut self, runtime: &Handle, future: impl Future<Output = T>) -> T {
         let _runtime = runtime.enter();
         let since = Instant::now();
@@ -66,16 +67,16 @@ impl WaitPolicy {
             while !signal.given.swap(false, Ordering::Acquire) {
                 std::thread::park();
             }
-            // Whoever has told holds what it has told of until it is done with it.
+            // The notifying thread may still hold a lock on what it delivered; yield to it.
             keeps.take().inspect(|keeper: &&CpuKeepAwake| keeper.end());
             step_aside();
         }
     }
 }
 
-/// Behind something that was handed to the threads that move bytes: one that shares this thread's CPU has it now. Else it
-/// would wait until this thread waits or its turn is over, which is milliseconds where the next step is there already. Where
-/// none waits for this CPU it is a system call.
+/// Yields the CPU after a message was passed to the I/O threads, so that one that shares this thread's CPU
+/// runs now. Otherwise it would wait until this thread blocks or its time slice ends, which takes
+/// milliseconds if the next step is ready. If no thread waits for this CPU, the cost is one system call.
 pub(super) fn step_aside() {
     std::thread::yield_now();
 }
@@ -86,7 +87,7 @@ mod tests {
     use tokio::sync::oneshot;
 
     #[test]
-    fn a_wait_ends_with_what_it_waits_for_whether_its_cpu_is_kept_awake_or_not() {
+    fn a_wait_ends_with_its_future_whether_or_not_its_cpu_is_kept_awake() {
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let mut patience = WaitPolicy::default();
@@ -96,7 +97,7 @@ mod tests {
                 tokio::time::sleep(wait).await;
                 tell.send(wait)
             });
-            // Nobody's thread is faster than its clock; a machine may be slower.
+            // A timer never fires early, but may fire late.
             assert_eq!(patience.block_on(runtime.handle(), told), Ok(wait));
             assert!(then_short || !patience.short, "{wait:?}");
         }

@@ -1,30 +1,29 @@
-//! Which tokens may be drawn next.
+//! Masks of the tokens that may be drawn next.
 
-/// A set of tokens, a bit each.
+/// A set of tokens, one bit each.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TokenMask {
     words: Vec<u32>,
 }
 
 impl TokenMask {
-    /// Bit t % 32 of word t / 32 says whether token t is in it; no token behind them is.
+    /// Bit `t % 32` of word `t / 32` says whether token `t` is in the set. Tokens beyond the last word are
+    /// not in it.
     pub fn new(words: Vec<u32>) -> Self {
         Self { words }
     }
 
-    /// Whether the token may be drawn.
     pub fn allows(&self, token: u32) -> bool {
         self.words.get(token as usize / 32).is_some_and(|word| word >> (token % 32) & 1 == 1)
     }
 
-    /// Whether no token may be drawn.
     pub fn is_empty(&self) -> bool {
         self.words.iter().all(|word| *word == 0)
     }
 
-    /// Takes all other tokens out of a row of logits. Of a row in which nothing is left to be drawn, because what is
-    /// allowed was barred before, `bars` are taken back: what must follow counts for more than how long an answer is
-    /// to be.
+    /// Sets the logits of all other tokens to minus infinity. If no token remains because the allowed ones
+    /// were barred before (`bars`), their logits are restored: the grammar takes precedence over the minimum
+    /// length.
     pub(super) fn apply(&self, logits: &mut [f32], bars: &[(u32, f32)]) {
         let mut left = false;
         for (token, logit) in (0u32..).zip(logits.iter_mut()) {

@@ -1,6 +1,6 @@
-//! When a generation ends, and which text is certain: stop tokens, stop strings, lengths.
+//! Finds the end of a generation (stop tokens, stop strings, lengths), and the text that is final.
 //!
-//! Text that could still become a stop string is held back; a stop string is never part of the output.
+//! Text that may become part of a stop string is held back. A stop string is never part of the output.
 
 use model::dialect::StopStrings;
 use model::tokenizer::{Detokenizer, Tokenizer};
@@ -8,22 +8,21 @@ use proto::message::{FinishReason, GenerateError, Stop};
 use std::collections::HashSet;
 use std::sync::Arc;
 
-/// Most stop strings of a request.
+/// Maximum number of stop strings of a request.
 pub const MAX_STOP_STRINGS: usize = 16;
-/// Longest stop string in bytes.
+/// Maximum length of a stop string in bytes.
 pub const MAX_STOP_BYTES: usize = 4096;
 
-/// The end of a generation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ending {
     pub reason: FinishReason,
     /// The stop string or token that matched.
     pub matched: Option<String>,
-    /// Text that was held back and is part of the output after all.
+    /// Text that was held back but is part of the output.
     pub tail: String,
 }
 
-/// Turns tokens into text and finds the end.
+/// Converts tokens into text and finds the end.
 #[derive(Clone)]
 pub struct OutputText {
     detokenizer: Detokenizer,
@@ -34,8 +33,8 @@ pub struct OutputText {
 }
 
 impl OutputText {
-    /// Checks `stop` and prepares; the tokens that end the generation are those of `stop` and, unless it says
-    /// otherwise, the model's own.
+    /// Checks `stop`. The tokens that end the generation are those of `stop` and, unless `stop` disables
+    /// them, the model's own.
     pub fn new(tokenizer: Arc<Tokenizer>, stop: Stop) -> Result<Self, GenerateError> {
         let refuse =
             |field: &str, reason: String| GenerateError::InvalidField { field: field.to_owned(), reason };
@@ -65,17 +64,18 @@ impl OutputText {
         tokens
     }
 
-    /// Tokens taken in so far.
+    /// Number of tokens processed so far.
     pub fn generated(&self) -> u32 {
         self.generated
     }
 
-    /// Tokens that may still come.
+    /// Number of tokens that may still follow.
     pub fn tokens_left(&self) -> u32 {
         self.stop.max_tokens.saturating_sub(self.generated)
     }
 
-    /// Takes in a token: the text that is certain now, and the end if this was it.
+    /// Processes a token. Returns the text that is final now, and the ending if the token ends the
+    /// generation.
     pub fn push(&mut self, token: u32) -> (String, Option<Ending>) {
         self.generated += 1;
         let allowed = self.generated > self.stop.min_tokens;
@@ -94,7 +94,7 @@ impl OutputText {
         }
     }
 
-    /// How many of these tokens count: all, or those up to the one that ends the generation.
+    /// Number of these tokens that are part of the generation: all, or those up to the one that ends it.
     pub(crate) fn counts_of(&self, tokens: &[u32]) -> usize {
         if let [] | [_] = tokens {
             return tokens.len();

@@ -11,7 +11,7 @@ fn params(temperature: f32) -> Sampling {
 
 const LOGITS: [f32; 5] = [0.5, 2.0, 1.0, -1.0, 1.9];
 
-/// Draws `n` tokens with fresh logits each.
+/// Distribution of `n` draws from the same logits.
 fn histogram(mut s: Sampler, n: u32) -> Vec<f64> {
     let mut counts = vec![0.0; 5];
     for _ in 0..n {
@@ -23,7 +23,7 @@ fn histogram(mut s: Sampler, n: u32) -> Vec<f64> {
 }
 
 #[test]
-fn greedy_takes_the_lowest_of_equals() {
+fn greedy_ties_go_to_the_lowest_token() {
     assert_eq!(sampler(params(0.0)).draw(&mut [1.0, 3.0, 3.0, 0.0, 0.0]).unwrap().0, 1);
 }
 
@@ -40,7 +40,7 @@ fn draws_follow_the_softmax() {
 }
 
 #[test]
-fn filters_keep_what_they_should() {
+fn filters_keep_the_expected_tokens() {
     let seen = |p: Sampling| {
         let got = histogram(sampler(p), 3000);
         (0..5).filter(|&t| got[t] > 0.0).collect::<Vec<_>>()
@@ -86,12 +86,12 @@ fn penalties_and_bias_change_the_logits() {
     s.accept(4);
     let mut row = [0.5, 2.0, -1.0, -1.0, 4.0];
     s.adjust(&mut row, None);
-    // bias on 0; prompt 1 and 2 and drawn 4 repeat; 4 was drawn twice.
+    // Bias on token 0. Prompt tokens 1 and 2 and drawn token 4 are repetitions. Token 4 was drawn twice.
     assert_eq!(row, [2.0, 1.0, -2.0, -1.0, 4.0 / 2.0 - 0.5 - 0.5]);
 }
 
 #[test]
-fn no_end_before_the_minimum() {
+fn no_output_ends_before_its_minimum_length() {
     let stop = Stop { min_tokens: 2, ..Stop::default() };
     let mut s = Sampler::new(params(0.0), &stop, &[], vec![3], 5).unwrap();
     let row = [0.0, 1.0, 0.0, 9.0, 0.0];
@@ -136,7 +136,7 @@ fn bad_parameters_name_the_field() {
 
 /// A row, and the parameters of a draw from it.
 fn rows_and_params() -> impl Strategy<Value = (Vec<f32>, Sampling)> {
-    // Few values and far ones, so that some are equal, and some weigh alike without being equal.
+    // Few and distant values, so that some are equal and some differ but have the same weight.
     let logit = prop_oneof![
         8 => -20f32..20.0,
         4 => (-8i8..8).prop_map(f32::from),
@@ -153,7 +153,7 @@ fn rows_and_params() -> impl Strategy<Value = (Vec<f32>, Sampling)> {
     )
 }
 
-/// As a device gives them.
+/// The best logits in the order of a device.
 fn best_of(row: &[f32], count: usize) -> Vec<(u32, f32)> {
     let mut best: Vec<(u32, f32)> = (0..).zip(row.iter().copied()).collect();
     best.sort_by(|a, b| b.1.is_nan().cmp(&a.1.is_nan()).then(b.1.total_cmp(&a.1)).then(a.0.cmp(&b.0)));
@@ -165,7 +165,7 @@ fn best_of(row: &[f32], count: usize) -> Vec<(u32, f32)> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
 
-    /// What the best decide is what the whole row decides.
+    /// If the best logits determine a draw, it is the draw from the whole row.
     #[test]
     fn a_draw_from_the_best_is_the_draw_from_the_row((row, params) in rows_and_params(), count in 1usize..40) {
         let sampler = Sampler::new(params, &Stop::default(), &[], vec![], row.len()).unwrap();
@@ -176,7 +176,7 @@ proptest! {
 }
 
 #[test]
-fn the_best_decide_what_is_filtered_to_fewer_and_nothing_else() {
+fn the_best_logits_decide_only_draws_that_filters_narrow() {
     let row: Vec<f32> = (0..100u8).map(|i| 10.0 - f32::from(i) / 10.0).collect();
     let decided = |params: Sampling, count| {
         let sampler = Sampler::new(params, &Stop::default(), &[], vec![3], row.len()).unwrap();
@@ -193,7 +193,7 @@ fn the_best_decide_what_is_filtered_to_fewer_and_nothing_else() {
 }
 
 #[test]
-fn a_mask_comes_before_every_filter_and_before_how_long_an_answer_is_to_be() {
+fn a_mask_applies_before_filters_and_before_the_minimum_length() {
     // Tokens 0 and 3.
     let mask = TokenMask::new(vec![0b1001]);
     assert!(mask.allows(0) && !mask.allows(1) && mask.allows(3) && !mask.allows(64) && !mask.is_empty());
@@ -205,7 +205,7 @@ fn a_mask_comes_before_every_filter_and_before_how_long_an_answer_is_to_be() {
         0,
         "the best of those allowed"
     );
-    // Only the token that ends it may come, though it was to be longer.
+    // Only the token that ends the output may follow, although the minimum length is not reached.
     let stop = Stop { min_tokens: 9, ..Stop::default() };
     let long = Sampler::new(params(1.0), &stop, &[], vec![3], 5).unwrap();
     let end = TokenMask::new(vec![0b1000]);
@@ -242,7 +242,7 @@ fn nothing_is_drawn_from_what_is_no_number() {
             assert_eq!(sampler.draw_of_best(&best_of(&row, 3)), None, "{row:?} {params:?}");
         }
     }
-    // Some engines bar tokens by minus infinity.
+    // Some models bar tokens by minus infinity.
     let barred = [f32::NEG_INFINITY, 1.0, f32::NEG_INFINITY, 0.5, f32::NEG_INFINITY];
     assert_eq!(sampler(params(0.0)).draw(&mut barred.clone()).unwrap().0, 1);
 }

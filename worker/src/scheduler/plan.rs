@@ -1,4 +1,5 @@
-//! Building one step: who computes how many rows, who follows whom, who must give way.
+//! Plans one step: how many rows each sequence computes, which sequences follow others, and which are
+//! preempted.
 
 mod follow;
 mod guesses;
@@ -13,29 +14,28 @@ use crate::scheduler::tenants::Next;
 use proto::block::HASH_UNIT_TOKENS;
 use std::collections::HashMap;
 
-/// Longest growth that admission keeps room for, in tokens per sequence.
+/// Upper limit of the growth, in tokens per sequence, for which admission keeps room.
 const MOST_LOOKAHEAD: u32 = 1024;
-/// Steps without preemption after which half that room is kept.
+/// After this number of steps without preemption, that room is halved.
 const LOOKAHEAD_STEPS: u64 = 64;
 
-/// A step in the making.
 #[derive(Debug)]
 pub(super) struct Draft {
     step: u64,
-    /// Rows still to be given out.
+    /// Rows that are not assigned yet.
     budget: u32,
-    /// Decoding sequences that may still take part.
+    /// Number of decoding sequences that may still take part.
     decoding: u32,
     entries: Vec<Entry>,
     /// Copies with their source blocks.
     copies: Vec<(CopyBlock, u32)>,
-    /// States kept in the middle of sequences' rows.
+    /// States kept in the middle of a sequence's rows.
     exports: Vec<Export>,
-    /// Somebody gave way: nobody is admitted in this step.
+    /// A sequence was preempted, so none is admitted in this step.
     preempted: bool,
-    /// Sequences that wait for another's units.
+    /// Number of sequences that wait for units of others.
     following: usize,
-    /// Whether sequences may wait at all.
+    /// Whether sequences may wait for others at all.
     patient: bool,
 }
 
@@ -44,40 +44,40 @@ struct Entry {
     slot: u32,
     from: u32,
     rows: u32,
-    /// Rows behind these that are guesses.
+    /// Further rows that are draft tokens.
     guesses: u32,
 }
 
-/// The state after a row is written to a slot of its own.
+/// Writes the state after a row to a slot of its own.
 #[derive(Debug, Clone, Copy)]
 struct Export {
     slot: u32,
-    /// Units before it, from the sequence's start.
+    /// Units before the state, counted from the sequence's start.
     unit: u32,
     offset: u32,
-    /// (group, slot) to be given back with the step.
+    /// (group, slot) to release after the step.
     held: (usize, u32),
 }
 
-/// What became of a sequence that was asked to move on.
+/// Result of advancing a sequence.
 #[derive(Debug, PartialEq, Eq)]
 enum GrowOutcome {
-    /// It moved, waits, or has nothing to do.
+    /// The sequence got rows, waits, or has nothing to compute.
     Over,
-    /// It is the one that has least to lose: it gives way itself.
+    /// The sequence has the least to lose and is preempted itself.
     GivesWay,
-    /// It is the oldest, nobody is left to give way, and still there are not enough blocks.
+    /// The sequence is the oldest, no other can be preempted, and there are still too few blocks.
     Stuck,
 }
 
 impl Scheduler {
-    /// The next step. `None`: there is nothing to compute before a step in flight completes, a sequence
-    /// is submitted or one is removed. An error means that the cache cannot be trusted any more.
+    /// Plans the next step. `None` if nothing can be computed before a step in flight completes, or a
+    /// sequence is submitted or removed. After an error the cache must not be used any more.
     pub fn plan(&mut self) -> Result<Option<StepPlan>, Broken> {
         self.plan_within(StepLimits::NONE)
     }
 
-    /// As [`Scheduler::plan`], but a smaller step.
+    /// Like [`Scheduler::plan`], with a smaller step.
     pub fn plan_within(&mut self, limits: StepLimits) -> Result<Option<StepPlan>, Broken> {
         self.cache.check()?;
         let step = self.step + 1;
@@ -101,8 +101,8 @@ impl Scheduler {
             patient: true,
         };
         self.make_way(&mut draft);
-        // Further rounds only where the first found no row although nothing is under way: then waiting
-        // for others is pointless, and what gave way can come back at once.
+        // Further rounds run only if the first one found no row while no step is in flight. Then waiting for
+        // others is pointless, and preempted sequences can be admitted at once.
         for round in 0..3 {
             draft.following = 0;
             self.schedule_running(&mut draft);
@@ -119,8 +119,9 @@ impl Scheduler {
         Ok((!draft.entries.is_empty()).then(|| self.build(draft)))
     }
 
-    /// Everybody admitted: the oldest first, then those that need one row, then prompts; the least served tenant's first,
-    /// and by age. Prompts of several tenants share what rows there are.
+    /// Schedules all admitted sequences: first the oldest, then those that need one row, then prompts. Within
+    /// each class the least served tenant goes first, then the oldest sequence. Prompts of several tenants
+    /// share the rows.
     fn schedule_running(&mut self, draft: &mut Draft) {
         let Some((&oldest, others)) = self.running.split_first() else { return };
         let one_row = |slot: u32| {
@@ -131,7 +132,7 @@ impl Scheduler {
         order.sort_by_key(turn);
         order.truncate(draft.decoding as usize - usize::from(one_row(oldest)));
         prompts.sort_by_key(turn);
-        // The oldest leaves the others their row, but always gets one itself.
+        // The oldest leaves one row for each of the others, but always gets at least one itself.
         let rows = draft.budget.saturating_sub(order.len() as u32).max(1);
         let mut wants: HashMap<u64, u32> = HashMap::new();
         for sequence in
@@ -157,7 +158,7 @@ impl Scheduler {
         }
     }
 
-    /// Within its tenant's share of the step's rows, if these are shared out.
+    /// Schedules a prompt, limited to its tenant's share of the step's rows if there are shares.
     fn schedule_prompt(
         &mut self,
         slot: u32,
@@ -176,7 +177,8 @@ impl Scheduler {
     }
 
     fn schedule(&mut self, slot: u32, most_rows: u32, draft: &mut Draft) {
-        // Out of its place while it is worked on: whatever looks at the other sequences cannot see it.
+        // Taken out of `sequences` meanwhile, so that code that iterates over the other sequences does not
+        // see it.
         let Some(mut sequence) = self.sequences[slot as usize].take() else { return };
         let turn = if sequence.state == State::Running && may_decode(&sequence, draft) {
             self.move_on(&mut sequence, slot, most_rows, draft)
@@ -211,7 +213,7 @@ impl Scheduler {
         let mut rows = sequence.remaining().min(most_rows);
         if sequence.held && rows == sequence.remaining() {
             rows -= 1;
-            // What it has taken over by copies must be in a step, and so must it: then it is held no more.
+            // Copies that it has taken over require a row of it in this step: then it is no longer held.
             match (rows, draft.copies.len() > copies) {
                 (0, false) => return GrowOutcome::Over,
                 (0, true) => {
@@ -246,7 +248,7 @@ impl Scheduler {
             }
         };
         if self.cache.copy_tail(&mut sequence.cache, draft.step, &mut draft.copies) {
-            // Its copies belong to this step: it must take part in it.
+            // Its copies belong to this step, so it must take part in it.
             sequence.committed_in = draft.step;
         }
         let (first, end) = (from as usize / HASH_UNIT_TOKENS, (from + room) as usize / HASH_UNIT_TOKENS);
@@ -259,7 +261,7 @@ impl Scheduler {
         }
         self.cache.commit(&mut sequence.cache, &sequence.units, &sequence.tokens, from + room, draft.step);
         if !sequence.cache.shares() {
-            // A unit that could not be named: nobody can wait for this sequence any more.
+            // A unit's id collided: no other sequence can wait for this one any more.
             self.planned.withdraw(slot, sequence.units.get(first..).unwrap_or_default());
         } else if end > first {
             self.planned.withdraw(slot, &sequence.units[first..end]);
@@ -273,10 +275,10 @@ impl Scheduler {
         GrowOutcome::Over
     }
 
-    /// Who should give way to `sequence`, itself included: whoever frees blocks and has the least work to
-    /// do again; the youngest of several. Never the oldest, nobody whose rows are being computed, and
-    /// nobody whose units of this very step others may have taken over: without its rows nobody would
-    /// write them.
+    /// The sequence to preempt for `sequence`, possibly itself: among those that would free blocks, the one
+    /// with the least work to recompute; ties go to the youngest. Never the oldest sequence, one with rows in
+    /// flight, or one that committed units in this step, because others may have taken these units over and
+    /// would read blocks that nothing writes.
     fn least_to_lose(&self, sequence: &Sequence, slot: u32, oldest: bool, step: u64) -> Option<u32> {
         let own = (!oldest).then_some((slot, sequence));
         let others = self.running.iter().skip(1).filter_map(|&slot| Some((slot, self.get(slot)?)));
@@ -298,7 +300,7 @@ impl Scheduler {
         self.put_back(slot, draft);
     }
 
-    /// Takes a sequence out of the step and back to the queue.
+    /// Removes a sequence from the step and returns it to the queue.
     pub(super) fn put_back(&mut self, slot: u32, draft: &mut Draft) {
         draft.entries.retain(|entry| {
             if entry.slot == slot {
@@ -313,8 +315,8 @@ impl Scheduler {
         self.requeue(slot, true);
     }
 
-    /// The last resort: blocks of several groups lie so scattered that not even the oldest sequence can go
-    /// on with all the others gone. It starts again in an empty cache, compactly, and alone.
+    /// Last resort: free blocks are so scattered over groups that the oldest sequence cannot continue even
+    /// with all others gone. It restarts alone in an empty cache, in compact mode.
     fn run_alone(&mut self, slot: u32, draft: &mut Draft) {
         self.preempt(slot, draft);
         for other in std::mem::take(&mut self.running) {
@@ -327,7 +329,7 @@ impl Scheduler {
         self.counters.lone_restarts += 1;
     }
 
-    /// Admits from the queue, in turn, while the whole input of the next fits.
+    /// Admits sequences from the queue in order, while the whole input of the next one fits.
     fn admit(&mut self, draft: &mut Draft) {
         self.short_of_blocks = None;
         while self.running.len() < self.config.max_seqs {
@@ -343,7 +345,7 @@ impl Scheduler {
             let Some(mut sequence) = self.sequences[slot as usize].take() else { return };
             let mut admitted = self.give_room(&mut sequence);
             if admitted.is_none() && self.running.is_empty() && self.in_flight.is_empty() {
-                // Nothing that ends could make room any more: pins have to.
+                // No sequence that ends could free blocks: pins must be removed.
                 let lost = self.cache.unpin_all();
                 self.counters.pins_lost += lost;
                 admitted = if lost > 0 { self.give_room(&mut sequence) } else { None };
@@ -375,9 +377,9 @@ impl Scheduler {
         }
     }
 
-    /// Opens the sequence's cache if its whole input fits beside what is promised to those running. Says how
-    /// many leading units it need not plan to compute: with recurrent layers those whose KV is there may wait
-    /// for a state from whoever computed them.
+    /// Opens the sequence's cache if its whole input fits next to the room reserved for running sequences.
+    /// Returns the number of leading units that it need not plan to compute. With recurrent layers these
+    /// include units with cached KV, which may wait for a state from the sequence that computed them.
     fn give_room(&mut self, sequence: &mut Sequence) -> Option<usize> {
         if self.cache.is_contiguous() {
             sequence.cache = self.cache.open_contiguous(sequence.longest())?;
@@ -400,7 +402,7 @@ impl Scheduler {
         Some(if self.cache.has_states() { hit.known } else { 0 })
     }
 
-    /// Tokens that room is kept for: everybody running keeps room for its input and some to grow into.
+    /// Tokens for which room is reserved: the sequence's input and some growth.
     pub(super) fn ahead(&self, sequence: &Sequence) -> u32 {
         sequence.len().saturating_add(self.lookahead).min(sequence.longest().max(sequence.len()))
     }
@@ -474,7 +476,7 @@ impl Scheduler {
     }
 }
 
-/// Whether the step has room for one more that decodes, if it does.
+/// Whether the step has room for one more decoding sequence, if `sequence` decodes.
 fn may_decode(sequence: &Sequence, draft: &mut Draft) -> bool {
     if !sequence.decodes() || sequence.remaining() == 0 {
         return true;
@@ -484,7 +486,7 @@ fn may_decode(sequence: &Sequence, draft: &mut Draft) -> bool {
     room
 }
 
-/// The exports of one sequence whose rows start at `from`, as its plan lists them.
+/// The exports of one sequence whose rows start at `from`, in the form of its plan.
 fn exports_of(exports: &[Export], slot: u32, from: u32) -> Vec<(u32, u32)> {
     let own = exports.iter().filter(|export| export.slot == slot);
     let row = |export: &Export| export.unit * HASH_UNIT_TOKENS as u32 - 1 - from;

@@ -1,11 +1,11 @@
-//! What goes into the scheduler and what comes out: requests, refusals, step plans, figures.
+//! The scheduler's input and output: requests, refusals, step plans, statistics.
 
 use crate::kv_cache::{CopyBlock, HitStop};
 use proto::block::BlockId;
 use proto::message::TenantTurn;
 use std::ops::Range;
 
-/// Names a sequence; chosen by the engine, unique among live sequences.
+/// Id of a sequence, chosen by the engine. Unique among live sequences.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SeqId(pub u64);
 
@@ -15,7 +15,7 @@ pub enum LogitRows {
     /// The last one, from which the first token is drawn.
     #[default]
     LastOnly,
-    /// Every row that is computed; rows served by the cache have none.
+    /// Every computed row. Rows served by the cache have no logits.
     All,
 }
 
@@ -25,27 +25,27 @@ pub struct SequenceRequest {
     pub id: SeqId,
     /// Root of its prefixes: only sequences of one root share blocks.
     pub root: BlockId,
-    /// The prompt, not empty.
+    /// Not empty.
     pub prompt: Vec<u32>,
-    /// Tokens that may be drawn; 0 computes the prompt only.
+    /// Maximum number of tokens to draw; 0 only computes the prompt.
     pub max_new_tokens: u32,
-    /// Which rows of the prompt need logits.
     pub logit_rows: LogitRows,
-    /// Positions in the prompt, in tokens, at which others are likely to part from it or to go on: ends of the
-    /// system prompt and of chat turns. Only where there are recurrent layers do they matter.
+    /// Positions in the prompt, in tokens, at which other prompts are likely to diverge or to continue: the
+    /// ends of the system prompt and of chat turns. Used only with recurrent layers.
     pub boundaries: Vec<u32>,
     pub tenant: TenantTurn,
-    /// Higher goes first of its tenant's; first come, first served among equals.
+    /// Higher goes first within a tenant. Ties go to the earlier arrival.
     pub priority: i32,
-    /// When it came, if it could not be submitted at once: see [`Scheduler::take_turn`](super::Scheduler::take_turn).
+    /// Its queue position if it could not be submitted on arrival: see
+    /// [`Scheduler::take_turn`](super::Scheduler::take_turn).
     pub turn: Option<QueuePosition>,
 }
 
-/// A place among those of equal priority. Worth nothing without its sequence.
+/// A position among sequences of equal priority. Has no effect before its sequence is submitted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct QueuePosition(pub(super) u64);
 
-/// Why a sequence is refused, for good.
+/// Why a sequence is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Rejected {
     #[error("the prompt is empty")]
@@ -53,44 +53,42 @@ pub enum Rejected {
     /// Prompt and output do not fit into the cache, even alone.
     #[error("prompt and output need {need} tokens of KV cache, {limit} fit")]
     TooLong {
-        /// Tokens whose KV the sequence needs at its longest.
+        /// Tokens of KV that the sequence needs at its maximum length.
         need: u64,
-        /// The longest sequence that fits when it is alone.
+        /// The longest sequence that fits when it is alone, in tokens.
         limit: u64,
     },
-    /// The waiting queue is full; the same request may be accepted later.
+    /// The waiting queue is full. The same request may be accepted later.
     #[error("{waiting} sequences are waiting, the queue takes no more")]
     QueueFull { waiting: usize },
-    /// The id is in use.
     #[error("sequence {0:?} exists already")]
     Duplicate(SeqId),
 }
 
-/// How much of what could be computed one step takes, so that something is left for a step beside it. Results do not
-/// depend on it.
+/// Limits of one step, so that capacity is left for another step in flight. Results do not depend on them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StepLimits {
-    /// Rows, all sequences together; at least 1.
+    /// Rows over all sequences; at least 1.
     pub rows: u32,
-    /// Sequences that decode; at least 1.
+    /// Decoding sequences; at least 1.
     pub decoding: u32,
 }
 
 impl StepLimits {
-    /// As much as the scheduler's configuration allows.
+    /// No limits beyond the scheduler's configuration.
     pub const NONE: Self = Self { rows: u32::MAX, decoding: u32::MAX };
 }
 
-/// What there is to compute.
+/// The work that is left to compute.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Demand {
-    /// Admitted sequences whose prompt is computed, those with a row in flight included.
+    /// Admitted sequences whose prompt is computed, including those with a row in flight.
     pub decoding: u32,
-    /// Tokens of the others, queued ones included, that are in no step yet.
+    /// Tokens of all other sequences, including queued ones, that are not in a step yet.
     pub prefill: u64,
 }
 
-/// One step of the engine: rows to compute, all sequences together.
+/// One step of the engine: the rows to compute for all sequences.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct StepPlan {
     /// Number of the step, from 1.
@@ -103,12 +101,12 @@ pub struct StepPlan {
     pub positions: Vec<u32>,
     /// Rows whose logits are needed, ascending.
     pub logit_rows: Vec<u32>,
-    /// Whose rows they are, in the order of the rows.
+    /// The sequences, in the order of their rows.
     pub sequences: Vec<PlannedSequence>,
 }
 
-/// A sequence's part of a step. Row `i` of it reads the `context_before + i + 1` first tokens of the
-/// sequence (as far as the layer's window reaches) through the sequence's block tables.
+/// A sequence's part of a step. Its row `i` reads the first `context_before + i + 1` tokens of the sequence
+/// (within the layer's window) through the sequence's block tables.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlannedSequence {
     pub id: SeqId,
@@ -116,43 +114,44 @@ pub struct PlannedSequence {
     pub rows: Range<u32>,
     /// Tokens before its first row.
     pub context_before: u32,
-    /// The last so many of its rows are guesses ([`Scheduler::guess`](super::Scheduler::guess)), each of which counts
-    /// only if it is what is drawn from the row before.
+    /// Number of draft tokens, which are its last rows ([`Scheduler::guess`](super::Scheduler::guess)). Each
+    /// is accepted only if it equals the token drawn from the row before.
     pub guesses: u32,
     /// Its entries in [`StepPlan::logit_rows`].
     pub logits: Range<u32>,
-    /// With this step all tokens known are computed.
+    /// After this step all known tokens are computed.
     pub last_chunk: bool,
-    /// What the step does with its recurrent state; `None` without recurrent layers.
+    /// Its recurrent state in this step; `None` without recurrent layers.
     pub state: Option<SequenceState>,
-    /// The next token is drawn from the logits of its last row that is no guess, and one more from each guess that
-    /// counts; these rows are the last ones of `logits`. So it is with every last chunk, unless nothing at all is to be
-    /// drawn.
+    /// Whether tokens are drawn: the next token from the logits of its last row before the draft tokens, and
+    /// one more from each accepted draft token. These rows are the last ones of `logits`. True for every last
+    /// chunk, unless no token may be drawn.
     pub samples: bool,
-    /// Names its tables in [`super::Scheduler::tables`]; valid until the step has completed.
+    /// Key of its tables in [`super::Scheduler::tables`]. Valid until the step has completed.
     pub slot: SeqSlot,
 }
 
-/// What a step does with the recurrent state of one sequence. Slots are offsets into the arena in units of
+/// The slots that a step reads and writes for one sequence, as offsets into the arena in units of
 /// [`OFFSET_UNIT`](crate::kv_cache::OFFSET_UNIT). Within a step no slot is written twice, and none is written
 /// that another sequence reads.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SequenceState {
-    /// The slot with the state before its first row; `None` for a state of zeros.
+    /// The slot with the state before the first row; `None` for a state of zeros.
     pub read: Option<u32>,
-    /// The slot that gets the state after its last row; often the one that is read.
+    /// The slot that receives the state after the last row; often the one that is read.
     pub write: u32,
-    /// Further (row, slot) that get the state after a row, ascending; rows counted from the sequence's first.
+    /// Further (row, slot) pairs, ascending: the slot receives the state after the row. Rows count from the
+    /// sequence's first.
     pub exports: Vec<(u32, u32)>,
-    /// There are guesses among its rows: the state is written when it is known how many count.
+    /// Some rows are draft tokens: the state is written after the number of accepted rows is known.
     pub deferred: bool,
 }
 
-/// Where the scheduler keeps a sequence. Reused after the sequence has gone.
+/// Index of a sequence in the scheduler. Reused after the sequence is removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SeqSlot(pub(crate) u32);
 
-/// How a sequence's prompt was served so far.
+/// How a sequence's prompt has been served so far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SequenceInfo {
     /// Prompt tokens taken from the cache or from sequences that computed them.
@@ -162,7 +161,7 @@ pub struct SequenceInfo {
     /// Tokens computed again because of preemption.
     pub recomputed_tokens: u32,
     pub preemptions: u32,
-    /// Guesses that were in steps.
+    /// Draft tokens that were verified in steps.
     pub drafted_tokens: u32,
     pub accepted_tokens: u32,
     /// Why the last lookup before its first computed row stopped.
@@ -172,70 +171,71 @@ pub struct SequenceInfo {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Counters {
     pub steps: u64,
-    /// Prompt tokens computed, each once per sequence; the sum of all `computed_tokens`.
+    /// Prompt tokens computed, each counted once per sequence. Equals the sum of all `computed_tokens`.
     pub prefill_tokens_computed: u64,
     /// Tokens computed again because of preemption.
     pub recomputed_tokens: u64,
     /// Tokens drawn.
     pub generated_tokens: u64,
-    /// Times guesses of a sequence were in a step.
+    /// Number of times that a step verified draft tokens of a sequence.
     pub drafts: u64,
     pub drafted_tokens: u64,
     pub accepted_tokens: u64,
     /// Prompt tokens of admitted sequences, with prefix caching on.
     pub prefix_query_tokens: u64,
-    /// Prompt tokens that were not computed; the sum of all `cached_tokens`.
+    /// Prompt tokens that were not computed. Equals the sum of all `cached_tokens`.
     pub prefix_hit_tokens: u64,
-    /// Sequences preempted for want of blocks.
+    /// Sequences preempted because blocks ran out.
     pub preemptions: u64,
-    /// Sequences that made way for another tenant's.
+    /// Sequences that returned to the queue for another tenant's sequence.
     pub yields: u64,
-    /// Blocks whose cached content was given up for new.
+    /// Blocks whose cached content was evicted for new content.
     pub evictions: u64,
-    /// Times the oldest sequence had to start again alone because free blocks were scattered.
+    /// Times that the oldest sequence had to restart alone because free blocks were scattered.
     pub lone_restarts: u64,
-    /// Times a sequence waited a step for another to compute a prefix unit.
+    /// Times that a sequence waited one step for another to compute a prefix unit.
     pub follower_waits: u64,
-    /// Times a sequence computed units itself because their producer had stalled.
+    /// Times that a sequence computed units itself because their producer had stalled.
     pub takeovers: u64,
     /// Recurrent states kept as checkpoints.
     pub checkpoints: u64,
-    /// Recurrent states that were to be kept and were not, for want of a slot that nobody needs.
+    /// Recurrent states that were not kept because no slot was free beyond those reserved for sequences.
     pub checkpoints_skipped: u64,
-    /// Sequences that went on from where another stood.
+    /// Sequences that were forked from another one.
     pub forks: u64,
-    /// Pins given up because a sequence could not have run otherwise, or because rows computed from them were no numbers.
+    /// Pins removed because a sequence could not have run otherwise, or because rows computed from them had
+    /// NaN or infinite values.
     pub pins_lost: u64,
 }
 
-/// A sequence that takes part in the next step with the token that it has drawn last, if there is room.
+/// A sequence that takes part in the next step with its last drawn token, if there is room.
 #[derive(Debug, Clone, Copy)]
 pub struct Decoding<'a> {
     pub id: SeqId,
-    /// Names its tables in [`super::Scheduler::tables`]: all tokens but the last are in them.
+    /// Key of its tables in [`super::Scheduler::tables`], which cover all tokens but the last.
     pub slot: SeqSlot,
     /// Prompt and drawn tokens.
     pub tokens: &'a [u32],
-    /// Guesses that could be looked at in that step.
+    /// Maximum number of draft tokens that this step could verify.
     pub most_guesses: u32,
 }
 
-/// The present state, for reports.
+/// Current counts, for reports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Stats {
     pub counters: Counters,
     pub running: usize,
-    /// Sequences queued, preempted ones included.
+    /// Queued sequences, including preempted ones.
     pub waiting: usize,
-    /// Running sequences that waited for another's prefix units in the last plan.
+    /// Running sequences that waited for prefix units of another one in the last plan.
     pub following: usize,
     /// Prompt tokens of running and queued sequences that are not yet computed or cached.
     pub pending_prefill_tokens: u64,
-    /// Bytes of blocks that live sequences hold.
+    /// Bytes of blocks held by live sequences.
     pub kv_used_bytes: u64,
-    /// Bytes of the arena that can carry blocks.
+    /// Bytes of the arena that can hold blocks.
     pub kv_total_bytes: u64,
-    /// Hash units at which a lookup could end, as announced by events; with recurrent layers the number of
+    /// Hash units at which a lookup can end, as announced by events. With recurrent layers, the number of
     /// resume points.
     pub held_units: usize,
     /// Bytes of pinned blocks.

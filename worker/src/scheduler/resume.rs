@@ -1,26 +1,25 @@
-//! Prefixes as things of their own: forked, pinned, saved and restored.
+//! Operations on prefixes: fork, pin, save and restore.
 
 use super::sequence::{Sequence, State};
 use super::{LogitRows, QueuePosition, Rejected, Scheduler, SeqId, SequenceRequest};
 use crate::kv_cache::{HitStop, PinId, PinRefused, RestoreId, ResumePoint};
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 
-/// Why a sequence is not forked.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ForkRefused {
-    /// It does not stand behind a token that was just drawn, or nothing is shared here.
+    /// The sequence does not end with a token that was just drawn, or the cache shares nothing.
     #[error("sequence {0:?} cannot be forked where it stands")]
     NotHere(SeqId),
-    /// Both would not fit beside what is promised to others.
+    /// Both sequences would not fit next to the room reserved for others.
     #[error("there is no room for a fork now")]
     NoRoom,
-    /// The fork is refused as any sequence would be.
+    /// The fork is refused for a reason that would refuse any sequence.
     #[error(transparent)]
     Rejected(#[from] Rejected),
 }
 
 impl Scheduler {
-    /// Whether sequences share what they have in common.
+    /// Whether sequences share common prefixes.
     pub fn shares(&self) -> bool {
         self.config.prefix_cache
     }
@@ -30,10 +29,11 @@ impl Scheduler {
         self.get(*self.by_id.get(&id)?).map(|sequence| &sequence.tokens[..])
     }
 
-    /// Starts a sequence that goes on from where `of` stands, which has just drawn a token: with the same tokens before
-    /// it and `drawn` in its place. The fork computes nothing of them: it shares the blocks, full ones until the end
-    /// and the last as a copy, and the recurrent state until either writes one. At most `max_new_tokens` are drawn,
-    /// this one included. After an error nothing has changed, and the tokens can be submitted as any prompt.
+    /// Starts a sequence that continues from the position of `of`, which has just drawn a token. The fork has
+    /// the same earlier tokens and `drawn` in place of the last one. It computes none of them: it shares full
+    /// blocks to the end, a copy of the last block, and the recurrent state until either sequence writes. At
+    /// most `max_new_tokens` are drawn, including `drawn`. After an error nothing has changed, and the tokens
+    /// can be submitted as a prompt.
     pub fn fork(&mut self, of: SeqId, id: SeqId, drawn: u32, max_new_tokens: u32) -> Result<(), ForkRefused> {
         if self.by_id.contains_key(&id) {
             return Err(Rejected::Duplicate(id).into());
@@ -95,8 +95,8 @@ impl Scheduler {
         Ok(())
     }
 
-    /// A token drawn from the last row of a sequence after the step of that row has completed, in which none was drawn.
-    /// `false`: it is too late, the row is computed again, or the sequence has gone.
+    /// Adds a token drawn from the last row of a sequence after that row's step completed without a draw.
+    /// Returns `false` if it is too late: the row is computed again, or the sequence is gone.
     pub fn draw_late(&mut self, id: SeqId, token: u32) -> bool {
         let key = self.config.prefix_cache.then_some(&self.key);
         let slot = self.by_id.get(&id).copied();
@@ -107,15 +107,15 @@ impl Scheduler {
         true
     }
 
-    /// The deepest point within `tokens` at which a sequence could go on without computing anything before it,
-    /// and the blocks that make it up. Only completed steps count; the blocks stay what they are until the next
-    /// step is planned. `None`: there is none.
+    /// The deepest position within `tokens` at which a sequence could continue without computing anything
+    /// before it, and the blocks of this resume point. Only completed steps count. The blocks are valid until
+    /// the next step is planned. `None` if there is no resume point.
     pub fn resume_point(&self, root: BlockId, tokens: &[u32]) -> Option<ResumePoint> {
         self.cache.resume_point(root, &self.key.chain(root, tokens), tokens)
     }
 
-    /// Holds the deepest resume point within `tokens` against eviction, within the configured budget. Also
-    /// says how many tokens it covers.
+    /// Protects the deepest resume point within `tokens` against eviction, within the configured budget. Also
+    /// returns the number of tokens that it covers.
     ///
     /// A pin yields only to a sequence that could not run at all otherwise
     /// ([`Counters::pins_lost`](super::Counters::pins_lost)) and to [`Scheduler::clear_prefixes`].
@@ -124,7 +124,7 @@ impl Scheduler {
         self.cache.pin(root, &self.key.chain(root, tokens), tokens, budget)
     }
 
-    /// Whether there is such a pin still.
+    /// Whether the pin still exists.
     pub fn is_pinned(&self, id: PinId) -> bool {
         self.cache.is_pinned(id)
     }
@@ -134,35 +134,37 @@ impl Scheduler {
         self.config.pin_bytes.unwrap_or(self.cache.spec().arena_bytes / 4)
     }
 
-    /// Gives up what is cached of `tokens` behind the first `keep` of them and nobody else uses or shares: so a
-    /// sequence that is taken back leaves no bytes behind. Units that `keep` cuts through go too.
+    /// Forgets the cached units of `tokens` after the first `keep` tokens that nothing else uses or shares,
+    /// so that a sequence that is taken back leaves no bytes behind. A unit that `keep` cuts through is
+    /// forgotten too.
     pub fn cut(&mut self, root: BlockId, tokens: &[u32], keep: u32) {
         let ids = self.key.chain(root, tokens);
         self.cache.cut(root, &ids, tokens, keep as usize / HASH_UNIT_TOKENS);
     }
 
-    /// Lets a pinned prefix go; it stays cached until its bytes are needed. `false`: there is no such pin.
+    /// Removes a pin. The prefix stays cached until its bytes are needed. Returns `false` if the pin does not
+    /// exist.
     pub fn unpin(&mut self, id: PinId) -> bool {
         self.cache.unpin(id)
     }
 
-    /// The pieces of a resume point of `tokens` tokens: groups, and the positions behind the last token of their
-    /// blocks. As many and in the order of [`ResumePoint::blocks`].
+    /// The pieces of a resume point of `tokens` tokens: (group, position after the last token of the block).
+    /// Number and order are those of [`ResumePoint::blocks`].
     pub fn shape(&self, tokens: u32) -> impl Iterator<Item = (usize, u32)> {
         let unit = HASH_UNIT_TOKENS as u32;
         self.cache.shape(tokens / unit).map(move |(group, end)| (group, end * unit))
     }
 
-    /// Every group, and the positions behind the last token of every piece that any resume point within so many tokens
-    /// may have.
+    /// Every piece that any resume point within `tokens` tokens may have: (group, position after its last
+    /// token).
     pub fn places(&self, tokens: u32) -> impl Iterator<Item = (usize, u32)> {
         let unit = HASH_UNIT_TOKENS as u32;
         let ends = move |group| (1..=tokens / unit).map(move |end| (group, end * unit));
         (0..self.cache.spec().groups.len()).flat_map(ends)
     }
 
-    /// Tokens of the deepest resume point of at most `tokens` tokens whose pieces are all there, by what `has` says
-    /// of a group and the end of a block as in [`Scheduler::shape`]; 0 if there is none.
+    /// Tokens of the deepest resume point of at most `tokens` tokens whose pieces all exist, or 0 if there is
+    /// none. `has` receives a group and the end of a block as in [`Scheduler::shape`].
     pub fn deepest_whole(&self, tokens: u32, mut has: impl FnMut(usize, u32) -> bool) -> u32 {
         let unit = HASH_UNIT_TOKENS as u32;
         match self.config.prefix_cache {
@@ -171,18 +173,18 @@ impl Scheduler {
         }
     }
 
-    /// Room for a saved resume point of `tokens` tokens, a multiple of 16: blocks for the caller to fill before
-    /// it calls [`Scheduler::end_restore`]. `None`: live sequences hold too much, the length is no resume
-    /// point's, or nothing is shared here.
+    /// Allocates blocks for a saved resume point of `tokens` tokens, a multiple of 16. The caller fills them,
+    /// then calls [`Scheduler::end_restore`]. `None` if live sequences hold too many blocks, if the length is
+    /// not that of a resume point, or if nothing is shared.
     pub fn begin_restore(&mut self, tokens: u32) -> Option<(RestoreId, ResumePoint)> {
         let unit = HASH_UNIT_TOKENS as u32;
         let possible = self.config.prefix_cache && tokens > 0 && tokens.is_multiple_of(unit);
         possible.then(|| self.cache.begin_restore(tokens / unit)).flatten()
     }
 
-    /// The blocks of a restore hold the KV and the state of `tokens` behind `root`, as many tokens as were
-    /// asked for: from now on they are served and announced as any other prefix. `None` gives the blocks back
-    /// unused. `false`: nothing was restored.
+    /// Ends a restore. With a `prefix` (root, tokens), whose length must be that of
+    /// [`Scheduler::begin_restore`], the blocks hold its KV and state and are served and announced like any
+    /// other prefix. `None` frees the blocks. Returns `false` if nothing was restored.
     pub fn end_restore(&mut self, id: RestoreId, prefix: Option<(BlockId, &[u32])>) -> bool {
         let chain = prefix.map(|(root, tokens)| (root, self.key.chain(root, tokens), tokens));
         self.cache.end_restore(id, chain.as_ref().map(|(root, ids, tokens)| (*root, &ids[..], *tokens)))

@@ -1,10 +1,10 @@
-//! A live sequence as the scheduler sees it.
+//! The scheduler's state of a live sequence.
 
 use super::request::{LogitRows, QueuePosition, SeqId, SequenceInfo, SequenceRequest};
 use crate::kv_cache::{CheckpointKind, HitStop, SequenceCache};
 use proto::block::{BlockId, ClusterKey, HASH_UNIT_TOKENS};
 
-/// Queue order: priority first, then arrival. Smaller goes first.
+/// Queue order: higher priority first, then earlier arrival. The smaller rank goes first.
 pub(super) type Rank = (std::cmp::Reverse<i32>, QueuePosition);
 
 #[derive(Debug)]
@@ -20,31 +20,31 @@ pub(super) struct Sequence {
     pub(super) prompt_len: u32,
     pub(super) max_new_tokens: u32,
     pub(super) logit_rows: LogitRows,
-    /// Where its state is to be kept: units before, ascending, and why.
+    /// Where its state is to be kept, in ascending order: (units before it, kind).
     pub(super) wishes: Vec<(u32, CheckpointKind)>,
     pub(super) cache: SequenceCache,
     pub(super) state: State,
-    /// Its last token waits: see [`Scheduler::hold`](super::Scheduler::hold).
+    /// Its last token is held back: see [`Scheduler::hold`](super::Scheduler::hold).
     pub(super) held: bool,
-    /// Takes over units until it has to compute one itself.
+    /// Takes over units until it must compute one itself.
     pub(super) following: bool,
-    /// The last unit before the state that it waits for; so long as another plans it there is nothing to look up.
+    /// The last unit before the awaited state. While another sequence plans this unit, no lookup is needed.
     pub(super) awaited: Option<BlockId>,
-    /// Admitted before: a later admission is no new prefix query.
+    /// Was admitted before: a later admission does not count as another prefix query.
     pub(super) seen: bool,
-    /// The last step that computes rows of it, and has not completed. Those of one prompt may be in several steps.
+    /// The last step that computes rows of it and has not completed. A prompt may have rows in several steps.
     pub(super) in_flight: Option<u64>,
-    /// What is guessed to be drawn next: for the next step, or looked at by the one that is in flight.
+    /// Draft tokens for the next step, or those that the step in flight verifies.
     pub(super) guesses: Vec<u32>,
-    /// The last step in which it named units that others may have taken over at once.
+    /// The last step in which it committed units that others may have taken over at once.
     pub(super) committed_in: u64,
-    /// The last step that moved it on.
+    /// The last step in which it progressed.
     pub(super) progressed_in: u64,
-    /// Tokens that were ever computed or taken over: what lies below is not counted twice.
+    /// Tokens that were ever computed or taken over: tokens below are not counted twice.
     pub(super) reached: u32,
-    /// That, when it was admitted last.
+    /// The value of `reached` at the last admission.
     pub(super) reached_before: u32,
-    /// It has made way for another tenant's.
+    /// Was put back into the queue for another tenant's sequence.
     pub(super) has_yielded: bool,
     pub(super) info: SequenceInfo,
 }
@@ -53,12 +53,12 @@ pub(super) struct Sequence {
 pub(super) enum State {
     Waiting,
     Running,
-    /// Removed while a step was computing rows of it; goes when that step completes.
+    /// Removed while a step was computing its rows. It is dropped when that step completes.
     Leaving,
 }
 
 impl Sequence {
-    /// `key` names its prefix units; `None` without prefix caching.
+    /// `key` keys its prefix ids; `None` without prefix caching.
     pub(super) fn new(request: SequenceRequest, turn: QueuePosition, key: Option<&ClusterKey>) -> Self {
         let units = key.map_or_else(Vec::new, |key| key.chain(request.root, &request.prompt));
         Self {
@@ -97,44 +97,44 @@ impl Sequence {
         }
     }
 
-    /// Tokens known.
+    /// Number of prompt and drawn tokens.
     pub(super) fn len(&self) -> u32 {
         self.tokens.len() as u32
     }
 
-    /// Tokens whose KV the sequence needs at its longest: the last token drawn needs none.
+    /// Tokens of KV that the sequence needs at its maximum length. The last drawn token needs none.
     pub(super) fn longest(&self) -> u32 {
         self.prompt_len.saturating_add(self.max_new_tokens).saturating_sub(1).max(self.prompt_len)
     }
 
-    /// Tokens that could be computed now.
+    /// Number of tokens that could be computed now.
     pub(super) fn remaining(&self) -> u32 {
         let drawn = self.len() - self.prompt_len;
         if drawn > 0 && drawn >= self.max_new_tokens { 0 } else { self.len() - self.cache.len() }
     }
 
-    /// All that it knows but the last token drawn is computed, or in a step in flight.
+    /// Whether all tokens but the last drawn one are computed or in a step in flight.
     pub(super) fn decodes(&self) -> bool {
         self.state == State::Running && self.cache.len() >= self.prompt_len && self.remaining() <= 1
     }
 
-    /// The next unit, if the sequence stands at a unit boundary.
+    /// Index of the next unit if the sequence is at a unit boundary.
     pub(super) fn unit_at(&self) -> Option<usize> {
         let len = self.cache.len() as usize;
         len.is_multiple_of(HASH_UNIT_TOKENS).then_some(len / HASH_UNIT_TOKENS)
     }
 
-    /// Units that may be served to it: the last token is always computed.
+    /// Maximum number of units that the cache may serve: the last token is always computed.
     pub(super) fn unit_cap(&self) -> usize {
         (self.tokens.len() - 1) / HASH_UNIT_TOKENS
     }
 
-    /// Units that it has yet to compute or take over.
+    /// Units that are not yet computed or taken over.
     pub(super) fn units_ahead(&self) -> &[BlockId] {
         self.units.get(self.cache.len() as usize / HASH_UNIT_TOKENS..).unwrap_or_default()
     }
 
-    /// Its state is to be kept after `unit` units.
+    /// Requests that its state after `unit` units is kept.
     pub(super) fn wish(&mut self, unit: u32, kind: CheckpointKind) {
         match self.wishes.binary_search_by_key(&unit, |&(unit, _)| unit) {
             Ok(at) => self.wishes[at].1 = kind.max(self.wishes[at].1),
@@ -142,7 +142,7 @@ impl Sequence {
         }
     }
 
-    /// A token was drawn.
+    /// Appends a drawn token.
     pub(super) fn push(&mut self, token: u32, key: Option<&ClusterKey>) {
         self.tokens.push(token);
         let (units, rest) = self.tokens.as_chunks::<HASH_UNIT_TOKENS>();
@@ -152,7 +152,7 @@ impl Sequence {
         }
     }
 
-    /// Tokens from its present length up to `to` were taken over; returns those that count as cached.
+    /// Counts tokens `from..to` as taken over. Returns the number of those that count as cached.
     pub(super) fn count_cached(&mut self, from: u32, to: u32) -> u32 {
         let new = to.min(self.prompt_len).saturating_sub(from.max(self.reached));
         self.reached = self.reached.max(to);
@@ -160,7 +160,8 @@ impl Sequence {
         new
     }
 
-    /// Tokens `from..to` are computed; returns (prompt tokens computed first, tokens computed again).
+    /// Counts tokens `from..to` as computed. Returns (prompt tokens computed the first time, tokens computed
+    /// again).
     pub(super) fn count_computed(&mut self, from: u32, to: u32) -> (u32, u32) {
         let again = to.min(self.reached).saturating_sub(from);
         let new = to.min(self.prompt_len).saturating_sub(from.max(self.reached));

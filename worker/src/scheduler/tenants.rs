@@ -1,28 +1,32 @@
-//! Turns of tenants: the waiting queue, and when a running sequence makes way for another tenant's.
+//! Fairness between tenants: the order of the waiting queue, and when a running sequence yields to another
+//! tenant.
 //!
-//! Tenants are compared by the tokens computed for each, by weight; the one with the fewest is admitted next, and within a
-//! tenant the first to come. A tenant that comes, or comes back, begins where the least served of the present ones is:
-//! it has saved nothing up, and what it has had before is not held against it for longer than the others need to catch up.
+//! Tenants are compared by the tokens computed for them, divided by weight. The tenant with the fewest is
+//! admitted next; within a tenant the order is priority, then arrival. A tenant that arrives or returns
+//! starts at the level of the least served present tenant: it has no credit for idle time, and earlier
+//! service counts only until the others have caught up.
 //!
-//! Where a tenant waits because others hold what it needs, a running sequence is put back into the queue:
-//! - for a place in the batch, while a tenant has more places than the waiting one would have then, by weight;
-//! - for blocks, likewise, by the tokens whose blocks they hold;
-//! - where there are more tenants than places, of the tenant that has been served [`QUANTUM`] tokens more.
+//! If a tenant waits because others hold what it needs, a running sequence returns to the queue:
+//! - for a slot in the batch, if a tenant has more slots than the waiting one would have then, by weight
+//! - for blocks, likewise, by the tokens whose blocks they hold
+//! - if there are more tenants than batch slots, from a tenant that has been served [`QUANTUM`] tokens more
 //!
-//! So it comes to an end when all have their part, and does not swing back. A sequence that was put back has to get on
-//! before it is again ([`Sequence::may_yield`]): what is computed twice stays a part of what is computed.
+//! So yielding ends when all tenants have their share, and does not oscillate. A sequence that was put back
+//! must progress before it yields again ([`Sequence::may_yield`]), which bounds the recomputed share of the
+//! work.
 
 use super::sequence::{Rank, Sequence, State};
 use super::{Scheduler, plan::Draft};
 use proto::message::TenantTurn;
 use std::collections::{BTreeMap, HashMap};
 
-/// Where there are more tenants than places, one keeps its place for so many tokens.
+/// Number of tokens for which a tenant keeps its batch slot when there are more tenants than slots.
 const QUANTUM: u32 = 64;
-/// A sequence that has made way gets on by so many tokens before it does again, or by this part of what that costs.
+/// Minimum number of tokens that a sequence must progress before it yields again.
 const LEAST_PROGRESS: u32 = 16;
+/// It must also progress by this fraction (one over it) of the tokens that yielding loses.
 const PROGRESS_PART: u32 = 2;
-/// Service is counted in parts of a token, for weights.
+/// Units of service per token, so that division by a weight keeps precision.
 const SCALE: u64 = 1 << 10;
 
 #[derive(Debug, Default)]
@@ -34,9 +38,9 @@ pub(super) struct Tenants {
 #[derive(Debug)]
 struct Tenant {
     weight: u32,
-    /// Parts of tokens computed for it over its weight, on top of where it began.
+    /// Service: `SCALE` per computed token, divided by the weight, plus the level at which it started.
     served: u64,
-    /// Its sequences, waiting ones included.
+    /// Number of its sequences, including waiting ones.
     live: usize,
     waiting: BTreeMap<Rank, u32>,
 }
@@ -49,7 +53,7 @@ pub(super) struct Next {
     pub(super) slot: u32,
 }
 
-/// What a tenant has of the batch.
+/// A tenant's share of the batch.
 #[derive(Debug, Default, Clone, Copy)]
 struct TenantShare {
     places: u64,
@@ -57,11 +61,11 @@ struct TenantShare {
 }
 
 impl Tenants {
-    /// A tenant has one sequence more.
+    /// Counts one more sequence of a tenant.
     pub(super) fn came(&mut self, turn: TenantTurn) {
         let level = self.known.values().filter(|tenant| tenant.live > 0).map(|tenant| tenant.served).min();
         let Some(level) = level else {
-            // Nobody was there: what was counted is of no use any more.
+            // No tenant has sequences: reset all counts.
             self.known.clear();
             self.known.insert(turn.tenant, Tenant::new(turn.weight, 0));
             return;
@@ -75,7 +79,7 @@ impl Tenants {
         tenant.live += 1;
     }
 
-    /// A tenant has one sequence less, which does not wait.
+    /// Counts one sequence less of a tenant. The sequence must not be waiting.
     pub(super) fn went(&mut self, tenant: u64) {
         if let Some(tenant) = self.known.get_mut(&tenant) {
             tenant.live -= 1;
@@ -94,14 +98,14 @@ impl Tenants {
         }
     }
 
-    /// So many tokens are computed for it.
+    /// Counts `tokens` computed tokens.
     pub(super) fn serve(&mut self, tenant: u64, tokens: u32) {
         if let Some(tenant) = self.known.get_mut(&tenant) {
             tenant.served += u64::from(tokens) * SCALE / u64::from(tenant.weight);
         }
     }
 
-    /// Whose turn it is, of those that wait.
+    /// The next sequence among those that wait.
     pub(super) fn next(&self) -> Option<Next> {
         let heads = self.known.iter().filter_map(|(&name, tenant)| {
             let (&rank, &slot) = tenant.waiting.first_key_value()?;
@@ -110,7 +114,7 @@ impl Tenants {
         heads.min_by_key(|(served, next)| (*served, next.rank)).map(|(_, next)| next)
     }
 
-    /// Slots of all that wait.
+    /// Slots of all waiting sequences.
     pub(super) fn slots(&self) -> impl Iterator<Item = &u32> {
         self.known.values().flat_map(|tenant| tenant.waiting.values())
     }
@@ -119,12 +123,12 @@ impl Tenants {
         self.waiting
     }
 
-    /// How much it has been served; who has less goes first.
+    /// Service received so far. The lower value goes first.
     pub(super) fn served(&self, tenant: u64) -> u64 {
         self.known.get(&tenant).map_or(0, |tenant| tenant.served)
     }
 
-    /// As a sequence of it was submitted with.
+    /// The tenant and its weight, as its sequences were submitted.
     pub(super) fn turn(&self, tenant: u64) -> TenantTurn {
         TenantTurn { tenant, weight: self.known.get(&tenant).map_or(1, |known| known.weight) }
     }
@@ -133,12 +137,12 @@ impl Tenants {
         self.known.get(&tenant).map_or(1, |tenant| tenant.weight.into())
     }
 
-    /// Shares out `rows` by weight among tenants that want so many each; nobody gets more than it wants, and what one
-    /// leaves the others get.
+    /// Divides `rows` by weight among tenants with their wants. No tenant gets more than it wants; the others
+    /// share the rest.
     pub(super) fn share_out(&self, mut rows: u32, wants: HashMap<u64, u32>) -> HashMap<u64, u32> {
         let mut wants: Vec<(u64, u32, u64)> =
             wants.into_iter().map(|(tenant, want)| (tenant, want, self.weight(tenant))).collect();
-        // Those that want least by their weight first: what they leave is the others'.
+        // Tenants that want the least by weight go first, because the others share what they leave.
         wants.sort_by(|(a, x, v), (b, y, w)| (u64::from(*x) * w, a).cmp(&(u64::from(*y) * v, b)));
         let mut weights: u64 = wants.iter().map(|(_, _, weight)| weight).sum();
         let share = |(tenant, want, weight): (u64, u32, u64)| {
@@ -159,21 +163,22 @@ impl Tenant {
 }
 
 impl Sequence {
-    /// Whether it has got on far enough since it was admitted to make way, at the cost of computing `lost` tokens again.
+    /// Whether it has progressed enough since its admission to yield, if `lost` tokens must then be computed
+    /// again.
     fn may_yield(&self, lost: u32) -> bool {
         self.in_flight.is_none()
             && (!self.has_yielded || self.progress() >= LEAST_PROGRESS.max(lost / PROGRESS_PART))
     }
 
-    /// Tokens computed since it was admitted that had not been before.
+    /// Tokens computed since its admission that had not been computed before.
     fn progress(&self) -> u32 {
         self.reached.saturating_sub(self.reached_before)
     }
 }
 
 impl Scheduler {
-    /// Puts a sequence back into the queue, if the tenant whose turn it is waits for what others have too much of: at most
-    /// one a step.
+    /// Returns at most one sequence per step to the queue, if the tenant whose turn it is waits for batch
+    /// slots or blocks of which another tenant has more than its share.
     pub(super) fn make_way(&mut self, draft: &mut Draft) {
         let Some(next) = self.tenants.next().filter(|_| self.alone.is_none()) else { return };
         let full = self.running.len() >= self.config.max_seqs;
@@ -194,7 +199,7 @@ impl Scheduler {
                 if full { (part.places, own.places + 1) } else { (part.tokens, own.tokens + wants) };
             has * weight > would_have * self.tenants.weight(**tenant)
         };
-        // The one that has most by its weight.
+        // The tenant with the largest share by weight.
         let by_part = |(a, x): &(&u64, &TenantShare), (b, y): &(&u64, &TenantShare)| {
             let has = |part: &TenantShare| if full { part.places } else { part.tokens };
             (has(x) * self.tenants.weight(**b), **a).cmp(&(has(y) * self.tenants.weight(**a), **b))
@@ -219,8 +224,9 @@ impl Scheduler {
         self.put_back(slot, draft);
     }
 
-    /// The sequence of a tenant that may make way and loses least by it, the youngest of several, of those that have got on
-    /// by `progress` tokens. `keeps`: there are blocks enough, so that it finds itself cached when it comes back.
+    /// Among the sequences of a tenant that may yield and have progressed by at least `progress` tokens, the
+    /// slot of the one that loses the fewest tokens; ties go to the youngest. `keeps` means that blocks are
+    /// not short, so that its prefix is still cached when it returns.
     fn least_lost(&self, tenant: u64, progress: u32, keeps: bool) -> Option<u32> {
         let keeps = keeps && self.config.prefix_cache;
         let own = self.running.iter().filter_map(|&slot| Some((slot, self.get(slot)?)));

@@ -1,5 +1,5 @@
-//! The scheduler under a fake model whose "KV" is the history of a token, so that every row can check
-//! that it sees its own past and nothing else.
+//! Tests of the scheduler with a fake model whose "KV" is the history of a token, so that every row can check
+//! that it reads its own past and nothing else.
 
 mod contract;
 mod pressure;

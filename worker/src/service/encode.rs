@@ -1,4 +1,4 @@
-//! One call to encode texts over QUIC: texts in, values out, cancelled when nobody reads any more.
+//! Serves one encode call over QUIC: texts in, values out. Cancelled when the caller stops reading.
 
 use super::Node;
 use super::runner::Runner;
@@ -10,16 +10,16 @@ use proto::transport::EncodeCall;
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 
-/// Hands the call to the encoder at once; the future serves it to its end.
+/// Submits the call to the encoder at once. The returned future serves it to its end.
 pub(super) fn serve(node: &Node, call: EncodeCall) -> impl Future<Output = ()> + Send + use<> {
     let EncodeCall { request, reply } = call;
     let submitted = submit(node, request);
     async move {
         let answer = match submitted {
             Ok(answer) => tokio::select! {
-                // The encoder ends before it answers only when the process does.
+                // The encoder drops a call without an answer only when the process ends.
                 answer = answer => answer.unwrap_or(Err(GenerateError::Internal)),
-                // Dropping the receiver tells the encoder.
+                // Dropping the receiver cancels the work.
                 () = reply.cancelled() => return,
             },
             Err(error) => Err(error),

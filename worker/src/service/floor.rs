@@ -1,5 +1,5 @@
-//! Fault F22: a host whose GPU shares its memory locks up when that runs out. A worker there takes no new work while too
-//! little is free.
+//! Refuses new work while free memory is low. A host whose GPU shares its memory locks up when it runs out
+//! (fault F22).
 
 use crate::kv_cache::memory::{HostFloor, MemoryFloor};
 use crate::telemetry::HostMetrics;
@@ -7,10 +7,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// How often the free memory is looked at.
+/// Interval between two reads of the free memory.
 const EVERY: Duration = Duration::from_millis(500);
 
-/// Whether memory is short, for whoever admits work.
+/// Whether memory is short. Read before work is admitted.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Shortage {
     short: Arc<AtomicBool>,
@@ -18,20 +18,20 @@ pub(super) struct Shortage {
 }
 
 impl Shortage {
-    /// Not short yet, told in these metrics.
+    /// Starts as not short; reports in `metrics`.
     pub(super) fn told_in(metrics: HostMetrics) -> Self {
         Self { metrics, ..Self::default() }
     }
 
-    /// Whether no new work is to be taken.
+    /// Whether no new work may be taken.
     pub(super) fn is_here(&self) -> bool {
         self.short.load(Ordering::Relaxed)
     }
 
-    /// Takes note of what is free.
+    /// Updates the state from the available bytes.
     fn see(&self, available: u64, floor: MemoryFloor) {
         let before = self.is_here();
-        // It ends well above the floor, so that it does not come and go.
+        // The shortage ends only at 9/8 of the floor, so that the state does not flap.
         let short = available < floor.bytes + if before { floor.bytes / 8 } else { 0 };
         self.short.store(short, Ordering::Relaxed);
         self.metrics.available.set(available as i64);
@@ -51,7 +51,7 @@ impl Shortage {
             tick.tick().await;
             match host.memory.available_bytes() {
                 Ok(available) => self.see(available, host.floor),
-                // It was readable when the model was loaded: nothing new is known.
+                // Keep the last state. The value was readable when the model was loaded.
                 Err(error) => tracing::warn!(%error, "cannot read the free memory of this host"),
             }
         }

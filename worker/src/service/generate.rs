@@ -1,4 +1,4 @@
-//! One generation over QUIC: request in, frames out, cancelled when nobody reads any more.
+//! Serves one generation over QUIC: request in, frames out. Cancelled when the caller stops reading.
 
 use super::Node;
 use super::peers::Holder;
@@ -17,10 +17,10 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::mpsc;
 
-/// Tokens sent in one frame at most, when the coordinator reads slower than we generate.
+/// Maximum tokens of a frame, if the coordinator reads slower than the engine generates.
 const TOKENS_PER_FRAME: usize = 256;
 
-/// Hands the call to the engine at once, in the order of calls; the future serves it to its end.
+/// Submits the call to the engine at once, in the order of calls. The returned future serves it to its end.
 pub(super) fn serve(node: &Node, call: GenerateCall) -> impl Future<Output = ()> + Send + use<> {
     let GenerateCall { request, reply } = call;
     let pull =
@@ -78,14 +78,14 @@ pub(super) fn serve(node: &Node, call: GenerateCall) -> impl Future<Output = ()>
     }
 }
 
-/// How a call has been handed to the engine.
+/// How a call was submitted to the engine.
 enum Submitted {
     At(Pin<Box<dyn Future<Output = Result<Option<SeqId>, Error>> + Send>>),
-    /// It is handed over when its grammar is compiled: one that is refused computes nothing.
+    /// Submitted once its grammar is compiled. A refused grammar costs no computing.
     Behind(GrammarSpec, Box<EngineRequest>),
 }
 
-/// Hands frames to whoever sends them.
+/// Passes frames to the task that sends them.
 struct Frames {
     frames: mpsc::UnboundedSender<GenerateFrame>,
     span: Option<TraceContext>,
@@ -102,7 +102,7 @@ impl Sink for Frames {
 }
 
 async fn refuse(mut reply: GenerateReply, error: GenerateError) {
-    // The coordinator may have gone; then nobody needs the answer.
+    // The send fails if the coordinator is gone.
     let _ = reply.send(&GenerateFrame::Failed(error)).await;
 }
 
@@ -122,7 +122,8 @@ async fn forward(
             () = &mut cancelled => break,
         };
         if taken == 0 {
-            // Who drains ends the connections as soon as no call is under way.
+            // A draining worker closes its connections as soon as no call is in progress, so wait until the
+            // stream is read.
             if reply.is_finished() {
                 cancelled.await;
             }
@@ -135,11 +136,11 @@ async fn forward(
             }
         }
     }
-    // Harmless after a normal end; frees the blocks otherwise.
+    // No effect after a normal end; otherwise frees the blocks.
     id.into_iter().for_each(|id| engine.cancel(id));
 }
 
-/// Joins runs of token frames.
+/// Joins consecutive token frames.
 fn coalesce(frames: impl Iterator<Item = GenerateFrame>) -> Vec<GenerateFrame> {
     let mut joined: Vec<GenerateFrame> = Vec::new();
     for frame in frames {

@@ -1,4 +1,5 @@
-//! One connection to one coordinator: register, report, tell KV events, serve what it opens.
+//! One connection to a coordinator: registers, reports load, sends KV events and serves the streams that it
+//! opens.
 
 use super::runner::Runner;
 use super::{Node, Offer, UnderWay, encode, generate, operation, sequences};
@@ -15,20 +16,20 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tarpc::context::Context;
 
-/// Events in one frame of the stream.
+/// Maximum events of a frame.
 const EVENTS_PER_BATCH: usize = 512;
-/// Replays longer than this are dearer than a snapshot.
+/// Longer replays cost more than a snapshot.
 const MAX_REPLAY_EVENTS: usize = 4096;
 const CALL_LIMIT: Duration = Duration::from_secs(5);
-/// How often that is looked at.
+/// Interval between two checks for a changed weight download.
 const TELL_EVERY: Duration = Duration::from_millis(500);
-/// How often it is looked whether the certificate is another one.
+/// Interval between two checks for a changed certificate.
 const CERTIFICATE_EVERY: Duration = Duration::from_secs(5);
 
-/// Coordinators that did not take this worker, and why.
+/// Coordinators that refused this worker, with the reason; limits the rate of log lines.
 static REFUSED: Repeats = Repeats::new();
 
-/// Serves the connection until it is gone.
+/// Serves the connection until it is closed.
 pub(super) async fn run(node: &Arc<Node>, connection: Connection) {
     let offer = match loaded(node, &connection).await {
         Ok(offer) => offer,
@@ -59,7 +60,8 @@ pub(super) async fn run(node: &Arc<Node>, connection: Connection) {
                 tracing::error!(coordinator = %connection.peer().node, %error, left_out, "cannot join");
             }
             connection.close(CloseCode::Shutdown);
-            // Nobody goes on with the key that came first: a new life takes the one that is in use now.
+            // No coordinator with the earlier key is connected any more: end this epoch, so that the next one
+            // starts with the key in use.
             if matches!(error, crate::Error::OtherKey) && *node.joined.borrow() == 0 {
                 node.told()(&error);
             }
@@ -81,7 +83,7 @@ pub(super) async fn run(node: &Arc<Node>, connection: Connection) {
     connection.close(CloseCode::Shutdown);
 }
 
-/// Waits until the model is loaded, and tells meanwhile how much of it is here.
+/// Waits until the model is loaded, and reports the progress meanwhile.
 async fn loaded(node: &Node, connection: &Connection) -> Result<Arc<Offer>, String> {
     let mut offers = node.offer.subscribe();
     let offered = async {
@@ -94,7 +96,7 @@ async fn loaded(node: &Node, connection: &Connection) -> Result<Arc<Offer>, Stri
     }
 }
 
-/// Tells the coordinator how far this worker is with getting its model, whenever that has changed.
+/// Sends the coordinator the progress of the weight download whenever it changes.
 async fn tell_shipping(node: &Node, connection: &Connection) -> String {
     let api = match connection.coordinator_api().await {
         Ok(api) => api,
@@ -115,7 +117,7 @@ async fn tell_shipping(node: &Node, connection: &Connection) -> String {
     }
 }
 
-/// Tells the coordinator when this worker's certificate ends, whenever that has changed.
+/// Sends the coordinator the end of this worker's certificate whenever it changes.
 async fn tell_certificate(node: &Node, connection: &Connection) -> String {
     let api = match connection.coordinator_api().await {
         Ok(api) => api,
@@ -157,12 +159,12 @@ async fn register(
     Ok((api, registered, epoch))
 }
 
-/// Reports load: regularly, and at once when the state of work changes by much.
+/// Reports load at regular intervals, and at once when it changes much.
 async fn report(node: &Node, api: &CoordinatorApiClient, engine: &Runner, registered: &Registered) -> String {
     let every = Duration::from_millis(registered.report_every_ms.clamp(20, 60_000));
     let mut tick = tokio::time::interval(every);
     tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    // Events come with every step that changes the cache: a good moment to say what is queued.
+    // Every step that changes the cache emits events, so also report on events.
     let mut newest = engine.news();
     let mut first = true;
     loop {
@@ -181,7 +183,7 @@ async fn report(node: &Node, api: &CoordinatorApiClient, engine: &Runner, regist
     }
 }
 
-/// Sends every KV event from now on; the coordinator asks for what came before.
+/// Sends every KV event from now on. The coordinator requests earlier ones.
 async fn tell_events(connection: &Connection, engine: &Runner) -> String {
     let sender = match connection.open_kv_events().await {
         Ok(sender) => sender,
@@ -204,7 +206,8 @@ async fn stream_events(mut sender: KvEventSender, engine: &Runner) -> String {
                         return error.to_string();
                     }
                 }
-                // Fallen behind the log: go on with what is new; the coordinator sees the gap and takes a snapshot.
+                // The log no longer has the next event. Skip to the newest; the coordinator sees the gap and
+                // takes a snapshot.
                 Err(gap) => next = gap.last + 1,
             }
         }

@@ -1,5 +1,5 @@
-//! One session of an operation over QUIC: sound in, what is made of it out. A frame is computed and answered before the
-//! next is read, so a client that sends faster, or reads slower, waits; QUIC's windows are all that it fills.
+//! Serves one session of an operation over QUIC: audio in, results out. A frame is computed and answered
+//! before the next one is read, so a fast sender or slow reader fills only QUIC's windows.
 
 use super::Node;
 use crate::operations::{OpenSession, SessionHandle};
@@ -10,10 +10,10 @@ use proto::transport::{OperationCall, OperationInputs, OperationReplier};
 use std::time::Duration;
 use tokio::time::timeout;
 
-/// How a session has ended.
+/// How a session ended.
 enum End {
     With(OperationOutput, SessionEnd),
-    /// The client has left, or takes no answers.
+    /// The client left or stopped reading.
     Cut,
 }
 
@@ -41,14 +41,14 @@ pub(super) fn serve(node: &Node, call: OperationCall) -> impl Future<Output = ()
         };
         let Some((frame, limit)) = end else { return };
         inputs.stop();
-        // Whoever does not take it has left.
+        // If the last frame is not read, the client has left.
         if let Ok(Err(error)) = timeout(limit, reply.end(&frame)).await {
             tracing::debug!(%error, "the end of a session was not taken");
         }
     }
 }
 
-/// Of what was never open.
+/// Time for the client to read the last frame of a session that was never opened.
 const UNREAD: Duration = Duration::from_secs(10);
 
 async fn run(session: &mut OpenSession, inputs: &mut OperationInputs, reply: &mut OperationReplier) -> End {
@@ -59,7 +59,7 @@ async fn run(session: &mut OpenSession, inputs: &mut OperationInputs, reply: &mu
     if let Err(end) = tell(reply, limits.unread, &[OperationOutput::Opened(session.opened.clone())]).await {
         return end;
     }
-    // Since it was opened, and since it was opened or reset.
+    // Samples since the session was opened, and since it was opened or last reset.
     let (mut samples, mut at) = (0, 0);
     loop {
         let input = tokio::select! {
@@ -68,7 +68,7 @@ async fn run(session: &mut OpenSession, inputs: &mut OperationInputs, reply: &mu
         };
         let input = match input {
             Ok(Ok(Some(input))) => input,
-            // The client says no more: as if it had said so.
+            // The client closed its stream without a close message; treat it as one.
             Ok(Ok(None)) => OperationInput::Close,
             Ok(Err(proto::Error::Codec(error))) => {
                 let (field, reason) = ("frame".to_owned(), error.to_string());
@@ -103,7 +103,7 @@ async fn run(session: &mut OpenSession, inputs: &mut OperationInputs, reply: &mu
                 return End::With(OperationOutput::Finished { samples }, SessionEnd::finished);
             }
         };
-        // What takes seconds is not gone on with when nobody waits for it any more.
+        // Stop a computation of seconds when the client has left.
         let outputs = tokio::select! {
             outputs = asked.of(&mut session.handle) => outputs,
             () = &mut cancelled => return End::Cut,
@@ -129,7 +129,7 @@ async fn run(session: &mut OpenSession, inputs: &mut OperationInputs, reply: &mu
     }
 }
 
-/// Sends answers; the end of the session where they are not taken in time.
+/// Sends results. Returns the end of the session if the client does not read them in time.
 async fn tell(reply: &mut OperationReplier, limit: Duration, outputs: &[OperationOutput]) -> Result<(), End> {
     for output in outputs {
         match timeout(limit, reply.send(output)).await {
@@ -140,7 +140,7 @@ async fn tell(reply: &mut OperationReplier, limit: Duration, outputs: &[Operatio
     Ok(())
 }
 
-/// What the model is asked.
+/// A request to the model.
 enum Asked {
     Hear(Vec<f32>),
     Segment { last: bool, at: u64 },
@@ -161,7 +161,7 @@ impl Asked {
     }
 }
 
-/// What is sound, with full scale 1.
+/// Converts samples to f32 with full scale 1. Refuses values that are not finite.
 fn finite(pcm: Pcm) -> Result<Vec<f32>, OperationError> {
     let sound = pcm.into_f32();
     match sound.iter().position(|sample| !sample.is_finite()) {

@@ -13,7 +13,7 @@ use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 
-/// Connections at once: probes and scrapers, nobody else.
+/// Maximum connections at a time. Only probes and scrapers connect.
 const MAX_CONNECTIONS: usize = 64;
 const HEADER_TIME: Duration = Duration::from_secs(5);
 
@@ -37,7 +37,7 @@ pub(super) async fn serve(listener: TcpListener, node: watch::Receiver<Arc<Node>
             });
             let mut server = hyper::server::conn::http1::Builder::new();
             server.timer(TokioTimer::new()).header_read_timeout(HEADER_TIME).max_headers(64);
-            // A client that breaks off is its own business.
+            // A disconnect of the client is not an error.
             let _ = server.serve_connection(TokioIo::new(stream), answer).await;
             drop(place);
         });

@@ -1,7 +1,7 @@
-//! Pulls between workers: prefixes fetched from one that holds them, and sent to one that asks.
+//! KV transfers between workers: fetches prefixes from a holder, and sends them to workers that request them.
 //!
-//! A pull ends when nobody waits for it any more, and costs the holder a few copies between steps; whatever goes wrong
-//! is somebody's computing instead.
+//! A transfer ends when nobody waits for it any more. It costs the holder a few copies between steps. If it
+//! fails, the receiver computes the prefix instead.
 
 use super::Node;
 use super::runner::Runner;
@@ -22,17 +22,17 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::{Semaphore, watch};
 
-/// A worker that does not read makes room for others after this long.
+/// Time limit of a transfer to another worker. A receiver that does not read must not block others.
 const SEND_LIMIT: Duration = Duration::from_secs(60);
-/// Connections to other workers that are kept.
+/// Maximum number of kept connections to other workers.
 const MAX_PEERS: usize = 256;
 
-/// The other workers, as far as this one has to do with them.
+/// Connections to other workers.
 pub(super) struct Peers {
     endpoint: Arc<Endpoint>,
-    /// One dials at a time.
+    /// The lock of a link serializes dialing.
     links: Mutex<HashMap<NodeId, Arc<tokio::sync::Mutex<Option<Link>>>>>,
-    /// Places of those that are sent to; each holds [`SLICE_BYTES`] on the way.
+    /// Permits for outgoing transfers. Each transfer holds up to [`SLICE_BYTES`] in memory.
     sends: Semaphore,
 }
 
@@ -41,7 +41,7 @@ struct Link {
     connection: Connection,
 }
 
-/// A holder to pull from, over QUIC.
+/// A holder to fetch from, over QUIC.
 pub(super) struct Holder {
     peers: Arc<Peers>,
     source: PullSource,
@@ -77,7 +77,7 @@ impl Peers {
         Self { endpoint, links: Mutex::new(HashMap::new()), sends: Semaphore::new(SENDS_AT_ONCE) }
     }
 
-    /// A connection to a worker, a new one if there is none.
+    /// Returns the connection to a worker, or dials it.
     async fn connect(&self, source: &PullSource) -> Result<Connection, String> {
         let address: SocketAddr =
             source.quic.parse().map_err(|_| format!("{:?} is no address", source.quic))?;
@@ -128,7 +128,7 @@ async fn receive(
         let length = |piece: &PulledPiece| order.length(piece).filter(|bytes| *bytes as u64 <= left);
         let (piece, bytes) = stream.piece(length).await.map_err(failed)?;
         left -= bytes.len() as u64;
-        // What comes behind the first slice has waited for the holder's steps.
+        // Later slices wait for the holder's steps, so only the first slice measures the network.
         if travelled.0 + bytes.len() as u64 <= SLICE_BYTES {
             travelled = (travelled.0 + bytes.len() as u64, began.elapsed());
         }
@@ -144,7 +144,7 @@ async fn receive(
     Ok(())
 }
 
-/// Serves workers that dial this one, until the endpoint is closed. `node`: as it is at present.
+/// Serves workers that dial this one, until the endpoint is closed. `node` has the current epoch.
 pub(super) async fn serve(node: watch::Receiver<Arc<Node>>, endpoint: Arc<Endpoint>, heart: Heartbeat) {
     let mut beats = tokio::time::interval(BEAT_EVERY);
     beats.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -207,7 +207,7 @@ async fn give(node: &Node, request: PullRequest, mut reply: PullReply) -> Result
     let PullRequest { origin, root, tokens, have } = request;
     let offered = engine.lend(move |lender| {
         let offer = lender.offer(&origin, root, &tokens, have)?;
-        // The offer is of a part of these tokens.
+        // The offer may cover only a part of these tokens.
         let prefix: Arc<[u32]> = tokens.get(..offer.tokens as usize).unwrap_or_default().into();
         let copies = lender.copy_pieces(root, &prefix, &offer.pieces[..slice_len(&offer.pieces)])?;
         Ok((offer, prefix, copies))
@@ -227,7 +227,7 @@ async fn give(node: &Node, request: PullRequest, mut reply: PullReply) -> Result
             let Some(key) = names.piece(*group as usize, *end) else {
                 return reply.fail(PullRefusal::Internal).await;
             };
-            // What is damaged or gone meanwhile is computed there.
+            // The receiver computes what is damaged or was evicted meanwhile.
             let Some(bytes) = bytes_of(lent).await.filter(|bytes| bytes.len() == *length) else {
                 return reply.fail(PullRefusal::NotHeld).await;
             };
@@ -249,7 +249,7 @@ async fn give(node: &Node, request: PullRequest, mut reply: PullReply) -> Result
     Ok(())
 }
 
-/// The bytes of a piece; no thread of the runtime waits for a disk.
+/// Reads the bytes of a piece. Disk reads run on a blocking thread.
 async fn bytes_of(lent: Lent) -> Option<Vec<u8>> {
     match lent {
         Lent::Copy(bytes) => Some(bytes),
@@ -257,7 +257,7 @@ async fn bytes_of(lent: Lent) -> Option<Vec<u8>> {
     }
 }
 
-/// How many pieces are copied out between two steps; at least one, if there is one.
+/// Number of leading pieces that are copied between two steps: up to [`SLICE_BYTES`], but at least one piece.
 fn slice_len(pieces: &[(u32, u32, usize)]) -> usize {
     let mut bytes = 0;
     let fits = |(_, _, length): &&(u32, u32, usize)| {

@@ -1,9 +1,10 @@
-//! A worker of the pool: free, or another stage of a replica, or the first one, as coordinators plan it.
+//! A worker of the pool. By the coordinators' plan it is free, a later stage of a replica, or its first
+//! stage.
 //!
-//! Coordinators tell it again and again which replica it leads ([`Pool::place`]). It then claims the other stages,
-//! loads its layers, and begins a life in which it serves the model to them as any worker does. When a stage is lost,
-//! or the plan is another one, that life ends with all that it held, and it is free again; as long as the plan stands it
-//! tries to put the replica together, each time in a new epoch.
+//! Coordinators repeatedly send the replica that this worker leads ([`Pool::place`]). The worker then claims
+//! the other stages, loads its layers, and starts an epoch in which it serves the model like any other
+//! worker. When a stage is lost or the plan changes, that epoch ends with all its state, and the worker is
+//! free again. While the plan stands it retries, each time in a new epoch.
 
 use super::{Loaded, Node, NodeContext, NodeRun, present_epoch};
 use crate::Error;
@@ -25,24 +26,25 @@ use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::sync::{mpsc, watch};
 
-/// Until the next attempt at a replica; a stage that has lost its lease is free again within that of the other side.
+/// Pause before the next attempt to form a replica. A stage that lost its lease is free again once the other
+/// side's lease has expired.
 const RETRY_AFTER: Duration = Duration::from_millis(500);
 
 pub(super) struct Pool {
     capacity: Capacity,
-    /// The drafter beside its model.
+    /// The drafter of its own model.
     drafter: Option<OfferedDrafter>,
     host: Arc<RankServer>,
     shipper: Arc<Shipper>,
     identity: Identity,
-    /// None: what is placed on it comes from others.
+    /// `None`: models placed on this worker are fetched from other workers.
     model_path: Option<PathBuf>,
     engine: EngineOptions,
     orders: watch::Sender<PlaceOrder>,
     leads: Mutex<Option<LeadReport>>,
 }
 
-/// A replica that is put together.
+/// A replica that was formed.
 struct Formed {
     prepared: Prepared,
     lost: watch::Receiver<Option<String>>,
@@ -72,15 +74,15 @@ impl Pool {
         self.drafter
     }
 
-    /// What other workers' stages are held by.
+    /// Serves stages for replicas that other workers lead.
     pub(super) fn host(&self) -> &Arc<RankServer> {
         &self.host
     }
 
-    /// A coordinator says what it wants; the answer is how things are.
+    /// Applies an order of a coordinator and returns this worker's placement state.
     pub(super) fn place(&self, order: PlaceOrder) -> PlaceReport {
         self.orders.send_if_modified(|known| {
-            // Whoever knows less of what is agreed on is not obeyed.
+            // Ignore a coordinator with an older version of the plan.
             let news = order.version >= known.version && order != *known;
             if news {
                 self.shipper.tell(order.holders.clone());
@@ -92,7 +94,7 @@ impl Pool {
         PlaceReport { leads: self.leads.lock().clone(), holds }
     }
 
-    /// Lives as coordinators want it. `free`: the present life, in which it serves nothing.
+    /// Runs epochs as coordinators plan them. `free` is the current epoch, which serves no model.
     pub(super) async fn live(&self, ground: &NodeContext, free: NodeRun, present: &watch::Sender<Arc<Node>>) {
         let (mut free, mut epoch) = (free, free_epoch(&Epoch(0)));
         let mut orders = self.orders.subscribe();
@@ -151,7 +153,7 @@ impl Pool {
         *leads = Some(LeadReport { life: lead.life, state, attempts, reason });
     }
 
-    /// Waits before the next attempt, or for another plan.
+    /// Waits until the next attempt is due or the plan changes.
     async fn give_up(&self, lead: &Lead, error: &Error, orders: &mut watch::Receiver<PlaceOrder>) {
         let of_file = error.is_of_content();
         let state = if of_file { LeadState::BadFile } else { LeadState::Waiting };
@@ -163,11 +165,12 @@ impl Pool {
         }
     }
 
-    /// The file of the model that is planned, got from others where this worker has none of its own.
+    /// Path of the planned model's file. Fetches its manifest from other workers if this worker has no file
+    /// of its own.
     async fn locate(&self, lead: &Lead) -> Result<PathBuf, Error> {
         let Some(path) = &self.model_path else { return self.shipper.locate(&lead.model_digest).await };
         let (own, options) = (path.clone(), self.engine.clone());
-        // What is there may have been replaced since it was offered; that says nothing of what was.
+        // The file may have been replaced since it was offered.
         let found = tokio::task::spawn_blocking(move || load::model_digest(&own, &options)).await;
         if matches!(found, Ok(Ok(digest)) if digest == lead.model_digest) {
             return Ok(path.clone());
@@ -176,7 +179,8 @@ impl Pool {
         Err(Error::Config { option: "model", reason })
     }
 
-    /// How the replica guesses, with the drafter's file: as the order names it, or else by this worker's own setting.
+    /// How the replica drafts, with the path of the draft model. The order's drafter takes precedence over
+    /// this worker's own setting.
     async fn guesses(&self, drafter: Option<Drafter>) -> Result<Guesses, Error> {
         let locate = |digest| async move { self.shipper.locate_drafter(&digest, &self.engine).await };
         Ok(match drafter {
@@ -187,7 +191,7 @@ impl Pool {
         })
     }
 
-    /// Claims the stages, has them load, and loads the first.
+    /// Claims the other stages, has them load, and loads the first stage.
     async fn form(
         &self,
         (lead, drafter): (&Lead, Option<Drafter>),
@@ -207,7 +211,7 @@ impl Pool {
         let later = lead.stages.iter().skip(1).map(|stage| stage.at.clone()).collect();
         let ranges: Vec<Range<usize>> =
             lead.stages.iter().map(|stage| stage.layers.0 as usize..stage.layers.1 as usize).collect();
-        // All drafters but a model that drafts are at the last stage.
+        // A draft model runs at the first stage, all other drafters at the last one.
         let here = ranges.len() == 1 || matches!(guesses, Guesses::Model(_));
         let wanted = WantedLayers {
             layers: ranges.first().cloned(),
@@ -253,7 +257,7 @@ fn free_epoch(last: &Epoch) -> Epoch {
     present_epoch().max(Epoch(last.0.saturating_add(1)))
 }
 
-/// The replica that is to be led, once there is one, and its drafter if one is named.
+/// Waits for a replica to lead, and returns it with its drafter, if the order has one.
 async fn wanted(orders: &mut watch::Receiver<PlaceOrder>) -> (Lead, Option<Drafter>) {
     loop {
         let PlaceOrder { lead, drafter, .. } = orders.borrow_and_update().clone();
@@ -266,7 +270,7 @@ async fn wanted(orders: &mut watch::Receiver<PlaceOrder>) -> (Lead, Option<Draft
     }
 }
 
-/// Resolves when `lead` is not what is wanted any more.
+/// Resolves when `lead` is no longer planned.
 async fn given_up(orders: &mut watch::Receiver<PlaceOrder>, lead: &Lead) {
     let other = |order: &PlaceOrder| order.lead.as_ref().map(|lead| lead.life) != Some(lead.life);
     if orders.wait_for(other).await.is_err() {

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::watch;
 
-/// See the module. Cheap to clone.
+/// The node's engine. Cheap to clone.
 #[derive(Clone)]
 pub(super) enum Runner {
     Generates(EngineHandle),
@@ -22,13 +22,13 @@ pub(super) enum Runner {
     Waits(Arc<Waiting>),
 }
 
-/// Nothing to do, said in the same words.
+/// State of a worker that computes nothing: an empty event log.
 pub(super) struct Waiting {
     events: Mutex<EventLog>,
     news: watch::Sender<u64>,
 }
 
-/// Calls the method of the same name of whichever it is; nothing is the default.
+/// Calls the method of the same name on the engine or the encoder; returns the default for [`Runner::Waits`].
 macro_rules! of_either {
     ($self:ident, $call:ident) => {
         match $self {
@@ -84,7 +84,7 @@ impl Runner {
         }
     }
 
-    /// Changes when there is news: KV events, or, of an encoder, steps.
+    /// Changes on new KV events of an engine, or on new steps of an encoder.
     pub(super) fn news(&self) -> watch::Receiver<u64> {
         match self {
             Self::Generates(engine) => engine.newest_event(),

@@ -1,5 +1,5 @@
-//! One operation on sequences over QUIC. Files are hashed, checked, written and read where blocking holds nobody up;
-//! the engine only copies blocks.
+//! Serves one operation on sequences over QUIC. Files are hashed, checked, written and read on blocking
+//! threads. The engine only copies blocks.
 
 use super::Node;
 use super::runner::Runner;
@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 
-/// A snapshot's header may be this long besides its blocks.
+/// Maximum length of a snapshot's header.
 const HEADER_BYTES: u64 = 32 << 20;
 
 enum SequenceAnswer {
@@ -22,12 +22,12 @@ enum SequenceAnswer {
     File(Arc<[u8]>),
 }
 
-/// Serves the call to its end, or until nobody reads any more.
+/// Serves the call to its end, or until the caller stops reading.
 pub(super) async fn serve(node: Arc<Node>, call: SequenceCall) {
     let SequenceCall { request, body, reply } = call;
     let answer = tokio::select! {
         answer = perform(&node, request, body) => answer,
-        // What waits for the engine is dropped with its reply; what it has begun it finishes.
+        // Work that the engine has not started is dropped with its reply; started work is finished.
         () = reply.cancelled() => return,
     };
     let sent = match answer {
@@ -127,7 +127,7 @@ async fn perform(
     Ok(SequenceAnswer::Reply(reply))
 }
 
-/// The file of a sequence as it stands now.
+/// Returns the snapshot file of a sequence in its current state.
 async fn capture(
     node: &Arc<Node>,
     engine: &EngineHandle,
@@ -158,7 +158,7 @@ async fn restore(
     ask(engine, move |engine| engine.restore(key, &snapshot)).await?
 }
 
-/// Has the engine do what it can do at once.
+/// Runs a call on the engine's thread that needs no step.
 async fn ask<T: Send + 'static>(
     engine: &EngineHandle,
     call: impl FnOnce(&mut crate::engine::Engine) -> T + Send + 'static,
@@ -166,7 +166,7 @@ async fn ask<T: Send + 'static>(
     engine.call(call).await.map_err(|_| SequenceError::Internal)
 }
 
-/// Has the engine do what it may have to compute for.
+/// Runs a call on the engine's thread that may need steps before it replies.
 async fn computed<T: Send + 'static>(
     engine: &EngineHandle,
     call: impl FnOnce(&mut crate::engine::Engine, Reply<T>) + Send + 'static,
@@ -184,7 +184,7 @@ async fn blocking<T: Send + 'static>(
     tokio::task::spawn_blocking(move || work(&node)).await.unwrap_or(Err(SequenceError::Internal))
 }
 
-/// The last ones, of more than can be told.
+/// The last [`MAX_LISTED`] entries.
 fn latest<T>(mut all: Vec<T>) -> Vec<T> {
     all.drain(..all.len().saturating_sub(MAX_LISTED));
     all

@@ -1,5 +1,6 @@
-//! Another process with this worker's identity, which is alive: this one waits until that one is gone, and joins no other
-//! coordinator meanwhile, where the other one may be missing only for a moment.
+//! Detects another live process with this worker's identity. This process then waits until the other one is
+//! gone. Meanwhile it joins no other coordinator, because the other process may have lost that connection
+//! only briefly.
 
 use parking_lot::Mutex;
 use proto::Error;
@@ -7,16 +8,16 @@ use proto::ids::NodeId;
 use proto::transport::Connection;
 use std::time::{Duration, Instant};
 
-/// For so long a coordinator's word counts. It is asked again more often.
+/// Lifetime of a coordinator's report. The coordinator is asked again within that time.
 const COUNTS_FOR: Duration = Duration::from_secs(10);
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 
-/// What coordinators have said of one.
+/// The last coordinator that reported another process, and when.
 #[derive(Debug, Default)]
 pub(super) struct Twin(Mutex<Option<(NodeId, Instant)>>);
 
 impl Twin {
-    /// This coordinator refuses us because of it.
+    /// Records that this coordinator refused the worker because of another process.
     pub(super) fn seen(&self, by: &Connection) {
         self.seen_at(&by.peer().node, Instant::now());
     }
@@ -25,7 +26,7 @@ impl Twin {
         *self.0.lock() = Some((by.clone(), now));
     }
 
-    /// This coordinator has taken us.
+    /// Records that this coordinator has accepted the worker.
     pub(super) fn not_seen(&self, by: &Connection) {
         let mut seen = self.0.lock();
         if seen.as_ref().is_some_and(|(node, _)| *node == by.peer().node) {
@@ -43,7 +44,8 @@ impl Twin {
         (now.saturating_duration_since(*at) < COUNTS_FOR).then(|| node.clone())
     }
 
-    /// Waits while another coordinator than this one says that there is one. An error if the connection ends first.
+    /// Waits while a coordinator other than this one reports another process. Returns an error if the
+    /// connection ends first.
     pub(super) async fn hold_back(&self, connection: &Connection) -> Result<(), Error> {
         while self.who_says(Instant::now()).is_some_and(|node| node != connection.peer().node) {
             tokio::select! {
@@ -60,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_coordinator_said_counts_for_a_while() {
+    fn a_coordinators_report_expires() {
         let (twin, now, node) = (Twin::default(), Instant::now(), NodeId::new("c0").unwrap());
         assert_eq!(twin.who_says(now), None);
         twin.seen_at(&node, now);

@@ -1,4 +1,5 @@
-//! Snapshots that a worker keeps: in memory, gone with the process, or in a directory, found again after it.
+//! A worker's snapshots: in memory until the process ends, or in a directory, where the next process finds
+//! them.
 
 use parking_lot::Mutex;
 use proto::block::BlockId;
@@ -12,26 +13,25 @@ use std::sync::Arc;
 
 const EXTENSION: &str = "kvsnap";
 
-/// A sequence, by whose it is and by its request.
+/// Key of a sequence: its owner and its request's name.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SequenceKey {
-    /// Root of its prefix chain: its tenant and model.
+    /// Root of its prefix chain, which covers tenant and model.
     pub root: BlockId,
     pub name: SequenceName,
 }
-
-/// Where snapshots are kept, and how many bytes of them.
+/// Location and limits of stored snapshots.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct StoreConfig {
-    /// Bytes in memory at most.
+    /// Maximum number of bytes in memory.
     pub memory_bytes: u64,
-    /// Directory of those on disk; none keeps none there.
+    /// Directory of the snapshots on disk; `None` disables the disk.
     pub dir: Option<PathBuf>,
-    /// Bytes in the directory at most.
+    /// Maximum number of bytes in the directory.
     pub disk_bytes: u64,
 }
 
-/// See the module. The files are written and read where the caller may block.
+/// The snapshots of a worker. Methods may block on the disk.
 #[derive(Debug)]
 pub struct SnapshotStore {
     config: StoreConfig,
@@ -39,12 +39,12 @@ pub struct SnapshotStore {
 }
 
 impl SnapshotStore {
-    /// A store with nothing in memory, over what is in its directory.
+    /// Creates a store with nothing in memory and the snapshots of its directory.
     pub fn new(config: StoreConfig) -> Self {
         Self { config, memory: Mutex::default() }
     }
 
-    /// Keeps a snapshot in place of one of the same name on the same medium.
+    /// Stores a snapshot. Replaces one of the same name on the same medium.
     pub fn put(
         &self,
         key: &SequenceKey,
@@ -64,7 +64,7 @@ impl SnapshotStore {
                 let dir = self.config.dir.as_deref().ok_or_else(|| {
                     SequenceError::Unsupported("this worker has no directory for snapshots".to_owned())
                 })?;
-                // One at a time, so that what is counted is what there is.
+                // One writer at a time, so that the counted bytes are exact.
                 let _writing = self.memory.lock();
                 let path = path_of(dir, key);
                 let taken = bytes_below(dir, &path).map_err(|error| failed("counting", dir, &error))?;
@@ -75,7 +75,7 @@ impl SnapshotStore {
         Ok(info)
     }
 
-    /// A snapshot's bytes, those in memory first. `None`: there is none of this name.
+    /// A snapshot's bytes, from memory first. `None` if the name has no snapshot.
     pub fn get(&self, key: &SequenceKey) -> Result<Option<Arc<[u8]>>, SequenceError> {
         if let Some(file) = self.memory.lock().get(key) {
             return Ok(Some(Arc::clone(file)));
@@ -89,7 +89,7 @@ impl SnapshotStore {
         }
     }
 
-    /// Forgets the snapshots of this name. `false`: there is none.
+    /// Removes the snapshots of this name. Returns `false` if there is none.
     pub fn remove(&self, key: &SequenceKey) -> Result<bool, SequenceError> {
         let in_memory = self.memory.lock().remove(key).is_some();
         let Some(dir) = &self.config.dir else { return Ok(in_memory) };
@@ -127,7 +127,7 @@ fn within(what: &str, wanted: u64, limit: u64) -> Result<(), SequenceError> {
     }
 }
 
-/// The operating system's reason is for the log of this node.
+/// The operating system's reason is only written to this node's log.
 fn failed(doing: &str, path: &Path, error: &io::Error) -> SequenceError {
     tracing::error!(path = %path.display(), %error, "{doing} snapshots failed");
     SequenceError::Internal
@@ -137,20 +137,20 @@ fn hex(root: BlockId) -> String {
     root.0.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// A name has no separators in it, by its type, and the rest of the file's name keeps it from being a dot.
+/// A name has no path separators, by its type, and with the suffix the file's name is never `.` or `..`.
 fn path_of(dir: &Path, key: &SequenceKey) -> PathBuf {
     let SequenceName { request, choice } = &key.name;
     dir.join(hex(key.root)).join(format!("{request}.{choice}.{EXTENSION}"))
 }
 
-/// The reverse of [`path_of`]; none of a file that is not ours.
+/// The reverse of [`path_of`]; `None` for a file that is not a snapshot.
 fn name_of(path: &Path) -> Option<SequenceName> {
     let stem = path.file_name()?.to_str()?.strip_suffix(EXTENSION)?.strip_suffix('.')?;
     let (request, choice) = stem.rsplit_once('.')?;
     Some(SequenceName { request: RequestId::new(request).ok()?, choice: choice.parse().ok()? })
 }
 
-/// Files of a directory with their lengths; none where there is no directory.
+/// Files of a directory with their lengths. Empty if the directory does not exist.
 fn entries(dir: &Path) -> io::Result<Vec<(PathBuf, u64)>> {
     let found = match std::fs::read_dir(dir) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
@@ -164,7 +164,7 @@ fn entries(dir: &Path) -> io::Result<Vec<(PathBuf, u64)>> {
     Ok(files)
 }
 
-/// Bytes of all snapshots in a directory but one.
+/// Bytes of all snapshots in a directory except `but`.
 fn bytes_below(dir: &Path, but: &Path) -> io::Result<u64> {
     let mut bytes = 0;
     for (root, _) in entries(dir)? {
@@ -174,10 +174,10 @@ fn bytes_below(dir: &Path, but: &Path) -> io::Result<u64> {
     Ok(bytes)
 }
 
-/// Whole or not at all, also when the machine goes down meanwhile.
+/// Writes atomically, also if the machine crashes.
 fn write(path: &Path, file: &[u8]) -> io::Result<()> {
     let dir = path.parent().ok_or(ErrorKind::InvalidInput)?;
-    // What stands in a snapshot is nobody else's business on this machine.
+    // Snapshots are private: other users of this machine must not read them.
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
     let unfinished = path.with_extension("unfinished");
     let written = proto::directory::create_private(&unfinished).and_then(|mut out| {
@@ -186,7 +186,7 @@ fn write(path: &Path, file: &[u8]) -> io::Result<()> {
     });
     let moved = written.and_then(|()| std::fs::rename(&unfinished, path));
     if moved.is_err() {
-        // What is left of it is of no use; that it cannot be removed is not the error to tell.
+        // Remove the partial file. A failure of that is not the error to report.
         let _ = std::fs::remove_file(&unfinished);
     }
     moved?;
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_put_is_found_under_its_own_root_and_on_disk_by_the_next_process_too() {
+    fn a_snapshot_is_found_under_its_root_and_on_disk_by_the_next_process() {
         let dir = tempfile::tempdir().unwrap();
         let config =
             StoreConfig { memory_bytes: 100, dir: Some(dir.path().join("snapshots")), disk_bytes: 100 };

@@ -1,23 +1,25 @@
-//! How often guesses were right: behind a run of tokens by what is known of that run, and where nothing is known by how many
-//! tokens had been the same before.
+//! Acceptance rates of n-gram draft tokens. A draft token after a known run of tokens uses the rate of that
+//! run. Otherwise it uses the rate of its class, which is the number of matching tokens before it.
 //!
-//! Nothing need be computed to learn it: whether a guess would have been right is known as soon as the token is drawn.
+//! The rates cost no computation: whether a draft token would have been accepted is known as soon as the
+//! token is drawn.
 
 use super::ngrams::Grounds;
 
-/// Numbers of same tokens from which on guesses are counted together.
+/// Lower bounds of the classes: the number of matching tokens before a draft token.
 const CLASSES: [usize; 5] = [0, 5, 8, 14, 24];
-/// What is taken to be their chances before anything was heard, and how many guesses that counts for.
+/// Assumed acceptance rate of each class before any observation.
 const PRIOR: [f64; CLASSES.len()] = [0.3, 0.45, 0.6, 0.75, 0.9];
+/// Number of observations that the assumed rate counts for.
 const PRIOR_WEIGHT: f64 = 2.0;
-/// Of what was heard, as much counts still when one more is heard: a text changes.
+/// Decay of earlier observations with each new one, because a text changes.
 const KEPT: f64 = 0.95;
-/// How many times of the same run what is known of its class counts for.
+/// Number of observations of a run that its class's rate counts for.
 const CLASS_WEIGHT: f64 = 1.0;
 
 #[derive(Debug, Default)]
 pub(super) struct AcceptanceRates {
-    /// By class: guesses that were right, and all, both fading; of runs of which nothing was known.
+    /// For each class (accepted, all), both decaying; only draft tokens after runs without observations.
     classes: [(f64, f64); CLASSES.len()],
 }
 
@@ -26,7 +28,7 @@ fn class(matched: usize) -> usize {
 }
 
 impl AcceptanceRates {
-    /// A guess on such grounds was right or wrong.
+    /// Records whether a draft token with these grounds was correct. Ignored if its run had observations.
     pub(super) fn heard(&mut self, grounds: Grounds, right: bool) {
         if grounds.record.all > 0 {
             return;
@@ -36,7 +38,7 @@ impl AcceptanceRates {
         *of_all = *of_all * KEPT + 1.0;
     }
 
-    /// How likely it is of each of a sequence's next guesses, made on these grounds, that it and those before it are right.
+    /// For each of a sequence's next draft tokens, the probability that it and all before it are accepted.
     pub(super) fn of(&self, grounds: &[Grounds]) -> Vec<f64> {
         let one = |grounds: &Grounds| {
             let class = class(grounds.matched);

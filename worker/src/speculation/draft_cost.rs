@@ -1,29 +1,30 @@
-//! Which guesses are worth the rows that they take: what a step of so many rows takes was measured, and what a guess
-//! brings is how likely it is to be right.
+//! Decides which draft tokens are worth their rows, from measured step times by number of rows and the
+//! probability that a draft token is accepted.
 //!
-//! The more sequences decode together, the more a further row costs in comparison to what it brings, so that guessing
-//! ends by itself under load.
+//! With more decoding sequences a further row costs more relative to its gain, so drafting stops by itself
+//! under load.
 
 use std::collections::BTreeMap;
 
-/// Weight of a new time in the average.
+/// Weight of a new time in the moving average.
 const BLEND: f64 = 0.25;
-/// Steps after which a time that was not measured again is forgotten: contexts grow, and neighbours come and go.
+/// Number of steps after which a time that was not measured again is dropped, because contexts and neighbours
+/// change.
 const TRUSTED: u64 = 512;
-/// Part of a step of one row that a further row is taken to cost while that has not been measured.
+/// Assumed cost of a further row before it is measured, as a share of a step of one row.
 const ROW: f64 = 0.15;
-/// Guessing must be faster by this part: times are noisy.
+/// Minimum gain in speed, as a share, for drafting to be used: times are noisy.
 const LEAST_GAIN: f64 = 0.02;
 
 #[derive(Debug, Default)]
 pub(super) struct DraftCost {
-    /// By rows: seconds, and the step in which that was measured last.
+    /// By number of rows: (seconds, step of the last measurement).
     times: BTreeMap<u32, (f64, u64)>,
     steps: u64,
 }
 
 impl DraftCost {
-    /// A step of so many rows has taken so many seconds.
+    /// Records the time of a step of `rows` rows.
     pub(super) fn took(&mut self, rows: u32, seconds: f64) {
         self.steps += 1;
         let now = self.steps;
@@ -35,19 +36,20 @@ impl DraftCost {
         }
     }
 
-    /// How many of the guesses of each sequence are worth looking at when `rows` sequences decode, guesses or not.
-    /// `chances` are, for each sequence that has guesses, how likely it is of each that it counts: falling numbers.
+    /// For each sequence in `chances`, the number of its draft tokens that are worth verifying when `rows`
+    /// sequences decode in total. `chances` are the acceptance probabilities of its draft tokens, in
+    /// descending order.
     pub(super) fn choose(&self, rows: u32, chances: &[Vec<f64>]) -> Vec<usize> {
         let mut chosen = vec![0; chances.len()];
         if rows == 0 || self.times.is_empty() {
-            // The first steps are for measuring.
+            // The first steps only measure.
             return chosen;
         }
         let mut best: Vec<(f64, usize)> = Vec::new();
         for (of, chances) in chances.iter().enumerate() {
             best.extend(chances.iter().map(|chance| (*chance, of)));
         }
-        // Stable, so that of one sequence the first guess stays first.
+        // Stable, so that the draft tokens of a sequence keep their order.
         best.sort_by(|a, b| b.0.total_cmp(&a.0));
         let mut tokens = f64::from(rows);
         let (mut fastest, mut count) = (tokens / self.seconds(rows) * (1.0 + LEAST_GAIN), 0);
@@ -62,9 +64,9 @@ impl DraftCost {
         chosen
     }
 
-    /// How many rounds of guesses are worth their time before a step of `rows` sequences. `chances` are those of a guess of
-    /// each sequence that is guessed for, with the most guesses of it; `round` is what a round takes where a step takes
-    /// so long.
+    /// Number of drafting rounds worth their time before a step of `rows` sequences. `chances` are, for each
+    /// sequence that is drafted for, the acceptance probability of a draft token and the maximum number of
+    /// them. `round` maps the seconds of a step to those of a round.
     pub(super) fn rounds(&self, rows: u32, chances: &[(f64, u32)], round: impl Fn(f64) -> f64) -> usize {
         if rows == 0 || self.times.is_empty() {
             return 0;
@@ -86,13 +88,14 @@ impl DraftCost {
         best
     }
 
-    /// What a step of so many rows takes: measured, or between what was measured of fewer and of more.
+    /// Seconds of a step of `rows` rows: measured, or interpolated between measurements of fewer and more
+    /// rows.
     pub(super) fn seconds(&self, rows: u32) -> f64 {
         let time = |(&rows, &(seconds, _)): (&u32, &(f64, u64))| (f64::from(rows), seconds);
         let fewer = self.times.range(..=rows).next_back().map(time);
         let more = self.times.range(rows..).next().map(time);
         let rows = f64::from(rows);
-        // As if a step of r rows took a time proportional to 1 + ROW (r - 1).
+        // Assumes that the time of a step of r rows is proportional to 1 + ROW (r - 1).
         let guess =
             |(known, seconds): (f64, f64)| seconds * (1.0 + ROW * (rows - 1.0)) / (1.0 + ROW * (known - 1.0));
         match (fewer, more) {

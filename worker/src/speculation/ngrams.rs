@@ -1,20 +1,20 @@
-//! What followed the last tokens of a sequence when they came before.
+//! N-gram drafter: predicts the tokens that followed an earlier occurrence of the last tokens.
 //!
-//! The newest earlier place with the same last tokens is followed for as long as what comes is what came there; then
-//! another place is looked for. Following costs a comparison for each token. Of every run of tokens it is remembered how often
-//! what a followed place said behind it was right: that is known of the prompt, too, before anything is guessed, and tells
-//! a phrase that always goes on alike from one that goes on otherwise each time.
+//! It follows the newest earlier place with the same last tokens while the tokens agree, then looks for
+//! another place. Following costs one comparison per token. For every run of tokens it counts how often the
+//! prediction after it was correct, starting with the prompt. These counts distinguish phrases that always
+//! continue alike from phrases that continue differently each time.
 
 use std::collections::HashMap;
 
-/// Tokens that must be the same before a place is followed.
+/// Number of matching tokens before a place is followed.
 const SAME: usize = 3;
-/// Tokens before a place that are compared at most: more say nothing more.
+/// Maximum number of tokens before a place that are compared. More matches carry no information.
 const MOST_MATCHED: usize = 32;
-/// How often the same run counts at most; then half of it is forgotten.
+/// Maximum count of observations of a run. At the maximum, half of them are dropped.
 const MOST_COUNTED: u8 = 8;
 
-/// Of what places that were followed have said behind one run of tokens.
+/// Observations of predictions after one run of tokens.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Record {
     pub(super) right: u8,
@@ -30,28 +30,28 @@ impl Record {
     }
 }
 
-/// What a guess is judged by before it is looked at.
+/// Evidence for a draft token before it is verified.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Grounds {
-    /// Tokens before the place that says it that are those before the guess.
+    /// Number of tokens before the followed place that match those before the draft token.
     pub(super) matched: usize,
-    /// Of the run of tokens before it.
+    /// Observations of the run of tokens before it.
     pub(super) record: Record,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct Ngrams {
-    /// Behind the newest occurrence of each run of tokens, and what is known of that run.
+    /// For each run of tokens: the position after its newest occurrence, and its observations.
     behind: HashMap<[u32; SAME], (u32, Record)>,
-    /// Tokens taken in.
+    /// Number of processed tokens.
     seen: usize,
-    /// The place that is followed, and how many tokens before it are those before the sequence's end.
+    /// The followed place and the number of tokens before it that match the end of the sequence.
     follows: Option<(usize, usize)>,
 }
 
 impl Ngrams {
-    /// Takes in what is new of a sequence's tokens; of tokens that come after the first call, `heard` is told whether
-    /// the place that was followed had said so, and on what grounds.
+    /// Processes the new tokens of a sequence. For tokens after the first call, `heard` is called with the
+    /// evidence and whether the followed place had predicted the token.
     pub(super) fn catch_up(&mut self, tokens: &[u32], mut heard: impl FnMut(Grounds, bool)) {
         let begins = self.seen == 0;
         for end in self.seen..tokens.len() {
@@ -81,8 +81,9 @@ impl Ngrams {
         self.seen = tokens.len();
     }
 
-    /// What is guessed to come behind `tokens`, which have been taken in, and on what grounds: `most` tokens, or none. A
-    /// place near the end goes on with its own guesses, so that what repeats is guessed to repeat.
+    /// The draft tokens after `tokens`, which must have been processed, with their evidence: `most` tokens,
+    /// or an empty list. A place near the end continues with its own draft tokens, so that a repetition is
+    /// predicted to continue.
     pub(super) fn next(&self, tokens: &[u32], most: usize) -> (Vec<u32>, Vec<Grounds>) {
         let Some((at, matched)) = self.follows else { return Default::default() };
         let (mut next, mut grounds) = (Vec::with_capacity(most), Vec::with_capacity(most));
@@ -90,7 +91,7 @@ impl Ngrams {
             tokens.get(place).or_else(|| next.get(place.checked_sub(tokens.len())?)).copied()
         };
         for place in at..at + most {
-            // The tokens before the guess are those before the place.
+            // The tokens before the draft token equal those before the place.
             let mut run = [0; SAME];
             let before = run.iter_mut().zip(place.saturating_sub(SAME)..place);
             before.for_each(|(run, place)| *run = token(&next, place).unwrap_or_default());

@@ -1,35 +1,37 @@
-//! How many guesses are worth being computed by another model: a round guesses one more token of every sequence, and has
-//! its own cost beside that of the rows that look at the guesses.
+//! Decides how many draft tokens another model computes. A round computes one more token of every sequence,
+//! and has its own cost in addition to the rows that verify the draft tokens.
 //!
-//! What is not guessed teaches nothing here. So where guessing does not pay, one round is tried now and then, ever more
-//! seldom as long as it fails.
+//! Without drafting there are no observations. If drafting does not pay, one round is tried from time to
+//! time, less and less often while it fails.
 
 use super::draft_cost::DraftCost;
 use crate::scheduler::SeqId;
 use std::collections::HashMap;
 
-/// What is taken for the chance of a guess before anything was heard, and how many guesses that counts for.
+/// Assumed acceptance rate before any observation.
 const PRIOR: f64 = 0.5;
+/// Number of observations that the assumed rate counts for.
 const PRIOR_WEIGHT: f64 = 2.0;
-/// Of what was heard, as much counts still when one more is heard.
+/// Decay of earlier observations with each new one.
 const KEPT: f64 = 0.95;
-/// Guesses of one sequence in a step at most.
+/// Maximum number of draft tokens of one sequence in a step.
 const MOST: u32 = 8;
-/// Weight of a new time in the average.
+/// Weight of a new time in the moving average.
 const BLEND: f64 = 0.25;
-/// Part of a step that a round is taken to cost before that was measured.
+/// Assumed cost of a round before it is measured, as a share of a step.
 const ROUND: f64 = 0.2;
-/// Steps until guessing is tried again, at first and at most.
+/// Steps until drafting is tried again: (first, maximum).
 const PAUSE: (u32, u32) = (32, 1024);
 
 #[derive(Debug)]
 pub(super) struct Rounds {
-    /// By sequence: guesses that were right, and all, both fading.
+    /// For each sequence (accepted, all), both decaying.
     heard: HashMap<SeqId, (f64, f64)>,
-    /// Seconds of a round.
+    /// Seconds of a round. `None` before the first measurement.
     round: Option<f64>,
-    /// Steps since something was guessed, and after how many that is tried.
+    /// Steps since the last drafting.
     idle: u32,
+    /// Steps without drafting until it is tried again.
     pause: u32,
 }
 
@@ -51,7 +53,7 @@ impl Rounds {
 
     pub(super) fn heard(&mut self, id: SeqId, guesses: usize, right: usize) {
         let (of_right, of_all) = self.heard.entry(id).or_default();
-        // Those behind a wrong one say nothing.
+        // Draft tokens after a wrong one are no observation.
         for at in 0..guesses.min(right + 1) {
             *of_right = *of_right * KEPT + f64::from(u8::from(at < right));
             *of_all = *of_all * KEPT + 1.0;

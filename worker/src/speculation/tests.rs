@@ -11,7 +11,7 @@ fn times(row: f64) -> DraftCost {
 }
 
 #[test]
-fn the_place_that_is_followed_says_what_comes() {
+fn the_followed_place_predicts_the_next_tokens() {
     let mut ngrams = Ngrams::default();
     let text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 2, 3, 4];
     let mut heard = Vec::new();
@@ -27,7 +27,7 @@ fn the_place_that_is_followed_says_what_comes() {
 }
 
 #[test]
-fn what_repeats_is_guessed_to_repeat() {
+fn a_repetition_is_predicted_to_continue() {
     let mut ngrams = Ngrams::default();
     let text = [7, 1, 2, 1, 2, 1];
     ngrams.catch_up(&text, |_, _| {});
@@ -38,10 +38,10 @@ fn what_repeats_is_guessed_to_repeat() {
     assert!(short.next(&[1, 1], 5).0.is_empty());
 }
 
-/// A phrase that goes on otherwise each time is told from its own words, which are always the same: also in the prompt,
-/// and for guesses that lie ahead.
+/// A phrase that continues differently each time is distinguished from its own words, which are always the
+/// same. This also holds in the prompt and for draft tokens further ahead.
 #[test]
-fn runs_are_known_by_how_they_went_on() {
+fn runs_are_rated_by_their_earlier_continuations() {
     let mut ngrams = Ngrams::default();
     let line = |number: u32| [1, 2, 3, 4, 5, 6, 100 + number];
     let text: Vec<u32> = [&(0..5).flat_map(line).collect::<Vec<_>>()[..], &[1, 2, 3]].concat();
@@ -50,14 +50,14 @@ fn runs_are_known_by_how_they_went_on() {
     assert_eq!(next, [4, 5, 6, 104, 1]);
     let right = |grounds: &Grounds| (grounds.record.right, grounds.record.all);
     let told: Vec<_> = grounds.iter().map(right).collect();
-    // Behind a number that came once nothing is known.
+    // There are no observations after a number that occurred once.
     assert_eq!(told, [(4, 4), (4, 4), (4, 4), (0, 4), (0, 0)], "{grounds:?}");
     let of = AcceptanceRates::default().of(&grounds);
     assert!(of[0] > 0.8 && of[2] > 0.6 && of[3] < 0.15, "{of:?}");
 }
 
 #[test]
-fn chances_follow_what_was_heard_and_fade() {
+fn acceptance_rates_follow_observations_and_decay() {
     let mut chances = AcceptanceRates::default();
     let unknown = |matched| Grounds { matched, record: Record::default() };
     let first = |chances: &AcceptanceRates| chances.of(&[unknown(3)])[0];
@@ -67,7 +67,7 @@ fn chances_follow_what_was_heard_and_fade() {
     assert!((chances.of(&[unknown(30)])[0] - 0.9).abs() < 1e-9, "another class");
     (0..40).for_each(|_| chances.heard(unknown(3), true));
     assert!(first(&chances) > 0.8);
-    // Runs of which something is known say nothing of others.
+    // Observations of known runs do not change the rates of others.
     let known = Grounds { record: Record { right: 0, all: 1 }, ..unknown(3) };
     (0..40).for_each(|_| chances.heard(known, false));
     assert!(first(&chances) > 0.8 && chances.of(&[known])[0] < 0.5);
@@ -76,7 +76,7 @@ fn chances_follow_what_was_heard_and_fade() {
 }
 
 #[test]
-fn guesses_that_do_not_pay_are_not_looked_at() {
+fn draft_tokens_that_do_not_pay_are_not_verified() {
     let sure = vec![vec![0.95, 0.9, 0.86, 0.81]];
     let doubtful = vec![vec![0.1, 0.02]];
     assert_eq!(times(0.05).choose(1, &sure), [4]);
@@ -89,8 +89,9 @@ fn guesses_that_do_not_pay_are_not_looked_at() {
 }
 
 #[test]
-fn load_ends_it() {
-    // A row costs 6 % of a step of one row: alone it pays, among 64 nearly as much as it brings.
+fn drafting_stops_under_load() {
+    // A row costs 6 % of a step of one row. It pays for one sequence; among 64 it costs nearly as much as it
+    // gains.
     let one = |rows| times(0.06).choose(rows, &vec![vec![0.6, 0.36, 0.2]; rows as usize]);
     assert_eq!(one(1), [3]);
     let of_many: usize = times(0.2).choose(48, &vec![vec![0.6, 0.36, 0.2]; 48]).iter().sum();
@@ -98,7 +99,7 @@ fn load_ends_it() {
 }
 
 #[test]
-fn times_are_interpolated_forgotten_and_must_gain_something() {
+fn step_times_are_interpolated_and_expire() {
     let mut pays = DraftCost::default();
     pays.took(1, 1.0);
     pays.took(5, 2.0);
@@ -110,8 +111,8 @@ fn times_are_interpolated_forgotten_and_must_gain_something() {
 
 const TRUSTED_STEPS: u64 = 512;
 
-/// A text that answers each repetition with something else: after a few guesses none is looked at any more, and what
-/// they have cost is less than a hundredth of the whole.
+/// A text that answers each repetition differently: drafting stops after a few draft tokens, and their cost
+/// is less than one hundredth of the whole.
 #[test]
 fn adversarial_text_costs_next_to_nothing() {
     let (mut speculation, row) = (Speculation::ngram(), 0.15);
@@ -123,16 +124,16 @@ fn adversarial_text_costs_next_to_nothing() {
         let took = 1.0 + row * guesses as f64;
         speculation.step_took(1 + guesses, Duration::from_secs_f64(took));
         (seconds, guessed) = (seconds + took, guessed + guesses);
-        // Three tokens that came before, and one that never did.
+        // Three tokens that occurred before, and one that never did.
         tokens.push(if drawn % 4 == 3 { 1000 + drawn } else { drawn % 4 + 10 });
     }
     assert!(guessed > 0, "it was tried");
     assert!(seconds < 400.0 * 1.01, "{seconds}");
 }
 
-/// A text that repeats itself is guessed at length, and with few steps.
+/// A text that repeats itself is drafted in long runs and needs few steps.
 #[test]
-fn a_quotation_is_guessed_in_long_runs() {
+fn a_quotation_is_drafted_in_long_runs() {
     let (mut speculation, document): (_, Vec<u32>) = (Speculation::ngram(), (0..300).collect());
     let mut tokens = [&document[..], &[900, 901], &document[20..24]].concat();
     let mut steps = 0;
@@ -147,8 +148,8 @@ fn a_quotation_is_guessed_in_long_runs() {
     assert!(steps < 40, "{steps} steps for 194 tokens");
 }
 
-/// Guesses that are computed by a drafter whose chance is this, over so many steps: tokens by seconds, where a plain step
-/// takes one.
+/// Tokens per second over `steps` steps with a drafter of this acceptance rate. A plain step takes one
+/// second.
 fn drafted(chance: u64, round: f64, row: f64, steps: u64) -> f64 {
     let mut speculation = Speculation::computed();
     let (mut tokens, mut seconds, mut dice) = (0usize, 0.0, 7u64);
@@ -172,7 +173,7 @@ fn drafted(chance: u64, round: f64, row: f64, steps: u64) -> f64 {
 }
 
 #[test]
-fn a_drafter_is_used_where_it_pays_and_tried_seldom_where_it_does_not() {
+fn a_drafter_that_does_not_pay_is_tried_seldom() {
     assert!(drafted(90, 0.1, 0.05, 2000) > 2.0);
     assert!(drafted(60, 0.1, 0.05, 2000) > 1.2);
     for (chance, round, row) in [(5, 0.1, 0.05), (90, 3.0, 0.05), (40, 0.5, 0.5)] {

@@ -1,4 +1,4 @@
-//! Metrics of what computes.
+//! Metrics of the compute device.
 
 use kernels::backend::{BackendInfo, StepCounts};
 use kernels::cuda::check::OPS;
@@ -11,7 +11,7 @@ use prometheus_client::registry::Registry;
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct OpLabel {
     pub op: &'static str,
-    /// What computes it: `cpu`, `cuda`.
+    /// The device: `cpu`, `cuda`.
     pub device: String,
     /// Instruction set or compute capability.
     pub isa: String,
@@ -33,16 +33,16 @@ pub enum Launched {
 
 #[derive(Debug, Default)]
 pub struct DeviceMetrics {
-    /// 1 for each op, by what computes it.
+    /// 1 for each op, labeled with the device that computes it.
     pub ops: Family<OpLabel, Gauge>,
-    /// Steps, on a device that records any.
+    /// Steps, on a device that records graphs.
     pub steps: Family<LaunchedLabel, Counter>,
-    /// Steps that are kept as recorded.
+    /// Number of recorded graphs.
     pub graphs: Gauge,
 }
 
 impl DeviceMetrics {
-    /// A backend computes all ops or refuses the model.
+    /// Sets all ops. A backend computes all ops or refuses the model.
     pub(crate) fn covers(&self, info: &BackendInfo) {
         for op in OPS {
             let label = OpLabel { op, device: info.device.clone(), isa: info.isa.clone() };

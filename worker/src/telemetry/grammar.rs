@@ -1,4 +1,4 @@
-//! Grammars: compiled, refused, and what working with them takes.
+//! Metrics of grammars: compilations, refusals and the time of masks.
 
 use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue};
 use prometheus_client::metrics::counter::Counter;
@@ -11,15 +11,15 @@ pub struct RefusedLabel {
     pub reason: Refused,
 }
 
-/// Why a grammar is refused, or a generation ended by it.
+/// Why a grammar was refused, or why it ended a generation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
 #[allow(non_camel_case_types, reason = "label values are lower case on the wire")]
 pub enum Refused {
-    /// It is none, or over a limit.
+    /// It is not valid, or exceeds a limit.
     invalid,
     /// It takes too long to compile.
     time,
-    /// Working out what may follow a token failed, or took too long.
+    /// Computing a mask failed or took too long.
     mask,
 }
 
@@ -37,16 +37,16 @@ impl Default for MaskHistogram {
     }
 }
 
-/// Metrics of grammars. Clones count together.
+/// Metrics of grammars. Clones share their values.
 #[derive(Debug, Clone, Default)]
 pub struct GrammarMetrics {
-    /// Grammars compiled; known ones are not compiled again.
+    /// Compiled grammars; cached ones are not compiled again.
     pub compiled: Counter,
     /// Requests refused or ended because of their grammar.
     pub refusals: Family<RefusedLabel, Counter>,
-    /// Seconds until it was known what may follow a token.
+    /// Seconds to compute a mask.
     pub mask_seconds: MaskHistogram,
-    /// Rows that were computed before that was known, and drawn from later.
+    /// Rows that were computed before their mask was ready, and sampled later.
     pub rows_waited: Counter,
 }
 

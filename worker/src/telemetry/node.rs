@@ -1,4 +1,4 @@
-//! Metrics of the process itself, whatever it computes: its log, its certificates, its CPUs.
+//! Metrics of the process: its log, its certificates, its CPUs.
 
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
@@ -10,22 +10,23 @@ use std::sync::LazyLock;
 use std::sync::atomic::AtomicU64;
 use std::time::SystemTime;
 
-/// 1 once the system has refused a thread that keeps a CPU awake: from then on CPUs sleep while stages of this process wait.
+/// 1 once the system has refused the thread that keeps a CPU awake. From then on CPUs sleep while stages of
+/// this process wait.
 pub(crate) static CPUS_SLEEP: LazyLock<Gauge> = LazyLock::new(Gauge::default);
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct CertificateLabel {
-    /// Whose it is: `node` or `authority`.
+    /// The certificate: `node` or `authority`.
     pub certificate: &'static str,
 }
 
 #[derive(Debug, Clone, Default)]
 pub struct NodeMetrics {
-    /// Lines of the log that were dropped.
+    /// Dropped log lines.
     pub log_dropped: Counter,
-    /// Days until a certificate ends.
+    /// Days until a certificate expires.
     pub certificate_days: Family<CertificateLabel, Gauge<f64, AtomicU64>>,
-    /// The share of its life that is left.
+    /// Share of a certificate's lifetime that is left.
     pub certificate_life: Family<CertificateLabel, Gauge<f64, AtomicU64>>,
 }
 
@@ -45,7 +46,7 @@ impl NodeMetrics {
     pub(crate) fn update(&self, identity: &Identity) {
         self.log_dropped.inc_by(proto::log::dropped().saturating_sub(self.log_dropped.get()));
         let now = SystemTime::now();
-        // What cannot be read was refused when it was loaded.
+        // An unreadable certificate was already refused when it was loaded.
         let Ok(validities) = identity.validities() else { return };
         for (certificate, validity) in validities.named() {
             let label = CertificateLabel { certificate };

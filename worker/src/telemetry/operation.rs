@@ -1,4 +1,4 @@
-//! Sessions of operations: how many there are, how they end, and what they cost.
+//! Metrics of the sessions of operations: their number, their ends and their cost.
 
 use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue};
 use prometheus_client::metrics::counter::Counter;
@@ -16,13 +16,12 @@ pub struct OperationLabel {
 }
 
 impl OperationLabel {
-    /// Of `operation`.
     pub fn new(operation: Operation) -> Self {
         Self { operation: operation.name() }
     }
 }
 
-/// Label of how sessions end.
+/// Label of the end of a session.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct SessionEndLabel {
     operation: &'static str,
@@ -33,23 +32,23 @@ struct SessionEndLabel {
 #[allow(non_camel_case_types, reason = "label values are lower case on the wire")]
 pub enum SessionEnd {
     finished,
-    /// The client left, or took no answers.
+    /// The client left or stopped reading.
     cut,
-    /// Nothing was heard for too long.
+    /// No input for too long.
     idle,
-    /// A frame or a limit that is refused.
+    /// A frame was invalid, or a limit was exceeded.
     refused,
     error,
 }
 
-/// Label of sessions that are not opened.
+/// Label of sessions that were refused.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct SessionRefusedLabel {
     operation: &'static str,
     reason: &'static str,
 }
 
-/// Seconds, 100 us to 5 s.
+/// Buckets in seconds, 100 us to 5 s.
 #[derive(Debug, Clone, Copy, Default)]
 struct ComputeBuckets;
 
@@ -61,7 +60,7 @@ impl MetricConstructor<Histogram> for ComputeBuckets {
     }
 }
 
-/// Metrics of operations. Clones count together.
+/// Metrics of operations. Clones share their values.
 #[derive(Debug, Clone)]
 pub struct OperationMetrics {
     pub sessions: Family<OperationLabel, Gauge>,

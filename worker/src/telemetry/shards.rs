@@ -1,4 +1,4 @@
-//! How busy the stages of a replica are, as its first one sees it.
+//! Metrics of a replica's stages, as its first stage measures them.
 
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
@@ -8,22 +8,23 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use std::sync::atomic::AtomicU64;
 
-/// Counts of a replica's stages since it was formed.
+/// Counters of a replica's stages since the replica was formed.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct StageCounts {
     pub(crate) stages: Vec<StageCount>,
-    /// Seconds between stages, all hops together, of steps that had them to themselves, since the last look.
+    /// For each step that was alone in the pipeline: seconds of network time, summed over all hops. Reset by each
+    /// read.
     pub(crate) hops: Vec<f64>,
-    /// Steps that later stages have.
+    /// Number of steps in flight at later stages.
     pub(crate) under_way: usize,
-    /// Rows whose logits the first and the last stage have made together.
+    /// Rows whose logits the first and the last stage computed together.
     pub(crate) divided: u64,
 }
 
-/// See [`StageCounts`].
+/// Counters of one stage; see [`StageCounts`].
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct StageCount {
-    /// Bytes received from the stage before.
+    /// Bytes received from the previous stage.
     pub(crate) bytes: u64,
     /// Seconds of computing.
     pub(crate) computed: f64,
@@ -33,26 +34,26 @@ pub(crate) struct StageCount {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct StageLabel {
-    /// Which, the first one being 0.
+    /// Index of the stage; the first stage is 0.
     pub stage: u32,
 }
 
 type Seconds = Counter<f64, AtomicU64>;
 
-/// Metrics of a replica's stages; nothing where a model is whole.
+/// Metrics of a replica's stages. Empty if the model runs on one worker.
 #[derive(Debug)]
 pub struct ShardMetrics {
-    /// Bytes that a stage has received from the one before; the first one from the last.
+    /// Bytes that a stage received from the previous one; the first stage from the last one.
     pub bytes: Family<StageLabel, Counter>,
     /// Seconds of computing.
     pub busy: Family<StageLabel, Seconds>,
-    /// Seconds of waiting for a step; at the first stage for an answer.
+    /// Seconds of waiting for a step; at the first stage for a result.
     pub stalled: Family<StageLabel, Seconds>,
-    /// Seconds between stages, all hops together, of steps that had them to themselves.
+    /// Seconds of network time, summed over all hops, of steps that were alone in the pipeline.
     pub hops: Histogram,
-    /// Steps that later stages have.
+    /// Steps in flight at later stages.
     pub under_way: Gauge,
-    /// Rows whose logits the first and the last stage have made together.
+    /// Rows whose logits the first and the last stage computed together.
     pub divided: Counter,
 }
 

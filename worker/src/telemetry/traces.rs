@@ -1,4 +1,4 @@
-//! What has become of the spans of recorded requests.
+//! Metrics of the spans of traced requests.
 
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
@@ -6,7 +6,7 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::ConstCounter;
 use std::fmt;
 
-/// Counts of this process's spans, read when they are asked for.
+/// Counts of this process's spans, read on every scrape.
 #[derive(Debug)]
 pub(super) struct SpanCounts;
 

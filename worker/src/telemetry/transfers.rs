@@ -1,4 +1,4 @@
-//! What is pulled from other workers and sent to them.
+//! Metrics of KV transfers from and to other workers.
 
 use super::SecondsHistogram;
 use crate::pull::PullFailure;
@@ -11,37 +11,37 @@ use proto::message::PullReport;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
-/// Label of bytes.
+/// Label of transferred bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct DirectionLabel {
     pub direction: Direction,
 }
 
-/// Which way bytes go.
+/// Direction of a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
 #[allow(non_camel_case_types, reason = "label values are lower case on the wire")]
 pub enum Direction {
     pulled,
-    /// Sent to one that pulls.
+    /// Sent to a worker that requested it.
     sent,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct FailureLabel {
-    /// Why, as [`PullFailure::name`] says it.
+    /// The reason, as [`PullFailure::name`].
     pub reason: &'static str,
 }
 
-/// Metrics of pulls. Clones count together.
+/// Metrics of KV transfers. Clones share their values.
 #[derive(Debug, Clone, Default)]
 pub struct TransferMetrics {
     /// Bytes of pieces.
     pub bytes: Family<DirectionLabel, Counter>,
-    /// Seconds from the beginning of a pull until what it brought can be used.
+    /// Seconds from the start of a transfer until its result can be used.
     pub seconds: SecondsHistogram,
-    /// Pulls that brought less than was hoped for, by why.
+    /// Transfers that delivered less than expected, by reason.
     pub failures: Family<FailureLabel, Counter>,
-    /// Bytes per second of recent pulls, once their holders had begun to send.
+    /// Moving average of bytes per second, measured from when the holder starts to send. 0 if not measured.
     pub rate: Gauge<f64, AtomicU64>,
     failed: Counter,
 }
@@ -52,7 +52,7 @@ impl TransferMetrics {
         self.bytes.get_or_create(&DirectionLabel { direction }).get()
     }
 
-    /// Pulls so far that failed for this reason.
+    /// Transfers that failed for this reason so far.
     pub fn failures(&self, why: PullFailure) -> u64 {
         self.failures.get_or_create(&FailureLabel { reason: why.name() }).get()
     }
@@ -65,7 +65,7 @@ impl TransferMetrics {
         self.seconds.0.observe(took.as_secs_f64());
     }
 
-    /// So many bytes took so long to come.
+    /// Updates the transfer rate.
     pub(crate) fn travelled(&self, bytes: u64, took: Duration) {
         let (old, new) = (self.rate.get(), bytes as f64 / took.as_secs_f64().max(1e-6));
         self.rate.set(if old == 0.0 { new } else { old + 0.2 * (new - old) });

@@ -1,4 +1,4 @@
-//! What is fetched of models from other workers, and sent to them.
+//! Metrics of weight distribution: chunks fetched from and sent to other workers.
 
 use parking_lot::Mutex;
 use prometheus_client::encoding::EncodeLabelSet;
@@ -10,29 +10,29 @@ use proto::ids::NodeId;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-/// Label of what a source has sent wrong.
+/// Label of a source that sent wrong bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct SourceLabel {
-    /// Its node, or its address where that is not known.
+    /// Its node, or its address if the node is unknown.
     pub source: String,
 }
 
-/// Metrics of weight shipping. Clones count together.
+/// Metrics of weight distribution. Clones share their values.
 #[derive(Debug, Clone, Default)]
 pub struct ShippingMetrics {
-    /// Bytes of chunks that came from other workers, refused ones included.
+    /// Bytes of chunks received from other workers, refused ones included.
     pub fetched: Counter,
     /// Bytes of chunks sent to other workers.
     pub served: Counter,
-    /// Requests of other workers that are being answered.
+    /// Requests of other workers that are being served.
     pub serving: Gauge,
-    /// Chunks refused because their bytes are not what their name says.
+    /// Chunks refused because their hash is wrong.
     pub refused: Family<SourceLabel, Counter>,
-    /// Sources that are not asked any more, for having sent too many such chunks.
+    /// Sources dropped for sending too many such chunks.
     pub struck: Family<SourceLabel, Counter>,
-    /// Bytes of the model, or of the layers, that this worker is to have.
+    /// Bytes of the model, or of its layers, that this worker needs.
     pub wanted: Gauge,
-    /// Bytes of these that are here.
+    /// Bytes of these that are in the store.
     pub present: Gauge,
     /// Bytes of the shard store.
     pub store: Gauge,
@@ -44,7 +44,7 @@ impl ShippingMetrics {
         self.fetched.inc_by(bytes);
     }
 
-    /// A request of another worker is being answered, until what is returned is dropped.
+    /// Counts a request of another worker as being served until the returned guard is dropped.
     pub(crate) fn serves(&self) -> Serving {
         self.serving.inc();
         Serving(self.serving.clone())
@@ -54,7 +54,7 @@ impl ShippingMetrics {
         self.served.inc_by(bytes);
     }
 
-    /// So many bytes are to be here, and so many are.
+    /// Sets the needed and the present bytes.
     pub(crate) fn wants(&self, wanted: u64, present: u64) {
         self.wanted.set(wanted.cast_signed());
         self.present.set(present.cast_signed());
@@ -73,7 +73,7 @@ impl ShippingMetrics {
         self.dishonest.lock().extend(node.cloned());
     }
 
-    /// Workers that have sent too many chunks with other bytes than their names say.
+    /// Workers that were dropped for sending too many chunks with wrong hashes.
     pub fn dishonest(&self) -> Vec<NodeId> {
         self.dishonest.lock().iter().cloned().collect()
     }
@@ -102,7 +102,7 @@ impl ShippingMetrics {
     }
 }
 
-/// See [`ShippingMetrics::serves`].
+/// Guard of [`ShippingMetrics::serves`].
 #[derive(Debug)]
 pub(crate) struct Serving(Gauge);
 

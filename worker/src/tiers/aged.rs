@@ -1,13 +1,13 @@
-//! Pieces by the time of their last use, within a budget of bytes.
+//! An LRU map of pieces with a budget in bytes.
 
 use super::PieceKey;
 use std::collections::{BTreeMap, HashMap};
 
-/// Forgets the least recently used where bytes run out.
+/// Drops the least recently used pieces when the budget is exceeded.
 #[derive(Debug)]
 pub(super) struct Aged<V> {
     entries: HashMap<PieceKey, Entry<V>>,
-    /// Time of the last use to its piece.
+    /// Time of last use to the piece.
     order: BTreeMap<u64, PieceKey>,
     clock: u64,
     bytes: u64,
@@ -42,7 +42,7 @@ impl<V> Aged<V> {
         self.entries.get(key).map(|entry| entry.bytes)
     }
 
-    /// Marks as used now. `false`: it is not there.
+    /// Marks a piece as used now. Returns `false` if it does not exist.
     pub(super) fn touch(&mut self, key: &PieceKey) -> bool {
         let Some(entry) = self.entries.get_mut(key) else { return false };
         self.order.remove(&entry.used);
@@ -52,8 +52,8 @@ impl<V> Aged<V> {
         true
     }
 
-    /// Keeps it as the most recently used. Returns what had to go; of that nothing is kept here any more. What is
-    /// larger than the budget is not kept.
+    /// Adds a piece as the most recently used. Returns the pieces that were dropped for it. A piece larger
+    /// than the budget is not added.
     pub(super) fn insert(&mut self, key: PieceKey, bytes: u64, value: V) -> Vec<PieceKey> {
         self.remove(&key);
         if bytes > self.limit {
@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn the_least_recently_used_go_until_there_is_room() {
+    fn the_least_recently_used_are_dropped_until_there_is_room() {
         let mut aged = Aged::new(10);
         for n in 0..3 {
             assert_eq!(aged.insert(key(n), 3, n), []);
@@ -98,10 +98,10 @@ mod tests {
         assert!(aged.touch(&key(0)) && !aged.touch(&key(7)));
         assert_eq!(aged.insert(key(3), 5, 3), [key(1), key(2)]);
         assert_eq!((aged.bytes(), aged.get(&key(0)), aged.get(&key(1))), (8, Some(&0), None));
-        // The same again takes the place of itself.
+        // Inserting a key again replaces its entry.
         assert_eq!(aged.insert(key(0), 5, 9), []);
         assert_eq!((aged.bytes(), aged.get(&key(0)), aged.bytes_of(&key(0))), (10, Some(&9), Some(5)));
-        // What never fits drives nobody out.
+        // A piece that never fits evicts nothing.
         assert_eq!(aged.insert(key(4), 11, 4), []);
         assert_eq!((aged.bytes(), aged.get(&key(4))), (10, None));
         assert_eq!((aged.remove(&key(3)), aged.remove(&key(3)), aged.bytes()), (Some(3), None, 5));

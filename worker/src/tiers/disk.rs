@@ -1,4 +1,4 @@
-//! The directory, and the two threads that write to it and read from it.
+//! The directory of pieces, with a thread that writes and a thread that reads.
 
 use super::aged::Aged;
 use super::{DiskConfig, PieceKey, file};
@@ -15,19 +15,19 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::SystemTime;
 
-/// Bytes of a file besides those of its piece, at most.
+/// Maximum number of bytes of a file in addition to those of its piece.
 const OVERHEAD: u64 = 128;
-/// Files that could not be written or read, by the directory and the reason.
+/// Rate limit of the warnings about failed writes and reads, by directory and reason.
 static FAILED: Repeats = Repeats::new();
 
-/// A piece that was asked for; none if it was damaged or gone.
+/// A piece that was read; `bytes` is `None` if its file was damaged or missing.
 #[derive(Debug)]
 pub(super) struct Loaded {
     pub(super) key: PieceKey,
     pub(super) bytes: Option<Arc<[u8]>>,
 }
 
-/// What to do with a piece's file, in the order in which it was said.
+/// Operations on a piece's file, executed in order.
 #[derive(Debug)]
 enum Order {
     Write(PieceKey, Arc<[u8]>),
@@ -37,7 +37,7 @@ enum Order {
 #[derive(Debug)]
 pub(super) struct Disk {
     shared: Arc<Shared>,
-    // Taken when it is dropped: so the threads end.
+    // Taken in `drop`, which ends the threads.
     writes: Option<Sender<Order>>,
     reads: Option<Sender<PieceKey>>,
     arrivals: Receiver<Loaded>,
@@ -46,7 +46,7 @@ pub(super) struct Disk {
     _claim: DirectoryClaim,
 }
 
-/// The file of a piece, to be read by any thread that may wait for a disk.
+/// The file of a piece. Any thread that may block on a disk can read it.
 #[derive(Debug)]
 pub struct PieceFile {
     shared: Arc<Shared>,
@@ -54,7 +54,7 @@ pub struct PieceFile {
 }
 
 impl PieceFile {
-    /// The piece; none if the file is damaged, or gone meanwhile. Waits for the disk.
+    /// The piece; `None` if the file is damaged or missing. Blocks on the disk.
     pub fn read(&self) -> Option<Arc<[u8]>> {
         self.shared.read(self.key).bytes
     }
@@ -63,11 +63,11 @@ impl PieceFile {
 #[derive(Debug)]
 struct Shared {
     dir: PathBuf,
-    // Never held while a file is touched.
+    // Never locked during file operations.
     index: Mutex<Index>,
     queued_bytes: AtomicU64,
     write_failures: AtomicU64,
-    /// Nobody wants what is still to be read.
+    /// Set when queued reads are no longer needed.
     closing: AtomicBool,
 }
 
@@ -75,7 +75,7 @@ struct Shared {
 struct Index {
     files: Aged<()>,
     writing: HashSet<PieceKey>,
-    /// Whose files are still to be removed: they are not served, and not written before that.
+    /// Pieces whose files are to be removed. They are not served, and not written before the removal.
     doomed: HashSet<PieceKey>,
 }
 
@@ -86,11 +86,11 @@ impl Index {
 }
 
 impl Disk {
-    /// Takes a directory over with what is in it, the files used longest ago as the oldest.
+    /// Takes over a directory with its files; age is the time of last use.
     pub(super) fn open(config: &DiskConfig) -> Result<Self, Error> {
         let failed =
             |source| Error::Io { what: format!("cannot use {} for KV", config.dir.display()), source };
-        // What stands in a cache is nobody else's business on this machine.
+        // Caches are private: other users of this machine must not read them.
         let claim = DirectoryClaim::of(&config.dir)?;
         let files = scan(&config.dir, config.bytes).map_err(failed)?;
         let shared = Arc::new(Shared {
@@ -111,12 +111,13 @@ impl Disk {
         Ok(Self { shared, writes: Some(writes), reads: Some(reads), arrivals, threads, _claim: claim })
     }
 
-    /// Bytes of the piece's file; none if there is no file.
+    /// Bytes of the piece's file; `None` if there is no file.
     pub(super) fn bytes_of(&self, key: PieceKey) -> Option<u64> {
         self.shared.index.lock().bytes_of(key)
     }
 
-    /// Whether a piece of so many bytes is neither there nor on its way, and could be. One that is there grows young.
+    /// Whether a piece of `bytes` bytes is neither stored nor queued and would fit. A stored piece is marked
+    /// as used now.
     pub(super) fn lacks(&self, key: PieceKey, bytes: u64) -> bool {
         let mut index = self.shared.index.lock();
         bytes + OVERHEAD <= index.files.limit()
@@ -125,7 +126,8 @@ impl Disk {
             && !index.doomed.contains(&key)
     }
 
-    /// Has a piece's file removed, also one that is still to be written; it is not served from now on.
+    /// Queues the removal of a piece's file, even if it is still to be written. The piece is not served from
+    /// now on.
     pub(super) fn forget(&self, key: PieceKey) {
         let mut index = self.shared.index.lock();
         let known = index.files.get(&key).is_some() || index.writing.contains(&key);
@@ -135,7 +137,7 @@ impl Disk {
         }
     }
 
-    /// Bytes that wait to be written.
+    /// Bytes queued for writing.
     pub(super) fn queued_bytes(&self) -> u64 {
         self.shared.queued_bytes.load(Ordering::Relaxed)
     }
@@ -151,18 +153,18 @@ impl Disk {
         }
     }
 
-    /// A piece's file, for somebody else to read; none if there is no file.
+    /// A piece's file, to be read on another thread; `None` if there is no file.
     pub(super) fn file(&self, key: PieceKey) -> Option<PieceFile> {
         self.bytes_of(key).map(|_| PieceFile { shared: Arc::clone(&self.shared), key })
     }
 
-    /// Has a piece read; it arrives in [`Disk::loaded`]. Should the thread be gone it never does, and whoever waits
-    /// waits as long as its patience lasts.
+    /// Queues a piece for reading. It arrives in [`Disk::loaded`]. If the reading thread is gone it never
+    /// arrives, and requests wait until their patience ends.
     pub(super) fn read(&self, key: PieceKey) {
         let _ = self.reads.as_ref().map(|reads| reads.send(key));
     }
 
-    /// What has been read since the last call.
+    /// The pieces that were read since the last call.
     pub(super) fn loaded(&self) -> impl Iterator<Item = Loaded> {
         self.arrivals.try_iter()
     }
@@ -179,12 +181,12 @@ impl Disk {
 }
 
 impl Drop for Disk {
-    /// Waits for what is queued to be written.
+    /// Waits until queued writes are done.
     fn drop(&mut self) {
         self.shared.closing.store(true, Ordering::Relaxed);
         drop((self.writes.take(), self.reads.take()));
         for thread in self.threads.drain(..) {
-            // One that has panicked has said so.
+            // A thread that panicked has already reported it.
             let _ = thread.join();
         }
     }
@@ -208,7 +210,8 @@ impl Shared {
     }
 
     fn write(&self, key: PieceKey, bytes: &[u8]) {
-        // Room first, so that the directory never holds more than it may; the place is taken when it is filled.
+        // Make room first, so that the directory never exceeds its limit. The new file is counted when it is
+        // complete.
         let gone = {
             let files = &mut self.index.lock().files;
             let gone = files.insert(key, bytes.len() as u64 + OVERHEAD, ());
@@ -271,7 +274,7 @@ impl Shared {
     }
 }
 
-/// The pieces of a directory by age. Removes what was never finished and what is too much.
+/// The pieces of a directory by age. Removes unfinished files and those that exceed the limit.
 fn scan(dir: &Path, limit: u64) -> io::Result<Aged<()>> {
     let mut found: Vec<(SystemTime, PieceKey, u64)> = Vec::new();
     for entry in std::fs::read_dir(dir)? {

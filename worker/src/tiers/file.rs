@@ -1,6 +1,7 @@
-//! A piece as a file: a header, then its bytes. The header says how long they are and what their digest is.
+//! A piece as a file: a header with length and digest, followed by the bytes.
 //!
-//! Files are not synchronised with the disk: one that a crash has torn is found by its digest and computed again.
+//! Files are not synced to the disk. A file that a crash has torn is detected by its digest, and its prefix
+//! is computed again.
 
 use super::PieceKey;
 use proto::codec::{self, Cap};
@@ -12,9 +13,9 @@ use std::time::SystemTime;
 
 const MAGIC: &[u8; 8] = b"kvasirt1";
 const EXTENSION: &str = "kvpiece";
-/// A file that has not been written to its end.
+/// Extension of a file that is not complete.
 pub(super) const UNFINISHED: &str = "unfinished";
-/// Most bytes of a header: what is longer is none.
+/// Maximum number of bytes of a header. A file with a longer one is damaged.
 const MAX_HEADER_BYTES: usize = 4096;
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -29,13 +30,13 @@ pub(super) fn path_of(dir: &Path, key: PieceKey) -> PathBuf {
     dir.join(format!("{}-{}.{EXTENSION}", blake3::Hash::from_bytes(key.prefix).to_hex(), key.group))
 }
 
-/// The reverse of [`path_of`]; none of a file that is not ours.
+/// The reverse of [`path_of`]; `None` for a file that is not a piece.
 pub(super) fn key_of(path: &Path) -> Option<PieceKey> {
     let stem = path.file_name()?.to_str()?.strip_suffix(EXTENSION)?.strip_suffix('.')?;
     let (prefix, group) = stem.split_once('-')?;
     let key =
         PieceKey { prefix: *blake3::Hash::from_hex(prefix).ok()?.as_bytes(), group: group.parse().ok()? };
-    // Another spelling of the same name would be counted twice.
+    // Refuse other spellings of the same key: they would be counted twice.
     (path_of(Path::new(""), key) == Path::new(path.file_name()?)).then_some(key)
 }
 
@@ -46,7 +47,7 @@ fn header(key: PieceKey, bytes: &[u8]) -> Result<Vec<u8>, io::Error> {
     codec::encode(&header, Cap::Control).map_err(io::Error::other)
 }
 
-/// Writes a piece, whole or not at all; returns the bytes of the file.
+/// Writes a piece atomically. Returns the bytes of the file.
 pub(super) fn write(dir: &Path, key: PieceKey, bytes: &[u8]) -> io::Result<u64> {
     let path = path_of(dir, key);
     let unfinished = path.with_extension(UNFINISHED);
@@ -60,7 +61,7 @@ pub(super) fn write(dir: &Path, key: PieceKey, bytes: &[u8]) -> io::Result<u64> 
     });
     let moved = written.and_then(|()| std::fs::rename(&unfinished, &path));
     if moved.is_err() {
-        // What is left of it is of no use; that it cannot be removed is not the error to tell.
+        // Remove the partial file. A failure of that is not the error to report.
         let _ = std::fs::remove_file(&unfinished);
     }
     moved?;
@@ -93,7 +94,7 @@ pub(super) fn read(dir: &Path, key: PieceKey) -> io::Result<Vec<u8>> {
     if *blake3::hash(&bytes).as_bytes() != header.digest {
         return Err(damaged("its bytes have another digest"));
     }
-    // The next process knows by this what was used last; without it the order is only a little worse.
+    // Marks the file as used for the next process. If that fails, only the eviction order suffers.
     let _ = file.set_modified(SystemTime::now());
     Ok(bytes)
 }
@@ -105,7 +106,7 @@ mod tests {
     const KEY: PieceKey = PieceKey { prefix: [0xab; 32], group: 3 };
 
     #[test]
-    fn what_is_written_is_read_and_every_damaged_byte_and_cut_is_found() {
+    fn a_written_piece_is_read_and_every_damage_is_detected() {
         let dir = tempfile::tempdir().unwrap();
         let bytes: Vec<u8> = (0..200).collect();
         let length = write(dir.path(), KEY, &bytes).unwrap();
@@ -124,7 +125,7 @@ mod tests {
         }
         std::fs::write(&path, [&file[..], &[0]].concat()).unwrap();
         assert!(read(dir.path(), KEY).is_err());
-        // Lengths that no file has, among them those that a sum would wrap around to this one's.
+        // Impossible lengths, among them some that would overflow to the length of this file.
         for claimed in [u64::MAX, u64::MAX - 70, 1 << 40, 201] {
             let header = Header { prefix: KEY.prefix, group: KEY.group, length: claimed, digest: [0; 32] };
             let header = codec::encode(&header, Cap::Control).unwrap();
@@ -133,7 +134,7 @@ mod tests {
             let error = read(dir.path(), KEY).unwrap_err().to_string();
             assert_eq!(error, "it has another length", "{claimed}");
         }
-        // A whole piece under another's name is not that one.
+        // A valid piece under another key is refused.
         let other = PieceKey { group: 4, ..KEY };
         std::fs::write(path_of(dir.path(), other), &file).unwrap();
         assert!(read(dir.path(), other).is_err());
@@ -156,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn files_of_others_have_no_key() {
+    fn foreign_files_have_no_key() {
         for name in ["notes.txt", "ab-3.kvpiece", ".kvpiece", &format!("{}-03.kvpiece", "ab".repeat(32))] {
             assert_eq!(key_of(Path::new(name)), None, "{name}");
         }

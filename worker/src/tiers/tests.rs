@@ -22,14 +22,14 @@ fn open(config: &TiersConfig) -> Tiers {
     Tiers::open(config, &origin("a")).unwrap().unwrap()
 }
 
-/// Names of `count` pieces of one prefix.
+/// Keys of `count` pieces of one prefix.
 fn keys(tiers: &Tiers, count: u32) -> Vec<PieceKey> {
     let tokens: Vec<u32> = (0..count * 16).collect();
     let names = tiers.names(ROOT, &tokens);
     (1..=count).map(|unit| names.piece(0, unit * 16).unwrap()).collect()
 }
 
-/// Waits until all of these have come, or will not.
+/// Waits until all of these have been read or have failed.
 fn load(tiers: &mut Tiers, keys: &[PieceKey]) {
     assert!(tiers.load(keys));
     let deadline = Instant::now() + Duration::from_secs(20);
@@ -45,12 +45,12 @@ fn file_of(dir: &std::path::Path, key: PieceKey) -> PathBuf {
 }
 
 #[test]
-fn no_tier_is_no_tiers() {
+fn nothing_is_opened_without_a_configured_tier() {
     assert!(Tiers::open(&TiersConfig::default(), &origin("a")).unwrap().is_none());
 }
 
 #[test]
-fn names_depend_on_everything_that_the_bytes_depend_on() {
+fn keys_depend_on_everything_that_the_bytes_depend_on() {
     let tiers = open(&config(100, None));
     let other = Tiers::open(&config(100, None), &origin("b")).unwrap().unwrap();
     let tokens: Vec<u32> = (0..40).collect();
@@ -71,7 +71,7 @@ fn names_depend_on_everything_that_the_bytes_depend_on() {
 }
 
 #[test]
-fn host_memory_keeps_its_budget_and_what_was_used_last() {
+fn host_memory_keeps_its_budget_and_the_most_recently_used_pieces() {
     let mut tiers = open(&config(300, None));
     let keys = keys(&tiers, 4);
     for (n, key) in (0..3).zip(&keys) {
@@ -117,7 +117,7 @@ fn files_outlive_the_process_and_loads_are_verified() {
     let stats = tiers.stats();
     assert_eq!((stats.loads, stats.load_failures, stats.write_failures), (2, 2, 0));
 
-    // Two requests wait for one piece: it is there until both are done.
+    // Two requests wait for one piece: it stays until both are done.
     assert!(tiers.load(&keys[..1]));
     tiers.done_with(&keys);
     assert!(tiers.is_here(keys[0]) && !tiers.is_here(keys[3]));
@@ -125,7 +125,7 @@ fn files_outlive_the_process_and_loads_are_verified() {
     assert!(!tiers.is_here(keys[0]) && tiers.holds(keys[0]));
     assert_eq!(tiers.awaited_bytes, 0);
 
-    // What was damaged is written again.
+    // A damaged piece is written again.
     assert!(tiers.lacks(keys[1], 100));
     tiers.put(keys[1], vec![1; 100]);
     drop(tiers);
@@ -135,7 +135,7 @@ fn files_outlive_the_process_and_loads_are_verified() {
 }
 
 #[test]
-fn what_is_read_stays_in_host_memory() {
+fn pieces_read_from_files_stay_in_host_memory() {
     let dir = tempfile::tempdir().unwrap();
     let config = config(150, Some((dir.path(), 10_000)));
     let mut tiers = open(&config);
@@ -150,7 +150,7 @@ fn what_is_read_stays_in_host_memory() {
 }
 
 #[test]
-fn the_directory_keeps_its_budget_also_when_it_is_found_too_full() {
+fn the_directory_keeps_its_budget_even_if_it_is_too_full_at_the_start() {
     let dir = tempfile::tempdir().unwrap();
     let bytes_in = || -> u64 {
         std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().metadata().unwrap().len()).sum()
@@ -170,7 +170,7 @@ fn the_directory_keeps_its_budget_also_when_it_is_found_too_full() {
 }
 
 #[test]
-fn a_directory_that_cannot_be_written_costs_no_more_than_a_count() {
+fn a_directory_that_cannot_be_written_only_counts_failures() {
     let dir = tempfile::tempdir().unwrap();
     let at = dir.path().join("kv");
     let mut tiers = open(&config(0, Some((&at, 10_000))));
@@ -189,7 +189,7 @@ fn a_directory_that_cannot_be_written_costs_no_more_than_a_count() {
 }
 
 #[test]
-fn what_is_forgotten_is_neither_served_nor_found_by_the_next_process() {
+fn a_forgotten_piece_is_never_served_again() {
     let dir = tempfile::tempdir().unwrap();
     let config = config(10_000, Some((dir.path(), 10_000)));
     let mut tiers = open(&config);
@@ -197,7 +197,7 @@ fn what_is_forgotten_is_neither_served_nor_found_by_the_next_process() {
     for (key, byte) in keys.iter().zip(1..) {
         tiers.put(*key, vec![byte; 100]);
     }
-    // Also while it is on its way to its file.
+    // Also while it is queued for writing.
     tiers.forget(keys[0]);
     tiers.forget(keys[1]);
     assert!(!tiers.holds(keys[0]) && tiers.file(keys[1]).is_none() && tiers.holds(keys[2]));
@@ -205,7 +205,7 @@ fn what_is_forgotten_is_neither_served_nor_found_by_the_next_process() {
     let mut next = open(&config);
     assert_eq!(keys.iter().map(|key| next.holds(*key)).collect::<Vec<_>>(), [false, false, true]);
     assert!(!file_of(dir.path(), keys[0]).exists());
-    // It can be kept again.
+    // It can be stored again.
     assert!(next.lacks(keys[0], 100));
     next.put(keys[0], vec![9; 100]);
     drop(next);

@@ -1,4 +1,5 @@
-//! What of a model is here while the rest is being fetched, for whoever loads it meanwhile.
+//! Tracks which tensors of a model have arrived while the rest is being fetched, so that loading can start
+//! early.
 
 use model::shard::{ChunkId, ChunkSlot, TensorMemory};
 use parking_lot::{Condvar, Mutex};
@@ -6,22 +7,22 @@ use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-/// The tensors that a model's layers need, and its drafter's, some of which are still under way. Clones are of the same
-/// fetch.
+/// The tensors that a model's layers and its drafter need, some of which are still being fetched. Clones
+/// share the same fetch.
 #[derive(Debug, Clone)]
 pub struct Arrivals {
     inner: Arc<Inner>,
-    /// Names are those of the drafter's tensors.
+    /// Names refer to the drafter's tensors.
     of_drafter: bool,
 }
 
 #[derive(Debug)]
 struct Inner {
-    /// The chunks of each tensor; the drafter's stand under [`drafter_key`].
+    /// The chunks of each tensor. The drafter's tensors are stored under [`drafter_key`].
     tensors: HashMap<String, Vec<ChunkId>>,
     /// Tensors that are loaded from memory.
     gathered: HashMap<String, TensorMemory>,
-    /// The one that a chunk belongs to, and its number there.
+    /// The gathered tensor of a chunk, and the chunk's index in it.
     places: HashMap<ChunkId, (String, usize)>,
     state: Mutex<State>,
     changed: Condvar,
@@ -33,7 +34,7 @@ struct State {
     over: bool,
 }
 
-/// Ends the waiting when it is dropped.
+/// Ends all waits when it is dropped.
 #[derive(Debug)]
 pub(super) struct Ending(Arrivals);
 
@@ -45,14 +46,15 @@ impl PartialEq for Arrivals {
 
 impl Eq for Arrivals {}
 
-/// A drafter's tensor, whose name a tensor of the model may have too.
+/// Key of a drafter's tensor, since the model may have a tensor with the same name.
 pub(super) fn drafter_key(tensor: &str) -> String {
     format!("drafter/{tensor}")
 }
 
 impl Arrivals {
-    /// Of these tensors, by their chunks, of which these (with their bytes) are to come. What comes whole is gathered in
-    /// memory if all of it is no more than `memory` bytes.
+    /// `tensors` maps tensors to their chunks; `missing` has the chunks to fetch with their bytes. If all
+    /// missing chunks together have at most `memory` bytes, tensors that are missing as a whole are gathered
+    /// in memory.
     pub(super) fn new(
         tensors: HashMap<String, Vec<ChunkId>>,
         missing: &[(ChunkId, usize)],
@@ -75,7 +77,7 @@ impl Arrivals {
         Self { inner: Arc::new(Inner { tensors, gathered, places, state, changed }), of_drafter: false }
     }
 
-    /// The same fetch, by the names of the drafter's tensors.
+    /// The same fetch, with the names of the drafter's tensors.
     pub(crate) fn of_drafter(&self) -> Self {
         Self { of_drafter: true, ..self.clone() }
     }
@@ -87,7 +89,7 @@ impl Arrivals {
         }
     }
 
-    /// Where a chunk is received that stays in memory; none where its tensor is not gathered there.
+    /// Memory to receive a chunk into. `None` if its tensor is not gathered in memory.
     pub(super) fn slot(&self, chunk: ChunkId) -> Option<ChunkSlot> {
         let (tensor, number) = self.inner.places.get(&chunk)?;
         let slot = self.inner.gathered.get(tensor)?.slot(*number);
@@ -95,12 +97,12 @@ impl Arrivals {
             .ok()?
     }
 
-    /// A tensor that is gathered in memory.
+    /// The memory of a tensor; `None` if it is not gathered in memory.
     pub(crate) fn gathered(&self, tensor: &str) -> Option<&TensorMemory> {
         self.inner.gathered.get(self.key(tensor).as_ref())
     }
 
-    /// Waits until all of a tensor is here, or nothing more comes.
+    /// Blocks until the whole tensor has arrived or the fetch has ended.
     pub(crate) fn wait(&self, tensor: &str) {
         let chunks = self.inner.tensors.get(self.key(tensor).as_ref()).map_or(&[][..], Vec::as_slice);
         let mut state = self.inner.state.lock();
@@ -114,7 +116,7 @@ impl Arrivals {
         self.inner.changed.notify_all();
     }
 
-    /// Nobody waits any more once this is dropped.
+    /// Returns a guard that ends all waits when it is dropped.
     pub(super) fn ending(&self) -> Ending {
         Ending(self.clone())
     }
@@ -134,7 +136,7 @@ mod tests {
     use std::thread;
 
     #[test]
-    fn a_tensor_is_waited_for_until_all_of_it_is_here_or_nothing_more_comes() {
+    fn a_wait_for_a_tensor_ends_when_it_is_complete_or_the_fetch_ends() {
         let [one, two, three] = [b"1", b"2", b"3"].map(|bytes| ChunkId::of(bytes));
         let tensors = [("a", vec![one, two]), ("b", vec![three])];
         let tensors = tensors.map(|(name, chunks)| (name.to_owned(), chunks)).into();
@@ -154,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_whole_is_gathered_where_there_is_memory_for_it() {
+    fn wholly_missing_tensors_are_gathered_if_memory_suffices() {
         let (first, second) = (vec![1; CHUNK_BYTES], vec![2; 5]);
         let [here, one, two, twice] = [&b"0"[..], &first, &second, b"3"].map(ChunkId::of);
         let tensors = || {

@@ -1,16 +1,16 @@
-//! Memory for chunks that is used again and again: the pages of fresh memory have to be cleared first, which takes longer
-//! than hashing what is put there.
+//! Reuses memory for chunks. The kernel must clear the pages of fresh memory, which takes longer than hashing
+//! the data.
 
 use parking_lot::Mutex;
 use std::mem;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
-/// Where buffers go when they are dropped. Clones are the same place.
+/// A pool of buffers; dropped buffers return to it. Clones share the pool.
 #[derive(Debug, Default)]
 pub(super) struct Buffers<T>(Arc<Mutex<Vec<T>>>);
 
-/// Memory of [`Buffers`], with whatever was in it last.
+/// A buffer of [`Buffers`], with the contents of its last use.
 #[derive(Debug)]
 pub(super) struct Buffer<T: Default> {
     memory: T,
@@ -24,12 +24,12 @@ impl<T> Clone for Buffers<T> {
 }
 
 impl<T: Default> Buffers<T> {
-    /// One that was used before, or an empty one.
+    /// Returns a used buffer, or an empty one.
     pub(super) fn take(&self) -> Buffer<T> {
         Buffer { memory: self.0.lock().pop().unwrap_or_default(), home: self.clone() }
     }
 
-    /// Gives back the memory of what is not in use.
+    /// Frees all unused buffers.
     pub(super) fn clear(&self) {
         mem::take(&mut *self.0.lock());
     }

@@ -1,4 +1,4 @@
-//! Moves chunks from other workers into the store, as the schedule says.
+//! Fetches chunks from other workers into the store, as the schedule decides.
 
 use super::buffers::{Buffer, Buffers};
 use super::schedule::{ChunkAsk, ChunkIndex, Limits, RequestId, Schedule, SourceIndex};
@@ -14,7 +14,7 @@ use std::time::Instant;
 use tokio::sync::mpsc;
 use tokio::task::{JoinHandle, JoinSet};
 
-/// What tasks tell the fetch.
+/// Events that tasks send to the fetch.
 enum Event {
     Received(RequestId, ChunkIndex),
     NotHeld(RequestId, ChunkIndex),
@@ -24,11 +24,11 @@ enum Event {
     Ended(RequestId, SourceIndex, Result<(), String>),
 }
 
-/// Fetches `chunks` (names and bytes) into the store, where there is `room` for them, and tells `arrivals`. Waits for
-/// sources that do not answer as long as it takes; dropping the future ends it, and what has been kept stays.
+/// Fetches `chunks` (names and bytes) into the store, where `room` is reserved for them, and updates
+/// `arrivals`. Retries sources without limit. Dropping the future ends the fetch; stored chunks stay.
 ///
 /// # Errors
-/// The store's, and [`ShippingError::NoSource`] once no source is left that can be believed.
+/// Those of the store, and [`ShippingError::NoSource`] once all sources have been dropped for wrong bytes.
 pub(crate) async fn fetch(
     links: &Arc<Links>,
     store: &ShardStore,
@@ -102,7 +102,7 @@ pub(crate) async fn fetch(
     }
 }
 
-/// Resolves then; never if there is no such moment.
+/// Sleeps until `moment`; never resolves if it is `None`.
 async fn until(moment: Option<Instant>) {
     match moment {
         Some(moment) => tokio::time::sleep_until(moment.into()).await,
@@ -124,7 +124,7 @@ impl FetchJob {
         self.tell(Event::Ended(ask.request, ask.source, outcome));
     }
 
-    /// Whoever does not listen any more does not need to know.
+    /// Sends an event. If the receiver is gone, the fetch has ended.
     fn tell(&self, event: Event) {
         let _ = self.events.send(event);
     }
@@ -134,14 +134,14 @@ impl FetchJob {
         let names = ask.chunks.iter().map(|(_, id, _)| id.0).collect();
         let request = ShardRequest::Chunks(ChunkRequest { names });
         let words = |error: Error| error.to_string();
-        // Both to their end: a slot that is still being taken when others are asked would be missing to them.
+        // Await both. A slot that is still being taken would look occupied to the next request for its chunk.
         let (stream, slots) = tokio::join!(connection.open_shard(&request), self.slots(ask));
         let (mut stream, slots) = (stream.map_err(words)?, slots.map_err(|error| error.to_string())?);
         for ((index, id, bytes), slot) in ask.chunks.iter().zip(slots) {
             let mut place = self.place(slot).map_err(|error| error.to_string())?;
             match stream.next_into(*bytes, |part| place.push(part)).await.map_err(words)? {
                 false => {
-                    // Before anybody else is asked, who needs it.
+                    // Free the slot before another source is asked for the chunk.
                     drop(place);
                     self.tell(Event::NotHeld(ask.request, *index));
                 }
@@ -155,8 +155,8 @@ impl FetchJob {
         Ok(())
     }
 
-    /// Where chunks go that stay in memory. Their pages are made while the source looks for them, and not by a thread that
-    /// moves bytes.
+    /// Allocates the slots of chunks that stay in memory, on a blocking thread. Its page faults then overlap
+    /// with the source's lookup and do not delay I/O threads.
     fn slots(&self, ask: &ChunkAsk) -> JoinHandle<Vec<Option<ChunkSlot>>> {
         let arrivals = self.arrivals.clone();
         let ids: Vec<ChunkId> = ask.chunks.iter().map(|(_, id, _)| *id).collect();
@@ -172,7 +172,7 @@ impl FetchJob {
         Ok(ChunkTarget::Buffer(buffer))
     }
 
-    /// Checks a chunk and writes it, beside the network.
+    /// Checks and stores a chunk on a blocking thread, while the network goes on.
     fn keep(&self, source: SourceIndex, index: ChunkIndex, id: ChunkId, place: ChunkTarget) {
         let (store, events) = (self.store.clone(), self.events.clone());
         tokio::task::spawn_blocking(move || {
@@ -188,9 +188,9 @@ impl FetchJob {
 
 /// Where a chunk is received.
 enum ChunkTarget {
-    /// It stays there, and is loaded from there.
+    /// Memory of its tensor, from which it is loaded.
     Tensor(ChunkSlot),
-    /// It is loaded from the disk.
+    /// A temporary buffer; the chunk is loaded from the disk.
     Buffer(Buffer<ChunkBuffer>),
 }
 
@@ -202,13 +202,13 @@ impl ChunkTarget {
         }
     }
 
-    /// Writes what is there; not, and the place is free again, if it is not as its name says.
+    /// Stores the chunk. Returns false, and frees the slot, if its hash is wrong.
     fn keep(self, id: ChunkId, store: &ShardStore) -> Result<bool, StoreError> {
         if ChunkId::of(&self) != id {
             return Ok(false);
         }
         match self {
-            // Nobody reads it from the disk soon.
+            // The chunk will be loaded from memory, so it need not stay in the page cache.
             Self::Tensor(slot) => {
                 store.put_aside(id, &slot)?;
                 Ok(slot.finish())

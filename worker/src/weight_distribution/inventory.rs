@@ -1,5 +1,5 @@
-//! What this worker can send of models: the file that it serves, that of its drafter, and whatever is in the shard store
-//! of its host.
+//! What this worker can send to others: its model's file, its drafter's file, and all models in the host's
+//! shard store.
 
 use super::ShippingConfig;
 use super::buffers::{Buffer, Buffers};
@@ -20,16 +20,17 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::Semaphore;
 
-/// Requests that are answered at a time, at least; each has two chunks in memory.
+/// Minimum number of requests that are served at a time. Each has two chunks in memory.
 const MAX_SENDS: usize = 16;
-/// And for each lane of ours: two workers with as many lanes, which have two requests each, are answered at a time.
+/// Requests for each lane that are served at a time: enough for two workers with as many lanes and two
+/// requests for each lane.
 const SENDS_PER_LANE: usize = 4;
-/// A worker that does not read makes room for others after this long.
+/// Time limit of a request. A receiver that does not read must not block others.
 const SEND_LIMIT: Duration = Duration::from_secs(60);
 
 #[derive(Debug)]
 pub(crate) struct Inventory {
-    /// The model's file and its drafter's; none: nothing but what is in the store.
+    /// The files of the model and its drafter. Empty: only the store is served.
     files: Vec<OwnFile>,
     digests: Option<DigestCache>,
     store: Option<ShardStore>,
@@ -39,13 +40,13 @@ pub(crate) struct Inventory {
     metrics: ShippingMetrics,
 }
 
-/// A file of this worker's own.
+/// A file of this worker.
 #[derive(Debug)]
 struct OwnFile {
-    /// What others may call it.
+    /// Name by which other workers may request it.
     name: Option<ModelId>,
     path: PathBuf,
-    /// Opened when it is first asked for.
+    /// Opened at the first request.
     opened: Mutex<Option<Arc<HeldFile>>>,
 }
 
@@ -53,10 +54,10 @@ struct OwnFile {
 #[derive(Debug)]
 struct HeldFile {
     file: ModelFile,
-    /// As it was when its bytes were hashed, if that is known.
+    /// State of the file when its bytes were hashed, if known.
     hashed: Option<Hashed>,
     manifest: Manifest,
-    /// For each chunk of a file a tensor that has it, from where, and how long.
+    /// For each chunk of the file: a tensor that contains it, its offset there and its bytes.
     places: HashMap<ChunkId, (String, u64, usize)>,
 }
 
@@ -69,7 +70,7 @@ impl HeldFile {
         };
         let manifest = Manifest::of_file(&file)?;
         let mut places = HashMap::new();
-        // Chunks of the store are read there, one by one.
+        // Chunks in the store are read from there.
         for info in file.tensors().filter(|_| !file.is_stored()) {
             for place in manifest.chunks(info.name())? {
                 places.insert(place.id, (place.tensor.to_owned(), place.offset, place.bytes));
@@ -78,13 +79,13 @@ impl HeldFile {
         Ok(Self { file, hashed, manifest, places })
     }
 
-    /// Reads a chunk as it stands in the file; false if it is not there, or is no more what it was. It is hashed if nobody
-    /// has since the system started, or the file has been touched since.
+    /// Reads a chunk from the file. Returns false if the file does not have it or has changed. Hashes the
+    /// bytes unless they were hashed since the system started and the file is untouched since.
     fn read(&self, id: ChunkId, buffer: &mut Vec<u8>) -> bool {
         let Some((tensor, offset, bytes)) = self.places.get(&id) else { return false };
         buffer.resize(*bytes, 0);
         match self.file.read_tensor(tensor, *offset, buffer) {
-            // Asked behind the reading: nobody has touched before what is untouched now.
+            // Checked after the read: if the file is untouched now, it was untouched during the read.
             Ok(()) if self.hashed.as_ref().is_some_and(|hashed| self.file.is_still(hashed)) => true,
             Ok(()) if ChunkId::of(buffer) == id => true,
             Ok(()) => {
@@ -100,7 +101,7 @@ impl HeldFile {
 }
 
 impl Inventory {
-    /// Of the model in the file `path`, if there is one, which others may call `model`, of its drafter's file, and of the
+    /// Serves the model in the file `path`, if any, under the name `model`, its drafter's file, and the
     /// store.
     pub(crate) fn new(
         model: Option<ModelId>,
@@ -123,7 +124,7 @@ impl Inventory {
         Self { files, digests, store, sends, max_sends, buffers, metrics }
     }
 
-    /// Answers one request to its end.
+    /// Serves one request to its end.
     pub(crate) async fn answer(self: Arc<Self>, call: ShardCall) {
         let ShardCall { request, reply } = call;
         let cancelled = reply.cancelled();
@@ -155,7 +156,7 @@ impl Inventory {
                 };
                 let mut chunk = self.look(move |holdings| holdings.chunk(first)).await;
                 loop {
-                    // The next one is read while this one is sent.
+                    // Read the next chunk while this one is sent.
                     let next = names.next();
                     let read = async {
                         match next {
@@ -178,7 +179,7 @@ impl Inventory {
         Ok(())
     }
 
-    /// Looks something up on a thread that may wait for disks.
+    /// Runs a lookup on a blocking thread.
     async fn look<T: Send + 'static>(
         self: &Arc<Self>,
         look: impl FnOnce(&Self) -> Option<T> + Send + 'static,
@@ -225,7 +226,7 @@ impl Inventory {
         }
     }
 
-    /// The file, opened once; a failure is logged, and tried again the next time.
+    /// Opens the file once. A failure is logged and retried at the next request.
     fn open(&self, own: &OwnFile) -> Option<Arc<HeldFile>> {
         let mut place = own.opened.lock();
         if place.is_none() {
@@ -270,7 +271,7 @@ mod tests {
         let file = File::options().write(true).open(&path).unwrap();
         let then = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000_000);
         let digests = DigestCache::at(dir.path().join("digests"));
-        // Of the last tensor: the file's last bytes.
+        // The last chunk of the last tensor: the end of the file.
         let last = |held: &HeldFile| {
             let info =
                 held.file.tensors().max_by_key(|info| held.file.tensor_data(info.name()).unwrap().as_ptr());
@@ -283,7 +284,7 @@ mod tests {
             let (chunk, mut buffer) = (last(&held), Vec::new());
             assert!(held.read(chunk, &mut buffer));
             assert_eq!(ChunkId::of(&buffer), chunk);
-            // Touched, and still what it was.
+            // Touched, but unchanged.
             file.set_modified(then + Duration::from_secs(1)).unwrap();
             assert!(held.read(chunk, &mut buffer));
             let (end, byte) = (file.metadata().unwrap().len() - 1, *buffer.last().unwrap());

@@ -1,11 +1,12 @@
-//! Connections to the workers that a model is fetched from, dialled when they are needed: one to each over every lane.
+//! Connections to the workers that a model is fetched from, dialed on demand: one to each source over every
+//! lane.
 //!
-//! What comes to a UDP socket is read by one task, and what comes over a connection is decrypted by one, so that a connection
-//! carries what a CPU can. A *lane* is a socket of its own with a connection to each source; the first is the node's own
-//! socket. Who a source is, and whether it is there, the first lane's connection says. The others are dialled to where that
-//! one leads and to the same node, so that all of a source's lanes are of one node also where its name has several
-//! addresses; one that cannot be had, because the source has as many connections of this host as it takes, say, is done
-//! without.
+//! One task reads a UDP socket and one task decrypts a connection, so a connection is limited to what one CPU
+//! can do. A *lane* is a socket with a connection to each source. The first lane is the node's own socket;
+//! its connection decides which node a source is and whether it is alive. Other lanes dial the address and
+//! node that the first lane reached, so that all lanes lead to the same node even if its name has several
+//! addresses. If a further connection is refused, for example by the source's limit of connections from a
+//! host, the first lane is used instead.
 
 use parking_lot::Mutex as SyncMutex;
 use proto::ids::{NodeId, Role};
@@ -13,11 +14,11 @@ use proto::transport::{Connection, Endpoint, Expected};
 use std::sync::{Arc, OnceLock};
 use tokio::sync::Mutex;
 
-/// See the module. Sources and lanes are named by their number.
+/// Links to all sources. Sources and lanes are named by index.
 #[derive(Debug)]
 pub(crate) struct Links {
     endpoint: Arc<Endpoint>,
-    /// Of the lanes behind the first, once they have something to carry.
+    /// Endpoints of the lanes after the first, bound when they are first used.
     further: Vec<SyncMutex<Option<Arc<Endpoint>>>>,
     sources: Vec<Link>,
 }
@@ -25,24 +26,25 @@ pub(crate) struct Links {
 #[derive(Debug)]
 struct Link {
     target: String,
-    /// Once it has been reached.
+    /// Set once the source was reached.
     node: OnceLock<NodeId>,
-    /// Over the first lane. One dials at a time.
+    /// Connection over the first lane. The lock serializes dialing.
     first: Mutex<Option<Connection>>,
     further: Vec<Mutex<Further>>,
 }
 
-/// A connection over a lane behind the first.
+/// A connection over a lane after the first.
 #[derive(Debug)]
 enum Further {
     Undialled,
     Dialled(Connection),
-    /// It could not be had while the first stood: for as long as these links live the first has to do.
+    /// Dialing failed while the first lane was connected. The first lane is used for as long as these links
+    /// exist.
     Refused,
 }
 
 impl Links {
-    /// To these addresses, `host:port`, over so many lanes; at least one.
+    /// Links to `targets` (`host:port`) over `lanes` lanes, at least one.
     pub(crate) fn new(endpoint: Arc<Endpoint>, targets: &[String], lanes: usize) -> Self {
         let further = lanes.saturating_sub(1);
         let link = |target: &String| Link {
@@ -63,23 +65,24 @@ impl Links {
         1 + self.further.len()
     }
 
-    /// Where a source is reached; empty if there is no such source.
+    /// Address of a source; empty if there is no such source.
     pub(crate) fn target(&self, source: usize) -> &str {
         self.sources.get(source).map_or("", |link| &link.target)
     }
 
-    /// Who a source is, once it has been reached.
+    /// Node of a source; `None` until it was reached.
     pub(crate) fn node(&self, source: usize) -> Option<&NodeId> {
         self.sources.get(source)?.node.get()
     }
 
-    /// What a source is called in words.
+    /// Name of a source for log lines: its node, or its address.
     pub(crate) fn name(&self, source: usize) -> &str {
         let address = || self.sources.get(source).map_or("", |link| &link.target);
         self.node(source).map_or_else(address, NodeId::as_str)
     }
 
-    /// A connection to a source over a lane, a new one if there is none; over the first one if that lane has none to give.
+    /// Returns the connection to a source over a lane, or dials it. Falls back to the first lane if the lane
+    /// has none.
     pub(crate) async fn connect(&self, source: usize, lane: usize) -> Result<Connection, String> {
         let link = self.sources.get(source).ok_or("there is no such source")?;
         let further =
@@ -94,14 +97,14 @@ impl Links {
             }
             Further::Undialled | Further::Dialled(_) => {}
         }
-        // A source that is gone is found to be gone once, and not by each lane.
+        // Dial the first lane first, so that a lost source is detected once and not by each lane.
         let first = self.first(link).await?;
         match self.dial_as(endpoint, &first).await {
             Ok(connection) => {
                 *place = Further::Dialled(connection.clone());
                 Ok(connection)
             }
-            // The source is gone, of which the first connection has only just heard.
+            // The source is gone, and the first connection has only just noticed.
             Err(error) if first.is_closed() => Err(error.to_string()),
             Err(error) => {
                 let source = link.node.get().map_or(link.target.as_str(), NodeId::as_str);
@@ -112,7 +115,7 @@ impl Links {
         }
     }
 
-    /// The connection over the first lane, which says who and where the source is.
+    /// The connection over the first lane, which determines the source's node and address.
     async fn first(&self, link: &Link) -> Result<Connection, String> {
         let mut place = link.first.lock().await;
         if let Some(connection) = place.as_ref().filter(|connection| !connection.is_closed()) {
@@ -133,7 +136,7 @@ impl Links {
         Err(last)
     }
 
-    /// Another connection to where this one leads, over a lane of this endpoint.
+    /// Dials the address and node of `first` from another endpoint.
     async fn dial_as(
         &self,
         endpoint: &SyncMutex<Option<Arc<Endpoint>>>,

@@ -1,12 +1,12 @@
-//! Which chunks are asked of which source, over which lane, and when: the state of one fetch, without clock and sockets.
+//! State of one fetch: which chunks are requested from which source, over which lane, and when. Sans-IO.
 //!
-//! A chunk is *wanted* until somebody is asked for it, *asked for* until its bytes are here, *held* until they are
-//! checked and on the disk, and then done. What is asked for or held counts against the window: that is what a crash
-//! costs. A source that sends other bytes than a chunk's name says gets a strike, and after [`STRIKES`] is not asked any
-//! more; what a source does not hold, or could not send, others are asked for.
+//! A chunk is *wanted* until it is requested, *asked for* until its bytes have arrived, *held* until they are
+//! checked and stored, and then done. Bytes that are asked for or held count against the window, which bounds
+//! what a crash costs. A source that sends wrong bytes gets a strike and is dropped after [`STRIKES`]
+//! strikes. Chunks that a source does not have or failed to send are requested from other sources.
 //!
-//! A *lane* is a socket of ours, with a connection to each source. It is no more than a way: strikes and failures are the
-//! source's, whichever lane they came over.
+//! A *lane* is a local socket with a connection to each source. Strikes and failures belong to the source,
+//! whichever lane they came over.
 
 use model::shard::ChunkId;
 use std::collections::{HashMap, VecDeque};
@@ -15,24 +15,24 @@ use std::time::{Duration, Instant};
 #[cfg(test)]
 mod tests;
 
-/// Chunks with other bytes than their name says, until a source is not asked any more.
+/// Number of chunks with wrong bytes after which a source is dropped.
 pub const STRIKES: u32 = 3;
-/// Before a source is asked again for a chunk that it did not have, or had wrong.
+/// Pause before a source is asked again for a chunk that it did not have or sent damaged.
 const ASK_AGAIN: Duration = Duration::from_millis(500);
-/// Before a source that failed is asked again: doubling from the first to the last.
+/// Pause before a source that failed is asked again: the first and the longest pause. It doubles in between.
 const RETRY: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
 
-/// How much is under way.
+/// Limits of outstanding requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Bytes that are asked for or held, at least one chunk.
+    /// Maximum bytes that are asked for or held; one chunk is always allowed.
     pub window: u64,
-    /// Bytes of one request, at least one chunk.
+    /// Maximum bytes of a request; one chunk is always allowed.
     pub request: u64,
     pub chunks: usize,
-    /// Requests to one source at a time.
+    /// Maximum requests to a source at a time.
     pub requests: usize,
-    /// Lanes that requests are spread over, at least one.
+    /// Number of lanes that requests are spread over, at least one.
     pub lanes: usize,
 }
 
@@ -40,17 +40,17 @@ pub struct Limits {
 const REQUEST: u64 = 8 << 20;
 
 impl Limits {
-    /// For so many lanes.
+    /// Limits for this many lanes.
     ///
-    /// The link's own product of bandwidth and delay, 200 Gbit/s times 0.2 to 1 ms, is 5 to 25 MB, which one window of
-    /// 32 MiB covers. But bytes count against it until they are checked and written: a chunk of 4 MiB takes 3 ms to come at
-    /// the 1.4 GB/s that a CPU carries, some more to be hashed and written, and the source has to read and hash the first
-    /// chunk of a request before it sends anything. So each lane has two requests under way, one that comes and one behind
-    /// it: 16 MiB, 12 ms of what a lane carries. The least is what one lane has always had, since it may be of several
-    /// sources.
+    /// The bandwidth-delay product of a link (200 Gbit/s times 0.2 to 1 ms) is 5 to 25 MB, less than a window
+    /// of 32 MiB. But bytes count against the window until they are checked and stored. A chunk of 4 MiB
+    /// takes 3 ms to arrive at the 1.4 GB/s that a CPU handles, plus time for hashing and writing, and a
+    /// source reads and hashes the first chunk of a request before it sends. So each lane has two requests of
+    /// 8 MiB outstanding, 12 ms of its throughput. The window has at least 32 MiB, since one lane may serve
+    /// several sources.
     ///
-    /// A crash costs one window: with more lanes more bytes, and less time, since 128 MiB are 12 ms of eight lanes and
-    /// 32 MiB 24 ms of one.
+    /// A crash costs one window. With more lanes that is more bytes but less time: 128 MiB are 12 ms of eight
+    /// lanes, 32 MiB are 24 ms of one.
     pub fn of_lanes(lanes: usize) -> Self {
         let lanes = lanes.max(1);
         let window = (2 * REQUEST).saturating_mul(lanes as u64).max(32 << 20);
@@ -58,22 +58,22 @@ impl Limits {
     }
 }
 
-/// A source, by its number among those that the fetch began with.
+/// Index of a source in the fetch.
 pub type SourceIndex = usize;
-/// A chunk, by its number among those that the fetch began with.
+/// Index of a chunk in the fetch.
 pub type ChunkIndex = usize;
 
-/// A request that was made.
+/// Identifies a request of this fetch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RequestId(u64);
 
-/// A request to be made.
+/// A request to be sent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChunkAsk {
     pub request: RequestId,
     pub source: SourceIndex,
     pub lane: usize,
-    /// For what: number, name and bytes of each chunk.
+    /// Index, name and bytes of each chunk.
     pub chunks: Vec<(ChunkIndex, ChunkId, usize)>,
 }
 
@@ -90,7 +90,7 @@ struct Chunk {
     id: ChunkId,
     bytes: usize,
     state: State,
-    /// Who is not to be asked for it before when.
+    /// Sources that must not be asked for this chunk before the given time.
     not_from: Vec<(SourceIndex, Instant)>,
 }
 
@@ -108,7 +108,7 @@ impl Source {
     }
 }
 
-/// What is still to come of one.
+/// The chunks of a request that have not arrived.
 #[derive(Debug)]
 struct Request {
     source: SourceIndex,
@@ -120,11 +120,11 @@ struct Request {
 pub struct Schedule {
     limits: Limits,
     chunks: Vec<Chunk>,
-    /// Chunks that are wanted, the next one first.
+    /// Wanted chunks; the front is requested first.
     wanted: VecDeque<ChunkIndex>,
     sources: Vec<Source>,
     requests: HashMap<RequestId, Request>,
-    /// Bytes that are asked for over each lane, of all sources.
+    /// Bytes outstanding over each lane, from all sources.
     lanes: Vec<u64>,
     next_request: u64,
     under_way: u64,
@@ -133,7 +133,7 @@ pub struct Schedule {
 }
 
 impl Schedule {
-    /// A fetch of `chunks` (names and bytes) from so many sources.
+    /// A fetch of `chunks` (names and bytes) from this many sources.
     pub fn new(limits: Limits, chunks: impl IntoIterator<Item = (ChunkId, usize)>, sources: usize) -> Self {
         let chunk = |(id, bytes)| Chunk { id, bytes, state: State::Wanted, not_from: Vec::new() };
         let chunks: Vec<Chunk> = chunks.into_iter().map(chunk).collect();
@@ -144,11 +144,11 @@ impl Schedule {
         Self { limits, chunks, wanted, sources, requests, lanes, next_request, under_way, done_bytes, left }
     }
 
-    /// The next request to be made now, if there is one.
+    /// Returns the next request to send now, if any.
     pub fn next(&mut self, now: Instant) -> Option<ChunkAsk> {
         let mut idle: Vec<SourceIndex> =
             (0..self.sources.len()).filter(|source| self.may_ask(*source, now)).collect();
-        // Whoever has least to do; of equals the first.
+        // Sources with the fewest requests first; ties go to the lowest index.
         idle.sort_by_key(|source| self.sources.get(*source).map_or(0, |source| source.requests));
         idle.into_iter().find_map(|source| self.ask(source, now))
     }
@@ -199,8 +199,8 @@ impl Schedule {
         Some(ChunkAsk { request, source, lane, chunks: taken })
     }
 
-    /// The lane over which the least is to come, of whichever sources, since what a lane carries is bounded by the CPU that
-    /// reads its socket; of equals the first, so that no more are opened than have something to carry.
+    /// The lane with the fewest outstanding bytes from all sources, since a lane's throughput is limited by
+    /// the CPU that reads its socket. Ties go to the lowest lane, so that no lane is opened without need.
     fn freest_lane(&self) -> usize {
         self.lanes.iter().enumerate().min_by_key(|(_, bytes)| **bytes).map_or(0, |(lane, _)| lane)
     }
@@ -211,7 +211,7 @@ impl Schedule {
         }
     }
 
-    /// The bytes of a chunk have come and are being checked.
+    /// Records that the bytes of a chunk have arrived and are being checked.
     pub fn received(&mut self, request: RequestId, chunk: ChunkIndex) {
         if self.leave(request, chunk).is_some()
             && let Some(chunk) = self.chunks.get_mut(chunk)
@@ -220,7 +220,7 @@ impl Schedule {
         }
     }
 
-    /// A chunk that was held is on the disk.
+    /// Records that a held chunk is stored.
     pub fn kept(&mut self, source: SourceIndex, chunk: ChunkIndex) {
         let Some(held) = self.chunks.get_mut(chunk).filter(|chunk| chunk.state == State::Held) else {
             return;
@@ -234,7 +234,7 @@ impl Schedule {
         }
     }
 
-    /// A chunk that was held is not what its name says. Whether its source will not be asked any more.
+    /// Records that a held chunk has wrong bytes. Returns whether its source is dropped.
     pub fn damaged(&mut self, source: SourceIndex, chunk: ChunkIndex, now: Instant) -> bool {
         let others = self.others(source);
         let held = self.chunks.get(chunk).is_some_and(|chunk| chunk.state == State::Held);
@@ -246,14 +246,15 @@ impl Schedule {
         source.strikes == STRIKES
     }
 
-    /// A source does not have a chunk that it was asked for.
+    /// Records that a source does not have a requested chunk.
     pub fn not_held(&mut self, request: RequestId, chunk: ChunkIndex, now: Instant) {
         if let Some(source) = self.leave(request, chunk) {
             self.give_back(chunk, Some((source, now + ASK_AGAIN)));
         }
     }
 
-    /// A request has ended; what has not come of it is wanted again. A source that has failed is left alone for a while.
+    /// Records the end of a request. Its remaining chunks are wanted again. After a failure, the source is
+    /// not asked for a while.
     pub fn ended(&mut self, request: RequestId, failed: bool, now: Instant) {
         let Some(Request { source, lane, chunks }) = self.requests.remove(&request) else { return };
         for chunk in chunks.into_iter().rev() {
@@ -268,7 +269,7 @@ impl Schedule {
         }
     }
 
-    /// Takes a chunk out of its request, and says who was asked; none if it is not in it any more.
+    /// Removes a chunk from its request and returns the source. `None` if the chunk is no longer in it.
     fn leave(&mut self, request: RequestId, chunk: ChunkIndex) -> Option<SourceIndex> {
         let Request { source, lane, chunks } = self.requests.get_mut(&request)?;
         let place = chunks.iter().position(|other| *other == chunk)?;
@@ -278,13 +279,13 @@ impl Schedule {
         Some(source)
     }
 
-    /// A chunk is not to come over this lane any more.
+    /// Removes a chunk's bytes from the outstanding bytes of a lane.
     fn come(&mut self, lane: usize, chunk: ChunkIndex) {
         let bytes = self.chunks.get(chunk).map_or(0, |chunk| chunk.bytes as u64);
         self.load(lane, |load| load.saturating_sub(bytes));
     }
 
-    /// A chunk that was asked for, or held, is wanted again.
+    /// Makes a chunk that was asked for or held wanted again.
     fn give_back(&mut self, index: ChunkIndex, not_from: Option<(SourceIndex, Instant)>) {
         let Some(chunk) = self.chunks.get_mut(index) else { return };
         chunk.state = State::Wanted;
@@ -297,7 +298,8 @@ impl Schedule {
         self.sources.iter().enumerate().any(|(index, other)| index != source && !other.is_out())
     }
 
-    /// When [`Self::next`] may have something to ask for though nothing happens; none if only events can change that.
+    /// The next time at which [`Self::next`] may return a request without any event. `None` if only events
+    /// can change that.
     pub fn wake(&self, now: Instant) -> Option<Instant> {
         let sources =
             self.sources.iter().filter(|source| !source.is_out()).filter_map(|source| source.not_before);
@@ -306,17 +308,17 @@ impl Schedule {
         sources.chain(chunks).filter(|at| *at > now).min()
     }
 
-    /// Everything is on the disk.
+    /// Whether all chunks are stored.
     pub fn is_done(&self) -> bool {
         self.left == 0
     }
 
-    /// There is nobody left to ask.
+    /// Whether chunks are left and all sources are dropped.
     pub fn is_hopeless(&self) -> bool {
         !self.is_done() && self.under_way == 0 && self.sources.iter().all(Source::is_out)
     }
 
-    /// Bytes on the disk by this fetch.
+    /// Bytes that this fetch has stored.
     pub fn done_bytes(&self) -> u64 {
         self.done_bytes
     }

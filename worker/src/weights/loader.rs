@@ -18,7 +18,7 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// Reads and uploads, each tensor once.
+/// Reads and uploads tensors, each once.
 pub(crate) struct Loader<'a> {
     source: &'a dyn TensorSource,
     backend: &'a mut dyn Backend,
@@ -29,7 +29,7 @@ pub(crate) struct Loader<'a> {
     bytes_per_token: usize,
 }
 
-/// Names of the tensors that [`Loader::load`] reads for a range of layers, each once.
+/// Names of the tensors that [`Loader::load`] reads for a range of layers, without duplicates.
 pub(crate) fn tensors_of(spec: &ModelSpec, range: Range<usize>) -> Vec<&str> {
     let mut names = Vec::new();
     if embeds(spec, &range) {
@@ -42,21 +42,21 @@ pub(crate) fn tensors_of(spec: &ModelSpec, range: Range<usize>) -> Vec<&str> {
     names
 }
 
-/// Whether a range needs the embedding. What layers read of the tokens by themselves is made of the embedded tokens,
-/// on every stage anew.
+/// Whether a range needs the embedding. Per-layer embeddings are computed from the embedded tokens on every
+/// stage.
 fn embeds(spec: &ModelSpec, range: &Range<usize>) -> bool {
     range.start == 0 || spec.per_layer_input.is_some()
 }
 
-/// Whether a range has the head: the last one does, and one for which it takes no memory, being the embedding too, since
-/// that can help the last one.
+/// Whether a range has the output head. The last range does. So does a range for which the head costs no
+/// memory because it is also the embedding, since it can then help the last stage.
 fn has_head(spec: &ModelSpec, range: &Range<usize>) -> bool {
     let shared = || spec.logits().is_some_and(|head| head.linear.weight == spec.embedding.tensor);
     range.end == spec.layers.len() || embeds(spec, range) && shared()
 }
 
 impl<'a> Loader<'a> {
-    /// From `source`; matrices that were repacked before from `packs`.
+    /// Reads from `source`, and repacked matrices from `packs`.
     pub(crate) fn new(source: &'a dyn TensorSource, packs: Packs, backend: &'a mut dyn Backend) -> Self {
         Self {
             source,
@@ -69,7 +69,7 @@ impl<'a> Loader<'a> {
         }
     }
 
-    /// Loads `range` of the model's layers; `progress` hears (layers done, layers in all).
+    /// Loads `range` of the model's layers. Calls `progress` with (loaded layers, total layers).
     pub(crate) fn load(
         mut self,
         spec: &ModelSpec,
@@ -120,7 +120,7 @@ impl<'a> Loader<'a> {
         match &spec.output {
             OutputSpec::Logits(logits) => {
                 if logits.linear.weight == spec.embedding.tensor {
-                    // Of a table a token reads one row; as the head it is read whole.
+                    // As a table a token reads one row of it; as the head it is read whole.
                     self.bytes_per_token += self.source.measure(&spec.embedding.tensor)?.1 as usize;
                 }
                 Ok(Head::Logits { norm: self.norm(&logits.norm)?, linear: self.linear(&logits.linear)? })
@@ -229,7 +229,7 @@ impl<'a> Loader<'a> {
             memory,
             groups: mamba.groups,
             norm: Norm {
-                // The weight runs over all groups, the norm over each.
+                // The weight spans all groups; each group is normed separately.
                 weight: self.optional_vector(mamba.norm.weight.as_deref(), inner)?,
                 ..self.norm(&NormSpec { weight: None, ..mamba.norm.clone() })?
             },
@@ -237,7 +237,7 @@ impl<'a> Loader<'a> {
         })
     }
 
-    /// What the heads' decay is made of, and the memory that follows from it.
+    /// The parameters of the heads' decay, and the resulting memory of each head.
     fn decay(
         &mut self,
         a: &str,
@@ -319,7 +319,7 @@ impl<'a> Loader<'a> {
         Ok(id)
     }
 
-    /// A matrix of which a token reads one row.
+    /// Loads a matrix of which a token reads one row.
     pub(crate) fn table(&mut self, name: &str, rows: usize, cols: usize) -> Result<MatrixId, Error> {
         let before = self.bytes_per_token;
         let id = self.matrix(name, rows, cols, 1, None)?;
@@ -369,7 +369,7 @@ impl<'a> Loader<'a> {
         Ok(id)
     }
 
-    /// A matrix that is repacked later, to `place`; none where that cannot be.
+    /// Loads a matrix that is repacked later, to `place`. `None` if that is not possible.
     fn in_place(
         &mut self,
         name: &str,
@@ -386,7 +386,7 @@ impl<'a> Loader<'a> {
         }
     }
 
-    /// Reads a matrix and has the device repack it; `place` is what it is called where repacked ones are kept.
+    /// Reads a matrix and has the device repack it. `place` is its name in the store of repacked weights.
     fn repack(
         &mut self,
         name: &str,

@@ -1,4 +1,4 @@
-//! Repacked weights that are kept on disk, mapped where somebody has repacked them before.
+//! Repacked weights on disk. They are mapped if an earlier load has written them.
 
 use super::Repacking;
 use crate::Error;
@@ -16,21 +16,21 @@ pub(crate) enum Packs {
     Written(Box<Writing>),
 }
 
-/// See [`Packs::Written`].
+/// State of [`Packs::Written`].
 #[derive(Debug)]
 pub(crate) struct Writing {
     pub(super) writer: PackedWriter,
     pub(super) room: StoreReservation,
-    /// What repacks beside the device.
+    /// Repacks independently of the device. `None` if the device cannot.
     pub(super) packer: Option<Packer>,
-    /// Matrices that are to be repacked.
+    /// Matrices that are still to be repacked.
     pub(super) later: Vec<DeferredMatrix>,
 }
 
-/// A matrix that is read where it is until it is repacked.
+/// A matrix that is read in the source's format until it is repacked.
 pub(super) struct DeferredMatrix {
     pub(super) matrix: MatrixId,
-    /// What it is called where repacked ones are kept.
+    /// Name in the store of repacked weights.
     pub(super) name: String,
     pub(super) shape: MatrixSource<'static>,
     pub(super) bytes: SharedBytes,
@@ -44,8 +44,8 @@ impl fmt::Debug for DeferredMatrix {
 }
 
 impl Packs {
-    /// Of these layers of a model, in the layout of the device; `bytes` is about what they take. Waits while another
-    /// process writes them. What fails here costs memory and time, and is logged.
+    /// Opens the repacked weights of these layers in the device's layout. `bytes` is their approximate size.
+    /// Waits while another process writes them. An error is logged and only costs memory and time.
     pub(crate) fn open(
         store: Option<&ShardStore>,
         backend: &dyn Backend,
@@ -74,7 +74,7 @@ impl Packs {
         })
     }
 
-    /// The matrix `name`, if it is there as `source`, whose bytes do not matter, says.
+    /// The matrix `name`, if it is stored with the shape of `source`; the bytes of `source` are ignored.
     pub(crate) fn find(
         &self,
         name: &str,
@@ -92,7 +92,8 @@ impl Packs {
         }
     }
 
-    /// Repacks a matrix to where it is kept and read from then on; none where it is not to be kept, or cannot be.
+    /// Repacks a matrix into the store and maps it from there. `None` if it is not to be stored or storing
+    /// fails.
     pub(crate) fn keep(
         &mut self,
         name: &str,
@@ -120,13 +121,13 @@ impl Packs {
         }
     }
 
-    /// Whether [`Self::keep_later`] may be of use.
+    /// Whether [`Self::keep_later`] may succeed.
     pub(crate) fn can_wait(&self) -> bool {
         matches!(self, Self::Written(writing) if writing.packer.is_some())
     }
 
-    /// A matrix that is read as it stands in `bytes` until [`Repacking`] has repacked it to where it is kept; none where
-    /// the device cannot do that. Of `shape` the bytes do not matter.
+    /// Uploads a matrix that is read from `bytes` until [`Repacking`] has repacked it into the store. `None`
+    /// if the device does not support that. The bytes of `shape` are ignored.
     pub(crate) fn keep_later(
         &mut self,
         name: &str,
@@ -142,7 +143,7 @@ impl Packs {
         Ok(Some(matrix))
     }
 
-    /// All matrices have been loaded. What is left to be done is done beside the serving.
+    /// Called when all matrices are loaded. Starts the remaining repacking in the background.
     pub(crate) fn finish(self) -> Option<Repacking> {
         let Self::Written(writing) = self else { return None };
         if let (Some(packer), false) = (writing.packer, writing.later.is_empty()) {

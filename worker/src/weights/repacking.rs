@@ -1,5 +1,5 @@
-//! Matrices that are read as they stand in the shard store are repacked while the model is served already, by a thread of
-//! its own that gives way to others, and are read repacked from then on.
+//! Repacks matrices in the background, on a low-priority thread, while the model is already served from the
+//! shard store's format. The device then reads the repacked matrices.
 
 use super::packed::{DeferredMatrix, Writing};
 use crate::Error;
@@ -13,7 +13,7 @@ use std::sync::mpsc::{self, Receiver, TryRecvError};
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
-/// The repacking under way. Dropping it ends it.
+/// A running repacking. Dropping it stops it.
 #[derive(Debug)]
 pub(crate) struct Repacking {
     done: Receiver<(MatrixId, SharedBytes)>,
@@ -22,7 +22,8 @@ pub(crate) struct Repacking {
 }
 
 impl Repacking {
-    /// Of all that is to be repacked later. Without a thread for it weights stay as they are, which is logged.
+    /// Starts to repack all deferred matrices. If no thread can be started, weights stay in the source's
+    /// format, which is logged.
     pub(super) fn begin(writing: Writing, packer: Packer) -> Option<Self> {
         let Writing { writer, room, later, .. } = writing;
         let (tell, done) = mpsc::channel();
@@ -41,7 +42,8 @@ impl Repacking {
         }
     }
 
-    /// Has the device read what has been repacked since the last time. True if nothing more will be.
+    /// Switches the device to matrices that were repacked since the last call. Returns true if no more will
+    /// follow.
     pub(crate) fn adopt(&self, backend: &mut dyn Backend) -> Result<bool, Error> {
         loop {
             match self.done.try_recv() {
@@ -56,7 +58,7 @@ impl Repacking {
 impl Drop for Repacking {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
-        // It ends within a piece. That it has panicked has been told by the panic.
+        // The thread stops within one piece. A panic was already reported by the panic handler.
         let _ = self.thread.take().map(JoinHandle::join);
     }
 }
@@ -68,7 +70,7 @@ struct Work {
 }
 
 impl Work {
-    /// Repacks one matrix after the other, to where they are kept as long as that works, else to memory.
+    /// Repacks the matrices one by one: into the store as long as writing works, else into memory.
     fn run(
         self,
         writer: PackedWriter,
@@ -113,7 +115,7 @@ impl Work {
         if self.stops() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     }
 
-    /// Repacks a matrix to where it is kept.
+    /// Repacks a matrix into the store.
     fn keep(
         &self,
         writer: &mut PackedWriter,
@@ -131,7 +133,7 @@ impl Work {
         Ok(packed.map(|()| Arc::new(region) as SharedBytes))
     }
 
-    /// Repacks a matrix to memory of this process.
+    /// Repacks a matrix into memory of this process.
     fn own(&self, (source, bytes): (MatrixSource<'_>, usize)) -> Result<SharedBytes, kernels::Error> {
         let mut memory = AlignedBuf::<u8>::zeroed(bytes);
         (self.packer)(source, &mut |place, piece| {

@@ -1,11 +1,11 @@
-//! Whoever shares a step with a text changes no bit of what it becomes.
+//! The other texts of a step change no bit of a text's result.
 
 use crate::{open, options};
 use kernels::backend::KvType;
 use kvasir_worker::encoder::{Encoder, Text};
 use kvasir_worker::load::EngineOptions;
 
-/// Texts of lengths around the edges of blocks, with and without a second part.
+/// Texts with lengths around block boundaries, with and without a second part.
 fn texts() -> Vec<Text> {
     let mut state = 17u64;
     let mut next = || {
@@ -23,7 +23,7 @@ fn texts() -> Vec<Text> {
         .collect()
 }
 
-/// Bits of everything that the texts become, computed in the groups given.
+/// The bits of all results, computed in the given groups.
 fn bits(encoder: &mut Encoder, texts: &[Text], groups: &[Vec<usize>]) -> Vec<Vec<u32>> {
     let mut found = vec![Vec::new(); texts.len()];
     for group in groups {
@@ -40,7 +40,7 @@ fn bits(encoder: &mut Encoder, texts: &[Text], groups: &[Vec<usize>]) -> Vec<Vec
 }
 
 #[test]
-fn company_order_threads_and_block_size_change_no_bit() {
+fn batch_order_threads_and_block_size_change_no_bit() {
     let texts = texts();
     let all: Vec<usize> = (0..texts.len()).collect();
     let alone: Vec<Vec<usize>> = all.iter().map(|index| vec![*index]).collect();
@@ -72,7 +72,7 @@ fn company_order_threads_and_block_size_change_no_bit() {
 }
 
 #[test]
-fn rows_of_the_second_part_are_of_another_type() {
+fn rows_of_the_second_part_have_segment_type_1() {
     let tokens: Vec<u32> = (5..45).collect();
     let mut encoder = open("bert-rerank", &options());
     let mut score = |second: Option<usize>| {

@@ -1,4 +1,4 @@
-//! Encoders against the oracle, and the promise that company changes no bit.
+//! Encoders compared with the oracle, and independence of the other texts in a step.
 #![allow(clippy::unwrap_used, reason = "a panic in a test is its report")]
 
 mod exactness;
@@ -22,7 +22,7 @@ fn model(arch: &str) -> PathBuf {
     fixture(&format!("tiny/{arch}/{arch}-f32.gguf"))
 }
 
-/// Keys and values as computed, one thread.
+/// f32 keys and values, one thread.
 fn options() -> EngineOptions {
     EngineOptions { threads: Some(1), kv_type: KvType::F32, ..EngineOptions::default() }
 }
@@ -35,7 +35,7 @@ fn text(tokens: Vec<u32>) -> Text {
     Text { tokens, second: None }
 }
 
-/// What an oracle file holds.
+/// Contents of an oracle file.
 struct Reference(Vec<u8>);
 
 impl Reference {
@@ -59,7 +59,7 @@ impl Reference {
     }
 }
 
-/// The largest difference of two rows of numbers.
+/// The largest difference between two rows of numbers.
 fn worst(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)

@@ -1,4 +1,4 @@
-//! Vectors and scores as an independent implementation gives them.
+//! Vectors and scores compared with an independent implementation.
 
 use crate::{Reference, open, options, text, worst};
 use kvasir_worker::encoder::Text;
@@ -12,7 +12,7 @@ fn unit(values: &[f32]) -> Vec<f32> {
 }
 
 #[test]
-fn token_vectors_and_their_mean_are_the_references() {
+fn token_vectors_and_their_mean_equal_the_reference() {
     let reference = Reference::of("bert");
     let mut encoder = open("bert", &options());
     assert_eq!(encoder.task(), ModelTask::Embed { width: 64 });
@@ -39,9 +39,9 @@ fn token_vectors_and_their_mean_are_the_references() {
     assert_eq!(prompts, 3);
 }
 
-/// `scores_token_types_0_1` is what the trained model computes; `scores` what engines give that know no types.
+/// `scores_token_types_0_1` is the trained model's result; `scores` is that of engines without segment types.
 #[test]
-fn scores_of_pairs_are_the_references_with_and_without_types() {
+fn scores_of_pairs_equal_the_reference_with_and_without_types() {
     let reference = Reference::of("bert-rerank");
     let mut encoder = open("bert-rerank", &options());
     assert_eq!(encoder.task(), ModelTask::Rerank { scores: 1 });

@@ -1,4 +1,4 @@
-//! The encoder's thread: many who ask at once, some who leave, limits, figures.
+//! The encoder's thread: concurrent requests, cancellation, limits, metrics.
 
 use crate::{model, open, options, text};
 use kvasir_worker::Error;
@@ -19,7 +19,7 @@ fn texts(lengths: &[usize]) -> Vec<Text> {
     lengths.iter().map(|len| text((0..*len as u32).map(|i| 5 + i % 300).collect())).collect()
 }
 
-/// A metric without labels, or the sum of those that begin so.
+/// A metric without labels, or the sum of all metrics with this prefix.
 fn metric(handle: &EncoderHandle, name: &str) -> f64 {
     let text = handle.metrics_text();
     text.lines()
@@ -37,7 +37,7 @@ fn until(what: &str, reached: impl Fn() -> bool) {
 }
 
 #[test]
-fn requests_at_once_get_what_they_would_get_alone() {
+fn concurrent_requests_get_the_same_results_as_alone() {
     let requests = [vec![3, 40, 7], vec![150], vec![1; 100], vec![16, 17, 64, 5]];
     let mut encoder = open("bert", &options());
     let want: Vec<Vec<Vec<f32>>> = requests
@@ -64,7 +64,7 @@ fn requests_at_once_get_what_they_would_get_alone() {
 }
 
 #[test]
-fn what_cannot_be_encoded_is_refused_and_the_rest_goes_on() {
+fn invalid_texts_are_refused_and_others_are_served() {
     let handle = start("bert", &options());
     let longest = 256;
     let refused = |texts: Vec<Text>| handle.encode(texts, None, None).map(drop).unwrap_err();
@@ -80,9 +80,9 @@ fn what_cannot_be_encoded_is_refused_and_the_rest_goes_on() {
 }
 
 #[test]
-fn late_requests_are_told_and_those_who_left_are_forgotten() {
+fn late_requests_fail_and_canceled_ones_are_dropped() {
     let handle = start("bert", &options());
-    // In front of the others, so that they are still waiting when they leave.
+    // Queued first, so that the others are still waiting when they are canceled.
     let first = handle.encode(texts(&[200; 64]), None, None).unwrap();
     let late = handle.encode(texts(&[5]), Some(Instant::now()), None).unwrap();
     drop(handle.encode(texts(&[200; 64]), None, None).unwrap());
@@ -114,7 +114,7 @@ fn a_full_queue_refuses_but_an_empty_one_takes_anything() {
 }
 
 #[test]
-fn a_model_says_what_it_is_and_is_refused_elsewhere() {
+fn a_model_reports_its_task_and_is_refused_for_another() {
     let served = open("bert", &options()).served(ModelId::new("b").unwrap());
     assert_eq!((served.task, served.max_model_len), (ModelTask::Embed { width: 64 }, 256));
     assert!(served.numeric_class.ends_with("/kv-f32"), "{}", served.numeric_class);

@@ -1,5 +1,5 @@
-//! Guesses of a model's own block (`--spec draft-mtp`) change no bit, and what it keeps is in every cache, file and
-//! transfer what it would be without a guess.
+//! Draft tokens of a model's MTP head (`--spec draft-mtp`) change no bit. Caches, files and transfers contain
+//! what they would contain without them.
 
 use crate::appended_file::{Block, write};
 use crate::exactness::{assert_same, same_twice};
@@ -22,7 +22,7 @@ use tempfile::TempDir;
 const HYBRID: &str = "tiny/qwen35/qwen35-f32";
 const GENERATE: u32 = 40;
 
-/// A model of the set with a block, as the harness names models.
+/// A model of the set with an MTP head, named as in the harness.
 struct Model {
     _folder: TempDir,
     name: String,
@@ -54,7 +54,7 @@ fn asks() -> Vec<Ask> {
     lens.iter().zip(1..).map(|(len, seed)| Ask::greedy(prompt(seed, *len), GENERATE)).collect()
 }
 
-/// Guesses looked at and right.
+/// (verified draft tokens, accepted draft tokens).
 fn counts(heard: &Heard) -> (u32, u32) {
     let finished = heard.finished.as_ref().unwrap();
     (finished.drafted_tokens, finished.accepted_tokens)
@@ -65,7 +65,7 @@ fn all(heard: &[Heard]) -> (u32, u32) {
 }
 
 #[test]
-fn own_guesses_change_no_bit() {
+fn draft_tokens_of_an_mtp_head_change_no_bit() {
     let mut preempted = 0;
     for (arch, block) in
         [("qwen35", Block::Telling), ("qwen35moe", Block::Whole), ("qwen3next", Block::Telling)]
@@ -74,7 +74,7 @@ fn own_guesses_change_no_bit() {
         let asks = asks();
         let want = model.plain(&asks);
         if block != Block::Telling {
-            // The model proper is that of the file without the block.
+            // The base model equals that of the file without the head.
             let name = format!("tiny/{arch}/{arch}-f32");
             assert_same(&name, &one_by_one(&mut open(&name, &options(&name)), &asks), &want);
         }
@@ -104,10 +104,11 @@ fn own_guesses_change_no_bit() {
     assert!(preempted > 0);
 }
 
-/// Guesses follow from the tokens alone: cut into chunks, behind a prefix of the cache, of another worker's or of an
-/// earlier attempt, as many are made and right as when one worker has computed everything at once.
+/// Draft tokens depend on the tokens alone. With chunks, and after a prefix from the cache, from another
+/// worker or from an earlier attempt, as many are verified and accepted as when one worker computes
+/// everything at once.
 #[test]
-fn the_same_is_guessed_wherever_the_caches_come_from() {
+fn draft_tokens_do_not_depend_on_where_the_caches_come_from() {
     let model = Model::new("qwen35", Block::Telling);
     for seed in [3, 11, 12] {
         let ask = Ask::greedy(prompt(seed, 75), GENERATE).tokens_only();
@@ -125,7 +126,7 @@ fn the_same_is_guessed_wherever_the_caches_come_from() {
         let crowd = [asks, &others].concat();
         let beside = together(&mut model.guessing(&model.options(), 4), &crowd).remove(0);
         assert_eq!((&beside.tokens, counts(&beside)), (&first.tokens, want));
-        // Where an attempt ended the next goes on, there or elsewhere; its first token begins a round.
+        // Where one attempt ended the next one continues, here or elsewhere. Its first token starts a round.
         for mut engine in [engine, model.guessing(&model.options(), 4)] {
             let resumed = Ask { emitted: first.tokens[..17].to_vec(), ..ask.clone() };
             let rest = one_by_one(&mut engine, &[resumed]).remove(0);
@@ -135,10 +136,10 @@ fn the_same_is_guessed_wherever_the_caches_come_from() {
     }
 }
 
-/// Every byte of the caches behind a generation is the same with and without guesses, whatever way it was computed, and
-/// goes on elsewhere.
+/// Every byte of the caches after a generation is the same with and without draft tokens, however it was
+/// computed, and another engine can continue from it.
 #[test]
-fn what_is_kept_is_a_function_of_the_tokens() {
+fn cached_bytes_are_a_function_of_the_tokens() {
     for (arch, block) in [("qwen35", Block::Random), ("qwen3next", Block::Telling)] {
         let model = Model::new(arch, block);
         for seed in [5, 6] {
@@ -162,7 +163,7 @@ fn what_is_kept_is_a_function_of_the_tokens() {
                 assert_eq!(got, tokens, "{arch}, way {way}");
                 assert!(snapshot == want, "{arch}, way {way}: other bytes");
             }
-            // It goes on in another engine as in one that has computed it.
+            // It continues in another engine as in one that computed it.
             let next = Ask::greedy([&tokens[..], &prompt(9, 20)].concat(), GENERATE).tokens_only();
             let heard =
                 one_by_one(&mut model.guessing(&model.options(), 4), std::slice::from_ref(&next)).remove(0);
@@ -172,7 +173,7 @@ fn what_is_kept_is_a_function_of_the_tokens() {
             let restored = one_by_one(&mut second, &[next]).remove(0);
             assert!(restored.cached() > 0);
             assert_eq!((restored.tokens.clone(), counts(&restored)), (heard.tokens.clone(), counts(&heard)));
-            // Without the block the caches are others.
+            // Without the head the caches are of another origin.
             let other = open(&model.name, &EngineOptions { guesses: Guesses::Off, ..model.options() });
             assert!(Snapshot::from_bytes(&want.to_bytes().unwrap(), &other.origin()).is_err());
         }
@@ -180,7 +181,7 @@ fn what_is_kept_is_a_function_of_the_tokens() {
 }
 
 #[test]
-fn draws_choices_and_requests_that_go_are_as_without() {
+fn draft_tokens_change_no_draw_choice_or_cancellation() {
     let model = Model::new("qwen35", Block::Telling);
     let choice = |seed, together| Ask {
         sampling: Sampling { temperature: 0.4, top_p: 0.9, seed, ..Sampling::default() },
@@ -205,14 +206,14 @@ fn draws_choices_and_requests_that_go_are_as_without() {
     }
     run_to_end(&mut engine);
     assert_eq!(engine.load().kv_used, 0);
-    // Left to itself it guesses where that was seen to pay, and the tokens are the same.
+    // With its own choice it drafts where that pays, and the tokens are the same.
     let got = together(&mut open(&model.name, &model.options()), &asks());
     assert_same("what pays", &model.plain(&asks()), &got);
 }
 
-/// On the CUDA backend, kernel for kernel: as many guesses are right as on the CPU.
+/// On the CUDA backend, kernel for kernel: as many draft tokens are accepted as on the CPU.
 #[test]
-fn the_simulated_device_guesses_as_the_cpu() {
+fn the_simulated_device_drafts_like_the_cpu() {
     let model = Model::new("qwen35", Block::Telling);
     let options = EngineOptions { guesses: Guesses::Appended, ..small(HYBRID) };
     let asks = [14, 15].map(|seed| Ask::greedy(prompt(seed, seed as usize), 12).tokens_only());
@@ -226,7 +227,7 @@ fn the_simulated_device_guesses_as_the_cpu() {
 }
 
 #[test]
-fn who_has_no_block_is_refused() {
+fn a_model_without_an_mtp_head_is_refused() {
     let refused = |loaded: Result<(), Error>| match loaded {
         Err(Error::Config { option: "spec", reason }) => reason,
         other => panic!("{other:?}"),
@@ -242,9 +243,9 @@ fn who_has_no_block_is_refused() {
     assert!(reason.contains("qwen35.nextn_predict_layers"), "{reason}");
 }
 
-/// The block is at the last stage, with its caches and what it takes in of the position before.
+/// The head is at the last stage, with its caches and its input from the position before.
 #[test]
-fn own_guesses_of_the_last_stage_change_no_bit() {
+fn draft_tokens_of_an_mtp_head_at_the_last_stage_change_no_bit() {
     let mut preempted = 0;
     for (arch, block) in
         [("qwen35", Block::Telling), ("qwen35moe", Block::Whole), ("qwen3next", Block::Telling)]
@@ -277,10 +278,10 @@ fn own_guesses_of_the_last_stage_change_no_bit() {
     assert!(preempted > 0);
 }
 
-/// As many guesses are made and right as in one worker, and every byte of the caches is the same: what one has saved goes
-/// on in the other.
+/// As many draft tokens are verified and accepted as in one worker, and every byte of the caches is the same:
+/// the other one can continue from a snapshot.
 #[test]
-fn the_last_stage_keeps_and_guesses_what_one_worker_does() {
+fn the_last_stage_caches_and_drafts_like_one_worker() {
     for arch in ["qwen35", "qwen3next"] {
         let model = Model::new(arch, Block::Telling);
         for shards in 2..=most_shards(&model.name).min(3) {
@@ -306,7 +307,7 @@ fn the_last_stage_keeps_and_guesses_what_one_worker_does() {
                 assert_eq!(generate(&mut cut, "r", prompt(seed, 60)), tokens, "{what}");
                 let file = save(&mut one, "r").unwrap();
                 assert!(save(&mut cut, "r").unwrap() == file, "{what}: other bytes");
-                // Restored there it guesses as it does here.
+                // Restored in one worker it drafts as in a pipeline.
                 drop(cut);
                 let next = Ask::greedy([&tokens[..], &prompt(9, 20)].concat(), GENERATE).tokens_only();
                 let next = std::slice::from_ref(&next);

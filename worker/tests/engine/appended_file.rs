@@ -1,24 +1,24 @@
-//! Model files with a block behind their last layer that guesses (`nextn.*`), made of the oracle set's, which have none:
-//! its library has no such module.
+//! Model files with an MTP head (`nextn.*`), derived from those of the oracle set, which have none because
+//! the oracle's library has no such module.
 
 use model::gguf::writer::Writer;
 use model::{GgmlType, ModelFile};
 use std::io::BufWriter;
 use std::path::{Path, PathBuf};
 
-/// What such a block is good for.
+/// Kinds of MTP heads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Block {
-    /// Random weights, with a norm of its own before the output: hardly a guess is right.
+    /// Random weights, with its own norm before the output. Hardly any draft token is accepted.
     Random,
-    /// As before, with an embedding and an output matrix of its own.
+    /// Like `Random`, with its own embedding and output matrix.
     Whole,
-    /// It hands the token's embedding on, in a model whose layers add little to it: many guesses are right, and some are
-    /// wrong.
+    /// Passes the token's embedding through, in a model whose layers add little to it. Many draft tokens are
+    /// accepted, and some are not.
     Telling,
 }
 
-/// What a telling model's layers add to the residual stream, of what they would.
+/// Factor of what the layers of a `Telling` model add to the residual stream.
 const DAMPED: f32 = 0.04;
 const DAMPED_TENSORS: [&str; 5] = [
     "attn_output.weight",
@@ -28,7 +28,7 @@ const DAMPED_TENSORS: [&str; 5] = [
     "ffn_down_shexp.weight",
 ];
 
-/// Writes a model of the set with such a block into a folder.
+/// Writes a model of the set with such a head into a folder.
 pub(crate) fn write(arch: &str, block: Block, folder: &Path) -> PathBuf {
     let named = std::env::var_os("KVASIR_FIXTURES").map(PathBuf::from);
     let root = named.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures"));
@@ -60,7 +60,7 @@ pub(crate) fn write(arch: &str, block: Block, folder: &Path) -> PathBuf {
     let tied = tensors.iter().all(|(name, ..)| name != "output.weight");
     let vocab = tensors.iter().find(|(name, ..)| name == "token_embd.weight").unwrap().1[1];
 
-    // The last layer has attention in all models of the set.
+    // The last layer of all models of the set has attention.
     let last = format!("blk.{}.", blocks - 1);
     let mut random = Random(u64::from(at) + block as u64);
     let mut own: Vec<(String, Vec<u64>)> = tensors
@@ -82,7 +82,7 @@ pub(crate) fn write(arch: &str, block: Block, folder: &Path) -> PathBuf {
         let count = dims.iter().product::<u64>() as usize;
         let telling = block == Block::Telling;
         let values: Vec<f32> = match name.as_str() {
-            // Row r is all zeros but for a one in column r.
+            // Row r is zero except for a one in column r.
             "nextn.eh_proj.weight" if telling => {
                 (0..count as u64).map(|i| f32::from(u8::from(i % (2 * hidden) == i / (2 * hidden)))).collect()
             }
@@ -98,7 +98,7 @@ pub(crate) fn write(arch: &str, block: Block, folder: &Path) -> PathBuf {
     }
 
     if block == Block::Telling && tied {
-        // Else each token would be followed by itself.
+        // Otherwise each token would be followed by itself.
         let values = (0..hidden * vocab).map(|_| random.next()).collect();
         tensors.push(("output.weight".to_owned(), vec![hidden, vocab], values));
     }
@@ -115,7 +115,7 @@ pub(crate) fn write(arch: &str, block: Block, folder: &Path) -> PathBuf {
     path
 }
 
-/// Between -1 and 1.
+/// Random values between -1 and 1.
 struct Random(u64);
 
 impl Random {

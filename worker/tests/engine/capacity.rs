@@ -1,18 +1,19 @@
-//! How much one arena holds when sequences share and grow, beside reserving a whole context for each.
+//! How much one arena holds when sequences share prefixes and grow, compared with reserving a whole context
+//! for each.
 
 use crate::harness::{Ask, Asked, TINY, options, path, prompt, run_to_end, submit};
 use kvasir_worker::engine::Engine;
 use kvasir_worker::load::{self, EngineOptions};
 use std::time::Instant;
 
-/// Full attention in every layer: what is compared is sharing and paging, not windows.
+/// Full attention in every layer: the test compares sharing and paging, not windows.
 const MODEL: &str = TINY[0];
 const BLOCK_TOKENS: usize = 16;
-/// Prompt lengths as they come in practice.
+/// Realistic prompt lengths.
 const LENGTHS: &str = include_str!("../../../bench/data/lengths.txt");
 
-/// The model with a context of 4,096 tokens, which its file does not allow: the key's value, a number of 32 bits
-/// behind its type, is changed in a copy.
+/// A copy of the model with a context of 4,096 tokens, which its file does not allow. The value of the key,
+/// 32 bits after its type, is changed.
 fn long_context() -> tempfile::NamedTempFile {
     const KEY: &[u8] = b"llama.context_length";
     let mut bytes = std::fs::read(path(MODEL)).unwrap();
@@ -24,7 +25,7 @@ fn long_context() -> tempfile::NamedTempFile {
     file
 }
 
-/// An engine that takes every prompt in one step, so that all can be counted before any grows.
+/// An engine that computes every prompt in one step, so that all can be counted before any grows.
 fn engine(blocks: u64, rows: usize, prefix_cache: bool) -> (Engine, u64) {
     let with = |kv_bytes| EngineOptions {
         prefix_cache,
@@ -41,7 +42,7 @@ fn engine(blocks: u64, rows: usize, prefix_cache: bool) -> (Engine, u64) {
     (open(blocks * block), block)
 }
 
-/// One token each, and one more that keeps the sequence alive.
+/// Requests for one token each, and one more token that keeps the sequence alive.
 fn asks(prompts: Vec<Vec<u32>>) -> Vec<Ask> {
     prompts.into_iter().map(|prompt| Ask::greedy(prompt, 2).tokens_only()).collect()
 }

@@ -1,4 +1,5 @@
-//! Guesses: several rows of a sequence in one step, of which it is known only afterwards how many count.
+//! Draft tokens: several rows of a sequence in one step, of which the accepted number is known only
+//! afterwards.
 
 use crate::harness::{options, path, prompt};
 use kernels::backend::{BlockTable, MAX_DEFERRED_ROWS, StepInput, StepSequence, StepState};
@@ -11,14 +12,14 @@ const MODELS: [&str; 4] = [
     "tiny/granitehybrid/granitehybrid-f32",
     "tiny/granitehybrid/granitehybrid-f32+bf16",
 ];
-/// Positions of the one sequence; no power of two, and not on a block's edge.
+/// Position of the sequence; not a power of two, and not on a block boundary.
 const CONTEXT: usize = 21;
 const POSITIONS: usize = CONTEXT + MAX_DEFERRED_ROWS + 2;
 
-/// A decoder with one sequence's blocks, and slots.
+/// A decoder with the blocks and slots of one sequence.
 struct Stage {
     decoder: Decoder,
-    /// Of each group with keys and values, its blocks as offset / 64.
+    /// For each KV group, its blocks as offset / 64.
     blocks: Vec<Vec<u32>>,
     first_slot: u32,
     slot: u32,
@@ -49,7 +50,7 @@ impl Stage {
         Self { decoder, blocks, first_slot, slot }
     }
 
-    /// The logits of `tokens` behind `context` positions, as bits.
+    /// The logits of `tokens` after `context` positions, as bits.
     fn step(
         &mut self,
         tokens: &[u32],
@@ -74,7 +75,7 @@ impl Stage {
 }
 
 #[test]
-fn any_number_of_guesses_can_be_taken_back() {
+fn any_number_of_draft_tokens_can_be_rejected() {
     for model in MODELS {
         let mut stage = Stage::new(model);
         let tokens = prompt(5, POSITIONS);
@@ -85,7 +86,7 @@ fn any_number_of_guesses_can_be_taken_back() {
         for rows in 1..=MAX_DEFERRED_ROWS {
             for accepted in 0..=rows {
                 let what = format!("{model}: {accepted} of {rows}");
-                // What is right is what is accepted; the guesses behind it are others.
+                // The first `accepted` draft tokens are correct, the others are wrong.
                 let mut guesses = tokens[CONTEXT..CONTEXT + rows].to_vec();
                 guesses[accepted..].iter_mut().for_each(|token| *token = (*token + 7) % 256);
                 let seen = stage.step(&guesses, CONTEXT, Some(0), 1, true);

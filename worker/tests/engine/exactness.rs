@@ -1,4 +1,4 @@
-//! Bit-equal logits and tokens, however a sequence is computed.
+//! Logits and tokens are equal bit by bit, however a sequence is computed.
 
 use crate::harness::{Ask, Heard, QUANT, TINY, cramped, one_by_one, open, options, prompt, together};
 use kvasir_worker::engine::Engine;
@@ -7,12 +7,13 @@ use kvasir_worker::load::EngineOptions;
 
 const GENERATE: u32 = 12;
 
-/// Prompts of awkward lengths: below a block, across several, past every sliding window, on a block's edge.
+/// Prompts of awkward lengths: below a block, across several, longer than every sliding window, on a block
+/// boundary.
 pub(crate) fn asks() -> Vec<Ask> {
     [5, 37, 90, 64].iter().zip(1..).map(|(len, seed)| Ask::greedy(prompt(seed, *len), GENERATE)).collect()
 }
 
-/// Alone, the whole prompt at once, one thread, blocks one after the other, nothing shared.
+/// Runs alone: the whole prompt at once, one thread, contiguous blocks, no sharing.
 pub(crate) fn undisturbed(model: &str, asks: &[Ask]) -> Vec<Heard> {
     let options = EngineOptions {
         chunk: Some(0),
@@ -23,14 +24,15 @@ pub(crate) fn undisturbed(model: &str, asks: &[Ask]) -> Vec<Heard> {
     let heard = one_by_one(&mut open(model, &options), asks);
     for (ask, heard) in asks.iter().zip(&heard) {
         assert_eq!(heard.tokens.len(), GENERATE as usize);
-        // Every position that was an input, so the last token drawn has none.
+        // Every input position has logits; the last drawn token is not an input.
         let inputs = ask.prompt.len() + GENERATE as usize - 1;
         assert!(heard.logits.keys().copied().eq(0..inputs), "{model}");
     }
     heard
 }
 
-/// Asks twice, the second time from the prefix cache if there is one, and hears what is wanted both times.
+/// Runs the requests twice, the second time from the prefix cache if there is one, and expects `want` both
+/// times.
 pub(crate) fn same_twice(
     what: &str,
     engine: &mut Engine,
@@ -48,7 +50,7 @@ pub(crate) fn same_twice(
     rounds
 }
 
-/// Tokens, and the logits of every position that `got` has, are those of `want`.
+/// Checks that tokens, and the logits of every position in `got`, equal those of `want`.
 pub(crate) fn assert_same(what: &str, want: &[Heard], got: &[Heard]) {
     assert_eq!(want.len(), got.len());
     for (index, (want, got)) in want.iter().zip(got).enumerate() {
@@ -130,12 +132,12 @@ fn a_prefix_hit_gives_the_bits_of_a_miss() {
                 assert!(hit.cached() >= 128, "{what}: {} tokens hit", hit.cached());
                 assert!(hit.logits.keys().all(|position| *position >= hit.cached()), "{what}");
             }
-            // All of it again: now also the last prompt's own end is known.
+            // All requests again: now the end of the last prompt is cached too.
             let again = together(&mut engine, &asks);
             assert_same(&what, &want, &again);
             assert!(again.iter().all(|hit| hit.cached() >= 128), "{what}");
 
-            // One computes the prefix, the others follow it.
+            // One sequence computes the prefix, the others follow it.
             let followed = together(&mut open(model, &options), &asks);
             assert_same(&format!("{what}, followed"), &want, &followed);
             let computed: usize =
@@ -155,8 +157,8 @@ fn preemption_changes_no_bit() {
             let what = format!("{model}, prefix cache {prefix_cache}, blocks of {block_tokens}");
             let options = EngineOptions { prefix_cache, block_tokens, chunk: Some(8), ..options(model) };
             let mut options = cramped(model, &options, 140);
-            // From an arena that serves one sequence after the other to one that serves all: in between
-            // some are admitted that do not stay.
+            // Arenas from one that serves one sequence after the other to one that serves all. In between
+            // some sequences are admitted and later preempted.
             let smallest = options.kv_bytes.unwrap();
             let preemptions = (4..40).find_map(|quarters| {
                 options.kv_bytes = Some(smallest * quarters / 4);

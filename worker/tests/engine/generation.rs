@@ -1,4 +1,4 @@
-//! How requests end, and what becomes of the others.
+//! How requests end, and what happens to other requests.
 
 use crate::harness::{
     Ask, Asked, Heard, QUANT, TINY, one_by_one, open, options, prompt, run_to_end, submit, submit_at,
@@ -16,7 +16,7 @@ fn reason(heard: &Heard) -> FinishReason {
     heard.finished.as_ref().unwrap().reason
 }
 
-/// A draw that uses every filter and penalty.
+/// Sampling with every filter and penalty.
 fn seeded(seed: u64) -> Sampling {
     Sampling {
         temperature: 0.9,
@@ -51,7 +51,7 @@ fn asking_for_logits_changes_no_token() {
 }
 
 #[test]
-fn a_seed_replays_alone_and_in_any_company() {
+fn a_seed_gives_the_same_tokens_in_any_batch() {
     let asks: Vec<Ask> = (1..7).map(|seed| sampled(seed, 25, 30)).collect();
     let alone = one_by_one(&mut open(LLAMA, &options(LLAMA)), &asks);
     let cramped = EngineOptions { chunk: Some(7), max_sequences: Some(4), ..options(LLAMA) };
@@ -68,7 +68,7 @@ fn a_seed_replays_alone_and_in_any_company() {
 }
 
 #[test]
-fn a_request_goes_on_where_an_earlier_attempt_stopped() {
+fn a_request_continues_where_an_earlier_attempt_stopped() {
     for model in TINY.into_iter().chain(QUANT) {
         for ask in [sampled(3, 40, 24), Ask::greedy(prompt(4, 40), 24).tokens_only()] {
             let whole = one_by_one(&mut open(model, &options(model)), std::slice::from_ref(&ask)).remove(0);
@@ -84,9 +84,9 @@ fn a_request_goes_on_where_an_earlier_attempt_stopped() {
     }
 }
 
-/// The attempt that sent the last token was cut off before it could say that it was the last.
+/// The attempt that sent the last token was cut off before the end frame.
 #[test]
-fn a_request_that_lacks_nothing_but_its_end_gets_it() {
+fn a_request_that_lacks_only_its_end_frame_gets_it() {
     let mut engine = open(LLAMA, &options(LLAMA));
     let ask = sampled(3, 40, 24).tokens_only();
     let whole = one_by_one(&mut engine, std::slice::from_ref(&ask)).remove(0);
@@ -118,12 +118,12 @@ fn a_request_that_lacks_nothing_but_its_end_gets_it() {
 }
 
 #[test]
-fn a_cancelled_request_gives_its_blocks_back_within_a_step() {
+fn a_cancelled_request_frees_its_blocks_within_a_step() {
     let mut engine = open(LLAMA, &options(LLAMA));
     let stays = submit(&mut engine, &Ask::greedy(prompt(1, 40), 40));
     engine.step(Instant::now()).unwrap();
     let before = engine.load().kv_used;
-    // One that is in the middle of its prompt and one that has drawn tokens.
+    // One in the middle of its prompt and one that has drawn tokens.
     let long = submit(&mut engine, &Ask::greedy(prompt(2, 300), 40));
     let short = submit(&mut engine, &Ask::greedy(prompt(3, 20), 40));
     engine.step(Instant::now()).unwrap();
@@ -133,7 +133,7 @@ fn a_cancelled_request_gives_its_blocks_back_within_a_step() {
     engine.cancel(long.id.unwrap());
     engine.cancel(short.id.unwrap());
     let held_by_one = |engine: &kvasir_worker::engine::Engine| {
-        // 40 + 40 positions at most.
+        // At most 40 + 40 positions.
         let block: u64 = engine.decoder().groups().iter().map(|group| group.block_bytes as u64).sum();
         engine.load().kv_used <= 5 * block
     };
@@ -146,7 +146,7 @@ fn a_cancelled_request_gives_its_blocks_back_within_a_step() {
 }
 
 #[test]
-fn a_request_that_nobody_listens_to_is_cancelled() {
+fn a_request_without_a_receiver_is_cancelled() {
     let mut engine = open(LLAMA, &options(LLAMA));
     let mut tokens = 0;
     let request = EngineRequest {
@@ -173,7 +173,7 @@ fn a_request_that_nobody_listens_to_is_cancelled() {
 }
 
 #[test]
-fn stop_tokens_stop_strings_and_least_lengths() {
+fn stop_tokens_stop_strings_and_minimum_lengths_are_kept() {
     let mut engine = open(LLAMA, &options(LLAMA));
     let free = Ask::greedy(prompt(8, 30), 40).tokens_only();
     let whole = one_by_one(&mut engine, std::slice::from_ref(&free)).remove(0);
@@ -182,7 +182,7 @@ fn stop_tokens_stop_strings_and_least_lengths() {
         one_by_one(&mut engine, &[Ask { stop, ..free.clone() }]).remove(0)
     };
 
-    // The first token that did not occur before its place.
+    // The first token that has not occurred before its position.
     let (at, token) = whole
         .tokens
         .iter()
@@ -196,7 +196,7 @@ fn stop_tokens_stop_strings_and_least_lengths() {
     assert_eq!(stopped.tokens, whole.tokens[..=at]);
     assert_eq!(stopped.finished.unwrap().completion_tokens, at as u32 + 1);
 
-    // Not before `min_tokens`: until then it cannot even be drawn.
+    // Not before `min_tokens`: until then it cannot be drawn.
     let least = at as u32 + 4;
     let later = ask(Stop { token_ids: vec![token], min_tokens: least, ..Stop::default() });
     assert_eq!(later.tokens[..at], whole.tokens[..at]);
@@ -216,7 +216,7 @@ fn stop_tokens_stop_strings_and_least_lengths() {
 }
 
 #[test]
-fn a_late_request_ends_with_its_deadline_and_alone() {
+fn only_a_late_request_ends_at_its_deadline() {
     let mut engine = open(LLAMA, &options(LLAMA));
     let now = Instant::now();
     let ask = Ask::greedy(prompt(1, 30), 200).tokens_only();
@@ -234,7 +234,7 @@ fn a_late_request_ends_with_its_deadline_and_alone() {
     assert_eq!(engine.load().kv_used, 0);
 }
 
-/// Bad requests fail alone: the others' logits are those of a run without them.
+/// Invalid requests fail alone: the logits of the others are those of a run without them.
 #[test]
 fn sec_poison_request() {
     let good: Vec<Ask> = (1..8).map(|seed| Ask::greedy(prompt(seed, 20 + seed as usize), 16)).collect();
@@ -278,7 +278,7 @@ fn sec_poison_request() {
 }
 
 #[test]
-fn a_completion_ends_where_the_context_does() {
+fn a_completion_ends_at_the_context_limit() {
     let short = EngineOptions { max_model_len: Some(48), ..options(LLAMA) };
     let mut engine = open(LLAMA, &short);
     let heard = one_by_one(&mut engine, &[Ask::greedy(prompt(1, 40), 100)]).remove(0);
@@ -286,7 +286,7 @@ fn a_completion_ends_where_the_context_does() {
 }
 
 #[test]
-fn weights_take_little_more_than_in_the_file() {
+fn weights_take_little_more_memory_than_their_file() {
     let files = ["f16", "q8_0", "q6_k", "q4_k_m", "nvfp4"].map(|ty| format!("quant/qwen3-q/qwen3-q-{ty}"));
     for model in files.iter().map(String::as_str).chain(TINY).chain(QUANT) {
         let engine = open(model, &options(model));

@@ -1,4 +1,5 @@
-//! Answers that are of a grammar: always of it, the same whatever happens around them, and nobody waits for them.
+//! Requests with a grammar: the output always matches it, does not depend on other requests, and does not
+//! delay them.
 
 use crate::harness::{
     Ask, Asked, Heard, QUANT, ROOT, cramped, one_by_one, open, open_on, options, prompt, submit,
@@ -16,7 +17,8 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// A vocabulary of each kind: SentencePiece, byte-level BPE, BPE of characters; with states, with windows.
+/// One vocabulary of each kind: SentencePiece, byte-level BPE, BPE of characters; with recurrent states, with
+/// windows.
 const KINDS: [&str; 5] = [
     "tiny/llama/llama-f32",
     "tiny/gpt-oss/gpt-oss-f32",
@@ -57,7 +59,7 @@ fn schema() -> GrammarSpec {
     of(GrammarSyntax::JsonSchema, schema.to_string())
 }
 
-/// Panics unless the text is what [`schema`] says.
+/// Panics unless the text matches [`schema`].
 fn check(text: &str, what: &str) {
     let value: Value =
         serde_json::from_str(text).unwrap_or_else(|error| panic!("{what}: {error} in {text:?}"));
@@ -71,7 +73,7 @@ fn check(text: &str, what: &str) {
     assert!(value["sure"].is_boolean(), "{what}: {text}");
 }
 
-/// Ends by itself where it is complete, by the model's own token too.
+/// A request that ends when the output is complete, also by the model's own end token.
 fn ask(seed: u64, temperature: f32) -> Ask {
     let sampling = Sampling { temperature, seed, ..Sampling::default() };
     let stop = Stop { max_tokens: 300, ..Stop::default() };
@@ -95,7 +97,7 @@ fn alone(engine: &mut Engine, grammars: &Grammars, ask: &Ask, grammar: &GrammarS
 }
 
 #[test]
-fn answers_are_of_their_schema_whatever_the_vocabulary() {
+fn answers_match_their_schema_with_every_vocabulary() {
     for model in KINDS {
         let mut engine = open(model, &options(model));
         let grammars = grammars(&engine);
@@ -115,7 +117,7 @@ fn answers_are_of_their_schema_whatever_the_vocabulary() {
 }
 
 #[test]
-fn a_regular_expression_and_a_lark_grammar() {
+fn regular_expressions_and_lark_grammars_are_followed() {
     let mut engine = open(KINDS[0], &options(KINDS[0]));
     let grammars = grammars(&engine);
     let phone = of(GrammarSyntax::Regex, r"\+[0-9]{2} [0-9]{3,6}");
@@ -125,12 +127,12 @@ fn a_regular_expression_and_a_lark_grammar() {
     let sum = of(GrammarSyntax::Lark, "start: NUMBER (\" + \" NUMBER){1,3}\nNUMBER: /[0-9]{1,3}/");
     let heard = alone(&mut engine, &grammars, &ask(5, 1.0), &sum);
     assert!(heard.text.split(" + ").all(|number| number.parse::<u32>().is_ok()), "{}", heard.text);
-    // Cut off by its length it is no whole answer, and says so.
+    // Output that is cut off by its length is incomplete and has reason `Length`.
     let mut short = ask(6, 1.0);
     short.stop.max_tokens = 3;
     let heard = alone(&mut engine, &grammars, &short, &schema());
     assert_eq!(heard.finished.unwrap().reason, FinishReason::Length);
-    // Its own end counts for more than how many tokens there are to be, and than that it is to be ignored.
+    // The grammar's end takes precedence over the minimum length and over `ignore_eos`.
     let mut long = ask(7, 0.0);
     (long.stop.min_tokens, long.stop.ignore_eos) = (200, true);
     let yes = of(GrammarSyntax::Regex, "yes");
@@ -138,9 +140,9 @@ fn a_regular_expression_and_a_lark_grammar() {
     assert_eq!((heard.text.as_str(), heard.finished.unwrap().reason), ("yes", FinishReason::Stop));
 }
 
-/// Greedy draws take the likeliest of what is allowed, and logprobs are those of the model.
+/// Greedy draws take the most likely allowed token, and log-probabilities are those of the model.
 #[test]
-fn the_likeliest_of_what_is_allowed_is_drawn() {
+fn greedy_draws_take_the_most_likely_allowed_token() {
     let mut engine = open(KINDS[0], &options(KINDS[0]));
     let grammars = grammars(&engine);
     let mut asked = ask(8, 0.0);
@@ -151,17 +153,17 @@ fn the_likeliest_of_what_is_allowed_is_drawn() {
     assert!(heard.logprobs[0].chosen <= free[0].logprobs[0].chosen);
 }
 
-/// The same tokens alone and among others, after preemption, behind a prefix that is cached, as choices of one prompt,
-/// and behind tokens that another worker has sent.
+/// The tokens are the same alone and among other requests, after preemption, after a cached prefix, as
+/// choices of one prompt, and after tokens that another worker has sent.
 #[test]
-fn an_answer_does_not_depend_on_what_happens_around_it() {
+fn a_guided_answer_does_not_depend_on_other_requests() {
     for model in [KINDS[0], KINDS[3]] {
         let calm = EngineOptions { prefix_cache: false, ..options(model) };
         let mut engine = open(model, &calm);
         let known = grammars(&engine);
         let asks: Vec<Ask> = (1..7).map(|seed| ask(seed, 1.0)).collect();
         let wanted: Vec<Heard> = asks.iter().map(|ask| alone(&mut engine, &known, ask, &schema())).collect();
-        // Others beside, in an arena that does not hold them all.
+        // Other requests at the same time, in an arena that does not hold them all.
         let tight = cramped(model, &options(model), 420);
         let mut engine = open(model, &tight);
         let known = grammars(&engine);
@@ -199,7 +201,7 @@ fn an_answer_does_not_depend_on_what_happens_around_it() {
         for (asked, wanted) in asked.iter().zip(&wanted) {
             assert_eq!(asked.heard().tokens, wanted.tokens, "{model}: a choice");
         }
-        // A part of it was said elsewhere: any part, all of it included.
+        // An earlier attempt sent a part of it: any part, also all of it.
         let whole = &wanted[0].tokens;
         for said in [1, whole.len() / 2, whole.len() - 1, whole.len()] {
             let resumed = Ask { emitted: whole[..said].to_vec(), ..choices[0].clone() };
@@ -210,14 +212,14 @@ fn an_answer_does_not_depend_on_what_happens_around_it() {
     }
 }
 
-/// Everything may be said until the trigger is; what follows is of the grammar.
+/// Every token is allowed until the trigger occurs. What follows matches the grammar.
 #[test]
-fn a_grammar_may_wait_for_what_begins_it() {
+fn a_grammar_may_start_at_a_trigger() {
     let mut engine = open(KINDS[0], &options(KINDS[0]));
     let grammars = grammars(&engine);
     let asked = Ask { stop: Stop { max_tokens: 60, ignore_eos: true, ..Stop::default() }, ..ask(11, 1.0) };
     let free = one_by_one(&mut engine, std::slice::from_ref(&asked)).remove(0);
-    // Something that the model says by itself, once.
+    // A text that the model generates by itself, once.
     let letters: Vec<(usize, char)> = free.text.char_indices().collect();
     let begins = letters.iter().skip(10).find_map(|&(at, _)| {
         let text: String = free.text[at..].chars().take(3).collect();
@@ -232,7 +234,7 @@ fn a_grammar_may_wait_for_what_begins_it() {
     let heard = alone(&mut engine, &grammars, &asked, &grammar);
     assert!(heard.text.starts_with(&free.text[..at + trigger.len()]), "{:?} of {:?}", heard.text, free.text);
     assert!(heard.text.ends_with("-yes-"), "{:?}", heard.text);
-    // Also if it was said before this worker had it.
+    // Also if an earlier attempt sent it.
     let whole = heard.tokens;
     for said in [3, whole.len() - 2, whole.len()] {
         let resumed = Ask { emitted: whole[..said].to_vec(), ..asked.clone() };
@@ -241,12 +243,12 @@ fn a_grammar_may_wait_for_what_begins_it() {
     }
 }
 
-/// Grammars that are none, or too much, are refused by the field's name and within their budget; what is not, works.
+/// Invalid and too large grammars are refused with the field's name and within their budget. Valid ones work.
 #[test]
 fn sec_grammar_bomb() {
     let engine = open(KINDS[0], &options(KINDS[0]));
     let grammars = grammars(&engine);
-    // Made beforehand, so that it is no part of what is measured.
+    // Compiled beforehand, so that it is not part of the measurement.
     guide(&grammars, &schema(), &[]);
     let json = |schema: Value| of(GrammarSyntax::JsonSchema, schema.to_string());
     let nested = (0..40).fold(json!({}), |inner, _| json!({"items": inner}));
@@ -285,7 +287,7 @@ fn sec_grammar_bomb() {
             (Ok(_), None) => {}
             (made, _) => panic!("{what}: {:?}", made.as_ref().err()),
         }
-        // Once it is known, it takes no time at all.
+        // A known grammar takes no time.
         let since = Instant::now();
         assert_eq!(
             block_on(grammars.guide(ROOT, TenantTurn::of_root(ROOT), grammar, &[])).is_ok(),
@@ -299,7 +301,7 @@ fn sec_grammar_bomb() {
     assert!(metrics.compiled.get() > 0 && refused > 0);
 }
 
-/// A grammar that is hard to follow ends its own request at most; the others go on as ever.
+/// A grammar that is expensive to follow at most ends its own request. Other requests continue.
 #[test]
 fn a_hard_grammar_is_its_own_requests_trouble() {
     let mut engine = open(KINDS[0], &options(KINDS[0]));
@@ -326,7 +328,7 @@ fn a_hard_grammar_is_its_own_requests_trouble() {
     assert_eq!(engine.load().kv_used, 0);
 }
 
-/// Where another stage makes the logits, and where a GPU does: rows are looked at whole.
+/// With logits from another stage, and with a GPU, whole rows are read.
 #[test]
 fn an_answer_is_the_same_over_stages_and_on_a_gpu() {
     let asks: Vec<Ask> =

@@ -1,4 +1,4 @@
-//! Models, prompts, and a sink that keeps everything it hears.
+//! Models, prompts, and a sink that records everything.
 
 use kernels::backend::{ActivationMode, Backend, KvType};
 use kvasir_worker::Error;
@@ -18,8 +18,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-/// Models with weights in F32, by folder: full attention, a mixture of experts, sliding windows, windows with sinks,
-/// layers that share KV, delta nets, Mamba-2. With `+bf16` some heads keep their states in bfloat16.
+/// Models with F32 weights, by folder: full attention, a mixture of experts, sliding windows, windows with
+/// sinks, layers that share KV, delta nets, Mamba-2. With `+bf16` some heads have their states in bfloat16.
 pub(crate) const TINY: [&str; 9] = [
     "tiny/llama/llama-f32",
     "tiny/qwen3moe/qwen3moe-f32",
@@ -33,10 +33,10 @@ pub(crate) const TINY: [&str; 9] = [
 ];
 pub(crate) const QUANT: [&str; 2] = ["quant/qwen3-q/qwen3-q-q4_k_m", "quant/qwen3moe-q/qwen3moe-q-mxfp4_moe"];
 
-/// What a model's name ends with to have states of both types in every recurrent layer.
+/// Suffix of a model's name for states of both types in every recurrent layer.
 const NARROW: &str = "+bf16";
 
-/// Root of everything that is asked.
+/// Root of all requests.
 pub(crate) const ROOT: BlockId = BlockId([7; 16]);
 
 /// The file of a model of the set.
@@ -46,7 +46,7 @@ pub(crate) fn path(model: &str) -> PathBuf {
     root.join(format!("{}.gguf", model.trim_end_matches(NARROW)))
 }
 
-/// The exact path for F32 models, the default one for the others; one thread and room for everything.
+/// Options: exact arithmetic for F32 models, the default for the others; one thread, and room for everything.
 pub(crate) fn options(model: &str) -> EngineOptions {
     let exact = model.starts_with("tiny/");
     EngineOptions {
@@ -72,7 +72,7 @@ pub(crate) fn open_on(model: &str, options: &EngineOptions, device: Box<dyn Back
     load::open_on(&path(model), options, device, &mut |_, _| {}).unwrap().engine
 }
 
-/// `options` with an arena that holds one sequence of `tokens`, and little more.
+/// `options` with an arena that holds one sequence of `tokens` tokens and little more.
 pub(crate) fn cramped(model: &str, options: &EngineOptions, tokens: usize) -> EngineOptions {
     let block: u64 =
         open(model, options).decoder().groups().iter().map(|group| group.block_bytes as u64).sum();
@@ -80,7 +80,7 @@ pub(crate) fn cramped(model: &str, options: &EngineOptions, tokens: usize) -> En
         let options = EngineOptions { kv_bytes: Some(blocks * block), ..options.clone() };
         match load::open(&path(model), &options, &mut |_, _| {}) {
             Ok(loaded) => loaded.max_model_len >= tokens,
-            // An arena that holds nothing is refused.
+            // An arena that holds no sequence is refused.
             Err(Error::KvMemory { .. }) => false,
             Err(error) => panic!("{model}: {error}"),
         }
@@ -89,7 +89,7 @@ pub(crate) fn cramped(model: &str, options: &EngineOptions, tokens: usize) -> En
     EngineOptions { kv_bytes: Some(blocks * block), ..options.clone() }
 }
 
-/// `len` tokens of a vocabulary that every model of the set has, a different row for each seed.
+/// `len` tokens of a vocabulary that every model of the set has, different for each seed.
 pub(crate) fn prompt(seed: u64, len: usize) -> Vec<u32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let next = |_| {
@@ -99,12 +99,12 @@ pub(crate) fn prompt(seed: u64, len: usize) -> Vec<u32> {
     (0..len).map(next).collect()
 }
 
-/// Everything that a request heard.
+/// Everything that the sink of a request received.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Heard {
     /// Bits of the logits at each position.
     pub(crate) logits: BTreeMap<usize, Vec<u32>>,
-    /// Rows heard, a position that was computed twice counted twice.
+    /// Number of logit rows. A position that was computed twice counts twice.
     pub(crate) rows: usize,
     pub(crate) started: Option<Started>,
     pub(crate) tokens: Vec<u32>,
@@ -133,14 +133,14 @@ pub(crate) struct Ask {
     pub(crate) emitted: Vec<u32>,
     pub(crate) sampling: Sampling,
     pub(crate) stop: Stop,
-    /// All logits, or only tokens.
+    /// Whether all logits are wanted, or only tokens.
     pub(crate) logits: bool,
-    /// How many of its prompt come at once.
+    /// Number of requests for its prompt that arrive together.
     pub(crate) together: u32,
 }
 
 impl Ask {
-    /// Greedy, `max_tokens` to the end, all logits.
+    /// Greedy, exactly `max_tokens` tokens, all logits.
     pub(crate) fn greedy(prompt: Vec<u32>, max_tokens: u32) -> Self {
         Self {
             name: None,
@@ -153,12 +153,12 @@ impl Ask {
         }
     }
 
-    /// Named, as a coordinator does it.
+    /// With a name, as from a coordinator.
     pub(crate) fn named(self, name: SequenceName) -> Self {
         Self { name: Some(name), ..self }
     }
 
-    /// Tokens only, as a server asks.
+    /// Tokens only, as from a server.
     pub(crate) fn tokens_only(self) -> Self {
         Self { logits: false, ..self }
     }
@@ -194,7 +194,7 @@ impl Sink for Ear {
         self.wants_logits
     }
 
-    /// A position that is computed again after preemption must give the bits that it gave before.
+    /// A position that is computed again after preemption must give the same bits.
     fn logits(&mut self, position: usize, row: &[f32]) {
         let bits: Vec<u32> = row.iter().map(|value| value.to_bits()).collect();
         assert!(row.iter().all(|value| value.is_finite()), "position {position}");
@@ -206,7 +206,7 @@ impl Sink for Ear {
     }
 }
 
-/// A request in flight: its id if it was taken in, and what it hears.
+/// A submitted request: its id if it was accepted, and what its sink received.
 pub(crate) struct Asked {
     pub(crate) id: Option<SeqId>,
     heard: Arc<Mutex<Heard>>,
@@ -222,7 +222,7 @@ pub(crate) fn submit(engine: &mut Engine, ask: &Ask) -> Asked {
     submit_at(engine, ask, Instant::now(), None)
 }
 
-/// Hands a request in at `now`, with a deadline.
+/// Submits a request at `now`, with a deadline.
 pub(crate) fn submit_at(
     engine: &mut Engine,
     ask: &Ask,
@@ -232,12 +232,12 @@ pub(crate) fn submit_at(
     submit_with(engine, ask, (now, deadline), None, None)
 }
 
-/// Hands a request in whose prefix another worker is expected to hold.
+/// Submits a request whose prefix another worker probably holds.
 pub(crate) fn submit_pulling(engine: &mut Engine, ask: &Ask, source: Box<dyn Source>) -> Asked {
     submit_with(engine, ask, (Instant::now(), None), Some(source), None)
 }
 
-/// Hands a request in whose answer is of a grammar.
+/// Submits a request with a grammar.
 pub(crate) fn submit_guided(engine: &mut Engine, ask: &Ask, guide: Guide) -> Asked {
     submit_with(engine, ask, (Instant::now(), None), None, Some(guide))
 }
@@ -267,7 +267,7 @@ fn submit_with(
     Asked { id: engine.submit(now, request), heard }
 }
 
-/// Steps until nothing is left.
+/// Steps until no work is left.
 pub(crate) fn run_to_end(engine: &mut Engine) {
     while engine.has_work() {
         let outcome = engine.step(Instant::now()).unwrap();
@@ -275,14 +275,14 @@ pub(crate) fn run_to_end(engine: &mut Engine) {
     }
 }
 
-/// All requests at once, to the end.
+/// Runs all requests at once to the end.
 pub(crate) fn together(engine: &mut Engine, asks: &[Ask]) -> Vec<Heard> {
     let asked: Vec<Asked> = asks.iter().map(|ask| submit(engine, ask)).collect();
     run_to_end(engine);
     asked.iter().map(Asked::heard).collect()
 }
 
-/// One request after the other.
+/// Runs one request after the other.
 pub(crate) fn one_by_one(engine: &mut Engine, asks: &[Ask]) -> Vec<Heard> {
     asks.iter().map(|ask| together(engine, std::slice::from_ref(ask)).remove(0)).collect()
 }

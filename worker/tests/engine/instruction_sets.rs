@@ -1,14 +1,14 @@
-//! The environment chooses kernels, and the integer path gives the same bits with all of them.
+//! Environment variables choose kernels, and the integer path gives the same bits with all of them.
 
 use crate::harness::{Ask, Heard, QUANT, open_on, options, prompt, together};
 use kernels::isa::Isa;
 use kvasir_worker::load;
 
-/// One model for each number format of weights that has one, besides those in [`QUANT`].
+/// One model for each other weight format with an integer path, in addition to [`QUANT`].
 const OTHERS: [&str; 3] =
     ["quant/qwen3-q/qwen3-q-q8_0", "quant/qwen3-q/qwen3-q-q6_k", "quant/qwen3-q/qwen3-q-nvfp4"];
 
-/// Runs with one variable set; also what the device says of its instruction sets.
+/// Runs with one variable set. Also returns the device's instruction sets.
 fn run(model: &str, variable: &str, value: &str) -> (Vec<Heard>, String) {
     let environment = |name: &str| (name == variable).then(|| value.to_owned());
     let backend = load::backend(&options(model), &environment).unwrap();
@@ -19,7 +19,7 @@ fn run(model: &str, variable: &str, value: &str) -> (Vec<Heard>, String) {
 }
 
 #[test]
-fn products_of_integers_are_the_same_on_every_instruction_set() {
+fn integer_products_are_the_same_on_every_instruction_set() {
     for model in QUANT.into_iter().chain(OTHERS) {
         let (best, _) = run(model, "", "");
         for isa in Isa::available() {
@@ -34,7 +34,7 @@ fn products_of_integers_are_the_same_on_every_instruction_set() {
 }
 
 #[test]
-fn one_choice_for_everything_runs_everything_there() {
+fn one_setting_selects_all_kernels() {
     for isa in Isa::available() {
         let (heard, isas) = run(QUANT[0], "KVASIR_BACKEND", &format!("cpu-{isa}"));
         assert_eq!(isas, isa.name());
@@ -43,7 +43,7 @@ fn one_choice_for_everything_runs_everything_there() {
 }
 
 #[test]
-fn kernels_that_cannot_be_had_are_an_error() {
+fn unavailable_kernels_are_an_error() {
     let environment = |name: &str| (name == "KVASIR_ATTENTION_BACKEND").then(|| "cuda".to_owned());
     let error = load::backend(&options(QUANT[0]), &environment).err().unwrap();
     assert_eq!(

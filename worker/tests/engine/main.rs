@@ -1,5 +1,5 @@
-//! The engine on the oracle set's small models: the same bits whatever the batch, the chunking, the placement
-//! and the device, and requests that end as they should.
+//! The engine with the small models of the oracle set: the same bits with every batch, chunking, placement
+//! and device, and requests that end as they should.
 #![allow(clippy::unwrap_used, reason = "in a test a panic is the report")]
 
 mod appended;

@@ -1,4 +1,4 @@
-//! Models that compute NaN or infinity: who is to draw from that gets an error that says so, and nobody else does.
+//! Models that compute NaN or infinity: only requests that draw from such a row fail, with an error.
 
 use crate::harness::{Ask, Heard, ROOT, open, options, prompt, run_to_end, submit, together};
 use crate::stages::Workers;
@@ -14,11 +14,11 @@ use std::fs::File;
 use std::io::BufWriter;
 use std::path::Path;
 
-/// A token whose embedding is spoiled.
+/// A token with a NaN or infinite embedding.
 const SICK: u32 = 7;
 
-/// Writes a model of the set with an output matrix of its own; what it is opened by. `change` gets each tensor's name, the
-/// width of its rows, and its values.
+/// Writes a model of the set with its own output matrix. Returns the name by which it is opened. `change`
+/// receives each tensor's name, the width of its rows, and its values.
 fn write(folder: &Path, arch: &str, change: impl Fn(&str, u64, &mut [f32])) -> String {
     let file = ModelFile::open(crate::harness::path(&format!("tiny/{arch}/{arch}-f32"))).unwrap();
     let values = |name: &str| -> Vec<f32> {
@@ -67,11 +67,11 @@ fn is_refused(heard: &Heard) -> bool {
     heard.failed == Some(GenerateError::NotFinite) && heard.finished.is_none() && heard.tokens.is_empty()
 }
 
-/// Changes the values of a tensor, given its name and the length of its rows.
+/// Changes the values of a tensor, given its name and the width of its rows.
 type Spoil = fn(&str, u64, &mut [f32]);
 
 #[test]
-fn weights_that_are_no_numbers_are_an_error_of_each_request() {
+fn weights_that_are_not_finite_fail_each_request() {
     let dir = tempfile::tempdir().unwrap();
     let spoilers: [(&str, Spoil); 4] = [
         ("all of a norm", |name, _, values| {
@@ -107,7 +107,7 @@ fn weights_that_are_no_numbers_are_an_error_of_each_request() {
 }
 
 #[test]
-fn who_computes_numbers_beside_it_goes_on() {
+fn requests_with_finite_rows_continue() {
     let dir = tempfile::tempdir().unwrap();
     for arch in ["llama", "qwen35"] {
         let model = write(dir.path(), arch, spoils_one_embedding);
@@ -118,7 +118,7 @@ fn who_computes_numbers_beside_it_goes_on() {
             let options = EngineOptions { guesses, prefix_cache: true, ..options("tiny/x") };
             let alone = together(&mut open(&model, &options), &asks(&healthy));
             let mut engine = open(&model, &options);
-            // Choices of one prompt fork where it ends.
+            // Choices of one prompt fork at its end.
             let choices = asks(&sick).into_iter().map(|ask| Ask { together: 5, ..ask });
             let asked: Vec<_> = choices.chain(asks(&healthy)).map(|ask| submit(&mut engine, &ask)).collect();
             run_to_end(&mut engine);
@@ -139,9 +139,10 @@ fn who_computes_numbers_beside_it_goes_on() {
     }
 }
 
-/// Neither the arena nor tiers keep what a request was computed from whose rows are no numbers, nor is it lent.
+/// Neither the arena nor the tiers keep the caches of a request with such rows, and they are not sent to
+/// other workers.
 #[test]
-fn nothing_stays_cached_of_it() {
+fn no_cache_of_a_spoiled_request_is_kept() {
     let dir = tempfile::tempdir().unwrap();
     for arch in ["llama", "qwen35"] {
         let model = write(dir.path(), arch, spoils_one_embedding);
@@ -150,7 +151,7 @@ fn nothing_stays_cached_of_it() {
         };
         let shared = healthy(1, 160);
         let with = |own: &[u32]| Ask::greedy([&shared[..], own].concat(), 2).tokens_only();
-        // Once without the sick one: then the prefix is there.
+        // First without the sick request: then the prefix is cached.
         for sick in [false, true] {
             let kept = tempfile::tempdir().unwrap();
             let options = EngineOptions { tiers: disk(kept.path(), 1 << 20), ..options("tiny/x") };
@@ -158,7 +159,7 @@ fn nothing_stays_cached_of_it() {
             let first = finish(&mut engine, &[with(&healthy(2, 30))]).remove(0);
             let origin = Namer::new(&engine.origin()).unwrap().origin();
             if sick {
-                // Its first steps draw nothing: what they have written is no better.
+                // Its first steps draw nothing, but what they wrote is no better.
                 let prompt = [&[SICK], &healthy(3, 150)[..], &healthy(4, 40)].concat();
                 assert!(is_refused(&finish(&mut engine, &[with(&prompt)])[0]), "{arch}");
                 let offered = [&shared[..], &prompt[..16]].concat();
@@ -168,7 +169,7 @@ fn nothing_stays_cached_of_it() {
                 let prompt = [&shared[..], &healthy(2, 16)].concat();
                 assert_eq!(engine.lender().offer(&origin, ROOT, &prompt, 0).unwrap().tokens, 176, "{arch}");
             }
-            // Nor does the next process find it.
+            // The next process does not find it either.
             drop(engine);
             let mut engine = open(&model, &options);
             let again = finish(&mut engine, &[with(&healthy(2, 30))]).remove(0);
@@ -179,7 +180,7 @@ fn nothing_stays_cached_of_it() {
 }
 
 #[test]
-fn the_last_stage_says_so_too() {
+fn the_last_stage_reports_rows_that_are_not_finite() {
     let dir = tempfile::tempdir().unwrap();
     let model = write(dir.path(), "llama", |name, _, values| {
         if name == "output_norm.weight" {

@@ -1,4 +1,4 @@
-//! The engine on a device that it cannot look into.
+//! The engine on a device whose memory the host cannot address.
 
 use crate::harness::{
     Ask, Heard, QUANT, TINY, cramped, one_by_one, open, open_on, options, path, prompt, submit, together,
@@ -17,7 +17,7 @@ fn open_opaque(model: &str, options: &EngineOptions) -> (Engine, Arc<Mutex<Ledge
     (open_on(model, options, Box::new(device)), ledger)
 }
 
-/// The one buffer that anything was ever read from.
+/// The only buffer from which anything was read.
 fn only_buffer(ledger: &Ledger) -> BufferId {
     let mut buffers = ledger.rows.iter().map(|(buffer, _)| *buffer).chain(ledger.drawn_from.iter().copied());
     let first = buffers.next().unwrap();
@@ -50,7 +50,7 @@ fn a_device_that_the_host_cannot_address_gives_the_same_bits() {
         let (mut engine, ledger) = open_opaque(model, &options);
         assert_eq!(engine.decoder().backend().info().device, "opaque");
         let mut cpu = open(model, &options);
-        // Once with everybody in flight and once with what the first round left in the cache.
+        // First with all requests in flight, then with the cache of the first round.
         for _ in 0..2 {
             assert_same(model, &together(&mut cpu, &asks), &together(&mut engine, &asks));
         }
@@ -74,14 +74,14 @@ fn the_host_reads_sampled_tokens_and_requested_logits_only() {
         assert_eq!((after.tokens, after.rows.len()), (40, 0), "{model}");
         let logits = only_buffer(&after);
 
-        // Drawn on the host: one row for each token.
+        // Sampled on the host: one row for each token.
         let sampling = Sampling { temperature: 1.0, ..Sampling::default() };
         let drawn = Ask { sampling, ..Ask::greedy(prompt(9, 50), 10).tokens_only() };
         together(&mut engine, &[drawn]);
         let after = ledger.lock().unwrap().clone();
         assert_eq!((after.tokens, after.rows.len()), (40, 10), "{model}");
 
-        // All logits: one row for each token that is computed.
+        // All logits: one row for each computed token.
         let heard = together(&mut engine, &[Ask::greedy(prompt(10, 50), 10)]).remove(0);
         let after = ledger.lock().unwrap().clone();
         assert_eq!((heard.rows, after.rows.len()), (59, 10 + 59), "{model}");
@@ -91,7 +91,7 @@ fn the_host_reads_sampled_tokens_and_requested_logits_only() {
 }
 
 #[test]
-fn preemption_needs_no_look_into_the_device() {
+fn preemption_reads_no_device_memory() {
     let model = TINY[0];
     let asks: Vec<Ask> = (21..27).map(|seed| Ask::greedy(prompt(seed, 20), 120).tokens_only()).collect();
     let want = one_by_one(&mut open(model, &options(model)), &asks);
@@ -105,7 +105,7 @@ fn preemption_needs_no_look_into_the_device() {
 }
 
 #[test]
-fn what_a_device_refuses_is_told() {
+fn a_refusal_of_the_device_is_reported() {
     let load = |model: &str, refuses| {
         let options = options(model);
         let (device, _) = OpaqueDevice::new(options.activations, refuses);
@@ -118,10 +118,10 @@ fn what_a_device_refuses_is_told() {
     const Q6_K: u32 = 14;
     assert_eq!(refusal(QUANT[0], Refuses::Type(Q6_K)), "this backend does not serve weights of this type");
     assert_eq!(refusal(TINY[2], Refuses::Windows), "this backend does not serve sliding windows");
-    // A model that does not need what is refused is served.
+    // A model that does not need the refused feature is served.
     assert!(load(TINY[0], Refuses::Windows).is_ok());
 
-    // In the middle of a step: the step fails, and nobody hears a token.
+    // In the middle of a step: the step fails, and no token is sent.
     let mut engine = load(TINY[0], Refuses::Attention).unwrap().engine;
     let asked = submit(&mut engine, &Ask::greedy(prompt(1, 20), 5));
     let failed = engine.step(Instant::now()).unwrap_err();

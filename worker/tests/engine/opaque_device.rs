@@ -1,7 +1,7 @@
 //! A device whose memory the host cannot address, and whose work runs late, as on a GPU.
 //!
-//! Handles are numbers that mean nothing to anybody else. Ops are only queued; the queue runs when the host
-//! reads something back, and every read is written down.
+//! Handles are opaque numbers. Ops are only queued. The queue runs when the host reads something, and every
+//! read is recorded.
 
 use kernels::Error;
 use kernels::backend::{
@@ -15,10 +15,10 @@ use kernels::pool::{Pool, PoolConfig};
 use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex};
 
-/// Turns the CPU's small numbers into ones that nobody can guess, and back: it is its own inverse.
+/// Turns the CPU's small numbers into opaque ones and back: it is its own inverse.
 const SECRET: u32 = 0xa5c3_96e1;
 
-/// What the host read and wrote.
+/// The reads and writes of the host.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Ledger {
     /// Rows of f32 copied to the host: (buffer, values).
@@ -27,12 +27,12 @@ pub(crate) struct Ledger {
     pub(crate) tokens: usize,
     /// Buffers that tokens were drawn from.
     pub(crate) drawn_from: Vec<BufferId>,
-    /// Times that the host wrote activations.
+    /// Number of times that the host wrote activations.
     pub(crate) writes: usize,
     pub(crate) ops: usize,
 }
 
-/// What the device refuses to do.
+/// The operations that the device refuses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Refuses {
     Nothing,
@@ -54,7 +54,7 @@ pub(crate) struct OpaqueDevice {
     ledger: Arc<Mutex<Ledger>>,
 }
 
-/// Handles of the host's side and of the device's.
+/// Converts handles between the host's and the device's form.
 trait Secret {
     fn turned(self) -> Self;
 }
@@ -94,7 +94,7 @@ fn norm(norm: &Norm) -> Norm {
     Norm { weight: norm.weight.map(Secret::turned), bias: norm.bias.map(Secret::turned), ..*norm }
 }
 
-/// A block table as the device keeps it: the host may change its own as soon as the step is uploaded.
+/// The device's copy of a block table: the host may change its own as soon as the step is uploaded.
 enum Table {
     Paged(Vec<u32>),
     Contiguous { first: u32, stride: u32 },

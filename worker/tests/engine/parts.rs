@@ -1,5 +1,5 @@
-//! What a replica of several stages keeps is what one worker keeps, byte by byte: sequences are saved, restored, brought
-//! back from tiers and pulled between replicas that are cut in other ways.
+//! The caches of a replica of several stages equal those of one worker, byte by byte. Sequences are saved,
+//! restored, brought back from tiers and pulled between replicas with other stage boundaries.
 
 use crate::harness::{Ask, one_by_one, open, options, run_to_end, submit, submit_pulling};
 use crate::pulls::{self, Direct, Shared, patient};
@@ -16,10 +16,10 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 
-/// Bytes between two steps that no sequence here gets by with.
+/// A copy budget per step that is too small for every sequence here.
 const FEW: u64 = 5_000;
 
-/// A replica of so many stages, or one worker; it copies a few bytes at a time.
+/// A replica of several stages, or one worker. It copies a few bytes at a time.
 struct Stages {
     engine: Engine,
     _workers: Option<Workers>,
@@ -35,7 +35,7 @@ fn stages(model: &str, count: usize, options: &EngineOptions) -> Stages {
 }
 
 #[test]
-fn a_sequence_goes_on_bit_by_bit_however_the_model_is_cut() {
+fn a_sequence_continues_bit_by_bit_with_any_stage_boundaries() {
     for model in snapshots::KINDS {
         for block_tokens in [16, 64] {
             let options = EngineOptions { block_tokens, ..options(model) };
@@ -48,7 +48,7 @@ fn a_sequence_goes_on_bit_by_bit_however_the_model_is_cut() {
                 files.push(save(&mut saver.engine, "r").unwrap().to_bytes().unwrap());
                 assert!(files[0] == files[count - 1], "{model} over {count}: another file");
                 if count == most {
-                    // What has been saved in one place goes on in all others.
+                    // A snapshot from one replica continues in all others.
                     let want = snapshots::undisturbed(model, &tokens);
                     for count in 1..=most {
                         let what = format!(
@@ -70,7 +70,7 @@ fn a_sequence_goes_on_bit_by_bit_however_the_model_is_cut() {
     }
 }
 
-/// Steps under way need more states than one: twice what one worker gets by with.
+/// Steps in flight need more states than one step: twice those of one worker.
 fn roomier(model: &str, tiers: TiersConfig) -> EngineOptions {
     let options = small(model, 16, tiers);
     EngineOptions { kv_bytes: options.kv_bytes.map(|bytes| 2 * bytes), ..options }
@@ -103,7 +103,7 @@ fn tiers_of_a_replica_bring_back_what_was_evicted_and_serve_one_worker_too() {
             );
             tiers::assert_same(&what, &heard, &want);
         }
-        // What is damaged is computed.
+        // Damaged pieces are computed again.
         for path in pieces(dir.path()) {
             let mut bytes = std::fs::read(&path).unwrap();
             let middle = bytes.len() / 2;
@@ -119,7 +119,7 @@ fn tiers_of_a_replica_bring_back_what_was_evicted_and_serve_one_worker_too() {
 }
 
 #[test]
-fn prefixes_are_pulled_between_replicas_that_are_cut_in_other_ways() {
+fn prefixes_are_pulled_between_replicas_with_other_stage_boundaries() {
     for model in tiers::KINDS {
         let want = tiers::undisturbed(model, &asked());
         let most = most_shards(model).min(3);
@@ -169,7 +169,7 @@ fn a_stage_that_dies_while_blocks_are_moved_costs_the_replica_and_no_bit() {
             if !restores {
                 generate(&mut engine, "r", crate::harness::prompt(3, 200));
             }
-            // Beside a request that computes.
+            // Together with a request that computes.
             let beside = submit(&mut engine, &Ask::greedy(crate::harness::prompt(9, 20), 400).tokens_only());
             while beside.heard().tokens.len() < 3 {
                 engine.step(Instant::now()).unwrap();
@@ -188,11 +188,11 @@ fn a_stage_that_dies_while_blocks_are_moved_costs_the_replica_and_no_bit() {
             assert!(engine.has_work(), "{what}");
             let error = loses(&mut engine);
             assert!(matches!(&error, Error::StageLost(_)), "{what}: {error}");
-            // Whoever goes on nonetheless gets nowhere.
+            // Further steps fail too.
             assert!(engine.step(Instant::now()).is_err(), "{what}");
             engine.check().unwrap();
             drop(engine);
-            // Formed again it takes the snapshot.
+            // A new replica restores the snapshot.
             workers.replace(lost, model);
             let mut engine = workers.next_engine(model, &options(model));
             engine.restore(key("r"), &snapshot).unwrap();

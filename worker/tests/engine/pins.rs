@@ -1,4 +1,4 @@
-//! Prefixes that are computed ahead and held.
+//! Prefixes that are computed ahead and pinned.
 
 use crate::harness::{Ask, ROOT, cramped, open, options, prompt, run_to_end, together};
 use kvasir_worker::engine::Engine;
@@ -39,7 +39,7 @@ fn overload(engine: &mut Engine, seed: u64) {
 }
 
 #[test]
-fn a_pinned_prefix_is_warm_at_once_and_stays_under_load_until_its_time_is_up() {
+fn a_pinned_prefix_stays_cached_under_load_until_its_time_is_up() {
     for model in KINDS {
         let options = EngineOptions { pin_bytes: Some(u64::MAX), ..cramped(model, &options(model), 400) };
         let mut engine = open(model, &options);
@@ -52,7 +52,7 @@ fn a_pinned_prefix_is_warm_at_once_and_stays_under_load_until_its_time_is_up() {
         assert_eq!(cached(&mut engine, &prefix, 50), 96, "{model}: the first request hits");
         overload(&mut engine, 100);
         assert_eq!(cached(&mut engine, &prefix, 51), 96, "{model}");
-        // Said again: the same pin, for longer.
+        // Pinned again: the same pin with a longer time.
         let renewed = pin(&mut engine, start, &prefix, Some(Duration::from_secs(7200))).unwrap();
         assert_eq!((renewed.pin, renewed.pinned_bytes), (info.pin, info.pinned_bytes), "{model}");
         assert_eq!(engine.pins(start, ROOT).len(), 1, "{model}");
@@ -65,7 +65,7 @@ fn a_pinned_prefix_is_warm_at_once_and_stays_under_load_until_its_time_is_up() {
 }
 
 #[test]
-fn the_budget_is_kept_and_what_is_unpinned_makes_room() {
+fn the_pin_budget_is_kept_and_unpinning_frees_it() {
     for model in KINDS {
         let now = Instant::now();
         let mut engine = open(model, &options(model));
@@ -93,7 +93,7 @@ fn the_budget_is_kept_and_what_is_unpinned_makes_room() {
 }
 
 #[test]
-fn what_nobody_waits_for_is_not_computed() {
+fn a_pin_without_a_receiver_is_not_computed() {
     let model = KINDS[0];
     let mut engine = open(model, &options(model));
     let (reply, answer) = oneshot::channel();

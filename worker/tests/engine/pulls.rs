@@ -1,4 +1,4 @@
-//! Prefixes that another engine holds are pulled from it and no bit tells; what does not come is computed.
+//! Prefixes are pulled from another engine without changing a bit. What does not arrive is computed.
 
 use crate::harness::{
     Ask, Asked, Heard, ROOT, cramped, one_by_one, open, options, prompt, submit, submit_pulling,
@@ -29,13 +29,13 @@ const GENERATE: u32 = 12;
 
 pub(crate) type Shared = Arc<Mutex<Engine>>;
 
-/// Takes what an engine offers at once, or what there is of it.
+/// A source that delivers at once what an engine offers, or a part of it.
 pub(crate) struct Direct {
     holder: Shared,
     tokens: u32,
-    /// Pieces that come; then the holder dies.
+    /// Number of delivered pieces. Then the holder dies.
     most: usize,
-    /// Where to leave the delivery, so that it never ends.
+    /// Keeps the delivery here so that it never ends.
     hang: Option<Arc<Mutex<Vec<PullDelivery>>>>,
 }
 
@@ -94,7 +94,7 @@ pub(crate) fn patient(model: &str, block_tokens: usize) -> EngineOptions {
     EngineOptions { block_tokens, pull_patience: Some(Duration::from_secs(60)), ..options(model) }
 }
 
-/// An engine that has computed these.
+/// An engine that has computed these requests.
 fn holder(model: &str, block_tokens: usize, asks: &[Ask]) -> Shared {
     let mut engine = open(model, &patient(model, block_tokens));
     one_by_one(&mut engine, asks);
@@ -106,7 +106,7 @@ fn undisturbed(model: &str, ask: &Ask) -> Heard {
     one_by_one(&mut open(model, &options), std::slice::from_ref(ask)).remove(0)
 }
 
-/// Steps until nothing is left; a request may wait for a pull meanwhile.
+/// Steps until no work is left. Requests may wait for a pull meanwhile.
 pub(crate) fn finish(engine: &mut Engine) {
     let deadline = Instant::now() + Duration::from_secs(60);
     while engine.has_work() {
@@ -117,7 +117,7 @@ pub(crate) fn finish(engine: &mut Engine) {
     }
 }
 
-/// The same tokens, and the same bits wherever there are any; nothing is held.
+/// Checks for the same tokens, and the same bits at every position with logits. No block may be held.
 fn assert_same(what: &str, engine: &Engine, asked: &Asked, want: &Heard) -> Heard {
     let heard = asked.heard();
     assert_eq!(heard.failed, None, "{what}");
@@ -145,7 +145,7 @@ fn a_pulled_prefix_gives_the_bits_of_a_computed_one() {
             let want = undisturbed(model, &asked());
             let mut engine = open(model, &patient(model, block_tokens));
             let request = submit_pulling(&mut engine, &asked(), Box::new(Direct::from(&holder)));
-            // Comes while it is fetched, without a source of its own, and waits for the same.
+            // Arrives during the fetch, has no source of its own, and waits for the same pull.
             let next = Ask::greedy([&asked().prompt[..192], &prompt(9, 30)].concat(), GENERATE);
             let beside = submit(&mut engine, &next);
             finish(&mut engine);
@@ -155,7 +155,7 @@ fn a_pulled_prefix_gives_the_bits_of_a_computed_one() {
             assert_eq!(heard.cached(), 192, "{what}");
             assert!(engine.metrics().transfers.bytes(Direction::pulled) > 0, "{what}");
             assert!(engine.metrics().transfers.report().rate > 0.0, "{what}");
-            // Then it is here.
+            // Afterwards the prefix is cached here.
             let again = submit_pulling(&mut engine, &asked(), Box::new(Direct::from(&holder)));
             let before = engine.metrics().transfers.bytes(Direction::pulled);
             finish(&mut engine);
@@ -166,7 +166,7 @@ fn a_pulled_prefix_gives_the_bits_of_a_computed_one() {
 }
 
 #[test]
-fn what_is_here_already_is_not_sent() {
+fn cached_pieces_are_not_pulled() {
     for model in KINDS {
         let holder = holder(model, 16, &[asked()]);
         let mut engine = open(model, &patient(model, 16));
@@ -188,14 +188,14 @@ fn what_is_here_already_is_not_sent() {
 }
 
 #[test]
-fn what_a_holder_has_on_its_disk_is_pulled_from_there() {
+fn pieces_on_the_holders_disk_are_pulled() {
     for model in KINDS {
         let dir = tempfile::tempdir().unwrap();
         let options = EngineOptions { tiers: disk(dir.path(), 0), ..patient(model, 16) };
         let mut before = open(model, &options);
         one_by_one(&mut before, &[asked()]);
         while before.copy_out() {}
-        // Another process finds what the one before has written.
+        // Another process finds the files of the previous one.
         drop(before);
         let holder = Arc::new(Mutex::new(open(model, &options)));
         let pull = |found: &str, cached: usize| {
@@ -207,7 +207,7 @@ fn what_a_holder_has_on_its_disk_is_pulled_from_there() {
             assert!(lookup(&heard).contains(found), "{model}: {}", lookup(&heard));
         };
         pull("transfer=192", 192);
-        // Damage is noticed when a file is read, and what it was of is no more offered.
+        // Damage is detected when a file is read, and that piece is not offered again.
         for path in pieces(dir.path()) {
             let mut bytes = std::fs::read(&path).unwrap();
             *bytes.last_mut().unwrap() ^= 1;
@@ -218,7 +218,7 @@ fn what_a_holder_has_on_its_disk_is_pulled_from_there() {
 }
 
 #[test]
-fn what_a_holder_has_evicted_is_pulled_from_its_memory() {
+fn pieces_evicted_to_the_holders_host_memory_are_pulled() {
     for model in KINDS {
         for (host_bytes, found) in [(0, "transfer=refused"), (64 << 20, "transfer=192")] {
             let tiers = TiersConfig { host_bytes, ..TiersConfig::default() };
@@ -244,7 +244,7 @@ fn origin(engine: &Engine) -> [u8; 32] {
 }
 
 #[test]
-fn who_waits_for_anothers_pull_then_pulls_the_rest_of_its_own() {
+fn a_request_that_waited_for_another_pull_then_pulls_its_own_rest() {
     for model in KINDS {
         let own = Ask::greedy([&asked().prompt[..192], &prompt(9, 100)].concat(), GENERATE);
         let holder = holder(model, 16, &[asked(), own.clone()]);
@@ -284,7 +284,7 @@ fn a_holder_that_dies_leaves_a_shorter_prefix_or_none() {
 }
 
 #[test]
-fn a_holder_that_is_slow_is_waited_for_no_longer_than_may_be() {
+fn the_wait_for_a_slow_holder_is_bounded() {
     for model in KINDS {
         let holder = holder(model, 16, &[asked()]);
         let options = EngineOptions { pull_patience: Some(Duration::ZERO), ..patient(model, 16) };
@@ -300,7 +300,7 @@ fn a_holder_that_is_slow_is_waited_for_no_longer_than_may_be() {
 }
 
 #[tokio::test]
-async fn a_pull_that_nobody_waits_for_is_given_up_at_once() {
+async fn a_pull_without_waiting_requests_is_cancelled_at_once() {
     let holder = holder(LLAMA, 16, &[asked()]);
     let mut engine = open(LLAMA, &patient(LLAMA, 16));
     let hang = Arc::new(Mutex::new(Vec::new()));

@@ -1,5 +1,5 @@
-//! Recurrent models go on from states that others left: the second sighting of a prefix hits, a burst computes it
-//! once, and no bit tells.
+//! Recurrent models continue from states of other sequences: the second request with a prefix hits, a burst
+//! computes it once, and no bit changes.
 
 use crate::harness::{Ask, Heard, one_by_one, open, options, prompt, together};
 use kvasir_worker::load::EngineOptions;
@@ -12,7 +12,7 @@ const RECURRENT: [&str; 4] = [
     "tiny/granitehybrid/granitehybrid-f32",
 ];
 const SHARED: usize = 100;
-/// What of it ends with a hash unit.
+/// The part of it that ends at a hash-unit boundary.
 const HIT: usize = 96;
 
 fn asks(users: u64) -> Vec<Ask> {
@@ -20,7 +20,8 @@ fn asks(users: u64) -> Vec<Ask> {
     (0..users).map(|user| Ask::greedy([prompt(1, SHARED), own(user)].concat(), 12)).collect()
 }
 
-/// The same tokens, and the same bits wherever both have logits: rows that the cache serves have none.
+/// Checks for the same tokens, and the same bits wherever both have logits. Rows that the cache serves have
+/// none.
 fn assert_same(got: &[Heard], want: &[Heard], what: &str) {
     for (user, (got, want)) in got.iter().zip(want).enumerate() {
         assert_eq!(got.tokens, want.tokens, "{what}, user {user}");
@@ -63,7 +64,7 @@ fn a_burst_computes_a_prefix_once_and_changes_no_bit() {
 }
 
 #[test]
-fn the_next_turn_goes_on_from_what_was_generated() {
+fn the_next_turn_resumes_after_the_generated_tokens() {
     for model in RECURRENT {
         let mut chat = prompt(3, 50);
         let mut calm = open(model, &EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) });

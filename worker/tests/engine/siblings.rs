@@ -1,4 +1,4 @@
-//! Choices of one request: their prompt is computed once, they go on as forks, and no token tells.
+//! Choices of one request: their prompt is computed once, they continue as forks, and no token changes.
 
 use crate::harness::{
     Ask, Heard, cramped, one_by_one, open, options, prompt, run_to_end, submit, submit_at, together,
@@ -19,7 +19,7 @@ const KINDS: [&str; 6] = [
 ];
 const GENERATE: u32 = 20;
 
-/// `n` choices as the API makes them: seeds that follow each other. The last one is greedy.
+/// `n` choices as the API creates them, with consecutive seeds. The last one is greedy.
 fn choices(prompt: &[u32], n: u64) -> Vec<Ask> {
     let choice = |nth| {
         let temperature = if nth + 1 == n { 0.0 } else { 1.0 };
@@ -34,7 +34,7 @@ fn tokens(heard: &[Heard]) -> Vec<&[u32]> {
 }
 
 #[test]
-fn choices_compute_their_prompt_once_and_are_what_they_would_be_alone() {
+fn choices_compute_their_prompt_once_and_equal_single_requests() {
     for model in KINDS {
         for (len, chunk, block_tokens) in [(7, 0, 16), (100, 16, 16), (100, 33, 64), (128, 0, 32)] {
             let what = format!("{model}, {len} tokens in chunks of {chunk}, blocks of {block_tokens}");
@@ -57,7 +57,7 @@ fn choices_compute_their_prompt_once_and_are_what_they_would_be_alone() {
 }
 
 #[test]
-fn choices_outlive_the_one_that_leads() {
+fn choices_survive_the_removal_of_their_leader() {
     for model in KINDS {
         let asks = choices(&prompt(4, 90), 4);
         let calm = EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) };
@@ -78,7 +78,7 @@ fn choices_outlive_the_one_that_leads() {
 }
 
 #[test]
-fn choices_that_do_not_fit_beside_each_other_take_turns() {
+fn choices_that_do_not_fit_together_take_turns() {
     for model in KINDS {
         let asks = choices(&prompt(5, 100), 6);
         let calm = EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) };
@@ -91,7 +91,7 @@ fn choices_that_do_not_fit_beside_each_other_take_turns() {
 }
 
 #[test]
-fn choices_that_are_announced_are_waited_for_at_the_end_of_their_prompt() {
+fn a_leader_waits_for_announced_choices_at_the_end_of_its_prompt() {
     for model in KINDS {
         let asks: Vec<Ask> =
             choices(&prompt(6, 100), 3).into_iter().map(|ask| Ask { together: 3, ..ask }).collect();
@@ -100,7 +100,7 @@ fn choices_that_are_announced_are_waited_for_at_the_end_of_their_prompt() {
         let mut engine = open(model, &EngineOptions { chunk: Some(16), ..options(model) });
         let came = Instant::now();
         let first = submit_at(&mut engine, &asks[0], came, None);
-        // All but the last row; then it waits for the others, however late they are by its own measure.
+        // Computes all but the last row. Then it waits for the others, for any time on this test's clock.
         while engine.step(came).unwrap() != StepOutcome::Idle {}
         assert_eq!(engine.metrics().prefill_computed.get(), 99, "{model}");
         let late: Vec<_> = asks[1..].iter().map(|ask| submit_at(&mut engine, ask, came, None)).collect();
@@ -111,7 +111,7 @@ fn choices_that_are_announced_are_waited_for_at_the_end_of_their_prompt() {
             assert_eq!(late.heard().tokens, want.tokens, "{model}");
             assert_eq!(late.heard().started.unwrap().hit_stop, "forked", "{model}");
         }
-        // Those that never come are not waited for for ever.
+        // The wait for requests that never arrive is bounded.
         let lonely = submit_at(&mut engine, &asks[0], came, None);
         while engine.step(came).unwrap() != StepOutcome::Idle {}
         assert!(lonely.heard().tokens.is_empty(), "{model}");
@@ -123,7 +123,7 @@ fn choices_that_are_announced_are_waited_for_at_the_end_of_their_prompt() {
 }
 
 #[test]
-fn choices_of_a_prompt_that_is_cached_but_for_its_last_token_are_held_and_let_go() {
+fn choices_of_a_cached_prompt_wait_for_each_other() {
     for model in KINDS {
         for block_tokens in [16, 64] {
             let what = format!("{model}, blocks of {block_tokens}");

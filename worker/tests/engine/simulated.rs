@@ -1,5 +1,6 @@
-//! The engine on the CUDA backend, kernel for kernel as a GPU would run it, on an interpreter. That it continues the
-//! small models of every layer kind as their references do is tested through the flag (`kvasir logits --device ptx-sim`).
+//! The engine on the CUDA backend with an interpreter, kernel for kernel as on a GPU. Another test checks
+//! that it continues the small models of every layer kind like their references (`kvasir logits --device
+//! ptx-sim`).
 
 use crate::harness::{Ask, QUANT, TINY, open, open_on, options, prompt, submit, together};
 use kernels::backend::Backend;
@@ -18,7 +19,7 @@ use std::time::{Duration, Instant};
 
 mod saved;
 
-/// Interpreting is slow: little room, and few rows at a time.
+/// Interpreting is slow: little memory, and few rows per step.
 pub(crate) fn small(model: &str) -> EngineOptions {
     EngineOptions { max_rows: Some(64), max_sequences: Some(4), kv_bytes: Some(2 << 20), ..options(model) }
 }
@@ -29,17 +30,17 @@ pub(crate) fn simulated(arch: Arch, options: &EngineOptions) -> Box<dyn Backend>
 
 fn simulated_on(device: Box<dyn Device>, arch: Arch, options: &EngineOptions) -> Box<dyn Backend> {
     let compiler = Compiler::find().unwrap();
-    // Among what is built: compiling takes longer than all else here.
+    // Cached among the build outputs, because compiling takes longer than everything else here.
     let cache = CubinCache::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/cubins"));
     let compile = Box::new(move |source: &source::Source| cache.compile(&compiler, source, arch));
     let config = CudaConfig { arch, activations: options.activations, threads: 1 };
     Box::new(CudaBackend::new(device, config, compile).unwrap())
 }
 
-/// On 8-bit activations, several sequences at a time, with a prefix that they share, one of which draws from the best
-/// logits; steps are recorded and replayed.
+/// With 8-bit activations and several sequences at a time that share a prefix, one of which draws from the
+/// best logits. Steps are recorded and replayed.
 #[test]
-fn quantised_models_are_continued_as_on_the_cpu() {
+fn quantised_models_continue_as_on_the_cpu() {
     for (model, arch) in QUANT.into_iter().zip(Arch::CHECKED) {
         let options = small(model);
         let shared = prompt(3, 33);
@@ -60,12 +61,13 @@ fn quantised_models_are_continued_as_on_the_cpu() {
     }
 }
 
-/// Guesses are rows like any other there, too, and recurrent layers follow those that count: tokens are those without guesses.
+/// Draft tokens are ordinary rows there too, and recurrent layers follow the accepted ones. The tokens are
+/// those without draft tokens.
 #[test]
-fn guesses_change_no_token() {
+fn draft_tokens_change_no_token() {
     for (model, arch) in [QUANT[0], "tiny/qwen35/qwen35-f32"].into_iter().zip(Arch::CHECKED) {
         let options = small(model);
-        // Among three tokens some guesses are right, whatever the model.
+        // Among three tokens some draft tokens are accepted with every model.
         let biased = |seed: u64, temperature| Ask {
             sampling: Sampling {
                 temperature,
@@ -89,7 +91,7 @@ fn guesses_change_no_token() {
     }
 }
 
-/// A GPU that is lost to the process after so many launches, and says so from then on.
+/// A GPU that fails after `launches` launches and from then on.
 struct Losing {
     device: SimDevice,
     launches: usize,
@@ -152,10 +154,10 @@ impl Device for Losing {
 }
 
 const LOST: &str = "the GPU is lost now";
-/// Set in the process that loses its GPU.
+/// Set in the child process that loses its GPU.
 const LOSES: &str = "KVASIR_TEST_LOSES_ITS_GPU";
 
-/// Of the process that this test starts, which is this test once more.
+/// The test starts itself as a child process.
 #[test]
 fn a_lost_gpu_ends_the_process_soon_with_a_code_of_its_own() {
     if std::env::var_os(LOSES).is_some() {

@@ -1,4 +1,5 @@
-//! Sequences saved, restored, forked and cut: after each of it they go on as if nothing had happened, bit by bit.
+//! Sequences are saved, restored, forked and cut. Afterwards they continue as if nothing had happened, bit by
+//! bit.
 
 use crate::harness::{Ask, Heard, ROOT, cramped, one_by_one, open, options, prompt, run_to_end, together};
 use kernels::backend::KvType;
@@ -11,8 +12,8 @@ use proto::ids::RequestId;
 use proto::sequence::{SequenceError, SequenceName};
 use tokio::sync::oneshot;
 
-/// One model for every kind of cache: full, sliding (also with sinks, shared KV and two head sizes), delta net and
-/// Mamba-2 states, in f32 and not.
+/// One model for every kind of cache: full, sliding (also with sinks, shared KV and two head sizes),
+/// delta-net and Mamba-2 states, in f32 and in other types.
 pub(crate) const KINDS: [&str; 8] = [
     "tiny/llama/llama-f32",
     "tiny/gemma3/gemma3-f32",
@@ -46,13 +47,13 @@ pub(crate) fn generate(engine: &mut Engine, request: &str, prompt: Vec<u32>) -> 
     [prompt, heard.tokens].concat()
 }
 
-/// What follows `tokens` when nothing is shared: the logits of every position.
+/// The continuation of `tokens` without sharing: the logits of every position.
 pub(crate) fn undisturbed(model: &str, tokens: &[u32]) -> Heard {
     let options = EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) };
     one_by_one(&mut open(model, &options), &[Ask::greedy(tokens.to_vec(), GENERATE)]).remove(0)
 }
 
-/// Goes on behind `tokens`: at most a unit of them is computed again, and no bit differs.
+/// Continues after `tokens`: at most one unit is computed again, and no bit differs.
 pub(crate) fn assert_continues(what: &str, engine: &mut Engine, tokens: &[u32], want: &Heard, cached: usize) {
     let heard = together(engine, &[Ask::greedy(tokens.to_vec(), GENERATE)]).remove(0);
     assert_eq!(heard.failed, None, "{what}");
@@ -65,7 +66,7 @@ pub(crate) fn assert_continues(what: &str, engine: &mut Engine, tokens: &[u32], 
 }
 
 #[test]
-fn a_restored_sequence_goes_on_bit_by_bit() {
+fn a_restored_sequence_continues_bit_by_bit() {
     for model in KINDS {
         for block_tokens in [16, 64] {
             let what = format!("{model}, blocks of {block_tokens}");
@@ -87,7 +88,7 @@ fn a_restored_sequence_goes_on_bit_by_bit() {
             assert_eq!(second.metrics().steps.get(), 0, "{what}: nothing was computed to restore it");
             let want = undisturbed(model, &tokens);
             assert_continues(&what, &mut second, &tokens, &want, position);
-            // It can be saved again as it came, and the first engine still has it.
+            // It can be saved again unchanged, and the first engine still has it.
             assert_eq!(save(&mut second, "again").unwrap(), snapshot, "{what}");
             assert_continues(&what, &mut first, &tokens, &want, position);
         }
@@ -116,7 +117,7 @@ fn only_what_a_continuation_can_read_is_saved() {
 }
 
 #[test]
-fn what_has_been_evicted_is_computed_once_more_to_be_saved() {
+fn an_evicted_sequence_is_computed_again_to_be_saved() {
     for model in KINDS {
         let options = cramped(model, &options(model), 400);
         let mut engine = open(model, &options);
@@ -134,7 +135,7 @@ fn what_has_been_evicted_is_computed_once_more_to_be_saved() {
 }
 
 #[test]
-fn a_live_sequence_is_saved_as_it_stands_and_a_short_one_by_its_tokens() {
+fn a_live_sequence_is_saved_at_its_present_end() {
     for model in KINDS {
         let mut engine = open(model, &options(model));
         crate::harness::submit(&mut engine, &Ask::greedy(prompt(8, 70), 60).named(name("live")));
@@ -188,7 +189,7 @@ fn states_of_another_type_are_refused_by_name() {
         }
     }
     assert!(files[1].len() < files[0].len());
-    // Where no head forgets fast enough, or there is none, it is the class of states in f32.
+    // Where no head forgets fast enough, or there is none, the class is that of f32 states.
     let class = |model: &str, state_type| {
         let options = EngineOptions { state_type, ..options(model) };
         open(model, &options).origin().numeric_class.clone()
@@ -200,7 +201,7 @@ fn states_of_another_type_are_refused_by_name() {
 }
 
 #[test]
-fn what_does_not_belong_here_is_refused_and_changes_nothing() {
+fn a_foreign_or_forged_snapshot_is_refused_and_changes_nothing() {
     for model in KINDS {
         let mut engine = open(model, &options(model));
         generate(&mut engine, "r", prompt(3, 100));
@@ -218,7 +219,7 @@ fn what_does_not_belong_here_is_refused_and_changes_nothing() {
         let refused = Snapshot::from_bytes(&file, &open(other_model, &options(other_model)).origin());
         assert!(matches!(refused, Err(SnapshotError::Other { what: "model", .. })), "{refused:?}");
 
-        // A header that is in order and lies: pieces missing, a position inside a unit, tokens out of range.
+        // A well-formed but wrong header: pieces missing, a position inside a unit, tokens out of range.
         let pieces = || snapshot.pieces().map(|(piece, bytes)| (piece.group, piece.token, bytes.to_vec()));
         let forged = |tokens: &[u32], position, skip| {
             Snapshot::new((*engine.origin()).clone(), tokens.to_vec(), position, pieces().skip(skip))
@@ -240,7 +241,7 @@ fn what_does_not_belong_here_is_refused_and_changes_nothing() {
             assert!(expected, "{model}: lie {index}: {refused}");
             assert_eq!((engine.sequences(ROOT), engine.load().kv_used), before, "{model}: lie {index}");
         }
-        // There is no room for it: said so, and what was there is still there.
+        // Without room the restore is refused, and everything else remains.
         let small = cramped(model, &options(model), 40);
         let refused = open(model, &small).restore(key("new"), &snapshot);
         assert!(
@@ -251,7 +252,7 @@ fn what_does_not_belong_here_is_refused_and_changes_nothing() {
 }
 
 #[test]
-fn forks_share_and_a_reset_lets_go_of_what_nobody_shares() {
+fn forks_share_and_a_reset_frees_only_unshared_units() {
     for model in KINDS {
         let mut engine = open(model, &options(model));
         let tokens = generate(&mut engine, "r", prompt(12, 300));
@@ -260,16 +261,16 @@ fn forks_share_and_a_reset_lets_go_of_what_nobody_shares() {
         assert_eq!((fork.tokens as usize, fork.cached as usize), (tokens.len(), position), "{model}");
         let want = undisturbed(model, &tokens);
 
-        // The fork still has it, so it stays.
+        // The fork still uses the tokens, so they stay cached.
         assert_eq!(engine.reset(&key("r"), 100).unwrap().tokens, 100);
         assert_continues(model, &mut engine, &tokens, &want, position);
-        // What goes on behind the cut parts from the fork.
+        // A continuation after the cut diverges from the fork.
         let cut = undisturbed(model, &tokens[..100]);
         let heard = together(&mut engine, &[Ask::greedy(tokens[..100].to_vec(), GENERATE)]).remove(0);
         assert_eq!(heard.tokens, cut.tokens, "{model}");
         assert!(heard.logits.iter().all(|(position, row)| *row == cut.logits[position]), "{model}");
 
-        // Where nobody else has it, it is gone down to the cut.
+        // If no other sequence uses the tokens, they are gone down to the cut.
         let mut engine = open(model, &options(model));
         assert_eq!(generate(&mut engine, "r", prompt(12, 300)), tokens);
         engine.fork(&key("r"), name("fork")).unwrap();

@@ -1,4 +1,4 @@
-//! Guesses change no bit: tokens, logits, texts and endings are those of computing one token at a time.
+//! Draft tokens change no bit: tokens, logits, texts and endings are those of computing one token at a time.
 
 use crate::exactness::{assert_same, models, same_twice};
 use crate::harness::{
@@ -15,7 +15,7 @@ use proto::message::{FinishReason, Sampling, Stop};
 const LLAMA: &str = "tiny/llama/llama-f32";
 const GENERATE: u32 = 40;
 
-/// Prompts that repeat themselves, so that there is always something to guess, right or wrong.
+/// Prompts with repetitions, so that there are always draft tokens, accepted or not.
 pub(crate) fn asks() -> Vec<Ask> {
     let repeated = |seed: u64, len: usize, times: usize| prompt(seed, len).repeat(times);
     let prompts = [
@@ -28,7 +28,7 @@ pub(crate) fn asks() -> Vec<Ask> {
         [prompt(7, 40), repeated(7, 11, 2)].concat(),
     ];
     let mut asks: Vec<Ask> = prompts.into_iter().map(|prompt| Ask::greedy(prompt, GENERATE)).collect();
-    // Among three tokens some guesses are right, whatever the model.
+    // Among three tokens some draft tokens are accepted with every model.
     let three = prompt(8, 60).iter().map(|token| 10 + token % 3).collect();
     let logit_bias = vec![(10, 100.0), (11, 100.0), (12, 100.0)];
     asks.push(Ask {
@@ -38,7 +38,7 @@ pub(crate) fn asks() -> Vec<Ask> {
     asks
 }
 
-/// As it is without guesses.
+/// The result without draft tokens.
 pub(crate) fn plain(model: &str, asks: &[Ask]) -> Vec<Heard> {
     one_by_one(&mut open(model, &EngineOptions { prefix_cache: false, ..options(model) }), asks)
 }
@@ -47,7 +47,7 @@ fn guessing(model: &str, options: &EngineOptions, most: u32) -> Engine {
     open(model, options).with_speculation(Speculation::ngram().always(most))
 }
 
-/// Guesses looked at and right.
+/// (verified draft tokens, accepted draft tokens).
 pub(crate) fn counts(heard: &[Heard]) -> (u32, u32) {
     let finished = heard.iter().filter_map(|heard| heard.finished.as_ref());
     finished.fold((0, 0), |(all, right), finished| {
@@ -56,7 +56,7 @@ pub(crate) fn counts(heard: &[Heard]) -> (u32, u32) {
 }
 
 #[test]
-fn guesses_change_no_bit() {
+fn draft_tokens_change_no_bit() {
     let mut preempted = 0;
     for model in models() {
         let asks = asks();
@@ -81,7 +81,7 @@ fn guesses_change_no_bit() {
         run("no prefix cache", true, 5, EngineOptions { prefix_cache: false, ..options(model) });
         let contiguous = EngineOptions { placement: Placement::Contiguous, ..options(model) };
         run("contiguous", true, 5, contiguous);
-        // Windows keep some models so small that all fit.
+        // Windows keep some models so small that all sequences fit.
         preempted += run("preempted", true, 5, cramped(model, &options(model), 140));
         assert!(accepted > 0 && drafted > accepted, "{model}: {accepted} of {drafted}");
     }
@@ -89,7 +89,7 @@ fn guesses_change_no_bit() {
 }
 
 #[test]
-fn draws_with_a_seed_are_the_same_with_guesses() {
+fn seeded_draws_are_the_same_with_draft_tokens() {
     let sampling = |seed| Sampling {
         temperature: 0.3,
         top_p: 0.95,
@@ -121,9 +121,9 @@ fn draws_with_a_seed_are_the_same_with_guesses() {
     assert!(accepted > 0 && drafted > accepted, "{accepted} of {drafted}");
 }
 
-/// Whatever ends a generation ends it at the same token, and what was guessed behind it has never been.
+/// Every cause of an ending ends the generation at the same token, and draft tokens after it have no effect.
 #[test]
-fn endings_are_found_among_guesses() {
+fn endings_are_found_among_draft_tokens() {
     for model in [LLAMA, "tiny/gemma3/gemma3-f32", "tiny/qwen35/qwen35-f32"] {
         for ask in asks().into_iter().step_by(3).map(Ask::tokens_only) {
             let whole = plain(model, std::slice::from_ref(&ask)).remove(0);
@@ -149,7 +149,7 @@ fn endings_are_found_among_guesses() {
                 };
                 assert_eq!((&got.tokens, &got.text, end(&got)), (&want.tokens, &want.text, end(&want)));
                 engine.check().unwrap();
-                // What stays behind is what is left without guesses.
+                // The cache afterwards is the one without draft tokens.
                 let mut without = open(model, &options(model));
                 one_by_one(&mut without, std::slice::from_ref(&ask));
                 let longer = Ask::greedy([&ask.prompt[..], &want.tokens, &[1, 2, 3]].concat(), 1);
@@ -162,7 +162,7 @@ fn endings_are_found_among_guesses() {
 }
 
 #[test]
-fn choices_and_attempts_go_on_with_guesses() {
+fn choices_and_attempts_continue_with_draft_tokens() {
     for model in [LLAMA, "tiny/gemma4/gemma4-f32", "tiny/granitehybrid/granitehybrid-f32"] {
         let ask = asks().remove(1).tokens_only();
         let choice = |seed| Ask {
@@ -187,7 +187,7 @@ fn choices_and_attempts_go_on_with_guesses() {
 }
 
 #[test]
-fn a_request_that_goes_with_guesses_under_way_leaves_nothing() {
+fn a_request_removed_with_draft_tokens_in_flight_leaves_nothing() {
     for model in models() {
         let mut engine = guessing(model, &options(model), 5);
         let asked: Vec<_> = asks().iter().map(|ask| submit(&mut engine, ask)).collect();
@@ -204,7 +204,7 @@ fn a_request_that_goes_with_guesses_under_way_leaves_nothing() {
 }
 
 #[test]
-fn two_stages_look_at_guesses_too() {
+fn two_stages_verify_draft_tokens_too() {
     for model in models().filter(|model| most_shards(model) >= 2) {
         let asks = asks();
         let want = plain(model, &asks);
@@ -221,9 +221,9 @@ fn two_stages_look_at_guesses_too() {
     }
 }
 
-/// Left to itself it guesses where that was seen to pay, and the tokens are the same.
+/// With its own choice it drafts where that pays, and the tokens are the same.
 #[test]
-fn what_pays_is_decided_without_a_change_to_any_token() {
+fn the_choice_of_draft_length_changes_no_token() {
     for model in models() {
         let asks = asks();
         let want = plain(model, &asks);
@@ -232,14 +232,14 @@ fn what_pays_is_decided_without_a_change_to_any_token() {
     }
 }
 
-/// Tokens drawn from rows of guesses have the model's distribution: over many seeds the second token, which was
-/// guessed, and those behind guesses that were right or wrong, are as likely as they are when one token is drawn at a
-/// time.
+/// Tokens drawn from rows of draft tokens have the model's distribution. Over many seeds the second token,
+/// which was drafted, and the tokens after accepted or rejected draft tokens have the same frequencies as
+/// with one token at a time.
 #[test]
 fn drawn_tokens_keep_their_distribution() {
     const SEEDS: u64 = 3000;
     const TOKENS: usize = 6;
-    // Three tokens, so that all runs of them have been there before.
+    // Three tokens, so that all runs of them have occurred before.
     let text: Vec<u32> = prompt(3, 60).iter().map(|token| 10 + token % 3).collect();
     let ask = |seed| Ask {
         sampling: Sampling {
@@ -264,21 +264,21 @@ fn drawn_tokens_keep_their_distribution() {
         for (which, draws) in [&guessed, &plain].into_iter().enumerate() {
             draws.iter().for_each(|tokens| cells.entry(tokens[at]).or_default()[which] += 1.0);
         }
-        // Rare tokens count together.
+        // Rare tokens are counted together.
         let (rare, mut often): (Vec<_>, Vec<_>) = cells.into_values().partition(|[a, b]| a + b < 20.0);
         often.push(rare.into_iter().fold([0.0; 2], |sum, cell| [sum[0] + cell[0], sum[1] + cell[1]]));
         often.retain(|[a, b]| a + b > 0.0);
-        // Of two samples of one size.
+        // Chi squared of two samples of the same size.
         let chi: f64 = often.iter().map(|[a, b]| (a - b) * (a - b) / (a + b)).sum();
         let freedom = (often.len() - 1) as f64;
-        // 4.5 standard deviations of the distribution of chi squared.
+        // 4.5 standard deviations of the chi-squared distribution.
         assert!(chi < freedom + 4.5 * (2.0 * freedom).sqrt() + 5.0, "token {at}: {chi} of {freedom}");
     }
 }
 
 const Q4: &str = "quant/qwen3-q/qwen3-q-q4_k_m";
 
-/// A model, and who drafts for it.
+/// Models and their drafters.
 fn drafters() -> [(&'static str, Guesses); 3] {
     let assistant = Guesses::Assistant(path("tiny/gemma4-assistant/gemma4-assistant-f32"));
     [
@@ -313,15 +313,15 @@ fn drafters_change_no_bit() {
         run("contiguous", true, EngineOptions { placement: Placement::Contiguous, ..options(model) });
         run("preempted", true, cramped(model, &options(model), 140));
         assert!(accepted > 0, "{model}");
-        // A model guesses right for itself.
+        // A model's own draft tokens are always accepted.
         let same = matches!(&guesses, Guesses::Model(drafter) if *drafter == path(model));
         assert_eq!(drafted == accepted, same, "{model}: {accepted} of {drafted}");
     }
 }
 
-/// Through the engine the assistant's guesses are as good as the oracle's.
+/// Through the engine the assistant's draft tokens are accepted as often as in the reference.
 #[test]
-fn the_assistants_acceptance_is_the_references() {
+fn the_assistants_acceptance_equals_the_references() {
     let text = std::fs::read_to_string(path("tiny/gemma4-assistant/ref").with_extension("json")).unwrap();
     let told: serde_json::Value = serde_json::from_str(&text).unwrap();
     let (model, guesses) = drafters().into_iter().next().unwrap();
@@ -329,10 +329,10 @@ fn the_assistants_acceptance_is_the_references() {
         let prompt: Vec<u32> = serde_json::from_value(ids.clone()).unwrap();
         let rounds = rounds.as_array().unwrap();
         let accepted: u64 = rounds.iter().map(|round| round["accepted"].as_u64().unwrap()).sum();
-        // The token behind the prompt, and what all rounds have brought.
+        // The token after the prompt, and the tokens of all rounds.
         let tokens = 1 + rounds.len() as u32 + accepted as u32;
         let options = EngineOptions { guesses: guesses.clone(), ..options(model) };
-        // Room for four guesses in the last round too.
+        // Room for four draft tokens in the last round too.
         let ask = Ask::greedy(prompt, tokens + 4).tokens_only();
         let mut engine = open(model, &options).with_draft_len(4);
         let asked = submit(&mut engine, &ask);

@@ -1,4 +1,4 @@
-//! A drafter at the last stage of a replica: its guesses change no bit, and are those that one worker makes.
+//! A drafter at the last stage of a replica: its draft tokens change no bit, and equal those of one worker.
 
 use crate::exactness::assert_same;
 use crate::harness::{Ask, Heard, cramped, one_by_one, open, options, path, prompt, submit, together};
@@ -30,13 +30,13 @@ fn guessing() -> EngineOptions {
     EngineOptions { guesses: Guesses::Assistant(drafter()), ..options(MODEL) }
 }
 
-/// A replica of two stages that asks for four guesses of each sequence.
+/// A replica of two stages with four draft tokens of each sequence.
 fn over_two(workers: &Workers, options: &EngineOptions) -> Engine {
     workers.next_engine(MODEL, options).with_draft_len(4)
 }
 
 #[test]
-fn guesses_of_the_last_stage_change_no_bit() {
+fn draft_tokens_of_the_last_stage_change_no_bit() {
     let asks = asks();
     let want = plain(MODEL, &asks);
     let tokens_only: Vec<Ask> = asks.iter().cloned().map(Ask::tokens_only).collect();
@@ -55,7 +55,7 @@ fn guesses_of_the_last_stage_change_no_bit() {
             engine.check().unwrap();
             all.extend(got);
         }
-        // What is drawn at the last stage alone is guessed behind too.
+        // Sequences that are sampled at the last stage alone get draft tokens too.
         let got = run(&mut engine, &tokens_only);
         for (want, got) in want.iter().zip(&got) {
             assert_eq!((&want.tokens, &want.text), (&got.tokens, &got.text), "over two: {what}, tokens only");
@@ -82,7 +82,7 @@ fn guesses_of_the_last_stage_change_no_bit() {
     run("no room for guesses", true, EngineOptions { max_rows: Some(9), ..guessing() });
     let scattered = Placement::Permuted { seed: 5 };
     run("scattered", true, EngineOptions { placement: scattered, ..guessing() });
-    // The smallest arenas in which sequences give way to each other.
+    // The smallest arenas in which sequences preempt each other.
     let cramped = cramped(MODEL, &guessing(), 140);
     let preempted = (4..12).any(|quarters| {
         let kv_bytes = cramped.kv_bytes.map(|bytes| bytes * quarters / 4);
@@ -93,7 +93,7 @@ fn guesses_of_the_last_stage_change_no_bit() {
 }
 
 #[test]
-fn the_last_stage_guesses_what_one_worker_does() {
+fn the_last_stage_drafts_like_one_worker() {
     let asks: Vec<Ask> = asks().into_iter().map(Ask::tokens_only).collect();
     let mut one = open(MODEL, &guessing()).with_draft_len(4);
     let workers = Workers::start(MODEL, 1, &guessing());
@@ -106,7 +106,7 @@ fn the_last_stage_guesses_what_one_worker_does() {
 }
 
 #[test]
-fn draws_with_a_seed_and_choices_are_the_same_with_guesses_of_the_last_stage() {
+fn seeded_draws_and_choices_are_the_same_with_a_drafter_at_the_last_stage() {
     let sampling = |seed| Sampling {
         temperature: 0.3,
         top_p: 0.95,
@@ -131,9 +131,9 @@ fn draws_with_a_seed_and_choices_are_the_same_with_guesses_of_the_last_stage() {
     assert!(accepted > 0 && drafted > accepted, "{accepted} of {drafted}");
 }
 
-/// Left to itself it asks where that was seen to pay, and the tokens are the same.
+/// With its own choice it drafts where that pays, and the tokens are the same.
 #[test]
-fn what_pays_over_stages_is_decided_without_a_change_to_any_token() {
+fn the_choice_of_draft_length_over_stages_changes_no_token() {
     let asks = asks();
     let want = plain(MODEL, &asks);
     let workers = Workers::start(MODEL, 1, &guessing());
@@ -146,7 +146,7 @@ fn what_pays_over_stages_is_decided_without_a_change_to_any_token() {
 }
 
 #[test]
-fn a_request_that_goes_while_guesses_are_made_leaves_nothing() {
+fn a_request_removed_while_the_stage_drafts_leaves_nothing() {
     let workers = Workers::start(MODEL, 1, &guessing());
     let mut engine = over_two(&workers, &guessing());
     let asks: Vec<Ask> = asks().into_iter().map(Ask::tokens_only).collect();
@@ -165,7 +165,7 @@ fn a_request_that_goes_while_guesses_are_made_leaves_nothing() {
 }
 
 #[test]
-fn a_last_stage_that_is_lost_while_it_guesses_ends_the_replica() {
+fn a_last_stage_that_is_lost_while_it_drafts_ends_the_replica() {
     let mut workers = Workers::start(MODEL, 1, &guessing());
     let mut engine = over_two(&workers, &guessing());
     let asked = submit(&mut engine, &Ask::greedy(prompt(1, 20), 400).tokens_only());
@@ -185,16 +185,16 @@ fn a_last_stage_that_is_lost_while_it_guesses_ends_the_replica() {
     assert!(matches!(&error, Error::StageLost(who) if who.stage == 1), "{error}");
 }
 
-/// Names of the chunks that some tensors of a file are made of.
+/// Names of the chunks of some tensors of a file.
 fn chunks(file: &ModelFile, tensors: &[&str]) -> HashSet<ChunkId> {
     let manifest = Manifest::of_file(file).unwrap();
     tensors.iter().flat_map(|name| manifest.chunks(name).unwrap().map(|place| place.id)).collect()
 }
 
-/// The last stage is told of no file, gets its layers and the drafter from a worker that has both, and has them at the next
-/// start.
+/// The last stage has no file. It fetches its layers and the drafter from a worker that has both, and has
+/// them at the next start.
 #[test]
-fn a_drafter_is_got_from_another_worker_once_and_answers_are_the_same() {
+fn a_drafter_is_fetched_once_from_another_worker() {
     let asks = asks();
     let want = plain(MODEL, &asks);
     let tokens_only: Vec<Ask> = asks.iter().cloned().map(Ask::tokens_only).collect();
@@ -202,7 +202,7 @@ fn a_drafter_is_got_from_another_worker_once_and_answers_are_the_same() {
     let store = ShardStore::open(dir.path().join("shards"), 1 << 30).unwrap();
     let mut workers = Workers::start(MODEL, 1, &guessing());
     let holder = workers.services[0].quic_address().to_string();
-    // The second time nobody could send anything.
+    // The second time there is no source.
     let mut stored = None;
     for (name, from) in [("fetches", vec![holder]), ("again", Vec::new())] {
         workers.leave(0);
@@ -239,7 +239,7 @@ fn a_drafter_is_got_from_another_worker_once_and_answers_are_the_same() {
 }
 
 #[test]
-fn a_drafter_that_nobody_has_or_sends_is_refused() {
+fn a_drafter_that_no_worker_has_is_refused() {
     let refusal = |stage: &EngineOptions, lead: &EngineOptions| {
         let workers = Workers::start(MODEL, 1, stage);
         let refused = workers.engine(MODEL, lead).err().unwrap();
@@ -251,7 +251,7 @@ fn a_drafter_that_nobody_has_or_sends_is_refused() {
     };
     let none = refusal(&options(MODEL), &guessing());
     assert!(none.contains("this worker has none") && none.contains("--spec"), "{none}");
-    // Another one of the same shape: the last byte is one of a tensor's.
+    // Another drafter of the same shape: the last byte is in a tensor.
     let folder = tempfile::tempdir().unwrap();
     let other = folder.path().join("other.gguf");
     let mut bytes = std::fs::read(drafter()).unwrap();
@@ -260,7 +260,7 @@ fn a_drafter_that_nobody_has_or_sends_is_refused() {
     let another = EngineOptions { guesses: Guesses::Assistant(other), ..options(MODEL) };
     let another = refusal(&another, &guessing());
     assert!(another.contains("this worker has another"), "{another}");
-    // No model that it is made for, before anybody is asked.
+    // With a model that the drafter does not fit, it is refused before any stage is contacted.
     let llama = "tiny/llama/llama-f32";
     let refused = load::check_shards(&path(llama), &guessing().guesses, 2).unwrap_err();
     assert!(matches!(refused, Error::Config { option: "spec", .. }), "{refused}");

@@ -1,5 +1,5 @@
-//! Guesses for models with recurrent layers that are cut over several workers: states of all stages follow the rows that
-//! count, and no bit is another than without guesses on one worker.
+//! Draft tokens for models with recurrent layers over several workers: the states of all stages follow the
+//! accepted rows, and every bit equals that of one worker without draft tokens.
 
 use crate::exactness::{assert_same, same_twice};
 use crate::harness::{Ask, Heard, cramped, open, options, prompt, run_to_end, submit, together};
@@ -28,14 +28,14 @@ fn guessing(workers: &Workers, model: &str, options: &EngineOptions, most: u32) 
     workers.next_engine(model, options).with_speculation(Speculation::ngram().always(most))
 }
 
-/// Says one token again and again, so that guesses are right.
+/// Generates one token repeatedly, so that draft tokens are accepted.
 fn saying(prompt: Vec<u32>) -> Ask {
     let sampling = Sampling { logit_bias: vec![(10, 100.0)], ..Sampling::default() };
     Ask { sampling, ..Ask::greedy(prompt, 40) }
 }
 
 #[test]
-fn states_of_all_stages_follow_the_rows_that_count() {
+fn states_of_all_stages_follow_the_accepted_rows() {
     let (mut preempted, mut most_seen) = (0, 0);
     for model in MODELS {
         let asks = asks();
@@ -70,9 +70,10 @@ fn states_of_all_stages_follow_the_rows_that_count() {
     assert!(preempted > 0);
 }
 
-/// Behind a generation with guesses the caches of all stages are, byte by byte, those of one worker that has made none.
+/// After a generation with draft tokens the caches of all stages equal, byte by byte, those of one worker
+/// without them.
 #[test]
-fn what_is_kept_is_what_one_worker_keeps() {
+fn cached_bytes_equal_those_of_one_worker() {
     for model in MODELS {
         let ask = saying([prompt(3, 40).repeat(2), vec![9; 21]].concat()).named(key("r").name);
         let generate = |engine: &mut Engine| {
@@ -89,7 +90,7 @@ fn what_is_kept_is_what_one_worker_keeps() {
                 let what = format!("{model} over {shards}, chunks of {chunk}");
                 let options = EngineOptions { chunk: Some(chunk), ..options(model) };
                 let mut engine = guessing(&workers, model, &options, 7);
-                // Others' steps come between.
+                // Steps of other sequences run in between.
                 let beside: Vec<_> = asks().iter().map(|ask| submit(&mut engine, ask)).collect();
                 let (got, accepted) = generate(&mut engine);
                 assert_eq!(got, tokens, "{what}");
@@ -102,13 +103,13 @@ fn what_is_kept_is_what_one_worker_keeps() {
     }
 }
 
-/// States that guesses have led to are copied to a tier, evicted and brought back at all stages.
+/// States reached through draft tokens are copied to a tier, evicted and brought back at all stages.
 #[test]
-fn tiers_keep_what_guesses_have_led_to() {
+fn tiers_keep_states_reached_through_draft_tokens() {
     for model in ["tiny/qwen35/qwen35-f32", "tiny/granitehybrid/granitehybrid-f32"] {
         let ask = saying(prompt(5, 48).repeat(2));
         let whole = plain(model, std::slice::from_ref(&ask)).remove(0);
-        // Behind what was generated.
+        // After the generated tokens.
         let next = Ask::greedy([&ask.prompt[..], &whole.tokens, &prompt(6, 5)].concat(), 6);
         let want = plain(model, std::slice::from_ref(&next));
         let tiers = small(model, 16, host(64 << 20));
@@ -125,10 +126,10 @@ fn tiers_keep_what_guesses_have_led_to() {
     }
 }
 
-/// A request may go while it is not known which of its rows count: these are those without guesses, at all stages, and
-/// its slots are others' afterwards.
+/// A request may be removed before its accepted rows are known. At all stages the rows before its draft
+/// tokens then count, and its slots are used by others afterwards.
 #[test]
-fn a_request_that_goes_with_guesses_under_way_leaves_nothing() {
+fn a_request_removed_with_draft_tokens_in_flight_leaves_nothing() {
     for model in MODELS {
         let kept = saying(prompt(2, 50));
         let want = plain(model, std::slice::from_ref(&kept));
@@ -139,7 +140,7 @@ fn a_request_that_goes_with_guesses_under_way_leaves_nothing() {
             let beside = submit(&mut engine, &kept);
             let sure = (30..33).map(|seed| saying(prompt(seed, 20)));
             let gone: Vec<_> = asks().into_iter().chain(sure).map(|ask| submit(&mut engine, &ask)).collect();
-            // Past the prompts.
+            // After the prompts.
             while gone.iter().any(|asked| asked.heard().tokens.is_empty()) {
                 engine.step(Instant::now()).unwrap();
             }
@@ -151,21 +152,21 @@ fn a_request_that_goes_with_guesses_under_way_leaves_nothing() {
                 engine.check().unwrap();
             }
             run_to_end(&mut engine);
-            // What was under way when the last request ended is taken in too.
+            // Results that were in flight when the last request ended are processed too.
             while engine.step(Instant::now()).unwrap() != StepOutcome::Idle {}
             assert_same(&format!("{model} over {shards}, {steps} steps"), &want, &[beside.heard()]);
             assert_eq!(engine.load().kv_used, 0, "{model} over {shards}, {steps} steps");
         }
         assert!(engine.metrics().accepted.get() > 0, "{model}");
-        // From the caches that they have left.
+        // From the caches that these requests left.
         let all = asks();
         assert_same(model, &plain(model, &all), &together(&mut engine, &all));
     }
 }
 
-/// Left to itself it guesses where that was seen to pay, and the tokens are the same.
+/// With its own choice it drafts where that pays, and the tokens are the same.
 #[test]
-fn what_pays_is_decided_without_a_change_to_any_token() {
+fn the_choice_of_draft_length_changes_no_token() {
     for model in MODELS {
         let (asks, workers) = (asks(), Workers::start(model, 1, &options(model)));
         let mut engine = workers.next_engine(model, &options(model)).with_speculation(Speculation::ngram());

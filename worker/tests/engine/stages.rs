@@ -1,4 +1,4 @@
-//! Models over several workers: the same bits as in one, and a stage that fails fails the replica.
+//! Models over several workers: the same bits as in one, and a failed stage fails the replica.
 
 use crate::exactness::{asks, assert_same, models, undisturbed};
 use crate::harness::{Ask, Heard, cramped, one_by_one, open, options, path, prompt, submit, together};
@@ -19,7 +19,7 @@ use proto::transport::Identity;
 use std::time::{Duration, Instant, SystemTime};
 use tokio::runtime::Runtime;
 
-/// Workers that hold stages, and what dials them.
+/// Workers that serve stages, and the identity and runtime to connect to them.
 pub(crate) struct Workers {
     pub(crate) runtime: Runtime,
     ca: Authority,
@@ -51,7 +51,7 @@ impl Workers {
         self.add_as(index, name, config);
     }
 
-    /// A worker for one stage more, started so.
+    /// Adds a worker for one more stage, with this configuration.
     pub(crate) fn add_as(&mut self, index: usize, name: String, config: StageConfig) {
         let _entered = self.runtime.enter();
         let service = StageService::start(config, &identity(&self.ca, &name)).unwrap();
@@ -60,12 +60,12 @@ impl Workers {
         self.services.insert(index, service);
     }
 
-    /// A worker is a stage no more, whether it has stopped or not.
+    /// Removes a worker from the stages, whether it has stopped or not.
     pub(crate) fn leave(&mut self, index: usize) {
         self.addresses.remove(index);
     }
 
-    /// Another worker in the place of one that has stopped.
+    /// Replaces a stopped worker by another one.
     pub(crate) fn replace(&mut self, index: usize, model: &str) {
         self.leave(index);
         self.add(index, format!("other{index}"), model, &options(model));
@@ -91,7 +91,7 @@ impl Workers {
         Ok(loaded.engine)
     }
 
-    /// As [`Self::engine`], once the stages have noticed that the replica before it has ended.
+    /// Like [`Self::engine`], after the stages have noticed that the previous replica has ended.
     pub(crate) fn next_engine(&self, model: &str, options: &EngineOptions) -> Engine {
         let deadline = Instant::now() + Duration::from_secs(10);
         loop {
@@ -128,7 +128,7 @@ fn two_and_three_stages_change_no_bit() {
                 let mut engine = workers.next_engine(model, &options);
                 let got = if at_once { together(&mut engine, &asks) } else { one_by_one(&mut engine, &asks) };
                 assert_same(&format!("{model} over {shards}: {what}"), &want, &got);
-                // The same again: from the prefix cache, and with the state that it kept.
+                // Again: from the prefix cache, and with the state that it kept.
                 let hits = one_by_one(&mut engine, &asks);
                 assert_same(&format!("{model} over {shards}: {what}, again"), &want, &hits);
                 hits.iter().map(Heard::cached).sum::<usize>()
@@ -146,7 +146,7 @@ fn two_and_three_stages_change_no_bit() {
 }
 
 #[test]
-fn preemption_and_draws_of_every_kind_are_those_of_one_worker() {
+fn preemption_and_sampling_equal_those_of_one_worker() {
     for model in ["tiny/llama/llama-f32", "tiny/gemma3/gemma3-f32", "tiny/qwen35/qwen35-f32"] {
         let sampled = |seed: u64| Ask {
             sampling: Sampling { temperature: 1.0, seed, ..Sampling::default() },
@@ -158,9 +158,9 @@ fn preemption_and_draws_of_every_kind_are_those_of_one_worker() {
         let base = EngineOptions { prefix_cache: false, chunk: Some(8), ..options(model) };
         let smallest = cramped(model, &base, 260);
         let gave_way = |heard: &[Heard]| heard.iter().map(Heard::preemptions).sum::<u32>();
-        // Arenas in which some are admitted that do not stay, the smallest first. How many a
-        // pipeline admits depends on what is under way when it plans: one of them it may get
-        // through undisturbed.
+        // Arenas in which some sequences are admitted and later preempted, the smallest first. The number
+        // that a pipeline admits depends on the steps in flight when it plans, so some arenas may cause no
+        // preemption.
         let stages_gave_way = (4..40).any(|quarters| {
             let kv_bytes = smallest.kv_bytes.map(|bytes| bytes * quarters / 4);
             let options = EngineOptions { kv_bytes, ..base.clone() };
@@ -179,7 +179,7 @@ fn preemption_and_draws_of_every_kind_are_those_of_one_worker() {
     }
 }
 
-/// One of each way to draw, and choices of one prompt.
+/// One request for each way of sampling, and choices of one prompt.
 fn draws() -> Vec<Ask> {
     let base = Sampling { temperature: 0.9, seed: 11, ..Sampling::default() };
     let bias = vec![(9, 3.0), (17, -100.0), (300, 1.5)];
@@ -197,7 +197,7 @@ fn draws() -> Vec<Ask> {
     ];
     let with = |(seed, sampling): (u64, Sampling)| {
         let ask = Ask { sampling, ..Ask::greedy(prompt(60 + seed, 21), 24).tokens_only() };
-        // Ends are barred for a while, on the device or not.
+        // End tokens are barred for a while, on the device or on the host.
         Ask { stop: Stop { min_tokens: if seed % 2 == 0 { 6 } else { 0 }, ..ask.stop.clone() }, ..ask }
     };
     let mut asks: Vec<Ask> = (0..).zip(samplings).map(with).collect();
@@ -205,13 +205,13 @@ fn draws() -> Vec<Ask> {
         sampling: Sampling { seed, logprobs: Some(2), ..base.clone() },
         ..Ask::greedy(prompt(99, 40), 24).tokens_only()
     }));
-    // Rows that are wanted whole beside such as are drawn from elsewhere.
+    // Rows that are wanted whole next to rows that are sampled at another stage.
     asks.push(Ask { sampling: base, ..Ask::greedy(prompt(98, 30), 10) });
     asks
 }
 
 #[test]
-fn the_last_stage_draws_what_one_worker_would() {
+fn the_last_stage_draws_like_one_worker() {
     for model in ["tiny/llama/llama-f32", "tiny/gemma3/gemma3-f32", "tiny/qwen35/qwen35-f32"] {
         let asks = draws();
         let want = one_by_one(&mut open(model, &options(model)), &asks);
@@ -233,8 +233,8 @@ fn the_last_stage_draws_what_one_worker_would() {
 }
 
 #[test]
-fn the_first_and_the_last_stage_make_the_logits_of_one_stream_together() {
-    // The output head is one matrix with the embedding, and of a soft cap too; the last one has a head of its own.
+fn the_first_and_last_stages_share_the_logits_of_one_stream() {
+    // The output head is tied to the embedding, also with a soft cap. The last model has a separate head.
     let models = [
         ("tiny/llama/llama-f32", true),
         ("tiny/gemma4/gemma4-f32", true),
@@ -259,7 +259,7 @@ fn the_first_and_the_last_stage_make_the_logits_of_one_stream_together() {
 }
 
 #[test]
-fn several_steps_are_under_way_and_all_stages_compute() {
+fn several_steps_are_in_flight_and_all_stages_compute() {
     let model = "tiny/llama/llama-f32";
     let workers = Workers::start(model, 2, &options(model));
     let mut engine = workers.engine(model, &options(model)).unwrap();
@@ -282,7 +282,7 @@ fn several_steps_are_under_way_and_all_stages_compute() {
 }
 
 #[test]
-fn a_request_that_is_cancelled_while_its_rows_are_under_way_leaves_nothing_behind() {
+fn a_request_cancelled_with_rows_in_flight_leaves_nothing_behind() {
     let model = "tiny/qwen35/qwen35-f32";
     let workers = Workers::start(model, 1, &options(model));
     let mut engine = workers.engine(model, &options(model)).unwrap();
@@ -299,7 +299,7 @@ fn a_request_that_is_cancelled_while_its_rows_are_under_way_leaves_nothing_behin
             engine.step(Instant::now()).unwrap();
         }
         assert_eq!(beside.heard().tokens, want[0].tokens);
-        // What was under way when the last request ended is taken in too.
+        // Results that were in flight when the last request ended are processed too.
         while engine.step(Instant::now()).unwrap() != StepOutcome::Idle {}
         assert_eq!(engine.load().kv_used, 0, "cancelled after {steps} steps");
         engine.check().unwrap();
@@ -307,7 +307,7 @@ fn a_request_that_is_cancelled_while_its_rows_are_under_way_leaves_nothing_behin
 }
 
 #[test]
-fn brain_floats_between_stages_are_close_and_do_not_depend_on_chunks() {
+fn bfloat16_between_stages_is_close_and_independent_of_chunks() {
     let model = "tiny/llama/llama-f32";
     let asks = [Ask::greedy(prompt(3, 60), 4)];
     let want = one_by_one(&mut open(model, &options(model)), &asks);
@@ -334,7 +334,7 @@ fn brain_floats_between_stages_are_close_and_do_not_depend_on_chunks() {
 }
 
 #[test]
-fn what_would_compute_otherwise_or_cannot_be_cut_is_refused() {
+fn a_stage_of_another_class_or_an_impossible_split_is_refused() {
     let model = "tiny/llama/llama-f32";
     let other = EngineOptions { kv_type: kernels::backend::KvType::F16, ..options(model) };
     let workers = Workers::start(model, 1, &other);
@@ -391,7 +391,7 @@ fn a_lost_stage_ends_the_replica_within_three_seconds() {
         };
         assert!(matches!(&error, Error::StageLost(who) if who.stage == lost + 1), "{error}");
         assert!(since.elapsed() < 3 * Duration::from_secs(3), "{:?}", since.elapsed());
-        // Formed again with another worker in its place, it holds nothing of what was under way.
+        // A new replica with another worker in its place has nothing of the steps in flight.
         drop(engine);
         workers.replace(lost, model);
         let mut engine = workers.next_engine(model, &options(model));

@@ -1,6 +1,6 @@
-//! Random storms through the real engine: whatever is admitted, cancelled, preempted, evicted, forked, saved and
-//! restored around a request, its tokens are those of an undisturbed run, although what nobody holds is overwritten with NaN
-//! again and again.
+//! Random storms through the real engine: requests are admitted, cancelled, preempted, evicted, forked, saved
+//! and restored around a request. Its tokens are those of an undisturbed run, although unused cache bytes are
+//! overwritten with NaN again and again.
 
 use crate::harness::{
     Ask, Asked, Heard, QUANT, ROOT, TINY, cramped, one_by_one, open, options, prompt, submit,
@@ -17,17 +17,17 @@ use std::time::Instant;
 use tokio::sync::oneshot;
 
 const SEEDS: u64 = 24;
-/// More than admission keeps room for.
+/// More than the growth for which admission keeps room.
 const GENERATE: u32 = 44;
-/// What a fork or a restored sequence generates beyond that at least.
+/// Minimum number of tokens that a fork or a restored sequence generates beyond that.
 const AFTER: u32 = 8;
-/// Longest prompt and its output.
+/// Maximum length of a prompt and its output.
 const LONGEST: usize = 170;
 
-/// Requests of a storm at most, those that go on from forks and snapshots included.
+/// Maximum number of requests of a storm, including those that continue from forks and snapshots.
 const MOST: usize = 24;
 
-/// A small generator, so that a storm is its seed.
+/// A small generator: the seed determines the storm.
 struct Dice(u64);
 
 impl Dice {
@@ -41,20 +41,21 @@ impl Dice {
     }
 }
 
-/// Prompts that part from each other at block edges, inside blocks, and not at all.
+/// Prompts that diverge at block boundaries, inside blocks, and not at all.
 fn prompts() -> Vec<Vec<u32>> {
     let stem = prompt(1, 160);
     let mut prompts = vec![stem.clone(), prompt(2, 23), prompt(3, 70)];
     for (seed, parts_at) in (10..).zip([16, 40, 96, 100, 128, 150]) {
         prompts.push([&stem[..parts_at], &prompt(seed, 9)].concat());
     }
-    // Grows out of another, as the next turn of a chat.
+    // Continues another prompt, like the next turn of a chat.
     prompts.push([prompts[2].clone(), prompt(20, 30)].concat());
     prompts.push([prompts[5].clone(), prompt(21, 40)].concat());
     prompts
 }
 
-/// A request of the storm: which prompt, how many tokens of its undisturbed output belong to the prompt too.
+/// A request of the storm: its prompt, and the number of tokens of the undisturbed output that it starts
+/// with.
 struct Sent {
     which: usize,
     given: usize,
@@ -62,7 +63,7 @@ struct Sent {
     asked: Asked,
 }
 
-/// What happened in all storms.
+/// Counts over all storms.
 #[derive(Debug, Default)]
 struct Seen {
     preempted: u64,
@@ -93,7 +94,7 @@ impl Storm<'_> {
         SequenceKey { root: ROOT, name }
     }
 
-    /// Asks for a prompt's output behind the first `given` tokens of it, if there is more of it.
+    /// Requests a prompt's output after its first `given` tokens, if there is more of it.
     fn ask(&mut self, which: usize, given: usize) {
         if given == self.want[which].tokens.len() {
             return;
@@ -106,12 +107,12 @@ impl Storm<'_> {
         self.sent.push(Sent { which, given, key, asked });
     }
 
-    /// How many tokens of a prompt's output a sequence has by now.
+    /// Number of output tokens in a sequence of `tokens` tokens.
     fn given(&self, which: usize, tokens: u32) -> usize {
         tokens as usize - self.asks[which].prompt.len()
     }
 
-    /// A fork of some sequence, live or not, and a request that goes on from it.
+    /// Forks a sequence, live or not, and submits a request that continues it.
     fn fork(&mut self, seen: &mut Seen) {
         let at = self.dice.below(self.sent.len());
         let (which, of, to) = (self.sent[at].which, self.sent[at].key.clone(), self.key());
@@ -132,7 +133,7 @@ impl Storm<'_> {
         self.saving.push((self.sent[at].which, answer));
     }
 
-    /// Takes in what has been saved meanwhile.
+    /// Processes the snapshots that were completed meanwhile.
     fn collect(&mut self, seen: &mut Seen) {
         for (which, mut answer) in std::mem::take(&mut self.saving) {
             match answer.try_recv() {
@@ -148,7 +149,7 @@ impl Storm<'_> {
         }
     }
 
-    /// Puts a snapshot back, and a request that goes on from it.
+    /// Restores a snapshot, and submits a request that continues it.
     fn restore(&mut self, seen: &mut Seen) {
         let at = self.dice.below(self.saved.len());
         let (which, snapshot) = self.saved.swap_remove(at);
@@ -169,7 +170,7 @@ impl Storm<'_> {
                 self.ask(which, 0);
                 left -= 1;
             }
-            // So that a storm ends although its forks are forked.
+            // Bounds the storm although forks are forked again.
             let open = self.sent.len() < MOST;
             match self.dice.below(200) {
                 0 | 1 => {
@@ -181,7 +182,7 @@ impl Storm<'_> {
                 6..=9 if open && !self.saved.is_empty() => self.restore(seen),
                 _ => {}
             }
-            // Whatever a request reads that is not its own spoils all that comes of it.
+            // A request that reads bytes of another one would get NaN in all further results.
             if self.dice.below(4) == 0 {
                 seen.poisoned += self.engine.poison_unused().unwrap();
             }
@@ -228,7 +229,7 @@ fn a_storm_changes_no_token() {
         let asks: Vec<Ask> = prompts().into_iter().map(ask).collect();
         let calm = EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) };
         let want = one_by_one(&mut open(model, &calm), &asks);
-        // Windows hold more at once the more of a prompt goes into one step.
+        // Windows hold more blocks at once with longer steps.
         let whole = EngineOptions { chunk: Some(0), ..options(model) };
         let longest = LONGEST + (GENERATE + AFTER) as usize;
         let smallest = cramped(model, &whole, longest).kv_bytes.unwrap();

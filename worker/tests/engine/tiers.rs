@@ -1,5 +1,5 @@
-//! Prefixes that were evicted come back from host memory and from files, also after a restart, and no bit tells; what
-//! is damaged or of another origin is computed again.
+//! Evicted prefixes come back from host memory and from files, also after a restart, without changing a bit.
+//! Damaged pieces and those of another origin are computed again.
 
 use crate::harness::{Ask, Asked, Heard, cramped, one_by_one, open, options, prompt, submit};
 use kernels::backend::KvType;
@@ -10,7 +10,8 @@ use kvasir_worker::tiers::{DiskConfig, TiersConfig};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// One model for every kind of cache: full, sliding (also with sinks), delta net and Mamba-2 states, in f32 and not.
+/// One model for every kind of cache: full, sliding (also with sinks), delta-net and Mamba-2 states, in f32
+/// and in other types.
 pub(crate) const KINDS: [&str; 6] = [
     "tiny/llama/llama-f32",
     "tiny/gemma3/gemma3-f32",
@@ -26,13 +27,13 @@ pub(crate) fn asked() -> Ask {
     Ask::greedy(prompt(1, PROMPT), GENERATE)
 }
 
-/// All positions of the prompt and what follows, with nothing shared.
+/// All positions of the prompt and the output, without sharing.
 pub(crate) fn undisturbed(model: &str, ask: &Ask) -> Heard {
     let options = EngineOptions { prefix_cache: false, chunk: Some(0), ..options(model) };
     one_by_one(&mut open(model, &options), std::slice::from_ref(ask)).remove(0)
 }
 
-/// An arena for little more than one such request.
+/// Options with an arena for little more than one such request.
 pub(crate) fn small(model: &str, block_tokens: usize, tiers: TiersConfig) -> EngineOptions {
     let options = EngineOptions { block_tokens, ..options(model) };
     EngineOptions { tiers, ..cramped(model, &options, 2 * PROMPT) }
@@ -47,7 +48,7 @@ pub(crate) fn disk(dir: &Path, host_bytes: u64) -> TiersConfig {
     TiersConfig { host_bytes, disk, patience: Duration::from_secs(60) }
 }
 
-/// To the end; a request may wait for files meanwhile.
+/// Runs requests to the end. They may wait for files meanwhile.
 pub(crate) fn finish(engine: &mut Engine, asks: &[Ask]) -> Vec<Heard> {
     let asked: Vec<Asked> = asks.iter().map(|ask| submit(engine, ask)).collect();
     let deadline = Instant::now() + Duration::from_secs(60);
@@ -61,7 +62,7 @@ pub(crate) fn finish(engine: &mut Engine, asks: &[Ask]) -> Vec<Heard> {
     asked.iter().map(Asked::heard).collect()
 }
 
-/// The files of pieces, beside the lock.
+/// The files of pieces, without the lock file.
 pub(crate) fn pieces(dir: &Path) -> Vec<PathBuf> {
     let files = std::fs::read_dir(dir).unwrap().map(|file| file.unwrap().path());
     files.filter(|path| path.extension().is_some_and(|extension| extension == "kvpiece")).collect()
@@ -73,7 +74,7 @@ pub(crate) fn evict(engine: &mut Engine) {
     }
 }
 
-/// The same tokens, and the same bits wherever there are any.
+/// Checks for the same tokens, and the same bits at every position with logits.
 pub(crate) fn assert_same(what: &str, heard: &Heard, want: &Heard) {
     assert_eq!(heard.failed, None, "{what}");
     assert_eq!(heard.tokens, want.tokens, "{what}");
@@ -84,7 +85,7 @@ pub(crate) fn assert_same(what: &str, heard: &Heard, want: &Heard) {
 }
 
 #[test]
-fn without_tiers_it_is_gone() {
+fn without_tiers_an_evicted_prefix_is_gone() {
     for model in KINDS {
         let mut engine = open(model, &small(model, 16, TiersConfig::default()));
         finish(&mut engine, &[asked()]);
@@ -109,7 +110,7 @@ fn an_evicted_prefix_comes_back_from_host_memory_bit_by_bit() {
             assert_eq!(engine.metrics().tiers.hits.get(), 1, "{what}");
             assert_eq!(engine.metrics().tiers.hit_tokens.get(), 192, "{what}");
 
-            // The next turn: what was generated came too.
+            // The next turn: the generated tokens came back too.
             let next = Ask::greedy([asked().prompt, first.tokens, prompt(9, 30)].concat(), GENERATE);
             evict(&mut engine);
             let heard = finish(&mut engine, std::slice::from_ref(&next)).remove(0);
@@ -195,7 +196,7 @@ fn damaged_files_are_computed_again() {
         let failures = engine.metrics().tiers.load_failures.get();
         assert!(failures > 0 && engine.metrics().tiers.hits.get() == 0, "{model}: {failures}");
         drop(engine);
-        // It was kept once more, and this time it is whole.
+        // The piece was stored again, and is now intact.
         let heard = finish(&mut open(model, &options), &[asked()]).remove(0);
         assert_eq!(heard.cached(), 192, "{model}");
         assert_same(model, &heard, &want);
@@ -220,14 +221,15 @@ fn one_damaged_block_truncates() {
         assert_same(model, &heard, &want);
         std::fs::write(&path, whole).unwrap();
     }
-    // Damaged at the first block: nothing. At the second: less than is worth it. From there on all before it. Behind
-    // the prompt there is one block more, which nobody asks for.
+    // With the first block damaged nothing is served. With the second one, the prefix is too short to be
+    // worth it. From then on everything before the damage is served. One further block after the prompt is
+    // never read.
     served.sort_unstable();
     assert_eq!(served, [0, 0, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192]);
 }
 
 #[test]
-fn what_another_origin_has_left_is_not_used() {
+fn pieces_of_another_origin_are_not_used() {
     for model in KINDS {
         let dir = tempfile::tempdir().unwrap();
         let here = small(model, 16, disk(dir.path(), 0));
@@ -247,7 +249,7 @@ fn what_another_origin_has_left_is_not_used() {
 }
 
 #[test]
-fn a_request_that_waits_for_files_can_end_and_need_not_wait_longer_than_it_may() {
+fn the_wait_of_a_request_for_files_is_bounded_and_can_be_cancelled() {
     let model = KINDS[0];
     let dir = tempfile::tempdir().unwrap();
     let options = small(model, 16, disk(dir.path(), 0));

@@ -1,4 +1,4 @@
-//! A coordinator that does as it is told, and worker services that have joined it.
+//! A scripted coordinator, and worker services that have joined it.
 
 use kernels::backend::{ActivationMode, KvType};
 use kvasir_worker::Error;
@@ -24,9 +24,9 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 use tarpc::context::Context;
 
-/// Long enough for any machine, short enough for a person to wait for.
+/// Test timeout for slow machines.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
-/// Root of everything that is asked.
+/// Root of all requests.
 pub(crate) const ROOT: BlockId = BlockId([7; 16]);
 
 pub(crate) fn any_port() -> SocketAddr {
@@ -53,7 +53,7 @@ pub(crate) fn options(kv_type: KvType) -> EngineOptions {
     }
 }
 
-/// Awaits `future`; a test that hangs fails and says where.
+/// Awaits `future`. On timeout the test fails with `what`.
 pub(crate) async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
     tokio::time::timeout(PATIENCE, future).await.unwrap_or_else(|_| panic!("{what} takes too long"))
 }
@@ -69,16 +69,16 @@ pub(crate) struct Worker {
     pub(crate) node: NodeId,
     connection: Connection,
     report: Arc<Mutex<PullReport>>,
-    /// What it has told of getting its model.
+    /// Its reports of the weight download.
     #[allow(dead_code, reason = "tests of shipping use this module too")]
     pub(crate) shipping: Arc<Mutex<Vec<ShippingReport>>>,
 }
 
-/// What a request was answered.
+/// The response to a request.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Answer {
     pub(crate) tokens: Vec<u32>,
-    /// With the bits of the best alternatives' log-probabilities.
+    /// With the log-probabilities of the best alternatives, as bits.
     pub(crate) logprobs: Vec<TokenLogprobs>,
     pub(crate) cached: u32,
     pub(crate) lookup: String,
@@ -129,7 +129,7 @@ impl Cluster {
         self.worker_of(name, path(model), ShippingConfig::default(), engine).await
     }
 
-    /// A worker of the model in a file, or in a shard store.
+    /// Starts a worker with the model in a file or in a shard store.
     pub(crate) async fn worker_of(
         &self,
         name: &str,
@@ -140,7 +140,7 @@ impl Cluster {
         self.try_worker(name, model_path, shipping, engine).await.unwrap()
     }
 
-    /// As [`Self::worker_of`], where it may not start.
+    /// Like [`Self::worker_of`], for a worker that may fail to start.
     pub(crate) async fn try_worker(
         &self,
         name: &str,
@@ -166,7 +166,7 @@ impl Cluster {
         };
         let (report, shipping): (Arc<Mutex<_>>, Arc<Mutex<_>>) = Default::default();
         let api = Api(Arc::clone(&report), Arc::clone(&shipping));
-        // It dials before its model is loaded.
+        // The worker dials before its model is loaded.
         let accepted = async {
             let connection = soon("joining", self.coordinator.accept()).await.unwrap();
             tokio::spawn(attend(connection.clone(), api));
@@ -192,7 +192,7 @@ async fn attend(connection: Connection, api: Api) {
 }
 
 impl Worker {
-    /// Where its prefixes can be pulled from, as a coordinator tells it.
+    /// The KV transfer source for its prefixes, as a coordinator sends it.
     pub(crate) fn source(&self, tokens: u32) -> PullSource {
         let quic = self.service.quic_address().to_string();
         PullSource { node: self.node.clone(), quic, tokens }
@@ -239,7 +239,7 @@ impl Worker {
         answer
     }
 
-    /// Waits until nothing is held or waits any more.
+    /// Waits until no request runs or waits and no block is in use.
     pub(crate) async fn settles(&self) {
         let api = self.connection.worker_api().await.unwrap();
         soon("settling", async {
@@ -254,7 +254,7 @@ impl Worker {
         .await;
     }
 
-    /// The value of a metric, 0 if it has none.
+    /// The value of a metric; 0 if it is missing.
     pub(crate) async fn metric(&self, series: &str) -> f64 {
         let api = self.connection.worker_api().await.unwrap();
         let text = api.metrics_text(deadline(PATIENCE)).await.unwrap();
@@ -262,7 +262,7 @@ impl Worker {
         line.map_or(0.0, |value| value.parse().unwrap())
     }
 
-    /// Waits for a report of pulls.
+    /// Waits for a report of KV transfers that satisfies `is`.
     pub(crate) async fn reports(&self, what: &str, is: impl Fn(&PullReport) -> bool) {
         soon(what, async {
             while !is(&self.report.lock().unwrap()) {

@@ -1,5 +1,5 @@
-//! Workers on GPUs, interpreted, beside one on the CPU: what lies in a device's memory is pulled within a numeric class;
-//! between classes it is computed.
+//! Workers on interpreted GPUs next to one on the CPU. KV in device memory is transferred within a numeric
+//! class; between classes it is computed.
 
 use crate::cluster::{Cluster, options};
 use crate::{KINDS, assert_same};
@@ -8,8 +8,8 @@ use kvasir_worker::load::{DeviceChoice, EngineOptions};
 use std::path::Path;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn prefixes_go_from_device_to_device_and_not_to_another_class() {
-    // Keys and values, and states.
+async fn prefixes_are_transferred_between_devices_of_one_class_only() {
+    // A model with keys and values, and states.
     let model = KINDS[2];
     let cubins = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/cubins");
     let simulated = EngineOptions {

@@ -1,4 +1,4 @@
-//! A worker that holds a prefix and does not always send what it should.
+//! A faulty holder of a prefix.
 
 use crate::cluster::{Cluster, ROOT, options, path};
 use kernels::backend::KvType;
@@ -17,24 +17,24 @@ use tokio::sync::mpsc;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fault {
     None,
-    /// A bit of its third piece.
+    /// Flips a bit of the third piece.
     FlippedBit,
-    /// Pieces of other tokens, with the digests that belong to them.
+    /// Sends pieces of other tokens, with matching digests.
     OtherTokens,
-    /// It goes with its connection after its third piece.
+    /// Closes the connection after the third piece.
     Dies,
-    /// It announces a piece that is too long.
+    /// Announces a piece that is too long.
     LongPiece,
-    /// Its first piece comes again and again.
+    /// Sends the first piece repeatedly.
     Repeats,
-    /// It sends three pieces, then nothing.
+    /// Sends three pieces, then nothing.
     Silent,
 }
 
-/// What a holder that falls silent tells the test.
+/// Notices of a holder that becomes silent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Notice {
-    /// It has sent what it sends.
+    /// It has sent its pieces.
     Silent,
     Cancelled,
 }
@@ -108,7 +108,7 @@ fn compute(engine: &mut Engine, prompt: &[u32]) {
 /// A piece with its bytes.
 type Whole = (PulledPiece, Vec<u8>);
 
-/// All pieces that are offered of these tokens.
+/// All pieces that the engine offers for these tokens.
 fn whole(engine: &mut Engine, asked: &PullRequest, tokens: &[u32]) -> Result<(u32, Vec<Whole>), PullRefusal> {
     let offer = engine.lender().offer(&asked.origin, asked.root, tokens, asked.have)?;
     let prefix = &tokens[..offer.tokens as usize];
@@ -146,7 +146,7 @@ async fn send(engine: &Mutex<Engine>, call: PullCall, fault: Fault, notice: &mps
     reply.head(PullHead { tokens, pieces: pieces.len() as u32 }).await.unwrap();
     let most = if matches!(fault, Fault::Dies | Fault::Silent) { 3 } else { pieces.len() };
     for (piece, bytes) in pieces.iter().take(most) {
-        // Who is lied to does not listen to the end.
+        // The receiver may cancel once it has seen a fault.
         if reply.piece(*piece, bytes).await.is_err() {
             return;
         }

@@ -1,5 +1,5 @@
-//! Worker services that pull prefixes from each other over QUIC: what is pulled gives the answer of what is computed,
-//! `cached` tells the truth, and whatever a holder does wrong is computed instead.
+//! Worker services that transfer KV from each other over QUIC. A transferred prefix gives the same answer as
+//! a computed one, `cached` reports the transferred tokens, and any fault of a holder leads to computing.
 #![allow(clippy::unwrap_used, reason = "in a test a panic is the report")]
 
 mod cluster;
@@ -21,14 +21,14 @@ const KINDS: [&str; 4] = [
     "tiny/granitehybrid/granitehybrid-f32",
 ];
 const LLAMA: &str = KINDS[0];
-/// Tokens that a prompt's prefix is served of at most.
+/// Maximum number of a prompt's tokens that are transferred.
 const SERVED: u32 = 192;
 
 fn prompt() -> Vec<u32> {
     (0..200).map(|i| 5 + (i * i * 31 + i * 7) % 350).collect()
 }
 
-/// The same tokens with the same log-probabilities, bit by bit.
+/// Asserts equal tokens with equal log-probabilities, bit by bit.
 fn assert_same(what: &str, answer: &Answer, want: &Answer) {
     assert_eq!(answer.tokens, want.tokens, "{what}");
     let bits = |answer: &Answer| -> Vec<u32> {
@@ -61,7 +61,7 @@ async fn a_pulled_prefix_answers_as_a_computed_one() {
         let answer = pulls.ask(&prompt(), Some(holds.source(SERVED))).await;
         assert_same(model, &answer, &want);
         assert_eq!((answer.cached, &*answer.lookup), (SERVED, "prompt_end transfer=192"), "{model}");
-        // Both agree on what went over, and tell it.
+        // Both workers report the same number of bytes.
         let bytes = pulls.metric("kvasir_block_transfer_bytes_total{direction=\"pulled\"}").await;
         assert!(bytes > 0.0, "{model}");
         assert_eq!(
@@ -73,7 +73,7 @@ async fn a_pulled_prefix_answers_as_a_computed_one() {
         let told = |pulled: u64| pulled as f64 == bytes;
         pulls.reports("what was pulled", |r| told(r.pulled_bytes) && r.rate > 0.0 && r.failures == 0).await;
         holds.reports("what was sent", |r| told(r.sent_bytes)).await;
-        // Then it is here, and serves others.
+        // The prefix is then in the cache, and can be transferred to others.
         let again = pulls.ask(&prompt(), Some(holds.source(SERVED))).await;
         assert_same(model, &again, &want);
         assert_eq!(again.cached, SERVED, "{model}");
@@ -97,8 +97,8 @@ async fn whatever_a_holder_does_wrong_is_computed() {
             (Fault::OtherTokens, 0, "damaged"),
             (Fault::LongPiece, 0, "damaged"),
             (Fault::Repeats, 0, "damaged"),
-            // Of a model without windows and states, what had come by then serves; the end of a connection overtakes
-            // what is on its way.
+            // For a model without windows and states, pieces that arrived before the fault are used. The end
+            // of a connection overtakes data in flight.
             (Fault::Dies, if model == LLAMA { 48 } else { 0 }, "lost"),
         ];
         for (fault, cached, reason) in faults {
@@ -113,7 +113,7 @@ async fn whatever_a_holder_does_wrong_is_computed() {
                 let series = format!("kvasir_block_transfer_failures_total{{reason=\"{reason}\"}}");
                 assert_eq!(worker.metric(&series).await, 1.0, "{what}");
             }
-            // What is computed is served as ever.
+            // The computed prefix is cached as usual.
             assert_eq!(worker.ask(&prompt(), None).await.cached, SERVED, "{what}");
             worker.settles().await;
             worker.service.stop().await;
@@ -122,7 +122,7 @@ async fn whatever_a_holder_does_wrong_is_computed() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_slow_holder_is_waited_for_no_longer_than_may_be_and_told_to_stop() {
+async fn a_slow_holder_is_canceled_at_the_time_limit() {
     let cluster = Cluster::new();
     let want = computed(&cluster, LLAMA, KvType::F32).await;
     let mut holder = Holder::start(&cluster, "holder", LLAMA, &prompt(), Fault::Silent);
@@ -132,7 +132,7 @@ async fn a_slow_holder_is_waited_for_no_longer_than_may_be_and_told_to_stop() {
     assert_same("silent", &answer, &want);
     assert!(answer.cached <= 48, "{}", answer.lookup);
     assert_eq!(worker.metric("kvasir_block_transfer_failures_total{reason=\"patience\"}").await, 1.0);
-    // Unless even the connection was not there in time.
+    // If not even the connection was established in time, there are no notices.
     if answer.cached > 0 {
         assert_eq!(soon("pieces", holder.notices.recv()).await, Some(Notice::Silent));
         assert_eq!(soon("the end", holder.notices.recv()).await, Some(Notice::Cancelled));
@@ -142,7 +142,7 @@ async fn a_slow_holder_is_waited_for_no_longer_than_may_be_and_told_to_stop() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_request_that_goes_takes_its_pull_along() {
+async fn a_canceled_request_cancels_its_transfer() {
     let cluster = Cluster::new();
     let mut holder = Holder::start(&cluster, "holder", LLAMA, &prompt(), Fault::Silent);
     let worker = cluster.worker("pulls", LLAMA, options(KvType::F32)).await;
@@ -158,7 +158,7 @@ async fn a_request_that_goes_takes_its_pull_along() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn who_cannot_be_reached_or_is_of_another_class_is_not_pulled_from() {
+async fn an_unreachable_holder_or_one_of_another_class_is_not_used() {
     let cluster = Cluster::new();
     let want = computed(&cluster, LLAMA, KvType::F16).await;
     let worker = cluster.worker("pulls", LLAMA, options(KvType::F16)).await;
@@ -167,7 +167,7 @@ async fn who_cannot_be_reached_or_is_of_another_class_is_not_pulled_from() {
     assert_same("another class", &answer, &want);
     assert_eq!((answer.cached, &*answer.lookup), (0, "not_cached group=0 token=0 transfer=refused"));
 
-    // The certificate says who it is, whatever the address.
+    // The certificate identifies the node, whatever the address.
     let other = cluster.worker("other", LLAMA, options(KvType::F16)).await;
     let mut impostor = holder.source(SERVED);
     impostor.node = proto::ids::NodeId::new("pulls").unwrap();
@@ -184,8 +184,8 @@ async fn who_cannot_be_reached_or_is_of_another_class_is_not_pulled_from() {
     }
 }
 
-/// Pulling beside computing, for a model of one's own. A measurement, not a check: to be run alone on a quiet machine,
-/// built with optimisation.
+/// Compares transferring with computing for a given model. A measurement, not a check: run it alone on a
+/// quiet machine, in an optimized build.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "a measurement: KVASIR_PULL_MODEL names a model"]
 async fn pulling_beside_computing() {
@@ -201,7 +201,7 @@ async fn pulling_beside_computing() {
     let pulls = cluster.worker("pulls", model, options()).await;
     println!("{:>7} {:>12} {:>12} {:>12}", "tokens", "computed, s", "pulled, s", "MB");
     for (round, tokens) in [512u32, 1_024, 2_048, 4_096].into_iter().cycle().take(12).enumerate() {
-        // Each round's prompts begin with a token of their own: nothing is shared.
+        // Each round's prompts start with a different token, so they share no prefix.
         let prompt: Vec<u32> =
             (0..tokens).map(|i| if i == 0 { 100 + round as u32 } else { 5 + (i * 31) % 350 }).collect();
         let first = async |worker: &cluster::Worker, source| {

@@ -1,11 +1,11 @@
-//! A worker that is told to end while it serves.
+//! A worker that is drained and stopped while it serves.
 
 use crate::{PATIENCE, pair, request};
 use kvasir_worker::service::WorkerService;
 use proto::message::GenerateFrame;
 use tokio::task::JoinSet;
 
-/// Often enough that the end is told between any two things that a worker does for a call.
+/// Number of rounds, so that the drain starts between any two actions of a worker for a call.
 const ROUNDS: u32 = 24;
 const TOKENS: u32 = 40;
 
@@ -15,11 +15,11 @@ async fn end(worker: WorkerService) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_was_taken_is_served_until_it_has_arrived() {
+async fn an_accepted_call_is_served_until_its_end_has_arrived() {
     for round in 0..ROUNDS {
         let pair = tokio::time::timeout(PATIENCE, pair()).await.unwrap();
         let mut stream = pair.connection.open_generate(&request(TOKENS)).await.unwrap();
-        // Told before the first token, or when that or a later one has come.
+        // Drain before the first token, or after it or a later one has arrived.
         let told_after = round % 8;
         let mut worker = Some(pair.worker);
         let mut ending = JoinSet::new();
@@ -33,13 +33,13 @@ async fn what_was_taken_is_served_until_it_has_arrived() {
                 Some(Ok(GenerateFrame::Finished(_))) => break true,
                 Some(Ok(GenerateFrame::Failed(_))) => refused = true,
                 Some(Ok(_)) => {}
-                // It has not heard of the call at all.
+                // The worker has not received the call.
                 Some(Err(_)) if tokens == 0 => refused = true,
                 Some(Err(error)) => panic!("round {round}, after {tokens} tokens: {error}"),
                 None => break false,
             }
         };
-        // Whoever has not taken it may say so; whoever has, serves it whole.
+        // A call that was not accepted may be refused; an accepted one is served completely.
         assert!(if refused { tokens == 0 } else { finished && tokens == TOKENS }, "round {round}: {tokens}");
         tokio::time::timeout(PATIENCE, ending.join_all()).await.unwrap();
     }

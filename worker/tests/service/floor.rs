@@ -1,4 +1,4 @@
-//! A worker on a host whose memory runs short.
+//! A worker on a host with little free memory.
 
 use crate::{PATIENCE, pair_above, request};
 use kvasir_worker::kv_cache::memory::{HostFloor, MemInfo, MemoryFloor};

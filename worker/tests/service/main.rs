@@ -32,7 +32,7 @@ fn any_port() -> SocketAddr {
     ([127, 0, 0, 1], 0).into()
 }
 
-/// Says each time that its worker reports.
+/// Sends a message for each report of its worker.
 #[derive(Clone)]
 struct Coordinator(mpsc::UnboundedSender<()>);
 
@@ -48,7 +48,7 @@ impl CoordinatorApi for Coordinator {
     }
 
     async fn report(self, _: Context, _: LoadReport) -> Result<(), Refusal> {
-        // Fails only when the test is over.
+        // Fails only after the end of the test.
         let _ = self.0.send(());
         Ok(())
     }
@@ -66,12 +66,12 @@ async fn pair() -> Pair {
     pair_above(None).await
 }
 
-/// The same with memory that must stay free.
+/// Like [`pair`], with memory that must stay free.
 async fn pair_above(floor: Option<HostFloor>) -> Pair {
     pair_of(floor, |_| ()).await
 }
 
-/// The same with another configuration.
+/// Like [`pair_above`], with a changed configuration.
 async fn pair_of(floor: Option<HostFloor>, change: impl FnOnce(&mut WorkerConfig)) -> Pair {
     let now = SystemTime::now();
     let ca = Authority::new(ClusterName::new("c").unwrap(), now).unwrap();
@@ -101,7 +101,7 @@ async fn pair_of(floor: Option<HostFloor>, change: impl FnOnce(&mut WorkerConfig
     let serving = connection.clone();
     let mut serves = JoinSet::new();
     serves.spawn(async move {
-        // Not read, but not given up either: a worker whose events nobody takes leaves.
+        // Kept open but not read: a worker whose event stream is refused disconnects.
         let mut unread = Vec::new();
         while let Ok(incoming) = serving.accept().await {
             match incoming {
@@ -118,7 +118,7 @@ fn model_id() -> ModelId {
     ModelId::new("tiny").unwrap()
 }
 
-/// For so many tokens, whatever they are.
+/// A request for this many tokens.
 fn request(tokens: u32) -> GenerateRequest {
     GenerateRequest {
         request_id: RequestId::new("r").unwrap(),

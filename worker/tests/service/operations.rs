@@ -1,4 +1,4 @@
-//! Sessions of operations over QUIC, of a worker that does nothing else.
+//! Sessions of operations over QUIC, on a worker that serves only operations.
 
 use super::{PATIENCE, Pair, pair_of};
 use kvasir_worker::operations::{Bundle, SessionLimits};
@@ -95,11 +95,11 @@ async fn a_session_hears_segments_resets_and_finishes() {
 }
 
 #[tokio::test]
-async fn what_is_not_served_says_so_and_limits_hold() {
+async fn unserved_operations_are_refused_and_limits_hold() {
     let idle = Duration::from_millis(300);
     let impatient = worker(SessionLimits { sessions: 1, idle, ..SessionLimits::default() }).await;
     let mut silent = open(&impatient, Operation::Vad).await.unwrap();
-    // Nothing is sent: the worker ends it, and has room again.
+    // Without input, the worker ends the session and frees its slot.
     let end = answers(&mut silent, |_| true).await;
     assert_eq!(end, [OperationOutput::Failed(OperationError::Idle { after_ms: 300 })]);
     drop(open(&impatient, Operation::Vad).await.unwrap());
@@ -123,7 +123,7 @@ async fn what_is_not_served_says_so_and_limits_hold() {
         matches!(&end[..], [OperationOutput::Failed(OperationError::InvalidField { field, .. })] if field == "samples"),
         "{end:?}"
     );
-    // A client that leaves gives its place back.
+    // A client that disconnects frees its slot.
     let fourth = open(&pair, Operation::Vad).await.unwrap();
     drop(fourth);
     let again = async {
@@ -138,7 +138,7 @@ async fn what_is_not_served_says_so_and_limits_hold() {
     pair.worker.stop().await;
 }
 
-/// What goes on is heard to its end; nothing new begins.
+/// Open sessions are served to their end; new ones are refused.
 #[tokio::test]
 async fn a_worker_that_drains_finishes_its_sessions() {
     let pair = worker(SessionLimits::default()).await;

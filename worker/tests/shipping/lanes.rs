@@ -1,4 +1,4 @@
-//! Chunks that come over several sockets: that all of them are used, and that a source stays one source.
+//! Chunks over several sockets: all lanes are used, and strikes count for the source.
 
 use crate::cluster::{Answer, Cluster, options, path, soon};
 use crate::peer::{Fault, Peer};
@@ -12,10 +12,11 @@ use std::collections::{BTreeMap, HashSet};
 use std::net::SocketAddr;
 use std::path::Path;
 
-/// Values of a feed-forward row: a matrix of 5 MiB, two chunks, is one request.
+/// Width of the feed-forward layers. A matrix of 5 MiB, two chunks, is one request.
 const FEED_FORWARD: u64 = 20_480;
 
-/// A model like the small one of so many bytes that it takes several requests; what [`path`] finds in `dir`.
+/// Writes a larger variant of the small model to `dir`, so that it takes several requests. Returns the
+/// argument for [`path`].
 fn generate(dir: &Path) -> String {
     let small = ModelFile::open(path(LLAMA)).unwrap();
     let mut metadata = small.metadata().clone();
@@ -49,7 +50,7 @@ fn chunks(model: &str) -> usize {
     names.map(|place| place.id).collect::<HashSet<_>>().len()
 }
 
-/// What has become of a worker that fetched.
+/// The results of a worker that fetched the model.
 struct Fetched {
     answer: Answer,
     quic: SocketAddr,
@@ -75,7 +76,7 @@ async fn fetched(cluster: &Cluster, model: &str, from: Vec<String>, lanes: usize
     fetched
 }
 
-/// The generated model, and what a worker that has its file answers.
+/// The generated model, and the answer of a worker that has its file.
 async fn model(cluster: &Cluster, dir: &Path) -> (String, Answer) {
     let model = generate(dir);
     let holds = cluster.worker("holds", &model, options(KvType::F32)).await;
@@ -89,7 +90,7 @@ fn all(sent: &BTreeMap<SocketAddr, usize>) -> usize {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn all_lanes_carry_and_one_lane_is_the_workers_own_socket() {
+async fn all_lanes_are_used_and_a_single_lane_is_the_workers_own_socket() {
     let (cluster, dir) = (Cluster::new(), tempfile::tempdir().unwrap());
     let (model, want) = model(&cluster, dir.path()).await;
     for lanes in [1, 2, 4] {
@@ -112,12 +113,12 @@ async fn what_a_lost_lane_was_to_bring_comes_all_the_same() {
     assert_eq!(fetched.answer, want);
     assert!(peer.has_lost_a_lane());
     let sent = peer.sent();
-    // What was on its way when the lane was lost is sent twice.
+    // Chunks in flight on the lost lane are sent twice.
     assert!(sent.len() >= 2 && all(&sent) >= chunks(&model), "{sent:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_source_that_takes_few_connections_sends_over_those() {
+async fn a_source_that_accepts_few_connections_sends_over_those() {
     let (cluster, dir) = (Cluster::new(), tempfile::tempdir().unwrap());
     let (model, want) = model(&cluster, dir.path()).await;
     let peer = Peer::start(&cluster, "peer", &model, Fault::TakesTwo);
@@ -129,7 +130,7 @@ async fn a_source_that_takes_few_connections_sends_over_those() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_source_that_lies_over_all_lanes_is_struck_once() {
+async fn a_source_that_sends_wrong_bytes_over_all_lanes_is_dropped_once() {
     let (cluster, dir) = (Cluster::new(), tempfile::tempdir().unwrap());
     let (model, want) = model(&cluster, dir.path()).await;
     let liar = Peer::start(&cluster, "liar", &model, Fault::FlippedBits);

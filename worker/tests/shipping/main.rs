@@ -1,5 +1,5 @@
-//! Workers without a model's file: what they get from others gives the answers of the file, and nothing that others
-//! send wrong gets that far.
+//! Workers without a model's file: fetched weights give the same answers as the file, and wrong bytes from
+//! other workers are never loaded.
 #![allow(clippy::unwrap_used, reason = "in a test a panic is the report")]
 
 #[path = "../pulls/cluster.rs"]
@@ -32,14 +32,14 @@ const KINDS: [&str; 4] = [
     "tiny/granitehybrid/granitehybrid-f32",
 ];
 const LLAMA: &str = KINDS[0];
-/// More than any of these models.
+/// Larger than any of these models, in bytes.
 const ROOM: u64 = 1 << 30;
 
 fn prompt() -> Vec<u32> {
     (0..200).map(|i| 5 + (i * i * 31 + i * 7) % 350).collect()
 }
 
-/// An empty store, on a disk of its own.
+/// An empty store in its own directory.
 fn empty() -> (TempDir, ShardStore) {
     let dir = tempfile::tempdir().unwrap();
     let store = ShardStore::open(dir.path().join("shards"), ROOM).unwrap();
@@ -50,7 +50,7 @@ fn manifest(model: &str) -> Manifest {
     Manifest::of_file(&ModelFile::open(path(model)).unwrap()).unwrap()
 }
 
-/// Gets the manifest of a model as a worker does before anything else.
+/// Fetches the manifest of a model, as a worker does first.
 async fn find(cluster: &Cluster, model: &ModelRef, store: &ShardStore, from: &[String]) -> HeldModel {
     let identity = cluster.identity("finds");
     soon("a manifest", weight_distribution::find(model, store, from, any_port(), &identity)).await.unwrap()
@@ -60,7 +60,7 @@ fn shipping(store: &ShardStore, from: &[String]) -> ShippingConfig {
     ShippingConfig { store: Some(store.clone()), from: from.to_vec(), ..ShippingConfig::default() }
 }
 
-/// The answer of a worker that has nothing but what it gets from `from`; also the bytes of chunks that it got.
+/// The answer of a worker that fetches everything from `from`, and the bytes of chunks that it fetched.
 async fn shipped(
     cluster: &Cluster,
     name: &str,
@@ -78,7 +78,7 @@ async fn shipped(
     (answer, bytes)
 }
 
-/// Bytes of all chunks of a model that differ.
+/// Bytes of all distinct chunks of a model.
 fn chunk_bytes(model: &str) -> u64 {
     let manifest = manifest(model);
     let mut seen = std::collections::HashSet::new();
@@ -99,7 +99,7 @@ async fn a_worker_without_the_file_answers_as_one_with_it() {
         assert_eq!(answer, want, "{model}");
         assert_eq!(bytes, chunk_bytes(model) as f64, "{model}");
         assert_eq!(holds.metric("kvasir_shard_served_bytes_total").await, bytes, "{model}");
-        // What is here is not fetched again, also where nobody could send it.
+        // Stored chunks are not fetched again, even if no source could send them.
         let (answer, bytes) = shipped(&cluster, "again", model, &store, &[]).await;
         assert_eq!((answer, bytes), (want, 0.0), "{model}");
         holds.service.stop().await;
@@ -119,7 +119,7 @@ async fn a_model_is_found_by_the_name_that_a_worker_serves_it_under() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn who_was_sent_a_model_sends_it_on() {
+async fn a_worker_that_fetched_a_model_serves_it_to_others() {
     let cluster = Cluster::new();
     let holds = cluster.worker("holds", LLAMA, options(KvType::F32)).await;
     let want = holds.ask(&prompt(), None).await;
@@ -137,7 +137,7 @@ async fn who_was_sent_a_model_sends_it_on() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_set_of_files_travels_as_the_one_file_that_it_was() {
+async fn a_set_of_files_is_distributed_as_one_model() {
     let cluster = Cluster::new();
     let alone = cluster.worker("alone", LLAMA, options(KvType::F32)).await;
     let want = alone.ask(&prompt(), None).await;
@@ -148,13 +148,13 @@ async fn a_set_of_files_travels_as_the_one_file_that_it_was() {
     assert_eq!(holds.ask(&prompt(), None).await, want);
     let from = [holds.service.quic_address().to_string()];
     let (_dir, store) = empty();
-    // By the digest of the whole.
+    // Requested by the digest of the whole set.
     let (answer, bytes) = shipped(&cluster, "fetches", LLAMA, &store, &from).await;
     assert_eq!((answer, bytes), (want, chunk_bytes(LLAMA) as f64));
     holds.service.stop().await;
 }
 
-/// Writes a model as a set of `count` files, and says which is the first.
+/// Writes a model as a set of `count` files, and returns the first one.
 fn split(file: &ModelFile, dir: &Path, count: u16) -> std::path::PathBuf {
     let name = |number: u16| dir.join(format!("m-{number:05}-of-{count:05}.gguf"));
     let all: Vec<_> = file.tensors().collect();
@@ -215,7 +215,7 @@ async fn a_stage_without_the_file_fetches_its_layers_only() {
             drop(loaded.unwrap());
         });
         soon("a replica", opened).await.unwrap();
-        // The embedding may be the head, too; the first layer is in nobody else's range.
+        // The embedding may also be the head; the first layer is in no other stage's range.
         let file = ModelFile::open(held.path()).unwrap();
         let spec = ModelSpec::from_file(&file).unwrap();
         let first: Vec<ChunkId> = spec
@@ -233,7 +233,7 @@ async fn a_stage_without_the_file_fetches_its_layers_only() {
     }
 }
 
-/// Flips a bit of every chunk in a store, and says how many there are.
+/// Flips a bit of every chunk in a store, and returns the number of chunks.
 fn spoil(store: &ShardStore) -> usize {
     let mut spoilt = 0;
     for dir in std::fs::read_dir(store.root().join("chunks")).unwrap() {
@@ -252,7 +252,7 @@ fn flip(path: &Path) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_was_damaged_on_the_disk_is_fetched_again() {
+async fn chunks_damaged_on_disk_are_fetched_again() {
     let cluster = Cluster::new();
     let holds = cluster.worker("holds", LLAMA, options(KvType::F32)).await;
     let want = holds.ask(&prompt(), None).await;
@@ -266,7 +266,7 @@ async fn what_was_damaged_on_the_disk_is_fetched_again() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn of_two_sources_one_of_which_lies_the_other_is_believed() {
+async fn a_source_with_wrong_bytes_is_dropped_and_another_one_is_used() {
     for fault in [Fault::FlippedBits, Fault::OtherChunks, Fault::CutShort] {
         let cluster = Cluster::new();
         let holds = cluster.worker("holds", LLAMA, options(KvType::F32)).await;
@@ -287,7 +287,7 @@ async fn of_two_sources_one_of_which_lies_the_other_is_believed() {
             1.0,
             "{fault:?}"
         );
-        // The coordinator hears of it, and how far the model was.
+        // The worker reports the struck source and its progress to the coordinator.
         let report = soon("a report", async {
             loop {
                 let last = worker.shipping.lock().unwrap().last().cloned();
@@ -305,7 +305,7 @@ async fn of_two_sources_one_of_which_lies_the_other_is_believed() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn who_gets_nothing_but_lies_says_so_and_keeps_nothing() {
+async fn a_worker_with_only_faulty_sources_fails_and_stores_nothing() {
     let cluster = Cluster::new();
     let liar = Peer::start(&cluster, "liar", LLAMA, Fault::FlippedBits);
     let (_dir, store) = empty();
@@ -339,7 +339,7 @@ fn packed(store: &ShardStore) -> Vec<std::path::PathBuf> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn repacked_weights_answer_as_the_file_does_and_damaged_ones_are_made_anew() {
+async fn repacked_weights_answer_like_the_file_and_damaged_ones_are_rebuilt() {
     for model in KINDS {
         let cluster = Cluster::new();
         let (_dir, store) = empty();
@@ -356,7 +356,7 @@ async fn repacked_weights_answer_as_the_file_does_and_damaged_ones_are_made_anew
         assert_eq!(files.len(), 1, "{model}");
         let written = std::fs::read(&files[0]).unwrap();
         assert_eq!(answer("second", Some(&store)).await, want, "{model}");
-        // In the first matrix: between matrices nothing is looked at.
+        // Inside the first matrix, because bytes between matrices are not checked.
         let mut damaged = written.clone();
         damaged[100..4096].iter_mut().for_each(|byte| *byte ^= 1);
         std::fs::write(&files[0], &damaged).unwrap();
@@ -367,10 +367,10 @@ async fn repacked_weights_answer_as_the_file_does_and_damaged_ones_are_made_anew
     }
 }
 
-/// The layouts of a model's weights in memory do not show in its answers: as they came, while they are repacked, repacked,
-/// and mapped by the next one.
+/// The weight layout does not change answers: as fetched, while being repacked, repacked, and mapped by the
+/// next worker.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_was_fetched_is_served_before_it_is_repacked_and_answers_the_same_behind() {
+async fn fetched_weights_give_the_same_answers_before_and_after_repacking() {
     for model in KINDS {
         let cluster = Cluster::new();
         let holds = cluster.worker("holds", model, options(KvType::F32)).await;

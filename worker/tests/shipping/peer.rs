@@ -1,4 +1,4 @@
-//! A worker that has a model and does not always send what it should.
+//! A faulty source of a model's weights.
 
 use crate::cluster::{Cluster, any_port, path};
 use model::ModelFile;
@@ -11,25 +11,25 @@ use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// What it does wrong; manifests it sends as they are.
+/// Its fault. It always sends correct manifests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fault {
     Honest,
-    /// Once, when it has sent over two connections, it ends the one over which it sends then.
+    /// Once it has sent over two connections, it closes the one that it then sends over. Only once.
     LosesALane,
-    /// Nothing, but it takes no more than two connections of a host.
+    /// No fault, but it accepts at most two connections from a host.
     TakesTwo,
-    /// A bit of each chunk.
+    /// Flips a bit of each chunk.
     FlippedBits,
-    /// Another chunk of the same model instead of each.
+    /// Sends another chunk of the same model instead of each chunk.
     OtherChunks,
-    /// Each chunk but its last byte.
+    /// Sends each chunk without its last byte.
     CutShort,
-    /// It goes with its connection after its third chunk.
+    /// Closes the connection after the third chunk.
     Dies,
-    /// It sends three chunks, then nothing.
+    /// Sends three chunks, then nothing.
     Silent,
-    /// It says that it has no chunk.
+    /// Reports that it has no chunk.
     HoldsNothing,
     Busy,
 }
@@ -49,7 +49,7 @@ impl Drop for Peer {
 struct Held {
     manifest: Vec<u8>,
     chunks: HashMap<ChunkId, Vec<u8>>,
-    /// Chunks that it has sent, by where to.
+    /// Number of chunks sent, by receiver address.
     sent: Mutex<BTreeMap<SocketAddr, usize>>,
     lost: AtomicBool,
 }
@@ -82,17 +82,17 @@ impl Peer {
         Self { endpoint, held, task }
     }
 
-    /// Chunks that it has sent over each connection, by the other end's address.
+    /// Number of chunks sent over each connection, by the receiver's address.
     pub(crate) fn sent(&self) -> BTreeMap<SocketAddr, usize> {
         self.held.sent.lock().unwrap().clone()
     }
 
-    /// Whether it has ended a connection over which it was sending.
+    /// Whether it has closed a connection that it was sending over.
     pub(crate) fn has_lost_a_lane(&self) -> bool {
         self.held.lost.load(Ordering::SeqCst)
     }
 
-    /// Connections that it has not taken.
+    /// Number of refused connections.
     pub(crate) fn turned_away(&self) -> u64 {
         self.endpoint.stats().over_limit
     }
@@ -118,7 +118,7 @@ async fn answer(connection: Connection, call: ShardCall, held: Arc<Held>, fault:
         ShardRequest::Chunks(ChunkRequest { names }) => names,
     };
     if fault == Fault::Busy {
-        // The worker may have heard enough.
+        // The send fails if the worker has canceled.
         let _ = reply.fail(ShardRefusal::Busy).await;
         return;
     }

@@ -4,7 +4,7 @@ use model::ChatTemplate;
 
 const HERMES: &str = "{% if tools %}<tool_call></tool_call>{% endif %}<think>";
 
-/// What the client gets of an answer that comes letter by letter, and why it ends.
+/// What the client receives of an answer that arrives letter by letter, and its finish reason.
 struct Told {
     text: String,
     thought: String,
@@ -63,10 +63,10 @@ fn told(answer: &str, stop: &[&str], min_tokens: u64, reason: FinishReason) -> T
 }
 
 #[test]
-fn stop_strings_are_looked_for_in_what_is_said() {
+fn stop_strings_are_searched_in_the_text_only() {
     use FinishReason::{Length, Stop};
     let answer = "<think>So, END, }.</think>Hello, you.<tool_call>{\"name\": \"f\", \"arguments\": {\"a\": \"END\"}}</tool_call>";
-    // Neither thoughts nor calls are.
+    // Reasoning and tool calls are not searched.
     for stop in ["END", "}", "\"", "think", "tool_call", "you.<", ".{"] {
         let told = told(answer, &[stop], 0, Stop);
         assert_eq!((told.thought.as_str(), told.text.as_str()), ("So, END, }.", "Hello, you."), "{stop}");
@@ -78,18 +78,18 @@ fn stop_strings_are_looked_for_in_what_is_said() {
     assert_eq!((found.text.as_str(), found.matched.as_deref()), ("Hello", Some(", y")));
     assert!(found.arguments.is_empty() && !found.called && found.reason == Stop);
     assert_eq!(found.tokens, answer.find(", y").unwrap() as u64 + 3);
-    // Too early to count.
+    // Before min_tokens.
     assert_eq!(told_at(&["Hello"], 60).text, "Hello, you.");
-    // Held until the end, since it may have been the beginning of a call.
+    // Held back until the end, since it could begin a tool call.
     let late = told("Hello <", &["<"], 0, Stop);
     assert_eq!((late.text.as_str(), late.matched.as_deref(), late.reason), ("Hello ", Some("<"), Stop));
-    // What is cut off is no call that is complete, and no mark is said.
+    // A cut tool call is not complete, and no mark appears in the text.
     let call = answer.find("<tool_call>").unwrap();
     for end in call + 1..answer.len() {
         let told = told(&answer[..end], &["END"], 0, Length);
         assert!(told.text == "Hello, you." || (end == call + 1 && told.text.ends_with('<')), "{}", told.text);
         assert_eq!((told.reason, told.matched), (Length, None));
-        // A token of the request ends it in the middle of a call.
+        // A stop token of the request ends the answer in the middle of a call.
         let stopped = self::told(&answer[..end], &["nothing"], 0, Stop);
         let complete = serde_json::from_str::<serde_json::Value>(&stopped.arguments.concat()).is_ok();
         assert_eq!(stopped.called, complete, "{}", &answer[..end]);

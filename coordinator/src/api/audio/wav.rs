@@ -1,31 +1,31 @@
-//! WAV files. Of one channel and 16 bit or 32 bit floats, as they are sent in a body: nothing is converted. Of more
-//! channels and other widths, as they are sent to be transcribed: the channels' mean is heard. A rate that a model does
-//! not take is its worker's to refuse.
+//! WAV files. [`read`] takes one channel of 16 bit integers or 32 bit floats and converts nothing.
+//! [`read_any`], for transcription, also takes several channels, whose mean it returns, and other widths. The
+//! worker refuses a sample rate that the model does not take.
 
 use crate::api::error::ApiError;
 use crate::api::operations::Encoding;
 use proto::operation::Pcm;
 
-/// Formats, by the numbers that files have for them.
+/// Format number of integer PCM.
 const INTEGERS: u16 = 1;
 const FLOATS: u16 = 3;
-/// What it is stands behind the rest of the format.
+/// The actual format is in the extension, at [`SUBFORMAT`].
 const EXTENSIBLE: u16 = 0xFFFE;
 const SUBFORMAT: usize = 24;
-/// Length of the samples in a file whose writer did not know it when it began: all that comes.
+/// Data length in a file whose writer did not know it in advance: the data extends to the end of the file.
 const UNKNOWN: u32 = u32::MAX;
 
 #[derive(Debug, Clone, PartialEq)]
 pub(in crate::api) struct Recording {
-    /// Samples per second; above 0.
+    /// Samples per second, at least 1.
     pub(in crate::api) sample_rate: u32,
     pub(in crate::api) pcm: Pcm,
 }
 
-/// Channels of a file at most, where there may be more than one.
+/// Most channels that [`read_any`] takes.
 const MAX_CHANNELS: u16 = 8;
 
-/// Reads a file of one channel.
+/// Reads a file with one channel.
 pub(in crate::api) fn read(bytes: &[u8]) -> Result<Recording, ApiError> {
     let (format, samples) = parts(bytes)?;
     let Format { channels, sample_rate, kind, bits } = format;
@@ -41,7 +41,7 @@ pub(in crate::api) fn read(bytes: &[u8]) -> Result<Recording, ApiError> {
     Ok(Recording { sample_rate, pcm })
 }
 
-/// Reads a file of PCM; of several channels their mean.
+/// Reads a PCM file and returns the mean of its channels.
 pub(in crate::api) fn read_any(bytes: &[u8]) -> Result<Recording, ApiError> {
     let (format, samples) = parts(bytes)?;
     let Format { channels, sample_rate, kind, bits } = format;
@@ -71,7 +71,7 @@ pub(in crate::api) fn read_any(bytes: &[u8]) -> Result<Recording, ApiError> {
     }
 }
 
-/// The format of a file and the bytes of its samples.
+/// The format and the sample bytes of a file.
 fn parts(bytes: &[u8]) -> Result<(Format, &[u8]), ApiError> {
     let mut rest = match (bytes.get(..4), bytes.get(8..12), bytes.get(12..)) {
         (Some(b"RIFF"), Some(b"WAVE"), Some(rest)) => rest,
@@ -92,7 +92,7 @@ fn parts(bytes: &[u8]) -> Result<(Format, &[u8]), ApiError> {
         if is_data {
             return Ok((format.ok_or_else(|| wrong("has samples before their format"))?, chunk));
         }
-        // Chunks begin at even places.
+        // Chunks begin at even offsets.
         rest = behind.get(end % 2..).unwrap_or_default();
     }
     Err(wrong("has no samples"))
@@ -102,7 +102,7 @@ fn parts(bytes: &[u8]) -> Result<(Format, &[u8]), ApiError> {
 struct Format {
     channels: u16,
     sample_rate: u32,
-    /// [`INTEGERS`] or [`FLOATS`], or another that is not read.
+    /// [`INTEGERS`], [`FLOATS`], or an unsupported format.
     kind: u16,
     bits: u16,
 }
@@ -120,7 +120,7 @@ impl Format {
         Ok(Self { channels, sample_rate, kind, bits })
     }
 
-    /// It is not one of those that are read.
+    /// The error for an unsupported format.
     fn other(self, read: &str) -> ApiError {
         match self.kind {
             INTEGERS => wrong(format!("has samples of {} bit integers; {read}", self.bits)),
@@ -189,13 +189,13 @@ mod tests {
     }
 
     #[test]
-    fn both_kinds_of_samples_are_read() {
+    fn integer_and_float_samples_are_read() {
         let recording = read(&with(&format(1, 1, 16_000, 16), &[1, 0, 0xff, 0xff])).unwrap();
         assert_eq!(recording, Recording { sample_rate: 16_000, pcm: Pcm::I16(vec![1, -1]) });
         let floats: Vec<u8> = [0.25f32, -0.5].iter().flat_map(|x| x.to_le_bytes()).collect();
         let recording = read(&with(&format(3, 1, 8_000, 32), &floats)).unwrap();
         assert_eq!(recording, Recording { sample_rate: 8_000, pcm: Pcm::F32(vec![0.25, -0.5]) });
-        // As newer writers put it: the format stands in the first bytes of a GUID.
+        // The form of newer writers: the format number is in the first bytes of a GUID.
         let mut extensible = format(EXTENSIBLE, 1, 16_000, 16);
         extensible
             .extend([22, 0, 16, 0, 4, 0, 0, 0, 1, 0, 0, 0, 0, 0, 16, 0, 128, 0, 0, 170, 0, 56, 155, 113]);
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn channels_become_their_mean_and_widths_floats() {
+    fn several_channels_become_their_mean_and_other_widths_floats() {
         let read = |channels, bits, kind, bytes: &[u8]| match read_any(&with(
             &format(kind, channels, 44_100, bits),
             bytes,
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn other_chunks_are_passed_over_and_an_unknown_length_is_the_rest() {
+    fn other_chunks_are_skipped_and_an_unknown_length_means_the_rest() {
         let fmt = format(1, 1, 16_000, 16);
         let odd = [chunk(b"LIST", 3, b"abc"), vec![0]].concat();
         let chunks = [odd, chunk(b"fmt ", 16, &fmt), chunk(b"data", UNKNOWN, &[1, 0, 2, 0])];
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_read_is_named() {
+    fn unsupported_formats_are_named_in_the_error() {
         let fmt = format(1, 1, 16_000, 16);
         for (bytes, why) in [
             (b"ID3 something else".to_vec(), "no WAV file"),
@@ -276,7 +276,7 @@ mod tests {
             for (at, byte) in bytes.iter().take(20).enumerate() {
                 flipped[at * 3 % 44] ^= byte;
             }
-            // Either way: it ends, and gives no more than there was.
+            // Reading always ends, and returns no more samples than the file has.
             if let Ok(recording) = read(&flipped) {
                 prop_assert!(recording.pcm.len() <= whole.len());
             }

@@ -1,4 +1,4 @@
-//! Every key that opens, with what it opens: made anew when keys change, and never changed then.
+//! All accepted keys with their grants. A ring is immutable; a change of keys builds a new one.
 
 use super::{Fixed, Grant, Tenant, Until, salt};
 use crate::consensus::table::{Access, KeyScope, Quota};
@@ -12,8 +12,8 @@ use std::time::Instant;
 use subtle::ConstantTimeEq;
 use tokio::sync::watch;
 
-/// SHA-256 of a key. Its place in the map is that of a hash under a key of this process, and those there are compared in
-/// constant time: neither tells how much of a guess was right.
+/// SHA-256 of a key. The map hashes it with a random key of this process, and equality is constant-time:
+/// neither reveals how much of a guess was right.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Secret(pub(super) [u8; 32]);
 
@@ -36,14 +36,14 @@ pub(super) struct Ring {
     pub(super) access: Arc<Access>,
     pub(super) grants: HashMap<Secret, Arc<Grant>>,
     pub(super) meters: HashMap<Subject, Arc<Meter>>,
-    /// Whoever is on this machine, without a key.
+    /// The grant of a caller on this machine without a key.
     pub(super) local: Arc<Grant>,
-    /// No key is needed on this machine.
+    /// Whether callers on this machine need no key.
     pub(super) open: bool,
 }
 
 impl Ring {
-    /// In the place of `before`: what was counted goes on being counted.
+    /// Builds the successor of `before`. Meters keep their counts.
     pub(super) fn new(
         fixed: &[Fixed],
         cluster: &ClusterKey,
@@ -63,7 +63,7 @@ impl Ring {
             let grant = making.grant(key.sha256, tenant, key.admin, scope, key.expires_unix_s);
             grants.insert(Secret(key.sha256), grant);
         }
-        // The last word is the file's, which only who has the machine can change.
+        // Configured keys override agreed ones: only the machine's owner can change the file.
         for key in fixed {
             let Some(tenant) = tenants.get(&key.tenant) else { continue };
             let grant = making.grant(key.sha256, tenant, key.admin, KeyScope::default(), 0);
@@ -84,7 +84,8 @@ impl Ring {
         Self { grants, meters, local: Arc::new(local), open, access }
     }
 
-    /// Who is to be told that its key opens for another time under `later`, or no more, and until when.
+    /// The expiry senders of all keys whose expiry differs in `later`, with the new expiry
+    /// ([`Until::REVOKED`] for a removed key).
     pub(super) fn changes(&self, later: &Self) -> Vec<(Arc<watch::Sender<Until>>, Until)> {
         let changed = self.grants.iter().filter_map(|(secret, grant)| {
             let until = later.grants.get(secret).map_or(Until::REVOKED, |grant| grant.until);
@@ -94,7 +95,7 @@ impl Ring {
     }
 }
 
-/// By what a tenant is counted, everywhere.
+/// The id under which a tenant's spending is counted at all coordinators.
 pub(super) fn subject_of(tenant: &str) -> Subject {
     *blake3::hash(tenant.as_bytes()).as_bytes()
 }
@@ -132,7 +133,7 @@ impl Making<'_> {
         Arc::new(Grant { id, tenant, admin, scope, until, meter, told })
     }
 
-    /// The meter of whoever has limits.
+    /// The meter of a subject with limits. `None` without limits.
     fn meter(&mut self, subject: Subject, of: Of, quota: Option<&Quota>) -> Option<Arc<Meter>> {
         let quota = quota.filter(|quota| **quota != Quota::default())?;
         if let Some(made) = self.meters.get(&subject) {

@@ -34,13 +34,13 @@ fn tuned(name: &str, quota: Quota, group: Option<&str>) -> Change {
     Change::TenantTuned(TenantTuned { tenant: tenant(name), salt, quota, cache_group: group })
 }
 
-/// Who comes with a key, if it opens.
+/// The tenant of `key`, if it is accepted.
 fn whose(keys: &Keys, key: &str) -> Result<String, ApiError> {
     keys.authenticate(&with(&format!("Bearer {key}"))).map(|caller| caller.tenant().to_string())
 }
 
 #[test]
-fn a_key_tells_its_tenant_and_nothing_else_opens() {
+fn a_key_selects_its_tenant_and_anything_else_is_refused() {
     let keys = fixed(&[entry("k-one", "a", false), entry("k-two", "b", true)]).unwrap();
     let told = |text: &str| keys.authenticate(&with(text)).map(|c| (c.tenant().to_string(), c.admin()));
     assert_eq!(told("Bearer k-one"), Ok(("a".into(), false)));
@@ -52,7 +52,7 @@ fn a_key_tells_its_tenant_and_nothing_else_opens() {
 }
 
 #[test]
-fn without_keys_everybody_is_the_default_tenant() {
+fn without_keys_every_caller_is_the_default_tenant() {
     let keys = fixed(&[]).unwrap();
     for headers in [HeaderMap::new(), with("Bearer whatever")] {
         assert_eq!(&**keys.authenticate(&headers).unwrap().tenant(), DEFAULT_TENANT);
@@ -60,7 +60,7 @@ fn without_keys_everybody_is_the_default_tenant() {
 }
 
 #[test]
-fn what_is_wrong_in_the_table_is_pointed_at() {
+fn errors_name_the_entry_of_the_key_table() {
     let good = entry("k", "t", false);
     for sha256 in ["", "00", &"g".repeat(64), &"0".repeat(63), &"0".repeat(66)] {
         let bad = KeyEntry { sha256: (*sha256).to_owned(), ..good.clone() };
@@ -73,18 +73,18 @@ fn what_is_wrong_in_the_table_is_pointed_at() {
 }
 
 #[tokio::test]
-async fn keys_come_and_go_as_is_agreed_on() {
+async fn keys_follow_the_agreed_changes() {
     let keys = fixed(&[]).unwrap();
     let one = issued("one", "a", KeyScope::default(), 0);
     keys.agree(&Access::of([one.clone(), issued("old", "a", KeyScope::default(), 1)]).unwrap());
     assert_eq!(whose(&keys, "one"), Ok("a".into()));
     assert_eq!(whose(&keys, "old"), Err(ApiError::InvalidApiKey), "it has expired");
     let waits = keys.authenticate(&with("Bearer one")).unwrap();
-    // Another change leaves it alone, also for whoever waits.
+    // Another change of the table does not end this wait.
     keys.agree(&Access::of([one.clone(), issued("two", "b", KeyScope::default(), 0)]).unwrap());
     assert_eq!(whose(&keys, "two"), Ok("b".into()));
     assert!(tokio::time::timeout(std::time::Duration::ZERO, waits.revoked()).await.is_err());
-    // Nor does a time that it has from now on, until it is over.
+    // A new expiry does not end it before that time.
     let ends = |at| Access::of([issued("one", "a", KeyScope::default(), at)]).unwrap();
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
     keys.agree(&ends(now + 3600));
@@ -104,14 +104,14 @@ async fn keys_come_and_go_as_is_agreed_on() {
     keys.agree(&Access::of([one, Change::KeyRevoked(digest("one"))]).unwrap());
     waits.revoked().await;
     assert_eq!(whose(&keys, "one"), Err(ApiError::InvalidApiKey));
-    // The last key is gone, and nobody gets in without one.
+    // The last key is gone, and the API stays closed.
     assert!(!keys.is_open());
     assert_eq!(keys.count(), 0);
 }
 
-/// Nothing is agreed on meanwhile: the clock alone ends it.
+/// No change is agreed on meanwhile: the clock alone ends the key.
 #[tokio::test]
-async fn a_key_that_expires_tells_whoever_waits() {
+async fn the_expiry_of_a_key_wakes_its_waiters() {
     let keys = fixed(&[]).unwrap();
     let soon = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs() + 2;
     keys.agree(&Access::of([issued("one", "a", KeyScope::default(), soon)]).unwrap());
@@ -122,14 +122,14 @@ async fn a_key_that_expires_tells_whoever_waits() {
 }
 
 #[test]
-fn a_restart_does_not_open_what_was_closed() {
+fn a_restart_does_not_open_a_closed_api() {
     let dir = tempfile::tempdir().unwrap();
     let start = || Keys::new(&[], ClusterKey([1; 32]), Some(dir.path())).unwrap();
     let keys = start();
     assert!(keys.is_open());
     let access = Access::of([issued("one", "a", KeyScope::default(), 0)]).unwrap();
     keys.agree(&access);
-    // Before it knows what is agreed on, it knows that there are keys.
+    // Before the agreed keys are known, the marker file says that keys exist.
     let again = start();
     assert_eq!(whose(&again, "one"), Err(ApiError::KeysUnknown));
     again.agree(&access);
@@ -155,7 +155,7 @@ fn sec_tenant_salts() {
     keys.agree(&Access::of(changes).unwrap());
     assert_eq!((keys.salt("a"), keys.salt("f")), (TenantSalt([7; 32]), TenantSalt([9; 32])));
     assert_eq!((keys.salt("b"), keys.salt("c")), (TenantSalt([8; 32]), TenantSalt([8; 32])));
-    // What a request says narrows, whatever it is, and never meets another tenant's.
+    // A request's salt narrows sharing, whatever it is, and never equals another tenant's.
     let (a, f) =
         (keys.authenticate(&with("Bearer a")).unwrap(), keys.authenticate(&with("Bearer file")).unwrap());
     assert_eq!(a.salt(None), keys.salt("a"));
@@ -180,7 +180,7 @@ fn a_key_is_for_its_models_and_within_its_limits_and_its_tenants() {
     assert_eq!([k.may_use(&model("m")), k.may_use(&model("n")), l.may_use(&model("n"))], [true, false, true]);
     let now = Instant::now();
     k.enter(now).unwrap();
-    // What was spent stays spent when something else changes.
+    // Spending survives an unrelated change of the table.
     keys.agree(&Access::of(first.into_iter().chain([tuned("a", quota(0, 1), None)])).unwrap());
     let k = keys.authenticate(&with("Bearer k")).unwrap();
     let running = k.enter(now).unwrap();
@@ -195,8 +195,8 @@ fn a_key_is_for_its_models_and_within_its_limits_and_its_tenants() {
     l.enter(now).unwrap();
 }
 
-/// A key that shares a long beginning with one that is there takes no longer to be refused than any other: nothing
-/// depends on where two digests differ.
+/// A digest that shares a long prefix with a known one takes no longer to be refused than any other: the
+/// comparison does not depend on where two digests differ.
 #[test]
 fn sec_key_ct() {
     let known = ring::Secret([0xa5; 32]);
@@ -207,6 +207,6 @@ fn sec_key_ct() {
     }
     assert!(known == ring::Secret([0xa5; 32]));
     let keys = fixed(&[entry("k", "a", false)]).unwrap();
-    // What is compared is the digest of what was shown: a guess steers none of its bytes.
+    // The digest of the presented key is compared, so a guess controls none of its bytes.
     assert_eq!(whose(&keys, &hex(&digest("k"))), Err(ApiError::InvalidApiKey));
 }

@@ -29,7 +29,7 @@ fn tools(required: bool) -> Tools {
 }
 
 #[test]
-fn what_is_asked_for_becomes_one_grammar() {
+fn all_constraints_of_a_request_become_one_grammar() {
     let none = Tools::default();
     assert_eq!(of(&json!({}), &none), Ok(None));
     assert_eq!(of(&json!({"response_format": {"type": "text"}}), &none), Ok(None));
@@ -49,7 +49,7 @@ fn what_is_asked_for_becomes_one_grammar() {
     let regex = json!({"grammar": {"syntax": "regex", "definition": "[a-z]+"}});
     let regex = of(&regex, &none).unwrap().unwrap();
     assert_eq!((regex.syntax, regex.text.as_str()), (GrammarSyntax::Regex, "[a-z]+"));
-    // Calls that must be are of the whole answer, calls that may be only of what follows where they begin.
+    // A grammar of required calls covers the whole answer, one of optional calls begins at its trigger.
     let must = of(&json!({}), &tools(true)).unwrap().unwrap();
     assert_eq!((must.syntax, must.trigger), (GrammarSyntax::Lark, None));
     let may = of(&json!({}), &tools(false)).unwrap().unwrap();
@@ -63,7 +63,7 @@ fn what_is_asked_for_becomes_one_grammar() {
 }
 
 #[test]
-fn other_servers_names_mean_the_same() {
+fn names_of_other_servers_give_the_same_grammar() {
     let none = Tools::default();
     let text = |body: Value| of(&body, &none).unwrap().unwrap().text;
     let schema = json!({"type": "integer", "minimum": 3});
@@ -97,13 +97,13 @@ fn other_servers_names_mean_the_same() {
 }
 
 #[test]
-fn a_format_is_for_what_is_said_and_not_for_a_call_that_must_be() {
+fn a_format_applies_to_text_and_not_to_a_required_call() {
     let calls = of(&json!({}), &tools(true)).unwrap();
     assert_eq!(of(&json!({"response_format": {"type": "json_object"}}), &tools(true)).unwrap(), calls);
 }
 
 #[test]
-fn what_cannot_be_is_named() {
+fn impossible_constraints_are_refused_by_field() {
     let format = |value: Value| json!({"response_format": value});
     for (body, tools, field) in [
         (format(json!({"type": "yaml"})), Tools::default(), "response_format.type"),

@@ -1,4 +1,4 @@
-//! `messages` and `system` as the messages of a chat.
+//! Translates `messages` and `system` into the messages of a chat.
 
 use crate::api::error::ApiError;
 use crate::api::fields::{Fields, plain};
@@ -15,7 +15,7 @@ const MESSAGES: &str = "messages";
 const CONTENT: &str = "content";
 const MESSAGE: [&str; 2] = ["role", CONTENT];
 
-/// A block of a message. What says how to cache it is left out: all is cached.
+/// A block of a message. `cache_control` is ignored, since everything is cached.
 #[derive(Deserialize)]
 struct Block<'a> {
     r#type: String,
@@ -25,7 +25,7 @@ struct Block<'a> {
     name: Option<String>,
     #[serde(borrow)]
     input: Option<&'a RawValue>,
-    /// What there is of an input that was cut off.
+    /// The arguments of a call that was cut off.
     partial_json: Option<String>,
     tool_use_id: Option<String>,
     #[serde(borrow)]
@@ -65,7 +65,7 @@ fn add<'a>(chat: &mut Vec<Message<'a>>, message: &Fields<'a>) -> Result<(), ApiE
         let role: String = role.chars().take(32).collect();
         return Err(message.wrong("role", format!("{role:?} is not a role")));
     }
-    // What an assistant has not said is sent back, too.
+    // Clients also send empty assistant messages back.
     if role == "user" && matches!(raw, "\"\"" | "[]") {
         return Err(message.wrong(CONTENT, "is empty"));
     }
@@ -88,7 +88,7 @@ fn add<'a>(chat: &mut Vec<Message<'a>>, message: &Fields<'a>) -> Result<(), ApiE
                 text => said.push(text),
             },
             ("thinking", true) => thought.push(block.thinking.ok_or_else(|| missing("thinking"))?),
-            // There is nothing in it that could be read here.
+            // Its content is encrypted and cannot be used here.
             ("redacted_thinking", true) => {}
             ("tool_use", true) => {
                 let input = block.input.ok_or_else(|| missing("input"))?;
@@ -100,13 +100,13 @@ fn add<'a>(chat: &mut Vec<Message<'a>>, message: &Fields<'a>) -> Result<(), ApiE
                 calls.push(tools::call(id, name, tools::arguments(input)));
             }
             ("tool_result", false) => {
-                // What was said before it stays before it.
+                // Text before the result stays before it.
                 speak(chat, &mut said);
                 let id = block.tool_use_id.ok_or_else(|| missing("tool_use_id"))?;
                 let result = block.content.map_or(Ok(String::new()), |raw| result(raw.get()));
                 let mut result = result.map_err(|(part, reason)| wrong(&part, reason))?;
                 if block.is_error == Some(true) {
-                    // Templates have no other word for it.
+                    // Templates have no field for errors.
                     result.insert_str(0, "Error: ");
                 }
                 let mut message = Message::new("tool", result);
@@ -135,14 +135,14 @@ fn add<'a>(chat: &mut Vec<Message<'a>>, message: &Fields<'a>) -> Result<(), ApiE
     Ok(())
 }
 
-/// What a user has said so far is a message.
+/// Adds the user's text so far as a message.
 fn speak(chat: &mut Vec<Message<'_>>, said: &mut Vec<String>) {
     if !said.is_empty() {
         join(chat, Message::new("user", std::mem::take(said).join("\n")));
     }
 }
 
-/// Adds a message; one of the same speaker as the last is one with it.
+/// Adds a message. Merges it into the last one if both have the same role and only text.
 fn join<'a>(chat: &mut Vec<Message<'a>>, message: Message<'a>) {
     let plain = |message: &Message<'_>| message.tool_calls.is_none() && message.rest.is_empty();
     let same = |last: &&mut Message<'a>| {
@@ -155,7 +155,7 @@ fn join<'a>(chat: &mut Vec<Message<'a>>, message: Message<'a>) {
     last.content = Some(Content([said(last), said(&message)].join("\n").into()));
 }
 
-/// What came of a call: a text, or parts of text.
+/// The result of a tool call: a text, or text parts.
 fn result(raw: &str) -> Result<String, (String, String)> {
     let wrong = |error: serde_json::Error| (CONTENT.to_owned(), plain(&error));
     if !raw.starts_with('[') {

@@ -42,7 +42,7 @@ fn a_message_is_the_same_chat() {
         (json!({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": cached}, {"type": "text", "text": "b"}]}],
                 "system": [{"type": "text", "text": "s", "cache_control": cached}, {"type": "text", "text": "t"}]}),
             json!({"messages": [{"role": "system", "content": "s\nt"}, {"role": "user", "content": "a\nb"}]})),
-        // Turns of one speaker are one, as Anthropic has it.
+        // Consecutive messages of one role are merged, as in Anthropic's API.
         (json!({"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": "b"}]}]}),
             json!({"messages": [{"role": "user", "content": "a\nb"}]})),
         (json!({"messages": [
@@ -99,7 +99,7 @@ fn a_message_is_the_same_chat() {
 }
 
 #[test]
-fn what_is_wrong_or_not_served_is_named() {
+fn invalid_or_unsupported_fields_are_named() {
     let with = |field: &str, value: Value| {
         let mut body = json!({"messages": [{"role": "user", "content": "q"}], "max_tokens": 7});
         body[field] = value;
@@ -169,7 +169,7 @@ fn what_is_wrong_or_not_served_is_named() {
         let body = parse(&body);
         let fields = Fields::parse(body.as_bytes(), Kind::Messages.known()).unwrap();
         let field = match field {
-            // The last of the messages.
+            // The last message.
             "messages.role" => "messages[1].role".to_owned(),
             field => field.replace("{}", place),
         };
@@ -190,7 +190,7 @@ fn usage() -> Usage {
 }
 
 #[test]
-fn a_stream_has_its_events_in_order_and_says_what_the_whole_answer_says() {
+fn a_stream_has_its_events_in_order_and_equals_the_whole_answer() {
     let tokenizer = tokenizer();
     let mut stream = writer();
     let mut out = Vec::new();
@@ -245,7 +245,7 @@ fn a_stream_has_its_events_in_order_and_says_what_the_whole_answer_says() {
 }
 
 #[test]
-fn it_is_told_why_an_answer_ends() {
+fn the_stop_reason_says_why_an_answer_ends() {
     let tokenizer = tokenizer();
     let ends = |reason, matched: Option<&str>, called| {
         let mut deltas = spoken(reason, matched);
@@ -260,7 +260,7 @@ fn it_is_told_why_an_answer_ends() {
     };
     assert_eq!(ends(FinishReason::Stop, None, false), ("end_turn".into(), None));
     assert_eq!(ends(FinishReason::Stop, Some("END"), false), ("stop_sequence".into(), Some("END".into())));
-    // A token that ends it is no text of the request.
+    // A stop token is not a stop sequence of the request.
     assert_eq!(ends(FinishReason::Stop, Some("</s>"), false), ("end_turn".into(), None));
     assert_eq!(ends(FinishReason::Stop, None, true), ("tool_use".into(), None));
     assert_eq!(ends(FinishReason::Length, None, true), ("max_tokens".into(), None));
@@ -275,7 +275,7 @@ fn it_is_told_why_an_answer_ends() {
 }
 
 #[test]
-fn a_thread_is_refused_as_runners_expect_it() {
+fn a_thread_is_refused_as_tool_runners_expect() {
     for thread in [json!({"type": "create"}), json!({"type": "continue", "previous_message_id": "msg_1"})] {
         let body = json!({"thread": thread}).to_string();
         let fields = Fields::parse(body.as_bytes(), Kind::Messages.known()).unwrap();

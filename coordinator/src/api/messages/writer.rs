@@ -1,4 +1,4 @@
-//! An answer, and a refusal, as Anthropic's messages have them.
+//! Responses and errors in the form of Anthropic's Messages API.
 
 use crate::api::blocks::{Block, Blocks, Kind, Step};
 use crate::api::error::ApiError;
@@ -9,14 +9,14 @@ use proto::ids::RequestId;
 use proto::message::{FinishReason, Finished};
 use serde_json::{Map, Value, json};
 
-/// Too much waits already; a status that only Anthropic has.
+/// Anthropic's own status for overload.
 const OVERLOADED: u16 = 529;
 
 #[derive(Debug)]
 pub(in crate::api) struct MessageWriter {
     id: String,
     model: String,
-    /// Texts of the request that end the answer.
+    /// Stop strings of the request.
     stop: Vec<String>,
     blocks: Blocks,
     finished: Option<Finished>,
@@ -28,12 +28,12 @@ impl MessageWriter {
         Self { id, model, stop, blocks: Blocks::default(), finished: None, called: false }
     }
 
-    /// Why it has ended, and with which of the texts that end it.
+    /// `stop_reason` and `stop_sequence`.
     fn stop(&self) -> (Value, Value) {
         let Some(finished) = &self.finished else { return (Value::Null, Value::Null) };
         let matched = finished.matched.as_ref().filter(|matched| self.stop.contains(matched));
         match (finished.reason, matched) {
-            // Whoever has called waits for the result, whatever ended the text behind the call.
+            // After a tool call the model waits for the result, whatever ended the text after the call.
             (FinishReason::Stop, _) if self.called => ("tool_use".into(), Value::Null),
             (FinishReason::Stop, Some(text)) => ("stop_sequence".into(), text.as_str().into()),
             (FinishReason::Stop, None) => ("end_turn".into(), Value::Null),
@@ -56,7 +56,7 @@ impl MessageWriter {
     }
 }
 
-/// Prompt tokens that were cached are none of the input's here.
+/// In Anthropic's API, `input_tokens` excludes cached prompt tokens.
 fn usage_json(usage: &Usage) -> Value {
     let mut told = json!({
         "input_tokens": usage.prompt.saturating_sub(usage.cached),
@@ -78,15 +78,15 @@ fn usage_json(usage: &Usage) -> Value {
     told
 }
 
-/// A block that is complete.
+/// The JSON of a complete block.
 fn block_json(Block { kind, text }: &Block) -> Value {
     match kind {
-        // Nobody signs what is thought here.
+        // Reasoning is not signed here.
         Kind::Thought => json!({"type": "thinking", "thinking": text, "signature": ""}),
         Kind::Text => json!({"type": "text", "text": text}),
         Kind::Call { id, name } => match serde_json::from_str::<Map<String, Value>>(text) {
             Ok(input) => json!({"type": "tool_use", "id": id, "name": name, "input": input}),
-            // It was cut off; what there is of it is told all the same.
+            // The arguments were cut off; `partial_json` has what there is.
             Err(_) => json!({"type": "tool_use", "id": id, "name": name, "input": {}, "partial_json": text}),
         },
     }
@@ -161,7 +161,7 @@ impl Writer for MessageWriter {
     }
 }
 
-/// The status and the kind that Anthropic has for an error.
+/// Anthropic's status and type of an error.
 fn kind(error: &ApiError) -> (StatusCode, &'static str) {
     let overloaded = StatusCode::from_u16(OVERLOADED).unwrap_or(StatusCode::SERVICE_UNAVAILABLE);
     match error {
@@ -183,14 +183,14 @@ fn kind(error: &ApiError) -> (StatusCode, &'static str) {
     }
 }
 
-/// The code by which its tool runners go over to sending the whole history.
+/// The code on which Anthropic's tool runners fall back to sending the whole history.
 const THREADS: &str = "thread_unsupported_request";
 
 pub(super) fn error_body(error: &ApiError, id: Option<&RequestId>) -> Value {
     let (code, param) = (error.code(), error.param());
     let told = json!({
         "type": kind(error).1, "message": error.to_string(), "code": code, "param": param,
-        // Where Anthropic's client looks for a code.
+        // Where Anthropic's client reads the code.
         "details": {"error_code": if *error == ApiError::NoThreads { THREADS } else { code }},
     });
     let mut body = json!({"type": "error", "error": told});
@@ -200,7 +200,7 @@ pub(super) fn error_body(error: &ApiError, id: Option<&RequestId>) -> Value {
     body
 }
 
-/// A request that is refused.
+/// The response to a refused request.
 pub(in crate::api) fn refused(error: &ApiError, id: &RequestId) -> (StatusCode, Value) {
     (kind(error).0, error_body(error, Some(id)))
 }

@@ -1,19 +1,19 @@
-//! What is said on a session's WebSocket, as JSON in text messages; sound is in binary ones. Types and fields are only ever
-//! added.
+//! The messages of a session's WebSocket: JSON in text messages, audio in binary ones. Types and fields are
+//! only ever added.
 
 use crate::api::error::ApiError;
 use proto::operation::{OperationOutput, VoiceWindow};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// What a client says besides sound.
+/// A control message of the client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub(super) enum Control {
-    /// Say what it is, as far as heard.
+    /// Asks for the result of the audio so far.
     Segment,
     Reset,
-    /// A last segment, then the session ends.
+    /// Asks for a last segment, then ends the session.
     Finish,
 }
 
@@ -25,11 +25,11 @@ impl Control {
     }
 }
 
-/// What a client is told.
+/// A message to the client.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub(super) enum Event<'a> {
-    /// The session is open. Always the first.
+    /// The session is open. Always the first message.
     Opened {
         session: &'a str,
         operation: &'static str,
@@ -38,24 +38,24 @@ pub(super) enum Event<'a> {
         backend: &'a str,
         encoding: &'static str,
         sample_rate: u32,
-        /// Samples that are looked at together; 0 where that depends on what is heard.
+        /// Samples in one window; 0 if that depends on the audio.
         window: u32,
         idle_timeout_ms: u64,
         max_duration_ms: u64,
     },
-    /// Of speech, in consecutive windows.
+    /// Speech probabilities of consecutive windows.
     Probabilities {
         windows: Vec<Window>,
     },
-    /// Somebody speaks, from this sample on.
+    /// Speech starts at this sample.
     SpeechStart {
         at: u64,
     },
-    /// Nobody does any more, from this sample on.
+    /// Speech ends at this sample.
     SpeechEnd {
         at: u64,
     },
-    /// Whether who has spoken is done.
+    /// Whether the speaker's turn is complete.
     Turn {
         at: u64,
         complete: bool,
@@ -66,7 +66,7 @@ pub(super) enum Event<'a> {
         start: u64,
         end: u64,
     },
-    /// Which language it is heard to be.
+    /// The detected language.
     Language {
         code: &'a str,
         probability: f32,
@@ -74,20 +74,19 @@ pub(super) enum Event<'a> {
     Segmented {
         at: u64,
     },
-    /// All that was heard is forgotten.
+    /// The session's state was reset.
     Reset,
-    /// Why the session ends, where that is no end as asked for; in the shape of HTTP's errors.
+    /// Why the session fails, in the form of HTTP errors. Absent if the session ends regularly.
     Error {
         error: Value,
     },
-    /// The session has ended. Always the last.
+    /// The session has ended. Always the last message.
     Closed {
         reason: &'static str,
         samples: u64,
     },
 }
 
-/// See [`Event::Probabilities`].
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(super) struct Window {
     start: u64,
@@ -95,7 +94,7 @@ pub(super) struct Window {
 }
 
 impl<'a> Event<'a> {
-    /// What a client is told of what a worker answers; none of what opens and ends sessions.
+    /// The message for a worker's output. `None` for outputs that open or end a session.
     pub(super) fn of(output: &'a OperationOutput) -> Option<Self> {
         let window = |window: &VoiceWindow| Window { start: window.start, probability: window.probability };
         Some(match output {
@@ -127,11 +126,11 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn what_a_worker_answers_is_told_in_json() {
+    fn a_workers_outputs_become_json_events() {
         let told = |output: &OperationOutput| serde_json::to_string(&Event::of(output).unwrap()).unwrap();
         let windows = [(0, 0.1f32), (512, 0.933)];
         let windows = windows.map(|(start, probability)| VoiceWindow { start, probability });
-        // f32 in the fewest digits that name it.
+        // f32 in the fewest digits that identify it.
         let text = r#"{"type":"probabilities","windows":[{"start":0,"probability":0.1},{"start":512,"probability":0.933}]}"#;
         assert_eq!(told(&OperationOutput::Windows(windows.to_vec())), text);
         assert_eq!(told(&OperationOutput::SpeechStarted { at: 3 }), r#"{"type":"speech_start","at":3}"#);
@@ -145,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_says_three_things_and_nothing_else() {
+    fn a_client_has_exactly_three_control_messages() {
         for (kind, control) in
             [("segment", Control::Segment), ("reset", Control::Reset), ("finish", Control::Finish)]
         {

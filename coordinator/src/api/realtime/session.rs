@@ -1,4 +1,4 @@
-//! A session's life: sound goes up to the worker while what is made of it comes down, until one end or a limit ends it.
+//! Runs a session: forwards audio to the worker and results to the client, until one side or a limit ends it.
 
 use super::Opened;
 use super::event::{Control, Event};
@@ -24,47 +24,48 @@ use tokio_tungstenite::tungstenite::protocol::frame::coding::CloseCode;
 use tokio_tungstenite::tungstenite::protocol::{CloseFrame, Role, WebSocketConfig};
 use tokio_tungstenite::tungstenite::{Bytes, Error, Message};
 
-/// How long a client may take to become a WebSocket once it has been told that it may.
+/// Time for the client to complete the upgrade.
 const UPGRADE_LIMIT: Duration = Duration::from_secs(10);
-/// How often it is asked whether it is there,
+/// Interval of pings to the client.
 const PING_EVERY: Duration = Duration::from_secs(20);
-/// and when it is thought gone, having said nothing at all.
+/// A client without any message for this long is considered gone.
 const GONE_AFTER: Duration = Duration::from_secs(60);
-/// A worker that takes nothing for so long, or does not come to an end, is lost. Above what a client that does not read is
-/// given, since that holds up the worker too.
+/// A worker that reads nothing for this long, or does not finish, is considered lost. Longer than the limit
+/// of a client that does not read, since such a client stalls the worker too.
 const STALL_LIMIT: Duration = Duration::from_secs(60);
-/// How long a session that the worker has ended may stay without its word why.
+/// Time to wait for the worker's reason after the worker ended the session.
 const WORD_LIMIT: Duration = Duration::from_secs(5);
-/// How long the end of a session may take to be told,
+/// Time limit of sending the last messages.
 const FAREWELL_LIMIT: Duration = Duration::from_secs(5);
-/// and how long, and how much, is still read of what a client sends behind it: who sends must find the answer, not a
-/// broken connection.
+/// Time for which the client's data is read and discarded after the end. Without it, the client could get a
+/// connection reset instead of the last messages.
 const LINGER_LIMIT: Duration = Duration::from_secs(2);
+/// Most bytes that are read and discarded after the end.
 const LINGER_BYTES: usize = 4 << 20;
-/// Read from the client at once.
+/// Bytes per read from the client.
 const READ_BYTES: usize = 16 << 10;
 
 type Socket = WebSocketStream<TokioIo<Upgraded>>;
 type Sink = SplitSink<Socket, Message>;
 
-/// Why a session has ended.
+/// Why a session ended.
 #[derive(Debug)]
 enum Ended {
     Finished,
-    /// The client has closed it,
+    /// The client closed it.
     Left,
     Gone,
-    /// The worker has ended it,
+    /// The worker ended it.
     Failed(OperationError),
     Lost,
-    /// The client has sent something that it may not.
+    /// The client sent an invalid message.
     Invalid(ApiError, CloseCode),
-    /// The client has sent nothing for too long.
+    /// The client sent nothing for too long.
     Idle,
-    /// It has lasted as long as it may.
+    /// It reached the longest duration.
     Overlong,
     GoingAway,
-    /// The key opens nothing any more.
+    /// The key was revoked or has expired.
     Revoked,
 }
 
@@ -85,7 +86,7 @@ impl Ended {
         }
     }
 
-    /// What the client is told besides, unless it is an end as good as another.
+    /// The error that the client gets. `None` for a regular end.
     fn error(&self, opened: &Opened) -> Option<ApiError> {
         Some(match self {
             Self::Finished | Self::Left | Self::Gone | Self::GoingAway => return None,
@@ -114,16 +115,16 @@ impl Ended {
 
 #[derive(Debug, Default)]
 struct Shared {
-    /// Samples that the worker was sent.
+    /// Samples sent to the worker.
     samples: AtomicU64,
-    /// Since when something is waited for from the client.
+    /// Start of the current wait for the client. `None` while not waiting.
     waits: Mutex<Option<Instant>>,
 }
 
 pub(super) struct Session;
 
 impl Session {
-    /// Carries a session to its end, once its connection is a WebSocket.
+    /// Runs a session to its end, starting with the upgrade of the connection.
     pub(super) async fn run(mut opened: Opened, upgrade: OnUpgrade) {
         let shared = Shared::default();
         let front = Arc::clone(&opened.front);
@@ -148,7 +149,7 @@ async fn talk(opened: &mut Opened, upgraded: Upgraded, shared: &Shared) -> Ended
         .max_message_size(Some(most))
         .max_frame_size(Some(most))
         .read_buffer_size(READ_BYTES)
-        // What is sent is sent at once; no more than one message waits.
+        // Messages are sent immediately; at most one is buffered.
         .write_buffer_size(0)
         .accept_unmasked_frames(false);
     let socket = WebSocketStream::from_raw_socket(TokioIo::new(upgraded), Role::Server, Some(config)).await;
@@ -162,7 +163,7 @@ async fn talk(opened: &mut Opened, upgraded: Upgraded, shared: &Shared) -> Ended
         None => Ended::Gone,
         Some((mut sender, mut answers)) => {
             tokio::select! {
-                // What the worker has said last counts, whatever else has happened meanwhile.
+                // The worker's last message takes precedence over other reasons.
                 biased;
                 ended = down(&mut sink, &mut answers, shared) => ended,
                 ended = up(&mut stream, &mut sender, (opened.encoding, idle), shared) => ended,
@@ -173,7 +174,7 @@ async fn talk(opened: &mut Opened, upgraded: Upgraded, shared: &Shared) -> Ended
         }
     };
     let ended = match ended {
-        // It has stopped, and has not waited any longer.
+        // The worker stopped without waiting for the session.
         Ended::Lost if opened.seat.cut() => Ended::Failed(OperationError::Draining),
         ended => ended,
     };
@@ -207,11 +208,11 @@ fn hello(opened: &Opened, idle: Duration) -> Message {
 }
 
 fn text(event: &Event<'_>) -> Message {
-    // Numbers and texts are always JSON.
+    // Serializing numbers and texts cannot fail.
     Message::text(serde_json::to_string(event).unwrap_or_default())
 }
 
-/// From the worker to the client.
+/// Forwards the worker's output to the client.
 async fn down(sink: &mut Sink, answers: &mut OperationStream, shared: &Shared) -> Ended {
     let mut pings = interval_at(Instant::now() + PING_EVERY, PING_EVERY);
     pings.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -222,7 +223,7 @@ async fn down(sink: &mut Sink, answers: &mut OperationStream, shared: &Shared) -
                 Ok(OperationOutput::Failed(error)) => return Ended::Failed(error),
                 Ok(output) => match Event::of(&output) {
                     Some(event) => text(&event),
-                    // It is open already.
+                    // A second opening is an error.
                     None => return Ended::Failed(OperationError::Internal),
                 },
                 Err(error) => {
@@ -243,7 +244,7 @@ async fn down(sink: &mut Sink, answers: &mut OperationStream, shared: &Shared) -
     }
 }
 
-/// From the client to the worker.
+/// Forwards the client's messages to the worker.
 async fn up(
     stream: &mut SplitStream<Socket>,
     sender: &mut OperationSender,
@@ -268,7 +269,7 @@ async fn up(
         let input = match message {
             Message::Binary(bytes) => sound(encoding, &bytes),
             Message::Text(text) => control(&text),
-            // Answered by the library.
+            // The library answers pings.
             Message::Ping(_) | Message::Pong(_) | Message::Frame(_) => continue,
             Message::Close(_) => return Ended::Left,
         };
@@ -283,7 +284,7 @@ async fn up(
         match timeout(STALL_LIMIT, sender.send(&input)).await {
             Ok(Ok(())) => {}
             Ok(Err(_)) => {
-                // Why is what comes down.
+                // The reason arrives in the other direction.
                 sleep(WORD_LIMIT).await;
                 return Ended::Lost;
             }
@@ -320,7 +321,7 @@ fn control(text: &str) -> ControlFlow<Ended, OperationInput> {
     }
 }
 
-/// What has come is no message, or no more comes.
+/// The end of a session whose connection failed or sent an invalid message.
 fn broken(error: &Error) -> Ended {
     let invalid = |rule: String, code| Ended::Invalid(ApiError::field("message", rule), code);
     match error {
@@ -336,7 +337,7 @@ fn broken(error: &Error) -> Ended {
     }
 }
 
-/// Tells how it has ended.
+/// Sends the reason of the end.
 async fn farewell(
     sink: &mut Sink,
     ended: &Ended,
@@ -344,7 +345,7 @@ async fn farewell(
     samples: u64,
 ) -> Result<(), Error> {
     if matches!(ended, Ended::Left) {
-        // The library has answered that already; it goes out with this.
+        // The library queued the reply to the close frame; this sends it.
         return sink.close().await;
     }
     if let Some(error) = error {
@@ -356,7 +357,7 @@ async fn farewell(
     sink.send(Message::Close(Some(CloseFrame { code: ended.code(), reason: reason.into() }))).await
 }
 
-/// Closes our direction, and waits a while for the client to close its own.
+/// Closes the sending direction and waits for the client to close its own.
 async fn linger(mut socket: Socket) {
     let stream = socket.get_mut();
     let rest = async {
@@ -371,14 +372,14 @@ async fn linger(mut socket: Socket) {
         }
         std::io::Result::Ok(())
     };
-    // However it ends, it has ended.
+    // The result does not matter: the session has ended.
     let _ = timeout(LINGER_LIMIT, rest).await;
 }
 
-/// How fast a client's messages are taken: who sends faster is read as fast as this, and so sends no faster.
+/// Limits the rate of a client's messages. A faster client is read at this rate, and is slowed down by TCP.
 #[derive(Debug)]
 struct Pace {
-    /// Messages that may be taken at once.
+    /// Messages that may be read immediately. Negative: messages owed.
     level: f64,
     at: Instant,
 }
@@ -388,7 +389,7 @@ impl Pace {
         Self { level: MESSAGE_BURST, at: now }
     }
 
-    /// How long to wait with the next message.
+    /// The time to wait before the next message.
     fn take(&mut self, now: Instant) -> Duration {
         let since = now.saturating_duration_since(self.at).as_secs_f64();
         self.level = (self.level + since * MESSAGES_PER_SECOND).min(MESSAGE_BURST) - 1.0;
@@ -415,7 +416,7 @@ mod tests {
         }
         let took = start.elapsed().as_secs_f64();
         assert!((2.99..3.7).contains(&took), "{took}");
-        // Who sends no faster than that never waits.
+        // A sender at exactly this rate never waits.
         sleep(Duration::from_secs(10)).await;
         for _ in 0..more {
             sleep(Duration::from_secs_f64(1.0 / MESSAGES_PER_SECOND)).await;
@@ -424,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn each_end_has_its_own_code() {
+    fn each_reason_of_the_end_has_its_close_code() {
         let code = |ended: Ended| u16::from(ended.code());
         assert_eq!(code(Ended::Finished), 1000);
         assert_eq!(code(Ended::GoingAway), 1001);

@@ -1,4 +1,4 @@
-//! `input` and `instructions` as the messages of a chat.
+//! Translates `input` and `instructions` into the messages of a chat.
 
 use crate::api::error::ApiError;
 use crate::api::fields::Fields;
@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 
 const INPUT: &str = "input";
 const ITEM: [&str; 8] = ["type", "role", "content", "call_id", "name", "arguments", "output", "summary"];
-/// Parts of what is said, whoever says it.
+/// Types of text parts, for all roles.
 const SPOKEN: [&str; 4] = ["input_text", "output_text", "text", "refusal"];
 
 pub(super) fn messages<'a>(fields: &Fields<'a>) -> Result<Vec<Message<'a>>, ApiError> {
@@ -41,7 +41,8 @@ pub(super) fn messages<'a>(fields: &Fields<'a>) -> Result<Vec<Message<'a>>, ApiE
     Ok(chat.messages)
 }
 
-/// A chat in the making. What an assistant thinks, says and calls are items of their own here, and one message there.
+/// A chat under construction. An assistant's reasoning, text and calls are separate items in the request and
+/// one message in the chat.
 #[derive(Default)]
 struct Chat<'a> {
     messages: Vec<Message<'a>>,
@@ -54,7 +55,7 @@ impl<'a> Chat<'a> {
     fn add(&mut self, item: &Fields<'a>) -> Result<(), ApiError> {
         let kind: Option<String> = item.get("type")?;
         match kind.as_deref() {
-            // The short form of a message has none.
+            // The short form of a message has no type.
             None if item.raw("role").is_some() => self.message(item),
             None => Err(item.wrong("type", "is missing")),
             Some("message") => self.message(item),
@@ -80,7 +81,7 @@ impl<'a> Chat<'a> {
         let role: String = missing(item, "role", item.get("role")?)?;
         let said = match item.raw("content") {
             Some(raw) => text(item, "content", raw, &SPOKEN)?,
-            // It has said nothing.
+            // An empty assistant message.
             None if role == "assistant" => "".into(),
             None => return Err(item.wrong("content", "is missing")),
         };
@@ -108,7 +109,7 @@ impl<'a> Chat<'a> {
         Ok(())
     }
 
-    /// What a model has thought, where it is told in its own words; a summary or a cipher is none.
+    /// Reads reasoning given as text. Summaries and encrypted content are ignored.
     fn reasoning(&mut self, item: &Fields<'a>) -> Result<(), ApiError> {
         if self.said.is_some() || !self.calls.is_empty() {
             self.end_turn();
@@ -119,13 +120,13 @@ impl<'a> Chat<'a> {
         Ok(())
     }
 
-    /// Whatever an assistant does not say.
+    /// Adds a message of another role.
     fn other(&mut self, message: Message<'a>) {
         self.end_turn();
         self.messages.push(message);
     }
 
-    /// What the assistant was at is a message. Thoughts alone are none.
+    /// Adds the assistant's message so far. Reasoning alone is dropped.
     fn end_turn(&mut self) {
         let thought = std::mem::take(&mut self.thought).join("\n");
         let (content, calls) = (self.said.take(), std::mem::take(&mut self.calls));

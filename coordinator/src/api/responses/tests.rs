@@ -14,7 +14,7 @@ fn field_of<T: std::fmt::Debug>(result: Result<T, ApiError>) -> String {
     }
 }
 
-/// What a body asks for, in all that does not depend on the API's words.
+/// The content of a chat, independent of the API's form.
 fn meant(chat: Chat<'_>) -> Value {
     let wanted = match chat.wanted {
         Some(OutputFormat::Json { schema, .. }) => schema,
@@ -23,7 +23,7 @@ fn meant(chat: Chat<'_>) -> Value {
     };
     let Tools { tools, given, required, parallel, .. } = chat.tools;
     let tools: Vec<_> = tools.iter().map(|t| json!([t.name, t.description, t.parameters])).collect();
-    // As texts: the order of their parts is part of the prompt.
+    // As strings, since the order of members is part of the prompt.
     let given: Vec<_> = given.iter().map(Value::to_string).collect();
     json!({
         "messages": serde_json::to_value(chat.messages).unwrap(), "wanted": wanted, "tools": tools, "given": given,
@@ -65,7 +65,7 @@ fn a_response_is_the_same_chat() {
                 {"role": "assistant", "content": "It is 42."},
                 {"role": "user", "content": "sure?"},
             ], "tools": [tool_there]})),
-        // Calls that were made at once are one message, as are those that follow their results another.
+        // Parallel calls are one message; calls after their results are another.
         (json!({"input": [
                 {"role": "user", "content": "q"},
                 {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{\"a\": 1}"},
@@ -111,7 +111,7 @@ fn a_response_is_the_same_chat() {
 }
 
 #[test]
-fn what_is_wrong_or_not_served_is_named() {
+fn invalid_or_unsupported_fields_are_named() {
     let with = |field: &str, value: Value| {
         let mut body = json!({"input": "q"});
         body[field] = value;
@@ -183,7 +183,7 @@ fn what_is_wrong_or_not_served_is_named() {
 }
 
 #[test]
-fn what_was_asked_is_repeated_and_nothing_is_said_to_be_stored() {
+fn the_response_repeats_the_request_and_reports_no_storage() {
     let tool = json!({"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": false});
     let body = json!({
         "input": "q", "store": true, "truncation": "auto", "temperature": 0.7, "metadata": {"b": "1", "a": "2"},
@@ -219,7 +219,7 @@ pub(crate) fn tokenizer() -> Tokenizer {
     Tokenizer::from_metadata(ModelFile::open(&path).unwrap().metadata()).unwrap()
 }
 
-/// An answer that thinks, speaks and calls, and its end.
+/// An answer with reasoning, text and a call, and its end.
 pub(crate) fn spoken(reason: FinishReason, matched: Option<&str>) -> Vec<Delta> {
     let call = |begins: Option<&str>, arguments: &str| {
         let begins = begins.map(|name| ("call_1".to_owned(), name.to_owned()));
@@ -340,7 +340,7 @@ fn a_stream_has_its_events_in_order_and_ends_as_the_whole_answer() {
 }
 
 #[test]
-fn what_is_cut_is_incomplete_and_what_breaks_off_has_failed() {
+fn a_cut_answer_is_incomplete_and_a_broken_stream_has_failed() {
     let tokenizer = tokenizer();
     for cut in [true, false] {
         let mut stream = writer();

@@ -1,4 +1,4 @@
-//! An answer as OpenAI's responses have it.
+//! Responses in the form of OpenAI's Responses API.
 
 use crate::api::blocks::{Block, Blocks, Kind, Step};
 use crate::api::error::ApiError;
@@ -12,11 +12,11 @@ pub(in crate::api) struct ResponseWriter {
     id: String,
     created: u64,
     model: String,
-    /// What is repeated of the request.
+    /// Fields repeated from the request.
     repeats: Map<String, Value>,
     blocks: Blocks,
     finished: Option<Finished>,
-    /// Whether its last call lacks some of its arguments.
+    /// Whether the last call's arguments were cut off.
     cut: bool,
     events: u64,
 }
@@ -26,7 +26,7 @@ impl ResponseWriter {
         Self { id, created, model, repeats, blocks: Blocks::default(), finished: None, cut: false, events: 0 }
     }
 
-    /// The whole object as it stands, with what was counted, if that is known.
+    /// The response object in its current state. `usage`: `None` if not known yet.
     fn response(&self, status: &str, usage: Option<Usage>) -> Value {
         let mut response = Map::new();
         let mut put = |name: &str, value: Value| response.insert(name.into(), value);
@@ -35,11 +35,11 @@ impl ResponseWriter {
         put("created_at", self.created.into());
         put("status", status.into());
         put("error", Value::Null);
-        // The other reason that there is, a filter, there is not here.
+        // The API's other reason, a content filter, does not exist here.
         let cut = (status == "incomplete").then(|| json!({"reason": "max_output_tokens"}));
         put("incomplete_details", cut.into());
         put("model", self.model.as_str().into());
-        // All before the last came to their ends.
+        // All blocks before the last are complete.
         let last = self.blocks.all().len().saturating_sub(1);
         let ended = |at| if at == last && status != "completed" { "incomplete" } else { "completed" };
         let blocks = self.blocks.all().iter().enumerate();
@@ -58,10 +58,10 @@ impl ResponseWriter {
         }
     }
 
-    /// An item of the output with this of its text.
+    /// An output item with `text` as its text.
     fn item(&self, at: usize, block: &Block, text: &str, status: &str) -> Value {
         let id = self.item_id(at, block);
-        // What has just begun has no parts.
+        // An item that has just begun has no parts.
         let parts = |part: Value| if status == "in_progress" { json!([]) } else { json!([part]) };
         match &block.kind {
             Kind::Thought => json!({
@@ -96,7 +96,7 @@ impl ResponseWriter {
         out.extend_from_slice(format!("event: {name}\ndata: {}\n\n", Value::Object(event)).as_bytes());
     }
 
-    /// What a step of the blocks looks like; `status` is that of a block that ends.
+    /// The events of a change of the blocks. `status`: the status of a block that ends.
     fn events_of(&self, step: &Step<'_>, status: &str) -> Vec<(&'static str, Value)> {
         let (Step::Begins(at, block) | Step::Grows(at, block, _) | Step::Ends(at, block)) = *step;
         let id = self.item_id(at, block);
@@ -154,7 +154,7 @@ impl ResponseWriter {
         }
     }
 
-    /// Ends the block that is still open.
+    /// Ends the open block.
     fn close(&mut self, out: &mut Vec<u8>, status: &str) {
         let mut blocks = std::mem::take(&mut self.blocks);
         let mut events = Vec::new();

@@ -1,11 +1,12 @@
-//! Log-probabilities of tokens, as completions and chats have them.
+//! Log-probabilities of tokens, in the forms of completions and of chats.
 
 use super::Delta;
 use model::Tokenizer;
 use proto::message::{TokenLogprobs, TokenOut};
 use serde_json::{Map, Value, json};
 
-/// As completions have them: lists of one entry a token. A token that is not whole characters is named by its bytes.
+/// The form of completions: lists with one entry for each token. A token that is not valid UTF-8 is named by
+/// its bytes.
 pub(super) fn of_completion(delta: &Delta, tokenizer: &Tokenizer) -> Value {
     let (mut tokens, mut logprobs, mut top, mut offsets) = (vec![], vec![], vec![], vec![]);
     for (at, token) in delta.tokens.iter().enumerate() {
@@ -17,7 +18,7 @@ pub(super) fn of_completion(delta: &Delta, tokenizer: &Tokenizer) -> Value {
         let mut alternatives = Map::new();
         alternatives.insert(name(token.id), finite(*chosen).into());
         for &(id, logprob) in best {
-            // Of tokens that are written the same the likeliest is told, and the one that was drawn before all others.
+            // Of tokens with the same name, the drawn one is kept, or else the most likely one.
             alternatives.entry(name(id)).or_insert_with(|| finite(logprob).into());
         }
         tokens.push(Value::from(name(token.id)));
@@ -28,7 +29,7 @@ pub(super) fn of_completion(delta: &Delta, tokenizer: &Tokenizer) -> Value {
     json!({"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets})
 }
 
-/// As chats have them: one object a token, with its bytes.
+/// The form of chats: one object for each token, with its bytes.
 pub(super) fn of_chat(delta: &Delta, tokenizer: &Tokenizer) -> Value {
     let entry = |id: u32, logprob: f32| {
         let bytes = tokenizer.token_bytes(id);
@@ -48,12 +49,12 @@ pub(super) fn of_chat(delta: &Delta, tokenizer: &Tokenizer) -> Value {
     json!({"content": delta.tokens.iter().filter_map(with_top).collect::<Vec<_>>(), "refusal": null})
 }
 
-/// Bytes that are no text, as OpenAI writes them.
+/// Bytes that are not valid UTF-8, in OpenAI's notation.
 fn escaped(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("\\x{byte:02x}")).collect()
 }
 
-/// JSON has no minus infinity; this is what others send in its place.
+/// JSON has no minus infinity; other servers send -9999.
 fn finite(logprob: f32) -> f32 {
     logprob.max(-9999.0)
 }
@@ -64,7 +65,7 @@ mod tests {
     use crate::api::responses::tests::tokenizer;
 
     #[test]
-    fn tokens_that_are_no_characters_are_named_by_their_bytes() {
+    fn tokens_of_invalid_utf8_are_named_by_their_bytes() {
         let tokenizer = tokenizer();
         let ids: Vec<u32> = (0..tokenizer.vocab_size() as u32)
             .filter(|id| std::str::from_utf8(tokenizer.token_bytes(*id)).is_err())

@@ -1,16 +1,17 @@
-//! JSON that was cut off.
+//! Completes JSON that was cut off.
 
 use serde_json::Value;
 
-/// The object that `text` begins and does not end, with what it has of its last member; none if it is not the beginning of
-/// an object.
+/// The object that the incomplete `text` begins, with its last member as far as it goes. `None` if `text` is
+/// not the beginning of an object.
 pub(super) fn completed(text: &str) -> Option<Value> {
     if !text.starts_with('{') {
         return None;
     }
     let mut open = Vec::new();
     let (mut quoted, mut escaped) = (false, false);
-    // Where the text can be cut so that closing what is open makes JSON, and what is open there.
+    // Positions at which the text can be cut so that closing the open brackets gives valid JSON, with the
+    // number of open brackets there.
     let mut certain: Vec<(usize, usize)> = Vec::new();
     for (at, byte) in text.bytes().enumerate() {
         match byte {
@@ -24,7 +25,7 @@ pub(super) fn completed(text: &str) -> Option<Value> {
             b'{' => open.push('}'),
             b'[' => open.push(']'),
             b'}' | b']' => drop(open.pop()?),
-            // Behind the comma a member is missing.
+            // The member after the comma is missing.
             b',' => certain.push((at, open.len())),
             _ => {}
         }
@@ -36,7 +37,7 @@ pub(super) fn completed(text: &str) -> Option<Value> {
         let ends: String = open.get(..depth)?.iter().rev().collect();
         serde_json::from_str(&format!("{text}{quote}{ends}")).ok()
     };
-    // An escape of which the end is missing has at most 11 bytes, a pair of surrogates.
+    // An incomplete escape has at most 11 bytes: a surrogate pair.
     let most = if quoted { 12.min(text.len()) } else { 0 };
     let shorter = (0..=most).filter_map(|cut| text.get(..text.len() - cut));
     let quote = if quoted { "\"" } else { "" };
@@ -44,7 +45,8 @@ pub(super) fn completed(text: &str) -> Option<Value> {
     if let Some(value) = whole.next() {
         return Some(value);
     }
-    // A name without a value, or half a number or word: only the members before it. Closed brackets are behind it.
+    // Ends with a name without a value, or with part of a number or word: keep the members before it. Closed
+    // brackets come after those positions.
     let mut depths = certain.into_iter().rev().take(3);
     depths.find_map(|(at, depth)| close(text.get(..at)?, "", depth))
 }
@@ -55,14 +57,14 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn every_beginning_of_an_object_becomes_one() {
+    fn every_prefix_of_an_object_is_completed_to_an_object() {
         let text =
             r#"{"a": "x\"\u00e9\ud83d\ude00y", "b": [1, {"c": -2.5e3}, [true, null]], "d": {}, "e": "}{"}"#;
         let whole: Value = serde_json::from_str(text).unwrap();
         for end in 1..text.len() {
             let value = completed(&text[..end]).unwrap_or_else(|| panic!("{}", &text[..end]));
             let members = value.as_object().unwrap();
-            // What is complete is as it was; only the last may be shorter.
+            // Complete members are unchanged; only the last one may be shorter.
             let last = members.len().saturating_sub(1);
             for (name, member) in members.iter().take(last) {
                 assert_eq!(member, &whole[name], "{}", &text[..end]);

@@ -11,7 +11,7 @@ fn function(name: &str) -> Value {
 }
 
 #[test]
-fn a_choice_says_which_may_and_whether_one_must_be_called() {
+fn tool_choice_restricts_the_tools_and_requires_a_call() {
     let both = json!([function("a"), function("b")]);
     let choose = |choice: Value| read(&json!({"tools": both, "tool_choice": choice})).unwrap();
     let names = |tools: &Tools| tools.tools.iter().map(|tool| tool.name.clone()).collect::<Vec<_>>();
@@ -70,7 +70,7 @@ fn what_is_wrong_is_named() {
 }
 
 #[test]
-fn tools_that_run_elsewhere_are_left_out_where_none_must_be_called() {
+fn server_side_tools_are_left_out_unless_a_call_is_required() {
     let namespace = json!({"type": "namespace", "name": "n", "tools": [function("x")]});
     let read = read(&json!({"tools": [{"type": "web_search"}, function("a"), namespace]})).unwrap();
     assert_eq!((read.tools.len(), read.given.len()), (1, 1));
@@ -78,7 +78,7 @@ fn tools_that_run_elsewhere_are_left_out_where_none_must_be_called() {
 }
 
 #[test]
-fn functions_are_tools_and_some_may_be_allowed() {
+fn functions_are_tools_and_allowed_tools_restrict_them() {
     let functions = json!([{"name": "a", "parameters": {"type": "object"}}, {"name": "b"}]);
     let both = read(&json!({"functions": functions, "function_call": "auto"})).unwrap();
     assert_eq!((both.tools.len(), both.required, both.parallel), (2, false, false));
@@ -94,7 +94,7 @@ fn functions_are_tools_and_some_may_be_allowed() {
 }
 
 #[test]
-fn a_schema_is_enforced_as_far_as_can_be_or_refused_by_its_place() {
+fn a_lax_schema_is_enforced_as_far_as_possible_and_a_strict_one_refused_by_path() {
     let tool = |parameters: Value, strict: Value| {
         let function = json!({"name": "f", "parameters": parameters, "strict": strict});
         read(&json!({"tools": [function_named("fine"), {"type": "function", "function": function}]}))
@@ -123,7 +123,7 @@ fn function_named(name: &str) -> Value {
 }
 
 #[test]
-fn earlier_calls_are_objects_or_told_in_words() {
+fn earlier_calls_have_objects_as_arguments_or_become_text() {
     let call = json!([{"id": "1", "type": "function", "function": {"name": "a", "arguments": "{\"x\": 1}"}}]);
     let mut assistant = Message::new("assistant", "");
     (assistant.content, assistant.tool_calls) = (None, Some(call));
@@ -142,7 +142,7 @@ fn earlier_calls_are_objects_or_told_in_words() {
         (messages[3].role.as_str(), text(3)),
         ("user", "<tool_response>\n42\n</tool_response>".into())
     );
-    // What was cut off, or is no object, becomes one.
+    // Arguments that were cut off, or are not an object, become one.
     for (given, expected) in [
         (json!("{"), json!({})),
         (json!("{\"x\": \"y"), json!({"x": "y"})),

@@ -1,4 +1,4 @@
-//! The form that a recording comes in.
+//! Parses the form with a recording.
 
 use super::{Task, languages};
 use crate::api::error::ApiError;
@@ -12,7 +12,7 @@ use proto::operation::TranscribeOptions;
 use std::collections::HashSet;
 use std::convert::Infallible;
 
-/// How an answer is written.
+/// The format of the response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Format {
     Json,
@@ -22,24 +22,23 @@ pub(super) enum Format {
     Vtt,
 }
 
-/// What a form asks for.
 #[derive(Debug, PartialEq)]
 pub(super) struct Form {
     pub(super) file: Bytes,
-    /// None: any that is offered.
+    /// `None`: any offered model.
     pub(super) model: Option<ModelId>,
     pub(super) options: TranscribeOptions,
     pub(super) format: Format,
 }
 
-/// What separates the fields of a request's body.
+/// The boundary between the fields of a multipart body.
 pub(super) fn boundary(headers: &HeaderMap) -> Result<String, ApiError> {
     let kind = headers.get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok()).unwrap_or_default();
     let rule = "the body is a form (multipart/form-data) with a boundary, and the recording its field file";
     multer::parse_boundary(kind).map_err(|_| ApiError::field("content-type", rule))
 }
 
-/// What is wrong with the file, by its field's name.
+/// Attributes a WAV error to the field `file`.
 pub(super) fn of_file(error: ApiError) -> ApiError {
     match error {
         ApiError::InvalidField { reason, .. } => {
@@ -206,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn only_forms_are_forms() {
+    fn only_multipart_forms_are_accepted() {
         let told =
             |kind: &str| boundary(&HeaderMap::from_iter([(header::CONTENT_TYPE, kind.parse().unwrap())]));
         assert_eq!(told("multipart/form-data; boundary=XX").unwrap(), "XX");

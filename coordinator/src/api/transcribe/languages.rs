@@ -1,4 +1,4 @@
-//! The languages of Whisper's models: the codes of their tokens, and what they are called in answers.
+//! The languages of Whisper models: codes of their tokens, and English names.
 
 const LANGUAGES: [(&str, &str); 100] = [
     ("af", "afrikaans"),
@@ -103,13 +103,13 @@ const LANGUAGES: [(&str, &str); 100] = [
     ("zh", "chinese"),
 ];
 
-/// The code of a language that is named by it, or in English.
+/// The code of a language given by its code or English name.
 pub(super) fn code(named: &str) -> Option<&'static str> {
     let named = named.trim().to_ascii_lowercase();
     LANGUAGES.iter().find(|(code, name)| [*code, *name].contains(&named.as_str())).map(|(code, _)| *code)
 }
 
-/// What a language is called; one that is not known by its code.
+/// The English name of a language; the code itself if unknown.
 pub(super) fn name(code: &str) -> &str {
     LANGUAGES.iter().find(|(other, _)| *other == code).map_or(code, |(_, name)| name)
 }

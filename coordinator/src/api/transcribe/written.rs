@@ -1,4 +1,4 @@
-//! How what was said is written.
+//! Writes a transcript in each response format.
 
 use super::form::Format;
 use super::{Task, languages};
@@ -9,17 +9,17 @@ use std::fmt::Write;
 const JSON: &str = "application/json";
 const PLAIN: &str = "text/plain; charset=utf-8";
 const VTT: &str = "text/vtt; charset=utf-8";
-/// Frames of the features in a second, in which windows are told.
+/// Frames of features per second, the unit of window positions.
 const FRAMES: f64 = 100.0;
-/// How hard is tried to compress: as zlib does where nothing is said.
+/// Compression level: zlib's default.
 const LEVEL: u8 = 6;
 
-/// What was said in a recording.
+/// The text of a recording.
 #[derive(Debug)]
 pub(super) struct Transcript {
     pub(super) task: Task,
     pub(super) language: String,
-    /// Samples per second, in which positions are told.
+    /// Samples per second, the unit of positions.
     pub(super) sample_rate: u32,
     /// In seconds.
     pub(super) duration: f64,
@@ -63,7 +63,7 @@ struct Segment<'a> {
 }
 
 impl Transcript {
-    /// The type and the body of an answer.
+    /// Content type and body of the response.
     pub(super) fn written(&self, format: Format) -> (&'static str, String) {
         match format {
             Format::Json => (JSON, json(&Short { text: self.text(), usage: self.usage() })),
@@ -83,7 +83,7 @@ impl Transcript {
         Usage { r#type: "duration", seconds: self.duration.ceil() as u64 }
     }
 
-    /// In seconds, to the millisecond.
+    /// A position in seconds, rounded to milliseconds.
     fn seconds(&self, at: u64) -> f64 {
         self.millis(at) as f64 / 1000.0
     }
@@ -122,7 +122,7 @@ impl Transcript {
         }
     }
 
-    /// How much shorter the text of a window becomes by zlib: what is repeated becomes much shorter.
+    /// zlib's compression ratio of a window's text. Repeated text has a high ratio.
     fn repetition(&self, window: u64) -> f64 {
         let of_window = self.texts.iter().filter(|said| said.window == window);
         let text: String = of_window.map(|said| said.text.as_str()).collect();
@@ -141,7 +141,7 @@ impl Transcript {
             if numbered {
                 let _never = writeln!(out, "{}", n + 1);
             }
-            // What would end a line of times is no part of a text.
+            // The arrow of a time line must not occur in the text.
             let text = said.text.trim().replace("-->", "->");
             let _never = writeln!(out, "{} --> {}\n{text}\n", time(said.start), time(said.end));
         }
@@ -149,7 +149,7 @@ impl Transcript {
     }
 }
 
-/// Numbers and texts always have a form.
+/// Serializing numbers and texts cannot fail.
 fn json(answer: &impl Serialize) -> String {
     serde_json::to_string(answer).unwrap_or_default()
 }
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn every_format_is_as_its_readers_expect_it() {
+    fn every_response_format_is_written_correctly() {
         let written = |format| transcript().written(format);
         let usage = json!({"type": "duration", "seconds": 3726});
         let (kind, body) = written(Format::Json);
@@ -200,12 +200,12 @@ mod tests {
             (&json!(1), &json!(3000), &json!(2.5), &json!(3725.502))
         );
         assert_eq!(segment["tokens"], json!([50_364, 7]));
-        // Too little to become shorter.
+        // Too short to compress.
         assert!(segment["compression_ratio"].as_f64().unwrap() < 1.0);
     }
 
     #[test]
-    fn what_is_repeated_is_told() {
+    fn repeated_text_has_a_high_compression_ratio() {
         let mut repeats = transcript();
         repeats.texts[0].text = " so it goes".repeat(40);
         assert!(repeats.repetition(0) > 10.0);

@@ -1,26 +1,27 @@
-//! Simulated workers that decode in batches: how a crowd on one prefix is shared out, held or not, and what a slow worker
-//! gets.
+//! Simulates workers that decode in batches: how a burst of requests with one prefix is distributed, with the
+//! prefix cached or not, and what a slow worker gets.
 
 use super::*;
 use proto::event::{KvEvent, Medium};
 use std::collections::VecDeque;
 
-/// Rows of a prompt in a step.
+/// Prompt rows per step.
 const CHUNK: f64 = 128.0;
-/// Prompt tokens per second of a worker of speed 1, alone.
+/// Prompt tokens per second of an idle worker of speed 1.
 const PREFILL: f64 = 2_000.0;
-/// Seconds of a decode step without and for each sequence.
+/// Seconds of a decode step: fixed, and for each sequence.
 const STEP: (f64, f64) = (0.008, 0.002);
 const TICK: Duration = Duration::from_millis(10);
 const REPORT: Duration = Duration::from_millis(250);
 const PULLS: f64 = 0.05;
-/// Bytes of a token, and of those per second that a pull brings.
+/// KV bytes per token.
 const TOKEN_BYTES: f64 = 20_000.0;
+/// Default rate of pulls in bytes per second.
 const PULL_RATE: f64 = 1e9;
 
 struct Job {
     ticket: Ticket,
-    /// Not before: what it pulls comes then.
+    /// Earliest start: when its pull has arrived.
     from: Instant,
     rows: f64,
     left: f64,
@@ -37,17 +38,17 @@ struct Worker {
     rate: f32,
     events: u64,
     told: Instant,
-    /// When what it has begun to pull comes.
+    /// When its current pull arrives.
     arrives: Instant,
 }
 
-/// Tokens of its answer, its chain, tokens of its prompt, and since when it waits.
+/// Output tokens, chain, prompt tokens, and start of the wait.
 type Waiting = (f64, Arc<[BlockId]>, u32, Instant);
 
 struct World {
     rig: Rig,
     workers: Vec<Worker>,
-    /// Requests that each has been given, since somebody looked.
+    /// Requests that each worker was given since the last reset.
     given: Vec<usize>,
     waiting: HashMap<Ticket, Waiting>,
     /// Seconds from request to end.
@@ -57,7 +58,7 @@ struct World {
 }
 
 impl World {
-    /// `pulls`: at how many bytes per second workers pull, if they do.
+    /// `pulls`: transfer rate of pulls in bytes per second; `None` disables pulls.
     fn new(speeds: &[f64], pulls: Option<f64>) -> Self {
         let mut rig = Rig::new(Policy::default(), &[]);
         let workers: Vec<Worker> = speeds
@@ -102,7 +103,7 @@ impl World {
             if to.pull.is_some() {
                 self.workers[at].arrives = self.rig.now + Duration::from_secs_f64(PULLS);
             }
-            // What shares a prefix that is being pulled waits for that.
+            // A request that shares a prefix being pulled waits for the pull.
             let from =
                 if to.predicted > 0 { self.workers[at].arrives.max(self.rig.now) } else { self.rig.now };
             self.given[at] += 1;
@@ -112,7 +113,7 @@ impl World {
         }
     }
 
-    /// Time goes on by a tick.
+    /// Advances time by one tick.
     fn tick(&mut self) {
         self.rig.now += TICK;
         let now = self.rig.now;
@@ -189,7 +190,7 @@ impl World {
         }
     }
 
-    /// Short requests without a common prefix, so many a second; what part each worker got.
+    /// Sends `per_second` short requests per second without a common prefix. Returns each worker's share.
     fn traffic(&mut self, seconds: f64, per_second: f64, next: &mut u64) -> Vec<f64> {
         self.given.fill(0);
         let mut due = 0.0;
@@ -207,29 +208,29 @@ impl World {
     }
 }
 
-/// A crowd on one prefix.
+/// A burst of requests with one prefix.
 #[derive(Debug, Clone, Copy)]
 struct Crowd {
     workers: usize,
     each: usize,
-    /// Tokens that all have in common; each has 8 more.
+    /// Tokens of the common prefix; each request has 8 more.
     prefix: u32,
-    /// Tokens that each generates.
+    /// Tokens that each request generates.
     output: u32,
-    /// One worker has computed the prefix before.
+    /// Whether one worker has computed the prefix before.
     held: bool,
-    /// Bytes per second at which workers pull, if they do.
+    /// Transfer rate of pulls in bytes per second; `None` disables pulls.
     pulls: Option<f64>,
 }
 
 const OWN: u32 = 8;
 
 impl Crowd {
-    /// It comes all at once.
+    /// Submits the whole burst at once.
     fn comes(&self) -> World {
         let mut world = World::new(&vec![1.0; self.workers], self.pulls);
         let units = u64::from(self.prefix / 16);
-        // What measures rates comes to all.
+        // Warm-up requests, so that all workers have measured rates.
         for n in 0..4 * self.workers as u64 {
             world.request(200, 16, chain(1_000_000 + 100 * n..1_000_012 + 100 * n));
         }
@@ -248,34 +249,35 @@ impl Crowd {
         world
     }
 
-    /// Seconds of computing the prefix.
+    /// Seconds to compute the prefix.
     fn computing(&self) -> f64 {
         f64::from(self.prefix) / PREFILL
     }
 
-    /// What a pull costs by decision 11: 0.02 s, the bytes by their rate, and two copies at 1 GB/s.
+    /// Cost of a pull as estimated by the router: 0.02 s, the bytes by their rate, and two copies at 1 GB/s.
     fn pull(&self) -> f64 {
         let bytes = f64::from(self.prefix) * TOKEN_BYTES;
         self.pulls.map_or(f64::INFINITY, |rate| 0.02 + bytes / rate + 2.0 * bytes / 1e9)
     }
 
-    /// How many pulls lie one behind the other until all workers have the prefix: one that has it sends to eight at once.
+    /// Number of successive rounds of pulls until all workers have the prefix: a holder sends to eight at
+    /// once.
     fn generations(&self) -> f64 {
         (self.workers as f64).log(9.0).ceil()
     }
 
-    /// Requests that a worker is given at most.
+    /// Maximum of requests that one worker is given.
     ///
-    /// A request goes where its cost is least. One more sequence makes a worker dearer for the next by `step`: the answer's
-    /// tokens take longer by the slope of a token's time, and so do those of the sequences that are there, and the own
-    /// tokens of its prompt are computed first. So among workers that have the prefix, or are expected to, none is given
-    /// more than two more than another: one, and one for costs that count as equal (2 %, less than a step). For a worker
-    /// that does not have it yet, getting it costs more once: the wait for those that are asked before it, and the cheaper
-    /// of pull and computing, weighed with 3 at most, when all are busy. Until a worker has so many sequences that this is
-    /// exceeded, it is preferred.
+    /// A request goes to the worker with the lowest cost. Each further sequence raises a worker's cost for
+    /// the next request by `step`: the answer's tokens and those of the worker's other sequences take longer
+    /// by the slope of the pace, and the request's own prompt tokens are computed first. So among workers
+    /// that have the prefix, or are expected to, the counts differ by at most two: one, and one for costs
+    /// that count as equal (2 %, less than a step). A worker without the prefix has an additional one-time
+    /// cost: the wait for earlier pulls, and the cheaper of pull and computation, weighted by at most 3 when
+    /// all workers are busy. Until a holder's sequences exceed that cost, the holder is preferred.
     fn most(&self) -> usize {
-        // As 8 generations beside each other take 24 ms for a token, and 5 % of that for each further one until the crowd
-        // has been measured.
+        // With 8 concurrent generations a token takes 24 ms. Until the burst has been measured, each further
+        // generation adds 5 %.
         let slope = 0.05 * (STEP.0 + 8.0 * STEP.1);
         let step = 2.0 * f64::from(self.output) * slope + f64::from(OWN) / PREFILL;
         let waits = if self.pulls.is_some() { (self.generations() - 1.0) * self.pull() } else { 0.0 };
@@ -283,9 +285,10 @@ impl Crowd {
         (self.each + 2).max((once / step) as usize + 2)
     }
 
-    /// Seconds after which the last answer of a cold crowd has ended: the prefix has been computed, in steps that take
-    /// [`STEP`] longer than their rows; it has been pulled, one generation after the other, each of which is announced by
-    /// the end of a step, and noticed by the end of a tick; own tokens and answers follow at the busiest worker.
+    /// Upper bound of the seconds until the last answer of a burst on an uncached prefix. The prefix is
+    /// computed, in steps that take [`STEP`] longer than their rows. It is pulled in successive rounds; each
+    /// is announced at the end of a step and noticed at the end of a tick. Own tokens and answers follow at
+    /// the busiest worker.
     fn latest(&self) -> f64 {
         let step = CHUNK / PREFILL + STEP.0;
         let most = self.most() as f64;
@@ -297,7 +300,7 @@ impl Crowd {
 }
 
 #[test]
-fn a_crowd_on_one_prefix_is_shared_out_evenly_where_it_can_be_pulled() {
+fn a_burst_on_one_prefix_is_distributed_evenly_if_it_can_be_pulled() {
     for (workers, each) in [(2, 16), (3, 10), (4, 4), (8, 8), (16, 4), (32, 4), (64, 4)] {
         for (prefix, output) in [(528, 48), (2_048, 200)] {
             for pulls in [1e8, PULL_RATE] {
@@ -311,9 +314,9 @@ fn a_crowd_on_one_prefix_is_shared_out_evenly_where_it_can_be_pulled() {
     }
 }
 
-/// Nobody has the prefix. One worker computes it; the others wait for that and pull it.
+/// No worker has the prefix. One computes it; the others wait and pull it.
 #[test]
-fn a_crowd_on_a_cold_prefix_has_it_computed_once_where_pulling_is_cheaper() {
+fn a_cold_prefix_is_computed_once_if_pulling_is_cheaper() {
     for (workers, each) in [(2, 16), (3, 10), (4, 4), (8, 8), (16, 4), (32, 4), (64, 4)] {
         for (prefix, output) in [(528, 48), (1_488, 16), (2_048, 200)] {
             let crowd = Crowd { workers, each, prefix, output, held: false, pulls: Some(PULL_RATE) };
@@ -329,22 +332,22 @@ fn a_crowd_on_a_cold_prefix_has_it_computed_once_where_pulling_is_cheaper() {
     }
 }
 
-/// A pull that takes longer than computing is not waited for: several compute, as soon as the first could have sent it.
+/// A pull that takes longer than computing is not awaited: several workers compute the prefix at once.
 #[test]
-fn a_crowd_on_a_cold_prefix_has_it_computed_more_than_once_where_that_is_cheaper() {
+fn a_cold_prefix_is_computed_more_than_once_if_pulling_is_slower() {
     for workers in [2, 8, 64] {
         let crowd = Crowd { workers, each: 16, prefix: 528, output: 200, held: false, pulls: Some(1e7) };
         let mut world = crowd.comes();
-        // Nobody waits here: 528 tokens take 0.26 s to compute and more than a second to pull.
+        // No request waits: 528 tokens take 0.26 s to compute and more than a second to pull.
         assert!(crowd.pull() > crowd.computing() && world.waiting.is_empty());
         world.drain();
         assert!(world.computed > 1, "{:?}", world.given);
     }
 }
 
-/// Where it has to be computed again, as many workers compute it as pays.
+/// Without pulls, as many workers compute the prefix as pays off.
 #[test]
-fn a_crowd_is_served_as_soon_as_by_one_worker_and_as_by_all() {
+fn a_crowd_without_pulls_is_nearly_as_fast_as_the_best_split() {
     let token = |n: f64| STEP.0 + STEP.1 * n;
     for workers in [2, 8] {
         for (prefix, output) in [(528, 48), (4_096, 16), (528, 200)] {
@@ -366,7 +369,8 @@ fn a_crowd_is_served_as_soon_as_by_one_worker_and_as_by_all() {
     }
 }
 
-/// The worker that computes what others wait for goes: one of these computes it, and all are answered.
+/// The worker that computes the awaited prefix leaves: another one computes it, and all requests are
+/// answered.
 #[test]
 fn a_crowd_survives_the_worker_that_computes_its_prefix() {
     for workers in [2, 3, 8] {
@@ -395,9 +399,9 @@ fn a_crowd_survives_the_worker_that_computes_its_prefix() {
     }
 }
 
-/// A wait has a limit: a worker that says that it gets on, and never has the prefix, holds nobody up for longer.
+/// A wait is bounded: a worker that reports progress but never gets the prefix delays no request for longer.
 #[test]
-fn who_waits_for_a_prefix_that_never_comes_is_served_by_computing() {
+fn a_request_whose_awaited_prefix_never_arrives_is_computed() {
     let mut world = World::new(&[1.0, 1.0], Some(PULL_RATE));
     let ask = |world: &mut World| {
         let ask = RouteRequest {
@@ -417,7 +421,7 @@ fn who_waits_for_a_prefix_that_never_comes_is_served_by_computing() {
     assert_eq!(world.rig.balancer.queue().requests, waits.len());
     assert_eq!(world.rig.balancer.tenants()[0].requests, waits.len());
     assert!(waits.len() >= 2);
-    // One is given up meanwhile.
+    // One request is cancelled meanwhile.
     world.rig.balancer.ended(world.rig.now, waits.pop().unwrap(), 1);
     let since = world.rig.now;
     let mut placed = Vec::new();
@@ -437,11 +441,11 @@ fn who_waits_for_a_prefix_that_never_comes_is_served_by_computing() {
 }
 
 #[test]
-fn a_slow_worker_gets_what_it_can_serve_as_soon_as_the_others() {
+fn a_slow_worker_gets_a_smaller_share() {
     for slow in [0.25, 0.5] {
         let mut world = World::new(&[1.0, 1.0, slow, 1.0], None);
         let mut next = 1 << 40;
-        // So much that the others could not do it alone without getting slower.
+        // Enough load that the other workers alone would get slower.
         world.traffic(20.0, 16.0, &mut next);
         let shares = world.traffic(30.0, 16.0, &mut next);
         let even = 0.25;
@@ -468,7 +472,7 @@ fn a_worker_that_becomes_slow_loses_its_share_and_gets_it_back() {
     assert!(after[1] > 0.19, "{after:?}");
 }
 
-/// A slow worker that got nothing for a while is tried again: nothing tells that it has recovered but work.
+/// A slow worker without requests for a while is tried again: only work can show that it has recovered.
 #[test]
 fn a_worker_that_got_no_work_while_it_was_slow_is_tried_again() {
     let mut world = World::new(&[1.0, 0.2], None);
@@ -476,11 +480,12 @@ fn a_worker_that_got_no_work_while_it_was_slow_is_tried_again() {
     world.traffic(60.0, 2.0, &mut next);
     world.workers[1].speed = 1.0;
     let shares = world.traffic(300.0, 2.0, &mut next);
-    // The slow worker's tokens took 5 times as long. With n sequences a request costs 48 tokens of 8 + 2 (n + 1) ms, and 2 ms
-    // of each for each of n: 0.48 s at an idle worker and 0.67 s at the other, which has one sequence most of the time. So
-    // the slow one is asked when it counts as 1.4 times as slow: 2 (x - ln 1.12) = ln 1.4, at x = 0.28 in place of ln 5,
-    // which is so 30 log2(ln 5 / 0.28) = 76 s after its last token was measured, or earlier. From then on the two count as
-    // equal and get half each of what is left, give or take three deviations of 450 draws: 3 sqrt(450 / 4) of 600.
+    // The slow worker's tokens took 5 times as long. With n sequences a request costs 48 tokens of 8 + 2 (n +
+    // 1) ms, and 2 ms of each for each of n: 0.48 s at an idle worker and 0.67 s at the other, which has one
+    // sequence most of the time. So the slow one is chosen once it counts as 1.4 times as slow: 2 (x - ln
+    // 1.12) = ln 1.4, at x = 0.28 instead of ln 5. That is so 30 log2(ln 5 / 0.28) = 76 s after its last
+    // token was measured, or earlier. From then on the two count as equal, and each gets half of the rest,
+    // within three standard deviations of 450 draws: 3 sqrt(450 / 4) of 600.
     let asked = 30.0 * (5f64.ln() / 0.28).log2();
     let half = 0.5 * (300.0 - asked) / 300.0;
     assert!(shares[1] > half - 3.0 * (450f64 / 4.0).sqrt() / 600.0, "{shares:?}");

@@ -1,4 +1,4 @@
-//! Requests with a prefix in common, and what waits because everybody has enough to do.
+//! Requests with a common prefix, and requests that wait because all workers have enough to do.
 
 use super::*;
 use std::collections::VecDeque;
@@ -9,7 +9,7 @@ fn stored(units: &[BlockId]) -> KvEventBatch {
     KvEventBatch { epoch: Epoch(1), first_sequence: 1, events: vec![stored] }
 }
 
-/// A request of `common` units that all share, and a tail of its own.
+/// A request of `common` shared units and a tail of its own.
 fn sibling(rig: &Rig, common: u64, tail: u32, number: u64) -> RouteRequest {
     let own = 1_000_000 + 1_000 * number;
     let units = (0..common).chain(own..own + u64::from(tail / 16));
@@ -17,7 +17,7 @@ fn sibling(rig: &Rig, common: u64, tail: u32, number: u64) -> RouteRequest {
 }
 
 #[test]
-fn followers_say_that_they_follow() {
+fn a_follower_has_the_reason_group() {
     let mut rig = Rig::new(Policy::default(), &["a", "b"]);
     let ask = sibling(&rig, 40, 30, 0);
     let (leader, actions) = rig.submit(ask).unwrap();
@@ -26,7 +26,7 @@ fn followers_say_that_they_follow() {
     let ask = sibling(&rig, 40, 30, 1);
     let (_, actions) = rig.submit(ask).unwrap();
     assert_eq!((&only(&actions).node, only(&actions).reason), (&first.node, Reason::Group));
-    // Once the leader has its prompt, the prefix is there.
+    // Once the leader's prompt is computed, the prefix is cached.
     rig.balancer.started(rig.now, leader, 0);
     let ask = sibling(&rig, 40, 30, 2);
     let (_, actions) = rig.submit(ask).unwrap();
@@ -48,7 +48,7 @@ fn a_group_by_name_may_have_less_in_common() {
 }
 
 #[test]
-fn what_all_have_enough_of_waits_here_until_one_has_computed_a_prompt() {
+fn requests_wait_while_all_workers_have_enough_prefill() {
     let mut rig = Rig::new(Policy::default(), &["a", "b"]);
     let mut placed = Vec::new();
     for number in 0..4 {
@@ -62,7 +62,7 @@ fn what_all_have_enough_of_waits_here_until_one_has_computed_a_prompt() {
     assert_ne!(placed[0].1, placed[1].1);
     let actions = rig.balancer.started(rig.now, placed[1].0, 0);
     assert_eq!(only(&actions).node, placed[1].1);
-    // What another tenant wants and is there already does not wait: it is no work.
+    // Another tenant's request whose prompt is already cached does not wait: it is almost no work.
     let there = chain((0..250).map(|i| 1_000_000 + i));
     let ask = RouteRequest { tenant: "u".into(), chain: there, ..sibling(&rig, 0, 4_010, 0) };
     let (_, actions) = rig.submit(ask).unwrap();
@@ -70,7 +70,7 @@ fn what_all_have_enough_of_waits_here_until_one_has_computed_a_prompt() {
 }
 
 #[test]
-fn when_the_demand_is_gone_the_first_holder_is_asked_again() {
+fn the_first_holder_is_used_again_after_the_demand() {
     let mut rig = Rig::new(Policy { lease: Duration::MAX, ..Policy::default() }, &["a", "b", "c"]);
     let mut number = 0;
     let mut ask = |rig: &mut Rig| {
@@ -84,7 +84,7 @@ fn when_the_demand_is_gone_the_first_holder_is_asked_again() {
     let common: Vec<BlockId> = chain(0..100).to_vec();
     rig.balancer.events(&home.node, stored(&common)).unwrap();
     rig.balancer.ended(rig.now, leader, 0);
-    // Ten at once, which is nothing that would last; then as many more as are computed, which lasts.
+    // Ten at once are a burst. Then as many arrive as are computed, which is lasting demand.
     let mut open = VecDeque::new();
     for _ in 0..10 {
         let (ticket, to) = ask(&mut rig);
@@ -111,7 +111,7 @@ fn when_the_demand_is_gone_the_first_holder_is_asked_again() {
     };
     assert!(rig.now > start + Duration::from_secs(1));
     rig.balancer.events(&replica, stored(&common)).unwrap();
-    // While they wait, both are used.
+    // While requests wait, both holders are used.
     let (ticket, to) = ask(&mut rig);
     open.push_back(ticket);
     assert_eq!((to.node, to.predicted), (replica, 1_600));
@@ -119,7 +119,7 @@ fn when_the_demand_is_gone_the_first_holder_is_asked_again() {
         rig.balancer.started(rig.now, ticket, 0);
         rig.balancer.ended(rig.now, ticket, 0);
     }
-    // One after the other, it is the first alone.
+    // With one request at a time, only the first holder is used.
     for _ in 0..30 {
         rig.now += Duration::from_secs(2);
         for worker in ["a", "b", "c"] {
@@ -135,11 +135,11 @@ fn when_the_demand_is_gone_the_first_holder_is_asked_again() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// K requests with P tokens in common and t of their own, all at once over W workers. To compute P once more is
-    /// worth it only where each holder has so much to do with tails that this delays more than the work does: at R
-    /// holders 2 R / W times P, and half of P less at those that are replicas themselves.
+    /// K requests with P common tokens and t own ones, all at once over W workers. Another computation of P
+    /// pays only if the holders' tails delay more than that work: with R holders, 2 R / W times P, and half
+    /// of P less for replicas.
     #[test]
-    fn what_a_group_has_in_common_is_computed_few_times(
+    fn a_common_prefix_is_computed_few_times(
         names in 2usize..=6,
         common in 64u64..200,
         tail in 16u32..200,
@@ -159,7 +159,7 @@ proptest! {
             computed += usize::from(only(&actions).predicted < 256);
         }
         let before = (computed - 1) as f64;
-        // What differs by a tie, or by who was given less.
+        // Tolerance for ties and for recently assigned work.
         let least = 2.0 * before / names as f64 - 0.2;
         let tails = if computed > 1 { least + (before - 1.0) * (least - 0.5).max(0.0) } else { 0.0 };
         let (prefix, own) = (16.0 * common as f64, f64::from(tail));
@@ -169,7 +169,7 @@ proptest! {
 }
 
 #[test]
-fn what_is_cached_passes_what_nobody_has_room_for_and_what_would_be_computed_twice_yields() {
+fn cached_requests_overtake_and_requests_that_would_recompute_yield() {
     let mut rig = Rig::new(Policy::default(), &["a", "b"]);
     assert_eq!(rig.balancer.events(&node("a"), stored(&chain(0..93))), Ok(None));
     let busy = |rig: &mut Rig, name: &str, pending_prefill_tokens| {
@@ -184,7 +184,8 @@ fn what_is_cached_passes_what_nobody_has_room_for_and_what_would_be_computed_twi
     let cached = rig.ask("t", 1_530, chain(0..95));
     let (_, actions) = rig.submit(cached).unwrap();
     assert_eq!(only(&actions).node, node("a"));
-    // Half of the next is being computed at a, which is full; the room is for the one behind it.
+    // Half of the next prompt is being computed at a, which is full. The room at b goes to the request behind
+    // it.
     let half = rig.ask("t", 1_530, chain((0..47).chain(2_000..2_048)));
     let other = rig.ask("t", 1_530, chain(3_000..3_095));
     let (half, actions) = rig.submit(half).unwrap();

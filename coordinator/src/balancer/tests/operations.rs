@@ -1,4 +1,4 @@
-//! Where sessions of operations go, and who is said to serve one that goes nowhere.
+//! Placement of sessions, and the reasons for refusing them.
 
 use super::*;
 use crate::balancer::{OperationAsk, SessionPlacement, SessionRefusal};
@@ -38,7 +38,7 @@ fn seat(rig: &mut Rig) -> Result<SessionPlacement, SessionRefusal> {
 const VAD: [(Operation, &str); 1] = [(Operation::Vad, "v")];
 
 #[test]
-fn a_session_goes_to_who_offers_it_and_has_fewest() {
+fn a_session_goes_to_the_offering_worker_with_the_fewest_sessions() {
     let mut rig = Rig::new(Policy::default(), &["a", "b", "c"]);
     offer(&mut rig, "a", 1, &VAD);
     offer(&mut rig, "b", 1, &[(Operation::TurnDetection, "t")]);
@@ -47,7 +47,7 @@ fn a_session_goes_to_who_offers_it_and_has_fewest() {
     let seats: Vec<SessionPlacement> = (0..10).map(|_| seat(&mut rig).unwrap()).collect();
     seats.iter().for_each(|seated| *counts.entry(seated.node.as_str()).or_insert(0) += 1);
     assert_eq!(counts, HashMap::from([("a", 5), ("c", 5)]));
-    // What has ended makes room.
+    // An ended session makes room.
     for seated in seats.iter().filter(|seated| seated.node == node("c")) {
         rig.balancer.unseat(seated.seat);
     }
@@ -60,20 +60,20 @@ fn a_session_goes_to_who_offers_it_and_has_fewest() {
 }
 
 #[test]
-fn who_gets_no_session_is_told_why() {
+fn a_refused_session_has_a_reason() {
     let mut rig = Rig::new(Policy::default(), &["a", "b"]);
     assert_eq!(seat(&mut rig), Err(SessionRefusal::Operation));
     offer(&mut rig, "a", 1, &[(Operation::Vad, "v"), (Operation::Vad, "w")]);
     let told = seat_with(&mut rig, Some("x"), &[], &[]);
     assert_eq!(told, Err(SessionRefusal::Model { models: vec![model("v"), model("w")] }));
     assert_eq!(seat_with(&mut rig, Some("w"), &[], &[]).unwrap().model, model("w"));
-    // What a key is not for does not exist for it.
+    // A model that the key may not use is treated as absent.
     assert_eq!(seat_with(&mut rig, None, &[], &["w"]).unwrap().model, model("w"));
     let told = seat_with(&mut rig, Some("v"), &[], &["w"]);
     assert_eq!(told, Err(SessionRefusal::Model { models: vec![model("w")] }));
     assert_eq!(seat_with(&mut rig, None, &[], &["m"]), Err(SessionRefusal::Operation));
     assert_eq!(seat_with(&mut rig, None, &["a"], &[]), Err(SessionRefusal::Declined));
-    // One that drains, by an operator's word or its own, gets none.
+    // A draining worker gets no session, whether an operator or the worker itself started the drain.
     let drain = |draining| TableChange::Drain { node: node("a"), draining };
     rig.balancer.change(rig.now, drain(true), 1).unwrap();
     assert_eq!(seat(&mut rig), Err(SessionRefusal::Away));
@@ -87,7 +87,7 @@ fn who_gets_no_session_is_told_why() {
 }
 
 #[test]
-fn a_silent_worker_is_asked_only_while_there_is_no_other() {
+fn a_silent_worker_gets_a_session_only_if_there_is_no_other() {
     let mut rig = Rig::new(Policy::default(), &["a", "b"]);
     offer(&mut rig, "a", 1, &VAD);
     rig.now += rig.balancer.floor.policy().suspect_after;
@@ -100,7 +100,7 @@ fn a_silent_worker_is_asked_only_while_there_is_no_other() {
 }
 
 #[test]
-fn sessions_of_an_earlier_life_are_not_given_back_to_the_next() {
+fn sessions_of_an_earlier_epoch_are_not_released_in_the_next() {
     let mut rig = Rig::new(Policy::default(), &["a"]);
     offer(&mut rig, "a", 1, &VAD);
     let old = seat(&mut rig).unwrap();
@@ -114,15 +114,15 @@ fn sessions_of_an_earlier_life_are_not_given_back_to_the_next() {
     assert_eq!(sessions(&rig), 1);
 }
 
-/// Texts are encoded where that is offered, too.
+/// Calls to encode texts also go to workers that offer them.
 #[test]
-fn calls_to_encode_go_to_those_who_offer_that() {
+fn calls_to_encode_go_to_workers_that_offer_it() {
     let mut rig = Rig::new(Policy::default(), &["a", "b", "c"]);
     let embed = |rig: &mut Rig| {
         let ask = RouteRequest { operation: Some(Operation::Embed), ..rig.ask("t", 16, chain([])) };
         rig.submit(ask).unwrap()
     };
-    // Those who say nothing offer what their models are for, which here is to generate.
+    // The offers of workers that register none follow from their models' tasks, here generation.
     let (_, actions) = embed(&mut rig);
     assert!(matches!(actions[..], [Action::Refuse(_, Refusal::NoWorker)]), "{actions:?}");
     offer(&mut rig, "b", 1, &[(Operation::Embed, MODEL)]);
@@ -131,7 +131,7 @@ fn calls_to_encode_go_to_those_who_offer_that() {
         let (_, actions) = embed(&mut rig);
         assert_eq!(only(&actions).node, node("b"));
     }
-    // Generations go anywhere as before.
+    // Generations still go to any worker.
     let nodes: std::collections::BTreeSet<NodeId> =
         (0..12).map(|_| only(&rig.plain().1).node.clone()).collect();
     assert!(nodes.len() > 1, "{nodes:?}");

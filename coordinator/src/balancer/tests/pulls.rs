@@ -1,9 +1,9 @@
-//! Prefixes that are pulled instead of computed, and prompts that one worker computes for another.
+//! KV transfers instead of prefill, and prompts that a prefill worker computes.
 
 use super::*;
 use proto::pull::SENDS_AT_ONCE;
 
-/// A worker with its part, which pulls at 1 GB/s and is reached by its name.
+/// Introduces a worker with its role, a pull rate of 1 GB/s, and an address made of its name.
 fn introduce(rig: &mut Rig, name: &str, part: WorkPart) {
     let cost = PullCost { model: ModelId::new(MODEL).unwrap(), bytes_per_token: 20_000, bytes_per_point: 0 };
     rig.balancer.introduce(&node(name), Epoch(1), part, vec![cost], format!("{name}:1"));
@@ -17,7 +17,7 @@ fn rig(workers: &[(&str, WorkPart)]) -> Rig {
     rig
 }
 
-/// A worker says that it holds these.
+/// Announces units of a worker.
 fn holds(rig: &mut Rig, name: &str, units: Arc<[BlockId]>) {
     let stored = KvEvent::Stored { parent: BlockId([0; 16]), units: units.to_vec(), medium: Medium::Device };
     let batch = KvEventBatch { epoch: Epoch(1), first_sequence: 1, events: vec![stored] };
@@ -36,7 +36,7 @@ fn source(name: &str, tokens: u32) -> Option<PullSource> {
 const BOTH: WorkPart = WorkPart::Both;
 
 #[test]
-fn who_relieves_a_busy_holder_pulls_from_it() {
+fn a_worker_that_relieves_a_busy_holder_pulls_from_it() {
     let mut rig = rig(&[("a", BOTH), ("b", BOTH)]);
     holds(&mut rig, "a", chain(0..93));
     let ask = rig.ask("t", 1_530, chain(0..95));
@@ -56,7 +56,7 @@ fn who_relieves_a_busy_holder_pulls_from_it() {
 }
 
 #[test]
-fn who_drains_is_still_pulled_from() {
+fn a_draining_worker_still_serves_pulls() {
     let mut rig = rig(&[("a", BOTH), ("b", BOTH)]);
     holds(&mut rig, "a", chain(0..93));
     rig.balancer.change(rig.now, TableChange::Drain { node: node("a"), draining: true }, 1).unwrap();
@@ -67,11 +67,11 @@ fn who_drains_is_still_pulled_from() {
 }
 
 #[test]
-fn a_holder_sends_to_so_many_at_once() {
+fn a_holder_serves_a_bounded_number_of_pulls_at_once() {
     let mut rig = rig(&[("a", BOTH), ("b", BOTH)]);
     holds(&mut rig, "a", chain(0..930));
     rig.balancer.change(rig.now, TableChange::Drain { node: node("a"), draining: true }, 1).unwrap();
-    // Prompts that begin alike, each longer than the one before by what is worth a pull.
+    // Prompts with a common prefix, each longer than the one before by enough to justify a pull.
     let pulls = |rig: &mut Rig, from: u64| {
         let pulled = |units: u64| {
             let ask =
@@ -88,7 +88,7 @@ fn a_holder_sends_to_so_many_at_once() {
 }
 
 #[test]
-fn what_a_holder_is_only_expected_to_hold_is_not_pulled() {
+fn an_expected_prefix_is_not_pulled() {
     let mut rig = rig(&[("a", BOTH), ("b", BOTH)]);
     let ask = rig.ask("t", 1_530, chain(0..95));
     let (_, actions) = rig.submit(ask).unwrap();
@@ -101,7 +101,7 @@ fn what_a_holder_is_only_expected_to_hold_is_not_pulled() {
 }
 
 #[test]
-fn of_another_class_or_without_terms_nothing_is_pulled() {
+fn no_pull_from_another_numeric_class_or_without_pull_costs() {
     for class in [true, false] {
         let mut rig = Rig::new(Policy::default(), &["b"]);
         let mut other = register("a", 1, &[(MODEL, 1)]);
@@ -145,7 +145,7 @@ fn a_long_prompt_is_computed_by_a_prefill_worker_and_pulled_by_a_decoding_one() 
     stages.sort();
     assert_eq!(stages, [node("p"), node("q")], "the one with less in hand");
     assert_eq!(pending(&rig), [16, 1_000, 1_000], "d computes the rest");
-    // The same prompt again waits for where it is being computed: d is expected to hold it, and does not yet.
+    // The same prompt again waits for its prefill worker: d is expected to hold it, but does not yet.
     let ask = rig.ask("t", 1_000, chain(0..62));
     let (again, actions) = rig.submit(ask).unwrap();
     let to = only(&actions);
@@ -162,13 +162,13 @@ fn a_long_prompt_is_computed_by_a_prefill_worker_and_pulled_by_a_decoding_one() 
     rig.now += Duration::from_secs(2);
     rig.balancer.tick(rig.now, 1);
     assert_eq!(rig.balancer.index_size().reservations, 0);
-    // What d holds it need not pull.
+    // A cached prompt is not pulled.
     holds(&mut rig, "d", chain(0..62));
     let ask = rig.ask("t", 1_000, chain(0..62));
     let (_, actions) = rig.submit(ask).unwrap();
     let to = only(&actions);
     assert_eq!((&to.prefill, &to.pull, to.predicted), (&None, &None, 992));
-    // What is short is computed where it is decoded.
+    // A short prompt is computed by the decode worker.
     let ask = rig.ask("t", 200, chain(900..912));
     let (_, actions) = rig.submit(ask).unwrap();
     let to = only(&actions);
@@ -176,8 +176,8 @@ fn a_long_prompt_is_computed_by_a_prefill_worker_and_pulled_by_a_decoding_one() 
 }
 
 #[test]
-fn parts_never_refuse() {
-    // Nobody left to compute prompts: who decodes does it.
+fn roles_never_cause_a_refusal() {
+    // No prefill worker is left: the decode worker computes prompts.
     let mut rig = rig(&[("p", WorkPart::Prefill), ("d", WorkPart::Decode)]);
     let ask = rig.ask("t", 1_000, chain(0..62));
     let (ticket, actions) = rig.submit(ask).unwrap();
@@ -192,7 +192,7 @@ fn parts_never_refuse() {
     let (_, actions) = rig.submit(ask).unwrap();
     let to = only(&actions);
     assert_eq!((&to.node, &to.prefill, &to.pull, to.predicted), (&node("d"), &None, &None, 0));
-    // Nobody left to decode: who computes prompts goes on.
+    // No decode worker is left: the prefill worker generates.
     rig.join("p", 2);
     rig.leave("d", 1);
     let (_, actions) = rig.plain();

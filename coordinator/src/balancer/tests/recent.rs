@@ -1,4 +1,4 @@
-//! What is kept of decisions.
+//! The stored routing decisions.
 
 use super::*;
 use crate::balancer::recent::{DECISIONS, Decided, Ending, Locality, Lost, Outcome};
@@ -19,7 +19,7 @@ fn place(rig: &mut Rig, units: u64) -> Ticket {
 }
 
 #[test]
-fn a_decision_is_kept_with_what_became_of_it() {
+fn a_decision_is_stored_with_its_outcome() {
     let mut rig = Rig::new(Policy::default(), &["a", "b"]);
     let ticket = place(&mut rig, 20);
     let (decided, outcome) = last(&rig);
@@ -48,7 +48,7 @@ fn a_decision_is_kept_with_what_became_of_it() {
 }
 
 #[test]
-fn what_is_kept_is_bounded() {
+fn stored_decisions_are_bounded() {
     let mut rig = Rig::new(Policy::default(), &["a"]);
     for _ in 0..3 * DECISIONS as u64 {
         let ticket = place(&mut rig, 1);
@@ -57,7 +57,7 @@ fn what_is_kept_is_bounded() {
     let kept: Vec<u64> = rig.balancer.recent().since(0).map(|(decided, _)| decided.number).collect();
     assert_eq!((kept.len(), kept.last()), (DECISIONS, Some(&(3 * DECISIONS as u64 - 1))));
     for _ in 0..20 {
-        // 40 000 units each: only a few of these are kept.
+        // 40 000 units each: only a few of these are stored.
         let ask = rig.ask("t", 40_000 * 16, chain(0..40_000));
         let (ticket, _) = rig.submit(ask).unwrap();
         rig.balancer.ended(rig.now, ticket, 0);
@@ -67,13 +67,13 @@ fn what_is_kept_is_bounded() {
 }
 
 #[test]
-fn what_is_held_elsewhere_is_lost_for_a_reason() {
+fn lost_locality_has_a_reason() {
     let mut rig = Rig::new(Policy::default(), &["a", "b"]);
     let ticket = place(&mut rig, 20);
     let holder = last(&rig).0.names.of(last(&rig).0.choice.slot).unwrap().clone();
     rig.balancer.started(rig.now, ticket, 0);
     assert_eq!(locality(&rig), Locality { requests: 1, prompt: 328, ..Locality::default() });
-    // Its holder drains: another computes it again.
+    // The holder drains: another worker computes the prompt again.
     rig.balancer.change(rig.now, TableChange::Drain { node: holder.clone(), draining: true }, 0).unwrap();
     place(&mut rig, 20);
     let (decided, _) = last(&rig);
@@ -86,7 +86,7 @@ fn what_is_held_elsewhere_is_lost_for_a_reason() {
 }
 
 #[test]
-fn names_are_those_of_the_time() {
+fn a_decision_keeps_the_node_names_of_its_time() {
     let mut rig = Rig::new(Policy::default(), &["a"]);
     place(&mut rig, 1);
     let (before, _) = last(&rig);
@@ -100,7 +100,7 @@ fn names_are_those_of_the_time() {
 }
 
 #[test]
-fn holders_are_told_by_name_with_what_they_have_announced() {
+fn holders_are_listed_with_announced_and_expected_units() {
     let mut rig = Rig::new(Policy::default(), &["a", "b"]);
     place(&mut rig, 20);
     let holder = last(&rig).0.names.of(last(&rig).0.choice.slot).unwrap().clone();

@@ -1,5 +1,6 @@
-//! Requests whose prefix is on its way to one worker and shall be pulled from there by another. They are kept here until
-//! the first has it, or will not have it, or a limit has passed; then they are placed anew, by what is known then.
+//! Requests that wait for a prefix which one worker is getting and another will pull. A request leaves when
+//! the first worker has the prefix or will not get it, or when its patience is over. It is then placed again
+//! with the current state.
 
 use super::{Load, QueuedRequest, WorkerPool, load_of};
 use crate::balancer::{QueueView, RouteRequest};
@@ -7,42 +8,46 @@ use crate::routing::transfer::Pull;
 use crate::slot::Slot;
 use std::time::{Duration, Instant};
 
-/// A request waits so many times as long as it was expected to, but not less or more than this; and for the most where a
-/// worker has not measured how long computing takes. Then it may wait on only if more of the prefix has come meanwhile.
+/// A request waits for at most this many times the expected duration, within the two limits below. It may
+/// wait again only if more of the prefix has arrived meanwhile.
 const PATIENCE: f64 = 2.0;
+/// Lower limit of a wait.
 const LEAST_PATIENCE: Duration = Duration::from_secs(1);
+/// Upper limit of a wait, used as is while a worker's prefill rate is unknown.
 const MOST_PATIENCE: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Default)]
 pub(super) struct Awaited {
-    /// In the order in which they came.
+    /// In order of arrival.
     requests: Vec<Kept>,
-    /// Workers of which something has changed that may end a wait.
+    /// Workers with a change that may end a wait.
     stirred: Vec<Slot>,
 }
 
 #[derive(Debug)]
 struct Kept {
     waiter: QueuedRequest,
-    /// Where it goes, and the membership.
+    /// The worker that will pull.
     at: Slot,
+    /// The puller's membership.
     join: u64,
-    /// Whose prefix it waits for, and its length.
+    /// The worker whose prefix is awaited.
     from: Slot,
+    /// Awaited length in units.
     units: u32,
-    /// How much of it was there when it began to wait.
+    /// Announced units when the wait began.
     held: u32,
 }
 
 impl Awaited {
-    /// Something has changed of the worker.
+    /// Marks a change of the worker in `slot`.
     pub(super) fn stir(&mut self, slot: Slot) {
         if self.requests.iter().any(|kept| kept.from == slot) && !self.stirred.contains(&slot) {
             self.stirred.push(slot);
         }
     }
 
-    /// Something may have changed of any worker.
+    /// Marks a possible change of any worker.
     pub(super) fn stir_all(&mut self) {
         self.stirred = self.requests.iter().map(|kept| kept.from).collect();
         self.stirred.sort_unstable();
@@ -57,7 +62,7 @@ impl Awaited {
 }
 
 impl WorkerPool {
-    /// Keeps a request that shall go to the worker `at` once the pull can begin.
+    /// Keeps a request for the worker `at` until its pull can begin.
     pub(super) fn keep(
         &mut self,
         now: Instant,
@@ -80,7 +85,7 @@ impl WorkerPool {
         self.awaited.requests.push(Kept { waiter, at, join, from, units, held });
     }
 
-    /// Takes out those that need not wait any longer.
+    /// Takes out the requests whose wait is over.
     pub(in crate::balancer) fn due(&mut self, now: Instant) -> Vec<QueuedRequest> {
         let stirred = std::mem::take(&mut self.awaited.stirred);
         if stirred.is_empty() {
@@ -104,7 +109,7 @@ impl WorkerPool {
         };
         let mut due = awaited.take(|kept| stirred.contains(&kept.from) && over(kept));
         for Kept { waiter, from, held, .. } in &mut due {
-            // More of it has come: whether to go on waiting is decided anew.
+            // More of the prefix has arrived: the next placement may start another wait.
             if !waiter.may_wait(now) && index.lookup_held(&waiter.ask.chain).units(*from) > *held {
                 waiter.waits_until = None;
             }
@@ -112,7 +117,7 @@ impl WorkerPool {
         self.let_go(due)
     }
 
-    /// Takes out those of which nobody wants an answer any more.
+    /// Takes out the requests that `which` selects, e.g. cancelled ones.
     pub(in crate::balancer) fn give_up(
         &mut self,
         mut which: impl FnMut(&QueuedRequest) -> bool,
@@ -142,7 +147,7 @@ impl WorkerPool {
 }
 
 impl QueuedRequest {
-    /// Whether it may wait for what another worker computes.
+    /// Whether the request may wait for another worker's prefix.
     pub(super) fn may_wait(&self, now: Instant) -> bool {
         self.waits_until.is_none_or(|until| now < until)
     }

@@ -1,14 +1,14 @@
-//! How long answers are: learned by tenant, since a tenant's requests are mostly alike.
+//! Expected answer lengths, learned by tenant, since a tenant's requests are mostly alike.
 
 use crate::balancer::Output;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// Tokens of an answer while nothing is known.
+/// Expected tokens of an answer while nothing is known.
 const ASSUMED: f64 = 128.0;
-/// What the newest answer counts.
+/// Weight of the newest answer in the average.
 const NEWEST: f64 = 1.0 / 16.0;
-/// Tenants that are known, at about 64 bytes each; with more, all are learned anew.
+/// Maximum of tenants with an average, at about 64 bytes each. When it is exceeded, all averages are dropped.
 const MAX_TENANTS: usize = 1 << 12;
 
 #[derive(Debug, Default)]
@@ -18,7 +18,7 @@ pub(super) struct Lengths {
 }
 
 impl Lengths {
-    /// Tokens that a tenant's answer is expected to have.
+    /// Expected tokens of a tenant's answer.
     pub(super) fn expected(&self, tenant: &str, output: Output) -> f64 {
         let most = f64::from(output.most);
         if output.fixed {
@@ -28,7 +28,7 @@ impl Lengths {
         known.unwrap_or(ASSUMED).min(most)
     }
 
-    /// A tenant's answer had so many.
+    /// Records the length of a tenant's answer.
     pub(super) fn learn(&mut self, tenant: &Arc<str>, tokens: u32) {
         let tokens = f64::from(tokens);
         let blend = |old: f64| old + NEWEST * (tokens - old);
@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lengths_are_learned_by_tenant_and_never_exceed_what_is_asked_for() {
+    fn lengths_are_learned_by_tenant_and_never_exceed_the_limit() {
         let mut lengths = Lengths::default();
         let up_to = |most| Output { most, fixed: false };
         assert_eq!(lengths.expected("a", up_to(1_000)), ASSUMED);

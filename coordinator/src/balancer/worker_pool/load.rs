@@ -1,4 +1,4 @@
-//! How busy a worker is: what it reports, and what this coordinator has sent there since.
+//! A worker's load: what it reported, plus what this coordinator has sent since.
 
 use super::operations::Offers;
 use super::pulls::{PullTerms, Sends};
@@ -12,50 +12,52 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// A worker's rate is averaged over about this long. What it reports follows its last steps, and these say more
-/// about how long the prompts were than about the worker.
+/// Time constant of the average prefill rate. A reported rate covers the last steps only, and so depends more
+/// on the lengths of the prompts than on the worker.
 const RATE_MEMORY: Duration = Duration::from_secs(60);
-/// A rate that was measured so many times in a row to be off the average by so much has changed, and counts at once.
+/// After this many outliers in a row the last value replaces the average.
 const STRAYS: u32 = 3;
+/// A value is an outlier if it is off the average by more than this factor.
 const STRAY: f64 = 2.0;
-/// What a worker was given counts half after this long.
+/// Half-life of recently assigned prefill.
 const GIVEN_HALVES: Duration = Duration::from_secs(300);
-/// Of what it should have computed of a prompt by now, so much is believed: late tokens of a long prompt take longer
-/// than early ones, and who waits for a worker that is not done waits long.
+/// Share of the estimated progress on the first prompt that is counted. Late tokens of a long prompt take
+/// longer than early ones, and waiting for an unfinished worker is expensive.
 const PROGRESS_SHARE: f64 = 0.25;
 
-/// A worker that has been stuck in a step for this long gets no new work while another is there.
+/// A worker that has been stuck in a step for longer than this, in ms, gets no new work while another is
+/// available.
 const STALLED_MS: u64 = 3_000;
 
-/// A tenant with less than this part of what a worker may be sent is not kept out by others.
+/// A tenant with less than `1 / KEPT_PART` of a worker's maximum is not kept out by other tenants' requests.
 const KEPT_PART: u32 = 16;
 
 #[derive(Debug)]
 pub(super) struct Load {
-    /// Tells this membership of the slot from earlier ones.
+    /// Distinguishes this membership of the slot from earlier ones.
     pub(super) join: u64,
     pub(super) report: Option<LoadReport>,
     pub(super) heard: Instant,
-    /// It should take work again, and is given until then to say so.
+    /// Until when requests wait for the worker's report that it takes work again.
     pub(super) resumes: Option<Instant>,
-    /// Prompts from here that it has to compute, in the order in which they were sent.
+    /// Prompts from this coordinator that are not computed yet, in the order sent.
     line: VecDeque<Queued>,
-    /// When it has begun with the first of them.
+    /// When the worker started the first prompt of `line`.
     since: Instant,
-    /// Sequences from here that it decodes.
+    /// Sequences from this coordinator that the worker decodes.
     running: u32,
-    /// What others have sent there, by the last report.
+    /// Work from other coordinators, by the last report.
     foreign: Foreign,
     pub(super) pulls: PullTerms,
     pub(super) sends: Sends,
     pub(super) offers: Offers,
     rate: PrefillRate,
     pace: PaceMeter,
-    /// Sequences that it decodes at once, if others had to wait at its last report; else 0.
+    /// Maximum of concurrently decoded sequences if sequences waited at the last report; else 0.
     slots: u32,
-    /// Sequences that wait here for what it will pull.
+    /// Sequences that wait here for a prefix that this worker will pull.
     pub(super) awaiting: u32,
-    /// How many sequences each tenant has there, from here.
+    /// Sequences from this coordinator by tenant.
     tenants: HashMap<Arc<str>, u32>,
     given: RecentPrefill,
 }
@@ -65,19 +67,20 @@ pub(super) struct Load {
 struct PrefillRate {
     /// Tokens per second, averaged; 0 if unknown.
     mean: f64,
-    /// As it was reported last, and when that was another value than before.
+    /// The last reported value.
     last: f32,
+    /// When the reported value last changed.
     measured: Instant,
-    /// How many of the last reported values in a row were far off the mean.
+    /// Number of successive outliers.
     strays: u32,
 }
 
 impl PrefillRate {
-    /// It is reported, `since` seconds after the report before.
+    /// Takes a reported rate. The last report was `since` seconds ago.
     fn heard(&mut self, now: Instant, mut since: f64, reported: f32) {
         let rate = f64::from(reported);
         if reported != self.last {
-            // What was measured long ago counts for little.
+            // An old average gets little weight.
             since = since.max(seconds(now, self.measured));
             (self.last, self.measured) = (reported, now);
             let off = rate > self.mean * STRAY || rate * STRAY < self.mean;
@@ -91,15 +94,16 @@ impl PrefillRate {
     }
 }
 
-/// A prompt that it has to compute.
+/// A prompt that the worker has to compute.
 #[derive(Debug, Clone)]
 pub(super) struct Queued {
     pub(super) ticket: Ticket,
     pub(super) chain: Arc<[BlockId]>,
-    /// Its tokens, and those of them that it computes.
+    /// Prompt tokens.
     pub(super) prompt: u64,
+    /// Prompt tokens that the worker computes.
     pub(super) uncached: u64,
-    /// When what it pulls of the prompt has come.
+    /// When the pulled part of the prompt has arrived.
     pub(super) from: Instant,
 }
 
@@ -111,7 +115,7 @@ struct Foreign {
     waiting: u32,
 }
 
-/// Prompt tokens that it was given to compute, old ones counting less.
+/// Recently assigned uncached prompt tokens, with exponential decay.
 #[derive(Debug, Clone, Copy)]
 struct RecentPrefill {
     tokens: f64,
@@ -119,7 +123,7 @@ struct RecentPrefill {
 }
 
 impl Load {
-    /// Nothing is known but that it has joined.
+    /// The load of a worker that has just joined.
     pub(super) fn new(now: Instant, join: u64) -> Self {
         Self {
             join,
@@ -148,7 +152,8 @@ impl Load {
         self.pace.heard(Done { at: now, tokens: report.tokens, running: report.running, prefills });
         self.slots = if report.waiting > 0 { report.running } else { 0 };
         self.heard = now;
-        // It does not know yet what it will find in its cache of prompts that wait.
+        // A worker does not know yet how much of a waiting prompt it will find in its cache, so it reports
+        // whole prompts.
         let prompts: u64 = self.line.iter().map(|queued| queued.prompt).sum();
         let ours = self.running + self.line.len() as u32;
         self.foreign = Foreign {
@@ -159,19 +164,19 @@ impl Load {
         self.report = Some(report);
     }
 
-    /// Whether it is heard of and gets on.
+    /// Whether the worker reports in time and is not stalled.
     pub(super) fn is_lively(&self, now: Instant, suspect_after: Duration) -> bool {
         let stalled = self.report.as_ref().is_some_and(|report| report.stalled_ms > STALLED_MS);
         !stalled && now.saturating_duration_since(self.heard) < suspect_after
     }
 
-    /// Whether it drains by its own word, and may yet be heard to take work.
+    /// Whether the worker reported a drain and may soon report that it takes work.
     pub(super) fn resumes(&self, now: Instant) -> bool {
         let drains = self.report.as_ref().is_some_and(|report| report.state == WorkerState::Draining);
         drains && self.resumes.is_some_and(|until| now < until)
     }
 
-    /// It is sent a prompt.
+    /// Books a prompt that was sent to the worker.
     pub(super) fn give(&mut self, now: Instant, queued: Queued) {
         if self.line.is_empty() {
             self.since = now;
@@ -180,14 +185,14 @@ impl Load {
         self.line.push_back(queued);
     }
 
-    /// It has computed the prompt.
+    /// The worker has computed the prompt.
     pub(super) fn started(&mut self, now: Instant, ticket: Ticket) {
         if self.take_out(now, ticket) {
             self.running += 1;
         }
     }
 
-    /// It has nothing to do with it any more; `started`: it decoded it.
+    /// The worker has no more work with the sequence. `started`: the sequence had been decoding.
     pub(super) fn ended(&mut self, now: Instant, ticket: Ticket, started: bool) {
         if started {
             self.running -= 1;
@@ -204,12 +209,12 @@ impl Load {
         self.line.remove(at).is_some()
     }
 
-    /// Sequences sent there from here and not yet ended.
+    /// Unfinished sequences that this coordinator has sent to the worker.
     pub(super) fn inflight(&self) -> u32 {
         self.line.len() as u32 + self.running
     }
 
-    /// A tenant has one sequence more there, or one less.
+    /// Adds or removes one sequence of a tenant.
     pub(super) fn count(&mut self, tenant: &Arc<str>, more: bool) {
         if more {
             *self.tenants.entry(Arc::clone(tenant)).or_default() += 1;
@@ -221,32 +226,32 @@ impl Load {
         }
     }
 
-    /// Whether it may be sent one more of the tenant's. What others have sent does not keep a tenant out that has little
-    /// there: there are places besides the `most` for those.
+    /// Whether the worker may be sent one more sequence of the tenant. Up to `most` sequences any tenant may;
+    /// up to twice that only a tenant with less than its kept part.
     pub(super) fn has_room(&self, tenant: &str, most: u32) -> bool {
         let own = || self.tenants.get(tenant).copied().unwrap_or(0);
         let inflight = self.inflight() + self.awaiting;
         inflight < most || inflight < most.saturating_mul(2) && own() < most / KEPT_PART
     }
 
-    /// Prompt tokens sent there from here and not yet computed, by what is known for certain.
+    /// Uncached prompt tokens from this coordinator that are not computed yet, without estimated progress.
     pub(super) fn own_pending(&self) -> u64 {
         self.line.iter().map(|queued| queued.uncached).sum()
     }
 
-    /// Prompt tokens sent there by anybody and not yet computed, by what is known for certain.
+    /// Uncached prompt tokens from all coordinators that are not computed yet, without estimated progress.
     pub(super) fn sent(&self) -> u64 {
         self.own_pending() + self.foreign.pending
     }
 
-    /// Prompt tokens that it has to compute: of the first in line less as time goes by.
+    /// Prompt tokens to be computed, less the estimated progress on the first prompt in line.
     pub(super) fn pending(&self, now: Instant) -> u64 {
         self.sent().saturating_sub(self.done(now))
     }
 
-    /// Prompt tokens that it computes before it has the first `units` of `chain`, of which it has the first `held`, and the
-    /// seconds before which a pull does not bring them; `None` if no prompt that it was sent from here and has not computed
-    /// yet brings them.
+    /// Prompt tokens to be computed before the worker has the first `units` of `chain`, of which it holds
+    /// `held`, and the seconds until the pull that brings them is complete. `None` if no unfinished prompt
+    /// from this coordinator brings them.
     pub(super) fn brings(
         &self,
         now: Instant,
@@ -266,13 +271,13 @@ impl Load {
         Some((tokens, seconds(queued.from, now)))
     }
 
-    /// What it is believed to have computed of the first prompt in line.
+    /// Estimated progress on the first prompt in line, in tokens.
     fn done(&self, now: Instant) -> u64 {
         let first = self.line.front().map_or(0, |queued| queued.uncached);
         ((PROGRESS_SHARE * self.rate.mean * seconds(now, self.since)) as u64).min(first)
     }
 
-    /// How it looks to who has to choose, with `units` leading units of the prompt.
+    /// The worker as a routing candidate that holds `units` leading units of the prompt.
     pub(super) fn candidate(&self, now: Instant, slot: Slot, units: u32) -> Candidate {
         Candidate {
             slot,
@@ -290,7 +295,7 @@ impl Load {
         }
     }
 
-    /// How long its steps take; 0 while it has nothing to do.
+    /// Duration of the worker's steps in seconds; 0 while it is idle.
     pub(super) fn step_seconds(&self) -> f64 {
         let idle = self.inflight() == 0 && self.foreign.pending == 0 && self.foreign.running == 0;
         let step_ms = self.report.as_ref().map_or(0.0, |report| report.step_ms);

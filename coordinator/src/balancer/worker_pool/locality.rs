@@ -1,4 +1,4 @@
-//! Who held most of a prompt, and why the request did not go there.
+//! Finds the best holder of a prompt, and why the request did not go there.
 
 use super::{Load, QueuedRequest, Supply, WorkerPool};
 use crate::balancer::recent::Lost;
@@ -10,7 +10,8 @@ use proto::message::{WorkPart, WorkerState};
 use std::time::Instant;
 
 impl WorkerPool {
-    /// The worker that has most of the prompt, in tokens, and why it was not chosen if the chosen serves less.
+    /// The worker that holds most of the prompt, in tokens. If the chosen worker serves less, also why it was
+    /// preferred.
     pub(super) fn best_holder(
         &self,
         now: Instant,
@@ -20,7 +21,7 @@ impl WorkerPool {
         (choice, supply): (&RoutingDecision, &Supply),
     ) -> (Option<(u32, Slot)>, Option<Lost>) {
         let held = |member: &Member| (overlap.units(member.slot), member.slot);
-        // Of several that have as much, the chosen one, or the first.
+        // Ties go to the chosen worker, then to the lowest slot.
         let best = self
             .table
             .members()

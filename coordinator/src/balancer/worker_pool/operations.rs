@@ -1,7 +1,7 @@
-//! Who offers which operations, and how many sessions of them each worker has from here.
+//! Operations that workers offer, and the sessions that this coordinator has opened at each worker.
 //!
-//! A session is chosen a worker once, when it is opened; it waits for none, since what is heard does not wait. Calls to
-//! encode texts are placed like generations, among those that offer them.
+//! A session's worker is chosen once, at opening. Sessions are never queued, since live audio cannot wait.
+//! Calls to encode texts are placed like generations, among the workers that offer them.
 
 use super::{Load, WorkerPool, load_of};
 use crate::balancer::{OfferView, OperationAsk, SessionPlacement, SessionRefusal, SessionSlot};
@@ -11,11 +11,11 @@ use proto::operation::{OfferedOperation, Operation};
 use std::collections::BTreeSet;
 use std::time::Instant;
 
-/// What a worker has said of operations when it joined, and what it has of them from here.
+/// A worker's offers, as registered, and its sessions.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Offers {
     said: Vec<OfferedOperation>,
-    /// Sessions from here, as [`SessionSlot::number`]s of `said`.
+    /// Sessions from this coordinator, each as the index of its offer in `said` ([`SessionSlot::number`]).
     open: Vec<usize>,
 }
 
@@ -33,8 +33,8 @@ impl Offers {
     }
 }
 
-/// Whether a worker offers an operation with a model that it serves. One that names no operations is of an earlier
-/// version, and offers what its models are for.
+/// Whether a worker offers an operation with a model that it serves. A worker without offers is of an earlier
+/// version; its offers follow from its models' tasks.
 pub(super) fn offers(member: &Member, load: &Load, operation: Operation, model: &ModelId) -> bool {
     if load.offers.said.is_empty() {
         let served = member.model(model);
@@ -44,15 +44,15 @@ pub(super) fn offers(member: &Member, load: &Load, operation: Operation, model: 
 }
 
 impl WorkerPool {
-    /// A worker says what operations it offers.
+    /// Sets a worker's offers.
     pub(in crate::balancer) fn offer(&mut self, node: &NodeId, epoch: Epoch, offers: Vec<OfferedOperation>) {
         if let Some(load) = self.load_of(node, epoch) {
             load.offers = Offers::new(offers);
         }
     }
 
-    /// Chooses a worker for a session and books it there: of those that take work the one with the fewest sessions,
-    /// then with the least to decode.
+    /// Chooses a worker for a session and books it there. Live workers go first, then those with the fewest
+    /// sessions, then with the fewest running sequences.
     pub(in crate::balancer) fn seat(
         &mut self,
         now: Instant,
@@ -114,7 +114,7 @@ impl WorkerPool {
         }
     }
 
-    /// What workers offer that are members, by operation and model; without what `opens` says is not for who asks.
+    /// Offers of all members, by operation and model.
     pub(in crate::balancer) fn offered(&self) -> BTreeSet<(Operation, ModelId)> {
         let said = self.known().flat_map(|(_, load)| &load.offers.said);
         said.map(|offer| (offer.operation, offer.model.clone())).collect()
@@ -138,7 +138,7 @@ impl WorkerPool {
         .collect()
     }
 
-    /// Nobody offers it as it is asked for: is it the model?
+    /// The refusal if no worker offers the requested operation with a permitted model.
     fn unoffered(&self, ask: &OperationAsk<'_>) -> SessionRefusal {
         let offered = self.offered().into_iter();
         let of = offered.filter(|(operation, model)| *operation == ask.operation && (ask.opens)(model));

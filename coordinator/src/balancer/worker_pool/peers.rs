@@ -1,5 +1,5 @@
-//! What coordinators tell each other of the prefixes of a worker. A transfer belongs to one membership: when the
-//! worker leaves, or joins anew, it is over.
+//! Transfers of a worker's prefixes between coordinators. A transfer belongs to one membership: it ends when
+//! the worker leaves or joins again.
 
 use super::{Action, WorkerPool};
 use crate::prefix_index::peer::{Export, Import, PeerError};
@@ -7,14 +7,14 @@ use crate::slot::Slot;
 use proto::codec::CodecError;
 use proto::ids::{Epoch, NodeId};
 
-/// What is being told of a worker.
+/// An export of a worker's prefixes to a peer.
 #[derive(Debug)]
 pub struct PeerExport {
     follows: Membership,
     export: Export,
 }
 
-/// What is being heard of a worker.
+/// An import of a worker's prefixes from a peer.
 #[derive(Debug)]
 pub struct PeerImport {
     follows: Membership,
@@ -24,13 +24,13 @@ pub struct PeerImport {
 }
 
 impl PeerImport {
-    /// Whether only a part of what the worker holds is there; see [`Import::begun`].
+    /// Whether the index holds a part of the transfer; see [`Import::begun`].
     pub fn begun(&self) -> bool {
         self.import.begun()
     }
 }
 
-/// One worker's place from its joining to its leaving.
+/// One worker's time in a slot, from join to leave.
 #[derive(Debug, Clone, Copy)]
 struct Membership {
     slot: Slot,
@@ -54,7 +54,7 @@ impl WorkerPool {
         export.export.next(&self.index)
     }
 
-    /// And the last of its events that is known here.
+    /// Also returns the number of the worker's last event known here.
     pub(in crate::balancer) fn import(&self, node: &NodeId, epoch: Epoch) -> Option<(PeerImport, u64)> {
         let follows = self.membership(node, epoch)?;
         let after = self.index.stream(follows.slot)?.applied;

@@ -1,5 +1,5 @@
-//! What the floor knows of pulls: which part of requests each worker is for, where and at what price its prefixes can
-//! be pulled, and the prompts that are computed by one worker for another.
+//! KV transfers as the worker pool sees them: each worker's role, the address and the costs of its pulls, and
+//! prompts that a prefill worker computes for another worker.
 
 use super::load::Queued;
 use super::{Load, QueuedRequest, WorkerPool, load_of};
@@ -17,18 +17,18 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// What a worker has said of pulls when it joined, and since.
+/// A worker's role and pull costs, as registered, and its last report of pulls.
 #[derive(Debug, Clone, Default)]
 pub(super) struct PullTerms {
     part: WorkPart,
     costs: Vec<PullCost>,
-    /// Where other workers reach it.
+    /// Address for other workers.
     quic: String,
-    /// What it has pulled and sent.
     report: PullReport,
 }
 
-/// What a worker is to send to others, by when it should be sent. What it says of that comes too late to choose by.
+/// Deadlines of a worker's expected sends, one each. The worker's own report of them arrives too late for
+/// routing.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Sends(VecDeque<Instant>);
 
@@ -37,12 +37,12 @@ impl Sends {
         self.0.iter().filter(|until| **until > now).count()
     }
 
-    /// Seconds until all is sent.
+    /// Seconds until all sends are done.
     pub(super) fn seconds(&self, now: Instant) -> f64 {
         self.0.back().map_or(0.0, |until| until.saturating_duration_since(now).as_secs_f64())
     }
 
-    /// One more, which comes behind the others.
+    /// Adds a send behind the others.
     pub(super) fn add(&mut self, now: Instant, pull: &Pull) {
         self.0.retain(|until| *until > now);
         let until =
@@ -51,31 +51,31 @@ impl Sends {
     }
 }
 
-/// A prompt that another worker computes for the one that has the flight.
+/// A prompt that a prefill worker computes for the worker that serves the request.
 #[derive(Debug)]
 pub(super) struct PrefillStage {
     ticket: Ticket,
     slot: Slot,
     join: u64,
     pub(super) reservation: ReservationId,
-    /// Not computed yet, as far as is known.
+    /// The prompt is not known to be computed yet.
     waits: bool,
 }
 
-/// How a chosen worker gets what it does not compute.
+/// How a chosen worker gets the prefix that it does not compute.
 #[derive(Debug, Default)]
 pub(super) struct Supply {
-    /// What its cache will serve.
+    /// Prompt tokens that its cache will serve.
     pub(super) predicted: u32,
     pub(super) pull: Option<PullSource>,
-    /// Who sends what is pulled, if that is held already.
+    /// The pull itself, if the prefix is held already.
     pub(super) sends: Option<Pull>,
-    /// Who computes it first, and what that is there.
+    /// The prefill worker's slot, the prompt tokens that it computes, and its identity.
     pub(super) prefill: Option<(Slot, u32, Prefilling)>,
 }
 
 impl WorkerPool {
-    /// A worker says what part of requests it is for and what pulls from it cost.
+    /// Sets a worker's role, pull costs and address.
     pub(in crate::balancer) fn introduce(
         &mut self,
         node: &NodeId,
@@ -87,7 +87,7 @@ impl WorkerPool {
         }
     }
 
-    /// A worker tells what it has pulled and sent.
+    /// Takes a worker's report of its pulls and sends.
     pub(in crate::balancer) fn pulled(&mut self, node: &NodeId, epoch: Epoch, report: PullReport) {
         if let Some(load) = self.load_of(node, epoch) {
             load.pulls.report = report;
@@ -99,8 +99,8 @@ impl WorkerPool {
         self.loads[member.slot.index()].as_mut()
     }
 
-    /// Which of these workers a generation may go to: those that compute prompts for others get none while another
-    /// is there.
+    /// A filter for workers that a generation may go to. Prefill workers pass only if no other worker is
+    /// available.
     pub(super) fn generates(wanted: &[(&Member, &Load)]) -> impl Fn(&Load) -> bool + use<> {
         let others = wanted.iter().any(|(_, load)| load.pulls.part != WorkPart::Prefill);
         move |load| !others || load.pulls.part != WorkPart::Prefill
@@ -115,11 +115,11 @@ impl WorkerPool {
         overlap: &Overlap,
         candidates: &mut [Candidate],
     ) {
-        // The other ways of routing are there to compare with one that knows who holds what.
+        // The other policies are for comparison with prefix routing and do not use pulls.
         if self.policy.routing != Routing::Prefix {
             return;
         }
-        // Nobody holds more than is held or expected of it.
+        // No worker holds or expects more than the candidates have.
         let most = self.table.members().map(|member| overlap.units(member.slot)).max();
         if candidates.iter().all(|c| Some(c.units) == most) {
             return;
@@ -147,7 +147,8 @@ impl WorkerPool {
                 (member, Holder { units: expected, ready, ..holder })
             }));
         }
-        // A worker for decoding is sent what one for prefill computes, without waiting for it here.
+        // While there is a prefill worker, a decode worker does not wait here: the prefill worker computes
+        // for it.
         let prefills = lively.iter().any(|(_, load)| load.pulls.part == WorkPart::Prefill);
         for candidate in candidates {
             let at = |(member, _): &&(&Member, &Load)| member.slot == candidate.slot;
@@ -164,7 +165,8 @@ impl WorkerPool {
         }
     }
 
-    /// Workers that can be pulled from, which may drain, and do not send to as many already as they may.
+    /// Workers that can serve pulls now: ready or draining, lively, and with fewer than [`SENDS_AT_ONCE`]
+    /// sends.
     fn lenders(&self, now: Instant, model: &ModelId) -> impl Iterator<Item = (&Member, &Load)> {
         let serves = |load: &Load| {
             let state = load.report.as_ref().map(|report| report.state);
@@ -177,7 +179,7 @@ impl WorkerPool {
             .filter(move |(_, load)| load.pulls.price(model).is_some() && load.sends.len(now) < SENDS_AT_ONCE)
     }
 
-    /// How the chosen worker gets the prompt: what it holds, what it pulls, what another computes for it first.
+    /// How the chosen worker gets the prompt: from its cache, by a pull, or from a prefill worker.
     pub(super) fn supply(
         &self,
         now: Instant,
@@ -197,7 +199,7 @@ impl WorkerPool {
         self.prefilled(now, waiter, choice, lively, at(choice.slot)).unwrap_or(supply)
     }
 
-    /// A worker for decoding has a long prompt computed by one for that, while there is one.
+    /// Has a prefill worker compute a long prompt for a decode worker, if one is available.
     fn prefilled(
         &self,
         now: Instant,
@@ -210,7 +212,8 @@ impl WorkerPool {
         let ask = &waiter.ask;
         load.pulls.price(&ask.model)?;
         let predicted = predicted_tokens(ask.prompt_tokens, ask.prompt_tokens / HASH_UNIT_TOKENS as u32);
-        // What it is only expected to hold may be what another request has had computed ahead and has not pulled yet.
+        // Expected units may be units that a prefill worker computes for another request and that are not
+        // pulled yet.
         let held = self.index.lookup_held(&ask.chain).units(choice.slot);
         let have = predicted_tokens(ask.prompt_tokens, held);
         let long = ask.prompt_tokens - have > self.policy.decode_prefill_tokens;
@@ -238,7 +241,7 @@ impl WorkerPool {
         Some(Supply { predicted, pull, sends: None, prefill: Some((member.slot, uncached, stage)) })
     }
 
-    /// Books a prompt at the worker that computes it for another.
+    /// Books a prompt at the prefill worker.
     pub(super) fn book_stage(
         &mut self,
         now: Instant,
@@ -258,7 +261,7 @@ impl WorkerPool {
 }
 
 impl PrefillStage {
-    /// The prompt has been computed, or nobody waits for it any more.
+    /// The prompt has been computed, or the request has ended.
     pub(super) fn is_over(&mut self, now: Instant, loads: &mut [Option<Load>]) {
         if !std::mem::replace(&mut self.waits, false) {
             return;
@@ -288,13 +291,13 @@ impl PullTerms {
     }
 }
 
-/// How many layers it computes.
+/// Number of layers that the member computes.
 fn layers(model: &ModelId, member: &Member) -> f64 {
     let (from, to) = member.model(model).map_or((0, 1), |model| model.layers);
     f64::from(to.saturating_sub(from).max(1))
 }
 
-/// Whether what one computes is to the bit what the other does.
+/// Whether both members serve the model in the same numeric class, with bit-equal results.
 fn same_class(model: &ModelId, one: &Member, other: &Member) -> bool {
     let served = one.model(model).zip(other.model(model));
     served.is_some_and(|(one, other)| one.numeric_class == other.numeric_class)

@@ -1,4 +1,4 @@
-//! One round of the core: send, write, and only then the rest.
+//! One round of the core: send early frames, write, then everything that depends on the write.
 
 use super::{Core, CoreError, Outbound, Request, Table, conf_change};
 use crate::consensus::member::MemberId;
@@ -9,9 +9,9 @@ use raft::eraftpb::{self, EntryType, MessageType};
 use raft::{Ready, StateRole};
 use std::sync::Arc;
 
-/// What is to be done: send [`early`](Self::early), make [`write`](Self::write) durable, then ask for the
-/// rest by [`persisted`](Self::persisted). While it is there the core can do nothing else; dropped, it is as
-/// if the process had ended before the write, so the core must be dropped too.
+/// Pending work of a core: send [`early`](Self::early), make [`write`](Self::write) durable, then call
+/// [`persisted`](Self::persisted) for the rest. The batch borrows the core. If the batch is dropped before
+/// `persisted`, the core must be dropped too, as if the process had ended before the write.
 #[must_use]
 pub struct Batch<'a> {
     core: &'a mut Core,
@@ -20,21 +20,21 @@ pub struct Batch<'a> {
     write: Write,
 }
 
-/// What follows from a batch whose write is durable.
+/// Results of a batch after its write.
 #[derive(Debug, Default)]
 pub struct Done {
     pub send: Vec<Outbound>,
-    /// The entries that were applied and have an answer, in their order.
+    /// Answers to applied entries, in log order.
     pub answers: Vec<ProposalResult>,
-    /// Reads whose index has been applied, by their tokens.
+    /// Tokens of completed reads.
     pub reads: Vec<u64>,
 }
 
-/// What came of a proposal.
+/// The answer to a proposal.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ProposalResult {
     pub request: Request,
-    /// Where it stands in the log; for a change made before, where it came again.
+    /// Log index of the entry; for a repeated change, the index of the repetition.
     pub index: u64,
     pub outcome: Outcome,
 }
@@ -66,17 +66,17 @@ impl<'a> Batch<'a> {
         Ok(Some(batch))
     }
 
-    /// Frames that need not wait for the write.
+    /// Frames that do not depend on the write.
     pub fn early(&mut self) -> Vec<Outbound> {
         std::mem::take(&mut self.early)
     }
 
-    /// What has to be durable before [`persisted`](Self::persisted).
+    /// Records that must be durable before [`persisted`](Self::persisted).
     pub fn write(&self) -> &Write {
         &self.write
     }
 
-    /// The write is durable: applies what has been agreed on and gives out the rest.
+    /// Call after the write is durable: applies committed entries and returns the results.
     pub fn persisted(mut self) -> Result<Done, CoreError> {
         let mut done = Done { send: std::mem::take(&mut self.early), ..Done::default() };
         let write = std::mem::take(&mut self.write);
@@ -114,7 +114,7 @@ impl<'a> Batch<'a> {
         self.core.cut = false;
         let (table, log) = (&self.core.table, self.core.raw.store());
         let index = table.applied();
-        // Nothing was applied since the last one.
+        // No entry was applied since the last snapshot.
         let Some(term) = log.term_of(index).filter(|_| index > log.snapshot_meta().index) else {
             return Ok(());
         };
@@ -152,12 +152,12 @@ impl<'a> Batch<'a> {
 }
 
 impl Core {
-    /// Frames for Raft's messages; a snapshot becomes an offer.
+    /// Converts messages of the Raft library to frames; a snapshot becomes an offer.
     fn address(&mut self, messages: Vec<eraftpb::Message>) -> Vec<Outbound> {
         let mut outbound = Vec::with_capacity(messages.len());
         for message in messages {
-            // A follower hands on what another took it for the leader for, in that one's name. Nobody would
-            // believe it; the one who asked asks again.
+            // Raft forwards a request for the leader in the original sender's name. The receiver would reject
+            // it as forged; the original sender retries.
             if message.from != self.id() {
                 continue;
             }
@@ -184,7 +184,7 @@ impl Core {
     fn note_reads(&mut self, reads: Vec<raft::ReadState>) {
         for read in reads {
             let Some((seed, token)) = read.request_ctx.split_first_chunk::<8>() else { continue };
-            // An answer to an earlier life of this process says nothing about reads of this one.
+            // The answer belongs to a read of an earlier process.
             if u64::from_le_bytes(*seed) == self.seed
                 && let Ok(token) = token.try_into()
             {
@@ -203,7 +203,7 @@ impl Core {
         });
     }
 
-    /// A leader that finds itself removed hands over; the others go on without it either way.
+    /// A leader that was removed transfers leadership. The others continue in any case.
     fn leave_if_removed(&mut self) {
         let raft = &self.raw.raft;
         let gone = !raft.prs().conf().voters().contains(self.id());

@@ -1,5 +1,5 @@
-//! The log in memory, as Raft reads it. What is here has been persisted by whoever drives the core; it is
-//! small, since the table is written as a snapshot every few thousand entries.
+//! The log in memory, as the Raft library reads it. Its content is already durable. It stays small, since the
+//! table is written as a snapshot every few thousand entries.
 
 use crate::consensus::message::{HardState, LogEntry, SnapshotMeta};
 use crate::consensus::storage::{Loaded, Snapshot};
@@ -11,14 +11,14 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub(super) struct Log {
     hard: HardState,
-    /// The snapshot that the table was last written as.
+    /// The last snapshot of the table.
     meta: SnapshotMeta,
     data: Arc<[u8]>,
-    /// Index and term of the entry before the first that is kept.
+    /// Index and term of the entry before the first one kept.
     floor: (u64, u64),
     entries: Vec<Entry>,
     bytes: u64,
-    /// Raft has asked for a snapshot that the last one cannot serve.
+    /// Raft has requested a snapshot that the last one cannot serve.
     fresh_wanted: Cell<bool>,
 }
 
@@ -48,7 +48,7 @@ impl Log {
         self.floor.0 + self.entries.len() as u64
     }
 
-    /// Bytes that the entries carry.
+    /// Bytes of payload of all entries.
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -68,7 +68,7 @@ impl Log {
         self.entry(index).map(|entry| entry.term)
     }
 
-    /// Whether a snapshot of the table as it is now is wanted; asking takes the wish back.
+    /// Whether a snapshot of the current table is requested; clears the request.
     pub(super) fn take_fresh_wanted(&self) -> bool {
         self.fresh_wanted.take()
     }
@@ -77,7 +77,7 @@ impl Log {
         self.hard = hard;
     }
 
-    /// Takes entries; those that stood at or after the first of them go.
+    /// Appends entries. Existing entries at or after the first new index are removed.
     pub(super) fn append(&mut self, entries: Vec<Entry>) {
         let Some(first) = entries.first() else { return };
         let keep = first.index.saturating_sub(self.floor.0 + 1);
@@ -87,7 +87,7 @@ impl Log {
         self.entries.extend(entries);
     }
 
-    /// A snapshot from the leader takes the place of everything.
+    /// Replaces the whole log by a snapshot from the leader.
     pub(super) fn install(&mut self, snapshot: Snapshot) {
         self.floor = (snapshot.meta.index, snapshot.meta.term);
         self.entries.clear();
@@ -97,7 +97,7 @@ impl Log {
         self.data = snapshot.data;
     }
 
-    /// The table has been written; entries up to the new floor go.
+    /// Sets the snapshot of the table and removes entries up to the new floor.
     pub(super) fn compact(&mut self, snapshot: Snapshot, floor: (u64, u64)) {
         let gone = usize::try_from(floor.0.saturating_sub(self.floor.0)).unwrap_or(usize::MAX);
         let gone = self.entries.drain(..gone.min(self.entries.len()));
@@ -108,7 +108,7 @@ impl Log {
     }
 }
 
-/// The bytes that an entry carries.
+/// Bytes of payload of an entry.
 fn weight(entry: &Entry) -> u64 {
     (entry.data.len() + entry.context.len()) as u64
 }
@@ -150,13 +150,13 @@ impl raft::Storage for Log {
     }
 
     fn snapshot(&self, request_index: u64, to: u64) -> raft::Result<eraftpb::Snapshot> {
-        // A member takes only a snapshot that knows it.
+        // A member accepts only a snapshot whose configuration contains it.
         let known = self.meta.voters.iter().chain(&self.meta.learners).any(|&member| member == to);
         if !known || self.meta.index < request_index {
             self.fresh_wanted.set(true);
             return Err(Error::Store(StorageError::SnapshotTemporarilyUnavailable));
         }
-        // The bytes go by another way, in chunks.
+        // The data is sent separately, in chunks.
         let mut snapshot = eraftpb::Snapshot::default();
         snapshot.set_metadata(self.meta.to_raft());
         Ok(snapshot)

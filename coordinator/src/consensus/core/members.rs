@@ -1,4 +1,4 @@
-//! Changes of who takes part and of who leads, by the leader.
+//! Membership changes and leadership transfer, by the leader.
 
 use super::{Core, ProposeError};
 use crate::consensus::table::{Change, Membership, Standing};
@@ -6,12 +6,12 @@ use proto::ids::NodeId;
 use raft::StateRole;
 use raft::eraftpb::{ConfChangeSingle, ConfChangeType, ConfChangeV2};
 
-/// Entries that a learner may be behind when it is made a voter.
+/// Maximum lag of a learner that is promoted, in entries.
 const MAX_LEARNER_LAG: u64 = 64;
 
 impl Core {
-    /// Hands leadership to the voter that is furthest, or to `to`. It may fail silently: see
-    /// [`status`](Self::status).
+    /// Starts a leadership transfer to `to`, or to the most up-to-date voter. The transfer may fail silently;
+    /// check [`status`](Self::status).
     pub fn transfer_leadership(&mut self, to: Option<&NodeId>) -> Result<(), ProposeError> {
         if self.raw.raft.state != StateRole::Leader {
             return Err(ProposeError::NotLeader(self.leader()));
@@ -59,7 +59,7 @@ impl Core {
     }
 }
 
-/// What a change is to Raft.
+/// The change in the form of the Raft library.
 pub(super) fn conf_change(membership: Membership) -> ConfChangeV2 {
     let (kind, member) = match membership {
         Membership::Learner(member) => (ConfChangeType::AddLearnerNode, member),

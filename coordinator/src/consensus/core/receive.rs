@@ -1,5 +1,5 @@
-//! What comes from other members: checked against who sent it, and against what Raft would not survive, before it
-//! gets to Raft.
+//! Incoming frames: checked against the authenticated sender, and for content that makes the Raft library
+//! panic.
 
 use super::Core;
 use super::transfer::{Fetched, Served};
@@ -13,33 +13,33 @@ use raft::eraftpb;
 use raft::{SnapshotStatus, StateRole};
 use std::collections::HashMap;
 
-/// Members whose names are remembered though the table does not know them.
+/// Maximum of names of senders that are not in the table.
 const MAX_STRANGERS: usize = 64;
 
-/// Why a frame was not taken. The sender or the way is at fault, the core is as it was.
+/// Why a frame was rejected. The core is unchanged.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ReceiveError {
     /// The sender belongs to another group.
     #[error("{0} belongs to another group of coordinators")]
     ForeignGroup(NodeId),
-    /// The frame is for an earlier life of this disk, or for someone else: the disk was wiped, and this
-    /// coordinator must be removed and added again.
+    /// The frame is for another member or an earlier incarnation. If this disk was wiped, the coordinator
+    /// must be removed and added again.
     #[error("{from} speaks to member {to}, which is not here")]
     NotForMe { from: NodeId, to: MemberId },
-    /// The message says it is from someone else than who sent it.
+    /// The message claims another sender than the authenticated one.
     #[error("{peer} sends as member {claimed:016x}")]
     Spoofed {
         peer: NodeId,
-        /// Who the message says it is from.
+        /// The claimed member id.
         claimed: u64,
     },
-    /// No correct member sends this.
+    /// A message that no correct member sends.
     #[error("{peer} sends a message that cannot be right: {why}")]
     Implausible { peer: NodeId, why: &'static str },
 }
 
 impl Core {
-    /// Takes a frame. `peer` is who sent it, as its certificate says.
+    /// Takes a frame. `peer` is the sender, authenticated by its certificate.
     pub fn receive(&mut self, peer: &NodeId, frame: Frame) -> Result<(), ReceiveError> {
         let Frame { group, incarnation, to, body } = frame;
         if group != self.identity.group {
@@ -59,7 +59,7 @@ impl Core {
                 if message.kind == RaftMessageKind::Snapshot {
                     return Err(implausible("a snapshot comes in chunks"));
                 }
-                // Like a packet that is lost: its sender puts it forward again, to the next leader.
+                // Dropped like a lost packet: the sender proposes it again, to the next leader.
                 if !(self.held_back && message.kind == RaftMessageKind::Propose) {
                     self.step(message.into_raft());
                 }
@@ -106,12 +106,12 @@ impl Core {
     }
 
     fn step(&mut self, message: eraftpb::Message) {
-        // What Raft does not take (a proposal without a leader, an answer of one who has gone) is lost like
-        // a packet.
+        // Messages that Raft refuses (a proposal without a leader, a response of a removed member) are
+        // dropped like lost packets.
         let _lost = self.raw.step(message);
     }
 
-    /// A snapshot has come whole: it must be a table that agrees with what it is said to be.
+    /// Installs a completely received snapshot, if its table matches the offer.
     fn fetched(&mut self, from: MemberId, offer: SnapshotOffer, data: &[u8]) -> Result<(), &'static str> {
         let SnapshotOffer { message, meta, len, digest } = offer;
         let table = Table::from_bytes(data).map_err(|_| "a snapshot is no table")?;
@@ -129,7 +129,7 @@ impl Core {
     }
 }
 
-/// Whether a snapshot's members are those of its table.
+/// Whether the snapshot's configuration matches the members in its table.
 fn agrees(table: &Table, meta: &SnapshotMeta) -> bool {
     let mut told: HashMap<u64, bool> = meta.voters.iter().map(|&member| (member, true)).collect();
     told.extend(meta.learners.iter().map(|&member| (member, false)));

@@ -165,7 +165,7 @@ fn a_newcomer_gets_the_table_in_chunks_and_becomes_a_voter() {
     assert_eq!(group.ask(&name, &change(client, 2, Change::LearnerPromoted(late.clone()))), Outcome::Done);
     group.tick(5);
     assert_eq!(group.core(&late).status().role, RaftRole::Follower);
-    // The leader hands over before it goes.
+    // The leader must transfer leadership before it is removed.
     let go = change(client, 3, Change::CoordinatorRemoved(name.clone()));
     assert_eq!(group.core(&name).propose(&go), Err(ProposeError::LeaderStays));
     group.core(&name).transfer_leadership(None).unwrap();
@@ -241,7 +241,7 @@ fn a_change_above_a_members_level_is_not_proposed() {
     assert_eq!(group.ask(&name, &policy(client, 3)), Outcome::Refused(Refusal::PolicyMoved(0)));
 }
 
-/// A heartbeat from c1, the rest to be changed.
+/// A heartbeat from c1, to be modified.
 fn heartbeat(core: &Core) -> Frame {
     let message = RaftMessage {
         kind: RaftMessageKind::Heartbeat,
@@ -270,7 +270,7 @@ fn who_sends_must_be_who_it_says_it_is() {
     core.receive(&node("c1"), good.clone()).unwrap();
     let refused = core.receive(&node("c2"), good.clone());
     assert!(matches!(refused, Err(ReceiveError::Spoofed { peer, .. }) if peer == node("c2")));
-    // Another life of the same coordinator is another member.
+    // Another incarnation of the same coordinator is another member.
     let other = Frame { incarnation: Incarnation(2), ..good.clone() };
     let refused = core.receive(&node("c1"), other);
     assert!(matches!(refused, Err(ReceiveError::Spoofed { .. })));
@@ -282,10 +282,11 @@ fn who_sends_must_be_who_it_says_it_is() {
     assert!(matches!(refused, Err(ReceiveError::NotForMe { .. })));
 }
 
-/// Found by the simulator (its seed 2765 then): a leader sends entries before its own disk has them, so after a crash in
-/// the same term it hears of entries that it has lost. It does not lead any more; who does lead has lost nothing.
+/// Found by the simulator (seed 2765 at the time). A leader sends entries before its own disk has them. After
+/// a crash in the same term it receives answers about entries that it has lost. It is no longer leader; the
+/// current leader has lost nothing.
 #[test]
-fn an_answer_about_lost_entries_is_no_offence() {
+fn an_answer_about_lost_entries_is_accepted_by_a_follower() {
     let taken = |core: &Core| {
         let mut frame = heartbeat(core);
         if let Body::Raft(message) = &mut frame.body {
@@ -315,10 +316,10 @@ fn an_answer_about_lost_entries_is_no_offence() {
     assert!(matches!(refused, Err(ReceiveError::Implausible { .. })), "{refused:?}");
 }
 
-/// Found by `no_frame_makes_it_panic`: Raft takes term 0 of an entry that is not there for a match and
-/// commits past its log.
+/// Found by `no_frame_makes_it_panic`: Raft reads term 0 as a match for a missing entry and commits past its
+/// log.
 #[test]
-fn an_append_after_nothing_commits_nothing() {
+fn an_append_after_a_missing_entry_is_refused() {
     let mut core = founder("c0", &["c0", "c1", "c2"]);
     let mut frame = heartbeat(&core);
     if let Body::Raft(message) = &mut frame.body {
@@ -328,10 +329,10 @@ fn an_append_after_nothing_commits_nothing() {
     assert!(matches!(refused, Err(ReceiveError::Implausible { .. })), "{refused:?}");
 }
 
-/// Found by the simulator (its seed 7 then): a follower that is taken for the leader hands a read on to whom
-/// it takes for the leader, in the asker's name, which looks like a forged sender there.
+/// Found by the simulator (seed 7 at the time). A follower that is mistaken for the leader forwards a read to
+/// the leader in the original sender's name. The leader would take that for a forged sender.
 #[test]
-fn nothing_is_sent_in_anothers_name() {
+fn forwarded_frames_in_anothers_name_are_dropped() {
     let mut group = Group::new(&["c0", "c1", "c2"]);
     let leader = group.leader();
     let mut followers = group.cores.keys().filter(|name| **name != leader).cloned();
@@ -417,8 +418,7 @@ fn any_body() -> impl Strategy<Value = Body> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// Whatever another coordinator sends, in whatever order: an error or nothing, never a panic, and what
-    /// is agreed on stays.
+    /// Any frames in any order cause an error or nothing, but never a panic, and committed entries stay.
     #[test]
     fn no_frame_makes_it_panic(bodies in prop::collection::vec((any_body(), 0u8..3), 1..25), lead in any::<bool>()) {
         let mut group = Group::new(&["c0", "c1", "c2"]);

@@ -1,5 +1,5 @@
-//! Snapshots in chunks. The receiver asks for one chunk after the other, so a lost one is asked for again, a
-//! transfer goes on where it stood after a pause, and the sender keeps nothing but how long it was not asked.
+//! Snapshot transfer in chunks, driven by the receiver. A lost chunk is requested again, and a transfer
+//! continues after a pause. The sender's only state per transfer is the data and its idle time.
 
 use crate::consensus::member::MemberId;
 use crate::consensus::message::{Body, SnapshotChunk, SnapshotOffer, SnapshotRequest};
@@ -7,13 +7,13 @@ use crate::consensus::storage::MAX_SNAPSHOT_BYTES;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Ticks without an answer after which a receiver asks again.
+/// Ticks without an answer after which a receiver repeats its request.
 const ASK_AGAIN: u32 = 3;
-/// Ticks without a request after which a sender counts the transfer as failed; Raft then probes and offers
-/// again.
+/// Ticks without a request after which a sender reports the transfer as failed. Raft then probes the member
+/// and offers the snapshot again.
 const GIVE_UP: u32 = 40;
 
-/// What is being sent, by receiver.
+/// Outgoing transfers by receiver.
 #[derive(Debug, Default)]
 pub(super) struct Sending(BTreeMap<MemberId, Outgoing>);
 
@@ -24,12 +24,12 @@ struct Outgoing {
     idle: u32,
 }
 
-/// How a request for a chunk was met.
+/// The result of a request for a chunk.
 #[derive(Debug)]
 pub(super) enum Served {
     Chunk(SnapshotChunk),
     Complete,
-    /// Nothing of that kind is being sent.
+    /// No such snapshot is being sent.
     Unknown,
 }
 
@@ -54,7 +54,7 @@ impl Sending {
         Served::Chunk(SnapshotChunk { digest: want.digest, offset: want.offset, bytes })
     }
 
-    /// The receivers that have not asked for too long.
+    /// Removes and returns the receivers that have been idle for too long.
     pub(super) fn tick(&mut self) -> Vec<MemberId> {
         self.0.values_mut().for_each(|outgoing| outgoing.idle += 1);
         let failed: Vec<MemberId> =
@@ -66,7 +66,7 @@ impl Sending {
     }
 }
 
-/// The snapshot that is being fetched, if any.
+/// The incoming transfer, if any.
 #[derive(Debug, Default)]
 pub(super) struct Fetching(Option<Incoming>);
 
@@ -78,19 +78,19 @@ struct Incoming {
     idle: u32,
 }
 
-/// What came of a chunk.
+/// The result of a received chunk.
 #[derive(Debug)]
 pub(super) enum Fetched {
-    /// More is wanted, or nothing was.
+    /// The transfer continues with this request; `None` if the chunk was ignored.
     Going(Option<(MemberId, Body)>),
-    /// All bytes are there and their digest is right.
+    /// The snapshot is complete and its digest is correct.
     Whole(MemberId, SnapshotOffer, Arc<[u8]>),
-    /// All bytes are there and are not what was offered: the transfer begins anew.
+    /// The snapshot is complete but its digest is wrong. The transfer starts over.
     Corrupt,
 }
 
 impl Fetching {
-    /// Someone offers a snapshot. One that is under way goes on with its bytes if it is the same.
+    /// Handles an offer of a snapshot. Bytes of a current transfer of the same snapshot are kept.
     pub(super) fn offered(
         &mut self,
         from: MemberId,

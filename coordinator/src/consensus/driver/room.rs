@@ -1,12 +1,12 @@
-//! A disk that may be full. While there is little room, nothing new is put forward; what has to be written takes the
-//! room that was set aside; and when that is gone too, nothing goes on until there is room again.
+//! Handles a full disk. When space is low, proposals are refused. Required writes use the reserve. When the
+//! reserve is used up too, the driver waits until there is space.
 
 use crate::consensus::storage::{Storage, StorageError, Write};
 
-/// Ticks after which it is looked whether there is room again.
+/// Ticks between checks for free space.
 const LOOK_AGAIN: u32 = 20;
 
-/// A disk, and whether there is room on it.
+/// A disk and the state of its free space.
 pub(super) struct DiskSpace {
     disk: Box<dyn Storage + Send>,
     state: State,
@@ -16,7 +16,7 @@ pub(super) struct DiskSpace {
 enum State {
     Unseen,
     Enough,
-    /// There is little or none; so many ticks since it was looked.
+    /// Space is low; holds the ticks since the last check.
     Lacking(u32),
 }
 
@@ -25,12 +25,12 @@ impl DiskSpace {
         Self { disk, state: State::Unseen }
     }
 
-    /// Whether anything new may be put forward.
+    /// Whether proposals are allowed.
     pub(super) fn is_enough(&self) -> bool {
         !matches!(self.state, State::Lacking(_))
     }
 
-    /// Sets room aside, now and then, until that is done.
+    /// Creates the reserve, and retries it periodically while space is low.
     pub(super) fn tick(&mut self) -> Result<(), StorageError> {
         match &mut self.state {
             State::Enough => return Ok(()),
@@ -51,7 +51,8 @@ impl DiskSpace {
         Ok(())
     }
 
-    /// Makes a write durable. False if there is no room at all: the same must be written before anything else.
+    /// Makes a write durable. Returns `false` if the disk is full; the caller must then retry the same write
+    /// first.
     pub(super) fn write(&mut self, write: &Write) -> Result<bool, StorageError> {
         match self.disk.write(write) {
             Ok(()) => return Ok(true),

@@ -32,7 +32,7 @@ fn loaded(name: &str, all: &[&str]) -> Loaded {
     Loaded::founded(identity, all.iter().map(seat).collect()).unwrap()
 }
 
-/// Frames go straight to whoever is there.
+/// Delivers frames directly to running drivers.
 #[derive(Clone, Default)]
 struct Switch(Arc<Mutex<BTreeMap<NodeId, Handle>>>);
 
@@ -86,10 +86,10 @@ async fn three_agree_lose_their_majority_and_remember_everything() {
     for driver in &drivers {
         assert_eq!(driver.handle().read(soon()).await.unwrap().policy(), 3);
     }
-    // Sent again to another: answered, not made again.
+    // Repeated at another coordinator: answered, but not applied again.
     assert_eq!(drivers[1].handle().propose(policy(2, 3), client, 3, soon()).await, Ok(Outcome::Done));
 
-    // The leader ends: it hands over, so the others need no election timeout to be sure.
+    // The leader stops and transfers leadership, so the others need no election timeout.
     let leads = |driver: &Driver| driver.handle().status().role == RaftRole::Leader;
     let leader = drivers.iter().position(leads).unwrap();
     let gone = drivers.remove(leader);
@@ -108,7 +108,7 @@ async fn three_agree_lose_their_majority_and_remember_everything() {
     assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
     assert_eq!(handle.table().borrow().policy(), 4, "what was agreed on stays readable");
 
-    // All end and come back from their disks.
+    // All stop and restart from their disks.
     let last = drivers.remove(0);
     tokio::task::spawn_blocking(move || last.stop(Duration::ZERO)).await.unwrap();
     assert_eq!(handle.read(soon()).await, Err(ConsensusError::Stopped));
@@ -121,7 +121,7 @@ async fn three_agree_lose_their_majority_and_remember_everything() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_disk_that_fails_ends_it() {
+async fn a_failed_disk_ends_the_driver() {
     struct Failing(u32);
     impl Storage for Failing {
         fn write(&mut self, _: &Write) -> Result<(), StorageError> {
@@ -163,7 +163,7 @@ async fn a_disk_that_fails_ends_it() {
     assert!(matches!(fatal.await.unwrap(), Fatal::Storage(StorageError::Disk(_))));
 }
 
-/// A disk on which there is room for as many writes as it says, and of which one is set aside.
+/// A disk with room for a number of writes, of which one can be reserved.
 #[derive(Clone)]
 struct Small(Arc<Mutex<Sheet>>);
 
@@ -220,8 +220,8 @@ async fn a_full_disk_refuses_changes_and_takes_them_again_when_there_is_room() {
     };
     reserved().await;
     small.0.lock().room = 0;
-    // What is under way takes the room that was set aside, or waits; what comes then is refused, and so are reads
-    // that would have to be agreed on. What was agreed on stays readable.
+    // A pending change uses the reserve or waits. New changes and linearizable reads are refused. The table
+    // stays readable.
     let mut made = 1;
     let no_room = ConsensusError::Refused(ProposeError::NoRoom);
     let deadline = || Instant::now() + Duration::from_millis(500);
@@ -237,7 +237,7 @@ async fn a_full_disk_refuses_changes_and_takes_them_again_when_there_is_room() {
     }
     assert_eq!(handle.read(deadline()).await, Err(ConsensusError::NoQuorum));
     assert!(handle.table().borrow().policy() >= 1);
-    // With room it goes on from where it stood: the change that waited is made, once.
+    // With room, the driver continues: the waiting change is applied once.
     small.0.lock().room = 1000;
     reserved().await;
     let table = handle.read(soon()).await.unwrap();

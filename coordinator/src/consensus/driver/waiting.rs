@@ -1,5 +1,5 @@
-//! Who waits for what: changes and reads that are put forward again until they are answered or their time is
-//! up. Putting forward twice is harmless: a change is made once, and a read gets a new token each time.
+//! Waiting requests: changes and reads that are submitted again until they are answered or their deadline
+//! passes. Repetition is safe: a change is applied once, and each read attempt gets a new token.
 
 use super::{ConsensusError, Event, Reply};
 use crate::consensus::core::{Core, ProposalResult, ProposeError};
@@ -10,17 +10,17 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-/// Changes and reads that wait at a time, each.
+/// Maximum of waiting changes, and of waiting reads.
 const MAX_WAITING: usize = 4096;
-/// How long after a write for which there was no room it is tried again.
+/// Interval between attempts of a write that found the disk full.
 const TRY_WRITE_AGAIN: Duration = Duration::from_millis(200);
-/// Ticks after which something is put forward again.
+/// Ticks between attempts of a change or read.
 const TRY_AGAIN: u32 = 5;
 
 pub(super) struct Waiting {
     changes: BTreeMap<Request, Pending>,
     reads: BTreeMap<u64, PendingRead>,
-    /// The token of the last read.
+    /// Token of the last read.
     token: u64,
     metrics: RaftMetrics,
 }
@@ -79,7 +79,7 @@ impl Waiting {
         self.ask(core, PendingRead { asked: Instant::now(), deadline, reply, idle: 0 });
     }
 
-    /// Gives up what is out of time and puts the rest forward again, now and then.
+    /// Fails requests past their deadline and periodically submits the others again.
     pub(super) fn tick(&mut self, now: Instant, core: &mut Core) {
         let metrics = &self.metrics;
         self.changes.retain(|_, pending| {
@@ -112,13 +112,14 @@ impl Waiting {
         }
     }
 
-    /// While nothing can be written: refuses what comes, and gives up what waits too long. False at the end.
+    /// Serves events while the disk is full: refuses new requests and fails those past their deadline.
+    /// Returns `false` on stop.
     pub(super) fn without_room(&mut self, inbox: &Receiver<Event>) -> bool {
         let until = Instant::now() + TRY_WRITE_AGAIN;
         loop {
             let left = until.saturating_duration_since(Instant::now());
             match inbox.recv_timeout(left) {
-                // As if it were lost: its sender sends again.
+                // Dropped like a lost packet: the sender sends it again.
                 Ok(Event::Frame(..)) => {}
                 Ok(Event::Propose { reply, .. }) => {
                     self.metrics.proposed();
@@ -169,13 +170,13 @@ impl Waiting {
 
     fn ask(&mut self, core: &mut Core, read: PendingRead) {
         self.token += 1;
-        // Without a leader it is asked again later.
+        // Without a leader, `tick` retries it.
         let _later = core.read_index(self.token);
         self.reads.insert(self.token, read);
     }
 }
 
-/// Whether what stands in the way may go away in time.
+/// Whether the error may be temporary.
 fn passes(error: &ProposeError) -> bool {
     matches!(error, ProposeError::NoLeader | ProposeError::Busy | ProposeError::MembershipPending)
 }

@@ -1,21 +1,21 @@
-//! Messages to and from Raft's own types, and what of them is believed.
+//! Conversion to and from the Raft library's types, and validation of received messages.
 
 use super::{EntryBody, LogEntry, RaftMessage, RaftMessageKind};
 use raft::eraftpb::{self, MessageType};
 
-/// Bytes of a message's context at most.
+/// Maximum length of a message's context, in bytes.
 const MAX_CONTEXT: usize = 64;
 
-/// What a receiver's log says, as far as a message can be judged by it.
+/// The receiver's log, as far as validation needs it.
 pub(crate) struct Log<'a> {
-    /// The receiver's term. Raft drops what comes from an earlier one.
+    /// The receiver's term. Raft drops messages of earlier terms.
     pub(crate) now: u64,
-    /// Whether it leads that term. A leader sends before its own disk has what it sends: after a crash it may hear of
-    /// entries that it has lost, and does not lead any more.
+    /// Whether the receiver leads this term. A leader sends entries before its own disk has them. After a
+    /// crash it may receive answers about entries that it has lost, but then it is no longer leader.
     pub(crate) leads: bool,
     pub(crate) last: u64,
     pub(crate) committed: u64,
-    /// The term of an entry, if it is still there.
+    /// The term of an entry, if the log still has it.
     pub(crate) term: &'a dyn Fn(u64) -> Option<u64>,
 }
 
@@ -64,7 +64,7 @@ impl RaftMessageKind {
 }
 
 impl RaftMessage {
-    /// None for a message that is not for the network.
+    /// `None` for a message that is local to the library.
     pub(crate) fn from_raft(message: &eraftpb::Message) -> Option<Self> {
         Some(Self {
             kind: RaftMessageKind::from_raft(message.get_msg_type())?,
@@ -106,7 +106,8 @@ impl RaftMessage {
     }
 }
 
-/// Refuses what no correct member sends and the Raft library would not survive. Says what is wrong.
+/// Refuses messages that no correct member sends and that would make the Raft library panic. Returns the
+/// reason.
 pub(crate) fn check(message: &RaftMessage, log: &Log<'_>) -> Result<(), &'static str> {
     if message.context.len() > MAX_CONTEXT {
         return Err("its context is too long");
@@ -141,7 +142,7 @@ pub(crate) fn check(message: &RaftMessage, log: &Log<'_>) -> Result<(), &'static
 }
 
 fn append(message: &RaftMessage, log: &Log<'_>) -> Result<(), &'static str> {
-    // Raft takes term 0 for "there is no such entry", which would match any that is not there.
+    // Raft reads term 0 as "no such entry", which would match any missing entry.
     if (message.log_term == 0) != (message.index == 0) {
         return Err("the entry before has no term");
     }

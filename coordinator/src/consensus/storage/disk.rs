@@ -1,6 +1,5 @@
-//! The disk as one redb file: a write is one transaction, durable when it returns. Records carry a checksum
-//! over their key and bytes, beside what redb checks: a torn write is redb's to undo, a flipped bit is found
-//! here and refused.
+//! [`Storage`] as one redb file: a write is one transaction, durable when it returns. Each record has a
+//! checksum over its key and bytes. redb rolls back torn writes; these checksums detect flipped bits.
 
 use super::room::{self, Reserve, Trouble, Watched};
 use super::{Identity, Loaded, MAX_SNAPSHOT_BYTES, Snapshot, Storage, StorageError, Write};
@@ -26,28 +25,28 @@ const HARD: &str = "hard-state";
 const SNAPSHOT: &str = "snapshot";
 const SNAPSHOT_DATA: &str = "snapshot-data";
 const CHECKSUM_BYTES: usize = 16;
-/// redb's cache: the file is a few MB.
+/// Size of redb's cache. The file has a few MB.
 const CACHE_BYTES: usize = 8 << 20;
 
-/// The form of the records: a change of [`Record`] or of what is in it takes the next number.
+/// Format version of the records. Any change of [`Record`] or its contents needs the next number.
 const FORMAT_OWN: u32 = 1;
 
-/// What stands in the file.
+/// A record of the file.
 #[derive(Debug, Serialize, Deserialize)]
 enum Record {
     Identity(Identity),
     Hard(HardState),
-    /// What the snapshot is of, and the log's floor.
+    /// The snapshot's metadata, and the log's floor.
     Snapshot(SnapshotMeta, (u64, u64)),
     Entry(LogEntry),
 }
 
-/// A file, open. No other process can open it meanwhile.
+/// An open file. It is locked against other processes.
 pub struct Disk {
-    /// None only after it could not be opened again for want of room.
+    /// `None` only after reopening failed because the disk was full.
     database: Option<Database>,
     trouble: Arc<Trouble>,
-    /// Where it is, if it is a file.
+    /// `None` for a backend that is not a file.
     path: Option<PathBuf>,
 }
 
@@ -58,7 +57,7 @@ impl std::fmt::Debug for Disk {
 }
 
 impl Disk {
-    /// Opens the file, or makes it, and reads what `node` has there: nothing if it was never
+    /// Opens or creates the file and reads `node`'s state: `None` if the file was never
     /// [formatted](Self::format).
     pub fn open(path: &Path, node: &NodeId) -> Result<(Self, Option<Loaded>), StorageError> {
         if !path.exists() {
@@ -67,7 +66,7 @@ impl Disk {
         let trouble = Arc::default();
         let load = || Self::load(node, Some(path), &trouble, || open_file(path, &trouble));
         match load() {
-            // What was not committed is undone, and that takes room.
+            // redb rolls back uncommitted writes on open, and that needs space.
             Err(_) if trouble.is_only_full() => {
                 Reserve::beside(path).give_up().map_err(failed)?;
                 load().map_err(|error| if trouble.is_only_full() { StorageError::Full } else { error })
@@ -76,7 +75,7 @@ impl Disk {
         }
     }
 
-    /// Puts a file that is damaged out of the way, and keeps it for whoever wants to look at it.
+    /// Renames a damaged file, so that it can be inspected.
     pub fn put_aside(path: &Path) -> Result<(), StorageError> {
         let renamed = std::fs::rename(path, aside(path));
         let synced =
@@ -84,18 +83,18 @@ impl Disk {
         synced.map_err(failed)
     }
 
-    /// Whether a file was [put aside](Self::put_aside) there.
+    /// Whether a damaged file was [put aside](Self::put_aside) there.
     pub fn was_put_aside(path: &Path) -> bool {
         aside(path).exists()
     }
 
-    /// The same on another kind of file.
+    /// Like [`open`](Self::open), on another backend.
     pub fn on(backend: impl StorageBackend, node: &NodeId) -> Result<(Self, Option<Loaded>), StorageError> {
         let trouble = Arc::default();
         Self::load(node, None, &trouble, || open(backend, &trouble))
     }
 
-    /// Writes what a disk begins with. Only on one that was never formatted.
+    /// Writes the initial state. Only for a disk that was never formatted.
     pub fn format(&mut self, loaded: &Loaded) -> Result<(), StorageError> {
         self.transaction(|txn| {
             put_bytes(txn, FORMAT, &FORMAT_OWN.to_le_bytes())?;
@@ -112,12 +111,12 @@ impl Disk {
         trouble: &Arc<Trouble>,
         open: impl FnOnce() -> Result<Database, StorageError>,
     ) -> Result<(Self, Option<Loaded>), StorageError> {
-        // redb asserts what it finds in a damaged file; here that is an error like others.
+        // redb panics on some damaged files; this turns the panic into an error.
         let opened = catch_unwind(AssertUnwindSafe(|| {
             let mut database = open()?;
-            // Of pages that nobody reads here redb would find out when it closes the file.
+            // Otherwise redb would detect damage in unread pages only when it closes the file.
             database.check_integrity().map_err(|error| damaged("the file", error.to_string()))?;
-            // Both tables are there from now on.
+            // Creates both tables if they are missing.
             transaction(&database, |_| Ok(()))?;
             let loaded = read(&database.begin_read().map_err(unopened)?)?;
             let (trouble, path) = (Arc::clone(trouble), path.map(Path::to_owned));
@@ -150,8 +149,8 @@ impl Disk {
         });
         assert!(set.is_ok());
     }
-
-    /// All of `body` or nothing, durably. If room was all that it lacked, that is the error.
+    /// Runs `body` as one durable transaction. Returns [`StorageError::Full`] if lack of space was the only
+    /// error.
     fn transaction(
         &self,
         body: impl FnOnce(&WriteTransaction) -> Result<(), StorageError>,
@@ -170,8 +169,8 @@ impl Disk {
     }
 }
 
-/// Makes an empty database under another name, which becomes the file when it is whole: what a full disk, or an end of the
-/// process, leaves of it is no database that could be taken for a damaged one.
+/// Creates an empty database under a temporary name and renames it when it is complete. So a full disk or a
+/// crash never leaves an incomplete file that looks damaged.
 fn make(path: &Path, node: &NodeId) -> Result<(), StorageError> {
     let unfinished = path.with_extension("unfinished");
     let remove = || match std::fs::remove_file(&unfinished) {
@@ -184,17 +183,17 @@ fn make(path: &Path, node: &NodeId) -> Result<(), StorageError> {
     let made = made.and_then(|()| {
         std::fs::File::open(&unfinished).and_then(|file| file.sync_all()).map_err(failed)?;
         std::fs::rename(&unfinished, path).map_err(failed)?;
-        // The file's name must outlive a crash as its contents do.
+        // Syncs the directory, so that the file name survives a crash.
         path.parent().map_or(Ok(()), |dir| std::fs::File::open(dir)?.sync_all()).map_err(failed)
     });
     made.map_err(|error| {
-        // What is left of it is of no use; that it cannot be removed is not the error to tell.
+        // Cleans up. A failure to do so would only hide the original error.
         let _ = remove();
         if trouble.is_only_full() { StorageError::Full } else { error }
     })
 }
 
-/// Where a damaged file is kept.
+/// The path of a file that was put aside.
 fn aside(path: &Path) -> PathBuf {
     path.with_extension("damaged")
 }
@@ -245,7 +244,7 @@ impl Storage for Disk {
         let Some(path) = self.path.clone() else {
             return Err(failed("it is no file that could be opened again"));
         };
-        // After a failed write redb wants to be opened anew; what was not committed is undone by that.
+        // redb must be reopened after a failed write; this rolls back uncommitted data.
         self.database = None;
         if let Some(reserve) = self.reserve() {
             reserve.give_up().map_err(failed)?;
@@ -261,7 +260,7 @@ impl Storage for Disk {
     fn set_aside(&mut self) -> Result<bool, StorageError> {
         let Some(reserve) = self.reserve() else { return Ok(true) };
         Ok(reserve.make().unwrap_or_else(|error| {
-            // The log itself is written all the same.
+            // The log itself can still be written.
             tracing::warn!(%error, "no room can be set aside for when the disk is full");
             true
         }))
@@ -272,7 +271,7 @@ fn failed(error: impl std::fmt::Display) -> StorageError {
     StorageError::Disk(error.to_string())
 }
 
-/// What redb finds wrong with a file that can be read is damage.
+/// Treats redb's structural errors on readable files as damage.
 fn unopened(error: impl Into<redb::Error>) -> StorageError {
     match error.into() {
         redb::Error::Corrupted(why) => damaged("the file", why),
@@ -287,7 +286,7 @@ fn damaged(record: impl Into<String>, why: impl Into<String>) -> StorageError {
     StorageError::Damaged { record: record.into(), why: why.into() }
 }
 
-/// The bytes are what was written, by their checksum.
+/// For a record with a correct checksum that does not decode.
 fn unknown(record: &str, error: &CodecError) -> StorageError {
     StorageError::Unknown { record: record.to_owned(), why: error.to_string() }
 }
@@ -380,7 +379,7 @@ fn read(txn: &ReadTransaction) -> Result<Option<Loaded>, StorageError> {
     Ok(Some(Loaded { identity, hard, snapshot, floor, entries }))
 }
 
-/// The entries, which must follow each other from the floor on.
+/// Reads the entries, which must be contiguous from the floor.
 fn read_log(txn: &ReadTransaction, floor: (u64, u64)) -> Result<Vec<LogEntry>, StorageError> {
     let log = txn.open_table(LOG).map_err(unopened)?;
     let (mut entries, mut before) = (Vec::new(), floor);

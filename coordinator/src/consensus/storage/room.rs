@@ -1,5 +1,5 @@
-//! A full disk is told from a failing one, and some room is set aside for it: the file redb writes to, watched, and a
-//! file of zeros that is given up when there is no room for anything else.
+//! Distinguishes a full disk from a failed one, and reserves space: redb's file with recorded errors, and a
+//! file of zeros that is deleted when space runs out.
 
 use proto::directory;
 use redb::backends::FileBackend;
@@ -11,10 +11,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// What is set aside: enough to write the table and to cut the log.
+/// Size of the reserve: enough to write the table and truncate the log.
 const RESERVE_BYTES: usize = 1 << 20;
 
-/// What has gone wrong with the file since it was asked last.
+/// Errors of the file since the last reset.
 #[derive(Debug, Default)]
 pub(super) struct Trouble {
     full: AtomicBool,
@@ -27,7 +27,8 @@ impl Trouble {
         self.broken.store(false, Ordering::Relaxed);
     }
 
-    /// Whether room was all that was lacking. A failed sync is never that: what it has lost nobody can tell.
+    /// Whether lack of space was the only error. A failed sync never counts as that, since its losses are
+    /// unknown.
     pub(super) fn is_only_full(&self) -> bool {
         self.full.load(Ordering::Relaxed) && !self.broken.load(Ordering::Relaxed)
     }
@@ -52,7 +53,7 @@ fn is_full(error: &io::Error) -> bool {
     matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge)
 }
 
-/// Something to keep a database in, watched.
+/// A redb storage backend that records errors.
 #[derive(Debug)]
 pub(super) struct Watched<B> {
     inner: B,
@@ -65,7 +66,7 @@ impl<B: StorageBackend> Watched<B> {
     }
 }
 
-/// The file at `path`, or a new one.
+/// Opens or creates the file at `path`.
 pub(super) fn file(path: &Path) -> io::Result<FileBackend> {
     let file = directory::private().read(true).write(true).create(true).truncate(false).open(path)?;
     FileBackend::new(file).map_err(|error| io::Error::other(error.to_string()))
@@ -125,12 +126,12 @@ impl<B: StorageBackend> StorageBackend for Watched<B> {
 pub(super) struct Reserve(PathBuf);
 
 impl Reserve {
-    /// Beside the file at `path`.
+    /// The reserve of the file at `path`, in the same directory.
     pub(super) fn beside(path: &Path) -> Self {
         Self(path.with_extension("reserve"))
     }
 
-    /// Makes it, if there is room for twice as much. Whether it is there.
+    /// Creates the reserve if there is space for twice its size. Returns whether it exists.
     pub(super) fn make(&self) -> io::Result<bool> {
         if fs::metadata(&self.0).is_ok_and(|found| found.len() >= RESERVE_BYTES as u64) {
             return Ok(true);
@@ -149,7 +150,7 @@ impl Reserve {
         let mut file = directory::create_private(&self.0)?;
         file.write_all(&vec![0; 2 * RESERVE_BYTES])?;
         file.sync_all()?;
-        // Whoever has room for no more than this would be without it at once.
+        // Shrinks the file afterwards, so that the disk is not full right after the reserve was created.
         file.set_len(RESERVE_BYTES as u64)
     }
 

@@ -18,7 +18,7 @@ fn founded() -> Loaded {
     Loaded::founded(identity, vec![seat]).unwrap()
 }
 
-/// A file whose unsynced writes may or may not be there after a power cut, whole or in part.
+/// A file whose unsynced writes may be lost in a power cut, completely or in part.
 #[derive(Debug, Clone, Default)]
 struct File(Arc<Mutex<Sectors>>);
 
@@ -27,7 +27,7 @@ struct Sectors {
     synced: Vec<u8>,
     now: Vec<u8>,
     pending: Vec<(u64, Vec<u8>)>,
-    /// Operations until the power is cut; none is never.
+    /// Operations until the power cut; `None`: no power cut.
     power: Option<usize>,
     failing_sync: bool,
     full: bool,
@@ -97,8 +97,7 @@ impl StorageBackend for File {
 }
 
 impl File {
-    /// What is there after the power came back: of the unsynced writes those that `lucky` picks, each cut
-    /// short where it says.
+    /// The file after a power cut: synced data, plus the part of each unsynced write that `lucky` returns.
     fn after_power_cut(&self, mut lucky: impl FnMut(usize) -> usize) -> Self {
         let file = self.0.lock();
         let mut bytes = file.synced.clone();
@@ -154,7 +153,7 @@ fn records_of_another_format_are_refused_with_both_numbers() {
 }
 
 #[test]
-fn what_was_written_is_read_and_a_second_owner_is_refused() {
+fn written_data_is_read_back_and_a_second_owner_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("raft.redb");
     let (mut disk, loaded) = Disk::open(&path, &node("c0")).unwrap();
@@ -209,7 +208,7 @@ fn a_power_cut_loses_nothing_acknowledged_and_tears_nothing() {
         for _ in 0..3 {
             let after = file.after_power_cut(|most| {
                 random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-                // Whole, nothing, or a part.
+                // Complete, absent, or partial.
                 match (random >> 33) % 4 {
                     0 => 0,
                     1 => (random >> 40) as usize % most,
@@ -227,7 +226,7 @@ fn a_power_cut_loses_nothing_acknowledged_and_tears_nothing() {
     }
 }
 
-/// A bit flips inside each kind of record, wherever in the file it lies: the disk is refused.
+/// A flipped bit in any kind of record, anywhere in the file, makes the disk refused.
 #[test]
 fn every_kind_of_record_is_checked() {
     let file = File::default();
@@ -249,7 +248,7 @@ fn every_kind_of_record_is_checked() {
     let whole = file.0.lock().now.clone();
     for (name, said) in records {
         let mut refused = 0;
-        // Pages that are not in use any more may hold it too.
+        // Unused pages may hold the record too.
         for at in (0..whole.len() - said.len()).filter(|&at| whole[at..].starts_with(&said)) {
             let mut bytes = whole.clone();
             bytes[at + said.len() / 2] ^= 1;
@@ -266,7 +265,7 @@ fn every_kind_of_record_is_checked() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// A bit that flips at rest is found, or was not in use.
+    /// A bit flipped at rest is detected, or was in an unused page.
     #[test]
     fn damage_is_found(at in any::<prop::sample::Index>(), bit in 0u8..8) {
         let file = File::default();
@@ -279,7 +278,7 @@ proptest! {
         }
         drop(disk);
         let mut bytes = file.0.lock().now.clone();
-        // Most of a file is empty: the bytes that say something are flipped more often.
+        // Most of a file is empty: flip only bytes that are not 0.
         let said: Vec<usize> = (0..bytes.len()).filter(|&i| bytes[i] != 0).collect();
         bytes[*at.get(&said)] ^= 1 << bit;
         if let Ok((_, Some(loaded))) = Disk::on(File::holding(bytes), &node("c0")) {
@@ -289,14 +288,14 @@ proptest! {
 }
 
 #[test]
-fn a_full_disk_is_told_from_a_failing_one() {
+fn a_full_disk_is_distinguished_from_a_failed_one() {
     let file = File::default();
     let (mut disk, _) = Disk::on(file.clone(), &node("c0")).unwrap();
     disk.format(&founded()).unwrap();
     let write = &writes()[0];
     file.0.lock().full = true;
     assert!(matches!(disk.write(write), Err(StorageError::Full)));
-    // The same kind of error of a sync is another matter: what it has lost nobody can tell.
+    // The same error of a sync is different, since its losses are unknown.
     let file = File::default();
     let (mut disk, _) = Disk::on(file.clone(), &node("c0")).unwrap();
     disk.format(&founded()).unwrap();
@@ -305,7 +304,7 @@ fn a_full_disk_is_told_from_a_failing_one() {
 }
 
 #[test]
-fn room_is_set_aside_once_and_given_up_when_it_is_needed() {
+fn the_reserve_is_created_once_and_released_when_needed() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("raft.redb");
     let (mut disk, _) = Disk::open(&path, &node("c0")).unwrap();
@@ -314,7 +313,7 @@ fn room_is_set_aside_once_and_given_up_when_it_is_needed() {
     assert!(disk.set_aside().unwrap() && disk.set_aside().unwrap());
     let reserve = path.with_extension("reserve");
     assert!(reserve.metadata().unwrap().len() > 0);
-    // In the midst of writes, as after one for which there was no room; the last one is written again.
+    // Recovers between writes, as after a full disk; the last write is repeated.
     for write in writes() {
         disk.write(&write).unwrap();
         disk.recover().unwrap();
@@ -327,7 +326,7 @@ fn room_is_set_aside_once_and_given_up_when_it_is_needed() {
 }
 
 #[test]
-fn what_an_unfinished_first_start_has_left_is_no_database() {
+fn an_interrupted_first_start_leaves_no_database() {
     use std::os::unix::fs::PermissionsExt;
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("consensus.redb");
@@ -338,7 +337,7 @@ fn what_an_unfinished_first_start_has_left_is_no_database() {
     assert!(!unfinished.exists());
     assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
     drop(disk);
-    // Where it cannot be made nothing is left that a later start would find.
+    // If the file cannot be created, nothing is left for a later start to find.
     let path = dir.path().join("missing/consensus.redb");
     assert!(matches!(Disk::open(&path, &node("a")), Err(StorageError::Disk(_))));
     std::fs::create_dir(dir.path().join("missing")).unwrap();

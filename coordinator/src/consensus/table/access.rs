@@ -1,4 +1,4 @@
-//! Tenants and their keys: who may ask, for what, and how much.
+//! Tenants and their keys, scopes, limits and cache groups.
 
 use super::{
     CacheGroup, Change, KeyIssued, KeyRecord, KeyScope, Kind, MAX_KEY_MODELS, MAX_KEYS, MAX_TENANTS, Quota,
@@ -8,20 +8,19 @@ use proto::block::TenantSalt;
 use proto::ids::{ModelId, TenantId};
 use std::collections::BTreeMap;
 
-/// Bytes of the names of models in the scopes of all keys, so that the table fits into a snapshot's frame.
+/// Maximum bytes of model names in all scopes, so that the table fits into a snapshot.
 const MAX_SCOPE_BYTES: usize = 4 << 20;
 
-/// Tenants and their keys. See the module.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Access {
     pub(super) tenants: BTreeMap<TenantId, TenantRecord>,
-    /// By their SHA-256.
+    /// Keys by their SHA-256.
     pub(super) keys: BTreeMap<[u8; 32], KeyRecord>,
-    /// Of those keys that have one.
+    /// Scopes of the keys that have one.
     pub(super) scopes: BTreeMap<[u8; 32], KeyScope>,
-    /// The groups of those tenants that are in one.
+    /// Cache group by tenant, for tenants that are in one.
     pub(super) sharing: BTreeMap<TenantId, TenantId>,
-    /// The salts of groups. A group without tenants stays, and comes back with what it had cached.
+    /// Salts of cache groups. A group without tenants is kept, so that its cached prefixes stay usable.
     pub(super) groups: BTreeMap<TenantId, TenantSalt>,
 }
 
@@ -35,23 +34,23 @@ impl Access {
         &self.keys
     }
 
-    /// What a key opens; none: all that its tenant has.
+    /// A key's scope; `None` if the key may use all that its tenant may.
     pub fn scope(&self, sha256: &[u8; 32]) -> Option<&KeyScope> {
         self.scopes.get(sha256)
     }
 
-    /// The group of tenants in which a tenant shares what is cached.
+    /// The cache group of a tenant, if any.
     pub fn cache_group(&self, tenant: &TenantId) -> Option<&TenantId> {
         self.sharing.get(tenant)
     }
 
-    /// The salt of all that a tenant has cached: its own, or its group's.
+    /// The salt of a tenant's block ids: that of its cache group, or else its own.
     pub fn salt(&self, tenant: &TenantId) -> Option<&TenantSalt> {
         let group = self.sharing.get(tenant).and_then(|group| self.groups.get(group));
         group.or_else(|| self.tenants.get(tenant).map(|tenant| &tenant.salt))
     }
 
-    /// What these changes make of nothing.
+    /// The result of these changes on an empty `Access`.
     #[cfg(test)]
     pub(crate) fn of(changes: impl IntoIterator<Item = Change>) -> Result<std::sync::Arc<Self>, Refusal> {
         let mut access = Self::default();
@@ -59,7 +58,7 @@ impl Access {
         Ok(access.into())
     }
 
-    /// Makes a change of tenants or keys; any other changes nothing.
+    /// Applies a change of tenants or keys; ignores any other.
     pub(super) fn make(&mut self, change: Change) -> Result<(), Refusal> {
         match change {
             Change::TenantSet(tenant) => {
@@ -126,7 +125,7 @@ impl Access {
         Ok(())
     }
 
-    /// The tenant of this name, with this salt if it is new.
+    /// Returns the tenant of this name. Creates it with `salt` if it is new.
     fn admit(&mut self, tenant: &TenantId, salt: TenantSalt) -> Result<&mut TenantRecord, Refusal> {
         if self.tenants.len() >= MAX_TENANTS && !self.tenants.contains_key(tenant) {
             return Err(Refusal::Full(Kind::Tenant));
@@ -137,7 +136,7 @@ impl Access {
 }
 
 impl KeyScope {
-    /// Whether a model is one of those that the key is for.
+    /// Whether the key may use a model.
     pub fn opens(&self, model: &ModelId) -> bool {
         self.models.is_empty() || self.models.contains(model)
     }

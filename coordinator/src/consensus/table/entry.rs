@@ -1,4 +1,4 @@
-//! What stands in the log. `golden.txt` holds the bytes of every entry; variants are only appended.
+//! Log entries. `golden.txt` holds the bytes of every entry; variants are only appended.
 
 use crate::consensus::member::{Incarnation, MemberId};
 use proto::block::TenantSalt;
@@ -7,39 +7,37 @@ use proto::ids::{Epoch, ModelId, NodeId, TenantId};
 use proto::message::WorkerInfo;
 use serde::{Deserialize, Serialize};
 
-/// Bytes of one entry at most. A worker that serves as many models as it may fits.
+/// Maximum size of one entry. A worker with the maximum of models fits.
 pub const MAX_ENTRY_BYTES: usize = 256 << 10;
 
-/// A client of the table: the index of the entry that opened its session, so that no two are ever the same.
+/// Id of a client session: the index of the entry that opened it, and so unique.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct ClientId(pub u64);
 
-/// One entry of the log.
+/// One log entry.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Entry {
-    /// Someone wants to make changes.
+    /// Opens a session for changes.
     OpenSession(OpenSession),
     Change(SessionChange),
 }
 
-/// See [`Entry::OpenSession`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OpenSession {
-    /// Drawn by the opener, who knows its answer by it.
+    /// Random; the opener recognizes the answer by it.
     pub nonce: u64,
 }
 
-/// See [`Entry::Change`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SessionChange {
     pub client: ClientId,
-    /// Which of its changes; each is larger than the one before. The same number is the same change.
+    /// Sequence number, increasing with each change of the client. The same number means the same change.
     pub seq: u64,
     pub change: Change,
 }
 
-/// How much of the language of changes a build understands. A change is proposed only when every member has
-/// reported the level it takes, so that no member ever meets a change that it cannot make.
+/// Version of the set of changes that a build understands. A change is proposed only after every member has
+/// reported its level, so no member receives a change that it cannot apply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Level(pub u32);
 
@@ -50,64 +48,65 @@ impl Level {
 /// A change of the table.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Change {
-    /// A worker's life begins, or it serves something else.
+    /// A worker starts an epoch, or serves other models.
     WorkerJoined(Box<WorkerInfo>),
-    /// A worker's life has ended.
+    /// A worker's epoch has ended.
     WorkerLeft(WorkerLeft),
-    /// An operator wants a worker to take no new work, or to take it again.
+    /// An operator drains a worker, or ends its drain.
     WorkerDrained(WorkerDrained),
-    /// A coordinator comes in; it follows and does not vote.
+    /// Adds a coordinator as a learner.
     LearnerAdded(GroupMember),
-    /// A learner becomes a voter.
+    /// Promotes a learner to a voter.
     LearnerPromoted(NodeId),
     CoordinatorRemoved(NodeId),
-    /// A coordinator tells what it understands since its restart.
+    /// A coordinator reports the level of its build after a restart.
     LevelReported(LevelReported),
-    /// A model is to be served so.
+    /// Plans how a model is served.
     ModelPlanned(ModelPlan),
-    /// A model is no longer to be served.
+    /// Removes a model's plan.
     ModelDropped(ModelId),
-    /// A tenant, its salt and its limits.
+    /// Sets a tenant, its salt and its limits.
     TenantSet(TenantRecord),
-    /// A tenant goes, and its keys with it.
+    /// Removes a tenant and its keys.
     TenantDropped(TenantId),
-    /// A key opens for a tenant.
+    /// Sets a key of a tenant.
     KeySet(KeyRecord),
-    /// The key with this SHA-256 opens no more.
+    /// Revokes the key with this SHA-256.
     KeyRevoked([u8; 32]),
-    /// The routing policy changes from one version to another.
+    /// Advances the version of the routing policy.
     PolicyAdvanced(PolicyAdvanced),
-    /// A replica of several stages is to be put together, perhaps in another's place. Its life is this entry's index.
+    /// Plans a replica of several stages, or replaces one. The index of this entry becomes the replica's
+    /// epoch.
     ReplicaPlaced(ReplicaPlaced),
-    /// The replica with this life is no more.
+    /// Removes the replica with this epoch.
     ReplicaDropped(u64),
-    /// A file is no model that can be served: it is placed nowhere any more.
+    /// Adds a file to the block list: it cannot be served and is not placed any more.
     ModelCondemned(ModelCondemned),
-    /// An operator says that the file with this digest may be placed again.
+    /// An operator unblocks the file with this digest.
     ModelPardoned([u8; 32]),
-    /// A key opens for a tenant, in a scope of its own; the tenant begins with its first key.
+    /// Issues a key with a scope of its own. Creates the tenant if it is new.
     KeyIssued(KeyIssued),
-    /// A tenant's limits, and with whom it shares what is cached.
+    /// Sets a tenant's limits and its cache group.
     TenantTuned(TenantTuned),
-    /// A coordinator has lost its disk, and goes; its next life may come in without an operator.
+    /// Removes a coordinator that has lost its disk. Its next incarnation may join without an operator.
     CoordinatorLost(NodeId),
-    /// An operator says which replicas a model has; said again, the later plan counts.
+    /// Sets the replicas that an operator plans for a model. A later plan replaces an earlier one.
     OperatorPlanned(OperatorPlan),
-    /// An operator leaves a model to the leader again.
+    /// Withdraws an operator's plan; the leader plans the model again.
     OperatorPlanWithdrawn(ModelId),
 }
 
 impl Change {
-    /// What a member must understand to make it.
+    /// The level that a member needs to apply the change.
     pub fn level(&self) -> Level {
         match self {
-            // Reporting a level is how one is reached.
+            // Levels are established by this change.
             Self::LevelReported(_) => Level(0),
             _ => Level(1),
         }
     }
 
-    /// Whether it changes who takes part in the agreement. Such changes go one at a time, by the leader.
+    /// Whether this is a membership change. The leader makes these one at a time.
     pub fn is_membership(&self) -> bool {
         matches!(
             self,
@@ -119,28 +118,26 @@ impl Change {
     }
 }
 
-/// See [`Change::WorkerLeft`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerLeft {
     pub node: NodeId,
-    /// The life that has ended.
+    /// The epoch that has ended.
     pub epoch: Epoch,
 }
 
-/// See [`Change::WorkerDrained`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerDrained {
     pub node: NodeId,
     pub draining: bool,
 }
 
-/// A coordinator's place in the group.
+/// A coordinator's seat in the group.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupMember {
     pub node: NodeId,
-    /// The life of its disk.
+    /// Incarnation of its disk.
     pub incarnation: Incarnation,
-    /// Where other nodes reach it, `ip:port`.
+    /// Address for other nodes, `ip:port`.
     pub quic: String,
     pub level: Level,
 }
@@ -151,47 +148,46 @@ impl GroupMember {
     }
 }
 
-/// See [`Change::LevelReported`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LevelReported {
     pub node: NodeId,
     pub level: Level,
 }
 
-/// How a model is to be served.
+/// How a model is served.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ModelPlan {
     pub model: ModelId,
     pub model_digest: [u8; 32],
     pub tokenizer_digest: [u8; 32],
-    /// Where it is to run; at most [`MAX_PLACES`](super::MAX_PLACES).
+    /// Workers to run on; at most [`MAX_PLACES`](super::MAX_PLACES).
     pub placement: Vec<NodeId>,
     pub draining: bool,
-    /// A part of its requests goes to another model.
+    /// Sends a share of the model's requests to another model.
     pub canary: Option<Canary>,
 }
 
-/// A part of one model's requests is served by another.
+/// A share of one model's requests that another model serves.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Canary {
     pub model: ModelId,
-    /// How many of a thousand requests; at most 1000.
+    /// Requests per thousand, at most 1000.
     pub permille: u16,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TenantRecord {
     pub tenant: TenantId,
-    /// Part of all its block ids.
+    /// Enters all block ids of the tenant.
     pub salt: TenantSalt,
     pub quota: Quota,
 }
 
-/// The limits of a tenant or a key; 0 is none.
+/// The limits of a tenant or a key; 0 means no limit.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Quota {
     pub requests_per_minute: u32,
-    /// Prompt and output tokens in a minute.
+    /// Prompt and output tokens per minute.
     pub tokens_per_minute: u64,
     pub concurrency: u32,
 }
@@ -201,64 +197,60 @@ pub struct KeyRecord {
     /// SHA-256 of the key.
     pub sha256: [u8; 32],
     pub tenant: TenantId,
-    /// Whether it opens the administration too.
+    /// Whether the key also opens the admin API.
     pub admin: bool,
-    /// Seconds since 1970 at which it ends; 0 is never.
+    /// Expiry in Unix seconds; 0 means never.
     pub expires_unix_s: u64,
 }
 
-/// See [`Change::KeyIssued`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KeyIssued {
     pub key: KeyRecord,
     pub scope: KeyScope,
-    /// The tenant's salt if this is its first key; else it keeps the one it has.
+    /// Salt of a new tenant. An existing tenant keeps its salt.
     pub salt: TenantSalt,
 }
 
-/// What a key opens of what its tenant has.
+/// What a key may use of its tenant's models and limits.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KeyScope {
-    /// The models; none: all. At most [`MAX_KEY_MODELS`](super::MAX_KEY_MODELS).
+    /// Allowed models, at most [`MAX_KEY_MODELS`](super::MAX_KEY_MODELS); empty allows all.
     pub models: Vec<ModelId>,
-    /// The key's own limits, beside its tenant's.
+    /// The key's own limits, in addition to its tenant's.
     pub quota: Quota,
-    /// Seconds since 1970 at which it was made.
+    /// Creation time in Unix seconds.
     pub created_unix_s: u64,
 }
 
-/// See [`Change::TenantTuned`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TenantTuned {
     pub tenant: TenantId,
-    /// Its salt if it is new; else it keeps the one it has.
+    /// Salt of a new tenant. An existing tenant keeps its salt.
     pub salt: TenantSalt,
     pub quota: Quota,
-    /// The tenants with the same group share what is cached; none: it shares with nobody.
+    /// Tenants of the same group share cached prefixes; `None` shares with no other tenant.
     pub cache_group: Option<CacheGroup>,
 }
 
-/// Tenants that share what is cached.
+/// A group of tenants that share cached prefixes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CacheGroup {
     pub name: TenantId,
-    /// Its salt if it is new; else it keeps the one it has.
+    /// Salt of a new group. An existing group keeps its salt.
     pub salt: TenantSalt,
 }
 
-/// See [`Change::PolicyAdvanced`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PolicyAdvanced {
-    /// The version that the change was made from; it must still be the current one.
+    /// The version that the change is based on. It must still be current.
     pub from: u64,
     pub to: u64,
 }
 
-/// See [`Change::ReplicaPlaced`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReplicaPlaced {
     pub plan: ReplicaPlan,
-    /// The life of the replica whose place it takes; that must still be there.
+    /// Epoch of the replica to replace. It must still exist.
     pub replaces: Option<u64>,
 }
 
@@ -267,38 +259,36 @@ pub struct ReplicaPlaced {
 pub struct ReplicaPlan {
     pub model: ModelId,
     pub model_digest: [u8; 32],
-    /// In the order of their layers, the first leads; no worker twice, and at most
+    /// Stages in layer order; the first leads. No worker appears twice. At most
     /// [`MAX_STAGES`](proto::placement::MAX_STAGES).
     pub stages: Vec<StagePlan>,
 }
 
-/// A worker's part of a replica.
+/// A worker's stage of a replica.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StagePlan {
     pub node: NodeId,
-    /// First layer, and the one behind the last.
+    /// The layer range: first layer, and the one after the last.
     pub layers: (u32, u32),
 }
 
-/// See [`Change::OperatorPlanned`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OperatorPlan {
     pub model: ModelId,
-    /// Its replicas, each as in [`ReplicaPlan::stages`]: at least one, and no worker twice. All plans together name at
-    /// most [`MAX_PLANNED_WORKERS`](super::MAX_PLANNED_WORKERS).
+    /// The replicas, each as in [`ReplicaPlan::stages`]: at least one, and no worker twice. All plans
+    /// together have at most [`MAX_PLANNED_WORKERS`](super::MAX_PLANNED_WORKERS) workers.
     pub replicas: Vec<Vec<StagePlan>>,
 }
 
-/// See [`Change::ModelCondemned`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ModelCondemned {
     pub model_digest: [u8; 32],
     pub node: NodeId,
-    /// What is wrong; at most [`MAX_REASON`](super::MAX_REASON) bytes.
+    /// What is wrong with the file; at most [`MAX_REASON`](super::MAX_REASON) bytes.
     pub reason: String,
 }
 
-/// The bytes of an entry, as they stand in the log.
+/// Encodes an entry for the log.
 pub fn encode_entry(entry: &Entry) -> Result<Vec<u8>, CodecError> {
     let bytes = encode(entry, Cap::Stream)?;
     within(bytes.len())?;

@@ -1,4 +1,4 @@
-//! A table as bytes.
+//! Serialization of the table.
 
 use super::access::Access;
 use super::{
@@ -31,7 +31,7 @@ struct Image<'a> {
 }
 
 impl Table {
-    /// As bytes, the same for equal tables.
+    /// Encodes the table. Equal tables have equal bytes.
     pub fn to_bytes(&self) -> Result<Vec<u8>, CodecError> {
         let access = &*self.access;
         let image = Image {
@@ -53,7 +53,7 @@ impl Table {
         encode(&image, Cap::Control)
     }
 
-    /// From the bytes of [`to_bytes`](Self::to_bytes).
+    /// Decodes the bytes of [`to_bytes`](Self::to_bytes).
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, CodecError> {
         let image: Image<'_> = decode(bytes, Cap::Control)?;
         let access = Access {

@@ -1,4 +1,4 @@
-//! What came of an entry. Outcomes are kept in sessions and so in snapshots: variants are only appended.
+//! Outcomes of entries. They are stored in sessions and so in snapshots: variants are only appended.
 
 use super::entry::{ClientId, Level};
 use crate::consensus::member::Incarnation;
@@ -6,7 +6,7 @@ use crate::table::TableError;
 use proto::ids::{Epoch, NodeId};
 use serde::{Deserialize, Serialize};
 
-/// What came of an entry: the same on every member.
+/// The outcome of an entry, equal on every member.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Outcome {
     Done,
@@ -17,66 +17,65 @@ pub enum Outcome {
 /// Why an entry changed nothing.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum Refusal {
-    /// A kind of entry or change that this build does not know.
+    /// This build does not know this kind of entry or change.
     #[error("kind {0} is not known here")]
     UnknownKind(u64),
-    /// The bytes are no entry.
+    /// The bytes do not decode to an entry.
     #[error("the entry cannot be read")]
     Malformed,
-    /// The client's session is not there any more: whether its earlier changes were made cannot be told.
+    /// The client's session was evicted. Whether its earlier changes were applied is unknown.
     #[error("the session has expired")]
     SessionExpired,
-    /// The client has made later changes since.
+    /// The client has already made a later change.
     #[error("the client has made change {last} since")]
     Superseded { last: u64 },
-    /// A change of the group came as one of the table, or the other way round.
+    /// A membership change came as a table change, or vice versa.
     #[error("changes of the group are made by its leader alone")]
     WrongPath,
-    /// A later life of the worker is known.
+    /// A later epoch of the worker is known.
     #[error("epoch {} is known", .0.0)]
     StaleEpoch(Epoch),
-    /// Nothing of this name is there.
+    /// No item of this kind has this name.
     #[error("there is no such {0}")]
     Unknown(Kind),
-    /// There are as many as are kept.
+    /// The table holds its maximum of this kind.
     #[error("there are as many {0}s as are kept")]
     Full(Kind),
-    /// Too long to be kept.
     #[error("too long to be kept")]
     TooLarge,
     /// A member serves other weights or another tokenizer under the same name.
     #[error("{0} serves something else under this name")]
     ModelConflict(NodeId),
-    /// The coordinator is a member in another life of its disk and must be removed first.
+    /// The coordinator is a member with another incarnation, which must be removed first.
     #[error("the coordinator is a member in another life ({:016x})", .0.0)]
     AnotherLife(Incarnation),
-    /// This life of the coordinator was removed; it comes back only with an empty disk.
+    /// This incarnation was removed. The coordinator can only return with an empty disk.
     #[error("this life of the coordinator was removed")]
     LifeEnded,
-    /// Only a learner becomes a voter.
+    /// Only a learner can be promoted.
     #[error("the coordinator is no learner")]
     NoLearner,
-    /// The group would be without a voter.
+    /// The group would have no voter left.
     #[error("it is the last voter")]
     LastVoter,
-    /// Not every member understands the change.
+    /// A member does not understand the change.
     #[error("a member understands only level {}", .0.0)]
     LevelTooLow(Level),
-    /// The policy is at another version.
+    /// The policy has another version than the change expects.
     #[error("the policy is at version {0}")]
     PolicyMoved(u64),
     /// A number is out of its range.
     #[error("a value is out of its range")]
     OutOfRange,
-    /// The worker is part of another replica.
+    /// The worker belongs to another replica.
     #[error("{0} is part of another replica")]
     Taken(NodeId),
-    /// The file was found to be no model that can be served.
+    /// The model file is on the block list.
     #[error("the model's file was found to be unusable")]
     Condemned,
 }
 
-/// What the table has many of.
+/// Kinds of items in the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Kind {
     Worker,
@@ -84,7 +83,7 @@ pub enum Kind {
     Model,
     Tenant,
     Key,
-    /// A place of a model.
+    /// A model's placement on a worker.
     Place,
     Replica,
 }

@@ -1,5 +1,4 @@
-//! Replicas of several stages: which workers hold which layers, what operators say of that, and which files are placed
-//! nowhere.
+//! Replicas of several stages, operators' plans, and the block list of model files.
 
 use super::{
     Kind, MAX_CONDEMNED, MAX_MODELS, MAX_PLANNED_WORKERS, MAX_REASON, MAX_REPLICAS, ModelCondemned,
@@ -10,7 +9,7 @@ use proto::placement::MAX_STAGES;
 use std::collections::BTreeSet;
 
 impl Table {
-    /// Plans a replica. Its life is the present entry's index, so that a later plan has a larger one.
+    /// Plans a replica. Its epoch is the current entry's index, so later plans have larger epochs.
     pub(super) fn place(&mut self, placed: ReplicaPlaced) -> Result<(), Refusal> {
         let ReplicaPlaced { plan, replaces } = placed;
         if self.condemned.contains_key(&plan.model_digest) {
@@ -36,7 +35,7 @@ impl Table {
         Ok(())
     }
 
-    /// Takes an operator's plan of a model in place of an earlier one.
+    /// Sets an operator's plan of a model, replacing an earlier one.
     pub(super) fn plan_as_told(&mut self, plan: OperatorPlan) -> Result<(), Refusal> {
         let mut nodes = BTreeSet::new();
         if plan.replicas.is_empty() || !plan.replicas.iter().all(|stages| sound(stages, &mut nodes)) {
@@ -53,12 +52,12 @@ impl Table {
         put(&mut self.operators, plan.model.clone(), plan, MAX_MODELS, Kind::Model)
     }
 
-    /// Whether a replica is one of those that an operator has planned.
+    /// Whether an operator planned this replica.
     pub fn is_operators(&self, replica: &ReplicaPlan) -> bool {
         self.operators.get(&replica.model).is_some_and(|plan| plan.replicas.contains(&replica.stages))
     }
 
-    /// Places a file nowhere any more.
+    /// Adds a file to the block list and removes its replicas.
     pub(super) fn condemn(&mut self, condemned: ModelCondemned) -> Result<(), Refusal> {
         if condemned.reason.len() > MAX_REASON {
             return Err(Refusal::TooLarge);
@@ -71,13 +70,14 @@ impl Table {
 }
 
 impl OperatorPlan {
-    /// The workers that it names.
+    /// All workers in the plan.
     pub fn workers(&self) -> impl Iterator<Item = &NodeId> {
         self.replicas.iter().flatten().map(|stage| &stage.node)
     }
 }
 
-/// Whether stages have all layers of some model in order, no worker twice and none that is in `nodes`, where theirs go.
+/// Whether the stages cover a contiguous layer range from layer 0, with no empty stage, no worker twice and
+/// none in `nodes`. Adds the stages' workers to `nodes`.
 fn sound<'a>(stages: &'a [StagePlan], nodes: &mut BTreeSet<&'a NodeId>) -> bool {
     let in_order = stages.windows(2).all(|pair| match pair {
         [before, after] => before.layers.1 == after.layers.0,

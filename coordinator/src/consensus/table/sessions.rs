@@ -1,12 +1,12 @@
-//! Exactly once: what each client did last, and what came of it.
+//! Exactly-once changes: each client's last change and its outcome.
 
 use super::entry::ClientId;
 use super::outcome::{Outcome, Refusal};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Sessions at a time. The one unused for longest, counted in entries of the log, makes room for a new one:
-/// the same on every member, which no clock could be.
+/// Maximum of sessions. A new session evicts the one unused for longest, counted in log entries, which is the
+/// same on every member (a clock would not be).
 pub const MAX_SESSIONS: usize = 1024;
 
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -14,14 +14,14 @@ pub(super) struct Sessions(BTreeMap<ClientId, Session>);
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Session {
-    /// Its last change, and what came of it.
+    /// Number and outcome of the last change.
     last: Option<(u64, Outcome)>,
-    /// Index of the last entry that used it.
+    /// Index of the last entry that used the session.
     used: u64,
 }
 
 impl Sessions {
-    /// The session opened by the entry at `index`.
+    /// Opens a session by the entry at `index`.
     pub(super) fn open(&mut self, index: u64) -> ClientId {
         if self.0.len() >= MAX_SESSIONS
             && let Some((&idle, _)) = self.0.iter().min_by_key(|(_, session)| session.used)
@@ -33,7 +33,7 @@ impl Sessions {
         client
     }
 
-    /// Whether the change is new: `Err` with what is to be answered if not.
+    /// Whether the change is new. If not, `Err` holds the outcome to return.
     pub(super) fn check(&mut self, client: ClientId, seq: u64, index: u64) -> Result<(), Outcome> {
         let expired = Outcome::Refused(Refusal::SessionExpired);
         let session = self.0.get_mut(&client).ok_or(expired)?;

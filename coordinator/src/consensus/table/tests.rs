@@ -24,7 +24,7 @@ fn genesis() -> Table {
     Table::genesis(1, ["c0", "c1", "c2"].map(|name| seat(name, 1)))
 }
 
-/// One client's view of a table.
+/// A client's session on a table.
 struct Client {
     table: Table,
     id: ClientId,
@@ -132,7 +132,7 @@ fn as_told(model: &str, replicas: &[&[&str]]) -> OperatorPlan {
     OperatorPlan { model: ModelId::new(model).unwrap(), replicas }
 }
 
-/// One of each, in the order of their variants.
+/// One of each change, in the order of the variants.
 fn every_change() -> Vec<Change> {
     let register = register("w0", 3, &[("m", 7)]);
     vec![
@@ -216,12 +216,12 @@ fn every_entry_and_the_table_are_written_as_shipped() {
 }
 
 #[test]
-fn an_unknown_kind_and_rubbish_are_outcomes_and_change_nothing() {
+fn unknown_kinds_and_malformed_entries_are_refused_and_change_nothing() {
     let mut table = genesis();
     let before = table.clone();
     let unknown = |kind| Outcome::Refused(Refusal::UnknownKind(kind));
     assert_eq!(table.apply(2, &[9, 0, 0], false).outcome, unknown(9));
-    // A change of a kind that does not exist: entry 1, client 0, seq 1, change 99.
+    // A change of an unknown kind: entry 1, client 0, seq 1, change 99.
     assert_eq!(table.apply(3, &[1, 0, 1, 99, 0], false).outcome, unknown(99));
     assert_eq!(table.apply(4, &[1], false).outcome, Outcome::Refused(Refusal::Malformed));
     assert_eq!(
@@ -242,7 +242,7 @@ fn a_change_sent_twice_is_made_once() {
     client.done(policy(5, 6));
     let late = apply_change(&mut client.table, id, seq, policy(0, 5));
     assert_eq!(late.outcome, Outcome::Refused(Refusal::Superseded { last: seq + 1 }));
-    // A change of the group that comes again does nothing to the group.
+    // A repeated membership change has no effect on the group.
     assert!(client.done(Change::LearnerAdded(seat("c3", 1))).is_some());
     let (id, seq) = (client.id, client.seq);
     let again = apply_change(&mut client.table, id, seq, Change::LearnerAdded(seat("c3", 1)));
@@ -250,7 +250,7 @@ fn a_change_sent_twice_is_made_once() {
 }
 
 #[test]
-fn the_session_unused_for_longest_expires_and_says_so() {
+fn the_session_unused_for_longest_expires() {
     let mut table = genesis();
     let (first, second) = (open(&mut table, 1), open(&mut table, 2));
     assert_eq!(apply_change(&mut table, first, 1, policy(0, 1)).outcome, Outcome::Done);
@@ -264,11 +264,11 @@ fn the_session_unused_for_longest_expires_and_says_so() {
 }
 
 #[test]
-fn a_coordinator_comes_in_as_a_learner_and_a_life_that_went_never_returns() {
+fn a_coordinator_joins_as_a_learner_and_a_removed_incarnation_never_returns() {
     let mut client = Client::new();
     let member = seat("c3", 1).member();
     assert_eq!(client.done(Change::LearnerAdded(seat("c3", 1))), Some(Membership::Learner(member)));
-    // Its disk was wiped: another life may not come in beside the first.
+    // Its disk was wiped: another incarnation may not join beside the first.
     let known = Refusal::AnotherLife(Incarnation(1));
     assert_eq!(client.refused(Change::LearnerAdded(seat("c3", 2))), known);
     assert_eq!(client.done(Change::LearnerPromoted(node("c3"))), Some(Membership::Voter(member)));
@@ -291,7 +291,7 @@ fn a_coordinator_comes_in_as_a_learner_and_a_life_that_went_never_returns() {
 }
 
 #[test]
-fn a_coordinator_that_has_lost_its_disk_may_come_in_again_in_another_life() {
+fn a_coordinator_that_lost_its_disk_may_rejoin_with_another_incarnation() {
     let mut client = Client::new();
     let lost = || Change::CoordinatorLost(node("c2"));
     assert_eq!(client.done(lost()), Some(Membership::Gone(seat("c2", 1).member())));
@@ -301,7 +301,7 @@ fn a_coordinator_that_has_lost_its_disk_may_come_in_again_in_another_life() {
     let reborn = seat("c2", 2);
     assert_eq!(client.done(Change::LearnerAdded(reborn.clone())), Some(Membership::Learner(reborn.member())));
     client.done(Change::LearnerPromoted(node("c2")));
-    // An operator has the last word.
+    // An operator can still remove it.
     client.done(lost());
     client.done(Change::CoordinatorRemoved(node("c2")));
     let standing = client.table.coordinators().get(&node("c2"));
@@ -309,7 +309,7 @@ fn a_coordinator_that_has_lost_its_disk_may_come_in_again_in_another_life() {
 }
 
 #[test]
-fn changes_of_the_group_and_of_the_table_do_not_take_each_others_way() {
+fn membership_changes_and_table_changes_are_not_interchangeable() {
     let mut client = Client::new();
     let entry = |seq, change| Entry::Change(SessionChange { client: client.id, seq, change });
     let wrong = Outcome::Refused(Refusal::WrongPath);
@@ -349,7 +349,7 @@ fn workers_are_fenced_by_epoch_and_drains_outlive_them() {
 }
 
 #[test]
-fn keys_go_with_their_tenant() {
+fn keys_are_removed_with_their_tenant() {
     let mut client = Client::new();
     assert_eq!(client.refused(Change::KeySet(key(1, "a"))), Refusal::Unknown(Kind::Tenant));
     client.done(Change::TenantSet(tenant("a")));
@@ -411,8 +411,8 @@ fn any_change() -> impl Strategy<Value = Change> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// A table that was written and read in the middle goes on as the one that was not; epochs never fall;
-    /// sending everything twice changes nothing.
+    /// A table that is encoded and decoded midway continues as one that is not. Epochs never fall. Repeating
+    /// all changes has no effect.
     #[test]
     fn a_table_is_a_function_of_its_log(changes in prop::collection::vec(any_change(), 1..40), cut in 0usize..40) {
         let (mut whole, mut twice) = (genesis(), genesis());
@@ -451,7 +451,7 @@ fn a_replica_has_workers_of_its_own_and_gives_way_to_the_one_that_replaces_it() 
     client.done(placed(&["w1", "w4", "w0"], Some(first)));
     let lives: Vec<u64> = client.table.replicas().keys().copied().collect();
     assert_eq!(lives, [first + 2, first + 3], "a later plan has a larger life");
-    // What has been replaced is not replaced again, by a leader that was late.
+    // A late leader cannot replace a replaced replica again.
     assert_eq!(client.refused(placed(&["w0"], Some(first))), Refusal::Unknown(Kind::Replica));
     for wrong in [&["w8", "w8"][..], &[]] {
         assert_eq!(client.refused(placed(wrong, None)), Refusal::OutOfRange);
@@ -489,7 +489,7 @@ fn an_operators_plan_holds_until_it_is_withdrawn_and_names_no_worker_twice() {
     let mut gap = as_told("m", &[&["w0", "w1"]]);
     gap.replicas[0][1].layers = (2, 3);
     assert_eq!(client.refused(Change::OperatorPlanned(gap)), Refusal::OutOfRange);
-    // The later plan of a model takes the place of the earlier one, whose workers are free.
+    // A model's later plan replaces the earlier one, whose workers become free.
     client.done(plan("m", &[&["w1", "w0"]]));
     client.done(plan("n", &[&["w2"]]));
     assert!(client.table.replicas().is_empty(), "the leader places, not the table");
@@ -505,7 +505,7 @@ fn an_operators_plan_holds_until_it_is_withdrawn_and_names_no_worker_twice() {
 }
 
 #[test]
-fn operators_plans_are_bounded_in_all() {
+fn the_total_of_operators_plans_is_bounded() {
     let mut client = Client::new();
     let long = |at: usize| NodeId::new(format!("{at:0>width$}", width = NodeId::MAX_LEN)).unwrap();
     let wide = |model: &str, from: usize, count: usize| {

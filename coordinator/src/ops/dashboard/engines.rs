@@ -1,26 +1,26 @@
-//! What workers' engines count, read from their metrics, and how fast that grows.
+//! The workers' engine metrics, and their rates.
 
 use proto::ids::{Epoch, NodeId};
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
-/// Rates are over this time.
+/// Rates are computed over this time.
 const WINDOW: Duration = Duration::from_secs(5);
-/// Looks that are remembered, in case that they come faster than is expected.
+/// Most samples kept for each worker, in case they arrive faster than expected.
 const LOOKS: usize = 8;
-/// Label values that are kept: of stages, groups and tiers. A worker's text is not trusted to have few.
+/// Most label values kept (stages, groups, tiers): a worker's text may have any number.
 const MAX_PARTS: usize = 64;
 
-/// What one worker has counted.
+/// The metrics of one worker at one time.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Engine {
-    /// Without labels, summed over any that there are.
+    /// Values without labels, summed over all labels.
     plain: HashMap<&'static str, f64>,
-    /// With one label that matters: its value to the sample's.
+    /// Values by their relevant label.
     parts: HashMap<&'static str, Vec<(String, f64)>>,
 }
 
-/// Samples that are wanted, summed over their labels.
+/// Metrics that are summed over their labels.
 const PLAIN: [&str; 14] = [
     "vllm:generation_tokens_total",
     "vllm:num_preemptions_total",
@@ -38,7 +38,7 @@ const PLAIN: [&str; 14] = [
     "kvasir_block_transfer_rate_bytes",
 ];
 
-/// Samples that are wanted by a label.
+/// Metrics that are read by one label.
 const PARTS: [(&str, &str); 7] = [
     ("kvasir_kv_group_bytes", "group"),
     ("kvasir_kv_group_used_bytes", "group"),
@@ -50,7 +50,7 @@ const PARTS: [(&str, &str); 7] = [
 ];
 
 impl Engine {
-    /// From the text format; what is not wanted, or is none of it, is left out.
+    /// Parses the text format. Other metrics and invalid lines are ignored.
     pub(super) fn read(text: &str) -> Self {
         let mut engine = Self::default();
         for line in text.lines().filter(|line| !line.starts_with('#')) {
@@ -73,12 +73,12 @@ impl Engine {
         engine
     }
 
-    /// A sample, 0 if it is not there.
+    /// The value of a metric; 0 if absent.
     pub(super) fn get(&self, name: &str) -> f64 {
         self.plain.get(name).copied().unwrap_or(0.0)
     }
 
-    /// The samples of a name by their label.
+    /// The values of a metric by label.
     pub(super) fn parts(&self, name: &str) -> &[(String, f64)] {
         self.parts.get(name).map_or(&[], Vec::as_slice)
     }
@@ -93,7 +93,7 @@ fn label_of<'a>(labels: &'a str, label: &str) -> Option<&'a str> {
     labels.get(start..)?.split('"').next()
 }
 
-/// Engines over the last seconds.
+/// The engines over the last seconds.
 #[derive(Debug, Default)]
 pub(super) struct Engines(HashMap<NodeId, VecDeque<Look>>);
 
@@ -105,7 +105,7 @@ struct Look {
 }
 
 impl Engines {
-    /// What they say now; who is no more asked for is forgotten. A worker in a new life has counted from 0.
+    /// Adds the current metrics and removes workers without any. A new epoch counts from 0.
     pub(super) fn take(&mut self, now: Instant, said: Vec<(NodeId, Epoch, Engine)>) {
         self.0.retain(|node, _| said.iter().any(|(said, ..)| said == node));
         for (node, epoch, engine) in said {
@@ -119,22 +119,22 @@ impl Engines {
         }
     }
 
-    /// What a worker has said last.
+    /// A worker's latest metrics.
     pub(super) fn last(&self, node: &NodeId) -> Option<&Engine> {
         Some(&self.0.get(node)?.back()?.engine)
     }
 
-    /// By how much a counter of a worker grows in a second; unknown until it was looked at twice.
+    /// A counter's growth per second. `None` before two samples.
     pub(super) fn rate(&self, node: &NodeId, name: &str) -> Option<f64> {
         self.grown(node, |engine| engine.get(name)).map(|(grown, seconds)| grown / seconds)
     }
 
-    /// By how much a counter has grown over the last seconds.
+    /// A counter's growth over the last seconds.
     pub(super) fn lately(&self, node: &NodeId, name: &str) -> f64 {
         self.grown(node, |engine| engine.get(name)).map_or(0.0, |(grown, _)| grown)
     }
 
-    /// The same of the parts of one.
+    /// Like [`Self::rate`], for one label value.
     pub(super) fn rate_of_part(&self, node: &NodeId, name: &str, part: &str) -> Option<f64> {
         self.grown(node, |engine| engine.part(name, part)).map(|(grown, seconds)| grown / seconds)
     }
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wanted_is_found_and_the_rest_is_left() {
+    fn listed_metrics_are_parsed_and_others_ignored() {
         let text = "# TYPE kvasir_steps counter\nkvasir_steps_total 40\nkvasir_unknown 7\nnonsense\n\
                     kvasir_tier_bytes{tier=\"host\"} 5\nkvasir_tier_bytes{tier=\"disk\"} 6\n\
                     vllm:prefix_cache_hits_total{a=\"b\"} 2\nvllm:prefix_cache_hits_total{a=\"c\"} 3\n\
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn rates_are_of_one_life_and_of_the_last_seconds() {
+    fn rates_cover_one_epoch_and_the_last_seconds() {
         let start = Instant::now();
         let mut engines = Engines::default();
         let mut look = |second: u64, epoch: u64, steps: u64| {
@@ -184,7 +184,7 @@ mod tests {
         assert_eq!(look(0, 1, 100), None);
         assert_eq!(look(2, 1, 120), Some(10.0));
         assert_eq!(look(4, 1, 180), Some(20.0));
-        // The first look is too long ago.
+        // The first sample is too old.
         assert_eq!(look(7, 1, 220), Some(20.0));
         assert_eq!(look(8, 2, 3), None, "another life");
         assert_eq!(look(9, 2, 8), Some(5.0));

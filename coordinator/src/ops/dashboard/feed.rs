@@ -1,4 +1,4 @@
-//! What pages are told: worked out once a second for all of them, and not at all while there are none.
+//! The dashboard's data: computed once a second for all pages, and not at all without pages.
 
 use super::snapshot::{Observer, beginning};
 use crate::api::error::ApiError;
@@ -18,16 +18,17 @@ use tokio::sync::broadcast::{self, Receiver, Sender};
 use tokio::time::MissedTickBehavior;
 
 const EVERY: Duration = Duration::from_secs(1);
-/// Pages that are told at a time.
+/// Most concurrent pages.
 const MAX_VIEWERS: usize = 64;
-/// Looks that a slow page may be behind; one that is more begins anew.
+/// Snapshots that a slow page may lag behind; beyond that it starts over.
 const BEHIND: usize = 4;
 
 #[derive(Debug, Default)]
 pub struct Feed(Mutex<Option<Sender<Bytes>>>);
 
 impl Feed {
-    /// The frames of all looks from now on. The first viewer has looking begin, and it ends after the last.
+    /// Subscribes to all further snapshots. The first viewer starts the task, which ends after the last
+    /// viewer.
     fn join(&self, ops: &Arc<Ops>) -> Result<Receiver<Bytes>, ApiError> {
         let mut sender = self.0.lock();
         if let Some(sender) = &*sender {
@@ -38,12 +39,12 @@ impl Feed {
         }
         let (new, receiver) = broadcast::channel(BEHIND);
         *sender = Some(new.clone());
-        // Now and not when the task runs: what comes in between is told too.
+        // The observer is created here and not in the task, so that nothing in between is missed.
         tokio::spawn(look_on(Arc::clone(ops), Observer::new(ops), new));
         Ok(receiver)
     }
 
-    /// Whether nobody looks any more, which then is so until somebody joins.
+    /// Whether the last viewer is gone. If so, the task ends and the next viewer starts a new one.
     fn is_over(&self, frames: &Sender<Bytes>) -> bool {
         let mut sender = self.0.lock();
         let over = frames.receiver_count() == 0;
@@ -63,7 +64,7 @@ async fn look_on(ops: Arc<Ops>, mut observer: Observer, frames: Sender<Bytes>) {
             return;
         }
         let look = observer.look(&ops).await;
-        // Fails only if the last page has gone meanwhile.
+        // Fails only if the last page is gone.
         let _ = frames.send(frame("look", &look));
     }
 }
@@ -72,10 +73,10 @@ fn frame(event: &str, data: &Value) -> Bytes {
     format!("event: {event}\ndata: {data}\n\n").into()
 }
 
-/// What a page reads: how it all began, then a look each second, as server-sent events. A page that does not keep up is
-/// told the beginning again.
+/// The server-sent events of a page: the initial data, then a snapshot each second. A page that lags too far
+/// gets the initial data again.
 pub(super) fn events(ops: Arc<Ops>) -> Result<Response, ApiError> {
-    // Before the beginning is told, so that nothing can happen in between.
+    // Subscribed before the initial data is read, so that nothing in between is missed.
     let frames = ops.feed.join(&ops)?;
     let told = stream::unfold((ops, frames, true), |(ops, mut frames, begins)| async move {
         if begins {
@@ -94,7 +95,7 @@ pub(super) fn events(ops: Arc<Ops>) -> Result<Response, ApiError> {
     let headers = [
         (header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream")),
         (header::CACHE_CONTROL, HeaderValue::from_static("no-store")),
-        // Proxies that gather responses must not gather this one.
+        // Proxies must not buffer this response.
         (HeaderName::from_static("x-accel-buffering"), HeaderValue::from_static("no")),
     ];
     let told = futures::StreamExt::map(told, Ok::<_, Infallible>);

@@ -1,5 +1,5 @@
-//! The paths of the prefix tree that requests take most: what many prompts have in common, found in the chains of the
-//! last requests. Nothing of a prompt is told but its length, and a name from which nobody gets back to it.
+//! The most frequent paths of the prefix tree: common prefixes of prompts, found in the hash chains of recent
+//! requests. Only a path's length and an irreversible name are published.
 
 use crate::balancer::recent::Asked;
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
@@ -8,23 +8,23 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Requests count for so long.
+/// Requests count for this long.
 const COUNTS: Duration = Duration::from_secs(300);
-/// Paths that are told, at most.
+/// Most paths that are returned.
 pub(super) const MAX_PATHS: usize = 20;
-/// What is taken less often than this part of the most taken path is not told.
+/// Paths with less than this fraction (1/20) of the most frequent path's requests are omitted.
 const LEAST_PART: usize = 20;
-/// Tenants that are named with a path.
+/// Most tenants named for a path.
 const MAX_TENANTS: usize = 4;
 
-/// What some requests have in common.
+/// A common prefix of several requests.
 #[derive(Debug, Clone)]
 pub(super) struct Path {
-    /// A chain that begins with it.
+    /// A chain that begins with the path.
     pub(super) chain: Arc<[BlockId]>,
-    /// How many units of that it is.
+    /// Hash units of the chain that belong to the path.
     pub(super) units: usize,
-    /// The shorter path that it goes on from.
+    /// Index of the shorter path that this one extends.
     pub(super) parent: Option<usize>,
     pub(super) requests: usize,
     pub(super) model: ModelId,
@@ -33,12 +33,12 @@ pub(super) struct Path {
 }
 
 impl Path {
-    /// Tokens of it.
+    /// The path's length in tokens.
     pub(super) fn tokens(&self) -> usize {
         self.units * HASH_UNIT_TOKENS
     }
 
-    /// Its name: of the block at its end.
+    /// The path's name, derived from the id of its last unit.
     pub(super) fn name(&self) -> String {
         let end = self.units.checked_sub(1).and_then(|at| self.chain.get(at));
         end.map(|id| id.0.iter().take(4).map(|byte| format!("{byte:02x}")).collect()).unwrap_or_default()
@@ -49,19 +49,19 @@ impl Path {
     }
 }
 
-/// What the last requests were, and the paths that at least two of them took; a path comes behind its parent.
+/// Recent requests, and the paths that at least two of them share. A path comes after its parent.
 #[derive(Debug, Default)]
 pub(super) struct Paths {
-    /// The most taken ones, most first.
+    /// The most frequent paths, most frequent first.
     pub(super) all: Vec<Path>,
-    /// Requests that were looked at, by worker.
+    /// Examined requests by worker.
     pub(super) requests: BTreeMap<NodeId, usize>,
-    /// Requests and prompt tokens that were looked at, by tenant.
+    /// Examined requests and their prompt tokens by tenant.
     pub(super) tenants: BTreeMap<Arc<str>, (usize, u64)>,
 }
 
 impl Paths {
-    /// In what was asked for lately.
+    /// Finds the paths in recent requests.
     pub(super) fn find(now: Instant, asked: &[Asked]) -> Self {
         let mut found = Self::default();
         let counts = |asked: &&Asked| now.saturating_duration_since(asked.at) <= COUNTS;
@@ -73,7 +73,8 @@ impl Paths {
             let tenant = found.tenants.entry(Arc::clone(&one.ask.tenant)).or_default();
             *tenant = (tenant.0 + 1, tenant.1 + u64::from(one.ask.prompt_tokens));
         }
-        // Groups of requests that have their first units in common; of these the path goes on from.
+        // Groups of requests with common first units, the number of these units, and the path that ends
+        // there.
         let mut open: Vec<(Vec<&Asked>, usize, Option<usize>)> = vec![(asked, 0, None)];
         let mut all: Vec<Path> = Vec::new();
         while let Some((group, from, parent)) = open.pop() {
@@ -110,7 +111,7 @@ fn path(branch: &[&Asked], units: usize, parent: Option<usize>) -> Path {
     Path { chain, units, parent, requests: branch.len(), model, tenants, workers }
 }
 
-/// The paths that were taken most; of as many requests the shorter one first, so that no path is without its parent.
+/// The most frequent paths. Ties go to the shorter path, so that no path comes without its parent.
 fn most(all: Vec<Path>) -> Vec<Path> {
     let mut order: Vec<usize> = (0..all.len()).collect();
     order.sort_by_key(|&at| (std::cmp::Reverse(all[at].requests), all[at].units, at));
@@ -125,8 +126,8 @@ fn most(all: Vec<Path>) -> Vec<Path> {
     order.iter().map(moved).collect()
 }
 
-/// How many leading units two chains have in common, the first `from` and one more at least. A unit's name commits to all
-/// before it, so a few comparisons tell.
+/// The number of leading units that two chains share; they share more than `from`. A unit's id commits to all
+/// units before it, so a binary search suffices.
 fn common(one: &[BlockId], other: &[BlockId], from: usize) -> usize {
     let (mut low, mut high) = (from, one.len().min(other.len()));
     while low < high {
@@ -163,9 +164,10 @@ mod tests {
     }
 
     #[test]
-    fn paths_fork_where_prompts_part() {
+    fn paths_fork_where_prompts_diverge() {
         let now = Instant::now();
-        // A trunk of 8 units, behind it two documents, behind one of these two questions each asked twice.
+        // A trunk of 8 units, followed by two documents; one of them is followed by two questions, each asked
+        // twice.
         let document = |n: u128| (0..8).chain(100 * n..100 * n + 4);
         let mut requests =
             vec![asked(now, "a", 0..8), asked(now, "a", document(1)), asked(now, "b", document(1))];
@@ -187,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_long_ago_does_not_count_and_paths_are_bounded() {
+    fn old_requests_do_not_count_and_paths_are_bounded() {
         let start = Instant::now();
         let mut requests = vec![asked(start, "a", 0..4), asked(start, "a", 0..4)];
         let now = start + COUNTS + Duration::from_secs(1);

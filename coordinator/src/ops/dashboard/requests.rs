@@ -1,4 +1,4 @@
-//! Decisions, as they are told to people: who could have had the request, what that would have cost, and what came of it.
+//! Explains routing decisions: the candidates, their costs, and the outcome.
 
 use super::why::{count, seconds};
 use crate::balancer::recent::{Decided, Ending, Lost, Outcome};
@@ -7,10 +7,10 @@ use crate::slot::Slot;
 use serde_json::{Value, json};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-/// Candidates that are told of, the chosen one and the cheapest.
+/// Most candidates shown: the chosen one and the cheapest.
 const MAX_CANDIDATES: usize = 8;
 
-/// Turns moments into milliseconds since 1970.
+/// Converts instants to milliseconds since 1970.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Clock {
     pub(super) now: Instant,
@@ -27,13 +27,13 @@ impl Clock {
         self.ms_ago(self.now.saturating_duration_since(at))
     }
 
-    /// When something so long ago was.
+    /// The time of an event that was `ago`.
     pub(super) fn ms_ago(&self, ago: std::time::Duration) -> u64 {
         self.unix_ms.saturating_sub(u64::try_from(ago.as_millis()).unwrap_or(u64::MAX))
     }
 }
 
-/// A decision and what came of it.
+/// A decision and its outcome.
 pub(super) fn request(clock: Clock, decided: &Decided, outcome: &Outcome) -> Value {
     let ask = &decided.ask;
     let name = |slot: Slot| decided.names.of(slot).map(|node| node.as_str());
@@ -103,7 +103,7 @@ fn state(outcome: &Outcome) -> &'static str {
     }
 }
 
-/// Microseconds are enough.
+/// Rounds to microseconds.
 pub(super) fn rounded(seconds: f64) -> f64 {
     (seconds * 1e6).round() / 1e6
 }
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn a_decision_is_told_with_its_costs_and_its_outcome() {
+    fn a_decision_has_its_costs_and_its_outcome() {
         let at = Instant::now();
         let decided = decided(at, vec![candidate(0, 0, 0), candidate(1, 93, 100)]);
         let clock = Clock { now: at + Duration::from_secs(2), unix_ms: 1_000_000 };
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn of_many_candidates_the_chosen_and_the_cheapest_are_told() {
+    fn of_many_candidates_the_chosen_and_the_cheapest_are_shown() {
         let at = Instant::now();
         let many = (0..40).map(|index| candidate(index, 0, 100 * index as u64)).collect();
         let told = request(Clock::read(), &decided(at, many), &Outcome::default());

@@ -1,4 +1,4 @@
-//! What the page shows, as JSON. Keys are only ever added; docs/dashboard.md tells what they mean.
+//! The dashboard's data as JSON. Keys are only ever added; docs/dashboard.md explains them.
 
 use super::engines::{Engine, Engines};
 use super::paths::{Path, Paths};
@@ -18,25 +18,25 @@ use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// How long a look waits for workers: their next words come with the next look.
+/// How long a snapshot waits for workers. Later replies appear in the next snapshot.
 const WORKERS_LIMIT: Duration = Duration::from_millis(700);
-/// Percentiles are over the last minute.
+/// Percentiles cover the last minute.
 const WINDOW_SLOTS: usize = 30;
-/// Slots that every look tells again: the present one, and the one that may have ended since.
+/// Slots that every snapshot repeats: the current one, and the one that may have just ended.
 const FRESH_SLOTS: usize = 2;
-/// A prefix that is shorter says little of why a worker has much to do.
+/// Shorter common prefixes do not explain a worker's load.
 const COMMON_TOKENS: usize = 64;
 
 type Holders = Vec<(NodeId, u32, u32)>;
 
-/// Whoever looks again and again, and what was seen so far.
+/// Takes snapshots repeatedly, and remembers what it has already reported.
 #[derive(Debug, Default)]
 pub(super) struct Observer {
     engines: Engines,
     seen: u64,
 }
 
-/// What a page needs to begin with: all requests and the last minutes.
+/// The initial data of a page: all requests and the last minutes.
 pub(super) fn beginning(ops: &Ops) -> Value {
     let clock = Clock::read();
     let (_, requests) = ops.dispatch.look(|balancer| decisions(balancer, 0));
@@ -51,12 +51,12 @@ fn decisions(balancer: &Balancer, after: u64) -> (u64, Decisions) {
 }
 
 impl Observer {
-    /// Has seen what there is of requests.
+    /// Starts with all current requests as already reported.
     pub(super) fn new(ops: &Ops) -> Self {
         Self { engines: Engines::default(), seen: ops.dispatch.look(|balancer| balancer.recent().changes()) }
     }
 
-    /// Everything as it is now; of requests and of the last minutes what is new.
+    /// The complete current state; of requests and history only what is new.
     pub(super) async fn look(&mut self, ops: &Ops) -> Value {
         let said = ops.dispatch.worker_metrics(WORKERS_LIMIT).await;
         let clock = Clock::read();
@@ -172,7 +172,7 @@ impl Observer {
         })
     }
 
-    /// Bytes of the arena by kind of cache, and of the tiers below it.
+    /// Bytes of the KV arena by cache group, and of the tiers.
     fn kv(&self, node: &NodeId, (used, total): (u64, u64)) -> Value {
         let parts = |name: &str| {
             let parts = self.engines.last(node).map_or(&[][..], |engine| engine.parts(name));
@@ -187,7 +187,7 @@ impl Observer {
         })
     }
 
-    /// What the stages of a replica do, told by its first.
+    /// Activity of a replica's stages, as reported by its first stage.
     fn stages(&self, node: &NodeId) -> Vec<Value> {
         let named =
             self.engines.last(node).map_or(&[][..], |engine| engine.parts("kvasir_shard_busy_seconds_total"));
@@ -204,7 +204,7 @@ impl Observer {
     }
 }
 
-/// What most of a worker's requests have in common, by the tokens that this spares.
+/// The common prefix of a worker's requests that saves the most tokens.
 fn common(node: &NodeId, requests: usize, paths: &Paths, holders: &[Holders]) -> Option<Common> {
     let taken = |path: &Path| path.workers.get(node).copied().unwrap_or(0);
     let long = paths.all.iter().zip(holders).filter(|(path, _)| path.tokens() >= COMMON_TOKENS);
@@ -231,7 +231,8 @@ fn prefix(path: &Path, holders: &Holders, asked: &[Asked]) -> Value {
     })
 }
 
-/// Those that have asked lately, and those that use their limits: a tenant that is at its limit is not placed any more.
+/// Tenants with recent requests, and tenants that use their limits: a tenant at its limit has no requests
+/// placed.
 fn tenant_views(waiting: &[TenantView], paths: &Paths, limited: &BTreeMap<TenantId, Usage>) -> Vec<Value> {
     let mut all: Vec<&str> = paths.tenants.keys().map(|tenant| &**tenant).collect();
     all.extend(waiting.iter().map(|view| view.tenant.as_str()));
@@ -286,7 +287,7 @@ fn percentiles(sketch: &Sketch) -> Value {
     json!({"p50": at(0.5), "p95": at(0.95), "p99": at(0.99), "count": sketch.count()})
 }
 
-/// How requests fared over the last minute.
+/// Latencies and counts of the last minute.
 fn latency(ops: &Ops, clock: Clock) -> Value {
     let mut all = Moment::default();
     ops.metrics.history().last(clock.now, WINDOW_SLOTS).iter().for_each(|(_, moment)| all.merge(moment));
@@ -317,7 +318,7 @@ fn locality(at: &Locality) -> Map<String, Value> {
     told
 }
 
-/// What was held of the prompts of the last minute.
+/// Locality of the last minute's prompts.
 fn locality_lately(ops: &Ops, clock: Clock) -> Value {
     let mut all = Locality::default();
     ops.dispatch.look(|balancer| {

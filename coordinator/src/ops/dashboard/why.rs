@@ -5,28 +5,29 @@ use proto::message::WorkerState;
 use std::fmt::Write;
 use std::time::Duration;
 
-/// Seconds of work ahead from which on a worker is hot: as much as it is given before requests wait for it.
+/// Seconds of queued work from which a worker is hot: the router gives no more before requests wait.
 const HOT_S: f64 = 1.0;
-/// From which on it is busy.
+/// Seconds of queued work from which a worker is busy.
 const BUSY_S: f64 = 0.1;
-/// A share of KV bytes from which on sequences wait for room.
+/// Share of KV bytes from which sequences wait for room.
 const FULL: f64 = 0.95;
-/// A step that takes longer, with work waiting, or a silence, is trouble.
+/// A worker is stuck after a step this long with work waiting.
 const STUCK: Duration = Duration::from_secs(3);
+/// A worker is stuck after this long without a heartbeat.
 const SILENT: Duration = Duration::from_millis(1_500);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Level {
-    /// It has nothing to do.
+    /// No work.
     Idle,
     Normal,
-    /// It has something to do for a while.
+    /// Queued work for a noticeable time.
     Busy,
-    /// It takes no new work, or not yet.
+    /// Accepts no new work, or not yet.
     Out,
-    /// It has as much to do as it is given.
+    /// At the limit of queued work.
     Hot,
-    /// It does not get on.
+    /// Makes no progress.
     Stuck,
 }
 
@@ -43,43 +44,43 @@ impl Level {
     }
 }
 
-/// The prefix that most of a worker's requests have in common.
+/// The common prefix of most of a worker's requests.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Common {
     pub(super) name: String,
     pub(super) tokens: usize,
-    /// Of the worker's last requests, the share that has it.
+    /// Share of the worker's recent requests that have the prefix.
     pub(super) share: f64,
-    /// How many workers hold it.
+    /// Number of workers that hold it.
     pub(super) holders: usize,
 }
 
-/// What is known of a worker.
+/// The known facts of a worker.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Facts {
     pub(super) id: String,
     pub(super) state: WorkerState,
-    /// Operators want it to take no new work.
+    /// Whether operators set it to drain.
     pub(super) draining: bool,
-    /// Seconds of work ahead.
+    /// Estimated seconds of queued work.
     pub(super) queue_s: f64,
-    /// Sequences that it has, as far as is known, and of these those that it has queued.
+    /// Known sequences of the worker, and the queued ones among them.
     pub(super) running: u32,
     pub(super) waiting: u32,
-    /// Prompt tokens that it has to compute.
+    /// Prompt tokens to compute.
     pub(super) pending_tokens: u64,
-    /// Tokens per second that it computes of prompts; 0 if unknown.
+    /// Prompt tokens per second; 0 if unknown.
     pub(super) prefill_rate: f64,
-    /// The share of KV bytes that sequences hold.
+    /// Share of KV bytes in use by sequences.
     pub(super) kv: f64,
-    /// Sequences that lost their room in the last seconds.
+    /// Preempted sequences in the last seconds.
     pub(super) preempted: f64,
     pub(super) silent: Duration,
     pub(super) stalled: Duration,
-    /// Of the fleet's last requests, the share that it got.
+    /// Share of the fleet's recent requests.
     pub(super) share: Option<f64>,
     pub(super) common: Option<Common>,
-    /// Bytes that it has and wants of its model, if other workers send it that.
+    /// Bytes present and wanted of its model. `None` if it does not fetch the model from other workers.
     pub(super) shipping: Option<(u64, u64)>,
 }
 
@@ -100,7 +101,7 @@ impl Facts {
         }
     }
 
-    /// How hot it is, from 0 to 1: 1/2 with as much work ahead as it is given.
+    /// Heat from 0 to 1. 1/2: [`HOT_S`] seconds of queued work.
     pub(super) fn heat(&self) -> f64 {
         let queue = self.queue_s / (self.queue_s + HOT_S);
         match self.level() {
@@ -110,7 +111,7 @@ impl Facts {
         }
     }
 
-    /// What it does, in a few words, and why it has more to do than the others.
+    /// The worker's load in a few words, and why it is higher than that of the others.
     pub(super) fn why(&self, fleet: &[Self]) -> String {
         match self.level() {
             Level::Stuck if self.silent >= SILENT => {
@@ -149,7 +150,7 @@ impl Facts {
         }
     }
 
-    /// What it has to do.
+    /// The worker's load.
     fn does(&self) -> String {
         let mut does = Vec::new();
         if self.pending_tokens > 0 {
@@ -164,7 +165,7 @@ impl Facts {
         if does.is_empty() { "work from elsewhere".to_owned() } else { does.join(", ") }
     }
 
-    /// Why it is that much.
+    /// The cause of a high load.
     fn cause(&self, fleet: &[Self]) -> Option<String> {
         if self.kv >= FULL && self.waiting > 0 {
             let lost = if self.preempted >= 1.0 {
@@ -190,7 +191,7 @@ impl Facts {
         {
             return Some(format!("it is slow: {:.0} prompt tokens/s, others {usual:.0}", self.prefill_rate));
         }
-        // What all hold draws nobody to one of them.
+        // A prefix that all workers hold does not attract requests to one of them.
         let common =
             self.common.as_ref().filter(|common| common.share >= 0.3 && common.holders < fleet.len());
         if let Some(common) = common {
@@ -217,7 +218,8 @@ impl Facts {
     }
 }
 
-/// One sentence about the fleet, and whom it is about. `waiting`: requests that no worker has yet.
+/// One sentence about the fleet, with its level and the worker that it is about. `waiting`: requests that no
+/// worker has yet.
 pub(super) fn verdict(fleet: &[Facts], waiting: usize) -> (Option<String>, Level, String) {
     let queued =
         if waiting > 0 { format!(" {} for a worker.", count_waiting(waiting)) } else { String::new() };
@@ -271,7 +273,7 @@ pub(super) fn count(number: u64, what: &str) -> String {
     format!("{text} {what}{}", if number == 1 { "" } else { "s" })
 }
 
-/// A time as people say it.
+/// A duration in a readable unit.
 pub(super) fn seconds(time: f64) -> String {
     match time {
         t if t < 0.001 => "0 ms".to_owned(),
@@ -310,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hot_worker_is_named_with_the_prefix_that_makes_it_so() {
+    fn a_hot_worker_is_named_with_the_prefix_that_causes_it() {
         let common = Common { name: "3fa9c1d2".into(), tokens: 4_096, share: 0.62, holders: 1 };
         let fleet = [idle("w0"), Facts { common: Some(common), ..hot("w1") }, idle("w2")];
         let (worker, level, text) = verdict(&fleet, 0);
@@ -324,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn the_cause_is_what_differs() {
+    fn the_cause_is_the_fact_that_differs_from_other_workers() {
         let cause = |facts: Facts| facts.why(&[idle("w0"), facts.clone(), idle("w2")]);
         assert!(
             cause(Facts { prefill_rate: 310.0, ..hot("w1") })
@@ -348,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn who_takes_no_work_says_why() {
+    fn a_worker_that_takes_no_work_has_a_reason() {
         let why = |facts: Facts| (facts.level(), facts.why(&[]));
         let drains = Facts { draining: true, running: 1, ..idle("w") };
         assert_eq!(why(drains), (Level::Out, "Drains: takes no new work, 1 sequence left.".into()));
@@ -361,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn the_fleet_is_told_of_as_a_whole_where_it_is_even() {
+    fn an_evenly_loaded_fleet_gets_one_verdict() {
         let (worker, level, text) = verdict(&[hot("w0"), hot("w1")], 14);
         assert_eq!((worker, level), (None, Level::Hot));
         assert_eq!(text, "All workers are hot: 2.4 s of work ahead each. 14 requests wait for a worker.");

@@ -9,7 +9,7 @@ fn models(fixtures: &[(&str, &str)]) -> Models {
     Models::open(&fixtures.iter().map(entry).collect::<Vec<_>>(), false).unwrap()
 }
 
-/// Field and reason of what is refused.
+/// Field and reason of a refused plan.
 fn refused(models: &Models, id: &str, body: &Value) -> (String, String) {
     let wanted = serde_json::from_value(body.clone()).unwrap();
     match checked(models.get(id).unwrap(), wanted).unwrap_err() {
@@ -23,7 +23,7 @@ fn two(cut: usize, next: usize, layers: usize) -> Value {
 }
 
 #[test]
-fn what_is_no_plan_of_the_models_layers_is_refused_with_field_value_and_limit() {
+fn a_plan_that_does_not_match_the_layers_is_refused_with_field_value_and_limit() {
     let models = models(&[("m", "llama/llama-f32.gguf"), ("g", "gemma4/gemma4-f32.gguf")]);
     let layers = models.get("m").unwrap().costs.as_ref().unwrap().layers();
     let plan = checked(models.get("m").unwrap(), serde_json::from_value(two(1, 1, layers)).unwrap()).unwrap();
@@ -52,7 +52,7 @@ fn what_is_no_plan_of_the_models_layers_is_refused_with_field_value_and_limit() 
         assert_eq!(found, field, "{reason}");
         parts.iter().for_each(|part| assert!(reason.contains(part), "{part} not in {reason}"));
     }
-    // A layer is not parted from the one whose keys it reads.
+    // A cut between a layer and the layer whose keys it reads is refused.
     let costs = models.get("g").unwrap().costs.as_ref().unwrap();
     let wrong = (1..costs.layers()).find(|at| !costs.cuts().contains(at)).unwrap();
     let (field, reason) = refused(&models, "g", &two(wrong, wrong, costs.layers()));
@@ -61,7 +61,7 @@ fn what_is_no_plan_of_the_models_layers_is_refused_with_field_value_and_limit() 
 }
 
 #[test]
-fn a_body_that_is_none_names_what_is_wrong() {
+fn the_error_of_an_invalid_body_names_the_field_or_value() {
     for (body, part) in [
         (json!({}), "replicas"),
         (json!({"replicas": [[{"worker": "w0"}]]}), "layers"),

@@ -1,12 +1,12 @@
-//! The index against what it means, written down as plainly as possible, under random churn.
+//! Compares the index with a plain reference model under random operations.
 
 use super::*;
 use std::collections::{HashMap, HashSet};
 
 const WORKERS: usize = 5;
-/// Units of an edge of the tree of paths that the tests draw from.
+/// Units per edge of the tree of test paths.
 const EDGE: u64 = 11;
-/// Edges; edge n goes off at the end of edge (n - 1) / 2, the first three at the root.
+/// Number of edges. Edge n starts at the end of edge (n - 1) / 2, the first three at the root.
 const EDGES: u64 = 23;
 
 /// The units from the root to the end of `edge`.
@@ -26,18 +26,18 @@ struct Reference {
     held: HashMap<usize, HashSet<u64>>,
     /// (slot, chain) of live reservations.
     reserved: HashMap<u64, (usize, Vec<u64>)>,
-    /// Units of which the worker has said nothing since they were reserved.
+    /// Units that the worker has not reported since they were reserved.
     unconfirmed: HashSet<(usize, u64)>,
 }
 
 impl Reference {
-    /// What counts as held at the worker.
+    /// Units that count as held at the worker.
     fn known(&self, slot: usize) -> HashSet<u64> {
         let expected = self.expected(slot).filter(|u| self.unconfirmed.contains(&(slot, *u)));
         expected.chain(self.held.get(&slot).into_iter().flatten().copied()).collect()
     }
 
-    /// What may count for an index that has not recorded all that it was told: it cannot know that a reserved
+    /// Units that may count if the index has not recorded everything: then it cannot know that a reserved
     /// unit was held before.
     fn assumed(&self, slot: usize) -> HashSet<u64> {
         self.expected(slot).chain(self.held.get(&slot).into_iter().flatten().copied()).collect()
@@ -71,7 +71,7 @@ impl Reference {
     }
 }
 
-/// (edge, from, until): a part of the path to the end of an edge, as shares of it in 256ths.
+/// (edge, from, until): a part of the path to the end of an edge, in 256ths of the path.
 type Part = (u64, u8, u8);
 
 fn cut((edge, from, until): Part) -> (Vec<u64>, usize, usize) {
@@ -84,7 +84,7 @@ fn cut((edge, from, until): Part) -> (Vec<u64>, usize, usize) {
 #[derive(Debug, Clone)]
 pub(super) enum Op {
     Stored(usize, Part),
-    /// Also as the edge's path in reverse, or every other unit of it.
+    /// The last value selects the order: reversed, every other unit, or in path order.
     Removed(usize, Part, u8),
     ResumePoint(usize, u64, u8),
     Cleared(usize),
@@ -116,13 +116,13 @@ pub(super) fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// Index and reference, side by side.
+/// The index and its reference model.
 pub(super) struct Both {
     pub(super) index: PrefixIndex,
     reference: Reference,
     pub(super) epochs: [u64; WORKERS],
     pub(super) sequences: [u64; WORKERS],
-    /// What each worker has said in its present life since its last snapshot, with the first one's number.
+    /// Each worker's events since its last snapshot in the current epoch, with the number of the first one.
     log: [(u64, Vec<KvEvent>); WORKERS],
     live: Vec<(u64, ReservationId)>,
     names: u64,
@@ -150,7 +150,8 @@ impl Both {
         assert_eq!(self.index.apply(slot(w), told), Ok(None));
     }
 
-    /// The events of a worker's present life from number `from` on; `None` if a snapshot stands in for some of them.
+    /// The events of a worker's current epoch from number `from` on. `None` if a snapshot has replaced some
+    /// of them.
     pub(super) fn said(&self, w: usize, from: u64) -> Option<KvEventBatch> {
         let (first, events) = &self.log[w];
         let skip = usize::try_from(from.checked_sub(*first)?).unwrap();
@@ -242,8 +243,8 @@ impl Both {
         }
     }
 
-    /// For every path, with `unknown` units behind it that nobody knows, and every worker: what the index says,
-    /// what follows from the units that `known` tells of each worker, and which path and worker that is.
+    /// For every path (followed by `unknown` unknown units) and every worker: the result of the index, the
+    /// result that follows from `known`, and the path and worker.
     fn depths(
         &self,
         unknown: u64,
@@ -251,7 +252,8 @@ impl Both {
     ) -> Vec<(u32, u32, (u64, usize))> {
         let known: Vec<HashSet<u64>> = (0..WORKERS).map(|w| known(&self.reference, w)).collect();
         let mut all = Vec::new();
-        // The paths of the outer half of the edges contain those of the inner ones; two of those as well.
+        // The paths of the outer half of the edges contain those of the inner half. Two of the latter are
+        // checked as well.
         for edge in (EDGES / 2 - 2)..EDGES {
             let mut asked = path(edge);
             asked.extend((0..unknown).map(|n| 90_000 + n));
@@ -264,7 +266,8 @@ impl Both {
         all
     }
 
-    /// For every path: what `index` says of the worker in `at`, what follows from what `worker` holds, and which path.
+    /// For every path: the result of `index` for the slot `at`, the result that follows from `worker`'s
+    /// units, and the path.
     pub(super) fn held_depths(
         &self,
         index: &PrefixIndex,
@@ -297,7 +300,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn under_any_churn_it_equals_the_reference(
+    fn under_any_churn_the_index_equals_the_reference(
         ops in proptest::collection::vec(op(), 1..80),
         unknown in 0..40u64,
     ) {
@@ -313,7 +316,7 @@ proptest! {
     }
 
     #[test]
-    fn over_budget_it_knows_less_but_nothing_wrong(
+    fn over_budget_the_index_has_fewer_units_but_no_wrong_ones(
         ops in proptest::collection::vec(op(), 1..80),
         budget in 110_000..140_000u64,
     ) {

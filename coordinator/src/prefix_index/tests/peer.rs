@@ -1,4 +1,4 @@
-//! What a peer is told: the same index, whatever happens meanwhile.
+//! Transfers to a peer lead to the same index, whatever happens meanwhile.
 
 use super::churn::{Both, op};
 use super::*;
@@ -11,7 +11,7 @@ fn node(worker: usize) -> NodeId {
     NodeId::new(format!("w{worker}")).unwrap()
 }
 
-/// Workers 0 and 1, with a hole, a shared start, a path of its own and a path nobody knows the start of.
+/// Workers 0 and 1, with a hole, a shared prefix, a path of their own and a path with an unknown start.
 fn told() -> PrefixIndex {
     let mut index = joined(2);
     index.root(unit(0));
@@ -29,7 +29,8 @@ fn depths(index: &PrefixIndex, from: Slot) -> Vec<u32> {
     chains.into_iter().map(|units| index.lookup(&chain(units)).units(from)).collect()
 }
 
-/// One that has just joined, and of which nothing has been heard. The receiver's slots are not the sender's.
+/// An index in which the worker has just joined, without events. The receiver's slots differ from the
+/// sender's.
 fn fresh(at: Slot) -> PrefixIndex {
     let mut to = PrefixIndex::new(1 << 22);
     to.join(at, Epoch(1));
@@ -50,9 +51,9 @@ fn frames(from: &PrefixIndex, worker: usize) -> Vec<Vec<u8>> {
 }
 
 #[test]
-fn a_peer_that_has_restarted_ends_up_with_the_same() {
+fn a_restarted_peer_ends_up_with_the_same_index() {
     let mut from = told();
-    // Made by a request, named by nobody: it has a place but holds nothing.
+    // A reservation adds units that the worker does not hold.
     from.reserve(slot(1), chain(1..=70));
     let s = slot(7);
     let mut to = fresh(s);
@@ -64,12 +65,12 @@ fn a_peer_that_has_restarted_ends_up_with_the_same() {
         need = import.take(&mut to, &frame).unwrap();
         frames += 1;
         if frames == 3 {
-            // The first part is there and counts.
+            // The first part has arrived and counts.
             assert!(to.lookup(&chain(1..=40)).units(s) > 0);
             from.apply(slot(0), batch(1, 4, missed.to_vec())).unwrap();
         }
     }
-    // What the worker has said since is asked of itself, and what it says meanwhile waits.
+    // Later events are requested from the worker itself, and its new batches wait for them.
     assert_eq!(need, Some(GapRepair::Replay { from: 4 }));
     let next = batch(1, 6, vec![stored(9_011..=9_011)]);
     from.apply(slot(0), next.clone()).unwrap();
@@ -78,7 +79,7 @@ fn a_peer_that_has_restarted_ends_up_with_the_same() {
     assert_eq!(to.replayed(s, Epoch(1), Some(batch(1, 4, missed.to_vec()))), Ok(None));
     assert_eq!(depths(&to, s), depths(&from, slot(0)));
     assert_eq!(to.stream(s).map(|view| (view.applied, view.behind)), Some((6, false)));
-    // A reservation is the sender's alone.
+    // Reservations are not transferred.
     let mut to = fresh(s);
     let mut import = Import::new(s, node(1), Epoch(1));
     for frame in self::frames(&from, 1) {
@@ -88,9 +89,9 @@ fn a_peer_that_has_restarted_ends_up_with_the_same() {
 }
 
 #[test]
-fn what_is_not_complete_or_not_true_is_not_relied_upon() {
+fn incomplete_or_invalid_transfers_are_refused() {
     let from = told();
-    // One frame is lost: the digest tells, and the worker has to be asked.
+    // A lost frame: the digest is wrong, and the worker's snapshot is needed.
     let (mut to, mut lossy_import) = (fresh(slot(7)), import(0));
     let mut lossy = frames(&from, 0);
     lossy.remove(2);
@@ -103,7 +104,7 @@ fn what_is_not_complete_or_not_true_is_not_relied_upon() {
     let snapshot = KvSnapshot { epoch: Epoch(1), sequence: 8, runs: vec![], resume_points: vec![] };
     assert_eq!(install(&mut to, slot(7), snapshot), Ok(None));
     assert_eq!(to.lookup(&chain(1..=9)).units(slot(7)), 1, "nothing of the peer's is left");
-    // Nonsense is refused.
+    // Invalid frames are refused.
     let encode = |frame| codec::encode(&frame, Cap::Events).unwrap();
     let part = encode(PeerIndexFrame::Runs(vec![]));
     assert_eq!(import(0).take(&mut fresh(slot(7)), &part), Err(PeerError::NoWorker));
@@ -117,7 +118,7 @@ fn what_is_not_complete_or_not_true_is_not_relied_upon() {
 }
 
 #[test]
-fn what_the_worker_has_said_itself_is_not_undone_by_what_a_peer_has_heard() {
+fn a_peers_older_knowledge_does_not_replace_the_workers_events() {
     let from = told();
     let mut to = PrefixIndex::new(1 << 22);
     join(&mut to, 7, 1);
@@ -128,13 +129,13 @@ fn what_the_worker_has_said_itself_is_not_undone_by_what_a_peer_has_heard() {
     assert_eq!(import.take(&mut to, &frames[1]), Err(PeerError::Old { told: 3 }));
     assert!(!import.begun());
     assert_eq!(to.lookup(&chain(1..=9)).units(slot(7)), 5);
-    // And who knows nothing more says nothing.
+    // An export needs newer events than the receiver has.
     assert!(Export::new(&from, slot(0), node(0), 3).is_none());
     assert!(Export::new(&from, slot(5), node(5), 0).is_none());
 }
 
 #[test]
-fn an_export_ends_without_its_end_when_the_worker_lives_anew() {
+fn an_export_has_no_end_frame_if_the_worker_restarts() {
     let mut from = told();
     let mut export = export(&from, 0, 0);
     for _ in 0..3 {
@@ -147,10 +148,10 @@ fn an_export_ends_without_its_end_when_the_worker_lives_anew() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Told in the midst of any churn, and brought up to date by the stream, the receiver knows what the reference
-    /// holds.
+    /// After a transfer during random operations, and the following events, the receiver equals the
+    /// reference.
     #[test]
-    fn after_an_import_and_the_stream_it_equals_the_reference(
+    fn after_an_import_and_the_stream_the_index_equals_the_reference(
         before in proptest::collection::vec(op(), 1..60),
         meanwhile in proptest::collection::vec(op(), 0..12),
         worker in 0..5usize,
@@ -163,7 +164,7 @@ proptest! {
             prop_assert_eq!(from, 0);
             return Ok(());
         };
-        // As little as can be in a frame, so that much happens in between.
+        // Minimal frames, so that many operations happen in between.
         export.pace = Pace { strands: 1, units: 3 };
         let mut to = PrefixIndex::new(1 << 22);
         to.join(slot(7), Epoch(epoch));
@@ -175,13 +176,13 @@ proptest! {
             meanwhile.next().into_iter().for_each(|op| both.apply(op));
         }
         if both.epochs[worker] != epoch {
-            // It has begun a new life meanwhile: what was told of the old one is worth nothing.
+            // The worker has a new epoch: the transfer of the old one is useless.
             return Ok(());
         }
         let Some(GapRepair::Replay { from }) = need else { panic!("{need:?}") };
         let missed = both.said(worker, from);
         if missed.is_none() {
-            // A snapshot has taken the place of events; the worker says so.
+            // A snapshot has replaced the events; the worker reports that they are gone.
             prop_assert_eq!(to.replayed(slot(7), Epoch(epoch), None), Ok(Some(GapRepair::Snapshot)));
             return Ok(());
         }

@@ -1,4 +1,4 @@
-//! Finding: the deepest known unit of a chain, and the way up from there.
+//! Finds the deepest known unit of a chain and walks up from there.
 
 use super::{Tree, unit};
 use crate::prefix_index::sets::{Lane, Set};
@@ -7,7 +7,7 @@ use crate::prefix_index::units::UnitPosition;
 use proto::block::BlockId;
 
 impl Tree {
-    /// Whether `lane` is anywhere on the path `chain`.
+    /// Whether `lane` holds any unit on the path `chain`.
     pub(in crate::prefix_index) fn meets_path(&self, chain: &[BlockId], lane: Lane) -> bool {
         let mut met = false;
         self.walk(chain, |_, set| {
@@ -17,8 +17,8 @@ impl Tree {
         met
     }
 
-    /// Visits the lanes of the segments of `chain`, deepest first, each with the units up to the segment's end;
-    /// until `visit` has seen enough, which it says by `false`.
+    /// Visits the lanes of the segments of `chain`, deepest first, each with the number of units up to the
+    /// segment's end, until `enough` returns `true`.
     #[inline]
     pub(in crate::prefix_index) fn lookup(
         &self,
@@ -36,8 +36,8 @@ impl Tree {
         });
     }
 
-    /// Visits the segments of `chain` from its deepest known unit up, each with the units of the chain up to
-    /// its end, while `visit` says `true`.
+    /// Visits the segments of `chain` from its deepest known unit upward, each with the number of the chain's
+    /// units up to its end, while `visit` returns `true`.
     #[inline]
     fn walk(&self, chain: &[BlockId], mut visit: impl FnMut(u32, Set) -> bool) {
         let mut end = chain.len();
@@ -69,8 +69,9 @@ impl Tree {
         }
     }
 
-    /// The strands that the known units of `chain` stand in, the deepest first, each with how many of its units, and how
-    /// many these are in all. `None` if none is known, or if the way up from the deepest does not lead to a start.
+    /// The strands of the known units of `chain`, deepest first, each with its number of units, and the total
+    /// number of known units. `None` if no unit is known, or the path from the deepest one does not lead to a
+    /// start.
     pub(super) fn known_path(&self, chain: &[BlockId]) -> Option<(Vec<UnitPosition>, usize)> {
         let (last, mut strand, at) = self.deepest(chain)?;
         let mut path = vec![(strand, at + 1)];
@@ -84,7 +85,7 @@ impl Tree {
         whole.then_some((path, last + 1))
     }
 
-    /// The deepest unit of `chain` that is known: its place in the chain, its strand, its place there.
+    /// The deepest known unit of `chain`: its index in the chain, its strand, and its index in the strand.
     #[inline]
     pub(super) fn deepest(&self, chain: &[BlockId]) -> Option<(usize, u32, u32)> {
         let probe = |at: usize| self.units.find(chain.get(at)?).map(|(strand, place)| (at, strand, place));
@@ -103,7 +104,8 @@ impl Tree {
             return (0..last).rev().find_map(probe);
         }
         let (_, mut strand, mut at) = first?;
-        // Down from the start: how much of the strand the chain follows, then on in the strand that goes off there.
+        // From the start downward: follow the strand as far as the chain does, then continue in the strand
+        // that forks off there.
         let mut done = 0;
         loop {
             // The unit at `done` was found here.
@@ -118,8 +120,8 @@ impl Tree {
         }
     }
 
-    /// How many units of `chain` are those of the strand from `at` on. An id commits to all before it, so the
-    /// last that is the same is found by comparing a few.
+    /// Number of units of `chain` that match the strand from `at` on. An id commits to all before it, so the
+    /// last match can be found by a search.
     fn followed(&self, strand: u32, at: u32, chain: &[BlockId]) -> usize {
         let here = &self.strands[strand];
         let most = chain.len().min((here.len - at) as usize);
@@ -127,8 +129,8 @@ impl Tree {
         if most > 0 && same(most - 1) {
             return most;
         }
-        // The first that differs is from `low` on and not behind `high`. Seven comparisons a round do not wait for
-        // each other, so a round takes hardly longer than one.
+        // The first difference is in `low..=high`. The seven comparisons of a round are independent, so a
+        // round takes hardly longer than one comparison.
         let (mut low, mut high) = (0, most.saturating_sub(1));
         while low < high {
             let step = (high - low).div_ceil(8);

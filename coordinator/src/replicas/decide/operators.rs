@@ -1,4 +1,4 @@
-//! Replicas as operators have planned them: put together when their workers are there, never over others.
+//! Operators' plans: a replica is set up when its own workers are available, never on others.
 
 use super::{Node, View, WantedModel, named_range};
 use crate::consensus::table::{Change, OperatorPlan, ReplicaPlaced, ReplicaPlan, StagePlan};
@@ -10,29 +10,30 @@ use std::ops::Range;
 /// Why a replica of an operator's plan is not placed yet.
 #[derive(Debug, thiserror::Error)]
 enum Waits {
-    /// This coordinator knows nothing of the model's layers.
+    /// This coordinator does not know the model's layers.
     #[error("this coordinator does not offer the model, or it generates nothing")]
     Model,
-    /// A worker is not to be seen.
+    /// A worker is not visible here.
     #[error("worker {0} is away, or not one of the pool")]
     Away(NodeId),
-    /// A worker takes no new work.
+    /// A worker is draining.
     #[error("worker {0} drains")]
     Drains(NodeId),
-    /// Nobody has the model's file.
+    /// No worker has the model's file.
     #[error("no worker of the pool has a file of the model that may be placed")]
     NoFile,
-    /// No file that all workers have or can get.
+    /// No file is present or obtainable on all workers.
     #[error("worker {0} has another file than the one that is to be placed")]
     OtherFile(NodeId),
-    /// The layers do not go where they are to.
+    /// The layers do not fit the workers.
     #[error(transparent)]
     Refused(#[from] PlacementError),
 }
 
 impl View<'_> {
-    /// The next step to what operators have planned. What a model has of other replicas serves on until one of the
-    /// plan's can take their workers, or all of the plan's stand: a plan whose workers have yet to come ends no service.
+    /// The next step toward the operators' plans. A model's other replicas keep serving until a planned
+    /// replica can take their workers, or all planned replicas are placed. So a plan whose workers are not
+    /// there yet interrupts no service.
     pub(super) fn as_told(&self, unplanned: &mut BTreeMap<ModelId, String>) -> Option<Change> {
         self.table.operator_plans().values().find_map(|told| self.next_of(told, unplanned))
     }
@@ -55,8 +56,9 @@ impl View<'_> {
         other.map(|(&life, _)| Change::ReplicaDropped(life))
     }
 
-    /// A replica as it is planned, if all of its workers are there and can hold it. Whether they are free is for
-    /// [`make_room`](Self::make_room): in a replica of an operator's plan they are not, since plans share no worker.
+    /// The planned replica, if all its workers are available and can hold it. [`make_room`](Self::make_room)
+    /// handles workers in other replicas. They are never in another planned replica, since plans share no
+    /// worker.
     fn lay(&self, model: &ModelId, stages: &[StagePlan]) -> Result<ReplicaPlan, Waits> {
         let want = self.wants.iter().find(|want| want.model == model).ok_or(Waits::Model)?;
         let there = |stage: &StagePlan| {
@@ -76,7 +78,8 @@ impl View<'_> {
         Ok(ReplicaPlan { model: model.clone(), model_digest, stages: stages.to_vec() })
     }
 
-    /// The file that all of these workers have, or can get since they have none; of several, the one that most have.
+    /// The file that all these workers have or, having none, can receive. Of several, the one that most
+    /// workers have.
     fn file_for(&self, want: &WantedModel<'_>, nodes: &[&Node<'_>]) -> Result<[u8; 32], Waits> {
         let mut other = None;
         let digests = self.digests(want.model).into_iter().filter(|digest| {
@@ -91,8 +94,8 @@ impl View<'_> {
         best.ok_or_else(|| other.map_or(Waits::NoFile, |node| Waits::OtherFile(node.clone())))
     }
 
-    /// A replica of the plan takes the place of one that has its workers. Where several have, all but one go before; one
-    /// of the same model is the last, so that its requests wait for the new one.
+    /// Places the planned replica in place of one that uses its workers. If several do, drops one of these
+    /// instead, and leaves one of the same model for last, so that its requests wait for the new replica.
     fn make_room(&self, plan: ReplicaPlan) -> Change {
         let wanted = |node: &NodeId| plan.stages.iter().any(|stage| stage.node == *node);
         let held = self.table.replicas().iter();

@@ -26,7 +26,7 @@ fn costs(fixture: &str) -> ModelCosts {
     ModelCosts::of_file(&ModelSpec::from_file(&file).unwrap(), &file)
 }
 
-/// A table, and workers as they are seen.
+/// A table and observed workers.
 struct Rig {
     table: Table,
     client: ClientId,
@@ -34,7 +34,7 @@ struct Rig {
     models: Vec<ModelId>,
     costs: ModelCosts,
     workers: Vec<(NodeId, Capacity)>,
-    /// Beside the model of every worker that has one.
+    /// The drafter beside the model on every worker that has a file.
     drafter: Option<OfferedDrafter>,
     gone: Vec<NodeId>,
     draining: Vec<NodeId>,
@@ -100,7 +100,7 @@ impl Rig {
         assert_eq!(applied.outcome, Outcome::Done);
     }
 
-    /// Makes what is decided, until nothing is: the workers of each replica.
+    /// Applies decisions until there are none. Returns the workers of each replica.
     fn settle(&mut self, shards: usize) -> Vec<Vec<String>> {
         while let (Some(change), _) = self.decide(shards) {
             self.make(change);
@@ -111,7 +111,7 @@ impl Rig {
 }
 
 #[test]
-fn free_workers_become_replicas_and_what_is_left_is_spare() {
+fn free_workers_become_replicas_and_the_rest_are_spares() {
     let mut rig = Rig::new(&["a", "b", "c", "d", "e"]);
     assert_eq!(rig.settle(2).len(), 2);
     let (nothing, why) = rig.decide(2);
@@ -121,7 +121,7 @@ fn free_workers_become_replicas_and_what_is_left_is_spare() {
 }
 
 #[test]
-fn who_is_gone_is_replaced_where_another_is_free_and_waited_for_where_none_is() {
+fn a_gone_worker_is_replaced_if_another_is_free_and_else_awaited() {
     let mut rig = Rig::new(&["a", "b"]);
     let first = rig.settle(2);
     let lost = node(&first[0][1]);
@@ -132,14 +132,14 @@ fn who_is_gone_is_replaced_where_another_is_free_and_waited_for_where_none_is() 
     let after = rig.settle(2);
     assert_eq!(after.len(), 1);
     assert!(after[0].contains(&"c".to_owned()) && !after[0].contains(&lost.to_string()), "{after:?}");
-    // Back again, it is a spare: a plan that serves stands.
+    // A worker that returns is a spare: a working plan stays.
     rig.gone.clear();
     rig.workers.push((lost, capacity(1 << 30, DIGEST)));
     assert_eq!(rig.settle(2), after);
 }
 
 #[test]
-fn a_plan_whose_workers_have_another_file_gives_way_to_one_of_what_they_have() {
+fn a_plan_is_dropped_if_its_workers_have_another_file() {
     let mut rig = Rig::new(&["a", "b"]);
     rig.settle(2);
     rig.workers[0].1 = capacity(1 << 30, [2; 32]);
@@ -165,7 +165,7 @@ fn a_file_that_is_no_model_is_placed_nowhere_and_another_one_is() {
 }
 
 #[test]
-fn what_does_not_fit_is_told_with_its_numbers() {
+fn a_model_that_does_not_fit_is_reported_with_its_numbers() {
     let mut rig = Rig::new(&["a", "b"]);
     rig.workers.iter_mut().for_each(|(_, capacity)| capacity.memory = 1000);
     let (nothing, why) = rig.decide(2);
@@ -173,7 +173,7 @@ fn what_does_not_fit_is_told_with_its_numbers() {
     assert!(why.values().all(|why| why.contains("does not fit")), "{why:?}");
 }
 
-/// Of the model in [`DIGEST`]: it reads the caches of `from_layer` and takes so many bytes.
+/// A drafter of the model [`DIGEST`] that reads the caches of `from_layer` and takes `weight_bytes` bytes.
 fn drafter(from_layer: u32, weight_bytes: u64) -> Option<OfferedDrafter> {
     Some(OfferedDrafter {
         model_digest: DIGEST,
@@ -207,7 +207,7 @@ fn layers_whose_caches_a_drafter_reads_are_the_last_stages() {
         why.contains("2 is the most") && why.contains("the drafter reads the caches of layer 1"),
         "{why}"
     );
-    // Of another model's file it says nothing.
+    // A drafter of another model's file has no effect.
     rig.drafter = rig.drafter.map(|drafter| OfferedDrafter { model_digest: [2; 32], ..drafter });
     assert_eq!(rig.settle(3).len(), 1);
 }
@@ -237,7 +237,7 @@ fn a_plan_from_before_the_drafter_is_cut_anew_once_it_fails() {
     assert_eq!(rig.settle(2).len(), 1);
     assert_eq!(first_ranges(&rig), [(0, 1), (1, 3)]);
     assert_eq!(rig.decide(2).0, None, "it fails for something else now");
-    // Where there is no room for it that is told, and the plan stands.
+    // Without room for the drafter, the plan stays and the reason is reported.
     rig.drafter = drafter(1, 4 << 30);
     let (nothing, why) = rig.decide(2);
     assert_eq!(nothing, None);
@@ -245,7 +245,7 @@ fn a_plan_from_before_the_drafter_is_cut_anew_once_it_fails() {
 }
 
 #[test]
-fn who_has_no_file_is_taken_where_those_with_it_are_too_few() {
+fn workers_without_the_file_are_used_if_its_holders_are_too_few() {
     let mut rig = Rig::new(&["a", "b", "c"]);
     let without = |rig: &mut Rig, names: &[&str]| {
         let named = |name: &NodeId| names.iter().any(|other| name.as_str() == *other);

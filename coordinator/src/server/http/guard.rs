@@ -1,6 +1,6 @@
-//! What stands between a client's socket and hyper. It hands over one request at a time, and only once its head is whole
-//! and means one thing; so what is wrong with a head is answered here, in the API's words. It keeps two limits apart: how
-//! long a head may take once it has begun, and how long a connection may be idle between requests.
+//! A filter between a client's socket and hyper. It passes on one request at a time, and only once the head
+//! is complete and unambiguous; it answers invalid heads itself, in the API's form. It enforces two separate
+//! limits: the time of a head from its first byte, and the idle time between requests.
 
 use super::head::{self, Chunks, Framing, Scan};
 use super::turn::ConnectionActivity;
@@ -17,23 +17,23 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Instant, Sleep, sleep_until};
 use tokio_util::io::poll_read_buf;
 
-/// Read at once while a head is expected, and of a body: hyper's own buffer is as small as the first, and a read costs more
-/// than a copy.
+/// Bytes per read while a head is expected.
 const READ_BYTES: usize = 8 << 10;
+/// Bytes per read of a body. hyper's own buffer has only [`READ_BYTES`], and a read costs more than a copy.
 const READ_BODY_BYTES: usize = 64 << 10;
-/// How long a client that was refused may still send, so that it finds the answer and not a broken connection.
+/// How long a refused client may still send, so that it gets the response and not a connection reset.
 const LINGER: Duration = Duration::from_secs(2);
 
-/// How long a client may take.
+/// Time limits of a client.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ClientTimeouts {
-    /// For a head, from its first byte on.
+    /// For a head, from its first byte.
     pub(super) head: Duration,
     /// Until the first byte of a request.
     pub(super) idle: Duration,
 }
 
-/// What a head is answered with that is refused, as it goes over the wire; given what there is of the head.
+/// Builds the bytes of the response to a refused head, from the received part of the head.
 pub(super) type Refuse = Arc<dyn Fn(&[u8], &ApiError) -> Bytes + Send + Sync>;
 
 pub(super) struct Guarded<S> {
@@ -41,25 +41,25 @@ pub(super) struct Guarded<S> {
     turn: Arc<ConnectionActivity>,
     patience: ClientTimeouts,
     refuse: Refuse,
-    /// Read, and not handed over yet.
+    /// Received and not passed on yet.
     buffer: BytesMut,
     at: At,
-    /// The client sends no more.
+    /// The client has closed its sending direction.
     ended: bool,
     timer: Pin<Box<Sleep>>,
     farewell: Farewell,
 }
 
-/// Where in the client's bytes the next one is.
+/// The position in the client's byte stream.
 #[derive(Debug)]
 enum At {
-    /// Before the end of a head, which has begun then if it has.
+    /// Before the end of a head. `begun`: when its first byte arrived; `None` before.
     Head { scan: Scan, begun: Option<Instant> },
-    /// So many bytes follow, and then chunks or the next head.
+    /// `left` bytes of the body follow, then chunks or the next head.
     Body { left: u64, chunks: Option<Chunks> },
-    /// All that follows is somebody else's.
+    /// All further bytes belong to another protocol.
     Raw,
-    /// Nothing more is handed over.
+    /// Nothing more is passed on.
     End,
 }
 
@@ -69,13 +69,13 @@ impl At {
     }
 }
 
-/// What is done before the stream is shut down.
+/// What happens before the stream is shut down.
 #[derive(Debug)]
 enum Farewell {
     None,
-    /// This is still to be sent.
+    /// These bytes are still to be sent.
     Say(Bytes),
-    /// It is sent, and read until then is what still comes.
+    /// The response is sent; received bytes are discarded until this timer ends.
     Linger(Pin<Box<Sleep>>),
 }
 
@@ -99,7 +99,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Guarded<S> {
         }
     }
 
-    /// Reads at most about so many bytes more into the buffer; `false` at the end.
+    /// Reads about `bytes` bytes into the buffer. Returns `false` at the end of the stream.
     fn fill(&mut self, cx: &mut Context<'_>, bytes: usize) -> Poll<io::Result<bool>> {
         self.buffer.reserve(bytes);
         let read = ready!(poll_read_buf(Pin::new(&mut self.stream), cx, &mut self.buffer))?;
@@ -107,9 +107,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Guarded<S> {
         Poll::Ready(Ok(read > 0))
     }
 
-    /// Waits, at most until `deadline`; ready when that is past.
+    /// Ready once `deadline` has passed.
     fn wait(&mut self, cx: &mut Context<'_>, deadline: Instant) -> Poll<()> {
-        // A timer that ends too early costs less than to set it for every request.
+        // A timer that fires too early costs less than setting it for every request.
         if deadline < self.timer.deadline() {
             self.timer.as_mut().reset(deadline);
         }
@@ -122,27 +122,29 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Guarded<S> {
         Poll::Pending
     }
 
-    /// Ends the client's requests with a refusal of what there is of a head.
+    /// Refuses the buffered head and ends the client's requests.
     fn refuse(&mut self, error: &ApiError) {
         self.at = At::End;
-        // Behind an answer that the client does not take nothing is said.
+        // If a response is still unsent, no refusal follows it.
         if self.turn.close() {
             self.farewell = Farewell::Say((self.refuse)(&self.buffer, error));
         }
     }
 
-    /// While a request is answered: notices that the client has gone, and keeps the next requests until it is their turn.
+    /// While a request is being answered: detects that the client is gone, and buffers further requests until
+    /// their turn.
     fn look_ahead(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         self.turn.wait(cx);
         if !self.turn.is_busy() {
-            // It has ended just now.
+            // The answer has ended in the meantime.
             cx.waker().wake_by_ref();
             return Poll::Pending;
         }
         while !self.ended && self.buffer.len() < MAX_HEAD {
             ready!(self.fill(cx, READ_BYTES))?;
         }
-        // Who has sent requests ahead may close its half: they are answered first.
+        // A client that has pipelined requests may close its sending direction: the requests are answered
+        // first.
         if self.ended && self.buffer.is_empty() {
             self.at = At::End;
             return Poll::Ready(Ok(()));
@@ -150,7 +152,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Guarded<S> {
         Poll::Pending
     }
 
-    /// Reads on until a head is whole: then it is next.
+    /// Reads until a head is complete.
     fn read_head(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         loop {
             let At::Head { scan, begun } = &mut self.at else { return Poll::Ready(Ok(())) };
@@ -231,13 +233,13 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Guarded<S> {
                 }
                 At::Body { left: 0, chunks: None | Some(Chunks::Done) } => {
                     this.at = At::head();
-                    // An idle connection keeps no room for a body.
+                    // An idle connection holds no buffer.
                     if this.buffer.is_empty() {
                         this.buffer = BytesMut::new();
                     }
                     continue;
                 }
-                // hyper refuses what is no body, and the connection ends.
+                // hyper refuses an invalid body and closes the connection.
                 At::Body { left: 0, chunks: Some(Chunks::Broken) } => {
                     this.at = At::Raw;
                     continue;
@@ -256,7 +258,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Guarded<S> {
                 bytes
             } else if left == u64::MAX || left >= out.remaining() as u64 && out.remaining() >= READ_BODY_BYTES
             {
-                // All that fits is of the body: it needs no place in between.
+                // All bytes that fit belong to the body: read directly, without the buffer.
                 let before = out.filled().len();
                 ready!(Pin::new(&mut this.stream).poll_read(cx, out))?;
                 out.filled().len() - before
@@ -337,7 +339,7 @@ mod tests {
         ClientTimeouts { head: Duration::from_secs(5), idle: Duration::from_secs(75) };
     const GET: &str = "GET / HTTP/1.1\r\nhost: x\r\n\r\n";
 
-    /// A client, what stands before hyper, and whose turn it is.
+    /// A client, the filter, and the activity of the connection.
     fn connection() -> (DuplexStream, Guarded<DuplexStream>, Arc<ConnectionActivity>) {
         let (client, server) = duplex(1 << 16);
         let turn = Arc::new(ConnectionActivity::new(Instant::now()));
@@ -345,7 +347,7 @@ mod tests {
         (client, Guarded::new(server, Arc::clone(&turn), PATIENCE, refuse), turn)
     }
 
-    /// What hyper reads next, at once.
+    /// What hyper reads next.
     async fn read(guarded: &mut Guarded<DuplexStream>) -> String {
         let mut bytes = vec![0; 1 << 15];
         let read = guarded.read(&mut bytes).await.unwrap();
@@ -358,12 +360,12 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_pause_is_longer_than_a_head_may_take() {
+    async fn the_idle_limit_and_the_head_limit_are_separate() {
         let (mut client, mut guarded, turn) = connection();
         client.write_all(GET.as_bytes()).await.unwrap();
         assert_eq!(read(&mut guarded).await, GET);
         assert!(turn.is_busy() && waits(&mut guarded));
-        // While it is answered nothing ends.
+        // No limit applies while a request is being answered.
         tokio::time::advance(Duration::from_secs(600)).await;
         assert!(waits(&mut guarded));
         turn.end();
@@ -381,7 +383,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_head_that_has_begun_must_end() {
+    async fn a_head_must_end_within_its_time_limit() {
         let (mut client, mut guarded, turn) = connection();
         tokio::time::advance(Duration::from_secs(60)).await;
         let (first, rest) = GET.split_at(9);
@@ -403,7 +405,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn requests_are_handed_over_one_by_one() {
+    async fn requests_are_passed_on_one_by_one() {
         let (mut client, mut guarded, turn) = connection();
         let post = "POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nabc";
         let chunked = "POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n";
@@ -425,7 +427,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_upgraded_connection_is_handed_over_as_it_is() {
+    async fn an_upgraded_connection_is_passed_on_unchanged() {
         let (mut client, mut guarded, turn) = connection();
         client.write_all(format!("{GET}\n\nno http").as_bytes()).await.unwrap();
         assert_eq!(read(&mut guarded).await, GET);
@@ -437,7 +439,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_long_body_comes_whole_and_nothing_of_what_follows() {
+    async fn a_long_body_is_read_whole_and_nothing_after_it() {
         let (mut client, mut guarded, turn) = connection();
         let body = "b".repeat(200_000);
         let head = format!("POST / HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n", body.len());

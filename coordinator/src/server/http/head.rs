@@ -1,8 +1,9 @@
-//! Request heads as they come from the network, before hyper sees them: where one ends, whether it may be served, and
-//! how its body is framed.
+//! Checks request heads before hyper parses them: where a head ends, whether it is valid, and how its body is
+//! framed.
 //!
-//! hyper reads two `Host` headers, a length beside chunks or a bare line feed as one of the things they may mean. A proxy
-//! in front may read the other one, and then the two disagree about where a request ends. Such heads are refused.
+//! hyper accepts two `Host` headers, a length beside chunked encoding, or a bare line feed, and picks one
+//! interpretation. A proxy in front may pick another, and then the two disagree about where a request ends
+//! (request smuggling). Such heads are refused.
 
 use crate::api::error::ApiError;
 use crate::api::limits::{MAX_HEAD, MAX_HEADERS};
@@ -11,26 +12,26 @@ use axum::http::uri::Authority;
 use httparse::{Request, Status};
 use std::mem::MaybeUninit;
 
-/// How the body behind a head is framed.
+/// How the body after a head is framed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Framing {
-    /// So many bytes; 0 if there is no body.
+    /// A body of this many bytes; 0: no body.
     Sized(u64),
     Chunked,
 }
 
-/// Looks for the end of a head in bytes that come by and by.
+/// Finds the end of a head in bytes that arrive in parts.
 #[derive(Debug, Default)]
 pub(super) struct Scan {
-    /// Bytes that were looked at.
+    /// Bytes that were scanned.
     seen: usize,
-    /// Where the current line begins.
+    /// Start of the current line.
     line: usize,
 }
 
 impl Scan {
-    /// Bytes of the head, its empty line included, once they are all in `bytes`. `bytes` begin with the head and have
-    /// only grown since the last call.
+    /// The length of the head including its empty line, once `bytes` has all of it. `bytes` must begin with
+    /// the head and only grow between calls.
     pub(super) fn end(&mut self, bytes: &[u8]) -> Result<Option<usize>, ApiError> {
         let new = bytes.get(self.seen..).unwrap_or_default();
         for feed in memchr::memchr_iter(b'\n', new) {
@@ -68,7 +69,7 @@ pub(super) fn check(head: &[u8]) -> Result<Framing, ApiError> {
         Err(error) => return Err(malformed(&error.to_string())),
     }
     let current = request.version == Some(1);
-    // CONNECT alone asks for an authority.
+    // Only CONNECT has an authority as its target.
     let target = request.path.unwrap_or_default();
     let form = target.starts_with('/') || target == "*" || target.contains("://");
     if Uri::try_from(target).is_err() || !(form || request.method == Some("CONNECT")) {
@@ -112,7 +113,7 @@ pub(super) fn check(head: &[u8]) -> Result<Framing, ApiError> {
     }
 }
 
-/// The path of a request line of which more or less has come.
+/// The path in a possibly incomplete request line.
 pub(super) fn path(head: &[u8]) -> Option<&str> {
     let mut words = head.split(|byte| matches!(byte, b' ' | b'\r' | b'\n'));
     let target = std::str::from_utf8(words.nth(1)?).ok()?;
@@ -123,13 +124,13 @@ fn malformed(reason: &str) -> ApiError {
     ApiError::BadHead { reason: reason.to_owned() }
 }
 
-/// Digits alone: RFC 9110, section 8.6, knows no sign.
+/// Parses digits only: RFC 9110, section 8.6, allows no sign.
 fn number(value: &[u8]) -> Option<u64> {
     let text = std::str::from_utf8(value).ok()?;
     text.parse().ok().filter(|_| value.iter().all(u8::is_ascii_digit))
 }
 
-/// `host[:port]`. It is empty where the target has no authority.
+/// Whether `value` is `host[:port]`, or empty, as for a target without authority.
 fn is_host(value: &[u8]) -> bool {
     if value.is_empty() {
         return true;
@@ -142,37 +143,37 @@ fn is_host(value: &[u8]) -> bool {
         && port.is_none_or(|port| port.is_empty() || authority.port_u16().is_some())
 }
 
-/// Follows a body in chunks, to know where it ends.
+/// Tracks a chunked body to find its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Chunks {
-    /// Digits of a chunk's size, and of these so many and the size so far.
+    /// In a chunk's size: digits so far, and the size so far.
     Size(u8, u64),
-    /// What may follow the size on its line.
+    /// In an extension after the size, with that size.
     Extension(u64),
-    /// The line feed behind the size.
+    /// Before the line feed after the size.
     SizeEnd(u64),
-    /// So many bytes of a chunk.
+    /// Bytes left in a chunk.
     Data(u64),
-    /// The line end behind a chunk: carriage return, then line feed.
+    /// The line end after a chunk: carriage return, then line feed.
     DataReturn,
     DataFeed,
-    /// A line behind the last chunk; whether it is empty so far.
+    /// In a line after the last chunk; whether it is empty so far.
     Trailer(bool),
     /// The line feed of such a line.
     TrailerFeed(bool),
-    /// All of it is there.
+    /// The body is complete.
     Done,
-    /// It is no such body; hyper will say so.
+    /// Invalid; hyper reports the error.
     Broken,
 }
 
-/// Digits of a chunk's size, at most.
+/// Most digits of a chunk's size.
 const SIZE_DIGITS: u8 = 16;
 
 impl Chunks {
     pub(super) const START: Self = Self::Size(0, 0);
 
-    /// How many of the next bytes are of this body.
+    /// How many of the next bytes belong to this body.
     pub(super) fn take(&mut self, bytes: &[u8]) -> usize {
         let mut at = 0;
         while let Some(&byte) = bytes.get(at)
@@ -190,7 +191,7 @@ impl Chunks {
             *self = self.step(byte);
             at += 1;
         }
-        // What is broken is hyper's to look at.
+        // hyper gets all bytes of an invalid body and reports the error.
         if *self == Self::Broken { bytes.len() } else { at }
     }
 
@@ -226,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn heads_that_mean_one_thing_are_taken() {
+    fn unambiguous_heads_are_accepted() {
         for (lines, framing) in [
             ("host: x\r\n", Framing::Sized(0)),
             ("Host: x:80\r\nContent-Length: 12\r\n", Framing::Sized(12)),
@@ -312,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_is_told_of_what_there_is() {
+    fn the_path_of_an_incomplete_head_is_found() {
         assert_eq!(path(b"GET /v1/models?x HTTP/1.1\r\n"), Some("/v1/models"));
         assert_eq!(path(b"POST /v1/mess"), Some("/v1/mess"));
         assert_eq!(path(b"nonsense"), None);
@@ -321,9 +322,9 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(200))]
 
-        /// However the bytes are cut, a body in chunks ends where it ends.
+        /// However the bytes are split, the end of a chunked body is found.
         #[test]
-        fn chunks_end_where_they_end(
+        fn the_end_of_a_chunked_body_is_found(
             chunks in prop::collection::vec(prop::collection::vec(any::<u8>(), 1..40), 0..6),
             trailer in any::<bool>(),
             cuts in prop::collection::vec(1usize..9, 1..40),
@@ -356,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_chunk_is_left_to_be_refused() {
+    fn invalid_chunks_are_left_to_hyper() {
         for body in ["x\r\n", "\r\n", "2\nab", "2\r\nabc", "11111111111111111\r\n"] {
             let mut state = Chunks::START;
             assert_eq!((state.take(body.as_bytes()), state), (body.len(), Chunks::Broken), "{body:?}");

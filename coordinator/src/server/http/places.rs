@@ -1,5 +1,6 @@
-//! Who has which of a listener's connections. A newcomer that finds all taken gets the place of the connection that is idle
-//! for longest. Where none is idle, a few more are taken, only to be told so, or to ask what is answered always.
+//! The connections of a listener. If all are in use, a new connection replaces the one that was idle longest.
+//! If none is idle, a small reserve of connections is accepted, which only get a refusal or the paths that
+//! are always served.
 
 use super::turn::ConnectionActivity;
 use std::collections::HashMap;
@@ -10,10 +11,10 @@ const RESERVE: usize = 64;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ConnectionClass {
-    /// A place like all others.
+    /// A connection within the limit.
     Regular,
     Reserve,
-    /// None.
+    /// The connection is not accepted.
     None,
 }
 
@@ -21,9 +22,9 @@ pub(super) enum ConnectionClass {
 pub(super) struct Places {
     limit: usize,
     taken: HashMap<Id, Taken>,
-    /// How many of these are beyond the limit.
+    /// Connections beyond the limit.
     reserve: usize,
-    /// Whether the last newcomer has another's place.
+    /// Whether the last new connection replaced an idle one.
     made_room: bool,
 }
 
@@ -43,7 +44,7 @@ impl Places {
         self.taken.len()
     }
 
-    /// What is left for a newcomer, room being made where that is possible.
+    /// The class of a new connection. Closes an idle connection if necessary.
     pub(super) fn seat(&mut self) -> ConnectionClass {
         self.made_room = false;
         if self.taken.len() - self.reserve < self.limit || self.make_room(ConnectionClass::Regular) {
@@ -55,12 +56,12 @@ impl Places {
         }
     }
 
-    /// Whether an idle connection was closed for the last newcomer.
+    /// Whether an idle connection was closed for the last new one.
     pub(super) fn made_room(&self) -> bool {
         self.made_room
     }
 
-    /// A newcomer takes what it was left.
+    /// Registers a new connection of the class from [`Self::seat`].
     pub(super) fn take(&mut self, task: AbortHandle, turn: Arc<ConnectionActivity>, seat: ConnectionClass) {
         self.reserve += usize::from(seat == ConnectionClass::Reserve);
         self.taken.insert(task.id(), Taken { task, turn, seat });
@@ -72,12 +73,12 @@ impl Places {
         }
     }
 
-    /// Closes the connection among these that is idle for longest.
+    /// Closes the connection of this class that was idle longest. Returns `false` if none is idle.
     fn make_room(&mut self, seat: ConnectionClass) -> bool {
         let idle = self.taken.iter().filter(|(_, taken)| taken.seat == seat);
         let idle = idle.filter_map(|(id, taken)| Some((taken.turn.idle_since()?, *id)));
         let Some((_, id)) = idle.min_by_key(|(since, _)| *since) else { return false };
-        // A request may have come just now.
+        // A request may have arrived in the meantime.
         let closed = self.taken.get(&id).filter(|taken| taken.turn.close());
         let Some(taken) = closed else { return false };
         taken.task.abort();
@@ -107,7 +108,7 @@ mod tests {
         assert_eq!(places.seat(), ConnectionClass::Regular);
         let second = come(&mut places, ConnectionClass::Regular);
         assert!(first.begin() && second.begin());
-        // Both answer: what comes now is beyond the limit, up to the end of the reserve.
+        // Both are busy: further connections use the reserve.
         for _ in 0..RESERVE {
             assert_eq!(places.seat(), ConnectionClass::Reserve);
             assert!(come(&mut places, ConnectionClass::Reserve).begin());
@@ -123,7 +124,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn who_is_idle_for_longest_goes() {
+    async fn the_connection_idle_longest_is_closed_first() {
         let mut tasks = JoinSet::new();
         let mut places = Places::new(2);
         let began = Instant::now();

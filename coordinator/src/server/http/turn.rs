@@ -1,4 +1,4 @@
-//! Whose turn it is on a connection: the client's, which may be idle, or the server's, which answers.
+//! The activity of a connection: idle, or answering a request.
 
 use futures::task::AtomicWaker;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
@@ -6,30 +6,30 @@ use std::task::Context;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Nothing is being answered; a head may be on its way.
+/// No request is being answered; a head may be arriving.
 const IDLE: u8 = 0;
 /// A request is being answered.
 const BUSY: u8 = 1;
-/// The connection is no HTTP any more.
+/// The connection has changed to another protocol.
 const UPGRADED: u8 = 2;
-/// It was idle, and shall be used no more.
+/// Closed while idle; accepts no more requests.
 const CLOSED: u8 = 3;
 
-/// See the module. Shared by the connection's stream, by what answers and by the listener.
+/// The activity of a connection. Shared by its stream, its responses and the listener.
 #[derive(Debug)]
 pub(super) struct ConnectionActivity {
     state: AtomicU8,
-    /// Microseconds from `began` to when it was idle last.
+    /// When the connection became idle last, in microseconds after `began`.
     idle_since: AtomicU64,
     began: Instant,
-    /// Bytes of an answer wait for the client to take them.
+    /// Whether bytes of a response wait for the client to read them.
     unsent: AtomicBool,
-    /// Waits for the end of an answer.
+    /// Woken at the end of a response.
     reader: AtomicWaker,
 }
 
 impl ConnectionActivity {
-    /// Of a connection that is new. `began` is one time for all connections of a listener.
+    /// The activity of a new connection. `began` is the same instant for all connections of a listener.
     pub(super) fn new(began: Instant) -> Self {
         let turn = Self {
             state: AtomicU8::new(IDLE),
@@ -50,7 +50,7 @@ impl ConnectionActivity {
         self.state.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
-    /// A request has come. `false` if the connection is closed.
+    /// Marks the start of a request. Returns `false` if the connection is closed.
     pub(super) fn begin(&self) -> bool {
         self.change(IDLE, BUSY)
     }
@@ -62,14 +62,14 @@ impl ConnectionActivity {
         }
     }
 
-    /// It is being answered by something else than HTTP from here on.
+    /// Marks the connection as upgraded to another protocol.
     pub(super) fn upgrade(&self) {
         if self.change(BUSY, UPGRADED) {
             self.reader.wake();
         }
     }
 
-    /// Closes an idle connection. `false` if it is not idle, or an answer is not sent yet.
+    /// Closes an idle connection. Returns `false` if it is not idle, or a response is not fully sent.
     pub(super) fn close(&self) -> bool {
         !self.unsent.load(Ordering::Acquire) && self.change(IDLE, CLOSED)
     }
@@ -86,25 +86,26 @@ impl ConnectionActivity {
         self.state.load(Ordering::Acquire) == CLOSED
     }
 
-    /// Since when it is idle, as a number that orders connections of one listener; none while it is not.
+    /// When the connection became idle, as a number that orders the connections of one listener. `None` if
+    /// not idle.
     pub(super) fn idle_since(&self) -> Option<u64> {
         let idle = self.state.load(Ordering::Acquire) == IDLE && !self.unsent.load(Ordering::Acquire);
         idle.then(|| self.idle_since.load(Ordering::Relaxed))
     }
 
-    /// How long it has been idle, if it is.
+    /// The time since the connection became idle last.
     pub(super) fn idle_for(&self) -> Duration {
         Duration::from_micros(self.now().saturating_sub(self.idle_since.load(Ordering::Relaxed)))
     }
 
-    /// Whether bytes of an answer wait for the client.
+    /// Sets whether bytes of a response wait for the client.
     pub(super) fn unsent(&self, unsent: bool) {
         if self.unsent.load(Ordering::Relaxed) != unsent {
             self.unsent.store(unsent, Ordering::Release);
         }
     }
 
-    /// Has the task woken when the answer under way has ended.
+    /// Registers the task to be woken at the end of the current response.
     pub(super) fn wait(&self, cx: &Context<'_>) {
         self.reader.register(cx.waker());
     }
@@ -115,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_an_idle_connection_is_closed_and_a_closed_one_takes_nothing() {
+    fn only_an_idle_connection_is_closed_and_a_closed_one_accepts_no_request() {
         let turn = ConnectionActivity::new(Instant::now());
         assert!(turn.begin());
         assert!(!turn.close() && turn.idle_since().is_none());

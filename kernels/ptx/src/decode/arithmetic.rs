@@ -1,4 +1,4 @@
-//! Integers: sums, products, quotients.
+//! Integer sums, products and quotients.
 
 use super::Decoded;
 use super::operands::Decoder;
@@ -20,13 +20,13 @@ pub(super) fn decode(d: &mut Decoder<'_>) -> Decoded<Op> {
     }
 }
 
-/// Sign of the low 16 bits, over all 32.
+/// Sign-extends the low 16 bits.
 #[inline(always)]
 fn s16(value: u32) -> i32 {
     i32::from(value as u16 as i16)
 }
 
-/// Sign of the low 24 bits.
+/// Sign-extends the low 24 bits.
 #[inline(always)]
 fn s24(value: u32) -> i32 {
     (value << 8) as i32 >> 8
@@ -88,7 +88,7 @@ fn binary(d: &mut Decoder<'_>) -> Decoded<Op> {
         ("max", Ty::U(32) | Ty::U(16), false) => lanes!(|a: V32, b: V32| -> V32 { a.max(b) }),
         ("min", Ty::S(16), false) => lanes!(|a: V32, b: V32| -> V32 { if s16(a) < s16(b) { a } else { b } }),
         ("max", Ty::S(16), false) => lanes!(|a: V32, b: V32| -> V32 { if s16(a) > s16(b) { a } else { b } }),
-        // A divisor of zero gives all bits, as on the devices.
+        // Division by zero returns all bits set, as on devices.
         ("div", Ty::U(32), false) => lanes!(|a: V32, b: V32| -> V32 { a.checked_div(b).unwrap_or(u32::MAX) }),
         ("rem", Ty::U(32), false) => lanes!(|a: V32, b: V32| -> V32 { a.checked_rem(b).unwrap_or(a) }),
         ("div", Ty::S(32), false) => lanes!(|a: V32, b: V32| -> V32 {
@@ -271,7 +271,7 @@ fn sad(d: &mut Decoder<'_>) -> Decoded<Op> {
     Ok(Op::Ternary32 { f, d: to, a, b, c })
 }
 
-/// Four products of bytes, added. The modifiers are the types of the two factors.
+/// Adds four products of bytes. The modifiers are the types of the two factors.
 fn dp4a(d: &mut Decoder<'_>) -> Decoded<Op> {
     #[inline(always)]
     fn byte(value: u32, at: u32, signed: bool) -> i32 {
@@ -295,7 +295,8 @@ fn dp4a(d: &mut Decoder<'_>) -> Decoded<Op> {
     Ok(Op::Ternary32 { f, d: to, a, b, c })
 }
 
-/// Two products of the first factor's halves with two bytes of the second: its lower or its upper two.
+/// Adds the products of the first factor's two halves with two bytes of the second, the lower or the upper
+/// ones.
 fn dp2a(d: &mut Decoder<'_>) -> Decoded<Op> {
     #[inline(always)]
     fn dot(a: u32, b: u32, c: u32, signs: (bool, bool), upper: bool) -> u32 {
@@ -340,7 +341,7 @@ fn dp2a(d: &mut Decoder<'_>) -> Decoded<Op> {
     Ok(Op::Ternary32 { f, d: to, a, b, c })
 }
 
-/// Which of two factors have signs.
+/// Returns which of the two factors are signed.
 fn signs(d: &mut Decoder<'_>) -> Decoded<(bool, bool)> {
     let mut sign = || match d.ty()? {
         Ty::S(32) => Ok(true),

@@ -1,4 +1,4 @@
-//! Bits: logic, shifts, fields, permutations.
+//! Bit operations: logic, shifts, fields, permutations.
 
 use super::Decoded;
 use super::operands::Decoder;
@@ -76,7 +76,7 @@ fn not(d: &mut Decoder<'_>) -> Decoded<Op> {
     }
 }
 
-/// Distances beyond the width shift everything out.
+/// Shift distances beyond the width shift everything out.
 fn shift(d: &mut Decoder<'_>) -> Decoded<Op> {
     let base = d.base();
     let ty = d.ty()?;
@@ -112,7 +112,7 @@ fn shift(d: &mut Decoder<'_>) -> Decoded<Op> {
     Ok(Op::Binary32 { f, d: to, a, b })
 }
 
-/// 64 bits, `b` above `a`, shifted; the upper or the lower half stays.
+/// Shifts the 64 bits with `b` above `a` and keeps the upper or the lower half.
 fn funnel(d: &mut Decoder<'_>) -> Decoded<Op> {
     #[inline(always)]
     fn joined(a: u32, b: u32) -> u64 {
@@ -143,7 +143,7 @@ fn funnel(d: &mut Decoder<'_>) -> Decoded<Op> {
     Ok(Op::Ternary32 { f, d: d.to(32)?, a: d.from(32)?, b: d.from(32)?, c: d.from(32)? })
 }
 
-/// Any function of three bits, given as its table.
+/// Any function of three bits, given by its truth table.
 fn lop3(d: &mut Decoder<'_>) -> Decoded<Op> {
     if d.ty()? != Ty::B(32) {
         return Err("lop3 is of .b32".into());
@@ -153,7 +153,7 @@ fn lop3(d: &mut Decoder<'_>) -> Decoded<Op> {
     if table > 255 {
         return Err(format!("a table of {table}"));
     }
-    // The commonest ones are worth functions of their own.
+    // The most common tables have their own functions.
     let f = match table {
         0xea => lanes!(|a: V32, b: V32, c: V32| -> V32 { (a & b) | c }),
         0xc0 => lanes!(|a: V32, b: V32, _c: V32| -> V32 { a & b }),
@@ -171,7 +171,7 @@ fn lop3(d: &mut Decoder<'_>) -> Decoded<Op> {
     Ok(Op::Ternary32 { f, d: to, a, b, c })
 }
 
-/// Bit `4a + 2b + c` of a table, for each bit.
+/// Looks up bit `4a + 2b + c` of a table, for each bit position.
 #[inline(always)]
 fn by_table(a: u32, b: u32, c: u32, table: u32) -> u32 {
     let mut out = 0;
@@ -183,7 +183,7 @@ fn by_table(a: u32, b: u32, c: u32, table: u32) -> u32 {
     out
 }
 
-/// Four bytes out of eight.
+/// Selects four bytes out of eight.
 fn permute(d: &mut Decoder<'_>) -> Decoded<Op> {
     #[inline(always)]
     fn bytes(a: u32, b: u32, selector: u32) -> u32 {
@@ -207,7 +207,7 @@ fn permute(d: &mut Decoder<'_>) -> Decoded<Op> {
     Ok(Op::Ternary32 { f, d: d.to(32)?, a: d.from(32)?, b: d.from(32)?, c: d.from(32)? })
 }
 
-/// `len` bits from bit `at`; beyond the top, zeros or the sign.
+/// Returns `len` bits from bit `at`. Bits beyond the top are zeros or the sign.
 #[inline(always)]
 fn field(value: u64, at: u32, len: u32, width: u32, signed: bool) -> u64 {
     let (at, len) = (at & 255, len & 255);
@@ -242,7 +242,7 @@ fn extract(d: &mut Decoder<'_>) -> Decoded<Op> {
     Ok(Op::Ternary32 { f, d: to, a, b, c })
 }
 
-/// `len` low bits of `a` in the place of those of `b` from bit `at`.
+/// Replaces `len` bits of `b`, from bit `at`, by the low bits of `a`.
 fn insert(d: &mut Decoder<'_>) -> Decoded<Op> {
     #[inline(always)]
     fn inserted(a: u64, b: u64, at: u32, len: u32) -> u64 {
@@ -296,7 +296,7 @@ fn count(d: &mut Decoder<'_>) -> Decoded<Op> {
         ("popc", Ty::B(32), false) => lanes!(|a: V32| -> V32 { a.count_ones() }),
         ("clz", Ty::B(32), false) => lanes!(|a: V32| -> V32 { a.leading_zeros() }),
         ("brev", Ty::B(32), false) => lanes!(|a: V32| -> V32 { a.reverse_bits() }),
-        // The place of the highest bit that differs from the sign, or how far it is from the top.
+        // Position of the highest bit that differs from the sign, or its distance from the top.
         ("bfind", Ty::U(32), false) => {
             lanes!(|a: V32| -> V32 { if a == 0 { u32::MAX } else { 31 - a.leading_zeros() } })
         }

@@ -26,7 +26,7 @@ pub(super) fn compare(d: &mut Decoder<'_>) -> Decoded<Op> {
     }
 }
 
-/// One comparison for all the types; `$ftz` only where floats are.
+/// Comparisons of all integer types.
 macro_rules! relation {
     ($name:expr, $v:ty, |$a:ident, $b:ident| $x:expr, $y:expr) => {
         match $name {
@@ -41,7 +41,7 @@ macro_rules! relation {
     };
 }
 
-/// The same for floats: ordered, or also true if one of them is no number.
+/// Comparisons of floats: ordered, or also true if an operand is NaN.
 macro_rules! float_relation {
     ($name:expr, $v:ty, |$a:ident, $b:ident| $x:expr, $y:expr) => {
         match $name {
@@ -102,7 +102,7 @@ fn relation64(name: &str, ty: Ty) -> Decoded<Compare64> {
     })
 }
 
-/// The relation and what its result is combined with.
+/// Returns the relation, the logic operation that combines its result, and whether `.ftz` is set.
 fn words(d: &mut Decoder<'_>) -> Decoded<(&'static str, Option<Logic>, bool)> {
     let name = d.one_of(RELATIONS).ok_or("the relation is not known")?;
     let logic = d.one_of(&["and", "or", "xor"]).map(|word| match word {
@@ -165,7 +165,7 @@ fn selp(d: &mut Decoder<'_>) -> Decoded<Op> {
     }
 }
 
-/// The first where the third is not negative.
+/// Returns the first operand if the third is not negative, otherwise the second.
 fn slct(d: &mut Decoder<'_>) -> Decoded<Op> {
     let (bits, by) = (d.ty()?.bits(), d.ty()?);
     if bits != 32 {
@@ -215,7 +215,7 @@ pub(super) fn decode(d: &mut Decoder<'_>) -> Decoded<Op> {
             d.from(32)?;
             Ok(Op::Nothing)
         }
-        // Kernels run one after the other here, so what a launch waits for has always happened.
+        // Kernels run one after the other here, so the launches that this waits for have always ended.
         "griddepcontrol" => {
             d.one_of(&["wait", "launch_dependents"]).ok_or("griddepcontrol needs its action")?;
             Ok(Op::Nothing)

@@ -1,4 +1,4 @@
-//! Conversions.
+//! Conversions between types.
 
 use super::Decoded;
 use super::float::{flush, saturate};
@@ -10,9 +10,9 @@ use half::f16;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Mode {
-    /// None is given.
+    /// No rounding mode is given.
     Exact,
-    /// To floats: to the nearest, to zero, down, up.
+    /// Modes of conversions to floats: nearest, toward zero, down, up.
     Rn,
     Rz,
     Rm,
@@ -117,7 +117,7 @@ pub(super) fn decode(d: &mut Decoder<'_>) -> Decoded<Op> {
     }
 }
 
-/// To the nearest, ties to even; what is no number stays none.
+/// Rounds to nearest, ties to even. NaN stays NaN.
 #[inline(always)]
 fn nearest_bf16(bits: u32) -> u32 {
     if bits & 0x7fff_ffff > 0x7f80_0000 {
@@ -126,8 +126,8 @@ fn nearest_bf16(bits: u32) -> u32 {
     bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16
 }
 
-/// Cut to the source's width, extended by its sign or zeros, cut to the destination's. Registers may be wider than
-/// both types.
+/// Truncates to the source's width, extends by its sign or by zeros, and truncates to the destination's
+/// width. Registers may be wider than both types.
 fn integer(d: &mut Decoder<'_>, to: Ty, from: Ty) -> Decoded<Op> {
     let (wide, narrow) = (to.bits(), from.bits());
     let signed = from.signed();
@@ -172,7 +172,7 @@ fn integer(d: &mut Decoder<'_>, to: Ty, from: Ty) -> Decoded<Op> {
             Ok(Op::Narrow { f, d: to_reg, a })
         }
         _ => {
-            // What is left is cut to the smaller of both types, and extended by the sign of the one it is.
+            // The value is truncated to the narrower type and extended by that type's sign.
             let kept = wide.min(narrow);
             let extends = if wide <= narrow { to.signed() } else { signed };
             let f = match (kept, extends, to_bits) {
@@ -189,7 +189,7 @@ fn integer(d: &mut Decoder<'_>, to: Ty, from: Ty) -> Decoded<Op> {
     }
 }
 
-/// Integers beyond the range become its ends, what is no number becomes 0.
+/// Values beyond the integer's range become its limits; NaN becomes 0.
 fn from_float(d: &mut Decoder<'_>, to: Ty, mode: Mode, ftz: bool) -> Decoded<Op> {
     #[inline(always)]
     fn even(value: f32) -> f32 {
@@ -271,7 +271,7 @@ fn to_float(d: &mut Decoder<'_>, from: Ty) -> Decoded<Op> {
     Ok(Op::Unary32 { f, d: to, a: d.from(bits)? })
 }
 
-/// To a whole number that is a float, or only flushed and limited.
+/// Rounds to an integral float, or only flushes and saturates.
 fn round(d: &mut Decoder<'_>, mode: Mode, ftz: bool, sat: bool) -> Decoded<Op> {
     macro_rules! by_mode {
         (|$a:ident| $e:expr) => {

@@ -1,8 +1,9 @@
-//! Floats of 32 and 64 bits: exactly rounded where PTX says so.
+//! 32-bit and 64-bit floats: correctly rounded where PTX requires it.
 //!
-//! The approximate functions (`ex2`, `lg2`, `sin`, `cos`, `tanh`, `rcp.approx`, `rsqrt`, `sqrt.approx`, `div.approx`,
-//! `div.full`) are the host's, correct to about one unit in the last place. Devices are allowed two, and `tanh.approx`
-//! and `sin.approx` there are far coarser: results differ from a device's in the last bits.
+//! The approximate functions (`ex2`, `lg2`, `sin`, `cos`, `tanh`, `rcp.approx`, `rsqrt`, `sqrt.approx`,
+//! `div.approx`, `div.full`) are the host's, correct to about one unit in the last place. Devices may be
+//! off by two units, and their `tanh.approx` and `sin.approx` are far coarser, so a device's results differ
+//! in the last bits.
 
 mod exact;
 mod half;
@@ -15,20 +16,20 @@ use crate::op::Op;
 use exact::Rounding;
 pub(super) use exact::{fused_odd, narrow, sum_odd};
 
-/// A float that is too small for its exponent becomes zero.
+/// Flushes a subnormal float to zero.
 #[inline(always)]
 pub(super) fn flush(value: f32) -> f32 {
     let bits = value.to_bits();
     f32::from_bits(if bits & 0x7f80_0000 == 0 { bits & 0x8000_0000 } else { bits })
 }
 
-/// Between 0 and 1; what is no number becomes 0.
+/// Clamps to 0..1; NaN becomes 0.
 #[inline(always)]
 pub(super) fn saturate(value: f32) -> f32 {
     if value > 0.0 { value.min(1.0) } else { 0.0 }
 }
 
-/// A function of whole warps from one of floats, for each choice of `.ftz` and `.sat`.
+/// Makes a function of warps from a function of floats, for each choice of `.ftz` and `.sat`.
 macro_rules! float {
     ($ftz:expr, $sat:expr, |$($a:ident),+| $e:expr) => {
         match ($ftz, $sat) {
@@ -48,7 +49,7 @@ macro_rules! float {
     };
 }
 
-/// The same for a rounding that is not to the nearest.
+/// The same with a rounding mode.
 macro_rules! rounded {
     ($rounding:expr, $ftz:expr, $sat:expr, |$($a:ident),+| $nearest:expr, $odd:expr) => {
         match $rounding {
@@ -132,7 +133,7 @@ pub(super) fn decode(d: &mut Decoder<'_>) -> Decoded<Op> {
                 }
                 "min" => float!(ftz, false, |a, b| least(a, b)),
                 "max" => float!(ftz, false, |a, b| greatest(a, b)),
-                // The sign comes from the first.
+                // PTX takes the sign from the first operand.
                 "copysign" if !ftz => lanes!(|a: V32, b: V32| -> V32 { a & 0x8000_0000 | b & 0x7fff_ffff }),
                 "div" if mode == Rounding::Nearest && (is_approx || rounding.is_some()) => {
                     float!(ftz, false, |a, b| a / b)
@@ -167,7 +168,7 @@ pub(super) fn decode(d: &mut Decoder<'_>) -> Decoded<Op> {
     }
 }
 
-/// The smaller one; the other if one is no number; of zeros the negative one.
+/// Returns the smaller operand. If one is NaN, returns the other. -0 is smaller than +0.
 #[inline(always)]
 fn least(a: f32, b: f32) -> f32 {
     if a == b {
@@ -179,7 +180,7 @@ fn least(a: f32, b: f32) -> f32 {
     }
 }
 
-/// The larger one; the other if one is no number; of zeros the positive one.
+/// Returns the larger operand. If one is NaN, returns the other. +0 is larger than -0.
 #[inline(always)]
 fn greatest(a: f32, b: f32) -> f32 {
     if a == b {

@@ -70,7 +70,7 @@ pub(super) fn mov(d: &mut Decoder<'_>) -> Decoded<Op> {
     }
 }
 
-/// Whether parts have the width that they must have.
+/// Checks that all parts have the required width.
 fn exact(parts: &[Data], bits: u8) -> Decoded<()> {
     let fits = |part: &Data| match part {
         Data::B16(_) => bits == 16,
@@ -100,7 +100,8 @@ fn space(d: &mut Decoder<'_>) -> Space {
     }
 }
 
-/// Modifiers that say how to cache and how to order: lock-step keeps every order, and there is no cache.
+/// Takes cache and ordering modifiers. They have no effect: lock-step execution keeps every order, and
+/// there is no cache.
 fn hints(d: &mut Decoder<'_>) {
     d.one_of(&["weak", "volatile", "relaxed", "acquire", "release", "acq_rel"]);
     d.one_of(&["cta", "gpu", "sys", "cluster"]);
@@ -207,7 +208,7 @@ fn atomic(d: &mut Decoder<'_>, returns: bool) -> Decoded<Op> {
     Ok(Op::Atomic(Box::new(Atomic { op, ty: kind, space, bytes: bits / 8, address, to, operand, swap })))
 }
 
-/// Between a space's own addresses and generic ones.
+/// Converts between addresses of a space and generic ones.
 fn cvta(d: &mut Decoder<'_>) -> Decoded<Op> {
     let back = d.word("to");
     let space = space(d);

@@ -1,4 +1,5 @@
-//! An instruction's words and operands, taken one by one: what nobody took makes it unknown.
+//! Words and operands of an instruction, taken one by one. Untaken words or operands make the instruction
+//! unknown.
 
 use super::Decoded;
 use super::ty::Ty;
@@ -6,10 +7,10 @@ use crate::ast::{File, Number, Operand, Raw, Reg, Space, Special};
 use crate::op::{Address, Condition, Data};
 use std::collections::HashMap;
 
-/// Registers that hold constants and what the machine sets. They come after the kernel's own.
+/// Registers for constants and special registers. They follow the kernel's own registers.
 #[derive(Debug)]
 pub(super) struct Constants {
-    /// How many there are of 32 bits, of 64 bits and of predicates.
+    /// Number of registers: `[32 bits, 64 bits, predicates]`.
     pub(super) registers: [u32; 3],
     values32: HashMap<u32, u32>,
     values64: HashMap<u64, u32>,
@@ -66,10 +67,10 @@ impl Constants {
     }
 }
 
-/// One instruction while it is decoded.
+/// An instruction that is being decoded.
 pub(super) struct Decoder<'a> {
     raw: &'a Raw,
-    /// Modifiers after the opcode's first word; `None` where one was taken.
+    /// Modifiers after the opcode's first word; `None` for taken ones.
     words: Vec<Option<&'a str>>,
     taken: usize,
     constants: &'a mut Constants,
@@ -96,12 +97,12 @@ impl<'a> Decoder<'a> {
         self.raw.opcode.split('.').next().unwrap_or_default()
     }
 
-    /// Whether any type among the modifiers is one of floats.
+    /// Whether a modifier is a float type.
     pub(super) fn is_float(&self) -> bool {
         self.words.iter().flatten().any(|word| Ty::read(word).is_some_and(Ty::is_float))
     }
 
-    /// Takes a modifier if it is there.
+    /// Takes a modifier if it is present.
     pub(super) fn word(&mut self, word: &str) -> bool {
         match self.words.iter_mut().find(|w| **w == Some(word)) {
             Some(found) => {
@@ -142,14 +143,14 @@ impl<'a> Decoder<'a> {
         self.raw.operands.len() - self.taken
     }
 
-    /// The next operand as it stands.
+    /// Takes the next operand.
     pub(super) fn operand(&mut self) -> Decoded<&'a Operand> {
         let operand = self.raw.operands.get(self.taken).ok_or("an operand is missing")?;
         self.taken += 1;
         Ok(operand)
     }
 
-    /// A register to write, of 16 or 32 bits.
+    /// Takes a register to write.
     pub(super) fn to(&mut self, bits: u8) -> Decoded<u32> {
         let operand = self.operand()?;
         self.target(operand, bits)
@@ -168,7 +169,7 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// A value to read, of 16, 32 or 64 bits.
+    /// Takes a value to read, of 16, 32 or 64 bits.
     pub(super) fn from(&mut self, bits: u8) -> Decoded<u32> {
         let operand = self.operand()?;
         self.source(operand, bits)
@@ -200,12 +201,12 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// A register of this width, constant.
+    /// Returns a 32-bit register with a constant.
     pub(super) fn constant32(&mut self, value: u32) -> u32 {
         self.constants.value32(value)
     }
 
-    /// The width of an operand's register, which may be more than that of its type.
+    /// Returns the width of an operand's register, which may be larger than that of its type.
     pub(super) fn register_bits(&self, index: usize, least: u8) -> Decoded<u8> {
         let bits = match self.raw.operands.get(index) {
             Some(Operand::Reg(Reg { file: File::B16, .. })) => 16,
@@ -217,7 +218,7 @@ impl<'a> Decoder<'a> {
         if bits < least { Err(format!("a register of {bits} bits for {least}")) } else { Ok(bits) }
     }
 
-    /// A variable's space and address.
+    /// Returns a variable's space and address.
     fn variable(&self, operand: &Operand) -> Decoded<(Space, u64)> {
         match operand {
             &Operand::Variable(space, at) => Ok((space, at)),
@@ -232,7 +233,7 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// A number that must stand in the text.
+    /// Takes a literal number.
     pub(super) fn number(&mut self) -> Decoded<u64> {
         match self.operand()? {
             Operand::Number(Number::Int(value)) => Ok(*value),
@@ -259,7 +260,7 @@ impl<'a> Decoder<'a> {
         })
     }
 
-    /// Data of an access: elements of `bits` in registers that may be wider.
+    /// Returns the register of an access with elements of `bits`. The register may be wider.
     pub(super) fn data(&mut self, operand: &Operand, bits: u8, written: bool) -> Decoded<Option<Data>> {
         Ok(Some(match operand {
             Operand::Sink if written => return Ok(None),
@@ -272,8 +273,8 @@ impl<'a> Decoder<'a> {
         }))
     }
 
-    /// `[...]`, in the space that the opcode names: that of a variable wins over it, as parameters of functions lie in
-    /// local memory here.
+    /// Takes `[...]` in the space that the opcode names. A variable's own space has precedence, because
+    /// function parameters are in local memory here.
     pub(super) fn address(&mut self, space: Space) -> Decoded<(Space, Address)> {
         let operand = self.operand()?;
         let Operand::Memory(base, offset) = operand else {
@@ -324,7 +325,7 @@ impl<'a> Decoder<'a> {
     }
 }
 
-/// Looks a label up in the scopes that it could belong to: `label@3.2.0`.
+/// Looks up a label in the scopes that it may belong to: `label@3.2.0`.
 fn in_scopes<T>(name: &str, find: impl Fn(&str) -> Option<T>) -> Decoded<T> {
     let (label, scopes) = name.rsplit_once('@').ok_or("a label without a scope")?;
     scopes

@@ -1,4 +1,4 @@
-//! Matrix products of a warp, and copies that go on beside it.
+//! Matrix products of a warp, and asynchronous copies.
 
 use super::Decoded;
 use super::operands::Decoder;
@@ -39,7 +39,7 @@ pub(super) fn product(d: &mut Decoder<'_>) -> Decoded<Op> {
         (Ty::S(32), Ty::S(32)) if integers(a) && integers(b) => Sum::S32,
         _ => return Err(format!("sums of {to:?} and {c:?} of these factors")),
     };
-    // Values of a register; four lanes hold a row of them.
+    // Values per register; four lanes hold a row.
     let each = a.in_register();
     let steps = k / (4 * each);
     if k % (4 * each) != 0 || !(1..=2).contains(&steps) {
@@ -56,7 +56,7 @@ pub(super) fn product(d: &mut Decoder<'_>) -> Decoded<Op> {
     })))
 }
 
-/// So many registers of 32 bits, alone or between braces.
+/// Parses `count` 32-bit registers, single or in braces.
 fn list(d: &mut Decoder<'_>, count: usize, written: bool) -> Decoded<Vec<u32>> {
     let operands = match d.operand()? {
         Operand::List(list) => list.as_slice(),
@@ -88,7 +88,7 @@ pub(super) fn load_matrix(d: &mut Decoder<'_>) -> Decoded<Op> {
     Ok(Op::LoadMatrix(Box::new(LoadMatrix { d: to, address, transposed })))
 }
 
-/// `cp.async` and what waits for it.
+/// `cp.async` and its waits.
 pub(super) fn copy(d: &mut Decoder<'_>) -> Decoded<Op> {
     if !d.word("async") {
         return Err("only cp.async is known".into());

@@ -1,6 +1,5 @@
-//! Types as opcodes name them.
+//! Types of operands, as opcodes name them.
 
-/// The type of an operand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Ty {
     Pred,

@@ -1,4 +1,4 @@
-//! What lanes of a warp tell each other.
+//! Communication between the lanes of a warp.
 
 use super::Decoded;
 use super::operands::Decoder;

@@ -1,5 +1,5 @@
-//! Copies from global into shared memory that go on beside the warp. What they bring is not there before it was waited
-//! for, however long that takes.
+//! Asynchronous copies from global to shared memory. The data is not visible before the warp has waited for
+//! it, however long that takes.
 
 use super::{Block, Run};
 use crate::FaultKind;
@@ -23,7 +23,7 @@ impl Block<'_> {
             if !from.is_multiple_of(bytes as u64) {
                 return Err((FaultKind::Misaligned { space: "global", address: from, bytes }, lane));
             }
-            // Fewer bytes than the copy has need not be a power of two: they are read one by one.
+            // A partial copy need not have a power of two bytes, so its bytes are read one by one.
             let mut data = [0; 16];
             if read == bytes {
                 self.read(warp, Space::Global, from, &mut data[..bytes], who, lane, &mut hint)?;
@@ -39,7 +39,7 @@ impl Block<'_> {
         Ok(())
     }
 
-    /// Brings what all but the last groups hold, or everything.
+    /// Completes all copies except those of the last `keep` groups. `None` completes all.
     pub(super) fn copy_wait(&mut self, warp: &mut Warp, keep: Option<u32>, mask: u32) -> Run<()> {
         let who = self.who(warp);
         let groups = warp.copies.groups;

@@ -1,4 +1,4 @@
-//! What goes through each lane alone: packed values, loads, stores, atomics.
+//! Operations that process each lane separately: packed values, loads, stores, atomics.
 
 use super::{Block, Run};
 use crate::FaultKind;
@@ -43,7 +43,7 @@ pub(super) fn unpack(warp: &mut Warp, a: Data, parts: &[Option<Data>], mask: u32
     }
 }
 
-/// A value of so many bytes, little-endian.
+/// Reads a little-endian value of up to eight bytes.
 fn value(bytes: &[u8]) -> u64 {
     let mut all = [0; 8];
     all[..bytes.len()].copy_from_slice(bytes);
@@ -55,7 +55,7 @@ fn sign_extended(value: u64, bytes: u8) -> u64 {
     ((value << shift) as i64 >> shift) as u64
 }
 
-/// With its sign, if it has one.
+/// Extends the value by its sign if the element is signed.
 #[inline(always)]
 fn extended(value: u64, element: Element) -> u64 {
     if element.signed { sign_extended(value, element.bytes) } else { value }
@@ -67,7 +67,7 @@ fn word(bytes: &[u8], at: usize) -> u32 {
     u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
 }
 
-/// The bytes of all lanes, if each lane's single element follows the one before.
+/// Returns the bytes of all lanes if each lane has a single element and they are consecutive.
 fn in_a_row<'a>(places: &V64, bytes: &'a [u8], total: usize, size: usize) -> Option<&'a [u8]> {
     if total != size {
         return None;
@@ -94,7 +94,7 @@ impl Warp {
         let base = self.lane(address.base, lane);
         match address.base {
             Data::B64(_) => base.wrapping_add_signed(address.offset),
-            // Addresses of 32 bits stay in them.
+            // 32-bit addresses wrap around within 32 bits.
             _ => u64::from((base as u32).wrapping_add(address.offset as u32)),
         }
     }
@@ -126,8 +126,9 @@ impl Block<'_> {
         Ok(())
     }
 
-    /// A load of global memory in one go: all lanes in one allocation, at places that were written and that no
-    /// other block stored to. Otherwise nothing happens, and each lane must be looked at.
+    /// Loads from global memory at once if all lanes read written bytes of one allocation that no other
+    /// block stored to. Otherwise does nothing and returns `false`; then the lanes must be processed one by
+    /// one.
     fn gather(&mut self, warp: &mut Warp, access: &Access, mask: u32) -> bool {
         let size = usize::from(access.element.bytes);
         let total = size * access.data.len();
@@ -198,7 +199,7 @@ impl Block<'_> {
         Ok(())
     }
 
-    /// The counterpart of [`Self::gather`].
+    /// The store that corresponds to [`Self::gather`].
     fn scatter(&mut self, warp: &Warp, access: &Access, mask: u32) -> bool {
         let size = usize::from(access.element.bytes);
         let total = size * access.data.len();
@@ -290,7 +291,7 @@ impl Block<'_> {
             Space::Global => {
                 let index = self.global(address, bytes, lane, &mut None)?;
                 let allocation = self.memory.allocation(index);
-                // The same value twice is no harm.
+                // Writing the value that is already there is harmless.
                 if let Some(block) = self.stranger(allocation, address, bytes)
                     && allocation.get(address, bytes) != from
                 {
@@ -319,14 +320,14 @@ impl Block<'_> {
         Ok(())
     }
 
-    /// Another block that stored there before, in an order that nothing ensures.
+    /// Returns another block that stored there before, if nothing orders the two accesses.
     fn stranger(&self, allocation: &Allocation, address: u64, bytes: usize) -> Option<u32> {
         let visitor = self.memory.visitor(self.number);
         let found = allocation.stranger(allocation.place(address), bytes, visitor);
         found.filter(|_| !self.synchronised)
     }
 
-    /// The allocation that an access of global memory lies in.
+    /// Returns the index of the allocation that contains an access of global memory.
     fn global(&self, address: u64, bytes: usize, lane: usize, hint: &mut Option<usize>) -> Run<usize> {
         if !address.is_multiple_of(bytes as u64) {
             return Err((FaultKind::Misaligned { space: "global", address, bytes }, lane));
@@ -387,7 +388,7 @@ fn met(access: &'static str, address: u64, block: u32) -> FaultKind {
     FaultKind::Race { space: "global", address, access, other }
 }
 
-/// What an atomic leaves behind.
+/// Returns the value that an atomic operation stores.
 fn combined(atomic: &Atomic, old: u64, operand: u64, swap: Option<u64>) -> u64 {
     let signed = |value: u64| sign_extended(value, atomic.bytes) as i64;
     match (atomic.op, atomic.ty) {
@@ -439,7 +440,7 @@ fn each_half(a: u64, b: u64, f: impl Fn(u16, u16) -> u16) -> u64 {
     low | u64::from(f((a >> 16) as u16, (b >> 16) as u16)) << 16
 }
 
-/// Where an address of local memory lies in the warp's.
+/// Returns the offset of a local-memory address in the warp's local memory.
 fn local(warp: &Warp, address: u64, bytes: usize, lane: usize) -> Run<usize> {
     let each = warp.local.len() / crate::lanes::LANES;
     if !address.is_multiple_of(bytes as u64) {

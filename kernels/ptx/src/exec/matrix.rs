@@ -1,5 +1,5 @@
-//! Matrix products of a warp. Floats are multiplied and added exactly as far as 64 bits go, and rounded once; devices
-//! add in an order of their own and drop bits on the way, so their last bits differ.
+//! Matrix products of a warp. Floats are multiplied and added in 64 bits and rounded once. Devices add in
+//! another order and drop bits on the way, so their last bits differ.
 
 use super::{Block, Run};
 use crate::FaultKind;
@@ -8,9 +8,11 @@ use crate::op::{Factor, LoadMatrix, MatrixProduct, Sum};
 use crate::warp::Warp;
 use half::{bf16, f16};
 
-/// Rows and columns of a product, and the most that a row of the first factor has.
+/// Rows of a product.
 const ROWS: usize = 16;
+/// Columns of a product.
 const COLUMNS: usize = 8;
+/// Most values of a row of the first factor.
 const DEPTH: usize = 32;
 
 fn all_lanes(what: &'static str, mask: u32) -> Run<()> {
@@ -21,7 +23,7 @@ fn all_lanes(what: &'static str, mask: u32) -> Run<()> {
     Err((kind, (!mask).trailing_zeros() as usize))
 }
 
-/// One value of a register.
+/// Returns one value of a register.
 fn value(factor: Factor, register: u32, at: usize) -> f64 {
     match factor {
         Factor::F16 => f16::from_bits((register >> (16 * at)) as u16).to_f64(),
@@ -58,7 +60,7 @@ pub(super) fn product(warp: &mut Warp, product: &MatrixProduct, mask: u32) -> Ru
     for lane in 0..LANES {
         for (i, out) in out.iter_mut().enumerate() {
             let (row, column) = (lane / 4 + 8 * (i / 2), lane % 4 * 2 + i % 2);
-            // Sums of 32 products of bytes, and of exact products of halves, fit in 64 bits.
+            // Sums of 32 products of bytes and of exact products of halves fit 64 bits.
             let dot: f64 = (0..depth).map(|k| first[row][k] * second[column][k]).sum();
             out[lane] = match sum {
                 Sum::F32 => ((dot + f64::from(f32::from_bits(warp.v32(c[i])[lane]))) as f32).to_bits(),
@@ -81,7 +83,8 @@ pub(super) fn product(warp: &mut Warp, product: &MatrixProduct, mask: u32) -> Ru
 }
 
 impl Block<'_> {
-    /// Lane `8 m + r` gives the address of row `r` of matrix `m`; each lane gets two neighbours of each matrix.
+    /// Lane `8 m + r` provides the address of row `r` of matrix `m`. Each lane receives two adjacent values
+    /// of each matrix.
     pub(super) fn load_matrix(&mut self, warp: &mut Warp, load: &LoadMatrix, mask: u32) -> Run<()> {
         all_lanes("ldmatrix.sync", mask)?;
         let who = self.who(warp);

@@ -1,4 +1,4 @@
-//! Shuffles, votes, matches.
+//! Shuffles, votes and matches.
 
 use super::Run;
 use crate::FaultKind;
@@ -6,7 +6,8 @@ use crate::lanes::{LANES, V32, each};
 use crate::op::{Condition, Data, Shuffle, Vote};
 use crate::warp::Warp;
 
-/// The lanes that each lane names as taking part: all of them must be here, and it must be one of them.
+/// Returns the member mask that each lane names. All of its lanes must be active, and it must include the
+/// lane itself.
 pub(super) fn members(warp: &Warp, what: &'static str, register: u32, mask: u32) -> Run<V32> {
     let named = *warp.v32(register);
     if named == [mask; LANES] {

@@ -1,4 +1,4 @@
-//! What stands between a function's braces. Calls are replaced by the body of what is called.
+//! Parser of function bodies. Calls are inlined.
 
 use super::scope::{self, Named, Scope};
 use super::{Header, ModuleVariable, Parser, number};
@@ -7,20 +7,20 @@ use crate::ast::{File, Function, Number, Operand, Raw, Reg, Space};
 use crate::lex::{Placed, Token};
 use std::collections::HashMap;
 
-/// Calls inside of calls; more is taken for recursion, which is not served.
+/// Most nested calls. Deeper nesting is taken for recursion, which is not supported.
 const MAX_DEPTH: usize = 16;
-/// Instructions of a kernel with all that it calls.
+/// Most instructions of a kernel, including inlined functions.
 const MAX_CODE: usize = 1 << 20;
 
-/// A body as it grows.
+/// A body that is being parsed.
 struct Body {
     function: Function,
     scopes: Vec<Scope>,
-    /// Variables of the module that the kernel has named so far.
+    /// Module variables that the kernel has used so far.
     outside: HashMap<String, Operand>,
     next_scope: u32,
     source: (u32, u32),
-    /// Functions that are being read into this one, and where each goes on after its return.
+    /// Functions that are being inlined, with the label after each call.
     calls: Vec<Call>,
 }
 
@@ -52,7 +52,7 @@ impl Body {
         }
     }
 
-    /// A place in the function's own memory, for variables and for parameters of what it calls.
+    /// Allocates local memory for variables and for parameters of calls.
     fn local(&mut self, bytes: u64, align: u32) -> u64 {
         let offset = self.function.local_bytes.checked_next_multiple_of(align).unwrap_or(u32::MAX);
         self.function.local_bytes = offset.saturating_add(bytes as u32);
@@ -65,7 +65,8 @@ impl Body {
         u64::from(offset)
     }
 
-    /// Labels may be used before they stand: all that they could mean from here, innermost first.
+    /// Labels may be used before their definition, so this lists all scopes that the label may belong to,
+    /// innermost first.
     fn label_in_scope(&self, label: &str) -> String {
         let scopes: Vec<_> = self.scopes.iter().rev().map(|scope| scope.id.to_string()).collect();
         format!("{label}@{}", scopes.join("."))
@@ -73,7 +74,7 @@ impl Body {
 }
 
 impl Parser<'_> {
-    /// Reads a kernel's body, its parameters bound to names.
+    /// Parses a kernel's body with its parameters bound to names.
     pub(super) fn body(
         &mut self,
         function: Function,
@@ -91,7 +92,7 @@ impl Parser<'_> {
         Ok(body.function)
     }
 
-    /// Up to the brace that closes the body.
+    /// Parses up to the brace that closes the body.
     fn statements(&mut self, body: &mut Body) -> Result<(), PtxError> {
         body.open();
         let depth = body.scopes.len();
@@ -137,7 +138,7 @@ impl Parser<'_> {
         }
     }
 
-    /// `.loc file line column` and perhaps where it was inlined.
+    /// `.loc file line column`, optionally with the location of inlining.
     fn loc(&mut self, body: &mut Body, line: u32) -> Result<(), PtxError> {
         let (file, source_line) = (self.integer()? as u32, self.integer()? as u32);
         if source_line != 0 {
@@ -308,7 +309,7 @@ impl Parser<'_> {
             Operand::Variable(space, at) => Operand::Variable(space, at.wrapping_add_signed(offset)),
             Operand::Global(number, at) => Operand::Global(number, at.wrapping_add(offset)),
             Operand::Dynamic(at) => Operand::Dynamic(at.wrapping_add(offset)),
-            // Only inside of brackets; anywhere else the decoder refuses it.
+            // Valid only inside brackets; elsewhere the decoder refuses it.
             other => Operand::Memory(Box::new(other), offset),
         })
     }
@@ -340,7 +341,7 @@ impl Parser<'_> {
             Some(ModuleVariable::DynamicShared) => Operand::Dynamic(0),
             Some(&ModuleVariable::Global(number)) => Operand::Global(number, 0),
             Some(&ModuleVariable::Const(offset)) => Operand::Variable(Space::Const, offset),
-            // Its place in the kernel's shared memory is given when the kernel first names it.
+            // Its address in the kernel's shared memory is assigned at the first use.
             Some(&ModuleVariable::Shared { align, bytes }) => {
                 Operand::Variable(Space::Shared, body.shared(bytes, align))
             }
@@ -350,8 +351,8 @@ impl Parser<'_> {
         Ok(variable)
     }
 
-    /// `call.uni (result), function, (argument, ...);`: the function's statements come in its place. Parameters are
-    /// places in the caller's own memory, which the function reads and writes under its own names.
+    /// `call.uni (result), function, (argument, ...);`: inlines the function's statements. Parameters are
+    /// addresses in the caller's local memory, which the function accesses by its own names.
     fn call(&mut self, body: &mut Body, guard: Option<(Reg, bool)>) -> Result<(), PtxError> {
         if guard.is_some() {
             return Err(self.error("calls under a predicate are not known"));
@@ -374,7 +375,7 @@ impl Parser<'_> {
             return Err(self.error(format!("{name} takes other arguments")));
         }
         let (back, source) = (self.at, body.source);
-        // Nothing of the caller's is visible to the function.
+        // The function does not see the caller's names.
         let outer = std::mem::take(&mut body.scopes);
         body.open();
         let id = body.scopes.last().map_or(0, |scope| scope.id);
@@ -394,7 +395,7 @@ impl Parser<'_> {
         Ok(())
     }
 
-    /// `(a, b)`: places in the caller's memory.
+    /// `(a, b)`: addresses in the caller's local memory.
     fn arguments(&mut self, body: &mut Body) -> Result<Vec<u64>, PtxError> {
         self.expect('(')?;
         let mut out = Vec::new();

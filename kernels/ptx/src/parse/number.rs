@@ -1,11 +1,11 @@
-//! Numbers as PTX writes them.
+//! Parser of PTX numbers.
 
 use super::Parser;
 use crate::PtxError;
 use crate::ast::Number;
 use crate::lex::Token;
 
-/// What a word says, if it is a number.
+/// Parses a word. Returns `None` if it is not a number.
 pub(super) fn read(word: &str) -> Option<Number> {
     if !word.starts_with(|c: char| c.is_ascii_digit()) {
         return None;
@@ -33,7 +33,7 @@ pub(super) fn read(word: &str) -> Option<Number> {
     digits.parse().ok().map(Number::Int)
 }
 
-/// The same with the other sign.
+/// Returns the negated number.
 fn negative(number: Number) -> Number {
     match number {
         Number::Int(value) => Number::Int(value.wrapping_neg()),
@@ -42,7 +42,7 @@ fn negative(number: Number) -> Number {
     }
 }
 
-/// As data of so many bytes; `None` if it does not fit.
+/// Returns the number as data of `bytes` bytes, or `None` if it does not fit.
 pub(super) fn bits(number: Number, bytes: u32) -> Option<u64> {
     match (number, bytes) {
         (Number::Int(value), 8) => Some(value),
@@ -58,7 +58,7 @@ pub(super) fn bits(number: Number, bytes: u32) -> Option<u64> {
 }
 
 impl Parser<'_> {
-    /// A number with its sign.
+    /// Parses a number with its sign.
     pub(super) fn number(&mut self) -> Result<Number, PtxError> {
         match self.next()? {
             Token::Mark('-') => Ok(negative(self.number()?)),
@@ -67,7 +67,7 @@ impl Parser<'_> {
         }
     }
 
-    /// A number that is not negative.
+    /// Parses a number that is not negative.
     pub(super) fn integer(&mut self) -> Result<u64, PtxError> {
         match self.number()? {
             Number::Int(value) if value < 1 << 40 => Ok(value),

@@ -1,9 +1,9 @@
-//! What names mean inside of a body.
+//! Scopes of names inside a body.
 
 use crate::ast::{File, Operand, Reg, Space, Special};
 use std::collections::HashMap;
 
-/// What a name stands for.
+/// Meaning of a name.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Named {
     Register(Reg),
@@ -12,14 +12,14 @@ pub(super) enum Named {
 
 #[derive(Debug, Default)]
 pub(super) struct Scope {
-    /// Tells labels of different scopes apart.
+    /// Distinguishes labels of different scopes.
     pub(super) id: u32,
     pub(super) names: HashMap<String, Named>,
-    /// `%r<9>`: the first one, and how many there are.
+    /// `%r<9>`: the first register and the number of registers.
     pub(super) rows: HashMap<String, (Reg, u32)>,
 }
 
-/// A name's meaning in the innermost scope that knows it.
+/// Looks up a name, innermost scope first.
 pub(super) fn find(scopes: &[Scope], name: &str) -> Option<Operand> {
     let prefix = name.trim_end_matches(|c: char| c.is_ascii_digit());
     let digits = &name[prefix.len()..];
@@ -38,7 +38,7 @@ pub(super) fn find(scopes: &[Scope], name: &str) -> Option<Operand> {
     None
 }
 
-/// The file of a declared register; `None` of a type that registers cannot have here.
+/// Returns the file of a declared register, or `None` for an unsupported type.
 pub(super) fn file(ty: &str) -> Option<File> {
     Some(match ty {
         ".pred" => File::Pred,
@@ -49,7 +49,7 @@ pub(super) fn file(ty: &str) -> Option<File> {
     })
 }
 
-/// Registers that the machine sets.
+/// Returns a special register, which the machine sets.
 pub(super) fn special(name: &str) -> Option<Special> {
     let axis = |name: &str| match name {
         "x" => Some(0),

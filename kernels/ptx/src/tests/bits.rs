@@ -1,4 +1,4 @@
-//! Bits.
+//! Tests of bit operations.
 
 use super::{table_pred, table16, table32, table64};
 
@@ -57,7 +57,7 @@ fn functions_by_table() {
     table32("lop3.b32 %d, %a0, %a1, %a2, 0xFE;", &[&[a, b, c, 0xfe]]);
     table32("lop3.b32 %d, %a0, %a1, %a2, 0x80;", &[&[a, b, c, 0x80]]);
     table32("lop3.b32 %d, %a0, %a1, %a2, 0x6A;", &[&[a, b, c, 0x6a]]);
-    // With these inputs a table of eight bits without row 0 comes out as itself.
+    // With these inputs, the result equals the table, for 8-bit tables without row 0.
     for table in [0x02, 0x1e, 0x38, 0x5a, 0xac, 0xe4, 0xca] {
         table32(&format!("lop3.b32 %d, %a0, %a1, %a2, {table};"), &[&[a, b, c, table]]);
     }
@@ -74,7 +74,7 @@ fn permutations_of_bytes() {
             &[a, b, 0x7654, b],
             &[a, b, 0x0123, 0x0011_2283],
             &[a, b, 0x5140, 0x5511_4400],
-            // The sign of a byte, eight times.
+            // The sign of a byte, repeated.
             &[a, b, 0xb9a8, 0xff00_0000],
         ],
     );

@@ -1,4 +1,4 @@
-//! Comparisons, jumps, calls.
+//! Tests of comparisons, jumps and calls.
 
 use super::{Rig, table_pred, table32, table64};
 
@@ -16,7 +16,7 @@ fn relations_of_integers() {
     table_pred("setp.le.u16 %q, %h0, %h1;", &[&[1, 0xffff, 1]]);
     table_pred("setp.gt.u64 %q, %x0, %x1;", &[&[2, 1, 1]]);
     table_pred("setp.lt.s64 %q, %x0, -1;", &[&[2, 0]]);
-    // With another condition, and the opposite beside it.
+    // Combined with another condition, and with the opposite result in the second predicate.
     table_pred(
         "setp.ne.u32 %q1, %a2, 0; setp.lt.and.u32 %q, %a0, %a1, %q1;",
         &[&[1, 2, 1, 1], &[1, 2, 0, 0]],
@@ -75,8 +75,9 @@ fn selections() {
 }
 
 #[test]
-fn lanes_part_and_meet_again() {
-    // 3 if a0 is odd, else a0 steps of a loop; then all of them add what lanes of the whole warp agree on.
+fn diverged_lanes_reconverge() {
+    // 3 if a0 is odd, otherwise a0 iterations of a loop. Then all lanes add a value of the reconverged
+    // warp.
     let body = "
         and.b32 %d, %a0, 1; setp.eq.u32 %q, %d, 0; @%q bra EVEN;
         mov.u32 %d, 3; bra DONE;
@@ -100,7 +101,7 @@ fn tables_of_labels() {
 }
 
 #[test]
-fn names_belong_to_their_braces() {
+fn names_are_local_to_their_braces() {
     let body = "
         mov.u32 %d, 1;
         { .reg .b32 %d; mov.u32 %d, 7; setp.ne.u32 %q, %a0, 0; @%q bra SKIP; add.u32 %a1, %a1, %d; SKIP: }
@@ -139,7 +140,7 @@ fn functions_are_called() {
 }
 
 #[test]
-fn places_in_the_grid() {
+fn grid_and_block_indices() {
     let text = ".visible .entry k(.param .u64 to) {
         .reg .b64 %rd<4>; .reg .b32 %r<20>;
         ld.param.u64 %rd1, [to];

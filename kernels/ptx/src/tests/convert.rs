@@ -1,4 +1,4 @@
-//! Conversions.
+//! Tests of conversions.
 
 use super::{table16, table32, table64};
 
@@ -40,7 +40,7 @@ fn floats_become_integers() {
     table64("cvt.rzi.s64.f32 %y, %a0;", &[&[u64::from(f(-3.9)), 3u64.wrapping_neg()]]);
     table64("cvt.rzi.u64.f32 %y, %a0;", &[&[u64::from(f(3.9)), 3]]);
     table16("cvt.rni.s16.f32 %h, %a0;", &[&[f(-40000.0), 0x8000], &[f(-3.0), 0xfffd]]);
-    // Eight bits are limited too, and extended in their register.
+    // 8-bit results are clamped too, and extended in their register.
     table32("cvt.rni.s8.f32 %d, %a0;", &[&[f(-300.0), minus(128)], &[f(300.0), 127], &[f(-5.5), minus(6)]]);
     table32("cvt.rni.u8.f32 %d, %a0;", &[&[f(300.0), 255], &[f(-5.0), 0]]);
     table32("cvt.rzi.s32.f64 %d, %x0;", &[&[0, 0]]);

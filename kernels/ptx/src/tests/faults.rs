@@ -1,9 +1,9 @@
-//! Every check against a kernel that breaks it.
+//! Every check with a kernel that violates it.
 
 use super::{HEAD, Rig};
 use crate::{FaultKind, Launch, Limits, Machine, RunError};
 
-/// The fault of a launch, which must have one.
+/// Returns the fault of a launch. Panics if there is none.
 fn fault(result: Result<crate::Counts, RunError>) -> crate::Fault {
     match result {
         Err(RunError::Fault(fault)) => *fault,
@@ -11,7 +11,7 @@ fn fault(result: Result<crate::Counts, RunError>) -> crate::Fault {
     }
 }
 
-/// A kernel with a pointer in `%rd1`, the thread in `%r1`, 64 words of shared memory, and lines of a source.
+/// A kernel with a pointer in `%rd1`, the thread in `%r1`, 64 words of shared memory, and source lines.
 fn kernel(body: &str) -> String {
     format!(
         ".visible .entry k(.param .u64 p) {{
@@ -32,7 +32,7 @@ fn run(body: &str, threads: u32) -> Result<crate::Counts, RunError> {
 }
 
 #[test]
-fn a_tail_read_past_the_end_is_named() {
+fn a_read_past_the_end_is_reported() {
     let found = fault(run(".loc 1 42 1\n ld.global.u32 %r2, [%rd3];", 65));
     assert!(matches!(found.kind, FaultKind::OutOfBounds { bytes: 4, .. }), "{found}");
     assert_eq!((found.block, found.thread), ([0; 3], [64, 0, 0]));
@@ -49,7 +49,7 @@ fn a_tail_read_past_the_end_is_named() {
 }
 
 #[test]
-fn a_missing_barrier_is_named() {
+fn a_missing_barrier_is_reported() {
     let body = |barrier: &str| {
         format!(
         ".loc 1 20 1\n st.shared.u32 [%rd5], %r1;\n {barrier}
@@ -58,14 +58,14 @@ fn a_missing_barrier_is_named() {
     };
     run(&body("bar.sync 0;"), 64).unwrap();
     let found = fault(run(&body(""), 64));
-    // Whichever warp comes second sees it: as a race, or as a word that nobody wrote yet.
+    // The second warp detects it, either as a race or as a read of an unwritten word.
     let message = found.to_string();
     assert!(
         matches!(found.kind, FaultKind::Unwritten { space: "shared", .. } | FaultKind::Race { .. }),
         "{message}"
     );
     assert!(message.contains("kernel.cu:22"), "{message}");
-    // With words that were written before, it is a race, and both places are named.
+    // If the words were written before, it is a race, and the message names both locations.
     let message = fault(run(&format!("st.shared.u32 [%rd5], 0; bar.sync 0; {}", body("")), 64)).to_string();
     for part in ["race at", "shared memory", "kernel.cu:20", "kernel.cu:22", "st.shared.u32"] {
         assert!(message.contains(part), "{message}");
@@ -77,19 +77,19 @@ fn two_warps_that_write_one_word_race() {
     let found = fault(run("st.shared.u32 [s], %r1;", 64));
     assert!(matches!(found.kind, FaultKind::Race { access: "write", .. }), "{found}");
     run("st.shared.u32 [s], 5;", 32).unwrap();
-    // Bytes of one word are apart.
+    // Different bytes of one word do not race.
     run(
         "add.s64 %rd6, %rd4, %rd2; cvt.u64.u32 %rd7, %r1; add.s64 %rd7, %rd4, %rd7; st.shared.u8 [%rd7], 1;",
         64,
     )
     .unwrap();
-    // Reads before, writes after, nothing between.
+    // Reads, then writes, without a barrier between.
     let body = "st.shared.u32 [%rd5], 0; bar.sync 0; ld.shared.u32 %r2, [s+8]; st.shared.u32 [%rd5], 1;";
     assert!(fault(run(body, 64)).to_string().contains("race"));
 }
 
 #[test]
-fn a_divergent_barrier_is_named() {
+fn a_divergent_barrier_is_reported() {
     let found = fault(run(".loc 1 30 1\n setp.gt.u32 %p1, %r1, 7; @%p1 bra SKIP; bar.sync 0; SKIP:", 32));
     let message = found.to_string();
     assert!(matches!(found.kind, FaultKind::DivergentBarrier { .. }), "{message}");
@@ -98,12 +98,12 @@ fn a_divergent_barrier_is_named() {
     let body = "setp.gt.u32 %p1, %r1, 31; @%p1 bra ELSE;\n .loc 1 33 1\n bar.sync 0;\n bra DONE; ELSE:\n .loc 1 35 1\n bar.sync 0; DONE:";
     let message = fault(run(body, 64)).to_string();
     assert!(message.contains("kernel.cu:33") && message.contains("kernel.cu:35"), "{message}");
-    // Whole warps that left do not count.
+    // Whole warps that have exited do not count.
     run("setp.gt.u32 %p1, %r1, 31; @%p1 exit; bar.sync 0;", 64).unwrap();
 }
 
 #[test]
-fn a_shuffle_after_a_partial_exit_is_named() {
+fn a_shuffle_after_a_partial_exit_is_reported() {
     let body =
         "setp.gt.u32 %p1, %r1, 19; @%p1 exit;\n .loc 1 50 1\n shfl.sync.bfly.b32 %r2, %r1, 16, 31, -1;";
     let found = fault(run(body, 32));
@@ -146,7 +146,7 @@ fn addresses_are_checked() {
 }
 
 #[test]
-fn memory_that_nobody_wrote_or_that_was_freed_is_not_read() {
+fn reads_of_unwritten_or_freed_memory_are_reported() {
     let mut rig = Rig::new(&kernel("ld.global.u32 %r2, [%rd3];"));
     let p = rig.machine.allocate(128).unwrap();
     rig.machine.fill(p, 0, 124).unwrap();
@@ -189,7 +189,7 @@ fn counts_and_coverage() {
     ));
     let p = rig.upload((0..64u32).map(u32::to_le_bytes));
     let counts = rig.launch(48, &[p]).unwrap();
-    // Six before the body, three in it, the end.
+    // Six instructions before the body, three in it, and the end.
     assert_eq!((counts.warp_instructions, counts.lane_instructions), (20, 480));
     assert_eq!((counts.global_read, counts.global_written), (192, 0));
     let uncovered = rig.machine.uncovered(rig.kernel);
@@ -204,7 +204,7 @@ fn counts_and_coverage() {
 }
 
 #[test]
-fn blocks_that_meet_are_named() {
+fn races_between_blocks_are_reported() {
     let rig = |body: &str| {
         let mut rig = Rig::new(&kernel(&format!("mov.u32 %r5, %ctaid.x; {body}")));
         let p = rig.upload((0..64u32).map(u32::to_le_bytes));
@@ -215,24 +215,24 @@ fn blocks_that_meet_are_named() {
     assert!(matches!(found.kind, FaultKind::Race { space: "global", access: "write", .. }), "{message}");
     assert!(message.contains("kernel.cu:80") && message.contains("of block"), "{message}");
     rig("st.global.u32 [%rd3], 7;").unwrap();
-    // Each block its own word, and then its neighbour's.
+    // Each block writes its own word, and then reads its neighbour's.
     let own = "mul.wide.u32 %rd6, %r5, 4; add.s64 %rd6, %rd6, %rd1; st.global.u32 [%rd6], %r5;";
     rig(own).unwrap();
     let next = "xor.b32 %r6, %r5, 1; mul.wide.u32 %rd7, %r6, 4; add.s64 %rd7, %rd7, %rd1; ld.global.u32 %r7, [%rd7];";
     assert!(matches!(fault(rig(&format!("{own} {next}"))).kind, FaultKind::Race { access: "read", .. }));
-    // An atomic may have told it that the other one is done.
+    // An atomic may have told the block that the other one is done.
     rig(&format!("{own} membar.gl; atom.global.add.u32 %r8, [%rd1+128], 1; {next}")).unwrap();
 }
 
 #[test]
-fn a_kernel_without_an_end_is_stopped() {
+fn a_kernel_without_progress_is_stopped() {
     let found =
         fault(run("setp.gt.u32 %p1, %r1, 31; @%p1 bra WAIT; bar.sync 1, 64;\n WAIT: bar.sync 0;", 64));
     assert!(matches!(found.kind, FaultKind::Stuck { .. }), "{found}");
 }
 
 #[test]
-fn orders_come_from_the_seed_and_change_nothing() {
+fn the_order_depends_on_the_seed_and_changes_no_result() {
     let text = kernel(
         "mov.u32 %r5, %ctaid.x; mad.lo.u32 %r6, %r5, 64, %r1; st.shared.u32 [%rd5], %r6; bar.sync 0;
          xor.b32 %r7, %r1, 33; mul.wide.u32 %rd6, %r7, 4; add.s64 %rd6, %rd6, %rd4; ld.shared.u32 %r8, [%rd6];

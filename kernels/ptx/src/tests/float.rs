@@ -1,10 +1,11 @@
-//! Floats.
+//! Tests of floats.
 
 use super::{table_f32, table16, table32, table64};
 
 const INF: f32 = f32::INFINITY;
-/// The smallest normal float, and half of it.
+/// The smallest normal float.
 const LEAST: f32 = f32::MIN_POSITIVE;
+/// A subnormal float.
 const TINY: f32 = LEAST / 2.0;
 /// The distance from 1 to the next float.
 const ULP: f32 = f32::EPSILON;
@@ -29,13 +30,13 @@ fn sums_and_products() {
     table_f32("mul.ftz.f32 %d, %a0, %a1;", &[&[LEAST, 0.5, 0.0], &[-LEAST, 0.5, -0.0], &[TINY, 4.0, 0.0]]);
     table_f32("mul.ftz.sat.f32 %d, %a0, %a1;", &[&[3.0, 3.0, 1.0]]);
     is_nan("add.f32 %d, %a0, %a1;", &[row(&[INF, -INF])]);
-    // What is no number saturates to zero.
+    // NaN saturates to zero.
     table_f32("add.sat.f32 %d, %a0, %a1;", &[&[INF, -INF, 0.0]]);
 }
 
 #[test]
 fn roundings() {
-    // 1 + ULP/4 lies between 1 and its next.
+    // 1 + ULP/4 lies between 1 and the next float.
     let quarter = ULP / 4.0;
     table_f32(
         "add.rz.f32 %d, %a0, %a1;",
@@ -43,7 +44,7 @@ fn roundings() {
     );
     table_f32("add.rp.f32 %d, %a0, %a1;", &[&[1.0, quarter, 1.0 + ULP], &[-1.0, -quarter, -1.0]]);
     table_f32("add.rm.f32 %d, %a0, %a1;", &[&[1.0, quarter, 1.0], &[-1.0, -quarter, -1.0 - ULP]]);
-    // So far apart that even 64 bits cannot hold the sum.
+    // The exact sum does not fit even 64 bits.
     table_f32("add.rp.f32 %d, %a0, %a1;", &[&[1.0, 1e-30, 1.0 + ULP], &[1.0, -1e-30, 1.0]]);
     table_f32("add.rz.f32 %d, %a0, %a1;", &[&[1.0, -1e-30, 1.0 - ULP / 2.0]]);
     // (1 + ULP)^2 = 1 + 2 ULP + ULP^2.
@@ -63,18 +64,19 @@ fn fused_products_are_rounded_once() {
         "fma.rn.f32 %d, %a0, %a1, %a2;",
         &[
             &[2.0, 3.0, 4.0, 10.0],
-            // The product's last bits survive.
+            // The product's last bits are kept.
             &[1.0 + ULP, 1.0 + ULP, -(1.0 + 2.0 * ULP), ULP * ULP],
-            // Midway between two floats and a little more or less: 64 bits alone would go to the even one.
+            // Midway between two floats, and slightly more or less. 64 bits alone would round to the even
+            // one.
             &[1.0 + ULP, 1.0 + ULP / 2.0 * 2.0, 1e-30, 1.0 + 2.0 * ULP],
             &[ULP / 2.0, 1.0, 1.0, 1.0],
             &[ULP / 2.0, 1.0 + ULP, 1.0, 1.0 + ULP],
-            // Results below the normal floats.
+            // Subnormal results.
             &[LEAST, 0.5, TINY, LEAST],
             &[INF, 1.0, 1.0, INF],
         ],
     );
-    // A midpoint that only a far-off third bit decides: x * y = 1 + ULP/2 exactly, z tiny.
+    // A midpoint that only a tiny third operand decides: x * y = 1 + ULP/2 exactly, z tiny.
     let (x, y) = (1.0 + ULP * 4096.0, 1.0 - ULP * 4096.0);
     let product = f64::from(x) * f64::from(y);
     let z = (1.0 - product) as f32;
@@ -82,7 +84,7 @@ fn fused_products_are_rounded_once() {
     {
         table_f32("fma.rn.f32 %d, %a0, %a1, %a2;", &[&[x, y, z, x.mul_add(y, z)]]);
     }
-    // 1.5 * (1 + ULP) = 1.5 + 1.5 ULP lies midway: the sign of what is added decides.
+    // 1.5 * (1 + ULP) = 1.5 + 1.5 ULP lies midway: the sign of the addend decides.
     table_f32(
         "fma.rn.f32 %d, %a0, %a1, %a2;",
         &[
@@ -97,8 +99,8 @@ fn fused_products_are_rounded_once() {
 }
 
 #[test]
-fn fused_products_of_many_values_are_the_hosts() {
-    // A fixed walk through all exponents, against the host's own.
+fn fused_products_of_many_values_equal_the_hosts() {
+    // Pseudo-random bits that cover all exponents, compared with the host's `fma`.
     let mut state = 1u64;
     let mut next = || {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -209,7 +211,7 @@ fn halves() {
     table16("min.f16 %h, %h0, %h1;", &[&[0x3c00, 0x7e00, 0x3c00], &[0x8000, 0x0000, 0x8000]]);
     table16("max.bf16 %h, %h0, %h1;", &[&[0x3f80, 0x4000, 0x4000]]);
     table16("max.NaN.bf16 %h, %h0, %h1;", &[&[0x3f80, 0x7fc0, 0x7fff]]);
-    // bf16 has 8 bits: 1 + 2^-8 lies midway and goes to the even 1; a little more goes up.
+    // bf16 has 8 bits: 1 + 2^-8 lies midway and rounds to the even 1; slightly more rounds up.
     table16(
         "fma.rn.bf16 %h, %h0, %h1, %h2;",
         &[

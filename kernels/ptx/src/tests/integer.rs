@@ -1,4 +1,4 @@
-//! Integers.
+//! Tests of integers.
 
 use super::{refused, table16, table32, table64};
 
@@ -105,7 +105,7 @@ fn dot_products() {
     table32("dp4a.u32.u32 %d, %a0, %a1, %a2;", &[&[0xff03_0201, 0xfe07_0605, 100, 138 + 255 * 254]]);
     table32("dp4a.u32.s32 %d, %a0, %a1, %a2;", &[&[0xff00_0000, 0xfe00_0000, 600, 90]]);
     table32("dp4a.s32.u32 %d, %a0, %a1, %a2;", &[&[0xff00_0000, 0xfe00_0000, 300, 46]]);
-    // Halves 2 and -3 with the bytes 5 and -1 below, 7 and 1 above.
+    // Halves 2 and -3 with the lower bytes 5 and -1 and the upper bytes 7 and 1.
     table32("dp2a.lo.s32.s32 %d, %a0, %a1, %a2;", &[&[0xfffd_0002, 0x0107_ff05, 1, 14]]);
     table32("dp2a.hi.s32.s32 %d, %a0, %a1, %a2;", &[&[0xfffd_0002, 0x0107_ff05, 1, 12]]);
     table32("dp2a.lo.u32.u32 %d, %a0, %a1, %a2;", &[&[0x0003_0002, 0x0107_ff05, 1, 776]]);
@@ -114,7 +114,7 @@ fn dot_products() {
 }
 
 #[test]
-fn what_is_not_known_is_refused_by_name() {
+fn unknown_instructions_are_refused_by_name() {
     for (body, part) in [
         ("frobnicate.s32 %a0, %a1;", "the opcode frobnicate is not known"),
         ("add.s32.wobble %a0, %a1, %a2;", "the modifier .wobble is not known here"),

@@ -1,4 +1,4 @@
-//! Moves, loads, stores, atomics.
+//! Tests of moves, loads, stores and atomics.
 
 use super::{Rig, table32, table64};
 use crate::RunError;
@@ -78,7 +78,7 @@ fn vectors_constants_parameters_and_generic_addresses() {
 }
 
 #[test]
-fn spaces_are_told_apart() {
+fn address_spaces_are_distinguished() {
     table64(
         "isspacep.shared %q, %x0; selp.b64 %y, 1, 0, %q;",
         &[&[0x0100_0000_0010, 1], &[0x7000_0000_0000, 0]],
@@ -89,7 +89,7 @@ fn spaces_are_told_apart() {
     );
 }
 
-/// What one atomic of all lanes leaves, and the sum of what the lanes got.
+/// Returns the value that one atomic of all lanes leaves, and the old values that the lanes received.
 fn atomic(op: &str, start: u32, operand: &str) -> (u32, Vec<u32>) {
     let text = format!(
         ".visible .entry k(.param .u64 p) {{
@@ -136,7 +136,7 @@ fn atomics() {
 }
 
 #[test]
-fn the_host_stays_inside_of_allocations() {
+fn host_accesses_outside_of_allocations_are_refused() {
     let mut rig = Rig::new(".visible .entry k() { ret; }");
     let a = rig.machine.allocate(100).unwrap();
     assert!(a.is_multiple_of(256));

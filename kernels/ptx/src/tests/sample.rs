@@ -2,7 +2,7 @@
 
 use crate::{Launch, Limits, Machine, RunError};
 
-/// `texts/sample.cu` for each architecture.
+/// `texts/sample.cu`, compiled for each architecture.
 const TEXTS: [&str; 2] = [include_str!("texts/sample.sm_90.ptx"), include_str!("texts/sample.sm_121a.ptx")];
 
 struct Sample {
@@ -64,7 +64,7 @@ fn norms_of_rows() {
                 assert!((f64::from(f32::from_bits(out)) - expected).abs() < 1e-6 * expected.abs().max(1.0));
             }
         }
-        // Too little shared memory for the row, and a row more than there is.
+        // Too little shared memory for the row, and one row too many.
         let short = sample.run("rms_norm", 3, 96, 4 * 100, &[from, to, 200, 0]).unwrap_err().to_string();
         assert!(
             short.contains("shared memory are out of bounds") && short.contains("sample.cu:13"),

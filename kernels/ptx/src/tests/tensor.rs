@@ -1,11 +1,11 @@
-//! Matrix products, matrices from shared memory, copies beside the warp.
+//! Tests of matrix products, `ldmatrix` and asynchronous copies.
 
 use super::Rig;
 use crate::{FaultKind, RunError};
 use half::{bf16, f16};
 
-/// Two matrices come by `cp.async` and `ldmatrix` in their rows' order, are multiplied, and go back row by row: 16 rows
-/// of 32 bytes, and 8 columns of 32 bytes.
+/// Loads two matrices with `cp.async` and `ldmatrix` in row order, multiplies them and stores the result
+/// row by row: 16 rows of 32 bytes, and 8 columns of 32 bytes.
 fn product(mma: &str, sums: &str, first: &[u8], second: &[u8], third: &[u32; 128]) -> Vec<u32> {
     let text = format!(
         ".visible .entry k(.param .u64 p0, .param .u64 p1, .param .u64 p2) {{
@@ -40,13 +40,13 @@ fn product(mma: &str, sums: &str, first: &[u8], second: &[u8], third: &[u32; 128
 
 const SUMS: &str = "%r20, %r21, %r22, %r23";
 
-/// Small numbers, all different in their places.
+/// Small numbers that differ between positions.
 fn small(i: usize) -> i32 {
     (i * 7 % 13) as i32 - 6
 }
 
 #[test]
-fn products_of_halves_are_those_of_the_matrices() {
+fn products_of_halves_equal_the_definition() {
     let expected: Vec<f32> = (0..128)
         .map(|i| {
             let (row, column) = (i / 8, i % 8);
@@ -69,7 +69,7 @@ fn products_of_halves_are_those_of_the_matrices() {
 }
 
 #[test]
-fn products_of_bytes_are_those_of_the_matrices() {
+fn products_of_bytes_equal_the_definition() {
     let expected: Vec<u32> = (0..128)
         .map(|i| {
             let (row, column) = (i / 8, i % 8);
@@ -85,7 +85,7 @@ fn products_of_bytes_are_those_of_the_matrices() {
 
 #[test]
 fn transposed_matrices() {
-    // One matrix of 8 rows of 8 halves, 0..64, read across.
+    // One matrix of 8 rows of 8 halves, 0..64, read transposed.
     let text = ".visible .entry k(.param .u64 p) {
         .shared .align 16 .b8 s[128]; .reg .b64 %rd<4>; .reg .b32 %r<6>; .reg .pred %q;
         ld.param.u64 %rd1, [p]; mov.u32 %r1, %tid.x; shl.b32 %r2, %r1, 1; add.u32 %r3, %r2, 1; shl.b32 %r3, %r3, 16;
@@ -105,7 +105,7 @@ fn transposed_matrices() {
     assert_eq!(rig.words(out, 32), expected);
 }
 
-/// Each thread copies 16 bytes in two steps, waits as `wait` says, and reads the first.
+/// Each thread copies 16 bytes in two steps, waits with `wait`, and reads the first.
 fn copies(wait: &str) -> Result<Vec<u32>, RunError> {
     let text = format!(
         ".visible .entry k(.param .u64 p, .param .u64 q) {{
@@ -130,7 +130,7 @@ fn copies(wait: &str) -> Result<Vec<u32>, RunError> {
 }
 
 #[test]
-fn copies_arrive_when_they_are_waited_for() {
+fn copies_are_visible_only_after_a_wait() {
     let expected: Vec<u32> = (0..128).map(|i| if i % 4 < 2 { i } else { 0 }).collect();
     for wait in ["cp.async.wait_group 1;", "cp.async.wait_group 0;", "cp.async.wait_all;"] {
         assert_eq!(copies(wait).unwrap(), expected, "{wait}");

@@ -1,8 +1,8 @@
-//! What lanes tell each other.
+//! Tests of communication between lanes.
 
 use super::{results, table32};
 
-/// One result a lane, where each lane's `%a0` is 100 more than its number.
+/// Returns one result per lane. Each lane's `%a0` is its number plus 100.
 fn lanes(body: &str) -> Vec<u64> {
     results("%d", body, &(0..32).map(|lane| vec![100 + lane]).collect::<Vec<_>>())
 }
@@ -19,10 +19,10 @@ fn shuffles() {
     expect("shfl.sync.down.b32 %d, %a0, 4, 31, -1;", |lane| if lane < 28 { lane + 4 } else { lane });
     expect("shfl.sync.down.b32 %d, %a0, 1, 0x181f, -1;", |lane| if lane % 8 < 7 { lane + 1 } else { lane });
     expect("shfl.sync.up.b32 %d, %a0, 4, 0, -1;", |lane| if lane >= 4 { lane - 4 } else { lane });
-    // The predicate says whether the source lay within the segment.
+    // The predicate says whether the source lane was in the segment.
     let valid: Vec<_> = (0..32).map(|lane| u64::from(lane < 28)).collect();
     assert_eq!(lanes("shfl.sync.down.b32 %d|%q, %a0, 4, 31, -1; selp.u32 %d, 1, 0, %q;"), valid);
-    // Each half of the warp for itself, in one instruction.
+    // Each half of the warp separately, in one instruction.
     let halves: Vec<_> = (0..32).map(|lane| 100 + lane / 16 * 16).collect();
     assert_eq!(
         lanes(

@@ -1,11 +1,11 @@
-//! Bit-equality: what is around a row never changes it.
+//! Bit equality: the other rows of a step never change a row.
 
 use super::*;
 
 /// Lengths that put rows on both sides of tile and split borders.
 const LENGTH: usize = 1100;
 
-/// Head groups and widths of the models served, and odd ones.
+/// Head groups and widths of the models served, and unusual ones.
 const SHAPES: [(usize, usize, (usize, usize)); 5] =
     [(9, 3, (64, 64)), (2, 2, (24, 24)), (4, 1, (80, 48)), (4, 2, (128, 128)), (4, 1, (256, 256))];
 
@@ -34,12 +34,12 @@ fn a_row_does_not_depend_on_batch_chunks_threads_or_placement() {
         assert_eq!(step(&world, &mut memory, &rows, &two, isa), whole, "threads, {what:?}");
         let mut paged = Memory::new(&world, &[LENGTH, 70], Place::Permuted(3), isa);
         assert_eq!(step(&world, &mut paged, &rows, &two, isa), whole, "placement, {what:?}");
-        // Alone, at borders and between them; a decode step.
+        // Single rows, at borders and between them, as decode steps.
         for index in [0, 1, 22, 23, 24, 25, 63, 99, 100, 117, 118, 119, 159] {
             let alone = step(&world, &mut paged, &rows[index..=index], &two, isa);
             assert_eq!(alone[0], whole[index], "alone, {what:?}");
         }
-        // In chunks of 7, with the other sequence turned round.
+        // In chunks of 7, with the other sequence in reverse order.
         let mut chunked = Vec::new();
         for chunk in rows[..100].chunks(7) {
             let mut step_rows: Vec<_> = chunk.to_vec();
@@ -67,7 +67,7 @@ fn keys_that_a_row_does_not_see_may_be_anything() {
         // The rest of memory is NaN: positions not yet written, and the other sequence.
         let mut poisoned = Memory::new(&world, &[1026, 0], Place::Paged, isa);
         if world.shape.visible != Visible::Causal {
-            // Blocks that the window has left do not exist.
+            // Blocks before the window do not exist.
             for block in &mut poisoned.tables[0][..(1020 - 99) / world.shape.layout.block_tokens()] {
                 *block = NO_BLOCK;
             }

@@ -1,4 +1,4 @@
-//! From projections to the result of attention, through the cache.
+//! Tests from projections to the result of attention, through the cache.
 
 use super::*;
 use crate::backend::{BlockTable, KvType, KvWrite, StepSequence};
@@ -10,7 +10,7 @@ use std::ops::Range;
 const BLOCK_TOKENS: usize = 16;
 const POSITIONS: usize = 45;
 const EPS: f32 = 1e-5;
-/// Blocks of one sequence, in blocks.
+/// Block numbers of one sequence.
 const BLOCKS: [u32; 3] = [2, 0, 1];
 
 #[derive(Clone, Copy)]
@@ -20,7 +20,7 @@ struct Layer {
     dim: usize,
     window: Option<usize>,
     causal: bool,
-    /// Values are the raw keys.
+    /// Values are the keys before norm and rope.
     shared_projection: bool,
     sinks: bool,
 }
@@ -81,7 +81,7 @@ impl Input {
         }
     }
 
-    /// The result of one position, seeing `keys` of `cache`.
+    /// The result at one position that sees `keys` of `cache`.
     fn reference(&self, cache: &Self, position: usize, keys: Range<usize>) -> Vec<f64> {
         let Layer { heads, dim, .. } = self.layer;
         let kv_heads = cache.layer.kv_heads;
@@ -144,7 +144,7 @@ impl Placed {
         Self { id, q_norm, k_norm, sinks, rope: backend.create_rope(source).unwrap() }
     }
 
-    /// Writes keys and values of some positions if `writes`, and attends.
+    /// Writes keys and values of some positions if `writes`, then computes attention.
     fn run(&self, backend: &mut CpuBackend, input: &Input, rows: Range<usize>, writes: bool) -> Vec<f32> {
         let Layer { heads, kv_heads, dim, shared_projection, .. } = input.layer;
         let part = |x: &[f32], width: usize| x[rows.start * width..rows.end * width].to_vec();
@@ -167,7 +167,7 @@ impl Placed {
     }
 }
 
-/// An arena for blocks of these layers, each in a group of its own, one after the other.
+/// Creates an arena with blocks for these layers, each in a separate group, one after the other.
 fn arena(backend: &mut CpuBackend, inputs: &[&Input]) -> Vec<Vec<u32>> {
     let bytes: Vec<usize> =
         inputs.iter().map(|input| backend.kv_block_bytes(input.shape()).unwrap()).collect();
@@ -224,7 +224,8 @@ fn layers_of_two_head_widths_live_in_two_groups() {
 
 #[test]
 fn a_layer_may_read_the_cache_of_another_one() {
-    // Through its handle with as many query heads; through one of its own, at the same place, with more.
+    // With the writer's handle if the number of query heads is equal; with a separate handle at the same
+    // offset if it is not.
     let writer = Input::new(FULL, 3);
     let same = Input::new(Layer { sinks: true, ..FULL }, 4);
     let more = Input::new(Layer { heads: 6, ..FULL }, 5);
@@ -278,7 +279,7 @@ fn without_causality_every_row_sees_the_whole_sequence() {
 }
 
 #[test]
-fn heads_are_normed_by_their_width_only() {
+fn head_norms_and_sinks_of_wrong_shapes_are_refused() {
     let input = Input::new(FULL, 7);
     let mut backend = device(Isa::detect(), ActivationMode::F32, 1);
     let tables = arena(&mut backend, &[&input]);

@@ -1,4 +1,4 @@
-//! Rows that are taken back: what is left is the state of having been stepped by those that count.
+//! Tests of deferred state updates: after rejection, the state is that of computing only the accepted rows.
 
 use super::*;
 use crate::backend::{HeadType, MAX_DEFERRED_ROWS, MAX_DEFERRED_STEPS, StateExport, StateKind, StepState};
@@ -10,7 +10,7 @@ const DELTA: StateShape =
 const MAMBA: StateShape =
     StateShape { kind: StateKind::Mamba2, channels: 3 * 18 + 2 * 9, taps: 3, heads: 3, rows: 18, cols: 9 };
 
-/// A number that belongs to one value of one position of one sequence, in -1..1.
+/// A number in -1..1 for one value of one position of one sequence.
 fn number(sequence: usize, position: usize, i: usize) -> f32 {
     ((sequence * 7919 + position * 613 + i * 37 + 11) % 1009) as f32 / 504.5 - 1.0
 }
@@ -53,7 +53,7 @@ impl Model {
         Self { backend, layers, slot: (end / 64) as u32, x, gates, out, conv_weights, heads }
     }
 
-    /// A step through both layers; what each gave, by sequence, as bits.
+    /// Runs a step through both layers. Returns the output of each sequence, as bits.
     fn step(&mut self, parts: &[Part]) -> Result<Vec<Vec<u32>>, Error> {
         let mut sequences = Vec::new();
         let mut rows = 0;
@@ -124,7 +124,7 @@ impl Model {
         Ok(outs)
     }
 
-    /// All that a slot holds of values, as bits.
+    /// All values in a slot, as bits.
     fn state(&mut self, slot: u32) -> Vec<u32> {
         let mut all = Vec::new();
         for (shape, layer) in self.layers {
@@ -141,10 +141,11 @@ impl Model {
     }
 }
 
-/// State after each number of positions and what the positions gave by layer, stepped one by one.
+/// The state after each number of positions, and the outputs of each position by layer, computed one row at a
+/// time.
 fn stepped(isa: Isa, types: [HeadType; 3], positions: usize) -> (Vec<Vec<u32>>, Vec<Vec<u32>>) {
     let mut model = Model::new(isa, 1, types);
-    // A sequence without rows and without a state gets zeroes.
+    // A sequence without rows and without a state gets zeros.
     let nothing = model.part(0..0, None, 0, false);
     model.step(&[nothing]).unwrap();
     let (mut states, mut outs) = (vec![model.state(0)], Vec::new());
@@ -156,7 +157,7 @@ fn stepped(isa: Isa, types: [HeadType; 3], positions: usize) -> (Vec<Vec<u32>>, 
     (states, outs)
 }
 
-/// What rows one by one gave, in the order of a step: layer by layer.
+/// Outputs of single rows, in the order of a step's output: layer by layer.
 fn by_layer(outs: &[Vec<u32>]) -> Vec<u32> {
     let split = DELTA.heads * DELTA.cols;
     let first = outs.iter().flat_map(|out| &out[..split]);
@@ -166,7 +167,7 @@ fn by_layer(outs: &[Vec<u32>]) -> Vec<u32> {
 const MIXED: [HeadType; 3] = [HeadType::F32, HeadType::Bf16, HeadType::F32];
 
 #[test]
-fn any_number_of_rows_can_be_taken_back() {
+fn any_number_of_deferred_rows_can_be_rejected() {
     for isa in Isa::available() {
         for types in [[HeadType::F32; 3], MIXED] {
             let (states, outs) = stepped(isa, types, 5 + MAX_DEFERRED_ROWS);
@@ -189,7 +190,7 @@ fn any_number_of_rows_can_be_taken_back() {
                         assert!([model.state(0), model.state(1)] == before, "{what}: a slot was written");
                         model.backend.accept(&[accepted]).unwrap();
                         assert!(model.state(write) == states[context + accepted], "{what}: another state");
-                        // It goes on from there as if nothing had been taken back.
+                        // The sequence continues as if no row had been rejected.
                         let end = context + accepted;
                         let part = model.part(end..end + 1, Some(write), 2, false);
                         let next = model.step(&[part]).unwrap().remove(0);
@@ -209,12 +210,12 @@ fn any_number_of_rows_can_be_taken_back() {
 }
 
 #[test]
-fn sequences_that_defer_and_others_share_a_step() {
+fn deferred_and_other_sequences_share_a_step() {
     let isa = Isa::detect();
     let (states, outs) = stepped(isa, MIXED, 12);
     for threads in [1, 3] {
         let mut model = Model::new(isa, threads, MIXED);
-        // All are the same sequence: four positions in slot 0, two deferred from it and one that is not.
+        // All are the same sequence: four positions in slot 0, of which two sequences defer and one does not.
         let part = model.part(0..4, None, 0, false);
         model.step(&[part]).unwrap();
         let parts = [
@@ -234,9 +235,9 @@ fn sequences_that_defer_and_others_share_a_step() {
         model.backend.accept(&[3, 0]).unwrap();
         let found = [0, 1, 2, 3].map(|slot| model.state(slot));
         assert!(found == [4, 7, 12, 4].map(|at| states[at].clone()));
-        // Once.
+        // A step is accepted only once.
         assert!(matches!(model.backend.accept(&[3, 0]), Err(Error::Length { .. })));
-        // A step that defers nothing has nothing to accept.
+        // A step that defers nothing cannot be accepted.
         let part = model.part(7..8, Some(1), 1, false);
         model.step(&[part]).unwrap();
         assert!(matches!(model.backend.accept(&[1]), Err(Error::Length { .. })));
@@ -245,9 +246,9 @@ fn sequences_that_defer_and_others_share_a_step() {
     }
 }
 
-/// Steps of other sequences, which may defer rows too, are run before it is known which rows of a step count.
+/// Steps of other sequences, which may also defer rows, run before the accepted rows of a step are known.
 #[test]
-fn several_steps_wait_to_be_accepted() {
+fn several_deferred_steps_wait_for_accept() {
     const POSITIONS: usize = 60;
     let isa = Isa::detect();
     let (states, outs) = stepped(isa, MIXED, POSITIONS);
@@ -258,8 +259,9 @@ fn several_steps_wait_to_be_accepted() {
             (random >> 33) as usize % limit
         };
         let mut model = Model::new(isa, 2, MIXED);
-        // Where each sequence stands, in the slot of its number; and the steps that wait, oldest first: of each of their
-        // sequences its number and its rows.
+        // `ends`: number of positions of each sequence, whose state is in the slot of its index. `waiting`:
+        // steps that have not been accepted, oldest first; for each deferred sequence its index and its
+        // number of rows.
         let mut ends = [0usize; 4];
         let mut waiting: VecDeque<Vec<(usize, usize)>> = VecDeque::new();
         while ends.iter().any(|end| *end + MAX_DEFERRED_ROWS < POSITIONS) {
@@ -321,7 +323,7 @@ fn several_steps_wait_to_be_accepted() {
 }
 
 #[test]
-fn more_rows_than_can_be_taken_back_and_exports_of_them_are_refused() {
+fn too_many_deferred_rows_and_exports_of_deferred_rows_are_refused() {
     let mut model = Model::new(Isa::detect(), 1, MIXED);
     let part = model.part(0..MAX_DEFERRED_ROWS + 1, None, 0, true);
     let (rows, most) = (MAX_DEFERRED_ROWS + 1, MAX_DEFERRED_ROWS);

@@ -1,4 +1,4 @@
-//! Mixtures of experts.
+//! Tests of mixtures of experts.
 
 use super::*;
 use crate::backend::{ExpertGateUp, GateActivation};
@@ -6,7 +6,7 @@ use crate::reference::moe::{Expert, mixture};
 use crate::reference::rows as reference;
 use proptest::prelude::*;
 
-/// A mixture and some rows for it.
+/// A mixture and its input rows.
 struct World {
     hidden: usize,
     ff: usize,
@@ -14,7 +14,7 @@ struct World {
     renormalise: bool,
     activation: GateActivation,
     fused: bool,
-    /// Whether factors and biases are there.
+    /// Whether the op has factors and biases.
     affine: bool,
     experts: Vec<Expert>,
     x: Vec<f32>,
@@ -33,7 +33,7 @@ impl World {
             Expert { gate, up, down, gate_bias, up_bias, down_bias, scales: [a, b, c] }
         };
         let experts: Vec<Expert> = (0..experts).map(|_| expert()).collect();
-        // Few distinct logits, so that there are ties.
+        // Few distinct logits, so that ties occur.
         let logits = random.values(rows * experts.len()).iter().map(|x| (x * 4.0).round()).collect();
         Self {
             hidden,
@@ -54,7 +54,7 @@ impl World {
         self.experts.iter().flat_map(|expert| part(expert).iter().copied()).collect()
     }
 
-    /// The op on a device, for some rows.
+    /// Creates the op on a device, for some rows.
     fn op(&self, backend: &mut CpuBackend, rows: std::ops::Range<usize>) -> MoeOp {
         let experts = self.experts.len();
         let part = |x: &[f32], width: usize| x[rows.start * width..rows.end * width].to_vec();
@@ -112,8 +112,8 @@ impl World {
         })
     }
 
-    /// What the rounding of each element is measured by: its sum without cancellation, each inner value as large as
-    /// errors of its gate and its up are made by the other.
+    /// Reference magnitude for the rounding error of each element: its sum without cancellation. Each inner
+    /// value is as large as the errors of gate and up can become when multiplied by each other.
     fn magnitude(&self) -> Vec<f64> {
         let mut experts = self.experts_in_use();
         for expert in &mut experts {
@@ -123,7 +123,7 @@ impl World {
         self.mixed(&experts, |gate, up| (1.0 + gate.abs().min(limit)) * (1.0 + up.abs().min(limit)))
     }
 
-    /// The experts without what the op is not given.
+    /// The experts, without the factors and biases that the op does not have.
     fn experts_in_use(&self) -> Vec<Expert> {
         let mut experts = self.experts.clone();
         for expert in &mut experts {
@@ -149,7 +149,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
-    fn mixtures_are_the_reference(
+    fn mixtures_match_the_reference(
         seed in any::<u64>(),
         experts in 1..7usize,
         shape in (1..40usize, 1..40usize),
@@ -163,7 +163,7 @@ proptest! {
         (world.used, world.renormalise, world.fused, world.affine) =
             (used.min(experts), renormalise, fused, affine);
         if clamped {
-            // Large enough that the limits cut.
+            // Large enough that the limits of the clamp are reached.
             world.activation = GateActivation::ClampedSwiglu;
             world.x.iter_mut().for_each(|x| *x *= 6.0);
         }
@@ -183,17 +183,17 @@ proptest! {
         let magnitude = world.magnitude();
         for (i, (got, want)) in out.iter().zip(&want).enumerate() {
             let error = (f64::from(*got) - want).abs();
-            // The largest of 350,000 elements was at 0.7e-6.
+            // The largest error of 350,000 elements was 0.7e-6.
             let limit = 4e-6 * (f64::from(scale).abs() * magnitude[i] + before(i).abs() + 1.0);
             assert!(error <= limit, "element {i}: {got} is not {want} within {limit}");
         }
-        // A row alone.
+        // A row computed alone.
         let alone = run(&mut device(Isa::detect(), ActivationMode::F32, 1), rows - 1..rows);
         assert_eq!(bits(&alone), bits(&out[(rows - 1) * world.hidden..]));
     }
 }
 
-/// Bytes of `count` values that are a tensor with scales of ordinary size.
+/// Bytes of a tensor of `count` values with scales of ordinary size.
 fn tensor(random: &mut Random, ty: GgmlType, count: usize) -> Vec<u8> {
     let mut bytes: Vec<u8> =
         (0..count / ty.block_len() * ty.block_bytes()).map(|_| random.next() as u8).collect();
@@ -208,11 +208,11 @@ fn tensor(random: &mut Random, ty: GgmlType, count: usize) -> Vec<u8> {
     bytes
 }
 
-/// On the fast path too, the mixture is what the single ops make of each expert, bit for bit.
+/// On the int8 path too, the mixture equals the single ops on each expert, bit for bit.
 #[test]
-fn quantised_mixtures_are_their_parts() {
+fn a_quantised_mixture_equals_its_single_ops() {
     let (experts, used, hidden, ff, rows) = (5, 3, 256, 512, 23);
-    // Where one product reads 8-bit rows and another does not, both get theirs.
+    // If one product reads 8-bit rows and another does not, each gets its own form.
     for types in [
         [GgmlType::Q4_K, GgmlType::Q4_K, GgmlType::Q4_K],
         [GgmlType::MXFP4, GgmlType::MXFP4, GgmlType::MXFP4],
@@ -257,7 +257,7 @@ fn quantised_mixtures_are_their_parts() {
             backend.moe(&op).unwrap();
             values(backend, out)
         });
-        // Every expert on all rows.
+        // Computes every expert on all rows.
         let mut backend = device(Isa::detect(), ActivationMode::Int8, 1);
         let input = buffer(&mut backend, hidden, &x);
         let results: Vec<Vec<f32>> = (0..experts)
@@ -297,7 +297,7 @@ fn quantised_mixtures_are_their_parts() {
 }
 
 #[test]
-fn rows_without_numbers_stay_without_and_leave_the_others_alone() {
+fn a_row_with_a_nan_logit_becomes_nan_and_changes_no_other_row() {
     let mut world = World::new(3, 4, (8, 16), 3);
     let run = |world: &World| {
         let mut backend = device(Isa::detect(), ActivationMode::F32, 1);
@@ -313,7 +313,7 @@ fn rows_without_numbers_stay_without_and_leave_the_others_alone() {
 }
 
 #[test]
-fn mixtures_that_do_not_fit_are_refused() {
+fn mixtures_of_wrong_shapes_are_refused() {
     let world = World::new(3, 4, (8, 16), 3);
     let mut backend = device(Isa::detect(), ActivationMode::F32, 1);
     let op = world.op(&mut backend, 0..3);

@@ -1,4 +1,4 @@
-//! Recurrent layers: states in slots, and what is refused.
+//! Tests of recurrent layers: states in slots, and refused arguments.
 
 use super::*;
 use crate::backend::{HeadType, StateExport, StateKind, StepState};
@@ -103,7 +103,7 @@ fn layers_keep_their_states_in_slots() {
     let input = DeltaNetInput { qkv: &x, beta: &scalars, alpha: &scalars };
     let (mut delta_state, mut mamba_state) =
         (vec![0.0; DELTA.recurrent_len()], vec![0.0; MAMBA.recurrent_len()]);
-    // From nothing to slot 1, on to slot 2, then in place.
+    // From no state to slot 1, then to slot 2, then in place.
     for (read, write) in [(None, 1), (Some(1), 2), (Some(2), 2)] {
         let slot = setup.slot;
         setup.begin(4, state(read.map(|n: u32| n * slot), write * slot)).unwrap();
@@ -121,7 +121,7 @@ fn layers_keep_their_states_in_slots() {
 }
 
 #[test]
-fn a_step_leaves_states_where_it_is_told() {
+fn a_step_writes_states_to_the_requested_slots() {
     let mut setup = Setup::new();
     let slot = setup.slot;
     let exports = vec![StateExport { row: 1, slot: 2 * slot }];
@@ -146,15 +146,15 @@ fn a_convolution_keeps_its_last_inputs() {
     let want = reference::conv(&DELTA, &numbers(66), None, &input, &mut past);
     assert_close(&setup.rows(setup.x, 4, DELTA.channels), &want, 1e-5);
     assert_eq!(setup.state(setup.delta, DELTA, 0).0, &input[(4 - DELTA.taps) * DELTA.channels..]);
-    // The weight is kept a second time, in the order of the kernel.
+    // A second copy of the weight is stored in the kernel's order.
     assert_eq!(setup.backend.memory().weights, weights + 66 * 4);
-    // The same vector as the weight of a convolution of another shape.
+    // The same vector used as the weight of a convolution of another shape.
     let op = ConvOp { layer: setup.mamba, ..op };
     assert!(matches!(setup.backend.conv(&op), Err(Error::Length { .. })));
 }
 
 #[test]
-fn a_state_travels_as_bytes() {
+fn a_state_can_be_copied_as_bytes() {
     let mut setup = Setup::new();
     setup.begin(3, state(None, 0)).unwrap();
     setup.backend.delta_net(&setup.delta_op()).unwrap();
@@ -167,7 +167,7 @@ fn a_state_travels_as_bytes() {
 }
 
 #[test]
-fn a_gated_norm_is_an_rms_norm() {
+fn a_gated_norm_matches_the_reference_and_refuses_other_norms() {
     let mut setup = Setup::new();
     let (x, weight) = (setup.beta, setup.vectors[0]);
     setup.begin(2, state(None, 0)).unwrap();

@@ -1,4 +1,4 @@
-//! Embedding, norms, gates, sums.
+//! Tests of embedding, norms, gates and sums.
 
 use super::*;
 use crate::backend::{EmbedIndex, GateActivation};
@@ -48,7 +48,7 @@ fn embeddings_add_up() {
 }
 
 #[test]
-fn embeddings_refuse_what_the_table_lacks() {
+fn embeddings_refuse_indices_outside_the_table() {
     let mut backend = device(Isa::detect(), ActivationMode::F32, 1);
     let table = matrix(&mut backend, 1, 4, &[0.0; 16]);
     let out = backend.create_buffer(7, 4).unwrap();
@@ -187,7 +187,7 @@ proptest! {
 }
 
 #[test]
-fn norms_and_gates_refuse_what_they_would_ignore() {
+fn norms_and_gates_refuse_arguments_that_they_would_ignore() {
     let mut backend = device(Isa::detect(), ActivationMode::F32, 1);
     let x = buffer(&mut backend, 12, &[1.0; 24]);
     let y = buffer(&mut backend, 12, &[1.0; 24]);

@@ -20,13 +20,13 @@ const SHAPE: KvShape = KvShape {
     causal: true,
 };
 
-/// Sequences whose every position has its own query, key and value, and a layer of a model.
+/// A layer of a model, and sequences with their own query, key and value at every position.
 struct Case {
     shape: KvShape,
     sinks: Option<Vec<f32>>,
     block: KvBlock,
     lengths: Vec<usize>,
-    /// Blocks lie in the arena in another order than in the sequences.
+    /// Blocks have another order in the arena than in the sequences.
     tables: Vec<Vec<u32>>,
     arena: Vec<u8>,
 }
@@ -36,13 +36,13 @@ impl Case {
         Self::alike(shape, lengths, &vec![0; lengths.len()])
     }
 
-    /// Each sequence has so many of the first one's keys and values, in blocks of its own.
+    /// Each sequence starts with this number of the first one's keys and values, in its own blocks.
     fn alike(shape: KvShape, lengths: &[usize], first: &[usize]) -> Self {
         let block = KvBlock::new(&shape).unwrap();
         let stride = LAYER_OFFSET + block.bytes();
         let blocks: Vec<usize> = lengths.iter().map(|len| len.div_ceil(shape.block_tokens)).collect();
         let total: usize = blocks.iter().sum();
-        // What no key was written to is NaN: nobody may look at it.
+        // Unwritten keys are NaN, because no kernel may read them.
         let mut arena = vec![0xff; total * stride];
         let mut next = 0;
         let tables = lengths.iter().zip(&blocks).enumerate().map(|(sequence, (len, blocks))| {
@@ -69,7 +69,7 @@ impl Case {
         numbers(30 + sequence as u64, position << 12, self.shape.heads * self.shape.head_dim)
     }
 
-    /// What a row should give.
+    /// Returns the expected output of a row.
     fn want(&self, sequence: usize, position: usize) -> Vec<f64> {
         let KvShape { heads, kv_heads, head_dim, v_head_dim, block_tokens, window, causal, .. } = self.shape;
         let end = if causal { position + 1 } else { self.lengths[sequence] };
@@ -95,7 +95,7 @@ impl Case {
         (0..heads).flat_map(head).collect()
     }
 
-    /// What the kernels give for some positions of some sequences, all in one step.
+    /// Returns the kernels' output for some positions of some sequences, in one step.
     fn run(&self, sim: &mut Sim, parts: &[(usize, Range<usize>)], scratch_bytes: usize) -> Vec<f32> {
         let compiled = sim.compiled(AttentionKernels::source(&self.shape).unwrap());
         let kernels = AttentionKernels::load(&mut sim.device, compiled, self.shape).unwrap();
@@ -139,7 +139,7 @@ impl Case {
         sim.read_values(call.out, out_len)
     }
 
-    /// Some rows against the definition; what they gave.
+    /// Compares some rows with the definition and returns the kernels' output.
     fn check(&self, sim: &mut Sim, parts: &[(usize, Range<usize>)]) -> Vec<f32> {
         let got = self.run(sim, parts, 1 << 20);
         let rows = parts.iter().flat_map(|(sequence, rows)| rows.clone().map(move |row| (*sequence, row)));
@@ -157,7 +157,7 @@ fn value_seed(sequence: usize) -> u64 {
     20 + sequence as u64
 }
 
-/// Last rows of sequences that end around the end of a block, in one step.
+/// Last rows of sequences that end near the end of a block, in one step.
 #[test]
 fn decoding_rows_see_their_own_sequences() {
     let shapes = [
@@ -199,9 +199,10 @@ fn windows_sinks_and_encoders() {
     }
 }
 
-/// Whole blocks of rows, several splits, scratch for few rows at a time: nothing of it changes a bit.
+/// Whole blocks of rows, several splits, and scratch memory for few rows at a time: none of these changes a
+/// bit.
 #[test]
-fn rows_do_not_depend_on_what_is_computed_with_them() {
+fn a_row_does_not_depend_on_the_rows_computed_with_it() {
     let small = KvShape { heads: 2, kv_heads: 1, head_dim: 16, v_head_dim: 16, block_tokens: 64, ..SHAPE };
     let end = 2 * SPLIT + 5;
     for (window, arch) in [(None, 0), (Some(SPLIT + 3), 1)] {
@@ -227,14 +228,14 @@ fn rows_do_not_depend_on_what_is_computed_with_them() {
     }
 }
 
-/// Sequences whose caches begin with the same blocks read these once: as many as a tile has room for at a time. What their
-/// rows give is, bit for bit, what they give with copies of those blocks.
+/// Sequences whose caches begin with the same blocks read these once, for as many rows at a time as a tile
+/// has room for. Their rows have the same bits as with copies of those blocks.
 #[test]
-fn what_several_sequences_begin_with_is_read_once() {
+fn a_common_beginning_of_sequences_is_read_once() {
     const LONG: usize = 2 * SPLIT;
     let shape = KvShape { heads: 4, kv_heads: 1, block_tokens: 64, ..SHAPE };
     let lengths = [LONG + 70, LONG + 3, SPLIT + 9, 30, LONG + 3, LONG + 70, LONG + 1, SPLIT];
-    // The last one ends with the split, so that it sees nothing whole that is not its own.
+    // The last one ends with the split, so that it sees no whole split that it shares.
     let first = [0, LONG, SPLIT, 0, LONG, LONG + 64, LONG, SPLIT - 64];
     for mut sim in Sim::each() {
         let mut case = Case::alike(shape, &lengths, &first);
@@ -254,19 +255,20 @@ fn what_several_sequences_begin_with_is_read_once() {
         }
         let (shared, less) = read(&case, &mut sim, 1 << 20);
         assert_eq!(shared, own);
-        // Five sequences have two splits in common, four of which go together; the sixth of the first split is left over
-        // with the fifth.
+        // Five sequences share two splits; four of them are processed together. The sixth sequence of the
+        // first split is processed with the fifth.
         let split = SPLIT / shape.block_tokens * case.block.bytes();
         assert!(all - less >= 7 * split && all - less < 8 * split, "{all} and {less}, {split} each");
         case.check(&mut sim, &parts);
-        // Cut into launches in the middle of those that go together.
+        // Split into launches in the middle of rows that share blocks.
         let (cut, _) = read(&case, &mut sim, 3 * 4 * 3 * 66 * 4);
         assert_eq!(cut, own);
     }
 }
 
-/// What a lane does for each byte of keys and values, counted in PTX, of which a fourth never becomes machine code: more
-/// than five instructions or so, and an H200 is kept from its memory by them; a GB10 has time for sixty.
+/// Lane instructions for each byte of keys and values, counted in PTX, of which a quarter never becomes
+/// machine code. More than about five make an H200 compute-bound instead of memory-bound; a GB10 has time
+/// for sixty.
 #[test]
 fn decoding_is_within_the_instruction_budget() {
     let mut sim = Sim::each().next().unwrap();

@@ -1,4 +1,4 @@
-//! The arena, keys and values in it, and attention over them.
+//! The KV arena, the keys and values in it, and attention over them.
 
 use super::super::attention::{AttentionCall, AttentionKernels};
 use super::super::kv::KvBlock;
@@ -12,23 +12,23 @@ use crate::backend::{AttentionOp, KvCopy, KvLayerId, KvShape, KvWrite, Norm, Qkv
 use crate::error::Error;
 use std::num::NonZeroU32;
 
-/// The KV arena and the layers whose keys and values lie in it.
+/// The KV arena and the layers whose keys and values it holds.
 #[derive(Default)]
 pub(super) struct Caches {
     pub(super) arena: DevicePtr,
     pub(super) arena_bytes: usize,
     group_block_bytes: Vec<usize>,
     layers: Vec<KvLayer>,
-    /// Layers of one shape share kernels.
+    /// Kernels by layer shape; layers of one shape share them.
     kernels: Vec<ShapeKernels>,
     ropes: Vec<Rope>,
 }
 
-/// One layer's place in its group's blocks.
+/// Location of one layer in its group's blocks.
 #[derive(Debug, Clone, Copy)]
 struct KvLayer {
     group: usize,
-    /// In bytes, inside a block.
+    /// Byte offset inside a block.
     offset: usize,
     /// Index into [`Caches::kernels`].
     kernels: usize,
@@ -40,7 +40,8 @@ struct ShapeKernels {
     attention: AttentionKernels,
 }
 
-/// A rotary embedding, and its angles for the rows of the step, made when a layer first asks for them.
+/// A rotary embedding, with the angles of the step's rows. They are computed when the first layer needs
+/// them.
 struct Rope {
     rope: DeviceRope,
     turns: DevicePtr,
@@ -60,7 +61,7 @@ impl Caches {
         Ok(RopeId(self.ropes.len() as u32 - 1))
     }
 
-    /// Groups that layers have blocks in, as a step checks them.
+    /// Returns the groups in which layers have blocks, for the checks of a step.
     pub(super) fn groups(&self) -> Vec<KvGroup> {
         let count = self.layers.iter().map(|layer| layer.group + 1).max().unwrap_or(0);
         (0..count)
@@ -69,7 +70,7 @@ impl Caches {
                 let shapes = shapes.map(|layer| self.kernels[layer.kernels].shape);
                 let visible = shapes.clone().map(|shape| visible(&shape)).reduce(wider);
                 KvGroup {
-                    // A group without layers here has tables all the same; nothing is read by them.
+                    // A group without layers here still has tables; nothing is read through them.
                     block_tokens: shapes.map(|shape| shape.block_tokens).next().unwrap_or(1 << 20),
                     bytes: self.group_block_bytes.get(group).copied().unwrap_or(0),
                     visible: visible.unwrap_or(Visible::Window(NonZeroU32::MIN)),
@@ -78,7 +79,7 @@ impl Caches {
             .collect()
     }
 
-    /// Forgets the angles of the last step.
+    /// Drops the angles of the last step.
     pub(super) fn begin_step(&mut self) {
         self.ropes.iter_mut().for_each(|rope| rope.of_step = None);
     }
@@ -108,7 +109,7 @@ impl Caches {
             let missing = Error::OutOfRange { what: "KV group", index: copy.group, len };
             let bytes = *self.group_block_bytes.get(copy.group).ok_or(missing)?;
             let (from, to) = (self.part(copy.from, bytes)?, self.part(copy.to, bytes)?);
-            // A block copied to where it is stays as it is.
+            // A copy of a block to itself does nothing.
             if from != to {
                 device.copy(from, to, bytes)?;
             }
@@ -116,7 +117,7 @@ impl Caches {
         Ok(())
     }
 
-    /// So many bytes of the arena from a block offset on.
+    /// Returns the address of `bytes` bytes of the arena from a block offset on.
     ///
     /// # Errors
     /// [`Error::OutsideArena`].
@@ -168,7 +169,7 @@ pub(super) fn create_layer(
     Ok(KvLayerId(caches.layers.len() as u32 - 1))
 }
 
-/// See [`QkvOp`]. Keys and values are left as they were.
+/// See [`QkvOp`]. The buffers of keys and values are not changed.
 pub(super) fn qkv(backend: &mut CudaBackend, op: &QkvOp) -> Result<(), Error> {
     let CudaBackend { device, caches, buffers, vectors, step, scratch, .. } = backend;
     let device = device.as_mut();
@@ -211,7 +212,7 @@ pub(super) fn qkv(backend: &mut CudaBackend, op: &QkvOp) -> Result<(), Error> {
     buffers.changed(op.q)
 }
 
-/// The angles of the step's rows.
+/// Returns the angles of the step's rows.
 fn angles(
     caches: &mut Caches,
     device: &mut dyn Device,

@@ -1,10 +1,11 @@
-//! Steps that decode, recorded and run again.
+//! CUDA graphs of decode steps: recorded once and replayed.
 //!
-//! A step of one row for each sequence launches the same kernels with the same arguments as any other with so many rows
-//! whose longest sequence reaches as far, in powers of two: everything else that differs lies in the step's piece of
-//! memory. The second of such steps is recorded, those after it are replayed. The memory that a recording names stays as
-//! long as nothing is given back; then all of them are forgotten. How many rows is not rounded: a recording costs about
-//! as much as the step itself, and rows that nobody wants would cost at every step.
+//! A step with one row for each sequence launches the same kernels with the same arguments as any other
+//! step of equal shape: the number of rows, and the reach of the longest sequence as a power of two.
+//! Everything else that differs is in the step's device memory. The second step of a shape is recorded,
+//! later ones are replayed. The memory that a graph refers to stays allocated until something is freed;
+//! then all graphs are dropped. The number of rows is not rounded, because recording costs about as much as
+//! the step itself, and padding rows would cost time at every step.
 
 use super::super::device::GraphId;
 use super::super::tape::Taped;
@@ -18,33 +19,33 @@ use std::collections::HashMap;
 #[cfg(test)]
 mod tests;
 
-/// Graphs that are kept; of more, the one goes that was run longest ago.
+/// Most graphs that are kept. The one that was run longest ago is dropped first.
 const MOST: usize = 64;
 
-/// The recordings of a backend.
+/// Graphs of a backend.
 pub(super) struct Graphs {
     on: bool,
     known: HashMap<StepForm, GraphState>,
-    /// [`Taped::frees`] since when they are sound.
+    /// Value of [`Taped::frees`] for which the graphs are valid.
     frees: u64,
     recording: Option<StepForm>,
     counts: StepCounts,
 }
 
-/// What is known of steps of one form.
+/// State of a graph shape.
 enum GraphState {
-    /// One was run; the memory that it needed is there.
+    /// A step of this shape has run, so the memory that it needs is allocated.
     Ran,
     Recorded(Recording),
 }
 
 struct Recording {
     graph: GraphId,
-    /// What the buffers hold behind it.
+    /// Shapes of the buffers after the graph.
     shapes: Shapes,
-    /// The numbers that its tables have rows for.
+    /// Largest indices that the graph's tables have rows for.
     most: Largest,
-    /// The step that ran it last.
+    /// Number of the step that ran the graph last.
     used: u64,
 }
 
@@ -64,14 +65,15 @@ impl Graphs {
         StepCounts { kept, ..self.counts }
     }
 
-    /// Ends a recording whose step was given up in the middle. Nothing of it has been run.
+    /// Drops the recording of a step that was aborted. None of it has been run.
     pub(super) fn give_up(&mut self, device: &mut Taped) {
         if self.recording.take().is_some() {
             device.take_tape();
         }
     }
 
-    /// Forgets all recordings, as what they name is replaced. Memory only grows: there is enough for the next ones.
+    /// Drops all graphs, because the memory that they refer to is replaced. Memory only grows, so there is
+    /// enough for the next ones.
     pub(super) fn clear(&mut self, device: &mut Taped) {
         for known in self.known.values_mut() {
             if let GraphState::Recorded(recording) = known {
@@ -109,7 +111,7 @@ impl Graphs {
                 Ok(StepOps::Recorded)
             }
             Some(GraphState::Recorded(recording)) => {
-                // What an op would have looked at before it was launched.
+                // The check that an operation would have made before its launch.
                 step.largest().check(&recording.most)?;
                 device.replay(recording.graph)?;
                 recording.used = now;
@@ -129,7 +131,7 @@ impl Graphs {
     ) -> Result<(), CudaError> {
         let Some(form) = self.recording.take() else { return Ok(()) };
         let Some(tape) = device.take_tape() else {
-            // It asked for something that no graph has, and was run.
+            // The step used an operation that a graph cannot contain, and has been run.
             self.counts.called += 1;
             return Ok(());
         };
@@ -151,7 +153,7 @@ impl Graphs {
         device.replay(graph)
     }
 
-    /// Forgets the graph that was run longest ago, if there are as many as are kept.
+    /// Drops the graph that was run longest ago if the maximum number is stored.
     fn make_room(&mut self, device: &mut Taped) {
         let recorded = self.known.iter().filter_map(|(form, known)| match known {
             GraphState::Recorded(recording) => Some((recording.used, *form, recording.graph)),

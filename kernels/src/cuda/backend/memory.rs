@@ -1,4 +1,4 @@
-//! Device memory that a backend holds: activation buffers, vectors, room that grows.
+//! Device memory of a backend: activation buffers, vectors, growing buffers.
 
 use super::super::matmul::quantised_row_bytes;
 use super::super::rowwise::Rows;
@@ -6,7 +6,7 @@ use super::super::{CudaError, Device, DevicePtr};
 use crate::backend::{BufferId, VectorId};
 use crate::error::Error;
 
-/// Memory that grows to what is asked for and is kept. What was in it is gone when it grows.
+/// Memory that grows on demand and is kept. Growing drops its contents.
 #[derive(Debug, Default)]
 pub(super) struct GrowingBuffer {
     ptr: DevicePtr,
@@ -14,7 +14,7 @@ pub(super) struct GrowingBuffer {
 }
 
 impl GrowingBuffer {
-    /// At least so many bytes.
+    /// Returns a buffer of at least `bytes` bytes.
     ///
     /// # Errors
     /// [`CudaError::OutOfMemory`].
@@ -27,10 +27,10 @@ impl GrowingBuffer {
         Ok(self.ptr)
     }
 
-    /// Has nothing any more.
+    /// Frees the memory.
     ///
     /// # Errors
-    /// What the device says.
+    /// Errors of the device.
     pub(super) fn give_back(&mut self, device: &mut dyn Device) -> Result<(), CudaError> {
         if self.bytes > 0 {
             device.free(self.ptr)?;
@@ -44,7 +44,7 @@ impl GrowingBuffer {
     }
 }
 
-/// What an activation buffer holds: `[rows][cols]` f32.
+/// Contents of an activation buffer: `[rows][cols]` f32.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct View {
     pub(super) ptr: DevicePtr,
@@ -53,7 +53,7 @@ pub(super) struct View {
 }
 
 impl View {
-    /// As the kernels of rows have it.
+    /// Returns the shape as row kernels take it.
     pub(super) fn of(&self) -> Rows {
         Rows { rows: self.rows, cols: self.cols }
     }
@@ -62,7 +62,7 @@ impl View {
         self.rows * self.cols * size_of::<f32>()
     }
 
-    /// Where a row starts.
+    /// Returns the address of a row.
     ///
     /// # Errors
     /// [`Error::OutOfRange`].
@@ -73,17 +73,18 @@ impl View {
     }
 }
 
-/// A buffer, with room for more than it holds, and the 8-bit form of its rows while that is fresh.
+/// An activation buffer, which may have room for more than it holds, with the 8-bit form of its rows while
+/// that is up to date.
 #[derive(Debug)]
 struct Buffer {
     view: View,
-    /// Values that there is room for.
+    /// Number of f32 values that fit the buffer.
     capacity: usize,
     quantised: GrowingBuffer,
     fresh: bool,
 }
 
-/// What the buffers hold: rows and columns of each, and whether the 8-bit form is fresh.
+/// Rows and columns of each buffer, and whether its 8-bit form is up to date.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Shapes(Vec<(usize, usize, bool)>);
 
@@ -112,7 +113,7 @@ impl Buffers {
         Ok(self.0.get(id.0 as usize).ok_or(missing)?.view)
     }
 
-    /// Two buffers, of which one is read and the other changed.
+    /// Returns two different buffers: one to read and one to change.
     ///
     /// # Errors
     /// [`Error::SameBuffer`], [`Error::OutOfRange`].
@@ -125,7 +126,7 @@ impl Buffers {
         self.0.get_mut(id.0 as usize).ok_or(missing)
     }
 
-    /// Says that an op has changed the values.
+    /// Marks a buffer as changed, so that its 8-bit form is out of date.
     ///
     /// # Errors
     /// [`Error::OutOfRange`].
@@ -134,10 +135,10 @@ impl Buffers {
         Ok(())
     }
 
-    /// Declares how many rows of which width a buffer holds.
+    /// Sets the number of rows and columns of a buffer.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for more than there is room for.
+    /// [`Error::OutOfRange`] beyond the buffer's capacity.
     pub(super) fn shape(&mut self, id: BufferId, rows: usize, cols: usize) -> Result<View, Error> {
         let buffer = self.buffer(id)?;
         if rows.checked_mul(cols).is_none_or(|len| len > buffer.capacity) {
@@ -148,10 +149,11 @@ impl Buffers {
         Ok(buffer.view)
     }
 
-    /// The buffer that a product or table goes to: as it is if something is added to it, else in a new shape.
+    /// Returns the output buffer of a product or an embedding. With `accumulate` its shape is kept,
+    /// otherwise it is set.
     ///
     /// # Errors
-    /// [`Error::Length`] for other rows than those that are added, or another width.
+    /// [`Error::Length`] if `accumulate` is set and the rows or columns differ.
     pub(super) fn target(
         &mut self,
         id: BufferId,
@@ -168,10 +170,11 @@ impl Buffers {
         Ok(view)
     }
 
-    /// Where the op that changes a buffer leaves the 8-bit form of its rows.
+    /// Returns the memory for the 8-bit form, to which the operation that changes the buffer must write.
+    /// Marks it as up to date.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`]; what the device says.
+    /// [`Error::OutOfRange`]; errors of the device.
     pub(super) fn quantised(&mut self, device: &mut dyn Device, id: BufferId) -> Result<DevicePtr, Error> {
         let buffer = self.buffer(id)?;
         let bytes = buffer.view.rows * quantised_row_bytes(buffer.view.cols);
@@ -180,7 +183,7 @@ impl Buffers {
         Ok(room)
     }
 
-    /// The 8-bit form of a buffer's rows, and whether it has yet to be made.
+    /// Returns the memory of the 8-bit form, and whether it still has to be computed.
     ///
     /// # Errors
     /// As [`Self::quantised`].
@@ -189,12 +192,12 @@ impl Buffers {
         Ok((self.quantised(device, id)?, !fresh))
     }
 
-    /// What all of them hold, but for the values.
+    /// Returns the shapes of all buffers.
     pub(super) fn shapes(&self) -> Shapes {
         Shapes(self.0.iter().map(|buffer| (buffer.view.rows, buffer.view.cols, buffer.fresh)).collect())
     }
 
-    /// Declares that they hold what they did when [`Self::shapes`] was asked.
+    /// Restores the shapes that [`Self::shapes`] returned.
     pub(super) fn set_shapes(&mut self, shapes: &Shapes) {
         for (buffer, &(rows, cols, fresh)) in self.0.iter_mut().zip(&shapes.0) {
             (buffer.view.rows, buffer.view.cols, buffer.fresh) = (rows, cols, fresh);
@@ -231,7 +234,7 @@ impl Vectors {
         self.0.get(id.0 as usize).copied().ok_or(missing)
     }
 
-    /// A vector of this length, where there is one.
+    /// Returns the address of a vector of length `len`, or `None` without an id.
     ///
     /// # Errors
     /// [`Error::Length`] for another length.
@@ -244,7 +247,7 @@ impl Vectors {
         id.map(|id| self.sized(what, id, len)).transpose()
     }
 
-    /// A vector of this length.
+    /// Returns the address of a vector of length `len`.
     ///
     /// # Errors
     /// [`Error::Length`] for another length.
@@ -259,10 +262,10 @@ impl Vectors {
     }
 }
 
-/// Bytes in device memory of their own.
+/// Uploads bytes to newly allocated device memory.
 ///
 /// # Errors
-/// What the device says.
+/// Errors of the device.
 pub(super) fn uploaded(device: &mut dyn Device, bytes: &[u8]) -> Result<DevicePtr, CudaError> {
     let ptr = device.allocate(bytes.len())?;
     device.upload(ptr, bytes)?;
@@ -270,7 +273,7 @@ pub(super) fn uploaded(device: &mut dyn Device, bytes: &[u8]) -> Result<DevicePt
 }
 
 /// # Errors
-/// [`Error::Length`] where the two differ.
+/// [`Error::Length`] if the two differ.
 pub(super) fn same(what: &'static str, expected: usize, found: usize) -> Result<(), Error> {
     if expected == found { Ok(()) } else { Err(Error::Length { what, expected, found }) }
 }

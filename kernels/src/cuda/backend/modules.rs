@@ -1,11 +1,11 @@
-//! Sources as they are needed: compiled once for the device that a backend runs on.
+//! Sources compiled on demand, each once for the backend's device.
 
 use super::super::source::Source;
 use super::super::{Compiled, CudaError};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
-/// Compiles a source for the device that a backend runs on.
+/// Compiles a source for the backend's device.
 pub type Compile = dyn FnMut(&Source) -> Result<Compiled, CudaError> + Send;
 
 pub(super) struct Modules {
@@ -19,7 +19,7 @@ impl Modules {
     }
 
     /// # Errors
-    /// What the compiler says.
+    /// Errors of the compiler.
     pub(super) fn of(&mut self, source: &Source) -> Result<&Compiled, CudaError> {
         Ok(match self.compiled.entry(source.name) {
             Entry::Occupied(known) => known.into_mut(),

@@ -1,4 +1,4 @@
-//! Mixture of experts: nothing of a route comes to the host.
+//! Mixture of experts. Routes are never copied to the host.
 
 use super::super::matmul::{
     Activations, Experts, MatmulKernels, Matrix, Product, quantised_row_bytes, reads_int8,
@@ -12,11 +12,11 @@ use super::product::activations;
 use crate::backend::{ActivationMode, ExpertGateUp, MatrixId, MoeOp, VectorId};
 use crate::error::Error;
 
-/// Up to so many rows each pair of row and expert is a product of its own; then products of one expert share what they
-/// read of it.
+/// Up to this number of rows, each (row, expert) pair is a product of its own. With more rows, the products
+/// of one expert share the weights that they read.
 const ONE_BY_ONE: usize = 4;
 
-/// Cuts device memory into aligned parts.
+/// Splits device memory into aligned parts.
 struct Parts {
     at: usize,
 }
@@ -71,7 +71,7 @@ pub(super) fn run(backend: &mut CudaBackend, op: &MoeOp) -> Result<(), Error> {
     let mut parts = Parts { at: 0 };
     let [chosen, weights, list] = [4 * pairs; 3].map(|bytes| parts.next(bytes));
     let starts = parts.next(4 * (shape.experts + 1));
-    // Side by side in one product, or one behind the other.
+    // Gate and up: side by side in one product, or one after the other.
     let [gate_at, up_at] = [4 * pairs * ff; 2].map(|bytes| parts.next(bytes));
     let inner_at = parts.next(4 * pairs * ff);
     let quantised_at = parts.next(pairs * quantised_row_bytes(ff));

@@ -1,4 +1,4 @@
-//! Matrices on the device: uploading, products, rows as embeddings.
+//! Matrices on the device: upload, products, embedding lookups.
 
 use super::super::Device;
 use super::super::matmul::{
@@ -15,7 +15,7 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::ops::Range;
 
-/// Bytes that one thread packs before they are uploaded: what a load needs of the host besides the file.
+/// Bytes that one thread packs before an upload. Loading needs little host memory besides the file.
 const PIECE_BYTES: usize = 4 << 20;
 
 /// All matrices, and the kernels of their types.
@@ -35,7 +35,7 @@ impl Matrices {
         Ok((matrix, self.kernels.get(&ty).ok_or(Error::NoMatmul { ty: ty.name() })?))
     }
 
-    /// Repacks a matrix and uploads it, piece by piece, on so many threads.
+    /// Repacks a matrix on `threads` threads and uploads it, piece by piece.
     pub(super) fn create(
         &mut self,
         device: &mut dyn Device,
@@ -68,7 +68,7 @@ impl Matrices {
     }
 }
 
-/// Packs pieces, each on a thread.
+/// Packs pieces, each on its own thread.
 fn pack(shape: &TiledShape, bytes: &[u8], pieces: &[Range<usize>]) -> Vec<Result<Vec<u8>, Error>> {
     let one = |tiles: &Range<usize>| -> Result<Vec<u8>, Error> {
         let mut packed = Vec::new();
@@ -85,7 +85,7 @@ fn pack(shape: &TiledShape, bytes: &[u8], pieces: &[Range<usize>]) -> Vec<Result
     })
 }
 
-/// The rows of a buffer as a product with a matrix reads them.
+/// Returns the rows of a buffer in the form in which a product with the matrix reads them.
 pub(super) fn activations(
     device: &mut dyn Device,
     buffers: &mut Buffers,
@@ -116,7 +116,8 @@ pub(super) fn matmul(backend: &mut CudaBackend, x: BufferId, jobs: &[MatmulJob])
     if jobs.iter().enumerate().any(shared) {
         return Err(Error::SameBuffer);
     }
-    // Matrices of one type are multiplied by one launch: the more it reads, the less its beginning and end weigh.
+    // Matrices of one type share a launch, because the start and end of a launch weigh less the more it
+    // reads.
     let mut launches: Vec<(&MatmulKernels, Vec<Product<'_>>)> = Vec::new();
     for job in jobs {
         let (matrix, kernels) = matrices.get(job.matrix)?;
@@ -173,18 +174,18 @@ mod tests {
     use crate::cuda::{Arch, CudaBackend, CudaConfig};
     use std::process::Command;
 
-    /// The most memory that this process has had, in bytes.
+    /// Returns the peak memory of this process in bytes.
     fn peak() -> usize {
         let status = std::fs::read_to_string("/proc/self/status").unwrap();
         let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
         line.trim().trim_end_matches(" kB").parse::<usize>().unwrap() * 1024
     }
 
-    /// Set in the process that repacks.
+    /// Environment variable that is set in the process that repacks.
     const REPACKS: &str = "KVASIR_TEST_REPACKS";
     const THREADS: usize = 2;
 
-    /// In a process of its own, where nothing else takes memory: this test once more.
+    /// Runs this test again in a child process, where nothing else allocates memory.
     #[test]
     fn repacking_needs_a_few_pieces_of_the_host_however_large_the_matrix_is() {
         if std::env::var_os(REPACKS).is_none() {
@@ -200,7 +201,7 @@ mod tests {
         let compile = |source: &Source| Ok(hole::nothing(source.name));
         let mut backend = CudaBackend::new(Box::new(Hole::default()), config, Box::new(compile)).unwrap();
         let mut took = [1usize, 16].map(|times| {
-            // The file's own pages are not counted: they are zeros that nobody has written.
+            // The file's own pages do not count: they are zeros that were never written.
             let (rows, cols) = (times * 2048, 4096);
             let file = vec![0u8; rows * cols * 2];
             let before = peak();

@@ -1,7 +1,7 @@
-//! Recurrent layers: their states in slots of the arena, and rows that may be taken back.
+//! Recurrent layers: their states in slots of the arena, and deferred state updates.
 //!
-//! As on the CPU (`cpu/deferred.rs`): a deferred step reads a state and leaves it alone, what its rows bring to each layer
-//! is kept, and the rows that count are run once more.
+//! This works as on the CPU (`cpu/deferred.rs`): a deferred step reads a state and does not change it. The
+//! inputs of its rows are kept for each layer, and the accepted rows are run again.
 
 use super::super::recurrent::{ConvCall, DeltaNetCall, DeviceState, Mamba2Call, RecurrentKernels, StateCall};
 use super::super::step::StepPointers;
@@ -19,39 +19,39 @@ use crate::error::Error;
 use crate::recurrent::StatePlan;
 use std::collections::VecDeque;
 
-/// The recurrent layers of a backend.
+/// Recurrent layers of a backend.
 pub(super) struct States {
     layers: Vec<StateLayer>,
-    /// Bytes of a slot, as far as layers have been declared.
+    /// Bytes of a slot for the layers that have been created so far.
     slot_bytes: usize,
     kernels: Option<RecurrentKernels>,
-    /// What steps have deferred that nobody has accepted yet, the oldest first.
+    /// Deferred steps that have not been accepted yet, the oldest first.
     deferred: VecDeque<DeferredStep>,
-    /// Whether the last of them is the one that is run.
+    /// Whether the last deferred step is the current step.
     runs: bool,
-    /// Memory for the rows of others, by layer.
+    /// Memory of accepted steps for reuse, by layer.
     spare: Vec<Vec<Inputs>>,
-    /// The rows that count, as a step of their own.
+    /// The accepted rows, as a step of their own.
     accepted: StepMemory,
 }
 
 struct StateLayer {
     layout: DeviceState,
     places: DevicePtr,
-    /// In bytes, inside a slot.
+    /// Byte offset inside a slot.
     offset: usize,
 }
 
-/// What the deferred rows of a step bring to one layer.
+/// Inputs of a step's deferred rows to one layer.
 #[derive(Debug, Default)]
 struct Inputs {
     conv: Option<ConvOp>,
     recurrence: Option<Recurrence>,
-    /// Of the convolution, then of the recurrence.
+    /// The convolution's inputs, then those of the recurrence.
     kept: [Kept; 4],
 }
 
-/// What a step has deferred.
+/// A step with deferred state updates.
 #[derive(Debug)]
 struct DeferredStep {
     /// In row order.
@@ -65,7 +65,7 @@ enum Recurrence {
     Mamba2(Mamba2Op),
 }
 
-/// The deferred rows of a buffer, one after the other, and those of them that count.
+/// The deferred rows of a buffer, one after the other, and the accepted rows.
 #[derive(Debug, Default)]
 struct Kept {
     all: GrowingBuffer,
@@ -95,12 +95,12 @@ impl Default for States {
 }
 
 impl States {
-    /// Checks what a step does with the states.
+    /// Checks the state updates of a step.
     pub(super) fn check(&self, step: &StepInput<'_>, arena_bytes: usize) -> Result<(), Error> {
         if self.deferred.len() == MAX_DEFERRED_STEPS && step.states.iter().any(|state| state.deferred) {
             return Err(Error::DeferredSteps { most: MAX_DEFERRED_STEPS });
         }
-        // A worker may hold none of a model's recurrent layers.
+        // A worker may have none of a model's recurrent layers.
         if self.layers.is_empty() {
             return Ok(());
         }
@@ -118,7 +118,7 @@ impl States {
         Ok(())
     }
 
-    /// Has the rows of a step that defers remembered beside those of others.
+    /// Stores the deferred sequences of a step, in addition to those of earlier steps.
     pub(super) fn begin(&mut self, step: &StepInput<'_>) {
         let deferred = step.sequences.iter().zip(step.states).filter(|(_, state)| state.deferred);
         let sequence = |(sequence, state): (&StepSequence, &StepState)| DeferredSequence {
@@ -165,7 +165,8 @@ impl States {
         self.layers.get(id.0 as usize).ok_or(missing)
     }
 
-    /// A layer that is known, the kernels of all, and where its inputs are kept; nowhere where the step defers nothing.
+    /// Returns a layer, the kernels, and the layer's memory for inputs; `None` for the last if the step
+    /// defers nothing.
     fn parts(&mut self, id: StateLayerId) -> Result<Parts<'_>, Error> {
         let index = id.0 as usize;
         let missing = Error::OutOfRange { what: "state layer", index, len: self.layers.len() };
@@ -215,7 +216,7 @@ impl StateLayer {
     }
 }
 
-/// Keeps the deferred rows of a buffer.
+/// Copies the deferred rows of a buffer.
 fn keep(
     device: &mut dyn Device,
     kernels: &RecurrentKernels,
@@ -368,7 +369,7 @@ pub(super) fn accept(backend: &mut CudaBackend, rows: &[usize]) -> Result<(), Er
     replayed
 }
 
-/// Steps the states of these sequences by so many of their deferred rows.
+/// Advances the states of the sequences by their accepted rows.
 fn replay(
     backend: &mut CudaBackend,
     deferred: Vec<DeferredSequence>,
@@ -378,12 +379,12 @@ fn replay(
     let CudaBackend { device, caches, vectors, states, scratch, .. } = backend;
     let device = device.as_mut();
     let States { layers, slot_bytes, kernels, accepted: step, .. } = states;
-    // A worker may hold none of a model's recurrent layers.
+    // A worker may have none of a model's recurrent layers.
     let Some(kernels) = kernels else { return Ok(()) };
     let (mut sequences, mut plans, mut kept) = (Vec::new(), Vec::new(), Vec::new());
     let (mut place, mut count) = (0, 0);
     for (DeferredSequence { rows, read, write }, accepted) in deferred.into_iter().zip(rows) {
-        // Where it stands already, a state needs no passage.
+        // Nothing to do if no row was accepted and the state is in the right slot already.
         if *accepted > 0 || read != Some(write) {
             let rows = count..count + accepted;
             count = rows.end;
@@ -421,7 +422,7 @@ fn replay(
         if let Some(op) = conv {
             kernels.conv(device, &state, &conv_call(vectors, &shape, op, x)?)?;
         }
-        // What the rows gave is known already.
+        // Only the states matter; the rows' outputs are known already.
         match recurrence {
             None => {}
             Some(Recurrence::DeltaNet(op)) => {

@@ -1,4 +1,4 @@
-//! Ops on one row at a time.
+//! Row operations.
 
 use super::super::rowwise::{Affine, DeviceNorm, Up};
 use super::super::sampling::SamplingKernels;
@@ -138,7 +138,8 @@ pub(super) fn argmax(backend: &mut CudaBackend, x: BufferId, out: &mut Vec<u32>)
     Ok(())
 }
 
-/// Values of a row that a draw rarely needs more of: half a KiB is read for a row of a MiB.
+/// Number of largest values that are read for a draw, which rarely needs more: half a KiB instead of a row
+/// of up to a MiB.
 pub(super) const BEST: usize = 64;
 
 /// See [`crate::backend::Backend::best`].
@@ -165,7 +166,7 @@ pub(super) fn best(backend: &mut CudaBackend, x: BufferId, out: &mut Vec<(u32, f
     Ok(())
 }
 
-/// A norm of rows of `cols` values whose vectors have been looked up.
+/// Looks up the vectors of a norm for rows of `cols` values.
 fn device_norm(vectors: &Vectors, norm: &Norm, cols: usize) -> Result<DeviceNorm, Error> {
     let Norm { rms, weight, bias, eps, width } = *norm;
     if rms && bias.is_some() {
@@ -190,7 +191,7 @@ fn device_norm(vectors: &Vectors, norm: &Norm, cols: usize) -> Result<DeviceNorm
     })
 }
 
-/// As [`device_norm`]; `otherwise` says what another norm than an RMS norm is.
+/// Like [`device_norm`], for RMS norms only. `otherwise` is the error text for another norm.
 fn rms_norm(
     vectors: &Vectors,
     norm: &Norm,

@@ -1,4 +1,4 @@
-//! The step in flight, in the host's memory and the device's.
+//! The current step, in host memory and device memory.
 
 use super::super::attention::SPLIT;
 use super::super::step::{KvGroup, Step, StepLayout, StepLimits, StepPointers};
@@ -7,7 +7,7 @@ use super::memory::GrowingBuffer;
 use crate::backend::{EmbedIndex, StepInput, StepSequence};
 use crate::error::Error;
 
-/// The largest numbers of a step that tables are indexed by; zero of a step without rows.
+/// Largest indices of a step into tables; zero for a step without rows.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Largest {
     pub(super) token: usize,
@@ -18,7 +18,7 @@ pub(super) struct Largest {
 impl Largest {
     const ANY: Self = Self { token: usize::MAX, position: usize::MAX, segment: usize::MAX };
 
-    /// Checks the numbers of a step against those that tables have rows for.
+    /// Checks the indices of a step against the largest ones that tables have rows for.
     ///
     /// # Errors
     /// [`Error::OutOfRange`].
@@ -31,8 +31,8 @@ impl Largest {
     }
 }
 
-/// What the launches of a step that decodes follow from: its rows, each of another sequence, and how far the longest of
-/// these reaches: `2^reach` splits of attention.
+/// Graph shape of a decode step, which determines its launches: its rows, each of another sequence, and the
+/// reach of the longest sequence: `2^reach` splits of attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct StepForm {
     rows: usize,
@@ -40,7 +40,7 @@ pub(super) struct StepForm {
 }
 
 impl StepForm {
-    /// None for steps that prefill, and for those with rows that may be taken back.
+    /// Returns `None` for steps that prefill, and for steps with deferred state updates.
     fn of(sequences: &[StepSequence], kept_rows: usize) -> Option<Self> {
         if sequences.is_empty() || kept_rows > 0 || sequences.iter().any(|sequence| sequence.rows.len() != 1)
         {
@@ -51,8 +51,9 @@ impl StepForm {
         Some(Self { rows: sequences.len(), reach })
     }
 
-    /// Sequences that attention needs no fewer launches, blocks or scratch for than for any of this form. A window may
-    /// begin in any place of a split, hence the last one has one position only.
+    /// Returns sequences for which attention needs at least as many launches, blocks and scratch bytes as
+    /// for any step of this shape. A window may begin anywhere in a split, hence the last split has only
+    /// one position.
     fn widest(self) -> Vec<StepSequence> {
         let end = if self.reach == 0 { SPLIT } else { ((SPLIT << self.reach) - SPLIT) + 1 };
         let sequence = |row| StepSequence { rows: row..row + 1, context: end - 1, segment_start: None };
@@ -60,7 +61,7 @@ impl StepForm {
     }
 }
 
-/// A step and the memory that it is uploaded to.
+/// A step, with the device memory that it is uploaded to.
 pub(super) struct StepMemory {
     step: Step,
     groups: Vec<KvGroup>,
@@ -68,15 +69,15 @@ pub(super) struct StepMemory {
     room: GrowingBuffer,
     pointers: Option<StepPointers>,
     largest: Largest,
-    /// What the tables that were read by it have rows for.
+    /// Largest indices that the tables read by this step have rows for.
     most: Largest,
     form: Option<StepForm>,
-    /// [`StepForm::widest`].
+    /// Result of [`StepForm::widest`].
     widest: Vec<StepSequence>,
 }
 
 impl StepMemory {
-    /// For layers over `groups`.
+    /// Creates the memory for steps of layers over `groups`.
     pub(super) fn new(groups: Vec<KvGroup>) -> Self {
         let limits = StepLimits { rows: 0, sequences: 0, exports: 0, table_entries: 0 };
         let step = Step::new(StepLayout::new(limits, &groups));
@@ -93,10 +94,10 @@ impl StepMemory {
         }
     }
 
-    /// Takes in a step and uploads it, in one piece.
+    /// Stores a step and uploads it in one piece.
     ///
     /// # Errors
-    /// As [`Step::fill`]; what the device says.
+    /// As [`Step::fill`]; errors of the device.
     pub(super) fn begin(
         &mut self,
         device: &mut dyn Device,
@@ -126,17 +127,19 @@ impl StepMemory {
         Ok(())
     }
 
-    /// What its launches follow from, if it may be recorded.
+    /// Returns the graph shape. `None` if the step must not be recorded.
     pub(super) fn form(&self) -> Option<StepForm> {
         self.form
     }
 
-    /// The sequences that attention's launches are planned for: those of the step, or the widest of its form.
+    /// Returns the sequences that attention's launches are planned for: those of the step, or the widest of
+    /// its graph shape.
     pub(super) fn planned(&self) -> &[StepSequence] {
         if self.form.is_some() { &self.widest } else { self.step.sequences() }
     }
 
-    /// A table with so many rows is read by the step's tokens, positions or segments, at which kernels do not look.
+    /// Checks the step's tokens, positions or segments against a table with `rows` rows, because kernels do
+    /// not check them.
     ///
     /// # Errors
     /// [`Error::OutOfRange`].
@@ -150,19 +153,19 @@ impl StepMemory {
         if self.step.rows() == 0 { Ok(()) } else { self.largest.check(&self.most) }
     }
 
-    /// The largest numbers that all tables read so far have rows for.
+    /// Returns the largest indices that all tables read so far have rows for.
     pub(super) fn most(&self) -> Largest {
         self.most
     }
 
-    /// What tables must have a row for.
+    /// Returns the largest indices of the step.
     pub(super) fn largest(&self) -> Largest {
         self.largest
     }
 
-    /// Steps larger than any before get a layout with room for twice as much. With more rows or sequences it lies in other
-    /// memory: even where it takes no more bytes, the arrays of its groups lie elsewhere, and what was recorded names where
-    /// they were.
+    /// Makes a layout with room for twice as much if the step is larger than any before. If it has more
+    /// rows or sequences, the memory is allocated again even if its size stays the same: the groups' arrays
+    /// move, and graphs refer to their old addresses.
     fn make_room(&mut self, device: &mut dyn Device, input: &StepInput<'_>) -> Result<(), CudaError> {
         let blocks = |group: &KvGroup| -> usize {
             let ends = input.sequences.iter().map(|sequence| sequence.context + sequence.rows.len());
@@ -190,12 +193,12 @@ impl StepMemory {
         if moved { self.room.give_back(device) } else { Ok(()) }
     }
 
-    /// The step that was taken in last.
+    /// Returns the step that was stored last.
     pub(super) fn step(&self) -> &Step {
         &self.step
     }
 
-    /// Its arrays.
+    /// Returns the addresses of the step's arrays.
     ///
     /// # Errors
     /// [`CudaError::Invalid`] before the first step.

@@ -1,4 +1,4 @@
-//! Ops over the arena: keys and values, recurrent states.
+//! Cases of operations over the arena: keys and values, recurrent states.
 
 use super::{Inputs, Output};
 use crate::backend::{
@@ -10,12 +10,12 @@ use crate::error::Error;
 
 const BLOCK: usize = 16;
 const SCALE: f32 = 0.125;
-/// Keys and values are rounded alike on both sides, the softmax is summed in another order.
+/// Tolerance: keys and values are rounded equally on both sides; the softmax is summed in another order.
 const ATTENTION: f64 = 1e-3;
-/// States are carried from row to row in f32.
+/// Tolerance: states are carried from row to row in f32.
 const STATES: f64 = 1e-4;
 
-/// A layer of attention: heads, key/value heads, their widths, and what of the past is seen.
+/// An attention layer: heads, key/value heads, their widths, and its visibility.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct KvLayer {
     kv_type: KvType,
@@ -47,8 +47,8 @@ pub(super) const KV_LAYERS: [KvLayer; 7] = [
     KvLayer { kv_type: KvType::F32, heads: 2, head_dim: 32, v_head_dim: 32, causal: false, ..PLAIN },
 ];
 
-/// Two sequences, a prompt each and then, where positions follow each other, a row each: norms, rotation, writing and
-/// reading, over blocks in no order.
+/// Two sequences with a prompt each and then, for causal layers, one row each: norms, rotation, writing and
+/// reading, over blocks in no particular order.
 pub(super) fn attention(inputs: &mut Inputs<'_>, layer: KvLayer) -> Result<(), Error> {
     let KvLayer { kv_type, heads, kv_heads, head_dim, v_head_dim, window, causal } = layer;
     let shape =
@@ -94,7 +94,7 @@ pub(super) fn attention(inputs: &mut Inputs<'_>, layer: KvLayer) -> Result<(), E
         if number + 1 < steps.len() {
             continue;
         }
-        // The same again from a copy of a block; what was copied is gone.
+        // Repeats the attention with a copy of a block, after the original was overwritten.
         let (from, to) = (units(5), units(3));
         inputs.backend.copy_kv(&[KvCopy { group: 0, from, to }])?;
         inputs.backend.write_arena(from, &vec![0x3c; block])?;
@@ -107,7 +107,7 @@ pub(super) fn attention(inputs: &mut Inputs<'_>, layer: KvLayer) -> Result<(), E
     Ok(())
 }
 
-/// A layer for each element type and width of heads that kernels are compiled for.
+/// Returns a layer for each element type and head width that kernels are compiled for.
 pub(super) fn long_layers() -> impl Iterator<Item = KvLayer> {
     let types = [KvType::F32, KvType::F16, KvType::Q8_0];
     types.into_iter().flat_map(|kv_type| {
@@ -122,7 +122,7 @@ pub(super) fn long_layers() -> impl Iterator<Item = KvLayer> {
     })
 }
 
-/// Rows alone and together that see more keys than one partial result takes.
+/// Single and multiple rows that see more keys than one split has.
 pub(super) fn long_attention(inputs: &mut Inputs<'_>, layer: KvLayer) -> Result<(), Error> {
     const ROWS: [usize; 5] = [515, 1, 2, 4, 8];
     let KvLayer { kv_type, heads, kv_heads, head_dim, v_head_dim, window, causal } = layer;
@@ -135,7 +135,7 @@ pub(super) fn long_attention(inputs: &mut Inputs<'_>, layer: KvLayer) -> Result<
     inputs.backend.create_kv_arena(blocks * block, &[block])?;
     let table: Vec<u32> = (0..blocks).rev().map(|place| (place * block / 64) as u32).collect();
     let tables = vec![vec![BlockTable::Paged(&table)]];
-    // Of runs that are no whole heads.
+    // Runs that are not whole heads.
     let weight = Some(inputs.vector(head_dim / 2)?);
     let norm = Norm { rms: true, weight, bias: None, eps: 1e-6, width: head_dim / 2 };
     let mut context = 0;
@@ -148,7 +148,7 @@ pub(super) fn long_attention(inputs: &mut Inputs<'_>, layer: KvLayer) -> Result<
         let (k, v) = (inputs.rows(rows, kv_heads * head_dim)?, inputs.rows(rows, kv_heads * v_head_dim)?);
         let kv = Some(KvWrite { k, v, k_norm: Some(norm), v_norm: None });
         inputs.backend.qkv(&QkvOp { q, q_norm: Some(norm), kv, rope: None, layer: id })?;
-        // What comes first is only there to be seen: all of it is what the others are about.
+        // The first step only fills the cache; its keys are what the later steps see.
         if context > 0 {
             let out = inputs.backend.create_buffer(rows, heads * v_head_dim)?;
             inputs.backend.attention(&AttentionOp { q, out, scale: SCALE, sinks: None, layer: id })?;
@@ -169,7 +169,7 @@ pub(super) fn long_attention(inputs: &mut Inputs<'_>, layer: KvLayer) -> Result<
     Ok(())
 }
 
-/// The same rows one by one: on any device they have the same bits.
+/// Computes the same rows one by one. On any device the bits are the same.
 fn alone(
     inputs: &mut Inputs<'_>,
     (q, out): (BufferId, BufferId),
@@ -197,7 +197,7 @@ fn alone(
     Ok(())
 }
 
-/// Single rows of sequences that begin alike: over blocks that they have in common, and over copies of these.
+/// Single rows of sequences with a common beginning: over shared blocks, and over copies of them.
 pub(super) fn shared_beginning(inputs: &mut Inputs<'_>) -> Result<(), Error> {
     const CONTEXTS: [usize; 6] = [1099, 1040, 600, 1030, 1099, 1060];
     let layer = KvLayer { heads: 4, kv_heads: 1, ..PLAIN };
@@ -267,7 +267,7 @@ pub(super) fn shared_beginning(inputs: &mut Inputs<'_>) -> Result<(), Error> {
     Ok(())
 }
 
-/// What a step does with the states of two sequences.
+/// State updates of two sequences.
 struct States {
     layer: StateLayerId,
     shape: StateShape,
@@ -288,8 +288,8 @@ impl States {
         number * self.slot_units
     }
 
-    /// Begins step `number`: a prompt with a state kept in the middle, a row each, rows that may be taken back, rows of
-    /// others meanwhile, more rows that may be taken back.
+    /// Begins step `number`: a prompt with an exported state, one row each, deferred rows, rows of others
+    /// meanwhile, more deferred rows.
     fn begin(&self, inputs: &mut Inputs<'_>, number: usize) -> Result<usize, Error> {
         let at = |read: Option<u32>, write: u32| StepState {
             read: read.map(|slot| self.slot(slot)),
@@ -320,7 +320,7 @@ impl States {
         Ok(all)
     }
 
-    /// After a step: what its rows gave is kept already, the states are now.
+    /// After a step: keeps the states as results. The rows' outputs are kept already.
     fn end(&self, inputs: &mut Inputs<'_>, op: &'static str, number: usize) -> Result<(), Error> {
         let slots: &[u32] = match number {
             0 => &[1, 2, 6],
@@ -337,7 +337,7 @@ impl States {
             let mut conv = vec![0.0; self.shape.conv_len()];
             let mut matrices = vec![0.0; self.shape.recurrent_len()];
             inputs.backend.read_state(self.layer, self.slot(*slot), &mut conv, &mut matrices)?;
-            // What a step has deferred was written by `accept`.
+            // `accept` has written the deferred states.
             let (of_conv, of_op) = if number < 4 { ("conv", op) } else { ("accept", "accept") };
             let parts = [(of_conv, conv, 1e-6), (of_op, matrices, STATES)];
             inputs.outputs.extend(parts.map(|(by, values, tolerance)| {
@@ -349,7 +349,7 @@ impl States {
     }
 }
 
-/// Delta net with keys of this width, over which it sums.
+/// Delta net with keys of width `k_dim`, over which it sums.
 pub(super) fn delta_net(inputs: &mut Inputs<'_>, k_dim: usize) -> Result<(), Error> {
     let (k_heads, heads, v_dim, taps) = (2, 4, 32, 4);
     let channels = 2 * k_heads * k_dim + heads * v_dim;
@@ -383,7 +383,7 @@ pub(super) fn delta_net(inputs: &mut Inputs<'_>, k_dim: usize) -> Result<(), Err
     Ok(())
 }
 
-/// Mamba-2 with states of this width, over which it sums.
+/// Mamba-2 with states of width `state`, over which it sums.
 pub(super) fn mamba2(inputs: &mut Inputs<'_>, state: usize) -> Result<(), Error> {
     let (groups, heads, head_dim, taps) = (2, 4, 32, 4);
     let channels = heads * head_dim + 2 * groups * state;

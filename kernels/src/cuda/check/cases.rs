@@ -1,4 +1,4 @@
-//! Ops without a cache.
+//! Cases of operations without a cache.
 
 use super::Inputs;
 use crate::backend::{
@@ -8,9 +8,9 @@ use crate::backend::{
 use crate::error::Error;
 use crate::quant::GgmlType;
 
-/// Sums of products in another order.
+/// Tolerance of sums of products in another order.
 const SUMS: f64 = 2e-5;
-/// The same operations, sums over a row in another order.
+/// Tolerance of equal operations with sums over a row in another order.
 const ROWS: f64 = 1e-5;
 
 impl Inputs<'_> {
@@ -19,7 +19,7 @@ impl Inputs<'_> {
         self.backend.create_matrix(MatrixSource { ggml_type: ty.id(), rows, cols, experts, bytes: &bytes })
     }
 
-    /// Begins a step of sequences of so many rows each.
+    /// Begins a step of sequences with these numbers of rows.
     fn step(&mut self, lengths: &[usize], tokens: &[u32], segment_start: Option<usize>) -> Result<(), Error> {
         let mut start = 0;
         let sequence = |rows: &usize| {
@@ -32,8 +32,8 @@ impl Inputs<'_> {
     }
 }
 
-/// Products of one type: few rows and more, a prompt with enough outputs for all of the device, ragged sizes, all that an
-/// epilogue does; and rows of it as embeddings.
+/// Products of one type: few rows and more, a prompt with enough outputs for the whole device, ragged
+/// sizes, and every option of the epilogue. Also embedding lookups.
 pub(super) fn products(inputs: &mut Inputs<'_>, ty: GgmlType, multiprocessors: usize) -> Result<(), Error> {
     let prompt = (70, 64 * multiprocessors - 7, 256);
     for shape in [(1, 40, 512), (3, 33, 256), (6, 32, 256), (9, 64, 768), prompt] {
@@ -49,7 +49,7 @@ pub(super) fn products(inputs: &mut Inputs<'_>, ty: GgmlType, multiprocessors: u
     Ok(())
 }
 
-/// Products of a quantised type with activations as they are.
+/// Products of a quantised type with f32 activations.
 pub(super) fn exact_products(inputs: &mut Inputs<'_>, ty: GgmlType) -> Result<(), Error> {
     product(inputs, ty, (3, 40, 512))
 }
@@ -111,8 +111,8 @@ pub(super) fn rows(inputs: &mut Inputs<'_>) -> Result<(), Error> {
     Ok(())
 }
 
-/// The sums of the best values of each row and of their places: what they are in no order, and what reading the whole row
-/// gives where the backend leaves that to its caller.
+/// Returns the sums of the best values of each row and of their indices, because the order of the best
+/// values is undefined. Reads whole rows if the backend does not find the best values itself.
 fn best(backend: &mut dyn Backend, x: BufferId, rows: usize, cols: usize) -> Result<Vec<f32>, Error> {
     const COUNT: usize = 64;
     let mut all = Vec::new();
@@ -160,7 +160,7 @@ pub(super) fn gates(inputs: &mut Inputs<'_>) -> Result<(), Error> {
     inputs.keep("scale_rows", "4 x 72", ROWS, (x, 4, 72))
 }
 
-/// Rows of a table by segment.
+/// Embedding lookups by segment.
 pub(super) fn embeddings(inputs: &mut Inputs<'_>) -> Result<(), Error> {
     inputs.step(&[3, 2], &[7, 0, 39, 12, 7], Some(2))?;
     let table = inputs.matrix(GgmlType::F32, 40, 256, 1)?;
@@ -170,7 +170,7 @@ pub(super) fn embeddings(inputs: &mut Inputs<'_>) -> Result<(), Error> {
     inputs.keep("embed", format!("by {index:?}"), ROWS, (out, 5, 256))
 }
 
-/// Experts, with all that a model may ask of them.
+/// Mixture of experts with every option of a model.
 pub(super) fn experts(inputs: &mut Inputs<'_>) -> Result<(), Error> {
     let (hidden, ff, experts, used) = (256, 64, 8, 3);
     let ty = GgmlType::Q8_0;

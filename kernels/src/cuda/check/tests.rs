@@ -1,4 +1,4 @@
-//! The cases themselves: the CPU agrees with itself, and what is wrong is seen.
+//! Tests of the cases themselves: the CPU agrees with itself, and errors are detected.
 
 use super::{Case, Checked, OPS, compare, distance};
 use crate::backend::{ActivationMode, Backend};
@@ -29,10 +29,10 @@ fn every_op_is_compared_and_the_cpu_agrees_with_itself() {
     }
 }
 
-/// Kernels that were launched, each after its source's name.
+/// Launched kernels as (source name, kernel).
 type Launched = Arc<Mutex<BTreeSet<(String, String)>>>;
 
-/// The interpreter, which notes what it runs.
+/// The interpreter, which records the kernels that it runs.
 struct Watched {
     device: SimDevice,
     names: Vec<(String, String)>,
@@ -79,7 +79,7 @@ impl Device for Watched {
     }
 }
 
-/// The very code that a GPU would run, on the interpreter: all of it, and all of it as the CPU does.
+/// Runs the code of a GPU on the interpreter: every kernel runs, and all results agree with the CPU.
 fn assert_as_the_cpu(arch: Arch) {
     let launched = Launched::default();
     let mut device = |activations| -> Result<Box<dyn Backend>, Error> {
@@ -111,7 +111,7 @@ fn every_kernel_for_sm_121a_does_what_the_cpu_does() {
 }
 
 #[test]
-fn a_backend_that_cannot_be_made_is_refused() {
+fn a_backend_that_cannot_be_created_is_reported() {
     let mut none = |_| Err(Error::Unsupported { what: "anything" });
     let checked = compare(&mut none, &mut cpu, 1);
     assert!(!checked.passed() && checked.cases.is_empty() && checked.refused.len() > 10);

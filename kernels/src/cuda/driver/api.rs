@@ -1,4 +1,4 @@
-//! The functions of NVIDIA's driver that are called, and what their statuses mean.
+//! Functions of NVIDIA's driver that are called, and the meanings of their statuses.
 
 #![allow(unsafe_code)]
 
@@ -69,8 +69,8 @@ pub(super) const NOT_READY: u32 = CUresult::CUDA_ERROR_NOT_READY as u32;
 pub(super) const LAUNCH_OUT_OF_RESOURCES: u32 = CUresult::CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES as u32;
 pub(super) const PRIMARY_CONTEXT_ACTIVE: u32 = CUresult::CUDA_ERROR_PRIMARY_CONTEXT_ACTIVE as u32;
 
-/// Codes after which the context can be used as before: the call was refused. Every other code, one that is not known
-/// here above all, may come from work that ran before the call, and then no later call of this process succeeds.
+/// Codes of refused calls, after which the context stays usable. Every other code, unknown ones included,
+/// may come from work that ran before the call; then no later call of this process succeeds.
 const REFUSALS: &[u32] = &[
     INVALID_VALUE,
     OUT_OF_MEMORY,
@@ -106,20 +106,20 @@ const REFUSALS: &[u32] = &[
 ];
 
 impl Driver {
-    /// The driver of this machine, looked for once.
+    /// Returns the driver of this machine. It is looked for once.
     ///
     /// # Errors
-    /// [`CudaError::Missing`] for a library or a function that is not there.
+    /// [`CudaError::Missing`] for a missing library or function.
     pub(super) fn here() -> Result<&'static Self, CudaError> {
         static FOUND: OnceLock<Result<Driver, CudaError>> = OnceLock::new();
         let found = FOUND.get_or_init(|| Self::load(library::load_driver()?));
         found.as_ref().map_err(Clone::clone)
     }
 
-    /// What a status is called: the driver's own name, or the number.
+    /// Returns the driver's name of a status, or its number.
     fn name(&self, status: u32) -> String {
         let mut name = std::ptr::null();
-        // SAFETY: the pointer is ours; the driver sets it to a text of its own that stays.
+        // SAFETY: the pointer is to a local variable; the driver sets it to a static text of its own.
         let found = unsafe { (self.error_name)(status, &raw mut name) };
         if found != SUCCESS || name.is_null() {
             return format!("CUDA error {status}");
@@ -128,7 +128,7 @@ impl Driver {
         unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
     }
 
-    /// Checks a status of a call that comes before there is a context: nothing can be lost yet.
+    /// Checks the status of a call before there is a context, so that no context can be lost.
     ///
     /// # Errors
     /// [`CudaError::Call`].
@@ -139,10 +139,11 @@ impl Driver {
         }
     }
 
-    /// Checks a status of a call in a context.
+    /// Checks the status of a call in a context.
     ///
     /// # Errors
-    /// [`CudaError::Invalid`] and [`CudaError::Call`] for a call that was refused; [`CudaError::Lost`] for everything else.
+    /// [`CudaError::Invalid`] and [`CudaError::Call`] for a refused call; [`CudaError::Lost`] for
+    /// everything else.
     pub(super) fn check(&self, call: &'static str, status: u32) -> Result<(), CudaError> {
         match status {
             SUCCESS => Ok(()),

@@ -1,9 +1,9 @@
-//! Which addresses were given out: the driver itself does not refuse a copy past an allocation's end.
+//! Table of allocated addresses, because the driver itself does not refuse a copy past an allocation's end.
 
 use super::super::{CudaError, DevicePtr};
 use std::collections::BTreeMap;
 
-/// Allocations that live, by where they start.
+/// Live allocations: start address and length in bytes.
 #[derive(Debug, Default)]
 pub(super) struct Allocations(BTreeMap<u64, usize>);
 
@@ -13,13 +13,13 @@ impl Allocations {
     }
 
     /// # Errors
-    /// [`CudaError::Invalid`] where none starts there.
+    /// [`CudaError::Invalid`] if no allocation starts there.
     pub(super) fn remove(&mut self, ptr: DevicePtr) -> Result<(), CudaError> {
         let missing = || CudaError::Invalid { what: format!("no allocation starts at {:#x}", ptr.0) };
         self.0.remove(&ptr.0).map(|_| ()).ok_or_else(missing)
     }
 
-    /// Whether so many bytes from there on lie inside of one.
+    /// Checks that `bytes` bytes from `ptr` on lie inside one allocation.
     ///
     /// # Errors
     /// [`CudaError::Invalid`].
@@ -34,7 +34,7 @@ impl Allocations {
         if inside { Ok(()) } else { Err(outside()) }
     }
 
-    /// All of them, none left.
+    /// Removes and returns all allocations.
     pub(super) fn take(&mut self) -> impl Iterator<Item = DevicePtr> {
         std::mem::take(&mut self.0).into_keys().map(DevicePtr)
     }
@@ -45,7 +45,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_bytes_inside_of_one_allocation_are_let_through() {
+    fn only_bytes_inside_one_allocation_are_accepted() {
         let mut known = Allocations::default();
         known.add(DevicePtr(1000), 100);
         known.add(DevicePtr(1100), 50);

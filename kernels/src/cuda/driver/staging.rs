@@ -1,4 +1,4 @@
-//! Pinned host memory that copies pass through.
+//! Pinned host memory for copies.
 
 #![allow(unsafe_code)]
 
@@ -8,7 +8,8 @@ use super::wait;
 use cudarc::driver::sys::{CUevent, CUstream};
 use std::time::Duration;
 
-/// Bytes of one buffer: copies of weights run at full speed in pieces of this size, and little memory is pinned.
+/// Bytes of one buffer. Copies of weights reach full speed in pieces of this size, and little memory is
+/// pinned.
 const PIECE: usize = 4 << 20;
 
 /// Two buffers, used in turn: while the device copies one, the host fills the other.
@@ -21,7 +22,7 @@ pub(super) struct Staging {
     next: usize,
 }
 
-/// Pinned bytes, and the event after which they may be used again.
+/// Pinned bytes, and the event after which they may be reused.
 #[derive(Debug, Clone, Copy)]
 struct Buffer {
     memory: *mut u8,
@@ -31,12 +32,12 @@ struct Buffer {
 impl Buffer {
     fn new(driver: &Driver) -> Result<Self, CudaError> {
         let (mut memory, mut free) = (std::ptr::null_mut(), std::ptr::null_mut());
-        // SAFETY: the pointer is to a handle of ours. The bytes are written before they are read.
+        // SAFETY: the pointer is to a local handle. The bytes are written before they are read.
         driver.check("cuMemHostAlloc", unsafe { (driver.allocate_host)(&raw mut memory, PIECE, 0) })?;
         // SAFETY: as above.
         let created = unsafe { (driver.create_event)(&raw mut free, wait::EVENT_FLAGS) };
         driver.check("cuEventCreate", created).inspect_err(|_| {
-            // SAFETY: allocated just now, and forgotten.
+            // SAFETY: the memory was just allocated and is not used afterwards.
             let _ = unsafe { (driver.free_host)(memory) };
         })?;
         Ok(Self { memory: memory.cast(), free })
@@ -44,7 +45,7 @@ impl Buffer {
 }
 
 impl Staging {
-    /// For copies on `stream`, in the context that is current.
+    /// Creates the buffers for copies on `stream`, in the current context.
     pub(super) fn new(
         driver: &'static Driver,
         stream: CUstream,
@@ -54,7 +55,7 @@ impl Staging {
         Ok(Self { driver, stream, longest_wait, buffers, next: 0 })
     }
 
-    /// Memory and event of the buffer whose turn it is, when the last copy with it is done.
+    /// Switches to the other buffer, waits until its last copy is done, and returns its memory and event.
     fn turn(&mut self) -> Result<(*mut u8, CUevent), CudaError> {
         self.next ^= 1;
         let Buffer { memory, free } = self.buffers[self.next];
@@ -62,16 +63,17 @@ impl Staging {
         Ok((memory, free))
     }
 
-    /// Copies to the device, in the stream's order. The bytes may be changed once this returns.
+    /// Copies to the device, in the stream's order. The caller may change the bytes once this returns.
     ///
     /// # Safety
-    /// So many bytes from `to` on must be the device's, until the stream has come there. The context must be current.
+    /// The `bytes.len()` bytes from `to` on must belong to the device until the stream has executed the
+    /// copy. The context must be current.
     pub(super) unsafe fn upload(&mut self, to: u64, bytes: &[u8]) -> Result<(), CudaError> {
         let (driver, stream) = (self.driver, self.stream);
         for (index, piece) in bytes.chunks(PIECE).enumerate() {
             let (memory, free) = self.turn()?;
-            // SAFETY: a buffer holds PIECE bytes, a piece has no more, and no copy reads the buffer any longer. It is
-            // not written again before the event that follows the copy.
+            // SAFETY: a buffer has PIECE bytes, a piece has at most as many, and no earlier copy still
+            // reads the buffer. The buffer is not written again before the event that follows the copy.
             unsafe {
                 std::ptr::copy_nonoverlapping(piece.as_ptr(), memory, piece.len());
                 let to = to + (index * PIECE) as u64;
@@ -82,7 +84,7 @@ impl Staging {
         Ok(())
     }
 
-    /// Copies to the host, behind all that the stream was asked for.
+    /// Copies to the host, after all earlier work of the stream.
     ///
     /// # Safety
     /// As for [`Self::upload`].
@@ -91,7 +93,7 @@ impl Staging {
         for (index, piece) in out.chunks_mut(PIECE).enumerate() {
             let (memory, free) = self.turn()?;
             let from = from + (index * PIECE) as u64;
-            // SAFETY: a buffer holds PIECE bytes, a piece has no more; nothing else uses the buffer.
+            // SAFETY: a buffer has PIECE bytes, a piece has at most as many; nothing else uses the buffer.
             unsafe {
                 driver.check(
                     "cuMemcpyDtoHAsync",
@@ -100,19 +102,20 @@ impl Staging {
                 driver.check("cuEventRecord", (driver.record_event)(free, stream))?;
             }
             wait::event(driver, free, self.longest_wait)?;
-            // SAFETY: the device has written these bytes, as the event behind the copy says, and writes them no more.
+            // SAFETY: the event after the copy shows that the device has written these bytes and writes
+            // them no more.
             unsafe { std::ptr::copy_nonoverlapping(memory, piece.as_mut_ptr(), piece.len()) };
         }
         Ok(())
     }
 
-    /// Gives the memory back.
+    /// Frees the memory.
     ///
     /// # Safety
     /// The stream must be idle, or its context lost.
     pub(super) unsafe fn destroy(self) {
         for buffer in self.buffers {
-            // SAFETY: both were made by `Buffer::new`, and nothing uses them any more.
+            // SAFETY: both were created by `Buffer::new`, and nothing uses them any more.
             unsafe {
                 let _ = (self.driver.destroy_event)(buffer.free);
                 let _ = (self.driver.free_host)(buffer.memory.cast());

@@ -4,7 +4,7 @@ use fake::{calls, fail, forget_failures};
 
 mod fake;
 
-/// Codes after which CUDA's documentation says that the process has to end, and three that nobody has defined yet.
+/// Codes after which the process must end according to CUDA's documentation, and three undefined codes.
 const STICKY: [u32; 24] = [
     4,
     46,
@@ -43,14 +43,14 @@ fn compiled(cubin: &[u8], ptx: &str) -> Compiled {
 }
 
 #[test]
-fn whatever_is_no_refusal_is_a_lost_device() {
+fn every_status_but_a_refusal_loses_the_device() {
     for code in STICKY {
         let mut gpu = open();
         fail("cuEventQuery", code);
         let error = gpu.synchronize().unwrap_err();
         assert!(matches!(error, CudaError::Lost { call: "cuEventQuery", .. }), "{code}: {error}");
         assert!(error.to_string().contains(&code.to_string()), "{error}");
-        // It is lost for good, whatever the driver says next.
+        // The device stays lost, whatever the driver returns next.
         forget_failures();
         assert_eq!(gpu.allocate(1).unwrap_err(), error);
     }
@@ -68,7 +68,7 @@ fn whatever_is_no_refusal_is_a_lost_device() {
 }
 
 #[test]
-fn a_launch_and_a_copy_lose_the_device_too() {
+fn errors_of_launches_and_copies_lose_the_device_too() {
     for call in ["cuLaunchKernel", "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuGraphLaunch"] {
         let mut gpu = open();
         let kernel = gpu.load(&compiled(b"\x7fELF", ""), &["a"]).unwrap()[0];
@@ -92,7 +92,7 @@ fn a_launch_and_a_copy_lose_the_device_too() {
 }
 
 #[test]
-fn a_wait_that_does_not_end_loses_the_device_and_nothing_is_given_back_to_it() {
+fn a_wait_that_does_not_end_loses_the_device_and_frees_nothing() {
     forget_failures();
     let mut gpu = Gpu::open_with(&fake::DRIVER, 0, Duration::from_millis(5)).unwrap();
     gpu.allocate(8).unwrap();
@@ -107,7 +107,7 @@ fn a_wait_that_does_not_end_loses_the_device_and_nothing_is_given_back_to_it() {
 }
 
 #[test]
-fn what_was_taken_is_given_back_once_the_stream_is_idle() {
+fn resources_are_freed_once_the_stream_is_idle() {
     let mut gpu = open();
     gpu.allocate(8).unwrap();
     let before = calls().len();
@@ -119,7 +119,7 @@ fn what_was_taken_is_given_back_once_the_stream_is_idle() {
 }
 
 #[test]
-fn waits_of_the_driver_itself_do_not_spin() {
+fn waits_inside_the_driver_do_not_spin() {
     let gpu = open();
     let told = calls();
     let at = |call: &str| told.iter().position(|found| *found == call).unwrap();
@@ -128,7 +128,8 @@ fn waits_of_the_driver_itself_do_not_spin() {
     forget_failures();
     fail("cuDevicePrimaryCtxSetFlags blocking", api::PRIMARY_CONTEXT_ACTIVE);
     assert!(Gpu::open_with(&fake::DRIVER, 0, LONGEST_WAIT).is_ok(), "a context that is there already");
-    // Before there is a context, nothing is lost: 46 is a GPU that somebody else has to himself.
+    // Before there is a context, nothing is lost: 46 means that another process has exclusive use of the
+    // GPU.
     for call in ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"] {
         forget_failures();
         fail(call, 46);
@@ -138,7 +139,7 @@ fn waits_of_the_driver_itself_do_not_spin() {
 }
 
 #[test]
-fn a_grid_beyond_the_devices_limits_is_refused_before_the_driver_hears_of_it() {
+fn a_grid_beyond_the_devices_limits_is_refused_without_a_driver_call() {
     let mut gpu = open();
     let kernel = gpu.load(&compiled(b"\x7fELF", ""), &["a"]).unwrap()[0];
     let arguments = [1u32.into(), 1u32.into()];
@@ -156,14 +157,14 @@ fn a_grid_beyond_the_devices_limits_is_refused_before_the_driver_hears_of_it() {
 }
 
 #[test]
-fn machine_code_that_the_driver_refuses_is_made_from_ptx() {
+fn the_driver_compiles_the_ptx_if_it_refuses_the_cubin() {
     for (cubin, ptx, refusal, loads) in [
         (b"\x7fELF".as_slice(), "ptx", None, Ok("cuModuleLoadData machine code")),
         (b"", "ptx", None, Ok("cuModuleLoadData text")),
         (b"\x7fELF", "ptx", Some(209), Ok("cuModuleLoadData text")),
         (b"\x7fELF", "ptx", Some(200), Ok("cuModuleLoadData text")),
         (b"\x7fELF", "", Some(209), Err("CUDA error 209")),
-        // No other error is tried again.
+        // Other errors do not cause a retry with PTX.
         (b"\x7fELF", "ptx", Some(222), Err("CUDA error 222")),
         (b"text", "ptx", None, Err("no machine code")),
     ] {
@@ -189,7 +190,7 @@ fn an_error_in_a_recording_ends_it() {
         device.fill(ptr, 0, 9)
     });
     assert!(wrong.unwrap_err().to_string().contains("9 bytes"));
-    // Neither of these may be asked for while something is recorded.
+    // These calls are refused during a recording, so the recording has ended.
     gpu.synchronize().unwrap();
     gpu.free(ptr).unwrap();
 }
@@ -207,9 +208,9 @@ fn all_devices_are_described_and_others_refused() {
     assert!(count(&fake::DRIVER).is_err());
 }
 
-/// A GPU that does not tell its clock is taken for one at a usual one.
+/// A GPU that does not report its clock gets the usual one.
 #[test]
-fn what_a_device_computes_follows_its_multiprocessors_and_clock() {
+fn the_compute_estimate_follows_multiprocessors_and_clock() {
     forget_failures();
     let (_, info) = describe(&fake::DRIVER, 0).unwrap();
     assert_eq!(info.compute(), 132 * 1_980_000_000 * 190);
@@ -224,9 +225,10 @@ fn a_library_without_a_function_is_refused_by_the_functions_name() {
     assert_eq!(Driver::load(other).unwrap_err(), CudaError::Missing { library: "CUDA driver", looked_for });
 }
 
-/// Where there is a driver and a GPU, opening works; where not, it says what is missing. Neither ends the process.
+/// Opening works if there is a driver and a GPU. Otherwise the error names what is missing. Neither ends
+/// the process.
 #[test]
-fn without_a_driver_opening_says_what_was_looked_for() {
+fn without_a_driver_the_error_lists_the_searched_files() {
     match Gpu::open(0) {
         Ok(gpu) => assert!(gpu.info().memory_bytes > 0),
         Err(CudaError::Missing { library, looked_for }) => {

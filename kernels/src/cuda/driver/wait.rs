@@ -1,4 +1,4 @@
-//! Waiting for the device, not for ever and not by spinning.
+//! Waits for the device, with a time limit and without spinning.
 
 #![allow(unsafe_code)]
 
@@ -7,24 +7,25 @@ use super::api::{self, Driver};
 use cudarc::driver::sys::{CUevent, CUevent_flags};
 use std::time::{Duration, Instant};
 
-/// How events that are waited for are made: without times, which would slow them down.
+/// Flags of events to wait for: without timing, which would slow them down.
 pub(super) const EVENT_FLAGS: u32 = CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
-/// A wait this short is not worth a sleep; other threads get the CPU between two looks.
+/// Waits up to this long yield the CPU between polls instead of sleeping.
 const YIELDING: Duration = Duration::from_micros(500);
-/// After that, a sleep is this part of the time waited so far, so that it adds less than one percent on average.
+/// After that, a sleep is this fraction (1/64) of the time waited so far, so that it adds less than one
+/// percent on average.
 const PART: u32 = 64;
-/// Longest sleep between two looks.
+/// Longest sleep between two polls.
 const LONGEST_SLEEP: Duration = Duration::from_millis(1);
 const CALL: &str = "waiting for the GPU";
 
-/// Waits until the device has come to an event, `longest` at most.
+/// Waits until the device has reached an event, for at most `longest`.
 ///
 /// # Errors
-/// [`CudaError::Lost`] for a fault of what ran before the event, and for a wait that does not end.
+/// [`CudaError::Lost`] for a fault in the work before the event, and for a wait that does not end.
 pub(super) fn event(driver: &Driver, event: CUevent, longest: Duration) -> Result<(), CudaError> {
     let started = Instant::now();
     loop {
-        // SAFETY: the caller's event lives; one that was never recorded counts as done.
+        // SAFETY: the caller's event is live; an event that was never recorded counts as done.
         match unsafe { (driver.query_event)(event) } {
             api::NOT_READY => {}
             other => return driver.check("cuEventQuery", other),
@@ -41,7 +42,7 @@ pub(super) fn event(driver: &Driver, event: CUevent, longest: Duration) -> Resul
     }
 }
 
-/// Whether an error is that of a wait which did not end.
+/// Whether an error is that of a wait that did not end.
 pub(super) fn is_hang(error: &CudaError) -> bool {
     matches!(error, CudaError::Lost { call: CALL, .. })
 }

@@ -1,4 +1,4 @@
-//! Blocks as tests fill and read them, one value at a time.
+//! Test helpers that write and read blocks value by value.
 
 use super::{KvBlock, Q8_RUN, ROW_STEP};
 use crate::attention::KvType;
@@ -15,7 +15,7 @@ impl KvBlock {
         }
     }
 
-    /// Reads what [`Self::put`] wrote, as the kernels see it.
+    /// Reads the values that [`Self::put`] wrote, as the kernels see them.
     pub(crate) fn get(&self, block: &[u8], token: usize) -> (Vec<f32>, Vec<f32>) {
         let k = |head| self.get_row(&block[self.k_start(head)..][..self.k_stripe()], token, self.head_dim);
         let v = |head| self.get_row(&block[self.v_start(head)..][..self.v_stripe()], token, self.v_head_dim);

@@ -15,7 +15,7 @@ impl Loaded {
         Self(handle)
     }
 
-    /// The address of a function.
+    /// Returns the address of a function.
     ///
     /// # Errors
     /// [`CudaError::Missing`] if the library does not have it.
@@ -35,11 +35,13 @@ impl Loaded {
     }
 }
 
-/// Declares a struct of pointers to functions that `cudarc` declares, and how to fill it from a [`Loaded`] library.
+/// Declares a struct of pointers to functions that `cudarc` declares, and a function that fills it from a
+/// [`Loaded`] library.
 ///
-/// A signature that differs from that of `cudarc` does not compile. Only its enum of statuses is replaced: every function
-/// returns the `u32` that C's `int`-sized enum is, since a Rust enum would be undefined behaviour for a code that a newer
-/// library has and the enum lacks. `Enum as u32` does the same for an argument.
+/// A signature that differs from that of `cudarc` does not compile. Only its enum of statuses is replaced:
+/// every function returns a `u32`, which has the size of the C enum. A Rust enum would be undefined
+/// behaviour for a code that a newer library has and the enum lacks. `Enum as u32` does the same for an
+/// argument.
 macro_rules! functions {
     (@passed $declared:ty) => { $declared };
     (@passed $declared:ty as $passed:ty) => { $passed };
@@ -67,7 +69,7 @@ macro_rules! functions {
         }
 
         impl $table {
-            /// Looks all functions up.
+            /// Looks up all functions.
             ///
             /// # Errors
             /// [`CudaError::Missing`] with the name of a function that the library lacks.
@@ -77,8 +79,9 @@ macro_rules! functions {
                 Ok(Self {
                     $($field: {
                         let found = library.symbol($library, stringify!($function))?;
-                        // SAFETY: a function of this name has this signature, as `cudarc` declares it and the compiler
-                        // has compared above, and pointers to functions have the size of pointers to data.
+                        // SAFETY: a function of this name has this signature, which `cudarc` declares and
+                        // the compiler has compared above. Pointers to functions have the size of pointers
+                        // to data.
                         unsafe {
                             std::mem::transmute::<
                                 *mut std::ffi::c_void,

@@ -1,9 +1,9 @@
-//! One source for each weight type: what says which type it is, then what all have in common.
+//! Sources for each weight type: the definition of the type, then the common text.
 
 use crate::cuda::source::Source;
 use crate::quant::GgmlType;
 
-/// Sources of quantised types. Bits, levels, offset and scaling as `format.cuh` wants them.
+/// Sources of quantised types, with the bits, levels, offset and scaling that `format.cuh` expects.
 macro_rules! quantised {
     ($($source:ident $name:literal $bits:literal $levels:ident $offset:literal $scaling:ident,)*) => {
         $(
@@ -47,7 +47,7 @@ macro_rules! quantised {
             use crate::quant::{Bits, GgmlType, Levels, Scaling, Scheme};
 
             #[test]
-            fn sources_say_what_the_schemes_say() {
+            fn sources_match_the_quantisation_schemes() {
                 $({
                     let ty = GgmlType::$source;
                     let scheme = Scheme::of(ty).unwrap();
@@ -60,7 +60,7 @@ macro_rules! quantised {
                         Bits::Eight => 8,
                     };
                     assert_eq!(bits, $bits, "{ty}");
-                    // Levels of codebooks and of 8 bits are stored as such.
+                    // Levels of codebooks and of 8 bits are stored directly.
                     let plain = scheme.levels == Levels::Plain;
                     assert_eq!(plain, stringify!($levels) == "PLAIN");
                     assert_eq!(if plain && bits < 8 { scheme.offset } else { 0 }, $offset, "{ty}");
@@ -105,7 +105,7 @@ macro_rules! plain {
             };
         )*
 
-        /// The source of a type, if it has a matmul.
+        /// Returns the source of a type, or `None` if it has no matmul.
         pub fn of(ty: GgmlType) -> Option<&'static Source> {
             match ty {
                 $(GgmlType::$source => Some(&$source),)*

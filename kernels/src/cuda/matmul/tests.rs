@@ -1,4 +1,4 @@
-//! On the interpreter, for both architectures, against the references.
+//! Products on the interpreter, for both architectures, compared with the references.
 
 use super::{
     Activations, Embedding, Experts, MatmulKernels, Matrix, Product, quantised_row_bytes, reads_int8,
@@ -17,7 +17,7 @@ struct Case {
     kernels: MatmulKernels,
     rowwise: RowwiseKernels,
     matrix: Matrix,
-    /// The matrices as in a file.
+    /// The matrices in file format.
     file: Vec<u8>,
 }
 
@@ -49,7 +49,7 @@ impl Case {
         &self.file[expert * bytes..][..bytes]
     }
 
-    /// Rows of activations in the form of the path.
+    /// Uploads rows of activations, quantised if `int8`.
     fn activations(&mut self, a: &[f32], int8: bool) -> Activations {
         let cols = self.cols();
         let of = Rows { rows: a.len() / cols, cols };
@@ -94,7 +94,7 @@ impl Case {
     }
 }
 
-/// Columns of a unit and a part of one, where the format allows it.
+/// Returns a number of columns of one unit and part of another, if the format allows it.
 fn columns(ty: GgmlType) -> usize {
     match ty.block_len() {
         1 => 275,
@@ -103,7 +103,7 @@ fn columns(ty: GgmlType) -> usize {
     }
 }
 
-/// The columns that a warp takes.
+/// Returns the columns of a segment, which one warp sums.
 fn segment(cols: usize) -> usize {
     super::segments(cols).0 * 256
 }
@@ -116,14 +116,14 @@ fn assert_same(found: &[f32], expected: &[f32], what: &str) {
 }
 
 #[test]
-fn int8_products_have_the_bits_of_the_definition_whatever_the_batch() {
+fn int8_products_have_the_bits_of_the_definition_for_any_batch_size() {
     for arch in Arch::CHECKED {
         for ty in served().filter(|&ty| reads_int8(ty)) {
             let mut case = Case::new(arch, ty, 37, columns(ty), 1, 5);
             let a = Random(6).values(134 * case.cols());
             let cols = case.cols();
             let expected = reference::int8_in_segments(ty, cols, &case.file, &a, segment(cols)).unwrap();
-            // One, few and many at a time, more than a block of threads takes, a prompt.
+            // One, few and many tokens, more than a block of threads processes, and a prompt.
             for tokens in [1, 3, 7, 35, 134] {
                 let out = case.multiply(&a[..tokens * cols], true);
                 assert_same(&out, &expected[..tokens * 37], &format!("{ty} {arch}, {tokens} tokens"));
@@ -134,13 +134,13 @@ fn int8_products_have_the_bits_of_the_definition_whatever_the_batch() {
 
 #[test]
 fn long_rows_are_added_up_in_segments() {
-    // 18 units: five segments of four, the last of two; then 11 of which the last is short: six segments.
+    // 18 units: six segments of three. 11 units, the last of them short: five segments of two and one of one.
     for (ty, cols) in [(GgmlType::Q4_K, 18 * 256), (GgmlType::Q8_0, 10 * 256 + 32), (GgmlType::F16, 2600)] {
         let mut case = Case::new(Arch::SM_90, ty, 3, cols, 1, 7);
         let a = Random(8).values(2 * cols);
         let found = case.multiply(&a, reads_int8(ty));
         if reads_int8(ty) {
-            // The same many times, by the kernel for prompts.
+            // The same tokens repeated, with the kernel for prompts.
             let prompt = case.multiply(&a.repeat(40), true);
             assert_same(&prompt, &found.repeat(40), &format!("{ty}, a prompt"));
             let expected = reference::int8_in_segments(ty, cols, &case.file, &a, segment(cols)).unwrap();
@@ -152,7 +152,7 @@ fn long_rows_are_added_up_in_segments() {
 }
 
 #[test]
-fn f32_products_are_those_of_the_dequantised_weights() {
+fn f32_products_equal_products_with_dequantised_weights() {
     for arch in Arch::CHECKED {
         for ty in served() {
             let mut case = Case::new(arch, ty, 33, columns(ty), 1, 9);
@@ -171,7 +171,7 @@ fn f32_products_are_those_of_the_dequantised_weights() {
 }
 
 #[test]
-fn a_value_that_is_no_number_stays_in_its_row() {
+fn a_nan_stays_in_its_row() {
     for (ty, int8) in [(GgmlType::Q4_0, true), (GgmlType::F16, false)] {
         let mut case = Case::new(Arch::SM_121A, ty, 5, 288, 1, 11);
         let mut a = Random(12).values(3 * 288);
@@ -194,7 +194,7 @@ fn matrices_multiplied_together_have_the_bits_of_each_alone() {
         let mut case = Case::new(arch, ty, 70, 256, 1, 17);
         let a = Random(18).values(tokens * 256);
         let x = case.activations(&a, reads_int8(ty));
-        // Of the same tiles, so that rows of one are rows of the others: whole tiles, and a tile in part.
+        // All matrices start at the same tile, so they share rows: whole tiles and part of a tile.
         let start = case.matrix.start;
         let matrices =
             [70, 32, 40].map(|rows| Matrix { shape: TiledShape::new(ty, rows, 256, 1).unwrap(), start });
@@ -229,7 +229,7 @@ fn the_epilogue_scales_adds_bias_and_accumulates() {
         let (a, bias) = (Random(14).values(3 * 64), Random(15).values(40));
         let bare = case.multiply(&a, false);
         let (x, on_device) = (case.activations(&a, false), case.sim.values(&bias));
-        // Wider rows than the matrix has, filled before.
+        // Output rows wider than the matrix, with previous contents.
         let before = Random(16).values(3 * 50);
         let out = case.sim.values(&before);
         let matrix = case.matrix;
@@ -249,10 +249,11 @@ fn the_epilogue_scales_adds_bias_and_accumulates() {
 }
 
 #[test]
-fn tokens_go_to_their_experts_one_by_one_or_by_lists() {
+fn tokens_are_routed_one_by_one_or_by_lists() {
     let (ty, rows, cols) = (GgmlType::Q4_K, 34, 256);
     let mut case = Case::new(Arch::SM_121A, ty, rows, cols, 3, 17);
-    // Five rows at two experts each; expert 1 has more tokens than two blocks of four take, expert 2 has none but one.
+    // Five rows at two experts each. Expert 1 has more tokens than one block of four processes, expert 2
+    // has one token.
     let chosen = [1, 0, 1, 2, 1, 0, 0, 1, 1, 0];
     let a = Random(18).values(5 * cols);
     let expected: Vec<f32> = (0..10)
@@ -277,7 +278,7 @@ fn tokens_go_to_their_experts_one_by_one_or_by_lists() {
 }
 
 #[test]
-fn rows_of_tables_are_the_dequantised_ones() {
+fn embeddings_equal_the_dequantised_rows() {
     for arch in Arch::CHECKED {
         for ty in served() {
             let mut case = Case::new(arch, ty, 35, columns(ty), 1, 19);
@@ -304,9 +305,9 @@ fn rows_of_tables_are_the_dequantised_ones() {
     }
 }
 
-/// A prompt's activations are read once for two tiles, by one lane each.
+/// A prompt's activations are read once for two tiles, each by one lane.
 #[test]
-fn prompts_read_less() {
+fn the_kernel_for_prompts_reads_less() {
     const TOKENS: usize = 128;
     let mut case = Case::new(Arch::SM_90, GgmlType::Q4_K, 64, 1024, 1, 24);
     let a = Random(25).values(TOKENS * 1024);
@@ -320,14 +321,15 @@ fn prompts_read_less() {
     case.kernels.multiprocessors = 2;
     let (plain, of_plain) = read(&mut case);
     assert_same(&staged, &plain, "with few blocks of threads, and with many");
-    // Lanes of the other kernel read what tokens have in common each for themselves, by eight.
+    // In the other kernel, each lane reads the tokens' common data itself, by eight tokens.
     let activations = TOKENS * quantised_row_bytes(1024);
     assert!(of_plain > 2 * of_staged, "{of_staged} and {of_plain}");
     assert!(of_staged >= activations + 4 * case.matrix.shape.packed_bytes(), "{of_staged}");
     assert!(of_staged <= activations + 20 * case.matrix.shape.packed_bytes(), "{of_staged}");
 }
 
-/// At batch 1 a GPU that reads as fast as an H200 has no more than 7.8 lane-instructions for each byte of weights.
+/// At batch size 1, a GPU with the memory bandwidth of an H200 has at most 7.8 lane instructions for each
+/// byte of weights.
 #[test]
 fn products_with_one_token_are_within_the_instruction_budget() {
     let (mut counted, mut within) = (String::new(), true);

@@ -3,7 +3,7 @@ use crate::cuda::tests::sim::{Sim, assert_near, numbers};
 use crate::reference::moe::{Expert, mixture};
 use crate::reference::rows;
 
-/// A layer's routes on a device.
+/// Routes of a layer on a device.
 struct Placed {
     sim: Sim,
     kernels: MoeKernels,
@@ -39,7 +39,7 @@ impl Placed {
 fn the_most_probable_experts_are_chosen_in_order() {
     let shape = MoeShape { rows: 6, experts: 37, used: 5 };
     let mut logits: Vec<f32> = numbers(1, 0, 6 * 37).iter().map(|x| 4.0 * x).collect();
-    // Equals, of which the lower index comes first; zeroes of both signs; a row that is not numbers.
+    // Ties, where the lower index comes first; zeroes of both signs; a row with NaN.
     logits[37..2 * 37].fill(0.5);
     logits[2 * 37..3 * 37].fill(-0.0);
     logits[2 * 37 + 9] = 0.0;
@@ -64,7 +64,7 @@ fn the_most_probable_experts_are_chosen_in_order() {
 }
 
 #[test]
-fn lists_hold_every_pair_once_by_expert() {
+fn lists_hold_every_pair_once_grouped_by_expert() {
     let shape = MoeShape { rows: 9, experts: 70, used: 4 };
     for sim in Sim::each() {
         let mut placed = Placed::new(sim, shape, &numbers(2, 0, 9 * 70), true);
@@ -98,14 +98,14 @@ fn expert(index: usize) -> Expert {
     }
 }
 
-/// `matrix x`, as the products of weights give it.
+/// Returns `matrix x`, like the products with weights.
 fn product(matrix: &[f32], x: &[f32]) -> Vec<f32> {
     let dot = |row: &[f32]| row.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum::<f64>() as f32;
     matrix.chunks(x.len()).map(dot).collect()
 }
 
 #[test]
-fn a_mixture_is_that_of_the_definition() {
+fn a_mixture_of_experts_equals_the_definition() {
     let shape = MoeShape { rows: 3, experts: 4, used: 2 };
     let x = numbers(20, 0, shape.rows * HIDDEN);
     let logits = numbers(21, 0, shape.rows * shape.experts);
@@ -171,11 +171,11 @@ fn a_mixture_is_that_of_the_definition() {
     }
 }
 
-/// One inner value of a gate and an up.
+/// One inner value from a gate and an up value.
 type Gate = fn(f32, f32) -> f64;
 
 #[test]
-fn gates_are_those_of_the_definitions() {
+fn gates_equal_their_definitions() {
     let shape = MoeShape { rows: 1, experts: 1, used: 1 };
     let gates: Vec<f32> = numbers(30, 0, 64).iter().map(|x| 12.0 * x).collect();
     let ups: Vec<f32> = numbers(31, 0, 64).iter().map(|x| 12.0 * x).collect();
@@ -201,7 +201,7 @@ fn gates_are_those_of_the_definitions() {
 }
 
 #[test]
-fn impossible_numbers_of_experts_are_refused() {
+fn invalid_numbers_of_experts_are_refused() {
     let shape = MoeShape { rows: 1, experts: 8, used: 2 };
     assert_eq!(shape.check(), Ok(()));
     for shape in

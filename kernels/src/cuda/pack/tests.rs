@@ -1,4 +1,4 @@
-//! What was packed is read back, by the description of the layout and not by the code that packs.
+//! Packed tensors are read back by code that follows the description of the layout, not the packing code.
 
 use super::{TILE_ROWS, TiledShape, UNIT_COLS};
 use crate::error::Error;
@@ -6,7 +6,7 @@ use crate::quant::{Codes, GgmlType, dequantize};
 use half::{bf16, f16};
 use proptest::prelude::*;
 
-/// The weights of one row of a packed tensor. Rows are numbered through all matrices.
+/// Returns the weights of one row of a packed tensor. Row numbers run through all matrices.
 pub(crate) fn unpack_row(shape: &TiledShape, packed: &[u8], row: usize) -> Vec<f32> {
     let (expert, row) = (row / shape.rows(), row % shape.rows());
     let tile =
@@ -20,14 +20,14 @@ pub(crate) fn unpack_row(shape: &TiledShape, packed: &[u8], row: usize) -> Vec<f
     weights
 }
 
-/// A plane, record or side of a unit: bytes of one row, which come in pieces.
+/// Returns the bytes of one row in a plane, record or side of a unit, which are stored in pieces.
 fn of_row(part: &[u8], lane: usize, piece: usize) -> Vec<u8> {
     part.chunks_exact(TILE_ROWS * piece).flat_map(|pieces| pieces[lane * piece..][..piece].to_vec()).collect()
 }
 
 fn unpack_unit(shape: &TiledShape, unit: &[u8], lane: usize, cols: usize) -> Vec<f32> {
     let ty = shape.ty();
-    // Bytes of a row in record, side and minor plane, and bits in the main plane.
+    // Bytes of a row in record, side and minor plane, and bits per column in the main plane.
     let (record, side, minor, bits) = match ty {
         GgmlType::Q4_0 | GgmlType::IQ4_NL | GgmlType::NVFP4 | GgmlType::Q4_K => (16, 0, 0, 4),
         GgmlType::MXFP4 | GgmlType::IQ4_XS => (8, 0, 0, 4),
@@ -65,7 +65,7 @@ fn unpack_unit(shape: &TiledShape, unit: &[u8], lane: usize, cols: usize) -> Vec
     }
 }
 
-/// File block number `index` of a unit.
+/// Returns file block `index` of a unit.
 fn unpack_block(
     ty: GgmlType,
     bits: usize,
@@ -93,7 +93,7 @@ fn unpack_block(
             codes.scales.copy_from_slice(record);
             codes.d = u16_of(side, 0);
         }
-        // What is kept as in the file is taken apart as in the file.
+        // Data stored as in the file is parsed as in the file.
         _ => {
             let mut file = vec![0; ty.block_bytes()];
             match ty {
@@ -113,7 +113,7 @@ fn unpack_block(
     codes
 }
 
-/// The stored code of column `k` of a unit.
+/// Returns the stored code of column `k` of a unit.
 fn code(ty: GgmlType, bits: usize, k: usize, minor: &[u8], main: &[u8]) -> u8 {
     let (block, group, i) = (k / 32, k % 32 / 4, k % 4);
     let lower = match bits {
@@ -147,7 +147,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn what_is_packed_reads_back_bit_for_bit(
+    fn packed_tensors_read_back_bit_for_bit(
         ty in proptest::sample::select(served().collect::<Vec<_>>()),
         rows in 1_usize..70,
         blocks in 1_usize..11,
@@ -183,7 +183,7 @@ proptest! {
 }
 
 #[test]
-fn packed_tensors_take_as_much_as_their_files() {
+fn packed_tensors_have_the_size_of_their_files() {
     for ty in served() {
         let shape = TiledShape::new(ty, 64, 768, 2).unwrap();
         let expected = match ty {

@@ -9,18 +9,19 @@ use std::num::NonZeroU32;
 
 const LAYER_OFFSET: usize = 64;
 const EPS: f32 = 1e-5;
-/// Positions of the two sequences, three rows and one; the second is far out.
+/// Positions before the step of the two sequences, of three rows and one row. The second position is very
+/// large.
 const CONTEXTS: [usize; 2] = [14, 100_003];
 const ROWS: [usize; 4] = [14, 15, 16, 100_003];
 
-/// A norm of runs of a row: their width, and how many values the weight has.
+/// A norm over runs of a row: (width, number of weights).
 type NormShape = Option<(usize, Option<usize>)>;
 
 struct Case {
     shape: KvShape,
     norms: [NormShape; 3],
     rope: Option<RopeSource>,
-    /// Whether values come from a buffer of their own.
+    /// Whether values have their own buffer.
     own_values: bool,
     tolerance: f64,
 }
@@ -31,7 +32,7 @@ fn shape(kv_type: KvType, heads: usize, kv_heads: usize, head_dim: usize, v_head
 }
 
 impl Case {
-    /// Width, heads and seed of q, k and v.
+    /// Returns width, heads and seed of q, k and v.
     fn parts(&self) -> [(usize, usize, u64); 3] {
         let KvShape { heads, kv_heads, head_dim, v_head_dim, .. } = self.shape;
         [
@@ -41,7 +42,7 @@ impl Case {
         ]
     }
 
-    /// A row of q, k or v before the op.
+    /// Returns a row of q, k or v before the operation.
     fn before(&self, part: usize, row: usize) -> Vec<f32> {
         let (width, heads, seed) = self.parts()[part];
         numbers(seed, row << 12, heads * width).iter().map(|x| 2.0 * x).collect()
@@ -146,7 +147,7 @@ impl Case {
         }
         assert_near(&keys, &want(1), self.tolerance, &what);
         assert_near(&values, &want(2), self.tolerance, &what);
-        // Nothing else was written, and what pads a row is zero.
+        // Nothing else was written, and row padding is zero.
         if self.shape.kv_type != KvType::Q8_0 {
             assert_eq!(bytes, touched, "{what}");
         }
@@ -202,7 +203,7 @@ fn heads_are_normed_rotated_and_written() {
 }
 
 #[test]
-fn turns_wrap_around_as_angles_do() {
+fn rotations_wrap_around_at_whole_turns() {
     let source = RopeSource {
         interleaved: false,
         n_rot: 4,
@@ -212,7 +213,7 @@ fn turns_wrap_around_as_angles_do() {
         magnitude: 1.0,
     };
     let rope = DeviceRope::new(&source).unwrap();
-    // Nearly a whole turn for each position, and a tenth of a radian.
+    // Nearly a whole turn per position, and a tenth of a radian.
     let radians = |turn: u64| turn as f64 / 2f64.powi(64) * std::f64::consts::TAU;
     let first = 1.0 / f64::from(1.0 / std::f32::consts::TAU);
     assert!((radians(rope.turns[0]) - first.rem_euclid(std::f64::consts::TAU)).abs() < 1e-12);

@@ -23,7 +23,7 @@ struct Layer {
 }
 
 struct Given {
-    /// What the convolution made of the rows, and the recurrence.
+    /// Output of the convolution.
     conv: Vec<f32>,
     out: Vec<f32>,
 }
@@ -47,7 +47,7 @@ impl Layer {
         }
     }
 
-    /// The same with states of these types.
+    /// Returns the same layer with states of these types.
     fn of(self, types: &[HeadType]) -> Self {
         Self { layout: DeviceState::new(self.layout.shape, types).unwrap(), ..self }
     }
@@ -60,7 +60,7 @@ impl Layer {
         (index * (LAYER_OFFSET + self.layout.bytes()) / 64) as u32
     }
 
-    /// Inputs of some positions of a sequence: of the convolution, and per head.
+    /// Returns the convolution's inputs at some positions of a sequence.
     fn x(&self, sequence: usize, positions: Range<usize>) -> Vec<f32> {
         let channels = self.shape().channels;
         positions.flat_map(|at| numbers(10 + sequence as u64, at << 12, channels)).collect()
@@ -95,7 +95,7 @@ struct Placed<'a> {
     heads: [DevicePtr; 3],
 }
 
-/// A sequence's number, its positions, its state.
+/// (sequence, positions, state update).
 type Part = (usize, Range<usize>, StepState);
 
 fn state(read: Option<u32>, write: u32) -> StepState {
@@ -135,7 +135,7 @@ impl<'a> Placed<'a> {
         (step.layout().at(at), parts.len(), step.kept_rows())
     }
 
-    /// Convolution and recurrence over buffers on the device.
+    /// Runs convolution and recurrence over buffers on the device.
     fn advance(
         &mut self,
         at: &StepPointers,
@@ -170,7 +170,7 @@ impl<'a> Placed<'a> {
         }
     }
 
-    /// The inputs of a step on the device.
+    /// Uploads the inputs of a step.
     fn inputs(&mut self, parts: &[Part]) -> (DevicePtr, [DevicePtr; 2]) {
         let of = |values: &dyn Fn(usize, Range<usize>) -> Vec<f32>| -> Vec<f32> {
             parts.iter().flat_map(|(sequence, positions, _)| values(*sequence, positions.clone())).collect()
@@ -193,7 +193,7 @@ impl<'a> Placed<'a> {
         Given { conv, out: self.sim.read_values(out, out_len) }
     }
 
-    /// The bytes of the layer's part of a slot.
+    /// Returns the bytes of the layer's part of a slot.
     fn bytes(&mut self, slot: usize) -> Vec<u8> {
         let at = self.arena.offset(self.layer.slot(slot) as usize * 64 + LAYER_OFFSET);
         self.sim.read(at, self.layer.layout.bytes())
@@ -224,7 +224,7 @@ fn layers() -> [Layer; 6] {
 }
 
 #[test]
-fn rows_and_states_are_those_of_the_definition() {
+fn rows_and_states_equal_the_definition() {
     for mut sim in Sim::each() {
         for layer in layers() {
             let arch = sim.arch;
@@ -263,19 +263,19 @@ fn rows_and_states_are_those_of_the_definition() {
 }
 
 #[test]
-fn it_does_not_matter_where_a_chunk_ends() {
+fn chunk_boundaries_change_no_bit() {
     for (mut sim, layers) in Sim::each().zip([[0, 4], [2, 3]]) {
         for layer in layers.map(layers_of) {
             let mut placed = Placed::new(&mut sim, &layer);
             let slot = |index| layer.slot(index);
-            // The convolution takes 64 rows at a time.
+            // The convolution processes 64 rows at a time.
             let exports = [(0, 1), (4, 2), (4, 3), (76, 6)];
             let exports = exports.map(|(row, index)| StateExport { row, slot: slot(index) }).to_vec();
             let whole = StepState { exports, ..state(None, slot(0)) };
             let whole = placed.run(&[(0, 0..150, whole)]);
             let left = [0, 1, 2, 3, 6].map(|index| placed.bytes(index));
             assert_eq!(left[2], left[3]);
-            // Other sequences before it, other slots, other chunks.
+            // Other preceding sequences, other slots, other chunks.
             let mut out = Vec::new();
             for (rows, read, write, exported) in [
                 (0..1, None, 4, 1),
@@ -296,14 +296,14 @@ fn it_does_not_matter_where_a_chunk_ends() {
     }
 }
 
-/// Of [`layers`], by number.
+/// Returns the layer of [`layers`] with this index.
 fn layers_of(index: usize) -> Layer {
     let [a, b, c, d, e, f] = layers();
     [a, b, c, d, e, f].into_iter().nth(index).unwrap()
 }
 
 #[test]
-fn rows_that_are_taken_back_leave_no_trace() {
+fn rejected_rows_do_not_change_the_state() {
     for (mut sim, layer) in Sim::each().zip([0, 4]) {
         let layer = layers_of(layer);
         let mut placed = Placed::new(&mut sim, &layer);
@@ -314,7 +314,7 @@ fn rows_that_are_taken_back_leave_no_trace() {
         let two = placed.run(&[(0, 2..4, state(Some(slot(0)), slot(3)))]);
         assert_eq!(bits(&two.out), bits(&stepped.out[..two.out.len()]));
 
-        // Four rows of one sequence and one of another, of which two and none count.
+        // Four rows of one sequence and one row of another; two and none of them are accepted.
         let deferred = |read, write| StepState { deferred: true, ..state(Some(slot(read)), slot(write)) };
         let parts = [(0, 2..6, deferred(0, 4)), (1, 1..2, deferred(1, 5))];
         let (x, gates) = placed.inputs(&parts);
@@ -334,8 +334,8 @@ fn rows_that_are_taken_back_leave_no_trace() {
         placed.advance(&at, sequences, x, gates, out);
         assert_eq!(bits(&placed.sim.read_values(out, stepped.out.len())), bits(&stepped.out));
         assert_eq!([0, 1].map(|index| placed.bytes(index)), before);
-        // What they leave is that of having been stepped by those that count, read from where they were kept. Rows
-        // between those that count are nobody's.
+        // The resulting state equals that after running only the accepted rows, from their kept inputs. The
+        // other rows belong to no sequence.
         let accepted = [(2..4, state(Some(slot(0)), slot(4))), (0..2, state(None, slot(2)))];
         let (at, _, _) = placed.step(&accepted);
         placed.advance(&at, 1, kept_x, kept_gates, out);

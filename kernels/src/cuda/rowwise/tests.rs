@@ -1,4 +1,5 @@
-//! On the interpreter, for both architectures, against the CPU's ops and the references.
+//! Row operations on the interpreter, for both architectures, compared with the CPU's operations and the
+//! references.
 
 use super::{Affine, DeviceNorm, Rows, RowwiseKernels, Up};
 use crate::backend::{GateActivation, NO_INDEX};
@@ -39,7 +40,7 @@ fn pool() -> Pool {
     Pool::new(PoolConfig::new(NonZeroUsize::MIN)).unwrap()
 }
 
-/// Bytes of the 8-bit form, padding included, as the CPU makes it.
+/// Returns the 8-bit form with padding, as the CPU computes it.
 fn quantised(cols: usize, x: &[f32]) -> Vec<u8> {
     let mut rows = QuantizedRows::new();
     rows.quantize(MatmulKernels::for_isa(Isa::Scalar).unwrap(), cols, x).unwrap();
@@ -73,7 +74,7 @@ fn assert_close(found: &[f32], expected: &[f64], what: &str) {
 }
 
 #[test]
-fn rows_are_quantised_to_the_cpu_s_bits() {
+fn rows_are_quantised_to_the_same_bits_as_on_the_cpu() {
     Case::each(|case| {
         for cols in [300, 32, 512] {
             let mut x = Random(1).values(6 * cols);
@@ -82,7 +83,7 @@ fn rows_are_quantised_to_the_cpu_s_bits() {
             x[2 * cols + 5] = f32::NAN;
             x[3 * cols] = f32::MAX;
             x[4 * cols..][..16].fill(1e-40);
-            // Ties: with a scale of 1, halves round to even.
+            // Ties: with a scale of 1, halves are rounded to even.
             x[5 * cols..][..32].copy_from_slice(&std::array::from_fn::<f32, 32, _>(|i| i as f32 - 15.5));
             x[5 * cols] = 127.0;
             let (of, expected) = (Rows { rows: 6, cols }, quantised(cols, &x));
@@ -95,7 +96,7 @@ fn rows_are_quantised_to_the_cpu_s_bits() {
     });
 }
 
-/// The reference's norm of all runs.
+/// Returns the reference's norm of all runs.
 fn norms(norm: &DeviceNorm, cols: usize, x: &[f32], weight: &[f32], bias: Option<&[f32]>) -> Vec<f64> {
     let part = |values: &[f32], run: usize| {
         let of_row = run % (cols / norm.width);
@@ -113,9 +114,10 @@ fn norms(norm: &DeviceNorm, cols: usize, x: &[f32], weight: &[f32], bias: Option
 }
 
 #[test]
-fn norms_are_the_reference_s_and_bring_their_8_bit_form() {
+fn norms_equal_the_reference_and_write_the_8_bit_form() {
     Case::each(|case| {
-        // Whole rows, short and long ones; runs that are blocks, and that are not; weights as long as a row.
+        // Whole rows, short and long; runs that are whole blocks and runs that are not; weights as long as
+        // a row.
         let shapes = [(100, 100, 100), (1100, 1100, 1100), (320, 64, 64), (96, 24, 96), (5000, 5000, 5000)];
         for (i, (cols, width, weights)) in shapes.into_iter().enumerate() {
             for rms in [true, false] {
@@ -129,14 +131,14 @@ fn norms_are_the_reference_s_and_bring_their_8_bit_form() {
                 let of = Rows { rows: 2, cols };
                 let from = case.sim.values(&x);
                 let to = case.sim.room(2 * quantised_row_bytes(cols));
-                // In its own place.
+                // In place.
                 let device = &mut case.sim.device;
                 case.kernels.norm(device, of, from, &norm, from, Some(to)).unwrap();
                 let found = case.sim.read_values(from, x.len());
                 assert_close(&found, &norms(&norm, cols, &x, &weight, bias), &format!("{cols} {rms}"));
                 let expected = quantised(cols, &found);
                 assert!(case.sim.read(to, expected.len()) == expected, "8 bits of {cols} by {width}");
-                // Elsewhere, and of one row alone: the same bits.
+                // Into another buffer, and for one row alone: the same bits.
                 let (from, out) = (case.sim.values(&x[cols..]), case.sim.room(4 * cols));
                 let of = Rows { rows: 1, cols };
                 case.kernels.norm(&mut case.sim.device, of, from, &norm, out, None).unwrap();
@@ -147,7 +149,7 @@ fn norms_are_the_reference_s_and_bring_their_8_bit_form() {
 }
 
 #[test]
-fn sums_with_and_without_a_norm_are_the_reference_s() {
+fn sums_with_and_without_a_norm_equal_the_reference() {
     Case::each(|case| {
         let (cols, width) = (192, 96);
         let mut random = Random(9);
@@ -167,7 +169,7 @@ fn sums_with_and_without_a_norm_are_the_reference_s() {
 }
 
 #[test]
-fn gated_norms_are_the_reference_s() {
+fn gated_norms_equal_the_reference() {
     Case::each(|case| {
         for (cols, width) in [(128, 32), (72, 24), (512, 512)] {
             let mut random = Random(10);
@@ -200,7 +202,7 @@ fn gated_norms_are_the_reference_s() {
     });
 }
 
-/// Values where functions change their form, and some that are no numbers.
+/// Returns values where functions change their form, and infinities and NaN.
 fn special(count: usize, seed: u64) -> Vec<f32> {
     let mut values = Random(seed).values(count);
     let edges = [0.0, -0.0, 1e-30, -1e-30, 7.0, -7.5, 20.0, -90.0, 95.0, f32::INFINITY, f32::NEG_INFINITY];
@@ -211,7 +213,7 @@ fn special(count: usize, seed: u64) -> Vec<f32> {
 }
 
 #[test]
-fn gates_have_the_cpu_s_bits() {
+fn gates_have_the_same_bits_as_on_the_cpu() {
     let pool = pool();
     let gatings = [
         (GateActivation::Silu, Gating::By(Activation::Silu)),
@@ -246,7 +248,7 @@ fn gates_have_the_cpu_s_bits() {
 }
 
 #[test]
-fn scalings_have_the_cpu_s_bits() {
+fn scalings_have_the_same_bits_as_on_the_cpu() {
     let pool = pool();
     Case::each(|case| {
         let (of, cols) = (Rows { rows: 3, cols: 101 }, 101);
@@ -271,11 +273,11 @@ fn scalings_have_the_cpu_s_bits() {
 }
 
 #[test]
-fn rows_are_gathered_and_their_largest_values_found() {
+fn gather_and_argmax_equal_the_definition() {
     Case::each(|case| {
         let cols = 2500;
         let mut x = Random(15).values(6 * cols);
-        // Equals, of which the first counts; nothing but the lowest; no number at all; one number; one that is none.
+        // Ties, where the first counts; only minus infinity; only NaN; one number among NaN; one infinity.
         (x[100], x[2400]) = (1e6, 1e6);
         x[cols..2 * cols].fill(f32::NEG_INFINITY);
         x[2 * cols..3 * cols].fill(f32::NAN);
@@ -326,9 +328,10 @@ fn what_does_not_fit_is_refused() {
     assert!(case.kernels.gate(device, of, x, narrow, GateActivation::Silu, None).is_err());
 }
 
-/// The second and third axis of a grid end at 65,535, and the pairs of a step's rows and experts do not.
+/// The second and third axis of a grid are limited to 65,535 blocks. The (row, expert) pairs of a step are
+/// not.
 #[test]
-fn rows_are_many_more_than_a_grids_second_axis_has() {
+fn more_rows_than_a_grids_second_axis_are_possible() {
     const ROWS: usize = 16_384 * 8;
     let (mut device, of, ptr) = (Hole::default(), Rows { rows: ROWS, cols: 2880 }, DevicePtr(256));
     let kernels = RowwiseKernels::load(&mut device, &hole::nothing("rowwise.cu")).unwrap();

@@ -1,7 +1,7 @@
 use super::super::tests::sim::{Sim, numbers};
 use super::*;
 
-/// The places of the largest, by the rule.
+/// Returns the indices and bits of the largest values, by the rule.
 fn wanted(row: &[f32], count: usize) -> Vec<(u32, u32)> {
     let rank = |x: f32| match (x.is_nan(), x.is_sign_negative()) {
         (true, _) => u32::MAX,
@@ -32,13 +32,13 @@ fn assert_best(sim: &mut Sim, rows: &[Vec<f32>], count: usize) {
 }
 
 #[test]
-fn the_largest_of_each_row_come_with_their_places() {
+fn the_best_values_of_each_row_have_their_indices() {
     for mut sim in Sim::each() {
         let random = |seed, cols| numbers(seed, 0, cols);
         assert_best(&mut sim, &[random(1, 3000), random(2, 3000)], 64);
         assert_best(&mut sim, &[random(3, 64)], 64);
         assert_best(&mut sim, &[vec![0.25]], 1);
-        // Few values, so that many are equal, over several rounds of the block.
+        // Few distinct values, so that many are equal, over several rounds of the block.
         let equal = |place: usize| ((place * 7919) % 5) as f32 - 2.0;
         assert_best(&mut sim, &[(0..2500).map(equal).collect(), vec![-1.5; 2500]], 33);
         let odd = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 0.0, -0.0, f32::MIN_POSITIVE / 2.0, -f32::NAN];
@@ -54,7 +54,7 @@ fn the_largest_of_each_row_come_with_their_places() {
 }
 
 #[test]
-fn more_than_there_are_is_refused() {
+fn more_values_than_a_row_has_are_refused() {
     let mut sim = Sim::each().next().unwrap();
     let compiled = sim.compiled(&source::SAMPLING);
     let kernels = SamplingKernels::load(&mut sim.device, compiled).unwrap();

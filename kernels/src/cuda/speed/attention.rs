@@ -1,4 +1,5 @@
-//! Attention of single rows over caches whose blocks lie in order, in none, and that several sequences have in common.
+//! Attention of single rows over contiguous blocks, over blocks in random order, and over blocks that
+//! several sequences share.
 
 use super::{Speed, Work, random_values};
 use crate::attention::{OFFSET_UNIT, Placement, Visible};
@@ -8,10 +9,10 @@ use crate::cuda::step::{KvGroup, Step, StepLayout, StepLimits};
 use crate::cuda::{Device, DevicePtr};
 use crate::error::Error;
 
-/// Most layers of a cache: launches of one graph.
+/// Most layers of a cache, which are the launches of one graph.
 const MAX_LAYERS: usize = 64;
 
-/// Sequences of one length that decode.
+/// Decoding sequences of equal length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AttentionCase {
     pub kv_type: KvType,
@@ -19,30 +20,30 @@ pub struct AttentionCase {
     pub kv_heads: usize,
     pub width: usize,
     pub block_tokens: usize,
-    /// Positions of each sequence, the new one included.
+    /// Positions of each sequence, including the new one.
     pub context: usize,
     pub batch: usize,
 }
 
-/// What one layer's attention takes.
+/// Times of one layer's attention.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionSpeed {
-    /// Of keys and values, each read once.
+    /// Bytes of keys and values, each read once.
     pub bytes: usize,
-    /// With blocks that follow each other.
+    /// Seconds with contiguous blocks.
     pub contiguous: f64,
-    /// With blocks in no order.
+    /// Seconds with blocks in random order.
     pub paged: f64,
-    /// The same, all sequences having those of the first one up to their last split; none where there is no such split or
-    /// no other sequence.
+    /// Seconds if all sequences share the blocks of the first one up to the last split. `None` if there is
+    /// no such split or only one sequence.
     pub shared: Option<f64>,
 }
 
 impl Speed {
-    /// Runs as many layers as the caches do not hold, one after the other.
+    /// Runs more layers than the device's caches hold, one after the other.
     ///
     /// # Errors
-    /// As [`AttentionKernels::source`]; what the compiler or the device says.
+    /// As [`AttentionKernels::source`]; errors of the compiler or the device.
     pub fn attention(&self, case: &AttentionCase) -> Result<AttentionSpeed, Error> {
         let AttentionCase { kv_type, heads, kv_heads, width, block_tokens, context, batch } = *case;
         let (head_dim, v_head_dim, window, causal) = (width, width, None, true);
@@ -117,7 +118,7 @@ impl Speed {
     }
 }
 
-/// Puts numbers into an order that looks random, the same on every machine.
+/// Shuffles numbers, in the same way on every machine.
 fn shuffle(values: &mut [usize]) {
     let mut state = 1_u64;
     for left in (1..values.len()).rev() {

@@ -1,4 +1,5 @@
-//! Steps of a model whose weights are random numbers: all ops of its layers, by the backend that a worker has.
+//! Decode steps of a model with random weights: all operations of its layers, on the backend that a worker
+//! uses.
 
 use super::{Speed, random_bytes};
 use crate::attention::OFFSET_UNIT;
@@ -13,10 +14,10 @@ use crate::error::Error;
 use crate::quant::GgmlType;
 
 const BLOCK_TOKENS: usize = 16;
-/// Random weights are far larger than a model's: what layers add to a row stays small by this.
+/// Random weights are far larger than a model's. This scale keeps small what layers add to a row.
 const SCALE: f32 = 1e-4;
 
-/// A model of one kind of layer: attention, then a gated feed-forward network.
+/// A model with layers of one kind: attention, then a gated feed-forward network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DecodeShape {
     pub layers: usize,
@@ -27,7 +28,7 @@ pub struct DecodeShape {
     pub head_dim: usize,
     /// Width of the feed-forward network.
     pub ff: usize,
-    /// Tokens.
+    /// Tokens in the vocabulary.
     pub vocab: usize,
 }
 
@@ -36,8 +37,8 @@ impl DecodeShape {
     pub const LLAMA_8B: Self =
         Self { layers: 32, hidden: 4096, heads: 32, kv_heads: 8, head_dim: 128, ff: 14_336, vocab: 128_256 };
 
-    /// Q4_K_M gives more bits to the values and to the last matrix of these layers: an eighth at either end, every third
-    /// between.
+    /// Returns the type of a layer's value and down matrices. Q4_K_M uses more bits for some layers: the
+    /// first and the last eighth, and every third one between.
     fn wide(&self, layer: usize) -> GgmlType {
         let eighth = self.layers / 8;
         let chosen = layer < eighth || layer >= 7 * self.layers / 8 || (layer - eighth) % 3 == 2;
@@ -47,16 +48,16 @@ impl DecodeShape {
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DecodeSpeed {
-    /// Of weights that are read once.
+    /// Bytes of weights, each read once.
     pub weight_bytes: usize,
-    /// Of keys and values that are read once.
+    /// Bytes of keys and values, each read once.
     pub kv_bytes: usize,
-    /// With each launch asked for by the host.
+    /// Seconds with each launch issued by the host.
     pub eager: f64,
     pub graph: f64,
 }
 
-/// Makes matrices, and counts their bytes.
+/// Creates matrices and counts their bytes.
 struct Weights {
     random: Vec<u8>,
     bytes: usize,
@@ -91,7 +92,7 @@ struct Layer {
     down: MatrixId,
 }
 
-/// Room for the rows of a step.
+/// Buffers for the rows of a step.
 pub(super) struct Buffers {
     pub(super) x: BufferId,
     normed: BufferId,
@@ -104,7 +105,7 @@ pub(super) struct Buffers {
     logits: BufferId,
 }
 
-/// A model on the device, Q4_K_M, with a cache of f16.
+/// A Q4_K_M model on the device, with an f16 cache.
 pub struct DecodeModel<'a> {
     speed: &'a Speed,
     pub(super) backend: CudaBackend,
@@ -122,10 +123,10 @@ pub struct DecodeModel<'a> {
 }
 
 impl Speed {
-    /// Makes a model for steps of up to `rows` rows and sequences of `positions` positions together.
+    /// Creates a model for steps of up to `rows` rows and sequences with `positions` positions in total.
     ///
     /// # Errors
-    /// What the compiler or the device says, such as that there is no room.
+    /// Errors of the compiler or the device, for example for too little memory.
     pub fn model(
         &self,
         arch: Arch,
@@ -166,7 +167,7 @@ impl Speed {
             });
         }
         let head = weights.matrix(&mut backend, GgmlType::Q6_K, vocab, hidden)?;
-        // Of the table of embeddings a step reads a row for each of its own.
+        // Not counted: of the embedding table, a step reads only one row for each of its own.
         let weight_bytes = weights.bytes;
         let embedding = weights.matrix(&mut backend, small, vocab, hidden)?;
         let norm = backend.create_vector(&vec![1.0; hidden])?;
@@ -210,17 +211,17 @@ impl Speed {
 }
 
 impl DecodeModel<'_> {
-    /// Times steps of `batch` sequences with `rows` rows each, after `context` positions. The output head is computed
-    /// where sequences have one row.
+    /// Times steps of `batch` sequences with `rows` rows each, after `context` positions. The output head
+    /// is computed only if sequences have one row.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for more than there is room for; what the device says.
+    /// [`Error::OutOfRange`] beyond the model's capacity; errors of the device.
     pub fn step(&mut self, batch: usize, context: usize, rows: usize) -> Result<DecodeSpeed, Error> {
         let each = (context + rows).div_ceil(BLOCK_TOKENS);
         if batch * each > self.blocks {
             return Err(Error::OutOfRange { what: "block", index: batch * each, len: self.blocks });
         }
-        // Blocks of sequences that grow together lie between each other.
+        // Blocks of sequences that grow together are interleaved.
         let unit = |place: usize| (place * self.stride / OFFSET_UNIT) as u32;
         let tables: Vec<Vec<u32>> =
             (0..batch).map(|s| (0..each).map(|block| unit(block * batch + s)).collect()).collect();
@@ -230,7 +231,8 @@ impl DecodeModel<'_> {
         let tokens: Vec<u32> =
             (0..batch * rows).map(|i| ((i * 7919 + 11) % self.shape.vocab) as u32).collect();
         let input = StepInput { tokens: &tokens, sequences: &sequences, tables: &tables, states: &[] };
-        // What is made once a step is part of what is recorded: hence a step begins before each run that is not timed.
+        // Work that is done once per step is part of the recording, so an untimed step begins before each
+        // run.
         let head = rows == 1;
         let mut device = self.speed.device.clone();
         self.backend.begin_step(&input)?;

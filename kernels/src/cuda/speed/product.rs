@@ -8,32 +8,31 @@ use crate::cuda::{Device, quantised_row_bytes, source};
 use crate::error::Error;
 use crate::quant::GgmlType;
 
-/// Most copies of a matrix: launches of one graph.
+/// Most copies of a matrix, which are the launches of one graph.
 const MAX_COPIES: usize = 256;
 
-/// A matrix, and how many tokens it is multiplied with.
+/// A matrix, and the number of tokens that it is multiplied with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProductCase {
-    /// Type of the weights; activations are of 8 bits but for plain floats.
+    /// Type of the weights. Activations have 8 bits, or f32 for plain floats.
     pub ty: GgmlType,
     pub rows: usize,
     pub cols: usize,
-    /// Tokens.
     pub tokens: usize,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ProductSpeed {
-    /// Of the matrix, each read once.
+    /// Bytes of the matrix, each read once.
     pub bytes: usize,
     pub seconds: f64,
 }
 
 impl Speed {
-    /// Multiplies with as many matrices as the caches do not hold, one after the other.
+    /// Multiplies with more copies of the matrix than the device's caches hold, one after the other.
     ///
     /// # Errors
-    /// [`Error::NoMatmul`]; what the compiler or the device says.
+    /// [`Error::NoMatmul`]; errors of the compiler or the device.
     pub fn product(&self, case: &ProductCase) -> Result<ProductSpeed, Error> {
         let ProductCase { ty, rows, cols, tokens } = *case;
         let shape = TiledShape::new(ty, rows, cols, 1)?;

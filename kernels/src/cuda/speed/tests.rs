@@ -1,4 +1,4 @@
-//! What is measured, on the interpreter: seconds mean nothing there, bytes and outcomes do.
+//! Benchmarks on the interpreter. Times mean nothing there; bytes and outcomes are checked.
 
 use super::*;
 use crate::attention::KvType;
@@ -27,7 +27,7 @@ fn copies_and_products_are_measured() {
 }
 
 #[test]
-fn attention_is_measured_over_blocks_in_order_in_none_and_in_common() {
+fn attention_is_measured_over_contiguous_paged_and_shared_blocks() {
     let case = AttentionCase {
         kv_type: KvType::F16,
         heads: 2,
@@ -52,7 +52,7 @@ fn steps_of_a_random_model_are_measured() {
     let speed = speed(Arch::SM_121A);
     let mut model = speed.model(Arch::SM_121A, shape, (6, 64), 1).unwrap();
     let one = model.step(2, 20, 1).unwrap();
-    // The second layer is one of those with more bits for two matrices.
+    // The second layer uses more bits for two matrices.
     let (narrow, wide) = (256 * (256 + 128 + 256 + 2 * 512), 256 * (128 + 512));
     let layers = (2 * narrow + wide) * 144 / 256 + wide * 210 / 256;
     assert_eq!(one.weight_bytes, layers + 320 * 210);
@@ -61,7 +61,7 @@ fn steps_of_a_random_model_are_measured() {
     let prompt = model.step(2, 0, 3).unwrap();
     assert_eq!(prompt.weight_bytes, layers);
     assert!(matches!(model.step(2, 60, 1), Err(Error::OutOfRange { .. })));
-    // The residual stream of random weights must not run away: NaN would be faster or slower than numbers.
+    // The residual stream of random weights must stay finite, because NaN would change the measured speed.
     let mut row = vec![0.0; 256];
     let x = model.buffers.x;
     model.backend.read_row(x, 0, &mut row).unwrap();

@@ -1,22 +1,23 @@
-//! Whether the tables of a step may be read and written without another look.
+//! Checks of a step's block tables, so that kernels need not check them.
 
 use crate::attention::{OFFSET_UNIT, Placement, Visible};
 use crate::backend::StepSequence;
 use crate::error::Error;
 use std::ops::Range;
 
-/// Layers whose keys and values lie in the same blocks.
+/// Layers whose keys and values are in the same blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KvGroup {
     pub block_tokens: usize,
     /// Bytes of a block, all layers together.
     pub bytes: usize,
-    /// The most that a layer of the group sees.
+    /// The widest visibility of the group's layers.
     pub visible: Visible,
 }
 
 impl KvGroup {
-    /// Whether every block that a row sees is there and inside of the arena, and no two rows have one place.
+    /// Checks that every block that a row sees exists and lies inside the arena, and that no two rows write
+    /// to one position.
     pub(super) fn check(
         &self,
         sequences: &[StepSequence],
@@ -43,7 +44,7 @@ impl KvGroup {
                 let missing = Error::MissingBlock { sequence: index, block };
                 let offset = placement.byte(block).ok_or(missing)?;
                 let block_end = offset.saturating_add(self.bytes as u64);
-                // Kernels count blocks in 32 bits.
+                // Kernels store block offsets in 32 bits.
                 if block_end > arena_bytes as u64 || offset / OFFSET_UNIT as u64 > u64::from(u32::MAX) {
                     return Err(Error::OutsideArena { end: block_end, len: arena_bytes });
                 }
@@ -57,7 +58,7 @@ impl KvGroup {
         self.check_written(&mut written)
     }
 
-    /// `written`: places of blocks that get keys and values, and where the blocks start.
+    /// `written`: offsets of blocks, and the positions in them that get keys and values.
     fn check_written(&self, written: &mut [(u64, Range<usize>)]) -> Result<(), Error> {
         written.sort_unstable_by_key(|(offset, places)| (*offset, places.start));
         let clash = written.windows(2).find(|pair| {

@@ -1,4 +1,5 @@
-//! Which rows of a step look at the same keys and values, so that attention may read these once for several rows.
+//! Order of a step's rows by common keys and values, so that attention can read these once for several
+//! rows.
 
 use super::super::attention::{SAME, SPLIT};
 use super::KvGroup;
@@ -6,17 +7,17 @@ use crate::attention::Visible;
 use crate::backend::StepSequence;
 use std::ops::Range;
 
-/// Whether a sequence has more than one row: attention launches these apart from single rows.
+/// Whether a sequence has more than one row. Attention launches such sequences apart from single rows.
 pub(in super::super) fn has_several(sequence: &StepSequence) -> bool {
     sequence.rows.len() > 1
 }
 
 impl KvGroup {
-    /// Appends the rows of a step in the order in which attention takes them, and of each how many leading splits it has
-    /// in common with the one before it: [`SAME`] for rows of one sequence. Single rows that follow each other are put in
-    /// an order in which those with the same first blocks stand side by side.
+    /// Appends the rows of a step to `order`, in attention's order. Appends to `common` the number of
+    /// leading splits that each row shares with the one before it, or [`SAME`] for rows of one sequence.
+    /// Consecutive single rows are sorted so that rows with the same first blocks are adjacent.
     ///
-    /// `blocks` gives some blocks of a sequence, out of those that its rows see.
+    /// `blocks` returns a range of the blocks of a sequence; its rows see all of them.
     pub(super) fn put_order<'a>(
         &self,
         sequences: &[StepSequence],
@@ -26,10 +27,10 @@ impl KvGroup {
     ) {
         let of_split = match self.visible {
             Visible::Causal => SPLIT / self.block_tokens,
-            // Here rows of several sequences see no split from its beginning to its end, or are whole texts.
+            // Here, rows of several sequences see no whole split in common, or are whole texts.
             Visible::Window(_) | Visible::Whole => 0,
         };
-        // The blocks of a split that a row sees all of.
+        // Returns the blocks of a split, if the row sees all of it.
         let whole = |sequence: usize, split: usize| {
             let there = of_split > 0 && (split + 1) * SPLIT <= sequences[sequence].context + 1;
             there.then(|| blocks(sequence, split * of_split..(split + 1) * of_split))
@@ -56,13 +57,14 @@ impl KvGroup {
     }
 }
 
-/// Orders `members` by their splits, the first ones first, and says of each how many it has in common with the one before.
+/// Sorts `members` by their splits, from the first split on. Writes to `common` the number of splits that
+/// each member shares with the one before it.
 fn side_by_side<'a>(
     members: &mut [usize],
     common: &mut [u32],
     whole: impl Fn(usize, usize) -> Option<&'a [u32]>,
 ) {
-    // Members that have all splits before one in common.
+    // Ranges of members that share all splits before the given one.
     let mut alike = vec![(0..members.len(), 0)];
     while let Some((range, split)) = alike.pop() {
         let members = &mut members[range.clone()];

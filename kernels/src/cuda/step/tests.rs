@@ -16,7 +16,7 @@ fn sequence(rows: Range<usize>, context: usize) -> StepSequence {
     StepSequence { rows, context, segment_start: None }
 }
 
-/// Three sequences of five rows, one group of which sees everything, one a window of four.
+/// Three sequences with five rows in total. One group sees everything, one has a window of four.
 struct Input {
     sequences: Vec<StepSequence>,
     tables: Vec<Vec<Vec<u32>>>,
@@ -63,14 +63,14 @@ fn step() -> Step {
     Step::new(StepLayout::new(LIMITS, &[group(Visible::Causal), group(window)]))
 }
 
-/// The first numbers of an array of a step that lies at address 0.
+/// Returns the first elements of an array of a step at address 0.
 fn array(step: &Step, ptr: DevicePtr, len: usize) -> Vec<u32> {
     let words = step.bytes()[ptr.0 as usize..].as_chunks().0;
     words[..len].iter().map(|word| u32::from_ne_bytes(*word)).collect()
 }
 
 #[test]
-fn every_array_lies_where_the_kernels_look_for_it() {
+fn every_array_is_at_the_address_that_kernels_use() {
     let mut step = step();
     Input::new().fill(&mut step).unwrap();
     let at = step.layout().at(DevicePtr(0));
@@ -103,7 +103,7 @@ fn every_array_lies_where_the_kernels_look_for_it() {
     assert_eq!(table(1, 0, 2), [20, 22]);
     assert_eq!(table(1, 2, 3), [NO_BLOCK, NO_BLOCK, 26]);
     assert_eq!(step.rows(), 5);
-    // The tables end the step, and what there is room for is not uploaded.
+    // The tables end the step, and unused room is not uploaded.
     assert_eq!(step.bytes().len(), at.tables.0 as usize + 4 * (2 + 1 + 3 + 2 + 1 + 3));
     assert!(step.bytes().len() < step.layout().bytes());
 }
@@ -119,17 +119,19 @@ fn contiguous_sequences_get_a_table_of_their_blocks() {
     assert_eq!(array(&step, at.tables, 3), [10, 13, 16]);
 }
 
-/// Single rows are put beside those whose caches begin with the same blocks, as far as they see all of a split.
+/// Single rows are placed next to rows whose caches begin with the same blocks, as far as they see whole
+/// splits.
 #[test]
-fn sequences_that_begin_alike_stand_side_by_side() {
+fn sequences_with_a_common_beginning_are_adjacent() {
     const TOKENS: usize = 64;
-    // The positions of each before the step, and its blocks: so many of the one sequence, then its own.
+    // (positions before the step, blocks of the named common beginning, name); the other blocks are the
+    // sequence's own.
     let parts = [
         (1100, 16, "a"),
         (1049, 16, "a"),
         (1600, 10, "b"),
         (520, 8, "a"),
-        // Its row is the last of its first split, in a block of its own.
+        // Its row is the last of its first split, in its own block.
         (511, 7, "a"),
         (600, 9, "b"),
         (3, 0, "b"),
@@ -165,7 +167,7 @@ fn sequences_that_begin_alike_stand_side_by_side() {
     assert_eq!(causal, (vec![6, 5, 2, 3, 0, 1, 4], vec![0, 0, 1, 0, 1, 2, 0]));
     assert_eq!(windowed, ((0..7).collect(), vec![0; 7]));
 
-    // Behind a prompt, and one that ends a run of single rows; a sequence may have no rows at all.
+    // After a prompt, with a prompt that ends a run of single rows, and with sequences without rows.
     let lengths = [(3, 0), (1, 1), (1, 0), (0, 3), (1, 3), (2, 5), (1, 1)];
     let own: Vec<u32> = (3000..3010).collect();
     let mut rows = 0;
@@ -181,7 +183,7 @@ fn sequences_that_begin_alike_stand_side_by_side() {
 }
 
 #[test]
-fn what_kernels_could_not_read_is_refused() {
+fn tables_that_kernels_could_not_read_are_refused() {
     let with = |change: &dyn Fn(&mut Input)| {
         let mut input = Input::new();
         change(&mut input);
@@ -219,7 +221,7 @@ fn what_kernels_could_not_read_is_refused() {
 }
 
 #[test]
-fn more_than_there_is_room_for_is_refused() {
+fn a_step_beyond_the_limits_is_refused() {
     let with = |limits: StepLimits| {
         let groups = [group(Visible::Causal), group(Visible::Causal)];
         let mut input = Input::new();

@@ -16,7 +16,7 @@ fn read(device: &mut Taped, from: DevicePtr) -> [u8; 4] {
 }
 
 #[test]
-fn what_is_taped_is_run_when_the_tape_is_played() {
+fn taped_operations_run_when_the_tape_is_played() {
     let (mut device, a, b) = taped();
     device.start_tape();
     device.fill(a, 7, 4).unwrap();
@@ -33,7 +33,7 @@ fn what_is_taped_is_run_when_the_tape_is_played() {
 }
 
 #[test]
-fn what_no_tape_can_hold_ends_it_and_keeps_the_order() {
+fn an_operation_that_cannot_be_taped_ends_the_tape_in_order() {
     let (mut device, a, b) = taped();
     device.start_tape();
     device.fill(a, 1, 4).unwrap();
@@ -49,9 +49,9 @@ fn what_no_tape_can_hold_ends_it_and_keeps_the_order() {
     assert_eq!(device.frees(), 1);
 }
 
-/// A device that runs what it records would run a step twice.
+/// If the device ran what it recorded, the step would run twice.
 #[test]
-fn a_recording_that_fails_leaves_a_device_that_records_nothing() {
+fn a_failed_recording_leaves_the_device_not_recording() {
     let (mut device, a, b) = taped();
     device.free(a).unwrap();
     let graph = device.graph_of(&[Entry::Copy { from: a, to: b, bytes: 4 }]).unwrap();

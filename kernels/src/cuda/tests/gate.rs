@@ -1,7 +1,7 @@
-//! What every kernel may cost: registers, shared memory, instructions, against `budgets.txt`.
+//! Budgets of every kernel: registers, shared memory, instructions, as listed in `budgets.txt`.
 //!
-//! Most of what makes a kernel slow on a device shows in its machine code: spilled registers, narrow loads, a tensor
-//! core that is not used. None of it needs a device to be seen.
+//! Most causes of slow kernels show in the machine code, without a device: spilled registers, narrow loads,
+//! unused tensor cores.
 
 use super::super::source::{self, Source};
 use super::super::{Arch, Compiled, Compiler};
@@ -10,7 +10,8 @@ use std::fmt::Write as _;
 use std::path::Path;
 use std::process::Command;
 
-/// Bytes of stack and spills of a thread, and accesses to them, that another compiler than the checked one may need.
+/// (bytes of stack and spills per thread, accesses to them) that a compiler other than the checked one may
+/// use.
 const FEW_SPILLS: (u32, u32) = (16, 4);
 
 const REGISTERS: u32 = 65_536;
@@ -22,30 +23,30 @@ const BUDGETS: &str = include_str!("../budgets.txt");
 struct Budget<'a> {
     source: &'a str,
     kernel: &'a str,
-    /// None for all of [`Arch::CHECKED`].
+    /// `None` for all of [`Arch::CHECKED`].
     arch: Option<&'a str>,
     registers: u32,
     shared: u32,
     wide_loads: u32,
-    /// Starts of instructions that must be there.
+    /// Prefixes of instructions that the kernel must contain.
     instructions: Vec<&'a str>,
 }
 
-/// What a kernel takes, as the compiler and the disassembler say.
+/// Cost of a kernel, from the compiler's log and the disassembly.
 #[derive(Debug, Default, PartialEq)]
 struct Cost {
     registers: u32,
     shared: u32,
     /// Bytes of stack and spills.
     local: u32,
-    /// Threads of a block, at most.
+    /// Most threads of a block.
     threads: u32,
-    /// How often each instruction is there.
+    /// Count of each instruction.
     instructions: BTreeMap<String, u32>,
 }
 
 impl<'a> Budget<'a> {
-    /// All lines, each under the name of its source.
+    /// Parses all lines, each with the name of its source.
     fn table(text: &'a str) -> Vec<Self> {
         let mut source = "";
         let mut budgets = Vec::new();
@@ -74,8 +75,8 @@ impl<'a> Budget<'a> {
             && self.arch.is_none_or(|of| of == arch.to_string())
     }
 
-    /// What of `cost` is beyond it. The budgets are of the compiler that the kernels are checked with; of another one,
-    /// which shares registers out otherwise, as many blocks must still run on a multiprocessor.
+    /// Returns the parts of `cost` that exceed the budget. The budgets apply to the checked compiler.
+    /// Another compiler may use more registers, as long as equally many blocks run on a multiprocessor.
     fn broken_by(&self, cost: &Cost, checked: bool) -> Vec<String> {
         let mut broken = Vec::new();
         let fewer = cost.blocks(cost.registers) < cost.blocks(self.registers);
@@ -104,7 +105,7 @@ impl<'a> Budget<'a> {
 }
 
 impl Cost {
-    /// Blocks whose registers a multiprocessor has, if each thread takes so many.
+    /// Returns the blocks whose registers fit a multiprocessor, with `registers` per thread.
     fn blocks(&self, registers: u32) -> u32 {
         REGISTERS / (registers.next_multiple_of(8) * self.threads.max(32)).max(1)
     }
@@ -117,7 +118,7 @@ impl Cost {
         self.count(|name| name.starts_with("LDG") && name.contains(".128"))
     }
 
-    /// As a line of the table.
+    /// Formats the cost as a line of the table.
     fn row(&self, kernel: &str, arch: Arch) -> String {
         let tensor: Vec<_> = ["HMMA", "IMMA", "QMMA", "OMMA"]
             .into_iter()
@@ -128,7 +129,7 @@ impl Cost {
     }
 }
 
-/// The number before `unit` in a line of the compiler's log.
+/// Returns the number before `unit` in a line of the compiler's log.
 fn before(line: &str, unit: &str) -> u32 {
     let words: Vec<_> = line
         .split(unit)
@@ -138,7 +139,7 @@ fn before(line: &str, unit: &str) -> u32 {
     words.last().and_then(|word| word.parse().ok()).unwrap_or(0)
 }
 
-/// Registers and memory of each kernel by the compiler's log.
+/// Reads registers and memory of each kernel from the compiler's log.
 fn read_log(log: &str) -> BTreeMap<String, Cost> {
     let mut costs: BTreeMap<String, Cost> = BTreeMap::new();
     let mut kernel = None;
@@ -156,7 +157,7 @@ fn read_log(log: &str) -> BTreeMap<String, Cost> {
     costs
 }
 
-/// The threads that a kernel's PTX says it has at most; without that, as many as any block.
+/// Returns the most threads per block that a kernel's PTX declares, or 1,024 without a declaration.
 fn threads(ptx: &str, kernel: &str) -> u32 {
     let entry = ptx.split(&format!(".entry {kernel}(")).nth(1).and_then(|rest| rest.split('{').next());
     let most = entry.and_then(|entry| entry.split(".maxntid ").nth(1));
@@ -180,7 +181,7 @@ fn read_disassembly(text: &str, costs: &mut BTreeMap<String, Cost>) {
     }
 }
 
-/// nvdisasm lies beside NVRTC, or where programs are.
+/// Runs `nvdisasm`, which is next to NVRTC or on the path.
 fn disassemble(compiler: &Compiler, compiled: &Compiled) -> String {
     let beside = Path::new(&compiler.found_at()).with_file_name("bin").join("nvdisasm");
     let program = if beside.is_file() { beside } else { "nvdisasm".into() };
@@ -239,7 +240,7 @@ fn every_kernel_keeps_to_its_budget() {
     assert!(report.is_empty(), "\n{report}");
 }
 
-/// Registers beyond a budget: of another compiler they count where fewer blocks fit.
+/// With another compiler, registers beyond a budget count only if fewer blocks fit.
 #[test]
 fn registers_of_another_compiler_count_by_the_blocks_that_fit() {
     for (registers, allowed, threads, fewer) in [
@@ -260,9 +261,9 @@ fn registers_of_another_compiler_count_by_the_blocks_that_fit() {
     assert_eq!((threads(ptx, "a"), threads(ptx, "b"), threads(ptx, "c")), (256, 128, 1024));
 }
 
-/// A kernel with a stack, narrow loads and shared memory: the gate must see all of it.
+/// A kernel with a stack, narrow loads and shared memory. The gate must report all of it.
 #[test]
-fn a_kernel_beyond_its_budget_is_told() {
+fn a_kernel_beyond_its_budget_is_reported() {
     let source = Source {
         name: "beyond.cu",
         text: r#"

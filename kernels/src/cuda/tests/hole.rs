@@ -1,15 +1,15 @@
-//! A device that computes nothing, for tests of what is asked of one.
+//! A device that computes nothing, for tests of the calls that it gets.
 
 use crate::cuda::{Arch, Compiled, CudaError, Device, DevicePtr, KernelId, Launch};
 
-/// Forgets what it is given, and notes which grids it is asked for.
+/// Discards its inputs and records the grids of launches.
 #[derive(Default)]
 pub(crate) struct Hole {
     kernels: u32,
     pub(crate) grids: Vec<[u32; 3]>,
 }
 
-/// A compiled source with nothing in it.
+/// Returns an empty compiled source.
 pub(crate) fn nothing(source_name: &str) -> Compiled {
     let (source_name, cubin) = (source_name.to_owned(), Vec::new());
     Compiled { source_name, arch: Arch::SM_90, cubin, ptx: String::new(), log: String::new() }

@@ -1,9 +1,9 @@
-//! Buffers of tests on the interpreter.
+//! Helpers for buffers of tests on the interpreter.
 
 use crate::cuda::source::Source;
 use crate::cuda::{Arch, Compiled, Device, DevicePtr, SimDevice};
 
-/// An interpreter for what is compiled for one architecture.
+/// An interpreter for kernels of one architecture.
 pub(crate) struct Sim {
     pub(crate) arch: Arch,
     pub(crate) device: SimDevice,
@@ -14,7 +14,7 @@ impl Sim {
         Self { arch, device: SimDevice::new(ptx::Limits::GB10, 1) }
     }
 
-    /// One of each architecture that kernels are checked for.
+    /// Returns one for each checked architecture.
     pub(crate) fn each() -> impl Iterator<Item = Self> {
         Arch::CHECKED.into_iter().map(Self::new)
     }
@@ -23,7 +23,7 @@ impl Sim {
         super::compiled(source, self.arch)
     }
 
-    /// A copy of some bytes on the device.
+    /// Uploads bytes.
     pub(crate) fn bytes(&mut self, bytes: &[u8]) -> DevicePtr {
         let start = self.device.allocate(bytes.len()).unwrap();
         self.device.upload(start, bytes).unwrap();
@@ -38,7 +38,7 @@ impl Sim {
         self.bytes(&numbers.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>())
     }
 
-    /// Bytes that are not a number, whatever reads them.
+    /// Allocates memory whose bytes are NaN in every format.
     pub(crate) fn room(&mut self, bytes: usize) -> DevicePtr {
         self.bytes(&vec![0xff; bytes])
     }
@@ -58,7 +58,7 @@ impl Sim {
     }
 }
 
-/// Numbers in -1..1 that look random, each by its own place.
+/// Returns a pseudo-random number in -1..1 for an index.
 pub(crate) fn number(seed: u64, index: usize) -> f32 {
     let mut x = (seed << 40 ^ index as u64).wrapping_add(0x9e37_79b9_7f4a_7c15);
     x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -66,17 +66,17 @@ pub(crate) fn number(seed: u64, index: usize) -> f32 {
     ((x ^ x >> 31) >> 40) as f32 / (1 << 23) as f32 - 1.0
 }
 
-/// `count` of them from `first` on.
+/// Returns `count` numbers from index `first` on.
 pub(crate) fn numbers(seed: u64, first: usize, count: usize) -> Vec<f32> {
     (first..first + count).map(|index| number(seed, index)).collect()
 }
 
-/// The same numbers, bit for bit.
+/// Returns the bits of each value, for exact comparisons.
 pub(crate) fn bits(x: &[f32]) -> Vec<u32> {
     x.iter().map(|x| x.to_bits()).collect()
 }
 
-/// Whether `||got - want|| <= tolerance ||want||`.
+/// Asserts that `||got - want|| <= tolerance ||want||`.
 #[track_caller]
 pub(crate) fn assert_near(got: &[f32], want: &[f64], tolerance: f64, what: &str) {
     assert_eq!(got.len(), want.len(), "{what}");

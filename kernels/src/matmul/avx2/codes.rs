@@ -1,4 +1,4 @@
-//! From code planes to vectors of the codes of eight rows, one for each group of four columns.
+//! Unpacks code planes to vectors of the codes of eight rows, one vector for each group of four columns.
 
 use super::super::layout::VECTOR;
 use crate::quant::{GgmlType, Levels, Scheme};
@@ -8,20 +8,21 @@ use std::arch::x86_64::{
     _mm256_xor_si256,
 };
 
-/// A kind of code planes.
+/// Unpacking of one format of code planes.
 pub(super) trait Codes {
     /// Bytes of the planes of one block, of all sixteen rows.
     const BYTES: usize;
-    /// Whether levels are loaded, which have a sign, and not codes, which have none.
+    /// Whether `load` returns signed levels instead of unsigned codes.
     const SIGNED: bool;
-    /// The largest code, or magnitude of a level.
+    /// The largest code, or the largest magnitude of a level.
     const LARGEST: usize;
 
     /// Codes or levels of the eight groups.
     ///
     /// # Safety
-    /// Needs AVX2. 32 bytes must be readable at `planes` and at every multiple of 64 behind it that is less than
-    /// `BYTES`: the planes of a block for its first eight rows, and 32 bytes further on for its last.
+    /// Needs AVX2. 32 bytes must be readable at `planes` and at each multiple of 64 above it that is less
+    /// than `BYTES`. `planes` is the block's planes for its first eight rows, and 32 bytes above that for its
+    /// last eight rows.
     unsafe fn load(planes: *const u8) -> [__m256i; 8];
 }
 
@@ -33,8 +34,8 @@ unsafe fn vector(planes: *const u8, vector: usize) -> __m256i {
     unsafe { _mm256_loadu_si256(planes.add(VECTOR * vector).cast()) }
 }
 
-/// Some bits of each byte after words were shifted right, then left; one of the two by 0, which costs nothing. What
-/// crosses into a neighbouring byte must not be under `MASK`.
+/// Some bits of each byte after words were shifted right, then left. One of the two shifts is 0 and costs
+/// nothing. Bits that cross into a neighbouring byte must be outside `MASK`.
 ///
 /// # Safety
 /// Needs AVX2.
@@ -47,7 +48,7 @@ unsafe fn bits<const RIGHT: i32, const LEFT: i32, const MASK: u8>(v: __m256i) ->
     }
 }
 
-/// Four bits a code, as they are stored.
+/// Four bits per code, as stored.
 ///
 /// # Safety
 /// As [`Codes::load`] of [`Bits4`].
@@ -69,7 +70,7 @@ unsafe fn nibbles(planes: *const u8) -> [__m256i; 8] {
     }
 }
 
-/// Each of the eight of one with that of the other.
+/// Combines the eight vectors of `low` and `high` by OR.
 ///
 /// # Safety
 /// Needs AVX2.
@@ -90,7 +91,7 @@ unsafe fn or(low: [__m256i; 8], high: [__m256i; 8]) -> [__m256i; 8] {
     }
 }
 
-/// Eight bits a code, which become levels by turning their highest bit over.
+/// Eight bits per code. Flipping the highest bit turns a code into a level.
 pub(super) struct Bits8;
 
 impl Codes for Bits8 {
@@ -117,7 +118,7 @@ impl Codes for Bits8 {
     }
 }
 
-/// Four bits a code.
+/// Four bits per code.
 pub(super) struct Bits4;
 
 impl Codes for Bits4 {
@@ -132,7 +133,7 @@ impl Codes for Bits4 {
     }
 }
 
-/// A 4-bit plane and one with the fifth bits.
+/// A 4-bit plane and a plane with the fifth bits.
 pub(super) struct Bits5;
 
 impl Codes for Bits5 {
@@ -160,7 +161,7 @@ impl Codes for Bits5 {
     }
 }
 
-/// A 4-bit plane and one with the top two bits.
+/// A 4-bit plane and a plane with the top two bits.
 pub(super) struct Bits6;
 
 impl Codes for Bits6 {
@@ -188,7 +189,7 @@ impl Codes for Bits6 {
     }
 }
 
-/// Two bits a code.
+/// Two bits per code.
 pub(super) struct Bits2;
 
 impl Codes for Bits2 {
@@ -215,7 +216,7 @@ impl Codes for Bits2 {
     }
 }
 
-/// A 2-bit plane and one with the third bits.
+/// A 2-bit plane and a plane with the third bits.
 pub(super) struct Bits3;
 
 impl Codes for Bits3 {
@@ -243,7 +244,7 @@ impl Codes for Bits3 {
     }
 }
 
-/// A format's codebook, each entry less what `SIGNED` leaves to be taken off.
+/// A format's codebook, each entry minus `taken_off`.
 const fn codebook(ty: GgmlType, taken_off: u8) -> [u8; 16] {
     let Some(Scheme { levels: Levels::Table(codes), .. }) = Scheme::of(ty) else { panic!("no codebook") };
     let mut table = [0; 16];
@@ -255,7 +256,7 @@ const fn codebook(ty: GgmlType, taken_off: u8) -> [u8; 16] {
     table
 }
 
-/// Four bits a code, through a codebook.
+/// Four bits per code, mapped by a codebook.
 ///
 /// # Safety
 /// As [`Codes::load`] of [`Bits4`].

@@ -1,5 +1,5 @@
-//! Products with f32 activations. A block's weights are made in memory, where all tokens meet them; scales are unpacked by
-//! the portable code, compiled for AVX2.
+//! Products with f32 activations. A block's weights are unpacked to memory and used for all tokens. The
+//! portable code, compiled for AVX2, unpacks scales.
 
 use super::super::PANEL_ROWS;
 use super::super::kernel::{F32Call, Tile};
@@ -54,7 +54,7 @@ fn unpack<C: Codes>(scheme: &Scheme, packed: PackedBlock<'_>, block: &mut Block)
     assert_eq!(packed.codes.len(), C::BYTES, "the planes of a block");
     let turned = if C::SIGNED { _mm256_set1_epi8(i8::MIN) } else { _mm256_setzero_si256() };
     for half in 0..PANEL_ROWS / HALF_PANEL {
-        // SAFETY: a block's planes are there, a row in four bytes of each vector.
+        // SAFETY: the planes of the block are readable; each row has four bytes of each vector.
         let codes = unsafe { C::load(packed.codes.as_ptr().add(4 * HALF_PANEL * half)) };
         for (group, codes) in block.codes.iter_mut().zip(codes) {
             let rows = group[HALF_PANEL * half..][..HALF_PANEL].as_mut_ptr();

@@ -1,5 +1,5 @@
-//! Products with int8 activations. The weights of a block and eight rows are unpacked into eight registers once and meet
-//! all tokens of the tile.
+//! Products with int8 activations. The weights of a block and eight rows are unpacked once into eight
+//! registers and used for all tokens of the tile.
 
 use super::super::PANEL_ROWS;
 use super::super::activations::QuantizedBlock;
@@ -15,11 +15,11 @@ use std::arch::x86_64::{
     _mm256_sign_epi8, _mm256_storeu_ps,
 };
 
-/// How far ahead of use the weights of a single token are asked for. Half of that was as good on Zen 3; asking for one
-/// line of each block only, which serves AVX-512 on Zen 4, halved the rate there.
+/// Prefetch distance of the weights for a single token, in bytes. Half of it was as good on Zen 3.
+/// Prefetching only one line of each block, as AVX-512 does on Zen 4, halved the rate on Zen 3.
 const PREFETCH: usize = 8192;
 
-/// Accumulators of a token: of the first eight rows and of the last.
+/// Accumulators of a token: for the first eight rows and for the last eight.
 type Acc = [__m256; PANEL_ROWS / HALF_PANEL];
 
 /// # Safety
@@ -27,7 +27,8 @@ type Acc = [__m256; PANEL_ROWS / HALF_PANEL];
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) unsafe fn product<C: Codes, S: Scales>(call: &Int8Call<'_>, tile: &mut Tile) {
     let mut accs = [[_mm256_setzero_ps(); 2]; TILE_TOKENS];
-    // SAFETY: the caller's contract. A single token's accumulators stay in registers: so it is known to be one.
+    // SAFETY: the caller's contract. The case of one token is separate, so that its accumulators stay in
+    // registers.
     unsafe {
         match *call.tokens {
             [token] => {
@@ -46,8 +47,9 @@ pub(super) unsafe fn product<C: Codes, S: Scales>(call: &Int8Call<'_>, tile: &mu
     }
 }
 
-/// Asks for what lies [`PREFETCH`] behind the `bytes` from `at`, for a single token: it is done with a block sooner than the
-/// hardware's own prefetching expects. With more tokens that gains nothing. Every line of a panel must pass here.
+/// For a single token, prefetches the lines [`PREFETCH`] above `bytes` bytes from `at`. One token finishes a
+/// block sooner than the hardware prefetcher expects. With more tokens this gains nothing. Must be called for
+/// every line of a panel.
 #[inline(always)]
 fn prefetch<const SINGLE: bool>(at: *const u8, bytes: usize) {
     if SINGLE {
@@ -59,8 +61,8 @@ fn prefetch<const SINGLE: bool>(at: *const u8, bytes: usize) {
     }
 }
 
-/// Adds the products of all blocks of the call with `tokens`, which are its own and one if `SINGLE`, to as many
-/// accumulators.
+/// Adds the products of all blocks of the call to the accumulators of `tokens`. `tokens` are the call's
+/// tokens; `SINGLE` means that there is one.
 ///
 /// # Safety
 /// As [`product`].
@@ -75,23 +77,24 @@ unsafe fn walk<C: Codes, S: Scales, const SINGLE: bool>(
     for first in (0..call.blocks).step_by(per_cluster) {
         if S::HEADER && first % HEADER_BLOCKS == 0 {
             prefetch::<SINGLE>(at, VECTOR);
-            // SAFETY: every `HEADER_BLOCKS` blocks are preceded by a line of header.
+            // SAFETY: one line of header precedes each group of `HEADER_BLOCKS` blocks.
             (header, at) = unsafe { (at, at.add(VECTOR)) };
         }
         prefetch::<SINGLE>(at, VECTOR);
         let blocks = per_cluster.min(call.blocks - first);
-        // SAFETY: a cluster of `blocks` blocks starts at `at`: a line of scales and then their codes.
+        // SAFETY: a cluster of `blocks` blocks starts at `at`: a line of scales, then the codes.
         let (mut scales_at, mut codes_at) = unsafe { (at, at.add(VECTOR)) };
         for index in first..first + blocks {
             prefetch::<SINGLE>(codes_at, C::BYTES);
             for half in 0..PANEL_ROWS / HALF_PANEL {
-                // SAFETY: a block's scales and codes are there, those of a row in four bytes of each vector.
+                // SAFETY: the scales and codes of the block are readable; each row has four bytes of each
+                // vector.
                 let (scales, codes) = unsafe {
                     let codes = C::load(codes_at.add(4 * HALF_PANEL * half));
                     (S::block(header, scales_at, HALF_PANEL * half), Loaded::of::<C>(codes))
                 };
                 for (token, acc) in tokens.iter().zip(accs.iter_mut()) {
-                    // SAFETY: every token has as many blocks as the panel.
+                    // SAFETY: every token has the same number of blocks as the panel.
                     unsafe {
                         let a = call.activations.add(token + index);
                         let [first, second] = codes.sums::<C, S>(a);
@@ -99,19 +102,20 @@ unsafe fn walk<C: Codes, S: Scales, const SINGLE: bool>(
                     }
                 }
             }
-            // SAFETY: one block on, at most one past the end.
+            // SAFETY: advances by one block, at most to one past the end.
             (scales_at, codes_at) = unsafe { (scales_at.add(S::BYTES), codes_at.add(C::BYTES)) };
         }
         at = codes_at;
     }
 }
 
-/// Groups whose products can be added up in 16 bits: two products to a lane, with quants of at most 127.
+/// Number of groups whose products can be summed in 16 bits: two products per lane, with quants of at most
+/// 127.
 const fn run(largest: usize) -> usize {
     i16::MAX as usize / (2 * 127 * largest)
 }
 
-/// The codes or levels of eight rows of a block, and magnitudes of levels.
+/// The codes or levels of eight rows of a block, and the magnitudes of levels.
 struct Loaded {
     codes: [__m256i; 8],
     magnitudes: [__m256i; 8],
@@ -125,14 +129,14 @@ impl Loaded {
         let mut magnitudes = codes;
         if C::SIGNED {
             for magnitude in &mut magnitudes {
-                // SAFETY: the caller's contract. That of -128 is 128, as a byte without a sign.
+                // SAFETY: the caller's contract. The magnitude of -128 is 128 as an unsigned byte.
                 *magnitude = unsafe { _mm256_abs_epi8(*magnitude) };
             }
         }
         Self { codes, magnitudes }
     }
 
-    /// Products of group `g` with the quants of its four columns, added up in pairs.
+    /// Products of group `g` with the quants of its four columns, summed in pairs.
     ///
     /// # Safety
     /// Needs AVX2; `a` must be readable.
@@ -142,13 +146,13 @@ impl Loaded {
         unsafe {
             let words = (&raw const (*a).quants).cast::<i32>();
             let quants = _mm256_set1_epi32(words.add(g).read_unaligned());
-            // A factor without a sign takes its level's sign from the other.
+            // The magnitude is unsigned, so the quant takes over the sign of the level.
             let quants = if C::SIGNED { _mm256_sign_epi8(quants, self.codes[g]) } else { quants };
             _mm256_maddubs_epi16(self.magnitudes[g], quants)
         }
     }
 
-    /// The products of four groups, added up by row.
+    /// The products of four groups, summed by row.
     ///
     /// # Safety
     /// As [`Self::pairs`].
@@ -170,7 +174,7 @@ impl Loaded {
         }
     }
 
-    /// The integer sums: of the block in the first, or of its halves.
+    /// The integer sums: `[block, unused]`, or the sums of the two halves.
     ///
     /// # Safety
     /// As [`Self::pairs`].
@@ -189,7 +193,7 @@ impl Loaded {
     }
 }
 
-/// Both 16-bit sums of a row, added up.
+/// Sum of both 16-bit sums of each row.
 ///
 /// # Safety
 /// Needs AVX2.

@@ -1,5 +1,5 @@
-//! Scales of half a packed panel's block, and how integer sums become part of the accumulators. The operations and their
-//! order are the table in [`crate::matmul`]; the portable form is `scalar::fold`.
+//! Scales of half a packed panel's block, and the addition of integer sums to the accumulators. The table in
+//! [`crate::matmul`] defines the operations and their order; the portable form is `scalar::fold`.
 
 use super::super::activations::QuantizedBlock;
 use super::HALF_PANEL;
@@ -18,25 +18,25 @@ pub(super) trait Scales {
     const HEADER: bool;
     /// Bytes of a block's scales, for all sixteen rows.
     const BYTES: usize;
-    /// Whether the two halves of a block are summed apart.
+    /// Whether the two halves of a block have separate sums.
     const HALVES: bool;
-    /// A block's scales of eight rows in registers.
+    /// Scales of a block and eight rows, in registers.
     type Block: Copy;
 
-    /// Loads the scales of the rows from `first` on, 0 or 8.
+    /// Loads the scales of eight rows from row `first` on; `first` is 0 or 8.
     ///
     /// # Safety
     /// `BYTES` bytes must be readable at `at`, and with `HEADER` 64 at `header`.
     unsafe fn block(header: *const u8, at: *const u8, first: usize) -> Self::Block;
 
-    /// What the integer sums start from, which takes the offset off codes that have one: that of the whole block first,
-    /// or those of the halves. Codes with an offset of 128 come as levels.
+    /// Initial integer sums: for the whole block in the first, or one per half. They subtract the offset of
+    /// codes that have one. Codes with an offset of 128 are loaded as levels and need no subtraction.
     ///
     /// # Safety
     /// `a` must be readable.
     unsafe fn start(a: *const QuantizedBlock) -> [__m256i; 2];
 
-    /// Adds integer sums to the accumulators: of the whole block in `first`, or of its halves.
+    /// Adds integer sums to the accumulators: of the whole block in `first`, or of its two halves.
     ///
     /// # Safety
     /// `a` must be readable.
@@ -56,7 +56,7 @@ unsafe fn f16_lanes(at: *const u8) -> __m256 {
     unsafe { _mm256_cvtph_ps(bytes_16(at)) }
 }
 
-/// Those of the header's mins.
+/// The f16 mins of the header, as f32.
 #[inline(always)]
 unsafe fn f16_mins(header: *const u8, first: usize) -> __m256 {
     // SAFETY: the caller's contract: a header of 64 bytes.
@@ -102,7 +102,8 @@ unsafe fn minus_offset_half_sums<const OFFSET: i32>(a: *const QuantizedBlock) ->
     // SAFETY: the caller's contract.
     unsafe {
         let pair = minus_half_sums(a);
-        // The first half's sum moved to the top, like the second's; then both down to their multiples.
+        // Moves the first half's sum to the upper bits, like the second's; then shifts both down to their
+        // multiples.
         let halves = [_mm256_slli_epi32::<16>(pair), pair];
         let multiple = _mm256_set1_epi32(-OFFSET);
         match OFFSET {
@@ -122,7 +123,7 @@ unsafe fn fold_scaled(acc: __m256, sum: __m256i, d: __m256, a: *const QuantizedB
     unsafe { _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), _mm256_mul_ps(d, _mm256_set1_ps((*a).scale)), acc) }
 }
 
-/// Implements the parts that all kinds with one scale per 32 and no min share.
+/// Implements the parts shared by all kinds with one scale per 32 and no min.
 macro_rules! scale_only {
     () => {
         const HALVES: bool = false;
@@ -142,7 +143,7 @@ macro_rules! scale_only {
     };
 }
 
-/// Implements [`Scales::start`] for codes or levels that need nothing taken off.
+/// Implements [`Scales::start`] for codes or levels without an offset to subtract.
 macro_rules! from_zero {
     () => {
         #[inline(always)]
@@ -262,7 +263,7 @@ impl Scales for SuperMin {
     const HEADER: bool = true;
     const BYTES: usize = 32;
     const HALVES: bool = false;
-    /// Scale and min, which is taken off.
+    /// Scale and min; the min is subtracted.
     type Block = (__m256, __m256);
     from_zero!();
 
@@ -384,8 +385,8 @@ impl Scales for SixteenthsMin {
         block: &SixteenthsMinBlock,
         a: *const QuantizedBlock,
     ) -> __m256 {
-        // SAFETY: the caller's contract. Sums of 16 products of 2-bit codes fit an i16, and the upper i16 of a
-        // factor is 0, so multiplying i16 pairs multiplies the sums.
+        // SAFETY: the caller's contract. Sums of 16 products of 2-bit codes fit an i16, and the upper i16 of
+        // a factor is 0, so multiplying i16 pairs multiplies the sums.
         unsafe {
             let scaled = _mm256_madd_epi16(first, block.factor[0]);
             let scaled = _mm256_add_epi32(scaled, _mm256_madd_epi16(second, block.factor[1]));

@@ -1,4 +1,4 @@
-//! From code planes to vectors of unsigned codes, one vector for each group of four columns.
+//! Unpacks code planes to vectors of unsigned codes, one vector for each group of four columns.
 
 use crate::quant::{GgmlType, Levels, Scheme};
 use std::arch::x86_64::{
@@ -7,7 +7,7 @@ use std::arch::x86_64::{
     _mm512_ternarylogic_epi32,
 };
 
-/// A kind of code planes.
+/// Unpacking of one format of code planes.
 pub(super) trait Codes {
     /// Bytes of the planes of one block.
     const BYTES: usize;
@@ -18,11 +18,11 @@ pub(super) trait Codes {
     /// Needs AVX-512 F, BW and VBMI; `planes` must be valid for reads of `BYTES` bytes.
     unsafe fn load(planes: *const u8) -> [__m512i; 8];
 
-    /// Whether [`Codes::load_raised`] gives the last four groups as multiples that [`Codes::settle`] divides by.
-    /// It spares instructions for each block and takes two more for each token: good for one token.
+    /// Whether [`Codes::load_raised`] returns the last four groups as multiples that [`Codes::settle`]
+    /// divides by. It saves instructions per block and adds two per token, which pays off for one token.
     const RAISED: bool = false;
 
-    /// As [`Codes::load`], but for [`Codes::RAISED`].
+    /// Like [`Codes::load`]; see [`Codes::RAISED`].
     ///
     /// # Safety
     /// As [`Codes::load`].
@@ -32,7 +32,7 @@ pub(super) trait Codes {
         unsafe { Self::load(planes) }
     }
 
-    /// From sums of products with raised codes to those with the codes themselves; exact.
+    /// Turns sums of products with raised codes into sums of products with the codes; exact.
     ///
     /// # Safety
     /// Needs AVX-512 F.
@@ -50,8 +50,8 @@ unsafe fn vector(planes: *const u8, vector: usize) -> __m512i {
     unsafe { _mm512_loadu_si512(planes.add(64 * vector).cast()) }
 }
 
-/// Words shifted right, then left; one of the two by 0, which costs nothing. Bits that cross into a
-/// neighbouring byte are for the caller to mask.
+/// Words shifted right, then left. One of the two shifts is 0 and costs nothing. The caller must mask bits
+/// that cross into a neighbouring byte.
 ///
 /// # Safety
 /// Needs AVX-512 F and BW.
@@ -91,7 +91,7 @@ unsafe fn bits<const MASK: u8>(v: __m512i) -> __m512i {
     unsafe { _mm512_and_si512(v, _mm512_set1_epi8(MASK as i8)) }
 }
 
-/// Eight bits a code.
+/// Eight bits per code.
 pub(super) struct Bits8;
 
 impl Codes for Bits8 {
@@ -115,7 +115,7 @@ impl Codes for Bits8 {
     }
 }
 
-/// Four bits a code.
+/// Four bits per code.
 pub(super) struct Bits4;
 
 impl Codes for Bits4 {
@@ -140,7 +140,7 @@ impl Codes for Bits4 {
         }
     }
 
-    /// High nibbles stay where they are: sixteen times their codes, which a byte still holds.
+    /// High nibbles are not shifted: they are sixteen times their codes, which fits a byte.
     const RAISED: bool = true;
 
     #[inline(always)]
@@ -163,13 +163,13 @@ impl Codes for Bits4 {
 
     #[inline(always)]
     unsafe fn settle(sums: __m512i) -> __m512i {
-        // SAFETY: the caller's contract. The sum of 16 products of at most 240 and 128 fits by far.
+        // SAFETY: the caller's contract. The sum of 16 products of at most 240 and 128 fits easily.
         unsafe { _mm512_srai_epi32::<4>(sums) }
     }
 }
 
-/// A 4-bit plane and one with the fifth bits. These are picked out two at a time, four apart: then no shift brings
-/// another bit above the one that is wanted, and below it the nibble takes its place anyway.
+/// A 4-bit plane and a plane with the fifth bits. The fifth bits are extracted two at a time, four bits
+/// apart. No shift then brings another bit above the wanted one, and the nibble replaces the bits below it.
 pub(super) struct Bits5;
 
 impl Codes for Bits5 {
@@ -196,7 +196,7 @@ impl Codes for Bits5 {
     }
 }
 
-/// A 4-bit plane and one with the top two bits, picked out as in [`Bits5`].
+/// A 4-bit plane and a plane with the top two bits, extracted as in [`Bits5`].
 pub(super) struct Bits6;
 
 impl Codes for Bits6 {
@@ -224,7 +224,7 @@ impl Codes for Bits6 {
     }
 }
 
-/// Two bits a code.
+/// Two bits per code.
 pub(super) struct Bits2;
 
 impl Codes for Bits2 {
@@ -250,7 +250,7 @@ impl Codes for Bits2 {
     }
 }
 
-/// A 2-bit plane and one with the third bits.
+/// A 2-bit plane and a plane with the third bits.
 pub(super) struct Bits3;
 
 impl Codes for Bits3 {
@@ -277,7 +277,6 @@ impl Codes for Bits3 {
     }
 }
 
-/// The codebook of a format that has one.
 const fn codebook(ty: GgmlType) -> &'static [u8; 16] {
     match Scheme::of(ty) {
         Some(Scheme { levels: Levels::Table(codes), .. }) => codes,
@@ -285,8 +284,8 @@ const fn codebook(ty: GgmlType) -> &'static [u8; 16] {
     }
 }
 
-/// Four bits a code, through a codebook. The table stands four times in a vector, so that what is beside a code's
-/// four bits does not matter and need not be masked away.
+/// Four bits per code, mapped by a codebook. The vector has four copies of the table, so that the bits next
+/// to a code's four bits do not matter and need no mask.
 ///
 /// # Safety
 /// Needs AVX-512 F, BW and VBMI; 256 bytes from `planes` must be readable.

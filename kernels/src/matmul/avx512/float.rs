@@ -1,5 +1,5 @@
-//! Products with f32 activations: weights become f32 lanes, column by column, and meet up to 8 tokens. Even
-//! and odd columns have accumulators of their own.
+//! Products with f32 activations. Weights are unpacked to f32 lanes, column by column, and used for up to 8
+//! tokens. Even and odd columns have separate accumulators.
 
 use super::super::activations::BLOCK;
 use super::super::kernel::{F32Call, Tile};
@@ -17,7 +17,7 @@ use std::arch::x86_64::{
     _mm512_srli_epi32, _mm512_storeu_ps, _mm512_sub_epi32,
 };
 
-/// Calls `$kernel::<.., N>` for as many tokens as the call has, at most eight at a time.
+/// Calls `$kernel::<.., N>` for the tokens of the call, at most eight at a time.
 macro_rules! by_tokens {
     ($call:expr, $tile:expr, $kernel:ident::<$($generic:ty),+>) => {
         for (part, tokens) in $call.tokens.chunks(8).enumerate() {
@@ -36,7 +36,7 @@ macro_rules! by_tokens {
 /// # Safety
 /// See [`KernelSet`](super::super::kernel::KernelSet); the format is `C` with `S`.
 pub(super) unsafe fn quantised<C: Codes, S: Scales>(call: &F32Call<'_>, tile: &mut Tile) {
-    // SAFETY: the caller's contract; each part is at most eight tokens, which have their place in the tile.
+    // SAFETY: the caller's contract; each part is at most eight tokens, which have their lanes in the tile.
     unsafe { by_tokens!(call, tile, quantised_tokens::<C, S>) }
 }
 
@@ -56,12 +56,12 @@ pub(super) unsafe fn plain(call: &F32Call<'_>, tile: &mut Tile) {
 /// Accumulators of `N` tokens, even columns first.
 type Sums<const N: usize> = [[__m512; N]; 2];
 
-/// Stores even plus odd of the tokens that exist.
+/// Stores the sum of even and odd columns for the tokens that exist.
 #[target_feature(enable = "avx512f")]
 unsafe fn store<const N: usize>(sums: Sums<N>, tokens: usize, lanes: *mut f32) {
     unroll!(N, |t| {
         if t < tokens {
-            // SAFETY: the caller gives room for 16 lanes of each token.
+            // SAFETY: the caller provides 16 lanes for each token.
             unsafe { _mm512_storeu_ps(lanes.add(16 * t), _mm512_add_ps(sums[0][t], sums[1][t])) };
         }
     });
@@ -80,14 +80,14 @@ unsafe fn quantised_tokens<C: Codes, S: Scales, const N: usize>(call: &F32Call<'
     let per_cluster = cluster_blocks(S::BYTES);
     for first in (0..all).step_by(per_cluster) {
         if S::HEADER && first % HEADER_BLOCKS == 0 {
-            // SAFETY: every `HEADER_BLOCKS` blocks are preceded by a line of header.
+            // SAFETY: one line of header precedes each group of `HEADER_BLOCKS` blocks.
             (header, at) = unsafe { (at, at.add(CACHE_LINE)) };
         }
         let blocks = per_cluster.min(all - first);
-        // SAFETY: a cluster of `blocks` blocks starts at `at`: a line of scales and then their codes.
+        // SAFETY: a cluster of `blocks` blocks starts at `at`: a line of scales, then the codes.
         let (mut scales_at, mut codes_at) = unsafe { (at, at.add(CACHE_LINE)) };
         for _ in 0..blocks {
-            // SAFETY: a block's scales and codes are there.
+            // SAFETY: the scales and codes of the block are readable.
             let (affine, codes) = unsafe { (S::affine(&S::block(header, scales_at)), C::load(codes_at)) };
             for (group, codes) in codes.into_iter().enumerate() {
                 let (scale, added) = affine[group / 4];
@@ -103,7 +103,7 @@ unsafe fn quantised_tokens<C: Codes, S: Scales, const N: usize>(call: &F32Call<'
                     weight(_mm512_srli_epi32::<24>(codes)),
                 ];
                 unroll!(N, |t| {
-                    // SAFETY: the row of a token that exists has the four columns of the group here.
+                    // SAFETY: the row of an existing token has the four columns of the group here.
                     unsafe {
                         let a = activations.add(starts[t] + 4 * group);
                         sums[0][t] = _mm512_fmadd_ps(w[0], _mm512_set1_ps(*a), sums[0][t]);
@@ -113,7 +113,7 @@ unsafe fn quantised_tokens<C: Codes, S: Scales, const N: usize>(call: &F32Call<'
                     }
                 });
             }
-            // SAFETY: one block on, at most one past the end.
+            // SAFETY: advances by one block, at most to one past the end.
             (scales_at, codes_at, activations) =
                 unsafe { (scales_at.add(S::BYTES), codes_at.add(C::BYTES), activations.add(BLOCK)) };
         }
@@ -174,7 +174,7 @@ unsafe fn plain_tokens<P: Plain, const N: usize>(call: &F32Call<'_>, lanes: *mut
     let starts: [usize; N] = std::array::from_fn(|t| call.tokens[t.min(last)]);
     let mut sums: Sums<N> = [[_mm512_setzero_ps(); N]; 2];
     for k in (0..call.cols & !1).step_by(2) {
-        // See `super::int8`: with few tokens the hardware does as well alone.
+        // As in `super::int8`: with few tokens the hardware prefetcher alone is as fast.
         if N * 16 >= 2 * P::BYTES {
             for line in (0..2 * P::BYTES).step_by(CACHE_LINE) {
                 let ahead = call.panel.wrapping_add(k * P::BYTES + PREFETCH + line);
@@ -185,7 +185,7 @@ unsafe fn plain_tokens<P: Plain, const N: usize>(call: &F32Call<'_>, lanes: *mut
         let w =
             unsafe { [P::load(call.panel.add(k * P::BYTES)), P::load(call.panel.add((k + 1) * P::BYTES))] };
         unroll!(N, |t| {
-            // SAFETY: so they do in the row of a token that exists.
+            // SAFETY: these columns also exist in the row of an existing token.
             unsafe {
                 let a = call.activations.add(starts[t] + k);
                 sums[0][t] = _mm512_fmadd_ps(w[0], _mm512_set1_ps(*a), sums[0][t]);
@@ -195,7 +195,7 @@ unsafe fn plain_tokens<P: Plain, const N: usize>(call: &F32Call<'_>, lanes: *mut
     }
     if call.cols % 2 == 1 {
         let k = call.cols - 1;
-        // SAFETY: the last column, of an even number.
+        // SAFETY: the last column, if the number of columns is odd.
         let w = unsafe { P::load(call.panel.add(k * P::BYTES)) };
         unroll!(N, |t| {
             // SAFETY: as above.

@@ -1,5 +1,5 @@
-//! Products with int8 activations. The weights of a block are unpacked into eight registers once and meet up
-//! to 16 tokens, whose accumulators stay in registers over the whole panel.
+//! Products with int8 activations. The weights of a block are unpacked once into eight registers and used for
+//! up to 16 tokens, whose accumulators stay in registers over the whole panel.
 
 use super::super::PANEL_ROWS;
 use super::super::activations::QuantizedBlock;
@@ -14,22 +14,22 @@ use std::arch::x86_64::{
     _mm512_setzero_si512, _mm512_storeu_ps,
 };
 
-/// Whether to ask for all weights ahead of use, given the tokens and bytes of a block. With a few tokens that only
-/// slows the hardware's own prefetching down ([`lead`] is for one). With more, the streams of activations keep the
-/// hardware from running ahead far enough.
+/// Whether to prefetch all weights, given the number of tokens and the bytes of a block. With a few tokens
+/// this only slows down the hardware prefetcher ([`lead`] is for one token). With more tokens, the streams of
+/// activations keep the hardware from running far enough ahead.
 const fn prefetches(tokens: usize, block_bytes: usize) -> bool {
     tokens > 1 && tokens * 210 >= block_bytes
 }
 
-/// How far ahead of use [`lead`] asks: a page. Twice that is no better, and half of it is less use to long rows
-/// (measured on Zen 4).
+/// Prefetch distance of [`lead`]: a page of 4,096 bytes. Twice that is no better, and half of it is worse for
+/// long rows (measured on Zen 4).
 const LEAD: usize = 4096;
 
 /// # Safety
 /// See [`KernelSet`](super::super::kernel::KernelSet); the format is `C` with `S`.
 pub(super) unsafe fn product<C: Codes, S: Scales>(call: &Int8Call<'_>, tile: &mut Tile) {
-    // Where the next larger kernel would work for nothing, a second pass over the panel, which is in L1 by then,
-    // is faster.
+    // If the next larger kernel would compute unused tokens, a second pass over the panel is faster. The
+    // panel is in L1 by then.
     let first = match call.tokens.len() {
         9..=11 => 8,
         13..=14 => 12,
@@ -37,7 +37,7 @@ pub(super) unsafe fn product<C: Codes, S: Scales>(call: &Int8Call<'_>, tile: &mu
     };
     let (tokens, rest) = call.tokens.split_at(first);
     let (lanes, rest_lanes) = tile.0.split_at_mut(first);
-    // SAFETY: the caller's contract; there are lanes for each token.
+    // SAFETY: the caller's contract; each token has its lanes.
     unsafe {
         some::<C, S>(&Int8Call { tokens, ..*call }, lanes);
         if !rest.is_empty() {
@@ -49,8 +49,8 @@ pub(super) unsafe fn product<C: Codes, S: Scales>(call: &Int8Call<'_>, tile: &mu
 /// # Safety
 /// As [`product`], with lanes for each token.
 unsafe fn some<C: Codes, S: Scales>(call: &Int8Call<'_>, lanes: &mut [[f32; PANEL_ROWS]]) {
-    // SAFETY: the caller's contract; each `N` is at least the number of tokens, and tokens past the last are
-    // read from the last one's row.
+    // SAFETY: the caller's contract; each `N` is at least the number of tokens, and tokens past the last read
+    // the last one's row.
     unsafe {
         match call.tokens.len() {
             1 => tokens::<C, S, 1>(call, lanes),
@@ -65,8 +65,8 @@ unsafe fn some<C: Codes, S: Scales>(call: &Int8Call<'_>, lanes: &mut [[f32; PANE
     }
 }
 
-/// Asks for what lies as far ahead as `bytes` from `at`, if that helps. Every line of a panel must pass here: one
-/// that is missed costs a whole trip to memory.
+/// Prefetches `bytes` bytes, [`PREFETCH`] above `at`, if that helps. Must be called for every line of a
+/// panel: a missed line costs a full memory access.
 #[inline(always)]
 fn prefetch<C: Codes, S: Scales, const N: usize>(at: *const u8, bytes: usize) {
     if const { prefetches(N, S::BYTES + C::BYTES) } {
@@ -78,8 +78,8 @@ fn prefetch<C: Codes, S: Scales, const N: usize>(at: *const u8, bytes: usize) {
     }
 }
 
-/// With one token, asks for one line of each block far ahead. Asking for every line would be slower than asking for
-/// none.
+/// With one token, prefetches one line of each block far ahead. Prefetching every line would be slower than
+/// prefetching none.
 #[inline(always)]
 fn lead<const N: usize>(at: *const u8) {
     if N == 1 {
@@ -91,7 +91,7 @@ fn lead<const N: usize>(at: *const u8) {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c")]
 unsafe fn tokens<C: Codes, S: Scales, const N: usize>(call: &Int8Call<'_>, lanes: &mut [[f32; PANEL_ROWS]]) {
     let last = call.tokens.len() - 1;
-    // Multiplied here, the offsets need no arithmetic in the loop.
+    // Multiplied here, so that the loop needs no arithmetic on offsets.
     let offsets: [usize; N] = std::array::from_fn(|t| call.tokens[t.min(last)] * size_of::<QuantizedBlock>());
     let mut acc = [_mm512_setzero_ps(); N];
     let mut at = call.panel;
@@ -101,24 +101,24 @@ unsafe fn tokens<C: Codes, S: Scales, const N: usize>(call: &Int8Call<'_>, lanes
     for first in (0..call.blocks).step_by(per_cluster) {
         if S::HEADER && first % HEADER_BLOCKS == 0 {
             prefetch::<C, S, N>(at, CACHE_LINE);
-            // SAFETY: every `HEADER_BLOCKS` blocks are preceded by a line of header.
+            // SAFETY: one line of header precedes each group of `HEADER_BLOCKS` blocks.
             (header, at) = unsafe { (at, at.add(CACHE_LINE)) };
         }
         prefetch::<C, S, N>(at, CACHE_LINE);
         let blocks = per_cluster.min(call.blocks - first);
-        // SAFETY: a cluster of `blocks` blocks starts at `at`: a line of scales and then their codes.
+        // SAFETY: a cluster of `blocks` blocks starts at `at`: a line of scales, then the codes.
         let (mut scales_at, mut codes_at) = unsafe { (at, at.add(CACHE_LINE)) };
         for _ in 0..blocks {
             prefetch::<C, S, N>(codes_at, C::BYTES);
             lead::<N>(codes_at);
             let raised = const { N == 1 && C::RAISED };
-            // SAFETY: a block's scales and codes are there.
+            // SAFETY: the scales and codes of the block are readable.
             let (scales, w) = unsafe {
                 let codes = if raised { C::load_raised(codes_at) } else { C::load(codes_at) };
                 (S::block(header, scales_at), codes)
             };
             unroll!(N, |t| {
-                // SAFETY: every token has as many blocks as the panel, and 32 quants are 8 words.
+                // SAFETY: every token has the same number of blocks as the panel, and 32 quants are 8 words.
                 acc[t] = unsafe {
                     let a = activations.byte_add(offsets[t]);
                     let quants = (&raw const (*a).quants).cast::<i32>();
@@ -141,7 +141,7 @@ unsafe fn tokens<C: Codes, S: Scales, const N: usize>(call: &Int8Call<'_>, lanes
                     S::fold(acc[t], first, second, &scales, a)
                 };
             });
-            // SAFETY: one block on, at most one past the end.
+            // SAFETY: advances by one block, at most to one past the end.
             (scales_at, codes_at, activations) =
                 unsafe { (scales_at.add(S::BYTES), codes_at.add(C::BYTES), activations.add(1)) };
         }

@@ -1,4 +1,4 @@
-//! f32 rows to int8 blocks, bit for bit as `scalar::quantize_block`.
+//! Quantises f32 rows to int8 blocks, bit for bit like `scalar::quantize_block`.
 
 use super::super::activations::{BLOCK, QuantizedBlock};
 use super::super::scalar::SMALLEST;

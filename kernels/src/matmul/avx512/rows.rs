@@ -1,4 +1,4 @@
-//! Rows of plain floats turned into columns of 16, in registers: blocks of 16 rows and 1 KiB.
+//! Transposes rows of plain floats to columns of 16 in registers, in blocks of 16 rows and 1 KiB.
 
 use super::super::PANEL_ROWS;
 use super::super::rows::{PlainRows, TURNED_COLUMNS, interleaved_bytes};
@@ -9,7 +9,7 @@ use std::arch::x86_64::{
     _mm512_unpackhi_epi64, _mm512_unpacklo_epi16, _mm512_unpacklo_epi32, _mm512_unpacklo_epi64,
 };
 
-/// A vector of each of 16 rows.
+/// One vector of each of 16 rows.
 type Rows = [__m512i; PANEL_ROWS];
 
 /// # Safety
@@ -28,7 +28,7 @@ pub(super) unsafe fn interleave(rows: &PlainRows<'_>, panel: &mut [u8]) {
         let left = row_bytes - at;
         let mut block: Rows = [_mm512_setzero_si512(); PANEL_ROWS];
         for (vector, start) in block.iter_mut().zip(starts).filter(|(_, start)| !start.is_null()) {
-            // SAFETY: `left` bytes of the row are behind `at`, and no more than that are read.
+            // SAFETY: the row has `left` bytes from `at` on, and at most that number of bytes is read.
             *vector = unsafe {
                 let from = start.add(at);
                 _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(AHEAD).cast());
@@ -43,8 +43,9 @@ pub(super) unsafe fn interleave(rows: &PlainRows<'_>, panel: &mut [u8]) {
             _ => turn_words(block),
         };
         for vector in turned {
-            // SAFETY: blocks of 16 rows and `CACHE_LINE` bytes, up to `left` rounded up to that, have room: a line is no
-            // more than `TURNED_COLUMNS` columns, the number of which `interleaved_bytes` rounds up to that.
+            // SAFETY: the panel has room for blocks of 16 rows and `CACHE_LINE` bytes, up to `left` rounded
+            // up to `CACHE_LINE`: a line has at most `TURNED_COLUMNS` columns, and `interleaved_bytes` rounds
+            // the number of columns up to that.
             unsafe {
                 _mm512_storeu_si512(to.cast(), vector);
                 to = to.add(CACHE_LINE);
@@ -55,15 +56,15 @@ pub(super) unsafe fn interleave(rows: &PlainRows<'_>, panel: &mut [u8]) {
 
 const _: () = assert!(CACHE_LINE <= 2 * TURNED_COLUMNS);
 
-/// How far ahead of use rows are asked for.
+/// Prefetch distance within a row, in bytes.
 const AHEAD: usize = 4 * CACHE_LINE;
 
-/// 32 columns of two bytes, two of them in a vector.
+/// Transposes 32 columns of two bytes; a result vector has two columns.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn turn_pairs(rows: Rows) -> Rows {
     let zero = _mm512_setzero_si512();
-    // Each step doubles the rows that stand together; each 128-bit lane has eight columns of its own.
+    // Each step doubles the number of adjacent rows; each 128-bit lane has its own eight columns.
     let mut two = [[zero; 2]; 8];
     for (i, two) in two.iter_mut().enumerate() {
         let (a, b) = (rows[2 * i], rows[2 * i + 1]);
@@ -92,7 +93,7 @@ fn turn_pairs(rows: Rows) -> Rows {
     turned
 }
 
-/// 16 columns of four bytes, one in a vector.
+/// Transposes 16 columns of four bytes; a result vector has one column.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn turn_words(rows: Rows) -> Rows {
@@ -118,7 +119,7 @@ fn turn_words(rows: Rows) -> Rows {
     turned
 }
 
-/// Vector `i` of the result has lane `i` of each of the four, in order.
+/// Vector `i` of the result consists of lane `i` of each of the four vectors, in order.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn turn_lanes([a, b, c, d]: [__m512i; 4]) -> [__m512i; 4] {

@@ -1,5 +1,5 @@
-//! Scales of a packed block, and how integer sums become part of the accumulators. The operations and their
-//! order are the table in [`crate::matmul`]; the portable form is `scalar::fold`.
+//! Scales of a packed block, and the addition of integer sums to the accumulators. The table in
+//! [`crate::matmul`] defines the operations and their order; the portable form is `scalar::fold`.
 
 use super::super::activations::QuantizedBlock;
 use std::arch::x86_64::{
@@ -18,29 +18,29 @@ pub(super) trait Scales {
     const HEADER: bool;
     /// Bytes of a block's scales.
     const BYTES: usize;
-    /// What is subtracted from an unsigned code to get its level.
+    /// Offset: `level = unsigned code - OFFSET`.
     const OFFSET: i32;
-    /// Whether the two halves of a block are summed apart.
+    /// Whether the two halves of a block have separate sums.
     const HALVES: bool;
-    /// Whether weights have an added part.
+    /// Whether weights have a min that is added.
     const ADDED: bool;
-    /// A block's scales in registers.
+    /// Scales of a block, in registers.
     type Block: Copy;
 
-    /// Loads a block's scales. The header is read anew for each block: that costs less than keeping it in
-    /// registers, of which accumulators leave none.
+    /// Loads a block's scales. The header is read again for each block. That costs less than keeping it in
+    /// registers, because accumulators use all of them.
     ///
     /// # Safety
     /// `BYTES` bytes must be readable at `at`, and with `HEADER` 64 at `header`.
     unsafe fn block(header: *const u8, at: *const u8) -> Self::Block;
 
-    /// What the integer sums start from: that of the whole block first, or those of the halves.
+    /// Initial integer sums: for the whole block in the first, or one per half.
     ///
     /// # Safety
     /// `a` must be readable.
     unsafe fn start(a: *const QuantizedBlock) -> [__m512i; 2];
 
-    /// Adds integer sums to the accumulators: of the whole block in `first`, or of its halves.
+    /// Adds integer sums to the accumulators: of the whole block in `first`, or of its two halves.
     ///
     /// # Safety
     /// `a` must be readable.
@@ -52,7 +52,7 @@ pub(super) trait Scales {
         a: *const QuantizedBlock,
     ) -> __m512;
 
-    /// Scale and added part of the weights of both halves.
+    /// Scale and added min of the weights of both halves.
     ///
     /// # Safety
     /// None beyond the instruction set.
@@ -91,7 +91,7 @@ unsafe fn scale(a: *const QuantizedBlock) -> __m512 {
     unsafe { _mm512_set1_ps((*a).scale) }
 }
 
-/// `-offset` times the sum of the block's quants. Shifts leave the multipliers to the dot products.
+/// `-offset` times the sum of the block's quants. Uses shifts, because the dot products need the multipliers.
 #[inline(always)]
 unsafe fn minus_offset_sum<const OFFSET: i32>(a: *const QuantizedBlock) -> __m512i {
     // SAFETY: the caller's contract.
@@ -112,7 +112,8 @@ unsafe fn minus_offset_half_sums<const OFFSET: i32>(a: *const QuantizedBlock) ->
     // SAFETY: the caller's contract.
     unsafe {
         let pair = minus_half_sums(a);
-        // The first half's sum moved to the top, like the second's; then both down to their multiples.
+        // Moves the first half's sum to the upper bits, like the second's; then shifts both down to their
+        // multiples.
         let halves = [_mm512_slli_epi32::<16>(pair), pair];
         let multiple = _mm512_set1_epi32(-OFFSET);
         match OFFSET {
@@ -148,7 +149,7 @@ unsafe fn negated(v: __m512) -> __m512 {
     }
 }
 
-/// Implements the parts that all kinds with one scale per 32 share.
+/// Implements the parts shared by all kinds with one scale per 32.
 macro_rules! whole_block {
     ($offset:expr) => {
         const OFFSET: i32 = $offset;
@@ -281,7 +282,7 @@ impl Scales for SuperMin {
     const BYTES: usize = 32;
     whole_block!(0);
     const ADDED: bool = true;
-    /// Scale and min, which is taken off.
+    /// Scale and min; the min is subtracted.
     type Block = (__m512, __m512);
 
     #[inline(always)]
@@ -422,8 +423,8 @@ impl Scales for SixteenthsMin {
         block: &SixteenthsMinBlock,
         a: *const QuantizedBlock,
     ) -> __m512 {
-        // SAFETY: the caller's contract. Sums of 16 products of 2-bit codes fit an i16, and the upper i16 of a
-        // factor is 0, so multiplying i16 pairs multiplies the sums.
+        // SAFETY: the caller's contract. Sums of 16 products of 2-bit codes fit an i16, and the upper i16 of
+        // a factor is 0, so multiplying i16 pairs multiplies the sums.
         unsafe {
             let sum = _mm512_madd_epi16(first, block.factor[0]);
             let acc = fold_scaled(acc, _mm512_dpwssd_epi32(sum, second, block.factor[1]), block.d, a);

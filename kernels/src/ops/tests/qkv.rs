@@ -1,4 +1,4 @@
-//! The fused step between projections and attention.
+//! Tests of the fused op between projections and attention.
 
 use super::*;
 use crate::aligned::AlignedBuf;
@@ -14,7 +14,7 @@ const ROWS: [QueryRow; 4] = [
     QueryRow { sequence: 1, position: 1 },
 ];
 
-/// Blocks of the two sequences, in blocks.
+/// Block numbers of the two sequences.
 const BLOCKS: [&[u32]; 2] = [&[1, 3], &[0]];
 
 /// A shape, its block tables and projections of [`ROWS`].
@@ -83,7 +83,7 @@ fn table(n_rot: usize) -> RopeTable {
     table
 }
 
-/// Norm and rope of whole rows, op by op.
+/// Norm and rope of whole rows, as separate ops.
 fn parts(isa: Isa, x: &[f32], dim: usize, norm: Option<RmsNorm<'_>>, table: Option<&RopeTable>) -> Vec<f32> {
     let mut x = x.to_vec();
     if let Some(norm) = norm {
@@ -99,12 +99,12 @@ fn parts(isa: Isa, x: &[f32], dim: usize, norm: Option<RmsNorm<'_>>, table: Opti
 }
 
 #[test]
-fn the_fused_step_is_its_parts() {
+fn the_fused_op_equals_its_parts() {
     let case = Case::new(4, 2, 24, 40);
     let weight: Vec<f32> = (0..24).map(|i| 1.0 + i as f32 / 10.0).collect();
     let table = table(16);
     let norm = RmsNorm { width: 24, weight: Some(&weight), eps: 1e-6 };
-    // Over the whole row instead of each head.
+    // A norm over the whole row instead of each head.
     let row_weight = numbers(96, 2);
     let whole = RmsNorm { width: 96, weight: Some(&row_weight), eps: 1e-6 };
     let plain = RmsNorm { width: 40, weight: None, eps: 1e-6 };
@@ -137,7 +137,7 @@ fn the_fused_step_is_its_parts() {
 }
 
 #[test]
-fn values_may_be_the_keys_as_they_come() {
+fn values_may_be_the_keys_before_norm_and_rope() {
     let case = Case::new(4, 2, 24, 24);
     let weight = numbers(24, 3);
     let table = table(24);
@@ -156,7 +156,7 @@ fn values_may_be_the_keys_as_they_come() {
             assert_eq!(&arena[..], &case.written(isa, &want_k, &want_v)[..]);
         }
     }
-    // Heads of other widths cannot be both.
+    // If key and value heads differ in width, the keys cannot be the values.
     let case = Case::new(4, 2, 24, 40);
     let step = QkvStep { layer_offset: 0, q_norm: None, k_norm: None, v_norm: None, rope: None };
     let mut arena = case.arena();

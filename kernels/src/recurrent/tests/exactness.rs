@@ -1,11 +1,11 @@
-//! Bit for bit: nothing but a sequence's own rows and the state before them matters.
+//! Bit equality: only a sequence's own rows and the state before them influence its result.
 
 use super::*;
 
 /// The outputs of all rows of a sequence and the states after each, as bits.
 type History = (Vec<u32>, Vec<StateBits>);
 
-/// A sequence alone, one row a step, in place, on one thread.
+/// Runs a sequence alone, one row per step, in place, on one thread.
 fn stepped(layer: &Layer, isa: Isa, rows: &Rows) -> History {
     let mut arena = layer.arena(1);
     let (mut out, mut states) = (Vec::new(), Vec::new());
@@ -37,7 +37,7 @@ proptest! {
     }
 
     #[test]
-    fn bfloat16_is_rounding_what_a_row_leaves(sizes in all_sizes(), rows in 1..6usize, seed in 0..1_000_000u64) {
+    fn bfloat16_rounds_each_stored_state(sizes in all_sizes(), rows in 1..6usize, seed in 0..1_000_000u64) {
         let (layer, wide) = (Layer::new(sizes, seed), Layer::new(Sizes { bf16: 0, ..sizes }, seed));
         let rows = Rows::new(&layer, rows, seed);
         let (out, states) = stepped(&layer, Isa::detect(), &rows);
@@ -59,7 +59,7 @@ proptest! {
     }
 
     #[test]
-    fn any_chunking_is_stepping(
+    fn any_chunking_equals_single_steps(
         sizes in all_sizes(),
         chunks in prop::collection::vec((prop_oneof![4 => 1..12usize, 1 => 60..140usize], any::<bool>()), 1..6),
         seed in 0..1_000_000u64,
@@ -87,7 +87,7 @@ proptest! {
     }
 
     #[test]
-    fn an_export_is_the_state_of_having_stopped_there(
+    fn an_export_equals_the_state_of_a_sequence_that_ends_there(
         sizes in all_sizes(),
         context in 0..3usize,
         rows in 1..=8usize,
@@ -98,7 +98,7 @@ proptest! {
         let layer = Layer::new(sizes, seed);
         let all = Rows::new(&layer, context + rows, seed);
         let (want, states) = stepped(&layer, Isa::detect(), &all);
-        // After each row none, one or two copies.
+        // Zero, one or two copies after each row.
         let exported = which[..rows].iter().enumerate().flat_map(|(row, copies)| (0..*copies).map(move |_| row));
         let exports: Vec<StateExport> = exported
             .enumerate()
@@ -144,7 +144,7 @@ proptest! {
             let pool = pool(threads);
             let mut arena = layer.arena(1 + tails.len());
             step(&layer, Isa::detect(), &pool, &mut arena, &[(&prefix, write(None, 0))]);
-            // All go on from one slot, or each from nothing.
+            // All sequences continue from one slot, or each starts without a state.
             let slot = |i: usize| layer.slot(1 + i);
             let sequences: Vec<_> = tails
                 .iter()
@@ -154,7 +154,7 @@ proptest! {
             let out = step(&layer, Isa::detect(), &pool, &mut arena, &sequences);
             for (i, ((want_out, states), rows)) in want.iter().enumerate() {
                 prop_assert!(want_out.ends_with(&out[i]));
-                // A sequence without rows keeps what it has.
+                // A sequence without rows keeps its state.
                 let zeroes = || (vec![0; layer.shape().conv_len()], vec![0; layer.shape().recurrent_len()]);
                 let state = rows.checked_sub(1).map_or_else(zeroes, |last| states[last].clone());
                 prop_assert!(layer.state(&arena, slot(i)) == state);

@@ -1,5 +1,5 @@
-//! A model's spec worked out in f64, plainly and slowly, against what the oracle computed: the translators and the
-//! meaning of the spec, without any engine.
+//! Evaluates a model's spec in f64, simply and slowly, and compares it with the oracle: tests the translators
+//! and the meaning of the spec without an engine.
 
 use std::collections::HashMap;
 
@@ -30,7 +30,7 @@ impl<'a> Model<'a> {
         bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes).into()).collect()
     }
 
-    /// Logits of every position; of an encoder the vectors.
+    /// Logits of every position; for an encoder the vectors.
     pub(super) fn forward(&self, ids: &[u32]) -> Rows {
         let spec = &self.spec;
         let mut x = self.embed(ids);
@@ -138,7 +138,7 @@ impl<'a> Model<'a> {
         projected
     }
 
-    /// Rows of the weight that `spec` means, of expert `expert`.
+    /// The weight rows of `spec`, for expert `expert`.
     fn matrix(&self, spec: &LinearSpec, expert: usize) -> Rows {
         let all = self.tensor(&spec.weight);
         let rows: Vec<&[f64]> =
@@ -173,7 +173,7 @@ impl<'a> Model<'a> {
         norm.as_ref().map_or_else(|| x.clone(), |norm| self.norm(norm, x))
     }
 
-    /// Norms every `width` elements of every row; a weight of a whole row runs over it.
+    /// Norms every `width` elements of every row. A weight as long as a row covers the whole row.
     fn norm(&self, norm: &NormSpec, x: &Rows) -> Rows {
         let tensor = |name: &Option<String>| name.as_ref().map(|name| self.tensor(name));
         let (weight, bias) = (tensor(&norm.weight), tensor(&norm.bias));

@@ -9,7 +9,7 @@ pub(super) fn spec(name: &str) -> ModelSpec {
     ModelSpec::from_file(&gguf).unwrap_or_else(|error| panic!("{name}: {error}"))
 }
 
-/// The model's configuration as the oracle's own library saw it.
+/// The model's configuration in the oracle's own library.
 pub(super) fn config(arch: &str) -> Json {
     let text = std::fs::read_to_string(fixture(&format!("tiny/{arch}/ref.json"))).unwrap();
     serde_json::from_str::<Json>(&text).unwrap()["config"].take()
@@ -19,7 +19,7 @@ pub(super) fn size(config: &Json, key: &str) -> usize {
     usize::try_from(config[key].as_u64().unwrap_or_else(|| panic!("{key}"))).unwrap()
 }
 
-/// All that the configurations of these architectures have in common.
+/// Checks the common part of these architectures' configurations.
 fn check_common(arch: &str) -> (ModelSpec, Json) {
     let (spec, config) = (spec(&format!("tiny/{arch}/{arch}-f32.gguf")), config(arch));
     let hidden = size(&config, "hidden_size");
@@ -59,7 +59,7 @@ fn check_dense(layer: &LayerSpec, hidden: usize, width: usize, expected: Activat
     assert_eq!((down.rows, down.cols, *activation), (hidden, width, expected));
 }
 
-/// What a layer computes whose feed-forward is one part without norms of its own.
+/// The feed-forward of a layer with a single part without its own norms.
 pub(super) fn only_part(layer: &LayerSpec) -> &FfnSpec {
     let [FfnPart { own_norm: None, ffn, post_norm: None }] = &layer.ffn[..] else {
         panic!("{:?}", layer.ffn)

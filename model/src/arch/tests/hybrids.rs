@@ -1,4 +1,4 @@
-//! Architectures with recurrent layers, and those with more than one feed-forward part.
+//! Architectures with recurrent layers, and those with several feed-forward parts.
 
 use super::fixtures::{config, only_part, size, spec};
 use crate::spec::*;
@@ -83,7 +83,7 @@ fn delta_nets() {
     }
 }
 
-/// Adds a block after the last layer, which predicts a further token.
+/// Adds an MTP block after the last layer.
 fn with_appended_block(plan: Plan) -> Plan {
     let of_attention_layer: Vec<_> =
         plan.tensors.iter().filter(|(name, ..)| name.starts_with("blk.3.")).cloned().collect();
@@ -185,7 +185,7 @@ fn granitehybrid() {
     }
 }
 
-/// The plan as another architecture, where the keys of both are the same.
+/// The plan as another architecture with the same keys.
 fn renamed(mut plan: Plan, from: &str, to: &str) -> Plan {
     let keys: Vec<_> = plan.metadata.iter().map(|(key, value)| (key.to_owned(), value.clone())).collect();
     for (key, value) in keys {

@@ -1,4 +1,4 @@
-//! Every fixture worked out from its spec gives what the oracle computed.
+//! Evaluates every fixture's spec and compares it with the oracle's results.
 
 use super::evaluate::Model;
 use crate::safetensors::{self, Dtype};
@@ -39,8 +39,8 @@ fn largest_difference(found: impl IntoIterator<Item = f64>, expected: &[f64]) ->
     found.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
 }
 
-/// The prompt of 40 tokens: longer than the windows, and long enough for states to matter. The oracle's own
-/// frequencies are of f32, and so are the values that are compared.
+/// Uses the prompt of 40 tokens: longer than the windows, and long enough for states to matter. The oracle's
+/// frequencies and the compared values are f32.
 fn check(name: &str) {
     check_prompt(name, "p1");
 }
@@ -68,7 +68,7 @@ fn gemma4() {
 
 #[test]
 fn gpt_oss() {
-    // A mistake in the frequencies is hard to see on few tokens.
+    // A wrong frequency is hard to detect with few tokens.
     check_prompt("gpt-oss", "p2");
 }
 

@@ -1,4 +1,4 @@
-//! Files that are good GGUF, but no model that is served.
+//! Valid GGUF files that are not supported models.
 
 use proptest::prelude::*;
 
@@ -128,7 +128,7 @@ fn shapes() {
             for axis in 0..dims.len() {
                 let mut wrong = dims.clone();
                 wrong[axis] += 1;
-                // More rows in the embedding is another vocabulary.
+                // More embedding rows mean a larger vocabulary.
                 if name == "token_embd.weight" && axis == 1 {
                     continue;
                 }
@@ -182,7 +182,7 @@ fn tensors_that_nothing_uses() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
 
-    /// Any one number in place of another: an answer, never a panic.
+    /// Any number replaced by another: a result or an error, never a panic.
     #[test]
     fn other_numbers_never_panic(
         plan in prop::sample::select(vec![llama(), qwen2(), qwen3(), qwen3moe(), gemma3(7)]),

@@ -1,4 +1,4 @@
-//! The fixtures of the richer architectures with one thing wrong.
+//! Fixtures of the more complex architectures with one defect each.
 
 use proptest::prelude::*;
 
@@ -28,7 +28,7 @@ fn error(plan: &Plan) -> Error {
     ModelSpec::from_file(&plan.open()).map(drop).unwrap_err()
 }
 
-/// Whether the model without this tensor is another one that is served.
+/// Whether the model without this tensor is another supported model.
 fn is_optional(fixture: &str, tensor: &str) -> bool {
     let own_output =
         tensor == "output.weight" && ["qwen3next", "qwen35moe", "granitehybrid"].contains(&fixture);
@@ -46,9 +46,9 @@ fn missing_tensors() {
         for (name, ..) in &plan.tensors {
             let read = ModelSpec::from_file(&plan.clone().without(name).open());
             match read {
-                // The bias of a matrix that is not there has no place.
+                // A bias without its matrix is unused.
                 Err(Error::UnusedTensor { tensor, .. }) if name == "cls.weight" && tensor == "cls.bias" => {}
-                // Neither both in one nor each by itself.
+                // Neither the fused tensor nor the separate ones.
                 Err(Error::MissingTensor { tensor })
                     if tensor == name.replace("gate_up_exps", "gate_exps") => {}
                 Ok(_) if is_optional(fixture, name) => optional += 1,
@@ -67,7 +67,7 @@ fn shapes() {
             for axis in 0..dims.len() {
                 let mut wrong = dims.clone();
                 wrong[axis] += 1;
-                // More rows in the embedding is another vocabulary.
+                // More embedding rows mean a larger vocabulary.
                 if name == "token_embd.weight" && axis == 1 {
                     continue;
                 }
@@ -91,7 +91,7 @@ fn absurd_values() {
         ("gemma4", "gemma4.attention.sliding_window", 0_u32.into()),
         ("gemma4", "gemma4.attention.sliding_window_pattern", vec![true; 5].into()),
         ("gemma4", "gemma4.attention.shared_kv_layers", 6_u32.into()),
-        // Then no full layer has keys and values.
+        // Then no full layer has its own keys and values.
         ("gemma4", "gemma4.attention.shared_kv_layers", 4_u32.into()),
         ("gemma4", "gemma4.attention.key_length_swa", 0_u32.into()),
         ("gemma4", "gemma4.rope.dimension_count_swa", 18_u32.into()),
@@ -159,7 +159,7 @@ fn required_keys() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
 
-    /// Any one number in place of another: an answer, never a panic.
+    /// Any number replaced by another: a result or an error, never a panic.
     #[test]
     fn other_numbers_never_panic(
         fixture in prop::sample::select(FIXTURES.to_vec()),

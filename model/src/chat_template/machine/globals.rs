@@ -1,4 +1,4 @@
-//! Functions that every template has.
+//! Global functions of templates.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -11,7 +11,7 @@ use super::super::value::{Callable, Fallible, Fault, Key, Kind, Text, Value, fai
 use super::super::{clock, print};
 use super::Machine;
 
-/// Items of `range`, as Jinja's sandbox has it.
+/// Longest `range`, as in Jinja's sandbox.
 const RANGE: i128 = 100_000;
 
 pub(super) const NAMES: [&str; 7] =
@@ -49,7 +49,7 @@ impl Machine<'_> {
                 Err(Fault::Raised(message.as_str().to_owned()))
             }
             _ => {
-                // An outline would keep the date.
+                // An outline must not contain the date.
                 if self.places.is_some() {
                     return Err(Fault::Read);
                 }

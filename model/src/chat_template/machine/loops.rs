@@ -1,4 +1,4 @@
-//! Loops while they run.
+//! Execution of loops.
 
 use std::collections::VecDeque;
 use std::rc::Rc;
@@ -45,7 +45,7 @@ impl Machine<'_> {
             self.scope.set(&name, Value::callable(Callable::Loop(at)));
             self.assign(&node.target, item)?;
             match self.body(&node.body)? {
-                // Jinja takes a loop as empty as long as no pass has come to its end.
+                // Jinja treats a loop as empty until one iteration has completed.
                 Flow::On => empty = false,
                 Flow::Break => break,
                 Flow::Continue => {}
@@ -62,7 +62,7 @@ impl Machine<'_> {
         Ok(flow)
     }
 
-    /// The next item that the loop's condition lets through, and that is not looked at yet.
+    /// The next item that passes the loop's condition and was not read ahead.
     fn pull(&mut self, at: usize) -> Fallible<Option<Value>> {
         loop {
             let Some(running) = self.loops.get_mut(at) else { return Ok(None) };

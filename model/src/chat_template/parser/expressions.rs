@@ -1,11 +1,11 @@
-//! Expressions, from the loosest operators to the tightest.
+//! Expressions, from the lowest to the highest precedence.
 
 use super::super::ast::{Arguments, Binary, Comparison, Const, Expr, Name};
 use super::super::lexer::Token;
 use super::{Node, Parsed, Parser, unzip};
 
 impl Parser {
-    /// An expression, or several with commas between them.
+    /// An expression, or several separated by commas.
     pub(super) fn tuple(&mut self, conditional: bool, empty: bool, ends: &[&str]) -> Parsed<Node> {
         let mut items = Vec::new();
         let mut is_tuple = false;
@@ -287,7 +287,7 @@ impl Parser {
         }
     }
 
-    /// Arguments in parentheses, and how high they are.
+    /// Parenthesised arguments and their height.
     fn arguments(&mut self) -> Parsed<(Arguments, u32)> {
         self.expect("(")?;
         let mut arguments = Arguments::default();
@@ -347,7 +347,7 @@ impl Parser {
         }
     }
 
-    /// Filters of `node`; the first has no `|` before it if `bare`.
+    /// Filters of `node`. If `bare`, the first has no `|` before it.
     pub(super) fn filters(&mut self, mut node: Node, mut bare: bool) -> Parsed<Node> {
         while std::mem::take(&mut bare) || self.skip_operator("|") {
             let name = self.dotted()?;

@@ -1,4 +1,4 @@
-//! Our interpreter against Jinja's, by `tests/templates/reference.py`.
+//! Compares this interpreter with Jinja, using `tests/templates/reference.py`.
 
 use std::path::PathBuf;
 use std::time::UNIX_EPOCH;
@@ -7,7 +7,7 @@ use serde::Deserialize;
 
 use super::*;
 
-/// What `strftime_now` tells in the reference: 2026-03-05 14:07:09.
+/// Time that `strftime_now` uses in the reference: 2026-03-05 14:07:09.
 const NOW: u64 = 1_772_719_629;
 
 #[derive(Deserialize)]
@@ -22,7 +22,7 @@ struct Given {
     extra: Map<String, Json>,
 }
 
-/// What Jinja makes of a template: a text, or an error.
+/// Jinja's result: text or error.
 #[derive(Deserialize)]
 struct Outcome {
     output: Option<String>,
@@ -42,7 +42,7 @@ fn render_for(template: &str, given: &Given) -> Result<Prompt, TemplateError> {
     template.render_inner(&given.messages, tools, answer, &given.extra, now, limits)
 }
 
-/// How ours differs, if it does.
+/// Describes the difference of the results; `None` if they agree.
 fn difference(template: &str, given: &Given, outcome: &Outcome) -> Option<String> {
     let got = render_for(template, given).map(|prompt| prompt.text);
     match (&outcome.output, &got) {
@@ -78,9 +78,9 @@ fn snippets_render_as_jinja_renders_them() {
     assert!(differences.is_empty(), "{} differ:\n{}", differences.len(), differences.join("\n"));
 }
 
-/// Random templates: none panics or goes on without end, and what Jinja renders ours renders alike. By its name only: it
-/// needs `KVASIR_JINJA`, a Python that has jinja2. `KVASIR_SEED` is another seed than this one and `KVASIR_CASES` another
-/// number of templates.
+/// Random templates: none panics or runs without end, and where Jinja renders, the result is the same.
+/// Ignored by default: needs `KVASIR_JINJA`, a Python with jinja2. `KVASIR_SEED` sets the seed and
+/// `KVASIR_CASES` the number of templates.
 #[test]
 #[ignore = "needs jinja2: KVASIR_JINJA=PYTHON cargo test -p kvasir-model --lib random_templates -- --ignored"]
 fn random_templates_render_as_jinja_renders_them() {
@@ -102,7 +102,8 @@ fn random_templates_render_as_jinja_renders_them() {
     let (mut rendered, mut differences) = (0, Vec::new());
     for line in String::from_utf8(output.stdout).unwrap().lines() {
         let case: Case = serde_json::from_str(line).unwrap();
-        // Where Jinja fails ours may render, but within its limits and without a panic. Python's addresses nobody has.
+        // Where Jinja fails, this interpreter may render, within its limits and without a panic. Object
+        // addresses are not comparable.
         let comparable = case.outcome.output.as_ref().is_some_and(|output| !output.contains(" at 0x"));
         rendered += usize::from(comparable);
         let got = difference(&case.template, &case.given, &case.outcome);

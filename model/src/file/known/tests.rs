@@ -6,7 +6,7 @@ use crate::test_files::fixture;
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
 
-/// A model of one tensor, changed long ago.
+/// A model with one tensor and an old modification time.
 fn model(dir: &Path) -> PathBuf {
     let path = dir.join("m.gguf");
     let mut writer = Writer::new(Metadata::default()).unwrap();
@@ -16,7 +16,7 @@ fn model(dir: &Path) -> PathBuf {
     path
 }
 
-/// Makes the file so many seconds older than the year 2001's September.
+/// Sets the modification time to `seconds` before September 2001.
 fn age(path: &Path, seconds: u64) {
     let file = OpenOptions::new().write(true).open(path).unwrap();
     file.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000_000 - seconds)).unwrap();
@@ -29,7 +29,7 @@ fn spoil(path: &Path) {
     file.write_all_at(&[9], end - 1).unwrap();
 }
 
-/// The digest of the file by way of the cache.
+/// The file's digest through the cache.
 fn digest(cache: &DigestCache, path: &Path) -> [u8; 32] {
     let file = ModelFile::open(path).unwrap();
     cache.fill(&file).unwrap();
@@ -50,7 +50,7 @@ fn a_file_is_read_once_and_again_when_it_has_changed() {
     let (path, cache) = (model(dir.path()), DigestCache::at(dir.path().join("digests")));
     let first = read(&path);
     assert_eq!(digest(&cache, &path), first);
-    // Nobody looks at the bytes while the file says that it is the same.
+    // The bytes are not read while the file's metadata is unchanged.
     spoil(&path);
     age(&path, 3600);
     assert_eq!(digest(&cache, &path), first);
@@ -74,7 +74,7 @@ fn another_file_in_its_place_is_read() {
 }
 
 #[test]
-fn a_spoilt_entry_is_not_believed() {
+fn a_corrupt_entry_is_ignored() {
     let dir = tempfile::tempdir().unwrap();
     let (path, cache) = (model(dir.path()), DigestCache::at(dir.path().join("digests")));
     let first = digest(&cache, &path);
@@ -106,7 +106,7 @@ fn a_file_that_may_still_change_is_not_remembered() {
 fn a_cache_that_cannot_be_written_costs_only_the_reading() {
     let dir = tempfile::tempdir().unwrap();
     let path = model(dir.path());
-    // Its directory would have to be made inside a file.
+    // Its directory would have to be created inside a file.
     let cache = DigestCache::at(path.join("digests"));
     assert_eq!(digest(&cache, &path), read(&path));
 }
@@ -123,7 +123,7 @@ fn a_set_is_remembered_by_all_its_files() {
 }
 
 #[test]
-fn who_reads_the_bytes_knows_them_until_they_are_touched() {
+fn hashed_files_are_known_until_they_are_touched() {
     let dir = tempfile::tempdir().unwrap();
     let (path, cache) = (model(dir.path()), DigestCache::at(dir.path().join("digests")));
     let hashed = || {

@@ -1,4 +1,4 @@
-//! What a broken or hostile file does: always an error, of the expected kind.
+//! Broken and hostile files: always an error of the expected kind.
 
 use std::io::Write;
 
@@ -11,7 +11,7 @@ use crate::gguf::parse::{parse, value_type};
 use crate::inspect::Summary;
 use crate::{Error, GgmlType};
 
-/// A file under construction, of which every part can be wrong.
+/// A file under construction; every part can be made invalid.
 struct Draft {
     start: Vec<u8>,
     tensor_count: u64,
@@ -24,18 +24,18 @@ struct Draft {
 const WEIGHT_F32: u32 = GgmlType::F32 as u32;
 const WEIGHT_Q4_K: u32 = GgmlType::Q4_K as u32;
 
-/// A string with its length.
+/// A string with its length prefix.
 fn string(text: impl AsRef<[u8]>) -> Vec<u8> {
     [&(text.as_ref().len() as u64).to_le_bytes(), text.as_ref()].concat()
 }
 
-/// An array's element type and count, then what follows.
+/// An array's element type and count, followed by `elements`.
 fn array(ty: u32, count: u64, elements: impl AsRef<[u8]>) -> Vec<u8> {
     [&ty.to_le_bytes()[..], &count.to_le_bytes(), elements.as_ref()].concat()
 }
 
 impl Draft {
-    /// One key, no tensor, 64 bytes of data: a good file.
+    /// A valid file: one key, no tensor, 64 bytes of data.
     fn new() -> Self {
         let start = [b"GGUF", 3_u32.to_le_bytes().as_slice()].concat();
         let draft = Self { start, tensor_count: 0, key_count: 0, keys: vec![], tensors: vec![], data: 64 };
@@ -69,7 +69,7 @@ impl Draft {
         self
     }
 
-    /// Keys or tensors as they come, counted as one.
+    /// Adds raw bytes, counted as one key or one tensor.
     fn raw_key(mut self, bytes: impl AsRef<[u8]>) -> Self {
         self.key_count += 1;
         self.keys.extend_from_slice(bytes.as_ref());
@@ -104,7 +104,7 @@ impl Draft {
     }
 }
 
-/// A row of the table: what is wrong, the file, and whether an error is the expected one.
+/// A table row: the defect, the file, and a check of the error.
 type Row = (&'static str, Vec<u8>, fn(&Malformed) -> bool);
 
 macro_rules! rows {
@@ -319,11 +319,11 @@ fn every_truncation_is_an_error() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(512))]
 
-    /// Whatever is made of the bytes, nothing panics, and every tensor that is listed can be read.
+    /// No bytes cause a panic, and every listed tensor can be read.
     #[test]
     fn flipped_bytes_never_panic(
         flips in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),
-        // Half of the flips go where the structure is.
+        // Half of the flips are in the header.
         near_the_start in any::<bool>(),
     ) {
         let mut file = small_file();

@@ -1,4 +1,4 @@
-//! What the writer writes, the reader reads.
+//! The reader reads files of the writer.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -113,7 +113,7 @@ fn the_digest_names_the_model() {
         digest(&[arch(), ("general.name", Value::from("x"))], "w", 1),
     ];
     assert!(!others.contains(&first));
-    // Golden: a block's identity is built on it, so it may not drift.
+    // Golden value: block ids depend on it, so it must not change.
     let hex: String = first.iter().map(|byte| format!("{byte:02x}")).collect();
     assert_eq!(hex, "c9373a6a221635041851587e6aae06d9a3df9467f9050103ddd5c4b3e1f335d8");
 }
@@ -158,7 +158,7 @@ fn arrays() -> impl Strategy<Value = Array> {
         of!(Bool, bool),
         prop::collection::vec(".{0,6}", 0..5).prop_map(|list| Array::String(Strings::from_iter(list))),
     ];
-    // A leaf inside three arrays is four deep, the limit.
+    // A leaf inside three arrays has depth four, the limit.
     leaf.prop_recursive(3, 24, 4, |inner| prop::collection::vec(inner, 0..4).prop_map(Array::Array))
 }
 

@@ -26,7 +26,7 @@ fn a_set_is_the_single_file() {
     }
 }
 
-/// Writes a file with these `split.*` keys and one tensor of that name.
+/// Writes a file with these `split.*` keys and one tensor of this name.
 fn write(dir: &Path, file: &str, [number, count, tensor_count]: [u64; 3], tensor: &str) -> PathBuf {
     let metadata = Metadata::from_iter([
         ("split.no", Value::U16(number.try_into().unwrap())),
@@ -94,6 +94,6 @@ fn a_part_must_be_named_and_numbered_as_one() {
         let error = open("m-00001-of-00000.gguf", [0, count, 2]);
         assert!(matches!(error, Error::SplitMismatch { key: "split.count", .. }), "{error}");
     }
-    // A set of one needs no name.
+    // A set of one file needs no special name.
     assert!(ModelFile::open(write(dir.path(), "one.gguf", [0, 1, 1], "a")).is_ok());
 }

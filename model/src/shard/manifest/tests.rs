@@ -5,7 +5,7 @@ use crate::{GgmlType, Metadata, ModelSpec, Tokenizer};
 use proptest::prelude::*;
 use std::sync::LazyLock;
 
-/// A manifest of version 1: two tensors, the second with a byte pair in a chunk of its own.
+/// A version 1 manifest with two tensors; the second has two bytes in a chunk of its own.
 const GOLDEN: &str = "\
     4b564d460100000087000000000000004747554603000000020000000000000001000000000000001400000000000000\
     67656e6572616c2e6172636869746563747572650800000005000000000000006c6c616d610100000000000000770100\
@@ -80,7 +80,7 @@ fn a_set_has_the_manifest_of_its_whole() {
 }
 
 #[test]
-fn what_is_no_manifest_of_the_model_is_refused_by_what_is_wrong() {
+fn an_invalid_manifest_is_refused_with_its_error() {
     let (bytes, digest) = (golden(), small().digest());
     let refused = |bytes: &[u8]| Manifest::decode(bytes, &digest).map(|_| ()).unwrap_err();
     assert!(matches!(refused(&bytes[..15]), ManifestError::NotAManifest { bytes: 15 }));
@@ -98,7 +98,7 @@ fn what_is_no_manifest_of_the_model_is_refused_by_what_is_wrong() {
     assert!(matches!(refused(&with(0, b'X')), ManifestError::NotAManifest { .. }));
     assert!(matches!(refused(&with(4, 2)), ManifestError::Version { found: 2 }));
     assert!(matches!(refused(&with(bytes.len() - 1, 9)), ManifestError::Digest { .. }));
-    // A longer header than there are bytes, and one that would need all of memory.
+    // A header longer than the input, and one that would fill all memory.
     assert!(matches!(refused(&with(15, 255)), ManifestError::NotAManifest { .. }));
     let aligned = Metadata::from_iter([
         ("general.architecture", Value::from("llama")),
@@ -110,7 +110,7 @@ fn what_is_no_manifest_of_the_model_is_refused_by_what_is_wrong() {
 }
 
 #[test]
-fn a_tensor_beyond_all_memory_is_refused_before_anything_is_made_for_it() {
+fn an_impossibly_large_tensor_is_refused_before_allocation() {
     let tensors = [("w", GgmlType::F16, 1 << 61)];
     let error = Manifest::new(&header(Metadata::default(), &tensors), Vec::new()).map(|_| ()).unwrap_err();
     assert!(matches!(error, ManifestError::Chunks { found: 0, expected } if expected == 1 << 40), "{error}");
@@ -133,7 +133,7 @@ proptest! {
     }
 
     #[test]
-    fn no_part_of_it_passes(len in any::<prop::sample::Index>()) {
+    fn a_truncated_manifest_is_refused(len in any::<prop::sample::Index>()) {
         prop_assert!(Manifest::decode(&REAL.0[..len.index(REAL.0.len())], &REAL.1).is_err());
     }
 }

@@ -6,7 +6,7 @@ fn write(path: &Path) -> Vec<PackedRegion> {
         writer.add("a", 100, |region| region.piece(0, &[1; 100])).unwrap(),
         writer
             .add("b", 200_000, |region| {
-                // Whatever comes first.
+                // In any order.
                 region.piece(150_000, &[3; 50_000]);
                 region.piece(0, &[2; 150_000]);
             })
@@ -25,7 +25,7 @@ fn flip(path: &Path, at: u64) {
     let mut byte = [0];
     file.read_exact_at(&mut byte, at).unwrap();
     file.write_all_at(&[byte[0] ^ 1], at).unwrap();
-    // Clocks of files are coarse; nobody damages them this soon.
+    // Set the time explicitly: file times are coarse, and this change follows the write immediately.
     file.set_modified(std::time::SystemTime::UNIX_EPOCH).unwrap();
 }
 
@@ -45,7 +45,7 @@ fn regions_are_what_was_written_and_start_at_pages() {
 }
 
 #[test]
-fn what_is_damaged_anywhere_is_removed_and_written_anew() {
+fn a_damaged_file_is_removed_and_written_again() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("m.pack");
     write(&path);
@@ -65,7 +65,7 @@ fn what_is_damaged_anywhere_is_removed_and_written_anew() {
 }
 
 #[test]
-fn a_region_is_written_whole_and_not_beyond() {
+fn a_region_must_be_written_completely_and_within_its_bounds() {
     let dir = tempfile::tempdir().unwrap();
     let mut writer = PackedWriter::begin(&dir.path().join("m.pack")).unwrap().unwrap_err();
     for pieces in
@@ -81,7 +81,7 @@ fn a_region_is_written_whole_and_not_beyond() {
 }
 
 #[test]
-fn who_gives_up_leaves_nothing() {
+fn an_unfinished_writer_leaves_no_file() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("m.pack");
     let mut writer = PackedWriter::begin(&path).unwrap().unwrap_err();
@@ -92,7 +92,7 @@ fn who_gives_up_leaves_nothing() {
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "the lock");
 }
 
-/// Pieces of a file that share bytes would be hashed once each, and an index has room for as many as the file has bytes.
+/// Overlapping pieces would each be hashed, so a small file could cost unbounded work. They are refused.
 #[test]
 fn regions_lie_apart_and_within_the_file() {
     let dir = tempfile::tempdir().unwrap();

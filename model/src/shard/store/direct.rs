@@ -1,5 +1,5 @@
-//! Files that are written past the page cache, where file system and memory allow it: what the writer has in memory
-//! anyway, nobody reads from there soon, and pages for it cost more than everything else that is done to it.
+//! Writes files past the page cache where the file system and the memory's alignment allow it. The written
+//! data is not read from the cache soon, and allocating its pages would cost more than the rest of the write.
 
 use std::fs::File;
 use std::io::{self, ErrorKind, Write};
@@ -8,10 +8,10 @@ use std::path::Path;
 
 use tempfile::NamedTempFile;
 
-/// What memory, place and length of a write must be multiples of: as much as any disk asks for.
+/// Alignment of memory, offset and length of a direct write: the largest that a disk requires.
 const ALIGNMENT: usize = 4096;
 
-/// Writes a new file in `dir`; none where that takes the page cache.
+/// Writes a new file in `dir`. `None` if a direct write is not possible.
 pub(super) fn write(dir: &Path, bytes: &[u8]) -> io::Result<Option<NamedTempFile>> {
     let (body, tail) = bytes.split_at(bytes.len() / ALIGNMENT * ALIGNMENT);
     if body.is_empty() || !body.as_ptr().addr().is_multiple_of(ALIGNMENT) {
@@ -29,7 +29,7 @@ pub(super) fn write(dir: &Path, bytes: &[u8]) -> io::Result<Option<NamedTempFile
     });
     match written {
         Ok(file) => Ok(Some(file)),
-        // The file system knows no such writes, or wants another alignment.
+        // The file system has no direct writes, or requires another alignment.
         Err(error) if matches!(error.kind(), ErrorKind::InvalidInput | ErrorKind::Unsupported) => Ok(None),
         Err(error) => Err(error),
     }

@@ -1,4 +1,4 @@
-//! StoreReservation in a store that somebody is about to use: a file with the number of bytes, locked as long as its owner lives.
+//! Reservation of disk space in a store: a file with the number of bytes, locked while its owner lives.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -9,16 +9,17 @@ use tempfile::NamedTempFile;
 
 use super::{StoreError, dropped, write_error};
 
-/// Bytes of a store that nobody else takes, until they are used or this is dropped.
+/// Bytes of a store reserved for this owner until they are used or this value is dropped.
 #[derive(Debug)]
 pub struct StoreReservation {
-    /// Gone with this; when a process is killed its lock is, and the next one that looks removes the file.
+    /// Deleted when dropped. If the process is killed, its lock is released, and the next process that checks
+    /// the file deletes it.
     file: NamedTempFile,
     left: Mutex<u64>,
 }
 
 impl StoreReservation {
-    /// Of so many bytes, told in `dir`. Whoever calls has the store's turn.
+    /// Reserves `bytes` with a file in `dir`. The caller must hold the store's lock.
     pub(super) fn take(dir: &Path, bytes: u64) -> Result<Self, StoreError> {
         let failed = write_error(dir, size_of::<u64>() as u64);
         let file = NamedTempFile::new_in(dir).map_err(&failed)?;
@@ -27,15 +28,15 @@ impl StoreReservation {
         Ok(Self { file, left: Mutex::new(bytes) })
     }
 
-    /// So many of the bytes are in the store now.
+    /// Reduces the reservation by `bytes`, which are now in the store.
     pub fn used(&self, bytes: u64) {
         let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
         *left = left.saturating_sub(bytes);
-        // What cannot be told stays reserved for longer than it need be.
+        // If the write fails, the bytes stay reserved until this value is dropped.
         let _ = self.file.as_file().write_all_at(&left.to_le_bytes(), 0);
     }
 
-    /// Bytes that are reserved by the file `path`. One that nobody holds is removed.
+    /// Bytes reserved by the file `path`. A file without an owner is removed.
     pub(super) fn of_another(path: &Path) -> u64 {
         let Ok(file) = File::open(path) else { return 0 };
         if file.try_lock().is_ok() {

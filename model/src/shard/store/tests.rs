@@ -8,7 +8,7 @@ use tempfile::TempDir;
 
 const ROOM: u64 = 1 << 30;
 
-/// A file of a small tensor and of one of more than two chunks, with bytes of `seed`.
+/// A file with a small tensor and one of more than two chunks, filled from `seed`.
 fn file(dir: &TempDir, seed: u8) -> ModelFile {
     let path = dir.path().join(format!("{seed}.gguf"));
     let mut writer = Writer::new(Metadata::default()).unwrap();
@@ -70,7 +70,7 @@ fn a_model_of_the_store_is_what_its_file_was() {
 }
 
 #[test]
-fn what_is_missing_or_damaged_is_named_and_never_read() {
+fn a_missing_or_damaged_chunk_is_named_and_not_read() {
     let dir = tempfile::tempdir().unwrap();
     let (store, file) = (open(&dir, ROOM), file(&dir, 3));
     let held = fill(&store, &file);
@@ -85,7 +85,7 @@ fn what_is_missing_or_damaged_is_named_and_never_read() {
     let error = stored.tensor_data("large").unwrap_err();
     assert!(matches!(error, Error::Store(StoreError::Missing { chunk }) if chunk == chunks[1]), "{error}");
     assert!(!store.has(chunks[1], CHUNK_BYTES) && store.has(chunks[0], CHUNK_BYTES));
-    // A file that was cut short is not the chunk, whatever its bytes are.
+    // A truncated file is refused regardless of its contents.
     File::options().write(true).open(place(&store, chunks[0])).unwrap().set_len(4096).unwrap();
     let error = ModelFile::open(held.path()).unwrap().tensor_data("large").unwrap_err();
     assert!(matches!(error, Error::Store(StoreError::Damaged { chunk }) if chunk == chunks[0]), "{error}");
@@ -108,7 +108,7 @@ fn a_damaged_manifest_is_dropped() {
 }
 
 #[test]
-fn room_is_made_by_dropping_what_nobody_uses_the_oldest_first() {
+fn the_least_recently_used_models_are_dropped_first() {
     let dir = tempfile::tempdir().unwrap();
     let store = open(&dir, 35 << 20);
     let [first, second, third] = [1, 2, 3].map(|seed| fill(&store, &file(&dir, seed)));
@@ -123,7 +123,7 @@ fn room_is_made_by_dropping_what_nobody_uses_the_oldest_first() {
     drop((second, third));
     store.reserve(0).unwrap();
     assert!(paths.iter().all(|path| path.exists()), "there is room");
-    // A chunk of no model goes first.
+    // A chunk that belongs to no model is dropped first.
     let stray = ChunkId::of(b"stray");
     store.put(stray, b"stray").unwrap();
     store.reserve(10 << 20).unwrap();
@@ -140,14 +140,14 @@ fn room_is_made_by_dropping_what_nobody_uses_the_oldest_first() {
 }
 
 #[test]
-fn room_is_not_given_twice_and_is_free_again_with_whoever_had_it() {
+fn reserved_bytes_are_not_reserved_twice_and_are_freed_on_drop() {
     let dir = tempfile::tempdir().unwrap();
     let (store, other) = (open(&dir, 1 << 20), open(&dir, 1 << 20));
     let room = store.reserve(700 << 10).unwrap();
     let error = other.reserve(400 << 10).unwrap_err();
     assert!(matches!(error, StoreError::NoRoom { used, .. } if used >= 700 << 10), "{error}");
     assert!(other.reserve(300 << 10).is_ok());
-    // What is written of it is not counted twice.
+    // Written bytes are not counted twice.
     let bytes = vec![3; 600 << 10];
     let chunk = ChunkId::of(&bytes);
     store.put(chunk, &bytes).unwrap();
@@ -157,7 +157,7 @@ fn room_is_not_given_twice_and_is_free_again_with_whoever_had_it() {
     assert!(store.reserve(700 << 10).is_err());
     drop((room, second));
     assert!(store.reserve(400 << 10).is_ok());
-    // A process that was killed has left its file.
+    // File of a killed process.
     let left = store.reserved().join("left");
     fs::write(&left, (900u64 << 10).to_le_bytes()).unwrap();
     assert!(store.reserve(400 << 10).is_ok());
@@ -165,7 +165,7 @@ fn room_is_not_given_twice_and_is_free_again_with_whoever_had_it() {
 }
 
 #[test]
-fn what_a_crash_left_is_cleared_and_files_are_nobody_elses() {
+fn files_of_a_crash_are_removed_and_files_are_private() {
     let dir = tempfile::tempdir().unwrap();
     let store = open(&dir, ROOM);
     let [old, young] = ["old", "young"].map(|name| store.temporary().join(name));
@@ -186,20 +186,20 @@ fn what_a_crash_left_is_cleared_and_files_are_nobody_elses() {
 }
 
 #[test]
-fn a_full_disk_is_told_as_one() {
+fn a_full_disk_is_reported_as_disk_full() {
     let error = write_error(Path::new("/x"), 7)(ErrorKind::StorageFull.into());
     assert!(matches!(error, StoreError::DiskFull { bytes: 7, .. }), "{error}");
 }
 
 #[test]
-fn what_is_written_past_the_page_cache_is_what_it_was() {
+fn a_direct_write_keeps_the_bytes() {
     let dir = tempfile::tempdir().unwrap();
     let store = open(&dir, ROOM);
     let mut buffer = ChunkBuffer::default();
     buffer.clear().unwrap();
     let bytes: Vec<u8> = (0..3 * 4096 + 5u32).map(|i| (i / 100) as u8 ^ i as u8).collect();
     buffer.push(&bytes);
-    // With a tail, without one, nothing but a tail, and where no disk writes from.
+    // With a tail, without one, a tail only, and misaligned memory.
     for part in [&buffer[..], &buffer[..8192], &buffer[..7], &buffer[1..5000]] {
         let chunk = ChunkId::of(part);
         store.put_aside(chunk, part).unwrap();
@@ -211,12 +211,12 @@ fn what_is_written_past_the_page_cache_is_what_it_was() {
 }
 
 #[test]
-fn what_was_put_is_read_without_hashing_until_it_is_touched_and_checked_all_the_same() {
+fn a_stored_chunk_is_hashed_only_after_a_touch_or_by_check() {
     let dir = tempfile::tempdir().unwrap();
     let (store, bytes) = (open(&dir, ROOM), b"as its name says");
     let chunk = ChunkId::of(bytes);
     let (path, mut found) = (place(&store, chunk), Vec::new());
-    // Changed behind the system's back: as far as the file says, nobody has touched it.
+    // Changes the contents but keeps the modification time.
     let spoil = || {
         store.put(chunk, bytes).unwrap();
         let changed = fs::metadata(&path).unwrap().modified().unwrap();

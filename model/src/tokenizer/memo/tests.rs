@@ -10,7 +10,7 @@ use super::*;
 
 const BYTES: usize = 1 << 20;
 
-/// Every way of cutting words, and every kind of vocabulary.
+/// Every style of word splitting, and every kind of vocabulary.
 fn all() -> Vec<(String, Tokenizer)> {
     let merges = ["Ġ a", "a b", "Ġa b", "o o", "Ċ Ċ", "> Ċ", "Ċ <", "Ġ Ġ", "1 2", "' s", "Ċ a", "b Ġ"];
     let words =
@@ -28,12 +28,12 @@ fn all() -> Vec<(String, Tokenizer)> {
     styles.chain(scored).chain(tiny).collect()
 }
 
-/// The same vocabulary, cutting wherever that is allowed.
+/// A memo of the same vocabulary that uses every allowed cut point.
 fn finest(tokenizer: &Tokenizer) -> Option<Memo> {
     Memo::new(tokenizer.cuts()?, BYTES).map(Memo::finest)
 }
 
-/// Texts with all that cutting could stumble over, special tokens of the vocabularies among them.
+/// Texts that are difficult to cut, including special tokens of the vocabularies.
 fn texts() -> impl Strategy<Value = String> {
     let odd = [
         " ",
@@ -111,7 +111,7 @@ fn remembered_or_not_the_ids_are_the_same() {
     let mut memos: Vec<Option<Memo>> = vocabularies.iter().map(|(_, tokenizer)| finest(tokenizer)).collect();
     let cut = memos.iter().flatten().count();
     assert!(cut >= pretokenize::TABLE.len() + 2, "only {cut} are cut at all");
-    // What each name has meant so far, whatever the vocabulary.
+    // The tokens of each name so far, across vocabularies.
     let meant = RefCell::new(HashMap::<u64, Vec<u32>>::new());
     let told = Cell::new(0);
     let mut runner = TestRunner::new(ProptestConfig::with_cases(600));
@@ -119,7 +119,7 @@ fn remembered_or_not_the_ids_are_the_same() {
         for ((name, tokenizer), memo) in vocabularies.iter().zip(&memos) {
             let Some(memo) = memo else { continue };
             let other = format!("{text}ab {text}");
-            // The second time from what is remembered, then from runs, and in the end with something else behind a run.
+            // The second time from the memo, then from runs, finally with other text after a run.
             for text in [&text, &text, &text, &other, &other, &other, &text] {
                 let mut ids = Vec::new();
                 let encode = |text: &str, how, quoted: Quoted<'_>, ids: &mut Vec<u32>| {
@@ -144,7 +144,7 @@ fn remembered_or_not_the_ids_are_the_same() {
     assert!(told > 2 * names && names > 1_000, "{told} parts of {names} names");
     let hits: u64 = memos.iter().flatten().map(|memo| memo.usage().hits).sum();
     assert!(hits > 10_000, "{hits} pieces were known");
-    // What the API uses: the same cuts, fewer of them.
+    // The API's settings: the same cut points, fewer of them.
     let text =
         "the quick brown fox jumps over the lazy dog.\nAnd (then) it  sleeps\n\nfor 12345 hours ".repeat(40);
     for ((name, tokenizer), memo) in vocabularies.drain(..).zip(memos.drain(..)) {
@@ -156,7 +156,7 @@ fn remembered_or_not_the_ids_are_the_same() {
     }
 }
 
-/// What is quoted decides about the tokens of a piece; what is remembered of its text does not.
+/// Quoted ranges change a piece's tokens, so such a piece is neither stored nor looked up.
 #[test]
 fn quoted_control_tokens_are_neither_remembered_nor_recalled() {
     for (name, tokenizer) in all() {

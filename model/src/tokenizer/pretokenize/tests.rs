@@ -5,7 +5,7 @@ use super::*;
 
 const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 
-/// The expressions each style stands for, applied one after another to the pieces of the one before.
+/// The expressions of each style, each applied to the pieces of the previous one.
 fn expressions(style: Style) -> Vec<String> {
     match style {
         Style::Gpt2 => vec![GPT2.into()],
@@ -73,7 +73,7 @@ fn styles() -> Vec<(Style, Vec<Regex>)> {
     styles.into_iter().map(|s| (s, expressions(s).iter().map(|e| Regex::new(e).unwrap()).collect())).collect()
 }
 
-/// Text dense in what the expressions tell apart.
+/// Text with many characters that the expressions distinguish.
 fn tricky() -> impl Strategy<Value = String> {
     let bit = prop_oneof![
         4 => prop::sample::select(vec![
@@ -110,7 +110,7 @@ fn each_row_of_the_table_is_found_by_its_name() {
 
 #[test]
 fn a_long_run_is_cut_in_linear_time() {
-    // A backtracking engine needs minutes for so much of one kind; the bound only has to tell those apart.
+    // A backtracking engine needs minutes for such a run, so the limit can be generous.
     let started = std::time::Instant::now();
     for unit in [" ", "\n", "a", "'", "1", " \n", "e\u{301}"] {
         let text = unit.repeat((1 << 18) / unit.len());

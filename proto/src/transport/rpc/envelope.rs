@@ -1,5 +1,5 @@
-//! What stands on the wire for a call and its answer. A frame is a [`RequestHead`] or a [`ResponseHead`],
-//! followed by the body where there is one.
+//! Wire form of RPC calls and replies. A frame is a [`RequestHead`] or a [`ResponseHead`], followed by the
+//! body if there is one.
 
 use crate::codec::{self, Cap, CodecError};
 use serde::de::DeserializeOwned;
@@ -9,19 +9,19 @@ use std::time::{Duration, Instant};
 use tarpc::trace::SamplingDecision;
 use tarpc::{ClientMessage, Response, ServerError};
 
-/// The longest deadline that a peer can ask for.
+/// Longest deadline of a call.
 const MAX_DEADLINE: Duration = Duration::from_secs(600);
 
-/// In front of a request's body.
+/// Head of a request.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 enum RequestHead {
     /// A call; its body follows.
     Call { id: u64, deadline_ms: u64, trace: RpcTrace },
-    /// The caller has lost interest; no body.
+    /// Cancels a call; no body.
     Cancel { id: u64, trace: RpcTrace },
 }
 
-/// In front of an answer's body.
+/// Head of a reply.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 enum ResponseHead {
     Done {
@@ -115,7 +115,7 @@ pub(super) fn encode_request<Req: Serialize>(
     }
 }
 
-/// Head and body together stay within one frame's cap.
+/// Encodes head and body. Together they must fit one frame's cap.
 fn encode_pair<H: Serialize, B: Serialize>(head: &H, body: &B) -> Result<Vec<u8>, CodecError> {
     let mut frame = codec::encode(head, Cap::Control)?;
     codec::encode_into(body, Cap::Control, &mut frame)?;
@@ -126,11 +126,11 @@ fn encode_pair<H: Serialize, B: Serialize>(head: &H, body: &B) -> Result<Vec<u8>
     Ok(frame)
 }
 
-/// What a frame turned out to be.
+/// Result of decoding a frame.
 #[derive(Debug)]
 pub(super) enum Decoded<T> {
     Item(T),
-    /// A call that is not understood, and the frame that tells the caller so.
+    /// A call that does not decode, with the reply that reports this to the caller.
     Refused(Vec<u8>),
 }
 
@@ -159,7 +159,7 @@ fn encode_failure(id: u64, kind: io::ErrorKind, detail: String) -> Result<Vec<u8
     codec::encode(&ResponseHead::Failed { id, failure: RpcFailure::of(kind), detail }, Cap::Control)
 }
 
-/// A result that does not fit a frame fails its own call, not the channel.
+/// Encodes a reply. A result that does not fit a frame fails its own call, not the channel.
 pub(super) fn encode_response<Resp: Serialize>(response: &Response<Resp>) -> Result<Vec<u8>, CodecError> {
     let id = response.request_id;
     match &response.message {
@@ -174,7 +174,7 @@ pub(super) fn encode_response<Resp: Serialize>(response: &Response<Resp>) -> Res
 pub(super) fn decode_response<Resp: DeserializeOwned>(frame: &[u8]) -> Result<Response<Resp>, CodecError> {
     let (head, body) = codec::decode_prefix(frame, Cap::Control)?;
     let (request_id, message) = match head {
-        // An answer that is not understood fails its own call only.
+        // A reply that does not decode fails only its own call.
         ResponseHead::Done { id } => match codec::decode(body, Cap::Control) {
             Ok(message) => (id, Ok(message)),
             Err(error) => (id, Err(ServerError::new(kind_of(&error), error.to_string()))),

@@ -1,4 +1,4 @@
-//! The stream on which the first stage of a replica reads and fills another one's cache blocks.
+//! Stream on which the first stage of a replica reads and writes the cache blocks of another stage.
 
 use crate::Error;
 use crate::codec::Cap;
@@ -8,7 +8,7 @@ use crate::transport::streams::{FrameReader, FrameWriter, StreamCode};
 use bytes::Bytes;
 use quinn::{RecvStream, SendStream};
 
-/// The first stage's end. A future of it that is dropped halfway leaves it unusable.
+/// First stage's end. It is unusable after one of its futures was dropped before it completed.
 #[derive(Debug)]
 pub struct StageBlocks {
     orders: FrameWriter<StageBlocksOrder>,
@@ -26,17 +26,17 @@ impl StageBlocks {
         Ok(Self { orders: head.retyped(Cap::Control), reports: FrameReader::new(receive, Cap::Control) })
     }
 
-    /// Sends an order, and the bytes that follow it.
+    /// Sends an order and the bytes that belong to it.
     pub async fn order(&mut self, order: &StageBlocksOrder, bytes: Vec<u8>) -> Result<(), Error> {
         self.orders.write_with(order, Bytes::from(bytes)).await.map(drop)
     }
 
-    /// What became of the oldest order that has not been answered.
+    /// Returns the report of the oldest order without a report.
     pub async fn report(&mut self) -> Result<StageBlocksReport, Error> {
         self.reports.next().await?.ok_or(Error::StreamCut { what: "a stage's blocks" })
     }
 
-    /// So many of the bytes that follow a report.
+    /// Reads `len` of the bytes that follow a report.
     pub async fn bytes(&mut self, len: usize) -> Result<Vec<u8>, Error> {
         let mut bytes = Vec::new();
         self.reports.read_raw_with(len, &mut |part| bytes.extend_from_slice(part)).await?;
@@ -67,19 +67,19 @@ impl StageBlocksCall {
         }
     }
 
-    /// The next order; `None` at a clean end.
+    /// Returns the next order, or `None` at a clean end.
     pub async fn next(&mut self) -> Result<Option<StageBlocksOrder>, Error> {
         self.orders.next().await
     }
 
-    /// The bytes that follow an order: the caller knows how many.
+    /// Reads the `len` bytes that follow an order. The caller knows the length from the order.
     pub async fn bytes(&mut self, len: usize) -> Result<Vec<u8>, Error> {
         let mut bytes = Vec::new();
         self.orders.read_raw_with(len, &mut |part| bytes.extend_from_slice(part)).await?;
         Ok(bytes)
     }
 
-    /// Answers the oldest order that has not been answered.
+    /// Sends the report of the oldest order without a report.
     pub async fn report(&mut self, report: &StageBlocksReport, bytes: Vec<u8>) -> Result<(), Error> {
         self.reports.write_with(report, Bytes::from(bytes)).await.map(drop)
     }

@@ -1,4 +1,4 @@
-//! What the stages of a replica say to each other.
+//! Messages between the stages of a replica.
 
 use super::trace;
 use kvasir_proto::ids::NodeId;

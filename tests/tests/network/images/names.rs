@@ -1,16 +1,16 @@
-//! A name server of one name, and what a pod's resolver is told of it: a Service's short name is found by the domains that
-//! are searched.
+//! A DNS server for one name, and a pod's resolver configuration: a Service's short name is found through the
+//! search domains.
 
 use std::net::{Ipv4Addr, UdpSocket};
 use std::path::Path;
 
-/// Of the loopback range, with port 53 of its own.
+/// A loopback address with its own port 53.
 const SERVER: Ipv4Addr = Ipv4Addr::new(127, 0, 0, 153);
-/// The namespace's domain, as the resolver has it.
+/// The namespace's search domain.
 const DOMAIN: &str = "models.svc.test";
 const ADDRESS: u16 = 1;
 
-/// Answers `name` with 127.0.0.1 until the process ends, and writes a `resolv.conf` as the kubelet does.
+/// Resolves `name` to 127.0.0.1 until the process ends, and writes a `resolv.conf` like the kubelet's.
 pub(super) fn serve(name: &str, resolv_conf: &Path) {
     let text = format!("search {DOMAIN} svc.test test\nnameserver {SERVER}\noptions ndots:5\n");
     std::fs::write(resolv_conf, text).unwrap();
@@ -20,14 +20,14 @@ pub(super) fn serve(name: &str, resolv_conf: &Path) {
         let mut packet = [0; 512];
         while let Ok((len, from)) = socket.recv_from(&mut packet) {
             if let Some(answer) = answer(&packet[..len], &known) {
-                // Who asks asks again.
+                // The client retries.
                 let _ = socket.send_to(&answer, from);
             }
         }
     });
 }
 
-/// To one question; None for what is none.
+/// The response to a question; `None` if it is malformed.
 fn answer(question: &[u8], known: &str) -> Option<Vec<u8>> {
     let mut at = 12;
     let mut labels = Vec::new();
@@ -44,13 +44,13 @@ fn answer(question: &[u8], known: &str) -> Option<Vec<u8>> {
     at += 4;
     let named = labels.join(".") == known;
     let found = named && kind == ADDRESS;
-    // The name exists, also for questions of other kinds.
+    // The name exists for questions of any type.
     let code = if named { 0 } else { 3 };
     let mut answer = question.get(..2)?.to_vec();
     answer.extend([0x81, 0x80 | code, 0, 1, 0, u8::from(found), 0, 0, 0, 0]);
     answer.extend(question.get(12..at)?);
     if found {
-        // The name of the question, an address of the internet, for no time, four bytes.
+        // Name pointer, type A, class IN, TTL 0, four bytes.
         answer.extend([0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 0, 0, 4, 127, 0, 0, 1]);
     }
     Some(answer)

@@ -1,4 +1,5 @@
-//! One life of a worker: it computes a token of each of its sequences in a step, holds prefixes, and says so.
+//! One run of a worker: each step computes a token of each of its sequences; it caches prefixes and reports
+//! them.
 
 use super::model;
 use coordinator::balancer::Ticket;
@@ -11,14 +12,14 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 pub(super) const CLASS: &str = "class";
-/// Units that the prompts of a group have in common.
+/// Hash units that the prompts of a group have in common.
 const SHARED: usize = 4;
-/// Units that a life holds at most.
+/// Most hash units held.
 const ROOM: usize = 40;
 /// Steps between two reports.
 const REPORT_EVERY: u64 = 10;
 
-/// What is asked of a worker: the tokens of a request from `next` on.
+/// A request to a worker: its tokens from `next` on.
 #[derive(Debug, Clone)]
 pub(super) struct Call {
     pub(super) ticket: Ticket,
@@ -29,7 +30,7 @@ pub(super) struct Call {
     pub(super) wanted: usize,
 }
 
-/// What a worker says.
+/// A worker's message.
 #[derive(Debug, Clone)]
 pub(super) enum Said {
     Started(Ticket, Attempt),
@@ -44,7 +45,7 @@ pub(super) enum Said {
 struct Sequence {
     session: u64,
     call: Call,
-    /// Steps until its prompt is computed.
+    /// Steps until the prompt is computed.
     prompt: u64,
 }
 
@@ -53,26 +54,26 @@ pub(super) struct Life {
     pub(super) node: NodeId,
     pub(super) epoch: Epoch,
     pub(super) alive: bool,
-    /// Until when it stands still.
+    /// Frozen until this time.
     pub(super) frozen: u64,
     /// Whether it ever was a member.
     pub(super) joined: bool,
     pub(super) session: Option<u64>,
     sequences: Vec<Sequence>,
-    /// Each held unit and the one before it.
+    /// Each held unit and its predecessor.
     held: BTreeMap<BlockId, BlockId>,
     log: Vec<KvEvent>,
-    /// Events that were sent on the present connection or before it.
+    /// Events sent so far, including earlier connections.
     sent: usize,
     steps: u64,
 }
 
-/// What an undisturbed run tells.
+/// Token at position `at` of an undisturbed run.
 pub(super) fn token(number: u64, at: usize) -> u32 {
     Random::new(number << 16 | at as u64).next() as u32
 }
 
-/// The units of a request's prompt: some of its group, then some of its own.
+/// Units of a request's prompt: some shared by its group, then its own.
 pub(super) fn chain(group: u64, number: u64) -> Arc<[BlockId]> {
     let unit = |of: u64, at: u64| {
         let mut random = Random::new(of << 8 | at);
@@ -117,7 +118,7 @@ impl Life {
         (self.joined, self.session, self.sent) = (true, Some(session), self.log.len());
     }
 
-    /// Whether it was the present connection; what it computed for it is wanted no more.
+    /// Whether this was the current connection. If so, drops its requests.
     pub(super) fn closed(&mut self, session: u64) -> bool {
         self.sequences.retain(|sequence| sequence.session != session);
         self.session.take_if(|now| *now == session).is_some()
@@ -129,7 +130,7 @@ impl Life {
         self.sequences.push(Sequence { session, call, prompt: 8 - known as u64 });
     }
 
-    /// Computes; what it says, and on which connection.
+    /// Computes a step. Returns messages and their connections.
     pub(super) fn step(&mut self, random: &mut Random) -> Vec<(u64, Said)> {
         self.steps += 1;
         let mut said = Vec::new();
@@ -171,7 +172,7 @@ impl Life {
         said
     }
 
-    /// So that the last event is not one that was lost.
+    /// Adds an event, so that a loss of the previous ones is detected.
     pub(super) fn stores_one_more(&mut self) {
         self.stores(&chain(1 << 50, self.epoch.0));
     }
@@ -187,14 +188,14 @@ impl Life {
         KvSnapshot { epoch: self.epoch, sequence: self.told(), runs, resume_points: Vec::new() }
     }
 
-    /// Units of a group's prefix up to the deepest that is held.
+    /// Units of a group's prefix up to the deepest held one.
     pub(super) fn deepest(&self, group: u64) -> u32 {
         let units = chain(group, 0);
         let held = units[..SHARED].iter().rposition(|unit| self.held.contains_key(unit));
         held.map_or(0, |at| at as u32 + 1)
     }
 
-    /// The last event's number.
+    /// Number of the last event.
     pub(super) fn told(&self) -> u64 {
         self.log.len() as u64
     }

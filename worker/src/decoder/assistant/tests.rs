@@ -1,4 +1,4 @@
-//! The assistant of the oracle set: every round of guesses is the one that the reference has.
+//! Compares every drafting round of the oracle set's assistant with the reference.
 
 use super::*;
 use crate::load::{self, EngineOptions};
@@ -15,7 +15,7 @@ fn file(name: &str) -> PathBuf {
     root.join("tiny").join(name)
 }
 
-/// A target with its assistant, and one sequence.
+/// A target model with its assistant, and one sequence.
 struct Pair {
     decoder: Decoder,
     blocks: Vec<Vec<u32>>,
@@ -48,7 +48,7 @@ impl Pair {
         blocks.iter().map(|blocks| BlockTable::Paged(&blocks[..positions.div_ceil(16)])).collect()
     }
 
-    /// Computes tokens behind `context`; the most likely one behind each.
+    /// Computes tokens after `context`; returns the most likely next token of each.
     fn step(&mut self, tokens: &[u32], context: usize) -> Vec<u32> {
         let sequence = StepSequence { rows: 0..tokens.len(), context, segment_start: None };
         let tables = Self::tables(&self.blocks, context + tokens.len());
@@ -73,7 +73,7 @@ fn apart(got: &[f32], want: &[f64]) -> f64 {
 }
 
 #[test]
-fn every_round_is_the_references() {
+fn every_round_equals_the_reference() {
     let bytes = std::fs::read(file("gemma4-assistant/ref.safetensors")).unwrap();
     let reference = SafeTensors::deserialize(&bytes).unwrap();
     let text = std::fs::read_to_string(file("gemma4-assistant/ref.json")).unwrap();
@@ -108,7 +108,7 @@ fn every_round_is_the_references() {
                     assert!(apart(&got, want) < 3e-3, "{what}, guess {count}");
                 }
             }
-            // Beside another sequence the guesses are the same.
+            // Next to another sequence, the draft tokens are the same.
             let drafted = pair.decoder.draft(&[from.clone(), from], GUESSES).unwrap();
             assert_eq!(drafted[0], drafted[1], "{what}");
             let guesses = drafted[0].tokens.clone();

@@ -1,4 +1,4 @@
-//! Every round of guesses is the one that plain loops in f64 make of the equations.
+//! Compares every drafting round with an f64 reference of the equations.
 
 use super::*;
 use crate::load::{self, EngineOptions};
@@ -13,10 +13,10 @@ mod appended_file;
 mod reference;
 
 const GUESSES: usize = 4;
-/// Differences of hidden states and logits, which are about 1, between f32 and f64.
+/// Maximum difference between f32 and f64 of hidden states and logits, which are about 1.
 const TOLERANCE: f64 = 2e-3;
 
-/// A model with its block, and one sequence with two states.
+/// A model with its MTP head, and one sequence with two state slots.
 struct Alone {
     decoder: Decoder,
     blocks: Vec<u32>,
@@ -48,8 +48,8 @@ impl Alone {
         Self { decoder, blocks: (0..count).map(|at| at * stride).collect(), slots, vocab }
     }
 
-    /// Computes tokens behind `context`, the state from the first slot into the second, guesses or not; the most likely
-    /// token behind each, and their hidden states.
+    /// Computes tokens after `context`, with the state read from the first slot and written to the second.
+    /// Returns the most likely next token of each, and their hidden states.
     fn step(&mut self, tokens: &[u32], context: usize, deferred: bool) -> (Vec<u32>, Vec<Vec<f32>>) {
         let sequence = StepSequence { rows: 0..tokens.len(), context, segment_start: None };
         let tables = [vec![BlockTable::Paged(&self.blocks)]];
@@ -101,7 +101,7 @@ fn rounds(path: &Path, chunks: &[usize], seed: u32) -> (usize, usize) {
             assert_eq!(tokens.last(), Some(&want.token), "{what}, ahead by {}", want.margin);
         }
         let guesses: Vec<u32> = want.iter().map(|guess| guess.token).collect();
-        // Another that stands in the same block waits; one elsewhere guesses the same.
+        // Another sequence in the same block gets no draft tokens; in another block it gets the same ones.
         let elsewhere = DraftFrom { tables: vec![BlockTable::Paged(&blocks)], most: 2, ..from.clone() };
         let drafted = alone.decoder.draft(&[from.clone(), elsewhere], GUESSES).unwrap();
         assert_eq!(drafted[0].tokens, guesses);
@@ -119,7 +119,7 @@ fn rounds(path: &Path, chunks: &[usize], seed: u32) -> (usize, usize) {
 }
 
 #[test]
-fn every_round_is_that_of_the_equations() {
+fn every_round_equals_the_equations() {
     let folder = tempfile::tempdir().unwrap();
     let blocks = [
         ("qwen35", Block::Random),
@@ -139,9 +139,9 @@ fn every_round_is_that_of_the_equations() {
     }
 }
 
-/// What a state says of the position before is that of the row after which it stands.
+/// The hidden state in a slot is that of the last accepted row.
 #[test]
-fn what_goes_on_is_of_the_last_row_that_counts() {
+fn the_saved_hidden_state_is_that_of_the_last_accepted_row() {
     let folder = tempfile::tempdir().unwrap();
     let path = appended_file::write("qwen35", Block::Random, folder.path());
     let past = |alone: &mut Alone, slot: u32| {
@@ -153,7 +153,7 @@ fn what_goes_on_is_of_the_last_row_that_counts() {
     };
     let mut alone = Alone::new(&path, 64);
     let tokens = prompt(3, 20, alone.vocab);
-    // One by one.
+    // One token at a time.
     let mut want = Vec::new();
     for (context, token) in tokens.iter().enumerate() {
         alone.step(&[*token], context, false);
@@ -161,7 +161,7 @@ fn what_goes_on_is_of_the_last_row_that_counts() {
         want.push(past(&mut alone, slot));
     }
     assert!(want.windows(2).all(|pair| pair[0] != pair[1]));
-    // With a copy in the middle, then as guesses of which some count.
+    // With an export in the middle, then as draft tokens of which some are accepted.
     for counted in 0..=6 {
         let mut alone = Alone::new(&path, 64);
         let export = alone.slots[0];
@@ -184,7 +184,7 @@ fn what_goes_on_is_of_the_last_row_that_counts() {
 }
 
 #[test]
-fn blocks_that_cannot_guess_are_refused() {
+fn unusable_mtp_heads_are_refused() {
     let options = EngineOptions { threads: Some(1), ..EngineOptions::default() };
     let folder = tempfile::tempdir().unwrap();
     let path = appended_file::write("qwen35", Block::Random, folder.path());

@@ -1,25 +1,25 @@
-//! The tokens of sequences that have ended, so that they can still be named: bounded, the least recently used
-//! forgotten first.
+//! The tokens of ended sequences, so that they can still be named. The number of sequences and tokens is
+//! bounded; the least recently used sequence is forgotten first.
 
 use super::SequenceKey;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 const MAX_SEQUENCES: usize = 4096;
-/// Their tokens together at most: 64 MiB.
+/// Maximum number of tokens of all sequences together: 64 MiB.
 const MAX_TOKENS: usize = 16 << 20;
 
 #[derive(Debug, Default)]
 pub(super) struct Remembered {
     sequences: HashMap<SequenceKey, (u64, Arc<[u32]>)>,
-    /// By last use, the earliest first.
+    /// By time of last use, the earliest first.
     order: BTreeMap<u64, SequenceKey>,
     clock: u64,
     tokens: usize,
 }
 
 impl Remembered {
-    /// Remembers a sequence, in place of one of the same name.
+    /// Adds a sequence, replacing one of the same name.
     pub(super) fn insert(&mut self, key: SequenceKey, tokens: &[u32]) {
         self.remove(&key);
         self.clock += 1;
@@ -34,7 +34,7 @@ impl Remembered {
         }
     }
 
-    /// The tokens of a sequence, which is the latest used from now on.
+    /// The tokens of a sequence, which becomes the most recently used.
     pub(super) fn get(&mut self, key: &SequenceKey) -> Option<Arc<[u32]>> {
         let (used, tokens) = self.sequences.get_mut(key)?;
         self.clock += 1;
@@ -51,7 +51,7 @@ impl Remembered {
         true
     }
 
-    /// All of them, the least recently used first.
+    /// All sequences, the least recently used first.
     pub(super) fn iter(&self) -> impl Iterator<Item = (&SequenceKey, &[u32])> {
         self.order.values().filter_map(|key| Some((key, &*self.sequences.get(key)?.1)))
     }
@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn the_least_recently_used_goes_first_by_number_and_by_tokens() {
+    fn the_least_recently_used_sequence_is_forgotten_first() {
         let mut remembered = Remembered::default();
         for n in 0..MAX_SEQUENCES as u32 {
             remembered.insert(key(n), &[n]);

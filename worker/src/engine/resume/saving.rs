@@ -1,6 +1,7 @@
-//! Sequences on their way out: so many bytes between two steps, since a sequence may be long and lie at other workers.
-//! Nothing is held for it. What has been copied stays right, whatever becomes of its block; if the end is evicted
-//! meanwhile, the sequence is saved as far as it is still there.
+//! Copies sequences out for snapshots, a bounded number of bytes between two steps, because a sequence may be
+//! long and its caches may be at other workers. Blocks are not pinned meanwhile. Copied bytes stay valid when
+//! their block is reused. If the end of the sequence is evicted meanwhile, the snapshot covers the part that
+//! is still cached.
 
 use super::{Capture, Reply, savable};
 use crate::engine::Engine;
@@ -15,19 +16,19 @@ pub(in crate::engine) struct Saving {
     root: BlockId,
     tokens: Arc<[u32]>,
     position: u32,
-    /// Those of the blocks of the resume point at `position` that have been copied, in its order.
+    /// The copied blocks of the resume point at `position`, in its order.
     pieces: Vec<(u32, u32, Vec<u8>)>,
     reply: Reply<Capture>,
 }
 
 impl Engine {
-    /// Begins to copy out the deepest resume point within these tokens.
+    /// Starts to copy out the deepest resume point within these tokens.
     pub(super) fn begin_save(&mut self, root: BlockId, tokens: Arc<[u32]>, reply: Reply<Capture>) {
         self.resume.saving.push_back(Saving { root, tokens, position: 0, pieces: Vec::new(), reply });
         self.copy_saved();
     }
 
-    /// Copies some of what is being saved; whether there was anything to copy.
+    /// Copies part of what is being saved. Returns whether there was anything to copy.
     pub(in crate::engine) fn copy_saved(&mut self) -> bool {
         let (mut left, any) = (self.copy_bytes, !self.resume.saving.is_empty());
         while left > 0
@@ -38,7 +39,7 @@ impl Engine {
             }
             match self.copy_some(&mut saving, &mut left) {
                 Ok(false) => self.resume.saving.push_front(saving),
-                // Sending fails only where nobody waits any more.
+                // Sending fails only if the receiver is gone.
                 Err(error) => drop(saving.reply.send(Err(error))),
                 Ok(true) => {
                     let Saving { tokens, position, pieces, reply, .. } = saving;
@@ -49,7 +50,7 @@ impl Engine {
         any
     }
 
-    /// Copies further blocks; whether these were all.
+    /// Copies further blocks. Returns whether all are copied.
     fn copy_some(&mut self, saving: &mut Saving, left: &mut u64) -> Result<bool, SequenceError> {
         let prefix = &saving.tokens[..savable(saving.tokens.len())];
         let (position, blocks) = match self.scheduler.resume_point(saving.root, prefix) {

@@ -1,4 +1,4 @@
-//! Which prefixes are held, kept up to date change by change, and what is announced of it.
+//! Incremental tracking of held prefixes and the KV events that announce its changes.
 
 use super::{NIL, PrefixTree};
 use crate::kv_cache::pool::BlockAt;
@@ -6,7 +6,7 @@ use proto::block::HASH_UNIT_TOKENS;
 use proto::event::{KvEvent, Medium};
 
 impl PrefixTree {
-    /// Steps up to `step` have been computed.
+    /// Marks all steps up to `step` as computed.
     pub(crate) fn complete(&mut self, step: u64) {
         while let Some(&item) = self.pending.front()
             && item.step <= step
@@ -20,7 +20,7 @@ impl PrefixTree {
         self.completed = step;
     }
 
-    /// Forgets what steps that have not completed would have written; returns the blocks concerned.
+    /// Removes the units of steps that have not completed. Returns their blocks.
     pub(crate) fn drop_pending(&mut self) -> Vec<BlockAt> {
         let pending = std::mem::take(&mut self.pending);
         let mut blocks = Vec::new();
@@ -34,14 +34,14 @@ impl PrefixTree {
         blocks
     }
 
-    /// `block` holds the unit of `node` in place `index` as the last completed step left it.
+    /// Records that `block` holds the unit of `node` at `index`, as written by the last completed step.
     pub(crate) fn place_ready(&mut self, node: u32, group: usize, block: u32, index: u32) {
         if self.link(node, group, block * self.units_in[group] + index, self.completed) {
             self.became_ready(node, group);
         }
     }
 
-    /// Whether a lookup from outside that ends at `node` would be served now.
+    /// Whether a lookup that ends at `node` would be served now, completed steps alone counted.
     pub(crate) fn is_held(&self, node: u32) -> bool {
         self.nodes[node as usize].held
     }
@@ -54,7 +54,7 @@ impl PrefixTree {
         }
     }
 
-    /// Recomputes runs and heldness of `node` and of all descendants that it changes.
+    /// Recomputes runs and heldness of `node` and of all descendants whose values change.
     pub(super) fn update(&mut self, node: u32) {
         let groups = self.needs.len();
         self.stack.push(node);
@@ -88,7 +88,7 @@ impl PrefixTree {
         let id = self.nodes[node as usize].id;
         let last = self.events.last_mut();
         if held && self.recurrent.is_some() {
-            // What a recurrent model needs before this unit counts only together with the state at its end.
+            // With recurrent layers the units before this one count only together with the state at its end.
             self.held += 1;
             let position = self.nodes[node as usize].depth * HASH_UNIT_TOKENS as u32;
             self.events.push(KvEvent::ResumePoint { unit: id, position, medium: Medium::Device });

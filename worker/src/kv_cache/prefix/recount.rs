@@ -1,11 +1,11 @@
-//! The tree counted again from scratch, for the invariant checker and for tests.
+//! Recounts the tree from scratch, for the invariant checker and for tests.
 
 use super::{NIL, PrefixTree};
 #[cfg(test)]
 use proto::block::BlockId;
 
 impl PrefixTree {
-    /// Checks runs, heldness, lists and links from scratch; `Err` names what is wrong.
+    /// Checks runs, heldness, lists and links from scratch. `Err` names the violated rule.
     pub(crate) fn recheck(&self) -> Result<(), &'static str> {
         let groups = self.needs.len();
         let mut held = 0;
@@ -59,15 +59,15 @@ impl PrefixTree {
         self.ids.get(&id).copied()
     }
 
-    /// Units up to the end of the deepest held one of a chain.
+    /// Number of units up to the end of the deepest held unit of a chain.
     #[cfg(test)]
     pub(crate) fn deepest_held(&self, ids: &[BlockId]) -> usize {
         let held = |id: &BlockId| self.node_of(*id).is_some_and(|node| self.nodes[node as usize].held);
         ids.iter().rposition(held).map_or(0, |at| at + 1)
     }
 
-    /// Every unit that a completed step wrote: group, block, place in the block, root, and the tokens from
-    /// the root to the unit's end.
+    /// Every unit that a completed step wrote: (group, block, index in the block, root, tokens from the root
+    /// to the unit's end).
     #[cfg(test)]
     pub(crate) fn contents(&self) -> Vec<(usize, u32, usize, BlockId, Vec<u32>)> {
         let mut contents = Vec::new();
@@ -89,7 +89,7 @@ impl PrefixTree {
         contents
     }
 
-    /// Whether no prefix is known.
+    /// Whether the tree has no prefix.
     #[cfg(test)]
     pub(crate) fn is_empty(&self) -> bool {
         self.ids.is_empty() && self.pending.is_empty()

@@ -1,24 +1,24 @@
-//! Taking over what others have computed.
+//! Lets a sequence take over cached units that other sequences computed.
 
 use super::{NotAdvanced, SequenceCache};
 use crate::kv_cache::{CopyBlock, Hit, KvCache};
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 
-/// What [`KvCache::advance`] found to do in one group.
+/// What [`KvCache::advance`] does in one group.
 #[derive(Debug)]
 struct Share {
     group: usize,
-    /// First block index that the new position can still see.
+    /// First block index that is still visible from the new position.
     visible: usize,
-    /// First block index that is taken over, and the blocks.
+    /// First block index that is taken over.
     first: usize,
     whole: Vec<u32>,
-    /// Source and destination of a partial block.
+    /// Source and destination of the copy of a partial block.
     copy: Option<(u32, u32)>,
 }
 
 impl KvCache {
-    /// The longest part of `hit` that ends at a block boundary, so that it can be taken without copying.
+    /// The longest part of `hit` that ends at a block boundary, which needs no copy.
     pub(crate) fn block_aligned(
         &self,
         sequence: &SequenceCache,
@@ -38,9 +38,9 @@ impl KvCache {
         None
     }
 
-    /// Takes the units of `hit` over: whole blocks and the state at its end are shared, the rest of a last
-    /// block is copied by the plan of `step`. All groups take their references before any block is allocated, so that no group
-    /// evicts another's hit. On failure nothing has changed.
+    /// Takes over the units of `hit`. Whole blocks and the state at its end are shared; the plan of `step`
+    /// copies the rest of a partial last block. All groups take their references before any block is
+    /// allocated, so that no group evicts another group's hit. On failure nothing has changed.
     pub(crate) fn advance(
         &mut self,
         sequence: &mut SequenceCache,
@@ -80,7 +80,7 @@ impl KvCache {
         let copies_any = shares.iter().any(|share| share.copy.is_some());
         let mut spare = None;
         if copies_any && outcome.is_ok() && self.needs_slot_after(sequence, &shares) {
-            // A copy is only made by a step in which the sequence has a row.
+            // Only a step in which the sequence has a row makes copies.
             spare = self.state_group().and_then(|group| Some((group, self.alloc(group)?)));
             allocated.extend(spare);
             outcome = spare.map(|_| ()).ok_or(NotAdvanced::NoBlock);
@@ -112,8 +112,8 @@ impl KvCache {
         Ok(())
     }
 
-    /// Whether a sequence that goes on from the states among `shares`, on which references have been taken, has
-    /// nowhere to write the next one: no slot of its own, and others read the one that it starts from.
+    /// Whether a sequence that continues from the states among `shares`, on which references have been taken,
+    /// needs a slot to write: it has no slot of its own, and others read the one from which it starts.
     fn needs_slot_after(&self, sequence: &SequenceCache, shares: &[Share]) -> bool {
         let Some(group) = self.state_group() else { return false };
         let from = shares.iter().filter(|share| share.group == group).flat_map(|share| &share.whole);
@@ -121,7 +121,8 @@ impl KvCache {
         shared.next().unwrap_or(false) && !self.has_own_slot(sequence)
     }
 
-    /// What `hit` means for one group. `None`: the partial block cannot be copied yet, or the state read.
+    /// What `hit` means for one group. `None` if the state or the partial block was not written before
+    /// `step`.
     fn share(&self, sequence: &SequenceCache, hit: &Hit, group: usize, step: u64) -> Option<Share> {
         if self.state_group() == Some(group) {
             let slot = self.tree.copy_source(hit.node(hit.end() - 1), group, step)?;
@@ -164,7 +165,7 @@ impl KvCache {
         for (at, block) in (first..).zip(whole) {
             let offset = self.pool.offset(group, block);
             if at < table.blocks.len() {
-                // The sequence had begun this block by itself; the full one replaces its own.
+                // Replace the block that the sequence had begun to fill by the full one.
                 let own = std::mem::replace(&mut table.blocks[at], block);
                 table.offsets[at] = offset;
                 self.pool.release(group, own);

@@ -1,14 +1,14 @@
-//! Going on more than once from where a sequence stands.
+//! Forks a sequence: several sequences continue from the same position.
 
 use super::SequenceCache;
 use crate::kv_cache::{CopyBlock, KvCache};
 use proto::block::HASH_UNIT_TOKENS;
 
 impl KvCache {
-    /// A second sequence that stands where `parent` does, whose every step has completed. Full blocks are shared, and
-    /// the recurrent state is read by both and written by neither; the last block, if it is not full, gets a copy of
-    /// its own, due with the first row: see [`KvCache::copy_tail`]. `None`: there is no block for it, or nothing is
-    /// shared here.
+    /// Creates a sequence at the position of `parent`, of which every step must have completed. Full blocks
+    /// are shared. The recurrent state is read by both and written by neither. A partial last block gets its
+    /// own copy, which is made with the first row: see [`KvCache::copy_tail`]. `None` if no block is free for
+    /// it, or if the placement does not share.
     pub(crate) fn fork(&mut self, parent: &SequenceCache) -> Option<SequenceCache> {
         if self.extents.is_some() {
             return None;
@@ -27,7 +27,7 @@ impl KvCache {
         let mut child = SequenceCache { len: parent.len, cursor: parent.cursor, ..SequenceCache::default() };
         child.tables.clone_from(&parent.tables);
         for (group, table) in child.tables.iter_mut().enumerate() {
-            // Room that the parent has for what is to come stays its own.
+            // Blocks that the parent has allocated for later tokens remain its own.
             table.blocks.truncate(blocks);
             table.offsets.truncate(blocks);
             table.live_blocks().iter().for_each(|&block| self.pool.retain(group, block));
@@ -53,9 +53,9 @@ impl KvCache {
         Some(child)
     }
 
-    /// Has the plan of `step`, in which the sequence has its first rows since it was forked, copy the part of a block
-    /// that it has in common with its parent. Sources come with the copies, to be given back with the step. `false`:
-    /// there is nothing to copy.
+    /// Adds the copies of the partial block shared with the parent to the plan of `step`, the sequence's
+    /// first step after the fork. Each copy comes with its source block, which is released after the step.
+    /// Returns `false` if there is nothing to copy.
     pub(crate) fn copy_tail(
         &mut self,
         sequence: &mut SequenceCache,

@@ -1,11 +1,11 @@
-//! Room for what a sequence is about to compute.
+//! Allocates blocks for the tokens that a sequence is about to compute.
 
 use super::SequenceCache;
 use crate::kv_cache::table::BlockTable;
 use crate::kv_cache::{KvCache, NULL_OFFSET};
 
 impl KvCache {
-    /// Gives back the blocks before entry `visible`.
+    /// Releases the blocks before entry `visible`.
     pub(super) fn trim(&mut self, table: &mut BlockTable, group: usize, visible: usize) {
         let end = visible.min(table.blocks.len());
         for at in table.first_live..end {
@@ -17,8 +17,8 @@ impl KvCache {
         table.first_live = table.first_live.max(end);
     }
 
-    /// Makes room for tokens up to `len`; first gives back what the windows have left behind. `false`:
-    /// there are not enough blocks, and none was taken.
+    /// Allocates blocks for tokens up to `len`, after releasing those that the windows have left behind. On
+    /// `false` there are too few blocks, and none was allocated.
     pub(crate) fn extend(&mut self, sequence: &mut SequenceCache, len: u32) -> bool {
         if self.extents.is_some() {
             return true;
@@ -40,7 +40,7 @@ impl KvCache {
             if self.take(sequence, &needs) {
                 return true;
             }
-            // The checkpoint that it stands on gives way before another sequence has to.
+            // Reuse the sequence's own checkpoint before another sequence is preempted.
             if !lacks_slot || !self.reclaim_slot(sequence) {
                 return false;
             }
@@ -49,8 +49,9 @@ impl KvCache {
         self.take(sequence, &needs)
     }
 
-    /// Makes room for `more` tokens behind the last row of the step that is being planned, which still sees all that
-    /// its windows reach. `false`: there are not enough blocks free, and none was taken.
+    /// Allocates blocks for `more` tokens after the last row of the step that is being planned, without
+    /// releasing any block that its windows still reach. On `false` too few blocks are free, and none was
+    /// allocated.
     pub(crate) fn extend_by(&mut self, sequence: &mut SequenceCache, more: u32) -> bool {
         if self.extents.is_some() {
             return true;
@@ -64,13 +65,13 @@ impl KvCache {
         self.take(sequence, &needs)
     }
 
-    /// Takes `needs[group]` blocks, or none at all.
+    /// Allocates `needs[group]` blocks in every group, or none at all.
     fn take(&mut self, sequence: &mut SequenceCache, needs: &[u32]) -> bool {
         if !self.pool.fits(needs) {
             return false;
         }
-        // A group that takes a slab to spare its cached blocks may leave none for a group that has nothing
-        // else: then once more, thriftily.
+        // A group that takes a free slab to keep its cached blocks may leave none for a group that has no
+        // other blocks. Then retry in compact mode.
         if self.take_blocks(sequence, needs) {
             return true;
         }
@@ -80,8 +81,8 @@ impl KvCache {
         taken
     }
 
-    /// Appends new blocks to the tables, `needs[group]` of them, or none at all. Groups that can serve
-    /// themselves go first: what they leave over is free to move.
+    /// Appends `needs[group]` new blocks to the tables, or none at all. Groups with enough free blocks go
+    /// first: slabs that they leave idle can move to other groups.
     fn take_blocks(&mut self, sequence: &mut SequenceCache, needs: &[u32]) -> bool {
         let had: Vec<usize> = sequence.tables.iter().map(|table| table.blocks.len()).collect();
         let mut order: Vec<usize> = (0..needs.len()).collect();
@@ -120,8 +121,8 @@ impl KvCache {
         }
     }
 
-    /// Tokens that can be written behind a sequence whose extension failed: what its last block has room
-    /// for, or one more block.
+    /// Tokens that still fit after a sequence whose extension failed: the rest of its last block, or one more
+    /// block.
     pub(crate) fn room(&mut self, sequence: &mut SequenceCache) -> u32 {
         let block = self.spec.block_tokens;
         let blocks = self.kv_blocks(sequence).min();
@@ -137,7 +138,7 @@ impl KvCache {
         if self.extend(sequence, sequence.len + block) { block } else { 0 }
     }
 
-    /// Blocks that the sequence has in each group of KV.
+    /// Number of blocks that the sequence has in each KV group.
     fn kv_blocks(&self, sequence: &SequenceCache) -> impl Iterator<Item = usize> {
         let state = self.state_group();
         let tables = sequence.tables.iter().enumerate();

@@ -1,10 +1,10 @@
-//! The table of every operation: who is chosen for which bundle, under which environment.
+//! Table of all operations: which backend is selected for which bundle and environment.
 
 use super::*;
 use proto::ids::ModelId;
 use std::fs;
 
-/// A bundle with these files, which nobody opens to choose.
+/// A bundle with these files. Selection does not open them.
 fn bundle(files: &[&str]) -> (tempfile::TempDir, Bundle) {
     let dir = tempfile::tempdir().unwrap();
     for file in files {
@@ -20,12 +20,12 @@ fn text_model(bundle: &Bundle, options: EngineOptions) -> TextModel {
     TextModel { path: bundle.dir.join("model.gguf"), options }
 }
 
-/// The options of an encoder where nothing is asked for.
+/// Options of an encoder with nothing requested.
 fn plain() -> EngineOptions {
     EngineOptions { kv_type: KvType::F32, ..EngineOptions::default() }
 }
 
-/// Who is chosen for an operation, or why nobody is.
+/// The backend that is selected for an operation, or the error.
 fn chosen(operation: Operation, bundle: &Bundle, environment: &[(&str, &str)]) -> Result<String, String> {
     chosen_with(operation, bundle, plain(), environment)
 }
@@ -58,7 +58,8 @@ fn chosen_with(
     }
 }
 
-/// An operation, the files by which a backend can serve it and which one that is, and who does without and with them.
+/// An operation; the files with which a backend can serve it; that backend; the backend without and with
+/// these files.
 type Row = (Operation, &'static [&'static str], &'static str, Option<&'static str>, Option<&'static str>);
 
 const WHISPER: &[&str] = &["asr/model.bin", "asr/config.json", "asr/tokenizer.json"];
@@ -89,7 +90,7 @@ fn the_table_of_every_operation() {
         };
         said(without, &empty);
         said(with, &full);
-        // A demand is honoured where it can be, by either variable, and fails where not.
+        // A requested backend is used if it can serve, by either variable, else selection fails.
         for variable in [own.as_str(), "KVASIR_BACKEND"] {
             for name in [KERNELS, onnx::NAME, "npu"] {
                 let answer = chosen(operation, &full, &[(variable, name)]);
@@ -111,7 +112,7 @@ fn the_table_of_every_operation() {
             let unset = chosen(operation, &full, &[(variable, "")]);
             assert_eq!(unset.ok().as_deref(), with, "{operation}: an empty value is none");
         }
-        // Its own variable is before the general one, another operation's is nothing to it.
+        // The operation's own variable precedes the general one; another operation's variable has no effect.
         if !files.is_empty() {
             let both = [("KVASIR_BACKEND", "npu"), (own.as_str(), by_files)];
             assert_eq!(chosen(operation, &full, &both).as_deref(), Ok(by_files), "{operation}");
@@ -122,7 +123,7 @@ fn the_table_of_every_operation() {
 }
 
 #[test]
-fn kernels_that_are_demanded_of_all_are_ours() {
+fn a_general_choice_of_kernels_selects_this_engine() {
     let (_dir, bundle) = bundle(&["embed/model.onnx", "vad/silero_vad.onnx"]);
     let scalar = [("KVASIR_BACKEND", "cpu-scalar")];
     assert_eq!(chosen(Operation::Embed, &bundle, &scalar).as_deref(), Ok(KERNELS));
@@ -133,7 +134,7 @@ fn kernels_that_are_demanded_of_all_are_ours() {
 }
 
 #[test]
-fn what_another_runtime_would_not_act_upon_is_refused_by_name() {
+fn options_that_another_runtime_ignores_are_refused_by_name() {
     let (_dir, bundle) = bundle(&["embed/model.onnx"]);
     let demand = [("KVASIR_EMBED_BACKEND", onnx::NAME)];
     let with = |options| chosen_with(Operation::Embed, &bundle, options, &demand);
@@ -151,7 +152,7 @@ fn what_another_runtime_would_not_act_upon_is_refused_by_name() {
 }
 
 #[test]
-fn a_folder_with_two_files_or_another_s_is_refused() {
+fn a_folder_with_two_files_or_a_foreign_one_is_refused() {
     let vad = |files: &[&str]| {
         let (_dir, bundle) = bundle(files);
         chosen(Operation::Vad, &bundle, &[]).unwrap_err()
@@ -162,7 +163,7 @@ fn a_folder_with_two_files_or_another_s_is_refused() {
 }
 
 #[test]
-fn operations_are_read_off_folders_and_what_nobody_serves_is_named() {
+fn folders_define_the_operations_and_unserved_ones_are_named() {
     let (_dir, full) = bundle(&["vad/x", "asr/x", "notes/x"]);
     assert_eq!(full.operations(), [Operation::Vad, Operation::Asr]);
     let error = load_hearing(Operation::Tts, &full, |_| None).err().unwrap().to_string();

@@ -1,15 +1,15 @@
-//! What an ONNX file says of its own sizes, compared with what is there, before the runtime believes it: that takes as much
-//! memory as a field says that it is long.
+//! Checks the sizes in an ONNX file against its actual bytes before the runtime reads it, because the runtime
+//! allocates as much memory as a field claims.
 //!
-//! Messages are walked through as protocol buffers are: a field that is longer than the message around it, a tensor of more
-//! values than there are bytes, data outside of the file that this lacks, and subgraphs in each other without end are refused.
+//! Messages are parsed as protocol buffers. Refused are: a field longer than its message, a tensor with more
+//! values than there are bytes, missing external data, and too deeply nested subgraphs.
 
 use std::path::Path;
 
-/// Subgraphs in each other at most; each is four messages.
+/// Maximum nesting of subgraphs. Each is four levels of messages.
 const MAX_DEPTH: usize = 64;
 
-/// The messages that the runtime looks into, by onnx.proto.
+/// The messages that the runtime reads, by onnx.proto.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Message {
     Model,
@@ -26,7 +26,7 @@ enum Message {
 }
 
 impl Message {
-    /// What message a field is, if it is one.
+    /// The message type of a field, or `None`.
     fn of(self, field: u64) -> Option<Self> {
         Some(match (self, field) {
             (Self::Model, 7) | (Self::Attribute, 6 | 11) => Self::Graph,
@@ -44,7 +44,7 @@ impl Message {
     }
 }
 
-/// Checks a file's bytes; other files that it names are in `folder`.
+/// Checks a file's bytes. External data files are in `folder`.
 pub(super) fn check(bytes: &[u8], folder: &Path) -> Result<(), String> {
     let mut walk = Walk { folder, bytes: bytes.len() as u64 };
     walk.message(Message::Model, bytes, 0)
@@ -55,7 +55,7 @@ struct Walk<'a> {
     bytes: u64,
 }
 
-/// What is left of a message.
+/// The unread rest of a message.
 struct Fields<'a>(&'a [u8]);
 
 enum Value<'a> {
@@ -124,7 +124,7 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// No value of a tensor takes less than a bit, wherever it lies.
+    /// Checks a tensor. A value takes at least one bit, wherever it is stored.
     fn tensor(&self, bytes: &[u8]) -> Result<(), String> {
         let (mut dims, mut data) = (Vec::new(), self.bytes);
         let mut outside = Vec::new();
@@ -153,7 +153,7 @@ impl Walk<'_> {
         }
     }
 
-    /// The bytes that a tensor has in another file.
+    /// Bytes of a tensor in an external file.
     fn outside(&self, entries: &[&[u8]]) -> Result<u64, String> {
         let (mut location, mut offset, mut length) = (None, 0, 0);
         for entry in entries {
@@ -181,7 +181,7 @@ impl Walk<'_> {
             }
         }
         let location = location.ok_or("data outside has no location")?;
-        // Paths that lead elsewhere are the runtime's to refuse.
+        // The runtime refuses paths outside the folder.
         let there = std::fs::metadata(self.folder.join(location)).map_or(0, |file| file.len());
         match offset.checked_add(length).filter(|end| *end <= there) {
             Some(_) => Ok(length),
@@ -231,7 +231,7 @@ mod tests {
                     let bytes = std::fs::read(&path).unwrap();
                     check(&bytes, path.parent().unwrap()).unwrap();
                     for cut in 1..bytes.len() {
-                        // Whatever is left, it ends.
+                        // A truncated file may pass or fail, but the check must end.
                         let _ = check(&bytes[..cut], path.parent().unwrap());
                     }
                     checked += 1;
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn lengths_beyond_what_is_there_are_refused_wherever_they_stand() {
+    fn lengths_beyond_the_message_are_refused_in_every_field() {
         let huge = 8_400_000_000_000_000_000;
         for (bytes, said) in [
             (sized(7, huge, &[]), "field 7"),
@@ -256,7 +256,8 @@ mod tests {
             (field(7, &field(1, &field(5, &field(5, &sized(9, u64::MAX, &[]))))), "field 9"),
             (field(7, &field(1, &sized(4, 3, b"no"))), ""),
         ] {
-            // Of a node's texts only those that are longer than the file itself could hurt: all are refused.
+            // Among a node's strings, only those longer than the file are harmful; all that exceed their
+            // message are refused.
             let why = refused(&bytes);
             assert!(why.contains(said) && why.contains("bytes"), "{why}");
         }
@@ -278,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn data_outside_must_be_there() {
+    fn external_data_must_exist() {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("w.data"), [0; 100]).unwrap();
         let entry = |key: &str, value: &str| {
@@ -303,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn graphs_in_each_other_have_an_end() {
+    fn nested_graphs_have_a_maximum_depth() {
         let nested = |levels: usize| {
             let wrap = |inner: Vec<u8>, _| field(1, &field(5, &field(6, &inner)));
             field(7, &(0..levels).fold(Vec::new(), wrap))

@@ -1,8 +1,8 @@
-//! A model file is tried by another process before this one loads it.
+//! Tries a model file in another process before this one loads it.
 //!
-//! The runtime computes what it can while it loads, as large as the file says: a file of a kilobyte may ask for a tensor of
-//! exabytes, which ends the process. So another one loads it first, and runs it once, with a limit to its memory and to its
-//! time; if that is ended, or panics, the file is refused.
+//! The runtime evaluates constants while it loads, in whatever size the file claims: a file of a kilobyte may
+//! request a tensor of exabytes, which would end the process. So another process first loads the file and
+//! runs it once, with limits of memory and CPU time. If that process is ended or panics, the file is refused.
 
 use super::SUFFIX;
 use rten::{DataType, Dimension, Model, RunOptions, ThreadPool, Value, ValueOrView, ValueType};
@@ -12,41 +12,41 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::{Arc, OnceLock};
 
-/// Bytes of memory for a file of so many bytes.
+/// Bytes of memory for a trial, plus [`MEMORY_OF_FILE`] times the file's bytes.
 const MEMORY: u64 = 4 << 30;
 const MEMORY_OF_FILE: u64 = 8;
-/// Seconds of a CPU, and one more for each so many bytes.
+/// Seconds of CPU time for a trial, plus one for each [`BYTES_OF_SECOND`] bytes of the file.
 const SECONDS: u64 = 60;
 const BYTES_OF_SECOND: u64 = 32 << 20;
 
-/// What the process that tries may take; it limits itself.
+/// Limits of the trial process, which it sets itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TrialLimits {
     /// Bytes of address space.
     pub memory: u64,
-    /// Seconds of a CPU.
+    /// Seconds of CPU time.
     pub seconds: u64,
 }
 
-/// A command whose last argument is the file: it limits itself by [`limits`] and does [`attempt`].
+/// A command that takes the file as its last argument, sets the limits of [`limits`] and runs [`attempt`].
 #[derive(Debug)]
 pub struct Program {
     pub path: PathBuf,
-    /// With these arguments before the file.
+    /// Arguments before the file.
     pub arguments: Vec<OsString>,
 }
 
 static PROGRAM: OnceLock<Program> = OnceLock::new();
 
-/// From now on all files of this process are tried by this program first. Only the first call counts; without one they are
-/// loaded untried.
+/// Sets the program that tries all files of this process. Only the first call has an effect. Without a
+/// program, files are loaded untried.
 pub fn tried_by(program: Program) {
     PROGRAM.get_or_init(|| program);
 }
 
-/// What may be taken for a file.
+/// Limits of the trial of a file.
 pub fn limits(file: &Path) -> TrialLimits {
-    // A file that is not there takes nothing.
+    // A missing file counts as empty.
     let bytes = std::fs::metadata(file).map_or(0, |file| file.len());
     TrialLimits {
         memory: MEMORY.saturating_add(bytes.saturating_mul(MEMORY_OF_FILE)),
@@ -54,10 +54,10 @@ pub fn limits(file: &Path) -> TrialLimits {
     }
 }
 
-/// Has a file tried, where there is a program to try it with.
+/// Tries a file, if a trial program is set.
 ///
 /// # Errors
-/// Why it is not to be loaded here.
+/// Why the file must not be loaded here.
 pub(super) fn tried(file: &Path) -> Result<(), String> {
     PROGRAM.get().map_or(Ok(()), |program| run(program, file))
 }
@@ -78,11 +78,11 @@ fn run(program: &Program, file: &Path) -> Result<(), String> {
     }
 }
 
-/// What the other process does: loads the file, and runs it once with zeros. Only that this ends is asked for: how it turns
-/// out is told by whoever loads the file then.
+/// What the trial process does: loads the file and runs it once with zeros. Only termination matters; the
+/// actual load reports errors in the file.
 ///
 /// # Errors
-/// None; a file that cannot be loaded is no error.
+/// If the file's extension is not `.onnx`. A file that cannot be loaded is not an error.
 pub fn attempt(file: &Path) -> io::Result<()> {
     if file.extension().is_none_or(|extension| extension != SUFFIX) {
         return Err(io::Error::other(format!("a file is called *.{SUFFIX}")));
@@ -97,7 +97,7 @@ pub fn attempt(file: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Of the input's shape, where it says one; what it leaves open is one.
+/// Zeros in the input's shape; symbolic dimensions are 1. `None` if the shape is unknown.
 fn zeros(model: &Model, id: rten::NodeId) -> Option<ValueOrView<'static>> {
     let input = model.node_info(id)?;
     let dim = |dim: Dimension| match dim {

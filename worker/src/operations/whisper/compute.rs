@@ -1,5 +1,5 @@
-//! What the network computes with: products of rows with matrices, norms and softmax by this engine's kernels, shared out
-//! to a few threads. A row's bits do not depend on how: products are exact in their order, whoever computes which part
+//! Matrix products, norms and softmax with this engine's kernels, on a few threads. The bits of a row do not
+//! depend on the number of threads or on how the work is split: sums have a fixed order
 //! ([`kernels::matmul`]).
 
 use crate::Error;
@@ -16,7 +16,7 @@ use std::sync::OnceLock;
 
 /// Rows that a thread takes at a time.
 const ROWS: usize = 64;
-/// Fewer rows of a matrix are not shared out.
+/// A part of a matrix has at least this many rows.
 const PART: usize = 512;
 
 pub(super) struct Compute {
@@ -25,7 +25,7 @@ pub(super) struct Compute {
     pub(super) isa: Isa,
 }
 
-/// A matrix, each of whose rows is an output, in parts that may be multiplied with at the same time.
+/// A matrix with one output for each row, in parts that can be multiplied in parallel.
 pub(super) struct Matrix {
     parts: Vec<PackedMatrix>,
     rows: usize,
@@ -38,17 +38,18 @@ pub(super) struct Linear {
     pub(super) bias: Option<Vec<f32>>,
 }
 
-/// Norm of rows.
+/// Layer norm of rows.
 pub(super) struct Norm {
     pub(super) weight: Vec<f32>,
     pub(super) bias: Vec<f32>,
 }
 
-/// What the authors add to the variance.
+/// Added to the variance, as in the published network.
 const EPS: f32 = 1e-5;
 
 impl Matrix {
-    /// Packs the bytes of a file. `parts`: for products with a few rows, which as many threads share.
+    /// Packs a matrix in a file's format. `parts`: the number of parts, one for each thread, for products
+    /// with few rows.
     pub(super) fn pack(
         ty: GgmlType,
         rows: usize,
@@ -67,7 +68,7 @@ impl Matrix {
         Ok(Self { parts: packed.collect::<Result<_, _>>()?, rows, cols })
     }
 
-    /// Of numbers, `[rows][cols]`.
+    /// A matrix from f32 values, `[rows][cols]`.
     pub(super) fn of(values: &[f32], cols: usize) -> Result<Self, Error> {
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         Self::pack(GgmlType::F32, values.len() / cols.max(1), cols, &bytes, 1)
@@ -88,7 +89,7 @@ impl Matrix {
         Err(kernels::Error::OutOfRange { what: "row", index: row, len: self.rows }.into())
     }
 
-    /// `out = scale * x W^T` on the calling thread; of a matrix of one part.
+    /// `out = scale * x W^T` on the calling thread. Only for a matrix of one part.
     pub(super) fn multiply(
         &self,
         kernels: MatmulKernels,
@@ -112,7 +113,7 @@ impl Compute {
         Ok(Self { pool: Pool::new(PoolConfig::new(threads))?, kernels: MatmulKernels::for_isa(isa)?, isa })
     }
 
-    /// Does `work` for every item, on all threads.
+    /// Runs `work` for every item, on all threads.
     pub(super) fn each(
         &self,
         items: usize,
@@ -127,7 +128,7 @@ impl Compute {
         failure.into_inner().map_or(Ok(()), Err)
     }
 
-    /// What `make` makes of every item, in their order.
+    /// Runs `make` for every item and returns the results in order.
     pub(super) fn all<T: Send + Sync>(
         &self,
         items: usize,
@@ -141,7 +142,8 @@ impl Compute {
         Ok(made.into_iter().filter_map(OnceLock::into_inner).collect())
     }
 
-    /// The rows of `x` times a matrix; added to `out` with `accumulate`, whose rows are then there.
+    /// Multiplies the rows of `x` by a matrix. With `accumulate`, adds to `out`, which must have the result's
+    /// size.
     pub(super) fn linear(
         &self,
         x: &[f32],
@@ -196,7 +198,7 @@ impl Compute {
         Ok(())
     }
 
-    /// Norm of the rows of `x`.
+    /// Norms the rows of `x`.
     pub(super) fn norm(&self, x: &[f32], norm: &Norm, out: &mut Vec<f32>) -> Result<(), Error> {
         out.clear();
         out.resize(x.len(), 0.0);
@@ -205,7 +207,7 @@ impl Compute {
         Ok(layer_norm(&self.pool, self.isa, norm, x, out)?)
     }
 
-    /// GELU by the error function, in place.
+    /// GELU with the error function, in place.
     pub(super) fn gelu(&self, x: &mut [f32]) {
         activate(&self.pool, self.isa, Activation::GeluErf, x);
     }
@@ -229,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn products_are_right_and_the_same_however_they_are_shared_out() {
+    fn products_are_right_and_independent_of_their_split() {
         let (width, cols, rows) = (1100, 48, 70);
         let (weights, bias, x) = (noise(width * cols, 1), noise(width, 2), noise(rows * cols, 3));
         let mut outs = Vec::new();
@@ -239,7 +241,7 @@ mod tests {
             let linear = Linear { weight, bias: Some(bias.clone()) };
             let mut out = Vec::new();
             compute.linear(&x, &linear, false, &mut out).unwrap();
-            // One row alone gives the bits that it gives among others.
+            // A single row gives the same bits as among others.
             let mut alone = Vec::new();
             compute.linear(&x[cols..2 * cols], &linear, false, &mut alone).unwrap();
             assert_eq!(alone, out[width..2 * width]);

@@ -1,4 +1,4 @@
-//! The file that CTranslate2 keeps a model in, version 6: numbers are little endian, a text is its length in 16 bits and
+//! Reads CTranslate2's model files, version 6. Numbers are little endian. A text is its length in 16 bits and
 //! its bytes, the last of which is 0.
 //!
 //! ```text
@@ -7,7 +7,8 @@
 //! aliases: u32, each: alias: text, name: text
 //! ```
 //!
-//! Nothing that it says is believed: lengths are compared with the file's before anything is read into memory.
+//! The content is not trusted: lengths are compared with the file's length before anything is read into
+//! memory.
 
 use crate::Error;
 use kernels::quant::{GgmlType, dequantize};
@@ -16,17 +17,17 @@ use std::fs::File;
 use std::io::{self, BufReader, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
-/// The version that is read.
+/// The supported version.
 const VERSION: u32 = 6;
 const SPECIFICATION: &str = "WhisperSpec";
-/// Revisions of the specification that have these variables.
+/// Supported revisions of the specification.
 const REVISIONS: std::ops::RangeInclusive<u32> = 2..=3;
-/// Variables, and aliases, at most.
+/// Maximum number of variables, and of aliases.
 const MAX_VARIABLES: u32 = 1 << 16;
-/// Dimensions of a variable at most.
+/// Maximum dimensions of a variable.
 const MAX_RANK: u8 = 4;
 
-/// A model's variables, by name, and where their values are.
+/// A model's variables by name, with the positions of their values.
 pub(super) struct Weights<R> {
     path: PathBuf,
     source: R,
@@ -75,10 +76,10 @@ impl Type {
 }
 
 impl Weights<BufReader<File>> {
-    /// Reads what is in a file.
+    /// Reads the header of a file.
     ///
     /// # Errors
-    /// [`Error::Artefact`] where it is none of these files; the system's.
+    /// [`Error::Artefact`] if it is not such a file; I/O errors.
     pub(super) fn open(path: &Path) -> Result<Self, Error> {
         let opened = File::open(path).map_err(|source| failed(path, source))?;
         Self::read(path, BufReader::new(opened))
@@ -89,7 +90,7 @@ fn failed(path: &Path, source: io::Error) -> Error {
     Error::Io { what: format!("cannot read {}", path.display()), source }
 }
 
-/// Reads heads one behind the other.
+/// Reads the entries of the header one after the other.
 struct Reader<'a, R> {
     path: &'a Path,
     source: R,
@@ -102,7 +103,7 @@ impl<R: Read + Seek> Reader<'_, R> {
         Error::Artefact { path: self.path.to_owned(), reason: reason.into() }
     }
 
-    /// So many bytes more are there.
+    /// Checks that this many bytes are left.
     fn has(&self, bytes: u64, what: &str) -> Result<(), Error> {
         let left = self.len - self.at;
         if bytes <= left {
@@ -166,7 +167,7 @@ impl<R: Read + Seek> Reader<'_, R> {
         for _ in 0..rank {
             dims.push(self.word(&name)? as usize);
         }
-        // Of zeros every other dimension would be believed without a byte that stands for it.
+        // With a zero dimension, the other dimensions could be arbitrary, since no bytes back them.
         if dims.contains(&0) {
             return Err(self.wrong(format!("{name} is {dims:?}, no dimension may be 0")));
         }
@@ -230,7 +231,7 @@ impl<R: Read + Seek> Weights<R> {
         Ok(Self { path: path.to_owned(), source: reader.source, variables })
     }
 
-    /// The file is not what is served.
+    /// Error for a file that is not supported.
     pub(super) fn wrong(&self, reason: impl Into<String>) -> Error {
         Error::Artefact { path: self.path.clone(), reason: reason.into() }
     }
@@ -239,19 +240,18 @@ impl<R: Read + Seek> Weights<R> {
         self.variables.get(name).cloned().ok_or_else(|| self.wrong(format!("it has no {name}")))
     }
 
-    /// Whether there is a variable.
     pub(super) fn has(&self, name: &str) -> bool {
         self.variables.contains_key(name)
     }
 
-    /// The dimensions of a variable, of which there must be so many.
+    /// The dimensions of a variable, which must have `N`.
     pub(super) fn dims<const N: usize>(&self, name: &str) -> Result<[usize; N], Error> {
         let dims = self.find(name)?.dims;
         let wrong = |dims: Vec<usize>| self.wrong(format!("{name} is {dims:?}, it must have {N} dimensions"));
         dims.try_into().map_err(wrong)
     }
 
-    /// A whole number; none where there is none of this name.
+    /// An integer variable; `None` if there is none of this name.
     pub(super) fn number(&mut self, name: &str) -> Result<Option<i32>, Error> {
         let Some(variable) = self.variables.get(name).cloned() else { return Ok(None) };
         if !variable.dims.is_empty() {
@@ -274,7 +274,7 @@ impl<R: Read + Seek> Weights<R> {
         Ok(bytes)
     }
 
-    /// Floats as they are in the file, of these dimensions.
+    /// Floats in the file's format, of these dimensions.
     pub(super) fn floats(&mut self, name: &str, dims: &[usize]) -> Result<(GgmlType, Vec<u8>), Error> {
         let variable = self.find(name)?;
         if variable.dims != dims {
@@ -309,7 +309,7 @@ pub(super) mod tests {
         [&(text.len() as u16 + 1).to_le_bytes()[..], text.as_bytes(), &[0]].concat()
     }
 
-    /// A variable as it stands in a file.
+    /// A variable in the file's format.
     pub(in super::super) fn variable(name: &str, dims: &[usize], ty: u8, values: &[u8]) -> Vec<u8> {
         let mut out = text(name);
         out.push(dims.len() as u8);
@@ -391,7 +391,7 @@ pub(super) mod tests {
     }
 
     proptest! {
-        /// Cut off anywhere, or with any bytes changed: read or refused, and never more memory than the file has bytes.
+        /// A truncated or changed file is read or refused, and never needs more memory than it has bytes.
         #[test]
         fn whatever_comes_is_read_or_refused(
             cut in 0usize..200,

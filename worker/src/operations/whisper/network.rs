@@ -1,7 +1,9 @@
-//! Whisper's network: an encoder of thirty seconds of sound, and a decoder that attends to what that has made of them.
+//! Whisper's network: an encoder for thirty seconds of audio, and a decoder that attends to the encoder's
+//! output.
 //!
-//! As OpenAI published it: two convolutions over the features, the second of stride 2, learned positions, layers with the
-//! norm before each part, GELU by the error function, the matrix of embeddings also as the last one.
+//! As published by OpenAI: two convolutions over the features, the second with stride 2; learned positions;
+//! layers with a norm before each part; GELU with the error function; the embedding matrix is also the output
+//! head.
 
 use super::compute::{Compute, Linear, Matrix, Norm};
 use super::file::Weights;
@@ -11,14 +13,14 @@ use kernels::ops::softmax;
 use parking_lot::Mutex;
 use std::io::{Read, Seek};
 
-/// Positions of the encoder: one for every 20 ms.
+/// Positions of the encoder, one for every 20 ms.
 pub(super) const POSITIONS: usize = 1500;
 /// Frames of a window, one for every 10 ms.
 pub(super) const FRAMES: usize = 2 * POSITIONS;
 const TAPS: usize = 3;
-/// Queries that a thread attends with at a time.
+/// Queries of one work item in the encoder's attention.
 const QUERIES: usize = 100;
-/// GELU by the error function, in the file.
+/// Value of GELU with the error function in the file.
 const GELU: i32 = 3;
 const MAX_LAYERS: usize = 128;
 const MAX_WIDTH: usize = 8192;
@@ -28,7 +30,7 @@ const MAX_CONTEXT: usize = 1 << 13;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Shape {
     pub(super) bands: usize,
-    /// Tokens.
+    /// Size of the vocabulary.
     pub(super) tokens: usize,
     pub(super) context: usize,
     width: usize,
@@ -55,7 +57,7 @@ struct FeedForward {
 
 struct SelfAttention {
     norm: Norm,
-    /// Queries, keys and values, one behind the other.
+    /// Queries, keys and values, concatenated.
     qkv: Linear,
     out: Linear,
 }
@@ -69,18 +71,18 @@ struct DecoderLayer {
     attention: SelfAttention,
     cross_norm: Norm,
     cross_query: Linear,
-    /// Keys and values, one behind the other.
+    /// Keys and values, concatenated.
     cross_keys: Linear,
     cross_out: Linear,
     feed_forward: FeedForward,
 }
 
-/// What a window's sound is to each head of each layer of the decoder.
+/// Keys and values of a window's audio, for each head of each decoder layer.
 pub(super) struct Memory(Vec<Vec<Head>>);
 
 struct Head {
     keys: Matrix,
-    /// A row for each dimension of a value.
+    /// One row for each dimension of a value.
     values: Matrix,
 }
 
@@ -92,7 +94,7 @@ pub(super) struct Cache {
 }
 
 impl Cache {
-    /// Tokens so far.
+    /// Number of tokens so far.
     pub(super) fn tokens(&self) -> usize {
         self.tokens
     }
@@ -102,7 +104,7 @@ impl Cache {
 struct Loader<'a, R> {
     weights: &'a mut Weights<R>,
     width: usize,
-    /// Parts of the matrices that rows come to one by one.
+    /// Number of parts of the decoder's matrices, which are multiplied with single rows.
     parts: usize,
 }
 
@@ -167,10 +169,10 @@ impl<R: Read + Seek> Loader<'_, R> {
 }
 
 impl Network {
-    /// Reads one, for so many threads.
+    /// Loads a network, for `threads` threads.
     ///
     /// # Errors
-    /// [`Error::Artefact`] where it is not such a network.
+    /// [`Error::Artefact`] if it is not such a network.
     pub(super) fn load<R: Read + Seek>(weights: &mut Weights<R>, threads: usize) -> Result<Self, Error> {
         let shape = Shape::read(weights)?;
         let Shape { bands, tokens, context, width, .. } = shape;
@@ -215,7 +217,7 @@ impl Network {
         })
     }
 
-    /// What `features`, `[band][frame]` of [`FRAMES`] frames, are to the decoder: `[position][width]`.
+    /// Encodes `features`, `[band][frame]` of [`FRAMES`] frames, into `[position][width]`.
     pub(super) fn encode(&self, compute: &Compute, features: &[f32]) -> Result<Vec<f32>, Error> {
         let Shape { bands, width, heads: [heads, _], .. } = self.shape;
         let [first, second] = &self.convolutions;
@@ -238,7 +240,7 @@ impl Network {
         Ok(h)
     }
 
-    /// What the decoder's layers attend to, of what was encoded.
+    /// Computes the keys and values of the encoder's output, which the decoder's layers attend to.
     pub(super) fn memory(&self, compute: &Compute, encoded: &[f32]) -> Result<Memory, Error> {
         let Shape { width, heads: [_, heads], .. } = self.shape;
         let mut wide = Vec::new();
@@ -250,15 +252,15 @@ impl Network {
         Ok(Memory(layers))
     }
 
-    /// No token yet.
+    /// An empty cache.
     pub(super) fn cache(&self) -> Cache {
         Cache { layers: self.decoder.iter().map(|_| [Vec::new(), Vec::new()]).collect(), tokens: 0 }
     }
 
-    /// Goes on by these tokens; of the rows of them that are `wanted` what is to be said of the next token.
+    /// Decodes these tokens. Returns the logits of the next token for each of the rows `wanted`.
     ///
     /// # Errors
-    /// [`Error::Kernel`] for a token that there is not, or more than there are positions.
+    /// [`Error::Kernel`] for a token outside the vocabulary, or more tokens than positions.
     pub(super) fn decode(
         &self,
         compute: &Compute,
@@ -350,7 +352,7 @@ impl Shape {
                     ))
                 })?;
         }
-        // What the published networks have; another value is another network.
+        // Values of the published networks. Another value is another network.
         let known = [
             ("encoder/pre_norm", 1),
             ("decoder/pre_norm", 1),
@@ -369,8 +371,8 @@ impl Shape {
     }
 }
 
-/// What a convolution of three taps sees at each of its outputs, as rows: `[output][channel][tap]`; zeros before the first
-/// input and behind the last.
+/// The inputs of a convolution with three taps at each of its outputs, as rows: `[output][channel][tap]`.
+/// Zeros pad the input at both ends.
 fn taps(
     outputs: usize,
     stride: usize,
@@ -395,7 +397,7 @@ fn columns(x: &[f32], stride: usize, from: usize, dims: usize) -> Vec<f32> {
     x.chunks(stride).flat_map(|row| &row[from..from + dims]).copied().collect()
 }
 
-/// Keys and values of every head, from rows of `stride` columns in which they begin at `at`.
+/// Keys and values of every head, from rows of `stride` columns in which they start at the offsets `at`.
 fn heads_of(
     compute: &Compute,
     x: &[f32],
@@ -432,7 +434,7 @@ fn scale(dims: usize) -> f32 {
     1.0 / (dims as f32).sqrt()
 }
 
-/// Of the encoder: every row attends to all.
+/// Attention of the encoder: every row attends to all rows.
 fn attend_to_all(compute: &Compute, qkv: &[f32], width: usize, heads: usize) -> Result<Vec<f32>, Error> {
     let stride = 3 * width;
     let dims = width / heads;
@@ -454,7 +456,7 @@ fn attend_to_all(compute: &Compute, qkv: &[f32], width: usize, heads: usize) -> 
     Ok(out)
 }
 
-/// Of the decoder: every token attends to what was heard.
+/// Cross-attention of the decoder: every token attends to the encoder's output.
 fn attend_to_memory(
     compute: &Compute,
     queries: &[f32],
@@ -474,7 +476,8 @@ fn attend_to_memory(
     Ok(out)
 }
 
-/// Of the decoder: every token attends to itself and those before it. Row `n` of `qkv` is token `before + n`.
+/// Self-attention of the decoder: every token attends to itself and earlier tokens. Row `n` of `qkv` is token
+/// `before + n`.
 fn attend_to_past(
     compute: &Compute,
     qkv: &[f32],

@@ -1,13 +1,13 @@
-//! Which token may be said next, and which is: the rules of OpenAI's reference for answers with times, at temperature 0.
+//! Selects the next token: the rules of OpenAI's reference for transcripts with timestamps, at temperature 0.
 //! Sans-IO.
 
 use kernels::Isa;
 use kernels::ops::{argmax, log_softmax};
 
-/// The first time that is said is at most so many steps of 20 ms from the beginning.
+/// Maximum value of the first timestamp, in steps of 20 ms.
 const MAX_INITIAL: u32 = 50;
 
-/// The tokens that the rules speak of.
+/// Special tokens of the rules.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Rules {
     /// Ends the text. Tokens below it are text.
@@ -17,7 +17,7 @@ pub(super) struct Rules {
     pub(super) suppressed_first: Vec<u32>,
 }
 
-/// The token that is said, and the logarithm of its probability among those that may be.
+/// The selected token, and the logarithm of its probability among the allowed tokens.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct ChosenToken {
     pub(super) token: u32,
@@ -25,17 +25,17 @@ pub(super) struct ChosenToken {
 }
 
 impl Rules {
-    /// The token of time 0; each after it is 20 ms later.
+    /// The token of timestamp 0. Each following token is 20 ms later.
     pub(super) fn first_time(&self) -> u32 {
         self.no_times + 1
     }
 
-    /// Whether a token is a time.
+    /// Whether a token is a timestamp.
     pub(super) fn is_time(&self, token: u32) -> bool {
         token >= self.first_time()
     }
 
-    /// The next token behind those that were `said` in this window. `logits` are worn out by it.
+    /// Selects the token that follows the tokens `said` in this window. Overwrites `logits`.
     pub(super) fn say(&self, isa: Isa, logits: &mut [f32], said: &[u32]) -> ChosenToken {
         let first_time = (self.first_time() as usize).min(logits.len());
         let end = (self.end as usize).min(logits.len());
@@ -47,7 +47,7 @@ impl Rules {
                 for token in &self.suppressed_first {
                     forbid(logits, *token as usize..*token as usize + 1);
                 }
-                // It begins with a time, not far from the beginning.
+                // A window starts with a timestamp near its beginning.
                 forbid(logits, 0..first_time);
                 forbid(logits, first_time + MAX_INITIAL as usize + 1..logits.len());
             }
@@ -58,10 +58,10 @@ impl Rules {
                 if after_two {
                     forbid(logits, first_time..logits.len());
                 } else if after_time {
-                    // A time that ends what was said is followed by the next one's, or by the end.
+                    // A timestamp that ends a text is followed by the next text's timestamp, or by the end.
                     forbid(logits, 0..end);
                 }
-                // Times do not go back.
+                // Timestamps do not decrease.
                 if let Some(latest) = said.iter().rev().find(|token| self.is_time(**token)) {
                     forbid(logits, first_time..*latest as usize);
                 }
@@ -83,7 +83,7 @@ fn forbid(logits: &mut [f32], tokens: std::ops::Range<usize>) {
     }
 }
 
-/// Whether all times together are likelier than any other token.
+/// Whether all timestamps together are more likely than any other token.
 fn times_win(isa: Isa, logits: &[f32], first_time: usize) -> bool {
     let mut logs = logits.to_vec();
     log_softmax(isa, &mut logs);
@@ -97,7 +97,7 @@ fn times_win(isa: Isa, logits: &[f32], first_time: usize) -> bool {
 mod tests {
     use super::*;
 
-    /// Text 0 to 9, the end 10, two more, no times 13, times from 14 on.
+    /// Text 0 to 9, the end 10, two more, no timestamps 13, timestamps from 14 on.
     fn rules() -> Rules {
         Rules { end: 10, no_times: 13, suppressed: vec![3, 11], suppressed_first: vec![4, 10] }
     }
@@ -113,32 +113,32 @@ mod tests {
     }
 
     #[test]
-    fn it_begins_with_an_early_time() {
+    fn a_window_begins_with_an_early_timestamp() {
         assert_eq!(said(&[(5, 9.0), (20, 1.0)], &[]), 20);
         assert_eq!(said(&[(70, 9.0), (64, 1.0)], &[]), 64, "the last that may be first");
         assert_eq!(said(&[(10, 9.0)], &[]), 14, "of equals the first");
     }
 
     #[test]
-    fn what_is_suppressed_is_never_said() {
+    fn suppressed_tokens_are_never_selected() {
         assert_eq!(said(&[(3, 90.0), (11, 80.0), (13, 70.0), (5, 60.0)], &[14, 6]), 5);
         assert_eq!(said(&[(4, 60.0)], &[14]), 4, "only not first");
     }
 
     #[test]
-    fn times_come_in_pairs_and_do_not_go_back() {
-        // One time, the first: text follows, or the end.
+    fn timestamps_come_in_pairs_and_do_not_decrease() {
+        // One timestamp, the first: text follows, or the end.
         assert_eq!(said(&[(20, 90.0), (5, 9.0)], &[14]), 5);
-        // Behind a time that ends a text: a time not before it, or the end.
+        // After a timestamp that ends a text: a timestamp that is not lower, or the end.
         assert_eq!(said(&[(5, 90.0), (19, 80.0), (20, 9.0)], &[14, 5, 20]), 20);
         assert_eq!(said(&[(5, 90.0), (10, 89.0)], &[14, 5, 20]), 10);
-        // Two times: text.
+        // Two timestamps: text follows.
         assert_eq!(said(&[(30, 90.0), (6, 9.0)], &[14, 5, 20, 20]), 6);
     }
 
     #[test]
-    fn times_win_together() {
-        // 86 of them, of which none is as likely as the text: all together are.
+    fn timestamps_win_by_their_total_probability() {
+        // None of the 86 timestamps is as likely as the text, but their sum is.
         let together: Vec<(usize, f32)> = (14..100).map(|token| (token, 5.0)).chain([(6, 9.0)]).collect();
         assert_eq!(said(&together, &[14, 5]), 14);
         let less: Vec<(usize, f32)> = (14..100).map(|token| (token, 4.0)).chain([(6, 9.0)]).collect();
@@ -146,9 +146,9 @@ mod tests {
     }
 
     #[test]
-    fn the_probability_is_among_those_that_may_be() {
+    fn the_probability_is_relative_to_allowed_tokens() {
         let ChosenToken { token, log } = rules().say(Isa::detect(), &mut logits(&[(3, 50.0)]), &[]);
-        // 51 times are equally likely.
+        // 51 timestamps are equally likely.
         assert!(token == 14 && (log + 51f32.ln()).abs() < 1e-5, "{token} {log}");
     }
 }

@@ -1,10 +1,9 @@
-//! What is said in a recording: windows of thirty seconds one behind the other, each of which begins where what was said
-//! in the one before ends. In steps that are short, so that recordings take turns and one that nobody waits for any more
-//! ends soon.
+//! Transcribes a recording in windows of thirty seconds. Each window starts where the text of the previous
+//! one ended. The work is split into short steps, so that recordings take turns and a canceled one ends soon.
 //!
-//! Windows, their features and the cutting into segments are those of OpenAI's reference, as `faster-whisper` has them,
-//! at temperature 0 and without the text of the window before: where nothing is tried again at a higher temperature, a
-//! sentence that has come twice would come for ever.
+//! Windows, features and the split into segments follow OpenAI's reference as implemented by
+//! `faster-whisper`, at temperature 0 and without the text of the previous window. Without retries at a
+//! higher temperature, that text could make a repeated sentence repeat forever.
 
 use super::Whisper;
 use super::network::{Cache, FRAMES, Memory};
@@ -15,22 +14,22 @@ use proto::operation::{Language, OperationOutput, SpokenText};
 
 /// Tokens of one step.
 const STEP: usize = 16;
-/// A window is silence if this is likelier ...
+/// A window may be silence if the probability of silence is above this.
 const SILENCE: f32 = 0.6;
-/// ... and what would be said less likely than this, as the mean logarithm of its tokens' probabilities.
+/// A window that may be silence is silence if the mean log-probability of its tokens is at most this.
 const UNLIKELY: f32 = -1.0;
-/// Frames of one step of times.
+/// Frames of one timestamp step.
 const TIME: usize = 2;
 
-/// How it is to be done; all of it is known.
+/// Validated options of a transcription.
 #[derive(Debug, Clone)]
 pub(super) struct Task {
-    /// The token of the language; none: the likeliest in the first window.
+    /// Token of the language. `None`: the most likely language of the first window.
     pub(super) language: Option<u32>,
     pub(super) task: u32,
-    /// What stands before the first window.
+    /// Tokens before the first window.
     pub(super) prompt: Vec<u32>,
-    /// Samples per second, in which positions are told.
+    /// Samples per second of the positions in the output.
     pub(super) rate: u32,
 }
 
@@ -38,7 +37,7 @@ pub(super) struct Task {
 pub(super) struct Transcript {
     task: Task,
     features: Spectrogram,
-    /// Where the window begins, in frames.
+    /// Start of the current window in frames.
     seek: usize,
     window: Option<Window>,
 }
@@ -48,15 +47,15 @@ struct Window {
     memory: Memory,
     cache: Cache,
     said: Vec<u32>,
-    /// The last token, which the decoder has not seen.
+    /// The last token, which the decoder has not processed yet.
     next: Option<u32>,
-    /// Of all tokens and the end, the logarithms of their probabilities.
+    /// Sum of the log-probabilities of all tokens and the end.
     logs: f32,
     silence: f32,
     most: usize,
 }
 
-/// A part of a window: its tokens, and where it is in the window, in steps of times.
+/// A segment of a window: its tokens, and its position in the window in timestamp steps.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct WindowPart<'a> {
     tokens: &'a [u32],
@@ -69,10 +68,10 @@ impl Transcript {
         Self { task, features, seek: 0, window: None }
     }
 
-    /// A step; whether there is more to do.
+    /// Runs one step. Returns whether more work is left.
     ///
     /// # Errors
-    /// The network's.
+    /// Errors of the network.
     pub(super) fn step(&mut self, whisper: &Whisper, out: &mut Vec<OperationOutput>) -> Result<bool, Error> {
         if let Some(window) = &mut self.window {
             if window.step(whisper)? {
@@ -99,7 +98,7 @@ impl Transcript {
         Ok(true)
     }
 
-    /// Frames of the window, those that were heard.
+    /// Number of the window's frames with audio.
     fn size(&self) -> usize {
         self.features.content().saturating_sub(self.seek).min(FRAMES)
     }
@@ -118,7 +117,7 @@ impl Transcript {
         prompt
     }
 
-    /// Tells what was said in the window, and goes on to the next.
+    /// Outputs the window's segments and moves on to the next window.
     fn close(&mut self, whisper: &Whisper, window: Option<&Window>, out: &mut Vec<OperationOutput>) {
         let (from, size) = (self.seek, self.size());
         self.seek += size;
@@ -128,7 +127,7 @@ impl Transcript {
             return;
         }
         let (parts, consumed) = parts(&window.said, whisper.words.rules.first_time(), size);
-        // What makes no progress is not looked at for ever.
+        // Skip a window that makes no progress.
         self.seek = from + if consumed == 0 { size } else { consumed };
         let at = |frame: usize| {
             let samples = frame as u64 * FRAME as u64 * u64::from(self.task.rate);
@@ -164,13 +163,13 @@ impl Window {
         let silence = at_start.get(words.silence as usize).copied().unwrap_or(0.0);
         let said = words.rules.say(compute.isa, &mut at_last, &[]);
         let context = network.shape.context;
-        // The last token of the prompt is the first that is gone on from.
+        // The last token of the prompt counts as the first of the generated positions.
         let most = (context / 2).min(context - last);
         let next = Some(said.token);
         Ok(Self { memory, cache, said: vec![said.token], next, logs: said.log, silence, most })
     }
 
-    /// Says some tokens; whether there may be more.
+    /// Generates some tokens. Returns whether more may follow.
     fn step(&mut self, whisper: &Whisper) -> Result<bool, Error> {
         let Whisper { network, compute, words, .. } = whisper;
         for _ in 0..STEP {
@@ -191,7 +190,7 @@ impl Window {
     }
 }
 
-/// The language that is likeliest spoken.
+/// The most likely spoken language.
 fn likeliest(whisper: &Whisper, memory: &Memory) -> Result<(u32, Language), Error> {
     let Whisper { network, compute, words, .. } = whisper;
     let rows = network.decode(compute, memory, &mut network.cache(), &[words.start], &[0])?;
@@ -207,8 +206,8 @@ fn likeliest(whisper: &Whisper, memory: &Memory) -> Result<(u32, Language), Erro
     Ok((token, Language { code: code.to_owned(), probability: shares[best] }))
 }
 
-/// Cuts what was said at pairs of times, and tells how many frames of the window's `size` it is done with: what follows
-/// the last pair is heard again.
+/// Splits the tokens at pairs of timestamps. Also returns how many of the window's `size` frames are done;
+/// audio after the last pair is transcribed again.
 fn parts(said: &[u32], first_time: u32, size: usize) -> (Vec<WindowPart<'_>>, usize) {
     let is_time = |token: &u32| *token >= first_time;
     let step = |token: u32| token.saturating_sub(first_time) as usize;
@@ -233,7 +232,7 @@ fn parts(said: &[u32], first_time: u32, size: usize) -> (Vec<WindowPart<'_>>, us
         from = cut;
     }
     let consumed = match ends_alone {
-        // Nothing is said behind the last time.
+        // No text follows the last timestamp.
         true => size,
         false => step(said[from - 1]) * TIME,
     };
@@ -244,28 +243,28 @@ fn parts(said: &[u32], first_time: u32, size: usize) -> (Vec<WindowPart<'_>>, us
 mod tests {
     use super::*;
 
-    /// Times are the tokens from 100 on.
+    /// Timestamps are the tokens from 100 on.
     fn cut(said: &[u32]) -> (Vec<(Vec<u32>, usize, usize)>, usize) {
         let (parts, consumed) = parts(said, 100, 2500);
         (parts.into_iter().map(|part| (part.tokens.to_vec(), part.start, part.end)).collect(), consumed)
     }
 
     #[test]
-    fn a_window_without_pairs_is_one_part_as_long_as_its_last_time_says() {
+    fn a_window_without_pairs_is_one_part_up_to_its_last_timestamp() {
         assert_eq!(cut(&[100, 1, 2, 150]), (vec![(vec![100, 1, 2, 150], 0, 100)], 2500));
         assert_eq!(cut(&[100, 1, 2]), (vec![(vec![100, 1, 2], 0, 2500)], 2500), "as long as the window");
         assert_eq!(cut(&[]), (vec![(vec![], 0, 2500)], 2500));
     }
 
     #[test]
-    fn pairs_cut_and_what_is_unfinished_is_heard_again() {
+    fn pairs_split_a_window_and_its_unfinished_rest_is_repeated() {
         let said = [100, 1, 150, 150, 2, 200, 210, 3];
         let parts = vec![(vec![100, 1, 150], 0, 100), (vec![150, 2, 200], 100, 200)];
         assert_eq!(cut(&said), (parts, 200));
     }
 
     #[test]
-    fn a_single_time_at_the_end_is_the_end_of_the_window() {
+    fn a_single_timestamp_at_the_end_completes_the_window() {
         let said = [100, 1, 150, 150, 2, 200];
         let parts = vec![(vec![100, 1, 150], 0, 100), (vec![150, 2, 200], 100, 200)];
         assert_eq!(cut(&said), (parts, 2500));

@@ -1,4 +1,4 @@
-//! The tokens of a Whisper model: its `tokenizer.json`, and what its `config.json` says of them.
+//! The tokens of a Whisper model, from its `tokenizer.json` and `config.json`.
 
 use super::rules::Rules;
 use crate::Error;
@@ -9,17 +9,17 @@ use serde::Deserialize;
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
-/// Bytes of each file at most.
+/// Maximum bytes of each file.
 const MAX_FILE: u64 = 64 << 20;
 const SUPPRESSED: usize = 1 << 16;
 
 pub(super) struct Words {
     tokenizer: Tokenizer,
     pub(super) rules: Rules,
-    /// Tokens of languages, by their codes.
+    /// Tokens of languages, by language code.
     languages: BTreeMap<String, u32>,
     pub(super) start: u32,
-    /// Stands before what was said before.
+    /// Token that precedes the prompt.
     pub(super) before: u32,
     pub(super) transcribe: u32,
     pub(super) translate: u32,
@@ -76,10 +76,10 @@ fn read<T: for<'a> Deserialize<'a>>(path: &Path) -> Result<T, Error> {
 }
 
 impl Words {
-    /// Reads the files of a folder whose network has so many tokens.
+    /// Reads the files of a folder. `tokens` is the size of the network's vocabulary.
     ///
     /// # Errors
-    /// [`Error::Artefact`] where they do not say what they must.
+    /// [`Error::Artefact`] if the files are not valid.
     pub(super) fn load(folder: &Path, tokens: usize) -> Result<Self, Error> {
         let path = folder.join("config.json");
         let config: Config = read(&path)?;
@@ -115,7 +115,7 @@ impl Words {
         if listed.iter().any(|list| list.len() > SUPPRESSED) {
             return Err(format!("config.json lists more than {SUPPRESSED} tokens"));
         }
-        // As many steps of 20 ms as there are in a window, and its end.
+        // One token for each step of 20 ms in a window, and one for its end.
         if rules.first_time() as usize + super::network::POSITIONS + 1 != tokens {
             let found = tokens.saturating_sub(rules.first_time() as usize);
             return Err(format!(
@@ -164,7 +164,7 @@ impl Words {
         })
     }
 
-    /// The token of a language.
+    /// The token of a language; `None` if the model does not have it.
     pub(super) fn language(&self, code: &str) -> Option<u32> {
         self.languages.get(code).copied()
     }
@@ -174,12 +174,12 @@ impl Words {
         self.languages.iter().map(|(code, token)| (code.as_str(), *token))
     }
 
-    /// The tokens of a text that stands before.
+    /// The tokens of a prompt.
     pub(super) fn encode(&self, text: &str) -> Vec<u32> {
         self.tokenizer.encode(text, false)
     }
 
-    /// The text of tokens; times and the like have none.
+    /// The text of tokens. Timestamps and other special tokens have none.
     pub(super) fn decode(&self, tokens: &[u32]) -> String {
         let text: Vec<u32> = tokens.iter().copied().filter(|token| *token < self.rules.end).collect();
         self.tokenizer.decode(&text, true)

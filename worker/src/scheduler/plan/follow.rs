@@ -1,12 +1,12 @@
-//! Taking over what others have computed or are about to, and waiting for it.
+//! Takes over units that other sequences computed or are about to compute, and waits for them.
 
 use super::{Draft, Scheduler, Sequence, State};
 use crate::kv_cache::{CheckpointKind, HitStop, NotAdvanced};
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 
 impl Scheduler {
-    /// Takes over what is cached or scheduled beyond the sequence's present end. `true`: it waits for a
-    /// unit that another sequence is about to compute.
+    /// Takes over units that are cached or scheduled beyond the sequence's present end. Returns `true` if the
+    /// sequence waits for a unit that another one is about to compute.
     pub(super) fn follow(
         &mut self,
         sequence: &mut Sequence,
@@ -16,8 +16,8 @@ impl Scheduler {
     ) -> bool {
         let (step, cap) = (draft.step, sequence.unit_cap());
         let Some(next) = sequence.unit_at().filter(|_| sequence.cache.shares()) else { return false };
-        // Only what was held when it was admitted, and what others compute meanwhile, is taken over: what
-        // a router cannot see (units behind a gap that this sequence fills itself) it must not count.
+        // Take over only units that were held at admission or that others compute meanwhile. A router cannot
+        // see units behind a gap that this sequence fills itself, so they must not count as hits.
         let joins = sequence.units[..cap].get(next).is_some_and(|&u| self.joins(sequence, u, slot, step));
         if !sequence.following && !joins {
             return false;
@@ -35,11 +35,11 @@ impl Scheduler {
         if sequence.info.computed_tokens == 0 {
             sequence.info.hit_stop = hit.stop;
         }
-        // A state comes only where it is asked for, so that is done before anything is taken.
+        // A state is kept only on request, so request it before anything is taken over.
         let awaited = self.cache.has_states() && self.ask_for_state(sequence, slot, end, known, draft);
         if let Some(whole) = self.cache.block_aligned(&sequence.cache, hit, &sequence.units, &sequence.tokens)
         {
-            // Nothing is copied: only a state can be one that this very step writes.
+            // Nothing is copied here: only a state can be one that this very step writes.
             match self.cache.advance(&mut sequence.cache, &whole, step, &mut draft.copies) {
                 Ok(()) => self.took_over(sequence, slot, whole.from(), step),
                 Err(_) => return self.wait(draft),
@@ -57,18 +57,18 @@ impl Scheduler {
             self.counters.takeovers += u64::from(stalled && most_rows > 0);
         }
         if self.cache.has_states() && known > end {
-            // Others part here too: whoever comes next finds a state.
+            // Others diverge here too: the next one finds a state.
             sequence.wish(known as u32, CheckpointKind::Junction);
         }
         if most_rows == 0 || end * HASH_UNIT_TOKENS <= sequence.cache.len() as usize {
             return false;
         }
-        // The rest of the hit lies in part of a block.
+        // The rest of the hit is in part of a block.
         let rest = self.cache.find(&sequence.cache, &sequence.units, &sequence.tokens, end);
         match self.cache.advance(&mut sequence.cache, &rest, step, &mut draft.copies) {
             Ok(()) => {
                 self.took_over(sequence, slot, rest.from(), step);
-                // Its copies belong to this step: it must take part in it.
+                // Its copies belong to this step, so it must take part in it.
                 sequence.committed_in = step;
                 false
             }
@@ -96,8 +96,8 @@ impl Scheduler {
         sequence.progressed_in = step;
     }
 
-    /// Rows up to the first unit within the chunk that another sequence is about to compute: there the
-    /// chunk ends, and the sequence follows again.
+    /// Number of rows up to the first unit in the chunk that another sequence is about to compute. The chunk
+    /// ends there, and the sequence follows again.
     pub(super) fn next_followed(&self, sequence: &Sequence, slot: u32, rows: u32, step: u64) -> Option<u32> {
         if !sequence.cache.shares() {
             return None;
@@ -116,8 +116,9 @@ impl Scheduler {
         producer.is_some_and(|producer| self.is_worth_waiting_for(producer, sequence, step))
     }
 
-    /// Whether a producer has moved on lately. One that lies behind by more than a step is not waited for
-    /// where the sequence has to wait for all that it computes, up to a state.
+    /// Whether a producer has progressed within `follower_patience` steps. With recurrent layers a producer
+    /// that is more than one step behind the sequence is not worth waiting for, because the sequence would
+    /// wait for everything up to a state.
     pub(super) fn is_worth_waiting_for(&self, producer: u32, sequence: &Sequence, step: u64) -> bool {
         self.get(producer).is_some_and(|producer| {
             producer.state == State::Running

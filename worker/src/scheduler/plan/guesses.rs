@@ -1,9 +1,10 @@
-//! Guesses of what is drawn next: looked at in one step with the token that they follow, kept as far as they were right.
+//! Draft tokens: verified in one step together with the token that they follow, and kept as far as they are
+//! correct.
 //!
-//! A guess is a row like any other, and no promise: its block is the sequence's own, nothing of it is named, and it
-//! takes nothing from another sequence. What was drawn decides how many rows count; these are then as if they had been
-//! computed one by one. With recurrent layers guesses end where a hash unit does, so that no boundary is passed at which
-//! a state would have been kept.
+//! A draft token is a row like any other, but its block belongs to its sequence alone, it gets no unit id,
+//! and it takes nothing from another sequence. The drawn tokens decide how many rows are accepted; these are
+//! then treated as if they had been computed one by one. With recurrent layers draft tokens end at a
+//! hash-unit boundary, so that no boundary is crossed at which a state would have been kept.
 
 use super::{Draft, PlannedSequence, Scheduler, SeqSlot, Sequence, State};
 use crate::scheduler::Decoding;
@@ -13,11 +14,12 @@ use proto::block::HASH_UNIT_TOKENS;
 use std::collections::HashSet;
 
 const UNIT: u32 = HASH_UNIT_TOKENS as u32;
-/// Guesses of all sequences in one step at most.
+/// Maximum number of draft tokens in one step, over all sequences.
 const MOST_GUESSES: u32 = 1024;
 
 impl Scheduler {
-    /// The sequences that will take part in the next step with one row, as far as is known before it is planned.
+    /// The sequences that will take part in the next step with one row, as far as is known before it is
+    /// planned.
     pub fn decoding(&self) -> impl Iterator<Item = Decoding<'_>> {
         self.running.iter().filter_map(|&slot| {
             let sequence = self.get(slot)?;
@@ -31,10 +33,10 @@ impl Scheduler {
         })
     }
 
-    /// [`Decoding::most_guesses`] of the step after the one that `planned` is in, which draws from it.
+    /// [`Decoding::most_guesses`] for the step after the one that contains `planned` and draws from it.
     pub fn guesses_behind(&self, planned: &PlannedSequence) -> u32 {
         let end = planned.context_before + planned.rows.end - planned.rows.start - planned.guesses + 1;
-        // Wherever it ends, by how many of its own guesses count.
+        // The range of ends, depending on how many draft tokens are accepted.
         let ends = end..=end + planned.guesses;
         let most = |sequence: &Sequence| {
             let behind = ends.clone().map(|end| self.most_guesses(sequence, end)).max().unwrap_or(0);
@@ -43,8 +45,8 @@ impl Scheduler {
         self.get(planned.slot.0).map_or(0, most)
     }
 
-    /// What a sequence of [`Scheduler::decoding`] will probably draw. The next step looks at as many as there is room
-    /// for, [`PlannedSequence::guesses`](super::PlannedSequence::guesses); the others are forgotten.
+    /// Sets the draft tokens of a sequence of [`Scheduler::decoding`]. The next step verifies as many as fit
+    /// ([`PlannedSequence::guesses`](super::PlannedSequence::guesses)) and drops the others.
     pub fn guess(&mut self, id: SeqId, guesses: Vec<u32>) {
         let slot = self.by_id.get(&id).copied();
         let sequence = slot.and_then(|slot| self.sequences.get_mut(slot as usize)?.as_mut());
@@ -53,8 +55,8 @@ impl Scheduler {
         }
     }
 
-    /// Guesses behind a row that ends at `end` at most: what may still be drawn, in one step, and up to the next place
-    /// at which a state would be kept.
+    /// Maximum number of draft tokens after a row that ends at `end`: limited by the tokens that may still be
+    /// drawn, by the step, and by the next position at which a state would be kept.
     fn most_guesses(&self, sequence: &Sequence, end: u32) -> u32 {
         let most = left_behind(sequence, 0).min(self.step_tokens() - 1);
         match self.cache.has_states() {
@@ -63,7 +65,7 @@ impl Scheduler {
         }
     }
 
-    /// Gives guesses what nobody else in the step has use for.
+    /// Assigns rows to draft tokens that no other sequence in the step needs.
     pub(super) fn attach_guesses(&mut self, draft: &mut Draft) {
         let mut budget = draft.budget.min(MOST_GUESSES);
         for entry in &mut draft.entries {
@@ -89,8 +91,8 @@ impl Scheduler {
         }
     }
 
-    /// The step has computed guesses, and this was drawn: what counts of them is named and kept as if it had been
-    /// computed row by row. Says whose draws these were.
+    /// Handles the drawn tokens of a step with draft tokens: accepted rows are committed and kept as if they
+    /// had been computed one by one. Returns the sequences whose draws these were.
     pub(in crate::scheduler) fn confirm(&mut self, step: u64, drawn: &[(SeqId, u32)]) -> HashSet<SeqId> {
         let mut guessed = HashSet::new();
         for run in drawn.chunk_by(|(before, _), (behind, _)| before == behind) {
@@ -137,7 +139,7 @@ impl Scheduler {
     }
 }
 
-/// Guesses that may be drawn behind the next token, once so many more have been.
+/// Draft tokens that may be drawn after the next token, once `more` further tokens have been drawn.
 fn left_behind(sequence: &Sequence, more: u32) -> u32 {
     let drawn = sequence.len() - sequence.prompt_len + more;
     sequence.max_new_tokens.saturating_sub(drawn).saturating_sub(1)

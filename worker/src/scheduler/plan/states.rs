@@ -1,4 +1,4 @@
-//! Keeping recurrent states on the way: by policy, and where others ask for one.
+//! Keeps recurrent states as checkpoints, where the policy or other sequences want them.
 
 use super::{Draft, Entry, Export, Scheduler, Sequence};
 use crate::kv_cache::{CheckpointKind, Kept};
@@ -7,8 +7,8 @@ use proto::block::HASH_UNIT_TOKENS;
 const UNIT: u32 = HASH_UNIT_TOKENS as u32;
 
 impl Scheduler {
-    /// Keeps the states that are wanted among those which the sequence's rows of this step, from `from` to its
-    /// present end, pass through. A state at the last row costs nothing but the slot.
+    /// Keeps the wanted states among those that the sequence's rows of this step pass, from `from` to its
+    /// present end. A state after the last row costs only its slot.
     pub(super) fn keep_states(&mut self, sequence: &mut Sequence, slot: u32, from: u32, draft: &mut Draft) {
         let to = sequence.cache.len();
         let (first, end) = (from / UNIT + 1, to / UNIT);
@@ -41,8 +41,8 @@ impl Scheduler {
         }
     }
 
-    /// Keeps the state behind guesses of `step` that counted, from `from` to the sequence's present end, if that is a
-    /// boundary: none is passed.
+    /// Keeps the state after the accepted draft tokens of `step`, which go from `from` to the sequence's
+    /// present end, if that end is a boundary. Draft tokens never cross a boundary.
     pub(super) fn keep_last_state(&mut self, sequence: &mut Sequence, from: u32, step: u64) {
         let to = sequence.cache.len();
         if !to.is_multiple_of(UNIT) || to == from || !self.cache.has_states() || !sequence.cache.shares() {
@@ -65,8 +65,8 @@ impl Scheduler {
         Some(kept)
     }
 
-    /// Whether a slot can be had without taking it from what live sequences are promised. Where prompts part
-    /// the sequences that wait for it need less in return: there it is enough that all can go on now.
+    /// Whether a slot is available beyond those reserved for live sequences. At a junction it is enough that
+    /// all sequences can continue now, because followers of the state need less in return.
     fn can_spare_slot(&self, sequence: &Sequence, kind: CheckpointKind) -> bool {
         let Some(group) = self.cache.state_group() else { return false };
         let mut needs = vec![0; self.cache.spec().groups.len()];
@@ -79,9 +79,9 @@ impl Scheduler {
         self.cache.fits(&needs)
     }
 
-    /// Asks for the state at the end of what the sequence has in common with others: of the one that is going
-    /// to compute the last of it, or of one that computes it in this very step. `end` units can be taken over
-    /// now, of `known` the KV is there. `true`: a state is coming, and worth waiting for.
+    /// Requests the state at the end of the prefix that the sequence shares with others, from the sequence
+    /// that will compute the last unit of it or computes it in this step. `end` units can be taken over now;
+    /// the KV of `known` units is cached. Returns `true` if a state is coming and worth waiting for.
     pub(super) fn ask_for_state(
         &mut self,
         sequence: &mut Sequence,
@@ -93,7 +93,7 @@ impl Scheduler {
         let mut last = None;
         for at in end..sequence.unit_cap() {
             match self.planned.producer(sequence.units[at]) {
-                // From here on others wait for this one.
+                // From here on others wait for this sequence.
                 Some(producer) if producer == slot => break,
                 Some(producer) if self.is_worth_waiting_for(producer, sequence, draft.step) => {
                     last = Some((at + 1, producer));
@@ -112,8 +112,8 @@ impl Scheduler {
         known > end && self.keep_in_this_step(sequence, known as u32, draft)
     }
 
-    /// Has a sequence that computes the unit before `unit` in this step, for the same prefix, keep the state
-    /// behind it.
+    /// Lets a sequence that computes the unit before `unit` of the same prefix in this step keep the state
+    /// after it.
     fn keep_in_this_step(&mut self, sequence: &Sequence, unit: u32, draft: &mut Draft) -> bool {
         let id = sequence.units.get(unit as usize - 1);
         let computes = |&Entry { slot, from, rows, .. }: &Entry| {

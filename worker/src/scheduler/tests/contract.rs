@@ -1,10 +1,10 @@
-//! What callers may rely on: refusals, order, removal, failure.
+//! Guarantees for callers: refusals, order, removal, failure.
 
 use super::simulator::*;
 use crate::scheduler::{Rejected, SchedulerConfig, SeqId, SequenceRequest, StepError};
 
 #[test]
-fn what_can_never_fit_is_refused_with_the_limit() {
+fn a_sequence_that_can_never_fit_is_refused_with_the_limit() {
     let mut scheduler = bare(SchedulerConfig { max_waiting: 1, ..chunked(64) }, full(16, 10));
     assert_eq!(scheduler.submit(request(1, vec![], 5)), Err(Rejected::EmptyPrompt));
     assert_eq!(
@@ -18,7 +18,7 @@ fn what_can_never_fit_is_refused_with_the_limit() {
     scheduler.plan().unwrap().unwrap();
     assert_eq!(scheduler.submit(request(1, tokens(0..100), 61)), Err(Rejected::Duplicate(SeqId(1))));
 
-    // A sliding group is charged for its window, not for the length.
+    // A sliding group needs room for its window, not for the whole length.
     let spec = mixed(64, 384 * 100);
     let limit = bare(chunked(64), spec.clone()).max_sequence_tokens();
     let sliding_blocks = (63 + 64u64).div_ceil(16) + 1;
@@ -42,7 +42,7 @@ fn a_removed_sequence_frees_its_blocks_within_the_step() {
     assert!(held == 8 * 64 && (held..=100 * 64).contains(&owned), "{held} of {owned}");
     scheduler.remove(SeqId(1)).unwrap();
     assert_eq!(scheduler.remove(SeqId(1)), None);
-    // The device may still be writing: tables and blocks stay until it is done.
+    // The device may still be writing: tables and blocks remain until the step has completed.
     assert_eq!(scheduler.stats().kv_used_bytes, 8 * 64);
     assert_eq!(scheduler.tables(plan.sequences[0].slot)[0].offsets().len(), 4);
     scheduler.complete(plan.step, &[(SeqId(1), 7), (SeqId(2), 7)]).unwrap();
@@ -76,7 +76,7 @@ fn steps_complete_in_order_and_draw_what_they_sampled() {
     scheduler.submit(request(2, tokens(100..110), 5)).unwrap();
     let second = scheduler.plan().unwrap().unwrap();
     assert!(!first.sequences[0].samples);
-    // The next rows of a prompt need not wait for those before them.
+    // The next rows of a prompt need not wait for the rows before them.
     let second: Vec<_> = second.sequences.iter().map(|s| (s.id.0, s.context_before, s.samples)).collect();
     assert_eq!(second, [(1, 16, false), (2, 0, true)]);
     assert_eq!(scheduler.complete(2, &[]), Err(StepError::OutOfOrder { step: 2, oldest: Some(1) }));
@@ -108,7 +108,7 @@ fn sequences_that_decode_go_before_prompts() {
 }
 
 #[test]
-fn who_took_a_turn_goes_before_those_that_came_since() {
+fn a_reserved_queue_position_goes_before_later_arrivals() {
     let mut scheduler = bare(chunked(0), full(16, 400));
     let turn = Some(scheduler.take_turn());
     scheduler.submit(request(1, (0..32).collect(), 1)).unwrap();
@@ -118,7 +118,7 @@ fn who_took_a_turn_goes_before_those_that_came_since() {
     assert_eq!(order, [2, 1]);
 }
 
-/// Whoever does not know yet what it may draw sits steps out, and others go on.
+/// A sequence whose grammar mask is not ready skips steps while others continue.
 #[test]
 fn a_token_may_be_drawn_after_its_step() {
     let mut scheduler = bare(chunked(0), full(16, 400));

@@ -1,4 +1,4 @@
-//! Blocks run out: who gives way, and that nothing is lost.
+//! Blocks run out: which sequence is preempted, and that nothing is lost.
 
 use super::simulator::*;
 use crate::kv_cache::{CacheSpec, GroupKind, GroupSpec, Placement};
@@ -6,7 +6,7 @@ use crate::scheduler::{Rejected, Scheduler, SchedulerConfig, SeqId, SeqSlot};
 
 #[test]
 fn exhausted_blocks_preempt_and_change_no_token() {
-    // 64 blocks of 16 tokens; each sequence grows to 300 tokens, so three of them fit at once.
+    // 64 blocks of 16 tokens. Each sequence grows to 300 tokens, so three of them fit at once.
     let config = SchedulerConfig { max_seqs: 32, ..chunked(64) };
     let mut sim = Sim::new(config, full(16, 64));
     for request in 0..32u32 {
@@ -29,19 +29,19 @@ fn exhausted_blocks_preempt_and_change_no_token() {
     let stats = sim.scheduler.stats();
     assert!(stats.counters.preemptions > 0);
     assert_eq!(stats.kv_used_bytes, 0);
-    // Work that is done twice stays a small part of the whole.
+    // Recomputed work stays a small part of the whole.
     assert!(stats.counters.recomputed_tokens < 32 * 300 / 4, "{:?}", stats.counters);
 }
 
 #[test]
-fn the_oldest_is_never_preempted_however_little_it_has() {
+fn the_oldest_sequence_is_never_preempted() {
     let mut scheduler = bare(chunked(64), full(16, 20));
     scheduler.submit(request(1, tokens(0..10), 150)).unwrap();
     scheduler.submit(request(2, tokens(1000..1207), 100)).unwrap();
     let mut preempted = 0;
     for _ in 0..150 {
         let plan = scheduler.plan().unwrap().unwrap();
-        // Every step moves the oldest on.
+        // Every step advances the oldest.
         assert_eq!(plan.sequences[0].id, SeqId(1));
         finish(&mut scheduler, &plan);
         assert_eq!(scheduler.info(SeqId(1)).unwrap().preemptions, 0);
@@ -51,7 +51,7 @@ fn the_oldest_is_never_preempted_however_little_it_has() {
 }
 
 #[test]
-fn the_least_work_is_given_up_first() {
+fn the_sequence_with_the_least_work_is_preempted_first() {
     let mut scheduler = bare(chunked(64), full(16, 30));
     scheduler.submit(request(1, tokens(0..100), 300)).unwrap();
     scheduler.submit(request(2, tokens(1000..1040), 300)).unwrap();
@@ -61,12 +61,12 @@ fn the_least_work_is_given_up_first() {
         let plan = scheduler.plan().unwrap().unwrap();
         finish(&mut scheduler, &plan);
     }
-    // Neither the oldest nor the youngest, but the shortest.
+    // Preempts the shortest, neither the oldest nor the youngest.
     assert_eq!([1, 2, 3].map(|id| preemptions(&scheduler, id)), [0, 1, 0]);
 }
 
 #[test]
-fn what_gives_way_in_a_step_leaves_nothing_behind_that_was_not_computed() {
+fn a_preempted_sequence_leaves_no_uncomputed_units_behind() {
     let mut preemptions = 0;
     for seed in 0..60 {
         let mut rng = Rng(seed);

@@ -1,4 +1,4 @@
-//! Recurrent layers: where states are kept, found, waited for and given up.
+//! Recurrent layers: where states are kept, found, waited for and evicted.
 
 use super::simulator::*;
 use crate::kv_cache::{CheckpointPolicy, GroupKind, GroupSpec, HitStop, PinRefused};
@@ -73,13 +73,13 @@ fn samples_of_one_prompt_compute_it_once() {
 }
 
 #[test]
-fn the_distance_to_a_shared_state_counts_as_work_to_do_again() {
+fn the_distance_to_a_shared_state_counts_as_recomputed_work() {
     let mut scheduler = bare(chunked(512), hybrid(16, 6, 60));
     let long = |request| prompt(160, 0, 0).into_iter().chain(prompt(0, request, 2)).collect::<Vec<u32>>();
     scheduler.submit(request(1, tokens(0..160), 400)).unwrap();
     let plan = scheduler.plan().unwrap().unwrap();
     finish(&mut scheduler, &plan);
-    // Of what nobody holds nothing is left when sequences have to give way.
+    // Without the pin, an unreferenced prefix would be evicted when sequences are preempted.
     scheduler.pin(ROOT, &tokens(0..160)).unwrap();
     scheduler.submit(request(2, long(7), 400)).unwrap();
     scheduler.submit(request(3, tokens(5000..5120), 400)).unwrap();
@@ -89,12 +89,12 @@ fn the_distance_to_a_shared_state_counts_as_work_to_do_again() {
         let plan = scheduler.plan().unwrap().unwrap();
         finish(&mut scheduler, &plan);
     }
-    // The second is longer than the third, but goes on from the state that is pinned.
+    // The second is longer than the third, but resumes from the pinned state.
     assert_eq!([1, 2, 3].map(|id| preemptions(&scheduler, id)), [0, 1, 0]);
 }
 
 #[test]
-fn followers_that_part_at_different_places_each_find_a_state_there() {
+fn followers_that_diverge_at_different_positions_each_find_a_state_there() {
     let mut sim = Sim::new(chunked(100), ample());
     let shared = [700, 333, 500, 90, 650];
     let ids: Vec<SeqId> =
@@ -105,7 +105,7 @@ fn followers_that_part_at_different_places_each_find_a_state_there() {
 }
 
 #[test]
-fn a_producer_that_goes_is_not_waited_for() {
+fn followers_of_a_removed_producer_do_not_wait() {
     let mut sim = Sim::new(chunked(100), ample());
     let ids: Vec<SeqId> = (0..4).map(|r| sim.submit(ROOT, prompt(1000, r, 10), 4).unwrap()).collect();
     for _ in 0..3 {
@@ -114,7 +114,7 @@ fn a_producer_that_goes_is_not_waited_for() {
     assert_eq!(sim.scheduler.stats().following, 3);
     sim.remove(ids[0]);
     assert!(sim.step());
-    // Exactly one of the others goes on, from the last state that was kept, and the rest follow it.
+    // Exactly one of the others continues from the last state that was kept, and the rest follow it.
     assert_eq!(sim.scheduler.stats().following, 2);
     sim.run();
     let computed: u32 = sim.done.values().map(|client| client.info.unwrap().computed_tokens).sum();
@@ -123,8 +123,8 @@ fn a_producer_that_goes_is_not_waited_for() {
 }
 
 #[test]
-fn where_two_prompts_part_the_third_finds_a_state() {
-    // Hardly a state is kept at distances: the policy has room for the prompt's end and two more.
+fn a_third_prompt_finds_a_state_where_two_diverged() {
+    // The policy keeps the prompt's end and two more, so that there is hardly a state at spaced positions.
     let config = SchedulerConfig { checkpoints: CheckpointPolicy { max_per_path: 3 }, ..chunked(64) };
     let mut sim = Sim::new(config, ample());
     let mut cached = Vec::new();
@@ -153,7 +153,7 @@ fn named_turns_are_kept_and_found() {
 }
 
 #[test]
-fn a_finished_sequence_leaves_its_last_boundary_behind_and_no_more() {
+fn a_finished_sequence_keeps_its_last_boundary_and_no_more() {
     let mut sim = Sim::new(chunked(64), ample());
     let id = sim.submit(ROOT, tokens(0..40), 100).unwrap();
     let mut most = 0;
@@ -162,9 +162,9 @@ fn a_finished_sequence_leaves_its_last_boundary_behind_and_no_more() {
     }
     let client = sim.done[&id].clone();
     let whole = [client.prompt, client.output].concat();
-    // The next turn goes on behind everything that was computed: 139 tokens, 8 whole units.
+    // The next turn continues after everything that was computed: 139 tokens, 8 whole units.
     assert_eq!(sim.predict(ROOT, &[&whole[..], &[7; 20]].concat()), 128);
-    // 16 and 32 of the prompt, 48, 64, 96 and 128 by distance, and one that moves along.
+    // 16 and 32 in the prompt, 48, 64, 96 and 128 by spacing, and the tail checkpoint.
     assert!(most <= 7, "{most} resume points");
     let again = sim.submit(ROOT, [&whole[..], &[7; 20]].concat(), 5).unwrap();
     sim.run();
@@ -191,8 +191,8 @@ fn a_path_keeps_no_more_states_than_the_cap() {
 }
 
 #[test]
-fn users_that_come_back_find_their_last_turn_among_what_others_leave() {
-    // Slots for two of each user, and for the batch; each turn leaves more than that behind.
+fn returning_users_find_their_last_turn_still_cached() {
+    // Slots for two checkpoints of each user and for the batch. Each turn leaves more than that behind.
     let mut sim = Sim::new(SchedulerConfig { max_seqs: 4, ..chunked(512) }, hybrid(16, 19, 350));
     let mut chats: Vec<Vec<u32>> = vec![tokens(0..300); 8];
     for turn in 0..5u32 {
@@ -211,7 +211,7 @@ fn users_that_come_back_find_their_last_turn_among_what_others_leave() {
 }
 
 #[test]
-fn decode_writes_on_in_place_or_leaves_its_slot_behind() {
+fn decode_writes_its_slot_in_place_or_leaves_it_as_a_checkpoint() {
     let mut scheduler = bare(chunked(64), ample());
     scheduler.submit(request(1, tokens(0..30), 40)).unwrap();
     let mut slots = Vec::new();
@@ -221,7 +221,7 @@ fn decode_writes_on_in_place_or_leaves_its_slot_behind() {
         slots.push((plan.sequences[0].context_before, state.read, state.write, state.exports));
         finish(&mut scheduler, &plan);
     }
-    // The prompt's 30 rows: row 15 is kept on the way.
+    // The prompt's 30 rows: the state after row 15 is exported.
     let (context, read, write, exports) = &slots[0];
     assert_eq!((*context, *read, exports.len(), exports[0].0), (0, None, 1, 15));
     assert_ne!(exports[0].1, *write);
@@ -234,8 +234,8 @@ fn decode_writes_on_in_place_or_leaves_its_slot_behind() {
 }
 
 #[test]
-fn one_slot_is_enough_and_too_few_only_make_others_wait() {
-    // A slot has the room of ten blocks: KV and slots compete for the same bytes.
+fn one_slot_is_enough_and_a_lack_of_slots_only_makes_sequences_wait() {
+    // A slot is as large as ten blocks: KV and slots compete for the same bytes.
     for slots in [1, 2, 3] {
         let mut sim = Sim::new(SchedulerConfig { max_seqs: 8, ..chunked(64) }, hybrid(16, slots, 10));
         let limit = sim.scheduler.max_sequence_tokens();
@@ -254,7 +254,7 @@ fn one_slot_is_enough_and_too_few_only_make_others_wait() {
 }
 
 #[test]
-fn the_pool_is_as_good_as_new_after_a_burst() {
+fn the_pool_is_pristine_after_a_burst() {
     let spec = || hybrid(16, 24, 600);
     let config = || SchedulerConfig { max_seqs: 16, ..chunked(64) };
     let workload = |sim: &mut Sim| {
@@ -279,7 +279,7 @@ fn the_pool_is_as_good_as_new_after_a_burst() {
     assert!(sim.scheduler.is_pristine(), "the burst left something behind");
     assert_eq!(workload(&mut sim), expected);
 
-    // Without clearing, in a pool full of others' prefixes, allocation looks at hardly more blocks.
+    // Without clearing, in a pool full of other prefixes, allocation examines hardly more blocks.
     let mut worn = Sim::new(config(), spec());
     let mut work = Vec::new();
     for round in 0..30 {
@@ -354,7 +354,7 @@ fn a_fork_computes_nothing_and_shares_all_but_the_last_block() {
             let own = if partial { 3 * last } else { 0 };
             assert_eq!(sim.scheduler.stats().kv_used_bytes, before + own, "{what}");
             sim.check();
-            // One goes before it has computed anything.
+            // One fork is removed before it has computed anything.
             sim.remove(forks[1]);
             sim.run();
             for fork in [forks[0], forks[2]] {
@@ -369,7 +369,7 @@ fn a_fork_computes_nothing_and_shares_all_but_the_last_block() {
 }
 
 #[test]
-fn only_what_stands_behind_a_drawn_token_is_forked() {
+fn only_a_sequence_that_ends_with_a_drawn_token_is_forked() {
     let mut sim = Sim::new(SchedulerConfig { max_seqs: 2, ..chunked(16) }, full(16, 400));
     let parent = sim.submit(ROOT, tokens(0..40), 50).unwrap();
     let id = SeqId(99);
@@ -403,7 +403,7 @@ fn a_pinned_prefix_outlives_any_load_and_its_budget() {
     assert_eq!(sim.scheduler.pin(ROOT, &tokens(900..1000)), Err(PinRefused::NotCached));
     let (pin, covered) = sim.scheduler.pin(ROOT, &tokens(0..100)).unwrap();
     assert_eq!((covered, sim.scheduler.stats().pinned_bytes), (96, 640 + 6 * 64));
-    // What is pinned already is not counted again; another prefix exceeds the budget.
+    // Blocks that are already pinned are not counted again. Another prefix exceeds the budget.
     let (again, _) = sim.scheduler.pin(ROOT, &tokens(0..99)).unwrap();
     assert_eq!(
         sim.scheduler.pin(ROOT, &tokens(500..600)),
@@ -429,7 +429,7 @@ fn a_pinned_prefix_outlives_any_load_and_its_budget() {
 }
 
 #[test]
-fn a_cut_gives_up_what_is_behind_it_and_nobody_stands_on() {
+fn a_cut_forgets_the_unused_units_after_it() {
     for block_tokens in [16, 32, 64] {
         let sliding = GroupSpec { kind: GroupKind::Sliding { window: 100 }, block_bytes: 320 };
         let mut spec = hybrid(block_tokens, 60, 4000);
@@ -446,14 +446,14 @@ fn a_cut_gives_up_what_is_behind_it_and_nobody_stands_on() {
         let (_, pinned) = sim.scheduler.pin(ROOT, &tokens(0..300)).unwrap();
         sim.scheduler.cut(ROOT, &long, 250);
         sim.check();
-        // The pin holds its own, the branch is another's, and behind both it is gone.
+        // The pin keeps its prefix, the branch belongs to another path, and everything after both is gone.
         assert_eq!(sim.predict(ROOT, &[&long[..], &[7; 20]].concat()), pinned, "{block_tokens}");
         assert_eq!(sim.predict(ROOT, &[&branch[..], &[7; 20]].concat()), 288, "{block_tokens}");
         sim.scheduler.cut(ROOT, &branch, 0);
         sim.check();
         assert!(sim.predict(ROOT, &[&branch[..], &[7; 20]].concat()) <= 192, "{block_tokens}");
         assert_eq!(sim.predict(ROOT, &[&long[..], &[7; 20]].concat()), pinned, "{block_tokens}");
-        // What stands nowhere and what is not known are no reason to do anything.
+        // An unknown prefix or root changes nothing.
         sim.scheduler.cut(ROOT, &tokens(9000..9100), 0);
         sim.scheduler.cut(proto::block::BlockId([99; 16]), &long, 0);
         sim.check();
@@ -482,12 +482,12 @@ fn a_pin_yields_only_to_a_sequence_that_could_not_run() {
 }
 
 #[test]
-fn nothing_of_a_spoiled_sequences_path_is_served_or_announced() {
+fn the_path_of_a_spoiled_sequence_is_neither_served_nor_announced() {
     for (spec, chunk) in
         [(full(16, 400), 64), (mixed(48, 384 * 400), 64), (ample(), 64), (hybrid(64, 400, 2000), 50)]
     {
         let mut sim = Sim::new(chunked(chunk), spec);
-        // A prefix that an earlier request has left, one that is pinned, and another path that branches off from it.
+        // A prefix of an earlier request, a pinned prefix, and another path that branches off from it.
         sim.submit(ROOT, prompt(200, 1, 80), 4).unwrap();
         sim.submit(ROOT, prompt(200, 2, 80), 4).unwrap();
         sim.run();
@@ -496,7 +496,8 @@ fn nothing_of_a_spoiled_sequences_path_is_served_or_announced() {
         sim.submit(ROOT, other.clone(), 4).unwrap();
         sim.run();
         let spoiled = sim.submit(ROOT, prompt(200, 3, 200), 4).unwrap();
-        // The first chunk is complete and announced, the second is in flight when its row turns out to be no number.
+        // The first chunk is complete and announced. The second is in flight when a row of it turns out to be
+        // NaN or infinite.
         assert!(sim.step());
         let second = sim.plan().unwrap();
         assert!(sim.predict(ROOT, &prompt(200, 3, 200)) > 0);
@@ -517,7 +518,7 @@ fn nothing_of_a_spoiled_sequences_path_is_served_or_announced() {
 }
 
 #[test]
-fn what_is_saved_can_be_restored_into_an_empty_cache() {
+fn a_saved_resume_point_can_be_restored_into_an_empty_cache() {
     let sliding = GroupSpec { kind: GroupKind::Sliding { window: 100 }, block_bytes: 320 };
     for block_tokens in [16, 32, 64] {
         let mut spec = hybrid(block_tokens, 40, 2000);
@@ -529,13 +530,14 @@ fn what_is_saved_can_be_restored_into_an_empty_cache() {
         let whole = [client.prompt, client.output].concat();
         let point = sim.scheduler.resume_point(ROOT, &whole).unwrap();
         assert_eq!(point.tokens, 336);
-        // The full layer has everything, the sliding one its window, whole blocks of it, the state one slot.
+        // The full group has all tokens, the sliding one the whole blocks of its window, the state group one
+        // slot.
         let of = |group| point.blocks.iter().filter(move |block| block.group == group);
         assert_eq!(of(0).map(|block| block.tokens.len()).sum::<usize>(), 336);
         let window: usize = of(1).map(|block| block.tokens.len()).sum();
         assert!((99..99 + 16 + block_tokens as usize).contains(&window), "{window}");
         assert!(of(2).map(|block| block.tokens.clone()).eq(std::iter::once(336..336)));
-        // Less is asked for, less is found.
+        // A shorter query finds a shorter resume point.
         assert_eq!(sim.scheduler.resume_point(ROOT, &whole[..335]).unwrap().tokens, 288);
         assert!(sim.scheduler.resume_point(ROOT, &whole[..10]).is_none());
 
@@ -548,7 +550,7 @@ fn what_is_saved_can_be_restored_into_an_empty_cache() {
         let again = other.submit(ROOT, next, 20).unwrap();
         other.run();
         assert_eq!(served(&other, again), (336, 380 - 336));
-        // A restore that fails leaves nothing behind.
+        // A failed restore leaves nothing behind.
         let (id, _) = other.scheduler.begin_restore(64).unwrap();
         assert!(!other.scheduler.end_restore(id, None) && !other.scheduler.end_restore(id, None));
         assert!(other.scheduler.begin_restore(17).is_none());

@@ -1,4 +1,4 @@
-//! Prefixes shared, followed, announced.
+//! Prefixes are shared, followed and announced.
 
 use super::simulator::*;
 use crate::kv_cache::{HitStop, NULL_OFFSET};
@@ -50,7 +50,7 @@ fn without_prefix_cache_nothing_is_shared() {
 }
 
 #[test]
-fn followers_take_over_when_their_producer_goes() {
+fn a_follower_takes_over_when_its_producer_is_removed() {
     for block_tokens in [16, 64] {
         let mut sim = Sim::new(chunked(100), full(block_tokens, 4000));
         let ids: Vec<SeqId> = (0..4u32)
@@ -63,7 +63,7 @@ fn followers_take_over_when_their_producer_goes() {
         let producer = sim.remove(ids[0]).info.unwrap();
         assert_eq!((producer.computed_tokens, producer.cached_tokens), (300, 0));
         assert!(sim.step());
-        // Exactly one of the others goes on in its place.
+        // Exactly one of the others continues in its place.
         assert_eq!(sim.scheduler.stats().following, 2);
         assert_eq!(sim.scheduler.stats().counters.prefill_tokens_computed, 400);
         sim.run();
@@ -74,8 +74,8 @@ fn followers_take_over_when_their_producer_goes() {
 }
 
 #[test]
-fn a_stalled_producer_is_not_waited_for() {
-    // The producer comes last, and what is left of a step is taken before its turn comes.
+fn followers_of_a_stalled_producer_do_not_wait() {
+    // The producer goes last, and the rows of a step are used up before its turn.
     let config = SchedulerConfig { follower_patience: 3, max_batch_tokens: 24, ..chunked(16) };
     let mut scheduler = bare(config, full(16, 100));
     scheduler.submit(request(1, tokens(0..200), 1)).unwrap();
@@ -84,7 +84,7 @@ fn a_stalled_producer_is_not_waited_for() {
     for (id, priority, prompt) in [(2, 2, 5000..5400), (3, 1, 0..201), (4, 1, 9000..9400)] {
         scheduler.submit(SequenceRequest { priority, ..request(id, tokens(prompt), 1) }).unwrap();
     }
-    // Who comes in comes last once.
+    // A newly admitted sequence goes last once.
     let plan = scheduler.plan().unwrap().unwrap();
     finish(&mut scheduler, &plan);
     let mut waited = 0;
@@ -110,7 +110,7 @@ fn a_sliding_window_holds_its_window_and_is_hit_by_it() {
     let step = |sim: &mut Sim| {
         let used = sim.scheduler.stats().kv_used_bytes;
         let full = 64 * (2100u64.div_ceil(16));
-        // Window and chunk, rounded up to blocks, and one block for the odd ends.
+        // Window and chunk, rounded up to blocks, and one block for unaligned ends.
         assert!(used <= full + 320 * (163u64.div_ceil(16) + 1), "{used} bytes used");
         sim.step()
     };
@@ -131,7 +131,7 @@ fn a_sliding_window_holds_its_window_and_is_hit_by_it() {
 }
 
 #[test]
-fn a_lost_window_shortens_the_hit_and_says_so() {
+fn a_lost_window_shortens_the_hit_and_is_reported() {
     // Room for the whole full group, but not for all of the sliding one.
     let mut sim = Sim::new(chunked(64), mixed(100, 64 * 130 + 320 * 40));
     sim.submit(ROOT, tokens(0..2000), 1).unwrap();
@@ -146,7 +146,7 @@ fn a_lost_window_shortens_the_hit_and_says_so() {
 }
 
 #[test]
-fn events_come_when_the_step_has_been_computed() {
+fn events_are_emitted_after_the_step_has_been_computed() {
     let mut scheduler = bare(chunked(64), full(16, 100));
     scheduler.submit(request(1, tokens(0..100), 5)).unwrap();
     let units = KEY.chain(ROOT, &tokens(0..100));

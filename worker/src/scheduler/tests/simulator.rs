@@ -1,5 +1,5 @@
-//! A fake engine: memory in which each token's KV, and each recurrent state, is a digest of the whole history
-//! up to there, a model that draws the next token from that digest, and a coordinator's view built from the
+//! A fake engine. Each token's KV and each recurrent state in its memory is a digest of the whole history up
+//! to that position. The model draws the next token from that digest. A coordinator's view is built from the
 //! events.
 
 mod world;
@@ -24,9 +24,9 @@ pub(super) struct Client {
     pub(super) max_new: u32,
     pub(super) output: Vec<u32>,
     pub(super) info: Option<SequenceInfo>,
-    /// A token that was not drawn here: it came with the fork.
+    /// A token that was not drawn here but passed to the fork.
     given: Option<u32>,
-    /// The true history behind each token of prompt and output.
+    /// The true history after each token of prompt and output.
     truth: Vec<u64>,
 }
 
@@ -36,7 +36,7 @@ impl Client {
     }
 }
 
-/// A step that was planned and not yet computed.
+/// A planned step that has not been computed.
 pub(super) struct Pending {
     plan: StepPlan,
     tables: Vec<Vec<BlockTable>>,
@@ -52,20 +52,20 @@ pub(super) struct Sim {
     mirror: HashSet<BlockId>,
     next_id: u64,
     pub(super) copies: u64,
-    /// Given to what is submitted.
+    /// Priority of submitted sequences.
     pub(super) priority: i32,
-    /// Likewise; none for one by the root.
+    /// Tenant of submitted sequences; `None` derives it from the root.
     pub(super) tenant: Option<TenantTurn>,
     pub(super) boundaries: Vec<u32>,
     pub(super) pins: Vec<PinId>,
     pub(super) limits: StepLimits,
     /// States kept in the middle of a step's rows.
     pub(super) exports: u64,
-    /// Guesses what is drawn, if anybody does: rightly three times in four.
+    /// Drafts tokens if set: three in four are correct.
     pub(super) guesses: Option<Rng>,
 }
 
-/// A resume point as a snapshot would hold it: per block its group, and the digests in it.
+/// A resume point as a snapshot would hold it: (group, digests) of each block.
 pub(super) struct Saved {
     pub(super) root: BlockId,
     pub(super) tokens: Vec<u32>,
@@ -94,7 +94,7 @@ impl Sim {
         }
     }
 
-    /// Hands in guesses for whoever decodes.
+    /// Sets draft tokens for all decoding sequences.
     fn guess(&mut self) {
         let Some(rng) = &mut self.guesses else { return };
         let mut guessed = Vec::new();
@@ -111,7 +111,7 @@ impl Sim {
         guessed.into_iter().for_each(|(id, guesses)| self.scheduler.guess(id, guesses));
     }
 
-    /// The histories behind a sequence's tokens and behind its guesses in a step.
+    /// The histories after a sequence's tokens and after its draft tokens in a step.
     fn supposed(&self, plan: &StepPlan, planned: &PlannedSequence) -> Vec<u64> {
         let mut truth = self.live[&planned.id].truth.clone();
         for row in planned.rows.end - planned.guesses..planned.rows.end {
@@ -145,7 +145,7 @@ impl Sim {
         Ok(id)
     }
 
-    /// A sequence that goes on from where another stands, with another last token.
+    /// Forks a sequence with another last token.
     pub(super) fn fork(&mut self, of: SeqId, token: u32, max_new: u32) -> Result<SeqId, ForkRefused> {
         self.next_id += 1;
         let id = SeqId(self.next_id);
@@ -161,7 +161,7 @@ impl Sim {
         Ok(id)
     }
 
-    /// What a snapshot of the deepest resume point within these tokens holds.
+    /// The content of a snapshot of the deepest resume point within these tokens.
     pub(super) fn save(&self, root: BlockId, tokens: &[u32]) -> Option<Saved> {
         let point = self.scheduler.resume_point(root, tokens)?;
         let tokens = tokens[..point.tokens as usize].to_vec();
@@ -187,7 +187,7 @@ impl Sim {
         Some(Saved { root, tokens, blocks })
     }
 
-    /// Puts a snapshot back; whether there was room.
+    /// Restores a snapshot. Returns whether there was room.
     pub(super) fn restore(&mut self, saved: &Saved) -> bool {
         let Some((id, point)) = self.scheduler.begin_restore(saved.tokens.len() as u32) else { return false };
         let ResumePoint { tokens, blocks } = point;
@@ -212,7 +212,7 @@ impl Sim {
         self.removed(id, info)
     }
 
-    /// Removes a sequence whose caches are not to be used again.
+    /// Removes a sequence whose caches must not be used again.
     pub(super) fn remove_spoiled(&mut self, id: SeqId) -> Client {
         let info = self.scheduler.remove_spoiled(id).expect("a live sequence");
         self.removed(id, info)
@@ -307,8 +307,8 @@ impl Sim {
         }
     }
 
-    /// Reads and writes the states of a step. Sequences may be computed in any order, so nobody may write what
-    /// another reads.
+    /// Reads and writes the states of a step. Sequences may be computed in any order, so no slot may be
+    /// written that another sequence reads.
     fn compute_states(&mut self, plan: &StepPlan) {
         let group = self.spec.groups.iter().position(|group| group.kind == GroupKind::State);
         let (mut readers, mut writes) = (HashMap::new(), HashMap::new());
@@ -347,7 +347,7 @@ impl Sim {
         }
     }
 
-    /// Computes the states of those rows of a step that count, from the state before them.
+    /// Computes the states of the accepted rows of a step from the state before them.
     fn accept(&mut self, planned: &PlannedSequence, rows: usize) {
         let group = self.spec.groups.iter().position(|group| group.kind == GroupKind::State);
         let (Some(group), Some(state)) = (group, planned.state.as_ref().filter(|state| state.deferred))
@@ -362,7 +362,8 @@ impl Sim {
         self.memory.block(&self.spec, group, state.write)[0] = Some(counted);
     }
 
-    /// Ends a step: draws tokens from the fake KV of the last rows and removes what has all its tokens.
+    /// Completes a step: draws tokens from the fake KV of the last rows and removes sequences that have all
+    /// their tokens.
     pub(super) fn complete(&mut self, pending: Pending) {
         let block = self.spec.block_tokens as usize;
         let mut drawn = Vec::new();
@@ -374,7 +375,7 @@ impl Sim {
                 let seen = (0..tables.len())
                     .filter_map(|group| match &planned.state {
                         Some(state) if self.spec.groups[group].kind == GroupKind::State => {
-                            // A deferred one is not there yet: there may be no other group.
+                            // A deferred state is not written yet, and there may be no other group.
                             (!state.deferred).then_some((group, state.write, 0))
                         }
                         _ => Some((group, tables[group].offsets()[last / block], last % block)),
@@ -427,7 +428,7 @@ impl Sim {
         }
     }
 
-    /// The steps in flight fail, oldest first: nothing of what they wrote can be relied on.
+    /// Fails the steps in flight, oldest first: nothing that they wrote is reliable.
     pub(super) fn abort(&mut self, in_flight: impl IntoIterator<Item = Pending>) {
         let mut first = None;
         for Pending { plan, tables } in in_flight {
@@ -459,7 +460,7 @@ impl Sim {
         self.follow_events();
     }
 
-    /// One whole step; `false` if there was nothing to do.
+    /// Plans and completes one step. Returns `false` if there was nothing to do.
     pub(super) fn step(&mut self) -> bool {
         match self.plan() {
             Some(pending) => {
@@ -500,7 +501,7 @@ impl Sim {
         assert_eq!(self.mirror.len(), self.scheduler.stats().held_units);
     }
 
-    /// What a coordinator that knows only the events expects to be served: the deepest held unit.
+    /// Prediction of a coordinator that only knows the events: the deepest held unit.
     pub(super) fn predict(&self, root: BlockId, prompt: &[u32]) -> u32 {
         let units = KEY.chain(root, &prompt[..prompt.len() - 1]);
         let deepest = units.iter().rposition(|unit| self.mirror.contains(unit));
@@ -539,7 +540,7 @@ pub(super) fn full(block_tokens: u32, blocks: u64) -> CacheSpec {
     CacheSpec { groups, block_tokens, arena_bytes: 64 * blocks }
 }
 
-/// One full layer for every five with a window.
+/// One full layer for every five with a sliding window.
 pub(super) fn mixed(window: u32, bytes: u64) -> CacheSpec {
     let groups = vec![
         GroupSpec { kind: GroupKind::Full, block_bytes: 64 },
@@ -548,7 +549,7 @@ pub(super) fn mixed(window: u32, bytes: u64) -> CacheSpec {
     CacheSpec { groups, block_tokens: 16, arena_bytes: bytes }
 }
 
-/// One full layer for every three recurrent ones: a slot weighs as much as 10 blocks.
+/// One full layer for every three recurrent ones. A slot is as large as 10 blocks.
 pub(super) fn hybrid(block_tokens: u32, slots: u64, blocks: u64) -> CacheSpec {
     let groups = vec![
         GroupSpec { kind: GroupKind::Full, block_bytes: 64 },
@@ -579,7 +580,7 @@ pub(super) fn request(id: u64, prompt: Vec<u32>, max_new_tokens: u32) -> Sequenc
     }
 }
 
-/// A scheduler without a model behind it.
+/// A scheduler without a model.
 pub(super) fn bare(config: SchedulerConfig, spec: CacheSpec) -> Scheduler {
     Scheduler::new(config, spec, KEY).unwrap()
 }

@@ -1,4 +1,4 @@
-//! Random storms. `SEED=n` replays one case of the test that is named behind it, `STORM_SEEDS=n` runs so many cases:
+//! Random storms. `SEED=n` replays one case of the named test, `STORM_SEEDS=n` runs `n` cases:
 //! `STORM_SEEDS=5000 cargo test --release -p kvasir-worker --lib storms::architecture`.
 
 mod architecture;
@@ -74,7 +74,7 @@ impl Prompts {
     }
 }
 
-/// What must have happened in the storms for them to mean something.
+/// Events that must occur in the storms for the tests to be meaningful.
 #[derive(Debug, Default)]
 struct Seen {
     preemptions: u64,
@@ -101,7 +101,7 @@ struct Seen {
 
 fn storm(mut rng: Rng, spec: &dyn Fn(&mut Rng) -> CacheSpec, seen: &mut Seen) {
     let mut sim = Sim::new(random_config(&mut rng), spec(&mut rng));
-    // Chance of its own, so that storms without guesses stay what they were.
+    // A random source of its own, so that storms without draft tokens are unchanged.
     sim.guesses = (rng.0 % 2 == 1).then_some(Rng(rng.0 ^ 0x6E5));
     let longest = 8 + rng.below(250);
     let longest_output = rng.pick(&[2, 40, 200]);
@@ -123,7 +123,7 @@ fn storm(mut rng: Rng, spec: &dyn Fn(&mut Rng) -> CacheSpec, seen: &mut Seen) {
         if rng.chance(cancels) && !sim.live.is_empty() {
             let ids: Vec<_> = sim.live.keys().copied().collect();
             let id = rng.pick(&ids);
-            // No draw of its own, as above.
+            // Uses no draw from the random source, as above.
             match rng.0 % 4 {
                 0 => sim.remove_spoiled(id),
                 _ => sim.remove(id),
@@ -134,9 +134,9 @@ fn storm(mut rng: Rng, spec: &dyn Fn(&mut Rng) -> CacheSpec, seen: &mut Seen) {
             let mut ids: Vec<_> = sim.live.keys().copied().collect();
             let first = rng.below(ids.len() as u64) as usize;
             ids.rotate_left(first);
-            // One more token than it comes with at least: it would have nothing to do.
+            // One token more than the fork starts with: otherwise it would have nothing to do.
             let (token, most) = (rng.below(3) as u32, 2 + rng.below(longest_output) as u32);
-            // Few stand where they can be forked.
+            // Few sequences are at a position where they can be forked.
             seen.forks += u64::from(ids.into_iter().any(|of| sim.fork(of, token, most).is_ok()));
         }
         if rng.chance(pins) {
@@ -148,7 +148,7 @@ fn storm(mut rng: Rng, spec: &dyn Fn(&mut Rng) -> CacheSpec, seen: &mut Seen) {
         }
         if rng.chance(pins) && !sim.pins.is_empty() {
             let pin = sim.pins.remove(rng.below(sim.pins.len() as u64) as usize);
-            // It may have been lost to a sequence that could not run otherwise.
+            // The pin may have been removed for a sequence that could not run otherwise.
             sim.scheduler.unpin(pin);
         }
         if rng.chance(saves) {
@@ -190,7 +190,7 @@ fn storm(mut rng: Rng, spec: &dyn Fn(&mut Rng) -> CacheSpec, seen: &mut Seen) {
     sim.run();
     sim.check();
 
-    // With nothing else under way, what the events say is what is served.
+    // With nothing else in flight, a lookup serves exactly what the events announced.
     for _ in 0..4 {
         let (root, prompt) = prompts.next(&mut rng);
         let predicted = sim.predict(root, &prompt);
@@ -235,8 +235,8 @@ fn said(name: &str) -> Option<u64> {
     std::env::var(name).ok().and_then(|number| number.parse().ok())
 }
 
-/// `cases` storms over caches of this shape, or what the environment says; what happened in them. Each `family` has
-/// storms of its own.
+/// Runs `cases` storms over caches of this shape, or those that the environment selects, and returns what
+/// happened in them. Each `family` has different storms.
 fn storms(family: u64, cases: u64, spec: &dyn Fn(&mut Rng) -> CacheSpec) -> Seen {
     let mut seen = Seen::default();
     let cases = said("STORM_SEEDS").unwrap_or(cases);

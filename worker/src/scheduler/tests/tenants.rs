@@ -1,4 +1,5 @@
-//! Turns of tenants: nobody's requests wait for all of another's, and nothing is computed again and again.
+//! Fairness between tenants: no tenant waits for all requests of another, and nothing is computed again and
+//! again.
 
 use super::simulator::*;
 use crate::kv_cache::CacheSpec;
@@ -36,7 +37,7 @@ impl Crowd {
         }
     }
 
-    /// Steps until it has ended; how many that took.
+    /// Steps until the sequence has ended. Returns their number.
     fn until_done(&mut self, id: SeqId) -> u32 {
         let mut steps = 0;
         while !self.sim.done.contains_key(&id) {
@@ -73,11 +74,13 @@ fn a_request_does_not_wait_for_what_another_tenant_has_queued() {
                 crowd.until_done(id)
             })
             .collect();
-        // A step before which another's sequence makes way: its rows are given up, and nobody is admitted. Then four for its
-        // tokens, with the prompt in the first of them. One that may make way is always there: of eight, at most one does
-        // so in five steps, and it may again after 16.
+        // In the first step a sequence of the other tenant yields: its rows are dropped, and none is
+        // admitted. The next four steps produce the four tokens; the first of them also computes the prompt.
+        // A sequence that may yield always exists: at most one of eight yields in five steps, and it may
+        // yield again after 16 tokens.
         assert_eq!(waits, [5; 20]);
-        // What makes way finds itself cached but for the tokens of a unit; with recurrent layers, from a state on.
+        // A sequence that yields finds its prefix cached except for the tokens of a unit. With recurrent
+        // layers it resumes from a state.
         let counters = crowd.sim.scheduler.stats().counters;
         assert!((1..=20).contains(&counters.yields), "{counters:?}");
         assert!(counters.recomputed_tokens <= again * counters.yields, "{counters:?}");
@@ -87,7 +90,7 @@ fn a_request_does_not_wait_for_what_another_tenant_has_queued() {
 }
 
 #[test]
-fn places_are_shared_by_weight_and_then_kept() {
+fn batch_slots_are_shared_by_weight_and_then_kept() {
     let mut crowd = Crowd::new(places(8), full(16, 4_000));
     crowd.submit_all(40, 1, 1, 20, 400);
     crowd.run(20);
@@ -117,7 +120,7 @@ fn of_more_tenants_than_places_each_has_its_turn() {
 }
 
 #[test]
-fn one_that_holds_all_blocks_makes_way_and_is_not_made_to_start_over_and_over() {
+fn a_sequence_that_holds_all_blocks_yields_without_restarting_forever() {
     let mut crowd = Crowd::new(places(8), full(16, 40));
     let long = crowd.submit(1, 1, 400, 200);
     crowd.run(40);
@@ -128,7 +131,7 @@ fn one_that_holds_all_blocks_makes_way_and_is_not_made_to_start_over_and_over() 
     crowd.until_done(long);
     let counters = crowd.sim.scheduler.stats().counters;
     assert!(counters.yields > 0, "{counters:?}");
-    // What it computes again is bounded by what it computes.
+    // The recomputed tokens are bounded by the computed ones.
     assert!(counters.recomputed_tokens < 4 * 600, "{counters:?}");
     crowd.sim.check();
 }
@@ -140,13 +143,13 @@ fn a_long_prompt_leaves_rows_to_another_tenants() {
     crowd.submit_all(3, 1, 1, 3_000, 10);
     crowd.run(3);
     let id = crowd.submit(2, 1, 64, 2);
-    // A step in which it is admitted, two for its prompt beside the other's, and one for its last token.
+    // One step to be admitted, two for its prompt next to the other's, and one for its last token.
     assert!(crowd.until_done(id) <= 5);
     assert_eq!(crowd.drawn(1), 0);
 }
 
 #[test]
-fn who_was_idle_has_saved_nothing_up() {
+fn an_idle_tenant_gains_no_credit() {
     let mut crowd = Crowd::new(places(4), full(16, 4_000));
     let first = crowd.submit(2, 1, 20, 1);
     crowd.until_done(first);
@@ -162,10 +165,10 @@ fn who_was_idle_has_saved_nothing_up() {
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, cases: 48, ..ProptestConfig::default() })]
 
-    /// Whatever comes from whom: all of it ends, with the tokens that it would have had alone, in about as many steps as
-    /// there are tokens.
+    /// For any requests of any tenants: all end with the tokens that they would have had alone, in about as
+    /// many steps as there are tokens.
     #[test]
-    fn everything_ends_as_it_would_alone(
+    fn every_sequence_ends_as_it_would_alone(
         requests in proptest::collection::vec((0u64..5, 1u32..200, 1u32..60, 0u32..12), 1..60),
         weights in proptest::collection::vec(1u32..5, 5),
         (max_seqs, blocks, chunk) in (1usize..6, 20u64..60, prop_oneof![Just(7u32), Just(16), Just(64)]),

@@ -26,10 +26,10 @@ fn requests_are_cut_by_bytes_and_count_and_spread_over_sources_within_the_window
     let mut schedule = schedule(&[10, 10, 10, 10, 35, 35, 35], 2);
     let asks: Vec<ChunkAsk> = std::iter::from_fn(|| schedule.next(now)).collect();
     let made: Vec<_> = asks.iter().map(|ask| (ask.source, indices(ask))).collect();
-    // Three at most; 40 bytes at most; the last would be beyond 100.
+    // At most three chunks and 40 bytes each; a fourth request would exceed the window of 100 bytes.
     assert_eq!(made, [(0, vec![0, 1, 2]), (1, vec![3]), (0, vec![4])]);
     assert_eq!(asks[0].chunks[1], (1, id(1), 10));
-    // What is held counts until it is on the disk.
+    // Held chunks count against the window until they are stored.
     (0..3).for_each(|chunk| schedule.received(asks[0].request, chunk));
     schedule.ended(asks[0].request, false, now);
     assert_eq!(schedule.next(now), None);
@@ -39,7 +39,7 @@ fn requests_are_cut_by_bytes_and_count_and_spread_over_sources_within_the_window
 }
 
 #[test]
-fn each_lane_has_two_requests_of_the_window_and_one_lane_is_as_it_was() {
+fn the_window_has_two_requests_for_each_lane() {
     let one = Limits { window: 32 << 20, request: 8 << 20, chunks: 256, requests: 3, lanes: 1 };
     // (lanes, window in MiB, requests)
     let cases = [(0, 32, 3), (1, 32, 3), (2, 32, 4), (3, 48, 6), (6, 96, 12), (8, 128, 16), (16, 256, 32)];
@@ -52,7 +52,7 @@ fn each_lane_has_two_requests_of_the_window_and_one_lane_is_as_it_was() {
 }
 
 #[test]
-fn requests_go_over_the_lane_with_least_to_come_whichever_source_it_is_of() {
+fn requests_use_the_lane_with_the_fewest_bytes_of_all_sources() {
     let now = Instant::now();
     let limits = Limits { window: 1000, request: 40, chunks: 3, requests: 3, lanes: 3 };
     let mut schedule = of(limits, &[40, 10, 10, 10, 20, 20, 40, 40, 40, 5], 2);
@@ -62,13 +62,13 @@ fn requests_go_over_the_lane_with_least_to_come_whichever_source_it_is_of() {
         (0, 0, vec![0]),
         (1, 1, vec![1, 2, 3]),
         (0, 2, vec![4, 5]),
-        // 40, 30 and 40 are to come.
+        // 40, 30 and 40 bytes are outstanding.
         (1, 1, vec![6]),
         (0, 0, vec![7]),
         (1, 2, vec![8]),
     ];
     assert_eq!(lanes, want);
-    // What has come is not to come any more, though it is not on the disk; what has failed neither.
+    // Arrived and failed chunks are no longer outstanding, even if not stored yet.
     schedule.received(made[1].request, 1);
     schedule.received(made[1].request, 2);
     schedule.received(made[1].request, 3);
@@ -80,7 +80,7 @@ fn requests_go_over_the_lane_with_least_to_come_whichever_source_it_is_of() {
 }
 
 #[test]
-fn a_lane_that_fails_is_its_sources_failure_and_a_lie_its_lie() {
+fn failures_and_strikes_of_a_lane_count_for_its_source() {
     let now = Instant::now();
     let limits = Limits { window: 1000, request: 10, chunks: 1, requests: 4, lanes: 4 };
     let mut schedule = of(limits, &[10; 5], 1);
@@ -88,7 +88,7 @@ fn a_lane_that_fails_is_its_sources_failure_and_a_lie_its_lie() {
     assert_eq!(asks.iter().map(|ask| ask.lane).collect::<Vec<_>>(), [0, 1, 2, 3]);
     schedule.ended(asks[1].request, true, now);
     assert_eq!(schedule.next(now), None, "it is left alone, over other lanes too");
-    // The others' requests go on, and count as one source's.
+    // The requests over other lanes go on, and their strikes count for the same source.
     let mut lie = |ask: &ChunkAsk| {
         schedule.received(ask.request, ask.chunks[0].0);
         let out = schedule.damaged(ask.source, ask.chunks[0].0, now);
@@ -108,7 +108,7 @@ fn a_chunk_larger_than_the_window_goes_alone() {
 }
 
 #[test]
-fn what_a_failed_request_has_not_brought_is_asked_of_another_at_once_and_of_the_same_later() {
+fn a_failed_request_is_retried_at_once_elsewhere_and_later_at_its_source() {
     let now = Instant::now();
     let mut one = schedule(&[10, 10], 1);
     let ask = one.next(now).unwrap();
@@ -128,7 +128,7 @@ fn what_a_failed_request_has_not_brought_is_asked_of_another_at_once_and_of_the_
 }
 
 #[test]
-fn wrong_bytes_are_asked_of_others_and_three_of_them_end_it() {
+fn wrong_bytes_are_requested_elsewhere_and_three_drop_the_source() {
     let now = Instant::now();
     let mut schedule = schedule(&[10, 10, 10], 2);
     let lie = |schedule: &mut Schedule, ask: &ChunkAsk| {
@@ -153,7 +153,7 @@ fn wrong_bytes_are_asked_of_others_and_three_of_them_end_it() {
 }
 
 #[test]
-fn what_a_source_does_not_hold_is_asked_of_it_again_after_a_while() {
+fn a_missing_chunk_is_requested_again_after_a_pause() {
     let now = Instant::now();
     let mut schedule = schedule(&[10], 1);
     let ask = schedule.next(now).unwrap();
@@ -164,7 +164,7 @@ fn what_a_source_does_not_hold_is_asked_of_it_again_after_a_while() {
 }
 
 #[test]
-fn a_request_that_ends_late_takes_nothing_from_the_one_that_has_taken_over() {
+fn a_request_that_ends_late_does_not_affect_its_successor() {
     let now = Instant::now();
     let mut schedule = schedule(&[10], 2);
     let first = schedule.next(now).unwrap();
@@ -193,8 +193,9 @@ fn fate() -> impl Strategy<Value = Fate> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
 
-    /// Whatever sources do: nothing is asked for twice at a time, the window holds, nobody who is out is asked, and as
-    /// long as one source is honest everything comes. Requests go over the lane with the least to come.
+    /// Whatever sources do: no chunk is requested twice at a time, the window holds, dropped sources are not
+    /// asked, and everything arrives if one source is honest. Requests use the lane with the fewest
+    /// outstanding bytes.
     #[test]
     fn everything_comes_in_the_end(
         bytes in proptest::collection::vec(1usize..60, 1..40),
@@ -205,7 +206,7 @@ proptest! {
     ) {
         let mut now = Instant::now();
         let mut schedule = of(Limits { lanes, ..LIMITS }, &bytes, sources + 1);
-        // The last one is honest.
+        // The last source is honest.
         let mut fates = fates.into_iter().chain(std::iter::repeat(Fate::Comes));
         let mut picks = picks.into_iter().cycle();
         let mut open: BTreeMap<RequestId, ChunkAsk> = BTreeMap::new();

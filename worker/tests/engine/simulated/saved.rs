@@ -1,4 +1,4 @@
-//! What lies in a device's memory goes out of it and comes back: snapshots, and tiers. Not a bit tells.
+//! Snapshots and tiers move the content of device memory out and back without changing a bit.
 
 use super::{simulated, small};
 use crate::harness::{self, Ask, Heard, one_by_one, open, open_on, path, prompt};
@@ -11,7 +11,7 @@ use kvasir_worker::engine::Engine;
 use kvasir_worker::load::{self, EngineOptions};
 use kvasir_worker::snapshot::{Snapshot, SnapshotError};
 
-/// Keys and values, also of windows, and states.
+/// Keys and values, also with windows, and recurrent states.
 const MODELS: [(&str, Arch); 3] = [
     ("tiny/llama/llama-f32", Arch::SM_90),
     ("tiny/gemma3/gemma3-f32", Arch::SM_121A),
@@ -19,10 +19,10 @@ const MODELS: [(&str, Arch); 3] = [
 ];
 const PROMPT: usize = 40;
 const GENERATE: u32 = 12;
-/// What of such a prompt and its answer is whole units before the last token.
+/// Tokens in whole units before the last token of such a prompt and its output.
 const HELD: usize = 48;
 
-/// With nothing shared, on a device of its own.
+/// The result without sharing, on a separate device.
 fn undisturbed(model: &str, arch: Arch, ask: &Ask) -> Heard {
     let options = EngineOptions { prefix_cache: false, ..small(model) };
     one_by_one(&mut open_on(model, &options, simulated(arch, &options)), std::slice::from_ref(ask)).remove(0)
@@ -33,7 +33,7 @@ fn on_device(model: &str, arch: Arch, options: &EngineOptions) -> Engine {
 }
 
 #[test]
-fn a_sequence_saved_from_device_memory_goes_on_on_another_device() {
+fn a_sequence_saved_from_device_memory_continues_on_another_device() {
     for (model, arch) in MODELS {
         let options = small(model);
         let mut first = on_device(model, arch, &options);
@@ -47,7 +47,7 @@ fn a_sequence_saved_from_device_memory_goes_on_on_another_device() {
         let snapshot = Snapshot::from_bytes(&file, &second.origin()).unwrap();
         let restored = second.restore(key("again"), &snapshot).unwrap();
         assert_eq!((restored.cached as usize, second.metrics().steps.get()), (HELD, 0), "{model}");
-        // What was restored is what was saved, byte for byte.
+        // The restored bytes equal the saved ones.
         assert_eq!(save(&mut second, "again").unwrap(), snapshot, "{model}");
         for engine in [&mut second, &mut first] {
             let heard = finish(engine, std::slice::from_ref(&next)).remove(0);
@@ -55,7 +55,7 @@ fn a_sequence_saved_from_device_memory_goes_on_on_another_device() {
             assert_same(model, &heard, &want);
         }
 
-        // To the CPU the same bytes would mean something else.
+        // The same bytes have another meaning on the CPU.
         let refused =
             Snapshot::from_bytes(&file, &open(model, &harness::options(model)).origin()).unwrap_err();
         let other = matches!(refused, SnapshotError::Other { what: "numeric class", .. });
@@ -63,7 +63,7 @@ fn a_sequence_saved_from_device_memory_goes_on_on_another_device() {
     }
 }
 
-/// The least memory for keys, values and states that serves so many tokens.
+/// Options with the smallest KV memory that serves `tokens` tokens.
 fn cramped(model: &str, arch: Arch, tokens: usize) -> EngineOptions {
     let engine = on_device(model, arch, &small(model));
     let all: u64 = engine.decoder().groups().iter().map(|group| group.block_bytes as u64).sum();
@@ -79,7 +79,8 @@ fn cramped(model: &str, arch: Arch, tokens: usize) -> EngineOptions {
     options((4..100).find(fits).unwrap())
 }
 
-/// All that is held came from a tier: of states the last checkpoint that there was room for, else all whole units.
+/// Checks that all cached tokens came from a tier: with states up to the last checkpoint for which there was
+/// room, otherwise all whole units.
 fn assert_came_back(model: &str, engine: &Engine, again: &Heard) {
     let states = engine.decoder().groups().iter().any(|group| group.kind == CacheKind::State);
     let held = if states { 32 } else { HELD };
@@ -87,7 +88,7 @@ fn assert_came_back(model: &str, engine: &Engine, again: &Heard) {
 }
 
 #[test]
-fn what_device_memory_had_no_room_for_comes_back_from_the_host_and_from_files() {
+fn prefixes_evicted_from_device_memory_come_back_from_the_tiers() {
     for (model, arch) in MODELS {
         let folder = tempfile::tempdir().unwrap();
         let tiers = disk(folder.path(), 64 << 20);

@@ -1,11 +1,11 @@
-//! An operator's plan: all of it, nothing else, and nobody in another's place.
+//! Operators' plans are placed completely or not at all, and other replicas do not take their workers.
 
 use super::*;
 
 type Stages<'a> = &'a [(&'a str, u32, u32)];
 
 impl Rig {
-    /// An operator plans a model.
+    /// Sets an operator's plan of a model.
     fn told(&mut self, model: &str, replicas: &[Stages<'_>]) {
         let stage =
             |&(name, first, end): &(&str, u32, u32)| StagePlan { node: node(name), layers: (first, end) };
@@ -13,7 +13,7 @@ impl Rig {
         self.make(Change::OperatorPlanned(OperatorPlan { model: ModelId::new(model).unwrap(), replicas }));
     }
 
-    /// Why of this model something is not placed.
+    /// Why a part of this model's plan is not placed.
     fn why(&self, model: &str) -> String {
         let (nothing, why) = self.decide(2);
         assert_eq!(nothing, None);
@@ -34,7 +34,7 @@ const A_B: Stages<'_> = &[("a", 0, 2), ("b", 2, 3)];
 const B_A: Stages<'_> = &[("b", 0, 1), ("a", 1, 3)];
 
 #[test]
-fn an_operators_plan_takes_the_place_of_the_leaders_in_one_step() {
+fn an_operators_plan_replaces_the_leaders_in_one_step() {
     let mut rig = Rig::new(&["a", "b"]);
     rig.told("m", &[B_A]);
     assert_eq!(rig.settle(2), [["b", "a"]]);
@@ -49,7 +49,7 @@ fn an_operators_plan_takes_the_place_of_the_leaders_in_one_step() {
 }
 
 #[test]
-fn an_operators_plan_without_room_for_the_drafter_waits_and_says_so() {
+fn an_operators_plan_without_room_for_the_drafter_waits_with_a_reason() {
     let mut rig = Rig::new(&["a", "b"]);
     rig.told("m", &[A_B]);
     rig.drafter = drafter(1, 1000);
@@ -63,10 +63,10 @@ fn an_operators_plan_without_room_for_the_drafter_waits_and_says_so() {
 }
 
 #[test]
-fn replicas_that_are_not_the_operators_are_dropped_once_his_stand() {
+fn other_replicas_are_dropped_once_the_operators_are_placed() {
     let mut rig = Rig::new(&["a", "b", "c", "d", "e", "f"]);
     assert_eq!(rig.settle(2).len(), 3);
-    // Two of them have to go for it, and the third one, in nobody's way, after that.
+    // Two of the replicas must go for the plan; the third, which is not in the way, goes afterwards.
     rig.told("m", &[&[("a", 0, 1), ("c", 1, 3)]]);
     assert_eq!(rig.settle(2), [["a", "c"]]);
     rig.told("m", &[&[("a", 0, 1), ("c", 1, 3)], &[("e", 0, 3)]]);
@@ -75,7 +75,7 @@ fn replicas_that_are_not_the_operators_are_dropped_once_his_stand() {
 }
 
 #[test]
-fn a_replica_serves_on_until_the_plans_workers_have_come() {
+fn a_replica_keeps_serving_until_the_plans_workers_are_available() {
     let mut rig = Rig::new(&["a", "b"]);
     let before = rig.settle(2);
     let lives = rig.lives();
@@ -90,7 +90,7 @@ fn a_replica_serves_on_until_the_plans_workers_have_come() {
 }
 
 #[test]
-fn who_is_away_of_an_operators_replica_is_waited_for_and_not_replaced() {
+fn an_absent_worker_of_an_operators_replica_is_not_replaced() {
     let mut rig = Rig::new(&["a", "b", "c", "d"]);
     rig.told("m", &[A_B]);
     assert_eq!(rig.settle(2), [["a", "b"]], "nor are others made of those who are free");
@@ -102,7 +102,7 @@ fn who_is_away_of_an_operators_replica_is_waited_for_and_not_replaced() {
     rig.workers.push(b);
     assert_eq!(rig.settle(2).len(), 1);
     assert_eq!(rig.lives(), lives);
-    // Back with another file it can never be what was planned.
+    // A worker that returns with another file can never serve the planned replica.
     let [at_a, at_b] =
         ["a", "b"].map(|name| rig.workers.iter().position(|(n, _)| n.as_str() == name).unwrap());
     rig.workers[at_b].1 = capacity(1 << 30, [2; 32]);
@@ -119,13 +119,13 @@ fn workers_of_an_operators_plan_are_kept_for_it() {
     let both = |model: &str| OfferedModelFile { model: ModelId::new(model).unwrap(), digest: DIGEST };
     rig.workers.iter_mut().for_each(|(_, capacity)| capacity.files.push(both("n")));
     rig.models.push(ModelId::new("n").unwrap());
-    // It cannot be placed yet, and is kept free for.
+    // The plan cannot be placed yet; its workers are kept free.
     rig.told("m", &[&[("a", 0, 1), ("b", 1, 2), ("z", 2, 3)]]);
     let planned = rig.settle(2);
     assert_eq!(planned.len(), 1);
     assert!(planned[0].iter().all(|name| ["c", "d"].contains(&name.as_str())), "{planned:?}");
     assert!(rig.table.replicas().values().all(|plan| plan.model.as_str() == "n"));
-    // Another model's replica on them gives way, as soon as the plan can be.
+    // Another model's replica on its workers is dropped once the plan can be placed.
     rig.told("m", &[&[("a", 0, 1), ("c", 1, 3)]]);
     let placed = rig.settle(2);
     assert_eq!(placed, [["a", "c"], ["b", "d"]], "n has those who are not named any more");
@@ -150,7 +150,7 @@ fn a_withdrawn_plan_leaves_the_model_to_the_leader() {
 }
 
 #[test]
-fn what_cannot_be_placed_as_planned_is_told_with_its_numbers() {
+fn a_plan_that_does_not_fit_is_reported_with_its_numbers() {
     let mut rig = Rig::new(&["a", "b"]);
     rig.workers[1].1.memory = 1000;
     rig.told("m", &[A_B]);
@@ -161,7 +161,7 @@ fn what_cannot_be_placed_as_planned_is_told_with_its_numbers() {
 }
 
 #[test]
-fn no_cut_parts_layers_from_the_keys_that_they_read() {
+fn no_cut_separates_a_layer_from_the_kv_it_reads() {
     let mut rig = Rig::new(&["a", "b"]);
     rig.costs = costs("gemma4/gemma4-f32.gguf");
     let layers = rig.costs.layers() as u32;
@@ -176,7 +176,7 @@ fn no_cut_parts_layers_from_the_keys_that_they_read() {
 }
 
 #[test]
-fn who_has_no_file_gets_it_and_who_may_not_is_not_asked() {
+fn workers_without_the_file_receive_it_and_blocked_files_are_not_placed() {
     let mut rig = Rig::new(&["a", "b", "c"]);
     rig.workers.iter_mut().take(2).for_each(|(_, capacity)| capacity.files.clear());
     rig.told("m", &[A_B]);
@@ -186,14 +186,14 @@ fn who_has_no_file_gets_it_and_who_may_not_is_not_asked() {
     rig.told("m", &[A_B]);
     assert!(rig.settle(2).is_empty());
     assert!(rig.why("m").contains("no worker of the pool has a file"), "{}", rig.why("m"));
-    // The file that most of them have, not the first.
+    // The file that most of them have, not the first one.
     let mut rig = Rig::new(&["a", "b"]);
     rig.workers[1].1 = capacity(1 << 30, [2; 32]);
     rig.workers[0].1.files.push(OfferedModelFile { model: ModelId::new("m").unwrap(), digest: [2; 32] });
     rig.told("m", &[A_B]);
     assert_eq!(rig.settle(2).len(), 1);
     assert!(rig.table.replicas().values().all(|plan| plan.model_digest == [2; 32]));
-    // A file that is no model is placed nowhere.
+    // A blocked file is not placed.
     rig.bad = Some("no words".into());
     assert!(rig.settle(2).is_empty());
     assert!(!rig.why("m").is_empty());

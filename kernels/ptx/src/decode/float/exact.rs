@@ -1,11 +1,12 @@
-//! Sums and products rounded once, in every direction.
+//! Sums and products that are rounded once, in every rounding mode.
 //!
-//! The exact result is computed in 64 bits, rounded to odd: where it does not fit, its last bit is set. Rounding that
-//! to 32 bits or fewer gives the same as rounding the exact result (Boldo and Melquiond, 2008).
+//! The exact result is computed in 64 bits and rounded to odd: if it does not fit, its last bit is set.
+//! Rounding that to 32 bits or fewer gives the same as rounding the exact result (Boldo and Melquiond,
+//! 2008).
 
 use crate::lanes::{LANES, V32};
 
-/// Which neighbour becomes the result.
+/// Rounding mode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::decode) enum Rounding {
     Nearest,
@@ -14,29 +15,29 @@ pub(in crate::decode) enum Rounding {
     Up,
 }
 
-/// `a + b`, rounded to odd.
+/// Returns `a + b`, rounded to odd.
 #[inline(always)]
 pub(in crate::decode) fn sum_odd(a: f64, b: f64) -> f64 {
     let sum = a + b;
     let back = sum - a;
     let error = (a - (sum - back)) + (b - back);
-    // No error, or one that is no number.
+    // The error is zero or NaN.
     let exact = error.abs().partial_cmp(&0.0) != Some(std::cmp::Ordering::Greater);
     if exact || sum.to_bits() & 1 == 1 {
         return sum;
     }
-    // Away from zero if the error has the sum's sign.
+    // Away from zero if the error has the sign of the sum.
     let outwards = (error > 0.0) == (sum > 0.0);
     f64::from_bits(if outwards { sum.to_bits() + 1 } else { sum.to_bits() - 1 })
 }
 
-/// `a * b + c`, rounded to odd. The product of two 32-bit floats is exact in 64 bits.
+/// Returns `a * b + c`, rounded to odd. The product of two 32-bit floats is exact in 64 bits.
 #[inline(always)]
 pub(in crate::decode) fn fused_odd(a: f64, b: f64, c: f64) -> f64 {
     sum_odd(a * b, c)
 }
 
-/// To 32 bits.
+/// Rounds to 32 bits.
 #[inline(always)]
 pub(in crate::decode) fn narrow(value: f64, rounding: Rounding) -> f32 {
     let near = value as f32;
@@ -56,9 +57,9 @@ pub(in crate::decode) fn narrow(value: f64, rounding: Rounding) -> f32 {
     }
 }
 
-/// `fma.rn.f32` of a warp. The sum of the exact product in 64 bits is rounded twice; that can only differ from
-/// rounding once where the first result lies midway between two floats or below the normal ones: those lanes are done
-/// again, one by one.
+/// `fma.rn.f32` of a warp. The sum with the exact product is computed in 64 bits, so it is rounded twice.
+/// The result can differ from a single rounding only if the first result lies midway between two floats or
+/// is subnormal. These lanes are computed again, one by one.
 pub(in crate::decode) fn fused(a: &V32, b: &V32, c: &V32, out: &mut V32) {
     if cfg!(target_feature = "fma") {
         for i in 0..LANES {

@@ -1,5 +1,5 @@
-//! Floats of 16 bits, alone and in pairs. Sums and products of one operation are exact in 64 bits before they are
-//! rounded to 16, or rounded to odd there.
+//! 16-bit floats, single and in pairs. Sums and products of one operation are exact in 64 bits, or rounded
+//! to odd there, before they are rounded to 16 bits.
 
 use super::super::Decoded;
 use super::super::operands::Decoder;
@@ -16,11 +16,11 @@ pub(super) struct Modes {
     pub(super) nan: bool,
 }
 
-/// A format of 16 bits.
+/// A 16-bit format.
 trait Half {
     fn wide(bits: u32) -> f64;
     fn narrow(value: f64) -> u32;
-    /// Without its sign; negated.
+    /// Clears the sign.
     fn magnitude(bits: u32) -> u32 {
         bits & 0x7fff
     }
@@ -54,7 +54,7 @@ impl Half for Bf16 {
     }
 }
 
-/// The same of both halves.
+/// Applies a function to both halves.
 #[inline(always)]
 fn twice<const N: usize>(values: [u32; N], f: impl Fn([u32; N]) -> u32) -> u32 {
     f(values.map(|value| value & 0xffff)) & 0xffff | f(values.map(|value| value >> 16)) << 16
@@ -144,7 +144,7 @@ fn ex2<T: Half>([a]: [u32; 1]) -> u32 {
     T::narrow(T::wide(a).exp2())
 }
 
-/// One function for each of the four types.
+/// Instantiates a function for each of the four types.
 macro_rules! halves {
     ($ty:expr, $f:ident, |$($a:ident),+|) => {
         match $ty {

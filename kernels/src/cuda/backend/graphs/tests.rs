@@ -1,4 +1,5 @@
-//! Steps as recorded against the same steps launched kernel by kernel: bit for bit, over whatever changes between steps.
+//! Replayed graphs compared bit for bit with the same steps launched kernel by kernel, over everything that
+//! changes between steps.
 
 use super::*;
 use crate::backend::{
@@ -17,22 +18,23 @@ const HIDDEN: usize = 64;
 const VOCAB: usize = 50;
 const HEAD: usize = 32;
 const BLOCK: usize = 16;
-/// Blocks of a sequence, and sequences.
+/// Blocks of a sequence.
 const BLOCKS: usize = 80;
 const SEQUENCES: usize = 3;
 const STATE: StateShape =
     StateShape { kind: StateKind::DeltaNet, channels: 3 * HEAD, taps: 4, heads: 1, rows: HEAD, cols: HEAD };
 
-/// A decoder of two layers of attention, one that sees everything and one with a window, and a delta net.
+/// A decoder with two attention layers (one without and one with a window) and a delta net.
 struct Model {
     backend: CudaBackend,
-    /// Embedding, `HIDDEN` to `HIDDEN`, to a head, to three heads, to one value, from a head.
+    /// Embedding; matrices from `HIDDEN` to `HIDDEN`, to a head, to three heads and to one value; from a
+    /// head.
     matrices: [MatrixId; 6],
     weight: VectorId,
     rope: RopeId,
     layers: [KvLayerId; 2],
     state: StateLayerId,
-    /// Blocks of the first sequence that the others begin with, in the group that sees everything.
+    /// Blocks of the first sequence that the others begin with, in the group without a window.
     common: usize,
     conv: VectorId,
     one: VectorId,
@@ -40,11 +42,11 @@ struct Model {
     slot_units: u32,
     x: BufferId,
     normed: BufferId,
-    /// q, k, v, mixed, inputs of the delta net, its gains, steps and outputs.
+    /// q, k, v, mixed; inputs, gains, steps and outputs of the delta net.
     parts: [BufferId; 8],
 }
 
-/// Every step of a sequence is (sequence, positions before it, rows).
+/// One (sequence, positions before the step, rows) for each sequence of a step.
 type Steps = [(usize, usize, usize)];
 
 impl Model {
@@ -133,7 +135,7 @@ impl Model {
         (2 * SEQUENCES * BLOCKS) as u32 * self.block_units + number as u32 * self.slot_units
     }
 
-    /// Runs a step and gives the bits of its rows, and of the states of its sequences.
+    /// Runs a step and returns the bits of its rows and of its sequences' states.
     fn step(&mut self, parts: &Steps, token: u32) -> Result<(Vec<u32>, StepOps), Error> {
         let (mut rows, mut sequences) = (0, Vec::new());
         for &(_, context, count) in parts {
@@ -155,7 +157,7 @@ impl Model {
             .collect();
         let tables: Vec<Vec<BlockTable<'_>>> =
             owned.iter().map(|group| group.iter().map(|table| BlockTable::Paged(table)).collect()).collect();
-        // At every seventh position a copy of the state is kept.
+        // The state is exported at every seventh position.
         let state = |&(sequence, context, count): &(usize, usize, usize)| StepState {
             read: (context > 0).then(|| self.slot(sequence)),
             write: self.slot(sequence),
@@ -228,7 +230,7 @@ fn sim() -> Box<SimDevice> {
     Box::new(SimDevice::new(ptx::Limits::GB10, 1))
 }
 
-/// Every step gives the same bits with recordings and without; how each was run with them.
+/// Checks that every step has the same bits with and without graphs. Returns how each step ran with graphs.
 fn run(recorded: &mut Model, launched: &mut Model, steps: &[&Steps]) -> Vec<StepOps> {
     let step = |(number, step): (usize, &&Steps)| {
         let token = 3 * number as u32 % 40;
@@ -249,32 +251,33 @@ fn steps_give_the_same_bits_recorded_and_launched_one_by_one() {
         &mut recorded,
         &mut launched,
         &[
-            // One sequence, over the end of a block; states are read from nothing, then from their slots.
+            // One sequence, past the end of a block. States are first zero, then read from their slots.
             &[(0, 0, 1)],
             &[(0, 14, 1)],
             &[(0, 15, 1)],
             &[(0, 16, 1)],
-            // Another is admitted, whose past ends at a split and then goes beyond it.
+            // Another sequence joins, whose past ends at a split and then passes it.
             &[(0, 17, 1), (1, 510, 1)],
             &[(0, 18, 1), (1, 511, 1)],
             &[(0, 19, 1), (1, 512, 1)],
             &[(1, 513, 1), (0, 20, 1)],
             &[(0, 21, 1), (1, 514, 1)],
-            // The first alone again, in memory that has grown since, and then the second: as many rows, but longer.
+            // The first alone again, in memory that has grown since; then the second: equally many rows,
+            // but longer.
             &[(0, 22, 1)],
             &[(1, 515, 1)],
             &[(1, 1022, 1)],
             &[(1, 1023, 1)],
-            // A prompt, which needs more memory than ever: nothing that was recorded names it.
+            // A prompt, which needs more memory than before: no graph refers to it.
             &[(2, 0, 40)],
             &[(2, 40, 1), (0, 23, 1)],
             &[(2, 41, 1), (0, 24, 1)],
-            // A prompt for which there is room, beside one that decodes.
+            // A prompt for which there is room, together with a decoding sequence.
             &[(2, 42, 1), (1, 0, 9)],
             &[(2, 43, 1), (0, 25, 1)],
             &[(2, 1030, 1), (0, 26, 1)],
             &[(2, 1031, 1), (0, 27, 1)],
-            // Tables that there was no room for.
+            // Tables that need more room.
             &[(2, 1032, 1), (0, 1100, 1)],
         ],
     );
@@ -290,9 +293,9 @@ fn steps_give_the_same_bits_recorded_and_launched_one_by_one() {
     assert_eq!((called, recorded, replayed, kept), (7, 8, 6, 1));
 }
 
-/// Which sequences begin with the same blocks changes under a recording, and with it nothing but what is read how often.
+/// The sequences that share blocks change between replays. This changes only how often blocks are read.
 #[test]
-fn rows_go_together_in_a_recording_as_they_do_without() {
+fn shared_blocks_may_change_under_a_graph() {
     let sim = |seed| Box::new(SimDevice::new(ptx::Limits::GB10, seed));
     let mut recorded = Model::with(sim(1), true, KvType::F16);
     let mut launched = Model::with(sim(2), false, KvType::F16);
@@ -313,16 +316,16 @@ fn rows_go_together_in_a_recording_as_they_do_without() {
     assert_eq!(ran, [Called, Recorded, Replayed, Replayed, Replayed, Replayed]);
 }
 
-/// Two sequences where there was room for one: the step takes no more bytes, since arrays are rounded up, and yet the second
-/// group's lie elsewhere.
+/// Two sequences where there was room for one. The step takes no more bytes, since arrays are rounded up,
+/// but the second group's arrays move.
 #[test]
-fn a_recording_of_another_layout_is_forgotten() {
+fn a_graph_of_another_layout_is_dropped() {
     let (mut recorded, mut launched) = (Model::new(sim(), true), Model::new(sim(), false));
     let ops = run(
         &mut recorded,
         &mut launched,
         &[
-            // With room in the tables for the two below.
+            // Makes room in the tables for the two sequences below.
             &[(0, 1101, 1)],
             &[(0, 1102, 1)],
             &[(0, 1103, 1)],
@@ -336,7 +339,7 @@ fn a_recording_of_another_layout_is_forgotten() {
 }
 
 #[test]
-fn what_an_op_would_have_refused_is_refused_of_a_recording() {
+fn a_replay_refuses_what_its_operations_would_refuse() {
     let mut model = Model::new(sim(), true);
     for context in 1..4 {
         model.step(&[(0, context, 1)], 0).unwrap();
@@ -347,7 +350,7 @@ fn what_an_op_would_have_refused_is_refused_of_a_recording() {
     assert_eq!(model.step(&[(0, 4, 1)], 0).unwrap().1, StepOps::Replayed);
 }
 
-/// A device that records nothing.
+/// A device without graphs.
 struct Plain(Box<SimDevice>);
 
 impl Device for Plain {
@@ -389,10 +392,10 @@ impl Device for Plain {
 }
 
 #[test]
-fn a_device_that_records_nothing_runs_every_step() {
+fn a_device_without_graphs_runs_every_step() {
     let (mut plain, mut launched) = (Model::new(Box::new(Plain(sim())), true), Model::new(sim(), false));
     let ops = run(&mut plain, &mut launched, &[&[(0, 1, 1)], &[(0, 2, 1)], &[(0, 3, 1)]]);
-    // The second was to be recorded, and was run all the same.
+    // The second step was to be recorded and was run instead.
     assert_eq!(ops, [StepOps::Called, StepOps::Recorded, StepOps::Called]);
     assert_eq!(plain.backend.step_counts(), StepCounts { called: 3, ..StepCounts::default() });
 }

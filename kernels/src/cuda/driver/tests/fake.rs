@@ -1,4 +1,5 @@
-//! A driver that does nothing, notes what it is asked for, and fails where a test says so. Each test's thread has its own.
+//! A driver that does nothing, records its calls, and fails where a test requests it. Each test thread has
+//! its own.
 
 #![allow(
     unsafe_code,
@@ -20,7 +21,7 @@ thread_local! {
     static CALLS: RefCell<Vec<&'static str>> = RefCell::default();
 }
 
-/// From now on a call returns this.
+/// Makes every later call of this function return `status`.
 pub(super) fn fail(call: &'static str, status: u32) {
     FAILURES.with_borrow_mut(|failures| failures.insert(call, status));
 }
@@ -30,7 +31,7 @@ pub(super) fn forget_failures() {
     CALLS.take();
 }
 
-/// What was asked for since.
+/// Returns the calls since the last reset.
 pub(super) fn calls() -> Vec<&'static str> {
     CALLS.with_borrow(Clone::clone)
 }
@@ -106,7 +107,7 @@ gives! {
 }
 
 unsafe extern "C" fn error_name(_: u32, _: *mut *const c_char) -> u32 {
-    // As a driver that does not know the code.
+    // Like a driver that does not know the code.
     let _ = unsafe { error_name_of() };
     INVALID_VALUE
 }
@@ -152,7 +153,7 @@ unsafe extern "C" fn memory_info(free: *mut usize, total: *mut usize) -> u32 {
 }
 
 unsafe extern "C" fn allocate_host(out: *mut *mut c_void, bytes: usize, _: c_uint) -> u32 {
-    // Never given back: few tests, and untouched pages cost nothing.
+    // Never freed: there are few tests, and untouched pages cost nothing.
     let memory = Vec::<u64>::with_capacity(bytes / 8).leak();
     unsafe { give(out, memory.as_mut_ptr().cast()) };
     called("cuMemHostAlloc")
@@ -164,7 +165,7 @@ unsafe extern "C" fn load_module(out: *mut CUmodule, image: *const c_void) -> u3
     called(if first == 0x7f { "cuModuleLoadData machine code" } else { "cuModuleLoadData text" })
 }
 
-/// Two parameters of eight bytes.
+/// Describes two parameters of eight bytes.
 unsafe extern "C" fn parameter(_: CUfunction, index: usize, offset: *mut usize, size: *mut usize) -> u32 {
     unsafe { give(offset, 8 * index) };
     unsafe { give(size, 8) };

@@ -1,4 +1,4 @@
-//! What mixes information over positions.
+//! Reference implementation of the mixers.
 
 use super::{Model, Rows, dot, sigmoid, silu, softmax, softplus};
 use crate::spec::*;

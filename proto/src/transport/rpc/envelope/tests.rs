@@ -8,7 +8,7 @@ fn trace() -> RpcTrace {
     RpcTrace { trace: 0x0102_0304, span: 7, sampled: true }
 }
 
-/// The bytes of every version; a line never changes, lines are only added.
+/// The bytes of every version. Lines are only added and never changed.
 #[test]
 fn golden_bytes() {
     let requests = [

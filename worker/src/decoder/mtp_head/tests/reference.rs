@@ -1,5 +1,5 @@
-//! The block from its equations, in f64 and plain loops: see [`model::spec::AppendedSpec`] for them. It reads the file by
-//! itself and shares nothing with what it is compared to but the hidden states of the model proper.
+//! Reference of the MTP head in f64 and plain loops, from the equations in [`model::spec::AppendedSpec`]. It
+//! reads the file itself. It shares only the model's hidden states with the tested code.
 
 use model::ModelFile;
 use std::path::Path;
@@ -17,7 +17,7 @@ pub(super) struct Reference {
     used: usize,
     keys: Vec<Vec<f64>>,
     values: Vec<Vec<f64>>,
-    /// The model's hidden state of the position before the next one.
+    /// The model's hidden state of the last computed position.
     before: Vec<f64>,
 }
 
@@ -25,7 +25,7 @@ pub(super) struct Guess {
     pub(super) token: u32,
     pub(super) hidden: Vec<f64>,
     pub(super) logits: Vec<f64>,
-    /// By how much the token is ahead of the next one.
+    /// Difference between the logits of this token and the next best one.
     pub(super) margin: f64,
 }
 
@@ -53,14 +53,14 @@ impl Reference {
         }
     }
 
-    /// The model has computed the next position: its token and its hidden state.
+    /// Adds a position that the model has computed: its token and its hidden state.
     pub(super) fn feed(&mut self, token: u32, hidden: &[f32]) {
         let before = self.before.clone();
         self.position(token, &before);
         self.before = hidden.iter().map(|value| f64::from(*value)).collect();
     }
 
-    /// Guesses behind the newest token.
+    /// Drafts `count` tokens after the newest token.
     pub(super) fn draft(&mut self, newest: u32, count: usize) -> Vec<Guess> {
         let known = self.keys.len();
         let (mut token, mut before) = (newest, self.before.clone());
@@ -79,7 +79,7 @@ impl Reference {
         guesses
     }
 
-    /// Takes in a token at the next position, with the hidden state before it; what leaves the block.
+    /// Runs a token at the next position, with the hidden state before it. Returns the head's output.
     fn position(&mut self, token: u32, before: &[f64]) -> Vec<f64> {
         let position = self.keys.len();
         let own = self.name("nextn.embed_tokens.weight");
@@ -153,7 +153,7 @@ impl Reference {
         sum
     }
 
-    /// The first values of a head, turned: the first half of them with the second.
+    /// Applies the rotary embedding to the first values of a head, pairing the first half with the second.
     fn turn(&self, mut head: Vec<f64>, position: usize) -> Vec<f64> {
         let half = self.turned / 2;
         for i in 0..half {
@@ -170,7 +170,7 @@ impl Reference {
         x.iter().zip(self.tensor(weight)).map(|(x, weight)| x / (square + self.eps).sqrt() * weight).collect()
     }
 
-    /// By the block's own matrix, else the model's, else its embedding.
+    /// Multiplies by the head's own matrix, else the model's, else its embedding.
     fn times(&self, models: &str, own: &str, x: &[f64]) -> Vec<f64> {
         let own = self.name(own);
         let there = |name: &&str| self.file.tensor(name).is_some();
@@ -200,7 +200,7 @@ fn add(a: &[f64], b: &[f64]) -> Vec<f64> {
     a.iter().zip(b).map(|(a, b)| a + b).collect()
 }
 
-/// Of a matrix given row by row.
+/// Matrix-vector product; the matrix is row-major.
 fn product(matrix: &[f64], x: &[f64]) -> Vec<f64> {
     matrix.chunks_exact(x.len()).map(|row| dot(row, x)).collect()
 }

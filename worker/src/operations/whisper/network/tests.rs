@@ -1,4 +1,4 @@
-//! The network against the same sums written plainly in f64, and against itself in other pieces and on other threads.
+//! Compares the network with plain f64 sums, and with itself for other splits and numbers of threads.
 
 use super::super::file::tests::{file, variable};
 use super::*;
@@ -16,7 +16,7 @@ const CONTEXT: usize = 16;
 
 type Values = HashMap<String, (Vec<usize>, Vec<f32>)>;
 
-/// A network of one layer each, of noise.
+/// A network of one layer each, with random weights.
 fn tiny() -> (Values, Vec<u8>) {
     let mut state = 1u32;
     let mut next = move || {
@@ -82,14 +82,14 @@ fn load(bytes: Vec<u8>, threads: usize) -> Result<(Network, Compute), Error> {
     Ok((Network::load(&mut weights, threads)?, compute))
 }
 
-/// Sound that is louder here and there.
+/// Features of varying loudness.
 fn features() -> Vec<f32> {
     (0..BANDS * FRAMES)
         .map(|n| ((n * 7919 % 1009) as f32 / 1009.0 - 0.4) * (n as f32 / 700.0).sin())
         .collect()
 }
 
-/// Written plainly: rows of f64.
+/// Plain reference implementation with rows of f64.
 struct Plain<'a>(&'a Values);
 
 type Rows = Vec<Vec<f64>>;
@@ -219,7 +219,7 @@ fn add(x: &mut Rows, y: &Rows) {
     x.iter_mut().flatten().zip(y.iter().flatten()).for_each(|(x, y)| *x += y);
 }
 
-/// By the series of the error function, which is enough below 6.
+/// Uses the series of the error function, which is exact enough below 6.
 fn gelu(x: f64) -> f64 {
     let z = x / std::f64::consts::SQRT_2;
     let (mut term, mut sum) = (z, z);
@@ -239,7 +239,7 @@ fn worst(found: &[f32], expected: &Rows) -> f64 {
 const SAID: [u32; 7] = [3, 39, 0, 17, 17, 8, 21];
 
 #[test]
-fn the_network_is_what_it_is_in_plain_sums() {
+fn the_network_equals_plain_sums() {
     let (values, bytes) = tiny();
     let (network, compute) = load(bytes, 2).unwrap();
     let encoded = network.encode(&compute, &features()).unwrap();
@@ -254,7 +254,7 @@ fn the_network_is_what_it_is_in_plain_sums() {
 }
 
 #[test]
-fn no_bit_depends_on_threads_or_on_how_tokens_come() {
+fn no_bit_depends_on_threads_or_on_the_split_of_tokens() {
     let (_, bytes) = tiny();
     let mut found = Vec::new();
     for threads in [1, 3] {
@@ -276,7 +276,7 @@ fn no_bit_depends_on_threads_or_on_how_tokens_come() {
 }
 
 #[test]
-fn what_cannot_be_decoded_is_refused() {
+fn invalid_tokens_are_refused() {
     let (_, bytes) = tiny();
     let (network, compute) = load(bytes, 1).unwrap();
     let memory = network.memory(&compute, &vec![0.0; POSITIONS * WIDTH]).unwrap();
@@ -287,7 +287,7 @@ fn what_cannot_be_decoded_is_refused() {
 }
 
 #[test]
-fn another_network_is_refused_by_what_it_is() {
+fn another_network_is_refused_by_name() {
     let of = |name: &str, dims: &[usize], ty: u8, value: &[u8]| {
         let (values, _) = tiny();
         let stored = values.iter().filter(|(other, _)| *other != name).map(|(name, (dims, numbers))| {

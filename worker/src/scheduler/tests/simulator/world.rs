@@ -1,4 +1,4 @@
-//! The world of the fake engine: chance, histories, and memory.
+//! The environment of the fake engine: randomness, histories and memory.
 
 use crate::kv_cache::{CacheSpec, OFFSET_UNIT};
 use proto::block::BlockId;
@@ -48,12 +48,12 @@ pub(super) fn histories(root: BlockId, tokens: &[u32]) -> Vec<u64> {
         .collect()
 }
 
-/// What the model draws behind a history.
+/// The token that the model draws after a history.
 pub(super) fn draw(history: u64) -> u32 {
     (mix(history ^ 0xD1CE) % 3) as u32
 }
 
-/// What an undisturbed run draws.
+/// The tokens that an undisturbed run draws.
 pub(in crate::scheduler::tests) fn expected_output(root: BlockId, prompt: &[u32], n: u32) -> Vec<u32> {
     let mut history = histories(root, prompt).last().copied().unwrap();
     (0..n)
@@ -65,7 +65,7 @@ pub(in crate::scheduler::tests) fn expected_output(root: BlockId, prompt: &[u32]
         .collect()
 }
 
-/// The arena's bytes, as far as they have been written: per block start, its group and its tokens' KV.
+/// The written bytes of the arena: for each block start, its group and its tokens' KV.
 #[derive(Debug, Default)]
 pub(super) struct Memory {
     blocks: BTreeMap<u64, (usize, Vec<Option<u64>>)>,
@@ -75,7 +75,7 @@ impl Memory {
     pub(super) fn block(&mut self, spec: &CacheSpec, group: usize, offset: u32) -> &mut Vec<Option<u64>> {
         let (start, len) = (u64::from(offset) * OFFSET_UNIT, spec.groups[group].block_bytes);
         assert!(start + len <= spec.arena_bytes, "block at {start} ends behind the arena");
-        // What other blocks had in these bytes is gone.
+        // The content of overlapping blocks is overwritten.
         let longest = spec.groups.iter().map(|g| g.block_bytes).max().unwrap();
         let overlapping: Vec<u64> = self
             .blocks

@@ -1,11 +1,11 @@
-//! Storms over the caches of every architecture: the groups of each tiny model of the oracle set, with their
-//! windows, and with the weight that a block and a state have there.
+//! Storms over the caches of every architecture: the groups of each tiny model of the oracle set, with its
+//! windows and its sizes of blocks and states.
 
 use super::*;
 use crate::load::{EngineOptions, group_spec, open};
 use std::path::Path;
 
-/// Storms per architecture unless the environment says otherwise.
+/// Number of storms per architecture unless the environment sets another.
 const CASES: u64 = 200;
 
 /// The groups of an architecture's tiny model, in blocks of 16 tokens.
@@ -23,7 +23,7 @@ fn groups(arch: &str) -> Vec<GroupSpec> {
     loaded.unwrap().engine.decoder().groups().iter().map(group_spec).collect()
 }
 
-/// A cache of these groups that holds little.
+/// A small cache of these groups.
 fn cramped(groups: &[GroupSpec], rng: &mut Rng) -> CacheSpec {
     let block_tokens = rng.pick(&[16, 16, 32, 64]);
     let scaled = |group: &GroupSpec| match group.kind {
@@ -36,7 +36,7 @@ fn cramped(groups: &[GroupSpec], rng: &mut Rng) -> CacheSpec {
     CacheSpec { groups, block_tokens, arena_bytes }
 }
 
-/// Numbers the storms of an architecture, so that those over equal caches differ.
+/// A family number per architecture, so that the storms over equal caches differ.
 fn family(arch: &str) -> u64 {
     arch.bytes().fold(1, |family: u64, byte| family * 31 % 0xffff_fffb + u64::from(byte))
 }
@@ -94,8 +94,9 @@ architectures! {
     qwen3next: "qwen3next",
 }
 
-/// The rest of a prefix lay in part of a block and was to be copied, but there was no slot for the state behind it: the
-/// sequence had no row in the step, the step was none, and the copy was never made.
+/// Regression: the rest of a prefix was in part of a block and had to be copied, but no slot was free for the
+/// state after it. The sequence then had no row in the step, so the step was empty and the copy was never
+/// made.
 #[test]
 fn a_copy_is_planned_only_with_a_row_behind_it() {
     let groups = groups("qwen35moe");

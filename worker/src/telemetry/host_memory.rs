@@ -7,7 +7,7 @@ use prometheus_client::registry::Registry;
 pub struct HostMetrics {
     /// Bytes that can be allocated.
     pub available: Gauge,
-    /// 1 while no new work is taken for want of memory.
+    /// 1 while no new work is taken because memory is short.
     pub short: Gauge,
 }
 
