@@ -289,9 +289,9 @@ mod tests {
     use proto::block::{ClusterKey, Scope, TenantSalt};
 
     /// Sends each request to a given worker.
-    struct Told(Vec<(usize, Option<(usize, u32)>)>);
+    struct Scripted(Vec<(usize, Option<(usize, u32)>)>);
 
-    impl Router for Told {
+    impl Router for Scripted {
         fn submit(&mut self, _: Duration, request: usize, _: &Prompt) -> Result<Vec<Placed>> {
             let (worker, pull) = self.0[request];
             Ok(vec![Placed { request, worker, predicted: None, reason: None, pull }])
@@ -326,7 +326,7 @@ mod tests {
         let setting =
             Setting { workers: 2, build, arrivals: Arrivals::Closed(clients), out: 2, hop, report_every };
         let prompts: Vec<&Prompt> = prompts.iter().collect();
-        run(setting, &mut Told(told), &prompts, root()).unwrap()
+        run(setting, &mut Scripted(told), &prompts, root()).unwrap()
     }
 
     #[test]

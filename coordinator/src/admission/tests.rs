@@ -128,13 +128,13 @@ fn urgent_requests_overtake_those_that_have_not_waited_long() {
 }
 
 /// Offers until one request is placed, by the answers of `says` to names; returns its name.
-fn one(queue: &mut Queue<Item>, says: impl Fn(&str) -> Answer) -> Option<&'static str> {
+fn one(queue: &mut Queue<Item>, says: impl Fn(&str) -> Verdict) -> Option<&'static str> {
     let mut taken = None;
     queue.drain(|item, yields| match says(item.name) {
         _ if taken.is_some() => Offered::Stuck(item),
-        Answer::Stays => Offered::Stuck(item),
-        Answer::Yields if yields => Offered::Yields(item),
-        Answer::Yields | Answer::Goes => {
+        Verdict::Stays => Offered::Stuck(item),
+        Verdict::Yields if yields => Offered::Yields(item),
+        Verdict::Yields | Verdict::Goes => {
             taken = Some(item.name);
             Offered::Taken
         }
@@ -143,7 +143,7 @@ fn one(queue: &mut Queue<Item>, says: impl Fn(&str) -> Answer) -> Option<&'stati
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Answer {
+enum Verdict {
     Stays,
     Yields,
     Goes,
@@ -151,7 +151,7 @@ enum Answer {
 
 #[test]
 fn a_yielding_or_stuck_request_is_overtaken_by_a_few_close_behind() {
-    use Answer::{Goes, Stays, Yields};
+    use Verdict::{Goes, Stays, Yields};
     let (mut q, now) = queue(100, 1_000);
     let names = ["a", "b", "c", "d", "e"];
     names.into_iter().for_each(|name| q.push("t", item(name, 1, now)));

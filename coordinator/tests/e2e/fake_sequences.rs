@@ -23,7 +23,7 @@ pub(crate) struct Sequences {
     pub(crate) asked: Vec<SequenceOperation>,
 }
 
-pub(crate) enum Answer {
+pub(crate) enum SequenceAnswer {
     Reply(SequenceReply),
     File(Vec<u8>),
 }
@@ -47,7 +47,7 @@ impl Sequences {
         self.known.insert(key, prompt.iter().copied().chain(output.bytes().map(u32::from)).collect());
     }
 
-    fn perform(&mut self, request: &SequenceRequest, body: Vec<u8>) -> Result<Answer, SequenceError> {
+    fn perform(&mut self, request: &SequenceRequest, body: Vec<u8>) -> Result<SequenceAnswer, SequenceError> {
         let root = request.root;
         self.asked.push(request.operation.clone());
         let known = |all: &BTreeMap<Key, Vec<u32>>, name: &SequenceName| {
@@ -95,8 +95,8 @@ impl Sequences {
             SequenceOperation::Fetch { sequence } => {
                 let saved = self.saved.get(&(root, sequence.clone())).map(|(_, file)| file.clone());
                 return match saved {
-                    Some(file) => Ok(Answer::File(file)),
-                    None => known(&self.known, sequence).map(|tokens| Answer::File(file(&tokens))),
+                    Some(file) => Ok(SequenceAnswer::File(file)),
+                    None => known(&self.known, sequence).map(|tokens| SequenceAnswer::File(file(&tokens))),
                 };
             }
             SequenceOperation::Restore { snapshot, name } => {
@@ -151,7 +151,7 @@ impl Sequences {
                 _ => return Err(SequenceError::Unknown { what: format!("pin {pin}") }),
             },
         };
-        Ok(Answer::Reply(reply))
+        Ok(SequenceAnswer::Reply(reply))
     }
 
     fn take(
@@ -182,8 +182,8 @@ pub(crate) async fn serve(sequences: &parking_lot::Mutex<Sequences>, call: Seque
         Err(_) => return,
     };
     let sent = match answer {
-        Ok(Answer::Reply(reply)) => call.reply.send(reply).await,
-        Ok(Answer::File(file)) => call.reply.send_bytes(&file).await,
+        Ok(SequenceAnswer::Reply(reply)) => call.reply.send(reply).await,
+        Ok(SequenceAnswer::File(file)) => call.reply.send_bytes(&file).await,
         Err(error) => call.reply.fail(error).await,
     };
     // The client may have left.

@@ -110,7 +110,7 @@ fn sized(bytes: usize) -> String {
 }
 
 /// Status, code and field of an error.
-type Told = (u16, String, String);
+type ErrorFields = (u16, String, String);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sec_limits() {
@@ -131,7 +131,7 @@ async fn sec_limits() {
     };
     let context = || (400, "context_length_exceeded".to_owned(), String::new());
     #[rustfmt::skip]
-    let table: Vec<(&str, String, String, Told)> = vec![
+    let table: Vec<(&str, String, String, ErrorFields)> = vec![
         (COMPLETIONS, sized(8 << 20), sized((8 << 20) + 1), (413, "invalid_field".into(), "body".into())),
         (COMPLETIONS, nested(64), nested(65), invalid("body")),
         (COMPLETIONS, completion(json!({"n": 128})).to_string(), completion(json!({"n": 129})).to_string(), invalid("n")),

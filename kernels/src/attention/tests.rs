@@ -126,7 +126,7 @@ struct Memory {
 }
 
 #[derive(Clone, Copy, PartialEq)]
-enum Place {
+enum BlockOrder {
     Contiguous,
     Paged,
     Permuted(u64),
@@ -134,13 +134,13 @@ enum Place {
 
 impl Memory {
     /// Fills memory with NaN, then writes the first `lengths` positions of each sequence.
-    fn new(world: &World, lengths: &[usize], place: Place, isa: Isa) -> Self {
+    fn new(world: &World, lengths: &[usize], place: BlockOrder, isa: Isa) -> Self {
         let layout = &world.shape.layout;
         let stride = (LAYER_OFFSET + layout.bytes()).next_multiple_of(64);
         let blocks: Vec<usize> = (0..world.sequences.len()).map(|s| world.blocks(s)).collect();
         let total: usize = blocks.iter().sum();
         let mut order: Vec<usize> = (0..total).collect();
-        if let Place::Permuted(seed) = place {
+        if let BlockOrder::Permuted(seed) = place {
             let mut noise = Noise(seed);
             for i in (1..total).rev() {
                 order.swap(i, noise.below(i + 1));
@@ -153,7 +153,7 @@ impl Memory {
         let mut memory = Self {
             bytes,
             tables,
-            contiguous: (place == Place::Contiguous).then_some((0, (stride / 64) as u32)),
+            contiguous: (place == BlockOrder::Contiguous).then_some((0, (stride / 64) as u32)),
         };
         for (s, len) in lengths.iter().enumerate() {
             memory.write(world, s, 0..*len, isa);
@@ -257,7 +257,7 @@ fn agrees_with_the_reference_for_every_head_width_type_and_isa() {
             rows.extend(rows_of(1, 35..37));
             let mut first = None;
             for isa in Isa::available() {
-                let mut memory = Memory::new(&world, &[150, 37], Place::Permuted(7), isa);
+                let mut memory = Memory::new(&world, &[150, 37], BlockOrder::Permuted(7), isa);
                 let out = step(&world, &mut memory, &rows, &one, isa);
                 match &first {
                     None => assert_close(&world, &rows, &out),
@@ -277,7 +277,7 @@ fn windows_softcap_and_sinks_agree_with_the_reference() {
         world.softcap = (window == 7).then_some(2.0);
         world.sinks = (window != 1).then(|| vec![0.5, -2.0, 3.0, 40.0]);
         let rows = rows_of(0, 1280..1300);
-        let mut memory = Memory::new(&world, &[1300], Place::Paged, Isa::detect());
+        let mut memory = Memory::new(&world, &[1300], BlockOrder::Paged, Isa::detect());
         let out = step(&world, &mut memory, &rows, &one, Isa::detect());
         assert_close(&world, &rows, &out);
         assert_close(&world, &rows[..1], &step(&world, &mut memory, &rows[..1], &one, Isa::detect()));
@@ -298,7 +298,7 @@ fn rows_that_see_their_whole_sequence_agree_with_the_reference_on_every_isa() {
             let rows: Vec<_> = lengths.iter().enumerate().flat_map(|(s, len)| rows_of(s, 0..*len)).collect();
             let mut first: Option<Vec<Vec<f32>>> = None;
             for isa in Isa::available() {
-                let mut memory = Memory::new(&world, &lengths, Place::Permuted(7), isa);
+                let mut memory = Memory::new(&world, &lengths, BlockOrder::Permuted(7), isa);
                 for threads in [1, 3] {
                     let out = step(&world, &mut memory, &rows, &pool(threads), isa);
                     match &first {
@@ -387,7 +387,7 @@ proptest! {
         for (s, len) in lengths.iter().enumerate() {
             rows.extend(rows_of(s, noise.below(*len).max(len.saturating_sub(20))..*len));
         }
-        let mut memory = Memory::new(&world, &lengths, Place::Permuted(seed), isa);
+        let mut memory = Memory::new(&world, &lengths, BlockOrder::Permuted(seed), isa);
         let out = step(&world, &mut memory, &rows, &pool(1), isa);
         assert_close(&world, &rows, &out);
     }

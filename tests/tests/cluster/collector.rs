@@ -14,7 +14,7 @@ use std::sync::{Arc, Condvar, Mutex};
 
 /// A span and the node that recorded it.
 #[derive(Debug, Clone)]
-pub(crate) struct Told {
+pub(crate) struct RecordedSpan {
     pub(crate) node: String,
     pub(crate) span: Span,
 }
@@ -28,7 +28,7 @@ pub(crate) struct Collector {
 
 #[derive(Default)]
 struct Heard {
-    told: Mutex<Vec<Told>>,
+    told: Mutex<Vec<RecordedSpan>>,
     /// All bodies, concatenated.
     raw: Mutex<Vec<u8>>,
     /// Whether responses are held back.
@@ -92,7 +92,7 @@ impl Collector {
     }
 
     /// All spans so far.
-    pub(crate) fn told(&self) -> Vec<Told> {
+    pub(crate) fn told(&self) -> Vec<RecordedSpan> {
         self.heard.told.lock().unwrap().clone()
     }
 
@@ -102,10 +102,10 @@ impl Collector {
     }
 
     /// The spans of a trace, once `enough` returns true.
-    pub(crate) fn trace(&self, trace: &[u8], enough: impl Fn(&[Told]) -> bool) -> Vec<Told> {
+    pub(crate) fn trace(&self, trace: &[u8], enough: impl Fn(&[RecordedSpan]) -> bool) -> Vec<RecordedSpan> {
         wait::until("the trace has been exported", binary::PATIENCE, || {
             let all = self.heard.told.lock().unwrap();
-            let of_trace: Vec<Told> =
+            let of_trace: Vec<RecordedSpan> =
                 all.iter().filter(|told| told.span.trace_id == trace).cloned().collect();
             enough(&of_trace).then_some(of_trace)
         })
@@ -140,7 +140,7 @@ impl Heard {
             for of_node in export.resource_spans {
                 let node = text(&of_node.resource.unwrap().attributes, "service.instance.id").unwrap();
                 let spans = of_node.scope_spans.into_iter().flat_map(|scope| scope.spans);
-                self.told.lock().unwrap().extend(spans.map(|span| Told { node: node.clone(), span }));
+                self.told.lock().unwrap().extend(spans.map(|span| RecordedSpan { node: node.clone(), span }));
             }
             let answer =
                 "HTTP/1.1 200 OK\r\ncontent-type: application/x-protobuf\r\ncontent-length: 0\r\n\r\n";

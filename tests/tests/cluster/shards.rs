@@ -164,10 +164,10 @@ fn a_count_that_cannot_be_cut_is_refused_with_the_largest() {
 }
 
 /// The tokens of a stream, and the code of its error if it ended with one.
-pub(crate) type Told = (Vec<u64>, Option<String>);
+pub(crate) type StreamedTokens = (Vec<u64>, Option<String>);
 
 /// Reads a stream to its end. Calls `seen` for each arrival of tokens.
-fn read(server: SocketAddr, body: &Value, seen: impl Fn()) -> anyhow::Result<Told> {
+fn read(server: SocketAddr, body: &Value, seen: impl Fn()) -> anyhow::Result<StreamedTokens> {
     let mut events = http::post(server, "/v1/completions", body)?.events()?;
     let mut tokens = Vec::new();
     while let Some(event) = events.next_event()? {
@@ -189,7 +189,7 @@ pub(crate) fn read_all(
     bodies: &[Value],
     after: usize,
     disturb: impl FnOnce(),
-) -> Vec<Told> {
+) -> Vec<StreamedTokens> {
     let (say, said) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
         let readers: Vec<_> = bodies
@@ -221,7 +221,7 @@ pub(crate) fn greedy_streams(model: &str, count: usize, tokens: usize) -> Vec<Va
 }
 
 /// Asserts that each stream has the undisturbed tokens, or a prefix of them and an error.
-fn assert_whole_or_told(told: &[Told], undisturbed: &[Told]) {
+fn assert_whole_or_told(told: &[StreamedTokens], undisturbed: &[StreamedTokens]) {
     for (number, ((tokens, error), (want, _))) in told.iter().zip(undisturbed).enumerate() {
         match error.as_deref() {
             None => assert_eq!(tokens, want, "stream {number}"),

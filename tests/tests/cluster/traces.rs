@@ -1,7 +1,7 @@
 //! One trace per request over all its processes, as received by a collector; and requests while the collector
 //! fails.
 
-use crate::collector::{Collector, Told, text, value};
+use crate::collector::{Collector, RecordedSpan, text, value};
 use crate::tiny_model;
 use kvasir_cluster_tests::cluster::Cluster;
 use kvasir_cluster_tests::fixtures::Manifest;
@@ -14,18 +14,18 @@ use std::net::SocketAddr;
 /// Text that must not occur in a trace.
 const SECRET: &str = "Halibut";
 
-fn count(told: &Told, key: &str) -> i64 {
+fn count(told: &RecordedSpan, key: &str) -> i64 {
     match value(&told.span.attributes, key) {
         Some(Attribute::IntValue(count)) => *count,
         other => panic!("{key} of {} is {other:?}", told.span.name),
     }
 }
 
-fn named<'a>(trace: &'a [Told], name: &str) -> Vec<&'a Told> {
+fn named<'a>(trace: &'a [RecordedSpan], name: &str) -> Vec<&'a RecordedSpan> {
     trace.iter().filter(|told| told.span.name == name).collect()
 }
 
-fn only<'a>(trace: &'a [Told], name: &str) -> &'a Told {
+fn only<'a>(trace: &'a [RecordedSpan], name: &str) -> &'a RecordedSpan {
     let [one] = named(trace, name)[..] else { panic!("{name} in {trace:#?}") };
     one
 }
@@ -58,11 +58,11 @@ fn spans(ops: SocketAddr, metric: &str, outcome: &str) -> f64 {
 
 /// Returns the root. Asserts that every other span has its parent in the trace and lies within the parent's
 /// time.
-fn expect_tree(trace: &[Told]) -> &Told {
-    let spans: HashMap<&[u8], &Told> =
+fn expect_tree(trace: &[RecordedSpan]) -> &RecordedSpan {
+    let spans: HashMap<&[u8], &RecordedSpan> =
         trace.iter().map(|told| (told.span.span_id.as_slice(), told)).collect();
     assert_eq!(spans.len(), trace.len(), "a span came twice");
-    let (roots, others): (Vec<&Told>, Vec<&Told>) =
+    let (roots, others): (Vec<&RecordedSpan>, Vec<&RecordedSpan>) =
         trace.iter().partition(|told| told.span.parent_span_id == [0, 0, 0, 0, 0, 0, 0, 0xaa]);
     let [root] = roots[..] else { panic!("{roots:#?}") };
     for told in others {
@@ -79,14 +79,15 @@ fn expect_tree(trace: &[Told]) -> &Told {
     root
 }
 
-fn parent_of<'a>(trace: &'a [Told], told: &Told) -> &'a Told {
+fn parent_of<'a>(trace: &'a [RecordedSpan], told: &RecordedSpan) -> &'a RecordedSpan {
     trace.iter().find(|other| other.span.span_id == told.span.parent_span_id).unwrap()
 }
 
 #[test]
 fn a_request_is_one_trace_over_coordinator_worker_and_stages() {
     let collector = Collector::start();
-    let whole = |trace: &[Told]| trace.iter().any(|told| told.span.name.starts_with("text_completion"));
+    let whole =
+        |trace: &[RecordedSpan]| trace.iter().any(|told| told.span.name.starts_with("text_completion"));
     let cluster = Cluster::builder("traces", &tiny_model())
         .env("OTEL_EXPORTER_OTLP_ENDPOINT", &collector.url())
         .env("OTEL_TRACES_SAMPLER_ARG", "0")
@@ -95,7 +96,7 @@ fn a_request_is_one_trace_over_coordinator_worker_and_stages() {
         .unwrap();
     ask(&cluster, [1; 16], "00");
     ask(&cluster, [2; 16], "01");
-    let enough = |trace: &[Told]| {
+    let enough = |trace: &[RecordedSpan]| {
         let has = |name: &str| named(trace, name).len();
         whole(trace) && has("generate") == 1 && has("stages") >= 5 && has("stage") == has("stages")
     };
@@ -133,8 +134,9 @@ fn a_request_is_one_trace_over_coordinator_worker_and_stages() {
     }
     // The prompt, and each token but the last.
     let steps = named(&trace, "stages");
-    let below =
-        |phase: &Told| steps.iter().filter(|told| told.span.parent_span_id == phase.span.span_id).count();
+    let below = |phase: &RecordedSpan| {
+        steps.iter().filter(|told| told.span.parent_span_id == phase.span.span_id).count()
+    };
     assert_eq!((below(prefill) + below(decode), below(decode)), (steps.len(), 4));
     for stage in named(&trace, "stage") {
         assert_eq!(parent_of(&trace, stage).span.name, "stages");
@@ -180,7 +182,7 @@ fn texts_that_are_encoded_are_traced_as_well() {
     assert_eq!(post(&cluster, "/v1/rerank", [4; 16], "01", &documents), 400);
 
     // 32 texts per call.
-    let enough = |trace: &[Told]| {
+    let enough = |trace: &[RecordedSpan]| {
         let has = |name: &str| named(trace, name).len();
         has("encode") == 2
             && has("compute") == 2
@@ -208,7 +210,7 @@ fn texts_that_are_encoded_are_traced_as_well() {
         assert_eq!(dispatch.span.name, "dispatch");
         assert_eq!(text(&dispatch.span.attributes, "kvasir.worker").as_ref(), Some(&encode.node));
         for part in ["queue", "compute"] {
-            let below = |told: &&&Told| told.span.parent_span_id == encode.span.span_id;
+            let below = |told: &&&RecordedSpan| told.span.parent_span_id == encode.span.span_id;
             assert_eq!(named(&trace, part).iter().filter(below).count(), 1, "{part}");
         }
     }

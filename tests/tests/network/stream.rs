@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 /// What a stream returned.
 #[derive(Debug, Default)]
-pub(crate) struct Told {
+pub(crate) struct Streamed {
     pub(crate) tokens: Vec<u64>,
     /// Longest time between two tokens.
     pub(crate) longest_pause: Duration,
@@ -34,11 +34,11 @@ fn read(
     coordinator: usize,
     body: &serde_json::Value,
     mut seen: impl FnMut(Node),
-) -> anyhow::Result<Told> {
+) -> anyhow::Result<Streamed> {
     let answer = fleet.post(coordinator, "/v1/completions", body)?;
     let worker = answer.header("x-kvasir-worker").and_then(worker_named).context("no worker is named")?;
     let mut events = answer.events()?;
-    let mut told = Told::default();
+    let mut told = Streamed::default();
     let mut last: Option<Instant> = None;
     let mut usage = None;
     while let Some(event) = events.next_event()? {
@@ -76,7 +76,7 @@ pub(crate) fn read_all(
     fleet: &Fleet,
     bodies: &[serde_json::Value],
     disturb: impl FnOnce(Receiver<Heard>),
-) -> anyhow::Result<Vec<Told>> {
+) -> anyhow::Result<Vec<Streamed>> {
     read_all_by(fleet, 0, bodies, disturb)
 }
 
@@ -87,7 +87,7 @@ pub(crate) fn read_all_by(
     coordinator: usize,
     bodies: &[serde_json::Value],
     disturb: impl FnOnce(Receiver<Heard>),
-) -> anyhow::Result<Vec<Told>> {
+) -> anyhow::Result<Vec<Streamed>> {
     let (sender, receiver) = channel();
     std::thread::scope(|scope| {
         let readers: Vec<_> = bodies

@@ -1,6 +1,6 @@
 //! A worker dies or freezes in the middle of its streams; their readers get every token once.
 
-use crate::stream::{Heard, Told, prompt, read_all, request};
+use crate::stream::{Heard, Streamed, prompt, read_all, request};
 use kvasir_cluster_tests::fleet::{Fleet, Node, name, worker_named};
 use kvasir_cluster_tests::testnet::Link;
 use kvasir_cluster_tests::{binary, signal, wait};
@@ -33,7 +33,7 @@ fn until_token(events: &Receiver<Heard>, count: usize) -> Node {
 fn assert_undisturbed(fleet: &Fleet, bodies: &[Value], fault: impl FnOnce(Receiver<Heard>)) -> Vec<Duration> {
     let undisturbed = read_all(fleet, bodies, drop).unwrap();
     let told = read_all(fleet, bodies, fault).unwrap();
-    let tokens = |told: &[Told]| told.iter().map(|told| told.tokens.clone()).collect::<Vec<_>>();
+    let tokens = |told: &[Streamed]| told.iter().map(|told| told.tokens.clone()).collect::<Vec<_>>();
     assert_eq!(tokens(&told), tokens(&undisturbed));
     told.iter().map(|told| told.longest_pause).collect()
 }

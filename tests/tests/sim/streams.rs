@@ -13,7 +13,7 @@ use coordinator::balancer::{Action, AttemptError, Balancer, Output, Policy, Rout
 use coordinator::prefix_index::GapRepair;
 use coordinator::table::TableChange;
 use kvasir_cluster_tests::random::Random;
-use life::{Call, Life, Said, chain, token};
+use life::{Call, Life, WorkerMessage, chain, token};
 use proto::block::HASH_UNIT_TOKENS;
 use proto::event::{KvEventBatch, KvSnapshotFrame};
 use proto::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
@@ -65,7 +65,7 @@ enum Event {
     Called(Epoch, u64, Call),
     Closed(Epoch, u64),
     /// The coordinator receives a worker's message.
-    Heard(u64, NodeId, Said),
+    Heard(u64, NodeId, WorkerMessage),
     Gone(u64, NodeId),
     Fetched(u64, NodeId, Epoch, GapRepair),
 }
@@ -184,7 +184,7 @@ impl World {
                 let Some(life) = self.lives.get_mut(&epoch).filter(|life| life.alive) else { return Ok(()) };
                 if declines {
                     let name = life.node.clone();
-                    self.say(session, name, Said::Declined(ticket, attempt));
+                    self.say(session, name, WorkerMessage::Declined(ticket, attempt));
                 } else {
                     life.called(session, call);
                 }
@@ -356,44 +356,47 @@ impl World {
     }
 
     /// Sends a worker's message. Its KV events may be lost, duplicated and late.
-    fn say(&mut self, session: u64, name: NodeId, said: Said) {
+    fn say(&mut self, session: u64, name: NodeId, said: WorkerMessage) {
         let mut due = self.now + self.way();
         match &said {
-            Said::Started(ticket, attempt)
-            | Said::Token(ticket, attempt, _)
-            | Said::Finished(ticket, attempt)
-            | Said::Declined(ticket, attempt) => {
+            WorkerMessage::Started(ticket, attempt)
+            | WorkerMessage::Token(ticket, attempt, _)
+            | WorkerMessage::Finished(ticket, attempt)
+            | WorkerMessage::Declined(ticket, attempt) => {
                 let last = self.arrivals.entry((session, *ticket, *attempt)).or_insert(0);
                 due = due.max(*last);
                 *last = due;
             }
-            Said::Events(batch) => {
+            WorkerMessage::Events(batch) => {
                 if self.random.chance(self.lost) {
                     return;
                 }
                 if self.random.chance(self.lost) {
                     let again = self.way();
-                    self.after(again, Event::Heard(session, name.clone(), Said::Events(batch.clone())));
+                    self.after(
+                        again,
+                        Event::Heard(session, name.clone(), WorkerMessage::Events(batch.clone())),
+                    );
                 }
             }
-            Said::Report(_) => {}
+            WorkerMessage::Report(_) => {}
         }
         self.after(due - self.now, Event::Heard(session, name, said));
     }
 
-    fn hears(&mut self, session: u64, name: &NodeId, said: Said) -> Result<(), Violation> {
+    fn hears(&mut self, session: u64, name: &NodeId, said: WorkerMessage) -> Result<(), Violation> {
         match said {
-            Said::Report(report) => self.reported(session, name, report),
-            Said::Events(batch) => self.told_events(session, name, batch),
-            Said::Started(ticket, attempt) if self.waits(ticket, attempt) => {
+            WorkerMessage::Report(report) => self.reported(session, name, report),
+            WorkerMessage::Events(batch) => self.told_events(session, name, batch),
+            WorkerMessage::Started(ticket, attempt) if self.waits(ticket, attempt) => {
                 let (now, random) = (self.instant(), self.random.next());
                 let actions = self.balancer.started(now, ticket, random);
                 self.perform(actions);
             }
-            Said::Token(ticket, attempt, token) if self.waits(ticket, attempt) => {
+            WorkerMessage::Token(ticket, attempt, token) if self.waits(ticket, attempt) => {
                 return self.takes(ticket, token);
             }
-            Said::Finished(ticket, attempt) if self.waits(ticket, attempt) => {
+            WorkerMessage::Finished(ticket, attempt) if self.waits(ticket, attempt) => {
                 if let Some(Reader { number, wanted, told, .. }) = self.readers.get(&ticket)
                     && told.len() != *wanted
                 {
@@ -403,11 +406,11 @@ impl World {
                 self.report.finished += 1;
                 self.ends(ticket);
             }
-            Said::Declined(ticket, attempt) if self.waits(ticket, attempt) => {
+            WorkerMessage::Declined(ticket, attempt) if self.waits(ticket, attempt) => {
                 self.retries(ticket, AttemptError::Declined);
             }
-            Said::Token(..) => self.report.late += 1,
-            Said::Started(..) | Said::Finished(..) | Said::Declined(..) => {}
+            WorkerMessage::Token(..) => self.report.late += 1,
+            WorkerMessage::Started(..) | WorkerMessage::Finished(..) | WorkerMessage::Declined(..) => {}
         }
         Ok(())
     }

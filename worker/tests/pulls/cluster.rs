@@ -76,7 +76,7 @@ pub(crate) struct Worker {
 
 /// The response to a request.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub(crate) struct Answer {
+pub(crate) struct Generated {
     pub(crate) tokens: Vec<u32>,
     /// With the log-probabilities of the best alternatives, as bits.
     pub(crate) logprobs: Vec<TokenLogprobs>,
@@ -220,9 +220,9 @@ impl Worker {
         self.connection.open_generate(&request).await.unwrap()
     }
 
-    pub(crate) async fn ask(&self, prompt: &[u32], pull: Option<PullSource>) -> Answer {
+    pub(crate) async fn ask(&self, prompt: &[u32], pull: Option<PullSource>) -> Generated {
         let mut stream = self.open(prompt, pull).await;
-        let mut answer = Answer::default();
+        let mut answer = Generated::default();
         while let Some(frame) = soon("a frame", stream.next()).await {
             match frame.unwrap() {
                 GenerateFrame::Started(started) => {

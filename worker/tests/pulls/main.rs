@@ -7,7 +7,7 @@ mod cluster;
 mod devices;
 mod holder;
 
-use cluster::{Answer, Cluster, options, soon};
+use cluster::{Cluster, Generated, options, soon};
 use holder::{Fault, Holder, Notice};
 use kernels::backend::KvType;
 use kvasir_worker::load::EngineOptions;
@@ -29,9 +29,9 @@ fn prompt() -> Vec<u32> {
 }
 
 /// Asserts equal tokens with equal log-probabilities, bit by bit.
-fn assert_same(what: &str, answer: &Answer, want: &Answer) {
+fn assert_same(what: &str, answer: &Generated, want: &Generated) {
     assert_eq!(answer.tokens, want.tokens, "{what}");
-    let bits = |answer: &Answer| -> Vec<u32> {
+    let bits = |answer: &Generated| -> Vec<u32> {
         let of = |logprobs: &proto::message::TokenLogprobs| {
             let top: Vec<u32> = logprobs.top.iter().flat_map(|(id, value)| [*id, value.to_bits()]).collect();
             [vec![logprobs.chosen.to_bits()], top].concat()
@@ -41,7 +41,7 @@ fn assert_same(what: &str, answer: &Answer, want: &Answer) {
     assert_eq!(bits(answer), bits(want), "{what}");
 }
 
-async fn computed(cluster: &Cluster, model: &str, kv_type: KvType) -> Answer {
+async fn computed(cluster: &Cluster, model: &str, kv_type: KvType) -> Generated {
     let alone = EngineOptions { prefix_cache: false, ..options(kv_type) };
     let worker = cluster.worker("alone", model, alone).await;
     let answer = worker.ask(&prompt(), None).await;

@@ -1,6 +1,6 @@
 //! Chunks over several sockets: all lanes are used, and strikes count for the source.
 
-use crate::cluster::{Answer, Cluster, options, path, soon};
+use crate::cluster::{Cluster, Generated, options, path, soon};
 use crate::peer::{Fault, Peer};
 use crate::{LLAMA, chunk_bytes, empty, find, manifest, prompt};
 use kernels::backend::KvType;
@@ -52,7 +52,7 @@ fn chunks(model: &str) -> usize {
 
 /// The results of a worker that fetched the model.
 struct Fetched {
-    answer: Answer,
+    answer: Generated,
     quic: SocketAddr,
     bytes: f64,
     struck: f64,
@@ -77,7 +77,7 @@ async fn fetched(cluster: &Cluster, model: &str, from: Vec<String>, lanes: usize
 }
 
 /// The generated model, and the answer of a worker that has its file.
-async fn model(cluster: &Cluster, dir: &Path) -> (String, Answer) {
+async fn model(cluster: &Cluster, dir: &Path) -> (String, Generated) {
     let model = generate(dir);
     let holds = cluster.worker("holds", &model, options(KvType::F32)).await;
     let want = holds.ask(&prompt(), None).await;

@@ -8,7 +8,7 @@ mod cluster;
 mod lanes;
 mod peer;
 
-use cluster::{Answer, Cluster, any_port, options, path, soon};
+use cluster::{Cluster, Generated, any_port, options, path, soon};
 use kernels::backend::KvType;
 use kvasir_worker::load::EngineOptions;
 use kvasir_worker::pipeline::{Replica, StageConfig, StageService};
@@ -67,7 +67,7 @@ async fn shipped(
     model: &str,
     store: &ShardStore,
     from: &[String],
-) -> (Answer, f64) {
+) -> (Generated, f64) {
     let held = find(cluster, &ModelRef::Digest(manifest(model).digest()), store, from).await;
     let shipping = shipping(store, from);
     let engine = options(KvType::F32);

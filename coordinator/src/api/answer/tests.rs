@@ -5,7 +5,7 @@ use model::ChatTemplate;
 const HERMES: &str = "{% if tools %}<tool_call></tool_call>{% endif %}<think>";
 
 /// What the client receives of an answer that arrives letter by letter, and its finish reason.
-struct Told {
+struct Received {
     text: String,
     thought: String,
     arguments: Vec<String>,
@@ -15,7 +15,7 @@ struct Told {
     tokens: u64,
 }
 
-fn told(answer: &str, stop: &[&str], min_tokens: u64, reason: FinishReason) -> Told {
+fn told(answer: &str, stop: &[&str], min_tokens: u64, reason: FinishReason) -> Received {
     let template = ChatTemplate::new(HERMES, "", "").unwrap();
     let dialect = Arc::new(Dialect::of(Some(&template), &tokenizer()));
     let strings: Vec<String> = stop.iter().map(|text| (*text).to_owned()).collect();
@@ -43,7 +43,7 @@ fn told(answer: &str, stop: &[&str], min_tokens: u64, reason: FinishReason) -> T
         accepted_tokens: 0,
     };
     all.add(progress.hear_last(&dialect, &mut finished));
-    let mut told = Told {
+    let mut told = Received {
         text: String::new(),
         thought: String::new(),
         arguments: Vec::new(),

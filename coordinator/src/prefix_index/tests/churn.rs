@@ -72,9 +72,9 @@ impl Reference {
 }
 
 /// (edge, from, until): a part of the path to the end of an edge, in 256ths of the path.
-type Part = (u64, u8, u8);
+type PathPart = (u64, u8, u8);
 
-fn cut((edge, from, until): Part) -> (Vec<u64>, usize, usize) {
+fn cut((edge, from, until): PathPart) -> (Vec<u64>, usize, usize) {
     let path = path(edge);
     let place = |share: u8| usize::from(share) * path.len() / 256;
     let (a, b) = (place(from.min(until)), place(from.max(until)));
@@ -83,16 +83,16 @@ fn cut((edge, from, until): Part) -> (Vec<u64>, usize, usize) {
 
 #[derive(Debug, Clone)]
 pub(super) enum Op {
-    Stored(usize, Part),
+    Stored(usize, PathPart),
     /// The last value selects the order: reversed, every other unit, or in path order.
-    Removed(usize, Part, u8),
+    Removed(usize, PathPart, u8),
     ResumePoint(usize, u64, u8),
     Cleared(usize),
     Reserve(usize, u64, u8),
     Release(usize),
     Settle(usize),
     Restart(usize),
-    Snapshot(usize, Vec<Part>),
+    Snapshot(usize, Vec<PathPart>),
     Root,
 }
 

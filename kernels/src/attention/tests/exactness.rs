@@ -27,12 +27,12 @@ fn a_row_does_not_depend_on_batch_chunks_threads_or_placement() {
     for world in worlds() {
         let mut rows = rows_of(0, 1000..LENGTH);
         rows.extend(rows_of(1, 10..70));
-        let mut memory = Memory::new(&world, &[LENGTH, 70], Place::Contiguous, isa);
+        let mut memory = Memory::new(&world, &[LENGTH, 70], BlockOrder::Contiguous, isa);
         let whole = step(&world, &mut memory, &rows, &one, isa);
         let what = world.shape;
         assert!(whole.iter().flatten().all(|x| x.is_finite()));
         assert_eq!(step(&world, &mut memory, &rows, &two, isa), whole, "threads, {what:?}");
-        let mut paged = Memory::new(&world, &[LENGTH, 70], Place::Permuted(3), isa);
+        let mut paged = Memory::new(&world, &[LENGTH, 70], BlockOrder::Permuted(3), isa);
         assert_eq!(step(&world, &mut paged, &rows, &two, isa), whole, "placement, {what:?}");
         // Single rows, at borders and between them, as decode steps.
         for index in [0, 1, 22, 23, 24, 25, 63, 99, 100, 117, 118, 119, 159] {
@@ -62,10 +62,10 @@ fn keys_that_a_row_does_not_see_may_be_anything() {
     let one = pool(1);
     for world in worlds() {
         let rows = rows_of(0, 1020..1026);
-        let mut full = Memory::new(&world, &[LENGTH, 70], Place::Paged, isa);
+        let mut full = Memory::new(&world, &[LENGTH, 70], BlockOrder::Paged, isa);
         let want = step(&world, &mut full, &rows, &one, isa);
         // The rest of memory is NaN: positions not yet written, and the other sequence.
-        let mut poisoned = Memory::new(&world, &[1026, 0], Place::Paged, isa);
+        let mut poisoned = Memory::new(&world, &[1026, 0], BlockOrder::Paged, isa);
         if world.shape.visible != Visible::Causal {
             // Blocks before the window do not exist.
             for block in &mut poisoned.tables[0][..(1020 - 99) / world.shape.layout.block_tokens()] {
@@ -94,7 +94,7 @@ fn sequences_that_share_blocks_are_computed_together_with_equal_results() {
                 }
             }
             let lengths: Vec<usize> = (0..12).map(|s| 1204 + s % 3).collect();
-            let mut memory = Memory::new(&world, &lengths, Place::Permuted(1), isa);
+            let mut memory = Memory::new(&world, &lengths, BlockOrder::Permuted(1), isa);
             let rows: Vec<_> =
                 lengths.iter().enumerate().flat_map(|(s, len)| rows_of(s, len - 1 - s % 2..*len)).collect();
             let apart = step(&world, &mut memory, &rows, &pool(1), isa);

@@ -16,7 +16,7 @@ fn number(sequence: usize, position: usize, i: usize) -> f32 {
 }
 
 /// One sequence's part of a step: its number, its positions, its state.
-type Part = (usize, Range<usize>, StepState);
+type StepPart = (usize, Range<usize>, StepState);
 
 /// A model of one delta net and one Mamba-2 layer, each behind a convolution.
 struct Model {
@@ -54,7 +54,7 @@ impl Model {
     }
 
     /// Runs a step through both layers. Returns the output of each sequence, as bits.
-    fn step(&mut self, parts: &[Part]) -> Result<Vec<Vec<u32>>, Error> {
+    fn step(&mut self, parts: &[StepPart]) -> Result<Vec<Vec<u32>>, Error> {
         let mut sequences = Vec::new();
         let mut rows = 0;
         for (_, positions, _) in parts {
@@ -135,7 +135,7 @@ impl Model {
         all
     }
 
-    fn part(&self, positions: Range<usize>, read: Option<u32>, write: u32, deferred: bool) -> Part {
+    fn part(&self, positions: Range<usize>, read: Option<u32>, write: u32, deferred: bool) -> StepPart {
         let (read, write) = (read.map(|slot| slot * self.slot), write * self.slot);
         (1, positions, StepState { read, write, exports: Vec::new(), deferred })
     }

@@ -96,7 +96,7 @@ struct Placed<'a> {
 }
 
 /// (sequence, positions, state update).
-type Part = (usize, Range<usize>, StepState);
+type StepPart = (usize, Range<usize>, StepState);
 
 fn state(read: Option<u32>, write: u32) -> StepState {
     StepState { read, write, exports: vec![], deferred: false }
@@ -171,7 +171,7 @@ impl<'a> Placed<'a> {
     }
 
     /// Uploads the inputs of a step.
-    fn inputs(&mut self, parts: &[Part]) -> (DevicePtr, [DevicePtr; 2]) {
+    fn inputs(&mut self, parts: &[StepPart]) -> (DevicePtr, [DevicePtr; 2]) {
         let of = |values: &dyn Fn(usize, Range<usize>) -> Vec<f32>| -> Vec<f32> {
             parts.iter().flat_map(|(sequence, positions, _)| values(*sequence, positions.clone())).collect()
         };
@@ -181,7 +181,7 @@ impl<'a> Placed<'a> {
         (self.sim.values(&x), gates.map(|gate| self.sim.values(&gate)))
     }
 
-    fn run(&mut self, parts: &[Part]) -> Given {
+    fn run(&mut self, parts: &[StepPart]) -> Given {
         let (x, gates) = self.inputs(parts);
         let rows: usize = parts.iter().map(|(_, positions, _)| positions.len()).sum();
         let out_len = rows * self.layer.layout.out_len();

@@ -32,7 +32,7 @@ pub(super) struct Call {
 
 /// A worker's message.
 #[derive(Debug, Clone)]
-pub(super) enum Said {
+pub(super) enum WorkerMessage {
     Started(Ticket, Attempt),
     Token(Ticket, Attempt, u32),
     Finished(Ticket, Attempt),
@@ -131,7 +131,7 @@ impl Life {
     }
 
     /// Computes a step. Returns messages and their connections.
-    pub(super) fn step(&mut self, random: &mut Random) -> Vec<(u64, Said)> {
+    pub(super) fn step(&mut self, random: &mut Random) -> Vec<(u64, WorkerMessage)> {
         self.steps += 1;
         let mut said = Vec::new();
         let mut computed = Vec::new();
@@ -141,16 +141,16 @@ impl Life {
                 *prompt -= 1;
                 if *prompt == 0 {
                     computed.push(chain(call.group, call.number));
-                    said.push((*session, Said::Started(ticket, attempt)));
+                    said.push((*session, WorkerMessage::Started(ticket, attempt)));
                 }
                 return true;
             }
             if call.next < call.wanted {
-                said.push((*session, Said::Token(ticket, attempt, token(call.number, call.next))));
+                said.push((*session, WorkerMessage::Token(ticket, attempt, token(call.number, call.next))));
                 call.next += 1;
                 return true;
             }
-            said.push((*session, Said::Finished(ticket, attempt)));
+            said.push((*session, WorkerMessage::Finished(ticket, attempt)));
             false
         });
         computed.iter().for_each(|chain| self.stores(chain));
@@ -162,11 +162,11 @@ impl Life {
         }
         if let Some(session) = self.session {
             if self.sent < self.log.len() {
-                said.push((session, Said::Events(self.replay(self.sent as u64 + 1))));
+                said.push((session, WorkerMessage::Events(self.replay(self.sent as u64 + 1))));
                 self.sent = self.log.len();
             }
             if self.steps.is_multiple_of(REPORT_EVERY) {
-                said.push((session, Said::Report(self.report())));
+                said.push((session, WorkerMessage::Report(self.report())));
             }
         }
         said
