@@ -29,7 +29,6 @@ mod numerics;
 mod operation;
 mod ops_client;
 mod otlp;
-mod pardon;
 mod perplexity;
 mod plan;
 mod prefix;
@@ -48,6 +47,7 @@ mod tokenize;
 mod top;
 mod try_grammar;
 mod try_onnx;
+mod unblock;
 mod up;
 mod worker;
 
@@ -100,7 +100,8 @@ enum Command {
     Top(top::Top),
     Drain(drain::Drain),
     Undrain(drain::Undrain),
-    Pardon(pardon::Pardon),
+    #[command(alias = "pardon")]
+    Unblock(unblock::Unblock),
     Coordinators(coordinators::Coordinators),
     Keys(keys::Keys),
     Tenants(tenants::Tenants),
@@ -150,7 +151,7 @@ impl Command {
             Self::Top(command) => command.run(),
             Self::Drain(command) => command.run(),
             Self::Undrain(command) => command.run(),
-            Self::Pardon(command) => command.run(),
+            Self::Unblock(command) => command.run(),
             Self::Coordinators(command) => command.run(),
             Self::Keys(command) => command.run(),
             Self::Tenants(command) => command.run(),

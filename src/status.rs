@@ -39,7 +39,8 @@ pub(crate) struct Cluster {
     #[serde(default)]
     unplanned: Vec<Unplanned>,
     #[serde(default)]
-    pub(crate) condemned: Vec<Condemned>,
+    #[serde(rename = "condemned")]
+    pub(crate) blocked: Vec<BlockedFile>,
     /// Settings that differ between coordinators.
     #[serde(default)]
     settings: Vec<Differing>,
@@ -185,7 +186,7 @@ struct Unplanned {
 
 /// A blocked model file, and the reason.
 #[derive(Debug, Deserialize)]
-pub(crate) struct Condemned {
+pub(crate) struct BlockedFile {
     pub(crate) digest: String,
     reason: String,
 }
@@ -347,7 +348,7 @@ fn table(cluster: &Cluster) -> String {
         let what = if operators(planned_by) { "not every replica" } else { "no further replica" };
         text += &format!("{what} of {model}: {reason}\n");
     }
-    for Condemned { digest, reason } in &cluster.condemned {
+    for BlockedFile { digest, reason } in &cluster.blocked {
         text += &format!("file {}.. is placed nowhere: {reason}\n", digest.get(..16).unwrap_or(digest));
     }
     if let Some(index) = &cluster.index {

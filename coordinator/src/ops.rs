@@ -132,7 +132,7 @@ where
         .route("/admin/v1/workers/{id}/dead", post(dead))
         .route("/admin/v1/workers/{id}/drain", post(async |ops, id| drain(ops, id, true).await))
         .route("/admin/v1/workers/{id}/undrain", post(async |ops, id| drain(ops, id, false).await))
-        .route("/admin/v1/files/{digest}/pardon", post(pardon))
+        .route("/admin/v1/files/{digest}/pardon", post(unblock))
         .merge(coordinators::router())
         .merge(snapshots::router())
         .merge(prefixes::router())
@@ -299,19 +299,19 @@ async fn drain(
         }),
     };
     if made.is_ok() && !draining {
-        ops.dispatch.lost_devices().pardon(&node);
+        ops.dispatch.lost_devices().unblock(&node);
     }
     count(&ops, if draining { "drain" } else { "undrain" }, &made);
     made.map(|()| StatusCode::NO_CONTENT)
 }
 
 /// Removes a model from the block list.
-async fn pardon(State(ops): State<Arc<Ops>>, Path(digest): Path<String>) -> Result<StatusCode, ApiError> {
+async fn unblock(State(ops): State<Arc<Ops>>, Path(digest): Path<String>) -> Result<StatusCode, ApiError> {
     let digest = ChunkId::from_hex(&digest);
     let ChunkId(digest) = digest.ok_or_else(|| ApiError::field("digest", "64 hexadecimal digits"))?;
     // Without a group, no model is placed.
     let agreement = ops.agreement.as_ref().ok_or(ApiError::NotFound)?;
-    let made = agreement.plan(Change::ModelPardoned(digest)).await.map_err(ApiError::from);
+    let made = agreement.plan(Change::ModelUnblocked(digest)).await.map_err(ApiError::from);
     count(&ops, "pardon", &made);
     made.map(|()| StatusCode::NO_CONTENT)
 }

@@ -257,7 +257,7 @@ fn named(change: &Change) -> (&'static str, String) {
             ("place_replica", format!("{} at {}", placed.plan.model, stages.join(", ")))
         }
         Change::ReplicaDropped(life) => ("drop_replica", format!("life {life}")),
-        Change::ModelCondemned(condemned) => ("condemn_model", format!("by {}", condemned.node)),
+        Change::ModelBlocked(blocked) => ("condemn_model", format!("by {}", blocked.node)),
         _ => ("plan", String::new()),
     }
 }

@@ -21,7 +21,7 @@ pub use access::Access;
 pub(crate) use entry::decode_entry;
 pub use entry::{
     CacheGroup, Canary, Change, ClientId, Entry, GroupMember, KeyIssued, KeyRecord, KeyScope, Level,
-    LevelReported, MAX_ENTRY_BYTES, ModelCondemned, ModelPlan, OpenSession, OperatorPlan, PolicyAdvanced,
+    LevelReported, MAX_ENTRY_BYTES, ModelBlocked, ModelPlan, OpenSession, OperatorPlan, PolicyAdvanced,
     Quota, ReplicaPlaced, ReplicaPlan, SessionChange, StagePlan, TenantRecord, TenantTuned, WorkerDrained,
     WorkerLeft, encode_entry,
 };
@@ -119,7 +119,7 @@ pub struct Table {
     policy: u64,
     sessions: Sessions,
     replicas: BTreeMap<u64, ReplicaPlan>,
-    condemned: BTreeMap<[u8; 32], ModelCondemned>,
+    blocked: BTreeMap<[u8; 32], ModelBlocked>,
     /// Replicas planned by operators.
     operators: BTreeMap<ModelId, OperatorPlan>,
 }
@@ -192,8 +192,8 @@ impl Table {
     }
 
     /// The block list: model files that are not placed, by digest.
-    pub fn condemned(&self) -> &BTreeMap<[u8; 32], ModelCondemned> {
-        &self.condemned
+    pub fn blocked(&self) -> &BTreeMap<[u8; 32], ModelBlocked> {
+        &self.blocked
     }
 
     /// The operators' plans, by model.
@@ -269,9 +269,9 @@ impl Table {
             Change::ReplicaDropped(life) => {
                 self.replicas.remove(&life).ok_or(Refusal::Unknown(Kind::Replica))?;
             }
-            Change::ModelCondemned(condemned) => self.condemn(condemned)?,
-            Change::ModelPardoned(digest) => {
-                self.condemned.remove(&digest).ok_or(Refusal::Unknown(Kind::Model))?;
+            Change::ModelBlocked(blocked) => self.block(blocked)?,
+            Change::ModelUnblocked(digest) => {
+                self.blocked.remove(&digest).ok_or(Refusal::Unknown(Kind::Model))?;
             }
             Change::OperatorPlanned(plan) => self.plan_as_told(plan)?,
             Change::OperatorPlanWithdrawn(model) => {

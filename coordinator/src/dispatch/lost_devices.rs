@@ -38,12 +38,12 @@ impl LostDevices {
         true
     }
 
-    /// Whether the worker is quarantined and was not pardoned since.
+    /// Whether the worker is quarantined and was not released since.
     pub fn quarantined(&self, node: &NodeId) -> bool {
         self.0.lock().get(node).is_some_and(|losses| losses.quarantined)
     }
 
-    pub fn pardon(&self, node: &NodeId) {
+    pub fn unblock(&self, node: &NodeId) {
         self.0.lock().remove(node);
     }
 }
@@ -63,7 +63,7 @@ mod tests {
         assert!(!losses.quarantined(&node));
         assert!(lost(4, 602) && losses.quarantined(&node));
         assert!(!losses.quarantined(&NodeId::new("w2").unwrap()));
-        losses.pardon(&node);
+        losses.unblock(&node);
         assert!(!losses.quarantined(&node) && !lost(5, 603));
     }
 }

@@ -3,7 +3,7 @@
 use super::Ops;
 use crate::agreement::{Difference, Standing};
 use crate::balancer::{OfferView, WorkerView};
-use crate::consensus::table::ModelCondemned;
+use crate::consensus::table::ModelBlocked;
 use crate::metrics::state_name;
 use crate::replicas::ReplicaView;
 use proto::ids::{ModelId, NodeId};
@@ -50,7 +50,7 @@ pub fn view(ops: &Ops, asleep: &HashSet<NodeId>) -> Value {
         "unplanned": unplanned(ops),
         "settings": differences(ops),
         "authority_ends": ops.identity.validities().ok().map(|validities| validities.authority.ends),
-        "condemned": condemned(ops),
+        "condemned": blocked(ops),
         "index": {
             "blocks": index.blocks,
             "bytes": index.bytes,
@@ -168,13 +168,13 @@ fn differences(ops: &Ops) -> Vec<Value> {
 }
 
 /// The block list of models.
-fn condemned(ops: &Ops) -> Vec<Value> {
+fn blocked(ops: &Ops) -> Vec<Value> {
     let table = ops.agreement.as_ref().and_then(|agreement| agreement.table());
-    let value = |condemned: &ModelCondemned| {
-        let digest: String = condemned.model_digest.iter().map(|byte| format!("{byte:02x}")).collect();
-        json!({"digest": digest, "worker": condemned.node.as_str(), "reason": condemned.reason})
+    let value = |blocked: &ModelBlocked| {
+        let digest: String = blocked.model_digest.iter().map(|byte| format!("{byte:02x}")).collect();
+        json!({"digest": digest, "worker": blocked.node.as_str(), "reason": blocked.reason})
     };
-    table.iter().flat_map(|table| table.condemned().values()).map(value).collect()
+    table.iter().flat_map(|table| table.blocked().values()).map(value).collect()
 }
 
 /// The layer range of a worker in a replica.

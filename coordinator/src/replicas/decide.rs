@@ -7,7 +7,7 @@ mod operators;
 
 use super::drafters;
 use crate::consensus::table::{
-    Change, MAX_REASON, ModelCondemned, OperatorPlan, ReplicaPlaced, ReplicaPlan, StagePlan, Table,
+    Change, MAX_REASON, ModelBlocked, OperatorPlan, ReplicaPlaced, ReplicaPlan, StagePlan, Table,
 };
 use crate::placement::{Placement, PlacementError, Worker, Workload};
 use model::costs::ModelCosts;
@@ -73,7 +73,7 @@ pub(super) struct View<'a> {
 /// The next change, and for each model why no further replica can be planned.
 pub(super) fn decide(view: &View<'_>) -> (Option<Change>, BTreeMap<ModelId, String>) {
     let mut unplanned = BTreeMap::new();
-    let change = view.condemn().or_else(|| view.as_told(&mut unplanned));
+    let change = view.block().or_else(|| view.as_told(&mut unplanned));
     let change = change.or_else(|| view.replace(&mut unplanned)).or_else(|| view.drop_strays());
     let change = change.or_else(|| view.add(&mut unplanned));
     (change, unplanned)
@@ -81,13 +81,13 @@ pub(super) fn decide(view: &View<'_>) -> (Option<Change>, BTreeMap<ModelId, Stri
 
 impl View<'_> {
     /// Adds a file to the block list that a first stage reported as unusable.
-    fn condemn(&self) -> Option<Change> {
+    fn block(&self) -> Option<Change> {
         self.table.replicas().iter().find_map(|(&life, plan)| {
             let lead = &plan.stages.first()?.node;
             let mut reason = (self.bad)(life, lead)?;
             reason.truncate(reason.floor_char_boundary(MAX_REASON));
             let (model_digest, node) = (plan.model_digest, lead.clone());
-            Some(Change::ModelCondemned(ModelCondemned { model_digest, node, reason }))
+            Some(Change::ModelBlocked(ModelBlocked { model_digest, node, reason }))
         })
     }
 
@@ -178,7 +178,7 @@ impl View<'_> {
     fn digests(&self, model: &ModelId) -> BTreeSet<[u8; 32]> {
         let files = self.nodes.iter().flat_map(|node| &node.capacity.files);
         let digests = files.filter(|file| file.model == *model).map(|file| file.digest);
-        digests.filter(|digest| !self.table.condemned().contains_key(digest)).collect()
+        digests.filter(|digest| !self.table.blocked().contains_key(digest)).collect()
     }
 
     /// Cuts a model over free workers: not draining, in no operator's plan, and in no replica unless

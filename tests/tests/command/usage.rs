@@ -27,7 +27,7 @@ fn exit_codes() {
         (&["drain"], BAD_USAGE),
         (&["drain", "w0", "--timeout", "1s"], BAD_USAGE),
         (&["undrain", "w0", "--wait"], BAD_USAGE),
-        (&["pardon"], BAD_USAGE),
+        (&["unblock"], BAD_USAGE),
         (&["pardon", "00", "--data-dir", "/nonexistent"], FAILED),
         (&["top", "--every", "soon"], BAD_USAGE),
         (&["up", "--frobnicate"], BAD_USAGE),

@@ -81,9 +81,9 @@ pub enum Change {
     /// Removes the replica with this epoch.
     ReplicaDropped(u64),
     /// Adds a file to the block list: it cannot be served and is not placed any more.
-    ModelCondemned(ModelCondemned),
+    ModelBlocked(ModelBlocked),
     /// An operator unblocks the file with this digest.
-    ModelPardoned([u8; 32]),
+    ModelUnblocked([u8; 32]),
     /// Issues a key with a scope of its own. Creates the tenant if it is new.
     KeyIssued(KeyIssued),
     /// Sets a tenant's limits and its cache group.
@@ -281,7 +281,7 @@ pub struct OperatorPlan {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ModelCondemned {
+pub struct ModelBlocked {
     pub model_digest: [u8; 32],
     pub node: NodeId,
     /// What is wrong with the file; at most [`MAX_REASON`](super::MAX_REASON) bytes.

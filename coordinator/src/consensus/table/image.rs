@@ -2,7 +2,7 @@
 
 use super::access::Access;
 use super::{
-    KeyRecord, KeyScope, ModelCondemned, ModelPlan, OperatorPlan, ReplicaPlan, Roster, Sessions, Standing,
+    KeyRecord, KeyScope, ModelBlocked, ModelPlan, OperatorPlan, ReplicaPlan, Roster, Sessions, Standing,
     Table, TenantRecord,
 };
 use proto::block::TenantSalt;
@@ -23,7 +23,7 @@ struct Image<'a> {
     policy: u64,
     sessions: Cow<'a, Sessions>,
     replicas: Cow<'a, BTreeMap<u64, ReplicaPlan>>,
-    condemned: Cow<'a, BTreeMap<[u8; 32], ModelCondemned>>,
+    blocked: Cow<'a, BTreeMap<[u8; 32], ModelBlocked>>,
     scopes: Cow<'a, BTreeMap<[u8; 32], KeyScope>>,
     sharing: Cow<'a, BTreeMap<TenantId, TenantId>>,
     groups: Cow<'a, BTreeMap<TenantId, TenantSalt>>,
@@ -44,7 +44,7 @@ impl Table {
             policy: self.policy,
             sessions: Cow::Borrowed(&self.sessions),
             replicas: Cow::Borrowed(&self.replicas),
-            condemned: Cow::Borrowed(&self.condemned),
+            blocked: Cow::Borrowed(&self.blocked),
             scopes: Cow::Borrowed(&access.scopes),
             sharing: Cow::Borrowed(&access.sharing),
             groups: Cow::Borrowed(&access.groups),
@@ -72,7 +72,7 @@ impl Table {
             policy: image.policy,
             sessions: image.sessions.into_owned(),
             replicas: image.replicas.into_owned(),
-            condemned: image.condemned.into_owned(),
+            blocked: image.blocked.into_owned(),
             operators: image.operators.into_owned(),
         })
     }

@@ -72,7 +72,7 @@ pub enum Refusal {
     Taken(NodeId),
     /// The model file is on the block list.
     #[error("the model's file was found to be unusable")]
-    Condemned,
+    Blocked,
 }
 
 /// Kinds of items in the table.

@@ -1,7 +1,7 @@
 //! Replicas of several stages, operators' plans, and the block list of model files.
 
 use super::{
-    Kind, MAX_CONDEMNED, MAX_MODELS, MAX_PLANNED_WORKERS, MAX_REASON, MAX_REPLICAS, ModelCondemned,
+    Kind, MAX_CONDEMNED, MAX_MODELS, MAX_PLANNED_WORKERS, MAX_REASON, MAX_REPLICAS, ModelBlocked,
     OperatorPlan, Refusal, ReplicaPlaced, ReplicaPlan, StagePlan, Table, put,
 };
 use proto::ids::NodeId;
@@ -12,8 +12,8 @@ impl Table {
     /// Plans a replica. Its epoch is the current entry's index, so later plans have larger epochs.
     pub(super) fn place(&mut self, placed: ReplicaPlaced) -> Result<(), Refusal> {
         let ReplicaPlaced { plan, replaces } = placed;
-        if self.condemned.contains_key(&plan.model_digest) {
-            return Err(Refusal::Condemned);
+        if self.blocked.contains_key(&plan.model_digest) {
+            return Err(Refusal::Blocked);
         }
         if replaces.is_some_and(|life| !self.replicas.contains_key(&life)) {
             return Err(Refusal::Unknown(Kind::Replica));
@@ -58,12 +58,12 @@ impl Table {
     }
 
     /// Adds a file to the block list and removes its replicas.
-    pub(super) fn condemn(&mut self, condemned: ModelCondemned) -> Result<(), Refusal> {
-        if condemned.reason.len() > MAX_REASON {
+    pub(super) fn block(&mut self, blocked: ModelBlocked) -> Result<(), Refusal> {
+        if blocked.reason.len() > MAX_REASON {
             return Err(Refusal::TooLarge);
         }
-        let digest = condemned.model_digest;
-        put(&mut self.condemned, digest, condemned, MAX_CONDEMNED, Kind::Model)?;
+        let digest = blocked.model_digest;
+        put(&mut self.blocked, digest, blocked, MAX_CONDEMNED, Kind::Model)?;
         self.replicas.retain(|_, plan| plan.model_digest != digest);
         Ok(())
     }

@@ -123,8 +123,8 @@ fn placed(nodes: &[&str], replaces: Option<u64>) -> Change {
     Change::ReplicaPlaced(ReplicaPlaced { plan: replica(nodes), replaces })
 }
 
-fn condemned(byte: u8) -> ModelCondemned {
-    ModelCondemned { model_digest: [byte; 32], node: node("w0"), reason: "no layers".into() }
+fn blocked(byte: u8) -> ModelBlocked {
+    ModelBlocked { model_digest: [byte; 32], node: node("w0"), reason: "no layers".into() }
 }
 
 fn as_told(model: &str, replicas: &[&[&str]]) -> OperatorPlan {
@@ -152,8 +152,8 @@ fn every_change() -> Vec<Change> {
         Change::PolicyAdvanced(PolicyAdvanced { from: 0, to: 1 }),
         Change::ReplicaPlaced(ReplicaPlaced { plan: replica(&["w0", "w1"]), replaces: Some(300) }),
         Change::ReplicaDropped(300),
-        Change::ModelCondemned(condemned(9)),
-        Change::ModelPardoned([9; 32]),
+        Change::ModelBlocked(blocked(9)),
+        Change::ModelUnblocked([9; 32]),
         Change::KeyIssued(issued(6, "d")),
         Change::TenantTuned(tuned("d", Some("g"), 4)),
         Change::CoordinatorLost(node("c4")),
@@ -197,7 +197,7 @@ fn every_entry_and_the_table_are_written_as_shipped() {
     client.done(Change::ModelPlanned(plan("n")));
     client.done(Change::WorkerJoined(Box::new(register("w1", 1, &[("m", 7)]))));
     client.done(placed(&["w0", "w1"], None));
-    client.done(Change::ModelCondemned(condemned(8)));
+    client.done(Change::ModelBlocked(blocked(8)));
     client.done(Change::KeyIssued(issued(7, "d")));
     client.done(Change::TenantTuned(tuned("d", Some("g"), 4)));
     client.done(Change::CoordinatorLost(node("c4")));
@@ -465,14 +465,14 @@ fn a_replica_has_workers_of_its_own_and_gives_way_to_the_one_that_replaces_it() 
 fn a_file_that_cannot_be_served_is_placed_nowhere() {
     let mut client = Client::new();
     client.done(placed(&["w0", "w1"], None));
-    client.done(Change::ModelCondemned(condemned(1)));
+    client.done(Change::ModelBlocked(blocked(1)));
     assert!(client.table.replicas().is_empty(), "what was made of it goes");
-    assert_eq!(client.refused(placed(&["w2"], None)), Refusal::Condemned);
-    client.done(Change::ModelPardoned([1; 32]));
-    assert_eq!(client.refused(Change::ModelPardoned([1; 32])), Refusal::Unknown(Kind::Model));
+    assert_eq!(client.refused(placed(&["w2"], None)), Refusal::Blocked);
+    client.done(Change::ModelUnblocked([1; 32]));
+    assert_eq!(client.refused(Change::ModelUnblocked([1; 32])), Refusal::Unknown(Kind::Model));
     client.done(placed(&["w2"], None));
-    let long = ModelCondemned { reason: "x".repeat(MAX_REASON + 1), ..condemned(2) };
-    assert_eq!(client.refused(Change::ModelCondemned(long)), Refusal::TooLarge);
+    let long = ModelBlocked { reason: "x".repeat(MAX_REASON + 1), ..blocked(2) };
+    assert_eq!(client.refused(Change::ModelBlocked(long)), Refusal::TooLarge);
 }
 
 #[test]

@@ -154,10 +154,10 @@ fn a_file_that_is_no_model_is_placed_nowhere_and_another_one_is() {
     let mut rig = Rig::new(&["a", "b"]);
     rig.settle(2);
     rig.bad = Some("é".repeat(MAX_REASON));
-    assert!(matches!(rig.decide(2).0, Some(Change::ModelCondemned(_))));
+    assert!(matches!(rig.decide(2).0, Some(Change::ModelBlocked(_))));
     assert!(rig.settle(2).is_empty());
-    let condemned = &rig.table.condemned()[&DIGEST];
-    assert!(condemned.reason.len() <= MAX_REASON, "also where it is cut inside of a character");
+    let blocked = &rig.table.blocked()[&DIGEST];
+    assert!(blocked.reason.len() <= MAX_REASON, "also where it is cut inside of a character");
     rig.bad = None;
     rig.workers.push((node("c"), capacity(1 << 30, [2; 32])));
     rig.workers.push((node("d"), capacity(1 << 30, [2; 32])));

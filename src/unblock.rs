@@ -1,4 +1,4 @@
-//! `kvasir pardon`: removes a model file from the block list.
+//! `kvasir unblock`: removes a model file from the block list.
 
 use crate::access::Access;
 use crate::status::Cluster;
@@ -10,12 +10,12 @@ const CHANGE_LIMIT: Duration = Duration::from_secs(10);
 
 /// Has a model file placed again that is placed nowhere, because a worker could not load it for what it says.
 ///
-/// Another file under the same name has another digest and needs no pardon; this is for the same bytes, once the workers
+/// Another file under the same name has another digest and is not blocked; this is for the same bytes, once the workers
 /// are of a version that can load them. A worker that drains because it has sent wrong bytes is taken back by `kvasir
 /// undrain`.
 #[derive(clap::Args)]
-#[command(after_help = "Example:\n  kvasir pardon 758fb7f48fe952c6")]
-pub(crate) struct Pardon {
+#[command(after_help = "Example:\n  kvasir unblock 758fb7f48fe952c6")]
+pub(crate) struct Unblock {
     /// The file's digest, or how it begins, as `kvasir status` shows it.
     #[arg(value_name = "DIGEST")]
     digest: String,
@@ -23,10 +23,10 @@ pub(crate) struct Pardon {
     access: Access,
 }
 
-impl Pardon {
+impl Unblock {
     pub(crate) fn run(self) -> anyhow::Result<()> {
-        let condemned = Cluster::ask(&self.access)?.condemned;
-        let mut begin_so = condemned.iter().filter(|file| file.digest.starts_with(&self.digest));
+        let blocked = Cluster::ask(&self.access)?.blocked;
+        let mut begin_so = blocked.iter().filter(|file| file.digest.starts_with(&self.digest));
         let file = begin_so.next();
         let file = file.with_context(|| format!("no file {}.. is kept from being placed", self.digest))?;
         if begin_so.next().is_some() {
