@@ -270,7 +270,7 @@ impl Meter {
         }
     }
 
-    /// What was spent here, for the other coordinators. `None` if unused for `TOLD_FOR`.
+    /// Quota spent here, as sent to the other coordinators. `None` if unused for `TOLD_FOR`.
     pub fn tell(&self, now: Instant) -> Option<QuotaSpent> {
         let state = self.state.lock();
         let fresh = state.inflight > 0 || now.saturating_duration_since(state.used) < TOLD_FOR;
@@ -302,7 +302,7 @@ impl Meter {
     }
 }
 
-/// What one coordinator spent of one subject since its start.
+/// Quota of one subject that one coordinator spent since its start.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct QuotaSpent {
     pub subject: Subject,

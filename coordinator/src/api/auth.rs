@@ -62,7 +62,7 @@ pub enum KeysError {
     },
 }
 
-/// What a key permits, and for which tenant.
+/// The permissions of a key, and its tenant.
 #[derive(Debug)]
 struct Grant {
     /// The key id: the first digits of the key's SHA-256. Empty for a caller without a key.
@@ -324,7 +324,7 @@ impl Keys {
         ring.access.tenants().keys().filter_map(|tenant| Some((tenant.clone(), of(tenant)?))).collect()
     }
 
-    /// What was spent at this coordinator, for the other coordinators. `None` if nothing was.
+    /// Quota spent at this coordinator, as sent to the others. `None` if no quota was spent.
     pub fn spending(&self) -> Option<Spending> {
         let (ring, now) = (self.ring(), Instant::now());
         let spent: Vec<_> = ring.meters.values().filter_map(|meter| meter.tell(now)).take(MAX_TOLD).collect();

@@ -65,7 +65,7 @@ struct Structured<'a> {
     whitespace_pattern: Option<IgnoredAny>,
 }
 
-/// What an alias contains.
+/// Content of an alias.
 #[derive(Debug, Clone, Copy)]
 enum Alias {
     Json,

@@ -77,7 +77,7 @@ pub struct GenerationPlan {
     pub params: Params,
 }
 
-/// What an answer may contain besides text.
+/// Parts that an answer may contain besides text.
 #[derive(Debug)]
 pub struct Speech {
     /// Names of the callable tools.
@@ -109,7 +109,7 @@ pub struct Prefix {
     pub ttl: Duration,
 }
 
-/// What the planner reads besides the body.
+/// Inputs of the planner besides the body.
 pub struct Sources<'a> {
     pub caller: &'a Caller,
     pub models: &'a Models,

@@ -21,7 +21,7 @@ use proto::trace::Span;
 use std::sync::Arc;
 use written::Transcript;
 
-/// What to do with the speech.
+/// Task: transcription or translation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Task {
     /// Write the words in their own language.

@@ -137,7 +137,7 @@ impl Decided {
     }
 }
 
-/// What happened after a decision.
+/// Outcome of a decision.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Outcome {
     /// When the prompt had been computed.

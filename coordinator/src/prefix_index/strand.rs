@@ -5,7 +5,7 @@ use proto::block::BlockId;
 
 pub(super) const NONE: u32 = u32::MAX;
 
-/// What precedes a strand's first unit.
+/// The unit or root before a strand's first unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Before {
     /// Only a root, if it is known: the strand's first unit is the first of a prompt.

@@ -44,7 +44,7 @@ pub struct Pull {
     pub awaits: Option<f64>,
 }
 
-/// What a pull costs a worker.
+/// Cost of a pull from a worker.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PullPrice<'a> {
     /// Sizes of a resume point.

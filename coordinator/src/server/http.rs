@@ -199,7 +199,7 @@ async fn quiet(stop: &mut watch::Receiver<Option<Instant>>, latest: Instant) {
     }
 }
 
-/// What every connection of a listener gets.
+/// State shared by all connections of a listener.
 #[derive(Clone)]
 struct Entrance<P> {
     port: P,

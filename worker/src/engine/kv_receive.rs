@@ -192,7 +192,8 @@ impl Engine {
         None
     }
 
-    /// Time limit for pulling `tokens` tokens: the estimated time to compute them.
+    /// Time limit for pulling `tokens` tokens: the estimated time to compute them, within [`LEAST_PATIENCE`] and
+    /// [`MOST_PATIENCE`].
     fn patience(&self, tokens: u32) -> Duration {
         let rate = self.rates.prefill();
         let computing = match rate > 0.0 {
@@ -216,9 +217,9 @@ impl Engine {
             let pulled = self.install(&mut pull, outcome);
             for Waiting { request, source } in std::mem::take(&mut pull.waiting) {
                 self.pulled(request.id, pulled);
-                // The pull may have brought part of what another source has. A failed pull is not tried
-                // again.
-                let source = source.filter(|_| outcome.is_ok());
+                // The pull may have brought part of what another source has. After a failed pull, or one that the
+                // arena has no room for, the request computes.
+                let source = source.filter(|_| outcome.is_ok() && matches!(pulled, Pulled::Tokens(_)));
                 if let Some(request) = self.pull_or_compute(now, request, source) {
                     self.enqueue(request);
                 }

@@ -8,7 +8,7 @@ use crate::engine::thread::EngineHandle;
 use crate::engine::{EngineRequest, Sink};
 use crate::pull::Source;
 use crate::scheduler::SeqId;
-use proto::message::{GenerateError, GenerateFrame, GrammarSpec, WorkerState};
+use proto::message::{GenerateError, GenerateFrame, GrammarSpec, MAX_TOKENS_PER_FRAME, WorkerState};
 use proto::sequence::SequenceName;
 use proto::trace::TraceContext;
 use proto::transport::{GenerateCall, GenerateReply};
@@ -17,8 +17,8 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::mpsc;
 
-/// Maximum tokens of a frame, if the coordinator reads slower than the engine generates.
-const TOKENS_PER_FRAME: usize = 256;
+/// Frames of the engine that are joined at most, if the coordinator reads slower than the engine generates.
+const FRAMES_AT_ONCE: usize = 256;
 
 /// Submits the call to the engine at once, in the order of calls. The returned future serves it to its end.
 pub(super) fn serve(node: &Node, call: GenerateCall) -> impl Future<Output = ()> + Send + use<> {
@@ -118,7 +118,7 @@ async fn forward(
     let mut batch = Vec::new();
     loop {
         let taken = tokio::select! {
-            taken = inbox.recv_many(&mut batch, TOKENS_PER_FRAME) => taken,
+            taken = inbox.recv_many(&mut batch, FRAMES_AT_ONCE) => taken,
             () = &mut cancelled => break,
         };
         if taken == 0 {
@@ -140,14 +140,45 @@ async fn forward(
     id.into_iter().for_each(|id| engine.cancel(id));
 }
 
-/// Joins consecutive token frames.
+/// Joins consecutive token frames into frames of at most [`MAX_TOKENS_PER_FRAME`] tokens: the codec refuses longer ones.
 fn coalesce(frames: impl Iterator<Item = GenerateFrame>) -> Vec<GenerateFrame> {
     let mut joined: Vec<GenerateFrame> = Vec::new();
     for frame in frames {
         match (joined.last_mut(), frame) {
-            (Some(GenerateFrame::Tokens(before)), GenerateFrame::Tokens(tokens)) => before.extend(tokens),
+            (Some(GenerateFrame::Tokens(before)), GenerateFrame::Tokens(tokens))
+                if before.len() + tokens.len() <= MAX_TOKENS_PER_FRAME =>
+            {
+                before.extend(tokens);
+            }
             (_, frame) => joined.push(frame),
         }
     }
     joined
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proto::message::TokenOut;
+
+    #[test]
+    fn joined_frames_keep_the_order_and_the_codecs_limit() {
+        // As of speculative steps: 17 tokens each.
+        let token = |id| TokenOut { id, text: String::new(), logprobs: None };
+        let frame = |n: u32| GenerateFrame::Tokens((0..17).map(|i| token(17 * n + i)).collect());
+        let joined = coalesce((0..FRAMES_AT_ONCE as u32).map(frame));
+        let lengths: Vec<usize> = joined
+            .iter()
+            .map(|frame| match frame {
+                GenerateFrame::Tokens(tokens) => tokens.len(),
+                other => panic!("{other:?}"),
+            })
+            .collect();
+        assert_eq!(lengths, [240 * 17, 16 * 17]);
+        let ids = joined.into_iter().flat_map(|frame| match frame {
+            GenerateFrame::Tokens(tokens) => tokens,
+            _ => Vec::new(),
+        });
+        assert!(ids.map(|token| token.id).eq(0..17 * FRAMES_AT_ONCE as u32));
+    }
 }

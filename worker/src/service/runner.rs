@@ -1,4 +1,4 @@
-//! What computes on this node: an engine that generates, an encoder, or nothing yet.
+//! The compute thread of this node: an engine that generates, an encoder, or nothing yet.
 
 use super::Loaded;
 use crate::Error;

@@ -4,7 +4,7 @@ use model::ChatTemplate;
 
 const HERMES: &str = "{% if tools %}<tool_call></tool_call>{% endif %}<think>";
 
-/// What the client receives of an answer that arrives letter by letter, and its finish reason.
+/// An answer as the client receives it, sent letter by letter, and its finish reason.
 struct Received {
     text: String,
     thought: String,
