@@ -61,7 +61,7 @@ fn source_of(module: &Path) -> String {
 #[test]
 fn the_code_and_the_document_name_the_same_metrics() {
     let code: String =
-        ["coordinator/src/ops/metrics", "coordinator/src/consensus/telemetry", "worker/src/telemetry"]
+        ["coordinator/src/metrics", "coordinator/src/consensus/telemetry", "worker/src/telemetry"]
             .iter()
             .map(|module| source_of(&binary::workspace().join(module)))
             .collect();
