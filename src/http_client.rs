@@ -1,32 +1,41 @@
-//! HTTP client for downloads: HTTP/1.1, with TLS and proxies. One request per connection.
+//! HTTP client for downloads: hyper's HTTP/1.1, with TLS and proxies. One request per connection.
 //!
 //! `model::catalog` decides about requests, retries and redirects.
 
 use crate::config::ConfigError;
 use crate::tls;
-use body::{Body, Framing};
-use model::catalog::{Head, Http, Hub, Network, PlainHttp, Request, Response, Url};
-use proxy::{Proxies, Proxy};
+use http_body_util::{BodyExt, Empty};
+use hyper::body::{Body as _, Bytes, Incoming};
+use hyper::client::conn::http1;
+use hyper::header::{self, HeaderName, HeaderValue};
+use hyper::upgrade::{self, Upgraded};
+use hyper::{Uri, rt};
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::client::proxy::matcher::{Intercept, Matcher};
+use hyper_util::rt::TokioIo;
+use model::catalog::{Head, Http, Hub, Network, PlainHttp, Request, Response};
+use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
-use rustls::{ClientConfig, ClientConnection, StreamOwned};
-use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write};
-use std::net::{TcpStream, ToSocketAddrs};
+use std::error::Error;
+use std::io::{self, ErrorKind, Read};
 use std::sync::Arc;
 use std::time::Duration;
+use tokio::runtime::{Builder, Runtime};
+use tokio_rustls::TlsConnector;
+use tower::ServiceExt;
 
-mod body;
 mod proxy;
 #[cfg(test)]
 mod tests;
 
 /// Whether `http://` addresses of other machines are allowed.
 const ALLOW_HTTP: &str = "KVASIR_ALLOW_HTTP";
-/// Timeout for connecting.
+/// Timeout for connecting, divided among a host's addresses.
 const CONNECT: Duration = Duration::from_secs(15);
-/// Timeout without any byte received.
+/// Timeout for a connection with its tunnel and TLS, for a response head, and for each read of a body.
 const SILENCE: Duration = Duration::from_secs(30);
 /// Longest response head in bytes.
-const MAX_HEAD: u64 = 64 << 10;
+const MAX_HEAD: usize = 64 << 10;
 const MAX_HEADERS: usize = 128;
 
 /// Network access configured by the environment: proxies, certificates, hub endpoint. `allow_http` has the
@@ -41,16 +50,17 @@ pub(crate) fn network(allow_http: bool) -> anyhow::Result<Network> {
     Ok(Network { http: Box::new(Client::new(variable)?), hub, plain })
 }
 
-/// HTTP client for downloads.
+/// Blocking HTTP client. Must not be used inside an async runtime.
 pub(crate) struct Client {
+    runtime: Arc<Runtime>,
     tls: Arc<ClientConfig>,
-    proxies: Proxies,
+    proxies: Matcher,
     silence: Duration,
 }
 
-/// An open connection, plain or TLS.
-trait Duplex: Read + Write {}
-impl<T: Read + Write> Duplex for T {}
+/// An open connection: plain, TLS, or a proxy's tunnel.
+trait Duplex: rt::Read + rt::Write + Send + Unpin {}
+impl<T: rt::Read + rt::Write + Send + Unpin> Duplex for T {}
 
 impl Client {
     /// Reads the usual variables: proxies, and `SSL_CERT_FILE` in addition to the built-in roots.
@@ -61,135 +71,169 @@ impl Client {
             tls::add(&mut roots, path.as_ref())
                 .map_err(|why| ConfigError::Environment(format!("{file}={path}: {why}")))?;
         }
-        let proxies = Proxies::new(variable).map_err(ConfigError::Environment)?;
+        let proxies = proxy::from_variables(variable).map_err(ConfigError::Environment)?;
         let tls = tls::client(roots).map_err(|error| ConfigError::Environment(error.to_string()))?;
-        Ok(Self { tls: Arc::new(tls), proxies, silence: SILENCE })
+        let runtime = Builder::new_current_thread().enable_all().build();
+        let runtime = runtime.map_err(|error| ConfigError::Environment(format!("downloads: {error}")))?;
+        Ok(Self { runtime: Arc::new(runtime), tls: Arc::new(tls), proxies, silence: SILENCE })
     }
 
-    /// Connects to the server of `url`, or to its proxy. Also returns the request target for the request
-    /// line.
-    fn connect(&self, url: &Url) -> io::Result<(Box<dyn Duplex>, String)> {
-        let proxy = self.proxies.of(url);
-        let stream = match proxy {
-            Some(proxy) => self.dial(&proxy.host, proxy.port)?,
-            None => self.dial(url.host(), url.port())?,
-        };
-        if !url.is_tls() {
-            let target = if proxy.is_some() { url.to_string() } else { url.target().to_owned() };
-            return Ok((Box::new(stream), target));
+    /// Connects to the server of `uri`, or to its proxy.
+    async fn connect(&self, uri: &Uri, proxy: Option<&Intercept>) -> io::Result<Box<dyn Duplex>> {
+        let dialed = proxy.map_or(uri, Intercept::uri).clone();
+        let authority = dialed.authority().map(ToString::to_string).unwrap_or_default();
+        let mut connector = HttpConnector::new();
+        connector.enforce_http(false);
+        connector.set_connect_timeout(Some(CONNECT));
+        let stream = connector.oneshot(dialed).await.map_err(|error| {
+            let error = failed(&error);
+            io::Error::new(error.kind(), format!("{authority}: {error}"))
+        })?;
+        if uri.scheme_str() != Some("https") {
+            return Ok(Box::new(stream));
         }
-        let stream = match proxy {
-            Some(proxy) => tunnel(stream, proxy, url)?,
-            None => stream,
+        let stream: Box<dyn Duplex> = match proxy {
+            Some(proxy) => Box::new(tunnel(Box::new(stream), proxy, uri).await?),
+            None => Box::new(stream),
         };
-        let bare = url.host().trim_start_matches('[').trim_end_matches(']').to_owned();
-        let name =
-            ServerName::try_from(bare).map_err(|error| io::Error::new(ErrorKind::InvalidInput, error))?;
-        let session = ClientConnection::new(self.tls.clone(), name)
-            .map_err(|error| io::Error::new(ErrorKind::InvalidInput, error))?;
-        Ok((Box::new(StreamOwned::new(session, stream)), url.target().to_owned()))
-    }
-
-    fn dial(&self, host: &str, port: u16) -> io::Result<TcpStream> {
-        let bare = host.trim_start_matches('[').trim_end_matches(']');
-        let mut failed = io::Error::new(ErrorKind::NotFound, format!("{host} has no address"));
-        for address in (bare, port).to_socket_addrs()? {
-            match TcpStream::connect_timeout(&address, CONNECT) {
-                Ok(stream) => {
-                    stream.set_read_timeout(Some(self.silence))?;
-                    stream.set_write_timeout(Some(self.silence))?;
-                    return Ok(stream);
-                }
-                Err(error) => failed = io::Error::new(error.kind(), format!("{address}: {error}")),
-            }
-        }
-        Err(failed)
+        let bare = uri.host().unwrap_or_default().trim_start_matches('[').trim_end_matches(']').to_owned();
+        let name = ServerName::try_from(bare).map_err(unusable)?;
+        let stream = TlsConnector::from(Arc::clone(&self.tls)).connect(name, TokioIo::new(stream)).await?;
+        Ok(Box::new(TokioIo::new(stream)))
     }
 }
 
 impl Http for Client {
     fn get(&self, request: &Request) -> io::Result<Response> {
-        let (mut stream, target) = self.connect(&request.url)?;
-        let mut text = format!("GET {target} HTTP/1.1\r\nHost: {}\r\n", request.url.authority());
-        let version = env!("CARGO_PKG_VERSION");
-        text += &format!("User-Agent: kvasir/{version}\r\nAccept: */*\r\nAccept-Encoding: identity\r\n");
-        text += "Connection: close\r\n";
-        if let Some(from) = request.from {
-            text += &format!("Range: bytes={from}-\r\n");
-        }
-        if let Some(validator) = &request.if_range {
-            text += &format!("If-Range: {validator}\r\n");
-        }
-        if let Some(token) = &request.bearer {
-            text += &format!("Authorization: Bearer {token}\r\n");
-        }
-        if let Some(proxy) = self.proxies.of(&request.url).filter(|_| !request.url.is_tls()) {
-            text += &proxy.authorization();
-        }
-        text += "\r\n";
-        stream.write_all(text.as_bytes()).map_err(named)?;
-        stream.flush().map_err(named)?;
-        let mut stream = BufReader::with_capacity(64 << 10, stream);
-        loop {
-            let head = read_head(&mut stream)?;
-            // Skip informational responses.
-            if (100..200).contains(&head.status) {
-                continue;
+        let uri: Uri = request.url.to_string().parse().map_err(unusable)?;
+        let proxy = self.proxies.intercept(&uri).filter(|_| !request.url.is_loopback());
+        let plain_proxy = proxy.as_ref().filter(|_| !request.url.is_tls());
+        let target =
+            if plain_proxy.is_some() { request.url.to_string() } else { request.url.target().into() };
+        let bytes = request.from.map(|from| format!("bytes={from}-"));
+        let bearer = request.bearer.as_ref().map(|token| format!("Bearer {token}"));
+        let mut get = hyper::Request::get(target)
+            .header(header::HOST, request.url.authority())
+            .header(header::USER_AGENT, concat!("kvasir/", env!("CARGO_PKG_VERSION")))
+            .header(header::ACCEPT, "*/*")
+            .header(header::ACCEPT_ENCODING, "identity")
+            .header(header::CONNECTION, "close");
+        let optional: [(HeaderName, Option<&[u8]>); 4] = [
+            (header::RANGE, bytes.as_deref().map(str::as_bytes)),
+            (header::IF_RANGE, request.if_range.as_deref().map(str::as_bytes)),
+            (header::AUTHORIZATION, bearer.as_deref().map(str::as_bytes)),
+            (
+                header::PROXY_AUTHORIZATION,
+                plain_proxy.and_then(Intercept::basic_auth).map(HeaderValue::as_bytes),
+            ),
+        ];
+        for (name, value) in optional {
+            if let Some(value) = value {
+                get = get.header(name, value);
             }
-            let framing = Framing::of(&head)?;
-            return Ok(Response { head, body: Box::new(Body::new(stream, framing)) });
         }
+        let get = get.body(Empty::new()).map_err(unusable)?;
+        let response = self.runtime.block_on(async {
+            let stream = in_time(self.silence, self.connect(&uri, proxy.as_ref())).await?;
+            in_time(self.silence, send(stream, get)).await
+        })?;
+        let (head, frames) = response.into_parts();
+        let headers = head.headers.iter().map(|(name, value)| {
+            (name.as_str().to_owned(), String::from_utf8_lossy(value.as_bytes()).into_owned())
+        });
+        let head = Head { status: head.status.as_u16(), headers: headers.collect() };
+        let chunked = head.header("transfer-encoding").is_some_and(|way| way.eq_ignore_ascii_case("chunked"));
+        let bounded = chunked || frames.size_hint().exact().is_some();
+        let (runtime, silence) = (Arc::clone(&self.runtime), self.silence);
+        let body = Body { runtime, silence, frames, bounded, buffer: Bytes::new() };
+        Ok(Response { head, body: Box::new(body) })
     }
 }
 
-/// Requests a tunnel to the server of `url` from a proxy.
-fn tunnel(mut stream: TcpStream, proxy: &Proxy, url: &Url) -> io::Result<TcpStream> {
-    let to = format!("{}:{}", url.host(), url.port());
-    let request = format!("CONNECT {to} HTTP/1.1\r\nHost: {to}\r\n{}\r\n", proxy.authorization());
-    stream.write_all(request.as_bytes()).map_err(named)?;
-    // Read byte by byte: the bytes after the head belong to TLS.
-    let head = read_head(&mut BufReader::with_capacity(1, &mut stream))?;
-    if (200..300).contains(&head.status) {
-        return Ok(stream);
+/// Requests a tunnel to the server of `uri` from a proxy.
+async fn tunnel(stream: Box<dyn Duplex>, proxy: &Intercept, uri: &Uri) -> io::Result<Upgraded> {
+    let to = format!("{}:{}", uri.host().unwrap_or_default(), uri.port_u16().unwrap_or(443));
+    let mut connect = hyper::Request::connect(&to).header(header::HOST, &to);
+    if let Some(credentials) = proxy.basic_auth() {
+        connect = connect.header(header::PROXY_AUTHORIZATION, credentials);
     }
-    let why = format!("the proxy {}:{} answered {}", proxy.host, proxy.port, head.status);
+    let response = send(stream, connect.body(Empty::new()).map_err(unusable)?).await?;
+    let status = response.status().as_u16();
+    if (200..300).contains(&status) {
+        return upgrade::on(response).await.map_err(|error| failed(&error));
+    }
+    let at = proxy.uri().authority().map(ToString::to_string).unwrap_or_default();
     // Rejected credentials or a denied target: a retry is useless.
-    let kind = if matches!(head.status, 403 | 407) { ErrorKind::InvalidInput } else { ErrorKind::Other };
-    Err(io::Error::new(kind, why))
+    let kind = if matches!(status, 403 | 407) { ErrorKind::InvalidInput } else { ErrorKind::Other };
+    Err(io::Error::new(kind, format!("the proxy {at} answered {status}")))
 }
 
-/// Reads up to the empty line after the headers.
-fn read_head(stream: &mut impl BufRead) -> io::Result<Head> {
-    let mut text = Vec::new();
-    let mut limited = stream.take(MAX_HEAD);
-    while !text.ends_with(b"\r\n\r\n") {
-        if limited.read_until(b'\n', &mut text).map_err(named)? == 0 {
-            return Err(match text.len() as u64 {
-                MAX_HEAD => invalid("the head of the answer is too long"),
-                _ => io::Error::new(ErrorKind::UnexpectedEof, "the connection ended before an answer"),
-            });
+/// Sends a request and waits for the response head.
+async fn send(
+    stream: Box<dyn Duplex>,
+    request: hyper::Request<Empty<Bytes>>,
+) -> io::Result<hyper::Response<Incoming>> {
+    let mut http = http1::Builder::new();
+    http.title_case_headers(true).max_buf_size(MAX_HEAD).max_headers(MAX_HEADERS);
+    let (mut sender, connection) = http.handshake(stream).await.map_err(|error| failed(&error))?;
+    tokio::spawn(connection.with_upgrades());
+    sender.send_request(request).await.map_err(|error| failed(&error))
+}
+
+async fn in_time<T>(limit: Duration, work: impl Future<Output = io::Result<T>>) -> io::Result<T> {
+    let late = |_| io::Error::new(ErrorKind::TimedOut, "nothing came for too long");
+    tokio::time::timeout(limit, work).await.map_err(late)?
+}
+
+/// A streamed body. Holds the runtime that its connection runs on.
+struct Body {
+    runtime: Arc<Runtime>,
+    silence: Duration,
+    frames: Incoming,
+    /// False if the body ends with the connection, so that a truncated body cannot be detected.
+    bounded: bool,
+    buffer: Bytes,
+}
+
+impl Read for Body {
+    fn read(&mut self, to: &mut [u8]) -> io::Result<usize> {
+        if !self.bounded {
+            return Err(io::Error::new(
+                ErrorKind::InvalidData,
+                "the server does not say how long the file is",
+            ));
         }
-    }
-    let mut headers = [httparse::EMPTY_HEADER; MAX_HEADERS];
-    let mut parsed = httparse::Response::new(&mut headers);
-    parsed.parse(&text).map_err(|error| invalid(&format!("it does not speak HTTP: {error}")))?;
-    let headers = parsed
-        .headers
-        .iter()
-        .map(|header| (header.name.to_ascii_lowercase(), String::from_utf8_lossy(header.value).into_owned()));
-    Ok(Head { status: parsed.code.unwrap_or_default(), headers: headers.collect() })
-}
-
-fn invalid(why: &str) -> io::Error {
-    io::Error::new(ErrorKind::InvalidData, why)
-}
-
-/// Adds text to I/O errors that have none of their own.
-fn named(error: io::Error) -> io::Error {
-    match error.kind() {
-        ErrorKind::WouldBlock | ErrorKind::TimedOut => {
-            io::Error::new(ErrorKind::TimedOut, "nothing came for too long")
+        while self.buffer.is_empty() {
+            let frame = async { self.frames.frame().await.transpose().map_err(|error| failed(&error)) };
+            match self.runtime.block_on(in_time(self.silence, frame))? {
+                Some(frame) => self.buffer = frame.into_data().unwrap_or_default(),
+                None => return Ok(0),
+            }
         }
-        _ => error,
+        let got = (&self.buffer[..]).read(to)?;
+        drop(self.buffer.split_to(got));
+        Ok(got)
     }
+}
+
+/// An error of a request that cannot be sent.
+fn unusable(error: impl Error + Send + Sync + 'static) -> io::Error {
+    io::Error::new(ErrorKind::InvalidInput, error)
+}
+
+/// An I/O error with the texts of all causes and the kind of the innermost one.
+fn failed(error: &(dyn Error + 'static)) -> io::Error {
+    let mut kind = match error.downcast_ref::<hyper::Error>() {
+        Some(error) if error.is_parse() => ErrorKind::InvalidData,
+        Some(error) if error.is_incomplete_message() => ErrorKind::UnexpectedEof,
+        _ => ErrorKind::Other,
+    };
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        kind = error.downcast_ref().map_or(kind, io::Error::kind);
+        text += &format!(": {error}");
+        cause = error.source();
+    }
+    io::Error::new(kind, text)
 }

@@ -1,8 +1,9 @@
 use super::*;
-use model::catalog::{Address, CatalogError, Store, Verification};
+use model::catalog::{Address, CatalogError, Store, Url, Verification};
 use rcgen::{CertificateParams, KeyPair};
 use rustls::pki_types::PrivateKeyDer;
-use rustls::{ServerConfig, ServerConnection};
+use rustls::{ServerConfig, ServerConnection, StreamOwned};
+use std::io::Write;
 use std::net::TcpListener;
 use std::sync::mpsc::{Receiver, channel};
 
@@ -90,7 +91,43 @@ fn what_is_no_answer_is_an_error() {
     }
     let (port, _told) = serve(|_, _| [b"HTTP/1.1 200 OK\r\n", &b"A: b\r\n".repeat(20_000)[..]].concat());
     let error = client(&[]).get(&request(&format!("http://127.0.0.1:{port}/"))).err().unwrap();
-    assert!(error.to_string().contains("too long"), "{error}");
+    assert!(error.to_string().contains("too large"), "{error}");
+}
+
+/// The body of a response that consists of `head` and `body`.
+fn body(head: &str, body: &'static [u8]) -> Result<String, ErrorKind> {
+    let answer = [format!("HTTP/1.1 {head}\r\n\r\n").as_bytes(), body].concat();
+    let (port, _told) = serve(move |_, _| answer.clone());
+    let response = client(&[]).get(&request(&format!("http://127.0.0.1:{port}/")));
+    response.and_then(text).map_err(|error| error.kind())
+}
+
+#[test]
+fn a_body_ends_where_it_says() {
+    let long = "200 OK\r\nContent-Length: 5";
+    assert_eq!(body(long, b"hello world"), Ok("hello".into()));
+    assert_eq!(body("200 OK\r\nContent-Length: 0", b"x"), Ok(String::new()));
+    assert_eq!(body("304 Not Modified", b""), Ok(String::new()));
+    assert_eq!(body(long, b"hell"), Err(ErrorKind::UnexpectedEof));
+    assert_eq!(body("200 OK", b"hello"), Err(ErrorKind::InvalidData));
+    assert_eq!(body("200 OK\r\nContent-Length: -7", b"hello"), Err(ErrorKind::InvalidData));
+    for way in ["gzip", "gzip, chunked"] {
+        let head = format!("200 OK\r\nTransfer-Encoding: {way}");
+        assert_eq!(body(&head, b"5\r\nhello\r\n0\r\n\r\n"), Err(ErrorKind::InvalidData), "{way}");
+    }
+}
+
+#[test]
+fn chunks_are_put_together() {
+    let chunked = |bytes| body("200 OK\r\nTransfer-Encoding: Chunked", bytes);
+    assert_eq!(chunked(b"5\r\nhello\r\n6;x=y\r\n world\r\n0\r\nA: b\r\n\r\nmore"), Ok("hello world".into()));
+    for cut in [&b"5\r\nhel"[..], b"5\r\nhello\r\n", b"0\r\n"] {
+        assert_eq!(chunked(cut), Err(ErrorKind::UnexpectedEof), "{cut:?}");
+    }
+    for wrong in [&b"5\r\nhello world\r\n"[..], b"five\r\n", &[b'1'; 5000]] {
+        let kind = chunked(wrong).unwrap_err();
+        assert!(matches!(kind, ErrorKind::InvalidData | ErrorKind::InvalidInput), "{kind:?} for {wrong:?}");
+    }
 }
 
 #[test]
@@ -123,10 +160,13 @@ fn a_proxy_is_asked_for_what_lies_behind_it() {
 }
 
 #[test]
-fn tls_wants_a_certificate_that_is_trusted() {
+fn tls_wants_a_certificate_that_is_trusted_also_behind_a_proxy() {
     let dir = tempfile::tempdir().unwrap();
     let key = KeyPair::generate().unwrap();
-    let certificate = CertificateParams::new(["127.0.0.1".to_owned()]).unwrap().self_signed(&key).unwrap();
+    let certificate = CertificateParams::new(["127.0.0.1".to_owned(), "behind.example".to_owned()])
+        .unwrap()
+        .self_signed(&key)
+        .unwrap();
     let pem = dir.path().join("ca.pem");
     std::fs::write(&pem, certificate.pem()).unwrap();
     let provider = Arc::new(rustls::crypto::ring::default_provider());
@@ -138,22 +178,39 @@ fn tls_wants_a_certificate_that_is_trusted() {
         .with_single_cert(vec![certificate.der().clone()], private)
         .unwrap();
     let config = Arc::new(config);
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let url = format!("https://{}/", listener.local_addr().unwrap());
-    std::thread::spawn(move || {
-        for stream in listener.incoming() {
-            let session = ServerConnection::new(config.clone()).unwrap();
-            let mut stream = StreamOwned::new(session, stream.unwrap());
-            if !head_of(&mut stream).is_empty() {
-                // Closed without close_notify after the full length: the body is complete.
-                let _ = stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi");
+    // A server, or a proxy with the server behind it.
+    let serve_tls = |tunnel: bool| {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let config = Arc::clone(&config);
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                let mut stream = stream.unwrap();
+                if tunnel {
+                    let asked = head_of(&mut stream);
+                    assert!(asked.starts_with("CONNECT behind.example:443 HTTP/1.1\r\n"), "{asked}");
+                    stream.write_all(b"HTTP/1.1 200 Connected\r\n\r\n").unwrap();
+                }
+                let session = ServerConnection::new(Arc::clone(&config)).unwrap();
+                let mut stream = StreamOwned::new(session, stream);
+                if !head_of(&mut stream).is_empty() {
+                    // Closed without close_notify after the full length: the body is complete.
+                    let _ = stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nGGUFhi");
+                }
             }
-        }
-    });
+        });
+        address
+    };
+    let url = format!("https://{}/", serve_tls(false));
     let error = client(&[]).get(&request(&url)).err().unwrap();
     assert!(error.kind() == ErrorKind::InvalidData && error.to_string().contains("certificate"), "{error}");
-    let trusting = client(&[("SSL_CERT_FILE", pem.to_str().unwrap())]);
-    assert_eq!(text(trusting.get(&request(&url)).unwrap()).unwrap(), "hi");
+    let proxy = format!("http://{}", serve_tls(true));
+    let trusting = client(&[("SSL_CERT_FILE", pem.to_str().unwrap()), ("https_proxy", &proxy)]);
+    assert_eq!(text(trusting.get(&request(&url)).unwrap()).unwrap(), "GGUFhi");
+    let network = Network { http: Box::new(trusting), hub: Hub::default(), plain: PlainHttp::Loopback };
+    let address = Address::parse("https://behind.example/m.gguf").unwrap();
+    let path = Store::at(dir.path()).fetch(&address, &[], &network, &mut ()).unwrap();
+    assert_eq!(std::fs::read(path).unwrap(), b"GGUFhi");
     std::fs::write(&pem, "none").unwrap();
     for wrong in ["/no/such.pem", pem.to_str().unwrap()] {
         assert!(Client::new(|name| (name == "SSL_CERT_FILE").then(|| wrong.to_owned())).is_err(), "{wrong}");
