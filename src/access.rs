@@ -8,16 +8,16 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Which coordinator is asked, and as whom.
+/// The contacted coordinator and the API key.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub(crate) struct Access {
-    /// Ops address of a coordinator; default: that of the cluster `kvasir up` runs from the data directory.
+    /// Ops address of a coordinator [default: from up.json in the data directory of a running `kvasir up`].
     #[arg(long, value_name = "HOST:PORT", env = "KVASIR_OPS")]
     pub(crate) ops: Option<String>,
     /// Data directory of a `kvasir up`.
     #[arg(long, value_name = "DIR", env = "KVASIR_DATA_DIR")]
     pub(crate) data_dir: Option<PathBuf>,
-    /// An admin's API key; needed from another machine.
+    /// API key of an admin; required from another machine.
     #[arg(long, value_name = "KEY", env = "KVASIR_API_KEY", hide_env_values = true)]
     pub(crate) key: Option<String>,
 }
@@ -71,5 +71,5 @@ pub(crate) fn parse(body: &str) -> anyhow::Result<Value> {
     if body.is_empty() {
         return Ok(Value::Null);
     }
-    serde_json::from_str(body).context("the coordinator's answer")
+    serde_json::from_str(body).context("the coordinator's response is not valid JSON")
 }

@@ -9,21 +9,21 @@ use std::time::Duration;
 /// A long prefix may have to be computed before the response.
 const TIMEOUT: Duration = Duration::from_secs(610);
 
-/// Which coordinator, as whom, and how the answer is shown.
+/// The contacted coordinator, the API key, and the output format.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Admin {
     #[command(flatten)]
     access: Access,
-    /// Which model, where the cluster serves several.
+    /// Name of the model; required if the cluster serves several.
     #[arg(long, value_name = "ID")]
     model: Option<String>,
-    /// Whose sequences; default: the key's tenant, or `default`.
+    /// Tenant of the sequences [default: the key's tenant, or `default`].
     #[arg(long, value_name = "NAME")]
     tenant: Option<String>,
-    /// At which worker only.
+    /// Use this worker only.
     #[arg(long, value_name = "ID")]
     worker: Option<String>,
-    /// Print the coordinator's answer as one line of JSON.
+    /// Print the coordinator's response as one line of JSON.
     #[arg(long)]
     pub(crate) json: bool,
 }

@@ -32,13 +32,13 @@ pub(crate) struct Bench {
     /// Depths at which to decode
     #[arg(short = 'd', long, value_name = "N,..", value_delimiter = ',', default_value = "0")]
     depth: Vec<usize>,
-    /// Batch sizes of decoding at depth 128, beside the single stream
+    /// Batch sizes of decoding at depth 128, in addition to the single stream
     #[arg(short = 'b', long, value_name = "N,..", value_delimiter = ',')]
     batch: Vec<usize>,
     /// Compute threads
     #[arg(short = 't', long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: u16,
-    /// What to compute on
+    /// Device to compute on
     #[arg(long, value_enum, default_value = "auto", env = "KVASIR_DEVICE")]
     device: Device,
     /// Repetitions of each measurement
@@ -47,19 +47,19 @@ pub(crate) struct Bench {
     /// Prompt tokens per step
     #[arg(long, value_name = "N", default_value_t = 512)]
     chunk: usize,
-    /// How KV blocks are placed
+    /// Placement of KV blocks
     #[arg(long, value_enum, value_delimiter = ',', default_value = "paged")]
     placement: Vec<Placement>,
     /// Element type of the KV cache
     #[arg(long, value_enum, default_value = "f16")]
     kv_type: KvTypeArg,
-    /// How recurrent layers keep their states
+    /// Element type of recurrent states
     #[arg(long, value_enum, default_value = "f32")]
     state_type: StateTypeArg,
-    /// With auto-bf16: heads that forget within fewer tokens keep bf16 [default: 16]
+    /// With auto-bf16: the states of heads that forget within fewer tokens are stored as bf16 [default: 16]
     #[arg(long, value_name = "TOKENS")]
     state_tau: Option<u32>,
-    /// What quantised matrices are multiplied with
+    /// Activation type that quantised matrices are multiplied with
     #[arg(long, value_enum, default_value = "int8")]
     activations: ActivationsArg,
     /// Print one JSON object
@@ -67,13 +67,13 @@ pub(crate) struct Bench {
     json: bool,
 }
 
-/// How KV blocks are placed.
+/// Placement of KV blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum Placement {
-    /// Scattered over the arena and found through the block table.
+    /// Blocks scattered over the arena, found through the block table.
     Paged,
-    /// One after the other, no table read.
+    /// Consecutive blocks; no table is read.
     Contiguous,
 }
 

@@ -9,13 +9,13 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::time::SystemTime;
 
-/// Makes a cluster's certificate authority and the certificates of its nodes.
+/// Creates a cluster's certificate authority, and issues and revokes the certificates of its nodes.
 #[derive(clap::Args)]
 #[command(after_help = "Examples:\n  kvasir ca init --dir ./ca --cluster prod\n  \
     kvasir ca issue --dir ./ca --role worker --node worker-7 --out ./worker-7\n  \
     kvasir ca issue --dir ./ca --role worker --node worker-7 --out ./worker-7 --replace\n  kvasir ca rotate --dir ./ca\n  \
     kvasir ca revoke --dir ./ca --role worker --node worker-7\n\n\
-    Nodes read their certificates again within seconds of a change, without a restart; connections that stand go on.")]
+    Nodes reload their certificates within seconds of a change, without a restart; open connections stay open.")]
 pub(crate) struct Ca {
     #[command(subcommand)]
     action: Action,
@@ -29,91 +29,92 @@ enum Action {
     Revoke(Revoke),
 }
 
-/// Makes a new authority; whoever holds its key can make any node of the cluster.
+/// Creates a new authority. Its key can sign a certificate for any node of the cluster, so keep it secret.
 #[derive(clap::Args)]
 #[command(after_help = "Example:\n  kvasir ca init --dir ./ca --cluster prod")]
 struct Init {
-    /// Where ca.crt and ca.key go, and cluster.key, which all coordinators share; nothing there is overwritten.
+    /// Directory for ca.crt, ca.key, and cluster.key, which all coordinators share; existing files are not overwritten.
     #[arg(long, value_name = "DIR")]
     dir: PathBuf,
-    /// The cluster's name, part of every node's identity.
+    /// Name of the cluster, which is part of every node's identity.
     #[arg(long, value_name = "NAME", value_parser = |text: &str| ClusterName::new(text))]
     cluster: ClusterName,
 }
 
-/// Makes the key and certificate of one node, valid for 320 to 365 days depending on its name.
+/// Creates the key and certificate of one node, valid for 320 to 365 days depending on its name.
 #[derive(clap::Args)]
 #[command(
     after_help = "Example:\n  kvasir ca issue --dir ./ca --role worker --node worker-7 --out ./worker-7"
 )]
 struct Issue {
-    /// Where `kvasir ca init` put the authority.
+    /// Directory of the authority, as created by `kvasir ca init`.
     #[arg(long, value_name = "DIR")]
     dir: PathBuf,
-    /// What the node may do.
+    /// Role of the node: coordinator or worker.
     #[arg(long, value_parser = role)]
     role: Role,
     /// The node's name, unique in its cluster.
     #[arg(long, value_name = "ID", value_parser = |text: &str| NodeId::new(text))]
     node: NodeId,
-    /// Where node.crt, node.key and ca.crt go; nothing there is overwritten without --replace.
+    /// Directory for node.crt, node.key and ca.crt; existing files are overwritten only with --replace.
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// Put them in the place of those that are there.
+    /// Overwrite existing files.
     #[arg(long)]
     replace: bool,
-    /// Do not write it down beside the authority, which may be where nothing can be written: revoked by its serial number.
+    /// Do not record the certificate in the authority's directory, which may be read-only. It can then be revoked
+    /// only by --certificate or --serial.
     #[arg(long)]
     unrecorded: bool,
 }
 
-/// Replaces the authority's key and root certificate, in two steps between which both roots hold.
+/// Replaces the authority's key and root certificate in two steps. Between them both roots are trusted.
 #[derive(clap::Args)]
 #[command(
-    after_help = "Example:\n  kvasir ca rotate --dir ./ca             # 1. a new root; the old one still holds\n  \
-    cp ./ca/ca.crt ./worker-7/ca.crt        # 2. each node trusts both; ca.crl too, if there is one\n  \
-    kvasir ca issue --dir ./ca --role worker --node worker-7 --out ./worker-7 --replace  # 3. each node shows the new one\n  \
-    kvasir ca rotate --dir ./ca --finish    # 4. the old root is dropped\n  \
-    cp ./ca/ca.crt ./worker-7/ca.crt        # 5. each node trusts the new one alone\n\n\
-    A step is done at all nodes, and some ten seconds have passed, before the next one is begun."
+    after_help = "Example:\n  kvasir ca rotate --dir ./ca             # 1. a new root; the old one is still trusted\n  \
+    cp ./ca/ca.crt ./worker-7/ca.crt        # 2. each node trusts both; copy ca.crl too, if there is one\n  \
+    kvasir ca issue --dir ./ca --role worker --node worker-7 --out ./worker-7 --replace  # 3. each node gets a certificate of the new root\n  \
+    kvasir ca rotate --dir ./ca --finish    # 4. the old root is removed\n  \
+    cp ./ca/ca.crt ./worker-7/ca.crt        # 5. each node trusts the new root only\n\n\
+    Finish each step at all nodes and wait ten seconds before the next one."
 )]
 struct Rotate {
-    /// Where `kvasir ca init` put the authority.
+    /// Directory of the authority, as created by `kvasir ca init`.
     #[arg(long, value_name = "DIR")]
     dir: PathBuf,
-    /// Drop the old root: who has a certificate of it is refused by whoever gets ca.crt from now on.
+    /// Remove the old root from ca.crt. Nodes with the new ca.crt refuse certificates of the old root.
     #[arg(long)]
     finish: bool,
 }
 
-/// Takes certificates back: who has one is connected to nobody any more.
+/// Revokes certificates: no node accepts a connection with one of them any more.
 ///
-/// Adds them to DIR/ca.crl, which the authority signs. A node reads ca.crl in its identity directory within seconds, closes
-/// what the certificate's holder has open, refuses it, and tells all nodes that it is connected to, which do the same. So a
-/// copy for one node is enough for those that run; give it to every node, for when all have been restarted.
+/// Adds the certificates to DIR/ca.crl, which the authority signs. A node reads ca.crl in its identity directory within
+/// seconds, closes the connections of revoked certificates, refuses new ones, and sends the list to all connected nodes,
+/// which do the same. So a copy for one node is enough for all running nodes. Copy it to every node before a restart.
 #[derive(clap::Args)]
 #[command(
-    after_help = "Examples:\n  kvasir ca revoke --dir ./ca --role worker --node worker-7     # all that were issued for it\n  \
+    after_help = "Examples:\n  kvasir ca revoke --dir ./ca --role worker --node worker-7     # all certificates issued for it\n  \
     kvasir ca revoke --dir ./ca --certificate ./worker-7/node.crt\n  \
     kvasir ca revoke --dir ./ca --serial 4f:21:0c:aa\n  cp ./ca/ca.crl ./coordinator-0/ca.crl\n\n\
-    What is revoked stays so; `kvasir ca issue --replace` gives the node a certificate that holds. A coordinator is taken \
-    out of its group by `kvasir coordinators remove`."
+    A revocation is permanent; `kvasir ca issue --replace` gives the node a new, valid certificate. `kvasir coordinators \
+    remove` removes a coordinator from its group."
 )]
 #[command(group(clap::ArgGroup::new("what").required(true).multiple(true).args(["node", "certificate", "serial"])))]
 struct Revoke {
-    /// Where `kvasir ca init` put the authority.
+    /// Directory of the authority, as created by `kvasir ca init`.
     #[arg(long, value_name = "DIR")]
     dir: PathBuf,
-    /// The role of --node.
+    /// Role of the node that --node names.
     #[arg(long, value_parser = role, requires = "node")]
     role: Option<Role>,
-    /// All certificates that this authority has issued for the node until now.
+    /// Revoke all certificates that this authority has issued for this node.
     #[arg(long, value_name = "ID", requires = "role", value_parser = |text: &str| NodeId::new(text))]
     node: Option<NodeId>,
-    /// A certificate, as PEM file.
+    /// PEM file of a certificate to revoke.
     #[arg(long, value_name = "FILE")]
     certificate: Vec<PathBuf>,
-    /// The serial number of a certificate, hexadecimal.
+    /// Hexadecimal serial number of a certificate to revoke.
     #[arg(long, value_name = "HEX", value_parser = |text: &str| text.parse::<Serial>())]
     serial: Vec<Serial>,
 }
@@ -131,7 +132,7 @@ impl Revoke {
             let issued = Authority::issued(&self.dir, role, &node)?;
             anyhow::ensure!(
                 !issued.is_empty(),
-                "no certificate of {} {node} is on record in {}; --certificate or --serial names one",
+                "no certificate of {} {node} is recorded in {}; name one with --certificate or --serial",
                 role.as_str(),
                 self.dir.display()
             );
@@ -142,14 +143,21 @@ impl Revoke {
             writeln!(out, "revoked {serial}")?;
         }
         let list = self.dir.join("ca.crl");
-        writeln!(out, "{all} on {}; give it to the nodes, beside their ca.crt", list.display())?;
+        writeln!(
+            out,
+            "{} lists {all} revoked certificates; copy it to the nodes, beside their ca.crt",
+            list.display()
+        )?;
         Ok(())
     }
 }
 
 fn role(text: &str) -> Result<Role, String> {
     let known = [Role::Coordinator, Role::Worker];
-    known.into_iter().find(|role| role.as_str() == text).ok_or_else(|| "coordinator or worker".to_owned())
+    known
+        .into_iter()
+        .find(|role| role.as_str() == text)
+        .ok_or_else(|| "must be coordinator or worker".to_owned())
 }
 
 impl Ca {
@@ -184,24 +192,25 @@ impl Ca {
                     Authority::load(&dir).with_context(|| format!("authority in {}", dir.display()))?;
                 let ca = dir.join("ca.crt");
                 if finish {
-                    let alone =
-                        authority.alone()?.context("there is no old root: `kvasir ca rotate` begins")?;
+                    let alone = authority
+                        .alone()?
+                        .context("no rotation is in progress; start one with `kvasir ca rotate`")?;
                     alone.replace(&dir)?;
                     writeln!(
                         out,
-                        "only the new root is left; give every node {} as its ca.crt",
+                        "only the new root is trusted now; copy {} to every node as its ca.crt",
                         ca.display()
                     )?;
                 } else {
                     let new = authority.successor(SystemTime::now());
-                    let new = new.context("is a rotation under way? `--finish` ends it")?;
+                    let new = new.context("a rotation is already in progress; finish it with --finish")?;
                     new.replace(&dir)?;
                     // Certificates revoked under the old root stay revoked when only the new root is trusted.
                     new.revoke(&dir, &[], SystemTime::now())?;
                     writeln!(
                         out,
-                        "a new root, and the old one behind it: give every node {} as its ca.crt, then a certificate by \
-                         `kvasir ca issue --replace`, then `kvasir ca rotate --finish`",
+                        "created a new root; the old one is still trusted. Copy {} to every node as its ca.crt, then issue every node \
+                        a certificate with `kvasir ca issue --replace`, then run `kvasir ca rotate --finish`",
                         ca.display()
                     )?;
                 }

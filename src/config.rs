@@ -37,7 +37,7 @@ pub(crate) enum ConfigError {
         field: &'static str,
         /// The value found.
         value: String,
-        /// What is accepted.
+        /// Accepted values, or the reason why this value is not one.
         limit: String,
     },
     /// A required field is not set.
@@ -45,7 +45,7 @@ pub(crate) enum ConfigError {
     Missing {
         /// Name of the field in the file.
         field: &'static str,
-        /// Why the field is required.
+        /// Reason why the field is required.
         need: String,
     },
     /// A node that another command started refuses its settings.
@@ -93,11 +93,11 @@ pub(crate) fn layered<T: Serialize + DeserializeOwned>(file: Option<&Path>, flag
             let refuse = |reason: String| ConfigError::File { path: path.display().to_string(), reason };
             let text = std::fs::read_to_string(path).map_err(|error| refuse(error.to_string()))?;
             let read: T = toml::from_str(&text).map_err(|error| refuse(error.to_string()))?;
-            toml::Table::try_from(&read).context("settings from the file")?
+            toml::Table::try_from(&read).context("cannot read the settings of the file")?
         }
     };
-    table.extend(toml::Table::try_from(flags).context("settings from flags")?);
-    table.try_into().context("settings laid over each other")
+    table.extend(toml::Table::try_from(flags).context("cannot read the settings of the flags")?);
+    table.try_into().context("cannot merge the settings of the file and the flags")
 }
 
 #[cfg(test)]

@@ -20,14 +20,14 @@ use tokio::runtime::{Builder, Runtime};
 /// machine whose host reclaimed free memory, getting 2 MiB back takes milliseconds.
 const KEEP_FREE_MEMORY: Duration = Duration::from_secs(600);
 
-/// Runs one coordinator: the OpenAI API, the prefix index, routing.
+/// Runs one coordinator: OpenAI API, prefix index, routing.
 #[derive(clap::Args)]
 #[command(
     after_help = "Example:\n  kvasir coordinator --identity ./c0 --models smollm2-135m --http 0.0.0.0:8080 --quic 0.0.0.0:7000 --config keys.toml\n\n\
     kvasir coordinator --identity ./c0 --models smollm2-135m --quic 10.0.0.1:7000 --data-dir ./c0-data \\\n    \
     --peers c0=10.0.0.1:7000,c1=10.0.0.2:7000,c2=10.0.0.3:7000\n\n\
     keys.toml:\n  [[keys]]\n  sha256 = \"<SHA-256 of the key, in hexadecimal>\"\n  tenant = \"team-a\"\n\n\
-    It prints one line of JSON with its addresses when it listens; logs go to stderr."
+    Once it listens it prints one line of JSON with its addresses on stdout; logs go to stderr."
 )]
 pub(crate) struct Coordinator {
     #[command(flatten)]
@@ -36,114 +36,113 @@ pub(crate) struct Coordinator {
     node: NodeArgs,
 }
 
-/// Everything that can be set; what is not set has a default.
+/// All settings. Every unset one has a default.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, clap::Args)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct CoordinatorSettings {
-    /// Directory with node.crt, node.key and ca.crt, as `kvasir ca issue` makes it.
+    /// Directory with node.crt, node.key and ca.crt, as created by `kvasir ca issue`.
     #[arg(long, value_name = "DIR", env = "KVASIR_IDENTITY")]
     pub(crate) identity: Option<PathBuf>,
     /// Models that the API offers, separated by commas: catalog names, paths, or ID=PATH.
     #[arg(long, value_name = "MODEL,..", env = "KVASIR_MODELS", value_delimiter = ',')]
     pub(crate) models: Option<Vec<String>>,
-    /// Where the OpenAI API answers [default: 127.0.0.1:8080]; elsewhere than on loopback only with keys.
+    /// Address of the OpenAI API [default: 127.0.0.1:8080]; an address that is not loopback requires keys.
     #[arg(long, value_name = "ADDR", env = "KVASIR_HTTP", value_parser = config::listen)]
     #[serde(default, deserialize_with = "config::listen_in_file")]
     pub(crate) http: Option<SocketAddr>,
-    /// Where /livez, /readyz, /metrics and /admin/v1 answer [default: 127.0.0.1:9090].
+    /// Address of /livez, /readyz, /metrics and /admin/v1 [default: 127.0.0.1:9090].
     #[arg(long, value_name = "ADDR", env = "KVASIR_OPS", value_parser = config::listen)]
     #[serde(default, deserialize_with = "config::listen_in_file")]
     pub(crate) ops: Option<SocketAddr>,
-    /// UDP address where workers and other coordinators dial in [default: 127.0.0.1:7000].
+    /// UDP address that workers and other coordinators connect to [default: 127.0.0.1:7000].
     #[arg(long, value_name = "ADDR", env = "KVASIR_QUIC", value_parser = config::listen)]
     #[serde(default, deserialize_with = "config::listen_in_file")]
     pub(crate) quic: Option<SocketAddr>,
-    /// All coordinators of the group, at most 5, separated by commas; this one may be left out. Needs a data
-    /// directory. The same at each of them when the group is founded.
+    /// All coordinators of the group, at most 5, separated by commas; this one may be left out. Requires a data
+    /// directory. Must be equal at all of them when the group is founded.
     #[arg(long, value_name = "NAME=HOST:PORT,..", env = "KVASIR_PEERS", value_delimiter = ',')]
     pub(crate) peers: Option<Vec<String>>,
-    /// Directory for what the coordinators agree on, such as which workers drain; nobody else's. Without it
-    /// nothing of that is kept over a restart.
+    /// Directory for the replicated table, such as drained workers and keys; for this coordinator only. Without it
+    /// that state is lost at a restart.
     #[arg(long, value_name = "DIR", env = "KVASIR_DATA_DIR")]
     pub(crate) data_dir: Option<PathBuf>,
-    /// File of the key that keys all block ids, shared by all coordinators [default: cluster.key in
-    /// $KVASIR_HOME]; made on first use.
+    /// File of the cluster key, which keys all block ids; equal at all coordinators [default: cluster.key in
+    /// $KVASIR_HOME, created on first use].
     #[arg(long, value_name = "FILE", env = "KVASIR_CLUSTER_KEY")]
     pub(crate) cluster_key: Option<PathBuf>,
     /// Keep /readyz at 503 until a POST to /admin/v1/ready; `kvasir up` uses it.
     #[arg(long, value_name = "BOOL", env = "KVASIR_HOLD_READY", hide = true)]
     pub(crate) hold_ready: Option<bool>,
-    /// Take the texts of control tokens in the messages of chats for these tokens, as in prompts of completions; the same at
-    /// all coordinators [default: false, they are ordinary text].
+    /// Parse control tokens in the messages of chats, as in prompts of completions. Must be equal at all
+    /// coordinators [default: false, they are ordinary text].
     #[arg(long, value_name = "BOOL", env = "KVASIR_RAW_CHATS")]
     pub(crate) raw_chats: Option<bool>,
-    /// Time that a request may take in all [default: 10 minutes].
+    /// Limit of a request's total time [default: 10 minutes].
     #[arg(long, value_name = "TIME", env = "KVASIR_REQUEST_TIMEOUT")]
     pub(crate) request_timeout: Option<Period>,
-    /// Time that requests under way are given when the node is told to end [default: 30s].
+    /// Time for running requests to finish after a stop signal [default: 30s].
     #[arg(long, value_name = "TIME", env = "KVASIR_DRAIN_TIMEOUT")]
     pub(crate) drain_timeout: Option<Period>,
-    /// Generations that may wait for a worker.
+    /// Most generations that wait for a worker.
     #[arg(long, value_name = "N", env = "KVASIR_QUEUE_REQUESTS")]
     pub(crate) queue_requests: Option<usize>,
-    /// Prompt tokens that may wait for a worker.
+    /// Most prompt tokens that wait for a worker.
     #[arg(long, value_name = "N", env = "KVASIR_QUEUE_TOKENS")]
     pub(crate) queue_tokens: Option<u64>,
-    /// Generations that one worker may have at a time; more wait here, where any worker can take them.
+    /// Most generations that one worker has at a time; more wait at the coordinator, for any worker.
     #[arg(long, value_name = "N", env = "KVASIR_WORKER_INFLIGHT")]
     pub(crate) worker_inflight: Option<u32>,
-    /// How often workers report.
+    /// Interval of the workers' load reports.
     #[arg(long, value_name = "TIME", env = "KVASIR_REPORT_EVERY")]
     pub(crate) report_every: Option<Period>,
-    /// A worker not heard of for this long gets no new work while another is there.
+    /// A worker without a report for this time gets no new work while another worker is available.
     #[arg(long, value_name = "TIME", env = "KVASIR_SUSPECT_AFTER")]
     pub(crate) suspect_after: Option<Period>,
-    /// A worker not heard of for this long has left.
+    /// A worker without a report for this time is removed.
     #[arg(long, value_name = "TIME", env = "KVASIR_LEASE")]
     pub(crate) lease: Option<Period>,
     /// Memory for the prefix index, such as 256MiB.
     #[arg(long, value_name = "SIZE", env = "KVASIR_INDEX_BYTES")]
     pub(crate) index_bytes: Option<ByteSize>,
-    /// By what a worker is chosen; all but `prefix` are there to compare with.
+    /// Rule by which a worker is chosen; all but `prefix` are for comparison.
     #[arg(long, value_enum, env = "KVASIR_ROUTING")]
     pub(crate) routing: Option<RoutingArg>,
     /// Workers of the pool that serve one replica together [default: as few as hold the model].
     #[arg(long, value_name = "N", env = "KVASIR_SHARDS")]
     pub(crate) shards: Option<usize>,
-    /// HTTP connections at a time on the API port.
+    /// Most open HTTP connections on the API port.
     #[arg(long, value_name = "N", env = "KVASIR_MAX_CONNECTIONS")]
     pub(crate) max_connections: Option<usize>,
-    /// An HTTP connection that is idle between requests for so long is closed [default: 75s]; longer than what proxies in
-    /// front and clients keep theirs for.
+    /// An HTTP connection that is idle between requests for this time is closed [default: 75s]. It should be longer
+    /// than the idle time of clients and proxies in front.
     #[arg(long, value_name = "TIME", env = "KVASIR_KEEP_ALIVE")]
     pub(crate) keep_alive: Option<Period>,
-    /// Origins whose pages may ask from browsers, such as `https://app.example`, separated by commas; or `*`, or `none`
-    /// [default: any where keys are needed, and else those of this machine].
+    /// Origins whose web pages may send requests, such as `https://app.example`, separated by commas; or `*`, or `none`
+    /// [default: any origin if keys are required, else only origins on this machine].
     #[arg(long, value_name = "ORIGIN,..", env = "KVASIR_CORS_ORIGINS", value_delimiter = ',')]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) cors_origins: Option<Vec<String>>,
-    /// Tenants that get more turns than others while all have requests waiting, such as `team-a=4,team-b=2`: tokens are
-    /// shared out by these weights, at coordinators and workers [default: 1 for each].
+    /// Weights of tenants whose requests wait at the same time, such as `team-a=4,team-b=2`: coordinators and workers
+    /// divide tokens in proportion [default: 1 for each].
     #[arg(long, value_name = "TENANT=N,..", env = "KVASIR_TENANT_WEIGHTS", value_delimiter = ',')]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) tenant_weights: Option<Vec<String>>,
-    /// Sessions of operations, such as voice activity over a WebSocket, that one tenant may have at this coordinator at a
-    /// time.
+    /// Most open sessions of operations of one tenant at this coordinator, such as voice activity over a WebSocket.
     #[arg(long, value_name = "N", env = "KVASIR_SESSIONS_PER_TENANT")]
     pub(crate) sessions_per_tenant: Option<u32>,
-    /// A session in which the client says nothing for so long ends.
+    /// A session without a message from the client for this time is closed.
     #[arg(long, value_name = "TIME", env = "KVASIR_SESSION_IDLE")]
     pub(crate) session_idle: Option<Period>,
-    /// Time that a session may last.
+    /// Limit of a session's total time.
     #[arg(long, value_name = "TIME", env = "KVASIR_SESSION_MAX")]
     pub(crate) session_max: Option<Period>,
-    /// Collector that spans of requests go to by OTLP, such as http://127.0.0.1:4318; without, nothing is traced.
+    /// OTLP collector that receives the spans of requests, such as http://127.0.0.1:4318; without it nothing is traced.
     #[arg(long, value_name = "URL", env = "OTEL_EXPORTER_OTLP_ENDPOINT")]
     pub(crate) otlp_endpoint: Option<String>,
-    /// Certificates that a collector at https:// is believed by, PEM [default: those that browsers trust, and SSL_CERT_FILE].
+    /// PEM file of certificates that verify a collector at https:// [default: those that browsers trust, and SSL_CERT_FILE].
     #[arg(long, value_name = "FILE", env = "OTEL_EXPORTER_OTLP_CERTIFICATE")]
     pub(crate) otlp_certificate: Option<PathBuf>,
-    /// Share of the requests without a `traceparent` that are traced [default: 1].
+    /// Share of the requests without a `traceparent` that are traced, 0 to 1 [default: 1].
     #[arg(long, value_name = "SHARE", env = "OTEL_TRACES_SAMPLER_ARG")]
     pub(crate) trace_ratio: Option<f64>,
     /// Client keys; in the file only.
@@ -156,11 +155,11 @@ pub(crate) struct CoordinatorSettings {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum RoutingArg {
-    /// The least time until it answers, what it holds of the prompt counted in.
+    /// The worker whose answer is expected first, its cached part of the prompt included.
     Prefix,
-    /// The same as if nobody held anything.
+    /// The same, without regard to cached prefixes.
     LeastLoad,
-    /// One after the other.
+    /// The workers in turns.
     RoundRobin,
 }
 
@@ -205,41 +204,49 @@ impl CoordinatorSettings {
             otlp_endpoint: self.otlp_endpoint,
             otlp_certificate: self.otlp_certificate,
             trace_ratio: self.trace_ratio,
-            http: or!(http, default.http, "this machine only, unless told otherwise"),
-            ops: or!(ops, default.ops, "this machine only, unless told otherwise"),
-            quic: or!(quic, default.quic, "this machine only, unless told otherwise"),
+            http: or!(http, default.http, "reachable from this machine only"),
+            ops: or!(ops, default.ops, "reachable from this machine only"),
+            quic: or!(quic, default.quic, "reachable from this machine only"),
             cluster_key: or!(cluster_key, home::home()?.join("cluster.key"), "beside the model cache"),
-            hold_ready: or!(hold_ready, default.hold_ready, "ready as soon as a worker is"),
-            raw_chats: or!(raw_chats, default.raw_chats, "users must not write turns of others"),
-            request_timeout: or!(
-                request_timeout,
-                seconds(default.request_timeout_s),
-                "nothing waits for ever"
+            hold_ready: or!(hold_ready, default.hold_ready, "ready as soon as a worker has joined"),
+            raw_chats: or!(
+                raw_chats,
+                default.raw_chats,
+                "users must not be able to write turns of other roles"
             ),
-            drain_timeout: or!(drain_timeout, seconds(default.drain_s), "what supervisors commonly grant"),
+            request_timeout: or!(request_timeout, seconds(default.request_timeout_s), "bounds every wait"),
+            drain_timeout: or!(drain_timeout, seconds(default.drain_s), "the usual limit of supervisors"),
             queue_requests: or!(queue_requests, default.queue_requests, "a bounded queue, then 429"),
             queue_tokens: or!(queue_tokens, default.queue_tokens, "a bounded queue, then 429"),
             worker_inflight: or!(
                 worker_inflight,
                 default.worker_inflight,
-                "more wait where any worker can take them"
+                "more wait at the coordinator, where any worker can take them"
             ),
-            report_every: or!(report_every, millis(default.report_every_ms), "fresher than a decision needs"),
+            report_every: or!(
+                report_every,
+                millis(default.report_every_ms),
+                "more often than decisions need"
+            ),
             suspect_after: or!(suspect_after, millis(default.suspect_ms), "a few missed reports"),
-            lease: or!(lease, millis(default.lease_ms), "a pause longer than this is a death"),
+            lease: or!(lease, millis(default.lease_ms), "a worker that is silent for longer counts as dead"),
             index_bytes: or!(index_bytes, ByteSize(default.index_bytes), "a bound, not a reservation"),
-            routing: or!(routing, RoutingArg::Prefix, "it computes the least"),
+            routing: or!(routing, RoutingArg::Prefix, "computes the fewest prompt tokens"),
             max_connections: or!(max_connections, default.max_connections, "a bound on open files"),
-            keep_alive: or!(keep_alive, seconds(default.keep_alive_s), "longer than proxies keep theirs"),
+            keep_alive: or!(
+                keep_alive,
+                seconds(default.keep_alive_s),
+                "longer than the idle time of proxies"
+            ),
             sessions_per_tenant: or!(
                 sessions_per_tenant,
                 default.sessions_per_tenant,
-                "one tenant leaves room for others"
+                "leaves room for other tenants"
             ),
             session_idle: or!(
                 session_idle,
                 seconds(default.session_idle_s),
-                "sound does not pause for as long"
+                "audio does not pause for as long"
             ),
             session_max: or!(session_max, seconds(default.session_max_s), "longer than most calls"),
         };
@@ -340,9 +347,9 @@ impl Coordinator {
             };
             announcement.print()?;
             signals.next().await;
-            tracing::info!("draining");
+            tracing::info!("stop signal received: no new requests are accepted, running ones finish");
             tokio::select! {
-                finished = node.stop() => if !finished { tracing::warn!("requests were cut off") },
+                finished = node.stop() => if !finished { tracing::warn!("the drain timeout has passed; the remaining requests are cut off") },
                 () = signals.next() => {}
             }
             Ok(())

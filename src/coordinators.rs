@@ -11,15 +11,15 @@ const PATH: &str = "/admin/v1/coordinators";
 /// An added coordinator has half a minute to catch up.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Lists, adds and removes coordinators of a group, and hands leadership over.
+/// Lists, adds and removes coordinators of a group, and transfers leadership.
 #[derive(clap::Args)]
 #[command(
     after_help = "Examples:\n  kvasir coordinators list\n  kvasir coordinators add c3=10.0.0.4:7000\n  \
     kvasir coordinators remove c1\n  kvasir coordinators transfer c2\n\n\
-    A coordinator that has lost its data directory is another member than before: `remove` it and `add` it again.\n\
-    One that is added must run, with a data directory and with --peers naming it and the members of the group.\n\
-    Any coordinator can be asked. Changes go one at a time, and none that would leave the group without a majority\n\
-    that is there is made."
+    A coordinator that has lost its data directory counts as a new member: `remove` it and `add` it again.\n\
+    A coordinator to add must be running, with a data directory and with itself and all members in --peers.\n\
+    Every coordinator accepts these commands. Changes are made one at a time. A change that would leave the group\n\
+    without a reachable majority is refused."
 )]
 pub(crate) struct Coordinators {
     #[command(subcommand)]
@@ -34,7 +34,7 @@ enum Action {
     Transfer(Transfer),
 }
 
-/// How the cluster is reached and the group is shown.
+/// The contacted coordinator and the output format.
 #[derive(clap::Args)]
 struct Asked {
     #[command(flatten)]
@@ -44,7 +44,7 @@ struct Asked {
     json: bool,
 }
 
-/// Shows who takes part, who votes and who leads.
+/// Lists the coordinators of the group, with voters and leader.
 #[derive(clap::Args)]
 #[command(after_help = "Example:\n  kvasir coordinators list --json")]
 struct List {
@@ -52,32 +52,32 @@ struct List {
     asked: Asked,
 }
 
-/// Adds a coordinator: it follows, catches up, and then votes.
+/// Adds a coordinator: it replicates the log as a learner, and votes once it has caught up.
 #[derive(clap::Args)]
 #[command(after_help = "Example:\n  kvasir coordinators add c3=10.0.0.4:7000")]
 struct Add {
-    /// Its name and its QUIC address.
+    /// Name and QUIC address of the coordinator.
     #[arg(value_name = "NAME=HOST:PORT", value_parser = named)]
     coordinator: (String, String),
     #[command(flatten)]
     asked: Asked,
 }
 
-/// Removes a coordinator from the group; its process goes on until it is ended.
+/// Removes a coordinator from the group; its process keeps running until it is stopped.
 #[derive(clap::Args)]
 #[command(after_help = "Example:\n  kvasir coordinators remove c1")]
 struct Remove {
-    /// Its name.
+    /// Name of the coordinator.
     name: String,
     #[command(flatten)]
     asked: Asked,
 }
 
-/// Hands leadership to a coordinator.
+/// Transfers leadership to a coordinator.
 #[derive(clap::Args)]
 #[command(after_help = "Example:\n  kvasir coordinators transfer c2")]
 struct Transfer {
-    /// Its name.
+    /// Name of the coordinator.
     name: String,
     #[command(flatten)]
     asked: Asked,
@@ -85,7 +85,7 @@ struct Transfer {
 
 fn named(text: &str) -> Result<(String, String), String> {
     let pair = text.split_once('=').filter(|(name, quic)| !name.is_empty() && quic.contains(':'));
-    let (name, quic) = pair.ok_or("it must be NAME=HOST:PORT")?;
+    let (name, quic) = pair.ok_or("must be NAME=HOST:PORT")?;
     Ok((name.to_owned(), quic.to_owned()))
 }
 
@@ -99,11 +99,11 @@ impl Coordinators {
             }
             Action::Remove(Remove { name, asked }) => {
                 asked.access.json("DELETE", &format!("{PATH}/{}", escape(&name)), None, TIMEOUT)?;
-                asked.done(&format!("{name} is no member any more"))
+                asked.done(&format!("{name} is not a member any more"))
             }
             Action::Transfer(Transfer { name, asked }) => {
                 asked.access.json("POST", &format!("{PATH}/{}/lead", escape(&name)), None, TIMEOUT)?;
-                asked.done(&format!("{name} leads"))
+                asked.done(&format!("{name} is the leader"))
             }
         }
     }
@@ -142,7 +142,7 @@ fn table(group: &Value) -> String {
             (false, false) => "learner",
         };
         let here = match (is("here"), is("another_life")) {
-            (_, true) => "wiped: remove it, then add it",
+            (_, true) => "wiped: remove and add it again",
             (true, false) => "yes",
             (false, false) => "no",
         };
@@ -156,7 +156,7 @@ fn table(group: &Value) -> String {
     }
     let mut text = columns(&rows);
     if group.get("agreed") != Some(&Value::Bool(true)) {
-        text += "no majority has confirmed this: it is what was agreed on last\n";
+        text += "no majority has confirmed this group; it is the last known state\n";
     }
     text
 }

@@ -12,7 +12,7 @@ pub(crate) const MAX_THREADS: usize = 1024;
 /// Highest supported CPU number.
 const MAX_CPU: usize = 4095;
 
-/// Why a text is not a CPU set.
+/// Error of a text that is not a CPU set.
 #[derive(Debug, thiserror::Error)]
 #[error("{0:?} is not a list of CPUs such as 0-3,8")]
 pub(crate) struct InvalidCpuSet(String);

@@ -14,27 +14,27 @@ const CHANGE_LIMIT: Duration = Duration::from_secs(10);
 /// Polling interval. Workers report several times a second.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 
-/// Has a worker take no new work; what it has begun it ends.
+/// Drains a worker: it accepts no new work and finishes running work.
 ///
-/// All coordinators agree on it, so it holds at each of them and outlives their restarts, until `kvasir undrain`.
+/// All coordinators agree on the drain. It holds over their restarts, until `kvasir undrain`.
 #[derive(clap::Args)]
 #[command(
     after_help = "Examples:\n  kvasir drain worker-1\n  kvasir drain w7 --ops 10.0.0.7:9090 --wait --timeout 30m\n\n\
-    Exit codes: 0 it drains (with --wait: and has no work any more), 1 it does not, or still has work when the\n\
-    time is up."
+    Exit codes: 0 if the worker drains (with --wait: and has no work left), 1 if it does not, or if it still has\n\
+    work at the timeout."
 )]
 pub(crate) struct Drain {
     #[command(flatten)]
     target: Target,
-    /// Wait until it has no work.
+    /// Wait until the worker has no work.
     #[arg(long)]
     wait: bool,
-    /// How long to wait at most.
+    /// Longest time to wait.
     #[arg(long, value_name = "TIME", default_value = "10m", requires = "wait")]
     timeout: Period,
 }
 
-/// Has a worker that drains take work again.
+/// Ends a drain: the worker accepts work again.
 #[derive(clap::Args)]
 #[command(after_help = "Example:\n  kvasir undrain worker-1")]
 pub(crate) struct Undrain {
@@ -44,12 +44,12 @@ pub(crate) struct Undrain {
 
 #[derive(clap::Args)]
 struct Target {
-    /// The worker's id, as `kvasir status` shows it.
+    /// Id of the worker, as listed by `kvasir status`.
     #[arg(value_name = "NODE")]
     node: String,
     #[command(flatten)]
     access: Access,
-    /// Print what became of it as one line of JSON.
+    /// Print the result as one line of JSON.
     #[arg(long)]
     json: bool,
 }
@@ -67,7 +67,7 @@ impl Undrain {
     pub(crate) fn run(self) -> anyhow::Result<()> {
         self.target.change("undrain")?;
         let seen = self.target.look()?;
-        self.target.show(seen.as_ref(), "takes work")
+        self.target.show(seen.as_ref(), "accepts work")
     }
 }
 
@@ -95,7 +95,7 @@ impl Target {
             // Errors are retried: the coordinator may be restarting.
             let last = match self.look() {
                 Ok(Some(worker)) if !worker.draining => {
-                    bail!("somebody has undrained {} meanwhile", self.node)
+                    bail!("the drain of {} was undone while waiting", self.node)
                 }
                 Ok(seen) if seen.as_ref().is_none_or(is_idle) => {
                     if terminal {
@@ -106,9 +106,9 @@ impl Target {
                 other => other,
             };
             if Instant::now() >= deadline {
-                let left = last.context("it cannot be told whether it has work")?;
+                let left = last.context("the worker's state is unknown")?;
                 bail!(
-                    "{} has still work after {limit:?}: {}",
+                    "{} still has work after {limit:?}: {}",
                     self.node,
                     left.as_ref().map_or_else(String::new, work)
                 );
@@ -162,11 +162,13 @@ fn work(worker: &Worker) -> String {
 /// Error text for an unknown worker.
 fn nobody(node: &str, cluster: &Cluster) -> String {
     if cluster.coordinators.iter().any(|coordinator| coordinator.id == node) {
-        return format!("{node} is a coordinator: only workers drain; told to end, it hands over by itself");
+        return format!(
+            "{node} is a coordinator; only workers can be drained. A coordinator drains when it is stopped"
+        );
     }
     let known: Vec<&str> = cluster.workers.iter().map(|worker| worker.id.as_str()).collect();
-    let known = if known.is_empty() { "there are none".to_owned() } else { known.join(", ") };
-    format!("no worker has the id {node:?}; workers: {known}")
+    let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
+    format!("no worker has the id {node:?}; known workers: {known}")
 }
 
 #[cfg(test)]

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use worker::encoder::{Encoder, Text};
 use worker::load::{self, EngineOptions};
 
-/// Writes the vectors of texts, or the scores of pairs of texts
+/// Computes the vectors of texts, or the scores of pairs of texts
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
     kvasir embed minilm-l6 --text 'Hello, world!' 'Good morning' --json\n  \
@@ -24,35 +24,35 @@ use worker::load::{self, EngineOptions};
 pub(crate) struct Embed {
     /// Catalog name, path to a .gguf or to a checkpoint's .safetensors
     model: String,
-    /// Texts, one after the other; one that begins with a hyphen as --text=-x
+    /// Texts to encode; write one that begins with a hyphen as --text=-x
     #[arg(long, value_name = "TEXT", num_args = 1.., required_unless_present = "tokens")]
     text: Vec<String>,
     /// JSON file: an array of arrays of token ids, special tokens included
     #[arg(long, value_name = "IDS.json", conflicts_with = "text")]
     tokens: Option<PathBuf>,
-    /// The first text of every pair, for a model that compares two texts
+    /// First text of every pair, for a model that compares two texts
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true, conflicts_with = "tokens")]
     query: Option<String>,
     /// Output: `p{i}.tokens` f32 `[n, width]`, the vectors of all tokens; `p{i}.mean_l2` f32 `[width]`, their mean
-    /// at length one (`cls_l2` or `last_l2` where the model takes the first or last); `p{i}.scores` of pairs
+    /// scaled to length 1 (`cls_l2` or `last_l2` if the model pools the first or last); `p{i}.scores` of pairs
     #[arg(long, value_name = "F.safetensors", required_unless_present = "json")]
     out: Option<PathBuf>,
-    /// Print one JSON object: {"backend":"kernels","texts":[{"tokens":N,"embedding":[..]}]}, of pairs "scores" instead of "embedding"
+    /// Print one JSON object: {"backend":"kernels","texts":[{"tokens":N,"embedding":[..]}]}; pairs have "scores" instead of "embedding"
     #[arg(long)]
     json: bool,
-    /// All rows of a pair are of token type 0, as engines compute it that know no types
+    /// Give all rows of a pair token type 0, as engines without token types do
     #[arg(long)]
     no_token_types: bool,
     /// Compute threads [default: usable CPUs]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
-    /// What to compute on
+    /// Device to compute on
     #[arg(long, value_enum, default_value = "auto", env = "KVASIR_DEVICE")]
     device: Device,
-    /// Element type of keys and values; they live for one step only
+    /// Element type of keys and values, which are kept for one step only
     #[arg(long, value_enum, default_value = "f32")]
     kv_type: KvTypeArg,
-    /// What quantised matrices are multiplied with
+    /// Activation type that quantised matrices are multiplied with
     #[arg(long, value_enum, default_value = "int8")]
     activations: ActivationsArg,
 }
@@ -155,8 +155,8 @@ impl Embed {
                 let second = |tokens: &[u32]| if pairs { second(tokenizer, tokens) } else { None };
                 given.into_iter().map(|tokens| Text { second: second(&tokens), tokens }).collect()
             }
-            (None, Some(_)) if !pairs => bail!("--query: this model reads one text at a time"),
-            (None, None) if pairs => bail!("this model compares two texts: give the first as --query"),
+            (None, Some(_)) if !pairs => bail!("--query: this model reads single texts, not pairs"),
+            (None, None) if pairs => bail!("--query is required: this model compares two texts"),
             (None, Some(query)) => {
                 let query = tokenizer.encode(query, false);
                 let pair = |text: &String| {

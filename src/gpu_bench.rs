@@ -18,18 +18,18 @@ const RUNS: usize = 9;
 /// Prompt rows computed at once.
 const PROMPT_ROWS: usize = 512;
 
-/// Measures a GPU: products, attention over blocks in any order, steps of an 8B model with random weights
+/// Measures a GPU: matrix products, attention over scattered blocks, decode steps of an 8B model with random weights
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  kvasir gpu-bench products --json\n\n\
-    bench/gpu/run.py runs all of it beside the other checks of a GPU and writes a table.")]
+    bench/gpu/run.py runs all parts and the other GPU checks, and writes a table.")]
 pub(crate) struct GpuBench {
-    /// What is measured
+    /// Part to measure
     #[arg(value_enum)]
     part: BenchSection,
-    /// Begin no further row when so much time has passed
+    /// Start no further row after this time
     #[arg(long, value_name = "SECONDS", default_value_t = 120)]
     seconds: u64,
-    /// Print one JSON object a line, each as soon as it is known
+    /// Print one JSON object for each row, as soon as it is measured
     #[arg(long)]
     json: bool,
 }
@@ -39,9 +39,9 @@ pub(crate) struct GpuBench {
 enum BenchSection {
     /// Large matrices with 1 to 8 tokens
     Products,
-    /// One row of each sequence, over blocks in order and in none
+    /// One row of each sequence, over consecutive and over scattered blocks
     Attention,
-    /// Steps of Llama 3.1 8B, Q4_K_M, as a graph and without
+    /// Steps of Llama 3.1 8B, Q4_K_M, with and without a CUDA graph
     Decode,
 }
 
@@ -61,7 +61,7 @@ impl GpuBench {
         let survey = Survey::take(true);
         let (info, compiler) = match survey.usable(0) {
             Ok(found) => found,
-            Err(missing) => bail!("no GPU that can be computed on: {missing}"),
+            Err(missing) => bail!("no usable GPU: {missing}"),
         };
         let until = Instant::now() + Duration::from_secs(self.seconds);
         let gpu = Gpu::open(info.ordinal)?;

@@ -24,20 +24,20 @@ const TIMED: u32 = 50;
 /// Launches of one graph.
 const GRAPH_LAUNCHES: usize = 200;
 
-/// Checks this machine's GPUs: libraries, speed of memory and launches, and every op against the CPU
+/// Checks this machine's GPUs: libraries, speed of memory and launches, and the results of every op against the CPU's
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  kvasir gpu-check --json > gpu.json\n  \
     kvasir gpu-check --prebuild ./cubins\n\n\
-    It ends with 1 where there is no GPU that can be computed on, and where one computes something else than the CPU.")]
+    Exit code 1 if there is no usable GPU, or if a GPU's results differ from the CPU's by more than the tolerance.")]
 pub(crate) struct GpuCheck {
-    /// Print one JSON object, to be attached to a report of a bug
+    /// Print one JSON object, to attach to a bug report
     #[arg(long)]
     json: bool,
-    /// Instead of checking, compile all kernels for every architecture that they are checked for into this directory, for
-    /// machines without a compiler, which find them by KVASIR_CUBINS. It needs NVRTC and no GPU
+    /// Compile all kernels for all supported architectures into this directory instead of checking. Machines without a
+    /// compiler load them by KVASIR_CUBINS. Requires NVRTC, but no GPU
     #[arg(long, value_name = "DIR", conflicts_with = "json")]
     prebuild: Option<PathBuf>,
-    /// Compare with the CPU only: for tools that watch every access, under which copies and launches take long
+    /// Only compare results with the CPU's; for tools that check every memory access, which make copies and launches slow
     #[arg(long)]
     cases_only: bool,
 }
@@ -47,10 +47,10 @@ struct Report {
     kvasir: &'static str,
     driver: Option<String>,
     nvrtc: Option<Nvrtc>,
-    /// Why no GPU is usable; empty if one is.
+    /// Reasons why no GPU is usable; empty if one is.
     missing: Vec<String>,
     devices: Vec<DeviceReport>,
-    /// Where each op runs when a worker uses a GPU.
+    /// Device of each op when a worker uses a GPU.
     coverage: BTreeMap<&'static str, &'static str>,
 }
 
@@ -83,7 +83,7 @@ struct DeviceReport {
     /// Measurements of the first device; `None` without a compiler.
     #[serde(flatten)]
     measured: Option<Measured>,
-    /// Why the measurement failed.
+    /// Error of the measurement.
     #[serde(skip_serializing_if = "Option::is_none")]
     failed: Option<String>,
 }
@@ -122,7 +122,7 @@ impl GpuCheck {
     pub(crate) fn run(self) -> Result<()> {
         if let Some(folder) = self.prebuild {
             let kernels = CubinCache::new(&folder).prebuild(&Compiler::find()?)?;
-            println!("{kernels} files of kernels in {}", folder.display());
+            println!("wrote {kernels} kernel files to {}", folder.display());
             return Ok(());
         }
         let survey = Survey::take(true);
@@ -155,8 +155,10 @@ impl GpuCheck {
             bail!("the GPU cannot be used: {failed}");
         }
         match report.devices.first().and_then(|device| device.measured.as_ref()) {
-            None => bail!("no GPU that can be computed on: {}", report.missing.join("; ")),
-            Some(measured) if !measured.correct => bail!("the GPU does not compute what the CPU does"),
+            None => bail!("no usable GPU: {}", report.missing.join("; ")),
+            Some(measured) if !measured.correct => {
+                bail!("results of the GPU differ from the CPU's by more than the tolerance")
+            }
             Some(_) => Ok(()),
         }
     }
@@ -208,7 +210,8 @@ fn measure(info: &GpuInfo, compiler: Compiler, cases_only: bool) -> Result<Measu
     };
     let mut oracle = |activations| -> Result<Box<dyn Backend>, kernels::Error> {
         let cpu = CpuConfig::select(activations, environment);
-        let cpu = cpu.map_err(|_| kernels::Error::Unsupported { what: "what the environment asks for" })?;
+        let cpu = cpu
+            .map_err(|_| kernels::Error::Unsupported { what: "the backend that the environment selects" })?;
         Ok(Box::new(CpuBackend::new(cpu, Pool::new(PoolConfig::new(NonZeroUsize::MIN))?)?))
     };
     let checked = compare(&mut device, &mut oracle, info.multiprocessors as usize);
@@ -234,7 +237,7 @@ fn ceilings(gpu: &mut Gpu, compile: &CompileShared) -> Result<Ceilings, CudaErro
     let small = |gpu: &mut dyn Device| kernels.scale(gpu, Rows { rows: 1, cols: 1 }, one, 1.0, None);
     let launch = timed(gpu, |gpu| (0..GRAPH_LAUNCHES).try_for_each(|_| small(gpu)))?;
     let graph = record(gpu, |gpu| (0..GRAPH_LAUNCHES).try_for_each(|_| small(gpu)))?;
-    let no_graphs = || CudaError::Invalid { what: "this device records no graphs".into() };
+    let no_graphs = || CudaError::Invalid { what: "this device cannot record CUDA graphs".into() };
     let graph = graph.ok_or_else(no_graphs)?;
     let replayed = timed(gpu, |gpu| gpu.replay(graph))?;
     gpu.free(one)?;

@@ -10,7 +10,10 @@ pub(crate) fn home() -> Result<PathBuf, ConfigError> {
     let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let found = set("KVASIR_HOME").or_else(|| set("HOME").map(|dir| dir.join(".cache/kvasir")));
     found.ok_or_else(|| {
-        ConfigError::Environment("set KVASIR_HOME: there is no HOME to keep a cache in".into())
+        ConfigError::Environment(
+            "neither KVASIR_HOME nor HOME is set, so there is no directory for caches; set KVASIR_HOME"
+                .into(),
+        )
     })
 }
 

@@ -165,7 +165,7 @@ async fn tunnel(stream: Box<dyn Duplex>, proxy: &Intercept, uri: &Uri) -> io::Re
     let at = proxy.uri().authority().map(ToString::to_string).unwrap_or_default();
     // Rejected credentials or a denied target: a retry is useless.
     let kind = if matches!(status, 403 | 407) { ErrorKind::InvalidInput } else { ErrorKind::Other };
-    Err(io::Error::new(kind, format!("the proxy {at} answered {status}")))
+    Err(io::Error::new(kind, format!("the proxy {at} responded with status {status}")))
 }
 
 /// Sends a request and waits for the response head.
@@ -181,7 +181,7 @@ async fn send(
 }
 
 async fn in_time<T>(limit: Duration, work: impl Future<Output = io::Result<T>>) -> io::Result<T> {
-    let late = |_| io::Error::new(ErrorKind::TimedOut, "nothing came for too long");
+    let late = |_| io::Error::new(ErrorKind::TimedOut, "no data was received in time");
     tokio::time::timeout(limit, work).await.map_err(late)?
 }
 

@@ -12,14 +12,14 @@ const PATH: &str = "/admin/v1/keys";
 /// Coordinators accept or refuse a change within two seconds.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Makes, lists and revokes the API keys of a cluster.
+/// Creates, lists and revokes the API keys of a cluster.
 #[derive(clap::Args)]
 #[command(
     after_help = "Examples:\n  kvasir keys create --tenant team-a --rpm 600 --expires 90d\n  kvasir keys list\n  \
     kvasir keys revoke 3f1c09ab77e2d454\n\n\
-    Any coordinator can be asked; all of them accept a key as soon as it is made, and none of them after it is revoked.\n\
-    With its first key a cluster asks everybody for one, also on its own machine, and goes on doing so without any.\n\
-    What tenants may ask for in all, and which of them share what is cached: `kvasir tenants`."
+    Every coordinator accepts these commands. All of them accept a key once it is created, and none once it is revoked.\n\
+    From its first key on, a cluster requires a key of every client, also on its own machine and after the last key\n\
+    is revoked. `kvasir tenants` sets the limits of tenants and the groups that share cached prefixes."
 )]
 pub(crate) struct Keys {
     #[command(subcommand)]
@@ -36,13 +36,13 @@ enum Action {
 /// Limits of a key or a tenant.
 #[derive(clap::Args)]
 pub(crate) struct Limits {
-    /// Requests in a minute [default: no limit].
+    /// Requests per minute [default: no limit].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     rpm: Option<u32>,
-    /// Prompt and generated tokens in a minute [default: no limit].
+    /// Prompt and generated tokens per minute [default: no limit].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     tpm: Option<u64>,
-    /// Requests at a time [default: no limit].
+    /// Concurrent requests [default: no limit].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     concurrency: Option<u32>,
 }
@@ -54,49 +54,49 @@ impl Limits {
     }
 }
 
-/// Makes a key and prints it: it is not kept anywhere and never shown again.
+/// Creates a key and prints it. The key is not stored and cannot be shown again.
 #[derive(clap::Args)]
 #[command(
     after_help = "Example:\n  kvasir keys create --tenant team-a --models qwen3 --concurrency 8 --expires 24h"
 )]
 struct Create {
-    /// For whom: tenants share nothing with each other.
+    /// Tenant of the key. Tenants share no cached prefixes unless they are in one cache group.
     #[arg(long, value_name = "NAME")]
     tenant: String,
-    /// The only models that it opens, separated by commas [default: all].
+    /// Models that the key allows, separated by commas [default: all].
     #[arg(long, value_name = "ID,..", value_delimiter = ',')]
     models: Vec<String>,
     #[command(flatten)]
     limits: Limits,
-    /// When it ends, from now, such as 90d [default: never].
+    /// Lifetime of the key, such as 90d [default: unlimited].
     #[arg(long, value_name = "TIME")]
     expires: Option<Period>,
-    /// It also opens the administration.
+    /// Also allow /admin/v1 on the ops port.
     #[arg(long)]
     admin: bool,
     #[command(flatten)]
     access: Access,
-    /// Print what was made as one line of JSON.
+    /// Print the key as one line of JSON.
     #[arg(long)]
     json: bool,
 }
 
-/// Shows the keys, never what they are.
+/// Lists the keys without their secrets.
 #[derive(clap::Args)]
 #[command(after_help = "Example:\n  kvasir keys list --json")]
 struct List {
     #[command(flatten)]
     access: Access,
-    /// Print them as one line of JSON.
+    /// Print the keys as one line of JSON.
     #[arg(long)]
     json: bool,
 }
 
-/// Revokes a key: no coordinator accepts it from then on, and requests that wait with it are refused.
+/// Revokes a key: no coordinator accepts it any more, and its queued requests are refused.
 #[derive(clap::Args)]
 #[command(after_help = "Example:\n  kvasir keys revoke 3f1c09ab77e2d454")]
 struct Revoke {
-    /// Its id, or how it begins, as `kvasir keys list` shows it.
+    /// Id of the key or a unique beginning of it, as listed by `kvasir keys list`.
     #[arg(value_name = "ID")]
     id: String,
     #[command(flatten)]
@@ -112,7 +112,11 @@ impl Keys {
                 match create.json {
                     true => writeln!(out, "{made}")?,
                     false => {
-                        eprintln!("key {} of {}; it is shown only now:", word(&made, "id"), create.tenant);
+                        eprintln!(
+                            "created key {} of tenant {}; it cannot be shown again:",
+                            word(&made, "id"),
+                            create.tenant
+                        );
                         writeln!(out, "{}", word(&made, "key"))?;
                     }
                 }
@@ -127,7 +131,7 @@ impl Keys {
             }
             Action::Revoke(Revoke { id, access }) => {
                 access.json("DELETE", &format!("{PATH}/{}", escape(&id)), None, TIMEOUT)?;
-                writeln!(out, "key {id} opens nothing any more")?;
+                writeln!(out, "key {id} is revoked")?;
             }
         }
         Ok(())

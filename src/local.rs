@@ -14,25 +14,25 @@ use std::time::Instant;
 use worker::engine::{Engine, EngineRequest, StepOutcome};
 use worker::load::{EngineOptions, LoadedModel};
 
-/// Arithmetic and memory of a local engine; the same flags, with the same defaults, wherever a model is run.
+/// Arithmetic and memory of a local engine. All commands that run a model have these flags and defaults.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct EngineArgs {
     /// Compute threads [default: usable CPUs]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub(crate) threads: Option<u16>,
-    /// What to compute on
+    /// Device to compute on
     #[arg(long, value_enum, default_value = "auto", env = "KVASIR_DEVICE")]
     pub(crate) device: Device,
     /// Element type of the KV cache
     #[arg(long, value_enum, default_value = "f16")]
     pub(crate) kv_type: KvTypeArg,
-    /// How recurrent layers keep their states
+    /// Element type of recurrent states
     #[arg(long, value_enum, default_value = "f32")]
     pub(crate) state_type: StateTypeArg,
-    /// With auto-bf16: heads that forget within fewer tokens keep bf16 [default: 16]
+    /// With auto-bf16: the states of heads that forget within fewer tokens are stored as bf16 [default: 16]
     #[arg(long, value_name = "TOKENS")]
     pub(crate) state_tau: Option<u32>,
-    /// What quantised matrices are multiplied with
+    /// Activation type that quantised matrices are multiplied with
     #[arg(long, value_enum, default_value = "int8")]
     pub(crate) activations: ActivationsArg,
 }
@@ -104,7 +104,7 @@ impl LocalEngine {
     pub(crate) fn run_to_end(&mut self) -> Result<()> {
         while self.engine.has_work() {
             if self.engine.step(Instant::now())? == StepOutcome::Idle && self.engine.has_work() {
-                anyhow::bail!("the scheduler has work but plans nothing");
+                anyhow::bail!("internal error: the scheduler has work but planned an empty step");
             }
         }
         Ok(())

@@ -48,7 +48,7 @@ fn log_panic(panic: &PanicHookInfo<'_>) {
     // Captured only if RUST_BACKTRACE is set.
     let backtrace = Backtrace::capture();
     let backtrace = (backtrace.status() == BacktraceStatus::Captured).then(|| backtrace.to_string());
-    tracing::error!(thread, at, what, backtrace, "a panic");
+    tracing::error!(thread, at, what, backtrace, "a thread panicked");
 }
 
 /// An error and its causes in one line. A cause whose text is already included is not repeated.

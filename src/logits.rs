@@ -34,7 +34,7 @@ pub(crate) struct Logits {
     /// `p{i}.preemptions` i32 `[1]`
     #[arg(long, value_name = "F.safetensors")]
     out: PathBuf,
-    /// Also generate this many tokens greedily: `p{i}.greedy` i32 `[N]`
+    /// Also generate N tokens greedily: `p{i}.greedy` i32 `[N]`
     #[arg(long, value_name = "N", default_value_t = 0)]
     greedy: u32,
     /// Admit all prompts at once
@@ -43,30 +43,30 @@ pub(crate) struct Logits {
     /// Prompt tokens computed per step; 0 is the whole prompt
     #[arg(long, value_name = "N", default_value_t = 512)]
     chunk: usize,
-    /// Place each sequence's KV blocks one after the other and read no block table
+    /// Place each sequence's KV blocks consecutively and read no block table
     #[arg(long)]
     contiguous: bool,
-    /// Place KV blocks in an order drawn from SEED
+    /// Place KV blocks in a random order drawn from SEED
     #[arg(long, value_name = "SEED", conflicts_with = "contiguous")]
     permuted: Option<u64>,
     /// Bytes of the KV cache; prompts that do not fit together are preempted and resumed [default: computed]
     #[arg(long, value_name = "BYTES")]
     kv_bytes: Option<u64>,
-    /// Also write the recurrent states behind each prompt: `p{i}.state.{l}.conv` f32 `[channels, taps]` and
+    /// Also write the recurrent states after each prompt: `p{i}.state.{l}.conv` f32 `[channels, taps]` and
     /// `p{i}.state.{l}.recurrent` f32 `[heads, rows, cols]`
     #[arg(long)]
     states: bool,
-    /// Share nothing between prompts
+    /// Share no blocks between prompts
     #[arg(long)]
     no_prefix_cache: bool,
-    /// Cut the layers into so many ranges, each in a process of its own; as many as the model can be cut into
+    /// Cut the layers into N ranges, each in its own process; at most as many as the model's layers allow
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1024))]
     shards: u16,
-    /// With --shards: element type of activations between processes; bf16 is half the bytes, and another result
+    /// With --shards: element type of activations between processes; bf16 has half the bytes and changes results
     #[arg(long, value_enum, default_value = "f32")]
     wire: WireArg,
-    /// Who guesses the tokens of --greedy, so that several are computed at once: off, ngram,
-    /// draft-mtp, draft-mtp:MODEL, draft:MODEL; nothing depends on it.
+    /// Drafter of speculative decoding for --greedy: off, ngram,
+    /// draft-mtp, draft-mtp:MODEL, draft:MODEL; the output does not depend on it.
     /// Also writes `p{i}.drafted` and `p{i}.accepted` i32 `[1]`
     #[arg(long, value_name = "SPEC", default_value = "off")]
     spec: SpecArg,
@@ -77,7 +77,7 @@ pub(crate) struct Logits {
 /// Element type of activations between the stages of a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum WireArg {
-    /// As computed.
+    /// 32-bit floats, as computed.
     F32,
     /// Rounded to brain floats.
     Bf16,
@@ -215,7 +215,7 @@ impl Logits {
     fn check_shards(&self, path: &Path, guesses: &Guesses, shards: usize) -> Result<()> {
         let refuse = |other, reason| Err(UsageError { flag: "--shards", other, reason }.into());
         if self.contiguous {
-            return refuse("--contiguous", "runs of blocks are placed in one worker's memory");
+            return refuse("--contiguous", "consecutive blocks require that all layers are in one process");
         }
         Ok(load::check_shards(path, guesses, shards)?)
     }

@@ -71,7 +71,7 @@ const BAD_USAGE: u8 = 2;
 #[derive(Parser)]
 #[command(name = "kvasir", version, arg_required_else_help = true, max_term_width = 100)]
 #[command(
-    after_help = "Example:\n  kvasir up                 a cluster on this machine, answering on http://127.0.0.1:8080"
+    after_help = "Example:\n  kvasir up                 a cluster on this machine, with its API on http://127.0.0.1:8080"
 )]
 struct Cli {
     #[command(subcommand)]

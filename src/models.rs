@@ -33,43 +33,43 @@ enum Action {
     Verify(Verify),
 }
 
-/// Shows the catalog and what of it is in the cache.
+/// Lists the catalog and the models in the cache.
 #[derive(clap::Args)]
 #[command(after_help = "Example:\n  kvasir models list --json\n\n\
-    MEMORY is for the weights and some sequences of 8,192 tokens. TOKENS/S is what one sequence decodes on a DGX Spark \
-    with other engines, or at most (~); --wide says whose figure it is. DIGEST is how the bytes are known to be right: \
-    pinned here, given by you, or unverified.")]
+    MEMORY covers the weights and a few sequences of 8,192 tokens. TOKENS/S is the decode speed of one sequence on a DGX \
+    Spark, measured with other engines, or an upper bound (~); --wide shows the source. DIGEST says how the bytes were \
+    verified: pinned in this program, given by the user, or unverified.")]
 struct List {
     /// Print one line of JSON.
     #[arg(long)]
     json: bool,
-    /// Show architecture, machines, addresses and sources, too.
+    /// Also show architecture, machines, addresses and sources.
     #[arg(long, conflicts_with = "json")]
     wide: bool,
 }
 
-/// Downloads a model into the cache and prints its path: a name of the catalog, an https:// or an hf:// address.
+/// Downloads a model into the cache and prints its path. MODEL is a catalog name or an https:// or hf:// address.
 ///
-/// A download that was cut is gone on with. Of a split set any file stands for all. Proxies are those of https_proxy,
-/// http_proxy, all_proxy and no_proxy; SSL_CERT_FILE adds certificates; HF_ENDPOINT and HF_TOKEN are as for the hub's
-/// own tools.
+/// An interrupted download is resumed. Any file of a split set selects the whole set. https_proxy, http_proxy, all_proxy
+/// and no_proxy set proxies; SSL_CERT_FILE adds certificates; HF_ENDPOINT and HF_TOKEN have the meaning of the hub's own
+/// tools.
 #[derive(clap::Args)]
 #[command(after_help = "Examples:\n  kvasir models pull smollm2-135m\n  \
     kvasir models pull hf://ggml-org/gpt-oss-20b-GGUF/gpt-oss-20b-MXFP4.gguf\n  \
     kvasir models pull https://models.example/m.gguf --sha256 3b1e...")]
 struct Pull {
-    /// Name in the catalog, https://HOST/FILE.gguf or hf://OWNER/REPO/FILE.gguf (REPO@REVISION for one of its revisions)
+    /// Catalog name, https://HOST/FILE.gguf or hf://OWNER/REPO/FILE.gguf (REPO@REVISION selects a revision)
     #[arg(value_parser = pulled)]
     model: Source,
-    /// SHA-256 that the file of an address must have, in hexadecimal; once for each file of a split set, in their order.
+    /// Expected SHA-256 of the file at an address, in hexadecimal; once for each file of a split set, in order.
     #[arg(long, value_parser = sha256)]
     sha256: Vec<String>,
-    /// Let http:// lead to other machines than this one, as KVASIR_ALLOW_HTTP=1 does.
+    /// Allow http:// addresses of other machines, as KVASIR_ALLOW_HTTP=1 does.
     #[arg(long)]
     allow_http: bool,
 }
 
-/// Shows what a model file says: architecture, layers, tensors, tokenizer.
+/// Shows the content of a model file: architecture, layers, tensors, tokenizer.
 #[derive(clap::Args)]
 #[command(after_help = "Example:\n  kvasir models inspect smollm2-135m --json")]
 struct Inspect {
@@ -78,16 +78,16 @@ struct Inspect {
     /// Print one line of JSON.
     #[arg(long)]
     json: bool,
-    /// Print the model's digest and nothing else, as `kvasir worker --from` takes it for MODEL.
+    /// Print only the model's digest, in the form that `kvasir worker --from` accepts as MODEL.
     #[arg(long, conflicts_with = "json")]
     digest: bool,
 }
 
-/// Compares a pulled model with its checksum: the pinned one, else the one that it had when it came.
+/// Compares a pulled model with its checksum: the pinned one, else the one recorded at the download.
 #[derive(clap::Args)]
 #[command(after_help = "Example:\n  kvasir models verify smollm2-135m")]
 struct Verify {
-    /// Name in the catalog, or the address that it was pulled from.
+    /// Catalog name, or the address that the model was pulled from.
     #[arg(value_parser = pulled)]
     model: Source,
 }
@@ -106,7 +106,7 @@ fn pulled(model: &str) -> Result<Source, String> {
     }
     let known = || catalog::CATALOG.iter().map(|entry| entry.name).collect::<Vec<_>>().join(", ");
     let entry = catalog::find(model).map(Source::Entry);
-    entry.ok_or_else(|| format!("neither an address nor in the catalog, which has {}", known()))
+    entry.ok_or_else(|| format!("neither an address nor a catalog name; the catalog has {}", known()))
 }
 
 /// Parses 64 hexadecimal digits.
@@ -137,7 +137,7 @@ impl Models {
                     }
                     Source::Entry(entry) => {
                         if !pull.sha256.is_empty() {
-                            let reason = "models of the catalog have their own";
+                            let reason = "the catalog has a checksum for this model";
                             return Err(UsageError { flag: "--sha256", other: entry.name, reason }.into());
                         }
                         store.pull(entry, &network, &mut Bar::new())?
@@ -165,12 +165,16 @@ impl Models {
                 let text = match verify.model {
                     Source::Entry(entry) => {
                         store.verify(entry, &mut Bar::new())?;
-                        let known = if entry.sha256().is_empty() { "as it came" } else { "the pinned file" };
+                        let known = if entry.sha256().is_empty() {
+                            "unchanged since its download"
+                        } else {
+                            "the pinned file"
+                        };
                         format!("{} is {known}", store.path(entry).display())
                     }
                     Source::Address(address) => {
                         let record = store.verify_download(&address, &mut Bar::new())?;
-                        format!("{address} is as it came ({})", record.verification.word())
+                        format!("{address} is unchanged since its download ({})", record.verification.word())
                     }
                 };
                 writeln!(out, "{text}")?;
@@ -207,7 +211,7 @@ fn table(listed: &[Listed], downloads: &[Downloaded], wide: bool) -> String {
             let from = match (entry.not_served(), present) {
                 (Some(why), _) => why.to_owned(),
                 (None, true) => path.display().to_string(),
-                (None, false) => entry.address().unwrap_or("Python packages, by pip").to_owned(),
+                (None, false) => entry.address().unwrap_or("Python packages, with pip").to_owned(),
             };
             let about = entry.about;
             row.extend([about.arch, about.hardware, speed.source(), &from].map(str::to_owned));
@@ -287,7 +291,9 @@ pub(crate) fn resolve_or_pull(model: &str) -> anyhow::Result<Resolved> {
         ModelName::Path => resolved.path,
         ModelName::Name(entry) if entry.operation().is_some() => {
             let operation = entry.operation().unwrap_or_default();
-            let rule = format!("it is for {operation}: `kvasir worker --operation {model}` offers that");
+            let rule = format!(
+                "the model is for the operation {operation}; serve it with `kvasir worker --operation {model}`"
+            );
             return Err(ConfigError::field("model", model, rule).into());
         }
         ModelName::Name(entry) => {
@@ -339,8 +345,8 @@ pub(crate) fn resolve_bundle(bundle: &str) -> anyhow::Result<Bundle> {
             file.ancestors().nth(2).unwrap_or(&file).to_path_buf()
         }
         _ if Path::new(place).is_dir() => PathBuf::from(place),
-        Some(_) => return Err(refuse("it is a model of its own: name it as the model").into()),
-        None => return Err(refuse("a name of the catalog for operations, or a directory").into()),
+        Some(_) => return Err(refuse("this is not a bundle of operations; name it as the model").into()),
+        None => return Err(refuse("must be a catalog name of a bundle of operations, or a directory").into()),
     };
     let dir = dir.canonicalize().with_context(|| dir.display().to_string())?;
     let own = dir.file_name().map(|name| name.to_string_lossy().into_owned());

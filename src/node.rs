@@ -23,13 +23,13 @@ pub(crate) fn runtime_beside_arithmetic(lanes: usize) -> std::io::Result<Runtime
 /// Flags of every node besides its settings.
 #[derive(Debug, clap::Args)]
 pub(crate) struct NodeArgs {
-    /// TOML file with any of the settings above (underscores for dashes); variables and flags win over it.
+    /// TOML file with any of the settings above (underscores for dashes). Variables and flags take precedence.
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
-    /// Print the settings in effect as a file, and end.
+    /// Print the settings in effect as a TOML file, and exit.
     #[arg(long)]
     pub(crate) check_config: bool,
-    /// Print each setting that was computed and why, and end.
+    /// Print each computed setting with its reason, and exit.
     #[arg(long)]
     pub(crate) explain: bool,
 }
@@ -55,7 +55,7 @@ impl NodeArgs {
     pub(crate) fn answer(&self, settings: &impl Serialize, explained: &[Explained]) -> anyhow::Result<bool> {
         let mut out = std::io::stdout().lock();
         if self.check_config {
-            write!(out, "{}", toml::to_string(settings).context("settings in effect")?)?;
+            write!(out, "{}", toml::to_string(settings).context("cannot write the settings in effect")?)?;
         }
         if self.explain {
             for Explained { field, value, reason } in explained {
@@ -85,13 +85,13 @@ pub(crate) fn keep_renewed(identity: &Identity, directory: &Path) {
                 Ok(changed) => {
                     failed = None;
                     if changed {
-                        tracing::info!(directory = %directory.display(), "certificates were renewed");
+                        tracing::info!(directory = %directory.display(), "certificates were reloaded");
                     }
                 }
                 Err(error) => {
                     let error = error.to_string();
                     if failed.as_ref() != Some(&error) {
-                        tracing::warn!(directory = %directory.display(), error, "certificates cannot be renewed");
+                        tracing::warn!(directory = %directory.display(), error, "certificates cannot be reloaded; the previous ones stay in use");
                     }
                     failed = Some(error);
                 }
@@ -102,7 +102,7 @@ pub(crate) fn keep_renewed(identity: &Identity, directory: &Path) {
 
 /// The identity in a node's certificate.
 pub(crate) fn identity(directory: Option<&Path>) -> anyhow::Result<Identity> {
-    let need = "a directory with node.crt, node.key and ca.crt; `kvasir ca issue` makes one";
+    let need = "a directory with node.crt, node.key and ca.crt; create one with `kvasir ca issue`";
     let directory = directory.ok_or_else(|| ConfigError::missing("identity", need))?;
     proto::ca::load_identity(directory)
         .map_err(|error| ConfigError::field("identity", directory.display(), error.to_string()).into())
@@ -133,10 +133,13 @@ pub(crate) fn announce(text: String) -> anyhow::Result<()> {
     let print = move || {
         let mut out = std::io::stdout().lock();
         if let Err(error) = out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-            tracing::warn!(%error, "stdout is not read");
+            tracing::warn!(%error, "cannot write the announcement to stdout");
         }
     };
-    std::thread::Builder::new().name("kvasir-stdout".into()).spawn(print).context("a thread for stdout")?;
+    std::thread::Builder::new()
+        .name("kvasir-stdout".into())
+        .spawn(print)
+        .context("cannot start the thread for stdout")?;
     Ok(())
 }
 
@@ -147,7 +150,7 @@ pub(crate) struct StopSignals([Signal; 3]);
 impl StopSignals {
     /// Installs handlers, so that these signals no longer end the process. Needs a runtime.
     pub(crate) fn listen() -> anyhow::Result<Self> {
-        let on = |kind| signal(kind).context("listening for signals");
+        let on = |kind| signal(kind).context("cannot listen for signals");
         Ok(Self([on(SignalKind::interrupt())?, on(SignalKind::terminate())?, on(SignalKind::hangup())?]))
     }
 

@@ -19,13 +19,13 @@ pub(crate) enum KvTypeArg {
     Q8_0,
 }
 
-/// What quantised matrices are multiplied with.
+/// Activation type that quantised matrices are multiplied with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum ActivationsArg {
-    /// Rows quantised to 8 bits in blocks of 32.
+    /// Activations quantised to 8 bits in blocks of 32.
     Int8,
-    /// Rows as they are.
+    /// 32-bit float activations.
     F32,
 }
 
@@ -48,13 +48,13 @@ impl From<ActivationsArg> for kernels::backend::ActivationMode {
     }
 }
 
-/// How recurrent layers keep their states.
+/// Element type of recurrent states.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum StateTypeArg {
-    /// As computed.
+    /// 32-bit floats.
     F32,
-    /// Half as large where a head forgets within a few tokens.
+    /// bfloat16 for heads that forget within a few tokens, else 32-bit floats.
     AutoBf16,
 }
 
@@ -64,7 +64,7 @@ impl StateTypeArg {
         match (self, tau) {
             (Self::F32, None) => Ok(StateType::F32),
             (Self::F32, Some(tau)) => {
-                Err(ConfigError::field("state_tau", tau, "nothing, unless state_type is auto-bf16"))
+                Err(ConfigError::field("state_tau", tau, "only with state_type = auto-bf16"))
             }
             (Self::AutoBf16, tau) => match tau.unwrap_or(StateType::TAU) {
                 tau @ 1..=StateType::MAX_TAU => Ok(StateType::AutoBf16 { tau }),
@@ -74,11 +74,11 @@ impl StateTypeArg {
     }
 }
 
-/// What a worker computes on.
+/// Device that a worker computes on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Device {
-    /// The best that is there.
+    /// A GPU if there is a usable one, else the CPU.
     Auto,
     /// The CPU.
     Cpu,

@@ -16,42 +16,42 @@ use worker::operations::{encode_speech, load_hearing};
 /// Longest file in samples: an hour at 16 kHz.
 const MAX_SAMPLES: usize = 3600 * 16_000;
 
-/// Does one operation with a sound file, without a cluster
+/// Runs one operation on a sound file, without a cluster
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
     kvasir operation vad --audio call.wav --json\n  \
     kvasir operation turn_detection --audio said.wav --bundle ./my-bundle\n  \
     kvasir operation asr --audio call.wav --language de")]
 pub(crate) struct OperationCommand {
-    /// Which: vad (who speaks when), turn_detection (is who has spoken done), asr (what is said), tts, embed, rerank
+    /// Operation: vad (when somebody speaks), turn_detection (whether the speaker has finished), asr (transcript)
     #[arg(value_name = "OPERATION", value_parser = operation)]
     operation: Operation,
-    /// WAV file of one channel, at a rate that the model takes
+    /// WAV file of one channel, at a sample rate that the model supports
     #[arg(long, value_name = "F.wav")]
     audio: PathBuf,
-    /// Catalog name, or directory with a folder called as the operation [default: silero-vad for vad, smart-turn for
+    /// Catalog name, or directory with a folder named like the operation [default: silero-vad for vad, smart-turn for
     /// turn_detection, whisper-base for asr]
     #[arg(long, value_name = "BUNDLE")]
     bundle: Option<String>,
-    /// Above this probability somebody speaks, or a turn is complete [default: what the model's authors recommend]
+    /// Probability above which a window is speech, or a turn is complete [default: the model authors' recommendation]
     #[arg(long, value_name = "P")]
     threshold: Option<f32>,
-    /// Of asr: the language that is spoken, as en [default: what it sounds like]
+    /// For asr: the spoken language, such as en [default: detected]
     #[arg(long, value_name = "CODE")]
     language: Option<String>,
-    /// Of asr: in English, whatever is spoken
+    /// For asr: translate to English
     #[arg(long)]
     translate: bool,
-    /// Of asr: what was said or written before, which tells style and spelling
+    /// For asr: preceding text, which sets style and spelling
     #[arg(long, value_name = "TEXT")]
     prompt: Option<String>,
-    /// Of asr: write what the encoder makes of the first 30 s, as 32 bit floats, and end
+    /// For asr: write the encoder's output for the first 30 s as 32-bit floats, and exit
     #[arg(long, value_name = "F", hide = true)]
     encoded: Option<PathBuf>,
-    /// Tell each window's probability, too
+    /// Also print each window's probability
     #[arg(long)]
     windows: bool,
-    /// Samples that are heard at a time
+    /// Samples per frame
     #[arg(long, value_name = "N", default_value_t = 1600, value_parser = clap::value_parser!(u32).range(1..=MAX_FRAME_SAMPLES as i64))]
     chunk: u32,
     /// Print one JSON object: {"operation","backend","model","sample_rate","samples","events":[{"type",..}]}
@@ -61,7 +61,7 @@ pub(crate) struct OperationCommand {
 
 fn operation(name: &str) -> Result<Operation, String> {
     let known = || Operation::ALL.iter().map(|operation| operation.name()).collect::<Vec<_>>().join(", ");
-    Operation::from_name(name).ok_or_else(|| format!("there are {}", known()))
+    Operation::from_name(name).ok_or_else(|| format!("unknown operation; known are {}", known()))
 }
 
 impl OperationCommand {
@@ -69,7 +69,7 @@ impl OperationCommand {
     pub(crate) fn run(self) -> Result<()> {
         let operation = self.operation;
         if self.windows && operation != Operation::Vad {
-            let (flag, other, reason) = ("--windows", operation.name(), "it has no windows to tell of");
+            let (flag, other, reason) = ("--windows", operation.name(), "only vad has windows");
             return Err(UsageError { flag, other, reason }.into());
         }
         let of_asr = [
@@ -79,11 +79,11 @@ impl OperationCommand {
             ("--encoded", self.encoded.is_some()),
         ];
         if let Some((flag, _)) = of_asr.into_iter().find(|(_, given)| *given && operation != Operation::Asr) {
-            let (other, reason) = (operation.name(), "it is for asr");
+            let (other, reason) = (operation.name(), "the flag is for asr only");
             return Err(UsageError { flag, other, reason }.into());
         }
         if self.threshold.is_some() && operation == Operation::Asr {
-            let (flag, other, reason) = ("--threshold", operation.name(), "it has none");
+            let (flag, other, reason) = ("--threshold", operation.name(), "asr has no threshold");
             return Err(UsageError { flag, other, reason }.into());
         }
         let bundle = match (&self.bundle, operation) {
@@ -150,9 +150,9 @@ impl OperationCommand {
 fn read(path: &Path) -> Result<(u32, Vec<f32>)> {
     let mut reader = WavReader::open(path)?;
     let spec = reader.spec();
-    anyhow::ensure!(spec.channels == 1, "it has {} channels, one is heard", spec.channels);
+    anyhow::ensure!(spec.channels == 1, "the file has {} channels, must be 1", spec.channels);
     let len = reader.len() as usize;
-    anyhow::ensure!(len <= MAX_SAMPLES, "it has {len} samples, the limit is {MAX_SAMPLES}");
+    anyhow::ensure!(len <= MAX_SAMPLES, "the file has {len} samples, at most {MAX_SAMPLES}");
     let sound = match spec.sample_format {
         SampleFormat::Float => reader.samples::<f32>().collect::<Result<Vec<_>, _>>()?,
         SampleFormat::Int => {
@@ -163,7 +163,7 @@ fn read(path: &Path) -> Result<(u32, Vec<f32>)> {
     };
     match sound.iter().position(|sample| !sample.is_finite()) {
         None => Ok((spec.sample_rate, sound)),
-        Some(at) => anyhow::bail!("sample {at} is not a number"),
+        Some(at) => anyhow::bail!("sample {at} is not finite"),
     }
 }
 

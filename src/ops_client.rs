@@ -20,7 +20,7 @@ pub(crate) struct OpsResponse {
 impl OpsResponse {
     /// The body; an error that includes it if the status is not 2xx.
     pub(crate) fn success(self) -> anyhow::Result<String> {
-        ensure!((200..300).contains(&self.status), "answered {}: {}", self.status, self.reason());
+        ensure!((200..300).contains(&self.status), "status {}: {}", self.status, self.reason());
         Ok(self.body)
     }
 
@@ -64,7 +64,7 @@ impl<'a> Call<'a> {
     pub(crate) fn send(self, server: SocketAddr) -> anyhow::Result<Incoming> {
         let Self { method, path, key, body, timeout } = self;
         let mut stream = TcpStream::connect_timeout(&server, timeout)
-            .with_context(|| format!("nobody answers on {server}"))?;
+            .with_context(|| format!("cannot connect to {server}"))?;
         stream.set_read_timeout(Some(timeout))?;
         stream.set_write_timeout(Some(timeout))?;
         let length = body.as_ref().map_or(0, |body| body.length);
@@ -74,7 +74,7 @@ impl<'a> Call<'a> {
             head += &format!("Content-Type: {kind}\r\n");
         }
         if let Some(key) = key {
-            ensure!(!key.contains(char::is_control), "the API key has control characters in it");
+            ensure!(!key.contains(char::is_control), "the API key contains control characters");
             head += &format!("Authorization: Bearer {key}\r\n");
         }
         stream.write_all(format!("{head}\r\n").as_bytes())?;
@@ -83,10 +83,11 @@ impl<'a> Call<'a> {
             None => Ok(()),
         };
         // A server that refuses a body may stop reading. Its response matters more than the write error.
-        let answer = Incoming::read(BufReader::new(stream)).with_context(|| format!("reading from {server}"));
+        let answer =
+            Incoming::read(BufReader::new(stream)).with_context(|| format!("cannot read from {server}"));
         match (answer, sent) {
             (Ok(answer), _) => Ok(answer),
-            (Err(_), Err(error)) => Err(error).with_context(|| format!("sending to {server}")),
+            (Err(_), Err(error)) => Err(error).with_context(|| format!("cannot send to {server}")),
             (Err(error), Ok(())) => Err(error),
         }
     }
@@ -104,12 +105,12 @@ impl Incoming {
         let mut head = Vec::new();
         let mut limited = (&mut stream).take(MAX_HEAD_BYTES);
         while !head.ends_with(b"\r\n\r\n") {
-            ensure!(limited.read_until(b'\n', &mut head)? > 0, "it does not speak HTTP");
+            ensure!(limited.read_until(b'\n', &mut head)? > 0, "the response is not HTTP");
         }
         let head = String::from_utf8_lossy(&head);
         let status = head.split(' ').nth(1).and_then(|code| code.parse().ok());
         let Some(status) = status.filter(|_| head.starts_with("HTTP/1.")) else {
-            bail!("it does not speak HTTP");
+            bail!("the response is not HTTP");
         };
         let header = |line: &str| {
             let (name, value) = line.split_once(':')?;
@@ -122,7 +123,7 @@ impl Incoming {
     pub(crate) fn text(self) -> anyhow::Result<OpsResponse> {
         let mut body = Vec::new();
         self.body.take(MAX_ANSWER_BYTES + 1).read_to_end(&mut body)?;
-        ensure!(body.len() as u64 <= MAX_ANSWER_BYTES, "the answer has more than 16 MiB");
+        ensure!(body.len() as u64 <= MAX_ANSWER_BYTES, "the response has more than 16 MiB");
         Ok(OpsResponse { status: self.status, body: String::from_utf8_lossy(&body).into_owned() })
     }
 
@@ -130,11 +131,11 @@ impl Incoming {
     pub(crate) fn copy_to(self, out: &mut impl Write) -> anyhow::Result<u64> {
         if self.status != 200 {
             self.text()?.success()?;
-            bail!("answered without a body");
+            bail!("the response has no body");
         }
-        let length = self.length.context("the answer has no length")?;
+        let length = self.length.context("the response has no content-length")?;
         let copied = std::io::copy(&mut self.body.take(length), out)?;
-        ensure!(copied == length, "cut off after {copied} of {length} bytes");
+        ensure!(copied == length, "the response was cut off after {copied} of {length} bytes");
         Ok(copied)
     }
 }

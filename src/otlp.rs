@@ -82,7 +82,9 @@ pub(crate) fn start(
     let send = move || {
         let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
             Ok(runtime) => runtime,
-            Err(error) => return tracing::error!(%error, "no traces are sent"),
+            Err(error) => {
+                return tracing::error!(%error, "cannot start the trace exporter; no traces are sent");
+            }
         };
         let scope = InstrumentationScope::builder("kvasir").with_version(env!("CARGO_PKG_VERSION")).build();
         let mut sender = Sender { queue, exporter, failure, scope, runtime, reached: true };
@@ -125,12 +127,12 @@ impl Sender {
         let sent = self.runtime.block_on(self.exporter.export(batch));
         self.queue.told(count, sent.is_ok());
         match (&sent, self.failure.take()) {
-            (Ok(()), _) if !self.reached => tracing::info!("the collector takes traces again"),
+            (Ok(()), _) if !self.reached => tracing::info!("the collector accepts traces again"),
             (Err(_), Some(error)) if self.reached => {
-                tracing::warn!(%error, "the collector does not take traces");
+                tracing::warn!(%error, "the collector does not accept traces; they are dropped");
             }
             (Err(error), None) if self.reached => {
-                tracing::warn!(%error, "the collector does not take traces")
+                tracing::warn!(%error, "the collector does not accept traces; they are dropped")
             }
             _ => {}
         }

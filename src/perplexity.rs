@@ -25,7 +25,7 @@ pub(crate) struct Perplexity {
     /// Tokens per chunk
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(4..=1_048_576))]
     ctx: u32,
-    /// Chunks at most
+    /// Most chunks to measure
     #[arg(long, value_name = "N")]
     chunks: Option<usize>,
     /// Print one JSON object
@@ -100,7 +100,7 @@ impl Perplexity {
         let ids = self.ids(&local.tokenizer)?;
         let chunks: Vec<&[u32]> = ids.chunks_exact(ctx).take(self.chunks.unwrap_or(usize::MAX)).collect();
         if chunks.is_empty() {
-            bail!("{} tokens do not fill one chunk of {ctx}", ids.len());
+            bail!("the text has {} tokens, fewer than one chunk of {ctx} (--ctx)", ids.len());
         }
         let bos = local.tokenizer.bos().filter(|_| local.tokenizer.adds_bos());
         let mut means = Vec::with_capacity(chunks.len());
@@ -148,7 +148,7 @@ impl Perplexity {
                 std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
             return Ok(tokenizer.encode(&text, false));
         }
-        let Some(path) = &self.tokens else { bail!("one of --file and --tokens is needed") };
+        let Some(path) = &self.tokens else { bail!("one of --file and --tokens is required") };
         let text =
             std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
         let value: serde_json::Value =

@@ -23,34 +23,34 @@ pub(crate) use workers::{compute, decode_bandwidth};
 /// Default context, if the model's own is longer.
 const CONTEXT: usize = 8192;
 
-/// Shows which worker would compute which layers of a model, and how fast, without loading it
+/// Shows a placement of a model's layers on workers and its predicted speed, without loading the model
 ///
-/// With --apply a cluster is told the plan that stands in the workers file: the model's replicas are those from then on, and
-/// the workers that it names serve nothing else, until --withdraw leaves the model to the coordinators again.
+/// With --apply the plan of the workers file is sent to a cluster. From then on the model has these replicas, and the
+/// named workers serve nothing else, until --withdraw returns the model to the coordinators' planning.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
     kvasir plan smollm2-135m\n  \
     kvasir plan ./model-00001-of-00003.gguf --workers-file workers.toml --shards 2 --context 32768 --json\n  \
     kvasir plan smollm2-135m --workers-file workers.toml --apply --ops 10.0.0.7:9090\n  \
     kvasir plan smollm2-135m --withdraw --ops 10.0.0.7:9090\n\n\
-    workers.toml, compute in multiply-adds per second; `layers` only for a plan of your own, in which each worker whose\n\
-    layers begin with 0 begins another replica:\n  \
+    workers.toml, with compute in multiply-adds per second. `layers` is for your own plan; each worker whose layers begin\n\
+    with 0 begins another replica:\n  \
     [[worker]]\n  name = \"w0\"\n  memory = \"24GiB\"\n  bandwidth = \"40GB\"\n  compute = 4e11\n  layers = [0, 20]\n\n\
-    A plan is applied also where MODEL is not a file here, but only the name that the cluster serves it under; then nothing\n\
-    is predicted. Where it is, a plan that would not fit the workers of the file is not sent.")]
+    MODEL may also be a name that the cluster serves, without a file on this machine; then no speed is predicted. With a\n\
+    file, a plan that does not fit its workers is not sent.")]
 pub(crate) struct Plan {
     /// Catalog name or path to a .gguf
     model: String,
-    /// Workers to place it on, TOML or .json [default: this machine, which several shards divide]
+    /// File of workers, TOML or .json [default: this machine, divided among the shards]
     #[arg(long, value_name = "FILE")]
     workers_file: Option<PathBuf>,
-    /// Workers of one replica [default: the fewest that hold it]
+    /// Workers per replica [default: the fewest that have room for the model]
     #[arg(long, value_name = "N")]
     shards: Option<usize>,
-    /// How often the model is placed
+    /// Number of replicas
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     replicas: u16,
-    /// Tokens of a sequence that must fit [default: the model's own, at most 8192]
+    /// Tokens of a sequence that must fit [default: the model's context, at most 8192]
     #[arg(long, value_name = "N")]
     context: Option<usize>,
     /// Sequences of that length that must fit
@@ -59,14 +59,14 @@ pub(crate) struct Plan {
     /// Element type of the KV cache
     #[arg(long, value_enum, default_value = "f16")]
     kv_type: KvTypeArg,
-    /// The `--spec` of the workers: a drafter's bytes are counted at the stage where it guesses, and the layers whose caches it
-    /// reads are the last stage's; no time is predicted for guesses
+    /// `--spec` of the workers. A drafter's bytes count at the stage where it runs, and the last stage gets the layers whose
+    /// caches it reads. The prediction contains no time for drafts
     #[arg(long, value_name = "SPEC", default_value = "off", env = "KVASIR_SPEC")]
     spec: SpecArg,
-    /// Tell the coordinators the plan of the workers file
+    /// Send the plan of the workers file to the coordinators
     #[arg(long, requires = "workers_file")]
     apply: bool,
-    /// Have the coordinators plan the model themselves again
+    /// Withdraw the plan: the coordinators plan the model again
     #[arg(long, conflicts_with_all = ["apply", "workers_file", "shards"])]
     withdraw: bool,
     #[command(flatten)]
@@ -168,7 +168,7 @@ impl Plan {
         let spec = ModelSpec::from_file(&file)?;
         let context = self.context.unwrap_or(spec.context_length.min(CONTEXT));
         if !(1..=spec.context_length).contains(&context) {
-            let limit = format!("at least 1 and at most the model's own {}", spec.context_length);
+            let limit = format!("1 to {}, the model's context", spec.context_length);
             return Err(ConfigError::field("context", context, limit).into());
         }
         let guesses = self.spec.guesses()?;
@@ -250,7 +250,7 @@ impl Plan {
 
     /// Refuses count flags, which do not apply to an operator's plan.
     fn check_counts(&self, explicit: &[Vec<LayersOf>]) -> Result<()> {
-        let limit = "the workers file says which layers each worker has";
+        let limit = "not with `layers` in the workers file, which set the replicas";
         if let Some(shards) =
             self.shards.filter(|shards| explicit.iter().any(|ranges| ranges.len() != *shards))
         {
@@ -297,7 +297,7 @@ fn text(report: &Report) -> String {
         text += &columns(&rows);
         let drafting = replica.stages.iter().filter_map(|stage| Some((stage, stage.drafter.as_ref()?)));
         for ((stage, bytes), drafter) in drafting.zip(&report.drafter) {
-            let file = drafter.file.as_deref().unwrap_or("in the model's own file");
+            let file = drafter.file.as_deref().unwrap_or("in the model's file");
             text += &format!(
                 "drafter: {} ({file}) at {}: {} of its weights, {} of its caches\n",
                 drafter.spec,

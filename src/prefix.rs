@@ -27,41 +27,41 @@ enum Action {
     Drop(Drop),
 }
 
-/// Computes a prefix at every worker that serves the model, or at one, and holds it there.
+/// Computes a prefix at every worker that serves the model, or at one, and protects it against eviction.
 ///
-/// Held are its full units of 16 tokens, within each worker's budget for pins.
+/// Only full units of 16 tokens are pinned, within each worker's budget for pins.
 #[derive(clap::Args)]
 #[command(after_help = "Examples:\n  kvasir prefix pin --text 'You are a helpful assistant.'\n  \
     kvasir prefix pin --messages chat.json --worker worker-0 --ttl 30m")]
 struct Pin {
     #[command(flatten)]
     what: PinTarget,
-    /// How long it is held; 0s is until it is dropped.
+    /// Time until the pin expires; 0s is until it is dropped.
     #[arg(long, value_name = "TIME", default_value = "1h")]
     ttl: Period,
     #[command(flatten)]
     admin: Admin,
 }
 
-/// What is pinned.
+/// The prefix to pin.
 #[derive(clap::Args)]
 #[group(required = true, multiple = false)]
 struct PinTarget {
-    /// A text.
+    /// The prefix as text.
     #[arg(long, value_name = "TEXT")]
     text: Option<String>,
-    /// A file with a text.
+    /// File with the prefix as text.
     #[arg(long, value_name = "FILE")]
     file: Option<PathBuf>,
-    /// A JSON file with the messages of a chat.
+    /// JSON file with the messages of a chat.
     #[arg(long, value_name = "FILE")]
     messages: Option<PathBuf>,
-    /// A JSON file with an array of token ids.
+    /// JSON file with an array of token ids.
     #[arg(long, value_name = "FILE")]
     tokens: Option<PathBuf>,
 }
 
-/// Shows what is pinned, for how long, and what may be.
+/// Lists pins with their remaining time, and each worker's budget.
 #[derive(clap::Args)]
 #[command(after_help = "Example:\n  kvasir prefix list --json")]
 struct List {
@@ -69,11 +69,11 @@ struct List {
     admin: Admin,
 }
 
-/// Lets a pinned prefix go; it stays cached until its bytes are needed.
+/// Removes a pin. The prefix stays cached until its memory is needed.
 #[derive(clap::Args)]
 #[command(after_help = "Example:\n  kvasir prefix drop worker-0.1")]
 struct Drop {
-    /// The pin's id, as `list` shows it.
+    /// Id of the pin, as listed by `kvasir prefix list`.
     id: String,
     #[command(flatten)]
     admin: Admin,
@@ -91,7 +91,7 @@ impl PinTarget {
             (_, Some(path), ..) => Ok(("prompt", read(path)?.into())),
             (_, _, Some(path), _) => Ok(("messages", json(path)?)),
             (_, _, _, Some(path)) => Ok(("prompt", json(path)?)),
-            _ => anyhow::bail!("one of --text, --file, --messages and --tokens is needed"),
+            _ => anyhow::bail!("one of --text, --file, --messages and --tokens is required"),
         }
     }
 }

@@ -61,7 +61,7 @@ fn line(label: &str, bytes: u64, total: Option<u64>) -> String {
 impl Progress for Bar {
     fn begin(&mut self, step: Step<'_>, total: Option<u64>) {
         self.label = match step {
-            Step::Waiting => "waiting for another process that pulls the same model".into(),
+            Step::Waiting => "waiting for another process that is pulling the same model".into(),
             Step::Downloading { requirement, of: 1, .. } => format!("downloading {requirement}"),
             Step::Downloading { requirement, number, of } => {
                 format!("downloading {requirement} ({number}/{of})")

@@ -36,10 +36,10 @@ pub(crate) fn start(
     threads: usize,
     activations: ActivationType,
 ) -> anyhow::Result<(LaterProcesses, Replica)> {
-    let dir = tempfile::tempdir().context("a directory for the identities of stages")?;
+    let dir = tempfile::tempdir().context("cannot create a directory for the identities of stages")?;
     let runtime = node::runtime_beside_arithmetic(1)?;
     let ca = Authority::new(ClusterName::new("shards")?, SystemTime::now())?;
-    let model = path.to_str().context("a model path that is not UTF-8")?;
+    let model = path.to_str().context("the model's path is not UTF-8")?;
     let (mut children, mut later) = (Vec::new(), Vec::new());
     for index in 1..shards {
         let name = format!("stage-{index}");
@@ -58,7 +58,7 @@ pub(crate) fn start(
         if let Guesses::Assistant(drafter) = guesses {
             flag(
                 "spec",
-                format!("draft-mtp:{}", drafter.to_str().context("a drafter's path that is not UTF-8")?),
+                format!("draft-mtp:{}", drafter.to_str().context("the drafter's path is not UTF-8")?),
             );
         }
         if let Some(tau) = engine.state_tau {

@@ -3,15 +3,15 @@
 use proto::message::WorkPart;
 use serde::{Deserialize, Serialize};
 
-/// What part of requests a worker is for.
+/// Part of a request that a worker computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum RoleArg {
-    /// Computes long prompts for the decoding workers, and generates only where nobody else is left.
+    /// Computes long prompts for decode workers, and generates only if no other worker is left.
     Prefill,
-    /// Generates, and pulls long prompts from prefill workers while there are any.
+    /// Generates, and pulls the KV of long prompts from prefill workers while there are any.
     Decode,
-    /// Everything.
+    /// Both prefill and decode.
     Both,
 }
 

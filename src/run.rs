@@ -11,7 +11,7 @@ use std::time::Instant;
 use worker::engine::EngineRequest;
 use worker::load::EngineOptions;
 
-/// Streams a completion from one process, no cluster
+/// Streams a completion in one process, without a cluster
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  kvasir run smollm2-135m -p \"The capital of France is\" -n 16")]
 pub(crate) struct Run {
@@ -20,45 +20,45 @@ pub(crate) struct Run {
     /// The prompt
     #[arg(short, long, value_name = "TEXT")]
     prompt: String,
-    /// Tokens to generate at most
+    /// Most tokens to generate
     #[arg(short = 'n', long = "max-tokens", value_name = "N", default_value_t = 128)]
     max_tokens: u32,
-    /// 0 is greedy
+    /// Sampling temperature; 0 is greedy
     #[arg(long, default_value_t = 0.0)]
     temperature: f32,
-    /// Draw from the K best tokens; 0 is off
+    /// Draw from the K most likely tokens; 0 is off
     #[arg(long, value_name = "K", default_value_t = 0)]
     top_k: u32,
-    /// Draw from the best tokens that hold this share of probability; 1 is off
+    /// Draw from the most likely tokens whose probabilities sum to P; 1 is off
     #[arg(long, value_name = "P", default_value_t = 1.0)]
     top_p: f32,
-    /// Draw from tokens with at least this share of the best one's probability; 0 is off
+    /// Draw from tokens with at least P times the highest probability; 0 is off
     #[arg(long, value_name = "P", default_value_t = 0.0)]
     min_p: f32,
-    /// Weakens tokens of prompt and output; 1 is off
+    /// Penalty for tokens of prompt and output; 1 is off
     #[arg(long, value_name = "F", default_value_t = 1.0)]
     repetition_penalty: f32,
-    /// Weakens tokens of the output; 0 is off
+    /// Penalty for tokens of the output; 0 is off
     #[arg(long, value_name = "F", default_value_t = 0.0, allow_hyphen_values = true)]
     presence_penalty: f32,
-    /// Weakens tokens of the output by how often they came; 0 is off
+    /// Penalty for each occurrence of a token in the output; 0 is off
     #[arg(long, value_name = "F", default_value_t = 0.0, allow_hyphen_values = true)]
     frequency_penalty: f32,
-    /// The same seed gives the same text
+    /// Seed of sampling; the same seed gives the same text
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Ends the completion and is not part of it; may be given several times
+    /// Stop string, which ends the completion and is not printed; may be given several times
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
-    /// The prompt is a user's message: apply the model's chat template
+    /// Apply the model's chat template, with the prompt as the user's message
     #[arg(long, conflicts_with = "raw")]
     chat: bool,
-    /// Add nothing to the prompt and parse no special tokens in it
+    /// Add no special tokens to the prompt and parse none in it
     #[arg(long)]
     raw: bool,
-    /// Who guesses the next tokens, so that several are computed at once: off, ngram (what followed the last
-    /// tokens before), draft-mtp (the block that the model's own file has for that), draft-mtp:MODEL (a drafter
-    /// made for the model), draft:MODEL (a smaller model of the same vocabulary); no token depends on it
+    /// Drafter of speculative decoding: off, ngram (the tokens that followed the last ones earlier), draft-mtp
+    /// (the MTP head in the model's own file), draft-mtp:MODEL (a drafter made for the model), draft:MODEL
+    /// (a smaller model with the same vocabulary); the output does not depend on it
     #[arg(long, value_name = "SPEC", default_value = "off", env = "KVASIR_SPEC")]
     spec: SpecArg,
     #[command(flatten)]
@@ -127,7 +127,7 @@ impl Run {
             },
             match (&self.spec, finished.drafted_tokens) {
                 (SpecArg::Off, _) => String::new(),
-                (_, drafted) => format!(", {} of {drafted} guesses right", finished.accepted_tokens),
+                (_, drafted) => format!(", {} of {drafted} draft tokens accepted", finished.accepted_tokens),
             },
         );
         Ok(())
@@ -140,7 +140,7 @@ impl Run {
         }
         let mut ids = if self.chat {
             let template = ChatTemplate::from_metadata(&local.metadata, tokenizer)?
-                .context("this model has no chat template; leave --chat away")?;
+                .context("this model has no chat template; omit --chat")?;
             let message = Message::new("user", self.prompt.as_str());
             let prompt = template.render_marked(&[message], None, true, &serde_json::Map::new())?;
             tokenizer.encode_prompt(&prompt.text, &prompt.quoted).0

@@ -66,8 +66,8 @@ pub(crate) fn resolve(
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let held = runtime
         .block_on(weight_distribution::find(&wanted, &store, from, listen, &identity))
-        .context("no manifest")?;
-    tracing::info!(%id, digest = %ChunkId(held.manifest().digest()), "the model comes from other workers");
+        .context("the model has no manifest")?;
+    tracing::info!(%id, digest = %ChunkId(held.manifest().digest()), "fetching the model from other workers");
     let resolved = Resolved { path: held.path().to_owned(), id };
     Ok((resolved, ShippingConfig { store: Some(store), from: from.to_vec(), ..ShippingConfig::default() }))
 }
@@ -79,7 +79,7 @@ fn digest(model: &str) -> Result<Option<(ModelId, [u8; 32])>, ConfigError> {
         None => (None, model.strip_prefix(DIGEST)),
     };
     let Some(hex) = hex else { return Ok(None) };
-    let wrong = || ConfigError::field("model", model, "blake3: and 64 hexadecimal digits");
+    let wrong = || ConfigError::field("model", model, "must be blake3: and 64 hexadecimal digits");
     let digest = ChunkId::from_hex(hex).ok_or_else(wrong)?;
     let id = ModelId::new(id.unwrap_or(&hex[..16]))
         .map_err(|error| ConfigError::field("model", model, error.to_string()))?;

@@ -14,8 +14,8 @@ const PATH: &str = "/admin/v1/snapshots";
 #[derive(clap::Args)]
 #[command(after_help = "Examples:\n  kvasir snapshot save my-request --out my-request.kvsnap\n  \
     kvasir snapshot restore my-request.kvsnap --as again\n  kvasir snapshot list\n\n\
-    The request must have had the header `x-request-id: my-request`, or the answer's is used. A sequence can be\n\
-    named while it is generated and after it has ended, until too many others have.")]
+    ID is the request's header `x-request-id`, or the response's if the request had none. A sequence is known while\n\
+    it is generated, and after its end until it is displaced by later ones.")]
 pub(crate) struct Snapshot {
     #[command(subcommand)]
     action: Action,
@@ -31,27 +31,27 @@ enum Action {
     Drop(Drop),
 }
 
-/// Which sequence.
+/// The selected sequence.
 #[derive(clap::Args)]
 struct Named {
-    /// The request's id, as in the header `x-request-id`.
+    /// Id of the request: its header `x-request-id`.
     id: String,
-    /// Which choice of the request (`n` > 1, several prompts).
+    /// Index of the choice, for a request with `n` > 1 or several prompts.
     #[arg(long, value_name = "N")]
     choice: Option<u32>,
 }
 
-/// Saves a sequence's caches into a file, or at its worker.
+/// Saves a sequence's caches to a file, or at its worker.
 #[derive(clap::Args)]
 #[command(after_help = "Examples:\n  kvasir snapshot save my-request --out my-request.kvsnap\n  \
     kvasir snapshot save my-request --keep disk")]
 struct Save {
     #[command(flatten)]
     sequence: Named,
-    /// The file to write; it must not exist.
+    /// File to write; it must not exist.
     #[arg(long, value_name = "FILE", required_unless_present = "keep")]
     out: Option<PathBuf>,
-    /// Keep it at the worker instead: in its memory, or on its disk where it outlives the process.
+    /// Keep the snapshot at the worker instead: in its memory, or on its disk, where it outlives the process.
     #[arg(long, value_enum, conflicts_with = "out")]
     keep: Option<Medium>,
     #[command(flatten)]
@@ -64,54 +64,54 @@ enum Medium {
     Disk,
 }
 
-/// Brings a saved sequence's caches back: what goes on behind it computes only what is new.
+/// Restores a saved sequence's caches. A request that continues it computes only its new tokens.
 #[derive(clap::Args)]
 #[command(after_help = "Examples:\n  kvasir snapshot restore my-request.kvsnap\n  \
     kvasir snapshot restore --kept my-request --worker worker-1")]
 struct Restore {
-    /// A file that `save --out` wrote.
+    /// File written by `save --out`.
     #[arg(required_unless_present = "kept")]
     file: Option<PathBuf>,
-    /// A snapshot that a worker keeps, by its sequence; with `--worker` it moves there.
+    /// Id of the sequence of a snapshot that a worker keeps; with `--worker` it is restored there.
     #[arg(long, value_name = "ID", conflicts_with = "file")]
     kept: Option<String>,
-    /// Which choice of the request.
+    /// Index of the choice.
     #[arg(long, value_name = "N")]
     choice: Option<u32>,
-    /// The sequence's name from now on [default: that of the snapshot; of a file a new one].
+    /// Id of the restored sequence [default: the snapshot's; for a file a new one].
     #[arg(long = "as", value_name = "ID")]
     name: Option<String>,
     #[command(flatten)]
     admin: Admin,
 }
 
-/// Makes another sequence that stands where this one does and shares all of its blocks.
+/// Creates another sequence at the same position, which shares all blocks of this one.
 #[derive(clap::Args)]
 #[command(after_help = "Example:\n  kvasir snapshot fork my-request --as what-if")]
 struct Fork {
     #[command(flatten)]
     sequence: Named,
-    /// The fork's name [default: a new one].
+    /// Id of the fork [default: a new one].
     #[arg(long = "as", value_name = "ID")]
     name: Option<String>,
     #[command(flatten)]
     admin: Admin,
 }
 
-/// Cuts a sequence to its first tokens and lets go of what only it has behind them.
+/// Truncates a sequence to its first tokens and frees the rest.
 #[derive(clap::Args)]
 #[command(after_help = "Example:\n  kvasir snapshot reset my-request --keep 1024")]
 struct Reset {
     #[command(flatten)]
     sequence: Named,
-    /// Tokens that it keeps.
+    /// Number of tokens to keep.
     #[arg(long, value_name = "N")]
     keep: u32,
     #[command(flatten)]
     admin: Admin,
 }
 
-/// Shows the sequences that can be named and the snapshots that workers keep.
+/// Lists known sequences and the snapshots that workers keep.
 #[derive(clap::Args)]
 #[command(after_help = "Example:\n  kvasir snapshot list --json")]
 struct List {
@@ -119,7 +119,7 @@ struct List {
     admin: Admin,
 }
 
-/// Forgets a sequence's name and the snapshot that a worker keeps of it.
+/// Forgets a sequence's id and deletes the snapshot that a worker keeps of it.
 #[derive(clap::Args)]
 #[command(after_help = "Example:\n  kvasir snapshot drop my-request")]
 struct Drop {
@@ -182,20 +182,20 @@ impl Save {
             let answer = admin.ask("POST", PATH, &sequence.query(), Some(&body))?;
             return admin.show(&answer, |kept| {
                 let [bytes, worker, medium] = ["bytes", "worker", "medium"].map(|name| word(kept, name));
-                format!("{bytes} bytes kept by {worker} ({medium})\n")
+                format!("{worker} keeps {bytes} bytes ({medium})\n")
             });
         }
-        let path = out.context("--out FILE or --keep is needed")?;
+        let path = out.context("--out FILE or --keep is required")?;
         let bytes = download(&admin, &sequence, &path)?;
         let answer =
             json!({"id": sequence.id, "choice": sequence.choice.unwrap_or(0), "file": path, "bytes": bytes});
-        admin.show(&answer, |_| format!("{bytes} bytes in {}\n", path.display()))
+        admin.show(&answer, |_| format!("wrote {bytes} bytes to {}\n", path.display()))
     }
 }
 
 /// Downloads to a temporary file and renames it when complete.
 fn download(admin: &Admin, sequence: &Named, path: &Path) -> anyhow::Result<u64> {
-    ensure!(!path.exists(), "{} exists already", path.display());
+    ensure!(!path.exists(), "{} already exists", path.display());
     let unfinished = path.with_added_extension("unfinished");
     let named = || unfinished.display().to_string();
     let written = proto::directory::create_private(&unfinished).with_context(named).and_then(|mut file| {
@@ -227,7 +227,7 @@ impl Restore {
                 let path = format!("{PATH}/{}/restore", escape(&id));
                 admin.ask("POST", &path, &choice(nth), Some(&body))?
             }
-            (None, None) => anyhow::bail!("FILE or --kept ID is needed"),
+            (None, None) => anyhow::bail!("FILE or --kept ID is required"),
         };
         admin.show(&answer, stands)
     }

@@ -20,7 +20,7 @@ pub(crate) enum SpecArg {
     Draft(String),
 }
 
-/// Why a text is not a valid `--spec`.
+/// Error of a text that is not a valid `--spec`.
 #[derive(Debug, thiserror::Error)]
 #[error("{0:?} is not one of off, ngram, draft-mtp, draft-mtp:MODEL, draft:MODEL")]
 pub(crate) struct InvalidSpec(String);

@@ -13,38 +13,38 @@ use worker::load::EngineOptions;
 use worker::pipeline::{StageConfig, StageService};
 use worker::weight_distribution::ShippingConfig;
 
-/// Holds a layer range of a model for whoever leads the replica, such as `kvasir logits --shards 2`
+/// Runs one stage of a replica: a layer range of a model, for a first stage such as `kvasir logits --shards 2`
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  kvasir stage smollm2-135m --identity ./w1 --quic 10.0.0.2:7001\n\n\
-    It prints one line of JSON with its address when it listens; logs go to stderr. Which layers it holds it hears \
-    from the first stage; threads and types are its own, and must be of the first one's numeric class.")]
+    Once it listens it prints one line of JSON with its address on stdout; logs go to stderr. The first stage assigns its \
+    layers. Threads and types are set here; the numeric class must equal the first stage's.")]
 pub(crate) struct Stage {
-    /// Catalog name or path to a .gguf; with --from, or as blake3:HEX, a model that other workers have
+    /// Catalog name or path to a .gguf; with --from, a name or blake3:HEX of a model that other workers have
     model: String,
-    /// Workers that have the model, or other parts of it
+    /// Workers that have the model or parts of it, separated by commas
     #[arg(long, value_name = "HOST:PORT,..", env = "KVASIR_FROM", value_delimiter = ',')]
     from: Vec<String>,
-    /// What all workers of this host may keep of models that they got from others [default: 256GiB]
+    /// Limit of this host's shard store, which keeps models received from other workers [default: 256GiB]
     #[arg(long, value_name = "SIZE", env = "KVASIR_SHARD_BYTES")]
     shard_bytes: Option<ByteSize>,
-    /// Sockets that a model from other workers comes to, each with a connection to every one of them, so that several CPUs
-    /// receive [default: computed from the CPUs]
+    /// Sockets that receive a model from other workers, each with a connection to every source, so that several CPUs
+    /// share the work [default: computed from the CPUs]
     #[arg(long, value_name = "N", env = "KVASIR_SHIPPING_LANES", value_parser = clap::value_parser!(u8).range(1..=shipped::MAX_LANES as i64))]
     shipping_lanes: Option<u8>,
-    /// Directory with node.crt, node.key and ca.crt, as `kvasir ca issue` makes it
+    /// Directory with node.crt, node.key and ca.crt, as created by `kvasir ca issue`
     #[arg(long, value_name = "DIR", env = "KVASIR_IDENTITY")]
     identity: PathBuf,
-    /// UDP address where other stages reach this one; port 0 is any
+    /// UDP address that other stages connect to; port 0 selects a free port
     #[arg(long, value_name = "ADDR", env = "KVASIR_QUIC", default_value = "127.0.0.1:7001", value_parser = crate::config::listen)]
     quic: SocketAddr,
-    /// Collector that spans of requests go to by OTLP, such as http://127.0.0.1:4318; without, nothing is traced
+    /// OTLP collector that receives the spans of requests, such as http://127.0.0.1:4318; without it nothing is traced
     #[arg(long, value_name = "URL", env = "OTEL_EXPORTER_OTLP_ENDPOINT")]
     otlp_endpoint: Option<String>,
-    /// Certificates that a collector at https:// is believed by, PEM [default: those that browsers trust, and SSL_CERT_FILE]
+    /// PEM file of certificates that verify a collector at https:// [default: those that browsers trust, and SSL_CERT_FILE]
     #[arg(long, value_name = "FILE", env = "OTEL_EXPORTER_OTLP_CERTIFICATE")]
     otlp_certificate: Option<PathBuf>,
-    /// Who guesses the next tokens where this is the last stage, as the first one is told; only draft-mtp:MODEL is of
-    /// any use here, and not needed where --from names workers that have that file
+    /// Drafter of speculative decoding if this is the last stage; equal to the first stage's. Only draft-mtp:MODEL has
+    /// an effect here; it is not needed if --from names workers that have that file
     #[arg(long, value_name = "SPEC", default_value = "off", env = "KVASIR_SPEC")]
     spec: SpecArg,
     #[command(flatten)]

@@ -11,13 +11,13 @@ const PATH: &str = "/admin/v1/cluster";
 /// A coordinator answers this request from memory.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Shows the nodes of a cluster, what they serve and how full they are.
+/// Shows the nodes of a cluster, their models and their load.
 #[derive(clap::Args)]
 #[command(after_help = "Example:\n  kvasir status\n  kvasir status --ops 10.0.0.7:9090 --json")]
 pub(crate) struct Status {
     #[command(flatten)]
     access: Access,
-    /// Print the coordinator's answer (`/admin/v1/cluster`) as one line of JSON.
+    /// Print the coordinator's response (`/admin/v1/cluster`) as one line of JSON.
     #[arg(long)]
     json: bool,
 }
@@ -127,7 +127,7 @@ pub(crate) struct Offer {
 #[derive(Debug, Deserialize)]
 struct Model {
     id: String,
-    /// How the file was verified, if it was downloaded.
+    /// Verification of the file, if it was downloaded.
     #[serde(default)]
     verification: Option<String>,
 }
@@ -212,7 +212,7 @@ impl Cluster {
     /// Queries the coordinator's current view.
     pub(crate) fn ask(access: &Access) -> anyhow::Result<Self> {
         let body = access.text("GET", PATH, TIMEOUT)?;
-        serde_json::from_str(&body).context("the coordinator's answer")
+        serde_json::from_str(&body).context("the coordinator's response is not valid JSON")
     }
 }
 
@@ -221,10 +221,15 @@ impl Status {
         let body = self.access.text("GET", PATH, TIMEOUT)?;
         let mut out = std::io::stdout().lock();
         if self.json {
-            let value: serde_json::Value = serde_json::from_str(&body).context("the coordinator's answer")?;
+            let value: serde_json::Value =
+                serde_json::from_str(&body).context("the coordinator's response is not valid JSON")?;
             writeln!(out, "{value}")?;
         } else {
-            write!(out, "{}", table(&serde_json::from_str(&body).context("the coordinator's answer")?))?;
+            write!(
+                out,
+                "{}",
+                table(&serde_json::from_str(&body).context("the coordinator's response is not valid JSON")?)
+            )?;
         }
         Ok(())
     }
@@ -234,11 +239,11 @@ impl Status {
 pub(crate) fn ops_of(dir: PathBuf) -> anyhow::Result<String> {
     let path = dir.join("up.json");
     let text = std::fs::read_to_string(&path).with_context(|| {
-        format!("{}: no cluster runs from here; name a coordinator with --ops HOST:PORT", path.display())
+        format!("{}: no cluster of `kvasir up` runs from this data directory; name a coordinator with --ops HOST:PORT", path.display())
     })?;
     let up: serde_json::Value = serde_json::from_str(&text).with_context(|| path.display().to_string())?;
     let ops = up.pointer("/coordinators/0/ops").and_then(serde_json::Value::as_str);
-    ops.map(str::to_owned).with_context(|| format!("{} names no coordinator", path.display()))
+    ops.map(str::to_owned).with_context(|| format!("{}: the file names no coordinator", path.display()))
 }
 
 /// Text about the next expiry, and about all certificates that expire within a month.
@@ -254,8 +259,8 @@ fn certificates(cluster: &Cluster, now: SystemTime) -> String {
     ends.sort_unstable();
     let soon = ends.iter().filter(|(ends, _)| ends.saturating_sub(now) < MONTH).count();
     let line = |(ends, id): &(i64, &str)| match ends.saturating_sub(now) {
-        left if left <= 0 => format!("certificate of {id}: ended {} ago\n", span(left.saturating_neg())),
-        left => format!("certificate of {id}: ends in {}\n", span(left)),
+        left if left <= 0 => format!("certificate of {id}: expired {} ago\n", span(left.saturating_neg())),
+        left => format!("certificate of {id}: expires in {}\n", span(left)),
     };
     ends.iter().take(soon.max(1)).map(line).collect()
 }
@@ -298,9 +303,8 @@ fn table(cluster: &Cluster) -> String {
     let mut text = columns(&rows);
     text += &certificates(cluster, SystemTime::now());
     for Differing { setting, coordinators, unready } in &cluster.settings {
-        let so = if *unready { ": not ready until it is the same" } else { "" };
-        text +=
-            &format!("{} has another {setting} than the other coordinators{so}\n", coordinators.join(", "));
+        let so = if *unready { ", and is not ready until they are equal" } else { "" };
+        text += &format!("{}: {setting} differs from the other coordinators{so}\n", coordinators.join(", "));
     }
     for Worker { id, operations, .. } in cluster.workers.iter().filter(|worker| !worker.operations.is_empty())
     {
@@ -312,20 +316,20 @@ fn table(cluster: &Cluster) -> String {
         text += &format!("{id} offers {}\n", operations.iter().map(offer).collect::<Vec<_>>().join(", "));
     }
     for Worker { id, .. } in cluster.workers.iter().filter(|worker| worker.quarantined) {
-        text += &format!("{id} has lost its GPU again and again, and drains until `kvasir undrain {id}`\n");
+        text += &format!("{id} has lost its GPU repeatedly and is drained until `kvasir undrain {id}`\n");
     }
     for Worker { id, .. } in cluster.workers.iter().filter(|worker| worker.cpus_sleep) {
         text += &format!(
-            "{id}: CPUs sleep while a stage waits, its system refuses sched_setscheduler with SCHED_IDLE\n"
+            "{id}: its CPUs sleep while a stage waits, because its system refuses sched_setscheduler with SCHED_IDLE\n"
         );
     }
     for Shipment { worker, wanted_bytes, present_bytes, struck } in &cluster.shipping {
         if present_bytes < wanted_bytes {
             let (present, wanted) = (present_bytes >> 20, wanted_bytes >> 20);
-            text += &format!("{worker} gets its model from other workers: {present} of {wanted} MiB\n");
+            text += &format!("{worker} fetches its model from other workers: {present} of {wanted} MiB\n");
         }
         if !struck.is_empty() {
-            text += &format!("{worker} was sent wrong bytes by {}\n", struck.join(", "));
+            text += &format!("{worker} received wrong bytes from {}\n", struck.join(", "));
         }
     }
     for model in &cluster.models {
@@ -349,7 +353,7 @@ fn table(cluster: &Cluster) -> String {
         text += &format!("{what} of {model}: {reason}\n");
     }
     for BlockedFile { digest, reason } in &cluster.blocked {
-        text += &format!("file {}.. is placed nowhere: {reason}\n", digest.get(..16).unwrap_or(digest));
+        text += &format!("file {}.. is blocked: {reason}\n", digest.get(..16).unwrap_or(digest));
     }
     if let Some(index) = &cluster.index {
         text += &format!("prefix index: {} blocks, {} KiB\n", index.blocks, index.bytes >> 10);

@@ -12,12 +12,12 @@ const PATH: &str = "/admin/v1/tenants";
 /// Coordinators accept or refuse a change within two seconds.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Lists tenants, limits what they may ask for, and lets them share what is cached.
+/// Lists tenants, sets their limits, and lets them share cached prefixes.
 #[derive(clap::Args)]
 #[command(
     after_help = "Examples:\n  kvasir tenants list\n  kvasir tenants set team-a --rpm 6000 --concurrency 64\n\n\
-    Tenants with the same --cache-group share what is cached: one can tell from the time that an answer takes whether\n\
-    another has asked for the same. Without a group a tenant shares with nobody."
+    Tenants with the same --cache-group share cached prefixes. One of them can infer from the time of an answer whether\n\
+    another one has sent the same prompt. A tenant without a group shares with no other tenant."
 )]
 pub(crate) struct Tenants {
     #[command(subcommand)]
@@ -30,27 +30,27 @@ enum Action {
     Set(Set),
 }
 
-/// Shows the tenants that have keys or limits.
+/// Lists the tenants that have keys or limits.
 #[derive(clap::Args)]
 #[command(after_help = "Example:\n  kvasir tenants list --json")]
 struct List {
     #[command(flatten)]
     access: Access,
-    /// Print them as one line of JSON.
+    /// Print the tenants as one line of JSON.
     #[arg(long)]
     json: bool,
 }
 
-/// Sets all limits of a tenant and its group; what is left out is no limit, and no group.
+/// Sets all limits and the cache group of a tenant. Omitted limits and an omitted group are removed.
 #[derive(clap::Args)]
 #[command(after_help = "Example:\n  kvasir tenants set team-a --tpm 200000 --cache-group research")]
 struct Set {
-    /// Which tenant; a new one is made.
+    /// Name of the tenant, which is created if it is new.
     #[arg(value_name = "NAME")]
     tenant: String,
     #[command(flatten)]
     limits: Limits,
-    /// Those of the same group share what is cached [default: nobody].
+    /// Name of the cache group; its tenants share cached prefixes [default: none].
     #[arg(long, value_name = "NAME")]
     cache_group: Option<String>,
     #[command(flatten)]
@@ -72,7 +72,7 @@ impl Tenants {
                 let mut wanted = limits.json();
                 wanted["cache_group"] = cache_group.into();
                 access.json("PUT", &format!("{PATH}/{}", escape(&tenant)), Some(&wanted), TIMEOUT)?;
-                writeln!(out, "these are the limits of {tenant} at all coordinators")?;
+                writeln!(out, "the limits of {tenant} are set at all coordinators")?;
             }
         }
         Ok(())

@@ -22,7 +22,7 @@ pub(crate) fn add(roots: &mut RootCertStore, path: &Path) -> Result<(), String> 
         let certificate = certificate.map_err(|error| error.to_string())?;
         roots.add(certificate).map_err(|error| error.to_string())?;
     }
-    if roots.len() == before { Err("no certificate is in it".to_owned()) } else { Ok(()) }
+    if roots.len() == before { Err("the file contains no certificate".to_owned()) } else { Ok(()) }
 }
 
 /// TLS 1.3 client configuration without a client certificate.

@@ -11,17 +11,17 @@ use std::io::Write;
 pub(crate) struct Tokenize {
     /// Catalog name or path of a .gguf file.
     model: String,
-    /// The text.
+    /// Text to tokenize.
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     text: String,
-    /// Parse special tokens in the text, such as <|im_start|>; without, they are text like any other.
+    /// Parse special tokens in the text, such as <|im_start|>; without this flag they are ordinary text.
     #[arg(long)]
     special: bool,
-    /// Put the model's beginning-of-sequence token first and, where the vocabulary ends every text so (`[SEP]` of
-    /// encoders), its end-of-sequence token last.
+    /// Add the model's beginning-of-sequence token and, if the vocabulary ends every text with one (`[SEP]` of
+    /// encoders), its end-of-sequence token.
     #[arg(long)]
     bos: bool,
-    /// Print {"ids":[...]}; without, one token a line with its text.
+    /// Print {"ids":[...]} instead of one token with its text per line.
     #[arg(long)]
     json: bool,
 }

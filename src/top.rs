@@ -12,10 +12,10 @@ const TIMEOUT: Duration = Duration::from_secs(5);
 /// Moves the cursor to the top left and clears the screen.
 const HOME: &str = "\x1b[H\x1b[J";
 
-/// Shows workers, coordinators, the queue and rates, and goes on showing them.
+/// Shows workers, coordinators, the queue and rates, and updates them continuously.
 ///
-/// Rates are of the time between two looks. Requests and tokens are those of the coordinator that is asked;
-/// what workers compute is theirs, whoever sent it.
+/// Rates are averages over one interval. Requests and tokens are those of the contacted coordinator; the rates of
+/// workers include the work of all coordinators.
 #[derive(clap::Args)]
 #[command(
     after_help = "Examples:\n  kvasir top\n  kvasir top --ops 10.0.0.7:9090 --every 5s\n  kvasir top --once"
@@ -23,10 +23,10 @@ const HOME: &str = "\x1b[H\x1b[J";
 pub(crate) struct Top {
     #[command(flatten)]
     access: Access,
-    /// Time between two looks.
+    /// Time between two updates.
     #[arg(long, value_name = "TIME", default_value = "1s")]
     every: Period,
-    /// Look twice, print one table and end.
+    /// Take two samples, print one table and exit.
     #[arg(long)]
     once: bool,
 }

@@ -11,12 +11,11 @@ use worker::grammar::trial::{self, Program};
 const NAME: &str = "try-grammar";
 /// On a shared CPU, a third of an engine thread's share. At the lowest priority a grammar of a few
 /// milliseconds would wait for seconds.
-/// waits for seconds.
 const NICENESS: libc::c_int = 5;
 
-/// Tries to compile the grammar on stdin, as workers have it done
+/// Compiles the grammar on stdin; workers run this command before they accept a grammar
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Example:\n  kvasir try-grammar         is for workers; it says nothing")]
+#[command(after_help = "Example:\n  kvasir try-grammar         is for workers; it prints nothing")]
 pub(crate) struct TryGrammar {}
 
 impl TryGrammar {
@@ -33,7 +32,7 @@ pub(crate) fn in_use() -> anyhow::Result<()> {
     let own = PathBuf::from("/proc/self/exe");
     let path = match own.exists() {
         true => own,
-        false => std::env::current_exe().context("the path of this executable")?,
+        false => std::env::current_exe().context("cannot find the path of this executable")?,
     };
     trial::tried_by(Program { path, arguments: vec![NAME.into()] });
     Ok(())

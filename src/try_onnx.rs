@@ -9,11 +9,11 @@ use worker::operations::onnx::trial::{self, Program, TrialLimits};
 
 const NAME: &str = "try-onnx";
 
-/// Tries to load an ONNX file, as whoever serves it has it done
+/// Loads an ONNX file; workers run this command before they load it themselves
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Example:\n  kvasir try-onnx model.onnx         is for workers; it says nothing")]
+#[command(after_help = "Example:\n  kvasir try-onnx model.onnx         is for workers; it prints nothing")]
 pub(crate) struct TryOnnx {
-    /// The file
+    /// ONNX file
     file: PathBuf,
 }
 

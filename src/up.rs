@@ -35,24 +35,24 @@ const ALIKE: ByteSize = ByteSize(20_000_000_000);
 /// More workers on one machine are assumed to be a typing error.
 const MAX_WORKERS: usize = 64;
 
-/// Starts a whole cluster on this machine: coordinators and workers as processes of their own.
+/// Starts a whole cluster on this machine: each coordinator and worker is a process.
 #[derive(clap::Args)]
 #[command(after_help = "Examples:\n  kvasir up\n  kvasir up --workers 4 --http 127.0.0.1:8000\n  \
     kvasir up ./my-model.gguf --json\n\n\
-    Ctrl-C ends it: requests that run are finished first; a second Ctrl-C does not wait.")]
+    Ctrl-C stops the cluster after running requests have finished; a second Ctrl-C stops it at once.")]
 pub(crate) struct Up {
     #[command(flatten)]
     settings: UpSettings,
-    /// TOML file with any of the settings above and a `[[keys]]` table; variables and flags win over it.
+    /// TOML file with any of the settings above and a `[[keys]]` table. Variables and flags take precedence.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Print one line of JSON when ready (what up.json holds) and nothing else on stdout.
+    /// When ready, print the content of up.json as one line, and nothing else on stdout.
     #[arg(long)]
     json: bool,
-    /// Leave dead nodes dead.
+    /// Do not restart nodes that exit.
     #[arg(long)]
     no_restart: bool,
-    /// Allow addresses other machines can reach; needs `[[keys]]` in the configuration file.
+    /// Allow addresses that other machines can reach; requires `[[keys]]` in the configuration file.
     #[arg(long)]
     listen_public: bool,
 }
@@ -62,77 +62,79 @@ pub(crate) struct Up {
 struct UpSettings {
     /// Catalog name or path of a .gguf file [default: smollm2-135m, pulled on first use]
     model: Option<String>,
-    /// Coordinator processes, at most 5; they are one group [default: 1]
+    /// Coordinator processes, at most 5, in one group [default: 1]
     #[arg(long, value_name = "N", env = "KVASIR_UP_COORDINATORS")]
     coordinators: Option<usize>,
-    /// What all workers offer operations from beside the model: silero-vad, smart-turn, whisper-base, or a directory with a
-    /// folder for each operation, or ID=DIR; several times, or separated by commas
+    /// Bundles of operations that all workers offer in addition to the model: silero-vad, smart-turn, whisper-base, a
+    /// directory with a folder for each operation, or ID=DIR; several times, or separated by commas
     #[arg(long, value_name = "BUNDLE", env = "KVASIR_OPERATION", value_delimiter = ',')]
     operation: Option<Vec<String>>,
     /// Worker processes [default: 2, or as many as --shards]
     #[arg(long, value_name = "N", env = "KVASIR_WORKERS")]
     workers: Option<usize>,
-    /// Worker processes that serve the model together, each with a part of its layers; `--workers` is then how many
-    /// there are in all, in replicas of so many [default: 1]
+    /// Worker processes per replica, each with a part of the model's layers. `--workers` is then the number of workers
+    /// of all replicas together [default: 1]
     #[arg(long, value_name = "N", env = "KVASIR_SHARDS")]
     shards: Option<usize>,
-    /// How many of them compute long prompts for the others, which then only decode [default: 0]
+    /// Number of workers that compute long prompts for the others, which then only decode [default: 0]
     #[arg(long, value_name = "N", env = "KVASIR_PREFILL_WORKERS")]
     prefill_workers: Option<usize>,
-    /// OpenAI API of the first coordinator, the next takes the next port; port 0 is any [default: 127.0.0.1:8080]
+    /// Address of the first coordinator's OpenAI API; each further one uses the next port. Port 0 selects free ports
+    /// [default: 127.0.0.1:8080]
     #[arg(long, value_name = "ADDR", env = "KVASIR_HTTP", value_parser = config::listen)]
     #[serde(default, deserialize_with = "config::listen_in_file")]
     http: Option<SocketAddr>,
-    /// Ops port of the first coordinator, the next takes the next; port 0 is any [default: 127.0.0.1:9090]
+    /// Address of the first coordinator's ops port; each further one uses the next port. Port 0 selects free ports
+    /// [default: 127.0.0.1:9090]
     #[arg(long, value_name = "ADDR", env = "KVASIR_OPS", value_parser = config::listen)]
     #[serde(default, deserialize_with = "config::listen_in_file")]
     ops: Option<SocketAddr>,
     /// Compute threads of each worker [default: usable CPUs / workers, at least 1]
     #[arg(long, value_name = "N", env = "KVASIR_THREADS")]
     threads: Option<usize>,
-    /// What workers compute on [default: auto]; they are spread over all GPUs that CUDA_VISIBLE_DEVICES leaves
+    /// Device of the workers, which are spread over all GPUs in CUDA_VISIBLE_DEVICES [default: auto]
     #[arg(long, value_enum, env = "KVASIR_DEVICE")]
     device: Option<Device>,
-    /// Memory for the KV cache of each worker, such as 2GiB [default: computed from what is free]
+    /// Memory for the KV cache of each worker, such as 2GiB [default: computed from the free memory]
     #[arg(long, value_name = "SIZE", env = "KVASIR_KV_BYTES")]
     kv_bytes: Option<ByteSize>,
-    /// Memory of each worker beside the KV cache for prefixes that it has no room for [default: none]
+    /// Host memory of each worker for prefixes that do not fit into the KV cache [default: none]
     #[arg(long, value_name = "SIZE", env = "KVASIR_KV_HOST_BYTES")]
     kv_host_bytes: Option<ByteSize>,
-    /// Directory for prefixes, kept over restarts, and how much each worker may keep there [default: none]
+    /// Directory for prefixes, kept over restarts, and each worker's limit there [default: none]
     #[arg(long, value_name = "DIR:SIZE", env = "KVASIR_KV_DISK")]
     kv_disk: Option<DiskBudget>,
     /// Element type of the KV cache [default: f16]
     #[arg(long, value_enum, env = "KVASIR_KV_TYPE")]
     kv_type: Option<KvTypeArg>,
-    /// How recurrent layers keep their states [default: f32]
+    /// Element type of recurrent states [default: f32]
     #[arg(long, value_enum, env = "KVASIR_STATE_TYPE")]
     state_type: Option<StateTypeArg>,
-    /// With auto-bf16: heads that forget within fewer tokens keep bf16 [default: 16]
+    /// With auto-bf16: the states of heads that forget within fewer tokens are stored as bf16 [default: 16]
     #[arg(long, value_name = "TOKENS", env = "KVASIR_STATE_TAU")]
     state_tau: Option<u32>,
-    /// What quantised matrices are multiplied with [default: int8]
+    /// Activation type that quantised matrices are multiplied with [default: int8]
     #[arg(long, value_enum, env = "KVASIR_ACTIVATIONS")]
     activations: Option<ActivationsArg>,
-    /// Who guesses the next tokens, so that several are computed at once: off, ngram (what followed the last
-    /// tokens before), draft-mtp (the block that the model's own file has for that), draft-mtp:MODEL (a drafter
-    /// made for the model), draft:MODEL (a smaller model of the same vocabulary); no token depends on it [default: off]
+    /// Drafter of speculative decoding: off, ngram (the tokens that followed the last ones earlier), draft-mtp
+    /// (the MTP head in the model's own file), draft-mtp:MODEL (a drafter made for the model), draft:MODEL
+    /// (a smaller model with the same vocabulary); the output does not depend on it [default: off]
     #[arg(long, value_name = "SPEC", env = "KVASIR_SPEC")]
     spec: Option<SpecArg>,
-    /// By what a worker is chosen; all but `prefix` are there to compare with [default: prefix]
+    /// Rule by which a worker is chosen; all but `prefix` are for comparison [default: prefix]
     #[arg(long, value_enum, env = "KVASIR_ROUTING")]
     routing: Option<RoutingArg>,
-    /// Generations that may wait for a worker at each coordinator; more are refused [default: 2048]
+    /// Most generations that wait for a worker at each coordinator; more are refused [default: 2048]
     #[arg(long, value_name = "N", env = "KVASIR_QUEUE_REQUESTS")]
     queue_requests: Option<usize>,
-    /// Generations that a coordinator gives to one worker at a time; more wait [default: 256]
+    /// Most generations that a coordinator sends to one worker at a time; more wait [default: 256]
     #[arg(long, value_name = "N", env = "KVASIR_WORKER_INFLIGHT")]
     worker_inflight: Option<u32>,
-    /// Origins whose pages may ask from browsers, such as `https://app.example`, separated by commas; or `*`, or `none`
-    /// [default: any where keys are needed, and else those of this machine]
+    /// Origins whose web pages may send requests, such as `https://app.example`, separated by commas; or `*`, or `none`
+    /// [default: any origin if keys are required, else only origins on this machine]
     #[arg(long, value_name = "ORIGIN,..", env = "KVASIR_CORS_ORIGINS", value_delimiter = ',')]
     cors_origins: Option<Vec<String>>,
-    /// Keys, secrets, logs and up.json [default: up-UID in $KVASIR_HOME]
+    /// Directory for identities, secrets, logs and up.json [default: up-UID in $KVASIR_HOME]
     #[arg(long, value_name = "DIR", env = "KVASIR_DATA_DIR")]
     data_dir: Option<PathBuf>,
     /// Client keys, in the configuration file only.
@@ -167,7 +169,7 @@ impl Plan {
             check_sharded(&settings, shards, workers)?;
         }
         if let Some(prefill) = settings.prefill_workers.filter(|prefill| *prefill >= workers) {
-            let limit = format!("less than the {workers} workers that there are");
+            let limit = format!("less than the number of workers, {workers}");
             return Err(ConfigError::field("prefill_workers", prefill, limit));
         }
         let local = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
@@ -205,7 +207,7 @@ impl Plan {
     /// The nodes to start. Each gets an identity from the data directory's authority.
     fn nodes(&self, dir: &DataDir, model: &models::Resolved) -> anyhow::Result<Nodes> {
         let authority = authority(dir)?;
-        let path = model.path.to_str().context("a model's path that is not UTF-8")?;
+        let path = model.path.to_str().context("the model's path is not UTF-8")?;
         let named = format!("{}={path}", model.id);
         let identity = |role: Role, name: &str| -> anyhow::Result<PathBuf> {
             let path = dir.node(name).join("identity");
@@ -216,7 +218,8 @@ impl Plan {
         };
         // Nodes use loopback among each other, whatever address the API has.
         let any_port = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
-        let quics = free_ports(self.coordinators.len()).context("UDP ports for the coordinators")?;
+        let quics =
+            free_ports(self.coordinators.len()).context("cannot find free UDP ports for the coordinators")?;
         let names = (0..).map(|index| format!("coordinator-{index}"));
         let peers: Vec<String> = names.zip(&quics).map(|(name, quic)| format!("{name}={quic}")).collect();
         let mut coordinators = Vec::new();
@@ -246,7 +249,7 @@ impl Plan {
         // Make paths absolute: children have another working directory.
         let bundle = |bundle: &String| {
             let Bundle { id, dir } = models::resolve_bundle(bundle)?;
-            Ok(format!("{id}={}", dir.to_str().context("a bundle's path that is not UTF-8")?))
+            Ok(format!("{id}={}", dir.to_str().context("the bundle's path is not UTF-8")?))
         };
         let operation = self.settings.operation.as_ref();
         let operation = operation
@@ -332,7 +335,7 @@ fn check_sharded(settings: &UpSettings, shards: usize, workers: usize) -> Result
     if workers < shards {
         return Err(ConfigError::field("workers", workers, format!("at least as many as shards ({shards})")));
     }
-    let rule = "not with several shards: which workers make a replica is not known before";
+    let rule = "0 with several shards, because the workers of a replica are not known in advance";
     match settings.prefill_workers.filter(|prefill| *prefill > 0) {
         Some(prefill) => Err(ConfigError::field("prefill_workers", prefill, rule)),
         None => Ok(()),
@@ -367,8 +370,9 @@ fn nth(field: &'static str, first: SocketAddr, index: usize) -> Result<SocketAdd
         0 => Some(0),
         port => u16::try_from(index).ok().and_then(|index| port.checked_add(index)),
     };
-    let port = port
-        .ok_or_else(|| ConfigError::field(field, first, "a port with room for all coordinators above it"))?;
+    let port = port.ok_or_else(|| {
+        ConfigError::field(field, first, "a port that leaves enough higher ports for all coordinators")
+    })?;
     Ok(SocketAddr::new(first.ip(), port))
 }
 
@@ -411,7 +415,7 @@ fn banner(nodes: &Nodes, task: ModelTask, up_file: &std::path::Path) -> String {
         .next()
         .map_or_else(String::new, |node| format!("dashboard: http://{}/\n", reachable(node.ops)));
     format!(
-        "{}\nready: {} ({})\n{dashboard}\n{curl}\nCtrl-C ends it.\n",
+        "{}\nready: {} ({})\n{dashboard}\n{curl}\nCtrl-C stops the cluster.\n",
         crate::status::columns(&rows),
         nodes.model(),
         up_file.display()

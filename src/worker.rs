@@ -31,7 +31,7 @@ use worker::weight_distribution::ShippingConfig;
 const MAX_SEQS: usize = 4096;
 const BLOCK_TOKENS: [usize; 3] = [16, 32, 64];
 
-/// Runs one worker: weights, KV cache and arithmetic behind the coordinators it dials.
+/// Runs one worker: it holds weights and KV cache, computes, and connects to coordinators.
 #[derive(clap::Args)]
 #[command(
     after_help = "Examples:\n  kvasir worker --identity ./w0 --coordinators 10.0.0.1:7000 --model smollm2-135m\n  \
@@ -39,7 +39,7 @@ const BLOCK_TOKENS: [usize; 3] = [16, 32, 64];
     kvasir worker --identity ./w1 --coordinators 10.0.0.1:7000 --model smollm2-135m --from 10.0.0.2:7001\n  \
     kvasir worker --identity ./w2 --coordinators 10.0.0.1:7000 --operation silero-vad --operation smart-turn\n  \
     kvasir worker --config worker.toml --explain\n\n\
-    It prints one line of JSON with its addresses when it listens; logs go to stderr."
+    Once it listens it prints one line of JSON with its addresses on stdout; logs go to stderr."
 )]
 pub(crate) struct Worker {
     #[command(flatten)]
@@ -48,96 +48,96 @@ pub(crate) struct Worker {
     node: NodeArgs,
 }
 
-/// Everything that can be set; what is not set is computed.
+/// All settings. Unset ones are computed.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, clap::Args)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct WorkerSettings {
-    /// Directory with node.crt, node.key and ca.crt, as `kvasir ca issue` makes it.
+    /// Directory with node.crt, node.key and ca.crt, as created by `kvasir ca issue`.
     #[arg(long, value_name = "DIR", env = "KVASIR_IDENTITY")]
     pub(crate) identity: Option<PathBuf>,
-    /// UDP addresses of all coordinators, names or numbers, separated by commas.
+    /// UDP addresses of all coordinators, with host names or IP addresses, separated by commas.
     #[arg(long, value_name = "HOST:PORT,..", env = "KVASIR_COORDINATORS", value_delimiter = ',')]
     pub(crate) coordinators: Option<Vec<String>>,
-    /// Where the OpenAI API answers, for a worker that is in no cluster: no identity and no coordinators then, and
-    /// loopback only.
+    /// Address of the OpenAI API of a worker without a cluster. Loopback only; not together with an identity or
+    /// coordinators.
     #[arg(long, value_name = "ADDR", env = "KVASIR_WORKER_HTTP", value_parser = config::listen)]
     #[serde(default, deserialize_with = "config::listen_in_file")]
     pub(crate) http: Option<SocketAddr>,
-    /// Catalog name, path of a .gguf file, or ID=PATH to give it another name in the API. With --pool it may be left out:
-    /// then this worker gets its part of whatever model is placed on it from those that have it.
+    /// Catalog name, path of a .gguf file, or ID=PATH to set its name in the API. Optional with --pool: then this worker
+    /// fetches its part of each model that is placed on it from workers that have the model.
     #[arg(long, value_name = "MODEL", env = "KVASIR_MODEL")]
     pub(crate) model: Option<String>,
-    /// Offer operations beside the model, or without one: a name of the catalog that is for operations (silero-vad,
-    /// smart-turn, whisper-base), or a directory with a folder for each operation, or ID=DIR; several times, or separated by commas.
+    /// Bundle of operations to offer, with or without a model: a catalog name (silero-vad, smart-turn, whisper-base), a
+    /// directory with a folder for each operation, or ID=DIR; several times, or separated by commas.
     #[arg(long, value_name = "BUNDLE", env = "KVASIR_OPERATION", value_delimiter = ',')]
     pub(crate) operation: Option<Vec<String>>,
-    /// Workers that have the model, for one that has no file of it: MODEL is then the name under which they serve it, or
-    /// its digest, as blake3:HEX or ID=blake3:HEX.
+    /// Workers to fetch the model from, separated by commas. MODEL is then the name under which they serve it, or its
+    /// digest as blake3:HEX or ID=blake3:HEX.
     #[arg(long, value_name = "HOST:PORT,..", env = "KVASIR_FROM", value_delimiter = ',')]
     pub(crate) from: Option<Vec<String>>,
-    /// What all workers of this host may keep of models that they got from others [default: 256GiB].
+    /// Limit of this host's shard store, which keeps models received from other workers [default: 256GiB].
     #[arg(long, value_name = "SIZE", env = "KVASIR_SHARD_BYTES")]
     pub(crate) shard_bytes: Option<ByteSize>,
-    /// Sockets that a model from other workers comes to, each with a connection to every one of them, so that several CPUs
-    /// receive [default: computed, see --explain].
+    /// Sockets that receive a model from other workers, each with a connection to every source, so that several CPUs
+    /// share the work [default: computed, see --explain].
     #[arg(long, value_name = "N", env = "KVASIR_SHIPPING_LANES")]
     pub(crate) shipping_lanes: Option<usize>,
-    /// Keep repacked weights in a file that all workers of this machine map, and later starts: one copy in memory, and a
-    /// start that reads nothing [default: where several workers share this machine, or the model comes from others].
+    /// Keep repacked weights in a file, which all workers of this machine map: one copy in memory, and a faster next start
+    /// [default: true if several workers share this machine, or if the model comes from other workers].
     #[arg(long, value_name = "true|false", env = "KVASIR_WEIGHT_CACHE")]
     pub(crate) weight_cache: Option<bool>,
-    /// What part of requests this worker is for [default: both].
+    /// Part of a request that this worker computes [default: both].
     #[arg(long, value_enum, env = "KVASIR_ROLE")]
     pub(crate) role: Option<RoleArg>,
-    /// Serve the model not alone, but as a part of replicas of several workers, as the coordinators plan them.
+    /// Serve only as a part of replicas that the coordinators plan, not by itself.
     #[arg(long, value_name = "BOOL", env = "KVASIR_POOL", num_args = 0..=1, default_missing_value = "true")]
     pub(crate) pool: Option<bool>,
-    /// With --pool: memory for weights and caches, such as 24GiB [default: what is free].
+    /// With --pool: memory for weights and caches, such as 24GiB [default: the free memory].
     #[arg(long, value_name = "SIZE", env = "KVASIR_MEMORY")]
     pub(crate) memory: Option<ByteSize>,
-    /// With --pool: bytes per second that decoding reads, by which layers are shared out [default: measured].
+    /// With --pool: bytes per second that decoding reads, which plans use to divide the layers [default: measured].
     #[arg(long, value_name = "SIZE", env = "KVASIR_BANDWIDTH")]
     pub(crate) bandwidth: Option<ByteSize>,
-    /// UDP address where other nodes reach this one [default: 127.0.0.1:7001]; with a network, such as
-    /// 192.168.100.0/24:7000, the address that this host has there.
+    /// UDP address that other nodes connect to [default: 127.0.0.1:7001]. A network, such as
+    /// 192.168.100.0/24:7000, selects this host's address in it.
     #[arg(long, value_name = "ADDR", env = "KVASIR_QUIC")]
     pub(crate) quic: Option<Bind>,
-    /// Where /livez, /readyz and /metrics answer [default: 127.0.0.1:9091].
+    /// Address of /livez, /readyz and /metrics [default: 127.0.0.1:9091].
     #[arg(long, value_name = "ADDR", env = "KVASIR_OPS", value_parser = config::listen)]
     #[serde(default, deserialize_with = "config::listen_in_file")]
     pub(crate) ops: Option<SocketAddr>,
     /// Compute threads [default: usable CPUs].
     #[arg(long, value_name = "N", env = "KVASIR_THREADS")]
     pub(crate) threads: Option<usize>,
-    /// CPUs to compute on, such as 0-3,8; without, the operating system places the threads.
+    /// CPUs to compute on, such as 0-3,8 [default: the operating system places the threads].
     #[arg(long, value_name = "LIST", env = "KVASIR_CPUS")]
     pub(crate) cpus: Option<CpuSet>,
-    /// What to compute on [default: auto].
+    /// Device to compute on [default: auto].
     #[arg(long, value_enum, env = "KVASIR_DEVICE")]
     pub(crate) device: Option<Device>,
-    /// Which GPU, from 0, as the driver numbers those that CUDA_VISIBLE_DEVICES leaves [default: 0].
+    /// Index of the GPU among those in CUDA_VISIBLE_DEVICES, from 0 [default: 0].
     #[arg(long, value_name = "N", env = "KVASIR_GPU")]
     pub(crate) gpu: Option<u32>,
-    /// Memory for KV, such as 2GiB [default: computed, see --explain].
+    /// Memory for the KV cache, such as 2GiB [default: computed, see --explain].
     #[arg(long, value_name = "SIZE", env = "KVASIR_KV_BYTES")]
     pub(crate) kv_bytes: Option<ByteSize>,
-    /// Memory of the KV cache that pinned prefixes may hold [default: a quarter of it].
+    /// Limit of pinned prefixes in the KV cache [default: a quarter of it].
     #[arg(long, value_name = "SIZE", env = "KVASIR_PIN_BYTES")]
     pub(crate) pin_bytes: Option<ByteSize>,
-    /// Memory beside the KV cache for prefixes that it has no room for [default: none].
+    /// Host memory for prefixes that do not fit into the KV cache [default: none].
     #[arg(long, value_name = "SIZE", env = "KVASIR_KV_HOST_BYTES")]
     pub(crate) kv_host_bytes: Option<ByteSize>,
-    /// Directory for prefixes, kept over restarts, and how much it may hold, such as /var/cache/kvasir:64GiB; each
-    /// worker has one of its own [default: none].
+    /// Directory for prefixes, kept over restarts, and its limit, such as /var/cache/kvasir:64GiB. Every worker needs its
+    /// own directory [default: none].
     #[arg(long, value_name = "DIR:SIZE", env = "KVASIR_KV_DISK")]
     pub(crate) kv_disk: Option<DiskBudget>,
-    /// Snapshots kept in memory at most, besides the KV cache [default: a quarter of its size].
+    /// Memory for snapshots, in addition to the KV cache [default: a quarter of its size].
     #[arg(long, value_name = "SIZE", env = "KVASIR_SNAPSHOT_BYTES")]
     pub(crate) snapshot_bytes: Option<ByteSize>,
-    /// Directory of snapshots that outlive the process; without, none do.
+    /// Directory for snapshots that outlive the process [default: none].
     #[arg(long, value_name = "DIR", env = "KVASIR_SNAPSHOT_DIR")]
     pub(crate) snapshot_dir: Option<PathBuf>,
-    /// Snapshots kept in that directory at most [default: 16GiB].
+    /// Limit of the snapshots in that directory [default: 16GiB].
     #[arg(long, value_name = "SIZE", env = "KVASIR_SNAPSHOT_DISK_BYTES")]
     pub(crate) snapshot_disk_bytes: Option<ByteSize>,
     /// Tokens of a KV block: 16, 32 or 64 [default: 16].
@@ -146,24 +146,24 @@ pub(crate) struct WorkerSettings {
     /// Element type of the KV cache [default: f16].
     #[arg(long, value_enum, env = "KVASIR_KV_TYPE")]
     pub(crate) kv_type: Option<KvTypeArg>,
-    /// How recurrent layers keep their states [default: f32].
+    /// Element type of recurrent states [default: f32].
     #[arg(long, value_enum, env = "KVASIR_STATE_TYPE")]
     pub(crate) state_type: Option<StateTypeArg>,
-    /// With auto-bf16: heads that forget within fewer tokens keep bf16 [default: 16].
+    /// With auto-bf16: the states of heads that forget within fewer tokens are stored as bf16 [default: 16].
     #[arg(long, value_name = "TOKENS", env = "KVASIR_STATE_TAU")]
     pub(crate) state_tau: Option<u32>,
-    /// What quantised matrices are multiplied with [default: int8].
+    /// Activation type that quantised matrices are multiplied with [default: int8].
     #[arg(long, value_enum, env = "KVASIR_ACTIVATIONS")]
     pub(crate) activations: Option<ActivationsArg>,
-    /// Who guesses the next tokens, so that several are computed at once: off, ngram (what followed the last
-    /// tokens before), draft-mtp (the block that the model's own file has for that), draft-mtp:MODEL (a drafter
-    /// made for the model), draft:MODEL (a smaller model of the same vocabulary); no token depends on it [default: off].
+    /// Drafter of speculative decoding: off, ngram (the tokens that followed the last ones earlier), draft-mtp
+    /// (the MTP head in the model's own file), draft-mtp:MODEL (a drafter made for the model), draft:MODEL
+    /// (a smaller model with the same vocabulary); the output does not depend on it [default: off].
     #[arg(long, value_name = "SPEC", env = "KVASIR_SPEC")]
     pub(crate) spec: Option<SpecArg>,
-    /// Sequences computed at a time [default: computed, see --explain].
+    /// Most sequences in a step [default: computed, see --explain].
     #[arg(long, value_name = "N", env = "KVASIR_MAX_SEQS")]
     pub(crate) max_seqs: Option<usize>,
-    /// Prompt tokens of one sequence computed in one step at most [default: computed, see --explain].
+    /// Most prompt tokens of one sequence in a step [default: computed, see --explain].
     #[arg(long, value_name = "N", env = "KVASIR_CHUNK")]
     pub(crate) chunk: Option<usize>,
     /// Workers that share this machine's memory; `kvasir up` sets it.
@@ -172,16 +172,16 @@ pub(crate) struct WorkerSettings {
     /// Workers that share this GPU; `kvasir up` sets it.
     #[arg(long, value_name = "N", env = "KVASIR_GPU_WORKERS", hide = true)]
     pub(crate) gpu_workers: Option<usize>,
-    /// A step that takes this long with work queued is a stall [default: 10s].
+    /// Least time without a finished step, with work queued, after which the worker process ends [default: 10s].
     #[arg(long, value_name = "TIME", env = "KVASIR_STALL_AFTER")]
     pub(crate) stall_after: Option<Period>,
-    /// Time that requests under way are given when the node is told to end [default: 30s].
+    /// Time for running requests to finish after a stop signal [default: 30s].
     #[arg(long, value_name = "TIME", env = "KVASIR_DRAIN_TIMEOUT")]
     pub(crate) drain_timeout: Option<Period>,
-    /// Collector that spans of requests go to by OTLP, such as http://127.0.0.1:4318; without, nothing is traced.
+    /// OTLP collector that receives the spans of requests, such as http://127.0.0.1:4318; without it nothing is traced.
     #[arg(long, value_name = "URL", env = "OTEL_EXPORTER_OTLP_ENDPOINT")]
     pub(crate) otlp_endpoint: Option<String>,
-    /// Certificates that a collector at https:// is believed by, PEM [default: those that browsers trust, and SSL_CERT_FILE].
+    /// PEM file of certificates that verify a collector at https:// [default: those that browsers trust, and SSL_CERT_FILE].
     #[arg(long, value_name = "FILE", env = "OTEL_EXPORTER_OTLP_CERTIFICATE")]
     pub(crate) otlp_certificate: Option<PathBuf>,
 }
@@ -210,7 +210,7 @@ impl WorkerSettings {
         within("workers_here", self.workers_here, 1, 1024)?;
         within("gpu_workers", self.gpu_workers, 1, 1024)?;
         if let (Some(gpu), Some(Device::Cpu)) = (self.gpu, self.device) {
-            return Err(ConfigError::field("gpu", gpu, "nothing, where device is cpu"));
+            return Err(ConfigError::field("gpu", gpu, "not with device = cpu"));
         }
         within("shipping_lanes", self.shipping_lanes, 1, shipped::MAX_LANES)?;
         if let Some(tokens) = self.block_tokens.filter(|tokens| !BLOCK_TOKENS.contains(tokens)) {
@@ -238,7 +238,7 @@ impl WorkerSettings {
                     // A replica's drafter may have to be fetched from other workers.
                     shipping.store = shipped::store(self.shard_bytes)
                         .inspect_err(
-                            |error| tracing::warn!(%error, "no shard store: no drafter is got from others"),
+                            |error| tracing::warn!(%error, "cannot open the shard store; a drafter cannot be fetched from other workers"),
                         )
                         .ok();
                 }
@@ -251,7 +251,7 @@ impl WorkerSettings {
             }
             None if self.operation.is_some() => (None, ShippingConfig::default()),
             None => {
-                return Err(ConfigError::missing("model", "name a model to serve, or operations").into());
+                return Err(ConfigError::missing("model", "name a model or operations to serve").into());
             }
         };
         let bundles = self.operation.iter().flatten().map(|bundle| resolve_bundle(bundle));
@@ -300,7 +300,7 @@ impl WorkerSettings {
         }
         let options = self.options()?;
         let (device, device_reason) = Device::chosen(options.device, options.gpu)?;
-        tracing::info!(?device, reason = device_reason, "what is computed on");
+        tracing::info!(?device, reason = device_reason, "device selected");
         let local = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
         let threads = or!(threads, cpus::capacity(), "one for each usable CPU");
         let with_threads = EngineOptions { threads, ..options.clone() };
@@ -314,8 +314,8 @@ impl WorkerSettings {
         // An encoder keeps keys and values for one step only, so the step's size determines their memory.
         let encodes = task != ModelTask::Generate;
         let (kv_type, kv_reason) = match encodes {
-            true => (KvTypeArg::F32, "they live for one step only, so that nothing is saved by less"),
-            false => (KvTypeArg::F16, "half the memory of f32 at the same answers"),
+            true => (KvTypeArg::F32, "kept for one step only, so a smaller type saves nothing"),
+            false => (KvTypeArg::F16, "half the memory of f32 with the same answers"),
         };
         // A replica's caches are limited by the stage with the least room.
         let elsewhere = encodes || self.pool == Some(true);
@@ -325,15 +325,18 @@ impl WorkerSettings {
             }
             _ => self.kv_bytes,
         };
-        let pooled = or!(pool, false, "a worker that serves alone needs no other");
+        let pooled = or!(pool, false, "a worker that serves by itself depends on no other");
         let (memory, bandwidth) = match pooled {
             Some(true) => {
                 let free = host.memory_available.saturating_sub(worker::defaults::floor(host).value);
                 let share = ByteSize(free / host.workers.max(1) as u64);
-                let memory =
-                    or!(memory, share, "what is free, but for a floor, over the workers of this machine");
+                let memory = or!(
+                    memory,
+                    share,
+                    "free memory without the floor, divided among the workers of this machine"
+                );
                 let measured = || decode_bandwidth(&with_threads).map(|rate| ByteSize(rate as u64));
-                let bandwidth = or!(bandwidth, measured()?, "measured at the start");
+                let bandwidth = or!(bandwidth, measured()?, "measured at startup");
                 (memory, bandwidth)
             }
             _ => (self.memory, self.bandwidth),
@@ -354,48 +357,60 @@ impl WorkerSettings {
                 self.from.is_some()
                     || self.model.is_none() && pooled == Some(true)
                     || self.workers_here.is_some_and(|workers| workers > 1),
-                "one copy where others would have one of their own"
+                "one copy in memory for several workers"
             ),
-            shard_bytes: or!(shard_bytes, shipped::STORE_BYTES, "little beside the disks of such machines"),
+            shard_bytes: or!(
+                shard_bytes,
+                shipped::STORE_BYTES,
+                "small compared with the disks of such machines"
+            ),
             shipping_lanes: or!(shipping_lanes, lanes.value, &lanes.reason),
-            role: or!(role, RoleArg::Both, "a worker that can do everything is never missing for something"),
+            role: or!(role, RoleArg::Both, "this worker can replace every other one"),
             cpus: self.cpus.clone(),
             pool: pooled,
             memory,
             bandwidth,
             threads,
-            quic: or!(quic, local(7001).into(), "this machine only, unless told otherwise"),
-            ops: or!(ops, local(9091), "this machine only, unless told otherwise"),
+            quic: or!(quic, local(7001).into(), "reachable from this machine only"),
+            ops: or!(ops, local(9091), "reachable from this machine only"),
             device: or!(device, device, &device_reason),
             gpu: match device {
-                Device::Cuda => or!(gpu, 0, "the first that the driver shows"),
+                Device::Cuda => or!(gpu, 0, "the driver's first GPU"),
                 _ => self.gpu,
             },
             kv_bytes,
             pin_bytes: match pooled {
                 Some(true) => self.pin_bytes,
-                _ => or!(pin_bytes, quarter, "a quarter of kv_bytes: the rest serves everybody"),
+                _ => or!(pin_bytes, quarter, "a quarter of kv_bytes; the rest serves all requests"),
             },
-            kv_host_bytes: or!(kv_host_bytes, ByteSize(0), "memory that nobody has granted is not taken"),
+            kv_host_bytes: or!(kv_host_bytes, ByteSize(0), "off unless a size is set"),
             kv_disk: self.kv_disk.clone(),
             snapshot_bytes: or!(snapshot_bytes, quarter, "a quarter of kv_bytes"),
             snapshot_dir: self.snapshot_dir.clone(),
             snapshot_disk_bytes: or!(
                 snapshot_disk_bytes,
                 ByteSize(16 << 30),
-                "little beside the disks of such machines"
+                "small compared with the disks of such machines"
             ),
-            block_tokens: or!(block_tokens, options.block_tokens, "the hash unit's size wastes least"),
+            block_tokens: or!(
+                block_tokens,
+                options.block_tokens,
+                "the size of the hash unit, which wastes the least memory"
+            ),
             kv_type: or!(kv_type, kv_type, kv_reason),
-            state_type: or!(state_type, StateTypeArg::F32, "bf16 is smaller, and another result"),
+            state_type: or!(state_type, StateTypeArg::F32, "bf16 is smaller but changes results"),
             state_tau: match self.state_type {
                 Some(StateTypeArg::AutoBf16) => {
-                    or!(state_tau, StateType::TAU, "errors add up over few tokens, see docs/measurements")
+                    or!(
+                        state_tau,
+                        StateType::TAU,
+                        "rounding errors add up over few tokens, see docs/measurements/state-type.md"
+                    )
                 }
                 Some(StateTypeArg::F32) | None => None,
             },
             activations: or!(activations, ActivationsArg::Int8, "several times faster than f32"),
-            spec: or!(spec, SpecArg::Off, "it pays where answers quote their prompts"),
+            spec: or!(spec, SpecArg::Off, "it pays only if answers quote their prompts"),
             max_seqs: match &defaults {
                 Some(defaults) if pooled != Some(true) => {
                     or!(max_seqs, defaults.max_seqs.value, &defaults.max_seqs.reason)
@@ -412,7 +427,7 @@ impl WorkerSettings {
             drain_timeout: or!(
                 drain_timeout,
                 Period(Duration::from_secs(30)),
-                "what supervisors commonly grant"
+                "the usual limit of supervisors"
             ),
         };
         Ok((complete, explained))
@@ -487,15 +502,15 @@ impl Worker {
         let Plan { settings, mut config, drain, .. } = plan;
         match (settings.http, config.coordinators.is_empty()) {
             (None, true) => {
-                let need = "name at least one coordinator to join, or an address for `http`";
+                let need = "name at least one coordinator, or set an address for `http`";
                 return Err(ConfigError::missing("coordinators", need).into());
             }
             (Some(http), false) => {
-                let rule = "not together with `coordinators`, which have the API of their cluster";
+                let rule = "not together with `coordinators`, which serve the API of their cluster";
                 return Err(ConfigError::field("http", http, rule).into());
             }
             (Some(_), true) if config.pool.is_some() => {
-                let rule = "not together with `http`: replicas are planned by coordinators of a cluster";
+                let rule = "not together with `http`, because coordinators plan the replicas";
                 return Err(ConfigError::field("pool", true, rule).into());
             }
             _ => {}
@@ -549,7 +564,7 @@ impl Worker {
             };
             announcement.print()?;
             signals.next().await;
-            tracing::info!("draining");
+            tracing::info!("stop signal received: no new requests are accepted, running ones finish");
             let drained = async {
                 if let Some(front) = front {
                     front.stop().await;
@@ -558,7 +573,7 @@ impl Worker {
             };
             tokio::select! {
                 () = drained => {}
-                () = tokio::time::sleep(drain) => tracing::warn!("requests were cut off"),
+                () = tokio::time::sleep(drain) => tracing::warn!("the drain timeout has passed; the remaining requests are cut off"),
                 () = signals.next() => {}
             }
             service.stop().await;

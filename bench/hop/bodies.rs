@@ -16,7 +16,7 @@ const DOCUMENTS: u64 = 200;
 /// Words of a document.
 const DOCUMENT_WORDS: usize = 120;
 
-/// What a body consists of.
+/// Kind of a request body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Kind {
     /// About 100 tokens, never seen before but for the first words.

@@ -11,7 +11,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::task::LocalSet;
 
-/// What to send.
+/// Options of the load.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The server.
@@ -20,7 +20,7 @@ pub(crate) struct Args {
     /// The model's name.
     #[arg(long, default_value = "smollm2-135m")]
     model: String,
-    /// What bodies consist of.
+    /// Kind of bodies.
     #[arg(long, value_enum)]
     body: Kind,
     /// Tokens to ask for.
@@ -35,19 +35,19 @@ pub(crate) struct Args {
     /// Requests each second, whether earlier ones are answered or not; in place of a fixed concurrency.
     #[arg(long)]
     rate: Option<f64>,
-    /// How long.
+    /// Duration of the load.
     #[arg(long, default_value_t = 5.0)]
     seconds: f64,
     /// Seconds before what is finished counts as finished in time.
     #[arg(long, default_value_t = 0.0)]
     warm: f64,
-    /// How many, in place of how long.
+    /// Number of requests, instead of a duration.
     #[arg(long)]
     requests: Option<u64>,
     /// Seconds after which there are enough of them.
     #[arg(long, requires = "requests")]
     at_most: Option<f64>,
-    /// What new text is drawn by: equal seeds give equal requests.
+    /// Seed of new texts: equal seeds give equal requests.
     #[arg(long, default_value_t = 1)]
     seed: u64,
     /// Process whose CPU time and memory are told too.

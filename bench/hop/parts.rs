@@ -28,7 +28,7 @@ const CHAIN_BYTES: usize = 32 << 20;
 const CHAT: &[&str] =
     &["messages", "model", "max_tokens", "temperature", "ignore_eos", "stream", "stream_options"];
 
-/// What to plan.
+/// Requests to plan.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The model's file, for its tokenizer and chat template.
@@ -37,7 +37,7 @@ pub(crate) struct Args {
     /// Its name.
     #[arg(long, default_value = "smollm2-135m")]
     model: String,
-    /// What bodies consist of; all kinds if it is not said.
+    /// Kind of bodies [default: all kinds].
     #[arg(long, value_enum)]
     body: Option<Kind>,
     /// Requests that are timed, after as many that are not.

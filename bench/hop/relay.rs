@@ -36,7 +36,7 @@ const BYTES_PER_TOKEN: usize = 4;
 const STEP: usize = 64;
 const MOST_TOKENS: usize = 16 << 10;
 
-/// Whom to be.
+/// Identity of the relay.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Directory with node.crt, node.key and ca.crt of a coordinator.

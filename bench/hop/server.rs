@@ -13,7 +13,7 @@ use std::convert::Infallible;
 use std::net::SocketAddr;
 use tokio::net::TcpListener;
 
-/// What to serve.
+/// Options of the server.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Where.

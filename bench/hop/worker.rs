@@ -31,7 +31,7 @@ const MAX_MODEL_LEN: u32 = 1 << 20;
 const MOST_UNITS: usize = 1 << 16;
 const CHAIN_BYTES: usize = 64 << 20;
 
-/// Who to be, and whom to serve.
+/// Identity of the worker, and its coordinators.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Directory with node.crt, node.key and ca.crt.

@@ -66,7 +66,7 @@ def run(args, model, request, spec):
     if done.returncode:
         sys.exit(f"{' '.join(command)}: {done.stderr}")
     speed = re.search(r"\(([\d.]+) t/s after the first\)", done.stderr)
-    guesses = re.search(r"(\d+) of (\d+) guesses right", done.stderr)
+    guesses = re.search(r"(\d+) of (\d+) draft tokens accepted", done.stderr)
     right, all_ = map(int, guesses.groups()) if guesses else (0, 0)
     return done.stdout, float(speed.group(1)) if speed else None, right, all_
 

@@ -22,10 +22,10 @@ mod shapes;
     after_help = "Example:\n  make-model --shape qwen3-0.6b --quant q4-k-m --out target/qwen3-0.6b-q4_k_m.gguf"
 )]
 struct Args {
-    /// Whose dimensions
+    /// Model whose dimensions are used
     #[arg(long, value_enum, default_value = "qwen3-0.6b")]
     shape: Shape,
-    /// How weights are stored
+    /// Type of the weights
     #[arg(long, value_enum)]
     quant: Quant,
     /// The file to write

@@ -1,4 +1,4 @@
-//! Which type each weight is stored in.
+//! The type that each weight is stored in.
 
 use clap::ValueEnum;
 use model::GgmlType;

@@ -206,7 +206,7 @@ fn run(engine: &mut Engine, salt: &mut u32, streams: usize, prompt: usize, token
     let mut prompts = Vec::new();
     while engine.has_work() {
         if engine.step(Instant::now())? == StepOutcome::Idle && engine.has_work() {
-            bail!("the scheduler has work but plans nothing");
+            bail!("internal error: the scheduler has work but planned an empty step");
         }
         let heard = times.len();
         times.extend(hears.try_iter());

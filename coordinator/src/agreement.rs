@@ -90,12 +90,12 @@ pub enum GroupError {
 
 fn remedy(error: &StorageError) -> &'static str {
     match error {
-        StorageError::Full => "; make room, or raise the limit that is reached, and start again",
+        StorageError::Full => "; make room, or raise the exceeded limit, and start again",
         StorageError::Damaged { .. } => {
-            "; with other coordinators, start with an empty data directory and have it be a member again; alone, restore the \
-             directory or start anew with an empty one"
+            "; in a group, start with an empty data directory and add the coordinator again; alone, restore the directory \
+            or start with an empty one"
         }
-        StorageError::Unknown { .. } => "; start the version that has written it, or a later one",
+        StorageError::Unknown { .. } => "; start the version that wrote it, or a later one",
         StorageError::Foreign { .. } => "; name this coordinator's own data directory",
         StorageError::Disk(_) | StorageError::Unwritable(_) | StorageError::Format { .. } => "",
     }
@@ -198,7 +198,7 @@ impl Agreement {
             // The other coordinators have all data. What is left here must not vote, so it is treated as
             // wiped.
             Err(error @ StorageError::Damaged { .. }) if !others.is_empty() => {
-                tracing::error!(%error, "what was agreed on is damaged here; it is put aside and asked of the others");
+                tracing::error!(%error, "the Raft log on this disk is damaged; it is set aside, and this coordinator gets the table from the others");
                 Disk::put_aside(&path).map_err(at)?;
                 Disk::open(&path, &node).map_err(at)?
             }
@@ -416,7 +416,7 @@ impl Shared {
             }
         };
         let Some(loaded) = loaded else { return Ok(Some(blank)) };
-        tracing::info!(group = %format_args!("{:032x}", loaded.identity.group.0), "a group of coordinators");
+        tracing::info!(group = %format_args!("{:032x}", loaded.identity.group.0), "joined the coordinators' group");
         let path = blank.file.0.with_file_name(CONSENSUS_FILE);
         blank.disk.format(&loaded).map_err(|source| GroupError::Storage { path, source })?;
         blank.file.forget()?;
@@ -433,7 +433,7 @@ impl Shared {
                     Ok(blank) => blank,
                     Err(error) => {
                         // The content of the disk is unknown, as after a failed write of the log.
-                        tracing::error!(%error, "the group cannot be founded; the process ends");
+                        tracing::error!(%error, "cannot found the coordinators' group; the process ends");
                         proto::log::flush();
                         std::process::abort();
                     }
@@ -553,25 +553,25 @@ impl Shared {
                 (true, true) => tracing::error!(
                     setting,
                     left_out,
-                    "this coordinator has another {setting} than the others: it is not ready and takes no workers until they are the same"
+                    "{setting} differs from the other coordinators: this one is not ready and refuses workers until they are equal"
                 ),
                 (false, true) => tracing::error!(
                     nodes,
                     setting,
                     left_out,
-                    "{nodes} has another {setting} than the other coordinators"
+                    "{setting} of {nodes} differs from the other coordinators"
                 ),
                 (_, false) => tracing::warn!(
                     nodes,
                     setting,
                     left_out,
-                    "{nodes} has another list of {setting} than the other coordinators"
+                    "the list of {setting} of {nodes} differs from the other coordinators"
                 ),
             }
         }
         drop(compared);
         if must_not_serve {
-            self.dispatch.let_idle_go("a setting here is not that of the other coordinators");
+            self.dispatch.let_idle_go("a setting of this coordinator differs from the other coordinators");
         }
         self.settings.told(ends, &odd_here)
     }

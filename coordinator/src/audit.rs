@@ -87,7 +87,7 @@ impl Audit {
             log.lock().append(&line)
         });
         if let Err(error) = written {
-            tracing::error!(%error, what = record.what, "an action could not be written to the audit log");
+            tracing::error!(%error, what = record.what, "cannot write an action to the audit log");
         }
     }
 }

@@ -125,10 +125,10 @@ impl Default for Config {
     }
 }
 
-/// Why a configuration is refused.
+/// Error of a configuration.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigError {
-    #[error("http = {http} is reachable from elsewhere; without [[keys]] only loopback is served")]
+    #[error("http = {http} is reachable from other machines; without [[keys]] it must be a loopback address")]
     KeysRequired { http: SocketAddr },
     /// A number outside its range.
     #[error("{field} = {value}: {rule}")]
@@ -139,7 +139,7 @@ pub enum ConfigError {
         rule: &'static str,
     },
     /// A text that is not an origin.
-    #[error("cors_origins: {0:?} is no origin such as https://app.example, nor * or none")]
+    #[error("cors_origins: {0:?} is neither an origin such as https://app.example, nor * or none")]
     Origin(String),
     #[error(transparent)]
     Weight(#[from] BadWeight),

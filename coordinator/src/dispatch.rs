@@ -344,7 +344,9 @@ impl Dispatch {
         for (node, epoch, draining) in self.lives() {
             let Some(agreed) = roster.worker(&node) else { continue };
             if agreed.epoch > epoch {
-                self.remove(&node, "a later life of it is agreed on", |link| link.epoch() == epoch);
+                self.remove(&node, "the group knows a later epoch of the worker", |link| {
+                    link.epoch() == epoch
+                });
             } else if agreed.life.drains() != draining {
                 let change = TableChange::Drain { node: node.clone(), draining: !draining };
                 // Fails only if the worker has left meanwhile.
@@ -386,7 +388,7 @@ impl Dispatch {
             };
             if let Err(error) = told {
                 // The worker gets no work from here in any case.
-                tracing::warn!(%node, draining, %error, "the worker could not be told");
+                tracing::warn!(%node, draining, %error, "cannot send a drain or its end to the worker");
             }
         }
     }
@@ -464,7 +466,7 @@ impl Dispatch {
                 tracing::warn!(%node, epoch = link.epoch().0, why, "a worker has left");
                 self.perform(&mut desk, actions);
             }
-            Err(error) => tracing::debug!(%node, %error, "left already"),
+            Err(error) => tracing::debug!(%node, %error, "the worker has already left"),
         }
         true
     }
@@ -572,7 +574,7 @@ impl Dispatch {
                 Ok(applied) => applied,
                 Err(error) => {
                     if let Some(left_out) = REFUSED.due((&node, "fetch")) {
-                        tracing::warn!(%node, %error, ?wanted, left_out, "missing KV events could not be fetched");
+                        tracing::warn!(%node, %error, ?wanted, left_out, "cannot fetch missing KV events");
                     }
                     self.desk.lock().balancer.fetch_failed(&node);
                     return;

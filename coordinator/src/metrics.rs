@@ -141,19 +141,19 @@ impl Metrics {
         }
         let build = Family::<[(&str, &str); 1], Gauge>::default();
         build.get_or_create(&[("version", env!("CARGO_PKG_VERSION"))]).set(1);
-        registry.register("kvasir_build_info", "1 for the version that runs", build);
+        registry.register("kvasir_build_info", "1 for the running version", build);
         let r = &mut registry;
         Self {
             by_model: ByModel::register(r),
             operations: Operations::register(r),
             ports: Ports::register(r),
-            http: registered(r, "kvasir_http_requests", "HTTP requests answered"),
+            http: registered(r, "kvasir_http_requests", "HTTP requests that have ended"),
             routes: registered(r, "kvasir_route_decisions", "Workers chosen, by reason"),
-            retries: registered(r, "kvasir_retries", "Attempts that failed and were made again"),
+            retries: registered(r, "kvasir_retries", "Failed attempts that were retried"),
             stage: STAGE.histograms(
                 r,
                 "kvasir_stage_seconds",
-                "Time of a request's stages in the coordinator",
+                "Time of the stages of a request in the coordinator",
             ),
             cached_predicted: registered(
                 r,
@@ -176,22 +176,22 @@ impl Metrics {
                 "kvasir_rate_limited",
                 "Requests refused because a limit of their key or its tenant was reached",
             ),
-            changes: registered(
-                r,
-                "kvasir_admin_changes",
-                "What operators wanted changed, by what came of it",
-            ),
+            changes: registered(r, "kvasir_admin_changes", "Changes requested by operators, by outcome"),
             index_imports: registered(
                 r,
                 "kvasir_index_imports",
-                "Questions to other coordinators for a worker's prefixes, by what came of them",
+                "Requests to other coordinators for a worker's prefixes, by outcome",
             ),
             index_exports: registered(
                 r,
                 "kvasir_index_exports",
-                "Workers whose prefixes another coordinator was told",
+                "Workers whose prefixes were sent to another coordinator",
             ),
-            index_export_bytes: registered(r, "kvasir_index_export_bytes", "Bytes that these took"),
+            index_export_bytes: registered(
+                r,
+                "kvasir_index_export_bytes",
+                "Bytes of the prefixes sent to other coordinators",
+            ),
             state: StateGauges::register(r),
             known: KnownNumbers::default(),
             history: History::default(),
@@ -315,7 +315,7 @@ impl Metrics {
         let mut text = String::new();
         // Writing to a `String` cannot fail.
         if encode(&mut text, &self.registry).is_err() {
-            tracing::error!("metrics could not be encoded");
+            tracing::error!("cannot encode the metrics");
         }
         text.truncate(text.trim_end().trim_end_matches("# EOF").len());
         text
@@ -358,25 +358,25 @@ impl StateGauges {
         Self {
             index_blocks: registered(r, "kvasir_index_blocks", "Distinct hash units in the prefix index"),
             index_bytes: registered(r, "kvasir_index_bytes", "Memory of the prefix index"),
-            index_max_bytes: registered(r, "kvasir_index_max_bytes", "Memory that it may take"),
+            index_max_bytes: registered(r, "kvasir_index_max_bytes", "Memory limit of the prefix index"),
             index_refused: registered(
                 r,
                 "kvasir_index_refused_blocks",
-                "Units not recorded for lack of budget",
+                "Hash units that were not recorded because the index was full",
             ),
             reservations: registered(
                 r,
                 "kvasir_reservations",
-                "Requests whose prefixes are credited ahead of events",
+                "Requests whose prefixes are reserved until KV events arrive",
             ),
             queue_requests: registered(r, "kvasir_queue_requests", "Generations that wait for a worker"),
             queue_tokens: registered(r, "kvasir_queue_tokens", "Prompt tokens that wait for a worker"),
-            inflight: registered(r, "kvasir_inflight_requests", "Generations that workers have"),
-            api_keys: registered(r, "kvasir_api_keys", "API keys that are known"),
+            inflight: registered(r, "kvasir_inflight_requests", "Generations that were sent to workers"),
+            api_keys: registered(r, "kvasir_api_keys", "Known API keys"),
             clock_moved: registered(
                 r,
                 "kvasir_clock_moved_seconds",
-                "By how much the wall clock was set forward since the start, or back if negative",
+                "Seconds by which the wall clock was set forward since the start; negative if it was set back",
             ),
             workers: registered(r, "kvasir_workers", "Workers, by state"),
             stream_gaps: registered(r, "kvasir_event_stream_gaps", "Gaps seen in a worker's event stream"),
@@ -390,40 +390,32 @@ impl StateGauges {
                 "kvasir_worker_silent_milliseconds",
                 "Time since a worker's last report",
             ),
-            memo_bytes: registered(r, "kvasir_memo_bytes", "Memory of what is remembered of texts"),
-            trace_spans: registered(r, "kvasir_trace_spans", "Spans of requests, by what became of them"),
-            tokenised_bytes: registered(r, "kvasir_tokenised_bytes", "Bytes of texts that became tokens"),
+            memo_bytes: registered(r, "kvasir_memo_bytes", "Memory of the memos of texts and prompts"),
+            trace_spans: registered(r, "kvasir_trace_spans", "Spans of traced requests, by outcome"),
+            tokenised_bytes: registered(r, "kvasir_tokenised_bytes", "Bytes of tokenized texts"),
             log_dropped: registered(
                 r,
                 "kvasir_log_lines_dropped",
-                "Lines of the log that were dropped, because its reader was too slow or gone",
+                "Log lines that were dropped because the reader was too slow or had closed the pipe",
             ),
             settings_differ: registered(
                 r,
                 "kvasir_settings_differ",
-                "Settings that are not the same at all coordinators",
+                "Settings that differ between coordinators",
             ),
             certificate_days: registered(
                 r,
                 "kvasir_certificate_days_left",
-                "Days until the node's certificate ends, and its authority's; below 0 it has ended",
+                "Days until the certificate of the node or of its authority expires; negative if it has expired",
             ),
             certificate_life: registered(
                 r,
                 "kvasir_certificate_life_left",
-                "The share of these certificates' lives that is left",
+                "Remaining share of the certificate's lifetime, 1 to 0",
             ),
-            memo_hits: registered(
-                r,
-                "kvasir_memo_hits",
-                "Pieces of text and of prompts that were remembered",
-            ),
-            memo_misses: registered(r, "kvasir_memo_misses", "Pieces of text and of prompts that were not"),
-            tokenise_seconds: registered(
-                r,
-                "kvasir_tokenise_seconds",
-                "Time spent on making tokens of texts",
-            ),
+            memo_hits: registered(r, "kvasir_memo_hits", "Hits of the memos of texts and prompts"),
+            memo_misses: registered(r, "kvasir_memo_misses", "Misses of the memos of texts and prompts"),
+            tokenise_seconds: registered(r, "kvasir_tokenise_seconds", "Time spent tokenizing texts"),
         }
     }
 

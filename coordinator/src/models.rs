@@ -179,7 +179,7 @@ impl Models {
             let tokenizer = Tokenizer::from_metadata(gguf.metadata()).map_err(file)?.remembering(MEMO_BYTES);
             let template = ChatTemplate::from_metadata(gguf.metadata(), &tokenizer).unwrap_or_else(|error| {
                 // Completions need no template.
-                tracing::warn!(model = %id, %error, "no chat: the template cannot be used");
+                tracing::warn!(model = %id, %error, "the model serves no chats: its template cannot be used");
                 None
             });
             let known = catalog::find(id.as_str()).map_or(SamplingDefaults::PLAIN, |entry| entry.sampling);

@@ -235,13 +235,13 @@ async fn livez(State(ops): State<Arc<Ops>>) -> Response {
     if stopped.is_empty() {
         return "ok\n".into_response();
     }
-    let why = format!("{} no longer turns\n", stopped.join(" and "));
+    let why = format!("{} is stuck\n", stopped.join(" and "));
     (StatusCode::SERVICE_UNAVAILABLE, why).into_response()
 }
 
 async fn readyz(State(ops): State<Arc<Ops>>) -> Response {
     if let Some(settings) = ops.agreement.as_ref().and_then(|agreement| agreement.odd_settings()) {
-        let why = format!("{settings}: not that of the other coordinators\n");
+        let why = format!("{settings}: differs from the other coordinators\n");
         return (StatusCode::SERVICE_UNAVAILABLE, why).into_response();
     }
     let served = ops.models.iter().any(|model| ops.dispatch.serves(&model.id));
@@ -293,7 +293,7 @@ async fn drain(
         None => ops.dispatch.drain(&node, draining).await.map_err(|error| match error {
             TableError::UnknownWorker(_) => ApiError::NotFound,
             error => {
-                tracing::error!(%node, %error, "draining failed");
+                tracing::error!(%node, %error, "a drain or its end failed");
                 ApiError::Internal
             }
         }),

@@ -137,7 +137,7 @@ pub enum PlacementError {
     WorkerSpeed { worker: String, field: &'static str },
     /// The model cannot be cut into this many stages.
     #[error(
-        "the model cannot be cut into {wanted} shards: {most} is the most (it has {layers} layers{shared}{drafter})",
+        "the model cannot be cut into {wanted} shards, at most {most} (it has {layers} layers{shared}{drafter})",
         shared = if *most < *layers && drafter_from.is_none() {
             ", and a layer that shares keys and values stays with their source"
         } else {
@@ -153,7 +153,7 @@ pub enum PlacementError {
         /// The first layer whose caches the drafter reads, if that rules out cuts.
         drafter_from: Option<usize>,
     },
-    #[error("{wanted} shards need as many workers, and there are {workers}")]
+    #[error("{wanted} shards need {wanted} workers, but there are {workers}")]
     Workers { wanted: usize, workers: usize },
     /// No cut fits. The numbers are those of the nearest cut.
     #[error(
@@ -186,7 +186,7 @@ pub enum PlacementError {
         drafter_worker: String,
     },
     /// Only some of the replicas can be placed.
-    #[error("{made} of {wanted} replicas can be placed; for the next: {reason}")]
+    #[error("only {made} of {wanted} replicas can be placed; the next one: {reason}")]
     Replicas { wanted: usize, made: usize, reason: Box<Self> },
     /// An operator's plan does not suit the model.
     #[error("the plan of layers is refused: {0}")]

@@ -201,13 +201,13 @@ impl Replicas {
         };
         self.seen.lock().unplanned = unplanned;
         let Some(change) = change else { return };
-        tracing::info!(?change, "a plan is put forward");
+        tracing::info!(?change, "proposing a change of the replicas");
         let (what, on) = named(&change);
         let made = self.agreement.plan(change).await;
         let result = made.as_ref().map_or_else(ToString::to_string, |()| "made".to_owned());
         self.audit.note(&Record { who: "leader", from: None, what, on: &on, result: &result });
         if let Err(error) = made {
-            tracing::warn!(%error, "a plan is not agreed on");
+            tracing::warn!(%error, "the group did not agree on a change of the replicas");
         }
     }
 

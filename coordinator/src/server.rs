@@ -60,7 +60,7 @@ pub enum StartError {
     /// Another process holds the data directory, or it cannot be used.
     #[error(transparent)]
     DataDir(#[from] ClaimError),
-    #[error("the runtime has ended")]
+    #[error("the async runtime has stopped")]
     Ended,
     /// The audit log cannot be opened.
     #[error(transparent)]

@@ -62,7 +62,7 @@ pub enum Applied {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TableError {
     /// A later epoch of the worker is known.
-    #[error("{node} speaks with epoch {}, epoch {} is known", got.0, known.0)]
+    #[error("{node} uses epoch {}, but epoch {} is known", got.0, known.0)]
     StaleEpoch {
         node: NodeId,
         /// The epoch of the change.
@@ -72,10 +72,10 @@ pub enum TableError {
     #[error("no worker {0} is a member")]
     UnknownWorker(NodeId),
     /// The cluster has its maximum of workers.
-    #[error("{limit} workers are members already")]
+    #[error("there are already {limit} workers, the limit")]
     Full { limit: usize },
     /// The registrations of all members are too large.
-    #[error("the workers' introductions take {bytes} bytes, {limit} are kept")]
+    #[error("the registrations of all workers would have {bytes} bytes, at most {limit}")]
     TooLarge {
         /// Approximate size with the refused registration, in bytes.
         bytes: usize,
@@ -83,7 +83,7 @@ pub enum TableError {
         limit: usize,
     },
     /// Another member serves other weights or another tokenizer under the same name.
-    #[error("{node} serves a {model} that differs from the one of {other}: {what} digests differ")]
+    #[error("{node} and {other} serve different models as {model}: their {what} digests differ")]
     ModelConflict {
         /// The refused worker.
         node: NodeId,

@@ -142,7 +142,7 @@ impl Session {
         if !self.dispatch.lost_devices().lost(Instant::now(), node, epoch) {
             return;
         }
-        tracing::error!(%node, "it loses its GPU again and again: it drains");
+        tracing::error!(%node, "a worker has lost its GPU repeatedly: it is drained until an operator undrains it");
         self.drain(node).await;
     }
 
@@ -153,7 +153,7 @@ impl Session {
             None => self.dispatch.drain(node, true).await.map_err(|error| error.to_string()),
         };
         if let Err(error) = &drained {
-            tracing::error!(%node, error, "it cannot be drained");
+            tracing::error!(%node, error, "the drain of a worker failed");
         }
         self.audit("drain", node.as_str(), &drained.map_or_else(|error| error, |()| "made".to_owned()));
     }
@@ -164,7 +164,7 @@ impl Session {
                 Ok(batch) => self.dispatch.events(self.id, self.node(), batch),
                 // A later version's event. The skipped number shows as a gap.
                 Err(proto::Error::Codec(error @ CodecError::UnknownVariant { .. })) => {
-                    tracing::debug!(node = %self.node(), %error, "KV events skipped");
+                    tracing::debug!(node = %self.node(), %error, "skipped KV events of a later version");
                 }
                 Err(error) => {
                     tracing::debug!(node = %self.node(), %error, "the stream of KV events has ended");
@@ -197,7 +197,7 @@ impl CoordinatorApi for Session {
 
     async fn shipping(self, _: Context, report: ShippingReport) {
         for struck in self.dispatch.shipments().report(self.id, self.node(), report) {
-            tracing::error!(node = %self.node(), source = %struck, "a worker has been sent wrong bytes: its source drains");
+            tracing::error!(node = %self.node(), source = %struck, "a worker received wrong bytes: their source is drained");
             self.drain(&struck).await;
         }
     }
@@ -218,14 +218,14 @@ impl Session {
             match self.terms.tokenizers.get(&model.id) {
                 Some(digest) if *digest != model.tokenizer_digest => {
                     if let Some(left_out) = NOTED.due((&node, &model.id, "tokenizer")) {
-                        tracing::error!(%node, model = %model.id, left_out, "refused: its tokenizer is not ours");
+                        tracing::error!(%node, model = %model.id, left_out, "registration refused: the worker's tokenizer differs from this coordinator's");
                     }
                     return Err(Refusal::ModelDiffers { model: model.id.to_string() });
                 }
                 Some(_) => {}
                 None => {
                     if let Some(left_out) = NOTED.due((&node, &model.id, "not configured")) {
-                        tracing::warn!(%node, model = %model.id, left_out, "serves a model that is not configured here");
+                        tracing::warn!(%node, model = %model.id, left_out, "the worker serves a model that this coordinator does not offer");
                     }
                 }
             }
@@ -246,7 +246,7 @@ impl Session {
                     %from,
                     alive_at = at,
                     left_out,
-                    "refused: another process with this worker's identity is alive; each worker needs an identity of its own"
+                    "registration refused: another process with this worker's identity is alive; each worker needs an identity of its own"
                 );
             }
             return Err(Refusal::AlreadyHere { at });
@@ -255,7 +255,7 @@ impl Session {
         let later = self.agreement.as_ref().and_then(|agreement| agreement.later_life(&node, epoch));
         if let Some(known) = later {
             if let Some(left_out) = NOTED.due((&node, "later life")) {
-                tracing::error!(%node, epoch = epoch.0, known = known.0, left_out, "refused: a later life is agreed on");
+                tracing::error!(%node, epoch = epoch.0, known = known.0, left_out, "registration refused: the group knows a later epoch of this worker");
             }
             return Err(Refusal::StaleEpoch { known });
         }
@@ -274,7 +274,7 @@ impl Session {
             }
             Err(error) => {
                 if let Some(left_out) = NOTED.due((&node, error.to_string())) {
-                    tracing::error!(%node, epoch = epoch.0, %error, left_out, "a worker was refused");
+                    tracing::error!(%node, epoch = epoch.0, %error, left_out, "registration refused");
                 }
                 Err(match error {
                     TableError::StaleEpoch { known, .. } => Refusal::StaleEpoch { known },

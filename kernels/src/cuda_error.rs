@@ -5,7 +5,7 @@
 #[non_exhaustive]
 pub enum CudaError {
     /// A library is missing on this machine.
-    #[error("no {library} here; looked for {}", looked_for.join(", "))]
+    #[error("cannot find {library}; tried {}", looked_for.join(", "))]
     Missing {
         /// For example `NVRTC`.
         library: &'static str,
@@ -13,7 +13,7 @@ pub enum CudaError {
         looked_for: Vec<String>,
     },
     /// A library has an unsupported version.
-    #[error("{library} is version {found}; {wanted} is needed")]
+    #[error("{library} has version {found}; {wanted} is required")]
     Version {
         /// For example `NVRTC`.
         library: &'static str,
@@ -38,7 +38,7 @@ pub enum CudaError {
         source_name: String,
     },
     /// The device has too little free memory.
-    #[error("no {wanted} bytes of device memory left ({free} free)")]
+    #[error("cannot allocate {wanted} bytes of device memory ({free} free)")]
     OutOfMemory {
         /// Bytes requested.
         wanted: usize,

@@ -11,7 +11,7 @@ pub enum Error {
     #[error("unknown tensor type id {id}")]
     UnknownType { id: u32 },
     /// A weight format that can be dequantised but has no matmul kernel.
-    #[error("no matmul for tensor type {ty}")]
+    #[error("matrix products of tensor type {ty} are not supported")]
     NoMatmul { ty: &'static str },
     /// A row length that is not a whole number of the format's blocks.
     #[error("{ty} rows must be a multiple of {block} values, not {cols}")]
@@ -22,7 +22,7 @@ pub enum Error {
         cols: usize,
     },
     /// A tensor with a dimension of zero, or one whose size does not fit the address space.
-    #[error("impossible matrix shape {rows} x {cols} x {experts}")]
+    #[error("matrix shape {rows} x {cols} x {experts} is not valid")]
     Shape {
         /// Output rows.
         rows: usize,
@@ -47,10 +47,10 @@ pub enum Error {
         len: usize,
     },
     /// An int8 product without quantised activations.
-    #[error("int8 matmul without quantised activations")]
+    #[error("int8 matrix product without quantised activations")]
     NotQuantized,
     /// A matrix was finished before every panel had been packed.
-    #[error("{packed} of {total} panels packed")]
+    #[error("the matrix is not fully repacked: {packed} of {total} panels")]
     Unpacked { packed: usize, total: usize },
     /// An instruction set that this processor does not have.
     #[error("this processor has no {isa}")]
@@ -60,7 +60,7 @@ pub enum Error {
     Spawn { thread: usize, kind: std::io::ErrorKind },
     /// A KV cache layout that no kernel serves.
     #[error(
-        "no KV layout of {block_tokens} tokens, {kv_heads} heads, key width {head_dim}, value width {v_head_dim}"
+        "KV layout of {block_tokens} tokens, {kv_heads} heads, key width {head_dim}, value width {v_head_dim} is not supported"
     )]
     KvLayout {
         block_tokens: usize,
@@ -85,7 +85,7 @@ pub enum Error {
         block: usize,
     },
     /// A non-causal layer, in which every row sees the whole sequence, needs all of it in one step.
-    #[error("sequence {sequence} is not whole: its position {position} is not in the step")]
+    #[error("sequence {sequence} is incomplete: its position {position} is not in the step")]
     PartialSequence {
         /// Index of the sequence in the step.
         sequence: usize,
@@ -145,7 +145,7 @@ pub enum Error {
         row: usize,
     },
     /// More deferred rows than the device can store.
-    #[error("{rows} rows with a deferred state, at most {most} can be taken back")]
+    #[error("{rows} rows with a deferred state, at most {most}")]
     DeferredRows {
         /// Rows of the sequence.
         rows: usize,

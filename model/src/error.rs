@@ -52,7 +52,7 @@ pub enum Error {
         count: u64,
     },
     /// A file of a split set contradicts the set.
-    #[error("{path}: {key} is {found}, the set needs {expected}")]
+    #[error("{path}: {key} is {found}, but {expected} in the other files of the set")]
     SplitMismatch {
         path: PathBuf,
         /// `split.no`, `split.count` or `split.tensors.count`.
@@ -74,14 +74,14 @@ pub enum Error {
     #[error("the file has no tensor {tensor}")]
     MissingTensor { tensor: String },
     /// No translator supports this architecture.
-    #[error("architecture {found:?} is not served; known are {}", known.join(", "))]
+    #[error("architecture {found:?} is not supported; supported are {}", known.join(", "))]
     UnknownArch {
         /// Value of `general.architecture`.
         found: String,
         known: Vec<&'static str>,
     },
     /// A hyper-parameter is out of range, contradicts another one, or requests something unsupported.
-    #[error("{key} is {found}, needed is {needs}")]
+    #[error("{key} is {found}, expected {needs}")]
     HyperParameter { key: String, found: String, needs: String },
     /// A tensor's dimensions do not match the hyper-parameters.
     #[error("tensor {tensor} has dimensions {found:?}, expected {expected:?}")]
@@ -95,10 +95,10 @@ pub enum Error {
     #[error("tensor {tensor} is {found}, expected {expected}")]
     TensorType { tensor: String, found: GgmlType, expected: GgmlType },
     /// The file has a tensor that the architecture's translator does not use.
-    #[error("tensor {tensor} has no place in architecture {arch}")]
+    #[error("architecture {arch} has no tensor {tensor}")]
     UnusedTensor { tensor: String, arch: String },
     /// A read reaches past the end of a tensor.
-    #[error("{len} bytes from {offset} of tensor {tensor}, which has {bytes}")]
+    #[error("cannot read {len} bytes from offset {offset} of tensor {tensor}, which has {bytes}")]
     TensorRange {
         tensor: String,
         offset: u64,

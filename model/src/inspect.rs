@@ -11,7 +11,7 @@ use crate::{Error, GgmlType, ModelFile, ModelSpec};
 
 mod words;
 
-/// What is in a model file.
+/// Summary of a model file.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Summary {
     pub files: Vec<String>,

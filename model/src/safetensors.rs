@@ -23,7 +23,7 @@ pub mod limits {
 /// Header entry that is not a tensor.
 const METADATA: &str = "__metadata__";
 
-/// Why a file is not valid safetensors.
+/// Error of a file that is not valid safetensors.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Malformed {
@@ -39,7 +39,7 @@ pub enum Malformed {
     #[error("{field} is {found}, the limit is {limit}")]
     OverLimit { field: String, found: u64, limit: u64 },
     /// The header is not JSON or has the wrong structure.
-    #[error("the header is not as it should be: {reason}")]
+    #[error("the header is malformed: {reason}")]
     Header {
         /// Error of the JSON parser.
         reason: String,
@@ -48,7 +48,7 @@ pub enum Malformed {
     #[error("tensor {tensor} has the unknown type {found:?}")]
     Type { tensor: String, found: String },
     /// A tensor's shape and offsets contradict each other, or its size does not fit 64 bits.
-    #[error("tensor {tensor} of shape {shape:?} and type {ty} is said to be at {start} to {end}")]
+    #[error("tensor {tensor} of shape {shape:?} and type {ty} does not fit its byte range {start} to {end}")]
     Size {
         tensor: String,
         shape: Vec<u64>,

@@ -72,7 +72,7 @@ pub struct PerLayerInputSpec {
     pub norm: NormSpec,
 }
 
-/// What the model computes from the last layer's residual.
+/// The computation from the last layer's residual to the output.
 #[derive(Debug, Clone, PartialEq)]
 pub enum OutputSpec {
     /// Generation: logits of the next token.
@@ -89,7 +89,7 @@ pub struct PooledSpec {
     pub classifier: Option<ClassifierSpec>,
 }
 
-/// How the tokens' vectors become one.
+/// Pooling of the tokens' vectors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pooling {
     /// The mean of all tokens.
@@ -191,7 +191,7 @@ pub struct LayerSpec {
     pub ffn_post_norm: Option<NormSpec>,
     /// Norm of the residual itself after the addition.
     pub ffn_out_norm: Option<NormSpec>,
-    /// What the layer computes from its slice of the per-layer input.
+    /// The computation on the layer's slice of the per-layer input.
     pub per_layer: Option<PerLayerSpec>,
     /// Name of a `[1]` tensor that multiplies the residual at the end.
     pub output_scale: Option<String>,

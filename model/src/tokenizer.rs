@@ -45,7 +45,7 @@ mod word_piece;
 pub struct Tokenizer {
     /// Tokens as the file has them.
     texts: Pieces,
-    /// What each token stands for in a text.
+    /// The text of each token.
     bytes: Pieces,
     kinds: Vec<Kind>,
     /// Longest token in bytes. `None` if parts of a text may produce no token.
@@ -66,7 +66,7 @@ enum Model {
     WordPiece(WordPiece),
 }
 
-/// What stands before, between and after the texts of a sequence.
+/// Special tokens before, between and after the texts of a sequence.
 #[derive(Debug, Clone, Copy)]
 struct Ends {
     bos: Option<u32>,
@@ -78,7 +78,7 @@ struct Ends {
     sep: Option<u32>,
 }
 
-/// What a token is for.
+/// Purpose of a token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     Normal,
@@ -94,21 +94,21 @@ pub enum Kind {
     Byte,
 }
 
-/// Why a file's metadata is no tokenizer.
+/// Error of metadata that does not define a tokenizer.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TokenizerError {
     /// A kind of vocabulary that this version does not read.
-    #[error("tokenizer.ggml.model is `{found}`; known are {}", known.join(", "))]
+    #[error("tokenizer.ggml.model is `{found}`; supported are {}", known.join(", "))]
     UnknownModel { found: String, known: &'static [&'static str] },
     /// A way of cutting words that this version does not know. Guessing would give wrong ids silently.
-    #[error("tokenizer.ggml.pre is `{found}`; known are {}", known.join(", "))]
+    #[error("tokenizer.ggml.pre is `{found}`; supported are {}", known.join(", "))]
     UnknownPre { found: String, known: Vec<&'static str> },
     /// There are no tokens.
     #[error("tokenizer.ggml.tokens is empty")]
     Empty,
     /// More tokens or merges than ids can number.
-    #[error("the vocabulary needs {found} ids, more than 32 bits number")]
+    #[error("the vocabulary needs {found} ids, more than 32 bits can represent")]
     TooManyTokens { found: usize },
     /// A per-token list has the wrong length.
     #[error("{key} has {found} entries for {tokens} tokens")]
@@ -130,7 +130,7 @@ pub enum TokenizerError {
     #[error("tokenizer.ggml.add_eos_token is set, but tokenizer.ggml.eos_token_id names no token")]
     NoEos,
     /// The vocabulary has neither an unknown token nor a fallback for unknown words.
-    #[error("tokenizer.ggml.unknown_token_id names no token, which this kind of vocabulary needs")]
+    #[error("tokenizer.ggml.unknown_token_id names no token, but this kind of vocabulary requires one")]
     NoUnknown,
 }
 

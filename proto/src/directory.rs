@@ -22,7 +22,7 @@ pub struct DirectoryClaim {
 /// Reason why a directory cannot be claimed.
 #[derive(Debug, thiserror::Error)]
 pub enum ClaimError {
-    #[error("{path} is used by another process; end it, or give this one a directory of its own", path = path.display())]
+    #[error("{path} is in use by another process; stop that process, or give this one its own directory", path = path.display())]
     InUse { path: PathBuf },
     /// The directory cannot be created, or is not writable.
     #[error("{}", failed(path, source))]
@@ -81,10 +81,10 @@ pub fn failed(path: &Path, error: &io::Error) -> String {
         ErrorKind::StorageFull => "; make room on that disk",
         ErrorKind::QuotaExceeded => "; make room within the quota, or raise it",
         ErrorKind::FileTooLarge => "; raise the limit of the size of files (ulimit -f)",
-        ErrorKind::PermissionDenied => "; give this user the right to it, or name another place",
-        ErrorKind::ReadOnlyFilesystem => "; it is mounted read-only: name a place that can be written",
-        ErrorKind::NotADirectory => "; a file stands where a directory is needed: name another place",
-        ErrorKind::NotFound => "; make it, or name another place",
+        ErrorKind::PermissionDenied => "; give this user the permission, or name another path",
+        ErrorKind::ReadOnlyFilesystem => "; it is mounted read-only: name a writable path",
+        ErrorKind::NotADirectory => "; a file is in place of a directory: name another path",
+        ErrorKind::NotFound => "; create it, or name another path",
         _ => "",
     };
     format!("{}: {error}{remedy}", path.display())
@@ -114,7 +114,7 @@ mod tests {
         let file = dir.path().join("file");
         create_private(&file).unwrap();
         let error = DirectoryClaim::of(&file.join("below")).unwrap_err().to_string();
-        assert!(error.contains("file/below") && error.contains("name another place"), "{error}");
+        assert!(error.contains("file/below") && error.contains("name another path"), "{error}");
         let full = failed(&file, &ErrorKind::StorageFull.into());
         assert!(
             full.starts_with(&file.display().to_string()) && full.ends_with("make room on that disk"),

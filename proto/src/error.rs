@@ -22,13 +22,13 @@ pub enum Error {
     #[error("{path}: {source}")]
     File { path: PathBuf, source: std::io::Error },
     /// A key or certificate file would be overwritten.
-    #[error("{path} exists already and is never overwritten")]
+    #[error("{path} already exists and is not overwritten")]
     WouldOverwrite { path: PathBuf },
     /// A key pair or certificate cannot be generated.
-    #[error("cannot make a certificate: {0}")]
+    #[error("cannot create a certificate: {0}")]
     Generate(#[from] rcgen::Error),
     /// TLS does not accept this node's own identity.
-    #[error("TLS set-up: {0}")]
+    #[error("cannot set up TLS: {0}")]
     Tls(#[from] rustls::Error),
     /// The endpoint's socket cannot be opened.
     #[error("cannot listen on udp {address}: {source}")]
@@ -58,12 +58,12 @@ pub enum Error {
     #[error("protocol versions do not overlap: we speak {ours}, {peer} speaks {theirs}")]
     VersionMismatch { ours: VersionRange, theirs: VersionRange, peer: PeerIdentity },
     /// A node claims an id that its certificate does not carry.
-    #[error("{certified} calls itself {claimed}")]
+    #[error("the node with the certificate of {certified} claims to be {claimed}")]
     Spoofed { certified: PeerIdentity, claimed: NodeId },
     /// An operation exceeded its time limit.
     #[error("{what} took longer than {limit_ms} ms")]
     Timeout { what: &'static str, limit_ms: u64 },
-    #[error("the connection to {peer} is gone: {reason}")]
+    #[error("lost the connection to {peer}: {reason}")]
     ConnectionLost {
         /// The peer's identity or address.
         peer: String,
@@ -71,16 +71,16 @@ pub enum Error {
         reason: String,
     },
     /// A worker refuses a pull.
-    #[error("nothing can be pulled: {0}")]
+    #[error("the KV transfer was refused: {0}")]
     PullRefused(#[from] crate::pull::PullRefusal),
     /// A worker refuses to send manifests or chunks.
-    #[error("no chunks can be had: {0}")]
+    #[error("the request for chunks was refused: {0}")]
     ShardRefused(#[from] crate::shard::ShardRefusal),
     /// A stage of a replica does not join, or has left.
-    #[error("the stage has failed: {0}")]
+    #[error("the stage failed: {0}")]
     StageFailed(#[from] crate::stage::StageFailure),
     /// A stage of a replica refuses the claim.
-    #[error("the stage cannot be claimed: {0}")]
+    #[error("the claim of the stage was refused: {0}")]
     StageClaimed(#[from] crate::placement::ClaimRefusal),
     #[error("the endpoint is closed")]
     EndpointClosed,

@@ -156,7 +156,7 @@ impl Shared {
             if failed == 0 && dropped > reported && Instant::now() >= report_after {
                 tracing::warn!(
                     lines = dropped - reported,
-                    "lines of the log were dropped: its reader was too slow or gone"
+                    "log lines were dropped: the reader was too slow or has closed the pipe"
                 );
                 (reported, report_after) = (dropped, Instant::now() + REPORT_EVERY);
             }

@@ -164,9 +164,7 @@ pub enum GenerateError {
     Internal,
     /// A computed value is NaN or infinite. Retryable on another worker, because its device may compute
     /// finite values.
-    #[error(
-        "the model's numbers are not finite: its weights, or what was computed of them, hold NaN or infinity"
-    )]
+    #[error("the model's results are not finite: its weights or intermediate values contain NaN or infinity")]
     NotFinite,
 }
 

@@ -353,7 +353,7 @@ pub enum OperationError {
         reason: String,
     },
     /// The worker has its maximum number of open sessions. Retryable on another worker.
-    #[error("{limit} sessions are open, and there may be no more")]
+    #[error("{limit} sessions are open, the limit of this worker")]
     TooManySessions {
         /// Maximum number of open sessions.
         limit: u32,
@@ -362,21 +362,19 @@ pub enum OperationError {
     #[error("the worker is draining")]
     Draining,
     /// No input arrived for too long.
-    #[error("nothing was heard for {after_ms} ms")]
+    #[error("no audio was received for {after_ms} ms")]
     Idle {
         /// Milliseconds without input.
         after_ms: u64,
     },
     /// The input exceeds a session's limit.
-    #[error("a session hears at most {limit} samples")]
+    #[error("a session may have at most {limit} samples")]
     TooLong { limit: u64 },
     /// The worker failed. Retryable on another worker.
     #[error("internal error")]
     Internal,
     /// A computed value is NaN or infinite. Retryable on another worker.
-    #[error(
-        "the model's numbers are not finite: its weights, or what was computed of them, hold NaN or infinity"
-    )]
+    #[error("the model's results are not finite: its weights or intermediate values contain NaN or infinity")]
     NotFinite,
 }
 

@@ -76,7 +76,7 @@ pub struct OfferedDrafter {
 /// worker need not remember earlier orders.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlaceOrder {
-    /// How far the coordinator has applied the Raft log. Of two orders, the one with the higher version
+    /// Index up to which the coordinator has applied the Raft log. Of two orders, the one with the higher version
     /// holds.
     pub version: u64,
     /// Replica whose first stage the worker is. `None` if the worker is free or a later stage.
@@ -187,9 +187,9 @@ pub enum LeaseAnswer {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum ClaimRefusal {
     /// A later life, or a later attempt in the same life, has claimed the stage.
-    #[error("life {life} has claimed it in epoch {}", epoch.0)]
+    #[error("the plan with life {life} has claimed the worker in epoch {}", epoch.0)]
     Stale { life: u64, epoch: Epoch },
     /// The worker is the first stage of a replica itself.
-    #[error("it leads a replica")]
+    #[error("the worker leads a replica")]
     Leads,
 }

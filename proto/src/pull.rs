@@ -66,13 +66,13 @@ pub struct PulledPiece {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, thiserror::Error)]
 pub enum PullRefusal {
     /// The worker has another model, numeric class or cache layout.
-    #[error("it is of another origin")]
+    #[error("the holder's caches are of another model, tokenizer or numeric class")]
     OtherOrigin,
     /// The worker holds no more of these tokens than the receiver.
-    #[error("it does not hold the prefix")]
+    #[error("the holder does not have the prefix")]
     NotHeld,
     /// The worker sends to its maximum number of receivers.
-    #[error("it sends to too many others")]
+    #[error("the holder already serves its limit of transfers")]
     Busy,
     #[error("internal error")]
     Internal,

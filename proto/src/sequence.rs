@@ -181,10 +181,10 @@ pub struct PinInfo {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum SequenceError {
     /// No sequence, snapshot or pin has this name.
-    #[error("{what} is not known here")]
+    #[error("{what} is not known at this worker")]
     Unknown { what: String },
     /// The sequence is being generated. Operations on it are possible after it has ended.
-    #[error("sequence {0} is being generated")]
+    #[error("sequence {0} is still being generated")]
     Live(SequenceName),
     /// A field has a value that is refused.
     #[error("{field}: {reason}")]
@@ -197,7 +197,7 @@ pub enum SequenceError {
     #[error("{0}")]
     NotThisSnapshot(String),
     /// The operation would exceed a budget.
-    #[error("{what} would take {wanted} bytes, {limit} are allowed")]
+    #[error("{what} would have {wanted} bytes, at most {limit}")]
     OverBudget {
         what: String,
         /// Bytes in use with this operation.

@@ -16,16 +16,16 @@ use std::time::{Duration, Instant};
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum Refusal {
     /// The node id in the body is not the one of the certificate.
-    #[error("{claimed} is not the certified node id")]
+    #[error("node id {claimed} is not the one in the certificate")]
     NotYourName { claimed: NodeId },
     /// A later epoch of this worker is registered.
-    #[error("epoch {} is known, this one is older", known.0)]
+    #[error("the epoch is older than epoch {}, which is known", known.0)]
     StaleEpoch { known: Epoch },
     /// The lease has expired, or the coordinator has restarted.
     #[error("not registered")]
     NotRegistered,
     /// The cluster serves other weights or another tokenizer under the name of one of the worker's models.
-    #[error("model {model} differs from what the cluster serves under that name")]
+    #[error("model {model} differs from the cluster's model of that name")]
     ModelDiffers { model: String },
     /// Another process with the same identity is alive.
     #[error(
@@ -33,7 +33,7 @@ pub enum Refusal {
     )]
     AlreadyHere { at: String },
     /// A setting of this coordinator differs from that of the other coordinators.
-    #[error("this coordinator's {settings} is not that of the other coordinators")]
+    #[error("this coordinator's {settings} differs from the other coordinators")]
     SettingsDiffer { settings: String },
 }
 

@@ -53,7 +53,7 @@ pub enum ShardFrame {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, thiserror::Error)]
 pub enum ShardRefusal {
     /// The worker sends to its maximum number of receivers.
-    #[error("it sends to too many others")]
+    #[error("the source already serves its limit of requests")]
     Busy,
     #[error("internal error")]
     Internal,

@@ -247,28 +247,28 @@ pub struct StageProgressReport {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum StageFailure {
     /// The stage would compute results with other bits.
-    #[error("it computes in another numeric class: {class}")]
+    #[error("the stage has another numeric class: {class}")]
     OtherClass { class: String },
     /// The stage belongs to another replica.
-    #[error("it is part of another replica")]
+    #[error("the stage is part of another replica")]
     Busy,
     /// The layer range does not exist in the model, or the model cannot be cut there.
-    #[error("it cannot hold these layers")]
+    #[error("the stage has no room for these layers")]
     Layers,
     /// Weights or caches do not fit, or the file is unusable.
-    #[error("it cannot load them: {reason}")]
+    #[error("the stage cannot load its layers: {reason}")]
     Load { reason: String },
     /// The previous or the next stage is lost.
-    #[error("it has lost its neighbour: {reason}")]
+    #[error("the stage has lost the connection to its neighbour: {reason}")]
     Neighbour { reason: String },
     /// A step could not be computed.
     #[error("a step failed: {reason}")]
     Step { reason: String },
-    #[error("it stops")]
+    #[error("the stage is stopping")]
     Stops,
     /// The file has the requested digest and cannot be loaded as a model. It will not load on another
     /// worker either.
-    #[error("its file cannot be loaded: {reason}")]
+    #[error("the stage cannot load its model file: {reason}")]
     BadFile { reason: String },
 }
 

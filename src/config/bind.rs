@@ -22,7 +22,7 @@ pub(crate) struct Network {
     bits: u32,
 }
 
-/// Why a text is not a valid [`Bind`].
+/// Error of a text that is not a valid [`Bind`].
 #[derive(Debug, thiserror::Error)]
 #[error("{0:?} is neither an address such as 10.0.0.1:7000 nor a network such as 10.0.0.0/24:7000")]
 pub(crate) struct InvalidBind(String);
@@ -84,11 +84,11 @@ pub(crate) fn listen(text: &str) -> Result<SocketAddr, String> {
     if text.contains('/')
         || text.rsplit_once(':').is_none_or(|(host, port)| host.is_empty() || port.parse::<u16>().is_err())
     {
-        return Err(wrong("127.0.0.1:8080 and localhost:8080 are some"));
+        return Err(wrong("expected ADDR:PORT, such as 127.0.0.1:8080 or localhost:8080"));
     }
     let found: Vec<SocketAddr> = text.to_socket_addrs().map_err(|error| wrong(&error.to_string()))?.collect();
     let first = found.iter().find(|address| address.is_ipv4()).or(found.first());
-    first.copied().ok_or_else(|| wrong("it has no address"))
+    first.copied().ok_or_else(|| wrong("the name has no address"))
 }
 
 /// [`listen`] for a setting in a file.

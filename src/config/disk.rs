@@ -13,7 +13,7 @@ pub(crate) struct DiskBudget {
     pub(crate) bytes: ByteSize,
 }
 
-/// Why a text is not a valid [`DiskBudget`].
+/// Error of a text that is not a valid [`DiskBudget`].
 #[derive(Debug, thiserror::Error)]
 #[error("{0:?} is not a directory and a size such as /var/cache/kvasir:64GiB")]
 pub(crate) struct InvalidDiskBudget(String);

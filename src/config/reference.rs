@@ -11,22 +11,22 @@ use std::path::Path;
 
 const HEAD: &str = "# Settings
 
-A node's settings come from `--config FILE.toml`, then `KVASIR_*` variables, then flags; the later wins. A field that is
-not known, or a value of the wrong type, ends the node with exit code 64 and the field's name. `--check-config` prints
-what is in effect as a file, `--explain` each value that was computed and why. Sizes are written as `65536`, `512MiB` or
-`2GB`, times as `250ms`, `30s`, `5m`, `1h` or `30d`.
+A node's settings come from `--config FILE.toml`, then `KVASIR_*` variables, then flags; later ones take precedence. An
+unknown field or a value of the wrong type ends the node with exit code 64 and the field's name. `--check-config` prints
+the settings in effect as a file, `--explain` each computed value with its reason. Sizes are written as `65536`,
+`512MiB` or `2GB`, times as `250ms`, `30s`, `5m`, `1h` or `30d`.
 
-A test renders this page from the code: `UPDATE_DOCS=1 cargo test -p kvasir reference` writes it anew.
+A test compares this page with the code: `UPDATE_DOCS=1 cargo test -p kvasir reference` writes it again.
 ";
 
 const KEYS: &str = "
-`[[keys]]`, in the file only, says who may use the API from the start; `kvasir keys create` makes more while it runs:
+`[[keys]]`, in the file only, lists the API keys at the start; `kvasir keys create` adds more at run time:
 
 | field | what |
 |---|---|
 | `sha256` | SHA-256 of the key, in hexadecimal |
-| `tenant` | who has it: 1 to 63 characters of `a-z`, `0-9`, `-`, `_` and `.` |
-| `admin` | whether it opens `/admin/v1` on the ops port from elsewhere than this machine; `false` |
+| `tenant` | tenant of the key: 1 to 63 characters of `a-z`, `0-9`, `-`, `_` and `.` |
+| `admin` | whether the key allows `/admin/v1` on the ops port from other machines; `false` |
 ";
 
 fn escaped(text: &str) -> String {
@@ -82,5 +82,5 @@ fn the_reference_of_settings_is_what_the_code_has() {
         std::fs::write(&path, &rendered).unwrap();
     }
     let written = std::fs::read_to_string(&path).unwrap_or_default();
-    assert!(written == rendered, "docs/config.md is not what the code says: UPDATE_DOCS=1 writes it anew");
+    assert!(written == rendered, "docs/config.md differs from the code: UPDATE_DOCS=1 writes it again");
 }

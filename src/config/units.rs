@@ -20,7 +20,7 @@ impl Period {
     }
 }
 
-/// Why a text is not a quantity.
+/// Error of a text that is not a quantity.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{text:?} is not a {kind}")]
 pub(crate) struct InvalidQuantity {

@@ -138,7 +138,7 @@ fn a_server_that_falls_silent_is_left() {
     let error = impatient.get(&request(&url)).err().unwrap();
     assert_eq!(
         (error.kind(), error.to_string().as_str()),
-        (ErrorKind::TimedOut, "nothing came for too long")
+        (ErrorKind::TimedOut, "no data was received in time")
     );
     drop(listener);
 }
@@ -155,7 +155,7 @@ fn a_proxy_is_asked_for_what_lies_behind_it() {
     let (port, told) = serve(|_, _| b"HTTP/1.1 407 Who are you\r\n\r\n".to_vec());
     let proxy = format!("http://127.0.0.1:{port}");
     let error = client(&[("https_proxy", &proxy)]).get(&request("https://behind.example/x")).err().unwrap();
-    assert!(error.to_string().ends_with("answered 407"), "{error}");
+    assert!(error.to_string().ends_with("responded with status 407"), "{error}");
     assert!(told.recv().unwrap().starts_with("CONNECT behind.example:443 HTTP/1.1\r\n"));
 }
 

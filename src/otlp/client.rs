@@ -15,17 +15,17 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::time::error::Elapsed;
 
-/// Why a collector did not accept spans.
+/// Error of a batch of spans that the collector did not accept.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum CollectorError {
     /// The certificate is not trusted, or TLS failed.
     #[error("TLS: {0}")]
     Tls(#[source] rustls::Error),
     /// The connection failed or was cut.
-    #[error("the connection: {0}")]
+    #[error("connection failed: {0}")]
     Connection(#[source] io::Error),
     /// No response within this time.
-    #[error("no answer within {} s", .0.as_secs_f64())]
+    #[error("no response within {} s", .0.as_secs_f64())]
     Silent(Duration),
     /// An invalid response or an error status.
     #[error("{0}")]
@@ -97,7 +97,7 @@ pub(super) fn roots(endpoint: &str, certificates: Option<&Path>) -> Result<RootC
     if let Some(path) = certificates {
         let refused = |why: String| ConfigError::field("otlp_certificate", path.display(), why);
         if !secure {
-            return Err(refused(format!("the collector at {endpoint} has no certificate: https://")));
+            return Err(refused(format!("only for a collector at https://, not for {endpoint}")));
         }
         let mut roots = RootCertStore::empty();
         return tls::add(&mut roots, path).map(|()| roots).map_err(refused);
@@ -163,7 +163,7 @@ mod tests {
         std::fs::write(&pem, "none").unwrap();
         let refused = |endpoint: &str| roots(endpoint, Some(&pem)).unwrap_err().to_string();
         assert!(
-            refused("https://a:4318").contains("no certificate is in it"),
+            refused("https://a:4318").contains("the file contains no certificate"),
             "{}",
             refused("https://a:4318")
         );

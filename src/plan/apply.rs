@@ -17,10 +17,11 @@ impl Plan {
     /// The plan to send.
     pub(super) fn told(&self) -> Result<Value> {
         let file = self.workers_file.as_deref();
-        let file = file.ok_or_else(|| ConfigError::missing("workers_file", "it has the plan to apply"))?;
+        let file =
+            file.ok_or_else(|| ConfigError::missing("workers_file", "--apply sends the plan of this file"))?;
         let explicit = workers::read(file)?.explicit;
         if explicit.is_empty() {
-            let reason = "no worker in it has `layers`, so there is no plan to apply".to_owned();
+            let reason = "no worker has `layers`, so there is no plan to apply".to_owned();
             return Err(ConfigError::File { path: file.display().to_string(), reason }.into());
         }
         self.check_counts(&explicit)?;
@@ -30,7 +31,7 @@ impl Plan {
     /// Sends a plan for a model without a local file; its speed cannot be predicted.
     pub(super) fn send_unseen(&self, told: &Value) -> Result<()> {
         let Ok(id) = ModelId::new(self.model.as_str()) else {
-            let limit = "neither a file here nor a name under which a cluster serves a model";
+            let limit = "must be a model file, or a name that the cluster serves";
             return Err(ConfigError::field("model", &self.model, limit).into());
         };
         self.send(&id, told)?;
@@ -38,7 +39,7 @@ impl Plan {
             true => {
                 println!("{}", json!({"model": id.as_str(), "replicas": told["replicas"], "applied": true}))
             }
-            false => eprintln!("{id} is no file here: nothing is predicted of the plan"),
+            false => eprintln!("{id} is not a file on this machine, so no speed is predicted"),
         }
         Ok(())
     }
@@ -51,7 +52,7 @@ impl Plan {
     pub(super) fn say_applied(&self, id: &str) {
         if !self.json {
             println!(
-                "the replicas of {id} are to be these; `kvasir status` shows which stand, and what is waited for"
+                "the plan of {id} is accepted; `kvasir status` shows which of its replicas serve, and what the others wait for"
             );
         }
     }
@@ -62,12 +63,12 @@ impl Plan {
         let id = id.unwrap_or_else(|| self.model.clone());
         let answer = self.access.send("DELETE", &of(&id), None, CHANGE_LIMIT)?.text()?;
         if answer.status == 404 {
-            bail!("no operator has planned {id}");
+            bail!("there is no operator's plan of {id}");
         }
         answer.success()?;
         match self.json {
             true => println!("{}", json!({"model": id, "withdrawn": true})),
-            false => println!("the coordinators plan {id} themselves again"),
+            false => println!("the plan of {id} is withdrawn; the coordinators plan it again"),
         }
         Ok(())
     }

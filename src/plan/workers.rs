@@ -57,7 +57,7 @@ pub(super) fn read(path: &Path) -> Result<Workers, ConfigError> {
     let refuse = |reason: String| ConfigError::File { path: path.display().to_string(), reason };
     let bytes = std::fs::metadata(path).map_err(|error| refuse(error.to_string()))?.len();
     if bytes > MOST_FILE_BYTES {
-        return Err(refuse(format!("{bytes} bytes are more than {MOST_FILE_BYTES}")));
+        return Err(refuse(format!("the file has {bytes} bytes, at most {MOST_FILE_BYTES}")));
     }
     let text = std::fs::read_to_string(path).map_err(|error| refuse(error.to_string()))?;
     let file: WorkersFile = match path.extension().is_some_and(|extension| extension == "json") {
@@ -68,7 +68,7 @@ pub(super) fn read(path: &Path) -> Result<Workers, ConfigError> {
     let mut explicit: Vec<Vec<LayersOf>> = Vec::new();
     for WorkerEntry { name, memory, bandwidth, compute, layers } in file.workers {
         if workers.iter().any(|worker| worker.name == name) {
-            return Err(refuse(format!("worker {name} stands there twice")));
+            return Err(refuse(format!("worker {name} is listed twice")));
         }
         if let Some((first, end)) = layers {
             let range = (name.clone(), first..end);

@@ -39,7 +39,7 @@ pub(crate) enum ChildState {
 /// Must be called on a thread that lives as long as the process: the kernel ends the child with the thread
 /// that started it.
 pub(crate) fn spawn(arguments: &[&str], log: &Path, hidden: &[String]) -> anyhow::Result<Child> {
-    let executable = std::env::current_exe().context("the path of this executable")?;
+    let executable = std::env::current_exe().context("cannot find the path of this executable")?;
     let log =
         File::options().create(true).append(true).open(log).with_context(|| log.display().to_string())?;
     let mut command = Command::new(executable);
@@ -65,7 +65,7 @@ pub(crate) fn spawn(arguments: &[&str], log: &Path, hidden: &[String]) -> anyhow
             Ok(())
         });
     }
-    command.spawn().context("starting a node")
+    command.spawn().context("cannot start the node")
 }
 
 /// Watches a child until it exits: reports its announcement and its exit, and forwards orders.
@@ -87,7 +87,7 @@ pub(crate) async fn watch(
                 }
             }
             status = child.wait() => {
-                report(ChildState::Ended(status.context("waiting for a node")));
+                report(ChildState::Ended(status.context("cannot wait for the node")));
                 return;
             }
             Some(order) = orders.recv() => match order {
@@ -101,11 +101,11 @@ pub(crate) async fn watch(
 
 /// Reads the announcement of a node.
 pub(crate) async fn read_announcement<T: DeserializeOwned>(stdout: Option<ChildStdout>) -> anyhow::Result<T> {
-    let stdout = stdout.context("a node without stdout")?;
+    let stdout = stdout.context("the node has no stdout")?;
     let mut line = String::new();
     BufReader::new(stdout.take(MAX_ANNOUNCEMENT_BYTES)).read_line(&mut line).await?;
-    ensure!(line.ends_with('\n'), "the node ended before it listened");
-    serde_json::from_str(&line).context("a node's first line")
+    ensure!(line.ends_with('\n'), "the node exited before it listened");
+    serde_json::from_str(&line).context("the node's first line is not an announcement")
 }
 
 fn terminate(child: &Child) {

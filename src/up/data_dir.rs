@@ -25,7 +25,7 @@ impl DataDir {
         match lock.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => bail!(
-                "a cluster runs already from {}; end it, or give this one another --data-dir",
+                "a cluster already runs from {}; stop it, or give this one another --data-dir",
                 root.display()
             ),
             Err(TryLockError::Error(error)) => return Err(error).context(path.display().to_string()),
@@ -73,7 +73,7 @@ impl DataDir {
         name: &str,
         settings: &impl serde::Serialize,
     ) -> anyhow::Result<PathBuf> {
-        let text = toml::to_string(settings).context("a node's settings")?;
+        let text = toml::to_string(settings).context("cannot write the node's settings")?;
         let path = self.node(name).join("node.toml");
         make_private(&self.node(name))?;
         replace(&path, text.as_bytes())?;
@@ -138,7 +138,7 @@ mod tests {
         let path = dir.path().join("data");
         let first = DataDir::open(path.clone()).unwrap();
         let error = DataDir::open(path.clone()).unwrap_err().to_string();
-        assert!(error.contains("runs already") && error.contains("--data-dir"), "{error}");
+        assert!(error.contains("already runs") && error.contains("--data-dir"), "{error}");
         drop(first);
         DataDir::open(path).unwrap();
     }

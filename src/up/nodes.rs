@@ -136,7 +136,7 @@ impl Nodes {
                 })
             }
         };
-        table.context("a node's settings")
+        table.context("cannot write the node's settings")
     }
 
     pub(crate) fn any_alive(&self) -> bool {
@@ -178,7 +178,7 @@ impl Nodes {
         let coordinators: Vec<_> = self.listening(Role::Coordinator).collect();
         let workers: Vec<_> = self.listening(Role::Worker).collect();
         let up = json!({"coordinators": coordinators, "workers": workers, "model": self.model});
-        serde_json::to_string(&up).context("up.json")
+        serde_json::to_string(&up).context("cannot write up.json")
     }
 }
 

@@ -58,7 +58,7 @@ impl Supervisor {
             while self.nodes.of(role).any(|index| self.nodes[index].announcement.is_none()) {
                 tokio::select! {
                     event = self.events.recv() => if !self.starting(event)? { return Ok(false) },
-                    () = &mut deadline => bail!("not all nodes listen after {START_DEADLINE:?}"),
+                    () = &mut deadline => bail!("some nodes do not listen after {START_DEADLINE:?}"),
                 }
             }
         }
@@ -69,7 +69,7 @@ impl Supervisor {
             tokio::select! {
                 found = &mut joined => { found?; break }
                 event = self.events.recv() => if !self.starting(event)? { return Ok(false) },
-                () = &mut deadline => bail!("not all workers have joined after {START_DEADLINE:?}"),
+                () = &mut deadline => bail!("some workers have not joined after {START_DEADLINE:?}"),
             }
         }
         self.dir.write_up_file(&self.nodes.up_line()?)?;
@@ -109,7 +109,9 @@ impl Supervisor {
                 Some(Event::Child(index, ChildState::Listens(announcement))) => {
                     self.nodes.listens(index, announcement);
                     if let Err(error) = self.dir.write_up_file(&self.nodes.up_line()?) {
-                        tracing::warn!("commands do not find this cluster as it is now: {error:#}");
+                        tracing::warn!(
+                            "cannot write up.json, so commands do not find this cluster: {error:#}"
+                        );
                     }
                     if let (Role::Coordinator, Some(ops)) = (self.nodes[index].role, self.nodes[index].ops())
                     {
@@ -125,7 +127,7 @@ impl Supervisor {
         let node = &mut self.nodes[index];
         node.ended();
         let how = status.map_or_else(|error| format!("{error:#}"), |status| status.to_string());
-        tracing::warn!(node = %node.name, %how, "a node has ended");
+        tracing::warn!(node = %node.name, %how, "a node has exited");
         if node.role == Role::Worker {
             // Immediately: waiting for the idle timeout of its connections would delay requests by seconds.
             for ops in self.nodes.coordinator_ops() {
@@ -141,7 +143,7 @@ impl Supervisor {
                 let _ = sender.send(Event::Restart(index));
             });
         } else {
-            ensure!(self.nodes.any_alive(), "all nodes have ended");
+            ensure!(self.nodes.any_alive(), "all nodes have exited");
         }
         Ok(())
     }
@@ -178,7 +180,7 @@ impl Supervisor {
         let settings = self.nodes.settings(index)?;
         let node = &mut self.nodes[index];
         let file = self.dir.write_settings(&node.name, &settings)?;
-        let file = file.to_str().context("a data directory that is not UTF-8")?;
+        let file = file.to_str().context("the data directory's path is not UTF-8")?;
         // The environment of this process must not override the settings file.
         let hidden: Vec<String> =
             settings.keys().map(|key| format!("KVASIR_{}", key.to_uppercase())).collect();
@@ -219,7 +221,7 @@ fn did_not_start(name: &str, status: anyhow::Result<ExitStatus>, log: &str) -> a
 async fn ask(ops: SocketAddr, method: &'static str, path: String) -> anyhow::Result<String> {
     let answer =
         tokio::task::spawn_blocking(move || ops_client::request(ops, method, &path, OPS_TIMEOUT)).await;
-    answer.context("asking a coordinator")?.and_then(ops_client::OpsResponse::success)
+    answer.context("the query of a coordinator failed")?.and_then(ops_client::OpsResponse::success)
 }
 
 /// Returns when every coordinator lists every worker as ready, and `replicas` replicas of several workers as
@@ -232,7 +234,8 @@ async fn wait_until_joined(
     for ops in coordinators {
         loop {
             let body = ask(ops, "GET", "/admin/v1/cluster".into()).await?;
-            let table: serde_json::Value = serde_json::from_str(&body).context("a coordinator's table")?;
+            let table: serde_json::Value =
+                serde_json::from_str(&body).context("the coordinator's response is not valid JSON")?;
             let listed = table["workers"].as_array().map(Vec::as_slice).unwrap_or_default();
             let ready = |id: &String| listed.iter().any(|w| w["id"] == id.as_str() && w["state"] == "ready");
             let stages = |replica: &serde_json::Value| replica["stages"].as_array().map_or(0, Vec::len);
@@ -267,13 +270,13 @@ async fn reopen_gate(ops: SocketAddr, workers: Vec<String>, replicas: usize) {
     });
     match opened.await {
         Ok(Ok(())) => {}
-        Ok(Err(error)) => tracing::warn!(%ops, "a restarted coordinator is not ready: {error:#}"),
-        Err(_) => tracing::warn!(%ops, "a restarted coordinator still misses workers"),
+        Ok(Err(error)) => tracing::warn!(%ops, "cannot make a restarted coordinator ready: {error:#}"),
+        Err(_) => tracing::warn!(%ops, "a restarted coordinator is not ready: workers are still missing"),
     }
 }
 
 async fn report_dead(ops: SocketAddr, worker: String) {
     if let Err(error) = ask(ops, "POST", format!("/admin/v1/workers/{worker}/dead")).await {
-        tracing::warn!(%ops, worker, "a coordinator was not told of a dead worker: {error:#}");
+        tracing::warn!(%ops, worker, "cannot report a dead worker to a coordinator, which waits for its lease to end: {error:#}");
     }
 }

@@ -64,7 +64,7 @@ pub enum Error {
     #[error("invariant broken: {0}")]
     Invariant(String),
     /// The model cannot be cut into that many layer ranges.
-    #[error("this model can be cut into {most} shards at most, not {shards}")]
+    #[error("the model can be cut into at most {most} shards, not {shards}")]
     Shards {
         /// The requested number.
         shards: usize,
@@ -78,16 +78,16 @@ pub enum Error {
     #[error(transparent)]
     StageLost(#[from] crate::pipeline::LostStage),
     /// A stage received a request that it cannot execute.
-    #[error("a step of a replica: {reason}")]
+    #[error("a step of the replica failed: {reason}")]
     StageStep {
         /// The request, and what the stage has.
         reason: String,
     },
     /// A coordinator has accepted an epoch that is not the current one.
-    #[error("epoch {} was accepted, which is not the present one", .0.0)]
+    #[error("a coordinator accepted epoch {}, which is not the current one", .0.0)]
     AnotherLife(proto::ids::Epoch),
     /// The model computed a value that is not finite.
-    #[error("the model's {what} not finite: its weights, or what was computed of them, hold NaN or infinity")]
+    #[error("the model's {what} not finite: its weights or intermediate values contain NaN or infinity")]
     NotFinite { what: &'static str },
     /// The engine's thread has ended.
     #[error("the engine has stopped")]

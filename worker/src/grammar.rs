@@ -148,13 +148,13 @@ impl Grammars {
             beside(make).await.ok_or(GenerateError::Internal)
         });
         let made = made.await?.as_ref().map_err(|error| {
-            tracing::error!(error, "no grammars: the vocabulary cannot be used");
+            tracing::error!(error, "grammars are not available: the vocabulary cannot be used");
             GenerateError::Internal
         })?;
         let turn = timeout(TURN_TIME, self.turns.take(turn)).await;
         let Ok(Some(turn)) = turn else { return Err(GenerateError::QueueFull) };
         let too_much = || {
-            let reason = format!("compiling it takes more than {} ms of a CPU", COMPILE_TIME.as_millis());
+            let reason = format!("compiling takes more than {} ms of CPU time", COMPILE_TIME.as_millis());
             Refusal { why: Refused::time, field: None, reason }
         };
         let (syntax, text) = (grammar.syntax, grammar.text.clone());
@@ -177,7 +177,7 @@ impl Grammars {
             // This says nothing about the grammar, so nothing is cached.
             Some(Tried::Unfinished) => return Err(GenerateError::QueueFull),
             Some(Tried::Failed(error)) => {
-                tracing::error!(error, "a grammar cannot be tried");
+                tracing::error!(error, "cannot start the trial process of a grammar; the request fails");
                 return Err(GenerateError::Internal);
             }
             None => return Err(GenerateError::Internal),

@@ -24,7 +24,7 @@ pub struct EventLog {
 
 /// The requested events are no longer, or not yet, in the log. The consumer must take a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("events from {asked} were asked for, {first} to {last} are at hand")]
+#[error("events from {asked} on were requested, but only {first} to {last} are kept")]
 pub struct Gap {
     pub asked: u64,
     pub first: u64,

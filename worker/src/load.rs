@@ -198,7 +198,7 @@ pub fn backend(
     environment: &dyn Fn(&str) -> Option<String>,
 ) -> Result<Box<dyn Backend>, Error> {
     let (device, reason) = options.device.resolve_with(options.gpu, environment)?;
-    tracing::debug!(?device, reason, "what is computed on");
+    tracing::debug!(?device, reason, "device selected");
     match device {
         DeviceChoice::Cuda => device::gpu(options),
         #[cfg(feature = "ptx-sim")]
@@ -226,8 +226,8 @@ fn generates(spec: &ModelSpec) -> Result<(), Error> {
     match spec.logits() {
         Some(_) => Ok(()),
         None => Err(Error::WrongTask {
-            does: "encodes texts, it generates none",
-            instead: "`kvasir embed` shows what it makes of them, `kvasir up` serves it",
+            does: "encodes texts and does not generate text",
+            instead: "use it with `kvasir embed` or `kvasir up`",
         }),
     }
 }

@@ -110,7 +110,10 @@ impl Operations {
             if operations.is_empty() {
                 let known: Vec<_> = Operation::ALL.iter().map(|operation| operation.name()).collect();
                 let dir = bundle.dir.display();
-                return Err(fault(format!("{dir} has no folder of an operation ({})", known.join(", "))));
+                return Err(fault(format!(
+                    "{dir} has no folder named after an operation ({})",
+                    known.join(", ")
+                )));
             }
             for operation in operations {
                 let (backend, model) = load_hearing(operation, bundle, &environment)?;
@@ -119,14 +122,14 @@ impl Operations {
                     .iter()
                     .any(|other| (other.offered.operation, &other.offered.model) == (operation, &bundle.id))
                 {
-                    return Err(fault(format!("two bundles are called {} and have {operation}", bundle.id)));
+                    return Err(fault(format!("two bundles named {} offer {operation}", bundle.id)));
                 }
                 let thread = ModelThread::start(operation, metrics.clone())?;
                 loaded.push(Loaded { offered, thread, model, open: Arc::default() });
             }
         }
         if loaded.len() > MAX_OPERATIONS {
-            return Err(fault(format!("{} are offered, the limit is {MAX_OPERATIONS}", loaded.len())));
+            return Err(fault(format!("{} operations are offered, at most {MAX_OPERATIONS}", loaded.len())));
         }
         Ok(Self { loaded, limits, open: Arc::default(), metrics })
     }

@@ -88,7 +88,11 @@ fn watch_over(progress: &Weak<Progress>) {
         let verdict = progress.watchdog.lock().check(Instant::now());
         if let Health::Stalled { after } = verdict {
             let load = progress.load();
-            tracing::error!(?after, ?load, "no step has ended while work is queued; the worker ends");
+            tracing::error!(
+                ?after,
+                ?load,
+                "no step has finished while work is queued; the worker process ends"
+            );
             proto::log::flush();
             kernels::exit::end_process(EXIT_STALLED);
         }
@@ -100,7 +104,7 @@ const FAREWELL: Duration = Duration::from_millis(100);
 
 /// Ends the process after an unrecoverable error. Other threads send the packets that tell the peers.
 pub(crate) fn end_process(error: &Error) -> ! {
-    tracing::error!(%error, "the engine cannot go on; the worker ends");
+    tracing::error!(%error, "the engine cannot continue; the worker process ends");
     std::thread::sleep(FAREWELL);
     proto::log::flush();
     kernels::exit::end_process(error.exit_code())

@@ -435,7 +435,7 @@ impl WorkerService {
             }
             (None, None) if !ground.operations.is_empty() => Ok((Loaded::Nothing, None)),
             (None, None) => {
-                let reason = "a worker that is not of the pool serves one, or operations".to_owned();
+                let reason = "a worker that is not in the pool needs a model or operations".to_owned();
                 Err(Error::Config { option: "model", reason })
             }
         };

@@ -63,10 +63,10 @@ pub enum SnapshotError {
     #[error("not a snapshot of this version: it does not begin with kvasirs1")]
     Magic,
     /// The file is too short or too long.
-    #[error("damaged snapshot: {found} bytes, its header tells of {expected}")]
+    #[error("damaged snapshot: {found} bytes, its header says {expected}")]
     Length { expected: u64, found: u64 },
     /// Bytes whose digest differs from the stored one.
-    #[error("damaged snapshot: {what} has another digest")]
+    #[error("damaged snapshot: {what} has a wrong digest")]
     Digest { what: String },
     /// The header cannot be decoded.
     #[error("damaged snapshot: {0}")]
@@ -160,7 +160,7 @@ impl Snapshot {
                 return Err(wrong("is longer than any block"));
             }
             if piece.token > header.position {
-                return Err(wrong("lies behind the sequence's end"));
+                return Err(wrong("is after the sequence's end"));
             }
             ranges.push(at..at + length);
             at += length;

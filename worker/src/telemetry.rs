@@ -113,10 +113,14 @@ impl TierMetrics {
         registry.register("kvasir_tier_bytes", "Bytes of KV kept besides the arena", self.bytes.clone());
         let mut counter =
             |name: &str, help: &str, metric: &Counter| registry.register(name, help, metric.clone());
-        counter("kvasir_tier_hits", "Requests that got part of their prompt from a tier", &self.hits);
-        counter("kvasir_tier_hit_tokens", "Prompt tokens that a tier has saved", &self.hit_tokens);
+        counter("kvasir_tier_hits", "Requests with a part of their prompt restored from a tier", &self.hits);
+        counter("kvasir_tier_hit_tokens", "Prompt tokens restored from a tier", &self.hit_tokens);
         counter("kvasir_tier_loads", "Pieces read from files", &self.loads);
-        counter("kvasir_tier_load_failures", "Files of pieces damaged or gone", &self.load_failures);
+        counter(
+            "kvasir_tier_load_failures",
+            "Files of pieces that were damaged or missing",
+            &self.load_failures,
+        );
         counter("kvasir_tier_write_failures", "Pieces that could not be written", &self.write_failures);
         counter("kvasir_tier_dropped", "Ended sequences that were not copied to a tier", &self.dropped);
     }
@@ -222,7 +226,7 @@ impl EngineMetrics {
     pub fn register(&self, registry: &mut Registry) {
         let build = Family::<[(&str, &str); 1], Gauge>::default();
         build.get_or_create(&[("version", env!("CARGO_PKG_VERSION"))]).set(1);
-        registry.register("kvasir_build_info", "1 for the version that runs", build);
+        registry.register("kvasir_build_info", "1 for the running version", build);
         let mut gauge =
             |name: &str, help: &str, metric: &Gauge| registry.register(name, help, metric.clone());
         gauge("vllm:num_requests_running", "Sequences in the batch", &self.running);
@@ -233,12 +237,12 @@ impl EngineMetrics {
         gauge("kvasir_kv_bytes", "Bytes of the KV arena", &self.kv_bytes);
         registry.register(
             "kvasir_kv_group_bytes",
-            "Bytes of the KV arena that a kind of cache has",
+            "Bytes of the KV arena owned by a group of caches",
             self.kv_group_bytes.clone(),
         );
         registry.register(
             "kvasir_kv_group_used_bytes",
-            "Bytes of these that live sequences hold",
+            "Bytes of the group held by live sequences",
             self.kv_group_used_bytes.clone(),
         );
         for name in ["vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"] {
@@ -257,7 +261,7 @@ impl EngineMetrics {
         counter("vllm:prompt_tokens", "Prompt tokens of admitted requests", &self.prompt_tokens);
         counter("vllm:generation_tokens", "Tokens generated", &self.generation_tokens);
         counter("vllm:num_preemptions", "Preemptions", &self.preemptions);
-        counter("kvasir_yields", "Sequences that made way for another tenant's", &self.yields);
+        counter("kvasir_yields", "Sequences that returned to the queue for another tenant's", &self.yields);
         counter("kvasir_prefill_tokens_computed", "Prompt tokens computed", &self.prefill_computed);
         counter(
             "kvasir_prefill_tokens_recomputed",
@@ -268,18 +272,18 @@ impl EngineMetrics {
         counter("kvasir_checkpoints", "Recurrent states kept as checkpoints", &self.checkpoints);
         counter(
             "kvasir_checkpoints_skipped",
-            "Recurrent states that were to be kept and for which there was no slot",
+            "Checkpoints that were not kept because no slot was free",
             &self.checkpoints_skipped,
         );
         counter(
             "kvasir_pins_lost",
-            "Pins given up because a sequence could not have run otherwise",
+            "Pins removed because a sequence could not run otherwise, or because their rows were not finite",
             &self.pins_lost,
         );
-        counter("kvasir_forks", "Sequences that went on from where another stood", &self.forks);
-        counter("vllm:spec_decode_num_drafts", "Times guesses of a sequence were looked at", &self.drafts);
-        counter("vllm:spec_decode_num_draft_tokens", "Guesses looked at", &self.drafted);
-        counter("vllm:spec_decode_num_accepted_tokens", "Guesses that were right", &self.accepted);
+        counter("kvasir_forks", "Forked sequences", &self.forks);
+        counter("vllm:spec_decode_num_drafts", "Verifications of a sequence's draft tokens", &self.drafts);
+        counter("vllm:spec_decode_num_draft_tokens", "Verified draft tokens", &self.drafted);
+        counter("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens", &self.accepted);
         counter("kvasir_steps", "Steps executed", &self.steps);
         self.tiers.register(registry);
         self.transfers.register(registry);
@@ -289,7 +293,7 @@ impl EngineMetrics {
         registry.register_collector(Box::new(traces::SpanCounts));
         registry.register(
             "kvasir_prefix_lookups",
-            "Prefix lookups of admitted requests by why they stopped",
+            "Prefix lookups of admitted requests, by the reason why they stopped",
             self.lookups.clone(),
         );
         registry.register("vllm:request_success", "Finished requests", self.finished.clone());

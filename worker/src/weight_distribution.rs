@@ -69,7 +69,7 @@ pub enum ShippingError {
     Manifest(#[from] ManifestError),
     /// Every source has sent wrong bytes.
     #[error(
-        "no source is left: {struck} have sent {} chunks with other bytes than their names say, of {sources}",
+        "no source is left: {struck} of {sources} have sent {} chunks with wrong bytes",
         schedule::STRIKES
     )]
     NoSource {
@@ -79,12 +79,12 @@ pub enum ShippingError {
     },
     /// Chunks are missing, and no source is configured.
     #[error(
-        "{missing} chunks of the model are not in the shard store, and no worker is named to get them from"
+        "{missing} chunks of the model are not in the shard store, and --from names no worker to fetch them from"
     )]
     Incomplete { missing: usize },
     /// This worker has no file of the replica's drafter.
     #[error(
-        "the replica's drafter is blake3:{digest}, and this worker has {has}: {lacks}; start it with the same --spec as the \
+        "the replica's drafter is blake3:{digest}, but this worker has {has}: {lacks}; start it with the same --spec as the \
          first stage"
     )]
     NoDrafter {
@@ -95,10 +95,12 @@ pub enum ShippingError {
         lacks: &'static str,
     },
     /// All workers that were asked for the rest are gone, and a coordinator has named others.
-    #[error("the workers that sent the model are gone, and others have it: it goes on with these")]
+    #[error(
+        "all sources of the model are gone, but other workers have it: the download continues with those"
+    )]
     Outdated,
     /// The store repeatedly damages its files.
-    #[error("the shard store damages what is written to it: {chunks} chunks, {attempts} times in a row")]
+    #[error("{chunks} chunks were damaged in the shard store, {attempts} times in a row")]
     Decays {
         /// Chunks that were damaged in the last attempt.
         chunks: usize,
@@ -156,10 +158,12 @@ async fn seek(
         let links = links();
         for source in 0..links.len() {
             let asked = tokio::time::timeout(MANIFEST_LIMIT, ask_manifest(&links, source, model));
-            match asked.await.unwrap_or_else(|_| Err("it did not answer in time".to_owned())) {
+            match asked.await.unwrap_or_else(|_| Err("no answer in time".to_owned())) {
                 Ok(Some(manifest)) => return Ok(store.keep(&manifest).map_err(ShippingError::Store)?),
-                Ok(None) => tracing::warn!(source = links.name(source), "it does not hold the model"),
-                Err(reason) => tracing::warn!(source = links.name(source), reason, "no manifest"),
+                Ok(None) => tracing::warn!(source = links.name(source), "the source does not have the model"),
+                Err(reason) => {
+                    tracing::warn!(source = links.name(source), reason, "the source did not send a manifest")
+                }
             }
         }
         tokio::time::sleep(backoff.after_failure()).await;
@@ -277,14 +281,14 @@ impl Shipper {
             has = "another";
         }
         let lacks = |lacks| ShippingError::NoDrafter { digest, has, lacks };
-        let store = self.store.as_ref().ok_or_else(|| lacks("it has no store for what others send"))?;
+        let store = self.store.as_ref().ok_or_else(|| lacks("this worker has no shard store"))?;
         let held = match store.hold(drafter).map_err(ShippingError::Store)? {
             Some(held) => held,
             None => {
                 let wanted = ModelRef::Digest(*drafter);
                 let sought = seek(&wanted, store, || self.links());
                 let sought = tokio::time::timeout(DRAFTER_LIMIT, sought).await;
-                sought.map_err(|_| lacks("no worker has sent it"))??
+                sought.map_err(|_| lacks("no worker sent it"))??
             }
         };
         let path = held.path().to_owned();
@@ -326,7 +330,9 @@ impl Shipper {
             match &loaded {
                 Err(Error::Model(model::Error::Store(
                     error @ (StoreError::Missing { .. } | StoreError::Damaged { .. }),
-                ))) => tracing::warn!(%error, "the shard store is checked"),
+                ))) => {
+                    tracing::warn!(%error, "a chunk in the shard store is missing or damaged; the store is checked")
+                }
                 _ => return loaded,
             }
             let LayerNeeds { store, chunks, .. } = needs;
@@ -371,7 +377,7 @@ impl Shipper {
                 loaded
             }
         };
-        tracing::info!(seconds = seconds.as_secs_f64(), "loaded what was fetched");
+        tracing::info!(seconds = seconds.as_secs_f64(), "loaded the fetched weights");
         Ok(loaded)
     }
 
@@ -419,7 +425,7 @@ impl Shipper {
             () = self.outdated(&links) => return Err(ShippingError::Outdated.into()),
         }
         let seconds = started.elapsed().as_secs_f64();
-        tracing::info!(bytes, chunks = chunks.len(), seconds, "fetched what was missing of the model");
+        tracing::info!(bytes, chunks = chunks.len(), seconds, "fetched the missing chunks of the model");
         self.metrics.store.inc_by(bytes.cast_signed());
         Ok(())
     }

@@ -84,12 +84,12 @@ impl Shared {
                     }
                 }
                 Ok(Outcome::Refused(refusal)) => {
-                    tracing::debug!(node = %register.node, %refusal, "a worker's life is not agreed on");
+                    tracing::debug!(node = %register.node, %refusal, "the group refused a worker's epoch");
                 }
                 Ok(Outcome::Done | Outcome::Opened(_)) => {}
                 // Further proposals would fail too.
                 Err(error) => {
-                    tracing::debug!(%error, "a worker's life is not agreed on yet");
+                    tracing::debug!(%error, "a worker's epoch could not be proposed; it is tried again");
                     return;
                 }
             }
@@ -104,10 +104,10 @@ impl Shared {
             new_levels(&table, |node| own.filter(|own| own.node == *node).or_else(|| heard.seat_of(node)))
         };
         for report in reports {
-            tracing::info!(node = %report.node, level = report.level.0, "a coordinator understands another level");
+            tracing::info!(node = %report.node, level = report.level.0, "a coordinator supports another level of changes");
             let deadline = Instant::now() + CHANGE_LIMIT;
             if let Err(error) = session.make(Change::LevelReported(report), deadline).await {
-                tracing::debug!(%error, "a level is not agreed on yet");
+                tracing::debug!(%error, "a coordinator's level could not be proposed; it is tried again");
                 return;
             }
         }
@@ -158,7 +158,7 @@ fn new_levels<'a>(table: &Table, said: impl Fn(&NodeId) -> Option<&'a GroupMembe
 
 impl From<ConsensusError> for ChangeError {
     fn from(error: ConsensusError) -> Self {
-        tracing::warn!(%error, "a change was not agreed on");
+        tracing::warn!(%error, "the group did not agree on a change");
         match error {
             ConsensusError::Refused(no_room @ ProposeError::NoRoom) => Self::Explained(no_room.to_string()),
             _ => Self::NoQuorum,

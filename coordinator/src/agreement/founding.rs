@@ -29,14 +29,14 @@ pub(super) struct FounderRecord {
     pub agreed: Option<Vec<GroupMember>>,
 }
 
-/// Why the founding proposal's file cannot be used.
+/// Error of a founding proposal's file that cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum DraftError {
     /// The file cannot be read or written.
     #[error("{}", directory::failed(path, source))]
     File { path: PathBuf, source: io::Error },
     /// The file does not decode to a founding proposal.
-    #[error("{path} is not what was written: {source}", path = path.display())]
+    #[error("{path} is damaged: {source}", path = path.display())]
     Damaged { path: PathBuf, source: CodecError },
 }
 

@@ -229,7 +229,7 @@ impl Shared {
     async fn carry_out(&self, handle: &Handle, mesh: &Mesh, order: &MemberRequest) -> MemberReply {
         let Ok(mut session) = self.members.try_lock() else {
             return MemberReply::Refused(
-                "another change of the group is under way; try again when it is done".into(),
+                "another change of the group is in progress; try again when it has finished".into(),
             );
         };
         if handle.status().role != RaftRole::Leader {
@@ -263,14 +263,14 @@ impl Shared {
                 if known.incarnation != seat.incarnation =>
             {
                 return Err(MemberReply::Refused(format!(
-                    "{node} is a member with another disk than it has now: it was wiped. First `kvasir coordinators \
-                     remove {node}`, then this again"
+                    "{node} has lost the disk with which it is a member: run `kvasir coordinators remove {node}`, then \
+                    repeat this command"
                 )));
             }
             Some(Standing::Removed(life)) if *life == seat.incarnation => {
                 return Err(MemberReply::Refused(format!(
-                    "{node} was removed and has still the data of before: end it, empty its data directory, start \
-                     it, then this again"
+                    "{node} was removed and still has its old data: stop it, empty its data directory, start it, \
+                    then repeat this command"
                 )));
             }
             Some(Standing::Learner(_)) => {}
@@ -278,9 +278,7 @@ impl Shared {
                 let mut voters = voters(&table);
                 voters.push(node.clone());
                 if voters.len() > MAX_VOTERS {
-                    return Err(MemberReply::Refused(format!(
-                        "a group has at most {MAX_VOTERS} coordinators that vote"
-                    )));
+                    return Err(MemberReply::Refused(format!("a group has at most {MAX_VOTERS} voters")));
                 }
                 keeps_majority(&voters, |other| other == node || self.is_here(other))
                     .map_err(MemberReply::Refused)?;
@@ -347,7 +345,7 @@ impl Shared {
                 let mut voters = voters(&table);
                 voters.retain(|voter| voter != node);
                 if voters.is_empty() {
-                    return Err(MemberReply::Refused(format!("{node} is the last one that votes")));
+                    return Err(MemberReply::Refused(format!("{node} is the last voter")));
                 }
                 keeps_majority(&voters, |other| self.is_here(other)).map_err(MemberReply::Refused)?;
                 if *node == self.node {
@@ -374,14 +372,14 @@ impl Shared {
         let quic = match known {
             Some(Standing::Learner(seat) | Standing::Voter(seat) | Standing::Lost(seat)) => &seat.quic,
             Some(Standing::Removed(_)) | None => {
-                return Err(MemberReply::Refused(format!("{node} is no member")));
+                return Err(MemberReply::Refused(format!("{node} is not a member")));
             }
         };
         let entry = PeerEntry { node: node.clone(), quic: quic.clone() };
         let seat = self.seat_at(mesh, &entry).await?;
         let held = known.and_then(Standing::seat);
         if held.is_some_and(|held| held.incarnation != seat.incarnation) {
-            tracing::warn!(%node, "a coordinator has lost what was agreed on, and becomes a member again");
+            tracing::warn!(%node, "a coordinator has lost its data directory; it is removed and added again");
             let lost = Change::CoordinatorLost(node.clone());
             // If a member's version does not know of lost disks, use a plain removal: an operator must then
             // add it again should the leader be lost on the way.
@@ -410,10 +408,10 @@ impl Shared {
         }
         let votes = voters(&handle.table().borrow()).contains(node);
         if !votes {
-            return Err(MemberReply::Refused(format!("no coordinator that votes has the id {node}")));
+            return Err(MemberReply::Refused(format!("no voter has the id {node}")));
         }
         if !self.is_here(node) {
-            return Err(MemberReply::Refused(format!("{node} is not there just now")));
+            return Err(MemberReply::Refused(format!("{node} is not connected")));
         }
         self.hand_over(handle, Some(node)).await
     }

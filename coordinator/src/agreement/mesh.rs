@@ -118,7 +118,7 @@ impl Mesh {
                 tracing::warn!(
                     peer = %connection.peer(),
                     left_out,
-                    "a coordinator that is neither among --peers nor a member has dialed in"
+                    "connection refused: the coordinator is neither in --peers nor a member"
                 );
             }
             connection.close(CloseCode::Protocol);
@@ -223,7 +223,7 @@ async fn read(peer: NodeId, stream: GroupStream, deliver: Deliver) {
             // A later version's message. The sender repeats what it needs.
             Err(proto::Error::Codec(CodecError::UnknownVariant { .. })) => {}
             Err(error) => {
-                tracing::debug!(%peer, %error, "a coordinator's stream has ended");
+                tracing::debug!(%peer, %error, "a stream of another coordinator has ended");
                 return;
             }
         }

@@ -199,7 +199,7 @@ pub(super) async fn run(
                 return Err(operations::failed(job.operation, error));
             }
             Err(Failure::Lost) => {
-                tracing::info!(request = %job.request_id, %node, "a call was cut off");
+                tracing::info!(request = %job.request_id, %node, "a call was cut off by its worker");
                 counting.ended("worker_lost", 0.0);
                 let _in_order = seat.cut();
                 failure = Unopened::Lost;

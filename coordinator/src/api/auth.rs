@@ -263,7 +263,7 @@ impl Keys {
         if let (true, false, Some(path)) = (before.open, ring.open, &self.closed)
             && let Err(error) = std::fs::write(path, b"")
         {
-            tracing::error!(path = %path.display(), %error, "after a restart without a majority no key would be asked for");
+            tracing::error!(path = %path.display(), %error, "cannot record that API keys are required: after a restart without a majority, requests without a key would be accepted");
         }
         let changes = before.changes(&ring);
         *self.ring.write() = Arc::new(ring);

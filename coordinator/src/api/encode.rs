@@ -93,7 +93,7 @@ pub async fn gather(
     let headers = parts.first().map(route).unwrap_or_default();
     let texts: Vec<Vec<f32>> = parts.into_iter().flat_map(|part| part.texts).collect();
     if texts.iter().flatten().any(|value| !value.is_finite()) {
-        tracing::error!(%model, request = %asker.id, "a worker's values are not finite");
+        tracing::error!(%model, request = %asker.id, "a worker returned values that are not finite; the request fails");
         return Err(ApiError::NotFinite);
     }
     Ok(Gathered { texts, tokens, headers })

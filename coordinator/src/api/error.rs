@@ -129,9 +129,7 @@ pub enum ApiError {
     #[error("the request did not finish in time")]
     DeadlineExceeded,
     /// A model computed NaN or infinity.
-    #[error(
-        "the model's numbers are not finite: its weights, or what was computed of them, hold NaN or infinity"
-    )]
+    #[error("the model's results are not finite: its weights or intermediate values contain NaN or infinity")]
     NotFinite,
     #[error("internal error")]
     Internal,

@@ -412,7 +412,7 @@ impl ResponseShape {
             Envelope { id: &self.id, object, created: self.created, model: &self.model, choices, usage };
         if let Err(error) = serde_json::to_writer(out, &envelope) {
             // Neither writing to memory nor serializing these types can fail.
-            tracing::error!(%error, "an answer could not be written");
+            tracing::error!(%error, "a response could not be serialized");
         }
     }
 

@@ -85,7 +85,7 @@ impl Turns {
         let (tell, told) = oneshot::channel();
         let work = move || {
             let worked = catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| {
-                tracing::error!("planning a request failed");
+                tracing::error!("the planning of a request panicked; the request fails");
                 Err(ApiError::Internal)
             });
             // Fails only if the waiter is gone.
@@ -101,7 +101,7 @@ impl Turns {
         let thread = match idle {
             Some(thread) => thread,
             None => planner().map_err(|error| {
-                tracing::error!(%error, "there is no thread to plan a request");
+                tracing::error!(%error, "cannot start a planning thread; the request fails");
                 ApiError::Internal
             })?,
         };

@@ -68,7 +68,7 @@ pub struct Outbound {
     pub frame: Frame,
 }
 
-/// Why a core cannot continue. The process ends.
+/// Error after which a core cannot continue. The process ends.
 #[derive(Debug, thiserror::Error)]
 pub enum CoreError {
     /// Raft returned an error for a call that must succeed.
@@ -86,21 +86,21 @@ pub enum ProposeError {
     #[error("there is no leader at the moment")]
     NoLeader,
     /// Only the leader proposes membership changes. Holds the leader's name, if known.
-    #[error("only the leader changes the group")]
+    #[error("only the leader can change the group")]
     NotLeader(Option<NodeId>),
     /// Raft dropped the proposal: too much is uncommitted, or a leadership transfer is in progress.
-    #[error("too much is under way")]
+    #[error("too many changes are in progress")]
     Busy,
     /// Another membership change is in progress.
-    #[error("another change of the group is under way")]
+    #[error("another change of the group is in progress")]
     MembershipPending,
     #[error("{0} has not caught up")]
     LearnerBehind(NodeId),
     /// The local disk is full.
-    #[error("there is no room on this coordinator's disk; ask another one, or make room")]
+    #[error("this coordinator's disk is full; use another coordinator, or make room")]
     NoRoom,
     /// The leader must transfer leadership before it can be removed.
-    #[error("the leader must hand over before it is removed")]
+    #[error("the leader must transfer leadership before it is removed")]
     LeaderStays,
     /// The table would refuse the change.
     #[error(transparent)]

@@ -55,9 +55,9 @@ pub enum ConsensusError {
     /// It was not proposed.
     #[error(transparent)]
     Refused(#[from] ProposeError),
-    #[error("too much waits already")]
+    #[error("too many requests are waiting")]
     Overloaded,
-    #[error("the coordinator is ending")]
+    #[error("the coordinator is stopping")]
     Stopped,
 }
 
@@ -105,7 +105,7 @@ pub type OnFatal = Box<dyn FnOnce(Fatal) + Send>;
 
 /// Ends the process without unwinding and without further writes: unsynced state must not be used.
 pub fn abort(fatal: Fatal) {
-    tracing::error!(error = %fatal, "consensus cannot go on; the process ends");
+    tracing::error!(error = %fatal, "Raft cannot continue; the process ends");
     proto::log::flush();
     std::process::abort();
 }
@@ -146,7 +146,7 @@ impl Driver {
         // If the thread has already ended, the send fails.
         let _ended = self.handle.events.send(Event::Stop { deadline });
         if self.thread.join().is_err() {
-            tracing::error!("the consensus thread has panicked");
+            tracing::error!("the consensus thread panicked");
         }
     }
 }
@@ -286,7 +286,7 @@ impl<N: Network> Edge<N> {
         match event {
             Event::Frame(peer, frame) => {
                 if let Err(error) = self.core.receive(&peer, *frame) {
-                    tracing::warn!(%error, "a frame was not taken");
+                    tracing::warn!(%error, "a frame of another coordinator was rejected");
                 }
             }
             Event::Propose { request, entry, deadline, reply } => {
@@ -330,7 +330,7 @@ impl<N: Network> Edge<N> {
         let status = self.core.status();
         self.status.send_if_modified(|shown| {
             if shown.role != status.role || shown.term != status.term {
-                tracing::info!(role = ?status.role, term = status.term, "consensus");
+                tracing::info!(role = ?status.role, term = status.term, "the role or term of this coordinator changed");
             }
             self.metrics.stands(shown, &status);
             std::mem::replace(shown, status.clone()) != status

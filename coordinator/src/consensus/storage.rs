@@ -134,7 +134,7 @@ impl Write {
 pub enum StorageError {
     /// The disk is full. The write is complete or absent. After [`Storage::recover`] the same write may be
     /// repeated.
-    #[error("there is no room on the disk")]
+    #[error("the disk is full")]
     Full,
     /// The disk failed. How much of the last write it holds is unknown.
     #[error("the disk failed: {0}")]
@@ -143,7 +143,7 @@ pub enum StorageError {
     #[error("{record} is damaged: {why}")]
     Damaged { record: String, why: String },
     /// A record is intact, but this version cannot decode it.
-    #[error("{record} is of a later version: {why}")]
+    #[error("{record} was written by a later version: {why}")]
     Unknown { record: String, why: String },
     /// The records have another version's format; 0 is the format of builds before v0.1.0.
     #[error(
@@ -155,7 +155,7 @@ pub enum StorageError {
         own: u32,
     },
     /// The disk belongs to another coordinator or group, or is in use.
-    #[error("the disk belongs to {found} of another group or name, expected {expected}")]
+    #[error("the data directory belongs to {found}, expected {expected}")]
     Foreign { found: NodeId, expected: NodeId },
     /// A record is too long to be written.
     #[error("a record cannot be written: {0}")]

@@ -87,37 +87,41 @@ impl Default for RaftMetrics {
 impl RaftMetrics {
     pub fn register(&self, registry: &mut Registry) {
         let mut gauge = |name: &str, help: &str, gauge: &Gauge| registry.register(name, help, gauge.clone());
-        gauge("kvasir_raft_term", "The latest term known", &self.term);
-        gauge("kvasir_raft_quorum", "1 while a leader is known, so changes can be made", &self.quorum);
-        gauge("kvasir_raft_commit_index", "The last entry known to be agreed on", &self.committed);
-        gauge("kvasir_raft_applied_index", "The last entry applied here", &self.applied);
-        gauge("kvasir_raft_voters", "Coordinators that vote", &self.voters);
-        gauge("kvasir_raft_learners", "Coordinators that follow and do not vote", &self.learners);
+        gauge("kvasir_raft_term", "The latest known term", &self.term);
+        gauge("kvasir_raft_quorum", "1 while a leader is known, so that changes can be made", &self.quorum);
+        gauge("kvasir_raft_commit_index", "Index of the last committed entry", &self.committed);
         gauge(
-            "kvasir_raft_log_entries",
-            "Entries kept behind the last snapshot or a little before",
-            &self.log_entries,
+            "kvasir_raft_applied_index",
+            "Index of the last entry that this coordinator applied",
+            &self.applied,
         );
-        gauge("kvasir_raft_log_bytes", "Bytes of these entries", &self.log_bytes);
-        gauge("kvasir_raft_snapshot_index", "The last entry in the snapshot", &self.snapshot_index);
+        gauge("kvasir_raft_voters", "Voters of the group", &self.voters);
+        gauge("kvasir_raft_learners", "Learners of the group, which do not vote", &self.learners);
+        gauge("kvasir_raft_log_entries", "Entries in the log", &self.log_entries);
+        gauge("kvasir_raft_log_bytes", "Bytes of the entries in the log", &self.log_bytes);
+        gauge("kvasir_raft_snapshot_index", "Index of the last entry in the snapshot", &self.snapshot_index);
         gauge("kvasir_raft_snapshot_bytes", "Bytes of the snapshot", &self.snapshot_bytes);
         gauge(
             "kvasir_raft_disk_full",
-            "1 while there is no room to put changes forward from here",
+            "1 while the disk is full, so that this coordinator proposes no changes",
             &self.disk_full,
         );
-        let role = "1 for what this coordinator is in its group";
+        let role = "1 for the current role of this coordinator in its group";
         registry.register("kvasir_raft_role", role, self.role.clone());
-        let lag = "Entries that a coordinator has not confirmed; shown by the leader";
+        let lag = "Entries that another coordinator has not confirmed; exported by the leader";
         registry.register("kvasir_raft_peer_lag_entries", lag, self.lag.clone());
-        let changes = "How often another leader was seen";
+        let changes = "Changes of the leader";
         registry.register("kvasir_raft_leader_changes", changes, self.leader_changes.clone());
-        registry.register("kvasir_raft_proposals", "Changes put forward here", self.proposals.clone());
-        let failed = "Changes put forward here that have no outcome, by reason";
+        registry.register(
+            "kvasir_raft_proposals",
+            "Changes proposed by this coordinator",
+            self.proposals.clone(),
+        );
+        let failed = "Changes proposed by this coordinator that have no outcome, by reason";
         registry.register("kvasir_raft_proposals_failed", failed, self.failed.clone());
-        let read = "Time until a read saw every change acknowledged before it";
+        let read = "Time until a read reflected all changes acknowledged before it";
         registry.register("kvasir_raft_read_index_seconds", read, self.read.clone());
-        let write = "Time until the disk had taken a write";
+        let write = "Time of a durable write to the disk";
         registry.register("kvasir_raft_write_seconds", write, self.write.clone());
     }
 

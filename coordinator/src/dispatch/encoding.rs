@@ -102,7 +102,7 @@ impl Encoding {
                     return Err(Failure::Worker(error));
                 }
                 Err(error) => {
-                    tracing::info!(request = %self.job.request_id, %error, "an encode call was cut off");
+                    tracing::info!(request = %self.job.request_id, %error, "an encode call was cut off by its worker");
                     span.iter_mut().for_each(|span| span.fail("lost"));
                     None
                 }

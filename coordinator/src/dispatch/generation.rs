@@ -251,7 +251,7 @@ impl Generation {
             match opened {
                 Ok(stream) => return Ok(Attempting { placed, stream, started: false, span }),
                 Err(error) => {
-                    tracing::info!(request = %self.job.request_id, %error, "a worker could not be reached");
+                    tracing::info!(request = %self.job.request_id, %error, "cannot reach the chosen worker");
                     span.iter_mut().for_each(|span| span.fail("unreachable"));
                     self.give_up(&placed, None);
                 }
@@ -281,11 +281,11 @@ impl Generation {
                     GenerateFrame::Started(_) | GenerateFrame::Tokens(_) => {}
                 }
             }
-            Err("it ended without an end".to_owned())
+            Err("the stream ended without an end frame".to_owned())
         };
         let computed: Result<(), String> = computed.await;
         if let Err(error) = &computed {
-            tracing::info!(request = %self.job.request_id, node = %stage.node, error, "a prompt was not computed ahead");
+            tracing::info!(request = %self.job.request_id, node = %stage.node, error, "a prefill worker did not compute a prompt ahead");
         }
         computed.is_ok()
     }

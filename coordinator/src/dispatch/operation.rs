@@ -120,17 +120,17 @@ impl Dispatch {
                     return Ok(Hearing { node, opened, sender, answers, seat });
                 }
                 Ok(Ok(Err(error))) if error.retryable() => {
-                    tracing::info!(request = %job.request_id, %node, %error, "a session was declined");
+                    tracing::info!(request = %job.request_id, %node, %error, "a worker refused a session");
                     Unopened::Said(error)
                 }
                 Ok(Ok(Err(error))) => return Err(Unopened::Said(error)),
                 Ok(Err(error)) => {
-                    tracing::info!(request = %job.request_id, %node, %error, "a session could not be opened");
+                    tracing::info!(request = %job.request_id, %node, %error, "a worker could not open a session");
                     let _in_order = seat.cut();
                     Unopened::Lost
                 }
                 Err(_) => {
-                    tracing::warn!(request = %job.request_id, %node, "a worker has not opened a session in time");
+                    tracing::warn!(request = %job.request_id, %node, "a worker did not open a session in time");
                     Unopened::Lost
                 }
             });

@@ -45,7 +45,7 @@ enum AskError {
     #[error("no answer in time")]
     Late,
     /// The peer has no newer events, or lost the worker during the transfer.
-    #[error("it has ended before its end")]
+    #[error("the stream was closed before its end")]
     Ended,
 }
 
@@ -120,12 +120,12 @@ impl Dispatch {
                 Ok(None) => break,
                 Err(error) => {
                     let error: CodecError = error;
-                    tracing::error!(%node, %error, "an index cannot be told");
+                    tracing::error!(%node, %error, "cannot encode a worker's prefixes for another coordinator");
                     return;
                 }
             };
             if !matches!(sent, Ok(Ok(()))) {
-                tracing::debug!(%node, ?sent, "a peer has not taken an index");
+                tracing::debug!(%node, ?sent, "another coordinator did not read a worker's prefixes to the end");
                 return;
             }
         }
@@ -141,7 +141,7 @@ impl Dispatch {
             match timeout(ANSWER_LIMIT, self.ask_peer(&peer, node, epoch, &mut begun)).await {
                 Ok(Ok(need)) => {
                     self.metrics.index_imported(Imported::Whole);
-                    tracing::info!(%node, peer = %peer.peer(), "a peer has told a worker's prefixes");
+                    tracing::info!(%node, peer = %peer.peer(), "received a worker's prefixes from another coordinator");
                     return Some(need);
                 }
                 Ok(Err(AskError::Ended)) if begun.is_none() => {
@@ -150,7 +150,7 @@ impl Dispatch {
                 failed => {
                     self.metrics.index_imported(Imported::Failed);
                     let error = failed.unwrap_or(Err(AskError::Late)).err();
-                    tracing::info!(%node, peer = %peer.peer(), ?error, "a peer could not tell a worker's prefixes");
+                    tracing::info!(%node, peer = %peer.peer(), ?error, "another coordinator could not send a worker's prefixes");
                 }
             }
         }

@@ -83,7 +83,7 @@ impl Dispatch {
     /// # Errors
     /// The worker has left or has a new epoch, an RPC failed, or 5 s have passed.
     pub async fn catch_up(&self, node: &NodeId) -> Result<(), String> {
-        let link = self.desk.lock().links.get(node).cloned().ok_or("it is no member any more")?;
+        let link = self.desk.lock().links.get(node).cloned().ok_or("the worker is not a member any more")?;
         let caught_up = async {
             let api = link.api().await.map_err(|error| error.to_string())?;
             let status = api.status(deadline(CATCH_UP_LIMIT)).await.map_err(|error| error.to_string())?;
@@ -92,15 +92,15 @@ impl Dispatch {
                 let streams = self.look(|balancer| balancer.stream(node));
                 match streams {
                     Some(stream) if stream.epoch != link.epoch() => {
-                        return Err("it has begun a new life".into());
+                        return Err("the worker has started a new epoch".into());
                     }
                     Some(stream) if stream.applied >= status.kv_sequence && !stream.torn => return Ok(()),
                     Some(_) => heard.await,
-                    None => return Err("it is no member any more".into()),
+                    None => return Err("the worker is not a member any more".into()),
                 }
             }
         };
-        let late = || Err(format!("not after {} s", CATCH_UP_LIMIT.as_secs()));
+        let late = || Err(format!("the events did not arrive within {} s", CATCH_UP_LIMIT.as_secs()));
         tokio::time::timeout(CATCH_UP_LIMIT, caught_up).await.unwrap_or_else(|_| late())
     }
 }

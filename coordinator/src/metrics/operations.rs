@@ -32,20 +32,16 @@ pub struct Counting<'a> {
 impl Operations {
     pub(super) fn register(r: &mut Registry) -> Self {
         Self {
-            open: registered(
-                r,
-                "kvasir_operation_client_sessions",
-                "Sessions and calls of operations under way",
-            ),
+            open: registered(r, "kvasir_operation_client_sessions", "Open sessions and calls of operations"),
             ended: registered(
                 r,
                 "kvasir_operation_client_sessions_ended",
-                "Sessions and calls of operations, by how they have ended",
+                "Ended sessions and calls of operations, by reason",
             ),
             heard: registered(
                 r,
                 "kvasir_operation_client_audio_seconds",
-                "Seconds of sound that clients have sent",
+                "Seconds of audio that clients have sent",
             ),
             opening: WAIT.histograms(
                 r,

@@ -24,17 +24,17 @@ pub struct Port {
 impl Ports {
     pub(super) fn register(r: &mut Registry) -> Self {
         Self {
-            open: registered(r, "kvasir_http_connections", "HTTP connections that are open"),
-            limit: registered(r, "kvasir_http_connections_max", "HTTP connections that there may be"),
+            open: registered(r, "kvasir_http_connections", "Open HTTP connections"),
+            limit: registered(r, "kvasir_http_connections_max", "Limit of open HTTP connections"),
             refused: registered(
                 r,
                 "kvasir_http_connections_refused",
-                "HTTP connections that came when all were taken by requests",
+                "HTTP connections refused because all others served requests",
             ),
             closed: registered(
                 r,
                 "kvasir_http_connections_closed_idle",
-                "Idle HTTP connections that were closed to make room for others",
+                "Idle HTTP connections closed to make room for new ones",
             ),
         }
     }

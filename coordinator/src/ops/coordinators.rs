@@ -73,7 +73,7 @@ async fn change(ops: &Ops, what: &'static str, order: MemberRequest) -> Result<S
 
 fn group(ops: &Ops) -> Result<&Agreement, ApiError> {
     ops.agreement.as_deref().ok_or_else(|| ApiError::Refused {
-        why: "this coordinator has no data directory and is in no group".into(),
+        why: "this coordinator has no data directory, so it is in no group".into(),
     })
 }
 

@@ -64,7 +64,7 @@ impl<'a> Keep<'a> {
         })?);
         let served = ops.dispatch.model(&model.id).ok_or(ApiError::NoWorker)?;
         if served.task != ModelTask::Generate {
-            return Err(ApiError::field("model", "generates no text: it keeps no sequences"));
+            return Err(ApiError::field("model", "does not generate text, so it has no sequences"));
         }
         let root = ops.cluster_key.root(Scope {
             salt: &ops.keys.salt(query.tenant.as_deref().unwrap_or(caller.tenant())),
@@ -138,7 +138,7 @@ impl<'a> Keep<'a> {
     pub(super) async fn catch_up(&self, node: &NodeId) {
         if let Err(why) = self.ops.dispatch.catch_up(node).await {
             // The operation is complete anyway: only requests arriving now may be routed elsewhere.
-            tracing::warn!(%node, why, "the index does not know yet what an operation has changed");
+            tracing::warn!(%node, why, "the prefix index has not yet applied the changes of an operation on a sequence");
         }
     }
 
@@ -157,11 +157,11 @@ pub(super) async fn answer(exchange: SequenceExchange) -> Result<(SequenceReply,
 }
 
 fn lost(error: proto::Error) -> ApiError {
-    tracing::info!(%error, "an operation on a sequence was cut off");
+    tracing::info!(%error, "an operation on a sequence was cut off by its worker");
     match error {
-        proto::Error::StreamEnded(StreamCode::UnknownKind) => {
-            ApiError::Refused { why: "the worker is of a version that keeps no sequences".to_owned() }
-        }
+        proto::Error::StreamEnded(StreamCode::UnknownKind) => ApiError::Refused {
+            why: "the worker's version does not support operations on sequences".to_owned(),
+        },
         proto::Error::Codec(error) => ApiError::field("body", error.to_string()),
         _ => ApiError::WorkerLost,
     }

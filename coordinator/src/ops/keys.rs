@@ -133,7 +133,7 @@ async fn revoke(
 ) -> Result<StatusCode, ApiError> {
     let hexadecimal = id.len() >= 8 && id.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b));
     if !hexadecimal {
-        return Err(ApiError::field("id", "at least 8 digits of a key's id, as they are listed"));
+        return Err(ApiError::field("id", "at least 8 digits of a key's id, as listed"));
     }
     let named = |sha256: &[u8; 32]| hex(sha256).starts_with(&id);
     let access = access(&ops);
@@ -143,9 +143,9 @@ async fn revoke(
             subject.set(format!("key {}", key_id(sha256)));
             change(&ops, "revoke_key", Change::KeyRevoked(*sha256)).await
         }
-        (Some(_), Some(_)) => Err(ApiError::field("id", "several keys begin so")),
+        (Some(_), Some(_)) => Err(ApiError::field("id", "several keys begin with these digits")),
         (None, _) if ops.keys.configured().any(|(sha256, ..)| named(sha256)) => Err(ApiError::Refused {
-            why: "the key stands in the coordinator's configuration: take it out there and restart it".into(),
+            why: "the key is in the coordinator's configuration file: remove it there and restart the coordinator".into(),
         }),
         (None, _) => Err(ApiError::Unknown { what: format!("key {id}") }),
     }
@@ -209,7 +209,7 @@ fn access(ops: &Ops) -> Arc<Access> {
 
 async fn change(ops: &Ops, what: &'static str, change: Change) -> Result<StatusCode, ApiError> {
     let agreement: &Agreement = ops.agreement.as_deref().ok_or_else(|| ApiError::Refused {
-        why: "this coordinator has no data directory: its keys stand in its configuration".into(),
+        why: "this coordinator has no data directory, so its keys are in its configuration file only".into(),
     })?;
     let made = agreement.change_table(change).await.map_err(ApiError::from);
     count(ops, what, &made);
@@ -223,7 +223,7 @@ async fn body<T: DeserializeOwned>(request: Request) -> Result<T, ApiError> {
 
 fn random() -> Result<[u8; 32], ApiError> {
     random_bytes().map_err(|error| {
-        tracing::error!(%error, "the system has no random bytes");
+        tracing::error!(%error, "cannot read random bytes from the system; no key is created");
         ApiError::Internal
     })
 }

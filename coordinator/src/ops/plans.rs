@@ -97,7 +97,7 @@ async fn withdraw(State(ops): State<Arc<Ops>>, Path(model): Path<String>) -> Res
 
 fn agreement(ops: &Ops) -> Result<&Agreement, ApiError> {
     ops.agreement.as_deref().ok_or_else(|| ApiError::Refused {
-        why: "this coordinator has no data directory: nothing is agreed on, and nothing is placed".into(),
+        why: "this coordinator has no data directory, so it plans no replicas".into(),
     })
 }
 
@@ -105,25 +105,23 @@ fn agreement(ops: &Ops) -> Result<&Agreement, ApiError> {
 fn checked(model: &OfferedModel, wanted: PlanRequest) -> Result<OperatorPlan, ApiError> {
     let PlanRequest { replicas } = wanted;
     let Some(costs) = &model.costs else {
-        let reason = format!("{} generates nothing, and is not placed in layers", model.id);
+        let reason = format!("{} does not generate text, so its layers are not placed", model.id);
         return Err(ApiError::field("model", reason));
     };
     if replicas.is_empty() {
-        return Err(ApiError::field(
-            "replicas",
-            "is empty and must have at least 1; a plan is withdrawn by DELETE",
-        ));
+        return Err(ApiError::field("replicas", "is empty, must have at least 1; DELETE withdraws a plan"));
     }
     let named = replicas.iter().map(Vec::len).sum::<usize>();
     if named > MAX_PLANNED_WORKERS {
-        let reason = format!("{named} workers, and operators' plans may name {MAX_PLANNED_WORKERS} at most");
+        let reason =
+            format!("all operators' plans would name {named} workers, at most {MAX_PLANNED_WORKERS}");
         return Err(ApiError::field("replicas", reason));
     }
     let mut workers = BTreeSet::new();
     for (at, stages) in replicas.iter().enumerate() {
         let field = format!("replicas[{at}]");
         if stages.len() > MAX_STAGES {
-            let reason = format!("{} stages, and a replica may have {MAX_STAGES} at most", stages.len());
+            let reason = format!("{} stages, at most {MAX_STAGES}", stages.len());
             return Err(ApiError::field(field, reason));
         }
         let range = |StageInput { worker, layers: (first, end) }: &StageInput| {
@@ -133,7 +131,7 @@ fn checked(model: &OfferedModel, wanted: PlanRequest) -> Result<OperatorPlan, Ap
         check_ranges(costs, &ranges).map_err(|error| ApiError::field(field, error.to_string()))?;
         for (part, StageInput { worker, .. }) in stages.iter().enumerate() {
             if !workers.insert(worker) {
-                let reason = format!("{worker} stands in another replica, too, and may have one range");
+                let reason = format!("{worker} is also in another replica; a worker has one range");
                 return Err(ApiError::field(format!("replicas[{at}][{part}].worker"), reason));
             }
         }

@@ -99,7 +99,7 @@ async fn upload(
     let length = request.headers().get(header::CONTENT_LENGTH).and_then(|length| length.to_str().ok());
     let bytes: u64 = length
         .and_then(|length| length.parse().ok())
-        .ok_or_else(|| ApiError::field("content-length", "is needed with a snapshot"))?;
+        .ok_or_else(|| ApiError::field("content-length", "is required with a snapshot"))?;
     let name = new_name(query.id.clone(), &query)?;
     let workers = keep.workers(&query, None)?;
     let node = workers.first().ok_or(ApiError::NoWorker)?;

@@ -143,7 +143,7 @@ async fn a_node_with_a_stopped_loop_is_not_alive() {
     };
     let (status, why) = ask().await;
     assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE);
-    assert_eq!(why, "the dispatcher no longer turns\n");
+    assert_eq!(why, "the dispatcher is stuck\n");
     stands.beat();
     assert_eq!(ask().await.0, StatusCode::OK);
 }

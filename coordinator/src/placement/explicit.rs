@@ -16,7 +16,7 @@ pub enum ExplicitError {
     #[error("the range {start}..{end} of worker {worker} is empty")]
     Empty { worker: String, start: usize, end: usize },
     /// A range does not begin where the one before it ends.
-    #[error("the layers of worker {worker} begin with {found}, and {expected} is the next to be placed")]
+    #[error("the layers of worker {worker} begin with {found}, expected {expected}")]
     Gap {
         worker: String,
         /// The next layer to be placed.
@@ -24,7 +24,7 @@ pub enum ExplicitError {
         found: usize,
     },
     /// The last range does not end with the model.
-    #[error("the last range ends before layer {end}, and the model has {layers} layers")]
+    #[error("the last range ends at layer {end}, but the model has {layers} layers")]
     End {
         /// The layer after the last range.
         end: usize,
@@ -32,7 +32,7 @@ pub enum ExplicitError {
     },
     /// The cut separates a layer from the one whose KV it reads.
     #[error(
-        "no stage may begin with layer {at}: {}; {}",
+        "a stage cannot begin with layer {at}: {}; {}",
         drafter_from.map_or_else(
             || "a later layer reads keys and values of an earlier one".to_owned(),
             |layer| format!("the drafter reads the caches of layer {layer}, and the last stage must have all from there on"),

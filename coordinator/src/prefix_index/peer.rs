@@ -34,17 +34,17 @@ pub enum PeerError {
     #[error(transparent)]
     Codec(#[from] CodecError),
     /// A part arrived before the frame that names the worker.
-    #[error("a part comes before its worker is named")]
+    #[error("a part of a transfer comes before the worker's name")]
     NoWorker,
     /// The frame names another worker or another epoch than requested.
-    #[error("it tells of epoch {} of {node}", epoch.0)]
+    #[error("the transfer is for epoch {} of {node}, another one was requested", epoch.0)]
     Another {
         /// The named worker.
         node: NodeId,
         epoch: Epoch,
     },
     /// The peer knows nothing newer.
-    #[error("it goes to event {told}, which is known")]
+    #[error("the transfer ends at event {told}, which is already applied")]
     Old {
         /// The last event that the transfer contains.
         told: u64,
@@ -53,7 +53,7 @@ pub enum PeerError {
     #[error("{0} has left")]
     Left(NodeId),
     /// The frames differ from those that were sent.
-    #[error("what came of {0} has another digest")]
+    #[error("the received prefixes of {0} have a wrong digest")]
     Digest(NodeId),
 }
 

@@ -21,10 +21,10 @@ pub enum GapRepair {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum StreamError {
     /// No worker is followed in this slot.
-    #[error("no worker is followed here")]
+    #[error("no epoch of the worker is registered")]
     NotFollowed,
     /// The message is of another epoch.
-    #[error("epoch {got:?} speaks, {expected:?} is followed")]
+    #[error("the events are of epoch {got:?}, expected {expected:?}")]
     WrongEpoch {
         /// The epoch that is followed.
         expected: Epoch,
@@ -32,7 +32,7 @@ pub enum StreamError {
         got: Epoch,
     },
     /// A snapshot part without the beginning of a snapshot.
-    #[error("a part of a snapshot that has not begun")]
+    #[error("a part of a snapshot comes before its beginning")]
     NoSnapshot,
     /// Sequence numbers start at 1 and do not wrap.
     #[error("a batch of {len} events cannot start at {first}")]

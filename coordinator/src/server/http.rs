@@ -148,7 +148,7 @@ async fn serve(
         let (stream, peer) = match accepted {
             Ok(accepted) => accepted,
             Err(error) => {
-                tracing::warn!(%error, "a connection could not be accepted");
+                tracing::warn!(%error, "cannot accept a connection");
                 tokio::time::sleep(ACCEPT_PAUSE).await;
                 continue;
             }
@@ -169,7 +169,7 @@ async fn serve(
                 tracing::warn!(
                     port,
                     limit,
-                    "all HTTP connections are taken by requests: others are refused with 503"
+                    "all HTTP connections serve requests: further ones are refused with 503"
                 );
             }
         }
@@ -228,7 +228,7 @@ impl<P: Port> Entrance<P> {
     ) {
         // Tokens are small, and the client waits for each.
         if let Err(error) = stream.set_nodelay(true) {
-            tracing::debug!(%error, "no TCP_NODELAY");
+            tracing::debug!(%error, "cannot set TCP_NODELAY");
         }
         let Self { port, limits, mut close, refuse } = self;
         let (taken, mut left) = mpsc::channel(1);
@@ -281,7 +281,7 @@ impl<P: Port> Entrance<P> {
         };
         drop(connection);
         if let Err(error) = ended {
-            tracing::debug!(%peer, %error, "a connection has ended early");
+            tracing::debug!(%peer, %error, "a connection was closed early");
         }
         // Nothing is ever sent: `recv` returns when all permits are dropped.
         let _ = left.recv().await;

@@ -115,7 +115,8 @@ impl Sequences {
             SequenceOperation::Reset { sequence, keep } => {
                 let mut tokens = known(&self.known, sequence)?;
                 if !(1..=tokens.len()).contains(&(*keep as usize)) {
-                    let reason = format!("{keep} is not from 1 to {}", tokens.len());
+                    let reason =
+                        format!("{keep} tokens, must be 1 to {}, the sequence's length", tokens.len());
                     return Err(SequenceError::InvalidField { field: "keep".into(), reason });
                 }
                 tokens.truncate(*keep as usize);

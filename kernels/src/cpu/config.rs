@@ -152,7 +152,7 @@ mod tests {
     fn an_unusable_backend_in_the_environment_is_an_error() {
         assert_eq!(
             select(&[("KVASIR_BACKEND", "cuda")]).unwrap_err().to_string(),
-            "KVASIR_BACKEND demands backend \"cuda\" for matmul, which is unknown; there are cpu-scalar, \
+            "KVASIR_BACKEND selects backend \"cuda\" for matmul, which is unknown; known are cpu-scalar, \
              cpu-avx2, cpu-avx512, cpu-neon, cpu-neon-i8mm"
         );
         for operation in ["MATMUL", "ATTENTION", "ROWS"] {

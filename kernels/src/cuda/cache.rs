@@ -49,7 +49,7 @@ impl CubinCache {
         }
         let compiled = compiler.compile(source, arch)?;
         if let Err(error) = self.keep(&path, &compiled) {
-            tracing::warn!(path = %path.display(), %error, "a compiled kernel cannot be kept");
+            tracing::warn!(path = %path.display(), %error, "cannot cache a compiled kernel; the next start compiles it again");
         }
         Ok(compiled)
     }
@@ -154,7 +154,7 @@ pub(super) fn read(path: &Path, source: &Source, arch: Arch) -> Option<Compiled>
     let bytes = fs::read(path).ok()?;
     let (hash, mut body) = bytes.strip_prefix(MAGIC)?.split_first_chunk::<HASH>()?;
     if blake3::hash(body) != *hash {
-        tracing::warn!(path = %path.display(), "a compiled kernel is damaged and is made again");
+        tracing::warn!(path = %path.display(), "a cached kernel is damaged; it is compiled again");
         return None;
     }
     let mut part = || {

@@ -191,5 +191,5 @@ pub fn record<E: From<CudaError>>(
 }
 
 pub(super) fn no_graphs() -> CudaError {
-    CudaError::Invalid { what: "this device records no graphs".into() }
+    CudaError::Invalid { what: "this device cannot record CUDA graphs".into() }
 }

@@ -348,7 +348,7 @@ impl Gpu {
             }
             tracing::info!(
                 source = compiled.source_name,
-                "the driver refuses this machine code and compiles the PTX"
+                "the driver refused cached machine code; it compiles the PTX instead"
             );
         }
         let without =

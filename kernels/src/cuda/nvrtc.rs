@@ -97,7 +97,7 @@ impl Nvrtc {
         if minor != library::NVRTC_MINOR {
             tracing::info!(
                 found = format!("{major}.{minor}"),
-                "this NVRTC is newer than 13.0, which the kernels were checked with"
+                "this NVRTC is newer than 13.0, the version that the kernels were tested with"
             );
         }
         let mut count = 0;
@@ -150,7 +150,7 @@ impl Compiler {
             (Err(error), None) => return Err(error.clone()),
             (Err(CudaError::Missing { .. }), Some(_)) | (Ok(_), _) => {}
             (Err(error), Some(_)) => {
-                tracing::warn!(%error, "NVRTC cannot be used; kernels are taken from {PREBUILT} only");
+                tracing::warn!(%error, "NVRTC cannot be used; kernels are loaded from {PREBUILT} only");
             }
         }
         Ok(Self { nvrtc, prebuilt })

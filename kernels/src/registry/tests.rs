@@ -108,19 +108,19 @@ fn an_unusable_backend_in_the_environment_fails_with_its_reason() {
     };
     assert_eq!(
         message(50, None, &[("KVASIR_RESIZE_BACKEND", "dsp")]),
-        "KVASIR_RESIZE_BACKEND demands backend \"dsp\" for resize, which is unknown; there are cpu, npu, gpu, tpu"
+        "KVASIR_RESIZE_BACKEND selects backend \"dsp\" for resize, which is unknown; known are cpu, npu, gpu, tpu"
     );
     assert_eq!(
         message(50, None, &[("KVASIR_BACKEND", "tpu")]),
-        "KVASIR_BACKEND demands backend \"tpu\" for resize, which is not available here: no driver"
+        "KVASIR_BACKEND selects backend \"tpu\" for resize, which is not available here: no driver"
     );
     assert_eq!(
         message(101, None, &[("KVASIR_BACKEND", "gpu")]),
-        "KVASIR_BACKEND demands backend \"gpu\" for resize, which cannot serve this request: width of 101 is above 100"
+        "KVASIR_BACKEND selects backend \"gpu\" for resize, which cannot serve this request: width is 101, at most 100"
     );
     assert_eq!(
         message(50, Some(2.2), &[("KVASIR_RESIZE_BACKEND", "npu"), ("KVASIR_BACKEND", "cpu")]),
-        "KVASIR_RESIZE_BACKEND demands backend \"npu\" for resize, which cannot serve this request: \
+        "KVASIR_RESIZE_BACKEND selects backend \"npu\" for resize, which cannot serve this request: \
          argument gamma is not supported"
     );
 }
@@ -156,12 +156,12 @@ fn without_a_built_in_provider_the_error_names_every_provider() {
     let empty = Registry::<Resize>::empty();
     let picture = |width| Picture { width, gamma: None };
     let error = empty.select(&picture(50), |_| None).err().map(|error| error.to_string());
-    assert_eq!(error.as_deref(), Some("nobody serves resize"));
+    assert_eq!(error.as_deref(), Some("no backend serves resize"));
     let demand = |name: &str| (name == "KVASIR_BACKEND").then(|| "npu".to_owned());
     let error = empty.select(&picture(50), demand).err().map(|error| error.to_string());
     assert_eq!(
         error.as_deref(),
-        Some("KVASIR_BACKEND demands backend \"npu\" for resize, which is unknown; there are none")
+        Some("KVASIR_BACKEND selects backend \"npu\" for resize, which is unknown; known are none")
     );
 
     let mut registry = Registry::<Resize>::empty();
@@ -172,6 +172,6 @@ fn without_a_built_in_provider_the_error_names_every_provider() {
     let error = registry.select(&picture(101), |_| None).err().map(|error| error.to_string());
     assert_eq!(
         error.as_deref(),
-        Some("nobody serves resize; gpu: width of 101 is above 100; tpu: no driver")
+        Some("no backend serves resize; gpu: width is 101, at most 100; tpu: no driver")
     );
 }

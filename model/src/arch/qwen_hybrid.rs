@@ -197,7 +197,7 @@ fn model(
     Ok(decoder.model(layers, decoder.logits()?))
 }
 
-/// Which layers are delta nets.
+/// For each layer, whether it is a delta net.
 fn recurrent(decoder: &Decoder<'_>) -> Result<Vec<bool>, Error> {
     let (source, shape) = (decoder.source, &decoder.shape);
     if let Some(mut flags) =

@@ -46,7 +46,7 @@ impl Speed {
         match self {
             Self::Published { source, .. } => source,
             Self::Ceiling { .. } => "ceiling: 233 GB/s of memory over all weights",
-            Self::Unknown => "not known",
+            Self::Unknown => "unknown",
         }
     }
 }

@@ -12,26 +12,26 @@ const MAX_PARTS: usize = 1000;
 /// Default hub endpoint, if `HF_ENDPOINT` is not set.
 const HUB: &str = "https://huggingface.co";
 
-/// Why a text is not a valid model address.
+/// Error of a text that is not a valid model address.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum InvalidAddress {
     /// Not `https://`, `http://` or `hf://`.
-    #[error("it begins with none of https://, http:// and hf://")]
+    #[error("must begin with https://, http:// or hf://")]
     Scheme,
     /// Too long, or contains characters that must be escaped in an address.
-    #[error("it is longer than 8 KiB or has characters that an address has not (write them as %XX)")]
+    #[error("is longer than 8 KiB or has characters that are not allowed in an address (write them as %XX)")]
     Characters,
     /// The host is missing, or the port is invalid.
-    #[error("it names no host, or a port that is none")]
+    #[error("has no host, or an invalid port")]
     Host,
     /// The address contains a user name or a password.
-    #[error("it carries a user's name; credentials do not belong into an address")]
+    #[error("contains a user name; credentials in addresses are not accepted")]
     Credentials,
-    #[error("it does not lead to a file whose name ends with .gguf")]
+    #[error("must end with the name of a .gguf file")]
     File,
     /// A hub address without owner, repository or file.
-    #[error("it must be hf://OWNER/REPO/FILE.gguf or hf://OWNER/REPO@REVISION/FILE.gguf")]
+    #[error("must be hf://OWNER/REPO/FILE.gguf or hf://OWNER/REPO@REVISION/FILE.gguf")]
     Hub,
 }
 

@@ -40,7 +40,7 @@ pub struct Network {
     pub plain: PlainHttp,
 }
 
-/// How a model's bytes were verified.
+/// Verification of a model's bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -261,7 +261,7 @@ fn is_final(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::InvalidData | io::ErrorKind::InvalidInput)
 }
 
-/// Why reading a body stopped early.
+/// Reason why reading a body stopped early.
 enum Stop {
     Network(io::Error),
     Refused(Refusal),

@@ -93,7 +93,7 @@ impl Entry {
         folder.filter(|_| [ONNX, WHISPER].contains(&self.about.arch))
     }
 
-    /// Why the entry cannot be served; `None` if it can.
+    /// Reason why the entry cannot be served; `None` if it can.
     pub fn not_served(&self) -> Option<&'static str> {
         match self.origin {
             Origin::Elsewhere { why } => Some(why),

@@ -102,7 +102,7 @@ fn remove_leftovers(dir: &Path) {
         if leftover.file_name().to_string_lossy().starts_with(LEFTOVER)
             && let Err(error) = fs::remove_dir_all(leftover.path())
         {
-            tracing::warn!(path = %leftover.path().display(), %error, "cannot remove the rest of an earlier pull");
+            tracing::warn!(path = %leftover.path().display(), %error, "cannot remove a partial file of an earlier pull");
         }
     }
 }

@@ -199,7 +199,7 @@ fn failures_say_what_is_missing() {
     assert!(error(&no_pip).contains("has no pip"), "{}", error(&no_pip));
     let (_dir, no_package) = store("echo 'ERROR: No matching distribution found for one==1' >&2; exit 1");
     let text = error(&no_package);
-    assert!(text.starts_with("the package index has no one==1, which hello is made of"), "{text}");
+    assert!(text.starts_with("the package index has no one==1, which hello is downloaded from"), "{text}");
     let (_dir, broken) = store("echo some noise; echo 'disk on fire' >&2; exit 7");
     let text = error(&broken);
     assert!(

@@ -19,48 +19,50 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 /// Upper bound of a model file's size.
 const MAX_BYTES: u64 = 1 << 44;
 
-/// Why a server's response ends a download.
+/// Error of a server's response that ends a download.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Refusal {
     /// HTTP status 401 or 403.
-    #[error("the server refuses it ({0}); a hub's model may want a token (HF_TOKEN) and its terms accepted")]
+    #[error(
+        "the server refuses access ({0}); a hub's model may require a token (HF_TOKEN) and accepted terms"
+    )]
     Denied(u16),
     /// HTTP status 404 or 410.
     #[error("the server has no such file ({0})")]
     Absent(u16),
-    #[error("the server answered {0}")]
+    #[error("the server responded with status {0}")]
     Status(u16),
     /// Too many redirects.
     #[error("more than {MAX_REDIRECTS} redirects")]
     Redirects,
     /// A redirect without a usable address.
-    #[error("it is redirected to {location:?}: {source}")]
+    #[error("the server redirects to {location:?}: {source}")]
     Location { location: String, source: InvalidAddress },
     /// Not TLS, and not a loopback address.
     #[error(
-        "{0} is not asked without TLS; use https://, or allow it with --allow-http (KVASIR_ALLOW_HTTP=1)"
+        "{0} would be contacted without TLS; use https://, or allow it with --allow-http (KVASIR_ALLOW_HTTP=1)"
     )]
     Plain(String),
     /// The length differs from the pinned one.
-    #[error("the file has {found} bytes there, and should have {wanted}")]
+    #[error("the file has {found} bytes on the server, expected {wanted}")]
     Length {
         /// Actual bytes.
         found: u64,
         /// Pinned bytes.
         wanted: u64,
     },
-    #[error("the file has {0} bytes, as no model has")]
+    #[error("the file has {0} bytes, which is not the size of a model")]
     Huge(u64),
     /// The file changed, or the server contradicted itself, too often.
-    #[error("the file changed on the server again and again")]
+    #[error("the file changed on the server repeatedly during the download")]
     Unsteady,
     /// The network failed too often without a byte received in between.
-    #[error("{MAX_FAILURES} attempts failed, the last one: {0}")]
+    #[error("{MAX_FAILURES} attempts failed; the last error: {0}")]
     Failed(String),
 }
 
-/// What earlier responses reported about the file. Stored beside the partial file.
+/// Properties of the file that earlier responses reported. Stored beside the partial file.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(super) struct TransferState {
     /// Bytes of the file that are on disk.
@@ -73,7 +75,7 @@ pub(super) struct TransferState {
     pub(super) told: Option<String>,
 }
 
-/// What to do with a response.
+/// Next action after a response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ResponseAction {
     /// Write the body at this position, after truncating the file to it.
@@ -180,7 +182,10 @@ impl Transfer {
             status @ (404 | 410) => Err(Refusal::Absent(status)),
             status @ (408 | 425 | 429 | 500 | 502 | 503 | 504) => {
                 let after = head.header("retry-after").and_then(|seconds| seconds.parse().ok());
-                self.broken(&format!("the server answered {status}"), after.map(Duration::from_secs))
+                self.broken(
+                    &format!("the server responded with status {status}"),
+                    after.map(Duration::from_secs),
+                )
             }
             status => Err(Refusal::Status(status)),
         }
@@ -201,7 +206,7 @@ impl Transfer {
     pub(super) fn ended(&mut self) -> Result<ResponseAction, Refusal> {
         match self.known.total {
             Some(total) if self.known.have < total => {
-                self.broken(&format!("the answer ended after {} of {total} bytes", self.known.have), None)
+                self.broken(&format!("the response ended after {} of {total} bytes", self.known.have), None)
             }
             // A chunked body marks its own end.
             _ => match self.wanted {

@@ -17,7 +17,7 @@ use super::outline::Passage;
 /// Deepest nesting of lists and dicts in one value. Printing, comparing and dropping a value recurse.
 pub(super) const NESTING: u16 = 160;
 
-/// Why rendering stopped.
+/// Reason why rendering stopped.
 #[derive(Debug)]
 pub(super) enum Fault {
     Limit(Limit),

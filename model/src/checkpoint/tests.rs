@@ -131,7 +131,7 @@ fn settings_that_are_not_served_are_named() {
         checkpoint.put("config.json", &config.to_string());
         checkpoint.error()
     };
-    assert!(config("model_type", "roberta".into()).ends_with(r#"model_type is "roberta", needed is "bert""#));
+    assert!(config("model_type", "roberta".into()).ends_with(r#"model_type is "roberta", expected "bert""#));
     assert!(config("hidden_act", "relu".into()).contains("hidden_act is"));
     assert!(config("position_embedding_type", "relative_key".into()).contains("position_embedding_type is"));
     assert!(config("hidden_size", "many".into()).contains("invalid type"));
@@ -143,7 +143,7 @@ fn settings_that_are_not_served_are_named() {
     };
     assert!(
         pooling(r#"{"word_embedding_dimension": 32, "pooling_mode_mean_tokens": true}"#)
-            .contains("word_embedding_dimension is 32, needed is 64")
+            .contains("word_embedding_dimension is 32, expected 64")
     );
     for modes in [r#""pooling_mode_max_tokens": true"#, r#""pooling_mode_mean_tokens": false"#] {
         assert!(
@@ -152,7 +152,7 @@ fn settings_that_are_not_served_are_named() {
     }
     let checkpoint = Checkpoint::good();
     checkpoint.put("tokenizer_config.json", r#"{"do_lower_case": true, "strip_accents": false}"#);
-    assert!(checkpoint.error().contains("strip_accents is false, needed is true"));
+    assert!(checkpoint.error().contains("strip_accents is false, expected true"));
     checkpoint.put("tokenizer_config.json", r#"{"do_lower_case": false, "strip_accents": null}"#);
     let cased = Tokenizer::from_metadata(checkpoint.open().unwrap().metadata()).unwrap();
     let kept = Tokenizer::from_metadata(Checkpoint::good().open().unwrap().metadata()).unwrap();
@@ -189,11 +189,11 @@ fn tensors_that_no_model_has_are_refused() {
         .error()
     };
     let found = error("I32", json!([2]), 8);
-    assert_eq!(found, format!("tensor {of_body} is of type I32; known are F32, F16 and BF16"));
+    assert_eq!(found, format!("tensor {of_body} has type I32; supported are F32, F16 and BF16"));
     for shape in [json!([]), json!([0, 4]), json!([1, 1, 1, 1, 1])] {
         let bytes = if shape == json!([0, 4]) { 0 } else { 4 };
         let found = error("F32", shape, bytes);
-        assert!(found.contains("needed are one to four dimensions"), "{found}");
+        assert!(found.contains("expected one to four dimensions"), "{found}");
     }
     let twice = Checkpoint::write(|header| {
         let entry = header.remove("embeddings.position_ids").unwrap();
@@ -207,5 +207,5 @@ fn tensors_that_no_model_has_are_refused() {
         header.insert("encoder.layer.0.adapter.weight".to_owned(), other);
     });
     let error = ModelSpec::from_file(&unknown.open().unwrap()).unwrap_err();
-    assert_eq!(error.to_string(), "tensor encoder.layer.0.adapter.weight has no place in architecture bert");
+    assert_eq!(error.to_string(), "architecture bert has no tensor encoder.layer.0.adapter.weight");
 }

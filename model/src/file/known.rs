@@ -58,7 +58,7 @@ impl DigestCache {
             return Ok(None);
         }
         if let Err(error) = self.keep(&entry, before, start.unwrap_or_default(), chunks) {
-            tracing::debug!(entry = %entry.display(), %error, "a model's digest is not remembered");
+            tracing::debug!(entry = %entry.display(), %error, "cannot cache a model's digest; the next start computes it again");
         }
         Ok(Some(Hashed(files)))
     }

@@ -1,6 +1,6 @@
 //! Errors of malformed GGUF files.
 
-/// Why a file is not valid GGUF. Offsets count from the start of the file.
+/// Error of a file that is not valid GGUF. Offsets count from the start of the file.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Malformed {
     /// The first four bytes are not `GGUF`.
@@ -32,7 +32,7 @@ pub enum Malformed {
     #[error("{field} at offset {offset} is not UTF-8")]
     NotUtf8 { field: String, offset: u64 },
     /// A bool is neither 0 nor 1.
-    #[error("{field} is a bool of value {found}, not 0 or 1")]
+    #[error("{field} is a bool with value {found}, must be 0 or 1")]
     NotBool { field: String, found: u8 },
     /// Unknown value type.
     #[error("{field} has value type {found}, the highest is 12")]
@@ -44,7 +44,7 @@ pub enum Malformed {
     #[error("tensor {tensor} occurs twice")]
     DuplicateTensor { tensor: String },
     /// `general.alignment` is not a `u32`, or not a power of two of at least 8.
-    #[error("general.alignment is {found}, not a power of two from 8 up")]
+    #[error("general.alignment is {found}, must be a power of two, at least 8")]
     Alignment {
         /// The value, or its type.
         found: String,

@@ -53,7 +53,7 @@ fn a_model_that_is_not_served_says_why() {
     let summary = Summary::of(&plan.open()).unwrap();
     let json = serde_json::to_value(&summary).unwrap();
     let reason = json["error"].as_str().unwrap();
-    assert!(reason.starts_with("architecture \"mamba9\" is not served; known are "), "{reason}");
+    assert!(reason.starts_with("architecture \"mamba9\" is not supported; supported are "), "{reason}");
     assert_eq!(json.get("model"), None);
     assert!(summary.to_string().ends_with(&format!("not served     {reason}\n")), "{summary}");
 }

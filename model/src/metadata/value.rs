@@ -147,7 +147,7 @@ fn integer<T: TryFrom<i128>>(n: i128) -> Result<T, Mismatch> {
     T::try_from(n).map_err(|_| Mismatch::Range(n))
 }
 
-/// Why a value cannot be read as a type.
+/// Error of a value that cannot be read as a type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mismatch {
     /// Wrong type.

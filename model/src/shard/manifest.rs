@@ -36,36 +36,36 @@ pub struct Manifest {
     encoded: Vec<u8>,
 }
 
-/// Why bytes are not the manifest of a model.
+/// Error of bytes that are not the manifest of a model.
 #[derive(Debug, thiserror::Error)]
 pub enum ManifestError {
     /// Longer than [`MANIFEST_BYTES`].
-    #[error("a manifest of {bytes} bytes, the limit is {MANIFEST_BYTES}")]
+    #[error("the manifest has {bytes} bytes, at most {MANIFEST_BYTES}")]
     TooLong {
         /// Length in bytes.
         bytes: usize,
     },
     /// Not a manifest, or truncated.
-    #[error("these {bytes} bytes are no manifest")]
+    #[error("the {bytes} bytes are not a manifest")]
     NotAManifest { bytes: usize },
     /// Unsupported format version.
-    #[error("a manifest of version {found}; version 1 is read")]
+    #[error("the manifest has version {found}; version 1 is supported")]
     Version { found: u32 },
     /// The metadata or the tensor table cannot be read or written.
-    #[error("a manifest's header: {0}")]
+    #[error("the manifest's header: {0}")]
     Header(#[from] Malformed),
     /// The number of chunks does not match the tensors.
-    #[error("a manifest of {found} chunks, its tensors have {expected}")]
+    #[error("the manifest has {found} chunks, but its tensors have {expected}")]
     Chunks {
         found: u64,
         /// Chunks that the tensors need; saturated if their size overflows.
         expected: u64,
     },
     /// Not in canonical form.
-    #[error("a manifest that is not written as it should be")]
+    #[error("the manifest is not in its canonical form")]
     NotCanonical,
     /// The manifest of another model.
-    #[error("the manifest of model {found}, asked for was {expected}")]
+    #[error("the manifest is of model {found}, expected {expected}")]
     Digest {
         /// Digest of this manifest.
         found: ChunkId,

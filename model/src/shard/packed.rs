@@ -73,7 +73,7 @@ struct Piece {
     blake3: String,
 }
 
-/// Why a file of regions is not used.
+/// Reason why a file of regions is not used.
 enum Flaw {
     Io(io::Error),
     Damaged(&'static str),
@@ -94,7 +94,7 @@ impl PackedFile {
             Err(Flaw::Io(error)) if error.kind() == ErrorKind::NotFound => Ok(None),
             Err(Flaw::Io(source)) => Err(io_error("open", path)(source)),
             Err(Flaw::Damaged(what)) => {
-                tracing::warn!(path = %path.display(), what, "repacked weights are damaged and made anew");
+                tracing::warn!(path = %path.display(), what, "a file of repacked weights is damaged; the weights are repacked again");
                 fs::remove_file(path).map_err(io_error("remove", path))?;
                 Ok(None)
             }
@@ -307,6 +307,6 @@ fn note_seen(path: &Path, seen: &str) {
         file.persist(note(path)).map_err(|error| error.error)
     });
     if let Err(error) = written {
-        tracing::debug!(%error, "it is not noted that repacked weights are sound");
+        tracing::debug!(%error, "cannot record that repacked weights were verified; they are verified again later");
     }
 }

@@ -34,7 +34,7 @@ const PACKED_EXTENSION: &str = "pack";
 /// Upper bound of the time to write a chunk. Older temporary files are abandoned.
 const ABANDONED: Duration = Duration::from_secs(600);
 
-/// Why the store cannot read or write something.
+/// Error of a read or write of the store.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
     #[error("cannot {action} {path}: {source}")]
@@ -164,7 +164,7 @@ impl ShardStore {
         let manifest = match read_manifest(&path, model) {
             Ok(manifest) => manifest,
             Err(error @ StoreError::Manifest { .. }) => {
-                tracing::warn!(%error, "a damaged manifest is dropped");
+                tracing::warn!(%error, "removed a damaged manifest from the shard store");
                 remove(&path)?;
                 return Ok(None);
             }
@@ -217,7 +217,7 @@ impl ShardStore {
         if known(&file) || ChunkId::of(bytes) == chunk {
             return Ok(true);
         }
-        tracing::warn!(%chunk, path = %path.display(), "a damaged chunk is dropped");
+        tracing::warn!(%chunk, path = %path.display(), "removed a damaged chunk from the shard store");
         remove(&path)?;
         Ok(false)
     }
@@ -316,7 +316,7 @@ impl ShardStore {
                 return Err(StoreError::NoRoom { path, limit, used, needed });
             }
             let (_, path, _) = unused.remove(0);
-            tracing::info!(model = %path.display(), "a model is dropped from the shard store");
+            tracing::info!(model = %path.display(), "removed a model from the shard store to make room");
             used = used.saturating_sub(dropped(&path));
         }
     }

@@ -83,7 +83,7 @@ impl VerifiedChunks {
         let file = File::options().append(true).create(true).open(path);
         let appended = file.and_then(|mut file| file.write_all(&record));
         if let Err(error) = appended {
-            tracing::debug!(%error, "it is not noted that a chunk is sound");
+            tracing::debug!(%error, "cannot record that a chunk was verified; it is verified again later");
         }
     }
 }

@@ -23,7 +23,7 @@ pub struct FfnPart {
     pub post_norm: Option<NormSpec>,
 }
 
-/// What a feed-forward part computes.
+/// The computation of a feed-forward part.
 #[derive(Debug, Clone, PartialEq)]
 pub enum FfnSpec {
     /// `down(act(gate x) * up x)`, times `sigmoid(row_gate x)` if present.
@@ -67,7 +67,7 @@ pub struct MoeSpec {
     pub activation: Activation,
 }
 
-/// How gate and up matrices of the experts are stored.
+/// Layout of the gate and up matrices of the experts.
 #[derive(Debug, Clone, PartialEq)]
 pub enum ExpertGateUp {
     /// Two tensors `[hidden, n_ff, experts]`.

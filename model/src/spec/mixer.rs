@@ -89,7 +89,7 @@ pub struct DeltaNetSpec {
     pub k_dim: usize,
     /// Width of a head of v.
     pub v_dim: usize,
-    /// Which key head a value head uses.
+    /// Mapping of value heads to key heads.
     pub grouping: HeadGrouping,
     /// All heads of q, then of k, then of v; they go through `conv`.
     pub qkv: LinearSpec,
@@ -154,7 +154,7 @@ pub struct Mamba2Spec {
 /// are multiplied by `magnitude`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RopeSpec {
-    /// Which elements make a pair.
+    /// Elements that form a pair.
     pub style: RopeStyle,
     /// Elements of a head that rotate; the others pass through.
     pub n_rot: usize,

@@ -249,7 +249,11 @@ impl Vocabulary {
         let Some(id) = metadata.get::<i64>(key)? else { return Ok(default) };
         let id = u32::try_from(id).ok().filter(within);
         if id.is_none() {
-            tracing::warn!(key, tokens = self.texts.len(), "names no token of the vocabulary, ignored");
+            tracing::warn!(
+                key,
+                tokens = self.texts.len(),
+                "the key names no token of the vocabulary; it is ignored"
+            );
         }
         Ok(id.or(default))
     }

@@ -1,7 +1,8 @@
 //! Finds special tokens in a text before anything is merged.
 //!
 //! Longer tokens take precedence over shorter ones anywhere in the text, and among equal lengths the leftmost
-//! one. This is the rule of llama.cpp: tokens `ab` and `bcd` on `abcd` give `a`, `bcd`.
+//! one: `ab` and `bcd` on `abcd` give `a`, `bcd`. llama.cpp also matches longer tokens first, but tokens of equal
+//! length one after the other. The difference is only visible if two tokens of equal length overlap in the text.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

@@ -226,7 +226,7 @@ impl Connection {
         }
         Counters::add(&self.0.local.counters.spoofed);
         if let Some(left_out) = SPOOFED.due(&self.0.peer) {
-            tracing::warn!(peer = %self.0.peer, %claimed, left_out, "a node used another node's name");
+            tracing::warn!(peer = %self.0.peer, %claimed, left_out, "request refused: a node used another node's name");
         }
         self.close(CloseCode::Spoofed);
         Err(Error::Spoofed { certified: self.0.peer.clone(), claimed: claimed.clone() })

@@ -110,7 +110,7 @@ impl Wake for Driver {
 impl Driver {
     /// Returns the driver of the connection that this thread has just started.
     pub(super) fn spawned() -> Result<Arc<Self>, Error> {
-        SPAWNED.take().ok_or(Error::Protocol("a connection that nothing drives"))
+        SPAWNED.take().ok_or(Error::Protocol("a connection has no driver"))
     }
 
     fn wake_task(&self) {

@@ -22,7 +22,7 @@ pub(super) async fn call(
         EncodeReply::Failed(error) => Ok(Err(error)),
         EncodeReply::Encoded(EncodedHead { texts, width }) => {
             if texts as usize != request.texts.len() || !(1..=MAX_ENCODED_WIDTH).contains(&width) {
-                return Err(Error::Protocol("what is encoded is not what was asked for"));
+                return Err(Error::Protocol("an encode call's answer does not match its request"));
             }
             let mut encoded = Vec::with_capacity(request.texts.len());
             let mut bytes = Vec::new();

@@ -356,7 +356,7 @@ async fn accept_all(quic: quinn::Endpoint, local: Arc<Local>, accepted: mpsc::Se
                     }
                     // The key has no port, because each attempt comes from another port.
                     if let Some(left_out) = REFUSED.due((address.ip(), std::mem::discriminant(&error))) {
-                        tracing::warn!(%address, %error, left_out, "peer not accepted");
+                        tracing::warn!(%address, %error, left_out, "connection refused: peer not accepted");
                     }
                 }
             }

@@ -92,7 +92,7 @@ pub struct ExpiryWatch {
     said: [Option<(SystemTime, Stand)>; 2],
 }
 
-/// How near its end a certificate is.
+/// Remaining validity of a certificate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stand {
     Due,
@@ -131,13 +131,13 @@ impl ExpiryWatch {
                     %node,
                     certificate,
                     ended = ?left,
-                    "a certificate has ended: what is connected goes on, and no new connection is made until it is renewed"
+                    "a certificate has expired: open connections stay open, but no new connection is made until it is renewed"
                 ),
                 Stand::Due | Stand::LastDay => tracing::warn!(
                     %node,
                     certificate,
                     ?left,
-                    "a certificate ends soon: renew it with `kvasir ca issue --replace`, or the authority's with `kvasir ca rotate`"
+                    "a certificate expires soon: renew it with `kvasir ca issue --replace`, or the authority's with `kvasir ca rotate`"
                 ),
             }
         }

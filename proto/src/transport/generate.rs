@@ -38,7 +38,7 @@ pub struct GenerateStream {
     ended: bool,
 }
 
-/// How the beginning of the prompt was sent. See [`GenerateStream`].
+/// Form in which the beginning of the prompt was sent. See [`GenerateStream`].
 #[derive(Debug, Default)]
 struct SentPrefix {
     numbering: Option<Numbering>,
@@ -179,7 +179,9 @@ impl GenerateCall {
         if let Some(after) = after {
             let Some(whole) = kept.whole(after, &request.prompt) else {
                 frames.reset(StreamCode::UnknownPrefix);
-                return Err(Error::Protocol("a prompt begins with what is not here any more"));
+                return Err(Error::Protocol(
+                    "a prompt begins with a numbered prefix that is not known any more",
+                ));
             };
             request.prompt = whole;
         }

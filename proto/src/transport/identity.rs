@@ -134,7 +134,7 @@ pub enum CertificateError {
         uri: String,
     },
     /// The node belongs to another cluster.
-    #[error("of cluster {found}, ours is {ours}")]
+    #[error("the certificate is of cluster {found}, ours is {ours}")]
     WrongCluster { found: ClusterName, ours: ClusterName },
     /// A node of this role is not accepted here.
     #[error("role {} is not expected here", found.as_str())]
@@ -148,10 +148,10 @@ pub enum CertificateError {
         serial: String,
     },
     /// A certificate revocation list is refused.
-    #[error("a list of revoked certificates: {reason}")]
+    #[error("list of revoked certificates: {reason}")]
     RevocationList { reason: &'static str },
     /// The certificate for a renewal belongs to another node.
-    #[error("it is {found}'s, not {wanted}'s")]
+    #[error("the certificate is {found}'s, not {wanted}'s")]
     OtherName { found: String, wanted: String },
     /// The node has the right role, but is not the one that was dialed.
     #[error("node {found} answered instead of {wanted}")]
@@ -216,9 +216,9 @@ impl Identity {
 
     /// Logs the number of revoked certificates.
     pub(super) fn tell_revoked(&self) {
-        tracing::warn!(certificates = self.revoked.count(), "certificates are revoked");
+        tracing::warn!(certificates = self.revoked.count(), "loaded the list of revoked certificates");
         if self.revoked.check(&self.material().chain).is_err() {
-            tracing::error!(node = %self.name, "this node's own certificate is revoked: others will not talk to it");
+            tracing::error!(node = %self.name, "this node's own certificate is revoked: other nodes refuse its connections");
         }
     }
 

@@ -41,7 +41,7 @@ impl StageLease {
         self.beats.write(&LeaseBeat::Beat(self.sent)).await?;
         match self.answer().await? {
             LeaseAnswer::Beat(number) if number == self.sent => Ok(()),
-            _ => Err(Error::Protocol("a lease's beat is answered with something else")),
+            _ => Err(Error::Protocol("a lease's beat is not answered by a beat")),
         }
     }
 

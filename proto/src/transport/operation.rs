@@ -34,7 +34,7 @@ impl OperationSession {
                 answers,
             })),
             OperationOutput::Failed(error) => Ok(Err(error)),
-            _ => Err(Error::Protocol("a session answers before it is open")),
+            _ => Err(Error::Protocol("a session sends results before it is open")),
         }
     }
 }

@@ -46,7 +46,7 @@ pub struct PeerIndexCall {
 impl PeerIndexCall {
     pub(super) async fn read(send: SendStream, receive: RecvStream) -> Result<Self, Error> {
         let ask = FrameReader::new(receive, ASK).next().await?;
-        let ask = ask.ok_or(Error::StreamCut { what: "a question for an index" })?;
+        let ask = ask.ok_or(Error::StreamCut { what: "a request for a worker's prefixes" })?;
         Ok(Self { ask, frames: FrameWriter::new(send, FRAMES) })
     }
 

@@ -131,7 +131,7 @@ impl Drop for Numbering {
     }
 }
 
-/// How to send a prompt.
+/// Form in which a prompt is sent.
 #[derive(Debug, Default)]
 pub(super) struct Sending {
     /// Prefix that is replaced by its number.

@@ -48,7 +48,7 @@ impl PullStream {
             PullFrame::Head(_) => return Err(Error::Protocol("a second head of a pull")),
         };
         let length = length(&piece).filter(|length| usize::try_from(piece.bytes) == Ok(*length));
-        let length = length.ok_or(Error::Protocol("a pulled piece is not of the prefix"))?;
+        let length = length.ok_or(Error::Protocol("a received piece does not belong to the prefix"))?;
         let mut bytes = Vec::new();
         self.frames.read_raw(length, &mut bytes).await?;
         Ok((piece, bytes))
@@ -88,7 +88,7 @@ impl PullReply {
     /// the receiver has cancelled.
     pub async fn piece(&mut self, piece: PulledPiece, bytes: &[u8]) -> Result<(), Error> {
         if usize::try_from(piece.bytes) != Ok(bytes.len()) {
-            return Err(Error::Protocol("a piece's bytes are not as many as its frame says"));
+            return Err(Error::Protocol("a piece has another length than its frame says"));
         }
         self.frames.write(&PullFrame::Piece(piece)).await?;
         self.frames.write_raw(bytes).await

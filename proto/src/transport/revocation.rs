@@ -119,7 +119,7 @@ impl Revoked {
             }
             let mut kept: Vec<_> = lists.iter().filter(|known| !new.covers(known)).cloned().collect();
             if kept.len() >= MAX_LISTS {
-                outcome = Err(CertificateError::RevocationList { reason: "one too many" });
+                outcome = Err(CertificateError::RevocationList { reason: "too many lists" });
                 return false;
             }
             kept.push(Arc::new(new));
@@ -197,7 +197,7 @@ pub(super) fn watch(quic: quinn::Connection, local: Arc<Local>, peer: PeerIdenti
     tokio::spawn(async move {
         let told = async {
             if let Err(error) = tell(&quic, local.identity()).await {
-                tracing::debug!(%peer, %error, "a peer is not told of revoked certificates");
+                tracing::debug!(%peer, %error, "cannot send the list of revoked certificates to a peer");
             }
         };
         tokio::join!(end_when_revoked(&quic, &local, &peer), told);
@@ -213,7 +213,7 @@ async fn end_when_revoked(quic: &quinn::Connection, local: &Local, peer: &PeerId
         lists.mark_unchanged();
         if let Err(error) = revoked.check(chain.iter()) {
             Counters::add(&local.counters.revoked);
-            tracing::warn!(%peer, %error, "connection closed");
+            tracing::warn!(%peer, %error, "closed the connection of a peer with a revoked certificate");
             quic.close(CloseCode::Revoked.to_wire(), CloseCode::Revoked.as_str().as_bytes());
             return;
         }
@@ -231,7 +231,7 @@ async fn tell(quic: &quinn::Connection, identity: &Identity) -> Result<(), Error
         let lists = Arc::clone(&known.borrow_and_update());
         for list in lists.iter().filter(|list| !told.iter().any(|told| Arc::ptr_eq(told, list))) {
             let list = Revocations { list: list.der.clone() };
-            within("telling of revoked certificates", TELLING_LIMIT, async {
+            within("sending the list of revoked certificates", TELLING_LIMIT, async {
                 if stream.is_none() {
                     let lost = |error: quinn::ConnectionError| Error::ConnectionLost {
                         peer: "the peer".into(),
@@ -271,11 +271,11 @@ pub(super) async fn hear(stream: RecvStream, local: Arc<Local>, peer: PeerIdenti
             Ok(true) => local.identity().tell_revoked(),
             // Signed by a future root or by a foreign one. The delay limits the rate of such lists.
             Err(CertificateError::RevocationList { reason: NOT_OURS }) => {
-                tracing::debug!(%peer, "a list of revoked certificates is {NOT_OURS}");
+                tracing::debug!(%peer, "ignored a list of revoked certificates: it is {NOT_OURS}");
                 tokio::time::sleep(TELLING_LIMIT / 10).await;
             }
             Err(error) => {
-                tracing::warn!(%peer, %error, "a peer tells of revoked certificates what is not to be believed");
+                tracing::warn!(%peer, %error, "a peer sent an invalid list of revoked certificates; it is ignored");
                 return frames.stop(StreamCode::Malformed);
             }
         }

@@ -131,7 +131,7 @@ impl SequenceReplier {
     /// Sends a reply without bytes.
     pub async fn send(mut self, reply: SequenceReply) -> Result<(), Error> {
         if matches!(reply, SequenceReply::Bytes(_)) {
-            return Err(Error::Protocol("a snapshot is announced and not sent"));
+            return Err(Error::Protocol("a snapshot was announced but not sent"));
         }
         self.frames.write(&reply).await?;
         self.frames.finish();

@@ -51,7 +51,7 @@ impl ShardStream {
             ShardFrame::Failed(refusal) => return Err(Error::ShardRefused(refusal)),
         };
         let length = usize::try_from(length).ok().filter(|length| *length <= most);
-        let mut left = length.ok_or(Error::Protocol("more bytes than what was asked for has"))?;
+        let mut left = length.ok_or(Error::Protocol("the answer has more bytes than the requested chunk"))?;
         while left > 0 {
             let part = within("more bytes of a holder", STALL, self.frames.read_some(left)).await?;
             left = left.saturating_sub(part.len());

@@ -190,7 +190,7 @@ impl ActivationReceiver {
         let Some(step) = self.frames.next().await? else { return Ok(None) };
         let rows = step.rows();
         if rows > max_rows {
-            return Err(Error::Protocol("a step of more rows than were agreed on"));
+            return Err(Error::Protocol("a step has more rows than the agreed maximum"));
         }
         self.frames.read_raw_with(rows * row_bytes, sink).await?;
         Ok(Some(step))

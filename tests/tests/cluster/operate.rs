@@ -51,7 +51,7 @@ fn a_drained_worker_ends_what_it_has_and_takes_nothing_new() {
         answer.events().unwrap().all().unwrap();
     }
     let said = binary::stdout(&["undrain", &busy, "--ops", &ops]).unwrap();
-    assert_eq!(said, format!("{busy} takes work\n"));
+    assert_eq!(said, format!("{busy} accepts work\n"));
     wait::until("it is ready again", binary::PATIENCE, || state(&cluster, &busy).filter(|s| s == "ready"))
         .unwrap();
 }
@@ -61,7 +61,7 @@ fn a_refused_drain_reports_its_reason() {
     let cluster = Cluster::builder("operate-refused", &tiny_model()).start().unwrap();
     let ops = cluster.coordinator().ops.to_string();
     let (worker, coordinator) = (&cluster.nodes().workers[0].id, &cluster.coordinator().id);
-    for (node, why) in [("nobody", worker.as_str()), (coordinator, "only workers drain")] {
+    for (node, why) in [("nobody", worker.as_str()), (coordinator, "only workers can be drained")] {
         let output = binary::run(&["drain", node, "--ops", &ops]).unwrap();
         let said = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.code() == Some(1) && said.contains(why), "{said}");
@@ -124,7 +124,7 @@ fn a_coordinator_is_added_to_one_that_was_alone() {
     // It can lead like the other one.
     let ops = said["ops"].as_str().unwrap();
     let led = || binary::stdout(&["coordinators", "transfer", "added", "--ops", ops]).ok();
-    assert_eq!(wait::until("it leads", binary::PATIENCE, led).unwrap(), "added leads\n");
+    assert_eq!(wait::until("it leads", binary::PATIENCE, led).unwrap(), "added is the leader\n");
     // One of two is no majority, so the first cannot be removed while the other is away.
     drop(added);
     let alone = || {
@@ -148,12 +148,11 @@ fn a_coordinator_with_another_setting_is_not_ready_and_says_so() {
         (answer.status == 503).then(|| answer.text().unwrap()).filter(|why| why.contains("raw_chats"))
     };
     let why = wait::until("it is not ready", binary::PATIENCE, unready).unwrap();
-    assert_eq!(why, "raw_chats: not that of the other coordinators\n");
+    assert_eq!(why, "raw_chats: differs from the other coordinators\n");
     for ops in [ops, first.ops] {
         let told = || {
             let status = binary::stdout(&["status", "--ops", &ops.to_string()]).ok()?;
-            let line =
-                "added has another raw_chats than the other coordinators: not ready until it is the same\n";
+            let line = "added: raw_chats differs from the other coordinators, and is not ready until they are equal\n";
             status.contains(line).then_some(())
         };
         wait::until("status says so at each", binary::PATIENCE, told).unwrap();
@@ -185,7 +184,7 @@ fn a_certificate_that_ends_soon_is_told_by_its_node_and_by_status() {
     assert!(left(ops, "authority") > 365.0);
     let told = || {
         let status = binary::stdout(&["status", "--ops", &cluster.coordinator().ops.to_string()]).ok()?;
-        let line = status.lines().find(|line| line.starts_with("certificate of added: ends in "))?;
+        let line = status.lines().find(|line| line.starts_with("certificate of added: expires in "))?;
         Some(line.to_owned())
     };
     let line = wait::until("status names it", binary::PATIENCE, told).unwrap();

@@ -63,7 +63,7 @@ fn an_operators_cut_takes_the_place_of_the_leaders_and_outlives_the_coordinator(
         let output = binary::run(&apply).unwrap();
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "{stderr}");
-        assert!(stderr.contains("nothing is predicted"), "the model is a name only: {stderr}");
+        assert!(stderr.contains("no speed is predicted"), "the model is a name only: {stderr}");
     });
     assert_eq!(told, undisturbed);
     let as_wanted = || serves(&cluster).filter(|replica| stages(replica) == wanted);
@@ -102,13 +102,13 @@ fn an_operators_cut_takes_the_place_of_the_leaders_and_outlives_the_coordinator(
     assert_eq!(replica(&cluster).unwrap()["life"], after["life"]);
 
     let withdraw = ["plan", model, "--withdraw", "--ops", &address];
-    assert!(binary::stdout(&withdraw).unwrap().contains("themselves again"));
+    assert!(binary::stdout(&withdraw).unwrap().contains("is withdrawn"));
     assert_eq!(plans(ops).unwrap(), Vec::<Value>::new());
     let stands = serves(&cluster).unwrap();
     assert_eq!((&stands["life"], &stands["planned_by"]), (&after["life"], &json!("leader")));
     let twice = binary::run(&withdraw).unwrap();
     assert_eq!(twice.status.code(), Some(1));
-    assert!(String::from_utf8_lossy(&twice.stderr).contains("no operator has planned"));
+    assert!(String::from_utf8_lossy(&twice.stderr).contains("there is no operator's plan"));
     assert_eq!(read_all(server, &bodies, 1, || {}), undisturbed);
     wait_for_quiet(&cluster);
 }

@@ -145,7 +145,7 @@ fn certificates_are_replaced_under_load() {
     let renewed = |times: usize| {
         let count = |id: &str| {
             let log = std::fs::read_to_string(data.join("logs").join(format!("{id}.log"))).unwrap();
-            log.matches("certificates were renewed").count()
+            log.matches("certificates were reloaded").count()
         };
         wait::until("all nodes have read it", binary::PATIENCE, || {
             nodes.iter().all(|(_, id)| count(id) >= times).then_some(())

@@ -406,7 +406,7 @@ fn a_placed_file_that_cannot_be_loaded_is_condemned_and_harms_nothing_else() {
     let ops = cluster.coordinator().ops.to_string();
     let digest = files[0]["digest"].as_str().unwrap();
     // After unblocking it is tried again, with the same result.
-    assert!(binary::stdout(&["unblock", &digest[..16], "--ops", &ops]).unwrap().contains("placed again"));
+    assert!(binary::stdout(&["unblock", &digest[..16], "--ops", &ops]).unwrap().contains("is unblocked"));
     wait::until("it is condemned again", binary::PATIENCE, || condemned(&cluster)).unwrap();
     assert_eq!(pids(), before, "a file that cannot be loaded ends no worker");
     assert!(!binary::run(&["unblock", "0000", "--ops", &ops]).unwrap().status.success());

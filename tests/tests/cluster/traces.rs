@@ -325,7 +325,7 @@ fn a_collector_is_who_its_certificate_says() {
         for id in [&cluster.coordinator().id, &cluster.nodes().workers[0].id] {
             let log = log(&cluster, id);
             let told: Vec<&str> =
-                log.lines().filter(|line| line.contains("the collector does not take traces")).collect();
+                log.lines().filter(|line| line.contains("the collector does not accept traces")).collect();
             let [told] = told[..] else { panic!("{id}: {told:?}") };
             assert!(told.contains("TLS: invalid peer certificate: UnknownIssuer"), "{told}");
         }
@@ -335,5 +335,5 @@ fn a_collector_is_who_its_certificate_says() {
     both(&cluster, "exported", 1.0);
     let nodes: BTreeSet<String> = collector.told().into_iter().map(|told| told.node).collect();
     assert!(nodes.contains(&cluster.coordinator().id) && nodes.len() >= 2, "{nodes:?}");
-    assert!(!log(&cluster, &cluster.coordinator().id).contains("does not take traces"));
+    assert!(!log(&cluster, &cluster.coordinator().id).contains("does not accept traces"));
 }

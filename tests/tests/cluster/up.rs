@@ -80,7 +80,7 @@ fn a_second_cluster_in_the_same_directory_is_refused() {
     let output = binary::run(&["up", &tiny_model(), "--data-dir", &dir]).unwrap();
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{stderr}");
-    assert!(stderr.contains(&dir) && stderr.contains("runs already"), "{stderr}");
+    assert!(stderr.contains(&dir) && stderr.contains("already runs"), "{stderr}");
     complete(&cluster);
 }
 

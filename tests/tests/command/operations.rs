@@ -212,8 +212,8 @@ fn what_cannot_be_done_is_refused_and_says_why() {
             "{arguments:?}: {code}: {stderr}"
         );
     };
-    refused(&["operation", "tts", "--audio", speech], &[], 64, "nobody serves tts");
-    let said = "nobody serves asr; kernels: there is no model.bin";
+    refused(&["operation", "tts", "--audio", speech], &[], 64, "no backend serves tts");
+    let said = "no backend serves asr; kernels: there is no model.bin";
     refused(&["operation", "asr", "--audio", speech, "--bundle", word(&missing)], &[], 64, said);
     refused(&["operation", "vad", "--audio", speech, "--language", "de"], &[], 2, "--language");
     refused(&["operation", "embed", "--audio", speech], &[], 64, "embed is for texts");
@@ -223,7 +223,7 @@ fn what_cannot_be_done_is_refused_and_says_why() {
         &["operation", "vad", "--audio", speech, "--bundle", word(&missing)],
         &[],
         64,
-        "nobody serves vad; onnx: there is no",
+        "no backend serves vad; onnx: there is no",
     );
     refused(&["operation", "vad", "--audio", speech, "--bundle", "smollm2-135m"], &[], 64, "smollm2-135m");
     refused(&["operation", "vad", "--audio", "/no/such.wav"], &[], 1, "/no/such.wav");
@@ -233,7 +233,7 @@ fn what_cannot_be_done_is_refused_and_says_why() {
         &["operation", "vad", "--audio", speech],
         &demand,
         64,
-        "KVASIR_VAD_BACKEND demands backend \"kernels\"",
+        "KVASIR_VAD_BACKEND selects backend \"kernels\"",
     );
     let model = nothing.join("tiny/bert/bert-f32.gguf");
     let demand = [("KVASIR_EMBED_BACKEND", "onnx")];

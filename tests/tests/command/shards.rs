@@ -12,7 +12,7 @@ fn most_shards(model: &Path) -> usize {
     let output = binary::run(&arguments).unwrap();
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(2), "{said}");
-    let (_, rest) = said.split_once("can be cut into ").unwrap_or_else(|| panic!("{said}"));
+    let (_, rest) = said.split_once("can be cut into at most ").unwrap_or_else(|| panic!("{said}"));
     rest.split(' ').next().unwrap().parse().unwrap()
 }
 

@@ -122,7 +122,7 @@ fn without_a_gpu_it_is_said_what_is_missing() {
     ] {
         let (code, stderr) = end(arguments);
         assert_eq!(code, BAD_CONFIG, "kvasir {}: {stderr}", arguments.join(" "));
-        assert!(stderr.contains("device: cuda cannot be had") && stderr.contains(missing), "{stderr}");
+        assert!(stderr.contains("device: cuda is not usable") && stderr.contains(missing), "{stderr}");
     }
     let explain = ["worker", "--explain", "--device", "auto", "--model", model];
     assert_eq!(end(&explain).0, OK);

@@ -58,7 +58,7 @@ fn a_leader_whose_disk_keeps_nothing_ends_and_the_others_decide() {
     assert_eq!(fleet.ended(Node::Coordinator(failing)).unwrap(), None);
     drop(disk);
     let log = fs::read_to_string(fleet.log(Node::Coordinator(failing)).unwrap()).unwrap();
-    assert!(log.contains("consensus cannot go on"), "{log}");
+    assert!(log.contains("Raft cannot continue"), "{log}");
     leader(&fleet, &left);
     if answer.is_ok_and(|answer| answer.status == 204) {
         assert_eq!(is_draining(&fleet, left[1], 0), Some(false), "an acknowledged change is lost");

@@ -78,7 +78,7 @@ fn small(mut body: serde_json::Value) -> serde_json::Value {
 /// Log text about a second process.
 const COPY: &str = "another process with this worker's identity is alive";
 /// Log text about a process that was replaced by a later one.
-const LATER_LIFE: &str = "a later life is agreed on";
+const LATER_LIFE: &str = "the group knows a later epoch of this worker";
 
 /// Occurrences of `of` in the logs of all coordinators.
 fn refusals(fleet: &Fleet, of: &str) -> usize {

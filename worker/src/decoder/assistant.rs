@@ -70,13 +70,13 @@ impl Decoder {
         if (spec.backbone, trunk.vocab) != (target.hidden, target.vocab) {
             let (backbone, vocab) = (spec.backbone, trunk.vocab);
             return refuse(format!(
-                "a drafter for a width of {backbone} and {vocab} tokens, where the model has {} and {}",
+                "the drafter is for a width of {backbone} and {vocab} tokens, but the model has {} and {}",
                 target.hidden, target.vocab
             ));
         }
         let held = self.config.layers.clone();
         if held.end != target.layers.len() || !self.has_head() {
-            return refuse(format!("a drafter guesses behind the last layer, and layers {held:?} are here"));
+            return refuse(format!("a drafter needs the last layer, but this stage has layers {held:?}"));
         }
         let rows = rows.min(self.config.max_rows).min(self.config.logit_rows).max(1);
         let config = DecoderConfig {
@@ -95,7 +95,7 @@ impl Decoder {
                 producer.checked_sub(held.start).and_then(|at| self.places.get(at).copied().flatten());
             let Some((group, offset)) = place else {
                 return refuse(format!(
-                    "a drafter reads the caches of layer {producer}, and layers {held:?} are here"
+                    "the drafter reads the caches of layer {producer}, but this stage has layers {held:?}"
                 ));
             };
             let mut shape = layout::kv_shape(attention, &config);
@@ -166,7 +166,7 @@ impl Decoder {
 
     fn draft_together(&mut self, from: &[DraftFrom<'_>], count: usize) -> Result<Vec<Drafted>, Error> {
         let Some(assistant) = &self.assistant else {
-            return Err(Error::Invariant("nothing drafts here".to_owned()));
+            return Err(Error::Invariant("this stage has no drafter".to_owned()));
         };
         let (backend, target) = (self.backend.as_mut(), &self.buffers);
         let own = Rows::own(from, self.config.block_tokens);

@@ -79,17 +79,13 @@ impl Decoder {
         let refuse = |reason: &str| Err(Error::Config { option: "spec", reason: reason.to_owned() });
         let held = self.config.layers.clone();
         if held.end != self.spec.layers.len() {
-            return refuse("the model's own block guesses behind the last layer, which is elsewhere");
+            return refuse("the MTP head needs the last layer, which another stage has");
         }
         let [full, state] = &mut self.groups[..] else {
-            return refuse(
-                "a model's own block guesses beside layers with full attention and recurrent ones only",
-            );
+            return refuse("an MTP head is supported only beside full attention and recurrent layers");
         };
         if (full.kind, state.kind) != (CacheKind::Full, CacheKind::State) {
-            return refuse(
-                "a model's own block guesses beside layers with full attention and recurrent ones only",
-            );
+            return refuse("an MTP head is supported only beside full attention and recurrent layers");
         }
         let (MixerSpec::Attention(attention), Some(Head::Logits { norm: model_norm, linear })) =
             (&spec.layer.mixer, &self.weights.head)

@@ -257,7 +257,7 @@ impl Serving {
             if done.encoded.iter().all(|values| values.iter().all(|value| value.is_finite())) {
                 self.answer(done, Reason::stop, Ok);
             } else {
-                tracing::error!("a text is not encoded: {}", GenerateError::NotFinite);
+                tracing::error!("the encoding of a text failed: {}", GenerateError::NotFinite);
                 self.answer(done, Reason::error, |_| Err(GenerateError::NotFinite));
             }
         }

@@ -72,7 +72,7 @@ impl Guided {
                 let since = *self.since.get_or_insert(now);
                 let late = now.saturating_duration_since(since) > MASK_TIME;
                 late.then(|| {
-                    Settled::Fails(format!("what may follow takes more than {} ms", MASK_TIME.as_millis()))
+                    Settled::Fails(format!("computing the mask takes more than {} ms", MASK_TIME.as_millis()))
                 })
             }
         }

@@ -244,7 +244,7 @@ impl Engine {
         match failure {
             None => self.metrics.transfers.succeeded(took),
             Some(why) => {
-                tracing::info!(reason = why.name(), bytes, ?took, "a pull brought less than was hoped for");
+                tracing::info!(reason = why.name(), bytes, ?took, "a KV transfer brought less than expected");
                 self.metrics.transfers.failed(why);
             }
         }
@@ -278,7 +278,7 @@ impl Engine {
         match caches.read(&places) {
             Ok(read) => pull.arrived.extend(lacking.into_iter().zip(read.into_iter().map(Arc::from))),
             Err(error) => {
-                tracing::error!(%error, "blocks cannot be read");
+                tracing::error!(%error, "cannot read blocks from the arena");
                 return Some(0);
             }
         }

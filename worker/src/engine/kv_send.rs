@@ -157,7 +157,7 @@ impl KvSender<'_> {
         }
         let (at, places): (Vec<usize>, Vec<(usize, u32)>) = places.into_iter().unzip();
         let read = self.caches.read(&places).map_err(|error| {
-            tracing::error!(%error, "blocks cannot be read");
+            tracing::error!(%error, "cannot read blocks from the arena");
             PullRefusal::Internal
         })?;
         for (at, bytes) in at.into_iter().zip(read) {

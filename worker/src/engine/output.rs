@@ -130,7 +130,7 @@ impl Engine {
         self.siblings.gone(id);
         self.pulling.gone(id);
         let Some(mut live) = self.live.remove(&id) else { return };
-        tracing::error!("a request fails: {}", GenerateError::NotFinite);
+        tracing::error!("a request failed: {}", GenerateError::NotFinite);
         self.count_end(Reason::error);
         live.fail("not_finite");
         live.sink.frame(GenerateFrame::Failed(GenerateError::NotFinite));

@@ -159,10 +159,10 @@ impl Engine {
         self.check_tokens("tokens", snapshot.tokens())?;
         let position = snapshot.position();
         let Some(prefix) = snapshot.tokens().get(..position as usize) else {
-            return Err(SequenceError::NotThisSnapshot("it stands behind its tokens' end".to_owned()));
+            return Err(SequenceError::NotThisSnapshot("its position is after its last token".to_owned()));
         };
         if !prefix.len().is_multiple_of(HASH_UNIT_TOKENS) {
-            return Err(SequenceError::NotThisSnapshot(format!("{position} tokens are no resume point")));
+            return Err(SequenceError::NotThisSnapshot(format!("position {position} is not a resume point")));
         }
         if !prefix.is_empty() {
             let begun = self.scheduler.begin_restore(position);
@@ -195,7 +195,7 @@ impl Engine {
         let Some(kept) = tokens.get(..keep as usize).filter(|kept| !kept.is_empty()) else {
             return Err(field(
                 "keep",
-                format!("{keep} is not from 1 to the {} tokens there are", tokens.len()),
+                format!("{keep} tokens, must be 1 to {}, the sequence's length", tokens.len()),
             ));
         };
         let info = self.remember(key.clone(), kept);
@@ -228,9 +228,10 @@ impl Engine {
         let until = ttl.and_then(|ttl| now.checked_add(ttl));
         let whole = tokens.as_chunks::<HASH_UNIT_TOKENS>().0.as_flattened();
         let checked = match whole.is_empty() {
-            true => {
-                Err(field("tokens", format!("{} tokens fill no unit of {HASH_UNIT_TOKENS}", tokens.len())))
-            }
+            true => Err(field(
+                "tokens",
+                format!("{} tokens are fewer than one unit of {HASH_UNIT_TOKENS}", tokens.len()),
+            )),
             false => self.check_tokens("tokens", whole),
         };
         if let Err(error) = checked {
@@ -340,7 +341,7 @@ impl Engine {
     fn check_tokens(&self, name: &str, tokens: &[u32]) -> Result<(), SequenceError> {
         let vocab = self.decoder.spec().vocab;
         if tokens.is_empty() || tokens.len() > self.max_model_len {
-            let reason = format!("{} tokens are not from 1 to {}", tokens.len(), self.max_model_len);
+            let reason = format!("{} tokens, must be 1 to {}", tokens.len(), self.max_model_len);
             return Err(field(name, reason));
         }
         match tokens.iter().find(|token| **token as usize >= vocab) {
@@ -385,14 +386,14 @@ impl Engine {
     fn write(&mut self, point: &ResumePoint, snapshot: &Snapshot) -> Result<(), SequenceError> {
         let wanted = point.blocks.iter().map(|block| (block.group as u32, block.tokens.start));
         if !wanted.eq(snapshot.pieces().map(|(piece, _)| (piece.group, piece.token))) {
-            let reason = "its pieces are not those of a resume point of this model".to_owned();
+            let reason = "the pieces do not form a resume point of this model".to_owned();
             return Err(SequenceError::NotThisSnapshot(reason));
         }
         let pieces = point.blocks.iter().zip(snapshot.pieces());
         let pieces: Vec<(usize, u32, &[u8])> =
             pieces.map(|(block, (_, bytes))| (block.group, block.offset, bytes)).collect();
         self.caches().write(&pieces).map_err(|error| {
-            tracing::error!(%error, "blocks cannot be written");
+            tracing::error!(%error, "cannot write blocks to the arena");
             SequenceError::Internal
         })
     }

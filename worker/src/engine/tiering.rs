@@ -177,7 +177,7 @@ impl Engine {
                 match caches.read(&places) {
                     Ok(pieces) => read.extend(keys.into_iter().zip(pieces)),
                     Err(error) => {
-                        tracing::error!(%error, "blocks cannot be read");
+                        tracing::error!(%error, "cannot read blocks from the arena");
                         return (copied, true);
                     }
                 }
@@ -315,7 +315,7 @@ pub(super) fn put_back(
         let filled: Vec<(usize, u32, &[u8])> =
             filled.map(|(block, bytes)| (block.group, block.offset, &**bytes)).collect();
         let written = caches.write(&filled);
-        written.inspect_err(|error| tracing::error!(%error, "blocks cannot be written")).is_ok()
+        written.inspect_err(|error| tracing::error!(%error, "cannot write blocks to the arena")).is_ok()
     });
     scheduler.end_restore(id, written.then_some((root, prefix)))
 }

@@ -25,7 +25,9 @@ impl MemInfo for ProcMemInfo {
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryRefused {
     /// The allocation would leave less than the floor.
-    #[error("{wanted} bytes for {purpose}: {available} are available and {floor} must stay free")]
+    #[error(
+        "cannot allocate {wanted} bytes for {purpose}: {available} are available and {floor} must stay free"
+    )]
     BelowFloor {
         purpose: &'static str,
         /// Requested bytes.

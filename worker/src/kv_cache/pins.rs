@@ -17,7 +17,7 @@ pub enum PinRefused {
     #[error("nothing of this prefix is cached")]
     NotCached,
     /// The budget for pins would be exceeded.
-    #[error("pins would take {wanted} bytes, {budget} are allowed")]
+    #[error("pins would have {wanted} bytes, at most {budget}")]
     OverBudget {
         /// Bytes of all pins together, including this one.
         wanted: u64,

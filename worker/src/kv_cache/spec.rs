@@ -75,7 +75,7 @@ pub enum SpecError {
     #[error("a cache has at most one group of recurrent states, not {0}")]
     States(usize),
     /// The arena cannot hold one block of each group, or cannot be addressed.
-    #[error("an arena of {bytes} bytes: at least {least} and at most {most} are possible")]
+    #[error("an arena has {least} to {most} bytes, not {bytes}")]
     Arena {
         bytes: u64,
         /// One block of each group.

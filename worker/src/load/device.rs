@@ -60,13 +60,13 @@ impl DeviceChoice {
             (Self::Cpu, _) => Ok((Self::Cpu, "it was asked for".to_owned())),
             #[cfg(feature = "ptx-sim")]
             (Self::PtxSim, _) => Ok((Self::PtxSim, "it was asked for".to_owned())),
-            (Self::Auto, Some(variable)) => Ok((Self::Cpu, format!("{variable} chooses its kernels"))),
+            (Self::Auto, Some(variable)) => Ok((Self::Cpu, format!("{variable} selects CPU kernels"))),
             (Self::Cuda, Some(variable)) => {
-                cannot(format!("cuda is asked for, and {variable} chooses kernels of the CPU"))
+                cannot(format!("cuda is selected, but {variable} selects CPU kernels"))
             }
             (choice, None) => match (choice, look()) {
                 (_, Ok(gpu)) => Ok((Self::Cuda, format!("there is a GPU, {gpu}"))),
-                (Self::Cuda, Err(missing)) => cannot(format!("cuda cannot be had: {missing}")),
+                (Self::Cuda, Err(missing)) => cannot(format!("cuda is not usable: {missing}")),
                 (_, Err(missing)) => Ok((Self::Cpu, missing)),
             },
         }
@@ -126,9 +126,10 @@ fn on(
     match environment(GRAPHS_VARIABLE).as_deref() {
         None | Some("" | "on") => Ok(Box::new(backend)),
         Some("off") => Ok(Box::new(backend.without_graphs())),
-        Some(other) => {
-            Err(Error::Config { option: GRAPHS_VARIABLE, reason: format!("{other:?} is neither on nor off") })
-        }
+        Some(other) => Err(Error::Config {
+            option: GRAPHS_VARIABLE,
+            reason: format!("{other:?} is neither `on` nor `off`"),
+        }),
     }
 }
 

@@ -36,7 +36,7 @@ const ROWS: usize = 512;
 pub(super) fn appended(file: &ModelFile, arch: &str) -> Result<AppendedSpec, Error> {
     AppendedSpec::from_file(file)?.ok_or_else(|| {
         let reason = format!(
-            "draft-mtp without a file has the model's own block guess, and this {arch} has none \
+            "draft-mtp uses the model's own MTP head, and this {arch} has none \
              ({arch}.nextn_predict_layers is not there or 0); a drafter's file is named by draft-mtp:MODEL"
         );
         Error::Config { option: "spec", reason }
@@ -225,7 +225,7 @@ pub(super) fn from_layer(guesses: &Guesses, spec: &ModelSpec) -> Result<Option<u
 }
 
 fn of_another_model(path: &Path) -> Error {
-    let reason = format!("{} is a drafter for layers that this model has not", path.display());
+    let reason = format!("{} is a drafter for layers that this model does not have", path.display());
     Error::Config { option: "spec", reason }
 }
 
@@ -265,7 +265,7 @@ pub(super) fn at_last_stage(
         return load_appended(options, file, decoder, sequences as usize);
     }
     let Guesses::Assistant(path) = &options.guesses else {
-        return Err(Error::Invariant("a stage without the file of who guesses there".to_owned()));
+        return Err(Error::Invariant("this stage runs the drafter, but has no drafter file".to_owned()));
     };
     let (own, spec) = assistant(path)?;
     let floor = MemoryFloor { bytes: crate::defaults::floor(host(options)?).value };
@@ -287,7 +287,7 @@ fn check_vocabulary(
         return Ok(());
     }
     let reason = format!(
-        "{} has another vocabulary ({vocab} tokens) than the model it is to guess for ({wanted})",
+        "the vocabulary of the drafter {} ({vocab} tokens) differs from the model's ({wanted})",
         path.display()
     );
     Err(Error::Config { option: "spec", reason })

@@ -32,7 +32,7 @@ pub fn encoder(path: &Path, options: &EngineOptions, progress: &mut Progress<'_>
         ModelTask::Rerank { .. } => Operation::Rerank,
         ModelTask::Generate => {
             let instead = "`kvasir run` and `kvasir up` let it";
-            return Err(Error::WrongTask { does: "generates text, it has no vectors to give", instead });
+            return Err(Error::WrongTask { does: "generates text and has no vectors", instead });
         }
     };
     let model = TextModel { path: path.to_owned(), options: options.clone() };
@@ -55,7 +55,8 @@ impl Read {
         if let ModelTask::Embed { width } | ModelTask::Rerank { scores: width } = task(&spec)
             && !(1..=MAX_ENCODED_WIDTH).contains(&width)
         {
-            let reason = format!("it gives {width} values for a text; 1 to {MAX_ENCODED_WIDTH} are served");
+            let reason =
+                format!("the model returns {width} values for a text, must be 1 to {MAX_ENCODED_WIDTH}");
             return Err(Error::Config { option: "model", reason });
         }
         let tokenizer = Arc::new(Tokenizer::from_metadata(file.metadata())?);

@@ -35,7 +35,7 @@ pub fn open_replica(
 /// Refuses options that do not work with several stages.
 fn check_options(options: &EngineOptions) -> Result<(), Error> {
     if options.placement == crate::kv_cache::Placement::Contiguous {
-        let reason = "runs of blocks are placed in one worker's memory".to_owned();
+        let reason = "consecutive blocks require that all layers are in one process".to_owned();
         return Err(Error::Config { option: "contiguous", reason });
     }
     Ok(())

@@ -232,14 +232,14 @@ fn bundles_that_cannot_be_offered_fail_at_the_start() {
     };
     assert_eq!(load(&[]), None);
     let twice = load(&[fixture(), fixture()]).unwrap();
-    assert!(twice.contains("two bundles are called tiny and have vad"), "{twice}");
+    assert!(twice.contains("two bundles named tiny offer vad"), "{twice}");
     let dir = tempfile::tempdir().unwrap();
     let mine = Bundle { id: ModelId::new("mine").unwrap(), dir: dir.path().to_owned() };
     assert!(
         load(std::slice::from_ref(&mine)).unwrap().contains("no folder of an operation (embed, rerank, vad")
     );
     std::fs::create_dir(dir.path().join("tts")).unwrap();
-    assert_eq!(load(&[mine]).unwrap(), "nobody serves tts");
+    assert_eq!(load(&[mine]).unwrap(), "no backend serves tts");
     let demanded = |name: &str| (name == "KVASIR_VAD_BACKEND").then(|| "tflite".to_owned());
     let error = Operations::load(&[fixture()], SessionLimits::default(), demanded).err().unwrap().to_string();
     assert!(error.contains("KVASIR_VAD_BACKEND") && error.contains("\"tflite\""), "{error}");

@@ -40,7 +40,7 @@ pub(super) async fn keep(mut lease: StageLease, connection: Connection) -> Strin
                 continue;
             }
             Ok(Err(error)) => error.to_string(),
-            Err(_) => format!("no sign of life for {} s", LEASE.as_secs()),
+            Err(_) => format!("no heartbeat for {} s", LEASE.as_secs()),
         };
         connection.close(CloseCode::Fenced);
         return reason;
@@ -120,7 +120,7 @@ impl Claims {
     pub(crate) async fn serve(&self, call: LeaseCall) {
         let claim = call.claim;
         if let Err(refusal) = self.claim(claim) {
-            tracing::warn!(life = claim.life, epoch = claim.epoch.0, %refusal, "a claim is refused");
+            tracing::warn!(life = claim.life, epoch = claim.epoch.0, %refusal, "refused the claim of a first stage");
             // The send fails if the claimant is gone.
             let _ = call.refuse(refusal).await;
             return;
@@ -129,14 +129,19 @@ impl Claims {
             Ok(mut lease) => loop {
                 match tokio::time::timeout(LEASE, lease.beat()).await {
                     Ok(Ok(())) if self.hold(claim.replica).is_some() => {}
-                    Ok(Ok(())) => break "another has claimed it".to_owned(),
+                    Ok(Ok(())) => break "another first stage has claimed the worker".to_owned(),
                     Ok(Err(error)) => break error.to_string(),
-                    Err(_) => break format!("no sign of life for {} s", LEASE.as_secs()),
+                    Err(_) => break format!("no heartbeat for {} s", LEASE.as_secs()),
                 }
             },
             Err(error) => error.to_string(),
         };
-        tracing::info!(life = claim.life, epoch = claim.epoch.0, ended, "a claim has ended");
+        tracing::info!(
+            life = claim.life,
+            epoch = claim.epoch.0,
+            ended,
+            "the claim of a first stage has ended"
+        );
         self.release(&claim);
     }
 }

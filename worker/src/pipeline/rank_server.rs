@@ -315,7 +315,7 @@ async fn take_part(
     let fed = async { tokio::time::timeout(FEED_LIMIT, feed).await.ok().and_then(Result::ok) };
     let feed = tokio::select! {
         feed = fed => feed.ok_or_else(|| {
-            StageFailure::Neighbour { reason: "it has not connected".to_owned() }
+            StageFailure::Neighbour { reason: "the previous stage has not connected".to_owned() }
         })?,
         error = gone(orders) => return Err(neighbour(&error)),
     };
@@ -543,7 +543,9 @@ impl Stage {
                     Err(failure) => return failure,
                 },
                 Some(Ok(None)) => {
-                    return StageFailure::Neighbour { reason: "it sends no more".to_owned() };
+                    return StageFailure::Neighbour {
+                        reason: "the previous stage has closed its stream".to_owned(),
+                    };
                 }
                 Some(Err(error)) => return neighbour(&error),
             };

@@ -76,7 +76,7 @@ impl Parts {
 
     pub(super) fn take_lost(&mut self) -> Option<LostStage> {
         let Lost { stage, why } = self.lost.as_mut()?;
-        let source = why.take().unwrap_or(proto::Error::Protocol("it was lost before"));
+        let source = why.take().unwrap_or(proto::Error::Protocol("the stage was lost earlier"));
         Some(LostStage { stage: *stage, source })
     }
 

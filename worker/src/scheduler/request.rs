@@ -51,7 +51,7 @@ pub enum Rejected {
     #[error("the prompt is empty")]
     EmptyPrompt,
     /// Prompt and output do not fit into the cache, even alone.
-    #[error("prompt and output need {need} tokens of KV cache, {limit} fit")]
+    #[error("prompt and output need {need} tokens of KV cache, at most {limit} fit")]
     TooLong {
         /// Tokens of KV that the sequence needs at its maximum length.
         need: u64,
@@ -59,7 +59,7 @@ pub enum Rejected {
         limit: u64,
     },
     /// The waiting queue is full. The same request may be accepted later.
-    #[error("{waiting} sequences are waiting, the queue takes no more")]
+    #[error("the queue is full: {waiting} sequences are waiting")]
     QueueFull { waiting: usize },
     #[error("sequence {0:?} exists already")]
     Duplicate(SeqId),

@@ -8,7 +8,7 @@ use proto::block::{BlockId, HASH_UNIT_TOKENS};
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ForkRefused {
     /// The sequence does not end with a token that was just drawn, or the cache shares nothing.
-    #[error("sequence {0:?} cannot be forked where it stands")]
+    #[error("sequence {0:?} cannot be forked at its position")]
     NotHere(SeqId),
     /// Both sequences would not fit next to the room reserved for others.
     #[error("there is no room for a fork now")]

@@ -29,7 +29,7 @@ pub(super) fn serve(node: &Node, call: EncodeCall) -> impl Future<Output = ()> +
             Err(error) => reply.fail(error).await,
         };
         if let Err(error) = sent {
-            tracing::debug!(%error, "encoded texts were not taken");
+            tracing::debug!(%error, "a coordinator did not read the result of an encode call");
         }
     }
 }

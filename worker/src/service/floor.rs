@@ -38,9 +38,15 @@ impl Shortage {
         self.metrics.short.set(i64::from(short));
         match (before, short) {
             (false, true) => {
-                tracing::error!(available, floor = floor.bytes, "memory is short: no new work is taken");
+                tracing::error!(
+                    available,
+                    floor = floor.bytes,
+                    "free memory is below the floor: no new work is accepted"
+                );
             }
-            (true, false) => tracing::info!(available, "there is memory again: work is taken"),
+            (true, false) => {
+                tracing::info!(available, "free memory is above the floor again: new work is accepted")
+            }
             _ => {}
         }
     }

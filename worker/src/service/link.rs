@@ -35,7 +35,7 @@ pub(super) async fn run(node: &Arc<Node>, connection: Connection) {
         Ok(offer) => offer,
         Err(reason) => {
             if let Some(left_out) = REFUSED.due((&node.node, connection.peer(), &reason)) {
-                tracing::warn!(coordinator = %connection.peer().node, %reason, left_out, "gone while the model was loaded");
+                tracing::warn!(coordinator = %connection.peer().node, %reason, left_out, "a coordinator disconnected while the model was loading");
             }
             return;
         }
@@ -47,7 +47,7 @@ pub(super) async fn run(node: &Arc<Node>, connection: Connection) {
         Ok(answer) => answer,
         Err(reason) => {
             if let Some(left_out) = REFUSED.due((&node.node, connection.peer(), &reason)) {
-                tracing::warn!(coordinator = %connection.peer().node, %reason, left_out, "not accepted");
+                tracing::warn!(coordinator = %connection.peer().node, %reason, left_out, "a coordinator refused the registration");
             }
             connection.close(CloseCode::Shutdown);
             return;
@@ -57,7 +57,7 @@ pub(super) async fn run(node: &Arc<Node>, connection: Connection) {
         Ok(engine) => engine,
         Err(error) => {
             if let Some(left_out) = REFUSED.due((&node.node, connection.peer(), error.to_string())) {
-                tracing::error!(coordinator = %connection.peer().node, %error, left_out, "cannot join");
+                tracing::error!(coordinator = %connection.peer().node, %error, left_out, "cannot start the engine for a coordinator; the connection is closed");
             }
             connection.close(CloseCode::Shutdown);
             // No coordinator with the earlier key is connected any more: end this epoch, so that the next one
@@ -68,7 +68,7 @@ pub(super) async fn run(node: &Arc<Node>, connection: Connection) {
             return;
         }
     };
-    tracing::info!(coordinator = %connection.peer().node, "joined");
+    tracing::info!(coordinator = %connection.peer().node, "registered with a coordinator");
     node.link(&connection);
     node.joined.send_modify(|count| *count += 1);
     let reason = tokio::select! {
@@ -79,7 +79,7 @@ pub(super) async fn run(node: &Arc<Node>, connection: Connection) {
         reason = tell_certificate(node, &connection) => reason,
     };
     node.joined.send_modify(|count| *count -= 1);
-    tracing::warn!(coordinator = %connection.peer().node, %reason, "left");
+    tracing::warn!(coordinator = %connection.peer().node, %reason, "the session with a coordinator has ended");
     connection.close(CloseCode::Shutdown);
 }
 
@@ -131,7 +131,7 @@ async fn tell_certificate(node: &Node, connection: &Connection) -> String {
         if let Some(ends) = ends.filter(|ends| told != Some(*ends)) {
             let report = CertificateReport { ends };
             if let Err(error) = api.certificate(deadline(CALL_LIMIT), report).await {
-                tracing::debug!(%error, "the coordinator is not told when our certificate ends");
+                tracing::debug!(%error, "cannot report the expiry of this worker's certificate to a coordinator");
             }
             told = Some(ends);
         }
@@ -239,11 +239,11 @@ async fn serve(node: &Arc<Node>, connection: &Connection, engine: &Runner) -> St
                 let snapshot = engine.events().lock().snapshot();
                 tokio::spawn(async move {
                     if let Err(error) = reply.send(&snapshot).await {
-                        tracing::debug!(%error, "a snapshot was not taken to its end");
+                        tracing::debug!(%error, "a coordinator did not read a KV snapshot to the end");
                     }
                 });
             }
-            Ok(other) => tracing::warn!(?other, "a stream that workers do not serve"),
+            Ok(other) => tracing::warn!(?other, "refused a stream of a kind that workers do not serve"),
             Err(error) => return error.to_string(),
         }
     }

@@ -43,7 +43,7 @@ pub(super) fn serve(node: &Node, call: OperationCall) -> impl Future<Output = ()
         inputs.stop();
         // If the last frame is not read, the client has left.
         if let Ok(Err(error)) = timeout(limit, reply.end(&frame)).await {
-            tracing::debug!(%error, "the end of a session was not taken");
+            tracing::debug!(%error, "a coordinator did not read the end of a session");
         }
     }
 }

@@ -24,7 +24,7 @@ pub(super) async fn serve(listener: TcpListener, node: watch::Receiver<Arc<Node>
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(error) => {
-                tracing::warn!(%error, "ops port: cannot accept");
+                tracing::warn!(%error, "cannot accept a connection on the ops port");
                 tokio::time::sleep(Duration::from_millis(50)).await;
                 continue;
             }
@@ -55,12 +55,10 @@ async fn answer(node: &Node, request: &Request<Incoming>) -> Response<Full<Bytes
     match request.uri().path() {
         "/livez" => match heartbeat::stopped(&node.loops).await.as_slice() {
             [] => probe(node.alive()),
-            stopped => {
-                text(StatusCode::SERVICE_UNAVAILABLE, format!("{} no longer turns\n", stopped.join(" and ")))
-            }
+            stopped => text(StatusCode::SERVICE_UNAVAILABLE, format!("{} is stuck\n", stopped.join(" and "))),
         },
         "/readyz" if node.shortage.is_here() => {
-            text(StatusCode::SERVICE_UNAVAILABLE, "less memory is free than must be\n".to_owned())
+            text(StatusCode::SERVICE_UNAVAILABLE, "free memory is below the floor\n".to_owned())
         }
         "/readyz" if node.twin.is_there() => text(
             StatusCode::SERVICE_UNAVAILABLE,
@@ -69,7 +67,10 @@ async fn answer(node: &Node, request: &Request<Incoming>) -> Response<Full<Bytes
         "/readyz" => probe(node.ready()),
         "/startupz" => probe(node.engine().is_some()),
         "/metrics" => text(StatusCode::OK, node.metrics_text()),
-        _ => text(StatusCode::NOT_FOUND, "known are /livez, /readyz, /startupz and /metrics\n".to_owned()),
+        _ => text(
+            StatusCode::NOT_FOUND,
+            "not found; there are /livez, /readyz, /startupz and /metrics\n".to_owned(),
+        ),
     }
 }
 

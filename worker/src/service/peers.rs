@@ -80,7 +80,7 @@ impl Peers {
     /// Returns the connection to a worker, or dials it.
     async fn connect(&self, source: &PullSource) -> Result<Connection, String> {
         let address: SocketAddr =
-            source.quic.parse().map_err(|_| format!("{:?} is no address", source.quic))?;
+            source.quic.parse().map_err(|_| format!("{:?} is not an address", source.quic))?;
         let place = {
             let mut links = self.links.lock();
             if links.len() >= MAX_PEERS && !links.contains_key(&source.node) {
@@ -108,11 +108,11 @@ async fn receive(
     delivery: &PullDelivery,
 ) -> Result<(), PullFailure> {
     let connection = peers.connect(source).await.map_err(|error| {
-        tracing::info!(holder = %source.node, error, "a holder cannot be reached");
+        tracing::info!(holder = %source.node, error, "cannot connect to the holder of a prefix");
         PullFailure::Unreachable
     })?;
     let failed = |error: Error| {
-        tracing::info!(holder = %source.node, %error, "a pull has failed");
+        tracing::info!(holder = %source.node, %error, "a KV transfer has failed");
         match error {
             Error::PullRefused(PullRefusal::Internal) => PullFailure::Lost,
             Error::PullRefused(_) => PullFailure::Refused,
@@ -133,7 +133,7 @@ async fn receive(
             travelled = (travelled.0 + bytes.len() as u64, began.elapsed());
         }
         if !order.is_sound(&piece, &bytes) {
-            tracing::warn!(holder = %source.node, ?piece, "a pulled piece has another digest");
+            tracing::warn!(holder = %source.node, ?piece, "a received piece has a wrong digest; it is dropped");
             return Err(PullFailure::Damaged);
         }
         delivery.piece(&piece, bytes);
@@ -177,9 +177,11 @@ async fn serve_one(node: watch::Receiver<Arc<Node>>, connection: Connection) {
             Ok(Incoming::Shard(call)) => {
                 tokio::spawn(Arc::clone(&now.holdings).answer(call));
             }
-            Ok(other) => tracing::warn!(?other, "a stream that workers do not serve each other"),
+            Ok(other) => {
+                tracing::warn!(?other, "refused a stream of a kind that workers do not serve to each other")
+            }
             Err(error) => {
-                tracing::debug!(peer = %connection.peer(), %error, "a worker's connection has ended");
+                tracing::debug!(peer = %connection.peer(), %error, "the connection of another worker has ended");
                 return;
             }
         }
@@ -195,7 +197,7 @@ async fn send(node: Arc<Node>, call: PullCall) {
         () = tokio::time::sleep(SEND_LIMIT) => return,
     };
     if let Err(error) = sent {
-        tracing::debug!(%error, "a pull was not taken to its end");
+        tracing::debug!(%error, "another worker did not read a KV transfer to the end");
     }
 }
 

@@ -106,7 +106,7 @@ impl Pool {
             let Formed { prepared, mut lost } = match formed {
                 Ok(formed) => formed,
                 Err(error) => {
-                    tracing::warn!(life = lead.life, %error, "the replica is not put together");
+                    tracing::warn!(life = lead.life, %error, "cannot form the replica");
                     self.give_up(&lead, &error, &mut orders).await;
                     continue;
                 }
@@ -175,7 +175,7 @@ impl Pool {
         if matches!(found, Ok(Ok(digest)) if digest == lead.model_digest) {
             return Ok(path.clone());
         }
-        let reason = "the file here is not the one that the plan is for".to_owned();
+        let reason = "this worker's file differs from the plan's model".to_owned();
         Err(Error::Config { option: "model", reason })
     }
 
@@ -249,7 +249,10 @@ impl Pool {
 }
 
 fn another_plan() -> Error {
-    Error::Config { option: "model", reason: "another plan came while it was being got".to_owned() }
+    Error::Config {
+        option: "model",
+        reason: "another plan arrived while the model was being fetched".to_owned(),
+    }
 }
 
 /// An epoch after `last`.

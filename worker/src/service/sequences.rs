@@ -36,7 +36,7 @@ pub(super) async fn serve(node: Arc<Node>, call: SequenceCall) {
         Err(error) => reply.fail(error).await,
     };
     if let Err(error) = sent {
-        tracing::debug!(%error, "an answer about a sequence was not taken");
+        tracing::debug!(%error, "a coordinator did not read the result of an operation on a sequence");
     }
 }
 
@@ -47,7 +47,7 @@ async fn perform(
 ) -> Result<SequenceAnswer, SequenceError> {
     let SequenceRequest { model, root, operation } = request;
     let Some(Runner::Generates(engine)) = node.engine().filter(|_| node.serves(&model)) else {
-        return Err(SequenceError::Unsupported(format!("this worker generates no text by {model}")));
+        return Err(SequenceError::Unsupported(format!("this worker does not generate text with {model}")));
     };
     let key = |name| SequenceKey { root, name };
     let reply = match operation {
@@ -136,7 +136,7 @@ async fn capture(
     let capture = computed(engine, move |engine, reply| engine.save(&key, reply)).await?;
     blocking(node, move |_| {
         capture.into_snapshot().to_bytes().map_err(|error| {
-            tracing::error!(%error, "a snapshot cannot be written");
+            tracing::error!(%error, "cannot write a snapshot");
             SequenceError::Internal
         })
     })

@@ -62,8 +62,16 @@ impl DeviceMetrics {
     }
 
     pub(super) fn register(&self, registry: &mut Registry) {
-        registry.register("kvasir_device_ops", "Ops by what computes them", self.ops.clone());
-        registry.register("kvasir_device_steps", "Steps by how a GPU launched them", self.steps.clone());
-        registry.register("kvasir_device_graphs", "Recorded steps that a GPU keeps", self.graphs.clone());
+        registry.register(
+            "kvasir_device_ops",
+            "1 for each op, with the device that computes it",
+            self.ops.clone(),
+        );
+        registry.register(
+            "kvasir_device_steps",
+            "Steps of a GPU, by the way of launching their kernels",
+            self.steps.clone(),
+        );
+        registry.register("kvasir_device_graphs", "CUDA graphs of recorded steps", self.graphs.clone());
     }
 }

@@ -59,17 +59,17 @@ impl GrammarMetrics {
         registry.register("kvasir_grammars_compiled", "Grammars compiled", self.compiled.clone());
         registry.register(
             "kvasir_grammars_refused",
-            "Requests refused or ended because of their grammar",
+            "Requests refused or ended because of their grammar, by reason",
             self.refusals.clone(),
         );
         registry.register(
             "kvasir_grammar_mask_seconds",
-            "Until it was known what may follow a token",
+            "Time to compute a mask",
             self.mask_seconds.0.clone(),
         );
         registry.register(
             "kvasir_grammar_rows_waited",
-            "Rows computed before it was known what may be drawn from them",
+            "Rows that were computed before their mask and drawn from later",
             self.rows_waited.clone(),
         );
     }

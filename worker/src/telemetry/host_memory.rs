@@ -13,9 +13,9 @@ pub struct HostMetrics {
 
 impl HostMetrics {
     pub(crate) fn register(&self, registry: &mut Registry) {
-        let available = "Memory of a host that shares it with its GPU that can be allocated";
+        let available = "Available bytes of a host that shares its memory with its GPU";
         registry.register("kvasir_host_available_bytes", available, self.available.clone());
-        let short = "Whether so little of it is left that no new work is taken";
+        let short = "1 while free memory is below the floor, so that no new work is accepted";
         registry.register("kvasir_host_memory_short", short, self.short.clone());
     }
 }

@@ -32,14 +32,14 @@ pub struct NodeMetrics {
 
 impl NodeMetrics {
     pub(crate) fn register(&self, registry: &mut Registry) {
-        let asleep =
-            "Whether CPUs sleep while a stage waits, since the system refuses a thread below all others";
+        let asleep = "1 if the system refuses SCHED_IDLE, so that CPUs sleep while a stage waits";
         registry.register("kvasir_stage_cpus_sleep", asleep, CPUS_SLEEP.clone());
-        let dropped = "Lines of the log that were dropped, because its reader was too slow or gone";
+        let dropped = "Log lines that were dropped because the reader was too slow or had closed the pipe";
         registry.register("kvasir_worker_log_lines_dropped", dropped, self.log_dropped.clone());
-        let days = "Days until the node's certificate ends, and its authority's; below 0 it has ended";
+        let days =
+            "Days until the certificate of the node or of its authority expires; negative if it has expired";
         registry.register("kvasir_worker_certificate_days_left", days, self.certificate_days.clone());
-        let life = "The share of these certificates' lives that is left";
+        let life = "Remaining share of the certificate's lifetime, 1 to 0";
         registry.register("kvasir_worker_certificate_life_left", life, self.certificate_life.clone());
     }
 

@@ -109,15 +109,15 @@ impl OperationMetrics {
     }
 
     pub(crate) fn register(&self, registry: &mut Registry) {
-        let sessions = "Sessions of an operation that are open";
+        let sessions = "Open sessions of an operation";
         registry.register("kvasir_operation_sessions", sessions, self.sessions.clone());
-        let ended = "Sessions of an operation that have ended, by how";
+        let ended = "Ended sessions of an operation, by the way they ended";
         registry.register("kvasir_operation_sessions_ended", ended, self.ended.clone());
-        let refused = "Sessions of an operation that were not opened, by why";
+        let refused = "Refused sessions of an operation, by reason";
         registry.register("kvasir_operation_refused", refused, self.refused.clone());
-        let audio = "Sound that sessions of an operation have heard";
+        let audio = "Seconds of audio that sessions of an operation have received";
         registry.register("kvasir_operation_audio_seconds", audio, self.audio.clone());
-        let compute = "Computing a piece of what was heard, or what it is";
+        let compute = "Time to compute the results of one piece of audio";
         registry.register("kvasir_operation_compute_seconds", compute, self.compute.clone());
     }
 }

@@ -91,32 +91,32 @@ impl ShardMetrics {
     pub(super) fn register(&self, registry: &mut Registry) {
         registry.register(
             "kvasir_shard_received_bytes",
-            "Bytes that a stage has received from the one before",
+            "Bytes that a stage has received from the previous stage",
             self.bytes.clone(),
         );
         registry.register(
             "kvasir_shard_busy_seconds",
-            "Seconds that a stage has computed",
+            "Seconds that a stage spent computing",
             self.busy.clone(),
         );
         registry.register(
             "kvasir_shard_stalled_seconds",
-            "Seconds that a stage has waited for a step",
+            "Seconds that a stage spent waiting for a step",
             self.stalled.clone(),
         );
         registry.register(
             "kvasir_shard_hop_seconds",
-            "Between stages, all hops of a step together",
+            "Time of all hops of a step between stages",
             self.hops.clone(),
         );
         registry.register(
             "kvasir_shard_steps_under_way",
-            "Steps that later stages have",
+            "Steps in flight at later stages",
             self.under_way.clone(),
         );
         registry.register(
             "kvasir_shard_divided_heads",
-            "Rows whose logits the first and the last stage have made together",
+            "Rows whose logits the first and the last stage computed together",
             self.divided.clone(),
         );
     }

@@ -12,7 +12,7 @@ pub(super) struct SpanCounts;
 
 impl Collector for SpanCounts {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let help = "Spans of requests, by what became of them";
+        let help = "Spans of traced requests, by outcome";
         let mut family =
             encoder.encode_descriptor("kvasir_worker_trace_spans", help, None, MetricType::Counter)?;
         for (outcome, spans) in proto::trace::counts().by_outcome() {

@@ -93,17 +93,17 @@ impl TransferMetrics {
         );
         registry.register(
             "kvasir_block_transfer_seconds",
-            "From the beginning of a pull until it can be used",
+            "Time from the beginning of a pull until the prefix can be used",
             self.seconds.0.clone(),
         );
         registry.register(
             "kvasir_block_transfer_failures",
-            "Pulls that brought less than was hoped for",
+            "Pulls that brought less than expected, by reason",
             self.failures.clone(),
         );
         registry.register(
             "kvasir_block_transfer_rate_bytes",
-            "Bytes per second of recent pulls, once their holders had begun to send",
+            "Bytes per second of recent pulls, from the first byte on",
             self.rate.clone(),
         );
     }

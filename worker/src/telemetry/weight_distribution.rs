@@ -81,23 +81,35 @@ impl ShippingMetrics {
     pub fn register(&self, registry: &mut Registry) {
         let mut counter =
             |name: &str, help: &str, metric: &Counter| registry.register(name, help, metric.clone());
-        counter("kvasir_shard_fetched_bytes", "Bytes of chunks from other workers", &self.fetched);
-        counter("kvasir_shard_served_bytes", "Bytes of chunks sent to other workers", &self.served);
+        counter(
+            "kvasir_shard_fetched_bytes",
+            "Bytes of model chunks received from other workers",
+            &self.fetched,
+        );
+        counter("kvasir_shard_served_bytes", "Bytes of model chunks sent to other workers", &self.served);
         registry.register(
             "kvasir_shard_chunks_refused",
-            "Chunks whose bytes are not what their names say",
+            "Received chunks whose bytes do not match their names",
             self.refused.clone(),
         );
         registry.register(
             "kvasir_shard_sources_struck",
-            "Sources not asked any more for having sent such chunks",
+            "Sources that were dropped after three wrong chunks",
             self.struck.clone(),
         );
         let mut gauge =
             |name: &str, help: &str, metric: &Gauge| registry.register(name, help, metric.clone());
-        gauge("kvasir_shard_serving", "Requests of other workers that are being answered", &self.serving);
-        gauge("kvasir_shard_wanted_bytes", "Bytes of a shipped model that belong here", &self.wanted);
-        gauge("kvasir_shard_present_bytes", "Bytes of these that are here", &self.present);
+        gauge(
+            "kvasir_shard_serving",
+            "Requests for chunks by other workers that are being served",
+            &self.serving,
+        );
+        gauge(
+            "kvasir_shard_wanted_bytes",
+            "Bytes of the chunks that this worker needs of a fetched model",
+            &self.wanted,
+        );
+        gauge("kvasir_shard_present_bytes", "Bytes of these chunks that this worker has", &self.present);
         gauge("kvasir_shard_store_bytes", "Bytes of the shard store of this host", &self.store);
     }
 }

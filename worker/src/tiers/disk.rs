@@ -231,7 +231,7 @@ impl Shared {
                 self.write_failures.fetch_add(1, Ordering::Relaxed);
                 if let Some(left_out) = FAILED.due((&self.dir, error.kind())) {
                     let error = directory::failed(&self.dir, &error);
-                    tracing::warn!(error, left_out, "KV cannot be kept on disk");
+                    tracing::warn!(error, left_out, "cannot write KV to the disk tier");
                 }
             }
         }
@@ -254,7 +254,7 @@ impl Shared {
             Err(error) => {
                 if let Some(left_out) = FAILED.due((&self.dir, "read", error.kind())) {
                     let path = file::path_of(&self.dir, key);
-                    tracing::warn!(path = %path.display(), %error, left_out, "KV on disk is lost");
+                    tracing::warn!(path = %path.display(), %error, left_out, "cannot read KV from the disk tier; it is dropped");
                 }
                 self.index.lock().files.remove(&key);
                 self.remove(key);
@@ -269,7 +269,7 @@ impl Shared {
         match std::fs::remove_file(&path) {
             Ok(()) => {}
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => tracing::warn!(path = %path.display(), %error, "a file cannot be removed"),
+            Err(error) => tracing::warn!(path = %path.display(), %error, "cannot remove a file"),
         }
     }
 }

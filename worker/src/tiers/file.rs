@@ -78,7 +78,7 @@ pub(super) fn read(dir: &Path, key: PieceKey) -> io::Result<Vec<u8>> {
     let (magic, header_len) = start.split_at(MAGIC.len());
     let header_len = header_len.try_into().map_or(usize::MAX, |bytes| u32::from_le_bytes(bytes) as usize);
     if magic != MAGIC || header_len > MAX_HEADER_BYTES {
-        return Err(damaged("it is no piece"));
+        return Err(damaged("it is not a piece"));
     }
     let mut header = vec![0; header_len];
     file.read_exact(&mut header)?;
@@ -92,7 +92,7 @@ pub(super) fn read(dir: &Path, key: PieceKey) -> io::Result<Vec<u8>> {
     let mut bytes = vec![0; usize::try_from(header.length).map_err(io::Error::other)?];
     file.read_exact(&mut bytes)?;
     if *blake3::hash(&bytes).as_bytes() != header.digest {
-        return Err(damaged("its bytes have another digest"));
+        return Err(damaged("its bytes have a wrong digest"));
     }
     // Marks the file as used for the next process. If that fails, only the eviction order suffers.
     let _ = file.set_modified(SystemTime::now());

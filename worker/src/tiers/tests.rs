@@ -220,7 +220,7 @@ fn a_directory_serves_one_process_at_a_time() {
     let config = config(0, Some((dir.path(), 10_000)));
     let tiers = open(&config);
     let error = Tiers::open(&config, &origin("a")).unwrap_err().to_string();
-    let expected = "is used by another process; end it, or give this one a directory of its own";
+    let expected = "is in use by another process; stop that process, or give this one its own directory";
     assert_eq!(error, format!("{} {expected}", dir.path().display()));
     drop(tiers);
     open(&config);

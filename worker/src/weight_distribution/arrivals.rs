@@ -93,7 +93,7 @@ impl Arrivals {
     pub(super) fn slot(&self, chunk: ChunkId) -> Option<ChunkSlot> {
         let (tensor, number) = self.inner.places.get(&chunk)?;
         let slot = self.inner.gathered.get(tensor)?.slot(*number);
-        slot.inspect_err(|error| tracing::debug!(tensor, %error, "a tensor is not gathered in memory"))
+        slot.inspect_err(|error| tracing::debug!(tensor, %error, "a tensor is not received in memory; it is read from the shard store"))
             .ok()?
     }
 

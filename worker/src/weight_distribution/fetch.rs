@@ -77,24 +77,20 @@ pub(crate) async fn fetch(
                 let name = links.name(source);
                 let id = chunks.get(chunk).map(|(id, _)| id.to_string()).unwrap_or_default();
                 metrics.refused(name);
-                tracing::warn!(
-                    source = name,
-                    chunk = id,
-                    "a chunk with other bytes than its name says is refused"
-                );
+                tracing::warn!(source = name, chunk = id, "refused a chunk: its bytes do not match its name");
                 if schedule.damaged(source, chunk, now) {
                     struck += 1;
                     metrics.struck(name, links.node(source));
                     tracing::error!(
                         source = name,
-                        "it has sent wrong bytes too often and is not asked any more"
+                        "the source has sent wrong bytes too often; no more chunks are requested from it"
                     );
                 }
             }
             Some(Event::Failed(error)) => return Err(error.into()),
             Some(Event::Ended(request, source, outcome)) => {
                 if let Err(reason) = &outcome {
-                    tracing::info!(source = links.name(source), reason, "a request for chunks has failed");
+                    tracing::info!(source = links.name(source), reason, "a request for chunks failed");
                 }
                 schedule.ended(request, outcome.is_err(), now);
             }

@@ -89,11 +89,14 @@ impl HeldFile {
             Ok(()) if self.hashed.as_ref().is_some_and(|hashed| self.file.is_still(hashed)) => true,
             Ok(()) if ChunkId::of(buffer) == id => true,
             Ok(()) => {
-                tracing::error!(tensor, "the model's file has changed under the worker");
+                tracing::error!(
+                    tensor,
+                    "the model's file has changed since it was loaded; its chunks are not sent"
+                );
                 false
             }
             Err(error) => {
-                tracing::warn!(%error, "a chunk cannot be read");
+                tracing::warn!(%error, "cannot read a chunk");
                 false
             }
         }
@@ -136,7 +139,7 @@ impl Inventory {
             self.buffers.clear();
         }
         if let Err(error) = sent {
-            tracing::debug!(%error, "a request for chunks was not answered to its end");
+            tracing::debug!(%error, "another worker did not read the requested chunks to the end");
         }
     }
 
@@ -205,7 +208,7 @@ impl Inventory {
             (None, ModelRef::Digest(digest)) => match self.store.as_ref()?.hold(digest) {
                 Ok(held) => Some(held?.manifest().encoded().to_vec()),
                 Err(error) => {
-                    tracing::warn!(%error, "a manifest cannot be read");
+                    tracing::warn!(%error, "cannot read a manifest");
                     None
                 }
             },
@@ -220,7 +223,7 @@ impl Inventory {
         match self.store.as_ref()?.read(id, &mut buffer) {
             Ok(found) => found.then_some(buffer),
             Err(error) => {
-                tracing::warn!(%error, "a chunk cannot be read");
+                tracing::warn!(%error, "cannot read a chunk");
                 None
             }
         }
@@ -233,7 +236,7 @@ impl Inventory {
             match HeldFile::open(&own.path, self.digests.as_ref()) {
                 Ok(file) => *place = Some(Arc::new(file)),
                 Err(error) => {
-                    tracing::warn!(path = %own.path.display(), %error, "a file cannot be sent to others");
+                    tracing::warn!(path = %own.path.display(), %error, "a file cannot be read, so other workers cannot fetch it from here");
                 }
             }
         }

@@ -108,7 +108,7 @@ impl Links {
             Err(error) if first.is_closed() => Err(error.to_string()),
             Err(error) => {
                 let source = link.node.get().map_or(link.target.as_str(), NodeId::as_str);
-                tracing::warn!(source, lane, %error, "a further connection cannot be had, it goes on without");
+                tracing::warn!(source, lane, %error, "cannot open a further connection to a source; the transfer continues without it");
                 *place = Further::Refused;
                 Ok(first)
             }

@@ -69,7 +69,7 @@ impl Packs {
             })
         };
         opened().unwrap_or_else(|error| {
-            tracing::warn!(%error, "repacked weights are not kept");
+            tracing::warn!(%error, "cannot cache repacked weights; the next start repacks them again");
             Self::Off
         })
     }
@@ -86,7 +86,7 @@ impl Packs {
         match backend.create_packed_matrix(source, region) {
             Ok(matrix) => Some(matrix),
             Err(error) => {
-                tracing::warn!(name, %error, "a repacked matrix does not fit");
+                tracing::warn!(name, %error, "a cached repacked matrix cannot be used; it is repacked again");
                 None
             }
         }
@@ -114,7 +114,7 @@ impl Packs {
                 Ok(Some(backend.create_packed_matrix(source, Arc::new(region))?))
             }
             Err(error) => {
-                tracing::warn!(%error, "repacked weights are not kept");
+                tracing::warn!(%error, "cannot cache repacked weights; the next start repacks them again");
                 *self = Self::Off;
                 Ok(None)
             }
@@ -150,7 +150,7 @@ impl Packs {
             return Repacking::begin(*writing, packer);
         }
         if let Err(error) = writing.writer.finish() {
-            tracing::warn!(%error, "repacked weights are not kept");
+            tracing::warn!(%error, "cannot cache repacked weights; the next start repacks them again");
         }
         None
     }

@@ -36,7 +36,7 @@ impl Repacking {
         match thread::Builder::new().name("repacking".to_owned()).spawn(work) {
             Ok(thread) => Some(Self { done, stop, thread: Some(thread) }),
             Err(error) => {
-                tracing::warn!(%error, "weights are not repacked: steps take longer");
+                tracing::warn!(%error, "cannot repack weights; steps take longer");
                 None
             }
         }
@@ -86,7 +86,7 @@ impl Work {
                 _ if self.stops() => return,
                 kept => {
                     if let Some(Err(error)) = kept {
-                        tracing::warn!(%error, "repacked weights are not kept");
+                        tracing::warn!(%error, "cannot cache repacked weights; the next start repacks them again");
                         writer = None;
                     }
                     self.own(source)
@@ -98,13 +98,17 @@ impl Work {
                         return;
                     }
                 }
-                Err(error) => tracing::warn!(name, %error, "a matrix is not repacked: steps take longer"),
+                Err(error) => tracing::warn!(name, %error, "cannot repack a matrix; steps take longer"),
             }
         }
         if let Some(Err(error)) = writer.map(PackedWriter::finish) {
-            tracing::warn!(%error, "repacked weights are not kept");
+            tracing::warn!(%error, "cannot cache repacked weights; the next start repacks them again");
         }
-        tracing::info!(matrices, seconds = started.elapsed().as_secs_f64(), "repacked beside serving");
+        tracing::info!(
+            matrices,
+            seconds = started.elapsed().as_secs_f64(),
+            "repacked weights in the background"
+        );
     }
 
     fn stops(&self) -> bool {

@@ -48,7 +48,7 @@ fn unavailable_kernels_are_an_error() {
     let error = load::backend(&options(QUANT[0]), &environment).err().unwrap();
     assert_eq!(
         error.to_string(),
-        "KVASIR_ATTENTION_BACKEND demands backend \"cuda\" for attention, which is unknown; \
-         there are cpu-scalar, cpu-avx2, cpu-avx512, cpu-neon, cpu-neon-i8mm"
+        "KVASIR_ATTENTION_BACKEND selects backend \"cuda\" for attention, which is unknown; \
+         known are cpu-scalar, cpu-avx2, cpu-avx512, cpu-neon, cpu-neon-i8mm"
     );
 }

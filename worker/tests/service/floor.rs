@@ -47,7 +47,10 @@ async fn while_memory_is_short_no_new_work_is_taken() {
     host.0.store(700, Ordering::Relaxed);
     becomes(WorkerState::Draining).await;
     let answer = readyz(pair.worker.ops_address()).await;
-    assert!(answer.starts_with("HTTP/1.1 503") && answer.contains("less memory is free"), "{answer}");
+    assert!(
+        answer.starts_with("HTTP/1.1 503") && answer.contains("free memory is below the floor"),
+        "{answer}"
+    );
     let mut stream = pair.connection.open_generate(&request(3)).await.unwrap();
     let refused = stream.next().await.unwrap().unwrap();
     assert!(matches!(refused, GenerateFrame::Failed(GenerateError::Draining)), "{refused:?}");

@@ -227,7 +227,7 @@ async fn down(sink: &mut Sink, answers: &mut OperationStream, shared: &Shared) -
                     None => return Ended::Failed(OperationError::Internal),
                 },
                 Err(error) => {
-                    tracing::info!(%error, "a session was cut off");
+                    tracing::info!(%error, "a session was cut off by its worker");
                     return Ended::Lost;
                 }
             },

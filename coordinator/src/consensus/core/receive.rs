@@ -24,7 +24,7 @@ pub enum ReceiveError {
     ForeignGroup(NodeId),
     /// The frame is for another member or an earlier incarnation. If this disk was wiped, the coordinator
     /// must be removed and added again.
-    #[error("{from} speaks to member {to}, which is not here")]
+    #[error("{from} sends to member {to}, which is not this coordinator")]
     NotForMe { from: NodeId, to: MemberId },
     /// The message claims another sender than the authenticated one.
     #[error("{peer} sends as member {claimed:016x}")]
@@ -34,7 +34,7 @@ pub enum ReceiveError {
         claimed: u64,
     },
     /// A message that no correct member sends.
-    #[error("{peer} sends a message that cannot be right: {why}")]
+    #[error("{peer} sends an invalid message: {why}")]
     Implausible { peer: NodeId, why: &'static str },
 }
 
@@ -67,7 +67,7 @@ impl Core {
             Body::Offer(offer) => {
                 self.check(peer, from, &offer.message)?;
                 if offer.message.kind != RaftMessageKind::Snapshot {
-                    return Err(implausible("it offers no snapshot"));
+                    return Err(implausible("its snapshot offer is malformed"));
                 }
                 if let Some((to, body)) = self.fetching.offered(from, offer).map_err(implausible)? {
                     self.post(to, body);
@@ -114,9 +114,9 @@ impl Core {
     /// Installs a completely received snapshot, if its table matches the offer.
     fn fetched(&mut self, from: MemberId, offer: SnapshotOffer, data: &[u8]) -> Result<(), &'static str> {
         let SnapshotOffer { message, meta, len, digest } = offer;
-        let table = Table::from_bytes(data).map_err(|_| "a snapshot is no table")?;
+        let table = Table::from_bytes(data).map_err(|_| "a snapshot does not contain a table")?;
         if table.applied() != meta.index || !agrees(&table, &meta) {
-            return Err("a snapshot is not the table it is said to be");
+            return Err("a snapshot's table has another position than its metadata");
         }
         let mut snapshot = eraftpb::Snapshot::default();
         snapshot.set_metadata(meta.to_raft());

@@ -42,7 +42,7 @@ impl DiskSpace {
         }
         if self.disk.set_aside()? {
             if !self.is_enough() {
-                tracing::info!("there is room on the disk again");
+                tracing::info!("the disk has room again: this coordinator accepts changes");
             }
             self.state = State::Enough;
         } else {
@@ -68,7 +68,7 @@ impl DiskSpace {
 
     fn lack(&mut self) {
         if self.is_enough() {
-            tracing::error!("the disk is full: no change is put forward from here until there is room");
+            tracing::error!("the disk is full: this coordinator proposes no change until there is room");
         }
         self.state = State::Lacking(0);
     }

@@ -242,7 +242,7 @@ impl Storage for Disk {
 
     fn recover(&mut self) -> Result<(), StorageError> {
         let Some(path) = self.path.clone() else {
-            return Err(failed("it is no file that could be opened again"));
+            return Err(failed("the file cannot be opened again"));
         };
         // redb must be reopened after a failed write; this rolls back uncommitted data.
         self.database = None;
@@ -261,7 +261,7 @@ impl Storage for Disk {
         let Some(reserve) = self.reserve() else { return Ok(true) };
         Ok(reserve.make().unwrap_or_else(|error| {
             // The log itself can still be written.
-            tracing::warn!(%error, "no room can be set aside for when the disk is full");
+            tracing::warn!(%error, "cannot reserve disk space for the case that the disk is full");
             true
         }))
     }
@@ -362,7 +362,7 @@ fn read(txn: &ReadTransaction) -> Result<Option<Loaded>, StorageError> {
     let (Record::Identity(identity), Some(Record::Hard(hard)), Some(Record::Snapshot(meta, floor))) =
         (first, record(HARD)?, record(SNAPSHOT)?)
     else {
-        return Err(damaged("the state", "a record is missing or another kind"));
+        return Err(damaged("the state", "a record is missing or has another kind"));
     };
     let missing = || damaged(SNAPSHOT_DATA, "it is missing");
     let sealed = state.get(SNAPSHOT_DATA).map_err(unopened)?.ok_or_else(missing)?;
@@ -374,7 +374,7 @@ fn read(txn: &ReadTransaction) -> Result<Option<Loaded>, StorageError> {
     let entries = read_log(txn, floor)?;
     let last = entries.last().map_or(floor.0, |entry| entry.index);
     if floor.0 > snapshot.meta.index || last < snapshot.meta.index || hard.commit > last {
-        return Err(damaged("the log", "it does not reach from the snapshot to what was agreed on"));
+        return Err(damaged("the log", "it has no entries between the snapshot and the commit index"));
     }
     Ok(Some(Loaded { identity, hard, snapshot, floor, entries }))
 }
@@ -390,7 +390,7 @@ fn read_log(txn: &ReadTransaction, floor: (u64, u64)) -> Result<Vec<LogEntry>, S
         let bytes = unseal(&name, &index.to_le_bytes(), sealed.value())?;
         let Record::Entry(entry) = decode(bytes, Cap::Control).map_err(|error| unknown(&name, &error))?
         else {
-            return Err(damaged(name, "it is no entry"));
+            return Err(damaged(name, "it is not an entry"));
         };
         if index != before.0 + 1 || entry.index != index || entry.term < before.1 {
             return Err(damaged(name, "it does not follow the entry before"));

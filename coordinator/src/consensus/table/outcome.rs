@@ -18,7 +18,7 @@ pub enum Outcome {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum Refusal {
     /// This build does not know this kind of entry or change.
-    #[error("kind {0} is not known here")]
+    #[error("changes of kind {0} are not supported by this version")]
     UnknownKind(u64),
     /// The bytes do not decode to an entry.
     #[error("the entry cannot be read")]
@@ -27,10 +27,10 @@ pub enum Refusal {
     #[error("the session has expired")]
     SessionExpired,
     /// The client has already made a later change.
-    #[error("the client has made change {last} since")]
+    #[error("the client has already made change {last}, a later one")]
     Superseded { last: u64 },
     /// A membership change came as a table change, or vice versa.
-    #[error("changes of the group are made by its leader alone")]
+    #[error("only the leader can change the group")]
     WrongPath,
     /// A later epoch of the worker is known.
     #[error("epoch {} is known", .0.0)]
@@ -39,30 +39,30 @@ pub enum Refusal {
     #[error("there is no such {0}")]
     Unknown(Kind),
     /// The table holds its maximum of this kind.
-    #[error("there are as many {0}s as are kept")]
+    #[error("the table is full of {0}s")]
     Full(Kind),
-    #[error("too long to be kept")]
+    #[error("the value is too long for the table")]
     TooLarge,
     /// A member serves other weights or another tokenizer under the same name.
-    #[error("{0} serves something else under this name")]
+    #[error("{0} serves another model under this name")]
     ModelConflict(NodeId),
     /// The coordinator is a member with another incarnation, which must be removed first.
-    #[error("the coordinator is a member in another life ({:016x})", .0.0)]
+    #[error("the coordinator is a member with another disk (incarnation {:016x})", .0.0)]
     AnotherLife(Incarnation),
     /// This incarnation was removed. The coordinator can only return with an empty disk.
-    #[error("this life of the coordinator was removed")]
+    #[error("this incarnation of the coordinator was removed")]
     LifeEnded,
     /// Only a learner can be promoted.
-    #[error("the coordinator is no learner")]
+    #[error("the coordinator is not a learner")]
     NoLearner,
     /// The group would have no voter left.
-    #[error("it is the last voter")]
+    #[error("the coordinator is the last voter")]
     LastVoter,
     /// A member does not understand the change.
-    #[error("a member understands only level {}", .0.0)]
+    #[error("a member supports only level {}", .0.0)]
     LevelTooLow(Level),
     /// The policy has another version than the change expects.
-    #[error("the policy is at version {0}")]
+    #[error("the policy has version {0}, another change came first")]
     PolicyMoved(u64),
     /// A number is out of its range.
     #[error("a value is out of its range")]

@@ -34,7 +34,9 @@ impl Feed {
         if let Some(sender) = &*sender {
             return match sender.receiver_count() < MAX_VIEWERS {
                 true => Ok(sender.subscribe()),
-                false => Err(ApiError::Refused { why: format!("{MAX_VIEWERS} pages are open already") }),
+                false => Err(ApiError::Refused {
+                    why: format!("{MAX_VIEWERS} dashboards are already open, the limit"),
+                }),
             };
         }
         let (new, receiver) = broadcast::channel(BEHIND);

@@ -7,23 +7,23 @@ use proto::ids::{ModelId, NodeId};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Why a replica of an operator's plan is not placed yet.
+/// Reason why a replica of an operator's plan is not placed yet.
 #[derive(Debug, thiserror::Error)]
 enum Waits {
     /// This coordinator does not know the model's layers.
-    #[error("this coordinator does not offer the model, or it generates nothing")]
+    #[error("the leader does not offer the model, or the model does not generate text")]
     Model,
     /// A worker is not visible here.
-    #[error("worker {0} is away, or not one of the pool")]
+    #[error("worker {0} is not connected, or not in the pool")]
     Away(NodeId),
     /// A worker is draining.
-    #[error("worker {0} drains")]
+    #[error("worker {0} is draining")]
     Drains(NodeId),
     /// No worker has the model's file.
-    #[error("no worker of the pool has a file of the model that may be placed")]
+    #[error("no worker of the pool has an unblocked file of the model")]
     NoFile,
     /// No file is present or obtainable on all workers.
-    #[error("worker {0} has another file than the one that is to be placed")]
+    #[error("worker {0} has another file of the model than the planned one")]
     OtherFile(NodeId),
     /// The layers do not fit the workers.
     #[error(transparent)]

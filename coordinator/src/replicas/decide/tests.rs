@@ -116,7 +116,7 @@ fn free_workers_become_replicas_and_the_rest_are_spares() {
     assert_eq!(rig.settle(2).len(), 2);
     let (nothing, why) = rig.decide(2);
     assert_eq!(nothing, None);
-    assert!(why.values().all(|why| why.contains("as many workers")), "{why:?}");
+    assert!(why.values().all(|why| why.contains("workers, but there are")), "{why:?}");
     assert!(Rig::new(&["a"]).settle(2).is_empty());
 }
 

@@ -64,7 +64,7 @@ pub(super) fn check(head: &[u8]) -> Result<Framing, ApiError> {
     let mut request = Request::new(&mut []);
     match request.parse_with_uninit_headers(head, &mut headers) {
         Ok(Status::Complete(_)) => {}
-        Ok(Status::Partial) => return Err(malformed("it is not whole")),
+        Ok(Status::Partial) => return Err(malformed("it is incomplete")),
         Err(httparse::Error::TooManyHeaders) => return Err(ApiError::TooManyHeaders { limit: MAX_HEADERS }),
         Err(error) => return Err(malformed(&error.to_string())),
     }
@@ -73,7 +73,7 @@ pub(super) fn check(head: &[u8]) -> Result<Framing, ApiError> {
     let target = request.path.unwrap_or_default();
     let form = target.starts_with('/') || target == "*" || target.contains("://");
     if Uri::try_from(target).is_err() || !(form || request.method == Some("CONNECT")) {
-        return Err(malformed("the target is no URI"));
+        return Err(malformed("the target is not a URI"));
     }
     let (mut hosts, mut length, mut chunked) = (0, None, false);
     for header in request.headers.iter() {
@@ -91,11 +91,12 @@ pub(super) fn check(head: &[u8]) -> Result<Framing, ApiError> {
                 if length.is_some() {
                     return Err(malformed("there is more than one content-length header"));
                 }
-                length = Some(number(header.value).ok_or_else(|| malformed("content-length is no number"))?);
+                length =
+                    Some(number(header.value).ok_or_else(|| malformed("content-length is not a number"))?);
             }
             17 if header.name.eq_ignore_ascii_case("transfer-encoding") => {
                 if chunked || !header.value.eq_ignore_ascii_case(b"chunked") {
-                    return Err(malformed("transfer-encoding is something else than chunked, once"));
+                    return Err(malformed("transfer-encoding must be chunked, once"));
                 }
                 chunked = true;
             }

@@ -139,7 +139,7 @@ impl Graphs {
             Ok(graph) => graph,
             Err(error @ CudaError::Lost { .. }) => return Err(error),
             Err(error) => {
-                tracing::warn!(%error, "this device records no graphs; kernels are launched one by one");
+                tracing::warn!(%error, "this device cannot record CUDA graphs; kernels are launched one by one");
                 self.turn_off();
                 self.counts.called += 1;
                 return tape.iter().try_for_each(|entry| entry.play(device));

@@ -98,7 +98,7 @@ fn a_wait_that_does_not_end_loses_the_device_and_frees_nothing() {
     gpu.allocate(8).unwrap();
     fail("cuEventQuery", api::NOT_READY);
     let error = gpu.synchronize().unwrap_err();
-    assert!(error.to_string().contains("no end after 0.005 s"), "{error}");
+    assert!(error.to_string().contains("not finished after 0.005 s"), "{error}");
     forget_failures();
     assert_eq!(gpu.synchronize(), Err(error));
     let before = calls();

@@ -32,7 +32,7 @@ pub(super) fn event(driver: &Driver, event: CUevent, longest: Duration) -> Resul
         }
         let waited = started.elapsed();
         if waited >= longest {
-            let status = format!("no end after {} s", longest.as_secs_f32());
+            let status = format!("not finished after {} s", longest.as_secs_f32());
             return Err(CudaError::Lost { call: CALL, status });
         }
         match waited < YIELDING {

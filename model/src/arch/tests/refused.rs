@@ -22,7 +22,10 @@ fn architectures() {
     assert!(matches!(error(&llama().unset("general.architecture")), Error::MissingKey { .. }));
     let found = error(&llama().set("general.architecture", "mpt"));
     let text = found.to_string();
-    assert!(text.starts_with("architecture \"mpt\" is not served; known are bert, gemma3, "), "{text}");
+    assert!(
+        text.starts_with("architecture \"mpt\" is not supported; supported are bert, gemma3, "),
+        "{text}"
+    );
     assert!(crate::arch::known().is_sorted());
     assert!(matches!(error(&llama().set("general.architecture", 3_u32)), Error::KeyType { .. }));
 }
@@ -99,7 +102,7 @@ fn absurd_values() {
         );
     }
     let found = error(&llama().set("llama.attention.head_count_kv", 0_u32));
-    assert_eq!(found.to_string(), "llama.attention.head_count_kv is 0, needed is 1 to 16384");
+    assert_eq!(found.to_string(), "llama.attention.head_count_kv is 0, expected 1 to 16384");
     let found =
         error(&llama().set("llama.attention.head_count", 3_u32).unset("llama.attention.head_count_kv"));
     assert!(
@@ -176,7 +179,7 @@ fn tensors_that_nothing_uses() {
         assert!(matches!(&error, Error::UnusedTensor { tensor, .. } if tensor == name), "{name}: {error}");
     }
     let found = error(&qwen3().tensor("rope_freqs.weight", &[4]));
-    assert_eq!(found.to_string(), "tensor rope_freqs.weight has no place in architecture qwen3");
+    assert_eq!(found.to_string(), "architecture qwen3 has no tensor rope_freqs.weight");
 }
 
 proptest! {

@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::super::http::{Head, Request, Response};
 use super::*;
 
-/// How the server responds to one request.
+/// Response of the server to one request.
 enum Play {
     /// Sends the file from the requested position up to byte `upto`, with its ETag.
     File {

@@ -9,8 +9,8 @@ use crate::sampling::SamplingDefaults;
 
 use super::{Beside, Entry, ONNX, Origin, PackagePart, WHISPER};
 
-const ANY_MACHINE: &str = "any machine, its CPU alone too";
-const SMALL_MACHINE: &str = "one DGX Spark with much room for sequences, or a CPU node";
+const ANY_MACHINE: &str = "any machine, also without a GPU";
+const SMALL_MACHINE: &str = "one DGX Spark with room for many sequences, or a CPU node";
 const ONE_SPARK: &str = "one DGX Spark";
 
 /// All catalog models, in alphabetical order.

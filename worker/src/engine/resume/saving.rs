@@ -74,7 +74,7 @@ impl Engine {
             .collect();
         let places: Vec<(usize, u32)> = further.iter().map(|block| (block.group, block.offset)).collect();
         let read = caches.read(&places).map_err(|error| {
-            tracing::error!(%error, "blocks cannot be read");
+            tracing::error!(%error, "cannot read blocks from the arena");
             SequenceError::Internal
         })?;
         let read = further.iter().zip(read);

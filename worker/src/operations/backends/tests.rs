@@ -84,7 +84,7 @@ fn the_table_of_every_operation() {
         let said = |choice: Option<&str>, bundle: &Bundle| match (choice, chosen(operation, bundle, &[])) {
             (Some(name), chosen) => assert_eq!(chosen.as_deref(), Ok(name), "{operation}"),
             (None, Err(error)) => {
-                assert!(error.starts_with(&format!("nobody serves {operation}")), "by its name: {error}");
+                assert!(error.starts_with(&format!("no backend serves {operation}")), "by its name: {error}");
             }
             (None, Ok(name)) => panic!("{operation} is served by {name}"),
         };
@@ -99,7 +99,7 @@ fn the_table_of_every_operation() {
                     (true, answer) => assert_eq!(answer.as_deref(), Ok(name), "{operation} by {variable}"),
                     (false, Err(error)) => {
                         let what =
-                            format!("{variable} demands backend {name:?} for {operation}, which is unknown");
+                            format!("{variable} selects backend {name:?} for {operation}, which is unknown");
                         assert!(error.starts_with(&what), "{error}");
                     }
                     (false, Ok(chosen)) => panic!("{operation}: {chosen} instead of {name}"),
@@ -167,9 +167,9 @@ fn folders_define_the_operations_and_unserved_ones_are_named() {
     let (_dir, full) = bundle(&["vad/x", "asr/x", "notes/x"]);
     assert_eq!(full.operations(), [Operation::Vad, Operation::Asr]);
     let error = load_hearing(Operation::Tts, &full, |_| None).err().unwrap().to_string();
-    assert_eq!(error, "nobody serves tts");
+    assert_eq!(error, "no backend serves tts");
     let error = load_hearing(Operation::Asr, &full, |_| None).err().unwrap().to_string();
-    assert!(error.starts_with("nobody serves asr; kernels: there is no model.bin in"), "{error}");
+    assert!(error.starts_with("no backend serves asr; kernels: there is no model.bin in"), "{error}");
     let error = load_hearing(Operation::Embed, &full, |_| None).err().unwrap().to_string();
     assert!(error.contains("embed is for texts"), "{error}");
 }

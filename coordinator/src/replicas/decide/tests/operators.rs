@@ -169,7 +169,7 @@ fn no_cut_separates_a_layer_from_the_kv_it_reads() {
     let wrong = (1..rig.costs.layers()).find(|at| !allowed.contains(at)).unwrap() as u32;
     rig.told("m", &[&[("a", 0, wrong), ("b", wrong, layers)]]);
     assert!(rig.settle(2).is_empty());
-    assert!(rig.why("m").contains(&format!("no stage may begin with layer {wrong}")), "{}", rig.why("m"));
+    assert!(rig.why("m").contains(&format!("a stage cannot begin with layer {wrong}")), "{}", rig.why("m"));
     let right = allowed[0] as u32;
     rig.told("m", &[&[("a", 0, right), ("b", right, layers)]]);
     assert_eq!(rig.settle(2), [["a", "b"]]);
@@ -185,7 +185,7 @@ fn workers_without_the_file_receive_it_and_blocked_files_are_not_placed() {
     rig.workers.iter_mut().for_each(|(_, capacity)| capacity.files.clear());
     rig.told("m", &[A_B]);
     assert!(rig.settle(2).is_empty());
-    assert!(rig.why("m").contains("no worker of the pool has a file"), "{}", rig.why("m"));
+    assert!(rig.why("m").contains("no worker of the pool has an unblocked file"), "{}", rig.why("m"));
     // The file that most of them have, not the first one.
     let mut rig = Rig::new(&["a", "b"]);
     rig.workers[1].1 = capacity(1 << 30, [2; 32]);
