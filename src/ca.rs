@@ -3,7 +3,7 @@
 
 use crate::cluster_key;
 use anyhow::Context;
-use proto::ca::{Authority, Serial};
+use pki::ca::{Authority, Serial};
 use proto::ids::{ClusterName, NodeId, Role};
 use std::io::Write;
 use std::path::PathBuf;

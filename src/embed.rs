@@ -4,13 +4,13 @@ use crate::home;
 use crate::models::resolve_or_pull;
 use crate::numerics::{ActivationsArg, Device, KvTypeArg};
 use anyhow::{Context, Result, bail};
-use model::Tokenizer;
 use model::spec::Pooling;
-use proto::message::ModelTask;
+use proto::served_model::ModelTask;
 use safetensors::tensor::{Dtype, TensorView, serialize_to_file};
 use serde::Serialize;
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use text::Tokenizer;
 use worker::encoder::{Encoder, Text};
 use worker::load::{self, EngineOptions};
 

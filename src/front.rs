@@ -7,9 +7,9 @@ use anyhow::Context;
 use coordinator::config::Config;
 use coordinator::models::ModelEntry;
 use coordinator::server::{Coordinator, StartError};
-use proto::ca::Authority;
+use pki::Identity;
+use pki::ca::Authority;
 use proto::ids::{ClusterName, ModelId, NodeId, Role};
-use proto::transport::Identity;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::{Duration, SystemTime};
 

@@ -3,9 +3,9 @@
 use crate::gpu_check;
 use anyhow::{Result, bail};
 use clap::ValueEnum;
+use cuda::speed::{AttentionCase, DecodeShape, ProductCase, Speed};
+use cuda::{Gpu, GpuInfo, Survey};
 use kernels::backend::KvType;
-use kernels::cuda::speed::{AttentionCase, DecodeShape, ProductCase, Speed};
-use kernels::cuda::{Gpu, GpuInfo, Survey};
 use kernels::quant::GgmlType;
 use serde_json::{Value, json};
 use std::io::Write;

@@ -3,14 +3,14 @@
 use crate::config::ConfigError;
 use crate::home;
 use anyhow::{Result, bail};
-use kernels::backend::{ActivationMode, Backend};
-use kernels::cpu::{CpuBackend, CpuConfig};
-use kernels::cuda::check::{Case, Checked, OPS, compare};
-use kernels::cuda::speed::CompileShared;
-use kernels::cuda::{
+use cuda::check::{Case, Checked, OPS, compare};
+use cuda::speed::CompileShared;
+use cuda::{
     Arch, Compiler, CubinCache, CudaBackend, CudaConfig, CudaError, Device, Gpu, GpuInfo, Survey, record,
     source,
 };
+use kernels::backend::{ActivationMode, Backend};
+use kernels::cpu::{CpuBackend, CpuConfig};
 use kernels::pool::{Pool, PoolConfig};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -229,7 +229,7 @@ impl From<Case> for CaseReport {
 }
 
 fn ceilings(gpu: &mut Gpu, compile: &CompileShared) -> Result<Ceilings, CudaError> {
-    use kernels::cuda::rowwise::{Rows, RowwiseKernels};
+    use cuda::rowwise::{Rows, RowwiseKernels};
     // Before any measurement: a device that rejects kernels is useless.
     let kernels = RowwiseKernels::load(gpu, &compile(&source::ROWWISE)?)?;
     let copy_bytes_per_second = gpu.copy_bandwidth()?;

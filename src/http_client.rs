@@ -1,10 +1,11 @@
 //! HTTP client for downloads: hyper's HTTP/1.1, with TLS and proxies. One request per connection.
 //!
-//! `model::catalog` decides about requests, retries and redirects.
+//! `hub::catalog` decides about requests, retries and redirects.
 
 use crate::config::ConfigError;
 use crate::tls;
 use http_body_util::{BodyExt, Empty};
+use hub::catalog::{Head, Http, Hub, Network, PlainHttp, Request, Response};
 use hyper::body::{Body as _, Bytes, Incoming};
 use hyper::client::conn::http1;
 use hyper::header::{self, HeaderName, HeaderValue};
@@ -13,7 +14,6 @@ use hyper::{Uri, rt};
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::client::proxy::matcher::{Intercept, Matcher};
 use hyper_util::rt::TokioIo;
-use model::catalog::{Head, Http, Hub, Network, PlainHttp, Request, Response};
 use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
 use std::error::Error;
@@ -198,10 +198,7 @@ struct Body {
 impl Read for Body {
     fn read(&mut self, to: &mut [u8]) -> io::Result<usize> {
         if !self.bounded {
-            return Err(io::Error::new(
-                ErrorKind::InvalidData,
-                "the server does not say how long the file is",
-            ));
+            return Err(io::Error::new(ErrorKind::InvalidData, "the response has no content-length"));
         }
         while self.buffer.is_empty() {
             let frame = async { self.frames.frame().await.transpose().map_err(|error| failed(&error)) };

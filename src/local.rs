@@ -5,12 +5,12 @@ use crate::home;
 use crate::models::resolve_or_pull;
 use crate::numerics::{ActivationsArg, Device, KvTypeArg, StateTypeArg};
 use anyhow::{Context, Result};
-use model::tokenizer::Tokenizer;
 use proto::block::{BlockId, ClusterKey, Scope, TenantSalt};
 use std::io::IsTerminal;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
+use text::tokenizer::Tokenizer;
 use worker::engine::{Engine, EngineRequest, StepOutcome};
 use worker::load::{EngineOptions, LoadedModel};
 
@@ -57,7 +57,7 @@ impl EngineArgs {
 pub(crate) struct LocalEngine {
     pub(crate) engine: Engine,
     pub(crate) tokenizer: Arc<Tokenizer>,
-    pub(crate) metadata: model::metadata::Metadata,
+    pub(crate) metadata: metadata::Metadata,
     /// Root of every prefix chain of this process.
     pub(crate) root: BlockId,
     /// Longest sequence in tokens.

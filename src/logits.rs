@@ -17,7 +17,7 @@ use worker::decoder::LayerState;
 use worker::engine::{EngineRequest, Sink};
 use worker::kv_cache::Placement;
 use worker::load;
-use worker::speculation::Guesses;
+use worker::speculation::SpeculativeMethod;
 
 /// Writes the logits of every prompt token
 #[derive(Debug, clap::Args)]
@@ -160,9 +160,9 @@ impl Logits {
     pub(crate) fn run(self) -> Result<()> {
         let path = resolve_or_pull(&self.model)?.path;
         let shards = usize::from(self.shards);
-        let guesses = self.spec.guesses()?;
+        let speculative_method = self.spec.speculative_method()?;
         if shards > 1 {
-            self.check_shards(&path, &guesses, shards)?;
+            self.check_shards(&path, &speculative_method, shards)?;
         }
         let text = std::fs::read_to_string(&self.tokens)
             .with_context(|| format!("cannot read {}", self.tokens.display()))?;
@@ -174,7 +174,7 @@ impl Logits {
         }
         let mut options = self.engine.options()?;
         options.chunk = Some(self.chunk);
-        options.guesses = guesses;
+        options.speculative_method = speculative_method;
         if self.contiguous {
             options.placement = Placement::Contiguous;
         }
@@ -194,8 +194,13 @@ impl Logits {
             let threads = options.threads.unwrap_or_else(|| (cpus::capacity() / shards).max(1));
             options.threads = Some(threads);
             options.workers = shards;
-            let (processes, replica) =
-                replica::start(&path, shards, (&self.engine, &options.guesses), threads, self.wire.into())?;
+            let (processes, replica) = replica::start(
+                &path,
+                shards,
+                (&self.engine, &options.speculative_method),
+                threads,
+                self.wire.into(),
+            )?;
             _later = Some(processes);
             local::open_with(&path, |path, progress| load::open_replica(path, &options, replica, progress))?
         };
@@ -212,12 +217,12 @@ impl Logits {
     }
 
     /// Refuses flags that do not work with several shards, before any process is started.
-    fn check_shards(&self, path: &Path, guesses: &Guesses, shards: usize) -> Result<()> {
+    fn check_shards(&self, path: &Path, speculative_method: &SpeculativeMethod, shards: usize) -> Result<()> {
         let refuse = |other, reason| Err(UsageError { flag: "--shards", other, reason }.into());
         if self.contiguous {
             return refuse("--contiguous", "consecutive blocks require that all layers are in one process");
         }
-        Ok(load::check_shards(path, guesses, shards)?)
+        Ok(load::check_shards(path, speculative_method, shards)?)
     }
 
     fn submit(&self, local: &mut LocalEngine, prompt: &[u32], vocab: usize) -> Arc<Mutex<Collected>> {

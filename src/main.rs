@@ -203,7 +203,13 @@ fn is_usage(cause: &(dyn std::error::Error + 'static)) -> bool {
 fn is_configuration(cause: &(dyn std::error::Error + 'static)) -> bool {
     use ::worker::Error;
     let of_worker = cause.downcast_ref::<Error>();
-    cause.is::<ConfigError>() || matches!(of_worker, Some(Error::Config { .. } | Error::Backend(_)))
+    let of_speech = match of_worker {
+        Some(Error::Speech(error)) => Some(error),
+        _ => cause.downcast_ref(),
+    };
+    cause.is::<ConfigError>()
+        || matches!(of_worker, Some(Error::Config { .. } | Error::Backend(_)))
+        || matches!(of_speech, Some(speech::Error::Config { .. } | speech::Error::Backend(_)))
 }
 
 /// Exits with 2 for usage errors, as clap does, and with 0 for `--help` and `--version`. An invalid value

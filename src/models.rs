@@ -6,13 +6,13 @@ use crate::http_client::network;
 use crate::progress::Bar;
 use crate::shipped;
 use crate::status::columns;
-use ::worker::operations::Bundle;
 use anyhow::Context;
+use hub::catalog::{self, Address, Downloaded, Entry, Listed, ModelName, Speed, Store};
 use model::ModelFile;
-use model::catalog::{self, Address, Downloaded, Entry, Listed, ModelName, Speed, Store};
 use model::inspect::Summary;
 use model::shard::ChunkId;
 use proto::ids::ModelId;
+use speech::Bundle;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -367,7 +367,7 @@ pub(crate) fn resolve_named(model: &str) -> anyhow::Result<Resolved> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use model::catalog::{Record, RecordedFile, Verification};
+    use hub::catalog::{Record, RecordedFile, Verification};
 
     #[test]
     fn the_catalog_is_listed_for_people_and_for_scripts() {

@@ -3,7 +3,7 @@
 
 use crate::config::ConfigError;
 use anyhow::Context;
-use proto::transport::{ExpiryWatch, Identity};
+use pki::{ExpiryWatch, Identity};
 use serde::{Deserialize, Serialize};
 use std::io::Write;
 use std::net::SocketAddr;
@@ -80,7 +80,7 @@ pub(crate) fn keep_renewed(identity: &Identity, directory: &Path) {
         loop {
             expiry.look(&identity, SystemTime::now());
             tokio::time::sleep(RENEW_EVERY).await;
-            let renewed = proto::ca::load_identity(&directory).and_then(|read| identity.renew(&read));
+            let renewed = pki::ca::load_identity(&directory).and_then(|read| identity.renew(&read));
             match renewed {
                 Ok(changed) => {
                     failed = None;
@@ -104,7 +104,7 @@ pub(crate) fn keep_renewed(identity: &Identity, directory: &Path) {
 pub(crate) fn identity(directory: Option<&Path>) -> anyhow::Result<Identity> {
     let need = "a directory with node.crt, node.key and ca.crt; create one with `kvasir ca issue`";
     let directory = directory.ok_or_else(|| ConfigError::missing("identity", need))?;
-    proto::ca::load_identity(directory)
+    pki::ca::load_identity(directory)
         .map_err(|error| ConfigError::field("identity", directory.display(), error.to_string()).into())
 }
 

@@ -9,9 +9,10 @@ use proto::operation::{
     TurnOptions, VoiceWindow,
 };
 use serde_json::{Value, json};
+use speech::{encode_speech, load_hearing};
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use worker::operations::{encode_speech, load_hearing};
+use worker::cgroup::cpus;
 
 /// Longest file in samples: an hour at 16 kHz.
 const MAX_SAMPLES: usize = 3600 * 16_000;
@@ -98,11 +99,11 @@ impl OperationCommand {
         let sound = || read(&self.audio).with_context(|| self.audio.display().to_string());
         if let Some(path) = &self.encoded {
             let (rate, sound) = sound()?;
-            let encoded = encode_speech(&bundle, rate, &sound)?;
+            let encoded = encode_speech(&bundle, rate, &sound, cpus())?;
             let bytes: Vec<u8> = encoded.iter().flat_map(|value| value.to_le_bytes()).collect();
             return std::fs::write(path, bytes).with_context(|| path.display().to_string());
         }
-        let (backend, model) = load_hearing(operation, &bundle, |name| std::env::var(name).ok())?;
+        let (backend, model) = load_hearing(operation, &bundle, |name| std::env::var(name).ok(), cpus())?;
         let (rate, sound) = sound()?;
         let options = match operation {
             Operation::Vad => OperationOptions::Speech(SpeechOptions {

@@ -201,7 +201,7 @@ mod tests {
     fn an_error_is_shown_by_its_message() {
         let (at, _) = server(b"HTTP/1.0 404 Not Found\r\n\r\n{\"error\":{\"message\":\"r1 is not known\"}}");
         let error = request(at, "GET", "/", LIMIT).unwrap().success().unwrap_err();
-        assert_eq!(error.to_string(), "answered 404: r1 is not known");
+        assert_eq!(error.to_string(), "status 404: r1 is not known");
     }
 
     #[test]

@@ -142,7 +142,7 @@ impl Perplexity {
         Ok(())
     }
 
-    fn ids(&self, tokenizer: &model::tokenizer::Tokenizer) -> Result<Vec<u32>> {
+    fn ids(&self, tokenizer: &text::tokenizer::Tokenizer) -> Result<Vec<u32>> {
         if let Some(path) = &self.file {
             let text =
                 std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;

@@ -171,9 +171,9 @@ impl Plan {
             let limit = format!("1 to {}, the model's context", spec.context_length);
             return Err(ConfigError::field("context", context, limit).into());
         }
-        let guesses = self.spec.guesses()?;
+        let speculative_method = self.spec.speculative_method()?;
         let costs = ModelCosts::of_file(&spec, &file);
-        let costs = match worker::load::drafter_costs(path, &guesses)? {
+        let costs = match worker::load::drafter_costs(path, &speculative_method)? {
             Some(drafter) => costs.with_drafter(drafter),
             None => costs,
         };
@@ -229,7 +229,7 @@ impl Plan {
             max_shards: most_shards(&costs),
             drafter: costs.drafter().map(|drafter| DrafterReport {
                 spec: self.spec.to_string(),
-                file: guesses.file().map(|path| path.display().to_string()),
+                file: speculative_method.file().map(|path| path.display().to_string()),
                 from_layer: match drafter.stage {
                     DrafterStage::Last { from_layer } if from_layer < costs.layers() => Some(from_layer),
                     DrafterStage::First | DrafterStage::Last { .. } => None,

@@ -1,6 +1,6 @@
 //! Progress bar on stderr. If stderr is not a terminal, writes a log line now and then.
 
-use model::catalog::{Progress, Step};
+use hub::catalog::{Progress, Step};
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 

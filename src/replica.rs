@@ -6,7 +6,7 @@ use crate::stage::StageAnnouncement;
 use crate::up::child;
 use anyhow::Context;
 use clap::ValueEnum;
-use proto::ca::Authority;
+use pki::ca::Authority;
 use proto::ids::{ClusterName, NodeId, Role};
 use proto::stage::{ActivationType, StageAddress};
 use std::path::Path;
@@ -15,7 +15,7 @@ use tempfile::TempDir;
 use tokio::process::Child;
 use tokio::runtime::Runtime;
 use worker::pipeline::Replica;
-use worker::speculation::Guesses;
+use worker::speculation::SpeculativeMethod;
 
 /// Child processes of the later stages; killed when this is dropped.
 pub(crate) struct LaterProcesses {
@@ -32,7 +32,7 @@ pub(crate) struct LaterProcesses {
 pub(crate) fn start(
     path: &Path,
     shards: usize,
-    (engine, guesses): (&EngineArgs, &Guesses),
+    (engine, speculative_method): (&EngineArgs, &SpeculativeMethod),
     threads: usize,
     activations: ActivationType,
 ) -> anyhow::Result<(LaterProcesses, Replica)> {
@@ -55,7 +55,7 @@ pub(crate) fn start(
         flag("kv-type", value_name(engine.kv_type));
         flag("activations", value_name(engine.activations));
         flag("state-type", value_name(engine.state_type));
-        if let Guesses::Assistant(drafter) = guesses {
+        if let SpeculativeMethod::Assistant(drafter) = speculative_method {
             flag(
                 "spec",
                 format!("draft-mtp:{}", drafter.to_str().context("the drafter's path is not UTF-8")?),

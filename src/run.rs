@@ -3,11 +3,11 @@
 use crate::local::{self, EngineArgs};
 use crate::spec::SpecArg;
 use anyhow::{Context, Result, bail};
-use model::chat_template::{ChatTemplate, Message};
 use proto::message::{Finished, GenerateFrame, Sampling, Stop, TenantTurn};
 use std::io::Write;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
+use text::chat_template::{ChatTemplate, Message};
 use worker::engine::EngineRequest;
 use worker::load::EngineOptions;
 
@@ -75,7 +75,8 @@ struct Outcome {
 impl Run {
     /// Runs the command.
     pub(crate) fn run(self) -> Result<()> {
-        let options = EngineOptions { guesses: self.spec.guesses()?, ..self.engine.options()? };
+        let options =
+            EngineOptions { speculative_method: self.spec.speculative_method()?, ..self.engine.options()? };
         let mut local = local::open(&self.model, options)?;
         let prompt = self.prompt_ids(&local)?;
         let prompt_len = prompt.len();

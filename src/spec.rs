@@ -4,7 +4,7 @@ use crate::models::resolve_or_pull;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use std::fmt;
 use std::str::FromStr;
-use worker::speculation::Guesses;
+use worker::speculation::SpeculativeMethod;
 
 /// The drafter.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -27,13 +27,13 @@ pub(crate) struct InvalidSpec(String);
 
 impl SpecArg {
     /// The engine's option.
-    pub(crate) fn guesses(&self) -> anyhow::Result<Guesses> {
+    pub(crate) fn speculative_method(&self) -> anyhow::Result<SpeculativeMethod> {
         Ok(match self {
-            Self::Off => Guesses::Off,
-            Self::Ngram => Guesses::Ngram,
-            Self::DraftMtp(None) => Guesses::Appended,
-            Self::DraftMtp(Some(model)) => Guesses::Assistant(resolve_or_pull(model)?.path),
-            Self::Draft(model) => Guesses::Model(resolve_or_pull(model)?.path),
+            Self::Off => SpeculativeMethod::Off,
+            Self::Ngram => SpeculativeMethod::Ngram,
+            Self::DraftMtp(None) => SpeculativeMethod::Appended,
+            Self::DraftMtp(Some(model)) => SpeculativeMethod::Assistant(resolve_or_pull(model)?.path),
+            Self::Draft(model) => SpeculativeMethod::Model(resolve_or_pull(model)?.path),
         })
     }
 }

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use worker::load::EngineOptions;
-use worker::pipeline::{StageConfig, StageService};
+use worker::rank_server::{StageConfig, StageService};
 use worker::weight_distribution::ShippingConfig;
 
 /// Runs one stage of a replica: a layer range of a model, for a first stage such as `kvasir logits --shards 2`
@@ -72,7 +72,7 @@ impl Stage {
             listen: self.quic,
             engine: EngineOptions {
                 packed: shipping.store.clone(),
-                guesses: self.spec.guesses()?,
+                speculative_method: self.spec.speculative_method()?,
                 ..self.engine.options()?
             },
             shipping: ShippingConfig { lanes, ..shipping },

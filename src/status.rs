@@ -405,12 +405,12 @@ mod tests {
             "12 ms ago",
             "7 blocks",
             "requests: 2 waiting (80 tokens), 5 with workers",
-            "w1 gets its model from other workers: 2 of 9 MiB",
-            "by w2",
+            "w1 fetches its model from other workers: 2 of 9 MiB",
+            "w1 received wrong bytes from w2",
             "m is unverified",
             "w0 offers embed (m), vad (v by onnx, 2 open)",
-            "w0: CPUs sleep while a stage waits",
-            "w0 has lost its GPU again and again, and drains until `kvasir undrain w0`",
+            "w0: its CPUs sleep while a stage waits",
+            "w0 has lost its GPU repeatedly and is drained until `kvasir undrain w0`",
         ] {
             assert!(text.contains(expected), "{expected} not in\n{text}");
         }

@@ -2,8 +2,9 @@
 
 use crate::models;
 use anyhow::Context;
-use model::{ModelFile, Tokenizer};
+use model::ModelFile;
 use std::io::Write;
+use text::Tokenizer;
 
 /// Prints the token ids of a text.
 #[derive(clap::Args)]

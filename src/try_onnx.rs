@@ -1,11 +1,11 @@
 //! `kvasir try-onnx`: loads an ONNX file under resource limits, before another process of this executable
-//! loads it (`worker::operations::onnx::trial`).
+//! loads it (`speech::onnx::trial`).
 #![allow(unsafe_code)]
 
 use anyhow::Context;
+use speech::onnx::trial::{self, Program, TrialLimits};
 use std::io;
 use std::path::{Path, PathBuf};
-use worker::operations::onnx::trial::{self, Program, TrialLimits};
 
 const NAME: &str = "try-onnx";
 

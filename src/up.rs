@@ -16,14 +16,14 @@ use crate::worker::WorkerSettings;
 use crate::{home, models};
 use ::coordinator::api::auth::KeyEntry;
 use ::coordinator::consensus::table::MAX_VOTERS;
-use ::worker::operations::Bundle;
 use anyhow::Context;
 use data_dir::DataDir;
 use nodes::Nodes;
-use proto::ca::Authority;
+use pki::ca::Authority;
 use proto::ids::{ClusterName, NodeId, Role};
-use proto::message::ModelTask;
+use proto::served_model::ModelTask;
 use serde::{Deserialize, Serialize};
+use speech::Bundle;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 use std::path::PathBuf;
 use std::time::SystemTime;
@@ -303,8 +303,8 @@ impl Up {
         let settings: UpSettings = config::layered(self.config.as_deref(), &self.settings)?;
         if let Some(shards) = settings.shards.filter(|shards| *shards > 1) {
             let model = models::resolve_or_pull(settings.model.as_deref().unwrap_or(DEFAULT_MODEL))?;
-            let guesses = settings.spec.clone().unwrap_or_default().guesses()?;
-            ::worker::load::check_shards(&model.path, &guesses, shards)?;
+            let speculative_method = settings.spec.clone().unwrap_or_default().speculative_method()?;
+            ::worker::load::check_shards(&model.path, &speculative_method, shards)?;
         }
         let gpus = ::worker::load::visible_gpus(settings.device.unwrap_or(Device::Auto).into());
         let plan = Plan::new(settings, self.listen_public, gpus)?;

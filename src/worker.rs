@@ -14,14 +14,14 @@ use crate::shipped;
 use crate::spec::SpecArg;
 use crate::try_grammar;
 use coordinator::models::ModelEntry;
-use proto::message::ModelTask;
+use proto::served_model::ModelTask;
 use serde::{Deserialize, Serialize};
+use speech::SessionLimits;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use worker::decoder::StateType;
 use worker::load::{self, EngineOptions};
-use worker::operations::SessionLimits;
 use worker::service::{OwnModel, PoolOffer, WorkerConfig, WorkerService};
 use worker::snapshot::store::StoreConfig;
 use worker::tiers::{DiskConfig, TiersConfig};
@@ -271,7 +271,7 @@ impl WorkerSettings {
             ops: settings.ops.unwrap_or(local(0)),
             engine: EngineOptions {
                 packed,
-                guesses: settings.spec.clone().unwrap_or_default().guesses()?,
+                speculative_method: settings.spec.clone().unwrap_or_default().speculative_method()?,
                 ..settings.options()?
             },
             part: settings.role.unwrap_or(RoleArg::Both).into(),

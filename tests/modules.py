@@ -12,12 +12,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 # Crate, folder of its sources, limit.
 CRATES = [
+    ("router", "coordinator/router/src", 0),
     ("coordinator", "coordinator/src", 0),
     ("kernels", "kernels/src", 0),
+    ("cuda", "kernels/cuda/src", 0),
     ("ptx", "kernels/ptx/src", 0),
-    ("proto", "proto/src", 4),
-    ("model", "model/src", 4),
-    ("worker", "worker/src", 6),
+    ("proto", "proto/src", 0),
+    ("pki", "proto/pki/src", 0),
+    ("transport", "proto/transport/src", 0),
+    ("metadata", "model/metadata/src", 0),
+    ("model", "model/src", 0),
+    ("text", "model/text/src", 0),
+    ("hub", "model/hub/src", 0),
+    ("speech", "worker/speech/src", 0),
+    ("worker", "worker/src", 0),
     ("kvasir", "src", 17),
 ]
 TEST_MODULE = re.compile(r"#\[cfg\(test\)\]\s*(?:pub(?:\(\w+\))? )?mod \w+\s*\{.*?^\}", re.S | re.M)

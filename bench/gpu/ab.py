@@ -14,7 +14,7 @@ import time
 import cupy as cp
 import numpy as np
 
-# Bytes of a unit (32 rows of 256 columns) in device memory, see kernels/src/cuda/pack.rs.
+# Bytes of a unit (32 rows of 256 columns) in device memory, see kernels/cuda/src/pack.rs.
 UNIT_BYTES = {"q4_k": 4608, "q6_k": 6720, "mxfp4": 4352}
 UNIT_ROWS, UNIT_COLS = 32, 256
 SHAPES = [(14336, 4096), (4096, 4096), (4096, 14336)]
@@ -58,7 +58,7 @@ class Bench:
 
 
 def activations(rng, cols):
-    """Rows of 8-bit blocks as kernels/src/cuda/rowwise.cu writes them: 32 values, scale, scaled sum, sums."""
+    """Rows of 8-bit blocks as kernels/cuda/src/rowwise.cu writes them: 32 values, scale, scaled sum, sums."""
     blocks = cols // 32
     rows = np.zeros((MOST_TOKENS, blocks, 48), np.uint8)
     quants = rng.integers(-127, 128, (MOST_TOKENS, blocks, 32), np.int8)

@@ -15,7 +15,7 @@ import pathlib
 import re
 import sys
 
-SOURCES = pathlib.Path(__file__).resolve().parents[2] / "kernels/src/cuda"
+SOURCES = pathlib.Path(__file__).resolve().parents[2] / "kernels/cuda/src"
 # Prompts: two blocks on a multiprocessor instead of one, with half the registers for each thread, which some formats spill.
 OCCUPANCY = [
     ("PRODUCT_KERNEL(mul_128, STAGED_TOKENS, 1,", "PRODUCT_KERNEL(mul_128, STAGED_TOKENS, 2,"),
@@ -44,7 +44,7 @@ PREFETCH = [
      "            if (block % UNIT_BLOCKS == 0) ahead(p, tile, block / UNIT_BLOCKS + 1, units);\n"),
 ]
 VARIANTS = {"base": [], "occupancy": OCCUPANCY, "prefetch": PREFETCH, "both": OCCUPANCY + PREFETCH}
-# BITS, LEVELS, OFFSET, SCALING as kernels/src/cuda/matmul/sources.rs has them.
+# BITS, LEVELS, OFFSET, SCALING as kernels/cuda/src/source/matmul.rs has them.
 TYPES = {"q4_k": ("4", "PLAIN", "0", "SUPER_MIN"), "q6_k": ("6", "PLAIN", "32", "SIXTEENTHS"), "mxfp4": ("4", "E2M1", "0", "E8M0")}
 
 

@@ -9,14 +9,16 @@ use coordinator::api::documents::Popularity;
 use coordinator::api::fields::Fields;
 use coordinator::api::plan::{self, GenerationPlan, Sources};
 use coordinator::api::prompt::messages;
-use coordinator::balancer::{Action, Balancer, Output, Policy, RouteRequest};
-use coordinator::chain_memo::ChainMemo;
 use coordinator::models::{ModelEntry, Models, OfferedModel};
-use coordinator::table::TableChange;
 use proto::block::{BlockId, ClusterKey};
 use proto::event::{KvEvent, KvEventBatch, Medium};
 use proto::ids::{Epoch, ModelId, NodeId, RequestId};
-use proto::message::{LoadReport, ModelTask, PullReport, ServedModel, WorkerInfo, WorkerState};
+use proto::message::PullReport;
+use proto::served_model::{ModelTask, ServedModel};
+use proto::worker::{LoadReport, WorkerInfo, WorkerState};
+use router::balancer::{Action, Balancer, Output, Policy, RouteRequest};
+use router::chain_memo::ChainMemo;
+use router::table::TableChange;
 use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -159,7 +161,7 @@ impl Bench {
 
         let chain: Arc<[BlockId]> = timed(&mut took, || self.chains.chain_of(self.root, prompt).into());
         let ask = RouteRequest {
-            request: RequestId::new("bench")?,
+            request_id: RequestId::new("bench")?,
             tenant: "tenant".into(),
             model: self.served.id.clone(),
             operation: None,
@@ -168,8 +170,9 @@ impl Bench {
             output: Output::default(),
             group: None,
             priority: 0,
+            submitted: self.now,
             deadline: self.now + Duration::from_secs(60),
-            explain: false,
+            trace: None,
         };
         let node = timed(&mut took, || self.place(ask))?;
         let batch = self.say(&node, &chain);
@@ -216,7 +219,7 @@ impl Bench {
 
     /// Queues a request and runs it to its end, with periodic work once per request.
     fn place(&mut self, ask: RouteRequest) -> anyhow::Result<NodeId> {
-        let (tickets, actions) = self.balancer.submit(self.now, vec![ask], self.random)?;
+        let (tickets, actions) = self.balancer.submit(self.now, &[Arc::new(ask)], self.random)?;
         let node = actions.into_iter().find_map(|action| match action {
             Action::Assign(_, assignment) => Some(assignment.node),
             _ => None,

@@ -15,12 +15,9 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use parking_lot::Mutex;
 use proto::block::{BlockId, ClusterKey};
 use proto::ids::{Attempt, Epoch, ModelId, RequestId, Role};
-use proto::message::{
-    GenerateFrame, GenerateRequest, LoadReport, Register, Registered, Sampling, Stop, TenantTurn, TokenIds,
-};
-use proto::service::{CertificateReport, CoordinatorApi, Refusal};
+use proto::message::{GenerateFrame, GenerateRequest, Sampling, Stop, TenantTurn, TokenIds};
 use proto::shard::ShippingReport;
-use proto::transport::{Connection, Endpoint, EndpointConfig, Incoming};
+use proto::worker::{CertificateReport, LoadReport, Refusal, Register, Registered};
 use std::convert::Infallible;
 use std::path::PathBuf;
 use std::pin::Pin;
@@ -29,6 +26,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll};
 use tarpc::context;
 use tokio::net::TcpListener;
+use transport::service::CoordinatorApi;
+use transport::{Connection, Endpoint, EndpointConfig, Incoming};
 
 /// Approximate bytes of text per token.
 const BYTES_PER_TOKEN: usize = 4;
@@ -48,7 +47,7 @@ pub(crate) struct Args {
 }
 
 pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
-    let identity = proto::ca::load_identity(&args.identity)?;
+    let identity = pki::ca::load_identity(&args.identity)?;
     let loopback = ([127, 0, 0, 1], 0).into();
     let endpoint = Endpoint::bind(loopback, &identity, EndpointConfig::new(Epoch(1), [Role::Worker]))?;
     let listener = TcpListener::bind(loopback).await.context("binding")?;

@@ -2,19 +2,17 @@
 //! immediate answers.
 
 use anyhow::anyhow;
-use coordinator::chain_memo::ChainMemo;
-use model::{ModelFile, Tokenizer};
+use model::ModelFile;
 use parking_lot::Mutex;
+use pki::Expected;
 use proto::block::BlockId;
 use proto::event::{KvEvent, KvEventBatch, KvReplay, KvSnapshot, Medium};
 use proto::ids::{Epoch, ModelId, NodeId, Role};
-use proto::message::{
-    FinishReason, Finished, GenerateFrame, LoadReport, ModelTask, PullReport, ServedModel, Started, TokenOut,
-    WorkerInfo, WorkerState, WorkerStatus,
-};
+use proto::message::{FinishReason, Finished, GenerateFrame, PullReport, Started, TokenOut};
 use proto::placement::{PlaceOrder, PlaceReport};
-use proto::service::{WorkerApi, deadline};
-use proto::transport::{Connection, Endpoint, EndpointConfig, Expected, GenerateCall, Incoming};
+use proto::served_model::{ModelTask, ServedModel};
+use proto::worker::{LoadReport, WorkerInfo, WorkerState, WorkerStatus};
+use router::chain_memo::ChainMemo;
 use std::collections::{HashSet, VecDeque};
 use std::hash::{BuildHasherDefault, Hasher};
 use std::net::SocketAddr;
@@ -23,7 +21,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tarpc::context::Context;
+use text::Tokenizer;
 use tokio::sync::mpsc;
+use transport::service::{WorkerApi, deadline};
+use transport::{Connection, Endpoint, EndpointConfig, GenerateCall, Incoming};
 
 const LIMIT: Duration = Duration::from_secs(5);
 const MAX_MODEL_LEN: u32 = 1 << 20;
@@ -88,7 +89,7 @@ impl Hasher for AsItIs {
 }
 
 pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
-    let identity = proto::ca::load_identity(&args.identity)?;
+    let identity = pki::ca::load_identity(&args.identity)?;
     let file = ModelFile::open(&args.model_file)?;
     let tokenizer_digest = Tokenizer::from_metadata(file.metadata())?.digest();
     let since = SystemTime::now().duration_since(UNIX_EPOCH)?;

@@ -2,8 +2,8 @@
 
 use crate::quant::Quant;
 use clap::ValueEnum;
+use metadata::{Metadata, Strings, Value};
 use model::GgmlType;
-use model::metadata::{Metadata, Strings, Value};
 
 #[derive(Clone, Copy, ValueEnum)]
 pub(crate) enum Shape {

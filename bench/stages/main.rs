@@ -7,8 +7,8 @@
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
+use pki::ca::Authority;
 use proto::block::{BlockId, ClusterKey, Scope, TenantSalt};
-use proto::ca::Authority;
 use proto::ids::{ClusterName, NodeId, Role};
 use proto::message::{GenerateFrame, Sampling, Stop, TenantTurn};
 use proto::stage::{ActivationType, StageAddress};

@@ -2,16 +2,15 @@
 //! and to f32, without computation. Uses one pair of endpoints, or several at once (lanes).
 
 use anyhow::{Context, Result, bail, ensure};
-use proto::ca::Authority;
+use pki::ca::Authority;
+use pki::{Expected, Identity};
 use proto::ids::{ClusterName, Epoch, NodeId, Role};
 use proto::stage::{ReplicaId, StageFeed, StageFrame, StageStep};
-use proto::transport::{
-    ActivationSender, Connection, Endpoint, EndpointConfig, Expected, Identity, Incoming,
-};
 use serde_json::{Value, json};
 use std::num::NonZero;
 use std::time::{Instant, SystemTime};
 use tokio::task::JoinSet;
+use transport::{ActivationSender, Connection, Endpoint, EndpointConfig, Incoming};
 
 /// Rows of 1,024 values.
 const HIDDEN: usize = 1024;

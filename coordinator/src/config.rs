@@ -1,13 +1,13 @@
 //! The coordinator's configuration file.
 
-use crate::admission::{BadWeight, QueueLimits, TenantWeights};
 use crate::api::auth::KeyEntry;
 use crate::api::cors::Cors;
-use crate::balancer::Policy;
 use crate::consensus::table::MAX_VOTERS;
 use crate::models::ModelEntry;
-use crate::routing::Routing;
 use proto::ids::NodeId;
+use router::admission::{BadWeight, QueueLimits, TenantWeights};
+use router::balancer::Policy;
+use router::routing::Routing;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::net::{Ipv4Addr, SocketAddr};

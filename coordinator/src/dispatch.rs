@@ -4,7 +4,6 @@
 
 mod certificates;
 mod choice;
-mod claim;
 mod encoding;
 mod generation;
 mod link;
@@ -14,6 +13,7 @@ mod peers;
 mod pool;
 mod sequences;
 mod shipments;
+mod ticket;
 
 pub use certificates::Certificates;
 pub use encoding::{EncodeJob, Encoded, Encoding};
@@ -25,32 +25,34 @@ pub use peers::Peers;
 pub use pool::PoolWorker;
 pub use shipments::Shipments;
 
-use crate::admission::TenantWeights;
-use crate::balancer::{
-    Action, Assignment, AttemptError, Balancer, Policy, QueueView, Refusal, RouteRequest, Ticket, WorkerView,
-};
 use crate::metrics::{self, Metrics};
-use crate::prefix_index::{GapRepair, IndexSize};
 use crate::random::random_u64;
-use crate::table::roster::Roster;
-use crate::table::{Member, TableChange, TableError};
-use claim::TicketGuard;
-use link::{Link, Pooled, SendTurn};
+use link::{Link, Pooled};
 use parking_lot::{Mutex, MutexGuard};
 use proto::block::BlockId;
 use proto::event::{KvEventBatch, KvReplay};
 use proto::ids::{Epoch, ModelId, NodeId};
 use proto::log::Repeats;
-use proto::message::{GenerateError, LoadReport, Register, ServedModel, WorkerInfo};
+use proto::message::GenerateError;
 use proto::sequence::SequenceName;
-use proto::service::deadline;
-use proto::transport::{CloseCode, Connection};
+use proto::served_model::ServedModel;
+use proto::worker::{LoadReport, Register, WorkerInfo};
+use router::admission::TenantWeights;
+use router::balancer::{
+    Action, Assignment, AttemptError, Balancer, Policy, QueueView, Refusal, RouteRequest, Ticket, WorkerView,
+};
+use router::prefix_index::{GapRepair, IndexSize};
+use router::table::roster::Roster;
+use router::table::{Member, TableChange, TableError};
 use sequences::Served;
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use ticket::{Placed, TicketGuard};
 use tokio::sync::{Notify, mpsc};
+use transport::service::deadline;
+use transport::{CloseCode, Connection};
 
 /// Timeout of RPCs to a worker, except generations.
 const RPC_LIMIT: Duration = Duration::from_secs(5);
@@ -62,7 +64,7 @@ static REFUSED: Repeats = Repeats::new();
 /// The balancer with its connections. Shared in an `Arc`.
 #[derive(Debug)]
 pub struct Dispatch {
-    desk: Mutex<DispatchState>,
+    state: Mutex<DispatchState>,
     metrics: Arc<Metrics>,
     peers: Peers,
     shipments: Shipments,
@@ -70,7 +72,7 @@ pub struct Dispatch {
     lost_devices: LostDevices,
     weights: TenantWeights,
     /// Notified after a worker's events have been applied.
-    heard: Notify,
+    events_applied: Notify,
 }
 
 /// State under one lock, so that a decision is atomic with its inputs. Never held across an `await`.
@@ -78,110 +80,104 @@ pub struct Dispatch {
 struct DispatchState {
     balancer: Balancer,
     /// Channels for the placement results of tickets that were not decided at submission.
-    tickets: HashMap<Ticket, mpsc::UnboundedSender<PlacementResult>>,
+    tickets: HashMap<Ticket, mpsc::UnboundedSender<Placement>>,
     links: HashMap<NodeId, Arc<Link>>,
     served: Served,
 }
 
-/// The balancer's decision about a ticket.
+/// The balancer's decision about a ticket. Boxed, because a channel allocates space for dozens of values up
+/// front.
+type Placement = Result<Box<Placed>, Refusal>;
+
+/// Source of a ticket's next placement.
 #[derive(Debug)]
-enum PlacementResult {
-    /// Boxed, because a channel allocates space for dozens of values up front.
-    Go(Box<(Assignment, Arc<Link>, SendTurn)>),
-    No(Refusal),
+enum PlacementSource {
+    /// Decided at submission; `None` once it was taken and no retry has followed.
+    Decided(Option<Placement>),
+    Pending(mpsc::UnboundedReceiver<Placement>),
 }
 
-/// Source of a ticket's next placement result.
-#[derive(Debug)]
-enum Verdicts {
-    At(PlacementResult),
-    Later(mpsc::UnboundedReceiver<PlacementResult>),
-    /// The result was taken, and no retry has followed.
-    Taken,
-}
-
-impl Verdicts {
-    async fn next(&mut self) -> Option<PlacementResult> {
-        if let Self::Later(verdicts) = self {
-            return verdicts.recv().await;
-        }
-        match std::mem::replace(self, Self::Taken) {
-            Self::At(verdict) => Some(verdict),
-            _ => None,
+impl PlacementSource {
+    async fn next(&mut self) -> Option<Placement> {
+        match self {
+            Self::Decided(placement) => placement.take(),
+            Self::Pending(placements) => placements.recv().await,
         }
     }
 }
 
 impl DispatchState {
-    fn await_verdicts(&mut self, ticket: Ticket) -> mpsc::UnboundedReceiver<PlacementResult> {
-        let (sender, verdicts) = mpsc::unbounded_channel();
+    fn pending(&mut self, ticket: Ticket) -> PlacementSource {
+        let (sender, placements) = mpsc::unbounded_channel();
         self.tickets.insert(ticket, sender);
-        verdicts
+        PlacementSource::Pending(placements)
     }
 }
 
 impl Dispatch {
     pub fn new(policy: Policy, metrics: Arc<Metrics>, weights: TenantWeights) -> Arc<Self> {
         let balancer = Balancer::weighted(policy, weights.clone());
-        let desk = DispatchState {
+        let state = DispatchState {
             balancer,
             tickets: HashMap::new(),
             links: HashMap::new(),
             served: Served::default(),
         };
         Arc::new(Self {
-            desk: Mutex::new(desk),
+            state: Mutex::new(state),
             metrics,
             peers: Peers::default(),
             shipments: Shipments::default(),
             certificates: Certificates::default(),
             lost_devices: LostDevices::default(),
             weights,
-            heard: Notify::new(),
+            events_applied: Notify::new(),
         })
     }
 
     /// Submits the generations of one request: all are taken or none. Dropping a [`Generation`] cancels it.
     pub fn generate(self: &Arc<Self>, jobs: Vec<GenerationJob>) -> Result<Vec<Generation>, Refusal> {
-        let claims = self.submit(jobs.iter().map(GenerationJob::ask).collect())?;
-        Ok(claims.into_iter().zip(jobs).map(|(claim, job)| Generation::new(claim, job)).collect())
+        let requests: Vec<_> = jobs.iter().map(|job| Arc::clone(&job.request)).collect();
+        let tickets = self.submit(&requests)?.into_iter();
+        Ok(tickets.zip(jobs).map(|(ticket, job)| Generation::new(ticket, job)).collect())
     }
 
     /// Submits the parts of one request to encode texts: all are taken or none. Dropping an [`Encoding`]
     /// cancels it.
     pub fn encode(self: &Arc<Self>, jobs: Vec<EncodeJob>) -> Result<Vec<Encoding>, Refusal> {
-        let claims = self.submit(jobs.iter().map(EncodeJob::ask).collect())?;
-        Ok(claims.into_iter().zip(jobs).map(|(claim, job)| Encoding::new(claim, job)).collect())
+        let requests: Vec<_> = jobs.iter().map(|job| Arc::clone(&job.request)).collect();
+        let tickets = self.submit(&requests)?.into_iter();
+        Ok(tickets.zip(jobs).map(|(ticket, job)| Encoding::new(ticket, job)).collect())
     }
 
-    fn submit(self: &Arc<Self>, asks: Vec<RouteRequest>) -> Result<Vec<TicketGuard>, Refusal> {
-        let mut desk = self.desk.lock();
-        let (tickets, actions) = desk.balancer.submit(Instant::now(), asks, random_u64())?;
+    fn submit(self: &Arc<Self>, requests: &[Arc<RouteRequest>]) -> Result<Vec<TicketGuard>, Refusal> {
+        let mut state = self.state.lock();
+        let (tickets, actions) = state.balancer.submit(Instant::now(), requests, random_u64())?;
         // Most requests are placed at once and need no channel. Actions are handled in order, so that send
         // turns follow the order of the decisions.
-        let mut decided: Vec<Option<PlacementResult>> = tickets.iter().map(|_| None).collect();
+        let mut decided: Vec<Option<Placement>> = tickets.iter().map(|_| None).collect();
         for action in actions {
-            let ours = |ticket: &Ticket| tickets.iter().position(|ours| ours == ticket);
+            let own = |ticket: &Ticket| tickets.iter().position(|own| own == ticket);
             match action {
-                Action::Assign(ticket, assignment) => match ours(&ticket) {
-                    Some(at) => decided[at] = Some(self.assigned(&desk, assignment)),
-                    None => self.perform(&mut desk, [Action::Assign(ticket, assignment)]),
+                Action::Assign(ticket, assignment) => match own(&ticket) {
+                    Some(at) => decided[at] = Some(self.assigned(&state, assignment)),
+                    None => self.perform(&mut state, [Action::Assign(ticket, assignment)]),
                 },
-                Action::Refuse(ticket, refusal) => match ours(&ticket) {
-                    Some(at) => decided[at] = Some(PlacementResult::No(refusal)),
-                    None => self.perform(&mut desk, [Action::Refuse(ticket, refusal)]),
+                Action::Refuse(ticket, refusal) => match own(&ticket) {
+                    Some(at) => decided[at] = Some(Err(refusal)),
+                    None => self.perform(&mut state, [Action::Refuse(ticket, refusal)]),
                 },
-                action => self.perform(&mut desk, [action]),
+                action => self.perform(&mut state, [action]),
             }
         }
-        let claim = |(ticket, decided): (Ticket, Option<PlacementResult>)| {
-            let verdicts = match decided {
-                Some(verdict) => Verdicts::At(verdict),
-                None => Verdicts::Later(desk.await_verdicts(ticket)),
+        let guard = |(ticket, decided): (Ticket, Option<Placement>)| {
+            let placements = match decided {
+                Some(placement) => PlacementSource::Decided(Some(placement)),
+                None => state.pending(ticket),
             };
-            TicketGuard::new(Arc::clone(self), ticket, verdicts)
+            TicketGuard::new(Arc::clone(self), ticket, placements)
         };
-        Ok(tickets.into_iter().zip(decided).map(claim).collect())
+        Ok(tickets.into_iter().zip(decided).map(guard).collect())
     }
 
     /// Adds a worker that has registered on `connection`. Closes its earlier connection, if any.
@@ -194,23 +190,23 @@ impl Dispatch {
         let Register { worker, part, pulls, capacity, operations, drafter } = register;
         let (node, epoch) = (worker.node.clone(), worker.epoch);
         let quic = reachable(&worker.quic, connection.remote_address());
-        let mut desk = self.desk.lock();
+        let mut state = self.state.lock();
         let join = TableChange::Join(worker);
-        let actions = desk.balancer.change(Instant::now(), join, random_u64())?;
-        desk.balancer.introduce(&node, epoch, part, pulls, quic.clone());
-        desk.balancer.offer(&node, epoch, operations);
+        let actions = state.balancer.change(Instant::now(), join, random_u64())?;
+        state.balancer.introduce(&node, epoch, part, pulls, quic.clone());
+        state.balancer.offer(&node, epoch, operations);
         let pool = capacity.map(|capacity| Pooled { capacity, drafter, quic });
         let link = Arc::new(Link::new(session, epoch, connection, pool));
-        if let Some(old) = desk.links.insert(node.clone(), link)
+        if let Some(old) = state.links.insert(node.clone(), link)
             && old.session() != session
         {
             old.close(CloseCode::Fenced);
         }
-        self.perform(&mut desk, actions);
+        self.perform(&mut state, actions);
         // The worker's earlier epoch was draining. The new process does not know this yet.
-        if desk.balancer.table().member(&node).is_some_and(|member| member.draining) {
+        if state.balancer.table().member(&node).is_some_and(|member| member.draining) {
             let dispatch = Arc::clone(self);
-            tokio::spawn(async move { dispatch.tell_drain(&node).await });
+            tokio::spawn(async move { dispatch.send_drain_state(&node).await });
         }
         Ok(())
     }
@@ -226,38 +222,38 @@ impl Dispatch {
         epoch: Epoch,
     ) -> Option<SocketAddr> {
         let other = || {
-            let desk = self.desk.lock();
-            let link = desk.links.get(node)?;
+            let state = self.state.lock();
+            let link = state.links.get(node)?;
             let other = link.session() != session && link.epoch() < epoch && !link.is_closed();
             other.then(|| Arc::clone(link))
         };
         let link = other()?;
-        let asked = Instant::now();
+        let started = Instant::now();
         let answer = async { link.api().await.ok()?.status(deadline(ALIVE_LIMIT)).await.ok() };
         let answers = tokio::time::timeout(ALIVE_LIMIT, answer).await.is_ok_and(|answer| answer.is_some());
         // The other process may have left meanwhile.
         let link = other().filter(|now| now.session() == link.session())?;
         let silent = self
-            .desk
+            .state
             .lock()
             .balancer
             .workers(Instant::now())
             .into_iter()
             .find_map(|view| (view.member.register.node == *node).then_some(view.silent));
-        let reports = silent.is_some_and(|silent| silent < asked.elapsed());
+        let reports = silent.is_some_and(|silent| silent < started.elapsed());
         (answers || reports).then(|| link.connection().remote_address())
     }
 
     /// Takes a worker's load report. Returns `false` if the worker is not a member with this session and
     /// epoch.
     pub fn load(self: &Arc<Self>, session: SessionId, node: &NodeId, report: LoadReport) -> bool {
-        let mut desk = self.desk.lock();
+        let mut state = self.state.lock();
         let epoch = report.epoch;
-        let member = desk.links.get(node).is_some_and(|l| l.session() == session && l.epoch() == epoch);
+        let member = state.links.get(node).is_some_and(|l| l.session() == session && l.epoch() == epoch);
         if member {
-            desk.balancer.pulled(node, epoch, report.pulls);
-            let actions = desk.balancer.load(Instant::now(), node, report, random_u64());
-            self.perform(&mut desk, actions);
+            state.balancer.pulled(node, epoch, report.pulls);
+            let actions = state.balancer.load(Instant::now(), node, report, random_u64());
+            self.perform(&mut state, actions);
         }
         member
     }
@@ -280,16 +276,16 @@ impl Dispatch {
     /// Applies a worker's KV events.
     pub fn events(self: &Arc<Self>, session: SessionId, node: &NodeId, batch: KvEventBatch) {
         for part in batch.into_parts() {
-            let mut desk = self.desk.lock();
-            if desk.links.get(node).is_none_or(|link| link.session() != session) {
+            let mut state = self.state.lock();
+            if state.links.get(node).is_none_or(|link| link.session() != session) {
                 // The worker has not registered yet, or this connection was replaced. The replay after its
                 // registration repeats the events.
                 return;
             }
-            match desk.balancer.events(node, part) {
+            match state.balancer.events(node, part) {
                 Ok(action) => {
-                    let placed = desk.balancer.announced(Instant::now(), random_u64());
-                    self.perform(&mut desk, action.into_iter().chain(placed));
+                    let placed = state.balancer.announced(Instant::now(), random_u64());
+                    self.perform(&mut state, action.into_iter().chain(placed));
                 }
                 Err(error) => {
                     if let Some(left_out) = REFUSED.due((node, error.to_string())) {
@@ -298,9 +294,9 @@ impl Dispatch {
                 }
             }
             // Lets waiting requests take the lock between the parts.
-            MutexGuard::unlock_fair(desk);
+            MutexGuard::unlock_fair(state);
         }
-        self.heard.notify_waiters();
+        self.events_applied.notify_waiters();
     }
 
     /// The session's connection is gone. If it is the worker's current connection, the worker leaves.
@@ -327,21 +323,21 @@ impl Dispatch {
     pub async fn drain(self: &Arc<Self>, node: &NodeId, draining: bool) -> Result<(), TableError> {
         let change = TableChange::Drain { node: node.clone(), draining };
         self.change(change)?;
-        self.tell_drain(node).await;
+        self.send_drain_state(node).await;
         Ok(())
     }
 
     fn change(self: &Arc<Self>, change: TableChange) -> Result<(), TableError> {
-        let mut desk = self.desk.lock();
-        let actions = desk.balancer.change(Instant::now(), change, random_u64())?;
-        self.perform(&mut desk, actions);
+        let mut state = self.state.lock();
+        let actions = state.balancer.change(Instant::now(), change, random_u64())?;
+        self.perform(&mut state, actions);
         Ok(())
     }
 
     /// Applies what the coordinators have agreed on: which workers drain, and each worker's current epoch.
     /// Workers of an older epoch are removed.
     pub fn agree(self: &Arc<Self>, roster: &Roster) {
-        for (node, epoch, draining) in self.lives() {
+        for (node, epoch, draining) in self.member_epochs() {
             let Some(agreed) = roster.worker(&node) else { continue };
             if agreed.epoch > epoch {
                 self.remove(&node, "the group knows a later epoch of the worker", |link| {
@@ -352,7 +348,7 @@ impl Dispatch {
                 // Fails only if the worker has left meanwhile.
                 if self.change(change).is_ok() {
                     let dispatch = Arc::clone(self);
-                    tokio::spawn(async move { dispatch.tell_drain(&node).await });
+                    tokio::spawn(async move { dispatch.send_drain_state(&node).await });
                 }
             }
         }
@@ -360,33 +356,33 @@ impl Dispatch {
 
     /// The registrations of all members.
     pub fn introductions(&self) -> Vec<Arc<WorkerInfo>> {
-        self.desk.lock().balancer.table().members().map(|member| Arc::clone(&member.register)).collect()
+        self.state.lock().balancer.table().members().map(|member| Arc::clone(&member.register)).collect()
     }
 
-    fn lives(&self) -> Vec<(NodeId, Epoch, bool)> {
-        let desk = self.desk.lock();
-        let life = |member: &Member| (member.register.node.clone(), member.register.epoch, member.draining);
-        desk.balancer.table().members().map(life).collect()
+    fn member_epochs(&self) -> Vec<(NodeId, Epoch, bool)> {
+        let state = self.state.lock();
+        let epoch = |member: &Member| (member.register.node.clone(), member.register.epoch, member.draining);
+        state.balancer.table().members().map(epoch).collect()
     }
 
     /// Sends a worker its drain state, again if the state changes during the call.
-    async fn tell_drain(&self, node: &NodeId) {
+    async fn send_drain_state(&self, node: &NodeId) {
         let wanted = || {
-            let desk = self.desk.lock();
-            let member = desk.balancer.table().member(node)?;
-            Some((Arc::clone(desk.links.get(node)?), member.draining))
+            let state = self.state.lock();
+            let member = state.balancer.table().member(node)?;
+            Some((Arc::clone(state.links.get(node)?), member.draining))
         };
         let mut last = None;
         while let Some((link, draining)) = wanted()
             && last != Some(draining)
         {
             last = Some(draining);
-            let told = match link.api().await {
+            let sent = match link.api().await {
                 Ok(api) if draining => api.drain(deadline(RPC_LIMIT)).await.map_err(|e| e.to_string()),
                 Ok(api) => api.undrain(deadline(RPC_LIMIT)).await.map_err(|e| e.to_string()),
                 Err(error) => Err(error.to_string()),
             };
-            if let Err(error) = told {
+            if let Err(error) = sent {
                 // The worker gets no work from here in any case.
                 tracing::warn!(%node, draining, %error, "cannot send a drain or its end to the worker");
             }
@@ -395,55 +391,55 @@ impl Dispatch {
 
     /// Expires deadlines, leases and reservations. Call it several times a second.
     pub fn tick(self: &Arc<Self>) {
-        let mut desk = self.desk.lock();
-        let actions = desk.balancer.tick(Instant::now(), random_u64());
-        self.perform(&mut desk, actions);
+        let mut state = self.state.lock();
+        let actions = state.balancer.tick(Instant::now(), random_u64());
+        self.perform(&mut state, actions);
     }
 
     /// The workers' own metrics as text, by node. Workers that do not answer within `limit` are left out.
     pub async fn worker_metrics(&self, limit: Duration) -> Vec<(NodeId, String)> {
-        let links: Vec<_> = self.desk.lock().links.iter().map(|(n, l)| (n.clone(), Arc::clone(l))).collect();
-        let ask = async |node: NodeId, link: Arc<Link>| {
+        let links: Vec<_> = self.state.lock().links.iter().map(|(n, l)| (n.clone(), Arc::clone(l))).collect();
+        let fetch = async |node: NodeId, link: Arc<Link>| {
             let text = link.api().await.ok()?.metrics_text(deadline(limit)).await.ok()?;
             Some((node, text))
         };
-        let asked = links.into_iter().map(|(n, l)| tokio::time::timeout(limit, ask(n, l)));
-        futures::future::join_all(asked).await.into_iter().filter_map(|r| r.ok().flatten()).collect()
+        let fetched = links.into_iter().map(|(n, l)| tokio::time::timeout(limit, fetch(n, l)));
+        futures::future::join_all(fetched).await.into_iter().filter_map(|r| r.ok().flatten()).collect()
     }
 
     /// The model of this name, if a worker serves it or is expected to.
     pub fn model(&self, id: &ModelId) -> Option<ServedModel> {
-        self.desk.lock().balancer.model(id).cloned()
+        self.state.lock().balancer.model(id).cloned()
     }
 
     pub fn serves(&self, id: &ModelId) -> bool {
-        self.desk.lock().balancer.serves(id)
+        self.state.lock().balancer.serves(id)
     }
 
     /// Checks whether the queue has room for another request. Cheap; call it before preparing a request.
     pub fn check_room(&self) -> Result<(), Refusal> {
-        self.desk.lock().balancer.check_room(1, 0)
+        self.state.lock().balancer.check_room(1, 0)
     }
 
     /// Number of changes of the worker table so far.
     pub fn table_version(&self) -> u64 {
-        self.desk.lock().balancer.table().version()
+        self.state.lock().balancer.table().version()
     }
 
     /// This coordinator's view of the workers.
     pub fn workers(&self) -> Vec<WorkerView> {
-        self.desk.lock().balancer.workers(Instant::now())
+        self.state.lock().balancer.workers(Instant::now())
     }
 
     /// Calls `look` with the balancer locked.
     pub(crate) fn look<T>(&self, look: impl FnOnce(&Balancer) -> T) -> T {
-        look(&self.desk.lock().balancer)
+        look(&self.state.lock().balancer)
     }
 
     /// Size of the index, size of the queue, and number of assigned generations.
     pub fn sizes(&self) -> (IndexSize, QueueView, usize) {
-        let desk = self.desk.lock();
-        (desk.balancer.index_size(), desk.balancer.queue(), desk.balancer.inflight())
+        let state = self.state.lock();
+        (state.balancer.index_size(), state.balancer.queue(), state.balancer.inflight())
     }
 
     /// The gauges of a scrape.
@@ -453,18 +449,18 @@ impl Dispatch {
     }
 
     fn remove(self: &Arc<Self>, node: &NodeId, why: &str, which: impl FnOnce(&Link) -> bool) -> bool {
-        let mut desk = self.desk.lock();
-        let Some(link) = desk.links.get(node).filter(|link| which(link)).cloned() else { return false };
-        desk.links.remove(node);
+        let mut state = self.state.lock();
+        let Some(link) = state.links.get(node).filter(|link| which(link)).cloned() else { return false };
+        state.links.remove(node);
         // A connection that is closed already keeps its close code.
         if !link.is_closed() {
             link.close(CloseCode::Fenced);
         }
         let leave = TableChange::Leave { node: node.clone(), epoch: link.epoch() };
-        match desk.balancer.change(Instant::now(), leave, random_u64()) {
+        match state.balancer.change(Instant::now(), leave, random_u64()) {
             Ok(actions) => {
                 tracing::warn!(%node, epoch = link.epoch().0, why, "a worker has left");
-                self.perform(&mut desk, actions);
+                self.perform(&mut state, actions);
             }
             Err(error) => tracing::debug!(%node, %error, "the worker has already left"),
         }
@@ -473,7 +469,7 @@ impl Dispatch {
 
     /// The connection of a member in this epoch.
     fn link(&self, node: &NodeId, epoch: Epoch) -> Option<Arc<Link>> {
-        self.desk.lock().links.get(node).filter(|link| link.epoch() == epoch).cloned()
+        self.state.lock().links.get(node).filter(|link| link.epoch() == epoch).cloned()
     }
 
     fn started(
@@ -482,81 +478,82 @@ impl Dispatch {
         cached: u32,
         (root, name, node): (BlockId, &SequenceName, &NodeId),
     ) {
-        let mut desk = self.desk.lock();
-        desk.served.insert(root, name, node.clone());
-        desk.balancer.found_cached(ticket, cached);
-        let actions = desk.balancer.started(Instant::now(), ticket, random_u64());
-        self.perform(&mut desk, actions);
+        let mut state = self.state.lock();
+        state.served.insert(root, name, node.clone());
+        state.balancer.found_cached(ticket, cached);
+        let actions = state.balancer.started(Instant::now(), ticket, random_u64());
+        self.perform(&mut state, actions);
     }
 
     fn ended(self: &Arc<Self>, ticket: Ticket, generated: Option<u32>) {
-        let mut desk = self.desk.lock();
-        desk.tickets.remove(&ticket);
+        let mut state = self.state.lock();
+        state.tickets.remove(&ticket);
         if let Some(tokens) = generated {
-            desk.balancer.generated(ticket, tokens);
+            state.balancer.generated(ticket, tokens);
         }
-        let actions = desk.balancer.ended(Instant::now(), ticket, random_u64());
-        self.perform(&mut desk, actions);
+        let actions = state.balancer.ended(Instant::now(), ticket, random_u64());
+        self.perform(&mut state, actions);
     }
 
-    /// Handles a failed attempt on `link`; `said` is the worker's error, if it sent one. With `only_class`,
-    /// only a worker of this numeric class may continue. Returns the source of the next placement result.
+    /// Handles a failed attempt on `link`. `worker_error`: the worker's error, if it sent one. With
+    /// `only_class`, only a worker of this numeric class may continue. Returns the source of the next
+    /// placement.
     fn retry(
         self: &Arc<Self>,
         ticket: Ticket,
         node: &NodeId,
         link: &Link,
-        said: Option<&GenerateError>,
+        worker_error: Option<&GenerateError>,
         only_class: Option<String>,
-    ) -> Verdicts {
-        let setback = if link.is_closed() {
+    ) -> PlacementSource {
+        let error = if link.is_closed() {
             // The session's task will notice later, but the next choice must exclude the worker now.
             self.session_lost(link.session(), node);
             AttemptError::Lost
-        } else if said == Some(&GenerateError::Draining) {
+        } else if worker_error == Some(&GenerateError::Draining) {
             AttemptError::Draining
         } else {
             AttemptError::Declined
         };
-        self.metrics.retried(setback);
-        let mut desk = self.desk.lock();
-        let verdicts = desk.await_verdicts(ticket);
-        let actions = desk.balancer.retry(Instant::now(), ticket, setback, only_class, random_u64());
-        self.perform(&mut desk, actions);
-        Verdicts::Later(verdicts)
+        self.metrics.retried(error);
+        let mut state = self.state.lock();
+        let placements = state.pending(ticket);
+        let actions = state.balancer.retry(Instant::now(), ticket, error, only_class, random_u64());
+        self.perform(&mut state, actions);
+        placements
     }
 
-    /// The placement result of an assigned ticket.
-    fn assigned(&self, desk: &DispatchState, assignment: Assignment) -> PlacementResult {
+    /// The placement of an assigned ticket.
+    fn assigned(&self, state: &DispatchState, assignment: Assignment) -> Placement {
         self.metrics.routed(assignment.reason);
-        match desk.links.get(&assignment.node).filter(|link| link.epoch() == assignment.epoch) {
-            Some(link) => PlacementResult::Go(Box::new((assignment, Arc::clone(link), link.turn()))),
-            // A member always has a link; without one there is no worker to send to.
-            None => PlacementResult::No(Refusal::NoWorker),
-        }
+        let link = state.links.get(&assignment.node).filter(|link| link.epoch() == assignment.epoch);
+        // A member always has a link; without one there is no worker to send to.
+        let link = Arc::clone(link.ok_or(Refusal::NoWorker)?);
+        let turn = Some(link.turn());
+        Ok(Box::new(Placed { assignment, link, turn, chosen: Instant::now() }))
     }
 
-    fn perform(self: &Arc<Self>, desk: &mut DispatchState, actions: impl IntoIterator<Item = Action>) {
+    fn perform(self: &Arc<Self>, state: &mut DispatchState, actions: impl IntoIterator<Item = Action>) {
         for action in actions {
             match action {
                 Action::Assign(ticket, assignment) => {
-                    let Some(sender) = desk.tickets.get(&ticket) else { continue };
+                    let Some(sender) = state.tickets.get(&ticket) else { continue };
                     // Fails only while the generation is being dropped, which ends the ticket.
-                    let _ = sender.send(self.assigned(desk, assignment));
+                    let _ = sender.send(self.assigned(state, assignment));
                 }
                 Action::Refuse(ticket, refusal) => {
-                    if let Some(sender) = desk.tickets.remove(&ticket) {
-                        let _ = sender.send(PlacementResult::No(refusal));
+                    if let Some(sender) = state.tickets.remove(&ticket) {
+                        let _ = sender.send(Err(refusal));
                     }
                 }
                 Action::Fetch { node, epoch, need } => {
-                    if let Some(link) = desk.links.get(&node).filter(|l| l.epoch() == epoch) {
+                    if let Some(link) = state.links.get(&node).filter(|l| l.epoch() == epoch) {
                         tokio::spawn(Arc::clone(self).fetch(node, Arc::clone(link), need));
                     }
                 }
                 Action::Drop { node, epoch } => {
                     tracing::warn!(%node, epoch = epoch.0, "a worker has lost its lease");
-                    if let Some(link) = desk.links.remove(&node) {
+                    if let Some(link) = state.links.remove(&node) {
                         link.close(CloseCode::Fenced);
                     }
                 }
@@ -567,7 +564,7 @@ impl Dispatch {
     async fn fetch(self: Arc<Self>, node: NodeId, link: Arc<Link>, need: GapRepair) {
         let mut need = Some(need);
         if matches!(need, Some(GapRepair::Snapshot | GapRepair::Replay { from: 1 })) {
-            need = self.ask_peers(&node, link.epoch()).await.or(need);
+            need = self.import_from_peers(&node, link.epoch()).await.or(need);
         }
         while let Some(wanted) = need.take() {
             let applied = match self.fetch_once(&node, &link, wanted).await {
@@ -576,11 +573,11 @@ impl Dispatch {
                     if let Some(left_out) = REFUSED.due((&node, "fetch")) {
                         tracing::warn!(%node, %error, ?wanted, left_out, "cannot fetch missing KV events");
                     }
-                    self.desk.lock().balancer.fetch_failed(&node);
+                    self.state.lock().balancer.fetch_failed(&node);
                     return;
                 }
             };
-            self.heard.notify_waiters();
+            self.events_applied.notify_waiters();
             need = match applied {
                 Ok(Some(Action::Fetch { need, .. })) => Some(need),
                 Ok(_) => None,
@@ -588,7 +585,7 @@ impl Dispatch {
                     if let Some(left_out) = REFUSED.due((&node, error.to_string())) {
                         tracing::warn!(%node, %error, left_out, "fetched KV events refused");
                     }
-                    self.desk.lock().balancer.fetch_failed(&node);
+                    self.state.lock().balancer.fetch_failed(&node);
                     None
                 }
             };
@@ -600,13 +597,13 @@ impl Dispatch {
         node: &NodeId,
         link: &Link,
         need: GapRepair,
-    ) -> Result<Result<Option<Action>, crate::prefix_index::StreamError>, String> {
+    ) -> Result<Result<Option<Action>, router::prefix_index::StreamError>, String> {
         match need {
             GapRepair::Replay { from } => {
                 let api = link.api().await.map_err(|e| e.to_string())?;
                 let replay = api.kv_replay(deadline(RPC_LIMIT), from).await.map_err(|e| e.to_string())?;
                 let KvReplay::Events(batch) = replay else {
-                    return Ok(self.desk.lock().balancer.replayed(node, link.epoch(), None));
+                    return Ok(self.state.lock().balancer.replayed(node, link.epoch(), None));
                 };
                 let (epoch, first_sequence) = (batch.epoch, batch.first_sequence);
                 let mut last = KvEventBatch { epoch, first_sequence, events: Vec::new() };
@@ -615,14 +612,14 @@ impl Dispatch {
                     if part.events.is_empty() {
                         continue;
                     }
-                    let mut desk = self.desk.lock();
-                    let taken = desk.balancer.replaying(node, part);
-                    MutexGuard::unlock_fair(desk);
+                    let mut state = self.state.lock();
+                    let taken = state.balancer.replaying(node, part);
+                    MutexGuard::unlock_fair(state);
                     if taken.is_err() {
                         return Ok(taken);
                     }
                 }
-                Ok(self.desk.lock().balancer.replayed(node, link.epoch(), Some(last)))
+                Ok(self.state.lock().balancer.replayed(node, link.epoch(), Some(last)))
             }
             GapRepair::Snapshot => {
                 let snapshot = tokio::time::timeout(RPC_LIMIT, link.connection().kv_snapshot()).await;
@@ -630,9 +627,9 @@ impl Dispatch {
                 let mut need = Ok(None);
                 for part in snapshot.into_parts() {
                     // Lets waiting requests take the lock between the parts.
-                    let mut desk = self.desk.lock();
-                    need = desk.balancer.snapshot(node, part);
-                    MutexGuard::unlock_fair(desk);
+                    let mut state = self.state.lock();
+                    need = state.balancer.snapshot(node, part);
+                    MutexGuard::unlock_fair(state);
                     if need.is_err() {
                         break;
                     }
@@ -645,11 +642,11 @@ impl Dispatch {
 
 /// A worker's address for other workers: as registered, but with the source IP of its connection if the
 /// registered IP is unspecified.
-fn reachable(said: &str, seen: SocketAddr) -> String {
-    match said.parse::<SocketAddr>() {
+fn reachable(registered: &str, seen: SocketAddr) -> String {
+    match registered.parse::<SocketAddr>() {
         Ok(address) if address.ip().is_unspecified() => {
             SocketAddr::new(seen.ip(), address.port()).to_string()
         }
-        _ => said.to_owned(),
+        _ => registered.to_owned(),
     }
 }

@@ -1,13 +1,9 @@
-//! The coordinator of a cluster: HTTP API, admission, prefix index, routing, dispatch, operations port.
+//! The coordinator of a cluster: HTTP API, dispatch, consensus, operations port. The crate `router` decides
+//! which worker serves a request.
 //!
 //! Read in this order:
 //!
-//! - [`prefix_index`]: which worker holds which prefix
-//! - [`routing`]: which worker serves a request, and why
-//! - [`admission`]: the queue
-//! - [`table`]: the members of the cluster
 //! - [`consensus`]: what all coordinators agree on; [`agreement`] runs it in this process
-//! - [`balancer`]: all of these as one state machine: time and events in, actions out
 //! - [`replicas`]: models over several workers, planned by [`placement`]
 //! - [`dispatch`]: turns actions into traffic; the life of a generation
 //! - [`workers`]: the workers' connections
@@ -20,12 +16,9 @@
 //!
 //! This crate does no arithmetic (no dependency on `kernels`) and executes no models.
 
-pub mod admission;
 pub mod agreement;
 pub mod api;
 pub mod audit;
-pub mod balancer;
-pub mod chain_memo;
 pub mod config;
 pub mod consensus;
 pub mod dispatch;
@@ -34,15 +27,10 @@ pub mod metrics;
 pub mod models;
 pub mod ops;
 pub mod placement;
-pub mod prefix_index;
 pub mod quota;
 mod random;
 pub mod replicas;
-pub mod routing;
 pub mod server;
-pub mod slot;
-pub mod table;
-pub mod timeline;
 pub mod workers;
 
 pub use config::Config;

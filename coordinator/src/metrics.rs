@@ -7,17 +7,13 @@ pub mod history;
 mod operations;
 mod ports;
 
-use crate::balancer::{AttemptError, QueueView, WorkerView};
-use crate::chain_memo::ChainMemo;
 use crate::consensus::telemetry::RaftMetrics;
 use crate::models::Models;
-use crate::prefix_index::IndexSize;
-use crate::routing::Reason;
 use by_model::ByModel;
 use families::{CachedMetrics, Histograms, One, STAGE, Two, one, registered};
 use history::History;
-use model::recent::RecentUse;
 use operations::Operations;
+use pki::Identity;
 use ports::{Port, Ports};
 use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::counter::Counter;
@@ -26,12 +22,17 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use proto::ids::ModelId;
-use proto::message::{FinishReason, WorkerState};
+use proto::message::FinishReason;
 use proto::trace::{self, TraceId};
-use proto::transport::Identity;
+use proto::worker::WorkerState;
+use router::balancer::{AttemptError, QueueView, WorkerView};
+use router::chain_memo::ChainMemo;
+use router::prefix_index::IndexSize;
+use router::routing::Reason;
 use std::borrow::Cow;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant, SystemTime};
+use text::recent::RecentUse;
 
 /// All metrics. Recording is cheap and never fails.
 #[derive(Debug)]

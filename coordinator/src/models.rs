@@ -1,14 +1,10 @@
 //! The models that the API offers: what the coordinator needs of a model file, namely tokenizer, chat
 //! template and defaults.
 
-use model::catalog::{self, Verification};
-use model::chat_template::{ChatTemplate, Prompt};
+use hub::catalog::{self, Verification};
+use metadata::{Metadata, Value};
 use model::costs::ModelCosts;
-use model::dialect::Dialect;
-use model::metadata::Value;
-use model::sampling::SamplingDefaults;
-use model::tokenizer::KnownPart;
-use model::{Metadata, ModelFile, ModelSpec, Tokenizer};
+use model::{ModelFile, ModelSpec};
 use proto::ids::ModelId;
 use proto::message::{TokenIds, TokenPart};
 use serde::{Deserialize, Serialize};
@@ -18,6 +14,11 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
+use text::Tokenizer;
+use text::chat_template::{ChatTemplate, Prompt};
+use text::dialect::Dialect;
+use text::sampling::SamplingDefaults;
+use text::tokenizer::KnownPart;
 
 /// Memory of each model for the memo of tokenized texts.
 const MEMO_BYTES: usize = 64 << 20;
@@ -37,7 +38,7 @@ pub struct ModelEntry {
 pub enum ModelsError {
     /// The file cannot be used.
     #[error("model {id}: {source}")]
-    File { id: ModelId, source: Box<model::Error> },
+    File { id: ModelId, source: Box<dyn std::error::Error + Send + Sync> },
     /// Two entries have the same name.
     #[error("model {0} is configured twice")]
     Twice(ModelId),
@@ -174,16 +175,17 @@ impl Models {
             if models.iter().any(|m| m.id == *id) {
                 return Err(ModelsError::Twice(id.clone()));
             }
-            let file = |source| ModelsError::File { id: id.clone(), source: Box::new(source) };
-            let gguf = ModelFile::open(path).map_err(file)?;
-            let tokenizer = Tokenizer::from_metadata(gguf.metadata()).map_err(file)?.remembering(MEMO_BYTES);
+            let file = |source| ModelsError::File { id: id.clone(), source };
+            let gguf = ModelFile::open(path).map_err(|error| file(error.into()))?;
+            let tokenizer = Tokenizer::from_metadata(gguf.metadata()).map_err(|error| file(error.into()))?;
+            let tokenizer = tokenizer.remembering(MEMO_BYTES);
             let template = ChatTemplate::from_metadata(gguf.metadata(), &tokenizer).unwrap_or_else(|error| {
                 // Completions need no template.
                 tracing::warn!(model = %id, %error, "the model serves no chats: its template cannot be used");
                 None
             });
             let known = catalog::find(id.as_str()).map_or(SamplingDefaults::PLAIN, |entry| entry.sampling);
-            let sampling = known.or_file(gguf.metadata()).map_err(file)?;
+            let sampling = known.or_file(gguf.metadata()).map_err(|error| file(error.into()))?;
             // Tokenizer and template suffice to offer the model; workers refuse a model that they cannot
             // compute.
             let spec = ModelSpec::from_file(&gguf).ok();

@@ -17,7 +17,6 @@ use crate::api::error::ApiError;
 use crate::api::origin::from_elsewhere;
 use crate::api::turns::Turns;
 use crate::audit::{Audit, Record};
-use crate::chain_memo::ChainMemo;
 use crate::consensus::table::{Change, Refusal};
 use crate::consensus::telemetry::RaftMetrics;
 use crate::dispatch::Dispatch;
@@ -25,7 +24,6 @@ use crate::http_ext::Peer;
 use crate::metrics::Metrics;
 use crate::models::Models;
 use crate::replicas::Replicas;
-use crate::table::TableError;
 use axum::extract::{Path, Request, State};
 use axum::http::{Method, StatusCode, header};
 use axum::middleware::{Next, from_fn_with_state};
@@ -34,15 +32,16 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use dashboard::Feed;
 use model::shard::ChunkId;
+use pki::Identity;
 use proto::block::ClusterKey;
-use proto::heartbeat::{self, Heartbeat};
 use proto::ids::NodeId;
-use proto::transport::Identity;
-use std::convert::Infallible;
+use router::chain_memo::ChainMemo;
+use router::table::TableError;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
-use tower::Service;
+use transport::heartbeat;
+use transport::heartbeat::Heartbeat;
 
 /// How long a scrape waits for workers.
 const SCRAPE_LIMIT: Duration = Duration::from_secs(1);
@@ -115,17 +114,10 @@ impl ReadyGate {
 /// Orchestrators' probes; served even if all connections are in use.
 pub const PROBES: [&str; 3] = ["/livez", "/readyz", "/startupz"];
 /// The API endpoints that the dashboard's playground calls.
-const PLAYGROUND: [Endpoint; 2] = [Endpoint::Models, Endpoint::Chat];
+pub const PLAYGROUND: [Endpoint; 2] = [Endpoint::Models, Endpoint::Chat];
 
-/// All routes of the port. `api`: the API's service, for the playground.
-pub fn router<S>(ops: Arc<Ops>, api: &S) -> Router
-where
-    S: Service<Request, Response = Response, Error = Infallible, Future: Send>
-        + Clone
-        + Send
-        + Sync
-        + 'static,
-{
+/// All routes of the port. `playground`: the API's routes of [`PLAYGROUND`].
+pub fn router(ops: Arc<Ops>, playground: Router<Arc<Ops>>) -> Router {
     let admin = Router::new()
         .route("/admin/v1/cluster", get(cluster))
         .route("/admin/v1/ready", post(release))
@@ -140,10 +132,7 @@ where
         .merge(keys::router())
         .merge(plans::router())
         .layer(from_fn_with_state(Arc::clone(&ops), admins_only));
-    let playground = PLAYGROUND
-        .into_iter()
-        .fold(Router::new(), |router, endpoint| router.route_service(endpoint.path(), api.clone()))
-        .layer(from_fn_with_state(Arc::clone(&ops), those_whom_the_api_knows));
+    let playground = playground.layer(from_fn_with_state(Arc::clone(&ops), those_whom_the_api_knows));
     Router::new()
         .route("/livez", get(livez))
         .route("/startupz", get(async || "ok\n"))

@@ -105,7 +105,7 @@ impl Replicas {
             let Some(table) = self.agreement.table() else { continue };
             let pool = self.dispatch.pool();
             self.expect(&table);
-            self.tell(&table, &pool).await;
+            self.send_plans(&table, &pool).await;
             self.plan(&table, &pool).await;
         }
     }
@@ -127,7 +127,7 @@ impl Replicas {
         }
     }
 
-    async fn tell(&self, table: &Table, pool: &[PoolWorker]) {
+    async fn send_plans(&self, table: &Table, pool: &[PoolWorker]) {
         let asked = pool.iter().map(async |worker| {
             let order = self.order(table, pool, &worker.node);
             (worker.node.clone(), worker.place(order, ANSWER_LIMIT).await)

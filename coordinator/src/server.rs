@@ -2,7 +2,6 @@
 
 mod http;
 
-use crate::admission::TenantWeights;
 use crate::agreement::{Agreement, GroupError, ModelDigests, OwnSettings};
 use crate::api::cors::Cors;
 use crate::api::operations::Sessions;
@@ -10,7 +9,6 @@ use crate::api::realtime::Rules;
 use crate::api::turns::Turns;
 use crate::api::{self, AppState, auth::Keys, documents::Popularity};
 use crate::audit::{Audit, AuditError, Record};
-use crate::chain_memo::ChainMemo;
 use crate::config::{Config, ConfigError};
 use crate::consensus::telemetry::RaftMetrics;
 use crate::dispatch::Dispatch;
@@ -22,15 +20,18 @@ use crate::random::random_u64;
 use crate::replicas::Replicas;
 use crate::workers::{self, Terms};
 use http::{Limits, Listener};
+use pki::Identity;
 use proto::block::ClusterKey;
 use proto::directory::{ClaimError, DirectoryClaim};
-use proto::heartbeat::Heartbeat;
 use proto::ids::{Epoch, ModelId, NodeId, Role};
-use proto::transport::{Endpoint, EndpointConfig, Identity};
+use router::admission::TenantWeights;
+use router::chain_memo::ChainMemo;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::task::JoinHandle;
+use transport::heartbeat::Heartbeat;
+use transport::{Endpoint, EndpointConfig};
 
 /// Interval for checking deadlines, leases and reservations.
 const TICK: Duration = Duration::from_millis(50);
@@ -53,7 +54,7 @@ pub enum StartError {
     WrongRole(Role),
     /// The QUIC endpoint cannot be opened.
     #[error(transparent)]
-    Quic(#[from] proto::Error),
+    Quic(#[from] transport::Error),
     /// The coordinator cannot join its group.
     #[error(transparent)]
     Group(#[from] GroupError),
@@ -195,17 +196,18 @@ impl Coordinator {
             identity: identity.clone(),
             loops: vec![runtime.clone(), ticks.clone(), joins.clone()],
         });
-        let api = Limits {
+        let limits = Limits {
             port: "api",
             connections: config.max_connections,
             idle: Duration::from_secs(config.keep_alive_s),
             always: &[],
             metrics,
         };
-        let few = Limits { port: "ops", connections: OPS_CONNECTIONS, always: &ops::PROBES, ..api.clone() };
-        let served = api::Port::new(front);
-        let http = Listener::open(config.http, served.clone(), api).await?;
-        let ops_http = Listener::open(config.ops, ops::router(Arc::clone(&ops), &served), few).await?;
+        let few =
+            Limits { port: "ops", connections: OPS_CONNECTIONS, always: &ops::PROBES, ..limits.clone() };
+        let http = Listener::open(config.http, api::router(&front), limits).await?;
+        let playground = api::routes(&front, &ops::PLAYGROUND);
+        let ops_http = Listener::open(config.ops, ops::router(Arc::clone(&ops), playground), few).await?;
 
         let addresses = Addresses { http: http.address(), ops: ops_http.address(), quic: endpoint.address() };
         let mut tasks = vec![

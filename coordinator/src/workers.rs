@@ -4,22 +4,22 @@
 use crate::agreement::Agreement;
 use crate::audit::{Audit, Record};
 use crate::dispatch::{Dispatch, SessionId};
-use crate::table::TableError;
 use proto::block::ClusterKey;
 use proto::codec::CodecError;
-use proto::heartbeat::{BEAT_EVERY, Heartbeat};
 use proto::ids::{ModelId, NodeId, Role};
 use proto::log::Repeats;
-use proto::message::{LoadReport, Register, Registered};
-use proto::service::{CertificateReport, CoordinatorApi, Refusal};
 use proto::shard::ShippingReport;
-use proto::transport::{CloseCode, Connection, Endpoint, Incoming, KvEventReceiver};
+use proto::worker::{CertificateReport, LoadReport, Refusal, Register, Registered};
+use router::table::TableError;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use tarpc::context::Context;
 use tokio::task::JoinSet;
+use transport::heartbeat::{BEAT_EVERY, Heartbeat};
+use transport::service::CoordinatorApi;
+use transport::{CloseCode, Connection, Endpoint, Incoming, KvEventReceiver};
 
 /// Rate limit for logs of workers that connect, or are refused, repeatedly.
 static NOTED: Repeats = Repeats::new();
@@ -122,7 +122,7 @@ impl Session {
                 Ok(Incoming::Shard(_)) => {}
                 Err(error) => {
                     if let Some(left_out) = NOTED.due((self.node(), "ended")) {
-                        tracing::info!(node = %self.node(), %error, left_out, "a worker's connection has ended");
+                        tracing::info!(node = %self.node(), %error, left_out, "the connection of another worker has ended");
                     }
                     if self.connection.was_closed_for(CloseCode::DeviceLost) {
                         self.device_lost().await;
@@ -163,7 +163,7 @@ impl Session {
             match batch {
                 Ok(batch) => self.dispatch.events(self.id, self.node(), batch),
                 // A later version's event. The skipped number shows as a gap.
-                Err(proto::Error::Codec(error @ CodecError::UnknownVariant { .. })) => {
+                Err(transport::Error::Codec(error @ CodecError::UnknownVariant { .. })) => {
                     tracing::debug!(node = %self.node(), %error, "skipped KV events of a later version");
                 }
                 Err(error) => {

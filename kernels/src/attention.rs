@@ -230,6 +230,10 @@ impl<'a> PlanWriter<'a> {
     }
 }
 
-pub(crate) fn check_len(what: &'static str, expected: usize, found: usize) -> Result<(), Error> {
+/// Checks the length of a buffer.
+///
+/// # Errors
+/// [`Error::Length`], which names `what`.
+pub fn check_len(what: &'static str, expected: usize, found: usize) -> Result<(), Error> {
     if expected == found { Ok(()) } else { Err(Error::Length { what, expected, found }) }
 }

@@ -1,9 +1,8 @@
 //! Errors of this crate.
 
-use crate::cuda_error::CudaError;
 use crate::isa::Isa;
 
-/// Every failure of this crate. Apart from CUDA failures, all are detected before any arithmetic starts.
+/// Every failure of this crate. Apart from failures of a device, all are detected before any arithmetic starts.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -167,16 +166,13 @@ pub enum Error {
     /// An op whose input and output are the same buffer.
     #[error("an op reads and writes the same buffer")]
     SameBuffer,
-    /// A GPU, its driver or its compiler refused or failed.
-    #[error(transparent)]
-    Cuda(Box<CudaError>),
+    /// A device, its driver or its compiler refused or failed.
+    #[error("{reason}")]
+    Device { reason: String },
+    /// The device is unusable for this process. Every later call fails, too.
+    #[error("{reason}")]
+    DeviceLost { reason: String },
     /// An argument that this backend does not implement.
     #[error("this backend does not serve {what}")]
     Unsupported { what: &'static str },
-}
-
-impl From<CudaError> for Error {
-    fn from(error: CudaError) -> Self {
-        Self::Cuda(Box::new(error))
-    }
 }

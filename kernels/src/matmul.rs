@@ -45,9 +45,9 @@ mod packed;
 mod rows;
 mod scalar;
 #[cfg(test)]
-pub(crate) mod tests;
+mod tests;
 
-pub use activations::{ActivationMode, Activations, QuantizedRows, SharedQuantizedRows};
+pub use activations::{ActivationMode, Activations, QuantizedBlock, QuantizedRows, SharedQuantizedRows};
 pub use kernel::{MatmulKernels, matmul_single_thread};
 pub use output::{Epilogue, SharedOut};
 pub use packed::{

@@ -12,10 +12,10 @@ mod ternary;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use codes::{Codes, split};
+pub use codes::{Codes, split};
 pub use dequantize::dequantize;
 pub(crate) use fp4::{e8m0_half, ue4m3_half};
-pub(crate) use scheme::{Bits, Levels, Scaling, Scheme};
+pub use scheme::{Bits, Levels, Scaling, Scheme};
 
 use crate::error::Error;
 

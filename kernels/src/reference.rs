@@ -3,5 +3,6 @@
 pub mod attention;
 pub mod matmul;
 pub mod moe;
+pub mod random;
 pub mod recurrent;
 pub mod rows;

@@ -6,7 +6,7 @@
 
 use std::collections::HashSet;
 
-use crate::file::ModelHeader;
+use crate::header::ModelHeader;
 use crate::spec::{AppendedSpec, AssistantSpec};
 use crate::{Error, ModelFile, ModelSpec};
 

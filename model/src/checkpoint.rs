@@ -7,14 +7,15 @@ use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
+use ::safetensors::Dtype;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
-use crate::file::{Contents, TensorInfo};
-use crate::metadata::{Metadata, Strings, Value};
+use crate::header::{Contents, TensorInfo};
 use crate::mmap::MappedFile;
-use crate::safetensors::{self, Dtype, Tensor};
+use crate::safetensors::{self, Tensor};
 use crate::{Error, GgmlType};
+use metadata::{Metadata, Strings, Value};
 
 mod names;
 
@@ -42,10 +43,10 @@ pub enum CheckpointError {
     Setting { path: PathBuf, key: &'static str, found: String, needs: String },
     /// Unsupported element type of a tensor.
     #[error("tensor {tensor} has type {found}; supported are F32, F16 and BF16")]
-    TensorType { tensor: String, found: &'static str },
+    TensorType { tensor: String, found: Dtype },
     /// A tensor has no elements, or more than four dimensions.
     #[error("tensor {tensor} has shape {shape:?}, expected one to four dimensions, none of them 0")]
-    Shape { tensor: String, shape: Vec<u64> },
+    Shape { tensor: String, shape: Vec<usize> },
     /// Two tensors map to the same name.
     #[error("tensors {first} and {second} are the same part of the model")]
     SameTensor { first: String, second: String },
@@ -80,12 +81,12 @@ fn tensor_info(tensor: Tensor) -> Result<TensorInfo, CheckpointError> {
         Dtype::F32 => GgmlType::F32,
         Dtype::F16 => GgmlType::F16,
         Dtype::BF16 => GgmlType::BF16,
-        other => return Err(CheckpointError::TensorType { tensor: name, found: other.name() }),
+        other => return Err(CheckpointError::TensorType { tensor: name, found: other }),
     };
     if !(1..=4).contains(&shape.len()) || shape.contains(&0) {
         return Err(CheckpointError::Shape { tensor: name, shape });
     }
-    let dims = shape.into_iter().rev().collect();
+    let dims = shape.into_iter().rev().map(|dim| dim as u64).collect();
     Ok(TensorInfo { name: names::of_gguf(&name), ty, dims, bytes, file: 0, offset })
 }
 

@@ -61,15 +61,9 @@ pub enum Error {
         found: u64,
         expected: u64,
     },
-    /// A required key is absent.
-    #[error("the file has no key {key}")]
-    MissingKey { key: String },
-    /// A key has the wrong type.
-    #[error("{key} is {found}, expected {expected}")]
-    KeyType { key: String, found: &'static str, expected: &'static str },
-    /// An integer does not fit its target type.
-    #[error("{key} is {found}, which is not a valid {expected}")]
-    KeyRange { key: String, found: i128, expected: &'static str },
+    /// A key is absent or has the wrong type.
+    #[error(transparent)]
+    Key(#[from] metadata::KeyError),
     /// The requested tensor is absent.
     #[error("the file has no tensor {tensor}")]
     MissingTensor { tensor: String },
@@ -116,13 +110,4 @@ pub enum Error {
     /// A safetensors checkpoint cannot be read.
     #[error(transparent)]
     Checkpoint(#[from] crate::checkpoint::CheckpointError),
-    /// The metadata does not describe a valid tokenizer.
-    #[error(transparent)]
-    Tokenizer(#[from] crate::tokenizer::TokenizerError),
-    /// The model cannot be resolved or downloaded.
-    #[error(transparent)]
-    Catalog(#[from] crate::catalog::CatalogError),
-    /// The chat template is invalid, or it rejects the messages.
-    #[error(transparent)]
-    ChatTemplate(#[from] crate::chat_template::TemplateError),
 }

@@ -11,18 +11,17 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
+use crate::header::{Contents, ModelHeader, TensorInfo};
 use crate::mmap::MappedFile;
 use crate::shard::mapped::MappedTensor;
 use crate::shard::store::{MANIFEST_EXTENSION, digest_of, io_error, read_manifest};
 use crate::shard::verified_chunks::VerifiedChunks;
-use crate::shard::{ChunkId, Manifest};
-use crate::{Error, GgmlType, Metadata, checkpoint, gguf};
+use crate::shard::{CHUNK_BYTES, ChunkId, Manifest, StoredBytes, digest};
+use crate::{Error, checkpoint, gguf};
+use metadata::Metadata;
 
-pub(crate) mod digest;
-mod header;
 mod known;
 
-pub use header::ModelHeader;
 pub use known::{DigestCache, Hashed};
 
 #[derive(Debug)]
@@ -47,54 +46,6 @@ struct StoredData {
     /// In manifest order; mapped at first use.
     tensors: Vec<OnceLock<Arc<MappedTensor>>>,
     sound: VerifiedChunks,
-}
-
-/// Bytes of a tensor that do not change while this value exists.
-pub type StoredBytes = Arc<dyn AsRef<[u8]> + Send + Sync>;
-
-/// Result of a format's reader.
-pub(crate) struct Contents {
-    pub(crate) files: Vec<MappedFile>,
-    pub(crate) metadata: Metadata,
-    pub(crate) tensors: Vec<TensorInfo>,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct TensorInfo {
-    pub(crate) name: String,
-    pub(crate) ty: GgmlType,
-    pub(crate) dims: Vec<u64>,
-    pub(crate) bytes: u64,
-    /// Index into [`ModelFile::files`].
-    pub(crate) file: usize,
-    /// Byte offset from the start of that file.
-    pub(crate) offset: u64,
-}
-
-impl TensorInfo {
-    /// Tensor name, such as `blk.0.attn_q.weight`.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    pub fn ty(&self) -> GgmlType {
-        self.ty
-    }
-
-    /// One to four dimensions, none zero; the first is contiguous.
-    pub fn dims(&self) -> &[u64] {
-        &self.dims
-    }
-
-    /// Number of elements. Saturation cannot occur, since the byte size was checked.
-    pub fn elements(&self) -> u64 {
-        self.dims.iter().fold(1, |product: u64, &dim| product.saturating_mul(dim))
-    }
-
-    /// Size in bytes.
-    pub fn bytes(&self) -> u64 {
-        self.bytes
-    }
 }
 
 impl ModelFile {
@@ -252,7 +203,12 @@ impl ModelFile {
         if let Some(chunks) = self.chunks.get() {
             return Ok(chunks);
         }
-        let chunks = digest::chunks(self)?;
+        let mut chunks = Vec::new();
+        for info in self.tensors() {
+            chunks.extend(self.tensor_data(&info.name)?.chunks(CHUNK_BYTES));
+        }
+        // Chunks are hashed separately, so that a model with one dominant tensor still uses every CPU.
+        let chunks = digest::hash_each(&chunks).into_iter().map(|hash| ChunkId(hash.into())).collect();
         Ok(self.chunks.get_or_init(|| chunks))
     }
 
@@ -263,6 +219,14 @@ impl ModelFile {
     ) -> Result<(&'a TensorInfo, &'a MappedFile), Error> {
         let found = self.tensor(name).and_then(|info| Some((info, files.get(info.file)?)));
         found.ok_or_else(|| missing(name))
+    }
+}
+
+impl Manifest {
+    /// The manifest of a file or a split set. Reads every tensor unless the file's chunks are already known.
+    pub fn of_file(file: &ModelFile) -> Result<Self, Error> {
+        let chunks = file.chunks()?.to_vec();
+        Ok(Self::new(file.header(), chunks)?)
     }
 }
 

@@ -3,9 +3,8 @@
 use std::path::Path;
 
 use crate::Error;
-use crate::file::Contents;
+use crate::header::Contents;
 
-pub use crate::file::TensorInfo;
 pub use malformed::Malformed;
 pub(crate) use parse::{ALIGNMENT_KEY, parse_table};
 

@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 
 use crate::arch::ARCHITECTURE_KEY;
-use crate::file::TensorInfo;
-use crate::metadata::Strings;
+use crate::header::TensorInfo;
 use crate::{Error, GgmlType, ModelFile, ModelSpec};
+use metadata::Strings;
 
 mod words;
 

@@ -3,12 +3,17 @@
 //! The format is eight bytes with the header's length, the header as JSON, and the tensors' bytes. The header
 //! is completely checked. After that every tensor has a known element type, a size that matches its shape,
 //! and bytes inside the file, aligned to an element's size, that overlap no other tensor.
+//!
+//! The crate `safetensors` provides the entries' types. Its own reader is not used: it takes the last of two tensors
+//! with one name, adds offsets without a check for overflow, and its errors do not name the tensor.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
 
+use safetensors::Dtype;
+use safetensors::tensor::TensorInfo;
 use serde::Deserialize;
-use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
+use serde::de::{Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 
 /// Upper bounds; a file above one is refused before it is read.
 pub mod limits {
@@ -16,8 +21,10 @@ pub mod limits {
     pub const HEADER_BYTES: u64 = 16 << 20;
     pub const TENSORS: u64 = 65_536;
     pub const DIMS: u64 = 8;
-    /// Longest name of a tensor or of a type, in bytes.
+    /// Longest name of a tensor in bytes.
     pub const NAME_BYTES: u64 = 1_024;
+    /// Longest error of the JSON parser, which may quote the file, in characters.
+    pub const REASON: usize = 300;
 }
 
 /// Header entry that is not a tensor.
@@ -44,18 +51,15 @@ pub enum Malformed {
         /// Error of the JSON parser.
         reason: String,
     },
-    /// Unknown element type.
-    #[error("tensor {tensor} has the unknown type {found:?}")]
-    Type { tensor: String, found: String },
     /// A tensor's shape and offsets contradict each other, or its size does not fit 64 bits.
     #[error("tensor {tensor} of shape {shape:?} and type {ty} does not fit its byte range {start} to {end}")]
     Size {
         tensor: String,
-        shape: Vec<u64>,
-        ty: &'static str,
+        shape: Vec<usize>,
+        ty: Dtype,
         /// Offset in the data section.
-        start: u64,
-        end: u64,
+        start: usize,
+        end: usize,
     },
     /// A tensor reaches past the end of the file.
     #[error("tensor {tensor} ends at {end} of the data section, which has {have} bytes")]
@@ -72,7 +76,7 @@ pub enum Malformed {
         /// From the start of the file.
         offset: u64,
         /// Bytes of an element.
-        size: u64,
+        size: usize,
     },
     /// Two tensors share bytes.
     #[error("tensors {first} and {second} overlap")]
@@ -83,82 +87,12 @@ pub enum Malformed {
     },
 }
 
-/// Element types, named as in the header.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[allow(non_camel_case_types, clippy::upper_case_acronyms, reason = "the format's own names")]
-pub(crate) enum Dtype {
-    BOOL,
-    U8,
-    I8,
-    F8_E4M3,
-    F8_E5M2,
-    U16,
-    I16,
-    F16,
-    BF16,
-    U32,
-    I32,
-    F32,
-    U64,
-    I64,
-    F64,
-}
-
-impl Dtype {
-    const ALL: [Self; 15] = [
-        Self::BOOL,
-        Self::U8,
-        Self::I8,
-        Self::F8_E4M3,
-        Self::F8_E5M2,
-        Self::U16,
-        Self::I16,
-        Self::F16,
-        Self::BF16,
-        Self::U32,
-        Self::I32,
-        Self::F32,
-        Self::U64,
-        Self::I64,
-        Self::F64,
-    ];
-
-    pub(crate) const fn name(self) -> &'static str {
-        self.layout().0
-    }
-
-    /// Bytes of an element.
-    const fn size(self) -> u64 {
-        self.layout().1
-    }
-
-    const fn layout(self) -> (&'static str, u64) {
-        match self {
-            Self::BOOL => ("BOOL", 1),
-            Self::U8 => ("U8", 1),
-            Self::I8 => ("I8", 1),
-            Self::F8_E4M3 => ("F8_E4M3", 1),
-            Self::F8_E5M2 => ("F8_E5M2", 1),
-            Self::U16 => ("U16", 2),
-            Self::I16 => ("I16", 2),
-            Self::F16 => ("F16", 2),
-            Self::BF16 => ("BF16", 2),
-            Self::U32 => ("U32", 4),
-            Self::I32 => ("I32", 4),
-            Self::F32 => ("F32", 4),
-            Self::U64 => ("U64", 8),
-            Self::I64 => ("I64", 8),
-            Self::F64 => ("F64", 8),
-        }
-    }
-}
-
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Tensor {
     pub(crate) name: String,
     pub(crate) dtype: Dtype,
     /// The last dimension is contiguous.
-    pub(crate) shape: Vec<u64>,
+    pub(crate) shape: Vec<usize>,
     /// From the start of the file.
     pub(crate) offset: u64,
     pub(crate) bytes: u64,
@@ -176,8 +110,10 @@ pub(crate) fn parse(file: &[u8]) -> Result<Vec<Tensor>, Malformed> {
     let Some((header, data)) = rest.split_at_checked(length as usize) else {
         return Err(Malformed::Truncated { need: 8 + length, have });
     };
-    let Header(entries) =
-        serde_json::from_slice(header).map_err(|error| Malformed::Header { reason: error.to_string() })?;
+    let malformed = |error: serde_json::Error| Malformed::Header {
+        reason: error.to_string().chars().take(limits::REASON).collect(),
+    };
+    let Header(entries) = serde_json::from_slice(header).map_err(malformed)?;
     let data = Data { start: 8 + length, bytes: data.len() as u64 };
     let mut tensors: Vec<Tensor> =
         entries.into_iter().map(|(name, entry)| data.place(name, entry)).collect::<Result<_, _>>()?;
@@ -206,36 +142,27 @@ struct Data {
 }
 
 impl Data {
-    fn place(&self, name: String, entry: Entry) -> Result<Tensor, Malformed> {
-        let Entry { dtype, shape, data_offsets: [start, end] } = entry;
-        within("the length of a type's name", dtype.len() as u64, limits::NAME_BYTES)?;
-        let Some(dtype) = Dtype::ALL.into_iter().find(|known| known.name() == dtype) else {
-            return Err(Malformed::Type { tensor: name, found: dtype });
-        };
+    fn place(&self, name: String, entry: TensorInfo) -> Result<Tensor, Malformed> {
+        let TensorInfo { dtype, shape, data_offsets: (start, end) } = entry;
         within(&format!("the number of dimensions of {name}"), shape.len() as u64, limits::DIMS)?;
-        let bytes = shape.iter().try_fold(dtype.size(), |bytes, &dim| bytes.checked_mul(dim));
+        let bits = shape.iter().try_fold(dtype.bitsize(), |bits, &dim| bits.checked_mul(dim));
+        let bytes = bits.filter(|bits| bits.is_multiple_of(8)).map(|bits| bits / 8);
         let Some(bytes) = bytes.filter(|&bytes| start.checked_add(bytes) == Some(end)) else {
-            return Err(Malformed::Size { tensor: name, shape, ty: dtype.name(), start, end });
+            return Err(Malformed::Size { tensor: name, shape, ty: dtype, start, end });
         };
+        let (start, end, bytes) = (start as u64, end as u64, bytes as u64);
         if end > self.bytes {
             return Err(Malformed::OutOfFile { tensor: name, end, have: self.bytes });
         }
-        let offset = self.start.saturating_add(start);
-        if !offset.is_multiple_of(dtype.size()) {
-            return Err(Malformed::Misaligned { tensor: name, offset, size: dtype.size() });
+        let (offset, size) = (self.start.saturating_add(start), dtype.bitsize().div_ceil(8));
+        if !offset.is_multiple_of(size as u64) {
+            return Err(Malformed::Misaligned { tensor: name, offset, size });
         }
         Ok(Tensor { name, dtype, shape, offset, bytes })
     }
 }
 
-struct Header(Vec<(String, Entry)>);
-
-#[derive(Deserialize)]
-struct Entry {
-    dtype: String,
-    shape: Vec<u64>,
-    data_offsets: [u64; 2],
-}
+struct Header(Vec<(String, TensorInfo)>);
 
 impl<'de> Deserialize<'de> for Header {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
@@ -261,13 +188,16 @@ impl<'de> Visitor<'de> for HeaderVisitor {
                 continue;
             }
             let tensors = entries.len() as u64 + 1;
-            within("the number of tensors", tensors, limits::TENSORS).map_err(serde::de::Error::custom)?;
+            within("the number of tensors", tensors, limits::TENSORS).map_err(A::Error::custom)?;
             within("the length of a tensor's name", name.len() as u64, limits::NAME_BYTES)
-                .map_err(serde::de::Error::custom)?;
+                .map_err(A::Error::custom)?;
             if !names.insert(name.clone()) {
-                return Err(serde::de::Error::custom(format_args!("tensor {name} occurs twice")));
+                return Err(A::Error::custom(format_args!("tensor {name} occurs twice")));
             }
-            entries.push((name, map.next_value()?));
+            let entry = map.next_value();
+            let entry =
+                entry.map_err(|error: A::Error| A::Error::custom(format_args!("tensor {name}: {error}")))?;
+            entries.push((name, entry));
         }
         Ok(Header(entries))
     }

@@ -6,8 +6,10 @@
 //! chunk. See docs/decisions/0015-make-the-manifest-the-models-digest.md.
 
 use std::fmt;
+use std::sync::Arc;
 
 mod chunk_buffer;
+pub(crate) mod digest;
 mod manifest;
 pub(crate) mod mapped;
 mod packed;
@@ -20,6 +22,9 @@ pub use manifest::{MANIFEST_BYTES, Manifest, ManifestError};
 pub use packed::{PackedFile, PackedRegion, PackedWriter, RegionWriter};
 pub use store::{HeldModel, ShardStore, StoreError, StoreReservation};
 pub use tensor_memory::{ChunkSlot, TensorMemory};
+
+/// Bytes of a tensor that do not change while this value exists.
+pub type StoredBytes = Arc<dyn AsRef<[u8]> + Send + Sync>;
 
 /// Bytes of a chunk; the last of a tensor may be shorter.
 pub const CHUNK_BYTES: usize = 4 << 20;

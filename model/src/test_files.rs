@@ -2,10 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::file::TensorInfo;
 use crate::gguf::writer::Writer;
-use crate::metadata::{Strings, Value};
-use crate::{GgmlType, Metadata, ModelFile};
+use crate::header::TensorInfo;
+use crate::{GgmlType, ModelFile};
+use metadata::{Metadata, Strings, Value};
 
 /// Path of a file of the oracle set: under `$KVASIR_FIXTURES`, else under `tests/fixtures` of the workspace.
 /// Not checked for existence: a missing file must fail the test, never skip it.

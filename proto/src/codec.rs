@@ -1,4 +1,4 @@
-//! Wire encoding. This is the only module that uses bincode: positional fields, little-endian,
+//! Wire encoding. Only this module and the decoder of KV events use bincode: positional fields, little-endian,
 //! variable-length integers.
 //!
 //! Invariants: a value decodes only from exactly its own bytes; trailing bytes are refused. For any input,
@@ -6,10 +6,7 @@
 //! allocation, and collections of large elements have their own limits. An unknown variant is
 //! [`CodecError::UnknownVariant`]; it never causes a panic and is never a reason to drop the connection.
 
-pub(crate) mod bounded;
-mod events;
-
-pub(crate) use events::decode_kv_frame;
+pub mod bounded;
 
 use bincode::config::{Configuration, Limit, LittleEndian, Varint};
 use bincode::error::{DecodeError, EncodeError};
@@ -75,9 +72,9 @@ pub enum CodecError {
     Invalid { message: &'static str, reason: String },
 }
 
-type Config<const CAP: usize> = Configuration<LittleEndian, Varint, Limit<CAP>>;
+pub(crate) type Config<const CAP: usize> = Configuration<LittleEndian, Varint, Limit<CAP>>;
 
-const fn config<const CAP: usize>() -> Config<CAP> {
+pub(crate) const fn config<const CAP: usize>() -> Config<CAP> {
     bincode::config::standard().with_limit::<CAP>()
 }
 
@@ -134,7 +131,7 @@ pub fn decode_prefix<T: DeserializeOwned>(bytes: &[u8], cap: Cap) -> Result<(T, 
     Ok((value, rest))
 }
 
-fn explain(message: &'static str, cap: Cap, error: DecodeError) -> CodecError {
+pub(crate) fn explain(message: &'static str, cap: Cap, error: DecodeError) -> CodecError {
     match error {
         DecodeError::UnexpectedEnd { .. } => CodecError::CutShort { message },
         DecodeError::LimitExceeded => CodecError::TooLong { message, len: cap.bytes() + 1, cap: cap.bytes() },

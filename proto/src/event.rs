@@ -6,10 +6,14 @@ use crate::codec::bounded;
 use crate::ids::{Epoch, NodeId};
 use serde::{Deserialize, Serialize};
 
-/// Most events in one batch. [`KvEventSender`](crate::transport::KvEventSender) splits longer ones.
+mod decode;
+
+pub use decode::decode_kv_frame;
+
+/// Most events in one batch.
 pub const MAX_EVENTS_PER_BATCH: usize = 32 * 1024;
 /// Most runs in one frame of a snapshot.
-pub(crate) const MAX_RUNS_PER_FRAME: usize = 64 * 1024;
+pub const MAX_RUNS_PER_FRAME: usize = 64 * 1024;
 
 /// Storage that holds a prefix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]

@@ -1,11 +1,7 @@
-//! Requests, replies and reports between coordinators and workers. The wire form belongs to a protocol
-//! version ([`VersionRange`](crate::transport::VersionRange)).
+//! Requests and replies of generation and encoding. The wire form belongs to a protocol version.
 
-use crate::block::ClusterKey;
 use crate::codec::bounded;
-use crate::ids::{Epoch, ModelId, NodeId};
-use crate::operation::{MAX_OPERATIONS, OfferedOperation};
-use crate::placement::{Capacity, OfferedDrafter};
+use crate::ids::ModelId;
 use serde::{Deserialize, Serialize};
 
 mod encode;
@@ -28,8 +24,6 @@ pub const MAX_STOP_STRINGS: usize = 16;
 pub const MAX_LOGIT_BIAS: usize = 1024;
 /// Most alternatives reported with a token.
 pub const MAX_LOGPROBS: usize = 20;
-/// Most models that one worker serves.
-pub const MAX_MODELS: usize = 256;
 
 /// Sampling parameters. The API edge checks the ranges; a worker checks them again.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -226,164 +220,4 @@ pub struct Finished {
     pub drafted_tokens: u32,
     /// Draft tokens of this attempt that were accepted.
     pub accepted_tokens: u32,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum WorkerState {
-    Starting,
-    Ready,
-    Draining,
-}
-
-/// Task that a model serves.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum ModelTask {
-    /// Generates tokens that follow a prompt.
-    Generate,
-    /// Returns a vector of `width` values for a text.
-    Embed { width: u32 },
-    /// Returns `scores` scores for a pair of texts.
-    Rerank { scores: u32 },
-}
-
-impl ModelTask {
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Generate => "generate",
-            Self::Embed { .. } => "embed",
-            Self::Rerank { .. } => "rerank",
-        }
-    }
-}
-
-/// A model that a worker serves, with its task.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ServedModel {
-    /// Name of the model in the API.
-    pub id: ModelId,
-    /// Digest of the model's files; part of every block root.
-    pub model_digest: [u8; 32],
-    /// Digest of the tokenizer; part of every block root.
-    pub tokenizer_digest: [u8; 32],
-    /// Longest sequence that is served, in tokens.
-    pub max_model_len: u32,
-    /// Layers that this worker serves: `[first, last)`.
-    pub layers: (u32, u32),
-    /// (model digest, device, ISA, weight path, KV type) as text. Equal classes give bit-equal results.
-    pub numeric_class: String,
-    /// Tokens per KV block.
-    pub block_tokens: u32,
-    pub task: ModelTask,
-}
-
-/// A worker and the models that it serves.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct WorkerInfo {
-    /// Must equal the certificate's node id.
-    pub node: NodeId,
-    /// Epoch of this run of the process.
-    pub epoch: Epoch,
-    /// Process id of the operating system, for operators.
-    pub pid: u32,
-    /// Address of the QUIC endpoint, `ip:port`.
-    pub quic: String,
-    /// Address of the ops port, `ip:port`.
-    pub ops: String,
-    /// At most [`MAX_MODELS`].
-    #[serde(
-        serialize_with = "bounded::serialize::<_, _, MAX_MODELS>",
-        deserialize_with = "bounded::deserialize::<_, _, MAX_MODELS>"
-    )]
-    pub models: Vec<ServedModel>,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Register {
-    pub worker: WorkerInfo,
-    /// Phases of a request that the worker serves.
-    pub part: WorkPart,
-    /// Cost of pulling a prefix of each model. Prefixes of models that are not listed cannot be pulled. At
-    /// most [`MAX_MODELS`].
-    #[serde(
-        serialize_with = "bounded::serialize::<_, _, MAX_MODELS>",
-        deserialize_with = "bounded::deserialize::<_, _, MAX_MODELS>"
-    )]
-    pub pulls: Vec<PullCost>,
-    /// Resources that the worker contributes to replicas. `None` for a worker that serves only its own
-    /// model.
-    pub capacity: Option<Capacity>,
-    /// Operations that the worker offers; at most [`MAX_OPERATIONS`].
-    #[serde(
-        serialize_with = "bounded::serialize::<_, _, MAX_OPERATIONS>",
-        deserialize_with = "bounded::deserialize::<_, _, MAX_OPERATIONS>"
-    )]
-    pub operations: Vec<OfferedOperation>,
-    /// Drafter that the worker has beside the model file that it contributes to replicas, if any.
-    pub drafter: Option<OfferedDrafter>,
-}
-
-impl From<WorkerInfo> for Register {
-    /// Registers a worker for both phases, without pulls, replicas or operations.
-    fn from(worker: WorkerInfo) -> Self {
-        let (pulls, operations) = (Vec::new(), Vec::new());
-        Self { worker, part: WorkPart::Both, pulls, capacity: None, operations, drafter: None }
-    }
-}
-
-/// Coordinator's reply to a worker that it accepts.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Registered {
-    /// A worker without a report of progress for this long counts as dead.
-    pub lease_ms: u64,
-    /// Longest interval between two reports.
-    pub report_every_ms: u64,
-    /// Key of every block id of the cluster.
-    pub cluster_key: ClusterKey,
-}
-
-/// Reply of a worker to a status request.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct WorkerStatus {
-    pub node: NodeId,
-    /// At most [`MAX_MODELS`].
-    #[serde(
-        serialize_with = "bounded::serialize::<_, _, MAX_MODELS>",
-        deserialize_with = "bounded::deserialize::<_, _, MAX_MODELS>"
-    )]
-    pub models: Vec<ServedModel>,
-    pub load: LoadReport,
-    /// Sequence number of the last KV event of this epoch; 0 before the first.
-    pub kv_sequence: u64,
-    /// Milliseconds since the process started.
-    pub uptime_ms: u64,
-}
-
-/// Load and progress of a worker, reported at least twice a second and after bursts.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct LoadReport {
-    /// Epoch of this run of the process.
-    pub epoch: Epoch,
-    pub state: WorkerState,
-    pub running: u32,
-    pub waiting: u32,
-    /// Prompt tokens that are admitted or queued and not yet computed.
-    pub pending_prefill_tokens: u64,
-    /// KV bytes that live sequences use.
-    pub kv_used: u64,
-    /// Total KV bytes.
-    pub kv_total: u64,
-    /// Steps executed since the process started. Progress renews the lease; an open connection does not.
-    pub steps: u64,
-    /// Tokens generated since the process started.
-    pub tokens: u64,
-    /// Milliseconds since the last step ended while work was queued; 0 when idle.
-    pub stalled_ms: u64,
-    /// Prefill rate of recent steps, tokens per second; 0 if unknown.
-    pub prefill_rate: f32,
-    /// Time of a decode step at the present batch size, milliseconds; 0 if unknown.
-    pub step_ms: f32,
-    /// Resident set size of the process, bytes.
-    pub rss: u64,
-    pub pulls: PullReport,
 }

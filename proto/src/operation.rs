@@ -30,7 +30,7 @@
 
 use crate::codec::bounded;
 use crate::ids::{ModelId, RequestId};
-use crate::message::ModelTask;
+use crate::served_model::ModelTask;
 use crate::trace::TraceContext;
 use serde::{Deserialize, Serialize};
 use std::fmt;

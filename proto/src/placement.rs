@@ -7,7 +7,7 @@
 
 use crate::codec::bounded;
 use crate::ids::{Epoch, ModelId};
-use crate::message::MAX_MODELS;
+use crate::served_model::MAX_MODELS;
 use crate::stage::{ReplicaId, StageAddress};
 use serde::{Deserialize, Serialize};
 

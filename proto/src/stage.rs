@@ -31,7 +31,7 @@ const MAX_STAGES: usize = 1024;
 /// Most recorded requests that one step lists.
 pub const MAX_TRACES: usize = 64;
 /// Most draft tokens of one sequence after one step.
-pub const MAX_GUESSES: usize = 64;
+pub const MAX_STAGE_DRAFT_TOKENS: usize = 64;
 
 /// Element type of activations between stages. `F32` is exact; `Bf16` halves the bytes and is part of the
 /// numeric class.
@@ -190,24 +190,24 @@ pub struct StageDrawn {
         deserialize_with = "bounded::deserialize::<_, _, MAX_STAGES>"
     )]
     pub spent: Vec<StageSpent>,
-    /// Draft tokens for each of [`StageStep::guesses`]. A sequence may get fewer tokens than requested, or
+    /// Draft tokens for each of [`StageStep::draft_requests`]. A sequence may get fewer tokens than requested, or
     /// none.
     #[serde(
         serialize_with = "bounded::serialize::<_, _, MAX_SEQUENCES>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_SEQUENCES>"
     )]
-    pub guessed: Vec<StageGuessed>,
+    pub drafted: Vec<StageDraftTokens>,
     /// Microseconds spent on drafting; included in the last stage's computing time.
-    pub guessing_us: u32,
+    pub drafting_us: u32,
 }
 
 /// Draft tokens of one sequence.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StageGuessed {
+pub struct StageDraftTokens {
     /// In order; each token follows the ones before it.
     #[serde(
-        serialize_with = "bounded::serialize::<_, _, MAX_GUESSES>",
-        deserialize_with = "bounded::deserialize::<_, _, MAX_GUESSES>"
+        serialize_with = "bounded::serialize::<_, _, MAX_STAGE_DRAFT_TOKENS>",
+        deserialize_with = "bounded::deserialize::<_, _, MAX_STAGE_DRAFT_TOKENS>"
     )]
     pub tokens: Vec<u32>,
 }
@@ -328,7 +328,7 @@ pub struct StageHead {
 /// from it. The draft follows the last accepted row. The last stage draws from each row from `first` on,
 /// once.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StageGuess {
+pub struct StageDraftRequest {
     /// Index into [`StageStep::sequences`].
     pub sequence: u32,
     /// First row that a token is drawn from, counted from the step's first row.
@@ -402,7 +402,7 @@ pub struct StageStep {
         serialize_with = "bounded::serialize::<_, _, MAX_SEQUENCES>",
         deserialize_with = "bounded::deserialize::<_, _, MAX_SEQUENCES>"
     )]
-    pub guesses: Vec<StageGuess>,
+    pub draft_requests: Vec<StageDraftRequest>,
     /// Vocabulary-parallel head of two stages. `None` if one stage computes all logits of each row.
     pub head: Option<StageHead>,
 }

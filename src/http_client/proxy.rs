@@ -1,8 +1,8 @@
 //! Selects the proxy for a server from the usual environment variables.
 
+use hub::catalog::Url;
 use hyper::Uri;
 use hyper_util::client::proxy::matcher::{Intercept, Matcher};
-use model::catalog::Url;
 
 /// Reads `https_proxy`, `http_proxy`, `all_proxy` and `no_proxy`, also in capitals. `HTTP_PROXY` is excluded,
 /// because a request to a CGI program can set it. `no_proxy` has names including their subdomains, addresses

@@ -1,5 +1,5 @@
 use super::*;
-use model::catalog::{Address, CatalogError, Store, Url, Verification};
+use hub::catalog::{Address, CatalogError, Store, Url, Verification};
 use rcgen::{CertificateParams, KeyPair};
 use rustls::pki_types::PrivateKeyDer;
 use rustls::{ServerConfig, ServerConnection, StreamOwned};
@@ -260,5 +260,5 @@ fn a_model_comes_through_cuts_redirects_and_chunks() {
     assert!(asked.iter().any(|request| request.contains("If-Range: \"a\"\r\n")), "{asked:?}");
     let elsewhere = Address::parse("http://models.example/m.gguf").unwrap();
     let error = store.fetch(&elsewhere, &[], &network, &mut ()).unwrap_err();
-    assert!(matches!(error, model::Error::Catalog(CatalogError::Download { .. })), "{error}");
+    assert!(matches!(error, hub::Error::Catalog(CatalogError::Download { .. })), "{error}");
 }

@@ -167,7 +167,11 @@ mod tests {
             "{}",
             refused("https://a:4318")
         );
-        assert!(refused("http://a:4318").contains("has no certificate"), "{}", refused("http://a:4318"));
+        assert!(
+            refused("http://a:4318").contains("only for a collector at https://"),
+            "{}",
+            refused("http://a:4318")
+        );
         assert!(!roots("https://a:4318", None).unwrap().is_empty());
     }
 }

@@ -28,7 +28,7 @@ def routes(role):
 
 def downloads():
     """Names of the catalog that come from an address; others come from where the image does not get."""
-    entries = _text("model/src/catalog/entries/list.rs").split("Entry {")[1:]
+    entries = _text("model/hub/src/catalog/entries/list.rs").split("Entry {")[1:]
     return {re.search(r'name: "([^"]+)"', entry)[1] for entry in entries if "Origin::Address" in entry}
 
 

@@ -2,7 +2,8 @@
 //!
 //! Every wait has a deadline. Every process started here ends when its handle is dropped. Node logs are in
 //! `target/test-logs`. This crate never links Kvasir's libraries, so that the shipped binary is tested. The
-//! exception is the simulator (`tests/sim`), which runs the coordinators' consensus in a virtual world.
+//! exceptions are the simulator (`tests/sim`), which runs the coordinators' consensus in a virtual world, and
+//! the fuzz targets (`fuzz`).
 
 pub mod binary;
 pub mod browser;

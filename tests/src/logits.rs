@@ -55,8 +55,8 @@ fn read(path: &Path, prompts: &[Vec<u32>]) -> anyhow::Result<Vec<PromptLogits>> 
             Ok(number as usize)
         };
         let (cached, preemptions) = (count("cached")?, count("preemptions")?);
-        let guesses = file.names().iter().any(|name| **name == format!("p{index}.drafted"));
-        let (drafted, accepted) = if guesses { (count("drafted")?, count("accepted")?) } else { (0, 0) };
+        let draft_tokens = file.names().iter().any(|name| **name == format!("p{index}.drafted"));
+        let (drafted, accepted) = if draft_tokens { (count("drafted")?, count("accepted")?) } else { (0, 0) };
         ensure!(cached < rows, "p{index}: {cached} of {rows} tokens cached, but one must be computed");
         let greedy = match file.tensor(&format!("p{index}.greedy")) {
             Ok(greedy) => fixtures::tokens(greedy.dtype(), greedy.data())?,

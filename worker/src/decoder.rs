@@ -100,11 +100,6 @@ impl Blocks<'_> {
     pub(crate) fn states(&mut self, slot: u32) -> Result<Vec<LayerState>, Error> {
         self.0.states(slot)
     }
-
-    /// Reborrows the blocks.
-    pub(crate) fn again(&mut self) -> Blocks<'_> {
-        Blocks(self.0)
-    }
 }
 
 impl Decoder {

@@ -6,16 +6,17 @@
 
 use crate::Error;
 use crate::decoder::{CacheKind, Decoder};
-use crate::operations::KERNELS;
-use kernels::backend::{BlockTable, KvType, MemoryUse, StepInput, StepSequence};
-use model::Tokenizer;
+use kernels::backend::{BlockTable, MemoryUse, StepInput, StepSequence};
 use model::spec::{ModelSpec, OutputSpec, Pooling};
 use proto::ids::ModelId;
-use proto::message::{GenerateError, ModelTask, ServedModel};
+use proto::message::GenerateError;
 use proto::operation::Operation;
+use proto::served_model::{ModelTask, ServedModel};
+use speech::backends::KERNELS;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
+use text::Tokenizer;
 
 mod onnx;
 mod queue;
@@ -157,20 +158,18 @@ impl Layout {
 
 impl Encoder {
     /// Creates an encoder over a decoder whose arena is laid out as `layout`. Texts have at most
-    /// `text_tokens`.
+    /// `text_tokens`. `served` describes it; its name is a placeholder.
     pub(crate) fn new(
         decoder: Decoder,
         tokenizer: Arc<Tokenizer>,
         layout: Layout,
         text_tokens: usize,
-        (id, model_digest, kv_type): (ModelId, [u8; 32], KvType),
+        served: ServedModel,
     ) -> Self {
         let spec = decoder.spec();
-        let Layout { step_tokens, step_texts, block_tokens, .. } = layout;
+        let Layout { step_tokens, step_texts, .. } = layout;
         let limits = Limits { vocab: spec.vocab, text_tokens, step_tokens, step_texts };
         let two_types = spec.embedding.token_types.as_ref().is_some_and(|types| types.rows > 1);
-        let digests = (model_digest, tokenizer.digest());
-        let served = crate::load::describe(id, &decoder, digests, (text_tokens, block_tokens), kv_type);
         Self {
             tokenizer,
             limits,
@@ -199,15 +198,7 @@ impl Encoder {
             ModelTask::Embed { .. } | ModelTask::Generate => row_width,
         };
         let forward = Forward::Onnx(OnnxTexts::load(file, operation, (pooling, width), threads)?.into());
-        Ok(Self {
-            forward,
-            tokenizer,
-            limits,
-            pooling,
-            row_width,
-            served,
-            backend: crate::operations::onnx::NAME,
-        })
+        Ok(Self { forward, tokenizer, limits, pooling, row_width, served, backend: speech::onnx::NAME })
     }
 
     pub fn backend(&self) -> &'static str {

@@ -5,54 +5,52 @@
 
 use crate::Error;
 use crate::decoder::{Decoder, LayerState};
+use crate::executor::{Executor, LocalExecutor, StepRequest, StepResult};
 use crate::grammar::Guide;
 use crate::kv_events::EventLog;
 use crate::pieces::Namer;
-use crate::pipeline::{PipelineExecutor, StepRequest};
 pub use crate::progress::EngineLoad;
 use crate::pull::Source;
 use crate::sampling::Sampler;
 use crate::sampling::stop::{Ending, OutputText};
-use crate::scheduler::{LogitRows, Rejected, Scheduler, SeqId, SequenceRequest, StepLimits, StepPlan};
+use crate::scheduler::{LogitRows, Scheduler, SeqId, SequenceRequest, StepPlan};
 use crate::snapshot::Origin;
 use crate::speculation::Speculation;
-use crate::telemetry::{EngineMetrics, Reason};
+use crate::telemetry::EngineMetrics;
 use crate::tiers::Tiers;
-use caches::Caches;
 pub(crate) use draft_model::DraftModel;
-use drafting::{GuessedElsewhere, NewestRows};
+use drafting::{NewestRows, RemoteDrafts};
 use draw::{Drawn, Targets};
-use forward::run;
+use equal_prompts::EqualPrompts;
 use guided::Guided;
-use kv_receive::{Pulled, Pulling};
-use kv_send::Lending;
-use model::tokenizer::Tokenizer;
+use kv_receive::KvReceiver;
+use kv_send::KvReads;
 use parking_lot::Mutex;
 use proto::block::BlockId;
 use proto::message::{GenerateError, GenerateFrame, Sampling, Stop, TenantTurn, TokenLogprobs};
 use proto::sequence::SequenceName;
 use proto::trace::{Span, TraceContext};
 use report::Rates;
+use request::{Removal, Request, RequestState};
 use resume::{Resume, SequenceKey};
-use siblings::Siblings;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use text::tokenizer::Tokenizer;
 use tiering::Tiering;
 use trace::Traced;
 
-mod caches;
 mod draft_model;
 mod drafting;
 mod draw;
-mod forward;
+mod equal_prompts;
 mod guided;
 mod kv_receive;
 pub mod kv_send;
 mod output;
 mod report;
+mod request;
 pub mod resume;
-mod siblings;
 pub mod thread;
 mod tiering;
 mod trace;
@@ -135,25 +133,6 @@ pub enum StepOutcome {
     },
 }
 
-struct Live {
-    key: Option<SequenceKey>,
-    root: BlockId,
-    sampler: Sampler,
-    /// The grammar of the output, if any.
-    guide: Option<Guided>,
-    text: OutputText,
-    sink: Box<dyn Sink>,
-    prompt_len: usize,
-    all_logits: bool,
-    states: bool,
-    started: bool,
-    received: Instant,
-    deadline: Option<Duration>,
-    last_token: Option<Instant>,
-    pulled: Option<Pulled>,
-    traced: Option<Traced>,
-}
-
 /// A drawn token.
 struct Draw {
     /// The sequence from whose row it was drawn.
@@ -166,34 +145,31 @@ struct Draw {
     logprobs: Option<TokenLogprobs>,
 }
 
-/// A step that the later stages are computing.
-struct UnderWay {
+/// A step that was submitted and has no result yet.
+struct InFlightStep {
     plan: StepPlan,
     targets: Targets,
     since: Instant,
-    /// Spans of the stages' work for traced requests.
+    /// Spans of the ranks' work for traced requests.
     spans: Vec<Span>,
-    guesses: GuessedElsewhere,
+    drafts: RemoteDrafts,
 }
 
 pub struct Engine {
-    /// All layers, or those of the first stage.
-    decoder: Decoder,
-    /// The later stages, if the model is split.
-    later: Option<PipelineExecutor>,
-    /// The steps that these stages are computing, the oldest first.
-    under_way: VecDeque<UnderWay>,
+    executor: Box<dyn Executor>,
+    /// The oldest first.
+    in_flight: VecDeque<InFlightStep>,
     /// When the last step completed.
     completed: Option<Instant>,
     scheduler: Scheduler,
     events: Arc<Mutex<EventLog>>,
     tokenizer: Arc<Tokenizer>,
-    live: HashMap<SeqId, Live>,
-    siblings: Siblings,
+    requests: HashMap<SeqId, Request>,
+    equal_prompts: EqualPrompts,
     resume: Resume,
     tiering: Option<Tiering>,
-    pulling: Pulling,
-    lending: Lending,
+    kv_receiver: KvReceiver,
+    kv_reads: KvReads,
     /// Maximum number of bytes copied out between two steps.
     copy_bytes: u64,
     next_id: u64,
@@ -204,8 +180,8 @@ pub struct Engine {
     rates: Rates,
     speculation: Option<Speculation>,
     newest_rows: NewestRows,
-    /// Draft tokens of the last stage that no step has verified yet.
-    guessed: HashMap<SeqId, Vec<u32>>,
+    /// Draft tokens of the last rank that no step has verified yet.
+    draft_tokens: HashMap<SeqId, Vec<u32>>,
     draft_model: Option<DraftModel>,
     /// Cloned by every traced request: the reference count shows whether there is one.
     recorded: Arc<()>,
@@ -222,28 +198,41 @@ impl Engine {
         max_model_len: usize,
         origin: Origin,
     ) -> Result<Self, Error> {
+        let executor = Box::new(LocalExecutor::new(decoder));
+        Self::with_executor(executor, scheduler, events, tokenizer, max_model_len, origin)
+    }
+
+    /// Like [`Self::new`], over an executor.
+    pub(crate) fn with_executor(
+        executor: Box<dyn Executor>,
+        scheduler: Scheduler,
+        events: EventLog,
+        tokenizer: Arc<Tokenizer>,
+        max_model_len: usize,
+        origin: Origin,
+    ) -> Result<Self, Error> {
         let metrics = EngineMetrics::default();
+        let decoder = executor.decoder();
         let memory = decoder.backend().memory();
         metrics.weight_bytes.set(memory.weights as i64);
         metrics.kv_bytes.set(memory.kv as i64);
         metrics.weight_file_bytes.set(decoder.source_bytes() as i64);
         metrics.device.covers(decoder.backend().info());
         let namer = Namer::new(&origin)?;
-        let (pulling, lending) = (Pulling::new(namer), Lending::new(&namer, max_model_len));
+        let (kv_receiver, kv_reads) = (KvReceiver::new(namer), KvReads::new(&namer, max_model_len));
         Ok(Self {
-            decoder,
-            later: None,
-            under_way: VecDeque::new(),
+            executor,
+            in_flight: VecDeque::new(),
             completed: None,
             scheduler,
             events: Arc::new(Mutex::new(events)),
             tokenizer,
-            live: HashMap::new(),
-            siblings: Siblings::default(),
+            requests: HashMap::new(),
+            equal_prompts: EqualPrompts::default(),
             resume: Resume::new(origin),
             tiering: None,
-            pulling,
-            lending,
+            kv_receiver,
+            kv_reads,
             copy_bytes: COPY_BYTES,
             next_id: 0,
             max_model_len,
@@ -253,7 +242,7 @@ impl Engine {
             rates: Rates::default(),
             speculation: None,
             newest_rows: NewestRows::new(),
-            guessed: HashMap::new(),
+            draft_tokens: HashMap::new(),
             draft_model: None,
             recorded: Arc::new(()),
         })
@@ -286,11 +275,6 @@ impl Engine {
         Self { draft_model: model, ..self.with_speculation(Speculation::computed()) }
     }
 
-    /// Adds the later stages: the decoder has only the first layers.
-    pub(crate) fn with_later_stages(self, later: PipelineExecutor) -> Self {
-        Self { later: Some(later), ..self }
-    }
-
     pub fn metrics(&self) -> &EngineMetrics {
         &self.metrics
     }
@@ -299,9 +283,9 @@ impl Engine {
         Arc::clone(&self.tokenizer)
     }
 
-    /// The decoder. If the model is split, that of the first stage.
+    /// The decoder. If the model is split, that of the first rank.
     pub fn decoder(&self) -> &Decoder {
-        &self.decoder
+        self.executor.decoder()
     }
 
     /// Accepts a request. If it cannot be served, its sink receives the reason. If an earlier attempt has
@@ -356,7 +340,9 @@ impl Engine {
             priority: 0,
             turn: Some(self.scheduler.take_turn()),
         };
-        let live = Live {
+        let state = RequestState::Scheduled;
+        let live = Request {
+            state,
             key: name.map(|name| SequenceKey { root, name }),
             root,
             sampler,
@@ -370,54 +356,50 @@ impl Engine {
             received: now,
             deadline,
             last_token: None,
-            pulled: None,
+            transfer: None,
             traced,
         };
-        self.live.insert(id, live);
-        self.queue(now, request, pull, together).then_some(id)
+        self.requests.insert(id, live);
+        self.schedule_or_wait(now, request, pull, together);
+        self.requests.contains_key(&id).then_some(id)
     }
 
-    /// Queues the request of a live sequence, or lets it wait for another one with the same prompt, or for a
-    /// prefix from a tier or another worker. Returns `false` if it was refused; its sink has then received
-    /// the reason.
-    fn queue(
+    /// Schedules a request, or lets it wait for another one with the same prompt, or for a prefix from a tier
+    /// or another worker. Removes it if the scheduler refuses it.
+    fn schedule_or_wait(
         &mut self,
         now: Instant,
         request: SequenceRequest,
-        pull: Option<Box<dyn Source>>,
+        source: Option<Box<dyn Source>>,
         together: u32,
-    ) -> bool {
+    ) {
+        let id = request.id;
         let can_fork =
-            |live: &Live| !live.all_logits && !live.states && live.prompt_len == request.prompt.len();
-        let joins = self.scheduler.shares() && self.live.get(&request.id).is_some_and(can_fork);
-        let request = if joins { self.siblings.join(now, request, together) } else { Some(request) };
-        let Some(request) = request else { return true };
-        let request = self.bring_or_park(now, request);
-        let request = request.and_then(|request| self.pull_or_compute(now, request, pull));
-        request.is_none_or(|request| self.enqueue(request))
+            |live: &Request| !live.all_logits && !live.states && live.prompt_len == request.prompt.len();
+        if self.scheduler.shares() && self.requests.get(&id).is_some_and(can_fork) {
+            let prompt = (request.root, request.prompt.as_slice());
+            if let Some(leader) = self.equal_prompts.join(now, id, prompt, together) {
+                return self.set_state(id, RequestState::WaitingForLeader { leader, request });
+            }
+        }
+        let request = self.restore_or_load(now, request);
+        if let Some(request) = request.and_then(|request| self.schedule_or_receive(now, request, source)) {
+            self.schedule(request);
+        }
     }
 
-    /// Queues the request of a live sequence. Returns `false` if it was refused; its sink has then received
-    /// the reason.
-    fn enqueue(&mut self, request: SequenceRequest) -> bool {
+    /// Passes a request to the scheduler. Removes it if the scheduler refuses it.
+    fn schedule(&mut self, request: SequenceRequest) {
         let id = request.id;
-        let refused = self.scheduler.submit(request).err();
-        match (refused, self.live.get(&id)) {
-            (None, live) => {
-                if self.siblings.awaits(id) {
+        match self.scheduler.submit(request) {
+            Ok(()) => {
+                if self.equal_prompts.is_gathering(id) {
                     self.scheduler.hold(id, true);
                 }
-                self.metrics.prompt_tokens.inc_by(live.map_or(0, |live| live.prompt_len as u64));
-                true
+                let prompt_len = self.requests.get(&id).map_or(0, |request| request.prompt_len as u64);
+                self.metrics.prompt_tokens.inc_by(prompt_len);
             }
-            (Some(rejected), _) => {
-                if let Some(mut live) = self.live.remove(&id) {
-                    live.fail("refused");
-                    live.sink.frame(GenerateFrame::Failed(refusal(rejected)));
-                }
-                self.siblings.gone(id);
-                false
-            }
+            Err(rejected) => self.remove(id, Removal::Rejected(rejected)),
         }
     }
 
@@ -430,7 +412,7 @@ impl Engine {
         sampling: Sampling,
         stop: Stop,
     ) -> Result<(Sampler, OutputText, Option<Ending>), GenerateError> {
-        let vocab = self.decoder.spec().vocab;
+        let vocab = self.executor.decoder().spec().vocab;
         let refuse = |field: &str, reason: String| {
             Err(GenerateError::InvalidField { field: field.to_owned(), reason })
         };
@@ -465,7 +447,7 @@ impl Engine {
 
     /// The last ends of chat turns: the same conversation continues there, or another one diverges.
     fn turn_ends(&self, tokens: &[u32]) -> Vec<u32> {
-        if !self.decoder.spec().is_recurrent() {
+        if !self.executor.decoder().spec().is_recurrent() {
             return Vec::new();
         }
         let ends = (1u32..).zip(tokens).filter(|(_, token)| self.tokenizer.is_eog(**token));
@@ -482,7 +464,7 @@ impl Engine {
         let mut poisoned = 0;
         for (offset, bytes) in self.scheduler.unused() {
             // All ones are NaN in every float type.
-            self.decoder.write_bytes(offset, &vec![0xff; bytes as usize])?;
+            self.executor.decoder_mut().write_bytes(offset, &vec![0xff; bytes as usize])?;
             poisoned += bytes;
         }
         Ok(poisoned)
@@ -490,24 +472,18 @@ impl Engine {
 
     /// Cancels a request. Its blocks become free after the step in flight.
     pub fn cancel(&mut self, id: SeqId) {
-        self.remember_live(id);
-        if let Some(mut live) = self.live.remove(&id) {
-            live.fail("cancelled");
-            self.scheduler.remove(id);
-            self.siblings.gone(id);
-            self.pulling.gone(id);
-            self.count_end(Reason::abort);
-        }
+        self.remove(id, Removal::Cancelled);
     }
 
     /// Recounts every invariant of caches and tables.
     pub fn check(&self) -> Result<(), Error> {
+        self.check_waiting()?;
         self.scheduler.check().map_err(|broken| Error::Invariant(broken.to_string()))
     }
 
     /// Binds the calling thread, which must be the one that runs the steps, to its CPU.
     pub fn bind_thread(&self) {
-        self.decoder.backend().bind_thread();
+        self.executor.decoder().backend().bind_thread();
     }
 
     /// Whether there is something to compute. Requests that wait for files or other workers do not count as a
@@ -518,110 +494,108 @@ impl Engine {
 
     /// Whether anything is queued or running.
     pub fn has_work(&self) -> bool {
-        let lost = self.later.as_ref().is_some_and(PipelineExecutor::is_lost);
-        !self.live.is_empty() || self.resume.has_work() || !self.under_way.is_empty() || lost
+        !self.requests.is_empty()
+            || self.resume.has_work()
+            || !self.in_flight.is_empty()
+            || self.executor.is_lost()
     }
 
-    /// Plans, runs and completes one step. In a pipeline, steps are passed to the later stages while there is
-    /// work, and completed when their results arrive.
+    /// Plans, runs and completes one step. In a pipeline, steps are submitted while there is work, and
+    /// completed when their results arrive.
     pub fn step(&mut self, now: Instant) -> Result<StepOutcome, Error> {
         self.expire(now);
         self.settle(now);
         self.copy_out();
         let saves = self.copy_saved();
-        self.unpark(now);
-        self.end_pulls(now);
-        for orphan in self.siblings.take_orphans() {
-            if self.live.contains_key(&orphan.id) {
-                self.queue(now, orphan, None, 1);
+        self.finish_tier_loads(now);
+        self.finish_transfers(now);
+        for orphan in self.equal_prompts.take_orphans() {
+            if let Some(RequestState::WaitingForLeader { request, .. }) = self.take_state(orphan) {
+                self.schedule_or_wait(now, request, None, 1);
             }
         }
-        for leader in self.siblings.gathered(now) {
+        for leader in self.equal_prompts.take_gathered(now) {
             self.scheduler.hold(leader, false);
         }
         // Results make room, and other sequences may be waiting for them.
-        if self.hear(false)? {
+        if self.take_result(false)? {
             return Ok(StepOutcome::Ran { rows: 0 });
         }
         if let Some(plan) = self.plan()? {
             let (rows, targets) = (plan.tokens.len(), self.targets(&plan));
             let spans = self.trace_plan(&plan);
-            let guesses = GuessedElsewhere::default();
-            let step = UnderWay { plan, targets, since: now, spans, guesses };
-            self.hand_over(step)?;
+            let drafts = RemoteDrafts::default();
+            self.submit_step(InFlightStep { plan, targets, since: now, spans, drafts })?;
             return Ok(StepOutcome::Ran { rows });
         }
-        if self.hear(true)? {
+        if self.take_result(true)? {
             return Ok(StepOutcome::Ran { rows: 0 });
         }
         self.publish();
         Ok(if saves { StepOutcome::Ran { rows: 0 } } else { StepOutcome::Idle })
     }
 
-    /// The next step, if there is something to compute and the stages can take another step.
+    /// The next step, if there is something to compute and the executor can take another step.
     fn plan(&mut self) -> Result<Option<StepPlan>, Error> {
-        let limits = match &mut self.later {
-            None => StepLimits::NONE,
-            Some(later) => match later.limits(self.scheduler.demand()) {
-                Some(limits) => limits,
-                None => return Ok(None),
-            },
-        };
-        self.guess()?;
+        let Some(limits) = self.executor.limits(self.scheduler.demand()) else { return Ok(None) };
+        self.set_drafts()?;
         self.scheduler.plan_within(limits).map_err(|broken| Error::Invariant(broken.to_string()))
     }
 
-    /// Runs a step over the layers that are here.
-    fn hand_over(&mut self, mut step: UnderWay) -> Result<(), Error> {
-        let UnderWay { plan, targets, .. } = &step;
-        if self.later.is_none() {
-            let (lending, scheduler) = (&mut self.lending, &self.scheduler);
-            let tiers = self.tiering.as_ref().map(Tiering::tiers);
-            run(&mut self.decoder, scheduler, plan, &mut |blocks| {
-                lending.serve_one(Caches::new(blocks, None), scheduler, tiers);
-            })?;
-            self.read_states(&step.plan)?;
-            let drawn = self.draw(&step.targets, |row| row)?;
-            return self.complete(&step, drawn);
+    /// Submits a step to the executor, and completes it if its result is there at once.
+    fn submit_step(&mut self, mut step: InFlightStep) -> Result<(), Error> {
+        let mut request = StepRequest::default();
+        if self.executor.ranks() > 1 {
+            request.wanted = self.wanted(&step.targets);
+            (request.drafts, step.drafts) = self.request_drafts(&step.plan, &mut request.wanted);
+            request.traces = step.spans.iter().map(Span::context).collect();
         }
-        let mut wanted = self.wanted(targets);
-        let (guesses, asked) = self.ask_for_guesses(plan, &mut wanted);
-        if let Some(later) = &mut self.later {
-            let traces = step.spans.iter().map(Span::context).collect();
-            later.run(&mut self.decoder, &self.scheduler, plan, StepRequest { wanted, guesses, traces })?;
-            step.guesses = asked;
-            self.under_way.push_back(step);
+        let (kv_reads, scheduler) = (&mut self.kv_reads, &self.scheduler);
+        let tiers = self.tiering.as_ref().map(Tiering::tiers);
+        let result = self.executor.submit(scheduler, &step.plan, request, &mut |blocks| {
+            kv_reads.run_one(blocks, scheduler, tiers);
+        })?;
+        match result {
+            Some(result) => self.complete_with(step, result),
+            None => {
+                self.in_flight.push_back(step);
+                Ok(())
+            }
         }
-        Ok(())
     }
 
-    /// Processes the results of the oldest step in flight. Returns `false` if no step is in flight, or if its
-    /// results have not arrived and `wait` is false.
-    fn hear(&mut self, wait: bool) -> Result<bool, Error> {
-        let Some(later) = &mut self.later else { return Ok(false) };
-        let Some(mut answer) = later.answer(wait)? else { return Ok(false) };
-        let Some(mut step) = self.under_way.pop_front().filter(|step| step.plan.step == answer.step) else {
-            return Err(Error::Invariant(format!("step {} was not under way", answer.step)));
+    /// Completes the oldest step in flight. Returns `false` if no step is in flight, or if its result has not
+    /// arrived and `wait` is false.
+    fn take_result(&mut self, wait: bool) -> Result<bool, Error> {
+        let Some(result) = self.executor.result(wait)? else { return Ok(false) };
+        let Some(step) = self.in_flight.pop_front().filter(|step| step.plan.step == result.step) else {
+            return Err(Error::Invariant(format!("step {} was not in flight", result.step)));
         };
-        trace::note(std::mem::take(&mut step.spans), &answer.spent);
-        self.hear_guesses(&mut step, std::mem::take(&mut answer.guessed), answer.guessing);
-        let drawn = self.drawn(&step.targets, answer)?;
-        // The next step is not planned yet, so the slots still hold the states after the prompt.
-        self.read_states(&step.plan)?;
-        self.complete(&step, drawn)?;
+        self.complete_with(step, result)?;
         Ok(true)
     }
 
+    fn complete_with(&mut self, mut step: InFlightStep, result: StepResult) -> Result<(), Error> {
+        if let Some(spent) = &result.spent {
+            trace::note(std::mem::take(&mut step.spans), spent);
+        }
+        self.store_drafts(&mut step, result.draft_tokens, result.draft_time);
+        // The next step is not planned yet, so the slots still hold the states after the prompt.
+        self.read_states(&step.plan)?;
+        let drawn = self.draw(&step.targets, result.rows)?;
+        self.complete(&step, drawn)
+    }
+
     /// Completes a computed step with its drawn tokens.
-    fn complete(&mut self, step: &UnderWay, drawn: Drawn) -> Result<(), Error> {
-        let UnderWay { plan, since, guesses, .. } = step;
+    fn complete(&mut self, step: &InFlightStep, drawn: Drawn) -> Result<(), Error> {
+        let InFlightStep { plan, since, drafts, .. } = step;
         let Drawn { draws: mut sampled, spoiled } = drawn;
         if !spoiled.is_empty() {
             sampled.retain(|draw| !spoiled.contains(&draw.id));
-            spoiled.into_iter().for_each(|id| self.fail_not_finite(id));
+            spoiled.into_iter().for_each(|id| self.remove(id, Removal::NotFinite));
         }
         let rows = plan.tokens.len();
-        let lengths = plan.sequences.iter().map(|s| s.rows.len() - s.guesses as usize);
+        let lengths = plan.sequences.iter().map(|s| s.rows.len() - s.draft_tokens as usize);
         let prefill_rows: usize = lengths.filter(|len| *len > 1).sum();
         self.end_with_the_text(&mut sampled);
         self.accept(plan, &sampled)?;
@@ -636,12 +610,12 @@ impl Engine {
         self.rates.step_ended(took, rows, prefill_rows);
         if let Some(speculation) = self.speculation.as_mut().filter(|_| prefill_rows == 0) {
             // The time for drafting is counted separately.
-            speculation.step_took(rows, took.saturating_sub(guesses.took));
+            speculation.step_took(rows, took.saturating_sub(drafts.took));
         }
         self.steps += 1;
         self.metrics.steps.inc();
         self.metrics.iteration_tokens.0.observe(rows as f64);
-        self.fork_siblings(plan, &mut sampled);
+        self.fork_followers(plan, &mut sampled);
         for draw in &sampled {
             self.start(draw.id);
         }
@@ -662,24 +636,25 @@ impl Engine {
     }
 
     /// At the end of a prompt, forks the sequences that waited for it, each with its own first token. A
-    /// sequence that cannot be forked is queued and will draw the same token again, because a draw depends
+    /// sequence that cannot be forked is scheduled and will draw the same token again, because a draw depends
     /// only on the seed and the logits.
-    fn fork_siblings(&mut self, plan: &StepPlan, drawn: &mut Vec<Draw>) {
+    fn fork_followers(&mut self, plan: &StepPlan, drawn: &mut Vec<Draw>) {
         for sequence in plan.sequences.iter().filter(|sequence| sequence.samples) {
-            for request in self.siblings.part(sequence.id) {
-                let Some(at) = drawn.iter().position(|draw| draw.id == request.id) else {
-                    // The request arrived while the step was in flight, or is gone.
-                    if self.live.contains_key(&request.id) {
-                        self.enqueue(request);
-                    }
+            for id in self.equal_prompts.take_followers(sequence.id) {
+                let Some(RequestState::WaitingForLeader { request, .. }) = self.take_state(id) else {
                     continue;
                 };
-                let (id, token, most) = (request.id, drawn[at].token, request.max_new_tokens);
-                if self.scheduler.fork(sequence.id, id, token, most).is_ok() {
+                let Some(at) = drawn.iter().position(|draw| draw.id == id) else {
+                    // The request arrived while the step was in flight.
+                    self.schedule(request);
+                    continue;
+                };
+                let (token, max_tokens) = (drawn[at].token, request.max_new_tokens);
+                if self.scheduler.fork(sequence.id, id, token, max_tokens).is_ok() {
                     self.metrics.prompt_tokens.inc_by(request.prompt.len() as u64);
                 } else {
                     drawn.remove(at);
-                    self.enqueue(request);
+                    self.schedule(request);
                 }
             }
         }
@@ -688,34 +663,17 @@ impl Engine {
     /// Passes the states after a prompt to the sinks that want them.
     fn read_states(&mut self, plan: &StepPlan) -> Result<(), Error> {
         for sequence in plan.sequences.iter().filter(|sequence| sequence.last_chunk) {
-            let Some(live) = self.live.get_mut(&sequence.id).filter(|live| live.states) else { continue };
-            if let Some(state) = &sequence.state {
-                let mut caches = Caches::new(self.decoder.blocks(), self.later.as_mut());
-                live.sink.states(caches.states(state.write)?);
-                live.states = false;
+            let request = self.requests.get_mut(&sequence.id).filter(|request| request.states);
+            if let (Some(request), Some(state)) = (request, &sequence.state) {
+                request.sink.states(self.executor.read_states(state.write)?);
+                request.states = false;
             }
         }
         Ok(())
     }
 
-    /// The engine's blocks, on this worker and on the later stages.
-    fn caches(&mut self) -> Caches<'_> {
-        Caches::new(self.decoder.blocks(), self.later.as_mut())
-    }
-
     /// The KV event log, shared with its readers.
     pub fn events(&self) -> Arc<Mutex<EventLog>> {
         Arc::clone(&self.events)
-    }
-}
-
-fn refusal(rejected: Rejected) -> GenerateError {
-    match rejected {
-        Rejected::TooLong { need, limit } => GenerateError::ContextLength { need, limit },
-        Rejected::QueueFull { .. } => GenerateError::QueueFull,
-        Rejected::EmptyPrompt => {
-            GenerateError::InvalidField { field: "prompt".to_owned(), reason: rejected.to_string() }
-        }
-        Rejected::Duplicate(_) => GenerateError::Internal,
     }
 }

@@ -14,8 +14,11 @@ pub enum Error {
     /// The model file is not usable.
     #[error(transparent)]
     Model(#[from] model::Error),
+    /// The model's tokenizer is not usable.
     #[error(transparent)]
-    Transport(#[from] proto::Error),
+    Text(#[from] text::Error),
+    #[error(transparent)]
+    Transport(#[from] transport::Error),
     /// The model names a tensor that its source does not have.
     #[error("tensor {name:?} is missing from the model's source")]
     MissingTensor { name: String },
@@ -38,13 +41,9 @@ pub enum Error {
     /// Less memory than the floor would stay free.
     #[error(transparent)]
     Memory(#[from] MemoryRefused),
-    /// A file next to the model is not usable.
-    #[error("{path}: {reason}")]
-    Artefact {
-        path: std::path::PathBuf,
-        /// What is wrong with it.
-        reason: String,
-    },
+    /// An audio model or an ONNX file is not usable, or failed.
+    #[error(transparent)]
+    Speech(#[from] speech::Error),
     /// A directory is in use by another process or cannot be created.
     #[error(transparent)]
     Directory(#[from] proto::directory::ClaimError),
@@ -97,8 +96,7 @@ pub enum Error {
 impl Error {
     /// Whether this process can no longer use the device.
     pub(crate) fn is_device_lost(&self) -> bool {
-        let Self::Kernel(kernels::Error::Cuda(error)) = self else { return false };
-        matches!(**error, kernels::cuda::CudaError::Lost { .. })
+        matches!(self, Self::Kernel(kernels::Error::DeviceLost { .. }))
     }
 
     /// Exit code of a process whose engine fails with this error.
@@ -116,9 +114,12 @@ impl Error {
                     | model::Error::Shrunk { .. }
                     | model::Error::MissingPart { .. }
             ),
-            Self::MissingTensor { .. } | Self::WrongTask { .. } => true,
+            Self::Text(_) | Self::MissingTensor { .. } | Self::WrongTask { .. } => true,
             Self::StageLost(lost) => {
-                matches!(lost.source, proto::Error::StageFailed(proto::stage::StageFailure::BadFile { .. }))
+                matches!(
+                    lost.source,
+                    transport::Error::StageFailed(proto::stage::StageFailure::BadFile { .. })
+                )
             }
             _ => false,
         }

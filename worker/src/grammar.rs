@@ -12,7 +12,6 @@ use crate::telemetry::{GrammarMetrics, Refused};
 pub use guide::{Guide, Look, Waker};
 use llguidance::{Matcher, ParserFactory};
 use loosen::build;
-use model::Tokenizer;
 use parking_lot::Mutex;
 use pool::Pool;
 use proto::block::BlockId;
@@ -22,6 +21,7 @@ use proto::message::{
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
+use text::Tokenizer;
 use tokio::sync::{OnceCell, oneshot};
 use tokio::time::timeout;
 use trial::Tried;

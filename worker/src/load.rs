@@ -5,57 +5,57 @@ use crate::Error;
 use crate::decoder::{CacheGroup, CacheKind, Decoder, DecoderConfig, StateType, Widths};
 use crate::defaults::{Defaults, Host, ModelNeeds, defaults};
 use crate::engine::Engine;
+use crate::executor::{Executor, LocalExecutor};
 use crate::kv_cache::memory::{HostFloor, MemInfo, MemoryFloor, ProcMemInfo};
 use crate::kv_cache::{CacheSpec, GroupKind, GroupSpec, Placement};
 use crate::kv_events::EventLog;
-use crate::pipeline::{PipelineExecutor, Replica};
-use crate::scheduler::{Scheduler, SchedulerConfig};
+use crate::pipeline::{DownstreamRanks, PipelineExecutor, Replica};
+use crate::scheduler::{MAX_CONTEXT, Scheduler, SchedulerConfig};
 use crate::snapshot::Origin;
-use crate::speculation::{Guesses, Speculation};
+use crate::speculation::{Speculation, SpeculativeMethod};
 use crate::tiers::{Tiers, TiersConfig};
 use crate::weight_distribution::Arrivals;
 use crate::weights::{Packs, TensorSource, TensorView};
 use kernels::backend::{ActivationMode, Backend, BackendInfo, KvType, SharedBytes};
 use kernels::cpu::{CpuBackend, CpuConfig};
 use kernels::pool::{Pool, PoolConfig};
+use metadata::Metadata;
 use model::ModelFile;
 use model::costs::{DrafterCosts, ModelCosts};
 use model::file::DigestCache;
-use model::metadata::Metadata;
 use model::shard::{ShardStore, TensorMemory};
 use model::spec::{AttentionSpec, FfnPart, FfnSpec, MixerSpec, ModelSpec};
-use model::tokenizer::Tokenizer;
 use proto::block::ClusterKey;
 use proto::ids::{Epoch, ModelId};
-use proto::message::{ModelTask, PullCost, ServedModel};
+use proto::message::PullCost;
+use proto::served_model::{ModelTask, ServedModel};
 use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
+use text::tokenizer::Tokenizer;
 
 mod device;
 mod drafter;
 mod encoder;
 mod staged;
 mod stages;
+mod text_backends;
 
 use device::Memory;
 pub use device::{DeviceChoice, gpu_copy_bandwidth, visible_gpus};
-use drafter::Guesser;
-pub(crate) use drafter::{Elsewhere, digest_of as drafter_digest, offered as offered_drafter};
+use drafter::LoadedDrafter;
+pub(crate) use drafter::{digest_of as drafter_digest, offered as offered_drafter};
 pub use encoder::encoder;
-pub(crate) use encoder::{kernel_encoder, onnx_encoder};
 use staged::Staged;
-pub(crate) use stages::{admit_kv, check_ranges, prepare_replica, stage, stage_ranges};
+pub(crate) use stages::{admit_kv, prepare_replica, stage};
 pub use stages::{check_shards, open_replica};
 
 /// Maximum number of hash units in the replay ring of KV events: 4 MiB of ids.
 const EVENT_RING_UNITS: usize = 256 * 1024;
 /// Rows whose logits are computed together.
 const LOGIT_ROWS: usize = 64;
-/// Maximum length of a sequence in tokens, for models whose own context would need too large an arena.
-pub(crate) const MAX_CONTEXT: usize = 1 << 20;
 
 /// How to run a model.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -105,7 +105,7 @@ pub struct EngineOptions {
     /// Number of workers that use that GPU, this one included. `None`: all of `workers`.
     pub gpu_workers: Option<usize>,
     /// The drafter.
-    pub guesses: Guesses,
+    pub speculative_method: SpeculativeMethod,
     /// Directory for compiled GPU kernels. `None`: kernels are compiled at every start.
     pub cubins: Option<PathBuf>,
 }
@@ -136,7 +136,7 @@ impl Default for EngineOptions {
             device: DeviceChoice::Cpu,
             gpu: 0,
             gpu_workers: None,
-            guesses: Guesses::Off,
+            speculative_method: SpeculativeMethod::Off,
             cubins: None,
         }
     }
@@ -146,7 +146,7 @@ impl Default for EngineOptions {
 pub struct Prepared {
     decoder: Decoder,
     /// The downstream ranks of a replica, and the suffix of the numeric class for their activations' type.
-    later: Option<(PipelineExecutor, Option<&'static str>)>,
+    later: Option<(DownstreamRanks, Option<&'static str>)>,
     tokenizer: Arc<Tokenizer>,
     metadata: Metadata,
     model_digest: [u8; 32],
@@ -156,7 +156,7 @@ pub struct Prepared {
     kv_type: KvType,
     tiers: TiersConfig,
     pull_patience: Option<Duration>,
-    guesser: Guesser,
+    drafter: LoadedDrafter,
 }
 
 /// A model with its engine.
@@ -238,14 +238,17 @@ pub fn plan(path: &Path, options: &EngineOptions) -> Result<Plan, Error> {
     plan_for(&gguf, &ModelSpec::from_file(&gguf)?, options)
 }
 
-/// Costs of the drafter `guesses` next to the model in `path`, without loading anything. `None` for drafters
+/// Costs of the drafter `speculative_method` next to the model in `path`, without loading anything. `None` for drafters
 /// without costs.
 ///
 /// # Errors
 /// [`Error::Config`] for a drafter of another model, or a model without an MTP head.
-pub fn drafter_costs(path: &Path, guesses: &Guesses) -> Result<Option<DrafterCosts>, Error> {
+pub fn drafter_costs(
+    path: &Path,
+    speculative_method: &SpeculativeMethod,
+) -> Result<Option<DrafterCosts>, Error> {
     let file = ModelFile::open(path)?;
-    drafter::costs(guesses, (&file, &ModelSpec::from_file(&file)?))
+    drafter::costs(speculative_method, (&file, &ModelSpec::from_file(&file)?))
 }
 
 /// Loads a model and its engine for use in one process. Its prefixes are named with a fixed key.
@@ -322,11 +325,11 @@ fn prepare_on(
     floor.admit(&memory, "weights", weights).map_err(refused)?;
     let mut decoder = load_decoder(&gguf, spec, options, backend, (layers, rows), progress)?;
     let arena_bytes = options.kv_bytes.unwrap_or(defaults.arena_bytes.value);
-    let guesser = match elsewhere {
-        Some(_) => Guesser::Drafter(None),
+    let drafter = match elsewhere {
+        Some(_) => LoadedDrafter::Drafter(None),
         None => {
             let own = (tokenizer.as_ref(), max_sequences);
-            drafter::guesser(options, &gguf, &mut decoder, own, (floor, arena_bytes))?
+            drafter::drafter(options, &gguf, &mut decoder, own, (floor, arena_bytes))?
         }
     };
     let memory = memory.behind(decoder.backend().memory(), options)?;
@@ -376,7 +379,7 @@ fn prepare_on(
         kv_type: options.kv_type,
         tiers: options.tiers.clone(),
         pull_patience: options.pull_patience,
-        guesser,
+        drafter,
     })
 }
 
@@ -432,19 +435,19 @@ impl Prepared {
         let scheduler = Scheduler::new(self.scheduler, self.cache, key)
             .map_err(|error| Error::KvMemory { reason: error.to_string() })?;
         let events = EventLog::new(epoch, EVENT_RING_UNITS);
-        let engine =
-            Engine::new(self.decoder, scheduler, events, self.tokenizer, self.max_model_len, origin)?;
-        let engine = match self.later {
-            Some((later, _)) => engine.with_later_stages(later),
-            None => engine,
+        let executor: Box<dyn Executor> = match self.later {
+            Some((downstream, _)) => Box::new(PipelineExecutor::new(self.decoder, downstream)),
+            None => Box::new(LocalExecutor::new(self.decoder)),
         };
-        let engine = match self.guesser {
-            Guesser::Nobody => engine,
-            Guesser::Ngrams => engine.with_speculation(Speculation::ngram()),
-            Guesser::Drafter(model) => engine.with_drafter(model.map(|model| *model)),
+        let engine =
+            Engine::with_executor(executor, scheduler, events, self.tokenizer, self.max_model_len, origin)?;
+        let engine = match self.drafter {
+            LoadedDrafter::Nobody => engine,
+            LoadedDrafter::Ngrams => engine.with_speculation(Speculation::ngram()),
+            LoadedDrafter::Drafter(model) => engine.with_drafter(model.map(|model| *model)),
         };
         let engine = match self.pull_patience {
-            Some(patience) => engine.with_pull_patience(patience),
+            Some(limit) => engine.with_transfer_time(limit),
             None => engine,
         };
         Ok(match tiers {
@@ -456,7 +459,7 @@ impl Prepared {
 
 /// Describes a model as the worker registers it: its digest and its tokenizer's, the maximum length of a
 /// sequence, and the tokens of a block.
-pub(crate) fn describe(
+fn describe(
     id: ModelId,
     decoder: &Decoder,
     (model_digest, tokenizer_digest): ([u8; 32], [u8; 32]),
@@ -524,7 +527,7 @@ fn load_decoder(
     let packs = match &options.packed {
         None => Packs::Off,
         store => {
-            let size = |name: &str| gguf.tensor(name).map_or(0, model::gguf::TensorInfo::bytes);
+            let size = |name: &str| gguf.tensor(name).map_or(0, model::header::TensorInfo::bytes);
             let bytes = crate::weights::tensors_of(&spec, config.layers.clone()).into_iter().map(size).sum();
             let digest = digest(gguf, options)?;
             Packs::open(store.as_ref(), backend.as_ref(), &digest, &config.layers, bytes)
@@ -638,8 +641,8 @@ fn plan_for(gguf: &ModelFile, spec: &ModelSpec, options: &EngineOptions) -> Resu
         KvType::Q8_0 => 34.0 / 32.0,
     };
     let own_kv = |a: &AttentionSpec| a.own_kv().map_or(0, |_| a.k_width() + a.v_width());
-    let appended = match &options.guesses {
-        Guesses::Appended if spec.logits().is_some() => Some(drafter::appended(gguf, &spec.arch)?),
+    let appended = match &options.speculative_method {
+        SpeculativeMethod::Appended if spec.logits().is_some() => Some(drafter::appended(gguf, &spec.arch)?),
         // Encoders have no drafter.
         _ => None,
     };
@@ -653,7 +656,7 @@ fn plan_for(gguf: &ModelFile, spec: &ModelSpec, options: &EngineOptions) -> Resu
     // An MTP head adds a hidden state to each recurrent state, and its own activations to each row.
     let (past, appended_rows) =
         appended.map_or((0, 0), |_| (spec.hidden as u64 * 4, spec.hidden as u64 * 5 * 6));
-    let bytes = |name: &str| gguf.tensor(name).map_or(0, model::gguf::TensorInfo::bytes);
+    let bytes = |name: &str| gguf.tensor(name).map_or(0, model::header::TensorInfo::bytes);
     let head = spec.logits().map_or(0, |logits| bytes(&logits.linear.weight));
     let weights = gguf.total_tensor_bytes();
     let costs = ModelCosts::of_file(spec, gguf).range(0..spec.layers.len());

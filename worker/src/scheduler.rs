@@ -36,6 +36,9 @@ use sequence::{Sequence, State};
 use std::collections::{HashMap, VecDeque};
 use tenants::Tenants;
 
+/// Maximum length of a sequence in tokens, for models whose own context would need too large an arena.
+pub(crate) const MAX_CONTEXT: usize = 1 << 20;
+
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SchedulerConfig {
     /// Rows per step over all sequences; at least 1.
@@ -287,7 +290,7 @@ impl Scheduler {
     /// step is complete, but tokens from the offending one on are lost.
     pub fn complete(&mut self, step: u64, drawn: &[(SeqId, u32)]) -> Result<(), StepError> {
         let flight = self.take_oldest(step)?;
-        let guessed = self.confirm(step, drawn);
+        let drafted = self.confirm(step, drawn);
         self.cache.complete(step);
         for (group, block) in flight.held {
             self.cache.end_hold(group, block);
@@ -309,7 +312,7 @@ impl Scheduler {
         }
         let key = self.config.prefix_cache.then_some(&self.key);
         for run in drawn.chunk_by(|(before, _), (behind, _)| before == behind) {
-            let Some(&(id, token)) = run.first().filter(|(id, _)| !guessed.contains(id)) else { continue };
+            let Some(&(id, token)) = run.first().filter(|(id, _)| !drafted.contains(id)) else { continue };
             let slot = sampling.remove(&id).ok_or(StepError::NotSampled { step, id })?;
             let Some(sequence) = slot.and_then(|slot| self.sequences[slot as usize].as_mut()) else {
                 continue;
@@ -464,7 +467,7 @@ impl Scheduler {
         sequence.state = State::Waiting;
         sequence.awaited = None;
         sequence.in_flight = None;
-        sequence.guesses.clear();
+        sequence.draft_tokens.clear();
         self.tenants.queue(sequence.tenant, sequence.rank, slot);
     }
 

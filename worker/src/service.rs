@@ -9,26 +9,24 @@ use crate::encoder::Encoder;
 use crate::engine::thread::Broken;
 use crate::kv_cache::memory::HostFloor;
 use crate::load::{EngineOptions, Prepared};
-use crate::operations::{Bundle, Operations, SessionLimits};
-use crate::pipeline::{Holds, StageConfig};
 use crate::progress::end_process;
+use crate::rank_server::{Holds, StageConfig};
 use crate::snapshot::store::{SnapshotStore, StoreConfig};
 use crate::telemetry::{EngineMetrics, HostMetrics, NodeMetrics, ShippingMetrics};
 use crate::weight_distribution::{Inventory, Shipper, ShippingConfig, WantedLayers};
 use parking_lot::Mutex;
+use pki::{Expected, Identity};
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use proto::block::ClusterKey;
-use proto::heartbeat::Heartbeat;
 use proto::ids::{Epoch, ModelId, NodeId, Role};
-use proto::message::{
-    LoadReport, ModelTask, PullCost, PullReport, Register, ServedModel, WorkPart, WorkerInfo, WorkerState,
-    WorkerStatus,
-};
+use proto::message::{PullCost, PullReport, WorkPart};
 use proto::operation::{MAX_OPERATIONS, OfferedOperation, Operation};
 use proto::placement::{Capacity, OfferedModelFile};
+use proto::served_model::{ModelTask, ServedModel};
 use proto::shard::{MAX_STRUCK, ShippingReport};
-use proto::transport::{CloseCode, Connection, Dialer, Endpoint, EndpointConfig, Expected, Identity};
+use proto::worker::{LoadReport, Register, WorkerInfo, WorkerState, WorkerStatus};
+use speech::{Bundle, Operations, SessionLimits};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -36,6 +34,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
+use transport::heartbeat::Heartbeat;
+use transport::{CloseCode, Connection, Dialer, Endpoint, EndpointConfig};
 
 mod encode;
 mod floor;
@@ -329,7 +329,8 @@ impl WorkerService {
         let quic = if config.pool.is_some() { crate::pipeline::attentive(quic) } else { quic };
         let endpoint = Arc::new(Endpoint::bind(config.listen, identity, quic)?);
         let (bundles, limits) = (config.bundles, config.sessions);
-        let operations = move || Operations::load(&bundles, limits, crate::load::environment);
+        let operations =
+            move || Operations::load(&bundles, limits, crate::load::environment, crate::cgroup::cpus());
         let operations =
             tokio::task::spawn_blocking(operations).await.map_err(|_| Error::EngineStopped)??;
         let shipping = ShippingMetrics::default();
@@ -349,7 +350,7 @@ impl WorkerService {
         let holdings = Arc::new(Inventory::new(
             own.as_ref().map(|own| own.id.clone()),
             own.as_ref().map(|own| own.path.as_path()),
-            &config.engine,
+            (config.engine.speculative_method.file(), config.engine.digests.clone()),
             &config.shipping,
             shipping.clone(),
         ));
@@ -425,11 +426,11 @@ impl WorkerService {
             (Some(_), _) => Ok((Loaded::Nothing, None)),
             (None, Some(OwnModel { id, path })) => {
                 let (from, options) = (path.clone(), config.engine);
-                let guesses = options.guesses.clone();
+                let speculative_method = options.speculative_method.clone();
                 let load =
                     move |arrivals| Loaded::load(&from, &EngineOptions { arrivals, ..options.clone() });
                 shipper
-                    .load(&path, WantedLayers { guesses, ..WantedLayers::default() }, load)
+                    .load(&path, WantedLayers { speculative_method, ..WantedLayers::default() }, load)
                     .await
                     .map(|loaded| (loaded, Some(id)))
             }

@@ -22,10 +22,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Maximum number of draft tokens of one sequence in one step.
-const MOST_GUESSES: u32 = 16;
+const MAX_DRAFT_TOKENS: u32 = 16;
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub enum Guesses {
+pub enum SpeculativeMethod {
     #[default]
     Off,
     /// The tokens that followed earlier occurrences of the last tokens (n-grams).
@@ -38,7 +38,7 @@ pub enum Guesses {
     Model(PathBuf),
 }
 
-impl Guesses {
+impl SpeculativeMethod {
     /// The drafter's file, if it is not the model's file.
     pub fn file(&self) -> Option<&Path> {
         match self {
@@ -112,38 +112,41 @@ impl Speculation {
         }
     }
 
-    /// Records that a step verified `guesses` draft tokens of a sequence, of which the first `right` were
+    /// Records that a step verified `draft_tokens` draft tokens of a sequence, of which the first `right` were
     /// accepted.
-    pub(crate) fn looked_at(&mut self, id: SeqId, guesses: usize, right: usize) {
+    pub(crate) fn looked_at(&mut self, id: SeqId, draft_tokens: usize, right: usize) {
         if let Some(rounds) = &mut self.rounds {
-            rounds.heard(id, guesses, right);
+            rounds.heard(id, draft_tokens, right);
         }
     }
 
     /// The draft tokens that the next step should verify.
-    pub(crate) fn guess<'a>(
+    pub(crate) fn draft<'a>(
         &mut self,
         decoding: impl Iterator<Item = Decoding<'a>>,
     ) -> Vec<(SeqId, Vec<u32>)> {
-        let mut guesses = Vec::new();
+        let mut draft_tokens = Vec::new();
         let mut chances: Vec<Vec<f64>> = Vec::new();
         let mut rows = 0;
-        for Decoding { id, tokens, most_guesses, .. } in decoding {
+        for Decoding { id, tokens, max_draft_tokens, .. } in decoding {
             rows += 1;
             let Followed { ngrams, chances: of_sequence } = self.sequences.entry(id).or_default();
             ngrams.catch_up(tokens, |grounds, right| of_sequence.heard(grounds, right));
-            let most = most_guesses.min(self.always.unwrap_or(MOST_GUESSES));
+            let most = max_draft_tokens.min(self.always.unwrap_or(MAX_DRAFT_TOKENS));
             let (next, grounds) = ngrams.next(tokens, most as usize);
             if !next.is_empty() {
                 chances.push(of_sequence.of(&grounds));
-                guesses.push((id, next));
+                draft_tokens.push((id, next));
             }
         }
         if self.always.is_none() {
             let worth = self.pays.choose(rows, &chances);
-            guesses.iter_mut().zip(worth).for_each(|((_, guesses), worth)| guesses.truncate(worth));
+            draft_tokens
+                .iter_mut()
+                .zip(worth)
+                .for_each(|((_, draft_tokens), worth)| draft_tokens.truncate(worth));
         }
-        guesses
+        draft_tokens
     }
 
     /// Records the time of a step without prompt rows.

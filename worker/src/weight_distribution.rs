@@ -8,16 +8,15 @@
 
 use crate::Error;
 use crate::kv_cache::memory::{MemInfo, ProcMemInfo};
-use crate::load::EngineOptions;
-use crate::speculation::Guesses;
+use crate::speculation::SpeculativeMethod;
 use crate::telemetry::ShippingMetrics;
 use model::shard::{ChunkId, HeldModel, Manifest, ManifestError, ShardStore, StoreError, StoreReservation};
 use model::spec::{AppendedSpec, AssistantSpec};
 use model::{ModelFile, ModelSpec};
 use parking_lot::Mutex;
+use pki::Identity;
 use proto::ids::{Epoch, Role};
 use proto::shard::{ModelRef, ShardRequest};
-use proto::transport::{Backoff, Endpoint, EndpointConfig, Identity};
 use std::collections::{HashMap, HashSet};
 use std::net::SocketAddr;
 use std::ops::Range;
@@ -25,6 +24,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::watch;
+use transport::{Backoff, Endpoint, EndpointConfig};
 
 mod arrivals;
 mod buffers;
@@ -265,17 +265,18 @@ impl Shipper {
         Ok(path)
     }
 
-    /// Path of a drafter: this worker's own file if it has this digest, else that of the store, whose
-    /// manifest is fetched if it is missing.
+    /// Path of a drafter: this worker's file `own` if `digest_of` returns this digest for it, else that of
+    /// the store, whose manifest is fetched if it is missing.
     pub(crate) async fn locate_drafter(
         &self,
         drafter: &[u8; 32],
-        options: &EngineOptions,
+        own: Option<&Path>,
+        digest_of: impl FnOnce(&Path) -> Result<[u8; 32], Error> + Send + 'static,
     ) -> Result<PathBuf, Error> {
         let (digest, mut has) = (ChunkId(*drafter), "none");
-        if let Some(own) = options.guesses.file().map(Path::to_owned) {
-            let (path, options) = (own.clone(), options.clone());
-            if blocking(move || crate::load::drafter_digest(&path, &options)).await?? == *drafter {
+        if let Some(own) = own.map(Path::to_owned) {
+            let path = own.clone();
+            if blocking(move || digest_of(&path)).await?? == *drafter {
                 return Ok(own);
             }
             has = "another";
@@ -436,7 +437,7 @@ impl Shipper {
 pub(crate) struct WantedLayers {
     /// `None`: all layers.
     pub(crate) layers: Option<Range<usize>>,
-    pub(crate) guesses: Guesses,
+    pub(crate) speculative_method: SpeculativeMethod,
     /// Whether the embedding is needed whatever the layers: a drafter at the last stage reads it.
     pub(crate) embedding: bool,
 }
@@ -446,10 +447,10 @@ pub(crate) struct WantedLayers {
 fn needs(
     path: &Path,
     store: Option<ShardStore>,
-    WantedLayers { layers, guesses, embedding }: WantedLayers,
+    WantedLayers { layers, speculative_method, embedding }: WantedLayers,
 ) -> Result<Option<(LayerNeeds, LoadedModels)>, Error> {
     let file = ModelFile::open(path)?;
-    let drafter = guesses.file().map(ModelFile::open).transpose()?;
+    let drafter = speculative_method.file().map(ModelFile::open).transpose()?;
     let drafter = drafter.filter(ModelFile::is_stored);
     let Some(store) = store.filter(|_| file.is_stored() || drafter.is_some()) else { return Ok(None) };
     let hold = |file: &ModelFile| {
@@ -471,8 +472,8 @@ fn needs(
             None => spec.tensors(),
             Some(layers) => crate::weights::tensors_of(&spec, layers),
         };
-        let appended = match guesses {
-            Guesses::Appended => AppendedSpec::from_file(&file)?,
+        let appended = match speculative_method {
+            SpeculativeMethod::Appended => AppendedSpec::from_file(&file)?,
             _ => None,
         };
         tensors.extend(appended.iter().flat_map(AppendedSpec::tensors));
@@ -484,8 +485,8 @@ fn needs(
         all_held.model = Some(held);
     }
     if let Some(drafter) = &drafter {
-        let tensors: Vec<String> = match guesses {
-            Guesses::Assistant(_) => owned(AssistantSpec::from_file(drafter)?.tensors()),
+        let tensors: Vec<String> = match speculative_method {
+            SpeculativeMethod::Assistant(_) => owned(AssistantSpec::from_file(drafter)?.tensors()),
             _ => owned(ModelSpec::from_file(drafter)?.tensors()),
         };
         let held = hold(drafter)?;

@@ -1,6 +1,6 @@
 //! Simulates routing policies with many workers.
 //!
-//! Real: the coordinator's preparation of bodies, its [`Balancer`](coordinator::balancer::Balancer), and the
+//! Real: the coordinator's preparation of bodies, its [`Balancer`](router::balancer::Balancer), and the
 //! workers' scheduler and cache with their events. Simulated: step times, from measurements of `kvasir
 //! bench`, and message latency. The other routers are modelled on their sources.
 
@@ -8,19 +8,19 @@ mod node;
 mod pulls;
 mod rates;
 mod report;
-mod router;
+mod routers;
 mod simulation;
 mod traffic;
 mod tree;
 
 use anyhow::{Context, Result};
 use clap::Parser;
-use coordinator::routing::Routing;
 use node::{Build, Node};
 use pulls::PullRates;
 use rates::Rates;
 use report::{Against, Row};
-use router::{CacheAware, Kvasir, Peer, Router};
+use router::routing::Routing;
+use routers::{CacheAware, Kvasir, Peer, Router};
 use simulation::{Arrivals, Outcome, Setting};
 use std::path::PathBuf;
 use std::time::Duration;

@@ -2,12 +2,13 @@
 
 use crate::pulls::{Asked, PullRates, Pulling, Pulls};
 use crate::rates::Rates;
-use crate::router::EPOCH;
+use crate::routers::EPOCH;
 use anyhow::{Context, Result, anyhow};
 use proto::block::{BlockId, ClusterKey};
 use proto::event::KvEvent;
-use proto::message::{LoadReport, PullReport, TenantTurn, WorkerState};
+use proto::message::{PullReport, TenantTurn};
 use proto::pull::SENDS_AT_ONCE;
+use proto::worker::{LoadReport, WorkerState};
 use std::collections::HashMap;
 use std::time::Duration;
 use worker::kv_cache::{CacheSpec, GroupKind, GroupSpec};

@@ -2,7 +2,7 @@
 
 use crate::node::{Build, Node, Progress};
 use crate::pulls::{Asked, Pulling};
-use crate::router::{Placed, Random, Router};
+use crate::routers::{Placed, Random, Router};
 use crate::traffic::Prompt;
 use anyhow::{Context, Result, bail};
 use proto::block::BlockId;

@@ -2,8 +2,8 @@
 //! as received) is prepared before the clock starts.
 
 use crate::load::Stored;
-use coordinator::prefix_index::PrefixIndex;
-use coordinator::slot::Slot;
+use router::prefix_index::PrefixIndex;
+use router::slot::Slot;
 use dynamo_kv_router::indexer::{SyncIndexer, WorkerTask};
 use dynamo_kv_router::protocols as dynamo;
 use dynamo_kv_router::{ConcurrentRadixTreeCompressed, RadixTree};
@@ -48,7 +48,7 @@ const ROOT: BlockId = BlockId([0; 16]);
 
 impl Index for Kvasir {
     type Query = Vec<BlockId>;
-    type Answer = coordinator::prefix_index::Overlap;
+    type Answer = router::prefix_index::Overlap;
 
     fn new(workers: usize) -> Self {
         let mut index = PrefixIndex::new(16 << 30);

@@ -7,7 +7,7 @@ use crate::consensus::table::{
     Change, ClientId, GroupMember, Kind, LevelReported, Outcome, Refusal, Table, WorkerLeft,
 };
 use proto::ids::NodeId;
-use proto::message::WorkerInfo;
+use proto::worker::WorkerInfo;
 use std::time::Instant;
 
 /// A client session that makes one change at a time.

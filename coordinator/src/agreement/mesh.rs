@@ -6,16 +6,17 @@ use crate::config::PeerEntry;
 use crate::dispatch::Dispatch;
 use crate::random::random_u64;
 use parking_lot::RwLock;
+use pki::Expected;
 use proto::codec::CodecError;
 use proto::ids::{NodeId, Role};
 use proto::log::Repeats;
-use proto::transport::{CloseCode, Connection, Dialer, Endpoint, Expected, GroupStream, Incoming};
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::task::{JoinHandle, JoinSet};
+use transport::{CloseCode, Connection, Dialer, Endpoint, GroupStream, Incoming};
 
 /// Maximum of queued messages for one peer.
 const MAX_QUEUED: usize = 256;
@@ -207,7 +208,7 @@ async fn listen(connection: Connection, ears: Inbox) {
             }
             Incoming::PeerIndex(call) => {
                 let dispatch = Arc::clone(&ears.dispatch);
-                streams.spawn(async move { dispatch.tell_peer(call).await });
+                streams.spawn(async move { dispatch.export_to_peer(call).await });
             }
             // Bulk streams are not used here; the transport refuses the rest.
             _ => {}
@@ -221,7 +222,7 @@ async fn read(peer: NodeId, stream: GroupStream, deliver: Deliver) {
         match frame {
             Ok(told) => deliver(&peer, told),
             // A later version's message. The sender repeats what it needs.
-            Err(proto::Error::Codec(CodecError::UnknownVariant { .. })) => {}
+            Err(transport::Error::Codec(CodecError::UnknownVariant { .. })) => {}
             Err(error) => {
                 tracing::debug!(%peer, %error, "a stream of another coordinator has ended");
                 return;

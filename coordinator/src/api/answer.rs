@@ -22,12 +22,12 @@ use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use futures::stream::{self, AbortHandle, BoxStream, SelectAll};
 use futures::{FutureExt, StreamExt};
-use model::dialect::{Calls, Dialect, OutputParser, ParsedDelta, StopStrings};
-use model::tokenizer::{Tokenizer, Utf8Stream};
 use proto::message::{FinishReason, Finished, TokenOut};
 use proto::trace::{Span, TraceId};
 use std::sync::Arc;
 use std::time::Instant;
+use text::dialect::{Calls, Dialect, OutputParser, ParsedDelta, StopStrings};
+use text::tokenizer::{Tokenizer, Utf8Stream};
 
 /// The worker that serves the request, by its name in the status.
 pub const WORKER_HEADER: HeaderName = HeaderName::from_static("x-kvasir-worker");
@@ -122,7 +122,7 @@ struct Progress {
     /// Completion tokens that were reasoning.
     reasoning: u64,
     /// Draft tokens verified and accepted, of the last attempt.
-    guesses: (u64, u64),
+    draft_tokens: (u64, u64),
     reason: Option<FinishReason>,
     /// Parses the answer. `None` if it can only be text.
     listener: Option<OutputParser>,
@@ -343,16 +343,16 @@ impl ResponseStream {
                     progress.first = Some(now);
                     self.metrics.history().first_tokens(tokens.len());
                 }
-                let delta = progress.hear(&self.model.dialect, &mut tokens);
+                let delta = progress.parse_tokens(&self.model.dialect, &mut tokens);
                 self.asker.permit.generated(tokens.len() as u64);
                 let offset = |t: &TokenOut| progress.characters.pass(&self.model.tokenizer, t.id);
                 let offsets = if self.offsets { tokens.iter().map(offset).collect() } else { Vec::new() };
                 Some(Delta { tokens, offsets, ..delta })
             }
             Event::Finished(mut finished) => {
-                let mut delta = progress.hear_last(&self.model.dialect, &mut finished);
+                let mut delta = progress.parse_last(&self.model.dialect, &mut finished);
                 progress.completion = progress.completion.max(finished.completion_tokens.into());
-                progress.guesses = (finished.drafted_tokens.into(), finished.accepted_tokens.into());
+                progress.draft_tokens = (finished.drafted_tokens.into(), finished.accepted_tokens.into());
                 progress.reason = Some(finished.reason);
                 let trace = self.span.as_ref().map(|span| span.context().trace);
                 self.metrics.served(&self.model.id, progress.served(&finished, trace));
@@ -395,8 +395,8 @@ impl ResponseStream {
         for choice in &self.choices {
             usage.completion += choice.completion;
             usage.reasoning += choice.reasoning;
-            usage.drafted += choice.guesses.0;
-            usage.accepted += choice.guesses.1;
+            usage.drafted += choice.draft_tokens.0;
+            usage.accepted += choice.draft_tokens.1;
             usage.lookups.extend(choice.started.as_ref().map(|started| started.hit_stop.clone()));
             if choice.counts {
                 usage.prompt += choice.prompt;
@@ -439,7 +439,7 @@ impl Progress {
             characters: Characters::default(),
             completion: 0,
             reasoning: 0,
-            guesses: (0, 0),
+            draft_tokens: (0, 0),
             reason: None,
             listener,
             calls: 0,
@@ -449,7 +449,7 @@ impl Progress {
     }
 
     /// Parses `tokens` into a delta. Removes the tokens after the end of the choice.
-    fn hear(&mut self, dialect: &Dialect, tokens: &mut Vec<TokenOut>) -> Delta {
+    fn parse_tokens(&mut self, dialect: &Dialect, tokens: &mut Vec<TokenOut>) -> Delta {
         let Some(listener) = &mut self.listener else {
             self.completion += tokens.len() as u64;
             let mut delta = Delta::default();
@@ -484,7 +484,7 @@ impl Progress {
 
     /// Parses the end of the answer. Drops an incomplete tool call if the model did not end the answer
     /// itself. A stop string in the held-back text becomes the finish reason.
-    fn hear_last(&mut self, dialect: &Dialect, finished: &mut Finished) -> Delta {
+    fn parse_last(&mut self, dialect: &Dialect, finished: &mut Finished) -> Delta {
         let Some(listener) = &mut self.listener else {
             let mut delta = Delta::default();
             delta.say(DeltaPart::Text(finished.tail.clone()));

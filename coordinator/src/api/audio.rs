@@ -11,7 +11,7 @@ use super::operations::{self, Query, refused, seconds};
 use super::{AppState, admit, spans};
 use crate::dispatch::{Hearing, OperationJob, Unopened};
 use axum::Json;
-use axum::extract::Request;
+use axum::extract::{Request, State};
 use axum::http::{HeaderMap, HeaderValue, header};
 use axum::response::{IntoResponse, Response};
 use proto::ids::ModelId;
@@ -20,11 +20,11 @@ use proto::operation::{
     TurnScore,
 };
 use proto::trace::Span;
-use proto::transport::{OperationSender, OperationStream};
 use serde::Serialize;
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Instant;
+use transport::{OperationSender, OperationStream};
 use wav::Recording;
 
 /// Attempts for one request, each at a worker available at that time.
@@ -87,7 +87,7 @@ enum AudioResult {
 }
 
 pub(super) async fn call(
-    front: Arc<AppState>,
+    State(front): State<Arc<AppState>>,
     operation: Operation,
     request: Request,
 ) -> Result<Response, ApiError> {

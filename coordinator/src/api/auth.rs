@@ -344,7 +344,7 @@ impl Keys {
 
 fn fixed(entries: &[KeyEntry]) -> Result<Vec<Fixed>, KeysError> {
     let key = |(at, entry): (usize, &KeyEntry)| {
-        let sha256 = from_hex(&entry.sha256).ok_or(KeysError::BadDigest { at })?;
+        let sha256 = blake3::Hash::from_hex(&entry.sha256).map_err(|_| KeysError::BadDigest { at })?.into();
         let tenant = TenantId::new(entry.tenant.as_str()).map_err(|_| KeysError::BadTenant { at })?;
         Ok(Fixed { sha256, tenant, admin: entry.admin })
     };
@@ -364,19 +364,6 @@ fn derived(key: &[u8; 32], tag: &[u8], text: &str) -> TenantSalt {
         hasher.update(field);
     }
     TenantSalt(*hasher.finalize().as_bytes())
-}
-
-/// Parses 64 hexadecimal digits into 32 bytes.
-pub fn from_hex(text: &str) -> Option<[u8; 32]> {
-    let (pairs, rest) = text.as_bytes().as_chunks::<2>();
-    let bytes: Vec<u8> = pairs
-        .iter()
-        .map(|pair| {
-            let digit = |b: u8| char::from(b).to_digit(16);
-            u8::try_from(digit(pair[0])? * 16 + digit(pair[1])?).ok()
-        })
-        .collect::<Option<_>>()?;
-    if rest.is_empty() { bytes.try_into().ok() } else { None }
 }
 
 /// The id by which operators name a key. It does not reveal the key.

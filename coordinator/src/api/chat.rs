@@ -6,9 +6,9 @@ use super::grammar::{self, OutputFormat};
 use super::plan::MaxTokens;
 use super::prompt;
 use super::tools::{self, Tools};
-use model::chat_template::Message;
 use serde::Deserialize;
 use serde_json::{Map, Value};
+use text::chat_template::Message;
 
 /// Template arguments that a client may set.
 const TEMPLATE_ARGUMENTS: [&str; 3] = ["enable_thinking", "thinking", EFFORT];

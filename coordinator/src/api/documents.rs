@@ -8,11 +8,11 @@
 use super::error::ApiError;
 use super::fields::Fields;
 use super::params::Bounded;
-use model::chat_template::{Content, Message};
 use parking_lot::Mutex;
 use serde::Deserialize;
 use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
+use text::chat_template::{Content, Message};
 
 pub const MAX_DOCUMENTS: usize = 256;
 /// Longest id of a document, in bytes.

@@ -1,6 +1,5 @@
 //! `/v1/embeddings`: texts to vectors of L2 norm 1.
 
-use super::base64;
 use super::encode::{EncodePlan, Gathered, check_length};
 use super::error::ApiError;
 use super::fields::Fields;
@@ -8,9 +7,12 @@ use super::limits::MAX_TEXTS;
 use super::params::check_tokens;
 use super::plan::{Sources, asked, check_text, wrong_task};
 use super::prompt::{Prompt, texts_or_tokens};
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use proto::ids::ModelId;
-use proto::message::{EncodeText, ModelTask};
+use proto::message::EncodeText;
 use proto::operation::Operation;
+use proto::served_model::ModelTask;
 use serde::{Deserialize, Serialize};
 
 const INPUT: &str = "input";
@@ -123,7 +125,7 @@ impl EmbeddingsFormat {
             Format::Float => Vector::Float(unit),
             Format::Base64 => {
                 let bytes: Vec<u8> = unit.iter().flat_map(|value| value.to_le_bytes()).collect();
-                Vector::Base64(base64::encode(&bytes))
+                Vector::Base64(STANDARD.encode(bytes))
             }
         }
     }

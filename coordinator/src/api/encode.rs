@@ -12,6 +12,7 @@ use proto::ids::{ModelId, RequestId};
 use proto::message::{EncodeText, MAX_ENCODE_TEXTS};
 use proto::operation::Operation;
 use proto::trace::TraceContext;
+use router::balancer::{Output, RouteRequest};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -62,18 +63,26 @@ pub async fn gather(
 ) -> Result<Gathered, ApiError> {
     let jobs: Vec<EncodeJob> = (0u32..)
         .zip(parts(texts))
-        .map(|(part, texts)| EncodeJob {
-            request_id: asker.id.clone(),
-            part,
-            operation,
-            tenant: Arc::clone(asker.caller.tenant()),
-            model: model.clone(),
-            texts,
-            deadline: asker.arrived + front.request_timeout,
-            trace,
+        .map(|(part, texts)| {
+            let request = RouteRequest {
+                request_id: asker.id.clone(),
+                tenant: Arc::clone(asker.caller.tenant()),
+                model: model.clone(),
+                operation: Some(operation),
+                prompt_tokens: texts.iter().map(|text| text.tokens.len() as u32).sum(),
+                output: Output::default(),
+                // Encoders cache no prefixes.
+                chain: [].into(),
+                group: None,
+                priority: 0,
+                submitted: Instant::now(),
+                deadline: asker.arrived + front.request_timeout,
+                trace,
+            };
+            EncodeJob { request: Arc::new(request), part, texts }
         })
         .collect();
-    let tokens = jobs.iter().map(EncodeJob::tokens).sum();
+    let tokens = jobs.iter().map(|job| u64::from(job.request.prompt_tokens)).sum();
     front.pay(&asker.permit, tokens)?;
     let named = |error: ApiError| match error {
         ApiError::NoWorker => ApiError::NotOffered { operation },

@@ -8,10 +8,10 @@ use proto::operation::Operation;
 use serde_json::{Value, json};
 use std::time::Duration;
 
-use crate::balancer::Refusal;
 use crate::dispatch::Failure;
 use crate::metrics::Metrics;
 use crate::quota::{Exceeded, Of};
+use router::balancer::Refusal;
 
 /// An error that a client gets.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -269,9 +269,12 @@ impl ApiError {
     }
 }
 
+/// The response has the error as an extension, for the middleware.
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
-        self.respond(self.status(), self.body())
+        let mut response = self.respond(self.status(), self.body());
+        response.extensions_mut().insert(self);
+        response
     }
 }
 

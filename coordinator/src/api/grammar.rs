@@ -5,13 +5,13 @@ use super::error::ApiError;
 use super::fields::{Fields, plain};
 use super::limits::{MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH};
 use super::tools::Tools;
-use model::dialect::{self, Dialect};
-use model::json_schema::{self, Unsupported};
 use proto::message::{GrammarSpec, GrammarSyntax, MAX_GRAMMAR_BYTES};
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
+use text::dialect::{self, Dialect};
+use text::json_schema::{self, Unsupported};
 
 /// The format that a request requires.
 #[derive(Debug, PartialEq)]

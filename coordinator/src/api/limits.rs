@@ -72,8 +72,12 @@ pub async fn read(body: Body) -> Result<Bytes, ApiError> {
 
 /// Like [`read`], with at most `most` bytes.
 pub async fn read_within(mut body: Body, most: usize) -> Result<Bytes, ApiError> {
-    let announced = HttpBody::size_hint(&body).lower().min(ROOM_AHEAD);
-    let announced = usize::try_from(announced).unwrap_or_default();
+    // `content-length`, if there is one.
+    let announced = HttpBody::size_hint(&body).lower();
+    if announced > most as u64 {
+        return Err(ApiError::BodyTooLarge { limit: most });
+    }
+    let room = usize::try_from(announced.min(ROOM_AHEAD)).unwrap_or_default();
     let mut whole = BytesMut::new();
     let end = Instant::now() + BODY_TOTAL;
     loop {
@@ -90,17 +94,9 @@ pub async fn read_within(mut body: Body, most: usize) -> Result<Bytes, ApiError>
             return Ok(data);
         }
         if whole.is_empty() {
-            whole.reserve(announced.max(data.len()));
+            whole.reserve(room.max(data.len()));
         }
         whole.extend_from_slice(&data);
-    }
-}
-
-/// Refuses a body whose `content-length` exceeds the limit.
-pub fn check_announced(length: Option<u64>, most: usize) -> Result<(), ApiError> {
-    match length {
-        Some(length) if length > most as u64 => Err(ApiError::BodyTooLarge { limit: most }),
-        _ => Ok(()),
     }
 }
 

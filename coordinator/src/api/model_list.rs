@@ -3,13 +3,15 @@
 //!
 //! A model is listed once a worker serves it, and only for callers whose key may use it.
 
+use super::AppState;
 use super::auth::Caller;
 use super::error::ApiError;
-use super::{AppState, Endpoint};
-use axum::Json;
-use axum::extract::{Query, Request};
+use axum::extract::rejection::{PathRejection, QueryRejection};
+use axum::extract::{Path, Query, State};
+use axum::{Extension, Json};
 use proto::ids::ModelId;
 use serde::{Deserialize, Serialize};
+use std::sync::Arc;
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 
@@ -48,31 +50,37 @@ pub(super) struct ModelList {
 
 /// Anthropic's paging. Without `limit` the page has all models.
 #[derive(Debug, Default, Deserialize)]
-struct Page {
+pub(super) struct Page {
     limit: Option<usize>,
     after_id: Option<String>,
     before_id: Option<String>,
 }
 
-/// One page of the models that the caller can use.
-pub(super) fn list(front: &AppState, request: &Request) -> Result<Json<ModelList>, ApiError> {
-    let Query(page) = Query::<Page>::try_from_uri(request.uri())
-        .map_err(|error| ApiError::field("query", error.body_text()))?;
-    page_of(served(front, request)?, &page).map(Json)
+/// One page of the models that the caller can use. The middleware inserted the caller.
+pub(super) async fn list(
+    State(front): State<Arc<AppState>>,
+    Extension(caller): Extension<Caller>,
+    page: Result<Query<Page>, QueryRejection>,
+) -> Result<Json<ModelList>, ApiError> {
+    let Query(page) = page.map_err(|error| ApiError::field("query", error.body_text()))?;
+    page_of(served(&front, &caller), &page).map(Json)
 }
 
-/// The model that the path names.
-pub(super) fn retrieve(front: &AppState, request: &Request) -> Result<Json<ModelObject>, ApiError> {
-    let asked = model_in(request.uri().path()).ok_or(ApiError::NotFound)?;
-    match served(front, request)?.into_iter().find(|model| model.id == asked) {
+/// The model that the path names: the rest of the path, which may have slashes and percent-encoding.
+pub(super) async fn retrieve(
+    State(front): State<Arc<AppState>>,
+    Extension(caller): Extension<Caller>,
+    asked: Result<Path<String>, PathRejection>,
+) -> Result<Json<ModelObject>, ApiError> {
+    // No model has a name that is not UTF-8.
+    let asked = asked.map_or_else(|_| String::from(char::REPLACEMENT_CHARACTER), |Path(asked)| asked);
+    match served(&front, &caller).into_iter().find(|model| model.id == asked) {
         Some(model) => Ok(Json(model)),
         None => Err(ApiError::ModelNotFound(asked.chars().take(ModelId::MAX_LEN).collect())),
     }
 }
 
-fn served(front: &AppState, request: &Request) -> Result<Vec<ModelObject>, ApiError> {
-    // Inserted by the middleware.
-    let caller = request.extensions().get::<Caller>().ok_or(ApiError::InvalidApiKey)?;
+fn served(front: &AppState, caller: &Caller) -> Vec<ModelObject> {
     let created_at = rfc3339(front.started);
     let model = |id: &ModelId, max_model_len: Option<u32>, task| ModelObject {
         id: id.as_str().to_owned(),
@@ -94,7 +102,7 @@ fn served(front: &AppState, request: &Request) -> Result<Vec<ModelObject>, ApiEr
     });
     let offered = front.dispatch.offered();
     let sessions = offered.iter().filter(|(operation, id)| operation.is_session() && caller.may_use(id));
-    Ok(configured.chain(sessions.map(|(operation, id)| model(id, None, operation.name()))).collect())
+    configured.chain(sessions.map(|(operation, id)| model(id, None, operation.name()))).collect()
 }
 
 fn page_of(mut models: Vec<ModelObject>, page: &Page) -> Result<ModelList, ApiError> {
@@ -124,24 +132,6 @@ fn page_of(mut models: Vec<ModelObject>, page: &Page) -> Result<ModelList, ApiEr
         has_more: count < until - from,
         data,
     })
-}
-
-/// The model name after `/v1/models/`: the rest of the path, which may have slashes and percent-encoding.
-pub(super) fn model_in(path: &str) -> Option<String> {
-    let rest =
-        path.strip_prefix(Endpoint::Models.path())?.strip_prefix('/').filter(|rest| !rest.is_empty())?;
-    let digit = |byte: &u8| char::from(*byte).to_digit(16);
-    let mut name = Vec::with_capacity(rest.len());
-    let mut left = rest.as_bytes();
-    while let [first, rest @ ..] = left {
-        let encoded = match (first, rest) {
-            (b'%', [high, low, ..]) => digit(high).zip(digit(low)).map(|(high, low)| (high << 4 | low) as u8),
-            _ => None,
-        };
-        name.push(encoded.unwrap_or(*first));
-        left = if encoded.is_some() { rest.get(2..).unwrap_or_default() } else { rest };
-    }
-    Some(String::from_utf8_lossy(&name).into_owned())
 }
 
 /// Seconds since 1970 as `2026-11-27T16:49:14Z`. Years of more than four digits give 1970.
@@ -209,25 +199,5 @@ mod tests {
     fn times_are_written_in_rfc_3339() {
         assert_eq!(rfc3339(1_795_798_154), "2026-11-27T16:49:14Z");
         assert_eq!(rfc3339(u64::MAX), "1970-01-01T00:00:00Z");
-    }
-
-    #[test]
-    fn a_model_name_is_the_decoded_rest_of_the_path() {
-        for (path, name) in [
-            ("/v1/models/tiny", Some("tiny")),
-            ("/v1/models/org/tiny", Some("org/tiny")),
-            ("/v1/models/org%2Ftiny", Some("org/tiny")),
-            ("/v1/models/org%2ftiny%20x", Some("org/tiny x")),
-            ("/v1/models/%e4%bd%a0", Some("你")),
-            ("/v1/models/100%", Some("100%")),
-            ("/v1/models/%zz%4", Some("%zz%4")),
-            ("/v1/models/%ff", Some("\u{fffd}")),
-            ("/v1/models/a/", Some("a/")),
-            ("/v1/models/", None),
-            ("/v1/models", None),
-            ("/v1/modelsx", None),
-        ] {
-            assert_eq!(model_in(path).as_deref(), name, "{path}");
-        }
     }
 }

@@ -2,7 +2,6 @@
 //! recording (`audio`): query fields, encoding of samples, the limit of sessions, and errors.
 
 use super::error::ApiError;
-use crate::balancer::SessionRefusal;
 use crate::dispatch::Unopened;
 use crate::quota::{Exceeded, Limit, Of};
 use axum::extract::Query as UrlQuery;
@@ -10,6 +9,7 @@ use axum::http::Uri;
 use parking_lot::Mutex;
 use proto::ids::ModelId;
 use proto::operation::{Operation, OperationError, OperationOptions, Pcm, SpeechOptions, TurnOptions};
+use router::balancer::SessionRefusal;
 use std::collections::HashMap;
 use std::str::FromStr;
 use std::sync::Arc;

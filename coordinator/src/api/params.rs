@@ -3,13 +3,13 @@
 use super::error::ApiError;
 use super::fields::{Fields, plain};
 use super::limits::{MAX_CACHE_SALT, MAX_LOGIT_BIAS, MAX_N, MAX_STOP, MAX_STOP_BYTES, MAX_STOP_TOKENS};
-use crate::admission::MAX_PRIORITY;
-use model::sampling::SamplingDefaults;
 use proto::message::{Sampling, Stop};
+use router::admission::MAX_PRIORITY;
 use serde::Deserialize;
 use serde::de::{Deserializer, MapAccess, SeqAccess, Visitor};
 use std::fmt;
 use std::marker::PhantomData;
+use text::sampling::SamplingDefaults;
 
 /// The parameters of a request besides prompt and length.
 #[derive(Debug, Clone, PartialEq)]

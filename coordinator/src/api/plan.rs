@@ -14,13 +14,14 @@ use super::request_fields;
 use super::tools;
 use super::{messages, responses};
 use crate::models::{Models, OfferedModel};
-use model::chat_template::{self, Message, TemplateError};
-use model::dialect::OutputParser;
 use proto::ids::ModelId;
-use proto::message::{GrammarSpec, ModelTask, ServedModel, TokenIds};
+use proto::message::{GrammarSpec, TokenIds};
+use proto::served_model::{ModelTask, ServedModel};
 use serde_json::{Map, Value};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use text::chat_template::{self, Message, TemplateError};
+use text::dialect::OutputParser;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
@@ -149,7 +150,7 @@ pub enum Unplanned {
 /// Largest body that is planned with a short effort, in bytes.
 const SHORT_BODY: usize = 64 << 10;
 /// Time for rendering and tokenizing all texts of a short plan.
-const SHORT_TOKENIZING: Duration = Duration::from_millis(1);
+const SHORT_TOKENIZING: Duration = Duration::from_millis(2);
 /// Fields that take no longer to read than to copy. Any other field makes planning long.
 const SHORT_FIELDS: [&str; 30] = [
     "model",
@@ -516,7 +517,7 @@ fn rendered(
     } else {
         let rendered = template.render_marked(messages, given, answer, template_arguments);
         rendered.map_err(|error| match error {
-            model::Error::ChatTemplate(TemplateError::Raised { message }) => ApiError::field(*field, message),
+            text::Error::ChatTemplate(TemplateError::Raised { message }) => ApiError::field(*field, message),
             error => ApiError::field(*field, error.to_string()),
         })?
     };

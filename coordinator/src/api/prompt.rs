@@ -6,10 +6,10 @@ use super::limits::{MAX_CHOICES, MAX_MESSAGES};
 use super::params::Bounded;
 use super::raw;
 use super::tools;
-use model::chat_template::{Content, Message};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::borrow::Cow;
+use text::chat_template::{Content, Message};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Prompt {

@@ -11,24 +11,26 @@ mod session;
 use super::auth::Caller;
 use super::error::ApiError;
 use super::operations::{Encoding, Query, Sessions, Slot, refused};
-use super::{AppState, base64, spans};
+use super::{AppState, Endpoint, spans};
 use crate::api::answer::WORKER_HEADER;
 use crate::dispatch::{Hearing, OperationJob, Seating};
 use crate::http_ext::ConnectionPermit;
 use crate::quota::Permit;
 use axum::body::Body;
-use axum::extract::Request;
+use axum::extract::{Request, State};
 use axum::http::request::Parts;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
 use axum::response::Response;
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use proto::ids::{ModelId, NodeId, RequestId};
 use proto::operation::{OpenedOperation, Operation};
 use proto::trace::Span;
-use proto::transport::{OperationSender, OperationStream};
 use session::Session;
 use sha1::{Digest, Sha1};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use transport::{OperationSender, OperationStream};
 
 /// The only protocol version.
 const VERSION: &str = "13";
@@ -69,7 +71,7 @@ struct Opened {
 
 /// Opens a session and responds with the WebSocket.
 pub(super) async fn open(
-    front: Arc<AppState>,
+    State(front): State<Arc<AppState>>,
     operation: Operation,
     mut request: Request,
 ) -> Result<Response, ApiError> {
@@ -158,8 +160,9 @@ fn handshake(method: &Method, headers: &HeaderMap) -> Result<HeaderValue, ApiErr
         let values = headers.get_all(name).into_iter().filter_map(|value| value.to_str().ok());
         values.flat_map(|value| value.split(',')).any(|part| part.trim().eq_ignore_ascii_case(word))
     };
+    // The router also passes HEAD on.
     if *method != Method::GET {
-        return Err(ApiError::NotFound);
+        return Err(Endpoint::Realtime(Operation::Vad).method_not_allowed());
     }
     if !says(header::CONNECTION, "upgrade") || !says(header::UPGRADE, "websocket") {
         return Err(ApiError::field("upgrade", "here is a WebSocket, and the request asks for none"));
@@ -171,7 +174,7 @@ fn handshake(method: &Method, headers: &HeaderMap) -> Result<HeaderValue, ApiErr
     let key = key.filter(|key| key.len() == KEY_CHARS);
     let key = key.ok_or_else(|| ApiError::field("sec-websocket-key", "is not 16 bytes in base64"))?;
     let digest = Sha1::new().chain_update(key).chain_update(GUID).finalize();
-    HeaderValue::from_str(&base64::encode(&digest)).map_err(|_| ApiError::Internal)
+    HeaderValue::from_str(&STANDARD.encode(digest)).map_err(|_| ApiError::Internal)
 }
 
 #[cfg(test)]
@@ -193,7 +196,8 @@ mod tests {
         ];
         let answer = handshake(&Method::GET, &headers(&whole)).unwrap();
         assert_eq!(answer, "s3pPLMBiTxaQ9kYGzzhZRbK+xOo=");
-        assert_eq!(handshake(&Method::HEAD, &headers(&whole)), Err(ApiError::NotFound));
+        let head = handshake(&Method::HEAD, &headers(&whole));
+        assert_eq!(head, Err(ApiError::Method { allow: "GET, OPTIONS" }));
         for (at, field) in
             ["upgrade", "upgrade", "sec-websocket-version", "sec-websocket-key"].iter().enumerate()
         {

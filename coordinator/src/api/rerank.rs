@@ -8,8 +8,9 @@ use super::limits::MAX_TEXTS;
 use super::params::Bounded;
 use super::plan::{Sources, asked, check_text, wrong_task};
 use proto::ids::{ModelId, RequestId};
-use proto::message::{EncodeText, ModelTask};
+use proto::message::EncodeText;
 use proto::operation::Operation;
+use proto::served_model::ModelTask;
 use serde::{Deserialize, Serialize};
 
 const FIELDS: [&str; 6] = ["model", "query", "documents", "top_n", "return_documents", "use_activation"];

@@ -7,9 +7,9 @@ use super::plan::Kind;
 use super::responses::tests::{events, tokenizer};
 use super::responses::{self, ResponseWriter};
 use super::shape::{CallPart, Delta, DeltaPart, ResponseShape, Usage, Writer};
-use model::chat_template::Message;
 use proto::message::{FinishReason, Finished};
 use serde_json::{Map, Value, json};
+use text::chat_template::Message;
 
 const REASONS: [FinishReason; 2] = [FinishReason::Stop, FinishReason::Length];
 

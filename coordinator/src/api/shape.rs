@@ -3,11 +3,11 @@
 
 use super::error::ApiError;
 use crate::metrics::finish_name;
-use model::Tokenizer;
 use proto::message::{FinishReason, Finished, TokenOut};
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 use std::borrow::Cow;
+use text::Tokenizer;
 
 mod logprobs;
 
@@ -190,11 +190,11 @@ struct PromptDetails {
 
 impl From<Usage> for UsageJson {
     fn from(usage: Usage) -> Self {
-        let guessed = usage.drafted > 0;
+        let drafted = usage.drafted > 0;
         let details = CompletionDetails {
             reasoning_tokens: (usage.reasoning > 0).then_some(usage.reasoning),
-            accepted_prediction_tokens: guessed.then_some(usage.accepted),
-            rejected_prediction_tokens: guessed.then_some(usage.rejected()),
+            accepted_prediction_tokens: drafted.then_some(usage.accepted),
+            rejected_prediction_tokens: drafted.then_some(usage.rejected()),
         };
         Self {
             prompt_tokens: usage.prompt,
@@ -204,7 +204,7 @@ impl From<Usage> for UsageJson {
                 cached_tokens: usage.cached,
                 kvasir_lookups: usage.lookups,
             },
-            completion_tokens_details: (guessed || usage.reasoning > 0).then_some(details),
+            completion_tokens_details: (drafted || usage.reasoning > 0).then_some(details),
         }
     }
 }

@@ -4,12 +4,12 @@ use super::error::ApiError;
 use super::fields::{Fields, plain};
 use super::limits::{MAX_SCHEMA_BYTES, MAX_TOOL_NAME, MAX_TOOLS};
 use super::params::Bounded;
-use model::chat_template::{Content, Message};
-use model::dialect::Tool;
-use model::json_schema;
 use serde::Deserialize;
 use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
+use text::chat_template::{Content, Message};
+use text::dialect::Tool;
+use text::json_schema;
 
 /// The tools of a request.
 #[derive(Debug, Default, PartialEq)]

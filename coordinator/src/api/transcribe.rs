@@ -12,7 +12,7 @@ use super::error::ApiError;
 use super::operations::seconds;
 use super::{AppState, admit_within, limits, spans};
 use crate::dispatch::OperationJob;
-use axum::extract::Request;
+use axum::extract::{Request, State};
 use axum::http::{HeaderValue, header};
 use axum::response::Response;
 use form::{Form, read};
@@ -32,7 +32,11 @@ pub(super) enum Task {
 /// Shorter recordings contain no word; in seconds.
 const SHORTEST: f64 = 0.1;
 
-pub(super) async fn call(front: Arc<AppState>, task: Task, request: Request) -> Result<Response, ApiError> {
+pub(super) async fn call(
+    State(front): State<Arc<AppState>>,
+    task: Task,
+    request: Request,
+) -> Result<Response, ApiError> {
     let mut trace = spans::receive(Operation::Asr.name(), request.headers());
     let answered = answer(&front, task, request, &mut trace).await;
     if let (Err(error), Some(span)) = (&answered, &mut trace) {

@@ -156,7 +156,7 @@ impl Handle {
     pub async fn open_session(&self, deadline: Instant) -> Result<ClientId, ConsensusError> {
         let nonce = random_u64();
         let entry = Entry::OpenSession(OpenSession { nonce });
-        match self.ask(Request::Open(nonce), entry, deadline).await? {
+        match self.send_and_wait(Request::Open(nonce), entry, deadline).await? {
             Outcome::Opened(client) => Ok(client),
             Outcome::Done => Err(ConsensusError::NoQuorum),
             Outcome::Refused(refusal) => Err(ProposeError::Refused(refusal).into()),
@@ -174,20 +174,20 @@ impl Handle {
         deadline: Instant,
     ) -> Result<Outcome, ConsensusError> {
         let entry = Entry::Change(SessionChange { client, seq, change });
-        self.ask(Request::Change(client, seq), entry, deadline).await
+        self.send_and_wait(Request::Change(client, seq), entry, deadline).await
     }
 
     /// Linearizable read: a table with every change that any coordinator acknowledged before this call.
     pub async fn read(&self, deadline: Instant) -> Result<Arc<Table>, ConsensusError> {
         let (reply, answer) = oneshot::channel();
-        self.tell(Event::Read { deadline, reply })?;
+        self.send_event(Event::Read { deadline, reply })?;
         answer.await.map_err(|_| ConsensusError::Stopped)?
     }
 
     /// Starts a leadership transfer to `to`, or to the most up-to-date voter.
     pub async fn hand_over(&self, to: Option<NodeId>) -> Result<(), ConsensusError> {
         let (reply, answer) = oneshot::channel();
-        self.tell(Event::HandOver { to, reply })?;
+        self.send_event(Event::HandOver { to, reply })?;
         answer.await.map_err(|_| ConsensusError::Stopped)?
     }
 
@@ -211,18 +211,18 @@ impl Handle {
         self.status.clone()
     }
 
-    async fn ask(
+    async fn send_and_wait(
         &self,
         request: Request,
         entry: Entry,
         deadline: Instant,
     ) -> Result<Outcome, ConsensusError> {
         let (reply, answer) = oneshot::channel();
-        self.tell(Event::Propose { request, entry: Box::new(entry), deadline, reply })?;
+        self.send_event(Event::Propose { request, entry: Box::new(entry), deadline, reply })?;
         answer.await.map_err(|_| ConsensusError::Stopped)?
     }
 
-    fn tell(&self, event: Event) -> Result<(), ConsensusError> {
+    fn send_event(&self, event: Event) -> Result<(), ConsensusError> {
         self.events.try_send(event).map_err(|error| match error {
             TrySendError::Full(_) => ConsensusError::Overloaded,
             TrySendError::Disconnected(_) => ConsensusError::Stopped,

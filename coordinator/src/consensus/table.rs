@@ -15,8 +15,6 @@ mod sessions;
 mod tests;
 
 use crate::consensus::member::{Incarnation, MemberId};
-use crate::table::TableChange;
-use crate::table::roster::Roster;
 pub use access::Access;
 pub(crate) use entry::decode_entry;
 pub use entry::{
@@ -28,6 +26,8 @@ pub use entry::{
 pub use outcome::{Kind, Outcome, Refusal};
 use proto::codec::CodecError;
 use proto::ids::{ModelId, NodeId};
+use router::table::TableChange;
+use router::table::roster::Roster;
 use serde::{Deserialize, Serialize};
 pub use sessions::MAX_SESSIONS;
 use sessions::Sessions;

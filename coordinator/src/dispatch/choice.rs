@@ -1,23 +1,22 @@
 //! Trace spans of how a worker was chosen for a generation or a call to encode texts.
 
-use super::claim::Placed;
-use crate::balancer::{Assignment, Explained};
-use proto::trace::{Span, SpanKind, TraceContext, within};
+use super::ticket::Placed;
+use proto::trace::{Span, SpanKind, within};
+use router::balancer::{Assignment, Explained, RouteRequest};
 
-/// Records the queue and route spans below `trace`. Returns the span of the attempt; `None` if nothing is
+/// Records the queue and route spans of a request. Returns the span of the attempt; `None` if nothing is
 /// recorded.
-pub(super) fn record(trace: TraceContext, placed: &Placed) -> Option<Span> {
-    let Placed { assignment, submitted, chosen, .. } = placed;
+pub(super) fn record(request: &RouteRequest, placed: &Placed) -> Option<Span> {
+    let trace = request.trace?;
+    let Placed { assignment, chosen, .. } = placed;
     let Assignment { node, attempt, predicted, reason, prefill, pull, explained, .. } = assignment;
     if let Some(explained) = explained {
         let Explained { at, candidates } = &**explained;
-        // A request that is placed at once has its decision before its submission time.
-        let since = (*submitted).min(*at);
-        if let Some(queue) = within(trace, SpanKind::Internal, "queue", since) {
+        if let Some(queue) = within(trace, SpanKind::Internal, "queue", request.submitted) {
             queue.end(*at);
         }
         if let Some(mut route) = within(trace, SpanKind::Internal, "route", *at) {
-            let seconds = |part: fn(&crate::routing::Parts) -> f64| -> Vec<f64> {
+            let seconds = |part: fn(&router::routing::Parts) -> f64| -> Vec<f64> {
                 candidates.iter().map(|(_, parts)| part(parts)).collect()
             };
             let names: Vec<String> = candidates.iter().map(|(node, _)| node.to_string()).collect();
@@ -31,8 +30,8 @@ pub(super) fn record(trace: TraceContext, placed: &Placed) -> Option<Span> {
             route.set("kvasir.route.chosen", node.to_string());
             route.set("kvasir.route.reason", reason.as_str());
             route.set("kvasir.predicted_cached_tokens", *predicted);
-            if let Some(prefill) = prefill {
-                route.set("kvasir.route.prefill_worker", prefill.node.to_string());
+            if let Some((node, _)) = prefill {
+                route.set("kvasir.route.prefill_worker", node.to_string());
             }
             if let Some(pull) = pull {
                 route.set("kvasir.route.pull_from", pull.node.to_string());

@@ -7,70 +7,34 @@
 //! own stream and the old stream is dropped first.
 
 use super::choice;
-use super::claim::{Placed, TicketGuard};
-use crate::balancer::{Assignment, Output, Prefilling, Refusal, RouteRequest};
-use crate::routing::Reason;
-use crate::routing::demand::CommonKey;
+use super::ticket::{Placed, TicketGuard};
 use proto::block::BlockId;
-use proto::ids::{ModelId, NodeId, RequestId};
+use proto::ids::{Epoch, NodeId};
 use proto::message::{
     FinishReason, Finished, GenerateError, GenerateFrame, GenerateRequest, GrammarSpec, Sampling, Stop,
     TenantTurn, TokenIds, TokenOut,
 };
 use proto::sequence::SequenceName;
 use proto::trace::{Span, TraceContext};
-use proto::transport::GenerateStream;
+use router::balancer::{Assignment, Refusal, RouteRequest};
+use router::routing::Reason;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use transport::GenerateStream;
 
-/// A generation to be run.
+/// A generation to be run: what is routed, and what only the worker reads.
 #[derive(Debug, Clone)]
 pub struct GenerationJob {
-    pub request_id: RequestId,
+    pub request: Arc<RouteRequest>,
     pub choice: u32,
-    pub tenant: Arc<str>,
-    pub model: ModelId,
     /// Root of the prompt's chain of hash units.
     pub root: BlockId,
     /// The prompt's tokens; not empty.
     pub prompt: TokenIds,
-    /// Ids of the prompt's full hash units.
-    pub chain: Arc<[BlockId]>,
     pub sampling: Sampling,
     pub stop: Stop,
     /// Grammar of the answer; `None` allows any answer.
     pub grammar: Option<GrammarSpec>,
-    /// The request group that the client named.
-    pub group: Option<CommonKey>,
-    /// Priority among the tenant's requests; lower goes first.
-    pub priority: i32,
-    pub deadline: Instant,
-    /// Parent span; `None` if the request is not traced.
-    pub trace: Option<TraceContext>,
-}
-
-impl GenerationJob {
-    pub(super) fn ask(&self) -> RouteRequest {
-        RouteRequest {
-            request: self.request_id.clone(),
-            tenant: Arc::clone(&self.tenant),
-            model: self.model.clone(),
-            operation: None,
-            prompt_tokens: self.prompt.len().try_into().unwrap_or(u32::MAX),
-            output: self.output(),
-            chain: Arc::clone(&self.chain),
-            group: self.group,
-            priority: self.priority,
-            deadline: self.deadline,
-            explain: self.trace.is_some(),
-        }
-    }
-
-    fn output(&self) -> Output {
-        let Stop { max_tokens, strings, token_ids, ignore_eos, .. } = &self.stop;
-        let fixed = *ignore_eos && strings.is_empty() && token_ids.is_empty() && self.grammar.is_none();
-        Output { most: *max_tokens, fixed }
-    }
 }
 
 /// The worker that serves a generation, once the prompt is computed.
@@ -117,10 +81,10 @@ pub enum Failure {
 /// A running generation. Dropping it cancels it on every worker.
 #[derive(Debug)]
 pub struct Generation {
-    /// Declared before `claim`, so that it is dropped first: the cancellation must be sent before another
+    /// Declared before `ticket`, so that it is dropped first: the cancellation must be sent before another
     /// request takes the place.
-    attempt: Option<Attempting>,
-    claim: TicketGuard,
+    attempt: Option<RunningAttempt>,
+    ticket: TicketGuard,
     job: GenerationJob,
     /// Tokens returned to the caller.
     emitted: Vec<u32>,
@@ -128,7 +92,7 @@ pub struct Generation {
 }
 
 #[derive(Debug)]
-struct Attempting {
+struct RunningAttempt {
     placed: Placed,
     stream: GenerateStream,
     started: bool,
@@ -136,8 +100,8 @@ struct Attempting {
 }
 
 impl Generation {
-    pub(super) fn new(claim: TicketGuard, job: GenerationJob) -> Self {
-        Self { attempt: None, claim, job, emitted: Vec::new(), over: false }
+    pub(super) fn new(ticket: TicketGuard, job: GenerationJob) -> Self {
+        Self { attempt: None, ticket, job, emitted: Vec::new(), over: false }
     }
 
     /// The choice's index in its request.
@@ -150,15 +114,15 @@ impl Generation {
         if self.over {
             return None;
         }
-        let deadline = tokio::time::Instant::from_std(self.job.deadline);
+        let deadline = tokio::time::Instant::from_std(self.job.request.deadline);
         let event = tokio::time::timeout_at(deadline, self.advance()).await.unwrap_or(Err(Failure::Deadline));
         if matches!(event, Ok(Event::Finished(_)) | Err(_)) {
             self.over = true;
             self.attempt = None;
             if event.is_ok() {
-                self.claim.generated(self.emitted.len());
+                self.ticket.generated(self.emitted.len());
             }
-            self.claim.end();
+            self.ticket.end();
         }
         Some(event)
     }
@@ -169,15 +133,18 @@ impl Generation {
                 self.attempt = Some(self.begin().await?);
                 continue;
             };
-            let failed = match attempt.stream.next().await {
+            let worker_error = match attempt.stream.next().await {
                 Some(Ok(GenerateFrame::Started(started))) if !attempt.started => {
                     attempt.started = true;
                     if let Some(span) = &mut attempt.span {
                         span.set("kvasir.cached_tokens", started.cached_tokens);
                     }
-                    let name = SequenceName { request: self.job.request_id.clone(), choice: self.job.choice };
+                    let name = SequenceName {
+                        request: self.job.request.request_id.clone(),
+                        choice: self.job.choice,
+                    };
                     let node = &attempt.placed.assignment.node;
-                    self.claim.started(started.cached_tokens, (self.job.root, &name, node));
+                    self.ticket.started(started.cached_tokens, (self.job.root, &name, node));
                     // The client already knows a worker; a change of the worker is not reported to it.
                     if !self.emitted.is_empty() {
                         continue;
@@ -187,14 +154,14 @@ impl Generation {
                     let forked = started.computed_tokens == 0;
                     let predicted = if forked { started.cached_tokens } else { assignment.predicted };
                     let pulls = assignment.pull.is_some();
-                    self.claim.dispatch().metrics.cached(predicted, started.cached_tokens, pulls);
+                    self.ticket.dispatch().metrics.cached(predicted, started.cached_tokens, pulls);
                     return Ok(Event::Started(Started {
                         node: assignment.node.clone(),
                         reason: assignment.reason,
                         predicted: assignment.predicted,
                         cached: started.cached_tokens,
                         hit_stop: started.hit_stop,
-                        queued: attempt.placed.queued(),
+                        queued: attempt.placed.queued(&self.job.request),
                     }));
                 }
                 Some(Ok(GenerateFrame::Tokens(tokens))) if attempt.started => {
@@ -211,57 +178,51 @@ impl Generation {
                 // A frame out of order, or a cancellation that we did not request.
                 Some(Ok(_)) => Some(GenerateError::Internal),
                 Some(Err(error)) => {
-                    tracing::info!(request = %self.job.request_id, %error, "an attempt was cut off");
+                    tracing::info!(request = %self.job.request.request_id, %error, "an attempt was cut off");
                     None
                 }
                 None => None,
             };
             let Some(mut attempt) = self.attempt.take() else { continue };
             if let Some(span) = &mut attempt.span {
-                span.fail(if failed.is_some() { "declined" } else { "lost" });
+                span.fail(if worker_error.is_some() { "declined" } else { "lost" });
             }
-            self.give_up(&attempt.placed, failed);
+            self.retry_elsewhere(&attempt.placed, worker_error);
         }
     }
 
     /// Waits for a worker and sends it the request.
-    async fn begin(&mut self) -> Result<Attempting, Failure> {
+    async fn begin(&mut self) -> Result<RunningAttempt, Failure> {
         loop {
-            let (placed, turn) = match self.claim.worker().await {
-                Err(_) if !self.emitted.is_empty() => return Err(Failure::Lost),
-                placed => placed?,
-            };
-            let mut span = self.job.trace.and_then(|trace| choice::record(trace, &placed));
+            let mut placed = self.ticket.worker(!self.emitted.is_empty()).await?;
+            let mut span = choice::record(&self.job.request, &placed);
             let context = span.as_ref().map(Span::context);
-            let (turn, computed) = match &placed.assignment.prefill {
-                Some(stage) => {
-                    // The requests behind this one need not wait for the prefill worker.
-                    drop(turn);
-                    (None, self.prefilled(stage, self.request(&placed.assignment, context)).await)
-                }
-                None => (Some(turn), true),
-            };
+            let mut computed = true;
+            if let Some((node, epoch)) = &placed.assignment.prefill {
+                // The requests behind this one need not wait for the prefill worker.
+                placed.turn = None;
+                computed = self.prefill_at(node, *epoch, self.request(&placed.assignment, context)).await;
+            }
             let mut request = self.request(&placed.assignment, context);
             if !computed {
                 request.pull = None;
             }
-            let connection = placed.link.connection();
-            let opened = connection.open_generate(&request).await;
-            drop(turn);
+            let opened = placed.link.connection().open_generate(&request).await;
+            placed.turn = None;
             match opened {
-                Ok(stream) => return Ok(Attempting { placed, stream, started: false, span }),
+                Ok(stream) => return Ok(RunningAttempt { placed, stream, started: false, span }),
                 Err(error) => {
-                    tracing::info!(request = %self.job.request_id, %error, "cannot reach the chosen worker");
+                    tracing::info!(request = %self.job.request.request_id, %error, "cannot reach the chosen worker");
                     span.iter_mut().for_each(|span| span.fail("unreachable"));
-                    self.give_up(&placed, None);
+                    self.retry_elsewhere(&placed, None);
                 }
             }
         }
     }
 
     /// Has a prefill worker compute the prompt and the emitted tokens. Returns `false` if it fails.
-    async fn prefilled(&self, stage: &Prefilling, request: GenerateRequest) -> bool {
-        let Some(link) = self.claim.dispatch().link(&stage.node, stage.epoch) else { return false };
+    async fn prefill_at(&self, node: &NodeId, epoch: Epoch, request: GenerateRequest) -> bool {
+        let Some(link) = self.ticket.dispatch().link(node, epoch) else { return false };
         let request = GenerateRequest {
             prompt: [&*request.prompt, &*request.emitted].concat().into(),
             emitted: TokenIds::default(),
@@ -285,19 +246,19 @@ impl Generation {
         };
         let computed: Result<(), String> = computed.await;
         if let Err(error) = &computed {
-            tracing::info!(request = %self.job.request_id, node = %stage.node, error, "a prefill worker did not compute a prompt ahead");
+            tracing::info!(request = %self.job.request.request_id, %node, error, "a prefill worker did not compute a prompt ahead");
         }
         computed.is_ok()
     }
 
     fn request(&self, assignment: &Assignment, trace: Option<TraceContext>) -> GenerateRequest {
-        let left = self.job.deadline.saturating_duration_since(Instant::now());
-        let tenant = &self.job.tenant;
+        let request = &self.job.request;
+        let left = request.deadline.saturating_duration_since(Instant::now());
         GenerateRequest {
-            request_id: self.job.request_id.clone(),
+            request_id: request.request_id.clone(),
             choice: self.job.choice,
             attempt: assignment.attempt,
-            model: self.job.model.clone(),
+            model: request.model.clone(),
             root: self.job.root,
             prompt: self.job.prompt.clone(),
             emitted: self.emitted.as_slice().into(),
@@ -309,13 +270,13 @@ impl Generation {
             together: assignment.together,
             trace,
             grammar: self.job.grammar.clone(),
-            turn: turn_of(tenant, self.claim.weight(tenant)),
+            turn: turn_of(&request.tenant, self.ticket.weight(&request.tenant)),
         }
     }
 
-    fn give_up(&mut self, placed: &Placed, setback: Option<GenerateError>) {
+    fn retry_elsewhere(&mut self, placed: &Placed, error: Option<GenerateError>) {
         let class = (!self.emitted.is_empty()).then(|| placed.assignment.numeric_class.clone());
-        self.claim.give_up(placed, setback, class);
+        self.ticket.retry_elsewhere(placed, error, class);
     }
 }
 

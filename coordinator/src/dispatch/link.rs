@@ -1,14 +1,13 @@
 //! The connection of a member.
 
 use parking_lot::Mutex;
-use proto::Error;
 use proto::ids::Epoch;
 use proto::placement::{Capacity, OfferedDrafter};
-use proto::service::WorkerApiClient;
-use proto::transport::{CloseCode, Connection};
 use std::time::Duration;
 use tokio::sync::oneshot::error::TryRecvError;
 use tokio::sync::{OnceCell, oneshot};
+use transport::service::WorkerApiClient;
+use transport::{CloseCode, Connection, Error};
 
 /// How long a generation waits until earlier ones have been sent. The limit keeps a generation that is not
 /// polled from blocking the others.

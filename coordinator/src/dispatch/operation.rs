@@ -2,16 +2,16 @@
 //! accepts the session. An open session never moves, because that worker's model holds its state.
 
 use super::{Dispatch, Link};
-use crate::balancer::{OperationAsk, SessionPlacement, SessionRefusal, SessionSlot, WorkerView};
 use crate::random::random_u64;
 use proto::ids::{Epoch, ModelId, NodeId, RequestId};
-use proto::message::WorkerState;
 use proto::operation::{OpenedOperation, Operation, OperationError, OperationOptions, OperationRequest};
 use proto::trace::TraceContext;
-use proto::transport::{CloseCode, OperationSender, OperationSession, OperationStream};
+use proto::worker::WorkerState;
+use router::balancer::{SessionPlacement, SessionRefusal, SessionRequest, SessionSlot, WorkerView};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use transport::{CloseCode, OperationSender, OperationSession, OperationStream};
 
 /// How long a worker may take to open a session; it may have to load a model.
 const OPEN_LIMIT: Duration = Duration::from_secs(10);
@@ -86,7 +86,7 @@ impl Seating {
 
 impl Drop for Seating {
     fn drop(&mut self) {
-        self.dispatch.desk.lock().balancer.unseat(self.seat);
+        self.dispatch.state.lock().balancer.unseat(self.seat);
     }
 }
 
@@ -98,10 +98,10 @@ impl Dispatch {
         job: &OperationJob,
         opens: &(dyn Fn(&ModelId) -> bool + Sync),
     ) -> Result<Hearing, Unopened> {
-        let mut avoid = Vec::new();
+        let mut declined_by = Vec::new();
         let mut failure = None;
         for _ in 0..ATTEMPTS {
-            let (seated, seat) = match self.seat(job, opens, &avoid) {
+            let (seated, seat) = match self.seat(job, opens, &declined_by) {
                 Ok(seated) => seated,
                 Err(unseated) => return Err(failure.unwrap_or(Unopened::Nobody(unseated))),
             };
@@ -134,32 +134,33 @@ impl Dispatch {
                     Unopened::Lost
                 }
             });
-            avoid.push((node, seated.epoch));
+            declined_by.push((node, seated.epoch));
         }
         Err(failure.unwrap_or(Unopened::Lost))
     }
 
     /// The offered operations, with their models.
     pub fn offered(&self) -> BTreeSet<(Operation, ModelId)> {
-        self.desk.lock().balancer.offered()
+        self.state.lock().balancer.offered()
     }
 
     fn seat(
         self: &Arc<Self>,
         job: &OperationJob,
         opens: &dyn Fn(&ModelId) -> bool,
-        avoid: &[(NodeId, Epoch)],
+        declined_by: &[(NodeId, Epoch)],
     ) -> Result<(SessionPlacement, Seating), SessionRefusal> {
-        let ask = OperationAsk { operation: job.operation, model: job.model.as_ref(), opens, avoid };
-        let mut desk = self.desk.lock();
-        let seated = desk.balancer.seat(Instant::now(), &ask, random_u64())?;
-        let link = desk.links.get(&seated.node).filter(|link| link.epoch() == seated.epoch).cloned();
+        let request =
+            SessionRequest { operation: job.operation, model: job.model.as_ref(), opens, declined_by };
+        let mut state = self.state.lock();
+        let seated = state.balancer.seat(Instant::now(), &request, random_u64())?;
+        let link = state.links.get(&seated.node).filter(|link| link.epoch() == seated.epoch).cloned();
         let Some(link) = link else {
             // A member always has a link; without one there is no worker to send to.
-            desk.balancer.unseat(seated.seat);
+            state.balancer.unseat(seated.seat);
             return Err(SessionRefusal::Away);
         };
-        drop(desk);
+        drop(state);
         let seat = Seating { dispatch: Arc::clone(self), seat: seated.seat, node: seated.node.clone(), link };
         Ok((seated, seat))
     }

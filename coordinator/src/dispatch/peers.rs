@@ -2,21 +2,21 @@
 //! peer has nearly all of them. The worker supplies what no peer has.
 
 use super::Dispatch;
-use crate::balancer::Action;
 use crate::metrics::Imported;
-use crate::prefix_index::GapRepair;
-use crate::prefix_index::peer::PeerError;
 use crate::random::random_u64;
 use parking_lot::MutexGuard;
 use proto::codec::CodecError;
 use proto::event::PeerIndexAsk;
 use proto::ids::{Epoch, NodeId};
-use proto::transport::{Connection, PeerIndexCall};
+use router::balancer::Action;
+use router::prefix_index::GapRepair;
+use router::prefix_index::peer::PeerError;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use tokio::sync::{Semaphore, watch};
 use tokio::time::timeout;
+use transport::{Connection, PeerIndexCall};
 
 /// How long a coordinator that has just started waits for a connected peer.
 const CONNECT_LIMIT: Duration = Duration::from_millis(500);
@@ -39,7 +39,7 @@ pub struct Peers {
 #[derive(Debug, thiserror::Error)]
 enum AskError {
     #[error(transparent)]
-    Transport(#[from] proto::Error),
+    Transport(#[from] transport::Error),
     #[error(transparent)]
     Peer(#[from] PeerError),
     #[error("no answer in time")]
@@ -96,19 +96,19 @@ impl Dispatch {
     }
 
     /// Serves a peer's request for a worker's prefixes.
-    pub async fn tell_peer(&self, mut call: PeerIndexCall) {
+    pub async fn export_to_peer(&self, mut call: PeerIndexCall) {
         // The semaphore is never closed. A peer that waits too long gives up.
         let Ok(_turn) = self.peers.exports.acquire().await else { return };
         let PeerIndexAsk { node, epoch, after } = call.ask.clone();
-        let Some(mut export) = self.desk.lock().balancer.export(&node, epoch, after) else {
+        let Some(mut export) = self.state.lock().balancer.export(&node, epoch, after) else {
             return call.finish();
         };
         let mut bytes = 0;
         let mut next = || {
             // Lets waiting requests take the lock between the frames.
-            let desk = self.desk.lock();
-            let frame = desk.balancer.exported(&mut export);
-            MutexGuard::unlock_fair(desk);
+            let state = self.state.lock();
+            let frame = state.balancer.exported(&mut export);
+            MutexGuard::unlock_fair(state);
             frame
         };
         loop {
@@ -135,10 +135,10 @@ impl Dispatch {
 
     /// Imports a worker's prefixes from the peers, tried one after the other. Returns what remains to be
     /// fetched from the worker itself; `None` if nothing was imported.
-    pub(super) async fn ask_peers(&self, node: &NodeId, epoch: Epoch) -> Option<GapRepair> {
+    pub(super) async fn import_from_peers(&self, node: &NodeId, epoch: Epoch) -> Option<GapRepair> {
         let mut begun = None;
         for peer in self.peers.all().await {
-            match timeout(ANSWER_LIMIT, self.ask_peer(&peer, node, epoch, &mut begun)).await {
+            match timeout(ANSWER_LIMIT, self.import_from_peer(&peer, node, epoch, &mut begun)).await {
                 Ok(Ok(need)) => {
                     self.metrics.index_imported(Imported::Whole);
                     tracing::info!(%node, peer = %peer.peer(), "received a worker's prefixes from another coordinator");
@@ -157,23 +157,23 @@ impl Dispatch {
         begun
     }
 
-    async fn ask_peer(
+    async fn import_from_peer(
         &self,
         peer: &Connection,
         node: &NodeId,
         epoch: Epoch,
         begun: &mut Option<GapRepair>,
     ) -> Result<GapRepair, AskError> {
-        let begin = self.desk.lock().balancer.import(node, epoch);
+        let begin = self.state.lock().balancer.import(node, epoch);
         let (mut import, after) = begin.ok_or_else(|| PeerError::Left(node.clone()))?;
         let ask = PeerIndexAsk { node: node.clone(), epoch, after };
         let mut answer = peer.open_peer_index(&ask).await?;
         loop {
             let frame = timeout(FRAME_LIMIT, answer.next()).await.map_err(|_| AskError::Late)??;
             let frame = frame.ok_or(AskError::Ended)?;
-            let mut desk = self.desk.lock();
-            let taken = desk.balancer.imported(&mut import, &frame);
-            MutexGuard::unlock_fair(desk);
+            let mut state = self.state.lock();
+            let taken = state.balancer.imported(&mut import, &frame);
+            MutexGuard::unlock_fair(state);
             if import.begun() {
                 // Until the last frame, only a part of the worker's prefixes is in the index.
                 *begun = Some(GapRepair::Snapshot);

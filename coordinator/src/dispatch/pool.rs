@@ -4,9 +4,9 @@ use super::Dispatch;
 use super::link::{Link, Pooled};
 use proto::ids::{Epoch, ModelId, NodeId};
 use proto::placement::{Capacity, MAX_HOLDERS, OfferedDrafter, PlaceOrder, PlaceReport};
-use proto::service::deadline;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use transport::service::deadline;
 
 /// A pool worker that is a member here.
 #[derive(Debug, Clone)]
@@ -38,25 +38,25 @@ impl PoolWorker {
 impl Dispatch {
     /// The pool workers that are members here, by name.
     pub fn pool(&self) -> Vec<PoolWorker> {
-        let desk = self.desk.lock();
-        let worker = |member: &crate::table::Member| {
+        let state = self.state.lock();
+        let worker = |member: &router::table::Member| {
             let node = member.register.node.clone();
-            let link = desk.links.get(&node)?;
+            let link = state.links.get(&node)?;
             let Pooled { capacity, drafter, quic } = link.pool()?.clone();
             let (epoch, draining, link) = (link.epoch(), member.draining, Arc::clone(link));
             Some(PoolWorker { node, epoch, capacity, drafter, quic, draining, link })
         };
-        desk.balancer.table().members().filter_map(worker).collect()
+        state.balancer.table().members().filter_map(worker).collect()
     }
 
     /// At most [`MAX_HOLDERS`] addresses of workers other than `but` that have a model's file, in the pool or
     /// serving it. Workers that also have the model's drafter come first.
     pub fn holders(&self, digest: &[u8; 32], but: &NodeId) -> Vec<String> {
-        let desk = self.desk.lock();
-        let offered = |member: &crate::table::Member| {
-            desk.links.get(&member.register.node).and_then(|link| link.pool()).cloned()
+        let state = self.state.lock();
+        let offered = |member: &router::table::Member| {
+            state.links.get(&member.register.node).and_then(|link| link.pool()).cloned()
         };
-        let held = desk.balancer.table().members().filter_map(|member| {
+        let held = state.balancer.table().members().filter_map(|member| {
             let offered = offered(member);
             let mut files = offered.iter().flat_map(|offered| &offered.capacity.files);
             let holds = member.register.node != *but
@@ -75,6 +75,6 @@ impl Dispatch {
 
     /// Until `until`, requests for this model are queued if no worker serves it, instead of being refused.
     pub fn expect(&self, model: &ModelId, until: Instant) {
-        self.desk.lock().balancer.expect(model, until);
+        self.state.lock().balancer.expect(model, until);
     }
 }

@@ -1,17 +1,17 @@
 //! Operations on sequences at the workers that hold them.
 
 use super::{Dispatch, Link, RPC_LIMIT};
-use model::recent::AsItIs;
 use proto::block::BlockId;
 use proto::ids::{ModelId, NodeId};
-use proto::message::WorkerState;
 use proto::sequence::{SequenceName, SequenceRequest};
-use proto::service::deadline;
-use proto::transport::SequenceExchange;
+use proto::worker::WorkerState;
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasher, BuildHasherDefault, RandomState};
 use std::sync::Arc;
 use std::time::Duration;
+use text::recent::AsItIs;
+use transport::SequenceExchange;
+use transport::service::deadline;
 
 /// How long an operation's answer waits for the index to apply the operation's KV events.
 const CATCH_UP_LIMIT: Duration = RPC_LIMIT;
@@ -52,13 +52,13 @@ impl Served {
 impl Dispatch {
     /// Records that a worker has a sequence of this name.
     pub fn note_served(&self, root: BlockId, name: &SequenceName, node: &NodeId) {
-        self.desk.lock().served.insert(root, name, node.clone());
+        self.state.lock().served.insert(root, name, node.clone());
     }
 
     /// The workers that serve a model. The holder of the named sequence comes first, if known; then ready
     /// workers, then those with the fewest requests.
     pub fn serving(&self, model: &ModelId, sequence: Option<(BlockId, &SequenceName)>) -> Vec<NodeId> {
-        let holder = sequence.and_then(|(root, name)| self.desk.lock().served.get(root, name).cloned());
+        let holder = sequence.and_then(|(root, name)| self.state.lock().served.get(root, name).cloned());
         let mut workers = self.workers();
         workers.retain(|view| view.member.register.models.iter().any(|served| served.id == *model));
         workers.sort_by_key(|view| {
@@ -73,8 +73,8 @@ impl Dispatch {
         &self,
         node: &NodeId,
         request: &SequenceRequest,
-    ) -> Option<Result<SequenceExchange, proto::Error>> {
-        let link: Arc<Link> = self.desk.lock().links.get(node).cloned()?;
+    ) -> Option<Result<SequenceExchange, transport::Error>> {
+        let link: Arc<Link> = self.state.lock().links.get(node).cloned()?;
         Some(link.connection().open_sequence(request).await)
     }
 
@@ -83,19 +83,19 @@ impl Dispatch {
     /// # Errors
     /// The worker has left or has a new epoch, an RPC failed, or 5 s have passed.
     pub async fn catch_up(&self, node: &NodeId) -> Result<(), String> {
-        let link = self.desk.lock().links.get(node).cloned().ok_or("the worker is not a member any more")?;
+        let link = self.state.lock().links.get(node).cloned().ok_or("the worker is not a member any more")?;
         let caught_up = async {
             let api = link.api().await.map_err(|error| error.to_string())?;
             let status = api.status(deadline(CATCH_UP_LIMIT)).await.map_err(|error| error.to_string())?;
             loop {
-                let heard = self.heard.notified();
+                let applied = self.events_applied.notified();
                 let streams = self.look(|balancer| balancer.stream(node));
                 match streams {
                     Some(stream) if stream.epoch != link.epoch() => {
                         return Err("the worker has started a new epoch".into());
                     }
                     Some(stream) if stream.applied >= status.kv_sequence && !stream.torn => return Ok(()),
-                    Some(_) => heard.await,
+                    Some(_) => applied.await,
                     None => return Err("the worker is not a member any more".into()),
                 }
             }

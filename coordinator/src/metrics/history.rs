@@ -1,8 +1,8 @@
 //! Request statistics of the last minutes, for the dashboard. Metrics cover longer times.
 
 use super::Served;
-use crate::timeline::{Sketch, Timeline};
 use parking_lot::Mutex;
+use router::timeline::{Sketch, Timeline};
 use std::time::{Duration, Instant};
 
 /// The statistics of one time slot.

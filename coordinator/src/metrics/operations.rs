@@ -1,13 +1,13 @@
 //! Metrics of sessions of operations.
 
 use super::families::{Histograms, One, Two, WAIT, one, registered};
-use crate::balancer::WorkerView;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use proto::operation::Operation;
+use router::balancer::WorkerView;
 use std::borrow::Cow;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;

@@ -2,12 +2,12 @@
 
 use super::Ops;
 use crate::agreement::{Difference, Standing};
-use crate::balancer::{OfferView, WorkerView};
 use crate::consensus::table::ModelBlocked;
 use crate::metrics::state_name;
 use crate::replicas::ReplicaView;
 use proto::ids::{ModelId, NodeId};
 use proto::shard::ShippingReport;
+use router::balancer::{OfferView, WorkerView};
 use serde_json::{Value, json};
 use std::collections::HashSet;
 

@@ -9,12 +9,12 @@ use axum::extract::FromRequestParts;
 use axum::http::request::Parts;
 use proto::block::{BlockId, Scope};
 use proto::ids::{ModelId, NodeId, RequestId};
-use proto::message::{ModelTask, ServedModel};
 use proto::sequence::{SequenceError, SequenceName, SequenceOperation, SequenceReply, SequenceRequest};
-use proto::transport::{SequenceBytes, SequenceExchange, StreamCode};
+use proto::served_model::{ModelTask, ServedModel};
 use serde::Deserialize;
 use std::sync::Arc;
 use std::time::Duration;
+use transport::{SequenceBytes, SequenceExchange, StreamCode};
 
 /// Time limit of an operation; some compute a long prefix.
 pub(super) const OPERATION_LIMIT: Duration = Duration::from_secs(600);
@@ -93,7 +93,7 @@ impl<'a> Keep<'a> {
     }
 
     /// Runs an operation at one worker.
-    pub(super) async fn ask(
+    pub(super) async fn call_worker(
         &self,
         node: &NodeId,
         operation: SequenceOperation,
@@ -115,7 +115,7 @@ impl<'a> Keep<'a> {
     }
 
     /// Runs an operation at the first worker that knows the sequence.
-    pub(super) async fn ask_holder(
+    pub(super) async fn call_holder(
         &self,
         query: &Query,
         sequence: &SequenceName,
@@ -123,7 +123,7 @@ impl<'a> Keep<'a> {
     ) -> Result<(NodeId, SequenceReply, SequenceBytes), ApiError> {
         let mut refusal = ApiError::Unknown { what: format!("sequence {sequence}") };
         for node in self.workers(query, Some(sequence))? {
-            match self.ask(&node, operation.clone()).await {
+            match self.call_worker(&node, operation.clone()).await {
                 Ok((reply, bytes)) => return Ok((node, reply, bytes)),
                 Err(ApiError::Unknown { .. }) => {}
                 // Another worker may still have it.
@@ -156,13 +156,13 @@ pub(super) async fn answer(exchange: SequenceExchange) -> Result<(SequenceReply,
     }
 }
 
-fn lost(error: proto::Error) -> ApiError {
+fn lost(error: transport::Error) -> ApiError {
     tracing::info!(%error, "an operation on a sequence was cut off by its worker");
     match error {
-        proto::Error::StreamEnded(StreamCode::UnknownKind) => ApiError::Refused {
+        transport::Error::StreamEnded(StreamCode::UnknownKind) => ApiError::Refused {
             why: "the worker's version does not support operations on sequences".to_owned(),
         },
-        proto::Error::Codec(error) => ApiError::field("body", error.to_string()),
+        transport::Error::Codec(error) => ApiError::field("body", error.to_string()),
         _ => ApiError::WorkerLost,
     }
 }

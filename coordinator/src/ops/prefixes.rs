@@ -40,7 +40,7 @@ async fn list((State(ops), Extension(caller), query): From) -> Result<Json<Value
     let keep = Keep::new(&ops, &caller, &query)?;
     let mut prefixes = Vec::new();
     for node in keep.workers(&query, None)? {
-        if let (SequenceReply::List(list), _) = keep.ask(&node, SequenceOperation::List).await? {
+        if let (SequenceReply::List(list), _) = keep.call_worker(&node, SequenceOperation::List).await? {
             prefixes.extend(list.pins.into_iter().map(|info| pin_json(&keep, &node, &info)));
         }
     }
@@ -60,8 +60,9 @@ async fn pin(
     let plan::Prefix { tokens, ttl } = planned.await?;
     let ttl_ms = u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX);
     let workers = keep.workers(&query, None)?;
-    let asked =
-        workers.iter().map(|node| keep.ask(node, SequenceOperation::Pin { tokens: tokens.clone(), ttl_ms }));
+    let asked = workers
+        .iter()
+        .map(|node| keep.call_worker(node, SequenceOperation::Pin { tokens: tokens.clone(), ttl_ms }));
     let answers = futures::future::join_all(asked).await;
     let (mut pinned, mut refusal) = (Vec::new(), None);
     for (node, answer) in workers.iter().zip(answers) {
@@ -74,7 +75,7 @@ async fn pin(
     if let Some(error) = refusal {
         for (node, info) in pinned {
             // An unreachable worker unpins it when its time is up.
-            let _ = keep.ask(node, SequenceOperation::Unpin { pin: info.pin }).await;
+            let _ = keep.call_worker(node, SequenceOperation::Unpin { pin: info.pin }).await;
         }
         return Err(error);
     }
@@ -92,7 +93,7 @@ async fn unpin(
     let pin: u64 = pin.parse().map_err(|_| unknown())?;
     let keep = Keep::new(&ops, &caller, &query)?;
     let worker = NodeId::new(worker).map_err(|_| unknown())?;
-    keep.ask(&worker, SequenceOperation::Unpin { pin }).await?;
+    keep.call_worker(&worker, SequenceOperation::Unpin { pin }).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 

@@ -35,10 +35,10 @@ use proto::ids::NodeId;
 use proto::sequence::{
     SaveMedium, SequenceInfo, SequenceName, SequenceOperation, SequenceReply, SnapshotInfo,
 };
-use proto::transport::SequenceBytes;
 use serde_json::{Value, json};
 use std::sync::Arc;
 use tokio::time::timeout;
+use transport::SequenceBytes;
 
 /// State, caller and query of a request.
 type From = (State<Arc<Ops>>, Extension<Caller>, Query);
@@ -56,7 +56,7 @@ async fn list((State(ops), Extension(caller), query): From) -> Result<Json<Value
     let keep = Keep::new(&ops, &caller, &query)?;
     let (mut sequences, mut snapshots) = (Vec::new(), Vec::new());
     for node in keep.workers(&query, None)? {
-        if let (SequenceReply::List(list), _) = keep.ask(&node, SequenceOperation::List).await? {
+        if let (SequenceReply::List(list), _) = keep.call_worker(&node, SequenceOperation::List).await? {
             sequences.extend(list.sequences.into_iter().map(|info| sequence_json(&keep, &node, &info)));
             snapshots.extend(list.snapshots.into_iter().map(|info| snapshot_json(&keep, &node, &info)));
         }
@@ -84,7 +84,7 @@ async fn save(
     let medium: Option<SaveMedium> = fields.get("medium")?;
     let medium = medium.unwrap_or(SaveMedium::Memory);
     let operation = SequenceOperation::Save { sequence: sequence.clone(), medium };
-    match keep.ask_holder(&query, &sequence, &operation).await? {
+    match keep.call_holder(&query, &sequence, &operation).await? {
         (node, SequenceReply::Saved(info), _) => Ok(Json(snapshot_json(&keep, &node, &info))),
         _ => Err(ApiError::Internal),
     }
@@ -128,7 +128,7 @@ async fn fetch(
     let keep = Keep::new(&ops, &caller, &query)?;
     let sequence = named(id, &query)?;
     let operation = SequenceOperation::Fetch { sequence: sequence.clone() };
-    let (node, reply, bytes) = keep.ask_holder(&query, &sequence, &operation).await?;
+    let (node, reply, bytes) = keep.call_holder(&query, &sequence, &operation).await?;
     let SequenceReply::Bytes(length) = reply else { return Err(ApiError::Internal) };
     let pieces = futures::stream::try_unfold(bytes, async |mut bytes: SequenceBytes| {
         let piece = timeout(BODY_IDLE, bytes.next()).await.map_err(std::io::Error::other)?;
@@ -162,18 +162,18 @@ async fn restore(
     let anywhere = Query { worker: None, ..query.clone() };
     let operation = SequenceOperation::Restore { snapshot: snapshot.clone(), name: name.clone() };
     if query.worker.is_none() {
-        let (node, reply, _) = keep.ask_holder(&anywhere, &snapshot, &operation).await?;
+        let (node, reply, _) = keep.call_holder(&anywhere, &snapshot, &operation).await?;
         return restored(&keep, &node, reply).await;
     }
     let workers = keep.workers(&query, None)?;
     let target = workers.first().ok_or(ApiError::NoWorker)?;
-    match keep.ask(target, operation).await {
+    match keep.call_worker(target, operation).await {
         Ok((reply, _)) => return restored(&keep, target, reply).await,
         Err(ApiError::Unknown { .. }) => {}
         Err(error) => return Err(error),
     }
     let operation = SequenceOperation::Fetch { sequence: snapshot.clone() };
-    let (_, reply, mut pieces) = keep.ask_holder(&anywhere, &snapshot, &operation).await?;
+    let (_, reply, mut pieces) = keep.call_holder(&anywhere, &snapshot, &operation).await?;
     let SequenceReply::Bytes(bytes) = reply else { return Err(ApiError::Internal) };
     let moved = async {
         let mut exchange = keep.open(target, SequenceOperation::Upload { name, bytes }).await?;
@@ -198,7 +198,7 @@ async fn fork(
     let sequence = named(id, &query)?;
     let name = new_name(Fields::parse(&body, &["as"])?.get("as")?, &Query::default())?;
     let operation = SequenceOperation::Fork { sequence: sequence.clone(), name };
-    let (node, reply, _) = keep.ask_holder(&query, &sequence, &operation).await?;
+    let (node, reply, _) = keep.call_holder(&query, &sequence, &operation).await?;
     restored(&keep, &node, reply).await
 }
 
@@ -213,7 +213,7 @@ async fn reset(
     let left = left.ok_or_else(|| ApiError::field("keep", "is missing"))?;
     let sequence = named(id, &query)?;
     let operation = SequenceOperation::Reset { sequence: sequence.clone(), keep: left };
-    let (node, reply, _) = keep.ask_holder(&query, &sequence, &operation).await?;
+    let (node, reply, _) = keep.call_holder(&query, &sequence, &operation).await?;
     restored(&keep, &node, reply).await
 }
 
@@ -223,7 +223,7 @@ async fn drop_all(
 ) -> Result<StatusCode, ApiError> {
     let keep = Keep::new(&ops, &caller, &query)?;
     let sequence = named(id, &query)?;
-    keep.ask_holder(&query, &sequence, &SequenceOperation::Drop { sequence: sequence.clone() }).await?;
+    keep.call_holder(&query, &sequence, &SequenceOperation::Drop { sequence: sequence.clone() }).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 

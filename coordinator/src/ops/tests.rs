@@ -1,14 +1,15 @@
 use super::*;
 use crate::api::auth::tests::entry;
-use crate::balancer::Policy;
 use axum::body::Body;
 use http_body_util::BodyExt;
-use proto::ca::Authority;
+use pki::ca::Authority;
 use proto::ids::{ClusterName, Role};
+use router::balancer::Policy;
 use std::net::SocketAddr;
 use std::path::Path as FilePath;
 use std::time::SystemTime;
 use tower::ServiceExt;
+use transport::heartbeat::Heartbeat;
 
 /// Paths without authentication, besides the dashboard's files, which have no data of the cluster.
 const OPEN: [&str; 4] = ["/livez", "/startupz", "/readyz", "/metrics"];
@@ -47,7 +48,7 @@ fn port_with(loops: Vec<Heartbeat>) -> Router {
         loops,
     });
     // The API has its own authentication and its own test.
-    router(ops, &Router::new())
+    router(ops, Router::new())
 }
 
 /// All paths with a route in this port's sources, so that new ones are tested automatically.

@@ -351,7 +351,7 @@ fn a_drafter_that_does_not_fit_is_refused_with_its_bytes_and_layers() {
     // More than one cut lies after the layer.
     assert_eq!(most_shards(&with), 3);
     let error = check_shards(&with, 4).unwrap_err().to_string();
-    assert!(error.contains("3 is the most") && error.contains("the caches of layer 2"), "{error}");
+    assert!(error.contains("at most 3") && error.contains("the caches of layer 2"), "{error}");
     let cut = |at: usize| [("w0".to_owned(), 0..at), ("w1".to_owned(), at..4)];
     let error = placement.explicit(&cut(3)).unwrap_err().to_string();
     assert!(error.contains("layer 3: the drafter reads the caches of layer 2"), "{error}");

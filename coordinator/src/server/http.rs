@@ -12,6 +12,7 @@ use crate::api::limits::{HEAD_TIMEOUT, MAX_FORM, MAX_HEAD, WRITE_STALL};
 use crate::api::refused_before;
 use crate::http_ext::{ConnectionPermit, Peer, closing};
 use crate::metrics::Metrics;
+use axum::Router;
 use axum::extract::Request;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::Response;
@@ -35,7 +36,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, watch};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{Instant, Sleep};
-use tower::{Service, ServiceExt};
+use tower::ServiceExt;
 use turn::ConnectionActivity;
 
 /// Pause after a failed `accept`, which happens when file descriptors run out.
@@ -52,16 +53,6 @@ const LINGER_TIME: Duration = Duration::from_secs(5);
 const QUIET: Duration = Duration::from_millis(200);
 /// Longest time for which a stopping listener accepts connections.
 const LINGER_OPEN: Duration = Duration::from_secs(2);
-
-pub(super) trait Port:
-    Service<Request, Response = Response, Error = Infallible, Future: Send> + Clone + Send + 'static
-{
-}
-
-impl<S> Port for S where
-    S: Service<Request, Response = Response, Error = Infallible, Future: Send> + Clone + Send + 'static
-{
-}
 
 /// The limits of a listener, and its metrics.
 #[derive(Debug, Clone)]
@@ -88,14 +79,14 @@ pub(super) struct Listener {
 impl Listener {
     pub(super) async fn open(
         address: SocketAddr,
-        port: impl Port,
+        router: Router,
         limits: Limits,
     ) -> Result<Self, StartError> {
         let bind = |source| StartError::Bind { address, source };
         let listener = TcpListener::bind(address).await.map_err(bind)?;
         let address = listener.local_addr().map_err(bind)?;
         let (stopping, stop) = watch::channel(None);
-        let task = tokio::spawn(serve(listener, port, limits, stop));
+        let task = tokio::spawn(serve(listener, router, limits, stop));
         Ok(Self { address, stopping, task })
     }
 
@@ -120,7 +111,7 @@ impl Drop for Listener {
 
 async fn serve(
     listener: TcpListener,
-    port: impl Port,
+    router: Router,
     limits: Limits,
     mut stop: watch::Receiver<Option<Instant>>,
 ) {
@@ -131,7 +122,7 @@ async fn serve(
     let mut latest = Instant::now();
     let began = Instant::now();
     let mut said: Option<Instant> = None;
-    let entrance = Entrance { port, limits, close, refuse: Arc::new(|_, _| Bytes::new()) };
+    let entrance = Entrance { router, limits, close, refuse: Arc::new(|_, _| Bytes::new()) };
     let entrance = entrance.refusing();
     loop {
         let accepted = tokio::select! {
@@ -201,14 +192,14 @@ async fn quiet(stop: &mut watch::Receiver<Option<Instant>>, latest: Instant) {
 
 /// State shared by all connections of a listener.
 #[derive(Clone)]
-struct Entrance<P> {
-    port: P,
+struct Entrance {
+    router: Router,
     limits: Limits,
     close: watch::Receiver<bool>,
     refuse: Refuse,
 }
 
-impl<P: Port> Entrance<P> {
+impl Entrance {
     fn refusing(self) -> Self {
         let metrics = Arc::clone(&self.limits.metrics);
         let refuse = move |head: &[u8], error: &ApiError| {
@@ -230,7 +221,7 @@ impl<P: Port> Entrance<P> {
         if let Err(error) = stream.set_nodelay(true) {
             tracing::debug!(%error, "cannot set TCP_NODELAY");
         }
-        let Self { port, limits, mut close, refuse } = self;
+        let Self { router, limits, mut close, refuse } = self;
         let (taken, mut left) = mpsc::channel(1);
         let place = ConnectionPermit::new(close.clone(), taken);
         // A connection beyond the limit must begin its request within `HEAD_TIMEOUT`.
@@ -245,7 +236,7 @@ impl<P: Port> Entrance<P> {
             let refused = seat != ConnectionClass::Regular && !limits.always.contains(&request.uri().path());
             let answer = match refused {
                 true => Err(full(&limits, request.uri().path())),
-                false => Ok(port.clone().oneshot(request)),
+                false => Ok(router.clone().oneshot(request)),
             };
             let turn = Arc::clone(&turn);
             async move {

@@ -6,7 +6,7 @@ use kvasir_coordinator::Config;
 use kvasir_coordinator::config::PeerEntry;
 use proto::directory::DirectoryClaim;
 use proto::ids::{Epoch, NodeId};
-use proto::service::Refusal;
+use proto::worker::Refusal;
 use serde_json::{Value, json};
 use std::os::unix::fs::PermissionsExt;
 use std::time::{Duration, Instant};

@@ -5,7 +5,7 @@ use super::fake_worker::{FakeWorker, letters};
 use super::{Rig, write_model};
 use kvasir_coordinator::models::ModelEntry;
 use proto::ids::ModelId;
-use proto::message::ModelTask;
+use proto::served_model::ModelTask;
 use serde_json::{Value, json};
 
 const CHAT: &str = "/v1/chat/completions";

@@ -140,7 +140,7 @@ async fn usage_has_cached_and_draft_tokens() {
     let cached = (prompt - 1) / 16 * 16;
     assert!(cached > 100);
     for (drafted, accepted) in [(0, 0), (7, 5)] {
-        worker.guess(drafted, accepted);
+        worker.draft_round(drafted, accepted);
         for (path, body) in questions(&question, 2) {
             let whole = ok(&post(rig.at.http, path, &body).await)["usage"].clone();
             let mut body = streamed(&body);

@@ -186,6 +186,11 @@ async fn every_path_lists_its_allowed_methods() {
             assert!(refused.header("allow").contains(endpoint.method().as_str()), "{method} {path}");
             assert_eq!(refused.json()["type"] == "error", path.starts_with("/v1/messages"), "{path}");
         }
+        let unknown = send(rig.at.http, Method::DELETE, &path, &[], "").await;
+        assert_eq!((unknown.status.as_u16(), unknown.header("allow")), (401, ""), "{path}");
+        let head = send(rig.at.http, Method::HEAD, &path, &with, "").await;
+        let reads = endpoint.method() == Method::GET && !matches!(endpoint, Endpoint::Realtime(_));
+        assert_eq!(head.status.as_u16() != 405, reads, "{path}");
         let told = send(rig.at.http, Method::OPTIONS, &path, &[], "").await;
         assert_eq!(told.status.as_u16(), 204, "{path}");
         assert!(told.header("allow").contains(endpoint.method().as_str()), "{path}");
@@ -208,8 +213,8 @@ async fn a_model_is_listed_once_a_worker_serves_it() {
     assert_eq!((one.status.as_u16(), one.json()), (200, listed().await[0].clone()));
     assert_eq!(one.json()["object"], "model");
     assert_eq!(get(rig.at.http, "/v1/models/%74in%79?x=y").await.json()["id"], "tiny");
-    for other in ["/v1/models/org/tiny", "/v1/models/org%2Ftiny", "/v1/models/tiny/", "/v1/models/Tiny"] {
-        assert_eq!(unknown(other).await, not_found, "{other}");
+    for other in ["org/tiny", "org%2Ftiny", "tiny/", "Tiny", "100%", "%zz%4", "%ff"] {
+        assert_eq!(unknown(&format!("/v1/models/{other}")).await, not_found, "{other}");
     }
     assert_eq!(unknown("/v1/models/").await.0, 404);
 }

@@ -3,7 +3,8 @@
 use super::client::{Reply, get, post};
 use super::fake_worker::{FakeWorker, MAX_MODEL_LEN, values};
 use super::{Rig, tokens, until};
-use proto::message::{EncodeText, GenerateError, ModelTask};
+use proto::message::{EncodeText, GenerateError};
+use proto::served_model::ModelTask;
 use serde_json::{Value, json};
 
 const EMBEDDINGS: &str = "/v1/embeddings";

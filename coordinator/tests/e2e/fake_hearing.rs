@@ -6,8 +6,8 @@ use proto::operation::{
     Language, MAX_FRAME_WINDOWS, OpenedOperation, Operation, OperationError, OperationInput,
     OperationOptions, OperationOutput, OperationRequest, SpokenText, TurnScore, VoiceWindow,
 };
-use proto::transport::{OperationCall, OperationInputs, OperationReplier};
 use tokio::sync::watch;
+use transport::{OperationCall, OperationInputs, OperationReplier};
 
 pub(crate) const WINDOW: u64 = 512;
 pub(crate) const IDLE_MS: u64 = 25_000;
@@ -111,7 +111,7 @@ async fn hear(
     request: &OperationRequest,
     mut inputs: OperationInputs,
     reply: &mut OperationReplier,
-) -> Result<OperationOutput, proto::Error> {
+) -> Result<OperationOutput, transport::Error> {
     let (threshold, windows) = match &request.options {
         OperationOptions::Speech(options) => (options.threshold.unwrap_or(0.5), options.windows),
         OperationOptions::Turn(options) => (options.threshold.unwrap_or(0.5), false),

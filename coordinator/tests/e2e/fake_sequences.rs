@@ -4,8 +4,8 @@
 use super::fake_worker::letters;
 use proto::block::BlockId;
 use proto::sequence::*;
-use proto::transport::SequenceCall;
 use std::collections::BTreeMap;
+use transport::SequenceCall;
 
 /// Maximum size of a snapshot in bytes.
 pub(crate) const MAX_UPLOAD: u64 = 64 << 20;
@@ -177,7 +177,7 @@ pub(crate) async fn serve(sequences: &parking_lot::Mutex<Sequences>, call: Seque
     // A coordinator that is cut off sends less than announced; then nothing has happened.
     let answer = match call.body.read(MAX_UPLOAD).await {
         Ok(body) => sequences.lock().perform(&request, body),
-        Err(proto::Error::Codec(error)) => {
+        Err(transport::Error::Codec(error)) => {
             Err(SequenceError::InvalidField { field: "body".into(), reason: error.to_string() })
         }
         Err(_) => return,

@@ -5,27 +5,27 @@ use super::fake_hearing::{self, Hearing};
 use super::fake_sequences::{self, Sequences};
 use kvasir_coordinator::api::auth::{DEFAULT_TENANT, salt};
 use parking_lot::Mutex;
+use pki::{Expected, Identity};
 use proto::block::{BlockId, HASH_UNIT_TOKENS, Scope};
 use proto::event::{KvEvent, KvEventBatch, KvReplay, KvSnapshot, Medium};
 use proto::ids::{Epoch, ModelId, NodeId, RequestId, Role};
 use proto::message::{
     EncodeRequest, EncodeText, FinishReason, Finished, GenerateError, GenerateFrame, GenerateRequest,
-    LoadReport, ModelTask, PullReport, Register, ServedModel, Started, TokenLogprobs, TokenOut, WorkerInfo,
-    WorkerState, WorkerStatus,
+    PullReport, Started, TokenLogprobs, TokenOut,
 };
 use proto::operation::OfferedOperation;
 use proto::placement::{PlaceOrder, PlaceReport};
 use proto::sequence::{SequenceName, SequenceOperation};
-use proto::service::{Refusal, WorkerApi, deadline};
-use proto::transport::{
-    CloseCode, Connection, EncodeCall, Endpoint, EndpointConfig, Expected, GenerateCall, Identity, Incoming,
-};
+use proto::served_model::{ModelTask, ServedModel};
+use proto::worker::{LoadReport, Refusal, Register, WorkerInfo, WorkerState, WorkerStatus};
 use std::collections::HashSet;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 use tarpc::context::Context;
 use tokio::sync::{mpsc, watch};
+use transport::service::{WorkerApi, deadline};
+use transport::{CloseCode, Connection, EncodeCall, Endpoint, EndpointConfig, GenerateCall, Incoming};
 
 pub(crate) const MAX_MODEL_LEN: u32 = 4096;
 
@@ -75,7 +75,7 @@ struct State {
     log: Vec<KvEvent>,
     fail: Option<GenerateError>,
     /// Draft tokens and accepted draft tokens of every request.
-    guessed: (u32, u32),
+    drafted: (u32, u32),
     requests: Vec<GenerateRequest>,
     encodes: Vec<EncodeRequest>,
     draining: bool,
@@ -171,14 +171,14 @@ impl FakeWorker {
         self.shared.frozen.send_replace(true);
     }
 
-    /// Fails every following request with `error`; `None` ends this.
+    /// Fails every following request with `error`, and a running one at its next token; `None` ends this.
     pub(crate) fn fail(&self, error: Option<GenerateError>) {
         self.shared.state.lock().fail = error;
     }
 
     /// Sets the draft tokens and accepted draft tokens of every following request.
-    pub(crate) fn guess(&self, drafted: u32, accepted: u32) {
-        self.shared.state.lock().guessed = (drafted, accepted);
+    pub(crate) fn draft_round(&self, drafted: u32, accepted: u32) {
+        self.shared.state.lock().drafted = (drafted, accepted);
     }
 
     /// The received requests, in order of arrival.
@@ -402,6 +402,10 @@ async fn generate(shared: Arc<Shared>, mut call: GenerateCall, (cached, new): (u
         for i in request.emitted.len() as u32..request.stop.max_tokens {
             let _ = shared.tokens.subscribe().wait_for(|tokens| i < *tokens).await;
             shared.thaw().await;
+            let fail = shared.state.lock().fail.clone();
+            if let Some(error) = fail {
+                return call.reply.send(&GenerateFrame::Failed(error)).await;
+            }
             let id = letter(start, i);
             let logprobs = request.sampling.logprobs.map(|n| TokenLogprobs {
                 chosen: -0.5,
@@ -411,7 +415,7 @@ async fn generate(shared: Arc<Shared>, mut call: GenerateCall, (cached, new): (u
             call.reply.send(&GenerateFrame::Tokens(vec![token])).await?;
         }
         shared.thaw().await;
-        let (drafted_tokens, accepted_tokens) = shared.state.lock().guessed;
+        let (drafted_tokens, accepted_tokens) = shared.state.lock().drafted;
         call.reply
             .send(&GenerateFrame::Finished(Finished {
                 reason: FinishReason::Length,

@@ -4,7 +4,7 @@ use super::client::{Events, Reply, get, post};
 use super::fake_worker::{Counters, FakeWorker, letters};
 use super::{Rig, tokens, until};
 use proto::message::GenerateError;
-use proto::service::Refusal;
+use proto::worker::Refusal;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
@@ -139,6 +139,30 @@ async fn a_refusing_worker_is_skipped_and_a_permanent_error_is_returned() {
     let reply = post(rig.at.http, COMPLETIONS, &streamed("x", 1)).await;
     assert_eq!(reply.error(), (400, "invalid_field".into(), "top_k".into()));
     assert_eq!(a.counters().received + b.counters().received, before + 1, "not worth a second try");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_workers_own_error_reaches_the_client_after_tokens_too() {
+    let (rig, [worker]) = Rig::with_workers::<1>(|_| {}).await;
+    let errors = [
+        (GenerateError::NotFinite, "internal"),
+        (GenerateError::QueueFull, "queue_full"),
+        (GenerateError::DeadlineExceeded { after_ms: 5 }, "deadline_exceeded"),
+    ];
+    for (error, code) in errors {
+        worker.fail(None);
+        worker.allow_tokens(2);
+        let mut events = Events::post(rig.at.http, COMPLETIONS, &streamed("fails", 9)).await;
+        let mut chunks = Vec::new();
+        while text_of(&chunks).len() < 2 {
+            chunks.push(serde_json::from_str(&events.next().await.unwrap().1).unwrap());
+        }
+        worker.fail(Some(error));
+        worker.allow_tokens(9);
+        let (name, data) = events.next().await.unwrap();
+        let data: Value = serde_json::from_str(&data).unwrap();
+        assert_eq!((name.as_deref(), &data["error"]["code"]), (Some("error"), &Value::from(code)));
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

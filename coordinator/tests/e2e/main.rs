@@ -28,17 +28,17 @@ use fake_worker::{FakeWorker, Setup};
 use kvasir_coordinator::models::ModelEntry;
 use kvasir_coordinator::server::Addresses;
 use kvasir_coordinator::{Config, Coordinator};
+use metadata::{Metadata, Strings, Value};
+use model::ModelFile;
 use model::gguf::writer::Writer;
-use model::metadata::Strings;
-use model::metadata::{Metadata, Value};
-use model::{ModelFile, Tokenizer};
+use pki::ca::Authority;
 use proto::block::ClusterKey;
-use proto::ca::Authority;
 use proto::ids::{ClusterName, ModelId, NodeId, Role};
-use proto::message::ModelTask;
+use proto::served_model::ModelTask;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime};
+use text::Tokenizer;
 
 pub(crate) fn cluster_key() -> ClusterKey {
     ClusterKey([3; 32])
@@ -121,7 +121,7 @@ impl Rig {
         self.join_as(self.setup(name, epoch)).await.unwrap()
     }
 
-    pub(crate) async fn join_as(&self, setup: Setup) -> Result<FakeWorker, proto::service::Refusal> {
+    pub(crate) async fn join_as(&self, setup: Setup) -> Result<FakeWorker, proto::worker::Refusal> {
         let node = NodeId::new(setup.name).unwrap();
         let identity =
             self.authority.issue(Role::Worker, node, SystemTime::now()).unwrap().identity().unwrap();

@@ -7,7 +7,7 @@ use hyper::Method;
 use kvasir_coordinator::config::ConfigError;
 use kvasir_coordinator::server::StartError;
 use kvasir_coordinator::{Config, Coordinator};
-use proto::ca::Authority;
+use pki::ca::Authority;
 use proto::ids::{ClusterName, NodeId, Role};
 use serde_json::json;
 use std::time::SystemTime;

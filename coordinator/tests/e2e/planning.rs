@@ -8,7 +8,7 @@ use kvasir_coordinator::api::plan::{Effort, GenerationPlan, Kind, Sources, Unpla
 use kvasir_coordinator::models::{ModelEntry, Models};
 use proto::block::ClusterKey;
 use proto::ids::ModelId;
-use proto::message::{ModelTask, ServedModel};
+use proto::served_model::{ModelTask, ServedModel};
 use serde_json::{Value, json};
 
 const FULL: Effort = Effort::Full { counted: false };

@@ -164,7 +164,7 @@ async fn prefixes_are_pinned_everywhere_or_nowhere() {
         post(rig.at.ops, &format!("{PREFIXES}?worker=w2"), &json!({"prompt": vec![1; 40]})).await.json();
     assert_eq!(of(&one, "expires_in_s"), [json!(3600)]);
     let refused = post(rig.at.ops, PREFIXES, &json!({"prompt": vec![2; 30]})).await;
-    assert!(refused.text().contains("100 are allowed"), "{}", refused.text());
+    assert!(refused.text().contains("at most 100"), "{}", refused.text());
     assert_eq!(refused.status.as_u16(), 409);
     assert_eq!(get(rig.at.ops, PREFIXES).await.json()["prefixes"].as_array().unwrap().len(), 3);
     assert_eq!(post(rig.at.ops, PREFIXES, &more).await.status.as_u16(), 409);

@@ -1,6 +1,6 @@
 //! Errors in a text, in a launch, or in a kernel.
 
-/// A PTX text that is not understood. The interpreter never guesses; anything unknown is refused by name.
+/// A PTX text that is not understood. The interpreter never draft tokens; anything unknown is refused by name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PtxError {

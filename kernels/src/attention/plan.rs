@@ -57,7 +57,7 @@ pub enum Placement<'a> {
 impl Placement<'_> {
     /// Byte offset of a block, without the layer's offset.
     #[inline(always)]
-    pub(crate) fn byte(&self, block: usize) -> Option<u64> {
+    pub fn byte(&self, block: usize) -> Option<u64> {
         let unit = match *self {
             Self::Paged(table) => u64::from(*table.get(block).filter(|offset| **offset != NO_BLOCK)?),
             Self::Contiguous { first, stride } => u64::from(first) + block as u64 * u64::from(stride),

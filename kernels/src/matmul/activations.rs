@@ -15,18 +15,18 @@ impl crate::aligned::Plain for QuantizedBlock {}
 /// 32 consecutive activations of one row.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[repr(C)]
-pub(crate) struct QuantizedBlock {
+pub struct QuantizedBlock {
     /// `value / scale`, rounded to nearest, ties to even.
-    pub(crate) quants: [i8; BLOCK],
+    pub quants: [i8; BLOCK],
     /// Largest magnitude of the block / 127. If any value is not finite, NaN with quants of 0, so that the
     /// outputs become NaN.
-    pub(crate) scale: f32,
+    pub scale: f32,
     /// `scale` times the sum of the quants.
-    pub(crate) scaled_sum: f32,
+    pub scaled_sum: f32,
     /// Minus the sum of the quants. Times a format's offset, it turns a sum of codes into a sum of levels.
-    pub(crate) minus_sum: i32,
+    pub minus_sum: i32,
     /// Minus the sums of the quants of the two halves.
-    pub(crate) minus_half_sums: [i16; 2],
+    pub minus_half_sums: [i16; 2],
 }
 
 impl QuantizedBlock {
@@ -213,7 +213,7 @@ impl QuantizedRows {
         self.k.div_ceil(BLOCK)
     }
 
-    pub(crate) fn blocks(&self) -> &[QuantizedBlock] {
+    pub fn blocks(&self) -> &[QuantizedBlock] {
         &self.blocks[..self.rows * self.stride()]
     }
 }

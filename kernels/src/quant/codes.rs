@@ -7,17 +7,17 @@ use half::f16;
 
 /// The parts of one block. Formats with smaller blocks do not change the remaining entries.
 #[derive(Debug, Clone)]
-pub(crate) struct Codes {
+pub struct Codes {
     /// Stored codes in column order.
-    pub(crate) codes: [u8; 256],
+    pub codes: [u8; 256],
     /// Bits of the f16 scale, for the formats that have one.
-    pub(crate) d: u16,
+    pub d: u16,
     /// Bits of the f16 min or scale of mins.
-    pub(crate) dmin: u16,
+    pub dmin: u16,
     /// The small scales, one per 32 or 16 values, in the form of the packed layout: signed scales as `i8`
     /// bits, E8M0 and UE4M3 as in the file (UE4M3's one NaN pattern, which reads as 0, is replaced by 0).
-    pub(crate) scales: [u8; 16],
-    pub(crate) mins: [u8; 16],
+    pub scales: [u8; 16],
+    pub mins: [u8; 16],
 }
 
 impl Default for Codes {
@@ -29,7 +29,7 @@ impl Default for Codes {
 /// Splits one block of a format that has a [`Scheme`].
 ///
 /// `block` must be `ty.block_bytes()` long.
-pub(crate) fn split(ty: GgmlType, block: &[u8], out: &mut Codes) {
+pub fn split(ty: GgmlType, block: &[u8], out: &mut Codes) {
     debug_assert_eq!(block.len(), ty.block_bytes());
     match ty {
         GgmlType::Q4_0 | GgmlType::IQ4_NL => legacy::split_q4_0(block, out),
@@ -52,7 +52,7 @@ pub(crate) fn split(ty: GgmlType, block: &[u8], out: &mut Codes) {
 impl Codes {
     /// Scale and addend (the min, or minus the min) of the block's 16 values with index `sixteenth`. The
     /// addend is `None` for formats without mins.
-    pub(crate) fn affine(&self, scaling: Scaling, sixteenth: usize) -> (f32, Option<f32>) {
+    pub fn affine(&self, scaling: Scaling, sixteenth: usize) -> (f32, Option<f32>) {
         let d = || f16::from_bits(self.d).to_f32();
         let dmin = || f16::from_bits(self.dmin).to_f32();
         let signed = |i: usize| f32::from(self.scales[i].cast_signed());
@@ -74,7 +74,7 @@ impl Codes {
     }
 
     /// The weights of the block, `out.len()` of them.
-    pub(crate) fn dequantize(&self, scheme: &Scheme, out: &mut [f32]) {
+    pub fn dequantize(&self, scheme: &Scheme, out: &mut [f32]) {
         for (sixteenth, (out, codes)) in out.chunks_mut(16).zip(self.codes.chunks(16)).enumerate() {
             let (scale, added) = self.affine(scheme.scaling, sixteenth);
             for (x, &code) in out.iter_mut().zip(codes) {

@@ -8,7 +8,7 @@ use super::GgmlType;
 
 /// Bits of a stored code. They determine the bit planes of a packed block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Bits {
+pub enum Bits {
     Two,
     Three,
     Four,
@@ -19,7 +19,7 @@ pub(crate) enum Bits {
 
 /// Mapping from stored code to unsigned code: `level = unsigned code - offset`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Levels {
+pub enum Levels {
     /// The stored code is the unsigned code.
     Plain,
     /// A codebook of unsigned codes for 4-bit stored codes.
@@ -28,7 +28,7 @@ pub(crate) enum Levels {
 
 /// Source of the scales (and mins) of 32 values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Scaling {
+pub enum Scaling {
     /// f16 scale per 32.
     F16,
     /// f16 scale and f16 min per 32.
@@ -49,18 +49,18 @@ pub(crate) enum Scaling {
 
 impl Scaling {
     /// Whether weights have a min that does not scale with the level.
-    pub(crate) const fn has_min(self) -> bool {
+    pub const fn has_min(self) -> bool {
         matches!(self, Self::F16Min | Self::SuperMin | Self::SixteenthsMin)
     }
 }
 
 /// Constants of a quantised format with a matmul.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Scheme {
-    pub(crate) bits: Bits,
-    pub(crate) levels: Levels,
-    pub(crate) offset: i32,
-    pub(crate) scaling: Scaling,
+pub struct Scheme {
+    pub bits: Bits,
+    pub levels: Levels,
+    pub offset: i32,
+    pub scaling: Scaling,
 }
 
 /// IQ4_NL's 16 levels, each plus 128.
@@ -71,7 +71,7 @@ static E2M1_CODES: [u8; 16] = [16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 1
 
 impl Scheme {
     /// The scheme of `ty`. `None` unless it is a quantised format with a matmul.
-    pub(crate) const fn of(ty: GgmlType) -> Option<Self> {
+    pub const fn of(ty: GgmlType) -> Option<Self> {
         Some(match ty {
             GgmlType::Q4_0 => Self::plain(Bits::Four, 8, Scaling::F16),
             GgmlType::Q4_1 => Self::plain(Bits::Four, 0, Scaling::F16Min),
@@ -100,7 +100,7 @@ impl Scheme {
     }
 
     /// The level of a stored code.
-    pub(crate) fn level(&self, stored: u8) -> i32 {
+    pub fn level(&self, stored: u8) -> i32 {
         let code = match self.levels {
             Levels::Plain => stored,
             Levels::Table(codes) => codes[usize::from(stored & 15)],

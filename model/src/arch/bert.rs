@@ -5,11 +5,11 @@ use super::decoder::{bare_embedding, bare_layer};
 use super::shape::{Counting, Shape, limits};
 use super::source::Source;
 use crate::Error;
-use crate::metadata::Strings;
 use crate::spec::{
     Activation, AttentionSpec, ClassifierSpec, EmbeddingSpec, FfnPart, FfnSpec, KvSpec, LayerSpec,
     LinearSpec, MixerSpec, ModelSpec, NormSpec, OutputSpec, OwnKvSpec, PooledSpec, Pooling, TableSpec,
 };
+use metadata::Strings;
 
 /// Number of token types; a key of the tokenizer.
 const TYPE_COUNT: &str = "tokenizer.ggml.token_type_count";

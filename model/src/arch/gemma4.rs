@@ -11,6 +11,7 @@ use crate::spec::{
     MixerSpec, ModelSpec, MoeSpec, NormKind, NormSpec, OwnKvSpec, PerLayerInputSpec, PerLayerSpec,
     RopeFactors, RopeSpec, RopeStyle,
 };
+use metadata::KeyError;
 
 /// A drafter that reads its target's keys and values: all of its layers share them.
 pub(super) fn translate_assistant(source: &Source<'_>) -> Result<AssistantSpec, Error> {
@@ -88,7 +89,7 @@ impl<'a> Gemma4<'a> {
         source.require_count("attention.sliding_window", 1..=limits::CONTEXT)?;
         let pattern = "attention.sliding_window_pattern";
         if source.metadata().value(&source.key(pattern)).is_none() {
-            return Err(Error::MissingKey { key: source.key(pattern) });
+            return Err(KeyError::Missing { key: source.key(pattern) }.into());
         }
         // The period comes from the file.
         let windows = windows(source, layers, layers)?;

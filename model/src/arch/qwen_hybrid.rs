@@ -106,7 +106,7 @@ fn translate_appended(
     match appended(source)? {
         0 => return Ok(None),
         1 => {}
-        several => return Err(source.refuse(APPENDED_KEY, several, "one block to guess with")),
+        several => return Err(source.refuse(APPENDED_KEY, several, "one MTP block")),
     }
     // The head is counted as a layer, so its tensors are read like a layer's.
     let decoder = Decoder::read(source)?;

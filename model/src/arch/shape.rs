@@ -2,7 +2,7 @@
 
 use super::source::Source;
 use crate::Error;
-use crate::metadata::Strings;
+use metadata::{KeyError, Strings};
 
 /// Largest accepted hyper-parameters. The product of any two fits 64 bits.
 pub(super) mod limits {
@@ -77,7 +77,7 @@ impl Shape {
         let key = "feed_forward_length";
         source
             .layer_counts(key, self.blocks, 1..=limits::WIDTH)?
-            .ok_or_else(|| Error::MissingKey { key: source.key(key) })
+            .ok_or_else(|| KeyError::Missing { key: source.key(key) }.into())
     }
 }
 
@@ -108,7 +108,7 @@ fn heads(source: &Source<'_>, blocks: usize, least: usize) -> Result<(Vec<usize>
     let (key, kv_key) = ("attention.head_count", "attention.head_count_kv");
     let heads = source
         .layer_counts(key, blocks, 1..=limits::HEADS)?
-        .ok_or_else(|| Error::MissingKey { key: source.key(key) })?;
+        .ok_or_else(|| KeyError::Missing { key: source.key(key) })?;
     let kv_heads =
         source.layer_counts(kv_key, blocks, least..=limits::HEADS)?.unwrap_or_else(|| heads.clone());
     let divides = |heads: usize, kv_heads: usize| kv_heads == 0 || heads.is_multiple_of(kv_heads);

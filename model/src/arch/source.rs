@@ -4,10 +4,10 @@ use std::borrow::Cow;
 use std::fmt::Display;
 use std::ops::RangeInclusive;
 
-use crate::file::ModelHeader;
-use crate::metadata::Value;
+use crate::header::ModelHeader;
 use crate::spec::{ConvSpec, LinearSpec, NormKind, NormSpec, RowSlice};
-use crate::{Error, GgmlType, Metadata};
+use crate::{Error, GgmlType};
+use metadata::{KeyError, Metadata, Value};
 
 /// A header read as architecture `arch`; keys are `ARCH.key`.
 pub(super) struct Source<'a> {
@@ -49,7 +49,7 @@ impl<'a> Source<'a> {
 
     /// A count in `range`.
     pub(super) fn require_count(&self, key: &str, range: RangeInclusive<usize>) -> Result<usize, Error> {
-        self.count(key, range)?.ok_or_else(|| Error::MissingKey { key: self.key(key) })
+        self.count(key, range)?.ok_or_else(|| KeyError::Missing { key: self.key(key) }.into())
     }
 
     /// One count per layer in `range`: an array, or one number for all layers. `None` if the key is missing.
@@ -98,7 +98,7 @@ impl<'a> Source<'a> {
 
     /// A finite number above zero.
     pub(super) fn require_positive(&self, key: &str) -> Result<f32, Error> {
-        self.positive(key)?.ok_or_else(|| Error::MissingKey { key: self.key(key) })
+        self.positive(key)?.ok_or_else(|| KeyError::Missing { key: self.key(key) }.into())
     }
 
     /// Like [`positive`](Self::positive), but 0 counts as absent.

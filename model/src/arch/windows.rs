@@ -3,7 +3,7 @@
 use super::shape::limits;
 use super::source::Source;
 use crate::Error;
-use crate::metadata::Value;
+use metadata::Value;
 
 /// The window of each layer; `None` for full attention. Uses the file's list, or makes every `period`th layer
 /// full. `period` is the architecture's default for files without one.

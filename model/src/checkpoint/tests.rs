@@ -7,7 +7,8 @@ use serde_json::{Value as Json, json};
 use tempfile::TempDir;
 
 use crate::test_files::fixture;
-use crate::{Error, ModelFile, ModelSpec, Tokenizer};
+use crate::{Error, ModelFile, ModelSpec};
+use text::Tokenizer;
 
 const NAMES: [(&str, &str); 12] = [
     ("token_embd_norm", "embeddings.LayerNorm"),
@@ -66,7 +67,7 @@ impl Checkpoint {
         let pooling = json!({"word_embedding_dimension": 64, "pooling_mode_mean_tokens": true,
             "pooling_mode_cls_token": false, "pooling_mode_max_tokens": false});
         checkpoint.put("1_Pooling/config.json", &pooling.to_string());
-        let tokens: &crate::metadata::Strings = gguf.metadata().require("tokenizer.ggml.tokens").unwrap();
+        let tokens: &metadata::Strings = gguf.metadata().require("tokenizer.ggml.tokens").unwrap();
         let line = |token: &str| match token.strip_prefix('\u{2581}') {
             Some(word) => format!("{word}\n"),
             None if token.starts_with('[') => format!("{token}\n"),

@@ -115,7 +115,7 @@ fn windows_bound_what_is_kept_and_states_do_not_grow() {
 }
 
 #[test]
-fn a_drafter_is_with_the_stage_where_it_guesses() {
+fn a_drafter_is_with_the_stage_where_it_drafts() {
     let (target, _, costs) = open("gemma4");
     let layers = target.layers.len();
     let file = ModelFile::open(fixture("tiny/gemma4-assistant/gemma4-assistant-f32.gguf")).unwrap();

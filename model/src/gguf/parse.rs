@@ -6,9 +6,10 @@
 use std::collections::HashSet;
 
 use super::cursor::{Cursor, Field};
-use super::{Malformed, TensorInfo, limits};
+use super::{Malformed, limits};
 use crate::GgmlType;
-use crate::metadata::{Array, Metadata, Strings, Value};
+use crate::header::TensorInfo;
+use metadata::{Array, Metadata, Strings, Value};
 
 /// Metadata key of the tensor data's alignment.
 pub(crate) const ALIGNMENT_KEY: &str = "general.alignment";

@@ -8,10 +8,12 @@ use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
 use super::parse::{self, Header};
-use super::{Malformed, TensorInfo, limits};
-use crate::file::Contents;
+use super::{Malformed, limits};
+use crate::Error;
+use crate::header::Contents;
+use crate::header::TensorInfo;
 use crate::mmap::MappedFile;
-use crate::{Error, Metadata};
+use metadata::Metadata;
 
 const NUMBER: &str = "split.no";
 const COUNT: &str = "split.count";

@@ -2,7 +2,7 @@
 //!
 //! ```
 //! use kvasir_model::gguf::writer::Writer;
-//! use kvasir_model::metadata::{Metadata, Value};
+//! use metadata::{Metadata, Value};
 //! use kvasir_model::{GgmlType, ModelFile};
 //!
 //! let mut writer = Writer::new(Metadata::from_iter([("general.architecture", Value::from("llama"))]))?;
@@ -21,9 +21,10 @@ use std::io::{self, Write};
 
 use super::cursor::Field;
 use super::parse::{self, MAGIC, value_type};
-use super::{Malformed, TensorInfo, limits};
+use super::{Malformed, limits};
 use crate::GgmlType;
-use crate::metadata::{Array, Metadata, Value};
+use crate::header::TensorInfo;
+use metadata::{Array, Metadata, Value};
 
 const VERSION: u32 = 3;
 

@@ -34,7 +34,7 @@ fn each_bad_file_says_what_is_wrong() {
     let long = "n".repeat(1_025);
     let many: Vec<String> =
         (0..65_537).map(|n| format!(r#""{n}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}"#)).collect();
-    let rows: [(Vec<u8>, &str); 20] = [
+    let rows: [(Vec<u8>, &str); 22] = [
         (vec![1, 2, 3], "the file has 3 bytes, its header needs 8"),
         (file("{}", 0)[..9].to_vec(), "the file has 9 bytes, its header needs 10"),
         (
@@ -42,10 +42,10 @@ fn each_bad_file_says_what_is_wrong() {
             "the length of the header is 18446744073709551615, the limit is 16777216",
         ),
         (file("[]", 0), "invalid type: sequence, expected a map from names to tensors"),
-        (file("{\"w\":3}", 0), "invalid type: integer `3`, expected struct Entry"),
+        (file("{\"w\":3}", 0), "tensor w: invalid type: integer `3`, expected struct TensorInfo"),
         (file(r#"{"w":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"w":{}}"#, 0), "tensor w occurs twice"),
         (file(r#"{"__metadata__":3}"#, 0), "expected a map"),
-        (one("F31", "[8]", "[0,32]"), "tensor w has the unknown type \"F31\""),
+        (one("F31", "[8]", "[0,32]"), "tensor w: unknown variant `F31`, expected one of `BOOL`"),
         (
             one("F32", "[7]", "[0,32]"),
             "tensor w of shape [7] and type F32 does not fit its byte range 0 to 32",
@@ -61,14 +61,19 @@ fn each_bad_file_says_what_is_wrong() {
             one("U8", "[2]", "[18446744073709551615,1]"),
             "does not fit its byte range 18446744073709551615 to 1",
         ),
-        (one(&long, "[8]", "[0,8]"), "the length of a type's name is 1025, the limit is 1024"),
+        (one(&long, "[8]", "[0,8]"), "tensor w: unknown variant `nnn"),
+        (one("F4", "[3]", "[0,1]"), "tensor w of shape [3] and type F4 does not fit its byte range 0 to 1"),
+        (file("", 0), "EOF while parsing a value"),
         (file(&format!(r#"{{"{long}":3}}"#), 0), "the length of a tensor's name is 1025, the limit is 1024"),
         (file(&format!("{{{}}}", many.join(",")), 0), "the number of tensors is 65537, the limit is 65536"),
     ];
     for (bytes, expected) in rows {
         let error = parse(&bytes).unwrap_err().to_string();
         assert!(error.contains(expected), "{error} / {expected}");
+        assert!(error.len() < 400, "{error}");
     }
+    let not_utf8 = [&7_u64.to_le_bytes()[..], b"{\"\xff\":3}"].concat();
+    assert!(matches!(parse(&not_utf8), Err(Malformed::Header { .. })));
     let header = r#"{"x":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"y":{"dtype":"U8","shape":[4],"data_offsets":[3,7]}}"#;
     let error = parse(&file(header, 8)).unwrap_err();
     assert_eq!(error, Malformed::Overlap { first: "x".to_owned(), second: "y".to_owned() });

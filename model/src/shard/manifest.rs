@@ -1,10 +1,10 @@
 //! Manifest: a model's header and the names of its chunks.
 
-use super::{CHUNK_BYTES, ChunkId, ChunkPlace};
-use crate::file::{ModelHeader, TensorInfo, digest};
+use super::{CHUNK_BYTES, ChunkId, ChunkPlace, digest};
+use crate::Error;
 use crate::gguf::writer::Writer;
 use crate::gguf::{ALIGNMENT_KEY, Malformed, parse_table};
-use crate::{Error, ModelFile};
+use crate::header::{ModelHeader, TensorInfo};
 
 #[cfg(test)]
 mod tests;
@@ -74,12 +74,6 @@ pub enum ManifestError {
 }
 
 impl Manifest {
-    /// The manifest of a file or a split set. Reads every tensor unless the file's chunks are already known.
-    pub fn of_file(file: &ModelFile) -> Result<Self, Error> {
-        let chunks = file.chunks()?.to_vec();
-        Ok(Self::new(file.header(), chunks)?)
-    }
-
     /// Decodes the manifest of the model with digest `model`. The sender need not be trusted.
     pub fn decode(bytes: &[u8], model: &[u8; 32]) -> Result<Self, ManifestError> {
         let manifest = Self::decode_any(bytes)?;
@@ -122,7 +116,8 @@ impl Manifest {
         }
     }
 
-    fn new(header: &ModelHeader, chunks: Vec<ChunkId>) -> Result<Self, ManifestError> {
+    /// `chunks` are those of all tensors in order.
+    pub(crate) fn new(header: &ModelHeader, chunks: Vec<ChunkId>) -> Result<Self, ManifestError> {
         // The alignment of tensors in a file is not part of the model.
         let mut metadata = header.metadata().clone();
         metadata.retain(|key| key != ALIGNMENT_KEY);

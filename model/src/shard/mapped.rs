@@ -10,8 +10,8 @@ use memmap2::{Mmap, MmapMut, MmapOptions, UncheckedAdvice};
 use super::store::{StoreError, chunk_path, io_error};
 use super::verified_chunks::VerifiedChunks;
 use super::{CHUNK_BYTES, ChunkPlace};
-use crate::file::digest::hash_each;
 use crate::mmap::forget_cached;
+use crate::shard::digest::hash_each;
 
 /// The verified chunks of one tensor, read-only.
 #[derive(Debug)]

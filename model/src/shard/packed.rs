@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 use tempfile::NamedTempFile;
 
 use super::store::{StoreError, io_error, write_error};
-use crate::file::digest::hash_each;
+use crate::shard::digest::hash_each;
 
 #[cfg(test)]
 mod tests;

@@ -14,7 +14,7 @@ use std::sync::{Arc, OnceLock};
 use memmap2::{MmapMut, MmapRaw};
 
 use super::CHUNK_BYTES;
-use crate::file::StoredBytes;
+use crate::shard::StoredBytes;
 
 /// Slot states. Only [`ChunkSlot`] takes and releases a slot; `FILLED` is final.
 const FREE: u8 = 0;

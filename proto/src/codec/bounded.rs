@@ -8,7 +8,7 @@ use std::fmt;
 use std::marker::PhantomData;
 
 /// Refuses more than `MAX` elements, so that a sender never sends what the receiver refuses.
-pub(crate) fn serialize<T, S, const MAX: usize>(items: &Vec<T>, serializer: S) -> Result<S::Ok, S::Error>
+pub fn serialize<T, S, const MAX: usize>(items: &Vec<T>, serializer: S) -> Result<S::Ok, S::Error>
 where
     T: Serialize,
     S: Serializer,
@@ -20,7 +20,7 @@ where
 }
 
 /// Refuses more than `MAX` elements before it reads the first one. Allocates once.
-pub(crate) fn deserialize<'de, T, D, const MAX: usize>(deserializer: D) -> Result<Vec<T>, D::Error>
+pub fn deserialize<'de, T, D, const MAX: usize>(deserializer: D) -> Result<Vec<T>, D::Error>
 where
     T: Deserialize<'de>,
     D: Deserializer<'de>,

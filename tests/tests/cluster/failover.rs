@@ -85,7 +85,7 @@ fn tokens_of(event: &Value) -> Vec<Value> {
 /// A stream with a drafter continues on another worker, with the same bits as without a drafter: greedy, and
 /// sampled with a seed.
 #[test]
-fn a_stream_with_guesses_goes_on_where_its_worker_dies() {
+fn a_stream_with_draft_tokens_goes_on_where_its_worker_dies() {
     const TOKENS: usize = 320;
     let asks = [json!({"temperature": 0}), json!({"temperature": 0.6, "seed": 5})];
     let body = |model: &str, ask: &Value, stream: bool| {
@@ -102,7 +102,7 @@ fn a_stream_with_guesses_goes_on_where_its_worker_dies() {
     drop(plain);
 
     let cluster =
-        Cluster::builder("failover-guesses", "smollm2-135m").flag("--spec", "ngram").start().unwrap();
+        Cluster::builder("failover-draft tokens", "smollm2-135m").flag("--spec", "ngram").start().unwrap();
     for (ask, expected) in asks.iter().zip(&expected) {
         let both = || {
             let status = cluster.status().ok()?;
@@ -121,7 +121,7 @@ fn a_stream_with_guesses_goes_on_where_its_worker_dies() {
             tokens.extend(tokens_of(&events.next_event().unwrap().expect("it goes on")));
         }
         let right = http::metric(by.ops, "vllm:spec_decode_num_accepted_tokens_total").unwrap();
-        assert!(right > 0.0, "no guess was right");
+        assert!(right > 0.0, "no draft token was right");
         signal::kill_now(by.pid);
         tokens.extend(events.all().unwrap().iter().flat_map(tokens_of));
         assert_eq!(&tokens, expected, "{ask}");

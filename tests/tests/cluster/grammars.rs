@@ -6,11 +6,11 @@ use crate::{resident, tiny_model};
 use kvasir_cluster_tests::cluster::Cluster;
 use kvasir_cluster_tests::http::{self, HttpAnswer};
 use kvasir_cluster_tests::signal;
-use model::json_schema;
 use serde_json::{Value, json};
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
+use text::json_schema;
 
 /// Upper bucket bound of a quantile of the workers' histogram.
 fn quantile(cluster: &Cluster, name: &str, share: f64) -> f64 {

@@ -3,7 +3,7 @@
 use crate::tiny_model;
 use kvasir_cluster_tests::cluster::Cluster;
 use kvasir_cluster_tests::{binary, http, wait};
-use proto::ca::Authority;
+use pki::ca::Authority;
 use proto::ids::{NodeId, Role};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader};

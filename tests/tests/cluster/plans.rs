@@ -95,7 +95,8 @@ fn an_operators_cut_takes_the_place_of_the_leaders_and_outlives_the_coordinator(
     // An impossible plan is reported, and the existing replicas continue.
     let away = json!({"replicas": [[{"worker": wanted[0].0, "layers": [0, 1]}, {"worker": "nobody", "layers": [1, LAYERS]}]]});
     assert_eq!(put(ops, model, &away).status, 204);
-    let waits = || plans(ops)?[0]["waits"].as_str().filter(|why| why.contains("nobody is away")).map(drop);
+    let waits =
+        || plans(ops)?[0]["waits"].as_str().filter(|why| why.contains("nobody is not connected")).map(drop);
     wait::until("the plan waits", binary::PATIENCE, waits).unwrap();
     let status = cluster.status().unwrap();
     assert_eq!(status["unplanned"][0]["planned_by"], "operator", "{status}");

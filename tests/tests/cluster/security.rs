@@ -25,14 +25,38 @@ fn complete(server: SocketAddr, key: &str, body: &Value) -> http::HttpAnswer {
     http::post_with(server, "/v1/completions", &[("authorization", &format!("Bearer {key}"))], body).unwrap()
 }
 
+/// Number of served requests of each thread.
+struct Served(Vec<AtomicU32>);
+
+impl Served {
+    fn counts(&self) -> Vec<u32> {
+        self.0.iter().map(|count| count.load(Ordering::Relaxed)).collect()
+    }
+
+    fn total(&self) -> u32 {
+        self.counts().iter().sum()
+    }
+
+    /// Waits until every thread has begun and ended a request since the call.
+    fn wait_for_each(&self) {
+        let before = self.counts();
+        wait::until("requests go on", binary::PATIENCE, || {
+            // The first one may have begun before.
+            self.counts().iter().zip(&before).all(|(now, before)| *now > before + 1).then_some(())
+        })
+        .unwrap();
+    }
+}
+
 /// Sends requests to all coordinators until `until` returns. Returns the number served. A failed request
 /// fails the test.
 fn under_load<T>(
     fronts: &[SocketAddr],
     key: impl Fn() -> String + Sync,
-    until: impl FnOnce(&AtomicU32) -> T,
+    until: impl FnOnce(&Served) -> T,
 ) -> (T, u32) {
-    let (ended, served) = (AtomicBool::new(false), AtomicU32::new(0));
+    let ended = AtomicBool::new(false);
+    let served = Served(fronts.iter().map(|_| AtomicU32::new(0)).collect());
     let result = std::thread::scope(|scope| {
         for (at, front) in fronts.iter().enumerate() {
             let (ended, served, key) = (&ended, &served, &key);
@@ -46,7 +70,7 @@ fn under_load<T>(
                     let (status, text) = (answer.status, answer.text().unwrap());
                     assert_eq!(status, 200, "{text}");
                     assert!(n % 2 == 1 || text.ends_with("data: [DONE]\n\n"), "{text}");
-                    served.fetch_add(1, Ordering::Relaxed);
+                    served.0[at].fetch_add(1, Ordering::Relaxed);
                 }
             });
         }
@@ -55,7 +79,7 @@ fn under_load<T>(
         ended.store(true, Ordering::Relaxed);
         result.unwrap_or_else(|panic| resume_unwind(panic))
     });
-    (result, served.into_inner())
+    (result, served.total())
 }
 
 #[test]
@@ -81,18 +105,14 @@ fn sec_keys_of_a_group() {
     let (last, served) = under_load(&fronts, key, |served| {
         let mut old = None::<String>;
         for round in 0..3 {
-            let at = served.load(Ordering::Relaxed);
             let (id, new) = create(ops[round], json!({"tenant": "a"}));
             wait::until("all know the new key", binary::PATIENCE, || {
                 (0..3).all(|at| opens(&new, at)).then_some(())
             })
             .unwrap();
             *current.lock().unwrap() = new;
-            // By then every thread that read the old key has used it.
-            wait::until("requests go on", binary::PATIENCE, || {
-                (served.load(Ordering::Relaxed) > at + 12).then_some(())
-            })
-            .unwrap();
+            // Then no request with the old key is in flight.
+            served.wait_for_each();
             if let Some(old) = old.replace(id) {
                 let path = format!("/admin/v1/keys/{old}");
                 assert_eq!(http::send(ops[2 - round], "DELETE", &path, &[], b"").unwrap().status, 204);
@@ -188,11 +208,9 @@ fn certificates_are_replaced_under_load() {
                 (new && ready == 2).then_some(())
             };
             wait::until("the worker joins by its new certificate", binary::PATIENCE, back).unwrap();
-            let at = served.load(Ordering::Relaxed);
-            wait::until("requests go on", binary::PATIENCE, || {
-                (served.load(Ordering::Relaxed) > at + 6).then_some(())
-            })
-            .unwrap();
+            let at = served.total();
+            wait::until("requests go on", binary::PATIENCE, || (served.total() > at + 6).then_some(()))
+                .unwrap();
         },
     );
     assert!(served > 20, "{served}");
@@ -251,11 +269,9 @@ fn sec_revoked_node() {
             let issue = ["ca", "issue", "--dir", ca_dir, "--role", "worker", "--node", &revoked.id];
             binary::stdout(&[&issue[..], &["--out", out.to_str().unwrap(), "--replace"]].concat()).unwrap();
             wait::until("it is back with another one", binary::PATIENCE, || ready(2)).unwrap();
-            let at = served.load(Ordering::Relaxed);
-            wait::until("requests go on", binary::PATIENCE, || {
-                (served.load(Ordering::Relaxed) > at + 6).then_some(())
-            })
-            .unwrap();
+            let at = served.total();
+            wait::until("requests go on", binary::PATIENCE, || (served.total() > at + 6).then_some(()))
+                .unwrap();
         },
     );
     assert!(served > 12, "{served}");
@@ -330,7 +346,7 @@ fn first_token(server: SocketAddr, key: &str, prompt: &[u32]) -> Duration {
     took
 }
 
-/// Another tenant's cached prompt takes as long as an uncached one: a guess from the time is right half of
+/// Another tenant's cached prompt takes as long as an uncached one: a draft token from the time is right half of
 /// the time.
 #[test]
 fn sec_ttft_side_channel() {

@@ -5,7 +5,7 @@ use kvasir_cluster_tests::cluster::{Cluster, WorkerNode};
 use kvasir_cluster_tests::fixtures::Manifest;
 use kvasir_cluster_tests::{binary, http, signal, wait};
 use model::gguf::writer::Writer;
-use model::{ModelFile, gguf::TensorInfo};
+use model::{ModelFile, header::TensorInfo};
 use serde_json::{Value, json};
 use std::net::SocketAddr;
 use std::path::Path;
@@ -90,7 +90,7 @@ fn stages_answer_as_one_worker_does_bit_by_bit() {
 
 /// The drafter reads the caches of the last stage, and runs there.
 #[test]
-fn a_drafter_guesses_at_the_last_stage_and_answers_are_the_same() {
+fn a_drafter_drafts_at_the_last_stage_and_answers_are_the_same() {
     let manifest = Manifest::read().unwrap();
     let file = |name: &str| manifest.tiny(name).unwrap().path().display().to_string();
     let (model, spec) = (file("gemma4"), format!("draft-mtp:{}", file("gemma4-assistant")));
@@ -104,7 +104,7 @@ fn a_drafter_guesses_at_the_last_stage_and_answers_are_the_same() {
     let counted = |name: &str| http::metric(worker_of(&cluster, 0).ops, name).unwrap();
     let drafted = || counted("vllm:spec_decode_num_draft_tokens_total");
     // A drafter that does not pay off is tried again only after some steps.
-    wait::until("the last stage guesses", binary::PATIENCE, || {
+    wait::until("the last stage draft tokens", binary::PATIENCE, || {
         assert_eq!(asked(), want);
         (drafted() > 0.0).then_some(())
     })
@@ -116,13 +116,13 @@ fn a_drafter_guesses_at_the_last_stage_and_answers_are_the_same() {
     let three = binary::run(&["up", &model, "--shards", "3", "--spec", &spec]).unwrap();
     let stderr = String::from_utf8_lossy(&three.stderr);
     assert_eq!(three.status.code(), Some(2), "{stderr}");
-    assert!(stderr.contains("2 shards at most"), "{stderr}");
+    assert!(stderr.contains("at most 2 shards"), "{stderr}");
 }
 
 /// The recurrent states of both stages follow the accepted rows. Drafts of a repeated token are accepted,
 /// others are rejected.
 #[test]
-fn guesses_of_a_recurrent_model_are_right_over_two_stages_and_answers_are_the_same() {
+fn draft_tokens_of_a_recurrent_model_are_right_over_two_stages_and_answers_are_the_same() {
     let manifest = Manifest::read().unwrap();
     for arch in ["qwen35", "granitehybrid"] {
         let model = manifest.tiny(arch).unwrap().path().display().to_string();
@@ -139,7 +139,7 @@ fn guesses_of_a_recurrent_model_are_right_over_two_stages_and_answers_are_the_sa
         drop(one);
         let builder = Cluster::builder("recurrent-several", &model);
         let cluster = builder.flag("--shards", "2").flag("--spec", "ngram").start().unwrap();
-        wait::until("guesses are right", binary::PATIENCE, || {
+        wait::until("draft tokens are right", binary::PATIENCE, || {
             let got: Vec<Value> =
                 bodies(cluster.model()).iter().map(|body| ask(cluster.http(), body)).collect();
             assert_eq!(got, want, "{arch}");
@@ -158,7 +158,7 @@ fn a_count_that_cannot_be_cut_is_refused_with_the_largest() {
     let output = binary::run(&["up", &tiny_model(), "--shards", "99"]).unwrap();
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(2), "{stderr}");
-    assert!(stderr.contains("3 shards at most"), "{stderr}");
+    assert!(stderr.contains("at most 3 shards"), "{stderr}");
     let few = binary::run(&["up", &tiny_model(), "--shards", "3", "--workers", "2"]).unwrap();
     assert_eq!(few.status.code(), Some(64), "{}", String::from_utf8_lossy(&few.stderr));
 }

@@ -16,7 +16,7 @@ fn assert_same(what: &str, want: &[PromptLogits], got: &[PromptLogits]) {
 }
 
 /// Runs with `specs` in every variant and compares them with a run without a drafter.
-fn assert_guesses_change_no_bit(model: &Path, prompts: &[Vec<u32>], class: &[&str], specs: &[&str]) {
+fn assert_draft_tokens_change_no_bit(model: &Path, prompts: &[Vec<u32>], class: &[&str], specs: &[&str]) {
     // Repeated text is drafted by n-grams.
     let prompts: Vec<Vec<u32>> = prompts.iter().map(|prompt| prompt.repeat(2)).collect();
     let prompts: Vec<Vec<u32>> = prompts.iter().cycle().take(8).cloned().collect();
@@ -38,12 +38,12 @@ fn assert_guesses_change_no_bit(model: &Path, prompts: &[Vec<u32>], class: &[&st
             let (drafted, accepted) = (sum(|prompt| prompt.drafted), sum(|prompt| prompt.accepted));
             assert!(accepted <= drafted, "{what}: {accepted} of {drafted}");
             // A drafter that does not pay off is still tried now and then.
-            assert!(drafted > 0 || !spec.starts_with("draft-mtp"), "{what}: nothing is guessed");
+            assert!(drafted > 0 || !spec.starts_with("draft-mtp"), "{what}: nothing is drafted");
         }
     }
 }
 
-fn tiny_model_with_guesses(arch: &str) {
+fn tiny_model_with_draft_tokens(arch: &str) {
     let manifest = Manifest::read().unwrap();
     let item = manifest.tiny(arch).unwrap();
     let own = format!("draft:{}", item.path().display());
@@ -56,10 +56,10 @@ fn tiny_model_with_guesses(arch: &str) {
     if arch == "gemma4" {
         specs.push(&assistant);
     }
-    assert_guesses_change_no_bit(&item.path(), &item.reference().unwrap().ids(), &EXACT, &specs);
+    assert_draft_tokens_change_no_bit(&item.path(), &item.reference().unwrap().ids(), &EXACT, &specs);
 }
 
-tiny_models!(tiny_model_with_guesses);
+tiny_models!(tiny_model_with_draft_tokens);
 
 /// Models whose MTP head drafts.
 fn own_block(arch: &str, block: Block) {
@@ -67,7 +67,7 @@ fn own_block(arch: &str, block: Block) {
     let model = appended_file::write(arch, block, folder.path());
     let manifest = Manifest::read().unwrap();
     let item = manifest.tiny(arch).unwrap();
-    assert_guesses_change_no_bit(&model, &item.reference().unwrap().ids(), &EXACT, &["draft-mtp"]);
+    assert_draft_tokens_change_no_bit(&model, &item.reference().unwrap().ids(), &EXACT, &["draft-mtp"]);
 }
 
 #[test]
@@ -86,12 +86,12 @@ fn a_block_that_is_hardly_ever_right() {
 }
 
 /// Default settings, with repeating text and room for three or four of eight sequences.
-fn real_model_with_guesses(name: &str, reference: &str) {
+fn real_model_with_draft_tokens(name: &str, reference: &str) {
     let model = binary::catalog_model(name).unwrap();
     let reference: Value = fixtures::json(&fixtures::root().join("real").join(reference)).unwrap();
     let text: Vec<u32> = serde_json::from_value(reference["perplexity"]["ids"].clone()).unwrap();
     let prompts: Vec<Vec<u32>> = text.chunks_exact(200).take(6).map(|part| part[..24].to_vec()).collect();
-    assert_guesses_change_no_bit(&model, &prompts, &[], &["ngram"]);
+    assert_draft_tokens_change_no_bit(&model, &prompts, &[], &["ngram"]);
     let twice: Vec<Vec<u32>> = prompts.iter().map(|prompt| prompt.repeat(2)).collect();
     let run = |flags: &[&str]| logits::run(&model, &twice, &[flags, &["--greedy", "56"]].concat()).unwrap();
     let want = run(&[]);
@@ -103,10 +103,10 @@ fn real_model_with_guesses(name: &str, reference: &str) {
 
 #[test]
 fn smollm2() {
-    real_model_with_guesses("smollm2-135m", "smollm2-135m-instruct.json");
+    real_model_with_draft_tokens("smollm2-135m", "smollm2-135m-instruct.json");
 }
 
 #[test]
 fn gemma3_270m() {
-    real_model_with_guesses("gemma3-270m", "gemma-3-270m.json");
+    real_model_with_draft_tokens("gemma3-270m", "gemma-3-270m.json");
 }

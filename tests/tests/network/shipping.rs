@@ -7,9 +7,9 @@ use kvasir_cluster_tests::{binary, http, logits, signal, wait};
 use model::gguf::writer::Writer;
 use model::shard::{CHUNK_BYTES, Manifest};
 use model::{GgmlType, ModelFile};
+use pki::Expected;
 use proto::ids::{Epoch, Role};
 use proto::shard::{ChunkRequest, ShardRequest};
-use proto::transport::{Endpoint, EndpointConfig, Expected, Incoming, ShardCall};
 use std::collections::HashSet;
 use std::fs::File;
 use std::io::{BufRead, BufReader, BufWriter};
@@ -19,6 +19,7 @@ use std::process::{Child, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 use tempfile::TempDir;
+use transport::{Endpoint, EndpointConfig, Incoming, ShardCall};
 
 /// Most bytes in flight of a worker with one lane (`worker::weight_distribution::schedule::Limits`).
 const WINDOW: u64 = 32 << 20;
@@ -229,7 +230,7 @@ fn generate(path: &Path, hidden: u64, layers: u64) {
     }
     let mut state = 1u64;
     let file = BufWriter::new(File::create(path).unwrap());
-    let fill = |info: &model::gguf::TensorInfo| -> Vec<u8> {
+    let fill = |info: &model::header::TensorInfo| -> Vec<u8> {
         if info.ty() == GgmlType::F32 {
             return 1f32.to_le_bytes().repeat(info.elements() as usize);
         }
@@ -315,7 +316,7 @@ fn a_killed_sender_is_made_up_for_by_another_and_by_itself_when_it_is_back() {
 /// many threads as workers with one lane (`runtime_beside_arithmetic`), without hashing or writing.
 fn bare_rate(site: &Site, bytes: u64) -> f64 {
     let endpoint = |host: usize| {
-        let identity = proto::ca::load_identity(&site.identity(host)).unwrap();
+        let identity = pki::ca::load_identity(&site.identity(host)).unwrap();
         let any_port = SocketAddr::from((site.net.address(host), 0));
         Arc::new(Endpoint::bind(any_port, &identity, EndpointConfig::new(Epoch(1), [Role::Worker])).unwrap())
     };

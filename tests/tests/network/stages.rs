@@ -193,7 +193,7 @@ fn drafts_for_a_worker_without_files(what: &str, spec: &str, turns: &[Turn]) {
         wait::until("the plan serves", binary::PATIENCE, as_planned).unwrap();
         // A drafter that does not pay off is tried again only after some steps.
         let right = || worker_metric(&fleet, first, "vllm:spec_decode_num_accepted_tokens_total");
-        wait::until("guesses are right", binary::PATIENCE, || {
+        wait::until("draft tokens are right", binary::PATIENCE, || {
             assert_eq!(greedy(&fleet, &id), want, "turn {turn}");
             (right() > 0.0).then_some(())
         })

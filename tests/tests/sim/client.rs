@@ -10,7 +10,7 @@ use kvasir_cluster_tests::linearizable::{Call, Op};
 use kvasir_cluster_tests::random::Random;
 use proto::block::TenantSalt;
 use proto::ids::{Epoch, NodeId, TenantId};
-use proto::message::WorkerInfo;
+use proto::worker::WorkerInfo;
 use std::collections::BTreeMap;
 
 /// Number of tenants. Registers are one number per tenant, and the version of the policy.

@@ -9,16 +9,17 @@ mod life;
 
 use crate::client::node;
 use crate::invariants::Violation;
-use coordinator::balancer::{Action, AttemptError, Balancer, Output, Policy, RouteRequest, Ticket};
-use coordinator::prefix_index::GapRepair;
-use coordinator::table::TableChange;
 use kvasir_cluster_tests::random::Random;
 use life::{Call, Life, WorkerMessage, chain, token};
 use proto::block::HASH_UNIT_TOKENS;
 use proto::event::{KvEventBatch, KvSnapshotFrame};
 use proto::ids::{Attempt, Epoch, ModelId, NodeId, RequestId};
-use proto::message::LoadReport;
+use proto::worker::LoadReport;
+use router::balancer::{Action, AttemptError, Balancer, Output, Policy, RouteRequest, Ticket};
+use router::prefix_index::GapRepair;
+use router::table::TableChange;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 const NAMES: [&str; 3] = ["w0", "w1", "w2"];
@@ -215,7 +216,7 @@ impl World {
         let (group, number) = (self.random.below(GROUPS), self.count);
         let wanted = self.random.within(1, 60) as usize;
         let ask = self.ask(group, number);
-        let submitted = self.balancer.submit(self.instant(), vec![ask], self.random.next());
+        let submitted = self.balancer.submit(self.instant(), &[Arc::new(ask)], self.random.next());
         // Refused if there is no worker.
         let Ok((tickets, actions)) = submitted else { return };
         for ticket in tickets {
@@ -228,7 +229,7 @@ impl World {
     fn ask(&self, group: u64, number: u64) -> RouteRequest {
         let units = chain(group, number);
         RouteRequest {
-            request: RequestId::new(format!("{group}-{number}")).expect("digits and a dash"),
+            request_id: RequestId::new(format!("{group}-{number}")).expect("digits and a dash"),
             tenant: "t".into(),
             model: model(),
             operation: None,
@@ -237,8 +238,9 @@ impl World {
             output: Output::default(),
             group: None,
             priority: 0,
+            submitted: self.instant(),
             deadline: self.instant() + Duration::from_micros(LIMIT),
-            explain: false,
+            trace: None,
         }
     }
 
@@ -575,7 +577,8 @@ impl World {
         self.drain(others(), true);
         self.count += 1;
         let ask = self.ask(group, self.count);
-        let (tickets, actions) = self.balancer.submit(self.instant(), vec![ask], self.random.next()).ok()?;
+        let (tickets, actions) =
+            self.balancer.submit(self.instant(), &[Arc::new(ask)], self.random.next()).ok()?;
         let hint = actions.iter().find_map(|action| match action {
             Action::Assign(_, assignment) if assignment.node == *name => Some(assignment.predicted),
             _ => None,

@@ -194,7 +194,7 @@ impl Decoder {
                 hidden.copy_from_slice(&drafted.hidden);
             }
             backend.write_rows(assistant.joined, &joined)?;
-            assistant.guess(backend, (&own, &seen), &tokens)?;
+            assistant.draft_round(backend, (&own, &seen), &tokens)?;
             let mut best = Vec::with_capacity(from.len());
             backend.argmax(assistant.buffers.logits, &mut best)?;
             for (row, (drafted, token)) in drafted.iter_mut().zip(best).enumerate() {
@@ -222,7 +222,7 @@ impl Decoder {
 
 impl Assistant {
     /// Computes logits and the next hidden state from `joined`.
-    fn guess(
+    fn draft_round(
         &self,
         backend: &mut dyn Backend,
         (own, seen): (&Rows<'_>, &Rows<'_>),

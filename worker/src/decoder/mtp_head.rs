@@ -235,18 +235,18 @@ impl Appended {
         let apart: Vec<bool> = from.iter().map(own).collect();
         // A sequence may need at most one block more than it has.
         for round in 0..count.min(self.block_tokens) {
-            let guesses = |at: &usize| apart[*at] && round < from[*at].most;
-            let rows: Vec<usize> = (0..from.len()).filter(guesses).collect();
+            let draft_tokens = |at: &usize| apart[*at] && round < from[*at].most;
+            let rows: Vec<usize> = (0..from.len()).filter(draft_tokens).collect();
             if rows.is_empty() {
                 break;
             }
-            self.guess(backend, from, &rows, &mut drafted)?;
+            self.draft_round(backend, from, &rows, &mut drafted)?;
         }
         Ok(drafted)
     }
 
     /// Drafts one more token for these sequences.
-    fn guess(
+    fn draft_round(
         &self,
         backend: &mut dyn Backend,
         from: &[DraftFrom<'_>],

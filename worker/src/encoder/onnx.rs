@@ -5,11 +5,9 @@
 use super::Text;
 use crate::Error;
 use crate::decoder::pool;
-use crate::operations::onnx::Onnx;
 use model::spec::Pooling;
 use proto::operation::Operation;
-use rten::{NodeId, ValueOrView};
-use rten_tensor::Tensor;
+use speech::onnx::{NodeId, Onnx, Tensor, ValueOrView};
 use std::path::Path;
 
 pub(super) struct OnnxTexts {
@@ -84,7 +82,10 @@ impl OnnxTexts {
         .map_err(|error| self.onnx.fault(error.to_string()))?;
         let expected = [1, if self.pooling.is_some() { len } else { 1 }, self.width];
         if rows != expected {
-            return Err(self.onnx.fault(format!("it gives {rows:?} for a text, {expected:?} were expected")));
+            return Err(self
+                .onnx
+                .fault(format!("it gives {rows:?} for a text, {expected:?} were expected"))
+                .into());
         }
         Ok(values.chunks_exact(self.width).map(<[f32]>::to_vec).collect())
     }
@@ -101,7 +102,7 @@ impl OnnxTexts {
     pub(super) fn rows(&self, index: usize) -> Result<Vec<Vec<f32>>, Error> {
         match self.pooling {
             Some(_) => Ok(self.computed[index].clone()),
-            None => Err(self.onnx.fault("it gives scores, and no vectors of tokens")),
+            None => Err(self.onnx.fault("it gives scores, and no vectors of tokens").into()),
         }
     }
 }

@@ -127,10 +127,10 @@ impl DraftModel {
         Ok(drafted)
     }
 
-    /// Allocates blocks for a sequence's tokens and `guesses` draft tokens. Returns `false` if there are too
+    /// Allocates blocks for a sequence's tokens and `draft_tokens` draft tokens. Returns `false` if there are too
     /// few.
-    fn make_room(&mut self, id: SeqId, tokens: &[u32], guesses: usize) -> bool {
-        let len = tokens.len() + guesses;
+    fn make_room(&mut self, id: SeqId, tokens: &[u32], draft_tokens: usize) -> bool {
+        let len = tokens.len() + draft_tokens;
         let blocks = len.div_ceil(self.block_tokens);
         let read = self.sequences.entry(id).or_default();
         let wanted = blocks.saturating_sub(read.blocks.len());

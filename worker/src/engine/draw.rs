@@ -2,15 +2,15 @@
 //! afterwards.
 
 use super::guided::Guided;
-use super::{Draw, Engine, Live};
+use super::request::Request;
+use super::{Draw, Engine};
 use crate::Error;
 use crate::decoder::RowLogits;
-use crate::pipeline::step::WantedRows;
-use crate::pipeline::{Rest, StepResult};
+use crate::executor::{DecoderRows, StepRows, WantedRows};
 use crate::sampling::Sampler;
 use crate::scheduler::{SeqId, StepPlan};
-use kernels::ops::is_drawable;
 use proto::message::TokenLogprobs;
+use proto::stage::StageSampled;
 use std::borrow::Cow;
 use std::time::Instant;
 
@@ -37,7 +37,7 @@ struct Target {
     id: SeqId,
     /// The draft tokens up to this row. The row is accepted only if they equal the tokens drawn from the rows
     /// before it.
-    guesses: Vec<u32>,
+    draft_tokens: Vec<u32>,
 }
 
 /// The draws of a step.
@@ -74,9 +74,9 @@ impl Row {
 impl Target {
     /// Whether the row is accepted, given the draws so far. The rows of a sequence are consecutive.
     fn counts(&self, drawn: &[Draw]) -> bool {
-        self.guesses.last().is_none_or(|guess| {
+        self.draft_tokens.last().is_none_or(|draft_token| {
             let before = drawn.last().filter(|draw| draw.id == self.id && draw.row + 1 == self.row);
-            before.is_some_and(|draw| draw.token == *guess)
+            before.is_some_and(|draw| draw.token == *draft_token)
         })
     }
 }
@@ -96,7 +96,7 @@ impl Drawn {
     }
 }
 
-impl Live {
+impl Request {
     /// Processes a row of logits: passes it to the sink if it is wanted at `position`, and draws from it.
     fn read(&mut self, target: &Target, position: Option<usize>, draws: bool, row: &[f32]) -> Row {
         if let Some(position) = position.filter(|_| self.all_logits) {
@@ -119,9 +119,9 @@ impl Live {
 
     /// The sampler for a row. The only place that defines the sampler's state after draft tokens.
     fn sampler_of(&self, target: &Target) -> Cow<'_, Sampler> {
-        match target.guesses.as_slice() {
+        match target.draft_tokens.as_slice() {
             [] => Cow::Borrowed(&self.sampler),
-            guesses => Cow::Owned(self.sampler.ahead(guesses)),
+            draft_tokens => Cow::Owned(self.sampler.ahead(draft_tokens)),
         }
     }
 }
@@ -131,35 +131,34 @@ impl Engine {
     /// all sequences that wait for it.
     pub(super) fn targets(&self, plan: &StepPlan) -> Targets {
         let mut targets = Targets::default();
-        let with_siblings = plan.sequences.iter().flat_map(|sequence| {
-            let siblings = sequence.samples.then(|| self.siblings.followers(sequence.id));
-            let ids = std::iter::once(sequence.id).chain(siblings.into_iter().flatten());
-            ids.map(move |id| (sequence, id))
+        let with_followers = plan.sequences.iter().flat_map(|sequence| {
+            let followers = if sequence.samples { self.equal_prompts.followers(sequence.id) } else { &[] };
+            std::iter::once(&sequence.id).chain(followers).map(move |id| (sequence, *id))
         });
-        for (sequence, id) in with_siblings {
-            let Some(live) = self.live.get(&id) else { continue };
+        for (sequence, id) in with_followers {
+            let Some(request) = self.requests.get(&id) else { continue };
             // The sampled rows: the one before the draft tokens, and those of the draft tokens.
-            let first = sequence.rows.end - 1 - sequence.guesses;
+            let first = sequence.rows.end - 1 - sequence.draft_tokens;
             let target = |row: u32| {
-                let guesses = (first + 1..=row).map(|row| plan.tokens[row as usize]).collect();
-                Target { row, of: sequence.id, id, guesses }
+                let draft_tokens = (first + 1..=row).map(|row| plan.tokens[row as usize]).collect();
+                Target { row, of: sequence.id, id, draft_tokens }
             };
             let position = |row: u32| (sequence.context_before + row - sequence.rows.start) as usize;
-            if live.all_logits {
+            if request.all_logits {
                 let rows = sequence.rows.clone();
                 targets
                     .whole
                     .extend(rows.map(|row| (target(row), position(row), sequence.samples && row >= first)));
             } else if sequence.samples {
                 let rows = first..sequence.rows.end;
-                match live.sampler.is_plain_argmax() {
+                match request.sampler.is_plain_argmax() {
                     // A grammar may allow any token, so the whole row is needed. Such sequences have no draft
                     // tokens.
-                    _ if live.guide.as_ref().is_some_and(Guided::constrains) => {
+                    _ if request.guide.as_ref().is_some_and(Guided::constrains) => {
                         targets.whole.extend(rows.map(|row| (target(row), position(row), true)));
                     }
                     true => targets.plain.extend(rows.map(target)),
-                    false if live.sampler.tokens_known() > MAX_SAMPLE_TOKENS => {
+                    false if request.sampler.tokens_known() > MAX_SAMPLE_TOKENS => {
                         targets.whole.extend(rows.map(|row| (target(row), position(row), true)));
                     }
                     false => targets.sampled.extend(rows.map(target)),
@@ -169,9 +168,10 @@ impl Engine {
         targets
     }
 
-    /// The same targets in the form of the stage that computes the rows.
+    /// The same targets in the form of the rank that computes the rows.
     pub(super) fn wanted(&self, targets: &Targets) -> WantedRows {
-        let sample = |target: &Target| Some(self.live.get(&target.id)?.sampler_of(target).sample(target.row));
+        let sample =
+            |target: &Target| Some(self.requests.get(&target.id)?.sampler_of(target).sample(target.row));
         WantedRows {
             argmax: targets.plain.iter().map(|target| target.row).collect(),
             samples: targets.sampled.iter().filter_map(sample).collect(),
@@ -179,27 +179,44 @@ impl Engine {
         }
     }
 
-    /// The draws of a step whose rows are in the decoder. Row `r` of the step is row `place(r)` of the
-    /// decoder.
-    pub(super) fn draw(&mut self, targets: &Targets, place: impl Fn(u32) -> u32) -> Result<Drawn, Error> {
+    /// The draws of a step.
+    pub(super) fn draw(&mut self, targets: &Targets, rows: StepRows) -> Result<Drawn, Error> {
+        match rows {
+            StepRows::Computed { argmax, samples, logits } => {
+                Ok(self.draw_computed(targets, argmax, samples, logits))
+            }
+            StepRows::InDecoder(rows) => {
+                let since = Instant::now();
+                let drawn = self.draw_in_decoder(targets, &rows)?;
+                self.executor.drawing_took(since.elapsed());
+                Ok(drawn)
+            }
+        }
+    }
+
+    fn draw_in_decoder(&mut self, targets: &Targets, rows: &DecoderRows) -> Result<Drawn, Error> {
         let Targets { plain, sampled, whole } = targets;
-        let vocab = self.decoder.spec().vocab;
+        let place = |target: &Target| rows.place(target.row);
+        let decoder = self.executor.decoder_mut();
+        let vocab = decoder.spec().vocab;
         let mut best = Vec::with_capacity(plain.len());
-        let rows: Vec<u32> = plain.iter().map(|target| place(target.row)).collect();
+        let rows: Vec<u32> = plain.iter().map(place).collect();
         if !rows.is_empty() {
-            self.decoder.argmax(&rows, &mut best)?;
+            decoder.argmax(&rows, &mut best)?;
         }
         let mut drawn = Drawn::default();
         for (target, token) in plain.iter().zip(best) {
             drawn.keep(target, || Row::of(Some((token, None)), vocab));
         }
         let logits = sampled.iter().chain(whole.iter().map(|(target, ..)| target));
-        let logits: Vec<u32> = logits.map(|target| place(target.row)).collect();
+        let logits: Vec<u32> = logits.map(place).collect();
         if !logits.is_empty() {
-            let live = &mut self.live;
-            let few = |target: &Target| live.get(&target.id).is_some_and(|live| live.sampler.draws_of_few());
+            let requests = &mut self.requests;
+            let few = |target: &Target| {
+                requests.get(&target.id).is_some_and(|request| request.sampler.draws_of_few())
+            };
             let drawn_from = if sampled.iter().any(few) { sampled.len() } else { 0 };
-            self.decoder.logits_to_draw(&logits, drawn_from, &mut |index, row| {
+            decoder.logits_to_draw(&logits, drawn_from, &mut |index, row| {
                 let (target, position, draws) = match sampled.get(index) {
                     Some(target) => (target, None, true),
                     None => match whole.get(index - sampled.len()) {
@@ -207,12 +224,15 @@ impl Engine {
                         None => return true,
                     },
                 };
-                let Some(live) = live.get_mut(&target.id).filter(|_| target.counts(&drawn.draws)) else {
+                let Some(request) = requests.get_mut(&target.id).filter(|_| target.counts(&drawn.draws))
+                else {
                     return true;
                 };
                 match row {
-                    RowLogits::Whole(row) => drawn.keep(target, || live.read(target, position, draws, row)),
-                    RowLogits::Best(best) => match live.sampler_of(target).draw_of_best(best) {
+                    RowLogits::Whole(row) => {
+                        drawn.keep(target, || request.read(target, position, draws, row))
+                    }
+                    RowLogits::Best(best) => match request.sampler_of(target).draw_of_best(best) {
                         Some(token) => drawn.keep(target, || Row::of(Some((token, None)), vocab)),
                         None => return false,
                     },
@@ -223,56 +243,26 @@ impl Engine {
         Ok(drawn)
     }
 
-    /// The draws of a step whose rows are at other stages.
-    pub(super) fn drawn(&mut self, targets: &Targets, answer: StepResult) -> Result<Drawn, Error> {
-        let vocab = self.decoder.spec().vocab;
-        if let Some((rows, returned)) = answer.returned {
-            let since = Instant::now();
-            self.decoder.resume_behind(&returned)?;
-            if let Some((from, later)) = answer.head_from.zip(self.later.as_mut()) {
-                let from = from as usize;
-                self.decoder.make_part(0, &(0..from))?;
-                let own = match targets.plain.is_empty() {
-                    true => None,
-                    false => Some(self.decoder.best_of_part(0..from)?),
-                };
-                return match (later.rest(since.elapsed())?, own) {
-                    (Rest::Logits(rest), _) => {
-                        self.decoder.complete(0, from, &rest)?;
-                        self.draw(targets, |_| 0)
-                    }
-                    (Rest::Best(..), None) => {
-                        Err(Error::Invariant("more than the best was wanted".to_owned()))
-                    }
-                    (Rest::Best(token, logit), Some((first, highest))) => {
-                        // As with the whole row: ties go to the lowest token.
-                        let token = if logit > highest { token } else { first };
-                        let token = is_drawable(&[highest, logit]).then_some((token, None));
-                        let mut drawn = Drawn::default();
-                        for target in &targets.plain {
-                            drawn.keep(target, || Row::of(token.clone(), vocab));
-                        }
-                        Ok(drawn)
-                    }
-                };
-            }
-            let drawn = self.draw(targets, |row| rows.partition_point(|other| *other < row) as u32)?;
-            if let Some(later) = &mut self.later {
-                later.helped(since.elapsed());
-            }
-            return Ok(drawn);
-        }
+    /// The draws of a step whose rows the last rank computed.
+    fn draw_computed(
+        &mut self,
+        targets: &Targets,
+        argmax: Vec<u32>,
+        samples: Vec<StageSampled>,
+        logits: Vec<Vec<f32>>,
+    ) -> Drawn {
+        let vocab = self.executor.decoder().spec().vocab;
         let mut drawn = Drawn::default();
-        for (target, token) in targets.plain.iter().zip(answer.tokens) {
+        for (target, token) in targets.plain.iter().zip(argmax) {
             drawn.keep(target, || Row::of(Some((token, None)), vocab));
         }
-        for (target, sample) in targets.sampled.iter().zip(answer.samples) {
+        for (target, sample) in targets.sampled.iter().zip(samples) {
             drawn.keep(target, || Row::of(Some((sample.token, sample.logprobs)), vocab));
         }
-        for ((target, position, draws), row) in targets.whole.iter().zip(answer.logits) {
-            let Some(live) = self.live.get_mut(&target.id) else { continue };
-            drawn.keep(target, || live.read(target, Some(*position), *draws, &row));
+        for ((target, position, draws), row) in targets.whole.iter().zip(logits) {
+            let Some(request) = self.requests.get_mut(&target.id) else { continue };
+            drawn.keep(target, || request.read(target, Some(*position), *draws, &row));
         }
-        Ok(drawn)
+        drawn
     }
 }

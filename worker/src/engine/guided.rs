@@ -4,12 +4,12 @@
 //! sequence skips steps, without delaying other sequences.
 
 use super::Engine;
+use super::request::Removal;
 use crate::grammar::{Guide, Look, MASK_TIME};
 use crate::sampling::TokenMask;
 use crate::sampling::stop::Ending;
 use crate::scheduler::SeqId;
-use crate::telemetry::{Reason, Refused};
-use proto::message::{FinishReason, GenerateError, GenerateFrame};
+use proto::message::FinishReason;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -39,6 +39,11 @@ impl Guided {
     /// Whether the grammar restricts the next token.
     pub(super) fn constrains(&self) -> bool {
         self.guide.constrains()
+    }
+
+    /// The request's field that has the grammar.
+    pub(super) fn field(&self) -> &str {
+        self.guide.field()
     }
 
     /// Accepts a drawn token.
@@ -83,8 +88,8 @@ impl Engine {
     /// Samples kept rows, and ends requests that are complete or cannot continue.
     pub(super) fn settle(&mut self, now: Instant) {
         let mut settled: Vec<(SeqId, Settled)> = Vec::new();
-        for (id, live) in &mut self.live {
-            let Some(guided) = &mut live.guide else { continue };
+        for (id, request) in &mut self.requests {
+            let Some(guided) = &mut request.guide else { continue };
             if guided.row.is_some() && !std::mem::replace(&mut guided.counted, true) {
                 self.metrics.grammars.rows_waited.inc();
             }
@@ -97,18 +102,18 @@ impl Engine {
             match settled {
                 Settled::Draws(mask) => self.draw_kept(now, id, mask.as_deref()),
                 Settled::Ends => self.complete_guided(now, id),
-                Settled::Fails(reason) => self.fail_guided(id, reason),
+                Settled::Fails(reason) => self.remove(id, Removal::NoMask(reason)),
             }
         }
     }
 
     fn draw_kept(&mut self, now: Instant, id: SeqId, mask: Option<&TokenMask>) {
-        let Some(live) = self.live.get_mut(&id) else { return };
-        let Some(guided) = &mut live.guide else { return };
+        let Some(request) = self.requests.get_mut(&id) else { return };
+        let Some(guided) = &mut request.guide else { return };
         guided.counted = false;
         let Some(mut row) = guided.row.take() else { return };
-        let Some((token, logprobs)) = live.sampler.draw_allowed(&mut row, mask) else {
-            return self.fail_not_finite(id);
+        let Some((token, logprobs)) = request.sampler.draw_allowed(&mut row, mask) else {
+            return self.remove(id, Removal::NotFinite);
         };
         // Otherwise its row is computed once more and sampled then.
         if self.scheduler.draw_late(id, token) {
@@ -119,25 +124,12 @@ impl Engine {
 
     /// The grammar allows no further token. If the request has not started, its prompt is computed first.
     fn complete_guided(&mut self, now: Instant, id: SeqId) {
-        let Some(live) = self.live.get_mut(&id) else { return };
-        let computed = live.guide.as_ref().is_some_and(|guided| guided.row.is_some());
-        if live.started || computed {
-            let ending: Ending = live.text.end(FinishReason::Stop, None);
+        let Some(request) = self.requests.get_mut(&id) else { return };
+        let computed = request.guide.as_ref().is_some_and(|guided| guided.row.is_some());
+        if request.started || computed {
+            let ending: Ending = request.text.end(FinishReason::Stop, None);
             self.start(id);
-            self.finish(now, id, ending);
+            self.remove(id, Removal::Finished(ending, now));
         }
-    }
-
-    fn fail_guided(&mut self, id: SeqId, reason: String) {
-        self.remember_live(id);
-        self.scheduler.remove(id);
-        self.siblings.gone(id);
-        self.pulling.gone(id);
-        let Some(mut live) = self.live.remove(&id) else { return };
-        self.metrics.grammars.refused(Refused::mask);
-        self.count_end(Reason::error);
-        live.fail("grammar");
-        let field = live.guide.map_or_else(String::new, |guided| guided.guide.field().to_owned());
-        live.sink.frame(GenerateFrame::Failed(GenerateError::InvalidField { field, reason }));
     }
 }

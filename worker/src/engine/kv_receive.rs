@@ -1,5 +1,5 @@
 //! KV transfers from other workers. A request with a known holder of its prefix waits while the resume point
-//! is fetched, at most as long as computing it would take. Requests that arrive meanwhile and share the
+//! is fetched, at most as long as computing it would take, but from 1 to 10 seconds. Requests that arrive meanwhile and share the
 //! prefix wait too. The received pieces are put where a computed prefix would be, and the lookup hits as
 //! usual.
 //!
@@ -7,7 +7,7 @@
 //! is computed. A damaged pull leaves nothing.
 
 use super::Engine;
-use super::caches::Caches;
+use super::request::RequestState;
 use super::resume::savable;
 use super::tiering::{put_back, worthwhile};
 use crate::pieces::Namer;
@@ -21,27 +21,26 @@ use std::time::{Duration, Instant};
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::sync::mpsc::error::TryRecvError;
 
-/// Maximum number of bytes in flight. A single pull may exceed it.
-const UNDER_WAY_BYTES: u64 = 512 << 20;
-/// Maximum number of requests that wait for one pull. Further ones compute.
+/// Maximum number of bytes in flight. A single transfer may exceed it.
+const MAX_IN_FLIGHT_BYTES: u64 = 512 << 20;
+/// Maximum number of requests that wait for one transfer. Further ones compute.
 const MAX_WAITING: usize = 256;
-/// Lower limit of the time that a pull may take. Between the limits it is the estimated time to compute the
+/// Lower limit of the time that a transfer may take. Between the limits it is the estimated time to compute the
 /// tokens.
-const LEAST_PATIENCE: Duration = Duration::from_secs(1);
-/// Upper limit of the time that a pull may take.
-const MOST_PATIENCE: Duration = Duration::from_secs(10);
+const MIN_TRANSFER_TIME: Duration = Duration::from_secs(1);
+/// Upper limit of the time that a transfer may take.
+const MAX_TRANSFER_TIME: Duration = Duration::from_secs(10);
 
 type Pieces = HashMap<(usize, u32), Arc<[u8]>>;
 
-/// The engine's side of pulls.
-pub(super) struct Pulling {
+pub(super) struct KvReceiver {
     namer: Namer,
-    /// Fixed time that a pull may take; `None` derives it from the time to compute the tokens.
-    patience: Option<Duration>,
-    pulls: Vec<Pull>,
+    /// Fixed time that a transfer may take; `None` derives it from the time to compute the tokens.
+    time_limit: Option<Duration>,
+    transfers: Vec<KvTransfer>,
 }
 
-struct Pull {
+struct KvTransfer {
     root: BlockId,
     tokens: Arc<[u32]>,
     /// The pieces of the resume point after all tokens.
@@ -52,27 +51,21 @@ struct Pull {
     /// Bytes received and the time that they took since the holder began to send.
     travelled: Option<(u64, Duration)>,
     inbox: UnboundedReceiver<PullEvent>,
-    waiting: Vec<Waiting>,
+    /// The requests that wait for it.
+    waiting: Vec<SeqId>,
     began: Instant,
     until: Instant,
 }
 
-/// A request that waits for a pull, perhaps one of another request. It may then still pull more from its own
-/// `source`.
-struct Waiting {
-    request: SequenceRequest,
-    source: Option<Box<dyn Source>>,
-}
-
-/// Result of a pull for a request, for its lookup report.
+/// Result of a transfer for a request, for its lookup report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Pulled {
+pub(super) enum TransferResult {
     /// Number of tokens received.
     Tokens(u32),
     Nothing(PullFailure),
 }
 
-impl std::fmt::Display for Pulled {
+impl std::fmt::Display for TransferResult {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Tokens(tokens) => write!(f, "transfer={tokens}"),
@@ -81,31 +74,31 @@ impl std::fmt::Display for Pulled {
     }
 }
 
-impl Pulling {
+impl KvReceiver {
     pub(super) fn new(namer: Namer) -> Self {
-        Self { namer, patience: None, pulls: Vec::new() }
+        Self { namer, time_limit: None, transfers: Vec::new() }
     }
 
-    /// Number of requests that wait for a pull.
-    pub(super) fn waiting(&self) -> usize {
-        self.pulls.iter().map(|pull| pull.waiting.len()).sum()
+    /// All requests that wait for a transfer.
+    pub(super) fn waiting(&self) -> Vec<SeqId> {
+        self.transfers.iter().flat_map(|transfer| &transfer.waiting).copied().collect()
     }
 
-    /// Removes a request. Pulls that no request waits for are cancelled at once.
-    pub(super) fn gone(&mut self, id: SeqId) {
-        self.pulls.retain_mut(|pull| {
-            pull.waiting.retain(|waiting| waiting.request.id != id);
-            !pull.waiting.is_empty()
+    /// Removes a request. Transfers that no request waits for are cancelled at once.
+    pub(super) fn remove(&mut self, id: SeqId) {
+        self.transfers.retain_mut(|transfer| {
+            transfer.waiting.retain(|waiting| *waiting != id);
+            !transfer.waiting.is_empty()
         });
     }
 
-    fn under_way(&self) -> u64 {
-        self.pulls.iter().map(|pull| pull.bytes).sum()
+    fn bytes_in_flight(&self) -> u64 {
+        self.transfers.iter().map(|transfer| transfer.bytes).sum()
     }
 }
 
-impl Pull {
-    /// Receives pieces. Returns the outcome once the pull has ended.
+impl KvTransfer {
+    /// Receives pieces. Returns the outcome once the transfer has ended.
     fn receive(&mut self) -> Option<Result<(), PullFailure>> {
         loop {
             match self.inbox.try_recv() {
@@ -122,35 +115,38 @@ impl Pull {
 }
 
 impl Engine {
-    /// Sets a fixed time limit for every pull, instead of the estimated computing time.
-    pub fn with_pull_patience(mut self, patience: Duration) -> Self {
-        self.pulling.patience = Some(patience);
+    /// Sets a fixed time limit for every transfer, instead of the estimated computing time.
+    pub fn with_transfer_time(mut self, limit: Duration) -> Self {
+        self.kv_receiver.time_limit = Some(limit);
         self
     }
 
-    /// Lets the request of a live sequence wait for a pull that brings a prefix of it. Returns the request if
-    /// no pull is worth it.
-    pub(super) fn pull_or_compute(
+    /// Lets a request wait for a transfer that brings a prefix of it. Returns the request if no transfer is
+    /// worth it.
+    pub(super) fn schedule_or_receive(
         &mut self,
         now: Instant,
         request: SequenceRequest,
         source: Option<Box<dyn Source>>,
     ) -> Option<SequenceRequest> {
-        if !self.scheduler.shares() || (source.is_none() && self.pulling.pulls.is_empty()) {
+        if !self.scheduler.shares() || (source.is_none() && self.kv_receiver.transfers.is_empty()) {
             return Some(request);
         }
         let prefix = &request.prompt[..savable(request.prompt.len())];
         let arena = self.scheduler.resume_point(request.root, prefix).map_or(0, |point| point.tokens);
         let scheduler = &self.scheduler;
-        let shares = |pull: &&mut Pull| {
-            let common = prefix.iter().zip(&*pull.tokens).take_while(|(a, b)| a == b).count();
+        let shares = |transfer: &&mut KvTransfer| {
+            let common = prefix.iter().zip(&*transfer.tokens).take_while(|(a, b)| a == b).count();
             let common = (common / HASH_UNIT_TOKENS * HASH_UNIT_TOKENS) as u32;
             let brought =
-                || scheduler.deepest_whole(common, |group, end| pull.wanted.contains(&(group, end)));
-            pull.root == request.root && pull.waiting.len() < MAX_WAITING && worthwhile(arena, brought())
+                || scheduler.deepest_whole(common, |group, end| transfer.wanted.contains(&(group, end)));
+            transfer.root == request.root
+                && transfer.waiting.len() < MAX_WAITING
+                && worthwhile(arena, brought())
         };
-        if let Some(pull) = self.pulling.pulls.iter_mut().find(shares) {
-            pull.waiting.push(Waiting { request, source });
+        if let Some(transfer) = self.kv_receiver.transfers.iter_mut().find(shares) {
+            transfer.waiting.push(request.id);
+            self.set_state(request.id, RequestState::ReceivingKv { request, source });
             return None;
         }
         let Some(source) = source else { return Some(request) };
@@ -159,25 +155,24 @@ impl Engine {
             return Some(request);
         }
         let wanted: HashSet<(usize, u32)> = self.scheduler.shape(depth as u32).collect();
-        let groups = 0..self.decoder.groups().len();
-        let caches = self.caches();
-        let piece_bytes: Vec<usize> = groups.map(|group| caches.block_bytes(group)).collect();
+        let groups = 0..self.executor.decoder().groups().len();
+        let piece_bytes: Vec<usize> = groups.map(|group| self.executor.block_bytes(group)).collect();
         let of = |&(group, _): &(usize, u32)| piece_bytes.get(group).map_or(0, |bytes| *bytes as u64);
         // Pieces that are already here are also copied within the arena through memory, so they count too.
         let bytes: u64 = wanted.iter().map(of).sum();
-        let under_way = self.pulling.under_way();
-        if under_way > 0 && under_way + bytes > UNDER_WAY_BYTES {
-            self.pulled(request.id, Pulled::Nothing(PullFailure::Budget));
+        let in_flight = self.kv_receiver.bytes_in_flight();
+        if in_flight > 0 && in_flight + bytes > MAX_IN_FLIGHT_BYTES {
+            self.record_transfer(request.id, TransferResult::Nothing(PullFailure::Budget));
             self.metrics.transfers.failed(PullFailure::Budget);
             return Some(request);
         }
         let tokens: Arc<[u32]> = prefix[..depth].into();
-        let root = request.root;
-        let order =
-            PullOrder::new(&self.pulling.namer, (root, Arc::clone(&tokens)), arena, piece_bytes, bytes);
+        let (id, root) = (request.id, request.root);
+        let prefix = (root, Arc::clone(&tokens));
+        let order = PullOrder::new(&self.kv_receiver.namer, prefix, arena, piece_bytes, bytes);
         let (delivery, inbox) = PullDelivery::new();
         source.fetch(order, delivery);
-        self.pulling.pulls.push(Pull {
+        self.kv_receiver.transfers.push(KvTransfer {
             root,
             tokens,
             wanted,
@@ -185,59 +180,68 @@ impl Engine {
             arrived: HashMap::new(),
             travelled: None,
             inbox,
-            waiting: vec![Waiting { request, source: None }],
+            waiting: vec![id],
             began: now,
-            until: now + self.patience(depth as u32 - arena),
+            until: now + self.transfer_time(depth as u32 - arena),
         });
+        self.set_state(id, RequestState::ReceivingKv { request, source: None });
         None
     }
 
-    /// Time limit for pulling `tokens` tokens: the estimated time to compute them, within [`LEAST_PATIENCE`] and
-    /// [`MOST_PATIENCE`].
-    fn patience(&self, tokens: u32) -> Duration {
+    /// Time limit for a transfer of `tokens` tokens: the estimated time to compute them, within [`MIN_TRANSFER_TIME`] and
+    /// [`MAX_TRANSFER_TIME`].
+    fn transfer_time(&self, tokens: u32) -> Duration {
         let rate = self.rates.prefill();
         let computing = match rate > 0.0 {
-            true => Duration::try_from_secs_f32(tokens as f32 / rate).unwrap_or(MOST_PATIENCE),
-            false => MOST_PATIENCE,
+            true => Duration::try_from_secs_f32(tokens as f32 / rate).unwrap_or(MAX_TRANSFER_TIME),
+            false => MAX_TRANSFER_TIME,
         };
-        self.pulling.patience.unwrap_or_else(|| computing.clamp(LEAST_PATIENCE, MOST_PATIENCE))
+        self.kv_receiver.time_limit.unwrap_or_else(|| computing.clamp(MIN_TRANSFER_TIME, MAX_TRANSFER_TIME))
     }
 
-    /// Queues the requests whose pull has ended or timed out.
-    pub(super) fn end_pulls(&mut self, now: Instant) {
+    /// Schedules the requests whose transfer has ended or timed out.
+    pub(super) fn finish_transfers(&mut self, now: Instant) {
         let mut ended = Vec::new();
-        for mut pull in std::mem::take(&mut self.pulling.pulls) {
-            let late = (now >= pull.until).then_some(Err(PullFailure::Patience));
-            match pull.receive().or(late) {
-                Some(outcome) => ended.push((pull, outcome)),
-                None => self.pulling.pulls.push(pull),
+        for mut transfer in std::mem::take(&mut self.kv_receiver.transfers) {
+            let late = (now >= transfer.until).then_some(Err(PullFailure::Patience));
+            match transfer.receive().or(late) {
+                Some(outcome) => ended.push((transfer, outcome)),
+                None => self.kv_receiver.transfers.push(transfer),
             }
         }
-        for (mut pull, outcome) in ended {
-            let pulled = self.install(&mut pull, outcome);
-            for Waiting { request, source } in std::mem::take(&mut pull.waiting) {
-                self.pulled(request.id, pulled);
-                // The pull may have brought part of what another source has. After a failed pull, or one that the
-                // arena has no room for, the request computes.
-                let source = source.filter(|_| outcome.is_ok() && matches!(pulled, Pulled::Tokens(_)));
-                if let Some(request) = self.pull_or_compute(now, request, source) {
-                    self.enqueue(request);
+        for (mut transfer, outcome) in ended {
+            let result = self.install_pieces(&mut transfer, outcome);
+            for id in transfer.waiting {
+                self.record_transfer(id, result);
+                let Some(RequestState::ReceivingKv { request, source }) = self.take_state(id) else {
+                    continue;
+                };
+                // The transfer may have brought part of what another source has. After a failed transfer, or one
+                // that the arena has no room for, the request computes.
+                let source =
+                    source.filter(|_| outcome.is_ok() && matches!(result, TransferResult::Tokens(_)));
+                if let Some(request) = self.schedule_or_receive(now, request, source) {
+                    self.schedule(request);
                 }
             }
         }
     }
 
     /// Copies the received pieces into the arena.
-    fn install(&mut self, pull: &mut Pull, outcome: Result<(), PullFailure>) -> Pulled {
-        let bytes: u64 = pull.arrived.values().map(|bytes| bytes.len() as u64).sum();
+    fn install_pieces(
+        &mut self,
+        transfer: &mut KvTransfer,
+        outcome: Result<(), PullFailure>,
+    ) -> TransferResult {
+        let bytes: u64 = transfer.arrived.values().map(|bytes| bytes.len() as u64).sum();
         self.metrics.transfers.moved(Direction::pulled, bytes);
         // After one wrong piece no other piece of this pull is trusted.
         if outcome == Err(PullFailure::Damaged) {
-            pull.arrived.clear();
+            transfer.arrived.clear();
         }
-        let put = self.put_pieces(pull);
-        let took = pull.began.elapsed();
-        if let Some((bytes, took)) = pull.travelled {
+        let put = self.put_pieces(transfer);
+        let took = transfer.began.elapsed();
+        if let Some((bytes, took)) = transfer.travelled {
             self.metrics.transfers.travelled(bytes, took);
         }
         let failure = outcome.err().or(put.is_none().then_some(PullFailure::NoRoom));
@@ -249,14 +253,14 @@ impl Engine {
             }
         }
         match (put.unwrap_or(0), failure) {
-            (0, Some(why)) => Pulled::Nothing(why),
-            (tokens, _) => Pulled::Tokens(tokens),
+            (0, Some(why)) => TransferResult::Nothing(why),
+            (tokens, _) => TransferResult::Tokens(tokens),
         }
     }
 
     /// The number of tokens that the arena serves in addition. `None` if it has no room.
-    fn put_pieces(&mut self, pull: &mut Pull) -> Option<u32> {
-        let (root, prefix) = (pull.root, &pull.tokens);
+    fn put_pieces(&mut self, transfer: &mut KvTransfer) -> Option<u32> {
+        let (root, prefix) = (transfer.root, &transfer.tokens);
         let here = self.scheduler.resume_point(root, prefix);
         let arena = here.as_ref().map_or(0, |point| point.tokens);
         let here: HashMap<(usize, u32), u32> = here
@@ -264,36 +268,38 @@ impl Engine {
             .flat_map(|point| &point.blocks)
             .map(|block| ((block.group, block.tokens.end), block.offset))
             .collect();
-        let has = |group, end| pull.arrived.contains_key(&(group, end)) || here.contains_key(&(group, end));
+        let has =
+            |group, end| transfer.arrived.contains_key(&(group, end)) || here.contains_key(&(group, end));
         let deepest = self.scheduler.deepest_whole(prefix.len() as u32, has);
         if !worthwhile(arena, deepest) {
             return Some(0);
         }
         // Copy pieces that are already here before allocating: allocation may evict these very blocks.
         let lacking: Vec<(usize, u32)> =
-            self.scheduler.shape(deepest).filter(|piece| !pull.arrived.contains_key(piece)).collect();
+            self.scheduler.shape(deepest).filter(|piece| !transfer.arrived.contains_key(piece)).collect();
         let place = |piece: &(usize, u32)| Some((piece.0, *here.get(piece)?));
         let Some(places) = lacking.iter().map(place).collect::<Option<Vec<_>>>() else { return Some(0) };
-        let mut caches = Caches::new(self.decoder.blocks(), self.later.as_mut());
-        match caches.read(&places) {
-            Ok(read) => pull.arrived.extend(lacking.into_iter().zip(read.into_iter().map(Arc::from))),
+        match self.executor.read_blocks(&places) {
+            Ok(read) => transfer.arrived.extend(lacking.into_iter().zip(read.into_iter().map(Arc::from))),
             Err(error) => {
                 tracing::error!(%error, "cannot read blocks from the arena");
                 return Some(0);
             }
         }
         let point = (root, &prefix[..deepest as usize]);
-        let arrived = &pull.arrived;
+        let arrived = &transfer.arrived;
         let piece = |group, end| arrived.get(&(group, end)).cloned();
-        put_back(&mut self.scheduler, caches, point, piece).then_some(deepest - arena)
+        put_back(&mut self.scheduler, &mut *self.executor, point, piece).then_some(deepest - arena)
     }
 
-    /// Records the result of a pull for a request.
-    fn pulled(&mut self, id: SeqId, pulled: Pulled) {
-        if let Some(live) = self.live.get_mut(&id) {
-            live.pulled = Some(match (live.pulled, pulled) {
-                (Some(Pulled::Tokens(before)), Pulled::Tokens(more)) => Pulled::Tokens(before + more),
-                (Some(before @ Pulled::Tokens(1..)), Pulled::Nothing(_)) => before,
+    /// Records the result of a transfer for a request.
+    fn record_transfer(&mut self, id: SeqId, result: TransferResult) {
+        if let Some(request) = self.requests.get_mut(&id) {
+            request.transfer = Some(match (request.transfer, result) {
+                (Some(TransferResult::Tokens(before)), TransferResult::Tokens(more)) => {
+                    TransferResult::Tokens(before + more)
+                }
+                (Some(before @ TransferResult::Tokens(1..)), TransferResult::Nothing(_)) => before,
                 (_, last) => last,
             });
         }

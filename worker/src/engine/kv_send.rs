@@ -4,8 +4,8 @@
 //! Blocks are not pinned: a piece that is gone everywhere ends the pull, and the receiver computes the rest.
 
 use super::Engine;
-use super::caches::Caches;
 use super::tiering::Tiering;
+use crate::executor::KvBlocks;
 use crate::pieces::Namer;
 use crate::scheduler::Scheduler;
 use crate::tiers::{PieceFile, Tiers};
@@ -26,13 +26,13 @@ pub struct Offer {
 
 /// A piece for another worker.
 #[derive(Debug)]
-pub enum Lent {
+pub enum SentPiece {
     Copy(Vec<u8>),
     /// Must be read from this file.
     File(PieceFile),
 }
 
-impl Lent {
+impl SentPiece {
     /// Its bytes; `None` if its file is damaged or gone. May block on a disk.
     pub fn read(self) -> Option<Vec<u8>> {
         match self {
@@ -43,41 +43,45 @@ impl Lent {
 }
 
 /// A function that reads the caches.
-pub(super) type Loan = Box<dyn FnOnce(&mut KvSender<'_>) + Send>;
+pub(super) type KvRead = Box<dyn FnOnce(&mut KvSender<'_>) + Send>;
 
-/// The engine's side of pulls by other workers.
-pub(super) struct Lending {
+/// The queue of reads by other threads.
+pub(super) struct KvReads {
     origin: [u8; 32],
     max_model_len: usize,
-    asked: Option<Receiver<Loan>>,
+    queue: Option<Receiver<KvRead>>,
 }
 
-impl Lending {
+impl KvReads {
     pub(super) fn new(namer: &Namer, max_model_len: usize) -> Self {
-        Self { origin: namer.origin(), max_model_len, asked: None }
+        Self { origin: namer.origin(), max_model_len, queue: None }
+    }
+
+    fn next(&self) -> Option<KvRead> {
+        self.queue.as_ref()?.try_recv().ok()
     }
 
     /// Runs one queued read, if there is one. Between two layers this is sound because a resume point
     /// consists of completed steps only: the step in flight writes none of its blocks.
-    pub(super) fn serve_one(&mut self, caches: Caches<'_>, scheduler: &Scheduler, tiers: Option<&Tiers>) {
-        if let Some(loan) = self.asked.as_ref().and_then(|asked| asked.try_recv().ok()) {
-            loan(&mut self.lender(caches, scheduler, tiers));
+    pub(super) fn run_one(&self, blocks: &mut dyn KvBlocks, scheduler: &Scheduler, tiers: Option<&Tiers>) {
+        if let Some(read) = self.next() {
+            read(&mut self.sender(blocks, scheduler, tiers));
         }
     }
 
-    fn lender<'a>(
+    fn sender<'a>(
         &self,
-        caches: Caches<'a>,
+        blocks: &'a mut dyn KvBlocks,
         scheduler: &'a Scheduler,
         tiers: Option<&'a Tiers>,
     ) -> KvSender<'a> {
-        KvSender { caches, scheduler, tiers, origin: self.origin, max_model_len: self.max_model_len }
+        KvSender { blocks, scheduler, tiers, origin: self.origin, max_model_len: self.max_model_len }
     }
 }
 
 /// Read access to an engine's caches for other workers.
 pub struct KvSender<'a> {
-    caches: Caches<'a>,
+    blocks: &'a mut dyn KvBlocks,
     scheduler: &'a Scheduler,
     tiers: Option<&'a Tiers>,
     origin: [u8; 32],
@@ -108,7 +112,7 @@ impl KvSender<'_> {
         }
         let new = self.scheduler.shape(deepest).filter(|(_, end)| *end > have);
         let mut pieces: Vec<(u32, u32, usize)> =
-            new.map(|(group, end)| (group as u32, end, self.caches.block_bytes(group))).collect();
+            new.map(|(group, end)| (group as u32, end, self.blocks.block_bytes(group))).collect();
         pieces.sort_unstable_by_key(|(group, end, _)| (*end, *group));
         Ok(Offer { tokens: deepest, pieces })
     }
@@ -128,7 +132,7 @@ impl KvSender<'_> {
         root: BlockId,
         tokens: &[u32],
         pieces: &[(u32, u32, usize)],
-    ) -> Result<Vec<Lent>, PullRefusal> {
+    ) -> Result<Vec<SentPiece>, PullRefusal> {
         let point = self.scheduler.resume_point(root, tokens);
         let blocks = point.filter(|point| point.tokens as usize == tokens.len()).map(|point| point.blocks);
         let offsets: HashMap<(u32, u32), u32> = blocks
@@ -143,25 +147,25 @@ impl KvSender<'_> {
             match offsets.get(&(*group, *end)) {
                 Some(offset) => {
                     places.push((at, (*group as usize, *offset)));
-                    copies.push(Lent::Copy(Vec::new()));
+                    copies.push(SentPiece::Copy(Vec::new()));
                 }
                 None => {
                     let kept = tiers.as_ref().and_then(|(tiers, names)| {
                         let key = names.piece(*group as usize, *end)?;
-                        let copy = tiers.peek(key).map(|bytes| Lent::Copy(bytes.to_vec()));
-                        copy.or_else(|| tiers.file(key).map(Lent::File))
+                        let copy = tiers.peek(key).map(|bytes| SentPiece::Copy(bytes.to_vec()));
+                        copy.or_else(|| tiers.file(key).map(SentPiece::File))
                     });
                     copies.push(kept.ok_or(PullRefusal::NotHeld)?);
                 }
             }
         }
         let (at, places): (Vec<usize>, Vec<(usize, u32)>) = places.into_iter().unzip();
-        let read = self.caches.read(&places).map_err(|error| {
+        let read = self.blocks.read_blocks(&places).map_err(|error| {
             tracing::error!(%error, "cannot read blocks from the arena");
             PullRefusal::Internal
         })?;
         for (at, bytes) in at.into_iter().zip(read) {
-            copies[at] = Lent::Copy(bytes);
+            copies[at] = SentPiece::Copy(bytes);
         }
         Ok(copies)
     }
@@ -169,21 +173,20 @@ impl KvSender<'_> {
 
 impl Engine {
     /// Read access for other workers between two steps.
-    pub fn lender(&mut self) -> KvSender<'_> {
+    pub fn kv_sender(&mut self) -> KvSender<'_> {
         let tiers = self.tiering.as_ref().map(Tiering::tiers);
-        let caches = Caches::new(self.decoder.blocks(), self.later.as_mut());
-        self.lending.lender(caches, &self.scheduler, tiers)
+        self.kv_reads.sender(&mut *self.executor, &self.scheduler, tiers)
     }
 
-    /// Also serves the reads of this queue between the layers of a step.
-    pub(super) fn lends_to(&mut self, asked: Receiver<Loan>) {
-        self.lending.asked = Some(asked);
+    /// Also runs the reads of this queue between the layers of a step.
+    pub(super) fn set_kv_reads(&mut self, queue: Receiver<KvRead>) {
+        self.kv_reads.queue = Some(queue);
     }
 
     /// Runs all queued reads.
-    pub(super) fn lend(&mut self) {
-        while let Some(loan) = self.lending.asked.as_ref().and_then(|asked| asked.try_recv().ok()) {
-            loan(&mut self.lender());
+    pub(super) fn run_kv_reads(&mut self) {
+        while let Some(read) = self.kv_reads.next() {
+            read(&mut self.kv_sender());
         }
     }
 }

@@ -1,7 +1,6 @@
 //! The engine's load and metrics.
 
 use super::Engine;
-use super::tiering::Tiering;
 use crate::progress::EngineLoad;
 use crate::telemetry::GroupLabel;
 use proto::event::KvEvent;
@@ -40,9 +39,9 @@ impl Engine {
         raise(&self.metrics.drafted, counters.drafted_tokens);
         raise(&self.metrics.accepted, counters.accepted_tokens);
         self.publish_tiers();
-        self.metrics.device.update(self.decoder.backend().step_counts());
-        if let Some(later) = &mut self.later {
-            self.metrics.shards.update(&later.take_counts());
+        self.metrics.device.update(self.executor.decoder().backend().step_counts());
+        if let Some(counts) = self.executor.take_counts() {
+            self.metrics.shards.update(&counts);
         }
         for (group, owned, used) in self.scheduler.cache_bytes() {
             self.metrics.kv_group_bytes.get_or_create(&GroupLabel { group }).set(owned as i64);
@@ -67,10 +66,7 @@ impl Engine {
         let stats = self.scheduler.stats();
         EngineLoad {
             running: stats.running,
-            waiting: stats.waiting
-                + self.siblings.waiting()
-                + self.pulling.waiting()
-                + self.tiering.as_ref().map_or(0, Tiering::parked),
+            waiting: stats.waiting + self.waiting_outside_scheduler(),
             pending_prefill_tokens: stats.pending_prefill_tokens,
             kv_used: stats.kv_used_bytes,
             kv_total: stats.kv_total_bytes,

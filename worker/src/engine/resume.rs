@@ -136,7 +136,7 @@ impl Engine {
     pub fn sequences(&self, root: BlockId) -> Vec<SequenceInfo> {
         let ended = self.resume.remembered.iter().filter(|(key, _)| key.root == root);
         let ended = ended.map(|(key, tokens)| self.describe(key, tokens, false));
-        let live = self.live.iter().filter_map(|(id, live)| {
+        let live = self.requests.iter().filter_map(|(id, live)| {
             let key = live.key.as_ref().filter(|key| key.root == root)?;
             Some(self.describe(key, self.scheduler.tokens(*id)?, true))
         });
@@ -301,7 +301,7 @@ impl Engine {
     /// Stores the tokens of a live request that is about to end, so that it can be named afterwards.
     pub(super) fn remember_live(&mut self, id: SeqId) {
         self.keep_ended(id);
-        let key = self.live.get(&id).and_then(|live| live.key.clone());
+        let key = self.requests.get(&id).and_then(|live| live.key.clone());
         if let (Some(key), Some(tokens)) = (key, self.scheduler.tokens(id)) {
             self.resume.remembered.insert(key, tokens);
         }
@@ -324,7 +324,7 @@ impl Engine {
     }
 
     fn live_id(&self, key: &SequenceKey) -> Option<SeqId> {
-        self.live.iter().find(|(_, live)| live.key.as_ref() == Some(key)).map(|(id, _)| *id)
+        self.requests.iter().find(|(_, live)| live.key.as_ref() == Some(key)).map(|(id, _)| *id)
     }
 
     fn not_live(&self, key: &SequenceKey) -> Result<(), SequenceError> {
@@ -339,7 +339,7 @@ impl Engine {
     }
 
     fn check_tokens(&self, name: &str, tokens: &[u32]) -> Result<(), SequenceError> {
-        let vocab = self.decoder.spec().vocab;
+        let vocab = self.executor.decoder().spec().vocab;
         if tokens.is_empty() || tokens.len() > self.max_model_len {
             let reason = format!("{} tokens, must be 1 to {}", tokens.len(), self.max_model_len);
             return Err(field(name, reason));
@@ -392,7 +392,7 @@ impl Engine {
         let pieces = point.blocks.iter().zip(snapshot.pieces());
         let pieces: Vec<(usize, u32, &[u8])> =
             pieces.map(|(block, (_, bytes))| (block.group, block.offset, bytes)).collect();
-        self.caches().write(&pieces).map_err(|error| {
+        self.executor.write_blocks(&pieces).map_err(|error| {
             tracing::error!(%error, "cannot write blocks to the arena");
             SequenceError::Internal
         })

@@ -1,6 +1,6 @@
 //! The engine's thread, and the handle through which other threads use it.
 
-use super::kv_send::{KvSender, Loan};
+use super::kv_send::{KvRead, KvSender};
 use super::{Engine, EngineLoad, EngineRequest, StepOutcome};
 use crate::Error;
 use crate::grammar::Grammars;
@@ -27,9 +27,9 @@ enum Command {
     Cancel(SeqId),
     Call(Box<dyn FnOnce(&mut Engine) + Send>),
     /// A read of caches was requested. It may already have been served between two layers.
-    Lend,
+    ReadKv,
     /// A grammar mask is ready.
-    Look,
+    MaskReady,
     Stop,
 }
 
@@ -50,7 +50,7 @@ pub(crate) type Broken = Box<dyn FnOnce(&Error) + Send>;
 #[derive(Clone)]
 pub struct EngineHandle {
     commands: Sender<Command>,
-    loans: Sender<Loan>,
+    kv_reads: Sender<KvRead>,
     /// Not part of `Shared`, which the engine's thread also holds: it must be dropped when no handle is left.
     grammars: Arc<Grammars>,
     shared: Arc<Shared>,
@@ -71,8 +71,8 @@ impl EngineHandle {
         stall_floor: Duration,
         broken: Option<Broken>,
     ) -> Result<Self, Error> {
-        let ((commands, inbox), (loans, asked)) = (channel(), channel());
-        engine.lends_to(asked);
+        let ((commands, inbox), (kv_reads, queue)) = (channel(), channel());
+        engine.set_kv_reads(queue);
         let mut registry = Registry::default();
         engine.metrics().register(&mut registry);
         let events = engine.events();
@@ -84,11 +84,11 @@ impl EngineHandle {
         let for_engine = Arc::clone(&shared);
         let wake = commands.clone();
         // A stopped engine ignores the command.
-        let wake = Arc::new(move || drop(wake.send(Command::Look)));
+        let wake = Arc::new(move || drop(wake.send(Command::MaskReady)));
         let grammars = Grammars::new(engine.tokenizer(), engine.metrics().grammars.clone(), wake)?;
         let grammars = Arc::new(grammars);
         spawn("kvasir-engine", move || serve(engine, &inbox, &for_engine, &newest_sender, broken))?;
-        Ok(Self { commands, loans, grammars, shared, newest })
+        Ok(Self { commands, kv_reads, grammars, shared, newest })
     }
 
     /// Submits a request at once, in the order of calls. The future returns its id, or `None` if it was
@@ -129,14 +129,14 @@ impl EngineHandle {
 
     /// Runs a function that reads the engine's caches, between two steps or between two layers of one. It
     /// must be short.
-    pub async fn lend<T: Send + 'static>(
+    pub async fn read_kv<T: Send + 'static>(
         &self,
         read: impl FnOnce(&mut KvSender<'_>) -> T + Send + 'static,
     ) -> Result<T, Error> {
         let (reply, answer) = oneshot::channel();
-        let read = move |lender: &mut KvSender<'_>| drop(reply.send(read(lender)));
-        self.loans.send(Box::new(read)).map_err(|_| Error::EngineStopped)?;
-        self.commands.send(Command::Lend).map_err(|_| Error::EngineStopped)?;
+        let read = move |sender: &mut KvSender<'_>| drop(reply.send(read(sender)));
+        self.kv_reads.send(Box::new(read)).map_err(|_| Error::EngineStopped)?;
+        self.commands.send(Command::ReadKv).map_err(|_| Error::EngineStopped)?;
         answer.await.map_err(|_| Error::EngineStopped)
     }
 
@@ -205,12 +205,12 @@ fn serve(
                 command => command.ok(),
             };
             let Some(command) = command else { return };
-            if !obey(&mut engine, command) {
+            if !execute(&mut engine, command) {
                 return;
             }
         }
         while let Ok(command) = inbox.try_recv() {
-            if !obey(&mut engine, command) {
+            if !execute(&mut engine, command) {
                 return;
             }
         }
@@ -225,7 +225,7 @@ fn serve(
                 // All work waits for an external event: a command or a deadline.
                 match inbox.recv_timeout(Duration::from_millis(1)) {
                     Ok(command) => {
-                        if !obey(&mut engine, command) {
+                        if !execute(&mut engine, command) {
                             return;
                         }
                     }
@@ -247,7 +247,8 @@ fn serve(
     }
 }
 
-fn obey(engine: &mut Engine, command: Command) -> bool {
+/// Returns `false` if the thread must end.
+fn execute(engine: &mut Engine, command: Command) -> bool {
     match command {
         Command::Submit(request, reply) => {
             let id = engine.submit(Instant::now(), *request);
@@ -256,9 +257,9 @@ fn obey(engine: &mut Engine, command: Command) -> bool {
         }
         Command::Cancel(id) => engine.cancel(id),
         Command::Call(call) => call(engine),
-        Command::Lend => engine.lend(),
+        Command::ReadKv => engine.run_kv_reads(),
         // The next step looks at the masks.
-        Command::Look => {}
+        Command::MaskReady => {}
         Command::Stop => return false,
     }
     true

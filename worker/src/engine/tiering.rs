@@ -2,12 +2,13 @@
 //!
 //! The resume points on the path of an ended sequence are copied to the tiers, a bounded number of bytes per
 //! step. If the tiers have a longer prefix of a prompt than the arena, it is copied back before the request
-//! is queued. If part of it is in files, the request is parked until they are read, at most for the tiers'
-//! patience. Then the lookup hits as usual.
+//! is scheduled. If part of it is in files, the request waits until they are read, at most for the tiers' time
+//! limit. Then the lookup hits as usual.
 
 use super::Engine;
-use super::caches::Caches;
+use super::request::RequestState;
 use super::resume::savable;
+use crate::executor::KvBlocks;
 use crate::kv_cache::{ResumeBlock, ResumePoint};
 use crate::pieces::{PieceKey, PrefixNames};
 use crate::scheduler::{Scheduler, SeqId, SequenceRequest};
@@ -31,7 +32,8 @@ const GAIN_PART: u32 = 16;
 pub(super) struct Tiering {
     tiers: Tiers,
     ended: VecDeque<Ended>,
-    parked: VecDeque<Parked>,
+    /// Requests that wait for files, the longest waiting first.
+    loading: Vec<SeqId>,
     counts: TieringCounts,
 }
 
@@ -53,8 +55,9 @@ struct MissingPiece {
     place: (usize, u32),
 }
 
+/// A request that waits for files.
 #[derive(Debug)]
-struct Parked {
+pub(super) struct TierLoad {
     request: SequenceRequest,
     /// Pieces that are being read or held for it.
     keys: Vec<PieceKey>,
@@ -63,20 +66,20 @@ struct Parked {
 
 impl Tiering {
     pub(super) fn new(tiers: Tiers) -> Self {
-        Self { tiers, ended: VecDeque::new(), parked: VecDeque::new(), counts: TieringCounts::default() }
+        Self { tiers, ended: VecDeque::new(), loading: Vec::new(), counts: TieringCounts::default() }
     }
 
     pub(super) fn tiers(&self) -> &Tiers {
         &self.tiers
     }
 
-    pub(super) fn counts(&self) -> TieringCounts {
-        self.counts
+    /// The requests that wait for files.
+    pub(super) fn loading(&self) -> &[SeqId] {
+        &self.loading
     }
 
-    /// Number of requests that wait for files.
-    pub(super) fn parked(&self) -> usize {
-        self.parked.len()
+    pub(super) fn counts(&self) -> TieringCounts {
+        self.counts
     }
 }
 
@@ -102,15 +105,17 @@ impl Engine {
     /// Queues the path of a live sequence that is about to end to be copied to the tiers.
     pub(super) fn keep_ended(&mut self, id: SeqId) {
         let Some(tiering) = &mut self.tiering else { return };
-        let (Some(live), Some(tokens)) = (self.live.get(&id), self.scheduler.tokens(id)) else { return };
+        let (Some(request), Some(tokens)) = (self.requests.get(&id), self.scheduler.tokens(id)) else {
+            return;
+        };
         if tiering.ended.len() >= MAX_ENDED {
             tiering.ended.pop_front();
             tiering.counts.dropped += 1;
         }
         tiering.ended.push_back(Ended {
-            root: live.root,
+            root: request.root,
             tokens: tokens.into(),
-            prompt: live.prompt_len,
+            prompt: request.prompt_len,
             done: None,
         });
     }
@@ -118,8 +123,10 @@ impl Engine {
     /// Removes the tiers' pieces of a live sequence's tokens.
     pub(super) fn forget_kept(&mut self, id: SeqId) {
         let Some(tiering) = &mut self.tiering else { return };
-        let (Some(live), Some(tokens)) = (self.live.get(&id), self.scheduler.tokens(id)) else { return };
-        let names = tiering.tiers.names(live.root, tokens);
+        let (Some(request), Some(tokens)) = (self.requests.get(&id), self.scheduler.tokens(id)) else {
+            return;
+        };
+        let names = tiering.tiers.names(request.root, tokens);
         for (group, end) in self.scheduler.places(tokens.len() as u32) {
             if let Some(key) = names.piece(group, end) {
                 tiering.tiers.forget(key);
@@ -132,7 +139,6 @@ impl Engine {
     ///
     /// Copies each piece once, from the end of the path on: when room runs out, or pieces age, the end is
     /// lost first and a shorter prefix remains.
-    /// shorter prefix.
     fn keep(&mut self, ended: &mut Ended, most: u64) -> (u64, bool) {
         let Ended { root, tokens, .. } = &*ended;
         let pieces: BTreeMap<(u32, usize), u32> = self
@@ -143,11 +149,11 @@ impl Engine {
             .collect();
         let Some(tiering) = &mut self.tiering else { return (0, true) };
         let names = tiering.tiers.names(*root, tokens);
-        let mut caches = Caches::new(self.decoder.blocks(), self.later.as_mut());
+        let blocks = &mut *self.executor;
         let to_do = pieces.into_iter().rev().filter(|(piece, _)| ended.done.is_none_or(|done| *piece < done));
         let to_do: Vec<MissingPiece> = to_do
             .filter_map(|(piece, offset)| {
-                let (key, bytes) = (names.piece(piece.1, piece.0)?, caches.block_bytes(piece.1) as u64);
+                let (key, bytes) = (names.piece(piece.1, piece.0)?, blocks.block_bytes(piece.1) as u64);
                 Some(MissingPiece { piece, key, bytes, place: (piece.1, offset) })
             })
             .collect();
@@ -174,7 +180,7 @@ impl Engine {
                 });
                 let (keys, places): (Vec<PieceKey>, Vec<(usize, u32)>) =
                     next.map(|next| (next.key, next.place)).unzip();
-                match caches.read(&places) {
+                match blocks.read_blocks(&places) {
                     Ok(pieces) => read.extend(keys.into_iter().zip(pieces)),
                     Err(error) => {
                         tracing::error!(%error, "cannot read blocks from the arena");
@@ -192,7 +198,7 @@ impl Engine {
 
     fn points_to_keep(&mut self, ended: &Ended) -> Vec<ResumePoint> {
         let Ended { root, tokens, prompt, .. } = ended;
-        let recurrent = self.decoder.spec().is_recurrent();
+        let recurrent = self.executor.decoder().spec().is_recurrent();
         let mut points = Vec::new();
         // Without states, every shorter prefix is also a resume point as far as its windows are cached, so
         // the last resume point and the prompt's are enough. States are few, and other sequences may continue
@@ -211,7 +217,7 @@ impl Engine {
 
     /// Copies back what the tiers have of a prompt beyond the arena, then returns the request. `None` if the
     /// request waits for files.
-    pub(super) fn bring_or_park(
+    pub(super) fn restore_or_load(
         &mut self,
         now: Instant,
         request: SequenceRequest,
@@ -228,37 +234,45 @@ impl Engine {
         let keys: Vec<PieceKey> = keys.collect();
         if keys.iter().any(|key| !tiering.tiers.is_here(*key)) && tiering.tiers.load(&keys) {
             let until = now + tiering.tiers.patience();
-            tiering.parked.push_back(Parked { request, keys, until });
+            let id = request.id;
+            tiering.loading.push(id);
+            self.set_state(id, RequestState::LoadingTier(TierLoad { request, keys, until }));
             return None;
         }
-        self.bring_back(request.root, &request.prompt);
+        self.restore_from_tiers(request.root, &request.prompt);
         Some(request)
     }
 
-    /// Queues the parked requests whose files were read or whose time is up.
-    pub(super) fn unpark(&mut self, now: Instant) {
-        let Some(tiering) = self.tiering.as_mut().filter(|tiering| !tiering.parked.is_empty()) else {
+    /// Schedules the requests whose files were read or whose time is up.
+    pub(super) fn finish_tier_loads(&mut self, now: Instant) {
+        let Some(tiering) = self.tiering.as_mut().filter(|tiering| !tiering.loading.is_empty()) else {
             return;
         };
         tiering.tiers.receive();
-        for Parked { request, keys, until } in std::mem::take(&mut tiering.parked) {
+        for id in std::mem::take(&mut tiering.loading) {
+            let Some(RequestState::LoadingTier(load)) = self.take_state(id) else { continue };
             let Some(tiering) = &mut self.tiering else { return };
-            if !self.live.contains_key(&request.id) {
-                tiering.tiers.done_with(&keys);
-            } else if now < until && keys.iter().any(|key| tiering.tiers.is_loading(*key)) {
-                tiering.parked.push_back(Parked { request, keys, until });
-            } else {
-                self.bring_back(request.root, &request.prompt);
-                if let Some(tiering) = &mut self.tiering {
-                    tiering.tiers.done_with(&keys);
-                }
-                self.enqueue(request);
+            if now < load.until && load.keys.iter().any(|key| tiering.tiers.is_loading(*key)) {
+                tiering.loading.push(id);
+                self.set_state(id, RequestState::LoadingTier(load));
+                continue;
             }
+            self.restore_from_tiers(load.request.root, &load.request.prompt);
+            self.drop_tier_load(id, &load);
+            self.schedule(load.request);
+        }
+    }
+
+    /// Releases what is being read or held for a request.
+    pub(super) fn drop_tier_load(&mut self, id: SeqId, load: &TierLoad) {
+        if let Some(tiering) = &mut self.tiering {
+            tiering.loading.retain(|loading| *loading != id);
+            tiering.tiers.done_with(&load.keys);
         }
     }
 
     /// Copies into the arena what host memory has of a prompt beyond the arena, if that is worth it.
-    fn bring_back(&mut self, root: BlockId, prompt: &[u32]) {
+    fn restore_from_tiers(&mut self, root: BlockId, prompt: &[u32]) {
         let prefix = &prompt[..savable(prompt.len())];
         let Some(names) = self.tiering.as_ref().map(|tiering| tiering.tiers.names(root, prefix)) else {
             return;
@@ -270,8 +284,7 @@ impl Engine {
         let Some(tiering) = &mut self.tiering else { return };
         let point = (root, &prefix[..deepest as usize]);
         let piece = |group, end| tiering.tiers.get(names.piece(group, end)?);
-        let caches = Caches::new(self.decoder.blocks(), self.later.as_mut());
-        if put_back(&mut self.scheduler, caches, point, piece) {
+        if put_back(&mut self.scheduler, &mut *self.executor, point, piece) {
             tiering.counts.hits += 1;
             tiering.counts.hit_tokens += u64::from(deepest - arena);
         }
@@ -302,7 +315,7 @@ impl Engine {
 /// changed: live sequences hold too much, or a piece is missing.
 pub(super) fn put_back(
     scheduler: &mut Scheduler,
-    mut caches: Caches<'_>,
+    blocks: &mut dyn KvBlocks,
     (root, prefix): (BlockId, &[u32]),
     mut piece: impl FnMut(usize, u32) -> Option<Arc<[u8]>>,
 ) -> bool {
@@ -314,7 +327,7 @@ pub(super) fn put_back(
         let filled = point.blocks.iter().rev().zip(&pieces);
         let filled: Vec<(usize, u32, &[u8])> =
             filled.map(|(block, bytes)| (block.group, block.offset, &**bytes)).collect();
-        let written = caches.write(&filled);
+        let written = blocks.write_blocks(&filled);
         written.inspect_err(|error| tracing::error!(%error, "cannot write blocks to the arena")).is_ok()
     });
     scheduler.end_restore(id, written.then_some((root, prefix)))

@@ -1,8 +1,9 @@
 //! The engine's spans in the trace of a recorded request: queueing, prefill and decode time, and in a
 //! pipeline the cost of its first steps at each stage.
 
-use super::{Engine, Live};
-use crate::pipeline::Spent;
+use super::Engine;
+use super::request::Request;
+use crate::executor::StepSpent;
 use crate::scheduler::StepPlan;
 use proto::message::FinishReason;
 use proto::stage::MAX_TRACES;
@@ -68,7 +69,7 @@ impl Traced {
     }
 }
 
-impl Live {
+impl Request {
     /// Marks the request as failed for this reason.
     pub(super) fn fail(&mut self, reason: &'static str) {
         if let Some(traced) = &mut self.traced {
@@ -86,10 +87,10 @@ impl Engine {
             return spans;
         }
         for sequence in &plan.sequences {
-            let live = self.live.get_mut(&sequence.id);
-            let Some(traced) = live.and_then(|live| live.traced.as_mut()) else { continue };
+            let request = self.requests.get_mut(&sequence.id);
+            let Some(traced) = request.and_then(|request| request.traced.as_mut()) else { continue };
             traced.planned(now);
-            if self.later.is_some() && traced.steps <= STEPS && spans.len() < MAX_TRACES {
+            if self.executor.ranks() > 1 && traced.steps <= STEPS && spans.len() < MAX_TRACES {
                 let mut span = traced.phase.call("stages", now);
                 span.set("kvasir.step", plan.step);
                 span.set("kvasir.rows", sequence.rows.len());
@@ -102,14 +103,14 @@ impl Engine {
 }
 
 /// Writes the times that the stages spent on a step into the spans of its requests.
-pub(super) fn note(spans: Vec<Span>, spent: &Spent) {
+pub(super) fn note(spans: Vec<Span>, spent: &StepSpent) {
     let micros = |us: u32| Duration::from_micros(us.into());
-    let later: Duration = spent.stages.iter().skip(1).map(|stage| micros(stage.computed_us)).sum();
+    let later: Duration = spent.ranks.iter().skip(1).map(|stage| micros(stage.computed_us)).sum();
     for mut span in spans {
         // The first stage computes before the step is sent on.
-        let first = spent.stages.first().map_or(Duration::ZERO, |first| micros(first.computed_us));
+        let first = spent.ranks.first().map_or(Duration::ZERO, |first| micros(first.computed_us));
         span.set("kvasir.first_stage_seconds", first);
         span.set("kvasir.stages_seconds", later);
-        span.set("kvasir.hop_seconds", spent.under_way.saturating_sub(later));
+        span.set("kvasir.hop_seconds", spent.in_flight.saturating_sub(later));
     }
 }

@@ -7,12 +7,12 @@ use super::pool::{Paid, Pool, Share};
 use crate::sampling::TokenMask;
 use crate::telemetry::GrammarMetrics;
 use llguidance::{CancellationHandle, Matcher};
-use model::Tokenizer;
-use model::dialect::is_mark;
 use parking_lot::Mutex;
 use std::fmt::Display;
 use std::sync::Arc;
 use std::time::Instant;
+use text::Tokenizer;
+use text::dialect::is_mark;
 
 #[derive(Debug, Clone)]
 pub enum Look {

@@ -2,16 +2,16 @@
 //! smallest offending part of a schema becomes "any value of its type". Otherwise the refusal names that
 //! part.
 //!
-//! [`model::json_schema`] has already removed keywords that no grammar can enforce. The remaining offending
+//! [`text::json_schema`] has already removed keywords that no grammar can enforce. The remaining offending
 //! parts are found by trial: unreadable patterns, overlapping property patterns, circular references, and
 //! parts that allow no value.
 
 use super::guide::plain;
 use llguidance::api::{GrammarWithLexer, TopLevelGrammar};
 use llguidance::{Matcher, ParserFactory};
-use model::json_schema::push;
 use proto::message::GrammarSyntax;
 use serde_json::{Map, Value};
+use text::json_schema::push;
 
 /// Maximum number of schema parts that are tried for a grammar.
 const MAX_TRIES: usize = 200;
@@ -302,7 +302,7 @@ mod tests {
     }
 
     fn built(schema: &Value, lenient: bool) -> Result<Matcher, Refused> {
-        let mut schema = model::dialect::schema(schema, lenient);
+        let mut schema = text::dialect::schema(schema, lenient);
         schema[FIELD] = json!("tools[3].function.parameters");
         let lark = format!("start: \"x\" args_0\nargs_0: %json {schema}\n");
         build(&factory(), GrammarSyntax::Lark, &lark)

@@ -5,10 +5,10 @@ use llguidance::earley::SlicedBiasComputer;
 use llguidance::toktrie::{
     ApproximateTokEnv, INVALID_TOKEN, InferenceCapabilities, TokEnv, TokRxInfo, TokTrie,
 };
-use model::dialect::is_mark;
-use model::tokenizer::{Kind, Tokenizer};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
+use text::dialect::is_mark;
+use text::tokenizer::{Kind, Tokenizer};
 
 /// Maximum steps to build a grammar's regular expressions; about 50,000 a millisecond.
 const LEXER_FUEL: u64 = 1_000_000;

@@ -117,7 +117,10 @@ mod tests {
         let floor = MemoryFloor { bytes: 300 };
         assert!(floor.admit(&host, "weights", 700).is_ok());
         let refused = floor.admit(&host, "kv cache", 701).unwrap_err();
-        assert_eq!(refused.to_string(), "701 bytes for kv cache: 1000 are available and 300 must stay free");
+        assert_eq!(
+            refused.to_string(),
+            "cannot allocate 701 bytes for kv cache: 1000 are available and 300 must stay free"
+        );
         assert!(floor.admit(&host, "kv cache", u64::MAX).is_err());
         assert!(!floor.is_breached(&host).unwrap());
         host.0.set(299);

@@ -5,8 +5,8 @@ use crate::Error;
 use crate::defaults::HostGpu;
 use crate::kv_cache::memory::{MemInfo, ProcMemInfo};
 use crate::memory::GroupMemory;
+use cuda::{Arch, Compiler, CubinCache, CudaBackend, CudaConfig, Device, Gpu, Survey, gpus};
 use kernels::backend::{Backend, MemoryUse};
-use kernels::cuda::{Arch, Compiler, CubinCache, CudaBackend, CudaConfig, Device, Gpu, Survey, gpus};
 use std::io;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -105,7 +105,7 @@ pub(super) fn gpu(options: &EngineOptions) -> Result<Box<dyn Backend>, Error> {
 #[cfg(feature = "ptx-sim")]
 pub(super) fn simulated(options: &EngineOptions) -> Result<Box<dyn Backend>, Error> {
     let compiler = Compiler::find().map_err(kernels::Error::from)?;
-    let device = kernels::cuda::SimDevice::new(ptx::Limits::GB10, 1);
+    let device = cuda::SimDevice::new(ptx::Limits::GB10, 1);
     on(Box::new(device), Arch::SM_121A, compiler, options)
 }
 
@@ -257,8 +257,8 @@ mod tests {
             (Auto, None, missing, Ok(Cpu)),
             (Auto, Some("KVASIR_BACKEND"), found, Ok(Cpu)),
             (Cuda, None, found, Ok(Cuda)),
-            (Cuda, None, missing, Err("device: cuda cannot be had: no CUDA driver here")),
-            (Cuda, Some("KVASIR_BACKEND"), found, Err("KVASIR_BACKEND chooses kernels of the CPU")),
+            (Cuda, None, missing, Err("device: cuda is not usable: no CUDA driver here")),
+            (Cuda, Some("KVASIR_BACKEND"), found, Err("KVASIR_BACKEND selects CPU kernels")),
         ];
         for (choice, demanded, look, wanted) in table {
             match (choice.decide(demanded, look), wanted) {

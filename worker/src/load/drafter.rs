@@ -8,18 +8,19 @@ use crate::Error;
 use crate::decoder::Decoder;
 use crate::engine::DraftModel;
 use crate::kv_cache::memory::MemoryFloor;
-use crate::speculation::Guesses;
+use crate::pipeline::LastStageDrafter;
+use crate::speculation::SpeculativeMethod;
 use crate::weight_distribution::Arrivals;
 use crate::weights::TensorSource;
 use model::costs::{DrafterCosts, DrafterStage};
 use model::spec::{AppendedSpec, AssistantSpec};
-use model::tokenizer::Tokenizer;
 use proto::placement::{Drafter, OfferedDrafter};
 use proto::stage::StageDrafter;
 use std::path::Path;
+use text::tokenizer::Tokenizer;
 
 /// A loaded drafter.
-pub(super) enum Guesser {
+pub(super) enum LoadedDrafter {
     Nobody,
     Ngrams,
     /// `None`: an MTP head or assistant inside the decoder. `Some`: a draft model.
@@ -45,32 +46,32 @@ pub(super) fn appended(file: &ModelFile, arch: &str) -> Result<AppendedSpec, Err
 
 /// Loads the drafter for the model in `decoder`, loaded from `file`, which uses `tokenizer` and decodes
 /// `sequences` at once. Must be called before its arena of `arena_bytes` is allocated.
-pub(super) fn guesser(
+pub(super) fn drafter(
     options: &EngineOptions,
     file: &ModelFile,
     decoder: &mut Decoder,
     (tokenizer, sequences): (&Tokenizer, usize),
     (floor, arena_bytes): (MemoryFloor, u64),
-) -> Result<Guesser, Error> {
+) -> Result<LoadedDrafter, Error> {
     let admit = |what: &'static str, bytes: u64| {
         let memory = Memory::of(options)?.behind(decoder.backend().memory(), options)?;
         let admitted = floor.admit(&memory, what, bytes);
         admitted.map_err(|refused| Error::KvMemory { reason: refused.to_string() })
     };
-    match &options.guesses {
-        Guesses::Off => Ok(Guesser::Nobody),
-        Guesses::Ngram => Ok(Guesser::Ngrams),
-        Guesses::Appended => {
+    match &options.speculative_method {
+        SpeculativeMethod::Off => Ok(LoadedDrafter::Nobody),
+        SpeculativeMethod::Ngram => Ok(LoadedDrafter::Ngrams),
+        SpeculativeMethod::Appended => {
             load_appended(options, file, decoder, sequences)?;
-            Ok(Guesser::Drafter(None))
+            Ok(LoadedDrafter::Drafter(None))
         }
-        Guesses::Assistant(path) => {
+        SpeculativeMethod::Assistant(path) => {
             let (drafter, spec) = assistant(path)?;
             admit("the drafter", drafter.total_tensor_bytes())?;
             load_assistant(options, (file, &drafter), &spec, decoder, sequences)?;
-            Ok(Guesser::Drafter(None))
+            Ok(LoadedDrafter::Drafter(None))
         }
-        Guesses::Model(path) => {
+        SpeculativeMethod::Model(path) => {
             let (file, spec) = draft_model(path)?;
             check_vocabulary(
                 path,
@@ -88,7 +89,7 @@ pub(super) fn guesser(
             let backend = backend(&options, &environment)?;
             let drafter = load_decoder(&file, spec, &options, backend, (layers, rows), &mut |_, _| {})?;
             let model = DraftModel::new(drafter, (options.block_tokens, rows), cache_bytes)?;
-            Ok(Guesser::Drafter(Some(Box::new(model))))
+            Ok(LoadedDrafter::Drafter(Some(Box::new(model))))
         }
     }
 }
@@ -135,10 +136,10 @@ fn draft_model(path: &Path) -> Result<(ModelFile, ModelSpec), Error> {
 
 /// Converts an error in a drafter's file into one that names that file, so that it is not attributed to the
 /// model. Errors of the shard store stay, since missing chunks can be fetched again.
-fn of_file<T>(path: &Path, read: Result<T, model::Error>) -> Result<T, Error> {
-    read.map_err(|error| match error {
-        model::Error::Store(_) => Error::Model(error),
-        _ => Error::Config { option: "spec", reason: format!("{}: {error}", path.display()) },
+fn of_file<T>(path: &Path, read: Result<T, impl Into<Error>>) -> Result<T, Error> {
+    read.map_err(|error| match error.into() {
+        error @ Error::Model(model::Error::Store(_)) => error,
+        error => Error::Config { option: "spec", reason: format!("{}: {error}", path.display()) },
     })
 }
 
@@ -147,23 +148,25 @@ pub(crate) fn digest_of(path: &Path, options: &EngineOptions) -> Result<[u8; 32]
     digest(&of_file(path, ModelFile::open(path))?, options)
 }
 
-/// Costs of the drafter `guesses` next to the model in `file`. `None` for drafters without costs.
+/// Costs of the drafter `speculative_method` next to the model in `file`. `None` for drafters without costs.
 ///
 /// # Errors
 /// [`Error::Config`] for a drafter of another model, or a model without an MTP head.
 pub(super) fn costs(
-    guesses: &Guesses,
+    speculative_method: &SpeculativeMethod,
     (file, spec): (&ModelFile, &ModelSpec),
 ) -> Result<Option<DrafterCosts>, Error> {
-    match guesses {
-        Guesses::Off | Guesses::Ngram => Ok(None),
-        Guesses::Appended => Ok(Some(DrafterCosts::of_appended(&appended(file, &spec.arch)?, file, spec))),
-        Guesses::Assistant(path) => {
+    match speculative_method {
+        SpeculativeMethod::Off | SpeculativeMethod::Ngram => Ok(None),
+        SpeculativeMethod::Appended => {
+            Ok(Some(DrafterCosts::of_appended(&appended(file, &spec.arch)?, file, spec)))
+        }
+        SpeculativeMethod::Assistant(path) => {
             let (drafter, assistant) = assistant(path)?;
             let costs = DrafterCosts::of_assistant(&assistant, &drafter, spec);
             costs.map(Some).ok_or_else(|| of_another_model(path))
         }
-        Guesses::Model(path) => {
+        SpeculativeMethod::Model(path) => {
             let (drafter, spec) = draft_model(path)?;
             Ok(Some(DrafterCosts::of_model(&spec, &drafter)))
         }
@@ -177,11 +180,11 @@ pub(super) fn costs(
 pub(crate) fn offered(path: &Path, options: &EngineOptions) -> Result<Option<OfferedDrafter>, Error> {
     let file = ModelFile::open(path)?;
     let spec = ModelSpec::from_file(&file)?;
-    let Some(costs) = costs(&options.guesses, (&file, &spec))? else { return Ok(None) };
-    let drafter = match &options.guesses {
-        Guesses::Assistant(path) => Drafter::Assistant(digest_of(path, options)?),
-        Guesses::Model(path) => Drafter::Model(digest_of(path, options)?),
-        Guesses::Off | Guesses::Ngram | Guesses::Appended => Drafter::Appended,
+    let Some(costs) = costs(&options.speculative_method, (&file, &spec))? else { return Ok(None) };
+    let drafter = match &options.speculative_method {
+        SpeculativeMethod::Assistant(path) => Drafter::Assistant(digest_of(path, options)?),
+        SpeculativeMethod::Model(path) => Drafter::Model(digest_of(path, options)?),
+        SpeculativeMethod::Off | SpeculativeMethod::Ngram | SpeculativeMethod::Appended => Drafter::Appended,
     };
     let from_layer = match costs.stage {
         DrafterStage::First => spec.layers.len(),
@@ -206,20 +209,16 @@ fn with_source<T>(options: &EngineOptions, file: &ModelFile, load: impl FnOnce(&
     }
 }
 
-/// The drafter at the last stage of a replica, and the first layer that must be at that stage.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Elsewhere {
-    pub(crate) drafter: StageDrafter,
-    pub(crate) from_layer: usize,
-}
-
 /// First layer of the model with `spec` that must be at the stage that drafts. `None` if no layer must be
 /// there.
 ///
 /// # Errors
 /// [`Error::Config`] for a drafter of another model.
-pub(super) fn from_layer(guesses: &Guesses, spec: &ModelSpec) -> Result<Option<usize>, Error> {
-    let Guesses::Assistant(path) = guesses else { return Ok(None) };
+pub(super) fn from_layer(
+    speculative_method: &SpeculativeMethod,
+    spec: &ModelSpec,
+) -> Result<Option<usize>, Error> {
+    let SpeculativeMethod::Assistant(path) = speculative_method else { return Ok(None) };
     let (_, assistant) = assistant(path)?;
     assistant.from_layer(spec).map(Some).ok_or_else(|| of_another_model(path))
 }
@@ -237,17 +236,17 @@ pub(super) fn elsewhere(
     options: &EngineOptions,
     (file, spec): (&ModelFile, &ModelSpec),
     sequences: usize,
-) -> Result<Option<Elsewhere>, Error> {
-    let drafter = match &options.guesses {
-        Guesses::Assistant(path) => StageDrafter::Assistant { digest: digest_of(path, options)? },
-        Guesses::Appended => {
+) -> Result<Option<LastStageDrafter>, Error> {
+    let drafter = match &options.speculative_method {
+        SpeculativeMethod::Assistant(path) => StageDrafter::Assistant { digest: digest_of(path, options)? },
+        SpeculativeMethod::Appended => {
             appended(file, &spec.arch)?;
             StageDrafter::Appended { sequences: u32::try_from(sequences).unwrap_or(u32::MAX) }
         }
-        Guesses::Off | Guesses::Ngram | Guesses::Model(_) => return Ok(None),
+        SpeculativeMethod::Off | SpeculativeMethod::Ngram | SpeculativeMethod::Model(_) => return Ok(None),
     };
-    let from_layer = from_layer(&options.guesses, spec)?.unwrap_or(spec.layers.len());
-    Ok(Some(Elsewhere { drafter, from_layer }))
+    let from_layer = from_layer(&options.speculative_method, spec)?.unwrap_or(spec.layers.len());
+    Ok(Some(LastStageDrafter { drafter, from_layer }))
 }
 
 /// Loads the drafter at the last stage of the model in `file`, before the arena is allocated. `options` name
@@ -264,7 +263,7 @@ pub(super) fn at_last_stage(
     if let StageDrafter::Appended { sequences } = drafter {
         return load_appended(options, file, decoder, sequences as usize);
     }
-    let Guesses::Assistant(path) = &options.guesses else {
+    let SpeculativeMethod::Assistant(path) = &options.speculative_method else {
         return Err(Error::Invariant("this stage runs the drafter, but has no drafter file".to_owned()));
     };
     let (own, spec) = assistant(path)?;

@@ -1,30 +1,32 @@
 //! From a model file to an encoder.
 
+use super::text_backends::{TextModel, load_encoder};
 use super::{
-    EngineOptions, MAX_CONTEXT, Memory, Plan, Progress, backend, digest, environment, load_decoder, plan_for,
+    EngineOptions, Memory, Plan, Progress, backend, describe, digest, environment, load_decoder, plan_for,
 };
 use crate::Error;
 use crate::defaults::Defaults;
 use crate::encoder::{Encoder, Layout, Limits, task};
 use crate::kv_cache::memory::{MemoryFloor, MemoryRefused};
-use crate::operations::{TextModel, load_encoder};
+use crate::scheduler::MAX_CONTEXT;
 use kernels::isa::Isa;
 use model::ModelFile;
 use model::spec::ModelSpec;
-use model::tokenizer::Tokenizer;
 use proto::ids::ModelId;
-use proto::message::{MAX_ENCODED_WIDTH, ModelTask, ServedModel};
+use proto::message::MAX_ENCODED_WIDTH;
 use proto::operation::Operation;
+use proto::served_model::{ModelTask, ServedModel};
 use std::path::Path;
 use std::sync::Arc;
+use text::tokenizer::Tokenizer;
 
 /// Placeholder name, until the encoder is served under another one.
 fn nameless() -> Result<ModelId, Error> {
-    Ok(ModelId::new("model").map_err(proto::Error::from)?)
+    Ok(ModelId::new("model").map_err(transport::Error::from)?)
 }
 
 /// Loads an encoder with the backend that the environment and the files next to the model select
-/// ([`crate::operations`]). The options `chunk` and `max_sequences` limit the tokens and texts of a step,
+/// (`text_backends.rs`). The options `chunk` and `max_sequences` limit the tokens and texts of a step,
 /// `kv_bytes` limits keys and values. Options for prefixes and placement are ignored.
 pub fn encoder(path: &Path, options: &EngineOptions, progress: &mut Progress<'_>) -> Result<Encoder, Error> {
     let operation = match super::task(path)? {
@@ -73,7 +75,7 @@ impl Read {
 
 /// Loads an encoder from the bundle's ONNX file for the operation. `path` provides the tokenizer, the limits
 /// and the meaning of the values.
-pub(crate) fn onnx_encoder(
+pub(super) fn onnx_encoder(
     path: &Path,
     file: &Path,
     operation: Operation,
@@ -109,7 +111,7 @@ fn file_digest(path: &Path) -> Result<[u8; 32], Error> {
 }
 
 /// Loads an encoder that runs on this engine's own kernels.
-pub(crate) fn kernel_encoder(
+pub(super) fn kernel_encoder(
     path: &Path,
     options: &EngineOptions,
     progress: &mut Progress<'_>,
@@ -133,5 +135,7 @@ pub(crate) fn kernel_encoder(
     let memory = memory.behind(decoder.backend().memory(), options)?;
     floor.admit(&memory, "keys and values of a step", bytes).map_err(refused)?;
     decoder.allocate_kv(layout.bytes())?;
-    Ok(Encoder::new(decoder, tokenizer, layout, text_tokens, (nameless()?, model_digest, options.kv_type)))
+    let (digests, lengths) = ((model_digest, tokenizer.digest()), (text_tokens, options.block_tokens));
+    let served = describe(nameless()?, &decoder, digests, lengths, options.kv_type);
+    Ok(Encoder::new(decoder, tokenizer, layout, text_tokens, served))
 }

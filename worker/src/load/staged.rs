@@ -93,7 +93,7 @@ mod tests {
         assert!(matches!(refused, Error::Memory(_)), "{refused}");
         assert_eq!(
             refused.to_string(),
-            "100 bytes for a tensor of the weights: 150 are available and 100 must stay free"
+            "cannot allocate 100 bytes for a tensor of the weights: 150 are available and 100 must stay free"
         );
         assert_eq!(*host.forgotten.borrow(), ["a", "b"]);
         // Another process has freed memory.

@@ -8,8 +8,8 @@ use crate::Error;
 use crate::decoder::Decoder;
 use crate::defaults::{MIB, STATES_PER_SEQUENCE, TOKENS_PER_SEQUENCE, arena_cap, most_sequences};
 use crate::kv_cache::memory::MemoryFloor;
-use crate::pipeline::Replica;
-use crate::speculation::Guesses;
+use crate::pipeline::{Replica, stage_ranges};
+use crate::speculation::SpeculativeMethod;
 use kernels::backend::BackendInfo;
 use proto::stage::StageDrafter;
 use std::ops::Range;
@@ -79,55 +79,10 @@ pub(crate) fn prepare_replica(
 /// # Errors
 /// [`Error::Shards`] if not; [`Error::WrongTask`] for a model that does not generate text; [`Error::Config`]
 /// for a drafter of another model.
-pub fn check_shards(path: &Path, guesses: &Guesses, shards: usize) -> Result<(), Error> {
+pub fn check_shards(path: &Path, speculative_method: &SpeculativeMethod, shards: usize) -> Result<(), Error> {
     let spec = ModelSpec::from_file(&ModelFile::open(path)?)?;
     generates(&spec)?;
-    stage_ranges(&spec, drafter::from_layer(guesses, &spec)?, shards).map(drop)
-}
-
-/// Layer ranges of a replica's stages. The layers from `last` on, if given, stay together at the last stage.
-pub(crate) fn stage_ranges(
-    spec: &ModelSpec,
-    last: Option<usize>,
-    shards: usize,
-) -> Result<Vec<Range<usize>>, Error> {
-    let last = last.unwrap_or(spec.layers.len());
-    spec.stage_ranges_before(shards, last).ok_or_else(|| {
-        let most = spec.cut_points().iter().filter(|cut| **cut <= last).count() + 1;
-        Error::Shards { shards, most }
-    })
-}
-
-/// Returns the ranges of a plan after checking that they cover the whole model in order, that it can be cut
-/// there, and that the layers from `last` on are at the last stage.
-pub(crate) fn check_ranges(
-    spec: &ModelSpec,
-    last: Option<usize>,
-    ranges: &[Range<usize>],
-    stages: usize,
-) -> Result<Vec<Range<usize>>, Error> {
-    if let Some(last) = last
-        && let Some(range) = ranges.last().filter(|range| range.start > last)
-    {
-        let reason = format!(
-            "the drafter reads the caches of layer {last}, and the last stage is to have layers {range:?} only"
-        );
-        return Err(Error::Config { option: "spec", reason });
-    }
-    let cuts = spec.cut_points();
-    let follows = |pair: &[Range<usize>]| match pair {
-        [before, after] => before.end == after.start && cuts.contains(&after.start),
-        _ => false,
-    };
-    let ends = (ranges.first().map(|range| range.start), ranges.last().map(|range| range.end));
-    let whole = ends == (Some(0), Some(spec.layers.len())) && ranges.windows(2).all(follows);
-    match whole && ranges.len() == stages && ranges.iter().all(|range| !range.is_empty()) {
-        true => Ok(ranges.to_vec()),
-        false => {
-            let reason = format!("{ranges:?} is no cut of {} layers into {stages}", spec.layers.len());
-            Err(Error::StageStep { reason })
-        }
-    }
+    stage_ranges(&spec, drafter::from_layer(speculative_method, &spec)?, shards).map(drop)
 }
 
 /// Loads a layer range and its drafter if the numeric class is `class`. Returns the actual class; the decoder

@@ -3,7 +3,7 @@
 use proto::stage::ActivationType;
 
 /// Encodes values in little endian. Bf16 rounds to nearest, ties to even.
-pub(super) fn encode(element: ActivationType, values: &[f32]) -> Vec<u8> {
+pub(crate) fn encode(element: ActivationType, values: &[f32]) -> Vec<u8> {
     let mut bytes = vec![0; values.len() * element.bytes()];
     match element {
         ActivationType::F32 => {
@@ -19,7 +19,7 @@ pub(super) fn encode(element: ActivationType, values: &[f32]) -> Vec<u8> {
 
 /// Decodes the bytes of [`encode`] as they arrive, split at any byte.
 #[derive(Debug)]
-pub(super) struct Gathered {
+pub(crate) struct Gathered {
     element: ActivationType,
     values: Vec<f32>,
     /// The first bytes of an incomplete element.
@@ -28,11 +28,11 @@ pub(super) struct Gathered {
 }
 
 impl Gathered {
-    pub(super) fn new(element: ActivationType) -> Self {
+    pub(crate) fn new(element: ActivationType) -> Self {
         Self { element, values: Vec::new(), begun: [0; 4], begun_len: 0 }
     }
 
-    pub(super) fn push(&mut self, mut bytes: &[u8]) {
+    pub(crate) fn push(&mut self, mut bytes: &[u8]) {
         let width = self.element.bytes();
         if self.begun_len > 0 {
             let (end, rest) = bytes.split_at(bytes.len().min(width - self.begun_len));
@@ -50,7 +50,7 @@ impl Gathered {
     }
 
     /// Returns all elements since the last call.
-    pub(super) fn take(&mut self) -> Vec<f32> {
+    pub(crate) fn take(&mut self) -> Vec<f32> {
         self.begun_len = 0;
         std::mem::take(&mut self.values)
     }

@@ -9,12 +9,12 @@ use crate::Error;
 use crate::decoder::{Decoder, DraftFrom};
 use crate::kv_cache::Slabs;
 use kernels::backend::BlockTable;
-use proto::stage::{MAX_GUESSES, StageGuessed, StageSequence, StageStep};
+use proto::stage::{MAX_STAGE_DRAFT_TOKENS, StageDraftTokens, StageSequence, StageStep};
 use std::collections::HashMap;
 use std::ops::Range;
 
 /// A step's request for draft tokens of one sequence.
-pub(super) struct Asked<'a> {
+pub(crate) struct Asked<'a> {
     sequence: &'a StageSequence,
     /// The step's rows of the sequence.
     rows: Range<usize>,
@@ -27,45 +27,49 @@ pub(super) struct Asked<'a> {
 ///
 /// # Errors
 /// [`Error::StageStep`] if a request is invalid or this stage has no drafter.
-pub(super) fn asked<'a>(step: &'a StageStep, decoder: &Decoder) -> Result<Vec<Asked<'a>>, Error> {
+pub(crate) fn asked<'a>(step: &'a StageStep, decoder: &Decoder) -> Result<Vec<Asked<'a>>, Error> {
     let refuse = |reason: String| Err(Error::StageStep { reason });
-    if !step.guesses.is_empty() && !decoder.drafts() {
-        return refuse("guesses are asked for, and nothing guesses here".to_owned());
+    if !step.draft_requests.is_empty() && !decoder.drafts() {
+        return refuse("draft tokens are asked for, and nothing draft tokens here".to_owned());
     }
-    let mut asked = Vec::with_capacity(step.guesses.len());
-    let (mut guesses, mut start) = (step.guesses.iter().peekable(), 0usize);
+    let mut asked = Vec::with_capacity(step.draft_requests.len());
+    let (mut draft_tokens, mut start) = (step.draft_requests.iter().peekable(), 0usize);
     for (index, sequence) in (0u32..).zip(&step.sequences) {
         let rows = start..start.saturating_add(sequence.rows as usize);
         start = rows.end;
-        let Some(guess) = guesses.next_if(|guess| guess.sequence == index) else { continue };
-        let (first, most) = (guess.first as usize, guess.most as usize);
-        if !rows.contains(&first) || most > MAX_GUESSES {
-            return refuse(format!("{guess:?} of rows {rows:?}, the limit is {MAX_GUESSES} guesses"));
+        let Some(draft_token) = draft_tokens.next_if(|draft_token| draft_token.sequence == index) else {
+            continue;
+        };
+        let (first, most) = (draft_token.first as usize, draft_token.most as usize);
+        if !rows.contains(&first) || most > MAX_STAGE_DRAFT_TOKENS {
+            return refuse(format!(
+                "{draft_token:?} of rows {rows:?}, the limit is {MAX_STAGE_DRAFT_TOKENS} draft tokens"
+            ));
         }
         asked.push(Asked { sequence, rows, first, most });
     }
-    match guesses.next() {
-        Some(guess) => refuse(format!("{guess:?} is of no sequence behind the one before it")),
+    match draft_tokens.next() {
+        Some(draft_token) => refuse(format!("{draft_token:?} is of no sequence behind the one before it")),
         None => Ok(asked),
     }
 }
 
 /// Whether these are valid draft tokens: in the vocabulary, and at most `asked[i]` for the i-th sequence.
-pub(super) fn answers(guessed: &[StageGuessed], asked: &[u32], vocab: usize) -> bool {
-    let fits = |(StageGuessed { tokens }, most): (&StageGuessed, &u32)| {
+pub(crate) fn answers(drafted: &[StageDraftTokens], asked: &[u32], vocab: usize) -> bool {
+    let fits = |(StageDraftTokens { tokens }, most): (&StageDraftTokens, &u32)| {
         tokens.len() <= *most as usize && tokens.iter().all(|token| (*token as usize) < vocab)
     };
-    guessed.len() == asked.len() && guessed.iter().zip(asked).all(fits)
+    drafted.len() == asked.len() && drafted.iter().zip(asked).all(fits)
 }
 
 /// Drafts tokens after the tokens `drawn` (row, token) of a step that has just passed the last layer.
 /// Overwrites the step's residual stream.
-pub(super) fn draft(
+pub(crate) fn draft(
     decoder: &mut Decoder,
     slabs: &Slabs,
     (step, asked): (&StageStep, &[Asked<'_>]),
     drawn: impl Iterator<Item = (u32, u32)>,
-) -> Result<Vec<StageGuessed>, Error> {
+) -> Result<Vec<StageDraftTokens>, Error> {
     let drawn: HashMap<u32, u32> = drawn.collect();
     let newest = |asked: &Asked<'_>| {
         let of = |row: usize| drawn.get(&(row as u32)).copied();
@@ -78,9 +82,9 @@ pub(super) fn draft(
     };
     let newest: Vec<Option<(usize, u32)>> = asked.iter().map(newest).collect();
     let rows: Vec<u32> = newest.iter().flatten().map(|(row, _)| *row as u32).collect();
-    let mut guessed = vec![StageGuessed::default(); asked.len()];
+    let mut results = vec![StageDraftTokens::default(); asked.len()];
     if rows.is_empty() {
-        return Ok(guessed);
+        return Ok(results);
     }
     let tables = |asked: &Asked<'_>| {
         let groups = asked.sequence.tables.iter().enumerate();
@@ -101,22 +105,22 @@ pub(super) fn draft(
     }
     let rounds = from.iter().map(|from| from.most).max().unwrap_or(0);
     let mut drafted = decoder.draft(&from, rounds)?.into_iter();
-    let places = guessed.iter_mut().zip(asked).zip(&newest).filter(|(_, newest)| newest.is_some());
-    for (((place, asked), _), drafted) in places.zip(&mut drafted) {
-        place.tokens = drafted.tokens;
-        place.tokens.truncate(asked.most);
+    let drafting = results.iter_mut().zip(asked).zip(&newest).filter(|(_, newest)| newest.is_some());
+    for (((result, asked), _), drafted) in drafting.zip(&mut drafted) {
+        result.tokens = drafted.tokens;
+        result.tokens.truncate(asked.most);
     }
-    Ok(guessed)
+    Ok(results)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::load::{self, EngineOptions};
-    use crate::speculation::Guesses;
+    use crate::speculation::SpeculativeMethod;
     use model::ModelFile;
     use model::spec::ModelSpec;
-    use proto::stage::{StageDrafter, StageGuess, StageStep, StageTable};
+    use proto::stage::{StageDraftRequest, StageDrafter, StageStep, StageTable};
     use std::path::{Path, PathBuf};
 
     fn file(arch: &str) -> PathBuf {
@@ -131,7 +135,7 @@ mod tests {
         let options = EngineOptions {
             threads: Some(1),
             max_rows: Some(8),
-            guesses: Guesses::Assistant(drafter),
+            speculative_method: SpeculativeMethod::Assistant(drafter),
             ..EngineOptions::default()
         };
         let spec = ModelSpec::from_file(&ModelFile::open(&path).unwrap()).unwrap();
@@ -153,15 +157,15 @@ mod tests {
             let table = |slab: u32| StageTable { skipped: 0, blocks: vec![3 * slab + block] };
             StageSequence { rows, context, tables: vec![table(0), table(1)], state: None }
         };
-        let guesses = vec![
-            StageGuess { sequence: 0, first: 0, most: 3 },
-            StageGuess { sequence: 1, first: 4, most: 2 },
+        let draft_requests = vec![
+            StageDraftRequest { sequence: 0, first: 0, most: 3 },
+            StageDraftRequest { sequence: 1, first: 4, most: 2 },
         ];
         StageStep {
             step: 1,
             tokens: vec![3, 4, 5, 6, 7],
             sequences: vec![sequence(3, 0, 1), sequence(2, 4, 2)],
-            guesses,
+            draft_requests,
             ..StageStep::default()
         }
     }
@@ -171,17 +175,17 @@ mod tests {
 
     /// An invalid draft request is refused before anything is computed.
     #[test]
-    fn sec_guesses_oob() {
+    fn sec_draft_tokens_oob() {
         let (decoder, _) = stage(true);
         assert_eq!(asked(&good(), &decoder).unwrap().len(), 2);
         let spoils: [Spoil; 7] = [
-            ("a sequence", |step| step.guesses[1].sequence = 2),
-            ("twice", |step| step.guesses[1].sequence = 0),
-            ("another order", |step| step.guesses.reverse()),
-            ("a row before", |step| step.guesses[1].first = 2),
-            ("a row behind", |step| step.guesses[0].first = 3),
-            ("no row", |step| step.guesses[1].first = u32::MAX),
-            ("a number", |step| step.guesses[0].most = MAX_GUESSES as u32 + 1),
+            ("a sequence", |step| step.draft_requests[1].sequence = 2),
+            ("twice", |step| step.draft_requests[1].sequence = 0),
+            ("another order", |step| step.draft_requests.reverse()),
+            ("a row before", |step| step.draft_requests[1].first = 2),
+            ("a row behind", |step| step.draft_requests[0].first = 3),
+            ("no row", |step| step.draft_requests[1].first = u32::MAX),
+            ("a number", |step| step.draft_requests[0].most = MAX_STAGE_DRAFT_TOKENS as u32 + 1),
         ];
         for (what, spoil) in spoils {
             let mut step = good();
@@ -191,7 +195,7 @@ mod tests {
         }
         let (without, _) = stage(false);
         assert!(matches!(asked(&good(), &without).err(), Some(Error::StageStep { .. })));
-        let none = StageStep { guesses: Vec::new(), ..good() };
+        let none = StageStep { draft_requests: Vec::new(), ..good() };
         assert!(asked(&none, &without).unwrap().is_empty());
     }
 
@@ -202,34 +206,34 @@ mod tests {
         let step = good();
         let activations: Vec<f32> =
             (0..5 * decoder.spec().hidden).map(|i| ((i * i) % 17) as f32 / 8.0 - 1.0).collect();
-        let mut guess = |step: &StageStep, drawn: &[(u32, u32)]| -> Vec<Vec<u32>> {
+        let mut draft_token = |step: &StageStep, drawn: &[(u32, u32)]| -> Vec<Vec<u32>> {
             step::forward(&mut decoder, &slabs, step, Some(&activations), &mut |_| {}).unwrap();
             let asked = asked(step, &decoder).unwrap();
-            let guessed = draft(&mut decoder, &slabs, (step, &asked), drawn.iter().copied()).unwrap();
-            assert!(answers(&guessed, &[3, 2], decoder.spec().vocab));
-            guessed.into_iter().map(|guessed| guessed.tokens).collect()
+            let drafted = draft(&mut decoder, &slabs, (step, &asked), drawn.iter().copied()).unwrap();
+            assert!(answers(&drafted, &[3, 2], decoder.spec().vocab));
+            drafted.into_iter().map(|drafted| drafted.tokens).collect()
         };
         // Both draft tokens of the first sequence are accepted; the result equals a request at its last row.
-        let all = guess(&step, &[(0, 4), (1, 5), (2, 9), (4, 8)]);
+        let all = draft_token(&step, &[(0, 4), (1, 5), (2, 9), (4, 8)]);
         assert_eq!(all.iter().map(Vec::len).collect::<Vec<_>>(), [3, 2]);
         let mut last = step.clone();
-        last.guesses[0].first = 2;
-        assert_eq!(guess(&last, &[(2, 9), (4, 8)]), all);
+        last.draft_requests[0].first = 2;
+        assert_eq!(draft_token(&last, &[(2, 9), (4, 8)]), all);
         // The first draft token is rejected, so tokens drawn after it are ignored.
-        let wrong = guess(&step, &[(0, 300), (1, 5), (2, 9), (4, 8)]);
+        let wrong = draft_token(&step, &[(0, 300), (1, 5), (2, 9), (4, 8)]);
         assert_eq!(wrong[1], all[1]);
-        assert_eq!(guess(&step, &[(0, 300), (4, 8)])[0], wrong[0]);
+        assert_eq!(draft_token(&step, &[(0, 300), (4, 8)])[0], wrong[0]);
         // No token was drawn for the other sequence.
-        assert_eq!(guess(&step, &[(0, 4), (1, 5), (2, 9)]), [all[0].clone(), Vec::new()]);
+        assert_eq!(draft_token(&step, &[(0, 4), (1, 5), (2, 9)]), [all[0].clone(), Vec::new()]);
     }
 
     #[test]
     fn only_requested_draft_tokens_are_valid() {
-        let guessed = |tokens: &[u32]| StageGuessed { tokens: tokens.to_vec() };
-        assert!(answers(&[guessed(&[1, 9]), guessed(&[])], &[2, 1], 10));
-        assert!(!answers(&[guessed(&[1, 10])], &[2], 10), "a token that is none");
-        assert!(!answers(&[guessed(&[1, 2, 3])], &[2], 10), "more than asked for");
-        assert!(!answers(&[guessed(&[1])], &[2, 1], 10), "of fewer sequences");
-        assert!(!answers(&[guessed(&[1])], &[], 10), "of a sequence that was not asked for");
+        let drafted = |tokens: &[u32]| StageDraftTokens { tokens: tokens.to_vec() };
+        assert!(answers(&[drafted(&[1, 9]), drafted(&[])], &[2, 1], 10));
+        assert!(!answers(&[drafted(&[1, 10])], &[2], 10), "a token that is none");
+        assert!(!answers(&[drafted(&[1, 2, 3])], &[2], 10), "more than asked for");
+        assert!(!answers(&[drafted(&[1])], &[2, 1], 10), "of fewer sequences");
+        assert!(!answers(&[drafted(&[1])], &[], 10), "of a sequence that was not asked for");
     }
 }

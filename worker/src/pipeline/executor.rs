@@ -1,705 +1,136 @@
-//! The downstream ranks of a replica, as the first stage's engine uses them. Several steps are in flight at
-//! once; results return in the order of the steps.
-//!
-//! The engine's thread reads the last stage's stream itself and sends small messages itself
-//! (`send_queue.rs`), so that a small step needs no other thread on this node.
+//! Runs steps over the ranks of a pipeline: the first layers here, the others on the downstream ranks.
 
-use super::activations;
-use super::deadline::Deadline;
-use super::draft;
-use super::handshake::LostStage;
-use super::lm_head_share::HeadShare;
-use super::lm_head_split::HeadSplit;
-use super::microbatch::{MicrobatchChoice, Pace};
-use super::remote_blocks::Parts;
-use super::send_queue::{Queue, SendQueue, Writes};
-use super::step::{self, WantedRows};
-use super::wait_policy::WaitPolicy;
+use super::downstream_ranks::{DownstreamRanks, LastRankLogits, RankResult, Rest};
 use crate::Error;
-use crate::decoder::{Blocks, Decoder, LayerState};
-use crate::kv_cache::Slabs;
-use crate::scheduler::{Demand, PlannedSequence, Scheduler, StepLimits, StepPlan};
-use crate::telemetry::{StageCount, StageCounts};
-use kernels::backend::MAX_DEFERRED_STEPS;
-use proto::stage::{
-    ActivationType, StageCounted, StageDrawn, StageFailure, StageFrame, StageGuess, StageHead, StageOrder,
-    StageProgressReport, StageReport, StageRest, StageSampled, StageSpent, StageStep,
-};
-use proto::trace::TraceContext;
-use proto::transport::{ActivationSender, Endpoint, StageControl, StageOrders, StageReports};
-use std::collections::VecDeque;
-use std::sync::Arc;
+use crate::decoder::{Decoder, LayerState};
+use crate::executor::{DecoderRows, Executor, KvBlocks, StepRequest, StepResult, StepRows};
+use crate::scheduler::{Demand, Scheduler, StepLimits, StepPlan};
+use crate::telemetry::StageCounts;
+use kernels::backend::{MAX_DEFERRED_STEPS, NO_INDEX};
+use kernels::ops::is_drawable;
 use std::time::{Duration, Instant};
-use tokio::runtime::Handle;
-use tokio::sync::mpsc;
-use tokio::task::JoinSet;
 
-/// Time to wait for a result before all stages are polled for their progress; also the polling interval.
-const ASK_AFTER: Duration = Duration::from_millis(250);
-/// A stage that sends nothing for this long counts as lost, even if its connection is open.
-const SILENCE: Duration = Duration::from_millis(2500);
-/// When a stage reports a lost neighbour, the time to wait for a report that names the stage that failed.
-const BLAME: Duration = Duration::from_millis(500);
-
-/// Block layout of a replica.
-#[derive(Debug)]
-pub(super) struct Layout {
-    pub(super) blocks: Slabs,
-    /// Layout of the first stage's own arena.
-    pub(super) own: Slabs,
-    pub(super) state_group: Option<usize>,
-    pub(super) activations: ActivationType,
-}
-
-#[derive(Debug)]
 pub(crate) struct PipelineExecutor {
-    runtime: Handle,
-    layout: Layout,
-    parts: Parts,
-    patience: WaitPolicy,
-    steps: SendQueue<ActivationSender>,
-    reports: StageReports,
-    heard: mpsc::UnboundedReceiver<StageSignal>,
-    /// The sender of `heard`, kept so that the channel stays open if no task has a sender.
-    _tell: mpsc::UnboundedSender<StageSignal>,
-    /// One channel for each later stage; a message polls its progress. Dropping it closes the stage's control
-    /// stream, which ends the replica there.
-    asks: Vec<mpsc::Sender<()>>,
-    tasks: Vec<tokio::task::JoinHandle<()>>,
-    under_way: VecDeque<UnderWay>,
-    stages: Vec<StageStatus>,
-    pace: Pace,
-    /// When the last result arrived.
-    answered: Instant,
-    head_share: HeadShare,
-    /// Head splits for rows whose logits are all needed (0) and for rows of which only the largest logit is
-    /// needed (1).
-    head_splits: [HeadSplit; 2],
-    /// A step whose result arrived without the last stage's part of the logits.
-    halved: Option<UnderWay>,
-    counts: StageCounts,
-    /// The endpoint to the stages, and the tasks that renew their leases in a cluster. Both end when this is
-    /// dropped.
-    _held: (Arc<Endpoint>, JoinSet<()>),
-}
-
-/// State of one stage. The first stage has an entry, too.
-#[derive(Debug, Clone)]
-struct StageStatus {
-    deadline: Deadline,
-    progress: StageProgressReport,
-    heard: Instant,
-}
-
-/// A step that was sent to the other stages and has no result yet.
-#[derive(Debug)]
-struct UnderWay {
-    step: u64,
-    rows: usize,
-    decodes: bool,
-    /// The choice that the step was planned with; `None` next to prompts.
-    choice: Option<MicrobatchChoice>,
-    /// Expected numbers of tokens, samples and rows of logits.
-    wanted: [usize; 3],
-    /// Rows whose residual stream is expected back.
-    returned: Vec<u32>,
-    /// Maximum number of draft tokens for each sequence that requested some.
-    guesses: Vec<u32>,
-    /// Values of a row of logits, and of a row of the residual stream.
-    widths: (usize, usize),
-    handed_over: Instant,
-    /// Compute time of the first stage.
-    computed: Duration,
-    /// No other step was in flight when this one was sent.
-    alone: bool,
-    /// `None` if the step's logits cannot be split between two stages.
-    split: Option<HeadSplitChoice>,
-}
-
-/// Which stage computes which logits of one row.
-#[derive(Debug, Clone, Copy)]
-struct HeadSplitChoice {
-    /// First token of the last stage's part. `None`: the last stage computes all logits.
-    from: Option<u32>,
-    /// Only the largest logit is needed.
-    best: bool,
-}
-
-/// The last stage's part of a row's logits.
-#[derive(Debug)]
-pub(crate) enum Rest {
-    Logits(Vec<f32>),
-    /// Token with the largest logit of the part, and that logit.
-    Best(u32, f32),
-}
-
-/// The result of a step.
-#[derive(Debug)]
-pub(crate) struct StepResult {
-    pub(crate) step: u64,
-    /// For each row of [`WantedRows::argmax`].
-    pub(crate) tokens: Vec<u32>,
-    /// For each of [`WantedRows::samples`].
-    pub(crate) samples: Vec<StageSampled>,
-    /// Each row of [`WantedRows::logits`].
-    pub(crate) logits: Vec<Vec<f32>>,
-    /// The residual stream of rows for which the last stage computed no tokens or logits: their row numbers
-    /// in ascending order, and their values, `[rows, hidden]`. `None` if the last stage computed the results.
-    pub(crate) returned: Option<(Vec<u32>, Vec<f32>)>,
-    /// First token of the last stage's part of the one row's logits; [`PipelineExecutor::rest`] returns that
-    /// part. `None` if the logits are not split.
-    pub(crate) head_from: Option<u32>,
-    /// Draft tokens for each of [`StepRequest::guesses`].
-    pub(crate) guessed: Vec<Vec<u32>>,
-    /// Time that the last stage spent on drafting.
-    pub(crate) guessing: Duration,
-    pub(crate) spent: Spent,
-}
-
-/// What a step requests from the other stages besides its plan.
-#[derive(Debug, Default)]
-pub(crate) struct StepRequest {
-    /// Rows that need a token, a sample or logits.
-    pub(crate) wanted: WantedRows,
-    /// Sequences for which the last stage drafts tokens after sampling, in the order of the plan's sequences.
-    pub(crate) guesses: Vec<StageGuess>,
-    /// Parent spans of the step.
-    pub(crate) traces: Vec<TraceContext>,
-}
-
-/// Time and traffic of a step.
-#[derive(Debug)]
-pub(crate) struct Spent {
-    /// One entry for each stage, the first one included. The first stage's waiting time and received bytes
-    /// are not part of it, since they belong to no single step.
-    pub(crate) stages: Vec<StageSpent>,
-    /// Time since the step was sent to the second stage. What the stages did not spend computing was waiting
-    /// or network time.
-    pub(crate) under_way: Duration,
-}
-
-#[derive(Debug)]
-enum StageSignal {
-    Progress(usize, StageProgressReport),
-    Lost(LostStage),
-}
-
-impl Drop for PipelineExecutor {
-    fn drop(&mut self) {
-        self.tasks.iter().for_each(tokio::task::JoinHandle::abort);
-    }
+    /// The layers of the first rank.
+    decoder: Decoder,
+    downstream: DownstreamRanks,
+    /// Time spent on rows that the last rank returned instead of computing their logits, before tokens are
+    /// drawn from them.
+    resumed: Option<Duration>,
 }
 
 impl PipelineExecutor {
-    /// Creates an executor over the control streams of the later stages, in the order of the stages.
-    pub(super) fn new(
-        runtime: Handle,
-        held: (Arc<Endpoint>, JoinSet<()>),
-        (layout, parts): (Layout, Parts),
-        sender: ActivationSender,
-        controls: impl Iterator<Item = StageControl>,
-    ) -> Result<Self, Error> {
-        let (tell, heard) = mpsc::unbounded_channel();
-        let handover = sender.handover();
-        let (steps, queue) = SendQueue::new(runtime.clone(), sender, handover);
-        let mut tasks = vec![runtime.spawn(pass_steps(queue, tell.clone()))];
-        let (mut asks, mut last) = (Vec::new(), None);
-        for (stage, StageControl { orders, reports }) in (1..).zip(controls) {
-            let (ask, asked) = mpsc::channel(1);
-            asks.push(ask);
-            tasks.push(runtime.spawn(pass_questions(orders, asked)));
-            if let Some((stage, reports)) = last.replace((stage, reports)) {
-                tasks.push(runtime.spawn(listen(stage, reports, tell.clone())));
+    pub(crate) fn new(decoder: Decoder, downstream: DownstreamRanks) -> Self {
+        Self { decoder, downstream, resumed: None }
+    }
+
+    /// The results of a step's rows.
+    fn rows(&mut self, result: &mut RankResult) -> Result<StepRows, Error> {
+        let Some((rows, residual)) = result.returned.take() else {
+            let (argmax, samples) = (std::mem::take(&mut result.tokens), std::mem::take(&mut result.samples));
+            return Ok(StepRows::Computed { argmax, samples, logits: std::mem::take(&mut result.logits) });
+        };
+        let since = Instant::now();
+        self.decoder.resume_behind(&residual)?;
+        self.resumed = None;
+        if let Some(LastRankLogits { from, best }) = result.split {
+            let from = from as usize;
+            self.decoder.make_part(0, &(0..from))?;
+            let own = best.then(|| self.decoder.best_of_part(0..from)).transpose()?;
+            match (self.downstream.rest(since.elapsed())?, own) {
+                (Rest::Logits(rest), _) => self.decoder.complete(0, from, &rest)?,
+                (Rest::Best(..), None) => {
+                    return Err(Error::Invariant("more than the best was wanted".to_owned()));
+                }
+                (Rest::Best(token, logit), Some((first, highest))) => {
+                    // As with the whole row: ties go to the lowest token.
+                    let token = if logit > highest { token } else { first };
+                    let token = if is_drawable(&[highest, logit]) { token } else { NO_INDEX };
+                    let argmax = vec![token];
+                    return Ok(StepRows::Computed { argmax, samples: Vec::new(), logits: Vec::new() });
+                }
             }
+        } else {
+            self.resumed = Some(since.elapsed());
         }
-        let Some((last, reports)) = last else {
-            return Err(Error::Invariant("a replica of one stage".to_owned()));
-        };
-        let known = StageStatus {
-            deadline: Deadline::default(),
-            progress: StageProgressReport::default(),
-            heard: Instant::now(),
-        };
-        Ok(Self {
-            runtime,
-            layout,
-            parts,
-            patience: WaitPolicy::default(),
-            steps,
-            reports,
-            heard,
-            _tell: tell,
-            asks,
-            tasks,
-            under_way: VecDeque::new(),
-            stages: vec![known; last + 1],
-            pace: Pace::new(last + 1),
-            answered: Instant::now(),
-            counts: StageCounts { stages: vec![StageCount::default(); last + 1], ..StageCounts::default() },
-            head_share: HeadShare::default(),
-            head_splits: Default::default(),
-            halved: None,
-            _held: held,
-        })
+        Ok(StepRows::InDecoder(DecoderRows::Some(rows)))
+    }
+}
+
+impl KvBlocks for PipelineExecutor {
+    fn block_bytes(&self, group: usize) -> usize {
+        self.downstream.block_bytes(group)
     }
 
-    /// Returns the limits of the next step, or `None` if the engine must first wait for a result.
-    pub(crate) fn limits(&mut self, demand: Demand) -> Option<StepLimits> {
-        self.pace.limits(demand, self.under_way.len())
+    fn read_blocks(&mut self, blocks: &[(usize, u32)]) -> Result<Vec<Vec<u8>>, Error> {
+        self.downstream.read_blocks(self.decoder.blocks(), blocks)
     }
 
-    /// Whether a stage failed to read or write its part of blocks. The next [`Self::answer`] returns the
-    /// error.
-    pub(crate) fn is_lost(&self) -> bool {
-        self.parts.is_lost()
+    fn write_blocks(&mut self, pieces: &[(usize, u32, &[u8])]) -> Result<(), Error> {
+        self.downstream.write_blocks(self.decoder.blocks(), pieces)
     }
 
-    /// Bytes of a block, summed over all stages.
-    pub(crate) fn block_bytes(&self, group: usize) -> usize {
-        self.parts.block_bytes(group)
+    fn read_states(&mut self, slot: u32) -> Result<Vec<LayerState>, Error> {
+        self.downstream.read_states(self.decoder.blocks(), slot)
+    }
+}
+
+impl Executor for PipelineExecutor {
+    fn decoder(&self) -> &Decoder {
+        &self.decoder
     }
 
-    /// Reads whole blocks: the parts of `first` (this stage's blocks) and of all other stages. Blocks of
-    /// completed steps may be read at any time.
-    pub(crate) fn read_blocks(
+    fn decoder_mut(&mut self) -> &mut Decoder {
+        &mut self.decoder
+    }
+
+    fn ranks(&self) -> usize {
+        self.downstream.ranks()
+    }
+
+    fn limits(&mut self, demand: Demand) -> Option<StepLimits> {
+        self.downstream.limits(demand)
+    }
+
+    fn submit(
         &mut self,
-        first: Blocks<'_>,
-        wanted: &[(usize, u32)],
-    ) -> Result<Vec<Vec<u8>>, Error> {
-        let limit = self.patience();
-        self.parts.read(first, wanted, limit)
-    }
-
-    /// Writes blocks that no step in flight uses.
-    pub(crate) fn write_blocks(
-        &mut self,
-        first: Blocks<'_>,
-        pieces: &[(usize, u32, &[u8])],
-    ) -> Result<(), Error> {
-        let limit = self.patience();
-        self.parts.write(first, pieces, limit)
-    }
-
-    /// Reads the recurrent states of all layers in a slot.
-    pub(crate) fn read_states(&mut self, first: Blocks<'_>, slot: u32) -> Result<Vec<LayerState>, Error> {
-        let limit = self.patience();
-        self.parts.states(first, slot, limit)
-    }
-
-    /// Time limit for a stage to read or write its part of a few blocks. The stage does so only after the
-    /// layer that it is computing.
-    fn patience(&self) -> Duration {
-        let steps = self.under_way.iter().map(|step| step.rows);
-        let limits = steps.flat_map(|rows| self.stages.iter().map(move |known| known.deadline.limit(rows)));
-        match self.parts.waits() {
-            // The order waits for accepted rows that follow these steps on their stream.
-            true => limits.fold(SILENCE, Duration::saturating_add),
-            false => limits.fold(SILENCE, Duration::max),
-        }
-    }
-
-    /// Whether every step that may be in flight can defer its state updates.
-    pub(crate) fn can_defer(&self) -> bool {
-        self.pace.most() as usize <= MAX_DEFERRED_STEPS
-    }
-
-    /// Sends the number of accepted rows of each sequence whose state update a finished step deferred. The
-    /// message is sent at once on the stream of the steps, so stages apply it before the next step.
-    pub(crate) fn counted(&mut self, step: u64, rows: &[usize]) {
-        let rows = rows.iter().map(|rows| *rows as u32).collect();
-        self.steps.send((StageFrame::Counted(StageCounted { step, rows }), Vec::new()));
-        self.parts.counted(step);
-    }
-
-    /// Returns the counters and resets [`StageCounts::hops`].
-    pub(crate) fn take_counts(&mut self) -> StageCounts {
-        self.counts.under_way = self.under_way.len();
-        let hops = std::mem::take(&mut self.counts.hops);
-        StageCounts { hops, ..self.counts.clone() }
-    }
-
-    /// Runs a step over the first stage's layers and sends it to the next stage with the request.
-    /// [`Self::answer`] returns its result.
-    pub(crate) fn run(
-        &mut self,
-        decoder: &mut Decoder,
         scheduler: &Scheduler,
         plan: &StepPlan,
-        StepRequest { wanted, guesses, traces }: StepRequest,
-    ) -> Result<(), Error> {
-        let since = Instant::now();
-        let Layout { blocks, own, state_group, activations } = &self.layout;
-        let described = step::describe(scheduler, plan, blocks, *state_group)?;
-        let mut step = StageStep { traces, guesses, ..described };
-        step::forward(decoder, own, &step, None, &mut |_| {})?;
-        let residual = decoder.residual(0..plan.tokens.len())?;
-        let bytes = activations::encode(*activations, &residual);
-        let one = |sequence: &PlannedSequence| sequence.rows.len() == 1 + sequence.guesses as usize;
-        let decodes = plan.sequences.iter().all(|sequence| sequence.samples && one(sequence));
-        // The stage that drafts must also sample, because drafting starts from the sampled tokens.
-        let shared = decodes && decoder.has_head() && step.guesses.is_empty();
-        // A step that is alone in the pipeline splits its logits to minimize latency.
-        let alone = self.under_way.is_empty();
-        let vocab = decoder.spec().vocab;
-        let split = shared && alone && wanted.is_one() && decoder.splits_head();
-        let split = split.then(|| {
-            let best = !wanted.argmax.is_empty();
-            HeadSplitChoice { from: self.head_splits[usize::from(best)].next(vocab), best }
-        });
-        step.head = split.and_then(|split| Some(StageHead { from: split.from?, best: split.best }));
-        if step.head.is_some() || (shared && !alone && self.head_share.takes_next()) {
-            step.returned = wanted.distinct();
-        } else {
-            step.argmax = wanted.argmax;
-            step.logits = wanted.logits;
-            step.samples = wanted.samples;
+        request: StepRequest,
+        _between_layers: &mut dyn FnMut(&mut dyn KvBlocks),
+    ) -> Result<Option<StepResult>, Error> {
+        self.downstream.run(&mut self.decoder, scheduler, plan, request)?;
+        Ok(None)
+    }
+
+    fn result(&mut self, wait: bool) -> Result<Option<StepResult>, Error> {
+        let Some(mut result) = self.downstream.result(wait)? else { return Ok(None) };
+        let rows = self.rows(&mut result)?;
+        let RankResult { step, draft_tokens, draft_time, spent, .. } = result;
+        Ok(Some(StepResult { step, rows, draft_tokens, draft_time, spent: Some(spent) }))
+    }
+
+    fn drawing_took(&mut self, took: Duration) {
+        if let Some(resumed) = self.resumed.take() {
+            self.downstream.head_took(resumed + took);
         }
-        let under_way = UnderWay {
-            step: plan.step,
-            rows: plan.tokens.len(),
-            decodes,
-            choice: self.pace.choice(),
-            wanted: [step.argmax.len(), step.samples.len(), step.logits.len()],
-            returned: step.returned.clone(),
-            guesses: step.guesses.iter().map(|guess| guess.most).collect(),
-            widths: (vocab, decoder.spec().hidden),
-            handed_over: Instant::now(),
-            computed: since.elapsed(),
-            alone,
-            split,
-        };
-        self.steps.send((StageFrame::Step(step), bytes));
-        self.under_way.push_back(under_way);
+    }
+
+    fn accept(&mut self, step: u64, rows: &[usize]) -> Result<(), Error> {
+        self.decoder.accept(rows)?;
+        self.downstream.counted(step, rows);
         Ok(())
     }
 
-    /// Records that the first stage spent `took` on logits of rows that the last stage returned.
-    pub(crate) fn helped(&mut self, took: Duration) {
-        self.head_share.head_took(took);
-        if let Some(first) = self.counts.stages.first_mut() {
-            first.computed += took.as_secs_f64();
-        }
+    fn can_defer(&self) -> bool {
+        self.downstream.max_steps() as usize <= MAX_DEFERRED_STEPS
     }
 
-    /// Returns the result of the oldest step in flight. `None` if there is no step, or if `wait` is false and
-    /// the result has not arrived.
-    pub(crate) fn answer(&mut self, wait: bool) -> Result<Option<StepResult>, Error> {
-        let (since, runtime) = (Instant::now(), self.runtime.clone());
-        if let Some(lost) = self.parts.take_lost() {
-            return Err(runtime.block_on(self.blame(lost)).into());
-        }
-        let mut patience = std::mem::take(&mut self.patience);
-        let heard = match wait {
-            true => patience.block_on(&runtime, self.hear(true)),
-            false => runtime.block_on(self.hear(false)),
-        };
-        self.patience = patience;
-        let Some((drawn, rows)) = heard? else { return Ok(None) };
-        let Some(mut under_way) = self.under_way.pop_front() else { return Ok(None) };
-        let StageDrawn { step, tokens, samples, spent, guessed, guessing_us, .. } = drawn;
-        self.account(&under_way, &spent);
-        if let Some(first) = self.counts.stages.first_mut() {
-            first.stalled += since.elapsed().as_secs_f64();
-            first.bytes += rows.iter().map(|row| size_of_val(row.as_slice()) as u64).sum::<u64>();
-        }
-        let computed_us = u32::try_from(under_way.computed.as_micros()).unwrap_or(u32::MAX);
-        let first = StageSpent { computed_us, ..StageSpent::default() };
-        let stages = std::iter::once(first).chain(spent).collect();
-        let spent = Spent { stages, under_way: under_way.handed_over.elapsed() };
-        let (logits, returned) = match under_way.returned.is_empty() {
-            true => (rows, None),
-            false => (Vec::new(), Some((std::mem::take(&mut under_way.returned), rows.concat()))),
-        };
-        let head_from = under_way.split.and_then(|split| split.from);
-        match under_way.split {
-            Some(HeadSplitChoice { from: Some(_), .. }) => self.halved = Some(under_way),
-            Some(HeadSplitChoice { from: None, best }) => {
-                let all = under_way.computed + under_way.handed_over.elapsed();
-                self.head_splits[usize::from(best)].took(false, all);
-            }
-            None => {}
-        }
-        let guessed = guessed.into_iter().map(|guessed| guessed.tokens).collect();
-        let guessing = Duration::from_micros(guessing_us.into());
-        Ok(Some(StepResult { step, tokens, samples, logits, returned, head_from, guessed, guessing, spent }))
+    fn is_lost(&self) -> bool {
+        self.downstream.is_lost()
     }
 
-    /// Returns the last stage's part of the logits of the row that the last result returned, if
-    /// [`StepResult::head_from`] is set. `own` is the time that the first stage spent on its own part.
-    pub(crate) fn rest(&mut self, own: Duration) -> Result<Rest, Error> {
-        let Some(halved) = self.halved.take() else {
-            return Err(Error::Invariant("no stage makes a part of these logits".to_owned()));
-        };
-        // The step stays in flight until its logits arrive, so that timeouts apply to it.
-        self.under_way.push_front(halved);
-        let (since, runtime) = (Instant::now(), self.runtime.clone());
-        let mut patience = std::mem::take(&mut self.patience);
-        let heard = patience.block_on(&runtime, self.hear_rest());
-        self.patience = patience;
-        let (rest, logits) = heard?;
-        let waited = since.elapsed();
-        if let Some(halved) = self.under_way.pop_front() {
-            self.counts.divided += 1;
-            let best = halved.split.is_some_and(|split| split.best);
-            let split = &mut self.head_splits[usize::from(best)];
-            split.met(own, waited);
-            split.took(true, halved.computed + halved.handed_over.elapsed());
-        }
-        if let Some(first) = self.counts.stages.first_mut() {
-            first.computed += own.as_secs_f64();
-            first.stalled += waited.as_secs_f64();
-            first.bytes += size_of_val(logits.as_slice()) as u64;
-        }
-        if let Some(last) = self.counts.stages.last_mut() {
-            last.computed += f64::from(rest.computed_us) / 1e6;
-        }
-        Ok(match rest.best {
-            Some((token, logit)) => Rest::Best(token, logit),
-            None => Rest::Logits(logits),
-        })
-    }
-
-    fn account(&mut self, under_way: &UnderWay, spent: &[StageSpent]) {
-        let now = Instant::now();
-        let since_last = now - std::mem::replace(&mut self.answered, now);
-        self.pace.answered(under_way.choice.filter(|_| under_way.decodes), since_last);
-        let times = || {
-            let later = spent.iter().map(|spent| Duration::from_micros(spent.computed_us.into()));
-            std::iter::once(under_way.computed).chain(later)
-        };
-        for (known, took) in self.stages.iter_mut().zip(times()) {
-            known.deadline.took(under_way.rows, took);
-        }
-        for (count, took) in self.counts.stages.iter_mut().zip(times()) {
-            count.computed += took.as_secs_f64();
-        }
-        for (count, spent) in self.counts.stages.iter_mut().skip(1).zip(spent) {
-            count.bytes += spent.received;
-            count.stalled += f64::from(spent.stalled_us) / 1e6;
-        }
-        if under_way.decodes
-            && !under_way.returned.is_empty()
-            && let (Some(first), Some(last)) = (times().next(), times().last())
-        {
-            self.head_share.layers_took(first, last);
-        }
-        if under_way.alone {
-            let computed: f64 = spent.iter().map(|spent| f64::from(spent.computed_us) / 1e6).sum();
-            self.counts.hops.push((under_way.handed_over.elapsed().as_secs_f64() - computed).max(0.0));
-        }
-    }
-
-    /// Receives the oldest step's result and its rows. `None` if there is no step, or if `wait` is false and
-    /// no result has arrived.
-    async fn hear(&mut self, wait: bool) -> Result<Option<(StageDrawn, Vec<Vec<f32>>)>, Error> {
-        match self.report(wait).await? {
-            None => Ok(None),
-            Some(StageReport::Drawn(drawn)) => self.rows_of(drawn).await.map(Some),
-            Some(other) => Err(self.blame(self.not_awaited(other)).await.into()),
-        }
-    }
-
-    /// Receives the last stage's part of the oldest step's logits.
-    async fn hear_rest(&mut self) -> Result<(StageRest, Vec<f32>), Error> {
-        let split = |step: &UnderWay| Some((step.step, step.widths.0, step.split?.from?, step.split?.best));
-        let Some((step, vocab, from, best)) = self.under_way.front().and_then(split) else {
-            return Err(Error::Invariant("logits of no step".to_owned()));
-        };
-        let logits = if best { 0 } else { vocab - from as usize };
-        let answers = |rest: &StageRest| {
-            let of_part = |(token, _)| token >= from && (token as usize) < vocab;
-            let said = (rest.step, rest.logits as usize, rest.best.is_some());
-            said == (step, logits, best) && rest.best.is_none_or(of_part)
-        };
-        match self.report(true).await? {
-            Some(StageReport::Rest(rest)) if answers(&rest) => {
-                let stage = self.asks.len();
-                let row = self.reports.row(logits).await;
-                Ok((rest, row.map_err(|source| LostStage { stage, source })?))
-            }
-            Some(StageReport::Rest(rest)) => {
-                Err(Error::Invariant(format!("{logits} logits of step {step} are answered by {rest:?}")))
-            }
-            Some(other) => Err(self.blame(self.not_awaited(other)).await.into()),
-            None => Err(Error::Invariant("logits that nobody makes".to_owned())),
-        }
-    }
-
-    /// Error for a report that the last stage sent at the wrong time.
-    fn not_awaited(&self, report: StageReport) -> LostStage {
-        LostStage { stage: self.asks.len(), source: not_awaited(Ok(report)) }
-    }
-
-    /// Receives the last stage's next result. `None` if there is no step, or if `wait` is false and no result
-    /// has arrived.
-    async fn report(&mut self, wait: bool) -> Result<Option<StageReport>, Error> {
-        if self.under_way.is_empty() {
-            return Ok(None);
-        }
-        let (since, last) = (Instant::now(), self.asks.len());
-        let mut ask_at = since + ASK_AFTER;
-        loop {
-            let heard = tokio::select! {
-                biased;
-                report = self.reports.next() => match report {
-                    Ok(report @ (StageReport::Drawn(_) | StageReport::Rest(_))) => return Ok(Some(report)),
-                    Ok(StageReport::Progress(progress)) => StageSignal::Progress(last, progress),
-                    report => StageSignal::Lost(LostStage { stage: last, source: not_awaited(report) }),
-                },
-                Some(heard) = self.heard.recv() => heard,
-                () = std::future::ready(()), if !wait => return Ok(None),
-                () = tokio::time::sleep_until(ask_at.into()) => {
-                    if let Some(late) = self.late(since) {
-                        return Err(late.into());
-                    }
-                    // A stage that has not answered the last poll is not polled again.
-                    for ask in &self.asks {
-                        let _ = ask.try_send(());
-                    }
-                    ask_at = Instant::now() + ASK_AFTER;
-                    continue;
-                }
-            };
-            match heard {
-                StageSignal::Lost(lost) => return Err(self.blame(lost).await.into()),
-                StageSignal::Progress(stage, progress) => {
-                    if let Some(known) = self.stages.get_mut(stage) {
-                        (known.progress, known.heard) = (progress, Instant::now());
-                    }
-                }
-            }
-        }
-    }
-
-    /// Reads the rows that follow a report, after checking that it matches the oldest step.
-    async fn rows_of(&mut self, drawn: StageDrawn) -> Result<(StageDrawn, Vec<Vec<f32>>), Error> {
-        let Some(oldest) = self.under_way.front() else {
-            return Err(Error::Invariant("an answer to no step".to_owned()));
-        };
-        let ([tokens, samples, logits], returned) = (oldest.wanted, oldest.returned.len());
-        let said = (drawn.step, drawn.tokens.len(), drawn.samples.len());
-        let rows = (drawn.rows as usize, drawn.returned as usize);
-        let later = self.asks.len();
-        if said != (oldest.step, tokens, samples) || rows != (logits, returned) || drawn.spent.len() != later
-        {
-            return Err(Error::Invariant(format!("{oldest:?} is answered by {said:?}, {rows:?}")));
-        }
-        let (vocab, hidden) = oldest.widths;
-        if !draft::answers(&drawn.guessed, &oldest.guesses, vocab) {
-            let asked = &oldest.guesses;
-            return Err(Error::Invariant(format!("{asked:?} guesses are answered by {:?}", drawn.guessed)));
-        }
-        let widths = std::iter::repeat_n(vocab, logits).chain(std::iter::repeat_n(hidden, returned));
-        let mut rows = Vec::with_capacity(logits + returned);
-        for width in widths {
-            let row = self.reports.row(width).await;
-            rows.push(row.map_err(|source| LostStage { stage: later, source })?);
-        }
-        Ok((drawn, rows))
-    }
-
-    /// Returns the stage that delayed the oldest step beyond its limit, if any. `since` is the start of the
-    /// wait.
-    fn late(&self, since: Instant) -> Option<LostStage> {
-        let oldest = self.under_way.front()?;
-        let mut before = Duration::ZERO;
-        for (stage, known) in self.stages.iter().enumerate().skip(1) {
-            let timeout = |what, limit: Duration| {
-                let source = proto::Error::Timeout { what, limit_ms: limit.as_millis() as u64 };
-                Some(LostStage { stage, source })
-            };
-            if known.heard.max(since).elapsed() > SILENCE {
-                return timeout("saying how far it is", SILENCE);
-            }
-            let StageProgressReport { done, computes, for_us } = known.progress;
-            let computed = self.under_way.iter().find(|step| step.step == computes);
-            let limit = known.deadline.limit(computed.map_or(oldest.rows, |step| step.rows));
-            before += limit;
-            if computed.is_some() && Duration::from_micros(for_us) > limit {
-                return timeout("computing a step", limit);
-            }
-            if done < oldest.step {
-                // The stage computes an earlier step, or this step has not arrived there.
-                let lost = computed.is_none() && since.elapsed() > before;
-                return if lost { timeout("receiving a step", before) } else { None };
-            }
-        }
-        None
-    }
-
-    /// Finds the stage that failed. If `lost` only reports a lost neighbour, waits up to [`BLAME`] for a
-    /// report that names another stage.
-    async fn blame(&mut self, lost: LostStage) -> LostStage {
-        let second_hand = |source: &proto::Error| {
-            matches!(
-                source,
-                proto::Error::StageFailed(StageFailure::Neighbour { .. }) | proto::Error::StreamEnded(_)
-            )
-        };
-        let (until, last) = (Instant::now() + BLAME, self.asks.len());
-        let mut hears_last = lost.stage != last;
-        while second_hand(&lost.source) {
-            let heard = tokio::select! {
-                Some(heard) = self.heard.recv() => heard,
-                report = self.reports.next(), if hears_last => {
-                    hears_last = false;
-                    StageSignal::Lost(LostStage { stage: last, source: not_awaited(report) })
-                }
-                () = tokio::time::sleep_until(until.into()) => break,
-            };
-            match heard {
-                StageSignal::Lost(other) if !second_hand(&other.source) => return other,
-                StageSignal::Lost(_) | StageSignal::Progress(..) => {}
-            }
-        }
-        lost
-    }
-}
-
-/// Converts an unexpected report, or a receive error, into the error that ends the replica.
-fn not_awaited(report: Result<StageReport, proto::Error>) -> proto::Error {
-    report.map_or_else(|error| error, |_| proto::Error::Protocol("a report at the wrong time"))
-}
-
-impl Writes for ActivationSender {
-    type Message = (StageFrame, Vec<u8>);
-
-    async fn write(&mut self, (step, activations): Self::Message) -> Result<(), proto::Error> {
-        self.send(&step, activations).await.map(drop)
-    }
-
-    fn bytes((_, activations): &Self::Message) -> usize {
-        activations.len()
-    }
-}
-
-/// Sends queued messages until the queue ends or a write fails.
-async fn pass_steps(queue: Queue<ActivationSender>, heard: mpsc::UnboundedSender<StageSignal>) {
-    if let Err(source) = queue.write_all().await {
-        // The send fails only if the engine is gone.
-        let _ = heard.send(StageSignal::Lost(LostStage { stage: 1, source }));
-    }
-}
-
-async fn pass_questions(mut orders: StageOrders, mut asked: mpsc::Receiver<()>) {
-    while asked.recv().await.is_some() {
-        // The reader of the stage's reports notices a lost stage.
-        if orders.send(&StageOrder::TellProgress).await.is_err() {
-            return;
-        }
-    }
-}
-
-async fn listen(stage: usize, mut reports: StageReports, heard: mpsc::UnboundedSender<StageSignal>) {
-    loop {
-        let told = match reports.next().await {
-            Ok(StageReport::Progress(progress)) => StageSignal::Progress(stage, progress),
-            report => StageSignal::Lost(LostStage { stage, source: not_awaited(report) }),
-        };
-        let last = matches!(told, StageSignal::Lost(_));
-        // The send fails only if the engine is gone.
-        if heard.send(told).is_err() || last {
-            return;
-        }
+    fn take_counts(&mut self) -> Option<StageCounts> {
+        Some(self.downstream.take_counts())
     }
 }

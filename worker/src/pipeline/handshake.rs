@@ -1,19 +1,19 @@
 //! Forms a replica, on the first stage: requests the other stages to load their layers and to lay out their
-//! caches. Ends with a [`PipelineExecutor`].
+//! caches. Ends with a [`DownstreamRanks`].
 
-use super::executor::PipelineExecutor;
+use super::downstream_ranks::DownstreamRanks;
 use super::lease::{self, ReplicaClaim};
+use super::ranges::{LastStageDrafter, check_ranges, stage_ranges};
 use super::remote_blocks::Parts;
 use crate::Error;
 use crate::decoder::Decoder;
 use crate::kv_cache::{CacheSpec, GroupKind, Slabs};
-use crate::load::Elsewhere;
 use model::spec::ModelSpec;
+use pki::{Expected, Identity};
 use proto::ids::{Epoch, Role};
 use proto::stage::{
     ActivationType, ReplicaId, StageAddress, StageBegin, StageFeed, StageJoin, StageOrder, StageReport,
 };
-use proto::transport::{Connection, Endpoint, EndpointConfig, Expected, Identity, StageControl};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::ops::Range;
 use std::sync::Arc;
@@ -21,6 +21,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
+use transport::{Connection, Endpoint, EndpointConfig, StageControl};
 
 /// The later stages of a replica, before they are asked to join.
 #[derive(Debug)]
@@ -46,7 +47,7 @@ struct Plan {
 pub struct LostStage {
     /// Index of the stage; the first stage is 0.
     pub stage: usize,
-    pub source: proto::Error,
+    pub source: transport::Error,
 }
 
 impl Replica {
@@ -102,14 +103,14 @@ impl Replica {
     pub(crate) fn join(
         self,
         spec: &ModelSpec,
-        (model_digest, class, elsewhere): ([u8; 32], String, Option<Elsewhere>),
+        (model_digest, class, elsewhere): ([u8; 32], String, Option<LastStageDrafter>),
         max_rows: usize,
         block_tokens: usize,
     ) -> Result<(Range<usize>, Joining), Error> {
         let last = elsewhere.map(|elsewhere| elsewhere.from_layer);
         let ranges = match &self.plan {
-            Some(plan) => crate::load::check_ranges(spec, last, &plan.ranges, self.stages())?,
-            None => crate::load::stage_ranges(spec, last, self.stages())?,
+            Some(plan) => check_ranges(spec, last, &plan.ranges, self.stages())?,
+            None => stage_ranges(spec, last, self.stages())?,
         };
         let replica = ReplicaId(self.fresh_id());
         let Self { runtime, endpoint, later, activations, plan, lost } = self;
@@ -158,13 +159,17 @@ impl Replica {
     }
 }
 
-async fn resolve(address: &StageAddress) -> Result<SocketAddr, proto::Error> {
-    let unresolved = |source: std::io::Error| proto::Error::Resolve { target: address.quic.clone(), source };
+async fn resolve(address: &StageAddress) -> Result<SocketAddr, transport::Error> {
+    let unresolved =
+        |source: std::io::Error| transport::Error::Resolve { target: address.quic.clone(), source };
     let mut found = tokio::net::lookup_host(&address.quic).await.map_err(unresolved)?;
     found.next().ok_or_else(|| unresolved(std::io::ErrorKind::NotFound.into()))
 }
 
-pub(super) async fn dial(endpoint: &Endpoint, address: &StageAddress) -> Result<Connection, proto::Error> {
+pub(crate) async fn dial(
+    endpoint: &Endpoint,
+    address: &StageAddress,
+) -> Result<Connection, transport::Error> {
     let expected = Expected::node(Role::Worker, address.node.clone());
     endpoint.connect(resolve(address).await?, &expected).await
 }
@@ -200,10 +205,10 @@ impl Joining {
             let lost = |source| LostStage { stage: index + 1, source };
             let report = self.runtime.block_on(stage.control.reports.next()).map_err(lost)?;
             let StageReport::Joined(joined) = report else {
-                return Err(lost(proto::Error::Protocol("a stage reports before it has joined")).into());
+                return Err(lost(transport::Error::Protocol("a stage reports before it has joined")).into());
             };
             if joined.block_bytes.len() != sums.len() {
-                return Err(lost(proto::Error::Protocol("a stage has other cache groups")).into());
+                return Err(lost(transport::Error::Protocol("a stage has other cache groups")).into());
             }
             self.parts.push(lengths(&joined.block_bytes));
             for (sum, bytes) in sums.iter_mut().zip(joined.block_bytes) {
@@ -218,7 +223,7 @@ impl Joining {
         mut self,
         decoder: &mut Decoder,
         cache: &CacheSpec,
-    ) -> Result<PipelineExecutor, Error> {
+    ) -> Result<DownstreamRanks, Error> {
         let blocks = Slabs::of(cache);
         let own = arena(blocks.count(), &blocks.blocks_per_slab(), decoder)?;
         decoder.allocate_kv(own.bytes() as usize)?;
@@ -232,7 +237,7 @@ impl Joining {
                 stage.control.orders.send(&order).await?;
                 match stage.control.reports.next().await? {
                     StageReport::Ready => Ok(()),
-                    _ => Err(proto::Error::Protocol("a stage that is not ready reports something else")),
+                    _ => Err(transport::Error::Protocol("a stage that is not ready reports something else")),
                 }
             });
             begun.map_err(|source| LostStage { stage: index + 1, source })?;
@@ -252,15 +257,16 @@ impl Joining {
         }
         let state_group = cache.groups.iter().position(|group| group.kind == GroupKind::State);
         let controls = self.stages.into_iter().map(|stage| stage.control);
-        let layout = super::executor::Layout { blocks, own, state_group, activations: self.activations };
+        let layout =
+            super::downstream_ranks::Layout { blocks, own, state_group, activations: self.activations };
         let arenas = (layout.blocks.clone(), layout.own.clone());
         let parts = Parts::new(self.runtime.clone(), arenas, state_group, self.parts, links);
-        PipelineExecutor::new(self.runtime, (self.endpoint, self.leases), (layout, parts), sender, controls)
+        DownstreamRanks::new(self.runtime, (self.endpoint, self.leases), (layout, parts), sender, controls)
     }
 }
 
 /// Layout of a stage's arena, from the slabs of the scheduler's cache.
-pub(super) fn arena(count: u32, blocks_per_slab: &[u32], decoder: &Decoder) -> Result<Slabs, Error> {
+pub(crate) fn arena(count: u32, blocks_per_slab: &[u32], decoder: &Decoder) -> Result<Slabs, Error> {
     let sizes: Vec<u64> = decoder.groups().iter().map(|group| group.block_bytes as u64).collect();
     Slabs::with_blocks(count, blocks_per_slab, &sizes)
         .ok_or_else(|| Error::KvMemory { reason: "the blocks of a stage cannot be addressed".to_owned() })

@@ -8,9 +8,9 @@ use parking_lot::Mutex;
 use proto::ids::Epoch;
 use proto::placement::{ClaimRefusal, StageClaim};
 use proto::stage::ReplicaId;
-use proto::transport::{CloseCode, Connection, LeaseCall, StageLease};
 use std::time::Duration;
 use tokio::sync::watch;
+use transport::{CloseCode, Connection, LeaseCall, StageLease};
 
 const BEAT_EVERY: Duration = Duration::from_millis(400);
 /// Without a heartbeat for this long the other side is lost. Together with one [`BEAT_EVERY`] and the time to
@@ -25,14 +25,14 @@ pub(crate) struct ReplicaClaim {
 }
 
 impl ReplicaClaim {
-    pub(super) fn of(self, replica: ReplicaId) -> StageClaim {
+    pub(crate) fn of(self, replica: ReplicaId) -> StageClaim {
         StageClaim { replica, life: self.life, epoch: self.epoch }
     }
 }
 
 /// Renews a lease until the stage stops responding. Then closes the connection, so that all waits for the
 /// stage fail, and returns the reason.
-pub(super) async fn keep(mut lease: StageLease, connection: Connection) -> String {
+pub(crate) async fn keep(mut lease: StageLease, connection: Connection) -> String {
     loop {
         let reason = match tokio::time::timeout(LEASE, lease.beat()).await {
             Ok(Ok(())) => {
@@ -68,11 +68,11 @@ struct Holder {
 
 /// Resolves when the claim ends.
 #[derive(Debug, Clone)]
-pub(super) struct Hold(watch::Receiver<()>);
+pub(crate) struct Hold(watch::Receiver<()>);
 
 impl Hold {
     /// Resolves when the claim has ended.
-    pub(super) async fn ended(&mut self) {
+    pub(crate) async fn ended(&mut self) {
         while self.0.changed().await.is_ok() {}
     }
 }
@@ -89,7 +89,7 @@ impl Claims {
     }
 
     /// A [`Hold`] on the claim if `replica` is its holder.
-    pub(super) fn hold(&self, replica: ReplicaId) -> Option<Hold> {
+    pub(crate) fn hold(&self, replica: ReplicaId) -> Option<Hold> {
         let held = self.0.lock();
         let holder = held.now.as_ref().filter(|holder| holder.claim.replica == replica)?;
         Some(Hold(holder.lasts.subscribe()))

@@ -12,9 +12,9 @@ use crate::decoder::{Blocks, LayerState};
 use crate::kv_cache::Slabs;
 use futures::future::try_join_all;
 use proto::stage::blocks::{MAX_BLOCKS, StageBlock, StageBlocksOrder, StageBlocksReport, StageLayerState};
-use proto::transport::StageBlocks;
 use std::time::Duration;
 use tokio::runtime::Handle;
+use transport::StageBlocks;
 
 /// Maximum bytes that one order moves, summed over all stages, not counting its last block.
 const SLICE_BYTES: usize = 4 << 20;
@@ -44,7 +44,7 @@ pub(super) struct Parts {
 struct Lost {
     stage: usize,
     /// The error, until it is reported once.
-    why: Option<proto::Error>,
+    why: Option<transport::Error>,
 }
 
 impl Parts {
@@ -76,7 +76,7 @@ impl Parts {
 
     pub(super) fn take_lost(&mut self) -> Option<LostStage> {
         let Lost { stage, why } = self.lost.as_mut()?;
-        let source = why.take().unwrap_or(proto::Error::Protocol("the stage was lost earlier"));
+        let source = why.take().unwrap_or(transport::Error::Protocol("the stage was lost earlier"));
         Some(LostStage { stage: *stage, source })
     }
 
@@ -266,7 +266,7 @@ impl Parts {
         &mut self,
         stage: usize,
         limit: Duration,
-        answer: impl AsyncFnOnce(&mut StageBlocks) -> Result<T, proto::Error>,
+        answer: impl AsyncFnOnce(&mut StageBlocks) -> Result<T, transport::Error>,
     ) -> Result<T, Error> {
         let Some(link) = self.links.get_mut(stage - 1) else {
             return Err(Error::Invariant(format!("there is no stage {stage}")));
@@ -275,7 +275,7 @@ impl Parts {
         heard.map_err(|why| self.lose(stage, why))
     }
 
-    fn lose(&mut self, stage: usize, why: proto::Error) -> Error {
+    fn lose(&mut self, stage: usize, why: transport::Error) -> Error {
         let reason = format!("stage {stage} has not moved its part of blocks: {why}");
         self.lost = Some(Lost { stage, why: Some(why) });
         Error::StageStep { reason }
@@ -284,22 +284,23 @@ impl Parts {
 
 async fn within<T>(
     limit: Duration,
-    future: impl Future<Output = Result<T, proto::Error>>,
-) -> Result<T, proto::Error> {
-    let late = |_| Err(proto::Error::Timeout { what: "moving blocks", limit_ms: limit.as_millis() as u64 });
+    future: impl Future<Output = Result<T, transport::Error>>,
+) -> Result<T, transport::Error> {
+    let late =
+        |_| Err(transport::Error::Timeout { what: "moving blocks", limit_ms: limit.as_millis() as u64 });
     tokio::time::timeout(limit, future).await.unwrap_or_else(late)
 }
 
-fn refused(report: StageBlocksReport) -> proto::Error {
+fn refused(report: StageBlocksReport) -> transport::Error {
     match report {
         StageBlocksReport::Failed(reason) => {
-            proto::Error::StageFailed(proto::stage::StageFailure::Step { reason })
+            transport::Error::StageFailed(proto::stage::StageFailure::Step { reason })
         }
-        _ => proto::Error::Protocol("a stage reports something else of its blocks"),
+        _ => transport::Error::Protocol("a stage reports something else of its blocks"),
     }
 }
 
-async fn state(link: &mut StageBlocks, shape: StageLayerState) -> Result<LayerState, proto::Error> {
+async fn state(link: &mut StageBlocks, shape: StageLayerState) -> Result<LayerState, transport::Error> {
     let conv_shape = shape.conv.map(|length| length as usize);
     let recurrent_shape = shape.recurrent.map(|length| length as usize);
     let conv = floats(link, &conv_shape).await?;
@@ -307,10 +308,10 @@ async fn state(link: &mut StageBlocks, shape: StageLayerState) -> Result<LayerSt
     Ok(LayerState { layer: shape.layer as usize, conv, conv_shape, recurrent, recurrent_shape })
 }
 
-async fn floats(link: &mut StageBlocks, shape: &[usize]) -> Result<Vec<f32>, proto::Error> {
+async fn floats(link: &mut StageBlocks, shape: &[usize]) -> Result<Vec<f32>, transport::Error> {
     let bytes = shape.iter().try_fold(size_of::<f32>(), |bytes, length| bytes.checked_mul(*length));
     // The buffer grows as bytes arrive, so a false length costs no memory.
-    let bytes = bytes.ok_or(proto::Error::Protocol("a state that is larger than any memory"))?;
+    let bytes = bytes.ok_or(transport::Error::Protocol("a state that is larger than any memory"))?;
     let bytes = link.bytes(bytes).await?;
     Ok(bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect())
 }

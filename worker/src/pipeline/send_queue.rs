@@ -5,21 +5,20 @@
 //! Messages never overtake each other.
 
 use super::wait_policy::step_aside;
-use proto::Error;
-use proto::transport::Handover;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::Poll;
 use tokio::runtime::Handle;
 use tokio::sync::{Mutex, mpsc};
+use transport::{Error, Handover};
 
 /// Messages of at most this size are sent on the calling thread: the rows of some streams. That takes one to
 /// two microseconds a KiB.
 const SMALL_BYTES: usize = 64 << 10;
 
 /// Writes messages to another stage.
-pub(super) trait Writes: Send + 'static {
+pub(crate) trait Writes: Send + 'static {
     type Message: Send + 'static;
 
     fn write(&mut self, message: Self::Message) -> impl Future<Output = Result<(), Error>> + Send;
@@ -36,7 +35,7 @@ enum Item<M> {
     Failed(Error),
 }
 
-pub(super) struct SendQueue<W: Writes> {
+pub(crate) struct SendQueue<W: Writes> {
     runtime: Handle,
     handover: Handover,
     writer: Arc<Mutex<W>>,
@@ -46,7 +45,7 @@ pub(super) struct SendQueue<W: Writes> {
 }
 
 /// The receiving end of a [`SendQueue`], for the task that sends.
-pub(super) struct Queue<W: Writes> {
+pub(crate) struct Queue<W: Writes> {
     writer: Arc<Mutex<W>>,
     items: mpsc::UnboundedReceiver<Item<W::Message>>,
     queued: Arc<AtomicUsize>,
@@ -60,7 +59,7 @@ impl<W: Writes> std::fmt::Debug for SendQueue<W> {
 
 impl<W: Writes> SendQueue<W> {
     /// `handover` and `runtime` must belong to the connection that `writer` writes to.
-    pub(super) fn new(runtime: Handle, writer: W, handover: Handover) -> (Self, Queue<W>) {
+    pub(crate) fn new(runtime: Handle, writer: W, handover: Handover) -> (Self, Queue<W>) {
         let (queue, items) = mpsc::unbounded_channel();
         let (writer, queued) = (Arc::new(Mutex::new(writer)), Arc::new(AtomicUsize::new(0)));
         let other = Queue { writer: Arc::clone(&writer), items, queued: Arc::clone(&queued) };
@@ -69,7 +68,7 @@ impl<W: Writes> SendQueue<W> {
 
     /// Sends a message after all earlier ones. Must not be called on a thread of the runtime.
     /// [`Queue::write_all`] returns the error if a write fails.
-    pub(super) fn send(&mut self, message: W::Message) {
+    pub(crate) fn send(&mut self, message: W::Message) {
         let idle = self.queued.load(Ordering::Acquire) == 0;
         if idle
             && W::bytes(&message) <= SMALL_BYTES
@@ -96,7 +95,7 @@ impl<W: Writes> SendQueue<W> {
 
 impl<W: Writes> Queue<W> {
     /// Sends all queued messages until the [`SendQueue`] is dropped or a write fails.
-    pub(super) async fn write_all(mut self) -> Result<(), Error> {
+    pub(crate) async fn write_all(mut self) -> Result<(), Error> {
         while let Some(item) = self.items.recv().await {
             match item {
                 Item::Write(message) => self.writer.lock().await.write(message).await?,
@@ -112,13 +111,12 @@ impl<W: Writes> Queue<W> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use proto::ca::Authority;
+    use pki::Expected;
+    use pki::ca::Authority;
     use proto::ids::{ClusterName, Epoch, NodeId, Role};
     use proto::stage::{ReplicaId, StageFeed, StageFrame, StageStep};
-    use proto::transport::{
-        ActivationReceiver, ActivationSender, Connection, Endpoint, EndpointConfig, Expected, Incoming,
-    };
     use std::time::SystemTime;
+    use transport::{ActivationReceiver, ActivationSender, Connection, Endpoint, EndpointConfig, Incoming};
 
     const ROW_BYTES: usize = 1 << 10;
     const MAX_ROWS: usize = 1 << 10;
@@ -205,7 +203,7 @@ mod tests {
         let handover = sender.handover();
         let (mut outlet, queue) = SendQueue::new(runtime.handle().clone(), sender, handover);
         drop(receiver);
-        runtime.block_on(async { dialed.close(proto::transport::CloseCode::Shutdown) });
+        runtime.block_on(async { dialed.close(transport::CloseCode::Shutdown) });
         outlet.send(message(0, 1));
         assert!(runtime.block_on(queue.write_all()).is_err());
     }

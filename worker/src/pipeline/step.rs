@@ -3,51 +3,19 @@
 use crate::Error;
 use crate::decoder::{Blocks, Decoder};
 use crate::kv_cache::{NULL_OFFSET, Slabs};
-use crate::load::MAX_CONTEXT;
-use crate::scheduler::{PlannedSequence, Scheduler, SequenceState, StepPlan};
+use crate::scheduler::{MAX_CONTEXT, PlannedSequence, Scheduler, SequenceState, StepPlan};
 use kernels::backend::{
     BlockTable, KvCopy, MAX_DEFERRED_ROWS, StateExport, StepInput, StepSequence, StepState,
 };
-use proto::stage::{StageCopy, StageCounted, StageSample, StageSequence, StageState, StageStep, StageTable};
+use proto::stage::{StageCopy, StageCounted, StageSequence, StageState, StageStep, StageTable};
 use std::collections::VecDeque;
 
 /// Maximum table entries of a step, summed over all sequences and including skipped blocks.
 const MAX_ENTRIES: usize = 4 << 20;
 
-/// Rows that need a result after the last layer.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub(crate) struct WantedRows {
-    /// Rows that need their most likely token.
-    pub(crate) argmax: Vec<u32>,
-    /// Rows that need a token from a sampler.
-    pub(crate) samples: Vec<StageSample>,
-    pub(crate) logits: Vec<u32>,
-}
-
-impl WantedRows {
-    /// Whether the stage that computes this row also draws a token from it.
-    pub(crate) fn draws(&self, row: u32) -> bool {
-        self.argmax.contains(&row) || self.samples.iter().any(|sample| sample.row == row)
-    }
-
-    /// Whether exactly one row needs one result.
-    pub(crate) fn is_one(&self) -> bool {
-        self.argmax.len() + self.samples.len() + self.logits.len() == 1
-    }
-
-    /// All rows in ascending order, without duplicates.
-    pub(super) fn distinct(&self) -> Vec<u32> {
-        let sampled = self.samples.iter().map(|sample| sample.row);
-        let mut rows: Vec<u32> = self.argmax.iter().chain(&self.logits).copied().chain(sampled).collect();
-        rows.sort_unstable();
-        rows.dedup();
-        rows
-    }
-}
-
 /// Describes a planned step by block numbers, without any requests for its rows. `slabs` is the layout of the
 /// scheduler's cache.
-pub(super) fn describe(
+pub(crate) fn describe(
     scheduler: &Scheduler,
     plan: &StepPlan,
     slabs: &Slabs,
@@ -105,7 +73,7 @@ fn describe_state(
 /// Runs a step over the layers of a stage, whose arena is laid out as `slabs`. `activations` have the shape
 /// `[rows, hidden]`; `None` on the first stage. Calls `beside` after each layer. Checks every field of the
 /// step before it computes anything.
-pub(super) fn forward(
+pub(crate) fn forward(
     decoder: &mut Decoder,
     slabs: &Slabs,
     step: &StageStep,
@@ -178,7 +146,7 @@ fn offset(slabs: &Slabs, group: usize, number: u32) -> Result<u32, Error> {
 }
 
 /// Offsets of a table's blocks. The caller has checked that the table has at most [`MAX_ENTRIES`] entries.
-pub(super) fn offsets(slabs: &Slabs, group: usize, table: &StageTable) -> Result<Vec<u32>, Error> {
+pub(crate) fn offsets(slabs: &Slabs, group: usize, table: &StageTable) -> Result<Vec<u32>, Error> {
     let mut offsets = vec![NULL_OFFSET; table.skipped as usize];
     for number in &table.blocks {
         offsets.push(offset(slabs, group, *number)?);
@@ -199,14 +167,14 @@ fn step_state(state: &StageState, offset: impl Fn(u32) -> Result<u32, Error>) ->
 
 /// Steps with deferred state updates whose numbers of accepted rows are not known yet.
 #[derive(Debug, Default)]
-pub(super) struct Uncounted {
+pub(crate) struct Uncounted {
     /// The step and, for each deferred sequence, its number of rows. The oldest step comes first.
     steps: VecDeque<(u64, Vec<u32>)>,
 }
 
 impl Uncounted {
     /// Records a step that was run.
-    pub(super) fn ran(&mut self, step: &StageStep) {
+    pub(crate) fn ran(&mut self, step: &StageStep) {
         let defers = |sequence: &&StageSequence| sequence.state.as_ref().is_some_and(|state| state.deferred);
         let rows: Vec<u32> = step.sequences.iter().filter(defers).map(|sequence| sequence.rows).collect();
         if !rows.is_empty() {
@@ -219,7 +187,7 @@ impl Uncounted {
     /// # Errors
     /// [`Error::StageStep`] if the step is not the oldest one, or if the number of sequences or of rows does
     /// not match.
-    pub(super) fn count(&mut self, decoder: &mut Decoder, counted: &StageCounted) -> Result<(), Error> {
+    pub(crate) fn count(&mut self, decoder: &mut Decoder, counted: &StageCounted) -> Result<(), Error> {
         let StageCounted { step, rows } = counted;
         let refuse = |reason: String| Err(Error::StageStep { reason });
         let Some((_, of)) = self.steps.front().filter(|(oldest, _)| oldest == step) else {
@@ -238,6 +206,7 @@ impl Uncounted {
 mod tests {
     use super::*;
     use crate::load::{self, EngineOptions};
+    use proto::stage::StageSample;
     use std::path::Path;
 
     /// The last layers of a small model, and the slabs of their arena.

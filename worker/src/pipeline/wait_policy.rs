@@ -20,7 +20,7 @@ const AWAKE: Duration = Duration::from_millis(100);
 
 /// How the compute thread waits.
 #[derive(Debug, Default)]
-pub(super) struct WaitPolicy {
+pub(crate) struct WaitPolicy {
     /// The last wait was shorter than [`AWAKE`].
     short: bool,
     /// Started at first use. The inner value is `None` if no thread could be started.
@@ -47,7 +47,7 @@ impl Wake for Signal {
 impl WaitPolicy {
     /// Runs a future on this thread, which must not be one of `runtime`'s. `runtime` does the I/O and drives
     /// the timers.
-    pub(super) fn block_on<T>(&mut self, runtime: &Handle, future: impl Future<Output = T>) -> T {
+    pub(crate) fn block_on<T>(&mut self, runtime: &Handle, future: impl Future<Output = T>) -> T {
         let _runtime = runtime.enter();
         let since = Instant::now();
         let signal = Arc::new(Signal { thread: std::thread::current(), given: AtomicBool::new(false) });
@@ -77,7 +77,7 @@ impl WaitPolicy {
 /// Yields the CPU after a message was passed to the I/O threads, so that one that shares this thread's CPU
 /// runs now. Otherwise it would wait until this thread blocks or its time slice ends, which takes
 /// milliseconds if the next step is ready. If no thread waits for this CPU, the cost is one system call.
-pub(super) fn step_aside() {
+pub(crate) fn step_aside() {
     std::thread::yield_now();
 }
 

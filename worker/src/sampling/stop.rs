@@ -2,11 +2,11 @@
 //!
 //! Text that may become part of a stop string is held back. A stop string is never part of the output.
 
-use model::dialect::StopStrings;
-use model::tokenizer::{Detokenizer, Tokenizer};
 use proto::message::{FinishReason, GenerateError, Stop};
 use std::collections::HashSet;
 use std::sync::Arc;
+use text::dialect::StopStrings;
+use text::tokenizer::{Detokenizer, Tokenizer};
 
 /// Maximum number of stop strings of a request.
 pub const MAX_STOP_STRINGS: usize = 16;

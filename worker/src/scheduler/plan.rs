@@ -1,8 +1,8 @@
 //! Plans one step: how many rows each sequence computes, which sequences follow others, and which are
 //! preempted.
 
+mod draft_tokens;
 mod follow;
-mod guesses;
 mod states;
 
 use super::sequence::{Sequence, State};
@@ -20,7 +20,7 @@ const MOST_LOOKAHEAD: u32 = 1024;
 const LOOKAHEAD_STEPS: u64 = 64;
 
 #[derive(Debug)]
-pub(super) struct Draft {
+pub(super) struct StepBuilder {
     step: u64,
     /// Rows that are not assigned yet.
     budget: u32,
@@ -45,7 +45,7 @@ struct Entry {
     from: u32,
     rows: u32,
     /// Further rows that are draft tokens.
-    guesses: u32,
+    draft_tokens: u32,
 }
 
 /// Writes the state after a row to a slot of its own.
@@ -89,7 +89,7 @@ impl Scheduler {
             self.lookahead = (self.lookahead / 2).max(self.cache.spec().block_tokens);
             self.lookahead_since = step;
         }
-        let mut draft = Draft {
+        let mut builder = StepBuilder {
             step,
             budget: self.config.max_batch_tokens.min(limits.rows.max(1)),
             decoding: limits.decoding.max(1),
@@ -100,29 +100,29 @@ impl Scheduler {
             following: 0,
             patient: true,
         };
-        self.make_way(&mut draft);
+        self.make_way(&mut builder);
         // Further rounds run only if the first one found no row while no step is in flight. Then waiting for
         // others is pointless, and preempted sequences can be admitted at once.
         for round in 0..3 {
-            draft.following = 0;
-            self.schedule_running(&mut draft);
-            if !draft.preempted || round > 0 {
-                self.admit(&mut draft);
+            builder.following = 0;
+            self.schedule_running(&mut builder);
+            if !builder.preempted || round > 0 {
+                self.admit(&mut builder);
             }
-            if !draft.entries.is_empty() || !self.in_flight.is_empty() {
+            if !builder.entries.is_empty() || !self.in_flight.is_empty() {
                 break;
             }
-            draft.patient = false;
+            builder.patient = false;
         }
-        self.following = draft.following;
-        self.attach_guesses(&mut draft);
-        Ok((!draft.entries.is_empty()).then(|| self.build(draft)))
+        self.following = builder.following;
+        self.attach_draft_tokens(&mut builder);
+        Ok((!builder.entries.is_empty()).then(|| self.build(builder)))
     }
 
     /// Schedules all admitted sequences: first the oldest, then those that need one row, then prompts. Within
     /// each class the least served tenant goes first, then the oldest sequence. Prompts of several tenants
     /// share the rows.
-    fn schedule_running(&mut self, draft: &mut Draft) {
+    fn schedule_running(&mut self, builder: &mut StepBuilder) {
         let Some((&oldest, others)) = self.running.split_first() else { return };
         let one_row = |slot: u32| {
             self.get(slot).is_some_and(|sequence| sequence.in_flight.is_none() && sequence.remaining() == 1)
@@ -130,10 +130,10 @@ impl Scheduler {
         let (mut order, mut prompts): (Vec<u32>, Vec<u32>) = others.iter().partition(|&&slot| one_row(slot));
         let turn = |slot: &u32| self.get(*slot).map(|sequence| self.tenants.served(sequence.tenant));
         order.sort_by_key(turn);
-        order.truncate(draft.decoding as usize - usize::from(one_row(oldest)));
+        order.truncate(builder.decoding as usize - usize::from(one_row(oldest)));
         prompts.sort_by_key(turn);
         // The oldest leaves one row for each of the others, but always gets at least one itself.
-        let rows = draft.budget.saturating_sub(order.len() as u32).max(1);
+        let rows = builder.budget.saturating_sub(order.len() as u32).max(1);
         let mut wants: HashMap<u64, u32> = HashMap::new();
         for sequence in
             std::iter::once(oldest).chain(prompts.iter().copied()).filter_map(|slot| self.get(slot))
@@ -149,12 +149,12 @@ impl Scheduler {
         if let Some(share) = own.and_then(|tenant| shares.as_mut()?.get_mut(&tenant)) {
             *share = (*share).max(1);
         }
-        self.schedule_prompt(oldest, rows, &mut shares, draft);
+        self.schedule_prompt(oldest, rows, &mut shares, builder);
         for slot in order {
-            self.schedule(slot, draft.budget, draft);
+            self.schedule(slot, builder.budget, builder);
         }
         for slot in prompts {
-            self.schedule_prompt(slot, draft.budget, &mut shares, draft);
+            self.schedule_prompt(slot, builder.budget, &mut shares, builder);
         }
     }
 
@@ -164,32 +164,32 @@ impl Scheduler {
         slot: u32,
         most_rows: u32,
         shares: &mut Option<HashMap<u64, u32>>,
-        draft: &mut Draft,
+        builder: &mut StepBuilder,
     ) {
         let tenant = self.get(slot).map(|sequence| sequence.tenant);
         let mut share = tenant.and_then(|tenant| shares.as_mut()?.get_mut(&tenant));
         let most_rows = share.as_ref().map_or(most_rows, |share| most_rows.min(**share));
-        let before = draft.budget;
-        self.schedule(slot, most_rows, draft);
+        let before = builder.budget;
+        self.schedule(slot, most_rows, builder);
         if let Some(share) = &mut share {
-            **share = share.saturating_sub(before.saturating_sub(draft.budget));
+            **share = share.saturating_sub(before.saturating_sub(builder.budget));
         }
     }
 
-    fn schedule(&mut self, slot: u32, most_rows: u32, draft: &mut Draft) {
+    fn schedule(&mut self, slot: u32, most_rows: u32, builder: &mut StepBuilder) {
         // Taken out of `sequences` meanwhile, so that code that iterates over the other sequences does not
         // see it.
         let Some(mut sequence) = self.sequences[slot as usize].take() else { return };
-        let turn = if sequence.state == State::Running && may_decode(&sequence, draft) {
-            self.move_on(&mut sequence, slot, most_rows, draft)
+        let turn = if sequence.state == State::Running && may_decode(&sequence, builder) {
+            self.move_on(&mut sequence, slot, most_rows, builder)
         } else {
             GrowOutcome::Over
         };
         self.sequences[slot as usize] = Some(sequence);
         match turn {
             GrowOutcome::Over => {}
-            GrowOutcome::GivesWay => self.preempt(slot, draft),
-            GrowOutcome::Stuck => self.run_alone(slot, draft),
+            GrowOutcome::GivesWay => self.preempt(slot, builder),
+            GrowOutcome::Stuck => self.run_alone(slot, builder),
         }
     }
 
@@ -198,14 +198,14 @@ impl Scheduler {
         sequence: &mut Sequence,
         slot: u32,
         most_rows: u32,
-        draft: &mut Draft,
+        builder: &mut StepBuilder,
     ) -> GrowOutcome {
         if sequence.remaining() == 0 || sequence.held && sequence.remaining() == 1 {
             return GrowOutcome::Over;
         }
-        let copies = draft.copies.len();
+        let copies = builder.copies.len();
         let prefill = sequence.remaining() > 1 || sequence.cache.len() < sequence.prompt_len;
-        if prefill && self.follow(sequence, slot, most_rows, draft) || most_rows == 0 {
+        if prefill && self.follow(sequence, slot, most_rows, builder) || most_rows == 0 {
             return GrowOutcome::Over;
         }
         sequence.awaited = None;
@@ -214,7 +214,7 @@ impl Scheduler {
         if sequence.held && rows == sequence.remaining() {
             rows -= 1;
             // Copies that it has taken over require a row of it in this step: then it is no longer held.
-            match (rows, draft.copies.len() > copies) {
+            match (rows, builder.copies.len() > copies) {
                 (0, false) => return GrowOutcome::Over,
                 (0, true) => {
                     sequence.held = false;
@@ -226,7 +226,7 @@ impl Scheduler {
         let mut joins_at = None;
         if prefill {
             rows = rows.min(self.step_tokens());
-            joins_at = self.next_followed(sequence, slot, rows, draft.step);
+            joins_at = self.next_followed(sequence, slot, rows, builder.step);
             rows = joins_at.unwrap_or(rows);
         }
         let room = loop {
@@ -234,22 +234,22 @@ impl Scheduler {
                 break rows;
             }
             let oldest = self.running.first() == Some(&slot);
-            match self.least_to_lose(sequence, slot, oldest, draft.step) {
+            match self.least_to_lose(sequence, slot, oldest, builder.step) {
                 Some(victim) if victim == slot => return GrowOutcome::GivesWay,
-                Some(victim) => self.preempt(victim, draft),
+                Some(victim) => self.preempt(victim, builder),
                 None => {
                     let room = self.cache.room(&mut sequence.cache).min(rows);
                     if room == 0 {
-                        let stuck = oldest && draft.entries.is_empty() && self.in_flight.is_empty();
+                        let stuck = oldest && builder.entries.is_empty() && self.in_flight.is_empty();
                         return if stuck { GrowOutcome::Stuck } else { GrowOutcome::Over };
                     }
                     break room;
                 }
             }
         };
-        if self.cache.copy_tail(&mut sequence.cache, draft.step, &mut draft.copies) {
+        if self.cache.copy_tail(&mut sequence.cache, builder.step, &mut builder.copies) {
             // Its copies belong to this step, so it must take part in it.
-            sequence.committed_in = draft.step;
+            sequence.committed_in = builder.step;
         }
         let (first, end) = (from as usize / HASH_UNIT_TOKENS, (from + room) as usize / HASH_UNIT_TOKENS);
         if prefill && sequence.cache.shares() {
@@ -259,19 +259,19 @@ impl Scheduler {
                 self.planned.plan(slot, ahead);
             }
         }
-        self.cache.commit(&mut sequence.cache, &sequence.units, &sequence.tokens, from + room, draft.step);
+        self.cache.commit(&mut sequence.cache, &sequence.units, &sequence.tokens, from + room, builder.step);
         if !sequence.cache.shares() {
             // A unit's id collided: no other sequence can wait for this one any more.
             self.planned.withdraw(slot, sequence.units.get(first..).unwrap_or_default());
         } else if end > first {
             self.planned.withdraw(slot, &sequence.units[first..end]);
-            sequence.committed_in = draft.step;
+            sequence.committed_in = builder.step;
         }
-        self.keep_states(sequence, slot, from, draft);
-        sequence.progressed_in = draft.step;
+        self.keep_states(sequence, slot, from, builder);
+        sequence.progressed_in = builder.step;
         sequence.following = joins_at == Some(room);
-        draft.budget = draft.budget.saturating_sub(room);
-        draft.entries.push(Entry { slot, from, rows: room, guesses: 0 });
+        builder.budget = builder.budget.saturating_sub(room);
+        builder.entries.push(Entry { slot, from, rows: room, draft_tokens: 0 });
         GrowOutcome::Over
     }
 
@@ -292,19 +292,19 @@ impl Scheduler {
             .map(|(slot, _)| slot)
     }
 
-    fn preempt(&mut self, slot: u32, draft: &mut Draft) {
-        draft.preempted = true;
+    fn preempt(&mut self, slot: u32, builder: &mut StepBuilder) {
+        builder.preempted = true;
         self.lookahead = (self.lookahead * 2).min(MOST_LOOKAHEAD);
-        self.lookahead_since = draft.step;
+        self.lookahead_since = builder.step;
         self.counters.preemptions += 1;
-        self.put_back(slot, draft);
+        self.put_back(slot, builder);
     }
 
     /// Removes a sequence from the step and returns it to the queue.
-    pub(super) fn put_back(&mut self, slot: u32, draft: &mut Draft) {
-        draft.entries.retain(|entry| {
+    pub(super) fn put_back(&mut self, slot: u32, builder: &mut StepBuilder) {
+        builder.entries.retain(|entry| {
             if entry.slot == slot {
-                draft.budget += entry.rows;
+                builder.budget += entry.rows;
             }
             entry.slot != slot
         });
@@ -317,8 +317,8 @@ impl Scheduler {
 
     /// Last resort: free blocks are so scattered over groups that the oldest sequence cannot continue even
     /// with all others gone. It restarts alone in an empty cache, in compact mode.
-    fn run_alone(&mut self, slot: u32, draft: &mut Draft) {
-        self.preempt(slot, draft);
+    fn run_alone(&mut self, slot: u32, builder: &mut StepBuilder) {
+        self.preempt(slot, builder);
         for other in std::mem::take(&mut self.running) {
             self.requeue(other, false);
         }
@@ -330,7 +330,7 @@ impl Scheduler {
     }
 
     /// Admits sequences from the queue in order, while the whole input of the next one fits.
-    fn admit(&mut self, draft: &mut Draft) {
+    fn admit(&mut self, builder: &mut StepBuilder) {
         self.short_of_blocks = None;
         while self.running.len() < self.config.max_seqs {
             let next = match self.alone {
@@ -354,7 +354,7 @@ impl Scheduler {
                 sequence.state = State::Running;
                 sequence.reached_before = sequence.reached;
                 sequence.following = true;
-                sequence.progressed_in = draft.step;
+                sequence.progressed_in = builder.step;
                 if sequence.cache.shares() && !sequence.seen {
                     self.counters.prefix_query_tokens += u64::from(sequence.prompt_len);
                 }
@@ -370,8 +370,8 @@ impl Scheduler {
             self.tenants.unqueue(tenant, &rank);
             let at = self.running.partition_point(|&other| self.get(other).is_some_and(|s| s.rank < rank));
             self.running.insert(at, slot);
-            self.schedule(slot, draft.budget, draft);
-            if draft.preempted && self.alone.is_none() {
+            self.schedule(slot, builder.budget, builder);
+            if builder.preempted && self.alone.is_none() {
                 return;
             }
         }
@@ -407,43 +407,43 @@ impl Scheduler {
         sequence.len().saturating_add(self.lookahead).min(sequence.longest().max(sequence.len()))
     }
 
-    fn build(&mut self, draft: Draft) -> StepPlan {
-        let rows: u32 = draft.entries.iter().map(|entry| entry.rows + entry.guesses).sum();
+    fn build(&mut self, builder: StepBuilder) -> StepPlan {
+        let rows: u32 = builder.entries.iter().map(|entry| entry.rows + entry.draft_tokens).sum();
         let mut plan = StepPlan {
-            step: draft.step,
-            copies: draft.copies.iter().map(|&(copy, _)| copy).collect(),
+            step: builder.step,
+            copies: builder.copies.iter().map(|&(copy, _)| copy).collect(),
             tokens: Vec::with_capacity(rows as usize),
             positions: Vec::with_capacity(rows as usize),
             logit_rows: Vec::new(),
-            sequences: Vec::with_capacity(draft.entries.len()),
+            sequences: Vec::with_capacity(builder.entries.len()),
         };
         let mut flight = PlannedStep {
-            step: draft.step,
-            sequences: Vec::with_capacity(draft.entries.len()),
-            held: draft.copies.iter().map(|&(copy, src)| (copy.group, src)).collect(),
+            step: builder.step,
+            sequences: Vec::with_capacity(builder.entries.len()),
+            held: builder.copies.iter().map(|&(copy, src)| (copy.group, src)).collect(),
         };
-        flight.held.extend(draft.exports.iter().map(|export| export.held));
-        for Entry { slot, from, rows, guesses } in draft.entries {
+        flight.held.extend(builder.exports.iter().map(|export| export.held));
+        for Entry { slot, from, rows, draft_tokens } in builder.entries {
             let Some(sequence) = self.sequences[slot as usize].as_mut() else { continue };
             let to = from + rows;
             self.tenants.serve(sequence.tenant, rows);
             let (new, again) = sequence.count_computed(from, to);
             self.counters.prefill_tokens_computed += u64::from(new);
             self.counters.recomputed_tokens += u64::from(again);
-            sequence.in_flight = Some(draft.step);
+            sequence.in_flight = Some(builder.step);
             let state = self.cache.step_state(&mut sequence.cache, from > 0).map(|state| {
                 flight.held.extend(state.held);
                 SequenceState {
                     read: state.read,
                     write: state.write,
-                    exports: exports_of(&draft.exports, slot, from),
-                    deferred: guesses > 0,
+                    exports: exports_of(&builder.exports, slot, from),
+                    deferred: draft_tokens > 0,
                 }
             });
             let first_row = plan.tokens.len() as u32;
             plan.tokens.extend_from_slice(&sequence.tokens[from as usize..to as usize]);
-            plan.tokens.extend_from_slice(&sequence.guesses);
-            plan.positions.extend(from..to + guesses);
+            plan.tokens.extend_from_slice(&sequence.draft_tokens);
+            plan.positions.extend(from..to + draft_tokens);
             let last_chunk = to == sequence.len();
             let samples = last_chunk && sequence.max_new_tokens > 0;
             let first_logit = plan.logit_rows.len() as u32;
@@ -455,12 +455,12 @@ impl Scheduler {
             if samples && !wanted.contains(&(to - 1)) {
                 plan.logit_rows.push(first_row + rows - 1);
             }
-            plan.logit_rows.extend(first_row + rows..first_row + rows + guesses);
+            plan.logit_rows.extend(first_row + rows..first_row + rows + draft_tokens);
             plan.sequences.push(PlannedSequence {
                 id: sequence.id,
-                rows: first_row..first_row + rows + guesses,
+                rows: first_row..first_row + rows + draft_tokens,
                 context_before: from,
-                guesses,
+                draft_tokens,
                 logits: first_logit..plan.logit_rows.len() as u32,
                 last_chunk,
                 state,
@@ -469,7 +469,7 @@ impl Scheduler {
             });
             flight.sequences.push((slot, samples));
         }
-        self.step = draft.step;
+        self.step = builder.step;
         self.counters.steps += 1;
         self.in_flight.push_back(flight);
         plan
@@ -477,12 +477,12 @@ impl Scheduler {
 }
 
 /// Whether the step has room for one more decoding sequence, if `sequence` decodes.
-fn may_decode(sequence: &Sequence, draft: &mut Draft) -> bool {
+fn may_decode(sequence: &Sequence, builder: &mut StepBuilder) -> bool {
     if !sequence.decodes() || sequence.remaining() == 0 {
         return true;
     }
-    let room = draft.decoding > 0;
-    draft.decoding = draft.decoding.saturating_sub(1);
+    let room = builder.decoding > 0;
+    builder.decoding = builder.decoding.saturating_sub(1);
     room
 }
 

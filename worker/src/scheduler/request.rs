@@ -114,9 +114,10 @@ pub struct PlannedSequence {
     pub rows: Range<u32>,
     /// Tokens before its first row.
     pub context_before: u32,
-    /// Number of draft tokens, which are its last rows ([`Scheduler::guess`](super::Scheduler::guess)). Each
-    /// is accepted only if it equals the token drawn from the row before.
-    pub guesses: u32,
+    /// Number of draft tokens, which are its last rows
+    /// ([`Scheduler::set_draft_tokens`](super::Scheduler::set_draft_tokens)). Each is accepted only if it
+    /// equals the token drawn from the row before.
+    pub draft_tokens: u32,
     /// Its entries in [`StepPlan::logit_rows`].
     pub logits: Range<u32>,
     /// After this step all known tokens are computed.
@@ -217,7 +218,7 @@ pub struct Decoding<'a> {
     /// Prompt and drawn tokens.
     pub tokens: &'a [u32],
     /// Maximum number of draft tokens that this step could verify.
-    pub most_guesses: u32,
+    pub max_draft_tokens: u32,
 }
 
 /// Current counts, for reports.

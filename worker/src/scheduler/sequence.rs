@@ -35,7 +35,7 @@ pub(super) struct Sequence {
     /// The last step that computes rows of it and has not completed. A prompt may have rows in several steps.
     pub(super) in_flight: Option<u64>,
     /// Draft tokens for the next step, or those that the step in flight verifies.
-    pub(super) guesses: Vec<u32>,
+    pub(super) draft_tokens: Vec<u32>,
     /// The last step in which it committed units that others may have taken over at once.
     pub(super) committed_in: u64,
     /// The last step in which it progressed.
@@ -79,7 +79,7 @@ impl Sequence {
             awaited: None,
             seen: false,
             in_flight: None,
-            guesses: Vec::new(),
+            draft_tokens: Vec::new(),
             committed_in: 0,
             progressed_in: 0,
             reached: 0,

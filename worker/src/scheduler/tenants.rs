@@ -16,7 +16,7 @@
 //! work.
 
 use super::sequence::{Rank, Sequence, State};
-use super::{Scheduler, plan::Draft};
+use super::{Scheduler, plan::StepBuilder};
 use proto::message::TenantTurn;
 use std::collections::{BTreeMap, HashMap};
 
@@ -179,7 +179,7 @@ impl Sequence {
 impl Scheduler {
     /// Returns at most one sequence per step to the queue, if the tenant whose turn it is waits for batch
     /// slots or blocks of which another tenant has more than its share.
-    pub(super) fn make_way(&mut self, draft: &mut Draft) {
+    pub(super) fn make_way(&mut self, builder: &mut StepBuilder) {
         let Some(next) = self.tenants.next().filter(|_| self.alone.is_none()) else { return };
         let full = self.running.len() >= self.config.max_seqs;
         if !full && self.short_of_blocks != Some(next.tenant) {
@@ -221,7 +221,7 @@ impl Scheduler {
             sequence.has_yielded = true;
         }
         self.counters.yields += 1;
-        self.put_back(slot, draft);
+        self.put_back(slot, builder);
     }
 
     /// Among the sequences of a tenant that may yield and have progressed by at least `progress` tokens, the

@@ -4,11 +4,12 @@ use super::Node;
 use super::runner::Runner;
 use crate::encoder::Text;
 use crate::encoder::thread::EncodeResult;
-use proto::message::{EncodeRequest, EncodeText, GenerateError, WorkerState};
+use proto::message::{EncodeRequest, EncodeText, GenerateError};
 use proto::trace::follow;
-use proto::transport::EncodeCall;
+use proto::worker::WorkerState;
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
+use transport::EncodeCall;
 
 /// Submits the call to the encoder at once. The returned future serves it to its end.
 pub(super) fn serve(node: &Node, call: EncodeCall) -> impl Future<Output = ()> + Send + use<> {

@@ -8,14 +8,15 @@ use crate::engine::thread::EngineHandle;
 use crate::engine::{EngineRequest, Sink};
 use crate::pull::Source;
 use crate::scheduler::SeqId;
-use proto::message::{GenerateError, GenerateFrame, GrammarSpec, MAX_TOKENS_PER_FRAME, WorkerState};
+use proto::message::{GenerateError, GenerateFrame, GrammarSpec, MAX_TOKENS_PER_FRAME};
 use proto::sequence::SequenceName;
 use proto::trace::TraceContext;
-use proto::transport::{GenerateCall, GenerateReply};
+use proto::worker::WorkerState;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::mpsc;
+use transport::{GenerateCall, GenerateReply};
 
 /// Frames of the engine that are joined at most, if the coordinator reads slower than the engine generates.
 const FRAMES_AT_ONCE: usize = 256;

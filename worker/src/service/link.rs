@@ -6,15 +6,15 @@ use super::{Node, Offer, UnderWay, encode, generate, operation, sequences};
 use proto::event::KvReplay;
 use proto::ids::Epoch;
 use proto::log::Repeats;
-use proto::message::{Registered, WorkerStatus};
 use proto::placement::{PlaceOrder, PlaceReport};
-use proto::service::{CertificateReport, CoordinatorApiClient, Refusal, WorkerApi, deadline};
 use proto::shard::ShippingReport;
-use proto::transport::{CloseCode, Connection, Incoming, KvEventSender};
+use proto::worker::{CertificateReport, Refusal, Registered, WorkerStatus};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tarpc::context::Context;
+use transport::service::{CoordinatorApiClient, WorkerApi, deadline};
+use transport::{CloseCode, Connection, Incoming, KvEventSender};
 
 /// Maximum events of a frame.
 const EVENTS_PER_BATCH: usize = 512;

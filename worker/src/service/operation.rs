@@ -2,13 +2,12 @@
 //! before the next one is read, so a fast sender or slow reader fills only QUIC's windows.
 
 use super::Node;
-use crate::operations::{OpenSession, SessionHandle};
-use crate::telemetry::SessionEnd;
-use proto::message::WorkerState;
 use proto::operation::{OperationError, OperationInput, OperationOutput, Pcm};
-use proto::transport::{OperationCall, OperationInputs, OperationReplier};
+use proto::worker::WorkerState;
+use speech::{OpenSession, SessionEnd, SessionHandle};
 use std::time::Duration;
 use tokio::time::timeout;
+use transport::{OperationCall, OperationInputs, OperationReplier};
 
 /// How a session ended.
 enum End {
@@ -70,7 +69,7 @@ async fn run(session: &mut OpenSession, inputs: &mut OperationInputs, reply: &mu
             Ok(Ok(Some(input))) => input,
             // The client closed its stream without a close message; treat it as one.
             Ok(Ok(None)) => OperationInput::Close,
-            Ok(Err(proto::Error::Codec(error))) => {
+            Ok(Err(transport::Error::Codec(error))) => {
                 let (field, reason) = ("frame".to_owned(), error.to_string());
                 return failed(OperationError::InvalidField { field, reason }, SessionEnd::refused);
             }
@@ -117,7 +116,7 @@ async fn run(session: &mut OpenSession, inputs: &mut OperationInputs, reply: &mu
             Err(error) => {
                 tracing::error!(%error, model = %session.opened.model, "a session has failed");
                 let told = match error {
-                    crate::Error::NotFinite { .. } => OperationError::NotFinite,
+                    speech::Error::NotFinite { .. } => OperationError::NotFinite,
                     _ => OperationError::Internal,
                 };
                 return failed(told, SessionEnd::error);
@@ -148,7 +147,7 @@ enum Asked {
 }
 
 impl Asked {
-    async fn of(self, session: &mut SessionHandle) -> Result<Vec<OperationOutput>, crate::Error> {
+    async fn of(self, session: &mut SessionHandle) -> Result<Vec<OperationOutput>, speech::Error> {
         match self {
             Self::Hear(sound) => session.hear(sound).await,
             Self::Segment { last, at } => {

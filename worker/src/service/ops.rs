@@ -6,12 +6,12 @@ use hyper::body::{Bytes, Incoming};
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
-use proto::heartbeat;
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
+use transport::heartbeat;
 
 /// Maximum connections at a time. Only probes and scrapers connect.
 const MAX_CONNECTIONS: usize = 64;

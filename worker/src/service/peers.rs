@@ -5,22 +5,22 @@
 
 use super::Node;
 use super::runner::Runner;
-use crate::engine::kv_send::Lent;
+use crate::engine::kv_send::SentPiece;
 use crate::engine::thread::EngineHandle;
 use crate::pieces::Namer;
 use crate::pull::{PullDelivery, PullFailure, PullOrder, Source};
 use crate::telemetry::Direction;
 use parking_lot::Mutex;
-use proto::Error;
-use proto::heartbeat::{BEAT_EVERY, Heartbeat};
+use pki::Expected;
 use proto::ids::{NodeId, Role};
 use proto::pull::{PullHead, PullRefusal, PullRequest, PullSource, PulledPiece, SENDS_AT_ONCE, SLICE_BYTES};
-use proto::transport::{Connection, Endpoint, Expected, Incoming, PullCall, PullReply};
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::{Semaphore, watch};
+use transport::heartbeat::{BEAT_EVERY, Heartbeat};
+use transport::{Connection, Endpoint, Error, Incoming, PullCall, PullReply};
 
 /// Time limit of a transfer to another worker. A receiver that does not read must not block others.
 const SEND_LIMIT: Duration = Duration::from_secs(60);
@@ -207,11 +207,11 @@ async fn give(node: &Node, request: PullRequest, mut reply: PullReply) -> Result
         return reply.fail(PullRefusal::NotHeld).await;
     };
     let PullRequest { origin, root, tokens, have } = request;
-    let offered = engine.lend(move |lender| {
-        let offer = lender.offer(&origin, root, &tokens, have)?;
+    let offered = engine.read_kv(move |sender| {
+        let offer = sender.offer(&origin, root, &tokens, have)?;
         // The offer may cover only a part of these tokens.
         let prefix: Arc<[u32]> = tokens.get(..offer.tokens as usize).unwrap_or_default().into();
-        let copies = lender.copy_pieces(root, &prefix, &offer.pieces[..slice_len(&offer.pieces)])?;
+        let copies = sender.copy_pieces(root, &prefix, &offer.pieces[..slice_len(&offer.pieces)])?;
         Ok((offer, prefix, copies))
     });
     let (offer, prefix, mut copies) = match offered.await.unwrap_or(Err(PullRefusal::Internal)) {
@@ -225,12 +225,12 @@ async fn give(node: &Node, request: PullRequest, mut reply: PullReply) -> Result
     let mut rest = &offer.pieces[..];
     loop {
         let (slice, behind) = rest.split_at(copies.len());
-        for ((group, end, length), lent) in slice.iter().zip(copies) {
+        for ((group, end, length), piece) in slice.iter().zip(copies) {
             let Some(key) = names.piece(*group as usize, *end) else {
                 return reply.fail(PullRefusal::Internal).await;
             };
             // The receiver computes what is damaged or was evicted meanwhile.
-            let Some(bytes) = bytes_of(lent).await.filter(|bytes| bytes.len() == *length) else {
+            let Some(bytes) = bytes_of(piece).await.filter(|bytes| bytes.len() == *length) else {
                 return reply.fail(PullRefusal::NotHeld).await;
             };
             let (digest, length) = (key.digest(&bytes), u32::try_from(bytes.len()).unwrap_or(u32::MAX));
@@ -252,10 +252,10 @@ async fn give(node: &Node, request: PullRequest, mut reply: PullReply) -> Result
 }
 
 /// Reads the bytes of a piece. Disk reads run on a blocking thread.
-async fn bytes_of(lent: Lent) -> Option<Vec<u8>> {
-    match lent {
-        Lent::Copy(bytes) => Some(bytes),
-        Lent::File(_) => tokio::task::spawn_blocking(move || lent.read()).await.ok().flatten(),
+async fn bytes_of(piece: SentPiece) -> Option<Vec<u8>> {
+    match piece {
+        SentPiece::Copy(bytes) => Some(bytes),
+        SentPiece::File(_) => tokio::task::spawn_blocking(move || piece.read()).await.ok().flatten(),
     }
 }
 
@@ -274,8 +274,8 @@ async fn copy(
     root: proto::block::BlockId,
     prefix: &Arc<[u32]>,
     pieces: &[(u32, u32, usize)],
-) -> Result<Vec<Lent>, PullRefusal> {
+) -> Result<Vec<SentPiece>, PullRefusal> {
     let (prefix, pieces) = (Arc::clone(prefix), pieces.to_vec());
-    let copies = engine.lend(move |lender| lender.copy_pieces(root, &prefix, &pieces)).await;
+    let copies = engine.read_kv(move |sender| sender.copy_pieces(root, &prefix, &pieces)).await;
     copies.unwrap_or(Err(PullRefusal::Internal))
 }

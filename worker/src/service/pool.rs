@@ -9,22 +9,24 @@
 use super::{Loaded, Node, NodeContext, NodeRun, present_epoch};
 use crate::Error;
 use crate::load::{self, EngineOptions, Prepared};
-use crate::pipeline::{Claims, Holds, RankServer, Replica, ReplicaClaim, StageConfig};
-use crate::speculation::Guesses;
+use crate::pipeline::{Claims, Replica, ReplicaClaim};
+use crate::rank_server::{Holds, RankServer, StageConfig};
+use crate::speculation::SpeculativeMethod;
 use crate::weight_distribution::{Shipper, WantedLayers};
 use parking_lot::Mutex;
+use pki::Identity;
 use proto::ids::Epoch;
 use proto::placement::{
     Capacity, ClaimRefusal, Drafter, Lead, LeadReport, LeadState, OfferedDrafter, PlaceOrder, PlaceReport,
 };
 use proto::stage::ActivationType;
-use proto::transport::{Endpoint, Identity};
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::sync::{mpsc, watch};
+use transport::Endpoint;
 
 /// Pause before the next attempt to form a replica. A stage that lost its lease is free again once the other
 /// side's lease has expired.
@@ -181,13 +183,17 @@ impl Pool {
 
     /// How the replica drafts, with the path of the draft model. The order's drafter takes precedence over
     /// this worker's own setting.
-    async fn guesses(&self, drafter: Option<Drafter>) -> Result<Guesses, Error> {
-        let locate = |digest| async move { self.shipper.locate_drafter(&digest, &self.engine).await };
+    async fn speculative_method(&self, drafter: Option<Drafter>) -> Result<SpeculativeMethod, Error> {
+        let locate = |digest| async move {
+            let (own, options) = (self.engine.speculative_method.file(), self.engine.clone());
+            let digest_of = move |path: &Path| load::drafter_digest(path, &options);
+            self.shipper.locate_drafter(&digest, own, digest_of).await
+        };
         Ok(match drafter {
-            None => self.engine.guesses.clone(),
-            Some(Drafter::Appended) => Guesses::Appended,
-            Some(Drafter::Assistant(digest)) => Guesses::Assistant(locate(digest).await?),
-            Some(Drafter::Model(digest)) => Guesses::Model(locate(digest).await?),
+            None => self.engine.speculative_method.clone(),
+            Some(Drafter::Appended) => SpeculativeMethod::Appended,
+            Some(Drafter::Assistant(digest)) => SpeculativeMethod::Assistant(locate(digest).await?),
+            Some(Drafter::Model(digest)) => SpeculativeMethod::Model(locate(digest).await?),
         })
     }
 
@@ -202,8 +208,8 @@ impl Pool {
             path = self.locate(lead) => path?,
             () = given_up(orders, lead) => return Err(another_plan()),
         };
-        let guesses = tokio::select! {
-            guesses = self.guesses(drafter) => guesses?,
+        let speculative_method = tokio::select! {
+            speculative_method = self.speculative_method(drafter) => speculative_method?,
             () = given_up(orders, lead) => return Err(another_plan()),
         };
         *epoch = free_epoch(epoch);
@@ -212,10 +218,10 @@ impl Pool {
         let ranges: Vec<Range<usize>> =
             lead.stages.iter().map(|stage| stage.layers.0 as usize..stage.layers.1 as usize).collect();
         // A draft model runs at the first stage, all other drafters at the last one.
-        let here = ranges.len() == 1 || matches!(guesses, Guesses::Model(_));
+        let here = ranges.len() == 1 || matches!(speculative_method, SpeculativeMethod::Model(_));
         let wanted = WantedLayers {
             layers: ranges.first().cloned(),
-            guesses: if here { guesses.clone() } else { Guesses::Off },
+            speculative_method: if here { speculative_method.clone() } else { SpeculativeMethod::Off },
             embedding: false,
         };
         tokio::select! {
@@ -225,7 +231,7 @@ impl Pool {
         let replica = Replica::new(Handle::current(), &self.identity, later, ActivationType::F32)?;
         let replica = replica.planned(ranges, claim);
         let (lost, endpoint) = (replica.lost(), replica.endpoint());
-        let options = EngineOptions { guesses, ..self.engine.clone() };
+        let options = EngineOptions { speculative_method, ..self.engine.clone() };
         let cache_bytes = lead.cache_bytes;
         let mut forming =
             tokio::task::spawn_blocking(move || load::prepare_replica(&path, &options, replica, cache_bytes));
@@ -238,7 +244,7 @@ impl Pool {
         };
         let prepared = formed.map_err(|_| Error::EngineStopped)?;
         if let Err(Error::StageLost(known)) = &prepared
-            && let proto::Error::StageClaimed(ClaimRefusal::Stale { life, epoch: latest }) = &known.source
+            && let transport::Error::StageClaimed(ClaimRefusal::Stale { life, epoch: latest }) = &known.source
             && *life == lead.life
         {
             // The clock was set back since an earlier attempt.

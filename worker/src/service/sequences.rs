@@ -9,10 +9,10 @@ use crate::snapshot::Snapshot;
 use proto::sequence::{
     MAX_LISTED, SequenceError, SequenceInfo, SequenceList, SequenceOperation, SequenceReply, SequenceRequest,
 };
-use proto::transport::{SequenceBody, SequenceCall};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
+use transport::{SequenceBody, SequenceCall};
 
 /// Maximum length of a snapshot's header.
 const HEADER_BYTES: u64 = 32 << 20;

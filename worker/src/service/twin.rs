@@ -3,10 +3,9 @@
 //! only briefly.
 
 use parking_lot::Mutex;
-use proto::Error;
 use proto::ids::NodeId;
-use proto::transport::Connection;
 use std::time::{Duration, Instant};
+use transport::{Connection, Error};
 
 /// Lifetime of a coordinator's report. The coordinator is asked again within that time.
 const COUNTS_FOR: Duration = Duration::from_secs(10);

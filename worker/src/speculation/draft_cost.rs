@@ -96,12 +96,12 @@ impl DraftCost {
         let more = self.times.range(rows..).next().map(time);
         let rows = f64::from(rows);
         // Assumes that the time of a step of r rows is proportional to 1 + ROW (r - 1).
-        let guess =
+        let draft_token =
             |(known, seconds): (f64, f64)| seconds * (1.0 + ROW * (rows - 1.0)) / (1.0 + ROW * (known - 1.0));
         match (fewer, more) {
             (Some((a, below)), Some((b, _))) if a == b => below,
             (Some((a, below)), Some((b, above))) => below + (above - below) * (rows - a) / (b - a),
-            (Some(one), None) | (None, Some(one)) => guess(one),
+            (Some(one), None) | (None, Some(one)) => draft_token(one),
             (None, None) => 1.0,
         }
     }

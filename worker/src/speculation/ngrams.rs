@@ -96,9 +96,9 @@ impl Ngrams {
             let before = run.iter_mut().zip(place.saturating_sub(SAME)..place);
             before.for_each(|(run, place)| *run = token(&next, place).unwrap_or_default());
             let record = self.behind.get(&run).map_or_else(Record::default, |(_, record)| *record);
-            let Some(guess) = token(&next, place) else { break };
+            let Some(draft_token) = token(&next, place) else { break };
             grounds.push(Grounds { matched: matched + next.len(), record });
-            next.push(guess);
+            next.push(draft_token);
         }
         (next, grounds)
     }

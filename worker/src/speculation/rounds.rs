@@ -51,10 +51,10 @@ impl Rounds {
         self.round = Some(self.round.map_or(one, |known| known + BLEND * (one - known)));
     }
 
-    pub(super) fn heard(&mut self, id: SeqId, guesses: usize, right: usize) {
+    pub(super) fn heard(&mut self, id: SeqId, draft_tokens: usize, right: usize) {
         let (of_right, of_all) = self.heard.entry(id).or_default();
         // Draft tokens after a wrong one are no observation.
-        for at in 0..guesses.min(right + 1) {
+        for at in 0..draft_tokens.min(right + 1) {
             *of_right = *of_right * KEPT + f64::from(u8::from(at < right));
             *of_all = *of_all * KEPT + 1.0;
         }

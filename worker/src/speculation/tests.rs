@@ -117,17 +117,18 @@ const TRUSTED_STEPS: u64 = 512;
 fn adversarial_text_costs_next_to_nothing() {
     let (mut speculation, row) = (Speculation::ngram(), 0.15);
     let mut tokens: Vec<u32> = (0..200).collect();
-    let (mut seconds, mut guessed) = (0.0, 0);
+    let (mut seconds, mut drafted) = (0.0, 0);
     for drawn in 0..400u32 {
-        let decoding = Decoding { id: SeqId(1), slot: SeqSlot(0), tokens: &tokens, most_guesses: 64 };
-        let guesses: usize = speculation.guess(std::iter::once(decoding)).iter().map(|(_, g)| g.len()).sum();
-        let took = 1.0 + row * guesses as f64;
-        speculation.step_took(1 + guesses, Duration::from_secs_f64(took));
-        (seconds, guessed) = (seconds + took, guessed + guesses);
+        let decoding = Decoding { id: SeqId(1), slot: SeqSlot(0), tokens: &tokens, max_draft_tokens: 64 };
+        let draft_tokens: usize =
+            speculation.draft(std::iter::once(decoding)).iter().map(|(_, g)| g.len()).sum();
+        let took = 1.0 + row * draft_tokens as f64;
+        speculation.step_took(1 + draft_tokens, Duration::from_secs_f64(took));
+        (seconds, drafted) = (seconds + took, drafted + draft_tokens);
         // Three tokens that occurred before, and one that never did.
         tokens.push(if drawn % 4 == 3 { 1000 + drawn } else { drawn % 4 + 10 });
     }
-    assert!(guessed > 0, "it was tried");
+    assert!(drafted > 0, "it was tried");
     assert!(seconds < 400.0 * 1.01, "{seconds}");
 }
 
@@ -138,11 +139,11 @@ fn a_quotation_is_drafted_in_long_runs() {
     let mut tokens = [&document[..], &[900, 901], &document[20..24]].concat();
     let mut steps = 0;
     while tokens.len() < document.len() + 200 {
-        let decoding = Decoding { id: SeqId(1), slot: SeqSlot(0), tokens: &tokens, most_guesses: 64 };
-        let guesses = speculation.guess(std::iter::once(decoding)).pop().map_or(0, |(_, g)| g.len());
-        speculation.step_took(1 + guesses, Duration::from_secs_f64(1.0 + 0.15 * guesses as f64));
+        let decoding = Decoding { id: SeqId(1), slot: SeqSlot(0), tokens: &tokens, max_draft_tokens: 64 };
+        let draft_tokens = speculation.draft(std::iter::once(decoding)).pop().map_or(0, |(_, g)| g.len());
+        speculation.step_took(1 + draft_tokens, Duration::from_secs_f64(1.0 + 0.15 * draft_tokens as f64));
         let next = tokens[tokens.len() - 1] + 1;
-        tokens.extend(next..=next + guesses as u32);
+        tokens.extend(next..=next + draft_tokens as u32);
         steps += 1;
     }
     assert!(steps < 40, "{steps} steps for 194 tokens");

@@ -1,7 +1,7 @@
 //! Metrics of the compute device.
 
+use cuda::check::OPS;
 use kernels::backend::{BackendInfo, StepCounts};
-use kernels::cuda::check::OPS;
 use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;

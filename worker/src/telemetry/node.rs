@@ -1,11 +1,11 @@
 //! Metrics of the process: its log, its certificates, its CPUs.
 
+use pki::Identity;
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
-use proto::transport::Identity;
 use std::sync::LazyLock;
 use std::sync::atomic::AtomicU64;
 use std::time::SystemTime;

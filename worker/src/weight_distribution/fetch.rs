@@ -5,7 +5,6 @@ use super::schedule::{ChunkAsk, ChunkIndex, Limits, RequestId, Schedule, SourceI
 use super::{Arrivals, Links, ShippingError};
 use crate::telemetry::ShippingMetrics;
 use model::shard::{ChunkBuffer, ChunkId, ChunkSlot, ShardStore, StoreError, StoreReservation};
-use proto::Error;
 use proto::shard::{ChunkRequest, ShardRequest};
 use std::io;
 use std::ops::Deref;
@@ -13,6 +12,7 @@ use std::sync::Arc;
 use std::time::Instant;
 use tokio::sync::mpsc;
 use tokio::task::{JoinHandle, JoinSet};
+use transport::Error;
 
 /// Events that tasks send to the fetch.
 enum Event {

@@ -3,22 +3,20 @@
 
 use super::ShippingConfig;
 use super::buffers::{Buffer, Buffers};
-use crate::load::EngineOptions;
 use crate::telemetry::ShippingMetrics;
 use bytes::Bytes;
 use model::ModelFile;
 use model::file::{DigestCache, Hashed};
 use model::shard::{ChunkId, Manifest, ShardStore};
 use parking_lot::Mutex;
-use proto::Error;
 use proto::ids::ModelId;
 use proto::shard::{ChunkRequest, ModelRef, ShardRefusal, ShardRequest};
-use proto::transport::{ShardCall, ShardReply};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::Semaphore;
+use transport::{Error, ShardCall, ShardReply};
 
 /// Minimum number of requests that are served at a time. Each has two chunks in memory.
 const MAX_SENDS: usize = 16;
@@ -104,12 +102,12 @@ impl HeldFile {
 }
 
 impl Inventory {
-    /// Serves the model in the file `path`, if any, under the name `model`, its drafter's file, and the
-    /// store.
+    /// Serves the model in the file `path`, if any, under the name `model`, the file `drafter`, if any, and
+    /// the store.
     pub(crate) fn new(
         model: Option<ModelId>,
         path: Option<&Path>,
-        options: &EngineOptions,
+        (drafter, digests): (Option<&Path>, Option<DigestCache>),
         shipping: &ShippingConfig,
         metrics: ShippingMetrics,
     ) -> Self {
@@ -121,10 +119,9 @@ impl Inventory {
             path: path.to_owned(),
             opened: Mutex::default(),
         };
-        let drafter = options.guesses.file().map(|path| (None, path));
+        let drafter = drafter.map(|path| (None, path));
         let files = path.map(|path| (model, path)).into_iter().chain(drafter).map(own).collect();
-        let (digests, buffers) = (options.digests.clone(), Buffers::default());
-        Self { files, digests, store, sends, max_sends, buffers, metrics }
+        Self { files, digests, store, sends, max_sends, buffers: Buffers::default(), metrics }
     }
 
     /// Serves one request to its end.

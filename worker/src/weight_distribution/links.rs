@@ -9,10 +9,11 @@
 //! host, the first lane is used instead.
 
 use parking_lot::Mutex as SyncMutex;
+use pki::Expected;
 use proto::ids::{NodeId, Role};
-use proto::transport::{Connection, Endpoint, Expected};
 use std::sync::{Arc, OnceLock};
 use tokio::sync::Mutex;
+use transport::{Connection, Endpoint};
 
 /// Links to all sources. Sources and lanes are named by index.
 #[derive(Debug)]
@@ -141,7 +142,7 @@ impl Links {
         &self,
         endpoint: &SyncMutex<Option<Arc<Endpoint>>>,
         first: &Connection,
-    ) -> Result<Connection, proto::Error> {
+    ) -> Result<Connection, transport::Error> {
         let endpoint = {
             let mut place = endpoint.lock();
             match &*place {

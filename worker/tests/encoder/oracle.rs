@@ -2,7 +2,7 @@
 
 use crate::{Reference, open, options, text, worst};
 use kvasir_worker::encoder::Text;
-use proto::message::ModelTask;
+use proto::served_model::ModelTask;
 
 const MAX_DIFFERENCE: f32 = 1e-4;
 

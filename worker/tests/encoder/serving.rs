@@ -6,7 +6,8 @@ use kvasir_worker::encoder::Text;
 use kvasir_worker::encoder::thread::EncoderHandle;
 use kvasir_worker::load::{self, EngineOptions};
 use proto::ids::{Epoch, ModelId};
-use proto::message::{GenerateError, ModelTask};
+use proto::message::GenerateError;
+use proto::served_model::ModelTask;
 use std::time::{Duration, Instant};
 
 const PATIENCE: Duration = Duration::from_secs(60);

@@ -9,13 +9,13 @@ use crate::harness::{
 use crate::simulated::{simulated, small};
 use crate::snapshots::{generate, key, save};
 use crate::stages::{Workers, most_shards};
-use kernels::cuda::Arch;
+use cuda::Arch;
 use kvasir_worker::Error;
 use kvasir_worker::engine::Engine;
 use kvasir_worker::kv_cache::Placement;
 use kvasir_worker::load::{self, EngineOptions};
 use kvasir_worker::snapshot::Snapshot;
-use kvasir_worker::speculation::Guesses;
+use kvasir_worker::speculation::SpeculativeMethod;
 use proto::message::Sampling;
 use tempfile::TempDir;
 
@@ -36,15 +36,19 @@ impl Model {
     }
 
     fn options(&self) -> EngineOptions {
-        EngineOptions { guesses: Guesses::Appended, ..options(HYBRID) }
+        EngineOptions { speculative_method: SpeculativeMethod::Appended, ..options(HYBRID) }
     }
 
-    fn guessing(&self, options: &EngineOptions, most: u32) -> Engine {
+    fn drafting(&self, options: &EngineOptions, most: u32) -> Engine {
         open(&self.name, options).with_draft_len(most)
     }
 
     fn plain(&self, asks: &[Ask]) -> Vec<Heard> {
-        let options = EngineOptions { guesses: Guesses::Off, prefix_cache: false, ..self.options() };
+        let options = EngineOptions {
+            speculative_method: SpeculativeMethod::Off,
+            prefix_cache: false,
+            ..self.options()
+        };
         one_by_one(&mut open(&self.name, &options), asks)
     }
 }
@@ -80,7 +84,7 @@ fn draft_tokens_of_an_mtp_head_change_no_bit() {
         }
         let (mut drafted, mut accepted) = (0, 0);
         let mut run = |what: &str, at_once: bool, options: EngineOptions| {
-            let mut engine = model.guessing(&options, 4);
+            let mut engine = model.drafting(&options, 4);
             let rounds =
                 same_twice(&format!("{arch}, {block:?}: {what}"), &mut engine, &asks, &want, at_once);
             let (all, right) = all(&rounds);
@@ -93,7 +97,7 @@ fn draft_tokens_of_an_mtp_head_change_no_bit() {
         run("alone", false, model.options());
         run("eight at once", true, model.options());
         run("chunks of 7", true, EngineOptions { chunk: Some(7), ..model.options() });
-        run("no room for guesses", true, EngineOptions { max_rows: Some(9), ..model.options() });
+        run("no room for draft tokens", true, EngineOptions { max_rows: Some(9), ..model.options() });
         run("blocks of 64", true, EngineOptions { block_tokens: 64, ..model.options() });
         run("no prefix cache", true, EngineOptions { prefix_cache: false, ..model.options() });
         run("contiguous", true, EngineOptions { placement: Placement::Contiguous, ..model.options() });
@@ -113,21 +117,21 @@ fn draft_tokens_do_not_depend_on_where_the_caches_come_from() {
     for seed in [3, 11, 12] {
         let ask = Ask::greedy(prompt(seed, 75), GENERATE).tokens_only();
         let asks = std::slice::from_ref(&ask);
-        let mut engine = model.guessing(&EngineOptions { chunk: Some(0), ..model.options() }, 4);
+        let mut engine = model.drafting(&EngineOptions { chunk: Some(0), ..model.options() }, 4);
         let first = one_by_one(&mut engine, asks).remove(0);
         let want = counts(&first);
         assert!(want.1 > 0, "{want:?}");
         let again = one_by_one(&mut engine, asks).remove(0);
         assert_eq!((again.cached(), counts(&again)), (64, want));
         let chunks = EngineOptions { chunk: Some(7), ..model.options() };
-        assert_eq!(counts(&one_by_one(&mut model.guessing(&chunks, 4), asks)[0]), want);
+        assert_eq!(counts(&one_by_one(&mut model.drafting(&chunks, 4), asks)[0]), want);
         let others: Vec<Ask> =
             (20..24).map(|seed| Ask::greedy(prompt(seed, 30), GENERATE).tokens_only()).collect();
         let crowd = [asks, &others].concat();
-        let beside = together(&mut model.guessing(&model.options(), 4), &crowd).remove(0);
+        let beside = together(&mut model.drafting(&model.options(), 4), &crowd).remove(0);
         assert_eq!((&beside.tokens, counts(&beside)), (&first.tokens, want));
         // Where one attempt ended the next one continues, here or elsewhere. Its first token starts a round.
-        for mut engine in [engine, model.guessing(&model.options(), 4)] {
+        for mut engine in [engine, model.drafting(&model.options(), 4)] {
             let resumed = Ask { emitted: first.tokens[..17].to_vec(), ..ask.clone() };
             let rest = one_by_one(&mut engine, &[resumed]).remove(0);
             assert_eq!(rest.tokens, first.tokens[17..]);
@@ -144,7 +148,7 @@ fn cached_bytes_are_a_function_of_the_tokens() {
         let model = Model::new(arch, block);
         for seed in [5, 6] {
             let saved = |options: EngineOptions, most: u32, before: &[usize]| {
-                let mut engine = model.guessing(&options, most);
+                let mut engine = model.drafting(&options, most);
                 for len in before {
                     generate(&mut engine, "before", prompt(seed, 60)[..*len].to_vec());
                 }
@@ -166,15 +170,18 @@ fn cached_bytes_are_a_function_of_the_tokens() {
             // It continues in another engine as in one that computed it.
             let next = Ask::greedy([&tokens[..], &prompt(9, 20)].concat(), GENERATE).tokens_only();
             let heard =
-                one_by_one(&mut model.guessing(&model.options(), 4), std::slice::from_ref(&next)).remove(0);
-            let mut second = model.guessing(&model.options(), 4);
+                one_by_one(&mut model.drafting(&model.options(), 4), std::slice::from_ref(&next)).remove(0);
+            let mut second = model.drafting(&model.options(), 4);
             let snapshot = Snapshot::from_bytes(&want.to_bytes().unwrap(), &second.origin()).unwrap();
             second.restore(key("again"), &snapshot).unwrap();
             let restored = one_by_one(&mut second, &[next]).remove(0);
             assert!(restored.cached() > 0);
             assert_eq!((restored.tokens.clone(), counts(&restored)), (heard.tokens.clone(), counts(&heard)));
             // Without the head the caches are of another origin.
-            let other = open(&model.name, &EngineOptions { guesses: Guesses::Off, ..model.options() });
+            let other = open(
+                &model.name,
+                &EngineOptions { speculative_method: SpeculativeMethod::Off, ..model.options() },
+            );
             assert!(Snapshot::from_bytes(&want.to_bytes().unwrap(), &other.origin()).is_err());
         }
     }
@@ -191,11 +198,11 @@ fn draft_tokens_change_no_draw_choice_or_cancellation() {
     let apart: Vec<Ask> = (1..4).map(|seed| choice(seed, 1)).collect();
     let want = model.plain(&apart);
     for choices in [apart, (1..4).map(|seed| choice(seed, 3)).collect()] {
-        let got = together(&mut model.guessing(&model.options(), 4), &choices);
+        let got = together(&mut model.drafting(&model.options(), 4), &choices);
         let same = want.iter().zip(&got).all(|(want, got)| want.tokens == got.tokens);
         assert!(same && all(&got).1 > 0, "{:?}", all(&got));
     }
-    let mut engine = model.guessing(&model.options(), 4);
+    let mut engine = model.drafting(&model.options(), 4);
     let asked: Vec<_> = asks().iter().map(|ask| submit(&mut engine, ask)).collect();
     for asked in asked.iter().step_by(2) {
         for _ in 0..3 {
@@ -215,11 +222,11 @@ fn draft_tokens_change_no_draw_choice_or_cancellation() {
 #[test]
 fn the_simulated_device_drafts_like_the_cpu() {
     let model = Model::new("qwen35", Block::Telling);
-    let options = EngineOptions { guesses: Guesses::Appended, ..small(HYBRID) };
+    let options = EngineOptions { speculative_method: SpeculativeMethod::Appended, ..small(HYBRID) };
     let asks = [14, 15].map(|seed| Ask::greedy(prompt(seed, seed as usize), 12).tokens_only());
     let arch = Arch::CHECKED[1];
     let mut device = open_on(&model.name, &options, simulated(arch, &options)).with_draft_len(3);
-    let (got, want) = (together(&mut device, &asks), together(&mut model.guessing(&options, 3), &asks));
+    let (got, want) = (together(&mut device, &asks), together(&mut model.drafting(&options, 3), &asks));
     for (got, want) in got.iter().zip(&want) {
         assert_eq!((&got.tokens, counts(got)), (&want.tokens, counts(want)));
     }
@@ -233,12 +240,12 @@ fn a_model_without_an_mtp_head_is_refused() {
         other => panic!("{other:?}"),
     };
     for (model, key) in [(HYBRID, "qwen35.nextn_predict_layers"), ("tiny/llama/llama-f32", "llama")] {
-        let options = EngineOptions { guesses: Guesses::Appended, ..options(model) };
+        let options = EngineOptions { speculative_method: SpeculativeMethod::Appended, ..options(model) };
         let reason = refused(load::open(&path(model), &options, &mut |_, _| {}).map(drop));
         assert!(reason.contains(key), "{reason}");
     }
     let workers = Workers::start(HYBRID, 1, &options(HYBRID));
-    let options = EngineOptions { guesses: Guesses::Appended, ..options(HYBRID) };
+    let options = EngineOptions { speculative_method: SpeculativeMethod::Appended, ..options(HYBRID) };
     let reason = refused(workers.engine(HYBRID, &options).map(drop));
     assert!(reason.contains("qwen35.nextn_predict_layers"), "{reason}");
 }
@@ -268,7 +275,7 @@ fn draft_tokens_of_an_mtp_head_at_the_last_stage_change_no_bit() {
             run("alone", false, model.options());
             run("eight at once", true, model.options());
             run("chunks of 7", true, EngineOptions { chunk: Some(7), ..model.options() });
-            run("no room for guesses", true, EngineOptions { max_rows: Some(9), ..model.options() });
+            run("no room for draft tokens", true, EngineOptions { max_rows: Some(9), ..model.options() });
             run("no prefix cache", true, EngineOptions { prefix_cache: false, ..model.options() });
             preempted += run("preempted", true, cramped(&model.name, &model.options(), 140));
             assert!(drafted > accepted && drafted > 0, "{arch}: {accepted} of {drafted}");
@@ -290,7 +297,7 @@ fn the_last_stage_caches_and_drafts_like_one_worker() {
                 let what = format!("{arch} over {shards}, prompt {seed}");
                 let ask = Ask::greedy(prompt(seed, 75), GENERATE).tokens_only();
                 let asks = std::slice::from_ref(&ask);
-                let mut one = model.guessing(&model.options(), 4);
+                let mut one = model.drafting(&model.options(), 4);
                 let mut cut = workers.next_engine(&model.name, &model.options()).with_draft_len(4);
                 for again in [false, true] {
                     let (want, got) =

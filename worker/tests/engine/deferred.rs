@@ -87,10 +87,10 @@ fn any_number_of_draft_tokens_can_be_rejected() {
             for accepted in 0..=rows {
                 let what = format!("{model}: {accepted} of {rows}");
                 // The first `accepted` draft tokens are correct, the others are wrong.
-                let mut guesses = tokens[CONTEXT..CONTEXT + rows].to_vec();
-                guesses[accepted..].iter_mut().for_each(|token| *token = (*token + 7) % 256);
-                let seen = stage.step(&guesses, CONTEXT, Some(0), 1, true);
-                assert!(seen[..accepted] == want[CONTEXT..CONTEXT + accepted], "{what}: while guessing");
+                let mut draft_tokens = tokens[CONTEXT..CONTEXT + rows].to_vec();
+                draft_tokens[accepted..].iter_mut().for_each(|token| *token = (*token + 7) % 256);
+                let seen = stage.step(&draft_tokens, CONTEXT, Some(0), 1, true);
+                assert!(seen[..accepted] == want[CONTEXT..CONTEXT + accepted], "{what}: while drafting");
                 assert!(seen.get(accepted).is_none_or(|row| *row != want[CONTEXT + accepted]), "{what}");
                 stage.decoder.accept(&[accepted]).unwrap();
                 for at in CONTEXT + accepted..CONTEXT + accepted + 2 {

@@ -7,7 +7,7 @@ use crate::harness::{
 };
 use crate::simulated::{simulated, small};
 use crate::stages::Workers;
-use kernels::cuda::Arch;
+use cuda::Arch;
 use kvasir_worker::engine::{Engine, StepOutcome};
 use kvasir_worker::grammar::{COMPILE_TIME, Grammars, Guide};
 use kvasir_worker::load::EngineOptions;

@@ -273,6 +273,7 @@ pub(crate) fn run_to_end(engine: &mut Engine) {
         let outcome = engine.step(Instant::now()).unwrap();
         assert!(outcome != StepOutcome::Idle || !engine.has_work(), "work is left but nothing is planned");
     }
+    engine.check().unwrap();
 }
 
 /// Runs all requests at once to the end.

@@ -5,7 +5,7 @@ use crate::stages::Workers;
 use crate::tiers::{disk, finish};
 use kvasir_worker::load::EngineOptions;
 use kvasir_worker::pieces::Namer;
-use kvasir_worker::speculation::Guesses;
+use kvasir_worker::speculation::SpeculativeMethod;
 use model::gguf::writer::Writer;
 use model::{GgmlType, ModelFile};
 use proto::message::{GenerateError, Sampling};
@@ -114,8 +114,8 @@ fn requests_with_finite_rows_continue() {
         let healthy: Vec<u32> =
             prompt(1, 40).into_iter().map(|token| if token == SICK { 8 } else { token }).collect();
         let sick = [&healthy[..30], &[SICK]].concat();
-        for guesses in [Guesses::Off, Guesses::Ngram] {
-            let options = EngineOptions { guesses, prefix_cache: true, ..options("tiny/x") };
+        for speculative_method in [SpeculativeMethod::Off, SpeculativeMethod::Ngram] {
+            let options = EngineOptions { speculative_method, prefix_cache: true, ..options("tiny/x") };
             let alone = together(&mut open(&model, &options), &asks(&healthy));
             let mut engine = open(&model, &options);
             // Choices of one prompt fork at its end.
@@ -163,11 +163,15 @@ fn no_cache_of_a_spoiled_request_is_kept() {
                 let prompt = [&[SICK], &healthy(3, 150)[..], &healthy(4, 40)].concat();
                 assert!(is_refused(&finish(&mut engine, &[with(&prompt)])[0]), "{arch}");
                 let offered = [&shared[..], &prompt[..16]].concat();
-                let refused = engine.lender().offer(&origin, ROOT, &offered, 0).err();
+                let refused = engine.kv_sender().offer(&origin, ROOT, &offered, 0).err();
                 assert_eq!(refused, Some(PullRefusal::NotHeld), "{arch}");
             } else {
                 let prompt = [&shared[..], &healthy(2, 16)].concat();
-                assert_eq!(engine.lender().offer(&origin, ROOT, &prompt, 0).unwrap().tokens, 176, "{arch}");
+                assert_eq!(
+                    engine.kv_sender().offer(&origin, ROOT, &prompt, 0).unwrap().tokens,
+                    176,
+                    "{arch}"
+                );
             }
             // The next process does not find it either.
             drop(engine);

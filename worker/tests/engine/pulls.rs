@@ -53,7 +53,7 @@ impl Source for Direct {
     fn fetch(self: Box<Self>, order: PullOrder, delivery: PullDelivery) {
         let mut holder = self.holder.lock().unwrap();
         let asked = order.request();
-        let offer = match holder.lender().offer(&asked.origin, asked.root, &asked.tokens, asked.have) {
+        let offer = match holder.kv_sender().offer(&asked.origin, asked.root, &asked.tokens, asked.have) {
             Ok(offer) => offer,
             Err(_) => return delivery.end(Err(PullFailure::Refused)),
         };
@@ -61,7 +61,7 @@ impl Source for Direct {
         let names = Namer::new(&holder.origin()).unwrap().names(asked.root, prefix);
         for piece in offer.pieces.iter().take(self.most) {
             let bytes = holder
-                .lender()
+                .kv_sender()
                 .copy_pieces(asked.root, prefix, std::slice::from_ref(piece))
                 .unwrap()
                 .remove(0)
@@ -179,7 +179,7 @@ fn cached_pieces_are_not_pulled() {
         let whole: u64 = holder
             .lock()
             .unwrap()
-            .lender()
+            .kv_sender()
             .offer(&origin(&engine), ROOT, &asked().prompt[..192], 0)
             .map_or(0, |offer| offer.pieces.iter().map(|(_, _, bytes)| *bytes as u64).sum());
         let pulled = engine.metrics().transfers.bytes(Direction::pulled);

@@ -3,11 +3,11 @@
 //! ptx-sim`).
 
 use crate::harness::{Ask, QUANT, TINY, open, open_on, options, prompt, submit, together};
-use kernels::backend::Backend;
-use kernels::cuda::{
+use cuda::{
     Arch, Compiled, Compiler, CubinCache, CudaBackend, CudaConfig, CudaError, Device, DevicePtr, KernelId,
     Launch, SimDevice, source,
 };
+use kernels::backend::Backend;
 use kvasir_worker::engine::thread::{EXIT_DEVICE_LOST, EngineHandle};
 use kvasir_worker::load::EngineOptions;
 use kvasir_worker::speculation::Speculation;

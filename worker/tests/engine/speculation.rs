@@ -9,7 +9,7 @@ use kvasir_worker::Error;
 use kvasir_worker::engine::Engine;
 use kvasir_worker::kv_cache::Placement;
 use kvasir_worker::load::{self, EngineOptions};
-use kvasir_worker::speculation::{Guesses, Speculation};
+use kvasir_worker::speculation::{Speculation, SpeculativeMethod};
 use proto::message::{FinishReason, Sampling, Stop};
 
 const LLAMA: &str = "tiny/llama/llama-f32";
@@ -43,7 +43,7 @@ pub(crate) fn plain(model: &str, asks: &[Ask]) -> Vec<Heard> {
     one_by_one(&mut open(model, &EngineOptions { prefix_cache: false, ..options(model) }), asks)
 }
 
-fn guessing(model: &str, options: &EngineOptions, most: u32) -> Engine {
+fn drafting(model: &str, options: &EngineOptions, most: u32) -> Engine {
     open(model, options).with_speculation(Speculation::ngram().always(most))
 }
 
@@ -63,7 +63,7 @@ fn draft_tokens_change_no_bit() {
         let want = plain(model, &asks);
         let (mut drafted, mut accepted) = (0, 0);
         let mut run = |what: &str, at_once: bool, most: u32, options: EngineOptions| {
-            let mut engine = guessing(model, &options, most);
+            let mut engine = drafting(model, &options, most);
             let rounds = same_twice(&format!("{model}: {what}"), &mut engine, &asks, &want, at_once);
             let (all, right) = counts(&rounds);
             (drafted, accepted) = (drafted + all, accepted + right);
@@ -74,10 +74,10 @@ fn draft_tokens_change_no_bit() {
         };
         run("alone", false, 5, options(model));
         run("eight at once", true, 5, options(model));
-        run("one guess", true, 1, options(model));
+        run("one draft token", true, 1, options(model));
         run("as many as can be", true, 64, options(model));
         run("chunks of 7", true, 5, EngineOptions { chunk: Some(7), ..options(model) });
-        run("no room for guesses", true, 5, EngineOptions { max_rows: Some(9), ..options(model) });
+        run("no room for draft tokens", true, 5, EngineOptions { max_rows: Some(9), ..options(model) });
         run("no prefix cache", true, 5, EngineOptions { prefix_cache: false, ..options(model) });
         let contiguous = EngineOptions { placement: Placement::Contiguous, ..options(model) };
         run("contiguous", true, 5, contiguous);
@@ -111,7 +111,7 @@ fn seeded_draws_are_the_same_with_draft_tokens() {
         };
         let asks: Vec<Ask> = (1..).zip(all).map(seeded).collect();
         let want = plain(model, &asks);
-        let got = together(&mut guessing(model, &options(model), 6), &asks);
+        let got = together(&mut drafting(model, &options(model), 6), &asks);
         for (want, got) in want.iter().zip(&got) {
             assert_eq!((&want.tokens, &want.logprobs), (&got.tokens, &got.logprobs), "{model}");
         }
@@ -141,7 +141,7 @@ fn endings_are_found_among_draft_tokens() {
             for stop in stops {
                 let ask = Ask { stop, ..ask.clone() };
                 let want = plain(model, std::slice::from_ref(&ask)).remove(0);
-                let mut engine = guessing(model, &options(model), 7);
+                let mut engine = drafting(model, &options(model), 7);
                 let got = one_by_one(&mut engine, std::slice::from_ref(&ask)).remove(0);
                 let end = |heard: &Heard| {
                     let finished = heard.finished.clone().unwrap();
@@ -173,13 +173,13 @@ fn choices_and_attempts_continue_with_draft_tokens() {
         let choices: Vec<Ask> = (1..4).map(choice).collect();
         let want =
             plain(model, &choices.iter().cloned().map(|ask| Ask { together: 1, ..ask }).collect::<Vec<_>>());
-        let got = together(&mut guessing(model, &options(model), 5), &choices);
+        let got = together(&mut drafting(model, &options(model), 5), &choices);
         for (want, got) in want.iter().zip(&got) {
             assert_eq!(want.tokens, got.tokens, "{model}");
         }
         for (choice, want) in choices.iter().zip(&want) {
             let resumed = Ask { emitted: want.tokens[..17].to_vec(), together: 1, ..choice.clone() };
-            let rest = one_by_one(&mut guessing(model, &options(model), 5), &[resumed]).remove(0);
+            let rest = one_by_one(&mut drafting(model, &options(model), 5), &[resumed]).remove(0);
             assert_eq!(rest.tokens, want.tokens[17..], "{model}");
             assert_eq!(rest.finished.unwrap().reason, FinishReason::Length);
         }
@@ -189,7 +189,7 @@ fn choices_and_attempts_continue_with_draft_tokens() {
 #[test]
 fn a_request_removed_with_draft_tokens_in_flight_leaves_nothing() {
     for model in models() {
-        let mut engine = guessing(model, &options(model), 5);
+        let mut engine = drafting(model, &options(model), 5);
         let asked: Vec<_> = asks().iter().map(|ask| submit(&mut engine, ask)).collect();
         for asked in asked.iter().step_by(2) {
             for _ in 0..3 {
@@ -256,12 +256,12 @@ fn drawn_tokens_keep_their_distribution() {
         let all = counts(&heard);
         (heard.into_iter().map(|heard| heard.tokens).collect::<Vec<_>>(), all)
     };
-    let (guessed, (drafted, accepted)) = draws(&mut guessing(LLAMA, &options(LLAMA), 3), 0..SEEDS);
+    let (with_drafts, (drafted, accepted)) = draws(&mut drafting(LLAMA, &options(LLAMA), 3), 0..SEEDS);
     let (plain, _) = draws(&mut open(LLAMA, &options(LLAMA)), SEEDS..2 * SEEDS);
     assert!(accepted > 100 && drafted - accepted > 100, "{accepted} of {drafted}");
     for at in 0..TOKENS {
         let mut cells: std::collections::BTreeMap<u32, [f64; 2]> = Default::default();
-        for (which, draws) in [&guessed, &plain].into_iter().enumerate() {
+        for (which, draws) in [&with_drafts, &plain].into_iter().enumerate() {
             draws.iter().for_each(|tokens| cells.entry(tokens[at]).or_default()[which] += 1.0);
         }
         // Rare tokens are counted together.
@@ -279,27 +279,28 @@ fn drawn_tokens_keep_their_distribution() {
 const Q4: &str = "quant/qwen3-q/qwen3-q-q4_k_m";
 
 /// Models and their drafters.
-fn drafters() -> [(&'static str, Guesses); 3] {
-    let assistant = Guesses::Assistant(path("tiny/gemma4-assistant/gemma4-assistant-f32"));
+fn drafters() -> [(&'static str, SpeculativeMethod); 3] {
+    let assistant = SpeculativeMethod::Assistant(path("tiny/gemma4-assistant/gemma4-assistant-f32"));
     [
         ("tiny/gemma4/gemma4-f32", assistant),
-        (LLAMA, Guesses::Model(path(LLAMA))),
-        (Q4, Guesses::Model(path("quant/qwen3-q/qwen3-q-q8_0"))),
+        (LLAMA, SpeculativeMethod::Model(path(LLAMA))),
+        (Q4, SpeculativeMethod::Model(path("quant/qwen3-q/qwen3-q-q8_0"))),
     ]
 }
 
 #[test]
 fn drafters_change_no_bit() {
-    for (model, guesses) in drafters() {
+    for (model, speculative_method) in drafters() {
         let asks = asks();
         let want = plain(model, &asks);
         let (mut drafted, mut accepted) = (0, 0);
         let mut run = |what: &str, at_once: bool, options: EngineOptions| {
             let mut engine =
-                open(model, &EngineOptions { guesses: guesses.clone(), ..options }).with_draft_len(4);
+                open(model, &EngineOptions { speculative_method: speculative_method.clone(), ..options })
+                    .with_draft_len(4);
             for _ in 0..2 {
                 let got = if at_once { together(&mut engine, &asks) } else { one_by_one(&mut engine, &asks) };
-                assert_same(&format!("{model}, {guesses:?}: {what}"), &want, &got);
+                assert_same(&format!("{model}, {speculative_method:?}: {what}"), &want, &got);
                 engine.check().unwrap();
                 // The last one's draws are biased, which no drafter knows.
                 let (all, right) = counts(&got[..got.len() - 1]);
@@ -314,7 +315,8 @@ fn drafters_change_no_bit() {
         run("preempted", true, cramped(model, &options(model), 140));
         assert!(accepted > 0, "{model}");
         // A model's own draft tokens are always accepted.
-        let same = matches!(&guesses, Guesses::Model(drafter) if *drafter == path(model));
+        let same =
+            matches!(&speculative_method, SpeculativeMethod::Model(drafter) if *drafter == path(model));
         assert_eq!(drafted == accepted, same, "{model}: {accepted} of {drafted}");
     }
 }
@@ -324,14 +326,14 @@ fn drafters_change_no_bit() {
 fn the_assistants_acceptance_equals_the_references() {
     let text = std::fs::read_to_string(path("tiny/gemma4-assistant/ref").with_extension("json")).unwrap();
     let told: serde_json::Value = serde_json::from_str(&text).unwrap();
-    let (model, guesses) = drafters().into_iter().next().unwrap();
+    let (model, speculative_method) = drafters().into_iter().next().unwrap();
     for (ids, rounds) in told["prompts"].as_array().unwrap().iter().zip(told["rounds"].as_array().unwrap()) {
         let prompt: Vec<u32> = serde_json::from_value(ids.clone()).unwrap();
         let rounds = rounds.as_array().unwrap();
         let accepted: u64 = rounds.iter().map(|round| round["accepted"].as_u64().unwrap()).sum();
         // The token after the prompt, and the tokens of all rounds.
         let tokens = 1 + rounds.len() as u32 + accepted as u32;
-        let options = EngineOptions { guesses: guesses.clone(), ..options(model) };
+        let options = EngineOptions { speculative_method: speculative_method.clone(), ..options(model) };
         // Room for four draft tokens in the last round too.
         let ask = Ask::greedy(prompt, tokens + 4).tokens_only();
         let mut engine = open(model, &options).with_draft_len(4);
@@ -348,17 +350,17 @@ fn the_assistants_acceptance_equals_the_references() {
 
 #[test]
 fn drafters_that_cannot_serve_are_refused() {
-    let refused = |model: &str, guesses: Guesses| {
-        let options = EngineOptions { guesses, ..options(model) };
+    let refused = |model: &str, speculative_method: SpeculativeMethod| {
+        let options = EngineOptions { speculative_method, ..options(model) };
         let loaded = load::open(&path(model), &options, &mut |_, _| {});
         match loaded.map(drop) {
             Err(Error::Config { option: "spec", reason }) => reason,
             other => panic!("{model}: {other:?}"),
         }
     };
-    let other = refused(LLAMA, Guesses::Model(path("tiny/gemma3/gemma3-f32")));
+    let other = refused(LLAMA, SpeculativeMethod::Model(path("tiny/gemma3/gemma3-f32")));
     assert!(other.contains("vocabulary"), "{other}");
     let hybrid = "tiny/qwen35/qwen35-f32";
-    let recurrent = refused(hybrid, Guesses::Model(path(hybrid)));
+    let recurrent = refused(hybrid, SpeculativeMethod::Model(path(hybrid)));
     assert!(recurrent.contains("recurrent"), "{recurrent}");
 }

@@ -6,16 +6,17 @@ use kvasir_worker::Error;
 use kvasir_worker::engine::{Engine, StepOutcome};
 use kvasir_worker::kv_cache::Placement;
 use kvasir_worker::load::{self, EngineOptions};
-use kvasir_worker::pipeline::{Replica, StageConfig, StageService};
+use kvasir_worker::pipeline::Replica;
+use kvasir_worker::rank_server::{StageConfig, StageService};
 use kvasir_worker::telemetry::StageLabel;
 use kvasir_worker::weight_distribution::ShippingConfig;
 use model::ModelFile;
 use model::spec::ModelSpec;
-use proto::ca::Authority;
+use pki::Identity;
+use pki::ca::Authority;
 use proto::ids::{ClusterName, NodeId, Role};
 use proto::message::{Sampling, Stop};
 use proto::stage::{ActivationType, StageAddress, StageFailure};
-use proto::transport::Identity;
 use std::time::{Duration, Instant, SystemTime};
 use tokio::runtime::Runtime;
 
@@ -106,8 +107,8 @@ impl Workers {
     }
 }
 
-fn is_busy(error: &proto::Error) -> bool {
-    matches!(error, proto::Error::StageFailed(StageFailure::Busy))
+fn is_busy(error: &transport::Error) -> bool {
+    matches!(error, transport::Error::StageFailed(StageFailure::Busy))
 }
 
 pub(crate) fn most_shards(model: &str) -> usize {
@@ -341,7 +342,7 @@ fn a_stage_of_another_class_or_an_impossible_split_is_refused() {
     let refused = workers.engine(model, &options(model)).err().unwrap();
     let Error::StageLost(lost) = &refused else { panic!("{refused}") };
     let says = &lost.source;
-    assert!(matches!(says, proto::Error::StageFailed(StageFailure::OtherClass { .. })), "{says}");
+    assert!(matches!(says, transport::Error::StageFailed(StageFailure::OtherClass { .. })), "{says}");
     assert_eq!(lost.stage, 1);
 
     let most = most_shards(model);

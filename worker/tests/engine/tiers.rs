@@ -258,10 +258,22 @@ fn the_wait_of_a_request_for_files_is_bounded_and_can_be_cancelled() {
     let mut engine = open(model, &options);
     let asked_twice = [submit(&mut engine, &asked()), submit(&mut engine, &asked())];
     assert_eq!(engine.load().waiting, 2);
+    engine.check().unwrap();
     engine.cancel(asked_twice[0].id.unwrap());
+    assert_eq!(engine.load().waiting, 1, "the other one waits for a leader that is gone");
+    engine.check().unwrap();
     let rest = finish(&mut engine, &[]);
     assert!(rest.is_empty() && asked_twice[0].heard().started.is_none());
     assert_eq!(asked_twice[1].heard().cached(), 192);
+    drop(engine);
+
+    let mut engine = open(model, &options);
+    let waiting = submit(&mut engine, &asked());
+    assert!(!engine.can_compute(), "it waits for files");
+    engine.cancel(waiting.id.unwrap());
+    assert!(!engine.has_work());
+    assert_eq!(engine.load().waiting, 0);
+    engine.check().unwrap();
     drop(engine);
 
     let tiers = TiersConfig { patience: Duration::ZERO, ..disk(dir.path(), 0) };

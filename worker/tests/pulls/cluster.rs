@@ -3,26 +3,27 @@
 use kernels::backend::{ActivationMode, KvType};
 use kvasir_worker::Error;
 use kvasir_worker::load::EngineOptions;
-use kvasir_worker::operations::SessionLimits;
 use kvasir_worker::service::{OwnModel, WorkerConfig, WorkerService};
 use kvasir_worker::snapshot::store::StoreConfig;
 use kvasir_worker::weight_distribution::ShippingConfig;
+use pki::Identity;
+use pki::ca::Authority;
 use proto::block::{BlockId, ClusterKey};
-use proto::ca::Authority;
 use proto::ids::{Attempt, ClusterName, Epoch, ModelId, NodeId, RequestId, Role};
 use proto::message::{
-    GenerateFrame, GenerateRequest, LoadReport, PullReport, Register, Registered, Sampling, Stop, TenantTurn,
-    TokenIds, TokenLogprobs, WorkPart, WorkerStatus,
+    GenerateFrame, GenerateRequest, PullReport, Sampling, Stop, TenantTurn, TokenIds, TokenLogprobs, WorkPart,
 };
 use proto::pull::PullSource;
-use proto::service::{CertificateReport, CoordinatorApi, Refusal, deadline};
 use proto::shard::ShippingReport;
-use proto::transport::{Connection, Endpoint, EndpointConfig, GenerateStream, Identity, Incoming};
+use proto::worker::{CertificateReport, LoadReport, Refusal, Register, Registered, WorkerStatus};
+use speech::SessionLimits;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 use tarpc::context::Context;
+use transport::service::{CoordinatorApi, deadline};
+use transport::{Connection, Endpoint, EndpointConfig, GenerateStream, Incoming};
 
 /// Test timeout for slow machines.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);

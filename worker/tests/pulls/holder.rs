@@ -2,17 +2,17 @@
 
 use crate::cluster::{Cluster, ROOT, options, path};
 use kernels::backend::KvType;
-use kvasir_worker::engine::kv_send::Lent;
+use kvasir_worker::engine::kv_send::SentPiece;
 use kvasir_worker::engine::{Engine, EngineRequest};
 use kvasir_worker::load;
 use kvasir_worker::pieces::Namer;
 use proto::ids::NodeId;
 use proto::message::{GenerateFrame, Sampling, Stop, TenantTurn};
 use proto::pull::{PullHead, PullRefusal, PullRequest, PullSource, PulledPiece};
-use proto::transport::{CloseCode, Endpoint, Incoming, PullCall};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 use tokio::sync::mpsc;
+use transport::{CloseCode, Endpoint, Incoming, PullCall};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fault {
@@ -110,12 +110,12 @@ type Whole = (PulledPiece, Vec<u8>);
 
 /// All pieces that the engine offers for these tokens.
 fn whole(engine: &mut Engine, asked: &PullRequest, tokens: &[u32]) -> Result<(u32, Vec<Whole>), PullRefusal> {
-    let offer = engine.lender().offer(&asked.origin, asked.root, tokens, asked.have)?;
+    let offer = engine.kv_sender().offer(&asked.origin, asked.root, tokens, asked.have)?;
     let prefix = &tokens[..offer.tokens as usize];
     let names = Namer::new(&engine.origin()).unwrap().names(asked.root, prefix);
-    let copies = engine.lender().copy_pieces(asked.root, prefix, &offer.pieces)?;
-    let head = |((group, end, _), lent): (&(u32, u32, usize), Lent)| {
-        let bytes = lent.read().unwrap();
+    let copies = engine.kv_sender().copy_pieces(asked.root, prefix, &offer.pieces)?;
+    let head = |((group, end, _), piece): (&(u32, u32, usize), SentPiece)| {
+        let bytes = piece.read().unwrap();
         let digest = names.piece(*group as usize, *end).unwrap().digest(&bytes);
         (PulledPiece { group: *group, end: *end, bytes: bytes.len() as u32, digest }, bytes)
     };

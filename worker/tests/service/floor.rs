@@ -2,13 +2,14 @@
 
 use crate::{PATIENCE, pair_above, request};
 use kvasir_worker::kv_cache::memory::{HostFloor, MemInfo, MemoryFloor};
-use proto::message::{GenerateError, GenerateFrame, WorkerState};
-use proto::service::deadline;
+use proto::message::{GenerateError, GenerateFrame};
+use proto::worker::WorkerState;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use transport::service::deadline;
 
 struct Host(AtomicU64);
 

@@ -7,24 +7,23 @@ mod operations;
 
 use kvasir_worker::kv_cache::memory::HostFloor;
 use kvasir_worker::load::EngineOptions;
-use kvasir_worker::operations::SessionLimits;
 use kvasir_worker::service::{OwnModel, WorkerConfig, WorkerService};
 use kvasir_worker::snapshot::store::StoreConfig;
 use kvasir_worker::weight_distribution::ShippingConfig;
+use pki::ca::Authority;
 use proto::block::{BlockId, ClusterKey};
-use proto::ca::Authority;
 use proto::ids::{Attempt, ClusterName, Epoch, ModelId, NodeId, RequestId, Role};
-use proto::message::{
-    GenerateRequest, LoadReport, Register, Registered, Sampling, Stop, TenantTurn, TokenIds, WorkPart,
-};
-use proto::service::{CertificateReport, CoordinatorApi, Refusal};
+use proto::message::{GenerateRequest, Sampling, Stop, TenantTurn, TokenIds, WorkPart};
 use proto::shard::ShippingReport;
-use proto::transport::{Connection, Endpoint, EndpointConfig, Incoming};
+use proto::worker::{CertificateReport, LoadReport, Refusal, Register, Registered};
+use speech::SessionLimits;
 use std::net::SocketAddr;
 use std::time::{Duration, SystemTime};
 use tarpc::context::Context;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
+use transport::service::CoordinatorApi;
+use transport::{Connection, Endpoint, EndpointConfig, Incoming};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 

@@ -1,15 +1,15 @@
 //! Sessions of operations over QUIC, on a worker that serves only operations.
 
 use super::{PATIENCE, Pair, pair_of};
-use kvasir_worker::operations::{Bundle, SessionLimits};
 use proto::ids::{ModelId, RequestId};
 use proto::operation::{
     Operation, OperationError, OperationInput, OperationOptions, OperationOutput, OperationRequest, Pcm,
     SpeechOptions,
 };
-use proto::transport::OperationSession;
+use speech::{Bundle, SessionLimits};
 use std::time::Duration;
 use tokio::time::timeout;
+use transport::OperationSession;
 
 async fn worker(limits: SessionLimits) -> Pair {
     let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/operations").into();
@@ -144,7 +144,7 @@ async fn a_worker_that_drains_finishes_its_sessions() {
     let pair = worker(SessionLimits::default()).await;
     let mut session = open(&pair, Operation::Vad).await.unwrap();
     let api = pair.connection.worker_api().await.unwrap();
-    api.drain(proto::service::deadline(PATIENCE)).await.unwrap();
+    api.drain(transport::service::deadline(PATIENCE)).await.unwrap();
     assert_eq!(open(&pair, Operation::Vad).await.err(), Some(OperationError::Draining));
     let drained = tokio::spawn(async move {
         pair.worker.drain().await;

@@ -5,11 +5,11 @@ use model::ModelFile;
 use model::shard::{ChunkId, Manifest};
 use proto::ids::{Epoch, Role};
 use proto::shard::{ChunkRequest, ShardRefusal, ShardRequest};
-use proto::transport::{CloseCode, Connection, Endpoint, EndpointConfig, Incoming, ShardCall};
 use std::collections::{BTreeMap, HashMap};
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
+use transport::{CloseCode, Connection, Endpoint, EndpointConfig, Incoming, ShardCall};
 
 /// Its fault. It always sends correct manifests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

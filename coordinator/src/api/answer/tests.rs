@@ -1,6 +1,6 @@
 use super::super::responses::tests::tokenizer;
 use super::*;
-use model::ChatTemplate;
+use text::ChatTemplate;
 
 const HERMES: &str = "{% if tools %}<tool_call></tool_call>{% endif %}<think>";
 
@@ -27,7 +27,7 @@ fn told(answer: &str, stop: &[&str], min_tokens: u64, reason: FinishReason) -> R
         answer.chars().map(|c| TokenOut { id: u32::MAX, text: c.into(), logprobs: None }).collect();
     for pair in letters.chunks(2) {
         let mut tokens = pair.to_vec();
-        all.add(progress.hear(&dialect, &mut tokens));
+        all.add(progress.parse_tokens(&dialect, &mut tokens));
         if progress.stop.as_ref().is_some_and(|stop| stop.found.is_some()) {
             break;
         }
@@ -42,7 +42,7 @@ fn told(answer: &str, stop: &[&str], min_tokens: u64, reason: FinishReason) -> R
         drafted_tokens: 0,
         accepted_tokens: 0,
     };
-    all.add(progress.hear_last(&dialect, &mut finished));
+    all.add(progress.parse_last(&dialect, &mut finished));
     let mut told = Received {
         text: String::new(),
         thought: String::new(),

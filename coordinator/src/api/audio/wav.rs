@@ -1,6 +1,9 @@
 //! WAV files. [`read`] takes one channel of 16 bit integers or 32 bit floats and converts nothing.
 //! [`read_any`], for transcription, also takes several channels, whose mean it returns, and other widths. The
 //! worker refuses a sample rate that the model does not take.
+//!
+//! The crate `hound` refuses files that are read here: with an unknown length of the data, as ffmpeg writes to
+//! a pipe, with padding after an odd chunk, or with 32 bit samples and a longer format chunk.
 
 use crate::api::error::ApiError;
 use crate::api::operations::Encoding;

@@ -13,7 +13,7 @@ use subtle::ConstantTimeEq;
 use tokio::sync::watch;
 
 /// SHA-256 of a key. The map hashes it with a random key of this process, and equality is constant-time:
-/// neither reveals how much of a guess was right.
+/// neither reveals how much of a draft token was right.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Secret(pub(super) [u8; 32]);
 

@@ -1,8 +1,9 @@
 use super::*;
 use crate::api::plan::Kind;
-use model::dialect::Tool;
-use model::{ModelFile, Tokenizer};
+use model::ModelFile;
 use std::path::Path;
+use text::Tokenizer;
+use text::dialect::Tool;
 
 fn known() -> &'static [&'static str] {
     Kind::Chat.known()

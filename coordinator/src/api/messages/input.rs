@@ -6,10 +6,10 @@ use crate::api::limits::MAX_MESSAGES;
 use crate::api::params::Bounded;
 use crate::api::prompt::text;
 use crate::api::tools;
-use model::chat_template::{Content, Message};
 use serde::Deserialize;
 use serde_json::value::RawValue;
 use serde_json::{Map, Value};
+use text::chat_template::{Content, Message};
 
 const MESSAGES: &str = "messages";
 const CONTENT: &str = "content";

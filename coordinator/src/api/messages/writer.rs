@@ -4,10 +4,10 @@ use crate::api::blocks::{Block, Blocks, Kind, Step};
 use crate::api::error::ApiError;
 use crate::api::shape::{Delta, Usage, Writer};
 use axum::http::StatusCode;
-use model::Tokenizer;
 use proto::ids::RequestId;
 use proto::message::{FinishReason, Finished};
 use serde_json::{Map, Value, json};
+use text::Tokenizer;
 
 /// Anthropic's own status for overload.
 const OVERLOADED: u16 = 529;

@@ -12,7 +12,6 @@ use hyper::upgrade::{OnUpgrade, Upgraded};
 use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
 use proto::operation::{MAX_FRAME_SAMPLES, OperationError, OperationInput, OperationOutput};
-use proto::transport::{OperationSender, OperationStream};
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,6 +22,7 @@ use tokio_tungstenite::WebSocketStream;
 use tokio_tungstenite::tungstenite::protocol::frame::coding::CloseCode;
 use tokio_tungstenite::tungstenite::protocol::{CloseFrame, Role, WebSocketConfig};
 use tokio_tungstenite::tungstenite::{Bytes, Error, Message};
+use transport::{OperationSender, OperationStream};
 
 /// Time for the client to complete the upgrade.
 const UPGRADE_LIMIT: Duration = Duration::from_secs(10);

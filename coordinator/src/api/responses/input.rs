@@ -6,8 +6,8 @@ use crate::api::limits::MAX_MESSAGES;
 use crate::api::prompt::text;
 use crate::api::raw;
 use crate::api::tools;
-use model::chat_template::{Content, Message};
 use serde_json::{Map, Value};
+use text::chat_template::{Content, Message};
 
 const INPUT: &str = "input";
 const ITEM: [&str; 8] = ["type", "role", "content", "call_id", "name", "arguments", "output", "summary"];

@@ -3,9 +3,10 @@ use super::*;
 use crate::api::chat;
 use crate::api::plan::Kind;
 use crate::api::request_fields;
-use model::{ModelFile, Tokenizer};
+use model::ModelFile;
 use proto::message::{FinishReason, Finished};
 use std::path::Path;
+use text::Tokenizer;
 
 fn field_of<T: std::fmt::Debug>(result: Result<T, ApiError>) -> String {
     match result {
@@ -174,7 +175,7 @@ fn invalid_or_unsupported_fields_are_named() {
     ] {
         let body = body.to_string();
         let fields = Fields::parse(body.as_bytes(), Kind::Responses.known()).unwrap();
-        let params = Params::read(&fields, 10, 1, &model::sampling::SamplingDefaults::PLAIN, "stop").unwrap();
+        let params = Params::read(&fields, 10, 1, &text::sampling::SamplingDefaults::PLAIN, "stop").unwrap();
         let checked = request_fields::refuse_unsupported(Kind::Responses, &fields);
         let checked = checked.and_then(|()| refuse_unsupported(&fields));
         let checked = checked.and_then(|()| read(&fields).map(drop));
@@ -191,7 +192,7 @@ fn the_response_repeats_the_request_and_reports_no_storage() {
     });
     let body = body.to_string();
     let fields = Fields::parse(body.as_bytes(), Kind::Responses.known()).unwrap();
-    let params = Params::read(&fields, 10, 1, &model::sampling::SamplingDefaults::PLAIN, "stop").unwrap();
+    let params = Params::read(&fields, 10, 1, &text::sampling::SamplingDefaults::PLAIN, "stop").unwrap();
     let repeats = repeats(&fields, &params).unwrap();
     for (name, value) in [
         ("store", json!(false)),

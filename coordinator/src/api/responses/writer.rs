@@ -3,9 +3,9 @@
 use crate::api::blocks::{Block, Blocks, Kind, Step};
 use crate::api::error::ApiError;
 use crate::api::shape::{Delta, Usage, Writer};
-use model::Tokenizer;
 use proto::message::{FinishReason, Finished};
 use serde_json::{Map, Value, json};
+use text::Tokenizer;
 
 #[derive(Debug)]
 pub(in crate::api) struct ResponseWriter {

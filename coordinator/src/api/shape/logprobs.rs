@@ -1,9 +1,9 @@
 //! Log-probabilities of tokens, in the forms of completions and of chats.
 
 use super::Delta;
-use model::Tokenizer;
 use proto::message::{TokenLogprobs, TokenOut};
 use serde_json::{Map, Value, json};
+use text::Tokenizer;
 
 /// The form of completions: lists with one entry for each token. A token that is not valid UTF-8 is named by
 /// its bytes.

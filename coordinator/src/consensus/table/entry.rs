@@ -4,7 +4,7 @@ use crate::consensus::member::{Incarnation, MemberId};
 use proto::block::TenantSalt;
 use proto::codec::{Cap, CodecError, decode, encode};
 use proto::ids::{Epoch, ModelId, NodeId, TenantId};
-use proto::message::WorkerInfo;
+use proto::worker::WorkerInfo;
 use serde::{Deserialize, Serialize};
 
 /// Maximum size of one entry. A worker with the maximum of models fits.

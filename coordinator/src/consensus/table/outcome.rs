@@ -2,8 +2,8 @@
 
 use super::entry::{ClientId, Level};
 use crate::consensus::member::Incarnation;
-use crate::table::TableError;
 use proto::ids::{Epoch, NodeId};
+use router::table::TableError;
 use serde::{Deserialize, Serialize};
 
 /// The outcome of an entry, equal on every member.

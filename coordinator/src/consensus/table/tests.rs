@@ -1,14 +1,36 @@
 use super::*;
-use crate::table::roster::WorkerStanding;
-use crate::table::tests::register;
 use proptest::prelude::*;
 use proto::block::TenantSalt;
 use proto::ids::{Epoch, TenantId};
+use proto::served_model::{ModelTask, ServedModel};
+use proto::worker::WorkerInfo;
+use router::table::roster::WorkerStanding;
 
 const GOLDEN: &str = include_str!("golden.txt");
 
 fn node(name: &str) -> NodeId {
     NodeId::new(name).unwrap()
+}
+
+fn worker_info(name: &str, epoch: u64, digest: u8) -> WorkerInfo {
+    let model = ServedModel {
+        id: ModelId::new("m").unwrap(),
+        model_digest: [digest; 32],
+        tokenizer_digest: [1; 32],
+        max_model_len: 4096,
+        layers: (0, 4),
+        numeric_class: "test".into(),
+        block_tokens: 16,
+        task: ModelTask::Generate,
+    };
+    WorkerInfo {
+        node: node(name),
+        epoch: Epoch(epoch),
+        pid: 1,
+        quic: "127.0.0.1:1".into(),
+        ops: "127.0.0.1:2".into(),
+        models: vec![model],
+    }
 }
 
 fn seat(name: &str, incarnation: u64) -> GroupMember {
@@ -134,7 +156,7 @@ fn as_told(model: &str, replicas: &[&[&str]]) -> OperatorPlan {
 
 /// One of each change, in the order of the variants.
 fn every_change() -> Vec<Change> {
-    let register = register("w0", 3, &[("m", 7)]);
+    let register = worker_info("w0", 3, 7);
     vec![
         Change::WorkerJoined(Box::new(register)),
         Change::WorkerLeft(WorkerLeft { node: node("w0"), epoch: Epoch(3) }),
@@ -195,7 +217,7 @@ fn every_entry_and_the_table_are_written_as_shipped() {
     client.done(Change::TenantSet(tenant("b")));
     client.done(Change::KeySet(key(6, "b")));
     client.done(Change::ModelPlanned(plan("n")));
-    client.done(Change::WorkerJoined(Box::new(register("w1", 1, &[("m", 7)]))));
+    client.done(Change::WorkerJoined(Box::new(worker_info("w1", 1, 7))));
     client.done(placed(&["w0", "w1"], None));
     client.done(Change::ModelBlocked(blocked(8)));
     client.done(Change::KeyIssued(issued(7, "d")));
@@ -335,7 +357,7 @@ fn a_change_waits_until_every_member_understands_it() {
 #[test]
 fn workers_are_fenced_by_epoch_and_drains_outlive_them() {
     let mut client = Client::new();
-    let join = |epoch| Change::WorkerJoined(Box::new(register("w0", epoch, &[("m", 7)])));
+    let join = |epoch| Change::WorkerJoined(Box::new(worker_info("w0", epoch, 7)));
     client.done(join(5));
     assert_eq!(client.refused(join(4)), Refusal::StaleEpoch(Epoch(5)));
     client.done(Change::WorkerDrained(WorkerDrained { node: node("w0"), draining: true }));
@@ -344,7 +366,7 @@ fn workers_are_fenced_by_epoch_and_drains_outlive_them() {
     client.done(join(6));
     let worker = client.table.workers().worker(&node("w0")).unwrap();
     assert!(matches!(worker.life, WorkerStanding::Draining(_)));
-    let other = Change::WorkerJoined(Box::new(register("w1", 1, &[("m", 8)])));
+    let other = Change::WorkerJoined(Box::new(worker_info("w1", 1, 8)));
     assert_eq!(client.refused(other), Refusal::ModelConflict(node("w0")));
 }
 
@@ -393,7 +415,7 @@ fn a_tenant_keeps_its_salt_and_a_group_its_own() {
 fn any_change() -> impl Strategy<Value = Change> {
     let name = prop::sample::select(vec!["w0", "w1", "w2"]);
     let join = (name.clone(), 0u64..4, 0u8..2)
-        .prop_map(|(n, e, d)| Change::WorkerJoined(Box::new(register(n, e, &[("m", d)]))));
+        .prop_map(|(n, e, d)| Change::WorkerJoined(Box::new(worker_info(n, e, d))));
     let leave = (name.clone(), 0u64..4)
         .prop_map(|(n, e)| Change::WorkerLeft(WorkerLeft { node: node(n), epoch: Epoch(e) }));
     let drain = (name, any::<bool>())

@@ -1,9 +1,9 @@
 //! The most frequent paths of the prefix tree: common prefixes of prompts, found in the hash chains of recent
 //! requests. Only a path's length and an irreversible name are published.
 
-use crate::balancer::recent::Asked;
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 use proto::ids::{ModelId, NodeId};
+use router::balancer::recent::RequestedPrompt;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -62,31 +62,32 @@ pub(super) struct Paths {
 
 impl Paths {
     /// Finds the paths in recent requests.
-    pub(super) fn find(now: Instant, asked: &[Asked]) -> Self {
+    pub(super) fn find(now: Instant, prompts: &[RequestedPrompt]) -> Self {
         let mut found = Self::default();
-        let counts = |asked: &&Asked| now.saturating_duration_since(asked.at) <= COUNTS;
-        let asked: Vec<&Asked> = asked.iter().filter(counts).collect();
-        for one in &asked {
+        let counts = |prompt: &&RequestedPrompt| now.saturating_duration_since(prompt.at) <= COUNTS;
+        let prompts: Vec<&RequestedPrompt> = prompts.iter().filter(counts).collect();
+        for one in &prompts {
             if let Some(node) = one.names.of(one.slot) {
                 *found.requests.entry(node.clone()).or_default() += 1;
             }
-            let tenant = found.tenants.entry(Arc::clone(&one.ask.tenant)).or_default();
-            *tenant = (tenant.0 + 1, tenant.1 + u64::from(one.ask.prompt_tokens));
+            let tenant = found.tenants.entry(Arc::clone(&one.request.tenant)).or_default();
+            *tenant = (tenant.0 + 1, tenant.1 + u64::from(one.request.prompt_tokens));
         }
         // Groups of requests with common first units, the number of these units, and the path that ends
         // there.
-        let mut open: Vec<(Vec<&Asked>, usize, Option<usize>)> = vec![(asked, 0, None)];
+        let mut open: Vec<(Vec<&RequestedPrompt>, usize, Option<usize>)> = vec![(prompts, 0, None)];
         let mut all: Vec<Path> = Vec::new();
         while let Some((group, from, parent)) = open.pop() {
-            let mut branches: HashMap<BlockId, Vec<&Asked>> = HashMap::new();
+            let mut branches: HashMap<BlockId, Vec<&RequestedPrompt>> = HashMap::new();
             for one in group {
-                if let Some(next) = one.ask.chain.get(from) {
+                if let Some(next) = one.request.chain.get(from) {
                     branches.entry(*next).or_default().push(one);
                 }
             }
             for branch in branches.into_values().filter(|branch| branch.len() > 1) {
                 let Some(first) = branch.first() else { continue };
-                let units = branch.iter().map(|one| common(&first.ask.chain, &one.ask.chain, from)).min();
+                let units =
+                    branch.iter().map(|one| common(&first.request.chain, &one.request.chain, from)).min();
                 let units = units.unwrap_or(from + 1).max(from + 1);
                 all.push(path(&branch, units, parent));
                 open.push((branch, units, Some(all.len() - 1)));
@@ -97,17 +98,17 @@ impl Paths {
     }
 }
 
-fn path(branch: &[&Asked], units: usize, parent: Option<usize>) -> Path {
-    let ask = &branch[0].ask;
+fn path(branch: &[&RequestedPrompt], units: usize, parent: Option<usize>) -> Path {
+    let request = &branch[0].request;
     let mut workers = BTreeMap::new();
     for node in branch.iter().filter_map(|one| one.names.of(one.slot)) {
         *workers.entry(node.clone()).or_default() += 1;
     }
-    let mut tenants: BTreeSet<Arc<str>> = branch.iter().map(|one| Arc::clone(&one.ask.tenant)).collect();
+    let mut tenants: BTreeSet<Arc<str>> = branch.iter().map(|one| Arc::clone(&one.request.tenant)).collect();
     while tenants.len() > MAX_TENANTS {
         tenants.pop_last();
     }
-    let (chain, model) = (Arc::clone(&ask.chain), ask.model.clone());
+    let (chain, model) = (Arc::clone(&request.chain), request.model.clone());
     Path { chain, units, parent, requests: branch.len(), model, tenants, workers }
 }
 
@@ -140,15 +141,15 @@ fn common(one: &[BlockId], other: &[BlockId], from: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::balancer::recent::Names;
-    use crate::balancer::{Output, RouteRequest};
-    use crate::slot::Slot;
     use proto::ids::RequestId;
+    use router::balancer::recent::Names;
+    use router::balancer::{Output, RouteRequest};
+    use router::slot::Slot;
 
-    fn asked(now: Instant, tenant: &str, chain: impl IntoIterator<Item = u128>) -> Asked {
+    fn asked(now: Instant, tenant: &str, chain: impl IntoIterator<Item = u128>) -> RequestedPrompt {
         let chain: Arc<[BlockId]> = chain.into_iter().map(|n| BlockId(n.to_be_bytes())).collect();
-        let ask = RouteRequest {
-            request: RequestId::new("r").unwrap(),
+        let request = RouteRequest {
+            request_id: RequestId::new("r").unwrap(),
             tenant: tenant.into(),
             model: ModelId::new("m").unwrap(),
             operation: None,
@@ -156,11 +157,17 @@ mod tests {
             chain,
             output: Output::default(),
             group: None,
-            explain: false,
+            trace: None,
             priority: 0,
+            submitted: now,
             deadline: now,
         };
-        Asked { ask: Arc::new(ask), at: now, slot: Slot::new(0).unwrap(), names: Arc::new(Names::default()) }
+        RequestedPrompt {
+            request: Arc::new(request),
+            at: now,
+            slot: Slot::new(0).unwrap(),
+            names: Arc::new(Names::default()),
+        }
     }
 
     #[test]

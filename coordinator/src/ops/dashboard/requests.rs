@@ -1,9 +1,9 @@
 //! Explains routing decisions: the candidates, their costs, and the outcome.
 
 use super::why::{count, seconds};
-use crate::balancer::recent::{Decided, Ending, Lost, Outcome};
-use crate::routing::{Candidate, Parts, Reason};
-use crate::slot::Slot;
+use router::balancer::recent::{Decided, Ending, Lost, Outcome};
+use router::routing::{Candidate, Parts, Reason};
+use router::slot::Slot;
 use serde_json::{Value, json};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -35,19 +35,19 @@ impl Clock {
 
 /// A decision and its outcome.
 pub(super) fn request(clock: Clock, decided: &Decided, outcome: &Outcome) -> Value {
-    let ask = &decided.ask;
+    let request = &decided.request;
     let name = |slot: Slot| decided.names.of(slot).map(|node| node.as_str());
     let since = decided.at.checked_sub(decided.waited).unwrap_or(decided.at);
     let after = |at: Instant| rounded(at.saturating_duration_since(since).as_secs_f64());
     let parts = decided.parts();
     let compared: Vec<(&Candidate, &Parts)> = decided.candidates.iter().zip(&parts).collect();
-    let mut told = compared.clone();
-    told.sort_by(|(a, x), (b, y)| {
+    let mut shown = compared.clone();
+    shown.sort_by(|(a, x), (b, y)| {
         let chosen = |c: &Candidate| c.slot != decided.choice.slot;
         chosen(a).cmp(&chosen(b)).then(x.cost.total_cmp(&y.cost))
     });
-    told.truncate(MAX_CANDIDATES);
-    let candidates: Vec<Value> = told
+    shown.truncate(MAX_CANDIDATES);
+    let candidates: Vec<Value> = shown
         .iter()
         .map(|(candidate, parts)| {
             json!({
@@ -68,13 +68,13 @@ pub(super) fn request(clock: Clock, decided: &Decided, outcome: &Outcome) -> Val
         .collect();
     json!({
         "number": decided.number,
-        "request": ask.request.as_str(),
-        "tenant": &*ask.tenant,
-        "model": ask.model.as_str(),
+        "request": request.request_id.as_str(),
+        "tenant": &*request.tenant,
+        "model": request.model.as_str(),
         "attempt": decided.attempt.0,
         "at": clock.ms(since),
         "state": state(outcome),
-        "prompt_tokens": ask.prompt_tokens,
+        "prompt_tokens": request.prompt_tokens,
         "reason": decided.choice.reason.as_str(),
         "worker": name(decided.choice.slot),
         "predicted": decided.predicted,
@@ -119,7 +119,7 @@ fn why(decided: &Decided, compared: &[(&Candidate, &Parts)]) -> String {
     let has = match decided.predicted {
         0 => "has nothing of the prompt".to_owned(),
         tokens => {
-            format!("has {tokens} of {} in its cache", count(decided.ask.prompt_tokens.into(), "token"))
+            format!("has {tokens} of {} in its cache", count(decided.request.prompt_tokens.into(), "token"))
         }
     };
     let mut text = match choice.reason {
@@ -166,11 +166,11 @@ fn why(decided: &Decided, compared: &[(&Candidate, &Parts)]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::balancer::recent::Names;
-    use crate::balancer::{Output, RouteRequest};
-    use crate::routing::pace::Pace;
-    use crate::routing::{Query, Routing, choose};
     use proto::ids::{Attempt, ModelId, RequestId};
+    use router::balancer::recent::Names;
+    use router::balancer::{Output, RouteRequest};
+    use router::routing::pace::Pace;
+    use router::routing::{Query, Routing, choose};
     use std::sync::Arc;
     use std::time::Duration;
 
@@ -184,8 +184,8 @@ mod tests {
             turn: 0,
         };
         let choice = choose(&query, &candidates).unwrap();
-        let ask = RouteRequest {
-            request: RequestId::new("req-7").unwrap(),
+        let request = RouteRequest {
+            request_id: RequestId::new("req-7").unwrap(),
             tenant: "acme".into(),
             model: ModelId::new("m").unwrap(),
             operation: None,
@@ -193,13 +193,14 @@ mod tests {
             chain: [].into(),
             output: Output::default(),
             group: None,
-            explain: false,
+            trace: None,
             priority: 0,
+            submitted: at,
             deadline: at,
         };
         Decided {
             number: 3,
-            ask: Arc::new(ask),
+            request: Arc::new(request),
             attempt: Attempt(0),
             waited: Duration::from_millis(250),
             at,

@@ -4,16 +4,16 @@ use super::engines::{Engine, Engines};
 use super::paths::{Path, Paths};
 use super::requests::{Clock, request, rounded};
 use super::why::{Common, Facts, verdict};
-use crate::admission::TenantView;
-use crate::balancer::recent::{Asked, Locality, Lost};
-use crate::balancer::{Balancer, WorkerView};
 use crate::metrics::history::Moment;
 use crate::ops::{Ops, cluster};
 use crate::quota::Usage;
-use crate::timeline::{SLOT, SLOTS, Sketch};
 use proto::block::HASH_UNIT_TOKENS;
 use proto::ids::{NodeId, TenantId};
 use proto::shard::ShippingReport;
+use router::admission::TenantView;
+use router::balancer::recent::{Locality, Lost, RequestedPrompt};
+use router::balancer::{Balancer, WorkerView};
+use router::timeline::{SLOT, SLOTS, Sketch};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -44,7 +44,7 @@ pub(super) fn beginning(ops: &Ops) -> Value {
     json!({"requests": requests, "history": history(ops, clock, SLOTS), "slot_s": SLOT.as_secs()})
 }
 
-type Decisions = Vec<(std::sync::Arc<crate::balancer::recent::Decided>, crate::balancer::recent::Outcome)>;
+type Decisions = Vec<(std::sync::Arc<router::balancer::recent::Decided>, router::balancer::recent::Outcome)>;
 
 fn decisions(balancer: &Balancer, after: u64) -> (u64, Decisions) {
     (balancer.recent().changes(), balancer.recent().since(after).collect())
@@ -66,12 +66,12 @@ impl Observer {
             Some((node.clone(), member.member.register.epoch, Engine::read(text)))
         });
         self.engines.take(clock.now, engines.collect());
-        let (asked, tenants, (seen, requests)) = ops.dispatch.look(|balancer| {
-            let asked: Vec<Asked> = balancer.recent().asked().cloned().collect();
-            (asked, balancer.tenants(), decisions(balancer, self.seen))
+        let (prompts, tenants, (seen, requests)) = ops.dispatch.look(|balancer| {
+            let prompts: Vec<RequestedPrompt> = balancer.recent().prompts().cloned().collect();
+            (prompts, balancer.tenants(), decisions(balancer, self.seen))
         });
         self.seen = seen;
-        let paths = Paths::find(clock.now, &asked);
+        let paths = Paths::find(clock.now, &prompts);
         let holders: Vec<Holders> = ops
             .dispatch
             .look(|balancer| paths.all.iter().map(|path| balancer.holders(path.chain())).collect());
@@ -89,7 +89,7 @@ impl Observer {
             "workers": workers.iter().zip(&facts).map(|(view, of)| self.worker(view, of, &facts)).collect::<Vec<_>>(),
             "raft": raft(ops),
             "tenants": tenant_views(&tenants, &paths, &ops.keys.tenant_usage()),
-            "prefixes": paths.all.iter().zip(&holders).map(|(path, held)| prefix(path, held, &asked)).collect::<Vec<_>>(),
+            "prefixes": paths.all.iter().zip(&holders).map(|(path, held)| prefix(path, held, &prompts)).collect::<Vec<_>>(),
             "latency": latency(ops, clock),
             "locality": locality_lately(ops, clock),
             "history": history(ops, clock, FRESH_SLOTS),
@@ -215,7 +215,7 @@ fn common(node: &NodeId, requests: usize, paths: &Paths, holders: &[Holders]) ->
     (share > 0.0).then(|| Common { name: path.name(), tokens: path.tokens(), share, holders })
 }
 
-fn prefix(path: &Path, holders: &Holders, asked: &[Asked]) -> Value {
+fn prefix(path: &Path, holders: &Holders, prompts: &[RequestedPrompt]) -> Value {
     let tokens = |units: u32| units as usize * HASH_UNIT_TOKENS;
     let holder = |(node, held, expected): &(NodeId, u32, u32)| json!({"worker": node.as_str(), "tokens": tokens(*expected), "held": tokens(*held)});
     json!({
@@ -223,7 +223,7 @@ fn prefix(path: &Path, holders: &Holders, asked: &[Asked]) -> Value {
         "parent": path.parent,
         "tokens": path.tokens(),
         "requests": path.requests,
-        "share": rounded(path.requests as f64 / asked.len().max(1) as f64),
+        "share": rounded(path.requests as f64 / prompts.len().max(1) as f64),
         "model": path.model.as_str(),
         "tenants": path.tenants.iter().map(|tenant| &**tenant).collect::<Vec<_>>(),
         "holders": holders.iter().map(holder).collect::<Vec<_>>(),

@@ -1,7 +1,7 @@
 //! Which worker is hot, and why: facts in, a level and a sentence out.
 
 use crate::metrics::state_name;
-use proto::message::WorkerState;
+use proto::worker::WorkerState;
 use std::fmt::Write;
 use std::time::Duration;
 

@@ -37,7 +37,7 @@ fn a_plan_that_does_not_match_the_layers_is_refused_with_field_value_and_limit()
     let same =
         json!({"replicas": [[{"worker": "w0", "layers": [0, 1]}, {"worker": "w0", "layers": [1, layers]}]]});
     for (body, field, parts) in [
-        (two(1, 2, layers), "replicas[0]", ["w1", "begin with 2", "1 is the next"]),
+        (two(1, 2, layers), "replicas[0]", ["w1", "begin with 2", "expected 1"]),
         (two(1, 1, layers + 1), "replicas[0]", ["layer 4", "3 layers", ""]),
         (two(1, 1, layers - 1), "replicas[0]", ["layer 2", "3 layers", ""]),
         (two(0, 0, layers), "replicas[0]", ["0..0", "w0", "empty"]),

@@ -52,7 +52,7 @@ fn other_poolings_and_heads() {
         let expected = PooledSpec { pooling, classifier: None };
         assert_eq!(pooled(plan().set("bert.pooling_type", number)), expected);
     }
-    let labels = crate::metadata::Strings::from_iter(["a", "b", "c"]);
+    let labels = metadata::Strings::from_iter(["a", "b", "c"]);
     let ranks = plan().set("bert.pooling_type", 4_u32).set("bert.classifier.output_labels", labels);
     let classifier = pooled(ranks.tensor("cls.output.weight", &[64, 3])).classifier.unwrap();
     assert_eq!((classifier.out.rows, classifier.dense), (3, None));

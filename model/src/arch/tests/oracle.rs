@@ -1,9 +1,11 @@
 //! Evaluates every fixture's spec and compares it with the oracle's results.
 
 use super::evaluate::Model;
-use crate::safetensors::{self, Dtype};
+use crate::ModelFile;
+use crate::safetensors;
 use crate::test_files::fixture;
-use crate::{ModelFile, Tokenizer};
+use ::safetensors::Dtype;
+use text::Tokenizer;
 
 /// The reference tensors of a fixture.
 struct Reference(Vec<u8>);

@@ -2,9 +2,9 @@
 
 use proptest::prelude::*;
 
-use crate::metadata::{Strings, Value};
 use crate::test_files::{Plan, gemma3, llama, qwen2, qwen3, qwen3moe};
 use crate::{Error, GgmlType, ModelSpec};
+use metadata::{KeyError, Strings, Value};
 
 fn error(plan: &Plan) -> Error {
     ModelSpec::from_file(&plan.open()).map(|spec| panic!("{spec:?}")).unwrap_err()
@@ -19,7 +19,7 @@ fn the_plans_are_served_when_nothing_is_wrong() {
 
 #[test]
 fn architectures() {
-    assert!(matches!(error(&llama().unset("general.architecture")), Error::MissingKey { .. }));
+    assert!(matches!(error(&llama().unset("general.architecture")), Error::Key(KeyError::Missing { .. })));
     let found = error(&llama().set("general.architecture", "mpt"));
     let text = found.to_string();
     assert!(
@@ -27,7 +27,7 @@ fn architectures() {
         "{text}"
     );
     assert!(crate::arch::known().is_sorted());
-    assert!(matches!(error(&llama().set("general.architecture", 3_u32)), Error::KeyType { .. }));
+    assert!(matches!(error(&llama().set("general.architecture", 3_u32)), Error::Key(KeyError::Type { .. })));
 }
 
 #[test]
@@ -42,11 +42,17 @@ fn required_keys() {
     ];
     for key in keys.map(|key| format!("llama.{key}")) {
         let error = error(&llama().unset(&key));
-        assert!(matches!(&error, Error::MissingKey { key: missed } if *missed == key), "{key}: {error}");
+        assert!(
+            matches!(&error, Error::Key(KeyError::Missing { key: missed }) if *missed == key),
+            "{key}: {error}"
+        );
     }
     for key in ["expert_count", "expert_used_count"].map(|key| format!("qwen3moe.{key}")) {
         let error = error(&qwen3moe().unset(&key));
-        assert!(matches!(&error, Error::MissingKey { key: missed } if *missed == key), "{key}: {error}");
+        assert!(
+            matches!(&error, Error::Key(KeyError::Missing { key: missed }) if *missed == key),
+            "{key}: {error}"
+        );
     }
 }
 

@@ -2,9 +2,9 @@
 
 use proptest::prelude::*;
 
-use crate::metadata::{Strings, Value};
 use crate::test_files::Plan;
 use crate::{Error, ModelSpec};
+use metadata::{KeyError, Strings, Value};
 
 const FIXTURES: [&str; 11] = [
     "bert",
@@ -133,7 +133,7 @@ fn absurd_values() {
     }
     let found = error(&plan("gemma4").set("gemma4.attention.shared_kv_layers", 4_u32)).to_string();
     let needs = "fewer, as layer 2 finds no layer of its kind and shape before them";
-    assert_eq!(found, format!("gemma4.attention.shared_kv_layers is 4, needed is {needs}"));
+    assert_eq!(found, format!("gemma4.attention.shared_kv_layers is 4, expected {needs}"));
 }
 
 #[test]
@@ -152,7 +152,10 @@ fn required_keys() {
         ("qwen3next", "qwen3next.expert_count"),
     ] {
         let error = error(&plan(fixture).unset(key));
-        assert!(matches!(&error, Error::MissingKey { key: missed } if missed == key), "{key}: {error}");
+        assert!(
+            matches!(&error, Error::Key(KeyError::Missing { key: missed }) if missed == key),
+            "{key}: {error}"
+        );
     }
 }
 

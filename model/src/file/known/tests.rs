@@ -1,8 +1,8 @@
 use super::*;
 use crate::GgmlType;
 use crate::gguf::writer::Writer;
-use crate::metadata::Metadata;
 use crate::test_files::fixture;
+use metadata::Metadata;
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
 

@@ -9,9 +9,9 @@ use proptest::prelude::*;
 
 use crate::gguf::Malformed;
 use crate::gguf::writer::Writer;
-use crate::metadata::{Array, Metadata, Strings, Value};
 use crate::test_files::{self, fixture};
 use crate::{Error, GgmlType, ModelFile};
+use metadata::{Array, Metadata, Strings, Value};
 
 /// A whole llama model with a tokenizer, of under 20 KiB; its last byte belongs to a tensor.
 pub(super) fn small_file() -> Vec<u8> {

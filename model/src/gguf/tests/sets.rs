@@ -4,9 +4,9 @@ use std::path::{Path, PathBuf};
 
 use crate::gguf::Malformed;
 use crate::gguf::writer::Writer;
-use crate::metadata::{Metadata, Value};
 use crate::test_files::fixture;
 use crate::{Error, GgmlType, ModelFile};
+use metadata::{Metadata, Value};
 
 #[test]
 fn a_set_is_the_single_file() {

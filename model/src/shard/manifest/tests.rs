@@ -1,9 +1,10 @@
 use super::*;
-use crate::metadata::Value;
 use crate::test_files::fixture;
-use crate::{GgmlType, Metadata, ModelSpec, Tokenizer};
+use crate::{GgmlType, ModelFile, ModelSpec};
+use metadata::{Metadata, Value};
 use proptest::prelude::*;
 use std::sync::LazyLock;
+use text::Tokenizer;
 
 /// A version 1 manifest with two tensors; the second has two bytes in a chunk of its own.
 const GOLDEN: &str = "\

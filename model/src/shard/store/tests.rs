@@ -1,8 +1,8 @@
 use super::*;
 use crate::gguf::writer::Writer;
-use crate::metadata::Metadata;
 use crate::shard::{CHUNK_BYTES, ChunkBuffer};
 use crate::{Error, GgmlType, ModelFile};
+use metadata::Metadata;
 use std::os::unix::fs::PermissionsExt;
 use tempfile::TempDir;
 
@@ -14,7 +14,7 @@ fn file(dir: &TempDir, seed: u8) -> ModelFile {
     let mut writer = Writer::new(Metadata::default()).unwrap();
     writer.tensor("small", GgmlType::F32, &[300]).unwrap();
     writer.tensor("large", GgmlType::F32, &[1000, 2500]).unwrap();
-    let fill = |info: &crate::gguf::TensorInfo| -> Vec<u8> {
+    let fill = |info: &crate::header::TensorInfo| -> Vec<u8> {
         (0..info.bytes()).map(|i| (i / 1000) as u8 ^ seed ^ (i % 7) as u8).collect()
     };
     writer.write(&mut File::create(&path).unwrap(), fill).unwrap();

@@ -2,12 +2,14 @@
 //! them.
 
 use super::model;
-use coordinator::balancer::Ticket;
 use kvasir_cluster_tests::random::Random;
 use proto::block::BlockId;
 use proto::event::{KvEvent, KvEventBatch, KvSnapshot, Medium};
 use proto::ids::{Attempt, Epoch, NodeId};
-use proto::message::{LoadReport, ModelTask, PullReport, ServedModel, WorkerInfo, WorkerState};
+use proto::message::PullReport;
+use proto::served_model::{ModelTask, ServedModel};
+use proto::worker::{LoadReport, WorkerInfo, WorkerState};
+use router::balancer::Ticket;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 

@@ -7,7 +7,7 @@ use model::ModelFile;
 use safetensors::SafeTensors;
 use std::path::{Path, PathBuf};
 
-const GUESSES: usize = 4;
+const DRAFT_TOKENS: usize = 4;
 
 fn file(name: &str) -> PathBuf {
     let named = std::env::var_os("KVASIR_FIXTURES").map(PathBuf::from);
@@ -92,30 +92,35 @@ fn every_round_equals_the_reference() {
             assert_eq!((context, newest as usize), (number("pos"), number("last_token")), "{what}");
             let hidden = pair.decoder.hidden(&[row]).unwrap().remove(0);
             let tables = Pair::tables(&pair.blocks, context);
-            let from = DraftFrom { token: newest, context, hidden: hidden.clone(), tables, most: GUESSES };
+            let from =
+                DraftFrom { token: newest, context, hidden: hidden.clone(), tables, most: DRAFT_TOKENS };
             let known = reference.tensor(&format!("{what}.h_in")).is_ok();
             if known {
                 assert!(apart(&hidden, &doubles(&reference, &format!("{what}.h_in"))) < 1e-3, "{what}");
                 let logits = doubles(&reference, &format!("{what}.draft_logits"));
                 let out = doubles(&reference, &format!("{what}.h_out"));
-                for count in 1..=GUESSES {
+                for count in 1..=DRAFT_TOKENS {
                     let drafted = pair.decoder.draft(std::slice::from_ref(&from), count).unwrap().remove(0);
                     let width = drafted.hidden.len();
                     let want = &out[(count - 1) * width..count * width];
-                    assert!(apart(&drafted.hidden, want) < 1e-3, "{what}, guess {count}");
+                    assert!(apart(&drafted.hidden, want) < 1e-3, "{what}, draft token {count}");
                     let got = pair.decoder.draft_logits(0).unwrap();
                     let want = &logits[(count - 1) * got.len()..count * got.len()];
-                    assert!(apart(&got, want) < 3e-3, "{what}, guess {count}");
+                    assert!(apart(&got, want) < 3e-3, "{what}, draft token {count}");
                 }
             }
             // Next to another sequence, the draft tokens are the same.
-            let drafted = pair.decoder.draft(&[from.clone(), from], GUESSES).unwrap();
+            let drafted = pair.decoder.draft(&[from.clone(), from], DRAFT_TOKENS).unwrap();
             assert_eq!(drafted[0], drafted[1], "{what}");
-            let guesses = drafted[0].tokens.clone();
+            let draft_tokens = drafted[0].tokens.clone();
             let want: Vec<u32> = serde_json::from_value(told["drafts"].clone()).unwrap();
-            assert_eq!(guesses, want, "{what}");
-            let drawn = pair.step(&[&[newest][..], &guesses].concat(), context);
-            let right = guesses.iter().zip(&drawn).take_while(|(guess, drawn)| guess == drawn).count();
+            assert_eq!(draft_tokens, want, "{what}");
+            let drawn = pair.step(&[&[newest][..], &draft_tokens].concat(), context);
+            let right = draft_tokens
+                .iter()
+                .zip(&drawn)
+                .take_while(|(draft_token, drawn)| draft_token == drawn)
+                .count();
             assert_eq!((right, drawn[right] as usize), (number("accepted"), number("bonus")), "{what}");
             output.extend(&drawn[..=right]);
             (newest, context, row) = (drawn[right], context + right + 1, right as u32);

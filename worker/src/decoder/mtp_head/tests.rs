@@ -12,7 +12,7 @@ use std::path::Path;
 mod appended_file;
 mod reference;
 
-const GUESSES: usize = 4;
+const DRAFT_TOKENS: usize = 4;
 /// Maximum difference between f32 and f64 of hidden states and logits, which are about 1.
 const TOLERANCE: f64 = 2e-3;
 
@@ -89,31 +89,36 @@ fn rounds(path: &Path, chunks: &[usize], seed: u32) -> (usize, usize) {
     for round in 0..12 {
         let blocks = alone.blocks[..context.div_ceil(16)].to_vec();
         let tables = vec![BlockTable::Paged(&blocks)];
-        let from = DraftFrom { token: newest, context, hidden: hidden.clone(), tables, most: GUESSES };
-        let want = reference.draft(newest, GUESSES);
+        let from = DraftFrom { token: newest, context, hidden: hidden.clone(), tables, most: DRAFT_TOKENS };
+        let want = reference.draft(newest, DRAFT_TOKENS);
         for (count, want) in (1..).zip(&want) {
             let drafted = alone.decoder.draft(std::slice::from_ref(&from), count).unwrap().remove(0);
-            let what = format!("{}, round {round}, guess {count}", path.display());
+            let what = format!("{}, round {round}, draft token {count}", path.display());
             assert!(apart(&drafted.hidden, &want.hidden) < TOLERANCE, "{what}");
             let logits = alone.decoder.draft_logits(0).unwrap();
             assert!(apart(&logits, &want.logits) < TOLERANCE, "{what}");
             let tokens: Vec<u32> = drafted.tokens;
             assert_eq!(tokens.last(), Some(&want.token), "{what}, ahead by {}", want.margin);
         }
-        let guesses: Vec<u32> = want.iter().map(|guess| guess.token).collect();
+        let draft_tokens: Vec<u32> = want.iter().map(|draft_token| draft_token.token).collect();
         // Another sequence in the same block gets no draft tokens; in another block it gets the same ones.
         let elsewhere = DraftFrom { tables: vec![BlockTable::Paged(&blocks)], most: 2, ..from.clone() };
-        let drafted = alone.decoder.draft(&[from.clone(), elsewhere], GUESSES).unwrap();
-        assert_eq!(drafted[0].tokens, guesses);
+        let drafted = alone.decoder.draft(&[from.clone(), elsewhere], DRAFT_TOKENS).unwrap();
+        assert_eq!(drafted[0].tokens, draft_tokens);
         let shares = !context.is_multiple_of(16);
-        assert_eq!(drafted[1].tokens, guesses[..if shares { 0 } else { 2 }]);
-        let (best, rows) = alone.step(&[&[newest][..], &guesses].concat(), context, true);
-        let counted = guesses.iter().zip(&best).take_while(|(guess, drawn)| guess == drawn).count();
+        assert_eq!(drafted[1].tokens, draft_tokens[..if shares { 0 } else { 2 }]);
+        let (best, rows) = alone.step(&[&[newest][..], &draft_tokens].concat(), context, true);
+        let counted =
+            draft_tokens.iter().zip(&best).take_while(|(draft_token, drawn)| draft_token == drawn).count();
         alone.decoder.accept(&[counted + 1]).unwrap();
         reference.feed(newest, &rows[0]);
-        guesses.iter().zip(&rows[1..]).take(counted).for_each(|(token, row)| reference.feed(*token, row));
+        draft_tokens
+            .iter()
+            .zip(&rows[1..])
+            .take(counted)
+            .for_each(|(token, row)| reference.feed(*token, row));
         (newest, hidden, context) = (best[counted], rows[counted].clone(), context + counted + 1);
-        (right, all) = (right + counted, all + GUESSES);
+        (right, all) = (right + counted, all + DRAFT_TOKENS);
     }
     (right, all)
 }

@@ -62,18 +62,18 @@ impl Engine {
             saving.pieces.clear();
             saving.position = position;
         }
-        let mut caches = self.caches();
+        let executor = &mut self.executor;
         let further: Vec<&ResumeBlock> = blocks
             .iter()
             .skip(saving.pieces.len())
             .take_while(|block| {
                 let begins = *left > 0;
-                *left = left.saturating_sub(caches.block_bytes(block.group) as u64);
+                *left = left.saturating_sub(executor.block_bytes(block.group) as u64);
                 begins
             })
             .collect();
         let places: Vec<(usize, u32)> = further.iter().map(|block| (block.group, block.offset)).collect();
-        let read = caches.read(&places).map_err(|error| {
+        let read = executor.read_blocks(&places).map_err(|error| {
             tracing::error!(%error, "cannot read blocks from the arena");
             SequenceError::Internal
         })?;

@@ -1,6 +1,6 @@
 //! Takes over units that other sequences computed or are about to compute, and waits for them.
 
-use super::{Draft, Scheduler, Sequence, State};
+use super::{Scheduler, Sequence, State, StepBuilder};
 use crate::kv_cache::{CheckpointKind, HitStop, NotAdvanced};
 use proto::block::{BlockId, HASH_UNIT_TOKENS};
 
@@ -12,9 +12,9 @@ impl Scheduler {
         sequence: &mut Sequence,
         slot: u32,
         most_rows: u32,
-        draft: &mut Draft,
+        builder: &mut StepBuilder,
     ) -> bool {
-        let (step, cap) = (draft.step, sequence.unit_cap());
+        let (step, cap) = (builder.step, sequence.unit_cap());
         let Some(next) = sequence.unit_at().filter(|_| sequence.cache.shares()) else { return false };
         // Take over only units that were held at admission or that others compute meanwhile. A router cannot
         // see units behind a gap that this sequence fills itself, so they must not count as hits.
@@ -23,12 +23,12 @@ impl Scheduler {
             return false;
         }
         if let Some(unit) = sequence.awaited.take()
-            && draft.patient
+            && builder.patient
             && self.joins(sequence, unit, slot, step)
         {
             sequence.awaited = Some(unit);
             sequence.progressed_in = step;
-            return self.wait(draft);
+            return self.wait(builder);
         }
         let hit = self.cache.find(&sequence.cache, &sequence.units, &sequence.tokens, cap);
         let (end, known) = (hit.end(), hit.known);
@@ -36,22 +36,22 @@ impl Scheduler {
             sequence.info.hit_stop = hit.stop;
         }
         // A state is kept only on request, so request it before anything is taken over.
-        let awaited = self.cache.has_states() && self.ask_for_state(sequence, slot, end, known, draft);
+        let awaited = self.cache.has_states() && self.ask_for_state(sequence, slot, end, known, builder);
         if let Some(whole) = self.cache.block_aligned(&sequence.cache, hit, &sequence.units, &sequence.tokens)
         {
             // Nothing is copied here: only a state can be one that this very step writes.
-            match self.cache.advance(&mut sequence.cache, &whole, step, &mut draft.copies) {
+            match self.cache.advance(&mut sequence.cache, &whole, step, &mut builder.copies) {
                 Ok(()) => self.took_over(sequence, slot, whole.from(), step),
-                Err(_) => return self.wait(draft),
+                Err(_) => return self.wait(builder),
             }
         }
         if awaited {
             sequence.progressed_in = step;
-            return self.wait(draft);
+            return self.wait(builder);
         }
         if let Some(&unit) = sequence.units[..cap].get(end) {
-            if !self.cache.has_states() && draft.patient && self.joins(sequence, unit, slot, step) {
-                return self.wait(draft);
+            if !self.cache.has_states() && builder.patient && self.joins(sequence, unit, slot, step) {
+                return self.wait(builder);
             }
             let stalled = self.planned.producer(unit).is_some_and(|producer| producer != slot);
             self.counters.takeovers += u64::from(stalled && most_rows > 0);
@@ -65,14 +65,14 @@ impl Scheduler {
         }
         // The rest of the hit is in part of a block.
         let rest = self.cache.find(&sequence.cache, &sequence.units, &sequence.tokens, end);
-        match self.cache.advance(&mut sequence.cache, &rest, step, &mut draft.copies) {
+        match self.cache.advance(&mut sequence.cache, &rest, step, &mut builder.copies) {
             Ok(()) => {
                 self.took_over(sequence, slot, rest.from(), step);
                 // Its copies belong to this step, so it must take part in it.
                 sequence.committed_in = step;
                 false
             }
-            Err(NotAdvanced::TooFresh) => self.wait(draft),
+            Err(NotAdvanced::TooFresh) => self.wait(builder),
             Err(NotAdvanced::NoBlock) => {
                 if sequence.info.computed_tokens == 0 {
                     sequence.info.hit_stop = HitStop::PoolFull { token: sequence.cache.len() };
@@ -82,8 +82,8 @@ impl Scheduler {
         }
     }
 
-    pub(super) fn wait(&mut self, draft: &mut Draft) -> bool {
-        draft.following += 1;
+    pub(super) fn wait(&mut self, builder: &mut StepBuilder) -> bool {
+        builder.following += 1;
         self.counters.follower_waits += 1;
         true
     }

@@ -1,6 +1,6 @@
 //! Keeps recurrent states as checkpoints, where the policy or other sequences want them.
 
-use super::{Draft, Entry, Export, Scheduler, Sequence};
+use super::{Entry, Export, Scheduler, Sequence, StepBuilder};
 use crate::kv_cache::{CheckpointKind, Kept};
 use proto::block::HASH_UNIT_TOKENS;
 
@@ -9,7 +9,13 @@ const UNIT: u32 = HASH_UNIT_TOKENS as u32;
 impl Scheduler {
     /// Keeps the wanted states among those that the sequence's rows of this step pass, from `from` to its
     /// present end. A state after the last row costs only its slot.
-    pub(super) fn keep_states(&mut self, sequence: &mut Sequence, slot: u32, from: u32, draft: &mut Draft) {
+    pub(super) fn keep_states(
+        &mut self,
+        sequence: &mut Sequence,
+        slot: u32,
+        from: u32,
+        builder: &mut StepBuilder,
+    ) {
         let to = sequence.cache.len();
         let (first, end) = (from / UNIT + 1, to / UNIT);
         if first > end || !self.cache.has_states() || !sequence.cache.shares() {
@@ -24,7 +30,7 @@ impl Scheduler {
             wanted.push((end, self.config.checkpoints.of_output(end)));
         }
         for (unit, kind) in wanted {
-            self.keep_state(sequence, slot, unit, kind, draft);
+            self.keep_state(sequence, slot, unit, kind, builder);
         }
     }
 
@@ -34,10 +40,10 @@ impl Scheduler {
         slot: u32,
         unit: u32,
         kind: CheckpointKind,
-        draft: &mut Draft,
+        builder: &mut StepBuilder,
     ) {
-        if let Some(Kept::Copied { offset, held }) = self.keep(sequence, unit, kind, draft.step) {
-            draft.exports.push(Export { slot, unit, offset, held });
+        if let Some(Kept::Copied { offset, held }) = self.keep(sequence, unit, kind, builder.step) {
+            builder.exports.push(Export { slot, unit, offset, held });
         }
     }
 
@@ -88,14 +94,14 @@ impl Scheduler {
         slot: u32,
         end: usize,
         known: usize,
-        draft: &mut Draft,
+        builder: &mut StepBuilder,
     ) -> bool {
         let mut last = None;
         for at in end..sequence.unit_cap() {
             match self.planned.producer(sequence.units[at]) {
                 // From here on others wait for this sequence.
                 Some(producer) if producer == slot => break,
-                Some(producer) if self.is_worth_waiting_for(producer, sequence, draft.step) => {
+                Some(producer) if self.is_worth_waiting_for(producer, sequence, builder.step) => {
                     last = Some((at + 1, producer));
                 }
                 _ if at < known => {}
@@ -107,24 +113,24 @@ impl Scheduler {
                 producer.wish(unit as u32, CheckpointKind::Junction);
             }
             sequence.awaited = Some(sequence.units[unit - 1]);
-            return draft.patient;
+            return builder.patient;
         }
-        known > end && self.keep_in_this_step(sequence, known as u32, draft)
+        known > end && self.keep_in_this_step(sequence, known as u32, builder)
     }
 
     /// Lets a sequence that computes the unit before `unit` of the same prefix in this step keep the state
     /// after it.
-    fn keep_in_this_step(&mut self, sequence: &Sequence, unit: u32, draft: &mut Draft) -> bool {
+    fn keep_in_this_step(&mut self, sequence: &Sequence, unit: u32, builder: &mut StepBuilder) -> bool {
         let id = sequence.units.get(unit as usize - 1);
         let computes = |&Entry { slot, from, rows, .. }: &Entry| {
             (from + 1..=from + rows).contains(&(unit * UNIT))
                 && self.get(slot).is_some_and(|s| s.cache.shares() && s.units.get(unit as usize - 1) == id)
         };
-        let Some(slot) = draft.entries.iter().find(|entry| computes(entry)).map(|entry| entry.slot) else {
+        let Some(slot) = builder.entries.iter().find(|entry| computes(entry)).map(|entry| entry.slot) else {
             return false;
         };
         let Some(mut producer) = self.sequences[slot as usize].take() else { return false };
-        self.keep_state(&mut producer, slot, unit, CheckpointKind::Junction, draft);
+        self.keep_state(&mut producer, slot, unit, CheckpointKind::Junction, builder);
         let kept = self.cache.has_state_at(&producer.cache, unit);
         self.sequences[slot as usize] = Some(producer);
         kept

@@ -62,7 +62,7 @@ pub(super) struct Sim {
     /// States kept in the middle of a step's rows.
     pub(super) exports: u64,
     /// Drafts tokens if set: three in four are correct.
-    pub(super) guesses: Option<Rng>,
+    pub(super) draft_tokens: Option<Rng>,
 }
 
 /// A resume point as a snapshot would hold it: (group, digests) of each block.
@@ -90,31 +90,31 @@ impl Sim {
             pins: Vec::new(),
             limits: StepLimits::NONE,
             exports: 0,
-            guesses: None,
+            draft_tokens: None,
         }
     }
 
     /// Sets draft tokens for all decoding sequences.
-    fn guess(&mut self) {
-        let Some(rng) = &mut self.guesses else { return };
-        let mut guessed = Vec::new();
+    fn draft_round(&mut self) {
+        let Some(rng) = &mut self.draft_tokens else { return };
+        let mut drafted = Vec::new();
         for decoding in self.scheduler.decoding() {
             let mut history = self.live[&decoding.id].truth.last().copied().unwrap();
-            let count = rng.below(u64::from(decoding.most_guesses).min(7) + 1);
-            let mut guess = |_| {
+            let count = rng.below(u64::from(decoding.max_draft_tokens).min(7) + 1);
+            let mut draft_token = |_| {
                 let token = if rng.chance(75) { draw(history) } else { rng.below(3) as u32 };
                 history = extend(history, token);
                 token
             };
-            guessed.push((decoding.id, (0..count).map(&mut guess).collect()));
+            drafted.push((decoding.id, (0..count).map(&mut draft_token).collect()));
         }
-        guessed.into_iter().for_each(|(id, guesses)| self.scheduler.guess(id, guesses));
+        drafted.into_iter().for_each(|(id, draft_tokens)| self.scheduler.set_draft_tokens(id, draft_tokens));
     }
 
     /// The histories after a sequence's tokens and after its draft tokens in a step.
     fn supposed(&self, plan: &StepPlan, planned: &PlannedSequence) -> Vec<u64> {
         let mut truth = self.live[&planned.id].truth.clone();
-        for row in planned.rows.end - planned.guesses..planned.rows.end {
+        for row in planned.rows.end - planned.draft_tokens..planned.rows.end {
             truth.push(extend(truth[truth.len() - 1], plan.tokens[row as usize]));
         }
         truth
@@ -226,7 +226,7 @@ impl Sim {
 
     /// Plans a step and computes it: a device executes steps in order, so its memory changes here.
     pub(super) fn plan(&mut self) -> Option<Pending> {
-        self.guess();
+        self.draft_round();
         let plan = self.scheduler.plan_within(self.limits).unwrap()?;
         let tables: Vec<Vec<BlockTable>> =
             plan.sequences.iter().map(|s| self.scheduler.tables(s.slot).to_vec()).collect();
@@ -257,7 +257,8 @@ impl Sim {
             assert_eq!(planned.last_chunk, first + rows == truth.len());
             assert_eq!(planned.samples, planned.last_chunk && client.max_new > 0);
             assert!(
-                planned.guesses == 0 || rows == 1 + planned.guesses as usize && first >= client.prompt.len()
+                planned.draft_tokens == 0
+                    || rows == 1 + planned.draft_tokens as usize && first >= client.prompt.len()
             );
             for (row, position) in (planned.rows.start as usize..).zip(first..first + rows) {
                 assert!(position >= known || plan.tokens[row] == client.token(position));
@@ -318,7 +319,7 @@ impl Sim {
             let (Some(group), Some(state)) = (group, &planned.state) else { continue };
             let truth = self.supposed(plan, planned);
             let first = planned.context_before as usize;
-            assert_eq!(state.deferred, planned.guesses > 0);
+            assert_eq!(state.deferred, planned.draft_tokens > 0);
             if state.deferred {
                 assert!(state.exports.is_empty());
                 deferred.insert(state.write);
@@ -357,7 +358,7 @@ impl Sim {
         let truth = &self.live[&planned.id].truth;
         let first = planned.context_before as usize;
         let read = self.memory.read(group, state.read.unwrap()).and_then(|state| state[0]);
-        assert_eq!(read, Some(truth[first - 1]), "the state before guesses is still there");
+        assert_eq!(read, Some(truth[first - 1]), "the state before draft tokens is still there");
         let counted = truth[first + rows - 1];
         self.memory.block(&self.spec, group, state.write)[0] = Some(counted);
     }
@@ -371,7 +372,7 @@ impl Sim {
             let Some(client) = self.live.get_mut(&planned.id).filter(|_| planned.samples) else { continue };
             let end = planned.context_before as usize + planned.rows.len();
             let mut counted = 0;
-            for last in end - 1 - planned.guesses as usize..end {
+            for last in end - 1 - planned.draft_tokens as usize..end {
                 let seen = (0..tables.len())
                     .filter_map(|group| match &planned.state {
                         Some(state) if self.spec.groups[group].kind == GroupKind::State => {

@@ -102,7 +102,7 @@ struct Seen {
 fn storm(mut rng: Rng, spec: &dyn Fn(&mut Rng) -> CacheSpec, seen: &mut Seen) {
     let mut sim = Sim::new(random_config(&mut rng), spec(&mut rng));
     // A random source of its own, so that storms without draft tokens are unchanged.
-    sim.guesses = (rng.0 % 2 == 1).then_some(Rng(rng.0 ^ 0x6E5));
+    sim.draft_tokens = (rng.0 % 2 == 1).then_some(Rng(rng.0 ^ 0x6E5));
     let longest = 8 + rng.below(250);
     let longest_output = rng.pick(&[2, 40, 200]);
     let prompts = Prompts::new(&mut rng, longest);

@@ -4,7 +4,7 @@ use super::{simulated, small};
 use crate::harness::{self, Ask, Heard, one_by_one, open, open_on, path, prompt};
 use crate::snapshots::{generate, key, save};
 use crate::tiers::{assert_same, disk, finish};
-use kernels::cuda::Arch;
+use cuda::Arch;
 use kvasir_worker::Error;
 use kvasir_worker::decoder::CacheKind;
 use kvasir_worker::engine::Engine;

@@ -81,10 +81,10 @@ fn a_replica_keeps_serving_until_the_plans_workers_are_available() {
     let lives = rig.lives();
     rig.told("m", &[&[("a", 0, 1), ("z", 1, 3)]]);
     assert_eq!((rig.settle(2), rig.lives()), (before, lives));
-    assert!(rig.why("m").contains("worker z is away"), "{}", rig.why("m"));
+    assert!(rig.why("m").contains("worker z is not connected"), "{}", rig.why("m"));
     rig.workers.push((node("z"), capacity(1 << 30, DIGEST)));
     rig.draining.push(node("z"));
-    assert!(rig.why("m").contains("worker z drains"), "{}", rig.why("m"));
+    assert!(rig.why("m").contains("worker z is draining"), "{}", rig.why("m"));
     rig.draining.clear();
     assert_eq!(rig.settle(2), [["a", "z"]]);
 }

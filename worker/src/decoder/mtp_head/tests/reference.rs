@@ -21,7 +21,7 @@ pub(super) struct Reference {
     before: Vec<f64>,
 }
 
-pub(super) struct Guess {
+pub(super) struct ReferenceDraft {
     pub(super) token: u32,
     pub(super) hidden: Vec<f64>,
     pub(super) logits: Vec<f64>,
@@ -61,10 +61,10 @@ impl Reference {
     }
 
     /// Drafts `count` tokens after the newest token.
-    pub(super) fn draft(&mut self, newest: u32, count: usize) -> Vec<Guess> {
+    pub(super) fn draft(&mut self, newest: u32, count: usize) -> Vec<ReferenceDraft> {
         let known = self.keys.len();
         let (mut token, mut before) = (newest, self.before.clone());
-        let mut guesses = Vec::new();
+        let mut draft_tokens = Vec::new();
         for _ in 0..count {
             let hidden = self.position(token, &before);
             let logits = self.times("output.weight", "nextn.shared_head_head.weight", &hidden);
@@ -72,11 +72,11 @@ impl Reference {
             order.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]));
             let margin = logits[order[0]] - logits[order[1]];
             (token, before) = (order[0] as u32, hidden.clone());
-            guesses.push(Guess { token, hidden, logits, margin });
+            draft_tokens.push(ReferenceDraft { token, hidden, logits, margin });
         }
         self.keys.truncate(known);
         self.values.truncate(known);
-        guesses
+        draft_tokens
     }
 
     /// Runs a token at the next position, with the hidden state before it. Returns the head's output.

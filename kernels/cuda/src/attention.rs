@@ -1,0 +1,303 @@
+//! Paged attention on a device: `softmax(scale * q k^T) v` over the visible keys of each row.
+
+use super::kv::{KvBlock, type_number};
+use super::source::{self, Source};
+use super::step::{StepPointers, has_several};
+use super::{Argument, Compiled, CudaError, Device, DevicePtr, KernelId, Launch};
+use kernels::Error;
+use kernels::backend::{KvShape, KvType, StepSequence};
+use std::ops::Range;
+
+#[cfg(test)]
+mod tests;
+
+/// Keys of a split. Splits begin at multiples of this position. As in `common.cuh`.
+pub(super) const SPLIT: usize = 512;
+
+/// Marker in place of a count of common splits, for a row of the same sequence as the row before. As in
+/// `common.cuh`.
+pub(super) const SAME: u32 = u32::MAX;
+
+/// Window of a row that sees every key.
+const ALL: usize = i32::MAX as usize;
+
+/// Smallest size of the scratch memory for partial results, if a single row does not need more.
+const SCRATCH_BYTES: usize = 32 << 20;
+
+/// Most blocks of a grid's second and third dimension.
+const MAX_GRID: usize = 65_535;
+
+/// Head widths that the kernels are compiled for.
+const WIDTHS: [usize; 4] = [64, 128, 256, 512];
+
+/// Kernels for layers of one shape.
+#[derive(Debug, Clone)]
+pub struct AttentionKernels {
+    shape: KvShape,
+    block: KvBlock,
+    /// Kernels with the query vectors that a block processes, ascending.
+    attend: Vec<(usize, KernelId)>,
+    combine: KernelId,
+    /// Query heads that a block processes together. They share one key/value head.
+    together: usize,
+    /// Most query vectors of a block.
+    most: usize,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub struct AttentionCall<'a> {
+    /// `[rows][heads * head_dim]`
+    pub q: DevicePtr,
+    /// `[rows][heads * v_head_dim]`
+    pub out: DevicePtr,
+    /// [`AttentionKernels::scratch_bytes`] bytes for partial results.
+    pub scratch: DevicePtr,
+    pub arena: DevicePtr,
+    pub step: &'a StepPointers,
+    pub sequences: &'a [StepSequence],
+    pub group: usize,
+    /// Byte offset of the layer inside a block.
+    pub layer_offset: usize,
+    /// `[heads]`: attention sinks, an additional logit of each head without a value.
+    pub sinks: Option<DevicePtr>,
+    pub scale: f32,
+}
+
+/// Rows of one launch, as indices into the step's order.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Rows {
+    rows: Range<usize>,
+    /// Rows that a block of threads is responsible for.
+    tile: usize,
+    /// Most rows that a block of threads can process together. With a `tile` of 1, these include rows of
+    /// other blocks of threads whose caches begin with the same blocks.
+    join: usize,
+    /// Most splits of a row.
+    splits: usize,
+    /// Most splits of a block's rows together.
+    grid_splits: usize,
+}
+
+impl AttentionKernels {
+    /// Returns the source for a shape.
+    ///
+    /// # Errors
+    /// As [`KvBlock::new`]; [`Error::EmptyWindow`], [`Error::Unsupported`] for a window that is not causal.
+    pub fn source(shape: &KvShape) -> Result<&'static Source, Error> {
+        check(shape)?;
+        Ok(&source::ATTENTION[type_number(shape.kv_type)][width_class(shape)])
+    }
+
+    /// Loads the compiled [`Self::source`].
+    ///
+    /// # Errors
+    /// [`CudaError::NoKernel`] for another compiled source, [`CudaError::Invalid`] for an unsupported
+    /// shape; errors of the device.
+    pub fn load(device: &mut dyn Device, compiled: &Compiled, shape: KvShape) -> Result<Self, CudaError> {
+        let source = Self::source(&shape).map_err(not_served)?;
+        let block = KvBlock::new(&shape).map_err(not_served)?;
+        let kernels = device.load(compiled, source.kernels)?;
+        let missing =
+            || CudaError::NoKernel { name: "attend".into(), source_name: compiled.source_name.clone() };
+        let (sizes, mut kernels) = (vectors(&shape), kernels.into_iter());
+        let most = *sizes.last().ok_or_else(missing)?;
+        let combine = kernels.next().ok_or_else(missing)?;
+        let attend = sizes.iter().copied().zip(kernels).collect();
+        let group = shape.heads / shape.kv_heads;
+        let together = group.div_ceil(group.div_ceil(most));
+        Ok(Self { shape, block, attend, combine, together, most })
+    }
+
+    /// Returns the layout of the layer's blocks.
+    pub fn block(&self) -> &KvBlock {
+        &self.block
+    }
+
+    /// Returns the bytes of device memory that a call needs besides its buffers, for sequences of at most
+    /// `positions`.
+    pub fn scratch_bytes(&self, positions: usize) -> usize {
+        self.row_scratch(self.splits(0..positions.max(1)).len()).max(SCRATCH_BYTES)
+    }
+
+    /// Processes the step's rows. [`AttentionCall::scratch`] has `scratch_bytes` bytes.
+    ///
+    /// # Errors
+    /// [`CudaError::Invalid`] for too little scratch memory; errors of the device.
+    pub fn launch(
+        &self,
+        device: &mut dyn Device,
+        call: &AttentionCall<'_>,
+        scratch_bytes: usize,
+    ) -> Result<(), CudaError> {
+        for rows in self.plan(call.sequences, scratch_bytes)? {
+            self.launch_rows(device, call, &rows)?;
+        }
+        Ok(())
+    }
+
+    /// Splits the step into launches. Sequences of one row and longer ones are not mixed, and the partial
+    /// results of a launch fit the scratch memory. A row's result does not depend on the split into
+    /// launches.
+    fn plan(&self, sequences: &[StepSequence], scratch_bytes: usize) -> Result<Vec<Rows>, CudaError> {
+        let mut launches = Vec::new();
+        for alike in sequences.chunk_by(|a, b| has_several(a) == has_several(b)) {
+            let several = has_several(&alike[0]);
+            let join = (self.most / self.together).max(1);
+            let (tile, join) = match self.attend.len() {
+                _ if several => (join, join),
+                1 => (1, join),
+                // Kernels by lanes do the work of every vector that they have room for, present or not.
+                _ => (1, 1),
+            };
+            let rows = alike.iter().flat_map(|sequence| {
+                let end = sequence.context + sequence.rows.len();
+                sequence.rows.clone().map(move |row| {
+                    let own = sequence.context + (row - sequence.rows.start) + 1;
+                    (row, self.splits(0..if self.shape.causal { own } else { end }).len())
+                })
+            });
+            // The step orders single rows itself, so any of them may be at any index.
+            let most = if several { 0 } else { rows.clone().map(|(_, splits)| splits).max().unwrap_or(0) };
+            let rows = rows.map(|(row, splits)| (row, splits.max(most)));
+            let mut open: Option<Rows> = None;
+            for (row, splits) in rows {
+                let fits = |open: &Rows| {
+                    let most = open.splits.max(splits);
+                    let rows = open.rows.len() + 1;
+                    let held = if most > 1 { rows * self.row_scratch(most) } else { 0 };
+                    held <= scratch_bytes && rows <= MAX_GRID
+                };
+                match &mut open {
+                    Some(open) if fits(open) => {
+                        open.rows.end = row + 1;
+                        open.splits = open.splits.max(splits);
+                    }
+                    _ => {
+                        let next = Rows { rows: row..row + 1, tile, join, splits, grid_splits: 0 };
+                        if splits > 1 && self.row_scratch(splits) > scratch_bytes {
+                            let what =
+                                format!("{scratch_bytes} bytes of scratch for {splits} splits of a row");
+                            return Err(CudaError::Invalid { what });
+                        }
+                        launches.extend(open.replace(next));
+                    }
+                }
+            }
+            launches.extend(open);
+        }
+        for launch in &mut launches {
+            // The windows of a block's rows begin in at most two splits.
+            let slides = usize::from(self.shape.window.is_some() && launch.tile > 1);
+            launch.grid_splits = launch.splits + slides;
+        }
+        Ok(launches)
+    }
+
+    fn launch_rows(
+        &self,
+        device: &mut dyn Device,
+        call: &AttentionCall<'_>,
+        launch: &Rows,
+    ) -> Result<(), CudaError> {
+        let KvShape { heads, kv_heads, head_dim, v_head_dim, window, causal, .. } = self.shape;
+        let rows = launch.rows.len();
+        let parts_bytes = rows * heads * launch.splits * v_head_dim * size_of::<f32>();
+        let vectors = self.together * launch.tile.min(rows);
+        let fits = self.attend.iter().find(|(size, _)| *size >= vectors).or(self.attend.last());
+        let Some((_, kernel)) = fits else {
+            return Err(CudaError::Invalid { what: "attention without a kernel".into() });
+        };
+        let number = |n: usize| Argument::from(n as u32);
+        let arguments = [
+            call.q.into(),
+            call.out.into(),
+            call.scratch.into(),
+            call.scratch.offset(parts_bytes).into(),
+            call.arena.into(),
+            call.step.tables.into(),
+            call.step.table_starts(call.group).into(),
+            call.step.positions.into(),
+            call.step.row_sequences.into(),
+            call.step.sequence_ends.into(),
+            call.step.order(call.group).into(),
+            call.step.common(call.group).into(),
+            call.sinks.unwrap_or_default().into(),
+            Argument::from(call.layer_offset as u64),
+            number(launch.rows.start),
+            number(rows),
+            number(launch.tile.min(rows)),
+            number(launch.join),
+            number(heads),
+            number(kv_heads),
+            number(self.together),
+            number(head_dim),
+            number(v_head_dim),
+            self.block.block_shift().into(),
+            number(self.block.k_stripe()),
+            number(self.block.v_stripe()),
+            (window.unwrap_or(ALL).min(ALL) as u32).into(),
+            u32::from(causal).into(),
+            number(launch.splits),
+            (call.scale * std::f32::consts::LOG2_E).into(),
+        ];
+        let group_parts = (heads / kv_heads).div_ceil(self.together);
+        let tiles = rows.div_ceil(launch.tile.min(rows));
+        device.launch(&Launch {
+            kernel: *kernel,
+            grid: [tiles as u32, (kv_heads * group_parts) as u32, launch.grid_splits as u32],
+            block: [128, 1, 1],
+            shared_bytes: 0,
+            arguments: &arguments,
+        })?;
+        if launch.splits > 1 {
+            device.launch(&Launch {
+                kernel: self.combine,
+                grid: [rows as u32, heads as u32, 1],
+                block: [128, 1, 1],
+                shared_bytes: 0,
+                arguments: &arguments,
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Returns the splits of a row that sees the positions `keys`, limited by its window.
+    fn splits(&self, keys: Range<usize>) -> Range<usize> {
+        let start = self.shape.window.map_or(0, |window| keys.end.saturating_sub(window));
+        start / SPLIT..keys.end.div_ceil(SPLIT)
+    }
+
+    /// Returns the bytes of partial results of a row with `splits` splits.
+    fn row_scratch(&self, splits: usize) -> usize {
+        self.shape.heads * splits * (self.shape.v_head_dim + 2) * size_of::<f32>()
+    }
+}
+
+fn not_served(error: Error) -> CudaError {
+    CudaError::Invalid { what: error.to_string() }
+}
+
+fn check(shape: &KvShape) -> Result<(), Error> {
+    KvBlock::new(shape)?;
+    match (shape.window, shape.causal) {
+        (Some(0), _) => Err(Error::EmptyWindow),
+        (Some(_), false) => Err(Error::Unsupported { what: "a window that is not causal" }),
+        _ => Ok(()),
+    }
+}
+
+/// Returns the index of the narrowest of [`WIDTHS`] that fits keys and values.
+fn width_class(shape: &KvShape) -> usize {
+    let widest = shape.head_dim.max(shape.v_head_dim);
+    WIDTHS.iter().position(|width| *width >= widest).unwrap_or(WIDTHS.len() - 1)
+}
+
+/// Returns the query vectors per block of each of the shape's kernels: always 16 on tensor cores; by lanes
+/// as many as the registers allow.
+fn vectors(shape: &KvShape) -> &'static [usize] {
+    match (shape.kv_type, WIDTHS[width_class(shape)]) {
+        (KvType::F16, 64 | 128 | 256) => &[16],
+        (_, 512) => &[1, 2, 4],
+        _ => &[1, 2, 4, 8],
+    }
+}

@@ -1,0 +1,156 @@
+//! Mixture of experts. Routes are never copied to the host.
+
+use super::super::matmul::{
+    Activations, Experts, MatmulKernels, Matrix, Product, quantised_row_bytes, reads_int8,
+};
+use super::super::moe::{ExpertGate, ExpertScale, ExpertSum, GateUp, MoeKernels, MoeShape, Routes};
+use super::super::rowwise::Rows;
+use super::super::{CudaError, Device, DevicePtr, source};
+use super::CudaBackend;
+use super::memory::{Vectors, same};
+use super::product::activations;
+use kernels::Error;
+use kernels::backend::{ActivationMode, ExpertGateUp, MatrixId, MoeOp, VectorId};
+
+/// Up to this number of rows, each (row, expert) pair is a product of its own. With more rows, the products
+/// of one expert share the weights that they read.
+const ONE_BY_ONE: usize = 4;
+
+/// Splits device memory into aligned parts.
+struct Parts {
+    at: usize,
+}
+
+impl Parts {
+    fn next(&mut self, bytes: usize) -> usize {
+        let start = self.at;
+        self.at += bytes.next_multiple_of(256);
+        start
+    }
+}
+
+/// See [`MoeOp`].
+pub(super) fn run(backend: &mut CudaBackend, op: &MoeOp) -> Result<(), Error> {
+    let CudaBackend {
+        device,
+        modules,
+        rowwise,
+        buffers,
+        vectors,
+        matrices,
+        moe,
+        scratch,
+        activations: mode,
+        ..
+    } = backend;
+    let device = device.as_mut();
+    let kernels = match moe {
+        Some(kernels) => &*kernels,
+        None => &*moe.insert(MoeKernels::load(device, modules.of(&source::MOE)?)?),
+    };
+    let (router, x) = (buffers.get(op.router)?, buffers.get(op.x)?);
+    same("rows of a router", x.rows, router.rows)?;
+    if op.x == op.out || op.router == op.out {
+        return Err(Error::SameBuffer);
+    }
+    let shape = MoeShape { rows: x.rows, experts: router.cols, used: op.used };
+    shape.check()?;
+    let (pairs, ff) = (shape.pairs(), op.ff);
+    let expert =
+        |id: MatrixId, rows: usize, cols: Option<usize>| -> Result<(&Matrix, &MatmulKernels), Error> {
+            let found = matrices.get(id)?;
+            same("experts of a matrix", shape.experts, found.0.shape.experts())?;
+            same("rows of an expert", rows, found.0.shape.rows())?;
+            same("columns of an expert", cols.unwrap_or(found.0.shape.cols()), found.0.shape.cols())?;
+            Ok(found)
+        };
+    let hidden = matrices.get(op.down)?.0.shape.rows();
+    let down = expert(op.down, hidden, Some(ff))?;
+    let out = buffers.target(op.out, (x.rows, hidden), op.accumulate)?;
+
+    let mut parts = Parts { at: 0 };
+    let [chosen, weights, list] = [4 * pairs; 3].map(|bytes| parts.next(bytes));
+    let starts = parts.next(4 * (shape.experts + 1));
+    // Gate and up: side by side in one product, or one after the other.
+    let [gate_at, up_at] = [4 * pairs * ff; 2].map(|bytes| parts.next(bytes));
+    let inner_at = parts.next(4 * pairs * ff);
+    let quantised_at = parts.next(pairs * quantised_row_bytes(ff));
+    let down_at = parts.next(4 * pairs * hidden);
+    let base = scratch.of(device, parts.at)?;
+    let at = |offset: usize| base.offset(offset);
+    let routes = Routes { chosen: at(chosen), weights: at(weights), starts: at(starts), list: at(list) };
+
+    kernels.route(device, &shape, router.ptr, op.renormalise, &routes)?;
+    let listed = x.rows > ONE_BY_ONE || *mode == ActivationMode::F32;
+    if listed {
+        kernels.lists(device, &shape, &routes)?;
+    }
+    let experts = match listed {
+        true => Experts::Listed { starts: routes.starts, list: routes.list, most: x.rows },
+        false => Experts::Each(routes.chosen),
+    };
+    let multiply = |device: &mut dyn Device,
+                    (matrix, kernels): (&Matrix, &MatmulKernels),
+                    x: Activations,
+                    share: usize,
+                    out: DevicePtr|
+     -> Result<(), CudaError> {
+        let ld = matrix.shape.rows();
+        let (scale, bias, accumulate) = (1.0, None, false);
+        let product = Product { matrix, x, tokens: pairs, share, experts, scale, bias, accumulate, out, ld };
+        kernels.multiply(device, &[product])
+    };
+    let affine = |scale, bias, width| expert_scale(vectors, shape.experts, scale, bias, width);
+
+    let gate_up = match op.gate_up {
+        ExpertGateUp::Separate { gate, up, gate_scale, up_scale, gate_bias, up_bias } => {
+            let places = [gate_at, up_at].map(at);
+            for (id, place) in [gate, up].into_iter().zip(places) {
+                let found = expert(id, ff, None)?;
+                let rows = activations(device, buffers, rowwise, *mode, (op.x, found.0))?;
+                multiply(device, found, rows, op.used, place)?;
+            }
+            let (gate_scale, up_scale) = (affine(gate_scale, gate_bias, ff)?, affine(up_scale, up_bias, ff)?);
+            GateUp::Separate { gate: places[0], up: places[1], gate_scale, up_scale }
+        }
+        ExpertGateUp::Fused { gate_up, scale, bias } => {
+            let found = expert(gate_up, 2 * ff, None)?;
+            let rows = activations(device, buffers, rowwise, *mode, (op.x, found.0))?;
+            multiply(device, found, rows, op.used, at(gate_at))?;
+            GateUp::Fused { gate_up: at(gate_at), scale: affine(scale, bias, 2 * ff)? }
+        }
+    };
+    let inner = at(inner_at);
+    let gate = ExpertGate { gate_up, ff, activation: op.activation, inner };
+    kernels.gate(device, pairs, &gate, &routes)?;
+    let inner = match *mode == ActivationMode::Int8 && reads_int8(down.0.shape.ty()) {
+        false => Activations::F32(inner),
+        true => {
+            rowwise.quantise(device, Rows { rows: pairs, cols: ff }, inner, at(quantised_at))?;
+            Activations::Int8(at(quantised_at))
+        }
+    };
+    multiply(device, down, inner, 1, at(down_at))?;
+    let sum = ExpertSum {
+        down: at(down_at),
+        down_scale: affine(op.down_scale, op.down_bias, hidden)?,
+        hidden,
+        scale: op.scale,
+        accumulate: op.accumulate,
+        out: out.ptr,
+    };
+    Ok(kernels.sum(device, &shape, &sum, &routes)?)
+}
+
+fn expert_scale(
+    vectors: &Vectors,
+    experts: usize,
+    scale: Option<VectorId>,
+    bias: Option<VectorId>,
+    width: usize,
+) -> Result<ExpertScale, Error> {
+    Ok(ExpertScale {
+        scale: vectors.optional("factors of experts", scale, experts)?,
+        bias: vectors.optional("biases of experts", bias, experts * width)?,
+    })
+}

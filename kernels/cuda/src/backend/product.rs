@@ -1,0 +1,215 @@
+//! Matrices on the device: upload, products, embedding lookups.
+
+use super::super::Device;
+use super::super::matmul::{
+    Activations, Embedding, Experts, MatmulKernels, Matrix, Product, TOGETHER, reads_int8,
+};
+use super::super::pack::TiledShape;
+use super::CudaBackend;
+use super::memory::{Buffers, same};
+use super::modules::Modules;
+use kernels::Error;
+use kernels::backend::{ActivationMode, BufferId, EmbedIndex, EmbedOp, MatmulJob, MatrixId, MatrixSource};
+use kernels::quant::GgmlType;
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::ops::Range;
+
+/// Bytes that one thread packs before an upload. Loading needs little host memory besides the file.
+const PIECE_BYTES: usize = 4 << 20;
+
+/// All matrices, and the kernels of their types.
+#[derive(Default)]
+pub(super) struct Matrices {
+    all: Vec<Matrix>,
+    kernels: HashMap<GgmlType, MatmulKernels>,
+}
+
+impl Matrices {
+    /// # Errors
+    /// [`Error::OutOfRange`].
+    pub(super) fn get(&self, id: MatrixId) -> Result<(&Matrix, &MatmulKernels), Error> {
+        let missing = Error::OutOfRange { what: "matrix", index: id.number() as usize, len: self.all.len() };
+        let matrix = self.all.get(id.number() as usize).ok_or(missing)?;
+        let ty = matrix.shape.ty();
+        Ok((matrix, self.kernels.get(&ty).ok_or(Error::NoMatmul { ty: ty.name() })?))
+    }
+
+    /// Repacks a matrix on `threads` threads and uploads it, piece by piece.
+    pub(super) fn create(
+        &mut self,
+        device: &mut dyn Device,
+        modules: &mut Modules,
+        source: MatrixSource<'_>,
+        threads: usize,
+    ) -> Result<MatrixId, Error> {
+        let ty = GgmlType::from_id(source.ggml_type)?;
+        let shape = TiledShape::new(ty, source.rows, source.cols, source.experts)?;
+        same("tensor bytes", shape.file_bytes(), source.bytes.len())?;
+        if let Entry::Vacant(place) = self.kernels.entry(ty) {
+            place.insert(MatmulKernels::load(device, modules.of(MatmulKernels::source(ty)?)?, ty)?);
+        }
+        let start = device.allocate(shape.packed_bytes())?;
+        let tiles = shape.tiles() * shape.experts();
+        let piece = (PIECE_BYTES / shape.tile_bytes()).max(1);
+        let pieces: Vec<Range<usize>> =
+            (0..tiles).step_by(piece).map(|first| first..tiles.min(first + piece)).collect();
+        for wave in pieces.chunks(threads.max(1)) {
+            for (tiles, packed) in wave.iter().zip(pack(&shape, source.bytes, wave)) {
+                device.upload(start.offset(tiles.start * shape.tile_bytes()), &packed?)?;
+            }
+        }
+        self.all.push(Matrix { shape, start });
+        Ok(MatrixId::new(self.all.len() as u32 - 1))
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.all.iter().map(|matrix| matrix.shape.packed_bytes()).sum()
+    }
+}
+
+/// Packs pieces, each on its own thread.
+fn pack(shape: &TiledShape, bytes: &[u8], pieces: &[Range<usize>]) -> Vec<Result<Vec<u8>, Error>> {
+    let one = |tiles: &Range<usize>| -> Result<Vec<u8>, Error> {
+        let mut packed = Vec::new();
+        shape.pack(tiles.clone(), &bytes[shape.file_range(tiles.clone())], &mut packed)?;
+        Ok(packed)
+    };
+    if let [only] = pieces {
+        return vec![one(only)];
+    }
+    std::thread::scope(|scope| {
+        let running: Vec<_> = pieces.iter().map(|piece| scope.spawn(move || one(piece))).collect();
+        let lost = || Err(Error::Unsupported { what: "a matrix whose packing ends its thread" });
+        running.into_iter().map(|running| running.join().unwrap_or_else(|_| lost())).collect()
+    })
+}
+
+/// Returns the rows of a buffer in the form in which a product with the matrix reads them.
+pub(super) fn activations(
+    device: &mut dyn Device,
+    buffers: &mut Buffers,
+    rowwise: &super::super::rowwise::RowwiseKernels,
+    mode: ActivationMode,
+    (x, matrix): (BufferId, &Matrix),
+) -> Result<Activations, Error> {
+    let view = buffers.get(x)?;
+    same("columns of a matrix", matrix.shape.cols(), view.cols)?;
+    if mode == ActivationMode::F32 || !reads_int8(matrix.shape.ty()) {
+        return Ok(Activations::F32(view.ptr));
+    }
+    let (quantised, stale) = buffers.int8(device, x)?;
+    if stale {
+        rowwise.quantise(device, view.of(), view.ptr, quantised)?;
+    }
+    Ok(Activations::Int8(quantised))
+}
+
+/// See [`kernels::backend::Backend::matmul`].
+pub(super) fn matmul(backend: &mut CudaBackend, x: BufferId, jobs: &[MatmulJob]) -> Result<(), Error> {
+    let CudaBackend { device, rowwise, buffers, vectors, matrices, activations: mode, .. } = backend;
+    let device = device.as_mut();
+    let rows = buffers.get(x)?.rows;
+    let shared = |(index, job): (usize, &MatmulJob)| {
+        job.out == x || jobs[..index].iter().any(|earlier| earlier.out == job.out)
+    };
+    if jobs.iter().enumerate().any(shared) {
+        return Err(Error::SameBuffer);
+    }
+    // Matrices of one type share a launch, because the start and end of a launch weigh less the more it
+    // reads.
+    let mut launches: Vec<(&MatmulKernels, Vec<Product<'_>>)> = Vec::new();
+    for job in jobs {
+        let (matrix, kernels) = matrices.get(job.matrix)?;
+        let outputs = matrix.shape.rows();
+        let x = activations(device, buffers, rowwise, *mode, (x, matrix))?;
+        let out = buffers.target(job.out, (rows, outputs), job.accumulate)?;
+        let product = Product {
+            matrix,
+            x,
+            tokens: rows,
+            share: 1,
+            experts: Experts::One,
+            scale: job.scale,
+            bias: vectors.optional("bias of a product", job.bias, outputs)?,
+            accumulate: job.accumulate,
+            out: out.ptr,
+            ld: outputs,
+        };
+        let open = |products: &[Product<'_>]| products.len() < TOGETHER && products[0].goes_with(&product);
+        match launches.iter_mut().find(|(_, products)| open(products)) {
+            Some((_, products)) => products.push(product),
+            None => launches.push((kernels, vec![product])),
+        }
+    }
+    for (kernels, products) in &launches {
+        kernels.multiply(device, products)?;
+    }
+    Ok(())
+}
+
+/// See [`EmbedOp`].
+pub(super) fn embed(backend: &mut CudaBackend, op: &EmbedOp) -> Result<(), Error> {
+    let CudaBackend { device, buffers, matrices, step, .. } = backend;
+    let (table, kernels) = matrices.get(op.table)?;
+    step.read_table(op.index, table.shape.rows())?;
+    let (rows, pointers) = (step.step().rows(), step.pointers()?);
+    let index = match op.index {
+        EmbedIndex::Token => pointers.tokens,
+        EmbedIndex::Position => pointers.positions,
+        EmbedIndex::Segment => pointers.segments,
+    };
+    let out = buffers.target(op.out, (rows, table.shape.cols()), op.accumulate)?;
+    let EmbedOp { scale, accumulate, .. } = *op;
+    let embedding = Embedding { table, index, rows, scale, accumulate, out: out.ptr };
+    Ok(kernels.embed(device.as_mut(), &embedding)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::source::Source;
+    use crate::tests::hole::{self, Hole};
+    use crate::{Arch, CudaBackend, CudaConfig};
+    use kernels::backend::Backend;
+    use std::process::Command;
+
+    /// Returns the peak memory of this process in bytes.
+    fn peak() -> usize {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
+        line.trim().trim_end_matches(" kB").parse::<usize>().unwrap() * 1024
+    }
+
+    /// Environment variable that is set in the process that repacks.
+    const REPACKS: &str = "KVASIR_TEST_REPACKS";
+    const THREADS: usize = 2;
+
+    /// Runs this test again in a child process, where nothing else allocates memory.
+    #[test]
+    fn repacking_needs_a_few_pieces_of_the_host_however_large_the_matrix_is() {
+        if std::env::var_os(REPACKS).is_none() {
+            let name = "repacking_needs_a_few_pieces_of_the_host_however_large_the_matrix_is";
+            let mut again = Command::new(std::env::current_exe().unwrap());
+            let again = again.args(["--exact", &format!("backend::product::tests::{name}")]);
+            let output = again.env(REPACKS, "1").output().unwrap();
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+            assert!(String::from_utf8_lossy(&output.stdout).contains("1 passed"));
+            return;
+        }
+        let config = CudaConfig { arch: Arch::SM_90, activations: ActivationMode::Int8, threads: THREADS };
+        let compile = |source: &Source| Ok(hole::nothing(source.name));
+        let mut backend = CudaBackend::new(Box::new(Hole::default()), config, Box::new(compile)).unwrap();
+        let mut took = [1usize, 16].map(|times| {
+            // The file's own pages do not count: they are zeros that were never written.
+            let (rows, cols) = (times * 2048, 4096);
+            let file = vec![0u8; rows * cols * 2];
+            let before = peak();
+            let ggml_type = GgmlType::F16.id();
+            backend.create_matrix(MatrixSource { ggml_type, rows, cols, experts: 1, bytes: &file }).unwrap();
+            peak() - before
+        });
+        took.sort_unstable();
+        assert!(took[1] < 3 * THREADS * PIECE_BYTES, "{took:?} bytes");
+    }
+}

@@ -1,0 +1,220 @@
+//! Cases of operations without a cache.
+
+use super::Inputs;
+use kernels::Error;
+use kernels::backend::{
+    Backend, BufferId, EmbedIndex, EmbedOp, ExpertGateUp, GateActivation, GateOp, GatedNormOp, MatmulJob,
+    MatrixId, MatrixSource, MoeOp, Norm, StepInput, StepSequence,
+};
+use kernels::quant::GgmlType;
+
+/// Tolerance of sums of products in another order.
+const SUMS: f64 = 2e-5;
+/// Tolerance of equal operations with sums over a row in another order.
+const ROWS: f64 = 1e-5;
+
+impl Inputs<'_> {
+    fn matrix(&mut self, ty: GgmlType, rows: usize, cols: usize, experts: usize) -> Result<MatrixId, Error> {
+        let bytes = self.random.weights(ty.row_bytes(cols)? * rows * experts);
+        self.backend.create_matrix(MatrixSource { ggml_type: ty.id(), rows, cols, experts, bytes: &bytes })
+    }
+
+    /// Begins a step of sequences with these numbers of rows.
+    fn step(&mut self, lengths: &[usize], tokens: &[u32], segment_start: Option<usize>) -> Result<(), Error> {
+        let mut start = 0;
+        let sequence = |rows: &usize| {
+            let rows = start..start + rows;
+            start = rows.end;
+            StepSequence { rows, context: 0, segment_start }
+        };
+        let sequences: Vec<_> = lengths.iter().map(sequence).collect();
+        self.backend.begin_step(&StepInput { tokens, sequences: &sequences, tables: &[], states: &[] })
+    }
+}
+
+/// Products of one type: few rows and more, a prompt with enough outputs for the whole device, ragged
+/// sizes, and every option of the epilogue. Also embedding lookups.
+pub(super) fn products(inputs: &mut Inputs<'_>, ty: GgmlType, multiprocessors: usize) -> Result<(), Error> {
+    let prompt = (70, 64 * multiprocessors - 7, 256);
+    for shape in [(1, 40, 512), (3, 33, 256), (6, 32, 256), (9, 64, 768), prompt] {
+        product(inputs, ty, shape)?;
+    }
+    inputs.step(&[3, 2], &[7, 0, 39, 12, 7], Some(2))?;
+    let table = inputs.matrix(ty, 40, 256, 1)?;
+    let out = inputs.rows(5, 256)?;
+    for (index, accumulate) in [(EmbedIndex::Token, false), (EmbedIndex::Position, true)] {
+        inputs.backend.embed(&EmbedOp { table, index, scale: 0.75, accumulate, out })?;
+        inputs.keep("embed", format!("{ty} by {index:?}"), ROWS, (out, 5, 256))?;
+    }
+    Ok(())
+}
+
+/// Products of a quantised type with f32 activations.
+pub(super) fn exact_products(inputs: &mut Inputs<'_>, ty: GgmlType) -> Result<(), Error> {
+    product(inputs, ty, (3, 40, 512))
+}
+
+fn product(
+    inputs: &mut Inputs<'_>,
+    ty: GgmlType,
+    (rows, outputs, cols): (usize, usize, usize),
+) -> Result<(), Error> {
+    let matrix = inputs.matrix(ty, outputs, cols, 1)?;
+    let bias = inputs.vector(outputs)?;
+    let x = inputs.rows(rows, cols)?;
+    let plain = inputs.backend.create_buffer(rows, outputs)?;
+    let added = inputs.rows(rows, outputs)?;
+    let job = MatmulJob { matrix, out: plain, bias: None, scale: 1.0, accumulate: false };
+    let other = MatmulJob { matrix, out: added, bias: Some(bias), scale: 0.5, accumulate: true };
+    inputs.backend.matmul(x, &[job, other])?;
+    let activations = &inputs.backend.info().weight_path;
+    let of = format!("{ty} with {activations}, {rows} rows, {outputs} x {cols}");
+    inputs.keep("matmul", format!("{of}, plain"), SUMS, (plain, rows, outputs))?;
+    inputs.keep("matmul", format!("{of}, scaled, biased, added"), SUMS, (added, rows, outputs))
+}
+
+pub(super) fn rows(inputs: &mut Inputs<'_>) -> Result<(), Error> {
+    const SHAPES: [(usize, usize, usize); 4] = [(1, 576, 576), (5, 96, 32), (3, 40, 40), (2, 2304, 2304)];
+    for (rows, cols, width) in SHAPES {
+        let (weight, bias) = (inputs.vector(width)?, inputs.vector(width)?);
+        let rms = Norm { rms: true, weight: Some(weight), bias: None, eps: 1e-5, width };
+        let layer = Norm { rms: false, bias: Some(bias), ..rms };
+        let shape = format!("{rows} x {cols}, width {width}");
+        let x = inputs.rows(rows, cols)?;
+        let out = inputs.backend.create_buffer(rows, cols)?;
+        for (name, norm) in [("RMS", rms), ("mean and variance", layer)] {
+            inputs.backend.norm(x, &norm, out)?;
+            inputs.keep("norm", format!("{name}, {shape}"), ROWS, (out, rows, cols))?;
+        }
+        inputs.backend.norm(x, &rms, x)?;
+        inputs.keep("norm", format!("in place, {shape}"), ROWS, (x, rows, cols))?;
+        let y = inputs.rows(rows, cols)?;
+        inputs.backend.add(x, y, None, 0.7)?;
+        inputs.keep("add", shape.clone(), ROWS, (x, rows, cols))?;
+        inputs.backend.add(x, y, Some(&rms), 1.3)?;
+        inputs.keep("add", format!("normed, {shape}"), ROWS, (x, rows, cols))?;
+        inputs.backend.scale(x, 0.3)?;
+        inputs.keep("scale", shape.clone(), ROWS, (x, rows, cols))?;
+        inputs.backend.finish_logits(x, 9.0, Some(5.0))?;
+        inputs.keep("finish_logits", shape.clone(), ROWS, (x, rows, cols))?;
+        let fresh = inputs.rows(rows, cols)?;
+        let picked: Vec<u32> = (0..rows as u32).rev().collect();
+        inputs.backend.gather_rows(fresh, &picked, out)?;
+        inputs.keep("gather_rows", shape.clone(), 0.0, (out, rows, cols))?;
+        let mut largest = Vec::new();
+        inputs.backend.argmax(fresh, &mut largest)?;
+        let values = largest.into_iter().map(|index| index as f32).collect();
+        inputs.outputs.push(super::Output { op: "argmax", what: shape.clone(), tolerance: 0.0, values });
+        let values = best(inputs.backend, fresh, rows, cols)?;
+        inputs.outputs.push(super::Output { op: "best", what: shape, tolerance: 0.0, values });
+    }
+    Ok(())
+}
+
+/// Returns the sums of the best values of each row and of their indices, because the order of the best
+/// values is undefined. Reads whole rows if the backend does not find the best values itself.
+fn best(backend: &mut dyn Backend, x: BufferId, rows: usize, cols: usize) -> Result<Vec<f32>, Error> {
+    const COUNT: usize = 64;
+    let mut all = Vec::new();
+    if backend.best_values() == COUNT {
+        backend.best(x, &mut all)?;
+    } else {
+        for row in 0..rows {
+            let mut values = vec![0.0; cols];
+            backend.read_row(x, row, &mut values)?;
+            let mut row: Vec<(u32, f32)> = (0..).zip(values).collect();
+            row.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
+            row.truncate(COUNT);
+            all.extend(row);
+        }
+    }
+    let mut out = Vec::new();
+    for row in all.chunks_mut(COUNT.min(cols)) {
+        row.sort_unstable_by_key(|(place, _)| *place);
+        out.extend(row.iter().flat_map(|(place, value)| [*place as f32, *value]));
+    }
+    Ok(out)
+}
+
+pub(super) fn gates(inputs: &mut Inputs<'_>) -> Result<(), Error> {
+    use GateActivation::{ClampedSwiglu, GeluErf, GeluTanh, Sigmoid, Silu};
+    for activation in [Silu, GeluTanh, GeluErf, Sigmoid, ClampedSwiglu] {
+        let (gate, up) = (inputs.rows(3, 100)?, inputs.rows(3, 200)?);
+        inputs.backend.gate(&GateOp { gate, up: Some(up), up_from: 50, activation })?;
+        inputs.keep("gate", format!("{activation:?}"), ROWS, (gate, 3, 100))?;
+        if activation != ClampedSwiglu {
+            let alone = inputs.rows(2, 64)?;
+            inputs.backend.gate(&GateOp { gate: alone, up: None, up_from: 0, activation })?;
+            inputs.keep("gate", format!("{activation:?} alone"), ROWS, (alone, 2, 64))?;
+        }
+    }
+    for gate_first in [false, true] {
+        let weight = inputs.vector(64)?;
+        let norm = Norm { rms: true, weight: Some(weight), bias: None, eps: 1e-6, width: 64 };
+        let (x, gate) = (inputs.rows(3, 256)?, inputs.rows(3, 256)?);
+        inputs.backend.gated_norm(&GatedNormOp { x, gate, norm, gate_first })?;
+        inputs.keep("gated_norm", format!("gate first: {gate_first}"), ROWS, (x, 3, 256))?;
+    }
+    let (x, gate) = (inputs.rows(4, 72)?, inputs.rows(4, 1)?);
+    inputs.backend.scale_rows(x, gate)?;
+    inputs.keep("scale_rows", "4 x 72", ROWS, (x, 4, 72))
+}
+
+/// Embedding lookups by segment.
+pub(super) fn embeddings(inputs: &mut Inputs<'_>) -> Result<(), Error> {
+    inputs.step(&[3, 2], &[7, 0, 39, 12, 7], Some(2))?;
+    let table = inputs.matrix(GgmlType::F32, 40, 256, 1)?;
+    let out = inputs.rows(5, 256)?;
+    let index = EmbedIndex::Segment;
+    inputs.backend.embed(&EmbedOp { table, index, scale: 0.75, accumulate: true, out })?;
+    inputs.keep("embed", format!("by {index:?}"), ROWS, (out, 5, 256))
+}
+
+/// Mixture of experts with every option of a model.
+pub(super) fn experts(inputs: &mut Inputs<'_>) -> Result<(), Error> {
+    let (hidden, ff, experts, used) = (256, 64, 8, 3);
+    let ty = GgmlType::Q8_0;
+    let gate = inputs.matrix(ty, ff, hidden, experts)?;
+    let up = inputs.matrix(ty, ff, hidden, experts)?;
+    let fused = inputs.matrix(GgmlType::Q4_K, 2 * ff, hidden, experts)?;
+    let down = inputs.matrix(ty, hidden, ff, experts)?;
+    let scale = inputs.vector(experts)?;
+    let [ff_bias, fused_bias, hidden_bias] =
+        [experts * ff, experts * 2 * ff, experts * hidden].map(|len| inputs.vector(len));
+    let (ff_bias, fused_bias, hidden_bias) = (ff_bias?, fused_bias?, hidden_bias?);
+    let separate = ExpertGateUp::Separate {
+        gate,
+        up,
+        gate_scale: Some(scale),
+        up_scale: None,
+        gate_bias: None,
+        up_bias: Some(ff_bias),
+    };
+    let fused = ExpertGateUp::Fused { gate_up: fused, scale: Some(scale), bias: Some(fused_bias) };
+    for (name, gate_up, activation) in
+        [("separate", separate, GateActivation::Silu), ("fused", fused, GateActivation::ClampedSwiglu)]
+    {
+        for (rows, accumulate) in [(1, false), (4, true), (11, true)] {
+            inputs.step(&[rows], &vec![0; rows], None)?;
+            let (x, router) = (inputs.rows(rows, hidden)?, inputs.rows(rows, experts)?);
+            let out = inputs.rows(rows, hidden)?;
+            inputs.backend.moe(&MoeOp {
+                x,
+                router,
+                out,
+                accumulate,
+                scale: 0.8,
+                used,
+                renormalise: rows != 4,
+                gate_up,
+                down,
+                down_scale: Some(scale),
+                down_bias: Some(hidden_bias),
+                ff,
+                activation,
+            })?;
+            inputs.keep("moe", format!("{name}, {rows} rows"), SUMS, (out, rows, hidden))?;
+        }
+    }
+    Ok(())
+}

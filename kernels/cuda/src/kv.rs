@@ -1,0 +1,138 @@
+//! Layout of keys and values in a cache block on a device.
+
+use kernels::Error;
+use kernels::attention::KvType;
+use kernels::backend::KvShape;
+
+#[cfg(test)]
+mod oracle;
+
+/// Largest head dimension that the kernels support.
+pub const MAX_HEAD_DIM: usize = 512;
+
+/// Rows are padded to a multiple of this number of elements, which one lane loads at a time.
+const ROW_STEP: usize = 8;
+
+/// Elements that share a scale in [`KvType::Q8_0`].
+const Q8_RUN: usize = 32;
+
+/// Layout of one layer's part of a block: the keys of all heads, then the values of all heads.
+///
+/// A head's *stripe* is `[block_tokens][width]`. Rows are padded with zeroes to a multiple of eight
+/// elements, so that a warp reads neighbouring tokens from contiguous memory and every load is aligned. In
+/// [`KvType::Q8_0`] the scales follow the bytes, `[block_tokens][width / 32]`. Stripes start at multiples
+/// of 16 bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KvBlock {
+    kv_type: KvType,
+    block_tokens: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    v_head_dim: usize,
+}
+
+impl KvBlock {
+    /// # Errors
+    /// [`Error::KvLayout`] unless blocks have 16, 32 or 64 tokens, there are 1 to 4,096 heads, and both
+    /// head dimensions are 1 to [`MAX_HEAD_DIM`]; [`Error::HeadGroups`].
+    pub fn new(shape: &KvShape) -> Result<Self, Error> {
+        let KvShape { heads, kv_heads, head_dim, v_head_dim, block_tokens, kv_type, .. } = *shape;
+        let widths = 1..=MAX_HEAD_DIM;
+        let served = matches!(block_tokens, 16 | 32 | 64)
+            && (1..=4096).contains(&kv_heads)
+            && widths.contains(&head_dim)
+            && widths.contains(&v_head_dim);
+        if !served {
+            return Err(Error::KvLayout { block_tokens, kv_heads, head_dim, v_head_dim });
+        }
+        if heads == 0 || !heads.is_multiple_of(kv_heads) {
+            return Err(Error::HeadGroups { heads, kv_heads });
+        }
+        Ok(Self { kv_type, block_tokens, kv_heads, head_dim, v_head_dim })
+    }
+
+    /// Returns the bytes of one layer's part of a block; a multiple of 64.
+    pub fn bytes(&self) -> usize {
+        (self.kv_heads * (self.k_stripe() + self.v_stripe())).next_multiple_of(64)
+    }
+
+    pub fn kv_type(&self) -> KvType {
+        self.kv_type
+    }
+
+    /// Returns the bytes of one head's keys.
+    pub(super) fn k_stripe(&self) -> usize {
+        self.stripe(self.head_dim)
+    }
+
+    /// Returns the bytes of one head's values.
+    pub(super) fn v_stripe(&self) -> usize {
+        self.stripe(self.v_head_dim)
+    }
+
+    /// Returns the base-2 logarithm of the tokens per block.
+    pub(super) fn block_shift(&self) -> u32 {
+        self.block_tokens.trailing_zeros()
+    }
+
+    fn stripe(&self, width: usize) -> usize {
+        let elements = self.block_tokens * width.next_multiple_of(ROW_STEP);
+        match self.kv_type {
+            KvType::F32 => 4 * elements,
+            KvType::F16 => 2 * elements,
+            KvType::Q8_0 => {
+                let scales = self.block_tokens * width.div_ceil(Q8_RUN) * 2;
+                elements.next_multiple_of(16) + scales.next_multiple_of(16)
+            }
+        }
+    }
+}
+
+/// Returns the number by which the kernels identify an element type.
+pub(super) const fn type_number(kv_type: KvType) -> usize {
+    match kv_type {
+        KvType::F32 => 0,
+        KvType::F16 => 1,
+        KvType::Q8_0 => 2,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape(kv_type: KvType, head_dim: usize, v_head_dim: usize) -> KvShape {
+        let (heads, kv_heads, block_tokens) = (6, 3, 16);
+        KvShape { heads, kv_heads, head_dim, v_head_dim, block_tokens, kv_type, window: None, causal: true }
+    }
+
+    #[test]
+    fn stripes_have_the_size_of_their_elements() {
+        for (kv_type, width, stripe) in [
+            (KvType::F32, 40, 16 * 40 * 4),
+            (KvType::F16, 20, 16 * 24 * 2),
+            (KvType::Q8_0, 128, 16 * 128 + 16 * 4 * 2),
+            (KvType::Q8_0, 33, 16 * 40 + 16 * 2 * 2),
+        ] {
+            let block = KvBlock::new(&shape(kv_type, width, width)).unwrap();
+            assert_eq!((block.k_stripe(), block.v_stripe()), (stripe, stripe));
+            assert_eq!(block.bytes(), (6 * stripe).next_multiple_of(64));
+        }
+    }
+
+    #[test]
+    fn unsupported_layouts_are_refused() {
+        let good = shape(KvType::F16, 64, 64);
+        assert!(KvBlock::new(&good).is_ok());
+        for bad in [
+            KvShape { block_tokens: 8, ..good },
+            KvShape { head_dim: 513, ..good },
+            KvShape { v_head_dim: 0, ..good },
+            KvShape { kv_heads: 0, ..good },
+        ] {
+            assert!(matches!(KvBlock::new(&bad), Err(Error::KvLayout { .. })));
+        }
+        let uneven = KvBlock::new(&KvShape { heads: 4, ..good });
+        assert_eq!(uneven, Err(Error::HeadGroups { heads: 4, kv_heads: 3 }));
+    }
+}

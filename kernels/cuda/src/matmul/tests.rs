@@ -1,0 +1,371 @@
+//! Products on the interpreter, for both architectures, compared with the references.
+
+use super::{
+    Activations, Embedding, Experts, MatmulKernels, Matrix, Product, quantised_row_bytes, reads_int8,
+};
+use crate::pack::tests::served;
+use crate::rowwise::{Rows, RowwiseKernels};
+use crate::tests::sim::Sim;
+use crate::{Arch, CudaError, DevicePtr, TiledShape, source};
+use kernels::quant::{GgmlType, dequantize};
+use kernels::reference::matmul as reference;
+use kernels::reference::random::Random;
+
+/// One matrix, or one for each expert, on an interpreter.
+struct Case {
+    sim: Sim,
+    kernels: MatmulKernels,
+    rowwise: RowwiseKernels,
+    matrix: Matrix,
+    /// The matrices in file format.
+    file: Vec<u8>,
+}
+
+impl Case {
+    fn new(arch: Arch, ty: GgmlType, rows: usize, cols: usize, experts: usize, seed: u64) -> Self {
+        let mut sim = Sim::new(arch);
+        let file = Random(seed).tensor(ty, rows * experts, cols);
+        let shape = TiledShape::new(ty, rows, cols, experts).unwrap();
+        let mut packed = Vec::new();
+        shape.pack(0..shape.tiles() * experts, &file, &mut packed).unwrap();
+        let matrix = Matrix { shape, start: sim.bytes(&packed) };
+        let compiled = sim.compiled(MatmulKernels::source(ty).unwrap());
+        let kernels = MatmulKernels::load(&mut sim.device, compiled, ty).unwrap();
+        let compiled = sim.compiled(&source::ROWWISE);
+        let rowwise = RowwiseKernels::load(&mut sim.device, compiled).unwrap();
+        Self { sim, kernels, rowwise, matrix, file }
+    }
+
+    fn rows(&self) -> usize {
+        self.matrix.shape.rows()
+    }
+
+    fn cols(&self) -> usize {
+        self.matrix.shape.cols()
+    }
+
+    fn expert(&self, expert: usize) -> &[u8] {
+        let bytes = self.file.len() / self.matrix.shape.experts();
+        &self.file[expert * bytes..][..bytes]
+    }
+
+    /// Uploads rows of activations, quantised if `int8`.
+    fn activations(&mut self, a: &[f32], int8: bool) -> Activations {
+        let cols = self.cols();
+        let of = Rows { rows: a.len() / cols, cols };
+        let x = self.sim.values(a);
+        if !int8 {
+            return Activations::F32(x);
+        }
+        let quantised = self.sim.room(of.rows * quantised_row_bytes(cols));
+        self.rowwise.quantise(&mut self.sim.device, of, x, quantised).unwrap();
+        Activations::Int8(quantised)
+    }
+
+    fn product(&self, x: Activations, tokens: usize, out: DevicePtr) -> Product<'_> {
+        Product {
+            matrix: &self.matrix,
+            x,
+            tokens,
+            share: 1,
+            experts: Experts::One,
+            scale: 1.0,
+            bias: None,
+            accumulate: false,
+            out,
+            ld: self.rows(),
+        }
+    }
+
+    fn run(&mut self, change: impl Fn(&mut Product<'_>), x: Activations, tokens: usize) -> Vec<f32> {
+        let count = tokens * self.rows();
+        let out = self.sim.room(4 * count);
+        let matrix = self.matrix;
+        let mut product = Product { matrix: &matrix, ..self.product(x, tokens, out) };
+        change(&mut product);
+        self.kernels.multiply(&mut self.sim.device, &[product]).unwrap();
+        self.sim.read_values(out, count)
+    }
+
+    fn multiply(&mut self, a: &[f32], int8: bool) -> Vec<f32> {
+        let x = self.activations(a, int8);
+        let tokens = a.len() / self.cols();
+        self.run(|_| (), x, tokens)
+    }
+}
+
+/// Returns a number of columns of one unit and part of another, if the format allows it.
+fn columns(ty: GgmlType) -> usize {
+    match ty.block_len() {
+        1 => 275,
+        256 => 512,
+        _ => 256 + 64,
+    }
+}
+
+/// Returns the columns of a segment, which one warp sums.
+fn segment(cols: usize) -> usize {
+    super::segments(cols).0 * 256
+}
+
+fn assert_same(found: &[f32], expected: &[f32], what: &str) {
+    assert_eq!(found.len(), expected.len());
+    for (i, (x, e)) in found.iter().zip(expected).enumerate() {
+        assert!(x == e, "{what} #{i}: {x}, not {e}");
+    }
+}
+
+#[test]
+fn int8_products_have_the_bits_of_the_definition_for_any_batch_size() {
+    for arch in Arch::CHECKED {
+        for ty in served().filter(|&ty| reads_int8(ty)) {
+            let mut case = Case::new(arch, ty, 37, columns(ty), 1, 5);
+            let a = Random(6).values(134 * case.cols());
+            let cols = case.cols();
+            let expected = reference::int8_in_segments(ty, cols, &case.file, &a, segment(cols)).unwrap();
+            // One, few and many tokens, more than a block of threads processes, and a prompt.
+            for tokens in [1, 3, 7, 35, 134] {
+                let out = case.multiply(&a[..tokens * cols], true);
+                assert_same(&out, &expected[..tokens * 37], &format!("{ty} {arch}, {tokens} tokens"));
+            }
+        }
+    }
+}
+
+#[test]
+fn long_rows_are_added_up_in_segments() {
+    // 18 units: six segments of three. 11 units, the last of them short: five segments of two and one of one.
+    for (ty, cols) in [(GgmlType::Q4_K, 18 * 256), (GgmlType::Q8_0, 10 * 256 + 32), (GgmlType::F16, 2600)] {
+        let mut case = Case::new(Arch::SM_90, ty, 3, cols, 1, 7);
+        let a = Random(8).values(2 * cols);
+        let found = case.multiply(&a, reads_int8(ty));
+        if reads_int8(ty) {
+            // The same tokens repeated, with the kernel for prompts.
+            let prompt = case.multiply(&a.repeat(40), true);
+            assert_same(&prompt, &found.repeat(40), &format!("{ty}, a prompt"));
+            let expected = reference::int8_in_segments(ty, cols, &case.file, &a, segment(cols)).unwrap();
+            assert_same(&found, &expected, &format!("{ty}"));
+        }
+        let single: Vec<f32> = a.chunks(cols).flat_map(|a| case.multiply(a, reads_int8(ty))).collect();
+        assert_same(&found, &single, &format!("{ty} one by one"));
+    }
+}
+
+#[test]
+fn f32_products_equal_products_with_dequantised_weights() {
+    for arch in Arch::CHECKED {
+        for ty in served() {
+            let mut case = Case::new(arch, ty, 33, columns(ty), 1, 9);
+            let cols = case.cols();
+            let a = Random(10).values(5 * cols);
+            let expected = reference::exact(ty, cols, &case.file, &a).unwrap();
+            let found = case.multiply(&a, false);
+            for (i, (x, e)) in found.iter().zip(&expected).enumerate() {
+                let error = (f64::from(*x) - e.value).abs();
+                assert!(error <= 1e-5 * e.magnitude, "{ty} {arch} #{i}: {x} {e:?}");
+            }
+            let single: Vec<f32> = a.chunks(cols).flat_map(|a| case.multiply(a, false)).collect();
+            assert_same(&found, &single, &format!("{ty} {arch} one by one"));
+        }
+    }
+}
+
+#[test]
+fn a_nan_stays_in_its_row() {
+    for (ty, int8) in [(GgmlType::Q4_0, true), (GgmlType::F16, false)] {
+        let mut case = Case::new(Arch::SM_121A, ty, 5, 288, 1, 11);
+        let mut a = Random(12).values(3 * 288);
+        let clean = case.multiply(&a, int8);
+        a[288 + 7] = f32::NAN;
+        let found = case.multiply(&a, int8);
+        assert_same(&found[..5], &clean[..5], "the row before");
+        assert!(found[5..10].iter().all(|x| x.is_nan()));
+        assert_same(&found[10..], &clean[10..], "the row behind");
+    }
+}
+
+#[test]
+fn matrices_multiplied_together_have_the_bits_of_each_alone() {
+    for (arch, ty, tokens) in [
+        (Arch::SM_90, GgmlType::Q4_K, 1),
+        (Arch::SM_121A, GgmlType::F16, 3),
+        (Arch::SM_121A, GgmlType::Q6_K, 66),
+    ] {
+        let mut case = Case::new(arch, ty, 70, 256, 1, 17);
+        let a = Random(18).values(tokens * 256);
+        let x = case.activations(&a, reads_int8(ty));
+        // All matrices start at the same tile, so they share rows: whole tiles and part of a tile.
+        let start = case.matrix.start;
+        let matrices =
+            [70, 32, 40].map(|rows| Matrix { shape: TiledShape::new(ty, rows, 256, 1).unwrap(), start });
+        let all = case.run(|_| (), x, tokens);
+        let outs = matrices.map(|matrix| case.sim.room(4 * tokens * matrix.shape.rows()));
+        let base = Product { matrix: &matrices[0], ..case.product(x, tokens, outs[0]) };
+        let products: [Product<'_>; 3] = std::array::from_fn(|i| {
+            let (matrix, ld) = (&matrices[i], matrices[i].shape.rows());
+            Product { matrix, out: outs[i], ld, scale: [1.0, 2.0, 1.0][i], ..base }
+        });
+        case.kernels.multiply(&mut case.sim.device, &products).unwrap();
+        for product in &products {
+            let rows = product.ld;
+            let found = case.sim.read_values(product.out, tokens * rows);
+            let of = |token: usize| all[70 * token..][..rows].iter().map(|x| x * product.scale);
+            let expected: Vec<f32> = (0..tokens).flat_map(of).collect();
+            assert_same(&found, &expected, &format!("{ty}, {rows} rows"));
+        }
+        let other = Product { tokens: tokens + 1, ..products[1] };
+        let mut refused = |products: &[Product<'_>]| {
+            case.kernels.multiply(&mut case.sim.device, products).unwrap_err().to_string()
+        };
+        assert!(refused(&[products[0], other]).contains("no launch"));
+        assert!(refused(&[products[0]; 4]).contains("no launch"));
+    }
+}
+
+#[test]
+fn the_epilogue_scales_adds_bias_and_accumulates() {
+    for ty in [GgmlType::Q8_0, GgmlType::F32] {
+        let mut case = Case::new(Arch::SM_90, ty, 40, 64, 1, 13);
+        let (a, bias) = (Random(14).values(3 * 64), Random(15).values(40));
+        let bare = case.multiply(&a, false);
+        let (x, on_device) = (case.activations(&a, false), case.sim.values(&bias));
+        // Output rows wider than the matrix, with previous contents.
+        let before = Random(16).values(3 * 50);
+        let out = case.sim.values(&before);
+        let matrix = case.matrix;
+        let base = Product { matrix: &matrix, ..case.product(x, 3, out) };
+        let product = Product { scale: 0.5, bias: Some(on_device), accumulate: true, ld: 50, ..base };
+        case.kernels.multiply(&mut case.sim.device, &[product]).unwrap();
+        let found = case.sim.read_values(out, 3 * 50);
+        for (i, (x, before)) in found.iter().zip(&before).enumerate() {
+            let (token, row) = (i / 50, i % 50);
+            let expected = match row < 40 {
+                true => before + (bare[token * 40 + row] * 0.5 + bias[row]),
+                false => *before,
+            };
+            assert_eq!(*x, expected, "{ty} {token} {row}");
+        }
+    }
+}
+
+#[test]
+fn tokens_are_routed_one_by_one_or_by_lists() {
+    let (ty, rows, cols) = (GgmlType::Q4_K, 34, 256);
+    let mut case = Case::new(Arch::SM_121A, ty, rows, cols, 3, 17);
+    // Five rows at two experts each. Expert 1 has more tokens than one block of four processes, expert 2
+    // has one token.
+    let chosen = [1, 0, 1, 2, 1, 0, 0, 1, 1, 0];
+    let a = Random(18).values(5 * cols);
+    let expected: Vec<f32> = (0..10)
+        .flat_map(|token| {
+            let bytes = case.expert(chosen[token] as usize);
+            reference::int8(ty, cols, bytes, &a[token / 2 * cols..][..cols]).unwrap()
+        })
+        .collect();
+    let (x, experts) = (case.activations(&a, true), case.sim.numbers(&chosen));
+    let each = |product: &mut Product<'_>| {
+        (product.share, product.experts) = (2, Experts::Each(experts));
+    };
+    assert_same(&case.run(each, x, 10), &expected, "each");
+    let list: Vec<u32> = (0..3).flat_map(|e| (0..10).filter(move |t| chosen[*t as usize] == e)).collect();
+    let (starts, list) = (case.sim.numbers(&[0, 4, 9, 10]), case.sim.numbers(&list));
+    for most in [5, 8, 10] {
+        let listed = |product: &mut Product<'_>| {
+            (product.share, product.experts) = (2, Experts::Listed { starts, list, most });
+        };
+        assert_same(&case.run(listed, x, 10), &expected, "listed");
+    }
+}
+
+#[test]
+fn embeddings_equal_the_dequantised_rows() {
+    for arch in Arch::CHECKED {
+        for ty in served() {
+            let mut case = Case::new(arch, ty, 35, columns(ty), 1, 19);
+            let cols = case.cols();
+            let mut weights = vec![0.0; 35 * cols];
+            dequantize(ty, &case.file, &mut weights).unwrap();
+            let rows = [34_u32, 0, 31, 32, 0];
+            let index = case.sim.numbers(&rows);
+            let before = Random(20).values(5 * cols);
+            for (scale, accumulate) in [(1.0, false), (0.5, true)] {
+                let out = case.sim.values(&before);
+                let matrix = case.matrix;
+                let embedding = Embedding { table: &matrix, index, rows: 5, scale, accumulate, out };
+                case.kernels.embed(&mut case.sim.device, &embedding).unwrap();
+                let expected: Vec<f32> = (0..5 * cols)
+                    .map(|i| {
+                        let weight = scale * weights[rows[i / cols] as usize * cols + i % cols];
+                        if accumulate { before[i] + weight } else { weight }
+                    })
+                    .collect();
+                assert_same(&case.sim.read_values(out, 5 * cols), &expected, &format!("{ty} {arch}"));
+            }
+        }
+    }
+}
+
+/// A prompt's activations are read once for two tiles, each by one lane.
+#[test]
+fn the_kernel_for_prompts_reads_less() {
+    const TOKENS: usize = 128;
+    let mut case = Case::new(Arch::SM_90, GgmlType::Q4_K, 64, 1024, 1, 24);
+    let a = Random(25).values(TOKENS * 1024);
+    let x = case.activations(&a, true);
+    let read = |case: &mut Case| {
+        let before = case.sim.device.machine().counts().global_read;
+        let found = case.run(|_| (), x, TOKENS);
+        (found, (case.sim.device.machine().counts().global_read - before) as usize)
+    };
+    let (staged, of_staged) = read(&mut case);
+    case.kernels.multiprocessors = 2;
+    let (plain, of_plain) = read(&mut case);
+    assert_same(&staged, &plain, "with few blocks of threads, and with many");
+    // In the other kernel, each lane reads the tokens' common data itself, by eight tokens.
+    let activations = TOKENS * quantised_row_bytes(1024);
+    assert!(of_plain > 2 * of_staged, "{of_staged} and {of_plain}");
+    assert!(of_staged >= activations + 4 * case.matrix.shape.packed_bytes(), "{of_staged}");
+    assert!(of_staged <= activations + 20 * case.matrix.shape.packed_bytes(), "{of_staged}");
+}
+
+/// At batch size 1, a GPU with the memory bandwidth of an H200 has at most 7.8 lane instructions for each
+/// byte of weights.
+#[test]
+fn products_with_one_token_are_within_the_instruction_budget() {
+    let (mut counted, mut within) = (String::new(), true);
+    for ty in served() {
+        let int8 = reads_int8(ty);
+        let mut case = Case::new(Arch::SM_90, ty, 32, 8192, 1, 21);
+        let a = Random(22).values(8192);
+        let x = case.activations(&a, int8);
+        let before = case.sim.device.machine().counts();
+        case.run(|_| (), x, 1);
+        let count = case.sim.device.machine().counts().lane_instructions - before.lane_instructions;
+        let per_byte = count as f64 / case.matrix.shape.packed_bytes() as f64;
+        counted.push_str(&format!("{ty} {per_byte:.2}, "));
+        within &= per_byte <= 5.0;
+    }
+    assert!(within, "lane-instructions for each byte: {counted}");
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    let mut case = Case::new(Arch::SM_90, GgmlType::F16, 4, 32, 1, 23);
+    let x = case.sim.room(4096);
+    let mut refused = |change: &dyn Fn(&mut Product<'_>)| {
+        let matrix = case.matrix;
+        let mut product = Product { matrix: &matrix, ..case.product(Activations::F32(x), 1, x) };
+        change(&mut product);
+        case.kernels.multiply(&mut case.sim.device, &[product]).unwrap_err()
+    };
+    assert!(matches!(refused(&|product| product.x = Activations::Int8(x)), CudaError::Invalid { .. }));
+    assert!(matches!(refused(&|product| product.ld = 1 << 33), CudaError::Invalid { .. }));
+    let other = Matrix { shape: TiledShape::new(GgmlType::F32, 4, 32, 1).unwrap(), start: x };
+    let product = Product { matrix: &other, ..case.product(Activations::F32(x), 1, x) };
+    let found = case.kernels.multiply(&mut case.sim.device, &[product]).unwrap_err();
+    assert!(found.to_string().contains("kernels of F16 on a matrix of F32"), "{found}");
+    let compiled = case.sim.compiled(&source::ROWWISE);
+    let found = MatmulKernels::load(&mut case.sim.device, compiled, GgmlType::F32).unwrap_err();
+    assert!(matches!(found, CudaError::NoKernel { .. }), "{found}");
+    assert!(MatmulKernels::source(GgmlType::IQ2_S).is_err());
+}

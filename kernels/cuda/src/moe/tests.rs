@@ -1,0 +1,212 @@
+use super::*;
+use crate::tests::sim::{Sim, assert_near, numbers};
+use kernels::reference::moe::{Expert, mixture};
+use kernels::reference::rows;
+
+/// Routes of a layer on a device.
+struct Placed {
+    sim: Sim,
+    kernels: MoeKernels,
+    shape: MoeShape,
+    routes: Routes,
+}
+
+impl Placed {
+    fn new(mut sim: Sim, shape: MoeShape, logits: &[f32], renormalise: bool) -> Self {
+        shape.check().unwrap();
+        let compiled = sim.compiled(&source::MOE);
+        let kernels = MoeKernels::load(&mut sim.device, compiled).unwrap();
+        let mut array = |len| sim.room(4 * len);
+        let (chosen, weights) = (array(shape.pairs()), array(shape.pairs()));
+        let (starts, list) = (array(shape.experts + 1), array(shape.pairs()));
+        let routes = Routes { chosen, weights, starts, list };
+        let logits = sim.values(logits);
+        kernels.route(&mut sim.device, &shape, logits, renormalise, &routes).unwrap();
+        kernels.lists(&mut sim.device, &shape, &routes).unwrap();
+        Self { sim, kernels, shape, routes }
+    }
+
+    fn chosen(&mut self) -> Vec<u32> {
+        self.sim.read_numbers(self.routes.chosen, self.shape.pairs())
+    }
+
+    fn weights(&mut self) -> Vec<f32> {
+        self.sim.read_values(self.routes.weights, self.shape.pairs())
+    }
+}
+
+#[test]
+fn the_most_probable_experts_are_chosen_in_order() {
+    let shape = MoeShape { rows: 6, experts: 37, used: 5 };
+    let mut logits: Vec<f32> = numbers(1, 0, 6 * 37).iter().map(|x| 4.0 * x).collect();
+    // Ties, where the lower index comes first; zeroes of both signs; a row with NaN.
+    logits[37..2 * 37].fill(0.5);
+    logits[2 * 37..3 * 37].fill(-0.0);
+    logits[2 * 37 + 9] = 0.0;
+    logits[3 * 37 + 4] = f32::NAN;
+    for sim in Sim::each() {
+        let mut placed = Placed::new(sim, shape, &logits, false);
+        let (chosen, weights) = (placed.chosen(), placed.weights());
+        for (row, logits) in logits.chunks(37).enumerate() {
+            let (chosen, weights) = (&chosen[row * 5..][..5], &weights[row * 5..][..5]);
+            if row == 3 {
+                assert!(chosen.iter().all(|expert| *expert == 0) && weights.iter().all(|w| w.is_nan()));
+                continue;
+            }
+            let mut order: Vec<usize> = (0..37).collect();
+            order.sort_by(|a, b| logits[*b].partial_cmp(&logits[*a]).unwrap());
+            let sum: f64 = logits.iter().map(|x| f64::from(*x).exp()).sum();
+            let want: Vec<f64> = order[..5].iter().map(|e| f64::from(logits[*e]).exp() / sum).collect();
+            assert_eq!(chosen.iter().map(|e| *e as usize).collect::<Vec<_>>(), order[..5], "row {row}");
+            assert_near(weights, &want, 1e-6, &format!("row {row}"));
+        }
+    }
+}
+
+#[test]
+fn lists_hold_every_pair_once_grouped_by_expert() {
+    let shape = MoeShape { rows: 9, experts: 70, used: 4 };
+    for sim in Sim::each() {
+        let mut placed = Placed::new(sim, shape, &numbers(2, 0, 9 * 70), true);
+        let chosen = placed.chosen();
+        let starts = placed.sim.read_numbers(placed.routes.starts, 71);
+        let list = placed.sim.read_numbers(placed.routes.list, 36);
+        for expert in 0..70 {
+            let own = &list[starts[expert] as usize..starts[expert + 1] as usize];
+            let want: Vec<u32> = (0..36).filter(|pair| chosen[*pair as usize] == expert as u32).collect();
+            assert_eq!(own, want);
+        }
+        let sums = placed.weights().chunks(4).map(|row| row.iter().sum::<f32>()).collect::<Vec<_>>();
+        assert_near(&sums, &[1.0; 9], 1e-6, "weights that sum to one");
+    }
+}
+
+const HIDDEN: usize = 5;
+const FF: usize = 130;
+
+fn expert(index: usize) -> Expert {
+    let part = |seed: u64, len: usize| numbers(seed, index << 16, len);
+    let scales = part(9, 3);
+    Expert {
+        gate: part(3, FF * HIDDEN),
+        up: part(4, FF * HIDDEN),
+        down: part(5, FF * HIDDEN),
+        gate_bias: part(6, FF),
+        up_bias: part(7, FF),
+        down_bias: part(8, HIDDEN),
+        scales: [1.0 + scales[0], 1.0 + scales[1], 1.0 + scales[2]],
+    }
+}
+
+/// Returns `matrix x`, like the products with weights.
+fn product(matrix: &[f32], x: &[f32]) -> Vec<f32> {
+    let dot = |row: &[f32]| row.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum::<f64>() as f32;
+    matrix.chunks(x.len()).map(dot).collect()
+}
+
+#[test]
+fn a_mixture_of_experts_equals_the_definition() {
+    let shape = MoeShape { rows: 3, experts: 4, used: 2 };
+    let x = numbers(20, 0, shape.rows * HIDDEN);
+    let logits = numbers(21, 0, shape.rows * shape.experts);
+    for (sim, fused) in Sim::each().zip([false, true]) {
+        let mut experts: Vec<Expert> = (0..shape.experts).map(expert).collect();
+        if fused {
+            experts.iter_mut().for_each(|expert| expert.scales[1] = expert.scales[0]);
+        }
+        let mut placed = Placed::new(sim, shape, &logits, fused);
+        let chosen = placed.chosen();
+        let Placed { sim, kernels, routes, .. } = &mut placed;
+        let of_pairs = |product_of: &dyn Fn(usize, &Expert) -> Vec<f32>| -> Vec<f32> {
+            let pairs = chosen.iter().enumerate();
+            pairs.flat_map(|(pair, e)| product_of(pair, &experts[*e as usize])).collect()
+        };
+        let row = |pair: usize| &x[pair / shape.used * HIDDEN..][..HIDDEN];
+        let gates = of_pairs(&|pair, expert| product(&expert.gate, row(pair)));
+        let ups = of_pairs(&|pair, expert| product(&expert.up, row(pair)));
+        let all = |values: &dyn Fn(&Expert) -> Vec<f32>| experts.iter().flat_map(values).collect::<Vec<_>>();
+        let mut scale = |index: usize, biases: Vec<f32>| ExpertScale {
+            scale: Some(sim.values(&all(&|expert| vec![expert.scales[index]]))),
+            bias: Some(sim.values(&biases)),
+        };
+        let down_scale = scale(2, all(&|expert| expert.down_bias.clone()));
+        let gate_up = if fused {
+            let biases = all(&|expert| [&expert.gate_bias[..], &expert.up_bias].concat());
+            let scale = scale(0, biases);
+            let both: Vec<f32> =
+                gates.chunks(FF).zip(ups.chunks(FF)).flat_map(|(gate, up)| [gate, up].concat()).collect();
+            GateUp::Fused { gate_up: sim.values(&both), scale }
+        } else {
+            let gate_scale = scale(0, all(&|expert| expert.gate_bias.clone()));
+            let up_scale = scale(1, all(&|expert| expert.up_bias.clone()));
+            let (gate, up) = (sim.values(&gates), sim.values(&ups));
+            GateUp::Separate { gate, up, gate_scale, up_scale }
+        };
+        let inner = sim.room(4 * shape.pairs() * FF);
+        let (device, pairs) = (&mut sim.device, shape.pairs());
+        let call = ExpertGate { gate_up, ff: FF, activation: GateActivation::Silu, inner };
+        kernels.gate(device, pairs, &call, routes).unwrap();
+        let inner = sim.read_values(inner, pairs * FF);
+        let down = of_pairs(&|pair, expert| product(&expert.down, &inner[pair * FF..][..FF]));
+        let before = numbers(22, 0, shape.rows * HIDDEN);
+        let out = sim.values(&before);
+        let down = sim.values(&down);
+        let call = ExpertSum { down, down_scale, hidden: HIDDEN, scale: 0.5, accumulate: true, out };
+        kernels.sum(&mut sim.device, &shape, &call, routes).unwrap();
+        let got = sim.read_values(out, before.len());
+        let gate = |gate: f64, up: f64| gate / (1.0 + (-gate).exp()) * up;
+        let want: Vec<f64> = x
+            .chunks(HIDDEN)
+            .zip(logits.chunks(shape.experts))
+            .flat_map(|(x, logits)| mixture(&experts, logits, shape.used, fused, gate, x))
+            .zip(&before)
+            .map(|(sum, before)| f64::from(*before) + 0.5 * sum)
+            .collect();
+        assert_near(&got, &want, 1e-6, "with what stood there");
+        kernels.sum(&mut sim.device, &shape, &ExpertSum { accumulate: false, ..call }, routes).unwrap();
+        let got = sim.read_values(out, before.len());
+        let want: Vec<f64> =
+            want.iter().zip(&before).map(|(want, before)| want - f64::from(*before)).collect();
+        assert_near(&got, &want, 1e-6, "alone");
+    }
+}
+
+/// One inner value from a gate and an up value.
+type Gate = fn(f32, f32) -> f64;
+
+#[test]
+fn gates_equal_their_definitions() {
+    let shape = MoeShape { rows: 1, experts: 1, used: 1 };
+    let gates: Vec<f32> = numbers(30, 0, 64).iter().map(|x| 12.0 * x).collect();
+    let ups: Vec<f32> = numbers(31, 0, 64).iter().map(|x| 12.0 * x).collect();
+    let functions: [(GateActivation, Gate); 5] = [
+        (GateActivation::Silu, |gate, up| rows::silu(gate) * f64::from(up)),
+        (GateActivation::GeluTanh, |gate, up| rows::gelu_tanh(gate) * f64::from(up)),
+        (GateActivation::GeluErf, |gate, up| rows::gelu_erf(gate) * f64::from(up)),
+        (GateActivation::Sigmoid, |gate, up| rows::sigmoid(gate) * f64::from(up)),
+        (GateActivation::ClampedSwiglu, rows::clamped_swiglu),
+    ];
+    let mut placed = Placed::new(Sim::each().next().unwrap(), shape, &[1.0], false);
+    let Placed { sim, kernels, routes, .. } = &mut placed;
+    let (gate_scale, up_scale) = (ExpertScale::default(), ExpertScale::default());
+    let (gate, up) = (sim.values(&gates), sim.values(&ups));
+    let gate_up = GateUp::Separate { gate, up, gate_scale, up_scale };
+    for (activation, function) in functions {
+        let inner = sim.room(4 * 64);
+        let call = ExpertGate { gate_up, ff: 64, activation, inner };
+        kernels.gate(&mut sim.device, 1, &call, routes).unwrap();
+        let want: Vec<f64> = gates.iter().zip(&ups).map(|(gate, up)| function(*gate, *up)).collect();
+        assert_near(&sim.read_values(inner, 64), &want, 1e-6, &format!("{activation:?}"));
+    }
+}
+
+#[test]
+fn invalid_numbers_of_experts_are_refused() {
+    let shape = MoeShape { rows: 1, experts: 8, used: 2 };
+    assert_eq!(shape.check(), Ok(()));
+    for shape in
+        [MoeShape { used: 0, ..shape }, MoeShape { used: 9, ..shape }, MoeShape { experts: 1025, ..shape }]
+    {
+        assert!(matches!(shape.check(), Err(Error::OutOfRange { .. })));
+    }
+}

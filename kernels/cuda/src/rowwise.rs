@@ -1,0 +1,391 @@
+//! Row operations on a device: norms, gates, sums, quantisation of rows to 8 bits.
+//!
+//! Buffers are `[rows][cols]` f32. Elementary functions give the same bits as on the CPU. Sums over a row
+//! are added in another order, which depends on the row's width alone. With an argument `quantised`, an
+//! operation also writes the 8-bit form of the rows, [`quantised_row_bytes`](super::quantised_row_bytes)
+//! each, with the bits of [`QuantizedRows`](kernels::matmul::QuantizedRows).
+
+use super::matmul::small;
+use super::pack::{BLOCK, UNIT_COLS};
+use super::{Argument, Compiled, CudaError, Device, DevicePtr, KernelId, Launch, source};
+use kernels::backend::GateActivation;
+
+#[cfg(test)]
+mod tests;
+
+/// Threads of a block in kernels with one value per thread.
+const THREADS: usize = 256;
+/// Most threads of a block that processes a run of values.
+const MAX_THREADS: usize = 1024;
+/// Values of a run per thread, as long as there are enough threads.
+const VALUES: usize = 4;
+
+/// Returns the number by which kernels identify an activation: `Gating` of `math.cuh`.
+pub(super) const fn gate_code(activation: GateActivation) -> u32 {
+    match activation {
+        GateActivation::Silu => 0,
+        GateActivation::GeluTanh => 1,
+        GateActivation::GeluErf => 2,
+        GateActivation::Sigmoid => 3,
+        GateActivation::ClampedSwiglu => 4,
+    }
+}
+
+/// The kernels of [`source::ROWWISE`].
+#[derive(Debug, Clone)]
+pub struct RowwiseKernels {
+    quantise: KernelId,
+    norm: KernelId,
+    add_norm: KernelId,
+    gated_norm: KernelId,
+    gate: KernelId,
+    add: KernelId,
+    scale_rows: KernelId,
+    scale: KernelId,
+    gather_rows: KernelId,
+    argmax: KernelId,
+}
+
+/// Rows and columns of a buffer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Rows {
+    /// Rows of the step, or rows derived from them.
+    pub rows: usize,
+    /// Values of a row.
+    pub cols: usize,
+}
+
+/// A weight or bias: f32 values for one run, or for several consecutive runs; they repeat along the row.
+#[derive(Debug, Clone, Copy)]
+pub struct Affine {
+    pub start: DevicePtr,
+    pub len: usize,
+}
+
+/// See [`kernels::backend::Norm`].
+#[derive(Debug, Clone, Copy)]
+pub struct DeviceNorm {
+    /// `true` for an RMS norm, `false` for a norm with mean and variance.
+    pub rms: bool,
+    /// `None` multiplies by one.
+    pub weight: Option<Affine>,
+    /// `None` adds nothing.
+    pub bias: Option<Affine>,
+    /// Added to the mean square or variance.
+    pub eps: f32,
+    /// Values of a run; must divide the row's width.
+    pub width: usize,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub struct Up {
+    /// `[rows][cols]`
+    pub start: DevicePtr,
+    /// Values of a row.
+    pub cols: usize,
+    pub from: usize,
+}
+
+impl RowwiseKernels {
+    /// Loads the compiled [`source::ROWWISE`].
+    ///
+    /// # Errors
+    /// [`CudaError::NoKernel`] for another compiled source; errors of the device.
+    pub fn load(device: &mut dyn Device, compiled: &Compiled) -> Result<Self, CudaError> {
+        let kernels = device.load(compiled, source::ROWWISE.kernels)?;
+        let [quantise, norm, add_norm, gated_norm, gate, add, scale_rows, scale, gather_rows, argmax] =
+            *kernels
+        else {
+            let (name, source_name) = (source::ROWWISE.name.into(), compiled.source_name.clone());
+            return Err(CudaError::NoKernel { name, source_name });
+        };
+        Ok(Self { quantise, norm, add_norm, gated_norm, gate, add, scale_rows, scale, gather_rows, argmax })
+    }
+
+    /// Quantises rows to 8 bits.
+    ///
+    /// # Errors
+    /// [`CudaError::Invalid`] for sizes beyond 32 bits; errors of the device.
+    pub fn quantise(
+        &self,
+        device: &mut dyn Device,
+        of: Rows,
+        x: DevicePtr,
+        quantised: DevicePtr,
+    ) -> Result<(), CudaError> {
+        let arguments = [x.into(), small(of.cols)?.into(), quantised.into()];
+        launch(device, self.quantise, [of.rows, padded(of.cols).div_ceil(THREADS)], THREADS, &arguments)
+    }
+
+    /// `out = norm(x)`; `out` may be `x`.
+    ///
+    /// # Errors
+    /// [`CudaError::Invalid`] for a norm that does not fit the row; errors of the device.
+    pub fn norm(
+        &self,
+        device: &mut dyn Device,
+        of: Rows,
+        x: DevicePtr,
+        norm: &DeviceNorm,
+        out: DevicePtr,
+        quantised: Option<DevicePtr>,
+    ) -> Result<(), CudaError> {
+        let runs = norm.runs(of)?;
+        let (weight, weight_len) = affine(norm.weight)?;
+        let (bias, bias_len) = affine(norm.bias)?;
+        let fused = quantised.filter(|_| norm.is_whole_blocks(of));
+        let arguments = [
+            x.into(),
+            small(norm.width)?.into(),
+            u32::from(norm.rms).into(),
+            norm.eps.into(),
+            weight,
+            weight_len,
+            bias,
+            bias_len,
+            out.into(),
+            fused.unwrap_or_default().into(),
+        ];
+        launch(device, self.norm, [of.rows, runs], norm.threads(), &arguments)?;
+        self.quantise_unless(fused, device, of, out, quantised)
+    }
+
+    /// `x += scale * norm(y)` with an RMS norm; without a norm, `x += scale * y`.
+    ///
+    /// # Errors
+    /// [`CudaError::Invalid`] for a norm that does not fit the row or is not an RMS norm; errors of the
+    /// device.
+    pub fn add(
+        &self,
+        device: &mut dyn Device,
+        of: Rows,
+        x: DevicePtr,
+        y: DevicePtr,
+        norm: Option<&DeviceNorm>,
+        scale: f32,
+    ) -> Result<(), CudaError> {
+        let Some(norm) = norm else {
+            let count = of.rows * of.cols;
+            let arguments = [x.into(), y.into(), scale.into(), (count as u64).into()];
+            return launch(device, self.add, [count.div_ceil(THREADS), 1], THREADS, &arguments);
+        };
+        let runs = norm.runs(of)?;
+        norm.check_rms()?;
+        let (weight, weight_len) = affine(norm.weight)?;
+        let width = small(norm.width)?.into();
+        let arguments = [x.into(), y.into(), width, norm.eps.into(), weight, weight_len, scale.into()];
+        launch(device, self.add_norm, [of.rows, runs], norm.threads(), &arguments)
+    }
+
+    /// `x = norm(x silu(gate))` if `gate_first`, else `norm(x) silu(gate)`, with an RMS norm.
+    ///
+    /// # Errors
+    /// [`CudaError::Invalid`] for a norm that does not fit the row or is not an RMS norm; errors of the
+    /// device.
+    #[allow(clippy::too_many_arguments, reason = "an op's own parts, and where it runs")]
+    pub fn gated_norm(
+        &self,
+        device: &mut dyn Device,
+        of: Rows,
+        x: DevicePtr,
+        gate: DevicePtr,
+        norm: &DeviceNorm,
+        gate_first: bool,
+        quantised: Option<DevicePtr>,
+    ) -> Result<(), CudaError> {
+        let runs = norm.runs(of)?;
+        norm.check_rms()?;
+        let (weight, weight_len) = affine(norm.weight)?;
+        let fused = quantised.filter(|_| norm.is_whole_blocks(of));
+        let arguments = [
+            x.into(),
+            gate.into(),
+            small(norm.width)?.into(),
+            norm.eps.into(),
+            weight,
+            weight_len,
+            u32::from(gate_first).into(),
+            fused.unwrap_or_default().into(),
+        ];
+        launch(device, self.gated_norm, [of.rows, runs], norm.threads(), &arguments)?;
+        self.quantise_unless(fused, device, of, x, quantised)
+    }
+
+    /// `gate = activation(gate) * up[..][up.from..]`; without `up` only the activation.
+    ///
+    /// # Errors
+    /// [`CudaError::Invalid`] for columns that `up` does not have, and for a clamped SwiGLU without `up`;
+    /// errors of the device.
+    pub fn gate(
+        &self,
+        device: &mut dyn Device,
+        of: Rows,
+        gate: DevicePtr,
+        up: Option<Up>,
+        activation: GateActivation,
+        quantised: Option<DevicePtr>,
+    ) -> Result<(), CudaError> {
+        if activation == GateActivation::ClampedSwiglu && up.is_none() {
+            return Err(CudaError::Invalid { what: "a clamped SwiGLU of nothing".into() });
+        }
+        let gating = gate_code(activation);
+        let up = up.unwrap_or(Up { start: DevicePtr::default(), cols: of.cols, from: 0 });
+        if up.from.checked_add(of.cols).is_none_or(|end| end > up.cols) {
+            let what = format!("columns {}..+{} of rows of {}", up.from, of.cols, up.cols);
+            return Err(CudaError::Invalid { what });
+        }
+        let arguments = [
+            gate.into(),
+            up.start.into(),
+            small(of.cols)?.into(),
+            small(up.cols)?.into(),
+            small(up.from)?.into(),
+            gating.into(),
+            quantised.unwrap_or_default().into(),
+        ];
+        let threads = if quantised.is_some() { padded(of.cols) } else { of.cols };
+        launch(device, self.gate, [of.rows, threads.div_ceil(THREADS)], THREADS, &arguments)
+    }
+
+    /// `x[row] *= sigmoid(gate[row][0])`; `gate` is `[rows][gate_cols]`.
+    ///
+    /// # Errors
+    /// [`CudaError::Invalid`] for sizes beyond 32 bits; errors of the device.
+    pub fn scale_rows(
+        &self,
+        device: &mut dyn Device,
+        of: Rows,
+        x: DevicePtr,
+        gate: DevicePtr,
+        gate_cols: usize,
+    ) -> Result<(), CudaError> {
+        let arguments = [x.into(), gate.into(), small(of.cols)?.into(), small(gate_cols)?.into()];
+        launch(device, self.scale_rows, [of.rows, of.cols.div_ceil(THREADS)], THREADS, &arguments)
+    }
+
+    /// `x = softcap(factor * x)` with `softcap(v) = cap tanh(v / cap)`. `None` applies only the factor.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub fn scale(
+        &self,
+        device: &mut dyn Device,
+        of: Rows,
+        x: DevicePtr,
+        factor: f32,
+        softcap: Option<f32>,
+    ) -> Result<(), CudaError> {
+        let count = of.rows * of.cols;
+        let cap = softcap.unwrap_or(0.0);
+        let arguments = [x.into(), factor.into(), cap.into(), (count as u64).into()];
+        launch(device, self.scale, [count.div_ceil(THREADS), 1], THREADS, &arguments)
+    }
+
+    /// `out[row] = x[index[row]]` for the `of.rows` rows of `out`. `index` is u32; the values must be rows
+    /// of `x` and are not checked.
+    ///
+    /// # Errors
+    /// [`CudaError::Invalid`] for sizes beyond 32 bits; errors of the device.
+    pub fn gather_rows(
+        &self,
+        device: &mut dyn Device,
+        of: Rows,
+        x: DevicePtr,
+        index: DevicePtr,
+        out: DevicePtr,
+    ) -> Result<(), CudaError> {
+        let arguments = [x.into(), small(of.cols)?.into(), index.into(), out.into()];
+        launch(device, self.gather_rows, [of.rows, of.cols.div_ceil(THREADS)], THREADS, &arguments)
+    }
+
+    /// Writes to `out[row]`, u32, the index of the row's largest value; ties go to the lowest index. The
+    /// index is [`NO_INDEX`](kernels::backend::NO_INDEX) for a row that holds NaN or infinity, or nothing
+    /// above minus infinity.
+    ///
+    /// # Errors
+    /// [`CudaError::Invalid`] for sizes beyond 32 bits; errors of the device.
+    pub fn argmax(
+        &self,
+        device: &mut dyn Device,
+        of: Rows,
+        x: DevicePtr,
+        out: DevicePtr,
+    ) -> Result<(), CudaError> {
+        let arguments = [x.into(), small(of.cols)?.into(), out.into()];
+        let threads = of.cols.next_multiple_of(32).clamp(32, MAX_THREADS);
+        launch(device, self.argmax, [of.rows, 1], threads, &arguments)
+    }
+
+    /// Quantises the rows separately if the operation could not do it itself.
+    fn quantise_unless(
+        &self,
+        fused: Option<DevicePtr>,
+        device: &mut dyn Device,
+        of: Rows,
+        x: DevicePtr,
+        quantised: Option<DevicePtr>,
+    ) -> Result<(), CudaError> {
+        match (fused, quantised) {
+            (None, Some(quantised)) => self.quantise(device, of, x, quantised),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl DeviceNorm {
+    /// Returns the runs of a row.
+    fn runs(&self, of: Rows) -> Result<usize, CudaError> {
+        let fits = |affine: Option<Affine>| {
+            affine.is_none_or(|affine| {
+                affine.len > 0 && affine.len.is_multiple_of(self.width) && of.cols.is_multiple_of(affine.len)
+            })
+        };
+        let whole = self.width > 0 && of.cols.is_multiple_of(self.width);
+        if !whole || !fits(self.weight) || !fits(self.bias) {
+            let what = format!("a norm of {} values, or its weight, on rows of {}", self.width, of.cols);
+            return Err(CudaError::Invalid { what });
+        }
+        Ok(of.cols / self.width)
+    }
+
+    fn check_rms(&self) -> Result<(), CudaError> {
+        match self.rms && self.bias.is_none() {
+            true => Ok(()),
+            false => Err(CudaError::Invalid { what: "a norm here that is no RMS norm".into() }),
+        }
+    }
+
+    /// Whether no block of the 8-bit form has values of two runs.
+    fn is_whole_blocks(&self, of: Rows) -> bool {
+        self.width == of.cols || self.width.is_multiple_of(BLOCK)
+    }
+
+    fn threads(&self) -> usize {
+        self.width.div_ceil(VALUES).next_multiple_of(32).min(MAX_THREADS)
+    }
+}
+
+/// Columns of the 8-bit form.
+fn padded(cols: usize) -> usize {
+    cols.next_multiple_of(UNIT_COLS)
+}
+
+fn affine(values: Option<Affine>) -> Result<(Argument, Argument), CudaError> {
+    let Affine { start, len } = values.unwrap_or(Affine { start: DevicePtr::default(), len: 0 });
+    Ok((start.into(), small(len)?.into()))
+}
+
+/// Launches a kernel, unless its grid is empty.
+fn launch(
+    device: &mut dyn Device,
+    kernel: KernelId,
+    grid: [usize; 2],
+    threads: usize,
+    arguments: &[Argument],
+) -> Result<(), CudaError> {
+    if grid.contains(&0) {
+        return Ok(());
+    }
+    let grid = [small(grid[0])?, small(grid[1])?, 1];
+    device.launch(&Launch { kernel, grid, block: [small(threads)?, 1, 1], shared_bytes: 0, arguments })
+}

@@ -1,0 +1,152 @@
+//! Sources of the kernels.
+
+pub mod matmul;
+
+/// Headers that every source may include, by name: types and conversions, elementary functions.
+pub const HEADERS: [(&str, &str); 2] =
+    [("prelude.cuh", include_str!("prelude.cuh")), ("math.cuh", include_str!("math.cuh"))];
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Source {
+    /// Name in messages.
+    pub name: &'static str,
+    pub text: &'static str,
+    /// Names of its `extern "C"` kernels.
+    pub kernels: &'static [&'static str],
+}
+
+/// Row operations: norms, gates, sums, quantisation to 8 bits.
+pub const ROWWISE: Source = Source {
+    name: "rowwise.cu",
+    text: include_str!("rowwise.cu"),
+    kernels: &[
+        "quantise",
+        "norm_rows",
+        "add_norm",
+        "gated_norm",
+        "gate",
+        "add",
+        "scale_rows",
+        "scale",
+        "gather_rows",
+        "argmax",
+    ],
+};
+
+/// Attention for one element type (a number of `kv::type_number`) and one head width, by lanes or on tensor
+/// cores.
+macro_rules! attention {
+    ($kv_type:literal, $width:literal, $how:literal, $($attend:literal),*) => {
+        Source {
+            name: concat!("attention, type ", $kv_type, ", width ", $width),
+            text: concat!(
+                "#define KV_TYPE ",
+                $kv_type,
+                "\n#define WIDTH ",
+                $width,
+                "\n#line 1 \"common.cuh\"\n",
+                include_str!("attention/common.cuh"),
+                "#line 1 \"",
+                $how,
+                "\"\n",
+                include_str!(concat!("attention/", $how)),
+            ),
+            kernels: &["combine", $($attend),*],
+        }
+    };
+}
+
+/// Attention for heads up to 64, 128, 256 and 512 wide.
+macro_rules! attention_by_lanes {
+    ($kv_type:literal) => {
+        [
+            attention!($kv_type, 64, "lanes.cu", "attend_1", "attend_2", "attend_4", "attend_8"),
+            attention!($kv_type, 128, "lanes.cu", "attend_1", "attend_2", "attend_4", "attend_8"),
+            attention!($kv_type, 256, "lanes.cu", "attend_1", "attend_2", "attend_4", "attend_8"),
+            attention!($kv_type, 512, "lanes.cu", "attend_1", "attend_2", "attend_4"),
+        ]
+    };
+}
+
+/// Paged attention, by element type of the cache and by head width.
+pub static ATTENTION: [[Source; 4]; 3] = [
+    attention_by_lanes!(0),
+    [
+        attention!(1, 64, "tensor.cu", "attend_16"),
+        attention!(1, 128, "tensor.cu", "attend_16"),
+        attention!(1, 256, "tensor.cu", "attend_16"),
+        attention!(1, 512, "lanes.cu", "attend_1", "attend_2", "attend_4"),
+    ],
+    attention_by_lanes!(2),
+];
+
+/// Norm and rotation of heads, and writes to the cache, for one element type.
+macro_rules! qkv {
+    ($kv_type:literal) => {
+        Source {
+            name: concat!("qkv.cu, type ", $kv_type),
+            text: concat!("#define KV_TYPE ", $kv_type, "\n#line 1\n", include_str!("qkv.cu")),
+            kernels: &["rope_angles", "run_factors", "qkv"],
+        }
+    };
+}
+
+/// Operations between projections and attention, by element type of the cache.
+pub static QKV: [Source; 3] = [qkv!(0), qkv!(1), qkv!(2)];
+
+/// Convolution, delta net, Mamba-2.
+pub const RECURRENT: Source = Source {
+    name: "recurrent.cu",
+    text: include_str!("recurrent.cu"),
+    kernels: &[
+        "conv",
+        "keep_rows",
+        "delta_net_64",
+        "delta_net_128",
+        "delta_net_256",
+        "mamba2_64",
+        "mamba2_128",
+        "mamba2_256",
+    ],
+};
+
+/// Mixture of experts without the products.
+pub const MOE: Source = Source {
+    name: "moe.cu",
+    text: include_str!("moe.cu"),
+    kernels: &["route", "expert_lists", "expert_gate", "expert_sum"],
+};
+
+/// Best tokens of rows of logits.
+pub const SAMPLING: Source =
+    Source { name: "sampling.cu", text: include_str!("sampling.cu"), kernels: &["best"] };
+
+/// Sources without variants for cache types.
+const PLAIN: &[Source] = &[
+    ROWWISE,
+    RECURRENT,
+    MOE,
+    SAMPLING,
+    matmul::F32,
+    matmul::F16,
+    matmul::BF16,
+    matmul::Q4_0,
+    matmul::Q4_1,
+    matmul::Q5_0,
+    matmul::Q5_1,
+    matmul::Q8_0,
+    matmul::Q2_K,
+    matmul::Q3_K,
+    matmul::Q4_K,
+    matmul::Q5_K,
+    matmul::Q6_K,
+    matmul::IQ4_NL,
+    matmul::IQ4_XS,
+    matmul::MXFP4,
+    matmul::NVFP4,
+];
+
+/// Returns every source that a worker may compile.
+pub fn all() -> impl Iterator<Item = &'static Source> {
+    PLAIN.iter().chain(&QKV).chain(ATTENTION.iter().flatten())
+}

@@ -1,0 +1,139 @@
+//! Sources for each weight type: the definition of the type, then the common text.
+
+use super::Source;
+use kernels::quant::GgmlType;
+
+/// Sources of quantised types, with the bits, levels, offset and scaling that `format.cuh` expects.
+macro_rules! quantised {
+    ($($source:ident $name:literal $bits:literal $levels:ident $offset:literal $scaling:ident,)*) => {
+        $(
+            #[doc = concat!("Products with ", stringify!($source), ".")]
+            pub const $source: Source = Source {
+                name: concat!($name, ".cu"),
+                text: concat!(
+                    "#define NAME(kernel) ", $name, "_##kernel\n",
+                    "#define BITS ", $bits, "\n",
+                    "#define LEVELS ", stringify!($levels), "\n",
+                    "#define OFFSET ", $offset, "\n",
+                    "#define SCALING ", stringify!($scaling), "\n",
+                    "#line 1 \"format.cuh\"\n",
+                    include_str!("../matmul/format.cuh"),
+                    "#line 1 \"product.cuh\"\n",
+                    include_str!("../matmul/product.cuh"),
+                    "#line 1 \"quantised.cu\"\n",
+                    include_str!("../matmul/quantised.cu"),
+                ),
+                kernels: &[
+                    concat!($name, "_embed"),
+                    concat!($name, "_mul_1"),
+                    concat!($name, "_mul_4"),
+                    concat!($name, "_mul_8"),
+                    concat!($name, "_mul_32"),
+                    concat!($name, "_mul_128"),
+                    concat!($name, "_exact_2"),
+                ],
+            };
+        )*
+
+        fn of_quantised(ty: GgmlType) -> Option<&'static Source> {
+            match ty {
+                $(GgmlType::$source => Some(&$source),)*
+                _ => None,
+            }
+        }
+
+        #[cfg(test)]
+        mod tests {
+            use kernels::quant::{Bits, GgmlType, Levels, Scaling, Scheme};
+
+            #[test]
+            fn sources_match_the_quantisation_schemes() {
+                $({
+                    let ty = GgmlType::$source;
+                    let scheme = Scheme::of(ty).unwrap();
+                    let bits = match scheme.bits {
+                        Bits::Two => 2,
+                        Bits::Three => 3,
+                        Bits::Four => 4,
+                        Bits::Five => 5,
+                        Bits::Six => 6,
+                        Bits::Eight => 8,
+                    };
+                    assert_eq!(bits, $bits, "{ty}");
+                    // Levels of codebooks and of 8 bits are stored directly.
+                    let plain = scheme.levels == Levels::Plain;
+                    assert_eq!(plain, stringify!($levels) == "PLAIN");
+                    assert_eq!(if plain && bits < 8 { scheme.offset } else { 0 }, $offset, "{ty}");
+                    let scaling = match scheme.scaling {
+                        Scaling::F16 => "F16",
+                        Scaling::F16Min => "F16_MIN",
+                        Scaling::E8m0 => "E8M0",
+                        Scaling::Super => "SUPER",
+                        Scaling::SuperMin => "SUPER_MIN",
+                        Scaling::Sixteenths if ty == GgmlType::Q3_K => "SIXTEENTHS_PACKED",
+                        Scaling::Sixteenths => "SIXTEENTHS",
+                        Scaling::SixteenthsMin => "SIXTEENTHS_MIN",
+                        Scaling::Ue4m3 => "UE4M3",
+                    };
+                    assert_eq!(scaling, stringify!($scaling), "{ty}");
+                })*
+            }
+        }
+    };
+}
+
+macro_rules! plain {
+    ($($source:ident $name:literal $element:ident,)*) => {
+        $(
+            #[doc = concat!("Products with ", stringify!($source), ".")]
+            pub const $source: Source = Source {
+                name: concat!($name, ".cu"),
+                text: concat!(
+                    "#define NAME(kernel) ", $name, "_##kernel\n",
+                    "#define ELEMENT ", stringify!($element), "\n",
+                    "#include \"prelude.cuh\"\n",
+                    "#line 1 \"product.cuh\"\n",
+                    include_str!("../matmul/product.cuh"),
+                    "#line 1 \"plain.cu\"\n",
+                    include_str!("../matmul/plain.cu"),
+                ),
+                kernels: &[
+                    concat!($name, "_embed"),
+                    concat!($name, "_mul_1"),
+                    concat!($name, "_mul_4"),
+                ],
+            };
+        )*
+
+        /// Returns the source of a type, or `None` if it has no matmul.
+        pub fn of(ty: GgmlType) -> Option<&'static Source> {
+            match ty {
+                $(GgmlType::$source => Some(&$source),)*
+                _ => of_quantised(ty),
+            }
+        }
+    };
+}
+
+quantised! {
+    Q4_0 "q4_0" 4 PLAIN 8 F16,
+    Q4_1 "q4_1" 4 PLAIN 0 F16_MIN,
+    Q5_0 "q5_0" 5 PLAIN 16 F16,
+    Q5_1 "q5_1" 5 PLAIN 0 F16_MIN,
+    Q8_0 "q8_0" 8 PLAIN 0 F16,
+    Q2_K "q2_k" 2 PLAIN 0 SIXTEENTHS_MIN,
+    Q3_K "q3_k" 3 PLAIN 4 SIXTEENTHS_PACKED,
+    Q4_K "q4_k" 4 PLAIN 0 SUPER_MIN,
+    Q5_K "q5_k" 5 PLAIN 0 SUPER_MIN,
+    Q6_K "q6_k" 6 PLAIN 32 SIXTEENTHS,
+    IQ4_NL "iq4_nl" 4 IQ4 0 F16,
+    IQ4_XS "iq4_xs" 4 IQ4 0 SUPER,
+    MXFP4 "mxfp4" 4 E2M1 0 E8M0,
+    NVFP4 "nvfp4" 4 E2M1 0 UE4M3,
+}
+
+plain! {
+    F32 "f32" AN_F32,
+    F16 "f16" AN_F16,
+    BF16 "bf16" A_BF16,
+}

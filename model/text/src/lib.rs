@@ -1,0 +1,16 @@
+//! Text around a model: tokenizer, chat templates, parsers of answers, JSON schemas, sampling defaults.
+//!
+//! Everything is built from a model's metadata. No input bytes cause a panic, and templates run within limits. This
+//! crate opens no files and does not know their formats: the crate `model` does.
+
+pub mod chat_template;
+pub mod dialect;
+mod error;
+pub mod json_schema;
+pub mod recent;
+pub mod sampling;
+pub mod tokenizer;
+
+pub use chat_template::ChatTemplate;
+pub use error::Error;
+pub use tokenizer::Tokenizer;

@@ -1,0 +1,358 @@
+//! Text to token ids and back, from a model file's metadata alone.
+//!
+//! Four kinds of vocabulary are read, by the value of `tokenizer.ggml.model`: byte-level BPE (`gpt2`), BPE of
+//! characters (`gemma4`), SentencePiece by score (`llama`) and WordPiece (`bert`). Ids are those that llama.cpp
+//! gives for the same file.
+
+use std::collections::BTreeSet;
+use std::num::NonZeroUsize;
+use std::ops::Range;
+use std::time::Instant;
+
+use crate::Error;
+use crate::recent::RecentUse;
+use metadata::Metadata;
+
+use bpe::Bpe;
+use char_bpe::CharBpe;
+use memo::{Cuts, How, Memo};
+use pieces::Pieces;
+use special::{Quoted, SpecialPart as Cut, Specials};
+use spm::Spm;
+use word_piece::WordPiece;
+
+/// Bytes of a piece that is encoded where time is short.
+const SHORT_PIECE: usize = 8 << 10;
+
+pub use detokenizer::{Detokenizer, Utf8Stream};
+pub use memo::KnownPart;
+
+mod bpe;
+mod char_bpe;
+mod detokenizer;
+mod known_words;
+mod memo;
+mod merge;
+mod merges;
+mod pieces;
+mod pretokenize;
+mod read;
+mod special;
+mod spm;
+mod word_piece;
+
+/// A vocabulary and the way to cut text into it. Immutable; share it in an `Arc`.
+#[derive(Debug)]
+pub struct Tokenizer {
+    /// Tokens as the file has them.
+    texts: Pieces,
+    /// The text of each token.
+    bytes: Pieces,
+    kinds: Vec<Kind>,
+    /// Longest token in bytes. `None` if parts of a text may produce no token.
+    longest: Option<NonZeroUsize>,
+    model: Model,
+    specials: Specials,
+    ends: Ends,
+    eog: BTreeSet<u32>,
+    digest: [u8; 32],
+    memo: Option<Memo>,
+}
+
+#[derive(Debug)]
+enum Model {
+    Bpe(Box<Bpe>),
+    CharBpe(Box<CharBpe>),
+    Spm { spm: Box<Spm>, add_space_prefix: bool },
+    WordPiece(WordPiece),
+}
+
+/// Special tokens before, between and after the texts of a sequence.
+#[derive(Debug, Clone, Copy)]
+struct Ends {
+    bos: Option<u32>,
+    eos: Option<u32>,
+    /// If true, `bos` is `Some`. The same holds for EOS.
+    adds_bos: bool,
+    adds_eos: bool,
+    /// Separator between two texts.
+    sep: Option<u32>,
+}
+
+/// Purpose of a token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    Normal,
+    /// Stands for what is not in the vocabulary.
+    Unknown,
+    /// Steers the model; never part of a text by itself.
+    Control,
+    /// A piece of text that is cut out before anything is merged.
+    UserDefined,
+    /// A slot that nothing uses.
+    Unused,
+    /// A single byte.
+    Byte,
+}
+
+/// Error of metadata that does not define a tokenizer.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TokenizerError {
+    /// A kind of vocabulary that this version does not read.
+    #[error("tokenizer.ggml.model is `{found}`; supported are {}", known.join(", "))]
+    UnknownModel { found: String, known: &'static [&'static str] },
+    /// A way of cutting words that this version does not know. Guessing would give wrong ids silently.
+    #[error("tokenizer.ggml.pre is `{found}`; supported are {}", known.join(", "))]
+    UnknownPre { found: String, known: Vec<&'static str> },
+    /// There are no tokens.
+    #[error("tokenizer.ggml.tokens is empty")]
+    Empty,
+    /// More tokens or merges than ids can number.
+    #[error("the vocabulary needs {found} ids, more than 32 bits can represent")]
+    TooManyTokens { found: usize },
+    /// A per-token list has the wrong length.
+    #[error("{key} has {found} entries for {tokens} tokens")]
+    Length { key: &'static str, found: usize, tokens: usize },
+    /// A line of the merge list is not two texts separated by a space.
+    #[error("tokenizer.ggml.merges has `{line}` at {rank}, which is not two texts")]
+    BadMerge {
+        /// Its index, from 0.
+        rank: u32,
+        line: String,
+    },
+    /// A score is not a number.
+    #[error("the score of token {token} is not a number")]
+    ScoreNotANumber { token: usize },
+    /// The file requires a BOS token and does not define one.
+    #[error("tokenizer.ggml.add_bos_token is set, but tokenizer.ggml.bos_token_id names no token")]
+    NoBos,
+    /// The file requires an EOS token and does not define one.
+    #[error("tokenizer.ggml.add_eos_token is set, but tokenizer.ggml.eos_token_id names no token")]
+    NoEos,
+    /// The vocabulary has neither an unknown token nor a fallback for unknown words.
+    #[error("tokenizer.ggml.unknown_token_id names no token, but this kind of vocabulary requires one")]
+    NoUnknown,
+}
+
+impl Tokenizer {
+    /// Reads `tokenizer.ggml.*`.
+    ///
+    /// # Errors
+    /// A missing key or one of the wrong type, and [`TokenizerError`].
+    pub fn from_metadata(metadata: &Metadata) -> Result<Self, Error> {
+        read::tokenizer(metadata)
+    }
+
+    /// Encodes `text`. If `special`, texts of control tokens become these tokens; otherwise they are ordinary
+    /// text, and only user-defined tokens are matched. Never adds BOS or EOS.
+    pub fn encode(&self, text: &str, special: bool) -> Vec<u32> {
+        self.encode_in_parts(text, special).0
+    }
+
+    /// Like [`encode`](Self::encode); also returns the memoised parts at the beginning of the text.
+    pub fn encode_in_parts(&self, text: &str, special: bool) -> (Vec<u32>, Vec<KnownPart>) {
+        self.encode_outside(text, special, Quoted::NONE)
+    }
+
+    /// Encodes a prompt like [`encode_in_parts`](Self::encode_in_parts) with special tokens, but a control
+    /// token's text that overlaps a range of `quoted` is ordinary text. The ranges are ascending and do not
+    /// overlap.
+    pub fn encode_prompt(&self, text: &str, quoted: &[Range<usize>]) -> (Vec<u32>, Vec<KnownPart>) {
+        // Most texts contain no quoted control tokens, and then everything can be memoised.
+        let quoted = self.specials.that_matter(text, quoted);
+        self.encode_outside(text, true, Quoted::new(&quoted))
+    }
+
+    /// Like [`encode_prompt`](Self::encode_prompt), but returns `None` at a piece outside the memo that
+    /// begins after byte `until` or is longer than 8 KiB.
+    pub fn encode_prompt_shortly(
+        &self,
+        text: &str,
+        quoted: &[Range<usize>],
+        until: Instant,
+    ) -> Option<(Vec<u32>, Vec<KnownPart>)> {
+        let quoted = self.specials.that_matter(text, quoted);
+        let affordable = |piece: &str| piece.len() <= SHORT_PIECE && Instant::now() < until;
+        self.encode_if(text, (true, Quoted::new(&quoted)), affordable)
+    }
+
+    fn encode_outside(&self, text: &str, special: bool, quoted: Quoted<'_>) -> (Vec<u32>, Vec<KnownPart>) {
+        // Every piece is affordable.
+        self.encode_if(text, (special, quoted), |_| true).unwrap_or_default()
+    }
+
+    /// Returns `None` at the first piece that is not memoised and not `affordable`.
+    fn encode_if(
+        &self,
+        text: &str,
+        (special, quoted): (bool, Quoted<'_>),
+        affordable: impl Fn(&str) -> bool,
+    ) -> Option<(Vec<u32>, Vec<KnownPart>)> {
+        let encode = |text: &str, how: How, quoted: Quoted<'_>, ids: &mut Vec<u32>| {
+            let affordable = affordable(text);
+            if affordable {
+                self.encode_part(text, how, quoted, ids);
+            }
+            affordable
+        };
+        let mut ids = Vec::with_capacity(text.len() / 3);
+        let parts = match &self.memo {
+            Some(memo) => memo.encode(text, (special, quoted), &mut ids, encode)?,
+            None if encode(text, How { special, first: true }, quoted, &mut ids) => Vec::new(),
+            None => return None,
+        };
+        Some((ids, parts))
+    }
+
+    /// Appends the tokens of a part of a text.
+    fn encode_part(&self, text: &str, how: How, quoted: Quoted<'_>, ids: &mut Vec<u32>) {
+        let mut after_special = how.first;
+        self.specials.split(text, how.special, quoted, |part| match part {
+            Cut::Token(id) => {
+                ids.push(id);
+                after_special = true;
+            }
+            Cut::Text(text) => {
+                match &self.model {
+                    Model::Bpe(bpe) => bpe.encode(&self.bytes, text, ids),
+                    Model::CharBpe(bpe) => bpe.encode(&self.texts, text, ids),
+                    Model::WordPiece(pieces) => pieces.encode(&self.texts, text, ids),
+                    Model::Spm { spm, add_space_prefix } => {
+                        spm.encode(&self.texts, text, *add_space_prefix && after_special, ids);
+                    }
+                }
+                after_special = false;
+            }
+        });
+    }
+
+    /// Lower bound of the number of tokens of a text of `bytes` bytes.
+    pub fn fewest_tokens(&self, bytes: usize) -> usize {
+        self.longest.map_or(0, |longest| bytes.div_ceil(longest.get()))
+    }
+
+    /// Adds a memo of about `bytes` bytes at most. The ids do not change. No effect if texts of this
+    /// vocabulary cannot be cut.
+    pub fn remembering(mut self, bytes: usize) -> Self {
+        self.memo = self.cuts().and_then(|cuts| Memo::new(cuts, bytes));
+        self
+    }
+
+    /// Hits and misses of the memo, by piece; `None` without a memo.
+    pub fn memo_usage(&self) -> Option<RecentUse> {
+        self.memo.as_ref().map(Memo::usage)
+    }
+
+    fn cuts(&self) -> Option<Cuts> {
+        let is_special = |kind: &Kind| matches!(kind, Kind::Control | Kind::Unknown | Kind::UserDefined);
+        let specials = (0..).zip(&self.kinds).filter(|(_, kind)| is_special(kind));
+        let texts = specials.filter_map(|(id, _)| self.texts.get(id));
+        match &self.model {
+            Model::Bpe(_) => Some(Cuts::new(|_| false, true, texts)),
+            Model::CharBpe(bpe) => Some(Cuts::new(|letter| bpe.joins_space(letter), true, texts)),
+            Model::Spm { spm, .. } => Some(Cuts::new(|letter| spm.joins_space(letter), false, texts)),
+            // Whole texts are normalised before they are cut, and encoders read each text once.
+            Model::WordPiece(_) => None,
+        }
+    }
+
+    /// Adds BOS and EOS to `ids` if the vocabulary requires them.
+    pub fn with_ends(&self, mut ids: Vec<u32>) -> Vec<u32> {
+        if let Some(bos) = self.ends.bos.filter(|_| self.ends.adds_bos) {
+            ids.insert(0, bos);
+        }
+        ids.extend(self.ends.eos.filter(|_| self.ends.adds_eos));
+        ids
+    }
+
+    /// Two texts as one sequence for a cross-encoder: `[CLS] first [SEP] second [SEP]`. Also returns the
+    /// index where the second begins.
+    pub fn pair(&self, first: Vec<u32>, second: &[u32]) -> (Vec<u32>, usize) {
+        let mut ids = self.with_ends(first);
+        ids.extend(self.ends.sep);
+        let begin = ids.len();
+        ids.extend_from_slice(second);
+        ids.extend(self.ends.eos.filter(|_| self.ends.adds_eos));
+        (ids, begin)
+    }
+
+    /// The text of `ids`; invalid UTF-8 becomes U+FFFD. `skip_special` omits control tokens. If the
+    /// vocabulary adds a space before every text, that space is removed.
+    pub fn decode(&self, ids: &[u32], skip_special: bool) -> String {
+        let mut bytes = Vec::with_capacity(ids.len() * 4);
+        let mut ids = ids.iter().copied().skip_while(|&id| self.is_special(id) && skip_special);
+        if let Some(first) = ids.next() {
+            let piece = self.token_bytes(first);
+            let prefixed =
+                matches!(self.model, Model::Spm { add_space_prefix: true, .. } | Model::WordPiece(_));
+            bytes.extend_from_slice(piece.strip_prefix(b" ").filter(|_| prefixed).unwrap_or(piece));
+        }
+        for id in ids.filter(|&id| !(skip_special && self.is_special(id))) {
+            bytes.extend_from_slice(self.token_bytes(id));
+        }
+        String::from_utf8(bytes).unwrap_or_else(|e| String::from_utf8_lossy(e.as_bytes()).into_owned())
+    }
+
+    pub fn bos(&self) -> Option<u32> {
+        self.ends.bos
+    }
+
+    /// The token that ends a sequence. [`eos_ids`](Self::eos_ids) lists all tokens that end a generation.
+    pub fn eos(&self) -> Option<u32> {
+        self.ends.eos
+    }
+
+    /// True if every prompt begins with BOS; then [`bos`](Self::bos) is `Some`.
+    pub fn adds_bos(&self) -> bool {
+        self.ends.adds_bos
+    }
+
+    /// True if every text ends with EOS; then [`eos`](Self::eos) is `Some`.
+    pub fn adds_eos(&self) -> bool {
+        self.ends.adds_eos
+    }
+
+    /// True if `id` ends a generation: end of sequence, turn or message.
+    pub fn is_eog(&self, id: u32) -> bool {
+        self.eog.contains(&id)
+    }
+
+    /// All tokens that end a generation, ascending.
+    pub fn eos_ids(&self) -> impl ExactSizeIterator<Item = u32> {
+        self.eog.iter().copied()
+    }
+
+    pub fn vocab_size(&self) -> usize {
+        self.texts.len()
+    }
+
+    /// The token's text as in the file, such as `Ġthe` or `▁the`; `None` beyond the vocabulary.
+    pub fn token_text(&self, id: u32) -> Option<&str> {
+        self.texts.get(id).and_then(|text| std::str::from_utf8(text).ok())
+    }
+
+    /// The token's bytes, not always whole characters; empty beyond the vocabulary.
+    pub fn token_bytes(&self, id: u32) -> &[u8] {
+        self.bytes.get(id).unwrap_or_default()
+    }
+
+    /// The token's kind; `None` beyond the vocabulary.
+    pub fn kind(&self, id: u32) -> Option<Kind> {
+        self.kinds.get(usize::try_from(id).ok()?).copied()
+    }
+
+    /// BLAKE3 of everything that this tokenizer was built from. Equal digests mean the same mapping of text
+    /// to ids.
+    pub fn digest(&self) -> [u8; 32] {
+        self.digest
+    }
+
+    /// True if the token is omitted from visible text.
+    pub fn is_special(&self, id: u32) -> bool {
+        matches!(self.kind(id), Some(Kind::Control | Kind::Unknown))
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests;

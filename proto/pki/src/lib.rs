@@ -1,0 +1,18 @@
+//! Certificates of the nodes of a cluster: the cluster's own authority, identities and their files,
+//! revocation lists, expiry, and the TLS settings with which nodes check each other.
+//!
+//! Invariants: a node's identity is the only SAN URI of its certificate. Whoever holds no root of the cluster
+//! is refused, and so is a revoked certificate. A key is readable by its owner only and never leaves this
+//! crate. This crate never contains sockets or messages.
+
+pub mod ca;
+mod error;
+mod expiry;
+mod identity;
+mod revocation;
+pub mod tls;
+
+pub use error::{CertificateError, Error};
+pub use expiry::{ExpiryWatch, Validities, Validity};
+pub use identity::{Expected, Identity, PeerIdentity};
+pub use revocation::{MAX_REVOCATION_LIST, RevocationList, RevocationLists};

@@ -1,0 +1,48 @@
+//! Models that a worker serves.
+
+use crate::ids::ModelId;
+use serde::{Deserialize, Serialize};
+
+/// Most models that one worker serves.
+pub const MAX_MODELS: usize = 256;
+
+/// Task that a model serves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum ModelTask {
+    /// Generates tokens that follow a prompt.
+    Generate,
+    /// Returns a vector of `width` values for a text.
+    Embed { width: u32 },
+    /// Returns `scores` scores for a pair of texts.
+    Rerank { scores: u32 },
+}
+
+impl ModelTask {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Generate => "generate",
+            Self::Embed { .. } => "embed",
+            Self::Rerank { .. } => "rerank",
+        }
+    }
+}
+
+/// A model that a worker serves, with its task.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ServedModel {
+    /// Name of the model in the API.
+    pub id: ModelId,
+    /// Digest of the model's files; part of every block root.
+    pub model_digest: [u8; 32],
+    /// Digest of the tokenizer; part of every block root.
+    pub tokenizer_digest: [u8; 32],
+    /// Longest sequence that is served, in tokens.
+    pub max_model_len: u32,
+    /// Layers that this worker serves: `[first, last)`.
+    pub layers: (u32, u32),
+    /// (model digest, device, ISA, weight path, KV type) as text. Equal classes give bit-equal results.
+    pub numeric_class: String,
+    /// Tokens per KV block.
+    pub block_tokens: u32,
+    pub task: ModelTask,
+}

@@ -1,0 +1,91 @@
+//! One generation on one stream, the worker's end.
+
+use super::prefixes::KeptPrefixes;
+use super::streams::{FrameReader, FrameWriter, StreamCode, next_request, read_request};
+use crate::Error;
+use proto::codec::Cap;
+use proto::message::{GenerateFrame, GenerateRequest, PrefixNote};
+use quinn::{RecvStream, SendStream};
+
+const WHAT: &str = "a generation's request";
+
+/// Whether no frame follows.
+pub(super) fn is_last(frame: &GenerateFrame) -> bool {
+    match frame {
+        GenerateFrame::Finished(_) | GenerateFrame::Failed(_) => true,
+        GenerateFrame::Started(_) | GenerateFrame::Tokens(_) => false,
+    }
+}
+
+/// Worker's end: a request, and the sender for its frames.
+#[derive(Debug)]
+pub struct GenerateCall {
+    pub request: GenerateRequest,
+    pub reply: GenerateReply,
+}
+
+impl GenerateCall {
+    pub(super) async fn read(send: SendStream, receive: RecvStream) -> Result<Self, Error> {
+        let (request, frames) = read_request(send, receive, WHAT).await?;
+        Ok(Self { request, reply: GenerateReply { frames, finished: false } })
+    }
+
+    /// Like [`read`](Self::read), for a prompt that may begin with a numbered prefix of an earlier one.
+    pub(super) async fn read_after(
+        send: SendStream,
+        receive: RecvStream,
+        kept: &KeptPrefixes,
+    ) -> Result<Self, Error> {
+        let mut notes = FrameReader::<PrefixNote>::new(receive, Cap::GenerateRequest);
+        let PrefixNote { after, keep } = notes.next().await?.ok_or(Error::StreamCut { what: WHAT })?;
+        let (mut request, mut frames) =
+            next_request::<GenerateRequest, _>(send, notes.retyped(Cap::GenerateRequest), WHAT).await?;
+        if let Some(after) = after {
+            let Some(whole) = kept.whole(after, &request.prompt) else {
+                frames.reset(StreamCode::UnknownPrefix);
+                return Err(Error::Protocol(
+                    "a prompt begins with a numbered prefix that is not known any more",
+                ));
+            };
+            request.prompt = whole;
+        }
+        keep.into_iter().for_each(|keep| kept.keep(keep, &request.prompt));
+        Ok(Self { request, reply: GenerateReply { frames, finished: false } })
+    }
+}
+
+/// Sends the frames of one generation. If it is dropped before the last frame, the coordinator sees a
+/// stream that was cut off.
+#[derive(Debug)]
+pub struct GenerateReply {
+    frames: FrameWriter<GenerateFrame>,
+    finished: bool,
+}
+
+impl GenerateReply {
+    /// Sends a frame. Waits while the coordinator reads more slowly. Fails with [`Error::StreamEnded`] once
+    /// the coordinator has cancelled. The last frame of a generation also finishes the stream. If the
+    /// future is dropped before it completes, the stream is unusable.
+    pub async fn send(&mut self, frame: &GenerateFrame) -> Result<(), Error> {
+        self.frames.write(frame).await?;
+        if is_last(frame) {
+            self.frames.finish();
+            self.finished = true;
+        }
+        Ok(())
+    }
+
+    /// Whether the last frame was sent. It may still be in transit.
+    pub fn is_finished(&self) -> bool {
+        self.finished
+    }
+
+    /// Resolves once nobody reads any more: the coordinator has cancelled, the connection is lost, or
+    /// everything up to the last frame has arrived.
+    pub fn cancelled(&self) -> impl Future<Output = ()> + Send + 'static {
+        let stopped = self.frames.stream().stopped();
+        async move {
+            let _ = stopped.await;
+        }
+    }
+}

@@ -1,0 +1,47 @@
+//! The two RPC services. Methods are only appended; bodies are closed enums of versions.
+//!
+//! A call takes a context with its deadline: `client.status(deadline(SECOND))`. Dropping a call's future
+//! cancels the call on the other side. Deadlines are cut to at most ten minutes.
+
+use proto::event::KvReplay;
+use proto::placement::{PlaceOrder, PlaceReport};
+use proto::shard::ShippingReport;
+use proto::worker::{CertificateReport, LoadReport, Refusal, Register, Registered, WorkerStatus};
+use std::time::{Duration, Instant};
+
+/// Calls of a worker to each coordinator.
+#[tarpc::service]
+pub trait CoordinatorApi {
+    /// Registers the worker, also again after a lost lease. Required before other calls.
+    async fn register(request: Register) -> Result<Registered, Refusal>;
+    /// Reports load and progress. Progress renews the lease.
+    async fn report(report: LoadReport) -> Result<(), Refusal>;
+    /// Reports the progress of the model download, also before registration. From protocol version 4 on.
+    async fn shipping(report: ShippingReport);
+    /// Reports when the worker's certificate expires; repeated after each renewal. An older coordinator
+    /// refuses the call.
+    async fn certificate(report: CertificateReport);
+}
+
+/// Calls of a coordinator to each worker.
+#[tarpc::service]
+pub trait WorkerApi {
+    /// Returns the events of the present epoch from number `from` on, if they are still held.
+    async fn kv_replay(from: u64) -> KvReplay;
+    /// Stops accepting new work. Idempotent; `status` shows the progress.
+    async fn drain();
+    async fn undrain();
+    async fn status() -> WorkerStatus;
+    /// Returns the worker's own metrics in Prometheus text format.
+    async fn metrics_text() -> String;
+    /// Assigns a pool worker its stage of a replica. Idempotent; the reply reports the progress. From
+    /// protocol version 4 on.
+    async fn place(order: PlaceOrder) -> PlaceReport;
+}
+
+/// Returns the context of a call that must be answered within `limit`.
+pub fn deadline(limit: Duration) -> tarpc::context::Context {
+    let mut context = tarpc::context::current();
+    context.deadline = Instant::now() + limit;
+    context
+}

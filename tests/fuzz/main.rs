@@ -1,0 +1,271 @@
+//! Fuzz targets: whatever the bytes are, a reader answers or refuses, without a panic and within its memory
+//! and time. `tests/fuzz/corpus` has the inputs that mutants are made of, `tests/fuzz/findings` those that
+//! once failed. See "Fuzz" in CONTRIBUTING.md.
+#![allow(clippy::unwrap_used, reason = "in a test a panic is the report")]
+
+mod driver;
+mod mutate;
+/// A sample of every message, with the function that decodes and encodes it.
+#[path = "../../proto/transport/tests/suite"]
+mod suite {
+    #[allow(dead_code, reason = "the samples' other users are in the suite")]
+    pub(crate) mod samples;
+}
+
+extern crate proto as kvasir_proto;
+extern crate transport as kvasir_transport;
+
+use coordinator::api::auth::Keys;
+use coordinator::api::documents::Popularity;
+use coordinator::api::limits::{MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH};
+use coordinator::api::plan::{self, Effort, Kind, Sources};
+use coordinator::api::{embeddings, rerank};
+use coordinator::consensus::message::Frame;
+use coordinator::models::{ModelEntry, Models};
+use model::ModelFile;
+use model::costs::ModelCosts;
+use model::inspect::Summary;
+use model::spec::{AppendedSpec, AssistantSpec, ModelSpec};
+use proto::block::ClusterKey;
+use proto::codec::{Cap, CodecError, decode};
+use proto::event::{KvFrame, decode_kv_frame};
+use proto::ids::ModelId;
+use proto::served_model::{ModelTask, ServedModel};
+use text::Tokenizer;
+use text::chat_template::{ChatTemplate, Message};
+use text::dialect;
+use text::json_schema;
+
+use driver::{fuzz, scratch};
+use kvasir_cluster_tests::binary::{kvasir, workspace};
+use serde_json::{Map, Value, json};
+use std::fmt::Display;
+use std::fs;
+use std::io::Write;
+use std::process::{Command, Stdio};
+
+/// `ok`, or the error's text.
+fn outcome<T>(result: Result<T, impl Display>) -> String {
+    result.map_or_else(|error| error.to_string(), |_| "ok".to_owned())
+}
+
+/// Reads all of an open model that loading reads, but its weights.
+fn read_model(file: &ModelFile) -> String {
+    let spec = ModelSpec::from_file(file).map(|spec| {
+        let costs = ModelCosts::of_file(&spec, file);
+        drop(costs.range(0..costs.layers()));
+    });
+    let tokenizer = Tokenizer::from_metadata(file.metadata()).and_then(|tokenizer| {
+        let ids = tokenizer.encode("Hello wörld, 123 <|im_end|></s>\n\n ▁😀", true);
+        drop((tokenizer.decode(&ids, false), tokenizer.decode(&ids, true), tokenizer.digest()));
+        ChatTemplate::from_metadata(file.metadata(), &tokenizer)
+    });
+    let appended = AppendedSpec::from_file(file);
+    [
+        outcome(spec),
+        outcome(tokenizer),
+        outcome(appended),
+        outcome(AssistantSpec::from_file(file)),
+        outcome(Summary::of(file)),
+    ]
+    .concat()
+}
+
+#[test]
+fn gguf() {
+    let path = scratch("gguf").join("model.gguf");
+    fuzz("gguf", Vec::new(), mutate::gguf, |input| match mutate::open_gguf(&path, input) {
+        Ok(file) => read_model(&file),
+        Err(error) => error.to_string().replace(path.to_str().unwrap(), ""),
+    });
+}
+
+#[test]
+fn safetensors() {
+    let folder = scratch("safetensors");
+    let config = json!({
+        "model_type": "bert", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "intermediate_size": 16, "max_position_embeddings": 16, "type_vocab_size": 2,
+        "layer_norm_eps": 1e-12, "hidden_act": "gelu",
+    });
+    let pooling = json!({"word_embedding_dimension": 8, "pooling_mode_mean_tokens": true});
+    fs::create_dir(folder.join("1_Pooling")).unwrap();
+    fs::write(folder.join("config.json"), config.to_string()).unwrap();
+    fs::write(folder.join("1_Pooling/config.json"), pooling.to_string()).unwrap();
+    fs::write(folder.join("vocab.txt"), "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nhello\nw\n##or\n##ld\n1\n,\n!")
+        .unwrap();
+    let path = folder.join("model.safetensors");
+    fuzz("safetensors", Vec::new(), mutate::safetensors, |input| {
+        drop(fs::remove_file(&path));
+        fs::write(&path, input).unwrap();
+        match ModelFile::open(&path) {
+            Ok(file) => read_model(&file),
+            Err(error) => error.to_string().replace(path.to_str().unwrap(), ""),
+        }
+    });
+}
+
+#[test]
+fn codec() {
+    let messages = suite::samples::all();
+    let seeds = messages.iter().flat_map(|message| message.bytes.iter().cloned()).collect();
+    let index = |error: &CodecError| match error {
+        CodecError::TooLong { .. } => 0,
+        CodecError::CutShort { .. } => 1,
+        CodecError::Trailing { .. } => 2,
+        CodecError::UnknownVariant { .. } => 3,
+        CodecError::Invalid { .. } => 4,
+    };
+    fuzz("codec", seeds, mutate::bytes, |input| {
+        let mut outcome = String::new();
+        for message in &messages {
+            let recoded = (message.recode)(input, message.cap);
+            if let Ok(bytes) = &recoded {
+                let again = (message.recode)(bytes, message.cap);
+                assert_eq!(again.as_ref(), Ok(bytes), "{}: not a fixed point", message.name);
+            }
+            outcome.push(char::from(b'a' + recoded.as_ref().map_or_else(index, |_| 5)));
+        }
+        if let Ok(frame) = Frame::from_bytes(input) {
+            let bytes = frame.to_bytes().unwrap();
+            assert_eq!(Frame::from_bytes(&bytes), Ok(frame), "a coordinator's frame");
+            outcome.push('!');
+        }
+        // Their errors differ in words.
+        let by_hand = decode_kv_frame(input).ok();
+        assert_eq!(by_hand, decode::<KvFrame>(input, Cap::Events).ok(), "KvFrame by hand");
+        outcome
+    });
+}
+
+#[test]
+fn http() {
+    let folder = scratch("http");
+    let corpus = workspace().join("tests/fuzz/corpus/gguf");
+    let tasks = [
+        ("m", "llama-chat.gguf", ModelTask::Generate),
+        ("e", "bert.gguf", ModelTask::Embed { width: 64 }),
+        ("r", "bert-rerank.gguf", ModelTask::Rerank { scores: 1 }),
+    ];
+    let entries = tasks.map(|(id, file, _)| {
+        let path = folder.join(file);
+        mutate::open_gguf(&path, &fs::read(corpus.join(file)).unwrap()).unwrap();
+        ModelEntry { id: ModelId::new(id).unwrap(), path }
+    });
+    let models = Models::open(&entries, false).unwrap();
+    let served = |id: &ModelId| {
+        let (_, _, task) = tasks.into_iter().find(|(name, _, _)| *name == id.as_str())?;
+        let tokenizer_digest = models.get(id.as_str())?.tokenizer.digest();
+        Some(ServedModel {
+            id: id.clone(),
+            model_digest: [1; 32],
+            tokenizer_digest,
+            max_model_len: 512,
+            layers: (0, 2),
+            numeric_class: "cpu".to_owned(),
+            block_tokens: 16,
+            task,
+        })
+    };
+    // Without keys every caller is accepted.
+    let keys = Keys::new(&[], ClusterKey([3; 32]), None).unwrap();
+    let caller = keys.authenticate(&Default::default()).unwrap();
+    let popularity = Popularity::default();
+    let sources =
+        Sources { caller: &caller, models: &models, served: &served, seed: 1, popularity: &popularity };
+    let offered = models.get("m").unwrap();
+    fuzz("http", Vec::new(), mutate::json, |body| {
+        let kinds = [Kind::Completion, Kind::Chat, Kind::Responses, Kind::Messages];
+        let efforts = [Effort::Short, Effort::Full { counted: false }];
+        let generations = kinds.into_iter().flat_map(|kind| efforts.map(|effort| (kind, effort)));
+        let mut outcomes: Vec<String> = generations
+            .map(|(kind, effort)| outcome(plan::generation(kind, body, &sources, effort)))
+            .collect();
+        outcomes.push(outcome(plan::count_tokens(body, &sources)));
+        outcomes.push(outcome(plan::tokenize(body, &sources)));
+        outcomes.push(outcome(plan::detokenize(body, &sources)));
+        outcomes.push(outcome(plan::prefix(body, offered, 512)));
+        outcomes.push(outcome(embeddings::plan(body, &sources)));
+        outcomes.push(outcome(rerank::plan(body, &sources)));
+        // The API that reads furthest has the outcome that matters.
+        outcomes
+            .iter()
+            .find(|text| *text == "ok")
+            .or(outcomes.iter().max_by_key(|text| text.len()))
+            .cloned()
+            .unwrap()
+    });
+}
+
+fn depth(value: &Value) -> usize {
+    match value {
+        Value::Object(members) => 1 + members.values().map(depth).max().unwrap_or(0),
+        Value::Array(items) => 1 + items.iter().map(depth).max().unwrap_or(0),
+        _ => 0,
+    }
+}
+
+/// Compiles a grammar as workers do before they compile it themselves: in a process that ends by a signal when
+/// it takes too much.
+fn compile(syntax: &str, text: &str) -> String {
+    let names = json!({"tokens": 300, "named": [[258, "<tool>"], [299, "</s>"]], "ends": [299]});
+    let task = json!({"syntax": syntax, "text": text, "names": names}).to_string();
+    let mut child = Command::new(kvasir().unwrap())
+        .arg("try-grammar")
+        .stdin(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    child.stdin.take().unwrap().write_all(task.as_bytes()).unwrap();
+    let ended = child.wait_with_output().unwrap();
+    let code = ended.status.code();
+    assert!(matches!(code, None | Some(0)), "{syntax}: {}", String::from_utf8_lossy(&ended.stderr));
+    format!("{syntax} {}", code.is_some())
+}
+
+#[test]
+fn schema() {
+    fuzz("schema", Vec::new(), mutate::json, |input| {
+        let Ok(text) = str::from_utf8(input) else { return "not UTF-8".to_owned() };
+        if text.len() > MAX_SCHEMA_BYTES {
+            return "too long".to_owned();
+        }
+        let Ok(schema) = serde_json::from_str::<Value>(text) else {
+            return compile("Regex", text) + &compile("Lark", text);
+        };
+        if depth(&schema) > MAX_SCHEMA_DEPTH {
+            return "too deep".to_owned();
+        }
+        let strict = json_schema::prepare(&schema, true);
+        let lenient = json_schema::prepare(&schema, false).unwrap();
+        let _ = json_schema::declares_none(&schema);
+        let compiled = compile("JsonSchema", &dialect::schema(&lenient, true).to_string());
+        compiled + &strict.map_or_else(|refused| refused.reason, |_| "ok".to_owned())
+    });
+}
+
+#[test]
+fn chat_template() {
+    let fixture = fs::read(workspace().join("tests/fixtures/templates/snippets.json")).unwrap();
+    let fixture: Value = serde_json::from_slice(&fixture).unwrap();
+    let all: Vec<Message<'_>> = serde_json::from_value(fixture["messages"].clone()).unwrap();
+    let tools = fixture["tools"].as_array().unwrap();
+    let extra = fixture["extra"].as_object().unwrap();
+    let plain =
+        [Message::new("user", "Hi <|im_end|>"), Message::new("assistant", "<think>\nhm"), all[1].clone()];
+    fuzz("chat_template", Vec::new(), mutate::text, |input| {
+        let source = String::from_utf8_lossy(input);
+        let template = match ChatTemplate::new(&source, "<s>", "</s>") {
+            Ok(template) => template,
+            Err(error) => return error.to_string(),
+        };
+        let first = template.render(&plain, None, true, &Map::new());
+        // The second time by the memo of the template's constant parts.
+        let second = template.render(&plain, None, true, &Map::new());
+        if let (Ok(first), Ok(second), false) = (&first, &second, source.contains("strftime")) {
+            assert_eq!(first, second, "rendered again");
+        }
+        drop(template.render_shortly(&plain, true));
+        outcome(template.render(&all, Some(tools), false, extra)) + &outcome(first)
+    });
+}

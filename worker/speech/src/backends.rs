@@ -1,0 +1,176 @@
+//! Selects the backend of each audio operation.
+//!
+//! A bundle is a directory with a folder for each of its operations, named after the operation. A backend
+//! inspects that folder to decide whether it can serve. The selection follows [`kernels::registry`]:
+//! `KVASIR_VAD_BACKEND` (and the like for other operations), then `KVASIR_BACKEND`, must be honored.
+//! Otherwise the backend with the highest rank that can serve is used.
+
+use crate::Error;
+use crate::bundle::Bundle;
+use crate::flushed::Flushed;
+use crate::session::Hears;
+use crate::silero::Silero;
+use crate::smart_turn::SmartTurn;
+use crate::{onnx, onnx::the_file, whisper};
+use kernels::registry::{Operation as Served, Provider, Refusal, Registry};
+use proto::operation::Operation;
+use std::num::NonZeroUsize;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Loads an audio model.
+pub type LoadHearing = dyn Fn(&Bundle) -> Result<Arc<dyn Hears>, Error> + Send + Sync;
+
+macro_rules! operations {
+    ($($(#[$doc:meta])* $name:ident = $text:literal;)*) => {$(
+        $(#[$doc])*
+        #[derive(Debug, Clone, Copy)]
+        pub struct $name;
+
+        impl Served for $name {
+            type Request = Bundle;
+            type Service = LoadHearing;
+            const NAME: &'static str = $text;
+        }
+    )*};
+}
+
+operations! {
+    /// [`Operation::Vad`].
+    Vad = "vad";
+    /// [`Operation::TurnDetection`].
+    TurnDetection = "turn_detection";
+    /// [`Operation::Asr`].
+    Asr = "asr";
+    /// [`Operation::Tts`].
+    Tts = "tts";
+}
+
+/// A way to serve one operation.
+pub struct Backend<O: Served> {
+    pub name: &'static str,
+    pub rank: i32,
+    pub can_serve: fn(&O::Request) -> Result<(), Refusal>,
+    pub service: Box<O::Service>,
+}
+
+impl<O: Served> Provider<O> for Backend<O>
+where
+    O::Service: Send + Sync,
+{
+    fn name(&self) -> &str {
+        self.name
+    }
+
+    fn rank(&self) -> i32 {
+        self.rank
+    }
+
+    /// Always available: all run on the CPU, or find their device when they load.
+    fn available(&self) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn can_serve(&self, request: &O::Request) -> Result<(), Refusal> {
+        (self.can_serve)(request)
+    }
+
+    fn service(&self) -> &O::Service {
+        &self.service
+    }
+}
+
+/// Name of the backend that uses this engine's own kernels.
+pub const KERNELS: &str = "kernels";
+pub const KERNELS_RANK: i32 = 20;
+
+/// Prefixes of ONNX file names.
+const SILERO: &str = "silero_vad";
+const SMART_TURN: &str = "smart-turn-v3";
+
+fn no_fault(refusal: Refusal) -> Error {
+    let reason = refusal.to_string();
+    Error::Config { option: "operation", reason }
+}
+
+/// Loads the only file with this prefix in an operation's folder.
+fn hearing<H: Hears + 'static>(
+    operation: Operation,
+    begins: &'static str,
+    load: fn(&Path) -> Result<H, Error>,
+) -> Box<LoadHearing> {
+    Box::new(move |bundle| {
+        let file = the_file(&bundle.folder(operation), begins).map_err(no_fault)?;
+        Ok(Arc::new(load(&file)?))
+    })
+}
+
+fn vad() -> Registry<Vad> {
+    let mut registry = Registry::empty();
+    registry.register(Box::new(Backend {
+        name: onnx::NAME,
+        rank: onnx::RANK,
+        can_serve: |bundle: &Bundle| the_file(&bundle.folder(Operation::Vad), SILERO).map(drop),
+        service: hearing(Operation::Vad, SILERO, Silero::load),
+    }));
+    registry
+}
+
+fn turn_detection() -> Registry<TurnDetection> {
+    let mut registry = Registry::empty();
+    registry.register(Box::new(Backend {
+        name: onnx::NAME,
+        rank: onnx::RANK,
+        can_serve: |bundle: &Bundle| the_file(&bundle.folder(Operation::TurnDetection), SMART_TURN).map(drop),
+        service: hearing(Operation::TurnDetection, SMART_TURN, SmartTurn::load),
+    }));
+    registry
+}
+
+fn asr(cpus: NonZeroUsize) -> Registry<Asr> {
+    let mut registry = Registry::empty();
+    let load: Box<LoadHearing> =
+        Box::new(move |bundle| Ok(Arc::new(whisper::Shared::load(&bundle.folder(Operation::Asr), cpus)?)));
+    registry.register(Box::new(Backend {
+        name: KERNELS,
+        rank: KERNELS_RANK,
+        can_serve: |bundle: &Bundle| whisper::is_in(&bundle.folder(Operation::Asr)),
+        service: load,
+    }));
+    registry
+}
+
+/// Loads the backend that `environment` and the bundle select for an audio operation. Returns its name, too.
+/// This process can run `cpus` threads at a time.
+///
+/// # Errors
+/// [`Error::Backend`] if no backend can serve, or the selected one cannot; errors of the model.
+pub fn load_hearing(
+    operation: Operation,
+    bundle: &Bundle,
+    environment: impl Fn(&str) -> Option<String>,
+    cpus: NonZeroUsize,
+) -> Result<(String, Arc<dyn Hears>), Error> {
+    fn load<O: Served<Request = Bundle, Service = LoadHearing>>(
+        registry: &Registry<O>,
+        bundle: &Bundle,
+        environment: impl Fn(&str) -> Option<String>,
+    ) -> Result<(String, Arc<dyn Hears>), Error> {
+        let provider = registry.select(bundle, environment)?;
+        let model = Flushed::load(|| provider.service()(bundle))?;
+        Ok((provider.name().to_owned(), Arc::new(model)))
+    }
+    match operation {
+        Operation::Vad => load(&vad(), bundle, environment),
+        Operation::TurnDetection => load(&turn_detection(), bundle, environment),
+        Operation::Asr => load(&asr(cpus), bundle, environment),
+        Operation::Tts => load(&Registry::<Tts>::empty(), bundle, environment),
+        Operation::Embed | Operation::Rerank => {
+            let reason = format!("{operation} is for texts: it is served with the model of a worker");
+            Err(Error::Config { option: "operation", reason })
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,252 @@
+//! Audio operations of a worker: voice activity, ends of turns, transcription. Also the ONNX runtime.
+//!
+//! An operation is served in sessions; a session holds all of its state. [`backends`] selects the backend of
+//! an operation once, when the model is loaded, so that all sessions of a model use the same. Each model
+//! computes on its own thread, one piece of audio at a time, in order of arrival. No async thread waits for
+//! it, and a slow model delays only its own sessions. The number of sessions, their audio and their idle time
+//! are limited.
+//! Invariants: a session's results do not depend on other sessions, nor on how its audio is split. A session
+//! that fails or panics ends alone. An ONNX file is checked, and tried in another process, before it is
+//! loaded.
+//! Must not contain: generation, text encoders, connections.
+
+pub mod backends;
+mod bundle;
+mod error;
+mod flushed;
+mod log_mel;
+mod metrics;
+pub mod onnx;
+mod resample;
+mod session;
+mod silero;
+mod smart_turn;
+mod speech_rule;
+mod thread;
+mod whisper;
+
+#[cfg(test)]
+mod tests;
+
+pub use backends::load_hearing;
+pub use bundle::Bundle;
+pub use error::Error;
+pub use metrics::{OperationMetrics, SessionEnd};
+pub use session::{Hears, Session};
+pub use thread::SessionHandle;
+pub use whisper::encode_speech;
+
+use metrics::OperationLabel;
+use proto::ids::ModelId;
+use proto::operation::{
+    MAX_OPERATIONS, OfferedOperation, OpenedOperation, Operation, OperationError, OperationRequest,
+};
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+use thread::ModelThread;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SessionLimits {
+    /// Maximum number of open sessions, summed over all operations.
+    pub sessions: u32,
+    /// A session without input for this long is ended.
+    pub idle: Duration,
+    /// A session whose client reads no results for this long is ended.
+    pub unread: Duration,
+    pub samples: u64,
+}
+
+impl Default for SessionLimits {
+    /// A day of audio at 16 kHz; the other limits are far above the needs of a live client.
+    fn default() -> Self {
+        Self {
+            sessions: 256,
+            idle: Duration::from_secs(60),
+            unread: Duration::from_secs(10),
+            samples: 24 * 3600 * 16_000,
+        }
+    }
+}
+
+/// A model that is loaded for an operation.
+struct Loaded {
+    offered: OfferedOperation,
+    thread: ModelThread,
+    model: Arc<dyn Hears>,
+    open: Arc<AtomicU32>,
+}
+
+/// All models that a worker has loaded for sessions.
+pub struct Operations {
+    loaded: Vec<Loaded>,
+    limits: SessionLimits,
+    open: Arc<AtomicU32>,
+    metrics: OperationMetrics,
+}
+
+/// An open session. It counts as open until this is dropped.
+pub struct OpenSession {
+    /// The response to the client.
+    pub opened: OpenedOperation,
+    pub handle: SessionHandle,
+    pub limits: SessionLimits,
+    operation: Operation,
+    metrics: OperationMetrics,
+    /// Counters of open sessions: of the worker, and of the model.
+    open: [Arc<AtomicU32>; 2],
+    end: SessionEnd,
+}
+
+impl Operations {
+    /// Loads the operations of these bundles, with the backends that `environment` selects. This process can
+    /// run `cpus` threads at a time.
+    ///
+    /// # Errors
+    /// [`Error::Backend`] if no backend can serve an operation that a bundle has a folder for.
+    /// [`Error::Config`] if a bundle has no such folder, or two bundles serve the same operation under one
+    /// name. Errors of the models.
+    pub fn load(
+        bundles: &[Bundle],
+        limits: SessionLimits,
+        environment: impl Fn(&str) -> Option<String>,
+        cpus: NonZeroUsize,
+    ) -> Result<Self, Error> {
+        let fault = |reason: String| Error::Config { option: "operation", reason };
+        let mut loaded: Vec<Loaded> = Vec::new();
+        let metrics = OperationMetrics::default();
+        for bundle in bundles {
+            let operations = bundle.operations();
+            if operations.is_empty() {
+                let known: Vec<_> = Operation::ALL.iter().map(|operation| operation.name()).collect();
+                let dir = bundle.dir.display();
+                return Err(fault(format!(
+                    "{dir} has no folder named after an operation ({})",
+                    known.join(", ")
+                )));
+            }
+            for operation in operations {
+                let (backend, model) = load_hearing(operation, bundle, &environment, cpus)?;
+                let offered = OfferedOperation { operation, model: bundle.id.clone(), backend };
+                if loaded
+                    .iter()
+                    .any(|other| (other.offered.operation, &other.offered.model) == (operation, &bundle.id))
+                {
+                    return Err(fault(format!("two bundles named {} offer {operation}", bundle.id)));
+                }
+                let thread = ModelThread::start(operation, metrics.clone())?;
+                loaded.push(Loaded { offered, thread, model, open: Arc::default() });
+            }
+        }
+        if loaded.len() > MAX_OPERATIONS {
+            return Err(fault(format!("{} operations are offered, at most {MAX_OPERATIONS}", loaded.len())));
+        }
+        Ok(Self { loaded, limits, open: Arc::default(), metrics })
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.loaded.is_empty()
+    }
+
+    pub fn offered(&self) -> impl Iterator<Item = &OfferedOperation> {
+        self.loaded.iter().map(|loaded| &loaded.offered)
+    }
+
+    pub fn metrics(&self) -> &OperationMetrics {
+        &self.metrics
+    }
+
+    /// Opens a session and selects its model.
+    ///
+    /// # Errors
+    /// Returns and counts the reason if it is refused.
+    pub fn open(&self, request: &OperationRequest) -> Result<OpenSession, OperationError> {
+        self.try_open(request).inspect_err(|error| self.metrics.refused(request.operation, error))
+    }
+
+    fn try_open(&self, request: &OperationRequest) -> Result<OpenSession, OperationError> {
+        let operation = request.operation;
+        let mut of_it = self.loaded.iter().filter(|loaded| loaded.offered.operation == operation).peekable();
+        if of_it.peek().is_none() {
+            return Err(OperationError::NotServed { operation });
+        }
+        let asked =
+            |loaded: &&Loaded| request.model.as_ref().is_none_or(|model| *model == loaded.offered.model);
+        let missing = |model: ModelId| OperationError::ModelNotFound { operation, model };
+        let Loaded { offered, thread, model, open } = match (of_it.find(asked), &request.model) {
+            (Some(loaded), _) => loaded,
+            (None, Some(model)) => return Err(missing(model.clone())),
+            (None, None) => return Err(OperationError::NotServed { operation }),
+        };
+        let session = model.open(request.sample_rate, &request.options)?;
+        enter(&self.open, self.limits.sessions)?;
+        enter(open, model.most_sessions()).inspect_err(|_| {
+            self.open.fetch_sub(1, Ordering::Relaxed);
+        })?;
+        self.metrics.sessions.get_or_create(&OperationLabel::new(operation)).inc();
+        Ok(OpenSession {
+            opened: OpenedOperation {
+                backend: offered.backend.clone(),
+                model: offered.model.clone(),
+                sample_rate: request.sample_rate,
+                window: session.window(),
+                idle_timeout_ms: self.limits.idle.as_millis() as u64,
+            },
+            limits: SessionLimits { samples: self.limits.samples.min(session.most_samples()), ..self.limits },
+            handle: thread.session(session, request.sample_rate),
+            operation,
+            metrics: self.metrics.clone(),
+            open: [Arc::clone(&self.open), Arc::clone(open)],
+            end: SessionEnd::cut,
+        })
+    }
+}
+
+/// Counts one more session, unless the limit is reached.
+fn enter(open: &AtomicU32, limit: u32) -> Result<(), OperationError> {
+    let more = |open: u32| (open < limit).then_some(open + 1);
+    let entered = open.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
+    entered.map(drop).map_err(|_| OperationError::TooManySessions { limit })
+}
+
+impl OpenSession {
+    /// Sets the reason of the session's end. Without it, a dropped session counts as cut.
+    pub fn ends(&mut self, end: SessionEnd) {
+        self.end = end;
+    }
+}
+
+impl Drop for OpenSession {
+    fn drop(&mut self) {
+        for open in &self.open {
+            open.fetch_sub(1, Ordering::Relaxed);
+        }
+        self.metrics.sessions.get_or_create(&OperationLabel::new(self.operation)).dec();
+        self.metrics.ended(self.operation, self.end);
+    }
+}
+
+/// Refuses values that are NaN or infinite. `what` is the start of the error text, with a verb.
+fn finite(what: &'static str, values: &[f32]) -> Result<(), Error> {
+    match values.iter().all(|value| value.is_finite()) {
+        true => Ok(()),
+        false => Err(Error::NotFinite { what }),
+    }
+}
+
+/// Dot product in eight partial sums for vectorization, added in a fixed order. Equal inputs give equal bits
+/// everywhere.
+fn dot(a: &[f32], b: &[f32]) -> f32 {
+    let mut sums = [0.0f32; 8];
+    let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<8>(), b.as_chunks::<8>());
+    for (a, b) in a.iter().zip(b) {
+        for ((sum, a), b) in sums.iter_mut().zip(a).zip(b) {
+            *sum += a * b;
+        }
+    }
+    for ((sum, a), b) in sums.iter_mut().zip(a_rest).zip(b_rest) {
+        *sum += a * b;
+    }
+    sums.iter().sum()
+}

@@ -1,0 +1,165 @@
+//! Voice activity detection with Silero's network. It processes windows of 32 ms, each with the last 4 ms
+//! before it, and carries a state from one to the next.
+
+use crate::Error;
+use crate::finite;
+use crate::onnx::{NodeId, Onnx, Tensor};
+use crate::session::{Hears, Session, at_rate};
+use crate::speech_rule::{Speech, SpeechRule, invalid};
+use proto::operation::{
+    MAX_FRAME_WINDOWS, Operation, OperationError, OperationOptions, OperationOutput, SpeechOptions,
+    VoiceWindow,
+};
+use std::path::Path;
+use std::sync::Arc;
+
+/// Shape of the state: two layers of 128 values.
+const STATE: [usize; 3] = [2, 1, 128];
+
+pub(crate) struct Silero(Arc<Network>);
+
+struct Network {
+    onnx: Onnx,
+    sound: NodeId,
+    state: NodeId,
+    rate: NodeId,
+    probability: NodeId,
+    next_state: NodeId,
+}
+
+impl Silero {
+    /// Loads the network. One thread suffices for it.
+    pub(crate) fn load(path: &Path) -> Result<Self, Error> {
+        let onnx = Onnx::load(path, 1, None)?;
+        let node = |name| onnx.node(name);
+        let (sound, state, rate) = (node("input")?, node("state")?, node("sr")?);
+        let (probability, next_state) = (node("output")?, node("stateN")?);
+        Ok(Self(Arc::new(Network { onnx, sound, state, rate, probability, next_state })))
+    }
+}
+
+impl Hears for Silero {
+    fn open(&self, rate: u32, options: &OperationOptions) -> Result<Box<dyn Session>, OperationError> {
+        let (window, context) = match at_rate(rate, &[8_000, 16_000])? {
+            16_000 => (512, 64),
+            _ => (256, 32),
+        };
+        let options = match options {
+            OperationOptions::Default => SpeechOptions::default(),
+            OperationOptions::Speech(options) => options.clone(),
+            OperationOptions::Turn(_) | OperationOptions::Transcribe(_) => {
+                return Err(invalid("options", format!("{} has none of these", Operation::Vad)));
+            }
+        };
+        Ok(Box::new(VadSession {
+            network: Arc::clone(&self.0),
+            rate,
+            window,
+            // Silence precedes the first window.
+            sound: vec![0.0; context],
+            context,
+            state: vec![0.0; STATE.iter().product()],
+            heard: 0,
+            tell_windows: options.windows,
+            speech: Speech::new(SpeechRule::new(&options, rate)?),
+        }))
+    }
+}
+
+struct VadSession {
+    network: Arc<Network>,
+    rate: u32,
+    window: usize,
+    context: usize,
+    /// The context, followed by samples of an incomplete window.
+    sound: Vec<f32>,
+    state: Vec<f32>,
+    heard: u64,
+    tell_windows: bool,
+    speech: Speech,
+}
+
+impl VadSession {
+    /// Computes the window that begins at index `start` of the held samples.
+    fn window(&mut self, start: usize) -> Result<f32, Error> {
+        let Network { onnx, sound, state, rate, probability, next_state } = &*self.network;
+        let heard = self.sound[start..start + self.context + self.window].to_vec();
+        let inputs = vec![
+            (*sound, Tensor::from_data(&[1, heard.len()], heard).into()),
+            (*state, Tensor::from_data(&STATE, std::mem::take(&mut self.state)).into()),
+            (*rate, Tensor::from(self.rate.cast_signed()).into()),
+        ];
+        let [probability, next] = onnx.run(inputs, [*probability, *next_state])?;
+        let other = |_| onnx.fault("its outputs have other shapes");
+        let (_, probability) = probability.into_shape_vec::<f32, 2>().map_err(other)?;
+        let (shape, next) = next.into_shape_vec::<f32, 3>().map_err(other)?;
+        match (&*probability, shape == STATE) {
+            ([probability], true) => {
+                finite("probabilities are", &[*probability])?;
+                finite("states are", &next)?;
+                self.state = next;
+                Ok(*probability)
+            }
+            _ => Err(onnx.fault("its outputs have other shapes")),
+        }
+    }
+
+    /// Computes all complete windows of the held samples.
+    fn windows(&mut self, out: &mut Vec<OperationOutput>) -> Result<(), Error> {
+        let mut told = Vec::new();
+        let mut done = 0;
+        while self.sound.len() - done >= self.context + self.window {
+            let probability = self.window(done)?;
+            if self.tell_windows {
+                told.push(VoiceWindow { start: self.heard, probability });
+            }
+            done += self.window;
+            self.heard += self.window as u64;
+            let event = self.speech.window(self.window as u64, probability);
+            // In order of time: windows up to the event, then the event.
+            if event.is_some() || told.len() == MAX_FRAME_WINDOWS {
+                tell(&mut told, out);
+            }
+            out.extend(event);
+        }
+        tell(&mut told, out);
+        self.sound.drain(..done);
+        Ok(())
+    }
+}
+
+fn tell(told: &mut Vec<VoiceWindow>, out: &mut Vec<OperationOutput>) {
+    if !told.is_empty() {
+        out.push(OperationOutput::Windows(std::mem::take(told)));
+    }
+}
+
+impl Session for VadSession {
+    fn window(&self) -> u32 {
+        self.window as u32
+    }
+
+    fn hear(&mut self, samples: &[f32], out: &mut Vec<OperationOutput>) -> Result<(), Error> {
+        self.sound.extend_from_slice(samples);
+        self.windows(out)
+    }
+
+    fn segment(&mut self, last: bool, out: &mut Vec<OperationOutput>) -> Result<(), Error> {
+        let rest = self.sound.len() - self.context;
+        let end = self.heard + rest as u64;
+        if last && rest > 0 {
+            self.sound.resize(self.context + self.window, 0.0);
+            self.windows(out)?;
+        }
+        out.extend(self.speech.cut(end));
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        self.sound.clear();
+        self.sound.resize(self.context, 0.0);
+        self.state = vec![0.0; STATE.iter().product()];
+        self.heard = 0;
+        self.speech.reset();
+    }
+}

@@ -1,0 +1,213 @@
+//! Speech to text with Whisper's network, in CTranslate2's file format ([`file`]), on this engine's own
+//! kernels.
+
+mod compute;
+mod file;
+mod network;
+mod rules;
+mod transcript;
+mod words;
+
+use crate::Error;
+use crate::bundle::Bundle;
+use crate::log_mel::LogMel;
+pub(crate) use crate::log_mel::RATE;
+use crate::resample::Resampler;
+use crate::session::{Hears, Session};
+use crate::speech_rule::invalid;
+use compute::Compute;
+use file::Weights;
+use kernels::denormals::FlushDenormals;
+use kernels::registry::Refusal;
+use network::Network;
+use proto::operation::{Operation, OperationError, OperationOptions, OperationOutput, TranscribeOptions};
+use std::num::NonZeroUsize;
+use std::path::Path;
+use std::sync::Arc;
+use transcript::{Task, Transcript};
+use words::Words;
+
+/// The files of a model.
+const FILES: [&str; 3] = ["model.bin", "config.json", "tokenizer.json"];
+/// Accepted sample rates. Audio is resampled to [`RATE`].
+const RATES: std::ops::RangeInclusive<u32> = 8_000..=192_000;
+/// Maximum seconds of a recording.
+const MAX_SECONDS: u64 = 1_800;
+/// Maximum number of open recordings. Each may have 115 MB of samples and as much of features.
+const MAX_SESSIONS: u32 = 8;
+/// Maximum bytes of a prompt. Only its last tokens are used.
+const MAX_PROMPT: usize = 16 << 10;
+/// Maximum number of threads; more gain little.
+const MAX_THREADS: usize = 8;
+
+pub(crate) struct Whisper {
+    network: Network,
+    words: Words,
+    mel: LogMel,
+    compute: Compute,
+}
+
+/// A model that sessions share.
+pub(crate) struct Shared(Arc<Whisper>);
+
+/// Checks that a folder has all files of a model.
+pub(crate) fn is_in(folder: &Path) -> Result<(), Refusal> {
+    match FILES.iter().find(|file| !folder.join(file).is_file()) {
+        None => Ok(()),
+        Some(file) => {
+            Err(Refusal::Artefact { reason: format!("there is no {file} in {}", folder.display()) })
+        }
+    }
+}
+
+impl Whisper {
+    /// Loads the model of a folder, for `threads` threads.
+    ///
+    /// # Errors
+    /// [`Error::Artefact`] for a file that is not valid; I/O errors.
+    pub(crate) fn load(folder: &Path, threads: NonZeroUsize) -> Result<Self, Error> {
+        let compute = Compute::new(threads)?;
+        let network = Network::load(&mut Weights::open(&folder.join(FILES[0]))?, threads.get())?;
+        let words = Words::load(folder, network.shape.tokens)?;
+        let mel = LogMel::new(network.shape.bands);
+        Ok(Self { network, words, mel, compute })
+    }
+}
+
+/// Encodes the first thirty seconds of audio with the encoder of a bundle's model: 1500 vectors,
+/// concatenated. For comparisons with other programs. This process can run `cpus` threads at a time.
+///
+/// # Errors
+/// Errors of the model; [`Error::Config`] for a sample rate that is not accepted.
+pub fn encode_speech(
+    bundle: &Bundle,
+    rate: u32,
+    sound: &[f32],
+    cpus: NonZeroUsize,
+) -> Result<Vec<f32>, Error> {
+    if !RATES.contains(&rate) {
+        let reason = format!("{rate}, it must be {} to {}", RATES.start(), RATES.end());
+        return Err(Error::Config { option: "sample_rate", reason });
+    }
+    let _flush = FlushDenormals::new();
+    let Shared(whisper) = Shared::load(&bundle.folder(Operation::Asr), cpus)?;
+    let (mut heard, mut resampler) = (Vec::new(), Resampler::new(rate, RATE));
+    resampler.push(sound, &mut heard);
+    resampler.finish(&mut heard);
+    let features = whisper.mel.recording(&heard);
+    let window = features.window(0, features.content(), network::FRAMES);
+    match features.content() {
+        0 => Ok(Vec::new()),
+        _ => {
+            let encoded = whisper.network.encode(&whisper.compute, &window)?;
+            crate::finite("vectors are", &encoded)?;
+            Ok(encoded)
+        }
+    }
+}
+
+impl Shared {
+    /// Loads the model of a folder, on a process that can run `cpus` threads at a time. It runs on half of
+    /// these, because other work is more urgent.
+    pub(crate) fn load(folder: &Path, cpus: NonZeroUsize) -> Result<Self, Error> {
+        let threads = NonZeroUsize::new((cpus.get() / 2).min(MAX_THREADS)).unwrap_or(NonZeroUsize::MIN);
+        Ok(Self(Arc::new(Whisper::load(folder, threads)?)))
+    }
+}
+
+impl Hears for Shared {
+    fn open(&self, rate: u32, options: &OperationOptions) -> Result<Box<dyn Session>, OperationError> {
+        if !RATES.contains(&rate) {
+            let (from, to) = (RATES.start(), RATES.end());
+            return Err(invalid("sample_rate", format!("{rate}, it must be {from} to {to}")));
+        }
+        let options = match options {
+            OperationOptions::Default => TranscribeOptions::default(),
+            OperationOptions::Transcribe(options) => options.clone(),
+            OperationOptions::Speech(_) | OperationOptions::Turn(_) => {
+                return Err(invalid("options", format!("{} has none of these", Operation::Asr)));
+            }
+        };
+        let words = &self.0.words;
+        let language = |code: &String| {
+            let known = || words.languages().map(|(code, _)| code).collect::<Vec<_>>().join(", ");
+            let unknown = || invalid("language", format!("{code:?}, it must be one of {}", known()));
+            words.language(code).ok_or_else(unknown)
+        };
+        if options.prompt.len() > MAX_PROMPT {
+            let reason = format!("it has {} bytes, the limit is {MAX_PROMPT}", options.prompt.len());
+            return Err(invalid("prompt", reason));
+        }
+        let prompt = match options.prompt.trim() {
+            "" => Vec::new(),
+            prompt => words.encode(&format!(" {prompt}")),
+        };
+        let task = Task {
+            language: options.language.as_ref().map(language).transpose()?,
+            task: if options.translate { words.translate } else { words.transcribe },
+            prompt,
+            rate,
+        };
+        let resampler = Resampler::new(rate, RATE);
+        Ok(Box::new(Recording {
+            whisper: Arc::clone(&self.0),
+            task,
+            resampler,
+            sound: Vec::new(),
+            transcript: None,
+        }))
+    }
+
+    fn most_sessions(&self) -> u32 {
+        MAX_SESSIONS
+    }
+}
+
+struct Recording {
+    whisper: Arc<Whisper>,
+    task: Task,
+    resampler: Resampler,
+    /// The audio so far, at [`RATE`].
+    sound: Vec<f32>,
+    transcript: Option<Transcript>,
+}
+
+impl Session for Recording {
+    fn window(&self) -> u32 {
+        (network::FRAMES * crate::log_mel::FRAME) as u32
+    }
+
+    fn most_samples(&self) -> u64 {
+        MAX_SECONDS * u64::from(self.task.rate)
+    }
+
+    fn hear(&mut self, samples: &[f32], _: &mut Vec<OperationOutput>) -> Result<(), Error> {
+        self.resampler.push(samples, &mut self.sound);
+        Ok(())
+    }
+
+    fn segment(&mut self, _: bool, _: &mut Vec<OperationOutput>) -> Result<(), Error> {
+        // Later audio must continue where the audio was cut, not after the silence that is appended here.
+        let heard = self.sound.len();
+        self.resampler.clone().finish(&mut self.sound);
+        let features = self.whisper.mel.recording(&self.sound);
+        self.sound.truncate(heard);
+        self.transcript = Some(Transcript::new(self.task.clone(), features));
+        Ok(())
+    }
+
+    fn go_on(&mut self, out: &mut Vec<OperationOutput>) -> Result<bool, Error> {
+        let Some(transcript) = &mut self.transcript else { return Ok(false) };
+        let more = transcript.step(&self.whisper, out)?;
+        if !more {
+            self.transcript = None;
+        }
+        Ok(more)
+    }
+
+    fn reset(&mut self) {
+        self.sound.clear();
+        self.resampler = Resampler::new(self.task.rate, RATE);
+        self.transcript = None;
+    }
+}

@@ -1,0 +1,749 @@
+//! The pipeline rank server: runs a layer range for a replica whose first stage is another worker. One stage
+//! at a time; orders and steps of the first stage are checked before they are applied.
+
+mod block_server;
+
+use crate::Error;
+use crate::decoder::{Blocks, Decoder};
+use crate::kv_cache::Slabs;
+use crate::load::{self, EngineOptions};
+use crate::pipeline::Claims;
+use crate::pipeline::activations::{self, Gathered};
+use crate::pipeline::draft;
+use crate::pipeline::handshake::{arena, dial};
+use crate::pipeline::send_queue::{SendQueue, Writes};
+use crate::pipeline::step::{self, Uncounted};
+use crate::pipeline::wait_policy::WaitPolicy;
+use crate::sampling::Sampler;
+use crate::speculation::SpeculativeMethod;
+use crate::telemetry::ShippingMetrics;
+use crate::weight_distribution::{Inventory, Shipper, ShippingConfig, WantedLayers};
+use block_server::{BlockServer, BlockTask};
+use kernels::backend::NO_INDEX;
+use parking_lot::Mutex;
+use pki::Identity;
+use proto::ids::{Epoch, Role};
+use proto::message::GenerateError;
+use proto::stage::{
+    ActivationType, ReplicaId, StageBegin, StageCounted, StageDrafter, StageDrawn, StageFailure, StageFeed,
+    StageFrame, StageHead, StageJoin, StageJoined, StageOrder, StageProgressReport, StageReport, StageRest,
+    StageSample, StageSampled, StageSpent, StageStep,
+};
+use proto::trace::{self, Span, TraceContext};
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use tokio::runtime::Handle;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
+use tokio::task::JoinSet;
+use transport::{
+    ActivationReceiver, ActivationSender, Connection, Endpoint, EndpointConfig, Incoming, StageCall,
+    StageOrderReceiver, StageReporter,
+};
+
+/// Time for the previous stage to connect.
+const FEED_LIMIT: Duration = Duration::from_secs(10);
+/// Time for an earlier replica's stage to end and release its memory.
+const ROOM_LIMIT: Duration = Duration::from_secs(3);
+
+/// Configuration of a worker that serves stages.
+#[derive(Debug, Clone)]
+pub struct StageConfig {
+    /// The model's file, or its manifest in the shard store. `None`: the first stage names the model, and its
+    /// weights are received from other workers.
+    pub model_path: Option<PathBuf>,
+    /// Sources of chunks that are not in the store.
+    pub shipping: ShippingConfig,
+    /// QUIC address for other stages; port 0 selects a free port.
+    pub listen: SocketAddr,
+    /// Threads, arithmetic and types. Scheduler options are ignored: the first stage schedules.
+    pub engine: EngineOptions,
+}
+
+/// A worker that serves one stage at a time to any first stage of its cluster.
+#[derive(Debug)]
+pub struct StageService {
+    endpoint: Arc<Endpoint>,
+    task: tokio::task::JoinHandle<()>,
+}
+
+/// Receives weights from other workers, and sends them to others.
+#[derive(Debug, Clone)]
+pub(crate) struct Holds {
+    pub(crate) shipper: Arc<Shipper>,
+    pub(crate) holdings: Arc<Inventory>,
+}
+
+/// Serves one stage at a time. The owner of the endpoint passes incoming streams to [`RankServer::take`].
+#[derive(Debug)]
+pub(crate) struct RankServer {
+    config: StageConfig,
+    endpoint: Arc<Endpoint>,
+    holds: Holds,
+    /// In a cluster, only the first stage that has claimed this worker may use it, until the claim ends.
+    /// `None`: no claim is needed.
+    claims: Option<Claims>,
+    /// One permit: one stage at a time.
+    room: Arc<Semaphore>,
+    /// For each replica, where to deliver the stream of its activations.
+    feeds: Mutex<HashMap<ReplicaId, oneshot::Sender<ActivationReceiver>>>,
+    /// For each replica, the server that reads and writes its blocks.
+    desks: Mutex<HashMap<ReplicaId, BlockServer>>,
+}
+
+impl StageService {
+    /// Starts to listen. Weights are loaded when a replica requests them.
+    pub fn start(config: StageConfig, identity: &Identity) -> Result<Self, Error> {
+        let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let epoch = Epoch(since_1970.as_micros() as u64);
+        let quic = crate::pipeline::attentive(EndpointConfig::new(epoch, [Role::Worker]));
+        let endpoint = Arc::new(Endpoint::bind(config.listen, identity, quic)?);
+        let metrics = ShippingMetrics::default();
+        let shipper = Shipper::new(Arc::clone(&endpoint), &config.shipping, metrics.clone());
+        let drafter = (config.engine.speculative_method.file(), config.engine.digests.clone());
+        let holdings = Inventory::new(None, config.model_path.as_deref(), drafter, &config.shipping, metrics);
+        let holds = Holds { shipper: Arc::new(shipper), holdings: Arc::new(holdings) };
+        let host = RankServer::new(config, Arc::clone(&endpoint), holds, None);
+        let accepting = Arc::clone(&endpoint);
+        let task = tokio::spawn(async move {
+            while let Some(connection) = accepting.accept().await {
+                tokio::spawn(serve(Arc::clone(&host), connection));
+            }
+        });
+        Ok(Self { endpoint, task })
+    }
+
+    /// The bound QUIC address.
+    pub fn quic_address(&self) -> SocketAddr {
+        self.endpoint.address()
+    }
+
+    /// Closes the endpoint at once. A replica that uses this stage loses it.
+    pub async fn stop(self) {
+        self.task.abort();
+        self.endpoint.close().await;
+    }
+}
+
+async fn serve(host: Arc<RankServer>, connection: Connection) {
+    while let Ok(incoming) = connection.accept().await {
+        // Other streams are not served here; dropping one resets it.
+        drop(host.take(incoming));
+    }
+}
+
+impl RankServer {
+    /// Creates a server without a stage. With `claims`, only a first stage that has claimed this worker may
+    /// use it.
+    pub(crate) fn new(
+        config: StageConfig,
+        endpoint: Arc<Endpoint>,
+        holds: Holds,
+        claims: Option<Claims>,
+    ) -> Arc<Self> {
+        let room = Arc::new(Semaphore::new(1));
+        Arc::new(Self {
+            config,
+            endpoint,
+            holds,
+            claims,
+            room,
+            feeds: Mutex::default(),
+            desks: Mutex::default(),
+        })
+    }
+
+    /// The claims on this worker; `None` outside a cluster.
+    pub(crate) fn claims(&self) -> Option<&Claims> {
+        self.claims.as_ref()
+    }
+
+    /// Serves a stream that is meant for a stage; returns any other stream.
+    pub(crate) fn take(self: &Arc<Self>, incoming: Incoming) -> Option<Incoming> {
+        let host = Arc::clone(self);
+        match incoming {
+            Incoming::Stage(call) => drop(tokio::spawn(hold(host, call))),
+            Incoming::StageLease(call) if self.claims.is_some() => drop(tokio::spawn(async move {
+                if let Some(claims) = &host.claims {
+                    claims.serve(call).await;
+                }
+            })),
+            Incoming::Shard(call) => drop(tokio::spawn(Arc::clone(&self.holds.holdings).answer(call))),
+            Incoming::StageBlocks(call) => {
+                let StageFeed { replica } = call.feed;
+                if let Some(desk) = host.desks.lock().get(&replica).cloned() {
+                    tokio::spawn(desk.serve(call));
+                }
+            }
+            Incoming::Activations(receiver) => {
+                let StageFeed { replica } = receiver.feed;
+                if let Some(waits) = host.feeds.lock().remove(&replica) {
+                    // If the receiver is gone, the replica was given up.
+                    let _ = waits.send(receiver);
+                }
+            }
+            other => return Some(other),
+        }
+        None
+    }
+
+    /// Resolves when `replica` no longer has a claim on this worker. Never resolves outside a cluster.
+    async fn disowned(&self, replica: ReplicaId) {
+        let Some(claims) = &self.claims else { return std::future::pending().await };
+        if let Some(mut hold) = claims.hold(replica) {
+            hold.ended().await;
+        }
+    }
+
+    /// How this stage drafts, with the path of the draft model: this worker's own file, or one of the shard
+    /// store.
+    async fn speculative_method(&self, drafter: Option<StageDrafter>) -> Result<SpeculativeMethod, Error> {
+        Ok(match drafter {
+            None => SpeculativeMethod::Off,
+            Some(StageDrafter::Appended { .. }) => SpeculativeMethod::Appended,
+            Some(StageDrafter::Assistant { digest }) => {
+                let options = self.config.engine.clone();
+                let own = self.config.engine.speculative_method.file();
+                let digest_of = move |path: &Path| load::drafter_digest(path, &options);
+                SpeculativeMethod::Assistant(
+                    self.holds.shipper.locate_drafter(&digest, own, digest_of).await?,
+                )
+            }
+        })
+    }
+
+    /// Acquires the permit for a stage. With claims, waits up to [`ROOM_LIMIT`] for an earlier stage to end.
+    async fn room(&self) -> Option<OwnedSemaphorePermit> {
+        let room = Arc::clone(&self.room);
+        match self.claims {
+            None => room.try_acquire_owned().ok(),
+            Some(_) => tokio::time::timeout(ROOM_LIMIT, room.acquire_owned()).await.ok()?.ok(),
+        }
+    }
+}
+
+/// Serves a stage of a replica until it ends, and reports the reason to the first stage.
+async fn hold(host: Arc<RankServer>, call: StageCall) {
+    let StageCall { mut orders, reporter } = call;
+    let reporter: Reporter = Arc::new(tokio::sync::Mutex::new(reporter));
+    let Ok(StageOrder::Join(join)) = orders.next().await else { return };
+    let layers = join.layers;
+    let failure = tokio::select! {
+        ended = take_part(&host, &mut orders, &reporter, &join) => match ended {
+            Ok(never) => match never {},
+            Err(failure) => failure,
+        },
+        () = host.disowned(join.replica) => StageFailure::Busy,
+    };
+    host.feeds.lock().remove(&join.replica);
+    host.desks.lock().remove(&join.replica);
+    tracing::info!(?layers, %failure, "the replica has ended");
+    let mut reporter = reporter.lock().await;
+    // The send fails if the first stage is gone.
+    if reporter.send(&StageReport::Failed(failure), Vec::new()).await.is_ok() {
+        reporter.finish().await;
+    }
+}
+
+/// Shared by the task that reads the orders of the first stage, and on the last stage by the compute thread.
+type Reporter = Arc<tokio::sync::Mutex<StageReporter>>;
+
+async fn report(reporter: &Reporter, report: StageReport) -> Result<(), StageFailure> {
+    reporter.lock().await.send(&report, Vec::new()).await.map_err(|error| neighbour(&error))
+}
+
+type Ended = std::convert::Infallible;
+
+fn neighbour(error: &transport::Error) -> StageFailure {
+    StageFailure::Neighbour { reason: error.to_string() }
+}
+
+fn load_failure(error: &Error) -> StageFailure {
+    let reason = error.to_string();
+    if error.is_of_content() { StageFailure::BadFile { reason } } else { StageFailure::Load { reason } }
+}
+
+async fn take_part(
+    host: &RankServer,
+    orders: &mut StageOrderReceiver,
+    reporter: &Reporter,
+    join: &StageJoin,
+) -> Result<Ended, StageFailure> {
+    let room = host.room().await.ok_or(StageFailure::Busy)?;
+    let (feed_sender, feed) = oneshot::channel();
+    host.feeds.lock().insert(join.replica, feed_sender);
+    let located = match &host.config.model_path {
+        Some(path) => Ok(path.clone()),
+        None => host.holds.shipper.locate(&join.model_digest).await,
+    };
+    let model_path = located.map_err(|error| load_failure(&error))?;
+    let speculative_method =
+        host.speculative_method(join.drafter).await.map_err(|error| load_failure(&error))?;
+    let options =
+        EngineOptions { speculative_method: speculative_method.clone(), ..host.config.engine.clone() };
+    let (path, asked) = (model_path.clone(), join.clone());
+    let layers = join.layers.0 as usize..join.layers.1 as usize;
+    let load = {
+        let layers = layers.clone();
+        move |arrivals| {
+            let options = EngineOptions { arrivals, ..options.clone() };
+            load_range(&path, &options, layers.clone(), &asked)
+        }
+    };
+    let wanted = WantedLayers { layers: Some(layers), speculative_method, embedding: join.drafter.is_some() };
+    let loaded = host.holds.shipper.load(&model_path, wanted, load).await;
+    let (class, decoder) = loaded.map_err(|error| match error {
+        Error::StageStep { .. } => StageFailure::Layers,
+        Error::EngineStopped => StageFailure::Stops,
+        error => load_failure(&error),
+    })?;
+    let mut decoder = decoder.ok_or(StageFailure::OtherClass { class })?;
+    let part_bytes: Vec<usize> = decoder.groups().iter().map(|group| group.block_bytes).collect();
+    let block_bytes = part_bytes.iter().map(|bytes| *bytes as u64).collect();
+    report(reporter, StageReport::Joined(StageJoined { block_bytes })).await?;
+    let begin = match orders.next().await.map_err(|error| neighbour(&error))? {
+        StageOrder::Begin(begin) => begin,
+        StageOrder::Join(_) | StageOrder::TellProgress => return Err(StageFailure::Busy),
+    };
+    let slabs = lay_out((&model_path, &host.config.engine), &mut decoder, &begin)
+        .map_err(|error| load_failure(&error))?;
+    let (counted, last_counted) = watch::channel(0);
+    let (desk, errands) = BlockServer::new(slabs.clone(), part_bytes, last_counted);
+    host.desks.lock().insert(join.replica, desk);
+    let (behind, next) = match &join.next {
+        Some(address) => {
+            let connected = connect(host, address, join.replica).await;
+            let (connection, sender) = connected.map_err(|error| neighbour(&error))?;
+            (Some(connection), Some(sender))
+        }
+        None => (None, None),
+    };
+    report(reporter, StageReport::Ready).await?;
+    let fed = async { tokio::time::timeout(FEED_LIMIT, feed).await.ok().and_then(Result::ok) };
+    let feed = tokio::select! {
+        feed = fed => feed.ok_or_else(|| {
+            StageFailure::Neighbour { reason: "the previous stage has not connected".to_owned() }
+        })?,
+        error = gone(orders) => return Err(neighbour(&error)),
+    };
+    let progress = Arc::new(Mutex::new(StageProgress::default()));
+    let is_last = next.is_none();
+    let (sink, handover) = match next {
+        Some(next) => {
+            let handover = next.handover();
+            (Sink::Next(next), handover)
+        }
+        None => (Sink::First(Arc::clone(reporter)), reporter.lock().await.handover()),
+    };
+    let (output, queue) = SendQueue::new(Handle::current(), sink, handover);
+    let mut sending = JoinSet::new();
+    sending.spawn(queue.write_all());
+    let stage = Stage {
+        decoder,
+        slabs,
+        element: join.activations,
+        layers: join.layers,
+        max_rows: join.max_rows as usize,
+        errands,
+        uncounted: Uncounted::default(),
+        counted,
+        is_last,
+        output,
+        progress: Arc::clone(&progress),
+        runtime: Handle::current(),
+        _room: room,
+    };
+    // The thread ends when `_end` is dropped with the replica.
+    let (_end, ended) = oneshot::channel();
+    let (failed, mut failure) = oneshot::channel();
+    // The receiver is gone if the replica has already ended.
+    crate::progress::spawn("kvasir-stage", move || drop(failed.send(stage.run(feed, ended))))
+        .map_err(|error| load_failure(&error))?;
+    let mut behind = std::pin::pin!(cut(behind));
+    loop {
+        let order = tokio::select! {
+            failure = &mut failure => return Err(failure.unwrap_or(StageFailure::Stops)),
+            Some(Ok(Err(error))) = sending.join_next() => return Err(neighbour(&error)),
+            order = orders.next() => order,
+            // Notices a lost connection also while nothing is sent.
+            error = &mut behind => return Err(neighbour(&error)),
+        };
+        match order {
+            Ok(StageOrder::TellProgress) => {
+                let told = progress.lock().report();
+                self::report(reporter, StageReport::Progress(told)).await?;
+            }
+            Ok(_) => {
+                return Err(neighbour(&transport::Error::Protocol("an order to a stage that has begun")));
+            }
+            Err(error) => return Err(neighbour(&error)),
+        }
+    }
+}
+
+/// Resolves when the connection to the next stage is lost. Never resolves on the last stage.
+async fn cut(behind: Option<Connection>) -> transport::Error {
+    match behind {
+        Some(connection) => connection.closed().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Loads the requested layers if their numeric class is the requested one. Returns the class of this worker;
+/// the decoder is `None` if it differs.
+fn load_range(
+    path: &Path,
+    options: &EngineOptions,
+    layers: Range<usize>,
+    join: &StageJoin,
+) -> Result<(String, Option<Decoder>), Error> {
+    let options = EngineOptions {
+        max_rows: Some(join.max_rows as usize),
+        block_tokens: join.block_tokens as usize,
+        ..options.clone()
+    };
+    load::stage(path, &options, layers, (&join.class, join.drafter))
+}
+
+fn lay_out(
+    (model, options): (&Path, &EngineOptions),
+    decoder: &mut Decoder,
+    begin: &StageBegin,
+) -> Result<Slabs, Error> {
+    let slabs = arena(begin.slabs, &begin.blocks_per_slab, decoder)?;
+    load::admit_kv(model, options, slabs.bytes() + decoder.spare_bytes() as u64)?;
+    decoder.allocate_kv(slabs.bytes() as usize)?;
+    Ok(slabs)
+}
+
+async fn connect(
+    host: &RankServer,
+    next: &proto::stage::StageAddress,
+    replica: ReplicaId,
+) -> Result<(Connection, ActivationSender), transport::Error> {
+    let connection = dial(&host.endpoint, next).await?;
+    let sender = connection.open_activations(&StageFeed { replica }).await?;
+    Ok((connection, sender))
+}
+
+/// Resolves when the first stage is gone or sends an order that is not allowed now.
+async fn gone(orders: &mut StageOrderReceiver) -> transport::Error {
+    match orders.next().await {
+        Ok(_) => transport::Error::Protocol("an order to a stage that has begun"),
+        Err(error) => error,
+    }
+}
+
+/// Progress of the compute thread.
+#[derive(Debug, Default)]
+struct StageProgress {
+    done: u64,
+    computes: Option<(u64, Instant)>,
+}
+
+impl StageProgress {
+    fn report(&self) -> StageProgressReport {
+        let for_us = self.computes.map_or(0, |(_, since)| since.elapsed().as_micros() as u64);
+        StageProgressReport { done: self.done, computes: self.computes.map_or(0, |(step, _)| step), for_us }
+    }
+}
+
+/// A stage's output for a step, with its payload.
+#[derive(Debug)]
+enum Outcome {
+    /// For the next stage: a step with its activations, or a message between steps.
+    Passed(StageFrame, Vec<u8>),
+    /// From the last stage to the first one: the results of a step.
+    Drawn(StageDrawn, Vec<u8>),
+    /// From the last stage to the first one: the last stage's part of logits that both compute.
+    Rest(StageRest, Vec<u8>),
+}
+
+enum Sink {
+    Next(ActivationSender),
+    First(Reporter),
+}
+
+impl Writes for Sink {
+    type Message = Outcome;
+
+    async fn write(&mut self, outcome: Outcome) -> Result<(), transport::Error> {
+        match (outcome, self) {
+            (Outcome::Passed(step, activations), Self::Next(next)) => {
+                next.send(&step, activations).await.map(drop)
+            }
+            (Outcome::Drawn(drawn, rows), Self::First(first)) => {
+                first.lock().await.send(&StageReport::Drawn(drawn), rows).await
+            }
+            (Outcome::Rest(rest, logits), Self::First(first)) => {
+                first.lock().await.send(&StageReport::Rest(rest), logits).await
+            }
+            (Outcome::Passed(..), Self::First(_)) => {
+                Err(transport::Error::Protocol("nobody is behind the last stage"))
+            }
+            (Outcome::Drawn(..) | Outcome::Rest(..), Self::Next(_)) => {
+                Err(transport::Error::Protocol("only the last stage draws"))
+            }
+        }
+    }
+
+    fn bytes(outcome: &Outcome) -> usize {
+        match outcome {
+            Outcome::Passed(_, bytes) | Outcome::Drawn(_, bytes) | Outcome::Rest(_, bytes) => bytes.len(),
+        }
+    }
+}
+
+/// A running layer range. Its compute thread reads its stream itself and sends small messages itself
+/// (`send_queue.rs`).
+struct Stage {
+    decoder: Decoder,
+    slabs: Slabs,
+    element: ActivationType,
+    layers: (u32, u32),
+    max_rows: usize,
+    /// Reads and writes of this stage's blocks.
+    errands: mpsc::UnboundedReceiver<BlockTask>,
+    uncounted: Uncounted,
+    /// The last step whose accepted rows have been applied.
+    counted: watch::Sender<u64>,
+    is_last: bool,
+    output: SendQueue<Sink>,
+    progress: Arc<Mutex<StageProgress>>,
+    runtime: Handle,
+    /// Released together with the memory.
+    _room: OwnedSemaphorePermit,
+}
+
+impl Stage {
+    /// Computes steps until the replica ends; returns the reason.
+    fn run(mut self, mut feed: ActivationReceiver, mut ended: oneshot::Receiver<()>) -> StageFailure {
+        self.decoder.backend().bind_thread();
+        let row_bytes = self.decoder.spec().hidden * self.element.bytes();
+        let (mut gathered, mut patience) = (Gathered::new(self.element), WaitPolicy::default());
+        loop {
+            let idle = Instant::now();
+            let mut arrived = None;
+            let mut received = 0u64;
+            let mut sink = |bytes: &[u8]| {
+                // From its first byte on, the step counts as received; its transfer time is not counted as
+                // waiting.
+                arrived.get_or_insert_with(Instant::now);
+                received += bytes.len() as u64;
+                gathered.push(bytes);
+            };
+            let runtime = self.runtime.clone();
+            let next = patience.block_on(&runtime, async {
+                let mut next = std::pin::pin!(feed.next(row_bytes, self.max_rows, &mut sink));
+                loop {
+                    tokio::select! {
+                        biased;
+                        _ = &mut ended => return None,
+                        next = &mut next => return Some(next),
+                        Some(errand) = self.errands.recv() => errand(&mut self.decoder.blocks()),
+                    }
+                }
+            });
+            let step = match next {
+                None => return StageFailure::Stops,
+                Some(Ok(Some(StageFrame::Step(step)))) => step,
+                Some(Ok(Some(StageFrame::Counted(counted)))) => match self.count(counted) {
+                    Ok(()) => continue,
+                    Err(failure) => return failure,
+                },
+                Some(Ok(None)) => {
+                    return StageFailure::Neighbour {
+                        reason: "the previous stage has closed its stream".to_owned(),
+                    };
+                }
+                Some(Err(error)) => return neighbour(&error),
+            };
+            let stalled = arrived.unwrap_or(idle).saturating_duration_since(idle);
+            let spent = StageSpent { stalled_us: micros(stalled), computed_us: 0, received };
+            let (number, since) = (step.step, Instant::now());
+            self.progress.lock().computes = Some((number, since));
+            if let Err(failure) = self.step(step, &gathered.take(), spent, since) {
+                return failure;
+            }
+            *self.progress.lock() = StageProgress { done: number, computes: None };
+        }
+    }
+
+    fn step(
+        &mut self,
+        mut step: StageStep,
+        activations: &[f32],
+        spent: StageSpent,
+        since: Instant,
+    ) -> Result<(), StageFailure> {
+        let _spans = self.record(&step, spent, since);
+        let spent = || StageSpent { computed_us: micros(since.elapsed()), ..spent };
+        if self.is_last {
+            draft::asked(&step, &self.decoder).map_err(failed)?;
+            self.check_part(&step)?;
+        }
+        let errands = &mut self.errands;
+        let mut beside = |mut blocks: Blocks<'_>| {
+            while let Ok(errand) = errands.try_recv() {
+                errand(&mut blocks);
+            }
+        };
+        step::forward(&mut self.decoder, &self.slabs, &step, Some(activations), &mut beside)
+            .map_err(failed)?;
+        self.uncounted.ran(&step);
+        if !self.is_last {
+            let residual = self.decoder.residual(0..step.tokens.len()).map_err(failed)?;
+            let bytes = activations::encode(self.element, &residual);
+            step.spent.push(spent());
+            self.output.send(Outcome::Passed(StageFrame::Step(step), bytes));
+            return Ok(());
+        }
+        let samplers = self.samplers(std::mem::take(&mut step.samples))?;
+        let (mut drawn, rows) = self.draw(&step, &samplers).map_err(failed)?;
+        self.draft_round(&step, &samplers, &mut drawn).map_err(failed)?;
+        drawn.spent = step.spent;
+        drawn.spent.push(spent());
+        self.output.send(Outcome::Drawn(drawn, rows));
+        match (step.head, step.returned.as_slice()) {
+            (Some(StageHead { from, best }), [row]) => {
+                self.rest(step.step, *row, from as usize, best).map_err(failed)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Refuses a step if this stage cannot compute its part of the logits.
+    fn check_part(&self, step: &StageStep) -> Result<(), StageFailure> {
+        let (vocab, returned) = (self.decoder.spec().vocab, step.returned.len());
+        match step.head {
+            Some(StageHead { from, .. })
+                if from as usize >= vocab || returned != 1 || !self.decoder.splits_head() =>
+            {
+                let reason = format!("logits from {from} on of {vocab}, of {returned} rows");
+                Err(StageFailure::Step { reason })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Computes the logits of a returned row for the tokens from `from` on. Sends them, or with `best` only
+    /// the largest one.
+    fn rest(&mut self, step: u64, row: u32, from: usize, best: bool) -> Result<(), Error> {
+        let since = Instant::now();
+        let part = from..self.decoder.spec().vocab;
+        self.decoder.make_part(row, &part)?;
+        let (best, logits) = match best {
+            true => (Some(self.decoder.best_of_part(part)?), Vec::new()),
+            false => (None, self.decoder.part(part)?),
+        };
+        let computed_us = micros(since.elapsed());
+        let rest = StageRest { step, logits: logits.len() as u32, best, computed_us };
+        self.output.send(Outcome::Rest(rest, activations::encode(ActivationType::F32, &logits)));
+        Ok(())
+    }
+
+    /// Forwards the accepted rows of a step and applies them to this stage's states.
+    fn count(&mut self, counted: StageCounted) -> Result<(), StageFailure> {
+        if !self.is_last {
+            self.output.send(Outcome::Passed(StageFrame::Counted(counted.clone()), Vec::new()));
+        }
+        self.uncounted.count(&mut self.decoder, &counted).map_err(failed)?;
+        self.counted.send_replace(counted.step);
+        Ok(())
+    }
+
+    /// Starts a span for each traced request of a step. The spans end when they are dropped.
+    fn record(&self, step: &StageStep, spent: StageSpent, since: Instant) -> Vec<Span> {
+        let span = |parent: &TraceContext| {
+            let mut span = trace::follow(*parent, "stage", since)?;
+            let (first, behind) = self.layers;
+            span.set("kvasir.layers", format!("{first}..{behind}"));
+            span.set("kvasir.step", step.step);
+            span.set("kvasir.step_rows", step.tokens.len());
+            span.set("kvasir.stalled_seconds", Duration::from_micros(spent.stalled_us.into()));
+            span.set("kvasir.received_bytes", spent.received);
+            Some(span)
+        };
+        step.traces.iter().filter_map(span).collect()
+    }
+
+    /// The row and the sampler of each sample.
+    fn samplers(&self, samples: Vec<StageSample>) -> Result<Vec<(u32, Sampler)>, StageFailure> {
+        let vocab = self.decoder.spec().vocab;
+        let sampler = |sample: StageSample| Ok((sample.row, Sampler::of_sample(sample, vocab)?));
+        let samplers = samples.into_iter().map(sampler).collect::<Result<_, GenerateError>>();
+        samplers.map_err(|error| StageFailure::Step { reason: error.to_string() })
+    }
+
+    /// Computes the tokens, samples and logits that the step requests. Also returns the bytes of all rows
+    /// that are sent back.
+    fn draw(
+        &mut self,
+        step: &StageStep,
+        samplers: &[(u32, Sampler)],
+    ) -> Result<(StageDrawn, Vec<u8>), Error> {
+        let mut tokens = Vec::with_capacity(step.argmax.len());
+        if !step.argmax.is_empty() {
+            self.decoder.argmax(&step.argmax, &mut tokens)?;
+        }
+        let (mut samples, mut rows) = (Vec::with_capacity(samplers.len()), Vec::new());
+        let wanted: Vec<u32> =
+            samplers.iter().map(|(row, _)| *row).chain(step.logits.iter().copied()).collect();
+        self.decoder.logits(&wanted, &mut |index, row| match samplers.get(index) {
+            Some((_, sampler)) => {
+                let (token, logprobs) = sampler.draw(&mut row.to_vec()).unwrap_or((NO_INDEX, None));
+                samples.push(StageSampled { token, logprobs });
+            }
+            None => rows.extend_from_slice(&activations::encode(ActivationType::F32, row)),
+        })?;
+        let returned = self.decoder.residual(step.returned.iter().map(|row| *row as usize))?;
+        rows.extend_from_slice(&activations::encode(ActivationType::F32, &returned));
+        let drawn = StageDrawn {
+            step: step.step,
+            tokens,
+            rows: step.logits.len() as u32,
+            samples,
+            returned: step.returned.len() as u32,
+            ..StageDrawn::default()
+        };
+        Ok((drawn, rows))
+    }
+
+    /// Drafts tokens after sampling, if the step requests them. The step's residual stream is invalid
+    /// afterwards.
+    fn draft_round(
+        &mut self,
+        step: &StageStep,
+        samplers: &[(u32, Sampler)],
+        drawn: &mut StageDrawn,
+    ) -> Result<(), Error> {
+        if step.draft_requests.is_empty() {
+            return Ok(());
+        }
+        let since = Instant::now();
+        let best = step.argmax.iter().copied().zip(drawn.tokens.iter().copied());
+        let sampled = samplers.iter().zip(&drawn.samples).map(|((row, _), sample)| (*row, sample.token));
+        let asked = draft::asked(step, &self.decoder)?;
+        let newest = best.chain(sampled).filter(|(_, token)| *token != NO_INDEX);
+        drawn.drafted = draft::draft(&mut self.decoder, &self.slabs, (step, &asked), newest)?;
+        drawn.drafting_us = micros(since.elapsed());
+        Ok(())
+    }
+}
+
+fn failed(error: Error) -> StageFailure {
+    let reason = error.to_string();
+    if error.is_device_lost() {
+        // On another thread, so that the failure is sent before the process exits. A restarted process may
+        // get the device back.
+        let _ = crate::progress::spawn("kvasir-end", move || crate::progress::end_process(&error));
+    }
+    StageFailure::Step { reason }
+}
+
+fn micros(duration: Duration) -> u32 {
+    u32::try_from(duration.as_micros()).unwrap_or(u32::MAX)
+}
