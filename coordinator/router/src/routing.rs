@@ -6,7 +6,9 @@
 //! sequence. The prefill is weighted by the share of busy candidates, because tokens that are computed twice
 //! also delay the requests behind them. So requests that share an uncached prefix gather where it is being
 //! computed, and another worker recomputes a prefix only if its holder is busier by more than the weighted
-//! prefill. If costs are about equal, the candidate that was given less work lately wins.
+//! prefill. If costs are about equal, the candidate that was given less work lately wins. A candidate with
+//! fewer cached tokens than the cheapest one never ties with it: estimates of load are uncertain, cached
+//! tokens are not.
 //!
 //! A prefix with lasting demand gets a second holder earlier. [`demand`] accumulates how much longer its
 //! requests wait at the holders than they would elsewhere. Once that exceeds the cost of computing the prefix
@@ -175,8 +177,10 @@ pub fn choose(query: &Query, candidates: &[Candidate]) -> Option<RoutingDecision
     let mut tied: Vec<(&Candidate, f64)> = candidates.iter().map(|c| (c, estimates.cost(c))).collect();
     let (chosen, cost) = match query.routing {
         Routing::Prefix | Routing::LeastLoad => {
-            let best = tied.iter().map(|&(_, cost)| cost).fold(f64::INFINITY, f64::min);
-            tied.retain(|&(_, cost)| cost <= best + (best * TIE_SHARE).max(TIE_S));
+            let &(best, cost) = tied.iter().min_by(|a, b| a.1.total_cmp(&b.1))?;
+            let limit = cost + (cost * TIE_SHARE).max(TIE_S);
+            let cached = estimates.counted(best);
+            tied.retain(|&(candidate, cost)| cost <= limit && estimates.counted(candidate) >= cached);
             two_choices(&tied, query.random)?
         }
         Routing::RoundRobin => *tied.get(query.turn.checked_rem(tied.len() as u64)? as usize)?,
@@ -337,11 +341,16 @@ impl<'a> Estimates<'a> {
         predicted_tokens(self.query.prompt_tokens, candidate.served_units())
     }
 
-    fn cost(&self, candidate: &Candidate) -> f64 {
-        let cached = match self.query.routing {
+    /// Cached tokens that the policy counts.
+    fn counted(&self, candidate: &Candidate) -> u32 {
+        match self.query.routing {
             Routing::Prefix | Routing::RoundRobin => self.cached(candidate),
             Routing::LeastLoad => 0,
-        };
+        }
+    }
+
+    fn cost(&self, candidate: &Candidate) -> f64 {
+        let cached = self.counted(candidate);
         let rate = self.outlook.rate(candidate);
         let own = f64::from(self.query.prompt_tokens - cached);
         let (home_units, home_has) = self.home;

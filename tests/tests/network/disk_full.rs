@@ -105,7 +105,7 @@ fn a_leader_without_room_leads_no_more_and_answers_all_the_same() {
     wait::until("another one leads", RECOVERY, || (role(&fleet, 0)? != "leader").then_some(())).unwrap();
     let refused = drain(&fleet, 0, true);
     assert_eq!(refused.status, 409);
-    assert!(refused.text().unwrap().contains("no room"));
+    assert!(refused.text().unwrap().contains("disk is full"));
     wait::until("the others decide", RECOVERY, || (drain(&fleet, 1, true).status == 204).then_some(()))
         .unwrap();
     let body = json!({"model": model, "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0});

@@ -111,7 +111,7 @@ fn leadership_is_handed_over_and_a_leader_can_be_removed() {
     let next = (first + 1) % 3;
     let asked = (first + 2) % 3;
     let (done, said, error) = kvasir(&fleet, asked, &["transfer", &format!("c{next}")]);
-    assert!(done && said.contains("leads"), "{error}");
+    assert!(done && said.contains("is the leader"), "{error}");
     assert_eq!(leader(&fleet, asked), next);
     let (done, _, said) = kvasir(&fleet, asked, &["transfer", "c9"]);
     assert!(!done && said.contains("c9"), "{said}");

@@ -119,6 +119,19 @@ fn ties_are_spread_and_lean_to_the_emptier_worker() {
 }
 
 #[test]
+fn an_idle_holder_is_chosen_though_computing_the_prompt_would_cost_less_than_a_tie() {
+    let fast = |index, units| Candidate { units, prefill_rate: 1e6, ..idle(index) };
+    let workers = [fast(0, 0), fast(1, 10), fast(2, 0), fast(3, 9)];
+    for random in 0..100 {
+        let choice = choose(170, &workers, random << 32 | random).unwrap();
+        assert_eq!((choice.slot.index(), choice.predicted), (1, 160));
+    }
+    // Ties between workers that have equally much are still spread.
+    let both = [fast(0, 10), fast(1, 10)];
+    assert!((0..2).all(|slot| (0..9).any(|random| choose(170, &both, random).unwrap().slot.index() == slot)));
+}
+
+#[test]
 fn one_candidate_gives_the_reason_only_and_none_gives_none() {
     assert_eq!(choose(64, &[], 3), None);
     let only = Candidate { units: 2, ..idle(9) };
